@@ -1,0 +1,1 @@
+"""Long-context training in JAX: blockwise attention and feed-forward, Hugging Face weights in and out."""

@@ -1,0 +1,199 @@
+"""Checkpoints: written in the background, checked before use, restored on any number of devices."""
+
+import json
+import logging
+import shutil
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import reduce
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+log = logging.getLogger("bptjax")
+MANIFEST = "manifest.json"
+HALF_WRITTEN = ocp.path.atomicity_types.TMP_DIR_SUFFIX
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When checkpoints are written and how many stay.
+
+    `save_steps` is in optimizer steps. The newest `save_total_limit` finished ones stay; with 1
+    there is nothing to fall back on when that one is damaged.
+    """
+
+    save_steps: int = 500
+    save_total_limit: int = 2
+
+    def __post_init__(self):
+        for field, value in vars(self).items():
+            if value < 1:
+                raise ValueError(f"checkpoint.{field}={value} must be at least 1")
+
+
+class DamagedCheckpointError(RuntimeError):
+    """There are finished checkpoints and all are damaged."""
+
+
+class Checkpoints:
+    """The checkpoints of one run, `<run_dir>/checkpoints/<step>/`.
+
+    Each holds `state` (arrays, by the path of the leaf), `meta` (JSON) and a manifest with the
+    CRC-32 of every file: orbax restores a flipped byte without complaint. A directory takes its
+    final name when all of it is on disk; older ones are deleted after that.
+
+    Nothing is written before the first `save`. That removes half-written directories and renames
+    to `<step>.aside<n>` whatever is newer than the step continued from (damaged, or superseded).
+    """
+
+    def __init__(self, run_dir: Path | str, *, save_total_limit: int | None = None):
+        self.directory = Path(run_dir).absolute() / "checkpoints"
+        self._limit = save_total_limit
+        self._manager: ocp.CheckpointManager | None = None
+        self._step = -1
+        # Orbax narrates through absl, which prints to stderr. Its failures arrive as exceptions.
+        logging.getLogger("absl").setLevel(logging.CRITICAL)
+
+    def save(self, step: int, state: Any, extra: dict) -> None:
+        """Copies `state` off the devices and returns; a thread writes it.
+
+        The caller may donate `state` (a pytree of jax arrays, none of size 0 and none uint4) at
+        once; `extra` is JSON. Waits for the save before this one and raises what that one raised
+        (disk full, for one). A step just saved or restored is not written again.
+        """
+        self.wait()
+        if step == self._step:
+            return
+        self._manager = self._manager or self._open()
+        self._step = step
+        leaves = _leaves(state)
+        meta = {"extra": extra, "leaves": {name: _kind(leaf) for name, leaf in leaves.items()}}
+        items = {"state": ocp.args.StandardSave(leaves), "meta": ocp.args.JsonSave(meta)}
+        self._manager.save(step, args=ocp.args.Composite(**items), force=True)
+
+    def wait(self) -> None:
+        """Blocks until the last save is finished, and raises what it raised."""
+        if self._manager:
+            self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        """Finishes the last save and ends orbax's threads."""
+        if self._manager:
+            self._manager.close()
+
+    def restore(self, abstract_state: Any, step: int | None = None) -> tuple[int, Any, dict] | None:
+        """The newest whole checkpoint, or that of `step`, as (step, state, extra).
+
+        `abstract_state` is the tree of `jax.ShapeDtypeStruct` with shardings (or of arrays) to
+        restore into, on any mesh. Half-written and damaged checkpoints are passed over with a
+        warning. None where no checkpoint was ever finished.
+
+        Raises:
+          ValueError: the trees, shapes or dtypes differ, or there is no checkpoint of `step`.
+          DamagedCheckpointError: all are damaged, or that of `step` is.
+        """
+        finished, passed = self._steps(), []
+        if step is None:
+            newest = max(finished, default=-1)
+            passed = [f"step {s} is half-written" for s in self._steps(HALF_WRITTEN) if s > newest]
+        elif step not in finished:
+            raise ValueError(f"{self.directory} has no step {step}; it has {finished}")
+        for found in finished[::-1] if step is None else [step]:
+            if not (damage := _damage(self.directory / str(found))):
+                if passed:
+                    log.warning("%s: %s; using step %d", self.directory, "; ".join(passed), found)
+                self._step = found
+                return found, *_load(self.directory / str(found), abstract_state)
+            passed.append(f"step {found} is damaged ({damage})")
+        unusable = f"{self.directory}: {'; '.join(passed)}; "
+        if finished:
+            remedy = "bring one back from a copy, or move the directory away to start from step 0"
+            raise DamagedCheckpointError(unusable + remedy)
+        if passed:
+            log.warning("%sstarting from step 0", unusable)
+        return None
+
+    def _steps(self, suffix: str = "") -> list[int]:
+        names = [path.name for path in self.directory.glob(f"*{suffix}")]
+        return sorted(int(n) for name in names if (n := name.removesuffix(suffix)).isdecimal())
+
+    def _open(self) -> ocp.CheckpointManager:
+        if jax.process_index() == 0:
+            for step in self._steps(HALF_WRITTEN):
+                shutil.rmtree(self.directory / f"{step}{HALF_WRITTEN}")
+            for step in self._steps():
+                if step > self._step:
+                    names = (self.directory / f"{step}.aside{n}" for n in count(1))
+                    (self.directory / str(step)).rename(next(n for n in names if not n.exists()))
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=ocp.checkpoint_managers.LatestN(self._limit),
+            # Asynchronous directories keep a process whose save failed alive for five minutes.
+            async_options=ocp.AsyncOptions(
+                post_finalization_callback=self._write_manifest,
+                create_directories_asynchronously=False,
+            ),
+        )
+        # A barrier: no process lists the steps before process 0 has tidied up.
+        return ocp.CheckpointManager(self.directory, options=options)
+
+    def _write_manifest(self) -> None:
+        """Called by orbax's thread when every file is written and the directory not yet renamed."""
+        path = self.directory / f"{self._step}{HALF_WRITTEN}"
+        files = [str(f.relative_to(path)) for f in path.glob("*/**/*") if f.is_file()]
+        (path / MANIFEST).write_text(json.dumps(_checksums(path, files), indent=1))
+
+
+def _load(path: Path, abstract_state: Any) -> tuple[Any, dict]:
+    meta = json.loads((path / "meta" / "metadata").read_text())
+    wanted, saved = _leaves(abstract_state), meta["leaves"]
+    for name in dict.fromkeys([*wanted, *saved]):
+        here = _kind(wanted[name]) if name in wanted else "absent"
+        if (there := saved.get(name, "absent")) != here:
+            raise ValueError(
+                f"{path} is of another configuration: {name} is {there} there and {here} in this "
+                "run; use the config it was saved with, or a new run directory"
+            )
+        if wanted[name].sharding is None:
+            raise ValueError(f"abstract_state: {name} has no sharding; give it one")
+    with ocp.StandardCheckpointer() as reader:
+        state = reader.restore(path / "state", wanted)
+    leaves = [state[name] for name in wanted]
+    return jax.tree.unflatten(jax.tree.structure(abstract_state), leaves), meta["extra"]
+
+
+def _leaves(tree: Any) -> dict[str, Any]:
+    """Leaves by path. A flat dict looks the same to orbax whatever classes the tree is made of."""
+    leaves = jax.tree.leaves_with_path(tree)
+    return {jax.tree_util.keystr(at, simple=True, separator="/"): leaf for at, leaf in leaves}
+
+
+def _kind(leaf: Any) -> str:
+    return f"{leaf.dtype}{list(leaf.shape)}"
+
+
+def _checksums(directory: Path, files: list[str]) -> dict[str, int]:
+    def crc(file: str) -> int:
+        with (directory / file).open("rb") as stream:
+            blocks = iter(lambda: stream.read(1 << 22), b"")
+            return reduce(lambda value, block: zlib.crc32(block, value), blocks, 0)
+
+    with ThreadPoolExecutor() as threads:  # crc32 runs outside the interpreter lock
+        return dict(zip(files, threads.map(crc, files), strict=True))
+
+
+def _damage(directory: Path) -> str:
+    """What is wrong with a finished checkpoint, or nothing."""
+    try:
+        wanted = json.loads((directory / MANIFEST).read_text())
+        if not wanted or not isinstance(wanted, dict):
+            return f"{MANIFEST} lists no files"
+        found = _checksums(directory, list(wanted))
+    except (OSError, ValueError) as error:
+        return f"{MANIFEST}: {error}"
+    changed = [file for file in wanted if found[file] != wanted[file]]
+    return f"wrong checksum: {changed[0]}" if changed else ""

@@ -1,0 +1,197 @@
+"""The root config, its command line, and the copy of it that a run directory keeps."""
+
+import dataclasses
+import difflib
+import re
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+from bptjax.checkpoint import CheckpointConfig
+from bptjax.data.loader import DataConfig
+from bptjax.memory import MemoryConfig
+from bptjax.models.config import ModelConfig
+from bptjax.optim import OptimizerConfig
+from bptjax.parallel.mesh import ParallelConfig
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The work of a run.
+
+    Attributes:
+      max_steps: optimizer steps.
+      seq_len: tokens in a row.
+      per_device_train_batch_size: rows a device (of those that cut the batch) takes at once.
+      gradient_accumulation_steps: such batches an optimizer step.
+      dtype: of the computation. float16 scales the loss dynamically.
+      param_dtype: of parameters and optimizer state.
+      z_loss: weight of the squared log-normaliser.
+      eval_steps: steps between evaluations; 0 evaluates before and after training only.
+      eval_batches: evaluate on no more than that many batches.
+      sample_tokens: length of the sample that is printed at the end; 0 prints none.
+    """
+
+    max_steps: int = 1000
+    seq_len: int = 1024
+    per_device_train_batch_size: int = 1
+    gradient_accumulation_steps: int = 1
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    param_dtype: Literal["float32", "bfloat16"] = "float32"
+    z_loss: float = 0.0
+    eval_steps: int = 0
+    eval_batches: int | None = None
+    sample_tokens: int = 0
+
+    def __post_init__(self):
+        for name, least in (
+            ("max_steps", 1),
+            ("seq_len", 1),
+            ("per_device_train_batch_size", 1),
+            ("gradient_accumulation_steps", 1),
+            ("eval_steps", 0),
+            ("sample_tokens", 0),
+        ):
+            if getattr(self, name) < least:
+                raise ValueError(f"train.{name}={getattr(self, name)} is less than {least}")
+
+
+@dataclass(frozen=True)
+class LoggingConfig:
+    """What is told of a run.
+
+    Attributes:
+      steps: optimizer steps between records in metrics.jsonl.
+    """
+
+    steps: int = 1
+
+    def __post_init__(self):
+        if self.steps < 1:
+            raise ValueError(f"logging.steps={self.steps} is less than 1")
+
+
+@dataclass(frozen=True)
+class Config:
+    """One experiment.
+
+    Attributes:
+      run_dir: where all of it goes. A run that was stopped there goes on.
+      seed: of parameters and dropout; the data has its own.
+      device: auto refuses to run on the CPU beside an NVIDIA GPU.
+    """
+
+    run_dir: str = "runs/run"
+    seed: int = 0
+    device: Literal["auto", "cpu", "gpu"] = "auto"
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+
+
+# What may change between the sittings of one run: the results stay those of the same experiment.
+FREE = (
+    "run_dir",
+    "device",
+    "parallel.",
+    "memory.",
+    "checkpoint.",
+    "logging.",
+    "train.eval_",
+    "train.sample_tokens",
+)
+
+
+def parse(argv: list[str], description: str) -> Config:
+    """The config that `--config FILE` and `--group.key=value` make together.
+
+    Raises:
+      ValueError: unknown key, wrong type, missing file or a value out of range, in one line.
+    """
+    from jsonargparse import ArgumentParser
+
+    class Parser(ArgumentParser):
+        def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+            raise ValueError(_one_line(message))
+
+    parser = Parser(description=description)
+    parser.add_argument("--config", action="config", help="YAML file with the keys below")
+    parser.add_class_arguments(Config, None)
+    values = parser.instantiate_classes(parser.parse_args(argv))
+    return Config(**{f.name: values[f.name] for f in fields(Config)})
+
+
+def _one_line(message: str) -> str:
+    """jsonargparse's complaint in one line, with the nearest key where one is unknown."""
+    known = sorted(flatten(Config()))
+    text = " ".join(message.split())
+    unknown = re.search(
+        r"[Kk]ey '([\w.]+)' is not expected|[Uu]nrecognized arguments: --([\w.]+)", text
+    )
+    if not unknown:
+        return text
+    key = unknown[1] or unknown[2]
+    nested = re.search(r"group '([\w.]+)'", text)
+    key = f"{nested[1]}.{key}" if nested and not key.startswith(nested[1]) else key
+    near = difflib.get_close_matches(key, known, 1, 0.0)
+    return f"unknown key {key}; the nearest is {near[0]}"
+
+
+def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
+    """`{"group.key": value}` of nested dataclasses."""
+    flat = {}
+    for f in fields(config):
+        value = getattr(config, f.name)
+        if dataclasses.is_dataclass(value):
+            flat |= flatten(value, f"{prefix}{f.name}.")
+        else:
+            flat[prefix + f.name] = value
+    return flat
+
+
+def to_yaml(config: Config) -> str:
+    """The resolved config, every key."""
+    import yaml
+
+    return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)
+
+
+def claim(run_dir: Path, config: Config) -> None:
+    """Makes `run_dir` this config's own, or finds that it is.
+
+    Raises:
+      ValueError: the directory belongs to another config, or holds something else.
+      OSError: it cannot be written.
+    """
+    import yaml
+
+    file = run_dir / "config.yaml"
+    if file.exists():
+        theirs, ours = _flat(yaml.safe_load(file.read_text())), flatten(config)
+        for key in sorted(theirs.keys() | ours.keys()):
+            if key.startswith(FREE) or theirs.get(key) == ours.get(key):
+                continue
+            raise ValueError(
+                f"{run_dir} belongs to a run with {key}={theirs.get(key)}, and this one has "
+                f"{ours.get(key)}; choose another run_dir"
+            )
+    elif run_dir.exists() and any(run_dir.iterdir()):
+        raise ValueError(f"{run_dir} is not empty and holds no run; choose another run_dir")
+    run_dir.mkdir(parents=True, exist_ok=True)
+    fresh = file.with_suffix(".tmp")
+    fresh.write_text(to_yaml(config))
+    fresh.replace(file)
+
+
+def _flat(tree: dict, prefix: str = "") -> dict[str, Any]:
+    flat = {}
+    for key, value in tree.items():
+        flat |= (
+            _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        )
+    return flat

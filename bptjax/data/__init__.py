@@ -1,0 +1,1 @@
+"""From files to batches of token ids, through grain."""

@@ -1,0 +1,169 @@
+"""Batches: shuffled without end for training, in order and once for evaluation."""
+
+import atexit
+import functools
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import grain
+import numpy as np
+from grain import experimental as gx
+
+from bptjax.data.files import Document
+from bptjax.data.packing import Example, buffer_rows, example, pack
+from bptjax.data.text import open_documents, split_documents
+from bptjax.data.tokenizer import Tokenizer
+
+# Enough to step on while the next shuffle window fills.
+PREFETCH_BATCHES = 8
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What to train on, and how it becomes rows.
+
+    Attributes:
+      path: File, directory, glob, or `python-stdlib`.
+      eval_path: Held-out text; without it, `eval_fraction` of `path` is held out.
+      eval_fraction: Share of the documents to hold out (of the characters, if there is one).
+      sample_by: What is a document in plain text.
+      text_key: Field of a row that holds its text.
+      tokenizer: `byte`, `char`, or a directory with a Hugging Face tokenizer.
+      packing: How documents share rows; see `packing.pack`.
+      shuffle: New order of documents and rows in each epoch.
+      seed: Of the shuffle.
+    """
+
+    path: str | None = None
+    eval_path: str | None = None
+    eval_fraction: float = 0.1
+    sample_by: Literal["line", "paragraph", "document"] = "document"
+    text_key: str = "text"
+    tokenizer: str = "byte"
+    packing: Literal["none", "concat", "best_fit"] = "concat"
+    shuffle: bool = True
+    seed: int = 0
+
+
+def open_split(config: DataConfig) -> tuple[Sequence[Document], Sequence[Document]]:
+    """(training, held-out) documents. Held-out is empty when `eval_fraction` is 0."""
+    if config.path is None:
+        raise ValueError("data.path is not set; give a file, directory, glob or python-stdlib")
+    read = functools.partial(open_documents, sample_by=config.sample_by, text_key=config.text_key)
+    if config.eval_path is not None:
+        return read(config.path), read(config.eval_path)
+    return split_documents(read(config.path), config.eval_fraction)
+
+
+class TrainIterator(gx.ThreadPrefetchDatasetIterator):
+    """Batches made ahead on a thread, which ends with `close()` or with the interpreter.
+
+    `get_state()` can be stored as JSON. After `set_state()` with it, in this or another process,
+    the batches continue exactly where they were.
+    """
+
+    def __init__(self, batches: grain.IterDataset):
+        super().__init__(iter(batches), PREFETCH_BATCHES)
+        self._running = True
+        # A thread that is inside grain's C++ code when the interpreter exits aborts the process.
+        atexit.register(self.close)
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        # grain's concat-then-split compares its state with tuples; JSON knows lists only, and it
+        # would skip a document after the round trip (grain 0.2.18).
+        super().set_state(_tuples(state))
+
+    def close(self) -> None:
+        # Only once: grain's __del__ closes too, at exit when the modules it needs are gone.
+        if self._running:
+            self._running = False
+            atexit.unregister(self.close)
+            super().close()
+
+
+def train_loader(
+    documents: Sequence[Document],
+    tokenizer: Tokenizer,
+    config: DataConfig,
+    *,
+    seq_len: int,
+    rows: int,
+    shard_index: int = 0,
+    shard_count: int = 1,
+) -> TrainIterator:
+    """Batches without end: dicts of int32 [rows, T] as `packing.pack` describes them.
+
+    The order depends on `config.seed` alone and is another one in each epoch. Of several processes,
+    each reads the documents [shard_index::shard_count]. Nothing else bounds an epoch: a
+    window of shuffled rows, or a packed row, may hold the end of one and the start of the next.
+
+    Raises:
+      ValueError: the documents of this shard give fewer than `seq_len` labels, or a bad packing.
+    """
+    examples = _examples(documents, tokenizer, shard_index, shard_count)
+    labels = pieces = 0
+    limit = buffer_rows(seq_len)
+    for index in range(len(examples)):
+        length = len(examples[index]["labels"])
+        labels, pieces = labels + length, pieces + -(-length // seq_len)
+        if labels >= seq_len and pieces >= limit:
+            break
+    if labels < seq_len:
+        raise ValueError(
+            f"the {len(examples)} training documents of shard {shard_index} of {shard_count} give "
+            f"{labels} labels, fewer than seq_len={seq_len}; use a shorter one, or more text"
+        )
+    # A window does not reach far beyond an epoch, nor beyond some thousand documents.
+    window = min(limit, labels // seq_len if config.packing == "concat" else pieces)
+    if config.shuffle:
+        examples = examples.shuffle(seed=config.seed)
+    packed = pack(
+        examples.repeat(),
+        packing=config.packing,
+        seq_len=seq_len,
+        window=window if config.shuffle else None,
+        seed=config.seed,
+    )
+    return TrainIterator(packed.batch(rows))
+
+
+def eval_loader(
+    documents: Sequence[Document],
+    tokenizer: Tokenizer,
+    config: DataConfig,
+    *,
+    seq_len: int,
+    rows: int,
+    max_batches: int | None = None,
+    shard_index: int = 0,
+    shard_count: int = 1,
+) -> grain.IterDataset:
+    """Batches of one pass in fixed order, every label once; each `for` starts the pass anew.
+
+    The last batch is filled with rows of padding. With `max_batches`, the pass ends early.
+    """
+    examples = _examples(documents, tokenizer, shard_index, shard_count)
+    packed = pack(examples, packing=config.packing, seq_len=seq_len)
+    batches = packed.batch(rows, batch_fn=functools.partial(_fill, rows=rows))
+    return batches if max_batches is None else gx.LimitIterDataset(batches, max_batches)
+
+
+def _examples(
+    documents: Sequence[Document], tokenizer: Tokenizer, shard_index: int, shard_count: int
+) -> grain.MapDataset:
+    source = grain.MapDataset.source(documents)[shard_index::shard_count]
+    return source.map(functools.partial(example, tokenizer=tokenizer))
+
+
+def _fill(batch: Sequence[Example], rows: int) -> Example:
+    blank = {key: np.full_like(value, -100 * (key == "labels")) for key, value in batch[0].items()}
+    full = [*batch, *itertools.repeat(blank, rows - len(batch))]
+    return {key: np.stack([row[key] for row in full]) for key in blank}
+
+
+def _tuples(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {key: _tuples(value) for key, value in state.items()}
+    return tuple(map(_tuples, state)) if isinstance(state, list) else state

@@ -1,0 +1,129 @@
+"""Rows of fixed length from documents of any length."""
+
+import functools
+
+import grain
+import numpy as np
+from grain import experimental as gx
+
+from bptjax.data.files import Document
+from bptjax.data.tokenizer import Tokenizer
+
+PACKINGS = ("none", "concat", "best_fit")
+BUFFER_TOKENS = 2**22
+
+Example = dict[str, np.ndarray]
+
+
+def example(document: Document, tokenizer: Tokenizer) -> Example:
+    """`tokens` and their `labels`, the next tokens; each int32, one shorter than the document.
+
+    Text gets BOS in front and EOS at the end where the tokeniser has them; token ids are used as
+    they are. The shift comes before packing: no label crosses a document, and none is lost where
+    a row ends.
+    """
+    if isinstance(document, str):
+        ids = (tokenizer.bos_id, tokenizer.encode(document), tokenizer.eos_id)
+        document = np.concatenate([np.atleast_1d(i) for i in ids if i is not None], dtype=np.int32)
+    elif document.size and not 0 <= document.min() <= document.max() < tokenizer.vocab_size:
+        raise ValueError(
+            f"input_ids from {document.min()} to {document.max()} do not fit "
+            f"vocab_size={tokenizer.vocab_size}; set data.tokenizer to the one that made them"
+        )
+    return {"tokens": document[:-1], "labels": document[1:]}
+
+
+def cut(whole: Example, seq_len: int, rng: np.random.Generator | None = None) -> list[Example]:
+    """Consecutive pieces of at most `seq_len` tokens; with `rng`, the first is of random length.
+
+    What fits stays whole. No tokens, no pieces.
+    """
+    length = len(whole["tokens"])
+    first = int(rng.integers(1, seq_len + 1)) if rng and length > seq_len else seq_len
+    edges = [0, *range(first, length, seq_len), length]
+    return [
+        {key: value[start:stop] for key, value in whole.items()}
+        for start, stop in zip(edges, edges[1:], strict=False)
+        if stop > start
+    ]
+
+
+def buffer_rows(seq_len: int) -> int:
+    """How many rows of `seq_len` tokens to hold at most for shuffling and best-fit packing."""
+    return max(4, min(4096, BUFFER_TOKENS // seq_len))
+
+
+def pack(
+    examples: grain.MapDataset,
+    *,
+    packing: str,
+    seq_len: int,
+    window: int | None = None,
+    seed: int = 0,
+) -> grain.IterDataset:
+    """Rows from examples: a dict of int32 [T] `tokens`, `labels`, `segments`, `positions`.
+
+    `labels` are -100 where there is none. `segments` count the documents in a row from 1; 0 is
+    padding. `positions` restart at 0 in each document, and also in each piece of a document cut
+    over several rows. Every token of `examples` is in exactly one row.
+
+    - `none`: one document, or piece of one, a row.
+    - `concat`: documents one after the other, cut wherever a row is full. Pads the last row only.
+    - `best_fit`: whole documents, each in the fullest open row that has room; longer ones are cut.
+
+    With a `window`, that many rows (`concat`) or pieces (the others) at a time are shuffled, so
+    that a batch is not one stretch of a long document, and `none` cuts a long document elsewhere
+    in each epoch. Without one, the order is that of the examples.
+    """
+    if packing not in PACKINGS:
+        raise ValueError(f"data.packing={packing!r}; use one of {', '.join(PACKINGS)}")
+    if packing == "concat":
+        pieces = examples.map(lambda whole: [whole] if len(whole["tokens"]) else [])
+    elif packing == "none" and window:
+        pieces = examples.random_map(lambda whole, rng: cut(whole, seq_len, rng), seed=seed)
+    else:
+        pieces = examples.map(lambda whole: cut(whole, seq_len))
+    # No read-ahead here: the loader has one thread for everything.
+    direct = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+    pieces = gx.FlatMapIterDataset(pieces.to_iter_dataset(direct), _Flatten())
+
+    def shuffled(dataset):
+        shuffle = functools.partial(gx.WindowShuffleIterDataset, window_size=window, seed=seed)
+        return shuffle(dataset) if window else dataset
+
+    lengths = {"tokens": seq_len, "labels": seq_len}
+    if packing == "none":
+        return shuffled(pieces).map(functools.partial(_lone_row, seq_len=seq_len))
+    if packing == "concat":
+        rows = gx.ConcatThenSplitIterDataset(pieces, length_struct=lengths)
+        return shuffled(rows).map(_packed_row)
+    bins = min(128, window or buffer_rows(seq_len))
+    rows = gx.BestFitPackIterDataset(
+        shuffled(pieces), length_struct=lengths, num_packing_bins=bins, shuffle_bins=False
+    )
+    return rows.map(_packed_row)
+
+
+class _Flatten(gx.FlatMapTransform):
+    max_fan_out = 0  # Read by grain's random-access variant only.
+
+    def flat_map(self, element):
+        return element
+
+
+def _lone_row(piece: Example, seq_len: int) -> Example:
+    length = len(piece["tokens"])
+    tokens, labels, segments, positions = np.zeros((4, seq_len), np.int32)
+    tokens[:length], labels[:length], labels[length:] = piece["tokens"], piece["labels"], -100
+    segments[:length], positions[:length] = 1, np.arange(length)
+    return {"tokens": tokens, "labels": labels, "segments": segments, "positions": positions}
+
+
+def _packed_row(packed: Example) -> Example:
+    segments = packed["tokens_segment_ids"]
+    return {
+        "tokens": packed["tokens"],
+        "labels": np.where(segments == 0, np.int32(-100), packed["labels"]),
+        "segments": segments,
+        "positions": packed["tokens_positions"],
+    }

@@ -1,0 +1,153 @@
+"""Sources of text: documents at random access, held-out split, baselines."""
+
+import bisect
+import glob
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from bptjax.data.files import CODECS, EXTENSIONS, Document, TextFile, extension, row_groups
+
+STDLIB = "python-stdlib"
+# Other people's packages, and test material, some of it meant to be unreadable.
+STDLIB_SKIPS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+
+
+class Documents(Sequence[Document]):
+    """The documents of several files as one sequence."""
+
+    def __init__(self, files: Sequence[Sequence[Document]]):
+        self.files = files
+        self.ends = np.cumsum([len(file) for file in files]).tolist()
+
+    def __len__(self) -> int:
+        return self.ends[-1] if self.ends else 0
+
+    def __getitem__(self, index: int) -> Document:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        file = bisect.bisect_right(self.ends, index)
+        return self.files[file][index - (self.ends[file - 1] if file else 0)]
+
+
+class Chosen(Sequence[Document]):
+    """Some of `documents`, by index."""
+
+    def __init__(self, documents: Sequence[Document], indices: Sequence[int]):
+        self.documents, self.indices = documents, indices
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> Document:
+        return self.documents[int(self.indices[index])]
+
+
+def open_documents(
+    path: str | Path, *, sample_by: str = "document", text_key: str = "text"
+) -> Documents:
+    """The documents at `path`, in a fixed order: text files by name, then parquet files by name.
+
+    `path` is a file, a glob, a directory (searched at any depth), or `python-stdlib`: the source
+    files of this Python's own library. Formats: `.txt`, `.md`, `.py`, `.jsonl`, each also `.gz` or
+    `.zst`, and `.parquet`. `sample_by` divides plain text: one document per `line`, `paragraph`
+    (blank lines between) or `document` (the whole file). Rows hold text in `text_key`, or else
+    token ids in `input_ids`.
+
+    In memory are two offsets a record, the compressed files that hold many records, and about
+    1 GiB of decoded parquet row groups.
+
+    Raises:
+      ValueError: nothing at `path`, an unknown extension, a row without text, or no documents.
+    """
+    if sample_by not in ("line", "paragraph", "document"):
+        raise ValueError(f"sample_by={sample_by!r}; use line, paragraph or document")
+    paths = _stdlib_paths() if str(path) == STDLIB else _paths(path)
+    texts = [TextFile(p, sample_by, text_key) for p in paths if p.suffix != ".parquet"]
+    groups = row_groups([p for p in paths if p.suffix == ".parquet"], text_key)
+    documents = Documents(texts + groups)
+    if not len(documents):
+        raise ValueError(f"path={str(path)!r} holds no documents: its {len(paths)} files are empty")
+    documents[0]  # A row without text shows here, not at some later step.
+    return documents
+
+
+def split_documents(
+    documents: Sequence[Document], eval_fraction: float
+) -> tuple[Sequence[Document], Sequence[Document]]:
+    """(training, held-out): whole documents spread evenly over the order are held out.
+
+    Of a single document the tail is held out, counted in characters (token ids: in tokens).
+    """
+    if not 0 <= eval_fraction < 1:
+        raise ValueError(f"eval_fraction={eval_fraction}; use a fraction from 0 to below 1")
+    if eval_fraction == 0:
+        return documents, []
+    if len(documents) == 1:
+        cut = int(len(documents[0]) * (1 - eval_fraction))
+        return [documents[0][:cut]], [documents[0][cut:]]
+    count = min(max(1, round(len(documents) * eval_fraction)), len(documents) - 1)
+    held_out = [(2 * i + 1) * len(documents) // (2 * count) for i in range(count)]
+    kept = np.setdiff1d(np.arange(len(documents)), held_out)
+    return Chosen(documents, kept), Chosen(documents, held_out)
+
+
+def utf8(text: str) -> bytes:
+    """UTF-8; the lone surrogates that JSON can hold pass through."""
+    return text.encode("utf-8", "surrogatepass")
+
+
+def byte_baselines(documents: Sequence[str]) -> dict[str, float]:
+    """Bits per byte of three models of these very bytes, for a trained model to beat.
+
+    `uniform` is 8, `unigram` the entropy H(b_i), `bigram` the conditional entropy H(b_i | b_i-1)
+    within documents. Both are fitted to the bytes they are measured on: the best of their kind.
+    """
+    unigrams, bigrams = np.zeros(256, np.int64), np.zeros(256 * 256, np.int64)
+    for text in documents:
+        codes = np.frombuffer(utf8(text), np.uint8).astype(np.int64)
+        unigrams += np.bincount(codes, minlength=256)
+        bigrams += np.bincount(codes[:-1] * 256 + codes[1:], minlength=256 * 256)
+    conditional = _entropy(bigrams) - _entropy(bigrams.reshape(256, 256).sum(1))
+    return {"uniform": 8.0, "unigram": _entropy(unigrams), "bigram": conditional}
+
+
+def _entropy(counts: np.ndarray) -> float:
+    p = counts[counts > 0] / max(1, counts.sum())
+    return float(-(p * np.log2(p)).sum())
+
+
+def _paths(path: str | Path) -> list[Path]:
+    root = Path(path).expanduser()
+    if root.is_dir():
+        found = [p for p in root.rglob("*") if p.is_file() and extension(p) in EXTENSIONS]
+    else:
+        found = [root] if root.exists() else map(Path, glob.glob(str(root), recursive=True))
+        found = [p for p in found if p.is_file()]
+    known = f"{', '.join(EXTENSIONS)}; text also with {' or '.join(CODECS)}"
+    if not found:
+        raise ValueError(
+            f"path={str(path)!r}: no such file, or none of a known format in it; "
+            f"give a file, directory or glob ({known}), or {STDLIB}"
+        )
+    for p in found:
+        if extension(p) not in EXTENSIONS or p.suffix in CODECS and extension(p) == ".parquet":
+            raise ValueError(f"{p}: unknown extension {''.join(p.suffixes)!r}; known are {known}")
+    return sorted(found)
+
+
+def _stdlib_paths() -> list[Path]:
+    root = Path(sysconfig.get_path("stdlib"))
+    found = []
+    for path in sorted(root.rglob("*.py")):
+        if STDLIB_SKIPS.isdisjoint(path.relative_to(root).parts):
+            try:
+                path.read_bytes().decode()
+            except (OSError, UnicodeDecodeError):
+                continue
+            found.append(path)
+    if not found:
+        raise ValueError(f"path={STDLIB}: no source files in {root}; give a text file instead")
+    return found

@@ -1,0 +1,131 @@
+"""Tokenisers: bytes, characters, or a Hugging Face directory."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from bptjax.data.text import utf8
+
+FILE = "bptjax_tokenizer.json"
+
+
+class Tokenizer(Protocol):
+    """Text to int32 token ids and back. `bos_id` and `eos_id` stand around a document, if any."""
+
+    vocab_size: int
+    bos_id: int | None
+    eos_id: int | None
+
+    def encode(self, text: str) -> np.ndarray: ...
+    def decode(self, ids: Iterable[int]) -> str: ...
+    def save(self, directory: str | Path) -> None: ...
+
+
+class ByteTokenizer:
+    """UTF-8 bytes 0..255, and a separator 256 that begins and ends documents."""
+
+    vocab_size, bos_id, eos_id = 257, 256, 256
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.frombuffer(utf8(text), np.uint8).astype(np.int32)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return bytes(int(i) for i in ids if i < 256).decode("utf-8", "replace")
+
+    def save(self, directory: str | Path) -> None:
+        _save(directory, {"type": "byte"})
+
+
+class CharTokenizer:
+    """One id per character of a fixed vocabulary, in code point order; no separator."""
+
+    bos_id = eos_id = None
+
+    def __init__(self, characters: Iterable[str]):
+        self.characters = "".join(sorted(set(characters)))
+        self.vocab_size = len(self.characters)
+        self._codes = _code_points(self.characters)
+
+    def encode(self, text: str) -> np.ndarray:
+        codes = _code_points(text)
+        ids = np.searchsorted(self._codes, codes).clip(max=self.vocab_size - 1)
+        unknown = codes[self._codes[ids] != codes]
+        if unknown.size:
+            raise ValueError(
+                f"character {chr(unknown[0])!r} is not among the {self.vocab_size} of the training "
+                "text; leave it out, or use data.tokenizer=byte"
+            )
+        return ids.astype(np.int32)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return "".join(self.characters[i] for i in ids)
+
+    def save(self, directory: str | Path) -> None:
+        _save(directory, {"type": "char", "characters": self.characters})
+
+
+class HFTokenizer:
+    """A Hugging Face tokeniser from a local directory."""
+
+    def __init__(self, directory: str | Path):
+        from transformers import AutoTokenizer  # Takes seconds.
+
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"data.tokenizer={str(directory)!r} holds no tokenizer") from error
+        # `len` counts added tokens; the tokeniser's own `vocab_size` does not.
+        self.vocab_size = len(self._tokenizer)
+        self.bos_id, self.eos_id = self._tokenizer.bos_token_id, self._tokenizer.eos_token_id
+
+    def encode(self, text: str) -> np.ndarray:
+        ids = self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
+        return np.array(ids, np.int32)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self._tokenizer.decode([int(i) for i in ids])
+
+    def save(self, directory: str | Path) -> None:
+        self._tokenizer.save_pretrained(str(directory))
+
+
+def make_tokenizer(name: str, documents: Iterable[str] = ()) -> Tokenizer:
+    """`byte`, `char` with the vocabulary of `documents`, or a directory for `load_tokenizer`."""
+    if name == "byte":
+        return ByteTokenizer()
+    if name != "char":
+        return load_tokenizer(name)
+    characters: set[str] = set()
+    for text in documents:
+        if not isinstance(text, str):
+            raise ValueError("data.tokenizer=char needs text, but the rows hold token ids")
+        characters.update(text)
+    if not characters:
+        raise ValueError("data.tokenizer=char takes its vocabulary from the text; it is empty")
+    return CharTokenizer(characters)
+
+
+def load_tokenizer(directory: str | Path) -> Tokenizer:
+    """The tokeniser that `save` wrote, or a Hugging Face one. Never looks on a network."""
+    directory = Path(directory).expanduser()
+    if not directory.is_dir():
+        raise ValueError(
+            f"data.tokenizer={str(directory)!r} is no directory; use byte, char, or a local "
+            "directory with a Hugging Face tokenizer"
+        )
+    if not (directory / FILE).exists():
+        return HFTokenizer(directory)
+    saved = json.loads((directory / FILE).read_text())
+    return ByteTokenizer() if saved["type"] == "byte" else CharTokenizer(saved["characters"])
+
+
+def _save(directory: str | Path, content: dict[str, str]) -> None:
+    Path(directory).mkdir(parents=True, exist_ok=True)
+    (Path(directory) / FILE).write_text(json.dumps(content))
+
+
+def _code_points(text: str) -> np.ndarray:
+    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)

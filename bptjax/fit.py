@@ -1,0 +1,342 @@
+"""A run from config to trained model: set up, train, save, resume, report."""
+
+import math
+import signal
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from bptjax.checkpoint import Checkpoints
+from bptjax.config import Config, claim, to_yaml
+from bptjax.data.loader import TrainIterator, eval_loader, open_split, train_loader
+from bptjax.data.text import byte_baselines
+from bptjax.data.tokenizer import Tokenizer, make_tokenizer
+from bptjax.generation import generate
+from bptjax.metrics import JsonlWriter, Progress, Throughput, plot_loss, read_metrics
+from bptjax.ops.attention import choose
+from bptjax.ops.attention.tile import Score
+from bptjax.ops.mask import Mask
+from bptjax.parallel.mesh import make_mesh, select_devices
+from bptjax.trainer import Task, TrainState
+
+# Dense bf16 matmul peaks, FLOP/s, by the device's name: what MFU is counted against.
+PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
+
+
+class RunFailed(RuntimeError):
+    """The run cannot go on; the message says where it stands."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A checked config with its data, devices and directory: all that can be wrong with it has been looked at."""
+
+    config: Config
+    task: Task
+    tokenizer: Tokenizer
+    held_out: Any
+    batches: TrainIterator
+    notes: list[str]
+
+    @property
+    def directory(self) -> Path:
+        return Path(self.config.run_dir)
+
+    def eval_batches(self) -> Any:
+        """The held-out batches `[rows, T]`, in fixed order."""
+        return eval_loader(
+            self.held_out,
+            self.tokenizer,
+            self.config.data,
+            seq_len=self.config.train.seq_len,
+            rows=self.task.micro_rows,
+            max_batches=self.config.train.eval_batches,
+        )
+
+
+def prepare(config: Config) -> Run:
+    """Checks everything, then claims the run directory; a config that is refused leaves no trace.
+
+    Raises:
+      ValueError, NotImplementedError, OSError: what is wrong, in one line.
+    """
+    devices = select_devices(config.device)
+    mesh = make_mesh(config.parallel, devices)
+    train, held_out = open_split(config.data)
+    tokenizer = make_tokenizer(config.data.tokenizer, chain(train, held_out))
+    model = config.model
+    if model.vocab_size is None:
+        model = replace(model, vocab_size=tokenizer.vocab_size)
+    if model.V < tokenizer.vocab_size:
+        raise ValueError(
+            f"model.vocab_size={model.V} is less than the tokenizer's {tokenizer.vocab_size}"
+        )
+    if model.position == "learned" and config.train.seq_len > (model.max_positions or 0):
+        raise ValueError(
+            f"train.seq_len={config.train.seq_len} is more than "
+            f"model.max_positions={model.max_positions}"
+        )
+    score = Score(mask=Mask(causal=True), scale=1.0, dropout=model.attention_dropout)
+    picked, others = choose(config.memory.attention, score)
+    task = Task(config, model, mesh)
+    batches = train_loader(
+        train, tokenizer, config.data, seq_len=config.train.seq_len, rows=task.rows
+    )
+    claim(Path(config.run_dir), config)
+    tokenizer.save(config.run_dir)
+    why = "".join(f"; not {name}: {reason}" for name, reason in others.items())
+    axes = " ".join(f"{name}={size}" for name, size in mesh.shape.items())
+    notes = [
+        f"devices: {len(devices)} × {devices[0].device_kind}, jax {jax.__version__}, mesh {axes}",
+        f"data: {len(train)} documents, {len(held_out)} held out, vocabulary {model.V}",
+        f"attention: {picked}{why}",
+    ]
+    return Run(config, task, tokenizer, held_out, batches, notes)
+
+
+def fit(run: Run) -> int:
+    """Trains to the end, or until a signal: the exit code, 0, 130 (Ctrl-C) or 143 (SIGTERM).
+
+    Raises:
+      ValueError: the checkpoints are of another configuration.
+      RunFailed: the loss is no longer finite, or memory ran out.
+    """
+    config, task = run.config, run.task
+    with ExitStack() as stack:
+        stack.callback(run.batches.close)
+        checkpoints = Checkpoints(
+            run.directory, save_total_limit=config.checkpoint.save_total_limit
+        )
+        stack.callback(checkpoints.close)
+        restored = checkpoints.restore(task.abstract_state())
+        start, state, extra = restored or (0, task.init_state(), {"tokens_seen": 0})
+        if restored:
+            run.batches.set_state(extra["data"])
+        writer = JsonlWriter(run.directory, resume_step=start if restored else None)
+        stack.callback(writer.close)
+        progress = stack.enter_context(Progress(run.directory, config.train.max_steps))
+        stopped = stack.enter_context(_signals())
+        for note in run.notes if start < config.train.max_steps else ():
+            progress.log(note)
+        if restored:
+            progress.log(f"resumed at step {start} of {config.train.max_steps} in {run.directory}")
+        loop = _Loop(run, checkpoints, writer, progress, state, start, extra["tokens_seen"])
+        with _out_of_memory(loop):
+            loop.train(stopped)
+        if not stopped:
+            report(run, loop.state, checkpoints.directory, progress.log)
+    return 128 + stopped[0] if stopped else 0
+
+
+class _Loop:
+    """Steps, with the metrics of each one read while the next one runs."""
+
+    def __init__(self, run: Run, checkpoints, writer, progress, state, start, tokens_seen):
+        self.run, self.checkpoints, self.writer, self.progress = run, checkpoints, writer, progress
+        self.state: TrainState = state
+        self.done, self.tokens_seen, self.last_saved = start, tokens_seen, start or None
+        self.pending: tuple[int, dict, int, float, dict] | None = None
+        self.throughput = Throughput()
+        self.evaluate = run.task.evaluator()
+        self.parameters = sum(x.size for x in jax.tree.leaves(state.model))
+
+    def train(self, stopped: list[int]) -> None:
+        config, task = self.run.config, self.run.task
+        total, every = config.train.max_steps, config.train.eval_steps
+        if self.done == 0:
+            self.eval()
+        step = None
+        while self.done < total and not stopped:
+            batch = next(self.run.batches)
+            placed = task.put(batch, config.train.gradient_accumulation_steps)
+            step = step or self.compile(placed)
+            self.state, metrics = step(self.state, placed)
+            self.flush()
+            self.done += 1
+            self.pending = (self.done, metrics, *_work(batch), self.run.batches.get_state())
+            last = self.done == total or bool(stopped)
+            if last or (every and self.done % every == 0):
+                self.flush()
+                if every and self.done % every == 0 or self.done == total:
+                    self.eval()
+            if last or self.done % config.checkpoint.save_steps == 0:
+                self.save()
+        self.checkpoints.wait()
+
+    def compile(self, batch) -> Callable:
+        """The compiled step; says what it will need."""
+        compiled = self.run.task.compile_step(self.state, batch)
+        needs = compiled.memory_analysis()
+        text = f"model: {self.parameters:,} parameters"
+        if needs is not None:
+            held, extra = needs.argument_size_in_bytes, needs.temp_size_in_bytes
+            text += f"; a step holds {held / 2**30:.2f} GiB and needs {extra / 2**30:.2f} GiB more"
+            text += " a device"
+        self.progress.log(text)
+        return compiled
+
+    def flush(self) -> None:
+        """Reads and tells the metrics of the step before; ends the run where they are not finite."""
+        if self.pending is None:
+            return
+        (done, metrics, tokens, attended, cursor), self.pending = self.pending, None
+        metrics = {name: float(x) for name, x in jax.device_get(metrics).items()}
+        self.throughput.step(tokens)
+        self.tokens_seen += tokens
+        config = self.run.config
+        metrics |= {"train/tokens_seen": self.tokens_seen}
+        metrics |= self.throughput.metrics(config.train.max_steps - done)
+        metrics |= self._hardware(metrics, tokens, attended)
+        if done % config.logging.steps == 0 or done == config.train.max_steps:
+            self.writer.write(done, metrics)
+        self.progress.update(done, metrics)
+        loss, norm = metrics["train/loss"], metrics["train/grad_norm"]
+        scale = metrics.get("train/loss_scale")
+        if not math.isfinite(loss) or (scale is None and not math.isfinite(norm)) or scale == 0.0:
+            what = f"loss {loss}, gradient norm {norm}"
+            what += "" if scale is None else f", loss scale {scale}"
+            good = f"step {self.last_saved}" if self.last_saved else "none yet"
+            raise RunFailed(
+                f"step {done}: {what}; batch drawn at {cursor}; last good checkpoint: {good} in "
+                f"{self.checkpoints.directory}. Lower optimizer.learning_rate or look at that batch."
+            )
+
+    def _hardware(self, metrics: dict, tokens: int, attended: float) -> dict[str, float]:
+        """Peak memory of a device, GiB, and model FLOP/s over the devices' peak, where they are known."""
+        devices = self.run.task.mesh.devices.reshape(-1)
+        found = {}
+        stats = devices[0].memory_stats()
+        if stats and "peak_bytes_in_use" in stats:
+            found["memory/peak_gib"] = stats["peak_bytes_in_use"] / 2**30
+        peak = next((f for n, f in PEAK_FLOPS.items() if n in devices[0].device_kind), None)
+        seconds = metrics.get("throughput/step_time")
+        if peak and seconds:
+            model = self.run.task.model
+            attention = 12.0 * attended * model.num_heads * model.H * model.num_layers
+            flops = 6.0 * self.parameters * tokens + attention
+            found["throughput/mfu"] = flops / seconds / (peak * len(devices))
+        return found
+
+    def eval(self) -> None:
+        """Held-out loss, before the first step as well."""
+        if not len(self.run.held_out):
+            return
+        loss = self.evaluate(self.state.model, self.run.eval_batches())
+        self.writer.write(self.done, {"eval/loss": loss, "train/tokens_seen": self.tokens_seen})
+        self.progress.log(f"step {self.done}: eval/loss {loss:.4f}")
+        self.throughput.resume()
+
+    def save(self) -> None:
+        """Starts a checkpoint of the state after the last step, which is known to be finite."""
+        self.flush()
+        extra = {
+            "data": self.run.batches.get_state(),
+            "tokens_seen": self.tokens_seen,
+            "config": to_yaml(self.run.config),
+        }
+        self.checkpoints.save(self.done, self.state, extra)
+        self.last_saved = self.done
+        self.throughput.resume()
+
+
+def report(run: Run, state: TrainState, checkpoints: Path, say: Callable[[str], None]) -> None:
+    """What came of it: held-out loss, in bits per byte beside the baselines where the tokens are bytes; a sample; the files."""
+    config = run.config
+    losses = [
+        r["eval/loss"] for r in read_metrics(run.directory / "metrics.jsonl") if "eval/loss" in r
+    ]
+    if losses and config.data.tokenizer == "byte" and config.train.eval_batches is None:
+        texts = list(run.held_out)
+        size = sum(len(run.tokenizer.encode(text)) for text in texts)
+        labels = sum(int((b["labels"] != -100).sum()) for b in run.eval_batches())
+        before, after = (losses[i] * labels / size / math.log(2) for i in (0, -1))
+        base = byte_baselines(texts)
+        say(
+            f"held-out bits per byte, {size:,} bytes: {before:.3f} before, {after:.3f} after training"
+        )
+        say("baselines on the same bytes: " + ", ".join(f"{n} {b:.3f}" for n, b in base.items()))
+    elif losses:
+        say(
+            f"held-out loss, nats per token: {losses[0]:.4f} before, {losses[-1]:.4f} after training"
+        )
+    if config.train.sample_tokens:
+        say("sample: " + sample(run, state))
+    plot_loss(run.directory / "metrics.jsonl", run.directory / "loss.png")
+    say(f"checkpoint: {checkpoints / str(int(state.step))}")
+    say(f"metrics:    {run.directory / 'metrics.jsonl'}")
+    say(f"plot:       {run.directory / 'loss.png'}")
+
+
+def sample(run: Run, state: TrainState) -> str:
+    """Text that the model continues from the start of a document, or from a line's end where documents have no mark."""
+    first = run.tokenizer.bos_id
+    prompt = [first] if first is not None else run.tokenizer.encode("\n")
+    prompt = np.asarray(prompt, np.int32)[None]
+    model = run.task.model
+    room = (model.max_positions or 2**31) - prompt.shape[1]
+    with jax.set_mesh(run.task.mesh):
+        new = generate(
+            state.model,
+            prompt,
+            jax.random.key(run.config.seed),
+            new_tokens=min(run.config.train.sample_tokens, room),
+            temperature=0.8,
+            dtype=run.task.dtype,
+        )
+    return run.tokenizer.decode(np.asarray(new)[0].tolist())
+
+
+def _work(batch: dict[str, np.ndarray]) -> tuple[int, float]:
+    """Tokens that are not padding, and the query-key pairs that causal attention within documents works on."""
+    real = batch["segments"] != 0
+    return int(real.sum()), float((batch["positions"][real].astype(np.float64) + 1).sum())
+
+
+@contextmanager
+def _signals() -> Iterator[list[int]]:
+    """A list that the first SIGINT or SIGTERM enters; the second does what it did before."""
+    got: list[int] = []
+    kinds = (signal.SIGINT, signal.SIGTERM)
+    before = {kind: signal.getsignal(kind) for kind in kinds}
+
+    def note(number, frame):
+        got.append(number)
+        for kind, handler in before.items():
+            signal.signal(kind, handler)
+
+    for kind in kinds:
+        signal.signal(kind, note)
+    try:
+        yield got
+    finally:
+        for kind, handler in before.items():
+            signal.signal(kind, handler)
+
+
+@contextmanager
+def _out_of_memory(loop: _Loop) -> Iterator[None]:
+    """Says what took the memory, and which knob to turn next."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        held = Counter()
+        for name in ("model", "opt_state"):
+            for x in jax.tree.leaves(getattr(loop.state, name)):
+                held[name] += x.nbytes / 2**30
+        train, memory = loop.run.config.train, loop.run.config.memory
+        raise RunFailed(
+            f"out of memory: parameters {held['model']:.2f} GiB, optimizer {held['opt_state']:.2f} GiB "
+            f"over all devices, the rest is a step of {train.per_device_train_batch_size} × "
+            f"{train.seq_len} tokens a device with memory.remat={memory.remat}, "
+            f"ffn_chunk={memory.ffn_chunk}, ce_chunk={memory.ce_chunk}: try remat=full, a smaller "
+            "per_device_train_batch_size, smaller chunks, or param_dtype=bfloat16"
+        ) from error

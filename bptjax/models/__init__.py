@@ -1,0 +1,1 @@
+"""Flax NNX models, held as plain pytrees."""

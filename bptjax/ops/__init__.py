@@ -1,0 +1,1 @@
+"""Arrays in, arrays out: blockwise attention, feed-forward and loss. Imports jax only."""

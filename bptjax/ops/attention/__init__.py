@@ -1,0 +1,140 @@
+"""Softmax attention in O(T) memory, by one of several implementations."""
+
+from functools import partial
+from types import ModuleType
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Float
+
+from bptjax.ops.attention import loop, reference, scan
+from bptjax.ops.attention.tile import Score
+from bptjax.ops.mask import Mask
+
+# Each implementation is a pair `forward(q, k, v, score, *, q_chunk, k_chunk) -> Partial(out, lse)`
+# and `backward(q, k, v, out, lse, dout, score, *, q_chunk, k_chunk) -> (dq, dk, dv)`, and says in
+# `unsupported(score)` what it refuses.
+IMPLEMENTATIONS: dict[str, ModuleType] = {"scan": scan, "loop": loop, "reference": reference}
+
+# Names under which a remat policy can save what the backward pass needs, so that remat does not run
+# the kernel again.
+SAVED = ("attention_out", "attention_lse")
+
+
+def choose(impl: str, score: Score) -> tuple[str, dict[str, str]]:
+    """The implementation that `impl` stands for, and of the others that `auto` weighed, why each
+    was not taken.
+
+    Raises:
+      ValueError: there is no such implementation.
+      NotImplementedError: the named one cannot honour the arguments.
+    """
+    if impl == "auto":
+        return "scan", {
+            "loop": "one dispatch a tile; for comparison only",
+            "reference": "[T, T] memory; for tests only",
+        }
+    if impl not in IMPLEMENTATIONS:
+        raise ValueError(f"attention {impl!r}; there are auto, {', '.join(IMPLEMENTATIONS)}")
+    reason = IMPLEMENTATIONS[impl].unsupported(score)
+    if reason:
+        raise NotImplementedError(f"attention {impl!r}: {reason}")
+    return impl, {}
+
+
+def attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    *,
+    mask: Mask = Mask(causal=True),  # noqa: B008 (frozen)
+    alibi: Float[Array | np.ndarray, "N"] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+    dropout_key: Array | None = None,
+    impl: str = "auto",
+    q_chunk: int = 512,
+    k_chunk: int = 512,
+) -> Float[Array, "B T N H"]:
+    """Softmax attention in O(T) memory.
+
+    `impl="auto"` picks by device and support; a named `impl` is used or raises. Softmax statistics
+    and accumulation are float32 for any input dtype. A query that sees no key gives 0. Query head n
+    reads key head n // (N / K).
+
+    Args:
+      mask: who sees whom; evaluated a tile at a time, never `[T, S]`.
+      alibi: slopes; -alibi · |p - s| is added to the logits. Held constant by the gradient.
+      scale: factor on q·k; H^-0.5 if left out.
+      softcap: logits become softcap · tanh(logits / softcap).
+      dropout: probability of dropping a weight. Which ones depends on the key, row, head and
+        positions alone, not on the implementation or the chunks.
+      dropout_key: a JAX random key, needed where dropout > 0.
+      q_chunk, k_chunk: tokens in a block; T and S need not be multiples.
+
+    Raises:
+      NotImplementedError: the named implementation cannot honour the arguments.
+      ValueError: N is not a multiple of K; dropout without a key; ALiBi, T ≠ S, no positions.
+
+    Liu & Abbeel 2023, https://arxiv.org/abs/2305.19370, Algorithm 1; Dao 2023 for the backward
+    pass.
+    """
+    N, K, H = q.shape[2], k.shape[2], q.shape[3]
+    if N % K:
+        raise ValueError(f"{N} query heads are not a multiple of {K} key heads")
+    if not 0.0 <= dropout < 1.0:
+        raise ValueError(f"dropout={dropout} is not in [0, 1)")
+    if dropout and dropout_key is None:
+        raise ValueError(f"dropout={dropout} needs dropout_key")
+    if alibi is not None and q.shape[1] != k.shape[1]:
+        if mask.positions is None or mask.k_positions is None:
+            raise ValueError(
+                f"T={q.shape[1]} queries and S={k.shape[1]} keys: ALiBi needs Mask.positions, "
+                "k_positions"
+            )
+    if q_chunk < 1 or k_chunk < 1:
+        raise ValueError(f"q_chunk={q_chunk}, k_chunk={k_chunk}; a chunk is at least 1 token")
+    score = Score(
+        mask=mask,
+        scale=H**-0.5 if scale is None else scale,
+        softcap=softcap,
+        dropout=dropout,
+        alibi=None if alibi is None else jnp.asarray(alibi, jnp.float32),
+        dropout_key=_key_data(dropout_key) if dropout else None,
+    )
+    name, _ = choose(impl, score)
+    return _attention(name, q_chunk, k_chunk, q, k, v, score)
+
+
+def _key_data(key: Array) -> Array:
+    """uint32 `[2]` from a key of any implementation, new-style or raw."""
+    if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        key = jax.random.key_data(key)
+    return key.reshape(-1)[:2]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _attention(name, q_chunk, k_chunk, q, k, v, score):
+    pair = IMPLEMENTATIONS[name]
+    return pair.forward(q, k, v, score, q_chunk=q_chunk, k_chunk=k_chunk).out
+
+
+def _forward(name, q_chunk, k_chunk, q, k, v, score):
+    pair = IMPLEMENTATIONS[name]
+    partial_ = pair.forward(q, k, v, score, q_chunk=q_chunk, k_chunk=k_chunk)
+    out, lse = (checkpoint_name(x, n) for x, n in zip(partial_, SAVED, strict=True))
+    return out, (q, k, v, out, lse, score)
+
+
+def _backward(name, q_chunk, k_chunk, saved, dout):
+    q, k, v, out, lse, score = saved
+    pair = IMPLEMENTATIONS[name]
+    dq, dk, dv = pair.backward(q, k, v, out, lse, dout, score, q_chunk=q_chunk, k_chunk=k_chunk)
+    return dq, dk, dv, None
+
+
+_attention.defvjp(_forward, _backward)

@@ -1,0 +1,80 @@
+"""The Blockwise Parallel Transformer's Algorithm 1: for each block of queries, attention and then
+the feed-forward, in one scan."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Float
+
+from bptjax.ops.attention import attention
+from bptjax.ops.feed_forward import feed_forward
+from bptjax.ops.mask import Mask
+
+PyTree = Any
+
+
+def block(
+    query: Callable[[PyTree, PyTree], Array],
+    finish: Callable[[PyTree, PyTree, Array], PyTree],
+    params: PyTree,
+    x: PyTree,
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    *,
+    mask: Mask = Mask(causal=True),  # noqa: B008 (frozen)
+    alibi: Float[Array | np.ndarray, "N"] | None = None,
+    dropout_key: Array | None = None,
+    q_chunk: int = 512,
+    **options,
+) -> PyTree:
+    """`finish(params, x, attention(query(params, x), k, v))`, a block of queries at a time.
+
+    Keys and values alone exist at full length; queries, attention output and the feed-forward's
+    insides exist for one block. The backward pass runs each block again; gradients of `params`, `k`
+    and `v` accumulate in float32.
+
+    Args:
+      query: position-wise, (params, chunk of x) to `[B, chunk, N, H]`.
+      finish: position-wise, (params, chunk of x, attention's output `[B, chunk, N, H]`) to a pytree
+        of `[B, chunk, ...]`: output projection, residual, norm, feed-forward. Neither may close
+        over traced values.
+      params: pytree shared by all chunks.
+      x: pytree of `[B, T, ...]`.
+      mask, alibi, dropout_key, options: as in `attention`.
+
+    Returns:
+      pytree of `[B, T, ...]`.
+
+    Liu & Abbeel 2023, https://arxiv.org/abs/2305.19370, Algorithm 1.
+    """
+    T = jax.tree.leaves(x)[0].shape[1]
+    whole = mask.resolve(T, k.shape[1])
+    B = k.shape[0]
+    rows = {
+        "positions": jnp.broadcast_to(jnp.asarray(whole.positions), (B, T)),
+        "segments": whole.segments,
+    }
+    columns = {"k_positions": jnp.asarray(whole.k_positions), "k_segments": whole.k_segments}
+
+    def one(shared, chunk):
+        params, k, v, columns, alibi, key = shared
+        x, rows = chunk
+        out = attention(
+            query(params, x),
+            k,
+            v,
+            mask=replace(mask, **rows, **columns),
+            alibi=alibi,
+            dropout_key=key,
+            q_chunk=q_chunk,
+            **options,
+        )
+        return finish(params, x, out)
+
+    shared = (params, k, v, columns, alibi, dropout_key)
+    return feed_forward(one, shared, (x, rows), chunk=q_chunk)

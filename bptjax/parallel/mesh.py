@@ -1,0 +1,107 @@
+"""The mesh, and the one table from logical axis names to its axes."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+from jax import Array
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+# What each logical axis of a parameter or activation is cut over; one that is not named here is whole on every device.
+RULES: dict[str, tuple[str, ...]] = {
+    "batch": ("dp", "fsdp"),
+    "sequence": ("sp",),
+    "embed": ("fsdp",),
+    "vocab": ("tp",),
+    "heads": ("tp",),
+    "kv_heads": ("tp",),
+    "mlp": ("tp",),
+}
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """Devices along each mesh axis; -1 (at most one of them) takes all that are left.
+
+    Attributes:
+      dp: data parallel: parameters replicated, batch cut.
+      fsdp: batch cut, and parameters and optimizer state too.
+      tp: tensor parallel: heads, feed-forward and vocabulary cut.
+      sp: sequence parallel.
+    """
+
+    dp: int = 1
+    fsdp: int = -1
+    tp: int = 1
+    sp: int = 1
+
+
+def select_devices(device: str) -> list[jax.Device]:
+    """The devices to run on: `auto`, `cpu` or `gpu`. To be called before anything else starts a JAX backend.
+
+    Raises:
+      ValueError: gpu where JAX sees none; or auto, where JAX is about to run on the CPU beside an NVIDIA GPU.
+    """
+    if device == "cpu":
+        jax.config.update("jax_platforms", "cpu")
+        return jax.devices("cpu")
+    remedy = 'pip install -e ".[gpu]" brings JAX with CUDA'
+    if device == "gpu":
+        try:
+            return jax.devices("gpu")
+        except RuntimeError as error:
+            raise ValueError(f"device=gpu, but JAX sees no GPU; {remedy}") from error
+    devices = jax.devices()
+    if devices[0].platform == "cpu" and Path("/dev/nvidia0").exists():
+        raise ValueError(
+            f"this machine has an NVIDIA GPU, but JAX runs on the CPU; {remedy}, or set device=cpu"
+        )
+    return devices
+
+
+def make_mesh(config: ParallelConfig, devices: list | None = None) -> Mesh:
+    """A mesh (dp, fsdp, tp, sp) over all devices. One device is a mesh of ones.
+
+    Raises:
+      ValueError: the axes do not multiply to the number of devices.
+      NotImplementedError: sp > 1.
+    """
+    devices = jax.devices() if devices is None else devices
+    sizes = {"dp": config.dp, "fsdp": config.fsdp, "tp": config.tp, "sp": config.sp}
+    text = "parallel: " + ", ".join(f"{name}={size}" for name, size in sizes.items())
+    if any(size < 1 and size != -1 for size in sizes.values()):
+        raise ValueError(f"{text}: an axis is at least 1, or -1 for the rest")
+    open_axes = [name for name, size in sizes.items() if size == -1]
+    fixed = math.prod(size for size in sizes.values() if size != -1)
+    if len(open_axes) > 1 or len(devices) % fixed or (not open_axes and fixed != len(devices)):
+        raise ValueError(f"{text} does not make {len(devices)} devices; set one axis to -1")
+    for name in open_axes:
+        sizes[name] = len(devices) // fixed
+    if sizes["sp"] > 1:
+        raise NotImplementedError(f"parallel.sp={sizes['sp']}: there is no sequence strategy yet")
+    return jax.make_mesh(
+        tuple(sizes.values()), tuple(sizes), (AxisType.Auto,) * len(sizes), devices=devices
+    )
+
+
+def spec(axes: tuple[str | None, ...]) -> PartitionSpec:
+    """The partition of an array whose axes bear these logical names."""
+    return PartitionSpec(*(RULES.get(axis) if axis else None for axis in axes))
+
+
+def sharding(mesh: Mesh, axes: tuple[str | None, ...], shape: tuple[int, ...]) -> NamedSharding:
+    """Where an array of this shape lives. An axis that its mesh axes do not divide stays whole."""
+    parts = []
+    for axis, size in zip(axes, shape, strict=True):
+        names = RULES.get(axis, ()) if axis else ()
+        parts.append(names if size % math.prod(mesh.shape[n] for n in names) == 0 else None)
+    return NamedSharding(mesh, PartitionSpec(*parts))
+
+
+def constrain(x: Array, *axes: str | None) -> Array:
+    """Pins an activation to where its logical axes say, in the mesh set by `jax.set_mesh`; without one, nothing."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return x
+    return jax.lax.with_sharding_constraint(x, spec(axes))

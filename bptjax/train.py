@@ -1,0 +1,42 @@
+"""`python -m bptjax.train --config FILE [--group.key=value …]`: trains, resumes, reports."""
+
+import logging
+import os
+import sys
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code: 0 done, 1 the run failed, 2 usage or config, 130 Ctrl-C, 143 SIGTERM."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in argv
+    if debug:
+        argv.remove("--debug")
+    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
+    # Grain and orbax speak through absl before it is set up; jax warns of a CPU beside no GPU.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    from bptjax.config import parse
+    from bptjax.fit import fit, prepare
+
+    try:
+        run = prepare(parse(argv, main.__doc__ or ""))
+    except (ValueError, NotImplementedError, OSError) as error:
+        return _fail(error, 2, debug)
+    try:
+        return fit(run)
+    except ValueError as error:
+        return _fail(error, 2, debug)
+    except (RuntimeError, OSError) as error:
+        return _fail(error, 1, debug)
+    except KeyboardInterrupt:
+        return 130
+
+
+def _fail(error: Exception, code: int, debug: bool) -> int:
+    if debug:
+        raise error
+    print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,223 @@
+"""A config made ready for the devices: state, train step, evaluation."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from bptjax.config import Config
+from bptjax.memory import remat
+from bptjax.models.config import ModelConfig
+from bptjax.models.decoder import Decoder
+from bptjax.ops.loss import linear_cross_entropy
+from bptjax.optim import LossScale, learning_rate, optimizer
+from bptjax.parallel.mesh import sharding, spec
+
+Batch = dict[str, Any]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """All that a step reads and writes.
+
+    Attributes:
+      step: int32 scalar, optimizer steps done.
+      key: uint32 `[2]`, data of the key that dropout keys come from.
+      loss_scale: for float16; else None.
+    """
+
+    model: Decoder
+    opt_state: optax.OptState
+    step: Array
+    key: Array
+    loss_scale: LossScale | None
+
+
+@dataclass(frozen=True)
+class Task:
+    """A config made ready: what the step, the evaluation and the checkpoints share."""
+
+    config: Config
+    model: ModelConfig
+    mesh: Mesh
+
+    @property
+    def rows(self) -> int:
+        """Rows of an optimizer step."""
+        train = self.config.train
+        return self.micro_rows * train.gradient_accumulation_steps
+
+    @property
+    def micro_rows(self) -> int:
+        """Rows of one micro-batch, over all devices."""
+        return (
+            self.config.train.per_device_train_batch_size
+            * self.mesh.shape["dp"]
+            * self.mesh.shape["fsdp"]
+        )
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return jnp.dtype(self.config.train.dtype)
+
+    @property
+    def optimizer(self) -> optax.GradientTransformation:
+        return optimizer(self.config.optimizer, self.config.train.max_steps)
+
+    def abstract_state(self) -> TrainState:
+        """Shapes, dtypes and shardings of the state; nothing is allocated."""
+        return jax.tree.map(
+            self._placed,
+            jax.eval_shape(self._new_state),
+            is_leaf=lambda x: isinstance(x, nnx.Variable),
+        )
+
+    def init_state(self) -> TrainState:
+        """A new state, made where it lives."""
+        shardings = jax.tree.map(lambda x: x.sharding, self.abstract_state())
+        with jax.set_mesh(self.mesh):
+            return jax.jit(self._new_state, out_shardings=shardings)()
+
+    def _new_state(self) -> TrainState:
+        model_key, key = jax.random.split(jax.random.key(self.config.seed))
+        model = Decoder(self.model, model_key, jnp.dtype(self.config.train.param_dtype))
+        return TrainState(
+            model=model,
+            opt_state=self.optimizer.init(model),
+            step=jnp.zeros((), jnp.int32),
+            key=jax.random.key_data(key),
+            loss_scale=LossScale.start() if self.dtype == jnp.float16 else None,
+        )
+
+    def _placed(self, leaf: Any) -> Any:
+        """The abstract leaf with its sharding: a parameter's by its logical axes, stacked layers having one more in front."""
+        if not isinstance(leaf, nnx.Variable):
+            where = NamedSharding(self.mesh, PartitionSpec())
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+        value = leaf.get_value()
+        axes = (None,) * (value.ndim - len(leaf.axes)) + leaf.axes
+        where = sharding(self.mesh, axes, value.shape)
+        return leaf.replace(jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=where))
+
+    def put(self, batch: Batch, micro_batches: int = 1) -> Batch:
+        """A batch `[rows, T]` on the devices, as `[micro_batches, rows / micro_batches, T]`."""
+        where = NamedSharding(self.mesh, PartitionSpec(None, *spec(("batch", "sequence"))))
+        return {
+            name: jax.make_array_from_process_local_data(
+                where, x.reshape(micro_batches, -1, x.shape[-1])
+            )
+            for name, x in batch.items()
+        }
+
+    def loss_sum(self, model: Decoder, batch: Batch, key: Array | None, z_loss: float) -> Array:
+        """Σ loss over the labelled tokens of a micro-batch `[B, T]`, in nats."""
+        memory = self.config.memory
+        hidden = model(
+            batch["tokens"],
+            positions=batch["positions"],
+            segments=batch["segments"],
+            dropout_key=key,
+            dtype=self.dtype,
+            execution=memory,
+            remat=remat(memory.remat),
+        )
+        return linear_cross_entropy(
+            hidden, model.head_matrix, batch["labels"], z_loss=z_loss, chunk=memory.ce_chunk
+        )
+
+    def gradients(self, state: TrainState, batch: Batch) -> tuple[Array, Any, Array]:
+        """(Σ loss, its gradients in float32, count of labelled tokens) over micro-batches `[A, B, T]`: sums, to be divided once.
+        In float16 the gradients, not the loss, are multiplied by the loss scale."""
+        key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
+        factor = 1.0 if state.loss_scale is None else state.loss_scale.value
+
+        def scaled(model, micro, number):
+            step_key = jax.random.fold_in(key, number)
+            loss = self.loss_sum(model, micro, step_key, self.config.train.z_loss)
+            return loss * factor, loss
+
+        both = jax.grad(scaled, has_aux=True)
+
+        def add(sums, micro_and_number):
+            gradients, loss = both(state.model, *micro_and_number)
+            return jax.tree.map(lambda s, g: s + g.astype(s.dtype), sums, (loss, gradients)), None
+
+        A = batch["labels"].shape[0]
+        if A == 1:
+            gradients, loss = both(state.model, jax.tree.map(lambda x: x[0], batch), 0)
+        else:
+            zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), state.model)
+            start = (jnp.zeros((), jnp.float32), zeros)
+            (loss, gradients), _ = jax.lax.scan(add, start, (batch, jnp.arange(A)))
+        return loss, gradients, (batch["labels"] != -100).sum()
+
+    def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
+        """One optimizer step over micro-batches `[A, B, T]`."""
+        loss, gradients, count = self.gradients(state, batch)
+        count = jnp.maximum(count, 1).astype(jnp.float32)
+        scale = 1.0 if state.loss_scale is None else state.loss_scale.value
+        gradients = jax.tree.map(
+            lambda g, p: (g.astype(jnp.float32) / (count * scale)).astype(p.dtype),
+            gradients,
+            state.model,
+        )
+        norm = optax.global_norm(gradients)
+        updates, opt_state = self.optimizer.update(gradients, state.opt_state, state.model)
+        model = optax.apply_updates(state.model, updates)
+        loss_scale = state.loss_scale
+        if loss_scale is not None:
+            # An overflow changes the scale, and nothing else.
+            finite = jnp.isfinite(norm)
+            model, opt_state = jax.tree.map(
+                lambda new, old: jnp.where(finite, new, old),
+                (model, opt_state),
+                (state.model, state.opt_state),
+            )
+            loss_scale = loss_scale.update(finite)
+        metrics = {
+            "train/loss": loss / count,
+            "train/grad_norm": norm,
+            "train/learning_rate": learning_rate(
+                self.config.optimizer, self.config.train.max_steps
+            )(state.step),
+        }
+        if loss_scale is not None:
+            metrics["train/loss_scale"] = loss_scale.value
+        state = replace(
+            state, model=model, opt_state=opt_state, step=state.step + 1, loss_scale=loss_scale
+        )
+        return state, metrics
+
+    def compile_step(self, state: TrainState, batch: Batch) -> jax.stages.Compiled:
+        """`step`, compiled for this state and batch `[A, B, T]`; it donates the state."""
+        where = jax.tree.map(lambda x: x.sharding, self.abstract_state())
+        step = jax.jit(self.step, donate_argnums=0, out_shardings=(where, None))
+        with jax.set_mesh(self.mesh):
+            return step.lower(state, batch).compile()
+
+    def evaluator(self) -> Callable[[Decoder, Any], float]:
+        """A function from a model and batches `[rows, T]` to the mean loss a token, in nats."""
+
+        @jax.jit
+        def one(model, batch):
+            batch = jax.tree.map(lambda x: x[0], batch)
+            loss = self.loss_sum(model, batch, None, 0.0)
+            return loss, (batch["labels"] != -100).sum()
+
+        def evaluate(model, batches):
+            with jax.set_mesh(self.mesh):
+                parts = [one(model, self.put(batch)) for batch in batches]
+            losses, counts = (
+                np.array(jax.device_get(x), np.float64) for x in zip(*parts, strict=True)
+            )
+            return float(losses.sum() / max(counts.sum(), 1.0))
+
+        return evaluate

@@ -1,0 +1,202 @@
+"""Batches: resume, order, shards, evaluation."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from bptjax.data.loader import DataConfig, eval_loader, open_split, train_loader
+from bptjax.data.packing import PACKINGS
+from bptjax.data.tokenizer import ByteTokenizer, make_tokenizer
+
+# Documents of token ids that occur once, so that each label tells its document and place.
+LENGTHS = (5, 1, 18, 9, 2, 0, 8, 31, 3, 10, 17)
+DOCUMENTS = [np.arange(n, dtype=np.int32) + 100 * i for i, n in enumerate(LENGTHS)]
+LABELS = np.sort(np.concatenate([document[1:] for document in DOCUMENTS]))
+TOKENIZER = SimpleNamespace(vocab_size=2000, bos_id=None, eos_id=None)
+T, ROWS = 8, 3
+
+
+@pytest.fixture
+def train():
+    """`train_loader` whose threads end with the test."""
+    opened = []
+
+    def make(documents=DOCUMENTS, config=None, tokenizer=TOKENIZER, **kwargs):
+        kwargs = {"seq_len": T, "rows": ROWS} | kwargs
+        opened.append(train_loader(documents, tokenizer, config or DataConfig(), **kwargs))
+        return opened[-1]
+
+    yield make
+    for loader in opened:
+        loader.close()
+
+
+def take(loader, count):
+    return [next(loader) for _ in range(count)]
+
+
+def equal(a, b):
+    return len(a) == len(b) and all(
+        x.keys() == y.keys() and all(np.array_equal(x[key], y[key]) for key in x)
+        for x, y in zip(a, b, strict=True)
+    )
+
+
+def labels_of(batches):
+    return np.concatenate([batch["labels"][batch["segments"] > 0] for batch in batches])
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_resume_is_exact(train, packing, shuffle, monkeypatch):
+    # A small window, so that states lie in, between and across windows and epochs.
+    monkeypatch.setattr("bptjax.data.packing.BUFFER_TOKENS", 5 * T)
+    config = DataConfig(packing=packing, shuffle=shuffle, seed=5)
+    loader, states, batches = train(config=config), [], []
+    for _ in range(45):
+        states.append(json.dumps(loader.get_state()))
+        batches.append(next(loader))
+    for stop in (0, 1, 2, 3, 5, 8, 11, 14, 21, 26, 33, 39):
+        resumed = train(config=config)
+        resumed.set_state(json.loads(states[stop]))
+        assert equal(take(resumed, 5), batches[stop : stop + 5]), f"{stop=}"
+        resumed.close()
+    # The same iterator, its prefetch under way, set back; and a state from a resumed iterator.
+    loader.set_state(json.loads(states[7]))
+    assert equal(take(loader, 6), batches[7:13])
+    again = train(config=config)
+    again.set_state(json.loads(json.dumps(loader.get_state())))
+    assert equal(take(again, 20), batches[13:33])
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_batches(train, packing):
+    for batch in take(train(config=DataConfig(packing=packing)), 8):
+        assert set(batch) == {"tokens", "labels", "segments", "positions"}
+        assert all(v.shape == (ROWS, T) and v.dtype == np.int32 for v in batch.values())
+        real = batch["segments"] > 0
+        np.testing.assert_array_equal(batch["labels"][real], batch["tokens"][real] + 1)
+        assert (batch["labels"][~real] == -100).all()
+
+
+def test_order_depends_on_seed(train):
+    documents = [np.full(T + 1, i, np.int32) for i in range(20)]
+    config = DataConfig(packing="none")
+
+    def order(config):
+        batches = take(train(documents, config, rows=4), 10)
+        return np.concatenate([batch["tokens"][:, 0] for batch in batches]).tolist()
+
+    first = order(config)
+    assert first == order(config)
+    assert first != order(dataclasses.replace(config, seed=1))
+    assert order(dataclasses.replace(config, shuffle=False)) == [*range(20), *range(20)]
+
+
+@pytest.mark.parametrize("buffer_tokens", [2**22, 0])
+def test_epochs_are_shuffled_anew(train, monkeypatch, buffer_tokens):
+    monkeypatch.setattr("bptjax.data.packing.BUFFER_TOKENS", buffer_tokens)
+    documents = [np.full(T + 1, i, np.int32) for i in range(20)]
+    batches = take(train(documents, DataConfig(packing="none"), rows=20), 3)
+    orders = [tuple(batch["tokens"][:, 0].tolist()) for batch in batches]
+    assert all(sorted(order) == list(range(20)) for order in orders)
+    assert len({*orders, tuple(range(20))}) == 4
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_shards_share_the_documents(train, packing):
+    config = DataConfig(packing=packing)
+    seen = []
+    for index in range(2):
+        shard = {"shard_index": index, "shard_count": 2}
+        loader = eval_loader(DOCUMENTS, TOKENIZER, config, seq_len=T, rows=ROWS, **shard)
+        seen.append(labels_of(loader))
+        trained = labels_of(take(train(config=config, **shard), 30))
+        assert set(trained.tolist()) == set(seen[-1].tolist())
+    np.testing.assert_array_equal(np.sort(np.concatenate(seen)), LABELS)
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_evaluation_is_one_fixed_pass(packing):
+    config = DataConfig(packing=packing)
+    loader = eval_loader(DOCUMENTS, TOKENIZER, config, seq_len=T, rows=ROWS)
+    batches = list(loader)
+    np.testing.assert_array_equal(np.sort(labels_of(batches)), LABELS)
+    assert all(v.shape == (ROWS, T) and v.dtype == np.int32 for b in batches for v in b.values())
+    filling = batches[-1]["segments"].max(1) == 0
+    assert (batches[-1]["labels"][filling] == -100).all()
+    assert equal(batches, list(loader)), "a second pass is the same"
+    few = eval_loader(DOCUMENTS, TOKENIZER, config, seq_len=T, rows=ROWS, max_batches=2)
+    assert equal(list(few), batches[:2])
+
+
+def test_evaluation_of_nothing_is_empty():
+    assert not list(eval_loader([], TOKENIZER, DataConfig(), seq_len=T, rows=ROWS))
+
+
+def test_evaluation_fills_the_last_batch():
+    loader = eval_loader(DOCUMENTS[:1], TOKENIZER, DataConfig(packing="none"), seq_len=T, rows=ROWS)
+    (batch,) = loader
+    assert batch["segments"].sum(1).tolist() == [LENGTHS[0] - 1, 0, 0]
+    assert (batch["labels"][1:] == -100).all() and not batch["tokens"][1:].any()
+
+
+def test_one_long_text_gives_mixed_windows(train, tmp_path):
+    text = "".join(chr(ord("a") + i % 26) for i in range(3000))
+    (tmp_path / "text.txt").write_text(text)
+    config = DataConfig(str(tmp_path / "text.txt"), tokenizer="char", packing="none")
+    documents, held_out = open_split(config)
+    assert ([len(d) for d in documents], [len(d) for d in held_out]) == ([2700], [300])
+    tokenizer = make_tokenizer("char", documents)
+    loader = train(documents, config, tokenizer, rows=64)
+    starts = next(loader)["tokens"][:, 0]
+    assert np.mean((starts[1:] - starts[:-1]) % 26 == T) < 0.2, "rows do not follow one another"
+    (batch, *_) = eval_loader(held_out, tokenizer, config, seq_len=T, rows=64)
+    np.testing.assert_array_equal(batch["tokens"][0], (np.arange(T) + 2700) % 26)
+
+
+def test_split_by_path_or_fraction(tmp_path):
+    for i in range(4):
+        (tmp_path / f"{i}.txt").write_text(str(i))
+    config = DataConfig(str(tmp_path / "[123].txt"), eval_path=str(tmp_path / "0.txt"))
+    assert [list(part) for part in open_split(config)] == [["1", "2", "3"], ["0"]]
+    config = dataclasses.replace(config, eval_path=None, eval_fraction=0.3)
+    assert [list(part) for part in open_split(config)] == [["1", "3"], ["2"]]
+    with pytest.raises(ValueError, match="data.path is not set"):
+        open_split(DataConfig())
+
+
+@pytest.mark.parametrize("documents", [["ab", "c"], []])
+def test_too_few_tokens(documents):
+    with pytest.raises(ValueError, match="fewer than seq_len=8"):
+        train_loader(documents, ByteTokenizer(), DataConfig(), seq_len=8, rows=1)
+
+
+def test_exactly_one_sequence_is_enough(train):
+    (batch,) = take(train(["abcdefg"], tokenizer=ByteTokenizer(), rows=1), 1)
+    assert (batch["segments"] == 1).all() and batch["labels"][0, -1] == 256
+
+
+def test_errors_cross_the_thread(train, monkeypatch):
+    monkeypatch.setattr("bptjax.data.packing.BUFFER_TOKENS", 0)
+    loader = train(["a" * 50, "b" * 50], tokenizer=make_tokenizer("char", ["a"]))
+    with pytest.raises(ValueError, match="character 'b'"):
+        take(loader, 20)
+
+
+@pytest.mark.parametrize("end", ["loader.close()", "pass", "raise SystemExit"])
+def test_nothing_is_said_at_exit(end):
+    code = f"""
+from bptjax.data.loader import DataConfig, train_loader
+from bptjax.data.tokenizer import ByteTokenizer
+loader = train_loader(["abc" * 20], ByteTokenizer(), DataConfig(), seq_len=8, rows=2)
+next(loader)
+{end}
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (run.returncode, run.stdout, run.stderr) == (0, "", "")

@@ -1,0 +1,196 @@
+"""Sources, held-out split, baselines and tokenisers."""
+
+import json
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from bptjax.data.text import byte_baselines, open_documents, split_documents
+from bptjax.data.tokenizer import CharTokenizer, make_tokenizer
+
+TEXTS = ["one\ntwo\n", "", "drei – vier", "\ufeffsix\r\n\r\nseven 🙂\n\n\neight"]
+ROWS = [{"text": text, "n": i} for i, text in enumerate(TEXTS)]
+
+
+def write(path, data, codec=None):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = data.encode() if isinstance(data, str) else data
+    if codec is None:
+        path.write_bytes(data)
+    else:
+        with pa.output_stream(path, compression=codec) as stream:
+            stream.write(data)
+    return path
+
+
+def lines(rows):
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+@pytest.mark.parametrize("end, codec", [("", None), (".gz", "gzip"), (".zst", "zstd")])
+class TestTextFormats:
+    def test_text(self, tmp_path, end, codec):
+        path = write(tmp_path / f"a.txt{end}", TEXTS[3], codec)
+        read = {by: list(open_documents(path, sample_by=by)) for by in ("document", "line")}
+        assert read == {"document": [TEXTS[3]], "line": ["\ufeffsix", "seven 🙂", "eight"]}
+        text = "a\nb\n\n \nc\r\n\n"
+        path = write(tmp_path / f"b.md{end}", text, codec)
+        assert list(open_documents(path, sample_by="paragraph")) == ["a\nb", "c"]
+
+    def test_jsonl(self, tmp_path, end, codec):
+        path = write(tmp_path / f"a.jsonl{end}", lines(ROWS) + "\n", codec)
+        assert list(open_documents(path)) == TEXTS
+        path = write(tmp_path / f"b.jsonl{end}", lines([{"t": "x"}, {"input_ids": [3, 1]}]), codec)
+        documents = open_documents(path, text_key="t")
+        assert documents[0] == "x"
+        np.testing.assert_array_equal(documents[1], np.array([3, 1], np.int32), strict=True)
+
+
+def test_parquet(tmp_path):
+    table = pa.Table.from_pylist(ROWS * 3)
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=5)
+    ids = [[1, 2, 3], [], [4]]
+    pq.write_table(pa.table({"input_ids": ids}), tmp_path / "b.parquet")
+    documents = open_documents(tmp_path)
+    assert len(documents.files) == 4
+    assert [documents[i] for i in range(12)] == TEXTS * 3
+    for document, expected in zip([documents[i] for i in (12, 13, 14)], ids, strict=True):
+        np.testing.assert_array_equal(document, np.array(expected, np.int32), strict=True)
+    with pytest.raises(IndexError):
+        documents[15]
+
+
+def test_order_of_directories_and_globs(tmp_path):
+    for name in ("b/2.txt", "a.txt", "b/10.txt", "c.bin", "empty.txt"):
+        write(tmp_path / name, "" if name == "empty.txt" else name)
+    pq.write_table(pa.table({"text": ["parquet"]}), tmp_path / "0.parquet")
+    assert list(open_documents(tmp_path)) == ["a.txt", "b/10.txt", "b/2.txt", "parquet"]
+    assert list(open_documents(str(tmp_path / "**" / "*0.txt"))) == ["b/10.txt"]
+
+
+def test_standard_library():
+    documents = open_documents("python-stdlib")
+    root = Path(sysconfig.get_path("stdlib"))
+    names = [file.path.relative_to(root).as_posix() for file in documents.files]
+    assert {"json/decoder.py", "os.py"} <= set(names)
+    assert len(documents) > 400 and sum(map(len, documents)) > 5e6
+    assert not any({"test", "tests", "site-packages"} & set(name.split("/")) for name in names)
+    assert documents[0] == documents.files[0].path.read_bytes().decode()
+
+
+@pytest.mark.parametrize("rows", [[{"messages": []}], [{"text": None}], [{"input_ids": ["a"]}]])
+def test_rows_without_text_name_their_keys(tmp_path, rows):
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    write(tmp_path / "a.jsonl", lines(rows))
+    for path in (tmp_path / "a.parquet", tmp_path / "a.jsonl"):
+        with pytest.raises(ValueError, match=rf"{path.name}.*{next(iter(rows[0]))}.*data.text_key"):
+            open_documents(path)
+
+
+def test_bad_sources(tmp_path):
+    write(tmp_path / "a.csv", "x")
+    write(tmp_path / "empty.txt", "")
+    write(tmp_path / "latin.txt", "é".encode("latin-1"))
+    write(tmp_path / "bad.jsonl", '{"text": "x"}\n{\n')
+    for name in ("no.parquet", "no.txt.gz", "a.parquet.gz"):
+        write(tmp_path / name, "not really")
+    for name, message in {
+        "missing.txt": "no such file",
+        "a.csv": "unknown extension '.csv'",
+        "a.parquet.gz": "unknown extension '.parquet.gz'",
+        "*.none": "no such file",
+        "empty.txt": "no documents",
+        "latin.txt": "latin.txt: .*utf-8",
+        "no.parquet": "not a parquet file",
+        "no.txt.gz": "cannot be decompressed",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            open_documents(tmp_path / name)
+    with pytest.raises(ValueError, match="bad.jsonl, record 2"):
+        open_documents(tmp_path / "bad.jsonl")[1]
+    with pytest.raises(ValueError, match="sample_by='word'"):
+        open_documents(tmp_path, sample_by="word")
+
+
+@pytest.mark.parametrize("count, fraction", [(2, 0.1), (10, 0.1), (97, 0.25), (7, 0.99)])
+def test_split_holds_out_whole_documents(count, fraction):
+    documents = [str(i) for i in range(count)]
+    train, held_out = split_documents(documents, fraction)
+    assert sorted([*train, *held_out], key=int) == documents
+    assert len(held_out) == min(max(1, round(count * fraction)), count - 1)
+    gaps = np.diff([int(i) for i in held_out])
+    assert gaps.size == 0 or gaps.max() - gaps.min() <= 1
+
+
+def test_split_of_one_document_and_none():
+    assert split_documents(["0123456789"], 0.2) == (["01234567"], ["89"])
+    assert split_documents(["a", "b"], 0) == (["a", "b"], [])
+    with pytest.raises(ValueError, match="eval_fraction=1"):
+        split_documents(["a", "b"], 1)
+
+
+def test_byte_baselines():
+    assert byte_baselines(["ab" * 50, "ba"]) == {
+        "uniform": 8.0,
+        "unigram": pytest.approx(1),
+        "bigram": pytest.approx(0, abs=1e-12),
+    }
+    everything = bytes(range(128)).decode()
+    assert byte_baselines([everything])["unigram"] == pytest.approx(7)
+    # Half of the a's are followed by a, half by b, within documents only.
+    assert byte_baselines(["aab", "aab"])["bigram"] == pytest.approx(1)
+
+
+def test_byte_tokenizer(tmp_path):
+    tokenizer = make_tokenizer("byte")
+    text = "π\ud800\n"
+    assert tokenizer.encode(text).dtype == np.int32 and tokenizer.encode(text).max() < 256
+    assert tokenizer.decode([256, *tokenizer.encode("π\n"), 256]) == "π\n"
+    tokenizer.save(tmp_path)
+    assert make_tokenizer(str(tmp_path)).vocab_size == tokenizer.vocab_size == 257
+
+
+def test_char_tokenizer(tmp_path):
+    tokenizer = make_tokenizer("char", ["hello 🙂", "abc"])
+    assert tokenizer.characters == " abcehlo🙂" and tokenizer.vocab_size == 9
+    tokenizer.save(tmp_path / "run")
+    loaded = make_tokenizer(str(tmp_path / "run"))
+    assert isinstance(loaded, CharTokenizer)
+    ids = loaded.encode("hello 🙂")
+    np.testing.assert_array_equal(ids, tokenizer.encode("hello 🙂"), strict=True)
+    assert ids.dtype == np.int32 and loaded.decode(ids) == "hello 🙂"
+    assert not loaded.encode("").size
+    with pytest.raises(ValueError, match="character 'z' .* 9 "):
+        loaded.encode("az")
+    for documents, message in (([np.arange(3)], "token ids"), ([""], "empty")):
+        with pytest.raises(ValueError, match=message):
+            make_tokenizer("char", documents)
+
+
+def test_hugging_face_tokenizer(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<s>": 0, "</s>": 1, "?": 2, "long": 3, "context": 4}
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="?"))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=model, bos_token="<s>", eos_token="</s>")
+    fast.add_tokens(["added"])
+    fast.save_pretrained(tmp_path / "a")
+    tokenizer = make_tokenizer(str(tmp_path / "a"))
+    assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id) == (6, 0, 1)
+    np.testing.assert_array_equal(
+        tokenizer.encode("long long context added"), np.array([3, 3, 4, 5], np.int32), strict=True
+    )
+    assert tokenizer.decode(np.array([3, 4])) == "long context"
+    tokenizer.save(tmp_path / "b")
+    assert make_tokenizer(str(tmp_path / "b")).vocab_size == 6
+    with pytest.raises(ValueError, match="is no directory"):
+        make_tokenizer("gpt2")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="holds no tokenizer"):
+        make_tokenizer(str(tmp_path / "empty"))

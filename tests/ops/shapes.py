@@ -1,0 +1,8 @@
+"""The checker of jaxtyping's shapes in bptjax.ops."""
+
+from beartype import beartype
+
+
+def check(f):
+    """Checks every function but constructors: JAX rebuilds pytree dataclasses around placeholders."""
+    return f if f.__name__ == "__init__" else beartype(f)

@@ -1,0 +1,330 @@
+"""Checkpoints: other meshes, damage in every file, another model, and kill -9."""
+
+import json
+import logging
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from bptjax.checkpoint import CheckpointConfig, Checkpoints, DamagedCheckpointError
+
+
+def mesh(devices):
+    return jax.make_mesh(
+        (devices,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices]
+    )
+
+
+def make_state(step, devices=1):
+    """A state that its step determines: nested, tuples, an empty node, a scalar, bfloat16, keys."""
+    rows = NamedSharding(mesh(devices), PartitionSpec("x"))
+    whole = NamedSharding(mesh(devices), PartitionSpec())
+    rng = np.random.default_rng(step)
+    return {
+        "params": {"w": jax.device_put(rng.normal(size=(16, 33)).astype(np.float32), rows)},
+        "optimizer": (
+            (),
+            None,
+            [jax.device_put(jnp.asarray(rng.normal(size=8), jnp.bfloat16), rows)],
+        ),
+        "key": jax.device_put(jax.random.key(step), whole),
+        "step": jax.device_put(jnp.int32(step), whole),
+    }
+
+
+def abstract(devices=1, state=None):
+    state = make_state(0, devices) if state is None else state
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
+    )
+
+
+def assert_same(left, right):
+    def check(a, b):
+        assert a.dtype == b.dtype
+        if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+            a, b = jax.random.key_data(a), jax.random.key_data(b)
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+    jax.tree.map(check, left, right)
+
+
+def write(run, steps, limit=None):
+    checkpoints = Checkpoints(run, save_total_limit=limit)
+    for step in steps:
+        checkpoints.save(step, make_state(step), {"cursor": step})
+    checkpoints.close()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A run with steps 10 and 20, to be copied."""
+    run = tmp_path_factory.mktemp("saved")
+    write(run, (10, 20))
+    return run
+
+
+@pytest.fixture
+def run(saved, tmp_path):
+    return shutil.copytree(saved, tmp_path / "run")
+
+
+@pytest.mark.parametrize("devices", [1, 4, 8])
+def test_restores_on_another_mesh(tmp_path, devices):
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(3, make_state(3, 8), {"cursor": [1, 2], "config": "a: 1\n"})
+    checkpoints.close()
+    step, state, extra = Checkpoints(tmp_path).restore(abstract(devices))
+    assert (step, extra) == (3, {"cursor": [1, 2], "config": "a: 1\n"})
+    assert_same(state, make_state(3))
+    jax.tree.map(lambda a, b: a.sharding == b.sharding or pytest.fail(), state, abstract(devices))
+
+
+def test_nothing_to_restore_writes_nothing(tmp_path):
+    assert Checkpoints(tmp_path).restore(abstract()) is None
+    assert not list(tmp_path.iterdir())
+
+
+def test_newest_n_kept(tmp_path):
+    write(tmp_path, (1, 2, 3, 3), limit=2)
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["2", "3"]
+    assert Checkpoints(tmp_path).restore(abstract())[0] == 3
+    assert Checkpoints(tmp_path).restore(abstract(), step=2)[0] == 2
+    with pytest.raises(ValueError, match=r"no step 1; it has \[2, 3\]"):
+        Checkpoints(tmp_path).restore(abstract(), step=1)
+
+
+def test_donation_right_after_save(tmp_path):
+    """Step n+1 overwrites the buffers of step n while they are being written."""
+    update = jax.jit(lambda x: x + 1, donate_argnums=0)
+    x = update(jnp.zeros(1 << 20))
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, {"x": x}, {})
+    for _ in range(20):
+        x = update(x)
+    checkpoints.close()
+    _, state, _ = Checkpoints(tmp_path).restore({"x": x})
+    assert (state["x"] == 1).all()
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def data_file(step):
+    return max((step / "state").rglob("d/*"), key=lambda p: p.stat().st_size)
+
+
+def meta_file(step):
+    return step / "meta" / "metadata"
+
+
+DAMAGE = {
+    "array cut": lambda step: cut(data_file(step)),
+    "array flipped": lambda step: flip(data_file(step)),
+    "array gone": lambda step: data_file(step).unlink(),
+    "state gone": lambda step: shutil.rmtree(step / "state"),
+    "tree metadata cut": lambda step: cut(step / "state" / "_METADATA"),
+    "meta gone": lambda step: meta_file(step).unlink(),
+    "meta garbage": lambda step: meta_file(step).write_text("{]"),
+    "meta valid JSON": lambda step: meta_file(step).write_text("{}"),
+    "manifest gone": lambda step: (step / "manifest.json").unlink(),
+    "manifest garbage": lambda step: (step / "manifest.json").write_bytes(b"\xff\x00"),
+    "manifest valid JSON": lambda step: (step / "manifest.json").write_text("[]"),
+    "manifest flipped": lambda step: flip(step / "manifest.json"),
+    "empty": lambda step: [shutil.rmtree(step), step.mkdir()],
+    "half-written": lambda step: step.rename(f"{step}.orbax-checkpoint-tmp"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_newest_is_named_and_passed_over(run, caplog, damage):
+    DAMAGE[damage](run / "checkpoints" / "20")
+    checkpoints = Checkpoints(run, save_total_limit=2)
+    step, state, extra = checkpoints.restore(abstract())
+    assert (step, extra) == (10, {"cursor": 10})
+    assert_same(state, make_state(10))
+    (record,) = [r for r in caplog.records if r.levelno >= logging.WARNING]
+    word = "half-written" if damage == "half-written" else "damaged"
+    assert f"step 20 is {word}" in record.getMessage() and "using step 10" in record.getMessage()
+    assert "\n" not in record.getMessage()
+
+
+@pytest.mark.parametrize("damage", ["array flipped", "empty", "half-written"])
+def test_damaged_step_is_saved_again(run, caplog, damage):
+    DAMAGE[damage](run / "checkpoints" / "20")
+    checkpoints = Checkpoints(run, save_total_limit=2)
+    checkpoints.restore(abstract())
+    for step in (20, 30):
+        checkpoints.save(step, make_state(step), {"cursor": step})
+    checkpoints.close()
+    names = sorted(p.name for p in (run / "checkpoints").iterdir())
+    assert names == (["20", "30"] if damage == "half-written" else ["20", "20.aside1", "30"])
+    caplog.clear()
+    assert Checkpoints(run).restore(abstract())[0] == 30
+    assert Checkpoints(run).restore(abstract(), step=20)[0] == 20
+    assert not caplog.records
+
+
+def test_damaged_does_not_push_out_a_good_one(run):
+    """A damaged newer checkpoint does not count among the two kept."""
+    DAMAGE["array cut"](run / "checkpoints" / "20")
+    checkpoints = Checkpoints(run, save_total_limit=2)
+    checkpoints.restore(abstract())
+    checkpoints.save(30, make_state(30), {})
+    checkpoints.close()
+    names = sorted(p.name for p in (run / "checkpoints").iterdir())
+    assert names == ["10", "20.aside1", "30"]
+
+
+def test_all_damaged_is_an_error(run):
+    for step in ("10", "20"):
+        flip(data_file(run / "checkpoints" / step))
+    with pytest.raises(DamagedCheckpointError, match=r"step 20 is damaged .*; step 10 .*move the"):
+        Checkpoints(run).restore(abstract())
+    with pytest.raises(DamagedCheckpointError, match="step 20"):
+        Checkpoints(run).restore(abstract(), step=20)
+
+
+def test_only_half_written_starts_over(run, caplog):
+    shutil.rmtree(run / "checkpoints" / "10")
+    DAMAGE["half-written"](run / "checkpoints" / "20")
+    assert Checkpoints(run).restore(abstract()) is None
+    assert "step 20 is half-written; starting from step 0" in caplog.text
+
+
+def wider(state):
+    state["params"]["w"] = jax.ShapeDtypeStruct((16, 34), jnp.float32, sharding=None)
+
+
+def narrower_dtype(state):
+    state["params"]["w"] = jax.ShapeDtypeStruct((16, 33), jnp.bfloat16, sharding=None)
+
+
+def more(state):
+    state["params"]["w2"] = state["params"]["w"]
+
+
+def fewer(state):
+    del state["params"]["w"]
+
+
+@pytest.mark.parametrize(
+    "change, here",
+    [
+        (wider, r"params/w is float32\[16, 33\] there and float32\[16, 34\] in"),
+        (narrower_dtype, r"params/w is float32\[16, 33\] there and bfloat16\[16, 33\] in"),
+        (more, r"params/w2 is absent there and float32\[16, 33\] in"),
+        (fewer, r"params/w is float32\[16, 33\] there and absent in"),
+    ],
+)
+def test_another_model_is_not_damage(run, caplog, change, here):
+    state = abstract()
+    change(state)
+    with pytest.raises(ValueError, match=here):
+        Checkpoints(run).restore(state)
+    assert not caplog.records
+
+
+def test_sharding_is_required(run):
+    state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), abstract())
+    with pytest.raises(ValueError, match="key has no sharding"):
+        Checkpoints(run).restore(state)
+
+
+def test_failed_save_is_raised(tmp_path):
+    """Files may grow to 64 KiB only, as on a full disk; afterwards the same step can be saved."""
+    checkpoints = Checkpoints(tmp_path, save_total_limit=1)
+    state = {"x": jnp.asarray(np.random.default_rng(0).normal(size=1 << 16))}
+    checkpoints.save(1, state, {})
+    checkpoints.wait()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
+    try:
+        with pytest.raises(Exception, match="File too large"):
+            checkpoints.save(2, state, {})
+            checkpoints.wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    checkpoints.close()
+    checkpoints = Checkpoints(tmp_path)
+    assert checkpoints.restore(state)[0] == 1
+    checkpoints.save(2, state, {})
+    checkpoints.close()
+    assert Checkpoints(tmp_path).restore(state)[0] == 2
+
+
+def test_config_refuses_zero():
+    with pytest.raises(ValueError, match="save_total_limit=0 must be at least 1"):
+        CheckpointConfig(save_total_limit=0)
+
+
+CHILD = """
+import sys
+import jax, jax.numpy as jnp
+from bptjax.checkpoint import Checkpoints
+
+def state(step):
+    return {"w": jnp.arange(50_000.0) * step, "step": jnp.int32(step)}
+
+checkpoints = Checkpoints(sys.argv[1], save_total_limit=2)
+found = checkpoints.restore(state(0))
+step = 0
+if found:
+    step, restored, extra = found
+    assert extra == {"cursor": step}
+    assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), restored, state(step))), step
+print("resumed", step, flush=True)
+while step < int(sys.argv[2]):
+    step += 1
+    checkpoints.save(step, state(step), {"cursor": step})
+    print("handed over", step, flush=True)
+checkpoints.close()
+print("closed", flush=True)
+"""
+
+
+def test_kill_at_any_moment_resumes(tmp_path):
+    rng = random.Random(0)
+    environment = os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-W", "error", "-c", CHILD, str(tmp_path)]
+    last = 0
+    for _ in range(3):
+        child = subprocess.Popen(
+            [*command, "1000000"], stdout=subprocess.PIPE, text=True, env=environment
+        )
+        lines = [child.stdout.readline() for _ in range(rng.randrange(2, 9))]
+        time.sleep(rng.random() * 0.05)
+        child.send_signal(signal.SIGKILL)
+        lines += child.communicate()[0].splitlines()
+        resumed, *saved = [int(line.split()[-1]) for line in lines]
+        # A save that returns has waited for the one before it.
+        assert lines[0].startswith("resumed") and resumed >= last - 1
+        last = max([resumed, *saved])
+    done = subprocess.run(
+        [*command, str(last + 2)], capture_output=True, text=True, env=environment, timeout=60
+    )
+    assert done.returncode == 0 and done.stdout.endswith("closed\n"), done.stderr
+    lines = [line for line in done.stderr.splitlines() if "half-written" not in line]
+    assert not lines
+    assert int(done.stdout.split()[1]) >= last - 1
+    kept = [p for p in (tmp_path / "checkpoints").iterdir() if p.name.isdecimal()]
+    assert sorted(int(p.name) for p in kept) == [last + 1, last + 2]
+    assert json.loads((kept[0] / "manifest.json").read_text())

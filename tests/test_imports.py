@@ -1,0 +1,116 @@
+"""The floors of the house: imports point down only, and never in a circle."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import bptjax
+
+ROOT = Path(bptjax.__file__).parent
+
+# Floor of each room, by longest matching prefix. A module may import from lower floors, and from its own package or floor
+# where that makes no circle.
+FLOORS = {
+    "ops": 1,
+    "parallel": 2,
+    "data": 2,
+    "models": 3,
+    "lora": 4,
+    "memory": 4,
+    "optim": 4,
+    "checkpoint": 4,
+    "metrics": 4,
+    "hf": 4,
+    "config": 5,
+    "trainer": 5,
+    "generation": 5,
+    "fit": 5,
+    "train": 6,
+    "convert": 6,
+    "generate": 6,
+    "estimate": 6,
+    "evaluate": 6,
+    "compare": 6,
+    "doctor": 6,
+    "__init__": 7,
+}
+OPS_MAY_IMPORT = {"jax", "jaxtyping", "numpy", "jax_triton", "triton"}
+
+
+def modules():
+    return {
+        ".".join(path.relative_to(ROOT.parent).with_suffix("").parts): path
+        for path in sorted(ROOT.rglob("*.py"))
+    }
+
+
+def imports(name, path):
+    """Absolute names of everything that `path` imports, wherever in the file the import stands."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name}: relative import; write it out"
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def arrows():
+    known = modules()
+    packages = {name.removesuffix(".__init__"): name for name in known if name.endswith("__init__")}
+    for name, path in known.items():
+        for target in imports(name, path):
+            target = packages.get(target, target)
+            if target in known and target != name:
+                yield name, target
+
+
+def floor(name):
+    return FLOORS[name.split(".")[1]]
+
+
+def test_every_module_has_a_floor():
+    assert all(name.split(".")[1] in FLOORS for name in modules())
+
+
+def test_imports_point_down():
+    upward = [(a, b) for a, b in arrows() if floor(b) > floor(a)]
+    assert not upward
+
+
+def test_no_circles():
+    graph = {}
+    for a, b in arrows():
+        graph.setdefault(a, set()).add(b)
+    done, path = set(), []
+
+    def visit(node):
+        assert node not in path, f"circle: {' -> '.join(path[path.index(node) :] + [node])}"
+        if node not in done:
+            path.append(node)
+            for target in graph.get(node, ()):
+                visit(target)
+            done.add(path.pop())
+
+    for node in graph:
+        visit(node)
+
+
+def test_ops_import_only_arrays():
+    for name, path in modules().items():
+        if floor(name) == 1:
+            outside = {t.split(".")[0] for t in imports(name, path)} - {"bptjax"}
+            assert outside - set(sys.stdlib_module_names) <= OPS_MAY_IMPORT, (name, outside)
+
+
+def test_family_names_stay_in_hf():
+    for room in ("models", "ops"):
+        for path in (ROOT / room).rglob("*.py"):
+            assert "llama" not in path.read_text().lower(), path
+
+
+def test_import_does_no_work():
+    """Importing the package touches no backend."""
+    code = "import bptjax, jax._src.xla_bridge as b; assert not b._backends, 'a backend was initialised'"
+    subprocess.run([sys.executable, "-c", code], check=True)
