@@ -119,27 +119,28 @@ def parse(argv: list[str], description: str) -> Config:
         def error(self, message: str, ex: Exception | None = None) -> NoReturn:
             raise ValueError(_one_line(message))
 
-    parser = Parser(description=description)
+    parser = Parser(description=description, allow_abbrev=False)
     parser.add_argument("--config", action="config", help="YAML file with the keys below")
     parser.add_class_arguments(Config, None)
-    values = parser.instantiate_classes(parser.parse_args(argv))
+    values = parser.instantiate(parser.parse_args(argv))
     return Config(**{f.name: values[f.name] for f in fields(Config)})
 
 
 def _one_line(message: str) -> str:
     """jsonargparse's complaint in one line, with the nearest key where one is unknown."""
-    known = sorted(flatten(Config()))
     text = " ".join(message.split())
-    unknown = re.search(
-        r"[Kk]ey '([\w.]+)' is not expected|[Uu]nrecognized arguments: --([\w.]+)", text
-    )
-    if not unknown:
-        return text
-    key = unknown[1] or unknown[2]
-    nested = re.search(r"group '([\w.]+)'", text)
-    key = f"{nested[1]}.{key}" if nested and not key.startswith(nested[1]) else key
-    near = difflib.get_close_matches(key, known, 1, 0.0)
-    return f"unknown key {key}; the nearest is {near[0]}"
+    for pattern in (
+        r"Group '(?P<group>[\w.]+)' does not accept option '(?P<key>[\w.]+)'",
+        r"Option '(?P<key>[\w.]+)' is not accepted",
+        r"[Uu]nrecognized arguments: --(?P<key>[\w.]+)",
+    ):
+        if found := re.search(pattern, text):
+            parts = found.groupdict()
+            key = ".".join(part for part in (parts.get("group"), parts["key"]) if part)
+            near = difflib.get_close_matches(key, flatten(Config()), 1, 0.5)
+            groups = ", ".join(f.name for f in fields(Config))
+            return f"unknown key {key}; " + (f"nearest: {near[0]}" if near else f"known: {groups}")
+    return text
 
 
 def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
@@ -182,10 +183,13 @@ def claim(run_dir: Path, config: Config) -> None:
             )
     elif run_dir.exists() and any(run_dir.iterdir()):
         raise ValueError(f"{run_dir} is not empty and holds no run; choose another run_dir")
-    run_dir.mkdir(parents=True, exist_ok=True)
-    fresh = file.with_suffix(".tmp")
-    fresh.write_text(to_yaml(config))
-    fresh.replace(file)
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        fresh = file.with_suffix(".tmp")
+        fresh.write_text(to_yaml(config))
+        fresh.replace(file)
+    except OSError as error:
+        raise OSError(f"run_dir={run_dir} cannot be written: {error.strerror}") from error
 
 
 def _flat(tree: dict, prefix: str = "") -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 import math
 import signal
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -36,7 +35,9 @@ class RunFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Run:
-    """A checked config with its data, devices and directory: all that can be wrong with it has been looked at."""
+    """A checked config with its data, devices and directory: all that can be wrong with it has been
+    looked at.
+    """
 
     config: Config
     task: Task
@@ -148,27 +149,36 @@ class _Loop:
         self.parameters = sum(x.size for x in jax.tree.leaves(state.model))
 
     def train(self, stopped: list[int]) -> None:
+        """Steps to the last one, or until a signal enters `stopped`; saves where it ends."""
         config, task = self.run.config, self.run.task
         total, every = config.train.max_steps, config.train.eval_steps
+        if self.done >= total:
+            return
         if self.done == 0:
             self.eval()
         step = None
         while self.done < total and not stopped:
-            batch = next(self.run.batches)
+            batch = self.next_batch()
             placed = task.put(batch, config.train.gradient_accumulation_steps)
             step = step or self.compile(placed)
             self.state, metrics = step(self.state, placed)
             self.flush()
             self.done += 1
             self.pending = (self.done, metrics, *_work(batch), self.run.batches.get_state())
-            last = self.done == total or bool(stopped)
-            if last or (every and self.done % every == 0):
+            if self.done == total or (every and self.done % every == 0):
                 self.flush()
-                if every and self.done % every == 0 or self.done == total:
-                    self.eval()
-            if last or self.done % config.checkpoint.save_steps == 0:
+                self.eval()
+            if self.done % config.checkpoint.save_steps == 0:
                 self.save()
+        if self.done > (self.last_saved or 0):
+            self.save()
         self.checkpoints.wait()
+
+    def next_batch(self) -> dict[str, np.ndarray]:
+        try:
+            return next(self.run.batches)
+        except ValueError as error:
+            raise RunFailed(f"step {self.done + 1}: {error}") from error
 
     def compile(self, batch) -> Callable:
         """The compiled step; says what it will need."""
@@ -183,7 +193,9 @@ class _Loop:
         return compiled
 
     def flush(self) -> None:
-        """Reads and tells the metrics of the step before; ends the run where they are not finite."""
+        """Reads and tells the metrics of the step before; ends the run where they are not
+        finite.
+        """
         if self.pending is None:
             return
         (done, metrics, tokens, attended, cursor), self.pending = self.pending, None
@@ -199,17 +211,23 @@ class _Loop:
         self.progress.update(done, metrics)
         loss, norm = metrics["train/loss"], metrics["train/grad_norm"]
         scale = metrics.get("train/loss_scale")
-        if not math.isfinite(loss) or (scale is None and not math.isfinite(norm)) or scale == 0.0:
+        # An overflow in float16 is not the end: it lowers the scale, unless that is spent.
+        if (
+            not math.isfinite(loss)
+            or (scale is None and not math.isfinite(norm))
+            or (scale and scale < 2**-24)
+        ):
             what = f"loss {loss}, gradient norm {norm}"
             what += "" if scale is None else f", loss scale {scale}"
             good = f"step {self.last_saved}" if self.last_saved else "none yet"
             raise RunFailed(
-                f"step {done}: {what}; batch drawn at {cursor}; last good checkpoint: {good} in "
-                f"{self.checkpoints.directory}. Lower optimizer.learning_rate or look at that batch."
+                f"step {done}: {what}; data cursor after its batch: {cursor}; last good "
+                f"checkpoint: {good} in {self.checkpoints.directory}; lower "
+                "optimizer.learning_rate, or look at that batch"
             )
 
     def _hardware(self, metrics: dict, tokens: int, attended: float) -> dict[str, float]:
-        """Peak memory of a device, GiB, and model FLOP/s over the devices' peak, where they are known."""
+        """Peak memory of a device in GiB, and model FLOP/s over the devices' peak, where known."""
         devices = self.run.task.mesh.devices.reshape(-1)
         found = {}
         stats = devices[0].memory_stats()
@@ -247,7 +265,7 @@ class _Loop:
 
 
 def report(run: Run, state: TrainState, checkpoints: Path, say: Callable[[str], None]) -> None:
-    """What came of it: held-out loss, in bits per byte beside the baselines where the tokens are bytes; a sample; the files."""
+    """What came of it: held-out loss (for bytes, in bits beside the baselines), sample, files."""
     config = run.config
     losses = [
         r["eval/loss"] for r in read_metrics(run.directory / "metrics.jsonl") if "eval/loss" in r
@@ -258,14 +276,11 @@ def report(run: Run, state: TrainState, checkpoints: Path, say: Callable[[str], 
         labels = sum(int((b["labels"] != -100).sum()) for b in run.eval_batches())
         before, after = (losses[i] * labels / size / math.log(2) for i in (0, -1))
         base = byte_baselines(texts)
-        say(
-            f"held-out bits per byte, {size:,} bytes: {before:.3f} before, {after:.3f} after training"
-        )
+        say(f"held-out text: {size:,} bytes")
+        say(f"bits per byte: {before:.3f} before training, {after:.3f} after")
         say("baselines on the same bytes: " + ", ".join(f"{n} {b:.3f}" for n, b in base.items()))
     elif losses:
-        say(
-            f"held-out loss, nats per token: {losses[0]:.4f} before, {losses[-1]:.4f} after training"
-        )
+        say(f"held-out nats per token: {losses[0]:.4f} before training, {losses[-1]:.4f} after")
     if config.train.sample_tokens:
         say("sample: " + sample(run, state))
     plot_loss(run.directory / "metrics.jsonl", run.directory / "loss.png")
@@ -275,7 +290,7 @@ def report(run: Run, state: TrainState, checkpoints: Path, say: Callable[[str], 
 
 
 def sample(run: Run, state: TrainState) -> str:
-    """Text that the model continues from the start of a document, or from a line's end where documents have no mark."""
+    """New text from the start of a document, or from a line's end where documents have no mark."""
     first = run.tokenizer.bos_id
     prompt = [first] if first is not None else run.tokenizer.encode("\n")
     prompt = np.asarray(prompt, np.int32)[None]
@@ -294,7 +309,7 @@ def sample(run: Run, state: TrainState) -> str:
 
 
 def _work(batch: dict[str, np.ndarray]) -> tuple[int, float]:
-    """Tokens that are not padding, and the query-key pairs that causal attention within documents works on."""
+    """Tokens that are not padding, and query-key pairs of causal attention within documents."""
     real = batch["segments"] != 0
     return int(real.sum()), float((batch["positions"][real].astype(np.float64) + 1).sum())
 
@@ -328,14 +343,15 @@ def _out_of_memory(loop: _Loop) -> Iterator[None]:
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        held = Counter()
-        for name in ("model", "opt_state"):
-            for x in jax.tree.leaves(getattr(loop.state, name)):
-                held[name] += x.nbytes / 2**30
+        held = {
+            name: sum(x.nbytes for x in jax.tree.leaves(getattr(loop.state, name))) / 2**30
+            for name in ("model", "opt_state")
+        }
         train, memory = loop.run.config.train, loop.run.config.memory
+        rows = train.per_device_train_batch_size
         raise RunFailed(
-            f"out of memory: parameters {held['model']:.2f} GiB, optimizer {held['opt_state']:.2f} GiB "
-            f"over all devices, the rest is a step of {train.per_device_train_batch_size} × "
+            f"out of memory: parameters take {held['model']:.2f} GiB and the optimizer "
+            f"{held['opt_state']:.2f} GiB over all devices, the rest is a step of {rows} × "
             f"{train.seq_len} tokens a device with memory.remat={memory.remat}, "
             f"ffn_chunk={memory.ffn_chunk}, ce_chunk={memory.ce_chunk}: try remat=full, a smaller "
             "per_device_train_batch_size, smaller chunks, or param_dtype=bfloat16"

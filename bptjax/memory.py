@@ -25,9 +25,10 @@ class MemoryConfig(Execution):
     """How the step is laid out in memory.
 
     Attributes:
-      remat: what is kept of each layer for the backward pass. none: everything; dots: the results of weight matmuls;
-        save_attention: attention's output, so that its kernel does not run again; full: the layer's input alone. Attention and
-        feed-forward keep only what they need under each of them.
+      remat: what is kept of each layer for the backward pass. none: everything; dots: the results
+        of weight matmuls; save_attention: attention's output, so that its kernel does not run
+        again; full: the layer's input alone. Attention and feed-forward keep only what they need
+        under each of them.
       ce_chunk: tokens whose logits exist at once.
     """
 
@@ -45,5 +46,5 @@ def remat(name: str) -> Callable[[Callable], Callable]:
     policy = REMAT[name]
     if policy is None:
         return lambda f: f
-    # Inside a scan XLA cannot merge the recomputation with the first one, so nothing need hinder it.
+    # Inside a scan XLA cannot merge the recomputation with the first run; nothing need hinder it.
     return partial(jax.checkpoint, policy=policy, prevent_cse=False)

@@ -77,7 +77,9 @@ def optimizer(config: OptimizerConfig, max_steps: int) -> optax.GradientTransfor
 
 
 def _decayed(model: Any) -> Any:
-    """True for matrices. Stacked layers add an axis of their own, so the logical axes are counted, not the array's."""
+    """True for matrices. Stacked layers add an axis of their own, so the logical axes are counted,
+    not the array's.
+    """
     return jax.tree.map(
         lambda p: p.replace(len(p.axes) > 1 and "vocab" not in p.axes),
         model,
@@ -88,8 +90,8 @@ def _decayed(model: Any) -> Any:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LossScale:
-    """Float16's factor on the loss: halved by an overflow, doubled after `INTERVAL` steps without. Micikevicius et al. 2018,
-    arXiv 1710.03740, Section 3.2.
+    """Float16's factor on the loss: halved by an overflow, doubled after `INTERVAL` steps without.
+    Micikevicius et al. 2018, arXiv 1710.03740, Section 3.2.
 
     Attributes:
       value: float32 scalar.

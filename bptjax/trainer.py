@@ -98,7 +98,9 @@ class Task:
         )
 
     def _placed(self, leaf: Any) -> Any:
-        """The abstract leaf with its sharding: a parameter's by its logical axes, stacked layers having one more in front."""
+        """The abstract leaf with its sharding: a parameter's by its logical axes, stacked layers
+        having one more in front.
+        """
         if not isinstance(leaf, nnx.Variable):
             where = NamedSharding(self.mesh, PartitionSpec())
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
@@ -134,8 +136,9 @@ class Task:
         )
 
     def gradients(self, state: TrainState, batch: Batch) -> tuple[Array, Any, Array]:
-        """(Σ loss, its gradients in float32, count of labelled tokens) over micro-batches `[A, B, T]`: sums, to be divided once.
-        In float16 the gradients, not the loss, are multiplied by the loss scale."""
+        """(Σ loss, its gradients in float32, count of labelled tokens) over micro-batches `[A, B,
+        T]`: sums, to be divided once. In float16 the gradients, not the loss, are multiplied by the
+        loss scale."""
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
         factor = 1.0 if state.loss_scale is None else state.loss_scale.value
 
@@ -169,7 +172,7 @@ class Task:
             gradients,
             state.model,
         )
-        norm = optax.global_norm(gradients)
+        norm = optax.tree.norm(gradients)
         updates, opt_state = self.optimizer.update(gradients, state.opt_state, state.model)
         model = optax.apply_updates(state.model, updates)
         loss_scale = state.loss_scale

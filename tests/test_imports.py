@@ -9,8 +9,8 @@ import bptjax
 
 ROOT = Path(bptjax.__file__).parent
 
-# Floor of each room, by longest matching prefix. A module may import from lower floors, and from its own package or floor
-# where that makes no circle.
+# Floor of each room, by longest matching prefix. A module may import from lower floors, and from
+# its own package or floor where that makes no circle.
 FLOORS = {
     "ops": 1,
     "parallel": 2,
@@ -112,5 +112,5 @@ def test_family_names_stay_in_hf():
 
 def test_import_does_no_work():
     """Importing the package touches no backend."""
-    code = "import bptjax, jax._src.xla_bridge as b; assert not b._backends, 'a backend was initialised'"
+    code = "import bptjax, jax._src.xla_bridge as b; assert not b._backends"
     subprocess.run([sys.executable, "-c", code], check=True)

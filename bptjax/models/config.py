@@ -1,4 +1,6 @@
-"""A decoder as a list of orthogonal choices. Model families are settings of it, and named elsewhere."""
+"""A decoder as a list of orthogonal choices. Model families are settings of it, and named
+elsewhere.
+"""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -26,7 +28,8 @@ class ModelConfig:
       bias: linear layers and layer norms have biases.
       tied_head: the output embedding is the input embedding.
       embedding_dropout, attention_dropout, residual_dropout: probabilities, in training.
-      init_std: standard deviation of new weights; of those that write to the residual stream, over √(2·L).
+      init_std: standard deviation of new weights; of those that write to the residual stream, over
+        √(2·L).
     """
 
     vocab_size: int | None = None
@@ -97,8 +100,8 @@ class Execution:
 
     Attributes:
       attention: implementation, by name or auto.
-      schedule: split: attention over the whole sequence, then the feed-forward in chunks; fused: Algorithm 1, both for one block
-        of queries at a time.
+      schedule: split: attention over the whole sequence, then the feed-forward in chunks; fused:
+        Algorithm 1, both for one block of queries at a time.
       q_chunk, k_chunk, ffn_chunk: tokens in a block.
     """
 

@@ -22,7 +22,8 @@ from bptjax.parallel.mesh import constrain
 
 
 class Decoder(nnx.Module):
-    """Parameters and config; calls are pure, so `jax.jit`, `grad` and `scan` take the module itself. Layers are stacked on axis 0.
+    """Parameters and config; calls are pure, so `jax.jit`, `grad` and `scan` take the module
+    itself. Layers are stacked on axis 0.
 
     Args:
       key: for new parameters; under `jax.eval_shape` none are made.
@@ -75,7 +76,8 @@ class Decoder(nnx.Module):
         """Hidden states after the final norm, in `dtype`.
 
         Args:
-          positions: of each token in its document, for rotary and learned embeddings; 0..T-1 if left out.
+          positions: of each token in its document, for rotary and learned embeddings; 0..T-1 if
+            left out.
           segments: document numbers, 0 for padding; without them a row is one document.
           dropout_key: None for no dropout.
           dtype: of the computation; parameters are cast as they are used.
@@ -108,7 +110,9 @@ class Decoder(nnx.Module):
         dtype: jnp.dtype = jnp.float32,
         execution: Execution = Execution(),  # noqa: B008 (frozen)
     ) -> tuple[Float[Array, "B T D"], Cache]:
-        """Hidden states of the next T tokens after those in the cache, and the cache with them in it."""
+        """Hidden states of the next T tokens after those in the cache, and the cache with them in
+        it.
+        """
         B, T = tokens.shape
         here = cache.length + jnp.arange(T)
         positions = jnp.broadcast_to(here, (B, T))

@@ -125,7 +125,9 @@ class Layer(nnx.Module):
         rows: Int[Array, "B T"],
         keys: tuple[Array, Array] | None,
     ) -> Float[Array, "B T D"]:
-        """Output projection, residual, norm, feed-forward, residual. `rows` numbers the tokens for dropout."""
+        """Output projection, residual, norm, feed-forward, residual. `rows` numbers the tokens for
+        dropout.
+        """
         rate = self.config.residual_dropout
         first, second = keys if keys is not None else (None, None)
         x = x + dropout(self.out(out), first, rate, rows)

@@ -8,7 +8,11 @@ import jax
 from jax import Array
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-# What each logical axis of a parameter or activation is cut over; one that is not named here is whole on every device.
+# Present where the driver sees a GPU.
+NVIDIA = "/dev/nvidia0"
+
+# What each logical axis of a parameter or activation is cut over; one that is not named here is
+# whole on every device.
 RULES: dict[str, tuple[str, ...]] = {
     "batch": ("dp", "fsdp"),
     "sequence": ("sp",),
@@ -38,10 +42,12 @@ class ParallelConfig:
 
 
 def select_devices(device: str) -> list[jax.Device]:
-    """The devices to run on: `auto`, `cpu` or `gpu`. To be called before anything else starts a JAX backend.
+    """The devices to run on: `auto`, `cpu` or `gpu`. To be called before anything else starts a JAX
+    backend.
 
     Raises:
-      ValueError: gpu where JAX sees none; or auto, where JAX is about to run on the CPU beside an NVIDIA GPU.
+      ValueError: gpu where JAX sees none; or auto, where JAX is about to run on the CPU beside an
+        NVIDIA GPU.
     """
     if device == "cpu":
         jax.config.update("jax_platforms", "cpu")
@@ -53,7 +59,7 @@ def select_devices(device: str) -> list[jax.Device]:
         except RuntimeError as error:
             raise ValueError(f"device=gpu, but JAX sees no GPU; {remedy}") from error
     devices = jax.devices()
-    if devices[0].platform == "cpu" and Path("/dev/nvidia0").exists():
+    if devices[0].platform == "cpu" and Path(NVIDIA).exists():
         raise ValueError(
             f"this machine has an NVIDIA GPU, but JAX runs on the CPU; {remedy}, or set device=cpu"
         )
@@ -100,7 +106,9 @@ def sharding(mesh: Mesh, axes: tuple[str | None, ...], shape: tuple[int, ...]) -
 
 
 def constrain(x: Array, *axes: str | None) -> Array:
-    """Pins an activation to where its logical axes say, in the mesh set by `jax.set_mesh`; without one, nothing."""
+    """Pins an activation to where its logical axes say, in the mesh set by `jax.set_mesh`; without
+    one, nothing.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return x

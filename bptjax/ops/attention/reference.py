@@ -72,8 +72,8 @@ def _repeated(x: Array, q: Array) -> Array:
 def _logits(q: Array, k: Array, score: Score) -> tuple[Array, Array | float]:
     """Float32 `[B, N, T, S]`: logits, -inf where a key is not seen, and dropout's factors."""
     (B, T, N, _), S = q.shape, k.shape[1]
-    mask = score.mask.resolve(T, S)
-    p, s = (jnp.atleast_2d(jnp.asarray(x)) for x in (mask.positions, mask.k_positions))
+    mask = jax.tree.map(jnp.asarray, score.mask.resolve(T, S))
+    p, s = jnp.atleast_2d(mask.positions), jnp.atleast_2d(mask.k_positions)
     raw = jnp.einsum("btnh,bsnh->bnts", q.astype(jnp.float32), _repeated(k, q), precision="highest")
     logits, _ = score.cap(raw * score.scale)
     if score.alibi is not None:

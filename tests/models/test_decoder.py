@@ -1,0 +1,186 @@
+"""The decoder: schedules, remat, decoding and packing give one and the same model."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bptjax.memory import REMAT, remat
+from bptjax.models.cache import Cache
+from bptjax.models.config import Execution, ModelConfig
+from bptjax.models.decoder import Decoder
+from bptjax.ops.loss import linear_cross_entropy
+
+ROTARY = ModelConfig(vocab_size=61, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2)
+MODELS = {
+    "rotary": ROTARY,
+    "learned": replace(
+        ROTARY,
+        norm="layer",
+        position="learned",
+        max_positions=48,
+        activation="gelu_tanh",
+        gated=False,
+        bias=True,
+        num_kv_heads=None,
+    ),
+    "alibi": replace(ROTARY, position="alibi", tied_head=False, num_heads=6, head_dim=8),
+    "dropout": replace(ROTARY, attention_dropout=0.2, residual_dropout=0.2, embedding_dropout=0.2),
+}
+SMALL = Execution(q_chunk=8, k_chunk=16, ffn_chunk=10)
+B, T = 2, 37
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request):
+    return Decoder(MODELS[request.param], jax.random.key(0))
+
+
+@pytest.fixture(scope="module")
+def tokens():
+    return jax.random.randint(jax.random.key(1), (B, T), 0, 61)
+
+
+SEGMENTS = jnp.array([[1] * 20 + [2] * 17, [1] * 30 + [0] * 7])
+
+
+def loss_and_gradients(model, tokens, segments=SEGMENTS, positions=None, wrap="none", **how):
+    def loss(model):
+        hidden = model(
+            tokens,
+            segments=segments,
+            positions=positions,
+            dropout_key=jax.random.key(2),
+            execution=replace(SMALL, **how),
+            remat=remat(wrap),
+        )
+        labels = jnp.where(segments > 0, tokens, -100)
+        return linear_cross_entropy(hidden, model.head_matrix, labels, chunk=16)
+
+    return jax.jit(jax.value_and_grad(loss))(model)
+
+
+def assert_close(got, wanted, rtol=2e-5):
+    (loss, gradients), (true_loss, true_gradients) = got, wanted
+    np.testing.assert_allclose(loss, true_loss, rtol=1e-6)
+    size = max(float(jnp.linalg.norm(g)) for g in jax.tree.leaves(true_gradients))
+    for (path, a), b in zip(
+        jax.tree.leaves_with_path(gradients), jax.tree.leaves(true_gradients), strict=True
+    ):
+        error = float(jnp.linalg.norm(a - b))
+        # Some gradients are 0 but for rounding (key biases): they are held to the largest one.
+        assert error <= rtol * max(float(jnp.linalg.norm(b)), 1e-2 * size), (path, error)
+
+
+def test_schedules_and_implementations_agree(model, tokens):
+    wanted = loss_and_gradients(model, tokens, attention="reference", ffn_chunk=T)
+    for how in ({"q_chunk": 64}, {"schedule": "fused"}):
+        assert_close(loss_and_gradients(model, tokens, **how), wanted)
+
+
+def test_remat_changes_nothing(tokens):
+    model = Decoder(MODELS["dropout"], jax.random.key(0))
+    wanted = loss_and_gradients(model, tokens)
+    for name in REMAT.keys() - {"none"}:
+        assert_close(loss_and_gradients(model, tokens, wrap=name), wanted, rtol=1e-6)
+
+
+def test_remat_saves_memory():
+    """Each policy keeps less than the one before."""
+    config = replace(ROTARY, num_layers=6)
+    model = jax.eval_shape(lambda: Decoder(config, jax.random.key(0)))
+
+    def bytes_of(name):
+        def loss(model, tokens):
+            return model(tokens, remat=remat(name)).sum()
+
+        tokens = jax.ShapeDtypeStruct((1, 1024), jnp.int32)
+        compiled = jax.jit(jax.grad(loss)).lower(model, tokens).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    sizes = [bytes_of(name) for name in ("none", "dots", "save_attention", "full")]
+    assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == 4, sizes
+
+
+def test_decoding_with_a_cache_equals_reading_at_once(model, tokens):
+    wanted = jax.jit(lambda m: m(tokens, execution=SMALL))(model)
+    cache = Cache.empty(model.config, B, T + 3, jnp.float32)
+    parts = []
+    decode = jax.jit(lambda m, t, c: m.decode(t, c, execution=SMALL))
+    for part in (tokens[:, :20], tokens[:, 20:21], tokens[:, 21:22], tokens[:, 22:]):
+        hidden, cache = decode(model, part, cache)
+        parts.append(hidden)
+    np.testing.assert_allclose(jnp.concatenate(parts, 1), wanted, atol=2e-5)
+    assert int(cache.length) == T
+
+
+def test_packed_equals_separate(model, tokens):
+    """Two documents in one row, with restarting positions, give the loss and gradients of two."""
+    if model.config.residual_dropout:
+        return  # Dropout differs by a token's place in the row.
+    cut = 20
+    one = jnp.ones((1, T), jnp.int32)
+    row = tokens[:1]
+    segments = one.at[:, cut:].set(2)
+    positions = jnp.concatenate([jnp.arange(cut), jnp.arange(T - cut)])[None]
+    packed = loss_and_gradients(model, row, segments, positions)
+    first = loss_and_gradients(model, row[:, :cut], one[:, :cut])
+    second = loss_and_gradients(model, row[:, cut:], one[:, cut:])
+    assert_close(packed, jax.tree.map(lambda a, b: a + b, first, second))
+
+
+def test_later_tokens_and_other_documents_do_not_reach_a_token(model, tokens):
+    """By gradient with respect to the embedded tokens, each of which occurs once."""
+
+    def two_tokens(table):
+        changed = jax.tree.map(lambda x: x, model)
+        changed.embedding = changed.embedding.replace(table)
+        hidden = changed(jnp.arange(T)[None], segments=SEGMENTS[:1], execution=SMALL)
+        # Weighted, because a layer norm's plain sum is constant.
+        return (hidden[0, jnp.array([10, 25])] * jnp.arange(32.0)[None]).sum()
+
+    reach = jnp.abs(jax.grad(two_tokens)(model.embedding[...])).sum(-1)[:T]
+    reached = np.flatnonzero(reach > 0)
+    assert set(reached) == {*range(11), *range(20, 26)}
+
+
+def test_dropout_needs_a_key_and_follows_it(tokens):
+    model = Decoder(MODELS["dropout"], jax.random.key(0))
+    run = jax.jit(lambda key: model(tokens, dropout_key=key, execution=SMALL))
+    quiet = model(tokens, execution=SMALL)
+    a, b, again = run(jax.random.key(1)), run(jax.random.key(2)), run(jax.random.key(1))
+    assert jnp.array_equal(a, again)
+    assert not jnp.allclose(a, b) and not jnp.allclose(a, quiet)
+
+
+def test_more_tokens_than_learned_positions_are_refused():
+    model = Decoder(MODELS["learned"], jax.random.key(0))
+    with pytest.raises(ValueError, match="49 tokens.*max_positions=48"):
+        model(jnp.zeros((1, 49), jnp.int32))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_is_near(tokens, dtype):
+    model = Decoder(ROTARY, jax.random.key(0))
+    wanted = model(tokens, execution=SMALL)
+    got = model(tokens, execution=SMALL, dtype=jnp.dtype(dtype))
+    assert got.dtype == dtype
+    assert float(jnp.linalg.norm(got - wanted) / jnp.linalg.norm(wanted)) < 2e-2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_heads": 5}, "num_kv_heads=2 does not divide num_heads=5"),
+        ({"num_heads": 6}, "num_heads=6 does not divide hidden_size=32"),
+        ({"head_dim": 7}, "head_dim=7 is odd"),
+        ({"position": "learned"}, "needs model.max_positions"),
+        ({"residual_dropout": 1.0}, r"residual_dropout=1.0 is not in \[0, 1\)"),
+        ({"num_layers": 0}, "num_layers=0"),
+    ],
+)
+def test_impossible_models_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        replace(ROTARY, **change)

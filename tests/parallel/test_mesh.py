@@ -1,0 +1,63 @@
+"""The mesh, and where arrays live on it."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec
+
+from bptjax.parallel.mesh import ParallelConfig, constrain, make_mesh, select_devices, sharding
+
+
+def test_the_open_axis_takes_the_rest():
+    mesh = make_mesh(ParallelConfig(dp=2, fsdp=-1, tp=2))
+    assert dict(mesh.shape) == {"dp": 2, "fsdp": 2, "tp": 2, "sp": 1}
+
+
+def test_one_device_is_a_mesh_of_ones():
+    mesh = make_mesh(ParallelConfig(), jax.devices()[:1])
+    assert set(mesh.shape.values()) == {1}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        ParallelConfig(dp=3),
+        ParallelConfig(fsdp=4),
+        ParallelConfig(dp=-1, fsdp=-1),
+        ParallelConfig(tp=0),
+    ],
+)
+def test_a_wrong_mesh_is_refused(config):
+    with pytest.raises(ValueError, match="parallel: dp="):
+        make_mesh(config)
+
+
+def test_sequence_parallelism_is_refused_by_name():
+    with pytest.raises(NotImplementedError, match="parallel.sp=2"):
+        make_mesh(ParallelConfig(sp=2))
+
+
+def test_an_axis_that_does_not_divide_stays_whole():
+    mesh = make_mesh(ParallelConfig(dp=1, fsdp=4, tp=2))
+    assert sharding(mesh, ("vocab", "embed"), (257, 16)).spec == PartitionSpec(None, "fsdp")
+    assert sharding(mesh, ("vocab", "embed"), (256, 16)).spec == PartitionSpec("tp", "fsdp")
+
+
+def test_constrain_pins_in_a_mesh_and_does_nothing_without():
+    x = jnp.ones((8, 4, 2))
+    assert constrain(x, "batch", "sequence", None) is x
+    with jax.set_mesh(make_mesh(ParallelConfig(dp=2, fsdp=4))):
+        placed = jax.jit(lambda x: constrain(x, "batch", "sequence", None))(x)
+    assert placed.addressable_shards[0].data.shape == (1, 4, 2)
+
+
+def test_gpu_without_a_gpu_names_the_remedy():
+    with pytest.raises(ValueError, match=r"device=gpu.*pip install -e"):
+        select_devices("gpu")
+
+
+def test_a_cpu_run_beside_an_nvidia_gpu_is_refused(monkeypatch):
+    monkeypatch.setattr("bptjax.parallel.mesh.NVIDIA", "/")
+    with pytest.raises(ValueError, match=r"NVIDIA.*device=cpu"):
+        select_devices("auto")
+    assert select_devices("cpu")

@@ -1,0 +1,238 @@
+"""Whole runs: they learn, stop, resume exactly, survive kills, and say clearly what is wrong."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import pytest
+
+from bptjax.config import parse
+from bptjax.metrics import read_metrics
+from bptjax.train import main
+
+TINY = """
+device: cpu
+model: {hidden_size: 16, num_layers: 1, num_heads: 2, attention_dropout: 0.1, residual_dropout: 0.1}
+data: {packing: best_fit, eval_fraction: 0.1}
+train: {max_steps: 20, seq_len: 32, per_device_train_batch_size: 2, eval_steps: 8, sample_tokens: 8}
+optimizer: {learning_rate: 1.0e-2}
+memory: {q_chunk: 16, k_chunk: 16, ffn_chunk: 16}
+checkpoint: {save_steps: 6}
+"""
+
+
+@pytest.fixture(scope="module")
+def arguments(tmp_path_factory):
+    """Command line of the tiny run, without its run directory."""
+    folder = tmp_path_factory.mktemp("tiny")
+    (folder / "config.yaml").write_text(TINY)
+    texts = folder / "texts"
+    texts.mkdir()
+    words = "the quick brown fox jumps over a lazy dog".split()
+    rng = random.Random(0)
+    for i in range(20):
+        (texts / f"{i:02}.txt").write_text(" ".join(rng.choices(words, k=rng.randrange(5, 60))))
+    return ["--config", str(folder / "config.yaml"), "--data.path", str(texts)]
+
+
+@pytest.fixture(autouse=True)
+def one_device(monkeypatch):
+    monkeypatch.setattr("bptjax.fit.select_devices", lambda device: jax.devices()[:1])
+
+
+def rows(run_dir, name="train/loss"):
+    return {r["step"]: r[name] for r in read_metrics(run_dir / "metrics.jsonl") if name in r}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(arguments, tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("run") / "whole"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("bptjax.fit.select_devices", lambda device: jax.devices()[:1])
+        assert main([*arguments, "--run_dir", str(run_dir)]) == 0
+    return run_dir
+
+
+def test_a_run_learns_and_leaves_its_files(uninterrupted):
+    losses = rows(uninterrupted)
+    assert sorted(losses) == list(range(1, 21))
+    assert losses[20] < losses[1] - 0.5
+    assert sorted(rows(uninterrupted, "eval/loss")) == [0, 8, 16, 20]
+    for name in ("config.yaml", "log.txt", "loss.png", "checkpoints/20", "bptjax_tokenizer.json"):
+        assert (uninterrupted / name).exists(), name
+    last = list(read_metrics(uninterrupted / "metrics.jsonl"))[-2]
+    assert last["train/tokens_seen"] > 0 and last["throughput/tokens_per_second"] > 0
+    log = (uninterrupted / "log.txt").read_text()
+    assert "attention: scan; not loop:" in log and "bits per byte" in log and "sample:" in log
+
+
+def stop_at(step, number, monkeypatch):
+    """Sends the signal while the metrics of `step` are being written."""
+    from bptjax.metrics import JsonlWriter
+
+    write = JsonlWriter.write
+
+    def signalled(self, at, metrics):
+        write(self, at, metrics)
+        if at == step and "train/loss" in metrics:
+            os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(JsonlWriter, "write", signalled)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_stop_and_resume_is_exact(
+    arguments, uninterrupted, tmp_path, monkeypatch, number, code, capsys
+):
+    run_dir = tmp_path / "run"
+    command = [*arguments, "--run_dir", str(run_dir)]
+    with monkeypatch.context() as patch:
+        stop_at(9, number, patch)
+        assert main(command) == code
+    saved = sorted(p.name for p in (run_dir / "checkpoints").iterdir())
+    assert saved == ["10", "6"]
+    assert main(command) == 0
+    assert rows(run_dir) == rows(uninterrupted)
+    assert rows(run_dir, "eval/loss") == rows(uninterrupted, "eval/loss")
+    assert rows(run_dir, "train/tokens_seen") == rows(uninterrupted, "train/tokens_seen")
+    assert "resumed at step 10" in (run_dir / "log.txt").read_text()
+
+
+def test_a_complete_run_is_left_alone(arguments, uninterrupted, capsys):
+    before = (uninterrupted / "metrics.jsonl").read_text()
+    assert main([*arguments, "--run_dir", str(uninterrupted)]) == 0
+    assert (uninterrupted / "metrics.jsonl").read_text() == before
+    assert "bits per byte" in capsys.readouterr().out
+
+
+def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_used(
+    arguments, uninterrupted, tmp_path, monkeypatch, caplog
+):
+    run_dir = tmp_path / "run"
+    command = [*arguments, "--run_dir", str(run_dir)]
+    with monkeypatch.context() as patch:
+        stop_at(9, signal.SIGTERM, patch)
+        main(command)
+    file = max(
+        (run_dir / "checkpoints" / "10" / "state").rglob("*"), key=lambda p: p.stat().st_size
+    )
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    assert main(command) == 0
+    assert "step 10 is damaged" in caplog.text and "using step 6" in caplog.text
+    assert rows(run_dir) == rows(uninterrupted)
+
+
+def test_kill_9_loses_at_most_the_steps_since_the_last_checkpoint(
+    arguments, uninterrupted, tmp_path
+):
+    """A real process, killed twice wherever it happens to be."""
+    run_dir = tmp_path / "run"
+    command = [sys.executable, "-m", "bptjax.train", *arguments, "--run_dir", str(run_dir)]
+    command += ["--checkpoint.save_steps", "1"]
+    environment = os.environ | {"XLA_FLAGS": ""}
+    for steps in (4, 11):
+        process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline and process.poll() is None:
+            if (run_dir / "metrics.jsonl").exists() and max(rows(run_dir), default=0) >= steps:
+                process.kill()
+            time.sleep(0.02)
+        assert process.wait() in (-signal.SIGKILL, 0)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "resumed at step" in done.stdout
+    assert rows(run_dir) == rows(uninterrupted)
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(arguments, tmp_path, capsys):
+    command = [*arguments, "--run_dir", str(tmp_path / "run")]
+    extra = ["--optimizer.learning_rate", "1e38", "--checkpoint.save_steps", "1"]
+    assert main([*command, *extra]) == 1
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1
+    assert "step 2: loss" in message and "norm nan" in message
+    assert "last good checkpoint: step 1" in message
+
+
+BAD = {
+    "unknown key": (["--train.max_stepz", "3"], "train.max_stepz; nearest: train.max_steps"),
+    "wrong type": (["--train.max_steps", "many"], "train.max_steps"),
+    "missing config": (["--config", "nowhere.yaml"], "nowhere.yaml"),
+    "missing file": (["--data.path", "/nowhere.txt"], "/nowhere.txt"),
+    "no heads": (["--model.num_heads", "3"], "num_heads=3"),
+    "too few tokens": (["--train.seq_len", "100000"], "100000"),
+    "no gpu": (["--device", "gpu"], 'pip install -e ".[gpu]"'),
+    "no such attention": (["--memory.attention", "quick"], "'quick'"),
+    "no sequence strategy": (
+        ["--parallel.fsdp", "1", "--parallel.sp", "1", "--parallel.dp", "3"],
+        "dp=3",
+    ),
+    "vocabulary": (["--model.vocab_size", "100"], "model.vocab_size=100"),
+    "positions": (
+        ["--model.position", "learned", "--model.max_positions", "8"],
+        "model.max_positions=8",
+    ),
+    "not writable": (["--run_dir", "/proc/run"], "run_dir=/proc/run cannot be written"),
+}
+
+
+@pytest.mark.parametrize(("extra", "message"), BAD.values(), ids=BAD)
+def test_bad_input_is_one_line_exit_2_and_no_trace(
+    arguments, tmp_path, monkeypatch, capsys, extra, message
+):
+    monkeypatch.undo()
+    run_dir = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        from bptjax.parallel import mesh
+
+        choose = mesh.select_devices
+        patch.setattr(
+            "bptjax.fit.select_devices",
+            lambda device: choose(device)[:1],
+        )
+        assert main([*arguments, "--run_dir", str(run_dir), *extra]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and message in error
+    assert not run_dir.exists()
+
+
+def test_an_empty_data_set_is_refused(arguments, tmp_path, capsys):
+    (tmp_path / "empty.jsonl").write_text("")
+    command = [*arguments, "--data.path", str(tmp_path / "empty.jsonl")]
+    assert main([*command, "--run_dir", str(tmp_path / "run")]) == 2
+    assert "holds no documents" in capsys.readouterr().err
+
+
+def test_another_config_does_not_write_over_a_run(arguments, uninterrupted, capsys):
+    before = {p: p.read_bytes() for p in uninterrupted.glob("*.*")}
+    assert main([*arguments, "--run_dir", str(uninterrupted), "--model.num_layers", "2"]) == 2
+    assert "model.num_layers=1, and this one has 2" in capsys.readouterr().err
+    assert {p: p.read_bytes() for p in uninterrupted.glob("*.*")} == before
+
+
+def test_a_directory_with_something_else_is_not_taken(arguments, tmp_path, capsys):
+    (tmp_path / "thesis.tex").write_text("dear reader")
+    assert main([*arguments, "--run_dir", str(tmp_path)]) == 2
+    assert "holds no run" in capsys.readouterr().err
+    assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_out_of_memory_says_what_took_it(arguments, tmp_path, monkeypatch, capsys):
+    def refuse(*_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating")
+
+    monkeypatch.setattr("bptjax.trainer.Task.compile_step", refuse)
+    assert main([*arguments, "--run_dir", str(tmp_path / "run")]) == 1
+    message = capsys.readouterr().err
+    assert "out of memory: parameters take" in message and "memory.remat=" in message
+
+
+def test_saved_config_is_the_resolved_one(uninterrupted, arguments):
+    saved = parse(["--config", str(uninterrupted / "config.yaml")], "")
+    assert saved == parse([*arguments, "--run_dir", str(uninterrupted)], "")
+    assert json.dumps(saved.train.max_steps) == "20"

@@ -1,0 +1,154 @@
+"""The train step: sums divided once, any mesh, any dtype."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bptjax.config import Config, TrainConfig
+from bptjax.memory import MemoryConfig
+from bptjax.models.config import ModelConfig
+from bptjax.optim import LossScale, OptimizerConfig, learning_rate, optimizer
+from bptjax.parallel.mesh import ParallelConfig, make_mesh
+from bptjax.trainer import Task, TrainState
+
+T = 24
+MODEL = ModelConfig(
+    vocab_size=64, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, tied_head=False
+)
+CONFIG = Config(
+    train=TrainConfig(seq_len=T, max_steps=20),
+    memory=MemoryConfig(q_chunk=8, k_chunk=8, ffn_chunk=16, ce_chunk=32),
+    optimizer=OptimizerConfig(learning_rate=1e-2),
+)
+
+
+def task(parallel: ParallelConfig | None = None, **train) -> Task:
+    mesh = make_mesh(parallel or ParallelConfig(), None if parallel else jax.devices()[:1])
+    config = replace(CONFIG, train=replace(CONFIG.train, **train))
+    return Task(config, MODEL, mesh)
+
+
+@pytest.fixture(scope="module")
+def batch():
+    """Eight ragged rows of packed documents: unequal counts of labels in every row."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 64, (8, T), dtype=np.int32)
+    ends = rng.integers(2, T + 1, (8, 1))
+    place = np.arange(T, dtype=np.int32)[None]
+    segments = np.where(place < ends, 1 + (place >= ends // 2), 0).astype(np.int32)
+    positions = np.where(segments == 2, place - ends // 2, place).astype(np.int32)
+    labels = np.where(segments > 0, np.roll(tokens, -1, 1), -100).astype(np.int32)
+    return {"tokens": tokens, "labels": labels, "segments": segments, "positions": positions}
+
+
+def sums(work: Task, batch, micro_batches: int):
+    with jax.set_mesh(work.mesh):
+        return jax.jit(work.gradients)(work.init_state(), work.put(batch, micro_batches))
+
+
+@pytest.fixture(scope="module")
+def whole(batch):
+    return sums(task(), batch, 1)
+
+
+def assert_same(got, wanted, rtol=1e-5):
+    assert int(got[2]) == int(wanted[2])
+    np.testing.assert_allclose(got[0], wanted[0], rtol=rtol)
+    for a, b in zip(jax.tree.leaves(got[1]), jax.tree.leaves(wanted[1]), strict=True):
+        a, b = np.asarray(a), np.asarray(b)
+        assert np.linalg.norm(a - b) <= rtol * max(np.linalg.norm(b), 1e-3)
+
+
+def test_accumulated_micro_batches_are_one_big_batch(batch, whole):
+    assert_same(sums(task(), batch, 4), whole)
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        ParallelConfig(dp=8, fsdp=1),
+        ParallelConfig(dp=1, fsdp=8),
+        ParallelConfig(dp=2, fsdp=2, tp=2),
+    ],
+    ids=str,
+)
+def test_eight_devices_are_one(batch, whole, parallel):
+    work = task(parallel)
+    assert_same(sums(work, batch, 1), whole)
+    if parallel.fsdp > 1:
+        kernel = work.init_state().model.layers.mlp.up.kernel[...]
+        assert kernel.addressable_shards[0].data.size < kernel.size
+
+
+def steps(work: Task, batch, n: int) -> tuple[TrainState, list[dict]]:
+    state, placed, rows = work.init_state(), work.put(batch), []
+    step = work.compile_step(state, placed)
+    for _ in range(n):
+        state, metrics = step(state, placed)
+        rows.append({name: float(x) for name, x in metrics.items()})
+    return state, rows
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_loss_falls(batch, dtype):
+    state, rows = steps(task(dtype=dtype), batch, 12)
+    losses = [row["train/loss"] for row in rows]
+    assert losses[-1] < 0.7 * losses[0]
+    assert int(state.step) == 12
+    assert ("train/loss_scale" in rows[0]) == (dtype == "float16")
+
+
+def test_bfloat16_parameters_stay_bfloat16(batch):
+    state, rows = steps(task(dtype="bfloat16", param_dtype="bfloat16"), batch, 3)
+    assert {x.dtype for x in jax.tree.leaves(state.model)} == {jnp.dtype("bfloat16")}
+    assert rows[-1]["train/loss"] < rows[0]["train/loss"]
+
+
+def test_an_overflow_changes_the_scale_alone(batch):
+    work = task(dtype="float16")
+    state, placed = work.init_state(), work.put(batch)
+    state = replace(state, loss_scale=replace(state.loss_scale, value=jnp.float32(2.0**40)))
+    before = jax.tree.map(np.asarray, (state.model, state.opt_state))
+    with jax.set_mesh(work.mesh):
+        after, metrics = jax.jit(work.step)(state, placed)
+    assert not np.isfinite(metrics["train/grad_norm"]) and np.isfinite(metrics["train/loss"])
+    assert float(after.loss_scale.value) == 2.0**39
+    for a, b in zip(
+        jax.tree.leaves((after.model, after.opt_state)), jax.tree.leaves(before), strict=True
+    ):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_loss_scale_doubles_after_good_steps():
+    scale = replace(LossScale.start(), good_steps=jnp.int32(LossScale.INTERVAL - 2))
+    scale = scale.update(jnp.bool(True))
+    assert float(scale.value) == 1.0
+    scale = scale.update(jnp.bool(True))
+    assert float(scale.value) == 2.0 and int(scale.good_steps) == 0
+
+
+def test_learning_rate_rises_and_falls():
+    config = OptimizerConfig(learning_rate=1.0, warmup_steps=4, min_lr_ratio=0.1)
+    rate = learning_rate(config, 14)
+    np.testing.assert_allclose([rate(i) for i in range(5)], [0.25, 0.5, 0.75, 1.0, 1.0])
+    np.testing.assert_allclose(rate(14), 0.1, rtol=1e-6)
+    linear = learning_rate(replace(config, lr_scheduler_type="linear"), 14)
+    np.testing.assert_allclose([linear(9), linear(20)], [0.55, 0.1], rtol=1e-6)
+    constant = learning_rate(replace(config, lr_scheduler_type="constant"), 14)
+    assert float(constant(14)) == 1.0
+
+
+def test_only_matrices_decay():
+    """With a zero gradient, AdamW's update is the decay alone."""
+    model = task().init_state().model
+    transform = optimizer(OptimizerConfig(weight_decay=1.0), 10)
+    zeros = jax.tree.map(jnp.zeros_like, model)
+    updates, _ = transform.update(zeros, transform.init(model), model)
+    moved = {
+        jax.tree_util.keystr(path): bool(jnp.any(u != 0))
+        for path, u in jax.tree.leaves_with_path(updates)
+    }
+    assert {name for name, m in moved.items() if m} == {n for n in moved if "kernel" in n}
