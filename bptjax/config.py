@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import re
+import sys
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -107,8 +108,8 @@ FREE = (
 )
 
 
-def parse(argv: list[str], description: str) -> Config:
-    """The config that `--config FILE` and `--group.key=value` make together.
+def parse(argv: list[str], description: str, kind: type = Config) -> Any:
+    """The `kind` of dataclass that `--config FILE` and `--group.key=value` make together.
 
     Raises:
       ValueError: unknown key, wrong type, missing file or a value out of range, in one line.
@@ -117,16 +118,24 @@ def parse(argv: list[str], description: str) -> Config:
 
     class Parser(ArgumentParser):
         def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-            raise ValueError(_one_line(message))
+            raise ValueError(_one_line(message, kind))
 
     parser = Parser(description=description, allow_abbrev=False)
     parser.add_argument("--config", action="config", help="YAML file with the keys below")
-    parser.add_class_arguments(Config, None)
+    parser.add_class_arguments(kind, None)
     values = parser.instantiate(parser.parse_args(argv))
-    return Config(**{f.name: values[f.name] for f in fields(Config)})
+    return kind(**{f.name: values[f.name] for f in fields(kind)})
 
 
-def _one_line(message: str) -> str:
+def fail(error: Exception, code: int, debug: bool = False) -> int:
+    """One line on stderr, and the exit code; with `debug` the traceback instead."""
+    if debug:
+        raise error
+    print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+    return code
+
+
+def _one_line(message: str, kind: type) -> str:
     """jsonargparse's complaint in one line, with the nearest key where one is unknown."""
     text = " ".join(message.split())
     for pattern in (
@@ -137,8 +146,8 @@ def _one_line(message: str) -> str:
         if found := re.search(pattern, text):
             parts = found.groupdict()
             key = ".".join(part for part in (parts.get("group"), parts["key"]) if part)
-            near = difflib.get_close_matches(key, flatten(Config()), 1, 0.5)
-            groups = ", ".join(f.name for f in fields(Config))
+            near = difflib.get_close_matches(key, flatten(kind()), 1, 0.5)
+            groups = ", ".join(f.name for f in fields(kind))
             return f"unknown key {key}; " + (f"nearest: {near[0]}" if near else f"known: {groups}")
     return text
 

@@ -14,28 +14,21 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     # Grain and orbax speak through absl before it is set up; jax warns of a CPU beside no GPU.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    from bptjax.config import parse
+    from bptjax.config import fail, parse
     from bptjax.fit import fit, prepare
 
     try:
         run = prepare(parse(argv, main.__doc__ or ""))
     except (ValueError, NotImplementedError, OSError) as error:
-        return _fail(error, 2, debug)
+        return fail(error, 2, debug)
     try:
         return fit(run)
     except ValueError as error:
-        return _fail(error, 2, debug)
+        return fail(error, 2, debug)
     except (RuntimeError, OSError) as error:
-        return _fail(error, 1, debug)
+        return fail(error, 1, debug)
     except KeyboardInterrupt:
         return 130
-
-
-def _fail(error: Exception, code: int, debug: bool) -> int:
-    if debug:
-        raise error
-    print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-    return code
 
 
 if __name__ == "__main__":

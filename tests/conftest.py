@@ -1,10 +1,15 @@
-"""Eight virtual CPU devices, no silent rank promotion."""
+"""Eight virtual CPU devices, no silent rank promotion, each program compiled once a session."""
 
 import os
+import tempfile
 
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 ).strip()
+# In the environment, for the processes that tests start.
+CACHE = tempfile.TemporaryDirectory(prefix="bptjax-test-cache-")
+os.environ["JAX_COMPILATION_CACHE_DIR"] = CACHE.name
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 
 import jax  # noqa: E402
 

@@ -36,7 +36,7 @@ def feed_forward(
     """
     if chunk < 1:
         raise ValueError(f"chunk={chunk}; a chunk is at least 1 token")
-    return _feed_forward(f, chunk, params, x)
+    return _feed_forward(f, chunk, *jax.tree.map(jnp.asarray, (params, x)))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

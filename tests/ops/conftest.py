@@ -1,5 +1,7 @@
-"""Shapes and dtypes in bptjax.ops's signatures are checked at every call."""
+"""Shapes and dtypes in the signatures of bptjax.ops are checked at every call."""
 
 from jaxtyping import install_import_hook
 
-install_import_hook("bptjax.ops", "shapes.check")
+from ops.shapes import check
+
+install_import_hook("bptjax.ops", f"{check.__module__}.{check.__name__}")

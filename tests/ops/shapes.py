@@ -4,5 +4,5 @@ from beartype import beartype
 
 
 def check(f):
-    """Checks every function but constructors: JAX rebuilds pytree dataclasses around placeholders."""
+    """Checks every function but constructors: JAX rebuilds pytrees around placeholders."""
     return f if f.__name__ == "__init__" else beartype(f)

@@ -1,0 +1,321 @@
+"""`python -m bptjax.compare`: one transformer layer, its loops written in several ways, timed.
+
+The work is Algorithm 1's: causal attention, then the feed-forward with norms and residuals, forward
+and backward. `loop` runs it as Python loops over blocks, one dispatch an operation; `unrolled` is
+the same loops under jit; `fused` is one scan over query blocks; any other name is an attention
+implementation with the feed-forward in a scan over chunks.
+"""
+
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from rich.console import Console
+from rich.table import Table
+
+from bptjax.config import fail, parse
+from bptjax.models.config import ModelConfig
+from bptjax.models.layers import Layer
+from bptjax.ops.attention import IMPLEMENTATIONS, attention
+from bptjax.ops.block import block
+from bptjax.ops.feed_forward import feed_forward
+from bptjax.parallel.mesh import select_devices
+
+WAYS = ("loop", "unrolled", "fused", *(name for name in IMPLEMENTATIONS if name != "loop"))
+
+
+@dataclass(frozen=True)
+class CompareConfig:
+    """What to compare.
+
+    Attributes:
+      implementations: ways to write the loops.
+      lengths: tokens in the row.
+      chunks: tokens in a block of queries, of keys, and of the feed-forward.
+      sweep: try every pair of query and key chunks, and name the best.
+      hidden_size, num_heads, num_kv_heads, intermediate_size, batch: shape of the layer's work.
+      dtype: of the computation; parameters are float32.
+      repeats: timed steps, of which the median is told; a slow way takes fewer.
+      oracle_length: gradients are held against dense float32 ones up to this length.
+      device: auto refuses to run on the CPU beside an NVIDIA GPU.
+      out: directory of rows.json and compare.png.
+    """
+
+    implementations: list[str] = field(
+        default_factory=lambda: ["loop", "unrolled", "scan", "fused"]
+    )
+    lengths: list[int] = field(default_factory=lambda: [512, 1024, 2048])
+    chunks: list[int] = field(default_factory=lambda: [256])
+    sweep: bool = False
+    hidden_size: int = 128
+    num_heads: int = 4
+    num_kv_heads: int = 4
+    intermediate_size: int = 512
+    batch: int = 1
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    repeats: int = 7
+    oracle_length: int = 2048
+    device: Literal["auto", "cpu", "gpu"] = "auto"
+    out: str = "runs/compare"
+
+    def __post_init__(self):
+        for name in self.implementations:
+            if name not in WAYS:
+                raise ValueError(f"implementations: {name!r}; there are {', '.join(WAYS)}")
+        for name in ("lengths", "chunks"):
+            if not getattr(self, name) or min(getattr(self, name)) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}; give positive numbers of tokens")
+        if self.batch < 1 or self.repeats < 1:
+            raise ValueError(f"batch={self.batch}, repeats={self.repeats}; each is at least 1")
+        _ = self.model  # Refuses an impossible shape.
+
+    @property
+    def model(self) -> ModelConfig:
+        """The layer as a model of one."""
+        return ModelConfig(
+            hidden_size=self.hidden_size,
+            num_layers=1,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            intermediate_size=self.intermediate_size,
+        )
+
+
+def layer_output(way: str, layer: Layer, x: Array, q_chunk: int, k_chunk: int) -> Array:
+    """The layer's output `[B, T, D]`, its loops written in the named way."""
+    B, T, _ = x.shape
+    positions = jnp.broadcast_to(jnp.arange(T), (B, T))
+    k, v = layer.keys_values(x, positions)
+    chunks = dict(q_chunk=q_chunk, k_chunk=k_chunk)
+
+    def query(layer, tokens):
+        return layer.queries(*tokens)
+
+    def finish(layer, tokens, out):
+        return layer.finish(tokens[0], out, tokens[1], None)
+
+    tokens = (x, positions)
+    if way == "fused":
+        return block(query, finish, layer, tokens, k, v, **chunks)
+    impl = "loop" if way == "unrolled" else way
+    out = attention(query(layer, tokens), k, v, impl=impl, **chunks)
+    if impl == "loop":
+        parts = [slice(i, i + q_chunk) for i in range(0, T, q_chunk)]
+        done = [finish(layer, (x[:, p], positions[:, p]), out[:, p]) for p in parts]
+        return jnp.concatenate(done, axis=1)
+    return feed_forward(lambda layer, c: finish(layer, *c), layer, (tokens, out), chunk=q_chunk)
+
+
+class Work:
+    """A layer and a row of T tokens: `gradients(way, …)` of a random projection of its output."""
+
+    def __init__(self, config: CompareConfig, T: int):
+        key, *data = jax.random.split(jax.random.key(0), 3)
+        shape, dtype = (config.batch, T, config.hidden_size), jnp.dtype(config.dtype)
+        self.config, self.T = config, T
+        self.operands = (
+            Layer(config.model, key, jnp.float32),
+            *(jax.random.normal(k, shape, dtype) for k in data),
+        )
+        self.oracle = None
+        if T <= config.oracle_length:
+            layer, *rest = self.operands
+            dense = jax.jit(self.gradients("reference", T, T))
+            with jax.default_matmul_precision("highest"):
+                self.oracle = dense(layer, *(x.astype(jnp.float32) for x in rest))
+
+    def gradients(self, way: str, q_chunk: int, k_chunk: int) -> Callable:
+        """Gradients by the layer and its input."""
+
+        def projected(layer, x, g):
+            y = layer_output(way, layer, x, q_chunk, k_chunk)
+            return (y.astype(jnp.float32) * g.astype(jnp.float32)).sum()
+
+        return jax.grad(projected, (0, 1))
+
+    def row(self, way: str, q_chunk: int, k_chunk: int) -> dict[str, Any]:
+        """One row of figures; `status` is ok, or says why there are none."""
+        row = dict(implementation=way, T=self.T, q_chunk=q_chunk, k_chunk=k_chunk, status="ok")
+        try:
+            return row | self._figures(way, q_chunk, k_chunk)
+        except NotImplementedError as error:
+            return row | {"status": f"refused: {error}"}
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            return row | {"status": "out of memory"}
+
+    def _figures(self, way: str, q_chunk: int, k_chunk: int) -> dict[str, Any]:
+        run, found = self.gradients(way, q_chunk, k_chunk), {}
+        start = time.perf_counter()
+        if way != "loop":
+            lowered = jax.jit(run).lower(*self.operands)
+            found["trace_s"], start = time.perf_counter() - start, time.perf_counter()
+            run = lowered.compile()
+            found["compile_s"] = time.perf_counter() - start
+            found["hlo_instructions"] = run.as_text().count(" = ")
+            found["temp_bytes"] = run.memory_analysis().temp_size_in_bytes
+        result = jax.block_until_ready(run(*self.operands))
+        times = list(_times(lambda: run(*self.operands), self.config.repeats))
+        found["step_ms"] = 1e3 * statistics.median(times)
+        found["fastest_ms"], found["slowest_ms"] = 1e3 * min(times), 1e3 * max(times)
+        found["repeats"] = len(times)
+        if self.oracle is not None:
+            found["gradient_error"] = _distance(result, self.oracle)
+        return found
+
+
+def _times(run: Callable, repeats: int, budget: float = 10.0) -> Iterator[float]:
+    """Seconds of each run; no more runs than fit the budget, in seconds, but one."""
+    spent = 0.0
+    for _ in range(repeats):
+        start = time.perf_counter()
+        jax.block_until_ready(run())
+        taken = time.perf_counter() - start
+        yield taken
+        spent += taken
+        if spent + taken > budget:
+            return
+
+
+def _distance(tree: Any, wanted: Any) -> float:
+    """‖a - b‖ / ‖b‖ over all leaves, float32."""
+    pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(wanted), strict=True)
+    squares = [
+        (jnp.sum((a.astype(jnp.float32) - b) ** 2), jnp.sum(b.astype(jnp.float32) ** 2))
+        for a, b in pairs
+    ]
+    off, size = (float(sum(part)) for part in zip(*squares, strict=True))
+    return (off / size) ** 0.5
+
+
+def table(rows: list[dict[str, Any]]) -> Table:
+    """The rows, a line each."""
+    shown = Table(title="one layer, forward + backward")
+    columns = {
+        "way": lambda r: r["implementation"],
+        "T": lambda r: f"{r['T']:,}",
+        "chunks": lambda r: f"{r['q_chunk']}/{r['k_chunk']}",
+        "trace s": lambda r: f"{r['trace_s']:.2f}",
+        "compile s": lambda r: f"{r['compile_s']:.2f}",
+        "HLO": lambda r: f"{r['hlo_instructions']:,}",
+        "step ms": lambda r: f"{r['step_ms']:.1f}",
+        "fastest…slowest": lambda r: f"{r['fastest_ms']:.1f}…{r['slowest_ms']:.1f}",
+        "temp MiB": lambda r: f"{r['temp_bytes'] / 2**20:.1f}",
+        "gradient error": lambda r: f"{r['gradient_error']:.1e}",
+    }
+    for name in columns:
+        shown.add_column(name, justify="left" if name == "way" else "right", no_wrap=True)
+    for row in rows:
+        cells = []
+        for cell in columns.values():
+            try:
+                cells.append(cell(row))
+            except KeyError:
+                cells.append("" if row["status"] == "ok" else row["status"])
+        shown.add_row(*cells)
+    return shown
+
+
+def best(rows: list[dict[str, Any]]) -> list[str]:
+    """The fastest chunks of each way at each length, a line each."""
+    lines = []
+    groups = dict.fromkeys((r["implementation"], r["T"]) for r in rows)
+    for way, T in groups:
+        mine = [r for r in rows if (r["implementation"], r["T"]) == (way, T) and "step_ms" in r]
+        if mine:
+            b = min(mine, key=lambda r: r["step_ms"])
+            chunks = f"q_chunk={b['q_chunk']} k_chunk={b['k_chunk']}"
+            lines.append(f"best of {way} at T={T}: {chunks}, {b['step_ms']:.1f} ms")
+    return lines
+
+
+def plot(rows: list[dict[str, Any]], file: Path) -> None:
+    """Step time and temporary memory against length, a line for each way and its chunks."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    ways = dict.fromkeys((r["implementation"], r["q_chunk"], r["k_chunk"]) for r in rows)
+    panels = (("step_ms", 1.0, "step (ms)"), ("temp_bytes", 2.0**-20, "temporary memory (MiB)"))
+    for axes, (name, unit, label) in zip(figure.subplots(1, 2), panels, strict=True):
+        for way in ways:
+            mine = [r for r in rows if (r["implementation"], r["q_chunk"], r["k_chunk"]) == way]
+            points = [(r["T"], r[name] * unit) for r in mine if name in r]
+            if points:
+                axes.plot(*zip(*points, strict=True), "o-", label=f"{way[0]} {way[1]}/{way[2]}")
+        axes.set(xscale="log", yscale="log", xlabel="length (tokens)", ylabel=label)
+        axes.grid(alpha=0.3)
+    if figure.axes[0].lines:
+        figure.axes[0].legend(fontsize="small")
+    FigureCanvasAgg(figure).print_png(file)
+
+
+def _commit() -> str | None:
+    """The commit of the code that ran, where it is a checkout."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def compare(config: CompareConfig) -> list[dict[str, Any]]:
+    """Measures, prints, and writes rows.json and compare.png; the rows."""
+    device = select_devices(config.device)[0]
+    out = Path(config.out)
+    out.mkdir(parents=True, exist_ok=True)
+    about = dict(
+        device=device.device_kind,
+        dtype=config.dtype,
+        jax=jax.__version__,
+        python=platform.python_version(),
+        commit=_commit(),
+        batch=config.batch,
+        hidden_size=config.hidden_size,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        intermediate_size=config.intermediate_size,
+    )
+    console, rows = Console(), []
+    pairs = list(product(config.chunks, repeat=2))
+    if not config.sweep:
+        pairs = [(chunk, chunk) for chunk in config.chunks]
+    for T in config.lengths:
+        work = Work(config, T)
+        for way, (q_chunk, k_chunk) in product(config.implementations, pairs):
+            with console.status(f"{way}, T={T}, chunks {q_chunk}/{k_chunk}"):
+                rows.append(work.row(way, q_chunk, k_chunk) | about)
+            (out / "rows.json").write_text(json.dumps(rows, indent=1) + "\n")
+    plot(rows, out / "compare.png")
+    # Wide enough for every column where there is no terminal to fit.
+    (console if console.is_terminal else Console(width=130)).print(table(rows))
+    for line in best(rows) if config.sweep else ():
+        console.print(line, highlight=False)
+    console.print(f"rows: {out / 'rows.json'}\nplot: {out / 'compare.png'}", highlight=False)
+    return rows
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Compares ways to write a transformer layer's loops: Python loop, unrolled, scan, fused."""
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        compare(parse(argv, main.__doc__ or "", CompareConfig))
+    except (ValueError, OSError) as error:
+        return fail(error, 2)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

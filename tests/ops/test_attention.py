@@ -1,0 +1,501 @@
+import functools
+import itertools
+import time
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bptjax.ops.attention import IMPLEMENTATIONS, SAVED, attention, choose, reference, scan
+from bptjax.ops.attention.tile import Score
+from bptjax.ops.mask import Mask
+from bptjax.ops.position import alibi_slopes
+from bptjax.ops.softmax import Partial, merge
+from ops.comparing import TOLERANCE, close, error, normal, quick
+
+KEY = jax.random.key(7)
+DOCUMENTS = np.array([[1] * 5 + [2] * 4 + [3] * 4, [1] * 3 + [2] * 6 + [0] * 4], np.int32)
+ZIGZAG = np.array([3, 4, 5, 15, 16, 17], np.int32)
+
+
+class Case(NamedTuple):
+    mask: Mask = Mask(causal=True)
+    T: int = 13
+    S: int | None = None
+    N: int = 4
+    K: int = 2
+    q_chunk: int = 7
+    k_chunk: int = 5
+    options: dict = {}
+
+    def operands(self, dtype="float32"):
+        B, H = 2, 8
+        T, S, N, K = self.T, self.S or self.T, self.N, self.K
+        shapes = (B, T, N, H), (B, S, K, H), (B, S, K, H), (B, T, N, H)
+        return [normal(i, *shape).astype(dtype) for i, shape in enumerate(shapes)]
+
+    def score(self):
+        """As `attention` makes it."""
+        options = dict(scale=8**-0.5) | self.options
+        if "dropout_key" in options:
+            options["dropout_key"] = jax.random.key_data(options["dropout_key"])
+        return Score(mask=self.mask, **options)
+
+    @property
+    def chunks(self):
+        return dict(q_chunk=self.q_chunk, k_chunk=self.k_chunk)
+
+
+def sees(p, s, *, T, S, **mask):
+    """A mask for queries at absolute positions `p` and keys at `s`, as Case's arguments."""
+    positions = dict(positions=np.asarray(p, np.int32), k_positions=np.asarray(s, np.int32))
+    return dict(mask=Mask(**positions, **mask), T=T, S=S)
+
+
+DROPOUT = dict(dropout=0.3, dropout_key=KEY)
+CASES = {
+    "mha": Case(K=4),
+    "gqa": Case(),
+    "mqa": Case(K=1),
+    "all keys": Case(Mask()),
+    "window": Case(Mask(causal=True, window=3)),
+    "window of 1": Case(Mask(causal=True, window=1)),
+    "window both ways": Case(Mask(window=3)),
+    "segments": Case(Mask(causal=True, segments=DOCUMENTS)),
+    "segments both ways": Case(Mask(segments=DOCUMENTS)),
+    "segments and window": Case(Mask(causal=True, window=2, segments=DOCUMENTS)),
+    "all padding": Case(Mask(causal=True, segments=np.zeros((2, 13), np.int32))),
+    "unordered segments": Case(Mask(segments=DOCUMENTS[:, ::-1])),
+    "alibi": Case(options=dict(alibi=alibi_slopes(4))),
+    "alibi, 6 heads": Case(N=6, K=3, options=dict(alibi=alibi_slopes(6))),
+    "alibi both ways": Case(Mask(), options=dict(alibi=alibi_slopes(4))),
+    "soft cap": Case(options=dict(softcap=1.5)),
+    "scale": Case(options=dict(scale=0.9)),
+    "dropout": Case(options=DROPOUT),
+    "everything": Case(
+        Mask(causal=True, window=4, segments=DOCUMENTS),
+        options=dict(alibi=alibi_slopes(4), softcap=2.0, scale=0.5) | DROPOUT,
+    ),
+    "cache, 1 query": Case(**sees([11], range(12), T=1, S=12, causal=True)),
+    "cache, 5 queries": Case(**sees(range(8, 13), range(13), T=5, S=13, causal=True)),
+    "cache, other rows": Case(
+        **sees([[3, 4], [9, 10]], range(13), T=2, S=13, causal=True, window=6),
+        options=dict(alibi=alibi_slopes(4)) | DROPOUT,
+    ),
+    "shard": Case(**sees(range(6, 12), range(18), T=6, S=18, causal=True)),
+    "shard sees nothing": Case(**sees(range(6), range(6, 19), T=6, S=13, causal=True)),
+    "zigzag": Case(**sees(ZIGZAG, ZIGZAG, T=6, S=6, causal=True), q_chunk=4, k_chunk=2),
+    "zigzag, keys of others": Case(
+        **sees(ZIGZAG, [0, 1, 2, 18, 19, 20], T=6, S=6, causal=True, window=16),
+        q_chunk=2,
+        k_chunk=3,
+        options=dict(alibi=alibi_slopes(4)) | DROPOUT,
+    ),
+    "cross": Case(Mask(), T=4, S=11),
+    "cross, segments": Case(
+        Mask(segments=DOCUMENTS[:, 3:10], k_segments=DOCUMENTS), T=7, S=13, options=DROPOUT
+    ),
+    "chunk longer than T": Case(q_chunk=64, k_chunk=32),
+    "chunk divides": Case(T=12, q_chunk=4, k_chunk=6),
+    "one token": Case(T=1),
+}
+every_case = pytest.mark.parametrize("name", CASES)
+every_impl = pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+
+
+@functools.cache
+def oracle(name):
+    """(out, dq, dk, dv) in float32, by plain autodiff of the dense definition."""
+    case = CASES[name]
+    q, k, v, dout = case.operands()
+
+    def run(q, k, v, dout):
+        out, pull = jax.vjp(lambda q, k, v: reference.forward(q, k, v, case.score()).out, q, k, v)
+        return out, *pull(dout)
+
+    return tuple(np.asarray(x) for x in quick(run)(q, k, v, dout))
+
+
+def run(case, impl, operands):
+    """(out, dq, dk, dv) of the implementation."""
+
+    def f(q, k, v, dout):
+        options = dict(mask=case.mask, impl=impl, **case.chunks) | case.options
+        out, pull = jax.vjp(lambda q, k, v: attention(q, k, v, **options), q, k, v)
+        return out, *pull(dout)
+
+    return quick(f)(*operands)
+
+
+# What shares its arithmetic with `scan` or the oracle need not prove it in every dtype.
+GRID = [
+    (name, impl, dtype)
+    for name, impl, dtype in itertools.product(CASES, IMPLEMENTATIONS, TOLERANCE)
+    if dtype == "float32" or impl not in ("loop", "reference") or name in ("gqa", "everything")
+]
+
+
+@pytest.mark.parametrize("name, impl, dtype", GRID)
+def test_equals_oracle(name, impl, dtype):
+    case = CASES[name]
+    operands = case.operands(dtype)
+    if IMPLEMENTATIONS[impl].unsupported(case.score()):
+        with pytest.raises(NotImplementedError, match=impl):
+            run(case, impl, operands)
+        return
+    results = run(case, impl, operands)
+    dead = ~oracle(name)[0].any((2, 3))
+    for what, a, b in zip(("out", "dq", "dk", "dv"), results, oracle(name), strict=True):
+        assert a.dtype == dtype, what
+        assert error(a, b) <= TOLERANCE[dtype], f"{what}: {error(a, b)}"
+        if what in ("out", "dq"):
+            assert not np.asarray(a)[dead].any(), f"{what} of a query that sees nothing"
+
+
+@every_case
+def test_oracle_by_hand(name):
+    """The oracle against scalar loops: every word of Mask's and attention's definition, but
+    dropout."""
+    case = CASES[name]
+    if "dropout" in case.options:
+        options = {k: v for k, v in case.options.items() if "dropout" not in k}
+        case = case._replace(options=options)
+    (q, k, v, _), m = case.operands(), case.mask
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    (B, T, N, H), S = q.shape, k.shape[1]
+    positions = np.broadcast_to(np.arange(T) if m.positions is None else m.positions, (B, T))
+    if m.k_positions is None:
+        k_positions = positions if T == S else np.broadcast_to(np.arange(S), (B, S))
+    else:
+        k_positions = np.broadcast_to(m.k_positions, (B, S))
+    k_segments = m.segments if m.k_segments is None else m.k_segments
+    slopes, cap = case.options.get("alibi"), case.options.get("softcap")
+
+    out = np.zeros(q.shape)
+    for b, t, n in np.ndindex(B, T, N):
+        weights, values = [], []
+        for s in range(S):
+            far = int(positions[b, t]) - int(k_positions[b, s])
+            if m.causal and far < 0:
+                continue
+            if m.window is not None and not (far if m.causal else abs(far)) < m.window:
+                continue
+            if m.segments is not None and (
+                m.segments[b, t] == 0 or m.segments[b, t] != k_segments[b, s]
+            ):
+                continue
+            head = n // (N // k.shape[2])
+            logit = q[b, t, n] @ k[b, s, head] * case.options.get("scale", H**-0.5)
+            logit = cap * np.tanh(logit / cap) if cap else logit
+            logit -= slopes[n] * abs(far) if slopes is not None else 0.0
+            weights.append(np.exp(logit))
+            values.append(v[b, s, head])
+        if weights:
+            out[b, t, n] = np.array(weights) / sum(weights) @ np.array(values)
+    q, k, v, _ = case.operands()
+    forward = quick(lambda *qkv: reference.forward(*qkv, case.score()).out)
+    assert error(forward(q, k, v), out) < 1e-6
+
+
+@every_impl
+def test_causality(impl):
+    """No output moves when a later key or value does."""
+    case = CASES["gqa"]
+    q, k, v, _ = case.operands()
+
+    @quick
+    def moved_by(t):
+        def f(k, v):
+            out = attention(q, k, v, impl=impl, **case.chunks)
+            return jnp.where(jnp.arange(case.T)[None, :, None, None] == t, out, 0.0).sum()
+
+        return jax.grad(f, (0, 1))(k, v)
+
+    for t in range(case.T):
+        for d in moved_by(t):
+            assert d[:, : t + 1].any() or t == 0
+            assert not d[:, t + 1 :].any()
+
+
+@every_impl
+def test_packed_is_separate(impl):
+    case = CASES["segments"]
+    q, k, v, dout = (x[:1] for x in case.operands())
+    mask = Mask(causal=True, segments=DOCUMENTS[:1])
+    packed = run(case._replace(mask=mask), impl, (q, k, v, dout))
+    for document in (1, 2):
+        where = DOCUMENTS[0] == document
+        one = [x[:, where] for x in (q, k, v, dout)]
+        alone = run(case._replace(mask=Mask(causal=True)), impl, one)
+        close([x[:, where] for x in packed], list(alone))
+
+
+@pytest.mark.parametrize("name", ["everything", "cross, segments"])
+@every_impl
+def test_parts_make_the_whole(name, impl):
+    """What ring attention does: attention over disjoint keys merges into attention over all, and
+    each part's backward with the merged (out, lse) sums to the whole's."""
+    case, pair = CASES[name], IMPLEMENTATIONS[impl]
+    q, k, v, dout = case.operands()
+    S = k.shape[1]
+    mask = case.mask.resolve(case.T, S)
+
+    def part(start, stop):
+        keys = dict(k_positions=mask.k_positions[start:stop])
+        if mask.k_segments is not None:
+            keys["k_segments"] = mask.k_segments[:, start:stop]
+        positions = dict(positions=mask.positions, segments=mask.segments)
+        m = Mask(causal=mask.causal, window=mask.window, **positions, **keys)
+        return k[:, start:stop], v[:, start:stop], case._replace(mask=m).score()
+
+    def run():
+        parts = [part(0, 6), part(6, S)]
+        whole = functools.reduce(
+            merge, [pair.forward(q, k, v, score, **case.chunks) for k, v, score in parts]
+        )
+        dq, dk, dv = zip(
+            *(pair.backward(q, k, v, *whole, dout, score, **case.chunks) for k, v, score in parts),
+            strict=True,
+        )
+        return whole, sum(dq), jnp.concatenate(dk, 1), jnp.concatenate(dv, 1)
+
+    whole, *gradients = quick(run)()
+    expected = reference.forward(q, k, v, case.score())
+    seen = expected.lse > -jnp.inf
+    assert (jnp.isneginf(whole.lse) == ~seen).all()
+    close(jnp.where(seen, whole.lse, 0.0), jnp.where(seen, expected.lse, 0.0))
+    close([whole.out, *gradients], list(oracle(name)))
+
+
+@every_impl
+def test_no_keys_alive(impl):
+    """A mask that is known to kill every tile: nothing to visit, and no error."""
+    case = CASES["shard sees nothing"]
+    q, k, v, dout = case.operands()
+    pair = IMPLEMENTATIONS[impl]
+
+    @quick
+    def run(q, k, v, dout):
+        out, lse = pair.forward(q, k, v, case.score(), **case.chunks)
+        return lse, (out, *pair.backward(q, k, v, out, lse, dout, case.score(), **case.chunks))
+
+    lse, results = run(q, k, v, dout)
+    assert jnp.isneginf(lse).all() and not any(x.any() for x in results)
+
+
+def test_scan_is_loop():
+    case = CASES["everything"]
+    operands = case.operands()
+    close(run(case, "scan", operands), run(case, "loop", operands))
+
+
+def test_loop_runs_eagerly():
+    """The baseline of the comparison: no jit, one dispatch at a time."""
+    case = CASES["gqa"]
+    q, k, v, dout = case.operands()
+    out, pull = jax.vjp(lambda *qkv: attention(*qkv, impl="loop", **case.chunks), q, k, v)
+    close((out, *pull(dout)), oracle("gqa"))
+
+
+@pytest.mark.parametrize("impl", ["scan", "loop"])
+def test_dropout_knows_no_chunks(impl):
+    case = CASES["everything"]
+    operands = case.operands()
+    for chunks in ((13, 13), (3, 7)):
+        other = case._replace(q_chunk=chunks[0], k_chunk=chunks[1])
+        close(run(other, impl, operands), oracle("everything"))
+
+
+def test_dropout_is_unbiased():
+    """Over many keys the output's mean is the output without dropout."""
+    q, k, v, _ = CASES["all keys"].operands()
+    keys = jax.random.split(KEY, 2000)
+    f = functools.partial(attention, q, k, v, mask=Mask(), impl="reference")
+    outs = quick(jax.vmap(lambda key: f(dropout=0.3, dropout_key=key)))(keys)
+    sigmas = (outs.mean(0) - f()) / (outs.std(0) / len(keys) ** 0.5)
+    assert jnp.abs(sigmas).max() < 5.0
+    assert 0.9 < jnp.square(sigmas).mean() < 1.1
+
+
+def test_dropout_key_kinds():
+    """Typed, raw and partitionable-free keys all serve; the same key drops the same."""
+    q, k, v, _ = CASES["gqa"].operands()
+    f = functools.partial(attention, q, k, v, impl="reference", dropout=0.5)
+    typed, raw = f(dropout_key=jax.random.key(3)), f(dropout_key=jax.random.PRNGKey(3))
+    assert (typed == raw).all()
+    assert not (typed == f(dropout_key=jax.random.key(4))).all()
+    assert jnp.isfinite(f(dropout_key=jax.random.key(3, impl="rbg"))).all()
+
+
+@pytest.mark.parametrize("impl", ["scan", "loop"])
+def test_vmap(impl):
+    """A batch of attentions, the segments of each among what is mapped."""
+    case = CASES["segments"]
+    operands = case.operands()
+    twice = [jnp.stack([x, x[::-1]]) for x in operands[:3]]
+    segments = jnp.stack([DOCUMENTS, DOCUMENTS[::-1]])
+
+    @quick
+    @jax.vmap
+    def f(q, k, v, segments):
+        mask = Mask(causal=True, segments=segments)
+        options = dict(mask=mask, impl=impl, **case.chunks)
+        _, pull = jax.vjp(lambda *qkv: attention(*qkv, **options), q, k, v)
+        return pull(operands[3])
+
+    close(tuple(x[0] for x in f(*twice, segments)), oracle("segments")[1:])
+
+
+def test_traced_mask():
+    """Segments and positions as arguments of one compiled function."""
+    q, k, v, _ = CASES["segments"].operands()
+
+    @quick
+    def f(mask):
+        return attention(q, k, v, mask=mask, **CASES["segments"].chunks)
+
+    close(f(CASES["segments"].mask), oracle("segments")[0])
+    close(f(Mask(causal=True, segments=np.ones((2, 13), np.int32))), oracle("gqa")[0])
+    assert f._cache_size() == 1
+
+
+@pytest.mark.parametrize(
+    "name, impl", [*(("gqa", impl) for impl in IMPLEMENTATIONS), ("segments", "scan")]
+)
+def test_remat_runs_forward_once(name, impl, monkeypatch):
+    """With (out, lse) saved by name, the backward pass of jax.checkpoint does not run the forward
+    again."""
+    case, pair = CASES[name], IMPLEMENTATIONS[impl]
+    q, k, v, _ = case.operands()
+    forward, runs = pair.forward, []
+
+    def counted(q, *args, **kwargs):
+        def count(q):
+            runs.append(1)
+            return np.asarray(q)
+
+        return forward(jax.pure_callback(count, q, q), *args, **kwargs)
+
+    monkeypatch.setattr(pair, "forward", counted)
+
+    def layer(q):
+        out = attention(jnp.sin(q), k, v, mask=case.mask, impl=impl, **case.chunks)
+        return jnp.cos(out).sum()
+
+    def run(f):
+        runs.clear()
+        result = jax.block_until_ready(quick(jax.value_and_grad(f))(q))
+        return result, len(runs)
+
+    save = jax.checkpoint_policies.save_only_these_names(*SAVED)
+    plain, times = run(layer)
+    assert times == 1
+    saved, times = run(jax.checkpoint(layer, policy=save))
+    assert times == 1
+    again, times = run(jax.checkpoint(layer))
+    assert times == 2
+    close(saved, plain)
+    close(again, plain)
+
+
+def test_dead_tiles_take_no_time():
+    """Forward and backward, best of several interleaved runs: causal against all keys, and a window
+    of one chunk against all keys too."""
+    T = 2048
+    q = normal(0, 1, T, 2, 64)
+    masks = {
+        "all": (Mask(), 128),
+        "causal": (Mask(causal=True), 128),
+        "all, 32 chunks": (Mask(), 64),
+        "window": (Mask(causal=True, window=64), 64),
+    }
+
+    def step(mask, chunk):
+        def loss(q, k, v):
+            return attention(q, k, v, mask=mask, q_chunk=chunk, k_chunk=chunk).sum()
+
+        return jax.jit(jax.grad(loss, (0, 1, 2))).lower(q, q, q).compile()
+
+    steps = {name: step(*arguments) for name, arguments in masks.items()}
+    best = dict.fromkeys(steps, float("inf"))
+    for _ in range(6):
+        for name, f in steps.items():
+            start = time.perf_counter()
+            jax.block_until_ready(f(q, q, q))
+            best[name] = min(best[name], time.perf_counter() - start)
+    assert best["causal"] / best["all"] <= 0.62, best
+    assert best["window"] / best["all, 32 chunks"] <= 0.2, best
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize(
+    "mask, seen",
+    [
+        (Mask(causal=True), 12),
+        (Mask(window=2), 11),
+        (Mask(segments=np.repeat([[1, 2]], 8, 1).astype(np.int32)), 8),
+    ],
+)
+def test_dead_tiles_are_not_visited(mask, seen, known):
+    """Values of the last tile's keys are not a number: any visit, even one whose weights are all 0,
+    shows, forward and backward. The mask is known while tracing, or on the device alone."""
+    T, chunks = 16, dict(q_chunk=4, k_chunk=4)
+    q = normal(0, 1, T, 1, 8)
+    v = q.at[:, -4:].set(jnp.nan)
+    mask = mask if known else mask.resolve(T, T)
+
+    @quick
+    def run(mask):
+        score = Score(mask, 1.0)
+        out, lse = scan.forward(q, q, v, score, **chunks)
+        return out, scan.backward(q, q, v, jnp.nan_to_num(out), lse, q, score, **chunks)[0]
+
+    for x in run(mask) if not known else quick(lambda: run.__wrapped__(mask))():
+        live = jnp.isfinite(x).all((0, 2, 3))
+        assert (live == (jnp.arange(T) < seen // 4 * 4)).all()
+
+
+def test_choose():
+    score = CASES["gqa"].score()
+    assert choose("auto", score)[0] in IMPLEMENTATIONS
+    assert set(choose("auto", score)[1]) | {choose("auto", score)[0]} == set(IMPLEMENTATIONS)
+    with pytest.raises(ValueError, match="'flash'; there are auto, scan"):
+        choose("flash", score)
+
+
+def test_unsupported_raises(monkeypatch):
+    monkeypatch.setattr(scan, "unsupported", lambda score: "no soft cap" if score.softcap else None)
+    q, k, v, _ = CASES["gqa"].operands()
+    with pytest.raises(NotImplementedError, match="'scan': no soft cap"):
+        attention(q, k, v, softcap=1.0, impl="scan")
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(dropout=0.1), "dropout=0.1 needs dropout_key"),
+        (dict(dropout=1.0, dropout_key=KEY), r"dropout=1.0 is not in \[0, 1\)"),
+        (dict(q_chunk=0), "q_chunk=0"),
+    ],
+)
+def test_bad_arguments(options, message):
+    q, k, v, _ = CASES["gqa"].operands()
+    with pytest.raises(ValueError, match=message):
+        attention(q, k, v, **options)
+
+
+def test_bad_shapes():
+    q = normal(0, 1, 4, 3, 8)
+    with pytest.raises(ValueError, match="3 query heads are not a multiple of 2"):
+        attention(q, q[:, :, :2], q[:, :, :2])
+    with pytest.raises(ValueError, match="T=2 queries and S=4 keys: causal"):
+        attention(q[:, :2], q, q)
+    with pytest.raises(ValueError, match="T=2 queries and S=4 keys: ALiBi"):
+        attention(q[:, :2], q, q, mask=Mask(), alibi=alibi_slopes(3))
+
+
+def test_partial_is_a_pytree():
+    leaves = jax.tree.leaves(Partial(jnp.zeros((1, 1, 1, 1)), jnp.zeros((1, 1, 1))))
+    assert len(leaves) == 2

@@ -1,0 +1,173 @@
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from bptjax.ops.loss import linear_cross_entropy
+from ops.comparing import TOLERANCE, close, dots, error, normal, quick
+
+B, T, D, V = 2, 13, 8, 19
+HIDDEN, HEAD = normal(0, B, T, D), normal(1, V, D) / 2
+LABELS = jnp.asarray(np.random.default_rng(2).integers(0, V, (B, T)))
+SOME = jnp.where(jnp.arange(B * T).reshape(B, T) % 3 == 0, -100, LABELS)
+WEIGHTS = jnp.abs(normal(3, B, T)).at[:, 4].set(0.0)
+CASES = {
+    "plain": {},
+    "ignored": dict(labels=SOME),
+    "ignore 0": dict(labels=jnp.where(SOME == -100, 0, SOME), ignore=0),
+    "weights": dict(weights=WEIGHTS),
+    "integer weights": dict(weights=(WEIGHTS > 0.5).astype(jnp.float32)),
+    "z-loss": dict(z_loss=1e-1),
+    "soft cap": dict(softcap=1.5),
+    "everything": dict(labels=SOME, weights=WEIGHTS, z_loss=1e-2, softcap=2.0),
+    "all ignored": dict(labels=jnp.full((B, T), -100)),
+}
+
+
+def plain(hidden, head, labels, weights=None, *, ignore=-100, z_loss=0.0, softcap=None):
+    """Each token's loss, from all logits at once, in float32."""
+    logits = hidden.astype(jnp.float32) @ head.astype(jnp.float32).T
+    if softcap is not None:
+        logits = softcap * jnp.tanh(logits / softcap)
+    losses = optax.softmax_cross_entropy_with_integer_labels(
+        logits, jnp.where(labels == ignore, 0, labels)
+    )
+    losses += z_loss * jax.nn.logsumexp(logits, -1) ** 2
+    return jnp.where(labels == ignore, 0.0, losses * (1.0 if weights is None else weights))
+
+
+def run(f, upstream, hidden, head):
+    """(losses, dhidden, dhead), with a cotangent that is not 1."""
+    losses, pull = jax.vjp(f, hidden, head)
+    return losses, *pull(upstream)
+
+
+UPSTREAM = {"sum": jnp.float32(0.3), "none": normal(4, B, T)}
+GRID = [
+    (name, reduction, dtype)
+    for name, reduction, dtype in itertools.product(CASES, UPSTREAM, TOLERANCE)
+    if dtype == "float32" or name in ("plain", "everything")
+]
+
+
+@functools.cache
+def oracle(name, reduction):
+    def f(*operands):
+        losses = plain(*operands, **dict(labels=LABELS) | CASES[name])
+        return losses.sum() if reduction == "sum" else losses
+
+    return quick(functools.partial(run, f))(UPSTREAM[reduction], HIDDEN, HEAD)
+
+
+@pytest.mark.parametrize("name, reduction, dtype", GRID)
+def test_equals_plain(name, reduction, dtype):
+    def ours(*operands):
+        options = dict(labels=LABELS, reduction=reduction, chunk=10) | CASES[name]
+        return linear_cross_entropy(*operands, **options)
+
+    operands = HIDDEN.astype(dtype), HEAD.astype(dtype)
+    results = quick(functools.partial(run, ours))(UPSTREAM[reduction], *operands)
+    expected = oracle(name, reduction)
+    assert [x.dtype for x in results] == ["float32", dtype, dtype]
+    for what, a, b in zip(("losses", "dhidden", "dhead"), results, expected, strict=True):
+        assert error(a, b) <= TOLERANCE[dtype], what
+        if name == "all ignored":
+            assert not a.any(), what
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 26, 1000])
+def test_any_chunk(chunk):
+    for reduction, upstream in UPSTREAM.items():
+        f = functools.partial(
+            linear_cross_entropy, chunk=chunk, reduction=reduction, **CASES["everything"]
+        )
+        f = functools.partial(run, lambda hidden, head, f=f: f(hidden, head))
+        close(quick(f)(upstream, HIDDEN, HEAD), oracle("everything", reduction))
+
+
+def test_tied_head():
+    """The embedding that looks tokens up and predicts them gets both gradients."""
+    tokens = jnp.roll(LABELS, 1, axis=1)
+
+    def whole(loss, table):
+        return loss(table[tokens], table, LABELS).sum()
+
+    ours, exact = (
+        quick(jax.value_and_grad(functools.partial(whole, f)))(HEAD)
+        for f in (linear_cross_entropy, plain)
+    )
+    close(ours, exact)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+@pytest.mark.parametrize("how", ["ignored", "weight 0"])
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
+def test_bad_hidden_of_silent_tokens(bad, how, reduction):
+    """What a padded token holds reaches neither the loss nor a gradient."""
+    labels = SOME if how == "ignored" else LABELS
+    weights = jnp.ones((B, T)) if how == "ignored" else (SOME != -100).astype(jnp.float32)
+    silent = (SOME == -100)[..., None]
+
+    def f(hidden, head):
+        return linear_cross_entropy(
+            hidden, head, labels, weights, chunk=10, reduction=reduction, z_loss=0.1
+        ).sum()
+
+    f = quick(jax.value_and_grad(f, (0, 1)))
+    results = f(jnp.where(silent, bad, HIDDEN), HEAD)
+    close(results, f(HIDDEN, HEAD))
+    assert not jnp.where(silent, results[1][0], 0.0).any()
+
+
+def test_a_long_sum_in_float16():
+    """The head's gradient, as a sum beyond float16's range, comes back into it when the upstream
+    factor 1 / tokens is applied."""
+    tokens = 2**16
+    hidden = 4 * jnp.ones((1, tokens, 4), jnp.float16)
+    labels = jnp.zeros((1, tokens), jnp.int32)
+    head = jnp.zeros((2, 4), jnp.float16)
+    f = lambda head: linear_cross_entropy(hidden, head, labels) / tokens  # noqa: E731
+    assert error(jax.grad(f)(head), jnp.array([[-2.0] * 4, [2.0] * 4])) < TOLERANCE["float16"]
+
+
+def test_head_gradient_accumulates_in_float32():
+    tokens = 4096
+    hidden, head = jnp.abs(normal(5, 1, tokens, D)), HEAD
+    labels = jnp.zeros((1, tokens), jnp.int32)
+    exact = jax.grad(lambda head: plain(hidden, head, labels).sum())(head)
+    f = lambda head: linear_cross_entropy(hidden.astype(head.dtype), head, labels, chunk=1)  # noqa: E731
+    assert error(quick(jax.grad(f))(head.astype(jnp.bfloat16)), exact) < 5e-3
+
+
+def test_logits_are_computed_once():
+    """Value and gradients of the sum take three products a chunk: logits, dhidden, dhead."""
+    f = functools.partial(linear_cross_entropy, labels=LABELS, chunk=4)
+    assert dots(f, HIDDEN, HEAD) == 1
+    assert dots(jax.value_and_grad(f, (0, 1)), HIDDEN, HEAD) == 3
+
+
+def test_large_logits():
+    hidden = 1e4 * HIDDEN
+    f, exact = (
+        quick(jax.value_and_grad(lambda h, f=f: f(h, HEAD, LABELS).sum()))
+        for f in (linear_cross_entropy, plain)
+    )
+    close(f(hidden), exact(hidden))
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [(dict(chunk=0), "chunk=0"), (dict(reduction="mean"), "'mean'; there are sum, none")],
+)
+def test_bad_arguments(options, message):
+    if "reduction" in options:
+        # The shape checker of the tests refuses it before the function does.
+        f = linear_cross_entropy.__wrapped__
+    else:
+        f = linear_cross_entropy
+    with pytest.raises(ValueError, match=message):
+        f(HIDDEN, HEAD, LABELS, **options)

@@ -1,0 +1,113 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bptjax.ops.mask import Mask, Tiles
+
+T = 64
+PACKED = np.repeat([[1, 2, 3, 4]], 16, 1).astype(np.int32)
+POSITIONS = np.random.default_rng(0).permutation(T).astype(np.int32)
+
+
+def live(mask, q_chunk=4, k_chunk=4, S=T):
+    """Block pairs to visit, as a set, whether known while tracing or not."""
+    pairs, count = Tiles(mask, T, S, q_chunk, k_chunk).live()
+    return [tuple(map(int, pair)) for pair in pairs[: int(count)]]
+
+
+@pytest.mark.parametrize(
+    "mask, count",
+    [
+        (Mask(), 256),
+        (Mask(causal=True), 136),
+        (Mask(causal=True, window=1), 16),
+        (Mask(causal=True, window=4), 31),
+        (Mask(causal=True, window=5), 31),
+        (Mask(causal=True, window=6), 45),
+        (Mask(window=4), 46),
+        (Mask(segments=PACKED), 64),
+        (Mask(causal=True, segments=PACKED), 40),
+        (Mask(causal=True, window=1, segments=PACKED), 16),
+        (Mask(segments=np.zeros((1, T), np.int32)), 0),
+        (Mask(causal=True, positions=np.arange(T) + T, k_positions=np.arange(T)), 256),
+        (Mask(causal=True, positions=np.arange(T), k_positions=np.arange(T) + T), 0),
+    ],
+)
+def test_live_counts(mask, count):
+    assert len(live(mask)) == count
+    assert len(jax.jit(lambda m: Tiles(m, T, T, 4, 4).live())(mask)[0]) >= count
+    assert jax.jit(lambda m: Tiles(m, T, T, 4, 4).live()[1])(mask) == count
+
+
+def test_window_of_one_chunk_at_32_chunks():
+    assert len(live(Mask(causal=True, window=2), 2, 2)) == 2 * 32 - 1
+
+
+def test_rows_of_a_batch_are_joined():
+    """A tile lives when any row needs it."""
+    segments = np.array([[1] * 32 + [2] * 32, [1] * 16 + [2] * 48])
+    assert len(live(Mask(segments=segments), 16, 16)) == 12
+
+
+def test_live_is_known_while_tracing():
+    assert isinstance(Tiles(Mask(causal=True, window=9), T, T, 4, 4).live()[1], int)
+    assert isinstance(Tiles(Mask(segments=PACKED), T, T, 4, 4).live()[1], int)
+
+
+@pytest.mark.parametrize("chunks", [(4, 4), (7, 5), (64, 3)])
+@pytest.mark.parametrize(
+    "mask",
+    [
+        Mask(causal=True),
+        Mask(window=3),
+        Mask(causal=True, positions=POSITIONS),
+        Mask(causal=True, window=5, positions=POSITIONS, segments=PACKED),
+        Mask(segments=np.random.default_rng(1).integers(0, 4, (3, T), np.int32)),
+        Mask(causal=True, positions=np.stack([POSITIONS, POSITIONS[::-1]])),
+    ],
+)
+def test_tiles_are_the_mask(mask, chunks):
+    """Tiles put together are the whole mask; no tile with a live pair is left out; rows come in
+    order, each once."""
+    tiles = Tiles(mask, T, T, *chunks)
+    full = jax.tree.map(jnp.asarray, mask.resolve(T, T))
+    p, s = jnp.atleast_2d(full.positions), jnp.atleast_2d(full.k_positions)
+    whole = np.asarray(full.allowed(p, s, full.segments, full.k_segments))
+    visited = live(mask, *chunks)
+    assert visited == sorted(set(visited))
+    for i in range(tiles.nq):
+        for j in range(tiles.nk):
+            rows, columns = slice(i * chunks[0], (i + 1) * chunks[0]), j * chunks[1]
+            here = whole[:, rows, columns : columns + chunks[1]]
+            tile = np.asarray(tiles.allowed(i, j))
+            assert (tile[:, : here.shape[1], : here.shape[2]] == here).all()
+            assert not tile[:, :, here.shape[2] :].any(), "keys past the end"
+            assert (i, j) in visited or not here.any()
+
+
+def test_all_seen():
+    assert Tiles(Mask(), 8, 8, 4, 4).allowed(0, 0) is None
+    assert Tiles(Mask(), 8, 7, 4, 4).allowed(0, 1).sum() == 4 * 3 // 4
+
+
+@pytest.mark.parametrize(
+    "mask, message",
+    [
+        (Mask(causal=True), "T=4 queries and S=6 keys: causal and window need"),
+        (Mask(window=2, positions=np.arange(4)), "T=4 queries and S=6 keys"),
+        (Mask(window=0), "window=0; a window is at least 1 token"),
+        (Mask(segments=np.ones((1, 4))), "give both"),
+        (Mask(k_segments=np.ones((1, 6))), "give both"),
+        (Mask(positions=np.arange(5)), "Mask.positions has 5 entries for 4 tokens"),
+        (Mask(k_positions=np.arange(5)), "Mask.k_positions has 5 entries for 6 tokens"),
+    ],
+)
+def test_bad_masks(mask, message):
+    with pytest.raises(ValueError, match=message):
+        mask.resolve(4, 6)
+
+
+def test_key_segments_alone():
+    with pytest.raises(ValueError, match="k_segments without"):
+        Mask(k_segments=np.ones((1, 4))).resolve(4, 4)
