@@ -249,13 +249,17 @@ def plot(rows: list[dict[str, Any]], file: Path) -> None:
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     ways = dict.fromkeys((r["implementation"], r["q_chunk"], r["k_chunk"]) for r in rows)
     panels = (("step_ms", 1.0, "step (ms)"), ("temp_bytes", 2.0**-20, "temporary memory (MiB)"))
-    for axes, (name, unit, label) in zip(figure.subplots(1, 2), panels, strict=True):
-        for way in ways:
+    for axes, (name, unit, title) in zip(figure.subplots(1, 2), panels, strict=True):
+        for number, way in enumerate(ways):
             mine = [r for r in rows if (r["implementation"], r["q_chunk"], r["k_chunk"]) == way]
             points = [(r["T"], r[name] * unit) for r in mine if name in r]
             if points:
-                axes.plot(*zip(*points, strict=True), "o-", label=f"{way[0]} {way[1]}/{way[2]}")
-        axes.set(xscale="log", yscale="log", xlabel="length (tokens)", ylabel=label)
+                label = f"{way[0]} {way[1]}/{way[2]}"
+                axes.plot(*zip(*points, strict=True), "o-", color=f"C{number}", label=label)
+        axes.set(xscale="log", yscale="log", xlabel="length (tokens)", ylabel=title)
+        lengths = sorted({r["T"] for r in rows})
+        axes.set_xticks(lengths, [f"{T:,}" for T in lengths], minor=False)
+        axes.set_xticks([], minor=True)
         axes.grid(alpha=0.3)
     if figure.axes[0].lines:
         figure.axes[0].legend(fontsize="small")

@@ -36,7 +36,6 @@ def live(mask, q_chunk=4, k_chunk=4, S=T):
 )
 def test_live_counts(mask, count):
     assert len(live(mask)) == count
-    assert len(jax.jit(lambda m: Tiles(m, T, T, 4, 4).live())(mask)[0]) >= count
     assert jax.jit(lambda m: Tiles(m, T, T, 4, 4).live()[1])(mask) == count
 
 
