@@ -112,7 +112,9 @@ def layer_output(way: str, layer: Layer, x: Array, q_chunk: int, k_chunk: int) -
     out = attention(query(layer, tokens), k, v, impl=impl, **chunks)
     if impl == "loop":
         parts = [slice(i, i + q_chunk) for i in range(0, T, q_chunk)]
-        done = [finish(layer, (x[:, p], positions[:, p]), out[:, p]) for p in parts]
+        # The same work as the others: a chunk is computed again in the backward pass.
+        again = jax.checkpoint(finish)
+        done = [again(layer, (x[:, p], positions[:, p]), out[:, p]) for p in parts]
         return jnp.concatenate(done, axis=1)
     return feed_forward(lambda layer, c: finish(layer, *c), layer, (tokens, out), chunk=q_chunk)
 

@@ -136,9 +136,10 @@ class Task:
         )
 
     def gradients(self, state: TrainState, batch: Batch) -> tuple[Array, Any, Array]:
-        """(Σ loss, its gradients in float32, count of labelled tokens) over micro-batches `[A, B,
-        T]`: sums, to be divided once. In float16 the gradients, not the loss, are multiplied by the
-        loss scale."""
+        """(Σ loss, its gradients, count of labelled tokens) over micro-batches `[A, B, T]`: sums,
+        to be divided once. Gradients of several micro-batches add up in float32. With a loss scale
+        the gradients, not the loss, are multiplied by it.
+        """
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
         factor = 1.0 if state.loss_scale is None else state.loss_scale.value
 
@@ -167,12 +168,9 @@ class Task:
         loss, gradients, count = self.gradients(state, batch)
         count = jnp.maximum(count, 1).astype(jnp.float32)
         scale = 1.0 if state.loss_scale is None else state.loss_scale.value
-        gradients = jax.tree.map(
-            lambda g, p: (g.astype(jnp.float32) / (count * scale)).astype(p.dtype),
-            gradients,
-            state.model,
-        )
+        gradients = jax.tree.map(lambda g: g.astype(jnp.float32) / (count * scale), gradients)
         norm = optax.tree.norm(gradients)
+        gradients = jax.tree.map(lambda g, p: g.astype(p.dtype), gradients, state.model)
         updates, opt_state = self.optimizer.update(gradients, state.opt_state, state.model)
         model = optax.apply_updates(state.model, updates)
         loss_scale = state.loss_scale

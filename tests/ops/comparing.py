@@ -45,7 +45,7 @@ def normal(seed: int, *shape: int) -> Array:
 
 def temp_bytes(f: Callable, *operands) -> int:
     """Bytes that the compiled `f` needs besides operands and results."""
-    return jax.jit(f).lower(*operands).compile().memory_analysis().temp_size_in_bytes
+    return quick(f).lower(*operands).compile().memory_analysis().temp_size_in_bytes
 
 
 def dots(f: Callable, *operands) -> int:

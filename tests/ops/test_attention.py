@@ -105,7 +105,6 @@ CASES = {
     "chunk divides": Case(T=12, q_chunk=4, k_chunk=6),
     "one token": Case(T=1),
 }
-every_case = pytest.mark.parametrize("name", CASES)
 every_impl = pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 
 

@@ -28,12 +28,10 @@ KEY = jax.random.key(5)
 X = normal(8, B, T, D)
 CASES = {
     "causal": {},
-    "all keys": dict(mask=Mask()),
-    "window": dict(mask=Mask(causal=True, window=3)),
+    "window": dict(mask=Mask(window=3)),
     "segments": dict(mask=Mask(causal=True, segments=DOCUMENTS)),
     "positions": dict(mask=Mask(causal=True, positions=np.arange(T, dtype=np.int32)[::-1].copy())),
     "alibi": dict(alibi=alibi_slopes(N)),
-    "dropout": dict(dropout=0.3, dropout_key=KEY),
     "everything": dict(
         mask=Mask(causal=True, window=6, segments=DOCUMENTS),
         alibi=alibi_slopes(N),
@@ -97,15 +95,14 @@ def test_any_attention(impl):
     close(run(PARAMS, X, fused=True, impl=impl, q_chunk=7, k_chunk=7), oracle("causal"))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision(dtype):
-    """No worse than twice the split schedule's own error, whatever that is."""
+def test_bfloat16():
+    """At worst twice the split schedule's own error."""
     options = dict(q_chunk=5, k_chunk=4) | CASES["segments"]
-    split = run(PARAMS, X, dtype, fused=False, **options)
-    fused = run(PARAMS, X, dtype, fused=True, **options)
+    split = run(PARAMS, X, "bfloat16", fused=False, **options)
+    fused = run(PARAMS, X, "bfloat16", fused=True, **options)
     for e, s, f in zip(*map(jax.tree.leaves, (oracle("segments"), split, fused)), strict=True):
-        assert f.dtype == dtype
-        assert error(f, e) <= max(2 * error(s, e), TOLERANCE[dtype])
+        assert f.dtype == "bfloat16"
+        assert error(f, e) <= max(2 * error(s, e), TOLERANCE["bfloat16"])
 
 
 def test_traced_segments():
