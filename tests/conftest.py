@@ -12,5 +12,9 @@ os.environ["JAX_COMPILATION_CACHE_DIR"] = CACHE.name
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 
 import jax  # noqa: E402
+from jaxtyping import install_import_hook  # noqa: E402
+from ops.shapes import check  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# Before the first import: shapes and dtypes in bptjax.ops are checked at every call.
+install_import_hook("bptjax.ops", f"{check.__module__}.{check.__name__}")
