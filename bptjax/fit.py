@@ -305,7 +305,9 @@ def sample(run: Run, state: TrainState) -> str:
             temperature=0.8,
             dtype=run.task.dtype,
         )
-    return run.tokenizer.decode(np.asarray(new)[0].tolist())
+    text = run.tokenizer.decode(np.asarray(new)[0].tolist())
+    # An untrained byte model writes control characters, which would steer the terminal.
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
 
 def _work(batch: dict[str, np.ndarray]) -> tuple[int, float]:

@@ -421,13 +421,16 @@ def test_dead_tiles_take_no_time():
 
     steps = {name: step(*arguments) for name, arguments in masks.items()}
     best = dict.fromkeys(steps, float("inf"))
-    for _ in range(6):
+    for _ in range(30):  # Other work on the machine only adds time: on, until the best are clean.
         for name, f in steps.items():
             start = time.perf_counter()
             jax.block_until_ready(f(q, q, q))
             best[name] = min(best[name], time.perf_counter() - start)
-    assert best["causal"] / best["all"] <= 0.62, best
-    assert best["window"] / best["all, 32 chunks"] <= 0.2, best
+        causal = best["causal"] / best["all"]
+        window = best["window"] / best["all, 32 chunks"]
+        if causal <= 0.62 and window <= 0.2:
+            break
+    assert causal <= 0.62 and window <= 0.2, best
 
 
 @pytest.mark.parametrize("known", [True, False])
