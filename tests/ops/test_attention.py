@@ -65,14 +65,12 @@ CASES = {
     "window both ways": Case(Mask(window=3)),
     "segments": Case(Mask(causal=True, segments=DOCUMENTS)),
     "segments both ways": Case(Mask(segments=DOCUMENTS)),
-    "segments and window": Case(Mask(causal=True, window=2, segments=DOCUMENTS)),
     "all padding": Case(Mask(causal=True, segments=np.zeros((2, 13), np.int32))),
     "unordered segments": Case(Mask(segments=DOCUMENTS[:, ::-1])),
     "alibi": Case(options=dict(alibi=alibi_slopes(4))),
     "alibi, 6 heads": Case(N=6, K=3, options=dict(alibi=alibi_slopes(6))),
     "alibi both ways": Case(Mask(), options=dict(alibi=alibi_slopes(4))),
     "soft cap": Case(options=dict(softcap=1.5)),
-    "scale": Case(options=dict(scale=0.9)),
     "dropout": Case(options=DROPOUT),
     "all but dropout": Case(
         Mask(causal=True, window=4, segments=DOCUMENTS),
@@ -132,15 +130,15 @@ def run(case, impl, operands):
     return quick(f)(*operands)
 
 
-# What shares its arithmetic with `scan` or the oracle need not prove it in every dtype, and what
-# bfloat16 proves of loops and masks holds for float16.
+# `loop` shares the arithmetic of `scan`, and `reference` is the oracle but for its backward pass:
+# in what is named here a few cases do. A kernel proves every case in every dtype.
+FEW = "gqa", "segments", "everything", "zigzag, keys of others"
+SPARED = {("scan", "float16"), ("loop", "bfloat16"), ("loop", "float16")}
+SPARED |= {("reference", dtype) for dtype in TOLERANCE}
 GRID = [
     (name, impl, dtype)
     for name, impl, dtype in itertools.product(CASES, IMPLEMENTATIONS, TOLERANCE)
-    if dtype == "float32"
-    or name in ("gqa", "everything")
-    or impl not in ("loop", "reference")
-    and (dtype == "bfloat16" or name in ("segments", "alibi", "soft cap", "dropout", "window"))
+    if name in FEW or (impl, dtype) not in SPARED
 ]
 
 
