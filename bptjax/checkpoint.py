@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
 log = logging.getLogger("bptjax")
@@ -97,6 +98,19 @@ class Checkpoints:
           ValueError: the trees, shapes or dtypes differ, or there is no checkpoint of `step`.
           DamagedCheckpointError: all are damaged, or that of `step` is.
         """
+        found = self.newest(step)
+        if found is None:
+            return None
+        self._step = found
+        return found, *_load(self.directory / str(found), abstract_state)
+
+    def newest(self, step: int | None = None) -> int | None:
+        """The step of the newest whole checkpoint, or `step` if that is whole; what is passed over
+        is named in a warning. None where none was ever finished.
+
+        Raises:
+          ValueError, DamagedCheckpointError: as `restore`.
+        """
         finished, passed = self._steps(), []
         if step is None:
             newest = max(finished, default=-1)
@@ -107,8 +121,7 @@ class Checkpoints:
             if not (damage := _damage(self.directory / str(found))):
                 if passed:
                     log.warning("%s: %s; using step %d", self.directory, "; ".join(passed), found)
-                self._step = found
-                return found, *_load(self.directory / str(found), abstract_state)
+                return found
             passed.append(f"step {found} is damaged ({damage})")
         unusable = f"{self.directory}: {'; '.join(passed)}; "
         if finished:
@@ -117,6 +130,25 @@ class Checkpoints:
         if passed:
             log.warning("%sstarting from step 0", unusable)
         return None
+
+    def kinds(self, step: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """(dtype, shape) of each array of the state, by the path of its leaf."""
+        meta = json.loads((self.directory / str(step) / "meta" / "metadata").read_text())
+        each = {name: kind.removesuffix("]").split("[") for name, kind in meta["leaves"].items()}
+        return {
+            name: (dtype, tuple(int(n) for n in shape.split(",") if n.strip()))
+            for name, (dtype, shape) in each.items()
+        }
+
+    def read(self, step: int, name: str) -> np.ndarray:
+        """One array of the state, in host memory."""
+        args = ocp.args.PyTreeRestore(
+            item={name: 0},
+            restore_args={name: ocp.RestoreArgs(restore_type=np.ndarray)},
+            partial_restore=True,
+        )
+        with ocp.PyTreeCheckpointer() as reader:
+            return reader.restore(self.directory / str(step) / "state", args=args)[name]
 
     def _steps(self, suffix: str = "") -> list[int]:
         names = [path.name for path in self.directory.glob(f"*{suffix}")]

@@ -96,11 +96,11 @@ def layer_output(way: str, layer: Layer, x: Array, q_chunk: int, k_chunk: int) -
     """The layer's output `[B, T, D]`, its loops written in the named way."""
     B, T, _ = x.shape
     positions = jnp.broadcast_to(jnp.arange(T), (B, T))
-    k, v = layer.keys_values(x, positions)
+    k, v = layer.keys_values(x, (positions, 0, None))
     chunks = dict(q_chunk=q_chunk, k_chunk=k_chunk)
 
     def query(layer, tokens):
-        return layer.queries(*tokens)
+        return layer.queries(tokens[0], (tokens[1], 0, None))
 
     def finish(layer, tokens, out):
         return layer.finish(tokens[0], out, tokens[1], None)

@@ -4,6 +4,7 @@ import dataclasses
 import difflib
 import re
 import sys
+from collections.abc import Container
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -30,7 +31,8 @@ class TrainConfig:
       z_loss: weight of the squared log-normaliser.
       eval_steps: steps between evaluations; 0 evaluates before and after training only.
       eval_batches: evaluate on no more than that many batches.
-      sample_tokens: length of the sample that is printed at the end; 0 prints none.
+      sample_tokens: length of the sample that is printed at the end; 0 prints none. It
+        ends at seq_len: what lies beyond was not trained.
     """
 
     max_steps: int = 1000
@@ -182,7 +184,8 @@ def claim(run_dir: Path, config: Config) -> None:
 
     file = run_dir / "config.yaml"
     if file.exists():
-        theirs, ours = _flat(yaml.safe_load(file.read_text())), flatten(config)
+        ours = flatten(config)
+        theirs = _flat(yaml.safe_load(file.read_text()), ours.keys())
         for key in sorted(theirs.keys() | ours.keys()):
             if key.startswith(FREE) or theirs.get(key) == ours.get(key):
                 continue
@@ -201,10 +204,12 @@ def claim(run_dir: Path, config: Config) -> None:
         raise OSError(f"run_dir={run_dir} cannot be written: {error.strerror}") from error
 
 
-def _flat(tree: dict, prefix: str = "") -> dict[str, Any]:
+def _flat(tree: dict, leaves: Container[str], prefix: str = "") -> dict[str, Any]:
+    """Like `flatten`, of YAML: what is in `leaves` is a value even where it is a dict."""
     flat = {}
     for key, value in tree.items():
-        flat |= (
-            _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-        )
+        if isinstance(value, dict) and prefix + key not in leaves:
+            flat |= _flat(value, leaves, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
     return flat

@@ -16,9 +16,18 @@ from bptjax.checkpoint import Checkpoints
 from bptjax.config import Config, claim, to_yaml
 from bptjax.data.loader import TrainIterator, eval_loader, open_split, train_loader
 from bptjax.data.text import byte_baselines
-from bptjax.data.tokenizer import Tokenizer, make_tokenizer
-from bptjax.generation import generate
-from bptjax.metrics import JsonlWriter, Progress, Throughput, plot_loss, read_metrics
+from bptjax.data.tokenizer import ByteTokenizer, Tokenizer, make_tokenizer
+from bptjax.generation import Sampling, generate
+from bptjax.hf.io import copy_companions
+from bptjax.hf.pretrained import COMPANIONS, open_pretrained
+from bptjax.metrics import (
+    JsonlWriter,
+    Progress,
+    Throughput,
+    plot_loss,
+    printable,
+    read_metrics,
+)
 from bptjax.ops.attention import choose
 from bptjax.ops.attention.tile import Score
 from bptjax.ops.mask import Mask
@@ -71,8 +80,11 @@ def prepare(config: Config) -> Run:
     devices = select_devices(config.device)
     mesh = make_mesh(config.parallel, devices)
     train, held_out = open_split(config.data)
-    tokenizer = make_tokenizer(config.data.tokenizer, chain(train, held_out))
-    model = config.model
+    pretrained = open_pretrained(config.model) if config.model.name_or_path else None
+    companions = pretrained.companions if pretrained else None
+    name = config.data.tokenizer or str(companions or "byte")
+    tokenizer = make_tokenizer(name, chain(train, held_out))
+    model = pretrained.config if pretrained else config.model
     if model.vocab_size is None:
         model = replace(model, vocab_size=tokenizer.vocab_size)
     if model.V < tokenizer.vocab_size:
@@ -82,16 +94,18 @@ def prepare(config: Config) -> Run:
     if model.position == "learned" and config.train.seq_len > (model.max_positions or 0):
         raise ValueError(
             f"train.seq_len={config.train.seq_len} is more than "
-            f"model.max_positions={model.max_positions}"
+            f"model.max_positions={model.max_positions}; set model.max_positions to extend them"
         )
-    score = Score(mask=Mask(causal=True), scale=1.0, dropout=model.attention_dropout)
+    score = Score(mask=Mask(causal=True), scale=1.0, dropout=model.attention_dropout or 0.0)
     picked, others = choose(config.memory.attention, score)
-    task = Task(config, model, mesh)
+    task = Task(config, model, mesh, pretrained)
     batches = train_loader(
         train, tokenizer, config.data, seq_len=config.train.seq_len, rows=task.rows
     )
     claim(Path(config.run_dir), config)
     tokenizer.save(config.run_dir)
+    if companions is not None:
+        copy_companions(companions, Path(config.run_dir) / COMPANIONS)
     why = "".join(f"; not {name}: {reason}" for name, reason in others.items())
     axes = " ".join(f"{name}={size}" for name, size in mesh.shape.items())
     notes = [
@@ -99,6 +113,14 @@ def prepare(config: Config) -> Run:
         f"data: {len(train)} documents, {len(held_out)} held out, vocabulary {model.V}",
         f"attention: {picked}{why}",
     ]
+    if pretrained:
+        notes.append(f"model: from {config.model.name_or_path}")
+        reach = model.max_positions
+        if model.position == "rope" and reach and config.train.seq_len > reach:
+            notes.append(
+                f"train.seq_len={config.train.seq_len} is beyond the {reach} positions of the "
+                "checkpoint; model.rope_parameters scales them, model.max_positions records it"
+            )
     return Run(config, task, tokenizer, held_out, batches, notes)
 
 
@@ -270,7 +292,7 @@ def report(run: Run, state: TrainState, checkpoints: Path, say: Callable[[str], 
     losses = [
         r["eval/loss"] for r in read_metrics(run.directory / "metrics.jsonl") if "eval/loss" in r
     ]
-    if losses and config.data.tokenizer == "byte" and config.train.eval_batches is None:
+    if losses and isinstance(run.tokenizer, ByteTokenizer) and config.train.eval_batches is None:
         texts = list(run.held_out)
         size = sum(len(run.tokenizer.encode(text)) for text in texts)
         labels = sum(int((b["labels"] != -100).sum()) for b in run.eval_batches())
@@ -290,24 +312,24 @@ def report(run: Run, state: TrainState, checkpoints: Path, say: Callable[[str], 
 
 
 def sample(run: Run, state: TrainState) -> str:
-    """New text from the start of a document, or from a line's end where documents have no mark."""
+    """New text from the start of a document, or from a line's end where documents have no mark; no
+    longer than the rows of training.
+    """
     first = run.tokenizer.bos_id
     prompt = [first] if first is not None else run.tokenizer.encode("\n")
-    prompt = np.asarray(prompt, np.int32)[None]
-    model = run.task.model
-    room = (model.max_positions or 2**31) - prompt.shape[1]
+    train = run.config.train
     with jax.set_mesh(run.task.mesh):
-        new = generate(
-            state.model,
-            prompt,
-            jax.random.key(run.config.seed),
-            new_tokens=min(run.config.train.sample_tokens, room),
-            temperature=0.8,
-            dtype=run.task.dtype,
+        new = list(
+            generate(
+                state.model,
+                [prompt],
+                new_tokens=min(train.sample_tokens, max(train.seq_len - len(prompt), 1)),
+                sampling=Sampling(temperature=0.8),
+                seed=run.config.seed,
+                dtype=run.task.dtype,
+            )
         )
-    text = run.tokenizer.decode(np.asarray(new)[0].tolist())
-    # An untrained byte model writes control characters, which would steer the terminal.
-    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+    return printable(run.tokenizer.decode([int(token[0]) for token in new]))
 
 
 def _work(batch: dict[str, np.ndarray]) -> tuple[int, float]:

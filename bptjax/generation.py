@@ -1,47 +1,170 @@
 """Text from a model, a token at a time."""
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
-from jaxtyping import Int
+from jaxtyping import Bool, Float, Int
 
 from bptjax.models.cache import Cache
 from bptjax.models.config import Execution
 from bptjax.models.decoder import Decoder
 
 
-@partial(jax.jit, static_argnames=("new_tokens", "dtype", "execution"))
+@dataclass(frozen=True)
+class Sampling:
+    """How a token is drawn from logits, in this order, which is that of `transformers`.
+
+    Attributes:
+      repetition_penalty: logits of tokens that occurred are divided by it (multiplied, where
+        negative). Keskar et al. 2019, arXiv 1909.05858.
+      temperature: divides the logits; 0 takes the likeliest token.
+      top_k: only so many of the likeliest; 0 for all.
+      top_p: only the likeliest that together have this probability. Holtzman et al. 2019, arXiv
+        1904.09751.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    repetition_penalty: float = 1.0
+
+    def __post_init__(self):
+        if self.temperature < 0 or self.top_k < 0 or self.repetition_penalty <= 0:
+            raise ValueError(
+                f"temperature={self.temperature}, top_k={self.top_k}, repetition_penalty="
+                f"{self.repetition_penalty}: the first two are not negative, the last is positive"
+            )
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p} is not in (0, 1]")
+
+    def draw(
+        self, logits: Float[Array, "B V"], seen: Bool[Array, "B V"], key: Array
+    ) -> Int[Array, "B"]:
+        """A token for each row."""
+        if self.repetition_penalty != 1.0:
+            factor = jnp.where(logits > 0, 1 / self.repetition_penalty, self.repetition_penalty)
+            logits = jnp.where(seen, logits * factor, logits)
+        if self.temperature == 0.0:
+            return logits.argmax(-1)
+        logits = logits / self.temperature
+        if self.top_k:
+            least = jax.lax.top_k(logits, min(self.top_k, logits.shape[-1]))[0][:, -1:]
+            logits = jnp.where(logits < least, -jnp.inf, logits)
+        if self.top_p < 1.0:
+            falling = jnp.sort(logits, axis=-1, descending=True)
+            before = jnp.cumsum(jax.nn.softmax(falling), -1) - jax.nn.softmax(falling)
+            least = jnp.where(before < self.top_p, falling, jnp.inf).min(-1, keepdims=True)
+            logits = jnp.where(logits < least, -jnp.inf, logits)
+        return jax.random.categorical(key, logits)
+
+
 def generate(
     model: Decoder,
-    prompt: Int[Array, "B T"],
-    key: Array,
+    prompts: Sequence[Sequence[int] | np.ndarray],
     *,
     new_tokens: int,
-    temperature: float = 1.0,
+    sampling: Sampling = Sampling(),  # noqa: B008 (frozen)
+    seed: int = 0,
+    stop: Sequence[int] = (),
+    prefill_chunk: int = 2048,
     dtype: jnp.dtype = jnp.float32,
     execution: Execution = Execution(),  # noqa: B008 (frozen)
-) -> Int[Array, "B new_tokens"]:
-    """Samples the tokens that follow `prompt`; `temperature` 0 takes the likeliest."""
-    B, T = prompt.shape
-    cache = Cache.empty(model.config, B, T + new_tokens, dtype)
-    hidden, cache = model.decode(prompt, cache, dtype=dtype, execution=execution)
+) -> Iterator[Int[np.ndarray, "B"]]:
+    """The tokens that follow the prompts, one of each at a time; -1 after a row's end.
 
-    def choose(hidden, key):
-        logits = model.logits(hidden[:, -1:])[:, 0]
-        drawn = jax.random.categorical(key, logits / jnp.maximum(temperature, 1e-6))
-        return jnp.where(temperature == 0.0, logits.argmax(-1), drawn)
+    Args:
+      prompts: token ids, of any lengths.
+      new_tokens: at most so many of each.
+      stop: tokens that end a row; they are given too.
+      prefill_chunk: the prompts are read so many tokens at a time: memory beside the cache does not
+        grow with their length.
+      dtype: of the computation and the cache.
 
-    def step(carry, key):
-        token, cache = carry
-        hidden, cache = model.decode(token[:, None], cache, dtype=dtype, execution=execution)
-        new = choose(hidden, key)
-        return (new, cache), new
+    Raises:
+      ValueError: an empty prompt, or more tokens than the model has learned positions.
+    """
+    config = model.config
+    longest = max(map(len, prompts))
+    if min(map(len, prompts)) == 0:
+        raise ValueError("a prompt is empty")
+    if config.position == "learned" and longest + new_tokens > (config.max_positions or 0):
+        raise ValueError(
+            f"a prompt of {longest} tokens and {new_tokens} new ones are more than the model's "
+            f"max_positions={config.max_positions}"
+        )
+    turn = _turning_point(config)
+    rows = [list(map(int, prompt)) for prompt in prompts]
+    seen = np.zeros((len(rows), config.V), bool)
+    for row, flags in zip(rows, seen, strict=True):
+        flags[row] = True
+    run = partial(_step, sampling=sampling, dtype=dtype, execution=execution)
+    keys = jax.random.split(jax.random.key(seed), new_tokens)
+    ended = np.zeros(len(rows), bool)
+    state: tuple[Any, ...] | None = None
+    reach = longest
+    for i in range(new_tokens):
+        if state is None or reach == turn + 1:
+            # Past this length every key has to be turned anew.
+            size = longest + new_tokens
+            chunk, cache = _prefill(
+                model, rows, size, prefill_chunk, dtype=dtype, execution=execution
+            )
+            flags = jnp.asarray(seen) if state is None else state[2]
+            state = run(model, chunk, cache, flags, keys[i], reach)
+        else:
+            state = run(model, state[0][:, None], state[1], state[2], keys[i], reach)
+        token = np.where(ended, -1, np.asarray(state[0]))
+        for row, new in zip(rows, token, strict=True):
+            row.append(max(int(new), 0))
+        yield token
+        ended |= np.isin(token, stop)
+        if ended.all():
+            return
+        reach += 1
 
-    first, *rest = jax.random.split(key, new_tokens)
-    token = choose(hidden, first)
-    if not rest:
-        return token[:, None]
-    _, tokens = jax.lax.scan(step, (token, cache), jnp.stack(rest))
-    return jnp.concatenate([token[:, None], tokens.T], axis=1)
+
+def _turning_point(config: Any) -> float:
+    """The length beyond which longrope turns all keys by other frequencies."""
+    lengths = [
+        p.get("original_max_position_embeddings") or config.max_positions
+        for p in config.ropes
+        if config.position == "rope" and p.get("rope_type") == "longrope"
+    ]
+    return min(lengths, default=float("inf"))
+
+
+def _prefill(
+    model: Decoder, rows: list[list[int]], size: int, chunk: int, **how: Any
+) -> tuple[Array, Cache]:
+    """Reads all but the last chunk of the rows, which end together: that chunk, and the cache."""
+    longest = max(map(len, rows))
+    chunk = min(chunk, longest)
+    padded = -(-longest // chunk) * chunk
+    tokens = np.zeros((len(rows), padded), np.int32)
+    for line, row in zip(tokens, rows, strict=True):
+        line[padded - len(row) :] = row
+    cache = Cache.empty(model.config, len(rows), size + padded - longest, how["dtype"])
+    start = jnp.asarray([padded - len(row) for row in rows], jnp.int32)
+    cache = replace(cache, start=start)
+    for at in range(0, padded - chunk, chunk):
+        cache = _read(model, jnp.asarray(tokens[:, at : at + chunk]), cache, longest, **how)
+    return jnp.asarray(tokens[:, padded - chunk :]), cache
+
+
+@partial(jax.jit, static_argnames=("dtype", "execution"), donate_argnums=2)
+def _read(model, tokens, cache, length, *, dtype, execution):
+    return model.decode(tokens, cache, length=length, dtype=dtype, execution=execution)[1]
+
+
+@partial(jax.jit, static_argnames=("sampling", "dtype", "execution"), donate_argnums=(2, 3))
+def _step(model, tokens, cache, seen, key, length, *, sampling, dtype, execution):
+    """Reads the tokens `[B, T]` and draws the next: (token `[B]`, cache, seen)."""
+    hidden, cache = model.decode(tokens, cache, length=length, dtype=dtype, execution=execution)
+    token = sampling.draw(model.logits(hidden[:, -1:])[:, 0], seen, key)
+    return token, cache, seen.at[jnp.arange(len(token)), token].set(True)

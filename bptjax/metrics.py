@@ -189,3 +189,8 @@ def plot_loss(metrics_jsonl: Path | str, out_png: Path | str) -> None:
         axes.legend()
     axes.grid(alpha=0.3)
     FigureCanvasAgg(figure).print_png(out_png)
+
+
+def printable(text: str) -> str:
+    """The text without control characters, which would steer the terminal."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)

@@ -20,7 +20,7 @@ class OptimizerConfig:
       warmup_steps: steps of linear rise from 0.
       min_lr_ratio: where cosine and linear end, as a share of learning_rate.
       adam_beta1, adam_beta2, adam_epsilon: AdamW's.
-      weight_decay: for matrices; norms, biases and embeddings are left alone.
+      weight_decay: of linear layers; norms, biases and embeddings are left alone.
       max_grad_norm: gradients are scaled down to this global norm; 0 leaves them.
     """
 
@@ -77,11 +77,9 @@ def optimizer(config: OptimizerConfig, max_steps: int) -> optax.GradientTransfor
 
 
 def _decayed(model: Any) -> Any:
-    """True for matrices. Stacked layers add an axis of their own, so the logical axes are counted,
-    not the array's.
-    """
-    return jax.tree.map(
-        lambda p: p.replace(len(p.axes) > 1 and "vocab" not in p.axes),
+    """True for the kernels of linear layers, whatever shape they and the biases have."""
+    return jax.tree.map_with_path(
+        lambda path, p: p.replace(path[-1].name == "kernel"),
         model,
         is_leaf=lambda x: isinstance(x, nnx.Variable),
     )

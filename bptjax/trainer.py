@@ -13,6 +13,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from bptjax.config import Config
+from bptjax.hf.pretrained import Pretrained
 from bptjax.memory import remat
 from bptjax.models.config import ModelConfig
 from bptjax.models.decoder import Decoder
@@ -48,6 +49,7 @@ class Task:
     config: Config
     model: ModelConfig
     mesh: Mesh
+    pretrained: Pretrained | None = None
 
     @property
     def rows(self) -> int:
@@ -81,14 +83,18 @@ class Task:
         )
 
     def init_state(self) -> TrainState:
-        """A new state, made where it lives."""
-        shardings = jax.tree.map(lambda x: x.sharding, self.abstract_state())
+        """A new state, made or loaded where it lives."""
+        abstract = self.abstract_state()
+        model = self.pretrained and self.pretrained.fill(abstract.model)
+        shardings = jax.tree.map(lambda x: x.sharding, abstract)
         with jax.set_mesh(self.mesh):
-            return jax.jit(self._new_state, out_shardings=shardings)()
+            new = jax.jit(self._new_state, out_shardings=shardings, donate_argnums=0)
+            return new(model)
 
-    def _new_state(self) -> TrainState:
+    def _new_state(self, model: Decoder | None = None) -> TrainState:
         model_key, key = jax.random.split(jax.random.key(self.config.seed))
-        model = Decoder(self.model, model_key, jnp.dtype(self.config.train.param_dtype))
+        if model is None:
+            model = Decoder(self.model, model_key, jnp.dtype(self.config.train.param_dtype))
         return TrainState(
             model=model,
             opt_state=self.optimizer.init(model),
@@ -132,7 +138,12 @@ class Task:
             remat=remat(memory.remat),
         )
         return linear_cross_entropy(
-            hidden, model.head_matrix, batch["labels"], z_loss=z_loss, chunk=memory.ce_chunk
+            hidden,
+            model.head_matrix,
+            batch["labels"],
+            z_loss=z_loss,
+            softcap=model.config.logits_softcap,
+            chunk=memory.ce_chunk,
         )
 
     def gradients(self, state: TrainState, batch: Batch) -> tuple[Array, Any, Array]:

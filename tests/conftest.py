@@ -1,10 +1,12 @@
-"""Eight virtual CPU devices, no silent rank promotion, each program compiled once a session."""
+"""Eight virtual CPU devices, no silent rank promotion, programs compiled quickly and once a
+session."""
 
 import os
 import tempfile
 
 os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    os.environ.get("XLA_FLAGS", "")
+    + " --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
 ).strip()
 # In the environment, for the processes that tests start.
 CACHE = tempfile.TemporaryDirectory(prefix="bptjax-test-cache-")

@@ -1,6 +1,7 @@
 """The floors of the house: imports point down only, and never in a circle."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -107,7 +108,8 @@ def test_ops_import_only_arrays():
 def test_family_names_stay_in_hf():
     for room in ("models", "ops"):
         for path in (ROOT / room).rglob("*.py"):
-            assert "llama" not in path.read_text().lower(), path
+            # But for llama3, which in Hugging Face's schema is a way to scale rotary positions.
+            assert not re.search(r"llama(?!3)", path.read_text().lower()), path
 
 
 def test_import_does_no_work():

@@ -30,7 +30,8 @@ class DataConfig:
       eval_fraction: Share of the documents to hold out (of the characters, if there is one).
       sample_by: What is a document in plain text.
       text_key: Field of a row that holds its text.
-      tokenizer: `byte`, `char`, or a directory with a Hugging Face tokenizer.
+      tokenizer: `byte`, `char`, or a directory with a Hugging Face tokenizer; the checkpoint's, or
+        `byte`, if left out.
       packing: How documents share rows; see `packing.pack`.
       shuffle: New order of documents and rows in each epoch.
       seed: Of the shuffle.
@@ -41,7 +42,7 @@ class DataConfig:
     eval_fraction: float = 0.1
     sample_by: Literal["line", "paragraph", "document"] = "document"
     text_key: str = "text"
-    tokenizer: str = "byte"
+    tokenizer: str | None = None
     packing: Literal["none", "concat", "best_fit"] = "concat"
     shuffle: bool = True
     seed: int = 0

@@ -13,18 +13,56 @@ FILE = "bptjax_tokenizer.json"
 
 
 class Tokenizer(Protocol):
-    """Text to int32 token ids and back. `bos_id` and `eos_id` stand around a document, if any."""
+    """Text to int32 token ids and back.
 
-    vocab_size: int
-    bos_id: int | None
-    eos_id: int | None
+    Attributes:
+      bos_id, eos_id: stand around a document, if any.
+      stop_ids: end a text that is being written.
+    """
 
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def bos_id(self) -> int | None: ...
+    @property
+    def eos_id(self) -> int | None: ...
+    @property
+    def stop_ids(self) -> list[int]: ...
     def encode(self, text: str) -> np.ndarray: ...
+    def encode_prompt(self, text: str) -> np.ndarray:
+        """The start of a document, to be gone on with."""
+        ...
+
+    def encode_chat(self, text: str) -> np.ndarray:
+        """A user's turn, and the start of the answer; ValueError where there is no template."""
+        ...
+
     def decode(self, ids: Iterable[int]) -> str: ...
     def save(self, directory: str | Path) -> None: ...
 
 
-class ByteTokenizer:
+class _Plain:
+    """What tokenisers without a vocabulary of their own share."""
+
+    bos_id: int | None = None
+    eos_id: int | None = None
+
+    @property
+    def stop_ids(self) -> list[int]:
+        return [] if self.eos_id is None else [self.eos_id]
+
+    def encode(self, text: str) -> np.ndarray:
+        raise NotImplementedError
+
+    def encode_prompt(self, text: str) -> np.ndarray:
+        first = [] if self.bos_id is None else [self.bos_id]
+        return np.concatenate([np.array(first, np.int32), self.encode(text)])
+
+    def encode_chat(self, text: str) -> np.ndarray:
+        raise ValueError(f"{type(self).__name__} has no chat template")
+
+
+class ByteTokenizer(_Plain):
     """UTF-8 bytes 0..255, and a separator 256 that begins and ends documents."""
 
     vocab_size, bos_id, eos_id = 257, 256, 256
@@ -39,10 +77,8 @@ class ByteTokenizer:
         _save(directory, {"type": "byte"})
 
 
-class CharTokenizer:
+class CharTokenizer(_Plain):
     """One id per character of a fixed vocabulary, in code point order; no separator."""
-
-    bos_id = eos_id = None
 
     def __init__(self, characters: Iterable[str]):
         self.characters = "".join(sorted(set(characters)))
@@ -80,16 +116,39 @@ class HFTokenizer:
         # `len` counts added tokens; the tokeniser's own `vocab_size` does not.
         self.vocab_size = len(self._tokenizer)
         self.bos_id, self.eos_id = self._tokenizer.bos_token_id, self._tokenizer.eos_token_id
+        self.stop_ids = _stop_ids(Path(directory), self.eos_id)
 
     def encode(self, text: str) -> np.ndarray:
         ids = self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
         return np.array(ids, np.int32)
+
+    def encode_prompt(self, text: str) -> np.ndarray:
+        return np.array(self._tokenizer.encode(text, verbose=False), np.int32)
+
+    def encode_chat(self, text: str) -> np.ndarray:
+        if not self._tokenizer.chat_template:
+            raise ValueError("the tokenizer has no chat template")
+        turns = [{"role": "user", "content": text}]
+        text = self._tokenizer.apply_chat_template(
+            turns, tokenize=False, add_generation_prompt=True
+        )
+        return self.encode(text)
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._tokenizer.decode([int(i) for i in ids])
 
     def save(self, directory: str | Path) -> None:
         self._tokenizer.save_pretrained(str(directory))
+
+
+def _stop_ids(directory: Path, eos_id: int | None) -> list[int]:
+    """Those of generation_config.json, or else config.json, where there are such files."""
+    for name in ("generation_config.json", "config.json"):
+        file = directory / name
+        found = json.loads(file.read_text()).get("eos_token_id") if file.exists() else None
+        if found is not None:
+            return found if isinstance(found, list) else [found]
+    return [] if eos_id is None else [eos_id]
 
 
 def make_tokenizer(name: str, documents: Iterable[str] = ()) -> Tokenizer:

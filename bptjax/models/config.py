@@ -1,9 +1,10 @@
-"""A decoder as a list of orthogonal choices. Model families are settings of it, and named
+"""A model as a list of orthogonal choices. Model families are settings of it, and named
 elsewhere.
 """
 
-from dataclasses import dataclass
-from typing import Literal
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -11,6 +12,8 @@ class ModelConfig:
     """Architecture.
 
     Attributes:
+      name_or_path: directory (or hub id) of a checkpoint to start from. It sets all that follows
+        but rope_parameters, max_positions, the dropouts and init_std, which may be given beside it.
       vocab_size: V; the tokenizer's if left out.
       hidden_size: D, width of the residual stream.
       intermediate_size: F, width of the feed-forward; 4·D if left out.
@@ -20,18 +23,43 @@ class ModelConfig:
       head_dim: H; D / N if left out.
       norm: root-mean-square or layer norm.
       norm_eps: added to the variance.
-      position: rotary, ALiBi, or a learned embedding of max_positions.
-      rope_theta: base of the rotary frequencies.
-      max_positions: tokens; needed for learned positions, which end there.
+      norm_place: pre: of what a sublayer reads; post: of its sum with the residual; sandwich: of
+        what it reads, and again of what it gives before that is added.
+      norm_scale, norm_bias: norms have a learned factor and summand.
+      norm_offset: norms multiply by 1 + their factor.
+      residual: sequential: the feed-forward reads the sum with attention; parallel: both read the
+        layer's input, each through its norm; shared: through one norm.
+      residual_normed: sublayers add to their normed input rather than to the input.
+      position: rotary, ALiBi, a learned embedding of max_positions, or none.
+      rope_parameters: in Hugging Face's schema (rope_theta, rope_type and what that needs,
+        partial_rotary_factor); by layer type, where layer_types differ in it.
+      max_positions: tokens the positions are made for. Learned ones end there.
+      position_offset: rows of the learned embedding before that of position 0.
+      alibi_scale: factor on ALiBi's slopes.
+      alibi_interleaved: for a number of heads that is no power of two, every other slope of the
+        next larger one, odd ones first, instead of the next smaller one's and more.
+      window: tokens seen back, the token's own included; all if left out.
+      layer_types: full_attention or sliding_attention of each layer; window holds in the latter.
+      attention_scale: factor on q·k; H^-0.5 if left out.
+      attention_softcap: logits of attention become softcap · tanh(logits / softcap).
+      qk_norm: queries and keys are normed, each head for itself, before they are turned.
+      clip_qkv: queries, keys and values are clipped to ± this.
       activation: of the feed-forward; gelu_tanh is the tanh approximation.
       gated: the feed-forward is down(activation(gate(x)) · up(x)).
-      bias: linear layers and layer norms have biases.
+      qkv_bias, out_bias, mlp_bias: of the linear layers.
+      embedding_size: E, width of the embeddings where a projection stands between them and D.
+      embedding_scale: factor on the token embeddings.
+      embedding_norm: the embeddings are normed.
+      final_norm: the last layer's output is normed.
       tied_head: the output embedding is the input embedding.
-      embedding_dropout, attention_dropout, residual_dropout: probabilities, in training.
+      logits_softcap: as attention_softcap, of the output.
+      embedding_dropout, attention_dropout, residual_dropout: probabilities, in training; the
+        checkpoint's, or 0, if left out.
       init_std: standard deviation of new weights; of those that write to the residual stream, over
         √(2·L).
     """
 
+    name_or_path: str | None = None
     vocab_size: int | None = None
     hidden_size: int = 256
     intermediate_size: int | None = None
@@ -41,20 +69,51 @@ class ModelConfig:
     head_dim: int | None = None
     norm: Literal["rms", "layer"] = "rms"
     norm_eps: float = 1e-5
-    position: Literal["rope", "alibi", "learned"] = "rope"
-    rope_theta: float = 10_000.0
+    norm_place: Literal["pre", "post", "sandwich"] = "pre"
+    norm_scale: bool = True
+    norm_bias: bool = False
+    norm_offset: bool = False
+    residual: Literal["sequential", "parallel", "shared"] = "sequential"
+    residual_normed: bool = False
+    position: Literal["rope", "alibi", "learned", "none"] = "rope"
+    rope_parameters: dict[str, Any] = field(default_factory=lambda: {"rope_theta": 10_000.0})
     max_positions: int | None = None
-    activation: Literal["silu", "gelu", "gelu_tanh", "relu"] = "silu"
+    position_offset: int = 0
+    alibi_scale: float = 1.0
+    alibi_interleaved: bool = False
+    window: int | None = None
+    layer_types: list[Literal["full_attention", "sliding_attention"]] | None = None
+    attention_scale: float | None = None
+    attention_softcap: float | None = None
+    qk_norm: bool = False
+    clip_qkv: float | None = None
+    activation: Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu_squared"] = "silu"
     gated: bool = True
-    bias: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    embedding_size: int | None = None
+    embedding_scale: float | None = None
+    embedding_norm: bool = False
+    final_norm: bool = True
     tied_head: bool = True
-    embedding_dropout: float = 0.0
-    attention_dropout: float = 0.0
-    residual_dropout: float = 0.0
+    logits_softcap: float | None = None
+    embedding_dropout: float | None = None
+    attention_dropout: float | None = None
+    residual_dropout: float | None = None
     init_std: float = 0.02
 
     def __post_init__(self):
-        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads"):
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_layers",
+            "num_heads",
+            "embedding_size",
+            "max_positions",
+            "window",
+        ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"model.{name}={value} is not positive")
@@ -71,15 +130,36 @@ class ModelConfig:
             raise ValueError(f"model.head_dim={self.H} is odd; rotary positions turn pairs")
         if self.position == "learned" and self.max_positions is None:
             raise ValueError("model.position=learned needs model.max_positions")
+        if self.norm_place != "pre" and (self.residual != "sequential" or self.residual_normed):
+            raise ValueError(
+                f"model.norm_place={self.norm_place} needs residual=sequential, not "
+                f"{self.residual}, and no residual_normed"
+            )
+        if self.layer_types is not None:
+            if len(self.layer_types) != self.num_layers:
+                raise ValueError(
+                    f"model.layer_types has {len(self.layer_types)} entries for "
+                    f"num_layers={self.num_layers}"
+                )
+            if "sliding_attention" in self.layer_types and self.window is None:
+                raise ValueError("model.layer_types has sliding_attention, but window is not set")
         for name in ("embedding_dropout", "attention_dropout", "residual_dropout"):
-            if not 0.0 <= getattr(self, name) < 1.0:
+            if not 0.0 <= (getattr(self, name) or 0.0) < 1.0:
                 raise ValueError(f"model.{name}={getattr(self, name)} is not in [0, 1)")
+
+    def __hash__(self):
+        # A dict and a list are not hashable; modules hold their config as static data.
+        return hash(json.dumps(asdict(self), sort_keys=True))
 
     @property
     def V(self) -> int:
         if self.vocab_size is None:
             raise ValueError("model.vocab_size is not set")
         return self.vocab_size
+
+    @property
+    def E(self) -> int:
+        return self.hidden_size if self.embedding_size is None else self.embedding_size
 
     @property
     def F(self) -> int:
@@ -92,6 +172,60 @@ class ModelConfig:
     @property
     def H(self) -> int:
         return self.hidden_size // self.num_heads if self.head_dim is None else self.head_dim
+
+    @property
+    def kinds(self) -> list[int]:
+        """For each layer, which of the `windows` and `ropes` is its own."""
+        types = self._types
+        return [types.index(t) for t in self.layer_types or types * self.num_layers]
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        return tuple(None if t == "full_attention" else self.window for t in self._types)
+
+    @property
+    def ropes(self) -> tuple[dict[str, Any], ...]:
+        """Rotary parameters of each kind of layer."""
+        return tuple(self.rope_parameters.get(t or "", self.rope_parameters) for t in self._types)
+
+    @property
+    def _types(self) -> list[str | None]:
+        return [None] if self.layer_types is None else list(dict.fromkeys(self.layer_types))
+
+
+@dataclass(frozen=True)
+class EncoderConfig(ModelConfig):
+    """An encoder: every token sees every other.
+
+    Attributes:
+      token_types: kinds of token with an embedding of their own, which is added; 0 for none.
+      image_size, patch_size: (height, width) in pixels, of an encoder of images; its tokens are the
+        patches, after one that stands for the whole.
+      channels: of an image.
+      pooler: size of the pooled output, an activation of a linear layer of the first token; 0 for
+        none.
+      pooler_activation: that activation.
+      masked_head: logits of each token over the vocabulary, through a layer of their own and the
+        input embedding.
+      classes: logits of the first token over so many classes; 0 for none.
+    """
+
+    token_types: int = 0
+    image_size: tuple[int, int] | None = None
+    patch_size: tuple[int, int] | None = None
+    channels: int = 3
+    pooler: int = 0
+    pooler_activation: Literal["tanh", "gelu", "relu", "silu"] = "tanh"
+    masked_head: bool = False
+    classes: int = 0
+
+    # A dataclass of its own would lose it.
+    __hash__ = ModelConfig.__hash__
+
+    @property
+    def patches(self) -> int:
+        (height, width), (h, w) = self.image_size or (0, 0), self.patch_size or (1, 1)
+        return (height // h) * (width // w)
 
 
 @dataclass(frozen=True)

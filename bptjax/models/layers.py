@@ -17,8 +17,18 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
     "relu": jax.nn.relu,
+    "relu_squared": lambda x: jnp.square(jax.nn.relu(x)),
+    "tanh": jnp.tanh,
 }
+
+
+def new_param(
+    key: Array, shape: tuple[int, ...], axes: tuple[str | None, ...], std: float, dtype: jnp.dtype
+) -> nnx.Param:
+    """Normal with this standard deviation, drawn in float32."""
+    return nnx.Param((std * jax.random.normal(key, shape, jnp.float32)).astype(dtype), axes=axes)
 
 
 class Linear(nnx.Module):
@@ -35,8 +45,7 @@ class Linear(nnx.Module):
         bias: bool,
         dtype: jnp.dtype,
     ):
-        kernel = std * jax.random.normal(key, inputs + outputs, jnp.float32)
-        self.kernel = nnx.Param(kernel.astype(dtype), axes=axes)
+        self.kernel = new_param(key, inputs + outputs, axes, std, dtype)
         self.bias = nnx.Param(jnp.zeros(outputs, dtype), axes=axes[len(inputs) :]) if bias else None
         self.contracted = len(inputs)
 
@@ -49,20 +58,31 @@ class Linear(nnx.Module):
 
 
 class Norm(nnx.Module):
-    """RMSNorm, or LayerNorm with or without bias."""
+    """The config's norm over the last axis, of `size` features: the residual stream's by default,
+    whose parameters bear the logical axis `axis`.
+    """
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype):
-        D = config.hidden_size
-        self.kind, self.eps = config.norm, config.norm_eps
-        self.scale = nnx.Param(jnp.ones((D,), dtype), axes=("embed",))
-        biased = config.bias and config.norm == "layer"
-        self.bias = nnx.Param(jnp.zeros((D,), dtype), axes=("embed",)) if biased else None
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: jnp.dtype,
+        size: int | None = None,
+        axis: str | None = "embed",
+    ):
+        shape = (config.hidden_size if size is None else size,)
+        self.kind, self.eps, self.offset = config.norm, config.norm_eps, config.norm_offset
+        start = jnp.zeros if config.norm_offset else jnp.ones
+        self.scale = nnx.Param(start(shape, dtype), axes=(axis,)) if config.norm_scale else None
+        self.bias = nnx.Param(jnp.zeros(shape, dtype), axes=(axis,)) if config.norm_bias else None
 
-    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    def __call__(self, x: Float[Array, "*b D"]) -> Float[Array, "*b D"]:
+        scale = jnp.ones(x.shape[-1]) if self.scale is None else self.scale[...]
+        if self.offset:
+            scale = 1.0 + scale.astype(jnp.float32)
         if self.kind == "rms":
-            return rms_norm(x, self.scale[...], eps=self.eps)
+            return rms_norm(x, scale, eps=self.eps)
         bias = None if self.bias is None else self.bias[...]
-        return layer_norm(x, self.scale[...], bias, eps=self.eps)
+        return layer_norm(x, scale, bias, eps=self.eps)
 
 
 class Mlp(nnx.Module):
@@ -71,12 +91,15 @@ class Mlp(nnx.Module):
     def __init__(self, config: ModelConfig, key: Array, dtype: jnp.dtype):
         D, F, std = (config.hidden_size,), (config.F,), config.init_std
         gate, up, down = jax.random.split(key, 3)
-        wide = dict(std=std, bias=config.bias, dtype=dtype)
-        narrow = wide | dict(std=std / (2 * config.num_layers) ** 0.5)
+        bias = config.mlp_bias
+
+        def linear(key, inputs, outputs, axes, std):
+            return Linear(key, inputs, outputs, axes, std=std, bias=bias, dtype=dtype)
+
         self.activation = config.activation
-        self.gate = Linear(gate, D, F, ("embed", "mlp"), **wide) if config.gated else None
-        self.up = Linear(up, D, F, ("embed", "mlp"), **wide)
-        self.down = Linear(down, F, D, ("mlp", "embed"), **narrow)
+        self.gate = linear(gate, D, F, ("embed", "mlp"), std) if config.gated else None
+        self.up = linear(up, D, F, ("embed", "mlp"), std)
+        self.down = linear(down, F, D, ("mlp", "embed"), std / (2 * config.num_layers) ** 0.5)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         act = ACTIVATIONS[self.activation]
@@ -86,37 +109,50 @@ class Mlp(nnx.Module):
 
 
 class Layer(nnx.Module):
-    """One pre-norm transformer layer, in three position-wise parts with attention between them."""
+    """One transformer layer, in three position-wise parts with attention between them.
+
+    The parts take a `place`: positions `[B, T]`, the kind of the layer (an index into the config's
+    `ropes`) and the longest position read, plus one (None where nothing depends on it).
+    """
 
     def __init__(self, config: ModelConfig, key: Array, dtype: jnp.dtype):
         D, N, K, H = config.hidden_size, config.num_heads, config.K, config.H
-        keys = jax.random.split(key, 5)
-        wide = dict(std=config.init_std, bias=config.bias, dtype=dtype)
-        narrow = wide | dict(std=config.init_std / (2 * config.num_layers) ** 0.5)
+        keys, std = jax.random.split(key, 5), config.init_std
+
+        def linear(key, heads, axis):
+            axes = ("embed", axis, None)
+            return Linear(key, (D,), (heads, H), axes, std=std, bias=config.qkv_bias, dtype=dtype)
+
         self.config = config
         self.attention_norm = Norm(config, dtype)
-        self.query = Linear(keys[0], (D,), (N, H), ("embed", "heads", None), **wide)
-        self.key = Linear(keys[1], (D,), (K, H), ("embed", "kv_heads", None), **wide)
-        self.value = Linear(keys[2], (D,), (K, H), ("embed", "kv_heads", None), **wide)
-        self.out = Linear(keys[3], (N, H), (D,), ("heads", None, "embed"), **narrow)
-        self.mlp_norm = Norm(config, dtype)
+        self.query = linear(keys[0], N, "heads")
+        self.key = linear(keys[1], K, "kv_heads")
+        self.value = linear(keys[2], K, "kv_heads")
+        self.query_norm = Norm(config, dtype, H, None) if config.qk_norm else None
+        self.key_norm = Norm(config, dtype, H, None) if config.qk_norm else None
+        self.out = Linear(
+            keys[3],
+            (N, H),
+            (D,),
+            ("heads", None, "embed"),
+            std=std / (2 * config.num_layers) ** 0.5,
+            bias=config.out_bias,
+            dtype=dtype,
+        )
+        sandwich = config.norm_place == "sandwich"
+        self.attention_post_norm = Norm(config, dtype) if sandwich else None
+        self.mlp_norm = None if config.residual == "shared" else Norm(config, dtype)
+        self.mlp_post_norm = Norm(config, dtype) if sandwich else None
         self.mlp = Mlp(config, keys[4], dtype)
 
-    def _turn(self, x: Array, positions: Int[Array, "B T"]) -> Array:
-        if self.config.position != "rope":
-            return x
-        return rope(x, positions, rope_frequencies(self.config.H, self.config.rope_theta))
-
-    def queries(
-        self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]
-    ) -> Float[Array, "B T N H"]:
-        return self._turn(self.query(self.attention_norm(x)), positions)
+    def queries(self, x: Float[Array, "B T D"], place: tuple) -> Float[Array, "B T N H"]:
+        return self._head(self.query, self.query_norm, self._read(x), place)
 
     def keys_values(
-        self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]
+        self, x: Float[Array, "B T D"], place: tuple
     ) -> tuple[Float[Array, "B T K H"], Float[Array, "B T K H"]]:
-        x = self.attention_norm(x)
-        return self._turn(self.key(x), positions), self.value(x)
+        x = self._read(x)
+        return self._head(self.key, self.key_norm, x, place), self._clip(self.value(x))
 
     def finish(
         self,
@@ -125,10 +161,59 @@ class Layer(nnx.Module):
         rows: Int[Array, "B T"],
         keys: tuple[Array, Array] | None,
     ) -> Float[Array, "B T D"]:
-        """Output projection, residual, norm, feed-forward, residual. `rows` numbers the tokens for
-        dropout.
+        """All that follows attention: output projection, residuals, norms, feed-forward. `rows`
+        numbers the tokens for dropout.
         """
-        rate = self.config.residual_dropout
-        first, second = keys if keys is not None else (None, None)
-        x = x + dropout(self.out(out), first, rate, rows)
-        return x + dropout(self.mlp(self.mlp_norm(x)), second, rate, rows)
+        config, (first, second) = self.config, keys if keys is not None else (None, None)
+        rate = config.residual_dropout or 0.0
+        attended = self.out(out)
+        if self.attention_post_norm is not None:
+            attended = self.attention_post_norm(attended)
+        attended = dropout(attended, first, rate, rows)
+        if config.residual != "sequential":
+            read = (self.mlp_norm or self.attention_norm)(x)
+            return x + attended + dropout(self.mlp(read), second, rate, rows)
+        x = (self._read(x) if config.residual_normed else x) + attended
+        if config.norm_place == "post":
+            x = self.attention_norm(x)
+            return self.mlp_norm(x + dropout(self.mlp(x), second, rate, rows))
+        read = self.mlp_norm(x)
+        changed = self.mlp(read)
+        if self.mlp_post_norm is not None:
+            changed = self.mlp_post_norm(changed)
+        return (read if config.residual_normed else x) + dropout(changed, second, rate, rows)
+
+    def _read(self, x: Array) -> Array:
+        return x if self.config.norm_place == "post" else self.attention_norm(x)
+
+    def _clip(self, x: Array) -> Array:
+        limit = self.config.clip_qkv
+        return x if limit is None else jnp.clip(x, -limit, limit)
+
+    def _head(self, linear: Linear, norm: Norm | None, x: Array, place: tuple) -> Array:
+        x, (positions, kind, length) = self._clip(linear(x)), place
+        if norm is not None:
+            x = norm(x)
+        if self.config.position != "rope":
+            return x
+        frequencies, factor = rotary(self.config, kind, length)
+        return rope(x, positions, frequencies, factor)
+
+
+def rotary(
+    config: ModelConfig, kind: Array | int, length: Array | None
+) -> tuple[Float[Array, "R"], Float[Array, ""] | float]:
+    """Frequencies, and the factor on cos and sin, of this kind of layer."""
+    each = [
+        rope_frequencies(
+            int(config.H * parameters.get("partial_rotary_factor", 1.0)),
+            parameters,
+            max_positions=config.max_positions,
+            length=length,
+        )
+        for parameters in config.ropes
+    ]
+    if all(parameters == config.ropes[0] for parameters in config.ropes):
+        return each[0]
+    frequencies, factors = zip(*each, strict=True)
+    return jnp.stack(frequencies)[kind], jnp.stack([jnp.float32(f) for f in factors])[kind]

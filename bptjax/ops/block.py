@@ -53,13 +53,17 @@ def block(
     Liu & Abbeel 2023, https://arxiv.org/abs/2305.19370, Algorithm 1.
     """
     T = jax.tree.leaves(x)[0].shape[1]
-    whole = mask.resolve(T, k.shape[1])
+    whole = mask.each_window()[0].resolve(T, k.shape[1])
     B = k.shape[0]
     rows = {
         "positions": jnp.broadcast_to(jnp.asarray(whole.positions), (B, T)),
         "segments": whole.segments,
     }
-    columns = {"k_positions": jnp.asarray(whole.k_positions), "k_segments": whole.k_segments}
+    columns = {
+        "k_positions": jnp.asarray(whole.k_positions),
+        "k_segments": whole.k_segments,
+        "window_index": mask.window_index,
+    }
 
     def one(shared, chunk):
         params, k, v, columns, alibi, key = shared

@@ -17,21 +17,35 @@ class Mask:
     Attributes:
       causal: s <= p.
       window: p - s < window; where not causal, |p - s| < window. In tokens, the query's own
-        included.
+        included. Or several, of which `window_index` picks one as the program runs: for the layers
+        of a scan that differ in it.
       segments: int32 `[B, T]`, the queries' documents. A key is seen from its own document only;
         segment 0 is padding, which sees nothing and is seen by nothing.
       k_segments: int32 `[B, S]`, the keys' documents; those of the queries if left out.
       positions: int32 `[T]` or `[B, T]`, absolute positions of the queries in the row (not in the
         document); `0..T-1` if left out.
       k_positions: int32 `[S]` or `[B, S]`, likewise; those of the queries if left out.
+      window_index: int32 scalar.
     """
 
     causal: bool = field(default=False, metadata={"static": True})
-    window: int | None = field(default=None, metadata={"static": True})
+    window: int | None | tuple[int | None, ...] = field(default=None, metadata={"static": True})
     segments: Array | np.ndarray | None = None
     k_segments: Array | np.ndarray | None = None
     positions: Array | np.ndarray | None = None
     k_positions: Array | np.ndarray | None = None
+    window_index: Array | None = None
+
+    def within(self, windows: tuple[int | None, ...], index: Array | int) -> "Mask":
+        """The same mask with the window that `index` picks."""
+        if len(set(windows)) == 1:
+            return replace(self, window=windows[0])
+        return replace(self, window=windows, window_index=jnp.asarray(index))
+
+    def each_window(self) -> list["Mask"]:
+        """The masks that `window_index` picks from."""
+        windows = self.window if isinstance(self.window, tuple) else (self.window,)
+        return [replace(self, window=window, window_index=None) for window in windows]
 
     def resolve(self, T: int, S: int) -> "Mask":
         """The same mask with every field that has a default filled in. Positions that were left out

@@ -1,5 +1,6 @@
 """Softmax attention in O(T) memory, by one of several implementations."""
 
+from dataclasses import replace
 from functools import partial
 from types import ModuleType
 
@@ -119,22 +120,25 @@ def _key_data(key: Array) -> Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _attention(name, q_chunk, k_chunk, q, k, v, score):
-    pair = IMPLEMENTATIONS[name]
-    return pair.forward(q, k, v, score, q_chunk=q_chunk, k_chunk=k_chunk).out
+    return _run("forward", name, q_chunk, k_chunk, (q, k, v), score).out
 
 
 def _forward(name, q_chunk, k_chunk, q, k, v, score):
-    pair = IMPLEMENTATIONS[name]
-    partial_ = pair.forward(q, k, v, score, q_chunk=q_chunk, k_chunk=k_chunk)
+    partial_ = _run("forward", name, q_chunk, k_chunk, (q, k, v), score)
     out, lse = (checkpoint_name(x, n) for x, n in zip(partial_, SAVED, strict=True))
     return out, (q, k, v, out, lse, score)
 
 
 def _backward(name, q_chunk, k_chunk, saved, dout):
     q, k, v, out, lse, score = saved
-    pair = IMPLEMENTATIONS[name]
-    dq, dk, dv = pair.backward(q, k, v, out, lse, dout, score, q_chunk=q_chunk, k_chunk=k_chunk)
-    return dq, dk, dv, None
+    return *_run("backward", name, q_chunk, k_chunk, (q, k, v, out, lse, dout), score), None
+
+
+def _run(half, name, q_chunk, k_chunk, arrays, score):
+    """One half of the pair, with the window that the mask's `window_index` picks."""
+    call = partial(getattr(IMPLEMENTATIONS[name], half), q_chunk=q_chunk, k_chunk=k_chunk)
+    calls = [partial(call, *arrays, replace(score, mask=m)) for m in score.mask.each_window()]
+    return calls[0]() if len(calls) == 1 else jax.lax.switch(score.mask.window_index, calls)
 
 
 _attention.defvjp(_forward, _backward)

@@ -1,0 +1,166 @@
+"""`python -m bptjax.convert`: Hugging Face checkpoints to ours and back."""
+
+import argparse
+import importlib.util
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bptjax.config import fail
+from bptjax.hf.config import exported, from_scratch, is_bare, read_json
+from bptjax.hf.io import NAMES, Writer, copy_companions, whole, write_hf
+from bptjax.hf.pretrained import COMPANIONS, Pretrained, find, open_pretrained
+from bptjax.models.config import EncoderConfig, ModelConfig
+
+
+def to_bptjax(source: str, out: Path) -> Pretrained:
+    """Writes the checkpoint with our parameter names, layers stacked; dtypes stay.
+
+    Raises:
+      ValueError: what is wrong with it, in one line; nothing is left of `out`.
+    """
+    model = open_pretrained(ModelConfig(name_or_path=source))
+    if model.companions != find(source):
+        raise ValueError(f"{source} is no Hugging Face checkpoint")
+    with whole(out) as directory:
+        copy_companions(find(source), directory / COMPANIONS)
+        with Writer(directory, model.kinds, max_shard_size="1000TB") as writer:
+            for path, layer, array in model.pieces():
+                writer.write(path, array, layer)
+    return model
+
+
+def to_hf(source: str, out: Path, *, dtype: str | None, max_shard_size: str) -> Pretrained:
+    """Writes a run's newest checkpoint, or a converted directory, as Hugging Face reads it, with
+    the tokenizer and all else that the model came with.
+
+    Raises:
+      ValueError: what is wrong with it, in one line; nothing is left of `out`.
+    """
+    model = open_pretrained(ModelConfig(name_or_path=source))
+    read = model.read
+    if read is None:
+        raise ValueError(f"{source} is a Hugging Face checkpoint already")
+    own = {kind for kind, _ in model.kinds.values()}
+    name = dtype or max(own, key=lambda kind: jnp.dtype(kind).itemsize)
+    if model.companions is None:
+        raw, family = from_scratch(model.config)
+    else:
+        raw, family = read_json(model.companions / "config.json"), model.family
+    assert family is not None
+    if model.read_as is not None:
+        raw = exported(raw, model.read_as, model.config, name)
+
+    def name_of(path):
+        return dtype or model.kinds[path][0]
+
+    with whole(out) as directory:
+        if model.companions is not None:
+            copy_companions(model.companions, directory)
+        (directory / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
+        write_hf(
+            directory,
+            list(family.rows(model.config)),
+            model.config.num_layers,
+            lambda path, layer: read(path, layer).astype(name_of(path), copy=False),
+            name_of,
+            family.prefix if is_bare(raw) else "",
+            max_shard_size,
+        )
+    return model
+
+
+def difference(hf: Path, model: Pretrained) -> tuple[list[float], float]:
+    """Largest difference over the largest value, float32, between `transformers` and us: of hidden
+    states, embeddings first, and of logits (of the pooled output, where there is no head).
+    """
+    import torch
+    import transformers
+
+    kind = transformers.AutoModelForCausalLM
+    config, key, rng = model.config, "input_ids", np.random.default_rng(0)
+    if isinstance(config, EncoderConfig):
+        kind = getattr(transformers, read_json(hf / "config.json")["architectures"][0])
+    if isinstance(config, EncoderConfig) and config.image_size:
+        shape = 2, config.channels, *config.image_size
+        inputs, key = rng.normal(size=shape).astype(np.float32), "pixel_values"
+    else:
+        inputs = rng.integers(0, config.V, (2, min(37, config.max_positions or 37)))
+    theirs = kind.from_pretrained(str(hf), dtype=torch.float32).eval()
+    with torch.no_grad():
+        out = theirs(**{key: torch.tensor(inputs)}, output_hidden_states=True)
+    end = out.logits if "logits" in out else out.pooler_output
+    states, end = [x.numpy() for x in out.hidden_states], end.numpy()
+    del theirs, out
+    ours = model.load(jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    *layers, stream, last = jax.jit(type(ours).hidden_states)(ours, jnp.asarray(inputs))
+    # The last of a decoder's is after its final norm; of an encoder's, before.
+    final = stream if isinstance(config, EncoderConfig) else last
+    pooled = isinstance(config, EncoderConfig) and config.pooler
+    got = jax.jit(type(ours).pooled if pooled else type(ours).logits)(ours, last)
+    errors = [_relative(a, b) for a, b in zip([*layers, final], states, strict=True)]
+    return errors, _relative(got, end)
+
+
+def _relative(got: jax.Array, wanted: np.ndarray) -> float:
+    return float(np.abs(np.asarray(got) - wanted).max() / np.abs(wanted).max())
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bptjax.convert", description=__doc__)
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    ways = parser.add_subparsers(dest="way", required=True)
+    for way, source, text in (
+        ("hf-to-bptjax", "DIR", "a Hugging Face directory to ours, layers stacked"),
+        ("bptjax-to-hf", "RUN", "a run's newest checkpoint, or a converted directory, to theirs"),
+    ):
+        command = ways.add_parser(way, help=text, description=text)
+        command.add_argument("source", metavar=source)
+        command.add_argument("out", metavar="OUT", type=Path, help="a directory that is not there")
+        command.add_argument(
+            "--verify", action="store_true", help="compare with transformers; needs torch"
+        )
+        if way == "bptjax-to-hf":
+            command.add_argument(
+                "--dtype", choices=list(NAMES), help="the parameters' own if left out"
+            )
+            command.add_argument("--max_shard_size", default="5GB")
+    args = parser.parse_args(argv)
+    try:
+        if args.verify and importlib.util.find_spec("torch") is None:
+            raise ValueError("--verify needs torch, which is not installed")
+        if args.way == "hf-to-bptjax":
+            to_bptjax(args.source, args.out)
+            hf = find(args.source)
+        else:
+            to_hf(args.source, args.out, dtype=args.dtype, max_shard_size=args.max_shard_size)
+            hf = args.out
+        print(f"written: {args.out}")
+        if args.verify:
+            ours = args.out if args.way == "hf-to-bptjax" else args.source
+            return _verify(hf, open_pretrained(ModelConfig(name_or_path=str(ours))), args)
+    except (ValueError, OSError) as error:
+        return fail(error, 2, args.debug)
+    return 0
+
+
+def _verify(hf: Path, model: Pretrained, args: argparse.Namespace) -> int:
+    dtype = getattr(args, "dtype", None)
+    if dtype:
+        # The file holds rounded parameters; what is compared is the model, not the rounding.
+        whole = model.params
+        model = replace(model, params=lambda: ((p, x.astype(dtype)) for p, x in whole()))
+    layers, logits = difference(hf, model)
+    worst = max(*layers, logits)
+    text = f"largest relative difference: logits {logits:.1e}, hidden states {max(layers):.1e}"
+    print(text + (f", after layer {int(np.argmax(layers))}" if worst > 1e-4 else ""))
+    return 0 if worst <= 1e-4 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

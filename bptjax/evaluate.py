@@ -1,0 +1,261 @@
+"""`python -m bptjax.evaluate`: what a model makes of long text. Perplexity by position, and the
+retrieval of a pass key by depth and length; as tables, rows and plots.
+"""
+
+import argparse
+import json
+import re
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bptjax.config import fail
+from bptjax.data.text import open_documents
+from bptjax.data.tokenizer import Tokenizer
+from bptjax.generate import continuations, load
+from bptjax.generation import Sampling
+from bptjax.models.config import Execution
+from bptjax.models.decoder import Decoder
+from bptjax.ops.loss import linear_cross_entropy
+
+# Mohtashami & Jaggi 2023, arXiv 2305.16300, Section 4.2.
+INTRODUCTION = (
+    "There is an important info hidden inside a lot of irrelevant text. Find it and memorize it. "
+    "I will quiz you about the important information there.\n"
+)
+FILLER = (
+    "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n"
+)
+KEY = "The pass key is {0}. Remember it. {0} is the pass key.\n"
+QUESTION = "What is the pass key? The pass key is"
+
+
+@partial(jax.jit, static_argnames=("dtype", "execution"))
+def _losses(model, tokens, *, dtype, execution):
+    labels = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)), constant_values=-100)
+    hidden = model(tokens, dtype=dtype, execution=execution)
+    cap = model.config.logits_softcap
+    return linear_cross_entropy(hidden, model.head_matrix, labels, softcap=cap, reduction="none")[
+        :, :-1
+    ]
+
+
+def by_position(
+    model: Decoder,
+    tokenizer: Tokenizer,
+    documents: Any,
+    *,
+    length: int,
+    buckets: int,
+    limit: int,
+    dtype: jnp.dtype,
+    execution: Execution = Execution(),  # noqa: B008 (frozen)
+) -> list[dict]:
+    """Rows of loss (nats a token) and perplexity in each of `buckets` equal ranges of positions,
+    over the first `length` tokens of at most `limit` documents that have so many.
+
+    Raises:
+      ValueError: no document has.
+    """
+    sums, seen, longest = np.zeros(length - 1), 0, 0
+    for document in documents:
+        text = document if isinstance(document, str) else None
+        tokens = np.asarray(document) if text is None else tokenizer.encode_prompt(text)
+        longest = max(longest, len(tokens))
+        if len(tokens) < length:
+            continue
+        sums += np.asarray(
+            _losses(model, jnp.asarray(tokens[None, :length]), dtype=dtype, execution=execution)[0]
+        )
+        seen += 1
+        if seen == limit:
+            break
+    if not seen:
+        raise ValueError(
+            f"no document has {length} tokens, the longest has {longest}; lower --length, or give "
+            "longer text"
+        )
+    rows = []
+    for part in np.array_split(np.arange(length - 1), buckets):
+        loss = float(sums[part].mean() / seen)
+        rows.append(
+            dict(
+                start=int(part[0]) + 1,
+                end=int(part[-1]) + 1,
+                documents=seen,
+                loss=loss,
+                perplexity=float(np.exp(loss)),
+            )
+        )
+    return rows
+
+
+def passkey_prompt(tokenizer: Tokenizer, length: int, depth: float, key: int) -> np.ndarray:
+    """At most `length` tokens of filler, with the key at `depth` of it (0 first, 1 last) and the
+    question at the end.
+
+    Raises:
+      ValueError: `length` has no room for them.
+    """
+    first, last = tokenizer.encode_prompt(INTRODUCTION), tokenizer.encode(QUESTION)
+    filler, hidden = tokenizer.encode(FILLER), tokenizer.encode(KEY.format(key))
+    room = (length - len(first) - len(last) - len(hidden)) // len(filler)
+    if room < 1:
+        least = len(first) + len(last) + len(hidden) + len(filler)
+        raise ValueError(f"a pass key needs {least} tokens, not {length}")
+    before = round(room * depth)
+    parts = [first, *[filler] * before, hidden, *[filler] * (room - before), last]
+    return np.concatenate(parts)
+
+
+def passkey(
+    model: Decoder,
+    tokenizer: Tokenizer,
+    *,
+    lengths: list[int],
+    depths: list[float],
+    trials: int,
+    seed: int,
+    dtype: jnp.dtype,
+    execution: Execution = Execution(),  # noqa: B008 (frozen)
+) -> list[dict]:
+    """Rows of the share of keys that the model gives back, by length (tokens) and depth."""
+    rng = np.random.default_rng(seed)
+    room = 1 + max(len(tokenizer.encode(f" {key}")) for key in (10_000, 55_555, 99_999))
+    rows = []
+    for length in lengths:
+        for depth in depths:
+            found = 0
+            for key in rng.integers(10_000, 100_000, trials).tolist():
+                prompt = passkey_prompt(tokenizer, length - room, depth, key)
+                *_, (text,) = continuations(
+                    model,
+                    tokenizer,
+                    [prompt],
+                    new_tokens=room,
+                    sampling=Sampling(temperature=0.0),
+                    dtype=dtype,
+                    execution=execution,
+                )
+                numbers = re.findall(r"\d+", text)
+                found += bool(numbers) and numbers[0] == str(key)
+            rows.append(dict(length=length, depth=depth, trials=trials, accuracy=found / trials))
+    return rows
+
+
+def plot(rows: list[dict], file: Path) -> None:
+    """Perplexity against position, or accuracy by length and depth."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 3.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    if "perplexity" in rows[0]:
+        edges = [row["start"] for row in rows] + [rows[-1]["end"]]
+        axes.stairs([row["perplexity"] for row in rows], edges, baseline=None)
+        axes.set(xlabel="position, tokens", ylabel="perplexity")
+    else:
+        lengths, depths = (sorted({row[k] for row in rows}) for k in ("length", "depth"))
+        grid = np.zeros((len(depths), len(lengths)))
+        for row in rows:
+            grid[depths.index(row["depth"]), lengths.index(row["length"])] = row["accuracy"]
+        image = axes.imshow(grid, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
+        axes.set(xlabel="length, tokens", ylabel="depth of the key")
+        axes.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths])
+        axes.set_yticks(range(len(depths)), [f"{d:.2f}" for d in depths])
+        figure.colorbar(image, label="keys given back")
+    figure.savefig(file, dpi=120)
+
+
+def table(rows: list[dict], title: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    shown = Table(title=title)
+    for name in rows[0]:
+        shown.add_column(name, justify="right")
+    for row in rows:
+        shown.add_row(*(f"{v:.4g}" if isinstance(v, float) else f"{v:,}" for v in row.values()))
+    Console().print(shown)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bptjax.evaluate", description=__doc__)
+    add = parser.add_argument
+    add("--model", required=True, help="Hugging Face, converted or run directory, or a hub id")
+    add("--data", help="file, directory or glob of long documents: perplexity by position")
+    add("--length", type=int, default=4096, help="tokens of a document that are read")
+    add("--buckets", type=int, default=8, help="ranges of positions")
+    add("--documents", type=int, default=16, help="at most so many")
+    add("--passkey-lengths", type=int, nargs="+", default=[], help="tokens: pass-key retrieval")
+    add("--depths", type=float, nargs="+", default=[0.0, 0.25, 0.5, 0.75, 1.0])
+    add("--trials", type=int, default=5, help="keys for each length and depth")
+    add("--seed", type=int, default=0)
+    add("--out", type=Path, default=Path("evaluation"), help="directory of rows and plots")
+    add("--tokenizer", help="the checkpoint's if left out")
+    add("--dtype", choices=["float32", "bfloat16", "float16"], help="the checkpoint's if left out")
+    add("--device", choices=["auto", "cpu", "gpu"], default="auto")
+    add("--debug", action="store_true", help="show the traceback of an error")
+    args = parser.parse_args(argv)
+    try:
+        _check(args)
+        documents = open_documents(args.data) if args.data else None
+        model, tokenizer, dtype = load(
+            args.model, tokenizer=args.tokenizer, device=args.device, dtype=args.dtype
+        )
+        args.out.mkdir(parents=True, exist_ok=True)
+        if documents is not None:
+            rows = by_position(
+                model,
+                tokenizer,
+                documents,
+                length=args.length,
+                buckets=args.buckets,
+                limit=args.documents,
+                dtype=dtype,
+            )
+            _tell(rows, "perplexity by position", args.out / "perplexity")
+        if args.passkey_lengths:
+            rows = passkey(
+                model,
+                tokenizer,
+                lengths=args.passkey_lengths,
+                depths=args.depths,
+                trials=args.trials,
+                seed=args.seed,
+                dtype=dtype,
+            )
+            _tell(rows, "pass keys given back", args.out / "passkey")
+    except (ValueError, OSError) as error:
+        return fail(error, 2, args.debug)
+    return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    if not args.data and not args.passkey_lengths:
+        raise ValueError("give --data for perplexity, --passkey-lengths for retrieval, or both")
+    if args.length < 2 or not 1 <= args.buckets < args.length:
+        raise ValueError(
+            f"--length={args.length} is at least 2, and --buckets={args.buckets} fewer than that"
+        )
+    if args.documents < 1 or args.trials < 1:
+        raise ValueError("--documents and --trials are at least 1")
+    if not all(0.0 <= depth <= 1.0 for depth in args.depths):
+        raise ValueError(f"--depths {args.depths}: each is in [0, 1]")
+
+
+def _tell(rows: list[dict], title: str, file: Path) -> None:
+    table(rows, title)
+    file.with_suffix(".json").write_text(json.dumps(rows, indent=1) + "\n")
+    plot(rows, file.with_suffix(".png"))
+    print(f"{file}.json\n{file}.png")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

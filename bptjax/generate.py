@@ -1,0 +1,142 @@
+"""`python -m bptjax.generate`: text from a Hugging Face checkpoint, a converted one, or a run."""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bptjax.config import fail
+from bptjax.data.tokenizer import Tokenizer, load_tokenizer
+from bptjax.generation import Sampling, generate
+from bptjax.hf.pretrained import Pretrained, find, open_pretrained
+from bptjax.metrics import printable
+from bptjax.models.config import EncoderConfig, Execution, ModelConfig
+from bptjax.models.decoder import Decoder
+from bptjax.parallel.mesh import select_devices
+
+
+def load(name: str, *, tokenizer: str | None, device: str, dtype: str | None):
+    """(decoder, tokenizer, dtype) of a checkpoint, on the first device. The dtype is the
+    parameters' own if left out.
+
+    Raises:
+      ValueError: what is wrong with it, in one line.
+    """
+    first = select_devices(device)[0]
+    model = open_pretrained(ModelConfig(name_or_path=name))
+    if isinstance(model.config, EncoderConfig):
+        raise ValueError(f"{name} is an encoder; it writes no text")
+    kind = jnp.dtype(dtype or model.kinds["embedding"][0])
+    text = load_tokenizer(tokenizer or tokenizer_of(name, model))
+    return model.load(jax.sharding.SingleDeviceSharding(first), kind), text, kind
+
+
+def tokenizer_of(name: str, model: Pretrained) -> Path:
+    """The directory of a checkpoint's tokenizer: what a run trained with comes first."""
+    here = find(name)
+    return here if model.companions is None or model.read is not None else model.companions
+
+
+def continuations(
+    model: Decoder,
+    tokenizer: Tokenizer,
+    prompts: list[np.ndarray],
+    *,
+    stop_strings: list[str] = [],  # noqa: B006 (not changed)
+    **options,
+) -> Iterator[list[str]]:
+    """The texts so far that follow the prompts, after each token; a text ends before a stop string
+    or an end-of-text token.
+    """
+    stop = tokenizer.stop_ids
+    tokens: list[list[int]] = [[] for _ in prompts]
+    texts, ended = ["" for _ in prompts], [False] * len(prompts)
+    for new in generate(model, prompts, stop=stop, **options):
+        for i, token in enumerate(new.tolist()):
+            if ended[i] or token < 0:
+                continue
+            if token in stop:
+                ended[i] = True
+                continue
+            tokens[i].append(token)
+            texts[i] = tokenizer.decode(tokens[i])
+            found = [at for s in stop_strings if (at := texts[i].find(s)) >= 0]
+            if found:
+                texts[i], ended[i] = texts[i][: min(found)], True
+        yield list(texts)
+        if all(ended):
+            return
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bptjax.generate", description=__doc__)
+    add = parser.add_argument
+    add("--model", required=True, help="Hugging Face, converted or run directory, or a hub id")
+    add("--prompt", action="append", default=[], help="may be given several times")
+    add("--prompt-file", action="append", default=[], type=Path, help="a text file with one prompt")
+    add("--chat", action="store_true", help="prompts are a user's turn, in the chat template")
+    add("--max-new-tokens", type=int, default=128)
+    add("--temperature", type=float, default=1.0, help="0 takes the likeliest token")
+    add("--top-k", type=int, default=0, help="0 for all")
+    add("--top-p", type=float, default=1.0)
+    add("--repetition-penalty", type=float, default=1.0)
+    add("--stop", action="append", default=[], help="a string that ends the text")
+    add("--seed", type=int, default=0)
+    add("--prefill-chunk", type=int, default=2048, help="tokens of the prompt read at a time")
+    add("--tokenizer", help="the checkpoint's if left out")
+    add("--dtype", choices=["float32", "bfloat16", "float16"], help="the checkpoint's if left out")
+    add("--device", choices=["auto", "cpu", "gpu"], default="auto")
+    add("--debug", action="store_true", help="show the traceback of an error")
+    args = parser.parse_args(argv)
+    try:
+        if args.max_new_tokens < 1 or args.prefill_chunk < 1:
+            raise ValueError("--max-new-tokens and --prefill-chunk are at least 1")
+        texts = args.prompt + [file.read_text() for file in args.prompt_file]
+        if not texts:
+            raise ValueError("give --prompt or --prompt-file")
+        sampling = Sampling(args.temperature, args.top_k, args.top_p, args.repetition_penalty)
+        model, tokenizer, dtype = load(
+            args.model, tokenizer=args.tokenizer, device=args.device, dtype=args.dtype
+        )
+        encode = tokenizer.encode_chat if args.chat else tokenizer.encode_prompt
+        stream = continuations(
+            model,
+            tokenizer,
+            [encode(text) for text in texts],
+            stop_strings=args.stop,
+            new_tokens=args.max_new_tokens,
+            sampling=sampling,
+            seed=args.seed,
+            prefill_chunk=args.prefill_chunk,
+            dtype=dtype,
+            execution=Execution(),
+        )
+        _show(stream, texts, args.stop)
+    except (ValueError, OSError) as error:
+        return fail(error, 2, args.debug)
+    return 0
+
+
+def _show(stream: Iterator[list[str]], prompts: list[str], stops: list[str]) -> None:
+    """One text as it is written; several, each under its prompt, when all are."""
+    shown, texts = 0, [""]
+    # What might turn into a stop string, or is half a character, waits.
+    wait = max((len(s) - 1 for s in stops), default=0)
+    for texts in stream:
+        if len(texts) == 1:
+            end = max(len(texts[0].rstrip("\ufffd")) - wait, shown)
+            print(printable(texts[0][shown:end]), end="", flush=True)
+            shown = end
+    if len(texts) == 1:
+        print(printable(texts[0][shown:]))
+        return
+    for prompt, text in zip(prompts, texts, strict=True):
+        print(f"== {printable(prompt[:60])}\n{printable(text)}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,354 @@
+"""Tensors on disk: safetensors files read one tensor and written one layer at a time."""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes  # noqa: F401  Without it NumPy knows no bfloat16, and safetensors fails.
+import numpy as np
+from flax import nnx
+from huggingface_hub import split_state_dict_into_shards_factory
+from safetensors import SafetensorError, safe_open
+
+from bptjax.hf.config import read_json
+from bptjax.hf.families import IGNORED, Family
+from bptjax.hf.rows import Row
+from bptjax.models.config import ModelConfig
+from bptjax.ops.position import extend_positions
+
+DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+NAMES = {name: code for code, name in DTYPES.items()}
+SINGLE, INDEX, PICKLED = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
+# Files that hold weights, ours or other formats', as opposed to what goes with them.
+WEIGHTS = (
+    ".safetensors",
+    ".bin",
+    ".index.json",
+    ".pt",
+    ".pth",
+    ".h5",
+    ".msgpack",
+    ".gguf",
+    ".onnx",
+)
+
+
+class Tensors:
+    """The tensors of a checkpoint directory, by name.
+
+    Args:
+      renamed: endings of names in old files, and what they are now.
+
+    Attributes:
+      kinds: name to (dtype, shape).
+
+    Raises:
+      ValueError: no weights, a missing or damaged file, a dtype that is not supported.
+    """
+
+    def __init__(self, directory: Path, renamed: tuple[tuple[str, str], ...] = ()):
+        self.directory = directory
+        self.kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
+        self._files: dict[str, tuple[Path, str]] = {}
+        for file in _files(directory):
+            with _opened(file) as tensors:
+                for name in tensors.keys():  # noqa: SIM118 (no mapping)
+                    part = tensors.get_slice(name)
+                    if part.get_dtype() not in DTYPES:
+                        known = ", ".join(DTYPES)
+                        raise ValueError(f"{file}: {name} is {part.get_dtype()}, not {known}")
+                    now = name
+                    for old, new in renamed:
+                        now = name.removesuffix(old) + new if name.endswith(old) else now
+                    self.kinds[now] = DTYPES[part.get_dtype()], tuple(part.get_shape())
+                    self._files[now] = file, name
+
+    def read(self, name: str) -> np.ndarray:
+        # Opened anew for each: what is mapped counts as memory in use until it is closed.
+        file, written = self._files[name]
+        with _opened(file) as tensors:
+            return tensors.get_tensor(written)
+
+    def read_layer(self, name: str, layer: int) -> np.ndarray:
+        """One of those that are stacked on axis 0."""
+        file, written = self._files[name]
+        with _opened(file) as tensors:
+            return tensors.get_slice(written)[layer : layer + 1][0]
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    try:
+        with safe_open(file, framework="numpy") as tensors:
+            yield tensors
+    except SafetensorError as error:
+        raise ValueError(f"{file} is damaged or no safetensors file: {error}") from error
+    except OSError as error:
+        raise ValueError(f"{file}: {error.strerror or error}") from error
+
+
+def _files(directory: Path) -> list[Path]:
+    if (directory / INDEX).exists():
+        names = read_json(directory / INDEX).get("weight_map", {}).values()
+        files = [directory / name for name in dict.fromkeys(names)]
+        missing = [file.name for file in files if not file.exists()]
+        if missing or not files:
+            raise ValueError(f"{directory / INDEX} names files that are not there: {missing}")
+        return files
+    if (directory / SINGLE).exists():
+        return [directory / SINGLE]
+    raise ValueError(
+        f"{directory} has no {SINGLE}"
+        + (
+            f"; {PICKLED} needs torch, and holds code: convert it to safetensors first"
+            if (directory / PICKLED).exists() or list(directory.glob("pytorch_model-*.bin"))
+            else ""
+        )
+    )
+
+
+def names_of(row: Row, layers: int) -> list[str]:
+    """The row's names in the file, one a layer."""
+    return [row.hf.format(i) for i in range(layers)] if row.layered else [row.hf]
+
+
+class Checkpoint:
+    """The rows of a family found in a directory's tensors.
+
+    Raises:
+      ValueError: missing, unexpected and wrongly shaped tensors, all in one.
+    """
+
+    def __init__(self, directory: Path, family: Family, config: ModelConfig):
+        self.tensors, self.config = Tensors(directory, family.renamed), config
+        kinds = self.tensors.kinds
+        rows = list(family.rows(config))
+        self.prefix = family.prefix
+        if any(name.startswith(family.prefix) for name in kinds):
+            self.prefix = ""
+        self.rows = {row: self._names(row) for row in rows}
+        wanted = {n: row.shape for row, names in self.rows.items() for n in names}
+        missing = sorted(wanted.keys() - kinds.keys())
+        ignored = re.compile("|".join((*IGNORED, *family.ignored)))
+        others = sorted(n for n in kinds.keys() - wanted.keys() if not ignored.fullmatch(n))
+        others = [n for n in others if not self._same_as_tied(n)]
+        wrong = [
+            f"{n} is {list(kinds[n][1])}, not {list(shape)}"
+            for n, shape in wanted.items()
+            if n in kinds and kinds[n][1] != shape
+        ]
+        if missing or others or wrong:
+            problems = (("missing", missing), ("unexpected", others), ("wrong shape", wrong))
+            text = "; ".join(f"{what}: {_some(names)}" for what, names in problems if names)
+            raise ValueError(f"{directory}: {text}")
+
+    def _names(self, row: Row) -> list[str]:
+        strip = self.prefix
+        return [name.removeprefix(strip) for name in names_of(row, self.config.num_layers)]
+
+    def _same_as_tied(self, name: str) -> bool:
+        """Whether this is a copy of the embedding, which is the output embedding too."""
+        embedding = next(names[0] for row, names in self.rows.items() if row.ours == ("embedding",))
+        kinds = self.tensors.kinds
+        return (
+            self.config.tied_head
+            and name in ("lm_head.weight", "embed_out.weight")
+            and kinds[name] == kinds.get(embedding)
+            and self.tensors.read(name).tobytes() == self.tensors.read(embedding).tobytes()
+        )
+
+    def kinds(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """(dtype, shape) of each parameter by path, layers stacked."""
+        found = {}
+        for row, names in self.rows.items():
+            dtypes = {self.tensors.kinds[name][0] for name in names}
+            if len(dtypes) > 1:
+                raise ValueError(f"{row.hf} is {' and '.join(sorted(dtypes))}; use one dtype")
+            parts = row.split(np.broadcast_to(np.int8(0), row.shape))
+            layers = (len(names),) if row.layered else ()
+            for path, part in zip(row.ours, parts, strict=True):
+                found[path] = *dtypes, layers + part.shape
+        return found
+
+    def pieces(self) -> Iterator[tuple[str, int | None, np.ndarray]]:
+        """(path, layer, array) of every parameter, in the file's dtype."""
+        for row, names in self.rows.items():
+            for i, name in enumerate(names):
+                for path, part in zip(row.ours, row.split(self.tensors.read(name)), strict=True):
+                    yield path, i if row.layered else None, part
+
+    def params(self) -> Iterator[tuple[str, np.ndarray]]:
+        """(path, array), layers stacked on axis 0: one row of the table in memory at a time."""
+        stacks: dict[str, np.ndarray] = {}
+        kinds, last = self.kinds(), self.config.num_layers - 1
+        for path, layer, part in self.pieces():
+            if layer is None:
+                yield path, part
+                continue
+            if layer == 0:
+                stacks[path] = np.empty(kinds[path][1], part.dtype)
+            stacks[path][layer] = part
+            if layer == last:
+                yield path, stacks.pop(path)
+
+
+def place(model: Any, params: Iterator[tuple[str, np.ndarray]], config: ModelConfig) -> Any:
+    """The abstract `model` (ShapeDtypeStructs with shardings) with these arrays in it, each put
+    where it lives, in the dtype it has there. Learned positions are extended to the config's.
+    """
+    leaves, tree = jax.tree.flatten_with_path(model, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    at = {path_of(path): i for i, (path, _) in enumerate(leaves)}
+    found: list[Any] = [None] * len(leaves)
+    for path, array in params:
+        leaf = leaves[at[path]][1]
+        wanted = leaf.get_value()
+        if path == "positions":
+            array = extend_positions(array, config.max_positions, config.position_offset)
+        array = np.ascontiguousarray(array, wanted.dtype)
+        found[at[path]] = leaf.replace(
+            jax.make_array_from_callback(wanted.shape, wanted.sharding, array.__getitem__)
+        )
+    missing = [path for path, i in at.items() if found[i] is None]
+    assert not missing, missing
+    return jax.tree.unflatten(tree, found)
+
+
+def path_of(path: tuple) -> str:
+    """`layers.query.kernel` of a parameter's place in the model."""
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def write_hf(
+    directory: Path,
+    rows: Sequence[Row],
+    layers: int,
+    read: Callable[[str, int | None], np.ndarray],
+    kind: Callable[[str], str],
+    prefix: str,
+    max_shard_size: str,
+) -> None:
+    """The family's files from parameters that `read` gives by path and layer, `kind` their dtypes'
+    names. Names go without `prefix`.
+    """
+
+    def names(row):
+        return [name.removeprefix(prefix) for name in names_of(row, layers)]
+
+    entries = {name: (kind(row.ours[0]), row.shape) for row in rows for name in names(row)}
+    with Writer(directory, entries, max_shard_size) as writer:
+        for row in rows:
+            for i, name in enumerate(names(row)):
+                layer = i if row.layered else None
+                writer.write(name, row.join(*(read(path, layer) for path in row.ours)))
+
+
+class Writer:
+    """safetensors files whose tensors arrive in any order; each goes straight to its place.
+
+    Args:
+      entries: name to (dtype, shape).
+      max_shard_size: such as 5GB; several files and an index where it does not suffice.
+    """
+
+    def __init__(
+        self, directory: Path, entries: dict[str, tuple[str, tuple[int, ...]]], max_shard_size: str
+    ):
+        def size(entry):
+            return int(np.prod(entry[1], dtype=np.int64)) * np.dtype(entry[0]).itemsize
+
+        plan = split_state_dict_into_shards_factory(
+            entries,
+            get_storage_size=size,
+            filename_pattern="model{suffix}.safetensors",
+            max_shard_size=max_shard_size,
+        )
+        self._entries, self._places, self._left = entries, {}, set(entries)
+        for file, names in plan.filename_to_tensors.items():
+            header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+            end = 0
+            for name in names:
+                dtype, shape = entries[name]
+                begin, end = end, end + size(entries[name])
+                offsets = [begin, end]
+                header[name] = dict(dtype=NAMES[dtype], shape=shape, data_offsets=offsets)
+            text = json.dumps(header).encode()
+            text += b" " * (-len(text) % 8)
+            with (directory / file).open("wb") as stream:
+                stream.write(len(text).to_bytes(8, "little") + text)
+                stream.truncate(8 + len(text) + end)
+            for name in names:
+                start = 8 + len(text) + header[name]["data_offsets"][0]
+                self._places[name] = directory / file, start
+        if plan.is_sharded:
+            index = dict(metadata=plan.metadata, weight_map=plan.tensor_to_filename)
+            (directory / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+    def write(self, name: str, array: np.ndarray, layer: int | None = None) -> None:
+        """A tensor, or one layer of it."""
+        dtype, shape = self._entries[name]
+        wanted = tuple(shape if layer is None else shape[1:])
+        if (array.dtype.name, array.shape) != (dtype, wanted):
+            raise ValueError(f"{name}: {array.dtype}{array.shape}, planned {dtype}{wanted}")
+        file, start = self._places[name]
+        with file.open("r+b") as stream:
+            stream.seek(start + (layer or 0) * array.nbytes)
+            stream.write(np.ascontiguousarray(array).view(np.uint8).data)
+        if layer is None or layer == shape[0] - 1:
+            self._left.discard(name)
+
+    def __enter__(self) -> "Writer":
+        return self
+
+    def __exit__(self, kind: Any, *rest: Any) -> None:
+        if kind is None and self._left:
+            raise ValueError(f"not written: {_some(sorted(self._left))}")
+
+
+def companions(directory: Path) -> list[Path]:
+    """What goes with the weights: config, tokenizer, chat template, generation config."""
+    return [
+        file
+        for file in sorted(directory.iterdir())
+        if file.is_file() and not file.name.endswith(WEIGHTS) and not file.name.startswith(".")
+    ]
+
+
+def copy_companions(source: Path, target: Path) -> None:
+    target.mkdir(parents=True, exist_ok=True)
+    for file in companions(source):
+        shutil.copyfile(file, target / file.name)
+
+
+@contextmanager
+def whole(out: Path) -> Iterator[Path]:
+    """A directory beside `out` that takes its name when all of it is written; else it goes.
+
+    Raises:
+      ValueError: `out` exists and is not empty, or cannot be written.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"{out} exists; choose another directory")
+    beside = out.parent / f".{out.name}.{os.getpid()}.tmp"
+    try:
+        beside.mkdir(parents=True)
+    except OSError as error:
+        raise ValueError(f"{out} cannot be written: {error.strerror}") from error
+    try:
+        yield beside
+        if out.exists():
+            out.rmdir()
+        beside.rename(out)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def _some(names: Sequence[str]) -> str:
+    """All of a few, the first of many."""
+    shown = ", ".join(names[:8])
+    return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} more"

@@ -1,0 +1,164 @@
+"""A model on disk, whatever wrote it: a Hugging Face directory, a converted one, or a run."""
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from bptjax.checkpoint import Checkpoints
+from bptjax.hf.config import merge, read_config
+from bptjax.hf.families import Family
+from bptjax.hf.io import SINGLE, Checkpoint, Tensors, place
+from bptjax.models.config import EncoderConfig, ModelConfig
+from bptjax.models.decoder import Decoder
+from bptjax.models.encoder import Encoder
+
+# What came with a checkpoint from Hugging Face, in a run and in a converted directory.
+COMPANIONS = "hf"
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """
+    Attributes:
+      config: the architecture, as it is to be run.
+      family: of Hugging Face; None for a model that never was one.
+      read_as: the architecture of config.json.
+      companions: the directory of config.json and tokenizer; None likewise.
+      kinds: (dtype, shape) of each parameter by path, layers stacked.
+      pieces: all parameters in turn, as (path, layer, array).
+      params: likewise, layers stacked, as (path, array).
+      read: one of them, by path and layer; None for a Hugging Face directory, whose tensors may
+        hold several.
+    """
+
+    config: ModelConfig
+    family: Family | None
+    read_as: ModelConfig | None
+    companions: Path | None
+    kinds: dict[str, tuple[str, tuple[int, ...]]]
+    pieces: Callable[[], Iterator[tuple[str, int | None, np.ndarray]]]
+    params: Callable[[], Iterator[tuple[str, np.ndarray]]]
+    read: Callable[[str, int | None], np.ndarray] | None
+
+    def load(self, where: jax.sharding.Sharding, dtype: jnp.dtype = jnp.float32) -> Any:
+        """The model, in `dtype`, all of it on `where`."""
+        kind = Encoder if isinstance(self.config, EncoderConfig) else Decoder
+        model = jax.eval_shape(lambda: kind(self.config, jax.random.key(0), dtype))
+
+        def placed(leaf):
+            value = leaf.get_value()
+            return leaf.replace(jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=where))
+
+        return self.fill(jax.tree.map(placed, model, is_leaf=lambda x: isinstance(x, nnx.Variable)))
+
+    def fill(self, model: Any) -> Any:
+        """The abstract `model` (ShapeDtypeStructs with shardings) with the parameters in it."""
+        return place(model, self.params(), self.config)
+
+
+def open_pretrained(wanted: ModelConfig) -> Pretrained:
+    """The checkpoint `wanted.name_or_path`, with what else `wanted` sets.
+
+    Raises:
+      ValueError: what is wrong with it, in one line.
+    """
+    directory = find(str(wanted.name_or_path))
+    if (directory / "config.json").exists():
+        family, config = read_config(directory)
+        found = Checkpoint(directory, family, config)
+        how = found.kinds(), found.pieces, found.params, None
+        return Pretrained(merge(config, wanted), family, config, directory, *how)
+    companions = directory / COMPANIONS
+    family, read_as = read_config(companions) if companions.is_dir() else (None, None)
+    if (directory / "checkpoints").is_dir():
+        config, kinds, read = _open_run(directory, read_as)
+    elif read_as is not None and (directory / SINGLE).exists():
+        tensors = Tensors(directory)
+        config, kinds = read_as, tensors.kinds
+
+        def read(path, layer):
+            return tensors.read(path) if layer is None else tensors.read_layer(path, layer)
+    else:
+        raise ValueError(
+            f"{directory} is neither a Hugging Face checkpoint (no config.json), nor a converted "
+            "one, nor a run with checkpoints"
+        )
+
+    def params():
+        for path in kinds:
+            yield path, read(path, None)
+
+    def pieces():
+        for path, array in params():
+            yield path, None, array
+
+    companions = companions if read_as else None
+    merged = merge(config, wanted)
+    return Pretrained(merged, family, read_as, companions, kinds, pieces, params, read)
+
+
+def find(name: str) -> Path:
+    """The local directory, or that of the hub's copy where `name` is a hub id.
+
+    Raises:
+      ValueError: there is neither.
+    """
+    directory = Path(name).expanduser()
+    if directory.is_dir():
+        return directory
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or directory.exists():
+        raise ValueError(f"model.name_or_path={name} is no directory")
+    from huggingface_hub import snapshot_download
+
+    try:
+        patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except Exception as error:
+        # The hub's client raises what its transport raises.
+        raise ValueError(
+            f"model.name_or_path={name} is no directory here, and the hub does not give it: "
+            f"{str(error).splitlines()[0]}"
+        ) from error
+
+
+def _open_run(directory: Path, read_as: ModelConfig | None):
+    """The model of a run's newest whole checkpoint."""
+    import yaml
+
+    file = directory / "config.yaml"
+    try:
+        wanted = ModelConfig(**yaml.safe_load(file.read_text())["model"])
+    except (OSError, TypeError, KeyError, yaml.YAMLError) as error:
+        raise ValueError(f"{file} is not the config of a run: {error}") from error
+    checkpoints = Checkpoints(directory)
+    step = checkpoints.newest()
+    if step is None:
+        raise ValueError(f"{checkpoints.directory} has no finished checkpoint")
+    saved = checkpoints.kinds(step)
+    names = {
+        name.split("/", 1)[1].removesuffix("/value").replace("/", "."): name
+        for name in saved
+        if name.startswith("model/")
+    }
+    kinds = {path: saved[name] for path, name in names.items()}
+    if read_as is None:
+        config = replace(wanted, vocab_size=kinds["embedding"][1][0])
+    else:
+        config = merge(read_as, wanted)
+
+    @lru_cache(maxsize=3)
+    def whole(path):
+        return checkpoints.read(step, names[path])
+
+    def read(path, layer):
+        return whole(path) if layer is None else whole(path)[layer]
+
+    return config, kinds, read

@@ -1,0 +1,177 @@
+"""An encoder of text or images: embedding, layers, heads."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jaxtyping import Float, Int
+
+from bptjax.models.config import EncoderConfig, Execution
+from bptjax.models.layers import ACTIVATIONS, Linear, Norm, new_param
+from bptjax.models.stack import new_layers, run
+from bptjax.ops.dropout import dropout
+from bptjax.ops.mask import Mask
+from bptjax.parallel.mesh import constrain
+
+
+class MaskedHead(nnx.Module):
+    """What stands between the hidden states and their product with the input embedding."""
+
+    def __init__(self, config: EncoderConfig, key: Array, dtype: jnp.dtype):
+        D = (config.hidden_size,)
+        self.activation = config.activation
+        self.linear = Linear(
+            key, D, D, ("embed", None), std=config.init_std, bias=True, dtype=dtype
+        )
+        self.norm = Norm(config, dtype)
+        self.bias = nnx.Param(jnp.zeros(config.V, dtype), axes=("vocab",))
+
+    def __call__(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        return self.norm(ACTIVATIONS[self.activation](self.linear(hidden)))
+
+
+class Encoder(nnx.Module):
+    """Parameters and config; calls are pure. Layers are stacked on axis 0.
+
+    Args:
+      key: for new parameters; under `jax.eval_shape` none are made.
+      dtype: of the parameters.
+    """
+
+    def __init__(self, config: EncoderConfig, key: Array, dtype: jnp.dtype = jnp.float32):
+        D, std = config.hidden_size, config.init_std
+        keys = jax.random.split(key, 9)
+        images = config.image_size is not None
+
+        def table(key, rows, axis=None):
+            return new_param(key, (rows, D), (axis, "embed"), std, dtype)
+
+        def linear(key, inputs, outputs):
+            axes = (None, "embed") if outputs == D else ("embed", None)
+            return Linear(key, (inputs,), (outputs,), axes, std=std, bias=True, dtype=dtype)
+
+        h, w = config.patch_size or (0, 0)
+        self.config = config
+        self.embedding = None if images else table(keys[0], config.V, "vocab")
+        self.patches = linear(keys[1], config.channels * h * w, D) if images else None
+        self.first = table(keys[2], 1) if images else None
+        rows = config.patches + 1 if images else config.max_positions
+        self.positions = table(keys[3], rows)
+        self.types = table(keys[4], config.token_types) if config.token_types else None
+        self.embedding_norm = Norm(config, dtype) if config.embedding_norm else None
+        self.layers = new_layers(config, keys[5], dtype)
+        self.norm = Norm(config, dtype) if config.final_norm else None
+        self.pooler = linear(keys[6], D, config.pooler) if config.pooler else None
+        self.masked = MaskedHead(config, keys[7], dtype) if config.masked_head else None
+        self.classes = linear(keys[8], D, config.classes) if config.classes else None
+
+    def __call__(
+        self,
+        inputs: Int[Array, "B T"] | Float[Array, "B C height width"],
+        *,
+        token_types: Int[Array, "B T"] | None = None,
+        segments: Int[Array, "B T"] | None = None,
+        dropout_key: Array | None = None,
+        dtype: jnp.dtype = jnp.float32,
+        execution: Execution = Execution(),  # noqa: B008 (frozen)
+        remat: Callable[[Callable], Callable] = lambda f: f,
+    ) -> Float[Array, "B T D"]:
+        """Hidden states after the final norm, in `dtype`: of the tokens, or of the first token and
+        the image's patches, row by row.
+
+        Args:
+          token_types: 0 if left out.
+          segments: document numbers, 0 for padding; without them a row is one document.
+        """
+        x, place = self._embed(inputs, token_types, dropout_key, dtype)
+        x, _ = run(
+            self.layers,
+            self.config,
+            x,
+            mask=Mask(segments=segments),
+            dropout_key=dropout_key,
+            execution=execution,
+            remat=remat,
+            **place,
+        )
+        return x if self.norm is None else self.norm(x)
+
+    def hidden_states(
+        self,
+        inputs: Int[Array, "B T"] | Float[Array, "B C height width"],
+        *,
+        execution: Execution = Execution(),  # noqa: B008 (frozen)
+    ) -> list[Float[Array, "B T D"]]:
+        """The embeddings, the stream after each layer, and the final hidden states, in float32."""
+        x, place = self._embed(inputs, None, None, jnp.float32)
+        last, each = run(
+            self.layers,
+            self.config,
+            x,
+            mask=Mask(),
+            execution=execution,
+            hidden_states=True,
+            **place,
+        )
+        return [x, *each, last if self.norm is None else self.norm(last)]
+
+    def pooled(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B P"]:
+        """One vector a row.
+
+        Raises:
+          ValueError: the model has no pooler.
+        """
+        if self.pooler is None:
+            raise ValueError("model.pooler=0: the model has no pooled output")
+        return ACTIVATIONS[self.config.pooler_activation](self.pooler(hidden[:, 0]))
+
+    def logits(self, hidden: Float[Array, "B T D"]) -> Array:
+        """Float32 logits: `[B, T, V]` of a masked-language head, `[B, classes]` of a classifier.
+
+        Raises:
+          ValueError: the model has no head.
+        """
+        if self.classes is not None:
+            return self.classes(hidden[:, 0]).astype(jnp.float32)
+        if self.masked is None:
+            raise ValueError("the model has neither masked_head nor classes")
+        hidden, bias = self.masked(hidden), self.masked.bias[...].astype(jnp.float32)
+        table = self.embedding[...].astype(hidden.dtype)
+        logits = jnp.einsum("btd,vd->btv", hidden, table, preferred_element_type=jnp.float32)
+        return logits + bias[None, None]
+
+    def _embed(self, inputs, token_types, dropout_key, dtype):
+        config = self.config
+        if self.patches is not None:
+            x = self.patches(_patches(inputs.astype(dtype), config))
+            first = jnp.broadcast_to(self.first[...].astype(dtype), (x.shape[0], 1, x.shape[2]))
+            x = jnp.concatenate([first, x], 1)
+        else:
+            x = jnp.take(self.embedding[...], inputs, axis=0).astype(dtype)
+        B, T, _ = x.shape
+        if T > self.positions.shape[0]:
+            raise ValueError(f"{T} tokens, but {self.positions.shape[0]} learned positions")
+        x = x + self.positions[...][None, :T].astype(dtype)
+        if self.types is not None:
+            types = jnp.zeros((B, T), jnp.int32) if token_types is None else token_types
+            x = x + jnp.take(self.types[...], types, axis=0).astype(dtype)
+        if self.embedding_norm is not None:
+            x = self.embedding_norm(x)
+        rows = jnp.arange(B * T).reshape(B, T)
+        if dropout_key is not None:
+            key = jax.random.key_data(jax.random.fold_in(dropout_key, 0))
+            x = dropout(x, key, config.embedding_dropout or 0.0, rows)
+        positions = jnp.broadcast_to(jnp.arange(T), (B, T))
+        return constrain(x, "batch", "sequence", None), {"positions": positions, "rows": rows}
+
+
+def _patches(images: Float[Array, "B C height width"], config: EncoderConfig) -> Array:
+    """`[B, n, C · h · w]`, row by row."""
+    (height, width), (h, w) = config.image_size or (0, 0), config.patch_size or (1, 1)
+    B, C = images.shape[:2]
+    if images.shape[1:] != (config.channels, height, width):
+        raise ValueError(f"images {images.shape[1:]}, not {(config.channels, height, width)}")
+    cut = images.reshape(B, C, height // h, h, width // w, w)
+    return cut.transpose(0, 2, 4, 1, 3, 5).reshape(B, -1, C * h * w)

@@ -1,0 +1,149 @@
+"""The layers of a model, in one scan."""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Int
+
+from bptjax.models.config import Execution, ModelConfig
+from bptjax.models.layers import Layer
+from bptjax.ops.attention import attention
+from bptjax.ops.block import block
+from bptjax.ops.feed_forward import feed_forward
+from bptjax.ops.mask import Mask
+from bptjax.ops.position import alibi_slopes
+from bptjax.parallel.mesh import constrain
+
+# Rotary scalings whose frequencies depend on how far the text reaches.
+BY_LENGTH = ("dynamic", "longrope")
+
+
+def new_layers(config: ModelConfig, key: Array, dtype: jnp.dtype) -> Layer:
+    """New layers, their parameters stacked on axis 0."""
+    keys = jax.random.split(key, config.num_layers)
+    return jax.vmap(lambda key: Layer(config, key, dtype))(keys)
+
+
+def run(
+    layers: Layer,
+    config: ModelConfig,
+    x: Float[Array, "B T D"],
+    *,
+    positions: Int[Array, "B T"],
+    rows: Int[Array, "B T"],
+    mask: Mask,
+    length: Array | int | None = None,
+    dropout_key: Array | None = None,
+    execution: Execution,
+    remat: Callable[[Callable], Callable] = lambda f: f,
+    past: tuple[Array, Array, Array] | None = None,
+    hidden_states: bool = False,
+) -> tuple[Float[Array, "B T D"], tuple | Array | None]:
+    """The residual stream after the last layer.
+
+    Args:
+      positions: of each token in its document, for rotary embeddings.
+      rows: a number for each token of the batch, for dropout.
+      mask: who sees whom, but for the windows, which are the layers' own.
+      length: the longest position read, plus one; from `positions` if left out.
+      dropout_key: None for no dropout.
+      remat: wraps the function of one layer.
+      past: keys and values `[L, B, S, K, H]` of a cache, and how many tokens it holds: those of
+        these tokens are written behind them, and all are read.
+      hidden_states: return the stream after every layer.
+
+    Returns:
+      the stream, and the keys and values with these tokens in them, or the stream after each layer
+      `[L, B, T, D]`, or None.
+    """
+    if not any(_rope_type(p) in BY_LENGTH for p in config.ropes):
+        length = None
+    elif length is None:
+        length = positions.max() + 1
+    else:
+        length = jnp.asarray(length)
+    kinds = jnp.asarray(config.kinds)
+    alibi = None
+    if config.position == "alibi":
+        slopes = alibi_slopes(config.num_heads, interleaved=config.alibi_interleaved)
+        alibi = jnp.asarray(config.alibi_scale * slopes)
+
+    def step(carry, scanned):
+        (x, old), (layer, number, kind) = carry, scanned
+        keys, place = _keys(dropout_key, number), (positions, kind, length)
+        k, v = layer.keys_values(x, place)
+        if past is not None:
+            old, k, v = _recall(old, (k, v), number - 1, past[2])
+        options = dict(
+            mask=mask.within(config.windows, kind),
+            alibi=alibi,
+            scale=config.attention_scale,
+            softcap=config.attention_softcap,
+            dropout=(config.attention_dropout or 0.0) if keys else 0.0,
+            dropout_key=keys[0] if keys and config.attention_dropout else None,
+            impl=execution.attention,
+            q_chunk=execution.q_chunk,
+            k_chunk=execution.k_chunk,
+        )
+        shared = layer, place[1:], keys and keys[1:]
+        finish = _fused if execution.schedule == "fused" else partial(_split, execution.ffn_chunk)
+        x = finish(shared, (x, positions, rows), k.astype(x.dtype), v.astype(x.dtype), options)
+        x = constrain(x, "batch", "sequence", None)
+        return (x, old), x if hidden_states else None
+
+    # The whole cache is carried, and so written in place.
+    start = (x, None if past is None else past[:2])
+    numbers = jnp.arange(1, config.num_layers + 1)
+    (x, old), each = jax.lax.scan(remat(step), start, (layers, numbers, kinds))
+    return x, each if past is None else old
+
+
+def _recall(old, new, layer, held):
+    """The cache with a layer's new keys and values behind those held, and all of that layer's."""
+    zero = jnp.zeros_like(held)
+    at = (layer, zero, held, zero, zero)
+    old = tuple(
+        jax.lax.dynamic_update_slice(whole, part[None].astype(whole.dtype), at)
+        for whole, part in zip(old, new, strict=True)
+    )
+    return old, *(jax.lax.dynamic_index_in_dim(whole, layer, keepdims=False) for whole in old)
+
+
+def _rope_type(parameters: dict) -> str:
+    return parameters.get("rope_type", parameters.get("type", "default"))
+
+
+def _keys(key: Array | None, number: Array) -> tuple[Array, Array, Array] | None:
+    """A layer's dropout keys: attention, after attention, after the feed-forward."""
+    if key is None:
+        return None
+    first, second, third = jax.random.split(jax.random.fold_in(key, number), 3)
+    return first, jax.random.key_data(second), jax.random.key_data(third)
+
+
+def _query(shared, chunk):
+    layer, (kind, length), _ = shared
+    x, positions, _ = chunk
+    return layer.queries(x, (positions, kind, length))
+
+
+def _finish(shared, chunk, out):
+    layer, _, keys = shared
+    x, _, rows = chunk
+    return layer.finish(x, out, rows, keys)
+
+
+def _split(ffn_chunk, shared, tokens, k, v, options):
+    """Attention over the whole sequence, then the feed-forward in chunks."""
+    out = attention(_query(shared, tokens), k, v, **options)
+    return feed_forward(
+        lambda shared, chunk: _finish(shared, *chunk), shared, (tokens, out), chunk=ffn_chunk
+    )
+
+
+def _fused(shared, tokens, k, v, options):
+    """Algorithm 1: attention and feed-forward, one block of queries at a time."""
+    return block(_query, _finish, shared, tokens, k, v, **options)

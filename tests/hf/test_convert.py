@@ -1,0 +1,330 @@
+"""Conversion: every tensor comes back bit for bit, and what is wrong is said in one line."""
+
+import json
+import shutil
+
+import ml_dtypes  # noqa: F401
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from bptjax import convert
+from bptjax.hf.config import merge, read_config
+from bptjax.hf.io import Tensors, companions
+from bptjax.hf.pretrained import open_pretrained
+from bptjax.models.config import ModelConfig
+from hf.cases import CASES, ENCODERS, config
+
+
+def tensors(directory):
+    found = Tensors(directory)
+    return {name: (found.kinds[name], found.read(name).tobytes()) for name in found.kinds}
+
+
+def there_and_back(directory, tmp_path, **how):
+    convert.to_bptjax(str(directory), tmp_path / "ours")
+    options = dict(dtype=None, max_shard_size="5GB") | how
+    convert.to_hf(str(tmp_path / "ours"), tmp_path / "back", **options)
+    return tmp_path / "back"
+
+
+@pytest.mark.parametrize("name", [*CASES, *ENCODERS])
+def test_every_tensor_comes_back(theirs, tmp_path, name):
+    _, directory = theirs(name)
+    back = there_and_back(directory, tmp_path)
+    assert tensors(back) == tensors(directory)
+    assert json.loads((back / "config.json").read_text()) == json.loads(
+        (directory / "config.json").read_text()
+    )
+    assert [f.name for f in companions(back)] == [f.name for f in companions(directory)]
+
+
+@pytest.fixture
+def llama(tmp_path):
+    """A tiny checkpoint in bfloat16, made without torch."""
+
+    def make(name="hf", dtype="bfloat16", change=None, **keys):
+        directory = tmp_path / name
+        directory.mkdir()
+        raw = config("llama").to_dict() | dict(architectures=["LlamaForCausalLM"]) | keys
+        (directory / "config.json").write_text(json.dumps(raw, default=str))
+        family, model = read_config(directory)
+        rng = np.random.default_rng(0)
+        arrays = {
+            tensor: rng.normal(size=row.shape).astype(dtype)
+            for row in family.rows(model)
+            for tensor in (
+                [row.hf.format(i) for i in range(model.num_layers)] if row.layered else [row.hf]
+            )
+        }
+        save_file(change(arrays) if change else arrays, directory / "model.safetensors")
+        return directory
+
+    return make
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_dtypes_and_shards(llama, tmp_path, dtype):
+    directory = llama(dtype=dtype)
+    back = there_and_back(directory, tmp_path, max_shard_size="20KB")
+    assert len(list(back.glob("model-*.safetensors"))) > 2
+    assert tensors(back) == tensors(directory)
+    # From the shards once more.
+    again = tmp_path / "again"
+    again.mkdir()
+    assert tensors(there_and_back(back, again)) == tensors(directory)
+
+
+def test_what_goes_with_the_weights_comes_along(llama, tmp_path):
+    directory = llama(something_new={"a": [1, 2]})
+    for name in ("tokenizer.json", "chat_template.jinja", "generation_config.json"):
+        (directory / name).write_text(f'{{"of": "{name}"}}')
+    back = there_and_back(directory, tmp_path)
+    assert json.loads((back / "config.json").read_text())["something_new"] == {"a": [1, 2]}
+    for name in ("tokenizer.json", "chat_template.jinja", "generation_config.json"):
+        assert (back / name).read_bytes() == (directory / name).read_bytes()
+
+
+def test_transformers_loads_what_comes_back(theirs, tmp_path, capfd):
+    torch = pytest.importorskip("torch")
+    import transformers
+
+    model, directory = theirs("llama")
+    back = there_and_back(directory, tmp_path, max_shard_size="20KB")
+    capfd.readouterr()
+    transformers.utils.logging.set_verbosity_warning()
+    again, info = transformers.AutoModelForCausalLM.from_pretrained(back, output_loading_info=True)
+    transformers.utils.logging.set_verbosity_error()
+    assert not any(info.values()), info
+    assert not capfd.readouterr().err
+    for a, b in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_command_line(theirs, tmp_path, capsys):
+    pytest.importorskip("torch")
+    _, directory = theirs("qwen3")
+    out, back = str(tmp_path / "out"), str(tmp_path / "back")
+    assert convert.main(["hf-to-bptjax", str(directory), out, "--verify"]) == 0
+    assert convert.main(["bptjax-to-hf", out, back, "--dtype", "bfloat16", "--verify"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("largest relative difference: logits ") == 2
+    assert {kind for kind, _ in Tensors(tmp_path / "back").kinds.values()} == {"bfloat16"}
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def cut_short(directory):
+    file = directory / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def no_safetensors(directory):
+    (directory / "model.safetensors").write_bytes(b"PK\x03\x04 something else altogether")
+
+
+def pickled(directory):
+    (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
+
+
+def shard_missing(directory):
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def config_cut(directory):
+    (directory / "config.json").write_text('{"model_type": "lla')
+
+
+def unknown_family(directory):
+    (directory / "config.json").write_text('{"model_type": "mamba"}')
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (cut_short, "model.safetensors is damaged"),
+        (no_safetensors, "is damaged or no safetensors file"),
+        (pickled, "pytorch_model.bin"),
+        (shard_missing, "names files that are not there"),
+        (config_cut, "config.json is damaged"),
+        (unknown_family, "model_type='mamba' is not supported; there are llama"),
+        (lambda directory: (directory / "config.json").unlink(), "is neither a Hugging Face"),
+    ],
+)
+def test_damage_is_named_and_leaves_nothing(llama, tmp_path, capsys, damage, message):
+    directory = llama()
+    damage(directory)
+    before = sorted(tmp_path.iterdir())
+    assert convert.main(["hf-to-bptjax", str(directory), str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_failure_half_way_leaves_nothing(llama, tmp_path, monkeypatch):
+    directory = llama()
+    before = sorted(tmp_path.iterdir())
+    read, count = Tensors.read, iter(range(5))
+
+    def fails(self, name):
+        if next(count, None) is None:
+            raise OSError("the disk is gone")
+        return read(self, name)
+
+    monkeypatch.setattr(Tensors, "read", fails)
+    with pytest.raises(OSError):
+        convert.to_bptjax(str(directory), tmp_path / "out")
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_missing_unexpected_and_misshapen_tensors_are_listed_together(llama):
+    def change(arrays):
+        arrays["model.norm.weight"] = arrays["model.norm.weight"][:7]
+        del arrays["model.layers.1.mlp.up_proj.weight"]
+        return arrays | {"model.extra": np.zeros(3, np.float32)}
+
+    directory = llama(change=change)
+    with pytest.raises(
+        ValueError,
+        match=r"missing: model.layers.1.mlp.up_proj.weight; unexpected: model.extra; "
+        r"wrong shape: model.norm.weight is \[7\], not \[32\]",
+    ):
+        open_pretrained(ModelConfig(name_or_path=str(directory)))
+
+
+def test_out_is_not_written_over(llama, tmp_path, capsys):
+    directory = llama()
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "precious").write_text("kept")
+    assert convert.main(["hf-to-bptjax", str(directory), str(out)]) == 2
+    assert "exists; choose another" in capsys.readouterr().err
+    assert (out / "precious").read_text() == "kept"
+
+
+def test_bare_model_files_are_read(llama, tmp_path):
+    """Files saved without the head leave the names' beginning out."""
+    keys = dict(tie_word_embeddings=True)
+    whole = llama(**keys)
+    bare = llama(
+        "bare", change=lambda a: {n.removeprefix("model."): x for n, x in a.items()}, **keys
+    )
+    one, other = (open_pretrained(ModelConfig(name_or_path=str(d))) for d in (whole, bare))
+    for (path, a), (same, b) in zip(one.params(), other.params(), strict=True):
+        assert path == same and a.tobytes() == b.tobytes()
+
+
+def test_a_copy_of_the_tied_head_passes_and_another_does_not(llama):
+    def copied(arrays):
+        return arrays | {"lm_head.weight": arrays["model.embed_tokens.weight"]}
+
+    def other(arrays):
+        return arrays | {"lm_head.weight": arrays["model.embed_tokens.weight"] * 2}
+
+    keys = dict(tie_word_embeddings=True)
+    open_pretrained(ModelConfig(name_or_path=str(llama("copied", change=copied, **keys))))
+    with pytest.raises(ValueError, match="unexpected: lm_head.weight"):
+        open_pretrained(ModelConfig(name_or_path=str(llama("other", change=other, **keys))))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("gpt2", dict(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx"),
+        ("gpt2", dict(add_cross_attention=True), "add_cross_attention"),
+        ("gpt2", dict(activation_function="tanh"), "activation 'tanh' is not supported"),
+        ("gemma2", dict(use_bidirectional_attention=True), "use_bidirectional_attention"),
+        ("gemma3", dict(attn_logit_softcapping=30.0), "attn_logit_softcapping"),
+        ("mpt", dict(attn_config=dict(qk_ln=True)), "qk_ln"),
+        ("mpt", dict(attn_config=dict(alibi=False)), "alibi"),
+        ("mpt", dict(logit_scale=0.5), "logit_scale"),
+        ("opt", dict(layerdrop=0.1), "layerdrop"),
+        ("falcon", dict(hidden_dropout=0.1), "hidden_dropout"),
+        ("falcon", dict(num_ln_in_parallel_attn=2), "needs new_decoder_architecture"),
+        ("llama", dict(quantization_config={"quant_method": "gptq"}), "quantization_config"),
+        ("bert", dict(is_decoder=True), "is_decoder"),
+        ("bert", dict(architectures=["BertForPreTraining"]), "BertForPreTraining"),
+        ("vit", dict(image_size=9), "does not divide"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(tmp_path, name, change, message):
+    raw = config(name).to_dict() | change
+    (tmp_path / "config.json").write_text(json.dumps(raw, default=str))
+    with pytest.raises(ValueError, match=message):
+        read_config(tmp_path)
+
+
+def test_what_a_training_config_may_set(llama):
+    _, read = read_config(llama(rope_parameters={"rope_type": "default", "rope_theta": 5e5}))
+    scaled = merge(read, ModelConfig(rope_parameters={"rope_type": "yarn", "factor": 4.0}))
+    assert scaled.rope_parameters == dict(
+        rope_type="yarn", factor=4.0, rope_theta=5e5, original_max_position_embeddings=2048
+    )
+    assert merge(read, ModelConfig(attention_dropout=0.1)).attention_dropout == 0.1
+    with pytest.raises(ValueError, match=r"model.hidden_size=64.*decides it \(32\)"):
+        merge(read, ModelConfig(hidden_size=64))
+
+
+def test_the_scaling_is_that_of_full_attention(tmp_path):
+    raw = config("gemma3").to_dict() | dict(model_type="gemma3_text")
+    (tmp_path / "config.json").write_text(json.dumps(raw, default=str))
+    _, read = read_config(tmp_path)
+    scaled = merge(read, ModelConfig(rope_parameters={"rope_type": "linear", "factor": 8.0}))
+    assert scaled.rope_parameters["full_attention"]["factor"] == 8.0
+    assert scaled.rope_parameters["sliding_attention"] == read.rope_parameters["sliding_attention"]
+
+
+def test_old_configs_are_read(llama):
+    """rope_theta and rope_scaling, as files from before transformers 5 have them."""
+    raw = dict(
+        rope_parameters=None,
+        rope_theta=5e5,
+        rope_scaling={"type": "linear", "factor": 2.0},
+    )
+    _, read = read_config(llama(**raw))
+    assert read.rope_parameters["rope_theta"] == 5e5
+    assert read.rope_parameters["factor"] == 2.0
+
+
+def test_learned_positions_are_extended(theirs, tmp_path):
+    _, directory = theirs("opt")
+    model = open_pretrained(ModelConfig(name_or_path=str(directory), max_positions=100))
+    assert model.config.max_positions == 100
+    import jax
+
+    decoder = model.load(jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    table = np.asarray(decoder.positions[...])
+    old = Tensors(directory).read("model.decoder.embed_positions.weight")
+    assert np.array_equal(table[:66], old) and np.array_equal(table[66:102], old[2:38])
+    shutil.rmtree(tmp_path)
+
+
+def test_header_is_what_safetensors_expects(llama, tmp_path):
+    back = there_and_back(llama(), tmp_path)
+    with safe_open(back / "model.safetensors", "numpy") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+def test_old_names_and_other_heads_of_bert_are_read(theirs, tmp_path):
+    """As google-bert/bert-base-uncased has them."""
+    _, directory = theirs("bert")
+    shutil.copyfile(directory / "config.json", tmp_path / "config.json")
+    found = Tensors(directory)
+    arrays = {n: found.read(n) for n in found.kinds}
+    old = {
+        n.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
+            "LayerNorm.bias", "LayerNorm.beta"
+        ): x
+        for n, x in arrays.items()
+    }
+    others = (
+        "bert.pooler.dense.weight",
+        "cls.seq_relationship.bias",
+        "bert.embeddings.position_ids",
+    )
+    old |= dict.fromkeys(others, np.zeros((2, 2), np.float32))
+    save_file(old, tmp_path / "model.safetensors")
+    one, other = (open_pretrained(ModelConfig(name_or_path=str(d))) for d in (directory, tmp_path))
+    for (path, a), (same, b) in zip(one.params(), other.params(), strict=True):
+        assert path == same and np.array_equal(a, b)

@@ -1,0 +1,74 @@
+"""A converted checkpoint trained, exported, and read by transformers."""
+
+import numpy as np
+import pytest
+
+from bptjax import convert
+from bptjax.data.tokenizer import ByteTokenizer
+from bptjax.hf.pretrained import COMPANIONS
+from bptjax.metrics import read_metrics
+from bptjax.train import main
+from hf.cases import config
+
+STEPS = 20
+SEQ = 48
+# Dropout off: the last evaluation is of the model as it is exported.
+FAMILIES = {
+    "llama": {},
+    "gpt_neox": {},
+    "bloom": {},
+    # Made longer than it was: its positions are tiled.
+    "gpt2": {"model.max_positions": 100, "model.residual_dropout": 0.0},
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_transformers_has_the_same_loss(tmp_path, name):
+    torch = pytest.importorskip("torch")
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    torch.manual_seed(0)
+    raw = config(name)
+    raw.vocab_size = ByteTokenizer.vocab_size
+    if name == "gpt2":
+        raw.attn_pdrop = raw.embd_pdrop = 0.0
+        raw.n_positions = 32
+    transformers.AutoModelForCausalLM.from_config(raw).save_pretrained(tmp_path / "hf")
+    text = "".join(f"{i} plus {i % 7} is {i + i % 7}. " for i in range(400))
+    (tmp_path / "text.txt").write_text(text)
+    options = {
+        "run_dir": tmp_path / "run",
+        "device": "cpu",
+        "model.name_or_path": tmp_path / "hf",
+        "data.path": tmp_path / "text.txt",
+        "data.tokenizer": "byte",
+        "data.packing": "none",
+        "train.max_steps": STEPS,
+        "train.seq_len": SEQ,
+        "train.per_device_train_batch_size": 2,
+        "optimizer.learning_rate": 0.01,
+        "parallel.fsdp": 4,
+        "parallel.dp": 2,
+    } | FAMILIES[name]
+    assert main([f"--{key}={value}" for key, value in options.items()]) == 0
+    losses = [
+        r["eval/loss"] for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if "eval/loss" in r
+    ]
+    assert losses[-1] < losses[0] - 0.5
+    assert (tmp_path / "run" / COMPANIONS / "config.json").exists()
+
+    out = tmp_path / "out"
+    assert convert.main(["bptjax-to-hf", str(tmp_path / "run"), str(out), "--verify"]) == 0
+    model = transformers.AutoModelForCausalLM.from_pretrained(out).eval()
+    # The held-out tail in rows of SEQ, as the run saw it.
+    tail = text[int(len(text) * 0.9) :]
+    tokens = np.concatenate([[256], ByteTokenizer().encode(tail), [256]])
+    total = count = 0
+    for at in range(0, len(tokens) - 1, SEQ):
+        row = torch.tensor(tokens[at : at + SEQ + 1], dtype=torch.long)[None]
+        with torch.no_grad():
+            logits = model(row[:, :-1]).logits
+        total += torch.nn.functional.cross_entropy(logits[0], row[0, 1:], reduction="sum").item()
+        count += row.shape[1] - 1
+    assert abs(total / count - losses[-1]) < 1e-4 * losses[-1]

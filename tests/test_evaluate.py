@@ -1,0 +1,115 @@
+"""Evaluation of long text: by position, and pass keys."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bptjax import evaluate
+from bptjax.data.tokenizer import ByteTokenizer
+from bptjax.models.config import ModelConfig
+from bptjax.models.decoder import Decoder
+from bptjax.ops.loss import linear_cross_entropy
+
+BYTES = ByteTokenizer()
+
+
+@pytest.fixture(scope="module")
+def model():
+    config = ModelConfig(vocab_size=257, hidden_size=32, num_layers=1, num_heads=2, init_std=0.3)
+    return Decoder(config, jax.random.key(0))
+
+
+def test_buckets_are_the_loss_cut_in_pieces(model):
+    documents = ["a short one", "abcdefg" * 10, "the quick brown fox " * 5]
+    rows = evaluate.by_position(
+        model, BYTES, documents, length=41, buckets=3, limit=9, dtype=jnp.float32
+    )
+    assert [(r["start"], r["end"]) for r in rows] == [(1, 14), (15, 27), (28, 40)]
+    assert rows[0]["documents"] == 2
+    wanted = []
+    for text in documents[1:]:
+        tokens = jnp.asarray(BYTES.encode_prompt(text)[None, :41])
+        labels = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)), constant_values=-100)
+        loss = linear_cross_entropy(model(tokens), model.head_matrix, labels, reduction="none")
+        wanted.append(loss[0, :40])
+    means = np.mean(wanted, 0)
+    for row, part in zip(rows, np.array_split(means, 3), strict=True):
+        assert row["loss"] == pytest.approx(part.mean(), rel=1e-5)
+        assert row["perplexity"] == pytest.approx(np.exp(part.mean()), rel=1e-4)
+
+
+def test_too_short_documents_are_refused(model):
+    with pytest.raises(ValueError, match="no document has 400 tokens, the longest has 12"):
+        evaluate.by_position(
+            model, BYTES, ["a short one"], length=400, buckets=3, limit=9, dtype=jnp.float32
+        )
+
+
+@pytest.mark.parametrize("depth", [0.0, 0.5, 1.0])
+def test_the_key_stands_at_its_depth(depth):
+    prompt = evaluate.passkey_prompt(BYTES, 2000, depth, 54_321)
+    assert 1900 < len(prompt) <= 2000
+    text = BYTES.decode(prompt.tolist())
+    assert text.startswith(evaluate.INTRODUCTION) and text.endswith(evaluate.QUESTION)
+    before, after = text.split(evaluate.KEY.format(54_321))
+    fillers = [part.count(evaluate.FILLER) for part in (before, after)]
+    assert fillers[0] / sum(fillers) == pytest.approx(depth, abs=0.05)
+
+
+def test_the_first_number_that_is_given_counts(model, monkeypatch):
+    """A model that finds the key, one that gives another number, and one that gives none."""
+    asked = []
+
+    def answers(model, tokenizer, prompts, **options):
+        text = tokenizer.decode(prompts[0].tolist())
+        key = text.split("The pass key is ")[1][:5]
+        asked.append(len(prompts[0]) + options["new_tokens"])
+        yield [[f" {key}. 1", f" 1 {key}", " none"][len(asked) % 3]]
+
+    monkeypatch.setattr(evaluate, "continuations", answers)
+    rows = evaluate.passkey(
+        model,
+        BYTES,
+        lengths=[600],
+        depths=[0.0, 1.0],
+        trials=3,
+        seed=0,
+        dtype=jnp.float32,
+    )
+    assert [row["accuracy"] for row in rows] == [1 / 3, 1 / 3]
+    assert max(asked) <= 600
+
+
+def test_command_line(tmp_path, capsys, model, monkeypatch):
+    text = tmp_path / "long.txt"
+    text.write_text("it was a dark and stormy night. " * 40)
+    monkeypatch.setattr(evaluate, "load", lambda *a, **k: (model, BYTES, jnp.dtype("float32")))
+    options = ["--model", "it", "--data", str(text), "--length", "64", "--buckets", "2"]
+    options += ["--passkey-lengths", "500", "--depths", "0.5", "--trials", "1"]
+    assert evaluate.main([*options, "--out", str(tmp_path / "out")]) == 0
+    said = capsys.readouterr().out
+    assert "perplexity by position" in said and "pass keys given back" in said
+    for name, count in (("perplexity", 2), ("passkey", 1)):
+        assert len(json.loads((tmp_path / "out" / f"{name}.json").read_text())) == count
+        assert (tmp_path / "out" / f"{name}.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "give --data for perplexity"),
+        (["--passkey-lengths", "500", "--depths", "2"], r"each is in \[0, 1\]"),
+        (["--data", "/nowhere"], "/nowhere"),
+        (["--data", "python-stdlib", "--length", "4", "--buckets", "4"], "fewer than that"),
+    ],
+)
+def test_bad_input_is_one_line(tmp_path, capsys, options, message):
+    import re
+
+    out = tmp_path / "out"
+    assert evaluate.main(["--model", "nowhere/it", *options, "--out", str(out)]) == 2
+    error = capsys.readouterr().err
+    assert re.search(message, error) and error.count("\n") == 1 and not out.exists()

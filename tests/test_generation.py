@@ -1,0 +1,244 @@
+"""Generation: greedy tokens as transformers', chunked prefill, sampling, the command line."""
+
+import itertools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hf.cases import CASES
+from hf.conftest import theirs  # noqa: F401 (a fixture)
+from hf.loading import load
+
+from bptjax import generate as command
+from bptjax.generation import Sampling, generate
+from bptjax.models.config import Execution, ModelConfig
+from bptjax.models.decoder import Decoder
+
+SMALL = Execution(q_chunk=8, k_chunk=8, ffn_chunk=10)
+GREEDY = Sampling(temperature=0.0)
+# Families' first case, and all whose options decoding has to know of.
+DECODED = [
+    name
+    for name in CASES
+    if ":" not in name
+    or any(word in name for word in ("window,", "dynamic", "longrope, long", "6 heads, par"))
+]
+
+
+@pytest.mark.parametrize("name", DECODED)
+def test_greedy_tokens_are_those_of_transformers(theirs, name):  # noqa: F811
+    """Prompts of three lengths at once, beyond every window and threshold of the cases."""
+    torch = pytest.importorskip("torch")
+    model, directory = theirs(name)
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(3, 61, n) for n in (5, 13, 9)]
+    tokens, mask = np.zeros((2, 3, 13), int)
+    for i, prompt in enumerate(prompts):
+        tokens[i, 13 - len(prompt) :], mask[i, 13 - len(prompt) :] = prompt, 1
+    wanted = model.generate(
+        torch.tensor(tokens),
+        attention_mask=torch.tensor(mask),
+        max_new_tokens=12,
+        do_sample=False,
+        pad_token_id=0,
+        eos_token_id=None,
+    )[:, 13:]
+    got = generate(
+        load(directory),
+        prompts,
+        new_tokens=12,
+        sampling=GREEDY,
+        execution=SMALL,
+    )
+    assert np.array_equal(np.stack(list(got), 1), wanted.numpy())
+
+
+@pytest.fixture(scope="module")
+def model():
+    config = ModelConfig(vocab_size=61, hidden_size=32, num_layers=2, num_heads=4, init_std=0.3)
+    return Decoder(config, jax.random.key(0))
+
+
+def run(model, prompts, **options):
+    how = dict(new_tokens=8, sampling=GREEDY, execution=SMALL) | options
+    return np.stack(list(generate(model, prompts, **how)), 1)
+
+
+def test_chunks_and_company_change_nothing(model):
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 61, n) for n in (1, 19)]
+    wanted = np.concatenate([run(model, [prompt]) for prompt in prompts])
+    for chunk in (1, 4, 100):
+        assert np.array_equal(run(model, prompts, prefill_chunk=chunk), wanted)
+
+
+def test_a_row_ends_at_its_stop_token(model):
+    prompts = [[1, 2, 3], [4, 5]]
+    free = run(model, prompts)
+    stop = int(free[0, 2])
+    got = run(model, prompts, stop=[stop])
+    for row, whole in zip(got, free, strict=True):
+        at = [*np.flatnonzero(whole == stop), len(whole)][0]
+        assert np.array_equal(row[: at + 1], whole[: len(row)][: at + 1])
+        assert (row[at + 1 :] == -1).all()
+
+
+def test_same_seed_same_text(model):
+    hot = dict(sampling=Sampling(temperature=2.0))
+    one, again, other = (run(model, [[1, 2]], seed=s, **hot) for s in (1, 1, 2))
+    assert np.array_equal(one, again) and not np.array_equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("options", "warpers"),
+    [
+        (dict(top_k=5), "TopKLogitsWarper"),
+        (dict(top_p=0.6), "TopPLogitsWarper"),
+        (dict(temperature=0.7), "TemperatureLogitsWarper"),
+        (dict(repetition_penalty=1.7), "RepetitionPenaltyLogitsProcessor"),
+    ],
+)
+def test_sampling_draws_from_the_distribution_of_transformers(options, warpers):
+    torch = pytest.importorskip("torch")
+    import transformers
+
+    logits = np.random.default_rng(0).normal(size=(1, 12)).astype(np.float32) * 2
+    past = np.array([[1, 4, 4, 7]])
+    warper = getattr(transformers, warpers)(*options.values())
+    wanted = torch.softmax(warper(torch.tensor(past), torch.tensor(logits)), -1).numpy()[0]
+    seen = jnp.zeros((1, 12), bool).at[0, past[0]].set(True)
+    draws = 20_000
+    keys = jax.random.split(jax.random.key(0), draws)
+    drawn = jax.vmap(lambda key: Sampling(**options).draw(jnp.asarray(logits), seen, key)[0])(keys)
+    share = np.bincount(np.asarray(drawn), minlength=12) / draws
+    assert set(np.flatnonzero(share)) <= set(np.flatnonzero(wanted))
+    assert np.abs(share - wanted).max() < 4 * np.sqrt(0.25 / draws)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(temperature=-1.0), "temperature"),
+        (dict(top_p=0.0), r"top_p=0.0 is not in \(0, 1\]"),
+        (dict(repetition_penalty=0.0), "repetition_penalty"),
+    ],
+)
+def test_impossible_sampling_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        Sampling(**options)
+
+
+def test_prefill_memory_does_not_grow_with_the_prompt():
+    """Beside the cache and the model."""
+    from bptjax.generation import _read
+    from bptjax.models.cache import Cache
+
+    config = ModelConfig(vocab_size=61, hidden_size=64, num_layers=2, num_heads=4)
+    model = jax.eval_shape(lambda: Decoder(config, jax.random.key(0)))
+
+    def temp(size):
+        cache = jax.eval_shape(lambda: Cache.empty(config, 1, size, jnp.float32))
+        tokens = jax.ShapeDtypeStruct((1, 128), jnp.int32)
+        lowered = _read.lower(
+            model, tokens, cache, 1, dtype=jnp.float32, execution=Execution(k_chunk=128)
+        )
+        held = lowered.compile().memory_analysis()
+        cached = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
+        return held.temp_size_in_bytes, cached
+
+    (small, _), (large, cached) = temp(1024), temp(8192)
+    # One layer's keys and values, in blocks.
+    assert large - small < 2 * cached / config.num_layers, (small, large, cached)
+
+
+@pytest.fixture(scope="module")
+def run_directory(tmp_path_factory):
+    """A byte model trained for a few steps, so that the command has something to load."""
+    from bptjax.train import main
+
+    directory = tmp_path_factory.mktemp("generate")
+    (directory / "text.txt").write_text("the cat sat on the mat. " * 200)
+    options = {
+        "run_dir": directory / "run",
+        "device": "cpu",
+        "data.path": directory / "text.txt",
+        "model.hidden_size": 32,
+        "model.num_layers": 1,
+        "train.max_steps": 200,
+        "train.seq_len": 48,
+        "train.per_device_train_batch_size": 4,
+        "optimizer.learning_rate": 0.02,
+        "parallel.fsdp": 1,
+        "parallel.dp": 8,
+    }
+    assert main([f"--{key}={value}" for key, value in options.items()]) == 0
+    return directory / "run"
+
+
+def test_command_line(run_directory, capsys):
+    base = ["--model", str(run_directory), "--device", "cpu", "--max-new-tokens", "40"]
+    assert command.main([*base, "--prompt", "the cat ", "--temperature", "0"]) == 0
+    text = capsys.readouterr().out
+    assert len(text) > 20 and "the" in text
+    word = text.split()[1]
+    assert command.main([*base, "--prompt", "the cat ", "--temperature", "0", "--stop", word]) == 0
+    assert capsys.readouterr().out.rstrip("\n") == text[: text.index(word)]
+    two = ["--prompt", "the cat ", "--prompt", "on", "--temperature", "0"]
+    assert command.main([*base, *two]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"== the cat \n{text}") and "== on\n" in said
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--prompt", "x", "--chat"], "has no chat template"),
+        ([], "give --prompt or --prompt-file"),
+        (["--prompt-file", "/nowhere"], "/nowhere"),
+        (["--prompt", "x", "--top-p", "2"], "top_p=2.0 is not in"),
+        (["--prompt", "x", "--model", "/nowhere"], "/nowhere is no directory"),
+    ],
+)
+def test_bad_input_is_one_line(run_directory, capsys, options, message):
+    base = ["--model", str(run_directory), "--device", "cpu"]
+    assert command.main([*base, *options]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_chat_template_and_stop_tokens(tmp_path):
+    """A tokenizer directory with a template; several end-of-text tokens."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<s>", "</s>", "<end>", "user", "assistant", "hello", ":", "?"]
+    raw = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="?"))
+    raw.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", eos_token="</s>")
+    fast.chat_template = (
+        "{% for m in messages %}{{ m.role + ' : ' + m.content + ' ' }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant :{% endif %}"
+    )
+    fast.save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 2]}))
+    from bptjax.data.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(tmp_path)
+    ids = tokenizer.encode_chat("hello").tolist()
+    assert ids == [words.index(w) for w in ("user", ":", "hello", "assistant", ":")]
+    assert tokenizer.stop_ids == [1, 2]
+
+
+def test_stop_strings_may_span_tokens(model):
+    from bptjax.data.tokenizer import CharTokenizer
+
+    letters = CharTokenizer([chr(65 + i) for i in range(61)])
+    options = dict(new_tokens=8, sampling=GREEDY, execution=SMALL)
+    prompts = [np.array([1, 2, 3])]
+    *_, (whole,) = command.continuations(model, letters, prompts, **options)
+    stop = whole[3:5]
+    texts = list(command.continuations(model, letters, prompts, stop_strings=[stop], **options))
+    assert texts[-1] == [whole[: whole.index(stop)]]
+    assert all(len(b[0]) <= len(a[0]) + 1 for b, a in itertools.pairwise(texts[::-1]))
