@@ -166,8 +166,10 @@ class Work:
             found["trace_s"], start = time.perf_counter() - start, time.perf_counter()
             run = lowered.compile()
             found["compile_s"] = time.perf_counter() - start
-            found["hlo_instructions"] = run.as_text().count(" = ")
-            found["temp_bytes"] = run.memory_analysis().temp_size_in_bytes
+            text, needs = run.as_text(), run.memory_analysis()
+            if text is not None and needs is not None:
+                found["hlo_instructions"] = text.count(" = ")
+                found["temp_bytes"] = needs.temp_size_in_bytes
         result = jax.block_until_ready(run(*self.operands))
         times = list(_times(lambda: run(*self.operands), self.config.repeats))
         found["step_ms"] = 1e3 * statistics.median(times)

@@ -116,7 +116,7 @@ def parse(argv: list[str], description: str, kind: type = Config) -> Any:
     Raises:
       ValueError: unknown key, wrong type, missing file or a value out of range, in one line.
     """
-    from jsonargparse import ArgumentParser
+    from jsonargparse import ArgumentParser, Namespace
 
     class Parser(ArgumentParser):
         def error(self, message: str, ex: Exception | None = None) -> NoReturn:
@@ -125,7 +125,12 @@ def parse(argv: list[str], description: str, kind: type = Config) -> Any:
     parser = Parser(description=description, allow_abbrev=False)
     parser.add_argument("--config", action="config", help="YAML file with the keys below")
     parser.add_class_arguments(kind, None)
-    values = parser.instantiate(parser.parse_args(argv))
+    parsed = parser.parse_args(argv)
+    for f in fields(kind):
+        # jsonargparse lets a number stand where a group belongs, and trips over it later.
+        if dataclasses.is_dataclass(f.type) and not isinstance(parsed[f.name], Namespace):
+            raise ValueError(f"{f.name}={parsed[f.name]}: a group of keys is expected")
+    values = parser.instantiate(parsed)
     return kind(**{f.name: values[f.name] for f in fields(kind)})
 
 
@@ -151,6 +156,13 @@ def _one_line(message: str, kind: type) -> str:
             near = difflib.get_close_matches(key, flatten(kind()), 1, 0.5)
             groups = ", ".join(f.name for f in fields(kind))
             return f"unknown key {key}; " + (f"nearest: {near[0]}" if near else f"known: {groups}")
+    wrong = (
+        r"Parser key \"(?P<key>[\w.]+)\": Expected an? (?P<type>.*?)\.? Got value: (?P<value>.*)"
+    )
+    if found := re.search(wrong, text):
+        wanted = re.sub(r"<class '(\w+)'>", r"\1", found["type"])
+        wanted = re.sub(r"(?:typing\.)?Literal\[(.*?)\]", r"one of \1", wanted)
+        return f"{found['key']}={found['value']}: expected {wanted}"
     return text
 
 
@@ -183,6 +195,8 @@ def claim(run_dir: Path, config: Config) -> None:
     import yaml
 
     file = run_dir / "config.yaml"
+    if run_dir.exists() and not run_dir.is_dir():
+        raise ValueError(f"run_dir={run_dir} is a file; choose another")
     if file.exists():
         ours = flatten(config)
         theirs = _flat(yaml.safe_load(file.read_text()), ours.keys())

@@ -1,6 +1,8 @@
 """A run from config to trained model: set up, train, save, resume, report."""
 
+import fcntl
 import math
+import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -28,6 +30,7 @@ from bptjax.metrics import (
     printable,
     read_metrics,
 )
+from bptjax.models.layers import rotary
 from bptjax.ops.attention import choose
 from bptjax.ops.attention.tile import Score
 from bptjax.ops.mask import Mask
@@ -96,6 +99,8 @@ def prepare(config: Config) -> Run:
             f"train.seq_len={config.train.seq_len} is more than "
             f"model.max_positions={model.max_positions}; set model.max_positions to extend them"
         )
+    if model.position == "rope":
+        rotary(model, 0, None)  # Refuses scalings that cannot be.
     score = Score(mask=Mask(causal=True), scale=1.0, dropout=model.attention_dropout or 0.0)
     picked, others = choose(config.memory.attention, score)
     task = Task(config, model, mesh, pretrained)
@@ -134,10 +139,12 @@ def fit(run: Run) -> int:
     config, task = run.config, run.task
     with ExitStack() as stack:
         stack.callback(run.batches.close)
+        stack.enter_context(_alone(run.directory))
         checkpoints = Checkpoints(
             run.directory, save_total_limit=config.checkpoint.save_total_limit
         )
         stack.callback(checkpoints.close)
+        stack.enter_context(_out_of_memory(run))
         restored = checkpoints.restore(task.abstract_state())
         start, state, extra = restored or (0, task.init_state(), {"tokens_seen": 0})
         if restored:
@@ -151,10 +158,9 @@ def fit(run: Run) -> int:
         if restored:
             progress.log(f"resumed at step {start} of {config.train.max_steps} in {run.directory}")
         loop = _Loop(run, checkpoints, writer, progress, state, start, extra["tokens_seen"])
-        with _out_of_memory(loop):
-            loop.train(stopped)
+        loop.train(stopped)
         if not stopped:
-            report(run, loop.state, checkpoints.directory, progress.log)
+            report(run, loop.state, progress.log)
     return 128 + stopped[0] if stopped else 0
 
 
@@ -286,7 +292,7 @@ class _Loop:
         self.throughput.resume()
 
 
-def report(run: Run, state: TrainState, checkpoints: Path, say: Callable[[str], None]) -> None:
+def report(run: Run, state: TrainState, say: Callable[[str], None]) -> None:
     """What came of it: held-out loss (for bytes, in bits beside the baselines), sample, files."""
     config = run.config
     losses = [
@@ -306,7 +312,7 @@ def report(run: Run, state: TrainState, checkpoints: Path, say: Callable[[str], 
     if config.train.sample_tokens:
         say("sample: " + sample(run, state))
     plot_loss(run.directory / "metrics.jsonl", run.directory / "loss.png")
-    say(f"checkpoint: {checkpoints / str(int(state.step))}")
+    say(f"checkpoint: {run.directory / 'checkpoints' / str(int(state.step))}")
     say(f"metrics:    {run.directory / 'metrics.jsonl'}")
     say(f"plot:       {run.directory / 'loss.png'}")
 
@@ -339,6 +345,19 @@ def _work(batch: dict[str, np.ndarray]) -> tuple[int, float]:
 
 
 @contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    """Holds the run directory against other processes; the lock goes with the process."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError as error:
+        raise ValueError(f"another process is running in {directory}") from error
+    finally:
+        os.close(handle)
+
+
+@contextmanager
 def _signals() -> Iterator[list[int]]:
     """A list that the first SIGINT or SIGTERM enters; the second does what it did before."""
     got: list[int] = []
@@ -360,18 +379,20 @@ def _signals() -> Iterator[list[int]]:
 
 
 @contextmanager
-def _out_of_memory(loop: _Loop) -> Iterator[None]:
+def _out_of_memory(run: Run) -> Iterator[None]:
     """Says what took the memory, and which knob to turn next."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
+        state = run.task.abstract_state()
         held = {
-            name: sum(x.nbytes for x in jax.tree.leaves(getattr(loop.state, name))) / 2**30
+            name: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(getattr(state, name)))
+            / 2**30
             for name in ("model", "opt_state")
         }
-        train, memory = loop.run.config.train, loop.run.config.memory
+        train, memory = run.config.train, run.config.memory
         rows = train.per_device_train_batch_size
         raise RunFailed(
             f"out of memory: parameters take {held['model']:.2f} GiB and the optimizer "

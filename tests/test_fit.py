@@ -1,5 +1,6 @@
 """Whole runs: they learn, stop, resume exactly, survive kills, and say clearly what is wrong."""
 
+import fcntl
 import json
 import os
 import random
@@ -7,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import jax
 import pytest
@@ -24,6 +26,8 @@ optimizer: {learning_rate: 1.0e-2}
 memory: {q_chunk: 16, k_chunk: 16, ffn_chunk: 16}
 checkpoint: {save_steps: 6}
 """
+
+CONFIGS = Path(__file__).parents[1] / "configs"
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +168,13 @@ def test_a_loss_that_is_not_finite_ends_the_run(arguments, tmp_path, capsys):
 
 BAD = {
     "unknown key": (["--train.max_stepz", "3"], "train.max_stepz; nearest: train.max_steps"),
-    "wrong type": (["--train.max_steps", "many"], "train.max_steps"),
+    "wrong type": (["--train.max_steps", "many"], "train.max_steps=many: expected int"),
+    "wrong choice": (["--model.norm", "batch"], "model.norm=batch: expected one of 'rms', 'layer'"),
+    "no such scaling": (
+        ["--model.rope_parameters", "{rope_type: yarm, rope_theta: 1.0}"],
+        "rope_type='yarm' is not known",
+    ),
+    "no such checkpoint": (["--model.name_or_path", "/nowhere"], "/nowhere is no directory"),
     "missing config": (["--config", "nowhere.yaml"], "nowhere.yaml"),
     "missing file": (["--data.path", "/nowhere.txt"], "/nowhere.txt"),
     "no heads": (["--model.num_heads", "3"], "num_heads=3"),
@@ -204,6 +214,17 @@ def test_bad_input_is_one_line_exit_2_and_no_trace(
     assert not run_dir.exists()
 
 
+def test_a_number_does_not_stand_for_a_group(tmp_path, capsys):
+    (tmp_path / "config.yaml").write_text("train: 3\n")
+    assert main(["--config", str(tmp_path / "config.yaml")]) == 2
+    assert capsys.readouterr().err == "error: train=3: a group of keys is expected\n"
+
+
+@pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.yaml")), ids=lambda file: file.stem)
+def test_every_config_is_read(file):
+    assert parse(["--config", str(file)], "").run_dir == f"runs/{file.stem}"
+
+
 def test_an_empty_data_set_is_refused(arguments, tmp_path, capsys):
     (tmp_path / "empty.jsonl").write_text("")
     command = [*arguments, "--data.path", str(tmp_path / "empty.jsonl")]
@@ -216,6 +237,16 @@ def test_another_config_does_not_write_over_a_run(arguments, uninterrupted, caps
     assert main([*arguments, "--run_dir", str(uninterrupted), "--model.num_layers", "2"]) == 2
     assert "model.num_layers=1, and this one has 2" in capsys.readouterr().err
     assert {p: p.read_bytes() for p in uninterrupted.glob("*.*")} == before
+
+
+def test_two_processes_do_not_share_a_run(arguments, tmp_path, capsys):
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    handle = os.open(run_dir, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    assert main([*arguments, "--run_dir", str(run_dir)]) == 2
+    assert "another process is running in" in capsys.readouterr().err
+    os.close(handle)
 
 
 def test_a_directory_with_something_else_is_not_taken(arguments, tmp_path, capsys):

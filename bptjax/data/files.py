@@ -55,7 +55,7 @@ class TextFile(Sequence[Document]):
             with self._open() as file:
                 self.spans = _spans(file, paragraphs=sample_by == "paragraph" and not self.json)
                 # A compressed stream cannot be entered in the middle.
-                self.data = file.getvalue() if path.suffix in CODECS else None
+                self.data = file.getvalue() if isinstance(file, io.BytesIO) else None
 
     def _open(self):
         if self.data is not None:
@@ -118,7 +118,8 @@ class RowGroup(Sequence[Document]):
 
 def row_groups(paths: Sequence[Path], text_key: str) -> list[RowGroup]:
     """The row groups of parquet files, with one cache of about 1 GiB of decoded groups."""
-    found, largest = [], 1
+    found: list[tuple[Path, int, int, str]] = []
+    largest = 1
     for path in paths:
         try:
             metadata = pq.read_metadata(path)
@@ -132,7 +133,7 @@ def row_groups(paths: Sequence[Path], text_key: str) -> list[RowGroup]:
             largest = max(largest, metadata.row_group(group).total_byte_size)
             found.append((path, group, metadata.row_group(group).num_rows, column))
     read = functools.lru_cache(max(2, PARQUET_CACHE_BYTES // largest))(_read_row_group)
-    return [RowGroup(*entry, read) for entry in found]
+    return [RowGroup(path, group, rows, column, read) for path, group, rows, column in found]
 
 
 def _read_row_group(path: Path, group: int, column: str) -> pa.ChunkedArray:

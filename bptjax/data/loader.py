@@ -52,10 +52,17 @@ def open_split(config: DataConfig) -> tuple[Sequence[Document], Sequence[Documen
     """(training, held-out) documents. Held-out is empty when `eval_fraction` is 0."""
     if config.path is None:
         raise ValueError("data.path is not set; give a file, directory, glob or python-stdlib")
-    read = functools.partial(open_documents, sample_by=config.sample_by, text_key=config.text_key)
+
+    def read(key, path):
+        try:
+            return open_documents(path, sample_by=config.sample_by, text_key=config.text_key)
+        except ValueError as error:
+            raise ValueError(f"data.{key}: {error}") from error
+
+    train = read("path", config.path)
     if config.eval_path is not None:
-        return read(config.path), read(config.eval_path)
-    return split_documents(read(config.path), config.eval_fraction)
+        return train, read("eval_path", config.eval_path)
+    return split_documents(train, config.eval_fraction)
 
 
 class TrainIterator(gx.ThreadPrefetchDatasetIterator):

@@ -88,8 +88,9 @@ def pack(
     pieces = gx.FlatMapIterDataset(pieces.to_iter_dataset(direct), _Flatten())
 
     def shuffled(dataset):
-        shuffle = functools.partial(gx.WindowShuffleIterDataset, window_size=window, seed=seed)
-        return shuffle(dataset) if window else dataset
+        if not window:
+            return dataset
+        return gx.WindowShuffleIterDataset(dataset, window_size=window, seed=seed)
 
     lengths = {"tokens": seq_len, "labels": seq_len}
     if packing == "none":

@@ -35,7 +35,7 @@ class Documents(Sequence[Document]):
 class Chosen(Sequence[Document]):
     """Some of `documents`, by index."""
 
-    def __init__(self, documents: Sequence[Document], indices: Sequence[int]):
+    def __init__(self, documents: Sequence[Document], indices: Sequence[int] | np.ndarray):
         self.documents, self.indices = documents, indices
 
     def __len__(self) -> int:
@@ -69,7 +69,7 @@ def open_documents(
     groups = row_groups([p for p in paths if p.suffix == ".parquet"], text_key)
     documents = Documents(texts + groups)
     if not len(documents):
-        raise ValueError(f"path={str(path)!r} holds no documents: its {len(paths)} files are empty")
+        raise ValueError(f"{str(path)!r} holds no documents: its {len(paths)} files are empty")
     documents[0]  # A row without text shows here, not at some later step.
     return documents
 
@@ -129,7 +129,7 @@ def _paths(path: str | Path) -> list[Path]:
     known = f"{', '.join(EXTENSIONS)}; text also with {' or '.join(CODECS)}"
     if not found:
         raise ValueError(
-            f"path={str(path)!r}: no such file, or none of a known format in it; "
+            f"{str(path)!r}: no such file, or none of a known format in it; "
             f"give a file, directory or glob ({known}), or {STDLIB}"
         )
     for p in found:
@@ -149,5 +149,5 @@ def _stdlib_paths() -> list[Path]:
                 continue
             found.append(path)
     if not found:
-        raise ValueError(f"path={STDLIB}: no source files in {root}; give a text file instead")
+        raise ValueError(f"{STDLIB}: no source files in {root}; give a text file instead")
     return found

@@ -3,10 +3,11 @@
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
+from bptjax.data.files import Document
 from bptjax.data.text import utf8
 
 FILE = "bptjax_tokenizer.json"
@@ -110,12 +111,13 @@ class HFTokenizer:
         from transformers import AutoTokenizer  # Takes seconds.
 
         try:
-            self._tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+            found: Any = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
         except (OSError, ValueError) as error:
             raise ValueError(f"data.tokenizer={str(directory)!r} holds no tokenizer") from error
+        self._tokenizer: Any = found
         # `len` counts added tokens; the tokeniser's own `vocab_size` does not.
-        self.vocab_size = len(self._tokenizer)
-        self.bos_id, self.eos_id = self._tokenizer.bos_token_id, self._tokenizer.eos_token_id
+        self.vocab_size = len(found)
+        self.bos_id, self.eos_id = found.bos_token_id, found.eos_token_id
         self.stop_ids = _stop_ids(Path(directory), self.eos_id)
 
     def encode(self, text: str) -> np.ndarray:
@@ -151,7 +153,7 @@ def _stop_ids(directory: Path, eos_id: int | None) -> list[int]:
     return [] if eos_id is None else [eos_id]
 
 
-def make_tokenizer(name: str, documents: Iterable[str] = ()) -> Tokenizer:
+def make_tokenizer(name: str, documents: Iterable[Document] = ()) -> Tokenizer:
     """`byte`, `char` with the vocabulary of `documents`, or a directory for `load_tokenizer`."""
     if name == "byte":
         return ByteTokenizer()

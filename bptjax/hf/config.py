@@ -144,7 +144,7 @@ def from_scratch(config: ModelConfig) -> tuple[dict[str, Any], Family]:
     Raises:
       ValueError: no family is like it.
     """
-    raw = dict(
+    raw: dict[str, Any] = dict(
         architectures=["LlamaForCausalLM"],
         model_type="llama",
         vocab_size=config.V,
@@ -165,7 +165,10 @@ def from_scratch(config: ModelConfig) -> tuple[dict[str, Any], Family]:
     from transformers import LlamaConfig
 
     family = FAMILIES["llama"]
-    read = asdict(ModelConfig(**family.read(LlamaConfig(**raw))))
+    keys: dict[str, Any] = {
+        k: v for k, v in raw.items() if k not in ("architectures", "model_type")
+    }
+    read = asdict(ModelConfig(**family.read(LlamaConfig(**keys))))
     # Named here, and left to their defaults there.
     kept = {"num_kv_heads": config.K, "head_dim": config.H, "intermediate_size": config.F}
     for key, value in (asdict(config) | kept).items():

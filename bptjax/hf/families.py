@@ -257,7 +257,7 @@ def read_gpt2(c: Any) -> dict[str, Any]:
 def rows_gpt2(c: ModelConfig) -> Iterator[Row]:
     at = "transformer.h.{}."
     yield from ends(c, "transformer.wte", "transformer.ln_f")
-    yield same("transformer.wpe.weight", "positions", (c.max_positions, c.hidden_size))
+    yield same("transformer.wpe.weight", "positions", (c.max_positions or 0, c.hidden_size))
     yield from qkv(c, f"{at}attn.c_attn", transposed=True)
     yield from attention(c, "", "", "", f"{at}attn.c_proj", transposed=True)
     yield from mlp(c, f"{at}mlp.c_fc", f"{at}mlp.c_proj", transposed=True)
@@ -348,7 +348,7 @@ def read_opt(c: Any) -> dict[str, Any]:
 def rows_opt(c: ModelConfig) -> Iterator[Row]:
     root, at, D = "model.decoder.", "model.decoder.layers.{}.", c.hidden_size
     yield from ends(c, f"{root}embed_tokens", f"{root}final_layer_norm")
-    rows = c.max_positions + c.position_offset
+    rows = (c.max_positions or 0) + c.position_offset
     yield same(f"{root}embed_positions.weight", "positions", (rows, D))
     if c.E != D:
         yield from linear(f"{root}project_in", "project_in", (c.E,), (D,), bias=False)
@@ -499,7 +499,7 @@ def rows_encoder_layers(c: ModelConfig, at: str) -> Iterator[Row]:
 def rows_bert(c: EncoderConfig) -> Iterator[Row]:
     root, at, D = "bert.embeddings.", "bert.encoder.layer.{}.", c.hidden_size
     yield same(f"{root}word_embeddings.weight", "embedding", (c.V, D))
-    yield same(f"{root}position_embeddings.weight", "positions", (c.max_positions, D))
+    yield same(f"{root}position_embeddings.weight", "positions", (c.max_positions or 0, D))
     yield same(f"{root}token_type_embeddings.weight", "types", (c.token_types, D))
     yield from norm(f"{root}LayerNorm", "embedding_norm", c)
     yield from rows_encoder_layers(c, at)
@@ -544,7 +544,7 @@ def rows_vit(c: EncoderConfig) -> Iterator[Row]:
     yield same(f"{root}cls_token", "first", (1, D), (1, 1, D))
     rows = c.patches + 1
     yield same(f"{root}position_embeddings", "positions", (rows, D), (1, rows, D))
-    patch = (c.channels, *c.patch_size)
+    patch = (c.channels, *(c.patch_size or ()))
     yield from conv(f"{root}patch_embeddings.projection", "patches", patch, D)
     yield from rows_encoder_layers(c, at)
     yield from norm(f"{at}layernorm_before", "layers.attention_norm", c)

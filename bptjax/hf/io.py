@@ -165,7 +165,7 @@ class Checkpoint:
 
     def kinds(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """(dtype, shape) of each parameter by path, layers stacked."""
-        found = {}
+        found: dict[str, tuple[str, tuple[int, ...]]] = {}
         for row, names in self.rows.items():
             dtypes = {self.tensors.kinds[name][0] for name in names}
             if len(dtypes) > 1:
@@ -173,7 +173,7 @@ class Checkpoint:
             parts = row.split(np.broadcast_to(np.int8(0), row.shape))
             layers = (len(names),) if row.layered else ()
             for path, part in zip(row.ours, parts, strict=True):
-                found[path] = *dtypes, layers + part.shape
+                found[path] = dtypes.copy().pop(), layers + part.shape
         return found
 
     def pieces(self) -> Iterator[tuple[str, int | None, np.ndarray]]:
@@ -209,7 +209,7 @@ def place(model: Any, params: Iterator[tuple[str, np.ndarray]], config: ModelCon
         leaf = leaves[at[path]][1]
         wanted = leaf.get_value()
         if path == "positions":
-            array = extend_positions(array, config.max_positions, config.position_offset)
+            array = extend_positions(array, config.max_positions or 0, config.position_offset)
         array = np.ascontiguousarray(array, wanted.dtype)
         found[at[path]] = leaf.replace(
             jax.make_array_from_callback(wanted.shape, wanted.sharding, array.__getitem__)

@@ -50,13 +50,18 @@ class Pretrained:
 
     def load(self, where: jax.sharding.Sharding, dtype: jnp.dtype = jnp.float32) -> Any:
         """The model, in `dtype`, all of it on `where`."""
-        kind = Encoder if isinstance(self.config, EncoderConfig) else Decoder
-        model = jax.eval_shape(lambda: kind(self.config, jax.random.key(0), dtype))
+
+        def new():
+            key = jax.random.key(0)
+            if isinstance(self.config, EncoderConfig):
+                return Encoder(self.config, key, dtype)
+            return Decoder(self.config, key, dtype)
 
         def placed(leaf):
             value = leaf.get_value()
             return leaf.replace(jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=where))
 
+        model = jax.eval_shape(new)
         return self.fill(jax.tree.map(placed, model, is_leaf=lambda x: isinstance(x, nnx.Variable)))
 
     def fill(self, model: Any) -> Any:

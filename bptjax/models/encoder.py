@@ -135,7 +135,7 @@ class Encoder(nnx.Module):
         """
         if self.classes is not None:
             return self.classes(hidden[:, 0]).astype(jnp.float32)
-        if self.masked is None:
+        if self.masked is None or self.embedding is None:
             raise ValueError("the model has neither masked_head nor classes")
         hidden, bias = self.masked(hidden), self.masked.bias[...].astype(jnp.float32)
         table = self.embedding[...].astype(hidden.dtype)
@@ -144,12 +144,13 @@ class Encoder(nnx.Module):
 
     def _embed(self, inputs, token_types, dropout_key, dtype):
         config = self.config
-        if self.patches is not None:
+        if self.embedding is not None:
+            x = jnp.take(self.embedding[...], inputs, axis=0).astype(dtype)
+        else:
+            assert self.patches is not None and self.first is not None
             x = self.patches(_patches(inputs.astype(dtype), config))
             first = jnp.broadcast_to(self.first[...].astype(dtype), (x.shape[0], 1, x.shape[2]))
             x = jnp.concatenate([first, x], 1)
-        else:
-            x = jnp.take(self.embedding[...], inputs, axis=0).astype(dtype)
         B, T, _ = x.shape
         if T > self.positions.shape[0]:
             raise ValueError(f"{T} tokens, but {self.positions.shape[0]} learned positions")

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array
 from jaxtyping import Float, Int
@@ -170,14 +171,14 @@ class Layer(nnx.Module):
         if self.attention_post_norm is not None:
             attended = self.attention_post_norm(attended)
         attended = dropout(attended, first, rate, rows)
+        norm = self.attention_norm if self.mlp_norm is None else self.mlp_norm
         if config.residual != "sequential":
-            read = (self.mlp_norm or self.attention_norm)(x)
-            return x + attended + dropout(self.mlp(read), second, rate, rows)
+            return x + attended + dropout(self.mlp(norm(x)), second, rate, rows)
         x = (self._read(x) if config.residual_normed else x) + attended
         if config.norm_place == "post":
             x = self.attention_norm(x)
-            return self.mlp_norm(x + dropout(self.mlp(x), second, rate, rows))
-        read = self.mlp_norm(x)
+            return norm(x + dropout(self.mlp(x), second, rate, rows))
+        read = norm(x)
         changed = self.mlp(read)
         if self.mlp_post_norm is not None:
             changed = self.mlp_post_norm(changed)
@@ -202,7 +203,7 @@ class Layer(nnx.Module):
 
 def rotary(
     config: ModelConfig, kind: Array | int, length: Array | None
-) -> tuple[Float[Array, "R"], Float[Array, ""] | float]:
+) -> tuple[Float[Array | np.ndarray, "R"], Float[Array, ""] | float]:
     """Frequencies, and the factor on cos and sin, of this kind of layer."""
     each = [
         rope_frequencies(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +42,7 @@ def run(
     remat: Callable[[Callable], Callable] = lambda f: f,
     past: tuple[Array, Array, Array] | None = None,
     hidden_states: bool = False,
-) -> tuple[Float[Array, "B T D"], tuple | Array | None]:
+) -> tuple[Float[Array, "B T D"], Any]:
     """The residual stream after the last layer.
 
     Args:

@@ -17,8 +17,9 @@ class Mask:
     Attributes:
       causal: s <= p.
       window: p - s < window; where not causal, |p - s| < window. In tokens, the query's own
-        included. Or several, of which `window_index` picks one as the program runs: for the layers
-        of a scan that differ in it.
+        included.
+      windows: several, of which `window_index` picks one as the program runs: for the layers of a
+        scan that differ in it.
       segments: int32 `[B, T]`, the queries' documents. A key is seen from its own document only;
         segment 0 is padding, which sees nothing and is seen by nothing.
       k_segments: int32 `[B, S]`, the keys' documents; those of the queries if left out.
@@ -29,7 +30,8 @@ class Mask:
     """
 
     causal: bool = field(default=False, metadata={"static": True})
-    window: int | None | tuple[int | None, ...] = field(default=None, metadata={"static": True})
+    window: int | None = field(default=None, metadata={"static": True})
+    windows: tuple[int | None, ...] | None = field(default=None, metadata={"static": True})
     segments: Array | np.ndarray | None = None
     k_segments: Array | np.ndarray | None = None
     positions: Array | np.ndarray | None = None
@@ -40,12 +42,13 @@ class Mask:
         """The same mask with the window that `index` picks."""
         if len(set(windows)) == 1:
             return replace(self, window=windows[0])
-        return replace(self, window=windows, window_index=jnp.asarray(index))
+        return replace(self, windows=windows, window_index=jnp.asarray(index))
 
     def each_window(self) -> list["Mask"]:
         """The masks that `window_index` picks from."""
-        windows = self.window if isinstance(self.window, tuple) else (self.window,)
-        return [replace(self, window=window, window_index=None) for window in windows]
+        if self.windows is None:
+            return [self]
+        return [replace(self, window=w, windows=None, window_index=None) for w in self.windows]
 
     def resolve(self, T: int, S: int) -> "Mask":
         """The same mask with every field that has a default filled in. Positions that were left out

@@ -57,7 +57,9 @@ def select_devices(device: str) -> list[jax.Device]:
         try:
             return jax.devices("gpu")
         except RuntimeError as error:
-            raise ValueError(f"device=gpu, but JAX sees no GPU; {remedy}") from error
+            raise ValueError(
+                f"device=gpu, but JAX sees no GPU; {remedy}, and device=cpu does without"
+            ) from error
     devices = jax.devices()
     if devices[0].platform == "cpu" and Path(NVIDIA).exists():
         raise ValueError(

@@ -328,3 +328,29 @@ def test_old_names_and_other_heads_of_bert_are_read(theirs, tmp_path):
     one, other = (open_pretrained(ModelConfig(name_or_path=str(d))) for d in (directory, tmp_path))
     for (path, a), (same, b) in zip(one.params(), other.params(), strict=True):
         assert path == same and np.array_equal(a, b)
+
+
+def test_a_model_from_scratch_becomes_a_llama(tmp_path, capsys):
+    pytest.importorskip("torch")
+    from bptjax.train import main
+
+    (tmp_path / "text.txt").write_text("one two three four. " * 50)
+    options = {
+        "run_dir": tmp_path / "run",
+        "device": "cpu",
+        "data.path": tmp_path / "text.txt",
+        "model.hidden_size": 32,
+        "model.num_layers": 2,
+        "model.num_kv_heads": 2,
+        "train.max_steps": 2,
+        "train.seq_len": 16,
+    }
+    assert main([f"--{key}={value}" for key, value in options.items()]) == 0
+    command = ["bptjax-to-hf", str(tmp_path / "run")]
+    assert convert.main([*command, str(tmp_path / "out"), "--verify"]) == 0
+    # And one that no family is like.
+    run = ["--run_dir", str(tmp_path / "odd"), "--model.norm", "layer"]
+    assert main([*(f"--{k}={v}" for k, v in options.items() if k != "run_dir"), *run]) == 0
+    capsys.readouterr()
+    assert convert.main(["bptjax-to-hf", str(tmp_path / "odd"), str(tmp_path / "no")]) == 2
+    assert "no Hugging Face family has model.norm=layer" in capsys.readouterr().err

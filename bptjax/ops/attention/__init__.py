@@ -105,7 +105,7 @@ def attention(
         softcap=softcap,
         dropout=dropout,
         alibi=None if alibi is None else jnp.asarray(alibi, jnp.float32),
-        dropout_key=_key_data(dropout_key) if dropout else None,
+        dropout_key=_key_data(dropout_key) if dropout and dropout_key is not None else None,
     )
     name, _ = choose(impl, score)
     return _attention(name, q_chunk, k_chunk, q, k, v, score)
