@@ -34,7 +34,7 @@ KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 
 def rope_frequencies(
-    size: int,
+    dim: int,
     parameters: Mapping[str, Any],
     *,
     max_positions: int | None = None,
@@ -43,56 +43,61 @@ def rope_frequencies(
     """Radians per token of each rotated pair, float32, and the factor on cos and sin.
 
     Args:
-      size: rotated features of a head, 2R.
-      parameters: in Hugging Face's schema: rope_theta, rope_type and what that needs.
-      max_positions: tokens that the positions were made for.
-      length: longest position that is read, plus one, which `dynamic` and `longrope` depend on; at
-        most `max_positions` if left out.
+      dim: rotated features of a head, 2R: what partial_rotary_factor, which is not read, leaves.
+      parameters: in Hugging Face's schema: rope_theta, rope_type and what that needs. A key that is
+        None counts as left out.
+      max_positions: tokens that the positions were made for, its max_position_embeddings. Stands
+        in for original_max_position_embeddings, and over it for the factor of yarn and longrope.
+      length: longest position that is read, plus one, which `dynamic` and `longrope` depend on;
+        within the original length if left out. May be traced. Only with one are the frequencies
+        JAX's; else NumPy's.
 
     Raises:
-      ValueError: an unknown rope_type or key, or one that is missing.
+      ValueError: an unknown rope_type or key, or one that is missing; `dim` is odd; a list of
+        longrope is not of R entries.
 
-    theta^(-2i / size): Su et al. 2021, arXiv 2104.09864, Section 3.2.2. yarn: Peng et al. 2023,
+    theta^(-2i / dim): Su et al. 2021, arXiv 2104.09864, Section 3.2.2. yarn: Peng et al. 2023,
     arXiv 2309.00071. longrope: Ding et al. 2024, arXiv 2402.13753. All as `transformers` defines
-    them in `modeling_rope_utils`.
+    them in `modeling_rope_utils`, and rounded as there.
     """
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind not in KEYS:
         raise ValueError(f"rope_type={kind!r} is not known; there are {', '.join(KEYS)}")
     p = {k: v for k, v in parameters.items() if v is not None}
     _check_keys(kind, p)
-    if size < 2 or size % 2:
-        raise ValueError(f"{size} rotated features; they turn in pairs")
-    theta = np.float32(p["rope_theta"])
-    powers = theta ** (np.arange(0, size, 2, dtype=np.float32) / np.float32(size))
-    plain = np.float32(1.0) / powers
+    if dim < 2 or dim % 2:
+        raise ValueError(
+            f"dim={dim}: features are rotated in pairs; change head_dim or partial_rotary_factor "
+            "so that their product is even"
+        )
+    powers = np.float32(p["rope_theta"]) ** (np.arange(0, dim, 2, dtype=np.float32) / dim)
+    plain = 1 / powers
     if kind == "default":
         return plain, 1.0
     if kind == "linear":
         return plain / np.float32(p["factor"]), 1.0
     if kind == "dynamic":
-        longest = _needed(kind, "max_position_embeddings", max_positions)
-        if length is None:
-            return plain, 1.0
-        reach = jnp.maximum(length, longest).astype(jnp.float32)
-        grown = p["factor"] * reach / longest - (p["factor"] - 1)
-        base = theta * grown ** (size / (size - 2))
-        return 1.0 / base ** (jnp.arange(0, size, 2, dtype=jnp.float32) / size), 1.0
-    original = p.get(LONG[0]) or max_positions
-    original = _needed(kind, LONG[0], original)
+        longest = _needed(kind, "max_positions (max_position_embeddings)", max_positions)
+        return (plain if length is None else _dynamic(plain, longest, length, p)), 1.0
+    original = _needed(
+        kind, f"rope_parameters.{LONG[0]} or max_positions", p.get(LONG[0], max_positions)
+    )
     if kind == "llama3":
         return _llama3(plain, original, p), 1.0
-    factor = p.get("factor") or _needed(kind, "factor", max_positions) / original
+    factor = p.get("factor")
+    if factor is None:
+        factor = _needed(kind, "rope_parameters.factor or max_positions", max_positions) / original
     if kind == "yarn":
-        return _yarn(powers, size, factor, original, p)
-    return _longrope(powers, factor, original, length, p)
+        # With its None: an explicit truncate=None is false to transformers.
+        return _yarn(powers, float(factor), original, parameters)
+    return _longrope(powers, float(factor), original, length, p)
 
 
 def _check_keys(kind: str, p: Mapping[str, Any]) -> None:
     needed, optional = KEYS[kind]
     for key in ("rope_theta", *needed):
         if key not in p:
-            raise ValueError(f"rope_type={kind} needs rope_parameters.{key}")
+            raise ValueError(f"rope_type={kind} needs rope_parameters.{key}; set it")
     known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *needed, *optional}
     unknown = sorted(p.keys() - known)
     if unknown:
@@ -103,8 +108,18 @@ def _check_keys(kind: str, p: Mapping[str, Any]) -> None:
 
 def _needed(kind: str, name: str, value: Any) -> Any:
     if value is None:
-        raise ValueError(f"rope_type={kind} needs {name}")
+        raise ValueError(f"rope_type={kind} needs {name}; set it")
     return value
+
+
+def _dynamic(
+    plain: np.ndarray, longest: int, length: Array | int, p: Mapping[str, Any]
+) -> Float[Array, "R"]:
+    """theta · grown^(dim / (dim - 2)) in place of theta: the slowest pair is slowed by `grown`."""
+    beyond = jnp.maximum(jnp.asarray(length) - longest, 0).astype(jnp.float32)
+    grown = 1 + p["factor"] * (beyond / longest)
+    R = len(plain)
+    return plain * grown ** (-np.arange(R, dtype=np.float32) / max(R - 1, 1))
 
 
 def _llama3(plain: np.ndarray, original: int, p: Mapping[str, Any]) -> np.ndarray:
@@ -119,29 +134,33 @@ def _llama3(plain: np.ndarray, original: int, p: Mapping[str, Any]) -> np.ndarra
 
 
 def _yarn(
-    powers: np.ndarray, size: int, factor: float, original: int, p: Mapping[str, Any]
+    powers: np.ndarray, factor: float, original: int, p: Mapping[str, Any]
 ) -> tuple[np.ndarray, float]:
-    def stretch(scale, weight=1.0):
-        return 1.0 if scale <= 1 else 0.1 * weight * math.log(scale) + 1.0
+    """Pairs that turn less than beta_slow times in the original length are slowed by `factor`,
+    those that turn more than beta_fast times kept, those between blended."""
 
-    def feature(turns):
+    def stretch(weight=1.0):
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    def pair(turns):
         """Which pair makes so many turns in the original length."""
-        return size * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(p["rope_theta"]))
+        return R * math.log(original / (turns * 2 * math.pi)) / math.log(p["rope_theta"])
 
-    low, high = feature(p.get("beta_fast") or 32), feature(p.get("beta_slow") or 1)
+    R = len(powers)
+    low, high = pair(p.get("beta_fast") or 32), pair(p.get("beta_slow") or 1)
     if p.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, size - 1)
+    # Up to 2R - 1, as in transformers and the paper's code, though there are R pairs.
+    low, high = max(low, 0), min(high, 2 * R - 1)
     # transformers' guard against an empty ramp.
-    ramp = (np.arange(size // 2) - low) / (high - low if high != low else 0.001)
-    kept = 1 - np.clip(ramp, 0, 1).astype(np.float32)
-    frequencies = 1 / (np.float32(factor) * powers) * (1 - kept) + 1 / powers * kept
+    width = (high - low) or 0.001
+    kept = 1 - np.clip((np.arange(R, dtype=np.float32) - low) / width, 0, 1)
+    frequencies = 1 / (factor * powers) * (1 - kept) + 1 / powers * kept
     scale = p.get("attention_factor")
     if scale is None:
         one, other = p.get("mscale"), p.get("mscale_all_dim")
-        both = one and other
-        scale = stretch(factor, one) / stretch(factor, other) if both else stretch(factor)
-    return frequencies.astype(np.float32), float(scale)
+        scale = stretch(one) / stretch(other) if one and other else stretch()
+    return frequencies, float(scale)
 
 
 def _longrope(
@@ -155,7 +174,8 @@ def _longrope(
     for name in ("short_factor", "long_factor"):
         if len(p[name]) != len(powers):
             raise ValueError(
-                f"rope_parameters.{name} has {len(p[name])} entries for {len(powers)} pairs"
+                f"rope_parameters.{name} has {len(p[name])} entries for {len(powers)} pairs; "
+                "give one for each"
             )
         each.append(np.float32(1.0) / (np.asarray(p[name], np.float32) * powers))
     scale = p.get("attention_factor")
@@ -185,29 +205,43 @@ def rope(
     return turned if 2 * R == x.shape[-1] else jnp.concatenate([turned, x[..., 2 * R :]], -1)
 
 
-def alibi_slopes(heads: int, *, interleaved: bool = False) -> Float[np.ndarray, "heads"]:
-    """ALiBi's slope of each head: 2^(-8i / N) for a power of two. For other numbers, those of the
-    next smaller one followed by every other one of the next larger; or `interleaved`, the even ones
-    of the next larger followed by the odd ones, cut to N. Press et al. 2021, arXiv 2108.12409, and
-    its code; MPT's code.
+def alibi_slopes(
+    heads: int, *, bias_max: float | int = 8, interleaved: bool = False
+) -> Float[np.ndarray, "heads"]:
+    """ALiBi's slope of each head, float32: 2^(-bias_max · i / N), i = 1..N, for a power of two. For
+    other numbers, those of the next smaller one followed by every other one of the next larger; or
+    `interleaved`, the even ones of the next larger followed by the odd ones, cut to N.
+
+    Press et al. 2021, arXiv 2108.12409, and its code; `interleaved` and `bias_max`: MPT,
+    `build_mpt_alibi_tensor` in transformers, whose alibi_bias_max that is.
     """
-    if interleaved:
-        above = 2 ** math.ceil(math.log2(heads))
-        slopes = 2.0 ** (-8.0 * np.arange(1, above + 1) / above)
-        if above != heads:
-            slopes = np.concatenate([slopes[1::2], slopes[::2]])[:heads]
-        return slopes.astype(np.float32)
-    base = 2 ** math.floor(math.log2(heads))
-    slopes = 2.0 ** (-8.0 * np.arange(1, base + 1) / base)
-    extra = 2.0 ** (-4.0 * np.arange(1, 2 * (heads - base), 2) / base)
-    return np.concatenate([slopes, extra]).astype(np.float32)
+
+    def powers(n):
+        return 2.0 ** (-bias_max * np.arange(1, n + 1) / n)
+
+    below = 2 ** math.floor(math.log2(heads))
+    if below == heads:
+        slopes = powers(heads)
+    elif interleaved:
+        slopes = np.concatenate([powers(2 * below)[1::2], powers(2 * below)[::2]])[:heads]
+    else:
+        slopes = np.concatenate([powers(below), powers(2 * below)[::2]])[:heads]
+    return slopes.astype(np.float32)
 
 
 def extend_positions(
-    table: Float[np.ndarray, "P D"], positions: int, offset: int = 0
-) -> Float[np.ndarray, "Q D"]:
-    """A learned embedding of `positions` positions out of a shorter or longer one: its rows again
-    and again, after the `offset` rows before that of position 0."""
-    rows = table[offset:]
-    times = -(-positions // rows.shape[0])
-    return np.concatenate([table[:offset], np.tile(rows, (times, 1))[:positions]])
+    table: Float[Array | np.ndarray, "P D"], rows: int, offset: int = 0
+) -> Float[Array | np.ndarray, "Q D"]:
+    """A learned embedding of `rows` positions out of a shorter or longer one: its rows again and
+    again, after the `offset` rows before that of position 0. NumPy's of NumPy's, JAX's of JAX's.
+
+    Raises:
+      ValueError: the table has no rows after the first `offset`.
+    """
+    own = table.shape[0] - offset
+    if own < 1:
+        raise ValueError(
+            f"offset={offset} leaves none of the table's {table.shape[0]} rows to repeat; "
+            "give a longer table or a smaller offset"
+        )
+    return table[np.concatenate([np.arange(offset), offset + np.arange(rows) % own])]

@@ -1,9 +1,11 @@
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import Array
 
 from bptjax.ops.position import alibi_slopes, extend_positions, rope, rope_frequencies
-from ops.comparing import TOLERANCE, error, normal
+from ops.comparing import TOLERANCE, error, normal, quick
 
 PLAIN = {"rope_theta": 1e4}
 
@@ -61,84 +63,194 @@ def test_alibi_slopes(heads, slopes):
     assert np.allclose(alibi_slopes(heads), slopes)
 
 
+def listed(R: int, first: float, last: float) -> list[float]:
+    """As the lists of Phi-3: rising from pair to pair."""
+    return np.geomspace(first, last, R).round(2).tolist()
+
+
+LLAMA3 = dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+PHI3 = dict(
+    original_max_position_embeddings=4096,
+    short_factor=listed(48, 1.0, 2.8),
+    long_factor=listed(48, 1.03, 64.0),
+)
+
+# What checkpoints have: features of a head, max_position_embeddings, rope_parameters.
 SCALINGS = {
-    "default": {},
-    "linear": dict(factor=4.0),
-    "dynamic": dict(factor=2.0),
-    "llama 3.1": dict(
-        rope_type="llama3",
-        rope_theta=5e5,
-        factor=8.0,
-        low_freq_factor=1.0,
-        high_freq_factor=4.0,
-        original_max_position_embeddings=8192,
+    "default": (64, 2048, {}),
+    "default, a quarter": (96, 2048, dict(partial_rotary_factor=0.25)),
+    "linear": (128, 16384, dict(rope_type="linear", factor=4.0)),
+    "linear, the older key": (64, 16384, dict(type="linear", factor=2.5)),
+    "dynamic": (128, 2048, dict(rope_type="dynamic", factor=2.0)),
+    "dynamic, half": (80, 4096, dict(rope_type="dynamic", factor=1.1, partial_rotary_factor=0.5)),
+    "llama 3.1": (128, 131072, dict(rope_type="llama3", rope_theta=5e5, factor=8.0, **LLAMA3)),
+    "llama 3.2": (64, 131072, dict(rope_type="llama3", rope_theta=5e5, factor=32.0, **LLAMA3)),
+    "qwen 2.5": (
+        128,
+        32768,
+        dict(rope_type="yarn", rope_theta=1e6, factor=4.0, original_max_position_embeddings=32768),
     ),
-    "yarn": dict(factor=4.0, original_max_position_embeddings=32768, rope_theta=1e6),
-    "yarn, not rounded": dict(
-        rope_type="yarn",
-        factor=40.0,
-        original_max_position_embeddings=4096,
-        beta_fast=32,
-        beta_slow=1,
-        mscale=1.0,
-        mscale_all_dim=0.7,
-        truncate=False,
+    # Equal mscales: a factor of 1 on cos and sin.
+    "deepseek v3": (
+        64,
+        163840,
+        dict(
+            rope_type="yarn",
+            factor=40,
+            beta_fast=32,
+            beta_slow=1,
+            mscale=1.0,
+            mscale_all_dim=1.0,
+            original_max_position_embeddings=4096,
+        ),
     ),
-    "yarn, its own factor": dict(
-        rope_type="yarn", factor=8.0, attention_factor=1.3, original_max_position_embeddings=512
+    "yarn, two mscales": (
+        64,
+        163840,
+        dict(
+            rope_type="yarn",
+            factor=40.0,
+            mscale=0.707,
+            mscale_all_dim=1.0,
+            original_max_position_embeddings=4096,
+        ),
     ),
-    "longrope": dict(
-        short_factor=[1 + 0.01 * i for i in range(32)],
-        long_factor=[1 + 0.5 * i for i in range(32)],
-        original_max_position_embeddings=4096,
+    "yarn, one mscale": (64, 4096, dict(rope_type="yarn", factor=40.0, mscale=0.707)),
+    "gpt-oss": (
+        64,
+        131072,
+        dict(
+            rope_type="yarn",
+            rope_theta=150000,
+            factor=32.0,
+            beta_fast=32.0,
+            beta_slow=1.0,
+            truncate=False,
+            original_max_position_embeddings=4096,
+        ),
+    ),
+    "yarn, other betas": (64, 4096, dict(rope_type="yarn", factor=8, beta_fast=16, beta_slow=2)),
+    "yarn, a step between pairs": (
+        64,
+        4096,
+        dict(rope_type="yarn", factor=8.0, beta_fast=4, beta_slow=4, truncate=False),
+    ),
+    "yarn, its own factor": (64, 512, dict(rope_type="yarn", factor=8.0, attention_factor=1.3)),
+    "yarn, max / original": (
+        64,
+        65536,
+        dict(rope_type="yarn", factor=None, original_max_position_embeddings=8192),
+    ),
+    # The ramp is empty; it is cut at both ends.
+    "yarn, short": (8, 4, dict(rope_type="yarn", factor=2.0)),
+    "yarn, long": (8, 4096, dict(rope_type="yarn", rope_theta=10.0, factor=2.0, beta_fast=1000)),
+    # Of these, only truncate=None is not as if it were left out: it is false.
+    "yarn, None": (
+        64,
+        4096,
+        dict(rope_type="yarn", factor=8.0, truncate=None, beta_fast=None, attention_factor=None),
+    ),
+    "phi 3": (96, 131072, dict(rope_type="longrope", **PHI3)),
+    "phi 4, three quarters": (
+        128,
+        131072,
+        dict(rope_type="longrope", partial_rotary_factor=0.75, **PHI3),
+    ),
+    "longrope, its factor": (96, 131072, dict(rope_type="longrope", factor=8.0, **PHI3)),
+    "longrope, shorter": (96, 2048, dict(rope_type="longrope", **PHI3)),
+    "longrope, its own factor": (
+        96,
+        131072,
+        dict(rope_type="longrope", attention_factor=1.19, **PHI3),
     ),
 }
 
 
-@pytest.mark.parametrize("length", [None, 100, 4096, 4097, 200_000])
 @pytest.mark.parametrize("name", SCALINGS)
-def test_scalings_are_those_of_transformers(name, length):
-    pytest.importorskip("torch")
-    from transformers import LlamaConfig
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+def test_scalings_are_those_of_transformers(name):
+    """In a model's own module, which chooses by the positions it is given, on either side of every
+    threshold; lengths known when traced, and not."""
+    torch = pytest.importorskip("torch")
+    from transformers import GPTNeoXConfig
+    from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXRotaryEmbedding
 
-    parameters = dict(rope_type=name, rope_theta=1e4) | SCALINGS[name]
-    parameters["rope_type"] = parameters["rope_type"].split(",")[0]
-    config = LlamaConfig(
-        hidden_size=256,
-        num_attention_heads=4,
-        max_position_embeddings=131_072,
+    head, longest, parameters = SCALINGS[name]
+    # Else GPT-NeoX's own, 0.25. Llama's module does not read it where the type is default.
+    parameters = PLAIN | dict(partial_rotary_factor=1.0) | parameters
+    dim = int(head * parameters["partial_rotary_factor"])
+    config = GPTNeoXConfig(
+        hidden_size=2 * head,
+        num_attention_heads=2,
+        max_position_embeddings=longest,
         rope_parameters=dict(parameters),
     )
-    if name == "default":
-        wanted, factor = LlamaRotaryEmbedding.compute_default_rope_parameters(config)
-    else:
-        make = ROPE_INIT_FUNCTIONS[parameters["rope_type"]]
-        wanted, factor = make(config, None, seq_len=length)
-    for reach in (length, length and jnp.int32(length)):
-        got, ours = rope_frequencies(64, parameters, max_positions=131_072, length=reach)
-        assert np.allclose(got, wanted.numpy(), rtol=2e-6, atol=0)
-        assert ours == pytest.approx(factor, rel=1e-6)
+
+    def ours(length: Array | int | None) -> Array | np.ndarray:
+        return rope_frequencies(dim, parameters, max_positions=longest, length=length)[0]
+
+    assert ours(None).dtype == np.float32
+    traced, original = quick(ours), parameters.get("original_max_position_embeddings", longest)
+    for length in (None, 1, original, original + 1, longest, longest + 1, 5 * longest):
+        # Anew for each: the module of `dynamic` keeps what it has grown to.
+        module = GPTNeoXRotaryEmbedding(config)
+        if length is not None:
+            module(torch.zeros(1), torch.tensor([[length - 1]]))
+        for got in (ours(length), ours(None) if length is None else traced(jnp.int32(length))):
+            assert got.dtype == jnp.float32
+            np.testing.assert_allclose(got, module.inv_freq.numpy(), rtol=1e-6, atol=0)
+    factor = rope_frequencies(dim, parameters, max_positions=longest)[1]
+    assert factor == pytest.approx(module.attention_scaling, rel=1e-12)
+
+
+@pytest.mark.parametrize("scaling", ["default", "qwen 2.5"])
+def test_rope_of_some_features_is_that_of_transformers(scaling):
+    torch = pytest.importorskip("torch")
+    from transformers import GPTNeoXConfig
+    from transformers.models.gpt_neox import modeling_gpt_neox as neox
+
+    parameters = PLAIN | SCALINGS[scaling][2] | dict(partial_rotary_factor=0.25)
+    config = GPTNeoXConfig(
+        hidden_size=96,
+        num_attention_heads=3,
+        max_position_embeddings=32768,
+        rope_parameters=dict(parameters),
+    )
+    q, k, positions = normal(0, 2, 5, 3, 32), normal(1, 2, 5, 3, 32), np.arange(10).reshape(2, 5)
+    x, y = (torch.tensor(np.asarray(a)).transpose(1, 2) for a in (q, k))
+    cos_sin = neox.GPTNeoXRotaryEmbedding(config)(x, torch.tensor(positions))
+    frequencies, factor = rope_frequencies(8, parameters, max_positions=32768)
+    for ours, theirs in zip((q, k), neox.apply_rotary_pos_emb(x, y, *cos_sin), strict=True):
+        got = rope(ours, jnp.asarray(positions), frequencies, factor)
+        assert error(got, theirs.transpose(1, 2).numpy()) < 1e-6
+        assert (got[..., 8:] == ours[..., 8:]).all()
+
+
+LISTS = dict(rope_type="longrope", original_max_position_embeddings=8, factor=2.0)
 
 
 @pytest.mark.parametrize(
     "parameters, message",
     [
         (dict(rope_type="su"), "rope_type='su' is not known; there are default"),
-        (dict(rope_theta=None), "rope_type=default needs rope_parameters.rope_theta"),
-        (dict(rope_type="linear"), "rope_type=linear needs rope_parameters.factor"),
-        (dict(factor=2.0), "rope_type=default does not use rope_parameters.factor"),
-        (dict(rope_type="dynamic", factor=2.0), "needs max_position_embeddings"),
+        (dict(type="su"), "rope_type='su' is not known; there are default"),
+        (dict(rope_theta=None), "rope_type=default needs rope_parameters.rope_theta; set it"),
+        (dict(rope_type="linear"), "rope_type=linear needs rope_parameters.factor; set it"),
+        (dict(rope_type="llama3", factor=8.0), "needs rope_parameters.low_freq_factor; set it"),
+        (dict(factor=2.0), "default does not use rope_parameters.factor; leave it out"),
+        (dict(mrope_section=[2, 1, 1]), "does not use rope_parameters.mrope_section"),
+        (dict(rope_type="dynamic", factor=2.0), "needs max_positions"),
+        (dict(rope_type="yarn", factor=2.0), "original_max_position_embeddings or max_positions"),
         (
-            dict(
-                rope_type="longrope",
-                factor=2.0,
-                original_max_position_embeddings=8,
-                short_factor=[1.0],
-                long_factor=[1.0] * 4,
-            ),
-            "short_factor has 1 entries for 4 pairs",
+            dict(rope_type="yarn", original_max_position_embeddings=8),
+            "rope_type=yarn needs rope_parameters.factor or max_positions",
+        ),
+        (
+            LISTS | dict(short_factor=[1.0], long_factor=[1.0] * 4),
+            "short_factor has 1 entries for 4 pairs; give one for each",
+        ),
+        (
+            LISTS | dict(short_factor=[1.0] * 4, long_factor=[1.0] * 8),
+            "long_factor has 8 entries for 4 pairs",
         ),
     ],
 )
@@ -147,19 +259,40 @@ def test_impossible_scalings_are_refused(parameters, message):
         rope_frequencies(8, PLAIN | parameters)
 
 
+def test_odd_features_are_refused():
+    with pytest.raises(ValueError, match="dim=7: features are rotated in pairs; change head_dim"):
+        rope_frequencies(7, PLAIN)
+
+
 @pytest.mark.parametrize("heads", [1, 3, 4, 6, 12, 71])
 def test_alibi_slopes_of_mpt(heads):
     pytest.importorskip("torch")
     from transformers.models.bloom.modeling_bloom import _get_alibi_slopes
     from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
-    bias = build_mpt_alibi_tensor(heads, 2)
-    assert np.allclose(alibi_slopes(heads, interleaved=True), -bias[:, 0, 0].numpy(), rtol=1e-6)
     assert np.allclose(alibi_slopes(heads), _get_alibi_slopes(heads, "cpu").numpy(), rtol=1e-6)
+    for most in (8, 5):
+        bias = build_mpt_alibi_tensor(heads, 2, alibi_bias_max=most)
+        ours = alibi_slopes(heads, bias_max=most, interleaved=True)
+        assert np.allclose(ours, -bias[:, 0, 0].numpy(), rtol=1e-6, atol=0)
 
 
-def test_positions_are_extended_by_tiling():
-    table = np.arange(10.0).reshape(5, 2)
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_alibi_bias_max_is_an_exponent(interleaved):
+    slopes, steeper = (
+        alibi_slopes(6, bias_max=most, interleaved=interleaved) for most in (8.0, 16.0)
+    )
+    assert np.allclose(steeper, slopes**2)
+
+
+@pytest.mark.parametrize("kind", [np.asarray, jnp.asarray])
+def test_positions_are_extended_by_tiling(kind):
+    table = kind(np.arange(10, dtype=np.float16).reshape(5, 2))
     longer = extend_positions(table, 7, offset=2)
     assert np.array_equal(longer[:, 0], [0, 2, 4, 6, 8, 4, 6, 8, 4])
     assert np.array_equal(extend_positions(table, 2), table[:2])
+    assert np.array_equal(extend_positions(table, 2, offset=1), table[:3])
+    assert isinstance(longer, np.ndarray if kind is np.asarray else jax.Array)
+    assert longer.dtype == table.dtype
+    with pytest.raises(ValueError, match="offset=5 leaves none of the table's 5 rows to repeat"):
+        extend_positions(table, 7, offset=5)
