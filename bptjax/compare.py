@@ -107,7 +107,7 @@ def layer_output(way: str, layer: Layer, x: Array, q_chunk: int, k_chunk: int) -
 
     tokens = (x, positions)
     if way == "fused":
-        return block(query, finish, layer, tokens, k, v, **chunks)
+        return block(query, finish, layer, tokens, k, v, impl="scan", **chunks)
     impl = "loop" if way == "unrolled" else way
     out = attention(query(layer, tokens), k, v, impl=impl, **chunks)
     if impl == "loop":

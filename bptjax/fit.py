@@ -102,7 +102,8 @@ def prepare(config: Config) -> Run:
     if model.position == "rope":
         rotary(model, 0, None)  # Refuses scalings that cannot be.
     score = Score(mask=Mask(causal=True), scale=1.0, dropout=model.attention_dropout or 0.0)
-    picked, others = choose(config.memory.attention, score)
+    with jax.set_mesh(mesh):
+        picked, others = choose(config.memory.attention, score)
     task = Task(config, model, mesh, pretrained)
     batches = train_loader(
         train, tokenizer, config.data, seq_len=config.train.seq_len, rows=task.rows

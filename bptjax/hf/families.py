@@ -66,7 +66,11 @@ def activation(name: str) -> str:
     return ACTIVATIONS[name]
 
 
-def rotary(c: Any) -> dict[str, Any]:
+def rotary(c: Any, *, partial: bool = False) -> dict[str, Any]:
+    """Without `partial`, transformers passes partial_rotary_factor over, but for some scalings."""
+    each = [p for p in c.rope_parameters.values() if isinstance(p, dict)] or [c.rope_parameters]
+    if not partial and any(p.get("partial_rotary_factor", 1.0) != 1.0 for p in each):
+        raise ValueError("partial_rotary_factor is not supported in this family")
     return dict(
         position="rope",
         rope_parameters=dict(c.rope_parameters),
@@ -80,7 +84,7 @@ def sliding(c: Any) -> dict[str, Any]:
     return dict(window=window, layer_types=types) if "sliding_attention" in types else {}
 
 
-def modern(c: Any, **more: Any) -> dict[str, Any]:
+def modern(c: Any, *, partial: bool = False, **more: Any) -> dict[str, Any]:
     """What RMS-norm, rotary, gated decoders have in common."""
     return (
         dict(
@@ -97,7 +101,7 @@ def modern(c: Any, **more: Any) -> dict[str, Any]:
             tied_head=c.tie_word_embeddings,
             attention_dropout=c.attention_dropout or 0.0,
         )
-        | rotary(c)
+        | rotary(c, partial=partial)
         | more
     )
 
@@ -198,6 +202,7 @@ def rows_modern(c: ModelConfig) -> Iterator[Row]:
 def read_phi3(c: Any) -> dict[str, Any]:
     return modern(
         c,
+        partial=True,
         activation=activation(c.hidden_act),
         window=c.sliding_window,
         embedding_dropout=c.embd_pdrop,
@@ -279,7 +284,7 @@ def read_gpt_neox(c: Any) -> dict[str, Any]:
         embedding_dropout=c.hidden_dropout,
         attention_dropout=c.attention_dropout,
         residual_dropout=c.hidden_dropout,
-        **rotary(c),
+        **rotary(c, partial=True),
     )
 
 

@@ -2,6 +2,7 @@
 are dead."""
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -110,10 +111,10 @@ class Tiles:
         self.mask = mask = mask.resolve(T, S)
         self.T, self.S, self.q_chunk, self.k_chunk = T, S, q_chunk, k_chunk
         self.nq, self.nk = -(-T // q_chunk), -(-S // k_chunk)
-        self.q_positions = _blocks(mask.positions, q_chunk, "edge")
-        self.k_positions = _blocks(mask.k_positions, k_chunk, "edge")
-        self.q_segments = _blocks(mask.segments, q_chunk, "constant")
-        self.k_segments = _blocks(mask.k_segments, k_chunk, "constant")
+        self.q_positions = blocks(mask.positions, q_chunk, "edge")
+        self.k_positions = blocks(mask.k_positions, k_chunk, "edge")
+        self.q_segments = blocks(mask.segments, q_chunk, "constant")
+        self.k_segments = blocks(mask.k_segments, k_chunk, "constant")
 
     def allowed(self, i, j) -> Array | None:
         """Bool `[B or 1, q_chunk, k_chunk]`, False on keys past the end; None where all is seen."""
@@ -170,7 +171,7 @@ class Tiles:
         return jnp.asarray(pairs)[jnp.argsort(~flags, stable=True)], flags.sum()
 
 
-def _blocks(x, chunk: int, mode: str):
+def blocks(x: Any, chunk: int, mode: str) -> Any:
     """`[T]` or `[B, T]` to `[n, B or 1, chunk]`, NumPy in, NumPy out."""
     if x is None:
         return None

@@ -205,19 +205,17 @@ def rope(
     return turned if 2 * R == x.shape[-1] else jnp.concatenate([turned, x[..., 2 * R :]], -1)
 
 
-def alibi_slopes(
-    heads: int, *, bias_max: float | int = 8, interleaved: bool = False
-) -> Float[np.ndarray, "heads"]:
-    """ALiBi's slope of each head, float32: 2^(-bias_max · i / N), i = 1..N, for a power of two. For
-    other numbers, those of the next smaller one followed by every other one of the next larger; or
+def alibi_slopes(heads: int, *, interleaved: bool = False) -> Float[np.ndarray, "heads"]:
+    """ALiBi's slope of each head, float32: 2^(-8 · i / N), i = 1..N, for a power of two. For other
+    numbers, those of the next smaller one followed by every other one of the next larger; or
     `interleaved`, the even ones of the next larger followed by the odd ones, cut to N.
 
-    Press et al. 2021, arXiv 2108.12409, and its code; `interleaved` and `bias_max`: MPT,
-    `build_mpt_alibi_tensor` in transformers, whose alibi_bias_max that is.
+    Press et al. 2021, arXiv 2108.12409, and its code; `interleaved`: MPT, `build_mpt_alibi_tensor`
+    in transformers.
     """
 
     def powers(n):
-        return 2.0 ** (-bias_max * np.arange(1, n + 1) / n)
+        return 2.0 ** (-8.0 * np.arange(1, n + 1) / n)
 
     below = 2 ** math.floor(math.log2(heads))
     if below == heads:

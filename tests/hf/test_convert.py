@@ -14,7 +14,7 @@ from bptjax.hf.config import merge, read_config
 from bptjax.hf.io import Tensors, companions
 from bptjax.hf.pretrained import open_pretrained
 from bptjax.models.config import ModelConfig
-from hf.cases import CASES, ENCODERS, config
+from hf.cases import CASES, ENCODERS, config, rope
 
 
 def tensors(directory):
@@ -242,6 +242,7 @@ def test_a_copy_of_the_tied_head_passes_and_another_does_not(llama):
         ("opt", dict(layerdrop=0.1), "layerdrop"),
         ("falcon", dict(hidden_dropout=0.1), "hidden_dropout"),
         ("falcon", dict(num_ln_in_parallel_attn=2), "needs new_decoder_architecture"),
+        ("llama", rope("default", partial_rotary_factor=0.5), "partial_rotary_factor"),
         ("llama", dict(quantization_config={"quant_method": "gptq"}), "quantization_config"),
         ("bert", dict(is_decoder=True), "is_decoder"),
         ("bert", dict(architectures=["BertForPreTraining"]), "BertForPreTraining"),

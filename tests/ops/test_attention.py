@@ -103,7 +103,9 @@ CASES = {
     "chunk divides": Case(T=12, q_chunk=4, k_chunk=6),
     "one token": Case(T=1),
 }
-every_impl = pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+# Those that this machine can run.
+HERE = [impl for impl, pair in IMPLEMENTATIONS.items() if not pair.unsupported(Case().score())]
+every_impl = pytest.mark.parametrize("impl", HERE)
 
 
 @functools.cache
@@ -360,9 +362,7 @@ def test_traced_mask():
     assert f._cache_size() == 1
 
 
-@pytest.mark.parametrize(
-    "name, impl", [*(("gqa", impl) for impl in IMPLEMENTATIONS), ("segments", "scan")]
-)
+@pytest.mark.parametrize("name, impl", [*(("gqa", impl) for impl in HERE), ("segments", "scan")])
 def test_remat_runs_forward_once(name, impl, monkeypatch):
     """With (out, lse) saved by name, the backward pass of jax.checkpoint does not run the forward
     again."""
@@ -463,7 +463,7 @@ def test_choose():
     score = CASES["gqa"].score()
     assert choose("auto", score)[0] in IMPLEMENTATIONS
     assert set(choose("auto", score)[1]) | {choose("auto", score)[0]} == set(IMPLEMENTATIONS)
-    with pytest.raises(ValueError, match="'flash'; there are auto, scan"):
+    with pytest.raises(ValueError, match="'flash'; there are auto, triton, scan"):
         choose("flash", score)
 
 

@@ -5,13 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bptjax.ops.attention import IMPLEMENTATIONS, attention
+from bptjax.ops.attention import attention
 from bptjax.ops.block import block
 from bptjax.ops.dropout import dropout
 from bptjax.ops.mask import Mask
 from bptjax.ops.norm import rms_norm
 from bptjax.ops.position import alibi_slopes
 from ops.comparing import TOLERANCE, close, error, normal, quick
+from ops.test_attention import HERE
 
 B, T, D, N, K, H, F = 2, 13, 16, 4, 2, 8, 24
 PARAMS = {
@@ -90,7 +91,7 @@ def test_any_chunks(chunks):
     close(run(PARAMS, X, fused=True, **options), oracle("everything"))
 
 
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("impl", HERE)
 def test_any_attention(impl):
     close(run(PARAMS, X, fused=True, impl=impl, q_chunk=7, k_chunk=7), oracle("causal"))
 

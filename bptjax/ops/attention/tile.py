@@ -53,11 +53,15 @@ class Score:
         distance = jnp.abs(p[:, None, :, None] - s[:, None, None, :]).astype(jnp.float32)
         return -self.alibi[None, :, None, None] * distance
 
+    def head_keys(self, batch: int, heads: int) -> Array:
+        """Dropout's key of each row and head, uint32 `[B, N, 2]`."""
+        fold = jax.vmap(jax.vmap(_fold, (None, None, 0)), (None, 0, None))
+        return fold(self.dropout_key, jnp.arange(batch), jnp.arange(heads))
+
     def kept(self, batch: int, heads: int, p: Array, s: Array) -> Array:
         """Weights' dropout factors, float32 `[B, N, t, s]`, 0 or 1 / (1 - dropout): the same for a
         position pair in any tile."""
-        fold = jax.vmap(jax.vmap(_fold, (None, None, 0)), (None, 0, None))
-        keys = fold(self.dropout_key, jnp.arange(batch), jnp.arange(heads))
+        keys = self.head_keys(batch, heads)
         rows, columns = (
             jnp.broadcast_to(x[:, None, :], (batch, heads, x.shape[-1])) for x in (p, s)
         )

@@ -1,0 +1,233 @@
+"""Attention by Triton kernels through jax-triton: every feature, on NVIDIA GPUs.
+
+O(T) memory. Which key blocks a block of queries may see is worked out by XLA from the ranges of
+positions and segments; a program visits those, and masks only tiles that are not seen whole.
+"""
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Float
+
+from bptjax.ops.attention.tile import Score
+from bptjax.ops.mask import Mask, blocks
+from bptjax.ops.softmax import Partial
+
+# (block of queries, block of keys, warps, stages) by kernel and padded head size: the fastest of
+# six to twelve on one H200, causal, 32 / 8 heads, bfloat16, T = 32,768, for 64 and 128.
+BLOCKS: dict[str, dict[int, tuple[int, int, int, int]]] = {
+    "forward": {
+        32: (128, 64, 4, 3),
+        64: (128, 64, 8, 3),
+        128: (128, 128, 8, 3),
+        256: (64, 32, 4, 2),
+    },
+    "dq": {32: (128, 64, 8, 3), 64: (128, 64, 8, 3), 128: (128, 64, 8, 4), 256: (64, 32, 8, 1)},
+    "dkv": {32: (64, 64, 4, 3), 64: (32, 128, 4, 3), 128: (64, 128, 8, 4), 256: (32, 64, 8, 1)},
+}
+
+
+def unsupported(score: Score) -> str | None:
+    """Why these arguments cannot be honoured; None where they can."""
+    if jax.default_backend() != "gpu":
+        return "needs an NVIDIA GPU"
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.empty and mesh.size > 1:
+        return "runs on one device, and the mesh has more"
+    if importlib.util.find_spec("jax_triton") is None:
+        return 'jax-triton is not installed; pip install -e ".[gpu]" brings it'
+    return None
+
+
+def forward(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    score: Score,
+    *,
+    q_chunk: int = 0,
+    k_chunk: int = 0,
+) -> Partial:
+    """Dao 2023, arXiv 2307.08691, Algorithm 1. The kernel's own blocks are used, not the chunks."""
+    B, T, N, _ = q.shape
+    shapes = jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((B, T, N), jnp.float32)
+    return Partial(*_launch("forward", (q, k, v), score, q, k, shapes))
+
+
+def backward(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    out: Float[Array, "B T N H"],
+    lse: Float[Array, "B T N"],
+    dout: Float[Array, "B T N H"],
+    score: Score,
+    *,
+    q_chunk: int = 0,
+    k_chunk: int = 0,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K H"]]:
+    """These keys' share of (dq, dk, dv), where `out` and `lse` may come from more keys than these.
+    Dao 2023, arXiv 2307.08691, Algorithm 2, in two kernels: neither adds to what another writes.
+    """
+    delta = (out.astype(jnp.float32) * dout.astype(jnp.float32)).sum(-1)
+    lse = jnp.where(lse == -jnp.inf, jnp.inf, lse * np.float32(np.log2(np.e)))
+    arrays = q, k, v, dout, lse, delta
+    (dq,) = _launch("dq", arrays, score, q, k, (jax.ShapeDtypeStruct(q.shape, q.dtype),))
+    shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k, v))
+    dk, dv = _launch("dkv", arrays, score, q, k, shapes)
+    return dq, dk, dv
+
+
+def _launch(
+    name: str, arrays: tuple[Array, ...], score: Score, q: Array, k: Array, shapes: tuple
+) -> tuple[Array, ...]:
+    """Runs a kernel over its grid."""
+    (B, T, N, H), (_, S, K, _) = q.shape, k.shape
+    mask = score.mask.resolve(T, S)
+    padded = max(16, 1 << (H - 1).bit_length())
+    bq, bk, warps, stages = BLOCKS[name][max(padded, 32)]
+    ranges = block_ranges(mask, T, S, bq, bk, of_keys=name == "dkv")
+    positions, k_positions = (
+        jnp.atleast_2d(jnp.asarray(x)) for x in (mask.positions, mask.k_positions)
+    )
+    if positions.shape[0] != k_positions.shape[0]:
+        positions, k_positions = (
+            jnp.broadcast_to(x, (B, x.shape[1])) for x in (positions, k_positions)
+        )
+    none = jnp.zeros((1,), jnp.int32)
+    segmented = mask.segments is not None
+    inputs = (
+        *arrays,
+        ranges,
+        positions,
+        k_positions,
+        jnp.asarray(mask.segments) if segmented else none,
+        jnp.asarray(mask.k_segments) if segmented else none,
+        none if score.alibi is None else score.alibi,
+        score.head_keys(B, N) if score.dropout else none,
+    )
+    grid = (-(-S // bk), K, B) if name == "dkv" else (-(-T // bq), N, B)
+    return CALL(
+        name,
+        inputs,
+        shapes,
+        grid,
+        warps,
+        stages,
+        T=T,
+        S=S,
+        N=N,
+        K=K,
+        H=H,
+        BH=padded,
+        BQ=bq,
+        BK=bk,
+        RANGE_ROWS=ranges.shape[0],
+        POSITION_ROWS=positions.shape[0],
+        scale=float(score.scale),
+        SOFTCAP=score.softcap,
+        ALIBI=score.alibi is not None,
+        DROPOUT=float(score.dropout),
+        LEAST=round(score.dropout * 2**32),
+        CAUSAL=mask.causal,
+        WINDOW=mask.window,
+        SEGMENTS=segmented,
+    )
+
+
+def _call(name, inputs, shapes, grid, warps, stages, **constants: Any) -> tuple[Array, ...]:
+    # jax-triton refuses to be imported where there is no GPU.
+    import jax_triton
+
+    import bptjax.ops.attention.triton_kernels as kernels
+
+    return jax_triton.triton_call(
+        *inputs,
+        kernel=getattr(kernels, f"{name}_kernel"),
+        out_shape=shapes,
+        grid=grid,
+        num_warps=warps,
+        num_stages=stages,
+        **constants,
+    )
+
+
+# How a kernel is run; the tests run it in Triton's interpreter.
+CALL: Callable[..., tuple[Array, ...]] = _call
+
+
+def block_ranges(mask: Mask, T: int, S: int, q_block: int, k_block: int, *, of_keys: bool) -> Array:
+    """For each block of queries the range of key blocks that it may see, and inside it the range of
+    those seen whole: int32 `[B or 1, blocks, 4]` of first, first whole, end of whole, end. With
+    `of_keys`, for each block of keys the query blocks. `mask` is resolved.
+    """
+    xp = np if isinstance(mask.positions, np.ndarray) and mask.segments is None else jnp
+    p, s = (
+        _bounds(xp, x, block)
+        for x, block in ((mask.positions, q_block), (mask.k_positions, k_block))
+    )
+    (p_low, p_high), (s_low, s_high) = (
+        (low[:, :, None], high[:, :, None]) if i == 0 else (low[:, None], high[:, None])
+        for i, (low, high) in enumerate((p, s))
+    )
+    live = xp.ones((1, -(-T // q_block), -(-S // k_block)), bool)
+    whole = xp.ones_like(live)
+    if T % q_block:
+        whole = whole & (xp.arange(live.shape[1]) < T // q_block)[None, :, None]
+    if S % k_block:
+        whole = whole & (xp.arange(live.shape[2]) < S // k_block)[None, None, :]
+    if mask.causal:
+        live, whole = live & (s_low <= p_high), whole & (s_high <= p_low)
+    if mask.window is not None:
+        live = live & (p_low - s_high < mask.window)
+        whole = whole & (p_high - s_low < mask.window)
+        if not mask.causal:
+            live = live & (s_low - p_high < mask.window)
+            whole = whole & (s_high - p_low < mask.window)
+    if mask.segments is not None:
+        (a_low, a_high, a_real), (b_low, b_high, b_real) = (
+            _segment_bounds(x, block)
+            for x, block in ((mask.segments, q_block), (mask.k_segments, k_block))
+        )
+        a_low, a_high, a_real = (x[:, :, None] for x in (a_low, a_high, a_real))
+        b_low, b_high, b_real = (x[:, None] for x in (b_low, b_high, b_real))
+        live = live & (b_low <= a_high) & (a_low <= b_high)
+        one = (a_low == a_high) & (b_low == b_high) & (a_low == b_low)
+        whole = whole & one & a_real & b_real
+    whole = whole & live
+    if of_keys:
+        live, whole = live.swapaxes(1, 2), whole.swapaxes(1, 2)
+    (first, last), (begin, end) = _ends(xp, live), _ends(xp, whole)
+    # Tiles seen whole that are not next to one another are masked like the rest.
+    together = whole.sum(-1) == end - begin
+    begin, end = xp.where(together, begin, first), xp.where(together, end, first)
+    # None seen whole: an empty range at the start.
+    empty = end <= begin
+    begin, end = xp.where(empty, first, begin), xp.where(empty, first, end)
+    return jnp.asarray(xp.stack([first, begin, end, last], -1), jnp.int32)
+
+
+def _ends(xp: Any, flags: Any) -> tuple[Any, Any]:
+    """First set flag of the last axis, and one past the last; (0, 0) where none is set."""
+    size, some = flags.shape[-1], flags.any(-1)
+    first = flags.argmax(-1)
+    last = size - flags[..., ::-1].argmax(-1)
+    return xp.where(some, first, 0), xp.where(some, last, 0)
+
+
+def _bounds(xp: Any, x: Any, block: int) -> tuple[Any, Any]:
+    """Least and greatest of each block, `[B or 1, n]`."""
+    x = blocks(x if xp is np else jnp.asarray(x), block, "edge")
+    return x.min(-1).T, x.max(-1).T
+
+
+def _segment_bounds(x: Any, block: int) -> tuple[Array, Array, Array]:
+    """Least and greatest real segment of each block, and whether all of it is real."""
+    x = blocks(jnp.asarray(x), block, "constant")
+    top = np.iinfo(np.int32).max
+    return jnp.where(x == 0, top, x).min(-1).T, x.max(-1).T, (x != 0).all(-1).T

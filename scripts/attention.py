@@ -1,0 +1,107 @@
+"""Times attention on this machine's GPU: causal, ALiBi, soft cap, packed documents, a window.
+
+    python scripts/attention.py --lengths 32768 --head_sizes 128 64 --out rows.json
+
+One batch row, 32 query and 8 key heads, bfloat16, random data. TFLOP/s count live work only: 4 · H
+FLOPs a query-key pair that is seen, and 2.5 times that for the backward pass.
+"""
+
+import argparse
+import json
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bptjax import Mask, attention
+from bptjax.ops.position import alibi_slopes
+
+N, K, DOCUMENTS, WINDOW = 32, 8, 8, 4096
+
+
+def cases(T: int) -> dict[str, tuple[dict, float]]:
+    """Options of `attention`, and the pairs that are seen."""
+    causal, square = Mask(causal=True), T * T / 2
+    documents = np.repeat(np.arange(1, DOCUMENTS + 1, dtype=np.int32), T // DOCUMENTS)[None]
+    seen = WINDOW * T - WINDOW**2 / 2
+    return {
+        "causal": (dict(mask=causal), square),
+        "alibi": (dict(mask=causal, alibi=alibi_slopes(N)), square),
+        "softcap": (dict(mask=causal, softcap=50.0), square),
+        "8 documents": (dict(mask=replace(causal, segments=documents)), square / DOCUMENTS),
+        "window 4096": (dict(mask=replace(causal, window=WINDOW)), seen),
+        "dropout": (dict(mask=causal, dropout=0.1, dropout_key=jax.random.key(0)), square),
+    }
+
+
+def milliseconds(f, *operands, repeats: int = 9) -> tuple[float, float, float]:
+    """Median, least and greatest, after two runs to warm up."""
+    times = []
+    for i in range(repeats + 2):
+        start = time.perf_counter()
+        jax.block_until_ready(f(*operands))
+        if i > 1:
+            times.append(1e3 * (time.perf_counter() - start))
+    return float(np.median(times)), min(times), max(times)
+
+
+def cudnn(q, k, v):
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[32_768])
+    parser.add_argument("--head_sizes", type=int, nargs="+", default=[128, 64])
+    parser.add_argument("--impl", default="triton")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    rows = []
+    for H in args.head_sizes:
+        for T in args.lengths:
+            keys = jax.random.split(jax.random.key(0), 4)
+            shapes = (1, T, N, H), (1, T, K, H), (1, T, K, H), (1, T, N, H)
+            q, k, v, dout = (
+                jax.random.normal(key, shape, jnp.bfloat16)
+                for key, shape in zip(keys, shapes, strict=True)
+            )
+
+            work = {
+                (args.impl, name): (partial(attention, impl=args.impl, **options), pairs)
+                for name, (options, pairs) in cases(T).items()
+            }
+            work["jax.nn cudnn", "causal"] = cudnn, T * T / 2
+            for (impl, name), (f, pairs) in work.items():
+                both = jax.jit(lambda q, k, v, dout, f=f: jax.vjp(f, q, k, v)[1](dout))
+                forward, *_ = milliseconds(jax.jit(f), q, k, v)
+                step, least, most = milliseconds(both, q, k, v, dout)
+                flops = 4 * N * H * pairs
+                rows.append(
+                    dict(
+                        implementation=impl,
+                        case=name,
+                        T=T,
+                        H=H,
+                        forward_ms=forward,
+                        forward_tflops=flops / forward / 1e9,
+                        step_ms=step,
+                        fastest_ms=least,
+                        slowest_ms=most,
+                        step_tflops=3.5 * flops / step / 1e9,
+                        dtype="bfloat16",
+                        device=jax.devices()[0].device_kind,
+                        jax=jax.__version__,
+                    )
+                )
+                shown = {k: round(v, 2) if isinstance(v, float) else v for k, v in rows[-1].items()}
+                print(list(shown.values())[:10], flush=True)
+    if args.out:
+        args.out.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""Runs Triton's kernels of attention in Triton's interpreter, on the CPU: a process of its own,
+because the interpreter is chosen when triton is imported.
+
+    python interpreted.py CASE…   prints each one's name and its largest error against the oracle
+"""
+
+import builtins
+import os
+import sys
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import jax.numpy as jnp
+import numpy as np
+import torch
+from triton.runtime import interpreter
+
+from bptjax.ops.attention import reference, triton, triton_kernels
+from ops.comparing import error
+from ops.test_attention import CASES, oracle
+
+
+class _AnyInt(type):
+    def __instancecheck__(cls, x):
+        return isinstance(x, builtins.int)
+
+
+class _Int(int, metaclass=_AnyInt):
+    """`int` that takes arrays of one element, as the interpreter asks and NumPy 2.4 refuses."""
+
+    def __new__(cls, x=0, *rest):
+        return builtins.int(x.item() if isinstance(x, np.ndarray) else x, *rest)
+
+
+interpreter.int = _Int
+
+
+def call(name, inputs, shapes, grid, warps, stages, **constants):
+    """As `triton.CALL`, on torch tensors. Outputs start as NaN: every element is to be written."""
+
+    def tensor(x):
+        x = np.asarray(x)
+        return torch.tensor(x.view(np.int32) if x.dtype == np.uint32 else x)
+
+    outputs = [torch.full(s.shape, float("nan"), dtype=torch.float32) for s in shapes]
+    kernel = getattr(triton_kernels, f"{name}_kernel")
+    kernel[grid](*map(tensor, inputs), *outputs, **constants)
+    return tuple(jnp.asarray(x.numpy()) for x in outputs)
+
+
+def main(names):
+    triton.CALL = call
+    for kernel in triton.BLOCKS:
+        # Small tiles: several of each kind, dead, whole and in between, in a short text.
+        triton.BLOCKS[kernel] = dict.fromkeys(triton.BLOCKS[kernel], (2, 8, 4, 1))
+    for name in names:
+        case = CASES[name]
+        (q, k, v, dout), score = case.operands(), case.score()
+        out, lse = triton.forward(q, k, v, score)
+        got = out, *triton.backward(q, k, v, out, lse, dout, score)
+        worst = max(error(a, b) for a, b in zip(got, oracle(name), strict=True))
+        true = np.asarray(reference.forward(q, k, v, score).lse)
+        seen = np.isfinite(true)
+        assert np.array_equal(np.isneginf(lse), ~seen)
+        worst = max(worst, float(np.abs(np.asarray(lse)[seen] - true[seen]).max(initial=0.0)))
+        print(f"{name}\t{worst}", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,154 @@
+"""Triton's kernels: their logic in the interpreter, and compiled on a GPU."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bptjax.ops.attention import reference, triton
+from bptjax.ops.attention.tile import Score
+from bptjax.ops.mask import Mask
+from bptjax.ops.position import alibi_slopes
+from ops.comparing import TOLERANCE, error
+from ops.test_attention import CASES, oracle
+
+TESTS = Path(__file__).parents[1]
+# The grid of features, each at least once; a GPU runs all cases.
+INTERPRETED = (
+    "mqa",
+    "window both ways",
+    "segments",
+    "all padding",
+    "alibi, 6 heads",
+    "everything",
+    "cache, other rows",
+    "zigzag, keys of others",
+    "cross, segments",
+    "shard sees nothing",
+)
+
+
+def test_kernels_in_the_interpreter():
+    for module in ("torch", "triton"):
+        pytest.importorskip(module, reason="the interpreter works on torch's tensors")
+    environment = os.environ | {"PYTHONPATH": f"{TESTS}:{TESTS.parent}"}
+    command = [sys.executable, str(TESTS / "ops" / "interpreted.py"), *INTERPRETED]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    errors = dict(line.split("\t") for line in done.stdout.splitlines())
+    assert errors.keys() == set(INTERPRETED)
+    assert max(map(float, errors.values())) < TOLERANCE["float32"], errors
+
+
+@pytest.mark.parametrize("of_keys", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_ranges_hold_every_live_pair_and_whole_ones_no_dead(name, of_keys):
+    """Against the mask itself, pair by pair."""
+    case = CASES[name]
+    T, S = case.T, case.S or case.T
+    mask = case.mask.resolve(T, S)
+    p, s = (np.atleast_2d(np.asarray(x)) for x in (mask.positions, mask.k_positions))
+    segments = (None if x is None else jnp.asarray(x) for x in (mask.segments, mask.k_segments))
+    seen = mask.allowed(jnp.asarray(p), jnp.asarray(s), *segments)
+    seen = np.ones((1, T, S), bool) if seen is None else np.asarray(seen)
+    bq, bk = 2, 4
+    ranges = np.asarray(triton.block_ranges(mask, T, S, bq, bk, of_keys=of_keys))
+    for b in range(max(len(seen), len(ranges))):
+        pairs = seen[min(b, len(seen) - 1)]
+        for i, (first, begin, end, last) in enumerate(ranges[min(b, len(ranges) - 1)]):
+            assert first <= begin <= end <= last
+            own, other = (bk, bq) if of_keys else (bq, bk)
+            rows = (pairs.T if of_keys else pairs)[i * own : (i + 1) * own]
+            outside = np.ones(rows.shape[1], bool)
+            outside[first * other : last * other] = False
+            assert not rows[:, outside].any()
+            if end > begin:
+                whole = rows[:, begin * other : end * other]
+                assert whole.all() and whole.shape == (own, (end - begin) * other)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("name", CASES)
+def test_compiled_equals_oracle(name, dtype):
+    case = CASES[name]
+    got = compiled(case.operands(dtype), case.score())
+    for what, a, b in zip(("out", "dq", "dk", "dv"), got, oracle(name), strict=True):
+        assert a.dtype == dtype and error(a, b) <= TOLERANCE[dtype], (what, error(a, b))
+
+
+def compiled(operands, score):
+    @jax.jit
+    def run(q, k, v, dout):
+        out, lse = triton.forward(q, k, v, score)
+        return out, *triton.backward(q, k, v, out, lse, dout, score)
+
+    return run(*operands)
+
+
+DOCUMENTS = np.repeat([[1, 2, 3, 4]], 256, 1).astype(np.int32)
+LARGE = {
+    "64": (64, 777, 4, 2, Score(Mask(causal=True), 0.125)),
+    "128, window, soft cap": (128, 1111, 4, 1, Score(Mask(causal=True, window=300), 0.1, 20.0)),
+    "80, all keys": (80, 513, 2, 2, Score(Mask(), 0.1)),
+    "256": (256, 640, 2, 1, Score(Mask(causal=True), 0.0625)),
+    "96, documents, alibi": (
+        96,
+        1024,
+        4,
+        4,
+        Score(Mask(causal=True, segments=DOCUMENTS), 0.1, alibi=jnp.asarray(alibi_slopes(4))),
+    ),
+    "32, dropout": (
+        32,
+        1024,
+        4,
+        2,
+        Score(Mask(causal=True), 0.2, None, 0.2, dropout_key=jnp.array([1, 2], jnp.uint32)),
+    ),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", LARGE)
+def test_head_sizes(name):
+    H, T, N, K, score = LARGE[name]
+    shapes = (1, T, N, H), (1, T, K, H), (1, T, K, H), (1, T, N, H)
+    keys = jax.random.split(jax.random.key(H), 4)
+    operands = [
+        jax.random.normal(key, shape).astype(jnp.bfloat16)
+        for key, shape in zip(keys, shapes, strict=True)
+    ]
+    q, k, v, dout = (x.astype(jnp.float32) for x in operands)
+    out, pull = jax.vjp(lambda q, k, v: reference.forward(q, k, v, score).out, q, k, v)
+    for a, b in zip(compiled(operands, score), (out, *pull(dout)), strict=True):
+        assert error(a, b) <= TOLERANCE["bfloat16"]
+
+
+@pytest.mark.gpu
+def test_beyond_32_bits():
+    """2³¹ elements and more in q: the last queries of a long row, against attention over the few
+    keys that their window shows them.
+    """
+    T, N, K, H, window = 2**19 + 256, 32, 1, 128, 200
+    assert T * N * H > 2**31
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = (1, T, N, H), (1, T, K, H), (1, T, K, H), (1, T, N, H)
+    q, k, v, dout = (
+        jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True)
+    )
+    score = Score(Mask(causal=True, window=window), H**-0.5)
+    out, dq, dk, dv = compiled((q, k, v, dout), score)
+    tail = 512
+    ends = [x[:, -tail:].astype(jnp.float32) for x in (q, k, v, dout)]
+    true, pull = jax.vjp(lambda q, k, v: reference.forward(q, k, v, score).out, *ends[:3])
+    true_dq, true_dk, true_dv = pull(ends[3])
+    # Far enough from the cut that all their keys are there, and all their queries.
+    for a, b in ((out, true), (dq, true_dq), (dk, true_dk), (dv, true_dv)):
+        a, b = a[:, -tail + window :], b[:, window:]
+        assert error(a.astype(jnp.float32), b) <= TOLERANCE["bfloat16"]
