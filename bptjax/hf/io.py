@@ -1,5 +1,6 @@
 """Tensors on disk: safetensors files read one tensor and written one layer at a time."""
 
+import importlib.util
 import json
 import os
 import re
@@ -56,20 +57,42 @@ class Tensors:
         self.directory = directory
         self.kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
         self._files: dict[str, tuple[Path, str]] = {}
-        for file in _files(directory):
+        self._torch: dict[str, Any] = {}
+
+        def now(name: str) -> str:
+            for old, new in renamed:
+                name = name.removesuffix(old) + new if name.endswith(old) else name
+            return name
+
+        files = _files(directory, SINGLE, INDEX)
+        if not files:
+            for file in _files(directory, PICKLED, f"{PICKLED}.index.json"):
+                self._torch |= {now(n): x for n, x in _unpickled(file).items()}
+            if not self._torch:
+                raise ValueError(f"{directory} has no {SINGLE}")
+        for name, tensor in self._torch.items():
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            if dtype not in NAMES:
+                raise ValueError(f"{directory}: {name} is {dtype}, not {', '.join(NAMES)}")
+            self.kinds[name] = dtype, tuple(tensor.shape)
+        for file in files:
             with _opened(file) as tensors:
                 for name in tensors.keys():  # noqa: SIM118 (no mapping)
                     part = tensors.get_slice(name)
                     if part.get_dtype() not in DTYPES:
                         known = ", ".join(DTYPES)
                         raise ValueError(f"{file}: {name} is {part.get_dtype()}, not {known}")
-                    now = name
-                    for old, new in renamed:
-                        now = name.removesuffix(old) + new if name.endswith(old) else now
-                    self.kinds[now] = DTYPES[part.get_dtype()], tuple(part.get_shape())
-                    self._files[now] = file, name
+                    self.kinds[now(name)] = DTYPES[part.get_dtype()], tuple(part.get_shape())
+                    self._files[now(name)] = file, name
 
     def read(self, name: str) -> np.ndarray:
+        if name in self._torch:
+            tensor, dtype = self._torch[name].contiguous(), self.kinds[name][0]
+            if dtype != "bfloat16":
+                return tensor.numpy()
+            import torch
+
+            return tensor.view(torch.int16).numpy().view(dtype)
         # Opened anew for each: what is mapped counts as memory in use until it is closed.
         file, written = self._files[name]
         with _opened(file) as tensors:
@@ -93,24 +116,30 @@ def _opened(file: Path) -> Iterator[Any]:
         raise ValueError(f"{file}: {error.strerror or error}") from error
 
 
-def _files(directory: Path) -> list[Path]:
-    if (directory / INDEX).exists():
-        names = read_json(directory / INDEX).get("weight_map", {}).values()
+def _files(directory: Path, single: str, index: str) -> list[Path]:
+    """The file of this name, or those that the index names."""
+    if (directory / index).exists():
+        names = read_json(directory / index).get("weight_map", {}).values()
         files = [directory / name for name in dict.fromkeys(names)]
         missing = [file.name for file in files if not file.exists()]
         if missing or not files:
-            raise ValueError(f"{directory / INDEX} names files that are not there: {missing}")
+            raise ValueError(f"{directory / index} names files that are not there: {missing}")
         return files
-    if (directory / SINGLE).exists():
-        return [directory / SINGLE]
-    raise ValueError(
-        f"{directory} has no {SINGLE}"
-        + (
-            f"; {PICKLED} needs torch, and holds code: convert it to safetensors first"
-            if (directory / PICKLED).exists() or list(directory.glob("pytorch_model-*.bin"))
-            else ""
-        )
-    )
+    return [directory / single] if (directory / single).exists() else []
+
+
+def _unpickled(file: Path) -> dict[str, Any]:
+    """The tensors of one of torch's own files, left on disk until they are read."""
+    if importlib.util.find_spec("torch") is None:
+        raise ValueError(f"{file} needs torch, which is not installed; or convert it to {SINGLE}")
+    import torch
+
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:
+        # Whatever a damaged pickle brings about.
+        text = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(f"{file} is damaged or no torch file: {text}") from error
 
 
 def names_of(row: Row, layers: int) -> list[str]:

@@ -355,3 +355,22 @@ def test_a_model_from_scratch_becomes_a_llama(tmp_path, capsys):
     capsys.readouterr()
     assert convert.main(["bptjax-to-hf", str(tmp_path / "odd"), str(tmp_path / "no")]) == 2
     assert "no Hugging Face family has model.norm=layer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_torch_files_are_read_where_torch_is(llama, tmp_path, monkeypatch, dtype):
+    torch = pytest.importorskip("torch")
+    directory = llama(dtype=dtype)
+    old = tmp_path / "old"
+    shutil.copytree(directory, old)
+    found = Tensors(directory)
+    state = {
+        n: torch.tensor(found.read(n).astype(np.float32)).to(getattr(torch, dtype))
+        for n in found.kinds
+    }
+    (old / "model.safetensors").unlink()
+    torch.save(state, old / "pytorch_model.bin")
+    assert tensors(there_and_back(old, tmp_path)) == tensors(directory)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="pytorch_model.bin needs torch, which is not installed"):
+        Tensors(old)
