@@ -115,19 +115,19 @@ LARGE = {
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name", LARGE)
-def test_head_sizes(name):
+def test_head_sizes(name, dtype):
     H, T, N, K, score = LARGE[name]
     shapes = (1, T, N, H), (1, T, K, H), (1, T, K, H), (1, T, N, H)
     keys = jax.random.split(jax.random.key(H), 4)
     operands = [
-        jax.random.normal(key, shape).astype(jnp.bfloat16)
-        for key, shape in zip(keys, shapes, strict=True)
+        jax.random.normal(key, shape).astype(dtype) for key, shape in zip(keys, shapes, strict=True)
     ]
     q, k, v, dout = (x.astype(jnp.float32) for x in operands)
     out, pull = jax.vjp(lambda q, k, v: reference.forward(q, k, v, score).out, q, k, v)
     for a, b in zip(compiled(operands, score), (out, *pull(dout)), strict=True):
-        assert error(a, b) <= TOLERANCE["bfloat16"]
+        assert error(a, b) <= TOLERANCE[dtype]
 
 
 @pytest.mark.gpu

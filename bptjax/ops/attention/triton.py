@@ -91,6 +91,9 @@ def _launch(
     mask = score.mask.resolve(T, S)
     padded = max(16, 1 << (H - 1).bit_length())
     bq, bk, warps, stages = BLOCKS[name][max(padded, 32)]
+    if q.dtype.itemsize > 2:
+        # What fits in shared memory at twice the bytes.
+        bq, bk, warps, stages = min(bq, 32), min(bk, 32), 4, 1
     ranges = block_ranges(mask, T, S, bq, bk, of_keys=name == "dkv")
     positions, k_positions = (
         jnp.atleast_2d(jnp.asarray(x)) for x in (mask.positions, mask.k_positions)
