@@ -72,7 +72,8 @@ def test_a_run_learns_and_leaves_its_files(uninterrupted):
     last = list(read_metrics(uninterrupted / "metrics.jsonl"))[-2]
     assert last["train/tokens_seen"] > 0 and last["throughput/tokens_per_second"] > 0
     log = (uninterrupted / "log.txt").read_text()
-    assert "attention: scan; " in log and "not loop:" in log and "bits per byte" in log and "sample:" in log
+    for part in ("attention: scan; ", "not loop:", "bits per byte", "sample:"):
+        assert part in log, part
 
 
 def stop_at(step, number, monkeypatch):
