@@ -96,6 +96,15 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 
+    def __post_init__(self):
+        hidden = set(self.memory.save) & {"attended", "gate", "up"}
+        chunked = self.memory.ffn_chunk < self.train.seq_len or self.memory.schedule == "fused"
+        if hidden and chunked:
+            raise ValueError(
+                f"memory.save={', '.join(sorted(hidden))} needs schedule=split and "
+                f"memory.ffn_chunk of at least train.seq_len={self.train.seq_len}"
+            )
+
 
 # What may change between the sittings of one run: the results stay those of the same experiment.
 FREE = (

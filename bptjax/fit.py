@@ -31,9 +31,6 @@ from bptjax.metrics import (
     read_metrics,
 )
 from bptjax.models.layers import rotary
-from bptjax.ops.attention import choose
-from bptjax.ops.attention.tile import Score
-from bptjax.ops.mask import Mask
 from bptjax.parallel.mesh import make_mesh, select_devices
 from bptjax.trainer import Task, TrainState
 
@@ -101,10 +98,8 @@ def prepare(config: Config) -> Run:
         )
     if model.position == "rope":
         rotary(model, 0, None)  # Refuses scalings that cannot be.
-    score = Score(mask=Mask(causal=True), scale=1.0, dropout=model.attention_dropout or 0.0)
-    with jax.set_mesh(mesh):
-        picked, others = choose(config.memory.attention, score)
     task = Task(config, model, mesh, pretrained)
+    picked, others = task.attention()
     batches = train_loader(
         train, tokenizer, config.data, seq_len=config.train.seq_len, rows=task.rows
     )
@@ -213,6 +208,9 @@ class _Loop:
         """The compiled step; says what it will need."""
         compiled = self.run.task.compile_step(self.state, batch)
         needs = compiled.memory_analysis()
+        offload = self.run.config.memory.offload
+        if offload and not (needs and needs.host_temp_size_in_bytes):
+            raise RunFailed(f"memory.offload={offload} moves nothing to host memory here")
         text = f"model: {self.parameters:,} parameters"
         if needs is not None:
             held, extra = needs.argument_size_in_bytes, needs.temp_size_in_bytes

@@ -1,22 +1,24 @@
-"""What is kept for the backward pass, and what is computed again."""
+"""What is kept for the backward pass, where, and what is computed again."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any
 
 import jax
 from jax import checkpoint_policies as policies
 
 from bptjax.models.config import Execution
 from bptjax.ops.attention import SAVED
+from bptjax.ops.saved import ON_HOST, named
 
 # What each policy keeps of a layer beside its input. None keeps all of it: no remat.
-REMAT: dict[str, Callable | None] = {
+REMAT: dict[str, tuple[str, ...] | None] = {
     "none": None,
-    "full": policies.nothing_saveable,
-    "dots": policies.dots_with_no_batch_dims_saveable,
-    "save_attention": policies.save_only_these_names(*SAVED),
+    "dots": ("query", "key", "value", *SAVED, "attended", "gate", "up"),
+    "save_attention": SAVED,
+    "full": (),
 }
 
 
@@ -25,26 +27,76 @@ class MemoryConfig(Execution):
     """How the step is laid out in memory.
 
     Attributes:
-      remat: what is kept of each layer for the backward pass. none: everything; dots: the results
-        of weight matmuls; save_attention: attention's output, so that its kernel does not run
-        again; full: the layer's input alone. Attention and feed-forward keep only what they need
-        under each of them.
+      remat: what is kept of each layer for the backward pass. none: everything; dots: what its
+        matmuls and attention made; save_attention: attention's output, so that its kernel does not
+        run again; full: the layer's input alone; nested(k): the input of every k-th layer, from
+        which k layers at a time are run again as under save_attention. Attention, and a
+        feed-forward of more than one chunk, keep only what they need under each of them.
+      save: kept besides, by name: query, key, value, attended (the stream after attention), gate,
+        up; the last three only of a feed-forward of one chunk.
       ce_chunk: tokens whose logits exist at once.
     """
 
-    remat: Literal["none", "dots", "save_attention", "full"] = "save_attention"
+    remat: str = "save_attention"
+    save: tuple[str, ...] = ()
     ce_chunk: int = 2048
 
     def __post_init__(self):
         super().__post_init__()
         if self.ce_chunk < 1:
             raise ValueError(f"memory.ce_chunk={self.ce_chunk} is not positive")
+        if self.remat not in REMAT and not self.nested:
+            raise ValueError(
+                f"memory.remat={self.remat}; there are {', '.join(REMAT)}, nested(k) with k > 1"
+            )
+        for name in self.save:
+            if name not in (REMAT["dots"] or ()):
+                raise ValueError(f"memory.save={name}; there are {', '.join(REMAT['dots'] or ())}")
+        if self.offload and self.remat == "none":
+            raise ValueError("memory.offload moves what a remat policy keeps; remat=none has none")
 
+    @property
+    def nested(self) -> int | None:
+        """k of nested(k)."""
+        found = re.fullmatch(r"nested\((\d+)\)", self.remat)
+        return int(found[1]) if found and int(found[1]) > 1 else None
 
-def remat(name: str) -> Callable[[Callable], Callable]:
-    """The wrapper of one layer's function that policy `name` stands for."""
-    policy = REMAT[name]
-    if policy is None:
-        return lambda f: f
-    # Inside a scan XLA cannot merge the recomputation with the first run; nothing need hinder it.
-    return partial(jax.checkpoint, policy=policy, prevent_cse=False)
+    def scan(self, step: Callable, carry: Any, xs: Any) -> tuple[Any, Any]:
+        """`lax.scan` over the layers that keeps what the policy says.
+
+        Raises:
+          ValueError: nested(k) where k does not divide the number of layers.
+        """
+        if self.remat == "none":
+            return jax.lax.scan(step, carry, xs)
+        if self.nested is None:
+            return jax.lax.scan(self._checkpoint(step, REMAT[self.remat] or ()), carry, xs)
+        k, layers = self.nested, jax.tree.leaves(xs)[0].shape[0]
+        if layers % k:
+            raise ValueError(f"memory.remat={self.remat} with {layers} layers: k does not divide")
+
+        def group(carry, xs):
+            # Named on the first line of the scanned body: the name of a carry is not seen.
+            carry = jax.tree.map(lambda x: named(x, "group_input", self.offload), carry)
+            return jax.lax.scan(self._checkpoint(step, SAVED, offload=False), carry, xs)
+
+        xs = jax.tree.map(lambda x: x.reshape(layers // k, k, *x.shape[1:]), xs)
+        carry, ys = jax.lax.scan(self._checkpoint(group, (), "group_input"), carry, xs)
+        return carry, jax.tree.map(lambda y: y.reshape(layers, *y.shape[2:]), ys)
+
+    def _checkpoint(
+        self, f: Callable, kept: tuple[str, ...], given: str = "layer_input", offload: bool = True
+    ) -> Callable:
+        """Remat of `f` that keeps its input, whose name is `given`, and what is `kept`."""
+        names = [given, *kept, *self.save]
+        policy = policies.save_only_these_names(*kept, *self.save)
+        if offload and self.offload:
+            # The input too is kept by its name: a carry of the scan would stay on the device.
+            policy = policies.save_and_offload_only_these_names(
+                names_which_can_be_saved=names,
+                names_which_can_be_offloaded=[name + ON_HOST for name in names],
+                offload_src="device",
+                offload_dst="pinned_host",
+            )
+        # Inside a scan XLA cannot merge the recomputation with the first run; nothing need hinder.
+        return partial(jax.checkpoint, policy=policy, prevent_cse=False)(f)

@@ -14,10 +14,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from bptjax.config import Config
 from bptjax.hf.pretrained import Pretrained
-from bptjax.memory import remat
 from bptjax.models.config import ModelConfig
 from bptjax.models.decoder import Decoder
+from bptjax.ops.attention import choose
+from bptjax.ops.attention.tile import Score
 from bptjax.ops.loss import linear_cross_entropy
+from bptjax.ops.mask import Mask
 from bptjax.optim import LossScale, learning_rate, optimizer
 from bptjax.parallel.mesh import sharding, spec
 
@@ -73,6 +75,28 @@ class Task:
     @property
     def optimizer(self) -> optax.GradientTransformation:
         return optimizer(self.config.optimizer, self.config.train.max_steps)
+
+    def attention(self) -> tuple[str, dict[str, str]]:
+        """The implementation that the step's attention takes, and why not the others.
+
+        Raises:
+          NotImplementedError: the named one cannot honour the model's.
+        """
+        model, tokens = self.model, (self.micro_rows, self.config.train.seq_len)
+        mask = Mask(causal=True, segments=jax.ShapeDtypeStruct(tokens, jnp.int32))
+        score = Score(
+            mask=mask.within(model.windows, 0),
+            scale=1.0,
+            softcap=model.attention_softcap,
+            dropout=model.attention_dropout or 0.0,
+            alibi=jnp.zeros(model.num_heads) if model.position == "alibi" else None,
+        )
+        q, k = (
+            jax.ShapeDtypeStruct((*tokens, heads, model.H), self.dtype)
+            for heads in (model.num_heads, model.K)
+        )
+        with jax.set_mesh(self.mesh):
+            return choose(self.config.memory.attention, score, q, k)
 
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the state; nothing is allocated."""
@@ -135,7 +159,6 @@ class Task:
             dropout_key=key,
             dtype=self.dtype,
             execution=memory,
-            remat=remat(memory.remat),
         )
         return linear_cross_entropy(
             hidden,

@@ -57,7 +57,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=[32_768])
     parser.add_argument("--head_sizes", type=int, nargs="+", default=[128, 64])
-    parser.add_argument("--impl", default="triton")
+    parser.add_argument("--impls", nargs="+", default=["triton", "auto"])
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     rows = []
@@ -71,7 +71,8 @@ def main() -> None:
             )
 
             work = {
-                (args.impl, name): (partial(attention, impl=args.impl, **options), pairs)
+                (impl, name): (partial(attention, impl=impl, **options), pairs)
+                for impl in args.impls
                 for name, (options, pairs) in cases(T).items()
             }
             work["jax.nn cudnn", "causal"] = cudnn, T * T / 2
@@ -80,6 +81,7 @@ def main() -> None:
                 forward, *_ = milliseconds(jax.jit(f), q, k, v)
                 step, least, most = milliseconds(both, q, k, v, dout)
                 flops = 4 * N * H * pairs
+                needs = both.lower(q, k, v, dout).compile().memory_analysis()
                 rows.append(
                     dict(
                         implementation=impl,
@@ -92,6 +94,7 @@ def main() -> None:
                         fastest_ms=least,
                         slowest_ms=most,
                         step_tflops=3.5 * flops / step / 1e9,
+                        temporary_gib=needs.temp_size_in_bytes / 2**30,
                         dtype="bfloat16",
                         device=jax.devices()[0].device_kind,
                         jax=jax.__version__,

@@ -3,8 +3,11 @@ elsewhere.
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
+
+import jax
 
 
 @dataclass(frozen=True)
@@ -237,6 +240,7 @@ class Execution:
       schedule: split: attention over the whole sequence, then the feed-forward in chunks; fused:
         Algorithm 1, both for one block of queries at a time.
       q_chunk, k_chunk, ffn_chunk: tokens in a block.
+      offload: share of the tokens whose kept values go to host memory.
     """
 
     attention: str = "auto"
@@ -244,8 +248,15 @@ class Execution:
     q_chunk: int = 512
     k_chunk: int = 512
     ffn_chunk: int = 2048
+    offload: float = 0.0
 
     def __post_init__(self):
+        if not 0.0 <= self.offload <= 1.0:
+            raise ValueError(f"memory.offload={self.offload} is not in [0, 1]")
         for name in ("q_chunk", "k_chunk", "ffn_chunk"):
             if getattr(self, name) < 1:
                 raise ValueError(f"memory.{name}={getattr(self, name)} is not positive")
+
+    def scan(self, step: Callable, carry: Any, xs: Any) -> tuple[Any, Any]:
+        """`lax.scan` over the layers; a subclass may keep less for the backward pass."""
+        return jax.lax.scan(step, carry, xs)

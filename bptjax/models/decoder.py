@@ -1,6 +1,5 @@
 """A causal language model: embedding, layers, final norm, output embedding."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import jax
@@ -76,7 +75,6 @@ class Decoder(nnx.Module):
         dropout_key: Array | None = None,
         dtype: jnp.dtype = jnp.float32,
         execution: Execution = Execution(),  # noqa: B008 (frozen)
-        remat: Callable[[Callable], Callable] = lambda f: f,
     ) -> Float[Array, "B T E"]:
         """Hidden states after the final norm, in `dtype`.
 
@@ -87,7 +85,6 @@ class Decoder(nnx.Module):
           dropout_key: None for no dropout.
           dtype: of the computation; parameters are cast as they are used.
           execution: how to compute it.
-          remat: wraps the function of one layer, `memory.remat(...)` for example.
 
         Raises:
           ValueError: more tokens than learned positions.
@@ -100,7 +97,6 @@ class Decoder(nnx.Module):
             mask=Mask(causal=True, segments=segments),
             dropout_key=dropout_key,
             execution=execution,
-            remat=remat,
             **place,
         )
         return self._leave(x)

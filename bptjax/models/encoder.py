@@ -1,7 +1,5 @@
 """An encoder of text or images: embedding, layers, heads."""
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -76,7 +74,6 @@ class Encoder(nnx.Module):
         dropout_key: Array | None = None,
         dtype: jnp.dtype = jnp.float32,
         execution: Execution = Execution(),  # noqa: B008 (frozen)
-        remat: Callable[[Callable], Callable] = lambda f: f,
     ) -> Float[Array, "B T D"]:
         """Hidden states after the final norm, in `dtype`: of the tokens, or of the first token and
         the image's patches, row by row.
@@ -93,7 +90,6 @@ class Encoder(nnx.Module):
             mask=Mask(segments=segments),
             dropout_key=dropout_key,
             execution=execution,
-            remat=remat,
             **place,
         )
         return x if self.norm is None else self.norm(x)

@@ -13,6 +13,7 @@ from bptjax.models.config import ModelConfig
 from bptjax.ops.dropout import dropout
 from bptjax.ops.norm import layer_norm, rms_norm
 from bptjax.ops.position import rope, rope_frequencies
+from bptjax.ops.saved import named
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
@@ -102,11 +103,11 @@ class Mlp(nnx.Module):
         self.up = linear(up, D, F, ("embed", "mlp"), std)
         self.down = linear(down, F, D, ("mlp", "embed"), std / (2 * config.num_layers) ** 0.5)
 
-    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        act = ACTIVATIONS[self.activation]
+    def __call__(self, x: Float[Array, "B T D"], offload: float = 0.0) -> Float[Array, "B T D"]:
+        act, up = ACTIVATIONS[self.activation], named(self.up(x), "up", offload)
         if self.gate is None:
-            return self.down(act(self.up(x)))
-        return self.down(act(self.gate(x)) * self.up(x))
+            return self.down(act(up))
+        return self.down(act(named(self.gate(x), "gate", offload)) * up)
 
 
 class Layer(nnx.Module):
@@ -161,9 +162,11 @@ class Layer(nnx.Module):
         out: Float[Array, "B T N H"],
         rows: Int[Array, "B T"],
         keys: tuple[Array, Array] | None,
+        offload: float = 0.0,
     ) -> Float[Array, "B T D"]:
         """All that follows attention: output projection, residuals, norms, feed-forward. `rows`
-        numbers the tokens for dropout.
+        numbers the tokens for dropout; `offload` is the share of them whose kept values go to host
+        memory.
         """
         config, (first, second) = self.config, keys if keys is not None else (None, None)
         rate = config.residual_dropout or 0.0
@@ -173,13 +176,14 @@ class Layer(nnx.Module):
         attended = dropout(attended, first, rate, rows)
         norm = self.attention_norm if self.mlp_norm is None else self.mlp_norm
         if config.residual != "sequential":
-            return x + attended + dropout(self.mlp(norm(x)), second, rate, rows)
+            return x + attended + dropout(self.mlp(norm(x), offload), second, rate, rows)
         x = (self._read(x) if config.residual_normed else x) + attended
+        x = named(x, "attended", offload)
         if config.norm_place == "post":
             x = self.attention_norm(x)
-            return norm(x + dropout(self.mlp(x), second, rate, rows))
+            return norm(x + dropout(self.mlp(x, offload), second, rate, rows))
         read = norm(x)
-        changed = self.mlp(read)
+        changed = self.mlp(read, offload)
         if self.mlp_post_norm is not None:
             changed = self.mlp_post_norm(changed)
         return (read if config.residual_normed else x) + dropout(changed, second, rate, rows)

@@ -1,6 +1,5 @@
 """The layers of a model, in one scan."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,6 +15,7 @@ from bptjax.ops.block import block
 from bptjax.ops.feed_forward import feed_forward
 from bptjax.ops.mask import Mask
 from bptjax.ops.position import alibi_slopes
+from bptjax.ops.saved import named
 from bptjax.parallel.mesh import constrain
 
 # Rotary scalings whose frequencies depend on how far the text reaches.
@@ -39,7 +39,6 @@ def run(
     length: Array | int | None = None,
     dropout_key: Array | None = None,
     execution: Execution,
-    remat: Callable[[Callable], Callable] = lambda f: f,
     past: tuple[Array, Array, Array] | None = None,
     hidden_states: bool = False,
 ) -> tuple[Float[Array, "B T D"], Any]:
@@ -51,7 +50,6 @@ def run(
       mask: who sees whom, but for the windows, which are the layers' own.
       length: the longest position read, plus one; from `positions` if left out.
       dropout_key: None for no dropout.
-      remat: wraps the function of one layer.
       past: keys and values `[L, B, S, K, H]` of a cache, and how many tokens it holds: those of
         these tokens are written behind them, and all are read.
       hidden_states: return the stream after every layer.
@@ -74,8 +72,12 @@ def run(
 
     def step(carry, scanned):
         (x, old), (layer, number, kind) = carry, scanned
+        x = named(x, "layer_input", execution.offload)
         keys, place = _keys(dropout_key, number), (positions, kind, length)
-        k, v = layer.keys_values(x, place)
+        k, v = (
+            named(part, name, execution.offload)
+            for part, name in zip(layer.keys_values(x, place), ("key", "value"), strict=True)
+        )
         if past is not None:
             old, k, v = _recall(old, (k, v), number - 1, past[2])
         options = dict(
@@ -86,11 +88,12 @@ def run(
             dropout=(config.attention_dropout or 0.0) if keys else 0.0,
             dropout_key=keys[0] if keys and config.attention_dropout else None,
             impl=execution.attention,
+            offload=execution.offload,
             q_chunk=execution.q_chunk,
             k_chunk=execution.k_chunk,
         )
         shared = layer, place[1:], keys and keys[1:]
-        finish = _fused if execution.schedule == "fused" else partial(_split, execution.ffn_chunk)
+        finish = _fused if execution.schedule == "fused" else partial(_split, execution)
         x = finish(shared, (x, positions, rows), k.astype(x.dtype), v.astype(x.dtype), options)
         x = constrain(x, "batch", "sequence", None)
         return (x, old), x if hidden_states else None
@@ -98,7 +101,7 @@ def run(
     # The whole cache is carried, and so written in place.
     start = (x, None if past is None else past[:2])
     numbers = jnp.arange(1, config.num_layers + 1)
-    (x, old), each = jax.lax.scan(remat(step), start, (layers, numbers, kinds))
+    (x, old), each = execution.scan(step, start, (layers, numbers, kinds))
     return x, each if past is None else old
 
 
@@ -131,17 +134,20 @@ def _query(shared, chunk):
     return layer.queries(x, (positions, kind, length))
 
 
-def _finish(shared, chunk, out):
+def _finish(shared, chunk, out, offload=0.0):
     layer, _, keys = shared
     x, _, rows = chunk
-    return layer.finish(x, out, rows, keys)
+    return layer.finish(x, out, rows, keys, offload)
 
 
-def _split(ffn_chunk, shared, tokens, k, v, options):
+def _split(execution, shared, tokens, k, v, options):
     """Attention over the whole sequence, then the feed-forward in chunks."""
-    out = attention(_query(shared, tokens), k, v, **options)
+    q = named(_query(shared, tokens), "query", execution.offload)
     return feed_forward(
-        lambda shared, chunk: _finish(shared, *chunk), shared, (tokens, out), chunk=ffn_chunk
+        lambda shared, chunk: _finish(shared, chunk[0], chunk[1], execution.offload),
+        shared,
+        (tokens, attention(q, k, v, **options)),
+        chunk=execution.ffn_chunk,
     )
 
 

@@ -16,6 +16,8 @@ def feed_forward(
 ) -> PyTree:
     """`f(params, x)` for a position-wise `f`, in the memory of one chunk.
 
+    One chunk that holds all is `f(params, x)` itself, which a remat policy sees into.
+
     The backward pass keeps `params` and `x` alone, runs `f` again chunk by chunk, and accumulates
     the gradient of `params` in float32. Put norm and residual inside `f`: then nothing wider than
     `x` exists at full length.
@@ -36,6 +38,8 @@ def feed_forward(
     """
     if chunk < 1:
         raise ValueError(f"chunk={chunk}; a chunk is at least 1 token")
+    if chunk >= jax.tree.leaves(x)[0].shape[1]:
+        return f(params, x)
     return _feed_forward(f, chunk, *jax.tree.map(jnp.asarray, (params, x)))
 
 

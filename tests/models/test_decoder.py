@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import jaxprs_in_params
 
-from bptjax.memory import REMAT, remat
+from bptjax.memory import MemoryConfig
 from bptjax.models.cache import Cache
-from bptjax.models.config import Execution, ModelConfig
+from bptjax.models.config import ModelConfig
 from bptjax.models.decoder import Decoder
 from bptjax.ops.loss import linear_cross_entropy
 
@@ -32,7 +33,7 @@ MODELS = {
     "alibi": replace(ROTARY, position="alibi", tied_head=False, num_heads=6, head_dim=8),
     "dropout": replace(ROTARY, attention_dropout=0.2, residual_dropout=0.2, embedding_dropout=0.2),
 }
-SMALL = Execution(q_chunk=8, k_chunk=16, ffn_chunk=10)
+SMALL = MemoryConfig(remat="none", q_chunk=8, k_chunk=16, ffn_chunk=10)
 B, T = 2, 37
 
 
@@ -49,7 +50,7 @@ def tokens():
 SEGMENTS = jnp.array([[1] * 20 + [2] * 17, [1] * 30 + [0] * 7])
 
 
-def loss_and_gradients(model, tokens, segments=SEGMENTS, positions=None, wrap="none", **how):
+def loss_and_gradients(model, tokens, segments=SEGMENTS, positions=None, **how):
     def loss(model):
         hidden = model(
             tokens,
@@ -57,7 +58,6 @@ def loss_and_gradients(model, tokens, segments=SEGMENTS, positions=None, wrap="n
             positions=positions,
             dropout_key=jax.random.key(2),
             execution=replace(SMALL, **how),
-            remat=remat(wrap),
         )
         labels = jnp.where(segments > 0, tokens, -100)
         return linear_cross_entropy(hidden, model.head_matrix, labels, chunk=16)
@@ -83,28 +83,99 @@ def test_schedules_and_implementations_agree(model, tokens):
         assert_close(loss_and_gradients(model, tokens, **how), wanted)
 
 
+POLICIES = [
+    dict(remat="dots", ffn_chunk=64),
+    dict(remat="save_attention"),
+    dict(remat="full", save=("query", "key")),
+    dict(remat="nested(2)"),
+]
+
+
 def test_remat_changes_nothing(tokens):
-    model = Decoder(MODELS["dropout"], jax.random.key(0))
+    model = Decoder(replace(MODELS["dropout"], num_layers=4), jax.random.key(0))
     wanted = loss_and_gradients(model, tokens)
-    for name in REMAT.keys() - {"none"}:
-        assert_close(loss_and_gradients(model, tokens, wrap=name), wanted, rtol=1e-6)
+    for how in POLICIES:
+        assert_close(loss_and_gradients(model, tokens, **how), wanted, rtol=1e-6)
+
+
+def gradient_of(**how):
+    """Of a model of 24 layers and 1,024 tokens, lowered."""
+    model = jax.eval_shape(lambda: Decoder(replace(ROTARY, num_layers=24), jax.random.key(0)))
+
+    def loss(model, tokens):
+        return model(tokens, execution=MemoryConfig(**how)).sum()
+
+    return jax.jit(jax.grad(loss)), (model, jax.ShapeDtypeStruct((1, 1024), jnp.int32))
 
 
 def test_remat_saves_memory():
     """Each policy keeps less than the one before."""
-    config = replace(ROTARY, num_layers=6)
-    model = jax.eval_shape(lambda: Decoder(config, jax.random.key(0)))
 
-    def bytes_of(name):
-        def loss(model, tokens):
-            return model(tokens, remat=remat(name)).sum()
+    def bytes_of(how):
+        f, operands = gradient_of(**how)
+        return f.lower(*operands).compile().memory_analysis().temp_size_in_bytes
 
-        tokens = jax.ShapeDtypeStruct((1, 1024), jnp.int32)
-        compiled = jax.jit(jax.grad(loss)).lower(model, tokens).compile()
-        return compiled.memory_analysis().temp_size_in_bytes
+    policies = [
+        dict(remat="none"),
+        dict(remat="dots"),
+        dict(remat="save_attention", save=("gate",)),
+        dict(remat="save_attention"),
+        dict(remat="full"),
+        dict(remat="nested(4)"),
+    ]
+    sizes = [bytes_of(dict(ffn_chunk=1024) | how) for how in policies]
+    assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == len(sizes), sizes
 
-    sizes = [bytes_of(name) for name in ("none", "dots", "save_attention", "full")]
-    assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == 4, sizes
+
+def equations(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for sub in jaxprs_in_params(eqn.params):
+            yield from equations(sub)
+
+
+def test_nothing_is_as_large_as_a_mask():
+    """Not even what JAX computes beforehand because no gradient flows through it."""
+    f, operands = gradient_of(remat="full")
+    made = [v.aval for e in equations(jax.make_jaxpr(f)(*operands).jaxpr) for v in e.outvars]
+    largest = max(made, key=lambda aval: aval.size)
+    assert largest.size <= 1024 * 1024, largest
+
+
+@pytest.mark.parametrize(
+    "how, moved",
+    [
+        (dict(remat="full"), {(1024, 32): 1}),
+        (dict(remat="full", offload=0.25), {(256, 32): 1}),
+        (dict(remat="save_attention"), {(1024, 32): 1, (1024, 4, 8): 1, (1024, 4): 1}),
+        (dict(remat="nested(3)"), {(1024, 32): 1}),
+    ],
+    ids=str,
+)
+def test_offload_moves_what_is_kept(how, moved):
+    """What goes to host memory in the forward pass of a layer, and comes back in the backward."""
+    f, operands = gradient_of(**dict(offload=1.0) | how)
+    found = {"Host": {}, "Device": {}}
+
+    for eqn in equations(jax.make_jaxpr(f)(*operands).jaxpr):
+        if eqn.primitive.name == "device_put":
+            where = str(eqn.params["devices"][0])
+            place = next(name for name in found if name in where)
+            shape = eqn.invars[0].aval.shape[1:]
+            found[place][shape] = found[place].get(shape, 0) + 1
+    assert found == {"Host": moved, "Device": moved}
+
+
+def test_refusals_of_memory():
+    with pytest.raises(ValueError, match=r"remat=nested\(1\); there are none, dots"):
+        MemoryConfig(remat="nested(1)")
+    with pytest.raises(ValueError, match="save=down; there are query"):
+        MemoryConfig(save=("down",))
+    with pytest.raises(ValueError, match="remat=none has none"):
+        MemoryConfig(remat="none", offload=0.5)
+    f, operands = gradient_of(remat="nested(5)")
+    with pytest.raises(ValueError, match="with 24 layers: k does not divide"):
+        f.lower(*operands)
 
 
 def test_decoding_with_a_cache_equals_reading_at_once(model, tokens):

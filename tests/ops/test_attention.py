@@ -104,7 +104,11 @@ CASES = {
     "one token": Case(T=1),
 }
 # Those that this machine can run.
-HERE = [impl for impl, pair in IMPLEMENTATIONS.items() if not pair.unsupported(Case().score())]
+HERE = [
+    impl
+    for impl, pair in IMPLEMENTATIONS.items()
+    if not pair.unsupported(Case().score(), *Case().operands()[:2])
+]
 every_impl = pytest.mark.parametrize("impl", HERE)
 
 
@@ -148,7 +152,7 @@ GRID = [
 def test_equals_oracle(name, impl, dtype):
     case = CASES[name]
     operands = case.operands(dtype)
-    if IMPLEMENTATIONS[impl].unsupported(case.score()):
+    if IMPLEMENTATIONS[impl].unsupported(case.score(), *operands[:2]):
         with pytest.raises(NotImplementedError, match=impl):
             run(case, impl, operands)
         return
@@ -460,15 +464,18 @@ def test_dead_tiles_are_not_visited(mask, seen, known):
 
 
 def test_choose():
-    score = CASES["gqa"].score()
-    assert choose("auto", score)[0] in IMPLEMENTATIONS
-    assert set(choose("auto", score)[1]) | {choose("auto", score)[0]} == set(IMPLEMENTATIONS)
-    with pytest.raises(ValueError, match="'flash'; there are auto, triton, scan"):
-        choose("flash", score)
+    score, (q, k, *_) = CASES["gqa"].score(), CASES["gqa"].operands()
+    picked, others = choose("auto", score, q, k)
+    assert {picked, *others} == set(IMPLEMENTATIONS) and picked not in others
+    with pytest.raises(ValueError, match="'flash'; there are auto, cudnn, triton, scan"):
+        choose("flash", score, q, k)
 
 
 def test_unsupported_raises(monkeypatch):
-    monkeypatch.setattr(scan, "unsupported", lambda score: "no soft cap" if score.softcap else None)
+    def refuse(score, q, k):
+        return "no soft cap" if score.softcap else None
+
+    monkeypatch.setattr(scan, "unsupported", refuse)
     q, k, v, _ = CASES["gqa"].operands()
     with pytest.raises(NotImplementedError, match="'scan': no soft cap"):
         attention(q, k, v, softcap=1.0, impl="scan")

@@ -3,54 +3,67 @@
 from dataclasses import replace
 from functools import partial
 from types import ModuleType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float
 
-from bptjax.ops.attention import loop, reference, scan, triton
+from bptjax.ops.attention import cudnn, loop, reference, scan, triton
 from bptjax.ops.attention.tile import Score
 from bptjax.ops.mask import Mask
+from bptjax.ops.saved import named
 
 # Each implementation is a pair `forward(q, k, v, score, *, q_chunk, k_chunk) -> Partial(out, lse)`
 # and `backward(q, k, v, out, lse, dout, score, *, q_chunk, k_chunk) -> (dq, dk, dv)`, and says in
-# `unsupported(score)` what it refuses.
+# `unsupported(score, q, k)` what it refuses. `auto` takes the first that it can: on one H200, where
+# cuDNN takes the arguments it was the fastest at every head size, and triton ten times as fast as
+# scan and more (scripts/results/attention_h200.json).
 IMPLEMENTATIONS: dict[str, ModuleType] = {
+    "cudnn": cudnn,
     "triton": triton,
     "scan": scan,
     "loop": loop,
     "reference": reference,
 }
 
-# Names under which a remat policy can save what the backward pass needs, so that remat does not run
+# Names under which a remat policy can keep what the backward pass needs, so that remat does not run
 # the kernel again.
 SAVED = ("attention_out", "attention_lse")
 
 
-def choose(impl: str, score: Score) -> tuple[str, dict[str, str]]:
+# Never picked by `auto`, and why.
+OTHERS = {
+    "loop": "one dispatch a tile; for comparison only",
+    "reference": "[T, T] memory; for tests only",
+}
+
+
+def choose(impl: str, score: Score, q: Any, k: Any) -> tuple[str, dict[str, str]]:
     """The implementation that `impl` stands for, and of the others that `auto` weighed, why each
-    was not taken.
+    was not taken. Of `q` and `k` only shapes and dtypes are looked at.
 
     Raises:
       ValueError: there is no such implementation.
       NotImplementedError: the named one cannot honour the arguments.
     """
     if impl == "auto":
-        others = {
-            "loop": "one dispatch a tile; for comparison only",
-            "reference": "[T, T] memory; for tests only",
-        }
-        # On one H200, T = 8,192 and above, ten times as fast as scan and more.
-        reason = triton.unsupported(score)
-        if reason is None:
-            return "triton", {"scan": "slower on a GPU"} | others
-        return "scan", {"triton": reason} | others
+        picked, why = None, {}
+        for name, pair in IMPLEMENTATIONS.items():
+            reason = OTHERS.get(name) or (
+                pair.unsupported(score, q, k) if picked is None else f"slower than {picked}"
+            )
+            if reason is None:
+                picked = name
+            else:
+                why[name] = reason
+        assert picked is not None  # scan takes all.
+        return picked, why
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"attention {impl!r}; there are auto, {', '.join(IMPLEMENTATIONS)}")
-    reason = IMPLEMENTATIONS[impl].unsupported(score)
+    reason = IMPLEMENTATIONS[impl].unsupported(score, q, k)
     if reason:
         raise NotImplementedError(f"attention {impl!r}: {reason}")
     return impl, {}
@@ -70,6 +83,7 @@ def attention(
     impl: str = "auto",
     q_chunk: int = 512,
     k_chunk: int = 512,
+    offload: float = 0.0,
 ) -> Float[Array, "B T N H"]:
     """Softmax attention in O(T) memory.
 
@@ -86,6 +100,7 @@ def attention(
         positions alone, not on the implementation or the chunks.
       dropout_key: a JAX random key, needed where dropout > 0.
       q_chunk, k_chunk: tokens in a block; T and S need not be multiples.
+      offload: share of the tokens whose `SAVED` bear the names for host memory.
 
     Raises:
       NotImplementedError: the named implementation cannot honour the arguments.
@@ -117,8 +132,8 @@ def attention(
         alibi=None if alibi is None else jnp.asarray(alibi, jnp.float32),
         dropout_key=_key_data(dropout_key) if dropout and dropout_key is not None else None,
     )
-    name, _ = choose(impl, score)
-    return _attention(name, q_chunk, k_chunk, q, k, v, score)
+    name, _ = choose(impl, score, q, k)
+    return _attention((name, q_chunk, k_chunk, offload), q, k, v, score)
 
 
 def _key_data(key: Array) -> Array:
@@ -128,24 +143,25 @@ def _key_data(key: Array) -> Array:
     return key.reshape(-1)[:2]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _attention(name, q_chunk, k_chunk, q, k, v, score):
-    return _run("forward", name, q_chunk, k_chunk, (q, k, v), score).out
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(options, q, k, v, score):
+    return _run("forward", options, (q, k, v), score).out
 
 
-def _forward(name, q_chunk, k_chunk, q, k, v, score):
-    partial_ = _run("forward", name, q_chunk, k_chunk, (q, k, v), score)
-    out, lse = (checkpoint_name(x, n) for x, n in zip(partial_, SAVED, strict=True))
+def _forward(options, q, k, v, score):
+    partial_ = _run("forward", options, (q, k, v), score)
+    out, lse = (named(x, n, options[3]) for x, n in zip(partial_, SAVED, strict=True))
     return out, (q, k, v, out, lse, score)
 
 
-def _backward(name, q_chunk, k_chunk, saved, dout):
+def _backward(options, saved, dout):
     q, k, v, out, lse, score = saved
-    return *_run("backward", name, q_chunk, k_chunk, (q, k, v, out, lse, dout), score), None
+    return *_run("backward", options, (q, k, v, out, lse, dout), score), None
 
 
-def _run(half, name, q_chunk, k_chunk, arrays, score):
+def _run(half, options, arrays, score):
     """One half of the pair, with the window that the mask's `window_index` picks."""
+    name, q_chunk, k_chunk, _ = options
     call = partial(getattr(IMPLEMENTATIONS[name], half), q_chunk=q_chunk, k_chunk=k_chunk)
     calls = [partial(call, *arrays, replace(score, mask=m)) for m in score.mask.each_window()]
     return calls[0]() if len(calls) == 1 else jax.lax.switch(score.mask.window_index, calls)

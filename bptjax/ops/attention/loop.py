@@ -1,6 +1,8 @@
 """Attention as Python loops over blocks: eager it is the slow way that this project replaces,
 traced it is `scan` unrolled."""
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -17,7 +19,7 @@ from bptjax.ops.attention.tile import (
 from bptjax.ops.softmax import Partial, Running
 
 
-def unsupported(score: Score) -> str | None:
+def unsupported(score: Score, q: Any, k: Any) -> str | None:
     """Why these arguments cannot be honoured; None where they can."""
     return None
 

@@ -1,6 +1,8 @@
 """Dense attention in float32: the oracle. It shares with the tiled implementations the definition
 of a score, and no loop."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -10,7 +12,7 @@ from bptjax.ops.attention.tile import Score
 from bptjax.ops.softmax import Partial
 
 
-def unsupported(score: Score) -> str | None:
+def unsupported(score: Score, q: Any, k: Any) -> str | None:
     """Why these arguments cannot be honoured; None where they can."""
     return None
 

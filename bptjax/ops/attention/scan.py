@@ -6,6 +6,8 @@ scan has as many steps as there are live tiles; where it is not (segments, posit
 number of steps is counted on the device.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -23,16 +25,21 @@ from bptjax.ops.attention.tile import (
 from bptjax.ops.softmax import Partial, Running
 
 
-def unsupported(score: Score) -> str | None:
+def unsupported(score: Score, q: Any, k: Any) -> str | None:
     """Why these arguments cannot be honoured; None where they can."""
     return None
 
 
-def _live(tile: Tile) -> tuple[Array, Array | int]:
+def _live(tile: Tile, q: Array) -> tuple[Array, Array | int]:
     """Block pairs and how many of them to visit. There is at least one pair, which a loop of no
-    steps can be traced with."""
+    steps can be traced with.
+
+    Tied to the queries: where a gradient is taken, JAX would else compute what follows from the
+    pairs alone, the mask of every tile, beforehand and keep it: [T, S] memory.
+    """
     pairs, count = tile.tiles.live()
-    return jnp.asarray(pairs) if len(pairs) else jnp.zeros((1, 2), jnp.int32), count
+    pairs = jnp.asarray(pairs) if len(pairs) else jnp.zeros((1, 2), jnp.int32)
+    return jax.lax.optimization_barrier((pairs, q))[0], count
 
 
 def _at(blocks: Array, i: Array) -> Array:
@@ -56,7 +63,7 @@ def forward(
     tile = Tile(score, q, k, q_chunk, k_chunk)
     qs = query_blocks(q, tile.K, tile.q_chunk)
     ks, vs = key_blocks(k, tile.k_chunk), key_blocks(v, tile.k_chunk)
-    pairs, count = _live(tile)
+    pairs, count = _live(tile, q)
 
     def visit(n, carry):
         out, lse, running = carry
@@ -92,7 +99,7 @@ def backward(
     `out` and `lse`; float32 accumulators."""
     tile = Tile(score, q, k, q_chunk, k_chunk)
     qs, ks, vs, lses, douts, deltas = tile.backward_blocks(q, k, v, out, lse, dout)
-    pairs, count = _live(tile)
+    pairs, count = _live(tile, q)
 
     def visit(n, carry):
         dq, dk, dv = carry

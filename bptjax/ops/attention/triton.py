@@ -32,7 +32,7 @@ BLOCKS: dict[str, dict[int, tuple[int, int, int, int]]] = {
 }
 
 
-def unsupported(score: Score) -> str | None:
+def unsupported(score: Score, q: Any, k: Any) -> str | None:
     """Why these arguments cannot be honoured; None where they can."""
     if jax.default_backend() != "gpu":
         return "needs an NVIDIA GPU"

@@ -1,0 +1,244 @@
+"""cuDNN's fused attention as a pair, through the primitives behind `jax.nn`: causal or not, a
+window, packed documents by offsets. O(T) memory; NVIDIA GPUs, float16 and bfloat16.
+
+`jax.nn.dot_product_attention` itself gives no float32 lse and takes no documents.
+"""
+
+import inspect
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Bool, Float, Int
+
+import bptjax.ops.attention.triton as triton
+from bptjax.ops.attention.tile import Score
+from bptjax.ops.softmax import Partial
+
+# Documents of a row that cuDNN gets: it keeps the statistics of each over the whole length.
+MAX_DOCUMENTS = 16
+
+
+def unsupported(score: Score, q: Any, k: Any) -> str | None:
+    """Why these arguments cannot be honoured; None where they can."""
+    mask, T, S = score.mask, q.shape[1], k.shape[1]
+    if jax.default_backend() != "gpu":
+        return "needs an NVIDIA GPU"
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.empty and mesh.size > 1:
+        return "runs on one device, and the mesh has more"
+    if hidden := _hidden():
+        return f"this jax has other primitives: {hidden}"
+    if jnp.dtype(q.dtype) not in (jnp.float16, jnp.bfloat16):
+        return f"takes float16 and bfloat16, not {jnp.dtype(q.dtype).name}"
+    if q.shape[3] % 8 or q.shape[3] > 128:
+        return f"takes head sizes that are multiples of 8 up to 128, not {q.shape[3]}"
+    for name, value in (("ALiBi", score.alibi), ("soft cap", score.softcap)):
+        if value is not None:
+            return f"has no {name}"
+    if score.dropout:
+        return "its dropout depends on the implementation"
+    windows = [m.window for m in mask.each_window()]
+    if any(windows) and not mask.causal:
+        return "has windows in causal attention only"
+    if any(windows) and T != S:
+        return "has windows where T = S only"
+    if (mask.causal or any(windows)) and not (
+        _from_zero(mask.positions) and _from_zero(mask.k_positions)
+    ):
+        return "counts positions from 0"
+    if mask.segments is not None:
+        if T != S or mask.k_segments is not None:
+            return "has documents where queries and keys are the same tokens only"
+        # Rows that it cannot take go there.
+        return triton.unsupported(score, q, k)
+    return None
+
+
+def forward(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    score: Score,
+    *,
+    q_chunk: int = 0,
+    k_chunk: int = 0,
+) -> Partial:
+    """cuDNN's own blocks are used, not the chunks.
+
+    With documents, what a step gets decides as it runs: one document a row is attention without
+    any; up to `MAX_DOCUMENTS`, each in one piece, are packed by offsets; others go to `triton`.
+    """
+    return _by_documents(_forward, triton.forward, (q, k, v), score)
+
+
+def backward(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    out: Float[Array, "B T N H"],
+    lse: Float[Array, "B T N"],
+    dout: Float[Array, "B T N H"],
+    score: Score,
+    *,
+    q_chunk: int = 0,
+    k_chunk: int = 0,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K H"]]:
+    """These keys' share of (dq, dk, dv); `out` and `lse` may come from more keys than these."""
+    return _by_documents(_backward, triton.backward, (q, k, v, out, lse, dout), score)
+
+
+def _by_documents(ours: Any, general: Any, arrays: tuple[Array, ...], score: Score) -> Any:
+    mask = score.mask
+    if mask.segments is None:
+        return ours(*arrays, score)
+    segments = jnp.asarray(mask.segments)
+    starts, sizes, fits = documents(segments)
+    real = (segments != 0)[..., None]
+
+    def alone(*arrays):
+        return _silent(real, ours(*arrays, score))
+
+    def packed(*arrays):
+        return _silent(real, ours(*arrays, score, (segments, starts, sizes)))
+
+    general = partial(general, score=score)
+    if mask.window is not None or arrays[0].size >= 2**31:
+        # Packed documents have no windows, and their offsets are int32.
+        packed = general
+    if not mask.causal:
+        return jax.lax.cond(fits, packed, general, *arrays)
+    # Padding behind one document is seen by none of it: causality suffices.
+    one = ((sizes > 0).sum(-1) <= 1).all() & (starts[:, 0] == 0).all()
+    branch = jnp.where(one, 0, jnp.where(fits, 1, 2))
+    return jax.lax.switch(branch, [alone, packed, general], *arrays)
+
+
+def documents(
+    segments: Int[Array, "B T"],
+) -> tuple[Int[Array, "B M"], Int[Array, "B M"], Bool[Array, ""]]:
+    """Where each row's first `MAX_DOCUMENTS` documents start, how many tokens they have (0: there
+    is none), and whether those are all, each in one piece.
+    """
+    real = segments != 0
+    before = jnp.pad(segments, ((0, 0), (1, 0)))[:, :-1]
+    start = real & (segments != before)
+    size = segments.shape[1]
+    M = min(MAX_DOCUMENTS, size)
+    starts = jax.vmap(lambda s: jnp.nonzero(s, size=M, fill_value=size)[0])(start)
+    number = jnp.where(real, jnp.cumsum(start, -1) - 1, M)
+    sizes = jax.vmap(lambda n: jnp.bincount(n, length=M + 1)[:M])(number)
+    highest = jnp.pad(jax.lax.cummax(segments, 1), ((0, 0), (1, 0)))[:, :-1]
+    rising = jnp.where(start, segments > highest, True).all()
+    fits = rising & (start.sum(-1) <= M).all()
+    return starts.astype(jnp.int32), sizes.astype(jnp.int32), fits
+
+
+def _silent(real: Bool[Array, "B T 1"], arrays: tuple[Array, ...]) -> tuple[Array, ...]:
+    """Zeros for padding, which cuDNN leaves unwritten; -inf for a Partial's lse."""
+    if isinstance(arrays, Partial):
+        return Partial(
+            jnp.where(real[..., None], arrays.out, 0), jnp.where(real, arrays.lse, -jnp.inf)
+        )
+    return tuple(jnp.where(real[..., None], x, 0) for x in arrays)
+
+
+def _forward(q, k, v, score, packing=None) -> Partial:
+    out, stats = _fused()._dot_product_attention_fwd_p.bind(
+        q, k, v, *_operands(q, k, packing), **_options(score, q, packing), is_training=True
+    )
+    if packing is None:
+        return Partial(out, stats.transpose(0, 2, 1))
+    # Statistics are [B · M, N, T], those of a document at its own start.
+    segments, starts, sizes = packing
+    (B, T, N, _), M = q.shape, starts.shape[1]
+    token = jnp.arange(T)
+    number = jax.vmap(lambda s: jnp.searchsorted(s, token, side="right") - 1)(starts)
+    number = jnp.clip(number, 0, M - 1)
+    inside = token[None] - jnp.take_along_axis(starts, number, 1)
+    stats = stats.reshape(B, M, N, T)
+    lse = stats[jnp.arange(B)[:, None], number, :, jnp.clip(inside, 0, T - 1)]
+    return Partial(out, lse)
+
+
+def _backward(q, k, v, out, lse, dout, score, packing=None) -> tuple[Array, Array, Array]:
+    lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)
+    if packing is None:
+        stats = lse.transpose(0, 2, 1)
+    else:
+        starts = packing[1]
+        (B, T, N, _), M = q.shape, starts.shape[1]
+        at = jnp.clip(starts[:, :, None] + jnp.arange(T)[None, None], 0, T - 1)
+        stats = lse[jnp.arange(B)[:, None, None], at].swapaxes(2, 3).reshape(B * M, N, T)
+    dq, dk, dv = _fused()._dot_product_attention_bwd_p.bind(
+        q, k, v, *_operands(q, k, packing), stats, out, dout, **_options(score, q, packing)
+    )
+    return dq, dk, dv
+
+
+def _operands(q: Array, k: Array, packing: tuple | None) -> tuple[Array, ...]:
+    """What follows (q, k, v): bias, lengths, offsets and page tables, empty where not used."""
+    none = jnp.zeros(0, q.dtype)
+    if packing is None:
+        return (none,) * 7
+    _, starts, sizes = packing
+    (B, T, N, H), K = q.shape, k.shape[2]
+    row = jnp.arange(B, dtype=jnp.int32)[:, None] * T
+
+    def offsets(heads):
+        # In elements; cuDNN reads B · M + 1 of them, the last being the end.
+        flat = jnp.append((row + starts).reshape(-1), B * T) * (heads * H)
+        return jnp.pad(flat, (0, B - 1)).reshape(B, -1).astype(jnp.int32)
+
+    return none, sizes, sizes, offsets(N), offsets(K), none, none
+
+
+def _options(score: Score, q: Array, packing: tuple | None) -> dict[str, Any]:
+    fused = _fused()
+    kinds = fused.MaskType
+    if packing is None:
+        kind = kinds.CAUSAL if score.mask.causal else kinds.NO_MASK
+    else:
+        kind = kinds.PADDING_CAUSAL if score.mask.causal else kinds.PADDING
+    parameters = inspect.signature(fused._dot_product_attention_fwd_cuda_lowering).parameters
+    # jax 0.11.3 brought modifiers of the scores.
+    newer = {name: None for name in ("score_mod_name", "score_mod_jaxpr") if name in parameters}
+    return dict(
+        scale=float(score.scale),
+        seed=0,
+        dropout_rate=0.0,
+        variadic_args=(False, False),
+        mask_type=kind,
+        layout=fused.AttentionLayout.BTNH.value,
+        sliding_window_length=score.mask.window or 0,
+        **newer,
+    )
+
+
+def _fused() -> ModuleType:
+    """Private to jax: what it holds may change with any version."""
+    from jax._src.cudnn import fused_attention_stablehlo
+
+    return fused_attention_stablehlo
+
+
+def _hidden() -> str | None:
+    """Why cuDNN's primitives are not to be had; None where they are."""
+    try:
+        _fused()._dot_product_attention_fwd_p, _fused()._dot_product_attention_bwd_p
+    except (ImportError, AttributeError) as error:
+        return str(error)
+    return None
+
+
+def _from_zero(positions: Any) -> bool:
+    """Whether positions are known to be 0, 1, 2, …"""
+    if positions is None:
+        return True
+    return isinstance(positions, np.ndarray) and np.array_equal(
+        positions, np.broadcast_to(np.arange(positions.shape[-1]), positions.shape)
+    )

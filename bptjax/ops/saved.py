@@ -1,0 +1,20 @@
+"""Names under which a remat policy finds what the forward pass has made, to keep it on the device
+or in host memory."""
+
+import jax.numpy as jnp
+from jax import Array
+from jax.ad_checkpoint import checkpoint_name
+
+ON_HOST = "_on_host"
+
+
+def named(x: Array, name: str, offload: float = 0.0) -> Array:
+    """`x` `[B, T, ...]` under `name`; the share `offload` of its tokens, the first ones, under
+    `name + ON_HOST`."""
+    split = round(offload * x.shape[1])
+    if split == 0:
+        return checkpoint_name(x, name)
+    if split == x.shape[1]:
+        return checkpoint_name(x, name + ON_HOST)
+    first, rest = checkpoint_name(x[:, :split], name + ON_HOST), checkpoint_name(x[:, split:], name)
+    return jnp.concatenate([first, rest], 1)

@@ -1,0 +1,194 @@
+"""cuDNN's attention: what it is given, seen in the lowered program; its results, on a GPU."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bptjax.ops.attention import cudnn, reference, scan, triton
+from bptjax.ops.attention.tile import Score
+from bptjax.ops.mask import Mask
+from bptjax.ops.softmax import Partial, merge
+from ops.comparing import TOLERANCE, error
+from ops.test_attention import CASES, oracle
+
+B, T, N, K, H = 2, 256, 4, 2, 64
+# Padding before, between and behind.
+DOCUMENTS = np.zeros((B, T), np.int32)
+DOCUMENTS[0, :100], DOCUMENTS[0, 100:131], DOCUMENTS[0, 140:200] = 1, 2, 5
+DOCUMENTS[1, 3:50] = 1
+
+
+def pair(q, k, v, dout, score):
+    out, lse = cudnn.forward(q, k, v, score)
+    return out, lse, *cudnn.backward(q, k, v, out, lse, dout, score)
+
+
+@pytest.mark.parametrize(
+    "mask, kinds",
+    [
+        (Mask(causal=True), [("CAUSAL", "0", "1")]),
+        (Mask(), [("NO_MASK", "0", "1")]),
+        (Mask(causal=True, window=100), [("CAUSAL", "100", "1")]),
+        (
+            Mask(causal=True, segments=DOCUMENTS),
+            [("CAUSAL", "0", "1"), ("PADDING_CAUSAL", "0", "16")],
+        ),
+        (Mask(segments=DOCUMENTS), [("PADDING", "0", "16")]),
+        (Mask(causal=True, window=100, segments=DOCUMENTS), [("CAUSAL", "100", "1")]),
+    ],
+    ids=["causal", "all", "window", "documents", "documents, all", "documents, window"],
+)
+def test_lowered_for_a_gpu(mask, kinds, monkeypatch):
+    """With this jax's private primitives, on any machine."""
+    monkeypatch.setattr(triton, "forward", scan_forward)
+    monkeypatch.setattr(triton, "backward", scan_backward)
+    q, k = (jax.ShapeDtypeStruct((B, T, heads, H), jnp.bfloat16) for heads in (N, K))
+    run = jax.jit(lambda q, k, v, dout: pair(q, k, v, dout, Score(mask, 0.1)))
+    text = run.trace(q, k, k, q).lower(lowering_platforms=("cuda",)).as_text()
+    text = text.replace(r"\22", '"')
+    calls = [line for line in text.splitlines() if "cudnn_fmha_backend_config" in line]
+    found = {
+        target: [
+            tuple(
+                re.search(rf'"{name}": "?(\w+)', line)[1]
+                for name in ("mask_type", "sliding_window_length", "max_seg_per_batch")
+            )
+            for line in calls
+            if f"@{target}(" in line
+        ]
+        for target in ("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward")
+    }
+    assert list(found.values()) == [kinds, kinds]
+
+
+def scan_forward(q, k, v, score):
+    return scan.forward(q, k, v, score, q_chunk=64, k_chunk=64)
+
+
+def scan_backward(*operands, score):
+    return scan.backward(*operands, score, q_chunk=64, k_chunk=64)
+
+
+def test_documents():
+    starts, sizes, fits = cudnn.documents(jnp.asarray(DOCUMENTS))
+    assert starts[:, :3].tolist() == [[0, 100, 140], [3, T, T]]
+    assert sizes[:, :3].tolist() == [[100, 31, 60], [47, 0, 0]]
+    assert not sizes[:, 3:].any() and fits
+    # One document in two pieces; more than there is room for.
+    for row in (np.array([1, 2, 1, 0]), np.array([1, 0, 1, 1]), 1 + np.arange(40)):
+        assert not cudnn.documents(jnp.asarray(row[None], jnp.int32))[2]
+    assert cudnn.documents(jnp.asarray(1 + np.arange(16)[None], jnp.int32))[2]
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        (dict(dtype=jnp.float32), "float16 and bfloat16, not float32"),
+        (dict(H=60), "multiples of 8 up to 128, not 60"),
+        (dict(H=256), "multiples of 8 up to 128, not 256"),
+        (dict(alibi=jnp.ones(N)), "no ALiBi"),
+        (dict(softcap=5.0), "no soft cap"),
+        (dict(dropout=0.1), "dropout"),
+        (dict(mask=Mask(window=9)), "causal attention only"),
+        (dict(mask=Mask(causal=True, window=9), S=9), "T = S only"),
+        (dict(mask=Mask(causal=True, positions=np.arange(T) + 1)), "positions from 0"),
+        (dict(mask=Mask(segments=DOCUMENTS, k_segments=DOCUMENTS)), "the same tokens only"),
+    ],
+)
+def test_refusals(change, reason, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    shapes = dict(dtype=jnp.bfloat16, H=H, S=T) | change
+    options = dict(mask=Mask(causal=True), scale=1.0) | {
+        name: x for name, x in change.items() if name not in ("dtype", "H", "S")
+    }
+    q, k = (
+        jax.ShapeDtypeStruct((B, length, heads, shapes["H"]), shapes["dtype"])
+        for length, heads in ((T, N), (shapes["S"], K))
+    )
+    assert reason in cudnn.unsupported(Score(**options), q, k)
+    assert cudnn.unsupported(Score(Mask(causal=True), 1.0), *bfloat16()) is None
+
+
+def bfloat16():
+    return [jax.ShapeDtypeStruct((B, T, heads, H), jnp.bfloat16) for heads in (N, K)]
+
+
+def operands(rows, T, N, K, H, dtype="bfloat16"):
+    shapes = (rows, T, N, H), (rows, T, K, H), (rows, T, K, H), (rows, T, N, H)
+    keys = jax.random.split(jax.random.key(T), 4)
+    return [jax.random.normal(key, s).astype(dtype) for key, s in zip(keys, shapes, strict=True)]
+
+
+# One document a row, of different lengths.
+ONE = (np.arange(253)[None] < np.array([[253], [200]])).astype(np.int32)
+MANY = np.repeat([[*range(1, 33)]], 32, 1).astype(np.int32)
+ON_GPU = {
+    "causal": (dict(mask=Mask(causal=True)), 2, 777, 4, 2, 64),
+    "all": (dict(mask=Mask()), 1, 513, 4, 4, 128),
+    "window": (dict(mask=Mask(causal=True, window=100)), 1, 1111, 4, 1, 128),
+    "head size 96": (dict(mask=Mask(causal=True)), 2, 640, 4, 2, 96),
+    "documents": (dict(mask=Mask(causal=True, segments=DOCUMENTS)), B, T, N, K, H),
+    "documents, 128": (dict(mask=Mask(causal=True, segments=DOCUMENTS)), B, T, N, 1, 128),
+    "documents, all": (dict(mask=Mask(segments=DOCUMENTS)), B, T, N, K, H),
+    "one document": (dict(mask=Mask(causal=True, segments=DOCUMENTS[:1] // 5)), 1, T, N, K, H),
+    "32 documents": (dict(mask=Mask(causal=True, segments=MANY)), 1, 1024, N, K, H),
+    "one each": (dict(mask=Mask(causal=True, segments=ONE)), 2, 253, N, K, H),
+    "documents, window": (
+        dict(mask=Mask(causal=True, window=20, segments=DOCUMENTS)),
+        B,
+        T,
+        N,
+        K,
+        H,
+    ),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ON_GPU)
+def test_compiled_equals_oracle(name, dtype):
+    options, *shape = ON_GPU[name]
+    score, arrays = Score(scale=shape[-1] ** -0.5, **options), operands(*shape, dtype)
+    assert cudnn.unsupported(score, *arrays[:2]) is None
+    out, lse, *gradients = jax.jit(lambda *xs: pair(*xs, score))(*arrays)
+    *wide, dout = (x.astype(jnp.float32) for x in arrays)
+    true, pull = jax.vjp(lambda q, k, v: reference.forward(q, k, v, score), *wide)
+    true_gradients = pull(Partial(dout, jnp.zeros_like(true.lse)))
+    for a, b in zip((out, *gradients), (true.out, *true_gradients), strict=True):
+        assert error(a, b) <= TOLERANCE[dtype]
+    seen = np.isfinite(true.lse)
+    assert lse.dtype == jnp.float32 and (np.isneginf(lse) == ~seen).all()
+    assert np.abs(np.asarray(lse)[seen] - np.asarray(true.lse)[seen]).max() < 0.02
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", CASES)
+def test_cases_equal_oracle(name, dtype):
+    """Those that it takes."""
+    case = CASES[name]
+    arrays, score = case.operands(dtype), case.score()
+    if cudnn.unsupported(score, *arrays[:2]):
+        return
+    out, _, *gradients = jax.jit(lambda *xs: pair(*xs, score))(*arrays)
+    for a, b in zip((out, *gradients), oracle(name), strict=True):
+        assert a.dtype == dtype and error(a, b) <= TOLERANCE[dtype]
+
+
+@pytest.mark.gpu
+def test_halves_merge():
+    """Keys in two halves: partials merge, and gradients from the global (out, lse) add up."""
+    q, k, v, dout = operands(1, 1024, 4, 2, 128)
+    score = Score(Mask(), 128**-0.5)
+    halves = [(k[:, i : i + 512], v[:, i : i + 512]) for i in (0, 512)]
+    out, lse = merge(*(cudnn.forward(q, *half, score) for half in halves))
+    parts = [cudnn.backward(q, *half, out.astype(q.dtype), lse, dout, score) for half in halves]
+    dq = parts[0][0] + parts[1][0]
+    dk, dv = (jnp.concatenate([p[i] for p in parts], 1) for i in (1, 2))
+    whole, _, *true = pair(q, k, v, dout, score)
+    for a, b in zip((out, dq, dk, dv), (whole, *true), strict=True):
+        assert error(a, b) <= TOLERANCE["bfloat16"]
