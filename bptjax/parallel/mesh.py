@@ -1,6 +1,7 @@
 """The mesh, and the one table from logical axis names to its axes."""
 
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,6 +9,8 @@ import jax
 from jax import Array
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+# What libraries, contexts and other programs need besides is little.
+MEMORY_FRACTION = "0.93"
 # Present where the driver sees a GPU.
 NVIDIA = "/dev/nvidia0"
 
@@ -45,10 +48,23 @@ def select_devices(device: str) -> list[jax.Device]:
     """The devices to run on: `auto`, `cpu` or `gpu`. To be called before anything else starts a JAX
     backend.
 
+    Where the environment does not say otherwise, JAX takes `MEMORY_FRACTION` of a GPU's memory, and
+    keeps what it compiles for it in the user's cache directory.
+
     Raises:
       ValueError: gpu where JAX sees none; or auto, where JAX is about to run on the CPU beside an
         NVIDIA GPU.
     """
+    if not {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"} & os.environ.keys():
+        os.environ["XLA_CLIENT_MEM_FRACTION"] = MEMORY_FRACTION
+    devices = _devices(device)
+    if devices[0].platform == "gpu" and jax.config.jax_compilation_cache_dir is None:
+        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        jax.config.update("jax_compilation_cache_dir", str(caches / "bptjax" / "xla"))
+    return devices
+
+
+def _devices(device: str) -> list[jax.Device]:
     if device == "cpu":
         jax.config.update("jax_platforms", "cpu")
         return jax.devices("cpu")

@@ -43,6 +43,8 @@ def unsupported(score: Score, q: Any, k: Any) -> str | None:
     if score.dropout:
         return "its dropout depends on the implementation"
     windows = [m.window for m in mask.each_window()]
+    if min(T, S) < 2:
+        return "takes two tokens or more"
     if any(windows) and not mask.causal:
         return "has windows in causal attention only"
     if any(windows) and T != S:
