@@ -94,6 +94,8 @@ def test_documents():
         (dict(dropout=0.1), "dropout"),
         (dict(mask=Mask(window=9)), "causal attention only"),
         (dict(mask=Mask(causal=True, window=9), S=9), "T = S only"),
+        (dict(mask=Mask(causal=True, window=9, global_tokens=np.ones(T, bool))), "global tokens"),
+        (dict(mask=Mask(block_mask=np.eye(2, dtype=bool), block_size=T)), "no block masks"),
         (dict(mask=Mask(causal=True, positions=np.arange(T) + 1)), "positions from 0"),
         (dict(mask=Mask(segments=DOCUMENTS, k_segments=DOCUMENTS)), "the same tokens only"),
     ],
