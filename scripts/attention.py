@@ -1,4 +1,5 @@
-"""Times attention on this machine's GPU: causal, ALiBi, soft cap, packed documents, a window.
+"""Times attention on this machine's GPU: causal, ALiBi, soft cap, packed documents, a window, that
+window with global tokens, and an eighth of the causal blocks.
 
     python scripts/attention.py --lengths 32768 --head_sizes 128 64 --out rows.json
 
@@ -20,7 +21,7 @@ import numpy as np
 from bptjax import Mask, attention
 from bptjax.ops.position import alibi_slopes
 
-N, K, DOCUMENTS, WINDOW = 32, 8, 8, 4096
+N, K, DOCUMENTS, WINDOW, BLOCK = 32, 8, 8, 4096, 128
 
 
 def cases(T: int) -> dict[str, tuple[dict, float]]:
@@ -28,12 +29,23 @@ def cases(T: int) -> dict[str, tuple[dict, float]]:
     causal, square = Mask(causal=True), T * T / 2
     documents = np.repeat(np.arange(1, DOCUMENTS + 1, dtype=np.int32), T // DOCUMENTS)[None]
     seen = WINDOW * T - WINDOW**2 / 2
+    first = np.arange(T) < BLOCK
+    blocks = np.tril(np.random.default_rng(0).random((T // BLOCK, T // BLOCK)) < 1 / 8)
+    live = (blocks.sum() - blocks.trace() / 2) * BLOCK**2
     return {
         "causal": (dict(mask=causal), square),
         "alibi": (dict(mask=causal, alibi=alibi_slopes(N)), square),
         "softcap": (dict(mask=causal, softcap=50.0), square),
         "8 documents": (dict(mask=replace(causal, segments=documents)), square / DOCUMENTS),
         "window 4096": (dict(mask=replace(causal, window=WINDOW)), seen),
+        f"window {WINDOW}, {BLOCK} global": (
+            dict(mask=replace(causal, window=WINDOW, global_tokens=first)),
+            seen + (T - WINDOW) * BLOCK,
+        ),
+        "1/8 of the blocks": (
+            dict(mask=replace(causal, block_mask=blocks, block_size=BLOCK)),
+            live,
+        ),
         "dropout": (dict(mask=causal, dropout=0.1, dropout_key=jax.random.key(0)), square),
     }
 

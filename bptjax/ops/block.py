@@ -56,13 +56,16 @@ def block(
     whole = mask.each_window()[0].resolve(T, k.shape[1])
     B = k.shape[0]
     rows = {
-        "positions": jnp.broadcast_to(jnp.asarray(whole.positions), (B, T)),
+        "positions": _rows(whole.positions, B),
         "segments": whole.segments,
+        "global_tokens": _rows(whole.global_tokens, B),
     }
     columns = {
         "k_positions": jnp.asarray(whole.k_positions),
         "k_segments": whole.k_segments,
         "window_index": mask.window_index,
+        "k_global_tokens": whole.k_global_tokens,
+        "block_mask": whole.block_mask,
     }
 
     def one(shared, chunk):
@@ -82,3 +85,8 @@ def block(
 
     shared = (params, k, v, columns, alibi, dropout_key)
     return feed_forward(one, shared, (x, rows), chunk=q_chunk)
+
+
+def _rows(x: Any, batch: int) -> Array | None:
+    """`[T]` or `[B, T]` to `[B, T]`."""
+    return None if x is None else jnp.broadcast_to(jnp.asarray(x), (batch, x.shape[-1]))

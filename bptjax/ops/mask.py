@@ -2,6 +2,8 @@
 are dead."""
 
 from dataclasses import dataclass, field, replace
+from functools import reduce
+from operator import and_
 from typing import Any
 
 import jax
@@ -28,6 +30,15 @@ class Mask:
         document); `0..T-1` if left out.
       k_positions: int32 `[S]` or `[B, S]`, likewise; those of the queries if left out.
       window_index: int32 scalar.
+      global_tokens: bool `[T]` or `[B, T]`, queries that window and block mask do not hold back:
+        they see every key that the other conditions allow. Beltagy et al. 2020, arXiv 2004.05150.
+      k_global_tokens: bool `[S]` or `[B, S]`, keys that are likewise seen by every query; those of
+        the queries if left out.
+      block_mask: bool `[P, R]`: block_mask[p // block_size, s // block_size]. Positions beyond it
+        see nothing and are not seen. Chunks no longer than a block skip the most.
+      block_size: tokens in a block of `block_mask`.
+
+    What is NumPy is known while tracing: a loop over live tiles then has a fixed length.
     """
 
     causal: bool = field(default=False, metadata={"static": True})
@@ -38,6 +49,10 @@ class Mask:
     positions: Array | np.ndarray | None = None
     k_positions: Array | np.ndarray | None = None
     window_index: Array | None = None
+    global_tokens: Array | np.ndarray | None = None
+    k_global_tokens: Array | np.ndarray | None = None
+    block_mask: Array | np.ndarray | None = None
+    block_size: int | None = field(default=None, metadata={"static": True})
 
     def within(self, windows: tuple[int | None, ...], index: Array | int) -> "Mask":
         """The same mask with the window that `index` picks."""
@@ -56,51 +71,99 @@ class Mask:
         become NumPy arrays: what follows from them is known while tracing.
 
         Raises:
-          ValueError: T ≠ S with positions or segments given for one side only, or a wrong length.
+          ValueError: T ≠ S with positions, segments or global tokens given for one side only, or a
+            wrong length; a block mask that known positions exceed.
         """
-        ordered = self.causal or self.window is not None
+        ordered = self.causal or self.window is not None or self.block_mask is not None
         if self.window is not None and self.window < 1:
             raise ValueError(f"window={self.window}; a window is at least 1 token")
         if ordered and T != S and (self.positions is None or self.k_positions is None):
             raise ValueError(
-                f"T={T} queries and S={S} keys: causal and window need Mask.positions, k_positions"
+                f"T={T} queries and S={S} keys: causal, window and block_mask need Mask.positions, "
+                "k_positions"
             )
-        if T != S and (self.segments is None) != (self.k_segments is None):
-            raise ValueError(f"T={T} queries, S={S} keys: give both Mask.segments and k_segments")
+        given = {}
+        for name in ("segments", "global_tokens"):
+            own, of_keys = getattr(self, name), getattr(self, f"k_{name}")
+            if T != S and (own is None) != (of_keys is None):
+                raise ValueError(f"T={T} queries, S={S} keys: give both Mask.{name} and k_{name}")
+            if own is None and of_keys is not None:
+                raise ValueError(f"Mask.k_{name} without Mask.{name}")
+            given[f"k_{name}"] = own if of_keys is None else of_keys
         positions = np.arange(T, dtype=np.int32) if self.positions is None else self.positions
         k_positions = self.k_positions
         if k_positions is None:
             k_positions = positions if T == S else np.arange(S, dtype=np.int32)
-        k_segments = self.segments if self.k_segments is None else self.k_segments
-        if k_segments is not None and self.segments is None:
-            raise ValueError("Mask.k_segments without Mask.segments")
-        full = replace(self, positions=positions, k_positions=k_positions, k_segments=k_segments)
-        for name in ("segments", "k_segments", "positions", "k_positions"):
+        full = replace(self, positions=positions, k_positions=k_positions, **given)
+        for name in (*given, "segments", "global_tokens", "positions", "k_positions"):
             value, length = getattr(full, name), S if name.startswith("k_") else T
             if value is not None and value.shape[-1] != length:
                 raise ValueError(f"Mask.{name} has {value.shape[-1]} entries for {length} tokens")
+        full._check_block_mask()
         return full
 
-    def allowed(self, p: Array, s: Array, p_seg: Array | None, s_seg: Array | None) -> Array | None:
-        """Bool `[B or 1, t, s]` from positions `[B or 1, t]`, `[B or 1, s]` and segments; None
-        where all is seen."""
+    def _check_block_mask(self):
+        if (self.block_mask is None) != (self.block_size is None):
+            raise ValueError("give both Mask.block_mask and block_size")
+        if self.block_mask is None or self.block_size is None:
+            return
+        if self.block_size < 1 or self.block_mask.ndim != 2:
+            raise ValueError(
+                f"block_size={self.block_size}, block_mask {self.block_mask.shape}; a block is at "
+                "least 1 token, and the mask of blocks is [P, R]"
+            )
+        for name, n in zip(("positions", "k_positions"), self.block_mask.shape, strict=True):
+            x = getattr(self, name)
+            if isinstance(x, np.ndarray) and x.max(initial=0) >= n * self.block_size:
+                raise ValueError(
+                    f"Mask.{name} go to {x.max()}; block_mask {self.block_mask.shape} with "
+                    f"block_size={self.block_size} ends at {n * self.block_size}"
+                )
+
+    def allowed(
+        self,
+        p: Array,
+        s: Array,
+        p_seg: Array | None,
+        s_seg: Array | None,
+        p_global: Array | None = None,
+        s_global: Array | None = None,
+    ) -> Array | None:
+        """Bool `[B or 1, t, s]` from positions `[B or 1, t]`, `[B or 1, s]`, segments and global
+        tokens; None where all is seen."""
         p, s = p[:, :, None], s[:, None, :]
-        conditions = []
-        if self.causal:
-            conditions.append(s <= p)
+        local = []
         if self.window is not None:
-            conditions.append(p - s < self.window)
+            local.append(p - s < self.window)
             if not self.causal:
-                conditions.append(s - p < self.window)
+                local.append(s - p < self.window)
+        if self.block_mask is not None and self.block_size is not None:
+            at = jnp.asarray(self.block_mask, bool).at[p // self.block_size, s // self.block_size]
+            local.append(at.get(mode="fill", fill_value=False))
+        if local and p_global is not None and s_global is not None:
+            far = p_global.astype(bool)[:, :, None] | s_global.astype(bool)[:, None, :]
+            local = [reduce(and_, local) | far]
+        conditions = [s <= p] if self.causal else []
+        conditions += local
         if p_seg is not None and s_seg is not None:
             p_seg, s_seg = p_seg[:, :, None], s_seg[:, None, :]
             conditions.append((p_seg == s_seg) & (p_seg != 0))
-        if not conditions:
-            return None
-        seen = conditions[0]
-        for condition in conditions[1:]:
-            seen = seen & condition
-        return seen
+        return reduce(and_, conditions) if conditions else None
+
+    def count_blocks(self, rows: tuple[Any, Any], columns: tuple[Any, Any]) -> tuple[Any, Any]:
+        """Blocks of `block_mask` between the positions, (first, last) of rows and of columns: how
+        many are set, and how many there are."""
+        block_mask: Any = self.block_mask
+        known = all(isinstance(x, np.ndarray) for x in (block_mask, *rows, *columns))
+        xp = np if known else jnp
+        sums = xp.pad(xp.cumsum(xp.cumsum(block_mask != 0, 0), 1), ((1, 0), (1, 0)))
+        (top, bottom), (left, right) = (
+            (low // self.block_size, high // self.block_size + 1) for low, high in (rows, columns)
+        )
+        size = (bottom - top) * (right - left)
+        top, bottom = (xp.clip(x, 0, block_mask.shape[0]) for x in (top, bottom))
+        left, right = (xp.clip(x, 0, block_mask.shape[1]) for x in (left, right))
+        return sums[bottom, right] - sums[top, right] - sums[bottom, left] + sums[top, left], size
 
 
 class Tiles:
@@ -115,6 +178,8 @@ class Tiles:
         self.k_positions = blocks(mask.k_positions, k_chunk, "edge")
         self.q_segments = blocks(mask.segments, q_chunk, "constant")
         self.k_segments = blocks(mask.k_segments, k_chunk, "constant")
+        self.q_global = blocks(mask.global_tokens, q_chunk, "constant")
+        self.k_global = blocks(mask.k_global_tokens, k_chunk, "constant")
 
     def allowed(self, i, j) -> Array | None:
         """Bool `[B or 1, q_chunk, k_chunk]`, False on keys past the end; None where all is seen."""
@@ -123,6 +188,8 @@ class Tiles:
             _at(self.k_positions, j),
             _at(self.q_segments, i),
             _at(self.k_segments, j),
+            _at(self.q_global, i),
+            _at(self.k_global, j),
         )
         if self.S % self.k_chunk:
             inside = j * self.k_chunk + jnp.arange(self.k_chunk) < self.S
@@ -137,22 +204,29 @@ class Tiles:
 
     def live(self) -> tuple[np.ndarray | Array, int | Array]:
         """Tiles in which some query may see some key: `(pairs, count)`, pairs int32 `[n, 2]` of (i,
-        j) in row order, of which the first `count` are live. Where positions are known while
-        tracing and there are no segments, count is an int.
+        j) in row order, of which the first `count` are live; an int where all of the mask is known
+        while tracing.
 
-        A tile is kept when the ranges of its positions and segments allow a pair, so a kept tile
-        may still be dead; a dropped one never holds a live pair.
+        A tile is kept when the ranges of its positions and segments, or a global token in it, allow
+        a pair, so a kept tile may still be dead; a dropped one never holds a live pair.
         """
         mask = self.mask
-        alive = [np.ones((self.nq, self.nk), bool)]
-        if mask.causal or mask.window is not None:
-            (q_low, q_high), (k_low, k_high) = _range(self.q_positions), _range(self.k_positions)
-            if mask.causal:
-                alive.append(k_low[None, :] <= q_high[:, None])
-            if mask.window is not None:
-                alive.append(q_low[:, None] - k_high[None, :] < mask.window)
-                if not mask.causal:
-                    alive.append(k_low[None, :] - q_high[:, None] < mask.window)
+        q_low, q_high = (x[:, None] for x in _range(self.q_positions))
+        k_low, k_high = (x[None] for x in _range(self.k_positions))
+        local = []
+        if mask.window is not None:
+            local.append(q_low - k_high < mask.window)
+            if not mask.causal:
+                local.append(k_low - q_high < mask.window)
+        if mask.block_mask is not None:
+            count, _ = mask.count_blocks((q_low, q_high), (k_low, k_high))
+            local.append(count > 0)
+        if local and self.q_global is not None:
+            far = self.q_global.any((1, 2))[:, None] | self.k_global.any((1, 2))[None]
+            local = [reduce(and_, local) | far]
+        alive = [np.ones((self.nq, self.nk), bool), *local]
+        if mask.causal:
+            alive.append(k_low <= q_high)
         if self.q_segments is not None:
             # Per row of the batch: the ranges of real (non-zero) segments overlap.
             q_low, q_high = _segments(self.q_segments)

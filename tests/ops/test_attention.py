@@ -18,6 +18,12 @@ from ops.comparing import TOLERANCE, close, error, normal, quick
 KEY = jax.random.key(7)
 DOCUMENTS = np.array([[1] * 5 + [2] * 4 + [3] * 4, [1] * 3 + [2] * 6 + [0] * 4], np.int32)
 ZIGZAG = np.array([3, 4, 5, 15, 16, 17], np.int32)
+# Global tokens of 13, and which blocks of 3 see which.
+GLOBAL = np.zeros((2, 13), bool)
+GLOBAL[[0, 0, 1], [0, 7, 4]] = True
+BLOCKS = np.array(
+    [[1, 0, 1, 0, 0], [1, 1, 0, 0, 1], [0] * 5, [1, 1, 1, 0, 1], [0, 0, 1, 1, 1]], bool
+)
 
 
 class Case(NamedTuple):
@@ -99,6 +105,29 @@ CASES = {
     "cross, segments": Case(
         Mask(segments=DOCUMENTS[:, 3:10], k_segments=DOCUMENTS), T=7, S=13, options=DROPOUT
     ),
+    "global tokens": Case(Mask(causal=True, window=3, global_tokens=GLOBAL)),
+    "block mask": Case(Mask(causal=True, block_mask=BLOCKS, block_size=3), q_chunk=3, k_chunk=3),
+    "block mask both ways": Case(
+        Mask(window=9, block_mask=BLOCKS, block_size=3, global_tokens=GLOBAL, segments=DOCUMENTS),
+        q_chunk=5,
+        k_chunk=4,
+    ),
+    "zigzag, sparse": Case(
+        **sees(
+            ZIGZAG,
+            [0, 1, 2, 15, 16, 17],
+            T=6,
+            S=6,
+            causal=True,
+            block_mask=np.eye(6, dtype=bool),
+            block_size=3,
+            global_tokens=ZIGZAG == 16,
+            k_global_tokens=np.arange(6) == 1,
+        ),
+        q_chunk=2,
+        k_chunk=4,
+        options=DROPOUT,
+    ),
     "chunk longer than T": Case(q_chunk=64, k_chunk=32),
     "chunk divides": Case(T=12, q_chunk=4, k_chunk=6),
     "one token": Case(T=1),
@@ -179,6 +208,11 @@ def test_oracle_by_hand(name):
         k_positions = np.broadcast_to(m.k_positions, (B, S))
     k_segments = m.segments if m.k_segments is None else m.k_segments
     slopes, cap = case.options.get("alibi"), case.options.get("softcap")
+    k_globals = m.global_tokens if m.k_global_tokens is None else m.k_global_tokens
+    global_tokens, k_global_tokens = (
+        np.broadcast_to(False if x is None else x, (B, n))
+        for x, n in ((m.global_tokens, T), (k_globals, S))
+    )
 
     out = np.zeros(q.shape)
     for b, t, n in np.ndindex(B, T, N):
@@ -187,7 +221,11 @@ def test_oracle_by_hand(name):
             far = int(positions[b, t]) - int(k_positions[b, s])
             if m.causal and far < 0:
                 continue
-            if m.window is not None and not (far if m.causal else abs(far)) < m.window:
+            near = m.window is None or (far if m.causal else abs(far)) < m.window
+            if m.block_mask is not None:
+                at = positions[b, t] // m.block_size, k_positions[b, s] // m.block_size
+                near = near and m.block_mask[at]
+            if not near and not global_tokens[b, t] and not k_global_tokens[b, s]:
                 continue
             if m.segments is not None and (
                 m.segments[b, t] == 0 or m.segments[b, t] != k_segments[b, s]
@@ -461,6 +499,20 @@ def test_dead_tiles_are_not_visited(mask, seen, known):
     for x in run(mask) if not known else quick(lambda: run.__wrapped__(mask))():
         live = jnp.isfinite(x).all((0, 2, 3))
         assert (live == (jnp.arange(T) < seen // 4 * 4)).all()
+
+
+def test_known_masks_fix_the_number_of_steps():
+    """NumPy in a mask stays known through `attention`: the loops over live tiles have a length."""
+    mask = Mask(window=2, global_tokens=np.arange(16) == 0, block_mask=np.eye(4), block_size=4)
+    options = dict(impl="scan", q_chunk=4, k_chunk=4)
+    q = normal(0, 1, 16, 1, 8)
+
+    def loops(mask):
+        f = jax.grad(lambda q: attention(q, q, q, mask=mask, **options).sum())
+        return str(jax.make_jaxpr(f)(q))
+
+    assert loops(mask).count("length=10") == 2 and "while[" not in loops(mask)
+    assert loops(jax.tree.map(jnp.asarray, mask)).count("while[") == 2
 
 
 def test_choose():

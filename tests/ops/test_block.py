@@ -33,6 +33,14 @@ CASES = {
     "segments": dict(mask=Mask(causal=True, segments=DOCUMENTS)),
     "positions": dict(mask=Mask(causal=True, positions=np.arange(T, dtype=np.int32)[::-1].copy())),
     "alibi": dict(alibi=alibi_slopes(N)),
+    "sparse": dict(
+        mask=Mask(
+            window=4,
+            global_tokens=np.arange(T) == 6,
+            block_mask=~np.eye(5, dtype=bool),
+            block_size=3,
+        )
+    ),
     "everything": dict(
         mask=Mask(causal=True, window=6, segments=DOCUMENTS),
         alibi=alibi_slopes(N),

@@ -95,6 +95,8 @@ def test_documents():
         (dict(mask=Mask(window=9)), "causal attention only"),
         (dict(mask=Mask(causal=True, window=9), S=9), "T = S only"),
         (dict(S=1), "two tokens or more"),
+        (dict(mask=Mask(causal=True, window=9, global_tokens=np.ones(T, bool))), "global tokens"),
+        (dict(mask=Mask(block_mask=np.eye(2, dtype=bool), block_size=T)), "no block masks"),
         (dict(mask=Mask(causal=True, positions=np.arange(T) + 1)), "positions from 0"),
         (dict(mask=Mask(segments=DOCUMENTS, k_segments=DOCUMENTS)), "the same tokens only"),
     ],

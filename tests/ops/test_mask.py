@@ -6,7 +6,10 @@ import pytest
 from bptjax.ops.mask import Mask, Tiles
 
 T = 64
+BOTH = dict(positions=np.arange(4), k_positions=np.arange(6))
 PACKED = np.repeat([[1, 2, 3, 4]], 16, 1).astype(np.int32)
+# Every fourth diagonal of the blocks.
+BLOCKS = (np.arange(16)[:, None] - np.arange(16)) % 4 == 0
 POSITIONS = np.random.default_rng(0).permutation(T).astype(np.int32)
 
 
@@ -26,6 +29,11 @@ def live(mask, q_chunk=4, k_chunk=4, S=T):
         (Mask(causal=True, window=5), 31),
         (Mask(causal=True, window=6), 45),
         (Mask(window=4), 46),
+        (Mask(window=4, global_tokens=np.arange(T) < 4), 46 + 2 * 14),
+        (Mask(causal=True, window=4, global_tokens=np.arange(T) == 33), 31 + 7 + 6),
+        (Mask(block_mask=BLOCKS, block_size=4), 64),
+        (Mask(block_mask=BLOCKS, block_size=4, window=4), 16),
+        (Mask(causal=True, block_mask=BLOCKS[:8, :8], block_size=8), 40),
         (Mask(segments=PACKED), 64),
         (Mask(causal=True, segments=PACKED), 40),
         (Mask(causal=True, window=1, segments=PACKED), 16),
@@ -52,6 +60,8 @@ def test_rows_of_a_batch_are_joined():
 def test_live_is_known_while_tracing():
     assert isinstance(Tiles(Mask(causal=True, window=9), T, T, 4, 4).live()[1], int)
     assert isinstance(Tiles(Mask(segments=PACKED), T, T, 4, 4).live()[1], int)
+    sparse = Mask(block_mask=BLOCKS, block_size=4, global_tokens=np.arange(T) == 1)
+    assert isinstance(Tiles(sparse, T, T, 4, 4).live()[1], int)
 
 
 @pytest.mark.parametrize("chunks", [(4, 4), (7, 5), (64, 3)])
@@ -64,6 +74,8 @@ def test_live_is_known_while_tracing():
         Mask(causal=True, window=5, positions=POSITIONS, segments=PACKED),
         Mask(segments=np.random.default_rng(1).integers(0, 4, (3, T), np.int32)),
         Mask(causal=True, positions=np.stack([POSITIONS, POSITIONS[::-1]])),
+        Mask(causal=True, window=4, global_tokens=POSITIONS < 2, positions=POSITIONS),
+        Mask(window=9, global_tokens=PACKED == 3, block_mask=BLOCKS[:11, :13], block_size=6),
     ],
 )
 def test_tiles_are_the_mask(mask, chunks):
@@ -72,7 +84,9 @@ def test_tiles_are_the_mask(mask, chunks):
     tiles = Tiles(mask, T, T, *chunks)
     full = jax.tree.map(jnp.asarray, mask.resolve(T, T))
     p, s = jnp.atleast_2d(full.positions), jnp.atleast_2d(full.k_positions)
-    whole = np.asarray(full.allowed(p, s, full.segments, full.k_segments))
+    rest = full.segments, full.k_segments, full.global_tokens, full.k_global_tokens
+    rest = (None if x is None else jnp.atleast_2d(x) for x in rest)
+    whole = np.asarray(full.allowed(p, s, *rest))
     visited = live(mask, *chunks)
     assert visited == sorted(set(visited))
     for i in range(tiles.nq):
@@ -93,11 +107,21 @@ def test_all_seen():
 @pytest.mark.parametrize(
     "mask, message",
     [
-        (Mask(causal=True), "T=4 queries and S=6 keys: causal and window need"),
+        (Mask(causal=True), "T=4 queries and S=6 keys: causal, window and block_mask need"),
+        (Mask(block_mask=BLOCKS, block_size=1), "T=4 queries and S=6 keys: causal, window and bl"),
         (Mask(window=2, positions=np.arange(4)), "T=4 queries and S=6 keys"),
         (Mask(window=0), "window=0; a window is at least 1 token"),
         (Mask(segments=np.ones((1, 4))), "give both"),
         (Mask(k_segments=np.ones((1, 6))), "give both"),
+        (Mask(global_tokens=np.ones(4, bool)), "give both Mask.global_tokens and k_global_tokens"),
+        (Mask(block_mask=BLOCKS, **BOTH), "give both Mask.block_mask and block_size"),
+        (Mask(block_size=4), "give both Mask.block_mask and block_size"),
+        (Mask(block_mask=BLOCKS, block_size=0, **BOTH), "block_size=0"),
+        (Mask(block_mask=BLOCKS[0], block_size=1, **BOTH), r"block_mask \(16,\)"),
+        (
+            Mask(block_mask=BLOCKS[:2, :2], block_size=2, **BOTH),
+            r"k_positions go to 5; block_mask \(2, 2\) with block_size=2 ends at 4",
+        ),
         (Mask(positions=np.arange(5)), "Mask.positions has 5 entries for 4 tokens"),
         (Mask(k_positions=np.arange(5)), "Mask.k_positions has 5 entries for 6 tokens"),
     ],
@@ -107,6 +131,17 @@ def test_bad_masks(mask, message):
         mask.resolve(4, 6)
 
 
-def test_key_segments_alone():
+def test_keys_alone():
     with pytest.raises(ValueError, match="k_segments without"):
         Mask(k_segments=np.ones((1, 4))).resolve(4, 4)
+    with pytest.raises(ValueError, match="k_global_tokens without"):
+        Mask(k_global_tokens=np.ones(4, bool)).resolve(4, 4)
+
+
+def test_beyond_the_block_mask():
+    """Positions known on the device alone cannot be refused: they see nothing and are not seen."""
+    mask = Mask(block_mask=np.ones((2, 3), bool), block_size=4, positions=jnp.arange(16))
+    p = jnp.arange(16)[None]
+    assert (mask.allowed(p, p, None, None)[0] == (p.T < 8) & (p < 12)).all()
+    tiles = Tiles(mask, 16, 16, 4, 4)
+    assert tiles.live()[1] == 2 * 3

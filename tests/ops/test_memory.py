@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from bptjax.ops.attention import attention
+from bptjax.ops.attention.landmark import landmark_attention
 from bptjax.ops.block import block
 from bptjax.ops.feed_forward import feed_forward
 from bptjax.ops.loss import linear_cross_entropy
@@ -29,6 +30,13 @@ def attend(T, impl="scan", **mask):
         return jnp.square(attention(q, k, v, **options)).sum()
 
     return temp_bytes(jax.grad(f, (0, 1, 2)), *qkv, arrays)
+
+
+def landmarks(T):
+    def f(q, k, v):
+        return jnp.square(landmark_attention(q, k, v, block_size=32, **CHUNKS)).sum()
+
+    return temp_bytes(jax.grad(f, (0, 1, 2)), *[shape(1, T, N, H)] * 3)
 
 
 def mlp(p, x):
@@ -80,12 +88,13 @@ def cross_entropy(T, chunked=True, reduction="sum"):
         attend,
         lambda T: attend(T, window=300),
         lambda T: attend(T, segments=True),
+        landmarks,
         feed,
         whole_block,
         cross_entropy,
         lambda T: cross_entropy(T, reduction="none"),
     ],
-    ids=["attention", "window", "segments", "feed_forward", "block", "loss", "losses"],
+    ids=["attention", "window", "segments", "landmarks", "feed_forward", "block", "loss", "losses"],
 )
 def test_grows_with_T(f):
     short, long = f(T), f(2 * T)

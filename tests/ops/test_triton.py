@@ -28,6 +28,9 @@ INTERPRETED = (
     "everything",
     "cache, other rows",
     "zigzag, keys of others",
+    "block mask",
+    "block mask both ways",
+    "zigzag, sparse",
     "cross, segments",
     "shard sees nothing",
 )
@@ -47,29 +50,71 @@ def test_kernels_in_the_interpreter():
 
 @pytest.mark.parametrize("of_keys", [False, True])
 @pytest.mark.parametrize("name", CASES)
-def test_ranges_hold_every_live_pair_and_whole_ones_no_dead(name, of_keys):
+def test_visits_hold_every_live_pair_and_whole_ones_no_dead(name, of_keys):
     """Against the mask itself, pair by pair."""
     case = CASES[name]
     T, S = case.T, case.S or case.T
     mask = case.mask.resolve(T, S)
     p, s = (np.atleast_2d(np.asarray(x)) for x in (mask.positions, mask.k_positions))
-    segments = (None if x is None else jnp.asarray(x) for x in (mask.segments, mask.k_segments))
-    seen = mask.allowed(jnp.asarray(p), jnp.asarray(s), *segments)
+    fields = mask.segments, mask.k_segments, mask.global_tokens, mask.k_global_tokens
+    fields = (None if x is None else jnp.atleast_2d(jnp.asarray(x)) for x in fields)
+    seen = mask.allowed(jnp.asarray(p), jnp.asarray(s), *fields)
     seen = np.ones((1, T, S), bool) if seen is None else np.asarray(seen)
     bq, bk = 2, 4
-    ranges = np.asarray(triton.block_ranges(mask, T, S, bq, bk, of_keys=of_keys))
+    own, other = (bk, bq) if of_keys else (bq, bk)
+    n = -(-(T if of_keys else S) // other)
+    if mask.block_mask is not None or mask.global_tokens is not None:
+        ranges, lists = map(np.asarray, triton.block_lists(mask, T, S, bq, bk, of_keys=of_keys))
+    else:
+        ranges = np.asarray(triton.block_ranges(mask, T, S, bq, bk, of_keys=of_keys))
+        lists = np.broadcast_to(np.arange(n), (*ranges.shape[:2], n))
     for b in range(max(len(seen), len(ranges))):
         pairs = seen[min(b, len(seen) - 1)]
-        for i, (first, begin, end, last) in enumerate(ranges[min(b, len(ranges) - 1)]):
-            assert first <= begin <= end <= last
-            own, other = (bk, bq) if of_keys else (bq, bk)
-            rows = (pairs.T if of_keys else pairs)[i * own : (i + 1) * own]
-            outside = np.ones(rows.shape[1], bool)
-            outside[first * other : last * other] = False
-            assert not rows[:, outside].any()
-            if end > begin:
-                whole = rows[:, begin * other : end * other]
-                assert whole.all() and whole.shape == (own, (end - begin) * other)
+        row = min(b, len(ranges) - 1)
+        for i, (first, begin, end, last) in enumerate(ranges[row]):
+            assert 0 <= first <= begin <= end <= last <= len(lists[row, i])
+            visited, whole = lists[row, i, first:last], lists[row, i, begin:end]
+            assert len(set(visited)) == last - first
+            rows = (pairs.T if of_keys else pairs)[i * own :][:own]
+            for j in range(n):
+                tile = rows[:, j * other :][:, :other]
+                assert j in visited or not tile.any()
+                assert j not in whole or (tile.all() and tile.shape == (own, other))
+
+
+EIGHTH = np.random.default_rng(0).random((32, 32)) < 1 / 8
+
+
+@pytest.mark.parametrize("of_keys", [False, True])
+@pytest.mark.parametrize(
+    "mask",
+    [
+        Mask(block_mask=EIGHTH, block_size=8),
+        Mask(causal=True, block_mask=EIGHTH, block_size=8),
+        Mask(window=17, global_tokens=np.arange(256) < 8),
+        Mask(causal=True, window=17, global_tokens=np.arange(256) % 64 == 5),
+    ],
+)
+def test_lists_hold_no_dead_tile(mask, of_keys):
+    """256 tokens in tiles of 4 × 8: as many visited as are live, as many seen whole as are."""
+    T, bq, bk = 256, 4, 8
+    p = jnp.arange(T)[None]
+    far = None if mask.global_tokens is None else jnp.asarray(mask.global_tokens)[None]
+    seen = np.asarray(mask.allowed(p, p, None, None, far, far))
+    seen = seen[0].reshape(T // bq, bq, T // bk, bk)
+
+    def lists(mask):
+        return triton.block_lists(mask.resolve(T, T), T, T, bq, bk, of_keys=of_keys)
+
+    ranges, tiles = lists(mask)
+    assert ranges[..., 3].sum() == seen.any((1, 3)).sum() < seen.shape[0] * seen.shape[2] / 3
+    assert ranges[..., 2].sum() == seen.all((1, 3)).sum()
+    assert tiles.shape[-1] == ranges[..., 3].max()
+    traced_ranges, traced_tiles = jax.jit(lists)(mask)
+    assert (traced_ranges == ranges).all()
+    for i in range(ranges.shape[1]):
+        n = ranges[0, i, 3]
+        assert (traced_tiles[0, i, :n] == tiles[0, i, :n]).all()
 
 
 @pytest.mark.gpu
@@ -103,6 +148,20 @@ LARGE = {
         4,
         4,
         Score(Mask(causal=True, segments=DOCUMENTS), 0.1, alibi=jnp.asarray(alibi_slopes(4))),
+    ),
+    "128, block mask": (
+        128,
+        1111,
+        4,
+        1,
+        Score(Mask(causal=True, block_mask=EIGHTH[:9, :9] | EIGHTH[9:18, :9], block_size=128), 0.1),
+    ),
+    "64, window, global tokens": (
+        64,
+        777,
+        4,
+        2,
+        Score(Mask(window=100, global_tokens=np.arange(777) % 300 == 7), 0.1),
     ),
     "32, dropout": (
         32,

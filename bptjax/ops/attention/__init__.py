@@ -133,7 +133,7 @@ def attention(
         dropout_key=_key_data(dropout_key) if dropout and dropout_key is not None else None,
     )
     name, _ = choose(impl, score, q, k)
-    return _attention((name, q_chunk, k_chunk, offload), q, k, v, score)
+    return differentiable((IMPLEMENTATIONS[name], q_chunk, k_chunk, offload), q, k, v, score)
 
 
 def _key_data(key: Array) -> Array:
@@ -143,26 +143,44 @@ def _key_data(key: Array) -> Array:
     return key.reshape(-1)[:2]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(options, q, k, v, score):
-    return _run("forward", options, (q, k, v), score).out
+def differentiable(
+    options: tuple[Any, int, int, float], q: Array, k: Array, v: Array, score: Score
+) -> Array:
+    """`out` by a pair of forward and backward, as one function with a gradient; options are the
+    pair, q_chunk, k_chunk and offload."""
+    leaves, structure = jax.tree.flatten(score)
+    known = [x if isinstance(x, np.ndarray) else None for x in leaves]
+    traced = [x if n is None else None for x, n in zip(leaves, known, strict=True)]
+
+    def whole(traced):
+        """The score, NumPy still NumPy: which tiles its mask kills is known while tracing."""
+        return structure.unflatten(
+            [t if n is None else n for t, n in zip(traced, known, strict=True)]
+        )
+
+    return _attention(options, whole, q, k, v, traced)
 
 
-def _forward(options, q, k, v, score):
-    partial_ = _run("forward", options, (q, k, v), score)
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attention(options, whole, q, k, v, traced):
+    return _run("forward", options, (q, k, v), whole(traced)).out
+
+
+def _forward(options, whole, q, k, v, traced):
+    partial_ = _run("forward", options, (q, k, v), whole(traced))
     out, lse = (named(x, n, options[3]) for x, n in zip(partial_, SAVED, strict=True))
-    return out, (q, k, v, out, lse, score)
+    return out, (q, k, v, out, lse, traced)
 
 
-def _backward(options, saved, dout):
-    q, k, v, out, lse, score = saved
-    return *_run("backward", options, (q, k, v, out, lse, dout), score), None
+def _backward(options, whole, saved, dout):
+    q, k, v, out, lse, traced = saved
+    return *_run("backward", options, (q, k, v, out, lse, dout), whole(traced)), None
 
 
 def _run(half, options, arrays, score):
     """One half of the pair, with the window that the mask's `window_index` picks."""
-    name, q_chunk, k_chunk, _ = options
-    call = partial(getattr(IMPLEMENTATIONS[name], half), q_chunk=q_chunk, k_chunk=k_chunk)
+    pair, q_chunk, k_chunk, _ = options
+    call = partial(getattr(pair, half), q_chunk=q_chunk, k_chunk=k_chunk)
     calls = [partial(call, *arrays, replace(score, mask=m)) for m in score.mask.each_window()]
     return calls[0]() if len(calls) == 1 else jax.lax.switch(score.mask.window_index, calls)
 

@@ -42,6 +42,8 @@ def unsupported(score: Score, q: Any, k: Any) -> str | None:
             return f"has no {name}"
     if score.dropout:
         return "its dropout depends on the implementation"
+    if mask.global_tokens is not None or mask.block_mask is not None:
+        return "has no global tokens and no block masks"
     windows = [m.window for m in mask.each_window()]
     if min(T, S) < 2:
         return "takes two tokens or more"

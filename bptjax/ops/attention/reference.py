@@ -80,7 +80,10 @@ def _logits(q: Array, k: Array, score: Score) -> tuple[Array, Array | float]:
     logits, _ = score.cap(raw * score.scale)
     if score.alibi is not None:
         logits += score.bias(p, s)
-    allowed = mask.allowed(p, s, mask.segments, mask.k_segments)
+    p_global, s_global = mask.global_tokens, mask.k_global_tokens
+    if p_global is not None:
+        p_global, s_global = jnp.atleast_2d(p_global), jnp.atleast_2d(s_global)
+    allowed = mask.allowed(p, s, mask.segments, mask.k_segments, p_global, s_global)
     if allowed is not None:
         logits = jnp.where(allowed[:, None], logits, -jnp.inf)
     return logits, score.kept(B, N, p, s) if score.dropout else 1.0

@@ -6,6 +6,7 @@ scan has as many steps as there are live tiles; where it is not (segments, posit
 number of steps is counted on the device.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -58,9 +59,11 @@ def forward(
     *,
     q_chunk: int,
     k_chunk: int,
+    make: Callable[..., Tile] = Tile,
 ) -> Partial:
-    """Liu & Abbeel 2023, arXiv 2305.19370, Algorithm 1, lines 4 to 9."""
-    tile = Tile(score, q, k, q_chunk, k_chunk)
+    """Liu & Abbeel 2023, arXiv 2305.19370, Algorithm 1, lines 4 to 9. `make` gives the tiles'
+    arithmetic."""
+    tile = make(score, q, k, q_chunk, k_chunk)
     qs = query_blocks(q, tile.K, tile.q_chunk)
     ks, vs = key_blocks(k, tile.k_chunk), key_blocks(v, tile.k_chunk)
     pairs, count = _live(tile, q)
@@ -94,10 +97,11 @@ def backward(
     *,
     q_chunk: int,
     k_chunk: int,
+    make: Callable[..., Tile] = Tile,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K H"]]:
     """Gradients through these keys in one pass over the live tiles, each recomputed from the global
     `out` and `lse`; float32 accumulators."""
-    tile = Tile(score, q, k, q_chunk, k_chunk)
+    tile = make(score, q, k, q_chunk, k_chunk)
     qs, ks, vs, lses, douts, deltas = tile.backward_blocks(q, k, v, out, lse, dout)
     pairs, count = _live(tile, q)
 

@@ -6,6 +6,7 @@ Inside, arrays are heads-first and cut along time: queries `[B, K, G, c, H]`, ke
 stand together.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import jax
@@ -118,7 +119,8 @@ class Tile:
         """`[B or 1, N, t, s]` to `[B or 1, K, G, t, s]`."""
         return x.reshape(x.shape[0], self.K, self.N // self.K, *x.shape[2:])
 
-    def _logits(self, q: Array, k: Array, i, j) -> tuple[Array, Array | float]:
+    def _logits(self, q: Array, k: Array, i, j) -> tuple[Array, Callable[[Array], Array]]:
+        """Logits, and their derivative's transpose: from a cotangent of theirs to one of q·k."""
         logits = jnp.einsum("bkgth,bksh->bkgts", q, k, preferred_element_type=jnp.float32)
         logits, slope = self.score.cap(logits * self.score.scale)
         if self.score.alibi is not None:
@@ -126,7 +128,7 @@ class Tile:
         allowed = self.tiles.allowed(i, j)
         if allowed is not None:
             logits = jnp.where(allowed[:, None, None], logits, -jnp.inf)
-        return logits, slope
+        return logits, lambda dlogits: dlogits * slope * self.score.scale
 
     def _kept(self, i, j) -> Array | None:
         if not self.score.dropout:
@@ -146,14 +148,14 @@ class Tile:
     ) -> tuple[Array, Array, Array]:
         """Tile (i, j)'s share of (dq, dk, dv), with `lse` and delta = Σ_h out · dout, both
         `[B, K, G, c]`, over *all* keys: shares add up. Dao 2023, arXiv 2307.08691, Algorithm 2."""
-        logits, slope = self._logits(q, k, i, j)
+        logits, pull = self._logits(q, k, i, j)
         weights = jnp.exp(logits - jnp.where(lse == -jnp.inf, jnp.inf, lse)[..., None])
         dweights = jnp.einsum("bkgth,bksh->bkgts", dout, v, preferred_element_type=jnp.float32)
         kept = self._kept(i, j)
         used = weights
         if kept is not None:
             used, dweights = weights * kept, dweights * kept
-        dlogits = weights * (dweights - delta[..., None]) * slope * self.score.scale
+        dlogits = pull(weights * (dweights - delta[..., None]))
         used, dlogits = used.astype(dout.dtype), dlogits.astype(q.dtype)
         dv = jnp.einsum("bkgts,bkgth->bksh", used, dout, preferred_element_type=jnp.float32)
         dk = jnp.einsum("bkgts,bkgth->bksh", dlogits, q, preferred_element_type=jnp.float32)

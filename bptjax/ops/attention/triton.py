@@ -1,7 +1,9 @@
 """Attention by Triton kernels through jax-triton: every feature, on NVIDIA GPUs.
 
 O(T) memory. Which key blocks a block of queries may see is worked out by XLA from the ranges of
-positions and segments; a program visits those, and masks only tiles that are not seen whole.
+positions and segments, or while tracing where they are known; a program visits those, and masks
+only tiles that are not seen whole. Block masks and global tokens, whose live tiles are no range,
+come with lists of them.
 """
 
 import importlib.util
@@ -94,7 +96,13 @@ def _launch(
     if q.dtype.itemsize > 2:
         # What fits in shared memory at twice the bytes.
         bq, bk, warps, stages = min(bq, 32), min(bk, 32), 4, 1
-    ranges = block_ranges(mask, T, S, bq, bk, of_keys=name == "dkv")
+    of_keys = name == "dkv"
+    none = jnp.zeros((1,), jnp.int32)
+    listed = mask.global_tokens is not None or mask.block_mask is not None
+    if listed:
+        ranges, tiles = block_lists(mask, T, S, bq, bk, of_keys=of_keys)
+    else:
+        ranges, tiles = block_ranges(mask, T, S, bq, bk, of_keys=of_keys), none
     positions, k_positions = (
         jnp.atleast_2d(jnp.asarray(x)) for x in (mask.positions, mask.k_positions)
     )
@@ -102,7 +110,6 @@ def _launch(
         positions, k_positions = (
             jnp.broadcast_to(x, (B, x.shape[1])) for x in (positions, k_positions)
         )
-    none = jnp.zeros((1,), jnp.int32)
     segmented = mask.segments is not None
     inputs = (
         *arrays,
@@ -113,8 +120,14 @@ def _launch(
         jnp.asarray(mask.k_segments) if segmented else none,
         none if score.alibi is None else score.alibi,
         score.head_keys(B, N) if score.dropout else none,
+        tiles,
+        *(
+            none if x is None else jnp.broadcast_to(jnp.asarray(x, jnp.int32), (B, x.shape[-1]))
+            for x in (mask.global_tokens, mask.k_global_tokens)
+        ),
+        none if mask.block_mask is None else jnp.asarray(mask.block_mask != 0, jnp.int8),
     )
-    grid = (-(-S // bk), K, B) if name == "dkv" else (-(-T // bq), N, B)
+    grid = (-(-S // bk), K, B) if of_keys else (-(-T // bq), N, B)
     return CALL(
         name,
         inputs,
@@ -140,6 +153,11 @@ def _launch(
         CAUSAL=mask.causal,
         WINDOW=mask.window,
         SEGMENTS=segmented,
+        LISTED=tiles.shape[-1] if listed else 0,
+        GLOBAL=mask.global_tokens is not None,
+        BLOCK_SIZE=mask.block_size,
+        BLOCK_ROWS=0 if mask.block_mask is None else mask.block_mask.shape[0],
+        BLOCK_COLUMNS=0 if mask.block_mask is None else mask.block_mask.shape[1],
     )
 
 
@@ -169,7 +187,45 @@ def block_ranges(mask: Mask, T: int, S: int, q_block: int, k_block: int, *, of_k
     those seen whole: int32 `[B or 1, blocks, 4]` of first, first whole, end of whole, end. With
     `of_keys`, for each block of keys the query blocks. `mask` is resolved.
     """
-    xp = np if isinstance(mask.positions, np.ndarray) and mask.segments is None else jnp
+    xp, live, whole = _live(mask, T, S, q_block, k_block, of_keys)
+    (first, last), (begin, end) = _ends(xp, live), _ends(xp, whole)
+    # Tiles seen whole that are not next to one another are masked like the rest.
+    together = whole.sum(-1) == end - begin
+    begin, end = xp.where(together, begin, first), xp.where(together, end, first)
+    # None seen whole: an empty range at the start.
+    empty = end <= begin
+    begin, end = xp.where(empty, first, begin), xp.where(empty, first, end)
+    return jnp.asarray(xp.stack([first, begin, end, last], -1), jnp.int32)
+
+
+def block_lists(
+    mask: Mask, T: int, S: int, q_block: int, k_block: int, *, of_keys: bool
+) -> tuple[Array, Array]:
+    """Ranges as of `block_ranges`, but into a list: int32 `[B or 1, blocks, n]` of the live tiles,
+    those seen whole first. n is the longest list where the mask is known while tracing, else every
+    tile.
+    """
+    xp, live, whole = _live(mask, T, S, q_block, k_block, of_keys)
+    lists = xp.argsort(xp.where(whole, 0, xp.where(live, 1, 2)), axis=-1, stable=True)
+    part, last = whole.sum(-1), live.sum(-1)
+    if xp is np:
+        lists = lists[..., : max(1, last.max(initial=0))]
+    ranges = xp.stack([xp.zeros_like(part), xp.zeros_like(part), part, last], -1)
+    return jnp.asarray(ranges, jnp.int32), jnp.asarray(lists, jnp.int32)
+
+
+def _live(
+    mask: Mask, T: int, S: int, q_block: int, k_block: int, of_keys: bool
+) -> tuple[Any, Any, Any]:
+    """`(xp, live, whole)`: which tiles may hold a live pair, and which of them are seen whole, bool
+    `[B or 1, query blocks, key blocks]` or with `of_keys` turned; xp is NumPy where all is known
+    while tracing."""
+    arrays = (
+        *(mask.positions, mask.k_positions, mask.block_mask),
+        *(mask.global_tokens, mask.k_global_tokens),
+    )
+    known = all(x is None or isinstance(x, np.ndarray) for x in arrays)
+    xp = np if known and mask.segments is None else jnp
     p, s = (
         _bounds(xp, x, block)
         for x, block in ((mask.positions, q_block), (mask.k_positions, k_block))
@@ -180,18 +236,28 @@ def block_ranges(mask: Mask, T: int, S: int, q_block: int, k_block: int, *, of_k
     )
     live = xp.ones((1, -(-T // q_block), -(-S // k_block)), bool)
     whole = xp.ones_like(live)
-    if T % q_block:
-        whole = whole & (xp.arange(live.shape[1]) < T // q_block)[None, :, None]
-    if S % k_block:
-        whole = whole & (xp.arange(live.shape[2]) < S // k_block)[None, None, :]
-    if mask.causal:
-        live, whole = live & (s_low <= p_high), whole & (s_high <= p_low)
     if mask.window is not None:
         live = live & (p_low - s_high < mask.window)
         whole = whole & (p_high - s_low < mask.window)
         if not mask.causal:
             live = live & (s_low - p_high < mask.window)
             whole = whole & (s_high - p_low < mask.window)
+    if mask.block_mask is not None:
+        count, size = mask.count_blocks((p_low, p_high), (s_low, s_high))
+        live, whole = live & (count > 0), whole & (count == size)
+    if mask.global_tokens is not None:
+        (p_all, p_some), (s_all, s_some) = (
+            _bounds(xp, x != 0, block)
+            for x, block in ((mask.global_tokens, q_block), (mask.k_global_tokens, k_block))
+        )
+        live = live | p_some[:, :, None] | s_some[:, None]
+        whole = whole | p_all[:, :, None] | s_all[:, None]
+    if T % q_block:
+        whole = whole & (xp.arange(live.shape[1]) < T // q_block)[None, :, None]
+    if S % k_block:
+        whole = whole & (xp.arange(live.shape[2]) < S // k_block)[None, None, :]
+    if mask.causal:
+        live, whole = live & (s_low <= p_high), whole & (s_high <= p_low)
     if mask.segments is not None:
         (a_low, a_high, a_real), (b_low, b_high, b_real) = (
             _segment_bounds(x, block)
@@ -205,14 +271,7 @@ def block_ranges(mask: Mask, T: int, S: int, q_block: int, k_block: int, *, of_k
     whole = whole & live
     if of_keys:
         live, whole = live.swapaxes(1, 2), whole.swapaxes(1, 2)
-    (first, last), (begin, end) = _ends(xp, live), _ends(xp, whole)
-    # Tiles seen whole that are not next to one another are masked like the rest.
-    together = whole.sum(-1) == end - begin
-    begin, end = xp.where(together, begin, first), xp.where(together, end, first)
-    # None seen whole: an empty range at the start.
-    empty = end <= begin
-    begin, end = xp.where(empty, first, begin), xp.where(empty, first, end)
-    return jnp.asarray(xp.stack([first, begin, end, last], -1), jnp.int32)
+    return xp, live, whole
 
 
 def _ends(xp: Any, flags: Any) -> tuple[Any, Any]:

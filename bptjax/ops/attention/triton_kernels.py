@@ -4,7 +4,8 @@ A program of the forward pass and of dq owns a block of queries of one head and 
 that it may see; one of dk and dv owns a block of keys of one key head and walks, for each query
 head that reads it, the query blocks that may see it. `ranges` `[B or 1, blocks, 4]` says which:
 tiles of [first, whole) and [part, last) need the mask, those of [whole, part) are seen whole, and
-dead ones outside are not visited.
+dead ones outside are not visited. With LISTED they are ranges of the list `tiles` `[B or 1, blocks,
+LISTED]`; else of the blocks themselves.
 
 Logits are kept in units of log 2, for exp2. Rows past the end are loaded as 0 and never stored.
 """
@@ -106,18 +107,32 @@ def _seen(
     p_segment,
     s_segment,
     inside,
+    p_global,
+    s_global,
+    block_mask,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     SEGMENTS: tl.constexpr,
+    GLOBAL: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
 ):
     """Which pairs are seen; `inside`: both are there. All are shaped to broadcast."""
     seen = inside
     if CAUSAL:
         seen &= s <= p
+    before = seen
     if WINDOW is not None:
         seen &= p - s < WINDOW
         if not CAUSAL:
             seen &= s - p < WINDOW
+    if BLOCK_SIZE is not None:
+        row, column = p // BLOCK_SIZE, s // BLOCK_SIZE
+        known = seen & (row < BLOCK_ROWS) & (column < BLOCK_COLUMNS)
+        seen = tl.load(block_mask + row * BLOCK_COLUMNS + column, mask=known, other=0) != 0
+    if GLOBAL:
+        seen |= before & ((p_global != 0) | (s_global != 0))
     if SEGMENTS:
         seen &= (p_segment == s_segment) & (p_segment != 0)
     return seen
@@ -149,6 +164,10 @@ def _forward_range(
     slope,
     key0,
     key1,
+    tiles,
+    p_global,
+    k_globals,
+    block_mask,
     S: tl.constexpr,
     K: tl.constexpr,
     H: tl.constexpr,
@@ -162,11 +181,18 @@ def _forward_range(
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     SEGMENTS: tl.constexpr,
+    LISTED: tl.constexpr,
+    GLOBAL: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
     """Takes key blocks [first, last) into the running softmax."""
     h = tl.arange(0, BH)
-    for j in range(first, last):
+    # A tile of the block mask needs the shared memory of a pipeline.
+    for x in tl.range(first, last, num_stages=None if WHOLE or BLOCK_SIZE is None else 1):
+        j = tl.load(tiles + x) if LISTED else x
         here, columns = tl.arange(0, BK), j * BK + tl.arange(0, BK)
         # A row's offset may need 64 bits: T · N · H passes 2³¹.
         at = tl.cast(j, tl.int64) * (BK * K * H)
@@ -180,15 +206,25 @@ def _forward_range(
             s_segment = columns
             if SEGMENTS:
                 s_segment = tl.load(k_segments + columns, mask=columns < S, other=0)
+            s_global = columns
+            if GLOBAL:
+                s_global = tl.load(k_globals + columns, mask=columns < S, other=0)
             seen = _seen(
                 p[:, None],
                 s[None, :],
                 p_segment[:, None],
                 s_segment[None, :],
                 rows_inside[:, None] & (columns[None, :] < S),
+                p_global[:, None],
+                s_global[None, :],
+                block_mask,
                 CAUSAL,
                 WINDOW,
                 SEGMENTS,
+                GLOBAL,
+                BLOCK_SIZE,
+                BLOCK_ROWS,
+                BLOCK_COLUMNS,
             )
             logits = tl.where(seen, logits, float("-inf"))
         highest = tl.maximum(top, tl.max(logits, 1))
@@ -218,6 +254,10 @@ def forward_kernel(
     k_segments_ptr,
     slopes_ptr,
     keys_ptr,
+    tiles_ptr,
+    globals_ptr,
+    k_globals_ptr,
+    block_mask_ptr,
     out_ptr,
     lse_ptr,
     T: tl.constexpr,
@@ -238,6 +278,11 @@ def forward_kernel(
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     SEGMENTS: tl.constexpr,
+    LISTED: tl.constexpr,
+    GLOBAL: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
 ):
     """out `[B, T, N, H]` and lse `[B, T, N]` of a block of queries. Grid (query blocks, N, B)."""
     blocks: tl.constexpr = (T + BQ - 1) // BQ
@@ -255,6 +300,9 @@ def forward_kernel(
     p_segment = rows
     if SEGMENTS:
         p_segment = tl.load(segments_ptr + b64 * T + rows, mask=inside, other=0)
+    p_global = rows
+    if GLOBAL:
+        p_global = tl.load(globals_ptr + b64 * T + rows, mask=inside, other=0)
     slope = tl.load(slopes_ptr + n) if ALIBI else 0.0
     key0, key1 = 0, 0
     if DROPOUT > 0.0:
@@ -262,28 +310,33 @@ def forward_kernel(
     around = ranges_ptr + ((b64 * blocks if RANGE_ROWS > 1 else 0) + i) * 4
     first, whole = tl.load(around), tl.load(around + 1)
     part, last = tl.load(around + 2), tl.load(around + 3)
+    tiles = tiles_ptr + ((b64 * blocks if RANGE_ROWS > 1 else 0) + i).to(tl.int64) * LISTED
     k_base = k_ptr + (b64 * S * K + n_k) * H
     v_base = v_ptr + (b64 * S * K + n_k) * H
     k_positions = k_positions_ptr + (b64 * S if POSITION_ROWS > 1 else 0)
     k_segments = k_segments_ptr + b64 * S
+    k_globals = k_globals_ptr + b64 * S
     acc = tl.zeros([BQ, BH], tl.float32)
     top = tl.full([BQ], float("-inf"), tl.float32)
     total = tl.zeros([BQ], tl.float32)
     # The whole ones first: a row that they serve has seen something when the mask comes.
     acc, top, total = _forward_range(
         acc, top, total, q, whole, part, k_base, v_base, p, p_segment, inside, k_positions,
-        k_segments, slope, key0, key1, S, K, H, BH, BK, scale, SOFTCAP, ALIBI, DROPOUT, LEAST,
-        CAUSAL, WINDOW, SEGMENTS, True,
+        k_segments, slope, key0, key1, tiles, p_global, k_globals, block_mask_ptr, S, K, H, BH, BK,
+        scale, SOFTCAP, ALIBI, DROPOUT, LEAST, CAUSAL, WINDOW, SEGMENTS, LISTED, GLOBAL,
+        BLOCK_SIZE, BLOCK_ROWS, BLOCK_COLUMNS, True,
     )  # fmt: skip
     acc, top, total = _forward_range(
         acc, top, total, q, first, whole, k_base, v_base, p, p_segment, inside, k_positions,
-        k_segments, slope, key0, key1, S, K, H, BH, BK, scale, SOFTCAP, ALIBI, DROPOUT, LEAST,
-        CAUSAL, WINDOW, SEGMENTS, False,
+        k_segments, slope, key0, key1, tiles, p_global, k_globals, block_mask_ptr, S, K, H, BH, BK,
+        scale, SOFTCAP, ALIBI, DROPOUT, LEAST, CAUSAL, WINDOW, SEGMENTS, LISTED, GLOBAL,
+        BLOCK_SIZE, BLOCK_ROWS, BLOCK_COLUMNS, False,
     )  # fmt: skip
     acc, top, total = _forward_range(
         acc, top, total, q, part, last, k_base, v_base, p, p_segment, inside, k_positions,
-        k_segments, slope, key0, key1, S, K, H, BH, BK, scale, SOFTCAP, ALIBI, DROPOUT, LEAST,
-        CAUSAL, WINDOW, SEGMENTS, False,
+        k_segments, slope, key0, key1, tiles, p_global, k_globals, block_mask_ptr, S, K, H, BH, BK,
+        scale, SOFTCAP, ALIBI, DROPOUT, LEAST, CAUSAL, WINDOW, SEGMENTS, LISTED, GLOBAL,
+        BLOCK_SIZE, BLOCK_ROWS, BLOCK_COLUMNS, False,
     )  # fmt: skip
     some = total > 0.0
     acc = acc / tl.where(some, total, 1.0)[:, None]
@@ -312,6 +365,10 @@ def _dq_range(
     slope,
     key0,
     key1,
+    tiles,
+    p_global,
+    k_globals,
+    block_mask,
     S: tl.constexpr,
     K: tl.constexpr,
     H: tl.constexpr,
@@ -325,11 +382,17 @@ def _dq_range(
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     SEGMENTS: tl.constexpr,
+    LISTED: tl.constexpr,
+    GLOBAL: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
     """Adds the share of key blocks [first, last), not yet times `scale`."""
     h = tl.arange(0, BH)
-    for j in range(first, last):
+    for x in range(first, last):
+        j = tl.load(tiles + x) if LISTED else x
         here, columns = tl.arange(0, BK), j * BK + tl.arange(0, BK)
         # A row's offset may need 64 bits: T · N · H passes 2³¹.
         at = tl.cast(j, tl.int64) * (BK * K * H)
@@ -345,15 +408,25 @@ def _dq_range(
             s_segment = columns
             if SEGMENTS:
                 s_segment = tl.load(k_segments + columns, mask=columns < S, other=0)
+            s_global = columns
+            if GLOBAL:
+                s_global = tl.load(k_globals + columns, mask=columns < S, other=0)
             seen = _seen(
                 p[:, None],
                 s[None, :],
                 p_segment[:, None],
                 s_segment[None, :],
                 rows_inside[:, None] & (columns[None, :] < S),
+                p_global[:, None],
+                s_global[None, :],
+                block_mask,
                 CAUSAL,
                 WINDOW,
                 SEGMENTS,
+                GLOBAL,
+                BLOCK_SIZE,
+                BLOCK_ROWS,
+                BLOCK_COLUMNS,
             )
             weights = tl.where(seen, weights, 0.0)
         dweights = tl.dot(dout, v, input_precision="ieee")
@@ -381,6 +454,10 @@ def dq_kernel(
     k_segments_ptr,
     slopes_ptr,
     keys_ptr,
+    tiles_ptr,
+    globals_ptr,
+    k_globals_ptr,
+    block_mask_ptr,
     dq_ptr,
     T: tl.constexpr,
     S: tl.constexpr,
@@ -400,6 +477,11 @@ def dq_kernel(
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     SEGMENTS: tl.constexpr,
+    LISTED: tl.constexpr,
+    GLOBAL: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
 ):
     """dq `[B, T, N, H]` of a block of queries. Grid (query blocks, N, B). lse and delta `[B, T,
     N]`, lse over log 2 and +inf where nothing is seen."""
@@ -421,6 +503,9 @@ def dq_kernel(
     p_segment = rows
     if SEGMENTS:
         p_segment = tl.load(segments_ptr + b64 * T + rows, mask=inside, other=0)
+    p_global = rows
+    if GLOBAL:
+        p_global = tl.load(globals_ptr + b64 * T + rows, mask=inside, other=0)
     slope = tl.load(slopes_ptr + n) if ALIBI else 0.0
     key0, key1 = 0, 0
     if DROPOUT > 0.0:
@@ -428,25 +513,30 @@ def dq_kernel(
     around = ranges_ptr + ((b64 * blocks if RANGE_ROWS > 1 else 0) + i) * 4
     first, whole = tl.load(around), tl.load(around + 1)
     part, last = tl.load(around + 2), tl.load(around + 3)
+    tiles = tiles_ptr + ((b64 * blocks if RANGE_ROWS > 1 else 0) + i).to(tl.int64) * LISTED
     k_base = k_ptr + (b64 * S * K + n_k) * H
     v_base = v_ptr + (b64 * S * K + n_k) * H
     k_positions = k_positions_ptr + (b64 * S if POSITION_ROWS > 1 else 0)
     k_segments = k_segments_ptr + b64 * S
+    k_globals = k_globals_ptr + b64 * S
     dq = tl.zeros([BQ, BH], tl.float32)
     dq = _dq_range(
         dq, q, dout, lse, delta, whole, part, k_base, v_base, p, p_segment, inside, k_positions,
-        k_segments, slope, key0, key1, S, K, H, BH, BK, scale, SOFTCAP, ALIBI, DROPOUT, LEAST,
-        CAUSAL, WINDOW, SEGMENTS, True,
+        k_segments, slope, key0, key1, tiles, p_global, k_globals, block_mask_ptr, S, K, H, BH, BK,
+        scale, SOFTCAP, ALIBI, DROPOUT, LEAST, CAUSAL, WINDOW, SEGMENTS, LISTED, GLOBAL,
+        BLOCK_SIZE, BLOCK_ROWS, BLOCK_COLUMNS, True,
     )  # fmt: skip
     dq = _dq_range(
         dq, q, dout, lse, delta, first, whole, k_base, v_base, p, p_segment, inside, k_positions,
-        k_segments, slope, key0, key1, S, K, H, BH, BK, scale, SOFTCAP, ALIBI, DROPOUT, LEAST,
-        CAUSAL, WINDOW, SEGMENTS, False,
+        k_segments, slope, key0, key1, tiles, p_global, k_globals, block_mask_ptr, S, K, H, BH, BK,
+        scale, SOFTCAP, ALIBI, DROPOUT, LEAST, CAUSAL, WINDOW, SEGMENTS, LISTED, GLOBAL,
+        BLOCK_SIZE, BLOCK_ROWS, BLOCK_COLUMNS, False,
     )  # fmt: skip
     dq = _dq_range(
         dq, q, dout, lse, delta, part, last, k_base, v_base, p, p_segment, inside, k_positions,
-        k_segments, slope, key0, key1, S, K, H, BH, BK, scale, SOFTCAP, ALIBI, DROPOUT, LEAST,
-        CAUSAL, WINDOW, SEGMENTS, False,
+        k_segments, slope, key0, key1, tiles, p_global, k_globals, block_mask_ptr, S, K, H, BH, BK,
+        scale, SOFTCAP, ALIBI, DROPOUT, LEAST, CAUSAL, WINDOW, SEGMENTS, LISTED, GLOBAL,
+        BLOCK_SIZE, BLOCK_ROWS, BLOCK_COLUMNS, False,
     )  # fmt: skip
     out = dq_ptr + (b64 * T * N + n) * H + rows64[:, None] * (N * H) + h[None, :]
     dq = (dq * scale).to(dq_ptr.dtype.element_ty)
@@ -473,6 +563,10 @@ def _dkv_range(
     slope,
     key0,
     key1,
+    tiles,
+    s_global,
+    q_globals,
+    block_mask,
     T: tl.constexpr,
     N: tl.constexpr,
     H: tl.constexpr,
@@ -486,12 +580,18 @@ def _dkv_range(
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     SEGMENTS: tl.constexpr,
+    LISTED: tl.constexpr,
+    GLOBAL: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
     """Adds the share of query blocks [first, last); dk not yet times `scale`. Tiles are [keys,
     queries]."""
     h = tl.arange(0, BH)
-    for i in range(first, last):
+    for x in range(first, last):
+        i = tl.load(tiles + x) if LISTED else x
         here, rows = tl.arange(0, BQ), i * BQ + tl.arange(0, BQ)
         at = tl.cast(i, tl.int64) * (BQ * N * H)
         q = _load(q_base + at, here, h, N * H, T - i * BQ, H, BH, WHOLE)
@@ -512,15 +612,25 @@ def _dkv_range(
             p_segment = rows
             if SEGMENTS:
                 p_segment = tl.load(segments + rows, mask=rows < T, other=0)
+            p_global = rows
+            if GLOBAL:
+                p_global = tl.load(q_globals + rows, mask=rows < T, other=0)
             seen = _seen(
                 p[None, :],
                 s[:, None],
                 p_segment[None, :],
                 s_segment[:, None],
                 (rows[None, :] < T) & columns_inside[:, None],
+                p_global[None, :],
+                s_global[:, None],
+                block_mask,
                 CAUSAL,
                 WINDOW,
                 SEGMENTS,
+                GLOBAL,
+                BLOCK_SIZE,
+                BLOCK_ROWS,
+                BLOCK_COLUMNS,
             )
             weights = tl.where(seen, weights, 0.0)
         dweights = tl.dot(v, tl.trans(dout), input_precision="ieee")
@@ -552,6 +662,10 @@ def dkv_kernel(
     k_segments_ptr,
     slopes_ptr,
     keys_ptr,
+    tiles_ptr,
+    globals_ptr,
+    k_globals_ptr,
+    block_mask_ptr,
     dk_ptr,
     dv_ptr,
     T: tl.constexpr,
@@ -572,6 +686,11 @@ def dkv_kernel(
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     SEGMENTS: tl.constexpr,
+    LISTED: tl.constexpr,
+    GLOBAL: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
 ):
     """dk and dv `[B, S, K, H]` of a block of keys. Grid (key blocks, K, B)."""
     blocks: tl.constexpr = (S + BK - 1) // BK
@@ -588,11 +707,16 @@ def dkv_kernel(
     s_segment = columns
     if SEGMENTS:
         s_segment = tl.load(k_segments_ptr + b64 * S + columns, mask=inside, other=0)
+    s_global = columns
+    if GLOBAL:
+        s_global = tl.load(k_globals_ptr + b64 * S + columns, mask=inside, other=0)
     around = ranges_ptr + ((b64 * blocks if RANGE_ROWS > 1 else 0) + j) * 4
     first, whole = tl.load(around), tl.load(around + 1)
     part, last = tl.load(around + 2), tl.load(around + 3)
+    tiles = tiles_ptr + ((b64 * blocks if RANGE_ROWS > 1 else 0) + j).to(tl.int64) * LISTED
     positions = positions_ptr + (b64 * T if POSITION_ROWS > 1 else 0)
     segments = segments_ptr + b64 * T
+    q_globals = globals_ptr + b64 * T
     dk = tl.zeros([BK, BH], tl.float32)
     dv = tl.zeros([BK, BH], tl.float32)
     for g in range(N // K):
@@ -608,18 +732,21 @@ def dkv_kernel(
             key1 = tl.load(keys_ptr + (b * N + n) * 2 + 1)
         dk, dv = _dkv_range(
             dk, dv, k, v, first, whole, q_base, dout_base, lse_base, delta_base, s, s_segment,
-            inside, positions, segments, slope, key0, key1, T, N, H, BH, BQ, scale, SOFTCAP,
-            ALIBI, DROPOUT, LEAST, CAUSAL, WINDOW, SEGMENTS, False,
+            inside, positions, segments, slope, key0, key1, tiles, s_global, q_globals,
+            block_mask_ptr, T, N, H, BH, BQ, scale, SOFTCAP, ALIBI, DROPOUT, LEAST, CAUSAL, WINDOW,
+            SEGMENTS, LISTED, GLOBAL, BLOCK_SIZE, BLOCK_ROWS, BLOCK_COLUMNS, False,
         )  # fmt: skip
         dk, dv = _dkv_range(
             dk, dv, k, v, whole, part, q_base, dout_base, lse_base, delta_base, s, s_segment,
-            inside, positions, segments, slope, key0, key1, T, N, H, BH, BQ, scale, SOFTCAP,
-            ALIBI, DROPOUT, LEAST, CAUSAL, WINDOW, SEGMENTS, True,
+            inside, positions, segments, slope, key0, key1, tiles, s_global, q_globals,
+            block_mask_ptr, T, N, H, BH, BQ, scale, SOFTCAP, ALIBI, DROPOUT, LEAST, CAUSAL, WINDOW,
+            SEGMENTS, LISTED, GLOBAL, BLOCK_SIZE, BLOCK_ROWS, BLOCK_COLUMNS, True,
         )  # fmt: skip
         dk, dv = _dkv_range(
             dk, dv, k, v, part, last, q_base, dout_base, lse_base, delta_base, s, s_segment,
-            inside, positions, segments, slope, key0, key1, T, N, H, BH, BQ, scale, SOFTCAP,
-            ALIBI, DROPOUT, LEAST, CAUSAL, WINDOW, SEGMENTS, False,
+            inside, positions, segments, slope, key0, key1, tiles, s_global, q_globals,
+            block_mask_ptr, T, N, H, BH, BQ, scale, SOFTCAP, ALIBI, DROPOUT, LEAST, CAUSAL, WINDOW,
+            SEGMENTS, LISTED, GLOBAL, BLOCK_SIZE, BLOCK_ROWS, BLOCK_COLUMNS, False,
         )  # fmt: skip
     at = (b64 * S * K + n_k) * H + columns64[:, None] * (K * H) + h[None, :]
     shown = inside[:, None] & (h[None, :] < H)
