@@ -25,7 +25,8 @@ N, K, DOCUMENTS, WINDOW, BLOCK = 32, 8, 8, 4096, 128
 
 
 def cases(T: int) -> dict[str, tuple[dict, float]]:
-    """Options of `attention`, and the pairs that are seen."""
+    """Options of `attention`, and the pairs that are seen. Documents are known only as the program
+    runs, as in training."""
     causal, square = Mask(causal=True), T * T / 2
     documents = np.repeat(np.arange(1, DOCUMENTS + 1, dtype=np.int32), T // DOCUMENTS)[None]
     seen = WINDOW * T - WINDOW**2 / 2
@@ -61,6 +62,16 @@ def milliseconds(f, *operands, repeats: int = 9) -> tuple[float, float, float]:
     return float(np.median(times)), min(times), max(times)
 
 
+def call(f, segments, q, k, v):
+    if segments is None:
+        return f(q, k, v)
+    return f(q, k, v, mask=replace(f.keywords["mask"], segments=segments))
+
+
+def gradients(f, segments, dout, *qkv):
+    return jax.vjp(partial(call, f, segments), *qkv)[1](dout)
+
+
 def cudnn(q, k, v):
     return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
 
@@ -89,11 +100,13 @@ def main() -> None:
             }
             work["jax.nn cudnn", "causal"] = cudnn, T * T / 2
             for (impl, name), (f, pairs) in work.items():
-                both = jax.jit(lambda q, k, v, dout, f=f: jax.vjp(f, q, k, v)[1](dout))
-                forward, *_ = milliseconds(jax.jit(f), q, k, v)
-                step, least, most = milliseconds(both, q, k, v, dout)
+                segments = np.asarray(f.keywords["mask"].segments) if "documents" in name else None
+                one = jax.jit(partial(call, f)).lower(segments, q, k, v).compile()
+                both = jax.jit(partial(gradients, f)).lower(segments, dout, q, k, v).compile()
+                forward, *_ = milliseconds(one, segments, q, k, v)
+                step, least, most = milliseconds(both, segments, dout, q, k, v)
                 flops = 4 * N * H * pairs
-                needs = both.lower(q, k, v, dout).compile().memory_analysis()
+                needs = both.memory_analysis()
                 rows.append(
                     dict(
                         implementation=impl,

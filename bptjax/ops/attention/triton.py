@@ -33,6 +33,8 @@ BLOCKS: dict[str, dict[int, tuple[int, int, int, int]]] = {
     "dkv": {32: (64, 64, 4, 3), 64: (32, 128, 4, 3), 128: (64, 128, 8, 4), 256: (32, 64, 8, 1)},
 }
 
+LOG2E = np.float32(np.log2(np.e))
+
 
 def unsupported(score: Score, q: Any, k: Any) -> str | None:
     """Why these arguments cannot be honoured; None where they can."""
@@ -77,8 +79,8 @@ def backward(
     Dao 2023, arXiv 2307.08691, Algorithm 2, in two kernels: neither adds to what another writes.
     """
     delta = (out.astype(jnp.float32) * dout.astype(jnp.float32)).sum(-1)
-    lse = jnp.where(lse == -jnp.inf, jnp.inf, lse * np.float32(np.log2(np.e)))
-    arrays = q, k, v, dout, lse, delta
+    lse = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E)
+    arrays = q, k, v, dout, lse.swapaxes(1, 2), delta.swapaxes(1, 2)
     (dq,) = _launch("dq", arrays, score, q, k, (jax.ShapeDtypeStruct(q.shape, q.dtype),))
     shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k, v))
     dk, dv = _launch("dkv", arrays, score, q, k, shapes)
@@ -146,7 +148,9 @@ def _launch(
         RANGE_ROWS=ranges.shape[0],
         POSITION_ROWS=positions.shape[0],
         scale=float(score.scale),
+        UNIT=float(LOG2E * (score.scale if score.softcap is None else score.softcap)),
         SOFTCAP=score.softcap,
+        FAST=q.dtype == jnp.bfloat16,
         ALIBI=score.alibi is not None,
         DROPOUT=float(score.dropout),
         LEAST=round(score.dropout * 2**32),

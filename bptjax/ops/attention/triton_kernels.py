@@ -7,7 +7,10 @@ tiles of [first, whole) and [part, last) need the mask, those of [whole, part) a
 dead ones outside are not visited. With LISTED they are ranges of the list `tiles` `[B or 1, blocks,
 LISTED]`; else of the blocks themselves.
 
-Logits are kept in units of log 2, for exp2. Rows past the end are loaded as 0 and never stored.
+Logits are kept in units of log 2, for exp2: UNIT is what a product, or its capped form, is worth in
+them. ALiBi is counted from the first position of the block that the program owns; in causal
+attention it is linear in both positions, and the queries' part, the same for all keys, is left out
+of the logits and put into lse. Rows past the end are loaded as 0 and never stored.
 """
 
 import triton
@@ -76,28 +79,35 @@ def _threefry(key0, key1, x0, x1):
 
 
 @triton.jit
-def _score(
-    raw,
-    p,
-    s,
-    slope,
-    scale: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    ALIBI: tl.constexpr,
-):
-    """Logits, over log 2, of raw products q·k, and the derivative of the soft cap. p and s are
-    shaped to broadcast."""
-    bend = 1.0
+def _cap(raw, scale: tl.constexpr, SOFTCAP: tl.constexpr, FAST: tl.constexpr):
+    """Raw products q·k, or under a soft cap tanh(scale · raw / SOFTCAP), and the cap's derivative.
+    FAST: by the GPU's own tanh, to 11 bits."""
     if SOFTCAP is None:
-        logits = raw * (scale * LOG2E)
+        return raw, 1.0
+    if FAST:
+        bent = tl.inline_asm_elementwise(
+            "tanh.approx.f32 $0, $1;",
+            "=f,f",
+            [raw * (scale / SOFTCAP)],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
     else:
         # tanh(x) = 1 - 2 / (exp(2x) + 1)
         bent = 1.0 - 2.0 / (tl.exp2(raw * (2.0 * scale / SOFTCAP * LOG2E)) + 1.0)
-        logits = bent * (SOFTCAP * LOG2E)
-        bend = 1.0 - bent * bent
-    if ALIBI:
-        logits -= tl.abs(p - s).to(tl.float32) * (slope * LOG2E)
-    return logits, bend
+    return bent, 1.0 - bent * bent
+
+
+@triton.jit
+def _biased(logits, p, s, slope, ALIBI: tl.constexpr, CAUSAL: tl.constexpr):
+    """With ALiBi from float positions that are shaped to broadcast; in causal attention without the
+    queries' part."""
+    if not ALIBI:
+        return logits
+    if CAUSAL:
+        return logits + s * slope
+    return logits - tl.abs(p - s) * slope
 
 
 @triton.jit
@@ -154,14 +164,18 @@ def _forward_range(
     q,
     first,
     last,
+    gap_at,
+    gap,
     k_base,
     v_base,
     p,
+    p_near,
     p_segment,
     rows_inside,
     k_positions,
     k_segments,
     slope,
+    origin,
     key0,
     key1,
     tiles,
@@ -174,7 +188,9 @@ def _forward_range(
     BH: tl.constexpr,
     BK: tl.constexpr,
     scale: tl.constexpr,
+    UNIT: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    FAST: tl.constexpr,
     ALIBI: tl.constexpr,
     DROPOUT: tl.constexpr,
     LEAST: tl.constexpr,
@@ -188,11 +204,13 @@ def _forward_range(
     BLOCK_COLUMNS: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """Takes key blocks [first, last) into the running softmax."""
+    """Takes key blocks [first, last) into the running softmax; where not WHOLE, `gap` numbers are
+    left out at `gap_at`."""
     h = tl.arange(0, BH)
     # A tile of the block mask needs the shared memory of a pipeline.
     for x in tl.range(first, last, num_stages=None if WHOLE or BLOCK_SIZE is None else 1):
-        j = tl.load(tiles + x) if LISTED else x
+        number = x if WHOLE else x + tl.where(x >= gap_at, gap, 0)
+        j = tl.load(tiles + number) if LISTED else number
         here, columns = tl.arange(0, BK), j * BK + tl.arange(0, BK)
         # A row's offset may need 64 bits: T · N · H passes 2³¹.
         at = tl.cast(j, tl.int64) * (BK * K * H)
@@ -201,7 +219,9 @@ def _forward_range(
         s = columns
         if ALIBI or DROPOUT > 0.0 or not WHOLE:
             s = tl.load(k_positions + columns, mask=columns < S, other=0)
-        logits, _ = _score(raw, p[:, None], s[None, :], slope, scale, SOFTCAP, ALIBI)
+        capped, _ = _cap(raw, scale, SOFTCAP, FAST)
+        s_near = (s - origin).to(tl.float32)
+        logits = _biased(capped * UNIT, p_near[:, None], s_near[None, :], slope, ALIBI, CAUSAL)
         if not WHOLE:
             s_segment = columns
             if SEGMENTS:
@@ -227,10 +247,16 @@ def _forward_range(
                 BLOCK_COLUMNS,
             )
             logits = tl.where(seen, logits, float("-inf"))
-        highest = tl.maximum(top, tl.max(logits, 1))
-        # A row that has seen nothing yet keeps its exponents finite.
-        anchor = tl.where(highest == float("-inf"), 0.0, highest) if not WHOLE else highest
-        weights = tl.exp2(logits - anchor[:, None])
+        if WHOLE and not ALIBI and UNIT > 0.0:
+            # One multiply-add a weight.
+            highest = tl.maximum(top, tl.max(capped, 1) * UNIT)
+            anchor = highest
+            weights = tl.exp2(capped * UNIT - anchor[:, None])
+        else:
+            highest = tl.maximum(top, tl.max(logits, 1))
+            # A row that has seen nothing yet keeps its exponents finite.
+            anchor = tl.where(highest == float("-inf"), 0.0, highest) if not WHOLE else highest
+            weights = tl.exp2(logits - anchor[:, None])
         fade = tl.exp2(top - anchor)
         total = total * fade + tl.sum(weights, 1)
         if DROPOUT > 0.0:
@@ -271,7 +297,9 @@ def forward_kernel(
     RANGE_ROWS: tl.constexpr,
     POSITION_ROWS: tl.constexpr,
     scale: tl.constexpr,
+    UNIT: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    FAST: tl.constexpr,
     ALIBI: tl.constexpr,
     DROPOUT: tl.constexpr,
     LEAST: tl.constexpr,
@@ -303,13 +331,16 @@ def forward_kernel(
     p_global = rows
     if GLOBAL:
         p_global = tl.load(globals_ptr + b64 * T + rows, mask=inside, other=0)
-    slope = tl.load(slopes_ptr + n) if ALIBI else 0.0
+    slope = tl.load(slopes_ptr + n) * LOG2E if ALIBI else 0.0
+    origin = tl.load(at + i * BQ) if ALIBI else 0
+    p_near = (p - origin).to(tl.float32)
     key0, key1 = 0, 0
     if DROPOUT > 0.0:
         key0, key1 = tl.load(keys_ptr + (b * N + n) * 2), tl.load(keys_ptr + (b * N + n) * 2 + 1)
     around = ranges_ptr + ((b64 * blocks if RANGE_ROWS > 1 else 0) + i) * 4
     first, whole = tl.load(around), tl.load(around + 1)
     part, last = tl.load(around + 2), tl.load(around + 3)
+    gap = part - whole
     tiles = tiles_ptr + ((b64 * blocks if RANGE_ROWS > 1 else 0) + i).to(tl.int64) * LISTED
     k_base = k_ptr + (b64 * S * K + n_k) * H
     v_base = v_ptr + (b64 * S * K + n_k) * H
@@ -321,25 +352,21 @@ def forward_kernel(
     total = tl.zeros([BQ], tl.float32)
     # The whole ones first: a row that they serve has seen something when the mask comes.
     acc, top, total = _forward_range(
-        acc, top, total, q, whole, part, k_base, v_base, p, p_segment, inside, k_positions,
-        k_segments, slope, key0, key1, tiles, p_global, k_globals, block_mask_ptr, S, K, H, BH, BK,
-        scale, SOFTCAP, ALIBI, DROPOUT, LEAST, CAUSAL, WINDOW, SEGMENTS, LISTED, GLOBAL,
-        BLOCK_SIZE, BLOCK_ROWS, BLOCK_COLUMNS, True,
+        acc, top, total, q, whole, part, 0, 0, k_base, v_base, p, p_near, p_segment,
+        inside, k_positions, k_segments, slope, origin, key0, key1, tiles, p_global, k_globals,
+        block_mask_ptr, S, K, H, BH, BK, scale, UNIT, SOFTCAP, FAST, ALIBI, DROPOUT, LEAST, CAUSAL,
+        WINDOW, SEGMENTS, LISTED, GLOBAL, BLOCK_SIZE, BLOCK_ROWS, BLOCK_COLUMNS, True,
     )  # fmt: skip
     acc, top, total = _forward_range(
-        acc, top, total, q, first, whole, k_base, v_base, p, p_segment, inside, k_positions,
-        k_segments, slope, key0, key1, tiles, p_global, k_globals, block_mask_ptr, S, K, H, BH, BK,
-        scale, SOFTCAP, ALIBI, DROPOUT, LEAST, CAUSAL, WINDOW, SEGMENTS, LISTED, GLOBAL,
-        BLOCK_SIZE, BLOCK_ROWS, BLOCK_COLUMNS, False,
-    )  # fmt: skip
-    acc, top, total = _forward_range(
-        acc, top, total, q, part, last, k_base, v_base, p, p_segment, inside, k_positions,
-        k_segments, slope, key0, key1, tiles, p_global, k_globals, block_mask_ptr, S, K, H, BH, BK,
-        scale, SOFTCAP, ALIBI, DROPOUT, LEAST, CAUSAL, WINDOW, SEGMENTS, LISTED, GLOBAL,
-        BLOCK_SIZE, BLOCK_ROWS, BLOCK_COLUMNS, False,
+        acc, top, total, q, first, last - gap, whole, gap, k_base, v_base, p, p_near, p_segment,
+        inside, k_positions, k_segments, slope, origin, key0, key1, tiles, p_global, k_globals,
+        block_mask_ptr, S, K, H, BH, BK, scale, UNIT, SOFTCAP, FAST, ALIBI, DROPOUT, LEAST, CAUSAL,
+        WINDOW, SEGMENTS, LISTED, GLOBAL, BLOCK_SIZE, BLOCK_ROWS, BLOCK_COLUMNS, False,
     )  # fmt: skip
     some = total > 0.0
     acc = acc / tl.where(some, total, 1.0)[:, None]
+    if ALIBI and CAUSAL:
+        top -= p_near * slope
     lse = tl.where(some, (top + tl.log2(tl.where(some, total, 1.0))) / LOG2E, float("-inf"))
     out = out_ptr + (b64 * T * N + n) * H + rows64[:, None] * (N * H) + h[None, :]
     tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=inside[:, None] & (h[None, :] < H))
@@ -355,14 +382,18 @@ def _dq_range(
     delta,
     first,
     last,
+    gap_at,
+    gap,
     k_base,
     v_base,
     p,
+    p_near,
     p_segment,
     rows_inside,
     k_positions,
     k_segments,
     slope,
+    origin,
     key0,
     key1,
     tiles,
@@ -375,7 +406,9 @@ def _dq_range(
     BH: tl.constexpr,
     BK: tl.constexpr,
     scale: tl.constexpr,
+    UNIT: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    FAST: tl.constexpr,
     ALIBI: tl.constexpr,
     DROPOUT: tl.constexpr,
     LEAST: tl.constexpr,
@@ -389,10 +422,11 @@ def _dq_range(
     BLOCK_COLUMNS: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """Adds the share of key blocks [first, last), not yet times `scale`."""
+    """Adds the share of key blocks [first, last), as in `_forward_range`, not yet times `scale`."""
     h = tl.arange(0, BH)
     for x in range(first, last):
-        j = tl.load(tiles + x) if LISTED else x
+        number = x if WHOLE else x + tl.where(x >= gap_at, gap, 0)
+        j = tl.load(tiles + number) if LISTED else number
         here, columns = tl.arange(0, BK), j * BK + tl.arange(0, BK)
         # A row's offset may need 64 bits: T · N · H passes 2³¹.
         at = tl.cast(j, tl.int64) * (BK * K * H)
@@ -402,7 +436,9 @@ def _dq_range(
         s = columns
         if ALIBI or DROPOUT > 0.0 or not WHOLE:
             s = tl.load(k_positions + columns, mask=columns < S, other=0)
-        logits, bend = _score(raw, p[:, None], s[None, :], slope, scale, SOFTCAP, ALIBI)
+        capped, bend = _cap(raw, scale, SOFTCAP, FAST)
+        s_near = (s - origin).to(tl.float32)
+        logits = _biased(capped * UNIT, p_near[:, None], s_near[None, :], slope, ALIBI, CAUSAL)
         weights = tl.exp2(logits - lse[:, None])
         if not WHOLE:
             s_segment = columns
@@ -470,7 +506,9 @@ def dq_kernel(
     RANGE_ROWS: tl.constexpr,
     POSITION_ROWS: tl.constexpr,
     scale: tl.constexpr,
+    UNIT: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    FAST: tl.constexpr,
     ALIBI: tl.constexpr,
     DROPOUT: tl.constexpr,
     LEAST: tl.constexpr,
@@ -483,8 +521,8 @@ def dq_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
-    """dq `[B, T, N, H]` of a block of queries. Grid (query blocks, N, B). lse and delta `[B, T,
-    N]`, lse over log 2 and +inf where nothing is seen."""
+    """dq `[B, T, N, H]` of a block of queries. Grid (query blocks, N, B). lse and delta `[B, N,
+    T]`, lse over log 2 and +inf where nothing is seen."""
     blocks: tl.constexpr = (T + BQ - 1) // BQ
     i = blocks - 1 - tl.program_id(0)
     n, b = tl.program_id(1), tl.program_id(2)
@@ -495,7 +533,7 @@ def dq_kernel(
     inside = rows < T
     q = _load(q_ptr + (b64 * T * N + n) * H, rows64, h, N * H, T, H, BH, False)
     dout = _load(dout_ptr + (b64 * T * N + n) * H, rows64, h, N * H, T, H, BH, False)
-    at = b64 * T * N + rows64 * N + n
+    at = (b64 * N + n) * T + rows
     lse = tl.load(lse_ptr + at, mask=inside, other=float("inf"))
     delta = tl.load(delta_ptr + at, mask=inside, other=0.0)
     at = positions_ptr + (b64 * T if POSITION_ROWS > 1 else 0)
@@ -506,37 +544,37 @@ def dq_kernel(
     p_global = rows
     if GLOBAL:
         p_global = tl.load(globals_ptr + b64 * T + rows, mask=inside, other=0)
-    slope = tl.load(slopes_ptr + n) if ALIBI else 0.0
+    slope = tl.load(slopes_ptr + n) * LOG2E if ALIBI else 0.0
+    origin = tl.load(at + i * BQ) if ALIBI else 0
+    p_near = (p - origin).to(tl.float32)
     key0, key1 = 0, 0
     if DROPOUT > 0.0:
         key0, key1 = tl.load(keys_ptr + (b * N + n) * 2), tl.load(keys_ptr + (b * N + n) * 2 + 1)
     around = ranges_ptr + ((b64 * blocks if RANGE_ROWS > 1 else 0) + i) * 4
     first, whole = tl.load(around), tl.load(around + 1)
     part, last = tl.load(around + 2), tl.load(around + 3)
+    gap = part - whole
     tiles = tiles_ptr + ((b64 * blocks if RANGE_ROWS > 1 else 0) + i).to(tl.int64) * LISTED
     k_base = k_ptr + (b64 * S * K + n_k) * H
     v_base = v_ptr + (b64 * S * K + n_k) * H
     k_positions = k_positions_ptr + (b64 * S if POSITION_ROWS > 1 else 0)
     k_segments = k_segments_ptr + b64 * S
     k_globals = k_globals_ptr + b64 * S
+    if ALIBI and CAUSAL:
+        lse += p_near * slope
     dq = tl.zeros([BQ, BH], tl.float32)
     dq = _dq_range(
-        dq, q, dout, lse, delta, whole, part, k_base, v_base, p, p_segment, inside, k_positions,
-        k_segments, slope, key0, key1, tiles, p_global, k_globals, block_mask_ptr, S, K, H, BH, BK,
-        scale, SOFTCAP, ALIBI, DROPOUT, LEAST, CAUSAL, WINDOW, SEGMENTS, LISTED, GLOBAL,
-        BLOCK_SIZE, BLOCK_ROWS, BLOCK_COLUMNS, True,
+        dq, q, dout, lse, delta, whole, part, 0, 0, k_base, v_base, p, p_near, p_segment,
+        inside, k_positions, k_segments, slope, origin, key0, key1, tiles, p_global, k_globals,
+        block_mask_ptr, S, K, H, BH, BK, scale, UNIT, SOFTCAP, FAST, ALIBI, DROPOUT, LEAST, CAUSAL,
+        WINDOW, SEGMENTS, LISTED, GLOBAL, BLOCK_SIZE, BLOCK_ROWS, BLOCK_COLUMNS, True,
     )  # fmt: skip
     dq = _dq_range(
-        dq, q, dout, lse, delta, first, whole, k_base, v_base, p, p_segment, inside, k_positions,
-        k_segments, slope, key0, key1, tiles, p_global, k_globals, block_mask_ptr, S, K, H, BH, BK,
-        scale, SOFTCAP, ALIBI, DROPOUT, LEAST, CAUSAL, WINDOW, SEGMENTS, LISTED, GLOBAL,
-        BLOCK_SIZE, BLOCK_ROWS, BLOCK_COLUMNS, False,
-    )  # fmt: skip
-    dq = _dq_range(
-        dq, q, dout, lse, delta, part, last, k_base, v_base, p, p_segment, inside, k_positions,
-        k_segments, slope, key0, key1, tiles, p_global, k_globals, block_mask_ptr, S, K, H, BH, BK,
-        scale, SOFTCAP, ALIBI, DROPOUT, LEAST, CAUSAL, WINDOW, SEGMENTS, LISTED, GLOBAL,
-        BLOCK_SIZE, BLOCK_ROWS, BLOCK_COLUMNS, False,
+        dq, q, dout, lse, delta, first, last - gap, whole, gap, k_base, v_base, p, p_near,
+        p_segment, inside, k_positions, k_segments, slope, origin, key0, key1, tiles, p_global,
+        k_globals, block_mask_ptr, S, K, H, BH, BK, scale, UNIT, SOFTCAP, FAST, ALIBI, DROPOUT,
+        LEAST, CAUSAL, WINDOW, SEGMENTS, LISTED, GLOBAL, BLOCK_SIZE, BLOCK_ROWS, BLOCK_COLUMNS,
+        False,
     )  # fmt: skip
     out = dq_ptr + (b64 * T * N + n) * H + rows64[:, None] * (N * H) + h[None, :]
     dq = (dq * scale).to(dq_ptr.dtype.element_ty)
@@ -551,16 +589,20 @@ def _dkv_range(
     v,
     first,
     last,
+    gap_at,
+    gap,
     q_base,
     dout_base,
     lse_base,
     delta_base,
     s,
+    s_near,
     s_segment,
     columns_inside,
     positions,
     segments,
     slope,
+    origin,
     key0,
     key1,
     tiles,
@@ -573,7 +615,9 @@ def _dkv_range(
     BH: tl.constexpr,
     BQ: tl.constexpr,
     scale: tl.constexpr,
+    UNIT: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    FAST: tl.constexpr,
     ALIBI: tl.constexpr,
     DROPOUT: tl.constexpr,
     LEAST: tl.constexpr,
@@ -587,26 +631,31 @@ def _dkv_range(
     BLOCK_COLUMNS: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """Adds the share of query blocks [first, last); dk not yet times `scale`. Tiles are [keys,
-    queries]."""
+    """Adds the share of query blocks [first, last), as in `_forward_range`; dk not yet times
+    `scale`. Tiles are [keys, queries]."""
     h = tl.arange(0, BH)
     for x in range(first, last):
-        i = tl.load(tiles + x) if LISTED else x
+        number = x if WHOLE else x + tl.where(x >= gap_at, gap, 0)
+        i = tl.load(tiles + number) if LISTED else number
         here, rows = tl.arange(0, BQ), i * BQ + tl.arange(0, BQ)
         at = tl.cast(i, tl.int64) * (BQ * N * H)
         q = _load(q_base + at, here, h, N * H, T - i * BQ, H, BH, WHOLE)
         dout = _load(dout_base + at, here, h, N * H, T - i * BQ, H, BH, WHOLE)
         if WHOLE:
-            lse = tl.load(lse_base + rows * N)
-            delta = tl.load(delta_base + rows * N)
+            lse = tl.load(lse_base + rows)
+            delta = tl.load(delta_base + rows)
         else:
-            lse = tl.load(lse_base + rows * N, mask=rows < T, other=float("inf"))
-            delta = tl.load(delta_base + rows * N, mask=rows < T, other=0.0)
+            lse = tl.load(lse_base + rows, mask=rows < T, other=float("inf"))
+            delta = tl.load(delta_base + rows, mask=rows < T, other=0.0)
         raw = tl.dot(k, tl.trans(q), input_precision="ieee")
         p = rows
         if ALIBI or DROPOUT > 0.0 or not WHOLE:
             p = tl.load(positions + rows, mask=rows < T, other=0)
-        logits, bend = _score(raw, p[None, :], s[:, None], slope, scale, SOFTCAP, ALIBI)
+        capped, bend = _cap(raw, scale, SOFTCAP, FAST)
+        p_near = (p - origin).to(tl.float32)
+        logits = _biased(capped * UNIT, p_near[None, :], s_near[:, None], slope, ALIBI, CAUSAL)
+        if ALIBI and CAUSAL:
+            lse += p_near * slope
         weights = tl.exp2(logits - lse[None, :])
         if not WHOLE:
             p_segment = rows
@@ -679,7 +728,9 @@ def dkv_kernel(
     RANGE_ROWS: tl.constexpr,
     POSITION_ROWS: tl.constexpr,
     scale: tl.constexpr,
+    UNIT: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    FAST: tl.constexpr,
     ALIBI: tl.constexpr,
     DROPOUT: tl.constexpr,
     LEAST: tl.constexpr,
@@ -704,6 +755,8 @@ def dkv_kernel(
     v = _load(v_ptr + (b64 * S * K + n_k) * H, columns64, h, K * H, S, H, BH, False)
     at = k_positions_ptr + (b64 * S if POSITION_ROWS > 1 else 0)
     s = tl.load(at + columns, mask=inside, other=0)
+    origin = tl.load(at + j * BK) if ALIBI else 0
+    s_near = (s - origin).to(tl.float32)
     s_segment = columns
     if SEGMENTS:
         s_segment = tl.load(k_segments_ptr + b64 * S + columns, mask=inside, other=0)
@@ -713,6 +766,7 @@ def dkv_kernel(
     around = ranges_ptr + ((b64 * blocks if RANGE_ROWS > 1 else 0) + j) * 4
     first, whole = tl.load(around), tl.load(around + 1)
     part, last = tl.load(around + 2), tl.load(around + 3)
+    gap = part - whole
     tiles = tiles_ptr + ((b64 * blocks if RANGE_ROWS > 1 else 0) + j).to(tl.int64) * LISTED
     positions = positions_ptr + (b64 * T if POSITION_ROWS > 1 else 0)
     segments = segments_ptr + b64 * T
@@ -723,30 +777,26 @@ def dkv_kernel(
         n = n_k * (N // K) + g
         q_base = q_ptr + (b64 * T * N + n) * H
         dout_base = dout_ptr + (b64 * T * N + n) * H
-        lse_base = lse_ptr + b64 * T * N + n
-        delta_base = delta_ptr + b64 * T * N + n
-        slope = tl.load(slopes_ptr + n) if ALIBI else 0.0
+        lse_base = lse_ptr + (b64 * N + n) * T
+        delta_base = delta_ptr + (b64 * N + n) * T
+        slope = tl.load(slopes_ptr + n) * LOG2E if ALIBI else 0.0
         key0, key1 = 0, 0
         if DROPOUT > 0.0:
             key0 = tl.load(keys_ptr + (b * N + n) * 2)
             key1 = tl.load(keys_ptr + (b * N + n) * 2 + 1)
         dk, dv = _dkv_range(
-            dk, dv, k, v, first, whole, q_base, dout_base, lse_base, delta_base, s, s_segment,
-            inside, positions, segments, slope, key0, key1, tiles, s_global, q_globals,
-            block_mask_ptr, T, N, H, BH, BQ, scale, SOFTCAP, ALIBI, DROPOUT, LEAST, CAUSAL, WINDOW,
-            SEGMENTS, LISTED, GLOBAL, BLOCK_SIZE, BLOCK_ROWS, BLOCK_COLUMNS, False,
+            dk, dv, k, v, whole, part, 0, 0, q_base, dout_base, lse_base, delta_base, s,
+            s_near, s_segment, inside, positions, segments, slope, origin, key0, key1, tiles,
+            s_global, q_globals, block_mask_ptr, T, N, H, BH, BQ, scale, UNIT, SOFTCAP, FAST,
+            ALIBI, DROPOUT, LEAST, CAUSAL, WINDOW, SEGMENTS, LISTED, GLOBAL, BLOCK_SIZE,
+            BLOCK_ROWS, BLOCK_COLUMNS, True,
         )  # fmt: skip
         dk, dv = _dkv_range(
-            dk, dv, k, v, whole, part, q_base, dout_base, lse_base, delta_base, s, s_segment,
-            inside, positions, segments, slope, key0, key1, tiles, s_global, q_globals,
-            block_mask_ptr, T, N, H, BH, BQ, scale, SOFTCAP, ALIBI, DROPOUT, LEAST, CAUSAL, WINDOW,
-            SEGMENTS, LISTED, GLOBAL, BLOCK_SIZE, BLOCK_ROWS, BLOCK_COLUMNS, True,
-        )  # fmt: skip
-        dk, dv = _dkv_range(
-            dk, dv, k, v, part, last, q_base, dout_base, lse_base, delta_base, s, s_segment,
-            inside, positions, segments, slope, key0, key1, tiles, s_global, q_globals,
-            block_mask_ptr, T, N, H, BH, BQ, scale, SOFTCAP, ALIBI, DROPOUT, LEAST, CAUSAL, WINDOW,
-            SEGMENTS, LISTED, GLOBAL, BLOCK_SIZE, BLOCK_ROWS, BLOCK_COLUMNS, False,
+            dk, dv, k, v, first, last - gap, whole, gap, q_base, dout_base, lse_base, delta_base, s,
+            s_near, s_segment, inside, positions, segments, slope, origin, key0, key1, tiles,
+            s_global, q_globals, block_mask_ptr, T, N, H, BH, BQ, scale, UNIT, SOFTCAP, FAST,
+            ALIBI, DROPOUT, LEAST, CAUSAL, WINDOW, SEGMENTS, LISTED, GLOBAL, BLOCK_SIZE,
+            BLOCK_ROWS, BLOCK_COLUMNS, False,
         )  # fmt: skip
     at = (b64 * S * K + n_k) * H + columns64[:, None] * (K * H) + h[None, :]
     shown = inside[:, None] & (h[None, :] < H)
