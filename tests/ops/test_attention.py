@@ -106,9 +106,12 @@ CASES = {
         Mask(segments=DOCUMENTS[:, 3:10], k_segments=DOCUMENTS), T=7, S=13, options=DROPOUT
     ),
     "global tokens": Case(Mask(causal=True, window=3, global_tokens=GLOBAL)),
-    "block mask": Case(Mask(causal=True, block_mask=BLOCKS, block_size=3), q_chunk=3, k_chunk=3),
+    "block mask": Case(
+        Mask(causal=True, block_mask=BLOCKS, block_size=3), N=2, K=1, q_chunk=6, k_chunk=3
+    ),
     "block mask both ways": Case(
         Mask(window=9, block_mask=BLOCKS, block_size=3, global_tokens=GLOBAL, segments=DOCUMENTS),
+        N=2,
         q_chunk=5,
         k_chunk=4,
     ),
@@ -124,6 +127,8 @@ CASES = {
             global_tokens=ZIGZAG == 16,
             k_global_tokens=np.arange(6) == 1,
         ),
+        N=2,
+        K=1,
         q_chunk=2,
         k_chunk=4,
         options=DROPOUT,
