@@ -17,7 +17,7 @@ import numpy as np
 
 from bptjax.config import Config, flatten, parse
 from bptjax.models.config import ModelConfig
-from bptjax.parallel.mesh import make_mesh
+from bptjax.parallel.mesh import make_mesh, select_devices
 from bptjax.trainer import Task
 
 DECODERS = {
@@ -58,7 +58,11 @@ def main() -> None:
     T, model = args.length, DECODERS[args.decoder]
     model = replace(model, num_layers=args.layers or model.num_layers)
     config: Config = parse([*DEFAULTS, f"--train.seq_len={T}", *options], "")
-    task = Task(replace(config, model=model), model, make_mesh(config.parallel, jax.devices()))
+    task = Task(
+        replace(config, model=model),
+        model,
+        make_mesh(config.parallel, select_devices(config.device)),
+    )
     tokens = np.random.default_rng(0).integers(0, model.V, (1, T + 1), np.int32)
     batch = task.put(
         dict(

@@ -43,7 +43,7 @@ def test_a_sweep_names_the_best_chunks(tmp_path, capsys):
 
 def test_what_an_implementation_refuses_is_a_row(tmp_path, monkeypatch):
     reason = "it does not feel like it"
-    monkeypatch.setattr("bptjax.ops.attention.scan.unsupported", lambda score: reason)
+    monkeypatch.setattr("bptjax.ops.attention.scan.unsupported", lambda *_: reason)
     (row,) = run(tmp_path, "--implementations", '["scan"]', "--lengths", "[32]")
     assert row["status"].startswith("refused:") and reason in row["status"]
 

@@ -48,6 +48,17 @@ def test_kernels_in_the_interpreter():
     assert max(map(float, errors.values())) < TOLERANCE["float32"], errors
 
 
+def test_kernels_compile_for_hopper():
+    """Down to machine code, and into its shared memory."""
+    pytest.importorskip("triton")
+    environment = os.environ | {"PYTHONPATH": f"{TESTS}:{TESTS.parent}"}
+    command = [sys.executable, str(TESTS / "ops" / "compiled.py")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    sizes = [int(line.split("\t")[1]) for line in done.stdout.splitlines()]
+    assert len(sizes) == 15 and max(sizes) <= 227 * 1024, sizes
+
+
 @pytest.mark.parametrize("of_keys", [False, True])
 @pytest.mark.parametrize("name", CASES)
 def test_visits_hold_every_live_pair_and_whole_ones_no_dead(name, of_keys):

@@ -83,31 +83,34 @@ def _cap(raw, scale: tl.constexpr, SOFTCAP: tl.constexpr, FAST: tl.constexpr):
     """Raw products q·k, or under a soft cap tanh(scale · raw / SOFTCAP), and the cap's derivative.
     FAST: by the GPU's own tanh, to 11 bits."""
     if SOFTCAP is None:
-        return raw, 1.0
-    if FAST:
-        bent = tl.inline_asm_elementwise(
-            "tanh.approx.f32 $0, $1;",
-            "=f,f",
-            [raw * (scale / SOFTCAP)],
-            dtype=tl.float32,
-            is_pure=True,
-            pack=1,
-        )
+        bent, slope = raw, 1.0
     else:
-        # tanh(x) = 1 - 2 / (exp(2x) + 1)
-        bent = 1.0 - 2.0 / (tl.exp2(raw * (2.0 * scale / SOFTCAP * LOG2E)) + 1.0)
-    return bent, 1.0 - bent * bent
+        if FAST:
+            bent = tl.inline_asm_elementwise(
+                "tanh.approx.f32 $0, $1;",
+                "=f,f",
+                [raw * (scale / SOFTCAP)],
+                dtype=tl.float32,
+                is_pure=True,
+                pack=1,
+            )
+        else:
+            # tanh(x) = 1 - 2 / (exp(2x) + 1)
+            bent = 1.0 - 2.0 / (tl.exp2(raw * (2.0 * scale / SOFTCAP * LOG2E)) + 1.0)
+        slope = 1.0 - bent * bent
+    return bent, slope
 
 
 @triton.jit
 def _biased(logits, p, s, slope, ALIBI: tl.constexpr, CAUSAL: tl.constexpr):
     """With ALiBi from float positions that are shaped to broadcast; in causal attention without the
     queries' part."""
-    if not ALIBI:
-        return logits
-    if CAUSAL:
-        return logits + s * slope
-    return logits - tl.abs(p - s) * slope
+    if ALIBI:
+        if CAUSAL:
+            logits += s * slope
+        else:
+            logits -= tl.abs(p - s) * slope
+    return logits
 
 
 @triton.jit

@@ -1,0 +1,82 @@
+"""Compiles Triton's kernels of attention for a Hopper GPU, on any machine: a process of its own,
+because triton may have been imported as an interpreter elsewhere.
+
+    python compiled.py CASE…   prints each kernel's name, and the shared memory it takes in bytes
+"""
+
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+from triton import compile as triton_compile
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from bptjax.ops.attention import triton, triton_kernels
+from bptjax.ops.attention.tile import Score
+from bptjax.ops.mask import Mask
+
+T, N, K = 256, 4, 2
+DOCUMENTS = np.repeat([[1, 2]], 128, 1).astype(np.int32)
+EVERYTHING = dict(
+    mask=Mask(
+        causal=True,
+        window=100,
+        segments=DOCUMENTS,
+        global_tokens=np.arange(T) < 3,
+        block_mask=np.ones((2, 2), bool),
+        block_size=128,
+    ),
+    softcap=5.0,
+    dropout=0.1,
+    alibi=jnp.ones(N),
+    dropout_key=jnp.zeros(2, jnp.uint32),
+)
+CASES = {
+    "causal, 64": (64, "bfloat16", dict(mask=Mask(causal=True))),
+    "alibi, 128": (128, "bfloat16", dict(mask=Mask(), alibi=jnp.ones(N))),
+    "everything, 64": (64, "bfloat16", EVERYTHING),
+    "everything, 32, float32": (32, "float32", EVERYTHING),
+    "documents, 256": (256, "float16", dict(mask=Mask(segments=DOCUMENTS))),
+}
+POINTERS = {
+    "bfloat16": "*bf16",
+    "float16": "*fp16",
+    "float32": "*fp32",
+    "int32": "*i32",
+    "uint32": "*u32",
+    "int8": "*i8",
+}
+
+
+def call(name, inputs, shapes, grid, warps, stages, **constants):
+    """As `triton.CALL`; compiles, and gives zeros."""
+    kernel = getattr(triton_kernels, f"{name}_kernel")
+    types = [POINTERS[np.dtype(x.dtype).name] for x in (*inputs, *shapes)]
+    signature = dict(zip(kernel.arg_names, types, strict=False)) | dict.fromkeys(
+        constants, "constexpr"
+    )
+    source = ASTSource(
+        kernel,
+        signature,
+        {(kernel.arg_names.index(n),): x for n, x in constants.items()},
+        {(i,): [["tt.divisibility", 16]] for i in range(len(types))},
+    )
+    options = dict(num_warps=warps, num_stages=stages)
+    made = triton_compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    print(f"{name}\t{made.metadata.shared}", flush=True)
+    return tuple(jnp.zeros(s.shape, s.dtype) for s in shapes)
+
+
+def main(names):
+    triton.CALL = call
+    for name in names:
+        H, dtype, options = CASES[name]
+        q, k = (jnp.zeros((1, T, heads, H), dtype) for heads in (N, K))
+        score = Score(scale=0.1, **options)
+        out, lse = triton.forward(q, k, k, score)
+        triton.backward(q, k, k, out, lse, q, score)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:] or CASES)
