@@ -58,7 +58,7 @@ def select_devices(device: str) -> list[jax.Device]:
     if not {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"} & os.environ.keys():
         os.environ["XLA_CLIENT_MEM_FRACTION"] = MEMORY_FRACTION
     devices = _devices(device)
-    if devices[0].platform == "gpu" and jax.config.jax_compilation_cache_dir is None:
+    if devices[0].platform == "gpu" and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         jax.config.update("jax_compilation_cache_dir", str(caches / "bptjax" / "xla"))
     return devices

@@ -20,17 +20,18 @@ from bptjax.ops.attention.tile import Score
 from bptjax.ops.mask import Mask, blocks
 from bptjax.ops.softmax import Partial
 
-# (block of queries, block of keys, warps, stages) by kernel and padded head size: the fastest of
-# six to twelve on one H200, causal, 32 / 8 heads, bfloat16, T = 32,768, for 64 and 128.
+# (block of queries, block of keys, warps, stages) by kernel and padded head size: for 64 and 128
+# the fastest of three to five on one H200, causal, 32 / 8 heads, bfloat16, T = 32,768
+# (scripts/results/blocks_h200.json).
 BLOCKS: dict[str, dict[int, tuple[int, int, int, int]]] = {
     "forward": {
         32: (128, 64, 4, 3),
         64: (128, 64, 8, 3),
-        128: (128, 128, 8, 3),
+        128: (256, 64, 8, 3),
         256: (64, 32, 4, 2),
     },
     "dq": {32: (128, 64, 8, 3), 64: (128, 64, 8, 3), 128: (128, 64, 8, 4), 256: (64, 32, 8, 1)},
-    "dkv": {32: (64, 64, 4, 3), 64: (32, 128, 4, 3), 128: (64, 128, 8, 4), 256: (32, 64, 8, 1)},
+    "dkv": {32: (64, 64, 4, 3), 64: (64, 64, 4, 3), 128: (64, 128, 8, 3), 256: (32, 64, 8, 1)},
 }
 
 LOG2E = np.float32(np.log2(np.e))
