@@ -108,7 +108,7 @@ def _by_documents(ours: Any, general: Any, arrays: tuple[Array, ...], score: Sco
         return _silent(real, ours(*arrays, score))
 
     def packed(*arrays):
-        return _silent(real, ours(*arrays, score, (segments, starts, sizes)))
+        return _silent(real, ours(*arrays, score, (starts, sizes)))
 
     general = partial(general, score=score)
     if mask.window is not None or arrays[0].size >= 2**31:
@@ -128,18 +128,19 @@ def documents(
     """Where each row's first `MAX_DOCUMENTS` documents start, how many tokens they have (0: there
     is none), and whether those are all, each in one piece.
     """
+    T = segments.shape[1]
     real = segments != 0
-    before = jnp.pad(segments, ((0, 0), (1, 0)))[:, :-1]
-    start = real & (segments != before)
-    size = segments.shape[1]
-    M = min(MAX_DOCUMENTS, size)
-    starts = jax.vmap(lambda s: jnp.nonzero(s, size=M, fill_value=size)[0])(start)
-    number = jnp.where(real, jnp.cumsum(start, -1) - 1, M)
-    sizes = jax.vmap(lambda n: jnp.bincount(n, length=M + 1)[:M])(number)
-    highest = jnp.pad(jax.lax.cummax(segments, 1), ((0, 0), (1, 0)))[:, :-1]
-    rising = jnp.where(start, segments > highest, True).all()
-    fits = rising & (start.sum(-1) <= M).all()
-    return starts.astype(jnp.int32), sizes.astype(jnp.int32), fits
+    start = real & (segments != jnp.pad(segments, ((0, 0), (1, 0)))[:, :-1])
+    token = jnp.arange(T, dtype=jnp.int32)[None]
+    # The first few starts in order; T where there is none.
+    starts = T - jax.lax.top_k(T - jnp.where(start, token, T), min(MAX_DOCUMENTS, T))[0]
+    there = starts < T
+    ids = jnp.take_along_axis(segments, jnp.minimum(starts, T - 1), 1)
+    same = (segments[:, None] == ids[:, :, None]) & there[:, :, None]
+    # A document in two pieces has two starts with one id.
+    pieces = ((ids[:, None] == ids[:, :, None]) & there[:, None]).sum(-1)
+    fits = (start.sum(-1) == there.sum(-1)).all() & jnp.where(there, pieces == 1, True).all()
+    return starts, same.sum(-1, dtype=jnp.int32), fits
 
 
 def _silent(real: Bool[Array, "B T 1"], arrays: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -158,14 +159,12 @@ def _forward(q, k, v, score, packing=None) -> Partial:
     if packing is None:
         return Partial(out, stats.transpose(0, 2, 1))
     # Statistics are [B · M, N, T], those of a document at its own start.
-    segments, starts, sizes = packing
+    starts, _ = packing
     (B, T, N, _), M = q.shape, starts.shape[1]
     token = jnp.arange(T)
-    number = jax.vmap(lambda s: jnp.searchsorted(s, token, side="right") - 1)(starts)
-    number = jnp.clip(number, 0, M - 1)
-    inside = token[None] - jnp.take_along_axis(starts, number, 1)
-    stats = stats.reshape(B, M, N, T)
-    lse = stats[jnp.arange(B)[:, None], number, :, jnp.clip(inside, 0, T - 1)]
+    number = jnp.maximum((starts[:, :, None] <= token[None, None]).sum(1) - 1, 0)
+    inside = jnp.maximum(token[None] - jnp.take_along_axis(starts, number, 1), 0)
+    lse = stats.reshape(B, M, N, T)[jnp.arange(B)[:, None], number, :, inside]
     return Partial(out, lse)
 
 
@@ -174,7 +173,7 @@ def _backward(q, k, v, out, lse, dout, score, packing=None) -> tuple[Array, Arra
     if packing is None:
         stats = lse.transpose(0, 2, 1)
     else:
-        starts = packing[1]
+        starts, _ = packing
         (B, T, N, _), M = q.shape, starts.shape[1]
         at = jnp.clip(starts[:, :, None] + jnp.arange(T)[None, None], 0, T - 1)
         stats = lse[jnp.arange(B)[:, None, None], at].swapaxes(2, 3).reshape(B * M, N, T)
@@ -189,7 +188,7 @@ def _operands(q: Array, k: Array, packing: tuple | None) -> tuple[Array, ...]:
     none = jnp.zeros(0, q.dtype)
     if packing is None:
         return (none,) * 7
-    _, starts, sizes = packing
+    starts, sizes = packing
     (B, T, N, H), K = q.shape, k.shape[2]
     row = jnp.arange(B, dtype=jnp.int32)[:, None] * T
 

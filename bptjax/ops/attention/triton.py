@@ -281,10 +281,10 @@ def _live(
 
 def _ends(xp: Any, flags: Any) -> tuple[Any, Any]:
     """First set flag of the last axis, and one past the last; (0, 0) where none is set."""
-    size, some = flags.shape[-1], flags.any(-1)
-    first = flags.argmax(-1)
-    last = size - flags[..., ::-1].argmax(-1)
-    return xp.where(some, first, 0), xp.where(some, last, 0)
+    index = xp.arange(flags.shape[-1]).reshape((1,) * (flags.ndim - 1) + (-1,))
+    last = xp.where(flags, index + 1, 0).max(-1)
+    # Plain reductions, which XLA fuses with what they read.
+    return xp.minimum(xp.where(flags, index, flags.shape[-1]).min(-1), last), last
 
 
 def _bounds(xp: Any, x: Any, block: int) -> tuple[Any, Any]:
