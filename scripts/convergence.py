@@ -1,0 +1,74 @@
+"""Trains twice from the same start on the same batches, with the fused loss and with plain logits,
+and draws both curves.
+
+    python scripts/convergence.py --steps 300 --out DIRECTORY
+
+The quickstart's model and data; further options are those of a config.
+"""
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+import bptjax.trainer
+from bptjax.config import parse
+from bptjax.fit import prepare
+
+
+def plain(hidden, head, labels, *, z_loss, softcap, chunk):
+    """The sum of the tokens' losses from `[B, T, V]` logits, by autodiff. No z-loss, no soft cap."""
+    logits = jnp.einsum("btd,vd->btv", hidden, head.astype(hidden.dtype)).astype(jnp.float32)
+    picked = jnp.take_along_axis(logits, jnp.maximum(labels, 0)[..., None], -1)[..., 0]
+    return jnp.where(labels == -100, 0.0, jax.nn.logsumexp(logits, -1) - picked).sum()
+
+
+def losses(argv: list[str], steps: int) -> list[float]:
+    """Of each step of a fresh run."""
+    with tempfile.TemporaryDirectory() as directory:
+        run = prepare(parse([*argv, f"--run_dir={directory}/run"], ""))
+        task, state, told = run.task, run.task.init_state(), []
+        accumulate = run.config.train.gradient_accumulation_steps
+        step = None
+        for _ in range(steps):
+            batch = task.put(next(run.batches), accumulate)
+            step = step or task.compile_step(state, batch)
+            state, metrics = step(state, batch)
+            told.append(float(metrics["train/loss"]))
+        run.batches.close()
+    return told
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--out", type=Path, default=Path("runs/convergence"))
+    args, options = parser.parse_known_args()
+    argv = ["--config=configs/quickstart.yaml", *options]
+    fused = losses(argv, args.steps)
+    bptjax.trainer.linear_cross_entropy = plain
+    rows = dict(fused=fused, plain=losses(argv, args.steps))
+    apart = max(abs(a - b) for a, b in zip(*rows.values(), strict=True))
+    print(f"{args.steps} steps; last {fused[-1]:.4f}; never more than {apart:.1e} nats apart")
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "convergence.json").write_text(json.dumps(rows) + "\n")
+
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4))
+    axes.plot(rows["plain"], label="plain logits", linewidth=3, alpha=0.4)
+    axes.plot(fused, label="fused loss", linewidth=1)
+    axes.set(xlabel="step", ylabel="loss, nats a token")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(args.out / "convergence.png", dpi=120)
+
+
+if __name__ == "__main__":
+    main()
