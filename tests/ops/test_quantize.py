@@ -1,0 +1,85 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bptjax.ops.quantize import bfloat16_of, dequantize, dynamic_codebook, quantize
+
+BOOKS = {"signed": dynamic_codebook(True), "unsigned": dynamic_codebook(False)}
+
+
+def test_codebook_is_the_published_one():
+    """That of bitsandbytes: its ends, the values next to zero, and how many a decade has."""
+    for book in BOOKS.values():
+        assert book.shape == (256,) and (np.diff(book) > 0).all() and book[-1] == 1.0
+    signed, unsigned = BOOKS.values()
+    ends = [signed[0], signed[128], signed[-2], unsigned[0], unsigned[1], unsigned[-2]]
+    wanted = [-0.99296875, 5.5e-7, 0.99296875, 0.0, 3.25e-7, 0.996484375]
+    np.testing.assert_allclose(ends, wanted, rtol=1e-6)
+    np.testing.assert_array_equal(signed[:127], -signed[254:127:-1])
+    counts, _ = np.histogram(unsigned[1:-1], 10.0 ** np.arange(-7, 1))
+    np.testing.assert_array_equal(counts, 2 ** np.arange(1, 8))
+
+
+def values(*shape):
+    """Of magnitudes that spread over all decades of the code books."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=shape) * 10 ** rng.uniform(-7, 2, shape)
+    x[0], x[-1, 3] = 0.0, 0.0
+    return x.astype(np.float32)
+
+
+@pytest.mark.parametrize("size", [5, 256, 600])
+@pytest.mark.parametrize("book", BOOKS)
+def test_nearest(book, size):
+    """The last block is shorter; a row is zero; the greatest of each block comes back as it was."""
+    book, x = BOOKS[book], values(3, size)
+    x = x if book[0] < 0 else abs(x)
+    codes, absmax = quantize(jnp.asarray(x), book)
+    assert codes.shape == x.shape and absmax.shape == (3, -(-size // 256))
+    blocks = [x[:, i : i + 256] for i in range(0, size, 256)]
+    np.testing.assert_array_equal(absmax, np.stack([abs(b).max(-1) for b in blocks], -1))
+    each = np.repeat(absmax, 256, -1)[:, :size]
+    scaled = x / np.where(each > 0, each, 1)
+    best = abs(scaled[..., None] - book).min(-1)
+    back = np.asarray(dequantize(codes, absmax, book))
+    np.testing.assert_allclose(abs(book[codes] - scaled), best, atol=1e-9)
+    np.testing.assert_allclose(back, book[codes] * each, rtol=1e-6)
+    assert (back[0] == 0).all()
+
+
+def noise(*shape):
+    return jax.random.bits(jax.random.key(1), shape, jnp.uint16)
+
+
+@pytest.mark.parametrize("book", BOOKS)
+def test_stochastic_codes_are_right_in_the_mean(book):
+    book, N = BOOKS[book], 1000
+    x = abs(values(2, 300))
+    many = jnp.broadcast_to(x, (N, *x.shape))
+    codes, absmax = quantize(many, book, noise(*many.shape))
+    scale = np.repeat(absmax[0], 256, -1)[:, :300] + 1e-30
+    above = np.minimum(np.searchsorted(book, x / scale, "right"), 255)
+    gap, back = book[above] - book[above - 1], dequantize(codes, absmax, book)
+    error = abs(np.asarray(back, np.float64).mean(0) - x) / scale
+    assert (error <= 2.5 * gap / N**0.5 + 1e-6 * book[above]).all()
+    # A quarter of a gap above a code, a quarter of the time up.
+    quarter = jnp.full((1, N), 0.75 * book[200] + 0.25 * book[201]).at[0, ::256].set(1.0)
+    codes, _ = quantize(quarter, book, noise(1, N))
+    assert abs((codes == 201).mean() - 0.25) < 0.06
+    assert set(np.unique(codes)) == {200, 201, 255}
+
+
+def test_stochastic_bfloat16():
+    x = values(4, 64)[1:]
+    many = jnp.broadcast_to(x, (1000, *x.shape))
+    got = bfloat16_of(many, noise(*many.shape))
+    assert got.dtype == jnp.bfloat16
+    back = np.asarray(got, np.float64)
+    error = abs(back.mean(0) - x) / (back.std(0) / 1000**0.5 + 1e-6 * abs(x) + 1e-30)
+    assert error.max() < 5
+    assert (abs(back - x) <= 2**-7 * abs(x)).all()
+    # What bfloat16 has is left as it is, infinities too.
+    exact = jnp.asarray([0.0, -1.5, 2.0**-120, -jnp.inf, jnp.inf])
+    np.testing.assert_array_equal(bfloat16_of(exact, jnp.full(5, 2**16 - 1, jnp.uint16)), exact)
+    assert jnp.isnan(bfloat16_of(jnp.full(1, jnp.nan), jnp.full(1, 2**16 - 1, jnp.uint16)))
