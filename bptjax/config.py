@@ -27,7 +27,7 @@ class TrainConfig:
       per_device_train_batch_size: rows a device (of those that cut the batch) takes at once.
       gradient_accumulation_steps: such batches an optimizer step.
       dtype: of the computation. float16 scales the loss dynamically.
-      param_dtype: of parameters and optimizer state.
+      param_dtype: of parameters, and of optimizer state where optimizer.state_dtype is not set.
       z_loss: weight of the squared log-normaliser.
       eval_steps: steps between evaluations; 0 evaluates before and after training only.
       eval_batches: evaluate on no more than that many batches.
@@ -116,6 +116,7 @@ FREE = (
     "logging.",
     "train.eval_",
     "train.sample_tokens",
+    "optimizer.state_memory",
 )
 
 

@@ -216,6 +216,8 @@ class _Loop:
             held, extra = needs.argument_size_in_bytes, needs.temp_size_in_bytes
             text += f"; a step holds {held / 2**30:.2f} GiB and needs {extra / 2**30:.2f} GiB more"
             text += " a device"
+            if needs.host_argument_size_in_bytes:
+                text += f", {needs.host_argument_size_in_bytes / 2**30:.2f} GiB on the host"
         self.progress.log(text)
         return compiled
 
@@ -398,5 +400,6 @@ def _out_of_memory(run: Run) -> Iterator[None]:
             f"{held['opt_state']:.2f} GiB over all devices, the rest is a step of {rows} × "
             f"{train.seq_len} tokens a device with memory.remat={memory.remat}, "
             f"ffn_chunk={memory.ffn_chunk}, ce_chunk={memory.ce_chunk}: try remat=full, a smaller "
-            "per_device_train_batch_size, smaller chunks, or param_dtype=bfloat16"
+            "per_device_train_batch_size, smaller chunks, param_dtype=bfloat16, "
+            "optimizer.state_dtype=int8 or optimizer.state_memory=host"
         ) from error

@@ -1,13 +1,20 @@
-"""AdamW with a learning-rate schedule and clipping, from optax; and float16's loss scale."""
+"""AdamW in place, its state in as many bits as wanted, on the device or off it; optax's
+schedules; and float16's loss scale."""
 
+import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax import Array
+from jax.typing import ArrayLike
+
+from bptjax.ops.quantize import BLOCK, bfloat16_of, dequantize, dynamic_codebook, quantize
+from bptjax.parallel.parts import in_parts
 
 
 @dataclass(frozen=True)
@@ -22,6 +29,10 @@ class OptimizerConfig:
       adam_beta1, adam_beta2, adam_epsilon: AdamW's.
       weight_decay: of linear layers; norms, biases and embeddings are left alone.
       max_grad_norm: gradients are scaled down to this global norm; 0 leaves them.
+      state_dtype: of the two moments: 8, 4 or a little over 2 bytes a parameter. By default that of
+        the parameters.
+      state_memory: where the moments are between steps. In host memory they take none of the
+        device's, and each step moves all of them there and back.
     """
 
     learning_rate: float = 3e-4
@@ -33,6 +44,8 @@ class OptimizerConfig:
     adam_epsilon: float = 1e-8
     weight_decay: float = 0.1
     max_grad_norm: float = 1.0
+    state_dtype: Literal["float32", "bfloat16", "int8"] | None = None
+    state_memory: Literal["device", "host"] = "device"
 
     def __post_init__(self):
         for name in ("warmup_steps", "weight_decay", "max_grad_norm"):
@@ -59,30 +72,127 @@ def learning_rate(config: OptimizerConfig, max_steps: int) -> optax.Schedule:
     return optax.join_schedules([rise, after], [warmup])
 
 
-def optimizer(config: OptimizerConfig, max_steps: int) -> optax.GradientTransformation:
-    """The transformation; its state is a pytree shaped like the model."""
-    return optax.chain(
-        optax.clip_by_global_norm(config.max_grad_norm)
-        if config.max_grad_norm
-        else optax.identity(),
-        optax.adamw(
-            learning_rate(config, max_steps),
-            b1=config.adam_beta1,
-            b2=config.adam_beta2,
-            eps=config.adam_epsilon,
-            weight_decay=config.weight_decay,
-            mask=_decayed,
-        ),
-    )
+class AdamState(NamedTuple):
+    """
+    Attributes:
+      count: int32 scalar, updates done.
+      mu, nu: first and second moment, in trees like the model's. In 8 bits there are, in place of a
+        parameter, its `codes` and the `absmax` of each block; those of nu are of its square root.
+    """
+
+    count: Array
+    mu: Any
+    nu: Any
 
 
-def _decayed(model: Any) -> Any:
-    """True for the kernels of linear layers, whatever shape they and the biases have."""
-    return jax.tree.map_with_path(
-        lambda path, p: p.replace(path[-1].name == "kernel"),
-        model,
-        is_leaf=lambda x: isinstance(x, nnx.Variable),
-    )
+@dataclass(frozen=True)
+class AdamW:
+    """Clipping and AdamW, in place.
+
+    Not an `optax.GradientTransformation`, which returns the updates of the whole model: here they
+    exist for a part at a time. The arithmetic is float32. What is kept in fewer bits, parameters
+    too, is rounded stochastically: to the nearest, a change of less than half of the last bit would
+    be lost at every step, as nearly all of the second moment are with beta2 = 0.999.
+
+    Kingma & Ba 2015, arXiv 1412.6980; Loshchilov & Hutter 2019, arXiv 1711.05101. In 8 bits the
+    blocks and code books of Dettmers et al. 2021, arXiv 2110.02861.
+    """
+
+    config: OptimizerConfig
+    max_steps: int
+
+    def init(self, model: Any) -> AdamState:
+        """The state before the first update of `model`, a tree of `nnx.Variable`."""
+        mu, nu = (jax.tree.map(self._zeros, model, is_leaf=_is_variable) for _ in range(2))
+        return AdamState(jnp.zeros((), jnp.int32), mu, nu)
+
+    def _zeros(self, p: nnx.Variable) -> Any:
+        value, kind = p.get_value(), self.config.state_dtype
+        if kind != "int8":
+            return p.replace(jnp.zeros_like(value, kind))
+        *rest, S = value.shape
+        # Devices that share the last axis share whole blocks, or each has all maxima of a row.
+        axes = (*p.axes[:-1], None if S % BLOCK else p.axes[-1])
+        return {
+            "codes": p.replace(jnp.zeros_like(value, jnp.uint8)),
+            "absmax": nnx.Param(jnp.zeros((*rest, math.ceil(S / BLOCK))), axes=axes),
+        }
+
+    def update(
+        self, gradients: Any, state: AdamState, model: Any, *, divisor: ArrayLike, key: Array
+    ) -> tuple[Any, AdamState, Array]:
+        """(model, state, norm) after a step with gradients / divisor, whose global norm, before
+        clipping, is the third. Where that is not finite, model and state stay as they are.
+
+        Jitted with model and state donated, it overwrites them a part at a time; parts of moments
+        in host memory pass through the device.
+
+        Args:
+          gradients, model: trees of `nnx.Variable`, gradients in any float dtype.
+          key: of the rounding; on another mesh the same key rounds differently.
+        """
+        at, treedef = jax.tree.flatten_with_path(model, is_leaf=_is_variable)
+        scale = 1 / jnp.asarray(divisor, jnp.float32)
+        squares = [
+            jnp.square(g.astype(jnp.float32) * scale).sum() for g in jax.tree.leaves(gradients)
+        ]
+        norm = jnp.sqrt(sum(squares))
+        finite = jnp.isfinite(norm)
+        if self.config.max_grad_norm:
+            scale *= jnp.minimum(1, self.config.max_grad_norm / jnp.maximum(norm, 1e-30))
+        rate = learning_rate(self.config, self.max_steps)(state.count)
+        new, trees = [], map(treedef.flatten_up_to, (gradients, state.mu, state.nu))
+        for number, ((path, p), g, mu, nu) in enumerate(zip(at, *trees, strict=True)):
+            # Kernels of linear layers decay, whatever shape they and the biases have.
+            kernel = jax.tree_util.keystr(path[-1:], simple=True) == "kernel"
+            decay = self.config.weight_decay * kernel
+            step = partial(self._step, scale, rate, decay, state.count + 1)
+            leaf_key = jax.random.fold_in(key, number)
+            new.append(in_parts(step, (p, mu, nu), g, leaf_key, axes=p.axes, when=finite))
+        model, mu, nu = (treedef.unflatten(leaves) for leaves in zip(*new, strict=True))
+        return model, AdamState(state.count + finite, mu, nu), norm
+
+    def _step(self, scale, rate, decay, count, kept, g, key):
+        """Parameter and moments after a step with gradient `g`, of a leaf or some layers of it."""
+        p, mu, nu = kept
+        b1, b2 = self.config.adam_beta1, self.config.adam_beta2
+        g = g.get_value().astype(jnp.float32) * scale
+        m = b1 * _load(mu) + (1 - b1) * g
+        v = b2 * _load(nu, squared=True) + (1 - b2) * jnp.square(g)
+        m_hat, v_hat = m / (1 - b1**count), v / (1 - b2**count)
+        x = p.get_value().astype(jnp.float32)
+        x -= rate * (m_hat / (jnp.sqrt(v_hat) + self.config.adam_epsilon) + decay * x)
+        key, p_key = jax.random.split(key)
+        noise = jax.random.bits(key, x.shape, jnp.uint32)
+        mu = _store(m, mu, (noise >> 16).astype(jnp.uint16))
+        nu = _store(v, nu, noise.astype(jnp.uint16), squared=True)
+        return _store(x, p, jax.random.bits(p_key, x.shape, jnp.uint16)), mu, nu
+
+
+def _load(moment: Any, squared: bool = False) -> Array:
+    if not isinstance(moment, dict):
+        return moment.get_value().astype(jnp.float32)
+    codes, absmax = moment["codes"].get_value(), moment["absmax"].get_value()
+    x = dequantize(codes, absmax, dynamic_codebook(signed=not squared))
+    return jnp.square(x) if squared else x
+
+
+def _store(x: Array, like: Any, noise: Array, squared: bool = False) -> Any:
+    """float32 `x` as `like` is kept. In 8 bits the root of a square, which has the range of the
+    first moment, and the precision that the update needs.
+    """
+    if not isinstance(like, dict):
+        return like.replace(bfloat16_of(x, noise) if like.dtype == jnp.bfloat16 else x)
+    book = dynamic_codebook(signed=not squared)
+    codes, absmax = quantize(jnp.sqrt(x) if squared else x, book, noise)
+    if squared:
+        # Not to zero: with epsilon alone below it, what is left of the first moment is huge.
+        codes = jnp.maximum(codes, 1)
+    return {"codes": like["codes"].replace(codes), "absmax": like["absmax"].replace(absmax)}
+
+
+def _is_variable(x: Any) -> bool:
+    return isinstance(x, nnx.Variable)
 
 
 @jax.tree_util.register_dataclass

@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -20,10 +19,14 @@ from bptjax.ops.attention import choose
 from bptjax.ops.attention.tile import Score
 from bptjax.ops.loss import linear_cross_entropy
 from bptjax.ops.mask import Mask
-from bptjax.optim import LossScale, learning_rate, optimizer
+from bptjax.optim import AdamState, AdamW, LossScale, learning_rate
 from bptjax.parallel.mesh import sharding, spec
 
 Batch = dict[str, Any]
+# What the key of a step is folded with for the optimizer's rounding: no micro-batch's number.
+ROUNDING = 2**31
+# Where devices read and write by themselves.
+HOST = "pinned_host"
 
 
 @jax.tree_util.register_dataclass
@@ -33,12 +36,12 @@ class TrainState:
 
     Attributes:
       step: int32 scalar, optimizer steps done.
-      key: uint32 `[2]`, data of the key that dropout keys come from.
+      key: uint32 `[2]`, data of the key that those of dropout and rounding come from.
       loss_scale: for float16; else None.
     """
 
     model: Decoder
-    opt_state: optax.OptState
+    opt_state: AdamState
     step: Array
     key: Array
     loss_scale: LossScale | None
@@ -73,8 +76,8 @@ class Task:
         return jnp.dtype(self.config.train.dtype)
 
     @property
-    def optimizer(self) -> optax.GradientTransformation:
-        return optimizer(self.config.optimizer, self.config.train.max_steps)
+    def optimizer(self) -> AdamW:
+        return AdamW(self.config.optimizer, self.config.train.max_steps)
 
     def attention(self) -> tuple[str, dict[str, str]]:
         """The implementation that the step's attention takes, and why not the others.
@@ -100,11 +103,15 @@ class Task:
 
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the state; nothing is allocated."""
-        return jax.tree.map(
+        state = jax.tree.map(
             self._placed,
             jax.eval_shape(self._new_state),
             is_leaf=lambda x: isinstance(x, nnx.Variable),
         )
+        if self.config.optimizer.state_memory == "device":
+            return state
+        mu, nu = jax.tree.map(_in_host_memory, (state.opt_state.mu, state.opt_state.nu))
+        return replace(state, opt_state=state.opt_state._replace(mu=mu, nu=nu))
 
     def init_state(self) -> TrainState:
         """A new state, made or loaded where it lives."""
@@ -128,15 +135,12 @@ class Task:
         )
 
     def _placed(self, leaf: Any) -> Any:
-        """The abstract leaf with its sharding: a parameter's by its logical axes, stacked layers
-        having one more in front.
-        """
+        """The abstract leaf with its sharding: a parameter's by its logical axes."""
         if not isinstance(leaf, nnx.Variable):
             where = NamedSharding(self.mesh, PartitionSpec())
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
         value = leaf.get_value()
-        axes = (None,) * (value.ndim - len(leaf.axes)) + leaf.axes
-        where = sharding(self.mesh, axes, value.shape)
+        where = sharding(self.mesh, leaf.axes, value.shape)
         return leaf.replace(jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=where))
 
     def put(self, batch: Batch, micro_batches: int = 1) -> Batch:
@@ -174,7 +178,7 @@ class Task:
         to be divided once. Gradients of several micro-batches add up in float32. With a loss scale
         the gradients, not the loss, are multiplied by it.
         """
-        key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
+        key = self._step_key(state)
         factor = 1.0 if state.loss_scale is None else state.loss_scale.value
 
         def scaled(model, micro, number):
@@ -197,26 +201,24 @@ class Task:
             (loss, gradients), _ = jax.lax.scan(add, start, (batch, jnp.arange(A)))
         return loss, gradients, (batch["labels"] != -100).sum()
 
+    def _step_key(self, state: TrainState) -> Array:
+        """What dropout and rounding draw from in this step."""
+        return jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
+
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
         """One optimizer step over micro-batches `[A, B, T]`."""
         loss, gradients, count = self.gradients(state, batch)
         count = jnp.maximum(count, 1).astype(jnp.float32)
-        scale = 1.0 if state.loss_scale is None else state.loss_scale.value
-        gradients = jax.tree.map(lambda g: g.astype(jnp.float32) / (count * scale), gradients)
-        norm = optax.tree.norm(gradients)
-        gradients = jax.tree.map(lambda g, p: g.astype(p.dtype), gradients, state.model)
-        updates, opt_state = self.optimizer.update(gradients, state.opt_state, state.model)
-        model = optax.apply_updates(state.model, updates)
         loss_scale = state.loss_scale
+        model, opt_state, norm = self.optimizer.update(
+            gradients,
+            state.opt_state,
+            state.model,
+            divisor=count if loss_scale is None else count * loss_scale.value,
+            key=jax.random.fold_in(self._step_key(state), ROUNDING),
+        )
         if loss_scale is not None:
-            # An overflow changes the scale, and nothing else.
-            finite = jnp.isfinite(norm)
-            model, opt_state = jax.tree.map(
-                lambda new, old: jnp.where(finite, new, old),
-                (model, opt_state),
-                (state.model, state.opt_state),
-            )
-            loss_scale = loss_scale.update(finite)
+            loss_scale = loss_scale.update(jnp.isfinite(norm))
         metrics = {
             "train/loss": loss / count,
             "train/grad_norm": norm,
@@ -232,11 +234,25 @@ class Task:
         return state, metrics
 
     def compile_step(self, state: TrainState, batch: Batch) -> jax.stages.Compiled:
-        """`step`, compiled for this state and batch `[A, B, T]`; it donates the state."""
+        """`step`, compiled for this state and batch `[A, B, T]`; it donates the state.
+
+        Raises:
+          RuntimeError: optimizer.state_memory=host, and the moments are not in host memory.
+        """
+        offloaded = self.config.optimizer.state_memory == "host"
+        kinds = {x.sharding.memory_kind for x in jax.tree.leaves(state.opt_state.mu)}
+        if offloaded and kinds != {HOST}:
+            raise RuntimeError(f"optimizer.state_memory=host, but the moments are in {kinds}")
         where = jax.tree.map(lambda x: x.sharding, self.abstract_state())
         step = jax.jit(self.step, donate_argnums=0, out_shardings=(where, None))
         with jax.set_mesh(self.mesh):
-            return step.lower(state, batch).compile()
+            compiled = step.lower(state, batch).compile()
+        # To the CPU's backend, host memory is the device's.
+        if offloaded and jax.default_backend() != "cpu":
+            needs = compiled.memory_analysis()
+            if needs is None or not needs.host_argument_size_in_bytes:
+                raise RuntimeError("optimizer.state_memory=host, but the step reads none of it")
+        return compiled
 
     def evaluator(self) -> Callable[[Decoder, Any], float]:
         """A function from a model and batches `[rows, T]` to the mean loss a token, in nats."""
@@ -256,3 +272,7 @@ class Task:
             return float(losses.sum() / max(counts.sum(), 1.0))
 
         return evaluate
+
+
+def _in_host_memory(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding.with_memory_kind(HOST))

@@ -101,7 +101,8 @@ def test_stop_and_resume_is_exact(
         assert main(command) == code
     saved = sorted(p.name for p in (run_dir / "checkpoints").iterdir())
     assert saved == ["10", "6"]
-    assert main(command) == 0
+    # Where the moments are is no other experiment.
+    assert main([*command, "--optimizer.state_memory", "host"]) == 0
     assert rows(run_dir) == rows(uninterrupted)
     assert rows(run_dir, "eval/loss") == rows(uninterrupted, "eval/loss")
     assert rows(run_dir, "train/tokens_seen") == rows(uninterrupted, "train/tokens_seen")

@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from bptjax.checkpoint import Checkpoints
 from bptjax.config import Config, TrainConfig
 from bptjax.memory import MemoryConfig
 from bptjax.models.config import ModelConfig
-from bptjax.optim import LossScale, OptimizerConfig, learning_rate, optimizer
+from bptjax.optim import LossScale, OptimizerConfig, learning_rate
 from bptjax.parallel.mesh import ParallelConfig, make_mesh
 from bptjax.trainer import Task, TrainState
 
@@ -29,6 +30,11 @@ def task(parallel: ParallelConfig | None = None, **train) -> Task:
     mesh = make_mesh(parallel or ParallelConfig(), None if parallel else jax.devices()[:1])
     config = replace(CONFIG, train=replace(CONFIG.train, **train))
     return Task(config, MODEL, mesh)
+
+
+def with_optimizer(work: Task, **optimizer) -> Task:
+    config = replace(work.config, optimizer=replace(work.config.optimizer, **optimizer))
+    return replace(work, config=config)
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +114,7 @@ def test_bfloat16_parameters_stay_bfloat16(batch):
 
 
 def test_an_overflow_changes_the_scale_alone(batch):
-    work = task(dtype="float16")
+    work = with_optimizer(task(dtype="float16"), state_dtype="int8")
     state, placed = work.init_state(), work.put(batch)
     state = replace(state, loss_scale=replace(state.loss_scale, value=jnp.float32(2.0**40)))
     before = jax.tree.map(np.asarray, (state.model, state.opt_state))
@@ -141,14 +147,26 @@ def test_learning_rate_rises_and_falls():
     assert float(constant(14)) == 1.0
 
 
-def test_only_matrices_decay():
-    """With a zero gradient, AdamW's update is the decay alone."""
-    model = task().init_state().model
-    transform = optimizer(OptimizerConfig(weight_decay=1.0), 10)
-    zeros = jax.tree.map(jnp.zeros_like, model)
-    updates, _ = transform.update(zeros, transform.init(model), model)
-    moved = {
-        jax.tree_util.keystr(path): bool(jnp.any(u != 0))
-        for path, u in jax.tree.leaves_with_path(updates)
-    }
-    assert {name for name, m in moved.items() if m} == {n for n in moved if "kernel" in n}
+def test_moments_in_host_memory(batch, tmp_path):
+    """The same steps as with moments on the device, also after a checkpoint."""
+    small = replace(task(), model=replace(MODEL, num_layers=1, gated=False, norm_scale=False))
+    device, host = (
+        with_optimizer(small, state_dtype="int8", state_memory=kind) for kind in ("device", "host")
+    )
+    (_, wanted), placed = steps(device, batch, 4), host.put(batch)
+    state = host.init_state()
+    step, rows = host.compile_step(state, placed), []
+    for n in range(4):
+        if n == 2:
+            checkpoints = Checkpoints(tmp_path)
+            checkpoints.save(2, state, {})
+            checkpoints.close()
+            _, state, _ = Checkpoints(tmp_path).restore(host.abstract_state())
+        state, metrics = step(state, placed)
+        rows.append({name: float(x) for name, x in metrics.items()})
+        moments = jax.tree.leaves((state.opt_state.mu, state.opt_state.nu))
+        assert {x.sharding.memory_kind for x in moments} == {"pinned_host"}
+        assert {x.sharding.memory_kind for x in jax.tree.leaves(state.model)} == {"device"}
+    assert rows == wanted
+    with pytest.raises(RuntimeError, match=r"=host, but the moments are in \{'device'\}"):
+        host.compile_step(device.init_state(), placed)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import jax
 from jax import Array
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 # What libraries, contexts and other programs need besides is little.
 MEMORY_FRACTION = "0.93"
@@ -114,12 +114,17 @@ def spec(axes: tuple[str | None, ...]) -> PartitionSpec:
     return PartitionSpec(*(RULES.get(axis) if axis else None for axis in axes))
 
 
-def sharding(mesh: Mesh, axes: tuple[str | None, ...], shape: tuple[int, ...]) -> NamedSharding:
-    """Where an array of this shape lives. An axis that its mesh axes do not divide stays whole."""
+def sharding(
+    mesh: Mesh | AbstractMesh, axes: tuple[str | None, ...], shape: tuple[int, ...]
+) -> NamedSharding:
+    """Where an array of this shape lives, whose last axes bear these names; those in front, stacked
+    layers, are not cut. An axis that its mesh axes do not divide stays whole.
+    """
     parts = []
-    for axis, size in zip(axes, shape, strict=True):
-        names = RULES.get(axis, ()) if axis else ()
-        parts.append(names if size % math.prod(mesh.shape[n] for n in names) == 0 else None)
+    for axis, size in zip((None,) * (len(shape) - len(axes)) + axes, shape, strict=True):
+        names = tuple(n for n in RULES.get(axis or "", ()) if mesh.shape[n] > 1)
+        cut = names and size % math.prod(mesh.shape[n] for n in names) == 0
+        parts.append(names if cut else None)
     return NamedSharding(mesh, PartitionSpec(*parts))
 
 
