@@ -13,7 +13,14 @@ from flax import nnx
 from jax import Array
 from jax.typing import ArrayLike
 
-from bptjax.ops.quantize import BLOCK, bfloat16_of, dequantize, dynamic_codebook, quantize
+from bptjax.ops.quantize import (
+    BLOCK,
+    bfloat16_of,
+    dequantize,
+    dynamic_codebook,
+    quantize,
+    random_bits,
+)
 from bptjax.parallel.parts import in_parts
 
 
@@ -90,9 +97,9 @@ class AdamW:
     """Clipping and AdamW, in place.
 
     Not an `optax.GradientTransformation`, which returns the updates of the whole model: here they
-    exist for a part at a time. The arithmetic is float32. What is kept in fewer bits, parameters
-    too, is rounded stochastically: to the nearest, a change of less than half of the last bit would
-    be lost at every step, as nearly all of the second moment are with beta2 = 0.999.
+    exist nowhere, or for a part at a time. The arithmetic is float32. What is kept in fewer bits,
+    parameters too, is rounded stochastically: to the nearest, a change of less than half of the
+    last bit would be lost at every step, as nearly all of the second moment are with beta2 = 0.999.
 
     Kingma & Ba 2015, arXiv 1412.6980; Loshchilov & Hutter 2019, arXiv 1711.05101. In 8 bits the
     blocks and code books of Dettmers et al. 2021, arXiv 2110.02861.
@@ -124,8 +131,8 @@ class AdamW:
         """(model, state, norm) after a step with gradients / divisor, whose global norm, before
         clipping, is the third. Where that is not finite, model and state stay as they are.
 
-        Jitted with model and state donated, it overwrites them a part at a time; parts of moments
-        in host memory pass through the device.
+        Jitted with model and state donated, it overwrites them; 8-bit moments, and those in host
+        memory, which pass through the device, a part at a time.
 
         Args:
           gradients, model: trees of `nnx.Variable`, gradients in any float dtype.
@@ -141,6 +148,13 @@ class AdamW:
         if self.config.max_grad_norm:
             scale *= jnp.minimum(1, self.config.max_grad_norm / jnp.maximum(norm, 1e-30))
         rate = learning_rate(self.config, self.max_steps)(state.count)
+        # What blocks and transfers need beside would be as large as a leaf. The rest XLA fuses into
+        # one kernel that overwrites all three, but on the CPU.
+        parts = (
+            self.config.state_dtype == "int8"
+            or self.config.state_memory == "host"
+            or jax.default_backend() == "cpu"
+        )
         new, trees = [], map(treedef.flatten_up_to, (gradients, state.mu, state.nu))
         for number, ((path, p), g, mu, nu) in enumerate(zip(at, *trees, strict=True)):
             # Kernels of linear layers decay, whatever shape they and the biases have.
@@ -148,7 +162,12 @@ class AdamW:
             decay = self.config.weight_decay * kernel
             step = partial(self._step, scale, rate, decay, state.count + 1)
             leaf_key = jax.random.fold_in(key, number)
-            new.append(in_parts(step, (p, mu, nu), g, leaf_key, axes=p.axes, when=finite))
+            old = p, mu, nu
+            if parts:
+                new.append(in_parts(step, old, g, leaf_key, axes=p.axes, when=finite))
+            else:
+                chosen = partial(jnp.where, finite)
+                new.append(jax.tree.map(chosen, step(old, g, leaf_key), old))
         model, mu, nu = (treedef.unflatten(leaves) for leaves in zip(*new, strict=True))
         return model, AdamState(state.count + finite, mu, nu), norm
 
@@ -162,11 +181,10 @@ class AdamW:
         m_hat, v_hat = m / (1 - b1**count), v / (1 - b2**count)
         x = p.get_value().astype(jnp.float32)
         x -= rate * (m_hat / (jnp.sqrt(v_hat) + self.config.adam_epsilon) + decay * x)
-        key, p_key = jax.random.split(key)
-        noise = jax.random.bits(key, x.shape, jnp.uint32)
-        mu = _store(m, mu, (noise >> 16).astype(jnp.uint16))
-        nu = _store(v, nu, noise.astype(jnp.uint16), squared=True)
-        return _store(x, p, jax.random.bits(p_key, x.shape, jnp.uint16)), mu, nu
+        first, second = random_bits(key, x.shape)
+        mu = _store(m, mu, (first >> 16).astype(jnp.uint16))
+        nu = _store(v, nu, first.astype(jnp.uint16), squared=True)
+        return _store(x, p, second.astype(jnp.uint16)), mu, nu
 
 
 def _load(moment: Any, squared: bool = False) -> Array:

@@ -20,7 +20,7 @@ from bptjax.fit import prepare
 
 
 def plain(hidden, head, labels, *, z_loss, softcap, chunk):
-    """The sum of the tokens' losses from `[B, T, V]` logits, by autodiff. No z-loss, no soft cap."""
+    """The sum of the tokens' losses from `[B, T, V]` logits, by autodiff; no z-loss or soft cap."""
     logits = jnp.einsum("btd,vd->btv", hidden, head.astype(hidden.dtype)).astype(jnp.float32)
     picked = jnp.take_along_axis(logits, jnp.maximum(labels, 0)[..., None], -1)[..., 0]
     return jnp.where(labels == -100, 0.0, jax.nn.logsumexp(logits, -1) - picked).sum()

@@ -68,10 +68,13 @@ def assert_close(got, wanted, rtol):
         np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol)
 
 
-@pytest.mark.parametrize("at_once", [2**22, 2048, 100])
+@pytest.mark.parametrize("at_once", [None, 2**22, 2048, 100])
 def test_float32_is_optax(at_once, monkeypatch):
-    """Whole leaves, and parts of them, the last of which begins in the one before it."""
-    monkeypatch.setattr(bptjax.parallel.parts, "AT_ONCE", at_once)
+    """Whole leaves, as on a GPU, and parts of them, the last of which begins in the one before."""
+    if at_once is None:
+        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    else:
+        monkeypatch.setattr(bptjax.parallel.parts, "AT_ONCE", at_once)
     model = Model(jax.random.key(0))
     decayed = jax.tree.map_with_path(lambda path, p: "kernel" in str(path), model)
     oracle = optax.chain(
@@ -296,8 +299,11 @@ def test_eight_devices_round_blocks_as_one(monkeypatch):
     """Shards that hold whole blocks (the kernel's), and that cut them (the embedding's). Rounded to
     the nearest, because noise is each device's own.
     """
-    half = {jnp.uint32: 0x80008000, jnp.uint16: 0x8000}
-    monkeypatch.setattr(jax.random, "bits", lambda _, shape, t: jnp.full(shape, half[t], t))
+
+    def half(_, shape):
+        return (jnp.full(shape, 0x80008000, jnp.uint32),) * 2
+
+    monkeypatch.setattr("bptjax.optim.random_bits", half)
     transform = AdamW(replace(CONFIG, state_dtype="int8"), 10)
     model = Model(jax.random.key(0), L=2, D=600, F=512, V=8)
     wanted, *_ = run(transform, model, 2)
@@ -312,7 +318,7 @@ def test_eight_devices_round_blocks_as_one(monkeypatch):
 @pytest.mark.parametrize("kind", STATES)
 def test_moments_stay_in_host_memory_on_a_gpu(kind, monkeypatch):
     monkeypatch.setattr(bptjax.parallel.parts, "AT_ONCE", 2**18)
-    transform = AdamW(replace(CONFIG, state_dtype=kind), 10)
+    transform = AdamW(replace(CONFIG, state_dtype=kind, state_memory="host"), 10)
     model = Model(jax.random.key(0), L=8, D=512, F=1024, V=2048)
     there = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
 

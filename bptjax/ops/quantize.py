@@ -1,13 +1,14 @@
 """Arrays in few bits: block-wise codes with a code book, and bfloat16, rounded to nearest or
 stochastically."""
 
+import math
 from functools import lru_cache
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Float, UInt8, UInt16
+from jaxtyping import Float, UInt8, UInt16, UInt32
 
 # Elements that share one absolute maximum.
 BLOCK = 256
@@ -66,6 +67,26 @@ def dequantize(
 def _each(blocks: Float[Array, "*b C"], size: int) -> Float[Array, "*b S"]:
     """A number of each block, for each of the `size` elements."""
     return jnp.repeat(blocks, BLOCK, axis=-1)[..., :size]
+
+
+def random_bits(
+    key: Array, shape: tuple[int, ...]
+) -> tuple[UInt32[Array, "*b"], UInt32[Array, "*b"]]:
+    """Two words for each element, by its number: what rounding needs, at a tenth of the price of
+    `jax.random.bits`; not for sampling.
+
+    Murmur3's finalizer (Appleby 2011) over number and key.
+    """
+
+    def mixed(x):
+        x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+        x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+        return x ^ (x >> 16)
+
+    number = jnp.arange(math.prod(shape), dtype=jnp.uint32).reshape(shape)
+    one, other = jax.random.bits(key, (2,))
+    first = mixed(mixed(number ^ one) + other)
+    return first, mixed(first + jnp.uint32(0x9E3779B9))
 
 
 def bfloat16_of(x: Float[Array, "*b"], noise: UInt16[Array, "*b"]) -> Float[Array, "*b"]:

@@ -3,7 +3,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bptjax.ops.quantize import bfloat16_of, dequantize, dynamic_codebook, quantize
+from bptjax.ops.quantize import (
+    bfloat16_of,
+    dequantize,
+    dynamic_codebook,
+    quantize,
+    random_bits,
+)
 
 BOOKS = {"signed": dynamic_codebook(True), "unsigned": dynamic_codebook(False)}
 
@@ -83,3 +89,15 @@ def test_stochastic_bfloat16():
     exact = jnp.asarray([0.0, -1.5, 2.0**-120, -jnp.inf, jnp.inf])
     np.testing.assert_array_equal(bfloat16_of(exact, jnp.full(5, 2**16 - 1, jnp.uint16)), exact)
     assert jnp.isnan(bfloat16_of(jnp.full(1, jnp.nan), jnp.full(1, 2**16 - 1, jnp.uint16)))
+
+
+def test_random_bits_are_even_and_unlike():
+    """Every bit of both words is set half of the time, whatever other bits, elements, keys are."""
+    one, other = random_bits(jax.random.key(0), (64, 1024))
+    next_key, _ = random_bits(jax.random.key(1), (64, 1024))
+    words = np.stack([one, other, next_key, np.roll(one, 1, 1)]).reshape(4, -1)
+    bits = np.concatenate([(words >> i) & 1 for i in range(32)]).astype(np.float64)
+    together = (2 * bits - 1) @ (2 * bits - 1).T / bits.shape[1]
+    # Five standard deviations of 65,536 throws, beside each one with itself.
+    assert np.abs(together - np.eye(len(bits))).max() < 5 / 256
+    assert np.abs(bits.mean(1) - 0.5).max() < 2.5 / 256
