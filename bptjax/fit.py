@@ -109,6 +109,7 @@ def prepare(config: Config) -> Run:
         copy_companions(companions, Path(config.run_dir) / COMPANIONS)
     why = "".join(f"; not {name}: {reason}" for name, reason in others.items())
     axes = " ".join(f"{name}={size}" for name, size in mesh.shape.items())
+    axes += f", the sequence by {': '.join(task.strategy)}" if mesh.shape["sp"] > 1 else ""
     notes = [
         f"devices: {len(devices)} × {devices[0].device_kind}, jax {jax.__version__}, mesh {axes}",
         f"data: {len(train)} documents, {len(held_out)} held out, vocabulary {model.V}",

@@ -1,7 +1,9 @@
 """A config made ready for the devices: state, train step, evaluation."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -21,6 +23,8 @@ from bptjax.ops.loss import linear_cross_entropy
 from bptjax.ops.mask import Mask
 from bptjax.optim import AdamState, AdamW, LossScale, learning_rate
 from bptjax.parallel.mesh import sharding, spec
+from bptjax.parallel.ring import zigzag
+from bptjax.parallel.sequence import by_device, choose_strategy
 
 Batch = dict[str, Any]
 # What the key of a step is folded with for the optimizer's rounding: no micro-batch's number.
@@ -80,26 +84,63 @@ class Task:
         return AdamW(self.config.optimizer, self.config.train.max_steps)
 
     def attention(self) -> tuple[str, dict[str, str]]:
-        """The implementation that the step's attention takes, and why not the others.
+        """The implementation that a device's attention takes, and why not the others.
 
         Raises:
           NotImplementedError: the named one cannot honour the model's.
         """
-        model, tokens = self.model, (self.micro_rows, self.config.train.seq_len)
-        mask = Mask(causal=True, segments=jax.ShapeDtypeStruct(tokens, jnp.int32))
+        model, memory, sizes = self.model, self.config.memory, self.mesh.shape
+        rows, T = self.config.train.per_device_train_batch_size, self.config.train.seq_len
+        strategy, _ = self.strategy
+        part = -(-T // sizes["sp"]) if sizes["sp"] > 1 and strategy != "ulysses" else None
+        heads = model.num_heads // sizes["tp"] // (sizes["sp"] if part is None else 1)
+        # Where a part of a row stands is known only as the program runs.
+        place = jax.ShapeDtypeStruct((part or T,), jnp.int32) if part else None
+        segments = jax.ShapeDtypeStruct((rows, part or T), jnp.int32)
+        mask = Mask(causal=True, segments=segments, positions=place)
         score = Score(
             mask=mask.within(model.windows, 0),
             scale=1.0,
             softcap=model.attention_softcap,
             dropout=model.attention_dropout or 0.0,
-            alibi=jnp.zeros(model.num_heads) if model.position == "alibi" else None,
+            alibi=jnp.zeros(heads) if model.position == "alibi" else None,
         )
-        q, k = (
-            jax.ShapeDtypeStruct((*tokens, heads, model.H), self.dtype)
-            for heads in (model.num_heads, model.K)
-        )
-        with jax.set_mesh(self.mesh):
-            return choose(self.config.memory.attention, score, q, k)
+        q = jax.ShapeDtypeStruct((rows, part or T, heads, model.H), self.dtype)
+        # Algorithm 1 is cut over the mesh by the compiler.
+        with jax.set_mesh(self.mesh) if memory.schedule == "fused" else nullcontext():
+            return choose(memory.attention, score, q, q)
+
+    @cached_property
+    def strategy(self) -> tuple[str, str]:
+        """How the sequence is cut over parallel.sp, and why so.
+
+        Raises:
+          NotImplementedError: the named strategy cannot cut the model's heads.
+          ValueError: parallel.tp does not divide them.
+        """
+        tp, sp, N = self.mesh.shape["tp"], self.mesh.shape["sp"], self.model.num_heads
+        if sp > 1 and self.config.memory.schedule == "fused":
+            raise ValueError(
+                f"memory.schedule=fused works on whole rows; parallel.sp={sp} cuts them"
+            )
+        if N % tp:
+            raise ValueError(f"parallel.tp={tp} does not divide the model's {N} heads")
+        K = self.model.K if self.model.K % tp else self.model.K // tp
+        return choose_strategy(self.config.memory.sequence, N // tp, K, sp)
+
+    def order(self, T: int) -> np.ndarray | None:
+        """The places of a row's tokens in the order in which devices have them, T being a multiple
+        of `multiple`; None where they stand as they were."""
+        sp = self.mesh.shape["sp"]
+        if sp == 1 or self.strategy[0] != "ring":
+            return None
+        return zigzag(T, sp).astype(np.int32)
+
+    @property
+    def multiple(self) -> int:
+        """What rows are filled up to a multiple of, with padding."""
+        sp = self.mesh.shape["sp"]
+        return sp if sp == 1 or self.strategy[0] != "ring" else 2 * sp
 
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the state; nothing is allocated."""
@@ -144,14 +185,18 @@ class Task:
         return leaf.replace(jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=where))
 
     def put(self, batch: Batch, micro_batches: int = 1) -> Batch:
-        """A batch `[rows, T]` on the devices, as `[micro_batches, rows / micro_batches, T]`."""
+        """A batch `[rows, T]` on the devices, as `[micro_batches, rows / micro_batches, T]`, T
+        filled up to a `multiple` and in `order`."""
         where = NamedSharding(self.mesh, PartitionSpec(None, *spec(("batch", "sequence"))))
-        return {
-            name: jax.make_array_from_process_local_data(
-                where, x.reshape(micro_batches, -1, x.shape[-1])
-            )
-            for name, x in batch.items()
-        }
+        placed = {}
+        for name, x in batch.items():
+            fill = -100 if name == "labels" else 0
+            x = np.pad(x, ((0, 0), (0, -x.shape[1] % self.multiple)), constant_values=fill)
+            order = self.order(x.shape[1])
+            x = x if order is None else x[:, order]
+            x = x.reshape(micro_batches, -1, x.shape[1])
+            placed[name] = jax.make_array_from_process_local_data(where, x)
+        return placed
 
     def loss_sum(self, model: Decoder, batch: Batch, key: Array | None, z_loss: float) -> Array:
         """Σ loss over the labelled tokens of a micro-batch `[B, T]`, in nats."""
@@ -160,14 +205,16 @@ class Task:
             batch["tokens"],
             positions=batch["positions"],
             segments=batch["segments"],
+            order=self.order(batch["tokens"].shape[1]),
             dropout_key=key,
             dtype=self.dtype,
             execution=memory,
         )
+        hidden, labels = by_device((hidden, batch["labels"]))
         return linear_cross_entropy(
             hidden,
             model.head_matrix,
-            batch["labels"],
+            labels,
             z_loss=z_loss,
             softcap=model.config.logits_softcap,
             chunk=memory.ce_chunk,

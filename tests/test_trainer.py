@@ -78,6 +78,9 @@ def test_accumulated_micro_batches_are_one_big_batch(batch, whole):
         ParallelConfig(dp=8, fsdp=1),
         ParallelConfig(dp=1, fsdp=8),
         ParallelConfig(dp=2, fsdp=2, tp=2),
+        ParallelConfig(dp=1, fsdp=2, tp=2, sp=2),
+        # In zigzag order, and filled up with padding.
+        ParallelConfig(dp=1, fsdp=1, sp=8),
     ],
     ids=str,
 )

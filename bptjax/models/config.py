@@ -237,6 +237,7 @@ class Execution:
 
     Attributes:
       attention: implementation, by name or auto.
+      sequence: how attention is cut over parallel.sp, by name or auto.
       schedule: split: attention over the whole sequence, then the feed-forward in chunks; fused:
         Algorithm 1, both for one block of queries at a time.
       q_chunk, k_chunk, ffn_chunk: tokens in a block.
@@ -244,6 +245,7 @@ class Execution:
     """
 
     attention: str = "auto"
+    sequence: Literal["auto", "ulysses", "ring", "gather"] = "auto"
     schedule: Literal["split", "fused"] = "split"
     q_chunk: int = 512
     k_chunk: int = 512

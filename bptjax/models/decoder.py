@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array
 from jaxtyping import Float, Int
@@ -72,6 +73,7 @@ class Decoder(nnx.Module):
         *,
         positions: Int[Array, "B T"] | None = None,
         segments: Int[Array, "B T"] | None = None,
+        order: Int[np.ndarray, "T"] | None = None,
         dropout_key: Array | None = None,
         dtype: jnp.dtype = jnp.float32,
         execution: Execution = Execution(),  # noqa: B008 (frozen)
@@ -82,6 +84,7 @@ class Decoder(nnx.Module):
           positions: of each token in its document, for rotary and learned embeddings; 0..T-1 if
             left out.
           segments: document numbers, 0 for padding; without them a row is one document.
+          order: of each token its place in the row, where they stand in another order.
           dropout_key: None for no dropout.
           dtype: of the computation; parameters are cast as they are used.
           execution: how to compute it.
@@ -89,12 +92,12 @@ class Decoder(nnx.Module):
         Raises:
           ValueError: more tokens than learned positions.
         """
-        x, place = self._embed(tokens, positions, dropout_key, dtype)
+        x, place = self._embed(tokens, positions, dropout_key, dtype, order)
         x, _ = run(
             self.layers,
             self.config,
             x,
-            mask=Mask(causal=True, segments=segments),
+            mask=Mask(causal=True, segments=segments, positions=order),
             dropout_key=dropout_key,
             execution=execution,
             **place,
@@ -160,11 +163,11 @@ class Decoder(nnx.Module):
         )
         return self._leave(x), replace(cache, k=k, v=v, length=cache.length + T)
 
-    def _embed(self, tokens, positions, dropout_key, dtype):
+    def _embed(self, tokens, positions, dropout_key, dtype, order=None):
         """Embedded tokens `[B, T, D]`; and of each its position, and its number in the batch."""
         config, (B, T) = self.config, tokens.shape
         if positions is None:
-            positions = jnp.broadcast_to(jnp.arange(T), (B, T))
+            positions = jnp.broadcast_to(jnp.arange(T) if order is None else order, (B, T))
         x = jnp.take(self.embedding[...], tokens, axis=0).astype(dtype)
         if config.embedding_scale is not None:
             # Rounded as the checkpoints that have it were trained with it.
@@ -180,7 +183,7 @@ class Decoder(nnx.Module):
             x = x + jnp.take(self.positions[...], at, axis=0).astype(dtype)
         if self.embedding_norm is not None:
             x = self.embedding_norm(x)
-        rows = jnp.arange(B * T).reshape(B, T)
+        rows = jnp.arange(B)[:, None] * T + (jnp.arange(T) if order is None else order)[None]
         if dropout_key is not None:
             key = jax.random.key_data(jax.random.fold_in(dropout_key, 0))
             x = dropout(x, key, config.embedding_dropout or 0.0, rows)

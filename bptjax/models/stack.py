@@ -10,13 +10,14 @@ from jaxtyping import Float, Int
 
 from bptjax.models.config import Execution, ModelConfig
 from bptjax.models.layers import Layer
-from bptjax.ops.attention import attention
+from bptjax.ops.attention import attention as attention_here
 from bptjax.ops.block import block
 from bptjax.ops.feed_forward import feed_forward
 from bptjax.ops.mask import Mask
 from bptjax.ops.position import alibi_slopes
 from bptjax.ops.saved import named
 from bptjax.parallel.mesh import constrain
+from bptjax.parallel.sequence import attention, by_device, from_devices
 
 # Rotary scalings whose frequencies depend on how far the text reaches.
 BY_LENGTH = ("dynamic", "longrope")
@@ -93,7 +94,10 @@ def run(
             k_chunk=execution.k_chunk,
         )
         shared = layer, place[1:], keys and keys[1:]
-        finish = _fused if execution.schedule == "fused" else partial(_split, execution)
+        if execution.schedule == "fused":
+            finish = _fused
+        else:
+            finish = partial(_split if past is None else _cached, execution)
         x = finish(shared, (x, positions, rows), k.astype(x.dtype), v.astype(x.dtype), options)
         x = constrain(x, "batch", "sequence", None)
         return (x, old), x if hidden_states else None
@@ -143,10 +147,21 @@ def _finish(shared, chunk, out, offload=0.0):
 def _split(execution, shared, tokens, k, v, options):
     """Attention over the whole sequence, then the feed-forward in chunks."""
     q = named(_query(shared, tokens), "query", execution.offload)
+    out = attention(q, k, v, strategy=execution.sequence, **options)
+    return from_devices(_feed_forward(execution, shared, *by_device((tokens, out))))
+
+
+def _cached(execution, shared, tokens, k, v, options):
+    """`_split` of a few tokens and many keys, which no mesh is asked to cut."""
+    out = attention_here(_query(shared, tokens), k, v, **options)
+    return _feed_forward(execution, shared, tokens, out)
+
+
+def _feed_forward(execution, shared, tokens, out):
     return feed_forward(
         lambda shared, chunk: _finish(shared, chunk[0], chunk[1], execution.offload),
         shared,
-        (tokens, attention(q, k, v, **options)),
+        (tokens, out),
         chunk=execution.ffn_chunk,
     )
 

@@ -1,5 +1,6 @@
 """The mesh, and the one table from logical axis names to its axes."""
 
+import itertools
 import math
 import os
 from dataclasses import dataclass
@@ -89,7 +90,6 @@ def make_mesh(config: ParallelConfig, devices: list | None = None) -> Mesh:
 
     Raises:
       ValueError: the axes do not multiply to the number of devices.
-      NotImplementedError: sp > 1.
     """
     devices = jax.devices() if devices is None else devices
     sizes = {"dp": config.dp, "fsdp": config.fsdp, "tp": config.tp, "sp": config.sp}
@@ -99,14 +99,29 @@ def make_mesh(config: ParallelConfig, devices: list | None = None) -> Mesh:
     open_axes = [name for name, size in sizes.items() if size == -1]
     fixed = math.prod(size for size in sizes.values() if size != -1)
     if len(open_axes) > 1 or len(devices) % fixed or (not open_axes and fixed != len(devices)):
-        raise ValueError(f"{text} does not make {len(devices)} devices; set one axis to -1")
+        raise ValueError(
+            f"{text} does not make {len(devices)} devices; nearest: {_nearest(sizes, len(devices))}"
+        )
     for name in open_axes:
         sizes[name] = len(devices) // fixed
-    if sizes["sp"] > 1:
-        raise NotImplementedError(f"parallel.sp={sizes['sp']}: there is no sequence strategy yet")
     return jax.make_mesh(
         tuple(sizes.values()), tuple(sizes), (AxisType.Auto,) * len(sizes), devices=devices
     )
+
+
+def _nearest(sizes: dict[str, int], devices: int) -> str:
+    """The two factorisations that change least of what was asked for."""
+
+    def change(made):
+        return sum(abs(math.log(b / max(a, 1))) for a, b in zip(sizes.values(), made, strict=True))
+
+    divisors = [n for n in range(1, devices + 1) if devices % n == 0]
+    made = [m for m in itertools.product(divisors, repeat=4) if math.prod(m) == devices]
+    texts = (
+        " ".join(f"{name}={size}" for name, size in zip(sizes, m, strict=True))
+        for m in sorted(made, key=change)[:2]
+    )
+    return " or ".join(texts)
 
 
 def spec(axes: tuple[str | None, ...]) -> PartitionSpec:

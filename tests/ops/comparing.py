@@ -1,6 +1,7 @@
 """What the tests of ops share: how two arrays are compared, and what a compiled function holds."""
 
 import functools
+import re
 from collections.abc import Callable
 
 import jax
@@ -61,3 +62,9 @@ def dots(f: Callable, *operands) -> int:
         )
 
     return count(jaxpr)
+
+
+def collectives(text: str) -> list[tuple[str, str]]:
+    """(result, kind) of each message between devices in a compiled program."""
+    kinds = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
+    return re.findall(rf"= (.*?) ({kinds})(?:-start)?\(", text)

@@ -32,9 +32,9 @@ def test_a_wrong_mesh_is_refused(config):
         make_mesh(config)
 
 
-def test_sequence_parallelism_is_refused_by_name():
-    with pytest.raises(NotImplementedError, match="parallel.sp=2"):
-        make_mesh(ParallelConfig(sp=2))
+def test_the_nearest_meshes_are_named():
+    with pytest.raises(ValueError, match="nearest: dp=1 fsdp=1 tp=2 sp=4 or dp=1 fsdp=1 tp=4 sp=2"):
+        make_mesh(ParallelConfig(fsdp=1, tp=3, sp=3))
 
 
 def test_an_axis_that_does_not_divide_stays_whole():

@@ -109,6 +109,34 @@ def attention(
     Liu & Abbeel 2023, https://arxiv.org/abs/2305.19370, Algorithm 1; Dao 2023 for the backward
     pass.
     """
+    if q_chunk < 1 or k_chunk < 1:
+        raise ValueError(f"q_chunk={q_chunk}, k_chunk={k_chunk}; a chunk is at least 1 token")
+    score = make_score(
+        q,
+        k,
+        mask=mask,
+        alibi=alibi,
+        scale=scale,
+        softcap=softcap,
+        dropout=dropout,
+        dropout_key=dropout_key,
+    )
+    name, _ = choose(impl, score, q, k)
+    return differentiable((IMPLEMENTATIONS[name], q_chunk, k_chunk, offload), q, k, v, score)
+
+
+def make_score(
+    q: Array,
+    k: Array,
+    *,
+    mask: Mask = Mask(causal=True),  # noqa: B008 (frozen)
+    alibi: Array | np.ndarray | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+    dropout_key: Array | None = None,
+) -> Score:
+    """The checked options of `attention`; of `q` and `k` the shapes are looked at."""
     N, K, H = q.shape[2], k.shape[2], q.shape[3]
     if N % K:
         raise ValueError(f"{N} query heads are not a multiple of {K} key heads")
@@ -122,9 +150,7 @@ def attention(
                 f"T={q.shape[1]} queries and S={k.shape[1]} keys: ALiBi needs Mask.positions, "
                 "k_positions"
             )
-    if q_chunk < 1 or k_chunk < 1:
-        raise ValueError(f"q_chunk={q_chunk}, k_chunk={k_chunk}; a chunk is at least 1 token")
-    score = Score(
+    return Score(
         mask=mask,
         scale=H**-0.5 if scale is None else scale,
         softcap=softcap,
@@ -132,8 +158,6 @@ def attention(
         alibi=None if alibi is None else jnp.asarray(alibi, jnp.float32),
         dropout_key=_key_data(dropout_key) if dropout and dropout_key is not None else None,
     )
-    name, _ = choose(impl, score, q, k)
-    return differentiable((IMPLEMENTATIONS[name], q_chunk, k_chunk, offload), q, k, v, score)
 
 
 def _key_data(key: Array) -> Array:

@@ -28,8 +28,7 @@ def unsupported(score: Score, q: Any, k: Any) -> str | None:
     mask, T, S = score.mask, q.shape[1], k.shape[1]
     if jax.default_backend() != "gpu":
         return "needs an NVIDIA GPU"
-    mesh = jax.sharding.get_abstract_mesh()
-    if not mesh.empty and mesh.size > 1:
+    if triton.several_devices():
         return "runs on one device, and the mesh has more"
     if hidden := _hidden():
         return f"this jax has other primitives: {hidden}"

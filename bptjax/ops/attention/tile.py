@@ -32,6 +32,8 @@ class Score:
       alibi: float32 `[N]`; -alibi · |p - s| is added, p and s being the mask's positions. It gets
         no gradient.
       dropout_key: uint32 `[2]` key data.
+      first_row, first_head: int32 scalars, where these are some rows of the batch and some of the
+        heads: dropout is by row and head.
     """
 
     mask: Mask
@@ -40,6 +42,8 @@ class Score:
     dropout: float = field(default=0.0, metadata={"static": True})
     alibi: Array | None = None
     dropout_key: Array | None = None
+    first_row: Array | None = None
+    first_head: Array | None = None
 
     def cap(self, logits: Array) -> tuple[Array, Array | float]:
         """Soft-capped logits and their derivative by the uncapped ones."""
@@ -57,7 +61,11 @@ class Score:
     def head_keys(self, batch: int, heads: int) -> Array:
         """Dropout's key of each row and head, uint32 `[B, N, 2]`."""
         fold = jax.vmap(jax.vmap(_fold, (None, None, 0)), (None, 0, None))
-        return fold(self.dropout_key, jnp.arange(batch), jnp.arange(heads))
+        rows, columns = (
+            jnp.arange(n) if first is None else first + jnp.arange(n)
+            for n, first in ((batch, self.first_row), (heads, self.first_head))
+        )
+        return fold(self.dropout_key, rows, columns)
 
     def kept(self, batch: int, heads: int, p: Array, s: Array) -> Array:
         """Weights' dropout factors, float32 `[B, N, t, s]`, 0 or 1 / (1 - dropout): the same for a

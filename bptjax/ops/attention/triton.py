@@ -34,6 +34,7 @@ BLOCKS: dict[str, dict[int, tuple[int, int, int, int]]] = {
     "dkv": {32: (64, 64, 4, 3), 64: (64, 64, 4, 3), 128: (64, 128, 8, 3), 256: (32, 64, 8, 1)},
 }
 
+MANUAL = jax.sharding.AxisType.Manual
 LOG2E = np.float32(np.log2(np.e))
 
 
@@ -41,12 +42,18 @@ def unsupported(score: Score, q: Any, k: Any) -> str | None:
     """Why these arguments cannot be honoured; None where they can."""
     if jax.default_backend() != "gpu":
         return "needs an NVIDIA GPU"
-    mesh = jax.sharding.get_abstract_mesh()
-    if not mesh.empty and mesh.size > 1:
+    if several_devices():
         return "runs on one device, and the mesh has more"
     if importlib.util.find_spec("jax_triton") is None:
         return 'jax-triton is not installed; pip install -e ".[gpu]" brings it'
     return None
+
+
+def several_devices() -> bool:
+    """Whether the compiler is to cut arrays over a mesh by itself, which it cannot for kernels."""
+    mesh = jax.sharding.get_abstract_mesh()
+    free = [n for n, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind != MANUAL]
+    return any(mesh.shape[name] > 1 for name in free)
 
 
 def forward(

@@ -1,0 +1,155 @@
+"""Attention cut over a mesh equals attention on one device."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from ops.comparing import close, collectives, normal, quick
+
+from bptjax.ops.attention import attention as on_one
+from bptjax.ops.mask import Mask
+from bptjax.parallel.mesh import ParallelConfig, make_mesh
+from bptjax.parallel.ring import zigzag
+from bptjax.parallel.sequence import STRATEGIES, attention, by_device, choose_strategy, from_devices
+
+B, T, N, K, H = 2, 48, 8, 2, 8
+DOCUMENTS = np.array([[1] * 20 + [2] * 18 + [0] * 10, [1] * 5 + [2] * 30 + [3] * 13], np.int32)
+SLOPES = 2.0 ** -np.arange(1, N + 1)
+CASES = {
+    "everything": dict(
+        mask=Mask(causal=True, window=17, segments=DOCUMENTS),
+        alibi=SLOPES,
+        softcap=3.0,
+        dropout=0.2,
+        dropout_key=jax.random.key(3),
+    ),
+    "all keys": dict(mask=Mask(segments=DOCUMENTS)),
+    "sparse": dict(
+        mask=Mask(
+            causal=True,
+            window=5,
+            global_tokens=np.arange(T) % 11 == 0,
+            block_mask=np.tri(6, dtype=bool),
+            block_size=8,
+        )
+    ),
+}
+MESHES = {
+    "sp 4": ParallelConfig(1, 1, 1, 4),
+    "sp 3": ParallelConfig(1, 1, 1, 3),
+    "dp 2, tp 2, sp 2": ParallelConfig(2, 1, 2, 2),
+    "tp 4": ParallelConfig(1, 2, 4, 1),
+}
+
+
+def mesh_of(config):
+    devices = config.dp * config.fsdp * config.tp * config.sp
+    return make_mesh(config, jax.devices()[:devices])
+
+
+def operands(heads=N, kv_heads=K):
+    shapes = (B, T, heads, H), (B, T, kv_heads, H), (B, T, kv_heads, H), (B, T, heads, H)
+    return [normal(i, *shape) for i, shape in enumerate(shapes)]
+
+
+def results(f, *arrays, **options):
+    """(out, dq, dk, dv)."""
+    options = dict(impl="scan", q_chunk=8, k_chunk=8) | options
+
+    def both(q, k, v, dout):
+        out, pull = jax.vjp(lambda q, k, v: f(q, k, v, **options), q, k, v)
+        return out, *pull(dout)
+
+    return quick(both)(*arrays)
+
+
+@pytest.fixture(scope="module")
+def wanted():
+    return {name: results(on_one, *operands(), **case) for name, case in CASES.items()}
+
+
+@pytest.mark.parametrize(
+    "mesh, strategy, case",
+    [
+        *(("sp 4", strategy, case) for strategy in STRATEGIES for case in CASES),
+        *(("dp 2, tp 2, sp 2", strategy, "everything") for strategy in STRATEGIES),
+        ("sp 3", "ring", "everything"),
+        ("tp 4", "auto", "everything"),
+    ],
+)
+def test_equals_one_device(mesh, strategy, case, wanted):
+    with jax.set_mesh(mesh_of(MESHES[mesh])):
+        got = results(attention, *operands(), strategy=strategy, **CASES[case])
+    close(got, wanted[case], scale=2.0)
+
+
+def test_heads_that_tp_does_not_divide():
+    """Six query heads of three key heads over two devices."""
+    arrays = operands(6, 3)
+    with jax.set_mesh(mesh_of(ParallelConfig(1, 1, 2, 2))):
+        got = results(attention, *arrays)
+    close(got, results(on_one, *arrays), scale=2.0)
+
+
+def test_zigzag_is_an_order_like_any_other():
+    order = zigzag(T, 4)
+    assert sorted(order) == list(range(T)) and order[:6].tolist() == [*range(6)]
+    assert order[6:12].tolist() == [*range(42, 48)]
+    arrays = operands()
+    mask = Mask(causal=True, segments=DOCUMENTS[:, order], positions=order.astype(np.int32))
+    with jax.set_mesh(mesh_of(MESHES["sp 4"])):
+        turned = [x[:, order] for x in arrays]
+        got = results(attention, *turned, strategy="ring", mask=mask)
+    plain = results(on_one, *arrays, mask=Mask(causal=True, segments=DOCUMENTS))
+    close(got, tuple(x[:, order] for x in plain), scale=2.0)
+
+
+@pytest.mark.parametrize(
+    "strategy, kinds",
+    [
+        ("ring", {"collective-permute"}),
+        ("ulysses", {"all-to-all"}),
+        ("gather", {"all-gather", "reduce-scatter"}),
+    ],
+)
+def test_what_devices_tell_each_other(strategy, kinds):
+    """Of whole rows nothing but what the strategy is named for."""
+    mesh = mesh_of(MESHES["sp 4"])
+    where = NamedSharding(mesh, PartitionSpec(None, "sp"))
+    q, k = (jax.ShapeDtypeStruct((B, T, n, H), jnp.float32, sharding=where) for n in (N, 4))
+
+    def both(q, k, v, dout):
+        options = dict(strategy=strategy, impl="scan", q_chunk=4, k_chunk=4)
+        return jax.vjp(lambda q, k, v: attention(q, k, v, **options), q, k, v)[1](dout)
+
+    with jax.set_mesh(mesh):
+        text = jax.jit(both, out_shardings=where).lower(q, k, k, q).compile().as_text()
+    assert {kind for shape, kind in collectives(text) if "f32" in shape} == kinds
+
+
+def test_each_device_has_rows_of_its_own():
+    x = normal(0, 4, T, 3)
+    mesh = mesh_of(ParallelConfig(2, 1, 1, 4))
+    where = NamedSharding(mesh, PartitionSpec(("dp", "fsdp"), "sp"))
+    with jax.set_mesh(mesh):
+        there = jax.jit(by_device)(jax.device_put(x, where))
+        text = jax.jit(by_device).lower(jax.device_put(x, where)).compile().as_text()
+        back = jax.jit(from_devices)(there)
+    assert there.shape == (16, T // 4, 3) and not collectives(text)
+    np.testing.assert_array_equal(there[4:8], x[:, T // 4 : T // 2])
+    np.testing.assert_array_equal(back, x)
+
+
+def test_choice_and_refusals():
+    assert choose_strategy("auto", 8, 2, 4)[0] == "ulysses"
+    assert choose_strategy("auto", 6, 2, 4)[0] == "ring"
+    assert "6 query heads do not divide" in choose_strategy("auto", 6, 2, 4)[1]
+    with pytest.raises(NotImplementedError, match="'ulysses': 6 query heads"):
+        choose_strategy("ulysses", 6, 2, 4)
+    with pytest.raises(ValueError, match="'rings'; there are auto, ulysses, ring, gather"):
+        choose_strategy("rings", 6, 2, 4)
+    q = normal(0, 1, 10, 4, 8)
+    with jax.set_mesh(mesh_of(MESHES["sp 4"])):
+        with pytest.raises(ValueError, match="10 query tokens do not divide among 4"):
+            attention(q, q, q)
