@@ -97,11 +97,13 @@ class Config:
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 
     def __post_init__(self):
-        hidden = set(self.memory.save) & {"attended", "gate", "up"}
-        chunked = self.memory.ffn_chunk < self.train.seq_len or self.memory.schedule == "fused"
-        if hidden and chunked:
+        save, fused = set(self.memory.save), self.memory.schedule == "fused"
+        if fused and (hidden := save - {"key", "value"}):
+            raise ValueError(f"memory.save={', '.join(sorted(hidden))} needs memory.schedule=split")
+        hidden = save & {"attended", "gate", "up"}
+        if hidden and self.memory.ffn_chunk < self.train.seq_len:
             raise ValueError(
-                f"memory.save={', '.join(sorted(hidden))} needs schedule=split and "
+                f"memory.save={', '.join(sorted(hidden))} needs "
                 f"memory.ffn_chunk of at least train.seq_len={self.train.seq_len}"
             )
 
@@ -167,7 +169,8 @@ def _one_line(message: str, kind: type) -> str:
             groups = ", ".join(f.name for f in fields(kind))
             return f"unknown key {key}; " + (f"nearest: {near[0]}" if near else f"known: {groups}")
     wrong = (
-        r"Parser key \"(?P<key>[\w.]+)\": Expected an? (?P<type>.*?)\.? Got value: (?P<value>.*)"
+        r"Parser key \"(?P<key>[\w.]+)\": (?:.*Subtypes: .*? - )?Expected an? (?P<type>.*?)"
+        r"\.? (?:Got value|- Expected a .* Given value): (?P<value>.*)"
     )
     if found := re.search(wrong, text):
         wanted = re.sub(r"<class '(\w+)'>", r"\1", found["type"])

@@ -98,6 +98,7 @@ def prepare(config: Config) -> Run:
         )
     if model.position == "rope":
         rotary(model, 0, None)  # Refuses scalings that cannot be.
+    config.memory.groups(model.num_layers)  # Refuses a nested(k) that cannot be.
     task = Task(config, model, mesh, pretrained)
     picked, others = task.attention()
     batches = train_loader(

@@ -33,7 +33,8 @@ class MemoryConfig(Execution):
         which k layers at a time are run again as under save_attention. Attention, and a
         feed-forward of more than one chunk, keep only what they need under each of them.
       save: kept besides, by name: query, key, value, attended (the stream after attention), gate,
-        up; the last three only of a feed-forward of one chunk.
+        up; the last three only of a feed-forward of one chunk. schedule=fused has key and value
+        alone.
       ce_chunk: tokens whose logits exist at once.
     """
 
@@ -61,26 +62,35 @@ class MemoryConfig(Execution):
         found = re.fullmatch(r"nested\((\d+)\)", self.remat)
         return int(found[1]) if found and int(found[1]) > 1 else None
 
+    def groups(self, layers: int) -> int:
+        """Into how many groups nested(k) cuts them.
+
+        Raises:
+          ValueError: k does not divide the number of layers.
+        """
+        if layers % (self.nested or 1):
+            raise ValueError(f"memory.remat={self.remat} with {layers} layers: k does not divide")
+        return layers // (self.nested or 1)
+
     def scan(self, step: Callable, carry: Any, xs: Any) -> tuple[Any, Any]:
         """`lax.scan` over the layers that keeps what the policy says.
 
         Raises:
-          ValueError: nested(k) where k does not divide the number of layers.
+          ValueError: as `groups`.
         """
         if self.remat == "none":
             return jax.lax.scan(step, carry, xs)
         if self.nested is None:
             return jax.lax.scan(self._checkpoint(step, REMAT[self.remat] or ()), carry, xs)
-        k, layers = self.nested, jax.tree.leaves(xs)[0].shape[0]
-        if layers % k:
-            raise ValueError(f"memory.remat={self.remat} with {layers} layers: k does not divide")
+        layers = jax.tree.leaves(xs)[0].shape[0]
+        groups = self.groups(layers)
 
         def group(carry, xs):
             # Named on the first line of the scanned body: the name of a carry is not seen.
             carry = jax.tree.map(lambda x: named(x, "group_input", self.offload), carry)
             return jax.lax.scan(self._checkpoint(step, SAVED, offload=False), carry, xs)
 
-        xs = jax.tree.map(lambda x: x.reshape(layers // k, k, *x.shape[1:]), xs)
+        xs = jax.tree.map(lambda x: x.reshape(groups, -1, *x.shape[1:]), xs)
         carry, ys = jax.lax.scan(self._checkpoint(group, (), "group_input"), carry, xs)
         return carry, jax.tree.map(lambda y: y.reshape(layers, *y.shape[2:]), ys)
 
@@ -89,12 +99,14 @@ class MemoryConfig(Execution):
     ) -> Callable:
         """Remat of `f` that keeps its input, whose name is `given`, and what is `kept`."""
         names = [given, *kept, *self.save]
-        policy = policies.save_only_these_names(*kept, *self.save)
+        on_host = [name + ON_HOST for name in names]
+        # Where nothing is moved, what bears the name for host memory is kept on the device.
+        policy = policies.save_only_these_names(*names[1:], *on_host[1:])
         if offload and self.offload:
             # The input too is kept by its name: a carry of the scan would stay on the device.
             policy = policies.save_and_offload_only_these_names(
                 names_which_can_be_saved=names,
-                names_which_can_be_offloaded=[name + ON_HOST for name in names],
+                names_which_can_be_offloaded=on_host,
                 offload_src="device",
                 offload_dst="pinned_host",
             )

@@ -271,7 +271,7 @@ class Task:
             "train/grad_norm": norm,
             "train/learning_rate": learning_rate(
                 self.config.optimizer, self.config.train.max_steps
-            )(state.step),
+            )(state.opt_state.count),
         }
         if loss_scale is not None:
             metrics["train/loss_scale"] = loss_scale.value

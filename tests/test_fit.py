@@ -172,6 +172,19 @@ BAD = {
     "unknown key": (["--train.max_stepz", "3"], "train.max_stepz; nearest: train.max_steps"),
     "wrong type": (["--train.max_steps", "many"], "train.max_steps=many: expected int"),
     "wrong choice": (["--model.norm", "batch"], "model.norm=batch: expected one of 'rms', 'layer'"),
+    "wrong choice of an optional key": (
+        ["--optimizer.state_dtype", "int4"],
+        "error: optimizer.state_dtype=int4: expected one of 'float32', 'bfloat16', 'int8'\n",
+    ),
+    "layers that do not make groups": (["--memory.remat", "nested(2)"], "nested(2) with 1 layers"),
+    "hidden by the schedule": (
+        ["--memory.schedule", "fused", "--memory.save", "[query, key]"],
+        "memory.save=query needs memory.schedule=split",
+    ),
+    "hidden by chunks": (
+        ["--memory.save", "[query, gate]"],
+        "memory.save=gate needs memory.ffn_chunk of at least train.seq_len=32",
+    ),
     "no such scaling": (
         ["--model.rope_parameters", "{rope_type: yarm, rope_theta: 1.0}"],
         "rope_type='yarm' is not known",

@@ -125,6 +125,10 @@ def test_an_overflow_changes_the_scale_alone(batch):
         after, metrics = jax.jit(work.step)(state, placed)
     assert not np.isfinite(metrics["train/grad_norm"]) and np.isfinite(metrics["train/loss"])
     assert float(after.loss_scale.value) == 2.0**39
+    with jax.set_mesh(work.mesh):
+        _, again = jax.jit(work.step)(after, placed)
+    # The schedule stands still with the optimizer, and so does what is told of it.
+    assert again["train/learning_rate"] == metrics["train/learning_rate"]
     for a, b in zip(
         jax.tree.leaves((after.model, after.opt_state)), jax.tree.leaves(before), strict=True
     ):

@@ -166,6 +166,17 @@ def test_offload_moves_what_is_kept(how, moved):
     assert found == {"Host": moved, "Device": moved}
 
 
+def test_offload_runs_nothing_again():
+    """A group of nested(k) finds what it keeps under the names for host memory too."""
+
+    def products(**how):
+        f, operands = gradient_of(remat="nested(3)", **how)
+        every = equations(jax.make_jaxpr(f)(*operands).jaxpr)
+        return sum(eqn.primitive.name == "dot_general" for eqn in every)
+
+    assert products(offload=0.5) == products(offload=1.0) == products()
+
+
 def test_refusals_of_memory():
     with pytest.raises(ValueError, match=r"remat=nested\(1\); there are none, dots"):
         MemoryConfig(remat="nested(1)")
