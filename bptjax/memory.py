@@ -13,10 +13,12 @@ from bptjax.models.config import Execution
 from bptjax.ops.attention import SAVED
 from bptjax.ops.saved import ON_HOST, named
 
+# What a layer can be kept of by name: what its matmuls and attention make.
+NAMES = ("query", "key", "value", *SAVED, "attended", "gate", "up")
 # What each policy keeps of a layer beside its input. None keeps all of it: no remat.
 REMAT: dict[str, tuple[str, ...] | None] = {
     "none": None,
-    "dots": ("query", "key", "value", *SAVED, "attended", "gate", "up"),
+    "dots": NAMES,
     "save_attention": SAVED,
     "full": (),
 }
@@ -51,8 +53,8 @@ class MemoryConfig(Execution):
                 f"memory.remat={self.remat}; there are {', '.join(REMAT)}, nested(k) with k > 1"
             )
         for name in self.save:
-            if name not in (REMAT["dots"] or ()):
-                raise ValueError(f"memory.save={name}; there are {', '.join(REMAT['dots'] or ())}")
+            if name not in NAMES:
+                raise ValueError(f"memory.save={name}; there are {', '.join(NAMES)}")
         if self.offload and self.remat == "none":
             raise ValueError("memory.offload moves what a remat policy keeps; remat=none has none")
 

@@ -15,11 +15,11 @@ from jax.typing import ArrayLike
 
 from bptjax.ops.quantize import (
     BLOCK,
-    bfloat16_of,
     dequantize,
     dynamic_codebook,
     quantize,
     random_bits,
+    stochastic_round,
 )
 from bptjax.parallel.parts import in_parts
 
@@ -200,7 +200,7 @@ def _store(x: Array, like: Any, noise: Array, squared: bool = False) -> Any:
     first moment, and the precision that the update needs.
     """
     if not isinstance(like, dict):
-        return like.replace(bfloat16_of(x, noise) if like.dtype == jnp.bfloat16 else x)
+        return like.replace(stochastic_round(x, noise) if like.dtype == jnp.bfloat16 else x)
     book = dynamic_codebook(signed=not squared)
     codes, absmax = quantize(jnp.sqrt(x) if squared else x, book, noise)
     if squared:

@@ -1,5 +1,5 @@
 """Times attention on this machine's GPU: causal, ALiBi, soft cap, packed documents, a window, that
-window with global tokens, and an eighth of the causal blocks.
+window with global tokens, an eighth of the causal blocks, and dropout.
 
     python scripts/attention.py --lengths 32768 --head_sizes 128 64 --out rows.json
 
@@ -8,8 +8,6 @@ FLOPs a query-key pair that is seen, and 2.5 times that for the backward pass.
 """
 
 import argparse
-import json
-import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +15,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from timing import milliseconds, tell
 
 from bptjax import Mask, attention
 from bptjax.ops.position import alibi_slopes
@@ -49,17 +48,6 @@ def cases(T: int) -> dict[str, tuple[dict, float]]:
         ),
         "dropout": (dict(mask=causal, dropout=0.1, dropout_key=jax.random.key(0)), square),
     }
-
-
-def milliseconds(f, *operands, repeats: int = 9) -> tuple[float, float, float]:
-    """Median, least and greatest, after two runs to warm up."""
-    times = []
-    for i in range(repeats + 2):
-        start = time.perf_counter()
-        jax.block_until_ready(f(*operands))
-        if i > 1:
-            times.append(1e3 * (time.perf_counter() - start))
-    return float(np.median(times)), min(times), max(times)
 
 
 def call(f, segments, q, k, v):
@@ -107,28 +95,22 @@ def main() -> None:
                 step, least, most = milliseconds(both, segments, dout, q, k, v)
                 flops = 4 * N * H * pairs
                 needs = both.memory_analysis()
-                rows.append(
-                    dict(
-                        implementation=impl,
-                        case=name,
-                        T=T,
-                        H=H,
-                        forward_ms=forward,
-                        forward_tflops=flops / forward / 1e9,
-                        step_ms=step,
-                        fastest_ms=least,
-                        slowest_ms=most,
-                        step_tflops=3.5 * flops / step / 1e9,
-                        temporary_gib=needs.temp_size_in_bytes / 2**30,
-                        dtype="bfloat16",
-                        device=jax.devices()[0].device_kind,
-                        jax=jax.__version__,
-                    )
+                tell(
+                    rows,
+                    args.out,
+                    implementation=impl,
+                    case=name,
+                    T=T,
+                    H=H,
+                    forward_ms=forward,
+                    forward_tflops=flops / forward / 1e9,
+                    step_ms=step,
+                    fastest_ms=least,
+                    slowest_ms=most,
+                    step_tflops=3.5 * flops / step / 1e9,
+                    temporary_gib=needs.temp_size_in_bytes / 2**30,
+                    dtype="bfloat16",
                 )
-                shown = {k: round(v, 2) if isinstance(v, float) else v for k, v in rows[-1].items()}
-                print(list(shown.values())[:10], flush=True)
-    if args.out:
-        args.out.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -8,14 +8,12 @@ is the work whose Python loops in PyTorch (chunks of 512 tokens) took 21.7 ms at
 """
 
 import argparse
-import json
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from timing import milliseconds, tell
 
 from bptjax.models.config import Execution, ModelConfig
 from bptjax.models.stack import new_layers, run
@@ -65,27 +63,17 @@ def main() -> None:
                     y, pull = jax.vjp(f, layers, x)
                     return y, pull(dy)
 
-                times = []
-                for _ in range(12):
-                    start = time.perf_counter()
-                    jax.block_until_ready(both(layers, x, dy))
-                    times.append(1e3 * (time.perf_counter() - start))
-                ms = float(np.median(times[2:]))
-                rows.append(
-                    dict(
-                        attention=impl,
-                        alibi=config.position == "alibi",
-                        T=T,
-                        batch=BATCH,
-                        ms=ms,
-                        loops_over_this=LOOPS_MS[T] / ms if T in LOOPS_MS else None,
-                        device=jax.devices()[0].device_kind,
-                        jax=jax.__version__,
-                    )
+                ms, *_ = milliseconds(both, layers, x, dy, repeats=10)
+                tell(
+                    rows,
+                    args.out,
+                    attention=impl,
+                    alibi=config.position == "alibi",
+                    T=T,
+                    batch=BATCH,
+                    ms=ms,
+                    loops_over_this=LOOPS_MS[T] / ms if T in LOOPS_MS else None,
                 )
-                print(rows[-1], flush=True)
-    if args.out:
-        args.out.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -7,14 +7,12 @@ gradients included, by the compiler's own account.
 """
 
 import argparse
-import json
-import time
 from functools import partial
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from timing import milliseconds, tell
 
 from bptjax import linear_cross_entropy
 
@@ -42,26 +40,10 @@ def main() -> None:
     for name, f in (work | {"plain": plain}).items():
         mean = jax.jit(jax.grad(lambda h, w, y, f=f: f(h, w, y) / T, (0, 1)))
         step = mean.lower(hidden, head, labels).compile()
-        needs, times = step.memory_analysis(), []
-        for _ in range(7):
-            start = time.perf_counter()
-            jax.block_until_ready(step(hidden, head, labels))
-            times.append(time.perf_counter() - start)
-        rows.append(
-            dict(
-                loss=name,
-                T=T,
-                D=D,
-                V=V,
-                ms=1e3 * float(np.median(times[2:])),
-                extra_gib=(needs.temp_size_in_bytes + needs.output_size_in_bytes) / 2**30,
-                device=jax.devices()[0].device_kind,
-                jax=jax.__version__,
-            )
-        )
-        print(rows[-1], flush=True)
-    if args.out:
-        args.out.write_text(json.dumps(rows, indent=1) + "\n")
+        needs = step.memory_analysis()
+        extra = needs.temp_size_in_bytes + needs.output_size_in_bytes
+        ms, *_ = milliseconds(step, hidden, head, labels, repeats=5)
+        tell(rows, args.out, loss=name, T=T, D=D, V=V, ms=ms, extra_gib=extra / 2**30)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""Arrays in few bits: block-wise codes with a code book, and bfloat16, rounded to nearest or
-stochastically."""
+"""Arrays in few bits: block-wise codes with a code book, rounded to nearest or stochastically, and
+bfloat16, rounded stochastically."""
 
 import math
 from functools import lru_cache
@@ -75,7 +75,8 @@ def random_bits(
     """Two words for each element, by its number: what rounding needs, at a tenth of the price of
     `jax.random.bits`; not for sampling.
 
-    Murmur3's finalizer (Appleby 2011) over number and key.
+    Murmur3's finalizer (Appleby 2011) over number and key. Numbers are 32 bits: elements 2³² apart
+    share theirs.
     """
 
     def mixed(x):
@@ -89,7 +90,7 @@ def random_bits(
     return first, mixed(first + jnp.uint32(0x9E3779B9))
 
 
-def bfloat16_of(x: Float[Array, "*b"], noise: UInt16[Array, "*b"]) -> Float[Array, "*b"]:
+def stochastic_round(x: Float[Array, "*b"], noise: UInt16[Array, "*b"]) -> Float[Array, "*b"]:
     """float32 as bfloat16, rounded up or down with the probabilities that make it `x` in the mean.
 
     Args:

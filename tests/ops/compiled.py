@@ -49,17 +49,15 @@ POINTERS = {
 }
 
 
-def call(name, inputs, shapes, grid, warps, stages, **constants):
+def call(name, inputs, shapes, grid, warps, stages, constants):
     """As `triton.CALL`; compiles, and gives zeros."""
     kernel = getattr(triton_kernels, f"{name}_kernel")
     types = [POINTERS[np.dtype(x.dtype).name] for x in (*inputs, *shapes)]
-    signature = dict(zip(kernel.arg_names, types, strict=False)) | dict.fromkeys(
-        constants, "constexpr"
-    )
+    signature = dict(zip(kernel.arg_names, [*types, "constexpr"], strict=True))
     source = ASTSource(
         kernel,
         signature,
-        {(kernel.arg_names.index(n),): x for n, x in constants.items()},
+        {(len(types),): constants},
         {(i,): [["tt.divisibility", 16]] for i in range(len(types))},
     )
     options = dict(num_warps=warps, num_stages=stages)

@@ -35,7 +35,7 @@ class _Int(int, metaclass=_AnyInt):
 interpreter.int = _Int
 
 
-def call(name, inputs, shapes, grid, warps, stages, **constants):
+def call(name, inputs, shapes, grid, warps, stages, constants):
     """As `triton.CALL`, on torch tensors. Outputs start as NaN: every element is to be written."""
 
     def tensor(x):
@@ -44,7 +44,7 @@ def call(name, inputs, shapes, grid, warps, stages, **constants):
 
     outputs = [torch.full(s.shape, float("nan"), dtype=torch.float32) for s in shapes]
     kernel = getattr(triton_kernels, f"{name}_kernel")
-    kernel[grid](*map(tensor, inputs), *outputs, **constants)
+    kernel[grid](*map(tensor, inputs), *outputs, C=constants)
     return tuple(jnp.asarray(x.numpy()) for x in outputs)
 
 

@@ -18,9 +18,9 @@ from bptjax.ops.saved import named
 
 # Each implementation is a pair `forward(q, k, v, score, *, q_chunk, k_chunk) -> Partial(out, lse)`
 # and `backward(q, k, v, out, lse, dout, score, *, q_chunk, k_chunk) -> (dq, dk, dv)`, and says in
-# `unsupported(score, q, k)` what it refuses. `auto` takes the first that it can: on one H200, where
-# cuDNN takes the arguments it was the fastest at every head size, and triton ten times as fast as
-# scan and more (scripts/results/attention_h200.json).
+# `unsupported(score, q, k)` what it refuses. `auto` takes the first that it can: on one H200 cuDNN
+# was the fastest where it takes the arguments, but for 5 % with packed documents at head size 64
+# (scripts/results/attention_h200.json), and triton faster than scan (compare_h200.json).
 IMPLEMENTATIONS: dict[str, ModuleType] = {
     "cudnn": cudnn,
     "triton": triton,
@@ -32,7 +32,6 @@ IMPLEMENTATIONS: dict[str, ModuleType] = {
 # Names under which a remat policy can keep what the backward pass needs, so that remat does not run
 # the kernel again.
 SAVED = ("attention_out", "attention_lse")
-
 
 # Never picked by `auto`, and why.
 OTHERS = {
@@ -104,7 +103,8 @@ def attention(
 
     Raises:
       NotImplementedError: the named implementation cannot honour the arguments.
-      ValueError: N is not a multiple of K; dropout without a key; ALiBi, T ≠ S, no positions.
+      ValueError: N is not a multiple of K; dropout outside [0, 1) or without a key; ALiBi, T ≠ S
+        and no positions; a chunk below 1; no such `impl`; a mask that `Mask.resolve` refuses.
 
     Liu & Abbeel 2023, https://arxiv.org/abs/2305.19370, Algorithm 1; Dao 2023 for the backward
     pass.

@@ -8,6 +8,7 @@ come with lists of them.
 
 import importlib.util
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -36,6 +37,47 @@ BLOCKS: dict[str, dict[int, tuple[int, int, int, int]]] = {
 
 MANUAL = jax.sharding.AxisType.Manual
 LOG2E = np.float32(np.log2(np.e))
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What a kernel is compiled for, its one `tl.constexpr` argument.
+
+    Attributes:
+      BH: head size filled up to what a matrix product takes.
+      BQ, BK: blocks of queries and of keys.
+      range_rows, position_rows: 1 where the rows of the batch have the same ranges, or positions.
+      listed: longest list of tiles; 0 where ranges are of the blocks themselves.
+      unit: what a product, or its capped form, is worth in units of log 2.
+      fast_tanh: the soft cap by the GPU's own tanh, to 11 bits.
+      least: random bits, 32 of them, of at least so much keep a weight.
+    """
+
+    T: int
+    S: int
+    N: int
+    K: int
+    H: int
+    BH: int
+    BQ: int
+    BK: int
+    range_rows: int
+    position_rows: int
+    listed: int
+    scale: float
+    unit: float
+    softcap: float | None
+    fast_tanh: bool
+    alibi: bool
+    dropout: float
+    least: int
+    causal: bool
+    window: int | None
+    segments: bool
+    global_tokens: bool
+    block_size: int | None
+    block_rows: int
+    block_columns: int
 
 
 def unsupported(score: Score, q: Any, k: Any) -> str | None:
@@ -138,13 +180,7 @@ def _launch(
         none if mask.block_mask is None else jnp.asarray(mask.block_mask != 0, jnp.int8),
     )
     grid = (-(-S // bk), K, B) if of_keys else (-(-T // bq), N, B)
-    return CALL(
-        name,
-        inputs,
-        shapes,
-        grid,
-        warps,
-        stages,
+    constants = Constants(
         T=T,
         S=S,
         N=N,
@@ -153,27 +189,28 @@ def _launch(
         BH=padded,
         BQ=bq,
         BK=bk,
-        RANGE_ROWS=ranges.shape[0],
-        POSITION_ROWS=positions.shape[0],
+        range_rows=ranges.shape[0],
+        position_rows=positions.shape[0],
+        listed=tiles.shape[-1] if listed else 0,
         scale=float(score.scale),
-        UNIT=float(LOG2E * (score.scale if score.softcap is None else score.softcap)),
-        SOFTCAP=score.softcap,
-        FAST=q.dtype == jnp.bfloat16,
-        ALIBI=score.alibi is not None,
-        DROPOUT=float(score.dropout),
-        LEAST=round(score.dropout * 2**32),
-        CAUSAL=mask.causal,
-        WINDOW=mask.window,
-        SEGMENTS=segmented,
-        LISTED=tiles.shape[-1] if listed else 0,
-        GLOBAL=mask.global_tokens is not None,
-        BLOCK_SIZE=mask.block_size,
-        BLOCK_ROWS=0 if mask.block_mask is None else mask.block_mask.shape[0],
-        BLOCK_COLUMNS=0 if mask.block_mask is None else mask.block_mask.shape[1],
+        unit=float(LOG2E * (score.scale if score.softcap is None else score.softcap)),
+        softcap=score.softcap,
+        fast_tanh=q.dtype == jnp.bfloat16,
+        alibi=score.alibi is not None,
+        dropout=float(score.dropout),
+        least=round(score.dropout * 2**32),
+        causal=mask.causal,
+        window=mask.window,
+        segments=segmented,
+        global_tokens=mask.global_tokens is not None,
+        block_size=mask.block_size,
+        block_rows=0 if mask.block_mask is None else mask.block_mask.shape[0],
+        block_columns=0 if mask.block_mask is None else mask.block_mask.shape[1],
     )
+    return CALL(name, inputs, shapes, grid, warps, stages, constants)
 
 
-def _call(name, inputs, shapes, grid, warps, stages, **constants: Any) -> tuple[Array, ...]:
+def _call(name, inputs, shapes, grid, warps, stages, constants: Constants) -> tuple[Array, ...]:
     # jax-triton refuses to be imported where there is no GPU.
     import jax_triton
 
@@ -186,7 +223,7 @@ def _call(name, inputs, shapes, grid, warps, stages, **constants: Any) -> tuple[
         grid=grid,
         num_warps=warps,
         num_stages=stages,
-        **constants,
+        C=constants,
     )
 
 
