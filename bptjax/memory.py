@@ -57,6 +57,8 @@ class MemoryConfig(Execution):
                 raise ValueError(f"memory.save={name}; there are {', '.join(NAMES)}")
         if self.offload and self.remat == "none":
             raise ValueError("memory.offload moves what a remat policy keeps; remat=none has none")
+        if self.save and self.remat == "none":
+            raise ValueError("memory.save adds to what is kept; remat=none keeps everything")
 
     @property
     def nested(self) -> int | None:

@@ -125,8 +125,7 @@ class Task:
             )
         if N % tp:
             raise ValueError(f"parallel.tp={tp} does not divide the model's {N} heads")
-        K = self.model.K if self.model.K % tp else self.model.K // tp
-        return choose_strategy(self.config.memory.sequence, N // tp, K, sp)
+        return choose_strategy(self.config.memory.sequence, N // tp, sp)
 
     def order(self, T: int) -> np.ndarray | None:
         """The places of a row's tokens in the order in which devices have them, T being a multiple

@@ -14,8 +14,8 @@ from bptjax.ops.attention.tile import Score
 from bptjax.ops.softmax import Partial
 
 
-def unsupported(heads: int, kv_heads: int, devices: int) -> str | None:
-    """Why rows of these heads a device cannot be cut so; None where they can."""
+def unsupported(heads: int, devices: int) -> str | None:
+    """Why rows of so many query heads cannot be cut so; None where they can."""
     return None
 
 

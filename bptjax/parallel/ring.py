@@ -20,8 +20,8 @@ from bptjax.ops.softmax import Partial, merge
 KEYS = ("k_segments", "k_positions", "k_global_tokens")
 
 
-def unsupported(heads: int, kv_heads: int, devices: int) -> str | None:
-    """Why rows of these heads a device cannot be cut so; None where they can."""
+def unsupported(heads: int, devices: int) -> str | None:
+    """Why rows of so many query heads cannot be cut so; None where they can."""
     return None
 
 

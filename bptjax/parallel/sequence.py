@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Float
 
 from bptjax.ops.attention import IMPLEMENTATIONS, choose, differentiable, make_score
+from bptjax.ops.attention import attention as on_one_device
 from bptjax.ops.attention.tile import Score
 from bptjax.ops.softmax import Partial
 from bptjax.parallel import gather, ring, ulysses
@@ -21,7 +22,7 @@ from bptjax.parallel.mesh import RULES
 from bptjax.parallel.ulysses import ROWS
 
 # Each is a pair like an implementation's, of what one device of the axis does, whose first argument
-# is the implementation; `unsupported(heads, kv_heads, devices)` says what it refuses.
+# is the implementation; `unsupported(heads, devices)` says what it refuses.
 STRATEGIES: dict[str, ModuleType] = {"ulysses": ulysses, "ring": ring, "gather": gather}
 
 BATCH, SEQUENCE, HEADS = (RULES[name] for name in ("batch", "sequence", "heads"))
@@ -59,8 +60,8 @@ def _devices() -> int:
     return 1 if mesh.empty else mesh.shape["sp"]
 
 
-def choose_strategy(name: str, heads: int, kv_heads: int, devices: int) -> tuple[str, str]:
-    """The strategy that `name` stands for on `devices` along sp, with that many heads on each
+def choose_strategy(name: str, heads: int, devices: int) -> tuple[str, str]:
+    """The strategy that `name` stands for on `devices` along sp, with that many query heads on each
     device of tp, and why.
 
     Raises:
@@ -68,13 +69,13 @@ def choose_strategy(name: str, heads: int, kv_heads: int, devices: int) -> tuple
       NotImplementedError: the named one cannot cut these heads.
     """
     if name == "auto":
-        reason = ulysses.unsupported(heads, kv_heads, devices)
+        reason = ulysses.unsupported(heads, devices)
         if reason is None:
             return "ulysses", "whole rows in the kernel, and the least to send"
         return "ring", f"not ulysses: {reason}"
     if name not in STRATEGIES:
         raise ValueError(f"sequence strategy {name!r}; there are auto, {', '.join(STRATEGIES)}")
-    if reason := STRATEGIES[name].unsupported(heads, kv_heads, devices):
+    if reason := STRATEGIES[name].unsupported(heads, devices):
         raise NotImplementedError(f"sequence strategy {name!r}: {reason}")
     return name, "named"
 
@@ -103,11 +104,11 @@ def attention(
         the arguments.
       ValueError: as `ops.attention`; rows, tokens or heads that the mesh does not divide.
     """
-    score = make_score(q, k, **options)
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
-        name, _ = choose(impl, score, q, k)
-        return differentiable((IMPLEMENTATIONS[name], q_chunk, k_chunk, offload), q, k, v, score)
+        chunks = dict(q_chunk=q_chunk, k_chunk=k_chunk)
+        return on_one_device(q, k, v, impl=impl, offload=offload, **chunks, **options)
+    score = make_score(q, k, **options)
     sizes = dict(mesh.shape)
     tp, sp = sizes["tp"], sizes["sp"]
     rows = sizes["dp"] * sizes["fsdp"]
@@ -119,7 +120,7 @@ def attention(
     ):
         if size % devices:
             raise ValueError(f"{size} {what} do not divide among {devices} devices")
-    strategy, _ = choose_strategy(strategy, q.shape[2] // tp, k.shape[2], sp)
+    strategy, _ = choose_strategy(strategy, q.shape[2] // tp, sp)
     return differentiable((OnMesh(strategy, impl), q_chunk, k_chunk, offload), q, k, v, score)
 
 

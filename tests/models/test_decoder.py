@@ -182,6 +182,8 @@ def test_refusals_of_memory():
         MemoryConfig(remat="nested(1)")
     with pytest.raises(ValueError, match="save=down; there are query"):
         MemoryConfig(save=("down",))
+    with pytest.raises(ValueError, match="remat=none keeps everything"):
+        MemoryConfig(remat="none", save=("query",))
     with pytest.raises(ValueError, match="remat=none has none"):
         MemoryConfig(remat="none", offload=0.5)
     f, operands = gradient_of(remat="nested(5)")

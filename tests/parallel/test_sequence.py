@@ -142,13 +142,13 @@ def test_each_device_has_rows_of_its_own():
 
 
 def test_choice_and_refusals():
-    assert choose_strategy("auto", 8, 2, 4)[0] == "ulysses"
-    assert choose_strategy("auto", 6, 2, 4)[0] == "ring"
-    assert "6 query heads do not divide" in choose_strategy("auto", 6, 2, 4)[1]
+    assert choose_strategy("auto", 8, 4)[0] == "ulysses"
+    assert choose_strategy("auto", 6, 4)[0] == "ring"
+    assert "6 query heads do not divide" in choose_strategy("auto", 6, 4)[1]
     with pytest.raises(NotImplementedError, match="'ulysses': 6 query heads"):
-        choose_strategy("ulysses", 6, 2, 4)
+        choose_strategy("ulysses", 6, 4)
     with pytest.raises(ValueError, match="'rings'; there are auto, ulysses, ring, gather"):
-        choose_strategy("rings", 6, 2, 4)
+        choose_strategy("rings", 6, 4)
     q = normal(0, 1, 10, 4, 8)
     with jax.set_mesh(mesh_of(MESHES["sp 4"])):
         with pytest.raises(ValueError, match="10 query tokens do not divide among 4"):
