@@ -76,7 +76,26 @@ def forward(
     With documents, what a step gets decides as it runs: one document a row is attention without
     any; up to `MAX_DOCUMENTS`, each in one piece, are packed by offsets; others go to `triton`.
     """
-    return _by_documents(_forward, triton.forward, (q, k, v), score)
+    mask, arrays = score.mask, (q, k, v)
+    if mask.segments is None:
+        return _forward(*arrays, score)
+    segments = jnp.asarray(mask.segments)
+    starts, sizes, fits = documents(segments)
+
+    def alone(*arrays):
+        return _silent(segments, _forward(*arrays, score))
+
+    def packed(*arrays):
+        return _silent(segments, _forward(*arrays, score, (starts, sizes)))
+
+    general = partial(triton.forward, score=score)
+    if mask.window is not None or q.size >= 2**31:
+        # Packed documents have no windows, and their offsets are int32.
+        packed = general
+    if not mask.causal:
+        return jax.lax.cond(fits, packed, general, *arrays)
+    branch = jnp.where(_one(segments), 0, jnp.where(fits, 1, 2))
+    return jax.lax.switch(branch, [alone, packed, general], *arrays)
 
 
 def backward(
@@ -91,34 +110,36 @@ def backward(
     q_chunk: int = 0,
     k_chunk: int = 0,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K H"]]:
-    """These keys' share of (dq, dk, dv); `out` and `lse` may come from more keys than these."""
-    return _by_documents(_backward, triton.backward, (q, k, v, out, lse, dout), score)
+    """These keys' share of (dq, dk, dv); `out` and `lse` may come from more keys than these.
 
-
-def _by_documents(ours: Any, general: Any, arrays: tuple[Array, ...], score: Score) -> Any:
-    mask = score.mask
+    Packed documents go to `triton`: cuDNN would keep float32 gradients of `MAX_DOCUMENTS` times the
+    queries, 16 GiB for 32,768 tokens of 32 heads of 128, and takes longer
+    (scripts/results/attention_h200.json).
+    """
+    mask, arrays = score.mask, (q, k, v, out, lse, dout)
     if mask.segments is None:
-        return ours(*arrays, score)
-    segments = jnp.asarray(mask.segments)
-    starts, sizes, fits = documents(segments)
-    real = (segments != 0)[..., None]
+        return _backward(*arrays, score)
+    segments, general = jnp.asarray(mask.segments), partial(triton.backward, score=score)
+    if not mask.causal:
+        return general(*arrays)
 
     def alone(*arrays):
-        return _silent(real, ours(*arrays, score))
+        return _silent(segments, _backward(*arrays, score))
 
-    def packed(*arrays):
-        return _silent(real, ours(*arrays, score, (starts, sizes)))
+    return jax.lax.cond(_one(segments), alone, general, *arrays)
 
-    general = partial(general, score=score)
-    if mask.window is not None or arrays[0].size >= 2**31:
-        # Packed documents have no windows, and their offsets are int32.
-        packed = general
-    if not mask.causal:
-        return jax.lax.cond(fits, packed, general, *arrays)
-    # Padding behind one document is seen by none of it: causality suffices.
-    one = ((sizes > 0).sum(-1) <= 1).all() & (starts[:, 0] == 0).all()
-    branch = jnp.where(one, 0, jnp.where(fits, 1, 2))
-    return jax.lax.switch(branch, [alone, packed, general], *arrays)
+
+def _starts(segments: Int[Array, "B T"]) -> Bool[Array, "B T"]:
+    """Where a document starts."""
+    before = jnp.pad(segments, ((0, 0), (1, 0)))[:, :-1]
+    return (segments != 0) & (segments != before)
+
+
+def _one(segments: Int[Array, "B T"]) -> Bool[Array, ""]:
+    """Whether each row is one document and padding behind it, which in causal attention none of it
+    sees."""
+    start = _starts(segments)
+    return (start[:, 0] & (start.sum(-1) == 1)).all()
 
 
 def documents(
@@ -128,8 +149,7 @@ def documents(
     is none), and whether those are all, each in one piece.
     """
     T = segments.shape[1]
-    real = segments != 0
-    start = real & (segments != jnp.pad(segments, ((0, 0), (1, 0)))[:, :-1])
+    start = _starts(segments)
     token = jnp.arange(T, dtype=jnp.int32)[None]
     # The first few starts in order; T where there is none.
     starts = T - jax.lax.top_k(T - jnp.where(start, token, T), min(MAX_DOCUMENTS, T))[0]
@@ -142,8 +162,9 @@ def documents(
     return starts, same.sum(-1, dtype=jnp.int32), fits
 
 
-def _silent(real: Bool[Array, "B T 1"], arrays: tuple[Array, ...]) -> tuple[Array, ...]:
-    """Zeros for padding, which cuDNN leaves unwritten; -inf for a Partial's lse."""
+def _silent(segments: Int[Array, "B T"], arrays: tuple[Array, ...]) -> tuple[Array, ...]:
+    """Zeros for padding, which cuDNN may leave unwritten; -inf for a Partial's lse."""
+    real = (segments != 0)[..., None]
     if isinstance(arrays, Partial):
         return Partial(
             jnp.where(real[..., None], arrays.out, 0), jnp.where(real, arrays.lse, -jnp.inf)
@@ -167,17 +188,10 @@ def _forward(q, k, v, score, packing=None) -> Partial:
     return Partial(out, lse)
 
 
-def _backward(q, k, v, out, lse, dout, score, packing=None) -> tuple[Array, Array, Array]:
-    lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)
-    if packing is None:
-        stats = lse.transpose(0, 2, 1)
-    else:
-        starts, _ = packing
-        (B, T, N, _), M = q.shape, starts.shape[1]
-        at = jnp.clip(starts[:, :, None] + jnp.arange(T)[None, None], 0, T - 1)
-        stats = lse[jnp.arange(B)[:, None, None], at].swapaxes(2, 3).reshape(B * M, N, T)
+def _backward(q, k, v, out, lse, dout, score) -> tuple[Array, Array, Array]:
+    stats = jnp.where(lse == -jnp.inf, jnp.inf, lse).transpose(0, 2, 1)
     dq, dk, dv = _fused()._dot_product_attention_bwd_p.bind(
-        q, k, v, *_operands(q, k, packing), stats, out, dout, **_options(score, q, packing)
+        q, k, v, *_operands(q, k, None), stats, out, dout, **_options(score, q, None)
     )
     return dq, dk, dv
 

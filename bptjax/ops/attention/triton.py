@@ -148,6 +148,9 @@ def _launch(
     if q.dtype.itemsize > 2:
         # What fits in shared memory at twice the bytes.
         bq, bk, warps, stages = min(bq, 32), min(bk, 32), 4, 1
+    if mask.block_size:
+        # Tiles no larger than the mask's blocks: of a larger one some part is dead, if any can be.
+        bq, bk = (min(b, max(16, 1 << mask.block_size.bit_length() - 1)) for b in (bq, bk))
     of_keys = name == "dkv"
     none = jnp.zeros((1,), jnp.int32)
     listed = mask.global_tokens is not None or mask.block_mask is not None
