@@ -69,6 +69,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[32_768])
     parser.add_argument("--head_sizes", type=int, nargs="+", default=[128, 64])
     parser.add_argument("--impls", nargs="+", default=["triton", "auto"])
+    parser.add_argument("--cases", nargs="+", choices=cases(WINDOW), default=list(cases(WINDOW)))
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     rows = []
@@ -85,6 +86,7 @@ def main() -> None:
                 (impl, name): (partial(attention, impl=impl, **options), pairs)
                 for impl in args.impls
                 for name, (options, pairs) in cases(T).items()
+                if name in args.cases
             }
             work["jax.nn cudnn", "causal"] = cudnn, T * T / 2
             for (impl, name), (f, pairs) in work.items():

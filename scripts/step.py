@@ -52,6 +52,7 @@ def main() -> None:
     parser.add_argument("length", type=int)
     parser.add_argument("--layers", type=int, help="fewer layers than the decoder's own")
     parser.add_argument("--steps", type=int, default=3, help="0 compiles only")
+    parser.add_argument("--warmup", type=int, default=1, help="steps before those that count")
     parser.add_argument("--profile", type=Path, help="write a profile of one step here")
     parser.add_argument("--out", type=Path)
     args, options = parser.parse_known_args()
@@ -96,16 +97,16 @@ def main() -> None:
     )
     if args.steps:
         state, times, losses = task.init_state(), [], []
-        for _ in range(args.steps + 1):
+        for _ in range(args.warmup + args.steps):
             start = time.perf_counter()
             state, metrics = step(state, batch)
             losses.append(float(metrics["train/loss"]))
             times.append(time.perf_counter() - start)
         stats = jax.devices()[0].memory_stats() or {}
-        seconds = float(np.median(times[1:]))
+        seconds = float(np.median(times[args.warmup :]))
         row |= dict(
             step_s=seconds,
-            fastest_s=min(times[1:]),
+            fastest_s=min(times[args.warmup :]),
             tokens_per_second=T / seconds,
             peak_gib=stats.get("peak_bytes_in_use", 0) / 2**30,
             losses=losses,
