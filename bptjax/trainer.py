@@ -23,6 +23,7 @@ from bptjax.ops.loss import linear_cross_entropy
 from bptjax.ops.mask import Mask
 from bptjax.optim import AdamState, AdamW, LossScale, learning_rate
 from bptjax.parallel.mesh import sharding, spec
+from bptjax.parallel.plan import make_plan
 from bptjax.parallel.ring import zigzag
 from bptjax.parallel.sequence import by_device, choose_strategy
 
@@ -91,24 +92,30 @@ class Task:
         """
         model, memory, sizes = self.model, self.config.memory, self.mesh.shape
         rows, T = self.config.train.per_device_train_batch_size, self.config.train.seq_len
-        strategy, _ = self.strategy
-        part = -(-T // sizes["sp"]) if sizes["sp"] > 1 and strategy != "ulysses" else None
-        heads = model.num_heads // sizes["tp"] // (sizes["sp"] if part is None else 1)
-        # Where a part of a row stands is known only as the program runs.
-        place = jax.ShapeDtypeStruct((part or T,), jnp.int32) if part else None
-        segments = jax.ShapeDtypeStruct((rows, part or T), jnp.int32)
-        mask = Mask(causal=True, segments=segments, positions=place)
+        T, heads, place = T + -T % self.multiple, model.num_heads // sizes["tp"], None
+        order = self.order(T)
+        if order is not None:
+            # Where a part of a row stands is known only as the program runs.
+            T //= sizes["sp"]
+            place = jax.ShapeDtypeStruct((T,), jnp.int32)
+        else:
+            heads //= sizes["sp"]
+        segments = jax.ShapeDtypeStruct((rows, T), jnp.int32)
         score = Score(
-            mask=mask.within(model.windows, 0),
+            mask=Mask(causal=True, segments=segments, positions=place).within(model.windows, 0),
             scale=1.0,
             softcap=model.attention_softcap,
             dropout=model.attention_dropout or 0.0,
             alibi=jnp.zeros(heads) if model.position == "alibi" else None,
         )
-        q = jax.ShapeDtypeStruct((rows, part or T, heads, model.H), self.dtype)
+        q = jax.ShapeDtypeStruct((rows, T, heads, model.H), self.dtype)
         # Algorithm 1 is cut over the mesh by the compiler.
         with jax.set_mesh(self.mesh) if memory.schedule == "fused" else nullcontext():
-            return choose(memory.attention, score, q, q)
+            chosen = choose(memory.attention, score, q, q)
+            if order is None or make_plan(score, (order, order), sizes["sp"]) is None:
+                return chosen
+            # Taken but by documents that end within a device's tokens.
+            return choose(memory.attention, replace(score, mask=Mask(causal=True)), q, q)
 
     @cached_property
     def strategy(self) -> tuple[str, str]:
@@ -131,7 +138,7 @@ class Task:
         """The places of a row's tokens in the order in which devices have them, T being a multiple
         of `multiple`; None where they stand as they were."""
         sp = self.mesh.shape["sp"]
-        if sp == 1 or self.strategy[0] != "ring":
+        if sp == 1 or self.strategy[0] == "ulysses":
             return None
         return zigzag(T, sp).astype(np.int32)
 
@@ -139,7 +146,7 @@ class Task:
     def multiple(self) -> int:
         """What rows are filled up to a multiple of, with padding."""
         sp = self.mesh.shape["sp"]
-        return sp if sp == 1 or self.strategy[0] != "ring" else 2 * sp
+        return sp if sp == 1 or self.strategy[0] == "ulysses" else 2 * sp
 
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the state; nothing is allocated."""

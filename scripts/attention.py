@@ -90,8 +90,8 @@ def main() -> None:
             }
             work["jax.nn cudnn", "causal"] = cudnn, T * T / 2
             for (impl, name), (f, pairs) in work.items():
-                segments = f.keywords["mask"].segments
-                segments = None if segments is None else jnp.asarray(segments)
+                documents = "documents" in name
+                segments = jnp.asarray(f.keywords["mask"].segments) if documents else None
                 one = jax.jit(partial(call, f)).lower(segments, q, k, v).compile()
                 both = jax.jit(partial(gradients, f)).lower(segments, dout, q, k, v).compile()
                 forward, *_ = milliseconds(one, segments, q, k, v)

@@ -5,6 +5,7 @@ No device ever holds more than two blocks of keys. Blocks that the mask kills ar
 where causal attention would leave half of the devices idle, `zigzag` order gives all the same.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from jax import Array
 from bptjax.ops.attention.tile import Score
 from bptjax.ops.mask import Tiles
 from bptjax.ops.softmax import Partial, merge
+from bptjax.parallel.plan import Plan, add_backward, add_forward, make_plan, several_documents
 
 KEYS = ("k_segments", "k_positions", "k_global_tokens")
 
@@ -35,22 +37,33 @@ def zigzag(T: int, devices: int) -> np.ndarray:
 
 
 def forward(
-    kernel: Any, q: Array, k: Array, v: Array, score: Score, axis: str, **chunks
+    kernel: Any,
+    q: Array,
+    k: Array,
+    v: Array,
+    score: Score,
+    axis: str,
+    places: tuple[Any, Any],
+    **chunks,
 ) -> Partial:
-    """Attention of this device's queries to the keys of all devices along `axis`."""
+    """Attention of this device's queries to the keys of all devices along `axis`; `places` are the
+    positions of the whole rows' queries and keys."""
+    n = jax.lax.axis_size(axis)
+    plan = make_plan(score, places, n)
     whole = Partial(jnp.zeros_like(q, jnp.float32), jnp.full_like(q[..., 0], -jnp.inf, jnp.float32))
     block = k, v, {name: getattr(score.mask, name) for name in KEYS}
-    for step in range(jax.lax.axis_size(axis)):
+    for step in range(n):
         # On its way while this block is computed.
-        onward = _pass_on(block, axis) if step + 1 < jax.lax.axis_size(axis) else block
+        onward = _pass_on(block, axis) if step + 1 < n else block
         here = replace(score, mask=replace(score.mask, **block[2]))
 
         def take(whole, k, v, here=here):
             return merge(whole, kernel.forward(q, k, v, here, **chunks))
 
-        whole = jax.lax.cond(
-            _live(here, q, k), take, lambda whole, k, v: whole, whole, block[0], block[1]
-        )
+        def add(part, whole, k, v):
+            return add_forward(kernel, part, whole, q, k, v, score, **chunks)
+
+        whole = _step(plan, step, axis, here, add, take, whole, q, *block[:2])
         block = onward
     return Partial(whole.out.astype(q.dtype), whole.lse)
 
@@ -65,26 +78,52 @@ def backward(
     dout: Array,
     score: Score,
     axis: str,
+    places: tuple[Any, Any],
     **chunks,
 ) -> tuple[Array, Array, Array]:
     """Gradients of this device's queries, keys and values; those of keys and values go round with
     them, and come home."""
+    n = jax.lax.axis_size(axis)
+    plan = make_plan(score, places, n)
     dq, dk, dv = (jnp.zeros_like(x, jnp.float32) for x in (q, k, v))
     block = k, v, {name: getattr(score.mask, name) for name in KEYS}
-    for step in range(jax.lax.axis_size(axis)):
-        onward = _pass_on(block, axis) if step + 1 < jax.lax.axis_size(axis) else block
+    for step in range(n):
+        onward = _pass_on(block, axis) if step + 1 < n else block
         here = replace(score, mask=replace(score.mask, **block[2]))
 
-        def add(sums, k, v, here=here):
+        def take(sums, k, v, here=here):
             new = kernel.backward(q, k, v, out, lse, dout, here, **chunks)
             return tuple(s + x.astype(jnp.float32) for s, x in zip(sums, new, strict=True))
 
-        dq, dk, dv = jax.lax.cond(
-            _live(here, q, k), add, lambda sums, k, v: sums, (dq, dk, dv), block[0], block[1]
-        )
+        def add(part, sums, k, v):
+            return add_backward(kernel, part, sums, (q, out, lse, dout), k, v, score, **chunks)
+
+        dq, dk, dv = _step(plan, step, axis, here, add, take, (dq, dk, dv), q, *block[:2])
         dk, dv = _pass_on((dk, dv), axis)
         block = onward
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
+
+
+def _step(
+    plan: Plan | None,
+    step: int,
+    axis: str,
+    here: Score,
+    add: Callable,
+    take: Callable,
+    sums: Any,
+    q: Array,
+    k: Array,
+    v: Array,
+) -> Any:
+    """`sums` with the block that has come in this step: by the part of it that is seen (`add`), or
+    by its mask (`take`)."""
+    if plan is None:
+        return jax.lax.cond(_live(here, q, k), take, lambda sums, k, v: sums, sums, k, v)
+    n, several = jax.lax.axis_size(axis), several_documents(here)
+    blocks = [(i - step) % n for i in range(n)]
+    general = None if several is None else (several, take)
+    return plan.run(add, blocks, axis, sums, k, v, general=general)
 
 
 def _pass_on(block: Any, axis: str) -> Any:

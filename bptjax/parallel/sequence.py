@@ -156,10 +156,11 @@ class OnMesh:
         queries = PartitionSpec(BATCH, SEQUENCE, HEADS)
         keys = PartitionSpec(BATCH, SEQUENCE, None if shared else HEADS)
         whole = sp == 1 or self.strategy == "ulysses"
+        full = score.mask.resolve(arrays[0].shape[1], arrays[1].shape[1])
         if not whole:
             # A part of a row has to say which.
-            T, S = arrays[0].shape[1], arrays[1].shape[1]
-            score = replace(score, mask=score.mask.resolve(T, S))
+            score = replace(score, mask=full)
+        places = full.positions, full.k_positions
         arguments, specs = _arguments(score, known=whole)
 
         def local(arrays, arguments):
@@ -172,7 +173,7 @@ class OnMesh:
                 several = 1 if tp % K == 0 else q.shape[2]
                 mine = (head * q.shape[2] + jnp.arange(several)) // (N // K)
                 k, v = (jnp.take(x, mine, axis=2) for x in (k, v))
-            got = self._one_device(half, (q, k, v, *rest), here, sp, **chunks)
+            got = self._one_device(half, (q, k, v, *rest), here, sp, places, **chunks)
             if half == "forward" or mine is None:
                 return tuple(got)
             dq, *others = got
@@ -188,11 +189,14 @@ class OnMesh:
         got = mapped(arrays, arguments)
         return Partial(*got) if half == "forward" else got
 
-    def _one_device(self, half: str, arrays: tuple, score: Score, sp: int, **chunks) -> Any:
+    def _one_device(
+        self, half: str, arrays: tuple, score: Score, sp: int, places: tuple, **chunks
+    ) -> Any:
         kernel = _Kernel(self.impl)
         if sp == 1:
             return getattr(kernel, half)(*arrays, score, **chunks)
-        return getattr(STRATEGIES[self.strategy], half)(kernel, *arrays, score, "sp", **chunks)
+        strategy = getattr(STRATEGIES[self.strategy], half)
+        return strategy(kernel, *arrays, score, "sp", places, **chunks)
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,17 @@ def unsupported(heads: int, devices: int) -> str | None:
 
 
 def forward(
-    kernel: Any, q: Array, k: Array, v: Array, score: Score, axis: str, **chunks
+    kernel: Any,
+    q: Array,
+    k: Array,
+    v: Array,
+    score: Score,
+    axis: str,
+    places: tuple[Any, Any],
+    **chunks,
 ) -> Partial:
-    """Attention of this device's queries to the keys of all devices along `axis`."""
+    """Attention of this device's queries to the keys of all devices along `axis`; of `places`, the
+    positions of whole rows, the mask has what it needs."""
     score = _some_heads(score, q.shape[2], axis)
     q, k, v = _to_heads(q, axis), *(_to_heads(_repeat(x, q, axis), axis) for x in (k, v))
     out, lse = kernel.forward(q, k, v, score, **chunks)
@@ -47,6 +55,7 @@ def backward(
     dout: Array,
     score: Score,
     axis: str,
+    places: tuple[Any, Any],
     **chunks,
 ) -> tuple[Array, Array, Array]:
     """Gradients of this device's queries, keys and values."""

@@ -1,5 +1,7 @@
 """Attention cut over a mesh equals attention on one device."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,8 +10,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ops.comparing import close, collectives, normal, quick
 
 from bptjax.ops.attention import attention as on_one
+from bptjax.ops.attention.tile import Score
 from bptjax.ops.mask import Mask
 from bptjax.parallel.mesh import ParallelConfig, make_mesh
+from bptjax.parallel.plan import Part, make_plan
 from bptjax.parallel.ring import zigzag
 from bptjax.parallel.sequence import STRATEGIES, attention, by_device, choose_strategy, from_devices
 
@@ -103,6 +107,55 @@ def test_zigzag_is_an_order_like_any_other():
         got = results(attention, *turned, strategy="ring", mask=mask)
     plain = results(on_one, *arrays, mask=Mask(causal=True, segments=DOCUMENTS))
     close(got, tuple(x[:, order] for x in plain), scale=2.0)
+
+
+ONE = np.ones((B, T), np.int32)
+
+
+@pytest.mark.parametrize(
+    "strategy, order, documents",
+    [
+        ("ring", None, None),
+        ("ring", zigzag(T, 4), ONE),
+        ("ring", zigzag(T, 4), DOCUMENTS),
+        ("gather", zigzag(T, 4), None),
+        ("gather", zigzag(T, 4), DOCUMENTS),
+    ],
+)
+def test_by_parts(strategy, order, documents):
+    """Of what is known while tracing; documents that end within a device's tokens as well."""
+    places = np.arange(T) if order is None else order
+    segments = None if documents is None else jnp.asarray(documents[:, places])
+    mask = Mask(causal=True, segments=segments, positions=places.astype(np.int32))
+    arrays = operands()
+    with jax.set_mesh(mesh_of(MESHES["sp 4"])):
+        got = results(attention, *(x[:, places] for x in arrays), strategy=strategy, mask=mask)
+    plain = results(on_one, *arrays, mask=Mask(causal=True, segments=documents))
+    close(got, tuple(x[:, places] for x in plain), scale=2.0)
+
+
+def test_plan():
+    """In zigzag order each device has as much to do in each step; elsewhere there is none."""
+    score = Score(Mask(causal=True), 1.0)
+    order, t = zigzag(T, 4), T // 4
+    plan = make_plan(score, (order, order), 4)
+    assert plan is not None
+    assert plan.seen[1][:3] == (
+        Part((0, t), (0, t // 2), False),
+        Part((0, t), (0, t), True),
+        Part((t // 2, t), (0, t), False),
+    )
+    plan = make_plan(score, (np.arange(T), np.arange(T)), 4)
+    assert plan is not None and plan.seen[1][1:3] == (Part((0, t), (0, t), True), None)
+    for change in (
+        dict(mask=Mask(causal=True, window=3)),
+        dict(mask=Mask(causal=True, global_tokens=np.ones(T, bool))),
+        dict(alibi=jnp.ones(N)),
+        dict(dropout=0.1),
+    ):
+        assert make_plan(replace(score, **change), (order, order), 4) is None
+    assert make_plan(score, (order, jnp.asarray(order)), 4) is None
+    assert make_plan(score, (order[::-1], order), 4) is None
 
 
 @pytest.mark.parametrize(

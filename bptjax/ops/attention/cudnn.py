@@ -82,11 +82,11 @@ def forward(
     segments = jnp.asarray(mask.segments)
     starts, sizes, fits = documents(segments)
 
-    def alone(*arrays):
-        return _silent(segments, _forward(*arrays, score))
+    def alone(q, k, v):
+        return _silent(segments, _forward(q, k, v, score))
 
-    def packed(*arrays):
-        return _silent(segments, _forward(*arrays, score, (starts, sizes)))
+    def packed(q, k, v):
+        return _silent(segments, _forward(q, k, v, score, (starts, sizes)))
 
     general = partial(triton.forward, score=score)
     if mask.window is not None or q.size >= 2**31:
@@ -123,8 +123,8 @@ def backward(
     if not mask.causal:
         return general(*arrays)
 
-    def alone(*arrays):
-        return _silent(segments, _backward(*arrays, score))
+    def alone(q, k, v, out, lse, dout):
+        return _silent(segments, _backward(q, k, v, out, lse, dout, score))
 
     return jax.lax.cond(_one(segments), alone, general, *arrays)
 
