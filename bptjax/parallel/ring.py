@@ -35,14 +35,16 @@ def zigzag(T: int, devices: int) -> np.ndarray:
 
 
 def forward(
-    kernel: Any, q: Array, k: Array, v: Array, score: Score, axis: str, **chunks
+    kernel: Any, q: Array, k: Array, v: Array, score: Score, axis: str, stride: int = 1, **chunks
 ) -> Partial:
-    """Attention of this device's queries to the keys of all devices along `axis`."""
+    """Attention of this device's queries to the keys of all devices along `axis`, or of every
+    `stride`-th."""
     whole = Partial(jnp.zeros_like(q, jnp.float32), jnp.full_like(q[..., 0], -jnp.inf, jnp.float32))
     block = k, v, {name: getattr(score.mask, name) for name in KEYS}
-    for step in range(jax.lax.axis_size(axis)):
+    devices = jax.lax.axis_size(axis) // stride
+    for step in range(devices):
         # On its way while this block is computed.
-        onward = _pass_on(block, axis) if step + 1 < jax.lax.axis_size(axis) else block
+        onward = _pass_on(block, axis, stride) if step + 1 < devices else block
         here = replace(score, mask=replace(score.mask, **block[2]))
 
         def take(whole, k, v, here=here):
@@ -65,14 +67,16 @@ def backward(
     dout: Array,
     score: Score,
     axis: str,
+    stride: int = 1,
     **chunks,
 ) -> tuple[Array, Array, Array]:
     """Gradients of this device's queries, keys and values; those of keys and values go round with
     them, and come home."""
     dq, dk, dv = (jnp.zeros_like(x, jnp.float32) for x in (q, k, v))
     block = k, v, {name: getattr(score.mask, name) for name in KEYS}
-    for step in range(jax.lax.axis_size(axis)):
-        onward = _pass_on(block, axis) if step + 1 < jax.lax.axis_size(axis) else block
+    devices = jax.lax.axis_size(axis) // stride
+    for step in range(devices):
+        onward = _pass_on(block, axis, stride) if step + 1 < devices else block
         here = replace(score, mask=replace(score.mask, **block[2]))
 
         def add(sums, k, v, here=here):
@@ -82,15 +86,15 @@ def backward(
         dq, dk, dv = jax.lax.cond(
             _live(here, q, k), add, lambda sums, k, v: sums, (dq, dk, dv), block[0], block[1]
         )
-        dk, dv = _pass_on((dk, dv), axis)
+        dk, dv = _pass_on((dk, dv), axis, stride)
         block = onward
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
 
 
-def _pass_on(block: Any, axis: str) -> Any:
+def _pass_on(block: Any, axis: str, stride: int) -> Any:
     """To the next device of the ring."""
     n = jax.lax.axis_size(axis)
-    return jax.lax.ppermute(block, axis, [(i, (i + 1) % n) for i in range(n)])
+    return jax.lax.ppermute(block, axis, [(i, (i + stride) % n) for i in range(n)])
 
 
 def _live(score: Score, q: Array, k: Array) -> Array:
