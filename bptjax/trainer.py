@@ -1,9 +1,10 @@
 """A config made ready for the devices: state, train step, evaluation."""
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -25,7 +26,7 @@ from bptjax.optim import AdamState, AdamW, LossScale, learning_rate
 from bptjax.parallel.mesh import sharding, spec
 from bptjax.parallel.plan import make_plan
 from bptjax.parallel.ring import zigzag
-from bptjax.parallel.sequence import by_device, choose_strategy
+from bptjax.parallel.sequence import by_device, choose_strategy, groups
 
 Batch = dict[str, Any]
 # What the key of a step is folded with for the optimizer's rounding: no micro-batch's number.
@@ -92,15 +93,11 @@ class Task:
         """
         model, memory, sizes = self.model, self.config.memory, self.mesh.shape
         rows, T = self.config.train.per_device_train_batch_size, self.config.train.seq_len
-        T, heads, place = T + -T % self.multiple, model.num_heads // sizes["tp"], None
-        order = self.order(T)
-        if order is not None:
-            # Where a part of a row stands is known only as the program runs.
-            T //= sizes["sp"]
-            place = jax.ShapeDtypeStruct((T,), jnp.int32)
-        else:
-            heads //= sizes["sp"]
-        segments = jax.ShapeDtypeStruct((rows, T), jnp.int32)
+        T, (exchange, cut) = T + -T % self.multiple, self._groups
+        order, heads = self.order(T), model.num_heads // sizes["tp"] // exchange
+        # Where a part of a row stands is known only as the program runs.
+        place = None if order is None else jax.ShapeDtypeStruct((T // cut,), jnp.int32)
+        segments = jax.ShapeDtypeStruct((rows, T // cut), jnp.int32)
         score = Score(
             mask=Mask(causal=True, segments=segments, positions=place).within(model.windows, 0),
             scale=1.0,
@@ -108,11 +105,11 @@ class Task:
             dropout=model.attention_dropout or 0.0,
             alibi=jnp.zeros(heads) if model.position == "alibi" else None,
         )
-        q = jax.ShapeDtypeStruct((rows, T, heads, model.H), self.dtype)
+        q = jax.ShapeDtypeStruct((rows, T // cut, heads, model.H), self.dtype)
         # Algorithm 1 is cut over the mesh by the compiler.
         with jax.set_mesh(self.mesh) if memory.schedule == "fused" else nullcontext():
             chosen = choose(memory.attention, score, q, q)
-            if order is None or make_plan(score, (order, order), sizes["sp"]) is None:
+            if order is None or make_plan(score, (order, order), cut) is None:
                 return chosen
             # Taken but by documents that end within a device's tokens.
             return choose(memory.attention, replace(score, mask=Mask(causal=True)), q, q)
@@ -134,27 +131,28 @@ class Task:
             raise ValueError(f"parallel.tp={tp} does not divide the model's {N} heads")
         return choose_strategy(self.config.memory.sequence, N // tp, sp)
 
+    @property
+    def _groups(self) -> tuple[int, int]:
+        sizes = self.mesh.shape
+        return groups(self.strategy[0], self.model.num_heads // sizes["tp"], sizes["sp"])
+
     def order(self, T: int) -> np.ndarray | None:
         """The places of a row's tokens in the order in which devices have them, T being a multiple
         of `multiple`; None where they stand as they were."""
-        sp = self.mesh.shape["sp"]
-        if sp == 1 or self.strategy[0] == "ulysses":
-            return None
-        return zigzag(T, sp).astype(np.int32)
+        _, cut = self._groups
+        return None if cut == 1 else zigzag(T, cut).astype(np.int32)
 
     @property
     def multiple(self) -> int:
         """What rows are filled up to a multiple of, with padding."""
-        sp = self.mesh.shape["sp"]
-        return sp if sp == 1 or self.strategy[0] == "ulysses" else 2 * sp
+        sp, (_, cut) = self.mesh.shape["sp"], self._groups
+        return sp if cut == 1 else math.lcm(sp, 2 * cut)
 
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the state; nothing is allocated."""
-        state = jax.tree.map(
-            self._placed,
-            jax.eval_shape(self._new_state),
-            is_leaf=lambda x: isinstance(x, nnx.Variable),
-        )
+        state = jax.eval_shape(self._new_state)
+        model = self._placed(state.model, cut=self.config.parallel.zero == 3)
+        state = replace(self._placed(state), model=model)
         if self.config.optimizer.state_memory == "device":
             return state
         mu, nu = jax.tree.map(_in_host_memory, (state.opt_state.mu, state.opt_state.nu))
@@ -181,14 +179,26 @@ class Task:
             loss_scale=LossScale.start() if self.dtype == jnp.float16 else None,
         )
 
-    def _placed(self, leaf: Any) -> Any:
-        """The abstract leaf with its sharding: a parameter's by its logical axes."""
-        if not isinstance(leaf, nnx.Variable):
-            where = NamedSharding(self.mesh, PartitionSpec())
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
-        value = leaf.get_value()
-        where = sharding(self.mesh, leaf.axes, value.shape)
-        return leaf.replace(jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=where))
+    def _placed(self, tree: Any, cut: bool = True) -> Any:
+        """The abstract leaves with their shardings: of parameters by their logical axes, and over
+        fsdp where that is to cut them.
+        """
+        whole = () if cut else ("fsdp",)
+
+        def placed(leaf):
+            if not isinstance(leaf, nnx.Variable):
+                where = NamedSharding(self.mesh, PartitionSpec())
+                return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+            value = leaf.get_value()
+            where = sharding(self.mesh, leaf.axes, value.shape, whole)
+            return leaf.replace(jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=where))
+
+        return jax.tree.map(placed, tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
+
+    def _pinned(self, tree: Any, cut: bool) -> Any:
+        """The tree where `_placed` says, in a program."""
+        where = jax.tree.map(lambda x: x.sharding, self._placed(tree, cut))
+        return jax.lax.with_sharding_constraint(tree, where)
 
     def put(self, batch: Batch, micro_batches: int = 1) -> Batch:
         """A batch `[rows, T]` on the devices, as `[micro_batches, rows / micro_batches, T]`, T
@@ -239,7 +249,11 @@ class Task:
             loss = self.loss_sum(model, micro, step_key, self.config.train.z_loss)
             return loss * factor, loss
 
-        both = jax.grad(scaled, has_aux=True)
+        pinned = partial(self._pinned, cut=self.config.parallel.zero > 1)
+
+        def both(model, micro, number):
+            gradients, loss = jax.grad(scaled, has_aux=True)(model, micro, number)
+            return pinned(gradients), loss
 
         def add(sums, micro_and_number):
             gradients, loss = both(state.model, *micro_and_number)
@@ -250,7 +264,7 @@ class Task:
             gradients, loss = both(state.model, jax.tree.map(lambda x: x[0], batch), 0)
         else:
             zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), state.model)
-            start = (jnp.zeros((), jnp.float32), zeros)
+            start = (jnp.zeros((), jnp.float32), pinned(zeros))
             (loss, gradients), _ = jax.lax.scan(add, start, (batch, jnp.arange(A)))
         return loss, gradients, (batch["labels"] != -100).sum()
 
@@ -266,7 +280,8 @@ class Task:
         model, opt_state, norm = self.optimizer.update(
             gradients,
             state.opt_state,
-            state.model,
+            # Each device its part of the update, as of the moments.
+            self._pinned(state.model, cut=True),
             divisor=count if loss_scale is None else count * loss_scale.value,
             key=jax.random.fold_in(self._step_key(state), ROUNDING),
         )

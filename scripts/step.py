@@ -11,9 +11,11 @@ import json
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
+from timing import needs
 
 from bptjax.config import Config, flatten, parse
 from bptjax.models.config import ModelConfig
@@ -46,6 +48,41 @@ DECODERS = {
 DEFAULTS = ("--train.dtype=bfloat16", "--train.param_dtype=bfloat16", "--train.max_steps=100")
 
 
+def measure(task: Task, steps: int, profile: Path | None = None, warmup: int = 1) -> dict[str, Any]:
+    """Figures of the compiled step, and of `steps` on rows of random tokens after so many to warm
+    up: of memory a device's, of tokens those of all devices.
+    """
+    accumulate, T = task.config.train.gradient_accumulation_steps, task.config.train.seq_len
+    tokens = np.random.default_rng(0).integers(0, task.model.V, (task.rows, T + 1), np.int32)
+    place = np.arange(T, dtype=np.int32)[None].repeat(task.rows, 0)
+    batch = dict(tokens=tokens[:, :-1], labels=tokens[:, 1:], positions=place)
+    batch = task.put(batch | dict(segments=np.ones_like(place)), accumulate)
+    start = time.perf_counter()
+    step = task.compile_step(task.abstract_state(), batch)
+    row: dict[str, Any] = dict(compile_s=time.perf_counter() - start, **needs(step))
+    if not steps:
+        return row
+    state, times, losses = task.init_state(), [], []
+    for _ in range(warmup + steps):
+        start = time.perf_counter()
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["train/loss"]))
+        times.append(time.perf_counter() - start)
+    stats = jax.devices()[0].memory_stats() or {}
+    if profile:
+        with jax.profiler.trace(str(profile)):
+            state, metrics = step(state, batch)
+            jax.block_until_ready(metrics)
+    seconds = float(np.median(times[warmup:]))
+    return row | dict(
+        step_s=seconds,
+        fastest_s=min(times[warmup:]),
+        tokens_per_second=task.rows * T / seconds,
+        peak_gib=stats.get("peak_bytes_in_use", 0) / 2**30,
+        losses=losses,
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("decoder", choices=DECODERS)
@@ -64,24 +101,6 @@ def main() -> None:
         model,
         make_mesh(config.parallel, select_devices(config.device)),
     )
-    tokens = np.random.default_rng(0).integers(0, model.V, (1, T + 1), np.int32)
-    batch = task.put(
-        dict(
-            tokens=tokens[:, :-1],
-            labels=tokens[:, 1:],
-            positions=np.arange(T, dtype=np.int32)[None],
-            segments=np.ones((1, T), np.int32),
-        )
-    )
-    start = time.perf_counter()
-    step = task.compile_step(task.abstract_state(), batch)
-    compiled = time.perf_counter() - start
-    needs = step.memory_analysis()
-    gib = {
-        "held_gib": needs.argument_size_in_bytes,
-        "temporary_gib": needs.temp_size_in_bytes,
-        "host_gib": needs.host_temp_size_in_bytes,
-    }
     row = dict(
         decoder=args.decoder,
         layers=model.num_layers,
@@ -92,29 +111,8 @@ def main() -> None:
             if k.startswith(("memory.", "optimizer.")) and v != flatten(Config())[k]
         },
         attention=task.attention()[0],
-        compile_s=compiled,
-        **{name: size / 2**30 for name, size in gib.items()},
+        **measure(task, args.steps, args.profile, args.warmup),
     )
-    if args.steps:
-        state, times, losses = task.init_state(), [], []
-        for _ in range(args.warmup + args.steps):
-            start = time.perf_counter()
-            state, metrics = step(state, batch)
-            losses.append(float(metrics["train/loss"]))
-            times.append(time.perf_counter() - start)
-        stats = jax.devices()[0].memory_stats() or {}
-        seconds = float(np.median(times[args.warmup :]))
-        row |= dict(
-            step_s=seconds,
-            fastest_s=min(times[args.warmup :]),
-            tokens_per_second=T / seconds,
-            peak_gib=stats.get("peak_bytes_in_use", 0) / 2**30,
-            losses=losses,
-        )
-        if args.profile:
-            with jax.profiler.trace(str(args.profile)):
-                state, metrics = step(state, batch)
-                jax.block_until_ready(metrics)
     row |= dict(device=jax.devices()[0].device_kind, jax=jax.__version__)
     print(json.dumps(row), flush=True)
     if args.out:

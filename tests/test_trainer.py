@@ -27,9 +27,10 @@ CONFIG = Config(
 
 
 def task(parallel: ParallelConfig | None = None, **train) -> Task:
-    mesh = make_mesh(parallel or ParallelConfig(), None if parallel else jax.devices()[:1])
     config = replace(CONFIG, train=replace(CONFIG.train, **train))
-    return Task(config, MODEL, mesh)
+    if parallel is None:
+        return Task(config, MODEL, make_mesh(ParallelConfig(), jax.devices()[:1]))
+    return Task(replace(config, parallel=parallel), MODEL, make_mesh(parallel))
 
 
 def with_optimizer(work: Task, **optimizer) -> Task:
@@ -72,24 +73,12 @@ def test_accumulated_micro_batches_are_one_big_batch(batch, whole):
     assert_same(sums(task(), batch, 4), whole)
 
 
-@pytest.mark.parametrize(
-    "parallel",
-    [
-        ParallelConfig(dp=8, fsdp=1),
-        ParallelConfig(dp=1, fsdp=8),
-        ParallelConfig(dp=2, fsdp=2, tp=2),
-        ParallelConfig(dp=1, fsdp=2, tp=2, sp=2),
-        # In zigzag order, and filled up with padding.
-        ParallelConfig(dp=1, fsdp=1, sp=8),
-    ],
-    ids=str,
-)
-def test_eight_devices_are_one(batch, whole, parallel):
-    work = task(parallel)
-    assert_same(sums(work, batch, 1), whole)
-    if parallel.fsdp > 1:
-        kernel = work.init_state().model.layers.mlp.up.kernel[...]
-        assert kernel.addressable_shards[0].data.size < kernel.size
+def test_both_axes_of_a_matrix_are_cut():
+    """Tensor parallelism in two dimensions is fsdp and tp together."""
+    model = task(ParallelConfig(dp=1, fsdp=4, tp=2)).abstract_state().model
+    kernel = model.layers.mlp.up.kernel.get_value()
+    L, D, F = kernel.shape
+    assert kernel.sharding.shard_shape((L, D, F)) == (L, D // 4, F // 2)
 
 
 def steps(work: Task, batch, n: int) -> tuple[TrainState, list[dict]]:
@@ -114,6 +103,41 @@ def test_bfloat16_parameters_stay_bfloat16(batch):
     state, rows = steps(task(dtype="bfloat16", param_dtype="bfloat16"), batch, 3)
     assert {x.dtype for x in jax.tree.leaves(state.model)} == {jnp.dtype("bfloat16")}
     assert rows[-1]["train/loss"] < rows[0]["train/loss"]
+
+
+def shard_bytes(tree) -> int:
+    """Of one device."""
+    return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
+
+
+def test_zero_says_what_fsdp_cuts(batch):
+    """Two steps of each stage are those of one device, and each stage cuts more than the last."""
+
+    def small(parallel=None):
+        # Where a gradient is no more than rounding, AdamW steps by its sign.
+        work = with_optimizer(task(parallel), learning_rate=1e-3)
+        return replace(work, model=replace(MODEL, num_layers=1))
+
+    one, wanted = steps(small(), batch, 2)
+    held = []
+    for zero in (1, 2, 3):
+        work = small(ParallelConfig(dp=1, fsdp=4, tp=2, zero=zero))
+        state, rows = steps(work, batch, 2)
+        for a, b in zip(rows, wanted, strict=True):
+            np.testing.assert_allclose(list(a.values()), list(b.values()), rtol=1e-5)
+        for a, b in zip(jax.tree.leaves(state.model), jax.tree.leaves(one.model), strict=True):
+            a, b = np.asarray(a), np.asarray(b)
+            assert np.linalg.norm(a - b) <= 1e-5 * np.linalg.norm(b)
+        needs = work.compile_step(state, work.put(batch)).memory_analysis()
+        gradients = sums(work, batch, 2)[1]
+        held.append(
+            [shard_bytes(x) for x in (state.opt_state.mu, gradients, state.model)]
+            + [needs.argument_size_in_bytes]
+        )
+    (_, *first), *_, (cut, _, _, least) = held
+    whole, _, most = first
+    assert [row[:3] for row in held] == [[cut, whole, whole], [cut, cut, whole], [cut, cut, cut]]
+    assert whole == 4 * cut and most - least == whole - cut
 
 
 def test_an_overflow_changes_the_scale_alone(batch):

@@ -245,7 +245,7 @@ class Execution:
     """
 
     attention: str = "auto"
-    sequence: Literal["auto", "ulysses", "ring", "gather"] = "auto"
+    sequence: Literal["auto", "ulysses", "ulysses_ring", "ring", "gather"] = "auto"
     schedule: Literal["split", "fused"] = "split"
     q_chunk: int = 512
     k_chunk: int = 512

@@ -49,7 +49,8 @@ def forward(
 
         for j, (block_k, block_v) in enumerate(_blocks((k, v), axis)):
             blocks = [j] * jax.lax.axis_size(axis)
-            whole = plan.run(add, blocks, axis, whole, block_k, block_v)
+            device = jax.lax.axis_index(axis)
+            whole = plan.run(add, blocks, device, whole, block_k, block_v)
         return Partial(whole.out.astype(q.dtype), whole.lse)
 
     def by_mask(q, k, v):
@@ -84,8 +85,9 @@ def backward(
 
         for j, (block_k, block_v) in enumerate(_blocks((k, v), axis)):
             blocks = [j] * jax.lax.axis_size(axis)
+            device = jax.lax.axis_index(axis)
             zeros = (jnp.zeros_like(x, jnp.float32) for x in (block_k, block_v))
-            dq, dk, dv = plan.run(add, blocks, axis, (dq, *zeros), block_k, block_v)
+            dq, dk, dv = plan.run(add, blocks, device, (dq, *zeros), block_k, block_v)
             parts.append((dk.astype(k.dtype), dv.astype(v.dtype)))
         return dq.astype(q.dtype), *(jnp.concatenate(x, 1) for x in zip(*parts, strict=True))
 

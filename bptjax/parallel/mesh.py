@@ -5,6 +5,7 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import jax
 from jax import Array
@@ -34,15 +35,18 @@ class ParallelConfig:
 
     Attributes:
       dp: data parallel: parameters replicated, batch cut.
-      fsdp: batch cut, and parameters and optimizer state too.
+      fsdp: batch cut, and what zero says.
       tp: tensor parallel: heads, feed-forward and vocabulary cut.
       sp: sequence parallel.
+      zero: what else fsdp cuts. 1: optimizer state; 2: gradients too; 3: parameters too.
+        Rajbhandari et al. 2019, arXiv 1910.02054.
     """
 
     dp: int = 1
     fsdp: int = -1
     tp: int = 1
     sp: int = 1
+    zero: Literal[1, 2, 3] = 3
 
 
 def select_devices(device: str) -> list[jax.Device]:
@@ -133,14 +137,18 @@ def spec(axes: tuple[str | None, ...]) -> PartitionSpec:
 
 
 def sharding(
-    mesh: Mesh | AbstractMesh, axes: tuple[str | None, ...], shape: tuple[int, ...]
+    mesh: Mesh | AbstractMesh,
+    axes: tuple[str | None, ...],
+    shape: tuple[int, ...],
+    whole: tuple[str, ...] = (),
 ) -> NamedSharding:
     """Where an array of this shape lives, whose last axes bear these names; those in front, stacked
-    layers, are not cut. An axis that its mesh axes do not divide stays whole.
+    layers, are not cut. An axis that its mesh axes do not divide stays whole, and over the mesh
+    axes `whole` all do.
     """
     parts = []
     for axis, size in zip((None,) * (len(shape) - len(axes)) + axes, shape, strict=True):
-        names = tuple(n for n in RULES.get(axis or "", ()) if mesh.shape[n] > 1)
+        names = tuple(n for n in RULES.get(axis or "", ()) if mesh.shape[n] > 1 and n not in whole)
         cut = names and size % math.prod(mesh.shape[n] for n in names) == 0
         parts.append(names if cut else None)
     return NamedSharding(mesh, PartitionSpec(*parts))

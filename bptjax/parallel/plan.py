@@ -35,17 +35,17 @@ class Plan:
         self,
         f: Callable[..., Any],
         blocks: Sequence[int],
-        axis: str,
+        device: Array,
         sums: Any,
         *operands: Any,
         general: tuple[Array, Callable[..., Any]] | None = None,
     ) -> Any:
-        """`f(part, sums, *operands)`, where device i of `axis` has block `blocks[i]`; `sums` where
-        nothing is seen of it. `general` is used instead where its first is true.
+        """`f(part, sums, *operands)` on the device of this number, device i having block
+        `blocks[i]`; `sums` where nothing is seen of it. `general` is used instead where its first
+        is true.
         """
         each = [self.seen[i][j] for i, j in enumerate(blocks)]
         parts = list(dict.fromkeys(each))
-        device = jax.lax.axis_index(axis)
 
         def branch(part):
             return lambda sums, *rest: sums if part is None else f(part, sums, *rest)

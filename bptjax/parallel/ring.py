@@ -44,17 +44,18 @@ def forward(
     score: Score,
     axis: str,
     places: tuple[Any, Any],
+    stride: int = 1,
     **chunks,
 ) -> Partial:
-    """Attention of this device's queries to the keys of all devices along `axis`; `places` are the
-    positions of the whole rows' queries and keys."""
-    n = jax.lax.axis_size(axis)
+    """Attention of this device's queries to the keys of all devices along `axis`, or of every
+    `stride`-th; `places` are the positions of the whole rows' queries and keys."""
+    n = jax.lax.axis_size(axis) // stride
     plan = make_plan(score, places, n)
     whole = Partial(jnp.zeros_like(q, jnp.float32), jnp.full_like(q[..., 0], -jnp.inf, jnp.float32))
     block = k, v, {name: getattr(score.mask, name) for name in KEYS}
     for step in range(n):
         # On its way while this block is computed.
-        onward = _pass_on(block, axis) if step + 1 < n else block
+        onward = _pass_on(block, axis, stride) if step + 1 < n else block
         here = replace(score, mask=replace(score.mask, **block[2]))
 
         def take(whole, k, v, here=here):
@@ -63,7 +64,8 @@ def forward(
         def add(part, whole, k, v):
             return add_forward(kernel, part, whole, q, k, v, score, **chunks)
 
-        whole = _step(plan, step, axis, here, add, take, whole, q, *block[:2])
+        device = jax.lax.axis_index(axis) // stride
+        whole = _step(plan, step, device, here, add, take, whole, q, *block[:2])
         block = onward
     return Partial(whole.out.astype(q.dtype), whole.lse)
 
@@ -79,16 +81,17 @@ def backward(
     score: Score,
     axis: str,
     places: tuple[Any, Any],
+    stride: int = 1,
     **chunks,
 ) -> tuple[Array, Array, Array]:
     """Gradients of this device's queries, keys and values; those of keys and values go round with
     them, and come home."""
-    n = jax.lax.axis_size(axis)
+    n = jax.lax.axis_size(axis) // stride
     plan = make_plan(score, places, n)
     dq, dk, dv = (jnp.zeros_like(x, jnp.float32) for x in (q, k, v))
     block = k, v, {name: getattr(score.mask, name) for name in KEYS}
     for step in range(n):
-        onward = _pass_on(block, axis) if step + 1 < n else block
+        onward = _pass_on(block, axis, stride) if step + 1 < n else block
         here = replace(score, mask=replace(score.mask, **block[2]))
 
         def take(sums, k, v, here=here):
@@ -98,8 +101,9 @@ def backward(
         def add(part, sums, k, v):
             return add_backward(kernel, part, sums, (q, out, lse, dout), k, v, score, **chunks)
 
-        dq, dk, dv = _step(plan, step, axis, here, add, take, (dq, dk, dv), q, *block[:2])
-        dk, dv = _pass_on((dk, dv), axis)
+        device = jax.lax.axis_index(axis) // stride
+        dq, dk, dv = _step(plan, step, device, here, add, take, (dq, dk, dv), q, *block[:2])
+        dk, dv = _pass_on((dk, dv), axis, stride)
         block = onward
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
 
@@ -107,7 +111,7 @@ def backward(
 def _step(
     plan: Plan | None,
     step: int,
-    axis: str,
+    device: Array,
     here: Score,
     add: Callable,
     take: Callable,
@@ -120,16 +124,16 @@ def _step(
     by its mask (`take`)."""
     if plan is None:
         return jax.lax.cond(_live(here, q, k), take, lambda sums, k, v: sums, sums, k, v)
-    n, several = jax.lax.axis_size(axis), several_documents(here)
+    n, several = len(plan.seen), several_documents(here)
     blocks = [(i - step) % n for i in range(n)]
     general = None if several is None else (several, take)
-    return plan.run(add, blocks, axis, sums, k, v, general=general)
+    return plan.run(add, blocks, device, sums, k, v, general=general)
 
 
-def _pass_on(block: Any, axis: str) -> Any:
+def _pass_on(block: Any, axis: str, stride: int) -> Any:
     """To the next device of the ring."""
     n = jax.lax.axis_size(axis)
-    return jax.lax.ppermute(block, axis, [(i, (i + 1) % n) for i in range(n)])
+    return jax.lax.ppermute(block, axis, [(i, (i + stride) % n) for i in range(n)])
 
 
 def _live(score: Score, q: Array, k: Array) -> Array:

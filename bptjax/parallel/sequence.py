@@ -2,6 +2,7 @@
 one of several strategies, any implementation as the kernel of each device.
 """
 
+import math
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
@@ -17,13 +18,19 @@ from bptjax.ops.attention import IMPLEMENTATIONS, choose, differentiable, make_s
 from bptjax.ops.attention import attention as on_one_device
 from bptjax.ops.attention.tile import Score
 from bptjax.ops.softmax import Partial
-from bptjax.parallel import gather, ring, ulysses
+from bptjax.parallel import gather, ring, ulysses, ulysses_ring
 from bptjax.parallel.mesh import RULES
 from bptjax.parallel.ulysses import ROWS
 
 # Each is a pair like an implementation's, of what one device of the axis does, whose first argument
 # is the implementation; `unsupported(heads, devices)` says what it refuses.
-STRATEGIES: dict[str, ModuleType] = {"ulysses": ulysses, "ring": ring, "gather": gather}
+# `auto` takes the first that refuses nothing.
+STRATEGIES: dict[str, ModuleType] = {
+    "ulysses": ulysses,
+    "ulysses_ring": ulysses_ring,
+    "ring": ring,
+    "gather": gather,
+}
 
 BATCH, SEQUENCE, HEADS = (RULES[name] for name in ("batch", "sequence", "heads"))
 
@@ -69,15 +76,23 @@ def choose_strategy(name: str, heads: int, devices: int) -> tuple[str, str]:
       NotImplementedError: the named one cannot cut these heads.
     """
     if name == "auto":
-        reason = ulysses.unsupported(heads, devices)
-        if reason is None:
-            return "ulysses", "whole rows in the kernel, and the least to send"
-        return "ring", f"not ulysses: {reason}"
+        why = []
+        for name, strategy in STRATEGIES.items():
+            if (reason := strategy.unsupported(heads, devices)) is None:
+                return name, "; ".join(why) or "whole rows in the kernel, and the least to send"
+            why.append(f"not {name}: {reason}")
     if name not in STRATEGIES:
         raise ValueError(f"sequence strategy {name!r}; there are auto, {', '.join(STRATEGIES)}")
     if reason := STRATEGIES[name].unsupported(heads, devices):
         raise NotImplementedError(f"sequence strategy {name!r}: {reason}")
     return name, "named"
+
+
+def groups(strategy: str, heads: int, devices: int) -> tuple[int, int]:
+    """How many of the `devices` along sp exchange heads, and over how many groups of them tokens are
+    then still cut: in `ring.zigzag` order, where that is more than one."""
+    n = {"ulysses": devices, "ulysses_ring": math.gcd(heads, devices)}.get(strategy, 1)
+    return n, devices // n
 
 
 def attention(

@@ -6,7 +6,7 @@ that are fewer than the devices are repeated.
 """
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -35,14 +35,16 @@ def forward(
     score: Score,
     axis: str,
     places: tuple[Any, Any],
+    devices: int | None = None,
     **chunks,
 ) -> Partial:
-    """Attention of this device's queries to the keys of all devices along `axis`; of `places`, the
-    positions of whole rows, the mask has what it needs."""
-    score = _some_heads(score, q.shape[2], axis)
-    q, k, v = _to_heads(q, axis), *(_to_heads(_repeat(x, q, axis), axis) for x in (k, v))
+    """Attention of this device's queries to the keys of all devices along `axis`, or of its group
+    of so many neighbours; of `places`, the positions of whole rows, the mask has what it needs."""
+    group = _Group(axis, devices or jax.lax.axis_size(axis))
+    score = group.some_heads(score, q.shape[2])
+    q, k, v = group.to_heads(q), *(group.to_heads(group.repeat(x, q)) for x in (k, v))
     out, lse = kernel.forward(q, k, v, score, **chunks)
-    return Partial(_to_tokens(out, axis), _to_tokens(lse, axis))
+    return Partial(group.to_tokens(out), group.to_tokens(lse))
 
 
 def backward(
@@ -56,50 +58,62 @@ def backward(
     score: Score,
     axis: str,
     places: tuple[Any, Any],
+    devices: int | None = None,
     **chunks,
 ) -> tuple[Array, Array, Array]:
     """Gradients of this device's queries, keys and values."""
-    score, (B, S, K, H) = _some_heads(score, q.shape[2], axis), k.shape
-    k, v = (_to_heads(_repeat(x, q, axis), axis) for x in (k, v))
-    q, out, lse, dout = (_to_heads(x, axis) for x in (q, out, lse, dout))
+    group = _Group(axis, devices or jax.lax.axis_size(axis))
+    score, (B, S, K, H) = group.some_heads(score, q.shape[2]), k.shape
+    k, v = (group.to_heads(group.repeat(x, q)) for x in (k, v))
+    q, out, lse, dout = (group.to_heads(x) for x in (q, out, lse, dout))
     gradients = kernel.backward(q, k, v, out, lse, dout, score, **chunks)
-    dq, dk, dv = (_to_tokens(x, axis) for x in gradients)
+    dq, dk, dv = (group.to_tokens(x) for x in gradients)
     dk, dv = (
         x.reshape(B, S, K, -1, H).astype(jnp.float32).sum(3).astype(x.dtype) for x in (dk, dv)
     )
     return dq, dk, dv
 
 
-def _to_heads(x: Array, axis: str) -> Array:
-    """`[B, T / n, N, ...]` to `[B, T, N / n, ...]`."""
-    return jax.lax.all_to_all(x, axis, split_axis=2, concat_axis=1, tiled=True)
+@dataclass(frozen=True)
+class _Group:
+    """This device and its neighbours along a mesh axis, so many together."""
 
+    axis: str
+    devices: int
 
-def _to_tokens(x: Array, axis: str) -> Array:
-    """`[B, T, N / n, ...]` to `[B, T / n, N, ...]`."""
-    return jax.lax.all_to_all(x, axis, split_axis=1, concat_axis=2, tiled=True)
+    @property
+    def _across(self) -> dict[str, Any]:
+        numbers = np.arange(jax.lax.axis_size(self.axis)).reshape(-1, self.devices)
+        return dict(axis_name=self.axis, axis_index_groups=numbers.tolist(), tiled=True)
 
+    def to_heads(self, x: Array) -> Array:
+        """`[B, T / n, N, ...]` to `[B, T, N / n, ...]`."""
+        return jax.lax.all_to_all(x, split_axis=2, concat_axis=1, **self._across)
 
-def _repeat(x: Array, q: Array, axis: str) -> Array:
-    """Key heads in the least number that the devices divide and the query heads allow."""
-    K, N, n = x.shape[2], q.shape[2], jax.lax.axis_size(axis)
-    heads = math.lcm(K, n)
-    return jnp.repeat(x, (heads if N % heads == 0 else N) // K, axis=2)
+    def to_tokens(self, x: Array) -> Array:
+        """`[B, T, N / n, ...]` to `[B, T / n, N, ...]`."""
+        return jax.lax.all_to_all(x, split_axis=1, concat_axis=2, **self._across)
 
+    def repeat(self, x: Array, q: Array) -> Array:
+        """Key heads in the least number that the devices divide and the query heads allow."""
+        K, N = x.shape[2], q.shape[2]
+        heads = math.lcm(K, self.devices)
+        return jnp.repeat(x, (heads if N % heads == 0 else N) // K, axis=2)
 
-def _some_heads(score: Score, heads: int, axis: str) -> Score:
-    """The score of this device's heads over whole rows; what is NumPy in it is whole already."""
-    n = heads // jax.lax.axis_size(axis)
-    first = jax.lax.axis_index(axis) * n
-    fields = {
-        name: jax.lax.all_gather(x, axis, axis=x.ndim - 1, tiled=True)
-        for name in ROWS
-        if (x := getattr(score.mask, name)) is not None and not isinstance(x, np.ndarray)
-    }
-    alibi = score.alibi
-    return replace(
-        score,
-        mask=replace(score.mask, **fields),
-        alibi=None if alibi is None else jax.lax.dynamic_slice_in_dim(alibi, first, n),
-        first_head=(0 if score.first_head is None else score.first_head) + first,
-    )
+    def some_heads(self, score: Score, heads: int) -> Score:
+        """The score of this device's heads over whole rows; what is NumPy in it is whole
+        already."""
+        n = heads // self.devices
+        first = jax.lax.axis_index(self.axis) % self.devices * n
+        fields = {
+            name: jax.lax.all_gather(x, axis=x.ndim - 1, **self._across)
+            for name in ROWS
+            if (x := getattr(score.mask, name)) is not None and not isinstance(x, np.ndarray)
+        }
+        alibi = score.alibi
+        return replace(
+            score,
+            mask=replace(score.mask, **fields),
+            alibi=None if alibi is None else jax.lax.dynamic_slice_in_dim(alibi, first, n),
+            first_head=(0 if score.first_head is None else score.first_head) + first,
+        )

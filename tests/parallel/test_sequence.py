@@ -15,7 +15,14 @@ from bptjax.ops.mask import Mask
 from bptjax.parallel.mesh import ParallelConfig, make_mesh
 from bptjax.parallel.plan import Part, make_plan
 from bptjax.parallel.ring import zigzag
-from bptjax.parallel.sequence import STRATEGIES, attention, by_device, choose_strategy, from_devices
+from bptjax.parallel.sequence import (
+    STRATEGIES,
+    attention,
+    by_device,
+    choose_strategy,
+    from_devices,
+    groups,
+)
 
 B, T, N, K, H = 2, 48, 8, 2, 8
 DOCUMENTS = np.array([[1] * 20 + [2] * 18 + [0] * 10, [1] * 5 + [2] * 30 + [3] * 13], np.int32)
@@ -42,6 +49,8 @@ CASES = {
 MESHES = {
     "sp 4": ParallelConfig(1, 1, 1, 4),
     "sp 3": ParallelConfig(1, 1, 1, 3),
+    "sp 6": ParallelConfig(1, 1, 1, 6),
+    "sp 8": ParallelConfig(1, 1, 1, 8),
     "dp 2, tp 2, sp 2": ParallelConfig(2, 1, 2, 2),
     "tp 4": ParallelConfig(1, 2, 4, 1),
 }
@@ -94,6 +103,19 @@ def test_heads_that_tp_does_not_divide():
     with jax.set_mesh(mesh_of(ParallelConfig(1, 1, 2, 2))):
         got = results(attention, *arrays)
     close(got, results(on_one, *arrays), scale=2.0)
+
+
+@pytest.mark.parametrize("sp, heads", [(4, (2, 1)), (4, (6, 3)), (6, (2, 2)), (8, (6, 2))])
+def test_heads_exchanged_by_some_devices(sp, heads):
+    """In zigzag order of the groups; a window, documents and padding."""
+    assert choose_strategy("auto", heads[0], sp)[0] == "ulysses_ring"
+    order = zigzag(T, groups("ulysses_ring", heads[0], sp)[1]).astype(np.int32)
+    arrays = operands(*heads)
+    plain = results(on_one, *arrays, mask=Mask(causal=True, window=17, segments=DOCUMENTS))
+    mask = Mask(causal=True, window=17, segments=DOCUMENTS[:, order], positions=order)
+    with jax.set_mesh(mesh_of(MESHES[f"sp {sp}"])):
+        got = results(attention, *(x[:, order] for x in arrays), mask=mask)
+    close(got, tuple(x[:, order] for x in plain), scale=2.0)
 
 
 def test_zigzag_is_an_order_like_any_other():
@@ -162,6 +184,7 @@ def test_plan():
     "strategy, kinds",
     [
         ("ring", {"collective-permute"}),
+        ("ulysses_ring", {"all-to-all", "collective-permute"}),
         ("ulysses", {"all-to-all"}),
         ("gather", {"all-gather", "reduce-scatter"}),
     ],
@@ -170,7 +193,8 @@ def test_what_devices_tell_each_other(strategy, kinds):
     """Of whole rows nothing but what the strategy is named for."""
     mesh = mesh_of(MESHES["sp 4"])
     where = NamedSharding(mesh, PartitionSpec(None, "sp"))
-    q, k = (jax.ShapeDtypeStruct((B, T, n, H), jnp.float32, sharding=where) for n in (N, 4))
+    heads = (6, 2) if strategy == "ulysses_ring" else (N, 4)
+    q, k = (jax.ShapeDtypeStruct((B, T, n, H), jnp.float32, sharding=where) for n in heads)
 
     def both(q, k, v, dout):
         options = dict(strategy=strategy, impl="scan", q_chunk=4, k_chunk=4)
@@ -196,11 +220,14 @@ def test_each_device_has_rows_of_its_own():
 
 def test_choice_and_refusals():
     assert choose_strategy("auto", 8, 4)[0] == "ulysses"
-    assert choose_strategy("auto", 6, 4)[0] == "ring"
+    assert choose_strategy("auto", 6, 4)[0] == "ulysses_ring"
     assert "6 query heads do not divide" in choose_strategy("auto", 6, 4)[1]
+    assert choose_strategy("auto", 7, 4)[0] == "ring"
+    assert "not ulysses_ring: 7 query heads and sp=4" in choose_strategy("auto", 7, 4)[1]
+    assert [groups(s, 6, 4) for s in STRATEGIES if s != "ulysses"] == [(2, 2), (1, 4), (1, 4)]
     with pytest.raises(NotImplementedError, match="'ulysses': 6 query heads"):
         choose_strategy("ulysses", 6, 4)
-    with pytest.raises(ValueError, match="'rings'; there are auto, ulysses, ring, gather"):
+    with pytest.raises(ValueError, match="'rings'; there are auto, ulysses, ulysses_ring, ring"):
         choose_strategy("rings", 6, 4)
     q = normal(0, 1, 10, 4, 8)
     with jax.set_mesh(mesh_of(MESHES["sp 4"])):

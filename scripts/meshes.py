@@ -1,0 +1,104 @@
+"""Holds every mesh of eight devices, and some of three and six, to one device: loss, gradients and
+evaluation of a tiny decoder on packed documents, in float32.
+
+    XLA_FLAGS=--xla_force_host_platform_device_count=8 python scripts/meshes.py --out rows.json
+
+A row is a mesh and a way to cut the sequence; errors are relative, of gradients the worst leaf's.
+"""
+
+import argparse
+import itertools
+import math
+from dataclasses import astuple, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from timing import tell
+
+from bptjax.config import Config, TrainConfig
+from bptjax.memory import MemoryConfig
+from bptjax.models.config import ModelConfig
+from bptjax.parallel.mesh import ParallelConfig, make_mesh
+from bptjax.parallel.sequence import STRATEGIES
+from bptjax.trainer import Task, TrainState
+
+T, ROWS = 20, 8
+MODEL = ModelConfig(vocab_size=64, hidden_size=32, num_layers=1, num_heads=8, num_kv_heads=2)
+CONFIG = Config(
+    train=TrainConfig(seq_len=T),
+    memory=MemoryConfig(q_chunk=8, k_chunk=8, ffn_chunk=16, ce_chunk=32),
+)
+ONE = ParallelConfig(1, 1, 1, 1)
+MESHES = [
+    ParallelConfig(*sizes)
+    for sizes in itertools.product((1, 2, 4, 8), repeat=4)
+    if math.prod(sizes) == 8
+] + [ParallelConfig(*sizes) for sizes in ((1, 1, 1, 3), (1, 1, 1, 6), (2, 1, 1, 3), (1, 1, 2, 3))]
+
+
+def documents() -> dict[str, np.ndarray]:
+    """Rows of two documents and padding, none like the other."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, MODEL.V, (ROWS, T), dtype=np.int32)
+    ends, place = rng.integers(2, T + 1, (ROWS, 1)), np.arange(T)[None]
+    segments = np.where(place < ends, 1 + (place >= ends // 2), 0)
+    return dict(
+        tokens=tokens,
+        labels=np.where(segments > 0, np.roll(tokens, -1, 1), -100).astype(np.int32),
+        segments=segments.astype(np.int32),
+        positions=np.where(segments == 2, place - ends // 2, place).astype(np.int32),
+    )
+
+
+@cache
+def start() -> TrainState:
+    """On one device."""
+    return Task(CONFIG, MODEL, make_mesh(ONE, jax.devices()[:1])).init_state()
+
+
+def results(parallel: ParallelConfig, strategy: str = "auto") -> tuple[str, Any]:
+    """The strategy, and (loss, gradients, loss of an evaluation) on that mesh."""
+    devices = jax.devices()[: math.prod(astuple(parallel)[:4])]
+    config = replace(CONFIG, memory=replace(CONFIG.memory, sequence=strategy))
+    task, batch = Task(config, MODEL, make_mesh(parallel, devices)), documents()
+    state = jax.device_put(start(), jax.tree.map(lambda x: x.sharding, task.abstract_state()))
+    with jax.set_mesh(task.mesh):
+        loss, gradients, _ = jax.jit(task.gradients)(state, task.put(batch))
+    evaluated = np.asarray(task.evaluator()(state.model, [batch]))
+    return task.strategy[0], jax.tree.map(np.asarray, (loss, gradients, evaluated))
+
+
+def errors(got: Any, wanted: Any) -> dict[str, float]:
+    """Relative; a gradient whose norm is below 1e-3 counts as of that norm."""
+
+    def error(a, b):
+        return float(np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-3))
+
+    each = [
+        max(jax.tree.leaves(jax.tree.map(error, *pair))) for pair in zip(got, wanted, strict=True)
+    ]
+    return dict(zip(("loss", "gradients", "evaluation"), each, strict=True))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    rows, (_, wanted) = [], results(ONE)
+    for mesh in MESHES:
+        for strategy in STRATEGIES if mesh.sp > 1 else ("auto",):
+            try:
+                _, got = results(mesh, strategy)
+            except NotImplementedError as refused:
+                found: dict[str, Any] = dict(refused=str(refused))
+            else:
+                found = errors(got, wanted)
+            sizes = dict(dp=mesh.dp, fsdp=mesh.fsdp, tp=mesh.tp, sp=mesh.sp)
+            tell(rows, args.out, **sizes, strategy=strategy if mesh.sp > 1 else None, **found)
+
+
+if __name__ == "__main__":
+    main()

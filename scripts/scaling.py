@@ -1,0 +1,243 @@
+"""Times what is cut over 1, 2, 4 … devices: attention alone, encoders, the full training step.
+
+    python scripts/scaling.py attention --out DIRECTORY --lengths 131072 1048576 --devices 4
+    python scripts/scaling.py encoder --out DIRECTORY --encoders bert vit
+    python scripts/scaling.py step --out DIRECTORY --decoder 1b --lengths 8192 --rows 8
+
+Strong scaling shares the same rows and tokens among the devices; weak scaling gives each as many,
+of tokens where sequences are cut (sp), of rows where the batch is (dp). Forward and backward, of
+random data that no single device has whole. TFLOP/s are of live work: 4 · H FLOPs a query-key pair
+that is seen, 2.5 times that for the backward pass; Taylor attention's are its own matmuls. Options
+that the script does not know are a step's config's.
+"""
+
+import argparse
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from step import DECODERS, DEFAULTS, measure
+from timing import attempt, milliseconds, needs, tell
+
+from bptjax import Mask
+from bptjax.config import Config, parse
+from bptjax.models.config import EncoderConfig, Execution
+from bptjax.models.encoder import Encoder
+from bptjax.ops.attention.taylor import taylor_attention
+from bptjax.parallel.mesh import ParallelConfig, constrain, make_mesh, select_devices
+from bptjax.parallel.ring import zigzag
+from bptjax.parallel.sequence import attention, groups
+from bptjax.trainer import Task
+
+TRANSFORMER = EncoderConfig(
+    hidden_size=768,
+    num_layers=12,
+    num_heads=12,
+    norm="layer",
+    norm_bias=True,
+    position="learned",
+    max_positions=512,
+    activation="gelu",
+    gated=False,
+    qkv_bias=True,
+    out_bias=True,
+    mlp_bias=True,
+)
+# BERT-base's shape, and ViT-B/16's.
+ENCODERS = {
+    "bert": replace(
+        TRANSFORMER,
+        vocab_size=30_522,
+        norm_place="post",
+        embedding_norm=True,
+        final_norm=False,
+        token_types=2,
+        masked_head=True,
+    ),
+    "vit": replace(TRANSFORMER, image_size=(224, 224), patch_size=(16, 16), classes=1000),
+}
+SPLITS = ("dp", "sp")
+# Those whose keys are cut over devices, in an order that may be balanced or not.
+CUT = ("ring", "ulysses_ring", "gather")
+LENGTHS = dict(attention=131_072, encoder=512, step=8192)
+
+
+def mesh_of(split: str, n: int) -> jax.sharding.Mesh:
+    """The first n devices along one axis."""
+    return make_mesh(replace(ParallelConfig(fsdp=1), **{split: n}), jax.devices()[:n])
+
+
+def arrays(mesh: jax.sharding.Mesh, dtype: jnp.dtype, *shapes: tuple[int, ...]) -> list[jax.Array]:
+    """Normal numbers `[B, T, ...]`, made where they live."""
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    where = NamedSharding(mesh, PartitionSpec(("dp", "fsdp"), "sp"))
+    make = partial(jax.jit, static_argnums=1, out_shardings=where)(
+        lambda key, shape: jax.random.normal(key, shape, dtype)
+    )
+    return [make(key, shape) for key, shape in zip(keys, shapes, strict=True)]
+
+
+def timed(args: argparse.Namespace, f: Callable, *operands: Any, **options: Any) -> dict[str, Any]:
+    """Milliseconds and memory of the compiled `f`."""
+    compiled = jax.jit(f, **options).lower(*operands).compile()
+    ms, least, most = milliseconds(compiled, *operands, repeats=args.repeats, seconds=args.seconds)
+    return dict(ms=ms, fastest_ms=least, slowest_ms=most, **needs(compiled))
+
+
+def attention_row(args: argparse.Namespace, T: int, n: int, name: str, order: str) -> dict:
+    """Attention alone, one row, over sp."""
+    N, K, H, mesh = *args.heads, args.head_size, mesh_of("sp", n)
+    mask, pairs = Mask(causal=True), T * T / 2
+    if order == "zigzag" and n > 1:
+        positions = zigzag(T, groups(name, N, n)[1]).astype(np.int32)
+        mask = replace(mask, positions=positions)
+    f = partial(attention, mask=mask, strategy="auto" if n == 1 else name, impl=args.impl)
+    flops = 3.5 * 4 * N * H * pairs
+    if name == "taylor":
+        f, flops = taylor_attention, 3 * 2 * T * (N + K) * H * (H + 1)
+
+    def both(q, k, v, dout):
+        return jax.vjp(f, q, k, v)[1](dout)
+
+    with jax.set_mesh(mesh):
+        shapes = (1, T, N, H), (1, T, K, H), (1, T, K, H), (1, T, N, H)
+        operands = arrays(mesh, jnp.dtype(args.dtype), *shapes)
+        row = timed(args, both, *operands, out_shardings=operands[0].sharding)
+    return row | dict(tflops_a_device=flops / n / row["ms"] / 1e9)
+
+
+def encoder_row(args: argparse.Namespace, name: str, rows: int, T: int, n: int, split: str) -> dict:
+    """Loss of an encoder and its gradients."""
+    config, mesh, dtype = ENCODERS[name], mesh_of(split, n), jnp.dtype(args.dtype)
+    if args.layers:
+        config = replace(config, num_layers=args.layers)
+    if config.image_size is None:
+        config = replace(config, max_positions=T)
+
+    def loss(model, inputs, labels):
+        hidden = model(inputs, dtype=dtype, execution=Execution(attention=args.impl))
+        logits = model.logits(hidden)
+        picked = jnp.take_along_axis(logits, labels[..., None], -1)[..., 0]
+        return (jax.nn.logsumexp(logits, -1) - picked).mean()
+
+    def data(key):
+        if config.image_size is None:
+            tokens = constrain(jax.random.randint(key, (rows, T), 0, config.V), "batch", "sequence")
+            return tokens, tokens
+        images = jax.random.normal(key, (rows, config.channels, *config.image_size), dtype)
+        return constrain(images, "batch"), jnp.zeros(rows, jnp.int32)
+
+    with jax.set_mesh(mesh):
+        shared = NamedSharding(mesh, PartitionSpec())
+        model = jax.jit(lambda key: Encoder(config, key), out_shardings=shared)(jax.random.key(0))
+        operands = model, *jax.jit(data)(jax.random.key(1))
+        row = timed(args, jax.value_and_grad(loss), *operands)
+    tokens = rows * (config.patches + 1 if config.image_size else T)
+    return row | dict(tokens_per_second_a_device=1e3 * tokens / row["ms"] / n)
+
+
+def step_row(args: argparse.Namespace, name: str, rows: int, T: int, n: int, split: str) -> dict:
+    """A full training step of a decoder."""
+    model, mesh = DECODERS[name], mesh_of(split, n)
+    model = replace(model, num_layers=args.layers or model.num_layers)
+    config: Config = parse([*DEFAULTS, f"--train.seq_len={T}", *args.options], "")
+    each, rest = divmod(rows, mesh.shape["dp"])
+    if rest:
+        raise ValueError(f"{rows} rows do not divide among {n} devices")
+    train = replace(config.train, per_device_train_batch_size=each)
+    task = Task(replace(config, train=train), model, mesh)
+    row = measure(task, max(1, args.repeats))
+    # Of all that this process has run.
+    row.pop("peak_gib")
+    return row | dict(tokens_per_second_a_device=row["tokens_per_second"] / n)
+
+
+def draw(rows: list[dict[str, Any]], figure_of: str, file: Path) -> None:
+    """The figure, and temporary memory, against the number of devices; what failed has no point."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    lines: dict[str, list[dict]] = {}
+    for row in rows:
+        lines.setdefault(row["line"], []).append(row)
+    figure = Figure(figsize=(12, 5), layout="constrained")
+    for axes, name in zip(figure.subplots(1, 2), (figure_of, "temporary_gib"), strict=True):
+        for label, mine in lines.items():
+            points = [(r["devices"], r[name]) for r in mine if name in r]
+            axes.plot(*zip(*points, strict=True) if points else ((), ()), "o-", label=label)
+        axes.set(xscale="log", xlabel="devices", ylabel=name.replace("_", " "))
+        counts = sorted({r["devices"] for r in rows})
+        axes.set_xticks(counts, [str(n) for n in counts])
+        axes.set_xticks([], minor=True)
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+    figure.axes[0].legend(fontsize="x-small")
+    FigureCanvasAgg(figure).print_png(file)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("study", choices=("attention", "encoder", "step"))
+    parser.add_argument("--devices", type=int, nargs="+", help="1 2 4 … as there are")
+    parser.add_argument("--scaling", nargs="+", choices=("strong", "weak"), default=["strong"])
+    parser.add_argument("--lengths", type=int, nargs="+", help="tokens of a row")
+    parser.add_argument("--rows", type=int, default=8, help="of an encoder or a step")
+    parser.add_argument("--splits", nargs="+", choices=SPLITS, default=SPLITS)
+    parser.add_argument("--strategies", nargs="+", default=["gather", "ring", "ulysses", "taylor"])
+    parser.add_argument("--heads", type=int, nargs=2, default=[32, 8], help="queries', keys'")
+    parser.add_argument("--head_size", type=int, default=128)
+    parser.add_argument("--impl", default="auto")
+    parser.add_argument("--encoders", nargs="+", choices=ENCODERS, default=list(ENCODERS))
+    parser.add_argument("--decoder", choices=DECODERS, default="1b")
+    parser.add_argument("--layers", type=int, help="fewer layers than the model's own")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=30.0, help="of the timed runs of a row")
+    parser.add_argument("--out", type=Path, required=True, help="directory of the rows and plots")
+    args, args.options = parser.parse_known_args(argv)
+    if args.options and args.study != "step":
+        parser.error(f"unrecognized arguments: {' '.join(args.options)}")
+    there = len(select_devices("auto"))
+    counts = args.devices or [2**i for i in range(there.bit_length())]
+    if max(counts) > there:
+        parser.error(f"--devices {max(counts)}, but there are {there}")
+    rows, found, file = [], {}, args.out / f"scaling_{args.study}.csv"
+
+    def add(measured: Callable, what: tuple, T: int, n: int, how: tuple, **about: Any) -> None:
+        # One device does the same whatever is cut among more.
+        key = (*what, T, n, *(how if n > 1 or "taylor" in how else ()))
+        if key not in found:
+            found[key] = attempt(partial(measured, args, *what, T, n, *how))
+        tell(rows, file, **about, T=T, devices=n, **found[key])
+
+    lengths = args.lengths or [LENGTHS[args.study]]
+    for base, scaling, n in itertools.product(lengths, args.scaling, counts):
+        times = n if scaling == "weak" else 1
+        line = f"{scaling}, T={base:,}" + (" a device" if scaling == "weak" else "")
+        if args.study == "attention":
+            for name in args.strategies:
+                for order in ("zigzag", "plain") if name in CUT else ("plain",):
+                    about = dict(line=f"{name} {order}, {line}", strategy=name, order=order)
+                    add(attention_row, (), base * times, n, (name, order), **about)
+            continue
+        measured = encoder_row if args.study == "encoder" else step_row
+        models = args.encoders if args.study == "encoder" else [args.decoder]
+        for model, split in itertools.product(models, args.splits):
+            count, T = (args.rows * times, base) if split == "dp" else (args.rows, base * times)
+            about = dict(line=f"{model} {split}, {line}", model=model, split=split, batch=count)
+            add(measured, (model, count), T, n, (split,), **about)
+    name = "tflops_a_device" if args.study == "attention" else "tokens_per_second_a_device"
+    draw(rows, name, file.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()
