@@ -66,6 +66,7 @@ ENCODERS = {
 SPLITS = ("dp", "sp")
 # Those whose keys are cut over devices, in an order that may be balanced or not.
 CUT = ("ring", "ulysses_ring", "gather")
+ORDERS = ("zigzag", "plain")
 LENGTHS = dict(attention=131_072, encoder=512, step=8192)
 
 
@@ -193,6 +194,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, default=8, help="of an encoder or a step")
     parser.add_argument("--splits", nargs="+", choices=SPLITS, default=SPLITS)
     parser.add_argument("--strategies", nargs="+", default=["gather", "ring", "ulysses", "taylor"])
+    parser.add_argument("--orders", nargs="+", choices=ORDERS, default=list(ORDERS))
     parser.add_argument("--heads", type=int, nargs=2, default=[32, 8], help="queries', keys'")
     parser.add_argument("--head_size", type=int, default=128)
     parser.add_argument("--impl", default="auto")
@@ -225,7 +227,7 @@ def main(argv: list[str] | None = None) -> None:
         line = f"{scaling}, T={base:,}" + (" a device" if scaling == "weak" else "")
         if args.study == "attention":
             for name in args.strategies:
-                for order in ("zigzag", "plain") if name in CUT else ("plain",):
+                for order in args.orders if name in CUT else ("plain",):
                     about = dict(line=f"{name} {order}, {line}", strategy=name, order=order)
                     add(attention_row, (), base * times, n, (name, order), **about)
             continue

@@ -1,4 +1,4 @@
-"""The studies, at the least sizes: each row has figures or says why not, and the plots are there."""
+"""The studies, at the least sizes: rows have figures or say why not, and the plots are there."""
 
 import csv
 from dataclasses import replace

@@ -89,8 +89,8 @@ def choose_strategy(name: str, heads: int, devices: int) -> tuple[str, str]:
 
 
 def groups(strategy: str, heads: int, devices: int) -> tuple[int, int]:
-    """How many of the `devices` along sp exchange heads, and over how many groups of them tokens are
-    then still cut: in `ring.zigzag` order, where that is more than one."""
+    """How many of the `devices` along sp exchange heads, and over how many groups of them tokens
+    are then still cut: in `ring.zigzag` order, where that is more than one."""
     n = {"ulysses": devices, "ulysses_ring": math.gcd(heads, devices)}.get(strategy, 1)
     return n, devices // n
 
