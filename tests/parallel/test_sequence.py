@@ -172,6 +172,7 @@ def test_choice_and_refusals():
     assert choose_strategy("auto", 7, 4)[0] == "ring"
     assert "not ulysses_ring: 7 query heads and sp=4" in choose_strategy("auto", 7, 4)[1]
     assert [groups(s, 6, 4) for s in STRATEGIES if s != "ulysses"] == [(2, 2), (1, 4), (1, 1)]
+    assert all(choose_strategy(name, 6, 1)[0] == name for name in STRATEGIES)
     with pytest.raises(NotImplementedError, match="'ulysses': 6 query heads"):
         choose_strategy("ulysses", 6, 4)
     with pytest.raises(ValueError, match="'rings'; there are auto, ulysses, ulysses_ring, ring"):
