@@ -27,13 +27,13 @@ from step import DECODERS, DEFAULTS, measure
 from timing import attempt, milliseconds, needs, tell
 
 from bptjax import Mask
-from bptjax.config import Config, parse
+from bptjax.config import parse
 from bptjax.models.config import EncoderConfig, Execution
 from bptjax.models.encoder import Encoder
 from bptjax.ops.attention.taylor import taylor_attention
 from bptjax.parallel.mesh import ParallelConfig, constrain, make_mesh, select_devices
 from bptjax.parallel.ring import zigzag
-from bptjax.parallel.sequence import attention, groups
+from bptjax.parallel.sequence import STRATEGIES, attention, groups
 from bptjax.trainer import Task
 
 TRANSFORMER = EncoderConfig(
@@ -67,7 +67,8 @@ SPLITS = ("dp", "sp")
 # Those whose keys are cut over devices, in an order that may be balanced or not.
 CUT = ("ring", "ulysses_ring", "gather")
 ORDERS = ("zigzag", "plain")
-LENGTHS = dict(attention=131_072, encoder=512, step=8192)
+# Rows, and tokens of a row.
+SIZES = dict(attention=(1, 131_072), encoder=(64, 512), step=(8, 8192))
 
 
 def mesh_of(split: str, n: int) -> jax.sharding.Mesh:
@@ -111,7 +112,8 @@ def attention_row(args: argparse.Namespace, T: int, n: int, name: str, order: st
         shapes = (1, T, N, H), (1, T, K, H), (1, T, K, H), (1, T, N, H)
         operands = arrays(mesh, jnp.dtype(args.dtype), *shapes)
         row = timed(args, both, *operands, out_shardings=operands[0].sharding)
-    return row | dict(tflops_a_device=flops / n / row["ms"] / 1e9)
+    about = dict(query_heads=N, key_heads=K, H=H, impl=args.impl, dtype=args.dtype)
+    return about | row | dict(tflops_a_device=flops / n / row["ms"] / 1e9)
 
 
 def encoder_row(args: argparse.Namespace, name: str, rows: int, T: int, n: int, split: str) -> dict:
@@ -141,23 +143,24 @@ def encoder_row(args: argparse.Namespace, name: str, rows: int, T: int, n: int, 
         operands = model, *jax.jit(data)(jax.random.key(1))
         row = timed(args, jax.value_and_grad(loss), *operands)
     tokens = rows * (config.patches + 1 if config.image_size else T)
-    return row | dict(tokens_per_second_a_device=1e3 * tokens / row["ms"] / n)
+    about = dict(layers=config.num_layers, impl=args.impl, dtype=args.dtype)
+    return about | row | dict(tokens_per_second_a_device=1e3 * tokens / row["ms"] / n)
 
 
 def step_row(args: argparse.Namespace, name: str, rows: int, T: int, n: int, split: str) -> dict:
     """A full training step of a decoder."""
     model, mesh = DECODERS[name], mesh_of(split, n)
     model = replace(model, num_layers=args.layers or model.num_layers)
-    config: Config = parse([*DEFAULTS, f"--train.seq_len={T}", *args.options], "")
     each, rest = divmod(rows, mesh.shape["dp"])
     if rest:
         raise ValueError(f"{rows} rows do not divide among {n} devices")
-    train = replace(config.train, per_device_train_batch_size=each)
-    task = Task(replace(config, train=train), model, mesh)
+    train = replace(args.config.train, seq_len=T, per_device_train_batch_size=each)
+    task = Task(replace(args.config, train=train), model, mesh)
     row = measure(task, max(1, args.repeats))
-    # Of all that this process has run.
-    row.pop("peak_gib")
-    return row | dict(tokens_per_second_a_device=row["tokens_per_second"] / n)
+    # Its peak is of all that this process has run.
+    row = {name: x for name, x in row.items() if name not in ("peak_gib", "losses")}
+    about = dict(layers=model.num_layers, impl=task.attention()[0], dtype=train.dtype)
+    return about | row | dict(tokens_per_second_a_device=row["tokens_per_second"] / n)
 
 
 def draw(rows: list[dict[str, Any]], figure_of: str, file: Path) -> None:
@@ -191,9 +194,14 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--devices", type=int, nargs="+", help="1 2 4 … as there are")
     parser.add_argument("--scaling", nargs="+", choices=("strong", "weak"), default=["strong"])
     parser.add_argument("--lengths", type=int, nargs="+", help="tokens of a row")
-    parser.add_argument("--rows", type=int, default=8, help="of an encoder or a step")
+    parser.add_argument("--rows", type=int, help="of an encoder or a step")
     parser.add_argument("--splits", nargs="+", choices=SPLITS, default=SPLITS)
-    parser.add_argument("--strategies", nargs="+", default=["gather", "ring", "ulysses", "taylor"])
+    parser.add_argument(
+        "--strategies",
+        nargs="+",
+        choices=(*STRATEGIES, "taylor"),
+        default=["gather", "ring", "ulysses", "taylor"],
+    )
     parser.add_argument("--orders", nargs="+", choices=ORDERS, default=list(ORDERS))
     parser.add_argument("--heads", type=int, nargs=2, default=[32, 8], help="queries', keys'")
     parser.add_argument("--head_size", type=int, default=128)
@@ -201,13 +209,17 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--encoders", nargs="+", choices=ENCODERS, default=list(ENCODERS))
     parser.add_argument("--decoder", choices=DECODERS, default="1b")
     parser.add_argument("--layers", type=int, help="fewer layers than the model's own")
-    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--dtype", default="bfloat16", help="of attention or an encoder")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=30.0, help="of the timed runs of a row")
     parser.add_argument("--out", type=Path, required=True, help="directory of the rows and plots")
-    args, args.options = parser.parse_known_args(argv)
-    if args.options and args.study != "step":
-        parser.error(f"unrecognized arguments: {' '.join(args.options)}")
+    args, options = parser.parse_known_args(argv)
+    if options and args.study != "step":
+        parser.error(f"unrecognized arguments: {' '.join(options)}")
+    try:
+        args.config = parse([*DEFAULTS, *options], "")
+    except ValueError as error:
+        parser.error(str(error))
     there = len(select_devices("auto"))
     counts = args.devices or [2**i for i in range(there.bit_length())]
     if max(counts) > there:
@@ -221,21 +233,25 @@ def main(argv: list[str] | None = None) -> None:
             found[key] = attempt(partial(measured, args, *what, T, n, *how))
         tell(rows, file, **about, T=T, devices=n, **found[key])
 
-    lengths = args.lengths or [LENGTHS[args.study]]
+    batch, length = SIZES[args.study]
+    batch, lengths = args.rows or batch, args.lengths or [length]
     for base, scaling, n in itertools.product(lengths, args.scaling, counts):
         times = n if scaling == "weak" else 1
-        line = f"{scaling}, T={base:,}" + (" a device" if scaling == "weak" else "")
+        each = " a device" if scaling == "weak" else ""
         if args.study == "attention":
             for name in args.strategies:
                 for order in args.orders if name in CUT else ("plain",):
-                    about = dict(line=f"{name} {order}, {line}", strategy=name, order=order)
+                    about = dict(
+                        line=f"{name} {order}, T={base:,}{each}", strategy=name, order=order
+                    )
                     add(attention_row, (), base * times, n, (name, order), **about)
             continue
         measured = encoder_row if args.study == "encoder" else step_row
         models = args.encoders if args.study == "encoder" else [args.decoder]
         for model, split in itertools.product(models, args.splits):
-            count, T = (args.rows * times, base) if split == "dp" else (args.rows, base * times)
-            about = dict(line=f"{model} {split}, {line}", model=model, split=split, batch=count)
+            line = f"{model} {split}, {batch} × {base:,}{each}"
+            count, T = (batch * times, base) if split == "dp" else (batch, base * times)
+            about = dict(line=line, model=model, split=split, batch=count)
             add(measured, (model, count), T, n, (split,), **about)
     name = "tflops_a_device" if args.study == "attention" else "tokens_per_second_a_device"
     draw(rows, name, file.with_suffix(".png"))

@@ -1,6 +1,7 @@
 """What the timing scripts share."""
 
 import csv
+import gc
 import json
 import time
 from collections.abc import Callable
@@ -35,7 +36,7 @@ def needs(compiled: jax.stages.Compiled) -> dict[str, float]:
         program_gib=kept + stats.temp_size_in_bytes,
         held_gib=stats.argument_size_in_bytes,
         temporary_gib=stats.temp_size_in_bytes,
-        host_gib=stats.host_temp_size_in_bytes,
+        host_gib=stats.host_temp_size_in_bytes + stats.host_argument_size_in_bytes,
     )
     return {name: size / 2**30 for name, size in gib.items()}
 
@@ -47,9 +48,12 @@ def attempt(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     except (NotImplementedError, ValueError) as error:
         return dict(status=f"refused: {error}")
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
+        text = str(error)
+    # The next rows are to find the memory free that the frames of the error held.
+    gc.collect()
+    if "RESOURCE_EXHAUSTED" in text:
         return dict(status="out of memory")
+    return dict(status=f"failed: {text.splitlines()[0]}")
 
 
 def tell(rows: list[dict[str, Any]], out: Path | None, **row: Any) -> None:

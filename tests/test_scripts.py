@@ -1,10 +1,11 @@
-"""The studies, at the least sizes: rows have figures or say why not, and the plots are there."""
+"""The studies, at the least sizes: a row has figures or says why not, and the plots are there."""
 
 import csv
 from dataclasses import replace
 
 import pytest
 import scaling
+import strategies
 from step import DECODERS
 
 from bptjax.models.config import ModelConfig
@@ -52,3 +53,29 @@ def test_steps_are_scaled(scale, monkeypatch):
     found = scale("step", *sizes, "--memory.ffn_chunk=16")
     assert [r["status"] for r in found] == ["ok", "refused: 2 rows do not divide among 4 devices"]
     assert float(found[0]["tokens_per_second_a_device"]) > 0
+
+
+def test_strategies_are_weighed(tmp_path, monkeypatch):
+    monkeypatch.setitem(DECODERS, "1b", TINY)
+    some = "data parallel", "ZeRO-1", "ZeRO-3", "ZeRO-3 + both"
+    sizes = "--decoders=1b", "--dtypes=float32", "--devices=4", "--steps=1", "--train.seq_len=32"
+    strategies.main([f"--out={tmp_path}", *sizes, "--strategies", *some])
+    found = rows(tmp_path / "strategies.csv")
+    assert [r["strategy"] for r in found] == list(some)
+    assert all(r["status"] == "ok" and float(r["epoch_s"]) > 0 for r in found)
+    assert {r["batch"] for r in found} == {"4"}
+    held = [float(r["held_gib"]) for r in found]
+    assert held[0] > held[1] > held[2]
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [("--devices=16", "--devices 16, but there are 8"), ("--train.seqlen=8", "train.seqlen")],
+)
+@pytest.mark.parametrize("study", [["step"], []])
+def test_bad_input_is_one_line_and_exit_2(study, wrong, message, capsys, tmp_path):
+    main = scaling.main if study else strategies.main
+    with pytest.raises(SystemExit, match="2"):
+        main([*study, f"--out={tmp_path / 'out'}", wrong])
+    assert message in capsys.readouterr().err.splitlines()[-1]
+    assert not (tmp_path / "out").exists()

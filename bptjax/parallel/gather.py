@@ -4,7 +4,7 @@ Context parallelism as in Llama 3 (arXiv 2407.21783, Section 3.3.2): the simples
 heads the cheapest for short rows; keys and values of the whole row are on every device.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,7 +15,15 @@ from jax import Array
 
 from bptjax.ops.attention.tile import Score
 from bptjax.ops.softmax import Partial
-from bptjax.parallel.plan import Plan, add_backward, add_forward, make_plan, several_documents
+from bptjax.parallel.plan import (
+    Plan,
+    add_backward,
+    add_forward,
+    make_plan,
+    own_backward,
+    own_forward,
+    several_documents,
+)
 
 
 def unsupported(heads: int, devices: int) -> str | None:
@@ -35,28 +43,23 @@ def forward(
 ) -> Partial:
     """Attention of this device's queries to the keys of all devices along `axis`; `places` are the
     positions of the whole rows' queries and keys."""
-    plan = make_plan(score, places, jax.lax.axis_size(axis))
-    k, v = (_gather(x, axis) for x in (k, v))
-    score = _whole_keys(score, axis)
+    n, device = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
+    every = _gather(k, axis), _gather(v, axis)
+    score, plan = _whole_keys(score, axis), make_plan(score, places, n)
 
-    def by_parts(plan, q, k, v):
-        whole = Partial(
-            jnp.zeros_like(q, jnp.float32), jnp.full_like(q[..., 0], -jnp.inf, jnp.float32)
-        )
-
-        def add(part, whole, k, v):
-            return add_forward(kernel, part, whole, q, k, v, score, **chunks)
-
-        for j, (block_k, block_v) in enumerate(_blocks((k, v), axis)):
-            blocks = [j] * jax.lax.axis_size(axis)
-            device = jax.lax.axis_index(axis)
-            whole = plan.run(add, blocks, device, whole, block_k, block_v)
+    def by_plan(plan, q, k, v, every):
+        whole = own_forward(kernel, plan, q, k, v, score, **chunks)
+        for step in range(1, n):
+            other = (device - step) % n
+            other_k, other_v = (_part_of(x, other, n) for x in every)
+            for pair in plan.pairs(device, other):
+                whole = add_forward(kernel, plan, pair, whole, q, other_k, other_v, score, **chunks)
         return Partial(whole.out.astype(q.dtype), whole.lse)
 
-    def by_mask(q, k, v):
-        return kernel.forward(q, k, v, score, **chunks)
+    def by_mask(q, k, v, every):
+        return kernel.forward(q, *every, score, **chunks)
 
-    return _either(plan, score, by_parts, by_mask, q, k, v)
+    return _either(plan, by_plan, by_mask, score, q, k, v, every)
 
 
 def backward(
@@ -73,52 +76,54 @@ def backward(
     **chunks,
 ) -> tuple[Array, Array, Array]:
     """Gradients of this device's queries, keys and values."""
-    plan = make_plan(score, places, jax.lax.axis_size(axis))
-    k, v = (_gather(x, axis) for x in (k, v))
-    score = _whole_keys(score, axis)
+    n, device = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
+    every = _gather(k, axis), _gather(v, axis)
+    score, plan = _whole_keys(score, axis), make_plan(score, places, n)
 
-    def by_parts(plan, q, k, v, out, lse, dout):
-        dq, parts = jnp.zeros_like(q, jnp.float32), []
+    def by_plan(plan, q, k, v, every, *rest):
+        of_queries = q, *rest
+        dq, dk, dv = own_backward(kernel, plan, of_queries, k, v, score, **chunks)
+        dks, dvs = (jnp.zeros_like(x, jnp.float32) for x in every)
+        dks, dvs = _put(dks, dk, device), _put(dvs, dv, device)
+        for step in range(1, n):
+            other = (device - step) % n
+            other_k, other_v, dk, dv = (_part_of(x, other, n) for x in (*every, dks, dvs))
+            for pair in plan.pairs(device, other):
+                dq, dk, dv = add_backward(
+                    kernel, plan, pair, (dq, dk, dv), of_queries, other_k, other_v, score, **chunks
+                )
+            dks, dvs = _put(dks, dk, other), _put(dvs, dv, other)
+        return dq.astype(q.dtype), dks.astype(k.dtype), dvs.astype(v.dtype)
 
-        def add(part, sums, k, v):
-            return add_backward(kernel, part, sums, (q, out, lse, dout), k, v, score, **chunks)
+    def by_mask(q, k, v, every, *rest):
+        return kernel.backward(q, *every, *rest, score, **chunks)
 
-        for j, (block_k, block_v) in enumerate(_blocks((k, v), axis)):
-            blocks = [j] * jax.lax.axis_size(axis)
-            device = jax.lax.axis_index(axis)
-            zeros = (jnp.zeros_like(x, jnp.float32) for x in (block_k, block_v))
-            dq, dk, dv = plan.run(add, blocks, device, (dq, *zeros), block_k, block_v)
-            parts.append((dk.astype(k.dtype), dv.astype(v.dtype)))
-        return dq.astype(q.dtype), *(jnp.concatenate(x, 1) for x in zip(*parts, strict=True))
-
-    def by_mask(q, k, v, out, lse, dout):
-        return kernel.backward(q, k, v, out, lse, dout, score, **chunks)
-
-    dq, dk, dv = _either(plan, score, by_parts, by_mask, q, k, v, out, lse, dout)
+    dq, dk, dv = _either(plan, by_plan, by_mask, score, q, k, v, every, out, lse, dout)
     dk, dv = (jax.lax.psum_scatter(x, axis, scatter_dimension=1, tiled=True) for x in (dk, dv))
     return dq, dk, dv
 
 
 def _either(
-    plan: Plan | None, score: Score, by_parts: Callable, by_mask: Callable, *arrays: Array
+    plan: Plan | None, by_plan: Callable, by_mask: Callable, score: Score, *operands: Any
 ) -> Any:
     """By the mask where there is no plan, or as it runs there is more than one document."""
     if plan is None:
-        return by_mask(*arrays)
+        return by_mask(*operands)
     several = several_documents(score)
     if several is None:
-        return by_parts(plan, *arrays)
-    return jax.lax.cond(several, by_mask, partial(by_parts, plan), *arrays)
+        return by_plan(plan, *operands)
+    return jax.lax.cond(several, by_mask, partial(by_plan, plan), *operands)
 
 
-def _blocks(arrays: tuple[Array, Array], axis: str) -> Iterator[list[Array]]:
-    """Each device's part of gathered arrays."""
-    n = jax.lax.axis_size(axis)
-    for j in range(n):
-        yield [
-            jax.lax.slice_in_dim(x, j * x.shape[1] // n, (j + 1) * x.shape[1] // n, axis=1)
-            for x in arrays
-        ]
+def _put(x: Array, part: Array, device: Array) -> Array:
+    """A gathered array with that device's part replaced."""
+    return jax.lax.dynamic_update_slice_in_dim(x, part, device * part.shape[1], axis=1)
+
+
+def _part_of(x: Array, device: Array, n: int) -> Array:
+    """That device's part of a gathered array."""
+    size = x.shape[1] // n
+    return jax.lax.dynamic_slice_in_dim(x, device * size, size, axis=1)
 
 
 def _gather(x: Array, axis: str) -> Array:

@@ -1,11 +1,10 @@
-"""What a device's queries see of a block of keys, where that is known while tracing and simple: a
-rectangle without a mask, or causal in its own order. A kernel then needs no positions, and the
-fastest can be taken.
+"""What a device's queries see of the other devices' keys, where that is known while tracing and the
+same amount everywhere: pieces seen whole. A kernel then needs no mask and no positions, so that the
+fastest can be taken, and no device waits for another.
 """
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,55 +16,29 @@ from bptjax.ops.mask import Mask
 from bptjax.ops.softmax import Partial, merge
 
 
-class Part(NamedTuple):
-    """Of a block, these queries see these keys (start and end): all of them, or causally."""
-
-    queries: tuple[int, int]
-    keys: tuple[int, int]
-    causal: bool
-
-
 @dataclass(frozen=True)
 class Plan:
-    """`seen[i][j]`: what device i's queries see of device j's keys; None where nothing."""
+    """Each device's queries and keys are cut into `pieces` equal ones.
 
-    seen: tuple[tuple[Part | None, ...], ...]
+    Attributes:
+      causal: whether a device's queries see its own keys causally, or all of them.
+      seen: int `[devices, devices, m, 2]`: of device i's queries the piece `seen[i, j, :, 0]` sees
+        the whole piece `seen[i, j, :, 1]` of device j's keys, and no others do; j ≠ i.
+    """
 
-    def run(
-        self,
-        f: Callable[..., Any],
-        blocks: Sequence[int],
-        device: Array,
-        sums: Any,
-        *operands: Any,
-        general: tuple[Array, Callable[..., Any]] | None = None,
-    ) -> Any:
-        """`f(part, sums, *operands)` on the device of this number, device i having block
-        `blocks[i]`; `sums` where nothing is seen of it. `general` is used instead where its first
-        is true.
-        """
-        each = [self.seen[i][j] for i, j in enumerate(blocks)]
-        parts = list(dict.fromkeys(each))
+    pieces: int
+    causal: bool
+    seen: np.ndarray
 
-        def branch(part):
-            return lambda sums, *rest: sums if part is None else f(part, sums, *rest)
-
-        branches = [branch(part) for part in parts]
-        which = jnp.asarray([parts.index(part) for part in each])[device]
-        if general is not None:
-            needed, instead = general
-            alive = jnp.asarray([part is not None for part in each])[device]
-            which = jnp.where(needed & alive, len(branches), which)
-            branches.append(instead)
-        if len(branches) == 1:
-            return branches[0](sums, *operands)
-        return jax.lax.switch(which, branches, sums, *operands)
+    def pairs(self, device: Array, other: Array) -> list[Array]:
+        """What of `other`'s keys `device` sees: (piece of queries, piece of keys)."""
+        return list(jnp.asarray(self.seen)[device, other])
 
 
 def make_plan(score: Score, places: tuple[Any, Any], devices: int) -> Plan | None:
     """The plan for queries and keys at these positions `[T]` and `[S]`, device i having the i-th of
-    `devices` equal pieces of each; None where some block has more than one part, or where what is
-    computed of a pair depends on where it stands. Documents are left to the caller.
+    `devices` equal parts of each; None where devices see unequal amounts, or pieces in part, or
+    where what is computed of a pair depends on where it stands. Documents are left to the caller.
     """
     mask = score.mask
     special = (mask.window, mask.windows, mask.global_tokens, mask.block_mask)
@@ -73,32 +46,25 @@ def make_plan(score: Score, places: tuple[Any, Any], devices: int) -> Plan | Non
         return None
     if not all(isinstance(x, np.ndarray) and x.ndim == 1 for x in places):
         return None
-    queries, keys = (x.reshape(devices, -1) for x in places)
     if not mask.causal:
-        everything = Part((0, queries.shape[1]), (0, keys.shape[1]), False)
-        return Plan(((everything,) * devices,) * devices)
-    try:
-        return Plan(tuple(tuple(_part(p, s) for s in keys) for p in queries))
-    except ValueError:
+        return Plan(1, False, np.zeros((devices, devices, 1, 2), np.int32))
+    p, s = places
+    if len(p) % (2 * devices) or not np.array_equal(p, s):
         return None
-
-
-def _part(p: np.ndarray, s: np.ndarray) -> Part | None:
-    """Raises ValueError where there is more than one."""
-    half = [(0, len(x) // 2, len(x)) for x in (p, s)]
-    ends = [list(zip(h[:-1], h[1:], strict=True)) for h in half]
-    ends = [[(a, b) for a, b in each if a < b] for each in ends]
-    live = np.array([[s[c:d].min() <= p[a:b].max() for c, d in ends[1]] for a, b in ends[0]])
-    if not live.any():
+    cut = p.reshape(devices, 2, -1)
+    if (np.diff(cut.reshape(devices, -1)) <= 0).any():
         return None
-    rows, columns = np.flatnonzero(live.any(1)), np.flatnonzero(live.any(0))
-    a, b = ends[0][rows[0]][0], ends[0][rows[-1]][1]
-    c, d = ends[1][columns[0]][0], ends[1][columns[-1]][1]
-    if s[c:d].max() <= p[a:b].min():
-        return Part((a, b), (c, d), False)
-    if (a, b) == (c, d) and np.array_equal(p[a:b], s[c:d]) and (np.diff(p[a:b]) > 0).all():
-        return Part((a, b), (c, d), True)
-    raise ValueError("more than one rectangle")
+    queries, keys = cut[:, None, :, None], cut[None, :, None, :]
+    live = keys.min(-1) <= queries.max(-1)
+    whole = keys.max(-1) <= queries.min(-1)
+    others = ~np.eye(devices, dtype=bool)
+    amount = live.sum((2, 3))[others]
+    if (live != whole)[others].any() or (amount != amount[:1]).any():
+        return None
+    seen = np.zeros((devices, devices, amount.max(initial=0), 2), np.int32)
+    for i, j in np.argwhere(others):
+        seen[i, j] = np.argwhere(live[i, j])
+    return Plan(2, True, seen)
 
 
 def several_documents(score: Score) -> Array | None:
@@ -112,20 +78,54 @@ def several_documents(score: Score) -> Array | None:
     return ~(same & (first != 0).all())
 
 
-def add_forward(
-    kernel: Any, part: Part, whole: Partial, q: Array, k: Array, v: Array, score: Score, **chunks
+def nothing_yet(q: Array) -> Partial:
+    """Attention to no key, in float32."""
+    lse = jnp.full_like(q[..., 0], -jnp.inf, jnp.float32)
+    return Partial(jnp.zeros_like(q, jnp.float32), lse)
+
+
+def own_forward(
+    kernel: Any, plan: Plan, q: Array, k: Array, v: Array, score: Score, **chunks
 ) -> Partial:
-    """`whole` with attention to this part merged into it."""
-    rows, keys = slice(*part.queries), slice(*part.keys)
-    score = replace(score, mask=Mask(causal=part.causal))
-    new = kernel.forward(q[:, rows], k[:, keys], v[:, keys], score, **chunks)
-    merged = merge(Partial(*(x[:, rows] for x in whole)), new)
-    return Partial(*(x.at[:, rows].set(y) for x, y in zip(whole, merged, strict=True)))
+    """Attention to the device's own keys; float32."""
+    score = replace(score, mask=Mask(causal=plan.causal))
+    out, lse = kernel.forward(q, k, v, score, **chunks)
+    return Partial(out.astype(jnp.float32), lse)
+
+
+def own_backward(
+    kernel: Any, plan: Plan, of_queries: tuple, k: Array, v: Array, score: Score, **chunks
+) -> tuple[Array, Array, Array]:
+    """Its (dq, dk, dv) in float32; `of_queries` are q, out, lse, dout."""
+    score = replace(score, mask=Mask(causal=plan.causal))
+    q, *rest = of_queries
+    dq, dk, dv = kernel.backward(q, k, v, *rest, score, **chunks)
+    return dq.astype(jnp.float32), dk.astype(jnp.float32), dv.astype(jnp.float32)
+
+
+def add_forward(
+    kernel: Any,
+    plan: Plan,
+    pair: Array,
+    whole: Partial,
+    q: Array,
+    k: Array,
+    v: Array,
+    score: Score,
+    **chunks,
+) -> Partial:
+    """`whole` with attention of a piece of queries to a piece of keys merged into it."""
+    rows, keys = _place(pair[0], q, plan), _place(pair[1], k, plan)
+    operands = _take(q, rows), _take(k, keys), _take(v, keys)
+    new = kernel.forward(*operands, replace(score, mask=Mask()), **chunks)
+    merged = merge(Partial(*(_take(x, rows) for x in whole)), new)
+    return Partial(*(_put(x, y, rows) for x, y in zip(whole, merged, strict=True)))
 
 
 def add_backward(
     kernel: Any,
-    part: Part,
+    plan: Plan,
+    pair: Array,
     sums: tuple[Array, Array, Array],
     of_queries: tuple[Array, ...],
     k: Array,
@@ -133,13 +133,28 @@ def add_backward(
     score: Score,
     **chunks,
 ) -> tuple[Array, Array, Array]:
-    """(dq, dk, dv) in float32 with this part's added; `of_queries` are q, out, lse, dout."""
-    rows, keys = slice(*part.queries), slice(*part.keys)
-    score = replace(score, mask=Mask(causal=part.causal))
-    q, out, lse, dout = (x[:, rows] for x in of_queries)
-    new = kernel.backward(q, k[:, keys], v[:, keys], out, lse, dout, score, **chunks)
+    """(dq, dk, dv) in float32 with those of a piece of queries and a piece of keys added;
+    `of_queries` are q, out, lse, dout."""
+    rows, keys = _place(pair[0], of_queries[0], plan), _place(pair[1], k, plan)
+    q, *rest = (_take(x, rows) for x in of_queries)
+    score = replace(score, mask=Mask())
+    new = kernel.backward(q, _take(k, keys), _take(v, keys), *rest, score, **chunks)
     dq, dk, dv = (
-        s.at[:, at].add(x.astype(jnp.float32))
+        _put(s, _take(s, at) + x.astype(jnp.float32), at)
         for s, x, at in zip(sums, new, (rows, keys, keys), strict=True)
     )
     return dq, dk, dv
+
+
+def _place(piece: Array, x: Array, plan: Plan) -> tuple[Array, int]:
+    """Where it starts and how many tokens it has."""
+    size = x.shape[1] // plan.pieces
+    return piece * size, size
+
+
+def _take(x: Array, place: tuple[Array, int]) -> Array:
+    return jax.lax.dynamic_slice_in_dim(x, *place, axis=1)
+
+
+def _put(x: Array, piece: Array, place: tuple[Array, int]) -> Array:
+    return jax.lax.dynamic_update_slice_in_dim(x, piece, place[0], axis=1)

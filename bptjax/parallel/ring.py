@@ -7,6 +7,7 @@ where causal attention would leave half of the devices idle, `zigzag` order give
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,7 +18,16 @@ from jax import Array
 from bptjax.ops.attention.tile import Score
 from bptjax.ops.mask import Tiles
 from bptjax.ops.softmax import Partial, merge
-from bptjax.parallel.plan import Plan, add_backward, add_forward, make_plan, several_documents
+from bptjax.parallel.plan import (
+    Plan,
+    add_backward,
+    add_forward,
+    make_plan,
+    nothing_yet,
+    own_backward,
+    own_forward,
+    several_documents,
+)
 
 KEYS = ("k_segments", "k_positions", "k_global_tokens")
 
@@ -49,23 +59,25 @@ def forward(
 ) -> Partial:
     """Attention of this device's queries to the keys of all devices along `axis`, or of every
     `stride`-th; `places` are the positions of the whole rows' queries and keys."""
-    n = jax.lax.axis_size(axis) // stride
+    n, device = jax.lax.axis_size(axis) // stride, jax.lax.axis_index(axis) // stride
     plan = make_plan(score, places, n)
-    whole = Partial(jnp.zeros_like(q, jnp.float32), jnp.full_like(q[..., 0], -jnp.inf, jnp.float32))
-    block = k, v, {name: getattr(score.mask, name) for name in KEYS}
+    block, whole = (k, v, {name: getattr(score.mask, name) for name in KEYS}), nothing_yet(q)
     for step in range(n):
         # On its way while this block is computed.
         onward = _pass_on(block, axis, stride) if step + 1 < n else block
         here = replace(score, mask=replace(score.mask, **block[2]))
 
-        def take(whole, k, v, here=here):
+        def by_mask(whole, k, v, here=here):
             return merge(whole, kernel.forward(q, k, v, here, **chunks))
 
-        def add(part, whole, k, v):
-            return add_forward(kernel, part, whole, q, k, v, score, **chunks)
+        def by_plan(plan, whole, k, v, step=step):
+            if step == 0:
+                return own_forward(kernel, plan, q, k, v, score, **chunks)
+            for pair in plan.pairs(device, (device - step) % n):
+                whole = add_forward(kernel, plan, pair, whole, q, k, v, score, **chunks)
+            return whole
 
-        device = jax.lax.axis_index(axis) // stride
-        whole = _step(plan, step, device, here, add, take, whole, q, *block[:2])
+        whole = _step(plan, by_plan, by_mask, here, whole, q, *block[:2])
         block = onward
     return Partial(whole.out.astype(q.dtype), whole.lse)
 
@@ -86,23 +98,26 @@ def backward(
 ) -> tuple[Array, Array, Array]:
     """Gradients of this device's queries, keys and values; those of keys and values go round with
     them, and come home."""
-    n = jax.lax.axis_size(axis) // stride
-    plan = make_plan(score, places, n)
+    n, device = jax.lax.axis_size(axis) // stride, jax.lax.axis_index(axis) // stride
+    plan, of_queries = make_plan(score, places, n), (q, out, lse, dout)
     dq, dk, dv = (jnp.zeros_like(x, jnp.float32) for x in (q, k, v))
     block = k, v, {name: getattr(score.mask, name) for name in KEYS}
     for step in range(n):
         onward = _pass_on(block, axis, stride) if step + 1 < n else block
         here = replace(score, mask=replace(score.mask, **block[2]))
 
-        def take(sums, k, v, here=here):
+        def by_mask(sums, k, v, here=here):
             new = kernel.backward(q, k, v, out, lse, dout, here, **chunks)
             return tuple(s + x.astype(jnp.float32) for s, x in zip(sums, new, strict=True))
 
-        def add(part, sums, k, v):
-            return add_backward(kernel, part, sums, (q, out, lse, dout), k, v, score, **chunks)
+        def by_plan(plan, sums, k, v, step=step):
+            if step == 0:
+                return own_backward(kernel, plan, of_queries, k, v, score, **chunks)
+            for pair in plan.pairs(device, (device - step) % n):
+                sums = add_backward(kernel, plan, pair, sums, of_queries, k, v, score, **chunks)
+            return sums
 
-        device = jax.lax.axis_index(axis) // stride
-        dq, dk, dv = _step(plan, step, device, here, add, take, (dq, dk, dv), q, *block[:2])
+        dq, dk, dv = _step(plan, by_plan, by_mask, here, (dq, dk, dv), q, *block[:2])
         dk, dv = _pass_on((dk, dv), axis, stride)
         block = onward
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
@@ -110,24 +125,22 @@ def backward(
 
 def _step(
     plan: Plan | None,
-    step: int,
-    device: Array,
+    by_plan: Callable,
+    by_mask: Callable,
     here: Score,
-    add: Callable,
-    take: Callable,
     sums: Any,
     q: Array,
     k: Array,
     v: Array,
 ) -> Any:
-    """`sums` with the block that has come in this step: by the part of it that is seen (`add`), or
-    by its mask (`take`)."""
+    """`sums` with the block that has come in this step: by the mask where there is no plan, or as
+    it runs there is more than one document."""
     if plan is None:
-        return jax.lax.cond(_live(here, q, k), take, lambda sums, k, v: sums, sums, k, v)
-    n, several = len(plan.seen), several_documents(here)
-    blocks = [(i - step) % n for i in range(n)]
-    general = None if several is None else (several, take)
-    return plan.run(add, blocks, device, sums, k, v, general=general)
+        return jax.lax.cond(_live(here, q, k), by_mask, lambda sums, k, v: sums, sums, k, v)
+    several = several_documents(here)
+    if several is None:
+        return by_plan(plan, sums, k, v)
+    return jax.lax.cond(several, by_mask, partial(by_plan, plan), sums, k, v)
 
 
 def _pass_on(block: Any, axis: str, stride: int) -> Any:

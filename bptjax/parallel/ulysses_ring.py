@@ -19,7 +19,7 @@ from bptjax.parallel import ring, ulysses
 
 def unsupported(heads: int, devices: int) -> str | None:
     """Why rows of so many query heads cannot be cut so; None where they can."""
-    if math.gcd(heads, devices) == 1:
+    if math.gcd(heads, devices) == 1 < devices:
         return f"{heads} query heads and sp={devices} devices have no common divisor"
     return None
 

@@ -1,0 +1,112 @@
+"""Times and weighs the ways to share a training step among devices: data parallelism, the stages of
+ZeRO, optimizer state in host memory, checkpointing.
+
+    python scripts/strategies.py --out DIRECTORY --decoders char 1b --dtypes float32 bfloat16
+
+An epoch is the characters that `data.eval_fraction=0.1` leaves of tinyshakespeare to train on, as
+tokens, whatever the decoder. The batch is the same under each strategy: so many rows a device.
+Options that the script does not know are the config's.
+"""
+
+import argparse
+import itertools
+import math
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+from step import DECODERS, DEFAULTS, measure
+from timing import attempt, tell
+
+from bptjax.config import Config, parse
+from bptjax.parallel.mesh import make_mesh, select_devices
+from bptjax.trainer import Task
+
+FULL, HOST = "--memory.remat=full", "--optimizer.state_memory=host"
+# Parameters whole, or cut more and more; then what else takes less memory.
+STRATEGIES = {
+    "data parallel": ("--parallel.dp=-1", "--parallel.fsdp=1"),
+    "ZeRO-1": ("--parallel.zero=1",),
+    "ZeRO-2": ("--parallel.zero=2",),
+    "ZeRO-3": (),
+    "ZeRO-3 + checkpointing": (FULL,),
+    "ZeRO-3 + offload": (HOST,),
+    "ZeRO-3 + both": (FULL, HOST),
+}
+CHAR_GPT = Path(__file__).parents[1] / "configs" / "char_gpt.yaml"
+# Of `char`: those of tinyshakespeare's characters; and of its 1,115,394, nine in ten.
+VOCABULARY, EPOCH = 65, 1_003_854
+
+
+def task_of(decoder: str, dtype: str, devices: list[jax.Device], options: list[str]) -> Task:
+    """Without checkpointing, but where the options say so."""
+    common = ["--memory.remat=none", f"--train.dtype={dtype}", *options]
+    if decoder == "char":
+        config: Config = parse([f"--config={CHAR_GPT}", *common], "")
+        model = replace(config.model, vocab_size=VOCABULARY)
+    else:
+        sizes = ["--train.seq_len=8192", f"--train.param_dtype={dtype}"]
+        config, model = parse([*DEFAULTS, *sizes, *common], ""), DECODERS[decoder]
+    return Task(replace(config, model=model), model, make_mesh(config.parallel, devices))
+
+
+def figures(task: Task, steps: int) -> dict[str, Any]:
+    train = task.config.train
+    row = measure(task, steps)
+    # Its peak is of all that this process has run.
+    row = {name: x for name, x in row.items() if name not in ("peak_gib", "losses")}
+    about = dict(T=train.seq_len, batch=task.rows, parameters=train.param_dtype)
+    return about | row | dict(epoch_s=row["step_s"] * math.ceil(EPOCH / task.rows / train.seq_len))
+
+
+def draw(rows: list[dict[str, Any]], file: Path) -> None:
+    """Seconds an epoch and memory a device, a bar for each row; none for one that failed."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    names = [f"{r['decoder']} {r['dtype']} × {r['devices']}: {r['strategy']}" for r in rows]
+    figure = Figure(figsize=(12, 1 + 0.3 * len(rows)), layout="constrained")
+    panels = {"epoch_s": "seconds an epoch", "program_gib": "GiB a device"}
+    for axes, (name, title) in zip(figure.subplots(1, 2, sharey=True), panels.items(), strict=True):
+        bars = axes.barh(names, [r.get(name, 0.0) for r in rows])
+        said = [f"{r[name]:.3g}" if name in r else r["status"][:40] for r in rows]
+        axes.bar_label(bars, said, padding=3, fontsize="small")
+        axes.set(xlabel=title)
+        axes.margins(x=0.15)
+    figure.axes[0].invert_yaxis()
+    FigureCanvasAgg(figure).print_png(file)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--decoders", nargs="+", choices=("char", *DECODERS), default=["char"])
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES))
+    parser.add_argument("--devices", type=int, nargs="+", help="all, if left out")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument(
+        "--out", type=Path, required=True, help="directory of the rows and the plot"
+    )
+    args, options = parser.parse_known_args(argv)
+    there, rows, file = select_devices("auto"), [], args.out / "strategies.csv"
+    if max(args.devices or [1]) > len(there):
+        parser.error(f"--devices {max(args.devices)}, but there are {len(there)}")
+    for decoder, dtype, n, name in itertools.product(
+        args.decoders, args.dtypes, args.devices or [len(there)], args.strategies
+    ):
+        # A config that cannot be is an error, not a row.
+        try:
+            task = task_of(decoder, dtype, there[:n], [*STRATEGIES[name], *options])
+        except ValueError as error:
+            parser.error(str(error))
+        about = dict(decoder=decoder, strategy=name, dtype=dtype, devices=n)
+        tell(rows, file, **about, **attempt(partial(figures, task, args.steps)))
+    draw(rows, file.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()
