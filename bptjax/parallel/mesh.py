@@ -30,19 +30,27 @@ RULES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Devices along each mesh axis; -1 (at most one of them) takes all that are left.
+    """Devices along each mesh axis; -1 (at most one of them) takes all that are left. Of several
+    processes, which of them this is.
 
     Attributes:
       dp: data parallel: parameters replicated, batch cut.
       fsdp: batch cut, and parameters and optimizer state too.
       tp: tensor parallel: heads, feed-forward and vocabulary cut.
       sp: sequence parallel.
+      coordinator: host:port of process 0. What is not set here is taken from the environment: see
+        `processes.find_place`.
+      num_processes: how many make up the run.
+      process_id: this one's number, from 0.
     """
 
     dp: int = 1
     fsdp: int = -1
     tp: int = 1
     sp: int = 1
+    coordinator: str | None = None
+    num_processes: int | None = None
+    process_id: int | None = None
 
 
 def select_devices(device: str) -> list[jax.Device]:
