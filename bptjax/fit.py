@@ -33,7 +33,7 @@ from bptjax.metrics import (
     read_metrics,
 )
 from bptjax.models.layers import rotary
-from bptjax.parallel.mesh import make_mesh, select_devices
+from bptjax.parallel.mesh import ParallelConfig, make_mesh, select_devices
 from bptjax.parallel.processes import hurry, join, largest, part, same, watched
 from bptjax.trainer import Task, TrainState
 
@@ -129,7 +129,7 @@ def prepare(config: Config) -> Run:
                 f"train.seq_len={config.train.seq_len} is beyond the {reach} positions of the "
                 "checkpoint; model.rope_parameters scales them, model.max_positions records it"
             )
-    same(to_yaml(replace(config, parallel=None)) + "".join(notes), "a config or data")
+    same(to_yaml(replace(config, parallel=ParallelConfig())) + "".join(notes), "a config or data")
     if jax.process_index() == 0:
         claim(Path(config.run_dir), config)
         tokenizer.save(config.run_dir)
@@ -213,7 +213,7 @@ class _Loop:
         if self.done == 0:
             self.eval()
         step = None
-        votes = deque([0] if jax.process_count() > 1 else [])
+        votes: deque[Any] = deque([0] if jax.process_count() > 1 else [])
         while self.done < total and not self.stopped:
             batch = self.next_batch()
             placed = task.put(batch, config.train.gradient_accumulation_steps)

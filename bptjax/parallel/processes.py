@@ -7,7 +7,7 @@ import threading
 import time
 import traceback
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -61,13 +61,13 @@ class Place:
 
     Attributes:
       coordinator: host:port of process 0.
-      local_devices: the GPUs of its host that are its own; None: all.
+      local_devices: the GPUs of its host that it takes; None: all.
     """
 
     coordinator: str
     count: int
     index: int
-    local_devices: list[int] | None
+    local_devices: Sequence[int] | None
 
 
 def find_place(config: ParallelConfig, environment: Mapping[str, str]) -> Place | None:
@@ -85,7 +85,7 @@ def find_place(config: ParallelConfig, environment: Mapping[str, str]) -> Place 
         address = "{MASTER_ADDR}:{MASTER_PORT}".format_map(environment)
     address = config.coordinator or address
     count, index = (_number(config, name, environment) for name in VARIABLES)
-    local = None
+    local: Sequence[int] | None = None
     if devices := environment.get("JAX_LOCAL_DEVICE_IDS"):
         local = [int(number) for number in devices.split(",")]
     for size, rank in ON_HOST.items():
@@ -103,9 +103,8 @@ def find_place(config: ParallelConfig, environment: Mapping[str, str]) -> Place 
             raise ValueError(f"{error} Or set parallel.coordinator") from error
     if count == 1 or (address, count, index) == (None, None, None):
         return None
-    known = {"coordinator": address, "num_processes": count, "process_id": index}
-    text = ", ".join(f"parallel.{name}={value}" for name, value in known.items())
-    if None in known.values():
+    text = f"parallel.coordinator={address}, num_processes={count}, process_id={index}"
+    if address is None or count is None or index is None:
         raise ValueError(f"{text}: all three are needed, here or in the environment")
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
@@ -124,8 +123,8 @@ def find_place(config: ParallelConfig, environment: Mapping[str, str]) -> Place 
 def _number(config: ParallelConfig, name: str, environment: Mapping[str, str]) -> int | None:
     if (value := getattr(config, name)) is not None:
         return value
-    found = next((v for v in VARIABLES[name] if v in environment), None)
-    return found and _integer(found, environment, 0)
+    found = (variable for variable in VARIABLES[name] if variable in environment)
+    return next((_integer(variable, environment, 0) for variable in found), None)
 
 
 def _integer(variable: str, environment: Mapping[str, str], default: int) -> int:
