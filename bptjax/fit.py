@@ -161,7 +161,7 @@ def fit(run: Run) -> int:
         restored = checkpoints.restore(task.abstract_state())
         start, state, extra = restored or (0, task.init_state(), {"tokens_seen": 0})
         if restored:
-            if extra["rows"] != task.rows:
+            if extra.get("rows", task.rows) != task.rows:
                 raise ValueError(
                     f"a step of the run in {run.directory} has {extra['rows']} rows, and here "
                     f"{task.rows}; set train.per_device_train_batch_size and "

@@ -185,31 +185,40 @@ def test_another_number_of_rows_is_refused(arguments, whole, capsys):
     assert "has 8 rows, and here 4; set train.per_device" in capsys.readouterr().err
 
 
-STUCK = """
+JOINED = """
 import time
-import jax
-jax.config.update("jax_platforms", "cpu")
+from contextlib import ExitStack
 from bptjax.parallel import processes
 from bptjax.parallel.mesh import ParallelConfig
-processes.GRACE = 1
+processes.GRACE = processes.CLOSING = 1
 processes.join(ParallelConfig())
 print("joined", flush=True)
-time.sleep(120)
 """
 
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_loss_ends_what_is_stuck(start, victim):
     """As a collective of GPUs would be."""
-    pair = start("-c", STUCK)
+    pair = start("-c", JOINED + "time.sleep(120)")
     assert [process.stdout.readline() for process in pair] == ["joined\n", "joined\n"]
     pair[victim].kill()
     codes, _, errors = ends(pair)
     assert codes[1 - victim] == 1 and errors[1 - victim][0].startswith(LOST)
 
 
+def test_a_failure_does_not_wait_long_for_the_others(start):
+    code = """
+with ExitStack() as stack:
+    stack.callback(time.sleep, 120)
+    stack.push(processes.hurry)
+    raise ValueError("no more ink")
+"""
+    codes, _, errors = ends(start("-c", JOINED + code))
+    assert 1 in codes and ["error: no more ink"] in errors
+
+
 def test_processes_that_do_not_meet(start):
-    code = STUCK.replace("GRACE = 1", "MEETING = 1")
+    code = JOINED.replace("GRACE", "MEETING")
     code = code.replace("Config()", "Config(num_processes=3)")
     codes, _, errors = ends(start("-c", code))
     assert codes == [1, 1]
