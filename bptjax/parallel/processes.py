@@ -92,6 +92,8 @@ def find_place(config: ParallelConfig, environment: Mapping[str, str]) -> Place 
         if local is None and _integer(size, environment, 1) > 1:
             local = [_integer(rank, environment, 0)]
     slurm = "SLURM_STEP_NODELIST" in environment and _integer("SLURM_NTASKS", environment, 1) > 1
+    if count == 1:
+        return None
     if None in (address, count, index) and (slurm or "OMPI_COMM_WORLD_SIZE" in environment):
         from jax._src.clusters import ClusterEnv
 
@@ -101,7 +103,7 @@ def find_place(config: ParallelConfig, environment: Mapping[str, str]) -> Place 
             )
         except RuntimeError as error:
             raise ValueError(f"{error} Or set parallel.coordinator") from error
-    if count == 1 or (address, count, index) == (None, None, None):
+    if (address, count, index) == (None, None, None):
         return None
     text = f"parallel.coordinator={address}, num_processes={count}, process_id={index}"
     if address is None or count is None or index is None:
@@ -216,23 +218,26 @@ def _relay(place: Place) -> str:
                 near.close()  # It asks again.
                 continue
             far.settimeout(None)
+            # Whoever comes later is none of the run's.
+            member = not _together.is_set()
             for ends in ((near, far), (far, near)):
-                threading.Thread(target=_pump, args=ends, daemon=True).start()
+                threading.Thread(target=_pump, args=(*ends, member), daemon=True).start()
 
     threading.Thread(target=accept, daemon=True).start()
     return f"127.0.0.1:{here[1]}"
 
 
-def _pump(source: socket.socket, sink: socket.socket) -> None:
+def _pump(source: socket.socket, sink: socket.socket, member: bool) -> None:
     try:
         while data := source.recv(1 << 16):
             sink.sendall(data)
     except OSError:
         pass
-    if _together.is_set():
+    if member and _together.is_set():
         _lost.set()
         time.sleep(GRACE)
         _end(PeerLost())
+    sink.close()
 
 
 def _end(error: BaseException) -> None:

@@ -206,6 +206,17 @@ def test_a_loss_ends_what_is_stuck(start, victim):
     assert codes[1 - victim] == 1 and errors[1 - victim][0].startswith(LOST)
 
 
+def test_strangers_at_the_port_are_no_loss(start):
+    code = """
+import os, socket
+socket.create_connection(("localhost", int(os.environ["MASTER_PORT"]))).close()
+time.sleep(2)
+processes.part()
+"""
+    codes, _, errors = ends(start("-c", JOINED + code))
+    assert codes == [0, 0] and not any(errors)
+
+
 def test_a_failure_does_not_wait_long_for_the_others(start):
     code = """
 with ExitStack() as stack:
@@ -261,11 +272,17 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
     "OMPI_COMM_WORLD_LOCAL_RANK": "0",
 }
+OPEN_MPI_5 = {
+    "OMPI_COMM_WORLD_SIZE": "1",
+    "OMPI_COMM_WORLD_RANK": "0",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+}
 CONFIG = ParallelConfig(coordinator="node9:1", num_processes=3, process_id=2)
 PLACES = {
     "alone": (ParallelConfig(), {}, None),
     "one of torchrun": (ParallelConfig(), TORCHRUN | {"WORLD_SIZE": "1", "RANK": "0"}, None),
     "one of Slurm": (ParallelConfig(), SLURM | {"SLURM_NTASKS": "1"}, None),
+    "one of Open MPI": (ParallelConfig(), OPEN_MPI_5, None),
     "Slurm's batch script": (ParallelConfig(), {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4"}, None),
     "config": (CONFIG, TORCHRUN | JAX, Place("node9:1", 3, 2, None)),
     "JAX": (ParallelConfig(), TORCHRUN | JAX, Place("node8:99", 2, 0, None)),
