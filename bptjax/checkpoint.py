@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
 
 log = logging.getLogger("bptjax")
 MANIFEST = "manifest.json"
@@ -46,7 +47,9 @@ class Checkpoints:
 
     Each holds `state` (arrays, by the path of the leaf), `meta` (JSON) and a manifest with the
     CRC-32 of every file: orbax restores a flipped byte without complaint. A directory takes its
-    final name when all of it is on disk; older ones are deleted after that.
+    final name when all of it is on disk; older ones are deleted after that. Of several processes
+    each writes what its devices hold, all into one directory that they share; process 0 says which
+    checkpoint is restored.
 
     Nothing is written before the first `save`. That removes half-written directories and renames
     to `<step>.aside<n>` whatever is newer than the step continued from (damaged, or superseded).
@@ -98,8 +101,9 @@ class Checkpoints:
           ValueError: the trees, shapes or dtypes differ, or there is no checkpoint of `step`.
           DamagedCheckpointError: all are damaged, or that of `step` is.
         """
-        found = self.newest(step)
-        if found is None:
+        found = self.newest(step) if jax.process_index() == 0 else None
+        found = int(multihost_utils.broadcast_one_to_all(np.int32(-1 if found is None else found)))
+        if found < 0:
             return None
         self._step = found
         return found, *_load(self.directory / str(found), abstract_state)
@@ -174,7 +178,8 @@ class Checkpoints:
         return ocp.CheckpointManager(self.directory, options=options)
 
     def _write_manifest(self) -> None:
-        """Called by orbax's thread when every file is written and the directory not yet renamed."""
+        """Called by orbax's thread, of process 0, when every file is written
+        and the directory not yet renamed."""
         path = self.directory / f"{self._step}{HALF_WRITTEN}"
         files = [str(f.relative_to(path)) for f in path.glob("*/**/*") if f.is_file()]
         (path / MANIFEST).write_text(json.dumps(_checksums(path, files), indent=1))

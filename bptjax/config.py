@@ -109,6 +109,7 @@ class Config:
 
 
 # What may change between the sittings of one run: the results stay those of the same experiment.
+# How a step's rows are divided is among it; `fit` holds their number.
 FREE = (
     "run_dir",
     "device",
@@ -116,6 +117,8 @@ FREE = (
     "memory.",
     "checkpoint.",
     "logging.",
+    "train.per_device_train_batch_size",
+    "train.gradient_accumulation_steps",
     "train.eval_",
     "train.sample_tokens",
     "optimizer.state_memory",

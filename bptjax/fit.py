@@ -4,6 +4,7 @@ import fcntl
 import math
 import os
 import signal
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -25,13 +26,15 @@ from bptjax.hf.pretrained import COMPANIONS, open_pretrained
 from bptjax.metrics import (
     JsonlWriter,
     Progress,
+    Silence,
     Throughput,
     plot_loss,
     printable,
     read_metrics,
 )
 from bptjax.models.layers import rotary
-from bptjax.parallel.mesh import make_mesh, select_devices
+from bptjax.parallel.mesh import ParallelConfig, make_mesh, select_devices
+from bptjax.parallel.processes import hurry, join, largest, part, same, watched
 from bptjax.trainer import Task, TrainState
 
 # Dense bf16 matmul peaks, FLOP/s, by the device's name: what MFU is counted against.
@@ -71,12 +74,16 @@ class Run:
         )
 
 
+@watched()
 def prepare(config: Config) -> Run:
     """Checks everything, then claims the run directory; a config that is refused leaves no trace.
+    Of several processes, the first claims it for all.
 
     Raises:
       ValueError, NotImplementedError, OSError: what is wrong, in one line.
+      PeerLost: another process has ended.
     """
+    join(config.parallel)
     devices = select_devices(config.device)
     mesh = make_mesh(config.parallel, devices)
     train, held_out = open_split(config.data)
@@ -104,15 +111,13 @@ def prepare(config: Config) -> Run:
     batches = train_loader(
         train, tokenizer, config.data, seq_len=config.train.seq_len, rows=task.rows
     )
-    claim(Path(config.run_dir), config)
-    tokenizer.save(config.run_dir)
-    if companions is not None:
-        copy_companions(companions, Path(config.run_dir) / COMPANIONS)
     why = "".join(f"; not {name}: {reason}" for name, reason in others.items())
     axes = " ".join(f"{name}={size}" for name, size in mesh.shape.items())
     axes += f", the sequence by {': '.join(task.strategy)}" if mesh.shape["sp"] > 1 else ""
+    where = f"{len(devices)} × {devices[0].device_kind}"
+    where += f" of {jax.process_count()} processes" if jax.process_count() > 1 else ""
     notes = [
-        f"devices: {len(devices)} × {devices[0].device_kind}, jax {jax.__version__}, mesh {axes}",
+        f"devices: {where}, jax {jax.__version__}, mesh {axes}",
         f"data: {len(train)} documents, {len(held_out)} held out, vocabulary {model.V}",
         f"attention: {picked}{why}",
     ]
@@ -124,32 +129,51 @@ def prepare(config: Config) -> Run:
                 f"train.seq_len={config.train.seq_len} is beyond the {reach} positions of the "
                 "checkpoint; model.rope_parameters scales them, model.max_positions records it"
             )
+    same(to_yaml(replace(config, parallel=ParallelConfig())) + "".join(notes), "a config or data")
+    if jax.process_index() == 0:
+        claim(Path(config.run_dir), config)
+        tokenizer.save(config.run_dir)
+        if companions is not None:
+            copy_companions(companions, Path(config.run_dir) / COMPANIONS)
     return Run(config, task, tokenizer, held_out, batches, notes)
 
 
+@watched()
 def fit(run: Run) -> int:
     """Trains to the end, or until a signal: the exit code, 0, 130 (Ctrl-C) or 143 (SIGTERM).
 
     Raises:
-      ValueError: the checkpoints are of another configuration.
+      ValueError: the checkpoints are of another configuration, or number of rows a step.
       RunFailed: the loss is no longer finite, or memory ran out.
+      PeerLost: another process has ended.
     """
-    config, task = run.config, run.task
+    config, task, first = run.config, run.task, jax.process_index() == 0
     with ExitStack() as stack:
         stack.callback(run.batches.close)
-        stack.enter_context(_alone(run.directory))
+        if first:
+            stack.enter_context(_alone(run.directory))
         checkpoints = Checkpoints(
             run.directory, save_total_limit=config.checkpoint.save_total_limit
         )
         stack.callback(checkpoints.close)
+        stack.push(hurry)
         stack.enter_context(_out_of_memory(run))
         restored = checkpoints.restore(task.abstract_state())
         start, state, extra = restored or (0, task.init_state(), {"tokens_seen": 0})
         if restored:
+            if extra.get("rows", task.rows) != task.rows:
+                raise ValueError(
+                    f"a step of the run in {run.directory} has {extra['rows']} rows, and here "
+                    f"{task.rows}; set train.per_device_train_batch_size and "
+                    "train.gradient_accumulation_steps so that they make as many"
+                )
             run.batches.set_state(extra["data"])
-        writer = JsonlWriter(run.directory, resume_step=start if restored else None)
+        writer = progress = Silence()
+        if first:
+            writer = JsonlWriter(run.directory, resume_step=start if restored else None)
+            progress = Progress(run.directory, config.train.max_steps)
         stack.callback(writer.close)
-        progress = stack.enter_context(Progress(run.directory, config.train.max_steps))
+        stack.enter_context(progress)
         stopped = stack.enter_context(_signals())
         for note in run.notes if start < config.train.max_steps else ():
             progress.log(note)
@@ -157,9 +181,12 @@ def fit(run: Run) -> int:
             progress.log(f"resumed at step {start} of {config.train.max_steps} in {run.directory}")
         loop = _Loop(run, checkpoints, writer, progress, state, start, extra["tokens_seen"])
         loop.train(stopped)
-        if not stopped:
-            report(run, loop.state, progress.log)
-    return 128 + stopped[0] if stopped else 0
+        if not loop.stopped:
+            text = sample(run, loop.state) if config.train.sample_tokens else ""
+            if first:
+                report(run, loop.state, text, progress.log)
+    part()
+    return 128 + loop.stopped if loop.stopped else 0
 
 
 class _Loop:
@@ -170,12 +197,15 @@ class _Loop:
         self.state: TrainState = state
         self.done, self.tokens_seen, self.last_saved = start, tokens_seen, start or None
         self.pending: tuple[int, dict, int, float, dict] | None = None
+        self.stopped = 0
         self.throughput = Throughput()
         self.evaluate = run.task.evaluator()
         self.parameters = sum(x.size for x in jax.tree.leaves(state.model))
 
     def train(self, stopped: list[int]) -> None:
-        """Steps to the last one, or until a signal enters `stopped`; saves where it ends."""
+        """Steps to the last one, or until a signal enters `stopped`, of any process; saves where it
+        ends. Of several processes each learns of the others' a step later, so that none waits.
+        """
         config, task = self.run.config, self.run.task
         total, every = config.train.max_steps, config.train.eval_steps
         if self.done >= total:
@@ -183,7 +213,8 @@ class _Loop:
         if self.done == 0:
             self.eval()
         step = None
-        while self.done < total and not stopped:
+        votes: deque[Any] = deque([0] if jax.process_count() > 1 else [])
+        while self.done < total and not self.stopped:
             batch = self.next_batch()
             placed = task.put(batch, config.train.gradient_accumulation_steps)
             step = step or self.compile(placed)
@@ -196,9 +227,12 @@ class _Loop:
                 self.eval()
             if self.done % config.checkpoint.save_steps == 0:
                 self.save()
+            votes.append(largest(max(stopped, default=0), task.mesh))
+            self.stopped = int(votes.popleft())
         if self.done > (self.last_saved or 0):
             self.save()
         self.checkpoints.wait()
+        self.stopped = self.stopped or int(largest(max(stopped, default=0), task.mesh))
 
     def next_batch(self) -> dict[str, np.ndarray]:
         try:
@@ -261,7 +295,7 @@ class _Loop:
         """Peak memory of a device in GiB, and model FLOP/s over the devices' peak, where known."""
         devices = self.run.task.mesh.devices.reshape(-1)
         found = {}
-        stats = devices[0].memory_stats()
+        stats = self.run.task.mesh.local_devices[0].memory_stats()
         if stats and "peak_bytes_in_use" in stats:
             found["memory/peak_gib"] = stats["peak_bytes_in_use"] / 2**30
         peak = next((f for n, f in PEAK_FLOPS.items() if n in devices[0].device_kind), None)
@@ -288,6 +322,7 @@ class _Loop:
         extra = {
             "data": self.run.batches.get_state(),
             "tokens_seen": self.tokens_seen,
+            "rows": self.run.task.rows,
             "config": to_yaml(self.run.config),
         }
         self.checkpoints.save(self.done, self.state, extra)
@@ -295,7 +330,7 @@ class _Loop:
         self.throughput.resume()
 
 
-def report(run: Run, state: TrainState, say: Callable[[str], None]) -> None:
+def report(run: Run, state: TrainState, text: str, say: Callable[[str], None]) -> None:
     """What came of it: held-out loss (for bytes, in bits beside the baselines), sample, files."""
     config = run.config
     losses = [
@@ -312,8 +347,8 @@ def report(run: Run, state: TrainState, say: Callable[[str], None]) -> None:
         say("baselines on the same bytes: " + ", ".join(f"{n} {b:.3f}" for n, b in base.items()))
     elif losses:
         say(f"held-out nats per token: {losses[0]:.4f} before training, {losses[-1]:.4f} after")
-    if config.train.sample_tokens:
-        say("sample: " + sample(run, state))
+    if text:
+        say("sample: " + text)
     plot_loss(run.directory / "metrics.jsonl", run.directory / "loss.png")
     say(f"checkpoint: {run.directory / 'checkpoints' / str(int(state.step))}")
     say(f"metrics:    {run.directory / 'metrics.jsonl'}")

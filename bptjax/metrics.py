@@ -164,6 +164,27 @@ class Progress:
         self._console.print(line, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
 
+class Silence:
+    """Stands for `JsonlWriter` and `Progress` in a process that leaves the telling to another."""
+
+    def __enter__(self) -> "Silence":
+        return self
+
+    def __exit__(self, *error) -> None:
+        pass
+
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        pass
+
+    update = write
+
+    def log(self, line: str) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
 def plot_loss(metrics_jsonl: Path | str, out_png: Path | str) -> None:
     """Draws `train/loss` and `eval/loss` against tokens seen, or steps where no tokens are noted.
 

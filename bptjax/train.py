@@ -14,11 +14,20 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     # Grain and orbax speak through absl before it is set up; jax warns of a CPU beside no GPU.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    from bptjax.parallel.processes import run
+
+    return run(lambda: _train(argv, debug))
+
+
+def _train(argv: list[str], debug: bool) -> int:
     from bptjax.config import fail, parse
     from bptjax.fit import fit, prepare
+    from bptjax.parallel.processes import PeerLost
 
     try:
         run = prepare(parse(argv, main.__doc__ or ""))
+    except PeerLost as error:
+        return fail(error, 1, debug)
     except (ValueError, NotImplementedError, OSError) as error:
         return fail(error, 2, debug)
     try:

@@ -202,7 +202,8 @@ class Task:
 
     def put(self, batch: Batch, micro_batches: int = 1) -> Batch:
         """A batch `[rows, T]` on the devices, as `[micro_batches, rows / micro_batches, T]`, T
-        filled up to a `multiple` and in `order`."""
+        filled up to a `multiple` and in `order`. Each process has the whole batch, and gives its
+        own devices their part."""
         where = NamedSharding(self.mesh, PartitionSpec(None, *spec(("batch", "sequence"))))
         placed = {}
         for name, x in batch.items():
@@ -211,7 +212,7 @@ class Task:
             order = self.order(x.shape[1])
             x = x if order is None else x[:, order]
             x = x.reshape(micro_batches, -1, x.shape[1])
-            placed[name] = jax.make_array_from_process_local_data(where, x)
+            placed[name] = jax.make_array_from_process_local_data(where, x, x.shape)
         return placed
 
     def loss_sum(self, model: Decoder, batch: Batch, key: Array | None, z_loss: float) -> Array:

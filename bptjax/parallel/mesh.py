@@ -31,7 +31,8 @@ RULES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Devices along each mesh axis; -1 (at most one of them) takes all that are left.
+    """Devices along each mesh axis; -1 (at most one of them) takes all that are left. Of several
+    processes, which of them this is.
 
     Attributes:
       dp: data parallel: parameters replicated, batch cut.
@@ -40,6 +41,10 @@ class ParallelConfig:
       sp: sequence parallel.
       zero: what else fsdp cuts. 1: optimizer state; 2: gradients too; 3: parameters too.
         Rajbhandari et al. 2019, arXiv 1910.02054.
+      coordinator: host:port of process 0. What is not set here is taken from the environment: see
+        `processes.find_place`.
+      num_processes: how many make up the run.
+      process_id: this one's number, from 0.
     """
 
     dp: int = 1
@@ -47,6 +52,9 @@ class ParallelConfig:
     tp: int = 1
     sp: int = 1
     zero: Literal[1, 2, 3] = 3
+    coordinator: str | None = None
+    num_processes: int | None = None
+    process_id: int | None = None
 
 
 def select_devices(device: str) -> list[jax.Device]:

@@ -1,0 +1,340 @@
+"""Runs of several processes: the losses of one, signals, kill -9, and other counts afterwards."""
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import jax
+import pytest
+
+from bptjax.metrics import read_metrics
+from bptjax.parallel.mesh import ParallelConfig
+from bptjax.parallel.processes import Place, find_place
+from bptjax.train import main
+
+TINY = """
+device: cpu
+model: {hidden_size: 16, num_layers: 1, num_heads: 2, attention_dropout: 0.1, residual_dropout: 0.1}
+data: {packing: best_fit, eval_fraction: 0.1}
+train: {max_steps: 24, seq_len: 32, per_device_train_batch_size: 2, eval_steps: 12}
+optimizer: {learning_rate: 1.0e-2}
+memory: {q_chunk: 16, k_chunk: 16, ffn_chunk: 16}
+checkpoint: {save_steps: 6}
+"""
+LOST = "error: a peer process is lost: "
+
+
+@pytest.fixture(scope="module")
+def arguments(tmp_path_factory):
+    """Command line of the tiny run, without its run directory."""
+    folder = tmp_path_factory.mktemp("tiny")
+    (folder / "config.yaml").write_text(TINY)
+    (folder / "texts").mkdir()
+    words = "the quick brown fox jumps over a lazy dog".split()
+    rng = random.Random(0)
+    for i in range(40):
+        text = " ".join(rng.choices(words, k=rng.randrange(5, 60)))
+        (folder / "texts" / f"{i:02}.txt").write_text(text)
+    return ["--config", str(folder / "config.yaml"), "--data.path", str(folder / "texts")]
+
+
+def alone(devices, *command):
+    """The run in this process, on so many devices."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("bptjax.fit.select_devices", lambda device: jax.devices()[:devices])
+        return main([*command])
+
+
+@pytest.fixture(scope="module")
+def whole(arguments, tmp_path_factory):
+    """The run in one process with four devices."""
+    run_dir = tmp_path_factory.mktemp("run") / "whole"
+    assert alone(4, *arguments, "--run_dir", str(run_dir)) == 0
+    return run_dir
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+@pytest.fixture
+def start():
+    """Starts a command in two processes with two devices each; they do not outlive the test."""
+    started = []
+
+    def start(*command):
+        flags = [f for f in os.environ["XLA_FLAGS"].split() if "device_count" not in f]
+        flags = " ".join([*flags, "--xla_force_host_platform_device_count=2"])
+        where = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+        pair = [
+            subprocess.Popen(
+                [sys.executable, *command],
+                env=os.environ | where | {"RANK": rank, "XLA_FLAGS": flags},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in "01"
+        ]
+        started.extend(pair)
+        return pair
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def ends(processes):
+    """Their exit codes, what they said on stdout, and the lines of stderr that tell an error."""
+    said = [process.communicate(timeout=120) for process in processes]
+    errors = [[x for x in err.splitlines() if x.startswith("error")] for _, err in said]
+    return [process.returncode for process in processes], [out for out, _ in said], errors
+
+
+def losses(run_dir):
+    return {
+        (record["step"], name): record[name]
+        for record in read_metrics(run_dir / "metrics.jsonl")
+        for name in ("train/loss", "eval/loss", "train/tokens_seen")
+        if name in record
+    }
+
+
+def strike(pair, number, victim, run_dir, step):
+    """Sends the signal to one of the pair when `step` is done."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and pair[0].poll() is pair[1].poll() is None:
+        if (run_dir / "metrics.jsonl").exists() and max(losses(run_dir), default=(0,))[0] >= step:
+            break
+        time.sleep(0.02)
+    pair[victim].send_signal(number)
+
+
+def test_the_first_killed(arguments, whole, tmp_path, start):
+    """The other ends; both started again go on with the losses of one process."""
+    run_dir = tmp_path / "run"
+    command = ["-m", "bptjax.train", *arguments, "--run_dir", str(run_dir)]
+    before = kill(start(*command), 0, run_dir)
+    codes, (said, silent), errors = ends(start(*command))
+    assert codes == [0, 0], errors
+    assert "resumed at step 12 of 24" in said and "step" not in silent
+    after = losses(run_dir)
+    assert {at: after[at] for at in before} == before
+    assert after == pytest.approx(losses(whole), rel=1e-6, abs=0)
+
+
+def test_the_second_killed_and_other_counts(arguments, whole, tmp_path, start, capsys):
+    """Two processes that share all rows; then one with eight devices, and one with one."""
+    run_dir = tmp_path / "run"
+    command = [*arguments, "--run_dir", str(run_dir), "--train.per_device_train_batch_size"]
+    kill(start("-m", "bptjax.train", *command, "8", "--parallel.sp", "4"), 1, run_dir)
+    with pytest.MonkeyPatch.context() as patch:
+        stop_at(17, patch)
+        assert alone(8, *command, "1") == 143
+    assert alone(1, *command, "8") == 0
+    said = capsys.readouterr().out
+    assert "resumed at step 12" in said and "resumed at step 18" in said
+    assert losses(run_dir) == pytest.approx(losses(whole), rel=1e-6, abs=0)
+
+
+def kill(pair, victim, run_dir):
+    """Kills one at step 14, and sees the other end; what they had told."""
+    strike(pair, signal.SIGKILL, victim, run_dir, 14)
+    struck = time.monotonic()
+    codes, _, errors = ends(pair)
+    assert time.monotonic() - struck < 30
+    assert codes[victim] == -signal.SIGKILL and codes[1 - victim] == 1
+    assert len(errors[1 - victim]) == 1 and errors[1 - victim][0].startswith(LOST)
+    return losses(run_dir)
+
+
+def test_a_signal_to_one_stops_all_at_one_step(arguments, whole, tmp_path, start):
+    run_dir = tmp_path / "run"
+    pair = start("-m", "bptjax.train", *arguments, "--run_dir", str(run_dir))
+    strike(pair, signal.SIGTERM, 1, run_dir, 7)
+    codes, _, errors = ends(pair)
+    assert codes == [143, 143] and not any(errors)
+    told = losses(run_dir)
+    saved = max(int(p.name) for p in (run_dir / "checkpoints").iterdir())
+    assert saved == max(told)[0] < 24
+    wanted = losses(whole)
+    assert told == pytest.approx({at: wanted[at] for at in told}, rel=1e-6, abs=0)
+
+
+def stop_at(step, patch):
+    from bptjax.metrics import JsonlWriter
+
+    write = JsonlWriter.write
+
+    def signalled(self, at, metrics):
+        write(self, at, metrics)
+        if at == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    patch.setattr(JsonlWriter, "write", signalled)
+
+
+def test_another_number_of_rows_is_refused(arguments, whole, capsys):
+    assert alone(2, *arguments, "--run_dir", str(whole)) == 2
+    assert "has 8 rows, and here 4; set train.per_device" in capsys.readouterr().err
+
+
+JOINED = """
+import time
+from contextlib import ExitStack
+from bptjax.parallel import processes
+from bptjax.parallel.mesh import ParallelConfig
+processes.GRACE = processes.CLOSING = 1
+processes.join(ParallelConfig())
+print("joined", flush=True)
+"""
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_loss_ends_what_is_stuck(start, victim):
+    """As a collective of GPUs would be."""
+    pair = start("-c", JOINED + "time.sleep(120)")
+    assert [process.stdout.readline() for process in pair] == ["joined\n", "joined\n"]
+    pair[victim].kill()
+    codes, _, errors = ends(pair)
+    assert codes[1 - victim] == 1 and errors[1 - victim][0].startswith(LOST)
+
+
+def test_strangers_at_the_port_are_no_loss(start):
+    code = """
+import os, socket
+socket.create_connection(("localhost", int(os.environ["MASTER_PORT"]))).close()
+time.sleep(2)
+processes.part()
+"""
+    codes, _, errors = ends(start("-c", JOINED + code))
+    assert codes == [0, 0] and not any(errors)
+
+
+def test_a_failure_does_not_wait_long_for_the_others(start):
+    code = """
+with ExitStack() as stack:
+    stack.callback(time.sleep, 120)
+    stack.push(processes.hurry)
+    raise ValueError("no more ink")
+"""
+    codes, _, errors = ends(start("-c", JOINED + code))
+    assert 1 in codes and ["error: no more ink"] in errors
+
+
+def test_processes_that_do_not_meet(start):
+    code = JOINED.replace("GRACE", "MEETING")
+    code = code.replace("Config()", "Config(num_processes=3)")
+    codes, _, errors = ends(start("-c", code))
+    assert codes == [1, 1]
+    for rank in (0, 1):
+        assert f"process {rank} of 3 has waited 1 s for the others" in errors[rank][0]
+
+
+def test_another_config_in_one_process_is_refused(arguments, tmp_path, start):
+    """Before the run directory is made."""
+    run_dir = tmp_path / "run"
+    code = (
+        "import os, sys; from bptjax.train import main; "
+        "sys.exit(main([*sys.argv[1:], '--seed', os.environ['RANK']]))"
+    )
+    codes, _, errors = ends(start("-c", code, *arguments, "--run_dir", str(run_dir)))
+    assert codes == [2, 2]
+    for error in errors:
+        assert error == ["error: process 1 has a config or data other than process 0's"]
+    assert not run_dir.exists()
+
+
+TORCHRUN = {"MASTER_ADDR": "node7", "MASTER_PORT": "1234", "WORLD_SIZE": "4", "RANK": "3"}
+JAX = {
+    "JAX_COORDINATOR_ADDRESS": "node8:99",
+    "JAX_NUM_PROCESSES": "2",
+    "JAX_PROCESS_ID": "0",
+}
+SLURM = {
+    "SLURM_JOB_ID": "4097",
+    "SLURM_STEP_NODELIST": "node[017-018]",
+    "SLURM_NTASKS": "8",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_NUM_NODES": "2",
+}
+OPEN_MPI = {
+    "OMPI_MCA_orte_hnp_uri": "8192.0;tcp://10.96.0.1,10.148.0.1:34911",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_RANK": "2",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+}
+OPEN_MPI_5 = {
+    "OMPI_COMM_WORLD_SIZE": "1",
+    "OMPI_COMM_WORLD_RANK": "0",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+}
+CONFIG = ParallelConfig(coordinator="node9:1", num_processes=3, process_id=2)
+PLACES = {
+    "alone": (ParallelConfig(), {}, None),
+    "one of torchrun": (ParallelConfig(), TORCHRUN | {"WORLD_SIZE": "1", "RANK": "0"}, None),
+    "one of Slurm": (ParallelConfig(), SLURM | {"SLURM_NTASKS": "1"}, None),
+    "one of Open MPI": (ParallelConfig(), OPEN_MPI_5, None),
+    "Slurm's batch script": (ParallelConfig(), {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4"}, None),
+    "config": (CONFIG, TORCHRUN | JAX, Place("node9:1", 3, 2, None)),
+    "JAX": (ParallelConfig(), TORCHRUN | JAX, Place("node8:99", 2, 0, None)),
+    "torchrun, one a host": (ParallelConfig(), TORCHRUN, Place("node7:1234", 4, 3, None)),
+    "torchrun, two a host": (
+        ParallelConfig(),
+        TORCHRUN | {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1"},
+        Place("node7:1234", 4, 3, [1]),
+    ),
+    "Slurm": (ParallelConfig(), SLURM, Place("node017:61441", 8, 5, [1])),
+    "Slurm, own coordinator and GPUs": (
+        ParallelConfig(coordinator="node1:5"),
+        SLURM | {"JAX_LOCAL_DEVICE_IDS": "0,1"},
+        Place("node1:5", 8, 5, [0, 1]),
+    ),
+    "Open MPI": (ParallelConfig(), OPEN_MPI, Place("10.96.0.1:61442", 4, 2, [0])),
+    "loopback on one host": (
+        ParallelConfig(),
+        TORCHRUN | {"MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "3"},
+        Place("127.0.0.1:1234", 4, 3, [3]),
+    ),
+}
+
+
+@pytest.mark.parametrize(("config", "environment", "place"), PLACES.values(), ids=PLACES)
+def test_where_a_process_stands(monkeypatch, config, environment, place):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert find_place(config, os.environ) == place
+
+
+LOCAL = {"MASTER_ADDR": "localhost"}
+REFUSED = {
+    "loopback of torchrun": (TORCHRUN | LOCAL | {"LOCAL_WORLD_SIZE": "2"}, "LOCAL_WORLD_SIZE=2 of"),
+    "loopback of Slurm": (
+        SLURM | {"JAX_COORDINATOR_ADDRESS": "127.0.0.1:5"},
+        "coordinator=127.0.0.1:5 is the loopback address .*SLURM_STEP_NUM_NODES=2",
+    ),
+    "loopback of Open MPI": (
+        OPEN_MPI | {"JAX_COORDINATOR_ADDRESS": "[::1]:5"},
+        "OMPI_COMM_WORLD_LOCAL_SIZE=2 of 4 processes",
+    ),
+    "no coordinator": ({"WORLD_SIZE": "2", "RANK": "0"}, "coordinator=None, .*all three"),
+    "no port": (JAX | {"JAX_COORDINATOR_ADDRESS": "node8"}, "coordinator=node8 is not host:port"),
+    "no number": (TORCHRUN | {"RANK": "first"}, "RANK=first in the environment is not a number"),
+    "out of range": (TORCHRUN | {"RANK": "4"}, "num_processes=4, process_id=4: "),
+}
+
+
+@pytest.mark.parametrize(("environment", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_a_place(monkeypatch, environment, message):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=message):
+        find_place(ParallelConfig(), os.environ)
