@@ -100,6 +100,13 @@ def prepare(config: Config) -> Run:
         rotary(model, 0, None)  # Refuses scalings that cannot be.
     config.memory.groups(model.num_layers)  # Refuses a nested(k) that cannot be.
     task = Task(config, model, mesh, pretrained)
+    if config.adapter.type != "none":
+        if pretrained is None:
+            raise ValueError(
+                f"adapter.type={config.adapter.type} trains beside a checkpoint; set "
+                "model.name_or_path"
+            )
+        _ = task.targets  # Refuses names that there are not.
     picked, others = task.attention()
     batches = train_loader(
         train, tokenizer, config.data, seq_len=config.train.seq_len, rows=task.rows
@@ -143,8 +150,9 @@ def fit(run: Run) -> int:
         )
         stack.callback(checkpoints.close)
         stack.enter_context(_out_of_memory(run))
-        restored = checkpoints.restore(task.abstract_state())
-        start, state, extra = restored or (0, task.init_state(), {"tokens_seen": 0})
+        restored = checkpoints.restore(task.saved(task.abstract_state()))
+        start, state, extra = restored or (0, None, {"tokens_seen": 0})
+        state = task.init_state() if state is None else task.resumed(state)
         if restored:
             run.batches.set_state(extra["data"])
         writer = JsonlWriter(run.directory, resume_step=start if restored else None)
@@ -172,7 +180,7 @@ class _Loop:
         self.pending: tuple[int, dict, int, float, dict] | None = None
         self.throughput = Throughput()
         self.evaluate = run.task.evaluator()
-        self.parameters = sum(x.size for x in jax.tree.leaves(state.model))
+        self.parameters, self.trained = run.task.parameters
 
     def train(self, stopped: list[int]) -> None:
         """Steps to the last one, or until a signal enters `stopped`; saves where it ends."""
@@ -214,6 +222,9 @@ class _Loop:
         if offload and not (needs and needs.host_temp_size_in_bytes):
             raise RunFailed(f"memory.offload={offload} moves nothing to host memory here")
         text = f"model: {self.parameters:,} parameters"
+        if self.trained < self.parameters:
+            share = self.trained / self.parameters
+            text += f", {self.trained:,} of them trained ({share:.3%})"
         if needs is not None:
             held, extra = needs.argument_size_in_bytes, needs.temp_size_in_bytes
             text += f"; a step holds {held / 2**30:.2f} GiB and needs {extra / 2**30:.2f} GiB more"
@@ -269,7 +280,8 @@ class _Loop:
         if peak and seconds:
             model = self.run.task.model
             attention = 12.0 * attended * model.num_heads * model.H * model.num_layers
-            flops = 6.0 * self.parameters * tokens + attention
+            # Forward, gradients of what is read, and those of what is trained.
+            flops = (4.0 * self.parameters + 2.0 * self.trained) * tokens + attention
             found["throughput/mfu"] = flops / seconds / (peak * len(devices))
         return found
 
@@ -290,7 +302,7 @@ class _Loop:
             "tokens_seen": self.tokens_seen,
             "config": to_yaml(self.run.config),
         }
-        self.checkpoints.save(self.done, self.state, extra)
+        self.checkpoints.save(self.done, self.run.task.saved(self.state), extra)
         self.last_saved = self.done
         self.throughput.resume()
 

@@ -13,7 +13,9 @@ from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from bptjax import lora
 from bptjax.config import Config
+from bptjax.hf import io
 from bptjax.hf.pretrained import Pretrained
 from bptjax.models.config import ModelConfig
 from bptjax.models.decoder import Decoder
@@ -141,13 +143,55 @@ class Task:
         sp = self.mesh.shape["sp"]
         return sp if sp == 1 or self.strategy[0] != "ring" else 2 * sp
 
+    @property
+    def adapter(self) -> lora.AdapterConfig:
+        return self.config.adapter
+
+    @cached_property
+    def targets(self) -> set[str]:
+        """Paths of the kernels that have an adapter.
+
+        Raises:
+          ValueError: adapter.target_modules names what there is not, or nothing.
+        """
+        plain = jax.eval_shape(self._plain, jax.random.key(0))
+        own = {path.removesuffix(".kernel"): (path,) for path in lora.linears(plain)}
+        return lora.targets(self.adapter.target_modules, own)
+
+    @cached_property
+    def parameters(self) -> tuple[int, int]:
+        """How many the model has, adapters included, and how many of them are trained."""
+        plain = jax.eval_shape(self._plain, jax.random.key(0))
+        base = sum(x.size for x in jax.tree.leaves(plain))
+        if self.adapter.type == "none":
+            return base, base
+        trained, _ = self.split(jax.eval_shape(self._new_state).model)
+        count = sum(x.size for x in jax.tree.leaves(trained))
+        return base + count, count
+
+    def saved(self, state: TrainState) -> TrainState:
+        """What of a state a checkpoint holds: with adapters, of the model no more than these."""
+        if self.adapter.type == "none":
+            return state
+        return replace(state, model=lora.split(state.model, lora.is_saved)[0])
+
+    def resumed(self, saved: TrainState) -> TrainState:
+        """The state of which this was `saved`; the model beside the adapters comes from where it
+        first came from."""
+        if self.adapter.type == "none":
+            return saved
+        rest = lora.split(self.init_state().model, lora.is_saved)[1]
+        return replace(saved, model=lora.join(saved.model, rest))
+
+    def split(self, model: Decoder) -> tuple[Any, Any]:
+        """What of the model is trained, and the rest; `lora.join` is the inverse."""
+        if self.adapter.type == "none":
+            return lora.split(model, lambda v: True)
+        return lora.split(model, lora.is_trained)
+
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the state; nothing is allocated."""
-        state = jax.tree.map(
-            self._placed,
-            jax.eval_shape(self._new_state),
-            is_leaf=lambda x: isinstance(x, nnx.Variable),
-        )
+        state = self._placed_all(jax.eval_shape(self._new_state))
         if self.config.optimizer.state_memory == "device":
             return state
         mu, nu = jax.tree.map(_in_host_memory, (state.opt_state.mu, state.opt_state.nu))
@@ -155,24 +199,47 @@ class Task:
 
     def init_state(self) -> TrainState:
         """A new state, made or loaded where it lives."""
-        abstract = self.abstract_state()
-        model = self.pretrained and self.pretrained.fill(abstract.model)
-        shardings = jax.tree.map(lambda x: x.sharding, abstract)
+        model = None
+        if self.pretrained is not None:
+            plain = self._placed_all(jax.eval_shape(self._plain, jax.random.key(0)))
+            put = lora.quantizer(plain, self.adapter) if self.adapter.type == "qlora" else io.put
+            model = self.pretrained.fill(plain, put)
+        shardings = jax.tree.map(lambda x: x.sharding, self.abstract_state())
         with jax.set_mesh(self.mesh):
             new = jax.jit(self._new_state, out_shardings=shardings, donate_argnums=0)
             return new(model)
 
+    def _plain(self, key: Array) -> Decoder:
+        """A new model without adapters; with them, it is not trained, and kept as it is used."""
+        train = self.config.train
+        kept = train.param_dtype if self.adapter.type == "none" else train.dtype
+        return Decoder(self.model, key, jnp.dtype(kept))
+
     def _new_state(self, model: Decoder | None = None) -> TrainState:
         model_key, key = jax.random.split(jax.random.key(self.config.seed))
         if model is None:
-            model = Decoder(self.model, model_key, jnp.dtype(self.config.train.param_dtype))
+            model = self._plain(model_key)
+            if self.adapter.type == "qlora":
+                model = lora.quantize(model, self.adapter)
+        if self.adapter.type != "none":
+            model = lora.attach(
+                model,
+                dict.fromkeys(self.targets, self.adapter.r),
+                scale=self.adapter.scale,
+                dropout=self.adapter.dropout,
+                dtype=jnp.dtype(self.config.train.param_dtype),
+                key=model_key,
+            )
         return TrainState(
             model=model,
-            opt_state=self.optimizer.init(model),
+            opt_state=self.optimizer.init(self.split(model)[0]),
             step=jnp.zeros((), jnp.int32),
             key=jax.random.key_data(key),
             loss_scale=LossScale.start() if self.dtype == jnp.float16 else None,
         )
+
+    def _placed_all(self, tree: Any) -> Any:
+        return jax.tree.map(self._placed, tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
 
     def _placed(self, leaf: Any) -> Any:
         """The abstract leaf with its sharding: a parameter's by its logical axes."""
@@ -221,28 +288,30 @@ class Task:
 
     def gradients(self, state: TrainState, batch: Batch) -> tuple[Array, Any, Array]:
         """(Σ loss, its gradients, count of labelled tokens) over micro-batches `[A, B, T]`: sums,
-        to be divided once. Gradients of several micro-batches add up in float32. With a loss scale
-        the gradients, not the loss, are multiplied by it.
+        to be divided once; gradients of what is trained. Those of several micro-batches add up in
+        float32. With a loss scale the gradients, not the loss, are multiplied by it.
         """
         key = self._step_key(state)
         factor = 1.0 if state.loss_scale is None else state.loss_scale.value
+        trained, rest = self.split(state.model)
 
-        def scaled(model, micro, number):
+        def scaled(trained, micro, number):
             step_key = jax.random.fold_in(key, number)
+            model = lora.join(trained, rest)
             loss = self.loss_sum(model, micro, step_key, self.config.train.z_loss)
             return loss * factor, loss
 
         both = jax.grad(scaled, has_aux=True)
 
         def add(sums, micro_and_number):
-            gradients, loss = both(state.model, *micro_and_number)
+            gradients, loss = both(trained, *micro_and_number)
             return jax.tree.map(lambda s, g: s + g.astype(s.dtype), sums, (loss, gradients)), None
 
         A = batch["labels"].shape[0]
         if A == 1:
-            gradients, loss = both(state.model, jax.tree.map(lambda x: x[0], batch), 0)
+            gradients, loss = both(trained, jax.tree.map(lambda x: x[0], batch), 0)
         else:
-            zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), state.model)
+            zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), trained)
             start = (jnp.zeros((), jnp.float32), zeros)
             (loss, gradients), _ = jax.lax.scan(add, start, (batch, jnp.arange(A)))
         return loss, gradients, (batch["labels"] != -100).sum()
@@ -256,10 +325,11 @@ class Task:
         loss, gradients, count = self.gradients(state, batch)
         count = jnp.maximum(count, 1).astype(jnp.float32)
         loss_scale = state.loss_scale
-        model, opt_state, norm = self.optimizer.update(
+        trained, rest = self.split(state.model)
+        trained, opt_state, norm = self.optimizer.update(
             gradients,
             state.opt_state,
-            state.model,
+            trained,
             divisor=count if loss_scale is None else count * loss_scale.value,
             key=jax.random.fold_in(self._step_key(state), ROUNDING),
         )
@@ -275,7 +345,11 @@ class Task:
         if loss_scale is not None:
             metrics["train/loss_scale"] = loss_scale.value
         state = replace(
-            state, model=model, opt_state=opt_state, step=state.step + 1, loss_scale=loss_scale
+            state,
+            model=lora.join(trained, rest),
+            opt_state=opt_state,
+            step=state.step + 1,
+            loss_scale=loss_scale,
         )
         return state, metrics
 

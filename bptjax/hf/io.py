@@ -227,22 +227,33 @@ class Checkpoint:
                 yield path, stacks.pop(path)
 
 
-def place(model: Any, params: Iterator[tuple[str, np.ndarray]], config: ModelConfig) -> Any:
-    """The abstract `model` (ShapeDtypeStructs with shardings) with these arrays in it, each put
-    where it lives, in the dtype it has there. Learned positions are extended to the config's.
+def put(path: str, leaf: Any, array: np.ndarray, dtype: Any = None) -> Any:
+    """The abstract parameter `leaf` with this array in it, where it lives, in the dtype it has
+    there, or in `dtype`.
+    """
+    wanted = leaf.get_value()
+    array = np.ascontiguousarray(array, dtype or wanted.dtype)
+    return leaf.replace(
+        jax.make_array_from_callback(wanted.shape, wanted.sharding, array.__getitem__)
+    )
+
+
+def place(
+    model: Any,
+    params: Iterator[tuple[str, np.ndarray]],
+    config: ModelConfig,
+    put: Callable[[str, Any, np.ndarray], Any] = put,
+) -> Any:
+    """The abstract `model` (ShapeDtypeStructs with shardings) with these arrays in it, each `put`
+    where it lives. Learned positions are extended to the config's.
     """
     leaves, tree = jax.tree.flatten_with_path(model, is_leaf=lambda x: isinstance(x, nnx.Variable))
     at = {path_of(path): i for i, (path, _) in enumerate(leaves)}
     found: list[Any] = [None] * len(leaves)
     for path, array in params:
-        leaf = leaves[at[path]][1]
-        wanted = leaf.get_value()
         if path == "positions":
             array = extend_positions(array, config.max_positions or 0, config.position_offset)
-        array = np.ascontiguousarray(array, wanted.dtype)
-        found[at[path]] = leaf.replace(
-            jax.make_array_from_callback(wanted.shape, wanted.sharding, array.__getitem__)
-        )
+        found[at[path]] = put(path, leaves[at[path]][1], array)
     missing = [path for path, i in at.items() if found[i] is None]
     assert not missing, missing
     return jax.tree.unflatten(tree, found)

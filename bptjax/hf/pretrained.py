@@ -15,7 +15,7 @@ from flax import nnx
 from bptjax.checkpoint import Checkpoints
 from bptjax.hf.config import merge, read_config
 from bptjax.hf.families import Family
-from bptjax.hf.io import SINGLE, Checkpoint, Tensors, place
+from bptjax.hf.io import SINGLE, Checkpoint, Tensors, place, put
 from bptjax.models.config import EncoderConfig, ModelConfig
 from bptjax.models.decoder import Decoder
 from bptjax.models.encoder import Encoder
@@ -64,9 +64,10 @@ class Pretrained:
         model = jax.eval_shape(new)
         return self.fill(jax.tree.map(placed, model, is_leaf=lambda x: isinstance(x, nnx.Variable)))
 
-    def fill(self, model: Any) -> Any:
-        """The abstract `model` (ShapeDtypeStructs with shardings) with the parameters in it."""
-        return place(model, self.params(), self.config)
+    def fill(self, model: Any, put: Callable[[str, Any, np.ndarray], Any] = put) -> Any:
+        """The abstract `model` (ShapeDtypeStructs with shardings) with the parameters in it, each
+        `put` there."""
+        return place(model, self.params(), self.config, put)
 
 
 def open_pretrained(wanted: ModelConfig) -> Pretrained:

@@ -1,12 +1,14 @@
 """Position-wise work, one chunk of tokens at a time, recomputed in the backward pass."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.custom_derivatives import SymbolicZero
 
 PyTree = Any
 
@@ -19,7 +21,7 @@ def feed_forward(
     One chunk that holds all is `f(params, x)` itself, which a remat policy sees into.
 
     The backward pass keeps `params` and `x` alone, runs `f` again chunk by chunk, and accumulates
-    the gradient of `params` in float32. Put norm and residual inside `f`: then nothing wider than
+    the gradient of `params` in float32: of those that are differentiated, at no cost for the rest. Put norm and residual inside `f`: then nothing wider than
     `x` exists at full length.
 
     Args:
@@ -50,14 +52,24 @@ def _feed_forward(f, chunk, params, x):
     return _join(y, T)
 
 
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class _Wanted:
+    """Of each leaf of `params`, whether it is differentiated."""
+
+    leaves: tuple[bool, ...]
+
+
 def _forward(f, chunk, params, x):
-    return _feed_forward(f, chunk, params, x), (params, x)
+    wanted = _Wanted(tuple(p.perturbed for p in jax.tree.leaves(params)))
+    params, x = jax.tree.map(lambda p: p.value, (params, x))
+    return _feed_forward(f, chunk, params, x), (params, x, wanted)
 
 
 def _backward(f, chunk, saved, dy):
-    params, x = saved
+    params, x, wanted = saved
     T = jax.tree.leaves(x)[0].shape[1]
-    traced, whole = _split(params)
+    traced, whole = _split(params, wanted.leaves)
     sums = [jnp.zeros_like(p, jnp.float32) for p in traced]
 
     def one(sums, chunks):
@@ -67,36 +79,58 @@ def _backward(f, chunk, saved, dy):
         dparams, dx = pull(dy)
         return [s + d.astype(jnp.float32) for s, d in zip(sums, dparams, strict=True)], dx
 
-    dy = [d for d in jax.tree.leaves(dy) if d.dtype != jax.dtypes.float0]
+    dy = [_whole(d) for d in jax.tree.leaves(dy) if d.dtype != jax.dtypes.float0]
     # Tokens past the end get a zero cotangent.
     sums, dx = jax.lax.scan(one, sums, (_cut(x, chunk), _cut(dy, chunk, "constant")))
     dparams = [s.astype(p.dtype) for s, p in zip(sums, traced, strict=True)]
     _, rest = _split(x)
-    return _cotangent(params, whole, dparams), _cotangent(x, rest, _join(dx, T))
+    return _cotangent(params, whole, dparams, wanted.leaves), _cotangent(x, rest, _join(dx, T))
 
 
-_feed_forward.defvjp(_forward, _backward)
+_feed_forward.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+def _whole(cotangent: Any) -> Array:
+    if isinstance(cotangent, SymbolicZero):
+        return jnp.zeros(cotangent.shape, cotangent.dtype)
+    return cotangent
 
 
 def _is_float(x: Array) -> bool:
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
-def _split(tree: PyTree) -> tuple[list[Array], Callable[[list[Array]], PyTree]]:
+def _moving(tree: PyTree, wanted: tuple[bool, ...] | None) -> list[bool]:
+    """Of each leaf, whether it takes a gradient: it is a float, and `wanted`."""
+    leaves = jax.tree.leaves(tree)
+    return [
+        _is_float(x) and w for x, w in zip(leaves, wanted or (True,) * len(leaves), strict=True)
+    ]
+
+
+def _split(
+    tree: PyTree, wanted: tuple[bool, ...] | None = None
+) -> tuple[list[Array], Callable[[list[Array]], PyTree]]:
     """The leaves that take gradients, and the function that puts such a list back among the
     others."""
     leaves, structure = jax.tree.flatten(tree)
+    takes = _moving(tree, wanted)
 
     def whole(moving):
         moving = iter(moving)
-        return structure.unflatten([next(moving) if _is_float(x) else x for x in leaves])
+        each = zip(leaves, takes, strict=True)
+        return structure.unflatten([next(moving) if t else x for x, t in each])
 
-    return [x for x in leaves if _is_float(x)], whole
+    return [x for x, t in zip(leaves, takes, strict=True) if t], whole
 
 
-def _cotangent(tree: PyTree, whole: Callable, moving: list[Array]) -> PyTree:
+def _cotangent(
+    tree: PyTree, whole: Callable, moving: list[Array], wanted: tuple[bool, ...] | None = None
+) -> PyTree:
     """A cotangent for `tree`: None, which is zero, for the leaves that take no gradient."""
-    return jax.tree.map(lambda x, d: d if _is_float(x) else None, tree, whole(moving))
+    leaves, structure = jax.tree.flatten(whole(moving))
+    each = zip(leaves, _moving(tree, wanted), strict=True)
+    return structure.unflatten([x if t else None for x, t in each])
 
 
 def _cut(tree: PyTree, chunk: int, mode: str = "edge") -> PyTree:
