@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,9 @@ from bptjax.data.loader import TrainIterator, eval_loader, open_split, train_loa
 from bptjax.data.text import byte_baselines
 from bptjax.data.tokenizer import ByteTokenizer, Tokenizer, make_tokenizer
 from bptjax.generation import Sampling, generate
-from bptjax.hf.io import copy_companions
-from bptjax.hf.pretrained import COMPANIONS, open_pretrained
+from bptjax.hf.io import copy_companions, fingerprint
+from bptjax.hf.pretrained import COMPANIONS, find, open_pretrained
+from bptjax.lora import AdapterConfig
 from bptjax.metrics import (
     JsonlWriter,
     Progress,
@@ -58,6 +60,28 @@ class Run:
     @property
     def directory(self) -> Path:
         return Path(self.config.run_dir)
+
+    @cached_property
+    def base(self) -> int | None:
+        """What tells the checkpoint that adapters are trained beside from others."""
+        pretrained = self.task.pretrained
+        if self.config.adapter.type == "none" or pretrained is None:
+            return None
+        directory = find(str(self.config.model.name_or_path))
+        if pretrained.adapters and pretrained.companions:
+            directory = pretrained.companions
+        return fingerprint(directory)
+
+    def check_base(self, saved: int | None) -> None:
+        """
+        Raises:
+          ValueError: it is not that of the run's checkpoint.
+        """
+        if saved != self.base:
+            raise ValueError(
+                f"model.name_or_path={self.config.model.name_or_path} has other weights than those "
+                f"that the adapters in {self.directory} were trained beside"
+            )
 
     def eval_batches(self) -> Any:
         """The held-out batches `[rows, T]`, in fixed order."""
@@ -100,13 +124,7 @@ def prepare(config: Config) -> Run:
         rotary(model, 0, None)  # Refuses scalings that cannot be.
     config.memory.groups(model.num_layers)  # Refuses a nested(k) that cannot be.
     task = Task(config, model, mesh, pretrained)
-    if config.adapter.type != "none":
-        if pretrained is None:
-            raise ValueError(
-                f"adapter.type={config.adapter.type} trains beside a checkpoint; set "
-                "model.name_or_path"
-            )
-        _ = task.targets  # Refuses names that there are not.
+    _check_adapter(config, task)
     picked, others = task.attention()
     batches = train_loader(
         train, tokenizer, config.data, seq_len=config.train.seq_len, rows=task.rows
@@ -134,6 +152,33 @@ def prepare(config: Config) -> Run:
     return Run(config, task, tokenizer, held_out, batches, notes)
 
 
+def _check_adapter(config: Config, task: Task) -> None:
+    """
+    Raises:
+      ValueError: an adapter beside no checkpoint or beside what there is not, or none for one.
+    """
+    adapter, pretrained = config.adapter, task.pretrained
+    if adapter.type == "none":
+        if pretrained and pretrained.adapters:
+            raise ValueError(
+                f"model.name_or_path={config.model.name_or_path} is an adapter; set adapter.type "
+                "to lora or qlora to go on with it, or merge it first"
+            )
+        return
+    if pretrained is None:
+        raise ValueError(
+            f"adapter.type={adapter.type} trains beside a checkpoint; set model.name_or_path"
+        )
+    for name in ("r", "alpha", "use_rslora", "target_modules"):
+        value = getattr(adapter, name)
+        if pretrained.adapters and value != getattr(AdapterConfig(), name):
+            raise ValueError(
+                f"adapter.{name}={value}: model.name_or_path={config.model.name_or_path} is an "
+                "adapter, which decides it; leave it out"
+            )
+    _ = task.targets  # Refuses names that there are not.
+
+
 def fit(run: Run) -> int:
     """Trains to the end, or until a signal: the exit code, 0, 130 (Ctrl-C) or 143 (SIGTERM).
 
@@ -154,6 +199,7 @@ def fit(run: Run) -> int:
         start, state, extra = restored or (0, None, {"tokens_seen": 0})
         state = task.init_state() if state is None else task.resumed(state)
         if restored:
+            run.check_base(extra.get("base"))
             run.batches.set_state(extra["data"])
         writer = JsonlWriter(run.directory, resume_step=start if restored else None)
         stack.callback(writer.close)
@@ -301,6 +347,7 @@ class _Loop:
             "data": self.run.batches.get_state(),
             "tokens_seen": self.tokens_seen,
             "config": to_yaml(self.run.config),
+            "base": self.run.base,
         }
         self.checkpoints.save(self.done, self.run.task.saved(self.state), extra)
         self.last_saved = self.done

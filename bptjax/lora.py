@@ -240,46 +240,81 @@ def quantizer(model: Any, config: AdapterConfig) -> Callable[[str, Any, np.ndarr
     return put_one
 
 
-def attach(
-    model: Any,
-    ranks: Mapping[str, int],
-    *,
-    scale: float,
-    dropout: float,
-    dtype: DTypeLike,
-    key: Array,
-) -> Any:
-    """The model with new low-rank products beside some kernels, by path: `a` uniform within
-    ± 1/√inputs, as PEFT has it, `b` zero.
-    """
+# Of one kernel, layers stacked: `a` `[L, *inputs, r]`, `b` `[L, r, *outputs]`, scale `[L]`.
+Values = tuple[Any, Any, Any]
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """Adapters of a model, by the paths of their kernels, and how they were made."""
+
+    config: AdapterConfig
+    values: dict[str, Values]
+
+
+def new_adapters(
+    model: Any, paths: set[str], config: AdapterConfig, dtype: DTypeLike, key: Array
+) -> dict[str, Values]:
+    """For the kernels at these paths: `a` uniform within ± 1/√inputs, as PEFT has it, `b` zero."""
+    found, _ = jax.tree.flatten_with_path(model, is_leaf=_is_kernel)
+    contracted = linears(model)
+    numbers = {path: number for number, path in enumerate(sorted(contracted))}
+
+    def new(path, kernel):
+        if isinstance(kernel, Quantized):
+            (L, _, *outputs), inputs = kernel.matrix.codes.shape, kernel.inputs
+        else:
+            (L, *shape), n = kernel.shape, contracted[path]
+            inputs, outputs = shape[:n], shape[n:]
+        shape, bound = (L, *inputs, config.r), math.prod(inputs) ** -0.5
+        of_its_own = jax.random.fold_in(key, numbers[path])
+        a = jax.random.uniform(of_its_own, shape, jnp.float32, -bound, bound)
+        b = jnp.zeros((L, config.r, *outputs), dtype)
+        return a.astype(dtype), b, jnp.full(L, config.scale, jnp.float32)
+
+    return {path_of(at): new(path_of(at), k) for at, k in found if path_of(at) in paths}
+
+
+def attach(model: Any, adapters: Mapping[str, Values], dropout: float) -> Any:
+    """The model with these adapters beside its kernels, by path."""
     contracted = linears(model)
     numbers = {path: number for number, path in enumerate(sorted(contracted))}
 
     def one(at, kernel):
         path = path_of(at)
-        if path not in ranks:
+        if path not in adapters:
             return kernel
-        number, r, n = numbers[path], ranks[path], contracted[path]
+        n = contracted[path]
         if isinstance(kernel, Quantized):
-            (L, _, *outputs), axes = kernel.matrix.codes.shape, kernel.matrix.codes.axes
-            inputs, axes = kernel.inputs, (axes[0], *(None,) * (n - 1), *axes[1:])
+            first, *outer = kernel.matrix.codes.axes
+            axes = first, *(None,) * (n - 1), *outer
         else:
-            (L, *shape), axes = kernel.shape, kernel.axes
-            inputs, outputs = shape[:n], shape[n:]
-        bound = math.prod(inputs) ** -0.5
-        a = jax.random.uniform(
-            jax.random.fold_in(key, number), (L, *inputs, r), jnp.float32, -bound, bound
-        )
+            axes = kernel.axes
+        a, b, scale = adapters[path]
         return Adapted(
             kernel,
-            nnx.LoRAParam(a.astype(dtype), axes=(*axes[:n], None)),
-            nnx.LoRAParam(jnp.zeros((L, r, *outputs), dtype), axes=(None, *axes[n:])),
-            Scale(jnp.full(L, scale, jnp.float32), axes=()),
+            nnx.LoRAParam(a, axes=(*axes[:n], None)),
+            nnx.LoRAParam(b, axes=(None, *axes[n:])),
+            Scale(scale, axes=()),
             dropout,
-            number,
+            numbers[path],
         )
 
     return jax.tree.map_with_path(one, model, is_leaf=_is_kernel)
+
+
+def merged(w: Array, adapter: Values | None, *, contracted: int, config: AdapterConfig) -> Array:
+    """One layer's kernel `[*inputs, *outputs]`, as it is stored for training, with its adapter in
+    it; float32.
+    """
+    if config.type == "qlora":
+        stack = quantized(nnx.Param(w[None], axes=(None,) * w.ndim), contracted, config)
+        w = jax.tree.map(lambda x: x[0], stack).dense(jnp.float32)
+    w = w.astype(jnp.float32)
+    if adapter is None:
+        return w
+    a, b, scale = adapter
+    return w + scale * jnp.tensordot(a.astype(jnp.float32), b.astype(jnp.float32), axes=1)
 
 
 def prepared(layer: Any, dtype: DTypeLike) -> Any:

@@ -13,10 +13,24 @@ from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from bptjax import lora
 from bptjax.config import Config
-from bptjax.hf import io
+from bptjax.hf.io import put
+from bptjax.hf.peft import modules
 from bptjax.hf.pretrained import Pretrained
+from bptjax.lora import (
+    AdapterConfig,
+    Values,
+    attach,
+    is_saved,
+    is_trained,
+    join,
+    linears,
+    new_adapters,
+    quantize,
+    quantizer,
+    split,
+    targets,
+)
 from bptjax.models.config import ModelConfig
 from bptjax.models.decoder import Decoder
 from bptjax.ops.attention import choose
@@ -144,7 +158,7 @@ class Task:
         return sp if sp == 1 or self.strategy[0] != "ring" else 2 * sp
 
     @property
-    def adapter(self) -> lora.AdapterConfig:
+    def adapter(self) -> AdapterConfig:
         return self.config.adapter
 
     @cached_property
@@ -155,8 +169,15 @@ class Task:
           ValueError: adapter.target_modules names what there is not, or nothing.
         """
         plain = jax.eval_shape(self._plain, jax.random.key(0))
-        own = {path.removesuffix(".kernel"): (path,) for path in lora.linears(plain)}
-        return lora.targets(self.adapter.target_modules, own)
+        own = {path.removesuffix(".kernel"): (path,) for path in linears(plain)}
+        family = self.pretrained and self.pretrained.family
+        return targets(self.adapter.target_modules, modules(self.model, family) or own)
+
+    @property
+    def _loaded(self) -> dict[str, Values] | None:
+        """Adapters to go on with."""
+        found = self.pretrained and self.pretrained.adapters
+        return found.values if found else None
 
     @cached_property
     def parameters(self) -> tuple[int, int]:
@@ -165,7 +186,7 @@ class Task:
         base = sum(x.size for x in jax.tree.leaves(plain))
         if self.adapter.type == "none":
             return base, base
-        trained, _ = self.split(jax.eval_shape(self._new_state).model)
+        trained, _ = self.split(jax.eval_shape(self._new_state, None, self._loaded).model)
         count = sum(x.size for x in jax.tree.leaves(trained))
         return base + count, count
 
@@ -173,25 +194,25 @@ class Task:
         """What of a state a checkpoint holds: with adapters, of the model no more than these."""
         if self.adapter.type == "none":
             return state
-        return replace(state, model=lora.split(state.model, lora.is_saved)[0])
+        return replace(state, model=split(state.model, is_saved)[0])
 
     def resumed(self, saved: TrainState) -> TrainState:
         """The state of which this was `saved`; the model beside the adapters comes from where it
         first came from."""
         if self.adapter.type == "none":
             return saved
-        rest = lora.split(self.init_state().model, lora.is_saved)[1]
-        return replace(saved, model=lora.join(saved.model, rest))
+        rest = split(self.init_state().model, is_saved)[1]
+        return replace(saved, model=join(saved.model, rest))
 
     def split(self, model: Decoder) -> tuple[Any, Any]:
-        """What of the model is trained, and the rest; `lora.join` is the inverse."""
+        """What of the model is trained, and the rest; `join` is the inverse."""
         if self.adapter.type == "none":
-            return lora.split(model, lambda v: True)
-        return lora.split(model, lora.is_trained)
+            return split(model, lambda v: True)
+        return split(model, is_trained)
 
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the state; nothing is allocated."""
-        state = self._placed_all(jax.eval_shape(self._new_state))
+        state = self._placed_all(jax.eval_shape(self._new_state, None, self._loaded))
         if self.config.optimizer.state_memory == "device":
             return state
         mu, nu = jax.tree.map(_in_host_memory, (state.opt_state.mu, state.opt_state.nu))
@@ -202,12 +223,12 @@ class Task:
         model = None
         if self.pretrained is not None:
             plain = self._placed_all(jax.eval_shape(self._plain, jax.random.key(0)))
-            put = lora.quantizer(plain, self.adapter) if self.adapter.type == "qlora" else io.put
-            model = self.pretrained.fill(plain, put)
+            how = quantizer(plain, self.adapter) if self.adapter.type == "qlora" else put
+            model = self.pretrained.fill(plain, how)
         shardings = jax.tree.map(lambda x: x.sharding, self.abstract_state())
         with jax.set_mesh(self.mesh):
             new = jax.jit(self._new_state, out_shardings=shardings, donate_argnums=0)
-            return new(model)
+            return new(model, self._loaded)
 
     def _plain(self, key: Array) -> Decoder:
         """A new model without adapters; with them, it is not trained, and kept as it is used."""
@@ -215,21 +236,22 @@ class Task:
         kept = train.param_dtype if self.adapter.type == "none" else train.dtype
         return Decoder(self.model, key, jnp.dtype(kept))
 
-    def _new_state(self, model: Decoder | None = None) -> TrainState:
+    def _new_state(self, model: Decoder | None = None, adapters: Any = None) -> TrainState:
         model_key, key = jax.random.split(jax.random.key(self.config.seed))
         if model is None:
             model = self._plain(model_key)
             if self.adapter.type == "qlora":
-                model = lora.quantize(model, self.adapter)
+                model = quantize(model, self.adapter)
         if self.adapter.type != "none":
-            model = lora.attach(
-                model,
-                dict.fromkeys(self.targets, self.adapter.r),
-                scale=self.adapter.scale,
-                dropout=self.adapter.dropout,
-                dtype=jnp.dtype(self.config.train.param_dtype),
-                key=model_key,
-            )
+            dtype = jnp.dtype(self.config.train.param_dtype)
+            if adapters is None:
+                adapters = new_adapters(model, self.targets, self.adapter, dtype, model_key)
+            else:
+                adapters = {
+                    path: (a.astype(dtype), b.astype(dtype), scale)
+                    for path, (a, b, scale) in adapters.items()
+                }
+            model = attach(model, adapters, self.adapter.dropout)
         return TrainState(
             model=model,
             opt_state=self.optimizer.init(self.split(model)[0]),
@@ -297,7 +319,7 @@ class Task:
 
         def scaled(trained, micro, number):
             step_key = jax.random.fold_in(key, number)
-            model = lora.join(trained, rest)
+            model = join(trained, rest)
             loss = self.loss_sum(model, micro, step_key, self.config.train.z_loss)
             return loss * factor, loss
 
@@ -346,7 +368,7 @@ class Task:
             metrics["train/loss_scale"] = loss_scale.value
         state = replace(
             state,
-            model=lora.join(trained, rest),
+            model=join(trained, rest),
             opt_state=opt_state,
             step=state.step + 1,
             loss_scale=loss_scale,

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -212,6 +213,12 @@ class Checkpoint:
                 for path, part in zip(row.ours, row.split(self.tensors.read(name)), strict=True):
                     yield path, i if row.layered else None, part
 
+    def read(self, path: str, layer: int | None) -> np.ndarray:
+        """A parameter; one layer of a stacked one."""
+        row = next(row for row in self.rows if path in row.ours)
+        tensor = self.tensors.read(self.rows[row][layer or 0])
+        return row.split(tensor)[row.ours.index(path)]
+
     def params(self) -> Iterator[tuple[str, np.ndarray]]:
         """(path, array), layers stacked on axis 0: one row of the table in memory at a time."""
         stacks: dict[str, np.ndarray] = {}
@@ -348,6 +355,22 @@ class Writer:
     def __exit__(self, kind: Any, *rest: Any) -> None:
         if kind is None and self._left:
             raise ValueError(f"not written: {_some(sorted(self._left))}")
+
+
+def fingerprint(directory: Path) -> int:
+    """CRC-32 of the sizes of a checkpoint's files of weights, and of 16 samples of each: tells
+    another model from this one, and reads next to nothing. For a run its checkpoints' manifests
+    are these.
+    """
+    value, weights = 0, ("*.safetensors", "*.bin", "checkpoints/*/manifest.json")
+    for file in sorted(file for pattern in weights for file in directory.glob(pattern)):
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            for part in range(16):
+                stream.seek(part * size // 16)
+                value = zlib.crc32(stream.read(1 << 16), value)
+        value = zlib.crc32(str(size).encode(), value)
+    return value
 
 
 def companions(directory: Path) -> list[Path]:

@@ -21,8 +21,8 @@ def feed_forward(
     One chunk that holds all is `f(params, x)` itself, which a remat policy sees into.
 
     The backward pass keeps `params` and `x` alone, runs `f` again chunk by chunk, and accumulates
-    the gradient of `params` in float32: of those that are differentiated, at no cost for the rest. Put norm and residual inside `f`: then nothing wider than
-    `x` exists at full length.
+    in float32 the gradients of those `params` that are differentiated. Put norm and residual inside
+    `f`: then nothing wider than `x` exists at full length.
 
     Args:
       f: takes `params` and a chunk of `x`, gives a pytree of `[B, chunk, ...]`. It must not close
@@ -84,7 +84,7 @@ def _backward(f, chunk, saved, dy):
     sums, dx = jax.lax.scan(one, sums, (_cut(x, chunk), _cut(dy, chunk, "constant")))
     dparams = [s.astype(p.dtype) for s, p in zip(sums, traced, strict=True)]
     _, rest = _split(x)
-    return _cotangent(params, whole, dparams, wanted.leaves), _cotangent(x, rest, _join(dx, T))
+    return whole(dparams, cotangent=True), rest(_join(dx, T), cotangent=True)
 
 
 _feed_forward.defvjp(_forward, _backward, symbolic_zeros=True)
@@ -100,37 +100,24 @@ def _is_float(x: Array) -> bool:
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
-def _moving(tree: PyTree, wanted: tuple[bool, ...] | None) -> list[bool]:
-    """Of each leaf, whether it takes a gradient: it is a float, and `wanted`."""
-    leaves = jax.tree.leaves(tree)
-    return [
-        _is_float(x) and w for x, w in zip(leaves, wanted or (True,) * len(leaves), strict=True)
-    ]
-
-
 def _split(
     tree: PyTree, wanted: tuple[bool, ...] | None = None
 ) -> tuple[list[Array], Callable[[list[Array]], PyTree]]:
-    """The leaves that take gradients, and the function that puts such a list back among the
-    others."""
+    """The leaves that take gradients, floats that are `wanted`, and the function that puts such a
+    list back among the others; as a `cotangent`, None, which is zero, stands for them."""
     leaves, structure = jax.tree.flatten(tree)
-    takes = _moving(tree, wanted)
+    takes = [_is_float(x) for x in leaves]
+    if wanted is not None:
+        takes = [t and w for t, w in zip(takes, wanted, strict=True)]
 
-    def whole(moving):
+    def whole(moving, cotangent=False):
         moving = iter(moving)
         each = zip(leaves, takes, strict=True)
-        return structure.unflatten([next(moving) if t else x for x, t in each])
+        return structure.unflatten(
+            [next(moving) if t else None if cotangent else x for x, t in each]
+        )
 
     return [x for x, t in zip(leaves, takes, strict=True) if t], whole
-
-
-def _cotangent(
-    tree: PyTree, whole: Callable, moving: list[Array], wanted: tuple[bool, ...] | None = None
-) -> PyTree:
-    """A cotangent for `tree`: None, which is zero, for the leaves that take no gradient."""
-    leaves, structure = jax.tree.flatten(whole(moving))
-    each = zip(leaves, _moving(tree, wanted), strict=True)
-    return structure.unflatten([x if t else None for x, t in each])
 
 
 def _cut(tree: PyTree, chunk: int, mode: str = "edge") -> PyTree:

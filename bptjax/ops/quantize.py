@@ -116,7 +116,7 @@ class Matrix(NamedTuple):
     """A weight in few bits, `[I, *o]` of I inputs.
 
     Attributes:
-      codes: uint8 `[I, *o]`; of 4 bits, two in each of `[⌈I / 2⌉, *o]`, the first in the upper half.
+      codes: uint8 `[I, *o]`; of 4 bits, two in each of `[⌈I / 2⌉, *o]`, the first one above.
       absmax: of each 64 inputs of an output, `[⌈I / 64⌉, *o]`: float32; or, quantised in their
         turn, uint8.
       second: float32, the absolute maximum of each 256 of these, less `mean`, output by output.
