@@ -198,8 +198,8 @@ def quantized(kernel: nnx.Variable, contracted: int, config: AdapterConfig) -> Q
 
     outer = (axes[0], *axes[contracted:])
     parts = zip(jax.lax.map(one, value), (outer, outer, (None,), ()), strict=True)
-    matrix = Matrix(*(None if x is None else nnx.Param(x, axes=a) for x, a in parts))
-    return Quantized(matrix, config.book, inputs)
+    variables: list[Any] = [None if x is None else nnx.Param(x, axes=a) for x, a in parts]
+    return Quantized(Matrix(*variables), config.book, inputs)
 
 
 def quantize(model: Any, config: AdapterConfig) -> Any:
@@ -286,7 +286,8 @@ def attach(model: Any, adapters: Mapping[str, Values], dropout: float) -> Any:
             return kernel
         n = contracted[path]
         if isinstance(kernel, Quantized):
-            first, *outer = kernel.matrix.codes.axes
+            codes: Any = kernel.matrix.codes
+            first, *outer = codes.axes
             axes = first, *(None,) * (n - 1), *outer
         else:
             axes = kernel.axes

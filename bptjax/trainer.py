@@ -176,7 +176,7 @@ class Task:
     @property
     def _loaded(self) -> dict[str, Values] | None:
         """Adapters to go on with."""
-        found = self.pretrained and self.pretrained.adapters
+        found = self.pretrained.adapters if self.pretrained else None
         return found.values if found else None
 
     @cached_property

@@ -259,7 +259,8 @@ def place(
     found: list[Any] = [None] * len(leaves)
     for path, array in params:
         if path == "positions":
-            array = extend_positions(array, config.max_positions or 0, config.position_offset)
+            rows = config.max_positions or 0
+            array = np.asarray(extend_positions(array, rows, config.position_offset))
         found[at[path]] = put(path, leaves[at[path]][1], array)
     missing = [path for path, i in at.items() if found[i] is None]
     assert not missing, missing

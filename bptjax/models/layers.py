@@ -187,8 +187,8 @@ class Layer(nnx.Module):
         numbers the tokens for dropout, whose keys are those of the two residuals and of the
         kernels; `offload` is the share of the tokens whose kept values go to host memory.
         """
-        config, (first, second, third) = self.config, keys or (None, None, None)
-        rate, noise = config.residual_dropout or 0.0, keys and (third, rows)
+        config, (first, second) = self.config, keys[:2] if keys else (None, None)
+        rate, noise = config.residual_dropout or 0.0, keys and (keys[2], rows)
         attended = self.out(out, noise)
         if self.attention_post_norm is not None:
             attended = self.attention_post_norm(attended)

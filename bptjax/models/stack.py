@@ -132,7 +132,8 @@ def _keys(key: Array | None, number: Array) -> tuple[Array, Array, Array, Array]
     if key is None:
         return None
     first, *others = jax.random.split(jax.random.fold_in(key, number), 4)
-    return first, *(jax.random.key_data(other) for other in others)
+    second, third, fourth = (jax.random.key_data(other) for other in others)
+    return first, second, third, fourth
 
 
 def _query(shared, chunk):

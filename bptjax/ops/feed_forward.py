@@ -91,9 +91,8 @@ _feed_forward.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def _whole(cotangent: Any) -> Array:
-    if isinstance(cotangent, SymbolicZero):
-        return jnp.zeros(cotangent.shape, cotangent.dtype)
-    return cotangent
+    zero = isinstance(cotangent, SymbolicZero)
+    return jnp.zeros(cotangent.shape, str(cotangent.dtype)) if zero else cotangent
 
 
 def _is_float(x: Array) -> bool:
@@ -102,7 +101,7 @@ def _is_float(x: Array) -> bool:
 
 def _split(
     tree: PyTree, wanted: tuple[bool, ...] | None = None
-) -> tuple[list[Array], Callable[[list[Array]], PyTree]]:
+) -> tuple[list[Array], Callable[..., PyTree]]:
     """The leaves that take gradients, floats that are `wanted`, and the function that puts such a
     list back among the others; as a `cotangent`, None, which is zero, stands for them."""
     leaves, structure = jax.tree.flatten(tree)
