@@ -11,6 +11,7 @@ from typing import Any, Literal, NoReturn
 
 from bptjax.checkpoint import CheckpointConfig
 from bptjax.data.loader import DataConfig
+from bptjax.lora import AdapterConfig
 from bptjax.memory import MemoryConfig
 from bptjax.models.config import ModelConfig
 from bptjax.optim import OptimizerConfig
@@ -93,6 +94,7 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 

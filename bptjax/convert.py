@@ -1,10 +1,12 @@
-"""`python -m bptjax.convert`: Hugging Face checkpoints to ours and back."""
+"""`python -m bptjax.convert`: Hugging Face checkpoints and PEFT's adapters to ours and back."""
 
 import argparse
 import importlib.util
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -14,8 +16,11 @@ import numpy as np
 from bptjax.config import fail
 from bptjax.hf.config import exported, from_scratch, is_bare, read_json
 from bptjax.hf.io import NAMES, Writer, copy_companions, whole, write_hf
+from bptjax.hf.peft import write_peft
 from bptjax.hf.pretrained import COMPANIONS, Pretrained, find, open_pretrained
+from bptjax.lora import linears, merged
 from bptjax.models.config import EncoderConfig, ModelConfig
+from bptjax.models.decoder import Decoder
 
 
 def to_bptjax(source: str, out: Path) -> Pretrained:
@@ -43,9 +48,68 @@ def to_hf(source: str, out: Path, *, dtype: str | None, max_shard_size: str) -> 
       ValueError: what is wrong with it, in one line; nothing is left of `out`.
     """
     model = open_pretrained(ModelConfig(name_or_path=source))
-    read = model.read
-    if read is None:
+    if model.adapters is not None:
+        raise ValueError(f"{source} is an adapter: merge-adapter or export-adapter takes it")
+    if model.companions == find(source):
         raise ValueError(f"{source} is a Hugging Face checkpoint already")
+    _write(model, out, model.read, dtype, max_shard_size)
+    return model
+
+
+def merge_adapter(source: str, out: Path, *, dtype: str | None, max_shard_size: str) -> Pretrained:
+    """Writes an adapter, a run's or PEFT's, and the model that it is for as one Hugging Face
+    directory. They are added in float32, to what the quantised kernels stand for.
+
+    Raises:
+      ValueError: what is wrong with it, in one line; nothing is left of `out`.
+    """
+    model = _adapter(source)
+    assert model.adapters is not None
+    config, values = model.adapters.config, model.adapters.values
+    contracted = linears(jax.eval_shape(lambda key: Decoder(model.config, key), jax.random.key(0)))
+    merge = jax.jit(partial(merged, config=config), static_argnames="contracted")
+
+    def read(path, layer):
+        w = model.read(path, layer)
+        if path not in contracted or (path not in values and config.type != "qlora"):
+            return w
+        adapter = tuple(x[layer] for x in values[path]) if path in values else None
+        return np.asarray(merge(jnp.asarray(w), adapter, contracted=contracted[path]))
+
+    _write(model, out, read, dtype, max_shard_size)
+    return model
+
+
+def export_adapter(source: str, out: Path) -> Pretrained:
+    """Writes the adapters of a run's newest checkpoint as PEFT reads them.
+
+    Raises:
+      ValueError: what is wrong with it, in one line; nothing is left of `out`.
+    """
+    model = _adapter(source)
+    assert model.adapters is not None and model.family is not None
+    with whole(out) as directory:
+        base = str(model.companions)
+        write_peft(directory, model.adapters, model.family, model.config, base)
+    return model
+
+
+def _adapter(source: str) -> Pretrained:
+    model = open_pretrained(ModelConfig(name_or_path=source))
+    if model.adapters is None:
+        raise ValueError(f"{source} is no adapter")
+    if model.family is None:
+        raise ValueError(f"{source} is an adapter of a model of no Hugging Face family")
+    return model
+
+
+def _write(
+    model: Pretrained,
+    out: Path,
+    read: Callable[[str, int | None], np.ndarray],
+    dtype: str | None,
+    max_shard_size: str,
+) -> None:
     own = {kind for kind, _ in model.kinds.values()}
     name = dtype or max(own, key=lambda kind: jnp.dtype(kind).itemsize)
     if model.companions is None:
@@ -72,7 +136,6 @@ def to_hf(source: str, out: Path, *, dtype: str | None, max_shard_size: str) -> 
             family.prefix if is_bare(raw) else "",
             max_shard_size,
         )
-    return model
 
 
 def difference(hf: Path, model: Pretrained) -> tuple[list[float], float]:
@@ -118,31 +181,39 @@ def main(argv: list[str] | None = None) -> int:
     for way, source, text in (
         ("hf-to-bptjax", "DIR", "a Hugging Face directory to ours, layers stacked"),
         ("bptjax-to-hf", "RUN", "a run's newest checkpoint, or a converted directory, to theirs"),
+        ("merge-adapter", "RUN", "a run's adapters, or PEFT's, and their base to a directory"),
+        ("export-adapter", "RUN", "a run's adapters to PEFT's files"),
     ):
         command = ways.add_parser(way, help=text, description=text)
         command.add_argument("source", metavar=source)
         command.add_argument("out", metavar="OUT", type=Path, help="a directory that is not there")
+        if way == "export-adapter":
+            continue
         command.add_argument(
             "--verify", action="store_true", help="compare with transformers; needs torch"
         )
-        if way == "bptjax-to-hf":
+        if way != "hf-to-bptjax":
             command.add_argument(
                 "--dtype", choices=list(NAMES), help="the parameters' own if left out"
             )
             command.add_argument("--max_shard_size", default="5GB")
     args = parser.parse_args(argv)
+    verify = args.way != "export-adapter" and args.verify
     try:
-        if args.verify and importlib.util.find_spec("torch") is None:
+        if verify and importlib.util.find_spec("torch") is None:
             raise ValueError("--verify needs torch, which is not installed")
         if args.way == "hf-to-bptjax":
             to_bptjax(args.source, args.out)
-            hf = find(args.source)
+        elif args.way == "export-adapter":
+            export_adapter(args.source, args.out)
         else:
-            to_hf(args.source, args.out, dtype=args.dtype, max_shard_size=args.max_shard_size)
-            hf = args.out
+            how = to_hf if args.way == "bptjax-to-hf" else merge_adapter
+            how(args.source, args.out, dtype=args.dtype, max_shard_size=args.max_shard_size)
         print(f"written: {args.out}")
-        if args.verify:
-            ours = args.out if args.way == "hf-to-bptjax" else args.source
+        if verify:
+            hf, ours = find(args.source), args.out
+            if args.way != "hf-to-bptjax":
+                hf, ours = args.out, args.source
             return _verify(hf, open_pretrained(ModelConfig(name_or_path=str(ours))), args)
     except (ValueError, OSError) as error:
         return fail(error, 2, args.debug)

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,9 @@ from bptjax.data.loader import TrainIterator, eval_loader, open_split, train_loa
 from bptjax.data.text import byte_baselines
 from bptjax.data.tokenizer import ByteTokenizer, Tokenizer, make_tokenizer
 from bptjax.generation import Sampling, generate
-from bptjax.hf.io import copy_companions
-from bptjax.hf.pretrained import COMPANIONS, open_pretrained
+from bptjax.hf.io import copy_companions, fingerprint
+from bptjax.hf.pretrained import COMPANIONS, find, open_pretrained
+from bptjax.lora import AdapterConfig
 from bptjax.metrics import (
     JsonlWriter,
     Progress,
@@ -61,6 +63,28 @@ class Run:
     @property
     def directory(self) -> Path:
         return Path(self.config.run_dir)
+
+    @cached_property
+    def base(self) -> int | None:
+        """What tells the checkpoint that adapters are trained beside from others."""
+        pretrained = self.task.pretrained
+        if self.config.adapter.type == "none" or pretrained is None:
+            return None
+        directory = find(str(self.config.model.name_or_path))
+        if pretrained.adapters and pretrained.companions:
+            directory = pretrained.companions
+        return fingerprint(directory)
+
+    def check_base(self, saved: int | None) -> None:
+        """
+        Raises:
+          ValueError: it is not that of the run's checkpoint.
+        """
+        if saved != self.base:
+            raise ValueError(
+                f"model.name_or_path={self.config.model.name_or_path} has other weights than those "
+                f"that the adapters in {self.directory} were trained beside"
+            )
 
     def eval_batches(self) -> Any:
         """The held-out batches `[rows, T]`, in fixed order."""
@@ -107,6 +131,7 @@ def prepare(config: Config) -> Run:
         rotary(model, 0, None)  # Refuses scalings that cannot be.
     config.memory.groups(model.num_layers)  # Refuses a nested(k) that cannot be.
     task = Task(config, model, mesh, pretrained)
+    _check_adapter(config, task)
     picked, others = task.attention()
     batches = train_loader(
         train, tokenizer, config.data, seq_len=config.train.seq_len, rows=task.rows
@@ -138,6 +163,33 @@ def prepare(config: Config) -> Run:
     return Run(config, task, tokenizer, held_out, batches, notes)
 
 
+def _check_adapter(config: Config, task: Task) -> None:
+    """
+    Raises:
+      ValueError: an adapter beside no checkpoint or beside what there is not, or none for one.
+    """
+    adapter, pretrained = config.adapter, task.pretrained
+    if adapter.type == "none":
+        if pretrained and pretrained.adapters:
+            raise ValueError(
+                f"model.name_or_path={config.model.name_or_path} is an adapter; set adapter.type "
+                "to lora or qlora to go on with it, or merge it first"
+            )
+        return
+    if pretrained is None:
+        raise ValueError(
+            f"adapter.type={adapter.type} trains beside a checkpoint; set model.name_or_path"
+        )
+    for name in ("r", "alpha", "use_rslora", "target_modules"):
+        value = getattr(adapter, name)
+        if pretrained.adapters and value != getattr(AdapterConfig(), name):
+            raise ValueError(
+                f"adapter.{name}={value}: model.name_or_path={config.model.name_or_path} is an "
+                "adapter, which decides it; leave it out"
+            )
+    _ = task.targets  # Refuses names that there are not.
+
+
 @watched()
 def fit(run: Run) -> int:
     """Trains to the end, or until a signal: the exit code, 0, 130 (Ctrl-C) or 143 (SIGTERM).
@@ -158,8 +210,9 @@ def fit(run: Run) -> int:
         stack.callback(checkpoints.close)
         stack.push(hurry)
         stack.enter_context(_out_of_memory(run))
-        restored = checkpoints.restore(task.abstract_state())
-        start, state, extra = restored or (0, task.init_state(), {"tokens_seen": 0})
+        restored = checkpoints.restore(task.saved(task.abstract_state()))
+        start, state, extra = restored or (0, None, {"tokens_seen": 0})
+        state = task.init_state() if state is None else task.resumed(state)
         if restored:
             if extra.get("rows", task.rows) != task.rows:
                 raise ValueError(
@@ -167,6 +220,7 @@ def fit(run: Run) -> int:
                     f"{task.rows}; set train.per_device_train_batch_size and "
                     "train.gradient_accumulation_steps so that they make as many"
                 )
+            run.check_base(extra.get("base"))
             run.batches.set_state(extra["data"])
         writer = progress = Silence()
         if first:
@@ -200,7 +254,7 @@ class _Loop:
         self.stopped = 0
         self.throughput = Throughput()
         self.evaluate = run.task.evaluator()
-        self.parameters = sum(x.size for x in jax.tree.leaves(state.model))
+        self.parameters, self.trained = run.task.parameters
 
     def train(self, stopped: list[int]) -> None:
         """Steps to the last one, or until a signal enters `stopped`, of any process; saves where it
@@ -248,6 +302,9 @@ class _Loop:
         if offload and not (needs and needs.host_temp_size_in_bytes):
             raise RunFailed(f"memory.offload={offload} moves nothing to host memory here")
         text = f"model: {self.parameters:,} parameters"
+        if self.trained < self.parameters:
+            share = self.trained / self.parameters
+            text += f", {self.trained:,} of them trained ({share:.3%})"
         if needs is not None:
             held, extra = needs.argument_size_in_bytes, needs.temp_size_in_bytes
             text += f"; a step holds {held / 2**30:.2f} GiB and needs {extra / 2**30:.2f} GiB more"
@@ -303,7 +360,8 @@ class _Loop:
         if peak and seconds:
             model = self.run.task.model
             attention = 12.0 * attended * model.num_heads * model.H * model.num_layers
-            flops = 6.0 * self.parameters * tokens + attention
+            # Forward, gradients of what is read, and those of what is trained.
+            flops = (4.0 * self.parameters + 2.0 * self.trained) * tokens + attention
             found["throughput/mfu"] = flops / seconds / (peak * len(devices))
         return found
 
@@ -324,8 +382,9 @@ class _Loop:
             "tokens_seen": self.tokens_seen,
             "rows": self.run.task.rows,
             "config": to_yaml(self.run.config),
+            "base": self.run.base,
         }
-        self.checkpoints.save(self.done, self.state, extra)
+        self.checkpoints.save(self.done, self.run.task.saved(self.state), extra)
         self.last_saved = self.done
         self.throughput.resume()
 

@@ -12,6 +12,7 @@ import numpy as np
 from bptjax.config import fail
 from bptjax.data.tokenizer import Tokenizer, load_tokenizer
 from bptjax.generation import Sampling, generate
+from bptjax.hf.peft import CONFIG as PEFT_CONFIG
 from bptjax.hf.pretrained import Pretrained, find, open_pretrained
 from bptjax.metrics import printable
 from bptjax.models.config import EncoderConfig, Execution, ModelConfig
@@ -36,9 +37,9 @@ def load(name: str, *, tokenizer: str | None, device: str, dtype: str | None):
 
 
 def tokenizer_of(name: str, model: Pretrained) -> Path:
-    """The directory of a checkpoint's tokenizer: what a run trained with comes first."""
+    """The directory of a checkpoint's tokenizer: its own, or, of PEFT's adapters, the base's."""
     here = find(name)
-    return here if model.companions is None or model.read is not None else model.companions
+    return model.companions or here if (here / PEFT_CONFIG).exists() else here
 
 
 def continuations(

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from jax import checkpoint_policies as policies
 
+from bptjax.lora import prepared
 from bptjax.models.config import Execution
 from bptjax.ops.attention import SAVED
 from bptjax.ops.saved import ON_HOST, named
@@ -75,6 +76,11 @@ class MemoryConfig(Execution):
         if layers % (self.nested or 1):
             raise ValueError(f"memory.remat={self.remat} with {layers} layers: k does not divide")
         return layers // (self.nested or 1)
+
+    def prepare(self, layer: Any, dtype: jax.typing.DTypeLike) -> Any:
+        # Once for all chunks, and again in the backward pass. Without remat the result would be
+        # kept for it, of every layer; so each product makes its own.
+        return layer if self.remat == "none" else prepared(layer, dtype)
 
     def scan(self, step: Callable, carry: Any, xs: Any) -> tuple[Any, Any]:
         """`lax.scan` over the layers that keeps what the policy says.

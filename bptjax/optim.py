@@ -158,8 +158,8 @@ class AdamW:
         new, trees = [], map(treedef.flatten_up_to, (gradients, state.mu, state.nu))
         for number, ((path, p), g, mu, nu) in enumerate(zip(at, *trees, strict=True)):
             # Kernels of linear layers decay, whatever shape they and the biases have.
-            kernel = jax.tree_util.keystr(path[-1:], simple=True) == "kernel"
-            decay = self.config.weight_decay * kernel
+            names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+            decay = self.config.weight_decay * ("kernel" in names)
             step = partial(self._step, scale, rate, decay, state.count + 1)
             leaf_key = jax.random.fold_in(key, number)
             old = p, mu, nu

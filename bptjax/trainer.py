@@ -15,7 +15,23 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from bptjax.config import Config
+from bptjax.hf.io import put
+from bptjax.hf.peft import modules
 from bptjax.hf.pretrained import Pretrained
+from bptjax.lora import (
+    AdapterConfig,
+    Values,
+    attach,
+    is_saved,
+    is_trained,
+    join,
+    linears,
+    new_adapters,
+    quantize,
+    quantizer,
+    split,
+    targets,
+)
 from bptjax.models.config import ModelConfig
 from bptjax.models.decoder import Decoder
 from bptjax.ops.attention import choose
@@ -148,9 +164,62 @@ class Task:
         sp, (_, cut) = self.mesh.shape["sp"], self._groups
         return sp if cut == 1 else math.lcm(sp, 2 * cut)
 
+    @property
+    def adapter(self) -> AdapterConfig:
+        return self.config.adapter
+
+    @cached_property
+    def targets(self) -> set[str]:
+        """Paths of the kernels that have an adapter.
+
+        Raises:
+          ValueError: adapter.target_modules names what there is not, or nothing.
+        """
+        plain = jax.eval_shape(self._plain, jax.random.key(0))
+        own = {path.removesuffix(".kernel"): (path,) for path in linears(plain)}
+        family = self.pretrained and self.pretrained.family
+        return targets(self.adapter.target_modules, modules(self.model, family) or own)
+
+    @property
+    def _loaded(self) -> dict[str, Values] | None:
+        """Adapters to go on with."""
+        found = self.pretrained.adapters if self.pretrained else None
+        return found.values if found else None
+
+    @cached_property
+    def parameters(self) -> tuple[int, int]:
+        """How many the model has, adapters included, and how many of them are trained."""
+        plain = jax.eval_shape(self._plain, jax.random.key(0))
+        base = sum(x.size for x in jax.tree.leaves(plain))
+        if self.adapter.type == "none":
+            return base, base
+        trained, _ = self.split(jax.eval_shape(self._new_state, None, self._loaded).model)
+        count = sum(x.size for x in jax.tree.leaves(trained))
+        return base + count, count
+
+    def saved(self, state: TrainState) -> TrainState:
+        """What of a state a checkpoint holds: with adapters, of the model no more than these."""
+        if self.adapter.type == "none":
+            return state
+        return replace(state, model=split(state.model, is_saved)[0])
+
+    def resumed(self, saved: TrainState) -> TrainState:
+        """The state of which this was `saved`; the model beside the adapters comes from where it
+        first came from."""
+        if self.adapter.type == "none":
+            return saved
+        rest = split(self.init_state().model, is_saved)[1]
+        return replace(saved, model=join(saved.model, rest))
+
+    def split(self, model: Decoder) -> tuple[Any, Any]:
+        """What of the model is trained, and the rest; `join` is the inverse."""
+        if self.adapter.type == "none":
+            return split(model, lambda v: True)
+        return split(model, is_trained)
+
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the state; nothing is allocated."""
-        state = jax.eval_shape(self._new_state)
+        state = jax.eval_shape(self._new_state, None, self._loaded)
         model = self._placed(state.model, cut=self.config.parallel.zero == 3)
         state = replace(self._placed(state), model=model)
         if self.config.optimizer.state_memory == "device":
@@ -160,20 +229,41 @@ class Task:
 
     def init_state(self) -> TrainState:
         """A new state, made or loaded where it lives."""
-        abstract = self.abstract_state()
-        model = self.pretrained and self.pretrained.fill(abstract.model)
-        shardings = jax.tree.map(lambda x: x.sharding, abstract)
+        model = None
+        if self.pretrained is not None:
+            plain = self._placed(jax.eval_shape(self._plain, jax.random.key(0)))
+            how = quantizer(plain, self.adapter) if self.adapter.type == "qlora" else put
+            model = self.pretrained.fill(plain, how)
+        shardings = jax.tree.map(lambda x: x.sharding, self.abstract_state())
         with jax.set_mesh(self.mesh):
             new = jax.jit(self._new_state, out_shardings=shardings, donate_argnums=0)
-            return new(model)
+            return new(model, self._loaded)
 
-    def _new_state(self, model: Decoder | None = None) -> TrainState:
+    def _plain(self, key: Array) -> Decoder:
+        """A new model without adapters; with them, it is not trained, and kept as it is used."""
+        train = self.config.train
+        kept = train.param_dtype if self.adapter.type == "none" else train.dtype
+        return Decoder(self.model, key, jnp.dtype(kept))
+
+    def _new_state(self, model: Decoder | None = None, adapters: Any = None) -> TrainState:
         model_key, key = jax.random.split(jax.random.key(self.config.seed))
         if model is None:
-            model = Decoder(self.model, model_key, jnp.dtype(self.config.train.param_dtype))
+            model = self._plain(model_key)
+            if self.adapter.type == "qlora":
+                model = quantize(model, self.adapter)
+        if self.adapter.type != "none":
+            dtype = jnp.dtype(self.config.train.param_dtype)
+            if adapters is None:
+                adapters = new_adapters(model, self.targets, self.adapter, dtype, model_key)
+            else:
+                adapters = {
+                    path: (a.astype(dtype), b.astype(dtype), scale)
+                    for path, (a, b, scale) in adapters.items()
+                }
+            model = attach(model, adapters, self.adapter.dropout)
         return TrainState(
             model=model,
-            opt_state=self.optimizer.init(model),
+            opt_state=self.optimizer.init(self.split(model)[0]),
             step=jnp.zeros((), jnp.int32),
             key=jax.random.key_data(key),
             loss_scale=LossScale.start() if self.dtype == jnp.float16 else None,
@@ -239,14 +329,16 @@ class Task:
 
     def gradients(self, state: TrainState, batch: Batch) -> tuple[Array, Any, Array]:
         """(Σ loss, its gradients, count of labelled tokens) over micro-batches `[A, B, T]`: sums,
-        to be divided once. Gradients of several micro-batches add up in float32. With a loss scale
-        the gradients, not the loss, are multiplied by it.
+        to be divided once; gradients of what is trained. Those of several micro-batches add up in
+        float32. With a loss scale the gradients, not the loss, are multiplied by it.
         """
         key = self._step_key(state)
         factor = 1.0 if state.loss_scale is None else state.loss_scale.value
+        trained, rest = self.split(state.model)
 
-        def scaled(model, micro, number):
+        def scaled(trained, micro, number):
             step_key = jax.random.fold_in(key, number)
+            model = join(trained, rest)
             loss = self.loss_sum(model, micro, step_key, self.config.train.z_loss)
             return loss * factor, loss
 
@@ -257,14 +349,14 @@ class Task:
             return pinned(gradients), loss
 
         def add(sums, micro_and_number):
-            gradients, loss = both(state.model, *micro_and_number)
+            gradients, loss = both(trained, *micro_and_number)
             return jax.tree.map(lambda s, g: s + g.astype(s.dtype), sums, (loss, gradients)), None
 
         A = batch["labels"].shape[0]
         if A == 1:
-            gradients, loss = both(state.model, jax.tree.map(lambda x: x[0], batch), 0)
+            gradients, loss = both(trained, jax.tree.map(lambda x: x[0], batch), 0)
         else:
-            zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), state.model)
+            zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), trained)
             start = (jnp.zeros((), jnp.float32), pinned(zeros))
             (loss, gradients), _ = jax.lax.scan(add, start, (batch, jnp.arange(A)))
         return loss, gradients, (batch["labels"] != -100).sum()
@@ -278,11 +370,12 @@ class Task:
         loss, gradients, count = self.gradients(state, batch)
         count = jnp.maximum(count, 1).astype(jnp.float32)
         loss_scale = state.loss_scale
-        model, opt_state, norm = self.optimizer.update(
+        trained, rest = self.split(state.model)
+        trained, opt_state, norm = self.optimizer.update(
             gradients,
             state.opt_state,
             # Each device its part of the update, as of the moments.
-            self._pinned(state.model, cut=True),
+            self._pinned(trained, cut=True),
             divisor=count if loss_scale is None else count * loss_scale.value,
             key=jax.random.fold_in(self._step_key(state), ROUNDING),
         )
@@ -298,7 +391,11 @@ class Task:
         if loss_scale is not None:
             metrics["train/loss_scale"] = loss_scale.value
         state = replace(
-            state, model=model, opt_state=opt_state, step=state.step + 1, loss_scale=loss_scale
+            state,
+            model=join(trained, rest),
+            opt_state=opt_state,
+            step=state.step + 1,
+            loss_scale=loss_scale,
         )
         return state, metrics
 

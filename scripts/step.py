@@ -108,7 +108,7 @@ def main() -> None:
         settings={
             k: v
             for k, v in flatten(config).items()
-            if k.startswith(("memory.", "optimizer.")) and v != flatten(Config())[k]
+            if k.startswith(("memory.", "optimizer.", "adapter.")) and v != flatten(Config())[k]
         },
         attention=task.attention()[0],
         **measure(task, args.steps, args.profile, args.warmup),

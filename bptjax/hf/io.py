@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -212,6 +213,12 @@ class Checkpoint:
                 for path, part in zip(row.ours, row.split(self.tensors.read(name)), strict=True):
                     yield path, i if row.layered else None, part
 
+    def read(self, path: str, layer: int | None) -> np.ndarray:
+        """A parameter; one layer of a stacked one."""
+        row = next(row for row in self.rows if path in row.ours)
+        tensor = self.tensors.read(self.rows[row][layer or 0])
+        return row.split(tensor)[row.ours.index(path)]
+
     def params(self) -> Iterator[tuple[str, np.ndarray]]:
         """(path, array), layers stacked on axis 0: one row of the table in memory at a time."""
         stacks: dict[str, np.ndarray] = {}
@@ -227,22 +234,34 @@ class Checkpoint:
                 yield path, stacks.pop(path)
 
 
-def place(model: Any, params: Iterator[tuple[str, np.ndarray]], config: ModelConfig) -> Any:
-    """The abstract `model` (ShapeDtypeStructs with shardings) with these arrays in it, each put
-    where it lives, in the dtype it has there. Learned positions are extended to the config's.
+def put(path: str, leaf: Any, array: np.ndarray, dtype: Any = None) -> Any:
+    """The abstract parameter `leaf` with this array in it, where it lives, in the dtype it has
+    there, or in `dtype`.
+    """
+    wanted = leaf.get_value()
+    array = np.ascontiguousarray(array, dtype or wanted.dtype)
+    return leaf.replace(
+        jax.make_array_from_callback(wanted.shape, wanted.sharding, array.__getitem__)
+    )
+
+
+def place(
+    model: Any,
+    params: Iterator[tuple[str, np.ndarray]],
+    config: ModelConfig,
+    put: Callable[[str, Any, np.ndarray], Any] = put,
+) -> Any:
+    """The abstract `model` (ShapeDtypeStructs with shardings) with these arrays in it, each `put`
+    where it lives. Learned positions are extended to the config's.
     """
     leaves, tree = jax.tree.flatten_with_path(model, is_leaf=lambda x: isinstance(x, nnx.Variable))
     at = {path_of(path): i for i, (path, _) in enumerate(leaves)}
     found: list[Any] = [None] * len(leaves)
     for path, array in params:
-        leaf = leaves[at[path]][1]
-        wanted = leaf.get_value()
         if path == "positions":
-            array = extend_positions(array, config.max_positions or 0, config.position_offset)
-        array = np.ascontiguousarray(array, wanted.dtype)
-        found[at[path]] = leaf.replace(
-            jax.make_array_from_callback(wanted.shape, wanted.sharding, array.__getitem__)
-        )
+            rows = config.max_positions or 0
+            array = np.asarray(extend_positions(array, rows, config.position_offset))
+        found[at[path]] = put(path, leaves[at[path]][1], array)
     missing = [path for path, i in at.items() if found[i] is None]
     assert not missing, missing
     return jax.tree.unflatten(tree, found)
@@ -337,6 +356,22 @@ class Writer:
     def __exit__(self, kind: Any, *rest: Any) -> None:
         if kind is None and self._left:
             raise ValueError(f"not written: {_some(sorted(self._left))}")
+
+
+def fingerprint(directory: Path) -> int:
+    """CRC-32 of the sizes of a checkpoint's files of weights, and of 16 samples of each: tells
+    another model from this one, and reads next to nothing. For a run its checkpoints' manifests
+    are these.
+    """
+    value, weights = 0, ("*.safetensors", "*.bin", "checkpoints/*/manifest.json")
+    for file in sorted(file for pattern in weights for file in directory.glob(pattern)):
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            for part in range(16):
+                stream.seek(part * size // 16)
+                value = zlib.crc32(stream.read(1 << 16), value)
+        value = zlib.crc32(str(size).encode(), value)
+    return value
 
 
 def companions(directory: Path) -> list[Path]:

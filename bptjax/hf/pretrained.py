@@ -1,7 +1,7 @@
 """A model on disk, whatever wrote it: a Hugging Face directory, a converted one, or a run."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -15,7 +15,10 @@ from flax import nnx
 from bptjax.checkpoint import Checkpoints
 from bptjax.hf.config import merge, read_config
 from bptjax.hf.families import Family
-from bptjax.hf.io import SINGLE, Checkpoint, Tensors, place
+from bptjax.hf.io import SINGLE, Checkpoint, Tensors, place, put
+from bptjax.hf.peft import CONFIG as PEFT_CONFIG
+from bptjax.hf.peft import read_base, read_peft
+from bptjax.lora import AdapterConfig, Adapters, attach, quantizer
 from bptjax.models.config import EncoderConfig, ModelConfig
 from bptjax.models.decoder import Decoder
 from bptjax.models.encoder import Encoder
@@ -35,8 +38,8 @@ class Pretrained:
       kinds: (dtype, shape) of each parameter by path, layers stacked.
       pieces: all parameters in turn, as (path, layer, array).
       params: likewise, layers stacked, as (path, array).
-      read: one of them, by path and layer; None for a Hugging Face directory, whose tensors may
-        hold several.
+      read: one of them, by path and layer.
+      adapters: beside the parameters, which are then those of the model that they are for.
     """
 
     config: ModelConfig
@@ -46,7 +49,8 @@ class Pretrained:
     kinds: dict[str, tuple[str, tuple[int, ...]]]
     pieces: Callable[[], Iterator[tuple[str, int | None, np.ndarray]]]
     params: Callable[[], Iterator[tuple[str, np.ndarray]]]
-    read: Callable[[str, int | None], np.ndarray] | None
+    read: Callable[[str, int | None], np.ndarray]
+    adapters: Adapters | None = None
 
     def load(self, where: jax.sharding.Sharding, dtype: jnp.dtype = jnp.float32) -> Any:
         """The model, in `dtype`, all of it on `where`."""
@@ -61,12 +65,20 @@ class Pretrained:
             value = leaf.get_value()
             return leaf.replace(jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=where))
 
-        model = jax.eval_shape(new)
-        return self.fill(jax.tree.map(placed, model, is_leaf=lambda x: isinstance(x, nnx.Variable)))
+        model = jax.tree.map(
+            placed, jax.eval_shape(new), is_leaf=lambda x: isinstance(x, nnx.Variable)
+        )
+        if self.adapters is None:
+            return self.fill(model)
+        config = self.adapters.config
+        model = self.fill(model, quantizer(model, config) if config.type == "qlora" else put)
+        values = jax.device_put(jax.tree.map(np.asarray, self.adapters.values), where)
+        return attach(model, values, config.dropout)
 
-    def fill(self, model: Any) -> Any:
-        """The abstract `model` (ShapeDtypeStructs with shardings) with the parameters in it."""
-        return place(model, self.params(), self.config)
+    def fill(self, model: Any, put: Callable[[str, Any, np.ndarray], Any] = put) -> Any:
+        """The abstract `model` (ShapeDtypeStructs with shardings) with the parameters in it, each
+        `put` there."""
+        return place(model, self.params(), self.config, put)
 
 
 def open_pretrained(wanted: ModelConfig) -> Pretrained:
@@ -76,14 +88,21 @@ def open_pretrained(wanted: ModelConfig) -> Pretrained:
       ValueError: what is wrong with it, in one line.
     """
     directory = find(str(wanted.name_or_path))
+    if (directory / PEFT_CONFIG).exists():
+        base = open_pretrained(replace(wanted, name_or_path=read_base(directory)))
+        if base.family is None or base.adapters is not None:
+            raise ValueError(f"{directory}: its base, {read_base(directory)}, is none of a family")
+        return replace(base, adapters=read_peft(directory, base.family, base.config))
     if (directory / "config.json").exists():
         family, config = read_config(directory)
         found = Checkpoint(directory, family, config)
-        how = found.kinds(), found.pieces, found.params, None
+        how = found.kinds(), found.pieces, found.params, found.read
         return Pretrained(merge(config, wanted), family, config, directory, *how)
     companions = directory / COMPANIONS
     family, read_as = read_config(companions) if companions.is_dir() else (None, None)
     if (directory / "checkpoints").is_dir():
+        if adapted := _open_adapters(directory, wanted):
+            return adapted
         config, kinds, read = _open_run(directory, read_as)
     elif read_as is not None and (directory / SINGLE).exists():
         tensors = Tensors(directory)
@@ -134,25 +153,61 @@ def find(name: str) -> Path:
         ) from error
 
 
-def _open_run(directory: Path, read_as: ModelConfig | None):
-    """The model of a run's newest whole checkpoint."""
+def _run_config(directory: Path) -> dict[str, Any]:
+    """
+    Raises:
+      ValueError: it is not a run's.
+    """
     import yaml
 
     file = directory / "config.yaml"
     try:
-        wanted = ModelConfig(**yaml.safe_load(file.read_text())["model"])
+        config = yaml.safe_load(file.read_text())
+        return config | {"model": ModelConfig(**config["model"])}
     except (OSError, TypeError, KeyError, yaml.YAMLError) as error:
         raise ValueError(f"{file} is not the config of a run: {error}") from error
+
+
+def _newest(directory: Path) -> tuple[Checkpoints, int]:
+    """The run's newest whole checkpoint."""
     checkpoints = Checkpoints(directory)
     step = checkpoints.newest()
     if step is None:
         raise ValueError(f"{checkpoints.directory} has no finished checkpoint")
-    saved = checkpoints.kinds(step)
-    names = {
+    return checkpoints, step
+
+
+def _names(saved: Iterable[str]) -> dict[str, str]:
+    """The arrays of a checkpoint that are the model's, by the path of the parameter."""
+    return {
         name.split("/", 1)[1].removesuffix("/value").replace("/", "."): name
         for name in saved
         if name.startswith("model/")
     }
+
+
+def _open_adapters(directory: Path, wanted: ModelConfig) -> Pretrained | None:
+    """The model of a run that trained adapters, which are in its newest checkpoint; None for
+    another run."""
+    config = _run_config(directory)
+    adapter = AdapterConfig(**config.get("adapter", {}))
+    if adapter.type == "none":
+        return None
+    base = open_pretrained(config["model"])
+    checkpoints, step = _newest(directory)
+    values: dict[str, dict[str, np.ndarray]] = {}
+    for path, name in _names(checkpoints.kinds(step)).items():
+        kernel, _, part = path.rpartition(".")
+        values.setdefault(kernel, {})[part] = checkpoints.read(step, name)
+    found = {path: (each["a"], each["b"], each["scale"]) for path, each in values.items()}
+    return replace(base, config=merge(base.config, wanted), adapters=Adapters(adapter, found))
+
+
+def _open_run(directory: Path, read_as: ModelConfig | None):
+    """The model of a run's newest whole checkpoint."""
+    wanted, (checkpoints, step) = _run_config(directory)["model"], _newest(directory)
+    saved = checkpoints.kinds(step)
+    names = _names(saved)
     kinds = {path: saved[name] for path, name in names.items()}
     if read_as is None:
         config = replace(wanted, vocab_size=kinds["embedding"][1][0])

@@ -259,6 +259,10 @@ class Execution:
             if getattr(self, name) < 1:
                 raise ValueError(f"memory.{name}={getattr(self, name)} is not positive")
 
+    def prepare(self, layer: Any, dtype: jax.typing.DTypeLike) -> Any:
+        """A layer before its parts are called; a subclass may unpack what it is stored as."""
+        return layer
+
     def scan(self, step: Callable, carry: Any, xs: Any) -> tuple[Any, Any]:
         """`lax.scan` over the layers; a subclass may keep less for the backward pass."""
         return jax.lax.scan(step, carry, xs)

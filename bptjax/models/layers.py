@@ -1,6 +1,7 @@
 """The parts of a transformer layer: modules that hold parameters, and pure calls."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +34,19 @@ def new_param(
     return nnx.Param((std * jax.random.normal(key, shape, jnp.float32)).astype(dtype), axes=axes)
 
 
+# Key data uint32 `[2]` and numbers of the tokens `[B, T]`, for the dropout of what a kernel reads.
+Noise = tuple[Array, Array] | None
+
+
+def product(kernel: Any, x: Array, contracted: int, noise: Noise = None) -> Array:
+    """x · kernel over the last `contracted` axes of x, in x's dtype. A kernel that is no parameter
+    itself knows how.
+    """
+    if isinstance(kernel, nnx.Variable):
+        return jnp.tensordot(x, kernel[...].astype(x.dtype), axes=contracted)
+    return kernel(x, contracted, noise)
+
+
 class Linear(nnx.Module):
     """x · kernel + bias over the last axes of x, in x's dtype."""
 
@@ -51,8 +65,8 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(outputs, dtype), axes=axes[len(inputs) :]) if bias else None
         self.contracted = len(inputs)
 
-    def __call__(self, x: Array) -> Array:
-        y = jnp.tensordot(x, self.kernel[...].astype(x.dtype), axes=self.contracted)
+    def __call__(self, x: Array, noise: Noise = None) -> Array:
+        y = product(self.kernel, x, self.contracted, noise)
         if self.bias is not None:
             bias = self.bias[...].astype(x.dtype)
             y = y + bias.reshape((1,) * (y.ndim - bias.ndim) + bias.shape)
@@ -103,11 +117,13 @@ class Mlp(nnx.Module):
         self.up = linear(up, D, F, ("embed", "mlp"), std)
         self.down = linear(down, F, D, ("mlp", "embed"), std / (2 * config.num_layers) ** 0.5)
 
-    def __call__(self, x: Float[Array, "B T D"], offload: float = 0.0) -> Float[Array, "B T D"]:
-        act, up = ACTIVATIONS[self.activation], named(self.up(x), "up", offload)
+    def __call__(
+        self, x: Float[Array, "B T D"], offload: float = 0.0, noise: Noise = None
+    ) -> Float[Array, "B T D"]:
+        act, up = ACTIVATIONS[self.activation], named(self.up(x, noise), "up", offload)
         if self.gate is None:
-            return self.down(act(up))
-        return self.down(act(named(self.gate(x), "gate", offload)) * up)
+            return self.down(act(up), noise)
+        return self.down(act(named(self.gate(x, noise), "gate", offload)) * up, noise)
 
 
 class Layer(nnx.Module):
@@ -147,43 +163,46 @@ class Layer(nnx.Module):
         self.mlp_post_norm = Norm(config, dtype) if sandwich else None
         self.mlp = Mlp(config, keys[4], dtype)
 
-    def queries(self, x: Float[Array, "B T D"], place: tuple) -> Float[Array, "B T N H"]:
-        return self._head(self.query, self.query_norm, self._read(x), place)
+    def queries(
+        self, x: Float[Array, "B T D"], place: tuple, noise: Noise = None
+    ) -> Float[Array, "B T N H"]:
+        return self._head(self.query(self._read(x), noise), self.query_norm, place)
 
     def keys_values(
-        self, x: Float[Array, "B T D"], place: tuple
+        self, x: Float[Array, "B T D"], place: tuple, noise: Noise = None
     ) -> tuple[Float[Array, "B T K H"], Float[Array, "B T K H"]]:
         x = self._read(x)
-        return self._head(self.key, self.key_norm, x, place), self._clip(self.value(x))
+        k = self._head(self.key(x, noise), self.key_norm, place)
+        return k, self._clip(self.value(x, noise))
 
     def finish(
         self,
         x: Float[Array, "B T D"],
         out: Float[Array, "B T N H"],
         rows: Int[Array, "B T"],
-        keys: tuple[Array, Array] | None,
+        keys: tuple[Array, Array, Array] | None,
         offload: float = 0.0,
     ) -> Float[Array, "B T D"]:
         """All that follows attention: output projection, residuals, norms, feed-forward. `rows`
-        numbers the tokens for dropout; `offload` is the share of them whose kept values go to host
-        memory.
+        numbers the tokens for dropout, whose keys are those of the two residuals and of the
+        kernels; `offload` is the share of the tokens whose kept values go to host memory.
         """
-        config, (first, second) = self.config, keys if keys is not None else (None, None)
-        rate = config.residual_dropout or 0.0
-        attended = self.out(out)
+        config, (first, second) = self.config, keys[:2] if keys else (None, None)
+        rate, noise = config.residual_dropout or 0.0, keys and (keys[2], rows)
+        attended = self.out(out, noise)
         if self.attention_post_norm is not None:
             attended = self.attention_post_norm(attended)
         attended = dropout(attended, first, rate, rows)
         norm = self.attention_norm if self.mlp_norm is None else self.mlp_norm
         if config.residual != "sequential":
-            return x + attended + dropout(self.mlp(norm(x), offload), second, rate, rows)
+            return x + attended + dropout(self.mlp(norm(x), offload, noise), second, rate, rows)
         x = (self._read(x) if config.residual_normed else x) + attended
         x = named(x, "attended", offload)
         if config.norm_place == "post":
             x = self.attention_norm(x)
-            return norm(x + dropout(self.mlp(x, offload), second, rate, rows))
+            return norm(x + dropout(self.mlp(x, offload, noise), second, rate, rows))
         read = norm(x)
-        changed = self.mlp(read, offload)
+        changed = self.mlp(read, offload, noise)
         if self.mlp_post_norm is not None:
             changed = self.mlp_post_norm(changed)
         return (read if config.residual_normed else x) + dropout(changed, second, rate, rows)
@@ -195,8 +214,8 @@ class Layer(nnx.Module):
         limit = self.config.clip_qkv
         return x if limit is None else jnp.clip(x, -limit, limit)
 
-    def _head(self, linear: Linear, norm: Norm | None, x: Array, place: tuple) -> Array:
-        x, (positions, kind, length) = self._clip(linear(x)), place
+    def _head(self, x: Array, norm: Norm | None, place: tuple) -> Array:
+        x, (positions, kind, length) = self._clip(x), place
         if norm is not None:
             x = norm(x)
         if self.config.position != "rope":

@@ -73,11 +73,14 @@ def run(
 
     def step(carry, scanned):
         (x, old), (layer, number, kind) = carry, scanned
+        layer = execution.prepare(layer, x.dtype)
         x = named(x, "layer_input", execution.offload)
         keys, place = _keys(dropout_key, number), (positions, kind, length)
         k, v = (
             named(part, name, execution.offload)
-            for part, name in zip(layer.keys_values(x, place), ("key", "value"), strict=True)
+            for part, name in zip(
+                layer.keys_values(x, place, keys and (keys[3], rows)), ("key", "value"), strict=True
+            )
         )
         if past is not None:
             old, k, v = _recall(old, (k, v), number - 1, past[2])
@@ -124,18 +127,19 @@ def _rope_type(parameters: dict) -> str:
     return parameters.get("rope_type", parameters.get("type", "default"))
 
 
-def _keys(key: Array | None, number: Array) -> tuple[Array, Array, Array] | None:
-    """A layer's dropout keys: attention, after attention, after the feed-forward."""
+def _keys(key: Array | None, number: Array) -> tuple[Array, Array, Array, Array] | None:
+    """A layer's dropout keys: attention, after attention, after the feed-forward, in kernels."""
     if key is None:
         return None
-    first, second, third = jax.random.split(jax.random.fold_in(key, number), 3)
-    return first, jax.random.key_data(second), jax.random.key_data(third)
+    first, *others = jax.random.split(jax.random.fold_in(key, number), 4)
+    second, third, fourth = (jax.random.key_data(other) for other in others)
+    return first, second, third, fourth
 
 
 def _query(shared, chunk):
-    layer, (kind, length), _ = shared
-    x, positions, _ = chunk
-    return layer.queries(x, (positions, kind, length))
+    layer, (kind, length), keys = shared
+    x, positions, rows = chunk
+    return layer.queries(x, (positions, kind, length), keys and (keys[2], rows))
 
 
 def _finish(shared, chunk, out, offload=0.0):

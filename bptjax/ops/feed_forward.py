@@ -1,12 +1,14 @@
 """Position-wise work, one chunk of tokens at a time, recomputed in the backward pass."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.custom_derivatives import SymbolicZero
 
 PyTree = Any
 
@@ -19,8 +21,8 @@ def feed_forward(
     One chunk that holds all is `f(params, x)` itself, which a remat policy sees into.
 
     The backward pass keeps `params` and `x` alone, runs `f` again chunk by chunk, and accumulates
-    the gradient of `params` in float32. Put norm and residual inside `f`: then nothing wider than
-    `x` exists at full length.
+    in float32 the gradients of those `params` that are differentiated. Put norm and residual inside
+    `f`: then nothing wider than `x` exists at full length.
 
     Args:
       f: takes `params` and a chunk of `x`, gives a pytree of `[B, chunk, ...]`. It must not close
@@ -50,14 +52,24 @@ def _feed_forward(f, chunk, params, x):
     return _join(y, T)
 
 
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class _Wanted:
+    """Of each leaf of `params`, whether it is differentiated."""
+
+    leaves: tuple[bool, ...]
+
+
 def _forward(f, chunk, params, x):
-    return _feed_forward(f, chunk, params, x), (params, x)
+    wanted = _Wanted(tuple(p.perturbed for p in jax.tree.leaves(params)))
+    params, x = jax.tree.map(lambda p: p.value, (params, x))
+    return _feed_forward(f, chunk, params, x), (params, x, wanted)
 
 
 def _backward(f, chunk, saved, dy):
-    params, x = saved
+    params, x, wanted = saved
     T = jax.tree.leaves(x)[0].shape[1]
-    traced, whole = _split(params)
+    traced, whole = _split(params, wanted.leaves)
     sums = [jnp.zeros_like(p, jnp.float32) for p in traced]
 
     def one(sums, chunks):
@@ -67,36 +79,44 @@ def _backward(f, chunk, saved, dy):
         dparams, dx = pull(dy)
         return [s + d.astype(jnp.float32) for s, d in zip(sums, dparams, strict=True)], dx
 
-    dy = [d for d in jax.tree.leaves(dy) if d.dtype != jax.dtypes.float0]
+    dy = [_whole(d) for d in jax.tree.leaves(dy) if d.dtype != jax.dtypes.float0]
     # Tokens past the end get a zero cotangent.
     sums, dx = jax.lax.scan(one, sums, (_cut(x, chunk), _cut(dy, chunk, "constant")))
     dparams = [s.astype(p.dtype) for s, p in zip(sums, traced, strict=True)]
     _, rest = _split(x)
-    return _cotangent(params, whole, dparams), _cotangent(x, rest, _join(dx, T))
+    return whole(dparams, cotangent=True), rest(_join(dx, T), cotangent=True)
 
 
-_feed_forward.defvjp(_forward, _backward)
+_feed_forward.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+def _whole(cotangent: Any) -> Array:
+    zero = isinstance(cotangent, SymbolicZero)
+    return jnp.zeros(cotangent.shape, str(cotangent.dtype)) if zero else cotangent
 
 
 def _is_float(x: Array) -> bool:
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
-def _split(tree: PyTree) -> tuple[list[Array], Callable[[list[Array]], PyTree]]:
-    """The leaves that take gradients, and the function that puts such a list back among the
-    others."""
+def _split(
+    tree: PyTree, wanted: tuple[bool, ...] | None = None
+) -> tuple[list[Array], Callable[..., PyTree]]:
+    """The leaves that take gradients, floats that are `wanted`, and the function that puts such a
+    list back among the others; as a `cotangent`, None, which is zero, stands for them."""
     leaves, structure = jax.tree.flatten(tree)
+    takes = [_is_float(x) for x in leaves]
+    if wanted is not None:
+        takes = [t and w for t, w in zip(takes, wanted, strict=True)]
 
-    def whole(moving):
+    def whole(moving, cotangent=False):
         moving = iter(moving)
-        return structure.unflatten([next(moving) if _is_float(x) else x for x in leaves])
+        each = zip(leaves, takes, strict=True)
+        return structure.unflatten(
+            [next(moving) if t else None if cotangent else x for x, t in each]
+        )
 
-    return [x for x in leaves if _is_float(x)], whole
-
-
-def _cotangent(tree: PyTree, whole: Callable, moving: list[Array]) -> PyTree:
-    """A cotangent for `tree`: None, which is zero, for the leaves that take no gradient."""
-    return jax.tree.map(lambda x, d: d if _is_float(x) else None, tree, whole(moving))
+    return [x for x, t in zip(leaves, takes, strict=True) if t], whole
 
 
 def _cut(tree: PyTree, chunk: int, mode: str = "edge") -> PyTree:

@@ -95,14 +95,17 @@ def _losses(options: _Options, hidden, head, labels, weights):
     return losses, (hidden, logits, slope, lse, index, weights)
 
 
-def _gradients(options: _Options, head, saved, scale):
-    """One chunk's gradients of Σ scale · losses: hidden's in its dtype, the head's in float32."""
+def _gradients(options: _Options, head, saved, scale, frozen=False):
+    """One chunk's gradients of Σ scale · losses: hidden's in its dtype, the head's in float32, or,
+    where that is `frozen`, None."""
     hidden, logits, slope, lse, index, weights = saved
     factor = (weights * scale)[..., None]
     softmax = jnp.exp(logits - lse[..., None]) * (1.0 + 2.0 * options.z_loss * lse)[..., None]
     chosen = jnp.arange(logits.shape[-1]).reshape(1, 1, -1) == index
     dlogits = ((softmax - chosen) * slope * factor).astype(hidden.dtype)
     dhidden = jnp.einsum("btv,vd->btd", dlogits, head, preferred_element_type=jnp.float32)
+    if frozen:
+        return dhidden.astype(hidden.dtype), None
     dhead = jnp.einsum("btv,btd->vd", dlogits, hidden, preferred_element_type=jnp.float32)
     return dhidden.astype(hidden.dtype), dhead
 
@@ -112,16 +115,19 @@ def _sum(options, hidden, head, labels, weights):
     return _each(options, hidden, head, labels, weights).sum()
 
 
-def _sum_forward(options, hidden, head, labels, weights):
+def _sum_forward(options, *operands):
+    frozen = not operands[1].perturbed
+    hidden, head, labels, weights = (x.value for x in operands)
     narrow = head.astype(hidden.dtype)
 
     def one(carry, xs):
         total, dhead = carry
         losses, saved = _losses(options, xs[0], narrow, *xs[1:])
-        dhidden, d = _gradients(options, narrow, saved, 1.0)
-        return (total + losses.sum(), dhead + d), dhidden
+        dhidden, d = _gradients(options, narrow, saved, 1.0, frozen)
+        return (total + losses.sum(), jax.tree.map(jnp.add, dhead, d)), dhidden
 
-    start = jnp.zeros((), jnp.float32), jnp.zeros_like(head, jnp.float32)
+    dhead = None if frozen else jnp.zeros_like(head, jnp.float32)
+    start = jnp.zeros((), jnp.float32), dhead
     (total, dhead), dhidden = jax.lax.scan(one, start, _chunks(options, hidden, labels, weights))
     # The head's stays in float32 until it is scaled: a sum over many tokens overflows float16. The
     # empty array carries its dtype.
@@ -131,10 +137,12 @@ def _sum_forward(options, hidden, head, labels, weights):
 def _sum_backward(options, saved, dtotal):
     dhidden, dhead, narrow = saved
     scaled = (dtotal * dhidden.astype(jnp.float32)).astype(dhidden.dtype)
-    return scaled, (dtotal * dhead).astype(narrow.dtype), None, None
+    if dhead is not None:
+        dhead = (dtotal * dhead).astype(narrow.dtype)
+    return scaled, dhead, None, None
 
 
-_sum.defvjp(_sum_forward, _sum_backward)
+_sum.defvjp(_sum_forward, _sum_backward, symbolic_zeros=True)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -3,6 +3,7 @@ bfloat16, rounded stochastically."""
 
 import math
 from functools import lru_cache
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +11,42 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, UInt8, UInt16, UInt32
 
-# Elements that share one absolute maximum.
-BLOCK = 256
+# Elements that share one absolute maximum: of moments and statistics, and of weights.
+BLOCK, WEIGHT_BLOCK = 256, 64
+# Values that codes of a weight stand for, ascending, over the block's absolute maximum.
+CODEBOOKS: dict[str, np.ndarray] = {
+    # Quantiles of the normal distribution: Dettmers et al. 2023, arXiv 2305.14314, Appendix E.
+    "nf4": np.asarray(
+        [
+            -1.0,
+            -0.6961928009986877,
+            -0.5250730514526367,
+            -0.39491748809814453,
+            -0.28444138169288635,
+            -0.18477343022823334,
+            -0.09105003625154495,
+            0.0,
+            0.07958029955625534,
+            0.16093020141124725,
+            0.24611230194568634,
+            0.33791524171829224,
+            0.44070982933044434,
+            0.5626170039176941,
+            0.7229568362236023,
+            1.0,
+        ],
+        np.float32,
+    ),
+    # One sign, two exponent and one mantissa bit, as bitsandbytes has them; there are two zeros.
+    "fp4": np.asarray(
+        [
+            *(-1.0, -2 / 3, -0.5, -1 / 3, -0.25, -1 / 6, -1 / 192, 0.0),
+            *(0.0, 1 / 192, 1 / 6, 0.25, 1 / 3, 0.5, 2 / 3, 1.0),
+        ],
+        np.float32,
+    ),
+    "int8": ((np.arange(256) - 128) / 127).astype(np.float32),
+}
 
 
 @lru_cache
@@ -31,10 +66,14 @@ def dynamic_codebook(signed: bool) -> np.ndarray:
 
 
 def quantize(
-    x: Float[Array, "*b S"], codebook: np.ndarray, noise: UInt16[Array, "*b S"] | None = None
+    x: Float[Array, "*b S"],
+    codebook: np.ndarray,
+    noise: UInt16[Array, "*b S"] | None = None,
+    *,
+    block: int = BLOCK,
 ) -> tuple[UInt8[Array, "*b S"], Float[Array, "*b C"]]:
-    """`x` as codes, and the absolute maximum of each block of 256 along the last axis, the last of
-    which may be shorter: C = ⌈S / 256⌉.
+    """`x` as codes, and the absolute maximum of each block along the last axis, the last of which
+    may be shorter: C = ⌈S / block⌉.
 
     Args:
       codebook: ascending `[2**n]`, n ≤ 8, within [-1, 1].
@@ -42,10 +81,10 @@ def quantize(
         in the mean. None rounds to the nearest.
     """
     x = x.astype(jnp.float32)
-    S, short = x.shape[-1], -x.shape[-1] % BLOCK
+    S, short = x.shape[-1], -x.shape[-1] % block
     blocks = jnp.pad(jnp.abs(x), [(0, 0)] * (x.ndim - 1) + [(0, short)])
-    absmax = blocks.reshape(*x.shape[:-1], -1, min(BLOCK, S + short)).max(-1)
-    x = x / _each(jnp.where(absmax > 0, absmax, 1.0), S)
+    absmax = blocks.reshape(*x.shape[:-1], -1, block).max(-1)
+    x = x / _each(jnp.where(absmax > 0, absmax, 1.0), S, block)
     book = jnp.asarray(codebook)
     half = len(codebook) // 2
     below = jnp.where(x >= book[half], half, 0)
@@ -60,13 +99,72 @@ def quantize(
 def dequantize(
     codes: UInt8[Array, "*b S"], absmax: Float[Array, "*b C"], codebook: np.ndarray
 ) -> Float[Array, "*b S"]:
-    """What `quantize` made, in float32."""
-    return jnp.asarray(codebook)[codes.astype(jnp.int32)] * _each(absmax, codes.shape[-1])
+    """What `quantize` made in blocks of 256, in float32."""
+    return _look_up(codebook, codes) * _each(absmax, codes.shape[-1], BLOCK)
 
 
-def _each(blocks: Float[Array, "*b C"], size: int) -> Float[Array, "*b S"]:
+def _look_up(codebook: np.ndarray, codes: UInt8[Array, "*b"]) -> Float[Array, "*b"]:
+    return jnp.asarray(codebook).at[codes.astype(jnp.int32)].get(mode="promise_in_bounds")
+
+
+def _each(blocks: Float[Array, "*b C"], size: int, block: int) -> Float[Array, "*b S"]:
     """A number of each block, for each of the `size` elements."""
-    return jnp.repeat(blocks, BLOCK, axis=-1)[..., :size]
+    return jnp.repeat(blocks, block, axis=-1)[..., :size]
+
+
+class Matrix(NamedTuple):
+    """A weight in few bits, `[I, *o]` of I inputs.
+
+    Attributes:
+      codes: uint8 `[I, *o]`; of 4 bits, two in each of `[⌈I / 2⌉, *o]`, the first one above.
+      absmax: of each 64 inputs of an output, `[⌈I / 64⌉, *o]`: float32; or, quantised in their
+        turn, uint8.
+      second: float32, the absolute maximum of each 256 of these, less `mean`, output by output.
+      mean: float32 scalar.
+    """
+
+    codes: Array
+    absmax: Array
+    second: Array | None = None
+    mean: Array | None = None
+
+
+def quantize_matrix(w: Float[Array, "I *o"], kind: str, double: bool) -> Matrix:
+    """`w` in the code book `kind`, each value rounded to the nearest; with `double` its constants
+    in 8 bits too. Dettmers et al. 2023, arXiv 2305.14314, Section 3; blocks and order are those of
+    bitsandbytes for a weight `[outputs, inputs]` whose inputs are a multiple of 64.
+    """
+    I, *outputs = w.shape  # noqa: E741
+    rows, book = w.reshape(I, -1).T, CODEBOOKS[kind]
+    # Halfway between two values of fp4 it is the one nearer to zero, on either side of it.
+    even = kind == "fp4"
+    codes, absmax = quantize(jnp.abs(rows) if even else rows, book, block=WEIGHT_BLOCK)
+    codes = jnp.where(rows < 0, 15 - codes, codes) if even else codes
+    second = mean = None
+    if double:
+        mean = absmax.mean()
+        few, second = quantize((absmax - mean).reshape(-1), dynamic_codebook(signed=True))
+        absmax = few.reshape(absmax.shape)
+    codes = codes.T
+    if len(book) == 16:
+        codes = jnp.pad(codes, ((0, I % 2), (0, 0)))
+        codes = codes[::2] << 4 | codes[1::2]
+    return Matrix(codes.reshape(-1, *outputs), absmax.T.reshape(-1, *outputs), second, mean)
+
+
+def dequantize_matrix(matrix: Matrix, kind: str, inputs: int) -> Float[Array, "I *o"]:
+    """What `quantize_matrix` made of a weight with so many `inputs`, in float32."""
+    codes, absmax, second, mean = matrix
+    C, *outputs = absmax.shape
+    if second is not None and mean is not None:
+        rows = absmax.reshape(C, -1).T
+        absmax = dequantize(rows.reshape(-1), second, dynamic_codebook(signed=True)) + mean
+        absmax = absmax.reshape(rows.shape).T.reshape(C, *outputs)
+    if len(CODEBOOKS[kind]) == 16:
+        halves = jnp.asarray([4, 0], jnp.uint8).reshape(1, 2, *(1 for _ in outputs))
+        codes = ((codes[:, None] >> halves) & 15).reshape(-1, *outputs)[:inputs]
+    each = jnp.repeat(absmax, WEIGHT_BLOCK, axis=0)[:inputs]
+    return _look_up(CODEBOOKS[kind], codes) * each
 
 
 def random_bits(

@@ -1,0 +1,241 @@
+"""Adapters as PEFT writes and reads them: adapter_config.json and adapter_model.safetensors."""
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes  # noqa: F401  Without it NumPy knows no bfloat16, and safetensors fails.
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from bptjax.hf.config import read_json
+from bptjax.hf.families import Family
+from bptjax.hf.rows import Row
+from bptjax.lora import AdapterConfig, Adapters, Values, linears
+from bptjax.models.config import ModelConfig
+from bptjax.models.decoder import Decoder
+
+CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
+# Keys that are read here, and those that change no result of an adapter that is there. Any other
+# must be off.
+KNOWN = {
+    *("peft_type", "r", "lora_alpha", "lora_dropout", "rank_pattern", "alpha_pattern"),
+    *("use_rslora", "base_model_name_or_path", "bias", "init_lora_weights"),
+}
+NEUTRAL = {
+    *("task_type", "inference_mode", "revision", "peft_version", "auto_mapping", "runtime_config"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+    *("fan_in_fan_out", "megatron_core", "qalora_group_size"),
+}
+# What A and B started from, where that left the base as it was.
+STARTS = (True, False, None, "gaussian", "orthogonal", "eva", "lora_ga_off")
+
+
+def modules(config: ModelConfig, family: Family | None) -> dict[str, tuple[str, ...]]:
+    """Kernels of the layers by the family's names of the linear layers that hold them, the number
+    of the layer `{}`; nothing without a family.
+    """
+    rows = filter(_is_linear, family.rows(config)) if family else ()
+    return {_module(row): row.ours for row in rows}
+
+
+def _is_linear(row: Row) -> bool:
+    return row.layered and all(path.endswith(".kernel") for path in row.ours)
+
+
+def read_base(directory: Path) -> str:
+    """The checkpoint that the adapter in `directory` is for.
+
+    Raises:
+      ValueError: its config names none.
+    """
+    name = read_json(directory / CONFIG).get("base_model_name_or_path")
+    if not name:
+        raise ValueError(f"{directory / CONFIG} has no base_model_name_or_path")
+    return name
+
+
+def read_peft(directory: Path, family: Family, config: ModelConfig) -> Adapters:
+    """The adapter in `directory`. What a file holds for several of our kernels in one, they share:
+    each has the whole `a`, and its own outputs of `b`.
+
+    Raises:
+      ValueError: what is not supported, missing, damaged or too much, by name.
+    """
+    raw = read_json(directory / CONFIG)
+    settings = _checked(raw, directory / CONFIG)
+    tensors = _tensors(directory / WEIGHTS)
+    values: dict[str, Values] = {}
+    for row, parts in _linears(family, config):
+        names = [_module(row).format(i) for i in range(config.num_layers)]
+        pairs = [_pair(tensors, name, family.prefix) for name in names]
+        r = max((a.shape[0] for a, _ in filter(None, pairs)), default=0)
+        if r == 0:
+            continue
+        I, O = parts[0].inputs.size, sum(part.outputs.size for part in parts)  # noqa: E741
+        A, B = np.zeros((len(names), r, I), np.float32), np.zeros((len(names), O, r), np.float32)
+        scale = np.zeros(len(names), np.float32)
+        for i, (name, pair) in enumerate(zip(names, pairs, strict=True)):
+            if pair is None:
+                continue
+            rank, scale[i] = _rank_and_scale(raw, name)
+            if [x.shape for x in pair] != [(rank, I), (O, rank)]:
+                raise ValueError(
+                    f"{directory / WEIGHTS}: {name} is {pair[0].shape} and {pair[1].shape}, not "
+                    f"{(rank, I)} and {(O, rank)}"
+                )
+            A[i, :rank], B[i, :, :rank] = pair
+        for part in parts:
+            a, b = A[:, :, part.inputs], B[:, part.outputs]
+            # Ranks that are another kernel's, in a file that gave each its own.
+            used = b.reshape(-1, r).any(0)
+            if len(parts) > 1 and used.any():
+                a, b = a[:, used], b[..., used]
+            values[part.path] = np.moveaxis(a, 1, -1), np.moveaxis(b, -1, 1), scale
+    if tensors or not values:
+        raise ValueError(
+            f"{directory / WEIGHTS}: no adapter of a linear layer of the model's layers: "
+            f"{', '.join(sorted(tensors)[:8]) or 'it is empty'}"
+        )
+    return Adapters(AdapterConfig(type="lora", **settings), values)
+
+
+def write_peft(
+    directory: Path, adapters: Adapters, family: Family, config: ModelConfig, base: str
+) -> None:
+    """The adapters as PEFT reads them. Kernels that the family's file holds in one have their ranks
+    one after the other there, and zeros in `lora_B` where one's outputs meet another's ranks.
+    """
+    tensors: dict[str, np.ndarray] = {}
+    kinds: dict[str, tuple[int, float]] = {}
+    transposed = False
+    for row, parts in _linears(family, config):
+        parts = [part for part in parts if part.path in adapters.values]
+        if not parts:
+            continue
+        transposed |= parts[0].transposed
+        I, O = parts[0].inputs.size, row.shape[0] * row.shape[1] // parts[0].inputs.size  # noqa: E741
+        r = sum(adapters.values[part.path][0].shape[-1] for part in parts)
+        for i in range(config.num_layers):
+            A, B, start = np.zeros((r, I), np.float32), np.zeros((O, r), np.float32), 0
+            scales = [float(adapters.values[part.path][2][i]) for part in parts]
+            for part, scale in zip(parts, scales, strict=True):
+                a, b, _ = (np.asarray(x[i], np.float32) for x in adapters.values[part.path])
+                ranks = slice(start, start := start + a.shape[-1])
+                A[ranks, part.inputs] = np.moveaxis(a, -1, 0)
+                # One scale for all of them: what is left of the others goes into `b`.
+                share = 1.0 if scale == scales[0] else scale / scales[0]
+                B[part.outputs, ranks] = share * np.moveaxis(b, 0, -1)
+            name = _module(row).format(i)
+            tensors |= {f"{PREFIX}{name}.lora_A.weight": A, f"{PREFIX}{name}.lora_B.weight": B}
+            root = r**0.5 if adapters.config.use_rslora else r
+            kinds[name] = r, float(f"{scales[0] * root:.7g}")
+    r, alpha = next(iter(kinds.values()))
+    raw = dict(
+        peft_type="LORA",
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=base,
+        r=r,
+        lora_alpha=alpha,
+        lora_dropout=adapters.config.dropout,
+        use_rslora=adapters.config.use_rslora,
+        target_modules=sorted({re.split(r"\.\d+\.", name, maxsplit=1)[1] for name in kinds}),
+        rank_pattern={name: rank for name, (rank, _) in kinds.items() if rank != r},
+        alpha_pattern={name: own for name, (_, own) in kinds.items() if own != alpha},
+        fan_in_fan_out=transposed,
+        bias="none",
+        inference_mode=True,
+    )
+    save_file(tensors, directory / WEIGHTS, {"format": "pt"})
+    (directory / CONFIG).write_text(json.dumps(raw, indent=2) + "\n")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of the kernels of a linear layer: which of the file's inputs `[*inputs]` and outputs
+    `[*outputs]` its own are; and whether the file has inputs first.
+    """
+
+    path: str
+    inputs: np.ndarray
+    outputs: np.ndarray
+    transposed: bool
+
+
+def _linears(family: Family, config: ModelConfig) -> Iterator[tuple[Row, list[Part]]]:
+    """Linear layers and their kernels: what `split` makes of the numbers of the file's rows, and of
+    its columns.
+    """
+    contracted = linears(jax.eval_shape(lambda key: Decoder(config, key), jax.random.key(0)))
+    for row in filter(_is_linear, family.rows(config)):
+        numbers = np.arange(row.shape[0])[:, None], np.arange(row.shape[1])[None]
+        first, second = (row.split(np.broadcast_to(n, row.shape)) for n in numbers)
+        parts = []
+        for path, one, other in zip(row.ours, first, second, strict=True):
+            n = contracted[path]
+            inputs, outputs = (..., *(0,) * (one.ndim - n)), (0,) * n
+            ends = one[inputs].ravel()[[0, -1]]
+            transposed = bool(ends[0] != ends[1])
+            if transposed:
+                one, other = other, one
+            parts.append(Part(path, other[inputs], one[outputs], transposed))
+        yield row, parts
+
+
+def _module(row: Row) -> str:
+    return row.hf.removesuffix(".weight")
+
+
+def _checked(raw: dict[str, Any], file: Path) -> dict[str, Any]:
+    """Settings of the adapter, once it is known that it is of the kind that we have."""
+    wanted = {"peft_type": "LORA", "bias": "none"}
+    for key, value in raw.items():
+        fine = value == wanted[key] if key in wanted else not value or key in NEUTRAL | KNOWN
+        if key == "init_lora_weights":
+            fine = value in STARTS
+        if not fine:
+            raise ValueError(f"{file}: {key}={value!r} is not supported")
+    return dict(
+        r=raw["r"],
+        alpha=float(raw["lora_alpha"]),
+        dropout=float(raw.get("lora_dropout", 0.0)),
+        use_rslora=bool(raw.get("use_rslora", False)),
+    )
+
+
+def _rank_and_scale(raw: dict[str, Any], module: str) -> tuple[int, float]:
+    """Of a module, as PEFT finds them: by the first pattern that is the end of its name."""
+
+    def of(patterns, default):
+        found = (v for k, v in (patterns or {}).items() if re.fullmatch(rf"(.*\.)?({k})", module))
+        return next(found, default)
+
+    r = of(raw.get("rank_pattern"), raw["r"])
+    alpha = of(raw.get("alpha_pattern"), raw["lora_alpha"])
+    return r, alpha / (math.sqrt(r) if raw.get("use_rslora") else r)
+
+
+def _pair(
+    tensors: dict[str, np.ndarray], module: str, prefix: str
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """`lora_A` `[r, I]` and `lora_B` `[O, r]` of a module, taken out of `tensors`."""
+    for name in (module, module.removeprefix(prefix)):
+        names = [f"{PREFIX}{name}.lora_{part}.weight" for part in "AB"]
+        if all(n in tensors for n in names):
+            a, b = (tensors.pop(n).astype(np.float32) for n in names)
+            return a, b
+    return None
+
+
+def _tensors(file: Path) -> dict[str, np.ndarray]:
+    try:
+        with safe_open(file, framework="numpy") as tensors:
+            return {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{file} is missing or damaged: {error}") from error

@@ -1,0 +1,261 @@
+"""PEFT's adapters: read and written, they give PEFT's logits, alone and merged."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from bptjax import convert
+from bptjax.data.tokenizer import ByteTokenizer
+from bptjax.generate import main as generate
+from bptjax.hf.peft import CONFIG, WEIGHTS, read_peft, write_peft
+from bptjax.hf.pretrained import open_pretrained
+from bptjax.models.config import ModelConfig
+from bptjax.train import main
+from hf.cases import FAMILIES, config
+from hf.loading import load
+
+# Of PEFT with this transformers, and where it corrects a default.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*fan_in_fan_out.*:UserWarning"),
+]
+DECODERS = [name for name in FAMILIES.values() if name not in ("bert", "vit")]
+
+
+@pytest.fixture(scope="module")
+def peft():
+    pytest.importorskip("torch", reason="PEFT needs torch")
+    return pytest.importorskip("peft")
+
+
+def adapted(peft, model, directory, **settings):
+    """PEFT's model, all of its matrices random, saved in `directory`."""
+    import torch
+
+    made = peft.get_peft_model(
+        model, peft.LoraConfig(**dict(r=4, lora_alpha=6, target_modules="all-linear") | settings)
+    ).eval()
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(0.2 * torch.randn_like(parameter))
+    made.save_pretrained(directory)
+    return made
+
+
+def logits(model, tokens):
+    import torch
+
+    with torch.no_grad():
+        return model(torch.tensor(tokens)).logits.numpy()
+
+
+def ours(directory, tokens):
+    model = load(directory)
+
+    @jax.jit
+    def run(model):
+        return model.logits(model(jnp.asarray(tokens)))
+
+    return np.asarray(run(model))
+
+
+def close(got, wanted):
+    assert np.abs(got - wanted).max() <= 1e-5 * np.abs(wanted).max()
+
+
+@pytest.fixture
+def pretrained(theirs):
+    """A fresh copy of transformers' model, which PEFT changes, and its directory."""
+    import transformers
+
+    def make(name):
+        _, directory = theirs(name)
+        how = "sdpa" if name.startswith("falcon") else "eager"
+        return transformers.AutoModelForCausalLM.from_pretrained(
+            directory, attn_implementation=how
+        ), directory
+
+    return make
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_there_and_back(peft, pretrained, tmp_path, tokens, name):
+    """Theirs read here; written again and read by them; merged here, and by them."""
+    import transformers
+
+    model, base = pretrained(name)
+    plain = logits(model, tokens)
+    made = adapted(peft, model, tmp_path / "theirs")
+    wanted = logits(made, tokens)
+    assert np.abs(wanted - plain).max() > 0.01 * np.abs(plain).max()
+    close(ours(tmp_path / "theirs", tokens), wanted)
+
+    read = open_pretrained(ModelConfig(name_or_path=str(tmp_path / "theirs")))
+    (tmp_path / "back").mkdir()
+    write_peft(tmp_path / "back", read.adapters, read.family, read.config, str(base))
+    again = peft.PeftModel.from_pretrained(pretrained(name)[0], tmp_path / "back").eval()
+    close(logits(again, tokens), wanted)
+    same = read_peft(tmp_path / "back", read.family, read.config)
+    for path, values in read.adapters.values.items():
+        for x, y in zip(values, same.values[path], strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-6)
+
+    assert convert.main(["merge-adapter", str(tmp_path / "theirs"), str(tmp_path / "merged")]) == 0
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    for key, x in made.merge_and_unload().state_dict().items():
+        y = merged.state_dict()[key]
+        assert (x - y).abs().max() <= 1e-6 * x.abs().max(), key
+
+
+def test_patterns(peft, pretrained, tmp_path, tokens):
+    """Ranks and scales of one layer's module, of every layer's, and layers without an adapter."""
+    settings = dict(
+        rank_pattern={"q_proj": 8, "layers.1.mlp.up_proj": 2},
+        alpha_pattern={"layers.0.self_attn.o_proj": 3, "up_proj": 5},
+        target_modules=["q_proj", "o_proj", "up_proj"],
+        use_rslora=True,
+    )
+    made = adapted(peft, pretrained("llama")[0], tmp_path / "a", **settings)
+    close(ours(tmp_path / "a", tokens), logits(made, tokens))
+    some = dict(target_modules=["v_proj", "down_proj"], layers_to_transform=[1])
+    made = adapted(peft, pretrained("llama")[0], tmp_path / "b", **some)
+    close(ours(tmp_path / "b", tokens), logits(made, tokens))
+
+
+@pytest.fixture(scope="module")
+def arguments(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    text = "".join(f"{i} plus {i % 7} is {i + i % 7}. " for i in range(200))
+    (folder / "text.txt").write_text(text)
+    options = {
+        "device": "cpu",
+        "data.path": folder / "text.txt",
+        "data.tokenizer": "byte",
+        "data.packing": "none",
+        "train.max_steps": 6,
+        "train.seq_len": 48,
+        "train.per_device_train_batch_size": 2,
+        "optimizer.learning_rate": 0.02,
+        "checkpoint.save_steps": 3,
+        "memory.q_chunk": 48,
+        "memory.k_chunk": 48,
+    }
+    return [f"--{key}={value}" for key, value in options.items()]
+
+
+def random_base(directory, name):
+    """Random weights of a family, without torch."""
+    from bptjax.hf.config import read_config
+    from bptjax.hf.io import write_hf
+
+    directory.mkdir()
+    raw = config(name)
+    raw.vocab_size = ByteTokenizer.vocab_size
+    raw.architectures = [type(raw).__name__.replace("Config", "ForCausalLM")]
+    (directory / "config.json").write_text(raw.to_json_string())
+    family, model = read_config(directory)
+    rng = np.random.default_rng(0)
+    rows = list(family.rows(model))
+    shapes = {
+        p: x.shape for r in rows for p, x in zip(r.ours, r.split(np.zeros(r.shape)), strict=True)
+    }
+
+    def read(path, layer):
+        x = 0.1 * rng.normal(size=shapes[path])
+        return (x + 1.0 * path.endswith("scale")).astype(np.float32)
+
+    write_hf(directory, rows, model.num_layers, read, lambda path: "float32", "", "5GB")
+    return directory
+
+
+@pytest.mark.parametrize("name", ["llama", "bloom"])
+def test_a_run_resumes_generates_merges_and_exports(
+    arguments, tmp_path, tokens, name, monkeypatch, capsys
+):
+    monkeypatch.setattr("bptjax.fit.select_devices", lambda device: jax.devices()[:1])
+    base = random_base(tmp_path / "base", name)
+    command = [*arguments, f"--model.name_or_path={base}", "--adapter.type=qlora"]
+    run, target = tmp_path / "run", "query_key_value" if name == "bloom" else "q_proj"
+    command += [f"--run_dir={run}", f"--adapter.target_modules=[{target},up_proj]"]
+    if name == "bloom":
+        assert main(command) == 2
+        assert "no linear layer is up_proj" in capsys.readouterr().err
+        command[-1] = f"--adapter.target_modules=[{target}]"
+    assert main(command) == 0
+    log = (run / "log.txt").read_text()
+    assert " of them trained (" in log
+    saved = [p.name for p in (run / "checkpoints" / "6" / "state").iterdir()]
+    assert not any("embedding" in name or "codes" in name for name in saved)
+    losses = (run / "metrics.jsonl").read_text().splitlines()
+
+    import shutil
+
+    wanted = [json.loads(line) for line in losses]
+    shutil.rmtree(run / "checkpoints" / "6")
+    assert main(command) == 0
+    again = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for a, b in zip(wanted, again, strict=True):
+        assert all(a[k] == b[k] for k in a if k.endswith("/loss"))
+
+    assert generate(["--model", str(run), "--prompt", "1 plus", "--max-new-tokens", "3"]) == 0
+    got = ours(run, tokens)
+    assert convert.main(["merge-adapter", str(run), str(tmp_path / "merged")]) == 0
+    close(got, ours(tmp_path / "merged", tokens))
+    assert convert.main(["bptjax-to-hf", str(run), str(tmp_path / "x")]) == 2
+    assert "merge-adapter or export-adapter" in capsys.readouterr().err
+
+    # PEFT's files are for the base as it is in the directory, not in few bits.
+    assert convert.main(["export-adapter", str(run), str(tmp_path / "adapter")]) == 0
+    more = [f"--run_dir={tmp_path / 'more'}", f"--model.name_or_path={tmp_path / 'adapter'}"]
+    assert main([*arguments, *more]) == 2
+    assert "set adapter.type" in capsys.readouterr().err
+    assert main([*arguments, *more, "--adapter.type=qlora", "--adapter.r=3"]) == 2
+    assert "adapter.r=3" in capsys.readouterr().err
+    assert main([*arguments, *more, "--adapter.type=qlora"]) == 0
+    last = [json.loads(x) for x in (tmp_path / "more" / "metrics.jsonl").read_text().splitlines()]
+    first, final = last[0]["eval/loss"], wanted[-1]["eval/loss"]
+    assert abs(first - final) < 1e-4 * final
+
+    # Another base is refused.
+    array = load_file(base / "model.safetensors")
+    save_file({k: v + 1e-3 for k, v in array.items()}, base / "model.safetensors")
+    shutil.rmtree(run / "checkpoints" / "6")
+    assert main(command) == 2
+    assert "other weights" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(use_dora=True), "use_dora=True is not supported"),
+        (dict(modules_to_save=["lm_head"]), "modules_to_save="),
+        (dict(peft_type="IA3"), "peft_type='IA3'"),
+        (dict(bias="all"), "bias='all'"),
+        (dict(init_lora_weights="pissa"), "init_lora_weights='pissa'"),
+        (dict(something_new=[1]), "something_new="),
+        (dict(r=3), "is .*, not"),
+        (dict(base_model_name_or_path=None), "no base_model_name_or_path"),
+        ("lm_head", "lm_head.lora_A.weight"),
+    ],
+    ids=str,
+)
+def test_refused(tmp_path, change, message):
+    base = random_base(tmp_path / "base", "llama")
+    raw = dict(peft_type="LORA", r=2, lora_alpha=2, bias="none", base_model_name_or_path=str(base))
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
+    arrays = {name.format(x): np.ones(s, np.float32) for x, s in (("A", (2, 32)), ("B", (32, 2)))}
+    if change == "lm_head":
+        arrays |= {f"base_model.model.lm_head.lora_{x}.weight": np.ones((2, 2)) for x in "AB"}
+    else:
+        raw |= change
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / CONFIG).write_text(json.dumps(raw))
+    save_file(arrays, tmp_path / "adapter" / WEIGHTS)
+    with pytest.raises(ValueError, match=message):
+        open_pretrained(ModelConfig(name_or_path=str(tmp_path / "adapter")))

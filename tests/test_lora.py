@@ -1,0 +1,274 @@
+"""Adapters: what is frozen stays, what is stored is small, and every layout gives one result."""
+
+from dataclasses import replace
+from math import prod
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from bptjax.config import Config, TrainConfig
+from bptjax.lora import Adapted, AdapterConfig, Quantized, linears, targets
+from bptjax.memory import MemoryConfig
+from bptjax.models.config import ModelConfig
+from bptjax.optim import OptimizerConfig
+from bptjax.parallel.mesh import ParallelConfig, make_mesh
+from bptjax.trainer import Task
+
+T = 32
+MODEL = ModelConfig(
+    vocab_size=64, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, tied_head=False
+)
+CONFIG = Config(
+    train=TrainConfig(seq_len=T, max_steps=20),
+    memory=MemoryConfig(q_chunk=8, k_chunk=8, ffn_chunk=16, ce_chunk=32),
+    optimizer=OptimizerConfig(learning_rate=1e-2),
+    adapter=AdapterConfig(type="qlora", r=4, alpha=16, dropout=0.1),
+)
+
+
+def task(parallel: ParallelConfig | None = None, model: ModelConfig = MODEL, **groups) -> Task:
+    """`groups` change keys of CONFIG's."""
+    mesh = make_mesh(parallel or ParallelConfig(), None if parallel else jax.devices()[:1])
+    changed = {name: replace(getattr(CONFIG, name), **keys) for name, keys in groups.items()}
+    return Task(replace(CONFIG, **changed), model, mesh)
+
+
+@pytest.fixture(scope="module")
+def batch():
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 64, (8, T), dtype=np.int32)
+    place = np.broadcast_to(np.arange(T, dtype=np.int32), tokens.shape)
+    segments = np.where(place < rng.integers(2, T + 1, (8, 1)), 1, 0).astype(np.int32)
+    labels = np.where(segments > 0, np.roll(tokens, -1, 1), -100).astype(np.int32)
+    return {"tokens": tokens, "labels": labels, "segments": segments, "positions": place}
+
+
+def moved(state):
+    """Both low-rank matrices away from where they start: with `b` zero half would be untested."""
+
+    def one(at, v):
+        if not isinstance(v, nnx.LoRAParam):
+            return v
+        key = jax.random.fold_in(jax.random.key(7), len(jax.tree_util.keystr(at)))
+        noise = 0.1 * jax.random.normal(key, v.shape)
+        return v.replace(jax.device_put(v[...] + noise, v.get_value().sharding))
+
+    is_variable = dict(is_leaf=lambda x: isinstance(x, nnx.Variable))
+    return replace(state, model=jax.tree.map_with_path(one, state.model, **is_variable))
+
+
+@pytest.fixture(scope="module")
+def state():
+    return moved(task().init_state())
+
+
+def sums(work: Task, batch, state, micro_batches: int = 1):
+    with jax.set_mesh(work.mesh):
+        return jax.jit(work.gradients)(state, work.put(batch, micro_batches))
+
+
+@pytest.fixture(scope="module")
+def whole(batch, state):
+    return sums(task(), batch, state)
+
+
+def assert_same(got, wanted, rtol=1e-5):
+    assert int(got[2]) == int(wanted[2])
+    np.testing.assert_allclose(got[0], wanted[0], rtol=rtol)
+    for a, b in zip(jax.tree.leaves(got[1]), jax.tree.leaves(wanted[1]), strict=True):
+        a, b = np.asarray(a), np.asarray(b)
+        assert np.linalg.norm(a - b) <= rtol * max(np.linalg.norm(b), 1e-3)
+
+
+def dense(state):
+    """The same state with its kernels in float32."""
+
+    def one(kernel):
+        if not isinstance(kernel, Quantized):
+            return kernel
+        return nnx.Param(jax.lax.map(lambda k: k.dense(jnp.float32), kernel))
+
+    model = jax.tree.map(one, state.model, is_leaf=lambda x: isinstance(x, Quantized))
+    return replace(state, model=model)
+
+
+@pytest.mark.parametrize("quant", [dict(), dict(bits=8, double_quant=False)], ids=str)
+def test_qlora_is_lora_on_the_dequantised_base(batch, quant):
+    work = task(adapter=quant)
+    state = moved(work.init_state())
+    lora = task(adapter=dict(type="lora"))
+    assert_same(sums(lora, batch, dense(state)), sums(work, batch, state))
+
+
+def test_gradients_are_those_of_the_merged_kernel(batch):
+    """dL/da = scale · dL/dW · bᵀ and dL/db = scale · aᵀ · dL/dW, W the sum of base and product."""
+    work = task(adapter=dict(type="lora", dropout=0.0))
+    state = moved(work.init_state())
+    _, got, _ = sums(work, batch, state)
+
+    def merged(kernel):
+        if not isinstance(kernel, Adapted):
+            return kernel
+        product = jax.vmap(lambda a, b: jnp.tensordot(a, b, 1))(kernel.a[...], kernel.b[...])
+        return nnx.Param(kernel.base[...] + 4.0 * product, axes=kernel.base.axes)
+
+    model = jax.tree.map(merged, state.model, is_leaf=lambda x: isinstance(x, Adapted))
+    full = replace(work, config=replace(work.config, adapter=AdapterConfig()))
+    _, wanted, _ = sums(full, batch, replace(state, model=model))
+    for name in ("query", "key", "value", "out"):
+        kernel = getattr(state.model.layers, name).kernel
+        L, r = kernel.b.shape[:2]
+        a, b = np.asarray(kernel.a[...]).reshape(L, -1, r), np.asarray(kernel.b[...])
+        dw = np.asarray(getattr(wanted.layers, name).kernel[...]).reshape(L, a.shape[1], -1)
+        da, db = (np.asarray(x[...]) for x in got_of(got, name))
+        b = b.reshape(L, r, -1)
+        for x, y in ((da, 4 * dw @ b.swapaxes(1, 2)), (db, 4 * a.swapaxes(1, 2) @ dw)):
+            np.testing.assert_allclose(x.reshape(y.shape), y, atol=1e-5 * abs(y).max())
+
+
+def got_of(gradients, name):
+    kernel = getattr(gradients.layers, name).kernel
+    assert kernel.base is None and kernel.scale is None
+    return kernel.a, kernel.b
+
+
+@pytest.mark.parametrize(
+    "memory",
+    [
+        dict(remat="none"),
+        dict(remat="dots"),
+        dict(remat="full"),
+        dict(remat="nested(2)", ffn_chunk=64),
+        dict(schedule="fused"),
+    ],
+    ids=str,
+)
+def test_remat_and_schedule_change_nothing(batch, state, whole, memory):
+    assert_same(sums(task(memory=memory), batch, state), whole)
+
+
+def test_accumulated_micro_batches_are_one_big_batch(batch):
+    """But for dropout, whose key is the micro-batch's own."""
+    work = task(adapter=dict(dropout=0.0, target_modules=["value", "mlp.up"]))
+    state = moved(work.init_state())
+    assert_same(sums(work, batch, state, 4), sums(work, batch, state))
+
+
+@pytest.mark.parametrize(
+    ("parallel", "sequence"),
+    [
+        (ParallelConfig(dp=2, fsdp=2, tp=2), "auto"),
+        (ParallelConfig(dp=1, fsdp=2, tp=2, sp=2), "ring"),
+    ],
+    ids=str,
+)
+def test_eight_devices_are_one(batch, whole, parallel, sequence):
+    work = task(parallel, memory=dict(sequence=sequence))
+    state = moved(work.init_state())
+    assert_same(sums(work, batch, state), whole)
+    up = state.model.layers.mlp.up.kernel
+    for x in (up.base.matrix.codes, up.a):
+        assert x.get_value().addressable_shards[0].data.size < x.size
+
+
+def test_only_adapters_learn(batch):
+    work = task(
+        train=dict(dtype="float16"),
+        adapter=dict(r=8, target_modules=["value", "mlp.down"]),
+        optimizer=dict(weight_decay=0.0),
+    )
+    state, placed = work.init_state(), work.put(batch)
+    before = jax.tree.map(np.asarray, work.split(state.model))
+    step, losses = work.compile_step(state, placed), []
+    for _ in range(20):
+        state, metrics = step(state, placed)
+        losses.append(float(metrics["train/loss"]))
+    assert losses[-1] < losses[0] - 0.1
+    for i, same in ((0, False), (1, True)):
+        after = jax.tree.leaves(work.split(state.model)[i])
+        for x, y in zip(after, jax.tree.leaves(before[i]), strict=True):
+            assert np.array_equal(x, y) == same
+    assert {x.dtype for x in jax.tree.leaves(state.opt_state.mu)} == {jnp.dtype("float32")}
+    trained = sum(x.size for x in jax.tree.leaves(state.opt_state.mu))
+    assert work.parameters[1] == trained
+
+
+@pytest.mark.parametrize("remat", ["none", "save_attention"])
+def test_no_dense_copy_of_the_model(remat):
+    """A step's memory: 4.13 bits a parameter, and no more beside than a few layers' kernels."""
+    L, D = 16, 256
+    model = replace(MODEL, hidden_size=D, num_layers=L, num_kv_heads=4)
+    adapter = dict(target_modules=["key"], dropout=0.0)
+    train, memory = dict(dtype="bfloat16"), dict(remat=remat)
+    work = task(model=model, train=train, memory=memory, adapter=adapter)
+    abstract = work.abstract_state()
+    kernels = [
+        x
+        for x in jax.tree.leaves(abstract.model, is_leaf=lambda x: isinstance(x, Quantized))
+        if isinstance(x, Quantized)
+    ]
+    stored = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(kernels))
+    count = sum(L * prod(k.inputs) * prod(k.matrix.absmax.shape[2:]) for k in kernels)
+    assert count == L * 16 * D * D
+    assert stored <= 0.53 * count
+    batch = {k: np.zeros((1, T), np.int32) for k in ("tokens", "labels", "segments", "positions")}
+    needs = work.compile_step(abstract, work.put(batch)).memory_analysis()
+    # In bfloat16 all of them take 2 bytes a parameter, in float32, as the CPU multiplies, 4.
+    assert needs.temp_size_in_bytes < 0.5 * 2 * count
+
+
+def test_frozen_weights_have_no_gradient_products():
+    """In the step's jaxpr no product makes an array like a frozen kernel, or the head."""
+    model = replace(MODEL, vocab_size=96, hidden_size=40, intermediate_size=72, head_dim=10)
+    work = task(model=model, adapter=dict(type="lora", dropout=0.0))
+    shapes = {(40, 72), (72, 40), (96, 40), (40, 96)}
+    batch = {k: np.zeros((1, T), np.int32) for k in ("tokens", "labels", "segments", "positions")}
+
+    def made(config):
+        one = replace(work, config=config)
+        text = str(jax.make_jaxpr(one.gradients)(one.abstract_state(), one.put(batch)))
+        lines = [line for line in text.splitlines() if "dot_general" in line]
+        return {s for s in shapes if any(f"[{s[0]},{s[1]}] = " in line for line in lines)}
+
+    assert not made(work.config)
+    assert made(replace(work.config, adapter=AdapterConfig()))
+
+
+def test_targets():
+    modules = {
+        "model.layers.{}.self_attn.q_proj": ("layers.query.kernel",),
+        "model.layers.{}.mlp.c_proj": ("layers.mlp.down.kernel",),
+        "model.layers.{}.attn.c_proj": ("layers.out.kernel",),
+        "model.layers.{}.attn.c_attn": ("layers.key.kernel", "layers.value.kernel"),
+    }
+    assert targets(["q_proj", "mlp.c_proj"], modules) == {
+        "layers.query.kernel",
+        "layers.mlp.down.kernel",
+    }
+    assert len(targets("all-linear", modules)) == 5
+    assert len(targets(["c_proj", "c_attn"], modules)) == 4
+    with pytest.raises(ValueError, match="no linear layer is proj; there are attn.c_attn, "):
+        targets(["proj"], modules)
+    with pytest.raises(ValueError, match="nothing would be trained"):
+        targets([], modules)
+    assert set(linears(task().init_state().model).values()) == {1, 2}
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (dict(type="none", r=4), "adapter.r=4 has no use with type=none"),
+        (dict(type="lora", bits=8), "adapter.bits=8 has no use with type=lora"),
+        (dict(type="qlora", bits=8, quant_type="nf4"), "nf4 takes 4 bits"),
+        (dict(type="lora", r=0), "not positive"),
+        (dict(type="lora", dropout=1.0), "not in"),
+        (dict(type="lora", target_modules="q_proj"), "all-linear, or a list of names"),
+    ],
+    ids=str,
+)
+def test_refused_configs(keys, message):
+    with pytest.raises(ValueError, match=message):
+        AdapterConfig(**keys)
