@@ -44,6 +44,21 @@ DECODERS = {
         tied_head=False,
         rope_parameters={"rope_theta": 500_000.0},
     ),
+    "bloom-560m": ModelConfig(
+        vocab_size=250_880,
+        hidden_size=1024,
+        num_layers=24,
+        num_heads=16,
+        norm="layer",
+        norm_bias=True,
+        embedding_norm=True,
+        position="alibi",
+        activation="gelu_tanh",
+        gated=False,
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
+    ),
 }
 DEFAULTS = ("--train.dtype=bfloat16", "--train.param_dtype=bfloat16", "--train.max_steps=100")
 
@@ -108,7 +123,7 @@ def main() -> None:
         settings={
             k: v
             for k, v in flatten(config).items()
-            if k.startswith(("memory.", "optimizer.", "adapter.")) and v != flatten(Config())[k]
+            if k.startswith(("memory.", "optimizer.", "adapter.", "train.")) and v != flatten(Config())[k]
         },
         attention=task.attention()[0],
         **measure(task, args.steps, args.profile, args.warmup),
