@@ -88,8 +88,8 @@ def export_adapter(source: str, out: Path) -> Pretrained:
     """
     model = _adapter(source)
     assert model.adapters is not None and model.family is not None
+    base = str(model.config.name_or_path)
     with whole(out) as directory:
-        base = str(model.companions)
         write_peft(directory, model.adapters, model.family, model.config, base)
     return model
 

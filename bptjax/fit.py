@@ -497,5 +497,5 @@ def _out_of_memory(run: Run) -> Iterator[None]:
             f"{train.seq_len} tokens a device with memory.remat={memory.remat}, "
             f"ffn_chunk={memory.ffn_chunk}, ce_chunk={memory.ce_chunk}: try remat=full, a smaller "
             "per_device_train_batch_size, smaller chunks, param_dtype=bfloat16, "
-            "optimizer.state_dtype=int8 or optimizer.state_memory=host"
+            "optimizer.state_dtype=int8, optimizer.state_memory=host or adapter.type=qlora"
         ) from error

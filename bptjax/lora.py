@@ -57,12 +57,11 @@ class AdapterConfig:
     double_quant: bool = True
 
     def __post_init__(self):
-        unread = {"none": {f.name for f in fields(self)} - {"type"}, "qlora": set()}
+        few = {"bits", "quant_type", "double_quant"}
+        read = {"none": set(), "lora": {f.name for f in fields(self)} - few}
         for f in fields(self):
-            value = getattr(self, f.name)
-            if value != f.default and f.name in unread.get(
-                self.type, {"bits", "quant_type", "double_quant"}
-            ):
+            value, used = getattr(self, f.name), read.get(self.type)
+            if used is not None and f.name not in used | {"type"} and value != f.default:
                 raise ValueError(f"adapter.{f.name}={value} has no use with type={self.type}")
         if self.r < 1:
             raise ValueError(f"adapter.r={self.r} is not positive")

@@ -31,7 +31,7 @@ COMPANIONS = "hf"
 class Pretrained:
     """
     Attributes:
-      config: the architecture, as it is to be run.
+      config: the architecture, as it is to be run; its name_or_path is that of the parameters.
       family: of Hugging Face; None for a model that never was one.
       read_as: the architecture of config.json.
       companions: the directory of config.json and tokenizer; None likewise.
@@ -200,7 +200,8 @@ def _open_adapters(directory: Path, wanted: ModelConfig) -> Pretrained | None:
         kernel, _, part = path.rpartition(".")
         values.setdefault(kernel, {})[part] = checkpoints.read(step, name)
     found = {path: (each["a"], each["b"], each["scale"]) for path, each in values.items()}
-    return replace(base, config=merge(base.config, wanted), adapters=Adapters(adapter, found))
+    merged = replace(merge(base.config, wanted), name_or_path=base.config.name_or_path)
+    return replace(base, config=merged, adapters=Adapters(adapter, found))
 
 
 def _open_run(directory: Path, read_as: ModelConfig | None):

@@ -135,11 +135,8 @@ def quantize_matrix(w: Float[Array, "I *o"], kind: str, double: bool) -> Matrix:
     bitsandbytes for a weight `[outputs, inputs]` whose inputs are a multiple of 64.
     """
     I, *outputs = w.shape  # noqa: E741
-    rows, book = w.reshape(I, -1).T, CODEBOOKS[kind]
-    # Halfway between two values of fp4 it is the one nearer to zero, on either side of it.
-    even = kind == "fp4"
-    codes, absmax = quantize(jnp.abs(rows) if even else rows, book, block=WEIGHT_BLOCK)
-    codes = jnp.where(rows < 0, 15 - codes, codes) if even else codes
+    book = CODEBOOKS[kind]
+    codes, absmax = quantize(w.reshape(I, -1).T, book, block=WEIGHT_BLOCK)
     second = mean = None
     if double:
         mean = absmax.mean()

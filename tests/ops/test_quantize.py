@@ -4,9 +4,12 @@ import numpy as np
 import pytest
 
 from bptjax.ops.quantize import (
+    CODEBOOKS,
     dequantize,
+    dequantize_matrix,
     dynamic_codebook,
     quantize,
+    quantize_matrix,
     random_bits,
     stochastic_round,
 )
@@ -102,3 +105,66 @@ def test_random_bits_are_even_and_unlike():
     # Five standard deviations of 65,536 throws, beside each one with itself.
     assert np.abs(together - np.eye(len(bits))).max() < 5 / 256
     assert np.abs(bits.mean(1) - 0.5).max() < 2.5 / 256
+
+
+# bitsandbytes' tables: what codes of 4 bits stand for, of nf4 by code, of fp4 without sign.
+NF4 = """-1.0 -0.6961928009986877 -0.5250730514526367 -0.39491748809814453 -0.28444138169288635
+-0.18477343022823334 -0.09105003625154495 0.0 0.07958029955625534 0.16093020141124725
+0.24611230194568634 0.33791524171829224 0.44070982933044434 0.5626170039176941 0.7229568362236023
+1.0"""
+FP4 = "0 0.005208333333 0.16666667 0.25 0.33333333 0.5 0.66666667 1"
+
+
+def test_code_books_of_weights():
+    nf4, fp4 = (np.array(table.split(), np.float32) for table in (NF4, FP4))
+    np.testing.assert_array_equal(CODEBOOKS["nf4"], nf4)
+    np.testing.assert_allclose(CODEBOOKS["fp4"], [*-fp4[::-1], *fp4], rtol=1e-6)
+    np.testing.assert_array_equal(CODEBOOKS["int8"] * np.float32(127), np.arange(-128, 128))
+
+
+@pytest.mark.parametrize(
+    ("kind", "wanted"),
+    [
+        # 0.8614784 lies halfway between the last two of nf4.
+        ("nf4", {1.0: 1.0, 0.86: 0.72295684, 0.863: 1.0, -0.05: -0.09105004, 0.03: 0.0}),
+        # Of fp4 0.2916667, 0.4166667, 0.5833333 and 0.8333333 lie halfway.
+        ("fp4", {1.0: 1.0, 0.29: 0.25, -0.584: -2 / 3, 0.75: 2 / 3, 0.375: 1 / 3, -0.375: -1 / 3}),
+        ("int8", {1.0: 1.0, 0.499: 63 / 127, -0.7: -89 / 127, 0.0039: 0.0, 0.004: 1 / 127}),
+    ],
+)
+def test_weights_by_hand(kind, wanted):
+    """One output's block of inputs, whose greatest is 2."""
+    x = 2 * np.array(list(wanted), np.float32)
+    matrix = quantize_matrix(jnp.asarray(x)[:, None], kind, double=False)
+    got = dequantize_matrix(matrix, kind, len(x))[:, 0]
+    np.testing.assert_allclose(got, 2 * np.array(list(wanted.values())), rtol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(128, 24), (70, 2, 3), (33, 5)], ids=str)
+@pytest.mark.parametrize("kind", CODEBOOKS)
+@pytest.mark.parametrize("double", [False, True])
+def test_weights(shape, kind, double):
+    """Blocks run along the inputs; each value comes back as the nearest that the block has."""
+    w = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    matrix = quantize_matrix(jnp.asarray(w), kind, double)
+    got = np.asarray(dequantize_matrix(matrix, kind, shape[0]))
+    blocks = -(-shape[0] // 64)
+    assert matrix.absmax.shape == (blocks, *shape[1:])
+    absmax = np.stack([abs(w[64 * i : 64 * i + 64]).max(0) for i in range(blocks)])
+    each = np.repeat(absmax, 64, 0)[: shape[0]]
+    book = CODEBOOKS[kind]
+    nearest = book[abs((w / each)[..., None] - book).argmin(-1)] * each
+    if not double:
+        np.testing.assert_allclose(got, nearest, rtol=1e-6, atol=1e-6)
+        return
+    # The constants, less their mean, in 8 bits: off by no more than half of the widest gap.
+    off = absmax - absmax.mean()
+    error = 0.5 * np.diff(dynamic_codebook(True)).max() * abs(off).max()
+    assert (abs(got - nearest) <= abs(nearest / each) * error + 1e-6).all()
+    assert matrix.absmax.dtype == jnp.uint8 and matrix.second.shape == (-(-absmax.size // 256),)
+
+
+def test_bytes_of_weights():
+    matrix = quantize_matrix(jnp.ones((1024, 512)), "nf4", double=True)
+    held = sum(x.nbytes for x in matrix)
+    assert held / (1024 * 512) <= 0.5 + 1 / 64 + 4 / (64 * 256) + 1e-4
