@@ -19,7 +19,7 @@ from bptjax.ops.saved import named
 # Each implementation is a pair `forward(q, k, v, score, *, q_chunk, k_chunk) -> Partial(out, lse)`
 # and `backward(q, k, v, out, lse, dout, score, *, q_chunk, k_chunk) -> (dq, dk, dv)`, and says in
 # `unsupported(score, q, k)` what it refuses. `auto` takes the first that it can: on one H200 cuDNN
-# was the fastest where it takes the arguments, but for 5 % with packed documents at head size 64
+# was the fastest where it takes the arguments, but for 4 % with packed documents at head size 64
 # (scripts/results/attention_h200.json), and triton faster than scan (compare_h200.json).
 IMPLEMENTATIONS: dict[str, ModuleType] = {
     "cudnn": cudnn,
