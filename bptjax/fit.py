@@ -109,6 +109,10 @@ def prepare(config: Config) -> Run:
     """
     join(config.parallel)
     devices = select_devices(config.device)
+    if config.memory.offload and devices[0].platform == "cpu":
+        raise ValueError(
+            f"memory.offload={config.memory.offload} moves from a GPU; a CPU's memory is the host's"
+        )
     mesh = make_mesh(config.parallel, devices)
     train, held_out = open_split(config.data)
     pretrained = open_pretrained(config.model) if config.model.name_or_path else None

@@ -195,6 +195,7 @@ BAD = {
     "no heads": (["--model.num_heads", "3"], "num_heads=3"),
     "too few tokens": (["--train.seq_len", "100000"], "100000"),
     "no gpu": (["--device", "gpu"], 'pip install -e ".[gpu]"'),
+    "offload from a CPU": (["--memory.offload", "0.5"], "memory.offload=0.5 moves from a GPU"),
     "no such attention": (["--memory.attention", "quick"], "'quick'"),
     "no sequence strategy": (
         ["--parallel.fsdp", "1", "--parallel.sp", "1", "--parallel.dp", "3"],
