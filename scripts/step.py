@@ -60,6 +60,8 @@ DECODERS = {
         mlp_bias=True,
     ),
 }
+# Groups of keys that a row tells, where they are not as they are by default.
+SETTINGS = ("memory.", "optimizer.", "adapter.", "train.")
 DEFAULTS = ("--train.dtype=bfloat16", "--train.param_dtype=bfloat16", "--train.max_steps=100")
 
 
@@ -123,7 +125,7 @@ def main() -> None:
         settings={
             k: v
             for k, v in flatten(config).items()
-            if k.startswith(("memory.", "optimizer.", "adapter.", "train.")) and v != flatten(Config())[k]
+            if k.startswith(SETTINGS) and v != flatten(Config())[k]
         },
         attention=task.attention()[0],
         **measure(task, args.steps, args.profile, args.warmup),
