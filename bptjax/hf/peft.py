@@ -34,7 +34,7 @@ NEUTRAL = {
     *("fan_in_fan_out", "megatron_core", "qalora_group_size"),
 }
 # What A and B started from, where that left the base as it was.
-STARTS = (True, False, None, "gaussian", "orthogonal", "eva", "lora_ga_off")
+STARTS = (True, False, None, "gaussian", "orthogonal")
 
 
 def modules(config: ModelConfig, family: Family | None) -> dict[str, tuple[str, ...]]:
@@ -75,6 +75,9 @@ def read_peft(directory: Path, family: Family, config: ModelConfig) -> Adapters:
     for row, parts in _linears(family, config):
         names = [_module(row).format(i) for i in range(config.num_layers)]
         pairs = [_pair(tensors, name, family.prefix) for name in names]
+        missing = [n for n, p in zip(names, pairs, strict=True) if p is None and _is_target(raw, n)]
+        if missing:
+            raise ValueError(f"{directory / WEIGHTS} has nothing of {', '.join(missing[:8])}")
         r = max((a.shape[0] for a, _ in filter(None, pairs)), default=0)
         if r == 0:
             continue
@@ -174,7 +177,8 @@ def _linears(family: Family, config: ModelConfig) -> Iterator[tuple[Row, list[Pa
     """
     contracted = linears(jax.eval_shape(lambda key: Decoder(config, key), jax.random.key(0)))
     for row in filter(_is_linear, family.rows(config)):
-        numbers = np.arange(row.shape[0])[:, None], np.arange(row.shape[1])[None]
+        rows, columns = (np.arange(n, dtype=np.int32) for n in row.shape)
+        numbers = rows[:, None], columns[None]
         first, second = (row.split(np.broadcast_to(n, row.shape)) for n in numbers)
         parts = []
         for path, one, other in zip(row.ours, first, second, strict=True):
@@ -195,6 +199,9 @@ def _module(row: Row) -> str:
 def _checked(raw: dict[str, Any], file: Path) -> dict[str, Any]:
     """Settings of the adapter, once it is known that it is of the kind that we have."""
     wanted = {"peft_type": "LORA", "bias": "none"}
+    missing = {"peft_type", "r", "lora_alpha", "target_modules"} - raw.keys()
+    if missing:
+        raise ValueError(f"{file} has no {', '.join(sorted(missing))}")
     for key, value in raw.items():
         fine = value == wanted[key] if key in wanted else not value or key in NEUTRAL | KNOWN
         if key == "init_lora_weights":
@@ -207,6 +214,14 @@ def _checked(raw: dict[str, Any], file: Path) -> dict[str, Any]:
         dropout=float(raw.get("lora_dropout", 0.0)),
         use_rslora=bool(raw.get("use_rslora", False)),
     )
+
+
+def _is_target(raw: dict[str, Any], module: str) -> bool:
+    """Whether the config says so; not where it leaves out some by number or pattern."""
+    if raw.get("layers_to_transform") or raw.get("exclude_modules"):
+        return False
+    names = raw["target_modules"]
+    return isinstance(names, list) and any(f".{module}".endswith(f".{n}") for n in names)
 
 
 def _rank_and_scale(raw: dict[str, Any], module: str) -> tuple[int, float]:

@@ -212,6 +212,8 @@ def test_a_run_resumes_generates_merges_and_exports(
 
     # PEFT's files are for the base as it is in the directory, not in few bits.
     assert convert.main(["export-adapter", str(run), str(tmp_path / "adapter")]) == 0
+    if name == "bloom":
+        return
     more = [f"--run_dir={tmp_path / 'more'}", f"--model.name_or_path={tmp_path / 'adapter'}"]
     assert main([*arguments, *more]) == 2
     assert "set adapter.type" in capsys.readouterr().err
@@ -240,6 +242,7 @@ def test_a_run_resumes_generates_merges_and_exports(
         (dict(init_lora_weights="pissa"), "init_lora_weights='pissa'"),
         (dict(something_new=[1]), "something_new="),
         (dict(r=3), "is .*, not"),
+        (dict(layers_to_transform=None), "has nothing of model.layers.1.self_attn.q_proj"),
         (dict(base_model_name_or_path=None), "no base_model_name_or_path"),
         ("lm_head", "lm_head.lora_A.weight"),
     ],
@@ -248,6 +251,7 @@ def test_a_run_resumes_generates_merges_and_exports(
 def test_refused(tmp_path, change, message):
     base = random_base(tmp_path / "base", "llama")
     raw = dict(peft_type="LORA", r=2, lora_alpha=2, bias="none", base_model_name_or_path=str(base))
+    raw |= dict(target_modules=["q_proj"], layers_to_transform=[0])
     name = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
     arrays = {name.format(x): np.ones(s, np.float32) for x, s in (("A", (2, 32)), ("B", (32, 2)))}
     if change == "lm_head":
