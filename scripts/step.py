@@ -1,4 +1,4 @@
-"""Times full fine-tuning steps of decoders with random weights on this machine's GPU.
+"""Times full fine-tuning steps of decoders with random weights on this machine's GPUs.
 
     python scripts/step.py 1b 32768 --out rows.json --memory.remat=save_attention
 
@@ -123,8 +123,10 @@ def main() -> None:
         settings={
             k: v
             for k, v in flatten(config).items()
-            if k.startswith(("memory.", "optimizer.", "adapter.", "train.")) and v != flatten(Config())[k]
+            if k.startswith(("memory.", "optimizer.", "adapter.", "train.", "parallel."))
+            and v != flatten(Config())[k]
         },
+        devices=task.mesh.size,
         attention=task.attention()[0],
         **measure(task, args.steps, args.profile, args.warmup),
     )
