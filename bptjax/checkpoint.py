@@ -178,8 +178,8 @@ class Checkpoints:
         return ocp.CheckpointManager(self.directory, options=options)
 
     def _write_manifest(self) -> None:
-        """Called by orbax's thread, of process 0, when every file is written
-        and the directory not yet renamed."""
+        """Called by orbax's thread, of process 0, when every file is written and the directory not
+        yet renamed."""
         path = self.directory / f"{self._step}{HALF_WRITTEN}"
         files = [str(f.relative_to(path)) for f in path.glob("*/**/*") if f.is_file()]
         (path / MANIFEST).write_text(json.dumps(_checksums(path, files), indent=1))

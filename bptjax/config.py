@@ -54,10 +54,12 @@ class TrainConfig:
             ("per_device_train_batch_size", 1),
             ("gradient_accumulation_steps", 1),
             ("eval_steps", 0),
+            ("eval_batches", 1),
             ("sample_tokens", 0),
         ):
-            if getattr(self, name) < least:
-                raise ValueError(f"train.{name}={getattr(self, name)} is less than {least}")
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"train.{name}={value} is less than {least}")
 
 
 @dataclass(frozen=True)
@@ -204,7 +206,7 @@ def to_yaml(config: Config) -> str:
 
 
 def claim(run_dir: Path, config: Config) -> None:
-    """Makes `run_dir` this config's own, or finds that it is.
+    """Makes `run_dir` this config's own, or finds that it is and changes nothing.
 
     Raises:
       ValueError: the directory belongs to another config, or holds something else.
@@ -225,8 +227,19 @@ def claim(run_dir: Path, config: Config) -> None:
                 f"{run_dir} belongs to a run with {key}={theirs.get(key)}, and this one has "
                 f"{ours.get(key)}; choose another run_dir"
             )
-    elif run_dir.exists() and any(run_dir.iterdir()):
+        return
+    if run_dir.exists() and any(run_dir.iterdir()):
         raise ValueError(f"{run_dir} is not empty and holds no run; choose another run_dir")
+    record(run_dir, config)
+
+
+def record(run_dir: Path, config: Config) -> None:
+    """Writes `config.yaml`, whole or not at all.
+
+    Raises:
+      OSError: it cannot be written.
+    """
+    file = run_dir / "config.yaml"
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         fresh = file.with_suffix(".tmp")

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from bptjax.checkpoint import Checkpoints
-from bptjax.config import Config, claim, to_yaml
+from bptjax.config import Config, claim, record, to_yaml
 from bptjax.data.loader import TrainIterator, eval_loader, open_split, train_loader
 from bptjax.data.text import byte_baselines
 from bptjax.data.tokenizer import ByteTokenizer, Tokenizer, make_tokenizer
@@ -216,7 +216,6 @@ def fit(run: Run) -> int:
         stack.enter_context(_out_of_memory(run))
         restored = checkpoints.restore(task.saved(task.abstract_state()))
         start, state, extra = restored or (0, None, {"tokens_seen": 0})
-        state = task.init_state() if state is None else task.resumed(state)
         if restored:
             if extra.get("rows", task.rows) != task.rows:
                 raise ValueError(
@@ -226,6 +225,10 @@ def fit(run: Run) -> int:
                 )
             run.check_base(extra.get("base"))
             run.batches.set_state(extra["data"])
+        if first:
+            # Not before: what is refused leaves the run as it was.
+            record(run.directory, config)
+        state = task.init_state() if state is None else task.resumed(state)
         writer = progress = Silence()
         if first:
             writer = JsonlWriter(run.directory, resume_step=start if restored else None)

@@ -1,4 +1,4 @@
-"""Times full fine-tuning steps of decoders with random weights on this machine's GPU.
+"""Times full fine-tuning steps of decoders with random weights on this machine's GPUs.
 
     python scripts/step.py 1b 32768 --out rows.json --memory.remat=save_attention
 
@@ -61,7 +61,7 @@ DECODERS = {
     ),
 }
 # Groups of keys that a row tells, where they are not as they are by default.
-SETTINGS = ("memory.", "optimizer.", "adapter.", "train.")
+SETTINGS = ("memory.", "optimizer.", "adapter.", "train.", "parallel.")
 DEFAULTS = ("--train.dtype=bfloat16", "--train.param_dtype=bfloat16", "--train.max_steps=100")
 
 
@@ -127,6 +127,7 @@ def main() -> None:
             for k, v in flatten(config).items()
             if k.startswith(SETTINGS) and v != flatten(Config())[k]
         },
+        devices=task.mesh.size,
         attention=task.attention()[0],
         **measure(task, args.steps, args.profile, args.warmup),
     )

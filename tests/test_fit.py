@@ -197,7 +197,8 @@ BAD = {
     "no gpu": (["--device", "gpu"], 'pip install -e ".[gpu]"'),
     "offload from a CPU": (["--memory.offload", "0.5"], "memory.offload=0.5 moves from a GPU"),
     "no such attention": (["--memory.attention", "quick"], "'quick'"),
-    "no sequence strategy": (
+    "no batches to evaluate on": (["--train.eval_batches", "0"], "train.eval_batches=0 is less"),
+    "no such mesh": (
         ["--parallel.fsdp", "1", "--parallel.sp", "1", "--parallel.dp", "3"],
         "dp=3",
     ),
@@ -253,6 +254,20 @@ def test_another_config_does_not_write_over_a_run(arguments, uninterrupted, caps
     assert main([*arguments, "--run_dir", str(uninterrupted), "--model.num_layers", "2"]) == 2
     assert "model.num_layers=1, and this one has 2" in capsys.readouterr().err
     assert {p: p.read_bytes() for p in uninterrupted.glob("*.*")} == before
+
+
+def test_a_refused_sitting_leaves_the_config_as_it_was(arguments, uninterrupted, capsys):
+    """Another number of rows, or a run that another process is at."""
+    before = (uninterrupted / "config.yaml").read_bytes()
+    command = [*arguments, "--run_dir", str(uninterrupted)]
+    assert main([*command, "--train.gradient_accumulation_steps", "3"]) == 2
+    assert "rows, and here" in capsys.readouterr().err
+    handle = os.open(uninterrupted, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    assert main([*command, "--memory.ffn_chunk", "7"]) == 2
+    os.close(handle)
+    assert "another process is running in" in capsys.readouterr().err
+    assert (uninterrupted / "config.yaml").read_bytes() == before
 
 
 def test_two_processes_do_not_share_a_run(arguments, tmp_path, capsys):

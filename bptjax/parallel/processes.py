@@ -87,7 +87,12 @@ def find_place(config: ParallelConfig, environment: Mapping[str, str]) -> Place 
     count, index = (_number(config, name, environment) for name in VARIABLES)
     local: Sequence[int] | None = None
     if devices := environment.get("JAX_LOCAL_DEVICE_IDS"):
-        local = [int(number) for number in devices.split(",")]
+        try:
+            local = [int(number) for number in devices.split(",")]
+        except ValueError as error:
+            raise ValueError(
+                f"JAX_LOCAL_DEVICE_IDS={devices} in the environment is not numbers, as 0,1"
+            ) from error
     for size, rank in ON_HOST.items():
         if local is None and _integer(size, environment, 1) > 1:
             local = [_integer(rank, environment, 0)]

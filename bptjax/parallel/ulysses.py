@@ -42,7 +42,7 @@ def forward(
     of so many neighbours; of `places`, the positions of whole rows, the mask has what it needs."""
     group = _Group(axis, devices or jax.lax.axis_size(axis))
     score = group.some_heads(score, q.shape[2])
-    q, k, v = group.to_heads(q), *(group.to_heads(group.repeat(x, q)) for x in (k, v))
+    q, k, v = group.to_heads(q), *(group.to_heads(group.repeat(x)) for x in (k, v))
     out, lse = kernel.forward(q, k, v, score, **chunks)
     return Partial(group.to_tokens(out), group.to_tokens(lse))
 
@@ -64,7 +64,7 @@ def backward(
     """Gradients of this device's queries, keys and values."""
     group = _Group(axis, devices or jax.lax.axis_size(axis))
     score, (B, S, K, H) = group.some_heads(score, q.shape[2]), k.shape
-    k, v = (group.to_heads(group.repeat(x, q)) for x in (k, v))
+    k, v = (group.to_heads(group.repeat(x)) for x in (k, v))
     q, out, lse, dout = (group.to_heads(x) for x in (q, out, lse, dout))
     gradients = kernel.backward(q, k, v, out, lse, dout, score, **chunks)
     dq, dk, dv = (group.to_tokens(x) for x in gradients)
@@ -94,11 +94,11 @@ class _Group:
         """`[B, T, N / n, ...]` to `[B, T / n, N, ...]`."""
         return jax.lax.all_to_all(x, split_axis=1, concat_axis=2, **self._across)
 
-    def repeat(self, x: Array, q: Array) -> Array:
-        """Key heads in the least number that the devices divide and the query heads allow."""
-        K, N = x.shape[2], q.shape[2]
-        heads = math.lcm(K, self.devices)
-        return jnp.repeat(x, (heads if N % heads == 0 else N) // K, axis=2)
+    def repeat(self, x: Array) -> Array:
+        """Key heads in the least number that the devices divide; it divides that of query heads,
+        as both do."""
+        K = x.shape[2]
+        return jnp.repeat(x, math.lcm(K, self.devices) // K, axis=2)
 
     def some_heads(self, score: Score, heads: int) -> Score:
         """The score of this device's heads over whole rows; what is NumPy in it is whole

@@ -328,6 +328,7 @@ REFUSED = {
     "no coordinator": ({"WORLD_SIZE": "2", "RANK": "0"}, "coordinator=None, .*all three"),
     "no port": (JAX | {"JAX_COORDINATOR_ADDRESS": "node8"}, "coordinator=node8 is not host:port"),
     "no number": (TORCHRUN | {"RANK": "first"}, "RANK=first in the environment is not a number"),
+    "no devices": (JAX | {"JAX_LOCAL_DEVICE_IDS": "0-3"}, "JAX_LOCAL_DEVICE_IDS=0-3 in the env"),
     "out of range": (TORCHRUN | {"RANK": "4"}, "num_processes=4, process_id=4: "),
 }
 
