@@ -266,13 +266,17 @@ class _Loop:
             return
         if self.done == 0:
             self.eval()
-        step = None
+        steps: dict[tuple, Callable] = {}
         votes: deque[Any] = deque([0] if jax.process_count() > 1 else [])
         while self.done < total and not self.stopped:
             batch = self.next_batch()
             placed = task.put(batch, config.train.gradient_accumulation_steps)
-            step = step or self.compile(placed)
-            self.state, metrics = step(self.state, placed)
+            shape = placed["tokens"].shape
+            if shape not in steps:
+                self.flush()
+                steps[shape] = self.compile(placed, tell=not steps)
+                self.throughput.resume()
+            self.state, metrics = steps[shape](self.state, placed)
             self.flush()
             self.done += 1
             self.pending = (self.done, metrics, *_work(batch), self.run.batches.get_state())
@@ -294,13 +298,15 @@ class _Loop:
         except ValueError as error:
             raise RunFailed(f"step {self.done + 1}: {error}") from error
 
-    def compile(self, batch) -> Callable:
-        """The compiled step; says what it will need."""
+    def compile(self, batch, tell: bool) -> Callable:
+        """The compiled step; with `tell`, says what it will need."""
         compiled = self.run.task.compile_step(self.state, batch)
         needs = compiled.memory_analysis()
         offload = self.run.config.memory.offload
         if offload and not (needs and needs.host_temp_size_in_bytes):
             raise RunFailed(f"memory.offload={offload} moves nothing to host memory here")
+        if not tell:
+            return compiled
         text = f"model: {self.parameters:,} parameters"
         if self.trained < self.parameters:
             share = self.trained / self.parameters
@@ -395,8 +401,8 @@ def report(run: Run, state: TrainState, text: str, say: Callable[[str], None]) -
     losses = [
         r["eval/loss"] for r in read_metrics(run.directory / "metrics.jsonl") if "eval/loss" in r
     ]
-    if losses and isinstance(run.tokenizer, ByteTokenizer) and config.train.eval_batches is None:
-        texts = list(run.held_out)
+    texts = list(run.held_out) if losses and config.train.eval_batches is None else []
+    if isinstance(run.tokenizer, ByteTokenizer) and texts and isinstance(texts[0], str):
         size = sum(len(run.tokenizer.encode(text)) for text in texts)
         labels = sum(int((b["labels"] != -100).sum()) for b in run.eval_batches())
         before, after = (losses[i] * labels / size / math.log(2) for i in (0, -1))
