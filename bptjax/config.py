@@ -32,6 +32,8 @@ class TrainConfig:
       z_loss: weight of the squared log-normaliser.
       eval_steps: steps between evaluations; 0 evaluates before and after training only.
       eval_batches: evaluate on no more than that many batches.
+      eval_predictions: at each evaluation, the model answers so many held-out chats, the likeliest
+        token each time; to predictions.jsonl.
       sample_tokens: length of the sample that is printed at the end; 0 prints none. It
         ends at seq_len: what lies beyond was not trained.
     """
@@ -45,6 +47,7 @@ class TrainConfig:
     z_loss: float = 0.0
     eval_steps: int = 0
     eval_batches: int | None = None
+    eval_predictions: int = 0
     sample_tokens: int = 0
 
     def __post_init__(self):
@@ -55,6 +58,7 @@ class TrainConfig:
             ("gradient_accumulation_steps", 1),
             ("eval_steps", 0),
             ("eval_batches", 1),
+            ("eval_predictions", 0),
             ("sample_tokens", 0),
         ):
             value = getattr(self, name)

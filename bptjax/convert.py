@@ -16,8 +16,14 @@ import numpy as np
 from bptjax.config import fail
 from bptjax.hf.config import exported, from_scratch, is_bare, read_json
 from bptjax.hf.io import NAMES, Writer, copy_companions, whole, write_hf
-from bptjax.hf.peft import write_peft
-from bptjax.hf.pretrained import COMPANIONS, Pretrained, find, open_pretrained
+from bptjax.hf.pretrained import (
+    COMPANIONS,
+    Pretrained,
+    export_adapter,
+    find,
+    open_adapter,
+    open_pretrained,
+)
 from bptjax.lora import linears, merged
 from bptjax.models.config import EncoderConfig, ModelConfig
 from bptjax.models.decoder import Decoder
@@ -63,7 +69,7 @@ def merge_adapter(source: str, out: Path, *, dtype: str | None, max_shard_size: 
     Raises:
       ValueError: what is wrong with it, in one line; nothing is left of `out`.
     """
-    model = _adapter(source)
+    model = open_adapter(source)
     assert model.adapters is not None
     config, values = model.adapters.config, model.adapters.values
     contracted = linears(jax.eval_shape(lambda key: Decoder(model.config, key), jax.random.key(0)))
@@ -77,29 +83,6 @@ def merge_adapter(source: str, out: Path, *, dtype: str | None, max_shard_size: 
         return np.asarray(merge(jnp.asarray(w), adapter, contracted=contracted[path]))
 
     _write(model, out, read, dtype, max_shard_size)
-    return model
-
-
-def export_adapter(source: str, out: Path) -> Pretrained:
-    """Writes the adapters of a run's newest checkpoint as PEFT reads them.
-
-    Raises:
-      ValueError: what is wrong with it, in one line; nothing is left of `out`.
-    """
-    model = _adapter(source)
-    assert model.adapters is not None and model.family is not None
-    base = str(model.config.name_or_path)
-    with whole(out) as directory:
-        write_peft(directory, model.adapters, model.family, model.config, base)
-    return model
-
-
-def _adapter(source: str) -> Pretrained:
-    model = open_pretrained(ModelConfig(name_or_path=source))
-    if model.adapters is None:
-        raise ValueError(f"{source} is no adapter")
-    if model.family is None:
-        raise ValueError(f"{source} is an adapter of a model of no Hugging Face family")
     return model
 
 

@@ -3,6 +3,7 @@
 import fcntl
 import math
 import os
+import shutil
 import signal
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -18,12 +19,13 @@ import numpy as np
 
 from bptjax.checkpoint import Checkpoints
 from bptjax.config import Config, claim, record, to_yaml
+from bptjax.data.chat import Chat, question
 from bptjax.data.loader import TrainIterator, eval_loader, open_split, train_loader
 from bptjax.data.text import byte_baselines
 from bptjax.data.tokenizer import ByteTokenizer, Tokenizer, make_tokenizer
 from bptjax.generation import Sampling, generate
 from bptjax.hf.io import copy_companions, fingerprint
-from bptjax.hf.pretrained import COMPANIONS, find, open_pretrained
+from bptjax.hf.pretrained import COMPANIONS, export_adapter, find, open_pretrained
 from bptjax.lora import AdapterConfig
 from bptjax.metrics import (
     JsonlWriter,
@@ -41,6 +43,8 @@ from bptjax.trainer import Task, TrainState
 
 # Dense bf16 matmul peaks, FLOP/s, by the device's name: what MFU is counted against.
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
+# What a run of adapters leaves for PEFT.
+ADAPTER = "adapter"
 
 
 class RunFailed(RuntimeError):
@@ -59,6 +63,22 @@ class Run:
     held_out: Any
     batches: TrainIterator
     notes: list[str]
+
+    @cached_property
+    def questions(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        """(prompt, answer) of the first `train.eval_predictions` held-out chats, token ids.
+
+        Raises:
+          ValueError: what is held out are no chats.
+        """
+        data, count = self.config.data, self.config.train.eval_predictions
+        chats = [self.held_out[i] for i in range(min(count, len(self.held_out)))]
+        if count and not all(isinstance(chat, Chat) for chat in chats or [None]):
+            raise ValueError(
+                f"train.eval_predictions={count} needs held-out chats; see data.format and "
+                "data.eval_fraction"
+            )
+        return [question(chat, self.tokenizer, data.source_max_len) for chat in chats]
 
     @property
     def directory(self) -> Path:
@@ -158,13 +178,15 @@ def prepare(config: Config) -> Run:
                 f"train.seq_len={config.train.seq_len} is beyond the {reach} positions of the "
                 "checkpoint; model.rope_parameters scales them, model.max_positions records it"
             )
+    run = Run(config, task, tokenizer, held_out, batches, notes)
+    _ = run.questions  # Refuses what is no chat.
     same(to_yaml(replace(config, parallel=ParallelConfig())) + "".join(notes), "a config or data")
     if jax.process_index() == 0:
         claim(Path(config.run_dir), config)
         tokenizer.save(config.run_dir)
         if companions is not None:
             copy_companions(companions, Path(config.run_dir) / COMPANIONS)
-    return Run(config, task, tokenizer, held_out, batches, notes)
+    return run
 
 
 def _check_adapter(config: Config, task: Task) -> None:
@@ -229,22 +251,30 @@ def fit(run: Run) -> int:
             # Not before: what is refused leaves the run as it was.
             record(run.directory, config)
         state = task.init_state() if state is None else task.resumed(state)
-        writer = progress = Silence()
+        writer = predictions = progress = Silence()
         if first:
-            writer = JsonlWriter(run.directory, resume_step=start if restored else None)
+            since = start if restored else None
+            writer = JsonlWriter(run.directory, resume_step=since)
+            if run.questions:
+                predictions = JsonlWriter(
+                    run.directory, name="predictions.jsonl", resume_step=since
+                )
             progress = Progress(run.directory, config.train.max_steps)
         stack.callback(writer.close)
+        stack.callback(predictions.close)
         stack.enter_context(progress)
         stopped = stack.enter_context(_signals())
         for note in run.notes if start < config.train.max_steps else ():
             progress.log(note)
         if restored:
             progress.log(f"resumed at step {start} of {config.train.max_steps} in {run.directory}")
-        loop = _Loop(run, checkpoints, writer, progress, state, start, extra["tokens_seen"])
+        tokens_seen = extra["tokens_seen"]
+        loop = _Loop(run, checkpoints, writer, predictions, progress, state, start, tokens_seen)
         loop.train(stopped)
         if not loop.stopped:
             text = sample(run, loop.state) if config.train.sample_tokens else ""
             if first:
+                export(run)
                 report(run, loop.state, text, progress.log)
     part()
     return 128 + loop.stopped if loop.stopped else 0
@@ -253,8 +283,11 @@ def fit(run: Run) -> int:
 class _Loop:
     """Steps, with the metrics of each one read while the next one runs."""
 
-    def __init__(self, run: Run, checkpoints, writer, progress, state, start, tokens_seen):
-        self.run, self.checkpoints, self.writer, self.progress = run, checkpoints, writer, progress
+    def __init__(
+        self, run: Run, checkpoints, writer, predictions, progress, state, start, tokens_seen
+    ):
+        self.run, self.checkpoints, self.progress = run, checkpoints, progress
+        self.writer, self.predictions = writer, predictions
         self.state: TrainState = state
         self.done, self.tokens_seen, self.last_saved = start, tokens_seen, start or None
         self.pending: tuple[int, dict, int, float, dict] | None = None
@@ -273,13 +306,17 @@ class _Loop:
             return
         if self.done == 0:
             self.eval()
-        step = None
+        steps: dict[tuple, Callable] = {}
         votes: deque[Any] = deque([0] if jax.process_count() > 1 else [])
         while self.done < total and not self.stopped:
             batch = self.next_batch()
             placed = task.put(batch, config.train.gradient_accumulation_steps)
-            step = step or self.compile(placed)
-            self.state, metrics = step(self.state, placed)
+            shape = placed["tokens"].shape
+            if shape not in steps:
+                self.flush()
+                steps[shape] = self.compile(placed, tell=not steps)
+                self.throughput.resume()
+            self.state, metrics = steps[shape](self.state, placed)
             self.flush()
             self.done += 1
             self.pending = (self.done, metrics, *_work(batch), self.run.batches.get_state())
@@ -301,13 +338,15 @@ class _Loop:
         except ValueError as error:
             raise RunFailed(f"step {self.done + 1}: {error}") from error
 
-    def compile(self, batch) -> Callable:
-        """The compiled step; says what it will need."""
+    def compile(self, batch, tell: bool) -> Callable:
+        """The compiled step; with `tell`, says what it will need."""
         compiled = self.run.task.compile_step(self.state, batch)
         needs = compiled.memory_analysis()
         offload = self.run.config.memory.offload
         if offload and not (needs and needs.host_temp_size_in_bytes):
             raise RunFailed(f"memory.offload={offload} moves nothing to host memory here")
+        if not tell:
+            return compiled
         text = f"model: {self.parameters:,} parameters"
         if self.trained < self.parameters:
             share = self.trained / self.parameters
@@ -373,12 +412,23 @@ class _Loop:
         return found
 
     def eval(self) -> None:
-        """Held-out loss, before the first step as well."""
+        """Held-out loss, and answers to held-out chats, before the first step as well."""
         if not len(self.run.held_out):
             return
         loss = self.evaluate(self.state.model, self.run.eval_batches())
-        self.writer.write(self.done, {"eval/loss": loss, "train/tokens_seen": self.tokens_seen})
-        self.progress.log(f"step {self.done}: eval/loss {loss:.4f}")
+        metrics = {"eval/loss": loss, "train/tokens_seen": self.tokens_seen}
+        text = f"step {self.done}: eval/loss {loss:.4f}"
+        if self.run.questions:
+            found = answers(self.run, self.state)
+            for one in found:
+                self.predictions.write(self.done, one)
+            metrics["eval/exact_match"] = float(
+                np.mean([one["prediction"] == one["reference"] for one in found])
+            )
+            text += f", eval/exact_match {metrics['eval/exact_match']:.3f}; for "
+            text += f"{found[0]['reference'][:60]!r} it writes {found[0]['prediction'][:60]!r}"
+        self.writer.write(self.done, metrics)
+        self.progress.log(text)
         self.throughput.resume()
 
     def save(self) -> None:
@@ -396,14 +446,23 @@ class _Loop:
         self.throughput.resume()
 
 
+def export(run: Run) -> None:
+    """`adapter/` as PEFT reads it, where adapters of a Hugging Face family's model were trained."""
+    pretrained = run.task.pretrained
+    if run.base is None or pretrained is None or pretrained.family is None:
+        return
+    shutil.rmtree(run.directory / ADAPTER, ignore_errors=True)
+    export_adapter(str(run.directory), run.directory / ADAPTER)
+
+
 def report(run: Run, state: TrainState, text: str, say: Callable[[str], None]) -> None:
     """What came of it: held-out loss (for bytes, in bits beside the baselines), sample, files."""
     config = run.config
     losses = [
         r["eval/loss"] for r in read_metrics(run.directory / "metrics.jsonl") if "eval/loss" in r
     ]
-    if losses and isinstance(run.tokenizer, ByteTokenizer) and config.train.eval_batches is None:
-        texts = list(run.held_out)
+    texts = list(run.held_out) if losses and config.train.eval_batches is None else []
+    if isinstance(run.tokenizer, ByteTokenizer) and texts and isinstance(texts[0], str):
         size = sum(len(run.tokenizer.encode(text)) for text in texts)
         labels = sum(int((b["labels"] != -100).sum()) for b in run.eval_batches())
         before, after = (losses[i] * labels / size / math.log(2) for i in (0, -1))
@@ -417,8 +476,36 @@ def report(run: Run, state: TrainState, text: str, say: Callable[[str], None]) -
         say("sample: " + text)
     plot_loss(run.directory / "metrics.jsonl", run.directory / "loss.png")
     say(f"checkpoint: {run.directory / 'checkpoints' / str(int(state.step))}")
+    if (run.directory / ADAPTER).exists():
+        say(f"adapter:    {run.directory / ADAPTER}")
     say(f"metrics:    {run.directory / 'metrics.jsonl'}")
     say(f"plot:       {run.directory / 'loss.png'}")
+
+
+def answers(run: Run, state: TrainState) -> list[dict[str, str]]:
+    """`prompt`, `prediction` and `reference` of each of the run's questions. A prediction ends with
+    the longest reference, which no longer one could equal.
+    """
+    prompts, wanted = zip(*run.questions, strict=True)
+    with jax.set_mesh(run.task.mesh):
+        new = generate(
+            state.model,
+            prompts,
+            new_tokens=max(map(len, wanted)),
+            sampling=Sampling(temperature=0.0),
+            stop=run.tokenizer.stop_ids,
+            dtype=run.task.dtype,
+        )
+        written = np.stack(list(new), axis=1)
+
+    def text(ids):
+        ends = np.flatnonzero(np.isin(ids, run.tokenizer.stop_ids))
+        return run.tokenizer.decode(ids[: ends[0] if ends.size else None]).strip()
+
+    return [
+        {"prompt": run.tokenizer.decode(p), "prediction": text(w), "reference": text(r)}
+        for p, w, r in zip(prompts, written, wanted, strict=True)
+    ]
 
 
 def sample(run: Run, state: TrainState) -> str:

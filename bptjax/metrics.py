@@ -28,14 +28,16 @@ def read_metrics(path: Path | str) -> Iterator[dict[str, Any]]:
 
 
 class JsonlWriter:
-    """Appends one JSON object a record to `<run_dir>/metrics.jsonl`, on disk when `write` returns.
+    """Appends one JSON object a record to `<run_dir>/<name>`, on disk when `write` returns.
 
     Continues after `resume_step`: the records of later steps, which the run will take again, are
     dropped. None starts an empty file.
     """
 
-    def __init__(self, run_dir: Path | str, *, resume_step: int | None = None):
-        path = Path(run_dir) / "metrics.jsonl"
+    def __init__(
+        self, run_dir: Path | str, *, name: str = "metrics.jsonl", resume_step: int | None = None
+    ):
+        path = Path(run_dir) / name
         kept = []
         if resume_step is not None and path.exists():
             kept = [r for r in read_metrics(path) if r["step"] <= resume_step]
@@ -45,7 +47,9 @@ class JsonlWriter:
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Values are numbers or arrays of one. JSON has no NaN: non-finite values become null."""
+        """Values are numbers, arrays of one, or texts. JSON has no NaN: non-finite values become
+        null.
+        """
         record = {name: _plain(value) for name, value in metrics.items()}
         self._file.write(json.dumps({"step": step, **record}, allow_nan=False) + "\n")
         self._file.flush()

@@ -6,14 +6,18 @@ import json
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-Document = str | np.ndarray
+from bptjax.data.chat import Chat, read_chat, recognise
 
-EXTENSIONS = (".txt", ".md", ".py", ".jsonl", ".parquet")
+Document = str | np.ndarray | Chat
+
+RECORDS = (".jsonl", ".json", ".parquet")
+EXTENSIONS = (".txt", ".md", ".py", *RECORDS)
 CODECS = {".gz": "gzip", ".zst": "zstd"}
 PARQUET_CACHE_BYTES = 2**30
 
@@ -23,13 +27,16 @@ def extension(path: Path) -> str:
     return Path(path.stem).suffix if path.suffix in CODECS else path.suffix
 
 
-def document(row: object, text_key: str, where: str) -> Document:
-    """The text of a row, or else its token ids as int32.
+def document(row: object, where: str, *, text_key: str, format: str = "text") -> Document:
+    """The text of a row, or else its token ids as int32; or the chat, where it is of such a
+    `format` (`auto`: has the fields of one).
 
     Raises:
-      ValueError: the row holds neither; names the keys that it does hold.
+      ValueError: the row holds none of these; names the keys that it does hold.
     """
     fields = row if isinstance(row, dict) else {}
+    if chat := recognise(fields, format):
+        return read_chat(fields, chat, where)
     if isinstance(fields.get(text_key), str):
         return fields[text_key]
     if "input_ids" in fields:
@@ -38,15 +45,15 @@ def document(row: object, text_key: str, where: str) -> Document:
             return ids.astype(np.int32)
     raise ValueError(
         f"{where}: no text in {text_key!r} and no token ids in 'input_ids', only {sorted(fields)}; "
-        "set data.text_key to the field with the text (chat formats are not read)"
+        "set data.text_key to the field with the text, or see data.format"
     )
 
 
 class TextFile(Sequence[Document]):
     """A text file, whole or by records; `spans` [n, 2] are the records' byte offsets."""
 
-    def __init__(self, path: Path, sample_by: str, text_key: str):
-        self.path, self.text_key, self.data = path, text_key, None
+    def __init__(self, path: Path, sample_by: str, read: Callable[[object, str], Document]):
+        self.path, self.read, self.data = path, read, None
         self.json = extension(path) == ".jsonl"
         self.whole = sample_by == "document" and not self.json
         if self.whole:
@@ -60,13 +67,7 @@ class TextFile(Sequence[Document]):
     def _open(self):
         if self.data is not None:
             return io.BytesIO(self.data)
-        if self.path.suffix not in CODECS:
-            return open(self.path, "rb")
-        try:
-            with pa.input_stream(self.path, compression=CODECS[self.path.suffix]) as stream:
-                return io.BytesIO(stream.read())
-        except OSError as error:
-            raise ValueError(f"{self.path}: cannot be decompressed ({error})") from error
+        return _opened(self.path)
 
     def __len__(self) -> int:
         return len(self.spans)
@@ -79,10 +80,40 @@ class TextFile(Sequence[Document]):
             data = file.read(-1 if self.whole else stop - start)
         try:
             text = data.decode() if self.whole else data.decode().rstrip("\r\n")
-            row = json.loads(text) if self.json else {self.text_key: text}
+            row = json.loads(text) if self.json else None
         except ValueError as error:  # Not UTF-8, or not JSON.
             raise ValueError(f"{where}: {error}") from error
-        return document(row, self.text_key, where)
+        return self.read(row, where) if self.json else text
+
+
+class JsonList(Sequence[Document]):
+    """A JSON list of records, which stay in memory."""
+
+    def __init__(self, path: Path, read: Callable[[object, str], Document]):
+        self.path, self.read = path, read
+        with _opened(path) as file:
+            try:
+                self.rows = json.load(file)
+            except ValueError as error:
+                raise ValueError(f"{path}: {error}") from error
+        if not isinstance(self.rows, list):
+            raise ValueError(f"{path}: no list of records; one record a line is .jsonl")
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Document:
+        return self.read(self.rows[index], f"{self.path}, record {index + 1}")
+
+
+def _opened(path: Path) -> BinaryIO:
+    if path.suffix not in CODECS:
+        return open(path, "rb")
+    try:
+        with pa.input_stream(path, compression=CODECS[path.suffix]) as stream:
+            return io.BytesIO(stream.read())
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be decompressed ({error})") from error
 
 
 def _spans(file: Iterable[bytes], *, paragraphs: bool) -> np.ndarray:
@@ -101,41 +132,61 @@ def _spans(file: Iterable[bytes], *, paragraphs: bool) -> np.ndarray:
 
 
 class RowGroup(Sequence[Document]):
-    """One row group of a parquet file; `read(path, group, column)` decodes it."""
+    """One row group of a parquet file.
 
-    def __init__(self, path: Path, group: int, rows: int, column: str, read: Callable):
-        self.path, self.group, self.rows, self.column, self.read = path, group, rows, column, read
+    Attributes:
+      decode: the group as a table.
+      read: a row, and where it is, to a document.
+    """
+
+    def __init__(self, where: str, rows: int, decode: Callable, read: Callable):
+        self.where, self.rows, self.decode, self.read = where, rows, decode, read
 
     def __len__(self) -> int:
         return self.rows
 
     def __getitem__(self, index: int) -> Document:
-        cell = self.read(self.path, self.group, self.column)[index]
-        value = cell.as_py() if self.column != "input_ids" or not cell.is_valid else cell.values
-        where = f"{self.path}, row group {self.group}, row {index + 1}"
-        return document({self.column: value}, self.column, where)
+        row = {}
+        for column, values in zip(*self.decode(), strict=True):
+            cell = values[index]
+            arrays = column == "input_ids" and cell.is_valid
+            row[column] = cell.values if arrays else cell.as_py()
+        return self.read(row, f"{self.where}, row {index + 1}")
 
 
-def row_groups(paths: Sequence[Path], text_key: str) -> list[RowGroup]:
+def row_groups(paths: Sequence[Path], text_key: str, format: str) -> list[RowGroup]:
     """The row groups of parquet files, with one cache of about 1 GiB of decoded groups."""
-    found: list[tuple[Path, int, int, str]] = []
+    found: list[tuple[Path, int, int, tuple[str, ...]]] = []
     largest = 1
     for path in paths:
         try:
             metadata = pq.read_metadata(path)
         except (OSError, pa.ArrowInvalid) as error:
             raise ValueError(f"{path}: not a parquet file ({error})") from error
-        names = set(metadata.schema.to_arrow_schema().names)
-        column = text_key if text_key in names else "input_ids"
-        if column not in names:
-            document(dict.fromkeys(names), text_key, str(path))
+        names = metadata.schema.to_arrow_schema().names
+        chat = recognise(names, format)
+        text = text_key if text_key in names else "input_ids"
+        wanted = (*chat.fields, *chat.optional) if chat else (text,)
+        columns = tuple(name for name in wanted if name in names)
+        if not columns:
+            document(dict.fromkeys(names), str(path), text_key=text_key, format=format)
         for group in range(metadata.num_row_groups):
             largest = max(largest, metadata.row_group(group).total_byte_size)
-            found.append((path, group, metadata.row_group(group).num_rows, column))
-    read = functools.lru_cache(max(2, PARQUET_CACHE_BYTES // largest))(_read_row_group)
-    return [RowGroup(path, group, rows, column, read) for path, group, rows, column in found]
+            found.append((path, group, metadata.row_group(group).num_rows, columns))
+    decode = functools.lru_cache(max(2, PARQUET_CACHE_BYTES // largest))(_read_row_group)
+    read = functools.partial(document, text_key=text_key, format=format)
+    return [
+        RowGroup(
+            f"{path}, row group {group}",
+            rows,
+            functools.partial(decode, path, group, columns),
+            read,
+        )
+        for path, group, rows, columns in found
+    ]
 
 
-def _read_row_group(path: Path, group: int, column: str) -> pa.ChunkedArray:
+def _read_row_group(path: Path, group: int, columns: tuple[str, ...]) -> tuple:
     with pq.ParquetFile(path, memory_map=True) as file:
-        return file.read_row_group(group, columns=[column]).column(0)
+        table = file.read_row_group(group, columns=list(columns))
+    return columns, [table.column(name) for name in columns]

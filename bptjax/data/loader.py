@@ -11,8 +11,9 @@ import grain
 import numpy as np
 from grain import experimental as gx
 
+from bptjax.data.chat import Chat, encode
 from bptjax.data.files import Document
-from bptjax.data.packing import Example, buffer_rows, example, pack
+from bptjax.data.packing import Example, buffer_rows, example, grouped, pack
 from bptjax.data.text import open_documents, split_documents
 from bptjax.data.tokenizer import Tokenizer
 
@@ -30,9 +31,16 @@ class DataConfig:
       eval_fraction: Share of the documents to hold out (of the characters, if there is one).
       sample_by: What is a document in plain text.
       text_key: Field of a row that holds its text.
+      format: Of rows; see `chat.FORMATS`. `auto` tells by their fields, and takes what has those of
+        none for text.
+      train_on_source: Of chats, learn what is not an answer too.
+      source_max_len, target_max_len: Of chats, keep so many tokens of what comes before the first
+        answer, and so many from there on.
       tokenizer: `byte`, `char`, or a directory with a Hugging Face tokenizer; the checkpoint's, or
         `byte`, if left out.
       packing: How documents share rows; see `packing.pack`.
+      group_by_length: Rows of similar length make a batch, which is cut where its longest ends;
+        needs packing=none.
       shuffle: New order of documents and rows in each epoch.
       seed: Of the shuffle.
     """
@@ -42,10 +50,25 @@ class DataConfig:
     eval_fraction: float = 0.1
     sample_by: Literal["line", "paragraph", "document"] = "document"
     text_key: str = "text"
+    format: Literal[
+        "auto", "text", "messages", "alpaca", "self_instruct", "prompt_answer", "hh_rlhf"
+    ] = "auto"
+    train_on_source: bool = False
+    source_max_len: int | None = None
+    target_max_len: int | None = None
     tokenizer: str | None = None
     packing: Literal["none", "concat", "best_fit"] = "concat"
+    group_by_length: bool = False
     shuffle: bool = True
     seed: int = 0
+
+    def __post_init__(self):
+        for name in ("source_max_len", "target_max_len"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"data.{name}={value} is less than 1")
+        if self.group_by_length and self.packing != "none":
+            raise ValueError(f"data.group_by_length needs data.packing=none, not {self.packing}")
 
 
 def open_split(config: DataConfig) -> tuple[Sequence[Document], Sequence[Document]]:
@@ -55,7 +78,12 @@ def open_split(config: DataConfig) -> tuple[Sequence[Document], Sequence[Documen
 
     def read(key, path):
         try:
-            return open_documents(path, sample_by=config.sample_by, text_key=config.text_key)
+            return open_documents(
+                path,
+                sample_by=config.sample_by,
+                text_key=config.text_key,
+                format=config.format,
+            )
         except ValueError as error:
             raise ValueError(f"data.{key}: {error}") from error
 
@@ -101,27 +129,37 @@ def train_loader(
     shard_index: int = 0,
     shard_count: int = 1,
 ) -> TrainIterator:
-    """Batches without end: dicts of int32 [rows, T] as `packing.pack` describes them.
+    """Batches without end: dicts of int32 [rows, T] as `packing.pack` describes them, or
+    `packing.grouped`.
 
     The order depends on `config.seed` alone and is another one in each epoch. Of several processes,
     each reads the documents [shard_index::shard_count]. Nothing else bounds an epoch: a
     window of shuffled rows, or a packed row, may hold the end of one and the start of the next.
 
     Raises:
-      ValueError: the documents of this shard give fewer than `seq_len` labels, or a bad packing.
+      ValueError: the documents of this shard give fewer than `seq_len` labels or none that is
+        learnt, or a bad packing.
     """
-    examples = _examples(documents, tokenizer, shard_index, shard_count)
-    labels = pieces = 0
+    examples = _examples(documents, tokenizer, config, shard_index, shard_count)
+    labels = pieces = learnt = 0
     limit = buffer_rows(seq_len)
     for index in range(len(examples)):
-        length = len(examples[index]["labels"])
+        each = examples[index]["labels"]
+        length = len(each)
         labels, pieces = labels + length, pieces + -(-length // seq_len)
-        if labels >= seq_len and pieces >= limit:
+        learnt += int((each != -100).sum())
+        if labels >= seq_len and pieces >= limit and learnt:
             break
     if labels < seq_len:
         raise ValueError(
             f"the {len(examples)} training documents of shard {shard_index} of {shard_count} give "
             f"{labels} labels, fewer than seq_len={seq_len}; use a shorter one, or more text"
+        )
+    if not learnt:
+        raise ValueError("no token of the training documents is learnt: all answers are empty")
+    if config.group_by_length:
+        return TrainIterator(
+            grouped(examples, seq_len=seq_len, rows=rows, shuffle=config.shuffle, seed=config.seed)
         )
     # A window does not reach far beyond an epoch, nor beyond some thousand documents.
     window = min(limit, labels // seq_len if config.packing == "concat" else pieces)
@@ -152,17 +190,31 @@ def eval_loader(
 
     The last batch is filled with rows of padding. With `max_batches`, the pass ends early.
     """
-    examples = _examples(documents, tokenizer, shard_index, shard_count)
+    examples = _examples(documents, tokenizer, config, shard_index, shard_count)
     packed = pack(examples, packing=config.packing, seq_len=seq_len)
     batches = packed.batch(rows, batch_fn=functools.partial(_fill, rows=rows))
     return batches if max_batches is None else gx.LimitIterDataset(batches, max_batches)
 
 
 def _examples(
-    documents: Sequence[Document], tokenizer: Tokenizer, shard_index: int, shard_count: int
+    documents: Sequence[Document],
+    tokenizer: Tokenizer,
+    config: DataConfig,
+    shard_index: int,
+    shard_count: int,
 ) -> grain.MapDataset:
-    source = grain.MapDataset.source(documents)[shard_index::shard_count]
-    return source.map(functools.partial(example, tokenizer=tokenizer))
+    def one(document):
+        if not isinstance(document, Chat):
+            return example(document, tokenizer)
+        return encode(
+            document,
+            tokenizer,
+            source_max_len=config.source_max_len,
+            target_max_len=config.target_max_len,
+            train_on_source=config.train_on_source,
+        )
+
+    return grain.MapDataset.source(documents)[shard_index::shard_count].map(one)
 
 
 def _fill(batch: Sequence[Example], rows: int) -> Example:

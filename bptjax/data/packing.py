@@ -6,16 +6,18 @@ import grain
 import numpy as np
 from grain import experimental as gx
 
-from bptjax.data.files import Document
 from bptjax.data.tokenizer import Tokenizer
 
 PACKINGS = ("none", "concat", "best_fit")
 BUFFER_TOKENS = 2**22
+# Of batches grouped by length. Each width is compiled once.
+WIDTHS = 8
+GROUPED_BATCHES = 50
 
 Example = dict[str, np.ndarray]
 
 
-def example(document: Document, tokenizer: Tokenizer) -> Example:
+def example(document: str | np.ndarray, tokenizer: Tokenizer) -> Example:
     """`tokens` and their `labels`, the next tokens; each int32, one shorter than the document.
 
     Text gets BOS in front and EOS at the end where the tokeniser has them; token ids are used as
@@ -103,6 +105,55 @@ def pack(
         shuffled(pieces), length_struct=lengths, num_packing_bins=bins, shuffle_bins=False
     )
     return rows.map(_packed_row)
+
+
+def grouped(
+    examples: grain.MapDataset, *, seq_len: int, rows: int, shuffle: bool, seed: int
+) -> grain.IterDataset:
+    """Batches without end of rows of similar length, as `pack` makes them with `none`: [rows, T],
+    with T the least of `WIDTHS` widths up to `seq_len` that the longest row fits into.
+
+    Every epoch the rows are shuffled and each `GROUPED_BATCHES` batches of them sorted, longest
+    first, as Hugging Face's Trainer does. The longest of all is in the very first batch: if memory
+    does not suffice, it shows at once. Every example is read once beforehand.
+    """
+    lengths = [len(examples[index]["tokens"]) for index in range(len(examples))]
+    pieces = [
+        (index, start, min(start + seq_len, length))
+        for index, length in enumerate(lengths)
+        for start in range(0, length, seq_len)
+    ]
+    sizes, n = np.array([stop - start for _, start, stop in pieces]), len(pieces)
+    # Several groups even where there are few batches: one alone would not be shuffled.
+    group = rows * max(1, min(n // (4 * rows), GROUPED_BATCHES))
+    width = -(-seq_len // WIDTHS)
+
+    @functools.lru_cache(2)
+    def order(epoch):
+        found = np.arange(n)
+        if shuffle:
+            np.random.default_rng((seed, epoch)).shuffle(found)
+        # The rows that fill the last batch of the epoch before are a group of their own.
+        parts = np.split(found, range(-epoch * n % rows, n, group))
+        found = np.concatenate([part[np.argsort(-sizes[part], kind="stable")] for part in parts])
+        if epoch == 0:
+            longest = int(sizes[found].argmax())
+            found[[0, longest]] = found[[longest, 0]]
+        return found
+
+    def piece(place, _):
+        index, start, stop = pieces[order(place // n)[place % n]]
+        return {key: value[start:stop] for key, value in examples[index].items()}
+
+    def batch(found):
+        longest = max(len(each["tokens"]) for each in found)
+        T = min(-(-longest // width) * width, seq_len)
+        each = [_lone_row(one, T) for one in found]
+        return {key: np.stack([row[key] for row in each]) for key in each[0]}
+
+    direct = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+    endless = grain.MapDataset.range(n).repeat().map_with_index(piece)
+    return endless.to_iter_dataset(direct).batch(rows, batch_fn=batch)
 
 
 class _Flatten(gx.FlatMapTransform):

@@ -1,6 +1,7 @@
 """Sources of text: documents at random access, held-out split, baselines."""
 
 import bisect
+import functools
 import glob
 import sysconfig
 from collections.abc import Sequence
@@ -8,7 +9,19 @@ from pathlib import Path
 
 import numpy as np
 
-from bptjax.data.files import CODECS, EXTENSIONS, Document, TextFile, extension, row_groups
+from bptjax.data.chat import FORMATS, Chat
+from bptjax.data.files import (
+    CODECS,
+    EXTENSIONS,
+    RECORDS,
+    Document,
+    JsonList,
+    TextFile,
+    document,
+    extension,
+    row_groups,
+)
+from bptjax.data.tokenizer import utf8
 
 STDLIB = "python-stdlib"
 # Other people's packages, and test material, some of it meant to be unreadable.
@@ -46,15 +59,20 @@ class Chosen(Sequence[Document]):
 
 
 def open_documents(
-    path: str | Path, *, sample_by: str = "document", text_key: str = "text"
+    path: str | Path,
+    *,
+    sample_by: str = "document",
+    text_key: str = "text",
+    format: str = "text",
 ) -> Documents:
     """The documents at `path`, in a fixed order: text files by name, then parquet files by name.
 
     `path` is a file, a glob, a directory (searched at any depth), or `python-stdlib`: the source
-    files of this Python's own library. Formats: `.txt`, `.md`, `.py`, `.jsonl`, each also `.gz` or
-    `.zst`, and `.parquet`. `sample_by` divides plain text: one document per `line`, `paragraph`
-    (blank lines between) or `document` (the whole file). Rows hold text in `text_key`, or else
-    token ids in `input_ids`.
+    files of this Python's own library. Formats: `.txt`, `.md`, `.py`, `.jsonl`, `.json` (a list of
+    records; not sought in directories), each also `.gz` or `.zst`, and `.parquet`. `sample_by`
+    divides plain text: one document per `line`, `paragraph` (blank lines between) or `document`
+    (the whole file). Rows hold text in `text_key`, or else token ids in `input_ids`, or are chats
+    of a `format` of `chat.FORMATS`; `auto` tells by their fields.
 
     In memory are two offsets a record, the compressed files that hold many records, and about
     1 GiB of decoded parquet row groups.
@@ -65,8 +83,16 @@ def open_documents(
     if sample_by not in ("line", "paragraph", "document"):
         raise ValueError(f"sample_by={sample_by!r}; use line, paragraph or document")
     paths = _stdlib_paths() if str(path) == STDLIB else _paths(path)
-    texts = [TextFile(p, sample_by, text_key) for p in paths if p.suffix != ".parquet"]
-    groups = row_groups([p for p in paths if p.suffix == ".parquet"], text_key)
+    plain = [p for p in paths if extension(p) not in RECORDS]
+    if plain and format in FORMATS:
+        raise ValueError(f"{plain[0]}: data.format={format} is read from {', '.join(RECORDS)}")
+    read = functools.partial(document, text_key=text_key, format=format)
+    texts = [
+        JsonList(p, read) if extension(p) == ".json" else TextFile(p, sample_by, read)
+        for p in paths
+        if p.suffix != ".parquet"
+    ]
+    groups = row_groups([p for p in paths if p.suffix == ".parquet"], text_key, format)
     documents = Documents(texts + groups)
     if not len(documents):
         raise ValueError(f"{str(path)!r} holds no documents: its {len(paths)} files are empty")
@@ -86,17 +112,15 @@ def split_documents(
     if eval_fraction == 0:
         return documents, []
     if len(documents) == 1:
-        cut = int(len(documents[0]) * (1 - eval_fraction))
-        return [documents[0][:cut]], [documents[0][cut:]]
+        whole = documents[0]
+        if isinstance(whole, Chat):
+            raise ValueError(f"{whole.where} is the only record; set data.eval_path")
+        cut = int(len(whole) * (1 - eval_fraction))
+        return [whole[:cut]], [whole[cut:]]
     count = min(max(1, round(len(documents) * eval_fraction)), len(documents) - 1)
     held_out = [(2 * i + 1) * len(documents) // (2 * count) for i in range(count)]
     kept = np.setdiff1d(np.arange(len(documents)), held_out)
     return Chosen(documents, kept), Chosen(documents, held_out)
-
-
-def utf8(text: str) -> bytes:
-    """UTF-8; the lone surrogates that JSON can hold pass through."""
-    return text.encode("utf-8", "surrogatepass")
 
 
 def byte_baselines(documents: Sequence[str]) -> dict[str, float]:
@@ -122,7 +146,9 @@ def _entropy(counts: np.ndarray) -> float:
 def _paths(path: str | Path) -> list[Path]:
     root = Path(path).expanduser()
     if root.is_dir():
-        found = [p for p in root.rglob("*") if p.is_file() and extension(p) in EXTENSIONS]
+        # What else is in a directory as .json describes the data, or a model.
+        known = set(EXTENSIONS) - {".json"}
+        found = [p for p in root.rglob("*") if p.is_file() and extension(p) in known]
     else:
         found = [root] if root.exists() else map(Path, glob.glob(str(root), recursive=True))
         found = [p for p in found if p.is_file()]

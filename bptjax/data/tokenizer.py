@@ -1,14 +1,11 @@
 """Tokenisers: bytes, characters, or a Hugging Face directory."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-
-from bptjax.data.files import Document
-from bptjax.data.text import utf8
 
 FILE = "bptjax_tokenizer.json"
 
@@ -19,6 +16,7 @@ class Tokenizer(Protocol):
     Attributes:
       bos_id, eos_id: stand around a document, if any.
       stop_ids: end a text that is being written.
+      has_template: of chats.
     """
 
     @property
@@ -29,6 +27,8 @@ class Tokenizer(Protocol):
     def eos_id(self) -> int | None: ...
     @property
     def stop_ids(self) -> list[int]: ...
+    @property
+    def has_template(self) -> bool: ...
     def encode(self, text: str) -> np.ndarray: ...
     def encode_prompt(self, text: str) -> np.ndarray:
         """The start of a document, to be gone on with."""
@@ -36,6 +36,14 @@ class Tokenizer(Protocol):
 
     def encode_chat(self, text: str) -> np.ndarray:
         """A user's turn, and the start of the answer; ValueError where there is no template."""
+        ...
+
+    def render(self, turns: Sequence[tuple[str, str]], answer: bool) -> str:
+        """(role, text) of each turn in the chat template, and with `answer` the start of an answer.
+
+        Raises:
+          ValueError: there is no template, or it refuses them.
+        """
         ...
 
     def decode(self, ids: Iterable[int]) -> str: ...
@@ -47,6 +55,7 @@ class _Plain:
 
     bos_id: int | None = None
     eos_id: int | None = None
+    has_template = False
 
     @property
     def stop_ids(self) -> list[int]:
@@ -59,8 +68,11 @@ class _Plain:
         first = [] if self.bos_id is None else [self.bos_id]
         return np.concatenate([np.array(first, np.int32), self.encode(text)])
 
-    def encode_chat(self, text: str) -> np.ndarray:
+    def render(self, turns: Sequence[tuple[str, str]], answer: bool) -> str:
         raise ValueError(f"{type(self).__name__} has no chat template")
+
+    def encode_chat(self, text: str) -> np.ndarray:
+        return self.encode(self.render([("user", text)], True))
 
 
 class ByteTokenizer(_Plain):
@@ -119,6 +131,7 @@ class HFTokenizer:
         self.vocab_size = len(found)
         self.bos_id, self.eos_id = found.bos_token_id, found.eos_token_id
         self.stop_ids = _stop_ids(Path(directory), self.eos_id)
+        self.has_template = bool(found.chat_template)
 
     def encode(self, text: str) -> np.ndarray:
         ids = self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
@@ -127,14 +140,21 @@ class HFTokenizer:
     def encode_prompt(self, text: str) -> np.ndarray:
         return np.array(self._tokenizer.encode(text, verbose=False), np.int32)
 
-    def encode_chat(self, text: str) -> np.ndarray:
-        if not self._tokenizer.chat_template:
+    def render(self, turns: Sequence[tuple[str, str]], answer: bool) -> str:
+        from jinja2 import TemplateError
+
+        if not self.has_template:
             raise ValueError("the tokenizer has no chat template")
-        turns = [{"role": "user", "content": text}]
-        text = self._tokenizer.apply_chat_template(
-            turns, tokenize=False, add_generation_prompt=True
-        )
-        return self.encode(text)
+        messages = [{"role": role, "content": text} for role, text in turns]
+        try:
+            return self._tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=answer
+            )
+        except TemplateError as error:
+            raise ValueError(f"the chat template refuses it: {error}") from error
+
+    def encode_chat(self, text: str) -> np.ndarray:
+        return self.encode(self.render([("user", text)], True))
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._tokenizer.decode([int(i) for i in ids])
@@ -153,7 +173,7 @@ def _stop_ids(directory: Path, eos_id: int | None) -> list[int]:
     return [] if eos_id is None else [eos_id]
 
 
-def make_tokenizer(name: str, documents: Iterable[Document] = ()) -> Tokenizer:
+def make_tokenizer(name: str, documents: Iterable[object] = ()) -> Tokenizer:
     """`byte`, `char` with the vocabulary of `documents`, or a directory for `load_tokenizer`."""
     if name == "byte":
         return ByteTokenizer()
@@ -162,7 +182,7 @@ def make_tokenizer(name: str, documents: Iterable[Document] = ()) -> Tokenizer:
     characters: set[str] = set()
     for text in documents:
         if not isinstance(text, str):
-            raise ValueError("data.tokenizer=char needs text, but the rows hold token ids")
+            raise ValueError("data.tokenizer=char needs text; the rows hold token ids or chats")
         characters.update(text)
     if not characters:
         raise ValueError("data.tokenizer=char takes its vocabulary from the text; it is empty")
@@ -186,6 +206,11 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
 def _save(directory: str | Path, content: dict[str, str]) -> None:
     Path(directory).mkdir(parents=True, exist_ok=True)
     (Path(directory) / FILE).write_text(json.dumps(content))
+
+
+def utf8(text: str) -> bytes:
+    """UTF-8; the lone surrogates that JSON can hold pass through."""
+    return text.encode("utf-8", "surrogatepass")
 
 
 def _code_points(text: str) -> np.ndarray:

@@ -15,9 +15,9 @@ from flax import nnx
 from bptjax.checkpoint import Checkpoints
 from bptjax.hf.config import merge, read_config
 from bptjax.hf.families import Family
-from bptjax.hf.io import SINGLE, Checkpoint, Tensors, place, put
+from bptjax.hf.io import SINGLE, Checkpoint, Tensors, place, put, whole
 from bptjax.hf.peft import CONFIG as PEFT_CONFIG
-from bptjax.hf.peft import read_base, read_peft
+from bptjax.hf.peft import read_base, read_peft, write_peft
 from bptjax.lora import AdapterConfig, Adapters, attach, quantizer
 from bptjax.models.config import EncoderConfig, ModelConfig
 from bptjax.models.decoder import Decoder
@@ -151,6 +151,34 @@ def find(name: str) -> Path:
             f"model.name_or_path={name} is no directory here, and the hub does not give it: "
             f"{str(error).splitlines()[0]}"
         ) from error
+
+
+def export_adapter(source: str, out: Path) -> Pretrained:
+    """Writes the adapters of a run's newest checkpoint as PEFT reads them.
+
+    Raises:
+      ValueError: what is wrong with it, in one line; nothing is left of `out`.
+    """
+    model = open_adapter(source)
+    assert model.adapters is not None and model.family is not None
+    with whole(out) as directory:
+        base = str(model.config.name_or_path)
+        write_peft(directory, model.adapters, model.family, model.config, base)
+    return model
+
+
+def open_adapter(source: str) -> Pretrained:
+    """The adapter, a run's or PEFT's, with the model of a Hugging Face family that it is for.
+
+    Raises:
+      ValueError: it is none.
+    """
+    model = open_pretrained(ModelConfig(name_or_path=source))
+    if model.adapters is None:
+        raise ValueError(f"{source} is no adapter")
+    if model.family is None:
+        raise ValueError(f"{source} is an adapter of a model of no Hugging Face family")
+    return model
 
 
 def _run_config(directory: Path) -> dict[str, Any]:

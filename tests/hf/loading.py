@@ -1,5 +1,8 @@
 import jax
+import numpy as np
 
+from bptjax.hf.config import read_config
+from bptjax.hf.io import write_hf
 from bptjax.hf.pretrained import open_pretrained
 from bptjax.models.config import ModelConfig
 
@@ -7,3 +10,23 @@ from bptjax.models.config import ModelConfig
 def load(directory, **wanted):
     model = open_pretrained(ModelConfig(name_or_path=str(directory), **wanted))
     return model.load(jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+
+
+def random_base(directory, raw):
+    """Random weights of transformers' config, without torch."""
+    directory.mkdir()
+    raw.architectures = [type(raw).__name__.replace("Config", "ForCausalLM")]
+    (directory / "config.json").write_text(raw.to_json_string())
+    family, model = read_config(directory)
+    rng = np.random.default_rng(0)
+    rows = list(family.rows(model))
+    shapes = {
+        p: x.shape for r in rows for p, x in zip(r.ours, r.split(np.zeros(r.shape)), strict=True)
+    }
+
+    def read(path, layer):
+        x = 0.1 * rng.normal(size=shapes[path])
+        return (x + 1.0 * path.endswith("scale")).astype(np.float32)
+
+    write_hf(directory, rows, model.num_layers, read, lambda path: "float32", "", "5GB")
+    return directory

@@ -16,7 +16,7 @@ from bptjax.hf.pretrained import open_pretrained
 from bptjax.models.config import ModelConfig
 from bptjax.train import main
 from hf.cases import FAMILIES, config
-from hf.loading import load
+from hf.loading import load, random_base
 
 # Of PEFT with this transformers, and where it corrects a default.
 pytestmark = [
@@ -149,29 +149,10 @@ def arguments(tmp_path_factory):
     return [f"--{key}={value}" for key, value in options.items()]
 
 
-def random_base(directory, name):
-    """Random weights of a family, without torch."""
-    from bptjax.hf.config import read_config
-    from bptjax.hf.io import write_hf
-
-    directory.mkdir()
+def of_bytes(name):
     raw = config(name)
     raw.vocab_size = ByteTokenizer.vocab_size
-    raw.architectures = [type(raw).__name__.replace("Config", "ForCausalLM")]
-    (directory / "config.json").write_text(raw.to_json_string())
-    family, model = read_config(directory)
-    rng = np.random.default_rng(0)
-    rows = list(family.rows(model))
-    shapes = {
-        p: x.shape for r in rows for p, x in zip(r.ours, r.split(np.zeros(r.shape)), strict=True)
-    }
-
-    def read(path, layer):
-        x = 0.1 * rng.normal(size=shapes[path])
-        return (x + 1.0 * path.endswith("scale")).astype(np.float32)
-
-    write_hf(directory, rows, model.num_layers, read, lambda path: "float32", "", "5GB")
-    return directory
+    return raw
 
 
 @pytest.mark.parametrize("name", ["llama", "bloom"])
@@ -179,7 +160,7 @@ def test_a_run_resumes_generates_merges_and_exports(
     arguments, tmp_path, tokens, name, monkeypatch, capsys
 ):
     monkeypatch.setattr("bptjax.fit.select_devices", lambda device: jax.devices()[:1])
-    base = random_base(tmp_path / "base", name)
+    base = random_base(tmp_path / "base", of_bytes(name))
     command = [*arguments, f"--model.name_or_path={base}", "--adapter.type=qlora"]
     run, target = tmp_path / "run", "query_key_value" if name == "bloom" else "q_proj"
     command += [f"--run_dir={run}", f"--adapter.target_modules=[{target},up_proj]"]
@@ -249,7 +230,7 @@ def test_a_run_resumes_generates_merges_and_exports(
     ids=str,
 )
 def test_refused(tmp_path, change, message):
-    base = random_base(tmp_path / "base", "llama")
+    base = random_base(tmp_path / "base", of_bytes("llama"))
     raw = dict(peft_type="LORA", r=2, lora_alpha=2, bias="none", base_model_name_or_path=str(base))
     raw |= dict(target_modules=["q_proj"], layers_to_transform=[0])
     name = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"

@@ -1,0 +1,152 @@
+"""Fine-tuning from end to end: QLoRA on a random base learns a rule, and PEFT has its answers."""
+
+import json
+import random
+import string
+
+import jax
+import numpy as np
+import pytest
+from hf.loading import load, random_base
+
+from bptjax.data.tokenizer import load_tokenizer
+from bptjax.generate import continuations
+from bptjax.generation import Sampling
+from bptjax.metrics import read_metrics
+from bptjax.train import main
+
+STEPS, ASKED = 200, 60
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A random GPT-2 of one token a letter, and three or four letters to be written in capitals."""
+    tokenizers = pytest.importorskip("tokenizers")
+    from transformers import GPT2Config, PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("instructions")
+    words = {token: i for i, token in enumerate(["<s>", "</s>", ":", *string.ascii_letters])}
+    raw = GPT2Config(
+        vocab_size=len(words),
+        n_embd=64,
+        n_layer=2,
+        n_head=4,
+        n_positions=64,
+        bos_token_id=0,
+        eos_token_id=1,
+        attn_pdrop=0.0,
+        embd_pdrop=0.0,
+        resid_pdrop=0.0,
+    )
+    random_base(folder / "base", raw)
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token=":"))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    model.decoder = tokenizers.decoders.Fuse()
+    fast = PreTrainedTokenizerFast(tokenizer_object=model, bos_token="<s>", eos_token="</s>")
+    fast.save_pretrained(folder / "base")
+    rng = random.Random(0)
+    rows = {"".join(rng.choices(string.ascii_lowercase, k=rng.choice([3, 4]))) for _ in range(4000)}
+    with (folder / "rows.jsonl").open("w") as file:
+        for row in sorted(rows, key=lambda _: rng.random()):
+            file.write(json.dumps({"prompt": f"{row}:", "answer": row.upper()}) + "\n")
+    return folder
+
+
+def arguments(base, run, **more):
+    options = {
+        "run_dir": run,
+        "device": "cpu",
+        "model.name_or_path": base / "base",
+        "data.path": base / "rows.jsonl",
+        "data.packing": "best_fit",
+        "data.eval_fraction": 0.05,
+        "train.max_steps": STEPS,
+        "train.seq_len": 64,
+        "train.per_device_train_batch_size": 8,
+        "train.eval_batches": 4,
+        "train.eval_predictions": ASKED,
+        "optimizer.learning_rate": 0.01,
+        "optimizer.weight_decay": 0.0,
+        "optimizer.warmup_steps": 20,
+        "adapter.type": "qlora",
+        "adapter.r": 32,
+        "adapter.alpha": 32,
+        "memory.q_chunk": 64,
+        "memory.k_chunk": 64,
+    } | more
+    return [f"--{key}={value}" for key, value in options.items()]
+
+
+@pytest.fixture(scope="module")
+def run(base):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("bptjax.fit.select_devices", lambda device: jax.devices()[:1])
+        assert main(arguments(base, base / "run")) == 0
+    return base / "run"
+
+
+def predictions(run, step):
+    rows = [json.loads(line) for line in (run / "predictions.jsonl").read_text().splitlines()]
+    return [row for row in rows if row["step"] == step]
+
+
+def test_it_learns_the_rule(run):
+    found = {r["step"]: r for r in read_metrics(run / "metrics.jsonl") if "eval/loss" in r}
+    assert sorted(found) == [0, STEPS]
+    assert found[0]["eval/exact_match"] == 0.0
+    assert found[STEPS]["eval/exact_match"] >= 0.95
+    rows = predictions(run, STEPS)
+    assert len(rows) == len(predictions(run, 0)) == ASKED
+    right = [row["prediction"] == row["reference"] for row in rows]
+    assert np.mean(right) == found[STEPS]["eval/exact_match"]
+    for row in rows:
+        assert row["prompt"] == f"<s>{row['reference'].lower()}:"
+    assert f"step {STEPS}: eval/loss" in (run / "log.txt").read_text()
+
+
+# Of PEFT with this transformers.
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*fan_in_fan_out.*:UserWarning")
+def test_peft_gives_the_same_answers(run, base):
+    """The exported adapter beside the base as it was before it was put in few bits."""
+    torch = pytest.importorskip("torch", reason="PEFT needs torch")
+    peft = pytest.importorskip("peft")
+    import transformers
+
+    tokenizer = load_tokenizer(base / "base")
+    rows = predictions(run, STEPS)[:20]
+    prompts = [
+        np.r_[tokenizer.bos_id, tokenizer.encode(row["prompt"].removeprefix("<s>"))] for row in rows
+    ]
+    *_, ours = continuations(
+        load(run / "adapter"),
+        tokenizer,
+        prompts,
+        new_tokens=5,
+        sampling=Sampling(temperature=0.0),
+    )
+    model = transformers.AutoModelForCausalLM.from_pretrained(base / "base")
+    model = peft.PeftModel.from_pretrained(model, run / "adapter").eval()
+    theirs = []
+    for prompt in prompts:
+        ids = torch.tensor(prompt[None])
+        out = model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=5,
+            do_sample=False,
+            pad_token_id=1,
+        )
+        new = out[0, len(prompt) :].tolist()
+        theirs.append(tokenizer.decode(new[: new.index(1)] if 1 in new else new))
+    assert theirs == ours
+    assert np.mean([a == row["reference"] for a, row in zip(ours, rows, strict=True)]) >= 0.95
+
+
+def test_predictions_need_chats(base, tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text('{"text": "abcdef"}\n' * 40)
+    command = arguments(base, tmp_path / "run", **{"data.path": tmp_path / "a.jsonl"})
+    assert main(command) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "train.eval_predictions=60 needs held-out chats" in error
+    assert not (tmp_path / "run").exists()
