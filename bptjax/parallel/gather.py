@@ -48,12 +48,17 @@ def forward(
     score, plan = _whole_keys(score, axis), make_plan(score, places, n)
 
     def by_plan(plan, q, k, v, every):
-        whole = own_forward(kernel, plan, q, k, v, score, **chunks)
-        for step in range(1, n):
+        def of_another(step, whole):
             other = (device - step) % n
-            other_k, other_v = (_part_of(x, other, n) for x in every)
-            for pair in plan.pairs(device, other):
-                whole = add_forward(kernel, plan, pair, whole, q, other_k, other_v, score, **chunks)
+            k, v = (_part_of(x, other, n) for x in every)
+
+            def add(pair, whole):
+                return add_forward(kernel, plan, pair, whole, q, k, v, score, **chunks)
+
+            return plan.add_up(add, whole, device, other)
+
+        whole = own_forward(kernel, plan, q, k, v, score, **chunks)
+        whole = jax.lax.fori_loop(1, n, of_another, whole)
         return Partial(whole.out.astype(q.dtype), whole.lse)
 
     def by_mask(q, k, v, every):
@@ -82,17 +87,22 @@ def backward(
 
     def by_plan(plan, q, k, v, every, *rest):
         of_queries = q, *rest
+
+        def of_another(step, sums):
+            dq, dks, dvs = sums
+            other = (device - step) % n
+            k, v, dk, dv = (_part_of(x, other, n) for x in (*every, dks, dvs))
+
+            def add(pair, sums):
+                return add_backward(kernel, plan, pair, sums, of_queries, k, v, score, **chunks)
+
+            dq, dk, dv = plan.add_up(add, (dq, dk, dv), device, other)
+            return dq, _put(dks, dk, other), _put(dvs, dv, other)
+
         dq, dk, dv = own_backward(kernel, plan, of_queries, k, v, score, **chunks)
         dks, dvs = (jnp.zeros_like(x, jnp.float32) for x in every)
-        dks, dvs = _put(dks, dk, device), _put(dvs, dv, device)
-        for step in range(1, n):
-            other = (device - step) % n
-            other_k, other_v, dk, dv = (_part_of(x, other, n) for x in (*every, dks, dvs))
-            for pair in plan.pairs(device, other):
-                dq, dk, dv = add_backward(
-                    kernel, plan, pair, (dq, dk, dv), of_queries, other_k, other_v, score, **chunks
-                )
-            dks, dvs = _put(dks, dk, other), _put(dvs, dv, other)
+        sums = dq, _put(dks, dk, device), _put(dvs, dv, device)
+        dq, dks, dvs = jax.lax.fori_loop(1, n, of_another, sums)
         return dq.astype(q.dtype), dks.astype(k.dtype), dvs.astype(v.dtype)
 
     def by_mask(q, k, v, every, *rest):

@@ -3,6 +3,7 @@ same amount everywhere: pieces seen whole. A kernel then needs no mask and no po
 fastest can be taken, and no device waits for another.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,9 +31,14 @@ class Plan:
     causal: bool
     seen: np.ndarray
 
-    def pairs(self, device: Array, other: Array) -> list[Array]:
-        """What of `other`'s keys `device` sees: (piece of queries, piece of keys)."""
-        return list(jnp.asarray(self.seen)[device, other])
+    def add_up(
+        self, add: Callable[[Array, Any], Any], sums: Any, device: Array, other: Array
+    ) -> Any:
+        """`sums` with what `device` sees of `other`'s keys added, by `add` of each (piece of
+        queries, piece of keys) and the sums before it. A loop: side by side, what the pieces give
+        would all be kept at once."""
+        pairs = jnp.asarray(self.seen)[device, other]
+        return jax.lax.fori_loop(0, len(pairs), lambda i, sums: add(pairs[i], sums), sums)
 
 
 def make_plan(score: Score, places: tuple[Any, Any], devices: int) -> Plan | None:

@@ -73,9 +73,11 @@ def forward(
         def by_plan(plan, whole, k, v, step=step):
             if step == 0:
                 return own_forward(kernel, plan, q, k, v, score, **chunks)
-            for pair in plan.pairs(device, (device - step) % n):
-                whole = add_forward(kernel, plan, pair, whole, q, k, v, score, **chunks)
-            return whole
+
+            def add(pair, whole):
+                return add_forward(kernel, plan, pair, whole, q, k, v, score, **chunks)
+
+            return plan.add_up(add, whole, device, (device - step) % n)
 
         whole = _step(plan, by_plan, by_mask, here, whole, q, *block[:2])
         block = onward
@@ -113,9 +115,11 @@ def backward(
         def by_plan(plan, sums, k, v, step=step):
             if step == 0:
                 return own_backward(kernel, plan, of_queries, k, v, score, **chunks)
-            for pair in plan.pairs(device, (device - step) % n):
-                sums = add_backward(kernel, plan, pair, sums, of_queries, k, v, score, **chunks)
-            return sums
+
+            def add(pair, sums):
+                return add_backward(kernel, plan, pair, sums, of_queries, k, v, score, **chunks)
+
+            return plan.add_up(add, sums, device, (device - step) % n)
 
         dq, dk, dv = _step(plan, by_plan, by_mask, here, (dq, dk, dv), q, *block[:2])
         dk, dv = _pass_on((dk, dv), axis, stride)

@@ -156,6 +156,27 @@ def test_by_parts(strategy, order, documents):
     close(got, tuple(x[:, places] for x in plain), scale=2.0)
 
 
+@pytest.mark.parametrize("strategy", ["ring", "gather"])
+def test_parts_are_not_kept(strategy):
+    """Of eight devices each has four times the parts that it has of two, and of as many tokens
+    hardly needs more memory, but for the keys that `gather` has whole."""
+
+    def temporary(sp):
+        order = zigzag(64 * sp, sp).astype(np.int32)
+        mesh, mask = mesh_of(ParallelConfig(1, 1, 1, sp)), Mask(causal=True, positions=order)
+        where = NamedSharding(mesh, PartitionSpec(None, "sp"))
+        q, k = (
+            jax.ShapeDtypeStruct((1, len(order), heads, 16), jnp.float32, sharding=where)
+            for heads in (16, 1)
+        )
+        options = dict(strategy=strategy, mask=mask, impl="scan", q_chunk=16, k_chunk=16)
+        with jax.set_mesh(mesh):
+            f = jax.jit(lambda q, k, v: attention(q, k, v, **options), out_shardings=where)
+            return f.lower(q, k, k).compile().memory_analysis().temp_size_in_bytes
+
+    assert temporary(8) < 1.6 * temporary(2)
+
+
 def test_plan():
     """In zigzag order each device sees as much of each other device; elsewhere there is none."""
     score = Score(Mask(causal=True), 1.0)
