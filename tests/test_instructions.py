@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 import string
 
 import jax
@@ -150,3 +151,36 @@ def test_predictions_need_chats(base, tmp_path, capsys):
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "train.eval_predictions=60 needs held-out chats" in error
     assert not (tmp_path / "run").exists()
+
+
+def test_grouped_rows_resume_exactly(base, tmp_path, monkeypatch):
+    """Batches of several widths, some not met before the run goes on."""
+    monkeypatch.setattr("bptjax.fit.select_devices", lambda device: jax.devices()[:1])
+    more = {
+        "data.packing": "none",
+        "data.group_by_length": True,
+        "train.seq_len": 16,
+        "train.max_steps": 8,
+        "train.per_device_train_batch_size": 2,
+        "train.gradient_accumulation_steps": 2,
+        "train.eval_predictions": 2,
+        "train.eval_steps": 4,
+        "checkpoint.save_steps": 4,
+    }
+    # One long record: the first batch alone is wide.
+    rows = [{"prompt": "abcdefgh:", "answer": "ABCD"}, *[{"prompt": "ab:", "answer": "AB"}] * 30]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    command = arguments(base, tmp_path / "run", **more, **{"data.path": tmp_path / "rows.json"})
+    assert main(command) == 0
+    metrics, written = tmp_path / "run" / "metrics.jsonl", tmp_path / "run" / "predictions.jsonl"
+    wanted, answers = list(read_metrics(metrics)), written.read_text()
+    assert [json.loads(line)["step"] for line in answers.splitlines()] == [0, 0, 4, 4, 8, 8]
+    seen = [r["train/tokens_seen"] for r in wanted if "train/loss" in r]
+    assert seen[0] == 14 + 3 * 6 and np.diff(seen).tolist() == [4 * 6] * 7
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "8")
+    assert main(command) == 0
+    again = list(read_metrics(metrics))
+    for a, b in zip(wanted, again, strict=True):
+        assert all(a[k] == b[k] for k in a if k.endswith(("/loss", "exact_match")))
+    assert written.read_text() == answers
+    assert (tmp_path / "run" / "adapter" / "adapter_config.json").exists()
