@@ -16,12 +16,12 @@ from bptjax.generation import Sampling
 from bptjax.metrics import read_metrics
 from bptjax.train import main
 
-STEPS, ASKED = 200, 60
+STEPS, ASKED = 150, 60
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """A random GPT-2 of one token a letter, and three or four letters to be written in capitals."""
+    """A random GPT-2 of one token a letter, and three letters to be written in capitals."""
     tokenizers = pytest.importorskip("tokenizers")
     from transformers import GPT2Config, PreTrainedTokenizerFast
 
@@ -46,9 +46,11 @@ def base(tmp_path_factory):
     fast = PreTrainedTokenizerFast(tokenizer_object=model, bos_token="<s>", eos_token="</s>")
     fast.save_pretrained(folder / "base")
     rng = random.Random(0)
-    rows = {"".join(rng.choices(string.ascii_lowercase, k=rng.choice([3, 4]))) for _ in range(4000)}
+    rows = {"".join(rng.choices(string.ascii_lowercase, k=3)) for _ in range(4000)}
+    # Not in the order of the set, which is another one in each process.
+    rows = rng.sample(sorted(rows), len(rows))
     with (folder / "rows.jsonl").open("w") as file:
-        for row in sorted(rows, key=lambda _: rng.random()):
+        for row in rows:
             file.write(json.dumps({"prompt": f"{row}:", "answer": row.upper()}) + "\n")
     return folder
 
@@ -66,7 +68,7 @@ def arguments(base, run, **more):
         "train.per_device_train_batch_size": 8,
         "train.eval_batches": 4,
         "train.eval_predictions": ASKED,
-        "optimizer.learning_rate": 0.01,
+        "optimizer.learning_rate": 0.005,
         "optimizer.weight_decay": 0.0,
         "optimizer.warmup_steps": 20,
         "adapter.type": "qlora",

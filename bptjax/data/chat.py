@@ -165,7 +165,9 @@ def encode(
     return {"tokens": ids[kept][:-1], "labels": labels[kept][1:]}
 
 
-def question(chat: Chat, tokenizer: Tokenizer, source_max_len: int | None) -> tuple:
+def question(
+    chat: Chat, tokenizer: Tokenizer, source_max_len: int | None
+) -> tuple[np.ndarray, np.ndarray]:
     """(prompt, answer): token ids up to the first answer, and of that."""
     whole = encode(chat, tokenizer, source_max_len=source_max_len)
     learnt = np.r_[whole["labels"] != -100, False]
