@@ -183,7 +183,8 @@ class Decoder(nnx.Module):
             x = x + jnp.take(self.positions[...], at, axis=0).astype(dtype)
         if self.embedding_norm is not None:
             x = self.embedding_norm(x)
-        rows = jnp.arange(B)[:, None] * T + (jnp.arange(T) if order is None else order)[None]
+        # Whatever the padding behind: a mesh may need more of it than one device.
+        rows = jnp.arange(B)[:, None] + B * (jnp.arange(T) if order is None else order)[None]
         if dropout_key is not None:
             key = jax.random.key_data(jax.random.fold_in(dropout_key, 0))
             x = dropout(x, key, config.embedding_dropout or 0.0, rows)
