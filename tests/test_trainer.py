@@ -90,6 +90,15 @@ def test_dropout_is_that_of_one_device(batch):
     assert_same(sums(cut, parts, 1), wanted)
 
 
+def test_rows_as_long_as_learned_positions(batch):
+    """On a mesh that fills them up."""
+    work = task(ParallelConfig(dp=1, fsdp=1, sp=8), seq_len=T - 2)
+    learned = replace(MODEL, num_layers=1, position="learned", max_positions=T - 2)
+    work = replace(work, model=replace(learned, num_heads=8))
+    loss, _, _ = sums(work, {name: x[:1, : T - 2] for name, x in batch.items()}, 1)
+    assert np.isfinite(loss)
+
+
 def test_both_axes_of_a_matrix_are_cut():
     """Tensor parallelism in two dimensions is fsdp and tp together."""
     model = task(ParallelConfig(dp=1, fsdp=4, tp=2)).abstract_state().model
