@@ -73,6 +73,32 @@ def test_accumulated_micro_batches_are_one_big_batch(batch, whole):
     assert_same(sums(task(), batch, 4), whole)
 
 
+def test_dropout_is_that_of_one_device(batch):
+    """Also where rows are filled up, which one device does not."""
+    dropping = replace(MODEL, num_layers=1, residual_dropout=0.3, embedding_dropout=0.2)
+    parts = {name: x[:2, : T - 2] for name, x in batch.items()}
+    one, cut = (
+        replace(work, model=dropping)
+        for work in (task(), task(ParallelConfig(dp=2, fsdp=1, sp=4), seq_len=T - 2))
+    )
+    cut = replace(cut, config=replace(cut.config, memory=replace(CONFIG.memory, sequence="ring")))
+    assert cut.put(parts)["tokens"].shape[2] > T - 2
+    wanted = sums(one, parts, 1)
+    assert (
+        abs(sums(replace(one, model=replace(MODEL, num_layers=1)), parts, 1)[0] - wanted[0]) > 0.1
+    )
+    assert_same(sums(cut, parts, 1), wanted)
+
+
+def test_rows_as_long_as_learned_positions(batch):
+    """On a mesh that fills them up."""
+    work = task(ParallelConfig(dp=1, fsdp=1, sp=8), seq_len=T - 2)
+    learned = replace(MODEL, num_layers=1, position="learned", max_positions=T - 2)
+    work = replace(work, model=replace(learned, num_heads=8))
+    loss, _, _ = sums(work, {name: x[:1, : T - 2] for name, x in batch.items()}, 1)
+    assert np.isfinite(loss)
+
+
 def test_both_axes_of_a_matrix_are_cut():
     """Tensor parallelism in two dimensions is fsdp and tp together."""
     model = task(ParallelConfig(dp=1, fsdp=4, tp=2)).abstract_state().model

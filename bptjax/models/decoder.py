@@ -90,7 +90,7 @@ class Decoder(nnx.Module):
           execution: how to compute it.
 
         Raises:
-          ValueError: more tokens than learned positions.
+          ValueError: more tokens than learned positions, where `positions` are left out.
         """
         x, place = self._embed(tokens, positions, dropout_key, dtype, order)
         x, _ = run(
@@ -166,6 +166,7 @@ class Decoder(nnx.Module):
     def _embed(self, tokens, positions, dropout_key, dtype, order=None):
         """Embedded tokens `[B, T, D]`; and of each its position, and its number in the batch."""
         config, (B, T) = self.config, tokens.shape
+        counted = positions is None
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(T) if order is None else order, (B, T))
         x = jnp.take(self.embedding[...], tokens, axis=0).astype(dtype)
@@ -175,7 +176,8 @@ class Decoder(nnx.Module):
         if self.project_in is not None:
             x = self.project_in(x)
         if self.positions is not None:
-            if config.max_positions < T:
+            # Given ones are of documents, and padding may lie beyond: no length of a row tells.
+            if counted and config.max_positions < T:
                 raise ValueError(
                     f"{T} tokens, but model.max_positions={config.max_positions} learned positions"
                 )
@@ -183,7 +185,8 @@ class Decoder(nnx.Module):
             x = x + jnp.take(self.positions[...], at, axis=0).astype(dtype)
         if self.embedding_norm is not None:
             x = self.embedding_norm(x)
-        rows = jnp.arange(B)[:, None] * T + (jnp.arange(T) if order is None else order)[None]
+        # Whatever the padding behind: a mesh may need more of it than one device.
+        rows = jnp.arange(B)[:, None] + B * (jnp.arange(T) if order is None else order)[None]
         if dropout_key is not None:
             key = jax.random.key_data(jax.random.fold_in(dropout_key, 0))
             x = dropout(x, key, config.embedding_dropout or 0.0, rows)
