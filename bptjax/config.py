@@ -116,7 +116,7 @@ class Config:
             )
 
 
-# What may change between the sittings of one run: the results stay those of the same experiment.
+# What may change when a run goes on: the results stay those of the same experiment.
 # How a step's rows are divided is among it; `fit` holds their number.
 FREE = (
     "run_dir",

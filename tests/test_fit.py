@@ -256,7 +256,7 @@ def test_another_config_does_not_write_over_a_run(arguments, uninterrupted, caps
     assert {p: p.read_bytes() for p in uninterrupted.glob("*.*")} == before
 
 
-def test_a_refused_sitting_leaves_the_config_as_it_was(arguments, uninterrupted, capsys):
+def test_a_refused_start_leaves_the_config_as_it_was(arguments, uninterrupted, capsys):
     """Another number of rows, or a run that another process is at."""
     before = (uninterrupted / "config.yaml").read_bytes()
     command = [*arguments, "--run_dir", str(uninterrupted)]
