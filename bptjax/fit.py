@@ -1,16 +1,12 @@
-"""A run from config to trained model: set up, train, save, resume, report."""
+"""The loop of a run: train, evaluate, save, resume, stop."""
 
 import fcntl
 import math
 import os
-import shutil
 import signal
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,202 +14,24 @@ import jax
 import numpy as np
 
 from bptjax.checkpoint import Checkpoints
-from bptjax.config import Config, claim, record, to_yaml
-from bptjax.data.chat import Chat, question
-from bptjax.data.loader import TrainIterator, eval_loader, open_split, train_loader
-from bptjax.data.text import byte_baselines
-from bptjax.data.tokenizer import ByteTokenizer, Tokenizer, make_tokenizer
-from bptjax.generation import Sampling, generate
-from bptjax.hf.io import copy_companions, fingerprint
-from bptjax.hf.pretrained import COMPANIONS, export_adapter, find, open_pretrained
-from bptjax.lora import AdapterConfig
+from bptjax.config import record, to_yaml
 from bptjax.metrics import (
     JsonlWriter,
     Progress,
     Silence,
     Throughput,
-    plot_loss,
-    printable,
-    read_metrics,
 )
-from bptjax.models.layers import rotary
-from bptjax.parallel.mesh import ParallelConfig, make_mesh, select_devices
-from bptjax.parallel.processes import hurry, join, largest, part, same, watched
-from bptjax.trainer import Task, TrainState
+from bptjax.parallel.processes import hurry, largest, part, watched
+from bptjax.report import answers, export, report, sample
+from bptjax.run import Run
+from bptjax.trainer import TrainState
 
 # Dense bf16 matmul peaks, FLOP/s, by the device's name: what MFU is counted against.
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
-# What a run of adapters leaves for PEFT.
-ADAPTER = "adapter"
 
 
 class RunFailed(RuntimeError):
     """The run cannot go on; the message says where it stands."""
-
-
-@dataclass(frozen=True)
-class Run:
-    """A checked config with its data, devices and directory: all that can be wrong with it has been
-    looked at.
-    """
-
-    config: Config
-    task: Task
-    tokenizer: Tokenizer
-    held_out: Any
-    batches: TrainIterator
-    notes: list[str]
-
-    @cached_property
-    def questions(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """(prompt, answer) of the first `train.eval_predictions` held-out chats, token ids.
-
-        Raises:
-          ValueError: what is held out are no chats.
-        """
-        data, count = self.config.data, self.config.train.eval_predictions
-        chats = [self.held_out[i] for i in range(min(count, len(self.held_out)))]
-        if count and not all(isinstance(chat, Chat) for chat in chats or [None]):
-            raise ValueError(
-                f"train.eval_predictions={count} needs held-out chats; see data.format and "
-                "data.eval_fraction"
-            )
-        return [question(chat, self.tokenizer, data.source_max_len) for chat in chats]
-
-    @property
-    def directory(self) -> Path:
-        return Path(self.config.run_dir)
-
-    @cached_property
-    def base(self) -> int | None:
-        """What tells the checkpoint that adapters are trained beside from others."""
-        pretrained = self.task.pretrained
-        if self.config.adapter.type == "none" or pretrained is None:
-            return None
-        directory = find(str(self.config.model.name_or_path))
-        if pretrained.adapters and pretrained.companions:
-            directory = pretrained.companions
-        return fingerprint(directory)
-
-    def check_base(self, saved: int | None) -> None:
-        """
-        Raises:
-          ValueError: it is not that of the run's checkpoint.
-        """
-        if saved != self.base:
-            raise ValueError(
-                f"model.name_or_path={self.config.model.name_or_path} has other weights than those "
-                f"that the adapters in {self.directory} were trained beside"
-            )
-
-    def eval_batches(self) -> Any:
-        """The held-out batches `[rows, T]`, in fixed order."""
-        return eval_loader(
-            self.held_out,
-            self.tokenizer,
-            self.config.data,
-            seq_len=self.config.train.seq_len,
-            rows=self.task.micro_rows,
-            max_batches=self.config.train.eval_batches,
-        )
-
-
-@watched()
-def prepare(config: Config) -> Run:
-    """Checks everything, then claims the run directory; a config that is refused leaves no trace.
-    Of several processes, the first claims it for all.
-
-    Raises:
-      ValueError, NotImplementedError, OSError: what is wrong, in one line.
-      PeerLost: another process has ended.
-    """
-    join(config.parallel)
-    devices = select_devices(config.device)
-    if config.memory.offload and devices[0].platform == "cpu":
-        raise ValueError(
-            f"memory.offload={config.memory.offload} moves from a GPU; a CPU's memory is the host's"
-        )
-    mesh = make_mesh(config.parallel, devices)
-    train, held_out = open_split(config.data)
-    pretrained = open_pretrained(config.model) if config.model.name_or_path else None
-    companions = pretrained.companions if pretrained else None
-    name = config.data.tokenizer or str(companions or "byte")
-    tokenizer = make_tokenizer(name, chain(train, held_out))
-    model = pretrained.config if pretrained else config.model
-    if model.vocab_size is None:
-        model = replace(model, vocab_size=tokenizer.vocab_size)
-    if model.V < tokenizer.vocab_size:
-        raise ValueError(
-            f"model.vocab_size={model.V} is less than the tokenizer's {tokenizer.vocab_size}"
-        )
-    if model.position == "learned" and config.train.seq_len > (model.max_positions or 0):
-        raise ValueError(
-            f"train.seq_len={config.train.seq_len} is more than "
-            f"model.max_positions={model.max_positions}; set model.max_positions to extend them"
-        )
-    if model.position == "rope":
-        rotary(model, 0, None)  # Refuses scalings that cannot be.
-    config.memory.groups(model.num_layers)  # Refuses a nested(k) that cannot be.
-    task = Task(config, model, mesh, pretrained)
-    _check_adapter(config, task)
-    picked, others = task.attention()
-    batches = train_loader(
-        train, tokenizer, config.data, seq_len=config.train.seq_len, rows=task.rows
-    )
-    why = "".join(f"; not {name}: {reason}" for name, reason in others.items())
-    axes = " ".join(f"{name}={size}" for name, size in mesh.shape.items())
-    axes += f", the sequence by {': '.join(task.strategy)}" if mesh.shape["sp"] > 1 else ""
-    where = f"{len(devices)} × {devices[0].device_kind}"
-    where += f" of {jax.process_count()} processes" if jax.process_count() > 1 else ""
-    notes = [
-        f"devices: {where}, jax {jax.__version__}, mesh {axes}",
-        f"data: {len(train)} documents, {len(held_out)} held out, vocabulary {model.V}",
-        f"attention: {picked}{why}",
-    ]
-    if pretrained:
-        notes.append(f"model: from {config.model.name_or_path}")
-        reach = model.max_positions
-        if model.position == "rope" and reach and config.train.seq_len > reach:
-            notes.append(
-                f"train.seq_len={config.train.seq_len} is beyond the {reach} positions of the "
-                "checkpoint; model.rope_parameters scales them, model.max_positions records it"
-            )
-    run = Run(config, task, tokenizer, held_out, batches, notes)
-    _ = run.questions  # Refuses what is no chat.
-    same(to_yaml(replace(config, parallel=ParallelConfig())) + "".join(notes), "a config or data")
-    if jax.process_index() == 0:
-        claim(Path(config.run_dir), config)
-        tokenizer.save(config.run_dir)
-        if companions is not None:
-            copy_companions(companions, Path(config.run_dir) / COMPANIONS)
-    return run
-
-
-def _check_adapter(config: Config, task: Task) -> None:
-    """
-    Raises:
-      ValueError: an adapter beside no checkpoint or beside what there is not, or none for one.
-    """
-    adapter, pretrained = config.adapter, task.pretrained
-    if adapter.type == "none":
-        if pretrained and pretrained.adapters:
-            raise ValueError(
-                f"model.name_or_path={config.model.name_or_path} is an adapter; set adapter.type "
-                "to lora or qlora to go on with it, or merge it first"
-            )
-        return
-    if pretrained is None:
-        raise ValueError(
-            f"adapter.type={adapter.type} trains beside a checkpoint; set model.name_or_path"
-        )
-    for name in ("r", "alpha", "use_rslora", "target_modules"):
-        value = getattr(adapter, name)
-        if pretrained.adapters and value != getattr(AdapterConfig(), name):
-            raise ValueError(
-                f"adapter.{name}={value}: model.name_or_path={config.model.name_or_path} is an "
-                "adapter, which decides it; leave it out"
-            )
-    _ = task.targets  # Refuses names that there are not.
 
 
 @watched()
@@ -444,89 +262,6 @@ class _Loop:
         self.checkpoints.save(self.done, self.run.task.saved(self.state), extra)
         self.last_saved = self.done
         self.throughput.resume()
-
-
-def export(run: Run) -> None:
-    """`adapter/` as PEFT reads it, where adapters of a Hugging Face family's model were trained."""
-    pretrained = run.task.pretrained
-    if run.base is None or pretrained is None or pretrained.family is None:
-        return
-    shutil.rmtree(run.directory / ADAPTER, ignore_errors=True)
-    export_adapter(str(run.directory), run.directory / ADAPTER)
-
-
-def report(run: Run, state: TrainState, text: str, say: Callable[[str], None]) -> None:
-    """What came of it: held-out loss (for bytes, in bits beside the baselines), sample, files."""
-    config = run.config
-    losses = [
-        r["eval/loss"] for r in read_metrics(run.directory / "metrics.jsonl") if "eval/loss" in r
-    ]
-    texts = list(run.held_out) if losses and config.train.eval_batches is None else []
-    if isinstance(run.tokenizer, ByteTokenizer) and texts and isinstance(texts[0], str):
-        size = sum(len(run.tokenizer.encode(text)) for text in texts)
-        labels = sum(int((b["labels"] != -100).sum()) for b in run.eval_batches())
-        before, after = (losses[i] * labels / size / math.log(2) for i in (0, -1))
-        base = byte_baselines(texts)
-        say(f"held-out text: {size:,} bytes")
-        say(f"bits per byte: {before:.3f} before training, {after:.3f} after")
-        say("baselines on the same bytes: " + ", ".join(f"{n} {b:.3f}" for n, b in base.items()))
-    elif losses:
-        say(f"held-out nats per token: {losses[0]:.4f} before training, {losses[-1]:.4f} after")
-    if text:
-        say("sample: " + text)
-    plot_loss(run.directory / "metrics.jsonl", run.directory / "loss.png")
-    say(f"checkpoint: {run.directory / 'checkpoints' / str(int(state.step))}")
-    if (run.directory / ADAPTER).exists():
-        say(f"adapter:    {run.directory / ADAPTER}")
-    say(f"metrics:    {run.directory / 'metrics.jsonl'}")
-    say(f"plot:       {run.directory / 'loss.png'}")
-
-
-def answers(run: Run, state: TrainState) -> list[dict[str, str]]:
-    """`prompt`, `prediction` and `reference` of each of the run's questions. A prediction ends with
-    the longest reference, which no longer one could equal.
-    """
-    prompts, wanted = zip(*run.questions, strict=True)
-    with jax.set_mesh(run.task.mesh):
-        new = generate(
-            state.model,
-            prompts,
-            new_tokens=max(map(len, wanted)),
-            sampling=Sampling(temperature=0.0),
-            stop=run.tokenizer.stop_ids,
-            dtype=run.task.dtype,
-        )
-        written = np.stack(list(new), axis=1)
-
-    def text(ids):
-        ends = np.flatnonzero(np.isin(ids, run.tokenizer.stop_ids))
-        return run.tokenizer.decode(ids[: ends[0] if ends.size else None]).strip()
-
-    return [
-        {"prompt": run.tokenizer.decode(p), "prediction": text(w), "reference": text(r)}
-        for p, w, r in zip(prompts, written, wanted, strict=True)
-    ]
-
-
-def sample(run: Run, state: TrainState) -> str:
-    """New text from the start of a document, or from a line's end where documents have no mark; no
-    longer than the rows of training.
-    """
-    first = run.tokenizer.bos_id
-    prompt = [first] if first is not None else run.tokenizer.encode("\n")
-    train = run.config.train
-    with jax.set_mesh(run.task.mesh):
-        new = list(
-            generate(
-                state.model,
-                [prompt],
-                new_tokens=min(train.sample_tokens, max(train.seq_len - len(prompt), 1)),
-                sampling=Sampling(temperature=0.8),
-                seed=run.config.seed,
-                dtype=run.task.dtype,
-            )
-        )
-    return printable(run.tokenizer.decode([int(token[0]) for token in new]))
 
 
 def _work(batch: dict[str, np.ndarray]) -> tuple[int, float]:

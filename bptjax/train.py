@@ -21,8 +21,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def _train(argv: list[str], debug: bool) -> int:
     from bptjax.config import fail, parse
-    from bptjax.fit import fit, prepare
+    from bptjax.fit import fit
     from bptjax.parallel.processes import PeerLost
+    from bptjax.run import prepare
 
     try:
         run = prepare(parse(argv, main.__doc__ or ""))

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 import bptjax.trainer
 from bptjax.config import parse
-from bptjax.fit import prepare
+from bptjax.run import prepare
 
 
 def plain(hidden, head, labels, *, z_loss, softcap, chunk):

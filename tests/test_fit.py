@@ -46,7 +46,7 @@ def arguments(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def one_device(monkeypatch):
-    monkeypatch.setattr("bptjax.fit.select_devices", lambda device: jax.devices()[:1])
+    monkeypatch.setattr("bptjax.run.select_devices", lambda device: jax.devices()[:1])
 
 
 def rows(run_dir, name="train/loss"):
@@ -57,7 +57,7 @@ def rows(run_dir, name="train/loss"):
 def uninterrupted(arguments, tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("run") / "whole"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("bptjax.fit.select_devices", lambda device: jax.devices()[:1])
+        patch.setattr("bptjax.run.select_devices", lambda device: jax.devices()[:1])
         assert main([*arguments, "--run_dir", str(run_dir)]) == 0
     return run_dir
 
@@ -222,7 +222,7 @@ def test_bad_input_is_one_line_exit_2_and_no_trace(
 
         choose = mesh.select_devices
         patch.setattr(
-            "bptjax.fit.select_devices",
+            "bptjax.run.select_devices",
             lambda device: choose(device)[:1],
         )
         assert main([*arguments, "--run_dir", str(run_dir), *extra]) == 2

@@ -27,6 +27,8 @@ FLOORS = {
     "trainer": 5,
     "generation": 5,
     "fit": 5,
+    "report": 5,
+    "run": 5,
     "train": 6,
     "convert": 6,
     "generate": 6,

@@ -83,7 +83,7 @@ def arguments(base, run, **more):
 @pytest.fixture(scope="module")
 def run(base):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("bptjax.fit.select_devices", lambda device: jax.devices()[:1])
+        patch.setattr("bptjax.run.select_devices", lambda device: jax.devices()[:1])
         assert main(arguments(base, base / "run")) == 0
     return base / "run"
 
@@ -157,7 +157,7 @@ def test_predictions_need_chats(base, tmp_path, capsys):
 
 def test_grouped_rows_resume_exactly(base, tmp_path, monkeypatch):
     """Batches of several widths, some not met before the run goes on."""
-    monkeypatch.setattr("bptjax.fit.select_devices", lambda device: jax.devices()[:1])
+    monkeypatch.setattr("bptjax.run.select_devices", lambda device: jax.devices()[:1])
     more = {
         "data.packing": "none",
         "data.group_by_length": True,

@@ -1,0 +1,106 @@
+"""What comes of a run: answers and a sample, adapters for PEFT, a last account."""
+
+import math
+import shutil
+from collections.abc import Callable
+
+import jax
+import numpy as np
+
+from bptjax.data.text import byte_baselines
+from bptjax.data.tokenizer import ByteTokenizer
+from bptjax.generation import Sampling, generate
+from bptjax.hf.pretrained import export_adapter
+from bptjax.metrics import (
+    plot_loss,
+    printable,
+    read_metrics,
+)
+from bptjax.run import Run
+from bptjax.trainer import TrainState
+
+# What a run of adapters leaves for PEFT.
+ADAPTER = "adapter"
+
+
+def export(run: Run) -> None:
+    """`adapter/` as PEFT reads it, where adapters of a Hugging Face family's model were trained."""
+    pretrained = run.task.pretrained
+    if run.base is None or pretrained is None or pretrained.family is None:
+        return
+    shutil.rmtree(run.directory / ADAPTER, ignore_errors=True)
+    export_adapter(str(run.directory), run.directory / ADAPTER)
+
+
+def report(run: Run, state: TrainState, text: str, say: Callable[[str], None]) -> None:
+    """What came of it: held-out loss (for bytes, in bits beside the baselines), sample, files."""
+    config = run.config
+    losses = [
+        r["eval/loss"] for r in read_metrics(run.directory / "metrics.jsonl") if "eval/loss" in r
+    ]
+    texts = list(run.held_out) if losses and config.train.eval_batches is None else []
+    if isinstance(run.tokenizer, ByteTokenizer) and texts and isinstance(texts[0], str):
+        size = sum(len(run.tokenizer.encode(text)) for text in texts)
+        labels = sum(int((b["labels"] != -100).sum()) for b in run.eval_batches())
+        before, after = (losses[i] * labels / size / math.log(2) for i in (0, -1))
+        base = byte_baselines(texts)
+        say(f"held-out text: {size:,} bytes")
+        say(f"bits per byte: {before:.3f} before training, {after:.3f} after")
+        say("baselines on the same bytes: " + ", ".join(f"{n} {b:.3f}" for n, b in base.items()))
+    elif losses:
+        say(f"held-out nats per token: {losses[0]:.4f} before training, {losses[-1]:.4f} after")
+    if text:
+        say("sample: " + text)
+    plot_loss(run.directory / "metrics.jsonl", run.directory / "loss.png")
+    say(f"checkpoint: {run.directory / 'checkpoints' / str(int(state.step))}")
+    if (run.directory / ADAPTER).exists():
+        say(f"adapter:    {run.directory / ADAPTER}")
+    say(f"metrics:    {run.directory / 'metrics.jsonl'}")
+    say(f"plot:       {run.directory / 'loss.png'}")
+
+
+def answers(run: Run, state: TrainState) -> list[dict[str, str]]:
+    """`prompt`, `prediction` and `reference` of each of the run's questions. A prediction ends with
+    the longest reference, which no longer one could equal.
+    """
+    prompts, wanted = zip(*run.questions, strict=True)
+    with jax.set_mesh(run.task.mesh):
+        new = generate(
+            state.model,
+            prompts,
+            new_tokens=max(map(len, wanted)),
+            sampling=Sampling(temperature=0.0),
+            stop=run.tokenizer.stop_ids,
+            dtype=run.task.dtype,
+        )
+        written = np.stack(list(new), axis=1)
+
+    def text(ids):
+        ends = np.flatnonzero(np.isin(ids, run.tokenizer.stop_ids))
+        return run.tokenizer.decode(ids[: ends[0] if ends.size else None]).strip()
+
+    return [
+        {"prompt": run.tokenizer.decode(p), "prediction": text(w), "reference": text(r)}
+        for p, w, r in zip(prompts, written, wanted, strict=True)
+    ]
+
+
+def sample(run: Run, state: TrainState) -> str:
+    """New text from the start of a document, or from a line's end where documents have no mark; no
+    longer than the rows of training.
+    """
+    first = run.tokenizer.bos_id
+    prompt = [first] if first is not None else run.tokenizer.encode("\n")
+    train = run.config.train
+    with jax.set_mesh(run.task.mesh):
+        new = list(
+            generate(
+                state.model,
+                [prompt],
+                new_tokens=min(train.sample_tokens, max(train.seq_len - len(prompt), 1)),
+                sampling=Sampling(temperature=0.8),
+                seed=run.config.seed,
+                dtype=run.task.dtype,
+            )
+        )
+    return printable(run.tokenizer.decode([int(token[0]) for token in new]))

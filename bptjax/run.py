@@ -1,0 +1,187 @@
+"""A config made ready to run: everything checked before anything is written."""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from bptjax.config import Config, claim, to_yaml
+from bptjax.data.chat import Chat, question
+from bptjax.data.loader import TrainIterator, eval_loader, open_split, train_loader
+from bptjax.data.tokenizer import Tokenizer, make_tokenizer
+from bptjax.hf.io import copy_companions, fingerprint
+from bptjax.hf.pretrained import COMPANIONS, find, open_pretrained
+from bptjax.lora import AdapterConfig
+from bptjax.models.layers import rotary
+from bptjax.parallel.mesh import ParallelConfig, make_mesh, select_devices
+from bptjax.parallel.processes import join, same, watched
+from bptjax.trainer import Task
+
+
+@dataclass(frozen=True)
+class Run:
+    """A checked config with its data, devices and directory: all that can be wrong with it has been
+    looked at.
+    """
+
+    config: Config
+    task: Task
+    tokenizer: Tokenizer
+    held_out: Any
+    batches: TrainIterator
+    notes: list[str]
+
+    @cached_property
+    def questions(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        """(prompt, answer) of the first `train.eval_predictions` held-out chats, token ids.
+
+        Raises:
+          ValueError: what is held out are no chats.
+        """
+        data, count = self.config.data, self.config.train.eval_predictions
+        chats = [self.held_out[i] for i in range(min(count, len(self.held_out)))]
+        if count and not all(isinstance(chat, Chat) for chat in chats or [None]):
+            raise ValueError(
+                f"train.eval_predictions={count} needs held-out chats; see data.format and "
+                "data.eval_fraction"
+            )
+        return [question(chat, self.tokenizer, data.source_max_len) for chat in chats]
+
+    @property
+    def directory(self) -> Path:
+        return Path(self.config.run_dir)
+
+    @cached_property
+    def base(self) -> int | None:
+        """What tells the checkpoint that adapters are trained beside from others."""
+        pretrained = self.task.pretrained
+        if self.config.adapter.type == "none" or pretrained is None:
+            return None
+        directory = find(str(self.config.model.name_or_path))
+        if pretrained.adapters and pretrained.companions:
+            directory = pretrained.companions
+        return fingerprint(directory)
+
+    def check_base(self, saved: int | None) -> None:
+        """
+        Raises:
+          ValueError: it is not that of the run's checkpoint.
+        """
+        if saved != self.base:
+            raise ValueError(
+                f"model.name_or_path={self.config.model.name_or_path} has other weights than those "
+                f"that the adapters in {self.directory} were trained beside"
+            )
+
+    def eval_batches(self) -> Any:
+        """The held-out batches `[rows, T]`, in fixed order."""
+        return eval_loader(
+            self.held_out,
+            self.tokenizer,
+            self.config.data,
+            seq_len=self.config.train.seq_len,
+            rows=self.task.micro_rows,
+            max_batches=self.config.train.eval_batches,
+        )
+
+
+@watched()
+def prepare(config: Config) -> Run:
+    """Checks everything, then claims the run directory; a config that is refused leaves no trace.
+    Of several processes, the first claims it for all.
+
+    Raises:
+      ValueError, NotImplementedError, OSError: what is wrong, in one line.
+      PeerLost: another process has ended.
+    """
+    join(config.parallel)
+    devices = select_devices(config.device)
+    if config.memory.offload and devices[0].platform == "cpu":
+        raise ValueError(
+            f"memory.offload={config.memory.offload} moves from a GPU; a CPU's memory is the host's"
+        )
+    mesh = make_mesh(config.parallel, devices)
+    train, held_out = open_split(config.data)
+    pretrained = open_pretrained(config.model) if config.model.name_or_path else None
+    companions = pretrained.companions if pretrained else None
+    name = config.data.tokenizer or str(companions or "byte")
+    tokenizer = make_tokenizer(name, chain(train, held_out))
+    model = pretrained.config if pretrained else config.model
+    if model.vocab_size is None:
+        model = replace(model, vocab_size=tokenizer.vocab_size)
+    if model.V < tokenizer.vocab_size:
+        raise ValueError(
+            f"model.vocab_size={model.V} is less than the tokenizer's {tokenizer.vocab_size}"
+        )
+    if model.position == "learned" and config.train.seq_len > (model.max_positions or 0):
+        raise ValueError(
+            f"train.seq_len={config.train.seq_len} is more than "
+            f"model.max_positions={model.max_positions}; set model.max_positions to extend them"
+        )
+    if model.position == "rope":
+        rotary(model, 0, None)  # Refuses scalings that cannot be.
+    config.memory.groups(model.num_layers)  # Refuses a nested(k) that cannot be.
+    task = Task(config, model, mesh, pretrained)
+    _check_adapter(config, task)
+    picked, others = task.attention()
+    batches = train_loader(
+        train, tokenizer, config.data, seq_len=config.train.seq_len, rows=task.rows
+    )
+    why = "".join(f"; not {name}: {reason}" for name, reason in others.items())
+    axes = " ".join(f"{name}={size}" for name, size in mesh.shape.items())
+    axes += f", the sequence by {': '.join(task.strategy)}" if mesh.shape["sp"] > 1 else ""
+    where = f"{len(devices)} × {devices[0].device_kind}"
+    where += f" of {jax.process_count()} processes" if jax.process_count() > 1 else ""
+    notes = [
+        f"devices: {where}, jax {jax.__version__}, mesh {axes}",
+        f"data: {len(train)} documents, {len(held_out)} held out, vocabulary {model.V}",
+        f"attention: {picked}{why}",
+    ]
+    if pretrained:
+        notes.append(f"model: from {config.model.name_or_path}")
+        reach = model.max_positions
+        if model.position == "rope" and reach and config.train.seq_len > reach:
+            notes.append(
+                f"train.seq_len={config.train.seq_len} is beyond the {reach} positions of the "
+                "checkpoint; model.rope_parameters scales them, model.max_positions records it"
+            )
+    run = Run(config, task, tokenizer, held_out, batches, notes)
+    _ = run.questions  # Refuses what is no chat.
+    same(to_yaml(replace(config, parallel=ParallelConfig())) + "".join(notes), "a config or data")
+    if jax.process_index() == 0:
+        claim(Path(config.run_dir), config)
+        tokenizer.save(config.run_dir)
+        if companions is not None:
+            copy_companions(companions, Path(config.run_dir) / COMPANIONS)
+    return run
+
+
+def _check_adapter(config: Config, task: Task) -> None:
+    """
+    Raises:
+      ValueError: an adapter beside no checkpoint or beside what there is not, or none for one.
+    """
+    adapter, pretrained = config.adapter, task.pretrained
+    if adapter.type == "none":
+        if pretrained and pretrained.adapters:
+            raise ValueError(
+                f"model.name_or_path={config.model.name_or_path} is an adapter; set adapter.type "
+                "to lora or qlora to go on with it, or merge it first"
+            )
+        return
+    if pretrained is None:
+        raise ValueError(
+            f"adapter.type={adapter.type} trains beside a checkpoint; set model.name_or_path"
+        )
+    for name in ("r", "alpha", "use_rslora", "target_modules"):
+        value = getattr(adapter, name)
+        if pretrained.adapters and value != getattr(AdapterConfig(), name):
+            raise ValueError(
+                f"adapter.{name}={value}: model.name_or_path={config.model.name_or_path} is an "
+                "adapter, which decides it; leave it out"
+            )
+    _ = task.targets  # Refuses names that there are not.
