@@ -11,11 +11,7 @@ from bptjax.data.text import byte_baselines
 from bptjax.data.tokenizer import ByteTokenizer
 from bptjax.generation import Sampling, generate
 from bptjax.hf.pretrained import export_adapter
-from bptjax.metrics import (
-    plot_loss,
-    printable,
-    read_metrics,
-)
+from bptjax.metrics import plot_loss, printable, read_metrics
 from bptjax.run import Run
 from bptjax.trainer import TrainState
 
