@@ -246,22 +246,33 @@ def best(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def plot(rows: list[dict[str, Any]], file: Path) -> None:
-    """Step time and temporary memory against length, a line for each way and its chunks."""
+    """Step time and temporary memory against length, a line for each way and its chunks; of one
+    length, bars."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.5), layout="constrained")
-    ways = dict.fromkeys((r["implementation"], r["q_chunk"], r["k_chunk"]) for r in rows)
+    lengths = sorted({r["T"] for r in rows})
+    lines: dict[str, list[dict[str, Any]]] = {}
+    for r in rows:
+        label = f"{r['implementation']} {r['q_chunk']}/{r['k_chunk']}"
+        lines.setdefault(label, []).append(r)
     panels = (("step_ms", 1.0, "step (ms)"), ("temp_bytes", 2.0**-20, "temporary memory (MiB)"))
     for axes, (name, unit, title) in zip(figure.subplots(1, 2), panels, strict=True):
-        for number, way in enumerate(ways):
-            mine = [r for r in rows if (r["implementation"], r["q_chunk"], r["k_chunk"]) == way]
-            points = [(r["T"], r[name] * unit) for r in mine if name in r]
-            if points:
-                label = f"{way[0]} {way[1]}/{way[2]}"
+        measured = {n: [r for r in of if name in r] for n, of in lines.items()}
+        if len(lengths) == 1:
+            values = [sum(r[name] * unit for r in of) for of in measured.values()]
+            bars = axes.barh(list(lines), values)
+            axes.bar_label(bars, fmt="%.4g", padding=3)
+            axes.set(xlabel=f"{title}, {lengths[0]:,} tokens")
+            axes.margins(x=0.12)
+            axes.invert_yaxis()
+            continue
+        for number, (label, of) in enumerate(measured.items()):
+            if of:
+                points = [(r["T"], r[name] * unit) for r in of]
                 axes.plot(*zip(*points, strict=True), "o-", color=f"C{number}", label=label)
         axes.set(xscale="log", yscale="log", xlabel="length (tokens)", ylabel=title)
-        lengths = sorted({r["T"] for r in rows})
         axes.set_xticks(lengths, [f"{T:,}" for T in lengths], minor=False)
         axes.set_xticks([], minor=True)
         axes.grid(alpha=0.3)

@@ -93,14 +93,18 @@ def timed(args: argparse.Namespace, f: Callable, *operands: Any, **options: Any)
     return dict(ms=ms, fastest_ms=least, slowest_ms=most, **needs(compiled))
 
 
-def attention_row(args: argparse.Namespace, T: int, n: int, name: str, order: str) -> dict:
-    """Attention alone, one row, over sp."""
-    N, K, H, mesh = *args.heads, args.head_size, mesh_of("sp", n)
+def attention_work(
+    heads: tuple[int, int], H: int, dtype: str, impl: str, T: int, n: int, name: str, order: str
+) -> tuple[Callable, list[jax.Array], float]:
+    """Attention alone, forward and backward, one row, over sp: a function, its operands where they
+    live, in the mesh that is set, and its FLOPs.
+    """
+    N, K = heads
     mask, pairs = Mask(causal=True), T * T / 2
     if order == "zigzag" and n > 1:
         positions = zigzag(T, groups(name, N, n)[1]).astype(np.int32)
         mask = replace(mask, positions=positions)
-    f = partial(attention, mask=mask, strategy="auto" if n == 1 else name, impl=args.impl)
+    f = partial(attention, mask=mask, strategy="auto" if n == 1 else name, impl=impl)
     flops = 3.5 * 4 * N * H * pairs
     if name == "taylor":
         f, flops = taylor_attention, 3 * 2 * T * (N + K) * H * (H + 1)
@@ -108,9 +112,16 @@ def attention_row(args: argparse.Namespace, T: int, n: int, name: str, order: st
     def both(q, k, v, dout):
         return jax.vjp(f, q, k, v)[1](dout)
 
-    with jax.set_mesh(mesh):
-        shapes = (1, T, N, H), (1, T, K, H), (1, T, K, H), (1, T, N, H)
-        operands = arrays(mesh, jnp.dtype(args.dtype), *shapes)
+    shapes = (1, T, N, H), (1, T, K, H), (1, T, K, H), (1, T, N, H)
+    return both, arrays(jax.sharding.get_mesh(), jnp.dtype(dtype), *shapes), flops
+
+
+def attention_row(args: argparse.Namespace, T: int, n: int, name: str, order: str) -> dict:
+    """Attention alone."""
+    N, K, H = *args.heads, args.head_size
+    with jax.set_mesh(mesh_of("sp", n)):
+        how = args.heads, H, args.dtype, args.impl, T, n, name, order
+        both, operands, flops = attention_work(*how)
         row = timed(args, both, *operands, out_shardings=operands[0].sharding)
     about = dict(query_heads=N, key_heads=K, H=H, impl=args.impl, dtype=args.dtype)
     return about | row | dict(tflops_a_device=flops / n / row["ms"] / 1e9)

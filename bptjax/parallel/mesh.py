@@ -62,8 +62,8 @@ def select_devices(device: str) -> list[jax.Device]:
     backend.
 
     Where the environment does not say otherwise, JAX takes `MEMORY_FRACTION` of a GPU's memory, may
-    take all of the host's (its own limit is 64 GB), and keeps what it compiles in the user's cache
-    directory.
+    take four fifths of the host's (its own limit is 64 GiB; pools grow by doubling, which the limit
+    cuts short), and keeps what it compiles in the user's cache directory.
 
     Raises:
       ValueError: gpu where JAX sees none; or auto, where JAX is about to run on the CPU beside an
@@ -71,8 +71,8 @@ def select_devices(device: str) -> list[jax.Device]:
     """
     if not {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"} & os.environ.keys():
         os.environ["XLA_CLIENT_MEM_FRACTION"] = MEMORY_FRACTION
-    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 10**9
-    os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(host))
+    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(host * 4 // 5 // 2**30))
     devices = _devices(device)
     if devices[0].platform == "gpu" and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

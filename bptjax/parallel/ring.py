@@ -121,8 +121,10 @@ def backward(
 
             return plan.add_up(add, sums, device, (device - step) % n)
 
-        dq, dk, dv = _step(plan, by_plan, by_mask, here, (dq, dk, dv), q, *block[:2])
-        dk, dv = _pass_on((dk, dv), axis, stride)
+        # Sums on their way here are waited for when this block's are ready to be added.
+        fresh = dq, jnp.zeros_like(dk), jnp.zeros_like(dv)
+        dq, *new = _step(plan, by_plan, by_mask, here, fresh, q, *block[:2])
+        dk, dv = _pass_on((dk + new[0], dv + new[1]), axis, stride)
         block = onward
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
 

@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -26,6 +27,8 @@ memory: {q_chunk: 16, k_chunk: 16, ffn_chunk: 16}
 checkpoint: {save_steps: 6}
 """
 LOST = "error: a peer process is lost: "
+# Of a run killed at step 14, which may still have been writing what it saved at 12.
+LAST_SAVED = re.compile("resumed at step (6|12) of 24")
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +126,7 @@ def test_the_first_killed(arguments, whole, tmp_path, start):
     before = kill(start(*command), 0, run_dir)
     codes, (said, silent), errors = ends(start(*command))
     assert codes == [0, 0], errors
-    assert "resumed at step 12 of 24" in said and "step" not in silent
+    assert LAST_SAVED.search(said) and "step" not in silent
     after = losses(run_dir)
     assert {at: after[at] for at in before} == before
     assert after == pytest.approx(losses(whole), rel=1e-6, abs=0)
@@ -139,7 +142,7 @@ def test_the_second_killed_and_other_counts(arguments, whole, tmp_path, start, c
         assert alone(8, *command, "1") == 143
     assert alone(1, *command, "8") == 0
     said = capsys.readouterr().out
-    assert "resumed at step 12" in said and "resumed at step 18" in said
+    assert LAST_SAVED.search(said) and "resumed at step 18" in said
     assert losses(run_dir) == pytest.approx(losses(whole), rel=1e-6, abs=0)
 
 

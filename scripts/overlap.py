@@ -1,0 +1,109 @@
+"""Shows what of the communication of attention over several GPUs runs beside its computation.
+
+    python scripts/overlap.py --out DIRECTORY --devices 4 --length 131072
+
+One profiled pass, forward and backward, a strategy: of the first GPU the time in which a kernel of
+NCCL runs, the part of it in which another kernel does too, and the plot of both over time.
+"""
+
+import argparse
+import tempfile
+from pathlib import Path
+
+import jax
+import numpy as np
+from scaling import attention_work, mesh_of
+from timing import tell
+
+Spans = list[tuple[float, float]]
+
+
+def spans(profile: Path) -> tuple[Spans, Spans]:
+    """Of the first GPU, in ms from the first kernel on, when it communicates and when it computes.
+
+    Raises:
+      ValueError: no GPU in the profile.
+    """
+    (file,) = profile.rglob("*.xplane.pb")
+    data = jax.profiler.ProfileData.from_file(str(file))
+    plane = next((p for p in data.planes if p.name == "/device:GPU:0"), None)
+    if plane is None:
+        raise ValueError("no GPU in the profile")
+    found: tuple[Spans, Spans] = [], []
+    for line in plane.lines:
+        if line.name.startswith("Stream"):
+            for e in line.events:
+                found["nccl" not in e.name.lower()].append((e.start_ns, e.end_ns))
+    first = min(a for of in found for a, _ in of)
+    communication, computation = (
+        [((a - first) / 1e6, (b - first) / 1e6) for a, b in sorted(of)] for of in found
+    )
+    return union(communication), union(computation)
+
+
+def union(spans: Spans) -> Spans:
+    """Sorted spans, those that touch made one."""
+    joined: Spans = []
+    for a, b in spans:
+        if joined and a <= joined[-1][1]:
+            a, b = joined[-1][0], max(b, joined.pop()[1])
+        joined.append((a, b))
+    return joined
+
+
+def total(spans: Spans) -> float:
+    return sum(b - a for a, b in spans)
+
+
+def draw(found: dict[str, tuple[Spans, Spans]], title: str, file: Path) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 1 + len(found)), layout="constrained")
+    axes = figure.subplots()
+    for row, (communication, computation) in enumerate(found.values()):
+        for spans, at, colour in ((computation, 0, "tab:blue"), (communication, 0.4, "tab:orange")):
+            axes.broken_barh([(a, b - a) for a, b in spans], (row + at, 0.35), color=colour)
+    axes.set_yticks(np.arange(len(found)) + 0.4, found)
+    axes.set(xlabel="ms; below: computation, above: communication", title=title)
+    axes.invert_yaxis()
+    FigureCanvasAgg(figure).print_png(file)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--devices", type=int, required=True)
+    parser.add_argument("--length", type=int, default=131_072)
+    parser.add_argument("--strategies", nargs="+", default=["gather", "ring", "ulysses"])
+    parser.add_argument("--heads", type=int, nargs=2, default=[32, 8], help="queries', keys'")
+    parser.add_argument("--head_size", type=int, default=128)
+    parser.add_argument(
+        "--out", type=Path, required=True, help="directory of the rows and the plot"
+    )
+    args = parser.parse_args()
+    rows, found, n = [], {}, args.devices
+    args.out.mkdir(parents=True, exist_ok=True)
+    for name in args.strategies:
+        order = "plain" if name == "ulysses" else "zigzag"
+        with jax.set_mesh(mesh_of("sp", n)), tempfile.TemporaryDirectory() as profile:
+            how = args.heads, args.head_size, "bfloat16", "auto", args.length, n, name, order
+            both, operands, _ = attention_work(*how)
+            both = jax.jit(both, out_shardings=operands[0].sharding)
+            for _ in range(2):
+                jax.block_until_ready(both(*operands))
+            with jax.profiler.trace(profile):
+                jax.block_until_ready(both(*operands))
+            found[name] = communication, computation = spans(Path(profile))
+        whole = total(union(sorted(communication + computation)))
+        figures = dict(communication_ms=total(communication), computation_ms=total(computation))
+        figures |= dict(ms=whole, beside_ms=sum(figures.values()) - whole)
+        about = dict(strategy=name, T=args.length, devices=n)
+        tell(rows, args.out / "overlap.json", **about, **figures)
+    title = f"attention, forward and backward, {args.length:,} tokens, {n} GPUs: the first one"
+    draw(found, title, args.out / "overlap.png")
+
+
+if __name__ == "__main__":
+    main()
