@@ -21,7 +21,7 @@ from bptjax.metrics import (
     Silence,
     Throughput,
 )
-from bptjax.parallel.processes import hurry, largest, part, watched
+from bptjax.parallel.processes import everyone, hurry, largest, part, watched
 from bptjax.report import answers, export, report, sample
 from bptjax.run import Run
 from bptjax.trainer import TrainState
@@ -108,7 +108,7 @@ class _Loop:
         self.writer, self.predictions = writer, predictions
         self.state: TrainState = state
         self.done, self.tokens_seen, self.last_saved = start, tokens_seen, start or None
-        self.pending: tuple[int, dict, int, float, dict] | None = None
+        self.pending: tuple[int, dict, list] | None = None
         self.stopped = 0
         self.throughput = Throughput()
         self.evaluate = run.task.evaluator()
@@ -128,7 +128,7 @@ class _Loop:
         votes: deque[Any] = deque([0] if jax.process_count() > 1 else [])
         while self.done < total and not self.stopped:
             batch = self.next_batch()
-            placed = task.put(batch, config.train.gradient_accumulation_steps)
+            placed = task.layout.put(batch, config.train.gradient_accumulation_steps)
             shape = placed["tokens"].shape
             if shape not in steps:
                 self.flush()
@@ -137,7 +137,7 @@ class _Loop:
             self.state, metrics = steps[shape](self.state, placed)
             self.flush()
             self.done += 1
-            self.pending = (self.done, metrics, *_work(batch), self.run.batches.get_state())
+            self.pending = (self.done, metrics, self.run.batches.get_state())
             if self.done == total or (every and self.done % every == 0):
                 self.flush()
                 self.eval()
@@ -184,8 +184,9 @@ class _Loop:
         """
         if self.pending is None:
             return
-        (done, metrics, tokens, attended, cursor), self.pending = self.pending, None
+        (done, metrics, cursor), self.pending = self.pending, None
         metrics = {name: float(x) for name, x in jax.device_get(metrics).items()}
+        tokens, attended = int(metrics.pop("tokens")), metrics.pop("attended")
         self.throughput.step(tokens)
         self.tokens_seen += tokens
         config = self.run.config
@@ -252,8 +253,12 @@ class _Loop:
     def save(self) -> None:
         """Starts a checkpoint of the state after the last step, which is known to be finite."""
         self.flush()
+        data = self.run.batches.get_state()
+        if len(data) > 1:
+            each = zip(*everyone(data), strict=True)
+            data = [next(x for x in of_processes if x is not None) for of_processes in each]
         extra = {
-            "data": self.run.batches.get_state(),
+            "data": data,
             "tokens_seen": self.tokens_seen,
             "rows": self.run.task.rows,
             "config": to_yaml(self.run.config),
@@ -262,12 +267,6 @@ class _Loop:
         self.checkpoints.save(self.done, self.run.task.saved(self.state), extra)
         self.last_saved = self.done
         self.throughput.resume()
-
-
-def _work(batch: dict[str, np.ndarray]) -> tuple[int, float]:
-    """Tokens that are not padding, and query-key pairs of causal attention within documents."""
-    real = batch["segments"] != 0
-    return int(real.sum()), float((batch["positions"][real].astype(np.float64) + 1).sum())
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import jax
 from jax import checkpoint_policies as policies
 
 from bptjax.lora import prepared
-from bptjax.models.config import Execution
+from bptjax.models.config import Execution, ModelConfig
 from bptjax.ops.attention import SAVED
 from bptjax.ops.saved import ON_HOST, named
 
@@ -66,6 +66,18 @@ class MemoryConfig(Execution):
         """k of nested(k)."""
         found = re.fullmatch(r"nested\((\d+)\)", self.remat)
         return int(found[1]) if found and int(found[1]) > 1 else None
+
+    def check(self, model: ModelConfig) -> None:
+        """Refuses what the model's layers cannot do.
+
+        Raises:
+          ValueError: as `groups`, or a name to save that the layers do not have.
+        """
+        self.groups(model.num_layers)
+        has = {"gate": model.gated, "attended": model.residual == "sequential"}
+        for name in self.save:
+            if not has.get(name, True):
+                raise ValueError(f"memory.save={name}: the model's layers have none")
 
     def groups(self, layers: int) -> int:
         """Into how many groups nested(k) cuts them.

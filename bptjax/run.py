@@ -11,7 +11,7 @@ import numpy as np
 
 from bptjax.config import Config, claim, to_yaml
 from bptjax.data.chat import Chat, question
-from bptjax.data.loader import TrainIterator, eval_loader, open_split, train_loader
+from bptjax.data.loader import Batches, eval_loader, open_split, train_loader
 from bptjax.data.tokenizer import Tokenizer, make_tokenizer
 from bptjax.hf.io import copy_companions, fingerprint
 from bptjax.hf.pretrained import COMPANIONS, find, open_pretrained
@@ -32,7 +32,7 @@ class Run:
     task: Task
     tokenizer: Tokenizer
     held_out: Any
-    batches: TrainIterator
+    batches: Batches
     notes: list[str]
 
     @cached_property
@@ -124,16 +124,23 @@ def prepare(config: Config) -> Run:
         )
     if model.position == "rope":
         rotary(model, 0, None)  # Refuses scalings that cannot be.
-    config.memory.groups(model.num_layers)  # Refuses a nested(k) that cannot be.
+    config.memory.check(model)
     task = Task(config, model, mesh, pretrained)
     _check_adapter(config, task)
     picked, others = task.attention()
+    of_a_shard = max(1, task.micro_rows // config.data.shards)
     batches = train_loader(
-        train, tokenizer, config.data, seq_len=config.train.seq_len, rows=task.rows
+        train,
+        tokenizer,
+        config.data,
+        seq_len=config.train.seq_len,
+        rows=task.rows,
+        micro_batches=config.train.gradient_accumulation_steps,
+        read={row // of_a_shard for row in task.layout.here(task.micro_rows)},
     )
     why = "".join(f"; not {name}: {reason}" for name, reason in others.items())
     axes = " ".join(f"{name}={size}" for name, size in mesh.shape.items())
-    axes += f", the sequence by {': '.join(task.strategy)}" if mesh.shape["sp"] > 1 else ""
+    axes += f", the sequence by {': '.join(task.layout.strategy)}" if mesh.shape["sp"] > 1 else ""
     where = f"{len(devices)} × {devices[0].device_kind}"
     where += f" of {jax.process_count()} processes" if jax.process_count() > 1 else ""
     notes = [

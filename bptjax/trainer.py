@@ -1,6 +1,5 @@
 """A config made ready for the devices: state, train step, evaluation."""
 
-import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -39,10 +38,10 @@ from bptjax.ops.attention.tile import Score
 from bptjax.ops.loss import linear_cross_entropy
 from bptjax.ops.mask import Mask
 from bptjax.optim import AdamState, AdamW, LossScale, learning_rate
-from bptjax.parallel.mesh import sharding, spec
+from bptjax.parallel.layout import Layout
+from bptjax.parallel.mesh import sharding
 from bptjax.parallel.plan import make_plan
-from bptjax.parallel.ring import zigzag
-from bptjax.parallel.sequence import by_device, choose_strategy, groups
+from bptjax.parallel.sequence import by_device
 
 Batch = dict[str, Any]
 # What the key of a step is folded with for the optimizer's rounding: no micro-batch's number.
@@ -109,8 +108,9 @@ class Task:
         """
         model, memory, sizes = self.model, self.config.memory, self.mesh.shape
         rows, T = self.config.train.per_device_train_batch_size, self.config.train.seq_len
-        T, (exchange, cut) = T + -T % self.multiple, self._groups
-        order, heads = self.order(T), model.num_heads // sizes["tp"] // exchange
+        layout = self.layout
+        T, (exchange, cut) = T + -T % layout.multiple, layout.groups
+        order, heads = layout.order(T), model.num_heads // sizes["tp"] // exchange
         # Where a part of a row stands is known only as the program runs.
         place = None if order is None else jax.ShapeDtypeStruct((T // cut,), jnp.int32)
         segments = jax.ShapeDtypeStruct((rows, T // cut), jnp.int32)
@@ -131,38 +131,20 @@ class Task:
             return choose(memory.attention, replace(score, mask=Mask(causal=True)), q, q)
 
     @cached_property
-    def strategy(self) -> tuple[str, str]:
-        """How the sequence is cut over parallel.sp, and why so.
+    def layout(self) -> Layout:
+        """Of the rows.
 
         Raises:
-          NotImplementedError: the named strategy cannot cut the model's heads.
-          ValueError: parallel.tp does not divide them.
+          ValueError: parallel.tp does not divide the model's heads, or the schedule needs whole
+            rows.
+          NotImplementedError: the named strategy cannot cut the heads.
         """
-        tp, sp, N = self.mesh.shape["tp"], self.mesh.shape["sp"], self.model.num_heads
-        if sp > 1 and self.config.memory.schedule == "fused":
+        memory, sp = self.config.memory, self.mesh.shape["sp"]
+        if sp > 1 and memory.schedule == "fused":
             raise ValueError(
                 f"memory.schedule=fused works on whole rows; parallel.sp={sp} cuts them"
             )
-        if N % tp:
-            raise ValueError(f"parallel.tp={tp} does not divide the model's {N} heads")
-        return choose_strategy(self.config.memory.sequence, N // tp, sp)
-
-    @property
-    def _groups(self) -> tuple[int, int]:
-        sizes = self.mesh.shape
-        return groups(self.strategy[0], self.model.num_heads // sizes["tp"], sizes["sp"])
-
-    def order(self, T: int) -> np.ndarray | None:
-        """The places of a row's tokens in the order in which devices have them, T being a multiple
-        of `multiple`; None where they stand as they were."""
-        _, cut = self._groups
-        return None if cut == 1 else zigzag(T, cut).astype(np.int32)
-
-    @property
-    def multiple(self) -> int:
-        """What rows are filled up to a multiple of, with padding."""
-        sp, (_, cut) = self.mesh.shape["sp"], self._groups
-        return sp if cut == 1 else math.lcm(sp, 2 * cut)
+        return Layout(self.mesh, self.model.num_heads, memory.sequence)
 
     @property
     def adapter(self) -> AdapterConfig:
@@ -290,21 +272,6 @@ class Task:
         where = jax.tree.map(lambda x: x.sharding, self._placed(tree, cut))
         return jax.lax.with_sharding_constraint(tree, where)
 
-    def put(self, batch: Batch, micro_batches: int = 1) -> Batch:
-        """A batch `[rows, T]` on the devices, as `[micro_batches, rows / micro_batches, T]`, T
-        filled up to a `multiple` and in `order`. Each process has the whole batch, and gives its
-        own devices their part."""
-        where = NamedSharding(self.mesh, PartitionSpec(None, *spec(("batch", "sequence"))))
-        placed = {}
-        for name, x in batch.items():
-            fill = -100 if name == "labels" else 0
-            x = np.pad(x, ((0, 0), (0, -x.shape[1] % self.multiple)), constant_values=fill)
-            order = self.order(x.shape[1])
-            x = x if order is None else x[:, order]
-            x = x.reshape(micro_batches, -1, x.shape[1])
-            placed[name] = jax.make_array_from_process_local_data(where, x, x.shape)
-        return placed
-
     def loss_sum(self, model: Decoder, batch: Batch, key: Array | None, z_loss: float) -> Array:
         """Σ loss over the labelled tokens of a micro-batch `[B, T]`, in nats."""
         memory = self.config.memory
@@ -312,7 +279,7 @@ class Task:
             batch["tokens"],
             positions=batch["positions"],
             segments=batch["segments"],
-            order=self.order(batch["tokens"].shape[1]),
+            order=self.layout.order(batch["tokens"].shape[1]),
             dropout_key=key,
             dtype=self.dtype,
             execution=memory,
@@ -366,7 +333,11 @@ class Task:
         return jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
-        """One optimizer step over micro-batches `[A, B, T]`."""
+        """One optimizer step over micro-batches `[A, B, T]`.
+
+        Beside its metrics it tells `tokens`, how many are no padding, and `attended`, query-key
+        pairs of causal attention within documents.
+        """
         loss, gradients, count = self.gradients(state, batch)
         count = jnp.maximum(count, 1).astype(jnp.float32)
         loss_scale = state.loss_scale
@@ -381,7 +352,11 @@ class Task:
         )
         if loss_scale is not None:
             loss_scale = loss_scale.update(jnp.isfinite(norm))
+        real = batch["segments"] != 0
+        pairs = jnp.where(real, batch["positions"] + 1.0, 0.0)
         metrics = {
+            "tokens": real.sum(),
+            "attended": pairs.sum(),
             "train/loss": loss / count,
             "train/grad_norm": norm,
             "train/learning_rate": learning_rate(
@@ -431,7 +406,7 @@ class Task:
 
         def evaluate(model, batches):
             with jax.set_mesh(self.mesh):
-                parts = [one(model, self.put(batch)) for batch in batches]
+                parts = [one(model, self.layout.put(batch)) for batch in batches]
             losses, counts = (
                 np.array(jax.device_get(x), np.float64) for x in zip(*parts, strict=True)
             )

@@ -34,7 +34,7 @@ def losses(argv: list[str], steps: int) -> list[float]:
         accumulate = run.config.train.gradient_accumulation_steps
         step = None
         for _ in range(steps):
-            batch = task.put(next(run.batches), accumulate)
+            batch = task.layout.put(next(run.batches), accumulate)
             step = step or task.compile_step(state, batch)
             state, metrics = step(state, batch)
             told.append(float(metrics["train/loss"]))

@@ -9,6 +9,7 @@ NCCL runs, the part of it in which another kernel does too, and the plot of both
 import argparse
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,6 +17,8 @@ from scaling import attention_work, mesh_of
 from timing import tell
 
 Spans = list[tuple[float, float]]
+# Ms, that are closed in what is drawn.
+GAP = 0.05
 
 
 def spans(profile: Path) -> tuple[Spans, Spans]:
@@ -41,11 +44,11 @@ def spans(profile: Path) -> tuple[Spans, Spans]:
     return union(communication), union(computation)
 
 
-def union(spans: Spans) -> Spans:
-    """Sorted spans, those that touch made one."""
+def union(spans: Spans, gap: float = 0.0) -> Spans:
+    """Sorted spans, those that touch, or leave no more than `gap`, made one."""
     joined: Spans = []
     for a, b in spans:
-        if joined and a <= joined[-1][1]:
+        if joined and a <= joined[-1][1] + gap:
             a, b = joined[-1][0], max(b, joined.pop()[1])
         joined.append((a, b))
     return joined
@@ -55,22 +58,25 @@ def total(spans: Spans) -> float:
     return sum(b - a for a, b in spans)
 
 
-def draw(found: dict[str, tuple[Spans, Spans]], title: str, file: Path) -> None:
+def draw(rows: list[dict[str, Any]], file: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(12, 1 + len(found)), layout="constrained")
+    figure = Figure(figsize=(12, 1 + len(rows)), layout="constrained")
     axes = figure.subplots()
-    for row, (communication, computation) in enumerate(found.values()):
-        for spans, at, colour in ((computation, 0, "tab:blue"), (communication, 0.4, "tab:orange")):
-            axes.broken_barh([(a, b - a) for a, b in spans], (row + at, 0.35), color=colour)
-    axes.set_yticks(np.arange(len(found)) + 0.4, found)
-    axes.set(xlabel="ms; below: computation, above: communication", title=title)
+    for at, row in enumerate(rows):
+        kinds = ("computes", at, "tab:blue"), ("communicates", at + 0.4, "tab:orange")
+        for name, y, colour in kinds:
+            axes.broken_barh([(a, b - a) for a, b in row[name]], (y, 0.35), color=colour)
+    axes.set_yticks(np.arange(len(rows)) + 0.4, [row["strategy"] for row in rows])
+    about = f"{rows[0]['T']:,} tokens, {rows[0]['devices']} GPUs"
+    title = f"attention, forward and backward, {about}: the first one computes and communicates"
+    axes.set(xlabel="ms", title=title)
     axes.invert_yaxis()
     FigureCanvasAgg(figure).print_png(file)
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -82,8 +88,8 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, required=True, help="directory of the rows and the plot"
     )
-    args = parser.parse_args()
-    rows, found, n = [], {}, args.devices
+    args = parser.parse_args(argv)
+    rows, n = [], args.devices
     args.out.mkdir(parents=True, exist_ok=True)
     for name in args.strategies:
         order = "plain" if name == "ulysses" else "zigzag"
@@ -95,14 +101,15 @@ def main() -> None:
                 jax.block_until_ready(both(*operands))
             with jax.profiler.trace(profile):
                 jax.block_until_ready(both(*operands))
-            found[name] = communication, computation = spans(Path(profile))
+            communication, computation = spans(Path(profile))
         whole = total(union(sorted(communication + computation)))
         figures = dict(communication_ms=total(communication), computation_ms=total(computation))
         figures |= dict(ms=whole, beside_ms=sum(figures.values()) - whole)
         about = dict(strategy=name, T=args.length, devices=n)
-        tell(rows, args.out / "overlap.json", **about, **figures)
-    title = f"attention, forward and backward, {args.length:,} tokens, {n} GPUs: the first one"
-    draw(found, title, args.out / "overlap.png")
+        # What a plot can show.
+        when = dict(computes=union(computation, GAP), communicates=union(communication, GAP))
+        tell(rows, args.out / "overlap.json", **about, **figures, **when)
+    draw(rows, args.out / "overlap.png")
 
 
 if __name__ == "__main__":

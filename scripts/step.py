@@ -73,7 +73,7 @@ def measure(task: Task, steps: int, profile: Path | None = None, warmup: int = 1
     tokens = np.random.default_rng(0).integers(0, task.model.V, (task.rows, T + 1), np.int32)
     place = np.arange(T, dtype=np.int32)[None].repeat(task.rows, 0)
     batch = dict(tokens=tokens[:, :-1], labels=tokens[:, 1:], positions=place)
-    batch = task.put(batch | dict(segments=np.ones_like(place)), accumulate)
+    batch = task.layout.put(batch | dict(segments=np.ones_like(place)), accumulate)
     start = time.perf_counter()
     step = task.compile_step(task.abstract_state(), batch)
     row: dict[str, Any] = dict(compile_s=time.perf_counter() - start, **needs(step))

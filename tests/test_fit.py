@@ -185,6 +185,10 @@ BAD = {
         ["--memory.save", "[query, gate]"],
         "memory.save=gate needs memory.ffn_chunk of at least train.seq_len=32",
     ),
+    "not in the model": (
+        ["--memory.save", "[gate]", "--memory.ffn_chunk", "32", "--model.gated", "false"],
+        "memory.save=gate: the model's layers have none",
+    ),
     "no such scaling": (
         ["--model.rope_parameters", "{rope_type: yarm, rope_theta: 1.0}"],
         "rope_type='yarm' is not known",

@@ -67,7 +67,7 @@ def state():
 
 def sums(work: Task, batch, state, micro_batches: int = 1):
     with jax.set_mesh(work.mesh):
-        return jax.jit(work.gradients)(state, work.put(batch, micro_batches))
+        return jax.jit(work.gradients)(state, work.layout.put(batch, micro_batches))
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +184,7 @@ def test_only_adapters_learn(batch):
         adapter=dict(r=8, target_modules=["value", "mlp.down"]),
         optimizer=dict(weight_decay=0.0),
     )
-    state, placed = work.init_state(), work.put(batch)
+    state, placed = work.init_state(), work.layout.put(batch)
     before = jax.tree.map(np.asarray, work.split(state.model))
     step, losses = work.compile_step(state, placed), []
     for _ in range(20):
@@ -219,7 +219,7 @@ def test_no_dense_copy_of_the_model(remat):
     assert count == L * 16 * D * D
     assert stored <= 0.53 * count
     batch = {k: np.zeros((1, T), np.int32) for k in ("tokens", "labels", "segments", "positions")}
-    needs = work.compile_step(abstract, work.put(batch)).memory_analysis()
+    needs = work.compile_step(abstract, work.layout.put(batch)).memory_analysis()
     # In bfloat16 all of them take 2 bytes a parameter, in float32, as the CPU multiplies, 4.
     assert needs.temp_size_in_bytes < 0.5 * 2 * count
 
@@ -233,7 +233,7 @@ def test_frozen_weights_have_no_gradient_products():
 
     def made(config):
         one = replace(work, config=config)
-        text = str(jax.make_jaxpr(one.gradients)(one.abstract_state(), one.put(batch)))
+        text = str(jax.make_jaxpr(one.gradients)(one.abstract_state(), one.layout.put(batch)))
         lines = [line for line in text.splitlines() if "dot_general" in line]
         return {s for s in shapes if any(f"[{s[0]},{s[1]}] = " in line for line in lines)}
 

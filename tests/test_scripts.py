@@ -1,8 +1,10 @@
 """The studies, at the least sizes: a row has figures or says why not, and the plots are there."""
 
 import csv
+import json
 from dataclasses import replace
 
+import overlap
 import pytest
 import scaling
 import strategies
@@ -35,6 +37,17 @@ def test_attention_is_scaled(scale):
     assert told[:4] == [(n, order, "64") for n in "12" for order in ("zigzag", "plain")]
     assert [row[2] for row in told[4:]] == ["64", "64", "128", "128"]
     assert all(r["status"] == "ok" and float(r["tflops_a_device"]) > 0 for r in found)
+
+
+def test_overlap_is_told(tmp_path, monkeypatch):
+    seen = [(0.0, 1.0), (1.01, 2.0)], [(0.5, 5.0)]
+    monkeypatch.setattr(overlap, "spans", lambda profile: seen)
+    sizes = "--length=64", "--head_size=8", "--devices=2", "--strategies=ring"
+    overlap.main([*sizes, f"--out={tmp_path}"])
+    (row,) = json.loads((tmp_path / "overlap.json").read_text())
+    assert row["ms"] == 5.0 and row["beside_ms"] == pytest.approx(1.49)
+    assert row["communicates"] == [[0.0, 2.0]]
+    assert (tmp_path / "overlap.png").stat().st_size > 5_000
 
 
 def test_encoders_are_scaled(scale, monkeypatch):

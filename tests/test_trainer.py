@@ -53,7 +53,7 @@ def batch():
 
 def sums(work: Task, batch, micro_batches: int):
     with jax.set_mesh(work.mesh):
-        return jax.jit(work.gradients)(work.init_state(), work.put(batch, micro_batches))
+        return jax.jit(work.gradients)(work.init_state(), work.layout.put(batch, micro_batches))
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def test_dropout_is_that_of_one_device(batch):
         for work in (task(), task(ParallelConfig(dp=2, fsdp=1, sp=4), seq_len=T - 2))
     )
     cut = replace(cut, config=replace(cut.config, memory=replace(CONFIG.memory, sequence="ring")))
-    assert cut.put(parts)["tokens"].shape[2] > T - 2
+    assert cut.layout.put(parts)["tokens"].shape[2] > T - 2
     wanted = sums(one, parts, 1)
     assert (
         abs(sums(replace(one, model=replace(MODEL, num_layers=1)), parts, 1)[0] - wanted[0]) > 0.1
@@ -108,7 +108,7 @@ def test_both_axes_of_a_matrix_are_cut():
 
 
 def steps(work: Task, batch, n: int) -> tuple[TrainState, list[dict]]:
-    state, placed, rows = work.init_state(), work.put(batch), []
+    state, placed, rows = work.init_state(), work.layout.put(batch), []
     step = work.compile_step(state, placed)
     for _ in range(n):
         state, metrics = step(state, placed)
@@ -148,7 +148,7 @@ def test_zero_says_what_fsdp_cuts(batch):
     held = []
     for zero in (1, 2, 3):
         work = small(ParallelConfig(dp=1, fsdp=4, tp=2, zero=zero))
-        state, placed = work.init_state(), work.put(batch)
+        state, placed = work.init_state(), work.layout.put(batch)
         step = work.compile_step(state, placed)
         for row in wanted:
             state, metrics = step(state, placed)
@@ -158,7 +158,7 @@ def test_zero_says_what_fsdp_cuts(batch):
             a, b = np.asarray(a), np.asarray(b)
             assert np.linalg.norm(a - b) <= 1e-5 * np.linalg.norm(b)
         with jax.set_mesh(work.mesh):
-            _, gradients, _ = jax.jit(work.gradients)(state, work.put(batch, 2))
+            _, gradients, _ = jax.jit(work.gradients)(state, work.layout.put(batch, 2))
         parts = state.opt_state.mu, gradients, state.model
         argument = step.memory_analysis().argument_size_in_bytes
         held.append([*map(shard_bytes, parts), argument])
@@ -170,7 +170,7 @@ def test_zero_says_what_fsdp_cuts(batch):
 
 def test_an_overflow_changes_the_scale_alone(batch):
     work = with_optimizer(task(dtype="float16"), state_dtype="int8")
-    state, placed = work.init_state(), work.put(batch)
+    state, placed = work.init_state(), work.layout.put(batch)
     state = replace(state, loss_scale=replace(state.loss_scale, value=jnp.float32(2.0**40)))
     before = jax.tree.map(np.asarray, (state.model, state.opt_state))
     with jax.set_mesh(work.mesh):
@@ -212,7 +212,7 @@ def test_moments_in_host_memory(batch, tmp_path):
     device, host = (
         with_optimizer(small, state_dtype="int8", state_memory=kind) for kind in ("device", "host")
     )
-    (_, wanted), placed = steps(device, batch, 4), host.put(batch)
+    (_, wanted), placed = steps(device, batch, 4), host.layout.put(batch)
     state = host.init_state()
     step, rows = host.compile_step(state, placed), []
     for n in range(4):

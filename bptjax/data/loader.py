@@ -3,7 +3,7 @@
 import atexit
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -41,6 +41,8 @@ class DataConfig:
       packing: How documents share rows; see `packing.pack`.
       group_by_length: Rows of similar length make a batch, which is cut where its longest ends;
         needs packing=none.
+      shards: Parts of the documents, of which each makes as many rows of a batch; of several
+        processes, each reads those whose rows its devices have.
       shuffle: New order of documents and rows in each epoch.
       seed: Of the shuffle.
     """
@@ -59,6 +61,7 @@ class DataConfig:
     tokenizer: str | None = None
     packing: Literal["none", "concat", "best_fit"] = "concat"
     group_by_length: bool = False
+    shards: int = 1
     shuffle: bool = True
     seed: int = 0
 
@@ -69,6 +72,8 @@ class DataConfig:
                 raise ValueError(f"data.{name}={value} is less than 1")
         if self.group_by_length and self.packing != "none":
             raise ValueError(f"data.group_by_length needs data.packing=none, not {self.packing}")
+        if self.shards < 1 or (self.group_by_length and self.shards > 1):
+            raise ValueError(f"data.shards={self.shards}: 1 or more, and 1 with group_by_length")
 
 
 def open_split(config: DataConfig) -> tuple[Sequence[Document], Sequence[Document]]:
@@ -119,6 +124,49 @@ class TrainIterator(gx.ThreadPrefetchDatasetIterator):
             super().close()
 
 
+class Batches:
+    """Batches without end `[rows, T]`, of which each shard of the documents makes an equal part:
+    consecutive rows of every micro-batch. Those of shards that are not `read` are blank.
+    """
+
+    def __init__(self, read: dict[int, TrainIterator], shards: int, micro_batches: int):
+        self._read, self._shards, self._micro_batches = read, shards, micro_batches
+
+    def __iter__(self) -> Iterator[Example]:
+        return self
+
+    def __next__(self) -> Example:
+        parts = {shard: next(batches) for shard, batches in self._read.items()}
+        some = next(iter(parts.values()))
+        if self._shards == 1:
+            return some
+        whole = {}
+        for name, x in some.items():
+            rows = x.reshape(self._micro_batches, -1, x.shape[-1])
+            each = np.zeros((len(rows), self._shards, *rows.shape[1:]), x.dtype)
+            for shard, part in parts.items():
+                each[:, shard] = part[name].reshape(rows.shape)
+            whole[name] = each.reshape(-1, x.shape[-1])
+        return whole
+
+    def get_state(self) -> list[dict[str, Any] | None]:
+        """Of each shard, as JSON; None of those that are not read."""
+        return [
+            self._read[shard].get_state() if shard in self._read else None
+            for shard in range(self._shards)
+        ]
+
+    def set_state(self, states: Sequence[dict[str, Any]]) -> None:
+        """The batches go on where those were whose shards had these states, in this or another
+        process."""
+        for shard, batches in self._read.items():
+            batches.set_state(states[shard])
+
+    def close(self) -> None:
+        for batches in self._read.values():
+            batches.close()
+
+
 def train_loader(
     documents: Sequence[Document],
     tokenizer: Tokenizer,
@@ -126,21 +174,43 @@ def train_loader(
     *,
     seq_len: int,
     rows: int,
-    shard_index: int = 0,
-    shard_count: int = 1,
-) -> TrainIterator:
+    micro_batches: int = 1,
+    read: Collection[int] | None = None,
+) -> Batches:
     """Batches without end: dicts of int32 [rows, T] as `packing.pack` describes them, or
     `packing.grouped`.
 
-    The order depends on `config.seed` alone and is another one in each epoch. Of several processes,
-    each reads the documents [shard_index::shard_count]. Nothing else bounds an epoch: a
-    window of shuffled rows, or a packed row, may hold the end of one and the start of the next.
+    The order depends on `config.seed` alone and is another one in each epoch. Shard i of n reads
+    the documents [i::n]. Nothing else bounds an epoch: a window of shuffled rows, or a packed row,
+    may hold the end of one and the start of the next.
+
+    Args:
+      read: numbers of the shards to read; all, if left out.
 
     Raises:
-      ValueError: the documents of this shard give fewer than `seq_len` labels or none that is
-        learnt, or a bad packing.
+      ValueError: a shard's documents give fewer than `seq_len` labels or none that is learnt, a bad
+        packing, or more shards than rows of a micro-batch, or another number than divides them.
     """
-    examples = _examples(documents, tokenizer, config, shard_index, shard_count)
+    n = config.shards
+    if rows // micro_batches % n:
+        raise ValueError(
+            f"data.shards={n} does not divide the {rows // micro_batches} rows of a micro-batch"
+        )
+    numbers = range(n) if read is None else sorted(read)
+    found: dict[int, TrainIterator] = {}
+    try:
+        for i in numbers:
+            examples = _examples(documents, tokenizer, config)[i::n]
+            found[i] = _shard(examples, config, seq_len, rows // n, f"shard {i} of {n}")
+    except ValueError:
+        Batches(found, n, micro_batches).close()
+        raise
+    return Batches(found, n, micro_batches)
+
+
+def _shard(
+    examples: grain.MapDataset, config: DataConfig, seq_len: int, rows: int, name: str
+) -> TrainIterator:
     labels = pieces = learnt = 0
     limit = buffer_rows(seq_len)
     for index in range(len(examples)):
@@ -152,11 +222,13 @@ def train_loader(
             break
     if labels < seq_len:
         raise ValueError(
-            f"the {len(examples)} training documents of shard {shard_index} of {shard_count} give "
-            f"{labels} labels, fewer than seq_len={seq_len}; use a shorter one, or more text"
+            f"the {len(examples)} training documents of {name} give {labels} labels, fewer than "
+            f"seq_len={seq_len}; use a shorter one, or more text"
         )
     if not learnt:
-        raise ValueError("no token of the training documents is learnt: all answers are empty")
+        raise ValueError(
+            f"no token of the training documents of {name} is learnt: all answers are empty"
+        )
     if config.group_by_length:
         return TrainIterator(
             grouped(examples, seq_len=seq_len, rows=rows, shuffle=config.shuffle, seed=config.seed)
@@ -183,25 +255,19 @@ def eval_loader(
     seq_len: int,
     rows: int,
     max_batches: int | None = None,
-    shard_index: int = 0,
-    shard_count: int = 1,
 ) -> grain.IterDataset:
     """Batches of one pass in fixed order, every label once; each `for` starts the pass anew.
 
     The last batch is filled with rows of padding. With `max_batches`, the pass ends early.
     """
-    examples = _examples(documents, tokenizer, config, shard_index, shard_count)
+    examples = _examples(documents, tokenizer, config)
     packed = pack(examples, packing=config.packing, seq_len=seq_len)
     batches = packed.batch(rows, batch_fn=functools.partial(_fill, rows=rows))
     return batches if max_batches is None else gx.LimitIterDataset(batches, max_batches)
 
 
 def _examples(
-    documents: Sequence[Document],
-    tokenizer: Tokenizer,
-    config: DataConfig,
-    shard_index: int,
-    shard_count: int,
+    documents: Sequence[Document], tokenizer: Tokenizer, config: DataConfig
 ) -> grain.MapDataset:
     def one(document):
         if not isinstance(document, Chat):
@@ -214,7 +280,7 @@ def _examples(
             train_on_source=config.train_on_source,
         )
 
-    return grain.MapDataset.source(documents)[shard_index::shard_count].map(one)
+    return grain.MapDataset.source(documents).map(one)
 
 
 def _fill(batch: Sequence[Example], rows: int) -> Example:

@@ -110,15 +110,32 @@ def test_epochs_are_shuffled_anew(train, monkeypatch, buffer_tokens):
 
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_shards_share_the_documents(train, packing):
-    config = DataConfig(packing=packing)
-    seen = []
-    for index in range(2):
-        shard = {"shard_index": index, "shard_count": 2}
-        loader = eval_loader(DOCUMENTS, TOKENIZER, config, seq_len=T, rows=ROWS, **shard)
-        seen.append(labels_of(loader))
-        trained = labels_of(take(train(config=config, **shard), 30))
-        assert set(trained.tolist()) == set(seen[-1].tolist())
-    np.testing.assert_array_equal(np.sort(np.concatenate(seen)), LABELS)
+    """Whoever reads a shard makes the same rows of it, in their place; states go together."""
+    config = DataConfig(packing=packing, shards=2)
+    sizes = dict(config=config, rows=8, micro_batches=2)
+    whole, one, other = (train(**sizes, read=read) for read in (None, [0], [1]))
+    for batch, upper, lower in zip(*(take(x, 30) for x in (whole, one, other)), strict=True):
+        for name, x in batch.items():
+            x, y, z = (a.reshape(2, 2, 2, T) for a in (x, upper[name], lower[name]))
+            np.testing.assert_array_equal(x[:, 0], y[:, 0])
+            np.testing.assert_array_equal(x[:, 1], z[:, 1])
+            assert not y[:, 1].any() and not z[:, 0].any()
+    seen = [set(labels_of(take(x, 30)).tolist()) for x in (one, other)]
+    assert not seen[0] & seen[1] and sorted(seen[0] | seen[1]) == LABELS.tolist()
+    states = one.get_state()[0], other.get_state()[1]
+    again = train(**sizes)
+    again.set_state(json.loads(json.dumps(states)))
+    take(whole, 30)
+    assert equal(take(again, 5), take(whole, 5))
+
+
+def test_shards_that_cannot_be(train):
+    with pytest.raises(ValueError, match="data.shards=2 does not divide the 3 rows"):
+        train(config=DataConfig(shards=2))
+    with pytest.raises(ValueError, match="of shard 1 of 2 give 0 labels"):
+        train(DOCUMENTS[:2], DataConfig(shards=2), rows=2, seq_len=4)
+    with pytest.raises(ValueError, match="data.shards=2: 1 or more, and 1 with group_by_length"):
+        DataConfig(packing="none", group_by_length=True, shards=2)
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
