@@ -80,7 +80,8 @@ def backward(
     places: tuple[Any, Any],
     **chunks,
 ) -> tuple[Array, Array, Array]:
-    """Gradients of this device's queries, keys and values."""
+    """Gradients of this device's queries, keys and values, those of keys and values summed over the
+    devices in float32."""
     n, device = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
     every = _gather(k, axis), _gather(v, axis)
     score, plan = _whole_keys(score, axis), make_plan(score, places, n)
@@ -103,14 +104,15 @@ def backward(
         dks, dvs = (jnp.zeros_like(x, jnp.float32) for x in every)
         sums = dq, _put(dks, dk, device), _put(dvs, dv, device)
         dq, dks, dvs = jax.lax.fori_loop(1, n, of_another, sums)
-        return dq.astype(q.dtype), dks.astype(k.dtype), dvs.astype(v.dtype)
+        return dq.astype(q.dtype), dks, dvs
 
     def by_mask(q, k, v, every, *rest):
-        return kernel.backward(q, *every, *rest, score, **chunks)
+        dq, *of_keys = kernel.backward(q, *every, *rest, score, **chunks)
+        return dq, *(x.astype(jnp.float32) for x in of_keys)
 
-    dq, dk, dv = _either(plan, by_plan, by_mask, score, q, k, v, every, out, lse, dout)
-    dk, dv = (jax.lax.psum_scatter(x, axis, scatter_dimension=1, tiled=True) for x in (dk, dv))
-    return dq, dk, dv
+    dq, *of_keys = _either(plan, by_plan, by_mask, score, q, k, v, every, out, lse, dout)
+    dk, dv = (jax.lax.psum_scatter(x, axis, scatter_dimension=1, tiled=True) for x in of_keys)
+    return dq, dk.astype(k.dtype), dv.astype(v.dtype)
 
 
 def _either(

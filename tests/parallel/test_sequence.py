@@ -1,6 +1,7 @@
 """Attention cut over a mesh equals attention on one device."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -223,6 +224,15 @@ def test_what_devices_tell_each_other(strategy, kinds):
     with jax.set_mesh(mesh):
         text = jax.jit(both, out_shardings=where).lower(q, k, k, q).compile().as_text()
     assert {kind for shape, kind in collectives(text) if "f32" in shape} == kinds
+
+
+def test_gathered_keys_gradients_add_up_in_float32():
+    q, k = (jax.ShapeDtypeStruct((B, T, n, H), jnp.bfloat16) for n in (N, K))
+    f = partial(attention, strategy="gather", impl="scan")
+    with jax.set_mesh(mesh_of(MESHES["sp 4"])):
+        text = str(jax.make_jaxpr(lambda q, k, v, dout: jax.vjp(f, q, k, v)[1](dout))(q, k, k, q))
+    sums = [line.split("=")[0] for line in text.splitlines() if "= reduce_scatter" in line]
+    assert len(sums) == 2 and all("f32[" in result for result in sums)
 
 
 def test_each_device_has_rows_of_its_own():
