@@ -128,15 +128,14 @@ def prepare(config: Config) -> Run:
     task = Task(config, model, mesh, pretrained)
     _check_adapter(config, task)
     picked, others = task.attention()
-    of_a_shard = max(1, task.micro_rows // config.data.shards)
+    of_a_shard = max(1, task.rows // config.data.shards)
     batches = train_loader(
         train,
         tokenizer,
         config.data,
         seq_len=config.train.seq_len,
         rows=task.rows,
-        micro_batches=config.train.gradient_accumulation_steps,
-        read={row // of_a_shard for row in task.layout.here(task.micro_rows)},
+        read={row // of_a_shard for row in task.layout.here(task.rows)},
     )
     why = "".join(f"; not {name}: {reason}" for name, reason in others.items())
     axes = " ".join(f"{name}={size}" for name, size in mesh.shape.items())
