@@ -254,6 +254,31 @@ def test_another_config_in_one_process_is_refused(arguments, tmp_path, start):
     assert not run_dir.exists()
 
 
+def test_one_process_reads_a_checkpoint_without_the_others(start, tmp_path):
+    """As that does which writes the adapters of a run."""
+    code = """
+import sys
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+from bptjax.checkpoint import Checkpoints
+from bptjax.parallel.mesh import make_mesh, select_devices
+mesh = make_mesh(ParallelConfig(), select_devices("cpu"))
+where = jax.sharding.NamedSharding(mesh, PartitionSpec("fsdp"))
+x = np.arange(8)
+checkpoints = Checkpoints(sys.argv[1])
+checkpoints.save(1, {"x": jax.make_array_from_callback(x.shape, where, x.__getitem__)}, {})
+checkpoints.wait()
+if jax.process_index() == 0:
+    print(checkpoints.read(1, "x"))
+checkpoints.close()
+processes.part()
+"""
+    codes, said, errors = ends(start("-c", JOINED + code, str(tmp_path)))
+    assert codes == [0, 0] and not any(errors)
+    assert said[0].endswith("[0 1 2 3 4 5 6 7]\n")
+
+
 def test_what_one_process_refuses_is_refused_in_all(arguments, tmp_path, start):
     """Here the shard that it alone reads."""
     texts = [("a" * 99, "b")[i % 2] for i in range(4)]
