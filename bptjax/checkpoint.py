@@ -145,13 +145,18 @@ class Checkpoints:
         }
 
     def read(self, step: int, name: str) -> np.ndarray:
-        """One array of the state, in host memory."""
+        """One array of the state, in host memory, for this process without the others."""
+        here = jax.process_index()
+        alone = ocp.options.MultiprocessingOptions(
+            primary_host=here, active_processes={here}, barrier_sync_key_prefix=f"read{here}"
+        )
+        handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)
         args = ocp.args.PyTreeRestore(
             item={name: 0},
             restore_args={name: ocp.RestoreArgs(restore_type=np.ndarray)},
             partial_restore=True,
         )
-        with ocp.PyTreeCheckpointer() as reader:
+        with ocp.Checkpointer(handler, multiprocessing_options=alone) as reader:
             return reader.restore(self.directory / str(step) / "state", args=args)[name]
 
     def _steps(self, suffix: str = "") -> list[int]:

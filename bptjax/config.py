@@ -227,8 +227,13 @@ def claim(run_dir: Path, config: Config) -> None:
         for key in sorted(theirs.keys() | ours.keys()):
             if key.startswith(FREE) or theirs.get(key) == ours.get(key):
                 continue
+            if key not in theirs:
+                raise ValueError(
+                    f"{run_dir} belongs to a run of an older version, without {key}; choose "
+                    "another run_dir"
+                )
             raise ValueError(
-                f"{run_dir} belongs to a run with {key}={theirs.get(key)}, and this one has "
+                f"{run_dir} belongs to a run with {key}={theirs[key]}, and this one has "
                 f"{ours.get(key)}; choose another run_dir"
             )
         return

@@ -21,7 +21,7 @@ from bptjax.metrics import (
     Silence,
     Throughput,
 )
-from bptjax.parallel.processes import everyone, hurry, largest, part, watched
+from bptjax.parallel.processes import agreed, everyone, hurry, largest, part, watched
 from bptjax.report import answers, export, report, sample
 from bptjax.run import Run
 from bptjax.trainer import TrainState
@@ -46,8 +46,9 @@ def fit(run: Run) -> int:
     config, task, first = run.config, run.task, jax.process_index() == 0
     with ExitStack() as stack:
         stack.callback(run.batches.close)
-        if first:
-            stack.enter_context(_alone(run.directory))
+        with agreed():
+            if first:
+                stack.enter_context(_alone(run.directory))
         checkpoints = Checkpoints(
             run.directory, save_total_limit=config.checkpoint.save_total_limit
         )

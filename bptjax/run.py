@@ -18,7 +18,7 @@ from bptjax.hf.pretrained import COMPANIONS, find, open_pretrained
 from bptjax.lora import AdapterConfig
 from bptjax.models.layers import rotary
 from bptjax.parallel.mesh import ParallelConfig, make_mesh, select_devices
-from bptjax.parallel.processes import join, same, watched
+from bptjax.parallel.processes import agreed, join, same, watched
 from bptjax.trainer import Task
 
 
@@ -100,6 +100,20 @@ def prepare(config: Config) -> Run:
     """
     join(config.parallel)
     devices = select_devices(config.device)
+    with agreed():
+        run = _checked(config, devices)
+    settings = to_yaml(replace(config, parallel=ParallelConfig()))
+    with agreed():
+        same(settings + "".join(run.notes), "a config or data")
+        if jax.process_index() == 0:
+            claim(run.directory, config)
+            run.tokenizer.save(run.directory)
+            if run.task.pretrained and run.task.pretrained.companions:
+                copy_companions(run.task.pretrained.companions, run.directory / COMPANIONS)
+    return run
+
+
+def _checked(config: Config, devices: list[jax.Device]) -> Run:
     if config.memory.offload and devices[0].platform == "cpu":
         raise ValueError(
             f"memory.offload={config.memory.offload} moves from a GPU; a CPU's memory is the host's"
@@ -128,15 +142,14 @@ def prepare(config: Config) -> Run:
     task = Task(config, model, mesh, pretrained)
     _check_adapter(config, task)
     picked, others = task.attention()
-    of_a_shard = max(1, task.micro_rows // config.data.shards)
+    of_a_shard = max(1, task.rows // config.data.shards)
     batches = train_loader(
         train,
         tokenizer,
         config.data,
         seq_len=config.train.seq_len,
         rows=task.rows,
-        micro_batches=config.train.gradient_accumulation_steps,
-        read={row // of_a_shard for row in task.layout.here(task.micro_rows)},
+        read={row // of_a_shard for row in task.layout.here(task.rows)},
     )
     why = "".join(f"; not {name}: {reason}" for name, reason in others.items())
     axes = " ".join(f"{name}={size}" for name, size in mesh.shape.items())
@@ -158,12 +171,6 @@ def prepare(config: Config) -> Run:
             )
     run = Run(config, task, tokenizer, held_out, batches, notes)
     _ = run.questions  # Refuses what is no chat.
-    same(to_yaml(replace(config, parallel=ParallelConfig())) + "".join(notes), "a config or data")
-    if jax.process_index() == 0:
-        claim(Path(config.run_dir), config)
-        tokenizer.save(config.run_dir)
-        if companions is not None:
-            copy_companions(companions, Path(config.run_dir) / COMPANIONS)
     return run
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from bptjax.config import parse
+from bptjax.config import parse, to_yaml
 from bptjax.metrics import read_metrics
 from bptjax.train import main
 
@@ -282,6 +282,15 @@ def test_two_processes_do_not_share_a_run(arguments, tmp_path, capsys):
     assert main([*arguments, "--run_dir", str(run_dir)]) == 2
     assert "another process is running in" in capsys.readouterr().err
     os.close(handle)
+
+
+def test_a_run_of_an_older_version_is_refused(arguments, tmp_path, capsys):
+    command = [*arguments, "--run_dir", str(tmp_path)]
+    config = to_yaml(parse(command, "")).replace("  shards: 1\n", "")
+    (tmp_path / "config.yaml").write_text(config)
+    assert main(command) == 2
+    assert "of an older version, without data.shards; choose another" in capsys.readouterr().err
+    assert [file.name for file in tmp_path.iterdir()] == ["config.yaml"]
 
 
 def test_a_directory_with_something_else_is_not_taken(arguments, tmp_path, capsys):

@@ -4,7 +4,7 @@ import atexit
 import functools
 import itertools
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import grain
@@ -41,7 +41,7 @@ class DataConfig:
       packing: How documents share rows; see `packing.pack`.
       group_by_length: Rows of similar length make a batch, which is cut where its longest ends;
         needs packing=none.
-      shards: Parts of the documents, of which each makes as many rows of a batch; of several
+      shards: Parts of the documents, of which each makes as many rows of a step; of several
         processes, each reads those whose rows its devices have.
       shuffle: New order of documents and rows in each epoch.
       seed: Of the shuffle.
@@ -126,28 +126,20 @@ class TrainIterator(gx.ThreadPrefetchDatasetIterator):
 
 class Batches:
     """Batches without end `[rows, T]`, of which each shard of the documents makes an equal part:
-    consecutive rows of every micro-batch. Those of shards that are not `read` are blank.
+    consecutive rows. Those of shards that are not `read` are blank.
     """
 
-    def __init__(self, read: dict[int, TrainIterator], shards: int, micro_batches: int):
-        self._read, self._shards, self._micro_batches = read, shards, micro_batches
+    def __init__(self, read: dict[int, TrainIterator], shards: int):
+        self._read, self._shards = read, shards
 
     def __iter__(self) -> Iterator[Example]:
         return self
 
     def __next__(self) -> Example:
         parts = {shard: next(batches) for shard, batches in self._read.items()}
-        some = next(iter(parts.values()))
-        if self._shards == 1:
-            return some
-        whole = {}
-        for name, x in some.items():
-            rows = x.reshape(self._micro_batches, -1, x.shape[-1])
-            each = np.zeros((len(rows), self._shards, *rows.shape[1:]), x.dtype)
-            for shard, part in parts.items():
-                each[:, shard] = part[name].reshape(rows.shape)
-            whole[name] = each.reshape(-1, x.shape[-1])
-        return whole
+        blank = {name: np.zeros_like(x) for name, x in next(iter(parts.values())).items()}
+        each = [parts.get(shard, blank) for shard in range(self._shards)]
+        return {name: np.concatenate([part[name] for part in each]) for name in blank}
 
     def get_state(self) -> list[dict[str, Any] | None]:
         """Of each shard, as JSON; None of those that are not read."""
@@ -174,7 +166,6 @@ def train_loader(
     *,
     seq_len: int,
     rows: int,
-    micro_batches: int = 1,
     read: Collection[int] | None = None,
 ) -> Batches:
     """Batches without end: dicts of int32 [rows, T] as `packing.pack` describes them, or
@@ -189,23 +180,25 @@ def train_loader(
 
     Raises:
       ValueError: a shard's documents give fewer than `seq_len` labels or none that is learnt, a bad
-        packing, or more shards than rows of a micro-batch, or another number than divides them.
+        packing, or `config.shards` does not divide `rows`.
     """
     n = config.shards
-    if rows // micro_batches % n:
+    if rows % n:
         raise ValueError(
-            f"data.shards={n} does not divide the {rows // micro_batches} rows of a micro-batch"
+            f"data.shards={n} does not divide the {rows} rows of a step; use a divisor of them"
         )
     numbers = range(n) if read is None else sorted(read)
     found: dict[int, TrainIterator] = {}
     try:
         for i in numbers:
             examples = _examples(documents, tokenizer, config)[i::n]
-            found[i] = _shard(examples, config, seq_len, rows // n, f"shard {i} of {n}")
+            # With the same seed, a batch would be of documents that stand beside one another.
+            own = replace(config, seed=config.seed + i)
+            found[i] = _shard(examples, own, seq_len, rows // n, f"shard {i} of {n}")
     except ValueError:
-        Batches(found, n, micro_batches).close()
+        Batches(found, n).close()
         raise
-    return Batches(found, n, micro_batches)
+    return Batches(found, n)
 
 
 def _shard(
@@ -223,7 +216,7 @@ def _shard(
     if labels < seq_len:
         raise ValueError(
             f"the {len(examples)} training documents of {name} give {labels} labels, fewer than "
-            f"seq_len={seq_len}; use a shorter one, or more text"
+            f"seq_len={seq_len}; use a shorter one, more text or fewer data.shards"
         )
     if not learnt:
         raise ValueError(

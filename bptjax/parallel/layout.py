@@ -72,8 +72,9 @@ class Layout:
         return {row for part in parts if part for row in range(*part[0].indices(rows))}
 
     def put(self, batch: dict[str, Any], micro_batches: int = 1) -> dict[str, Any]:
-        """A batch `[rows, T]` on the devices, as `[micro_batches, rows / micro_batches, T]`, T
-        filled up to a `multiple` and in `order`. Each process has all rows, or blank ones where its
+        """A batch `[rows, T]` on the devices, as `[micro_batches, rows / micro_batches, T]`: T
+        filled up to a `multiple` and in `order`, row i in micro-batch i % micro_batches, so that a
+        device has the same rows in however many. Each process has all rows, or blank ones where its
         devices have none, and gives them their part."""
         where = NamedSharding(self.mesh, PartitionSpec(None, *spec(("batch", "sequence"))))
         placed = {}
@@ -82,6 +83,6 @@ class Layout:
             x = np.pad(x, ((0, 0), (0, short)), constant_values=FILL.get(name, 0))
             order = self.order(x.shape[1])
             x = x if order is None else x[:, order]
-            x = x.reshape(micro_batches, -1, x.shape[1])
+            x = x.reshape(-1, micro_batches, x.shape[1]).swapaxes(0, 1)
             placed[name] = jax.make_array_from_process_local_data(where, x, x.shape)
         return placed

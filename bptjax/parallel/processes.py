@@ -314,6 +314,21 @@ def everyone(value: Any) -> list[Any]:
     return [json.loads(row[:n].tobytes()) for row, n in zip(found, sizes, strict=True)]
 
 
+@contextmanager
+def agreed() -> Iterator[None]:
+    """What is refused inside in one process is refused in all, which then part."""
+    error = None
+    try:
+        yield
+    except (ValueError, NotImplementedError, OSError) as found:
+        error = found
+    said = everyone(None if error is None else str(error))
+    odd = next((index for index, text in enumerate(said) if text is not None), None)
+    if odd is not None:
+        part()
+        raise error or ValueError(f"process {odd}: {said[odd]}")
+
+
 def same(text: str, what: str) -> None:
     """Checks that all processes have the same text.
 

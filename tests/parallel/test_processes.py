@@ -254,6 +254,46 @@ def test_another_config_in_one_process_is_refused(arguments, tmp_path, start):
     assert not run_dir.exists()
 
 
+def test_one_process_reads_a_checkpoint_without_the_others(start, tmp_path):
+    """As that does which writes the adapters of a run."""
+    code = """
+import sys
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+from bptjax.checkpoint import Checkpoints
+from bptjax.parallel.mesh import make_mesh, select_devices
+mesh = make_mesh(ParallelConfig(), select_devices("cpu"))
+where = jax.sharding.NamedSharding(mesh, PartitionSpec("fsdp"))
+x = np.arange(8)
+checkpoints = Checkpoints(sys.argv[1])
+checkpoints.save(1, {"x": jax.make_array_from_callback(x.shape, where, x.__getitem__)}, {})
+checkpoints.wait()
+if jax.process_index() == 0:
+    print(checkpoints.read(1, "x"))
+checkpoints.close()
+processes.part()
+"""
+    codes, said, errors = ends(start("-c", JOINED + code, str(tmp_path)))
+    assert codes == [0, 0] and not any(errors)
+    assert said[0].endswith("[0 1 2 3 4 5 6 7]\n")
+
+
+def test_what_one_process_refuses_is_refused_in_all(arguments, tmp_path, start):
+    """Here the shard that it alone reads."""
+    texts = [("a" * 99, "b")[i % 2] for i in range(4)]
+    (tmp_path / "texts.jsonl").write_text("".join(f'{{"text": "{text}"}}\n' for text in texts))
+    data = ["--data.path", str(tmp_path / "texts.jsonl"), "--data.eval_fraction", "0"]
+    run_dir = tmp_path / "run"
+    command = ["-m", "bptjax.train", *arguments, *data, "--run_dir", str(run_dir)]
+    codes, _, errors = ends(start(*command))
+    assert codes == [2, 2] and not run_dir.exists()
+    message = "the 2 training documents of shard 1 of 2 give 4 labels, fewer than seq_len=32; "
+    assert errors[0][0].startswith(f"error: process 1: {message}")
+    assert errors[1][0].startswith(f"error: {message}")
+    assert [len(said) for said in errors] == [1, 1]
+
+
 TORCHRUN = {"MASTER_ADDR": "node7", "MASTER_PORT": "1234", "WORLD_SIZE": "4", "RANK": "3"}
 JAX = {
     "JAX_COORDINATOR_ADDRESS": "node8:99",
