@@ -63,7 +63,8 @@ def fit(run: Run) -> int:
                     f"{task.rows}; set train.per_device_train_batch_size and "
                     "train.gradient_accumulation_steps so that they make as many"
                 )
-            run.check_base(extra.get("base"))
+            if run.base is not None and task.pretrained is not None:
+                task.pretrained.check(extra.get("base"), run.directory)
             run.batches.set_state(extra["data"])
         if first:
             # Not before: what is refused leaves the run as it was.

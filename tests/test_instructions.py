@@ -146,12 +146,23 @@ def test_peft_gives_the_same_answers(run, base):
     assert np.mean([a == row["reference"] for a, row in zip(ours, rows, strict=True)]) >= 0.95
 
 
-def test_predictions_need_chats(base, tmp_path, capsys):
-    (tmp_path / "a.jsonl").write_text('{"text": "abcdef"}\n' * 40)
-    command = arguments(base, tmp_path / "run", **{"data.path": tmp_path / "a.jsonl"})
-    assert main(command) == 2
+@pytest.mark.parametrize(
+    ("row", "count", "message"),
+    [
+        ({"text": "abcdef"}, 60, "train.eval_predictions=60 needs held-out chats"),
+        ({"prompt": "ab" * 40, "answer": "A"}, 1, "of up to 83 tokens are more than"),
+        # A batch of 64 rows of 64 tokens, and no answer in it.
+        ({"prompt": "ab" * 3000, "answer": "A"}, 0, "no token of the held-out documents is learnt"),
+    ],
+    ids=["text", "long", "cut"],
+)
+def test_held_out_that_is_refused(base, tmp_path, capsys, row, count, message):
+    (tmp_path / "a.jsonl").write_text(f"{json.dumps(row)}\n" * 40)
+    more = {"data.path": tmp_path / "a.jsonl", "train.eval_predictions": count}
+    more |= {"train.eval_batches": 1, "data.packing": "none"}
+    assert main(arguments(base, tmp_path / "run", **more)) == 2
     error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "train.eval_predictions=60 needs held-out chats" in error
+    assert error.count("\n") == 1 and message in error
     assert not (tmp_path / "run").exists()
 
 
