@@ -16,6 +16,7 @@ from bptjax.data.tokenizer import Tokenizer, make_tokenizer
 from bptjax.hf.io import copy_companions
 from bptjax.hf.pretrained import COMPANIONS, open_pretrained
 from bptjax.lora import AdapterConfig
+from bptjax.models.config import EncoderConfig
 from bptjax.models.layers import rotary
 from bptjax.parallel.mesh import ParallelConfig, make_mesh, select_devices
 from bptjax.parallel.processes import join, same, watched
@@ -102,6 +103,10 @@ def prepare(config: Config) -> Run:
     mesh = make_mesh(config.parallel, devices)
     train, held_out = open_split(config.data)
     pretrained = open_pretrained(config.model) if config.model.name_or_path else None
+    if pretrained and isinstance(pretrained.config, EncoderConfig):
+        raise ValueError(
+            f"model.name_or_path={config.model.name_or_path} is an encoder; these are not trained"
+        )
     companions = pretrained.companions if pretrained else None
     name = config.data.tokenizer or str(companions or "byte")
     tokenizer = make_tokenizer(name, chain(train, held_out))

@@ -198,12 +198,13 @@ def _module(row: Row) -> str:
 
 def _checked(raw: dict[str, Any], file: Path) -> dict[str, Any]:
     """Settings of the adapter, once it is known that it is of the kind that we have."""
-    missing = {"peft_type", "r", "lora_alpha", "target_modules"} - raw.keys()
+    # Other kinds have other keys.
+    for key in ("peft_type", *raw):
+        if not _is_fine(key, raw.get(key)):
+            raise ValueError(f"{file}: {key}={raw.get(key)!r} is not supported")
+    missing = {"r", "lora_alpha", "target_modules"} - raw.keys()
     if missing:
         raise ValueError(f"{file} has no {', '.join(sorted(missing))}")
-    for key, value in raw.items():
-        if not _is_fine(key, value):
-            raise ValueError(f"{file}: {key}={value!r} is not supported")
     return dict(
         r=raw["r"],
         alpha=float(raw["lora_alpha"]),

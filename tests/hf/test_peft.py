@@ -214,12 +214,20 @@ def test_a_run_resumes_generates_merges_and_exports(
     assert "other weights" in capsys.readouterr().err
 
 
+def test_an_encoder_is_not_trained(theirs, arguments, tmp_path, capsys):
+    base = theirs("bert")[1]
+    run = tmp_path / "run"
+    assert main([*arguments, f"--model.name_or_path={base}", f"--run_dir={run}"]) == 2
+    assert "is an encoder; these are not trained" in capsys.readouterr().err
+    assert not run.exists()
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (dict(use_dora=True), "use_dora=True is not supported"),
         (dict(modules_to_save=["lm_head"]), "modules_to_save="),
-        (dict(peft_type="IA3"), "peft_type='IA3'"),
+        (dict(encoder_hidden_size=40, peft_type="P_TUNING"), "peft_type='P_TUNING'"),
         (dict(bias="all"), "bias='all'"),
         (dict(init_lora_weights="pissa"), "init_lora_weights='pissa'"),
         (dict(something_new=[1]), "something_new="),
@@ -248,7 +256,7 @@ def test_refused(tmp_path, monkeypatch, change, message):
     else:
         raw |= change
     (tmp_path / "adapter").mkdir()
-    (tmp_path / "adapter" / CONFIG).write_text(json.dumps(raw))
+    (tmp_path / "adapter" / CONFIG).write_text(json.dumps(raw, sort_keys=True))
     save_file(arrays, tmp_path / "adapter" / WEIGHTS)
     with pytest.raises(ValueError, match=message):
         open_pretrained(ModelConfig(name_or_path=str(tmp_path / "adapter")))
