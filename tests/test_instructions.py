@@ -4,17 +4,22 @@ import json
 import random
 import shutil
 import string
+from types import SimpleNamespace
+from typing import cast
 
 import jax
 import numpy as np
 import pytest
 from hf.loading import load, random_base
 
-from bptjax.data.tokenizer import load_tokenizer
+from bptjax.data.tokenizer import ByteTokenizer, load_tokenizer
 from bptjax.generate import continuations
 from bptjax.generation import Sampling
 from bptjax.metrics import read_metrics
+from bptjax.report import answers
+from bptjax.run import Run
 from bptjax.train import main
+from bptjax.trainer import TrainState
 
 STEPS, ASKED = 150, 60
 
@@ -164,6 +169,18 @@ def test_held_out_that_is_refused(base, tmp_path, capsys, row, count, message):
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and message in error
     assert not (tmp_path / "run").exists()
+
+
+def test_what_follows_an_answer_is_left_out(monkeypatch):
+    """No token stops the model: what ends an answer here is of the chat template."""
+    tokenizer = ByteTokenizer()
+    questions = [(tokenizer.encode("?"), tokenizer.encode(text)) for text in ("no.", "never.")]
+    task = SimpleNamespace(mesh=jax.make_mesh((1,), ("dp",)), dtype="float32")
+    run = SimpleNamespace(questions=questions, tokenizer=tokenizer, task=task)
+    written = np.stack([tokenizer.encode(text) for text in ("no. On", "never.")], 1)
+    monkeypatch.setattr("bptjax.report.generate", lambda *a, **k: iter(written))
+    found = answers(cast(Run, run), cast(TrainState, SimpleNamespace(model=None)))
+    assert [one["prediction"] for one in found] == ["no.", "never."]
 
 
 def test_grouped_rows_resume_exactly(base, tmp_path, monkeypatch):
