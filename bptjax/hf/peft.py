@@ -245,7 +245,7 @@ def _is_pattern(text: str) -> bool:
 
 def _is_target(raw: dict[str, Any], module: str) -> bool:
     """Whether the config says so; not where it leaves out some by number or pattern."""
-    if raw.get("layers_to_transform") or raw.get("exclude_modules"):
+    if raw.get("layers_to_transform") not in (None, []) or raw.get("exclude_modules"):
         return False
     names = raw["target_modules"]
     return isinstance(names, list) and any(f".{module}".endswith(f".{n}") for n in names)

@@ -125,7 +125,7 @@ def test_patterns(peft, pretrained, tmp_path, tokens):
     close(ours(tmp_path / "a", tokens), logits(made, tokens))
     merge = ["merge-adapter", str(tmp_path / "a"), str(tmp_path / "few"), "--dtype", "bfloat16"]
     assert convert.main([*merge, "--verify"]) == 0
-    some = dict(target_modules=["v_proj", "down_proj"], layers_to_transform=[1])
+    some = dict(target_modules=["v_proj", "down_proj"], layers_to_transform=0)
     made = adapted(peft, pretrained("llama")[0], tmp_path / "b", **some)
     close(ours(tmp_path / "b", tokens), logits(made, tokens))
 
