@@ -151,7 +151,8 @@ def prepare(config: Config) -> Run:
             )
     run = Run(config, task, tokenizer, held_out, batches, notes)
     _ = run.questions  # Refuses what is no chat.
-    if len(held_out) and not any((b["labels"] != -100).any() for b in run.eval_batches()):
+    # All of them: what is wrong with one is not to be found by the first evaluation.
+    if len(held_out) and not sum((b["labels"] != -100).sum() for b in run.eval_batches()):
         raise ValueError(
             "no token of the held-out documents is learnt; see data.eval_path, data.eval_fraction"
         )

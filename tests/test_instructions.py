@@ -155,14 +155,18 @@ def test_peft_gives_the_same_answers(run, base):
     ("row", "count", "message"),
     [
         ({"text": "abcdef"}, 60, "train.eval_predictions=60 needs held-out chats"),
-        ({"prompt": "ab" * 40, "answer": "A"}, 1, "of up to 83 tokens are more than"),
+        ({"prompt": "ab", "answer": 3}, 0, "a.jsonl, record 11: 'answer' is no text"),
+        ({"prompt": "ab" * 40, "answer": "A"}, 2, "of up to 83 tokens are more than"),
         # A batch of 64 rows of 64 tokens, and no answer in it.
         ({"prompt": "ab" * 3000, "answer": "A"}, 0, "no token of the held-out documents is learnt"),
     ],
-    ids=["text", "long", "cut"],
+    ids=["text", "bad", "long", "cut"],
 )
 def test_held_out_that_is_refused(base, tmp_path, capsys, row, count, message):
-    (tmp_path / "a.jsonl").write_text(f"{json.dumps(row)}\n" * 40)
+    # Records 11 and 31 are held out.
+    rows = [{"prompt": "ab", "answer": "AB"}] * 40
+    rows[10] = rows[30] = row
+    (tmp_path / "a.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     more = {"data.path": tmp_path / "a.jsonl", "train.eval_predictions": count}
     more |= {"train.eval_batches": 1, "data.packing": "none"}
     assert main(arguments(base, tmp_path / "run", **more)) == 2
