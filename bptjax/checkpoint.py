@@ -137,12 +137,16 @@ class Checkpoints:
 
     def kinds(self, step: int) -> dict[str, tuple[str, tuple[int, ...]]]:
         """(dtype, shape) of each array of the state, by the path of its leaf."""
-        meta = json.loads((self.directory / str(step) / "meta" / "metadata").read_text())
+        meta = _meta(self.directory / str(step))
         each = {name: kind.removesuffix("]").split("[") for name, kind in meta["leaves"].items()}
         return {
             name: (dtype, tuple(int(n) for n in shape.split(",") if n.strip()))
             for name, (dtype, shape) in each.items()
         }
+
+    def extra(self, step: int) -> dict:
+        """What was saved beside the state."""
+        return _meta(self.directory / str(step))["extra"]
 
     def read(self, step: int, name: str) -> np.ndarray:
         """One array of the state, in host memory, for this process without the others."""
@@ -191,7 +195,7 @@ class Checkpoints:
 
 
 def _load(path: Path, abstract_state: Any) -> tuple[Any, dict]:
-    meta = json.loads((path / "meta" / "metadata").read_text())
+    meta = _meta(path)
     wanted, saved = _leaves(abstract_state), meta["leaves"]
     for name in dict.fromkeys([*wanted, *saved]):
         here = _kind(wanted[name]) if name in wanted else "absent"
@@ -206,6 +210,10 @@ def _load(path: Path, abstract_state: Any) -> tuple[Any, dict]:
         state = reader.restore(path / "state", wanted)
     leaves = [state[name] for name in wanted]
     return jax.tree.unflatten(jax.tree.structure(abstract_state), leaves), meta["extra"]
+
+
+def _meta(path: Path) -> dict:
+    return json.loads((path / "meta" / "metadata").read_text())
 
 
 def _leaves(tree: Any) -> dict[str, Any]:

@@ -70,6 +70,12 @@ def merge_adapter(source: str, out: Path, *, dtype: str | None, max_shard_size: 
       ValueError: what is wrong with it, in one line; nothing is left of `out`.
     """
     model = open_adapter(source)
+    _write(model, out, _merging(model), dtype, max_shard_size)
+    return model
+
+
+def _merging(model: Pretrained) -> Callable[[str, int | None], np.ndarray]:
+    """Reads the parameters with the adapters in them."""
     assert model.adapters is not None
     config, values = model.adapters.config, model.adapters.values
     contracted = linears(jax.eval_shape(lambda key: Decoder(model.config, key), jax.random.key(0)))
@@ -82,8 +88,7 @@ def merge_adapter(source: str, out: Path, *, dtype: str | None, max_shard_size: 
         adapter = tuple(x[layer] for x in values[path]) if path in values else None
         return np.asarray(merge(jnp.asarray(w), adapter, contracted=contracted[path]))
 
-    _write(model, out, read, dtype, max_shard_size)
-    return model
+    return read
 
 
 def _write(
@@ -205,10 +210,19 @@ def main(argv: list[str] | None = None) -> int:
 
 def _verify(hf: Path, model: Pretrained, args: argparse.Namespace) -> int:
     dtype = getattr(args, "dtype", None)
-    if dtype:
+    kinds = {path: dtype or kind for path, (kind, _) in model.kinds.items()}
+    if set(kinds.values()) != {"float32"}:
         # The file holds rounded parameters; what is compared is the model, not the rounding.
-        whole = model.params
-        model = replace(model, params=lambda: ((p, x.astype(dtype)) for p, x in whole()))
+        read = model.read if model.adapters is None else _merging(model)
+        L = model.config.num_layers
+
+        def rounded():
+            for path, kind in kinds.items():
+                layered = path.startswith("layers.")
+                x = np.stack([read(path, i) for i in range(L)]) if layered else read(path, None)
+                yield path, x.astype(kind)
+
+        model = replace(model, params=rounded, adapters=None)
     layers, logits = difference(hf, model)
     worst = max(*layers, logits)
     text = f"largest relative difference: logits {logits:.1e}, hidden states {max(layers):.1e}"

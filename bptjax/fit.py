@@ -64,7 +64,8 @@ def fit(run: Run) -> int:
                     f"{task.rows}; set train.per_device_train_batch_size and "
                     "train.gradient_accumulation_steps so that they make as many"
                 )
-            run.check_base(extra.get("base"))
+            if run.base is not None and task.pretrained is not None:
+                task.pretrained.check(extra.get("base"), run.directory)
             run.batches.set_state(extra["data"])
         if first:
             # Not before: what is refused leaves the run as it was.
@@ -256,8 +257,7 @@ class _Loop:
         self.flush()
         data = self.run.batches.get_state()
         if len(data) > 1:
-            each = zip(*everyone(data), strict=True)
-            data = [next(x for x in of_processes if x is not None) for of_processes in each]
+            data = self.run.batches.whole_state(everyone(data))
         extra = {
             "data": data,
             "tokens_seen": self.tokens_seen,

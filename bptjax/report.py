@@ -56,8 +56,8 @@ def report(run: Run, state: TrainState, text: str, say: Callable[[str], None]) -
 
 
 def answers(run: Run, state: TrainState) -> list[dict[str, str]]:
-    """`prompt`, `prediction` and `reference` of each of the run's questions. A prediction ends with
-    the longest reference, which no longer one could equal.
+    """`prompt`, `prediction` and `reference` of each of the run's questions. A prediction has no
+    more tokens than its reference: what ends an answer in a chat template need not stop the model.
     """
     prompts, wanted = zip(*run.questions, strict=True)
     with jax.set_mesh(run.task.mesh):
@@ -76,7 +76,7 @@ def answers(run: Run, state: TrainState) -> list[dict[str, str]]:
         return run.tokenizer.decode(ids[: ends[0] if ends.size else None]).strip()
 
     return [
-        {"prompt": run.tokenizer.decode(p), "prediction": text(w), "reference": text(r)}
+        {"prompt": run.tokenizer.decode(p), "prediction": text(w[: len(r)]), "reference": text(r)}
         for p, w, r in zip(prompts, written, wanted, strict=True)
     ]
 

@@ -13,9 +13,10 @@ from bptjax.config import Config, claim, to_yaml
 from bptjax.data.chat import Chat, question
 from bptjax.data.loader import Batches, eval_loader, open_split, train_loader
 from bptjax.data.tokenizer import Tokenizer, make_tokenizer
-from bptjax.hf.io import copy_companions, fingerprint
-from bptjax.hf.pretrained import COMPANIONS, find, open_pretrained
+from bptjax.hf.io import copy_companions
+from bptjax.hf.pretrained import COMPANIONS, open_pretrained
 from bptjax.lora import AdapterConfig
+from bptjax.models.config import EncoderConfig
 from bptjax.models.layers import rotary
 from bptjax.parallel.mesh import ParallelConfig, make_mesh, select_devices
 from bptjax.parallel.processes import agreed, join, same, watched
@@ -40,7 +41,7 @@ class Run:
         """(prompt, answer) of the first `train.eval_predictions` held-out chats, token ids.
 
         Raises:
-          ValueError: what is held out are no chats.
+          ValueError: what is held out are no chats, or they reach beyond the model's positions.
         """
         data, count = self.config.data, self.config.train.eval_predictions
         chats = [self.held_out[i] for i in range(min(count, len(self.held_out)))]
@@ -49,11 +50,20 @@ class Run:
                 f"train.eval_predictions={count} needs held-out chats; see data.format and "
                 "data.eval_fraction"
             )
-        return [question(chat, self.tokenizer, data.source_max_len) for chat in chats]
+        found = [question(chat, self.tokenizer, data.source_max_len) for chat in chats]
+        model = self.task.model
+        reach = sum(max(map(len, each)) for each in zip(*found, strict=True))
+        if model.position == "learned" and reach > (model.max_positions or 0):
+            raise ValueError(
+                f"train.eval_predictions={count}: prompts and answers of up to {reach} tokens are "
+                f"more than model.max_positions={model.max_positions}; set data.source_max_len, or "
+                "model.max_positions to extend them"
+            )
+        return found
 
     @property
     def directory(self) -> Path:
-        return Path(self.config.run_dir)
+        return Path(self.config.run_dir).expanduser()
 
     @cached_property
     def base(self) -> int | None:
@@ -61,21 +71,7 @@ class Run:
         pretrained = self.task.pretrained
         if self.config.adapter.type == "none" or pretrained is None:
             return None
-        directory = find(str(self.config.model.name_or_path))
-        if pretrained.adapters and pretrained.companions:
-            directory = pretrained.companions
-        return fingerprint(directory)
-
-    def check_base(self, saved: int | None) -> None:
-        """
-        Raises:
-          ValueError: it is not that of the run's checkpoint.
-        """
-        if saved != self.base:
-            raise ValueError(
-                f"model.name_or_path={self.config.model.name_or_path} has other weights than those "
-                f"that the adapters in {self.directory} were trained beside"
-            )
+        return pretrained.fingerprint
 
     def eval_batches(self) -> Any:
         """The held-out batches `[rows, T]`, in fixed order."""
@@ -121,6 +117,10 @@ def _checked(config: Config, devices: list[jax.Device]) -> Run:
     mesh = make_mesh(config.parallel, devices)
     train, held_out = open_split(config.data)
     pretrained = open_pretrained(config.model) if config.model.name_or_path else None
+    if pretrained and isinstance(pretrained.config, EncoderConfig):
+        raise ValueError(
+            f"model.name_or_path={config.model.name_or_path} is an encoder; these are not trained"
+        )
     companions = pretrained.companions if pretrained else None
     name = config.data.tokenizer or str(companions or "byte")
     tokenizer = make_tokenizer(name, chain(train, held_out))
@@ -142,14 +142,13 @@ def _checked(config: Config, devices: list[jax.Device]) -> Run:
     task = Task(config, model, mesh, pretrained)
     _check_adapter(config, task)
     picked, others = task.attention()
-    of_a_shard = max(1, task.rows // config.data.shards)
     batches = train_loader(
         train,
         tokenizer,
         config.data,
         seq_len=config.train.seq_len,
         rows=task.rows,
-        read={row // of_a_shard for row in task.layout.here(task.rows)},
+        here=task.layout.here(task.rows),
     )
     why = "".join(f"; not {name}: {reason}" for name, reason in others.items())
     axes = " ".join(f"{name}={size}" for name, size in mesh.shape.items())
@@ -171,6 +170,11 @@ def _checked(config: Config, devices: list[jax.Device]) -> Run:
             )
     run = Run(config, task, tokenizer, held_out, batches, notes)
     _ = run.questions  # Refuses what is no chat.
+    # All of them: what is wrong with one is not to be found by the first evaluation.
+    if len(held_out) and not sum((b["labels"] != -100).sum() for b in run.eval_batches()):
+        raise ValueError(
+            "no token of the held-out documents is learnt; see data.eval_path, data.eval_fraction"
+        )
     return run
 
 

@@ -132,7 +132,7 @@ class Task:
 
     @cached_property
     def layout(self) -> Layout:
-        """Of the rows.
+        """How rows lie on the mesh.
 
         Raises:
           ValueError: parallel.tp does not divide the model's heads, or the schedule needs whole

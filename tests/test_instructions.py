@@ -4,17 +4,22 @@ import json
 import random
 import shutil
 import string
+from types import SimpleNamespace
+from typing import cast
 
 import jax
 import numpy as np
 import pytest
 from hf.loading import load, random_base
 
-from bptjax.data.tokenizer import load_tokenizer
+from bptjax.data.tokenizer import ByteTokenizer, load_tokenizer
 from bptjax.generate import continuations
 from bptjax.generation import Sampling
 from bptjax.metrics import read_metrics
+from bptjax.report import answers
+from bptjax.run import Run
 from bptjax.train import main
+from bptjax.trainer import TrainState
 
 STEPS, ASKED = 150, 60
 
@@ -146,13 +151,40 @@ def test_peft_gives_the_same_answers(run, base):
     assert np.mean([a == row["reference"] for a, row in zip(ours, rows, strict=True)]) >= 0.95
 
 
-def test_predictions_need_chats(base, tmp_path, capsys):
-    (tmp_path / "a.jsonl").write_text('{"text": "abcdef"}\n' * 40)
-    command = arguments(base, tmp_path / "run", **{"data.path": tmp_path / "a.jsonl"})
-    assert main(command) == 2
+@pytest.mark.parametrize(
+    ("row", "count", "message"),
+    [
+        ({"text": "abcdef"}, 60, "train.eval_predictions=60 needs held-out chats"),
+        ({"prompt": "ab", "answer": 3}, 0, "a.jsonl, record 11: 'answer' is no text"),
+        ({"prompt": "ab" * 40, "answer": "A"}, 2, "of up to 83 tokens are more than"),
+        # A batch of 64 rows of 64 tokens, and no answer in it.
+        ({"prompt": "ab" * 3000, "answer": "A"}, 0, "no token of the held-out documents is learnt"),
+    ],
+    ids=["text", "bad", "long", "cut"],
+)
+def test_held_out_that_is_refused(base, tmp_path, capsys, row, count, message):
+    # Records 11 and 31 are held out.
+    rows = [{"prompt": "ab", "answer": "AB"}] * 40
+    rows[10] = rows[30] = row
+    (tmp_path / "a.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    more = {"data.path": tmp_path / "a.jsonl", "train.eval_predictions": count}
+    more |= {"train.eval_batches": 1, "data.packing": "none"}
+    assert main(arguments(base, tmp_path / "run", **more)) == 2
     error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "train.eval_predictions=60 needs held-out chats" in error
+    assert error.count("\n") == 1 and message in error
     assert not (tmp_path / "run").exists()
+
+
+def test_what_follows_an_answer_is_left_out(monkeypatch):
+    """No token stops the model: what ends an answer here is of the chat template."""
+    tokenizer = ByteTokenizer()
+    questions = [(tokenizer.encode("?"), tokenizer.encode(text)) for text in ("no.", "never.")]
+    task = SimpleNamespace(mesh=jax.make_mesh((1,), ("dp",)), dtype="float32")
+    run = SimpleNamespace(questions=questions, tokenizer=tokenizer, task=task)
+    written = np.stack([tokenizer.encode(text) for text in ("no. On", "never.")], 1)
+    monkeypatch.setattr("bptjax.report.generate", lambda *a, **k: iter(written))
+    found = answers(cast(Run, run), cast(TrainState, SimpleNamespace(model=None)))
+    assert [one["prediction"] for one in found] == ["no.", "never."]
 
 
 def test_grouped_rows_resume_exactly(base, tmp_path, monkeypatch):

@@ -168,11 +168,17 @@ def encode(
 def question(
     chat: Chat, tokenizer: Tokenizer, source_max_len: int | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(prompt, answer): token ids up to the first answer, and of that."""
+    """(prompt, answer): token ids up to the first answer, and of that.
+
+    Raises:
+      ValueError: there is none.
+    """
     whole = encode(chat, tokenizer, source_max_len=source_max_len)
     learnt = np.r_[whole["labels"] != -100, False]
     start = int(learnt.argmax())
     stop = start + int(learnt[start:].argmin())
+    if start == stop:
+        raise ValueError(f"{chat.where}: no token is an answer")
     return whole["tokens"][: start + 1], whole["labels"][start:stop]
 
 

@@ -72,8 +72,10 @@ class DataConfig:
                 raise ValueError(f"data.{name}={value} is less than 1")
         if self.group_by_length and self.packing != "none":
             raise ValueError(f"data.group_by_length needs data.packing=none, not {self.packing}")
-        if self.shards < 1 or (self.group_by_length and self.shards > 1):
-            raise ValueError(f"data.shards={self.shards}: 1 or more, and 1 with group_by_length")
+        if self.shards < 1:
+            raise ValueError(f"data.shards={self.shards} is less than 1")
+        if self.group_by_length and self.shards > 1:
+            raise ValueError(f"data.group_by_length needs data.shards=1, not {self.shards}")
 
 
 def open_split(config: DataConfig) -> tuple[Sequence[Document], Sequence[Document]]:
@@ -148,6 +150,11 @@ class Batches:
             for shard in range(self._shards)
         ]
 
+    @staticmethod
+    def whole_state(states: Sequence[list[dict[str, Any] | None]]) -> list[dict[str, Any]]:
+        """What readers that together read every shard got, as one."""
+        return [next(x for x in of_readers if x) for of_readers in zip(*states, strict=True)]
+
     def set_state(self, states: Sequence[dict[str, Any]]) -> None:
         """The batches go on where those were whose shards had these states, in this or another
         process."""
@@ -166,7 +173,7 @@ def train_loader(
     *,
     seq_len: int,
     rows: int,
-    read: Collection[int] | None = None,
+    here: Collection[int] | None = None,
 ) -> Batches:
     """Batches without end: dicts of int32 [rows, T] as `packing.pack` describes them, or
     `packing.grouped`.
@@ -176,7 +183,7 @@ def train_loader(
     may hold the end of one and the start of the next.
 
     Args:
-      read: numbers of the shards to read; all, if left out.
+      here: which of the rows are asked for; all, if left out. Shards of which none is stay unread.
 
     Raises:
       ValueError: a shard's documents give fewer than `seq_len` labels or none that is learnt, a bad
@@ -187,17 +194,12 @@ def train_loader(
         raise ValueError(
             f"data.shards={n} does not divide the {rows} rows of a step; use a divisor of them"
         )
-    numbers = range(n) if read is None else sorted(read)
-    found: dict[int, TrainIterator] = {}
-    try:
-        for i in numbers:
-            examples = _examples(documents, tokenizer, config)[i::n]
-            # With the same seed, a batch would be of documents that stand beside one another.
-            own = replace(config, seed=config.seed + i)
-            found[i] = _shard(examples, own, seq_len, rows // n, f"shard {i} of {n}")
-    except ValueError:
-        Batches(found, n).close()
-        raise
+    found = {}
+    for i in sorted({row // (rows // n) for row in (range(rows) if here is None else here)}):
+        examples = _examples(documents, tokenizer, config)[i::n]
+        # With the same seed, a batch would be of documents that stand beside one another.
+        own = replace(config, seed=config.seed + i)
+        found[i] = _shard(examples, own, seq_len, rows // n, f"shard {i} of {n}")
     return Batches(found, n)
 
 
@@ -205,7 +207,7 @@ def _shard(
     examples: grain.MapDataset, config: DataConfig, seq_len: int, rows: int, name: str
 ) -> TrainIterator:
     labels = pieces = learnt = 0
-    limit = buffer_rows(seq_len)
+    limit = max(4, buffer_rows(seq_len) // config.shards)
     for index in range(len(examples)):
         each = examples[index]["labels"]
         length = len(each)

@@ -134,11 +134,15 @@ class HFTokenizer:
         self.has_template = bool(found.chat_template)
 
     def encode(self, text: str) -> np.ndarray:
-        ids = self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
-        return np.array(ids, np.int32)
+        return self._ids(text, add_special_tokens=False)
 
     def encode_prompt(self, text: str) -> np.ndarray:
-        return np.array(self._tokenizer.encode(text, verbose=False), np.int32)
+        return self._ids(text)
+
+    def _ids(self, text: str, **how: bool) -> np.ndarray:
+        # It takes no lone surrogates, which JSON can hold.
+        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        return np.array(self._tokenizer.encode(text, verbose=False, **how), np.int32)
 
     def render(self, turns: Sequence[tuple[str, str]], answer: bool) -> str:
         from jinja2 import TemplateError

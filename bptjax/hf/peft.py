@@ -56,7 +56,7 @@ def read_base(directory: Path) -> str:
       ValueError: its config names none.
     """
     name = read_json(directory / CONFIG).get("base_model_name_or_path")
-    if not name:
+    if not name or not isinstance(name, str):
         raise ValueError(f"{directory / CONFIG} has no base_model_name_or_path")
     return name
 
@@ -198,16 +198,13 @@ def _module(row: Row) -> str:
 
 def _checked(raw: dict[str, Any], file: Path) -> dict[str, Any]:
     """Settings of the adapter, once it is known that it is of the kind that we have."""
-    wanted = {"peft_type": "LORA", "bias": "none"}
-    missing = {"peft_type", "r", "lora_alpha", "target_modules"} - raw.keys()
+    # Other kinds have other keys.
+    for key in ("peft_type", *raw):
+        if not _is_fine(key, raw.get(key)):
+            raise ValueError(f"{file}: {key}={raw.get(key)!r} is not supported")
+    missing = {"r", "lora_alpha", "target_modules"} - raw.keys()
     if missing:
         raise ValueError(f"{file} has no {', '.join(sorted(missing))}")
-    for key, value in raw.items():
-        fine = value == wanted[key] if key in wanted else not value or key in NEUTRAL | KNOWN
-        if key == "init_lora_weights":
-            fine = value in STARTS
-        if not fine:
-            raise ValueError(f"{file}: {key}={value!r} is not supported")
     return dict(
         r=raw["r"],
         alpha=float(raw["lora_alpha"]),
@@ -216,9 +213,39 @@ def _checked(raw: dict[str, Any], file: Path) -> dict[str, Any]:
     )
 
 
+def _is_fine(key: str, value: Any) -> bool:
+    """Whether an adapter with this setting is of the kind that we have."""
+    match key:
+        case "peft_type":
+            return value == "LORA"
+        case "bias":
+            return value == "none"
+        case "init_lora_weights":
+            return value in STARTS
+        case "r":
+            return type(value) is int and value > 0
+        case "lora_alpha" | "lora_dropout":
+            return type(value) in (int, float)
+        case "rank_pattern" | "alpha_pattern":
+            own = "r" if key == "rank_pattern" else "lora_alpha"
+            return (
+                not value
+                or type(value) is dict
+                and all(_is_pattern(name) and _is_fine(own, x) for name, x in value.items())
+            )
+    return not value or key in NEUTRAL | KNOWN
+
+
+def _is_pattern(text: str) -> bool:
+    try:
+        return bool(re.compile(text))
+    except re.error:
+        return False
+
+
 def _is_target(raw: dict[str, Any], module: str) -> bool:
     """Whether the config says so; not where it leaves out some by number or pattern."""
-    if raw.get("layers_to_transform") or raw.get("exclude_modules"):
+    if raw.get("layers_to_transform") not in (None, []) or raw.get("exclude_modules"):
         return False
     names = raw["target_modules"]
     return isinstance(names, list) and any(f".{module}".endswith(f".{n}") for n in names)

@@ -15,7 +15,7 @@ from flax import nnx
 from bptjax.checkpoint import Checkpoints
 from bptjax.hf.config import merge, read_config
 from bptjax.hf.families import Family
-from bptjax.hf.io import SINGLE, Checkpoint, Tensors, place, put, whole
+from bptjax.hf.io import SINGLE, Checkpoint, Tensors, fingerprint, place, put, whole
 from bptjax.hf.peft import CONFIG as PEFT_CONFIG
 from bptjax.hf.peft import read_base, read_peft, write_peft
 from bptjax.lora import AdapterConfig, Adapters, attach, quantizer
@@ -52,6 +52,11 @@ class Pretrained:
     read: Callable[[str, int | None], np.ndarray]
     adapters: Adapters | None = None
 
+    @property
+    def fingerprint(self) -> int:
+        """What tells the parameters, without adapters, from others."""
+        return fingerprint(find(str(self.config.name_or_path)))
+
     def load(self, where: jax.sharding.Sharding, dtype: jnp.dtype = jnp.float32) -> Any:
         """The model, in `dtype`, all of it on `where`."""
 
@@ -75,6 +80,17 @@ class Pretrained:
         values = jax.device_put(jax.tree.map(np.asarray, self.adapters.values), where)
         return attach(model, values, config.dropout)
 
+    def check(self, saved: int | None, directory: Path) -> None:
+        """
+        Raises:
+          ValueError: `saved`, of the adapters of the run in `directory`, is no fingerprint of this.
+        """
+        if saved != self.fingerprint:
+            raise ValueError(
+                f"model.name_or_path={self.config.name_or_path} has other weights than those that "
+                f"the adapters in {directory} were trained beside"
+            )
+
     def fill(self, model: Any, put: Callable[[str, Any, np.ndarray], Any] = put) -> Any:
         """The abstract `model` (ShapeDtypeStructs with shardings) with the parameters in it, each
         `put` there."""
@@ -89,9 +105,11 @@ def open_pretrained(wanted: ModelConfig) -> Pretrained:
     """
     directory = find(str(wanted.name_or_path))
     if (directory / PEFT_CONFIG).exists():
-        base = open_pretrained(replace(wanted, name_or_path=read_base(directory)))
-        if base.family is None or base.adapters is not None:
-            raise ValueError(f"{directory}: its base, {read_base(directory)}, is none of a family")
+        name = read_base(directory)
+        adapter = (find(name) / PEFT_CONFIG).exists()
+        base = None if adapter else open_pretrained(replace(wanted, name_or_path=name))
+        if base is None or base.family is None or base.adapters is not None:
+            raise ValueError(f"{directory}: its base, {name}, is none of a family")
         return replace(base, adapters=read_peft(directory, base.family, base.config))
     if (directory / "config.json").exists():
         family, config = read_config(directory)
@@ -223,6 +241,7 @@ def _open_adapters(directory: Path, wanted: ModelConfig) -> Pretrained | None:
         return None
     base = open_pretrained(config["model"])
     checkpoints, step = _newest(directory)
+    base.check(checkpoints.extra(step).get("base"), directory)
     values: dict[str, dict[str, np.ndarray]] = {}
     for path, name in _names(checkpoints.kinds(step)).items():
         kernel, _, part = path.rpartition(".")

@@ -222,6 +222,15 @@ def test_bad_files_and_keys(tmp_path):
     endless = type("Endless", (ByteTokenizer,), {"eos_id": None})()
     with pytest.raises(ValueError, match="no token .* is learnt"):
         train_loader(chats, endless, DataConfig(), seq_len=8, rows=1)
+    with pytest.raises(ValueError, match="a.jsonl, record 1: no token is an answer"):
+        question(chats[0], endless, None)
+
+
+def test_lone_surrogates(tmp_path, small):
+    (chat, other) = opened(tmp_path, [{"prompt": f"a{x}b", "answer": "c"} for x in "\ud800\ufffd"])
+    tokenizer = small(None)
+    same(encode(chat, tokenizer), encode(other, tokenizer).values())
+    assert tokenizer.encode_prompt("\udfff").tolist() == tokenizer.encode_prompt("\ufffd").tolist()
 
 
 def talks(count, seed=0):

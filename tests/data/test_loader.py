@@ -113,7 +113,7 @@ def test_shards_share_the_documents(train, packing):
     """Whoever reads a shard makes the same rows of it, in their place; states go together."""
     config = DataConfig(packing=packing, shards=2)
     sizes = dict(config=config, rows=4)
-    whole, one, other = (train(**sizes, read=read) for read in (None, [0], [1]))
+    whole, one, other = (train(**sizes, here=here) for here in (None, [0], [2, 3]))
     for batch, upper, lower in zip(*(take(x, 12) for x in (whole, one, other)), strict=True):
         for name, x in batch.items():
             np.testing.assert_array_equal(x[:2], upper[name][:2])
@@ -121,7 +121,7 @@ def test_shards_share_the_documents(train, packing):
             assert not upper[name][2:].any() and not lower[name][:2].any()
     seen = [set(labels_of(take(x, 12)).tolist()) for x in (one, other)]
     assert not seen[0] & seen[1] and sorted(seen[0] | seen[1]) == LABELS.tolist()
-    states = one.get_state()[0], other.get_state()[1]
+    states = whole.whole_state([one.get_state(), other.get_state()])
     again = train(**sizes)
     again.set_state(json.loads(json.dumps(states)))
     take(whole, 12)
@@ -140,7 +140,7 @@ def test_shards_that_cannot_be(train):
         train(config=DataConfig(shards=2))
     with pytest.raises(ValueError, match="of shard 1 of 2 give 0 labels"):
         train(DOCUMENTS[:2], DataConfig(shards=2), rows=2, seq_len=4)
-    with pytest.raises(ValueError, match="data.shards=2: 1 or more, and 1 with group_by_length"):
+    with pytest.raises(ValueError, match="data.group_by_length needs data.shards=1, not 2"):
         DataConfig(packing="none", group_by_length=True, shards=2)
 
 

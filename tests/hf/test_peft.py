@@ -123,7 +123,9 @@ def test_patterns(peft, pretrained, tmp_path, tokens):
     )
     made = adapted(peft, pretrained("llama")[0], tmp_path / "a", **settings)
     close(ours(tmp_path / "a", tokens), logits(made, tokens))
-    some = dict(target_modules=["v_proj", "down_proj"], layers_to_transform=[1])
+    merge = ["merge-adapter", str(tmp_path / "a"), str(tmp_path / "few"), "--dtype", "bfloat16"]
+    assert convert.main([*merge, "--verify"]) == 0
+    some = dict(target_modules=["v_proj", "down_proj"], layers_to_transform=0)
     made = adapted(peft, pretrained("llama")[0], tmp_path / "b", **some)
     close(ours(tmp_path / "b", tokens), logits(made, tokens))
 
@@ -159,10 +161,11 @@ def test_a_run_resumes_generates_merges_and_exports(
     arguments, tmp_path, tokens, monkeypatch, capsys
 ):
     monkeypatch.setattr("bptjax.run.select_devices", lambda device: jax.devices()[:1])
+    monkeypatch.setenv("HOME", str(tmp_path))
     base = random_base(tmp_path / "base", of_bytes("llama"))
     command = [*arguments, f"--model.name_or_path={base}", "--adapter.type=qlora"]
     run = tmp_path / "run"
-    command += [f"--run_dir={run}", "--adapter.target_modules=[query_key_value]"]
+    command += ["--run_dir=~/run", "--adapter.target_modules=[query_key_value]"]
     assert main(command) == 2
     assert "no linear layer is query_key_value" in capsys.readouterr().err
     command[-1] = "--adapter.target_modules=[q_proj,up_proj]"
@@ -207,6 +210,16 @@ def test_a_run_resumes_generates_merges_and_exports(
     shutil.rmtree(run / "checkpoints" / "6")
     assert main(command) == 2
     assert "other weights" in capsys.readouterr().err
+    assert convert.main(["merge-adapter", str(run), str(tmp_path / "x")]) == 2
+    assert "other weights" in capsys.readouterr().err
+
+
+def test_an_encoder_is_not_trained(theirs, arguments, tmp_path, capsys):
+    base = theirs("bert")[1]
+    run = tmp_path / "run"
+    assert main([*arguments, f"--model.name_or_path={base}", f"--run_dir={run}"]) == 2
+    assert "is an encoder; these are not trained" in capsys.readouterr().err
+    assert not run.exists()
 
 
 @pytest.mark.parametrize(
@@ -214,10 +227,16 @@ def test_a_run_resumes_generates_merges_and_exports(
     [
         (dict(use_dora=True), "use_dora=True is not supported"),
         (dict(modules_to_save=["lm_head"]), "modules_to_save="),
-        (dict(peft_type="IA3"), "peft_type='IA3'"),
+        (dict(encoder_hidden_size=40, peft_type="P_TUNING"), "peft_type='P_TUNING'"),
         (dict(bias="all"), "bias='all'"),
         (dict(init_lora_weights="pissa"), "init_lora_weights='pissa'"),
         (dict(something_new=[1]), "something_new="),
+        (dict(r="2"), "r='2' is not supported"),
+        (dict(r=0), "r=0 is not supported"),
+        (dict(lora_alpha=None), "lora_alpha=None is not supported"),
+        (dict(alpha_pattern=dict(q_proj="1")), "alpha_pattern="),
+        (dict(rank_pattern={"(": 1}), "rank_pattern="),
+        (dict(base_model_name_or_path="adapter"), "its base, adapter, is none of a family"),
         (dict(r=3), "is .*, not"),
         (dict(layers_to_transform=None), "has nothing of model.layers.1.self_attn.q_proj"),
         (dict(base_model_name_or_path=None), "no base_model_name_or_path"),
@@ -225,7 +244,8 @@ def test_a_run_resumes_generates_merges_and_exports(
     ],
     ids=str,
 )
-def test_refused(tmp_path, change, message):
+def test_refused(tmp_path, monkeypatch, change, message):
+    monkeypatch.chdir(tmp_path)
     base = random_base(tmp_path / "base", of_bytes("llama"))
     raw = dict(peft_type="LORA", r=2, lora_alpha=2, bias="none", base_model_name_or_path=str(base))
     raw |= dict(target_modules=["q_proj"], layers_to_transform=[0])
@@ -236,7 +256,7 @@ def test_refused(tmp_path, change, message):
     else:
         raw |= change
     (tmp_path / "adapter").mkdir()
-    (tmp_path / "adapter" / CONFIG).write_text(json.dumps(raw))
+    (tmp_path / "adapter" / CONFIG).write_text(json.dumps(raw, sort_keys=True))
     save_file(arrays, tmp_path / "adapter" / WEIGHTS)
     with pytest.raises(ValueError, match=message):
         open_pretrained(ModelConfig(name_or_path=str(tmp_path / "adapter")))
