@@ -15,7 +15,7 @@ from jax import Array
 from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
-from bptjax.hf.io import path_of, put
+from bptjax.hf.place import path_of, put
 from bptjax.models.layers import Linear, Noise, product
 from bptjax.ops.dropout import dropout
 from bptjax.ops.quantize import Matrix, dequantize_matrix, quantize_matrix
@@ -213,7 +213,7 @@ def quantize(model: Any, config: AdapterConfig) -> Any:
 
 
 def quantizer(model: Any, config: AdapterConfig) -> Callable[[str, Any, np.ndarray], Any]:
-    """What puts arrays on the devices, for `hf.io.place`: kernels of the layers in few bits, each
+    """What puts arrays on the devices, for `hf.place`: kernels of the layers in few bits, each
     stack as it arrives, from the dtype that it has.
 
     Args:

@@ -110,6 +110,11 @@ def prepare(config: Config) -> Run:
 
 
 def _checked(config: Config, devices: list[jax.Device]) -> Run:
+    """The run, once this process has found nothing wrong with it; nothing is written.
+
+    Raises:
+      ValueError, NotImplementedError, OSError: what is wrong, in one line.
+    """
     if config.memory.offload and devices[0].platform == "cpu":
         raise ValueError(
             f"memory.offload={config.memory.offload} moves from a GPU; a CPU's memory is the host's"

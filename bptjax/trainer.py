@@ -14,8 +14,8 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from bptjax.config import Config
-from bptjax.hf.io import put
 from bptjax.hf.peft import modules
+from bptjax.hf.place import put
 from bptjax.hf.pretrained import Pretrained
 from bptjax.lora import (
     AdapterConfig,

@@ -206,6 +206,7 @@ def train_loader(
 def _shard(
     examples: grain.MapDataset, config: DataConfig, seq_len: int, rows: int, name: str
 ) -> TrainIterator:
+    """Batches `[rows, T]` of these examples; `name` is the shard's, for errors."""
     labels = pieces = learnt = 0
     limit = max(4, buffer_rows(seq_len) // config.shards)
     for index in range(len(examples)):

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,10 @@ from flax import nnx
 from bptjax.checkpoint import Checkpoints
 from bptjax.hf.config import merge, read_config
 from bptjax.hf.families import Family
-from bptjax.hf.io import SINGLE, Checkpoint, Tensors, fingerprint, place, put, whole
+from bptjax.hf.io import SINGLE, Checkpoint, Tensors, fingerprint, whole
 from bptjax.hf.peft import CONFIG as PEFT_CONFIG
 from bptjax.hf.peft import read_base, read_peft, write_peft
+from bptjax.hf.place import place, put
 from bptjax.lora import AdapterConfig, Adapters, attach, quantizer
 from bptjax.models.config import EncoderConfig, ModelConfig
 from bptjax.models.decoder import Decoder
@@ -52,7 +53,7 @@ class Pretrained:
     read: Callable[[str, int | None], np.ndarray]
     adapters: Adapters | None = None
 
-    @property
+    @cached_property
     def fingerprint(self) -> int:
         """What tells the parameters, without adapters, from others."""
         return fingerprint(find(str(self.config.name_or_path)))

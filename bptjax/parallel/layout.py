@@ -22,6 +22,7 @@ class Layout:
     """Rows over dp and fsdp, their tokens over sp.
 
     Attributes:
+      mesh: of the axes dp, fsdp, tp and sp.
       heads: query heads of the model.
       sequence: the strategy, or auto.
 

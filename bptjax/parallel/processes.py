@@ -335,6 +335,7 @@ def same(text: str, what: str) -> None:
     Raises:
       ValueError: one of them has another `what`.
     """
-    codes = multihost_utils.process_allgather(np.uint32(zlib.crc32(text.encode())))
-    if odd := np.flatnonzero(codes != np.reshape(codes, -1)[0]).tolist():
-        raise ValueError(f"process {odd[0]} has {what} other than process 0's")
+    first, *others = everyone(zlib.crc32(text.encode()))
+    odd = next((index for index, code in enumerate(others, 1) if code != first), None)
+    if odd is not None:
+        raise ValueError(f"process {odd} has {what} other than process 0's")

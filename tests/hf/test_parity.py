@@ -9,7 +9,8 @@ import pytest
 from ops.comparing import quick
 
 from bptjax.hf.config import read_config
-from bptjax.hf.io import names_of, path_of
+from bptjax.hf.io import names_of
+from bptjax.hf.place import path_of
 from bptjax.models.config import Execution
 from bptjax.ops.loss import linear_cross_entropy
 from hf.cases import CASES, ENCODERS, FAMILIES

@@ -1,0 +1,50 @@
+"""Parameters put on devices, each where its sharding says."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import ml_dtypes  # noqa: F401  Without it NumPy knows no bfloat16.
+import numpy as np
+from flax import nnx
+
+from bptjax.models.config import ModelConfig
+from bptjax.ops.position import extend_positions
+
+
+def put(path: str, leaf: Any, array: np.ndarray, dtype: Any = None) -> Any:
+    """The abstract parameter `leaf` with this array, of its shape, in it, where it lives, in the
+    dtype it has there, or in `dtype`.
+    """
+    wanted = leaf.get_value()
+    array = np.ascontiguousarray(array, dtype or wanted.dtype)
+    return leaf.replace(
+        jax.make_array_from_callback(wanted.shape, wanted.sharding, array.__getitem__)
+    )
+
+
+def place(
+    model: Any,
+    params: Iterator[tuple[str, np.ndarray]],
+    config: ModelConfig,
+    put: Callable[[str, Any, np.ndarray], Any] = put,
+) -> Any:
+    """The abstract `model` (ShapeDtypeStructs with shardings) with these arrays in it, each `put`
+    where it lives. Learned positions are extended to the config's.
+    """
+    leaves, tree = jax.tree.flatten_with_path(model, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    at = {path_of(path): i for i, (path, _) in enumerate(leaves)}
+    found: list[Any] = [None] * len(leaves)
+    for path, array in params:
+        if path == "positions":
+            rows = config.max_positions or 0
+            array = np.asarray(extend_positions(array, rows, config.position_offset))
+        found[at[path]] = put(path, leaves[at[path]][1], array)
+    missing = [path for path, i in at.items() if found[i] is None]
+    assert not missing, missing
+    return jax.tree.unflatten(tree, found)
+
+
+def path_of(path: tuple) -> str:
+    """`layers.query.kernel` of a parameter's place in the model."""
+    return jax.tree_util.keystr(path, simple=True, separator=".")
