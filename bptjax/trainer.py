@@ -39,7 +39,7 @@ from bptjax.ops.loss import linear_cross_entropy
 from bptjax.ops.mask import Mask
 from bptjax.optim import AdamState, AdamW, LossScale, learning_rate
 from bptjax.parallel.layout import Layout
-from bptjax.parallel.mesh import sharding
+from bptjax.parallel.mesh import CUT, sharding
 from bptjax.parallel.plan import make_plan
 from bptjax.parallel.sequence import by_device
 
@@ -253,9 +253,9 @@ class Task:
 
     def _placed(self, tree: Any, cut: bool = True) -> Any:
         """The abstract leaves with their shardings: of parameters by their logical axes, and over
-        fsdp where that is to cut them.
+        fsdp and sp where those are to cut them.
         """
-        whole = () if cut else ("fsdp",)
+        whole = () if cut else CUT
 
         def placed(leaf):
             if not isinstance(leaf, nnx.Variable):

@@ -153,9 +153,8 @@ def encoder_row(args: argparse.Namespace, name: str, rows: int, T: int, n: int, 
         model = jax.jit(lambda key: Encoder(config, key), out_shardings=shared)(jax.random.key(0))
         operands = model, *jax.jit(data)(jax.random.key(1))
         row = timed(args, jax.value_and_grad(loss), *operands)
-    tokens = rows * (config.patches + 1 if config.image_size else T)
     about = dict(layers=config.num_layers, impl=args.impl, dtype=args.dtype)
-    return about | row | dict(tokens_per_second_a_device=1e3 * tokens / row["ms"] / n)
+    return about | row | dict(tokens_per_second_a_device=1e3 * rows * T / row["ms"] / n)
 
 
 def step_row(args: argparse.Namespace, name: str, rows: int, T: int, n: int, split: str) -> dict:
@@ -260,8 +259,12 @@ def main(argv: list[str] | None = None) -> None:
         measured = encoder_row if args.study == "encoder" else step_row
         models = args.encoders if args.study == "encoder" else [args.decoder]
         for model, split in itertools.product(models, args.splits):
-            line = f"{model} {split}, {batch} × {base:,}{each}"
-            count, T = (batch * times, base) if split == "dp" else (batch, base * times)
+            images = args.study == "encoder" and ENCODERS[model].image_size is not None
+            if images and scaling == "weak" and split == "sp":
+                continue  # An image has as many tokens as it has.
+            length = ENCODERS[model].patches + 1 if images else base
+            line = f"{model} {split}, {batch} × {length:,}{each}"
+            count, T = (batch * times, length) if split == "dp" else (batch, length * times)
             about = dict(line=line, model=model, split=split, batch=count)
             add(measured, (model, count), T, n, (split,), **about)
     name = "tflops_a_device" if args.study == "attention" else "tokens_per_second_a_device"

@@ -136,7 +136,8 @@ def shard_bytes(tree) -> int:
     return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
 
 
-def test_zero_says_what_fsdp_cuts(batch):
+@pytest.mark.parametrize("fsdp", [4, 2])
+def test_zero_says_what_fsdp_and_sp_cut(batch, fsdp):
     """Two steps of each stage are those of one device, and each stage cuts more than the last."""
 
     def small(parallel=None):
@@ -147,7 +148,7 @@ def test_zero_says_what_fsdp_cuts(batch):
     one, wanted = steps(small(), batch, 2)
     held = []
     for zero in (1, 2, 3):
-        work = small(ParallelConfig(dp=1, fsdp=4, tp=2, zero=zero))
+        work = small(ParallelConfig(dp=1, fsdp=fsdp, tp=2, sp=4 // fsdp, zero=zero))
         state, placed = work.init_state(), work.layout.put(batch)
         step = work.compile_step(state, placed)
         for row in wanted:

@@ -15,7 +15,7 @@ from bptjax.models.layers import Linear, Norm, new_param
 from bptjax.models.stack import new_layers, run
 from bptjax.ops.dropout import dropout
 from bptjax.ops.mask import Mask
-from bptjax.parallel.mesh import constrain
+from bptjax.parallel.mesh import constrain, lookup
 
 
 class Decoder(nnx.Module):
@@ -169,7 +169,7 @@ class Decoder(nnx.Module):
         counted = positions is None
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(T) if order is None else order, (B, T))
-        x = jnp.take(self.embedding[...], tokens, axis=0).astype(dtype)
+        x = lookup(self.embedding[...], tokens).astype(dtype)
         if config.embedding_scale is not None:
             # Rounded as the checkpoints that have it were trained with it.
             x = x * jnp.asarray(config.embedding_scale, dtype)
@@ -182,7 +182,7 @@ class Decoder(nnx.Module):
                     f"{T} tokens, but model.max_positions={config.max_positions} learned positions"
                 )
             at = positions + config.position_offset
-            x = x + jnp.take(self.positions[...], at, axis=0).astype(dtype)
+            x = x + lookup(self.positions[...], at).astype(dtype)
         if self.embedding_norm is not None:
             x = self.embedding_norm(x)
         # Whatever the padding behind: a mesh may need more of it than one device.

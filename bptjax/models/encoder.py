@@ -11,7 +11,8 @@ from bptjax.models.layers import ACTIVATIONS, Linear, Norm, new_param
 from bptjax.models.stack import new_layers, run
 from bptjax.ops.dropout import dropout
 from bptjax.ops.mask import Mask
-from bptjax.parallel.mesh import constrain
+from bptjax.parallel.mesh import constrain, lookup
+from bptjax.parallel.sequence import devices_of_a_row
 
 
 class MaskedHead(nnx.Module):
@@ -83,6 +84,14 @@ class Encoder(nnx.Module):
           segments: document numbers, 0 for padding; without them a row is one document.
         """
         x, place = self._embed(inputs, token_types, dropout_key, dtype)
+        T = x.shape[1]
+        if short := -T % devices_of_a_row():
+            # With padding, which no token sees.
+            segments = jnp.ones(x.shape[:2], jnp.int32) if segments is None else segments
+            x, segments, place = jax.tree.map(
+                lambda x: jnp.pad(x, ((0, 0), (0, short), *((0, 0),) * (x.ndim - 2))),
+                (x, segments, place),
+            )
         x, _ = run(
             self.layers,
             self.config,
@@ -92,6 +101,7 @@ class Encoder(nnx.Module):
             execution=execution,
             **place,
         )
+        x = x[:, :T] if short else x
         return x if self.norm is None else self.norm(x)
 
     def hidden_states(
@@ -141,7 +151,7 @@ class Encoder(nnx.Module):
     def _embed(self, inputs, token_types, dropout_key, dtype):
         config = self.config
         if self.embedding is not None:
-            x = jnp.take(self.embedding[...], inputs, axis=0).astype(dtype)
+            x = lookup(self.embedding[...], inputs).astype(dtype)
         else:
             assert self.patches is not None and self.first is not None
             x = self.patches(_patches(inputs.astype(dtype), config))
@@ -153,7 +163,7 @@ class Encoder(nnx.Module):
         x = x + self.positions[...][None, :T].astype(dtype)
         if self.types is not None:
             types = jnp.zeros((B, T), jnp.int32) if token_types is None else token_types
-            x = x + jnp.take(self.types[...], types, axis=0).astype(dtype)
+            x = x + lookup(self.types[...], types).astype(dtype)
         if self.embedding_norm is not None:
             x = self.embedding_norm(x)
         rows = jnp.arange(B * T).reshape(B, T)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -16,12 +17,14 @@ MEMORY_FRACTION = "0.93"
 # Present where the driver sees a GPU.
 NVIDIA = "/dev/nvidia0"
 
+# Devices along these would have the same parameters: each stores a part, as `zero` says.
+CUT = ("fsdp", "sp")
 # What each logical axis of a parameter or activation is cut over; one that is not named here is
 # whole on every device.
 RULES: dict[str, tuple[str, ...]] = {
     "batch": ("dp", "fsdp"),
     "sequence": ("sp",),
-    "embed": ("fsdp",),
+    "embed": CUT,
     "vocab": ("tp",),
     "heads": ("tp",),
     "kv_heads": ("tp",),
@@ -38,8 +41,8 @@ class ParallelConfig:
       dp: data parallel: parameters replicated, batch cut.
       fsdp: batch cut, and what zero says.
       tp: tensor parallel: heads, feed-forward and vocabulary cut.
-      sp: sequence parallel.
-      zero: what else fsdp cuts. 1: optimizer state; 2: gradients too; 3: parameters too.
+      sp: sequence parallel: tokens of a row cut, and what zero says.
+      zero: what else fsdp and sp cut. 1: optimizer state; 2: gradients too; 3: parameters too.
         Rajbhandari et al. 2019, arXiv 1910.02054.
       coordinator: host:port of process 0. What is not set here is taken from the environment: see
         `processes.find_place`.
@@ -151,22 +154,30 @@ def sharding(
     whole: tuple[str, ...] = (),
 ) -> NamedSharding:
     """Where an array of this shape lives, whose last axes bear these names; those in front, stacked
-    layers, are not cut. An axis that its mesh axes do not divide stays whole, and over the mesh
-    axes `whole` all do.
+    layers, are not cut. An axis is cut over as many of its mesh axes as divide it, and over none of
+    `whole`.
     """
     parts = []
     for axis, size in zip((None,) * (len(shape) - len(axes)) + axes, shape, strict=True):
         names = tuple(n for n in RULES.get(axis or "", ()) if mesh.shape[n] > 1 and n not in whole)
-        cut = names and size % math.prod(mesh.shape[n] for n in names) == 0
-        parts.append(names if cut else None)
+        while size % math.prod(mesh.shape[n] for n in names):
+            names = names[:-1]
+        parts.append(names or None)
     return NamedSharding(mesh, PartitionSpec(*parts))
 
 
 def constrain(x: Array, *axes: str | None) -> Array:
-    """Pins an activation to where its logical axes say, in the mesh set by `jax.set_mesh`; without
-    one, nothing.
+    """Pins an array to where its logical axes say, in the mesh set by `jax.set_mesh`; without one,
+    nothing.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return x
-    return jax.lax.with_sharding_constraint(x, spec(axes))
+    return jax.lax.with_sharding_constraint(x, sharding(mesh, axes, x.shape).spec)
+
+
+def lookup(table: Array, indices: Array) -> Array:
+    """Rows of a table `[vocab, D]`. Its rows are gathered whole: cut over axes that cut the indices
+    too, XLA would make all that are looked up on every device.
+    """
+    return jnp.take(constrain(table, "vocab", None), indices, axis=0)

@@ -38,7 +38,7 @@ BATCH, SEQUENCE, HEADS = (RULES[name] for name in ("batch", "sequence", "heads")
 def by_device(tree: Any) -> Any:
     """`[B, T, ...]` to `[sp · B, T / sp, ...]`: the tokens of each device are rows of their own,
     so that a loop over chunks of a row is each device's own."""
-    sp = _devices()
+    sp = devices_of_a_row()
 
     def folded(x):
         x = x.reshape(x.shape[0], sp, x.shape[1] // sp, *x.shape[2:]).swapaxes(0, 1)
@@ -51,7 +51,7 @@ def by_device(tree: Any) -> Any:
 
 def from_devices(tree: Any) -> Any:
     """The inverse of `by_device`."""
-    sp = _devices()
+    sp = devices_of_a_row()
 
     def unfolded(x):
         x = x.reshape(sp, x.shape[0] // sp, *x.shape[1:]).swapaxes(0, 1)
@@ -61,8 +61,8 @@ def from_devices(tree: Any) -> Any:
     return tree if sp == 1 else jax.tree.map(unfolded, tree)
 
 
-def _devices() -> int:
-    """Along sp."""
+def devices_of_a_row() -> int:
+    """Those along sp, in the mesh set by `jax.set_mesh`."""
     mesh = jax.sharding.get_abstract_mesh()
     return 1 if mesh.empty else mesh.shape["sp"]
 

@@ -37,10 +37,13 @@ def test_the_nearest_meshes_are_named():
         make_mesh(ParallelConfig(fsdp=1, tp=3, sp=3))
 
 
-def test_an_axis_that_does_not_divide_stays_whole():
+def test_an_axis_is_cut_over_the_mesh_axes_that_divide_it():
     mesh = make_mesh(ParallelConfig(dp=1, fsdp=4, tp=2))
     assert sharding(mesh, ("vocab", "embed"), (257, 16)).spec == PartitionSpec(None, "fsdp")
     assert sharding(mesh, ("vocab", "embed"), (256, 16)).spec == PartitionSpec("tp", "fsdp")
+    mesh = make_mesh(ParallelConfig(dp=1, fsdp=2, sp=4))
+    assert sharding(mesh, ("embed",), (16,)).spec == PartitionSpec(("fsdp", "sp"))
+    assert sharding(mesh, ("embed",), (18,)).spec == PartitionSpec("fsdp")
 
 
 def test_constrain_pins_in_a_mesh_and_does_nothing_without():
