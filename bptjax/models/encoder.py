@@ -88,10 +88,10 @@ class Encoder(nnx.Module):
         if short := -T % devices_of_a_row():
             # With padding, which no token sees.
             segments = jnp.ones(x.shape[:2], jnp.int32) if segments is None else segments
-            x, segments, place = jax.tree.map(
-                lambda x: jnp.pad(x, ((0, 0), (0, short), *((0, 0),) * (x.ndim - 2))),
-                (x, segments, place),
-            )
+            more = (0, 0), (0, short)
+            x, segments = jnp.pad(x, (*more, (0, 0))), jnp.pad(segments, more)
+            for name in place:
+                place[name] = jnp.pad(place[name], more)
         x, _ = run(
             self.layers,
             self.config,
