@@ -1,16 +1,20 @@
 """cuDNN's attention: what it is given, seen in the lowered program; its results, on a GPU."""
 
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import checkpoint_policies
 
-from bptjax.ops.attention import cudnn, reference, scan, triton
+from bptjax.ops.attention import SAVED, cudnn, reference, scan, triton
 from bptjax.ops.attention.tile import Score
 from bptjax.ops.mask import Mask
 from bptjax.ops.softmax import Partial, merge
+from bptjax.parallel.mesh import ParallelConfig, make_mesh
+from bptjax.parallel.sequence import attention
 from ops.comparing import TOLERANCE, error
 from ops.test_attention import CASES, oracle
 
@@ -71,6 +75,31 @@ def scan_forward(q, k, v, score):
 
 def scan_backward(*operands, score):
     return scan.backward(*operands, score, q_chunk=64, k_chunk=64)
+
+
+def test_a_mesh_program_takes_no_empty_arrays(monkeypatch):
+    """Shardy crashes on those that it finds unused."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(triton, "unsupported", lambda *_: None)
+    monkeypatch.setattr(triton, "forward", scan_forward)
+    monkeypatch.setattr(triton, "backward", scan_backward)
+    monkeypatch.setattr(cudnn, "CACHED", 2**14)
+    q = jax.ShapeDtypeStruct((1, 2 * T, N, H), jnp.bfloat16)
+
+    def loss(q, segments):
+        @partial(jax.checkpoint, policy=checkpoint_policies.save_only_these_names(*SAVED))
+        def layer(q, _):
+            mask = Mask(causal=True, segments=segments)
+            return attention(q, q, q, mask=mask, impl="cudnn"), None
+
+        return jax.lax.scan(layer, q, None, length=2)[0].sum()
+
+    with jax.set_mesh(make_mesh(ParallelConfig(fsdp=1, sp=2), jax.devices()[:2])):
+        run = jax.jit(jax.grad(loss)).trace(q, jax.ShapeDtypeStruct((1, 2 * T), jnp.int32))
+        text = run.lower(lowering_platforms=("cuda",)).as_text()
+    taken = [line for line in text.splitlines() if "sdy.manual_computation" in line]
+    assert len(taken) > 1 and "while" in text
+    assert not any(re.search(r"tensor<(\d+x)*0x", line) for line in taken)
 
 
 def test_documents():
@@ -181,6 +210,29 @@ def test_cases_equal_oracle(name, dtype):
     out, _, *gradients = jax.jit(lambda *xs: pair(*xs, score))(*arrays)
     for a, b in zip((out, *gradients), oracle(name), strict=True):
         assert a.dtype == dtype and error(a, b) <= TOLERANCE[dtype]
+
+
+def in_pieces(monkeypatch, T, dtype):
+    """Asserts that rows of T tokens in pieces of no more than 100 give what the oracle does."""
+    q, k, v, _ = operands(2, T, N, K, H, dtype)
+    monkeypatch.setattr(cudnn, "CACHED", 100 * H * 2 * k.dtype.itemsize)
+    score = Score(Mask(causal=True), 0.1)
+    out, lse = jax.jit(lambda *qkv: cudnn.forward(*qkv, score))(q, k, v)
+    true = reference.forward(*(x.astype(jnp.float32) for x in (q, k, v)), score)
+    assert error(out, true.out) <= TOLERANCE[dtype]
+    np.testing.assert_allclose(lse, true.lse, atol=2e-6 if dtype == "float32" else 0.02)
+
+
+@pytest.mark.parametrize("T", [256, 290])
+def test_long_rows_in_pieces(T, monkeypatch):
+    monkeypatch.setattr(cudnn, "_forward_at_once", reference.forward)
+    in_pieces(monkeypatch, T, "float32")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("T", [256, 290])
+def test_long_rows_in_pieces_on_a_gpu(T, monkeypatch):
+    in_pieces(monkeypatch, T, "bfloat16")
 
 
 @pytest.mark.gpu
