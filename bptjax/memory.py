@@ -38,7 +38,7 @@ class MemoryConfig(Execution):
       save: kept besides, by name: query, key, value, attended (the stream after attention), gate,
         up; the last three only of a feed-forward of one chunk. schedule=fused has key and value
         alone.
-      ce_chunk: tokens whose logits exist at once.
+      ce_chunk: tokens whose logits exist at once on a device.
     """
 
     remat: str = "save_attention"

@@ -41,7 +41,7 @@ from bptjax.optim import AdamState, AdamW, LossScale, learning_rate
 from bptjax.parallel.layout import Layout
 from bptjax.parallel.mesh import CUT, sharding
 from bptjax.parallel.plan import make_plan
-from bptjax.parallel.sequence import by_device
+from bptjax.parallel.sequence import BY_DEVICE, by_device
 
 Batch = dict[str, Any]
 # What the key of a step is folded with for the optimizer's rounding: no micro-batch's number.
@@ -292,6 +292,7 @@ class Task:
             z_loss=z_loss,
             softcap=model.config.logits_softcap,
             chunk=memory.ce_chunk,
+            axes=BY_DEVICE,
         )
 
     def gradients(self, state: TrainState, batch: Batch) -> tuple[Array, Any, Array]:

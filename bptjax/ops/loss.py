@@ -1,12 +1,16 @@
 """Linear + cross-entropy that never holds a [T, V] array."""
 
+from collections.abc import Callable
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import PartitionSpec
 from jaxtyping import Float, Int
+
+ROWS, WHOLE = "rows", "whole"
 
 
 class _Options(NamedTuple):
@@ -14,6 +18,7 @@ class _Options(NamedTuple):
     z_loss: float
     softcap: float | None
     chunk: int
+    axes: tuple[str, ...]
 
 
 def linear_cross_entropy(
@@ -26,6 +31,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     softcap: float | None = None,
     chunk: int = 2048,
+    axes: tuple[str, ...] = (),
     reduction: Literal["sum", "none"] = "sum",
 ) -> Float[Array, ""] | Float[Array, "B T"]:
     """Cross-entropy of softmax(hidden · headᵀ) against `labels`, in nats, times `weights`; float32.
@@ -41,7 +47,10 @@ def linear_cross_entropy(
       weights: factor on each token's loss; it gets no gradient.
       z_loss: adds z_loss · lse² a token (PaLM, arXiv 2204.02311, Section 5).
       softcap: logits become softcap · tanh(logits / softcap).
-      chunk: tokens, over the whole batch, whose logits exist at once.
+      chunk: tokens, over the whole batch of a device, whose logits exist at once.
+      axes: of the mesh set by `jax.set_mesh`, over which the rows are cut. Each device then has the
+        whole head, but for what other axes cut, and sums its gradient up by itself; left to the
+        compiler, devices that store parts of the head exchange both for every chunk.
       reduction: "sum" gives the sum over tokens, "none" each token's.
 
     The sum is over tokens, not a mean: divide by the count of weighted tokens once, over all
@@ -51,7 +60,9 @@ def linear_cross_entropy(
         raise ValueError(f"chunk={chunk}; a chunk is at least 1 token")
     if weights is None:
         weights = jnp.ones_like(labels, jnp.float32)
-    options = _Options(ignore, z_loss, softcap, max(1, chunk // hidden.shape[0]))
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = () if mesh.empty else tuple(name for name in axes if mesh.shape[name] > 1)
+    options = _Options(ignore, z_loss, softcap, chunk, axes)
     weights = jax.lax.stop_gradient(weights)
     if reduction == "sum":
         return _sum(options, hidden, head, labels, weights)
@@ -62,7 +73,7 @@ def linear_cross_entropy(
 
 def _chunks(options: _Options, hidden: Array, labels: Array, weights: Array):
     """`[B, T, ...]` to `[n, B, chunk, ...]`, with ignored tokens past the end."""
-    chunk = min(options.chunk, hidden.shape[1])
+    chunk = min(max(1, options.chunk // hidden.shape[0]), hidden.shape[1])
 
     def cut(x, fill):
         width = [(0, 0), (0, -x.shape[1] % chunk)] + [(0, 0)] * (x.ndim - 2)
@@ -110,6 +121,20 @@ def _gradients(options: _Options, head, saved, scale, frozen=False):
     return dhidden.astype(hidden.dtype), dhead
 
 
+def _by_device(options: _Options, local: Callable, results: Any) -> Callable:
+    """`local(hidden, head, labels, weights)` of each device's rows; of the results, those of `ROWS`
+    are rows too."""
+    axes = options.axes
+    if not axes:
+        return local
+    places = {ROWS: PartitionSpec(axes), WHOLE: PartitionSpec()}
+    inputs = tuple(places[x] for x in (ROWS, WHOLE, ROWS, ROWS))
+    outputs = jax.tree.map(places.get, results)
+    return jax.shard_map(
+        local, in_specs=inputs, out_specs=outputs, axis_names=set(axes), check_vma=False
+    )
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _sum(options, hidden, head, labels, weights):
     return _each(options, hidden, head, labels, weights).sum()
@@ -118,20 +143,24 @@ def _sum(options, hidden, head, labels, weights):
 def _sum_forward(options, *operands):
     frozen = not operands[1].perturbed
     hidden, head, labels, weights = (x.value for x in operands)
-    narrow = head.astype(hidden.dtype)
 
-    def one(carry, xs):
-        total, dhead = carry
-        losses, saved = _losses(options, xs[0], narrow, *xs[1:])
-        dhidden, d = _gradients(options, narrow, saved, 1.0, frozen)
-        return (total + losses.sum(), jax.tree.map(jnp.add, dhead, d)), dhidden
+    def local(hidden, narrow, labels, weights):
+        def one(carry, xs):
+            total, dhead = carry
+            losses, saved = _losses(options, xs[0], narrow, *xs[1:])
+            dhidden, d = _gradients(options, narrow, saved, 1.0, frozen)
+            return (total + losses.sum(), jax.tree.map(jnp.add, dhead, d)), dhidden
 
-    dhead = None if frozen else jnp.zeros_like(head, jnp.float32)
-    start = jnp.zeros((), jnp.float32), dhead
-    (total, dhead), dhidden = jax.lax.scan(one, start, _chunks(options, hidden, labels, weights))
+        dhead = None if frozen else jnp.zeros_like(narrow, jnp.float32)
+        start = jnp.zeros((), jnp.float32), dhead
+        sums, dhidden = jax.lax.scan(one, start, _chunks(options, hidden, labels, weights))
+        return jax.lax.psum(sums, options.axes), _join(dhidden, hidden.shape[1])
+
+    run = _by_device(options, local, (WHOLE, ROWS))
+    (total, dhead), dhidden = run(hidden, head.astype(hidden.dtype), labels, weights)
     # The head's stays in float32 until it is scaled: a sum over many tokens overflows float16. The
     # empty array carries its dtype.
-    return total, (_join(dhidden, hidden.shape[1]), dhead, jnp.zeros((0,), head.dtype))
+    return total, (dhidden, dhead, jnp.zeros((0,), head.dtype))
 
 
 def _sum_backward(options, saved, dtotal):
@@ -147,13 +176,16 @@ _sum.defvjp(_sum_forward, _sum_backward, symbolic_zeros=True)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _each(options, hidden, head, labels, weights):
-    narrow = head.astype(hidden.dtype)
-    _, losses = jax.lax.scan(
-        lambda _, xs: (None, _losses(options, xs[0], narrow, *xs[1:])[0]),
-        None,
-        _chunks(options, hidden, labels, weights),
-    )
-    return _join(losses, hidden.shape[1])
+    def local(hidden, narrow, labels, weights):
+        _, losses = jax.lax.scan(
+            lambda _, xs: (None, _losses(options, xs[0], narrow, *xs[1:])[0]),
+            None,
+            _chunks(options, hidden, labels, weights),
+        )
+        return _join(losses, hidden.shape[1])
+
+    run = _by_device(options, local, ROWS)
+    return run(hidden, head.astype(hidden.dtype), labels, weights)
 
 
 def _each_forward(options, *operands):

@@ -33,6 +33,8 @@ STRATEGIES: dict[str, ModuleType] = {
 }
 
 BATCH, SEQUENCE, HEADS = (RULES[name] for name in ("batch", "sequence", "heads"))
+# What rows are cut over once each device's tokens are rows of their own.
+BY_DEVICE = (*SEQUENCE, *BATCH)
 
 
 def by_device(tree: Any) -> Any:
@@ -44,7 +46,7 @@ def by_device(tree: Any) -> Any:
         x = x.reshape(x.shape[0], sp, x.shape[1] // sp, *x.shape[2:]).swapaxes(0, 1)
         # sp outermost: what a device has stays where it is.
         x = x.reshape(-1, *x.shape[2:])
-        return jax.lax.with_sharding_constraint(x, PartitionSpec((*SEQUENCE, *BATCH)))
+        return jax.lax.with_sharding_constraint(x, PartitionSpec(BY_DEVICE))
 
     return tree if sp == 1 else jax.tree.map(folded, tree)
 

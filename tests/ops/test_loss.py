@@ -6,9 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from bptjax.ops.loss import linear_cross_entropy
-from ops.comparing import TOLERANCE, close, dots, error, normal, quick
+from bptjax.parallel.mesh import ParallelConfig, make_mesh
+from ops.comparing import TOLERANCE, close, collectives, dots, error, normal, quick
 
 B, T, D, V = 2, 13, 8, 19
 HIDDEN, HEAD = normal(0, B, T, D), normal(1, V, D) / 2
@@ -171,3 +173,26 @@ def test_bad_arguments(options, message):
         f = linear_cross_entropy
     with pytest.raises(ValueError, match=message):
         f(HIDDEN, HEAD, LABELS, **options)
+
+
+@pytest.mark.parametrize("reduction", UPSTREAM)
+def test_devices_exchange_the_head_once(reduction):
+    """Rows over four devices, that each store a quarter of the head: what one device gives, and
+    nothing is sent for a chunk."""
+    mesh = make_mesh(ParallelConfig(fsdp=4), jax.devices()[:4])
+    hidden, labels = jnp.tile(HIDDEN, (4, 1, 1)), jnp.tile(SOME, (4, 1))
+    options = dict(chunk=6, reduction=reduction)
+
+    def loss(hidden, head, axes=("fsdp",)):
+        return linear_cross_entropy(hidden, head, labels, axes=axes, **options).sum()
+
+    wanted = jax.value_and_grad(functools.partial(loss, axes=()), argnums=(0, 1))(hidden, HEAD)
+    both = loss if reduction == "none" else jax.value_and_grad(loss, argnums=(0, 1))
+    where = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("fsdp",), (None, "fsdp")))
+    with jax.set_mesh(mesh):
+        placed = [jax.device_put(x, w) for x, w in zip((hidden, HEAD), where, strict=True)]
+        compiled = quick(both).lower(*placed).compile()
+        close(compiled(*placed), wanted[0] if reduction == "none" else wanted)
+    text = compiled.as_text()
+    sent = collectives(text)
+    assert sent and len(collectives(text[text.index("ENTRY") :])) == len(sent)
