@@ -151,7 +151,7 @@ class Encoder(nnx.Module):
     def _embed(self, inputs, token_types, dropout_key, dtype):
         config = self.config
         if self.embedding is not None:
-            x = lookup(self.embedding[...], inputs).astype(dtype)
+            x = lookup(self.embedding[...], inputs, "vocab").astype(dtype)
         else:
             assert self.patches is not None and self.first is not None
             x = self.patches(_patches(inputs.astype(dtype), config))

@@ -176,8 +176,8 @@ def constrain(x: Array, *axes: str | None) -> Array:
     return jax.lax.with_sharding_constraint(x, sharding(mesh, axes, x.shape).spec)
 
 
-def lookup(table: Array, indices: Array) -> Array:
-    """Rows of a table `[vocab, D]`. Its rows are gathered whole: cut over axes that cut the indices
-    too, XLA would make all that are looked up on every device.
+def lookup(table: Array, indices: Array, axis: str | None = None) -> Array:
+    """Rows of a table `[R, D]`, R along the logical axis `axis`. They are gathered whole: cut over
+    axes that cut the indices too, XLA would make all that are looked up on every device.
     """
-    return jnp.take(constrain(table, "vocab", None), indices, axis=0)
+    return jnp.take(constrain(table, axis, None), indices, axis=0)
