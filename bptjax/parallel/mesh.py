@@ -159,9 +159,11 @@ def sharding(
     """
     parts = []
     for axis, size in zip((None,) * (len(shape) - len(axes)) + axes, shape, strict=True):
-        names = tuple(n for n in RULES.get(axis or "", ()) if mesh.shape[n] > 1 and n not in whole)
-        while size % math.prod(mesh.shape[n] for n in names):
-            names = names[:-1]
+        names: tuple[str, ...] = ()
+        for name in RULES.get(axis or "", ()):
+            devices = mesh.shape[name]
+            if devices > 1 and name not in whole and size % devices == 0:
+                names, size = (*names, name), size // devices
         parts.append(names or None)
     return NamedSharding(mesh, PartitionSpec(*parts))
 

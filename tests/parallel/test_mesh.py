@@ -52,6 +52,8 @@ def test_an_axis_is_cut_over_the_mesh_axes_that_divide_it():
     mesh = make_mesh(ParallelConfig(dp=1, fsdp=2, sp=4))
     assert sharding(mesh, ("embed",), (16,)).spec == PartitionSpec(("fsdp", "sp"))
     assert sharding(mesh, ("embed",), (18,)).spec == PartitionSpec("fsdp")
+    mesh = make_mesh(ParallelConfig(fsdp=3, sp=2), jax.devices()[:6])
+    assert sharding(mesh, ("embed",), (16,)).spec == PartitionSpec("sp")
 
 
 def test_constrain_pins_in_a_mesh_and_does_nothing_without():
