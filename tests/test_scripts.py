@@ -56,8 +56,7 @@ def test_encoders_are_scaled(scale, monkeypatch):
     monkeypatch.setitem(scaling.ENCODERS, "bert", replace(bert, vocab_size=64, **small))
     monkeypatch.setitem(scaling.ENCODERS, "vit", replace(vit, image_size=(32, 32), **small))
     found = scale("encoder", "--lengths=32", "--rows=2", "--layers=1", "--devices", "2")
-    assert [r["status"][:7] for r in found] == ["ok", "ok", "ok", "refused"]
-    assert "5 query tokens do not divide" in found[-1]["status"]
+    assert [r["status"] for r in found] == ["ok"] * 4
 
 
 def test_steps_are_scaled(scale, monkeypatch):

@@ -169,7 +169,7 @@ class Decoder(nnx.Module):
         counted = positions is None
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(T) if order is None else order, (B, T))
-        x = lookup(self.embedding[...], tokens).astype(dtype)
+        x = lookup(self.embedding[...], tokens, "vocab").astype(dtype)
         if config.embedding_scale is not None:
             # Rounded as the checkpoints that have it were trained with it.
             x = x * jnp.asarray(config.embedding_scale, dtype)

@@ -83,25 +83,11 @@ class Encoder(nnx.Module):
           token_types: 0 if left out.
           segments: document numbers, 0 for padding; without them a row is one document.
         """
-        x, place = self._embed(inputs, token_types, dropout_key, dtype)
-        T = x.shape[1]
-        if short := -T % devices_of_a_row():
-            # With padding, which no token sees.
-            segments = jnp.ones(x.shape[:2], jnp.int32) if segments is None else segments
-            more = (0, 0), (0, short)
-            x, segments = jnp.pad(x, (*more, (0, 0))), jnp.pad(segments, more)
-            for name in place:
-                place[name] = jnp.pad(place[name], more)
+        x, T, place = self._embed(inputs, token_types, segments, dropout_key, dtype)
         x, _ = run(
-            self.layers,
-            self.config,
-            x,
-            mask=Mask(segments=segments),
-            dropout_key=dropout_key,
-            execution=execution,
-            **place,
+            self.layers, self.config, x, dropout_key=dropout_key, execution=execution, **place
         )
-        x = x[:, :T] if short else x
+        x = x[:, :T]
         return x if self.norm is None else self.norm(x)
 
     def hidden_states(
@@ -111,17 +97,12 @@ class Encoder(nnx.Module):
         execution: Execution = Execution(),  # noqa: B008 (frozen)
     ) -> list[Float[Array, "B T D"]]:
         """The embeddings, the stream after each layer, and the final hidden states, in float32."""
-        x, place = self._embed(inputs, None, None, jnp.float32)
+        x, T, place = self._embed(inputs, None, None, None, jnp.float32)
         last, each = run(
-            self.layers,
-            self.config,
-            x,
-            mask=Mask(),
-            execution=execution,
-            hidden_states=True,
-            **place,
+            self.layers, self.config, x, execution=execution, hidden_states=True, **place
         )
-        return [x, *each, last if self.norm is None else self.norm(last)]
+        last = last if self.norm is None else self.norm(last)
+        return [x[:, :T] for x in (x, *each, last)]
 
     def pooled(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B P"]:
         """One vector a row.
@@ -148,10 +129,11 @@ class Encoder(nnx.Module):
         logits = jnp.einsum("btd,vd->btv", hidden, table, preferred_element_type=jnp.float32)
         return logits + bias[None, None]
 
-    def _embed(self, inputs, token_types, dropout_key, dtype):
+    def _embed(self, inputs, token_types, segments, dropout_key, dtype):
+        """Embedded tokens `[B, T, D]`, how many of them are of the inputs, and where they stand."""
         config = self.config
         if self.embedding is not None:
-            x = lookup(self.embedding[...], inputs).astype(dtype)
+            x = lookup(self.embedding[...], inputs, "vocab").astype(dtype)
         else:
             assert self.patches is not None and self.first is not None
             x = self.patches(_patches(inputs.astype(dtype), config))
@@ -171,7 +153,15 @@ class Encoder(nnx.Module):
             key = jax.random.key_data(jax.random.fold_in(dropout_key, 0))
             x = dropout(x, key, config.embedding_dropout or 0.0, rows)
         positions = jnp.broadcast_to(jnp.arange(T), (B, T))
-        return constrain(x, "batch", "sequence", None), {"positions": positions, "rows": rows}
+        if short := -T % devices_of_a_row():
+            # With padding, which no token sees.
+            segments = jnp.ones((B, T), jnp.int32) if segments is None else segments
+            x = jnp.pad(x, ((0, 0), (0, short), (0, 0)))
+            positions, rows, segments = (
+                jnp.pad(y, ((0, 0), (0, short))) for y in (positions, rows, segments)
+            )
+        place = {"positions": positions, "rows": rows, "mask": Mask(segments=segments)}
+        return constrain(x, "batch", "sequence", None), T, place
 
 
 def _patches(images: Float[Array, "B C height width"], config: EncoderConfig) -> Array:

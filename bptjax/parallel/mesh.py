@@ -159,9 +159,11 @@ def sharding(
     """
     parts = []
     for axis, size in zip((None,) * (len(shape) - len(axes)) + axes, shape, strict=True):
-        names = tuple(n for n in RULES.get(axis or "", ()) if mesh.shape[n] > 1 and n not in whole)
-        while size % math.prod(mesh.shape[n] for n in names):
-            names = names[:-1]
+        names: tuple[str, ...] = ()
+        for name in RULES.get(axis or "", ()):
+            devices = mesh.shape[name]
+            if devices > 1 and name not in whole and size % devices == 0:
+                names, size = (*names, name), size // devices
         parts.append(names or None)
     return NamedSharding(mesh, PartitionSpec(*parts))
 
@@ -176,8 +178,8 @@ def constrain(x: Array, *axes: str | None) -> Array:
     return jax.lax.with_sharding_constraint(x, sharding(mesh, axes, x.shape).spec)
 
 
-def lookup(table: Array, indices: Array) -> Array:
-    """Rows of a table `[vocab, D]`. Its rows are gathered whole: cut over axes that cut the indices
-    too, XLA would make all that are looked up on every device.
+def lookup(table: Array, indices: Array, axis: str | None = None) -> Array:
+    """Rows of a table `[R, D]`, R along the logical axis `axis`. They are gathered whole: cut over
+    axes that cut the indices too, XLA would make all that are looked up on every device.
     """
-    return jnp.take(constrain(table, "vocab", None), indices, axis=0)
+    return jnp.take(constrain(table, axis, None), indices, axis=0)

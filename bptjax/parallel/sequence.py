@@ -46,7 +46,7 @@ def by_device(tree: Any) -> Any:
         x = x.reshape(x.shape[0], sp, x.shape[1] // sp, *x.shape[2:]).swapaxes(0, 1)
         # sp outermost: what a device has stays where it is.
         x = x.reshape(-1, *x.shape[2:])
-        return jax.lax.with_sharding_constraint(x, PartitionSpec(BY_DEVICE))
+        return _pinned(x, BY_DEVICE, None)
 
     return tree if sp == 1 else jax.tree.map(folded, tree)
 
@@ -58,9 +58,15 @@ def from_devices(tree: Any) -> Any:
     def unfolded(x):
         x = x.reshape(sp, x.shape[0] // sp, *x.shape[1:]).swapaxes(0, 1)
         x = x.reshape(x.shape[0], -1, *x.shape[3:])
-        return jax.lax.with_sharding_constraint(x, PartitionSpec(BATCH, SEQUENCE))
+        return _pinned(x, BATCH, SEQUENCE)
 
     return tree if sp == 1 else jax.tree.map(unfolded, tree)
+
+
+def _pinned(x: Array, *tokens: tuple[str, ...] | None) -> Array:
+    """`[B, T, ...]` with these axes' tokens; what is behind, heads for one, stays as it is cut."""
+    behind = (PartitionSpec.UNCONSTRAINED,) * (x.ndim - 2)
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*tokens, *behind))
 
 
 def devices_of_a_row() -> int:

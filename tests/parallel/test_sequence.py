@@ -236,15 +236,19 @@ def test_gathered_keys_gradients_add_up_in_float32():
 
 
 def test_each_device_has_rows_of_its_own():
-    x = normal(0, 4, T, 3)
-    mesh = mesh_of(ParallelConfig(2, 1, 1, 4))
-    where = NamedSharding(mesh, PartitionSpec(("dp", "fsdp"), "sp"))
+    """And, where tp cuts heads, its own of these."""
+    x = normal(0, 4, T, N, 3)
+    mesh = mesh_of(ParallelConfig(2, 1, 2, 2))
+    x = jax.device_put(x, NamedSharding(mesh, PartitionSpec(("dp", "fsdp"), "sp", "tp")))
     with jax.set_mesh(mesh):
-        there = jax.jit(by_device)(jax.device_put(x, where))
-        text = jax.jit(by_device).lower(jax.device_put(x, where)).compile().as_text()
+        there = jax.jit(by_device)(x)
         back = jax.jit(from_devices)(there)
-    assert there.shape == (16, T // 4, 3) and not collectives(text)
-    np.testing.assert_array_equal(there[4:8], x[:, T // 4 : T // 2])
+        texts = [
+            jax.jit(f).lower(y).compile().as_text()
+            for f, y in ((by_device, x), (from_devices, there))
+        ]
+    assert there.shape == (8, T // 2, N, 3) and not any(map(collectives, texts))
+    np.testing.assert_array_equal(there[4:8], x[:, T // 2 :])
     np.testing.assert_array_equal(back, x)
 
 
