@@ -17,7 +17,7 @@ from bptjax.ops.mask import Mask
 from bptjax.ops.position import alibi_slopes
 from bptjax.ops.saved import named
 from bptjax.parallel.mesh import constrain
-from bptjax.parallel.sequence import attention, by_device, from_devices
+from bptjax.parallel.sequence import BY_DEVICE, attention, by_device, from_devices
 
 # Rotary scalings whose frequencies depend on how far the text reaches.
 BY_LENGTH = ("dynamic", "longrope")
@@ -152,7 +152,7 @@ def _split(execution, shared, tokens, k, v, options):
     """Attention over the whole sequence, then the feed-forward in chunks."""
     q = named(_query(shared, tokens), "query", execution.offload)
     out = attention(q, k, v, strategy=execution.sequence, **options)
-    return from_devices(_feed_forward(execution, shared, *by_device((tokens, out))))
+    return from_devices(_feed_forward(execution, shared, *by_device((tokens, out)), axes=BY_DEVICE))
 
 
 def _cached(execution, shared, tokens, k, v, options):
@@ -161,12 +161,13 @@ def _cached(execution, shared, tokens, k, v, options):
     return _feed_forward(execution, shared, tokens, out)
 
 
-def _feed_forward(execution, shared, tokens, out):
+def _feed_forward(execution, shared, tokens, out, axes=()):
     return feed_forward(
         lambda shared, chunk: _finish(shared, chunk[0], chunk[1], execution.offload),
         shared,
         (tokens, out),
         chunk=execution.ffn_chunk,
+        axes=axes,
     )
 
 

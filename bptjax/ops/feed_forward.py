@@ -10,11 +10,18 @@ import jax.numpy as jnp
 from jax import Array
 from jax.custom_derivatives import SymbolicZero
 
+from bptjax.parallel.mesh import ROWS, WHOLE, each_device
+
 PyTree = Any
 
 
 def feed_forward(
-    f: Callable[[PyTree, PyTree], PyTree], params: PyTree, x: PyTree, *, chunk: int
+    f: Callable[[PyTree, PyTree], PyTree],
+    params: PyTree,
+    x: PyTree,
+    *,
+    chunk: int,
+    axes: tuple[str, ...] = (),
 ) -> PyTree:
     """`f(params, x)` for a position-wise `f`, in the memory of one chunk.
 
@@ -32,6 +39,8 @@ def feed_forward(
       x: pytree of `[B, T, ...]` arrays.
       chunk: tokens; T need not be a multiple. Where it is not, `f` runs on copies of the last token
         too, whose results are dropped.
+      axes: mesh axes over which the rows are cut: each device adds gradients of `params` up by
+        itself, where there is more than one chunk.
 
     Returns:
       pytree of `[B, T, ...]` arrays.
@@ -42,14 +51,17 @@ def feed_forward(
         raise ValueError(f"chunk={chunk}; a chunk is at least 1 token")
     if chunk >= jax.tree.leaves(x)[0].shape[1]:
         return f(params, x)
-    return _feed_forward(f, chunk, *jax.tree.map(jnp.asarray, (params, x)))
+    return _feed_forward(f, chunk, axes, *jax.tree.map(jnp.asarray, (params, x)))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _feed_forward(f, chunk, params, x):
-    T = jax.tree.leaves(x)[0].shape[1]
-    _, y = jax.lax.scan(lambda _, x: (None, f(params, x)), None, _cut(x, chunk))
-    return _join(y, T)
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _feed_forward(f, chunk, axes, params, x):
+    def local(params, x, axes):
+        T = jax.tree.leaves(x)[0].shape[1]
+        _, y = jax.lax.scan(lambda _, x: (None, f(params, x)), None, _cut(x, chunk))
+        return _join(y, T)
+
+    return each_device(local, axes, (WHOLE, ROWS), ROWS)(params, x)
 
 
 @jax.tree_util.register_static
@@ -60,31 +72,36 @@ class _Wanted:
     leaves: tuple[bool, ...]
 
 
-def _forward(f, chunk, params, x):
+def _forward(f, chunk, axes, params, x):
     wanted = _Wanted(tuple(p.perturbed for p in jax.tree.leaves(params)))
     params, x = jax.tree.map(lambda p: p.value, (params, x))
-    return _feed_forward(f, chunk, params, x), (params, x, wanted)
+    return _feed_forward(f, chunk, axes, params, x), (params, x, wanted)
 
 
-def _backward(f, chunk, saved, dy):
+def _backward(f, chunk, axes, saved, dy):
     params, x, wanted = saved
-    T = jax.tree.leaves(x)[0].shape[1]
-    traced, whole = _split(params, wanted.leaves)
-    sums = [jnp.zeros_like(p, jnp.float32) for p in traced]
 
-    def one(sums, chunks):
-        x, dy = chunks
-        moving, rest = _split(x)
-        _, pull = jax.vjp(lambda p, m: _split(f(whole(p), rest(m)))[0], traced, moving)
-        dparams, dx = pull(dy)
-        return [s + d.astype(jnp.float32) for s, d in zip(sums, dparams, strict=True)], dx
+    def local(params, x, dy, axes):
+        traced, whole = _split(params, wanted.leaves)
+        sums = [jnp.zeros_like(p, jnp.float32) for p in traced]
+
+        def one(sums, chunks):
+            x, dy = chunks
+            moving, rest = _split(x)
+            _, pull = jax.vjp(lambda p, m: _split(f(whole(p), rest(m)))[0], traced, moving)
+            dparams, dx = pull(dy)
+            return [s + d.astype(jnp.float32) for s, d in zip(sums, dparams, strict=True)], dx
+
+        T = jax.tree.leaves(x)[0].shape[1]
+        # Tokens past the end get a zero cotangent.
+        sums, dx = jax.lax.scan(one, sums, (_cut(x, chunk), _cut(dy, chunk, "constant")))
+        return jax.lax.psum(sums, axes), _join(dx, T)
 
     dy = [_whole(d) for d in jax.tree.leaves(dy) if d.dtype != jax.dtypes.float0]
-    # Tokens past the end get a zero cotangent.
-    sums, dx = jax.lax.scan(one, sums, (_cut(x, chunk), _cut(dy, chunk, "constant")))
+    sums, dx = each_device(local, axes, (WHOLE, ROWS, ROWS), (WHOLE, ROWS))(params, x, dy)
+    (traced, whole), (_, rest) = _split(params, wanted.leaves), _split(x)
     dparams = [s.astype(p.dtype) for s, p in zip(sums, traced, strict=True)]
-    _, rest = _split(x)
-    return whole(dparams, cotangent=True), rest(_join(dx, T), cotangent=True)
+    return whole(dparams, cotangent=True), rest(dx, cotangent=True)
 
 
 _feed_forward.defvjp(_forward, _backward, symbolic_zeros=True)

@@ -1,16 +1,14 @@
 """Linear + cross-entropy that never holds a [T, V] array."""
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.sharding import PartitionSpec
 from jaxtyping import Float, Int
 
-ROWS, WHOLE = "rows", "whole"
+from bptjax.parallel.mesh import ROWS, WHOLE, each_device
 
 
 class _Options(NamedTuple):
@@ -48,9 +46,8 @@ def linear_cross_entropy(
       z_loss: adds z_loss · lse² a token (PaLM, arXiv 2204.02311, Section 5).
       softcap: logits become softcap · tanh(logits / softcap).
       chunk: tokens, over the whole batch of a device, whose logits exist at once.
-      axes: of the mesh set by `jax.set_mesh`, over which the rows are cut. Each device then has the
-        whole head, but for what other axes cut, and sums its gradient up by itself; left to the
-        compiler, devices that store parts of the head exchange both for every chunk.
+      axes: mesh axes over which the rows are cut: each device adds the head's gradient up by
+        itself.
       reduction: "sum" gives the sum over tokens, "none" each token's.
 
     The sum is over tokens, not a mean: divide by the count of weighted tokens once, over all
@@ -60,8 +57,6 @@ def linear_cross_entropy(
         raise ValueError(f"chunk={chunk}; a chunk is at least 1 token")
     if weights is None:
         weights = jnp.ones_like(labels, jnp.float32)
-    mesh = jax.sharding.get_abstract_mesh()
-    axes = () if mesh.empty else tuple(name for name in axes if mesh.shape[name] > 1)
     options = _Options(ignore, z_loss, softcap, chunk, axes)
     weights = jax.lax.stop_gradient(weights)
     if reduction == "sum":
@@ -121,20 +116,6 @@ def _gradients(options: _Options, head, saved, scale, frozen=False):
     return dhidden.astype(hidden.dtype), dhead
 
 
-def _by_device(options: _Options, local: Callable, results: Any) -> Callable:
-    """`local(hidden, head, labels, weights)` of each device's rows; of the results, those of `ROWS`
-    are rows too."""
-    axes = options.axes
-    if not axes:
-        return local
-    places = {ROWS: PartitionSpec(axes), WHOLE: PartitionSpec()}
-    inputs = tuple(places[x] for x in (ROWS, WHOLE, ROWS, ROWS))
-    outputs = jax.tree.map(places.get, results)
-    return jax.shard_map(
-        local, in_specs=inputs, out_specs=outputs, axis_names=set(axes), check_vma=False
-    )
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _sum(options, hidden, head, labels, weights):
     return _each(options, hidden, head, labels, weights).sum()
@@ -144,7 +125,7 @@ def _sum_forward(options, *operands):
     frozen = not operands[1].perturbed
     hidden, head, labels, weights = (x.value for x in operands)
 
-    def local(hidden, narrow, labels, weights):
+    def local(hidden, narrow, labels, weights, axes):
         def one(carry, xs):
             total, dhead = carry
             losses, saved = _losses(options, xs[0], narrow, *xs[1:])
@@ -154,9 +135,9 @@ def _sum_forward(options, *operands):
         dhead = None if frozen else jnp.zeros_like(narrow, jnp.float32)
         start = jnp.zeros((), jnp.float32), dhead
         sums, dhidden = jax.lax.scan(one, start, _chunks(options, hidden, labels, weights))
-        return jax.lax.psum(sums, options.axes), _join(dhidden, hidden.shape[1])
+        return jax.lax.psum(sums, axes), _join(dhidden, hidden.shape[1])
 
-    run = _by_device(options, local, (WHOLE, ROWS))
+    run = each_device(local, options.axes, (ROWS, WHOLE, ROWS, ROWS), (WHOLE, ROWS))
     (total, dhead), dhidden = run(hidden, head.astype(hidden.dtype), labels, weights)
     # The head's stays in float32 until it is scaled: a sum over many tokens overflows float16. The
     # empty array carries its dtype.
@@ -176,7 +157,7 @@ _sum.defvjp(_sum_forward, _sum_backward, symbolic_zeros=True)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _each(options, hidden, head, labels, weights):
-    def local(hidden, narrow, labels, weights):
+    def local(hidden, narrow, labels, weights, axes):
         _, losses = jax.lax.scan(
             lambda _, xs: (None, _losses(options, xs[0], narrow, *xs[1:])[0]),
             None,
@@ -184,7 +165,7 @@ def _each(options, hidden, head, labels, weights):
         )
         return _join(losses, hidden.shape[1])
 
-    run = _by_device(options, local, ROWS)
+    run = each_device(local, options.axes, (ROWS, WHOLE, ROWS, ROWS), ROWS)
     return run(hidden, head.astype(hidden.dtype), labels, weights)
 
 

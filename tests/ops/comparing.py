@@ -68,3 +68,9 @@ def collectives(text: str) -> list[tuple[str, str]]:
     """(result, kind) of each message between devices in a compiled program."""
     kinds = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
     return re.findall(rf"= (.*?) ({kinds})(?:-start)?\(", text)
+
+
+def sends_once(text: str) -> bool:
+    """Whether devices exchange something, and nothing of it in a loop or a branch."""
+    before, entry = text.split("\nENTRY")
+    return bool(collectives(entry)) and not collectives(before)

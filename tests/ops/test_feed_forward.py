@@ -4,11 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from bptjax.ops.dropout import dropout
 from bptjax.ops.feed_forward import feed_forward
 from bptjax.ops.norm import rms_norm
-from ops.comparing import TOLERANCE, close, error, normal, quick
+from bptjax.parallel.mesh import ParallelConfig, make_mesh
+from ops.comparing import TOLERANCE, close, error, normal, quick, sends_once
 
 D, F = 8, 24
 PARAMS = {"scale": 1 + normal(3, D) / 4, "up": normal(1, D, F) / 4, "down": normal(2, F, D) / 4}
@@ -109,3 +111,22 @@ def test_copies_past_the_end_leave_no_trace():
 def test_chunk_is_positive():
     with pytest.raises(ValueError, match="chunk=0; a chunk is at least 1 token"):
         feed_forward(mlp, PARAMS, normal(0, 1, 2, D), chunk=0)
+
+
+def test_devices_exchange_parameters_once():
+    """Rows over four devices, that each store a quarter of the parameters: what one device gives,
+    and nothing is sent for a chunk."""
+    x, dy = normal(0, 8, 13, D), normal(4, 8, 13, D)
+
+    def run(params, x, dy, axes=()):
+        f = functools.partial(feed_forward, mlp, chunk=5, axes=axes)
+        return value_and_gradients(f, params, x, dy)
+
+    wanted = run(PARAMS, x, dy)
+    mesh = make_mesh(ParallelConfig(fsdp=4), jax.devices()[:4])
+    where = NamedSharding(mesh, PartitionSpec("fsdp"))
+    with jax.set_mesh(mesh):
+        placed = jax.device_put((PARAMS, x, dy), where)
+        compiled = quick(functools.partial(run, axes=("fsdp",))).lower(*placed).compile()
+        close(compiled(*placed), wanted)
+    assert sends_once(compiled.as_text())
