@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.custom_derivatives import SymbolicZero
 
-from bptjax.parallel.mesh import ROWS, WHOLE, each_device
+from bptjax.ops.rows import ROWS, WHOLE, each_device
 
 PyTree = Any
 

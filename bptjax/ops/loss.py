@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from bptjax.parallel.mesh import ROWS, WHOLE, each_device
+from bptjax.ops.rows import ROWS, WHOLE, each_device
 
 
 class _Options(NamedTuple):

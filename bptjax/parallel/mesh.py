@@ -3,11 +3,9 @@
 import itertools
 import math
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +19,6 @@ NVIDIA = "/dev/nvidia0"
 
 # Devices along these would have the same parameters: each stores a part, as `zero` says.
 CUT = ("fsdp", "sp")
-ROWS, WHOLE = "rows", "whole"
 # What each logical axis of a parameter or activation is cut over; one that is not named here is
 # whole on every device.
 RULES: dict[str, tuple[str, ...]] = {
@@ -179,24 +176,6 @@ def constrain(x: Array, *axes: str | None) -> Array:
     if mesh.empty:
         return x
     return jax.lax.with_sharding_constraint(x, sharding(mesh, axes, x.shape).spec)
-
-
-def each_device(f: Callable, axes: tuple[str, ...], inputs: Any, results: Any) -> Callable:
-    """`f`, which takes `axes` besides, of each device's rows: those of the arrays whose place in
-    `inputs` and `results`, prefixes of its trees, is `ROWS`. Those of `WHOLE` each device has,
-    but for what other mesh axes cut. `f` gets those of the `axes` that cut anything, to sum over.
-
-    Left to the compiler, a loop over chunks of rows exchanges parts of parameters for each chunk.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    axes = () if mesh.empty else tuple(name for name in axes if mesh.shape[name] > 1)
-    f = partial(f, axes=axes)
-    if not axes:
-        return f
-    places = {ROWS: PartitionSpec(axes), WHOLE: PartitionSpec()}
-    inputs, results = (jax.tree.map(places.get, tree) for tree in (inputs, results))
-    names = dict(axis_names=set(axes), check_vma=False)
-    return jax.shard_map(f, in_specs=inputs, out_specs=results, **names)
 
 
 def lookup(table: Array, indices: Array, axis: str | None = None) -> Array:
