@@ -46,8 +46,8 @@ def linear_cross_entropy(
       z_loss: adds z_loss · lse² a token (PaLM, arXiv 2204.02311, Section 5).
       softcap: logits become softcap · tanh(logits / softcap).
       chunk: tokens, over the whole batch of a device, whose logits exist at once.
-      axes: mesh axes over which the rows are cut: each device adds the head's gradient up by
-        itself.
+      axes: mesh axes over which the rows are cut: each device has its own chunks, and adds the
+        gradient that the sum has of the head up by itself.
       reduction: "sum" gives the sum over tokens, "none" each token's.
 
     The sum is over tokens, not a mean: divide by the count of weighted tokens once, over all
