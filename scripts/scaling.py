@@ -262,9 +262,9 @@ def main(argv: list[str] | None = None) -> None:
             images = args.study == "encoder" and ENCODERS[model].image_size is not None
             if images and scaling == "weak" and split == "sp":
                 continue  # An image has as many tokens as it has.
-            length = ENCODERS[model].patches + 1 if images else base
-            line = f"{model} {split}, {batch} × {length:,}{each}"
-            count, T = (batch * times, length) if split == "dp" else (batch, length * times)
+            tokens = ENCODERS[model].patches + 1 if images else base
+            line = f"{model} {split}, {batch} × {tokens:,}{each}"
+            count, T = (batch * times, tokens) if split == "dp" else (batch, tokens * times)
             about = dict(line=line, model=model, split=split, batch=count)
             add(measured, (model, count), T, n, (split,), **about)
     name = "tflops_a_device" if args.study == "attention" else "tokens_per_second_a_device"

@@ -199,14 +199,15 @@ def _forward_by_pieces(q, k, v, score, n) -> Partial:
 
     def of_queries(i):
         mine = piece(q, i)
-        own = _forward_at_once(mine, piece(k, i), piece(v, i), score)
+
+        def of_keys(j, score):
+            out, lse = _forward_at_once(mine, piece(k, j), piece(v, j), score)
+            return Partial(out.astype(jnp.float32), lse)
 
         def before(j, whole):
-            part = _forward_at_once(mine, piece(k, j), piece(v, j), replace(score, mask=Mask()))
-            return merge(whole, part)
+            return merge(whole, of_keys(j, replace(score, mask=Mask())))
 
-        own = Partial(own.out.astype(jnp.float32), own.lse)
-        out, lse = jax.lax.fori_loop(0, i, before, own)
+        out, lse = jax.lax.fori_loop(0, i, before, of_keys(i, score))
         return Partial(out.astype(q.dtype), lse)
 
     parts = jax.lax.map(of_queries, jnp.arange(n))
