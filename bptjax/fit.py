@@ -225,10 +225,7 @@ class _Loop:
         peak = next((f for n, f in PEAK_FLOPS.items() if n in devices[0].device_kind), None)
         seconds = metrics.get("throughput/step_time")
         if peak and seconds:
-            model = self.run.task.model
-            attention = 12.0 * attended * model.num_heads * model.H * model.num_layers
-            # Forward, gradients of what is read, and those of what is trained.
-            flops = (4.0 * self.parameters + 2.0 * self.trained) * tokens + attention
+            flops = self.run.task.flops(tokens, attended)
             found["throughput/mfu"] = flops / seconds / (peak * len(devices))
         return found
 

@@ -179,6 +179,13 @@ class Task:
         count = sum(x.size for x in jax.tree.leaves(trained))
         return base + count, count
 
+    def flops(self, tokens: int, pairs: float) -> float:
+        """Model FLOPs of a step over so many tokens and query-key pairs that attention sees: of the
+        forward pass, of the gradients of what is read, and of those of what is trained."""
+        total, trained = self.parameters
+        attention = 12.0 * pairs * self.model.num_heads * self.model.H * self.model.num_layers
+        return (4.0 * total + 2.0 * trained) * tokens + attention
+
     def saved(self, state: TrainState) -> TrainState:
         """What of a state a checkpoint holds: with adapters, of the model no more than these."""
         if self.adapter.type == "none":

@@ -7,8 +7,8 @@
 Strong scaling shares the same rows and tokens among the devices; weak scaling gives each as many,
 of tokens where sequences are cut (sp), of rows where the batch is (dp). Forward and backward, of
 random data that no single device has whole. TFLOP/s are of live work: 4 · H FLOPs a query-key pair
-that is seen, 2.5 times that for the backward pass; Taylor attention's are its own matmuls. Options
-that the script does not know are a step's config's.
+that is seen, 2.5 times that for the backward pass; Taylor attention's are its own matmuls; a step's
+are the model's, nothing counted twice. Options that the script does not know are a step's config's.
 """
 
 import argparse
@@ -170,7 +170,11 @@ def step_row(args: argparse.Namespace, name: str, rows: int, T: int, n: int, spl
     # Its peak is of all that this process has run.
     row = {name: x for name, x in row.items() if name not in ("peak_gib", "losses")}
     about = dict(layers=model.num_layers, impl=task.attention()[0], dtype=train.dtype)
-    return about | row | dict(tokens_per_second_a_device=row["tokens_per_second"] / n)
+    speed = dict(
+        tflops_a_device=task.flops(rows * T, rows * T**2 / 2) / row["step_s"] / n / 1e12,
+        tokens_per_second_a_device=row["tokens_per_second"] / n,
+    )
+    return about | row | speed
 
 
 def draw(rows: list[dict[str, Any]], figure_of: str, file: Path) -> None:
@@ -190,7 +194,7 @@ def draw(rows: list[dict[str, Any]], figure_of: str, file: Path) -> None:
         counts = sorted({r["devices"] for r in rows})
         axes.set_xticks(counts, [str(n) for n in counts])
         axes.set_xticks([], minor=True)
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
         axes.grid(alpha=0.3)
     figure.axes[0].legend(fontsize="x-small")
     FigureCanvasAgg(figure).print_png(file)
@@ -267,7 +271,7 @@ def main(argv: list[str] | None = None) -> None:
             count, T = (batch * times, tokens) if split == "dp" else (batch, tokens * times)
             about = dict(line=line, model=model, split=split, batch=count)
             add(measured, (model, count), T, n, (split,), **about)
-    name = "tflops_a_device" if args.study == "attention" else "tokens_per_second_a_device"
+    name = "tokens_per_second_a_device" if args.study == "encoder" else "tflops_a_device"
     draw(rows, name, file.with_suffix(".png"))
 
 

@@ -64,7 +64,11 @@ def test_steps_are_scaled(scale, monkeypatch):
     sizes = "--lengths=32", "--rows=2", "--devices", "2", "4", "--splits=dp"
     found = scale("step", *sizes, "--memory.ffn_chunk=16")
     assert [r["status"] for r in found] == ["ok", "refused: 2 rows do not divide among 4 devices"]
-    assert float(found[0]["tokens_per_second_a_device"]) > 0
+    # One head of 16 for keys and for values, two of 8 for queries; a feed-forward of 3 matrices.
+    T, D, F = 32, 16, 64
+    each = 6 * (64 * D + 3 * D + 2 * D * D + 2 * D * 8 + 3 * D * F) + 12 * T / 2 * D
+    speed = float(found[0]["tokens_per_second_a_device"])
+    assert float(found[0]["tflops_a_device"]) * 1e12 == pytest.approx(speed * each)
 
 
 def test_strategies_are_weighed(tmp_path, monkeypatch):
