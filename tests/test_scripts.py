@@ -8,6 +8,7 @@ import overlap
 import pytest
 import scaling
 import strategies
+import tables
 from step import DECODERS
 
 from bptjax.models.config import ModelConfig
@@ -95,3 +96,11 @@ def test_bad_input_is_one_line_and_exit_2(study, wrong, message, capsys, tmp_pat
         main([*study, f"--out={tmp_path / 'out'}", wrong])
     assert message in capsys.readouterr().err.splitlines()[-1]
     assert not (tmp_path / "out").exists()
+
+
+def test_the_tables_of_the_readme_are_those_of_the_rows():
+    text = tables.README.read_text()
+    assert tables.written(text) == text
+    assert tables.written(text.replace("| causal | 5", "| causal | 6")) == text
+    with pytest.raises(ValueError, match="no <!-- table: step -->"):
+        tables.written(text.replace("<!-- table: step -->", ""))
