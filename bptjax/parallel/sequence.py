@@ -20,7 +20,7 @@ from bptjax.ops.attention.tile import Score
 from bptjax.ops.softmax import Partial
 from bptjax.parallel import gather, ring, ulysses, ulysses_ring
 from bptjax.parallel.mesh import RULES
-from bptjax.parallel.ulysses import ROWS
+from bptjax.parallel.ulysses import BY_TOKEN
 
 # Each is a pair like an implementation's, of what one device of the axis does, whose first argument
 # is the implementation; `unsupported(heads, devices)` says what it refuses.
@@ -241,7 +241,7 @@ def _arguments(score: Score, known: bool) -> tuple[dict[str, Any], dict[str, Par
     """The score's arrays by name, and how the mesh cuts them. Positions that kernels of whole rows
     may go on to have `known` while tracing are left out."""
     arrays, specs = {}, {}
-    for name in ROWS:
+    for name in BY_TOKEN:
         x = getattr(score.mask, name)
         if x is None or (known and x.ndim == 1 and isinstance(x, np.ndarray)):
             continue
@@ -257,6 +257,6 @@ def _arguments(score: Score, known: bool) -> tuple[dict[str, Any], dict[str, Par
 
 
 def _with(score: Score, arrays: dict[str, Any]) -> Score:
-    of_mask = {name: x for name, x in arrays.items() if name in ROWS}
-    others = {name: x for name, x in arrays.items() if name not in ROWS}
+    of_mask = {name: x for name, x in arrays.items() if name in BY_TOKEN}
+    others = {name: x for name, x in arrays.items() if name not in BY_TOKEN}
     return replace(score, mask=replace(score.mask, **of_mask), **others)

@@ -17,7 +17,14 @@ from jax import Array
 from bptjax.ops.attention.tile import Score
 from bptjax.ops.softmax import Partial
 
-ROWS = ("segments", "positions", "global_tokens", "k_segments", "k_positions", "k_global_tokens")
+BY_TOKEN = (
+    "segments",
+    "positions",
+    "global_tokens",
+    "k_segments",
+    "k_positions",
+    "k_global_tokens",
+)
 
 
 def unsupported(heads: int, devices: int) -> str | None:
@@ -107,7 +114,7 @@ class _Group:
         first = jax.lax.axis_index(self.axis) % self.devices * n
         fields = {
             name: jax.lax.all_gather(x, axis=x.ndim - 1, **self._across)
-            for name in ROWS
+            for name in BY_TOKEN
             if (x := getattr(score.mask, name)) is not None and not isinstance(x, np.ndarray)
         }
         alibi = score.alibi
