@@ -17,6 +17,9 @@ from bptjax.models.config import ModelConfig
 from bptjax.optim import OptimizerConfig
 from bptjax.parallel.mesh import ParallelConfig
 
+# A run directory's copy.
+FILE = "config.yaml"
+
 
 @dataclass(frozen=True)
 class TrainConfig:
@@ -105,6 +108,8 @@ class Config:
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 
     def __post_init__(self):
+        check_seed("seed", self.seed)
+        check_seed("data.seed", self.data.seed)
         save, fused = set(self.memory.save), self.memory.schedule == "fused"
         if fused and (hidden := save - {"key", "value"}):
             raise ValueError(f"memory.save={', '.join(sorted(hidden))} needs memory.schedule=split")
@@ -155,6 +160,15 @@ def parse(argv: list[str], description: str, kind: type = Config) -> Any:
             raise ValueError(f"{f.name}={parsed[f.name]}: a group of keys is expected")
     values = parser.instantiate(parsed)
     return kind(**{f.name: values[f.name] for f in fields(kind)})
+
+
+def check_seed(name: str, seed: int) -> None:
+    """
+    Raises:
+      ValueError: it has more than 32 bits.
+    """
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"{name}={seed} is not in [0, 2^32)")
 
 
 def fail(error: Exception, code: int, debug: bool = False) -> int:
@@ -218,12 +232,15 @@ def claim(run_dir: Path, config: Config) -> None:
     """
     import yaml
 
-    file = run_dir / "config.yaml"
+    file = run_dir / FILE
     if run_dir.exists() and not run_dir.is_dir():
         raise ValueError(f"run_dir={run_dir} is a file; choose another")
     if file.exists():
         ours = flatten(config)
-        theirs = _flat(yaml.safe_load(file.read_text()), ours.keys())
+        try:
+            theirs = _flat(yaml.safe_load(file.read_text()), ours.keys())
+        except (yaml.YAMLError, AttributeError, ValueError) as error:
+            raise ValueError(f"{file} is damaged; choose another run_dir") from error
         for key in sorted(theirs.keys() | ours.keys()):
             if key.startswith(FREE) or theirs.get(key) == ours.get(key):
                 continue
@@ -248,7 +265,7 @@ def record(run_dir: Path, config: Config) -> None:
     Raises:
       OSError: it cannot be written.
     """
-    file = run_dir / "config.yaml"
+    file = run_dir / FILE
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         fresh = file.with_suffix(".tmp")

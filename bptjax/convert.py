@@ -13,7 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from bptjax.config import FILE as RUN_CONFIG
 from bptjax.config import fail
+from bptjax.data.tokenizer import Tokenizer, load_tokenizer
 from bptjax.hf.config import exported, from_scratch, is_bare, read_json
 from bptjax.hf.io import NAMES, Writer, copy_companions, whole, write_hf
 from bptjax.hf.pretrained import (
@@ -27,6 +29,18 @@ from bptjax.hf.pretrained import (
 from bptjax.lora import linears, merged
 from bptjax.models.config import EncoderConfig, ModelConfig
 from bptjax.models.decoder import Decoder
+
+# What of a Hugging Face directory goes with its tokenizer; generation_config.json has its ids.
+TOKENIZER = (
+    "tokenizer*",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "chat_template.*",
+    "generation_config.json",
+)
 
 
 def to_bptjax(source: str, out: Path) -> Pretrained:
@@ -48,7 +62,8 @@ def to_bptjax(source: str, out: Path) -> Pretrained:
 
 def to_hf(source: str, out: Path, *, dtype: str | None, max_shard_size: str) -> Pretrained:
     """Writes a run's newest checkpoint, or a converted directory, as Hugging Face reads it, with
-    the tokenizer and all else that the model came with.
+    all else that the model came with, and the tokenizer that it was trained with. `byte` and `char`
+    are files that only we read.
 
     Raises:
       ValueError: what is wrong with it, in one line; nothing is left of `out`.
@@ -58,7 +73,7 @@ def to_hf(source: str, out: Path, *, dtype: str | None, max_shard_size: str) -> 
         raise ValueError(f"{source} is an adapter: merge-adapter or export-adapter takes it")
     if model.companions == find(source):
         raise ValueError(f"{source} is a Hugging Face checkpoint already")
-    _write(model, out, model.read, dtype, max_shard_size)
+    _write(model, source, out, model.read, dtype, max_shard_size)
     return model
 
 
@@ -70,7 +85,7 @@ def merge_adapter(source: str, out: Path, *, dtype: str | None, max_shard_size: 
       ValueError: what is wrong with it, in one line; nothing is left of `out`.
     """
     model = open_adapter(source)
-    _write(model, out, _merging(model), dtype, max_shard_size)
+    _write(model, source, out, _merging(model), dtype, max_shard_size)
     return model
 
 
@@ -91,8 +106,20 @@ def _merging(model: Pretrained) -> Callable[[str, int | None], np.ndarray]:
     return read
 
 
+def _tokenizer(source: str, model: Pretrained) -> Tokenizer | None:
+    """That of a run, where it is not the one that the model came with."""
+    import yaml
+
+    file = find(source) / RUN_CONFIG
+    if not file.exists():
+        return None
+    chosen = yaml.safe_load(file.read_text())["data"]["tokenizer"]
+    return load_tokenizer(find(source)) if chosen or model.companions is None else None
+
+
 def _write(
     model: Pretrained,
+    source: str,
     out: Path,
     read: Callable[[str, int | None], np.ndarray],
     dtype: str | None,
@@ -114,6 +141,10 @@ def _write(
     with whole(out) as directory:
         if model.companions is not None:
             copy_companions(model.companions, directory)
+        if (tokenizer := _tokenizer(source, model)) is not None:
+            for file in (file for name in TOKENIZER for file in directory.glob(name)):
+                file.unlink()
+            tokenizer.save(directory)
         (directory / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
         write_hf(
             directory,

@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bptjax.config import fail
+from bptjax.config import check_seed, fail
+from bptjax.data.packing import check_ids
 from bptjax.data.text import open_documents
 from bptjax.data.tokenizer import Tokenizer
 from bptjax.generate import continuations, load
@@ -64,8 +65,11 @@ def by_position(
     """
     sums, seen, longest = np.zeros(length - 1), 0, 0
     for document in documents:
-        text = document if isinstance(document, str) else None
-        tokens = np.asarray(document) if text is None else tokenizer.encode_prompt(text)
+        if isinstance(document, str):
+            tokens = tokenizer.encode_prompt(document)
+        else:
+            tokens = np.asarray(document)
+            check_ids(tokens, tokenizer)
         longest = max(longest, len(tokens))
         if len(tokens) < length:
             continue
@@ -96,21 +100,26 @@ def by_position(
 
 
 def passkey_prompt(tokenizer: Tokenizer, length: int, depth: float, key: int) -> np.ndarray:
-    """At most `length` tokens of filler, with the key at `depth` of it (0 first, 1 last) and the
-    question at the end.
+    """Filler, with the key at `depth` of it (0 first, 1 last) and the question at the end; with the
+    answer at most `length` tokens.
 
     Raises:
       ValueError: `length` has no room for them.
     """
     first, last = tokenizer.encode_prompt(INTRODUCTION), tokenizer.encode(QUESTION)
     filler, hidden = tokenizer.encode(FILLER), tokenizer.encode(KEY.format(key))
-    room = (length - len(first) - len(last) - len(hidden)) // len(filler)
+    fixed = len(first) + len(last) + len(hidden) + answer_room(tokenizer)
+    room = (length - fixed) // len(filler)
     if room < 1:
-        least = len(first) + len(last) + len(hidden) + len(filler)
-        raise ValueError(f"a pass key needs {least} tokens, not {length}")
+        raise ValueError(f"a pass key needs {fixed + len(filler)} tokens, not {length}")
     before = round(room * depth)
     parts = [first, *[filler] * before, hidden, *[filler] * (room - before), last]
     return np.concatenate(parts)
+
+
+def answer_room(tokenizer: Tokenizer) -> int:
+    """Tokens of an answer."""
+    return 1 + max(len(tokenizer.encode(f" {key}")) for key in (10_000, 55_555, 99_999))
 
 
 def passkey(
@@ -125,14 +134,12 @@ def passkey(
     execution: Execution = Execution(),  # noqa: B008 (frozen)
 ) -> list[dict]:
     """Rows of the share of keys that the model gives back, by length (tokens) and depth."""
-    rng = np.random.default_rng(seed)
-    room = 1 + max(len(tokenizer.encode(f" {key}")) for key in (10_000, 55_555, 99_999))
-    rows = []
+    rng, room, rows = np.random.default_rng(seed), answer_room(tokenizer), []
     for length in lengths:
         for depth in depths:
             found = 0
             for key in rng.integers(10_000, 100_000, trials).tolist():
-                prompt = passkey_prompt(tokenizer, length - room, depth, key)
+                prompt = passkey_prompt(tokenizer, length, depth, key)
                 *_, (text,) = continuations(
                     model,
                     tokenizer,
@@ -209,7 +216,9 @@ def main(argv: list[str] | None = None) -> int:
         model, tokenizer, dtype = load(
             args.model, tokenizer=args.tokenizer, device=args.device, dtype=args.dtype
         )
-        args.out.mkdir(parents=True, exist_ok=True)
+        for length in args.passkey_lengths:
+            # Refused before anything is evaluated.
+            passkey_prompt(tokenizer, length, 0.0, 99_999)
         if documents is not None:
             rows = by_position(
                 model,
@@ -234,6 +243,8 @@ def main(argv: list[str] | None = None) -> int:
             _tell(rows, "pass keys given back", args.out / "passkey")
     except (ValueError, OSError) as error:
         return fail(error, 2, args.debug)
+    except jax.errors.JaxRuntimeError as error:
+        return fail(error, 1, args.debug)
     return 0
 
 
@@ -244,6 +255,7 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(
             f"--length={args.length} is at least 2, and --buckets={args.buckets} fewer than that"
         )
+    check_seed("--seed", args.seed)
     if args.documents < 1 or args.trials < 1:
         raise ValueError("--documents and --trials are at least 1")
     if not all(0.0 <= depth <= 1.0 for depth in args.depths):
@@ -252,6 +264,7 @@ def _check(args: argparse.Namespace) -> None:
 
 def _tell(rows: list[dict], title: str, file: Path) -> None:
     table(rows, title)
+    file.parent.mkdir(parents=True, exist_ok=True)
     file.with_suffix(".json").write_text(json.dumps(rows, indent=1) + "\n")
     plot(rows, file.with_suffix(".png"))
     print(f"{file}.json\n{file}.png")

@@ -92,9 +92,10 @@ def fit(run: Run) -> int:
         loop = _Loop(run, checkpoints, writer, predictions, progress, state, start, tokens_seen)
         loop.train(stopped)
         if not loop.stopped:
-            text = sample(run, loop.state) if config.train.sample_tokens else ""
             if first:
                 export(run)
+            text = sample(run, loop.state) if config.train.sample_tokens else ""
+            if first:
                 report(run, loop.state, text, progress.log)
     part()
     return 128 + loop.stopped if loop.stopped else 0

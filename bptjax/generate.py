@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bptjax.config import fail
+from bptjax.config import FILE as RUN_CONFIG
+from bptjax.config import check_seed, fail
 from bptjax.data.tokenizer import Tokenizer, load_tokenizer
 from bptjax.generation import Sampling, generate
-from bptjax.hf.peft import CONFIG as PEFT_CONFIG
 from bptjax.hf.pretrained import Pretrained, find, open_pretrained
 from bptjax.metrics import printable
 from bptjax.models.config import EncoderConfig, Execution, ModelConfig
@@ -33,13 +33,18 @@ def load(name: str, *, tokenizer: str | None, device: str, dtype: str | None):
         raise ValueError(f"{name} is an encoder; it writes no text")
     kind = jnp.dtype(dtype or model.kinds["embedding"][0])
     text = load_tokenizer(tokenizer or tokenizer_of(name, model))
+    if model.config.V < text.vocab_size:
+        raise ValueError(
+            f"the tokenizer's vocabulary of {text.vocab_size} is not of {name}, which has "
+            f"{model.config.V}"
+        )
     return model.load(jax.sharding.SingleDeviceSharding(first), kind), text, kind
 
 
 def tokenizer_of(name: str, model: Pretrained) -> Path:
-    """The directory of a checkpoint's tokenizer: its own, or, of PEFT's adapters, the base's."""
+    """The directory of a checkpoint's tokenizer: a run's own, or what the model came with."""
     here = find(name)
-    return model.companions or here if (here / PEFT_CONFIG).exists() else here
+    return here if (here / RUN_CONFIG).exists() else model.companions or here
 
 
 def continuations(
@@ -96,7 +101,10 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if args.max_new_tokens < 1 or args.prefill_chunk < 1:
             raise ValueError("--max-new-tokens and --prefill-chunk are at least 1")
-        texts = args.prompt + [file.read_text() for file in args.prompt_file]
+        if "" in args.stop:
+            raise ValueError("--stop is a string that is not empty")
+        check_seed("--seed", args.seed)
+        texts = args.prompt + [_text(file) for file in args.prompt_file]
         if not texts:
             raise ValueError("give --prompt or --prompt-file")
         sampling = Sampling(args.temperature, args.top_k, args.top_p, args.repetition_penalty)
@@ -119,7 +127,16 @@ def main(argv: list[str] | None = None) -> int:
         _show(stream, texts, args.stop)
     except (ValueError, OSError) as error:
         return fail(error, 2, args.debug)
+    except jax.errors.JaxRuntimeError as error:
+        return fail(error, 1, args.debug)
     return 0
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text()
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
 
 
 def _show(stream: Iterator[list[str]], prompts: list[str], stops: list[str]) -> None:

@@ -1,5 +1,6 @@
 """Text from a model, a token at a time."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -35,7 +36,11 @@ class Sampling:
     repetition_penalty: float = 1.0
 
     def __post_init__(self):
-        if self.temperature < 0 or self.top_k < 0 or self.repetition_penalty <= 0:
+        if not (
+            0 <= self.temperature < math.inf
+            and self.top_k >= 0
+            and 0 < self.repetition_penalty < math.inf
+        ):
             raise ValueError(
                 f"temperature={self.temperature}, top_k={self.top_k}, repetition_penalty="
                 f"{self.repetition_penalty}: the first two are not negative, the last is positive"

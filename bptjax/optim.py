@@ -58,8 +58,14 @@ class OptimizerConfig:
         for name in ("warmup_steps", "weight_decay", "max_grad_norm"):
             if getattr(self, name) < 0:
                 raise ValueError(f"optimizer.{name}={getattr(self, name)} is negative")
-        if self.learning_rate <= 0:
-            raise ValueError(f"optimizer.learning_rate={self.learning_rate} is not positive")
+        for name in ("learning_rate", "adam_epsilon"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"optimizer.{name}={getattr(self, name)} is not positive")
+        for name in ("adam_beta1", "adam_beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"optimizer.{name}={getattr(self, name)} is not in [0, 1)")
+        if not 0 <= self.min_lr_ratio <= 1:
+            raise ValueError(f"optimizer.min_lr_ratio={self.min_lr_ratio} is not in [0, 1]")
 
 
 def learning_rate(config: OptimizerConfig, max_steps: int) -> optax.Schedule:
@@ -122,7 +128,7 @@ class AdamW:
         axes = (*p.axes[:-1], None if S % BLOCK else p.axes[-1])
         return {
             "codes": p.replace(jnp.zeros_like(value, jnp.uint8)),
-            "absmax": nnx.Param(jnp.zeros((*rest, math.ceil(S / BLOCK))), axes=axes),
+            "absmax": nnx.Param(jnp.zeros((*rest, math.ceil(S / BLOCK)), jnp.float32), axes=axes),
         }
 
     def update(

@@ -35,8 +35,8 @@ def report(run: Run, state: TrainState, text: str, say: Callable[[str], None]) -
         r["eval/loss"] for r in read_metrics(run.directory / "metrics.jsonl") if "eval/loss" in r
     ]
     texts = list(run.held_out) if losses and config.train.eval_batches is None else []
-    if isinstance(run.tokenizer, ByteTokenizer) and texts and isinstance(texts[0], str):
-        size = sum(len(run.tokenizer.encode(text)) for text in texts)
+    known = isinstance(run.tokenizer, ByteTokenizer) and all(isinstance(x, str) for x in texts)
+    if known and (size := sum(len(run.tokenizer.encode(text)) for text in texts)):
         labels = sum(int((b["labels"] != -100).sum()) for b in run.eval_batches())
         before, after = (losses[i] * labels / size / math.log(2) for i in (0, -1))
         base = byte_baselines(texts)
@@ -85,9 +85,14 @@ def sample(run: Run, state: TrainState) -> str:
     """New text from the start of a document, or from a line's end where documents have no mark; no
     longer than the rows of training.
     """
-    first = run.tokenizer.bos_id
-    prompt = [first] if first is not None else run.tokenizer.encode("\n")
-    train = run.config.train
+    first, train = run.tokenizer.bos_id, run.config.train
+    if first is not None:
+        prompt = [first]
+    else:
+        try:
+            prompt = run.tokenizer.encode("\n")
+        except ValueError:  # The text was one line.
+            prompt = [0]
     with jax.set_mesh(run.task.mesh):
         new = list(
             generate(

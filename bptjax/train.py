@@ -31,6 +31,8 @@ def _train(argv: list[str], debug: bool) -> int:
         return fail(error, 1, debug)
     except (ValueError, NotImplementedError, OSError) as error:
         return fail(error, 2, debug)
+    except KeyboardInterrupt:
+        return 130
     try:
         return fit(run)
     except ValueError as error:

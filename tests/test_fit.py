@@ -193,6 +193,18 @@ BAD = {
         ["--model.rope_parameters", "{rope_type: yarm, rope_theta: 1.0}"],
         "rope_type='yarm' is not known",
     ),
+    "no such factor": (
+        ["--model.rope_parameters", "{rope_type: linear, factor: -4.0, rope_theta: 1.0e+4}"],
+        "rope_parameters.factor=-4.0: what is needed is positive",
+    ),
+    "no average": (["--optimizer.adam_beta1", "1.5"], "optimizer.adam_beta1=1.5 is not in [0, 1)"),
+    "no share": (["--optimizer.min_lr_ratio", "5"], "optimizer.min_lr_ratio=5.0 is not in [0, 1]"),
+    "no seed": (["--seed", "99999999999999999999"], "seed=99999999999999999999 is not in"),
+    "two open axes": (["--parallel.dp", "-1"], "one axis is -1 (fsdp, where it is not set)"),
+    "no port": (
+        ["--parallel.coordinator=h:99999", "--parallel.num_processes=2", "--parallel.process_id=0"],
+        "parallel.coordinator=h:99999 is not host:port",
+    ),
     "no such checkpoint": (["--model.name_or_path", "/nowhere"], "/nowhere is no directory"),
     "missing config": (["--config", "nowhere.yaml"], "nowhere.yaml"),
     "missing file": (["--data.path", "/nowhere.txt"], "/nowhere.txt"),
@@ -258,6 +270,41 @@ def test_another_config_does_not_write_over_a_run(arguments, uninterrupted, caps
     assert main([*arguments, "--run_dir", str(uninterrupted), "--model.num_layers", "2"]) == 2
     assert "model.num_layers=1, and this one has 2" in capsys.readouterr().err
     assert {p: p.read_bytes() for p in uninterrupted.glob("*.*")} == before
+
+
+def test_a_damaged_config_of_a_run_is_said(arguments, tmp_path, capsys):
+    for text in ("", "train: ["):
+        (tmp_path / "config.yaml").write_text(text)
+        assert main([*arguments, "--run_dir", str(tmp_path)]) == 2
+        assert "config.yaml is damaged" in capsys.readouterr().err
+
+
+def test_what_is_reported_does_not_depend_on_the_text(arguments, tmp_path):
+    """Held-out documents without a byte, or beside token ids; characters without a line's end."""
+    files = {
+        "empty": [{"text": ""}] * 3,
+        "mixed": [{"text": "a text"}, {"input_ids": [1, 2, 3]}],
+        "lines": [{"text": "abc " * 100}],
+    }
+    for name, rows in files.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    short = ["--train.max_steps=1", "--run_dir"]
+    for name in ("empty", "mixed"):
+        held_out = f"--data.eval_path={tmp_path / name}.jsonl"
+        assert main([*arguments, *short, str(tmp_path / f"{name} run"), held_out]) == 0
+    own = [f"--data.path={tmp_path / 'lines.jsonl'}", "--data.tokenizer=char"]
+    own += ["--data.eval_fraction=0"]
+    assert main([*arguments, *short, str(tmp_path / "lines run"), *own]) == 0
+    assert "sample: " in (tmp_path / "lines run" / "log.txt").read_text()
+
+
+def test_ctrl_c_before_the_first_step(arguments, tmp_path, monkeypatch, capsys):
+    def interrupted(config):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("bptjax.run.open_split", interrupted)
+    assert main([*arguments, "--run_dir", str(tmp_path / "run")]) == 130
+    assert not (tmp_path / "run").exists() and not capsys.readouterr().err
 
 
 def test_a_refused_start_leaves_the_config_as_it_was(arguments, uninterrupted, capsys):

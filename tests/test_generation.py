@@ -123,6 +123,7 @@ def test_sampling_draws_from_the_distribution_of_transformers(options, warpers):
         (dict(temperature=-1.0), "temperature"),
         (dict(top_p=0.0), r"top_p=0.0 is not in \(0, 1\]"),
         (dict(repetition_penalty=0.0), "repetition_penalty"),
+        (dict(temperature=float("nan")), "temperature"),
     ],
 )
 def test_impossible_sampling_is_refused(options, message):
@@ -191,12 +192,27 @@ def test_command_line(run_directory, capsys):
     assert said.startswith(f"== the cat \n{text}") and "== on\n" in said
 
 
+def test_a_run_from_scratch_is_exported_with_its_tokenizer(run_directory, tmp_path, capsys):
+    from bptjax import convert
+
+    assert convert.main(["bptjax-to-hf", str(run_directory), str(tmp_path / "out")]) == 0
+    capsys.readouterr()
+    texts = []
+    for directory in (run_directory, tmp_path / "out"):
+        base = ["--model", str(directory), "--device", "cpu", "--max-new-tokens", "10"]
+        assert command.main([*base, "--prompt", "the cat ", "--temperature", "0"]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--prompt", "x", "--chat"], "has no chat template"),
         ([], "give --prompt or --prompt-file"),
         (["--prompt-file", "/nowhere"], "/nowhere"),
+        (["--prompt", "x", "--stop", ""], "--stop is a string that is not empty"),
+        (["--prompt", "x", "--seed", "-1"], "--seed=-1 is not in"),
         (["--prompt", "x", "--top-p", "2"], "top_p=2.0 is not in"),
         (["--prompt", "x", "--model", "/nowhere"], "/nowhere is no directory"),
     ],
@@ -206,6 +222,27 @@ def test_bad_input_is_one_line(run_directory, capsys, options, message):
     assert command.main([*base, *options]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+def test_what_is_no_text_or_not_of_the_model_is_one_line(run_directory, tmp_path, capsys):
+    from bptjax import evaluate
+    from bptjax.data.tokenizer import CharTokenizer
+
+    base = ["--model", str(run_directory), "--device", "cpu"]
+    (tmp_path / "latin.txt").write_bytes("é".encode("latin-1"))
+    assert command.main([*base, "--prompt-file", str(tmp_path / "latin.txt")]) == 2
+    assert "latin.txt: " in capsys.readouterr().err
+    CharTokenizer(map(chr, range(65, 365))).save(tmp_path / "letters")
+    assert command.main([*base, "--prompt", "A", "--tokenizer", str(tmp_path / "letters")]) == 2
+    assert "vocabulary of 300 is not of" in capsys.readouterr().err
+    (tmp_path / "ids.jsonl").write_text('{"input_ids": [1, 2, 3000]}\n')
+    options = ["--data", str(tmp_path / "ids.jsonl"), "--length", "2", "--buckets", "1"]
+    assert evaluate.main([*base, *options, "--out", str(tmp_path / "out")]) == 2
+    assert "input_ids from 1 to 3000" in capsys.readouterr().err
+    # Before anything else is evaluated.
+    text = ["--data", "python-stdlib", "--passkey-lengths", "600", "10"]
+    assert evaluate.main([*base, *text, "--out", str(tmp_path / "out")]) == 2
+    assert "tokens, not 10" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 def test_chat_template_and_stop_tokens(tmp_path):

@@ -42,6 +42,8 @@ def document(row: object, where: str, *, text_key: str, format: str = "text") ->
     if "input_ids" in fields:
         ids = np.asarray(fields["input_ids"])
         if ids.ndim == 1 and (ids.dtype.kind in "iu" or not ids.size):
+            if ids.size and not 0 <= ids.min() <= ids.max() < 2**31:
+                raise ValueError(f"{where}: input_ids from {ids.min()} to {ids.max()} are no ids")
             return ids.astype(np.int32)
     raise ValueError(
         f"{where}: no text in {text_key!r} and no token ids in 'input_ids', only {sorted(fields)}; "
@@ -79,9 +81,11 @@ class TextFile(Sequence[Document]):
             file.seek(start)
             data = file.read(-1 if self.whole else stop - start)
         try:
-            text = data.decode() if self.whole else data.decode().rstrip("\r\n")
+            # A file of records may begin with a byte order mark.
+            text = data.decode("utf-8-sig" if self.json and not start else "utf-8")
+            text = text if self.whole else text.rstrip("\r\n")
             row = json.loads(text) if self.json else None
-        except ValueError as error:  # Not UTF-8, or not JSON.
+        except (ValueError, RecursionError) as error:  # Not UTF-8, or not JSON; or too deep.
             raise ValueError(f"{where}: {error}") from error
         return self.read(row, where) if self.json else text
 
@@ -94,7 +98,7 @@ class JsonList(Sequence[Document]):
         with _opened(path) as file:
             try:
                 self.rows = json.load(file)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"{path}: {error}") from error
         if not isinstance(self.rows, list):
             raise ValueError(f"{path}: no list of records; one record a line is .jsonl")

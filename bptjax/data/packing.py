@@ -27,12 +27,21 @@ def example(document: str | np.ndarray, tokenizer: Tokenizer) -> Example:
     if isinstance(document, str):
         ids = (tokenizer.bos_id, tokenizer.encode(document), tokenizer.eos_id)
         document = np.concatenate([np.atleast_1d(i) for i in ids if i is not None], dtype=np.int32)
-    elif document.size and not 0 <= document.min() <= document.max() < tokenizer.vocab_size:
+    else:
+        check_ids(document, tokenizer)
+    return {"tokens": document[:-1], "labels": document[1:]}
+
+
+def check_ids(ids: np.ndarray, tokenizer: Tokenizer) -> None:
+    """
+    Raises:
+      ValueError: token ids that the tokeniser does not have.
+    """
+    if ids.size and not 0 <= ids.min() <= ids.max() < tokenizer.vocab_size:
         raise ValueError(
-            f"input_ids from {document.min()} to {document.max()} do not fit "
+            f"input_ids from {ids.min()} to {ids.max()} do not fit "
             f"vocab_size={tokenizer.vocab_size}; set data.tokenizer to the one that made them"
         )
-    return {"tokens": document[:-1], "labels": document[1:]}
 
 
 def cut(whole: Example, seq_len: int, rng: np.random.Generator | None = None) -> list[Example]:

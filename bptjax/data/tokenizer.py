@@ -1,6 +1,7 @@
 """Tokenisers: bytes, characters, or a Hugging Face directory."""
 
 import json
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -120,6 +121,8 @@ class HFTokenizer:
     """A Hugging Face tokeniser from a local directory."""
 
     def __init__(self, directory: str | Path):
+        # It need not say that there is no torch.
+        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
         from transformers import AutoTokenizer  # Takes seconds.
 
         try:

@@ -92,6 +92,9 @@ class Decoder(nnx.Module):
         Raises:
           ValueError: more tokens than learned positions, where `positions` are left out.
         """
+        if positions is not None and segments is not None:
+            # Those of padding may lie beyond what is learned.
+            positions = jnp.where(segments == 0, 0, positions)
         x, place = self._embed(tokens, positions, dropout_key, dtype, order)
         x, _ = run(
             self.layers,
@@ -176,7 +179,7 @@ class Decoder(nnx.Module):
         if self.project_in is not None:
             x = self.project_in(x)
         if self.positions is not None:
-            # Given ones are of documents, and padding may lie beyond: no length of a row tells.
+            # Given ones are of documents: no length of a row tells.
             if counted and config.max_positions < T:
                 raise ValueError(
                     f"{T} tokens, but model.max_positions={config.max_positions} learned positions"

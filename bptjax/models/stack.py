@@ -107,7 +107,7 @@ def run(
 
     # The whole cache is carried, and so written in place.
     start = (x, None if past is None else past[:2])
-    numbers = jnp.arange(1, config.num_layers + 1)
+    numbers = jnp.arange(1, config.num_layers + 1, dtype=jnp.int32)
     (x, old), each = execution.scan(step, start, (layers, numbers, kinds))
     return x, each if past is None else old
 

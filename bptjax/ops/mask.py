@@ -138,7 +138,12 @@ class Mask:
             if not self.causal:
                 local.append(s - p < self.window)
         if self.block_mask is not None and self.block_size is not None:
-            at = jnp.asarray(self.block_mask, bool).at[p // self.block_size, s // self.block_size]
+            # Below 0 an index would count from the end.
+            row, column = (
+                jnp.where(x < 0, n, x // self.block_size)
+                for x, n in zip((p, s), self.block_mask.shape, strict=True)
+            )
+            at = jnp.asarray(self.block_mask, bool).at[row, column]
             local.append(at.get(mode="fill", fill_value=False))
         if local and p_global is not None and s_global is not None:
             far = p_global.astype(bool)[:, :, None] | s_global.astype(bool)[:, None, :]

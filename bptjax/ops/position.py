@@ -53,8 +53,8 @@ def rope_frequencies(
         JAX's; else NumPy's.
 
     Raises:
-      ValueError: an unknown rope_type or key, or one that is missing; `dim` is odd; a list of
-        longrope is not of R entries.
+      ValueError: an unknown rope_type or key, or one that is missing or not positive; `dim` is
+        odd; a list of longrope is not of R entries.
 
     theta^(-2i / dim): Su et al. 2021, arXiv 2104.09864, Section 3.2.2. yarn: Peng et al. 2023,
     arXiv 2309.00071. longrope: Ding et al. 2024, arXiv 2402.13753. All as `transformers` defines
@@ -104,6 +104,12 @@ def _check_keys(kind: str, p: Mapping[str, Any]) -> None:
         raise ValueError(
             f"rope_type={kind} does not use rope_parameters.{unknown[0]}; leave it out"
         )
+    for key in sorted(p.keys() - {"rope_type", "type", "truncate"}):
+        values = np.asarray(p[key])
+        # No weight is none.
+        least = 0 if key == "mscale_all_dim" else np.nextafter(0, 1)
+        if values.dtype.kind not in "iuf" or not (np.isfinite(values) & (values >= least)).all():
+            raise ValueError(f"rope_parameters.{key}={p[key]!r}: what is needed is positive")
 
 
 def _needed(kind: str, name: str, value: Any) -> Any:

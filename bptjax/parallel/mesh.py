@@ -115,8 +115,10 @@ def make_mesh(config: ParallelConfig, devices: list | None = None) -> Mesh:
     if any(size < 1 and size != -1 for size in sizes.values()):
         raise ValueError(f"{text}: an axis is at least 1, or -1 for the rest")
     open_axes = [name for name, size in sizes.items() if size == -1]
+    if len(open_axes) > 1:
+        raise ValueError(f"{text}: one axis is -1 (fsdp, where it is not set), and no more")
     fixed = math.prod(size for size in sizes.values() if size != -1)
-    if len(open_axes) > 1 or len(devices) % fixed or (not open_axes and fixed != len(devices)):
+    if len(devices) % fixed or (not open_axes and fixed != len(devices)):
         raise ValueError(
             f"{text} does not make {len(devices)} devices; nearest: {_nearest(sizes, len(devices))}"
         )

@@ -115,7 +115,7 @@ def find_place(config: ParallelConfig, environment: Mapping[str, str]) -> Place 
     if address is None or count is None or index is None:
         raise ValueError(f"{text}: all three are needed, here or in the environment")
     host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal():
+    if not host or not port.isdecimal() or int(port) >= 2**16:
         raise ValueError(f"parallel.coordinator={address} is not host:port")
     if not 0 <= index < count:
         raise ValueError(f"{text}: process_id is from 0 to num_processes - 1")

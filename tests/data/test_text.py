@@ -91,6 +91,20 @@ def test_rows_without_text_name_their_keys(tmp_path, rows):
             open_documents(path)
 
 
+def test_records_may_follow_a_byte_order_mark(tmp_path):
+    write(tmp_path / "a.jsonl", "\ufeff" + lines(ROWS))
+    assert list(open_documents(tmp_path / "a.jsonl")) == TEXTS
+
+
+def test_ids_beyond_int32_are_refused(tmp_path):
+    rows = [{"input_ids": [2**32 + 1, 5]}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    write(tmp_path / "a.jsonl", lines(rows))
+    for name in ("a.parquet", "a.jsonl"):
+        with pytest.raises(ValueError, match=f"{name}.*from 5 to 4294967297 are no ids"):
+            open_documents(tmp_path / name)[0]
+
+
 def test_bad_sources(tmp_path):
     write(tmp_path / "a.csv", "x")
     write(tmp_path / "empty.txt", "")
@@ -112,6 +126,9 @@ def test_bad_sources(tmp_path):
             open_documents(tmp_path / name)
     with pytest.raises(ValueError, match="bad.jsonl, record 2"):
         open_documents(tmp_path / "bad.jsonl")[1]
+    write(tmp_path / "deep.jsonl", '{"text": ' + "[" * 100_000 + "]" * 100_000 + "}")
+    with pytest.raises(ValueError, match="deep.jsonl, record 1: .*recursion|no text"):
+        open_documents(tmp_path / "deep.jsonl")[0]
     with pytest.raises(ValueError, match="sample_by='word'"):
         open_documents(tmp_path, sample_by="word")
 

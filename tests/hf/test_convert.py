@@ -10,9 +10,10 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from bptjax import convert
+from bptjax.generate import tokenizer_of
 from bptjax.hf.config import merge, read_config
 from bptjax.hf.io import Tensors, companions
-from bptjax.hf.pretrained import open_pretrained
+from bptjax.hf.pretrained import COMPANIONS, open_pretrained
 from bptjax.models.config import ModelConfig
 from hf.cases import CASES, ENCODERS, config, rope
 
@@ -84,6 +85,13 @@ def test_what_goes_with_the_weights_comes_along(llama, tmp_path):
     assert json.loads((back / "config.json").read_text())["something_new"] == {"a": [1, 2]}
     for name in ("tokenizer.json", "chat_template.jinja", "generation_config.json"):
         assert (back / name).read_bytes() == (directory / name).read_bytes()
+
+
+def test_text_is_written_with_the_tokenizer_that_came_along(llama, tmp_path):
+    convert.to_bptjax(str(llama()), tmp_path / "ours")
+    name = str(tmp_path / "ours")
+    model = open_pretrained(ModelConfig(name_or_path=name))
+    assert tokenizer_of(name, model) == tmp_path / "ours" / COMPANIONS
 
 
 def test_transformers_loads_what_comes_back(theirs, tmp_path, capfd):

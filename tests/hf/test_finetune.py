@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from bptjax import convert
-from bptjax.data.tokenizer import ByteTokenizer
+from bptjax.data.tokenizer import ByteTokenizer, load_tokenizer
 from bptjax.hf.pretrained import COMPANIONS
 from bptjax.metrics import read_metrics
 from bptjax.train import main
@@ -35,6 +35,7 @@ def test_transformers_has_the_same_loss(tmp_path, name):
         raw.attn_pdrop = raw.embd_pdrop = 0.0
         raw.n_positions = 32
     transformers.AutoModelForCausalLM.from_config(raw).save_pretrained(tmp_path / "hf")
+    (tmp_path / "hf" / "tokenizer.json").write_text("{}")
     text = "".join(f"{i} plus {i % 7} is {i + i % 7}. " for i in range(400))
     (tmp_path / "text.txt").write_text(text)
     options = {
@@ -60,6 +61,8 @@ def test_transformers_has_the_same_loss(tmp_path, name):
 
     out = tmp_path / "out"
     assert convert.main(["bptjax-to-hf", str(tmp_path / "run"), str(out), "--verify"]) == 0
+    # That of the run, not the one that the model came with.
+    assert isinstance(load_tokenizer(out), ByteTokenizer) and not (out / "tokenizer.json").exists()
     model = transformers.AutoModelForCausalLM.from_pretrained(out).eval()
     # The held-out tail in rows of SEQ, as the run saw it.
     tail = text[int(len(text) * 0.9) :]

@@ -248,6 +248,16 @@ def test_more_tokens_than_learned_positions_are_refused():
         model(jnp.zeros((1, 49), jnp.int32))
 
 
+def test_positions_of_padding_may_lie_beyond_the_learned_ones():
+    model = Decoder(replace(MODELS["learned"], max_positions=4), jax.random.key(0))
+    tokens, segments = jnp.zeros((1, 8), jnp.int32), jnp.array([[1, 1, 1, 1, 0, 0, 0, 0]])
+    inside, beyond = (
+        model(tokens, positions=jnp.minimum(jnp.arange(8), last)[None], segments=segments)
+        for last in (3, 7)
+    )
+    assert jnp.array_equal(inside[:, :4], beyond[:, :4]) and jnp.isfinite(beyond).all()
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_is_near(tokens, dtype):
     model = Decoder(ROTARY, jax.random.key(0))

@@ -520,6 +520,33 @@ def test_known_masks_fix_the_number_of_steps():
     assert loops(jax.tree.map(jnp.asarray, mask)).count("while[") == 2
 
 
+@pytest.mark.parametrize("impl", ["reference", "scan"])
+def test_positions_below_0_are_in_no_block(impl):
+    q, positions = normal(0, 1, 6, 1, 8), np.arange(6, dtype=np.int32) - 4
+    mask = Mask(block_mask=np.ones((2, 2), bool), block_size=2, positions=positions)
+    out = attention(q, q, q, mask=mask, impl=impl, q_chunk=2, k_chunk=3)
+    assert not out[:, :4].any()
+    wanted = attention(q[:, 4:], q[:, 4:], q[:, 4:], mask=Mask(), impl="reference")
+    assert jnp.allclose(out[:, 4:], wanted, atol=1e-6)
+
+
+@pytest.mark.parametrize("impl", ["reference", "scan"])
+def test_second_derivatives(impl):
+    q, k, v = (normal(i, 1, 4, 1, 2) for i in range(3))
+
+    def dense(q):
+        logits = jnp.einsum("btnh,bsnh->bnts", q, k) / 2**0.5
+        logits = jnp.where(jnp.tril(jnp.ones((4, 4), bool)), logits, -jnp.inf)
+        return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(logits), v)
+
+    def twice(f):
+        first = jax.grad(lambda q: (f(q) ** 2).sum())
+        return jax.grad(lambda q: (first(q) ** 2).sum())(q)
+
+    ours = functools.partial(attention, k=k, v=v, mask=Mask(causal=True), impl=impl)
+    assert jnp.allclose(twice(ours), twice(dense), rtol=1e-3, atol=1e-3)
+
+
 def test_choose():
     score, (q, k, *_) = CASES["gqa"].score(), CASES["gqa"].operands()
     picked, others = choose("auto", score, q, k)

@@ -51,19 +51,20 @@ def backward(
     k_chunk: int = 0,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K H"]]:
     """These keys' share of (dq, dk, dv), where `out` and `lse` may come from more keys than these:
-    the gradient of a sum whose derivative by the logits is weights · (dout · v - out · dout)."""
+    the derivative by the logits is weights · (dout · v - out · dout)."""
     out, dout = out.astype(jnp.float32), dout.astype(jnp.float32)
     delta = (out * dout).sum(-1).transpose(0, 2, 1)[..., None]
     lse = jnp.where(lse == -jnp.inf, jnp.inf, lse).transpose(0, 2, 1)[..., None]
+    logits, by_logits, kept = jax.vjp(lambda q, k: _logits(q, k, score), q, k, has_aux=True)
+    weights = jnp.exp(logits - lse)
 
-    def surrogate(q, k, v):
-        logits, kept = _logits(q, k, score)
-        weights = jnp.exp(logits - lse)
-        gain = jnp.einsum("btnh,bsnh->bnts", dout, _repeated(v, q), precision="highest")
-        finite = jnp.where(logits > -jnp.inf, logits, 0.0)
-        return (weights * kept * gain - jax.lax.stop_gradient(weights) * delta * finite).sum()
+    def gain(v):
+        return jnp.einsum("btnh,bsnh->bnts", dout, _repeated(v, q), precision="highest")
 
-    return jax.grad(surrogate, (0, 1, 2))(q, k, v)
+    gained, by_values = jax.vjp(gain, v)
+    (dv,) = by_values(weights * kept)
+    dq, dk = by_logits(weights * (kept * gained - delta))
+    return dq, dk, dv
 
 
 def _repeated(x: Array, q: Array) -> Array:

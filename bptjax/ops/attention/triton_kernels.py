@@ -180,7 +180,7 @@ def _seen(p, s, p_segment, s_segment, inside, p_global, s_global, block_mask, C:
             seen &= s - p < C.window
     if C.block_size is not None:
         row, column = p // C.block_size, s // C.block_size
-        known = seen & (row < C.block_rows) & (column < C.block_columns)
+        known = seen & (p >= 0) & (row < C.block_rows) & (s >= 0) & (column < C.block_columns)
         seen = tl.load(block_mask + row * C.block_columns + column, mask=known, other=0) != 0
     if C.global_tokens:
         seen |= before & ((p_global != 0) | (s_global != 0))
