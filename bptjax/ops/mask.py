@@ -275,5 +275,5 @@ def _segments(blocks):
     """Least and greatest real segment of each block and row of the batch: two `[n, B]`; an empty
     range where all is padding."""
     xp = np if isinstance(blocks, np.ndarray) else jnp
-    top = np.iinfo(np.int32).max
+    blocks, top = blocks.astype(np.int32), np.iinfo(np.int32).max
     return xp.where(blocks == 0, top, blocks).min(-1), xp.where(blocks == 0, -1, blocks).max(-1)
