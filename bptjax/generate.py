@@ -32,7 +32,8 @@ def load(name: str, *, tokenizer: str | None, device: str, dtype: str | None):
     if isinstance(model.config, EncoderConfig):
         raise ValueError(f"{name} is an encoder; it writes no text")
     kind = jnp.dtype(dtype or model.kinds["embedding"][0])
-    text = load_tokenizer(tokenizer or tokenizer_of(name, model))
+    own = None if tokenizer else model.config.V
+    text = load_tokenizer(tokenizer or tokenizer_of(name, model), own)
     if model.config.V < text.vocab_size:
         raise ValueError(
             f"the tokenizer's vocabulary of {text.vocab_size} is not of {name}, which has "

@@ -128,7 +128,8 @@ def _checked(config: Config, devices: list[jax.Device]) -> Run:
         )
     companions = pretrained.companions if pretrained else None
     name = config.data.tokenizer or str(companions or "byte")
-    tokenizer = make_tokenizer(name, chain(train, held_out))
+    own = pretrained.config.V if pretrained and name == str(companions) else None
+    tokenizer = make_tokenizer(name, chain(train, held_out), own)
     model = pretrained.config if pretrained else config.model
     if model.vocab_size is None:
         model = replace(model, vocab_size=tokenizer.vocab_size)

@@ -118,9 +118,13 @@ class CharTokenizer(_Plain):
 
 
 class HFTokenizer:
-    """A Hugging Face tokeniser from a local directory."""
+    """A Hugging Face tokeniser from a local directory.
 
-    def __init__(self, directory: str | Path):
+    Args:
+      limit: rows of the model's embedding. Some tokenisers have tokens beyond, of images for one.
+    """
+
+    def __init__(self, directory: str | Path, limit: int | None = None):
         # It need not say that there is no torch.
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
         from transformers import AutoTokenizer  # Takes seconds.
@@ -131,7 +135,7 @@ class HFTokenizer:
             raise ValueError(f"data.tokenizer={str(directory)!r} holds no tokenizer") from error
         self._tokenizer: Any = found
         # `len` counts added tokens; the tokeniser's own `vocab_size` does not.
-        self.vocab_size = len(found)
+        self.vocab_size = min(len(found), limit or len(found))
         self.bos_id, self.eos_id = found.bos_token_id, found.eos_token_id
         self.stop_ids = _stop_ids(Path(directory), self.eos_id)
         self.has_template = bool(found.chat_template)
@@ -145,7 +149,11 @@ class HFTokenizer:
     def _ids(self, text: str, **how: bool) -> np.ndarray:
         # It takes no lone surrogates, which JSON can hold.
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        return np.array(self._tokenizer.encode(text, verbose=False, **how), np.int32)
+        ids = np.array(self._tokenizer.encode(text, verbose=False, **how), np.int32)
+        if ids.max(initial=0) >= self.vocab_size:
+            token = self._tokenizer.decode([ids.max()])
+            raise ValueError(f"the model's vocabulary of {self.vocab_size} has no {token!r}")
+        return ids
 
     def render(self, turns: Sequence[tuple[str, str]], answer: bool) -> str:
         from jinja2 import TemplateError
@@ -180,12 +188,14 @@ def _stop_ids(directory: Path, eos_id: int | None) -> list[int]:
     return [] if eos_id is None else [eos_id]
 
 
-def make_tokenizer(name: str, documents: Iterable[object] = ()) -> Tokenizer:
+def make_tokenizer(
+    name: str, documents: Iterable[object] = (), limit: int | None = None
+) -> Tokenizer:
     """`byte`, `char` with the vocabulary of `documents`, or a directory for `load_tokenizer`."""
     if name == "byte":
         return ByteTokenizer()
     if name != "char":
-        return load_tokenizer(name)
+        return load_tokenizer(name, limit)
     characters: set[str] = set()
     for text in documents:
         if not isinstance(text, str):
@@ -196,8 +206,10 @@ def make_tokenizer(name: str, documents: Iterable[object] = ()) -> Tokenizer:
     return CharTokenizer(characters)
 
 
-def load_tokenizer(directory: str | Path) -> Tokenizer:
-    """The tokeniser that `save` wrote, or a Hugging Face one. Never looks on a network."""
+def load_tokenizer(directory: str | Path, limit: int | None = None) -> Tokenizer:
+    """The tokeniser that `save` wrote, or a Hugging Face one, of a model with `limit` tokens. Never
+    looks on a network.
+    """
     directory = Path(directory).expanduser()
     if not directory.is_dir():
         raise ValueError(
@@ -205,7 +217,7 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
             "directory with a Hugging Face tokenizer"
         )
     if not (directory / FILE).exists():
-        return HFTokenizer(directory)
+        return HFTokenizer(directory, limit)
     saved = json.loads((directory / FILE).read_text())
     return ByteTokenizer() if saved["type"] == "byte" else CharTokenizer(saved["characters"])
 

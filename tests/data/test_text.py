@@ -206,6 +206,10 @@ def test_hugging_face_tokenizer(tmp_path):
     assert tokenizer.decode(np.array([3, 4])) == "long context"
     tokenizer.save(tmp_path / "b")
     assert make_tokenizer(str(tmp_path / "b")).vocab_size == 6
+    few = make_tokenizer(str(tmp_path / "a"), limit=5)
+    assert few.vocab_size == 5 and few.encode("long context").tolist() == [3, 4]
+    with pytest.raises(ValueError, match="vocabulary of 5 has no 'added'"):
+        few.encode("long added")
     with pytest.raises(ValueError, match="is no directory"):
         make_tokenizer("gpt2")
     (tmp_path / "empty").mkdir()
