@@ -195,7 +195,7 @@ BAD = {
     ),
     "no such factor": (
         ["--model.rope_parameters", "{rope_type: linear, factor: -4.0, rope_theta: 1.0e+4}"],
-        "rope_parameters.factor=-4.0: what is needed is positive",
+        "rope_parameters.factor=-4.0 is not positive",
     ),
     "no average": (["--optimizer.adam_beta1", "1.5"], "optimizer.adam_beta1=1.5 is not in [0, 1)"),
     "no share": (["--optimizer.min_lr_ratio", "5"], "optimizer.min_lr_ratio=5.0 is not in [0, 1]"),

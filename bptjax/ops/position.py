@@ -106,10 +106,11 @@ def _check_keys(kind: str, p: Mapping[str, Any]) -> None:
         )
     for key in sorted(p.keys() - {"rope_type", "type", "truncate"}):
         values = np.asarray(p[key])
-        # No weight is none.
-        least = 0 if key == "mscale_all_dim" else np.nextafter(0, 1)
-        if values.dtype.kind not in "iuf" or not (np.isfinite(values) & (values >= least)).all():
-            raise ValueError(f"rope_parameters.{key}={p[key]!r}: what is needed is positive")
+        number = values.dtype.kind in "iuf"
+        # The weights of yarn's factor may be 0: that is none.
+        least = 0 if key.startswith("mscale") else np.finfo(float).tiny
+        if not number or not ((values >= least) & np.isfinite(values)).all():
+            raise ValueError(f"rope_parameters.{key}={p[key]!r} is not positive")
 
 
 def _needed(kind: str, name: str, value: Any) -> Any:
