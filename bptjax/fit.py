@@ -211,9 +211,9 @@ class _Loop:
             what += "" if scale is None else f", loss scale {scale}"
             good = f"step {self.last_saved}" if self.last_saved else "none yet"
             raise RunFailed(
-                f"step {done}: {what}; data cursor after its batch: {cursor}; last good "
-                f"checkpoint: {good} in {self.checkpoints.directory}; lower "
-                "optimizer.learning_rate, or look at that batch"
+                f"step {done}: {what}; last good checkpoint: {good} in "
+                f"{self.checkpoints.directory}; lower optimizer.learning_rate, or look at that "
+                f"batch; data cursor after it: {cursor}"
             )
 
     def _hardware(self, metrics: dict, tokens: int, attended: float) -> dict[str, float]:

@@ -269,12 +269,15 @@ class Writer:
         def size(entry):
             return int(np.prod(entry[1], dtype=np.int64)) * np.dtype(entry[0]).itemsize
 
-        plan = split_state_dict_into_shards_factory(
-            entries,
-            get_storage_size=size,
-            filename_pattern="model{suffix}.safetensors",
-            max_shard_size=max_shard_size,
-        )
+        try:
+            plan = split_state_dict_into_shards_factory(
+                entries,
+                get_storage_size=size,
+                filename_pattern="model{suffix}.safetensors",
+                max_shard_size=max_shard_size,
+            )
+        except ValueError as error:
+            raise ValueError(f"max_shard_size={max_shard_size}: {error}") from error
         self._entries, self._places, self._left = entries, {}, set(entries)
         for file, names in plan.filename_to_tensors.items():
             header: dict[str, Any] = {"__metadata__": {"format": "pt"}}

@@ -77,6 +77,15 @@ def test_dtypes_and_shards(llama, tmp_path, dtype):
     assert tensors(there_and_back(back, again)) == tensors(directory)
 
 
+def test_a_size_of_shards_that_is_none_is_refused(llama, tmp_path, capsys):
+    convert.to_bptjax(str(llama()), tmp_path / "ours")
+    command = ["bptjax-to-hf", str(tmp_path / "ours"), str(tmp_path / "out")]
+    assert convert.main([*command, "--max_shard_size", "abc"]) == 2
+    error = capsys.readouterr().err
+    assert "max_shard_size=abc" in error and error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
 def test_what_goes_with_the_weights_comes_along(llama, tmp_path):
     directory = llama(something_new={"a": [1, 2]})
     for name in ("tokenizer.json", "chat_template.jinja", "generation_config.json"):
