@@ -218,19 +218,26 @@ def _relay(place: Place) -> str:
     def accept():
         while True:
             near, _ = listener.accept()
-            try:
-                far = socket.create_connection(target, GRACE)
-            except OSError:
-                near.close()  # It asks again.
-                continue
-            far.settimeout(None)
             # Whoever comes later is none of the run's.
-            member = not _together.is_set()
-            for ends in ((near, far), (far, near)):
-                threading.Thread(target=_pump, args=(*ends, member), daemon=True).start()
+            ends = near, target, not _together.is_set()
+            threading.Thread(target=_serve, args=ends, daemon=True).start()
 
     threading.Thread(target=accept, daemon=True).start()
     return f"127.0.0.1:{here[1]}"
+
+
+def _serve(near: socket.socket, target: tuple[str, int], member: bool) -> None:
+    try:
+        first = near.recv(1 << 16)
+        if not first:  # Nor is one that says nothing.
+            return near.close()
+        far = socket.create_connection(target, GRACE)
+        far.sendall(first)
+    except OSError:
+        return near.close()  # It asks again.
+    far.settimeout(None)
+    threading.Thread(target=_pump, args=(far, near, member), daemon=True).start()
+    _pump(near, far, member)
 
 
 def _pump(source: socket.socket, sink: socket.socket, member: bool) -> None:

@@ -210,13 +210,26 @@ def test_a_loss_ends_what_is_stuck(start, victim):
 
 
 def test_strangers_at_the_port_are_no_loss(start):
-    code = """
-import os, socket
-socket.create_connection(("localhost", int(os.environ["MASTER_PORT"]))).close()
+    """One that came before all had joined, and one after."""
+    before = """
+import os, socket, time
+def connect():
+    return socket.create_connection(("localhost", int(os.environ["MASTER_PORT"])))
+early = None
+while early is None and os.environ["RANK"] == "1":
+    try:
+        early = connect()
+    except OSError:
+        time.sleep(0.05)
+"""
+    after = """
+if early:
+    early.close()
+connect().close()
 time.sleep(2)
 processes.part()
 """
-    codes, _, errors = ends(start("-c", JOINED + code))
+    codes, _, errors = ends(start("-c", before + JOINED + after))
     assert codes == [0, 0] and not any(errors)
 
 
