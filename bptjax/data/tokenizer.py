@@ -125,12 +125,9 @@ class HFTokenizer:
     """
 
     def __init__(self, directory: str | Path, limit: int | None = None):
-        # It need not say that there is no torch.
-        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-        from transformers import AutoTokenizer  # Takes seconds.
-
+        tokenizers = transformers().AutoTokenizer
         try:
-            found: Any = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+            found: Any = tokenizers.from_pretrained(str(directory), local_files_only=True)
         except (OSError, ValueError) as error:
             raise ValueError(f"data.tokenizer={str(directory)!r} holds no tokenizer") from error
         self._tokenizer: Any = found
@@ -176,6 +173,14 @@ class HFTokenizer:
 
     def save(self, directory: str | Path) -> None:
         self._tokenizer.save_pretrained(str(directory))
+
+
+def transformers() -> Any:
+    """The library, which takes seconds to import, and need not say that there is no torch."""
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    import transformers
+
+    return transformers
 
 
 def _stop_ids(directory: Path, eos_id: int | None) -> list[int]:

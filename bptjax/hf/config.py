@@ -1,11 +1,11 @@
 """A Hugging Face config.json as a ModelConfig, and back with what changed."""
 
 import json
-import os
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
+from bptjax.data.tokenizer import transformers
 from bptjax.hf.families import FAMILIES, Family
 from bptjax.models.config import ModelConfig
 
@@ -58,7 +58,7 @@ def read_config(directory: Path) -> tuple[Family, ModelConfig]:
         known = ", ".join(FAMILIES)
         raise ValueError(f"{directory}: model_type={kind!r} is not supported; there are {known}")
     try:
-        config = _transformers().AutoConfig.from_pretrained(str(directory), local_files_only=True)
+        config = transformers().AutoConfig.from_pretrained(str(directory), local_files_only=True)
         default = type(config)().to_dict()
         seen = _Seen(config)
         values = FAMILIES[kind].read(seen)
@@ -165,7 +165,7 @@ def from_scratch(config: ModelConfig) -> tuple[dict[str, Any], Family]:
     keys: dict[str, Any] = {
         k: v for k, v in raw.items() if k not in ("architectures", "model_type")
     }
-    read = asdict(ModelConfig(**family.read(_transformers().LlamaConfig(**keys))))
+    read = asdict(ModelConfig(**family.read(transformers().LlamaConfig(**keys))))
     # Named here, and left to their defaults there.
     kept = {"num_kv_heads": config.K, "head_dim": config.H, "intermediate_size": config.F}
     for key, value in (asdict(config) | kept).items():
@@ -213,11 +213,3 @@ def _refuse_others(config: Any, default: dict, seen: set[str], neutral: tuple[st
     for key, value in config.to_dict().items():
         if key in default and value != default[key] and key not in NEUTRAL.union(seen, neutral):
             raise ValueError(f"{key}={value!r} is not supported, only {default[key]!r}")
-
-
-def _transformers() -> Any:
-    """Takes seconds to import, and need not say that there is no torch."""
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    import transformers
-
-    return transformers
