@@ -23,10 +23,12 @@ HALF_WRITTEN = ocp.path.atomicity_types.TMP_DIR_SUFFIX
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """When checkpoints are written and how many stay.
+    """How often checkpoints are written and how many are kept.
 
-    `save_steps` is in optimizer steps. The newest `save_total_limit` finished ones stay; with 1
-    there is nothing to fall back on when that one is damaged.
+    Attributes:
+      save_steps: optimizer steps between checkpoints.
+      save_total_limit: number of newest checkpoints kept. With 1 there is no older checkpoint
+        to fall back on if that one is damaged.
     """
 
     save_steps: int = 500

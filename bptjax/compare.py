@@ -37,18 +37,22 @@ WAYS = ("loop", "unrolled", "fused", *(name for name in IMPLEMENTATIONS if name 
 
 @dataclass(frozen=True)
 class CompareConfig:
-    """What to compare.
+    """Implementations, sizes and timing.
 
     Attributes:
-      implementations: ways to write the loops.
-      lengths: tokens in the row.
-      chunks: tokens in a block of queries, of keys, and of the feed-forward.
-      sweep: try every pair of query and key chunks, and name the best.
-      hidden_size, num_heads, num_kv_heads, intermediate_size, batch: shape of the layer's work.
-      dtype: of the computation; parameters are float32.
-      repeats: timed steps, of which the median is told; a slow way takes fewer.
-      oracle_length: gradients are held against dense float32 ones up to this length.
-      device: auto refuses to run on the CPU beside an NVIDIA GPU.
+      implementations: implementations of the layer to compare.
+      lengths: tokens per sequence, one measurement for each.
+      chunks: chunk sizes, in tokens, of queries, keys and the feed-forward network.
+      sweep: measure every pair of query and key chunks, and name the fastest.
+      hidden_size: width of the residual stream.
+      num_heads: number of query heads.
+      num_kv_heads: number of key and value heads.
+      intermediate_size: width of the feed-forward network.
+      batch: sequences per batch.
+      dtype: dtype of the computation. Parameters are float32.
+      repeats: timed steps, of which the median is reported. Slow implementations run fewer.
+      oracle_length: gradients are checked against a dense float32 reference up to this length.
+      device: device to run on. auto refuses the CPU of a machine with an NVIDIA GPU.
       out: directory of rows.json and compare.png.
     """
 

@@ -23,22 +23,22 @@ FILE = "config.yaml"
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """The work of a run.
+    """Steps, batch size and evaluation.
 
     Attributes:
-      max_steps: optimizer steps.
-      seq_len: tokens in a row.
-      per_device_train_batch_size: rows a device (of those that cut the batch) takes at once.
-      gradient_accumulation_steps: such batches an optimizer step.
-      dtype: of the computation. float16 scales the loss dynamically.
-      param_dtype: of parameters, and of optimizer state where optimizer.state_dtype is not set.
-      z_loss: weight of the squared log-normaliser.
-      eval_steps: steps between evaluations; 0 evaluates before and after training only.
-      eval_batches: evaluate on no more than that many batches.
-      eval_predictions: at each evaluation, the model answers so many held-out chats, the likeliest
-        token each time; to predictions.jsonl.
-      sample_tokens: length of the sample that is printed at the end; 0 prints none. It
-        ends at seq_len: what lies beyond was not trained.
+      max_steps: number of optimizer steps.
+      seq_len: tokens per sequence.
+      per_device_train_batch_size: sequences per data shard in one micro-batch. There are dp × fsdp
+        data shards.
+      gradient_accumulation_steps: micro-batches per optimizer step.
+      dtype: dtype of the computation. float16 turns on dynamic loss scaling.
+      param_dtype: dtype of the parameters.
+      z_loss: weight of the squared log-normalizer in the loss.
+      eval_steps: steps between evaluations. 0 evaluates only before and after training.
+      eval_batches: largest number of batches per evaluation. If not set, all held-out data.
+      eval_predictions: number of held-out chats that the model answers at each evaluation, written
+        to predictions.jsonl.
+      sample_tokens: tokens of the sample printed at the end, up to seq_len. 0 prints none.
     """
 
     max_steps: int = 1000
@@ -71,7 +71,7 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class LoggingConfig:
-    """What is told of a run.
+    """Metrics.
 
     Attributes:
       steps: optimizer steps between records in metrics.jsonl.
@@ -86,12 +86,12 @@ class LoggingConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """One experiment.
+    """Run directory, seed and device.
 
     Attributes:
-      run_dir: where all of it goes. A run that was stopped there goes on.
-      seed: of parameters and dropout; the data has its own.
-      device: auto refuses to run on the CPU beside an NVIDIA GPU.
+      run_dir: directory of the run. The same command again resumes a run that was stopped.
+      seed: seed of parameters and dropout. data.seed is the seed of the data order.
+      device: device to run on. auto refuses the CPU of a machine with an NVIDIA GPU.
     """
 
     run_dir: str = "runs/run"

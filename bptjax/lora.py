@@ -27,20 +27,21 @@ BITS = {"nf4": 4, "fp4": 4, "int8": 8}
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """What is trained in place of the model, in PEFT's words.
+    """LoRA and QLoRA adapters, in the terms of PEFT.
 
     Attributes:
-      type: none: the model itself; lora: low-rank products beside its linear layers; qlora: the
-        same, and the linear layers in few bits.
-      r: rank.
-      alpha: the product is multiplied by alpha / r.
-      dropout: probability, of what the product reads, in training.
-      target_modules: all-linear, every linear layer of the model's layers, or the names of some,
-        as the checkpoint's family has them (q_proj, or the end of a longer name).
-      use_rslora: by alpha / √r instead.
-      bits, quant_type: nf4 and fp4 take 4 bits, int8 takes 8; by default nf4, or int8 for 8 bits.
-      double_quant: the constants of the blocks are quantised in their turn: 4.13 bits a parameter
-        in place of 4.5.
+      type: none trains the model itself; lora trains low-rank adapters of its linear layers; qlora
+        also quantizes those layers.
+      r: rank of the adapters.
+      alpha: adapters are scaled by alpha / r.
+      dropout: dropout of the input of the adapters in training.
+      target_modules: all-linear for every linear layer but the head, or a list of names in the
+        terms of the checkpoint's family, such as [q_proj, v_proj].
+      use_rslora: scales by alpha / √r instead.
+      bits: bits of a quantized weight.
+      quant_type: quantization. nf4 and fp4 have 4 bits, int8 has 8. If not set, nf4, or int8 with 8
+        bits.
+      double_quant: quantizes the scales of the blocks too. 4.13 bits a parameter instead of 4.5.
 
     Hu et al. 2021, arXiv 2106.09685; Dettmers et al. 2023, arXiv 2305.14314; Kalajdzievski 2023,
     arXiv 2312.03732.

@@ -27,18 +27,17 @@ REMAT: dict[str, tuple[str, ...] | None] = {
 
 @dataclass(frozen=True)
 class MemoryConfig(Execution):
-    """How the step is laid out in memory.
+    """Implementations, chunk sizes and activation memory.
 
     Attributes:
-      remat: what is kept of each layer for the backward pass. none: everything; dots: what its
-        matmuls and attention made; save_attention: attention's output, so that its kernel does not
-        run again; full: the layer's input alone; nested(k): the input of every k-th layer, from
-        which k layers at a time are run again as under save_attention. Attention, and a
-        feed-forward of more than one chunk, keep only what they need under each of them.
-      save: kept besides, by name: query, key, value, attended (the stream after attention), gate,
-        up; the last three only of a feed-forward of one chunk. schedule=fused has key and value
-        alone.
-      ce_chunk: tokens whose logits exist at once on a device.
+      remat: activations of each layer that are saved for the backward pass. none saves all; dots
+        saves the outputs of matrix products and attention; save_attention saves the output of
+        attention, so that its kernel does not run again; full saves the input of the layer;
+        nested(k) saves the input of every k-th layer and recomputes k layers at a time.
+      save: activations to save in addition, by name. query, key, value, attended (the stream after
+        attention), gate, up. schedule=fused has only key and value. The last three need ffn_chunk
+        of at least seq_len.
+      ce_chunk: tokens per device whose logits exist at the same time.
     """
 
     remat: str = "save_attention"

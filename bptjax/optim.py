@@ -26,20 +26,22 @@ from bptjax.parallel.parts import in_parts
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW, in Hugging Face's words.
+    """AdamW and the learning-rate schedule, in the terms of Hugging Face.
 
     Attributes:
-      learning_rate: the highest of the schedule.
-      lr_scheduler_type: what follows the warm-up.
+      learning_rate: highest learning rate of the schedule.
+      lr_scheduler_type: schedule after the warm-up.
       warmup_steps: steps of linear rise from 0.
-      min_lr_ratio: where cosine and linear end, as a share of learning_rate.
-      adam_beta1, adam_beta2, adam_epsilon: AdamW's.
-      weight_decay: of linear layers; norms, biases and embeddings are left alone.
-      max_grad_norm: gradients are scaled down to this global norm; 0 leaves them.
-      state_dtype: of the two moments: 8, 4 or a little over 2 bytes a parameter. By default that of
-        the parameters.
-      state_memory: where the moments are between steps. In host memory they take none of the
-        device's, and each step moves all of them there and back.
+      min_lr_ratio: final learning rate of cosine and linear, as a share of learning_rate.
+      adam_beta1: decay rate of the first moment.
+      adam_beta2: decay rate of the second moment.
+      adam_epsilon: constant added to the denominator.
+      weight_decay: weight decay of linear layers. Norms, biases and embeddings have none.
+      max_grad_norm: gradients are scaled down to this global norm. 0 turns that off.
+      state_dtype: dtype of the two moments. float32 takes 8 bytes a parameter, bfloat16 4, int8
+        2.03. If not set, the dtype of the parameters.
+      state_memory: memory that holds the moments between steps. host frees device memory, and each
+        step moves the moments there and back.
     """
 
     learning_rate: float = 3e-4

@@ -23,28 +23,29 @@ PREFETCH_BATCHES = 8
 
 @dataclass(frozen=True)
 class DataConfig:
-    """What to train on, and how it becomes rows.
+    """Training data: files, formats, packing.
 
     Attributes:
-      path: File, directory, glob, or `python-stdlib`.
-      eval_path: Held-out text; without it, `eval_fraction` of `path` is held out.
-      eval_fraction: Share of the documents to hold out (of the characters, if there is one).
-      sample_by: What is a document in plain text.
-      text_key: Field of a row that holds its text.
-      format: Of rows; see `chat.FORMATS`. `auto` tells by their fields, and takes what has those of
-        none for text.
-      train_on_source: Of chats, learn what is not an answer too.
-      source_max_len, target_max_len: Of chats, keep so many tokens of what comes before the first
-        answer, and so many from there on.
-      tokenizer: `byte`, `char`, or a directory with a Hugging Face tokenizer; the checkpoint's, or
-        `byte`, if left out.
-      packing: How documents share rows; see `packing.pack`.
-      group_by_length: Rows of similar length make a batch, which is cut where its longest ends;
-        needs packing=none.
-      shards: Parts of the documents, of which each makes as many rows of a step; of several
-        processes, each reads those whose rows its devices have.
-      shuffle: New order of documents and rows in each epoch.
-      seed: Of the shuffle.
+      path: file, directory, glob, or python-stdlib (the source files of this Python).
+      eval_path: held-out data. If not set, eval_fraction of path is held out.
+      eval_fraction: share of the documents to hold out. Of a single document, the tail is held out.
+      sample_by: unit of a plain-text file that becomes one document.
+      text_key: field of a record that holds its text.
+      format: record format. auto takes the first format whose fields a record has, else text.
+      train_on_source: include prompts in the loss. By default only answers are.
+      source_max_len: tokens kept of the prompt of a record, which is all before its first answer.
+      target_max_len: tokens kept from the first answer of a record on.
+      tokenizer: byte, char, or a directory with a Hugging Face tokenizer. If not set, the tokenizer
+        of the checkpoint, or byte without one.
+      packing: how documents fill sequences. concat joins all documents and splits them at seq_len;
+        best_fit packs whole documents tightly; none puts one document in each sequence. Packed
+        documents do not attend to each other.
+      group_by_length: batch sequences of similar length, padded to the longest of each batch; needs
+        packing=none.
+      shards: number of equal parts of the documents, read by different processes. Each part
+        provides the same number of sequences per step.
+      shuffle: shuffle documents and sequences anew in each epoch.
+      seed: shuffle seed.
     """
 
     path: str | None = None

@@ -145,18 +145,22 @@ def _entropy(counts: np.ndarray) -> float:
 
 def _paths(path: str | Path) -> list[Path]:
     root = Path(path).expanduser()
+    # A .json file in a directory usually describes the data or a model, so it must be named.
+    searched = [name for name in EXTENSIONS if name != ".json"]
     if root.is_dir():
-        # What else is in a directory as .json describes the data, or a model.
-        known = set(EXTENSIONS) - {".json"}
-        found = [p for p in root.rglob("*") if p.is_file() and extension(p) in known]
+        found = [p for p in root.rglob("*") if p.is_file() and extension(p) in searched]
     else:
         found = [root] if root.exists() else map(Path, glob.glob(str(root), recursive=True))
         found = [p for p in found if p.is_file()]
     known = f"{', '.join(EXTENSIONS)}; text also with {' or '.join(CODECS)}"
+    if not found and root.is_dir():
+        raise ValueError(
+            f"{str(path)!r}: the directory holds no file of {', '.join(searched)}; .json files are "
+            f"read only if named: {str(path).rstrip('/')}/*.json"
+        )
     if not found:
         raise ValueError(
-            f"{str(path)!r}: no such file, or none of a known format in it; "
-            f"give a file, directory or glob ({known}), or {STDLIB}"
+            f"{str(path)!r}: no such file; give a file, directory or glob ({known}), or {STDLIB}"
         )
     for p in found:
         if extension(p) not in EXTENSIONS or p.suffix in CODECS and extension(p) == ".parquet":

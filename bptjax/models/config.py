@@ -12,54 +12,60 @@ import jax
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Architecture.
+    """Model architecture.
 
     Attributes:
-      name_or_path: directory (or hub id) of a checkpoint to start from. It sets all that follows
-        but rope_parameters, max_positions, the dropouts and init_std, which may be given beside it.
-      vocab_size: V; the tokenizer's if left out.
-      hidden_size: D, width of the residual stream.
-      intermediate_size: F, width of the feed-forward; 4·D if left out.
-      num_layers: L.
-      num_heads: N query heads.
-      num_kv_heads: K key and value heads, a divisor of N; N if left out.
-      head_dim: H; D / N if left out.
-      norm: root-mean-square or layer norm.
-      norm_eps: added to the variance.
-      norm_place: pre: of what a sublayer reads; post: of its sum with the residual; sandwich: of
-        what it reads, and again of what it gives before that is added.
-      norm_scale, norm_bias: norms have a learned factor and summand.
-      norm_offset: norms multiply by 1 + their factor.
-      residual: sequential: the feed-forward reads the sum with attention; parallel: both read the
-        layer's input, each through its norm; shared: through one norm.
-      residual_normed: sublayers add to their normed input rather than to the input.
-      position: rotary, ALiBi, a learned embedding of max_positions, or none.
-      rope_parameters: in Hugging Face's schema (rope_theta, rope_type and what that needs,
-        partial_rotary_factor); by layer type, where layer_types differ in it.
-      max_positions: tokens the positions are made for. Learned ones end there.
-      position_offset: rows of the learned embedding before that of position 0.
-      alibi_scale: factor on ALiBi's slopes.
-      alibi_interleaved: for a number of heads that is no power of two, every other slope of the
-        next larger one, odd ones first, instead of the next smaller one's and more.
-      window: tokens seen back, the token's own included; all if left out.
-      layer_types: full_attention or sliding_attention of each layer; window holds in the latter.
-      attention_scale: factor on q·k; H^-0.5 if left out.
-      attention_softcap: logits of attention become softcap · tanh(logits / softcap).
-      qk_norm: queries and keys are normed, each head for itself, before they are turned.
-      clip_qkv: queries, keys and values are clipped to ± this.
-      activation: of the feed-forward; gelu_tanh is the tanh approximation.
-      gated: the feed-forward is down(activation(gate(x)) · up(x)).
-      qkv_bias, out_bias, mlp_bias: of the linear layers.
-      embedding_size: E, width of the embeddings where a projection stands between them and D.
+      name_or_path: directory (or hub id) of a checkpoint to start from. The checkpoint decides all
+        other keys here but rope_parameters, max_positions, the dropouts and init_std.
+      vocab_size: vocabulary size V. If not set, that of the tokenizer.
+      hidden_size: width D of the residual stream.
+      intermediate_size: width of the feed-forward network. If not set, 4·D.
+      num_layers: number of layers L.
+      num_heads: number of query heads N.
+      num_kv_heads: number of key and value heads, a divisor of N. If not set, N.
+      head_dim: size of a head. If not set, D / N.
+      norm: RMS norm or layer norm.
+      norm_eps: constant added to the variance in a norm.
+      norm_place: position of the norms. pre normalizes the input of a sublayer; post normalizes the
+        sum of its output and the residual; sandwich normalizes its input, and its output before it
+        is added.
+      norm_scale: norms have a learned scale.
+      norm_bias: norms have a learned bias.
+      norm_offset: norms multiply by 1 + scale.
+      residual: sequential feeds the sum with attention to the feed-forward network; parallel feeds
+        the input of the layer to both, each through a norm of its own; shared through one norm.
+      residual_normed: sublayers add to their normalized input instead of to their input.
+      position: rotary positions, ALiBi, a learned embedding of max_positions, or none.
+      rope_parameters: rotary positions in the schema of Hugging Face (rope_theta, rope_type and its
+        parameters, partial_rotary_factor), or one such dict for each layer type.
+      max_positions: number of positions that the model is made for. Learned positions end there.
+      position_offset: unused entries of the learned embedding before position 0.
+      alibi_scale: factor on the slopes of ALiBi.
+      alibi_interleaved: order of the slopes of ALiBi if the number of heads is not a power of two.
+        true takes every other slope of the next larger power, odd ones first.
+      window: number of tokens that a token attends to, itself included. If not set, all.
+      layer_types: full_attention or sliding_attention for each layer. window applies to the latter.
+      attention_scale: factor on the dot product of query and key. If not set, 1 / √head_dim.
+      attention_softcap: replaces attention logits x by cap · tanh(x / cap).
+      qk_norm: normalizes the queries and keys of each head before rotary positions.
+      clip_qkv: clips queries, keys and values to ± this value.
+      activation: activation of the feed-forward network. gelu_tanh is the tanh approximation.
+      gated: the feed-forward network is down(activation(gate(x)) · up(x)).
+      qkv_bias: query, key and value projections have a bias.
+      out_bias: the output projection of attention has a bias.
+      mlp_bias: the linear layers of the feed-forward network have a bias.
+      embedding_size: width of the embeddings. If not set, D. Another width is projected to D.
       embedding_scale: factor on the token embeddings.
-      embedding_norm: the embeddings are normed.
-      final_norm: the last layer's output is normed.
+      embedding_norm: normalizes the token embeddings.
+      final_norm: normalizes the output of the last layer.
       tied_head: the output embedding is the input embedding.
-      logits_softcap: as attention_softcap, of the output.
-      embedding_dropout, attention_dropout, residual_dropout: probabilities, in training; the
-        checkpoint's, or 0, if left out.
-      init_std: standard deviation of new weights; of those that write to the residual stream, over
-        √(2·L).
+      logits_softcap: replaces output logits x by cap · tanh(x / cap).
+      embedding_dropout: dropout of the embeddings in training. If not set, that of the checkpoint,
+        or 0 without one.
+      attention_dropout: dropout of the attention weights in training, with the same default.
+      residual_dropout: dropout of the output of each sublayer in training, with the same default.
+      init_std: standard deviation of new weights. Weights that write to the residual stream get
+        init_std / √(2·L).
     """
 
     name_or_path: str | None = None
@@ -236,12 +242,15 @@ class Execution:
     """How a model is computed: nothing here changes the result beyond rounding.
 
     Attributes:
-      attention: implementation, by name or auto.
-      sequence: how attention is cut over parallel.sp, by name or auto.
-      schedule: split: attention over the whole sequence, then the feed-forward in chunks; fused:
-        Algorithm 1, both for one block of queries at a time.
-      q_chunk, k_chunk, ffn_chunk: tokens in a block.
-      offload: share of the tokens whose kept values go to host memory.
+      attention: attention implementation. auto picks by device and supported features.
+      sequence: how attention communicates along parallel.sp. auto picks the first of ulysses,
+        ulysses_ring and ring that the number of heads allows.
+      schedule: split runs attention on the full sequence, then the feed-forward network in chunks;
+        fused runs both on one chunk of queries at a time (Algorithm 1 of the paper).
+      q_chunk: query tokens processed at a time by attention.
+      k_chunk: key tokens processed at a time by attention.
+      ffn_chunk: tokens processed at a time by the feed-forward network.
+      offload: share of the tokens whose saved activations move to host memory, 0 to 1.
     """
 
     attention: str = "auto"

@@ -34,20 +34,22 @@ RULES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Devices along each mesh axis; -1 (at most one of them) takes all that are left. Of several
-    processes, which of them this is.
+    """Device mesh and processes.
 
     Attributes:
-      dp: data parallel: parameters replicated, batch cut.
-      fsdp: batch cut, and what zero says.
-      tp: tensor parallel: heads, feed-forward and vocabulary cut.
-      sp: sequence parallel: tokens of a row cut, and what zero says.
-      zero: what else fsdp and sp cut. 1: optimizer state; 2: gradients too; 3: parameters too.
-        Rajbhandari et al. 2019, arXiv 1910.02054.
-      coordinator: host:port of process 0. What is not set here is taken from the environment: see
-        `processes.find_place`.
-      num_processes: how many make up the run.
-      process_id: this one's number, from 0.
+      dp: devices for data parallelism. The batch is sharded, the parameters are replicated. One of
+        the four axes may be -1, which takes all remaining devices.
+      fsdp: devices for fully sharded data parallelism. The batch is sharded, and the state as zero
+        says.
+      tp: devices for tensor parallelism. Heads, feed-forward network and vocabulary are sharded.
+      sp: devices for sequence parallelism. The tokens of a sequence are sharded, and the state as
+        zero says.
+      zero: state that fsdp and sp shard. 1 is optimizer state; 2 adds gradients; 3 adds parameters.
+      coordinator: host:port of process 0. If not set, taken from the environment.
+      num_processes: number of processes. If not set, taken from the environment.
+      process_id: index of this process, from 0. If not set, taken from the environment.
+
+    Rajbhandari et al. 2019, arXiv 1910.02054, for zero.
     """
 
     dp: int = 1

@@ -131,6 +131,9 @@ def test_bad_sources(tmp_path):
         open_documents(tmp_path / "deep.jsonl")[0]
     with pytest.raises(ValueError, match="sample_by='word'"):
         open_documents(tmp_path, sample_by="word")
+    write(tmp_path / "described" / "records.json", "[]")
+    with pytest.raises(ValueError, match=r"no file of .*parquet; .json .* described/\*\.json$"):
+        open_documents(tmp_path / "described")
 
 
 @pytest.mark.parametrize("count, fraction", [(2, 0.1), (10, 0.1), (97, 0.25), (7, 0.99)])
