@@ -222,12 +222,14 @@ def main(argv: list[str] | None = None) -> int:
         if verify and importlib.util.find_spec("torch") is None:
             raise ValueError("--verify needs torch, which is not installed")
         if args.way == "hf-to-bptjax":
-            to_bptjax(args.source, args.out)
+            model = to_bptjax(args.source, args.out)
         elif args.way == "export-adapter":
-            export_adapter(args.source, args.out)
+            model = export_adapter(args.source, args.out)
         else:
             how = to_hf if args.way == "bptjax-to-hf" else merge_adapter
-            how(args.source, args.out, dtype=args.dtype, max_shard_size=args.max_shard_size)
+            model = how(args.source, args.out, dtype=args.dtype, max_shard_size=args.max_shard_size)
+        if model.left_out:
+            print(model.left_out)
         print(f"written: {args.out}")
         if verify:
             hf, ours = find(args.source), args.out

@@ -31,6 +31,8 @@ def load(name: str, *, tokenizer: str | None, device: str, dtype: str | None):
     model = open_pretrained(ModelConfig(name_or_path=name))
     if isinstance(model.config, EncoderConfig):
         raise ValueError(f"{name} is an encoder; it writes no text")
+    if model.left_out:
+        print(model.left_out, file=sys.stderr)
     kind = jnp.dtype(dtype or model.kinds["embedding"][0])
     own = None if tokenizer else model.config.V
     text = load_tokenizer(tokenizer or tokenizer_of(name, model), own)

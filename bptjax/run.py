@@ -168,6 +168,7 @@ def _checked(config: Config, devices: list[jax.Device]) -> Run:
     ]
     if pretrained:
         notes.append(f"model: from {config.model.name_or_path}")
+        notes += [pretrained.left_out] * bool(pretrained.left_out)
         reach = model.max_positions
         if model.position == "rope" and reach and config.train.seq_len > reach:
             notes.append(

@@ -36,7 +36,7 @@ class Family:
       rows: the table of tensors.
       prefix: of the names that a file of the bare model, without its head, leaves out.
       neutral: config keys that change no result.
-      ignored: patterns of tensors that are left out.
+      ignored: patterns of names of tensors that are left out, beside `IGNORED`.
       renamed: endings of names in old files, and what they are now.
       positions: the config key that holds their number.
       config: the class that `read` makes keywords for.
@@ -562,9 +562,17 @@ def rows_vit(c: EncoderConfig) -> Iterator[Row]:
 
 
 WINDOWS = ("use_sliding_window", "max_window_layers")
-# Tensors of old files that hold no parameters: rotary frequencies, causal masks.
-IGNORED = (r".*rotary_emb\.inv_freq", r".*\.(attn|attention)\.(bias|masked_bias)")
-POOLER = r"(bert\.)?pooler\.dense\..*"
+# Buffers that old versions of transformers saved: rotary frequencies and tables, causal masks.
+IGNORED = r"(.*\.)?rotary_emb(_local)?\.(\w*inv_freq|cos_cached|sin_cached)"
+CAUSAL_MASKS = r".*\.{}\.(bias|masked_bias)"
+MEGATRON_MASK = r".*\.self_attention\.scale_mask_softmax\.causal_mask"
+# Second names under which some files repeat a tied parameter, and the parameter.
+COPIES = {
+    "lm_head.weight": "embedding",
+    "embed_out.weight": "embedding",
+    "cls.predictions.decoder.weight": "embedding",
+    "cls.predictions.decoder.bias": "masked.bias",
+}
 FAMILIES: dict[str, Family] = {
     "llama": Family(read_llama, rows_modern, neutral=("pretraining_tp",)),
     "mistral": Family(read_mistral, rows_modern),
@@ -578,6 +586,7 @@ FAMILIES: dict[str, Family] = {
         read_gpt2,
         rows_gpt2,
         prefix="transformer.",
+        ignored=(CAUSAL_MASKS.format("attn"),),
         neutral=(
             "reorder_and_upcast_attn",
             "summary_activation",
@@ -592,15 +601,17 @@ FAMILIES: dict[str, Family] = {
         read_gpt_neox,
         rows_gpt_neox,
         prefix="gpt_neox.",
+        ignored=(CAUSAL_MASKS.format("attention"),),
         neutral=("is_decoder",),
     ),
     "bloom": Family(
         read_bloom,
         rows_bloom,
         prefix="transformer.",
+        ignored=(MEGATRON_MASK,),
         neutral=("pretraining_tp", "slow_but_exact"),
     ),
-    "opt": Family(read_opt, rows_opt),
+    "opt": Family(read_opt, rows_opt, ignored=(r"(model\.)?decoder\.version",)),
     "mpt": Family(
         read_mpt,
         rows_mpt,
@@ -608,14 +619,18 @@ FAMILIES: dict[str, Family] = {
         neutral=("init_device", "norm_type", "learned_pos_emb"),
         positions="max_seq_len",
     ),
-    "falcon": Family(read_falcon, rows_falcon, prefix="transformer."),
+    "falcon": Family(read_falcon, rows_falcon, prefix="transformer.", ignored=(MEGATRON_MASK,)),
     "bert": Family(
         read_bert,
         rows_bert,
         prefix="bert.",
         config=EncoderConfig,
-        # Heads that the class which the config names does not have.
-        ignored=(r"(bert\.)?embeddings\.position_ids", r"cls\.seq_relationship\..*", POOLER),
+        ignored=(
+            r"(bert\.)?embeddings\.(position|token_type)_ids",
+            # Heads that the class named by config.json does not have.
+            r"cls\.seq_relationship\..*",
+            r"(bert\.)?pooler\.dense\..*",
+        ),
         renamed=((".gamma", ".weight"), (".beta", ".bias")),
     ),
     "vit": Family(

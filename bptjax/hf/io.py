@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +18,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError, safe_open
 
 from bptjax.hf.config import read_json
-from bptjax.hf.families import IGNORED, Family
+from bptjax.hf.families import COPIES, IGNORED, Family
 from bptjax.hf.rows import Row
 from bptjax.models.config import ModelConfig
 
@@ -45,10 +46,11 @@ class Tensors:
       renamed: endings of names in old files, and what they are now.
 
     Attributes:
-      kinds: name to (dtype, shape).
+      kinds: name to (dtype, shape). A dtype outside `NAMES` is allowed here, because files of old
+        versions hold integer buffers; `Checkpoint` checks the tensors that it reads.
 
     Raises:
-      ValueError: no weights, a missing or damaged file, a dtype that is not supported.
+      ValueError: no weights, or a missing or damaged file.
     """
 
     def __init__(self, directory: Path, renamed: tuple[tuple[str, str], ...] = ()):
@@ -70,17 +72,13 @@ class Tensors:
                 raise ValueError(f"{directory} has no {SINGLE}")
         for name, tensor in self._torch.items():
             dtype = str(tensor.dtype).removeprefix("torch.")
-            if dtype not in NAMES:
-                raise ValueError(f"{directory}: {name} is {dtype}, not {', '.join(NAMES)}")
             self.kinds[name] = dtype, tuple(tensor.shape)
         for file in files:
             with _opened(file) as tensors:
                 for name in tensors.keys():  # noqa: SIM118 (no mapping)
                     part = tensors.get_slice(name)
-                    if part.get_dtype() not in DTYPES:
-                        known = ", ".join(DTYPES)
-                        raise ValueError(f"{file}: {name} is {part.get_dtype()}, not {known}")
-                    self.kinds[now(name)] = DTYPES[part.get_dtype()], tuple(part.get_shape())
+                    dtype = DTYPES.get(part.get_dtype(), part.get_dtype())
+                    self.kinds[now(name)] = dtype, tuple(part.get_shape())
                     self._files[now(name)] = file, name
 
     def read(self, name: str) -> np.ndarray:
@@ -115,13 +113,20 @@ def _opened(file: Path) -> Iterator[Any]:
 
 
 def _files(directory: Path, single: str, index: str) -> list[Path]:
-    """The file of this name, or those that the index names."""
+    """Returns the file called `single`, or the files that the index lists.
+
+    Raises:
+      ValueError: the index lists no files, or files that are not there.
+    """
     if (directory / index).exists():
-        names = read_json(directory / index).get("weight_map", {}).values()
-        files = [directory / name for name in dict.fromkeys(names)]
-        missing = [file.name for file in files if not file.exists()]
-        if missing or not files:
-            raise ValueError(f"{directory / index} names files that are not there: {missing}")
+        names = read_json(directory / index).get("weight_map")
+        if not isinstance(names, dict) or not names:
+            raise ValueError(f"{directory / index} is damaged: its weight_map lists no tensors")
+        if strange := [x for x in names.values() if not isinstance(x, str)]:
+            raise ValueError(f"{directory / index} is damaged: {strange[0]!r} is not a file name")
+        files = [directory / name for name in dict.fromkeys(names.values())]
+        if missing := [file.name for file in files if not file.is_file()]:
+            raise ValueError(f"{directory / index} lists files that are not there: {missing}")
         return files
     return [directory / single] if (directory / single).exists() else []
 
@@ -133,11 +138,17 @@ def _unpickled(file: Path) -> dict[str, Any]:
     import torch
 
     try:
-        return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        found = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
         # Whatever a damaged pickle brings about.
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(f"{file} is damaged or no torch file: {text}") from error
+    tensors = isinstance(found, dict) and all(
+        isinstance(name, str) and isinstance(x, torch.Tensor) for name, x in found.items()
+    )
+    if not tensors:
+        raise ValueError(f"{file} holds something other than tensors by name")
+    return found
 
 
 def names_of(row: Row, layers: int) -> list[str]:
@@ -148,8 +159,13 @@ def names_of(row: Row, layers: int) -> list[str]:
 class Checkpoint:
     """The rows of a family found in a directory's tensors.
 
+    Attributes:
+      left_out: names of tensors that are not read, because they hold no parameters of this model:
+        buffers that old versions of transformers saved, and heads that the class named by
+        config.json does not have.
+
     Raises:
-      ValueError: missing, unexpected and wrongly shaped tensors, all in one.
+      ValueError: missing and unexpected tensors, wrong shapes and dtypes, all in one.
     """
 
     def __init__(self, directory: Path, family: Family, config: ModelConfig):
@@ -162,32 +178,43 @@ class Checkpoint:
         self.rows = {row: self._names(row) for row in rows}
         wanted = {n: row.shape for row, names in self.rows.items() for n in names}
         missing = sorted(wanted.keys() - kinds.keys())
-        ignored = re.compile("|".join((*IGNORED, *family.ignored)))
-        others = sorted(n for n in kinds.keys() - wanted.keys() if not ignored.fullmatch(n))
-        others = [n for n in others if not self._same_as_tied(n)]
-        wrong = [
-            f"{n} is {list(kinds[n][1])}, not {list(shape)}"
-            for n, shape in wanted.items()
-            if n in kinds and kinds[n][1] != shape
-        ]
-        if missing or others or wrong:
-            problems = (("missing", missing), ("unexpected", others), ("wrong shape", wrong))
-            text = "; ".join(f"{what}: {_some(names)}" for what, names in problems if names)
+        ignored = re.compile("|".join((IGNORED, *family.ignored)))
+        others = sorted(kinds.keys() - wanted.keys())
+        self.left_out = [n for n in others if ignored.fullmatch(n)]
+        others = [n for n in others if not ignored.fullmatch(n) and not self._is_copy(n)]
+        found = {n: (*kinds[n], shape) for n, shape in wanted.items() if n in kinds}
+        problems = {
+            "missing": missing,
+            "unexpected": others,
+            "wrong shape": [
+                f"{n} is {list(got)}, not {list(shape)}"
+                for n, (_, got, shape) in found.items()
+                if got != shape
+            ],
+            "wrong dtype": [
+                f"{n} is {dtype}, not {', '.join(NAMES)}"
+                for n, (dtype, _, _) in found.items()
+                if dtype not in NAMES
+            ],
+        }
+        text = "; ".join(f"{what}: {_some(names)}" for what, names in problems.items() if names)
+        if text:
             raise ValueError(f"{directory}: {text}")
 
     def _names(self, row: Row) -> list[str]:
         strip = self.prefix
         return [name.removeprefix(strip) for name in names_of(row, self.config.num_layers)]
 
-    def _same_as_tied(self, name: str) -> bool:
-        """Whether this is a copy of the embedding, which is the output embedding too."""
-        embedding = next(names[0] for row, names in self.rows.items() if row.ours == ("embedding",))
-        kinds = self.tensors.kinds
+    def _is_copy(self, name: str) -> bool:
+        """Whether a tied parameter is stored a second time under this name, with equal values."""
+        if not self.config.tied_head or name not in COPIES:
+            return False
+        originals = (names[0] for row, names in self.rows.items() if row.ours == (COPIES[name],))
+        original, kinds = next(originals, ""), self.tensors.kinds
         return (
-            self.config.tied_head
-            and name in ("lm_head.weight", "embed_out.weight")
-            and kinds[name] == kinds.get(embedding)
-            and self.tensors.read(name).tobytes() == self.tensors.read(embedding).tobytes()
+            kinds[name] == kinds.get(original)
+            and kinds[name][0] in NAMES
+            and self.tensors.read(name).tobytes() == self.tensors.read(original).tobytes()
         )
 
     def kinds(self) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -372,6 +399,15 @@ def whole(out: Path) -> Iterator[Path]:
         beside.rename(out)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
+
+
+def left_out(names: Sequence[str]) -> str:
+    """One line about tensors that were not read, counted over the layers; empty without any."""
+    counts = Counter(re.sub(r"\.\d+\.", ".*.", name) for name in names)
+    shown = [name if n == 1 else f"{name} ({n})" for name, n in counts.items()]
+    tensors = f"{len(names)} tensor{'s' * (len(names) > 1)}"
+    text = f"left out {tensors} of the files that hold no parameters of this model: {_some(shown)}"
+    return text if names else ""
 
 
 def _some(names: Sequence[str]) -> str:

@@ -15,7 +15,7 @@ from flax import nnx
 from bptjax.checkpoint import Checkpoints
 from bptjax.hf.config import merge, read_config
 from bptjax.hf.families import Family
-from bptjax.hf.io import SINGLE, Checkpoint, Tensors, fingerprint, whole
+from bptjax.hf.io import SINGLE, Checkpoint, Tensors, fingerprint, left_out, whole
 from bptjax.hf.peft import CONFIG as PEFT_CONFIG
 from bptjax.hf.peft import read_base, read_peft, write_peft
 from bptjax.hf.place import place, put
@@ -41,6 +41,7 @@ class Pretrained:
       params: likewise, layers stacked, as (path, array).
       read: one of them, by path and layer.
       adapters: beside the parameters, which are then those of the model that they are for.
+      left_out: one line about tensors of the files that were not read; empty without any.
     """
 
     config: ModelConfig
@@ -52,6 +53,7 @@ class Pretrained:
     params: Callable[[], Iterator[tuple[str, np.ndarray]]]
     read: Callable[[str, int | None], np.ndarray]
     adapters: Adapters | None = None
+    left_out: str = ""
 
     @cached_property
     def fingerprint(self) -> int:
@@ -116,7 +118,8 @@ def open_pretrained(wanted: ModelConfig) -> Pretrained:
         family, config = read_config(directory)
         found = Checkpoint(directory, family, config)
         how = found.kinds(), found.pieces, found.params, found.read
-        return Pretrained(merge(config, wanted), family, config, directory, *how)
+        text = left_out(found.left_out)
+        return Pretrained(merge(config, wanted), family, config, directory, *how, left_out=text)
     companions = directory / COMPANIONS
     family, read_as = read_config(companions) if companions.is_dir() else (None, None)
     if (directory / "checkpoints").is_dir():

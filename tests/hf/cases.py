@@ -242,6 +242,50 @@ ENCODERS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 FAMILIES = {name.split(":")[0]: name for name in reversed(CASES)}
 
+# Buffers that old versions of transformers saved beside a family's parameters: name (`{}` counts
+# the layers), dtype, shape.
+_ROTARY = ("model.layers.{}.self_attn.rotary_emb.inv_freq", "float32", (4,))
+_TABLE = ("model.layers.{}.self_attn.rotary_emb.cos_cached", "float32", (1, 1, 8, 8))
+_MASK = ("transformer.h.{}.self_attention.scale_mask_softmax.causal_mask", "bool", (1, 1, 8, 8))
+OLD_BUFFERS: dict[str, list[tuple[str, str, tuple[int, ...]]]] = {
+    "llama": [
+        _ROTARY,
+        ("model.layers.{}.self_attn.rotary_emb.cos_cached", "float32", (1, 1, 8, 8)),
+    ],
+    "mistral": [_ROTARY],
+    "qwen2": [_ROTARY],
+    "qwen3": [_ROTARY],
+    "gemma": [_ROTARY],
+    "gemma2": [_ROTARY],
+    "gemma3": [
+        ("model.rotary_emb.inv_freq", "float32", (8,)),
+        ("model.rotary_emb_local.inv_freq", "float32", (8,)),
+    ],
+    "phi3": [_ROTARY, ("model.rotary_emb.original_inv_freq", "float32", (4,))],
+    "gpt2": [
+        ("transformer.h.{}.attn.bias", "uint8", (1, 1, 8, 8)),
+        ("transformer.h.{}.attn.masked_bias", "float32", ()),
+    ],
+    "gpt_neox": [
+        ("gpt_neox.layers.{}.attention.bias", "bool", (1, 1, 8, 8)),
+        ("gpt_neox.layers.{}.attention.masked_bias", "float16", ()),
+        ("gpt_neox.layers.{}.attention.rotary_emb.inv_freq", "float32", (1,)),
+    ],
+    "bloom": [_MASK],
+    "opt": [("model.decoder.version", "float32", (1,))],
+    # No version of transformers saved any.
+    "mpt": [],
+    "falcon": [
+        _MASK,
+        ("transformer.h.{}.self_attention.rotary_emb.inv_freq", "float16", (4,)),
+    ],
+    "bert": [
+        ("bert.embeddings.position_ids", "int64", (1, 64)),
+        ("bert.embeddings.token_type_ids", "int64", (1, 64)),
+    ],
+    "vit": [],
+}
+
 
 def config(name: str) -> Any:
     import transformers
