@@ -51,6 +51,12 @@ def document(row: object, where: str, *, text_key: str, format: str = "text") ->
     )
 
 
+def location(documents: Sequence[Document], index: int) -> str:
+    """Returns the file and number of a record, for messages."""
+    where = getattr(documents, "location", None)
+    return where(index) if where else f"document {index + 1}"
+
+
 class TextFile(Sequence[Document]):
     """A text file, whole or by records; `spans` [n, 2] are the records' byte offsets."""
 
@@ -74,9 +80,12 @@ class TextFile(Sequence[Document]):
     def __len__(self) -> int:
         return len(self.spans)
 
+    def location(self, index: int) -> str:
+        return str(self.path) if self.whole else f"{self.path}, record {index + 1}"
+
     def __getitem__(self, index: int) -> Document:
         start, stop = self.spans[index].tolist()
-        where = str(self.path) if self.whole else f"{self.path}, record {index + 1}"
+        where = self.location(index)
         with self._open() as file:
             file.seek(start)
             data = file.read(-1 if self.whole else stop - start)
@@ -106,8 +115,11 @@ class JsonList(Sequence[Document]):
     def __len__(self) -> int:
         return len(self.rows)
 
+    def location(self, index: int) -> str:
+        return f"{self.path}, record {index + 1}"
+
     def __getitem__(self, index: int) -> Document:
-        return self.read(self.rows[index], f"{self.path}, record {index + 1}")
+        return self.read(self.rows[index], self.location(index))
 
 
 def _opened(path: Path) -> BinaryIO:
@@ -149,13 +161,16 @@ class RowGroup(Sequence[Document]):
     def __len__(self) -> int:
         return self.rows
 
+    def location(self, index: int) -> str:
+        return f"{self.where}, row {index + 1}"
+
     def __getitem__(self, index: int) -> Document:
         row = {}
         for column, values in zip(*self.decode(), strict=True):
             cell = values[index]
             arrays = column == "input_ids" and cell.is_valid
             row[column] = cell.values if arrays else cell.as_py()
-        return self.read(row, f"{self.where}, row {index + 1}")
+        return self.read(row, self.location(index))
 
 
 def row_groups(paths: Sequence[Path], text_key: str, format: str) -> list[RowGroup]:

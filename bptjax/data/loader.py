@@ -14,6 +14,7 @@ from grain import experimental as gx
 from bptjax.data.chat import Chat, encode
 from bptjax.data.files import Document
 from bptjax.data.packing import Example, buffer_rows, example, grouped, pack
+from bptjax.data.records import RecordReader, Records
 from bptjax.data.text import open_documents, split_documents
 from bptjax.data.tokenizer import Tokenizer
 
@@ -39,7 +40,9 @@ class DataConfig:
         of the checkpoint, or byte without one.
       packing: how documents fill sequences. concat joins all documents and splits them at seq_len;
         best_fit packs whole documents tightly; none puts one document in each sequence. Packed
-        documents do not attend to each other.
+        documents do not attend to each other. No packing splits a record with a loss mask.
+      too_long: what happens to records with a loss mask that are longer than train.seq_len. Text
+        without one is split instead.
       group_by_length: batch sequences of similar length, padded to the longest of each batch; needs
         packing=none.
       shards: number of equal parts of the documents, read by different processes. Each part
@@ -61,6 +64,7 @@ class DataConfig:
     target_max_len: int | None = None
     tokenizer: str | None = None
     packing: Literal["none", "concat", "best_fit"] = "concat"
+    too_long: Literal["drop", "truncate_left", "error"] = "drop"
     group_by_length: bool = False
     shards: int = 1
     shuffle: bool = True
@@ -113,11 +117,6 @@ class TrainIterator(gx.ThreadPrefetchDatasetIterator):
         self._running = True
         # A thread that is inside grain's C++ code when the interpreter exits aborts the process.
         atexit.register(self.close)
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        # grain's concat-then-split compares its state with tuples; JSON knows lists only, and it
-        # would skip a document after the round trip (grain 0.2.18).
-        super().set_state(_tuples(state))
 
     def close(self) -> None:
         # Only once: grain's __del__ closes too, at exit when the modules it needs are gone.
@@ -197,35 +196,27 @@ def train_loader(
         )
     found = {}
     for i in sorted({row // (rows // n) for row in (range(rows) if here is None else here)}):
-        examples = _examples(documents, tokenizer, config)[i::n]
         # With the same seed, a batch would be of documents that stand beside one another.
         own = replace(config, seed=config.seed + i)
-        found[i] = _shard(examples, own, seq_len, rows // n, f"shard {i} of {n}")
+        found[i] = _shard(_records(documents, tokenizer, own, seq_len), i, own, rows // n)
     return Batches(found, n)
 
 
-def _shard(
-    examples: grain.MapDataset, config: DataConfig, seq_len: int, rows: int, name: str
-) -> TrainIterator:
-    """Batches `[rows, T]` of these examples; `name` is the shard's, for errors."""
-    labels = pieces = learnt = 0
-    limit = max(4, buffer_rows(seq_len) // config.shards)
-    for index in range(len(examples)):
-        each = examples[index]["labels"]
-        length = len(each)
-        labels, pieces = labels + length, pieces + -(-length // seq_len)
-        learnt += int((each != -100).sum())
-        if labels >= seq_len and pieces >= limit and learnt:
+def _shard(records: Records, shard: int, config: DataConfig, rows: int) -> TrainIterator:
+    """Returns the batches `[rows, T]` of one shard of the records."""
+    n, seq_len = config.shards, records.reader.seq_len
+    labels = pieces = too_long = 0
+    limit = max(4, buffer_rows(seq_len) // n)
+    for index in range(shard, len(records), n):
+        record = records.inspect(index)
+        for one in record.examples:
+            length = len(one["labels"])
+            labels, pieces = labels + length, pieces + -(-length // seq_len)
+        too_long += bool(record.too_long)
+        if labels >= seq_len and pieces >= limit:
             break
-    if labels < seq_len:
-        raise ValueError(
-            f"the {len(examples)} training documents of {name} give {labels} labels, fewer than "
-            f"seq_len={seq_len}; use a shorter one, more text or fewer data.shards"
-        )
-    if not learnt:
-        raise ValueError(
-            f"no token of the training documents of {name} is learnt: all answers are empty"
-        )
+    examples = grain.MapDataset.source(records)[shard::n]
+    _check_tokens(labels, too_long, seq_len, f"{len(examples)} training", f"shard {shard} of {n}")
     if config.group_by_length:
         return TrainIterator(
             grouped(examples, seq_len=seq_len, rows=rows, shuffle=config.shuffle, seed=config.seed)
@@ -257,36 +248,56 @@ def eval_loader(
 
     The last batch is filled with rows of padding. With `max_batches`, the pass ends early.
     """
-    examples = _examples(documents, tokenizer, config)
-    packed = pack(examples, packing=config.packing, seq_len=seq_len)
+    records = _records(documents, tokenizer, config, seq_len)
+    packed = pack(grain.MapDataset.source(records), packing=config.packing, seq_len=seq_len)
     batches = packed.batch(rows, batch_fn=functools.partial(_fill, rows=rows))
     return batches if max_batches is None else gx.LimitIterDataset(batches, max_batches)
 
 
-def _examples(
-    documents: Sequence[Document], tokenizer: Tokenizer, config: DataConfig
-) -> grain.MapDataset:
-    def one(document):
-        if not isinstance(document, Chat):
-            return example(document, tokenizer)
-        return encode(
-            document,
-            tokenizer,
-            source_max_len=config.source_max_len,
-            target_max_len=config.target_max_len,
-            train_on_source=config.train_on_source,
+def _check_tokens(labels: int, too_long: int, seq_len: int, documents: str, shard: str) -> None:
+    """
+    Raises:
+      ValueError: the documents have too few tokens that count in the loss to train on.
+    """
+    what = f"the {documents} documents of {shard}"
+    if not labels and too_long:
+        raise ValueError(
+            f"{what}: all {too_long} records with tokens in the loss are longer than "
+            f"train.seq_len={seq_len}; raise it, or set data.too_long=truncate_left"
+        )
+    if not labels:
+        raise ValueError(
+            f"{what} contain no token that counts in the loss: all are empty, or all answers are"
+        )
+    if labels < seq_len:
+        raise ValueError(
+            f"{what} have {labels} tokens to train on, fewer than seq_len={seq_len}; use a shorter "
+            "one, more text or fewer data.shards"
         )
 
-    return grain.MapDataset.source(documents).map(one)
+
+def _records(
+    documents: Sequence[Document], tokenizer: Tokenizer, config: DataConfig, seq_len: int
+) -> Records:
+    """Returns the list of examples of each document, made when asked for."""
+
+    def examples(document: Document) -> list[Example]:
+        if not isinstance(document, Chat):
+            return [example(document, tokenizer)]
+        return [
+            encode(
+                document,
+                tokenizer,
+                source_max_len=config.source_max_len,
+                target_max_len=config.target_max_len,
+                train_on_source=config.train_on_source,
+            )
+        ]
+
+    return Records(documents, RecordReader(examples, seq_len, config.too_long))
 
 
 def _fill(batch: Sequence[Example], rows: int) -> Example:
     blank = {key: np.full_like(value, -100 * (key == "labels")) for key, value in batch[0].items()}
     full = [*batch, *itertools.repeat(blank, rows - len(batch))]
     return {key: np.stack([row[key] for row in full]) for key in blank}
-
-
-def _tuples(state: Any) -> Any:
-    if isinstance(state, dict):
-        return {key: _tuples(value) for key, value in state.items()}
-    return tuple(map(_tuples, state)) if isinstance(state, list) else state

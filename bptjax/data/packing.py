@@ -6,6 +6,7 @@ import grain
 import numpy as np
 from grain import experimental as gx
 
+from bptjax.data.concat import ConcatIterDataset, Example, sequence
 from bptjax.data.tokenizer import Tokenizer
 
 PACKINGS = ("none", "concat", "best_fit")
@@ -13,8 +14,6 @@ BUFFER_TOKENS = 2**22
 # Of batches grouped by length. Each width is compiled once.
 WIDTHS = 8
 GROUPED_BATCHES = 50
-
-Example = dict[str, np.ndarray]
 
 
 def example(document: str | np.ndarray, tokenizer: Tokenizer) -> Example:
@@ -72,28 +71,36 @@ def pack(
     window: int | None = None,
     seed: int = 0,
 ) -> grain.IterDataset:
-    """Rows from examples: a dict of int32 [T] `tokens`, `labels`, `segments`, `positions`.
+    """Packs the lists of examples of records into sequences: dicts of int32 [T] `tokens`, `labels`,
+    `segments`, `positions`.
 
-    `labels` are -100 where there is none. `segments` count the documents in a row from 1; 0 is
-    padding. `positions` restart at 0 in each document, and also in each piece of a document cut
-    over several rows. Every token of `examples` is in exactly one row.
+    `labels` are -100 where no token is to be predicted. `segments` count the documents in a
+    sequence from 1; 0 is padding. `positions` restart at 0 in each document, and also in each piece
+    of a document split over several sequences. Every token of `examples` is in exactly one
+    sequence.
 
-    - `none`: one document, or piece of one, a row.
-    - `concat`: documents one after the other, cut wherever a row is full. Pads the last row only.
-    - `best_fit`: whole documents, each in the fullest open row that has room; longer ones are cut.
+    - `none`: one document, or piece of one, per sequence.
+    - `concat`: documents one after the other, split wherever a sequence is full. Only examples with
+      a loss mask stay whole; see `concat.ConcatIterDataset`.
+    - `best_fit`: whole documents, each in the fullest open sequence that has room; documents longer
+      than `seq_len` are split first.
 
-    With a `window`, that many rows (`concat`) or pieces (the others) at a time are shuffled, so
-    that a batch is not one stretch of a long document, and `none` cuts a long document elsewhere
-    in each epoch. Without one, the order is that of the examples.
+    With a `window`, that many sequences (`concat`) or pieces (the others) at a time are shuffled:
+    a batch is not one stretch of a long document, and `none` splits a long document elsewhere in
+    each epoch. Without a window, the order is that of the examples.
     """
     if packing not in PACKINGS:
         raise ValueError(f"data.packing={packing!r}; use one of {', '.join(PACKINGS)}")
+    bins = min(128, window or buffer_rows(seq_len))
     if packing == "concat":
-        pieces = examples.map(lambda whole: [whole] if len(whole["tokens"]) else [])
+        pieces = examples.map(lambda record: [one for one in record if len(one["tokens"])])
     elif packing == "none" and window:
-        pieces = examples.random_map(lambda whole, rng: cut(whole, seq_len, rng), seed=seed)
+        pieces = examples.random_map(
+            lambda record, rng: [piece for one in record for piece in cut(one, seq_len, rng)],
+            seed=seed,
+        )
     else:
-        pieces = examples.map(lambda whole: cut(whole, seq_len))
+        pieces = examples.map(lambda record: [p for one in record for p in cut(one, seq_len)])
     # No read-ahead here: the loader has one thread for everything.
     direct = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
     pieces = gx.FlatMapIterDataset(pieces.to_iter_dataset(direct), _Flatten())
@@ -103,15 +110,15 @@ def pack(
             return dataset
         return gx.WindowShuffleIterDataset(dataset, window_size=window, seed=seed)
 
-    lengths = {"tokens": seq_len, "labels": seq_len}
     if packing == "none":
-        return shuffled(pieces).map(functools.partial(_lone_row, seq_len=seq_len))
+        return shuffled(pieces).map(lambda piece: sequence([piece], seq_len))
     if packing == "concat":
-        rows = gx.ConcatThenSplitIterDataset(pieces, length_struct=lengths)
-        return shuffled(rows).map(_packed_row)
-    bins = min(128, window or buffer_rows(seq_len))
+        return shuffled(ConcatIterDataset(pieces, seq_len=seq_len, bins=bins))
     rows = gx.BestFitPackIterDataset(
-        shuffled(pieces), length_struct=lengths, num_packing_bins=bins, shuffle_bins=False
+        shuffled(pieces),
+        length_struct={"tokens": seq_len, "labels": seq_len},
+        num_packing_bins=bins,
+        shuffle_bins=False,
     )
     return rows.map(_packed_row)
 
@@ -126,13 +133,13 @@ def grouped(
     first, as Hugging Face's Trainer does. The longest of all is in the very first batch: if memory
     does not suffice, it shows at once. Every example is read once beforehand.
     """
-    lengths = [len(examples[index]["tokens"]) for index in range(len(examples))]
     pieces = [
-        (index, start, min(start + seq_len, length))
-        for index, length in enumerate(lengths)
-        for start in range(0, length, seq_len)
+        (index, number, start, min(start + seq_len, len(one["tokens"])))
+        for index in range(len(examples))
+        for number, one in enumerate(examples[index] or [])
+        for start in range(0, len(one["tokens"]), seq_len)
     ]
-    sizes, n = np.array([stop - start for _, start, stop in pieces]), len(pieces)
+    sizes, n = np.array([stop - start for _, _, start, stop in pieces]), len(pieces)
     # Several groups even where there are few batches: one alone would not be shuffled.
     group = rows * max(1, min(n // (4 * rows), GROUPED_BATCHES))
     width = -(-seq_len // WIDTHS)
@@ -151,13 +158,13 @@ def grouped(
         return found
 
     def piece(place, _):
-        index, start, stop = pieces[order(place // n)[place % n]]
-        return {key: value[start:stop] for key, value in examples[index].items()}
+        index, number, start, stop = pieces[order(place // n)[place % n]]
+        return {key: value[start:stop] for key, value in (examples[index] or [])[number].items()}
 
     def batch(found):
         longest = max(len(each["tokens"]) for each in found)
         T = min(-(-longest // width) * width, seq_len)
-        each = [_lone_row(one, T) for one in found]
+        each = [sequence([one], T) for one in found]
         return {key: np.stack([row[key] for row in each]) for key in each[0]}
 
     direct = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
@@ -170,14 +177,6 @@ class _Flatten(gx.FlatMapTransform):
 
     def flat_map(self, element):
         return element
-
-
-def _lone_row(piece: Example, seq_len: int) -> Example:
-    length = len(piece["tokens"])
-    tokens, labels, segments, positions = np.zeros((4, seq_len), np.int32)
-    tokens[:length], labels[:length], labels[length:] = piece["tokens"], piece["labels"], -100
-    segments[:length], positions[:length] = 1, np.arange(length)
-    return {"tokens": tokens, "labels": labels, "segments": segments, "positions": positions}
 
 
 def _packed_row(packed: Example) -> Example:

@@ -19,6 +19,7 @@ from bptjax.data.files import (
     TextFile,
     document,
     extension,
+    location,
     row_groups,
 )
 from bptjax.data.tokenizer import utf8
@@ -38,11 +39,18 @@ class Documents(Sequence[Document]):
     def __len__(self) -> int:
         return self.ends[-1] if self.ends else 0
 
-    def __getitem__(self, index: int) -> Document:
+    def _find(self, index: int) -> tuple[Sequence[Document], int]:
         if not 0 <= index < len(self):
             raise IndexError(index)
         file = bisect.bisect_right(self.ends, index)
-        return self.files[file][index - (self.ends[file - 1] if file else 0)]
+        return self.files[file], index - (self.ends[file - 1] if file else 0)
+
+    def __getitem__(self, index: int) -> Document:
+        file, index = self._find(index)
+        return file[index]
+
+    def location(self, index: int) -> str:
+        return location(*self._find(index))
 
 
 class Chosen(Sequence[Document]):
@@ -56,6 +64,9 @@ class Chosen(Sequence[Document]):
 
     def __getitem__(self, index: int) -> Document:
         return self.documents[int(self.indices[index])]
+
+    def location(self, index: int) -> str:
+        return location(self.documents, int(self.indices[index]))
 
 
 def open_documents(

@@ -138,7 +138,7 @@ def test_shards_are_shuffled_each_by_itself(train):
 def test_shards_that_cannot_be(train):
     with pytest.raises(ValueError, match="data.shards=2 does not divide the 3 rows"):
         train(config=DataConfig(shards=2))
-    with pytest.raises(ValueError, match="of shard 1 of 2 give 0 labels"):
+    with pytest.raises(ValueError, match="of shard 1 of 2 contain no token that counts"):
         train(DOCUMENTS[:2], DataConfig(shards=2), rows=2, seq_len=4)
     with pytest.raises(ValueError, match="data.group_by_length needs data.shards=1, not 2"):
         DataConfig(packing="none", group_by_length=True, shards=2)
@@ -194,9 +194,11 @@ def test_split_by_path_or_fraction(tmp_path):
         open_split(DataConfig())
 
 
-@pytest.mark.parametrize("documents", [["ab", "c"], []])
-def test_too_few_tokens(documents):
-    with pytest.raises(ValueError, match="fewer than seq_len=8"):
+@pytest.mark.parametrize(
+    ("documents", "message"), [(["ab", "c"], "fewer than seq_len=8"), ([], "contain no token")]
+)
+def test_too_few_tokens(documents, message):
+    with pytest.raises(ValueError, match=message):
         train_loader(documents, ByteTokenizer(), DataConfig(), seq_len=8, rows=1)
 
 

@@ -19,7 +19,7 @@ T = 8
 
 def rows_of(documents=DOCUMENTS, seq_len=T, epochs=1, **kwargs):
     source = grain.MapDataset.source(documents).repeat(epochs)
-    examples = source.map(lambda document: example(document, TOKENIZER))
+    examples = source.map(lambda document: [example(document, TOKENIZER)])
     return list(pack(examples, seq_len=seq_len, **kwargs))
 
 
