@@ -66,8 +66,8 @@ class Run:
         return Path(self.config.run_dir).expanduser()
 
     @cached_property
-    def base(self) -> int | None:
-        """What tells the checkpoint that adapters are trained beside from others."""
+    def base(self) -> str | None:
+        """The fingerprint of the checkpoint that adapters are trained beside."""
         pretrained = self.task.pretrained
         if self.config.adapter.type == "none" or pretrained is None:
             return None
@@ -177,6 +177,7 @@ def _checked(config: Config, devices: list[jax.Device]) -> Run:
             )
     run = Run(config, task, tokenizer, held_out, batches, notes)
     _ = run.questions  # Refuses what is no chat.
+    _ = run.base  # Hashed before it is read: it may be replaced before the first checkpoint.
     # All of them: what is wrong with one is not to be found by the first evaluation.
     if len(held_out) and not sum((b["labels"] != -100).sum() for b in run.eval_batches()):
         raise ValueError(

@@ -11,6 +11,7 @@ os.environ["XLA_FLAGS"] = (
 # In the environment, for the processes that tests start.
 CACHE = tempfile.TemporaryDirectory(prefix="bptjax-test-cache-")
 os.environ["JAX_COMPILATION_CACHE_DIR"] = CACHE.name
+os.environ["XDG_CACHE_HOME"] = f"{CACHE.name}/home"
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 
 import jax  # noqa: E402

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shutil
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -48,6 +47,7 @@ class Tensors:
     Attributes:
       kinds: name to (dtype, shape). A dtype outside `NAMES` is allowed here, because files of old
         versions hold integer buffers; `Checkpoint` checks the tensors that it reads.
+      files: the files of weights.
 
     Raises:
       ValueError: no weights, or a missing or damaged file.
@@ -64,9 +64,10 @@ class Tensors:
                 name = name.removesuffix(old) + new if name.endswith(old) else name
             return name
 
-        files = _files(directory, SINGLE, INDEX)
+        files = self.files = _files(directory, SINGLE, INDEX)
         if not files:
-            for file in _files(directory, PICKLED, f"{PICKLED}.index.json"):
+            self.files = _files(directory, PICKLED, f"{PICKLED}.index.json")
+            for file in self.files:
                 self._torch |= {now(n): x for n, x in _unpickled(file).items()}
             if not self._torch:
                 raise ValueError(f"{directory} has no {SINGLE}")
@@ -345,22 +346,6 @@ class Writer:
     def __exit__(self, kind: Any, *rest: Any) -> None:
         if kind is None and self._left:
             raise ValueError(f"not written: {_some(sorted(self._left))}")
-
-
-def fingerprint(directory: Path) -> int:
-    """CRC-32 of the sizes of a checkpoint's files of weights, and of 16 samples of each: tells
-    another model from this one, and reads next to nothing. For a run its checkpoints' manifests
-    are these.
-    """
-    value, weights = 0, ("*.safetensors", "*.bin", "checkpoints/*/manifest.json")
-    for file in sorted(file for pattern in weights for file in directory.glob(pattern)):
-        size = file.stat().st_size
-        with file.open("rb") as stream:
-            for part in range(16):
-                stream.seek(part * size // 16)
-                value = zlib.crc32(stream.read(1 << 16), value)
-        value = zlib.crc32(str(size).encode(), value)
-    return value
 
 
 def companions(directory: Path) -> list[Path]:

@@ -1,5 +1,6 @@
 """A model on disk, whatever wrote it: a Hugging Face directory, a converted one, or a run."""
 
+import logging
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -12,10 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from bptjax.checkpoint import Checkpoints
+from bptjax.checkpoint import MANIFEST, Checkpoints
 from bptjax.hf.config import merge, read_config
 from bptjax.hf.families import Family
-from bptjax.hf.io import SINGLE, Checkpoint, Tensors, fingerprint, left_out, whole
+from bptjax.hf.fingerprint import fingerprint, sampled
+from bptjax.hf.io import SINGLE, Checkpoint, Tensors, left_out, whole
 from bptjax.hf.peft import CONFIG as PEFT_CONFIG
 from bptjax.hf.peft import read_base, read_peft, write_peft
 from bptjax.hf.place import place, put
@@ -24,6 +26,7 @@ from bptjax.models.config import EncoderConfig, ModelConfig
 from bptjax.models.decoder import Decoder
 from bptjax.models.encoder import Encoder
 
+log = logging.getLogger("bptjax")
 # What came with a checkpoint from Hugging Face, in a run and in a converted directory.
 COMPANIONS = "hf"
 
@@ -40,6 +43,7 @@ class Pretrained:
       pieces: all parameters in turn, as (path, layer, array).
       params: likewise, layers stacked, as (path, array).
       read: one of them, by path and layer.
+      files: those that hold the parameters; of a run, the manifest with their checksums.
       adapters: beside the parameters, which are then those of the model that they are for.
       left_out: one line about tensors of the files that were not read; empty without any.
     """
@@ -52,13 +56,14 @@ class Pretrained:
     pieces: Callable[[], Iterator[tuple[str, int | None, np.ndarray]]]
     params: Callable[[], Iterator[tuple[str, np.ndarray]]]
     read: Callable[[str, int | None], np.ndarray]
+    files: tuple[Path, ...]
     adapters: Adapters | None = None
     left_out: str = ""
 
     @cached_property
-    def fingerprint(self) -> int:
-        """What tells the parameters, without adapters, from others."""
-        return fingerprint(find(str(self.config.name_or_path)))
+    def fingerprint(self) -> str:
+        """Tells the parameters, without adapters, from any others."""
+        return fingerprint(self.files)
 
     def load(self, where: jax.sharding.Sharding, dtype: jnp.dtype = jnp.float32) -> Any:
         """The model, in `dtype`, all of it on `where`."""
@@ -83,12 +88,22 @@ class Pretrained:
         values = jax.device_put(jax.tree.map(np.asarray, self.adapters.values), where)
         return attach(model, values, config.dropout)
 
-    def check(self, saved: int | None, directory: Path) -> None:
-        """
+    def check(self, saved: str | int | None, directory: Path) -> None:
+        """Compares with the fingerprint that was saved with the adapters of the run in `directory`.
+
         Raises:
-          ValueError: `saved`, of the adapters of the run in `directory`, is no fingerprint of this.
+          ValueError: they differ.
         """
-        if saved != self.fingerprint:
+        own = self.fingerprint
+        if isinstance(saved, int):
+            own = sampled(find(str(self.config.name_or_path)))
+            log.warning(
+                "%s was saved by an older version, which recorded only samples of the base model: "
+                "changes of %s between the samples go unnoticed",
+                directory,
+                self.config.name_or_path,
+            )
+        if saved != own:
             raise ValueError(
                 f"model.name_or_path={self.config.name_or_path} has other weights than those that "
                 f"the adapters in {directory} were trained beside"
@@ -117,7 +132,7 @@ def open_pretrained(wanted: ModelConfig) -> Pretrained:
     if (directory / "config.json").exists():
         family, config = read_config(directory)
         found = Checkpoint(directory, family, config)
-        how = found.kinds(), found.pieces, found.params, found.read
+        how = found.kinds(), found.pieces, found.params, found.read, tuple(found.tensors.files)
         text = left_out(found.left_out)
         return Pretrained(merge(config, wanted), family, config, directory, *how, left_out=text)
     companions = directory / COMPANIONS
@@ -125,10 +140,10 @@ def open_pretrained(wanted: ModelConfig) -> Pretrained:
     if (directory / "checkpoints").is_dir():
         if adapted := _open_adapters(directory, wanted):
             return adapted
-        config, kinds, read = _open_run(directory, read_as)
+        config, kinds, read, files = _open_run(directory, read_as)
     elif read_as is not None and (directory / SINGLE).exists():
         tensors = Tensors(directory)
-        config, kinds = read_as, tensors.kinds
+        config, kinds, files = read_as, tensors.kinds, tuple(tensors.files)
 
         def read(path, layer):
             return tensors.read(path) if layer is None else tensors.read_layer(path, layer)
@@ -148,7 +163,7 @@ def open_pretrained(wanted: ModelConfig) -> Pretrained:
 
     companions = companions if read_as else None
     merged = merge(config, wanted)
-    return Pretrained(merged, family, read_as, companions, kinds, pieces, params, read)
+    return Pretrained(merged, family, read_as, companions, kinds, pieces, params, read, files)
 
 
 def find(name: str) -> Path:
@@ -273,4 +288,4 @@ def _open_run(directory: Path, read_as: ModelConfig | None):
     def read(path, layer):
         return whole(path) if layer is None else whole(path)[layer]
 
-    return config, kinds, read
+    return config, kinds, read, (checkpoints.directory / str(step) / MANIFEST,)

@@ -1,0 +1,114 @@
+"""Fingerprints of weights on disk: they tell the base model of an adapter from any other."""
+
+import hashlib
+import json
+import os
+import time
+import zlib
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+# Threads hash pieces, so that a single large file is hashed on all cores.
+PIECE, BUFFER = 1 << 26, 1 << 22
+# A file modified again within the file system's time step keeps its mtime. A digest is cached only
+# when the file was last modified this many seconds ago, or earlier.
+SETTLED = 2.0
+
+
+def fingerprint(files: Sequence[Path]) -> str:
+    """SHA-256 over every byte of the files; their names do not matter, their order does.
+
+    Digests are cached in `$XDG_CACHE_HOME/bptjax` (`~/.cache/bptjax`) by path, size, inode and
+    times of modification, one small file for each file of weights.
+
+    Raises:
+      OSError: a file cannot be read, or changes while it is hashed.
+    """
+    digests = [_cached(file) or _hashed(file) for file in files]
+    return "sha256:" + hashlib.sha256("".join(digests).encode()).hexdigest()
+
+
+def sampled(directory: Path) -> int:
+    """The fingerprint that versions before `fingerprint` saved: the CRC-32 of 16 samples of each
+    file. It misses most changes, and is only good for continuing runs of those versions.
+    """
+    value, weights = 0, ("*.safetensors", "*.bin", "checkpoints/*/manifest.json")
+    for file in sorted(file for pattern in weights for file in directory.glob(pattern)):
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            for part in range(16):
+                stream.seek(part * size // 16)
+                value = zlib.crc32(stream.read(1 << 16), value)
+        value = zlib.crc32(str(size).encode(), value)
+    return value
+
+
+def _hashed(file: Path) -> str:
+    """Hashes a file, and caches the digest."""
+    start, before = time.time(), _identity(file)
+    size = before[0]
+    with ThreadPoolExecutor() as threads:  # hashlib releases the interpreter lock.
+        pieces = threads.map(lambda at: _piece(file, at, size), range(0, max(size, 1), PIECE))
+        digest = hashlib.sha256(b"".join(pieces)).hexdigest()
+    if _identity(file) != before:
+        raise OSError(f"{file} changed while it was read")
+    if start - max(before[2:]) / 1e9 > SETTLED:
+        _store(file, before, digest)
+    return digest
+
+
+def _piece(file: Path, start: int, size: int) -> bytes:
+    """The digest of up to `PIECE` bytes from `start` on."""
+    value, left = hashlib.sha256(), min(PIECE, size - start)
+    buffer = memoryview(bytearray(min(BUFFER, left)))
+    with file.open("rb", buffering=0) as stream:
+        stream.seek(start)
+        while left and (n := stream.readinto(buffer[: min(left, BUFFER)])):
+            value.update(buffer[:n])
+            left -= n
+    if left:
+        raise OSError(f"{file} changed while it was read")
+    return value.digest()
+
+
+def _identity(file: Path) -> list[int]:
+    """Size, inode, and times of modification of content and of inode, in nanoseconds."""
+    stat = file.stat()
+    return [stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns]
+
+
+def _entry(file: Path) -> Path:
+    """The cache's file for a file of weights."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    name = hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:32]
+    return Path(cache) / "bptjax" / "fingerprints" / name
+
+
+def _cached(file: Path) -> str | None:
+    """The cached digest; None where there is none for the file as it is now, or it is damaged."""
+    try:
+        content, check = _entry(file).read_text().splitlines()
+        if hashlib.sha256(content.encode()).hexdigest() != check:
+            return None
+        identity, digest = json.loads(content)
+    except (OSError, ValueError):
+        return None
+    return digest if identity == _identity(file) else None
+
+
+def _store(file: Path, identity: list[int], digest: str) -> None:
+    """Caches a digest. Without a cache directory that can be written, the next start hashes again.
+
+    The entry is renamed into place: a process that reads it at the same time sees all or nothing.
+    """
+    entry, content = _entry(file), json.dumps([identity, digest])
+    fresh = entry.with_name(f"{entry.name}.{os.getpid()}.tmp")
+    try:
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        fresh.write_text(f"{content}\n{hashlib.sha256(content.encode()).hexdigest()}\n")
+        fresh.replace(entry)
+    except OSError:
+        with suppress(OSError):
+            fresh.unlink()
