@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from bptjax.checkpoint import CheckpointConfig
-from bptjax.data.loader import DataConfig
+from bptjax.data.config import DataConfig
 from bptjax.lora import AdapterConfig
 from bptjax.memory import MemoryConfig
 from bptjax.models.config import ModelConfig
@@ -211,6 +211,10 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
         value = getattr(config, f.name)
         if dataclasses.is_dataclass(value):
             flat |= flatten(value, f"{prefix}{f.name}.")
+        elif isinstance(value, list):
+            flat[prefix + f.name] = [
+                dataclasses.asdict(x) if dataclasses.is_dataclass(x) else x for x in value
+            ]
         else:
             flat[prefix + f.name] = value
     return flat

@@ -45,6 +45,11 @@ def report(run: Run, state: TrainState, text: str, say: Callable[[str], None]) -
         say("baselines on the same bytes: " + ", ".join(f"{n} {b:.3f}" for n, b in base.items()))
     elif losses:
         say(f"held-out nats per token: {losses[0]:.4f} before training, {losses[-1]:.4f} after")
+    if shares := run.batches.token_shares():
+        weights = [source.weight for source in config.data.sources]
+        each = zip(config.data.sources, shares, weights, strict=True)
+        found = [f"{source.name} {x:.2%} (weight {w / sum(weights):.2%})" for source, x, w in each]
+        say("tokens by source: " + ", ".join(found))
     if text:
         say("sample: " + text)
     plot_loss(run.directory / "metrics.jsonl", run.directory / "loss.png")

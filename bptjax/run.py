@@ -10,8 +10,10 @@ import jax
 import numpy as np
 
 from bptjax.config import Config, claim, to_yaml
+from bptjax.data.batches import Batches
 from bptjax.data.chat import Chat, question
-from bptjax.data.loader import Batches, eval_loader, open_split, train_loader
+from bptjax.data.loader import eval_loader, train_loader
+from bptjax.data.sources import open_split
 from bptjax.data.tokenizer import Tokenizer, make_tokenizer
 from bptjax.hf.io import copy_companions
 from bptjax.hf.pretrained import COMPANIONS, open_pretrained

@@ -70,7 +70,7 @@ class Chosen(Sequence[Document]):
 
 
 def open_documents(
-    path: str | Path,
+    path: str | Path | Sequence[str],
     *,
     sample_by: str = "document",
     text_key: str = "text",
@@ -79,10 +79,10 @@ def open_documents(
     """The documents at `path`, in a fixed order: text files by name, then parquet files by name.
 
     `path` is a file, a glob, a directory (searched at any depth), or `python-stdlib`: the source
-    files of this Python's own library. Formats: `.txt`, `.md`, `.py`, `.jsonl`, `.json` (a list of
-    records; not sought in directories), each also `.gz` or `.zst`, and `.parquet`. `sample_by`
-    divides plain text: one document per `line`, `paragraph` (blank lines between) or `document`
-    (the whole file). Rows hold text in `text_key`, or else token ids in `input_ids`, or are chats
+    files of this Python's own library; or a list of these. Formats: `.txt`, `.md`, `.py`, `.jsonl`,
+    `.json` (a list of records; not sought in directories), each also `.gz` or `.zst`, and
+    `.parquet`. `sample_by` divides plain text: one document per `line`, `paragraph` (blank lines
+    between) or `document` (the whole file). Rows hold text in `text_key`, or else token ids in `input_ids`, or are chats
     of a `format` of `chat.FORMATS`; `auto` tells by their fields.
 
     In memory are two offsets a record, the compressed files that hold many records, and about
@@ -93,7 +93,9 @@ def open_documents(
     """
     if sample_by not in ("line", "paragraph", "document"):
         raise ValueError(f"sample_by={sample_by!r}; use line, paragraph or document")
-    paths = _stdlib_paths() if str(path) == STDLIB else _paths(path)
+    several = [path] if isinstance(path, str | Path) else path
+    # A file that several of them name is read once.
+    paths = list(dict.fromkeys(p for each in several for p in _paths(each)))
     plain = [p for p in paths if extension(p) not in RECORDS]
     if plain and format in FORMATS:
         raise ValueError(f"{plain[0]}: data.format={format} is read from {', '.join(RECORDS)}")
@@ -155,6 +157,8 @@ def _entropy(counts: np.ndarray) -> float:
 
 
 def _paths(path: str | Path) -> list[Path]:
+    if str(path) == STDLIB:
+        return _stdlib_paths()
     root = Path(path).expanduser()
     # A .json file in a directory usually describes the data or a model, so it must be named.
     searched = [name for name in EXTENSIONS if name != ".json"]

@@ -8,8 +8,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from bptjax.data.chat import encode, question
-from bptjax.data.loader import DataConfig, eval_loader, open_split, train_loader
+from bptjax.data.config import DataConfig
+from bptjax.data.loader import eval_loader, train_loader
 from bptjax.data.packing import PACKINGS
+from bptjax.data.sources import open_split
 from bptjax.data.text import open_documents
 from bptjax.data.tokenizer import ByteTokenizer, load_tokenizer
 

@@ -9,8 +9,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from bptjax.data.loader import DataConfig, eval_loader, open_split, train_loader
+from bptjax.data.config import DataConfig
+from bptjax.data.loader import eval_loader, train_loader
 from bptjax.data.packing import PACKINGS
+from bptjax.data.sources import open_split
 from bptjax.data.tokenizer import ByteTokenizer, make_tokenizer
 
 # Documents of token ids that occur once, so that each label tells its document and place.
@@ -138,7 +140,7 @@ def test_shards_are_shuffled_each_by_itself(train):
 def test_shards_that_cannot_be(train):
     with pytest.raises(ValueError, match="data.shards=2 does not divide the 3 rows"):
         train(config=DataConfig(shards=2))
-    with pytest.raises(ValueError, match="of shard 1 of 2 contain no token that counts"):
+    with pytest.raises(ValueError, match="in shard 1 of 2 contain no token that counts"):
         train(DOCUMENTS[:2], DataConfig(shards=2), rows=2, seq_len=4)
     with pytest.raises(ValueError, match="data.group_by_length needs data.shards=1, not 2"):
         DataConfig(packing="none", group_by_length=True, shards=2)
@@ -217,7 +219,8 @@ def test_errors_cross_the_thread(train, monkeypatch):
 @pytest.mark.parametrize("end", ["loader.close()", "pass", "raise SystemExit"])
 def test_nothing_is_said_at_exit(end):
     code = f"""
-from bptjax.data.loader import DataConfig, train_loader
+from bptjax.data.config import DataConfig
+from bptjax.data.loader import train_loader
 from bptjax.data.tokenizer import ByteTokenizer
 loader = train_loader(["abc" * 20], ByteTokenizer(), DataConfig(), seq_len=8, rows=2)
 next(loader)

@@ -9,9 +9,11 @@ import pytest
 from grain import experimental as gx
 
 from bptjax.data.concat import ConcatIterDataset
-from bptjax.data.loader import DataConfig, eval_loader, open_split, train_loader
+from bptjax.data.config import DataConfig
+from bptjax.data.loader import eval_loader, train_loader
 from bptjax.data.packing import PACKINGS, pack
 from bptjax.data.records import RecordReader, Records
+from bptjax.data.sources import open_split
 from bptjax.data.tokenizer import ByteTokenizer
 
 T = 32

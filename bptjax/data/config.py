@@ -1,0 +1,102 @@
+"""Configuration of the data: files, sources, packing."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+SampleBy = Literal["line", "paragraph", "document"]
+Format = Literal["auto", "text", "messages", "alpaca", "self_instruct", "prompt_answer", "hh_rlhf"]
+
+
+@dataclass(frozen=True)
+class SourceConfig:
+    """One source of a weighted mixture.
+
+    Attributes:
+      path: as data.path.
+      weight: share of the tokens of training, relative to the other sources' weights.
+      format: data.format of this source, if it differs.
+      text_key: data.text_key of this source, if it differs.
+      sample_by: data.sample_by of this source, if it differs.
+    """
+
+    path: str | list[str]
+    weight: float = 1.0
+    format: Format | None = None
+    text_key: str | None = None
+    sample_by: SampleBy | None = None
+
+    def __post_init__(self):
+        if not 0 < self.weight < float("inf"):
+            raise ValueError(f"data.sources: weight={self.weight}: must be positive")
+
+    @property
+    def name(self) -> str:
+        """The paths, for messages."""
+        return self.path if isinstance(self.path, str) else ", ".join(self.path)
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Training data: files, formats, packing.
+
+    Attributes:
+      path: file, directory, glob, or python-stdlib (the source files of this Python); or a list of
+        them, whose documents form one pool.
+      sources: several sources in place of path, each with a weight. Each next sequence comes from
+        the source that lags its share of tokens most, and holds documents of that source only.
+      eval_path: held-out data. If not set, eval_fraction of path is held out.
+      eval_fraction: share of the documents to hold out. Of a single document, the tail is held out.
+      sample_by: unit of a plain-text file that becomes one document.
+      text_key: field of a record that holds its text.
+      format: record format. auto takes the first format whose fields a record has, else text.
+      train_on_source: include prompts in the loss. By default only answers are.
+      source_max_len: tokens kept of the prompt of a record, which is all before its first answer.
+      target_max_len: tokens kept from the first answer of a record on.
+      tokenizer: byte, char, or a directory with a Hugging Face tokenizer. If not set, the tokenizer
+        of the checkpoint, or byte without one.
+      packing: how documents fill sequences. concat joins all documents and splits them at seq_len;
+        best_fit packs whole documents tightly; none puts one document in each sequence. Packed
+        documents do not attend to each other. No packing splits a record with a loss mask.
+      too_long: what happens to records with a loss mask that are longer than train.seq_len. Text
+        without one is split instead.
+      group_by_length: batch sequences of similar length, padded to the longest of each batch; needs
+        packing=none.
+      shards: number of equal parts of the documents, read by different processes. Each part
+        provides the same number of sequences per step.
+      shuffle: shuffle documents and sequences anew in each epoch.
+      seed: shuffle seed.
+    """
+
+    path: str | list[str] | None = None
+    sources: list[SourceConfig] = field(default_factory=list)
+    eval_path: str | list[str] | None = None
+    eval_fraction: float = 0.1
+    sample_by: SampleBy = "document"
+    text_key: str = "text"
+    format: Format = "auto"
+    train_on_source: bool = False
+    source_max_len: int | None = None
+    target_max_len: int | None = None
+    tokenizer: str | None = None
+    packing: Literal["none", "concat", "best_fit"] = "concat"
+    too_long: Literal["drop", "truncate_left", "error"] = "drop"
+    group_by_length: bool = False
+    shards: int = 1
+    shuffle: bool = True
+    seed: int = 0
+
+    def __post_init__(self):
+        for name in ("source_max_len", "target_max_len"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"data.{name}={value} is less than 1")
+        if self.group_by_length and self.packing != "none":
+            raise ValueError(f"data.group_by_length needs data.packing=none, not {self.packing}")
+        if self.shards < 1:
+            raise ValueError(f"data.shards={self.shards} is less than 1")
+        if self.path is not None and self.sources:
+            raise ValueError("data.path and data.sources are both set; set one of them")
+        if self.group_by_length and self.sources:
+            raise ValueError("data.group_by_length needs data.path, not data.sources")
+        if self.group_by_length and self.shards > 1:
+            raise ValueError(f"data.group_by_length needs data.shards=1, not {self.shards}")
