@@ -82,8 +82,8 @@ def open_documents(
     files of this Python's own library; or a list of these. Formats: `.txt`, `.md`, `.py`, `.jsonl`,
     `.json` (a list of records; not sought in directories), each also `.gz` or `.zst`, and
     `.parquet`. `sample_by` divides plain text: one document per `line`, `paragraph` (blank lines
-    between) or `document` (the whole file). Rows hold text in `text_key`, or else token ids in `input_ids`, or are chats
-    of a `format` of `chat.FORMATS`; `auto` tells by their fields.
+    between) or `document` (the whole file). Rows hold text in `text_key`, or else token ids in
+    `input_ids`, or are chats of a `format` of `chat.FORMATS`; `auto` tells by their fields.
 
     In memory are two offsets a record, the compressed files that hold many records, and about
     1 GiB of decoded parquet row groups.
