@@ -16,16 +16,11 @@ import numpy as np
 from bptjax.config import FILE as RUN_CONFIG
 from bptjax.config import fail
 from bptjax.data.tokenizer import Tokenizer, load_tokenizer
+from bptjax.hf.adapter_export import export_adapter, open_adapter, remedy_for_peft
 from bptjax.hf.config import exported, from_scratch, is_bare, read_json
 from bptjax.hf.io import NAMES, Writer, copy_companions, whole, write_hf
-from bptjax.hf.pretrained import (
-    COMPANIONS,
-    Pretrained,
-    export_adapter,
-    find,
-    open_adapter,
-    open_pretrained,
-)
+from bptjax.hf.place import resized
+from bptjax.hf.pretrained import COMPANIONS, Pretrained, find, open_pretrained
 from bptjax.lora import linears, merged
 from bptjax.models.config import EncoderConfig, ModelConfig
 from bptjax.models.decoder import Decoder
@@ -97,7 +92,7 @@ def _merging(model: Pretrained) -> Callable[[str, int | None], np.ndarray]:
     merge = jax.jit(partial(merged, config=config), static_argnames="contracted")
 
     def read(path, layer):
-        w = model.read(path, layer)
+        w = resized(path, model.read(path, layer), model.config)
         if path not in contracted or (path not in values and config.type != "qlora"):
             return w
         adapter = tuple(x[layer] for x in values[path]) if path in values else None
@@ -218,6 +213,7 @@ def main(argv: list[str] | None = None) -> int:
             command.add_argument("--max_shard_size", default="5GB")
     args = parser.parse_args(argv)
     verify = args.way != "export-adapter" and args.verify
+    notes: list[str] = []
     try:
         if verify and importlib.util.find_spec("torch") is None:
             raise ValueError("--verify needs torch, which is not installed")
@@ -225,12 +221,12 @@ def main(argv: list[str] | None = None) -> int:
             model = to_bptjax(args.source, args.out)
         elif args.way == "export-adapter":
             model = export_adapter(args.source, args.out)
+            notes = [remedy_for_peft(model, args.out)]
         else:
             how = to_hf if args.way == "bptjax-to-hf" else merge_adapter
             model = how(args.source, args.out, dtype=args.dtype, max_shard_size=args.max_shard_size)
-        if model.left_out:
-            print(model.left_out)
-        print(f"written: {args.out}")
+        notes = [model.left_out, *notes, f"written: {args.out}"]
+        print("\n".join(note for note in notes if note))
         if verify:
             hf, ours = find(args.source), args.out
             if args.way != "hf-to-bptjax":

@@ -93,7 +93,7 @@ def fit(run: Run) -> int:
         loop.train(stopped)
         if not loop.stopped:
             if first:
-                export(run)
+                export(run, progress.log)
             text = sample(run, loop.state) if config.train.sample_tokens else ""
             if first:
                 report(run, loop.state, text, progress.log)

@@ -10,7 +10,7 @@ import numpy as np
 from bptjax.data.text import byte_baselines
 from bptjax.data.tokenizer import ByteTokenizer
 from bptjax.generation import Sampling, generate
-from bptjax.hf.pretrained import export_adapter
+from bptjax.hf.adapter_export import export_adapter, remedy_for_peft
 from bptjax.metrics import plot_loss, printable, read_metrics
 from bptjax.run import Run
 from bptjax.trainer import TrainState
@@ -19,13 +19,17 @@ from bptjax.trainer import TrainState
 ADAPTER = "adapter"
 
 
-def export(run: Run) -> None:
-    """`adapter/` as PEFT reads it, where adapters of a Hugging Face family's model were trained."""
+def export(run: Run, say: Callable[[str], None]) -> None:
+    """Writes `adapter/` as PEFT reads it, where adapters of a Hugging Face family's model were
+    trained, and says what PEFT needs beside it.
+    """
     pretrained = run.task.pretrained
     if run.base is None or pretrained is None or pretrained.family is None:
         return
     shutil.rmtree(run.directory / ADAPTER, ignore_errors=True)
-    export_adapter(str(run.directory), run.directory / ADAPTER)
+    model = export_adapter(str(run.directory), run.directory / ADAPTER)
+    if text := remedy_for_peft(model, run.directory / ADAPTER):
+        say(text)
 
 
 def report(run: Run, state: TrainState, text: str, say: Callable[[str], None]) -> None:

@@ -137,6 +137,12 @@ def exported(raw: dict[str, Any], read: ModelConfig, now: ModelConfig, dtype: st
     return new if raw.get(key) == dtype else new | {key: dtype}
 
 
+def changes(read: ModelConfig, now: ModelConfig) -> dict[str, Any]:
+    """The keys, and their values, that a training config has set beside the checkpoint's."""
+    keys = (key for key in FREE if key != "name_or_path")
+    return {key: getattr(now, key) for key in keys if getattr(now, key) != getattr(read, key)}
+
+
 def from_scratch(config: ModelConfig) -> tuple[dict[str, Any], Family]:
     """A config.json for a model that never was a Hugging Face one.
 

@@ -22,6 +22,8 @@ from bptjax.models.config import ModelConfig
 from bptjax.models.decoder import Decoder
 
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
+# Ours: the config keys of the base model that training changed. PEFT knows of no such keys.
+BASE_CONFIG = "bptjax_base_config.json"
 # Keys that are read here, and those that change no result of an adapter that is there. Any other
 # must be off.
 KNOWN = {
@@ -49,16 +51,23 @@ def _is_linear(row: Row) -> bool:
     return row.layered and all(path.endswith(".kernel") for path in row.ours)
 
 
-def read_base(directory: Path) -> str:
-    """The checkpoint that the adapter in `directory` is for.
+def read_base(directory: Path) -> ModelConfig:
+    """The base model of the adapter in `directory`: its name, and the keys changed for training.
 
     Raises:
-      ValueError: its config names none.
+      ValueError: the adapter's config names no base, or the file of changed keys is damaged.
     """
     name = read_json(directory / CONFIG).get("base_model_name_or_path")
     if not name or not isinstance(name, str):
         raise ValueError(f"{directory / CONFIG} has no base_model_name_or_path")
-    return name
+    file = directory / BASE_CONFIG
+    changed = read_json(file) if file.exists() else {}
+    try:
+        if not isinstance(changed.get("rope_parameters", {}), dict):
+            raise TypeError(f"rope_parameters={changed['rope_parameters']!r}")
+        return ModelConfig(**changed | {"name_or_path": name})
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{file} is damaged: {error}") from error
 
 
 def read_peft(directory: Path, family: Family, config: ModelConfig) -> Adapters:

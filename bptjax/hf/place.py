@@ -30,19 +30,25 @@ def place(
     put: Callable[[str, Any, np.ndarray], Any] = put,
 ) -> Any:
     """The abstract `model` (ShapeDtypeStructs with shardings) with these arrays in it, each `put`
-    where it lives. Learned positions are extended to the config's.
+    where it lives, resized for the config.
     """
     leaves, tree = jax.tree.flatten_with_path(model, is_leaf=lambda x: isinstance(x, nnx.Variable))
     at = {path_of(path): i for i, (path, _) in enumerate(leaves)}
     found: list[Any] = [None] * len(leaves)
     for path, array in params:
-        if path == "positions":
-            rows = config.max_positions or 0
-            array = np.asarray(extend_positions(array, rows, config.position_offset))
-        found[at[path]] = put(path, leaves[at[path]][1], array)
+        found[at[path]] = put(path, leaves[at[path]][1], resized(path, array, config))
     missing = [path for path, i in at.items() if found[i] is None]
     assert not missing, missing
     return jax.tree.unflatten(tree, found)
+
+
+def resized(path: str, array: np.ndarray, config: ModelConfig) -> np.ndarray:
+    """Returns a checkpoint's parameter in the shape that the config gives it: learned positions
+    are repeated up to `max_positions`; all else stays.
+    """
+    if path != "positions":
+        return array
+    return np.asarray(extend_positions(array, config.max_positions or 0, config.position_offset))
 
 
 def path_of(path: tuple) -> str:

@@ -17,9 +17,9 @@ from bptjax.checkpoint import MANIFEST, Checkpoints
 from bptjax.hf.config import merge, read_config
 from bptjax.hf.families import Family
 from bptjax.hf.fingerprint import fingerprint, sampled
-from bptjax.hf.io import SINGLE, Checkpoint, Tensors, left_out, whole
+from bptjax.hf.io import SINGLE, Checkpoint, Tensors, left_out
 from bptjax.hf.peft import CONFIG as PEFT_CONFIG
-from bptjax.hf.peft import read_base, read_peft, write_peft
+from bptjax.hf.peft import read_base, read_peft
 from bptjax.hf.place import place, put
 from bptjax.lora import AdapterConfig, Adapters, attach, quantizer
 from bptjax.models.config import EncoderConfig, ModelConfig
@@ -109,6 +109,11 @@ class Pretrained:
                 f"the adapters in {directory} were trained beside"
             )
 
+    def changed(self, wanted: ModelConfig) -> "Pretrained":
+        """The same checkpoint, under its own name, with what else `wanted` sets."""
+        config = merge(self.config, wanted)
+        return replace(self, config=replace(config, name_or_path=self.config.name_or_path))
+
     def fill(self, model: Any, put: Callable[[str, Any, np.ndarray], Any] = put) -> Any:
         """The abstract `model` (ShapeDtypeStructs with shardings) with the parameters in it, each
         `put` there."""
@@ -123,12 +128,14 @@ def open_pretrained(wanted: ModelConfig) -> Pretrained:
     """
     directory = find(str(wanted.name_or_path))
     if (directory / PEFT_CONFIG).exists():
-        name = read_base(directory)
+        trained_beside = read_base(directory)
+        name = str(trained_beside.name_or_path)
         adapter = (find(name) / PEFT_CONFIG).exists()
-        base = None if adapter else open_pretrained(replace(wanted, name_or_path=name))
+        base = None if adapter else open_pretrained(trained_beside)
         if base is None or base.family is None or base.adapters is not None:
             raise ValueError(f"{directory}: its base, {name}, is none of a family")
-        return replace(base, adapters=read_peft(directory, base.family, base.config))
+        adapters = read_peft(directory, base.family, base.config)
+        return replace(base.changed(wanted), adapters=adapters)
     if (directory / "config.json").exists():
         family, config = read_config(directory)
         found = Checkpoint(directory, family, config)
@@ -190,34 +197,6 @@ def find(name: str) -> Path:
         ) from error
 
 
-def export_adapter(source: str, out: Path) -> Pretrained:
-    """Writes the adapters of a run's newest checkpoint as PEFT reads them.
-
-    Raises:
-      ValueError: what is wrong with it, in one line; nothing is left of `out`.
-    """
-    model = open_adapter(source)
-    assert model.adapters is not None and model.family is not None
-    with whole(out) as directory:
-        base = str(model.config.name_or_path)
-        write_peft(directory, model.adapters, model.family, model.config, base)
-    return model
-
-
-def open_adapter(source: str) -> Pretrained:
-    """The adapter, a run's or PEFT's, with the model of a Hugging Face family that it is for.
-
-    Raises:
-      ValueError: it is none.
-    """
-    model = open_pretrained(ModelConfig(name_or_path=source))
-    if model.adapters is None:
-        raise ValueError(f"{source} is no adapter")
-    if model.family is None:
-        raise ValueError(f"{source} is an adapter of a model of no Hugging Face family")
-    return model
-
-
 def _run_config(directory: Path) -> dict[str, Any]:
     """
     Raises:
@@ -266,8 +245,7 @@ def _open_adapters(directory: Path, wanted: ModelConfig) -> Pretrained | None:
         kernel, _, part = path.rpartition(".")
         values.setdefault(kernel, {})[part] = checkpoints.read(step, name)
     found = {path: (each["a"], each["b"], each["scale"]) for path, each in values.items()}
-    merged = replace(merge(base.config, wanted), name_or_path=base.config.name_or_path)
-    return replace(base, config=merged, adapters=Adapters(adapter, found))
+    return replace(base.changed(wanted), adapters=Adapters(adapter, found))
 
 
 def _open_run(directory: Path, read_as: ModelConfig | None):

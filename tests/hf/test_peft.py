@@ -1,6 +1,7 @@
 """PEFT's adapters: read and written, they give PEFT's logits, alone and merged."""
 
 import json
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +12,12 @@ from safetensors.numpy import load_file, save_file
 from bptjax import convert
 from bptjax.data.tokenizer import ByteTokenizer
 from bptjax.generate import main as generate
-from bptjax.hf.peft import CONFIG, WEIGHTS, read_peft, write_peft
+from bptjax.hf.adapter_export import remedy_for_peft, write_adapter
+from bptjax.hf.peft import BASE_CONFIG, CONFIG, WEIGHTS, read_peft, write_peft
 from bptjax.hf.pretrained import open_pretrained
 from bptjax.models.config import ModelConfig
 from bptjax.train import main
-from hf.cases import FAMILIES, config
+from hf.cases import FAMILIES, LONG, SHORT, config
 from hf.loading import load, random_base
 
 # Of PEFT with this transformers, and where it corrects a default.
@@ -55,8 +57,8 @@ def logits(model, tokens):
         return model(torch.tensor(tokens)).logits.numpy()
 
 
-def ours(directory, tokens):
-    model = load(directory)
+def ours(directory, tokens, **wanted):
+    model = load(directory, **wanted)
 
     @jax.jit
     def run(model):
@@ -113,6 +115,93 @@ def test_there_and_back(peft, pretrained, tmp_path, tokens, name):
         assert (x - y).abs().max() <= 1e-6 * x.abs().max(), key
 
 
+YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=8)
+LONGROPE = dict(rope_type="longrope", short_factor=SHORT, long_factor=LONG)
+# What a training config may set beside a checkpoint, and whether PEFT needs the changed config.
+CHANGED = {
+    "llama": (dict(rope_parameters=YARN), True),
+    "qwen2": (dict(rope_parameters=dict(rope_theta=50.0)), True),
+    "llama: dynamic, beyond its positions": (dict(max_positions=20), True),
+    "gemma3": (dict(rope_parameters=dict(rope_type="linear", factor=8.0)), True),
+    "gpt_neox": (dict(rope_parameters=dict(rope_type="linear", factor=8.0)), True),
+    "phi3": (dict(rope_parameters=LONGROPE), True),
+    "gpt2": (dict(max_positions=100), False),
+    "opt": (dict(max_positions=100, residual_dropout=0.3), False),
+    "bloom": (dict(attention_dropout=0.1, embedding_dropout=0.2, init_std=0.1), False),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_a_base_with_a_changed_config(peft, pretrained, tmp_path, tokens, name):
+    """The export holds the changed config: PEFT with it, and our own reading, give our logits."""
+    import transformers
+
+    model, base = pretrained(name)
+    changed, needed = CHANGED[name]
+    plain = adapted(peft, model, tmp_path / "plain")
+    wanted = ModelConfig(name_or_path=str(tmp_path / "plain"), **changed)
+    trained = open_pretrained(wanted)
+    (tmp_path / "adapter").mkdir()
+    write_adapter(trained, tmp_path / "adapter")
+    right = ours(tmp_path / "plain", tokens, **changed)
+    again = open_pretrained(ModelConfig(name_or_path=str(tmp_path / "adapter")))
+    assert again.config == trained.config
+    assert np.array_equal(ours(tmp_path / "adapter", tokens), right)
+    # What a training config sets holds before what the adapter was trained with.
+    other = ModelConfig(name_or_path=str(tmp_path / "adapter"), residual_dropout=0.4)
+    assert open_pretrained(other).config == replace(trained.config, residual_dropout=0.4)
+
+    kind, text = transformers.AutoModelForCausalLM, remedy_for_peft(trained, tmp_path / "adapter")
+    assert (tmp_path / "adapter" / "config.json").exists() == needed
+    if needed:
+        call = f"{str(base)!r}, config=AutoConfig.from_pretrained({str(tmp_path / 'adapter')!r})"
+        assert f"AutoModelForCausalLM.from_pretrained({call})" in text
+        assert np.abs(right - logits(plain, tokens)).max() > 0.01 * np.abs(right).max()
+        raw = transformers.AutoConfig.from_pretrained(tmp_path / "adapter")
+        raw._attn_implementation = "eager"
+        model = kind.from_pretrained(base, config=raw)
+    else:
+        assert ("merge-adapter" in text) == ("max_positions" in changed)
+        model = kind.from_pretrained(base, attn_implementation="eager")
+    made = peft.PeftModel.from_pretrained(model, tmp_path / "adapter").eval()
+    close(logits(made, tokens), right)
+
+    # And merged, on all positions.
+    rng = np.random.default_rng(1)
+    long = rng.integers(3, 61, (1, changed.get("max_positions", 21)))
+    assert convert.main(["merge-adapter", str(tmp_path / "adapter"), str(tmp_path / "m")]) == 0
+    merged = kind.from_pretrained(tmp_path / "m", attn_implementation="eager").eval()
+    close(logits(merged, long), ours(tmp_path / "adapter", long))
+
+
+def test_an_unchanged_base_needs_nothing(peft, pretrained, tmp_path):
+    model, _ = pretrained("llama")
+    adapted(peft, model, tmp_path / "plain")
+    trained = open_pretrained(ModelConfig(name_or_path=str(tmp_path / "plain")))
+    write_adapter(trained, tmp_path)
+    assert not remedy_for_peft(trained, tmp_path)
+    assert not (tmp_path / BASE_CONFIG).exists() and not (tmp_path / "config.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[]", "holds no JSON object"),
+        ('{"rope_param', "is damaged"),
+        ('{"rope_parameters": 3}', "is damaged: rope_parameters=3"),
+        ('{"max_positions": "x"}', "is damaged"),
+        ('{"something": 1}', "is damaged"),
+        ('{"hidden_size": 64}', r"model.hidden_size=64.*decides it"),
+    ],
+)
+def test_a_damaged_config_of_the_base_is_named(tmp_path, content, message):
+    base = random_base(tmp_path / "base", of_bytes("llama"))
+    (tmp_path / CONFIG).write_text(json.dumps(dict(base_model_name_or_path=str(base))))
+    (tmp_path / BASE_CONFIG).write_text(content)
+    with pytest.raises(ValueError, match=message):
+        open_pretrained(ModelConfig(name_or_path=str(tmp_path)))
+
+
 def test_patterns(peft, pretrained, tmp_path, tokens):
     """Ranks and scales of one layer's module, of every layer's, and layers without an adapter."""
     settings = dict(
@@ -164,6 +253,7 @@ def test_a_run_resumes_generates_merges_and_exports(
     monkeypatch.setenv("HOME", str(tmp_path))
     base = random_base(tmp_path / "base", of_bytes("llama"))
     command = [*arguments, f"--model.name_or_path={base}", "--adapter.type=qlora"]
+    command += ['--model.rope_parameters={"rope_type": "linear", "factor": 4.0}']
     run = tmp_path / "run"
     command += ["--run_dir=~/run", "--adapter.target_modules=[query_key_value]"]
     assert main(command) == 2
@@ -172,6 +262,7 @@ def test_a_run_resumes_generates_merges_and_exports(
     assert main(command) == 0
     log = (run / "log.txt").read_text()
     assert " of them trained (" in log
+    assert log.count("the adapter needs its base with the config that it was trained with") == 1
     saved = [p.name for p in (run / "checkpoints" / "6" / "state").iterdir()]
     assert not any("embedding" in name or "codes" in name for name in saved)
     losses = (run / "metrics.jsonl").read_text().splitlines()
@@ -193,7 +284,9 @@ def test_a_run_resumes_generates_merges_and_exports(
     assert "merge-adapter or export-adapter" in capsys.readouterr().err
 
     # PEFT's files are for the base as it is in the directory, not in few bits.
+    capsys.readouterr()
     assert convert.main(["export-adapter", str(run), str(tmp_path / "adapter")]) == 0
+    assert "the adapter needs its base with the config" in capsys.readouterr().out
     more = [f"--run_dir={tmp_path / 'more'}", f"--model.name_or_path={tmp_path / 'adapter'}"]
     assert main([*arguments, *more]) == 2
     assert "set adapter.type" in capsys.readouterr().err

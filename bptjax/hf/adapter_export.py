@@ -1,0 +1,84 @@
+"""Adapters written for PEFT, with the config of the base model where training changed it."""
+
+import json
+from pathlib import Path
+
+from bptjax.hf.config import changes, exported, read_json
+from bptjax.hf.io import whole
+from bptjax.hf.peft import BASE_CONFIG, write_peft
+from bptjax.hf.pretrained import Pretrained, open_pretrained
+from bptjax.models.config import ModelConfig
+
+
+def export_adapter(source: str, out: Path) -> Pretrained:
+    """Writes the adapters of a run's newest checkpoint as PEFT reads them.
+
+    Raises:
+      ValueError: what is wrong with it, in one line; nothing is left of `out`.
+    """
+    model = open_adapter(source)
+    with whole(out) as directory:
+        write_adapter(model, directory)
+    return model
+
+
+def write_adapter(model: Pretrained, directory: Path) -> None:
+    """Writes PEFT's files into `directory`, and beside them the base's config where training
+    changed it: the changed keys for `open_pretrained`, and a config.json for transformers.
+    """
+    assert model.adapters and model.family and model.read_as and model.companions
+    base = str(model.config.name_or_path)
+    write_peft(directory, model.adapters, model.family, model.config, base)
+    if changed := changes(model.read_as, model.config):
+        (directory / BASE_CONFIG).write_text(json.dumps(changed, indent=2) + "\n")
+    if _needs_config(model):
+        raw = read_json(model.companions / "config.json")
+        raw = exported(raw, model.read_as, model.config, raw.get("torch_dtype", raw.get("dtype")))
+        (directory / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
+
+
+def remedy_for_peft(model: Pretrained, out: Path) -> str:
+    """One line on how PEFT gets the base model that the adapter in `out` was trained beside; empty
+    where the base is as it was.
+    """
+    assert model.read_as is not None
+    base, new, old = model.config.name_or_path, model.config, model.read_as
+    if _needs_config(model):
+        return (
+            "the adapter needs its base with the config that it was trained with: in PEFT, load it "
+            f"by AutoModelForCausalLM.from_pretrained({str(base)!r}, "
+            f"config=AutoConfig.from_pretrained({str(out)!r})), or write one model of both by "
+            "merge-adapter"
+        )
+    if new.position == "learned" and (new.max_positions or 0) > (old.max_positions or 0):
+        return (
+            f"the adapter was trained on {new.max_positions} positions, and its base ends at "
+            f"{old.max_positions}: PEFT reads no longer sequences than that; merge-adapter writes "
+            "a model that does"
+        )
+    return ""
+
+
+def _needs_config(model: Pretrained) -> bool:
+    """Whether config keys alone change what the base model computes. A longer table of learned
+    positions is beyond a config: transformers would refuse the base's table by its shape.
+    """
+    assert model.read_as is not None
+    changed = changes(model.read_as, model.config)
+    return model.config.position != "learned" and bool(
+        changed.keys() & {"rope_parameters", "max_positions"}
+    )
+
+
+def open_adapter(source: str) -> Pretrained:
+    """The adapter, a run's or PEFT's, with the model of a Hugging Face family that it is for.
+
+    Raises:
+      ValueError: it is none.
+    """
+    model = open_pretrained(ModelConfig(name_or_path=source))
+    if model.adapters is None:
+        raise ValueError(f"{source} is no adapter")
+    if model.family is None:
+        raise ValueError(f"{source} is an adapter of a model of no Hugging Face family")
+    return model
