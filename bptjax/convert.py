@@ -18,7 +18,8 @@ from bptjax.config import fail
 from bptjax.data.tokenizer import Tokenizer, load_tokenizer
 from bptjax.hf.adapter_export import export_adapter, open_adapter, remedy_for_peft
 from bptjax.hf.config import exported, from_scratch, is_bare, read_json
-from bptjax.hf.io import NAMES, Writer, copy_companions, whole, write_hf
+from bptjax.hf.io import NAMES, Writer, copy_companions, write_hf
+from bptjax.hf.output import whole
 from bptjax.hf.place import resized
 from bptjax.hf.pretrained import COMPANIONS, Pretrained, find, open_pretrained
 from bptjax.lora import linears, merged

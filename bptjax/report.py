@@ -1,7 +1,6 @@
 """What comes of a run: answers and a sample, adapters for PEFT, a last account."""
 
 import math
-import shutil
 from collections.abc import Callable
 
 import jax
@@ -26,8 +25,7 @@ def export(run: Run, say: Callable[[str], None]) -> None:
     pretrained = run.task.pretrained
     if run.base is None or pretrained is None or pretrained.family is None:
         return
-    shutil.rmtree(run.directory / ADAPTER, ignore_errors=True)
-    model = export_adapter(str(run.directory), run.directory / ADAPTER)
+    model = export_adapter(str(run.directory), run.directory / ADAPTER, replace=True)
     if text := remedy_for_peft(model, run.directory / ADAPTER):
         say(text)
 

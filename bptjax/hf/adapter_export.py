@@ -4,20 +4,23 @@ import json
 from pathlib import Path
 
 from bptjax.hf.config import changes, exported, read_json
-from bptjax.hf.io import whole
+from bptjax.hf.output import whole
 from bptjax.hf.peft import BASE_CONFIG, write_peft
 from bptjax.hf.pretrained import Pretrained, open_pretrained
 from bptjax.models.config import ModelConfig
 
 
-def export_adapter(source: str, out: Path) -> Pretrained:
+def export_adapter(source: str, out: Path, *, replace: bool = False) -> Pretrained:
     """Writes the adapters of a run's newest checkpoint as PEFT reads them.
+
+    Args:
+      replace: whether `out` may hold an earlier export.
 
     Raises:
       ValueError: what is wrong with it, in one line; nothing is left of `out`.
     """
     model = open_adapter(source)
-    with whole(out) as directory:
+    with whole(out, replace=replace) as directory:
         write_adapter(model, directory)
     return model
 

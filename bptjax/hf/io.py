@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 import re
 import shutil
 from collections import Counter
@@ -361,29 +360,6 @@ def copy_companions(source: Path, target: Path) -> None:
     target.mkdir(parents=True, exist_ok=True)
     for file in companions(source):
         shutil.copyfile(file, target / file.name)
-
-
-@contextmanager
-def whole(out: Path) -> Iterator[Path]:
-    """A directory beside `out` that takes its name when all of it is written; else it goes.
-
-    Raises:
-      ValueError: `out` exists and is not empty, or cannot be written.
-    """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out} exists; choose another directory")
-    beside = out.parent / f".{out.name}.{os.getpid()}.tmp"
-    try:
-        beside.mkdir(parents=True)
-    except OSError as error:
-        raise ValueError(f"{out} cannot be written: {error.strerror}") from error
-    try:
-        yield beside
-        if out.exists():
-            out.rmdir()
-        beside.rename(out)
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
 
 
 def left_out(names: Sequence[str]) -> str:

@@ -1,0 +1,66 @@
+"""Output directories that appear complete or not at all, also when the process is killed."""
+
+import fcntl
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+
+@contextmanager
+def whole(out: Path, *, replace: bool = False) -> Iterator[Path]:
+    """Yields a hidden directory beside `out`, renames it to `out` when the block ends, and removes
+    it when the block raises. A killed process leaves it behind; the next call for `out` removes it.
+
+    Args:
+      replace: whether `out` may hold an earlier output, which makes room at the end.
+
+    Raises:
+      ValueError: `out` exists and is not empty, or cannot be written.
+    """
+    if out.exists() and not replace and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"{out} exists; choose another directory")
+    _remove_leftovers(out)
+    hidden = out.parent / f".{out.name}.{os.getpid()}.tmp"
+    try:
+        hidden.mkdir(parents=True)
+    except OSError as error:
+        raise ValueError(f"{out} cannot be written: {error.strerror}") from error
+    lock = _locked(hidden)
+    try:
+        yield hidden
+        if out.exists():
+            out.rename(hidden.with_suffix(".old.tmp"))
+        hidden.rename(out)
+    finally:
+        shutil.rmtree(hidden, ignore_errors=True)
+        shutil.rmtree(hidden.with_suffix(".old.tmp"), ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
+
+
+def _remove_leftovers(out: Path) -> None:
+    """Removes hidden directories of processes that were killed: those that nobody holds locked."""
+    pattern = re.compile(rf"\.{re.escape(out.name)}\.\d+(\.old)?\.tmp")
+    for path in out.parent.glob(".*.tmp"):
+        if pattern.fullmatch(path.name) and (lock := _locked(path)) is not None:
+            shutil.rmtree(path, ignore_errors=True)
+            os.close(lock)
+
+
+def _locked(directory: Path) -> int | None:
+    """Locks a directory for this process; None where another holds it, or it cannot be locked.
+
+    A lock ends with its process, and unlike a process id it is known on every host that shares the
+    file system.
+    """
+    handle = None
+    with suppress(OSError):
+        handle = os.open(directory, os.O_RDONLY)
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return handle
+    if handle is not None:
+        os.close(handle)
+    return None
