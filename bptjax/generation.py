@@ -81,7 +81,9 @@ def generate(
     dtype: jnp.dtype = jnp.float32,
     execution: Execution = Execution(),  # noqa: B008 (frozen)
 ) -> Iterator[Int[np.ndarray, "B"]]:
-    """The tokens that follow the prompts, one of each at a time; -1 after a row's end.
+    """Yields the next token of each prompt, one step at a time; -1 after a sequence's end.
+
+    A prompt gets the tokens that it would get alone, whatever the others' lengths.
 
     Args:
       prompts: token ids, of any lengths.
@@ -95,8 +97,9 @@ def generate(
       ValueError: an empty prompt, or more tokens than the model has learned positions.
     """
     config = model.config
-    longest = max(map(len, prompts))
-    if min(map(len, prompts)) == 0:
+    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+    longest = int(lengths.max())
+    if lengths.min() == 0:
         raise ValueError("a prompt is empty")
     if config.position == "learned" and longest + new_tokens > (config.max_positions or 0):
         raise ValueError(
@@ -112,18 +115,17 @@ def generate(
     keys = jax.random.split(jax.random.key(seed), new_tokens)
     ended = np.zeros(len(rows), bool)
     state: tuple[Any, ...] | None = None
-    reach = longest
     for i in range(new_tokens):
-        if state is None or reach == turn + 1:
-            # Past this length every key has to be turned anew.
+        if state is None or (lengths[~ended] == turn + 1).any():
+            # Past this length every key of the sequence has to be rotated anew.
             size = longest + new_tokens
             chunk, cache = _prefill(
                 model, rows, size, prefill_chunk, dtype=dtype, execution=execution
             )
             flags = jnp.asarray(seen) if state is None else state[2]
-            state = run(model, chunk, cache, flags, keys[i], reach)
+            state = run(model, chunk, cache, flags, keys[i], lengths)
         else:
-            state = run(model, state[0][:, None], state[1], state[2], keys[i], reach)
+            state = run(model, state[0][:, None], state[1], state[2], keys[i], lengths)
         token = np.where(ended, -1, np.asarray(state[0]))
         for row, new in zip(rows, token, strict=True):
             row.append(max(int(new), 0))
@@ -131,11 +133,18 @@ def generate(
         ended |= np.isin(token, stop)
         if ended.all():
             return
-        reach += 1
+        # Not in place: a step may still read the array.
+        lengths = lengths + 1
 
 
 def _turning_point(config: Any) -> float:
-    """The length beyond which longrope turns all keys by other frequencies."""
+    """Returns the length beyond which longrope rotates all keys by other frequencies.
+
+    The cached keys of a sequence are then computed again, so that its tokens are those of a
+    forward pass over all of its text. transformers does so for Phi-3; elsewhere it goes on with
+    keys of both kinds. Under `dynamic`, whose frequencies change with every token, cached keys
+    stay as they are, as in transformers.
+    """
     lengths = [
         p.get("original_max_position_embeddings") or config.max_positions
         for p in config.ropes
@@ -148,28 +157,28 @@ def _prefill(
     model: Decoder, rows: list[list[int]], size: int, chunk: int, **how: Any
 ) -> tuple[Array, Cache]:
     """Reads all but the last chunk of the rows, which end together: that chunk, and the cache."""
-    longest = max(map(len, rows))
+    lengths = np.array([len(row) for row in rows], np.int32)
+    longest = int(lengths.max())
     chunk = min(chunk, longest)
     padded = -(-longest // chunk) * chunk
     tokens = np.zeros((len(rows), padded), np.int32)
     for line, row in zip(tokens, rows, strict=True):
         line[padded - len(row) :] = row
     cache = Cache.empty(model.config, len(rows), size + padded - longest, how["dtype"])
-    start = jnp.asarray([padded - len(row) for row in rows], jnp.int32)
-    cache = replace(cache, start=start)
+    cache = replace(cache, start=jnp.asarray(padded - lengths))
     for at in range(0, padded - chunk, chunk):
-        cache = _read(model, jnp.asarray(tokens[:, at : at + chunk]), cache, longest, **how)
+        cache = _read(model, jnp.asarray(tokens[:, at : at + chunk]), cache, lengths, **how)
     return jnp.asarray(tokens[:, padded - chunk :]), cache
 
 
 @partial(jax.jit, static_argnames=("dtype", "execution"), donate_argnums=2)
-def _read(model, tokens, cache, length, *, dtype, execution):
-    return model.decode(tokens, cache, length=length, dtype=dtype, execution=execution)[1]
+def _read(model, tokens, cache, lengths, *, dtype, execution):
+    return model.decode(tokens, cache, length=lengths, dtype=dtype, execution=execution)[1]
 
 
 @partial(jax.jit, static_argnames=("sampling", "dtype", "execution"), donate_argnums=(2, 3))
-def _step(model, tokens, cache, seen, key, length, *, sampling, dtype, execution):
+def _step(model, tokens, cache, seen, key, lengths, *, sampling, dtype, execution):
     """Reads the tokens `[B, T]` and draws the next: (token `[B]`, cache, seen)."""
-    hidden, cache = model.decode(tokens, cache, length=length, dtype=dtype, execution=execution)
+    hidden, cache = model.decode(tokens, cache, length=lengths, dtype=dtype, execution=execution)
     token = sampling.draw(model.logits(hidden[:, -1:])[:, 0], seen, key)
     return token, cache, seen.at[jnp.arange(len(token)), token].set(True)

@@ -1,5 +1,6 @@
 """Generation: greedy tokens as transformers', chunked prefill, sampling, the command line."""
 
+import functools
 import itertools
 import json
 
@@ -34,17 +35,23 @@ def test_greedy_tokens_are_those_of_transformers(theirs, name):  # noqa: F811
     model, directory = theirs(name)
     rng = np.random.default_rng(1)
     prompts = [rng.integers(3, 61, n) for n in (5, 13, 9)]
-    tokens, mask = np.zeros((2, 3, 13), int)
-    for i, prompt in enumerate(prompts):
-        tokens[i, 13 - len(prompt) :], mask[i, 13 - len(prompt) :] = prompt, 1
-    wanted = model.generate(
-        torch.tensor(tokens),
-        attention_mask=torch.tensor(mask),
-        max_new_tokens=12,
-        do_sample=False,
-        pad_token_id=0,
-        eos_token_id=None,
-    )[:, 13:]
+    # Frequencies that depend on the length follow the longest prompt of a batch in transformers.
+    alone = "dynamic" in name or "longrope" in name
+    wanted = []
+    for batch in [[p] for p in prompts] if alone else [prompts]:
+        longest = max(map(len, batch))
+        tokens, mask = np.zeros((2, len(batch), longest), int)
+        for i, prompt in enumerate(batch):
+            tokens[i, longest - len(prompt) :], mask[i, longest - len(prompt) :] = prompt, 1
+        written = model.generate(
+            torch.tensor(tokens),
+            attention_mask=torch.tensor(mask),
+            max_new_tokens=12,
+            do_sample=False,
+            pad_token_id=0,
+            eos_token_id=None,
+        )
+        wanted.append(written[:, longest:].numpy())
     got = generate(
         load(directory),
         prompts,
@@ -52,7 +59,7 @@ def test_greedy_tokens_are_those_of_transformers(theirs, name):  # noqa: F811
         sampling=GREEDY,
         execution=SMALL,
     )
-    assert np.array_equal(np.stack(list(got), 1), wanted.numpy())
+    assert np.array_equal(np.stack(list(got), 1), np.concatenate(wanted))
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +79,50 @@ def test_chunks_and_company_change_nothing(model):
     wanted = np.concatenate([run(model, [prompt]) for prompt in prompts])
     for chunk in (1, 4, 100):
         assert np.array_equal(run(model, prompts, prefill_chunk=chunk), wanted)
+
+
+@functools.cache
+def scaled(kind):
+    """A model whose frequencies follow the length of the text, beyond 18 tokens."""
+    lists = dict(short_factor=[1.0] * 4, long_factor=[2.0, 3.0, 4.0, 8.0])
+    longrope = lists | dict(original_max_position_embeddings=18)
+    parameters = dict(rope_theta=1e4, rope_type=kind, factor=4.0)
+    config = ModelConfig(
+        vocab_size=61,
+        hidden_size=32,
+        num_layers=2,
+        num_heads=4,
+        init_std=0.3,
+        max_positions=18,
+        rope_parameters=parameters | (longrope if kind == "longrope" else {}),
+    )
+    return Decoder(config, jax.random.key(0))
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_prompts_of_different_lengths_write_what_each_writes_alone(kind):
+    """Two of them pass the original length, each at a step of its own."""
+    rng, model = np.random.default_rng(0), scaled(kind)
+    prompts = [rng.integers(0, 61, n) for n in (3, 13, 16)]
+    wanted = np.concatenate([run(model, [prompt]) for prompt in prompts])
+    for chunk in (5, 100):
+        assert np.array_equal(run(model, prompts, prefill_chunk=chunk), wanted)
+
+
+def test_longrope_writes_what_a_forward_pass_over_all_of_the_text_predicts():
+    model = scaled("longrope")
+    prompt, new = np.random.default_rng(0).integers(0, 61, 13), 8
+    (written,) = run(model, [prompt], new_tokens=new)
+    text = np.concatenate([prompt, written])
+    lengths = len(prompt) + np.arange(new)[:, None]
+    positions = np.arange(len(text))[None].repeat(new, 0)
+    hidden = model(
+        jnp.asarray(np.where(positions < lengths, text, 0)),
+        positions=jnp.asarray(positions),
+        segments=jnp.asarray((positions < lengths).astype(np.int32)),
+    )
+    last = jnp.take_along_axis(hidden, jnp.asarray(lengths)[..., None] - 1, 1)
+    assert np.array_equal(model.logits(last)[:, 0].argmax(-1), written)
 
 
 def test_a_row_ends_at_its_stop_token(model):
@@ -141,9 +192,9 @@ def test_prefill_memory_does_not_grow_with_the_prompt():
 
     def temp(size):
         cache = jax.eval_shape(lambda: Cache.empty(config, 1, size, jnp.float32))
-        tokens = jax.ShapeDtypeStruct((1, 128), jnp.int32)
+        tokens, length = (jax.ShapeDtypeStruct(s, jnp.int32) for s in ((1, 128), (1,)))
         lowered = _read.lower(
-            model, tokens, cache, 1, dtype=jnp.float32, execution=Execution(k_chunk=128)
+            model, tokens, cache, length, dtype=jnp.float32, execution=Execution(k_chunk=128)
         )
         held = lowered.compile().memory_analysis()
         cached = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))

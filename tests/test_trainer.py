@@ -73,6 +73,23 @@ def test_accumulated_micro_batches_are_one_big_batch(batch, whole):
     assert_same(sums(task(), batch, 4), whole)
 
 
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_scalings_by_length_do_not_depend_on_the_batch(batch, kind):
+    """Micro-batches on a mesh with the sequence in zigzag order give the loss and gradients of one
+    big batch, though their longest documents differ."""
+    lists = dict(short_factor=[1.0] * 4, long_factor=[2.0, 3.0, 4.0, 8.0])
+    scaling = dict(dynamic={}, longrope=lists | dict(original_max_position_embeddings=8))
+    parameters = dict(rope_type=kind, rope_theta=1e4, factor=4.0) | scaling[kind]
+    model = replace(MODEL, num_layers=1, max_positions=8, rope_parameters=parameters)
+    # Large weights, so that attention and thereby the frequencies matter.
+    model = replace(model, init_std=0.5)
+    one, mesh = task(), task(ParallelConfig(dp=2, fsdp=1, sp=4))
+    memory = replace(CONFIG.memory, sequence="ring")
+    mesh = replace(mesh, config=replace(mesh.config, memory=memory))
+    one, mesh = (replace(work, model=model) for work in (one, mesh))
+    assert_same(sums(mesh, batch, 2), sums(one, batch, 1))
+
+
 def test_dropout_is_that_of_one_device(batch):
     """Also where rows are filled up, which one device does not."""
     dropping = replace(MODEL, num_layers=1, residual_dropout=0.3, embedding_dropout=0.2)

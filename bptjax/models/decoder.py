@@ -131,7 +131,7 @@ class Decoder(nnx.Module):
         tokens: Int[Array, "B T"],
         cache: Cache,
         *,
-        length: Array | int | None = None,
+        length: Int[Array, "B"] | None = None,
         dtype: jnp.dtype = jnp.float32,
         execution: Execution = Execution(),  # noqa: B008 (frozen)
     ) -> tuple[Float[Array, "B T E"], Cache]:
@@ -139,8 +139,8 @@ class Decoder(nnx.Module):
         it. A row's tokens before its `cache.start` are padding.
 
         Args:
-          length: how far the text reaches, where a long prompt is read in parts and rotary
-            frequencies depend on it; these tokens' last position + 1 if left out.
+          length: tokens of each whole prompt, for rotary scalings that depend on it, where a
+            long prompt is read in chunks; these tokens' last position + 1 if left out.
         """
         B, T = tokens.shape
         here, there = cache.length + jnp.arange(T)[None], jnp.arange(cache.k.shape[2])[None]

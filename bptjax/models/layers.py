@@ -130,7 +130,7 @@ class Layer(nnx.Module):
     """One transformer layer, in three position-wise parts with attention between them.
 
     The parts take a `place`: positions `[B, T]`, the kind of the layer (an index into the config's
-    `ropes`) and the longest position read, plus one (None where nothing depends on it).
+    `ropes`) and the length of each token's document `[B, T]` (None if no scaling depends on it).
     """
 
     def __init__(self, config: ModelConfig, key: Array, dtype: jnp.dtype):
@@ -225,8 +225,8 @@ class Layer(nnx.Module):
 
 
 def rotary(
-    config: ModelConfig, kind: Array | int, length: Array | None
-) -> tuple[Float[Array | np.ndarray, "R"], Float[Array, ""] | float]:
+    config: ModelConfig, kind: Array | int, length: Int[Array, "B T"] | None
+) -> tuple[Float[Array | np.ndarray, "... R"], Float[Array, ""] | float]:
     """Frequencies, and the factor on cos and sin, of this kind of layer."""
     each = [
         rope_frequencies(
@@ -240,4 +240,7 @@ def rotary(
     if all(parameters == config.ropes[0] for parameters in config.ropes):
         return each[0]
     frequencies, factors = zip(*each, strict=True)
+    tokens = () if length is None else length.shape
+    frequencies = [f if f.ndim > 1 else f.reshape(*(1 for _ in tokens), -1) for f in frequencies]
+    frequencies = [jnp.broadcast_to(f, (*tokens, f.shape[-1])) for f in frequencies]
     return jnp.stack(frequencies)[kind], jnp.stack([jnp.float32(f) for f in factors])[kind]

@@ -14,13 +14,10 @@ from bptjax.ops.attention import attention as attention_here
 from bptjax.ops.block import block
 from bptjax.ops.feed_forward import feed_forward
 from bptjax.ops.mask import Mask
-from bptjax.ops.position import alibi_slopes
+from bptjax.ops.position import BY_LENGTH, alibi_slopes, document_lengths
 from bptjax.ops.saved import named
 from bptjax.parallel.mesh import constrain
 from bptjax.parallel.sequence import BY_DEVICE, attention, by_device, from_devices
-
-# Rotary scalings whose frequencies depend on how far the text reaches.
-BY_LENGTH = ("dynamic", "longrope")
 
 
 def new_layers(config: ModelConfig, key: Array, dtype: jnp.dtype) -> Layer:
@@ -37,7 +34,7 @@ def run(
     positions: Int[Array, "B T"],
     rows: Int[Array, "B T"],
     mask: Mask,
-    length: Array | int | None = None,
+    length: Int[Array, "B"] | None = None,
     dropout_key: Array | None = None,
     execution: Execution,
     past: tuple[Array, Array, Array] | None = None,
@@ -49,7 +46,8 @@ def run(
       positions: of each token in its document, for rotary embeddings.
       rows: a number for each token of the batch, for dropout.
       mask: who sees whom, but for the windows, which are the layers' own.
-      length: the longest position read, plus one; from `positions` if left out.
+      length: tokens that each sequence, which is then one document, has in all. By default the
+        length of each document is its largest position here, plus one.
       dropout_key: None for no dropout.
       past: keys and values `[L, B, S, K, H]` of a cache, and how many tokens it holds: those of
         these tokens are written behind them, and all are read.
@@ -59,12 +57,12 @@ def run(
       the stream, and the keys and values with these tokens in them, or the stream after each layer
       `[L, B, T, D]`, or None.
     """
-    if not any(_rope_type(p) in BY_LENGTH for p in config.ropes):
-        length = None
-    elif length is None:
-        length = positions.max() + 1
-    else:
-        length = jnp.asarray(length)
+    lengths = None
+    if any(_rope_type(p) in BY_LENGTH for p in config.ropes):
+        if length is None:
+            lengths = document_lengths(positions, mask.segments)
+        else:
+            lengths = jnp.broadcast_to(length[:, None], positions.shape)
     kinds = jnp.asarray(config.kinds)
     alibi = None
     if config.position == "alibi":
@@ -75,7 +73,7 @@ def run(
         (x, old), (layer, number, kind) = carry, scanned
         layer = execution.prepare(layer, x.dtype)
         x = named(x, "layer_input", execution.offload)
-        keys, place = _keys(dropout_key, number), (positions, kind, length)
+        keys, place = _keys(dropout_key, number), (positions, kind, lengths)
         k, v = (
             named(part, name, execution.offload)
             for part, name in zip(
@@ -96,12 +94,13 @@ def run(
             q_chunk=execution.q_chunk,
             k_chunk=execution.k_chunk,
         )
-        shared = layer, place[1:], keys and keys[1:]
+        shared = layer, kind, keys and keys[1:]
         if execution.schedule == "fused":
             finish = _fused
         else:
             finish = partial(_split if past is None else _cached, execution)
-        x = finish(shared, (x, positions, rows), k.astype(x.dtype), v.astype(x.dtype), options)
+        tokens = x, positions, lengths, rows
+        x = finish(shared, tokens, k.astype(x.dtype), v.astype(x.dtype), options)
         x = constrain(x, "batch", "sequence", None)
         return (x, old), x if hidden_states else None
 
@@ -137,14 +136,14 @@ def _keys(key: Array | None, number: Array) -> tuple[Array, Array, Array, Array]
 
 
 def _query(shared, chunk):
-    layer, (kind, length), keys = shared
-    x, positions, rows = chunk
-    return layer.queries(x, (positions, kind, length), keys and (keys[2], rows))
+    layer, kind, keys = shared
+    x, positions, lengths, rows = chunk
+    return layer.queries(x, (positions, kind, lengths), keys and (keys[2], rows))
 
 
 def _finish(shared, chunk, out, offload=0.0):
     layer, _, keys = shared
-    x, _, rows = chunk
+    x, *_, rows = chunk
     return layer.finish(x, out, rows, keys, offload)
 
 

@@ -4,10 +4,14 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jaxtyping import Float, Int
+
+# Scalings whose frequencies depend on the length of the document.
+BY_LENGTH = ("dynamic", "longrope")
 
 # What each scaling needs, and what it may have, beside rope_theta.
 LONG = ("original_max_position_embeddings",)
@@ -38,8 +42,8 @@ def rope_frequencies(
     parameters: Mapping[str, Any],
     *,
     max_positions: int | None = None,
-    length: Array | int | None = None,
-) -> tuple[Float[Array | np.ndarray, "R"], float]:
+    length: Int[Array, "..."] | int | None = None,
+) -> tuple[Float[Array | np.ndarray, "... R"], float]:
     """Radians per token of each rotated pair, float32, and the factor on cos and sin.
 
     Args:
@@ -48,9 +52,9 @@ def rope_frequencies(
         None counts as left out.
       max_positions: tokens that the positions were made for, its max_position_embeddings. Stands
         in for original_max_position_embeddings, and over it for the factor of yarn and longrope.
-      length: longest position that is read, plus one, which `dynamic` and `longrope` depend on;
-        within the original length if left out. May be traced. Only with one are the frequencies
-        JAX's; else NumPy's.
+      length: tokens of the document, a number or one for each token, which `dynamic` and
+        `longrope` depend on; within the original length if left out. May be traced. The result is
+        NumPy's unless the type is one of these two and `length` is given.
 
     Raises:
       ValueError: an unknown rope_type or key, or one that is missing or not positive; `dim` is
@@ -121,12 +125,18 @@ def _needed(kind: str, name: str, value: Any) -> Any:
 
 def _dynamic(
     plain: np.ndarray, longest: int, length: Array | int, p: Mapping[str, Any]
-) -> Float[Array, "R"]:
+) -> Float[Array, "... R"]:
     """theta · grown^(dim / (dim - 2)) in place of theta: the slowest pair is slowed by `grown`."""
     beyond = jnp.maximum(jnp.asarray(length) - longest, 0).astype(jnp.float32)
-    grown = 1 + p["factor"] * (beyond / longest)
+    grown = (1 + p["factor"] * (beyond / longest))[..., None]
     R = len(plain)
-    return plain * grown ** (-np.arange(R, dtype=np.float32) / max(R - 1, 1))
+    powers = _like(grown, -np.arange(R, dtype=np.float32) / max(R - 1, 1))
+    return _like(grown, plain) * grown**powers
+
+
+def _like(x: Array, table: np.ndarray) -> np.ndarray:
+    """`table` of R entries with as many axes as x."""
+    return table.reshape((1,) * (x.ndim - 1) + table.shape)
 
 
 def _llama3(plain: np.ndarray, original: int, p: Mapping[str, Any]) -> np.ndarray:
@@ -191,20 +201,42 @@ def _longrope(
         scale = math.sqrt(stretched)
     if length is None:
         return each[0], float(scale)
-    return jnp.where(length > original, each[1], each[0]), float(scale)
+    beyond = (jnp.asarray(length) > original)[..., None]
+    short, long = (_like(beyond, x) for x in each)
+    return jnp.where(beyond, long, short), float(scale)
+
+
+def document_lengths(
+    positions: Int[Array, "B T"], segments: Int[Array | np.ndarray, "B T"] | None
+) -> Int[Array, "B T"]:
+    """Returns the length of each token's document: its largest position, plus one.
+
+    Works for tokens in any order. `segments` holds any document numbers; without it, a sequence is
+    one document.
+    """
+    if segments is None:
+        return jnp.broadcast_to(positions.max(1, keepdims=True) + 1, positions.shape)
+    T = positions.shape[1]
+
+    def one(positions, segments):
+        _, number = jnp.unique(segments, return_inverse=True, size=T)
+        return jax.ops.segment_max(positions, number, num_segments=T)[number] + 1
+
+    return jax.vmap(one)(positions, segments)
 
 
 def rope(
     x: Float[Array, "B T N H"],
     positions: Int[Array, "B T"],
-    frequencies: Float[Array | np.ndarray, "R"],
+    frequencies: Float[Array | np.ndarray, "... R"],
     factor: Float[Array, ""] | float = 1.0,
 ) -> Float[Array, "B T N H"]:
     """Rotates the first 2R of the H features by position · frequency, times `factor`; the others
-    pass. Hugging Face's half-split layout: feature i turns with feature i + R."""
-    R = frequencies.shape[0]
+    pass. Hugging Face's half-split layout: feature i turns with feature i + R. The frequencies are
+    `[R]`, or `[B, T, R]` where they differ from token to token."""
+    *tokens, R = frequencies.shape
     angle = positions.astype(jnp.float32)[..., None, None] * jnp.asarray(frequencies).reshape(
-        1, 1, 1, R
+        *(tokens or (1, 1)), 1, R
     )
     cos, sin = jnp.cos(angle) * factor, jnp.sin(angle) * factor
     a, b = x[..., :R].astype(jnp.float32), x[..., R : 2 * R].astype(jnp.float32)
