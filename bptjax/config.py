@@ -130,6 +130,7 @@ FREE = (
     "memory.",
     "checkpoint.",
     "logging.",
+    "data.bad_records",
     "train.per_device_train_batch_size",
     "train.gradient_accumulation_steps",
     "train.eval_",

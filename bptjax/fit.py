@@ -28,6 +28,8 @@ from bptjax.trainer import TrainState
 
 # Dense bf16 matmul peaks, FLOP/s, by the device's name: what MFU is counted against.
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
+# Among the signals that processes vote on: stop, for the data check has failed.
+BAD_DATA = 1
 
 
 class RunFailed(RuntimeError):
@@ -84,8 +86,11 @@ def fit(run: Run) -> int:
         stack.callback(predictions.close)
         stack.enter_context(progress)
         stopped = stack.enter_context(_signals())
-        for note in run.notes if start < config.train.max_steps else ():
-            progress.log(note)
+        if first and start < config.train.max_steps:
+            stack.callback(run.check.stop)
+            run.check.start(run.directory)
+            for note in (*run.check.lines(), *run.notes):
+                progress.log(note)
         if restored:
             progress.log(f"resumed at step {start} of {config.train.max_steps} in {run.directory}")
         tokens_seen = extra["tokens_seen"]
@@ -146,18 +151,29 @@ class _Loop:
                 self.eval()
             if self.done % config.checkpoint.save_steps == 0:
                 self.save()
-            votes.append(largest(max(stopped, default=0), task.mesh))
+            bad_data = BAD_DATA if self.run.check.error else 0
+            votes.append(largest(max(stopped, default=bad_data), task.mesh))
             self.stopped = int(votes.popleft())
         if self.done > (self.last_saved or 0):
             self.save()
         self.checkpoints.wait()
         self.stopped = self.stopped or int(largest(max(stopped, default=0), task.mesh))
+        if self.stopped == BAD_DATA:
+            found = self.run.check.error or "process 0 found a bad record"
+            raise RunFailed(f"step {self.done}, saved: {found}")
 
     def next_batch(self) -> dict[str, np.ndarray]:
         try:
             return next(self.run.batches)
         except ValueError as error:
-            raise RunFailed(f"step {self.done + 1}: {error}") from error
+            text = f"step {self.done + 1}: {error}"
+            # With shards of their own, the other processes do not fail here, and would not save.
+            alone = jax.process_count() > 1 and self.run.config.data.shards > 1
+            if self.done > (self.last_saved or 0) and not alone:
+                self.save()
+                self.checkpoints.wait()
+                text += f"; step {self.done} is saved"
+            raise RunFailed(text) from error
 
     def compile(self, batch, tell: bool) -> Callable:
         """The compiled step; with `tell`, says what it will need."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
+from bptjax.data.records import readable
 from bptjax.data.text import byte_baselines
 from bptjax.data.tokenizer import ByteTokenizer
 from bptjax.generation import Sampling, generate
@@ -36,7 +37,8 @@ def report(run: Run, state: TrainState, text: str, say: Callable[[str], None]) -
     losses = [
         r["eval/loss"] for r in read_metrics(run.directory / "metrics.jsonl") if "eval/loss" in r
     ]
-    texts = list(run.held_out) if losses and config.train.eval_batches is None else []
+    everything = losses and config.train.eval_batches is None
+    texts = list(readable(run.held_out, config.data.bad_records)) if everything else []
     known = isinstance(run.tokenizer, ByteTokenizer) and all(isinstance(x, str) for x in texts)
     if known and (size := sum(len(run.tokenizer.encode(text)) for text in texts)):
         labels = sum(int((b["labels"] != -100).sum()) for b in run.eval_batches())

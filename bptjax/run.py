@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,9 @@ import numpy as np
 from bptjax.config import Config, claim, to_yaml
 from bptjax.data.batches import Batches
 from bptjax.data.chat import Chat, question
-from bptjax.data.loader import eval_loader, train_loader
+from bptjax.data.check import DataCheck
+from bptjax.data.loader import data_check, eval_loader, train_loader
+from bptjax.data.records import readable
 from bptjax.data.sources import open_split
 from bptjax.data.tokenizer import Tokenizer, make_tokenizer
 from bptjax.hf.io import copy_companions
@@ -36,6 +38,7 @@ class Run:
     tokenizer: Tokenizer
     held_out: Any
     batches: Batches
+    check: DataCheck
     notes: list[str]
 
     @cached_property
@@ -46,7 +49,7 @@ class Run:
           ValueError: what is held out are no chats, or they reach beyond the model's positions.
         """
         data, count = self.config.data, self.config.train.eval_predictions
-        chats = [self.held_out[i] for i in range(min(count, len(self.held_out)))]
+        chats = list(islice(readable(self.held_out, data.bad_records), count))
         if count and not all(isinstance(chat, Chat) for chat in chats or [None]):
             raise ValueError(
                 f"train.eval_predictions={count} needs held-out chats; see data.format and "
@@ -131,7 +134,8 @@ def _checked(config: Config, devices: list[jax.Device]) -> Run:
     companions = pretrained.companions if pretrained else None
     name = config.data.tokenizer or str(companions or "byte")
     own = pretrained.config.V if pretrained and name == str(companions) else None
-    tokenizer = make_tokenizer(name, chain(train, held_out), own)
+    bad = config.data.bad_records
+    tokenizer = make_tokenizer(name, chain(readable(train, bad), readable(held_out, bad)), own)
     model = pretrained.config if pretrained else config.model
     if model.vocab_size is None:
         model = replace(model, vocab_size=tokenizer.vocab_size)
@@ -177,14 +181,16 @@ def _checked(config: Config, devices: list[jax.Device]) -> Run:
                 f"train.seq_len={config.train.seq_len} is beyond the {reach} positions of the "
                 "checkpoint; model.rope_parameters scales them, model.max_positions records it"
             )
-    run = Run(config, task, tokenizer, held_out, batches, notes)
+    check = data_check(train, held_out, tokenizer, config.data, seq_len=config.train.seq_len)
+    run = Run(config, task, tokenizer, held_out, batches, check, notes)
     _ = run.questions  # Refuses what is no chat.
-    _ = run.base  # Hashed before it is read: it may be replaced before the first checkpoint.
-    # All of them: what is wrong with one is not to be found by the first evaluation.
-    if len(held_out) and not sum((b["labels"] != -100).sum() for b in run.eval_batches()):
-        raise ValueError(
-            "no token of the held-out documents is learnt; see data.eval_path, data.eval_fraction"
-        )
+    if jax.process_index() == 0:
+        check.run()
+        if len(held_out) and check.held_out.complete and not check.held_out.loss_tokens:
+            raise ValueError(
+                "the held-out documents contain no token that counts in the loss; see "
+                "data.eval_path, data.eval_fraction and data.too_long"
+            )
     return run
 
 

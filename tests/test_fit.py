@@ -361,3 +361,41 @@ def test_saved_config_is_the_resolved_one(uninterrupted, arguments):
     saved = parse(["--config", str(uninterrupted / "config.yaml")], "")
     assert saved == parse([*arguments, "--run_dir", str(uninterrupted)], "")
     assert json.dumps(saved.train.max_steps) == "20"
+
+
+def test_a_bad_record_deep_in_the_data(arguments, tmp_path, capsys, monkeypatch):
+    """Refused at the start if found in time; else the run saves, ends, and can go on without it."""
+    lines = [json.dumps({"text": "the quick brown fox " * 2})] * 400
+    lines[20] = "{"
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    command = [*arguments, f"--data.path={tmp_path / 'a.jsonl'}", "--data.shuffle=false"]
+    command += ["--data.eval_fraction=0.01", "--train.eval_steps=0", "--train.sample_tokens=0"]
+    assert main([*command, f"--run_dir={tmp_path / 'run'}"]) == 2
+    assert "a.jsonl, record 21: " in capsys.readouterr().err and not (tmp_path / "run").exists()
+    # The data are too many to be checked beforehand: the iterator meets the record.
+    monkeypatch.setattr("bptjax.data.check.FIRST_SECONDS", 0)
+    monkeypatch.setattr("bptjax.data.packing.BUFFER_TOKENS", 0)
+    with monkeypatch.context() as patch:
+        patch.setattr("bptjax.data.check.DataCheck.start", lambda self, directory: None)
+        for _ in range(2):
+            assert main([*command, f"--run_dir={tmp_path / 'run'}"]) == 1
+            error = capsys.readouterr().err
+            assert error.count("\n") == 1 and "record 21: " in error and "bad_records=skip" in error
+    saved = max(int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert 6 < saved < 20 and f"step {saved + 1}: " in error, "not a step is lost"
+    skip = [*command, "--data.bad_records=skip"]
+    assert main([*skip, f"--run_dir={tmp_path / 'run'}"]) == 0
+    assert main([*skip, f"--run_dir={tmp_path / 'other'}"]) == 0
+    assert rows(tmp_path / "run") == rows(tmp_path / "other")
+    listed = (tmp_path / "other" / "bad_records.jsonl").read_text()
+    assert json.loads(listed)["record"] == "record 21"
+    log = (tmp_path / "other" / "log.txt").read_text()
+    assert "bad records were skipped" in log or "sequences an epoch" in log
+    # The check on its thread is ahead of the iterator.
+    lines[20], lines[380] = lines[0], "{"
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    capsys.readouterr()
+    assert main([*command, f"--run_dir={tmp_path / 'third'}"]) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "saved: " in error and "record 381: " in error
+    assert list((tmp_path / "third" / "checkpoints").iterdir())

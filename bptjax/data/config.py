@@ -59,6 +59,8 @@ class DataConfig:
         documents do not attend to each other. No packing splits a record with a loss mask.
       too_long: what happens to records with a loss mask that are longer than train.seq_len. Text
         without one is split instead.
+      bad_records: what happens to records that cannot be read or tokenized. error refuses the run,
+        or saves and ends it if they are found later; skip lists them in bad_records.jsonl.
       group_by_length: batch sequences of similar length, padded to the longest of each batch; needs
         packing=none.
       shards: number of equal parts of the documents, read by different processes. Each part
@@ -80,6 +82,7 @@ class DataConfig:
     tokenizer: str | None = None
     packing: Literal["none", "concat", "best_fit"] = "concat"
     too_long: Literal["drop", "truncate_left", "error"] = "drop"
+    bad_records: Literal["error", "skip"] = "error"
     group_by_length: bool = False
     shards: int = 1
     shuffle: bool = True

@@ -6,7 +6,7 @@ import json
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -51,10 +51,20 @@ def document(row: object, where: str, *, text_key: str, format: str = "text") ->
     )
 
 
-def location(documents: Sequence[Document], index: int) -> str:
-    """Returns the file and number of a record, for messages."""
+class Location(NamedTuple):
+    """File and number of a record, for messages; no number where the file is one document."""
+
+    file: str
+    record: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.file}, {self.record}" if self.record else self.file
+
+
+def location(documents: Sequence[Document], index: int) -> Location:
+    """Returns where a record comes from."""
     where = getattr(documents, "location", None)
-    return where(index) if where else f"document {index + 1}"
+    return where(index) if where else Location(f"document {index + 1}")
 
 
 class TextFile(Sequence[Document]):
@@ -80,12 +90,12 @@ class TextFile(Sequence[Document]):
     def __len__(self) -> int:
         return len(self.spans)
 
-    def location(self, index: int) -> str:
-        return str(self.path) if self.whole else f"{self.path}, record {index + 1}"
+    def location(self, index: int) -> Location:
+        return Location(str(self.path), "" if self.whole else f"record {index + 1}")
 
     def __getitem__(self, index: int) -> Document:
         start, stop = self.spans[index].tolist()
-        where = self.location(index)
+        where = str(self.location(index))
         with self._open() as file:
             file.seek(start)
             data = file.read(-1 if self.whole else stop - start)
@@ -115,11 +125,11 @@ class JsonList(Sequence[Document]):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def location(self, index: int) -> str:
-        return f"{self.path}, record {index + 1}"
+    def location(self, index: int) -> Location:
+        return Location(str(self.path), f"record {index + 1}")
 
     def __getitem__(self, index: int) -> Document:
-        return self.read(self.rows[index], self.location(index))
+        return self.read(self.rows[index], str(self.location(index)))
 
 
 def _opened(path: Path) -> BinaryIO:
@@ -151,18 +161,20 @@ class RowGroup(Sequence[Document]):
     """One row group of a parquet file.
 
     Attributes:
+      group: its number in the file.
       decode: the group as a table.
       read: a row, and where it is, to a document.
     """
 
-    def __init__(self, where: str, rows: int, decode: Callable, read: Callable):
-        self.where, self.rows, self.decode, self.read = where, rows, decode, read
+    def __init__(self, path: Path, group: int, rows: int, decode: Callable, read: Callable):
+        self.path, self.group, self.rows = path, group, rows
+        self.decode, self.read = decode, read
 
     def __len__(self) -> int:
         return self.rows
 
-    def location(self, index: int) -> str:
-        return f"{self.where}, row {index + 1}"
+    def location(self, index: int) -> Location:
+        return Location(str(self.path), f"row group {self.group}, row {index + 1}")
 
     def __getitem__(self, index: int) -> Document:
         row = {}
@@ -170,7 +182,7 @@ class RowGroup(Sequence[Document]):
             cell = values[index]
             arrays = column == "input_ids" and cell.is_valid
             row[column] = cell.values if arrays else cell.as_py()
-        return self.read(row, self.location(index))
+        return self.read(row, str(self.location(index)))
 
 
 def row_groups(paths: Sequence[Path], text_key: str, format: str) -> list[RowGroup]:
@@ -195,12 +207,7 @@ def row_groups(paths: Sequence[Path], text_key: str, format: str) -> list[RowGro
     decode = functools.lru_cache(max(2, PARQUET_CACHE_BYTES // largest))(_read_row_group)
     read = functools.partial(document, text_key=text_key, format=format)
     return [
-        RowGroup(
-            f"{path}, row group {group}",
-            rows,
-            functools.partial(decode, path, group, columns),
-            read,
-        )
+        RowGroup(path, group, rows, functools.partial(decode, path, group, columns), read)
         for path, group, rows, columns in found
     ]
 

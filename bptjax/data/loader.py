@@ -11,6 +11,7 @@ from grain import experimental as gx
 
 from bptjax.data.batches import Batches, TrainIterator
 from bptjax.data.chat import Chat, encode
+from bptjax.data.check import DataCheck
 from bptjax.data.config import DataConfig
 from bptjax.data.files import Document
 from bptjax.data.mixture import MixIterDataset
@@ -73,7 +74,7 @@ def _shard(
     """Returns the endless sequences of one shard of the records; batches of `rows`, if grouped by
     length. `of` names the source in errors."""
     n, seq_len = config.shards, records.reader.seq_len
-    labels = pieces = too_long = 0
+    labels = pieces = too_long = bad = 0
     limit = max(4, buffer_rows(seq_len) // n)
     for index in range(shard, len(records), n):
         record = records.inspect(index)
@@ -81,11 +82,12 @@ def _shard(
             length = len(one["labels"])
             labels, pieces = labels + length, pieces + -(-length // seq_len)
         too_long += bool(record.too_long)
+        bad += record.error is not None
         if labels >= seq_len and pieces >= limit:
             break
     examples = grain.MapDataset.source(records)[shard::n]
     what = f"{len(examples)} training documents{of} in shard {shard} of {n}"
-    _check_tokens(labels, too_long, seq_len, what)
+    _check_tokens(labels, too_long, bad, seq_len, what)
     if config.group_by_length:
         return grouped(
             examples, seq_len=seq_len, rows=rows, shuffle=config.shuffle, seed=config.seed
@@ -101,6 +103,22 @@ def _shard(
         window=window if config.shuffle else None,
         seed=config.seed,
     )
+
+
+def data_check(
+    documents: Sequence[Document],
+    held_out: Sequence[Document],
+    tokenizer: Tokenizer,
+    config: DataConfig,
+    *,
+    seq_len: int,
+) -> DataCheck:
+    """Returns the check of all records, training ones by source, that nothing has been read for."""
+    sources = {"training data": documents}
+    if isinstance(documents, Mixture):
+        sources = dict(zip(documents.names, documents.files, strict=True))
+    records = {name: _records(own, tokenizer, config, seq_len) for name, own in sources.items()}
+    return DataCheck(records, _records(held_out, tokenizer, config, seq_len), config)
 
 
 def eval_loader(
@@ -122,7 +140,7 @@ def eval_loader(
     return batches if max_batches is None else gx.LimitIterDataset(batches, max_batches)
 
 
-def _check_tokens(labels: int, too_long: int, seq_len: int, what: str) -> None:
+def _check_tokens(labels: int, too_long: int, bad: int, seq_len: int, what: str) -> None:
     """
     Raises:
       ValueError: the documents have too few tokens that count in the loss to train on.
@@ -131,6 +149,11 @@ def _check_tokens(labels: int, too_long: int, seq_len: int, what: str) -> None:
         raise ValueError(
             f"the {what}: all {too_long} records with tokens in the loss are longer than "
             f"train.seq_len={seq_len}; raise it, or set data.too_long=truncate_left"
+        )
+    if not labels and bad:
+        raise ValueError(
+            f"the {what}: {bad} records are bad and none of the others has a token that counts in "
+            "the loss; data.bad_records=error tells why"
         )
     if not labels:
         raise ValueError(
@@ -162,7 +185,7 @@ def _records(
             )
         ]
 
-    return Records(documents, RecordReader(examples, seq_len, config.too_long))
+    return Records(documents, RecordReader(examples, seq_len, config.too_long, config.bad_records))
 
 
 def _fill(batch: Sequence[Example], rows: int) -> Example:

@@ -63,6 +63,11 @@ def buffer_rows(seq_len: int) -> int:
     return max(4, min(4096, BUFFER_TOKENS // seq_len))
 
 
+def open_sequences(seq_len: int) -> int:
+    """Returns the number of sequences that best-fit packing fills at a time."""
+    return min(128, buffer_rows(seq_len))
+
+
 def pack(
     examples: grain.MapDataset,
     *,
@@ -91,7 +96,7 @@ def pack(
     """
     if packing not in PACKINGS:
         raise ValueError(f"data.packing={packing!r}; use one of {', '.join(PACKINGS)}")
-    bins = min(128, window or buffer_rows(seq_len))
+    bins = min(open_sequences(seq_len), window or buffer_rows(seq_len))
     if packing == "concat":
         pieces = examples.map(lambda record: [one for one in record if len(one["tokens"])])
     elif packing == "none" and window:

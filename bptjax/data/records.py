@@ -1,10 +1,20 @@
 """Records as examples: which are too long, without a label, or bad, and what happens to them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from bptjax.data.concat import Example, is_masked
-from bptjax.data.files import Document, location
+from bptjax.data.files import Document, Location, location
+
+
+@dataclass(frozen=True)
+class BadRecord:
+    """A line of bad_records.jsonl."""
+
+    file: str
+    record: str
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -42,7 +52,7 @@ class RecordReader:
     too_long: str = "drop"
     bad_records: str = "error"
 
-    def __call__(self, read: Callable[[], Document], where: str) -> Record:
+    def __call__(self, read: Callable[[], Document], where: Location) -> Record:
         """Reads and tokenizes the document at `where`.
 
         Raises:
@@ -54,7 +64,9 @@ class RecordReader:
             reason = str(error).removeprefix(f"{where}: ")
             if self.bad_records == "skip":
                 return Record(error=reason)
-            raise ValueError(f"{where}: {reason}") from error
+            raise ValueError(
+                f"{where}: {reason}; set data.bad_records=skip to leave out such records"
+            ) from error
         kept, too_long, cut, unlabeled = [], [], 0, 0
         for example in examples:
             length = len(example["tokens"])
@@ -94,3 +106,18 @@ class Records(Sequence[list[Example]]):
         """Reads a record, with an account of what was left out."""
         documents = self.documents
         return self.reader(lambda: documents[index], location(documents, index))
+
+    def each(self) -> Iterator[tuple[Location, Record]]:
+        """Reads every record, in order."""
+        for index in range(len(self)):
+            yield location(self.documents, index), self.inspect(index)
+
+
+def readable(documents: Sequence[Any], bad_records: str) -> Iterator[Any]:
+    """Yields the documents; with `skip`, without those that cannot be read."""
+    for index in range(len(documents)):
+        try:
+            yield documents[index]
+        except ValueError:
+            if bad_records != "skip":
+                raise

@@ -56,6 +56,7 @@ def _open(config: DataConfig, key: str, source: SourceConfig) -> Documents:
             sample_by=source.sample_by or config.sample_by,
             text_key=source.text_key or config.text_key,
             format=source.format or config.format,
+            check_first=config.bad_records == "error",
         )
     except ValueError as error:
         raise ValueError(f"data.{key}: {error}") from error

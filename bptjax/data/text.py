@@ -16,6 +16,7 @@ from bptjax.data.files import (
     RECORDS,
     Document,
     JsonList,
+    Location,
     TextFile,
     document,
     extension,
@@ -49,7 +50,7 @@ class Documents(Sequence[Document]):
         file, index = self._find(index)
         return file[index]
 
-    def location(self, index: int) -> str:
+    def location(self, index: int) -> Location:
         return location(*self._find(index))
 
 
@@ -65,7 +66,7 @@ class Chosen(Sequence[Document]):
     def __getitem__(self, index: int) -> Document:
         return self.documents[int(self.indices[index])]
 
-    def location(self, index: int) -> str:
+    def location(self, index: int) -> Location:
         return location(self.documents, int(self.indices[index]))
 
 
@@ -75,6 +76,7 @@ def open_documents(
     sample_by: str = "document",
     text_key: str = "text",
     format: str = "text",
+    check_first: bool = True,
 ) -> Documents:
     """The documents at `path`, in a fixed order: text files by name, then parquet files by name.
 
@@ -89,7 +91,8 @@ def open_documents(
     1 GiB of decoded parquet row groups.
 
     Raises:
-      ValueError: nothing at `path`, an unknown extension, a row without text, or no documents.
+      ValueError: nothing at `path`, an unknown extension, no documents, or, with `check_first`, a
+        first record without text.
     """
     if sample_by not in ("line", "paragraph", "document"):
         raise ValueError(f"sample_by={sample_by!r}; use line, paragraph or document")
@@ -109,7 +112,8 @@ def open_documents(
     documents = Documents(texts + groups)
     if not len(documents):
         raise ValueError(f"{str(path)!r} holds no documents: its {len(paths)} files are empty")
-    documents[0]  # A row without text shows here, not at some later step.
+    if check_first:
+        documents[0]  # A wrong text_key shows here, not at some later step.
     return documents
 
 

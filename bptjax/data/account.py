@@ -1,0 +1,139 @@
+"""Account of a data set: records, tokens, lengths, what was left out, sequences per epoch."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from bptjax.data.concat import Bins, is_masked
+from bptjax.data.packing import PACKINGS, open_sequences
+from bptjax.data.records import Record
+
+
+@dataclass
+class Account:
+    """Counts over the records of one source, added up record by record.
+
+    Attributes:
+      name: the source.
+      seq_len: tokens of a sequence.
+      total: records of the source; None if it is streamed and not yet at its end.
+      records: records read so far.
+      bad: of those, records that could not be read or tokenized.
+      too_long: records with a loss mask that exceed `seq_len`.
+      too_long_tokens: tokens that were dropped or truncated for that.
+      unlabeled: examples without a token in the loss, left out.
+      examples: examples that are trained on, of which `tokens` and `loss_tokens` are counted.
+      longest: tokens of the longest example, before it is truncated or dropped.
+      lengths: examples trained on of each length, by the power of two at or above it.
+      sequences: packed sequences of one epoch with each packing, up to the order of the records.
+    """
+
+    name: str
+    seq_len: int
+    total: int | None = None
+    records: int = 0
+    bad: int = 0
+    too_long: int = 0
+    too_long_tokens: int = 0
+    unlabeled: int = 0
+    examples: int = 0
+    tokens: int = 0
+    loss_tokens: int = 0
+    longest: int = 0
+    lengths: Counter[int] = field(default_factory=Counter)
+    _closed: Counter[str] = field(default_factory=Counter)
+    _open: dict[str, Bins] = field(default_factory=dict)
+    _text_tokens: int = 0
+
+    @property
+    def complete(self) -> bool:
+        """Whether every record has been read."""
+        return self.total == self.records
+
+    @property
+    def sequences(self) -> dict[str, int]:
+        found = {name: self._closed[name] for name in PACKINGS}
+        for name, bins in self._open.items():
+            found[name] += len(bins.room)
+        found["concat"] += -(-self._text_tokens // self.seq_len)
+        return found
+
+    def padding(self, packing: str) -> float:
+        """Returns the share of padding in the sequences of an epoch."""
+        return 1 - self.tokens / max(1, self.sequences[packing] * self.seq_len)
+
+    def epoch(self, packing: str) -> int:
+        """Returns the sequences of an epoch, extrapolated if not every record has been read."""
+        found = self.sequences[packing]
+        if self.total is None or not self.records:
+            return found
+        return round(found * self.total / self.records)
+
+    def add(self, record: Record) -> None:
+        """Counts one more record."""
+        self.records += 1
+        self.bad += record.error is not None
+        self.too_long += bool(record.too_long)
+        self.too_long_tokens += record.cut
+        self.unlabeled += record.unlabeled
+        self.longest = max(self.longest, *record.too_long, 0)
+        for example in record.examples:
+            length = len(example["tokens"])
+            self.examples += 1
+            self.tokens += length
+            self.loss_tokens += int((example["labels"] != -100).sum())
+            self.longest = max(self.longest, length)
+            self.lengths[1 << (length - 1).bit_length()] += 1
+            pieces = [self.seq_len] * (length // self.seq_len)
+            pieces += [length % self.seq_len] * (length % self.seq_len > 0)
+            self._closed["none"] += len(pieces)
+            for piece in pieces:
+                self._place("best_fit", piece)
+            if is_masked(example):
+                self._place("concat", length)
+            else:
+                self._text_tokens += length
+
+    def _place(self, packing: str, length: int) -> None:
+        limit = open_sequences(self.seq_len)
+        bins = self._open.setdefault(packing, Bins(limit, self.seq_len))
+        if bins.find(length) is None:
+            self._closed[packing] += len(bins.room)
+            self._open[packing] = Bins(limit, self.seq_len)
+            self._open[packing].find(length)
+
+
+def describe(account: Account, *, packing: str, too_long: str) -> list[str]:
+    """Formats an account in a few lines, for people."""
+    a, name = account, account.name
+    if not a.records:
+        return [f"{name}: no records read"]
+    read = f"{a.records:,} records"
+    if not a.complete:
+        of = "" if a.total is None else f" of {a.total:,}"
+        read = f"first {a.records:,}{of} records"
+    lines = [
+        f"{name}: {read}, {a.tokens:,} tokens, {a.loss_tokens / max(1, a.tokens):.1%} of them in "
+        f"the loss; longest {a.longest:,}"
+    ]
+    if a.examples:
+        shares = [f"{n / a.examples:.1%} to {size:,}" for size, n in sorted(a.lengths.items())]
+        lines.append(f"{name}: lengths in tokens: {', '.join(shares)}")
+    if a.too_long:
+        done = {"drop": "were dropped", "truncate_left": "lost their beginning"}.get(too_long, "")
+        share = a.too_long_tokens / max(1, a.too_long_tokens + a.tokens)
+        lines.append(
+            f"{name}: {a.too_long:,} of {a.records:,} records ({a.too_long / a.records:.1%}, "
+            f"{share:.1%} of the tokens) are longer than train.seq_len={a.seq_len} and {done}; "
+            "data.too_long: drop, truncate_left or error"
+        )
+    if a.bad:
+        lines.append(f"{name}: {a.bad:,} bad records were skipped; see bad_records.jsonl")
+    if a.unlabeled:
+        lines.append(f"{name}: {a.unlabeled:,} examples without a token in the loss were left out")
+    others = [f"{other} {a.padding(other):.1%}" for other in PACKINGS if other != packing]
+    about = "" if a.complete else "about "
+    lines.append(
+        f"{name}: {about}{a.epoch(packing):,} sequences an epoch with packing={packing}, "
+        f"{a.padding(packing):.1%} padding ({', '.join(others)})"
+    )
+    return lines

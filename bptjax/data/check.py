@@ -1,0 +1,122 @@
+"""Check of every record before, and if that takes too long during, a run."""
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from bptjax.data.account import Account, describe
+from bptjax.data.config import DataConfig
+from bptjax.data.records import BadRecord, Records
+
+# How long a run may wait for its data to be checked.
+FIRST_SECONDS = 60.0
+BAD_RECORDS = "bad_records.jsonl"
+
+
+class DataCheck:
+    """Reads and tokenizes every record once: finds bad ones, and takes an account of the others.
+
+    Sources are read in turn, a record each, held-out records first.
+
+    Attributes:
+      accounts: of each source of training data.
+      held_out: of the held-out records.
+      bad: bad records so far.
+      error: why the data cannot be trained on, once that is found; for data.bad_records=error and
+        data.too_long=error.
+    """
+
+    def __init__(self, sources: dict[str, Records], held_out: Records, config: DataConfig):
+        self.config = config
+        self.accounts = [
+            Account(name, records.reader.seq_len, len(records)) for name, records in sources.items()
+        ]
+        self.held_out = Account("held-out data", held_out.reader.seq_len, len(held_out))
+        self.bad: list[BadRecord] = []
+        self.error: str | None = None
+        self._sources, self._held_out = list(sources.values()), held_out
+        self._rest = self._read()
+        self._directory: Path | None = None
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def complete(self) -> bool:
+        return all(account.complete for account in (*self.accounts, self.held_out))
+
+    @property
+    def sequences_per_epoch(self) -> int:
+        """Sequences that hold every training record once; an estimate until complete."""
+        return sum(account.epoch(self.config.packing) for account in self.accounts)
+
+    def run(self, seconds: float | None = None) -> None:
+        """Checks records for `seconds`, by default `FIRST_SECONDS`, or until all are checked.
+
+        Raises:
+          ValueError: a bad record, or one that is too long.
+        """
+        end = time.monotonic() + (FIRST_SECONDS if seconds is None else seconds)
+        for _ in self._rest:
+            if time.monotonic() > end:
+                break
+
+    def start(self, directory: Path) -> None:
+        """Checks the rest on a thread, which leaves half of a core to others. Writes bad records to
+        `bad_records.jsonl` in the run directory.
+        """
+        self._directory = directory
+        (directory / BAD_RECORDS).unlink(missing_ok=True)
+        found, self.bad = self.bad, []
+        for bad in found:
+            self._note(bad)
+        if not self.complete:
+            self._thread = threading.Thread(target=self._background, daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread."""
+        self._stopped.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def lines(self) -> list[str]:
+        """Formats the accounts so far, for people."""
+        own = {"packing": self.config.packing, "too_long": self.config.too_long}
+        accounts = [*self.accounts, *[self.held_out] * bool(self.held_out.total)]
+        return [line for account in accounts for line in describe(account, **own)]
+
+    def _read(self) -> Iterator[None]:
+        """Reads record after record; yields after each."""
+        yield from self._count(self.held_out, self._held_out)
+        turns = [self._count(*each) for each in zip(self.accounts, self._sources, strict=True)]
+        while turns:
+            for turn in list(turns):
+                try:
+                    yield next(turn)
+                except StopIteration:
+                    turns.remove(turn)
+
+    def _count(self, account: Account, records: Records) -> Iterator[None]:
+        for where, record in records.each():
+            account.add(record)
+            if record.error is not None:
+                self._note(BadRecord(where.file, where.record, record.error))
+            yield
+
+    def _note(self, bad: BadRecord) -> None:
+        self.bad.append(bad)
+        if self._directory is not None:
+            with (self._directory / BAD_RECORDS).open("a") as file:
+                file.write(json.dumps(vars(bad)) + "\n")
+
+    def _background(self) -> None:
+        try:
+            while not self._stopped.is_set():
+                start = time.monotonic()
+                if next(self._rest, self) is self:
+                    break
+                self._stopped.wait(time.monotonic() - start)
+        except ValueError as error:
+            self.error = str(error)
