@@ -158,7 +158,11 @@ def test_peft_gives_the_same_answers(run, base):
         ({"prompt": "ab", "answer": 3}, 0, "a.jsonl, record 11: 'answer' is no text"),
         ({"prompt": "ab" * 40, "answer": "A"}, 2, "of up to 83 tokens are more than"),
         # A batch of 64 rows of 64 tokens, and no answer in it.
-        ({"prompt": "ab" * 3000, "answer": "A"}, 0, "the held-out documents contain no token that counts in the loss"),
+        (
+            {"prompt": "ab" * 3000, "answer": "A"},
+            0,
+            "held-out documents contain no token that counts",
+        ),
     ],
     ids=["text", "bad", "long", "cut"],
 )
