@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import math
 import re
 import sys
 from collections.abc import Container
@@ -33,7 +34,8 @@ class TrainConfig:
       gradient_accumulation_steps: micro-batches per optimizer step.
       dtype: dtype of the computation. float16 turns on dynamic loss scaling.
       param_dtype: dtype of the parameters.
-      z_loss: weight of the squared log-normalizer in the loss.
+      z_loss: weight of the squared log-normalizer in the gradients. train/loss leaves it out, and
+        train/z_loss is its share alone.
       eval_steps: steps between evaluations. 0 evaluates only before and after training.
       eval_batches: largest number of batches per evaluation. If not set, all held-out data.
       eval_predictions: number of held-out chats that the model answers at each evaluation, written
@@ -67,6 +69,8 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"train.{name}={value} is less than {least}")
+        if not 0.0 <= self.z_loss < math.inf:
+            raise ValueError(f"train.z_loss={self.z_loss}: must not be negative; 0 is none")
 
 
 @dataclass(frozen=True)

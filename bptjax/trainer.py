@@ -35,7 +35,7 @@ from bptjax.models.config import ModelConfig
 from bptjax.models.decoder import Decoder
 from bptjax.ops.attention import choose
 from bptjax.ops.attention.tile import Score
-from bptjax.ops.loss import linear_cross_entropy
+from bptjax.ops.loss import cross_entropy_and_z_loss
 from bptjax.ops.mask import Mask
 from bptjax.optim import AdamState, AdamW, LossScale, learning_rate
 from bptjax.parallel.layout import Layout
@@ -279,8 +279,11 @@ class Task:
         where = jax.tree.map(lambda x: x.sharding, self._placed(tree, cut))
         return jax.lax.with_sharding_constraint(tree, where)
 
-    def loss_sum(self, model: Decoder, batch: Batch, key: Array | None, z_loss: float) -> Array:
-        """Σ loss over the labelled tokens of a micro-batch `[B, T]`, in nats."""
+    def loss_sum(
+        self, model: Decoder, batch: Batch, key: Array | None, z_loss: float
+    ) -> tuple[Array, Array]:
+        """Sums the loss over the labelled tokens of a micro-batch `[B, T]`, in nats: (sum, the part
+        of it that `z_loss` adds)."""
         memory = self.config.memory
         hidden = model(
             batch["tokens"],
@@ -292,7 +295,7 @@ class Task:
             execution=memory,
         )
         hidden, labels = by_device((hidden, batch["labels"]))
-        return linear_cross_entropy(
+        return cross_entropy_and_z_loss(
             hidden,
             model.head_matrix,
             labels,
@@ -302,10 +305,11 @@ class Task:
             axes=BY_DEVICE,
         )
 
-    def gradients(self, state: TrainState, batch: Batch) -> tuple[Array, Any, Array]:
-        """(Σ loss, its gradients, count of labelled tokens) over micro-batches `[A, B, T]`: sums,
-        to be divided once; gradients of what is trained. Those of several micro-batches add up in
-        float32. With a loss scale the gradients, not the loss, are multiplied by it.
+    def gradients(self, state: TrainState, batch: Batch) -> tuple[tuple[Array, Array], Any, Array]:
+        """Computes ((Σ loss, z-loss's part of it), gradients of Σ loss, count of labelled tokens)
+        over micro-batches `[A, B, T]`: sums, to be divided once. The gradients are those of the
+        trainable parameters, and of several micro-batches they add up in float32. With a loss
+        scale the gradients, not the losses, are multiplied by it.
         """
         key = self._step_key(state)
         factor = 1.0 if state.loss_scale is None else state.loss_scale.value
@@ -314,27 +318,28 @@ class Task:
         def scaled(trained, micro, number):
             step_key = jax.random.fold_in(key, number)
             model = join(trained, rest)
-            loss = self.loss_sum(model, micro, step_key, self.config.train.z_loss)
-            return loss * factor, loss
+            losses = self.loss_sum(model, micro, step_key, self.config.train.z_loss)
+            return losses[0] * factor, losses
 
         pinned = partial(self._pinned, cut=self.config.parallel.zero > 1)
 
         def both(model, micro, number):
-            gradients, loss = jax.grad(scaled, has_aux=True)(model, micro, number)
-            return pinned(gradients), loss
+            gradients, losses = jax.grad(scaled, has_aux=True)(model, micro, number)
+            return pinned(gradients), losses
 
         def add(sums, micro_and_number):
-            gradients, loss = both(trained, *micro_and_number)
-            return jax.tree.map(lambda s, g: s + g.astype(s.dtype), sums, (loss, gradients)), None
+            gradients, losses = both(trained, *micro_and_number)
+            return jax.tree.map(lambda s, g: s + g.astype(s.dtype), sums, (losses, gradients)), None
 
         A = batch["labels"].shape[0]
         if A == 1:
-            gradients, loss = both(trained, jax.tree.map(lambda x: x[0], batch), 0)
+            gradients, losses = both(trained, jax.tree.map(lambda x: x[0], batch), 0)
         else:
             zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), trained)
-            start = (jnp.zeros((), jnp.float32), pinned(zeros))
-            (loss, gradients), _ = jax.lax.scan(add, start, (batch, jnp.arange(A)))
-        return loss, gradients, (batch["labels"] != -100).sum()
+            zero = jnp.zeros((), jnp.float32)
+            start = ((zero, zero), pinned(zeros))
+            (losses, gradients), _ = jax.lax.scan(add, start, (batch, jnp.arange(A)))
+        return losses, gradients, (batch["labels"] != -100).sum()
 
     def _step_key(self, state: TrainState) -> Array:
         """What dropout and rounding draw from in this step."""
@@ -343,10 +348,11 @@ class Task:
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
         """One optimizer step over micro-batches `[A, B, T]`.
 
-        Beside its metrics it tells `tokens`, how many are no padding, and `attended`, query-key
-        pairs of causal attention within documents.
+        Its metrics are means per labelled token: `train/loss` is the cross-entropy alone. Beside
+        them it gives `tokens`, the tokens that are not padding, and `attended`, the query-key pairs
+        of causal attention within documents.
         """
-        loss, gradients, count = self.gradients(state, batch)
+        (loss, z_loss), gradients, count = self.gradients(state, batch)
         count = jnp.maximum(count, 1).astype(jnp.float32)
         loss_scale = state.loss_scale
         trained, rest = self.split(state.model)
@@ -365,12 +371,14 @@ class Task:
         metrics = {
             "tokens": real.sum(),
             "attended": pairs.sum(),
-            "train/loss": loss / count,
+            "train/loss": (loss - z_loss) / count if self.config.train.z_loss else loss / count,
             "train/grad_norm": norm,
             "train/learning_rate": learning_rate(
                 self.config.optimizer, self.config.train.max_steps
             )(state.opt_state.count),
         }
+        if self.config.train.z_loss:
+            metrics["train/z_loss"] = z_loss / count
         if loss_scale is not None:
             metrics["train/loss_scale"] = loss_scale.value
         state = replace(
@@ -409,7 +417,7 @@ class Task:
         @jax.jit
         def one(model, batch):
             batch = jax.tree.map(lambda x: x[0], batch)
-            loss = self.loss_sum(model, batch, None, 0.0)
+            loss, _ = self.loss_sum(model, batch, None, 0.0)
             return loss, (batch["labels"] != -100).sum()
 
         def evaluate(model, batches):

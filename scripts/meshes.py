@@ -66,7 +66,7 @@ def results(parallel: ParallelConfig, strategy: str = "auto") -> tuple[str, Any]
     task, batch = Task(config, MODEL, make_mesh(parallel, devices)), documents()
     state = jax.device_put(start(), jax.tree.map(lambda x: x.sharding, task.abstract_state()))
     with jax.set_mesh(task.mesh):
-        loss, gradients, _ = jax.jit(task.gradients)(state, task.layout.put(batch))
+        (loss, _), gradients, _ = jax.jit(task.gradients)(state, task.layout.put(batch))
     evaluated = np.asarray(task.evaluator()(state.model, [batch]))
     return task.layout.strategy[0], jax.tree.map(np.asarray, (loss, gradients, evaluated))
 

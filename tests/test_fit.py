@@ -213,6 +213,12 @@ BAD = {
     "no gpu": (["--device", "gpu"], 'pip install -e ".[gpu]"'),
     "offload from a CPU": (["--memory.offload", "0.5"], "memory.offload=0.5 moves from a GPU"),
     "no such attention": (["--memory.attention", "quick"], "'quick'"),
+    "no cap": (
+        ["--model.logits_softcap", "0"],
+        "error: model.logits_softcap=0.0: must be positive; leave it out for none\n",
+    ),
+    "no key heads": (["--model.num_kv_heads", "0"], "model.num_kv_heads=0 is not positive"),
+    "negative z-loss": (["--train.z_loss", "-1"], "train.z_loss=-1.0: must not be negative"),
     "no batches to evaluate on": (["--train.eval_batches", "0"], "train.eval_batches=0 is less"),
     "no such mesh": (
         ["--parallel.fsdp", "1", "--parallel.sp", "1", "--parallel.dp", "3"],

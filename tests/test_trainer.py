@@ -102,7 +102,8 @@ def test_dropout_is_that_of_one_device(batch):
     assert cut.layout.put(parts)["tokens"].shape[2] > T - 2
     wanted = sums(one, parts, 1)
     assert (
-        abs(sums(replace(one, model=replace(MODEL, num_layers=1)), parts, 1)[0] - wanted[0]) > 0.1
+        abs(sums(replace(one, model=replace(MODEL, num_layers=1)), parts, 1)[0][0] - wanted[0][0])
+        > 0.1
     )
     assert_same(sums(cut, parts, 1), wanted)
 
@@ -112,7 +113,7 @@ def test_rows_as_long_as_learned_positions(batch):
     work = task(ParallelConfig(dp=1, fsdp=1, sp=8), seq_len=T - 2)
     learned = replace(MODEL, num_layers=1, position="learned", max_positions=T - 2)
     work = replace(work, model=replace(learned, num_heads=8))
-    loss, _, _ = sums(work, {name: x[:1, : T - 2] for name, x in batch.items()}, 1)
+    (loss, _), _, _ = sums(work, {name: x[:1, : T - 2] for name, x in batch.items()}, 1)
     assert np.isfinite(loss)
 
 
@@ -184,6 +185,18 @@ def test_zero_says_what_fsdp_and_sp_cut(batch, fsdp):
     whole, _, most = first
     assert [row[:3] for row in held] == [[cut, whole, whole], [cut, cut, whole], [cut, cut, cut]]
     assert whole == 4 * cut and most - least == whole - cut
+
+
+def test_the_reported_loss_leaves_the_z_loss_out(batch):
+    """The first step's train/loss is the same with and without it; gradients are not."""
+    plain, with_z = (steps(task(z_loss=z), batch, 1)[1][0] for z in (0.0, 0.1))
+    np.testing.assert_allclose(with_z["train/loss"], plain["train/loss"], rtol=1e-6)
+    assert with_z["train/z_loss"] > 0.5 and "train/z_loss" not in plain
+    assert with_z["train/grad_norm"] != plain["train/grad_norm"]
+    two = task(z_loss=0.1, gradient_accumulation_steps=2)
+    placed = two.layout.put(batch, 2)
+    _, micro = two.compile_step(two.init_state(), placed)(two.init_state(), placed)
+    np.testing.assert_allclose(micro["train/z_loss"], with_z["train/z_loss"], rtol=1e-6)
 
 
 def test_an_overflow_changes_the_scale_alone(batch):

@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 import jax
 
+from bptjax.ops.arguments import check_softcap
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -119,6 +121,8 @@ class ModelConfig:
             "intermediate_size",
             "num_layers",
             "num_heads",
+            "num_kv_heads",
+            "head_dim",
             "embedding_size",
             "max_positions",
             "window",
@@ -126,6 +130,8 @@ class ModelConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"model.{name}={value} is not positive")
+        for name in ("attention_softcap", "logits_softcap"):
+            check_softcap(getattr(self, name), f"model.{name}")
         if self.num_heads % self.K:
             raise ValueError(
                 f"model.num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}"

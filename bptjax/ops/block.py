@@ -11,6 +11,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float
 
+from bptjax.ops.arguments import check_chunk, check_tokens
 from bptjax.ops.attention import attention
 from bptjax.ops.feed_forward import feed_forward
 from bptjax.ops.mask import Mask
@@ -50,9 +51,15 @@ def block(
     Returns:
       pytree of `[B, T, ...]`.
 
+    Raises:
+      ValueError, NotImplementedError: as `attention` and `feed_forward`.
+
     Liu & Abbeel 2023, https://arxiv.org/abs/2305.19370, Algorithm 1.
     """
+    check_chunk(q_chunk=q_chunk)
+    check_tokens(jax.tree.leaves(x))
     T = jax.tree.leaves(x)[0].shape[1]
+    mask.check(k.shape[0], T, k.shape[1])
     whole = mask.each_window()[0].resolve(T, k.shape[1])
     B = k.shape[0]
     rows = {

@@ -7,6 +7,8 @@ from jax import Array
 from jax.extend.random import threefry_2x32
 from jaxtyping import Bool, Float, Int
 
+from bptjax.ops.arguments import check_rate
+
 
 def keep(
     key: Array, rate: float, rows: Int[Array, "*r t"], columns: Int[Array, "*r s"]
@@ -47,6 +49,7 @@ def dropout(
       rows: a number for each token, unlike those of the batch's other tokens: the same numbers give
         the same drops.
     """
+    check_rate(rate=rate)
     if key is None or rate == 0.0:
         return x
     kept = keep(key, rate, rows.reshape(-1), jnp.arange(x.shape[-1])).reshape(x.shape)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.custom_derivatives import SymbolicZero
 
+from bptjax.ops.arguments import check_chunk, check_tokens
 from bptjax.ops.rows import ROWS, WHOLE, each_device
 
 PyTree = Any
@@ -45,10 +46,13 @@ def feed_forward(
     Returns:
       pytree of `[B, T, ...]` arrays.
 
+    Raises:
+      ValueError: a chunk below 1; arrays of `x` that are empty or differ in batch or tokens.
+
     Liu & Abbeel 2023, https://arxiv.org/abs/2305.19370, Section 3.
     """
-    if chunk < 1:
-        raise ValueError(f"chunk={chunk}; a chunk is at least 1 token")
+    check_chunk(chunk=chunk)
+    check_tokens(jax.tree.leaves(x))
     if chunk >= jax.tree.leaves(x)[0].shape[1]:
         return f(params, x)
     return _feed_forward(f, chunk, axes, *jax.tree.map(jnp.asarray, (params, x)))

@@ -1,13 +1,16 @@
 """Linear + cross-entropy that never holds a [T, V] array."""
 
+import math
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jaxtyping import Float, Int
 
+from bptjax.ops.arguments import check_chunk, check_labels, check_softcap
 from bptjax.ops.rows import ROWS, WHOLE, each_device
 
 
@@ -22,7 +25,7 @@ class _Options(NamedTuple):
 def linear_cross_entropy(
     hidden: Float[Array, "B T D"],
     head: Float[Array, "V D"],
-    labels: Int[Array, "B T"],
+    labels: Int[Array | np.ndarray, "B T"],
     weights: Float[Array, "B T"] | None = None,
     *,
     ignore: int = -100,
@@ -41,29 +44,77 @@ def linear_cross_entropy(
     Args:
       head: output embedding, `[V, D]` as Hugging Face stores it, so the input embedding itself
         where they are tied. Multiplied in `hidden`'s dtype; its gradient comes in its own.
-      labels: class of each token; where it equals `ignore` the loss and its gradients are 0.
+      labels: class of each token; where it equals `ignore` the loss and its gradients are 0. Any
+        other label outside [0, V) is refused in a NumPy array, and gives a loss of NaN in a JAX
+        array, whose values are not known at trace time.
       weights: factor on each token's loss; it gets no gradient.
-      z_loss: adds z_loss · lse² a token (PaLM, arXiv 2204.02311, Section 5).
+      z_loss: adds z_loss · lse² a token (PaLM, arXiv 2204.02311, Section 5); not negative.
       softcap: logits become softcap · tanh(logits / softcap).
       chunk: tokens, over the whole batch of a device, whose logits exist at once.
       axes: mesh axes over which the rows are cut: each device has its own chunks, and adds the
         gradient that the sum has of the head up by itself.
       reduction: "sum" gives the sum over tokens, "none" each token's.
 
+    Raises:
+      ValueError: shapes that do not belong together, or an empty array; labels that are no
+        integers; a chunk below 1, a soft cap that is not positive, a negative z_loss; no such
+        reduction.
+
     The sum is over tokens, not a mean: divide by the count of weighted tokens once, over all
       micro-batches and devices.
     """
-    if chunk < 1:
-        raise ValueError(f"chunk={chunk}; a chunk is at least 1 token")
-    if weights is None:
-        weights = jnp.ones_like(labels, jnp.float32)
-    options = _Options(ignore, z_loss, softcap, chunk, axes)
-    weights = jax.lax.stop_gradient(weights)
+    options = dict(ignore=ignore, z_loss=z_loss, softcap=softcap, chunk=chunk, axes=axes)
+    operands = _checked(hidden, head, labels, weights, **options)
     if reduction == "sum":
-        return _sum(options, hidden, head, labels, weights)
+        return _sum(*operands)[0]
     if reduction == "none":
-        return _each(options, hidden, head, labels, weights)
-    raise ValueError(f"reduction={reduction!r}; there are sum, none")
+        return _each(*operands)[0]
+    raise ValueError(f"reduction={reduction!r}: must be sum or none")
+
+
+def cross_entropy_and_z_loss(
+    hidden: Float[Array, "B T D"],
+    head: Float[Array, "V D"],
+    labels: Int[Array | np.ndarray, "B T"],
+    weights: Float[Array, "B T"] | None = None,
+    **options: Any,
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """Computes the sum of `linear_cross_entropy`, and the part of it that `z_loss` adds, which has
+    no gradient. Arguments as there, but for `reduction`.
+    """
+    total, z = _sum(*_checked(hidden, head, labels, weights, **options))
+    return total, jax.lax.stop_gradient(z)
+
+
+def _checked(
+    hidden: Array,
+    head: Array,
+    labels: Array | np.ndarray,
+    weights: Array | None,
+    *,
+    ignore: int = -100,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    chunk: int = 2048,
+    axes: tuple[str, ...] = (),
+) -> tuple[_Options, Array, Array, Array, Array]:
+    """Checks the arguments of `linear_cross_entropy` and fills in the weights."""
+    check_chunk(chunk=chunk)
+    check_softcap(softcap)
+    if not 0.0 <= z_loss < math.inf:
+        raise ValueError(f"z_loss={z_loss}: must not be negative; 0 is none")
+    if hidden.ndim != 3 or 0 in hidden.shape:
+        raise ValueError(f"hidden: must be [batch, tokens, features], not {hidden.shape}")
+    if head.ndim != 2 or head.shape[1:] != hidden.shape[2:]:
+        raise ValueError(f"head: must be [classes, {hidden.shape[2]}], not {head.shape}")
+    for name, x in ("labels", labels), ("weights", weights):
+        if x is not None and x.shape != hidden.shape[:2]:
+            raise ValueError(f"{name}: must be {hidden.shape[:2]}, one a token, not {x.shape}")
+    check_labels(labels, head.shape[0], ignore)
+    labels = jnp.asarray(labels)
+    weights = jnp.ones_like(labels, jnp.float32) if weights is None else weights
+    options = _Options(ignore, z_loss, softcap, chunk, axes)
+    return options, hidden, head, labels, jax.lax.stop_gradient(weights)
 
 
 def _chunks(options: _Options, hidden: Array, labels: Array, weights: Array):
@@ -84,7 +135,8 @@ def _join(x: Array, T: int) -> Array:
 
 
 def _losses(options: _Options, hidden, head, labels, weights):
-    """One chunk: weighted losses `[B, c]`, and what their gradient needs."""
+    """Computes one chunk's weighted losses `[B, c]`, the z-loss's part of them, and residuals for
+    the gradient."""
     live = labels != options.ignore
     weights = jnp.where(live, weights.astype(jnp.float32), 0.0)
     # A token of weight 0 must be silent even where its hidden state is not finite.
@@ -94,11 +146,13 @@ def _losses(options: _Options, hidden, head, labels, weights):
     if options.softcap is not None:
         bent = jnp.tanh(logits / options.softcap)
         logits, slope = options.softcap * bent, 1.0 - bent * bent
-    index = jnp.where(live, labels, 0)[..., None]
+    # Past the end of the classes, take_along_axis gives NaN; below 0 it would count from the end.
+    index = jnp.where(labels < 0, head.shape[0], labels)
+    index = jnp.where(weights == 0.0, 0, index)[..., None]
     lse = jax.nn.logsumexp(logits, axis=-1)
     picked = jnp.take_along_axis(logits, index, axis=-1)[..., 0]
-    losses = weights * (lse - picked + options.z_loss * lse * lse)
-    return losses, (hidden, logits, slope, lse, index, weights)
+    z = options.z_loss * lse * lse
+    return weights * (lse - picked + z), weights * z, (hidden, logits, slope, lse, index, weights)
 
 
 def _gradients(options: _Options, head, saved, scale, frozen=False):
@@ -118,7 +172,8 @@ def _gradients(options: _Options, head, saved, scale, frozen=False):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _sum(options, hidden, head, labels, weights):
-    return _each(options, hidden, head, labels, weights).sum()
+    losses, z = _each(options, hidden, head, labels, weights)
+    return losses.sum(), z.sum()
 
 
 def _sum_forward(options, *operands):
@@ -127,25 +182,24 @@ def _sum_forward(options, *operands):
 
     def local(hidden, narrow, labels, weights, axes):
         def one(carry, xs):
-            total, dhead = carry
-            losses, saved = _losses(options, xs[0], narrow, *xs[1:])
+            losses, z, saved = _losses(options, xs[0], narrow, *xs[1:])
             dhidden, d = _gradients(options, narrow, saved, 1.0, frozen)
-            return (total + losses.sum(), jax.tree.map(jnp.add, dhead, d)), dhidden
+            return jax.tree.map(jnp.add, carry, (losses.sum(), z.sum(), d)), dhidden
 
         dhead = None if frozen else jnp.zeros_like(narrow, jnp.float32)
-        start = jnp.zeros((), jnp.float32), dhead
+        start = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32), dhead
         sums, dhidden = jax.lax.scan(one, start, _chunks(options, hidden, labels, weights))
         return jax.lax.psum(sums, axes), _join(dhidden, hidden.shape[1])
 
     run = each_device(local, options.axes, (ROWS, WHOLE, ROWS, ROWS), (WHOLE, ROWS))
-    (total, dhead), dhidden = run(hidden, head.astype(hidden.dtype), labels, weights)
+    (total, z, dhead), dhidden = run(hidden, head.astype(hidden.dtype), labels, weights)
     # The head's stays in float32 until it is scaled: a sum over many tokens overflows float16. The
     # empty array carries its dtype.
-    return total, (dhidden, dhead, jnp.zeros((0,), head.dtype))
+    return (total, z), (dhidden, dhead, jnp.zeros((0,), head.dtype))
 
 
-def _sum_backward(options, saved, dtotal):
-    dhidden, dhead, narrow = saved
+def _sum_backward(options, saved, cotangents):
+    (dhidden, dhead, narrow), (dtotal, _) = saved, cotangents
     scaled = (dtotal * dhidden.astype(jnp.float32)).astype(dhidden.dtype)
     if dhead is not None:
         dhead = (dtotal * dhead).astype(narrow.dtype)
@@ -158,14 +212,14 @@ _sum.defvjp(_sum_forward, _sum_backward, symbolic_zeros=True)
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _each(options, hidden, head, labels, weights):
     def local(hidden, narrow, labels, weights, axes):
-        _, losses = jax.lax.scan(
-            lambda _, xs: (None, _losses(options, xs[0], narrow, *xs[1:])[0]),
+        _, (losses, z) = jax.lax.scan(
+            lambda _, xs: (None, _losses(options, xs[0], narrow, *xs[1:])[:2]),
             None,
             _chunks(options, hidden, labels, weights),
         )
-        return _join(losses, hidden.shape[1])
+        return _join(losses, hidden.shape[1]), _join(z, hidden.shape[1])
 
-    run = each_device(local, options.axes, (ROWS, WHOLE, ROWS, ROWS), ROWS)
+    run = each_device(local, options.axes, (ROWS, WHOLE, ROWS, ROWS), (ROWS, ROWS))
     return run(hidden, head.astype(hidden.dtype), labels, weights)
 
 
@@ -173,13 +227,13 @@ def _each_forward(options, *operands):
     return _each(options, *operands), operands
 
 
-def _each_backward(options, operands, dlosses):
-    hidden, head, labels, weights = operands
+def _each_backward(options, operands, cotangents):
+    (hidden, head, labels, weights), (dlosses, _) = operands, cotangents
     narrow = head.astype(hidden.dtype)
 
     def one(dhead, xs):
         (hidden, labels, weights), scale = xs
-        _, saved = _losses(options, hidden, narrow, labels, weights)
+        *_, saved = _losses(options, hidden, narrow, labels, weights)
         dhidden, d = _gradients(options, narrow, saved, scale)
         return dhead + d, dhidden
 

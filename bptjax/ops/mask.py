@@ -66,6 +66,28 @@ class Mask:
             return [self]
         return [replace(self, window=w, windows=None, window_index=None) for w in self.windows]
 
+    def check(self, B: int, T: int, S: int) -> None:
+        """Checks the mask for B sequences of T queries and S keys.
+
+        Raises:
+          ValueError: as `resolve`; an array of another rank, batch or dtype than documented.
+        """
+        for group, shape, ranks, kind in (
+            ("segments", "[batch, tokens]", (2,), jnp.integer),
+            ("positions", "[tokens] or [batch, tokens]", (1, 2), jnp.integer),
+            ("global_tokens", "[tokens] or [batch, tokens]", (1, 2), jnp.bool_),
+        ):
+            for name in (group, f"k_{group}"):
+                x = getattr(self, name)
+                if x is None:
+                    continue
+                if x.ndim not in ranks or (x.ndim == 2 and x.shape[0] not in (1, B)):
+                    raise ValueError(f"Mask.{name}: must be {shape}, batch {B}; not {x.shape}")
+                if not jnp.issubdtype(x.dtype, kind):
+                    raise ValueError(f"Mask.{name}: must be {kind.__name__}, not {x.dtype}")
+        for mask in self.each_window():
+            mask.resolve(T, S)
+
     def resolve(self, T: int, S: int) -> "Mask":
         """The same mask with every field that has a default filled in. Positions that were left out
         become NumPy arrays: what follows from them is known while tracing.
@@ -76,7 +98,7 @@ class Mask:
         """
         ordered = self.causal or self.window is not None or self.block_mask is not None
         if self.window is not None and self.window < 1:
-            raise ValueError(f"window={self.window}; a window is at least 1 token")
+            raise ValueError(f"window={self.window}: must be at least 1 token; None for none")
         if ordered and T != S and (self.positions is None or self.k_positions is None):
             raise ValueError(
                 f"T={T} queries and S={S} keys: causal, window and block_mask need Mask.positions, "

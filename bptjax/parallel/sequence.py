@@ -14,6 +14,7 @@ from jax import Array
 from jax.sharding import PartitionSpec
 from jaxtyping import Float
 
+from bptjax.ops.arguments import check_chunk
 from bptjax.ops.attention import IMPLEMENTATIONS, choose, differentiable, make_score
 from bptjax.ops.attention import attention as on_one_device
 from bptjax.ops.attention.tile import Score
@@ -131,7 +132,8 @@ def attention(
     if mesh.empty or mesh.size == 1:
         chunks = dict(q_chunk=q_chunk, k_chunk=k_chunk)
         return on_one_device(q, k, v, impl=impl, offload=offload, **chunks, **options)
-    score = make_score(q, k, **options)
+    check_chunk(q_chunk=q_chunk, k_chunk=k_chunk)
+    score = make_score(q, k, v, **options)
     sizes = dict(mesh.shape)
     tp, sp = sizes["tp"], sizes["sp"]
     rows = sizes["dp"] * sizes["fsdp"]

@@ -565,30 +565,6 @@ def test_unsupported_raises(monkeypatch):
         attention(q, k, v, softcap=1.0, impl="scan")
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        (dict(dropout=0.1), "dropout=0.1 needs dropout_key"),
-        (dict(dropout=1.0, dropout_key=KEY), r"dropout=1.0 is not in \[0, 1\)"),
-        (dict(q_chunk=0), "q_chunk=0"),
-    ],
-)
-def test_bad_arguments(options, message):
-    q, k, v, _ = CASES["gqa"].operands()
-    with pytest.raises(ValueError, match=message):
-        attention(q, k, v, **options)
-
-
-def test_bad_shapes():
-    q = normal(0, 1, 4, 3, 8)
-    with pytest.raises(ValueError, match="3 query heads are not a multiple of 2"):
-        attention(q, q[:, :, :2], q[:, :, :2])
-    with pytest.raises(ValueError, match="T=2 queries and S=4 keys: causal"):
-        attention(q[:, :2], q, q)
-    with pytest.raises(ValueError, match="T=2 queries and S=4 keys: ALiBi"):
-        attention(q[:, :2], q, q, mask=Mask(), alibi=alibi_slopes(3))
-
-
 def test_partial_is_a_pytree():
     leaves = jax.tree.leaves(Partial(jnp.zeros((1, 1, 1, 1)), jnp.zeros((1, 1, 1))))
     assert len(leaves) == 2

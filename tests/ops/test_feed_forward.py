@@ -109,7 +109,7 @@ def test_copies_past_the_end_leave_no_trace():
 
 
 def test_chunk_is_positive():
-    with pytest.raises(ValueError, match="chunk=0; a chunk is at least 1 token"):
+    with pytest.raises(ValueError, match="chunk=0: must be at least 1 token"):
         feed_forward(mlp, PARAMS, normal(0, 1, 2, D), chunk=0)
 
 

@@ -93,7 +93,7 @@ def test_queries_of_a_shard():
 
 def test_bad_arguments():
     q, k, v, _ = operands(8)
-    with pytest.raises(ValueError, match="block_size=1; a block is a landmark"):
+    with pytest.raises(ValueError, match="block_size=1: must be at least 2"):
         landmark_attention(q, k, v, block_size=1)
     with pytest.raises(ValueError, match="3 query heads are not a multiple of 2"):
         landmark_attention(q[:, :, :3], k, v, block_size=4)

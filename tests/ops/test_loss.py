@@ -1,4 +1,5 @@
 import functools
+import inspect
 import itertools
 
 import jax
@@ -8,7 +9,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from bptjax.ops.loss import linear_cross_entropy
+from bptjax.ops.loss import cross_entropy_and_z_loss, linear_cross_entropy
 from bptjax.parallel.mesh import ParallelConfig, make_mesh
 from ops.comparing import TOLERANCE, close, dots, error, normal, quick, sends_once
 
@@ -161,18 +162,65 @@ def test_large_logits():
     close(f(hidden), exact(hidden))
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [(dict(chunk=0), "chunk=0"), (dict(reduction="mean"), "'mean'; there are sum, none")],
-)
+@pytest.mark.parametrize("chunk", [6, 1000])
+def test_z_loss_apart(chunk):
+    """The part that it adds, with the same sum and gradients, and without a gradient itself."""
+    options = dict(CASES["everything"], chunk=chunk)
+    both = functools.partial(cross_entropy_and_z_loss, **options)
+    (total, z), pull = jax.vjp(both, HIDDEN, HEAD)
+    wanted, gradients = jax.value_and_grad(
+        lambda *x: linear_cross_entropy(*x, **options), argnums=(0, 1)
+    )(HIDDEN, HEAD)
+    without = linear_cross_entropy(HIDDEN, HEAD, **dict(options, z_loss=0.0))
+    assert total == wanted
+    close(total - z, without)
+    close(pull((1.0, 1.0)), gradients)
+
+
+def test_labels_out_of_range_in_jax_arrays_give_nan():
+    """Also below 0, where an index would count from the end; not where the weight is 0."""
+    for bad in (V, -1, -V, -101):
+        labels = LABELS.at[1, 4].set(bad)
+        for losses in (
+            linear_cross_entropy(HIDDEN, HEAD, labels, reduction="none"),
+            jax.jit(functools.partial(linear_cross_entropy, reduction="none"))(
+                HIDDEN, HEAD, labels
+            ),
+        ):
+            assert jnp.argwhere(jnp.isnan(losses)).tolist() == [[1, 4]], bad
+        assert jnp.isfinite(linear_cross_entropy(HIDDEN, HEAD, labels, WEIGHTS))
+
+
+NUMPY = np.array(LABELS)
+BAD = {
+    "chunk": (dict(chunk=0), "chunk=0: must be at least 1 token"),
+    "reduction": (dict(reduction="mean"), "reduction='mean': must be sum or none"),
+    "softcap 0": (dict(softcap=0.0), "softcap=0.0: must be positive; leave it out for none"),
+    "softcap < 0": (dict(softcap=-30.0), "softcap=-30.0: must be positive"),
+    "softcap NaN": (dict(softcap=float("nan")), "softcap=nan: must be positive"),
+    "z-loss": (dict(z_loss=-1e-4), "z_loss=-0.0001: must not be negative"),
+    "no tokens": (dict(hidden=HIDDEN[:, :0]), r"hidden: must be .*, not \(2, 0, 8\)"),
+    "no batch": (dict(hidden=HIDDEN[:0]), r"hidden: must be .*, not \(0, 13, 8\)"),
+    "features": (dict(head=HEAD[:, :-1]), r"head: must be \[classes, 8\], not \(19, 7\)"),
+    "fewer labels": (dict(labels=LABELS[:, :-1]), r"labels: must be \(2, 13\), .*not \(2, 12\)"),
+    "weights": (dict(weights=WEIGHTS[:1]), r"weights: must be \(2, 13\), .*not \(1, 13\)"),
+    "float labels": (dict(labels=LABELS * 1.0), "labels: must be integers, not float32"),
+    "too large": (dict(labels=np.where(NUMPY == 3, V, NUMPY)), r"19 is out of range; .*\[0, 19\)"),
+    "negative": (dict(labels=np.where(NUMPY == 3, -1, NUMPY)), "-1 is out of range.*or -100 for"),
+}
+
+
+@pytest.mark.parametrize("options, message", BAD.values(), ids=BAD)
 def test_bad_arguments(options, message):
-    if "reduction" in options:
-        # The shape checker of the tests refuses it before the function does.
-        f = linear_cross_entropy.__wrapped__
-    else:
-        f = linear_cross_entropy
+    # Without the shape checker of the tests, which users do not have.
+    f = inspect.unwrap(linear_cross_entropy)
     with pytest.raises(ValueError, match=message):
-        f(HIDDEN, HEAD, LABELS, **options)
+        f(**dict(hidden=HIDDEN, head=HEAD, labels=LABELS) | options)
+
+
+def test_an_ignored_label_may_be_any_number():
+    labels = np.where(NUMPY == 3, -7, NUMPY)
+    assert jnp.isfinite(linear_cross_entropy(HIDDEN, HEAD, labels, ignore=-7))
 
 
 @pytest.mark.parametrize("reduction", UPSTREAM)

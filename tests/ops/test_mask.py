@@ -110,7 +110,7 @@ def test_all_seen():
         (Mask(causal=True), "T=4 queries and S=6 keys: causal, window and block_mask need"),
         (Mask(block_mask=BLOCKS, block_size=1), "T=4 queries and S=6 keys: causal, window and bl"),
         (Mask(window=2, positions=np.arange(4)), "T=4 queries and S=6 keys"),
-        (Mask(window=0), "window=0; a window is at least 1 token"),
+        (Mask(window=0), "window=0: must be at least 1 token"),
         (Mask(segments=np.ones((1, 4))), "give both"),
         (Mask(k_segments=np.ones((1, 6))), "give both"),
         (Mask(global_tokens=np.ones(4, bool)), "give both Mask.global_tokens and k_global_tokens"),

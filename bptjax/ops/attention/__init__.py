@@ -1,5 +1,6 @@
 """Softmax attention in O(T) memory, by one of several implementations."""
 
+import math
 from dataclasses import replace
 from functools import partial
 from types import ModuleType
@@ -11,6 +12,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float
 
+from bptjax.ops.arguments import check_chunk, check_qkv, check_rate, check_softcap
 from bptjax.ops.attention import cudnn, loop, reference, scan, triton
 from bptjax.ops.attention.tile import Score
 from bptjax.ops.mask import Mask
@@ -103,17 +105,19 @@ def attention(
 
     Raises:
       NotImplementedError: the named implementation cannot honour the arguments.
-      ValueError: N is not a multiple of K; dropout outside [0, 1) or without a key; ALiBi, T ≠ S
-        and no positions; a chunk below 1; no such `impl`; a mask that `Mask.resolve` refuses.
+      ValueError: shapes or dtypes of q, k and v that do not belong together, or an empty array; N
+        is not a multiple of K; dropout outside [0, 1) or without a key; a soft cap that is not
+        positive, or a scale that is not finite; ALiBi, T ≠ S and no positions; a chunk below 1; no
+        such `impl`; a mask that `Mask.check` refuses.
 
     Liu & Abbeel 2023, https://arxiv.org/abs/2305.19370, Algorithm 1; Dao 2023 for the backward
     pass.
     """
-    if q_chunk < 1 or k_chunk < 1:
-        raise ValueError(f"q_chunk={q_chunk}, k_chunk={k_chunk}; a chunk is at least 1 token")
+    check_chunk(q_chunk=q_chunk, k_chunk=k_chunk)
     score = make_score(
         q,
         k,
+        v,
         mask=mask,
         alibi=alibi,
         scale=scale,
@@ -128,6 +132,7 @@ def attention(
 def make_score(
     q: Array,
     k: Array,
+    v: Array,
     *,
     mask: Mask = Mask(causal=True),  # noqa: B008 (frozen)
     alibi: Array | np.ndarray | None = None,
@@ -136,20 +141,24 @@ def make_score(
     dropout: float = 0.0,
     dropout_key: Array | None = None,
 ) -> Score:
-    """The checked options of `attention`; of `q` and `k` the shapes are looked at."""
-    N, K, H = q.shape[2], k.shape[2], q.shape[3]
-    if N % K:
-        raise ValueError(f"{N} query heads are not a multiple of {K} key heads")
-    if not 0.0 <= dropout < 1.0:
-        raise ValueError(f"dropout={dropout} is not in [0, 1)")
+    """Checks the arguments of `attention`, and returns its options as one value.
+
+    Raises:
+      ValueError: as `attention`.
+    """
+    check_qkv(q, k, v)
+    check_rate(dropout=dropout)
+    check_softcap(softcap)
+    (B, T, N, H), S = q.shape, k.shape[1]
+    mask.check(B, T, S)
     if dropout and dropout_key is None:
         raise ValueError(f"dropout={dropout} needs dropout_key")
-    if alibi is not None and q.shape[1] != k.shape[1]:
-        if mask.positions is None or mask.k_positions is None:
-            raise ValueError(
-                f"T={q.shape[1]} queries and S={k.shape[1]} keys: ALiBi needs Mask.positions, "
-                "k_positions"
-            )
+    if scale is not None and not math.isfinite(scale):
+        raise ValueError(f"scale={scale}: must be finite; leave it out for head size ** -0.5")
+    if alibi is not None and alibi.shape != (N,):
+        raise ValueError(f"alibi: must be [{N}], one slope a query head, not {alibi.shape}")
+    if alibi is not None and T != S and (mask.positions is None or mask.k_positions is None):
+        raise ValueError(f"T={T} queries and S={S} keys: ALiBi needs Mask.positions, k_positions")
     return Score(
         mask=mask,
         scale=H**-0.5 if scale is None else scale,

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from bptjax.ops.attention import differentiable, scan
+from bptjax.ops.arguments import check_chunk
+from bptjax.ops.attention import differentiable, make_score, scan
 from bptjax.ops.attention.tile import Score, Tile
 from bptjax.ops.mask import Mask
 from bptjax.ops.softmax import Partial
@@ -54,15 +55,14 @@ def landmark_attention(
       q_chunk, k_chunk: tokens in a chunk; k_chunk is rounded to whole blocks.
 
     Raises:
-      ValueError: block_size below 2; N is not a multiple of K.
+      ValueError: block_size below 2; arguments that `attention` refuses.
 
     Mohtashami & Jaggi 2023, https://arxiv.org/abs/2305.16300, Section 3.1.
     """
     if block_size < 2:
-        raise ValueError(f"block_size={block_size}; a block is a landmark and 1 token at least")
-    if q.shape[2] % k.shape[2]:
-        raise ValueError(f"{q.shape[2]} query heads are not a multiple of {k.shape[2]} key heads")
-    score = Score(mask, q.shape[3] ** -0.5 if scale is None else scale)
+        raise ValueError(f"block_size={block_size}: must be at least 2, a token and its landmark")
+    check_chunk(q_chunk=q_chunk, k_chunk=k_chunk)
+    score = make_score(q, k, v, mask=mask, scale=scale)
     k_chunk = max(1, round(k_chunk / block_size)) * block_size
     return differentiable((_Landmarks(block_size), q_chunk, k_chunk, 0.0), q, k, v, score)
 

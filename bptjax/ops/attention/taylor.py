@@ -6,6 +6,8 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float
 
+from bptjax.ops.arguments import check_qkv
+
 
 def taylor_attention(
     q: Float[Array, "B T N H"],
@@ -23,8 +25,14 @@ def taylor_attention(
     Args:
       keys: which are seen; all if left out. Where none is, the result is 0.
 
+    Raises:
+      ValueError: shapes or dtypes of q, k, v and keys that do not belong together.
+
     Li et al. 2020, arXiv 2007.14902, Section 3.
     """
+    check_qkv(q, k, v)
+    if keys is not None and keys.shape != k.shape[:2]:
+        raise ValueError(f"keys: must be {k.shape[:2]}, as k, not {keys.shape}")
     (B, T, N, H), K = q.shape, k.shape[2]
     q, k = (_unit(x.astype(jnp.float32)) for x in (q, k))
     seen = jnp.ones(k.shape[:2]) if keys is None else keys.astype(jnp.float32)

@@ -1,0 +1,100 @@
+"""Public operations refuse bad arguments at trace time, by name and with a remedy."""
+
+import inspect
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+
+from bptjax.ops.attention import attention
+from bptjax.ops.attention.landmark import landmark_attention
+from bptjax.ops.attention.taylor import taylor_attention
+from bptjax.ops.block import block
+from bptjax.ops.feed_forward import feed_forward
+from bptjax.ops.mask import Mask
+from bptjax.parallel.mesh import ParallelConfig, make_mesh
+from bptjax.parallel.sequence import attention as on_mesh
+from ops.comparing import normal
+
+KEY = jax.random.key(7)
+X = normal(0, 2, 4, 3, 8)
+ONES = np.ones((2, 4), np.int32)
+BAD = {
+    "no key": (dict(dropout=0.1), "dropout=0.1 needs dropout_key"),
+    "dropout": (dict(dropout=1.0, dropout_key=KEY), r"dropout=1.0: must be in \[0, 1\)"),
+    "dropout < 0": (dict(dropout=-0.1, dropout_key=KEY), r"dropout=-0.1: must be in \[0, 1\)"),
+    "q_chunk": (dict(q_chunk=0), "q_chunk=0: must be at least 1 token"),
+    "k_chunk": (dict(k_chunk=-4), "k_chunk=-4: must be at least 1 token"),
+    "softcap": (dict(softcap=0.0), "softcap=0.0: must be positive; leave it out for none"),
+    "softcap < 0": (dict(softcap=-50.0), "softcap=-50.0: must be positive"),
+    "scale": (dict(scale=float("nan")), "scale=nan: must be finite; leave it out"),
+    "alibi": (dict(alibi=np.ones(2)), r"alibi: must be \[3\], one slope a query head, not \(2,\)"),
+    "alibi, T != S": (dict(q=X[:, :2], mask=Mask(), alibi=np.ones(3)), "S=4 keys: ALiBi needs"),
+    "T != S": (dict(q=X[:, :2]), "T=2 queries and S=4 keys: causal"),
+    "heads": (dict(k=X[:, :, :2], v=X[:, :, :2]), "3 query heads are not a multiple of 2"),
+    "fewer values": (
+        dict(v=X[:, :-1]),
+        r"keys \(2, 4, 3, 8\) and values \(2, 3, 3, 8\): must",
+    ),
+    "value heads": (dict(v=X[:, :, :1]), r"keys .* and values \(2, 4, 1, 8\): must have the same"),
+    "head sizes": (dict(q=X[..., :4]), r"queries \(2, 4, 3, 4\) and keys .* batch and head size"),
+    "batches": (dict(q=X[:1]), r"queries \(1, 4, 3, 8\) and keys .* batch and head size"),
+    "dtypes": (dict(k=X.astype("bfloat16")), "q float32, k bfloat16, v float32: must have the"),
+    "integers": (dict(q=X.astype(int)), "q: must be of a float dtype, not int32"),
+    "rank": (dict(q=X[0]), r"q: must be \[batch, tokens, .*\], not \(4, 3, 8\)"),
+    "no batch": (dict(q=X[:0], k=X[:0], v=X[:0]), r"q: must be .*, not \(0, 4, 3, 8\)"),
+    "no tokens": (dict(q=X[:, :0], k=X[:, :0], v=X[:, :0]), r"q: must be .*, not \(2, 0, 3, 8\)"),
+    "window": (dict(mask=Mask(causal=True, window=0)), "window=0: must be at least 1 token"),
+    "windows": (dict(mask=Mask().within((4, -1), 0)), "window=-1: must be at least 1 token"),
+    "few segments": (dict(mask=Mask(segments=ONES[:, :3])), "segments has 3 entries for 4"),
+    "flat segments": (dict(mask=Mask(segments=ONES[0])), r"Mask.segments: must be .*not \(4,\)"),
+    "segments' batch": (
+        dict(mask=Mask(segments=np.ones((3, 4), np.int32))),
+        r"Mask.segments: must be \[batch, tokens\], batch 2; not \(3, 4\)",
+    ),
+    "float segments": (dict(mask=Mask(segments=ONES / 2)), "segments: must be integer, not float"),
+    "few positions": (
+        dict(mask=Mask(positions=np.arange(3))),
+        "Mask.positions has 3 entries",
+    ),
+    "positions' rank": (
+        dict(mask=Mask(positions=np.zeros((1, 1, 4), int))),
+        r"Mask.positions: must be \[tokens\] or \[batch, tokens\], batch 2; not \(1, 1, 4\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("options, message", BAD.values(), ids=BAD)
+def test_bad_arguments(options, message):
+    # Without the shape checker of the tests, which users do not have.
+    with pytest.raises(ValueError, match=message):
+        inspect.unwrap(attention)(**dict(q=X, k=X, v=X) | options)
+
+
+def test_a_mesh_refuses_what_one_device_refuses():
+    with jax.set_mesh(make_mesh(ParallelConfig(fsdp=2), jax.devices()[:2])):
+        for name in ("q_chunk", "softcap", "fewer values", "window", "no tokens"):
+            options, message = BAD[name]
+            with pytest.raises(ValueError, match=message):
+                on_mesh(**dict(q=X, k=X, v=X) | options)
+
+
+def test_kin_of_attention_refuse_bad_arguments():
+    landmark = partial(inspect.unwrap(landmark_attention), block_size=2)
+    for f in (inspect.unwrap(taylor_attention), landmark):
+        for name in ("fewer values", "heads", "dtypes", "no tokens"):
+            options, message = BAD[name]
+            with pytest.raises(ValueError, match=message):
+                f(**dict(q=X, k=X, v=X) | options)
+    with pytest.raises(ValueError, match=r"keys: must be \(2, 4\), as k, not \(2, 3\)"):
+        inspect.unwrap(taylor_attention)(X, X, X, keys=np.ones((2, 3), bool))
+    for x, message in (
+        (X[:, :0], r"x: must be arrays \[batch, tokens, ...\] of the same size, not \(2, 0\)"),
+        ((X, X[:, :2]), r"not \(2, 2\), \(2, 4\)"),
+        ((), "not no arrays"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            feed_forward(lambda p, x: x, {}, x, chunk=2)
+        with pytest.raises(ValueError, match=message):
+            block(lambda p, x: x, lambda p, x, out: out, {}, x, X, X, q_chunk=2)
