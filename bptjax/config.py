@@ -37,7 +37,7 @@ class TrainConfig:
       z_loss: weight of the squared log-normalizer in the gradients. train/loss leaves it out, and
         train/z_loss is its share alone.
       eval_steps: steps between evaluations. 0 evaluates only before and after training.
-      eval_batches: largest number of batches per evaluation. If not set, all held-out data.
+      eval_batches: largest number of batches per evaluation. null takes all held-out data.
       eval_predictions: number of held-out chats that the model answers at each evaluation, written
         to predictions.jsonl.
       sample_tokens: tokens of the sample printed at the end, up to seq_len. 0 prints none.
@@ -51,7 +51,7 @@ class TrainConfig:
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     z_loss: float = 0.0
     eval_steps: int = 0
-    eval_batches: int | None = None
+    eval_batches: int | None = 64
     eval_predictions: int = 0
     sample_tokens: int = 0
 

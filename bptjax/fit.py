@@ -1,13 +1,11 @@
 """The loop of a run: train, evaluate, save, resume, stop."""
 
-import fcntl
 import math
-import os
 import signal
+import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import jax
@@ -15,12 +13,8 @@ import numpy as np
 
 from bptjax.checkpoint import Checkpoints
 from bptjax.config import record, to_yaml
-from bptjax.metrics import (
-    JsonlWriter,
-    Progress,
-    Silence,
-    Throughput,
-)
+from bptjax.guards import RunFailed, exclusive, explain_out_of_memory, finite, stop_signals
+from bptjax.metrics import JsonlWriter, Progress, Silence, Throughput
 from bptjax.parallel.processes import agreed, everyone, hurry, largest, part, watched
 from bptjax.report import answers, export, report, sample
 from bptjax.run import Run
@@ -30,10 +24,6 @@ from bptjax.trainer import TrainState
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
 # Among the signals that processes vote on: stop, for the data check has failed.
 BAD_DATA = 1
-
-
-class RunFailed(RuntimeError):
-    """The run cannot go on; the message says where it stands."""
 
 
 @watched()
@@ -50,13 +40,13 @@ def fit(run: Run) -> int:
         stack.callback(run.batches.close)
         with agreed():
             if first:
-                stack.enter_context(_alone(run.directory))
+                stack.enter_context(exclusive(run.directory))
         checkpoints = Checkpoints(
             run.directory, save_total_limit=config.checkpoint.save_total_limit
         )
         stack.callback(checkpoints.close)
         stack.push(hurry)
-        stack.enter_context(_out_of_memory(run))
+        stack.enter_context(explain_out_of_memory(run))
         restored = checkpoints.restore(task.saved(task.abstract_state()))
         start, state, extra = restored or (0, None, {"tokens_seen": 0})
         if restored:
@@ -72,7 +62,6 @@ def fit(run: Run) -> int:
         if first:
             # Not before: what is refused leaves the run as it was.
             record(run.directory, config)
-        state = task.init_state() if state is None else task.resumed(state)
         writer = predictions = progress = Silence()
         if first:
             since = start if restored else None
@@ -85,7 +74,7 @@ def fit(run: Run) -> int:
         stack.callback(writer.close)
         stack.callback(predictions.close)
         stack.enter_context(progress)
-        stopped = stack.enter_context(_signals())
+        stopped = stack.enter_context(stop_signals())
         if first and start < config.train.max_steps:
             stack.callback(run.check.stop)
             run.check.start(run.directory)
@@ -93,10 +82,19 @@ def fit(run: Run) -> int:
                 progress.log(note)
         if restored:
             progress.log(f"resumed at step {start} of {config.train.max_steps} in {run.directory}")
+        if state is None or config.adapter.type != "none":
+            how = f"loading {config.model.name_or_path}" if task.pretrained else "initializing"
+            progress.log(f"model: {how}")
+        state = task.init_state() if state is None else task.resumed(state)
         tokens_seen = extra["tokens_seen"]
         loop = _Loop(run, checkpoints, writer, predictions, progress, state, start, tokens_seen)
         loop.train(stopped)
-        if not loop.stopped:
+        if loop.stopped:
+            progress.log(
+                f"saved step {loop.done} in {checkpoints.directory / str(loop.done)}; the same "
+                "command continues from there"
+            )
+        else:
             if first:
                 export(run, progress.log)
             text = sample(run, loop.state) if config.train.sample_tokens else ""
@@ -116,8 +114,9 @@ class _Loop:
         self.writer, self.predictions = writer, predictions
         self.state: TrainState = state
         self.done, self.tokens_seen, self.last_saved = start, tokens_seen, start or None
-        self.pending: tuple[int, dict, list] | None = None
+        self.pending: tuple[int, dict] | None = None
         self.stopped = 0
+        self.last_loss: tuple[int, float] | None = None
         self.throughput = Throughput()
         self.evaluate = run.task.evaluator()
         self.parameters, self.trained = run.task.parameters
@@ -145,7 +144,7 @@ class _Loop:
             self.state, metrics = steps[shape](self.state, placed)
             self.flush()
             self.done += 1
-            self.pending = (self.done, metrics, self.run.batches.get_state())
+            self.pending = (self.done, metrics)
             if self.done == total or (every and self.done % every == 0):
                 self.flush()
                 self.eval()
@@ -154,6 +153,9 @@ class _Loop:
             bad_data = BAD_DATA if self.run.check.error else 0
             votes.append(largest(max(stopped, default=bad_data), task.mesh))
             self.stopped = int(votes.popleft())
+        if self.stopped and self.stopped != BAD_DATA:
+            name = signal.Signals(self.stopped).name
+            self.progress.log(f"{name}: saving step {self.done}, then stopping")
         if self.done > (self.last_saved or 0):
             self.save()
         self.checkpoints.wait()
@@ -177,6 +179,9 @@ class _Loop:
 
     def compile(self, batch, tell: bool) -> Callable:
         """The compiled step; with `tell`, says what it will need."""
+        A, B, T = batch["tokens"].shape
+        self.progress.log(f"compiling the step for {A} × {B} sequences of {T} tokens")
+        start = time.perf_counter()
         compiled = self.run.task.compile_step(self.state, batch)
         needs = compiled.memory_analysis()
         offload = self.run.config.memory.offload
@@ -184,7 +189,8 @@ class _Loop:
             raise RunFailed(f"memory.offload={offload} moves nothing to host memory here")
         if not tell:
             return compiled
-        text = f"model: {self.parameters:,} parameters"
+        text = f"compiled in {time.perf_counter() - start:.0f} s; "
+        text += f"model: {self.parameters:,} parameters"
         if self.trained < self.parameters:
             share = self.trained / self.parameters
             text += f", {self.trained:,} of them trained ({share:.3%})"
@@ -198,12 +204,14 @@ class _Loop:
         return compiled
 
     def flush(self) -> None:
-        """Reads and tells the metrics of the step before; ends the run where they are not
-        finite.
+        """Reads and reports the metrics of the step before.
+
+        Raises:
+          RunFailed: they are not finite.
         """
         if self.pending is None:
             return
-        (done, metrics, cursor), self.pending = self.pending, None
+        (done, metrics), self.pending = self.pending, None
         metrics = {name: float(x) for name, x in jax.device_get(metrics).items()}
         tokens, attended = int(metrics.pop("tokens")), metrics.pop("attended")
         self.throughput.step(tokens)
@@ -223,14 +231,23 @@ class _Loop:
             or (scale is None and not math.isfinite(norm))
             or (scale and scale < 2**-24)
         ):
-            what = f"loss {loss}, gradient norm {norm}"
-            what += "" if scale is None else f", loss scale {scale}"
-            good = f"step {self.last_saved}" if self.last_saved else "none yet"
-            raise RunFailed(
-                f"step {done}: {what}; last good checkpoint: {good} in "
-                f"{self.checkpoints.directory}; lower optimizer.learning_rate, or look at that "
-                f"batch; data cursor after it: {cursor}"
-            )
+            what = f"loss {loss:.4g}, gradient norm {norm:.4g}"
+            what += f", learning rate {metrics['train/learning_rate']:.4g}"
+            what += "" if scale is None else f", loss scale {scale:.4g}"
+            raise self.diverged(f"step {done}: {what}")
+        self.last_loss = done, loss
+
+    def diverged(self, what: str) -> RunFailed:
+        """Returns the error for a loss that is not finite, with what to change."""
+        good = f"step {self.last_saved}" if self.last_saved else "none yet"
+        before = (
+            "" if self.last_loss is None else " (step {} had loss {:.4f})".format(*self.last_loss)
+        )
+        return RunFailed(
+            f"{what}{before}; last good checkpoint: {good} in {self.checkpoints.directory}; start "
+            "again in another run_dir with a lower optimizer.learning_rate, more "
+            "optimizer.warmup_steps or a lower optimizer.max_grad_norm"
+        )
 
     def _hardware(self, metrics: dict, tokens: int, attended: float) -> dict[str, float]:
         """Peak memory of a device in GiB, and model FLOP/s over the devices' peak, where known."""
@@ -247,12 +264,35 @@ class _Loop:
         return found
 
     def eval(self) -> None:
-        """Held-out loss, and answers to held-out chats, before the first step as well."""
+        """Measures the held-out loss and answers held-out chats, also before the first step.
+
+        Raises:
+          RunFailed: the loss and a parameter are not finite.
+        """
         if not len(self.run.held_out):
             return
-        loss = self.evaluate(self.state.model, self.run.eval_batches())
+        total, batches = self.run.eval_total, self.run.eval_total
+        text = f"step {self.done}: evaluating on "
+        if self.run.eval_is_partial:
+            batches = self.run.config.train.eval_batches or total
+            text += f"{batches:,} of {total:,} batches; train.eval_batches: null takes all"
+        else:
+            text += f"{total:,} batches"
+        self.progress.log(text)
+        loss = self.evaluate(
+            self.state.model,
+            self.run.eval_batches(),
+            lambda n: self.progress.status(f"evaluating: batch {n:,} of {batches:,}"),
+        )
         metrics = {"eval/loss": loss, "train/tokens_seen": self.tokens_seen}
         text = f"step {self.done}: eval/loss {loss:.4f}"
+        if not math.isfinite(loss):
+            self.writer.write(self.done, metrics)
+            if not finite(self.state.model):
+                raise self.diverged(f"step {self.done}: eval/loss {loss}, parameters not finite")
+            text += ": not finite, while all parameters are; try another train.dtype"
+            self.progress.log(text)
+            return
         if self.run.questions:
             found = answers(self.run, self.state)
             for one in found:
@@ -282,63 +322,3 @@ class _Loop:
         self.checkpoints.save(self.done, self.run.task.saved(self.state), extra)
         self.last_saved = self.done
         self.throughput.resume()
-
-
-@contextmanager
-def _alone(directory: Path) -> Iterator[None]:
-    """Holds the run directory against other processes; the lock goes with the process."""
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    except BlockingIOError as error:
-        raise ValueError(f"another process is running in {directory}") from error
-    finally:
-        os.close(handle)
-
-
-@contextmanager
-def _signals() -> Iterator[list[int]]:
-    """A list that the first SIGINT or SIGTERM enters; the second does what it did before."""
-    got: list[int] = []
-    kinds = (signal.SIGINT, signal.SIGTERM)
-    before = {kind: signal.getsignal(kind) for kind in kinds}
-
-    def note(number, frame):
-        got.append(number)
-        for kind, handler in before.items():
-            signal.signal(kind, handler)
-
-    for kind in kinds:
-        signal.signal(kind, note)
-    try:
-        yield got
-    finally:
-        for kind, handler in before.items():
-            signal.signal(kind, handler)
-
-
-@contextmanager
-def _out_of_memory(run: Run) -> Iterator[None]:
-    """Says what took the memory, and which knob to turn next."""
-    try:
-        yield
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        state = run.task.abstract_state()
-        held = {
-            name: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(getattr(state, name)))
-            / 2**30
-            for name in ("model", "opt_state")
-        }
-        train, memory = run.config.train, run.config.memory
-        rows = train.per_device_train_batch_size
-        raise RunFailed(
-            f"out of memory: parameters take {held['model']:.2f} GiB and the optimizer "
-            f"{held['opt_state']:.2f} GiB over all devices, the rest is a step of {rows} × "
-            f"{train.seq_len} tokens a device with memory.remat={memory.remat}, "
-            f"ffn_chunk={memory.ffn_chunk}, ce_chunk={memory.ce_chunk}: try remat=full, a smaller "
-            "per_device_train_batch_size, smaller chunks, param_dtype=bfloat16, "
-            "optimizer.state_dtype=int8, optimizer.state_memory=host or adapter.type=qlora"
-        ) from error

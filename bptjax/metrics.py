@@ -121,7 +121,7 @@ class Progress:
         self._clock = clock
         # A stated False, because FORCE_COLOR would make rich take a pipe for a terminal.
         self._console = console or Console(force_terminal=None if sys.stdout.isatty() else False)
-        self._printed = -math.inf
+        self._printed = self._spoke = -math.inf
         self._pending: str | None = None
         self._bar: Bar | None = None
         if self._console.is_terminal and not self._console.is_dumb_terminal:
@@ -158,6 +158,13 @@ class Progress:
             self._print(self._pending)
             self._pending, self._printed = None, self._clock()
 
+    def status(self, text: str) -> None:
+        """Shows what is being done between steps: in the bar, or a line each `every` seconds."""
+        if self._bar:
+            self._bar.update(self._task, tail=text)
+        elif self._clock() - self._spoke >= self._every:
+            self._print(text)
+
     def log(self, line: str) -> None:
         """Prints a line, above the bar where there is one, and appends it to log.txt."""
         self._print(line)
@@ -165,6 +172,7 @@ class Progress:
             file.write(f"{datetime.now():%Y-%m-%d %H:%M:%S} {line}\n")
 
     def _print(self, line: str) -> None:
+        self._spoke = self._clock()
         self._console.print(line, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
 
@@ -181,6 +189,9 @@ class Silence:
         pass
 
     update = write
+
+    def status(self, text: str) -> None:
+        pass
 
     def log(self, line: str) -> None:
         pass

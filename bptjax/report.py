@@ -35,20 +35,32 @@ def report(run: Run, state: TrainState, text: str, say: Callable[[str], None]) -
     """What came of it: held-out loss (for bytes, in bits beside the baselines), sample, files."""
     config = run.config
     losses = [
-        r["eval/loss"] for r in read_metrics(run.directory / "metrics.jsonl") if "eval/loss" in r
+        math.nan if r["eval/loss"] is None else r["eval/loss"]
+        for r in read_metrics(run.directory / "metrics.jsonl")
+        if "eval/loss" in r
     ]
-    everything = losses and config.train.eval_batches is None
+    everything = losses and not run.eval_is_partial and run.check.held_out.complete
     texts = list(readable(run.held_out, config.data.bad_records)) if everything else []
     known = isinstance(run.tokenizer, ByteTokenizer) and all(isinstance(x, str) for x in texts)
     if known and (size := sum(len(run.tokenizer.encode(text)) for text in texts)):
-        labels = sum(int((b["labels"] != -100).sum()) for b in run.eval_batches())
+        labels = run.check.held_out.loss_tokens
         before, after = (losses[i] * labels / size / math.log(2) for i in (0, -1))
         base = byte_baselines(texts)
         say(f"held-out text: {size:,} bytes")
         say(f"bits per byte: {before:.3f} before training, {after:.3f} after")
         say("baselines on the same bytes: " + ", ".join(f"{n} {b:.3f}" for n, b in base.items()))
     elif losses:
-        say(f"held-out nats per token: {losses[0]:.4f} before training, {losses[-1]:.4f} after")
+        part = f" (first {config.train.eval_batches} batches)" if run.eval_is_partial else ""
+        before, after = losses[0], losses[-1]
+        say(f"held-out nats per token{part}: {before:.4f} before training, {after:.4f} after")
+    if losses and not losses[-1] <= losses[0]:
+        # Also where the loss is not finite.
+        best = min(filter(math.isfinite, losses), default=math.nan)
+        say(
+            f"warning: held-out loss rose from {losses[0]:.4f} before training to "
+            f"{losses[-1]:.4f} after it (best {best:.4f}): lower optimizer.learning_rate="
+            f"{config.optimizer.learning_rate:g}, or train for fewer steps if it overfits"
+        )
     if shares := run.batches.token_shares():
         weights = [source.weight for source in config.data.sources]
         each = zip(config.data.sources, shares, weights, strict=True)

@@ -79,7 +79,7 @@ class Run:
         return pretrained.fingerprint
 
     def eval_batches(self) -> Any:
-        """The held-out batches `[rows, T]`, in fixed order."""
+        """Returns the held-out batches `[B, T]` in fixed order, up to train.eval_batches."""
         return eval_loader(
             self.held_out,
             self.tokenizer,
@@ -88,6 +88,18 @@ class Run:
             rows=self.task.micro_rows,
             max_batches=self.config.train.eval_batches,
         )
+
+    @property
+    def eval_total(self) -> int:
+        """Batches that hold all held-out data, in process 0; an estimate until it is checked."""
+        sequences = self.check.held_out.epoch(self.config.data.packing)
+        return -(-sequences // self.task.micro_rows)
+
+    @property
+    def eval_is_partial(self) -> bool:
+        """Whether train.eval_batches leaves out held-out data."""
+        limit = self.config.train.eval_batches
+        return limit is not None and limit < self.eval_total
 
 
 @watched()
@@ -125,7 +137,10 @@ def _checked(config: Config, devices: list[jax.Device]) -> Run:
             f"memory.offload={config.memory.offload} moves from a GPU; a CPU's memory is the host's"
         )
     mesh = make_mesh(config.parallel, devices)
+    say("reading data")
     train, held_out = open_split(config.data)
+    if config.model.name_or_path:
+        say(f"reading the checkpoint {config.model.name_or_path}")
     pretrained = open_pretrained(config.model) if config.model.name_or_path else None
     if pretrained and isinstance(pretrained.config, EncoderConfig):
         raise ValueError(
@@ -184,7 +199,11 @@ def _checked(config: Config, devices: list[jax.Device]) -> Run:
     check = data_check(train, held_out, tokenizer, config.data, seq_len=config.train.seq_len)
     run = Run(config, task, tokenizer, held_out, batches, check, notes)
     _ = run.questions  # Refuses what is no chat.
+    if task.pretrained and config.adapter.type != "none":
+        say("hashing the base model's weights")
+    _ = run.base  # Hashed before it is read: it may be replaced before the first checkpoint.
     if jax.process_index() == 0:
+        say("checking the records: up to a minute now, the rest beside training")
         check.run()
         if len(held_out) and check.held_out.complete and not check.held_out.loss_tokens:
             raise ValueError(
@@ -192,6 +211,12 @@ def _checked(config: Config, devices: list[jax.Device]) -> Run:
                 "data.eval_path, data.eval_fraction and data.too_long"
             )
     return run
+
+
+def say(line: str) -> None:
+    """Prints a line at once, in the first process: the log does not exist before all is checked."""
+    if jax.process_index() == 0:
+        print(line, flush=True)
 
 
 def _check_adapter(config: Config, task: Task) -> None:

@@ -4,6 +4,9 @@ import logging
 import os
 import sys
 
+# Set by launchers; 0 is the process that prints.
+RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "JAX_PROCESS_ID")
+
 
 def main(argv: list[str] | None = None) -> int:
     """Exit code: 0 done, 1 the run failed, 2 usage or config, 130 Ctrl-C, 143 SIGTERM."""
@@ -20,6 +23,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _train(argv: list[str], debug: bool) -> int:
+    if not {"-h", "--help"} & set(argv) and all(os.environ.get(r, "0") == "0" for r in RANKS):
+        print("starting: loading libraries", flush=True)
     from bptjax.config import fail, parse
     from bptjax.fit import fit
     from bptjax.parallel.processes import PeerLost
@@ -32,6 +37,7 @@ def _train(argv: list[str], debug: bool) -> int:
     except (ValueError, NotImplementedError, OSError) as error:
         return fail(error, 2, debug)
     except KeyboardInterrupt:
+        print("interrupted before training; no step is lost", file=sys.stderr)
         return 130
     try:
         return fit(run)
@@ -40,6 +46,8 @@ def _train(argv: list[str], debug: bool) -> int:
     except (RuntimeError, OSError) as error:
         return fail(error, 1, debug)
     except KeyboardInterrupt:
+        line = "interrupted; the same command continues from the last finished checkpoint"
+        print(line, file=sys.stderr)
         return 130
 
 

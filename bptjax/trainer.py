@@ -411,8 +411,12 @@ class Task:
                 raise RuntimeError("optimizer.state_memory=host, but the step reads none of it")
         return compiled
 
-    def evaluator(self) -> Callable[[Decoder, Any], float]:
-        """A function from a model and batches `[rows, T]` to the mean loss a token, in nats."""
+    def evaluator(self) -> Callable[[Decoder, Any, Callable[[int], None]], float]:
+        """Returns a function from a model and batches `[B, T]` to the mean loss per token, in nats.
+
+        Its third argument is called with the number of batches done. At most two batches are in
+        flight, so that they do not fill the device's memory.
+        """
 
         @jax.jit
         def one(model, batch):
@@ -420,9 +424,14 @@ class Task:
             loss, _ = self.loss_sum(model, batch, None, 0.0)
             return loss, (batch["labels"] != -100).sum()
 
-        def evaluate(model, batches):
+        def evaluate(model, batches, progress=lambda done: None):
+            parts = []
             with jax.set_mesh(self.mesh):
-                parts = [one(model, self.layout.put(batch)) for batch in batches]
+                for batch in batches:
+                    parts.append(one(model, self.layout.put(batch)))
+                    if len(parts) > 1:
+                        jax.block_until_ready(parts[-2])
+                        progress(len(parts) - 1)
             losses, counts = (
                 np.array(jax.device_get(x), np.float64) for x in zip(*parts, strict=True)
             )

@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import math
 import os
 import random
 import signal
@@ -14,8 +15,9 @@ import jax
 import pytest
 
 from bptjax.config import parse, to_yaml
-from bptjax.metrics import read_metrics
+from bptjax.metrics import Progress, read_metrics
 from bptjax.train import main
+from bptjax.trainer import Task
 
 TINY = """
 device: cpu
@@ -96,11 +98,25 @@ def test_stop_and_resume_is_exact(
 ):
     run_dir = tmp_path / "run"
     command = [*arguments, "--run_dir", str(run_dir)]
+    on_disk = []
     with monkeypatch.context() as patch:
         stop_at(9, number, patch)
+        log = Progress.log
+
+        def logged(self, line):
+            log(self, line)
+            if line.startswith("saved step"):
+                on_disk.append((run_dir / "checkpoints" / "10" / "manifest.json").exists())
+
+        patch.setattr(Progress, "log", logged)
         assert main(command) == code
     saved = sorted(p.name for p in (run_dir / "checkpoints").iterdir())
     assert saved == ["10", "6"]
+    name, log = signal.Signals(number).name, (run_dir / "log.txt").read_text()
+    assert f"{name}: saving step 10, then stopping" in log
+    line = f"saved step 10 in {run_dir / 'checkpoints' / '10'}; the same command continues from th"
+    assert line in log and line in capsys.readouterr().out.replace("\n", "")
+    assert on_disk == [True]
     # Where the moments are is no other experiment.
     assert main([*command, "--optimizer.state_memory", "host"]) == 0
     assert rows(run_dir) == rows(uninterrupted)
@@ -164,8 +180,63 @@ def test_a_loss_that_is_not_finite_ends_the_run(arguments, tmp_path, capsys):
     assert main([*command, *extra]) == 1
     message = capsys.readouterr().err
     assert message.count("\n") == 1
-    assert "step 2: loss" in message and "norm nan" in message
-    assert "last good checkpoint: step 1" in message
+    assert "step 2: loss" in message and "norm nan, learning rate 9.9" in message
+    assert "(step 1 had loss 5." in message and "last good checkpoint: step 1" in message
+    assert "lower optimizer.learning_rate" in message
+    # No state of the data loader.
+    assert len(message) < 500 and "{" not in message
+
+
+@pytest.mark.parametrize("broken", [True, False], ids=["parameters", "loss alone"])
+def test_an_evaluation_that_is_not_finite(arguments, tmp_path, monkeypatch, capsys, broken):
+    """Ends the run where parameters are broken. Else, as after an overflow of float16 in the
+    forward pass, the run goes on and its report says so."""
+    run_dir = tmp_path / "run"
+    extra = ["--train.max_steps=2", "--train.eval_steps=0", "--train.sample_tokens=0"]
+    if broken:
+        extra += ["--optimizer.learning_rate=1e38", "--optimizer.weight_decay=1e38"]
+        extra += ["--train.max_steps=1"]
+    else:
+        nans = iter([2.0, math.nan])
+        monkeypatch.setattr(Task, "evaluator", lambda task: lambda *_: next(nans))
+    assert main([*arguments, f"--run_dir={run_dir}", *extra]) == (1 if broken else 0)
+    values = [r["eval/loss"] for r in read_metrics(run_dir / "metrics.jsonl") if "eval/loss" in r]
+    assert values[0] > 0 and values[1:] == [None]
+    out, err = capsys.readouterr()
+    if broken:
+        assert err.count("\n") == 1 and "step 1: eval/loss nan, parameters not finite" in err
+        assert not (run_dir / "checkpoints" / "1").exists()
+    else:
+        assert "step 2: eval/loss nan: not finite, while all parameters are" in out
+        assert "warning: held-out loss rose from 2.0000 before training to nan" in out
+
+
+def test_a_loss_that_got_worse_is_said(arguments, tmp_path, capsys):
+    command = [*arguments, f"--run_dir={tmp_path / 'run'}", "--train.max_steps=2"]
+    assert main([*command, "--optimizer.learning_rate=3.0"]) == 0
+    line = next(x for x in capsys.readouterr().out.splitlines() if x.startswith("warning"))
+    assert "held-out loss rose from 5." in line and "lower optimizer.learning_rate=3" in line
+
+
+def test_start_and_evaluation_say_what_they_do(arguments, tmp_path, capsys):
+    command = [*arguments, f"--run_dir={tmp_path / 'run'}", "--train.max_steps=1"]
+    assert main([*command, "--train.eval_batches=1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    wanted = (
+        "starting: loading libraries",
+        "reading data",
+        "checking the records",
+        "model: initializing",
+        "step 0: evaluating on 1 of ",
+        "compiling the step for 1 × 2 sequences of 32 tokens",
+        "compiled in ",
+    )
+    found = [next(i for i, line in enumerate(lines) if line.startswith(w)) for w in wanted]
+    assert found == sorted(found)
+    assert " batches; train.eval_batches: null takes all" in lines[found[4]]
+    assert any(line.startswith("held-out nats per token (first 1 batches): ") for line in lines)
+    # What is left out is not reported as bits per byte of all.
+    assert not any("bits per byte" in line for line in lines)
 
 
 BAD = {
@@ -310,7 +381,8 @@ def test_ctrl_c_before_the_first_step(arguments, tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr("bptjax.run.open_split", interrupted)
     assert main([*arguments, "--run_dir", str(tmp_path / "run")]) == 130
-    assert not (tmp_path / "run").exists() and not capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+    assert capsys.readouterr().err == "interrupted before training; no step is lost\n"
 
 
 def test_a_refused_start_leaves_the_config_as_it_was(arguments, uninterrupted, capsys):

@@ -27,6 +27,7 @@ FLOORS = {
     "trainer": 5,
     "generation": 5,
     "fit": 5,
+    "guards": 5,
     "report": 5,
     "run": 5,
     "train": 6,

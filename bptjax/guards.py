@@ -1,0 +1,95 @@
+"""What guards a run: the lock on its directory, signals, memory, values that are not finite."""
+
+import fcntl
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from bptjax.run import Run
+
+
+class RunFailed(RuntimeError):
+    """The run cannot go on; the message says where it stands."""
+
+
+@contextmanager
+def exclusive(directory: Path) -> Iterator[None]:
+    """Locks the run directory against other processes, until this one ends.
+
+    Raises:
+      ValueError: another process has the lock.
+    """
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError as error:
+        raise ValueError(f"another process is running in {directory}") from error
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def stop_signals() -> Iterator[list[int]]:
+    """Gives a list to which the first SIGINT or SIGTERM is appended; the second has its usual
+    effect."""
+    got: list[int] = []
+    kinds = (signal.SIGINT, signal.SIGTERM)
+    before = {kind: signal.getsignal(kind) for kind in kinds}
+
+    def note(number, frame):
+        got.append(number)
+        for kind, handler in before.items():
+            signal.signal(kind, handler)
+
+    for kind in kinds:
+        signal.signal(kind, note)
+    try:
+        yield got
+    finally:
+        for kind, handler in before.items():
+            signal.signal(kind, handler)
+
+
+@contextmanager
+def explain_out_of_memory(run: Run) -> Iterator[None]:
+    """Turns JAX's out-of-memory error into a line about what took the memory and what to change.
+
+    Raises:
+      RunFailed: memory ran out.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        state = run.task.abstract_state()
+        held = {
+            name: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(getattr(state, name)))
+            / 2**30
+            for name in ("model", "opt_state")
+        }
+        train, memory = run.config.train, run.config.memory
+        rows = train.per_device_train_batch_size
+        raise RunFailed(
+            f"out of memory: parameters take {held['model']:.2f} GiB and the optimizer "
+            f"{held['opt_state']:.2f} GiB over all devices, the rest is a step of {rows} × "
+            f"{train.seq_len} tokens a device with memory.remat={memory.remat}, "
+            f"ffn_chunk={memory.ffn_chunk}, ce_chunk={memory.ce_chunk}: try remat=full, a smaller "
+            "per_device_train_batch_size, smaller chunks, param_dtype=bfloat16, "
+            "optimizer.state_dtype=int8, optimizer.state_memory=host or adapter.type=qlora"
+        ) from error
+
+
+@jax.jit
+def finite(tree: Any) -> Array:
+    """Returns whether every float in the tree is finite, as a bool scalar."""
+    floats = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]
+    return jnp.stack([jnp.isfinite(x).all() for x in floats]).all()
