@@ -1,16 +1,16 @@
 """The root config, its command line, and the copy of it that a run directory keeps."""
 
 import dataclasses
-import difflib
 import math
 import re
-import sys
+from argparse import SUPPRESS
 from collections.abc import Container
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from bptjax.checkpoint import CheckpointConfig
+from bptjax.command_line import EXIT_CODES, Debug, Help, nearest, normalize
 from bptjax.data.config import DataConfig
 from bptjax.lora import AdapterConfig
 from bptjax.memory import MemoryConfig
@@ -143,28 +143,137 @@ FREE = (
 )
 
 
-def parse(argv: list[str], description: str, kind: type = Config) -> Any:
-    """The `kind` of dataclass that `--config FILE` and `--group.key=value` make together.
+def parse(
+    argv: list[str], description: str = "", kind: type = Config, command: str = "train"
+) -> Any:
+    """Returns the `kind` of dataclass that `--config FILE` and `--group.key=value` make together.
+
+    Flags win over the file, wherever `--config` stands.
 
     Raises:
-      ValueError: unknown key, wrong type, missing file or a value out of range, in one line.
+      ValueError: unknown key, repeated key, wrong type, missing file or a value out of range, in
+        one line.
     """
-    from jsonargparse import ArgumentParser, Namespace
+    from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace
+
+    hints = _hints(kind)
 
     class Parser(ArgumentParser):
         def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-            raise ValueError(_one_line(message, kind))
+            raise ValueError(_one_line(message, hints))
 
-    parser = Parser(description=description, allow_abbrev=False)
-    parser.add_argument("--config", action="config", help="YAML file with the keys below")
+    class Formatter(Help, DefaultHelpFormatter):
+        pass
+
+    parser = Parser(
+        prog=f"bptjax {command}",
+        usage="%(prog)s [--config FILE] [--KEY VALUE ...] [--debug]",
+        description=description,
+        epilog=EXIT_CODES,
+        formatter_class=Formatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--config", action="config", metavar="FILE", help="YAML file of the keys below"
+    )
+    parser._add_action(Debug())
     parser.add_class_arguments(kind, None)
-    parsed = parser.parse_args(argv)
+    flags = parser._option_string_actions
+    flags["--print_config"].help = "print all keys as YAML, and exit"
+    for f in fields(kind):
+        if dataclasses.is_dataclass(f.type):
+            flags[f"--{f.name}"].help = SUPPRESS  # --group FILE, beside --config.
+    for key, hint in hints.items():
+        flags[f"--{key}"].metavar = _metavar(hint)
+    parsed = parser.parse_args(_config_first(normalize(argv, parser)))
     for f in fields(kind):
         # jsonargparse lets a number stand where a group belongs, and trips over it later.
         if dataclasses.is_dataclass(f.type) and not isinstance(parsed[f.name], Namespace):
-            raise ValueError(f"{f.name}={parsed[f.name]}: a group of keys is expected")
+            raise ValueError(f"{f.name}={parsed[f.name]}: must be a group of keys")
     values = parser.instantiate(parsed)
     return kind(**{f.name: values[f.name] for f in fields(kind)})
+
+
+def _config_first(argv: list[str]) -> list[str]:
+    """Returns `argv` with `--config` in front: jsonargparse lets the last of file and flag win.
+
+    Raises:
+      ValueError: the file has a key twice, of which YAML would take the last.
+    """
+    files, rest, tokens = [], [], iter(argv)
+    for token in tokens:
+        if token == "--config":
+            files = [value for value in (next(tokens, None),) if value is not None]
+            rest += [] if files else [token]
+        elif token.startswith("--config="):
+            files = [token.removeprefix("--config=")]
+        else:
+            rest.append(token)
+    for file in files:
+        _check_repeated(Path(file).expanduser())
+    return [f"--config={file}" for file in files] + rest
+
+
+def _check_repeated(file: Path) -> None:
+    import yaml
+
+    def check(node: Any, prefix: str) -> None:
+        seen = set()
+        for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+            name = prefix + str(key.value)
+            if name in seen:
+                raise ValueError(
+                    f"{file}, line {key.start_mark.line + 1}: {name} is given twice; give it once"
+                )
+            seen.add(name)
+            check(value, f"{name}.")
+
+    try:
+        check(yaml.compose(file.read_text()), "")
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return  # jsonargparse says what is wrong with it.
+
+
+def _hints(kind: type, prefix: str = "") -> dict[str, Any]:
+    """Returns the type of each key, `{"group.key": type}`."""
+    found = {}
+    for f in fields(kind):
+        if dataclasses.is_dataclass(f.type):
+            found |= _hints(f.type, f"{prefix}{f.name}.")  # type: ignore
+        else:
+            found[prefix + f.name] = f.type
+    return found
+
+
+def _metavar(hint: Any) -> str:
+    """Returns a type as help text shows it."""
+    arguments = [a for a in get_args(hint) if a not in (type(None), ...)]
+    origin = get_origin(hint)
+    if hint is bool or origin is Literal:
+        return "{" + ",".join(map(str, arguments or ("true", "false"))) + "}"
+    if origin in (list, tuple):
+        return f"[{_metavar(arguments[0])}, ...]"
+    if origin is dict:
+        return "{KEY: VALUE, ...}"
+    if arguments:  # A union.
+        return "|".join(map(_metavar, arguments))
+    return {int: "INT", float: "NUMBER"}.get(hint, "TEXT")
+
+
+def _expected(hint: Any) -> str:
+    """Returns a type as errors name it."""
+    arguments = [a for a in get_args(hint) if a is not ...]
+    origin = get_origin(hint)
+    if origin is Literal:
+        return f"one of {', '.join(map(str, arguments))}"
+    if origin in (list, tuple):
+        return f"a list, each item {_expected(arguments[0])}"
+    if origin is dict:
+        return "keys and values, {key: value}"
+    if arguments:
+        return " or ".join(map(_expected, arguments))
+    names = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
+    return names.get(hint, "null")
 
 
 def check_seed(name: str, seed: int) -> None:
@@ -176,36 +285,21 @@ def check_seed(name: str, seed: int) -> None:
         raise ValueError(f"{name}={seed} is not in [0, 2^32)")
 
 
-def fail(error: Exception, code: int, debug: bool = False) -> int:
-    """One line on stderr, and the exit code; with `debug` the traceback instead."""
-    if debug:
-        raise error
-    print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-    return code
-
-
-def _one_line(message: str, kind: type) -> str:
-    """jsonargparse's complaint in one line, with the nearest key where one is unknown."""
+def _one_line(message: str, hints: dict[str, Any]) -> str:
+    """Returns jsonargparse's complaint in the form `key=value: must be …`."""
     text = " ".join(message.split())
     for pattern in (
         r"Group '(?P<group>[\w.]+)' does not accept option '(?P<key>[\w.]+)'",
         r"Option '(?P<key>[\w.]+)' is not accepted",
-        r"[Uu]nrecognized arguments: --(?P<key>[\w.]+)",
     ):
         if found := re.search(pattern, text):
             parts = found.groupdict()
             key = ".".join(part for part in (parts.get("group"), parts["key"]) if part)
-            near = difflib.get_close_matches(key, flatten(kind()), 1, 0.5)
-            groups = ", ".join(f.name for f in fields(kind))
-            return f"unknown key {key}; " + (f"nearest: {near[0]}" if near else f"known: {groups}")
-    wrong = (
-        r"Parser key \"(?P<key>[\w.]+)\": (?:.*Subtypes: .*? - )?Expected an? (?P<type>.*?)"
-        r"\.? (?:Got value|- Expected a .* Given value): (?P<value>.*)"
-    )
-    if found := re.search(wrong, text):
-        wanted = re.sub(r"<class '(\w+)'>", r"\1", found["type"])
-        wanted = re.sub(r"(?:typing\.)?Literal\[(.*?)\]", r"one of \1", wanted)
-        return f"{found['key']}={found['value']}: expected {wanted}"
+            groups = ", ".join(dict.fromkeys(name.split(".")[0] for name in hints))
+            return f"unknown key {key}{nearest(key, hints) or f'; known: {groups}'}"
+    found = re.search(r"Parser key \"([\w.]+)\":.*(?:Got|Given) value: (.*)", text)
+    if found and found[1] in hints:
+        return f"{found[1]}={found[2]}: must be {_expected(hints[found[1]])}"
     return text
 
 

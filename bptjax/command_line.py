@@ -1,0 +1,174 @@
+"""What every command shares: the spelling of flags, help text, one-line errors, exit codes."""
+
+import argparse
+import difflib
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NoReturn
+
+EXIT_CODES = (
+    "Exit codes: 0 done; 1 the command failed while it ran; 2 bad flags, config or data; "
+    "130 stopped by Ctrl-C; 143 stopped by SIGTERM."
+)
+
+
+def run_command(command: Callable[[list[str]], int], argv: list[str] | None) -> int:
+    """Returns the exit code of `command(argv)`; an error is one line on stderr.
+
+    With `--debug` in `argv`, errors are raised instead. `argv` defaults to that of the process.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    try:
+        try:
+            code = command(argv)
+        except SystemExit as done:  # argparse has printed --help or --version.
+            code = int(done.code or 0)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # The reader has closed the pipe, as `head` does. Python flushes stdout once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except (ValueError, NotImplementedError, OSError) as error:
+        return _fail(error, 2, argv)
+    except RuntimeError as error:
+        return _fail(error, 1, argv)
+
+
+def _fail(error: Exception, code: int, argv: list[str]) -> int:
+    if "--debug" in argv:
+        raise error
+    print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+    return code
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """Returns "; nearest: …" for an unknown name, or nothing if no name is similar."""
+    found = difflib.get_close_matches(name, list(names), 1, 0.5)
+    return f"; nearest: {found[0]}" if found else ""
+
+
+def normalize(argv: list[str], parser: argparse.ArgumentParser) -> list[str]:
+    """Returns `argv` with underscores for the hyphens in names of flags, up to a sub-command.
+
+    Raises:
+      ValueError: a flag is unknown, or given twice with different values.
+    """
+    actions = parser._option_string_actions
+    flags = [name for name in actions if name.startswith("--") and not name.endswith("+")]
+    commands = {name for action in parser._actions for name in _commands(action)}
+    result, given = [], {}
+    for index, token in enumerate(argv):
+        if token == "--":
+            return result + argv[index:]
+        if token.replace("_", "-") in commands:
+            return [*result, token.replace("_", "-"), *argv[index + 1 :]]
+        name, equals, value = token.partition("=")
+        # argparse takes a token with a space in it for a value.
+        if not name.startswith("--") or " " in name:
+            result.append(token)
+            continue
+        name = "--" + name[2:].replace("-", "_")
+        # A key of a dict may be set alone: --model.rope_parameters.factor.
+        action = actions.get(name) or actions.get(name.rpartition(".")[0])
+        if action is None:
+            raise ValueError(f"unknown flag {name}{nearest(name, flags) or '; see --help'}")
+        result.append(name + equals + value)
+        if action.nargs == 0 or isinstance(action, argparse._AppendAction) or name.endswith("+"):
+            continue
+        values = [value] if equals else _values(argv[index + 1 :], action.nargs)
+        if given.setdefault(name, values) != values:
+            first, second = " ".join(given[name]), " ".join(values)
+            raise ValueError(f"{name} is given twice, as {first} and as {second}; give it once")
+    return result
+
+
+def _values(following: list[str], nargs: int | str | None) -> list[str]:
+    """Returns the tokens that are values of a flag."""
+    end = next((i for i, token in enumerate(following) if token.startswith("--")), len(following))
+    return following[: end if nargs in ("+", "*") else min(end, 1)]
+
+
+def _commands(action: argparse.Action) -> Iterable[str]:
+    return (action.choices or ()) if isinstance(action, argparse._SubParsersAction) else ()
+
+
+class Help(argparse.HelpFormatter):
+    """Help text with defaults, and types in place of upper-case copies of the flags."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text, default = action.help or "", action.default
+        if not action.option_strings or action.nargs == 0 or default in (None, [], "==SUPPRESS=="):
+            return text
+        return f"{text} (default: {_shown(default)})"
+
+    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
+        return {int: "INT", float: "NUMBER", Path: "PATH"}.get(action.type, "TEXT")  # type: ignore
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings:
+            return super()._format_action_invocation(action)
+        values = self._format_args(action, self._get_default_metavar_for_optional(action))
+        # The form with + adds to a list.
+        names = [name for name in action.option_strings if not name.endswith("+")]
+        return f"{', '.join(names)} {values}".rstrip()
+
+
+class Debug(argparse._HelpAction):
+    """`--debug`, which `run_command` reads. As a kind of `--help` it is no key of a config."""
+
+    def __init__(self):
+        super().__init__(["--debug"], help="show the traceback of an error")
+
+    def __call__(self, *_):
+        pass
+
+
+class Parser(argparse.ArgumentParser):
+    """Flags of a command. Errors are ValueErrors of one line; abbreviations are refused."""
+
+    def __init__(self, **options):
+        options = {"epilog": EXIT_CODES, "formatter_class": Help, "allow_abbrev": False} | options
+        super().__init__(**options)
+        self._add_action(Debug())
+
+    def parse_known_args(self, args=None, namespace=None):  # type: ignore[override]
+        # argparse calls this for a sub-command too.
+        args = normalize(list(sys.argv[1:] if args is None else args), self)
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(_one_line(message))
+
+
+def _shown(value: Any) -> str:
+    """Returns a default as it is written in YAML; several values of a flag, as on the line."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_shown(item)}" for key, item in value.items()) + "}"
+    return "[" + ", ".join(map(_shown, value)) + "]" if isinstance(value, list | tuple) else str(value)
+
+
+def _one_line(message: str) -> str:
+    """Returns argparse's complaint in the form `flag=value: must be …`."""
+    if found := re.match(r"argument (\S+): invalid (\w+) value: '(.*)'", message):
+        kind = {"int": "an integer", "float": "a number"}.get(found[2], found[2])
+        return f"{found[1]}={found[3]}: must be {kind}"
+    if found := re.match(r"argument (\S+): invalid choice: '?(.*?)'? \(choose from (.*)\)", message):
+        choices = found[3].replace("'", "").split(", ")
+        if found[1].startswith("-"):
+            return f"{found[1]}={found[2]}: must be one of {', '.join(choices)}"
+        return f"unknown command {found[2]}{nearest(found[2], choices)}"
+    if found := re.match(r"the following arguments are required: (.*)", message):
+        return f"{found[1]} must be given; see --help"
+    if found := re.match(r"argument (\S+): (expected .*)", message):
+        return f"{found[1]}: {found[2]}"
+    if found := re.match(r"unrecognized arguments: (.*)", message):
+        return f"unexpected argument {found[1]}; see --help"
+    return message
