@@ -7,8 +7,9 @@ import sys
 from argparse import RawDescriptionHelpFormatter
 from importlib import import_module
 from pathlib import Path
+from textwrap import fill
 
-from bptjax.command_line import Parser, nearest, run_command
+from bptjax.command_line import EXIT_CODES, Parser, nearest, run_command
 
 COMMANDS = {
     "train": "train or fine-tune a model, or resume a run",
@@ -25,13 +26,13 @@ def main(argv: list[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     name = argv[0] if argv else ""
     if name in PARSERS:
-        return run(name, argv[1:])
+        return launch(name, argv[1:])
     if name in COMMANDS:
         return import_module(f"bptjax.{name}").main(argv[1:])
     return run_command(_overview, argv)
 
 
-def run(name: str, argv: list[str] | None) -> int:
+def launch(name: str, argv: list[str] | None) -> int:
     """Parses the flags of a command in `PARSERS` and runs it; returns its exit code."""
 
     def command(argv: list[str]) -> int:
@@ -50,15 +51,15 @@ def _overview(argv: list[str]) -> int:
         prog="bptjax",
         usage="%(prog)s COMMAND [--FLAG VALUE ...]",
         description="Long-context training in JAX.\n\ncommands:\n" + "\n".join(lines),
-        epilog="`bptjax COMMAND --help` lists the flags of a command.",
+        epilog=f"`bptjax COMMAND --help` lists the flags of a command.\n\n{fill(EXIT_CODES, 78)}",
         formatter_class=RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="store_true", help="show the version and exit")
     if not parser.parse_args(argv).version:
         raise ValueError(f"a command must be given: {', '.join(COMMANDS)}; see bptjax --help")
-    import bptjax
+    from importlib.metadata import version
 
-    print(f"bptjax {bptjax.__version__}")
+    print(f"bptjax {version('bptjax')}")
     return 0
 
 

@@ -6,7 +6,6 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any, NoReturn
 
 EXIT_CODES = (
@@ -74,8 +73,11 @@ def normalize(argv: list[str], parser: argparse.ArgumentParser) -> list[str]:
             result.append(token)
             continue
         name = "--" + name[2:].replace("-", "_")
-        # A key of a dict may be set alone: --model.rope_parameters.factor.
-        action = actions.get(name) or actions.get(name.rpartition(".")[0])
+        action = actions.get(name)
+        # A key of a dict may be set alone: --model.rope_parameters.factor. Groups are hidden.
+        mapping = actions.get(name.rpartition(".")[0])
+        if action is None and mapping is not None and mapping.help != argparse.SUPPRESS:
+            action = mapping
         if action is None:
             raise ValueError(f"unknown flag {name}{nearest(name, flags) or '; see --help'}")
         result.append(name + equals + value)
@@ -103,12 +105,16 @@ class Help(argparse.HelpFormatter):
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text, default = action.help or "", action.default
+        if action.required and action.option_strings:
+            return f"{text} (required)"
         if not action.option_strings or action.nargs == 0 or default in (None, [], "==SUPPRESS=="):
             return text
-        return f"{text} (default: {_shown(default)})"
+        several = action.nargs == "+"
+        return f"{text} (default: {' '.join(map(str, default)) if several else _shown(default)})"
 
     def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
-        return {int: "INT", float: "NUMBER", Path: "PATH"}.get(action.type, "TEXT")  # type: ignore
+        names = {"int": "INT", "float": "NUMBER", "Path": "PATH"}
+        return names.get(getattr(action.type, "__name__", ""), "TEXT")
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         if not action.option_strings:
@@ -132,35 +138,40 @@ class Debug(argparse._HelpAction):
 class Parser(argparse.ArgumentParser):
     """Flags of a command. Errors are ValueErrors of one line; abbreviations are refused."""
 
-    def __init__(self, **options):
-        options = {"epilog": EXIT_CODES, "formatter_class": Help, "allow_abbrev": False} | options
-        super().__init__(**options)
+    def __init__(self, **options: Any):
+        options.setdefault("epilog", EXIT_CODES)
+        options.setdefault("formatter_class", Help)
+        super().__init__(allow_abbrev=False, **options)
         self._add_action(Debug())
 
-    def parse_known_args(self, args=None, namespace=None):  # type: ignore[override]
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         # argparse calls this for a sub-command too.
         args = normalize(list(sys.argv[1:] if args is None else args), self)
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        raise ValueError(_one_line(message))
+        raise ValueError(one_line(message))
 
 
 def _shown(value: Any) -> str:
-    """Returns a default as it is written in YAML; several values of a flag, as on the line."""
+    """Returns a default as YAML writes it."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key}: {_shown(item)}" for key, item in value.items()) + "}"
-    return "[" + ", ".join(map(_shown, value)) + "]" if isinstance(value, list | tuple) else str(value)
+    return (
+        "[" + ", ".join(map(_shown, value)) + "]" if isinstance(value, list | tuple) else str(value)
+    )
 
 
-def _one_line(message: str) -> str:
+def one_line(message: str) -> str:
     """Returns argparse's complaint in the form `flag=value: must be …`."""
     if found := re.match(r"argument (\S+): invalid (\w+) value: '(.*)'", message):
         kind = {"int": "an integer", "float": "a number"}.get(found[2], found[2])
         return f"{found[1]}={found[3]}: must be {kind}"
-    if found := re.match(r"argument (\S+): invalid choice: '?(.*?)'? \(choose from (.*)\)", message):
+    if found := re.match(
+        r"argument (\S+): invalid choice: '?(.*?)'? \(choose from (.*)\)", message
+    ):
         choices = found[3].replace("'", "").split(", ")
         if found[1].startswith("-"):
             return f"{found[1]}={found[2]}: must be one of {', '.join(choices)}"

@@ -1,4 +1,4 @@
-"""`python -m bptjax.compare`: one transformer layer, its loops written in several ways, timed.
+"""`bptjax compare`: one transformer layer, its loops written in several ways, timed.
 
 The work is Algorithm 1's: causal attention, then the feed-forward with norms and residuals, forward
 and backward. `loop` runs it as Python loops over blocks, one dispatch an operation; `unrolled` is
@@ -24,7 +24,8 @@ from jax import Array
 from rich.console import Console
 from rich.table import Table
 
-from bptjax.config import fail, parse
+from bptjax.command_line import run_command
+from bptjax.config import parse
 from bptjax.models.config import ModelConfig
 from bptjax.models.layers import Layer
 from bptjax.ops.attention import IMPLEMENTATIONS, attention
@@ -32,6 +33,9 @@ from bptjax.ops.block import block
 from bptjax.ops.feed_forward import feed_forward
 from bptjax.parallel.mesh import select_devices
 
+DESCRIPTION = """Times one transformer layer, forward and backward, with each implementation of its
+loops over chunks: a Python loop, the same loop unrolled under jit, a scan, and the fused scan.
+Prints a table, and writes rows.json and a plot."""
 WAYS = ("loop", "unrolled", "fused", *(name for name in IMPLEMENTATIONS if name != "loop"))
 
 
@@ -40,7 +44,8 @@ class CompareConfig:
     """Implementations, sizes and timing.
 
     Attributes:
-      implementations: implementations of the layer to compare.
+      implementations: implementations to compare. loop, unrolled, fused, or an attention
+        implementation: scan, reference, cudnn, triton.
       lengths: tokens per sequence, one measurement for each.
       chunks: chunk sizes, in tokens, of queries, keys and the feed-forward network.
       sweep: measure every pair of query and key chunks, and name the fastest.
@@ -331,13 +336,13 @@ def compare(config: CompareConfig) -> list[dict[str, Any]]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Compares ways to write a transformer layer's loops: Python loop, unrolled, scan, fused."""
-    argv = sys.argv[1:] if argv is None else argv
-    try:
-        compare(parse(argv, main.__doc__ or "", CompareConfig))
-    except (ValueError, OSError) as error:
-        return fail(error, 2)
-    return 0
+    """Returns the exit code."""
+
+    def command(argv: list[str]) -> int:
+        compare(parse(argv, DESCRIPTION, CompareConfig, "compare"))
+        return 0
+
+    return run_command(command, argv)
 
 
 if __name__ == "__main__":

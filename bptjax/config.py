@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from bptjax.checkpoint import CheckpointConfig
-from bptjax.command_line import EXIT_CODES, Debug, Help, nearest, normalize
+from bptjax.command_line import EXIT_CODES, Debug, Help, nearest, normalize, one_line
 from bptjax.data.config import DataConfig
 from bptjax.lora import AdapterConfig
 from bptjax.memory import MemoryConfig
@@ -160,7 +160,7 @@ def parse(
 
     class Parser(ArgumentParser):
         def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-            raise ValueError(_one_line(message, hints))
+            raise ValueError(_one_line(one_line(message), hints))
 
     class Formatter(Help, DefaultHelpFormatter):
         pass
@@ -238,8 +238,8 @@ def _hints(kind: type, prefix: str = "") -> dict[str, Any]:
     """Returns the type of each key, `{"group.key": type}`."""
     found = {}
     for f in fields(kind):
-        if dataclasses.is_dataclass(f.type):
-            found |= _hints(f.type, f"{prefix}{f.name}.")  # type: ignore
+        if isinstance(f.type, type) and dataclasses.is_dataclass(f.type):
+            found |= _hints(f.type, f"{prefix}{f.name}.")
         else:
             found[prefix + f.name] = f.type
     return found
@@ -253,7 +253,7 @@ def _metavar(hint: Any) -> str:
         return "{" + ",".join(map(str, arguments or ("true", "false"))) + "}"
     if origin in (list, tuple):
         return f"[{_metavar(arguments[0])}, ...]"
-    if origin is dict:
+    if origin is dict or dataclasses.is_dataclass(hint):
         return "{KEY: VALUE, ...}"
     if arguments:  # A union.
         return "|".join(map(_metavar, arguments))
@@ -268,7 +268,7 @@ def _expected(hint: Any) -> str:
         return f"one of {', '.join(map(str, arguments))}"
     if origin in (list, tuple):
         return f"a list, each item {_expected(arguments[0])}"
-    if origin is dict:
+    if origin is dict or dataclasses.is_dataclass(hint):
         return "keys and values, {key: value}"
     if arguments:
         return " or ".join(map(_expected, arguments))

@@ -1,9 +1,9 @@
-"""`python -m bptjax.convert`: Hugging Face checkpoints and PEFT's adapters to ours and back."""
+"""`bptjax convert`: Hugging Face checkpoints and PEFT's adapters to ours and back."""
 
-import argparse
 import importlib.util
 import json
 import sys
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from bptjax.cli import launch
 from bptjax.config import FILE as RUN_CONFIG
-from bptjax.config import fail
 from bptjax.data.tokenizer import Tokenizer, load_tokenizer
 from bptjax.hf.adapter_export import export_adapter, open_adapter, remedy_for_peft
 from bptjax.hf.config import exported, from_scratch, is_bare, read_json
-from bptjax.hf.io import NAMES, Writer, copy_companions, write_hf
+from bptjax.hf.io import Writer, copy_companions, write_hf
 from bptjax.hf.output import whole
 from bptjax.hf.place import resized
 from bptjax.hf.pretrained import COMPANIONS, Pretrained, find, open_pretrained
@@ -190,55 +190,40 @@ def _relative(got: jax.Array, wanted: np.ndarray) -> float:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bptjax.convert", description=__doc__)
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    ways = parser.add_subparsers(dest="way", required=True)
-    for way, source, text in (
-        ("hf-to-bptjax", "DIR", "a Hugging Face directory to ours, layers stacked"),
-        ("bptjax-to-hf", "RUN", "a run's newest checkpoint, or a converted directory, to theirs"),
-        ("merge-adapter", "RUN", "a run's adapters, or PEFT's, and their base to a directory"),
-        ("export-adapter", "RUN", "a run's adapters to PEFT's files"),
-    ):
-        command = ways.add_parser(way, help=text, description=text)
-        command.add_argument("source", metavar=source)
-        command.add_argument("out", metavar="OUT", type=Path, help="a directory that is not there")
-        if way == "export-adapter":
-            continue
-        command.add_argument(
-            "--verify", action="store_true", help="compare with transformers; needs torch"
-        )
-        if way != "hf-to-bptjax":
-            command.add_argument(
-                "--dtype", choices=list(NAMES), help="the parameters' own if left out"
-            )
-            command.add_argument("--max_shard_size", default="5GB")
-    args = parser.parse_args(argv)
+    """Returns the exit code."""
+    return launch("convert", argv)
+
+
+def run(args: Namespace) -> int:
+    """Converts `args.source` to the new directory `args.out`; returns 1 if `--verify` finds the
+    models different.
+
+    Raises:
+      ValueError, OSError: the flags or the source are wrong, in one line; nothing is written.
+    """
     verify = args.way != "export-adapter" and args.verify
+    if verify and importlib.util.find_spec("torch") is None:
+        raise ValueError("--verify needs torch, which is not installed")
     notes: list[str] = []
-    try:
-        if verify and importlib.util.find_spec("torch") is None:
-            raise ValueError("--verify needs torch, which is not installed")
-        if args.way == "hf-to-bptjax":
-            model = to_bptjax(args.source, args.out)
-        elif args.way == "export-adapter":
-            model = export_adapter(args.source, args.out)
-            notes = [remedy_for_peft(model, args.out)]
-        else:
-            how = to_hf if args.way == "bptjax-to-hf" else merge_adapter
-            model = how(args.source, args.out, dtype=args.dtype, max_shard_size=args.max_shard_size)
-        notes = [model.left_out, *notes, f"written: {args.out}"]
-        print("\n".join(note for note in notes if note))
-        if verify:
-            hf, ours = find(args.source), args.out
-            if args.way != "hf-to-bptjax":
-                hf, ours = args.out, args.source
-            return _verify(hf, open_pretrained(ModelConfig(name_or_path=str(ours))), args)
-    except (ValueError, OSError) as error:
-        return fail(error, 2, args.debug)
-    return 0
+    if args.way == "hf-to-bptjax":
+        model = to_bptjax(args.source, args.out)
+    elif args.way == "export-adapter":
+        model = export_adapter(args.source, args.out)
+        notes = [remedy_for_peft(model, args.out)]
+    else:
+        how = to_hf if args.way == "bptjax-to-hf" else merge_adapter
+        model = how(args.source, args.out, dtype=args.dtype, max_shard_size=args.max_shard_size)
+    notes = [model.left_out, *notes, f"written: {args.out}"]
+    print("\n".join(note for note in notes if note))
+    if not verify:
+        return 0
+    hf, ours = find(args.source), args.out
+    if args.way != "hf-to-bptjax":
+        hf, ours = args.out, args.source
+    return _verify(hf, open_pretrained(ModelConfig(name_or_path=str(ours))), args)
 
 
-def _verify(hf: Path, model: Pretrained, args: argparse.Namespace) -> int:
+def _verify(hf: Path, model: Pretrained, args: Namespace) -> int:
     dtype = getattr(args, "dtype", None)
     kinds = {path: dtype or kind for path, (kind, _) in model.kinds.items()}
     if set(kinds.values()) != {"float32"}:

@@ -1,11 +1,11 @@
-"""`python -m bptjax.evaluate`: what a model makes of long text. Perplexity by position, and the
+"""`bptjax evaluate`: what a model makes of long text. Perplexity by position, and the
 retrieval of a pass key by depth and length; as tables, rows and plots.
 """
 
-import argparse
 import json
 import re
 import sys
+from argparse import Namespace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bptjax.config import check_seed, fail
+from bptjax.cli import launch
+from bptjax.config import check_seed
 from bptjax.data.packing import check_ids
 from bptjax.data.text import open_documents
 from bptjax.data.tokenizer import Tokenizer
@@ -193,73 +194,61 @@ def table(rows: list[dict], title: str) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bptjax.evaluate", description=__doc__)
-    add = parser.add_argument
-    add("--model", required=True, help="Hugging Face, converted or run directory, or a hub id")
-    add("--data", help="file, directory or glob of long documents: perplexity by position")
-    add("--length", type=int, default=4096, help="tokens of a document that are read")
-    add("--buckets", type=int, default=8, help="ranges of positions")
-    add("--documents", type=int, default=16, help="at most so many")
-    add("--passkey-lengths", type=int, nargs="+", default=[], help="tokens: pass-key retrieval")
-    add("--depths", type=float, nargs="+", default=[0.0, 0.25, 0.5, 0.75, 1.0])
-    add("--trials", type=int, default=5, help="keys for each length and depth")
-    add("--seed", type=int, default=0)
-    add("--out", type=Path, default=Path("evaluation"), help="directory of rows and plots")
-    add("--tokenizer", help="the checkpoint's if left out")
-    add("--dtype", choices=["float32", "bfloat16", "float16"], help="the checkpoint's if left out")
-    add("--device", choices=["auto", "cpu", "gpu"], default="auto")
-    add("--debug", action="store_true", help="show the traceback of an error")
-    args = parser.parse_args(argv)
-    try:
-        _check(args)
-        documents = open_documents(args.data) if args.data else None
-        model, tokenizer, dtype = load(
-            args.model, tokenizer=args.tokenizer, device=args.device, dtype=args.dtype
+    """Returns the exit code."""
+    return launch("evaluate", argv)
+
+
+def run(args: Namespace) -> int:
+    """Prints tables, and writes JSON and plots to `args.out`.
+
+    Raises:
+      ValueError, OSError: the flags, the data or the checkpoint are wrong, in one line.
+    """
+    _check(args)
+    documents = open_documents(args.data) if args.data else None
+    model, tokenizer, dtype = load(
+        args.model, tokenizer=args.tokenizer, device=args.device, dtype=args.dtype
+    )
+    for length in args.passkey_lengths:
+        # Refuse a length that is too short before anything is evaluated.
+        passkey_prompt(tokenizer, length, 0.0, 99_999)
+    if documents is not None:
+        rows = by_position(
+            model,
+            tokenizer,
+            documents,
+            length=args.length,
+            buckets=args.buckets,
+            limit=args.documents,
+            dtype=dtype,
         )
-        for length in args.passkey_lengths:
-            # Refused before anything is evaluated.
-            passkey_prompt(tokenizer, length, 0.0, 99_999)
-        if documents is not None:
-            rows = by_position(
-                model,
-                tokenizer,
-                documents,
-                length=args.length,
-                buckets=args.buckets,
-                limit=args.documents,
-                dtype=dtype,
-            )
-            _tell(rows, "perplexity by position", args.out / "perplexity")
-        if args.passkey_lengths:
-            rows = passkey(
-                model,
-                tokenizer,
-                lengths=args.passkey_lengths,
-                depths=args.depths,
-                trials=args.trials,
-                seed=args.seed,
-                dtype=dtype,
-            )
-            _tell(rows, "pass keys given back", args.out / "passkey")
-    except (ValueError, OSError) as error:
-        return fail(error, 2, args.debug)
-    except jax.errors.JaxRuntimeError as error:
-        return fail(error, 1, args.debug)
+        _tell(rows, "perplexity by position", args.out / "perplexity")
+    if args.passkey_lengths:
+        rows = passkey(
+            model,
+            tokenizer,
+            lengths=args.passkey_lengths,
+            depths=args.depths,
+            trials=args.trials,
+            seed=args.seed,
+            dtype=dtype,
+        )
+        _tell(rows, "pass keys given back", args.out / "passkey")
     return 0
 
 
-def _check(args: argparse.Namespace) -> None:
+def _check(args: Namespace) -> None:
     if not args.data and not args.passkey_lengths:
-        raise ValueError("give --data for perplexity, --passkey-lengths for retrieval, or both")
-    if args.length < 2 or not 1 <= args.buckets < args.length:
-        raise ValueError(
-            f"--length={args.length} is at least 2, and --buckets={args.buckets} fewer than that"
-        )
+        raise ValueError("--data (perplexity) or --passkey_lengths (retrieval) must be given")
+    for name, least in (("length", 2), ("buckets", 1), ("documents", 1), ("trials", 1)):
+        if getattr(args, name) < least:
+            raise ValueError(f"--{name}={getattr(args, name)}: must be at least {least}")
+    if args.buckets >= args.length:
+        raise ValueError(f"--buckets={args.buckets}: must be less than --length={args.length}")
     check_seed("--seed", args.seed)
-    if args.documents < 1 or args.trials < 1:
-        raise ValueError("--documents and --trials are at least 1")
-    if not all(0.0 <= depth <= 1.0 for depth in args.depths):
-        raise ValueError(f"--depths {args.depths}: each is in [0, 1]")
+    for depth in args.depths:
+        if not 0.0 <= depth <= 1.0:
+            raise ValueError(f"--depths={depth}: must be between 0 and 1")
 
 
 def _tell(rows: list[dict], title: str, file: Path) -> None:

@@ -1,7 +1,7 @@
-"""`python -m bptjax.generate`: text from a Hugging Face checkpoint, a converted one, or a run."""
+"""`bptjax generate`: text from a Hugging Face checkpoint, a converted one, or a run."""
 
-import argparse
 import sys
+from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from bptjax.cli import launch
 from bptjax.config import FILE as RUN_CONFIG
-from bptjax.config import check_seed, fail
+from bptjax.config import check_seed
 from bptjax.data.tokenizer import Tokenizer, load_tokenizer
 from bptjax.generation import Sampling, generate
 from bptjax.hf.pretrained import Pretrained, find, open_pretrained
@@ -82,56 +83,43 @@ def continuations(
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bptjax.generate", description=__doc__)
-    add = parser.add_argument
-    add("--model", required=True, help="Hugging Face, converted or run directory, or a hub id")
-    add("--prompt", action="append", default=[], help="may be given several times")
-    add("--prompt-file", action="append", default=[], type=Path, help="a text file with one prompt")
-    add("--chat", action="store_true", help="prompts are a user's turn, in the chat template")
-    add("--max-new-tokens", type=int, default=128)
-    add("--temperature", type=float, default=1.0, help="0 takes the likeliest token")
-    add("--top-k", type=int, default=0, help="0 for all")
-    add("--top-p", type=float, default=1.0)
-    add("--repetition-penalty", type=float, default=1.0)
-    add("--stop", action="append", default=[], help="a string that ends the text")
-    add("--seed", type=int, default=0)
-    add("--prefill-chunk", type=int, default=2048, help="tokens of the prompt read at a time")
-    add("--tokenizer", help="the checkpoint's if left out")
-    add("--dtype", choices=["float32", "bfloat16", "float16"], help="the checkpoint's if left out")
-    add("--device", choices=["auto", "cpu", "gpu"], default="auto")
-    add("--debug", action="store_true", help="show the traceback of an error")
-    args = parser.parse_args(argv)
-    try:
-        if args.max_new_tokens < 1 or args.prefill_chunk < 1:
-            raise ValueError("--max-new-tokens and --prefill-chunk are at least 1")
-        if "" in args.stop:
-            raise ValueError("--stop is a string that is not empty")
-        check_seed("--seed", args.seed)
-        texts = args.prompt + [_text(file) for file in args.prompt_file]
-        if not texts:
-            raise ValueError("give --prompt or --prompt-file")
-        sampling = Sampling(args.temperature, args.top_k, args.top_p, args.repetition_penalty)
-        model, tokenizer, dtype = load(
-            args.model, tokenizer=args.tokenizer, device=args.device, dtype=args.dtype
-        )
-        encode = tokenizer.encode_chat if args.chat else tokenizer.encode_prompt
-        stream = continuations(
-            model,
-            tokenizer,
-            [encode(text) for text in texts],
-            stop_strings=args.stop,
-            new_tokens=args.max_new_tokens,
-            sampling=sampling,
-            seed=args.seed,
-            prefill_chunk=args.prefill_chunk,
-            dtype=dtype,
-            execution=Execution(),
-        )
-        _show(stream, texts, args.stop)
-    except (ValueError, OSError) as error:
-        return fail(error, 2, args.debug)
-    except jax.errors.JaxRuntimeError as error:
-        return fail(error, 1, args.debug)
+    """Returns the exit code."""
+    return launch("generate", argv)
+
+
+def run(args: Namespace) -> int:
+    """Prints continuations of the prompts, one as it is written, several when all are done.
+
+    Raises:
+      ValueError, OSError: the flags, a file or the checkpoint are wrong, in one line.
+    """
+    for name in ("max_new_tokens", "prefill_chunk"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name}={getattr(args, name)}: must be at least 1")
+    if "" in args.stop:
+        raise ValueError("--stop: must not be empty")
+    check_seed("--seed", args.seed)
+    texts = args.prompt + [_text(file) for file in args.prompt_file]
+    if not texts:
+        raise ValueError("--prompt or --prompt_file must be given")
+    sampling = Sampling(args.temperature, args.top_k, args.top_p, args.repetition_penalty)
+    model, tokenizer, dtype = load(
+        args.model, tokenizer=args.tokenizer, device=args.device, dtype=args.dtype
+    )
+    encode = tokenizer.encode_chat if args.chat else tokenizer.encode_prompt
+    stream = continuations(
+        model,
+        tokenizer,
+        [encode(text) for text in texts],
+        stop_strings=args.stop,
+        new_tokens=args.max_new_tokens,
+        sampling=sampling,
+        seed=args.seed,
+        prefill_chunk=args.prefill_chunk,
+        dtype=dtype,
+        execution=Execution(),
+    )
+    _show(stream, texts, args.stop)
     return 0
 
 

@@ -6,12 +6,12 @@ import pytest
 
 from bptjax.compare import main
 
-SMALL = ["--hidden_size", "16", "--num_heads", "2", "--num_kv_heads", "1"]
+SMALL = ["--num_heads", "2", "--num_kv_heads", "1"]
 SMALL += ["--intermediate_size", "32", "--repeats", "2", "--device", "cpu"]
 
 
 def run(tmp_path, *extra):
-    assert main([*SMALL, "--out", str(tmp_path), *extra]) == 0
+    assert main([*SMALL, "--hidden_size", "16", "--out", str(tmp_path), *extra]) == 0
     assert (tmp_path / "compare.png").stat().st_size > 1000
     return json.loads((tmp_path / "rows.json").read_text())
 
@@ -53,8 +53,8 @@ def test_what_an_implementation_refuses_is_a_row(tmp_path, monkeypatch):
     [
         (["--implementations", '["flash"]'], "'flash'; there are loop, unrolled"),
         (["--lengths", "[0]"], "lengths=[0]"),
-        (["--lenghts", "[8]"], "nearest: lengths"),
-        (["--num_heads", "3"], "num_heads=3"),
+        (["--lenghts", "[8]"], "unknown flag --lenghts; nearest: --lengths"),
+        (["--hidden_size", "17"], "hidden_size=17"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_2(tmp_path, capsys, extra, message):

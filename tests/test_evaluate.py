@@ -100,10 +100,13 @@ def test_command_line(tmp_path, capsys, model, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], "give --data for perplexity"),
-        (["--passkey-lengths", "500", "--depths", "2"], r"each is in \[0, 1\]"),
+        ([], "--data .perplexity. or --passkey_lengths"),
+        (["--passkey-lengths", "500", "--depths", "2"], "--depths=2.0: must be between 0 and 1"),
         (["--data", "/nowhere"], "/nowhere"),
-        (["--data", "python-stdlib", "--length", "4", "--buckets", "4"], "fewer than that"),
+        (
+            ["--data", "python-stdlib", "--length", "4", "--buckets", "4"],
+            "--buckets=4: must be less than --length=4",
+        ),
     ],
 )
 def test_bad_input_is_one_line(tmp_path, capsys, options, message):

@@ -260,16 +260,17 @@ def test_a_run_from_scratch_is_exported_with_its_tokenizer(run_directory, tmp_pa
     ("options", "message"),
     [
         (["--prompt", "x", "--chat"], "has no chat template"),
-        ([], "give --prompt or --prompt-file"),
+        ([], "--prompt or --prompt_file must be given"),
         (["--prompt-file", "/nowhere"], "/nowhere"),
-        (["--prompt", "x", "--stop", ""], "--stop is a string that is not empty"),
+        (["--prompt", "x", "--stop", ""], "--stop: must not be empty"),
         (["--prompt", "x", "--seed", "-1"], "--seed=-1 is not in"),
         (["--prompt", "x", "--top-p", "2"], "top_p=2.0 is not in"),
         (["--prompt", "x", "--model", "/nowhere"], "/nowhere is no directory"),
     ],
 )
 def test_bad_input_is_one_line(run_directory, capsys, options, message):
-    base = ["--model", str(run_directory), "--device", "cpu"]
+    base = ["--device", "cpu"]
+    base += [] if "--model" in options else ["--model", str(run_directory)]
     assert command.main([*base, *options]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1

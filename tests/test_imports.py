@@ -23,6 +23,8 @@ FLOORS = {
     "checkpoint": 4,
     "metrics": 4,
     "hf": 4,
+    "command_line": 5,
+    "cli": 5,
     "config": 5,
     "trainer": 5,
     "generation": 5,

@@ -248,7 +248,8 @@ class Execution:
     """How a model is computed: nothing here changes the result beyond rounding.
 
     Attributes:
-      attention: attention implementation. auto picks by device and supported features.
+      attention: attention implementation: scan, triton, cudnn, loop or reference. auto picks by
+        device and supported features.
       sequence: how attention communicates along parallel.sp. auto picks the first of ulysses,
         ulysses_ring and ring that the number of heads allows.
       schedule: split runs attention on the full sequence, then the feed-forward network in chunks;

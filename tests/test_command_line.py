@@ -1,0 +1,208 @@
+"""What the commands share: flags, help, one-line errors, exit codes, a start without jax."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from bptjax import cli, compare, convert, evaluate, generate, train
+from bptjax.command_line import EXIT_CODES, run_command
+from bptjax.config import Config, flatten, parse
+
+COMMANDS = {
+    "train": train.main,
+    "generate": generate.main,
+    "evaluate": evaluate.main,
+    "convert": convert.main,
+    "compare": compare.main,
+}
+# Flags that each command needs before it looks at the others.
+NEEDED = {
+    "generate": ["--model", "/nowhere", "--prompt", "x"],
+    "evaluate": ["--model", "/nowhere", "--data", "x"],
+    "convert": ["merge-adapter", "/nowhere", "/nowhere/out"],
+}
+
+
+def error_of(main, argv, capsys):
+    assert main(argv) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1
+    return error.removeprefix("error: ").strip()
+
+
+def test_every_command_is_listed_and_dispatched(capsys):
+    assert list(cli.COMMANDS) == list(COMMANDS)
+    assert cli.main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    for name, text in cli.COMMANDS.items():
+        assert f"  {name:<10}{text}\n" in shown
+        assert cli.main([name, "--help"]) == 0
+        assert capsys.readouterr().out.startswith(f"usage: bptjax {name} ")
+    assert "unknown command trian; nearest: train" == error_of(cli.main, ["trian"], capsys)
+    assert "a command must be given" in error_of(cli.main, [], capsys)
+    nearest = error_of(cli.main, ["convert", "merge-adaptor", "a", "b"], capsys)
+    assert nearest == "unknown command merge-adaptor; nearest: merge-adapter"
+
+
+def test_the_version_is_that_of_the_package(capsys):
+    import importlib.metadata
+
+    import bptjax
+
+    assert bptjax.__version__ == importlib.metadata.version("bptjax")
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"bptjax {bptjax.__version__}\n"
+
+
+def test_help_and_refusals_of_flags_import_no_jax():
+    """Of the commands that read no config: those import the config's modules first."""
+    code = (
+        "import sys; from bptjax.cli import main; "
+        "codes = [main(a.split()) for a in sys.argv[1:]]; "
+        "assert codes == [0, 0, 0, 2, 2], codes; assert 'jax' not in sys.modules"
+    )
+    argv = ["--help", "--version", "generate --help", "evaluate --modle x", "convert merge-adapter"]
+    subprocess.run([sys.executable, "-c", code, *argv], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_is_for_users(name, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert COMMANDS[name](["--help"]) == 0
+    help = capsys.readouterr().out
+    joined = " ".join(help.split())
+    assert max(map(len, help.splitlines())) <= 80
+    assert EXIT_CODES in joined and "--debug show the traceback" in joined
+    for noise in ("<class", "null", "Literal", "`", "(type:", "Optional", "None", "SUPPRESS"):
+        assert noise not in help, noise
+
+
+def test_help_of_train_explains_every_key(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert train.main(["--help"]) == 0
+    help = capsys.readouterr().out
+    for key, default in flatten(Config()).items():
+        _, found, text = help.partition(f"  --{key} ")
+        text = " ".join(text.partition("\n  --")[0].partition("\n\n")[0].split())
+        assert found and len(text) > 20, key
+        assert (f"(default: {str(default).lower()})" in text) or not isinstance(default, int), key
+
+
+@pytest.mark.parametrize(
+    ("name", "flag", "wanted"),
+    [
+        ("train", "--train.max_step", "--train.max_steps"),
+        ("generate", "--max_new_token", "--max_new_tokens"),
+        ("generate", "--max-new-token", "--max_new_tokens"),
+        ("evaluate", "--passkey_length", "--passkey_lengths"),
+        ("convert", "--max_shard_sizes", "--max_shard_size"),
+        ("compare", "--lenghts", "--lengths"),
+    ],
+)
+def test_an_unknown_flag_names_the_nearest(name, flag, wanted, capsys):
+    error = error_of(COMMANDS[name], [*NEEDED.get(name, []), flag, "1"], capsys)
+    assert error == f"unknown flag --{flag[2:].replace('-', '_')}; nearest: {wanted}"
+
+
+@pytest.mark.parametrize(
+    ("name", "argv", "message"),
+    [
+        ("train", ["--data.path=a", "--data.path", "b"], "data.path is given twice, as a and as b"),
+        ("train", ["--data-path=b"], "unknown flag --data_path; nearest: --data.path"),
+        ("train", ["--train.z-loss=1", "--train.z_loss=2"], "--train.z_loss is given twice"),
+        ("train", ["--config=a.yaml", "--config", "b.yaml"], "--config is given twice"),
+        ("compare", ["--sweep=true", "--sweep=false"], "--sweep is given twice"),
+        ("generate", ["--seed=1", "--seed=2"], "--seed is given twice"),
+        (
+            "evaluate",
+            ["--depths", "0", "1", "--trials=1", "--depths", "0"],
+            "--depths is given twice, as 0 1 and as 0",
+        ),
+        ("convert", ["--dtype=float32", "--dtype=float16"], "--dtype is given twice"),
+        ("train", ["stray"], "unexpected argument stray"),
+        ("generate", ["--max_new_tokens", "x"], "--max_new_tokens=x: must be an integer"),
+        ("generate", ["--dtype", "int8"], "--dtype=int8: must be one of float32, bfloat16"),
+        ("generate", ["--seed"], "--seed: expected one argument"),
+        ("compare", ["--repeats", "[1]"], "repeats=[1]: must be an integer"),
+        ("compare", ["--chunks", "[a]"], "chunks=a: must be a list, each item an integer"),
+        ("compare", ["--debug=1"], "--debug"),
+    ],
+)  # fmt: skip
+def test_a_bad_flag_is_one_line(name, argv, message, capsys):
+    assert message in error_of(COMMANDS[name], [*NEEDED.get(name, []), *argv], capsys)
+
+
+def test_flags_may_repeat_with_one_value_or_as_lists():
+    same = ["--train.max_steps=3", "--train.max-steps", "3", "--data.sample-by", "line"]
+    config = parse([*same, "--adapter.type=lora", "--adapter.target_modules+=q_proj"])
+    assert config.train.max_steps == 3 and config.data.sample_by == "line"
+    prompts = ["--prompt", "a", "--prompt", "--- b -- c", "--prompt-file", "d", "--stop=--x"]
+    args = cli.generate().parse_args(["--model", "m", *prompts])
+    assert args.prompt == ["a", "--- b -- c"] and args.stop == ["--x"]
+    both = cli.convert().parse_args(["--debug", "bptjax_to_hf", "a-b", "c", "--max-shard-size=1GB"])
+    assert both.way == "bptjax-to-hf" and both.source == "a-b" and both.max_shard_size == "1GB"
+
+
+def test_a_key_of_a_mapping_may_be_set_alone():
+    config = parse(["--model.rope-parameters.rope_theta=5.0"])
+    assert config.model.rope_parameters == {"rope_theta": 5.0}
+
+
+def test_flags_win_over_the_file_wherever_it_stands(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text("train: {max_steps: 7, seq_len: 9}\n")
+    for argv in (["--config", str(file), "--train.max_steps=5"],) * 2:
+        for order in (argv, [argv[2], f"--config={file}"]):
+            config = parse(order)
+            assert (config.train.max_steps, config.train.seq_len) == (5, 9)
+
+
+def test_a_key_that_a_file_has_twice_is_refused(tmp_path, capsys):
+    file = tmp_path / "config.yaml"
+    file.write_text("train:\n  max_steps: 7\n  seq_len: 9\n  max_steps: 8\n")
+    error = error_of(train.main, ["--config", str(file)], capsys)
+    assert error == f"{file}, line 4: train.max_steps is given twice; give it once"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_debug_shows_the_traceback(name):
+    flag = "--nothing_like_this"
+    argv = [*NEEDED.get(name, []), "--debug"]
+    with pytest.raises(ValueError, match=flag):
+        COMMANDS[name]([*argv, flag])
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ValueError("a"), 2),
+        (NotImplementedError("a"), 2),
+        (FileNotFoundError("a"), 2),
+        (RuntimeError("a"), 1),
+        (KeyboardInterrupt(), 130),
+        (SystemExit(0), 0),
+    ],
+)
+def test_exit_codes(error, code, capsys):
+    def command(argv):
+        raise error
+
+    assert run_command(command, []) == code
+    assert capsys.readouterr().err == ("error: a\n" if code in (1, 2) else "")
+    if code in (1, 2):
+        with pytest.raises(type(error)):
+            run_command(command, ["--debug"])
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["train", "--help"]])
+def test_a_closed_pipe_is_silent(argv):
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "bptjax.cli", *argv]
+    buffered = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, env=buffered)
+    os.close(write)
+    # argparse ignores the error if the text is longer than the buffer.
+    assert done.returncode in (0, 1) and done.stderr == b""
