@@ -180,6 +180,9 @@ def parse(
     parser.add_class_arguments(kind, None)
     flags = parser._option_string_actions
     flags["--print_config"].help = "print all keys as YAML, and exit"
+    for name, action in flags.items():
+        if name.endswith(".help"):
+            action.help = f"show the keys of {name.removesuffix('.help')}, and exit"
     for f in fields(kind):
         if dataclasses.is_dataclass(f.type):
             flags[f"--{f.name}"].help = SUPPRESS  # --group FILE, beside --config.
