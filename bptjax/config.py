@@ -4,7 +4,7 @@ import dataclasses
 import math
 import re
 from argparse import SUPPRESS
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin
@@ -144,11 +144,16 @@ FREE = (
 
 
 def parse(
-    argv: list[str], description: str = "", kind: type = Config, command: str = "train"
+    argv: list[str],
+    description: str = "",
+    kind: type = Config,
+    command: str = "train",
+    *,
+    defaults: Sequence[str] = (),
 ) -> Any:
     """Returns the `kind` of dataclass that `--config FILE` and `--group.key=value` make together.
 
-    Flags win over the file, wherever `--config` stands.
+    Flags win over the file, wherever `--config` stands, and over `defaults`, which are flags too.
 
     Raises:
       ValueError: unknown key, repeated key, wrong type, missing file or a value out of range, in
@@ -188,7 +193,7 @@ def parse(
             flags[f"--{f.name}"].help = SUPPRESS  # --group FILE, beside --config.
     for key, hint in hints.items():
         flags[f"--{key}"].metavar = _metavar(hint)
-    parsed = parser.parse_args(_config_first(normalize(argv, parser)))
+    parsed = parser.parse_args(_config_first([*defaults, *normalize(argv, parser)]))
     for f in fields(kind):
         # jsonargparse lets a number stand where a group belongs, and trips over it later.
         if dataclasses.is_dataclass(f.type) and not isinstance(parsed[f.name], Namespace):

@@ -231,7 +231,7 @@ def main(argv: list[str] | None = None) -> None:
     if options and args.study != "step":
         parser.error(f"unrecognized arguments: {' '.join(options)}")
     try:
-        args.config = parse([*DEFAULTS, *options], "")
+        args.config = parse(options, defaults=DEFAULTS)
     except ValueError as error:
         parser.error(str(error))
     there = len(select_devices("auto"))

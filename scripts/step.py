@@ -112,7 +112,7 @@ def main() -> None:
     args, options = parser.parse_known_args()
     T, model = args.length, DECODERS[args.decoder]
     model = replace(model, num_layers=args.layers or model.num_layers)
-    config: Config = parse([*DEFAULTS, f"--train.seq_len={T}", *options], "")
+    config: Config = parse(options, defaults=[*DEFAULTS, f"--train.seq_len={T}"])
     task = Task(
         replace(config, model=model),
         model,

@@ -42,13 +42,14 @@ VOCABULARY, EPOCH = 65, 1_003_854
 
 def task_of(decoder: str, dtype: str, devices: list[jax.Device], options: list[str]) -> Task:
     """Without checkpointing, but where the options say so."""
-    common = ["--memory.remat=none", f"--train.dtype={dtype}", *options]
+    common = ["--memory.remat=none", f"--train.dtype={dtype}"]
     if decoder == "char":
-        config: Config = parse([f"--config={CHAR_GPT}", *common], "")
+        config: Config = parse(options, defaults=[f"--config={CHAR_GPT}", *common])
         model = replace(config.model, vocab_size=VOCABULARY)
     else:
         sizes = ["--train.seq_len=8192", f"--train.param_dtype={dtype}"]
-        config, model = parse([*DEFAULTS, *sizes, *common], ""), DECODERS[decoder]
+        config = parse(options, defaults=[*DEFAULTS, *sizes, *common])
+        model = DECODERS[decoder]
     return Task(replace(config, model=model), model, make_mesh(config.parallel, devices))
 
 

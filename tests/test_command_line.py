@@ -206,3 +206,8 @@ def test_a_closed_pipe_is_silent(argv):
     os.close(write)
     # argparse ignores the error if the text is longer than the buffer.
     assert done.returncode in (0, 1) and done.stderr == b""
+
+
+def test_flags_win_over_defaults():
+    config = parse(["--train.seq_len=5"], defaults=["--train.seq_len=4", "--train.max_steps=6"])
+    assert (config.train.seq_len, config.train.max_steps) == (5, 6)

@@ -35,14 +35,15 @@ LAST_SAVED = re.compile("resumed at step (6|12) of 24")
 def arguments(tmp_path_factory):
     """Command line of the tiny run, without its run directory."""
     folder = tmp_path_factory.mktemp("tiny")
-    (folder / "config.yaml").write_text(TINY)
-    (folder / "texts").mkdir()
+    texts = folder / "texts"
+    (folder / "config.yaml").write_text(TINY.replace("data: {", f"data: {{path: {texts}, "))
+    texts.mkdir()
     words = "the quick brown fox jumps over a lazy dog".split()
     rng = random.Random(0)
     for i in range(40):
         text = " ".join(rng.choices(words, k=rng.randrange(5, 60)))
-        (folder / "texts" / f"{i:02}.txt").write_text(text)
-    return ["--config", str(folder / "config.yaml"), "--data.path", str(folder / "texts")]
+        (texts / f"{i:02}.txt").write_text(text)
+    return ["--config", str(folder / "config.yaml")]
 
 
 def alone(devices, *command):
