@@ -22,9 +22,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from rich.console import Console
-from rich.table import Table
 
 from bptjax.command_line import run_command
+from bptjax.compare_report import best_chunks, conclusions, plot, table
 from bptjax.config import parse
 from bptjax.models.config import ModelConfig
 from bptjax.models.layers import Layer
@@ -32,6 +32,7 @@ from bptjax.ops.attention import IMPLEMENTATIONS, attention
 from bptjax.ops.block import block
 from bptjax.ops.feed_forward import feed_forward
 from bptjax.parallel.mesh import select_devices
+from bptjax.progress import Progress
 
 DESCRIPTION = """Times one transformer layer, forward and backward, with each implementation of its
 loops over chunks: a Python loop, the same loop unrolled under jit, a scan, and the fused scan.
@@ -213,83 +214,6 @@ def _distance(tree: Any, wanted: Any) -> float:
     return (off / size) ** 0.5
 
 
-def table(rows: list[dict[str, Any]]) -> Table:
-    """The rows, a line each."""
-    shown = Table(title="one layer, forward + backward")
-    columns = {
-        "way": lambda r: r["implementation"],
-        "T": lambda r: f"{r['T']:,}",
-        "chunks": lambda r: f"{r['q_chunk']}/{r['k_chunk']}",
-        "trace s": lambda r: f"{r['trace_s']:.2f}",
-        "compile s": lambda r: f"{r['compile_s']:.2f}",
-        "HLO": lambda r: f"{r['hlo_instructions']:,}",
-        "step ms": lambda r: f"{r['step_ms']:.1f}",
-        "fastest…slowest": lambda r: f"{r['fastest_ms']:.1f}…{r['slowest_ms']:.1f}",
-        "temp MiB": lambda r: f"{r['temp_bytes'] / 2**20:.1f}",
-        "gradient error": lambda r: f"{r['gradient_error']:.1e}",
-    }
-    for name in columns:
-        shown.add_column(name, justify="left" if name == "way" else "right", no_wrap=True)
-    for row in rows:
-        cells = []
-        for cell in columns.values():
-            try:
-                cells.append(cell(row))
-            except KeyError:
-                cells.append("" if row["status"] == "ok" else row["status"])
-        shown.add_row(*cells)
-    return shown
-
-
-def best(rows: list[dict[str, Any]]) -> list[str]:
-    """The fastest chunks of each way at each length, a line each."""
-    lines = []
-    groups = dict.fromkeys((r["implementation"], r["T"]) for r in rows)
-    for way, T in groups:
-        mine = [r for r in rows if (r["implementation"], r["T"]) == (way, T) and "step_ms" in r]
-        if mine:
-            b = min(mine, key=lambda r: r["step_ms"])
-            chunks = f"q_chunk={b['q_chunk']} k_chunk={b['k_chunk']}"
-            lines.append(f"best of {way} at T={T}: {chunks}, {b['step_ms']:.1f} ms")
-    return lines
-
-
-def plot(rows: list[dict[str, Any]], file: Path) -> None:
-    """Step time and temporary memory against length, a line for each way and its chunks; of one
-    length, bars."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
-    lengths = sorted({r["T"] for r in rows})
-    lines: dict[str, list[dict[str, Any]]] = {}
-    for r in rows:
-        label = f"{r['implementation']} {r['q_chunk']}/{r['k_chunk']}"
-        lines.setdefault(label, []).append(r)
-    panels = (("step_ms", 1.0, "step (ms)"), ("temp_bytes", 2.0**-20, "temporary memory (MiB)"))
-    for axes, (name, unit, title) in zip(figure.subplots(1, 2), panels, strict=True):
-        measured = {n: [r for r in of if name in r] for n, of in lines.items()}
-        if len(lengths) == 1:
-            values = [sum(r[name] * unit for r in of) for of in measured.values()]
-            bars = axes.barh(list(lines), values)
-            axes.bar_label(bars, fmt="%.4g", padding=3)
-            axes.set(xlabel=f"{title}, {lengths[0]:,} tokens")
-            axes.margins(x=0.12)
-            axes.invert_yaxis()
-            continue
-        for number, (label, of) in enumerate(measured.items()):
-            if of:
-                points = [(r["T"], r[name] * unit) for r in of]
-                axes.plot(*zip(*points, strict=True), "o-", color=f"C{number}", label=label)
-        axes.set(xscale="log", yscale="log", xlabel="length (tokens)", ylabel=title)
-        axes.set_xticks(lengths, [f"{T:,}" for T in lengths], minor=False)
-        axes.set_xticks([], minor=True)
-        axes.grid(alpha=0.3)
-    if figure.axes[0].lines:
-        figure.axes[0].legend(fontsize="small")
-    FigureCanvasAgg(figure).print_png(file)
-
-
 def _commit() -> str | None:
     """The commit of the code that ran, where it is a checkout."""
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
@@ -316,22 +240,26 @@ def compare(config: CompareConfig) -> list[dict[str, Any]]:
         num_kv_heads=config.num_kv_heads,
         intermediate_size=config.intermediate_size,
     )
-    console, rows = Console(), []
+    console, rows = Console(highlight=False), []
     pairs = list(product(config.chunks, repeat=2))
     if not config.sweep:
         pairs = [(chunk, chunk) for chunk in config.chunks]
-    for T in config.lengths:
-        work = Work(config, T)
-        for way, (q_chunk, k_chunk) in product(config.implementations, pairs):
-            with console.status(f"{way}, T={T}, chunks {q_chunk}/{k_chunk}"):
+    measurements = list(product(config.implementations, pairs))
+    with Progress("comparing", len(config.lengths) * len(measurements)) as progress:
+        for T in config.lengths:
+            progress.describe(f"dense reference, {T:,} tokens")
+            work = Work(config, T)
+            for way, (q_chunk, k_chunk) in measurements:
+                progress.describe(f"{way}, {T:,} tokens, chunks {q_chunk}/{k_chunk}")
                 rows.append(work.row(way, q_chunk, k_chunk) | about)
-            (out / "rows.json").write_text(json.dumps(rows, indent=1) + "\n")
+                progress.advance()
+                (out / "rows.json").write_text(json.dumps(rows, indent=1) + "\n")
     plot(rows, out / "compare.png")
-    # Wide enough for every column where there is no terminal to fit.
-    (console if console.is_terminal else Console(width=130)).print(table(rows))
-    for line in best(rows) if config.sweep else ():
-        console.print(line, highlight=False)
-    console.print(f"rows: {out / 'rows.json'}\nplot: {out / 'compare.png'}", highlight=False)
+    console.print(table(rows))
+    print()
+    for line in conclusions(rows) + (best_chunks(rows) if config.sweep else []):
+        console.print(line, soft_wrap=not console.is_terminal)
+    print(f"rows: {out / 'rows.json'}\nplot: {out / 'compare.png'}")
     return rows
 
 

@@ -22,6 +22,7 @@ FLOORS = {
     "optim": 4,
     "checkpoint": 4,
     "metrics": 4,
+    "progress": 3,
     "hf": 4,
     "command_line": 5,
     "cli": 5,
@@ -38,6 +39,7 @@ FLOORS = {
     "estimate": 6,
     "evaluate": 6,
     "compare": 6,
+    "compare_report": 5,
     "doctor": 6,
     "__init__": 7,
 }

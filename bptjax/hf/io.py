@@ -19,6 +19,7 @@ from bptjax.hf.config import read_json
 from bptjax.hf.families import COPIES, IGNORED, Family
 from bptjax.hf.rows import Row
 from bptjax.models.config import ModelConfig
+from bptjax.progress import Progress
 
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 NAMES = {name: code for code, name in DTYPES.items()}
@@ -306,6 +307,7 @@ class Writer:
         except ValueError as error:
             raise ValueError(f"max_shard_size={max_shard_size}: {error}") from error
         self._entries, self._places, self._left = entries, {}, set(entries)
+        self._progress = Progress("writing tensors", sum(map(size, entries.values())))
         for file, names in plan.filename_to_tensors.items():
             header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
             end = 0
@@ -336,6 +338,7 @@ class Writer:
         with file.open("r+b") as stream:
             stream.seek(start + (layer or 0) * array.nbytes)
             stream.write(np.ascontiguousarray(array).view(np.uint8).data)
+        self._progress.advance(array.nbytes)
         if layer is None or layer == shape[0] - 1:
             self._left.discard(name)
 
@@ -343,6 +346,7 @@ class Writer:
         return self
 
     def __exit__(self, kind: Any, *rest: Any) -> None:
+        self._progress.close()
         if kind is None and self._left:
             raise ValueError(f"not written: {_some(sorted(self._left))}")
 
