@@ -192,10 +192,10 @@ def test_an_evaluation_that_is_not_finite(arguments, tmp_path, monkeypatch, caps
     """Ends the run where parameters are broken. Else, as after an overflow of float16 in the
     forward pass, the run goes on and its report says so."""
     run_dir = tmp_path / "run"
-    extra = ["--train.max_steps=2", "--train.eval_steps=0", "--train.sample_tokens=0"]
+    extra = ["--train.eval_steps=0", "--train.sample_tokens=0"]
+    extra.append(f"--train.max_steps={1 if broken else 2}")
     if broken:
         extra += ["--optimizer.learning_rate=1e38", "--optimizer.weight_decay=1e38"]
-        extra += ["--train.max_steps=1"]
     else:
         nans = iter([2.0, math.nan])
         monkeypatch.setattr(Task, "evaluator", lambda task: lambda *_: next(nans))
