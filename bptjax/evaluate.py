@@ -6,24 +6,36 @@ import json
 import re
 import sys
 from argparse import Namespace
+from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from rich.console import Console
+from rich.table import Table
 
 from bptjax.cli import launch
+from bptjax.config import FILE as RUN_CONFIG
 from bptjax.config import check_seed
 from bptjax.data.packing import check_ids
 from bptjax.data.text import open_documents
 from bptjax.data.tokenizer import Tokenizer
+from bptjax.evaluate_report import (
+    passkey_table,
+    perplexity_table,
+    plot_passkey,
+    plot_perplexity,
+)
 from bptjax.generate import continuations, load
 from bptjax.generation import Sampling
 from bptjax.models.config import Execution
 from bptjax.models.decoder import Decoder
 from bptjax.ops.loss import linear_cross_entropy
+from bptjax.progress import Progress
 
 # Mohtashami & Jaggi 2023, arXiv 2305.16300, Section 4.2.
 INTRODUCTION = (
@@ -65,21 +77,22 @@ def by_position(
       ValueError: no document has.
     """
     sums, seen, longest = np.zeros(length - 1), 0, 0
-    for document in documents:
-        if isinstance(document, str):
-            tokens = tokenizer.encode_prompt(document)
-        else:
-            tokens = np.asarray(document)
-            check_ids(tokens, tokenizer)
-        longest = max(longest, len(tokens))
-        if len(tokens) < length:
-            continue
-        sums += np.asarray(
-            _losses(model, jnp.asarray(tokens[None, :length]), dtype=dtype, execution=execution)[0]
-        )
-        seen += 1
-        if seen == limit:
-            break
+    with Progress("perplexity by position", min(limit, len(documents))) as progress:
+        for document in documents:
+            if isinstance(document, str):
+                tokens = tokenizer.encode_prompt(document)
+            else:
+                tokens = np.asarray(document)
+                check_ids(tokens, tokenizer)
+            longest = max(longest, len(tokens))
+            if len(tokens) < length:
+                continue
+            row = jnp.asarray(tokens[None, :length])
+            sums += np.asarray(_losses(model, row, dtype=dtype, execution=execution)[0])
+            seen += 1
+            progress.advance()
+            if seen == limit:
+                break
     if not seen:
         raise ValueError(
             f"no document has {length} tokens, the longest has {longest}; lower --length, or give "
@@ -136,8 +149,9 @@ def passkey(
 ) -> list[dict]:
     """Rows of the share of keys that the model gives back, by length (tokens) and depth."""
     rng, room, rows = np.random.default_rng(seed), answer_room(tokenizer), []
-    for length in lengths:
-        for depth in depths:
+    with Progress("pass keys", sum(lengths) * len(depths) * trials) as progress:
+        for length, depth in product(lengths, depths):
+            progress.describe(f"pass keys, {length:,} tokens, depth {depth:g}")
             found = 0
             for key in rng.integers(10_000, 100_000, trials).tolist():
                 prompt = passkey_prompt(tokenizer, length, depth, key)
@@ -152,45 +166,9 @@ def passkey(
                 )
                 numbers = re.findall(r"\d+", text)
                 found += bool(numbers) and numbers[0] == str(key)
+                progress.advance(length)
             rows.append(dict(length=length, depth=depth, trials=trials, accuracy=found / trials))
     return rows
-
-
-def plot(rows: list[dict], file: Path) -> None:
-    """Perplexity against position, or accuracy by length and depth."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6, 3.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    if "perplexity" in rows[0]:
-        edges = [row["start"] for row in rows] + [rows[-1]["end"]]
-        axes.stairs([row["perplexity"] for row in rows], edges, baseline=None)
-        axes.set(xlabel="position, tokens", ylabel="perplexity")
-    else:
-        lengths, depths = (sorted({row[k] for row in rows}) for k in ("length", "depth"))
-        grid = np.zeros((len(depths), len(lengths)))
-        for row in rows:
-            grid[depths.index(row["depth"]), lengths.index(row["length"])] = row["accuracy"]
-        image = axes.imshow(grid, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
-        axes.set(xlabel="length, tokens", ylabel="depth of the key")
-        axes.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths])
-        axes.set_yticks(range(len(depths)), [f"{d:.2f}" for d in depths])
-        figure.colorbar(image, label="keys given back")
-    figure.savefig(file, dpi=120)
-
-
-def table(rows: list[dict], title: str) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    shown = Table(title=title)
-    for name in rows[0]:
-        shown.add_column(name, justify="right")
-    for row in rows:
-        shown.add_row(*(f"{v:.4g}" if isinstance(v, float) else f"{v:,}" for v in row.values()))
-    Console().print(shown)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -212,6 +190,7 @@ def run(args: Namespace) -> int:
     for length in args.passkey_lengths:
         # Refuse a length that is too short before anything is evaluated.
         passkey_prompt(tokenizer, length, 0.0, 99_999)
+    trained = trained_length(args.model, model)
     if documents is not None:
         rows = by_position(
             model,
@@ -222,7 +201,8 @@ def run(args: Namespace) -> int:
             limit=args.documents,
             dtype=dtype,
         )
-        _tell(rows, "perplexity by position", args.out / "perplexity")
+        file = args.out / "perplexity"
+        _report(rows, perplexity_table(rows), plot_perplexity, file, trained)
     if args.passkey_lengths:
         rows = passkey(
             model,
@@ -233,7 +213,9 @@ def run(args: Namespace) -> int:
             seed=args.seed,
             dtype=dtype,
         )
-        _tell(rows, "pass keys given back", args.out / "passkey")
+        _report(rows, passkey_table(rows), plot_passkey, args.out / "passkey", trained)
+    if trained is not None:
+        print(f"trained length: {trained:,} tokens")
     return 0
 
 
@@ -251,12 +233,24 @@ def _check(args: Namespace) -> None:
             raise ValueError(f"--depths={depth}: must be between 0 and 1")
 
 
-def _tell(rows: list[dict], title: str, file: Path) -> None:
-    table(rows, title)
+def trained_length(name: str, model: Decoder) -> int | None:
+    """Returns the tokens per sequence of a run, or the positions that a checkpoint is made for."""
+    import yaml
+
+    file = Path(name).expanduser() / RUN_CONFIG
+    if file.exists():
+        return yaml.safe_load(file.read_text())["train"]["seq_len"]
+    return model.config.max_positions
+
+
+def _report(
+    rows: list[dict], table: Table, plot: Callable, file: Path, trained: int | None
+) -> None:
+    Console().print(table)
     file.parent.mkdir(parents=True, exist_ok=True)
     file.with_suffix(".json").write_text(json.dumps(rows, indent=1) + "\n")
-    plot(rows, file.with_suffix(".png"))
-    print(f"{file}.json\n{file}.png")
+    plot(rows, file.with_suffix(".png"), trained)
+    print(f"rows: {file}.json\nplot: {file}.png")
 
 
 if __name__ == "__main__":

@@ -75,7 +75,17 @@ def test_help_is_for_users(name, capsys, monkeypatch):
     joined = " ".join(help.split())
     assert max(map(len, help.splitlines())) <= 80
     assert EXIT_CODES in joined and "--debug show the traceback" in joined
-    for noise in ("<class", "null", "Literal", "`", "(type:", "Optional", "None", "SUPPRESS"):
+    for noise in (
+        "<class",
+        "| null",
+        "default: null",
+        "Literal",
+        "`",
+        "(type:",
+        "Optional",
+        "None",
+        "SUPPRESS",
+    ):
         assert noise not in help, noise
 
 

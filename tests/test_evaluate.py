@@ -1,13 +1,16 @@
 """Evaluation of long text: by position, and pass keys."""
 
+import io
 import json
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from rich.console import Console
 
-from bptjax import evaluate
+from bptjax import evaluate, evaluate_report
 from bptjax.data.tokenizer import ByteTokenizer
 from bptjax.models.config import ModelConfig
 from bptjax.models.decoder import Decoder
@@ -91,7 +94,8 @@ def test_command_line(tmp_path, capsys, model, monkeypatch):
     options += ["--passkey-lengths", "500", "--depths", "0.5", "--trials", "1"]
     assert evaluate.main([*options, "--out", str(tmp_path / "out")]) == 0
     said = capsys.readouterr().out
-    assert "perplexity by position" in said and "pass keys given back" in said
+    assert "Perplexity by position (1 documents)" in said and "Pass keys found, by" in said
+    assert re.search(r"0\.5 .* 0/1 ", said) and "trained length" not in said
     for name, count in (("perplexity", 2), ("passkey", 1)):
         assert len(json.loads((tmp_path / "out" / f"{name}.json").read_text())) == count
         assert (tmp_path / "out" / f"{name}.png").stat().st_size > 1000
@@ -110,9 +114,60 @@ def test_command_line(tmp_path, capsys, model, monkeypatch):
     ],
 )
 def test_bad_input_is_one_line(tmp_path, capsys, options, message):
-    import re
-
     out = tmp_path / "out"
     assert evaluate.main(["--model", "nowhere/it", *options, "--out", str(out)]) == 2
     error = capsys.readouterr().err
     assert re.search(message, error) and error.count("\n") == 1 and not out.exists()
+
+
+def keys(lengths, depths):
+    return [
+        dict(length=n, depth=d, trials=8, accuracy=(i + j) % 9 / 8)
+        for i, n in enumerate(lengths)
+        for j, d in enumerate(depths)
+    ]
+
+
+def printed(table):
+    console = Console(width=80, file=io.StringIO())
+    console.print(table)
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_tables_hold_counts_in_80_columns(turned):
+    lengths, depths = [2**i for i in range(14, 20)], [0.0, 0.25, 0.5, 0.75, 1.0]
+    lengths = lengths if turned else lengths[:5]
+    text = printed(evaluate_report.passkey_table(keys(lengths, depths)))
+    assert max(map(len, text.splitlines())) <= 80 and "…" not in text
+    first = "16,384" if turned else "0.25"
+    (line,) = (line for line in text.splitlines() if f" {first} " in line and "\\" not in line)
+    wanted = [f"{(j if turned else j + 1) % 9}/8" for j in range(5)]
+    assert re.findall(r"\d/\d", line) == wanted
+    row = dict(start=1, end=524_288, documents=16, loss=12.3456, perplexity=230_000.0)
+    assert "1 to 524,288" in printed(evaluate_report.perplexity_table([row]))
+
+
+def test_plots_mark_the_trained_length(tmp_path, monkeypatch):
+    """As a line; keys as numbers."""
+    from matplotlib.figure import Figure
+
+    saved = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *_, **__: saved.append(self.axes[0]))
+    rows = [dict(start=1, end=50, documents=1, perplexity=3.0)]
+    for trained in (None, 40, 4000):
+        evaluate_report.plot_perplexity(rows, tmp_path, trained)
+    none, marked, beyond = saved
+    assert [len(axes.lines) for axes in (none, beyond)] == [0, 0]
+    assert list(marked.lines[0].get_xdata()) == [40, 40]
+    assert marked.get_legend().get_texts()[0].get_text() == "trained length, 40"
+    evaluate_report.plot_passkey(keys([32, 64, 128], [0.0, 1.0]), tmp_path, 64)
+    axes = saved[-1]
+    assert list(axes.lines[0].get_xdata()) == [1.5, 1.5]
+    assert [text.get_text() for text in axes.texts] == ["0/8", "1/8", "1/8", "2/8", "2/8", "3/8"]
+
+
+def test_the_trained_length_is_that_of_the_run_or_the_checkpoint(tmp_path, model):
+    assert evaluate.trained_length("some/hub-id", model) is None
+    (tmp_path / "config.yaml").write_text("train: {seq_len: 77}")
+    assert evaluate.trained_length(str(tmp_path), model) == 77

@@ -38,6 +38,7 @@ FLOORS = {
     "generate": 6,
     "estimate": 6,
     "evaluate": 6,
+    "evaluate_report": 5,
     "compare": 6,
     "compare_report": 5,
     "doctor": 6,
