@@ -93,7 +93,8 @@ def _merging(model: Pretrained) -> Callable[[str, int | None], np.ndarray]:
     merge = jax.jit(partial(merged, config=config), static_argnames="contracted")
 
     def read(path, layer):
-        w = resized(path, model.read(path, layer), model.config)
+        w = model.adapters.modules.get(path) if model.adapters else None
+        w = resized(path, model.read(path, layer), model.config) if w is None else w
         if path not in contracted or (path not in values and config.type != "qlora"):
             return w
         adapter = tuple(x[layer] for x in values[path]) if path in values else None
@@ -110,7 +111,8 @@ def _tokenizer(source: str, model: Pretrained) -> Tokenizer | None:
     if not file.exists():
         return None
     chosen = yaml.safe_load(file.read_text())["data"]["tokenizer"]
-    return load_tokenizer(find(source)) if chosen or model.companions is None else None
+    own = chosen or model.config.add_tokens or model.companions is None
+    return load_tokenizer(find(source)) if own else None
 
 
 def _write(

@@ -12,7 +12,7 @@ import numpy as np
 from bptjax.cli import launch
 from bptjax.config import FILE as RUN_CONFIG
 from bptjax.config import check_seed
-from bptjax.data.tokenizer import Tokenizer, load_tokenizer
+from bptjax.data.tokenizer import Tokenizer, add_tokens, load_tokenizer
 from bptjax.generation import Sampling, generate
 from bptjax.hf.pretrained import Pretrained, find, open_pretrained
 from bptjax.metrics import printable
@@ -37,6 +37,7 @@ def load(name: str, *, tokenizer: str | None, device: str, dtype: str | None):
     kind = jnp.dtype(dtype or model.kinds["embedding"][0])
     own = None if tokenizer else model.config.V
     text = load_tokenizer(tokenizer or tokenizer_of(name, model), own)
+    add_tokens(text, model.config.add_tokens)
     if model.config.V < text.vocab_size:
         raise ValueError(
             f"the tokenizer's vocabulary of {text.vocab_size} is not of {name}, which has "

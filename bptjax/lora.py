@@ -38,6 +38,8 @@ class AdapterConfig:
       target_modules: all-linear for every linear layer but the head, or a list of names in the
         terms of the checkpoint's family, such as [q_proj, v_proj].
       use_rslora: scales by alpha / √r instead.
+      modules_to_save: names of embeddings that are trained in full beside the low-rank products
+        (embed_tokens; lm_head, where the head is not tied); with model.add_tokens all are.
       bits: bits of a quantized weight.
       quant_type: quantization. nf4 and fp4 have 4 bits, int8 has 8. If not set, nf4, or int8 with 8
         bits.
@@ -53,6 +55,7 @@ class AdapterConfig:
     dropout: float = 0.0
     target_modules: str | list[str] = ALL_LINEAR
     use_rslora: bool = False
+    modules_to_save: list[str] | None = None
     bits: Literal[4, 8] = 4
     quant_type: Literal["nf4", "fp4", "int8"] | None = None
     double_quant: bool = True
@@ -90,6 +93,10 @@ class AdapterConfig:
 
 class Scale(nnx.Variable):
     """Of each layer what the low-rank product is multiplied by, `[L]`: kept, and not trained."""
+
+
+class Saved(nnx.Param):
+    """An embedding that is trained in full beside adapters, and saved with them."""
 
 
 @jax.tree_util.register_dataclass
@@ -160,6 +167,39 @@ def linears(model: Any) -> dict[str, int]:
         for at, linear in found
         if isinstance(linear, Linear) and path_of(at).startswith("layers.")
     }
+
+
+def embeddings_to_train(
+    names: list[str] | None, modules: Mapping[str, str], every: bool
+) -> set[str]:
+    """Paths of the embeddings that `adapter.modules_to_save` names.
+
+    Args:
+      modules: names of the embeddings, and their paths.
+      every: whether all of them are trained, whatever is named.
+
+    Raises:
+      ValueError: no embedding has this name.
+    """
+    found = set(modules.values()) if every else set()
+    for name in names or ():
+        paths = {path for n, path in modules.items() if f".{n}".endswith(f".{name}")}
+        if not paths:
+            known = ", ".join(n.split(".")[-1] for n in modules)
+            raise ValueError(f"adapter.modules_to_save={name}: must be one of {known}")
+        found |= paths
+    return found
+
+
+def train_in_full(model: Any, paths: set[str], dtype: DTypeLike) -> Any:
+    """The model with the parameters at these paths trained beside its adapters, in `dtype`."""
+
+    def one(at, leaf):
+        if path_of(at) not in paths:
+            return leaf
+        return Saved(leaf.get_value().astype(dtype), axes=leaf.axes)
+
+    return jax.tree.map_with_path(one, model, is_leaf=_is_variable)
 
 
 def targets(wanted: str | list[str], modules: Mapping[str, tuple[str, ...]]) -> set[str]:
@@ -246,10 +286,15 @@ Values = tuple[Any, Any, Any]
 
 @dataclass(frozen=True)
 class Adapters:
-    """Adapters of a model, by the paths of their kernels, and how they were made."""
+    """Adapters of a model, by the paths of their kernels, and how they were made.
+
+    Attributes:
+      modules: embeddings that were trained in full, by path; they take the place of the base's.
+    """
 
     config: AdapterConfig
     values: dict[str, Values]
+    modules: dict[str, np.ndarray] = field(default_factory=dict)
 
 
 def new_adapters(
@@ -328,12 +373,12 @@ def prepared(layer: Any, dtype: DTypeLike) -> Any:
 
 
 def is_trained(v: nnx.Variable) -> bool:
-    return isinstance(v, nnx.LoRAParam)
+    return isinstance(v, nnx.LoRAParam | Saved)
 
 
 def is_saved(v: nnx.Variable) -> bool:
     """Whether a checkpoint holds it: the rest comes from where it came from."""
-    return isinstance(v, nnx.LoRAParam | Scale)
+    return isinstance(v, nnx.LoRAParam | Saved | Scale)
 
 
 def split(model: Any, chosen: Callable[[nnx.Variable], bool]) -> tuple[Any, Any]:

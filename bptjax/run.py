@@ -16,7 +16,7 @@ from bptjax.data.check import DataCheck
 from bptjax.data.loader import data_check, eval_loader, train_loader
 from bptjax.data.records import readable
 from bptjax.data.sources import open_split
-from bptjax.data.tokenizer import Tokenizer, make_tokenizer
+from bptjax.data.tokenizer import Tokenizer, add_tokens, make_tokenizer
 from bptjax.hf.io import copy_companions
 from bptjax.hf.pretrained import COMPANIONS, open_pretrained
 from bptjax.lora import AdapterConfig
@@ -152,6 +152,11 @@ def _checked(config: Config, devices: list[jax.Device]) -> Run:
     bad = config.data.bad_records
     tokenizer = make_tokenizer(name, chain(readable(train, bad), readable(held_out, bad)), own)
     model = pretrained.config if pretrained else config.model
+    fits = pretrained and model.V >= tokenizer.vocab_size
+    added = add_tokens(tokenizer, model.add_tokens)
+    if pretrained and fits:
+        model = replace(model, vocab_size=max(model.V, tokenizer.vocab_size))
+        pretrained = replace(pretrained, config=model)
     if model.vocab_size is None:
         model = replace(model, vocab_size=tokenizer.vocab_size)
     if model.V < tokenizer.vocab_size:
@@ -187,6 +192,10 @@ def _checked(config: Config, devices: list[jax.Device]) -> Run:
         f"data: {len(train)} documents, {len(held_out)} held out, vocabulary {model.V}",
         f"attention: {picked}{why}",
     ]
+    if model.add_tokens:
+        known = [token for token in model.add_tokens if token not in added]
+        text = f"model.add_tokens: {len(added)} new, the vocabulary has {tokenizer.vocab_size}"
+        notes.append(text + (f"; in it already: {', '.join(map(repr, known))}" if known else ""))
     if pretrained:
         notes.append(f"model: from {config.model.name_or_path}")
         notes += [pretrained.left_out] * bool(pretrained.left_out)
@@ -236,11 +245,11 @@ def _check_adapter(config: Config, task: Task) -> None:
         raise ValueError(
             f"adapter.type={adapter.type} trains beside a checkpoint; set model.name_or_path"
         )
-    for name in ("r", "alpha", "use_rslora", "target_modules"):
+    for name in ("r", "alpha", "use_rslora", "target_modules", "modules_to_save"):
         value = getattr(adapter, name)
         if pretrained.adapters and value != getattr(AdapterConfig(), name):
             raise ValueError(
                 f"adapter.{name}={value}: model.name_or_path={config.model.name_or_path} is an "
                 "adapter, which decides it; leave it out"
             )
-    _ = task.targets  # Refuses names that there are not.
+    _ = task.targets, task.saved_modules  # Refuses names that there are not.

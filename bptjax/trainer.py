@@ -14,13 +14,15 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from bptjax.config import Config
-from bptjax.hf.peft import modules
+from bptjax.hf.peft import embeddings, modules
 from bptjax.hf.place import put
 from bptjax.hf.pretrained import Pretrained
 from bptjax.lora import (
     AdapterConfig,
+    Saved,
     Values,
     attach,
+    embeddings_to_train,
     is_saved,
     is_trained,
     join,
@@ -30,6 +32,7 @@ from bptjax.lora import (
     quantizer,
     split,
     targets,
+    train_in_full,
 )
 from bptjax.models.config import ModelConfig
 from bptjax.models.decoder import Decoder
@@ -162,6 +165,24 @@ class Task:
         family = self.pretrained and self.pretrained.family
         return targets(self.adapter.target_modules, modules(self.model, family) or own)
 
+    @cached_property
+    def saved_modules(self) -> set[str]:
+        """Paths of the embeddings that are trained in full beside adapters.
+
+        Raises:
+          ValueError: adapter.modules_to_save names something else.
+        """
+        if self.adapter.type == "none":
+            return set()
+        pretrained = self.pretrained
+        loaded = pretrained.adapters if pretrained else None
+        found = embeddings_to_train(
+            self.adapter.modules_to_save,
+            embeddings(self.model, pretrained.family if pretrained else None),
+            bool(self.model.add_tokens),
+        )
+        return found | (set(loaded.modules) if loaded else set())
+
     @property
     def _loaded(self) -> dict[str, Values] | None:
         """Adapters to go on with."""
@@ -176,8 +197,9 @@ class Task:
         if self.adapter.type == "none":
             return base, base
         trained, _ = self.split(jax.eval_shape(self._new_state, None, self._loaded).model)
-        count = sum(x.size for x in jax.tree.leaves(trained))
-        return base + count, count
+        in_full, low_rank = split(trained, lambda v: isinstance(v, Saved))
+        own, low = (sum(x.size for x in jax.tree.leaves(x)) for x in (in_full, low_rank))
+        return base + low, own + low
 
     def flops(self, tokens: int, pairs: float) -> float:
         """Model FLOPs of a step over so many tokens and query-key pairs that attention sees: of the
@@ -232,7 +254,8 @@ class Task:
         """A new model without adapters; with them, it is not trained, and kept as it is used."""
         train = self.config.train
         kept = train.param_dtype if self.adapter.type == "none" else train.dtype
-        return Decoder(self.model, key, jnp.dtype(kept))
+        model = Decoder(self.model, key, jnp.dtype(kept))
+        return train_in_full(model, self.saved_modules, jnp.dtype(train.param_dtype))
 
     def _new_state(self, model: Decoder | None = None, adapters: Any = None) -> TrainState:
         model_key, key = jax.random.split(jax.random.key(self.config.seed))

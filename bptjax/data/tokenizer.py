@@ -211,6 +211,26 @@ def make_tokenizer(
     return CharTokenizer(characters)
 
 
+def add_tokens(tokenizer: Tokenizer, tokens: Sequence[str]) -> list[str]:
+    """Adds tokens to a Hugging Face tokenizer's vocabulary, and returns those that were new.
+
+    Raises:
+      ValueError: the tokenizer is of another kind.
+    """
+    if not tokens:
+        return []
+    if not isinstance(tokenizer, HFTokenizer):
+        raise ValueError(f"model.add_tokens={list(tokens)}: must go with a Hugging Face tokenizer")
+    if "" in tokens:
+        raise ValueError("model.add_tokens: must not hold an empty string")
+    known = tokenizer._tokenizer.get_vocab()
+    new = [token for token in dict.fromkeys(tokens) if token not in known]
+    if new:
+        tokenizer._tokenizer.add_tokens(new)
+        tokenizer.vocab_size = len(tokenizer._tokenizer)
+    return new
+
+
 def load_tokenizer(directory: str | Path, limit: int | None = None) -> Tokenizer:
     """The tokeniser that `save` wrote, or a Hugging Face one, of a model with `limit` tokens. Never
     looks on a network.

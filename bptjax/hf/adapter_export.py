@@ -1,12 +1,14 @@
 """Adapters written for PEFT, with the config of the base model where training changed it."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
+from bptjax.data.tokenizer import add_tokens, load_tokenizer
 from bptjax.hf.config import changes, exported, read_json
 from bptjax.hf.output import whole
 from bptjax.hf.peft import BASE_CONFIG, write_peft
-from bptjax.hf.pretrained import Pretrained, open_pretrained
+from bptjax.hf.pretrained import Pretrained, find, open_pretrained
 from bptjax.models.config import ModelConfig
 
 
@@ -22,6 +24,12 @@ def export_adapter(source: str, out: Path, *, replace: bool = False) -> Pretrain
     model = open_adapter(source)
     with whole(out, replace=replace) as directory:
         write_adapter(model, directory)
+        if model.config.add_tokens and model.companions:
+            here = find(source)
+            own = here if (here / "tokenizer_config.json").exists() else model.companions
+            tokenizer = load_tokenizer(own)
+            add_tokens(tokenizer, model.config.add_tokens)
+            tokenizer.save(directory)
     return model
 
 
@@ -36,7 +44,9 @@ def write_adapter(model: Pretrained, directory: Path) -> None:
         (directory / BASE_CONFIG).write_text(json.dumps(changed, indent=2) + "\n")
     if _needs_config(model):
         raw = read_json(model.companions / "config.json")
-        raw = exported(raw, model.read_as, model.config, raw.get("torch_dtype", raw.get("dtype")))
+        # Without added tokens: transformers reads the base's embeddings with this config.
+        config = replace(model.config, vocab_size=model.read_as.vocab_size)
+        raw = exported(raw, model.read_as, config, raw.get("torch_dtype", raw.get("dtype")))
         (directory / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
 
 
@@ -46,20 +56,25 @@ def remedy_for_peft(model: Pretrained, out: Path) -> str:
     """
     assert model.read_as is not None
     base, new, old = model.config.name_or_path, model.config, model.read_as
+    steps = []
     if _needs_config(model):
-        return (
-            "the adapter needs its base with the config that it was trained with: in PEFT, load it "
-            f"by AutoModelForCausalLM.from_pretrained({str(base)!r}, "
-            f"config=AutoConfig.from_pretrained({str(out)!r})), or write one model of both by "
-            "merge-adapter"
+        steps.append(
+            "load it with the config of training, AutoModelForCausalLM.from_pretrained("
+            f"{str(base)!r}, config=AutoConfig.from_pretrained({str(out)!r}))"
         )
+    if new.V > old.V:
+        steps.append(f"give it rows for the added tokens, model.resize_token_embeddings({new.V})")
     if new.position == "learned" and (new.max_positions or 0) > (old.max_positions or 0):
-        return (
-            f"the adapter was trained on {new.max_positions} positions, and its base ends at "
-            f"{old.max_positions}: PEFT reads no longer sequences than that; merge-adapter writes "
-            "a model that does"
+        steps.append(
+            f"keep to the {old.max_positions} positions that it has, of {new.max_positions} that "
+            "the adapter was trained on"
         )
-    return ""
+    if not steps:
+        return ""
+    return (
+        f"the adapter was trained beside a changed base; in PEFT, {', then '.join(steps)}; or "
+        "write one model of both by merge-adapter"
+    )
 
 
 def _needs_config(model: Pretrained) -> bool:

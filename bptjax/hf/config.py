@@ -43,6 +43,7 @@ FREE = (
     "attention_dropout",
     "residual_dropout",
     "init_std",
+    "add_tokens",
 )
 
 
@@ -88,6 +89,8 @@ def merge(pretrained: ModelConfig, wanted: ModelConfig) -> ModelConfig:
                 f"checkpoint decides it ({getattr(pretrained, f.name)}); leave it out"
             )
         changes[f.name] = value
+    # Added tokens have the ids that follow those of tokens that were added before.
+    changes["add_tokens"] = [*dict.fromkeys([*pretrained.add_tokens, *wanted.add_tokens])]
     if "rope_parameters" in changes:
         if pretrained.position != "rope":
             raise ValueError(
@@ -133,6 +136,8 @@ def exported(raw: dict[str, Any], read: ModelConfig, now: ModelConfig, dtype: st
         new["rope_parameters"] = now.rope_parameters
     if now.max_positions != read.max_positions:
         new[FAMILIES[raw["model_type"]].positions] = now.max_positions
+    if now.vocab_size != read.vocab_size:
+        new["vocab_size"] = now.vocab_size
     key = "torch_dtype" if "torch_dtype" in raw else "dtype"
     return new if raw.get(key) == dtype else new | {key: dtype}
 

@@ -4,7 +4,7 @@ import json
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +17,25 @@ from safetensors.numpy import save_file
 from bptjax.hf.config import read_json
 from bptjax.hf.families import Family
 from bptjax.hf.rows import Row
-from bptjax.lora import AdapterConfig, Adapters, Values, linears
+from bptjax.lora import AdapterConfig, Adapters, linears
 from bptjax.models.config import ModelConfig
 from bptjax.models.decoder import Decoder
 
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
+# Names of the output embedding's module, now and in versions of transformers before 5.
+HEADS = "lm_head", "embed_out"
 # Ours: the config keys of the base model that training changed. PEFT knows of no such keys.
 BASE_CONFIG = "bptjax_base_config.json"
 # Keys that are read here, and those that change no result of an adapter that is there. Any other
 # must be off.
 KNOWN = {
     *("peft_type", "r", "lora_alpha", "lora_dropout", "rank_pattern", "alpha_pattern"),
-    *("use_rslora", "base_model_name_or_path", "bias", "init_lora_weights"),
+    *("use_rslora", "base_model_name_or_path", "bias", "init_lora_weights", "modules_to_save"),
 }
 NEUTRAL = {
     *("task_type", "inference_mode", "revision", "peft_version", "auto_mapping", "runtime_config"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
-    *("fan_in_fan_out", "megatron_core", "qalora_group_size"),
+    *("fan_in_fan_out", "megatron_core", "qalora_group_size", "ensure_weight_tying"),
 }
 # What A and B started from, where that left the base as it was.
 STARTS = (True, False, None, "gaussian", "orthogonal")
@@ -45,6 +47,18 @@ def modules(config: ModelConfig, family: Family | None) -> dict[str, tuple[str, 
     """
     rows = filter(_is_linear, family.rows(config)) if family else ()
     return {_module(row): row.ours for row in rows}
+
+
+def embeddings(config: ModelConfig, family: Family | None) -> dict[str, str]:
+    """Paths of the input embedding, and of the output embedding where it is not tied, by the names
+    of transformers' modules that hold them; by the paths themselves without a family.
+    """
+    paths = {"embedding"} if config.tied_head else {"embedding", "head"}
+    if family is None:
+        return {path: path for path in sorted(paths)}
+    found = {row.ours[0]: _module(row) for row in family.rows(config) if row.ours[0] in paths}
+    # transformers calls every head so, whatever the name in the family's files.
+    return {HEADS[0] if path == "head" else name: path for path, name in found.items()}
 
 
 def _is_linear(row: Row) -> bool:
@@ -80,7 +94,7 @@ def read_peft(directory: Path, family: Family, config: ModelConfig) -> Adapters:
     raw = read_json(directory / CONFIG)
     settings = _checked(raw, directory / CONFIG)
     tensors = _tensors(directory / WEIGHTS)
-    values: dict[str, Values] = {}
+    modules, values = _read_embeddings(raw, tensors, family, config, directory), {}
     for row, parts in _linears(family, config):
         names = [_module(row).format(i) for i in range(config.num_layers)]
         pairs = [_pair(tensors, name, family.prefix) for name in names]
@@ -115,7 +129,7 @@ def read_peft(directory: Path, family: Family, config: ModelConfig) -> Adapters:
             f"{directory / WEIGHTS}: no adapter of a linear layer of the model's layers: "
             f"{', '.join(sorted(tensors)[:8]) or 'it is empty'}"
         )
-    return Adapters(AdapterConfig(type="lora", **settings), values)
+    return Adapters(AdapterConfig(type="lora", **settings), values, modules)
 
 
 def write_peft(
@@ -161,11 +175,86 @@ def write_peft(
         rank_pattern={name: rank for name, (rank, _) in kinds.items() if rank != r},
         alpha_pattern={name: own for name, (_, own) in kinds.items() if own != alpha},
         fan_in_fan_out=transposed,
+        modules_to_save=_write_embeddings(tensors, adapters, family, config) or None,
         bias="none",
         inference_mode=True,
     )
     save_file(tensors, directory / WEIGHTS, {"format": "pt"})
     (directory / CONFIG).write_text(json.dumps(raw, indent=2) + "\n")
+
+
+def _both_ends(family: Family, config: ModelConfig) -> dict[str, str]:
+    """Modules of input and output embedding, also where they are tied, and their paths."""
+    return embeddings(replace(config, tied_head=False), family)
+
+
+def _read_embeddings(
+    raw: dict[str, Any],
+    tensors: dict[str, np.ndarray],
+    family: Family,
+    config: ModelConfig,
+    directory: Path,
+) -> dict[str, np.ndarray]:
+    """Embeddings `[V, E]` that were trained in full, by path, taken out of `tensors`.
+
+    Raises:
+      ValueError: modules_to_save names other modules, or what the file has is of other shapes, or
+        it has two different embeddings for a model that ties them.
+    """
+    file, known = directory / WEIGHTS, _both_ends(family, config)
+    listed = raw.get("modules_to_save") or []
+    found: dict[str, np.ndarray] = {}
+    for module, path in known.items():
+        names = HEADS if path == "head" else (module, module.removeprefix(family.prefix))
+        for name in names:
+            # Where the vocabulary has grown, PEFT writes the tensor under several names.
+            for part in (".original_module", ".modules_to_save", ""):
+                if (tensor := tensors.pop(f"{PREFIX}{name}{part}.weight", None)) is not None:
+                    found[path] = tensor
+    for name in listed:
+        ends = ((HEADS if path == "head" else (module,), path) for module, path in known.items())
+        paths = [path for names, path in ends if any(f".{n}".endswith(f".{name}") for n in names)]
+        if not paths:
+            names = ", ".join(module.split(".")[-1] for module in known)
+            raise ValueError(
+                f"{directory / CONFIG}: modules_to_save={name} is not supported, only {names}"
+            )
+        tied = config.tied_head and "embedding" in found
+        if paths[0] not in found and not (tied and raw.get("ensure_weight_tying")):
+            raise ValueError(f"{file} has nothing of {name}, which is among modules_to_save")
+    if config.tied_head and found:
+        # Not listed, it was saved from the base itself, whose head follows.
+        follows = raw.get("ensure_weight_tying") or not listed
+        head = found.pop("head", found.get("embedding") if follows else None)
+        if head is None or not np.array_equal(head, found.get("embedding", head[:0])):
+            raise ValueError(
+                f"{file}: the base ties its output embedding to the input embedding, and the "
+                "adapter has another one; save both with equal values, or set ensure_weight_tying "
+                "in PEFT"
+            )
+    complete = found.keys() == set(embeddings(config, family).values())
+    for path, x in found.items():
+        shapes = {array.shape for array in found.values()}
+        rows = len(x) == config.V or (len(x) > config.V and complete)
+        if len(shapes) > 1 or x.ndim != 2 or x.shape[1] != config.E or not rows:
+            raise ValueError(f"{file}: {path} is {x.shape}, and the base's {config.V, config.E}")
+    return found
+
+
+def _write_embeddings(
+    tensors: dict[str, np.ndarray], adapters: Adapters, family: Family, config: ModelConfig
+) -> list[str]:
+    """Adds the embeddings that were trained in full to PEFT's tensors; the names of their modules.
+
+    A tied one is written for both ends: PEFT trains and loads a copy of each module.
+    """
+    names = []
+    for module, path in _both_ends(family, config).items():
+        array = adapters.modules.get("embedding" if config.tied_head else path)
+        if array is not None:
+            tensors[f"{PREFIX}{module}.weight"] = np.ascontiguousarray(array)
+            names.append(module.split(".")[-1])
+    return names
 
 
 @dataclass(frozen=True)

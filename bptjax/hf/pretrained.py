@@ -114,10 +114,18 @@ class Pretrained:
         config = merge(self.config, wanted)
         return replace(self, config=replace(config, name_or_path=self.config.name_or_path))
 
+    def adapted(self, adapters: Adapters) -> "Pretrained":
+        """The same checkpoint with adapters; embeddings among them bring their vocabulary."""
+        sizes = [len(array) for array in adapters.modules.values()]
+        config = replace(self.config, vocab_size=max([self.config.V, *sizes]))
+        return replace(self, config=config, adapters=adapters)
+
     def fill(self, model: Any, put: Callable[[str, Any, np.ndarray], Any] = put) -> Any:
         """The abstract `model` (ShapeDtypeStructs with shardings) with the parameters in it, each
         `put` there."""
-        return place(model, self.params(), self.config, put)
+        own = self.adapters.modules if self.adapters else {}
+        params = ((path, own.get(path, array)) for path, array in self.params())
+        return place(model, params, self.config, put)
 
 
 def open_pretrained(wanted: ModelConfig) -> Pretrained:
@@ -135,7 +143,7 @@ def open_pretrained(wanted: ModelConfig) -> Pretrained:
         if base is None or base.family is None or base.adapters is not None:
             raise ValueError(f"{directory}: its base, {name}, is none of a family")
         adapters = read_peft(directory, base.family, base.config)
-        return replace(base.changed(wanted), adapters=adapters)
+        return base.changed(wanted).adapted(adapters)
     if (directory / "config.json").exists():
         family, config = read_config(directory)
         found = Checkpoint(directory, family, config)
@@ -244,8 +252,9 @@ def _open_adapters(directory: Path, wanted: ModelConfig) -> Pretrained | None:
     for path, name in _names(checkpoints.kinds(step)).items():
         kernel, _, part = path.rpartition(".")
         values.setdefault(kernel, {})[part] = checkpoints.read(step, name)
+    modules = values.pop("", {})
     found = {path: (each["a"], each["b"], each["scale"]) for path, each in values.items()}
-    return replace(base.changed(wanted), adapters=Adapters(adapter, found))
+    return base.changed(wanted).adapted(Adapters(adapter, found, modules))
 
 
 def _open_run(directory: Path, read_as: ModelConfig | None):
@@ -257,7 +266,7 @@ def _open_run(directory: Path, read_as: ModelConfig | None):
     if read_as is None:
         config = replace(wanted, vocab_size=kinds["embedding"][1][0])
     else:
-        config = merge(read_as, wanted)
+        config = replace(merge(read_as, wanted), vocab_size=kinds["embedding"][1][0])
 
     @lru_cache(maxsize=3)
     def whole(path):

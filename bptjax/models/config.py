@@ -68,6 +68,8 @@ class ModelConfig:
       residual_dropout: dropout of the output of each sublayer in training, with the same default.
       init_std: standard deviation of new weights. Weights that write to the residual stream get
         init_std / √(2·L).
+      add_tokens: tokens that are added to the tokenizer's vocabulary. New rows of the embeddings
+        start at the mean of the others. Beside adapters the embeddings are trained too.
     """
 
     name_or_path: str | None = None
@@ -113,6 +115,7 @@ class ModelConfig:
     attention_dropout: float | None = None
     residual_dropout: float | None = None
     init_std: float = 0.02
+    add_tokens: list[str] = field(default_factory=list)
 
     def __post_init__(self):
         for name in (
