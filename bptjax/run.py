@@ -15,7 +15,7 @@ from bptjax.data.chat import Chat, question
 from bptjax.data.check import DataCheck
 from bptjax.data.loader import data_check, eval_loader, train_loader
 from bptjax.data.records import readable
-from bptjax.data.sources import open_split
+from bptjax.data.sources import count, open_split
 from bptjax.data.tokenizer import Tokenizer, add_tokens, make_tokenizer
 from bptjax.hf.io import copy_companions
 from bptjax.hf.pretrained import COMPANIONS, open_pretrained
@@ -92,7 +92,7 @@ class Run:
     @property
     def eval_total(self) -> int:
         """Batches that hold all held-out data, in process 0; an estimate until it is checked."""
-        sequences = self.check.held_out.epoch(self.config.data.packing)
+        sequences = self.check.held_out.epoch(self.config.data.packing) or 0
         return -(-sequences // self.task.micro_rows)
 
     @property
@@ -189,7 +189,7 @@ def _checked(config: Config, devices: list[jax.Device]) -> Run:
     where += f" of {jax.process_count()} processes" if jax.process_count() > 1 else ""
     notes = [
         f"devices: {where}, jax {jax.__version__}, mesh {axes}",
-        f"data: {len(train)} documents, {len(held_out)} held out, vocabulary {model.V}",
+        f"data: {count(train)} documents, {len(held_out):,} held out, vocabulary {model.V}",
         f"attention: {picked}{why}",
     ]
     if model.add_tokens:

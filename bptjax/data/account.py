@@ -61,12 +61,12 @@ class Account:
         """Returns the share of padding in the sequences of an epoch."""
         return 1 - self.tokens / max(1, self.sequences[packing] * self.seq_len)
 
-    def epoch(self, packing: str) -> int:
-        """Returns the sequences of an epoch, extrapolated if not every record has been read."""
-        found = self.sequences[packing]
-        if self.total is None or not self.records:
-            return found
-        return round(found * self.total / self.records)
+    def epoch(self, packing: str) -> int | None:
+        """Returns the sequences of an epoch, extrapolated if not every record has been read; None
+        if the number of records is not known."""
+        if self.total is None:
+            return None
+        return round(self.sequences[packing] * self.total / max(1, self.records))
 
     def add(self, record: Record) -> None:
         """Counts one more record."""
@@ -131,9 +131,13 @@ def describe(account: Account, *, packing: str, too_long: str) -> list[str]:
     if a.unlabeled:
         lines.append(f"{name}: {a.unlabeled:,} examples without a token in the loss were left out")
     others = [f"{other} {a.padding(other):.1%}" for other in PACKINGS if other != packing]
-    about = "" if a.complete else "about "
+    epoch = a.epoch(packing)
+    if epoch is None:
+        sequences = f"{a.sequences[packing]:,} sequences from these records"
+    else:
+        sequences = f"{'' if a.complete else 'about '}{epoch:,} sequences an epoch"
     lines.append(
-        f"{name}: {about}{a.epoch(packing):,} sequences an epoch with packing={packing}, "
+        f"{name}: {sequences} with packing={packing}, "
         f"{a.padding(packing):.1%} padding ({', '.join(others)})"
     )
     return lines

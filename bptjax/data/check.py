@@ -3,15 +3,16 @@
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from bptjax.data.account import Account, describe
 from bptjax.data.config import DataConfig
-from bptjax.data.records import BadRecord, Records
+from bptjax.data.records import BadRecord
+from bptjax.data.stream import AnyRecords
 
-# How long a run may wait for its data to be checked.
-FIRST_SECONDS = 60.0
+# How long a run waits for its data to be checked; less if the data cannot be checked in that time.
+FIRST_SECONDS, FIRST_STREAM_SECONDS = 60.0, 10.0
 BAD_RECORDS = "bad_records.jsonl"
 
 
@@ -28,15 +29,22 @@ class DataCheck:
         data.too_long=error.
     """
 
-    def __init__(self, sources: dict[str, Records], held_out: Records, config: DataConfig):
+    def __init__(
+        self,
+        names: Sequence[str],
+        sources: Sequence[AnyRecords],
+        held_out: AnyRecords,
+        config: DataConfig,
+    ):
         self.config = config
         self.accounts = [
-            Account(name, records.reader.seq_len, len(records)) for name, records in sources.items()
+            Account(name, records.reader.seq_len, records.total)
+            for name, records in zip(names, sources, strict=True)
         ]
-        self.held_out = Account("held-out data", held_out.reader.seq_len, len(held_out))
+        self.held_out = Account("held-out data", held_out.reader.seq_len, held_out.total)
         self.bad: list[BadRecord] = []
         self.error: str | None = None
-        self._sources, self._held_out = list(sources.values()), held_out
+        self._sources, self._held_out = sources, held_out
         self._rest = self._read()
         self._directory: Path | None = None
         self._stopped = threading.Event()
@@ -47,17 +55,23 @@ class DataCheck:
         return all(account.complete for account in (*self.accounts, self.held_out))
 
     @property
-    def sequences_per_epoch(self) -> int:
-        """Sequences that hold every training record once; an estimate until complete."""
-        return sum(account.epoch(self.config.packing) for account in self.accounts)
+    def sequences_per_epoch(self) -> int | None:
+        """Sequences that hold every training record once: an estimate until complete, None if the
+        number of records of a stream is not known."""
+        epochs = [account.epoch(self.config.packing) for account in self.accounts]
+        return None if None in epochs else sum(n for n in epochs if n is not None)
 
     def run(self, seconds: float | None = None) -> None:
-        """Checks records for `seconds`, by default `FIRST_SECONDS`, or until all are checked.
+        """Checks records until all are checked, for up to `seconds`: by default `FIRST_SECONDS`, or
+        `FIRST_STREAM_SECONDS` if a source is streamed.
 
         Raises:
           ValueError: a bad record, or one that is too long.
         """
-        end = time.monotonic() + (FIRST_SECONDS if seconds is None else seconds)
+        if seconds is None:
+            streamed = any(account.total is None for account in self.accounts)
+            seconds = FIRST_STREAM_SECONDS if streamed else FIRST_SECONDS
+        end = time.monotonic() + seconds
         for _ in self._rest:
             if time.monotonic() > end:
                 break
@@ -98,12 +112,13 @@ class DataCheck:
                 except StopIteration:
                     turns.remove(turn)
 
-    def _count(self, account: Account, records: Records) -> Iterator[None]:
+    def _count(self, account: Account, records: AnyRecords) -> Iterator[None]:
         for where, record in records.each():
             account.add(record)
             if record.error is not None:
                 self._note(BadRecord(where.file, where.record, record.error))
             yield
+        account.total = account.records
 
     def _note(self, bad: BadRecord) -> None:
         self.bad.append(bad)

@@ -67,11 +67,36 @@ def location(documents: Sequence[Document], index: int) -> Location:
     return where(index) if where else Location(f"document {index + 1}")
 
 
-class TextFile(Sequence[Document]):
-    """A text file, whole or by records; `spans` [n, 2] are the records' byte offsets."""
+def parse(data: bytes, where: str, *, json_lines: bool, first: bool) -> tuple[str, object]:
+    """Returns the (text, JSON value) of a record; the value is None if it is no JSON.
 
-    def __init__(self, path: Path, sample_by: str, read: Callable[[object, str], Document]):
-        self.path, self.read, self.data = path, read, None
+    Raises:
+      ValueError: not UTF-8, or not JSON, or nested too deeply.
+    """
+    try:
+        # A file of records may begin with a byte order mark.
+        text = data.decode("utf-8-sig" if json_lines and first else "utf-8")
+        return text, json.loads(text) if json_lines else None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+class TextFile(Sequence[Document]):
+    """A text file, whole or by records; `spans` [n, 2] are the records' byte offsets.
+
+    Args:
+      data: the decompressed content of a compressed file of records: a compressed stream cannot be
+        entered in the middle.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        sample_by: str,
+        read: Callable[[object, str], Document],
+        data: bytes | None = None,
+    ):
+        self.path, self.read, self.data = path, read, data
         self.json = extension(path) == ".jsonl"
         self.whole = sample_by == "document" and not self.json
         if self.whole:
@@ -79,13 +104,9 @@ class TextFile(Sequence[Document]):
         else:
             with self._open() as file:
                 self.spans = _spans(file, paragraphs=sample_by == "paragraph" and not self.json)
-                # A compressed stream cannot be entered in the middle.
-                self.data = file.getvalue() if isinstance(file, io.BytesIO) else None
 
-    def _open(self):
-        if self.data is not None:
-            return io.BytesIO(self.data)
-        return _opened(self.path)
+    def _open(self) -> BinaryIO:
+        return _opened(self.path) if self.data is None else io.BytesIO(self.data)
 
     def __len__(self) -> int:
         return len(self.spans)
@@ -99,14 +120,10 @@ class TextFile(Sequence[Document]):
         with self._open() as file:
             file.seek(start)
             data = file.read(-1 if self.whole else stop - start)
-        try:
-            # A file of records may begin with a byte order mark.
-            text = data.decode("utf-8-sig" if self.json and not start else "utf-8")
-            text = text if self.whole else text.rstrip("\r\n")
-            row = json.loads(text) if self.json else None
-        except (ValueError, RecursionError) as error:  # Not UTF-8, or not JSON; or too deep.
-            raise ValueError(f"{where}: {error}") from error
-        return self.read(row, where) if self.json else text
+        text, row = parse(data, where, json_lines=self.json, first=not start)
+        if self.json:
+            return self.read(row, where)
+        return text if self.whole else text.rstrip("\r\n")
 
 
 class JsonList(Sequence[Document]):

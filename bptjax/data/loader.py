@@ -17,12 +17,13 @@ from bptjax.data.files import Document
 from bptjax.data.mixture import MixIterDataset
 from bptjax.data.packing import Example, buffer_rows, example, grouped, pack
 from bptjax.data.records import RecordReader, Records
-from bptjax.data.sources import Mixture
+from bptjax.data.sources import Mixture, Training
+from bptjax.data.stream import AnyRecords, Stream, StreamRecords
 from bptjax.data.tokenizer import Tokenizer
 
 
 def train_loader(
-    documents: Sequence[Document],
+    documents: Training,
     tokenizer: Tokenizer,
     config: DataConfig,
     *,
@@ -49,18 +50,18 @@ def train_loader(
         raise ValueError(
             f"data.shards={n} does not divide the {rows} rows of a step; use a divisor of them"
         )
-    mixed = documents if isinstance(documents, Mixture) else None
-    sources = {"": documents} if mixed is None else dict(zip(mixed.names, mixed.files, strict=True))
-    found = {}
+    mixed = documents if isinstance(documents, Mixture) else Mixture([documents], [""], [1.0])
+    reader, found = _reader(tokenizer, config, seq_len), {}
     for i in sorted({row // (rows // n) for row in (range(rows) if here is None else here)}):
         parts = []
-        for number, (name, own) in enumerate(sources.items()):
+        for number, (name, own) in enumerate(zip(mixed.names, mixed.files, strict=True)):
             # Shards with equal seeds would put neighbouring documents into one batch.
             settings = replace(config, seed=config.seed + i + n * number)
-            records = _records(own, tokenizer, settings, seq_len)
-            parts.append(_shard(records, i, settings, rows // n, name and f" of {name}"))
+            parts.append(
+                _shard(_records(own, reader), i, settings, rows // n, name and f" of {name}")
+            )
         batches = parts[0]
-        if mixed is not None:
+        if isinstance(documents, Mixture):
             batches = MixIterDataset(parts, mixed.weights).batch(rows // n)
         elif not config.group_by_length:
             batches = batches.batch(rows // n)
@@ -69,15 +70,16 @@ def train_loader(
 
 
 def _shard(
-    records: Records, shard: int, config: DataConfig, rows: int, of: str
+    records: AnyRecords, shard: int, config: DataConfig, rows: int, of: str
 ) -> grain.IterDataset:
     """Returns the endless sequences of one shard of the records; batches of `rows`, if grouped by
     length. `of` names the source in errors."""
     n, seq_len = config.shards, records.reader.seq_len
     labels = pieces = too_long = bad = 0
     limit = max(4, buffer_rows(seq_len) // n)
-    for index in range(shard, len(records), n):
-        record = records.inspect(index)
+    read = 0
+    for _, record in records.each(shard, n):
+        read += 1
         for one in record.examples:
             length = len(one["labels"])
             labels, pieces = labels + length, pieces + -(-length // seq_len)
@@ -85,19 +87,18 @@ def _shard(
         bad += record.error is not None
         if labels >= seq_len and pieces >= limit:
             break
-    examples = grain.MapDataset.source(records)[shard::n]
-    what = f"{len(examples)} training documents{of} in shard {shard} of {n}"
-    _check_tokens(labels, too_long, bad, seq_len, what)
+    _check_tokens(labels, too_long, bad, seq_len, f"{read} documents{of} in shard {shard} of {n}")
     if config.group_by_length:
+        if isinstance(records, StreamRecords):
+            raise ValueError("data.group_by_length: the data are too large for memory; unset it")
+        examples = grain.MapDataset.source(records)
         return grouped(
             examples, seq_len=seq_len, rows=rows, shuffle=config.shuffle, seed=config.seed
         )
     # A window does not reach far beyond an epoch, nor beyond some thousand documents.
     window = min(limit, labels // seq_len if config.packing == "concat" else pieces)
-    if config.shuffle:
-        examples = examples.shuffle(seed=config.seed)
     return pack(
-        examples.repeat(),
+        records.dataset(shard, n, shuffle=config.shuffle, seed=config.seed),
         packing=config.packing,
         seq_len=seq_len,
         window=window if config.shuffle else None,
@@ -106,7 +107,7 @@ def _shard(
 
 
 def data_check(
-    documents: Sequence[Document],
+    documents: Training,
     held_out: Sequence[Document],
     tokenizer: Tokenizer,
     config: DataConfig,
@@ -114,11 +115,11 @@ def data_check(
     seq_len: int,
 ) -> DataCheck:
     """Returns the check of all records, training ones by source, that nothing has been read for."""
-    sources = {"training data": documents}
-    if isinstance(documents, Mixture):
-        sources = dict(zip(documents.names, documents.files, strict=True))
-    records = {name: _records(own, tokenizer, config, seq_len) for name, own in sources.items()}
-    return DataCheck(records, _records(held_out, tokenizer, config, seq_len), config)
+    if not isinstance(documents, Mixture):
+        documents = Mixture([documents], ["training data"], [1.0])
+    reader = _reader(tokenizer, config, seq_len)
+    records = [_records(own, reader) for own in documents.files]
+    return DataCheck(documents.names, records, _records(held_out, reader), config)
 
 
 def eval_loader(
@@ -134,8 +135,9 @@ def eval_loader(
 
     The last batch is filled with rows of padding. With `max_batches`, the pass ends early.
     """
-    records = _records(documents, tokenizer, config, seq_len)
-    packed = pack(grain.MapDataset.source(records), packing=config.packing, seq_len=seq_len)
+    reader = _reader(tokenizer, config, seq_len)
+    examples = grain.MapDataset.source(Records(documents, reader))
+    packed = pack(examples, packing=config.packing, seq_len=seq_len)
     batches = packed.batch(rows, batch_fn=functools.partial(_fill, rows=rows))
     return batches if max_batches is None else gx.LimitIterDataset(batches, max_batches)
 
@@ -167,10 +169,14 @@ def _check_tokens(labels: int, too_long: int, bad: int, seq_len: int, what: str)
         )
 
 
-def _records(
-    documents: Sequence[Document], tokenizer: Tokenizer, config: DataConfig, seq_len: int
-) -> Records:
-    """Returns the list of examples of each document, made when asked for."""
+def _records(documents: Sequence[Document] | Stream, reader: RecordReader) -> AnyRecords:
+    if isinstance(documents, Stream):
+        return StreamRecords(documents, reader)
+    return Records(documents, reader)
+
+
+def _reader(tokenizer: Tokenizer, config: DataConfig, seq_len: int) -> RecordReader:
+    """Returns what turns a document into its examples."""
 
     def examples(document: Document) -> list[Example]:
         if not isinstance(document, Chat):
@@ -185,7 +191,7 @@ def _records(
             )
         ]
 
-    return Records(documents, RecordReader(examples, seq_len, config.too_long, config.bad_records))
+    return RecordReader(examples, seq_len, config.too_long, config.bad_records)
 
 
 def _fill(batch: Sequence[Example], rows: int) -> Example:

@@ -69,7 +69,7 @@ def open_sequences(seq_len: int) -> int:
 
 
 def pack(
-    examples: grain.MapDataset,
+    examples: grain.MapDataset | grain.IterDataset,
     *,
     packing: str,
     seq_len: int,
@@ -108,7 +108,9 @@ def pack(
         pieces = examples.map(lambda record: [p for one in record for p in cut(one, seq_len)])
     # No read-ahead here: the loader has one thread for everything.
     direct = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
-    pieces = gx.FlatMapIterDataset(pieces.to_iter_dataset(direct), _Flatten())
+    if isinstance(pieces, grain.MapDataset):
+        pieces = pieces.to_iter_dataset(direct)
+    pieces = gx.FlatMapIterDataset(pieces, _Flatten())
 
     def shuffled(dataset):
         if not window:

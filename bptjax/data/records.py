@@ -1,8 +1,11 @@
 """Records as examples: which are too long, without a label, or bad, and what happens to them."""
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
+
+import grain
 
 from bptjax.data.concat import Example, is_masked
 from bptjax.data.files import Document, Location, location
@@ -99,6 +102,11 @@ class Records(Sequence[list[Example]]):
     def __len__(self) -> int:
         return len(self.documents)
 
+    @property
+    def total(self) -> int | None:
+        """Number of records, if it is known."""
+        return len(self)
+
     def __getitem__(self, index: int) -> list[Example]:
         return self.inspect(index).examples
 
@@ -107,17 +115,35 @@ class Records(Sequence[list[Example]]):
         documents = self.documents
         return self.reader(lambda: documents[index], location(documents, index))
 
-    def each(self) -> Iterator[tuple[Location, Record]]:
-        """Reads every record, in order."""
-        for index in range(len(self)):
+    def each(self, shard: int = 0, shards: int = 1) -> Iterator[tuple[Location, Record]]:
+        """Reads every record of a shard, in order."""
+        for index in range(shard, len(self), shards):
             yield location(self.documents, index), self.inspect(index)
 
+    def dataset(self, shard: int, shards: int, *, shuffle: bool, seed: int) -> grain.MapDataset:
+        """Returns the endless lists of examples of one shard, in another order each epoch."""
+        found = grain.MapDataset.source(self)[shard::shards]
+        return (found.shuffle(seed=seed) if shuffle else found).repeat()
 
-def readable(documents: Sequence[Any], bad_records: str) -> Iterator[Any]:
+
+class Readable(Protocol):
+    """Documents that are not at random access."""
+
+    def reads(self) -> Iterator[Callable[[], Document]]: ...
+
+
+def reads(documents: Sequence[Any] | Readable) -> Iterator[Callable[[], Any]]:
+    """Yields a function for each document, which reads it."""
+    if isinstance(documents, Sequence):
+        return (functools.partial(documents.__getitem__, n) for n in range(len(documents)))
+    return documents.reads()
+
+
+def readable(documents: Sequence[Any] | Readable, bad_records: str) -> Iterator[Any]:
     """Yields the documents; with `skip`, without those that cannot be read."""
-    for index in range(len(documents)):
+    for read in reads(documents):
         try:
-            yield documents[index]
+            yield read()
         except ValueError:
             if bad_records != "skip":
                 raise

@@ -1,13 +1,18 @@
 """From a data configuration to training and held-out documents, of one source or several."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
 
 from bptjax.data.config import DataConfig, SourceConfig
 from bptjax.data.files import Document
+from bptjax.data.records import reads
+from bptjax.data.stream import Stream
 from bptjax.data.text import Documents, open_documents, split_documents
 
 
-class Mixture(Documents):
+@dataclass(frozen=True)
+class Mixture:
     """The training documents of several sources.
 
     Attributes:
@@ -16,18 +21,31 @@ class Mixture(Documents):
       weights: of each, of any sum.
     """
 
-    def __init__(
-        self, sources: Sequence[Sequence[Document]], names: list[str], weights: list[float]
-    ):
-        super().__init__(sources)
-        self.names, self.weights = names, weights
+    files: Sequence[Sequence[Document] | Stream]
+    names: list[str]
+    weights: list[float]
+
+    def reads(self) -> Iterator[Callable[[], Document]]:
+        """Yields a function for each document, which reads it."""
+        return chain.from_iterable(reads(each) for each in self.files)
 
 
-def open_split(config: DataConfig) -> tuple[Sequence[Document], Sequence[Document]]:
+Training = Sequence[Document] | Stream | Mixture
+
+
+def count(documents: Training) -> str:
+    """Returns the number of documents, for people."""
+    if isinstance(documents, Mixture):
+        return " + ".join(count(each) for each in documents.files)
+    return "streamed" if isinstance(documents, Stream) else f"{len(documents):,}"
+
+
+def open_split(config: DataConfig) -> tuple[Training, Sequence[Document]]:
     """Opens the (training, held-out) documents; a `Mixture` where there are `data.sources`.
 
     Without `data.eval_path`, `data.eval_fraction` of each source is held out, all evaluated
-    together. Held-out is empty if that is 0.
+    together; of a stream, up to `stream.HELD_OUT` records near the beginning of its files. Held-out
+    is empty if that is 0.
 
     Raises:
       ValueError: no path, or documents that cannot be opened.
@@ -38,10 +56,13 @@ def open_split(config: DataConfig) -> tuple[Sequence[Document], Sequence[Documen
     sources = sources or {"path": SourceConfig(config.path or "")}
     opened = [_open(config, key, source) for key, source in sources.items()]
     if config.eval_path is not None:
-        train, held_out = opened, [_open(config, "eval_path", SourceConfig(config.eval_path))]
+        held = _open(config, "eval_path", SourceConfig(config.eval_path))
+        if isinstance(held, Stream):
+            raise ValueError("data.eval_path: compressed files too large for memory; give a part")
+        train, held_out = opened, [held]
     else:
         split = [split_documents(documents, config.eval_fraction) for documents in opened]
-        train, held_out = map(list, zip(*split, strict=True))
+        train, held_out = [t for t, _ in split], [h for _, h in split]
     if not config.sources:
         return train[0], held_out[0]
     weights = [source.weight for source in config.sources]
@@ -49,7 +70,7 @@ def open_split(config: DataConfig) -> tuple[Sequence[Document], Sequence[Documen
     return Mixture(train, names, weights), Documents(held_out)
 
 
-def _open(config: DataConfig, key: str, source: SourceConfig) -> Documents:
+def _open(config: DataConfig, key: str, source: SourceConfig) -> Documents | Stream:
     try:
         return open_documents(
             source.path,

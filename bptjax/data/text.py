@@ -23,9 +23,11 @@ from bptjax.data.files import (
     location,
     row_groups,
 )
+from bptjax.data.stream import Lines, Stream, decompress
 from bptjax.data.tokenizer import utf8
 
 STDLIB = "python-stdlib"
+MEMORY_BYTES = 2**28
 # Other people's packages, and test material, some of it meant to be unreadable.
 STDLIB_SKIPS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
@@ -77,7 +79,7 @@ def open_documents(
     text_key: str = "text",
     format: str = "text",
     check_first: bool = True,
-) -> Documents:
+) -> Documents | Stream:
     """The documents at `path`, in a fixed order: text files by name, then parquet files by name.
 
     `path` is a file, a glob, a directory (searched at any depth), or `python-stdlib`: the source
@@ -87,8 +89,9 @@ def open_documents(
     between) or `document` (the whole file). Rows hold text in `text_key`, or else token ids in
     `input_ids`, or are chats of a `format` of `chat.FORMATS`; `auto` tells by their fields.
 
-    In memory are two offsets a record, the compressed files that hold many records, and about
-    1 GiB of decoded parquet row groups.
+    Memory holds two offsets per record, up to `MEMORY_BYTES` of decompressed files of records, and
+    about 1 GiB of decoded parquet row groups. If compressed files of records take more than that,
+    the result is a `Stream`, which is read in order.
 
     Raises:
       ValueError: nothing at `path`, an unknown extension, no documents, or, with `check_first`, a
@@ -103,24 +106,35 @@ def open_documents(
     if plain and format in FORMATS:
         raise ValueError(f"{plain[0]}: data.format={format} is read from {', '.join(RECORDS)}")
     read = functools.partial(document, text_key=text_key, format=format)
-    texts = [
-        JsonList(p, read) if extension(p) == ".json" else TextFile(p, sample_by, read)
-        for p in paths
-        if p.suffix != ".parquet"
-    ]
-    groups = row_groups([p for p in paths if p.suffix == ".parquet"], text_key, format)
-    documents = Documents(texts + groups)
-    if not len(documents):
+    files, budget = [], MEMORY_BYTES
+    for p in paths:
+        if p.suffix == ".parquet":
+            continue
+        records = extension(p) == ".jsonl" or sample_by != "document"
+        if extension(p) == ".json":
+            files.append(JsonList(p, read))
+        elif p.suffix not in CODECS or not records:
+            files.append(TextFile(p, sample_by, read))
+        elif (data := decompress(p, budget)) is not None:
+            budget -= len(data)
+            files.append(TextFile(p, sample_by, read, data))
+        else:
+            files.append(Lines(p, sample_by, read))
+    files += row_groups([p for p in paths if p.suffix == ".parquet"], text_key, format)
+    streamed = any(isinstance(file, Lines) for file in files)
+    documents = Stream(tuple(files)) if streamed else Documents(files)
+    if isinstance(documents, Documents) and not len(documents):
         raise ValueError(f"{str(path)!r} holds no documents: its {len(paths)} files are empty")
     if check_first:
-        documents[0]  # A wrong text_key shows here, not at some later step.
+        next(iter(documents))  # A wrong text_key shows here, not at some later step.
     return documents
 
 
 def split_documents(
-    documents: Sequence[Document], eval_fraction: float
-) -> tuple[Sequence[Document], Sequence[Document]]:
-    """(training, held-out): whole documents spread evenly over the order are held out.
+    documents: Sequence[Document] | Stream, eval_fraction: float
+) -> tuple[Sequence[Document] | Stream, Sequence[Document]]:
+    """(training, held-out): whole documents spread evenly over the order are held out; of a stream,
+    see `Stream.split`.
 
     Of a single document the tail is held out, counted in characters (token ids: in tokens).
     """
@@ -128,6 +142,8 @@ def split_documents(
         raise ValueError(f"eval_fraction={eval_fraction}; use a fraction from 0 to below 1")
     if eval_fraction == 0:
         return documents, []
+    if isinstance(documents, Stream):
+        return documents.split(eval_fraction)
     if len(documents) == 1:
         whole = documents[0]
         if isinstance(whole, Chat):

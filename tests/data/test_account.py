@@ -119,8 +119,8 @@ def test_the_rest_is_checked_on_a_thread(file, tmp_path):
 
 def test_sources_are_read_in_turn():
     reader = RecordReader(lambda document: [], T)
-    own = {name: Records(["text"] * count, reader) for name, count in (("a", 50), ("b", 10))}
-    found = DataCheck(own, Records([], reader), DataConfig())
+    own = [Records(["text"] * count, reader) for count in (50, 10)]
+    found = DataCheck("ab", own, Records([], reader), DataConfig())
     for _ in range(12):
         next(found._rest)
     assert [account.records for account in found.accounts] == [6, 6]

@@ -122,7 +122,10 @@ def test_sources_have_keys_of_their_own(tmp_path):
         eval_fraction=0.5,
     )
     train, held_out = open_split(own)
-    assert (list(train), list(held_out)) == (["x1", "y1"], ["x2", "y2"])
+    assert ([list(each) for each in train.files], list(held_out)) == (
+        [["x1"], ["y1"]],
+        ["x2", "y2"],
+    )
     assert train.names == [str(tmp_path / "a.jsonl"), str(tmp_path / "b.txt")]
     evaluated = list(eval_loader([np.arange(9)], TOKENIZER, own, seq_len=8, rows=1))
     assert len(evaluated) == 1

@@ -1,0 +1,250 @@
+"""Compressed files too large for memory: read in order, shuffled in a window, resumed by offset."""
+
+import functools
+import io
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import grain
+import numpy as np
+import pyarrow as pa
+from grain import experimental as gx
+
+from bptjax.data.files import CODECS, Document, Location, extension, location, parse
+from bptjax.data.records import Record, RecordReader, Records
+
+# Held-out records of a stream, which are read at the start and stay in memory.
+HELD_OUT = 512
+# Records shuffled at a time: of about this many bytes together, by the size of the first of them.
+WINDOW_BYTES, WINDOW_SAMPLE = 2**26, 256
+BLOCK = 2**22
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A record that is read when asked for.
+
+    Attributes:
+      number: in its file, from 0.
+      after: where the next record of the file is read from.
+    """
+
+    where: Location
+    number: int
+    read: Callable[[], Document]
+    after: tuple[int, int]
+
+
+def decompress(path: Path, limit: int) -> bytes | None:
+    """Returns the content of a compressed file, or None if it exceeds `limit` bytes.
+
+    Raises:
+      ValueError: the file cannot be decompressed.
+    """
+    data = bytearray()
+    try:
+        with pa.input_stream(path, compression=CODECS[path.suffix]) as stream:
+            while len(data) <= limit and (block := stream.read(BLOCK)):
+                data += block
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be decompressed ({error})") from error
+    return bytes(data) if len(data) <= limit else None
+
+
+class Lines:
+    """The records of a compressed text file, in order; a place is (byte offset, record number)."""
+
+    def __init__(self, path: Path, sample_by: str, read: Callable[[object, str], Document]):
+        self.path, self.read = path, read
+        self.json = extension(path) == ".jsonl"
+        self.paragraphs = sample_by == "paragraph" and not self.json
+
+    def entries(self, place: Sequence[int]) -> Iterator[Entry]:
+        """Yields the records from `place` on."""
+        try:
+            with pa.input_stream(self.path, compression=CODECS[self.path.suffix]) as stream:
+                left = place[0]
+                while left > 0 and (block := stream.read(min(left, BLOCK))):
+                    left -= len(block)
+                yield from self._entries(io.BufferedReader(stream, BLOCK), *place)
+        except OSError as error:
+            raise ValueError(f"{self.path}: cannot be decompressed ({error})") from error
+
+    def _entries(self, file: Iterator[bytes], offset: int, number: int) -> Iterator[Entry]:
+        lines: list[bytes] = []
+        stop = offset
+        for line in file:
+            blank = line.isspace()
+            if lines and (blank or not self.paragraphs):
+                yield self._entry(lines, offset, stop, number)
+                lines, number = [], number + 1
+            if not blank:
+                offset = stop if not lines else offset
+                lines.append(line)
+            stop += len(line)
+        if lines:
+            yield self._entry(lines, offset, stop, number)
+
+    def _entry(self, lines: list[bytes], start: int, stop: int, number: int) -> Entry:
+        data, where = b"".join(lines), Location(str(self.path), f"record {number + 1}")
+
+        def read() -> Document:
+            text, row = parse(data, str(where), json_lines=self.json, first=not start)
+            return self.read(row, str(where)) if self.json else text.rstrip("\r\n")
+
+        return Entry(where, number, read, (stop, number + 1))
+
+
+@dataclass(frozen=True)
+class Stream:
+    """The records of several files, of which at least one is too large for memory.
+
+    Attributes:
+      every, held: of each file, record `every // 2` and each `every`-th after it is held out,
+        `held` records in all. 0 holds out none.
+    """
+
+    files: tuple[Sequence[Document] | Lines, ...]
+    every: int = 0
+    held: int = 0
+
+    def entries(self, file: int, place: Sequence[int] = (0, 0)) -> Iterator[Entry]:
+        """Yields the records of a file from `place` on, held-out ones too."""
+        own = self.files[file]
+        if isinstance(own, Lines):
+            yield from own.entries(place)
+            return
+        for number in range(place[0], len(own)):
+            read = functools.partial(own.__getitem__, number)
+            yield Entry(location(own, number), number, read, (number + 1, 0))
+
+    def is_held_out(self, number: int) -> bool:
+        """Returns whether a record of this number in its file is held out."""
+        return bool(self.every) and (
+            number % self.every == self.every // 2 and number < self.every * self.held
+        )
+
+    def training(self) -> Iterator[Entry]:
+        """Yields the records to train on, once, in the order of the files."""
+        for file in range(len(self.files)):
+            yield from (e for e in self.entries(file) if not self.is_held_out(e.number))
+
+    def reads(self) -> Iterator[Callable[[], Document]]:
+        """Yields a function for each training record, which reads it."""
+        return (entry.read for entry in self.training())
+
+    def __iter__(self) -> Iterator[Document]:
+        return (read() for read in self.reads())
+
+    def split(self, eval_fraction: float) -> tuple["Stream", "HeldOut"]:
+        """Returns (training, held-out): records spread evenly over the beginning of each file, up
+        to `HELD_OUT` of all files together."""
+        if not 0 < eval_fraction < 1:
+            return self, HeldOut([])
+        own = replace(self, every=max(2, round(1 / eval_fraction)))
+        own = replace(own, held=math.ceil(HELD_OUT / len(self.files)))
+        heads = (islice(own.entries(n), own.every * own.held) for n in range(len(self.files)))
+        return own, HeldOut([e for head in heads for e in head if own.is_held_out(e.number)])
+
+    @property
+    def window(self) -> int:
+        """Records to shuffle at a time."""
+        first = [entry.after[0] for entry in islice(self.entries(0), WINDOW_SAMPLE)]
+        mean = max(1, first[-1] // len(first)) if isinstance(self.files[0], Lines) and first else 1
+        return max(16, min(4096, WINDOW_BYTES // mean))
+
+
+class HeldOut(Sequence[Document]):
+    """Held-out records of a stream."""
+
+    def __init__(self, entries: list[Entry]):
+        self.entries = entries
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __getitem__(self, index: int) -> Document:
+        return self.entries[index].read()
+
+    def location(self, index: int) -> Location:
+        return self.entries[index].where
+
+
+class StreamRecords:
+    """The examples of a stream's training records, in order."""
+
+    def __init__(self, stream: Stream, reader: RecordReader):
+        self.stream, self.reader = stream, reader
+
+    @property
+    def total(self) -> int | None:
+        """Number of records, if it is known."""
+        return None
+
+    def each(self, shard: int = 0, shards: int = 1) -> Iterator[tuple[Location, Record]]:
+        """Reads every record of a shard, in order."""
+        for entry in self.stream.training():
+            if entry.number % shards == shard:
+                yield entry.where, self.reader(entry.read, entry.where)
+
+    def dataset(self, shard: int, shards: int, *, shuffle: bool, seed: int) -> grain.IterDataset:
+        """Returns the endless lists of examples of one shard: files in another order each epoch,
+        records shuffled in a window."""
+        found = _StreamDataset(self.stream, shard, shards, seed if shuffle else None)
+        if shuffle:
+            found = gx.WindowShuffleIterDataset(found, window_size=self.stream.window, seed=seed)
+        return found.map(lambda entry: self.reader(entry.read, entry.where).examples)
+
+
+AnyRecords = Records | StreamRecords
+
+
+class _StreamDataset(grain.IterDataset):
+    def __init__(self, stream: Stream, shard: int, shards: int, seed: int | None):
+        super().__init__()
+        self._arguments = stream, shard, shards, seed
+
+    def __iter__(self) -> grain.DatasetIterator:
+        return _StreamIterator(*self._arguments)
+
+
+class _StreamIterator(grain.DatasetIterator):
+    def __init__(self, stream: Stream, shard: int, shards: int, seed: int | None):
+        super().__init__()
+        self._stream, self._shard, self._shards, self._seed = stream, shard, shards, seed
+        self.set_state({"epoch": 0, "turn": 0, "place": (0, 0)})
+
+    def __next__(self) -> Entry:
+        ends = 0
+        while True:
+            if self._entries is None:
+                file = self._order()[self._turn]
+                self._entries = self._stream.entries(int(file), self._place)
+            for entry in self._entries:
+                self._place = entry.after
+                own = entry.number % self._shards == self._shard
+                if own and not self._stream.is_held_out(entry.number):
+                    return entry
+            self._entries, self._turn, self._place = None, self._turn + 1, (0, 0)
+            if self._turn == len(self._stream.files):
+                self._epoch, self._turn, ends = self._epoch + 1, 0, ends + 1
+                if ends == 2:
+                    raise ValueError("a whole epoch of the data holds no record to train on")
+
+    def _order(self) -> np.ndarray:
+        count = len(self._stream.files)
+        if self._seed is None:
+            return np.arange(count)
+        return np.random.default_rng((self._seed, self._epoch)).permutation(count)
+
+    def get_state(self) -> dict[str, Any]:
+        return {"epoch": self._epoch, "turn": self._turn, "place": tuple(self._place)}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self._epoch, self._turn = state["epoch"], state["turn"]
+        self._place = tuple(state["place"])
+        self._entries: Iterator[Entry] | None = None
