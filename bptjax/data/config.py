@@ -40,8 +40,8 @@ class DataConfig:
     """Training data: files, formats, packing.
 
     Attributes:
-      path: file, directory, glob, or python-stdlib (the source files of this Python); or a list of
-        them, whose documents form one pool.
+      path: file, directory, glob, or python-stdlib (the source files of this Python), or
+        hf://owner/name (parquet files of the hub); or a list of them: one pool of documents.
       sources: several sources in place of path, each with a weight. Each next sequence comes from
         the source that lags its share of tokens most, and holds documents of that source only.
       eval_path: held-out data. If not set, eval_fraction of path is held out.

@@ -16,7 +16,8 @@ from bptjax.data.chat import Chat, read_chat, recognise
 
 Document = str | np.ndarray | Chat
 
-RECORDS = (".jsonl", ".json", ".parquet")
+TABLES = (".parquet", ".arrow")
+RECORDS = (".jsonl", ".json", *TABLES)
 EXTENSIONS = (".txt", ".md", ".py", *RECORDS)
 CODECS = {".gz": "gzip", ".zst": "zstd"}
 PARQUET_CACHE_BYTES = 2**30
@@ -202,6 +203,21 @@ class RowGroup(Sequence[Document]):
         return self.read(row, str(self.location(index)))
 
 
+def record_columns(names: Sequence[str], path: Path, text_key: str, format: str) -> tuple[str, ...]:
+    """Returns which of a table's columns a record is read from.
+
+    Raises:
+      ValueError: none of them.
+    """
+    chat = recognise(names, format)
+    text = text_key if text_key in names else "input_ids"
+    wanted = (*chat.fields, *chat.optional) if chat else (text,)
+    columns = tuple(name for name in wanted if name in names)
+    if not columns:
+        document(dict.fromkeys(names), str(path), text_key=text_key, format=format)
+    return columns
+
+
 def row_groups(paths: Sequence[Path], text_key: str, format: str) -> list[RowGroup]:
     """The row groups of parquet files, with one cache of about 1 GiB of decoded groups."""
     found: list[tuple[Path, int, int, tuple[str, ...]]] = []
@@ -212,12 +228,7 @@ def row_groups(paths: Sequence[Path], text_key: str, format: str) -> list[RowGro
         except (OSError, pa.ArrowInvalid) as error:
             raise ValueError(f"{path}: not a parquet file ({error})") from error
         names = metadata.schema.to_arrow_schema().names
-        chat = recognise(names, format)
-        text = text_key if text_key in names else "input_ids"
-        wanted = (*chat.fields, *chat.optional) if chat else (text,)
-        columns = tuple(name for name in wanted if name in names)
-        if not columns:
-            document(dict.fromkeys(names), str(path), text_key=text_key, format=format)
+        columns = record_columns(names, path, text_key, format)
         for group in range(metadata.num_row_groups):
             largest = max(largest, metadata.row_group(group).total_byte_size)
             found.append((path, group, metadata.row_group(group).num_rows, columns))

@@ -10,10 +10,12 @@ from pathlib import Path
 import numpy as np
 
 from bptjax.data.chat import FORMATS, Chat
+from bptjax.data.datasets import HUB, arrow_batches, download, saved_files
 from bptjax.data.files import (
     CODECS,
     EXTENSIONS,
     RECORDS,
+    TABLES,
     Document,
     JsonList,
     Location,
@@ -80,14 +82,16 @@ def open_documents(
     format: str = "text",
     check_first: bool = True,
 ) -> Documents | Stream:
-    """The documents at `path`, in a fixed order: text files by name, then parquet files by name.
+    """The documents at `path`, in a fixed order: text files by name, then parquet files
+    and Arrow files.
 
     `path` is a file, a glob, a directory (searched at any depth), or `python-stdlib`: the source
-    files of this Python's own library; or a list of these. Formats: `.txt`, `.md`, `.py`, `.jsonl`,
-    `.json` (a list of records; not sought in directories), each also `.gz` or `.zst`, and
-    `.parquet`. `sample_by` divides plain text: one document per `line`, `paragraph` (blank lines
-    between) or `document` (the whole file). Rows hold text in `text_key`, or else token ids in
-    `input_ids`, or are chats of a `format` of `chat.FORMATS`; `auto` tells by their fields.
+    files of this Python's own library; or `hf://owner/name`, see `datasets.download`; or a list of
+    these. Formats: `.txt`, `.md`, `.py`, `.jsonl`, `.json` (a list of records; not sought in
+    directories), each also `.gz` or `.zst`; `.parquet`, `.arrow`. `sample_by` divides plain text:
+    one document per `line`, `paragraph` (blank lines between) or `document` (the whole file). Rows
+    hold text in `text_key`, or else token ids in `input_ids`, or are chats of a `format` of
+    `chat.FORMATS`; `auto` tells by their fields.
 
     Memory holds two offsets per record, up to `MEMORY_BYTES` of decompressed files of records, and
     about 1 GiB of decoded parquet row groups. If compressed files of records take more than that,
@@ -108,7 +112,7 @@ def open_documents(
     read = functools.partial(document, text_key=text_key, format=format)
     files, budget = [], MEMORY_BYTES
     for p in paths:
-        if p.suffix == ".parquet":
+        if p.suffix in TABLES:
             continue
         records = extension(p) == ".jsonl" or sample_by != "document"
         if extension(p) == ".json":
@@ -121,6 +125,7 @@ def open_documents(
         else:
             files.append(Lines(p, sample_by, read))
     files += row_groups([p for p in paths if p.suffix == ".parquet"], text_key, format)
+    files += arrow_batches([p for p in paths if p.suffix == ".arrow"], text_key, format)
     streamed = any(isinstance(file, Lines) for file in files)
     documents = Stream(tuple(files)) if streamed else Documents(files)
     if isinstance(documents, Documents) and not len(documents):
@@ -184,6 +189,9 @@ def _paths(path: str | Path) -> list[Path]:
     searched = [name for name in EXTENSIONS if name != ".json"]
     if root.is_dir():
         found = [p for p in root.rglob("*") if p.is_file() and extension(p) in searched]
+        found = saved_files(root, found)
+    elif str(path).startswith(HUB):
+        found = download(str(path))
     else:
         found = [root] if root.exists() else map(Path, glob.glob(str(root), recursive=True))
         found = [p for p in found if p.is_file()]
@@ -198,7 +206,7 @@ def _paths(path: str | Path) -> list[Path]:
             f"{str(path)!r}: no such file; give a file, directory or glob ({known}), or {STDLIB}"
         )
     for p in found:
-        if extension(p) not in EXTENSIONS or p.suffix in CODECS and extension(p) == ".parquet":
+        if extension(p) not in EXTENSIONS or p.suffix in CODECS and extension(p) in TABLES:
             raise ValueError(f"{p}: unknown extension {''.join(p.suffixes)!r}; known are {known}")
     return sorted(found)
 

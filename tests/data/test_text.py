@@ -132,7 +132,7 @@ def test_bad_sources(tmp_path):
     with pytest.raises(ValueError, match="sample_by='word'"):
         open_documents(tmp_path, sample_by="word")
     write(tmp_path / "described" / "records.json", "[]")
-    with pytest.raises(ValueError, match=r"no file of .*parquet; .json .*described/\*\.json$"):
+    with pytest.raises(ValueError, match=r"no file of .*arrow; .json .*described/\*\.json$"):
         open_documents(tmp_path / "described")
 
 
