@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 import re
 from argparse import SUPPRESS
 from collections.abc import Container, Sequence
@@ -114,6 +115,17 @@ class Config:
     def __post_init__(self):
         check_seed("seed", self.seed)
         check_seed("data.seed", self.data.seed)
+        if os.path.expanduser(self.run_dir).startswith("~"):
+            raise ValueError(f"run_dir={self.run_dir}: there is no such user; give the full path")
+        train = self.train
+        sequences = train.per_device_train_batch_size * train.gradient_accumulation_steps
+        # Positions are int32, and every process holds its batch in memory.
+        if sequences * train.seq_len >= 2**31:
+            raise ValueError(
+                f"train.per_device_train_batch_size={train.per_device_train_batch_size} × "
+                f"gradient_accumulation_steps={train.gradient_accumulation_steps} × "
+                f"seq_len={train.seq_len}: must be less than 2^31 tokens"
+            )
         save, fused = set(self.memory.save), self.memory.schedule == "fused"
         if fused and (hidden := save - {"key", "value"}):
             raise ValueError(f"memory.save={', '.join(sorted(hidden))} needs memory.schedule=split")
@@ -218,7 +230,7 @@ def _config_first(argv: list[str]) -> list[str]:
         else:
             rest.append(token)
     for file in files:
-        _check_repeated(Path(file).expanduser())
+        _check_repeated(Path(os.path.expanduser(file)))
     return [f"--config={file}" for file in files] + rest
 
 

@@ -3,6 +3,7 @@ retrieval of a pass key by depth and length; as tables, rows and plots.
 """
 
 import json
+import os
 import re
 import sys
 from argparse import Namespace
@@ -237,7 +238,7 @@ def trained_length(name: str, model: Decoder) -> int | None:
     """Returns the tokens per sequence of a run, or the positions that a checkpoint is made for."""
     import yaml
 
-    file = Path(name).expanduser() / RUN_CONFIG
+    file = Path(os.path.expanduser(name)) / RUN_CONFIG
     if file.exists():
         return yaml.safe_load(file.read_text())["train"]["seq_len"]
     return model.config.max_positions

@@ -1,5 +1,6 @@
 """A config made ready to run: everything checked before anything is written."""
 
+import os
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, islice
@@ -68,7 +69,7 @@ class Run:
 
     @property
     def directory(self) -> Path:
-        return Path(self.config.run_dir).expanduser()
+        return Path(os.path.expanduser(self.config.run_dir))
 
     @cached_property
     def base(self) -> str | None:

@@ -3,6 +3,7 @@
 import bisect
 import functools
 import glob
+import os
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
@@ -184,7 +185,7 @@ def _entropy(counts: np.ndarray) -> float:
 def _paths(path: str | Path) -> list[Path]:
     if str(path) == STDLIB:
         return _stdlib_paths()
-    root = Path(path).expanduser()
+    root = Path(os.path.expanduser(path))
     # A .json file in a directory usually describes the data or a model, so it must be named.
     searched = [name for name in EXTENSIONS if name != ".json"]
     if root.is_dir():

@@ -235,7 +235,7 @@ def load_tokenizer(directory: str | Path, limit: int | None = None) -> Tokenizer
     """The tokeniser that `save` wrote, or a Hugging Face one, of a model with `limit` tokens. Never
     looks on a network.
     """
-    directory = Path(directory).expanduser()
+    directory = Path(os.path.expanduser(directory))
     if not directory.is_dir():
         raise ValueError(
             f"data.tokenizer={str(directory)!r} is no directory; use byte, char, or a local "

@@ -1,6 +1,7 @@
 """A model on disk, whatever wrote it: a Hugging Face directory, a converted one, or a run."""
 
 import logging
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -187,7 +188,7 @@ def find(name: str) -> Path:
     Raises:
       ValueError: there is neither.
     """
-    directory = Path(name).expanduser()
+    directory = Path(os.path.expanduser(name))
     if directory.is_dir():
         return directory
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or directory.exists():

@@ -11,6 +11,9 @@ import jax
 
 from bptjax.ops.arguments import check_softcap
 
+# Several times the largest models there are.
+MOST_PARAMETERS = 10**13
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -133,6 +136,8 @@ class ModelConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"model.{name}={value} is not positive")
+            if value is not None and value >= 2**31:
+                raise ValueError(f"model.{name}={value}: must be less than 2^31")
         for name in ("attention_softcap", "logits_softcap"):
             check_softcap(getattr(self, name), f"model.{name}")
         if self.num_heads % self.K:
@@ -164,6 +169,17 @@ class ModelConfig:
         for name in ("embedding_dropout", "attention_dropout", "residual_dropout"):
             if not 0.0 <= (getattr(self, name) or 0.0) < 1.0:
                 raise ValueError(f"model.{name}={getattr(self, name)} is not in [0, 1)")
+
+        # A typing error would otherwise show after minutes, when memory runs out.
+        heads = 2 * (self.num_heads + self.K) * self.H
+        parameters = self.num_layers * self.hidden_size * (2 * self.F + heads)
+        parameters += (self.vocab_size or 0) * self.E
+        if parameters > MOST_PARAMETERS:
+            raise ValueError(
+                f"model.num_layers={self.num_layers}, hidden_size={self.hidden_size}, "
+                f"intermediate_size={self.F}, vocab_size={self.vocab_size}: must have at most "
+                f"{MOST_PARAMETERS:.0e} parameters, not {parameters:.0e}"
+            )
 
     def __hash__(self):
         # A dict and a list are not hashable; modules hold their config as static data.
