@@ -17,7 +17,9 @@ from bptjax.cli import launch
 from bptjax.config import FILE as RUN_CONFIG
 from bptjax.data.tokenizer import Tokenizer, load_tokenizer
 from bptjax.hf.adapter_export import export_adapter, open_adapter, remedy_for_peft
-from bptjax.hf.config import exported, from_scratch, is_bare, read_json
+from bptjax.hf.config import is_bare, read_json
+from bptjax.hf.config_export import exported
+from bptjax.hf.from_scratch import from_scratch
 from bptjax.hf.io import Writer, copy_companions, write_hf
 from bptjax.hf.output import whole
 from bptjax.hf.place import resized
@@ -69,7 +71,7 @@ def to_hf(source: str, out: Path, *, dtype: str | None, max_shard_size: str) -> 
         raise ValueError(f"{source} is an adapter: merge-adapter or export-adapter takes it")
     if model.companions == find(source):
         raise ValueError(f"{source} is a Hugging Face checkpoint already")
-    _write(model, source, out, model.read, dtype, max_shard_size)
+    write(model, source, out, model.read, dtype, max_shard_size)
     return model
 
 
@@ -81,7 +83,7 @@ def merge_adapter(source: str, out: Path, *, dtype: str | None, max_shard_size: 
       ValueError: what is wrong with it, in one line; nothing is left of `out`.
     """
     model = open_adapter(source)
-    _write(model, source, out, _merging(model), dtype, max_shard_size)
+    write(model, source, out, _merging(model), dtype, max_shard_size)
     return model
 
 
@@ -115,7 +117,7 @@ def _tokenizer(source: str, model: Pretrained) -> Tokenizer | None:
     return load_tokenizer(find(source)) if own else None
 
 
-def _write(
+def write(
     model: Pretrained,
     source: str,
     out: Path,
@@ -123,6 +125,9 @@ def _write(
     dtype: str | None,
     max_shard_size: str,
 ) -> None:
+    """Writes the model in `out` as Hugging Face reads it, with the tokenizer of `source`; `read`
+    gives its parameters by path and layer.
+    """
     own = {kind for kind, _ in model.kinds.values()}
     name = dtype or max(own, key=lambda kind: jnp.dtype(kind).itemsize)
     if model.companions is None:
@@ -143,6 +148,8 @@ def _write(
             for file in (file for name in TOKENIZER for file in directory.glob(name)):
                 file.unlink()
             tokenizer.save(directory)
+        if model.read_as is None or model.config.max_positions != model.read_as.max_positions:
+            _raise_model_max_length(directory, model.config.max_positions or 0)
         (directory / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
         write_hf(
             directory,
@@ -153,6 +160,15 @@ def _write(
             family.prefix if is_bare(raw) else "",
             max_shard_size,
         )
+
+
+def _raise_model_max_length(directory: Path, length: int) -> None:
+    """Lets the directory's tokenizer, if there is one, take as many tokens as the model."""
+    file = directory / "tokenizer_config.json"
+    config = read_json(file) if file.exists() else {}
+    if config.get("model_max_length", length) < length:
+        config["model_max_length"] = length
+        file.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
 
 
 def difference(hf: Path, model: Pretrained) -> tuple[list[float], float]:

@@ -31,7 +31,7 @@ from bptjax.evaluate_report import (
     plot_passkey,
     plot_perplexity,
 )
-from bptjax.generate import continuations, load
+from bptjax.generate import continuations, load, warn_of_length
 from bptjax.generation import Sampling
 from bptjax.models.config import Execution
 from bptjax.models.decoder import Decoder
@@ -187,6 +187,9 @@ def run(args: Namespace) -> int:
     documents = open_documents(args.data) if args.data else None
     model, tokenizer, dtype = load(
         args.model, tokenizer=args.tokenizer, device=args.device, dtype=args.dtype
+    )
+    warn_of_length(
+        model.config, max([args.length] * bool(args.data) + args.passkey_lengths, default=0)
     )
     for length in args.passkey_lengths:
         # Refuse a length that is too short before anything is evaluated.

@@ -46,6 +46,16 @@ def load(name: str, *, tokenizer: str | None, device: str, dtype: str | None):
     return model.load(jax.sharding.SingleDeviceSharding(first), kind), text, kind
 
 
+def warn_of_length(config: ModelConfig, length: int) -> None:
+    """Prints one line on stderr if text of `length` tokens goes beyond the model's positions."""
+    if config.exceeds_positions(length):
+        print(
+            f"warning: {length:,} tokens are beyond the {config.max_positions:,} positions that "
+            "the model was made for; expect worse text there",
+            file=sys.stderr,
+        )
+
+
 def tokenizer_of(name: str, model: Pretrained) -> Path:
     """The directory of a checkpoint's tokenizer: a run's own, or what the model came with."""
     here = find(name)
@@ -108,10 +118,12 @@ def run(args: Namespace) -> int:
         args.model, tokenizer=args.tokenizer, device=args.device, dtype=args.dtype
     )
     encode = tokenizer.encode_chat if args.chat else tokenizer.encode_prompt
+    prompts = [encode(text) for text in texts]
+    warn_of_length(model.config, max(map(len, prompts)) + args.max_new_tokens)
     stream = continuations(
         model,
         tokenizer,
-        [encode(text) for text in texts],
+        prompts,
         stop_strings=args.stop,
         new_tokens=args.max_new_tokens,
         sampling=sampling,

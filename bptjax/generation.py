@@ -147,8 +147,8 @@ def _turning_point(config: Any) -> float:
     """
     lengths = [
         p.get("original_max_position_embeddings") or config.max_positions
-        for p in config.ropes
-        if config.position == "rope" and p.get("rope_type") == "longrope"
+        for p, kind in zip(config.ropes, config.rope_types, strict=False)
+        if kind == "longrope"
     ]
     return min(lengths, default=float("inf"))
 

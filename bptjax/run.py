@@ -18,10 +18,13 @@ from bptjax.data.loader import data_check, eval_loader, train_loader
 from bptjax.data.records import readable
 from bptjax.data.sources import count, open_split
 from bptjax.data.tokenizer import Tokenizer, add_tokens, make_tokenizer
+from bptjax.hf.config import read_json
+from bptjax.hf.config_export import exported
+from bptjax.hf.from_scratch import family_of
 from bptjax.hf.io import copy_companions
-from bptjax.hf.pretrained import COMPANIONS, open_pretrained
+from bptjax.hf.pretrained import COMPANIONS, Pretrained, open_pretrained
 from bptjax.lora import AdapterConfig
-from bptjax.models.config import EncoderConfig
+from bptjax.models.config import EncoderConfig, ModelConfig
 from bptjax.models.layers import rotary
 from bptjax.parallel.mesh import ParallelConfig, make_mesh, select_devices
 from bptjax.parallel.processes import agreed, join, same, watched
@@ -169,8 +172,7 @@ def _checked(config: Config, devices: list[jax.Device]) -> Run:
             f"train.seq_len={config.train.seq_len} is more than "
             f"model.max_positions={model.max_positions}; set model.max_positions to extend them"
         )
-    if model.position == "rope":
-        rotary(model, 0, None)  # Refuses scalings that cannot be.
+    check_model(model, pretrained)
     config.memory.check(model)
     task = Task(config, model, mesh, pretrained)
     _check_adapter(config, task)
@@ -197,14 +199,19 @@ def _checked(config: Config, devices: list[jax.Device]) -> Run:
         known = [token for token in model.add_tokens if token not in added]
         text = f"model.add_tokens: {len(added)} new, the vocabulary has {tokenizer.vocab_size}"
         notes.append(text + (f"; in it already: {', '.join(map(repr, known))}" if known else ""))
-    if pretrained:
+    if not pretrained:
+        try:
+            family_of(model)
+        except ValueError as error:
+            notes.append(f"this model cannot be exported to Hugging Face's format: {error}")
+    else:
         notes.append(f"model: from {config.model.name_or_path}")
         notes += [pretrained.left_out] * bool(pretrained.left_out)
-        reach = model.max_positions
-        if model.position == "rope" and reach and config.train.seq_len > reach:
+        if model.exceeds_positions(config.train.seq_len):
             notes.append(
-                f"train.seq_len={config.train.seq_len} is beyond the {reach} positions of the "
-                "checkpoint; model.rope_parameters scales them, model.max_positions records it"
+                f"train.seq_len={config.train.seq_len} is beyond the model's {model.max_positions} "
+                "positions; scale them by model.rope_parameters, and set model.max_positions to "
+                "record the new length"
             )
     check = data_check(train, held_out, tokenizer, config.data, seq_len=config.train.seq_len)
     run = Run(config, task, tokenizer, held_out, batches, check, notes)
@@ -227,6 +234,18 @@ def say(line: str) -> None:
     """Prints a line at once, in the first process: the log does not exist before all is checked."""
     if jax.process_index() == 0:
         print(line, flush=True)
+
+
+def check_model(model: ModelConfig, pretrained: Pretrained | None) -> None:
+    """Checks rotary positions before a run starts.
+
+    Raises:
+      ValueError: a scaling that cannot be, or one that transformers could not read from an export.
+    """
+    if model.position == "rope":
+        rotary(model, 0, None)
+    if pretrained and pretrained.companions and pretrained.read_as:
+        exported(read_json(pretrained.companions / "config.json"), pretrained.read_as, model)
 
 
 def _check_adapter(config: Config, task: Task) -> None:

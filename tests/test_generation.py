@@ -243,6 +243,20 @@ def test_command_line(run_directory, capsys):
     assert said.startswith(f"== the cat \n{text}") and "== on\n" in said
 
 
+def test_text_beyond_the_positions_of_the_model_is_told(run_directory, tmp_path, capsys):
+    from bptjax import evaluate
+
+    base = ["--model", str(run_directory), "--device", "cpu"]
+    for new, told in ((39, ""), (40, "warning: 49 tokens are beyond the 48 positions")):
+        assert command.main([*base, "--prompt", "the cat ", "--max-new-tokens", str(new)]) == 0
+        error = capsys.readouterr().err
+        assert error.startswith(told) and error.count("\n") == bool(told)
+    text = ["--data", str(run_directory.parent / "text.txt"), "--buckets", "2"]
+    assert evaluate.main([*base, *text, "--length", "49", "--out", str(tmp_path / "out")]) == 0
+    error = capsys.readouterr().err
+    assert "49 tokens are beyond the 48 positions" in error and error.count("\n") == 1
+
+
 def test_a_run_from_scratch_is_exported_with_its_tokenizer(run_directory, tmp_path, capsys):
     from bptjax import convert
 

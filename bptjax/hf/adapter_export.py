@@ -5,7 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from bptjax.data.tokenizer import add_tokens, load_tokenizer
-from bptjax.hf.config import changes, exported, read_json
+from bptjax.hf.config import changes, read_json
+from bptjax.hf.config_export import exported
 from bptjax.hf.output import whole
 from bptjax.hf.peft import BASE_CONFIG, write_peft
 from bptjax.hf.pretrained import Pretrained, find, open_pretrained
@@ -46,7 +47,7 @@ def write_adapter(model: Pretrained, directory: Path) -> None:
         raw = read_json(model.companions / "config.json")
         # Without added tokens: transformers reads the base's embeddings with this config.
         config = replace(model.config, vocab_size=model.read_as.vocab_size)
-        raw = exported(raw, model.read_as, config, raw.get("torch_dtype", raw.get("dtype")))
+        raw = exported(raw, model.read_as, config)
         (directory / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
 
 

@@ -1,13 +1,14 @@
-"""A Hugging Face config.json as a ModelConfig, and back with what changed."""
+"""A Hugging Face config.json as a ModelConfig, with what a training config sets beside it."""
 
 import json
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from bptjax.data.tokenizer import transformers
 from bptjax.hf.families import FAMILIES, Family
 from bptjax.models.config import ModelConfig
+from bptjax.ops.position import LONG
 
 # Keys of every config that change no result.
 NEUTRAL = {
@@ -96,93 +97,65 @@ def merge(pretrained: ModelConfig, wanted: ModelConfig) -> ModelConfig:
             raise ValueError(
                 f"model.rope_parameters: {wanted.name_or_path} has position={pretrained.position}"
             )
-        changes["rope_parameters"] = _merge_rope(pretrained, changes["rope_parameters"])
-    return replace(pretrained, **changes)
+        reach = changes.get("max_positions", pretrained.max_positions)
+        changes["rope_parameters"] = _merge_rope(pretrained, changes["rope_parameters"], reach)
+    merged = replace(pretrained, **changes)
+    if merged.max_positions != pretrained.max_positions and "dynamic" in merged.rope_types:
+        raise ValueError(
+            f"model.max_positions={merged.max_positions}: must stay {pretrained.max_positions} "
+            "with rope_type=dynamic, which scales whatever reaches beyond it; leave it out"
+        )
+    return merged
 
 
-def _merge_rope(pretrained: ModelConfig, wanted: dict[str, Any]) -> dict[str, Any]:
+def _merge_rope(pretrained: ModelConfig, wanted: dict, max_positions: int) -> dict[str, Any]:
     """The wanted scaling on the checkpoint's base. Where layer types have their own and the wanted
     one names none, it is that of full attention, which reads far.
     """
-    old = pretrained.rope_parameters
+    old, trained = pretrained.rope_parameters, pretrained.max_positions
     if isinstance(old.get("full_attention"), dict):
         if not any(isinstance(value, dict) for value in wanted.values()):
             wanted = {"full_attention": wanted}
         unknown = wanted.keys() - old.keys()
         if unknown:
             raise ValueError(f"model.rope_parameters: no layer of type {sorted(unknown)}")
-        return old | {t: _scale(old[t], p, pretrained) for t, p in wanted.items()}
-    return _scale(old, wanted, pretrained)
+        each = {t: complete_rope(old[t], p, trained, max_positions) for t, p in wanted.items()}
+        return old | each
+    return complete_rope(old, wanted, trained, max_positions)
 
 
-def _scale(old: dict, wanted: dict, pretrained: ModelConfig) -> dict[str, Any]:
-    kept = {k: old[k] for k in ("rope_theta", "partial_rotary_factor") if k in old}
-    kind = wanted.get("rope_type", wanted.get("type", old.get("rope_type", "default")))
-    if kind == old.get("rope_type", "default"):
-        kept = old
-    elif kind in ("yarn", "llama3", "longrope"):
-        known = old.get("original_max_position_embeddings", pretrained.max_positions)
-        kept |= {"original_max_position_embeddings": known}
-    return kept | wanted | {"rope_type": kind}
+def complete_rope(
+    old: dict, wanted: dict, trained: int | None, max_positions: int | None
+) -> dict[str, Any]:
+    """Returns the wanted rotary parameters, with all that they leave to the checkpoint filled in:
+    its `old` ones, and the `trained` length. A run and its export then do not depend on how a
+    reader fills the gaps.
 
-
-def exported(raw: dict[str, Any], read: ModelConfig, now: ModelConfig, dtype: str) -> dict:
-    """The config.json of the checkpoint that was read, with what has changed since; unknown keys
-    stay.
+    Raises:
+      ValueError: a factor can be neither found nor derived.
     """
-    new = dict(raw)
-    if now.rope_parameters != read.rope_parameters:
-        new = {k: v for k, v in new.items() if k not in ("rope_scaling", "rope_theta")}
-        new["rope_parameters"] = now.rope_parameters
-    if now.max_positions != read.max_positions:
-        new[FAMILIES[raw["model_type"]].positions] = now.max_positions
-    if now.vocab_size != read.vocab_size:
-        new["vocab_size"] = now.vocab_size
-    key = "torch_dtype" if "torch_dtype" in raw else "dtype"
-    return new if raw.get(key) == dtype else new | {key: dtype}
+    kind = wanted.get("rope_type", wanted.get("type", old.get("rope_type", "default")))
+    kept = old
+    if kind != old.get("rope_type", "default"):
+        kept = {k: old[k] for k in ("rope_theta", "partial_rotary_factor") if k in old}
+    new = {k: v for k, v in (kept | wanted).items() if k != "type"} | {"rope_type": kind}
+    (original,) = LONG
+    if kind in ("yarn", "llama3", "longrope") and new.get(original) is None:
+        new[original] = old.get(original, trained)
+    if kind == "yarn" and new.get("factor") is None:
+        if (max_positions or 0) <= new[original]:
+            raise ValueError(
+                "model.rope_parameters: rope_type=yarn needs a factor; set factor, or "
+                f"model.max_positions above the original {new[original]}"
+            )
+        new["factor"] = max_positions / new[original]
+    return new
 
 
 def changes(read: ModelConfig, now: ModelConfig) -> dict[str, Any]:
     """The keys, and their values, that a training config has set beside the checkpoint's."""
     keys = (key for key in FREE if key != "name_or_path")
     return {key: getattr(now, key) for key in keys if getattr(now, key) != getattr(read, key)}
-
-
-def from_scratch(config: ModelConfig) -> tuple[dict[str, Any], Family]:
-    """A config.json for a model that never was a Hugging Face one.
-
-    Raises:
-      ValueError: no family is like it.
-    """
-    raw: dict[str, Any] = dict(
-        architectures=["LlamaForCausalLM"],
-        model_type="llama",
-        vocab_size=config.V,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.F,
-        num_hidden_layers=config.num_layers,
-        num_attention_heads=config.num_heads,
-        num_key_value_heads=config.K,
-        head_dim=config.H,
-        hidden_act=config.activation,
-        max_position_embeddings=config.max_positions or 2048,
-        rms_norm_eps=config.norm_eps,
-        rope_parameters={"rope_type": "default"} | config.rope_parameters,
-        attention_bias=config.qkv_bias,
-        mlp_bias=config.mlp_bias,
-        tie_word_embeddings=config.tied_head,
-    )
-    family = FAMILIES["llama"]
-    keys: dict[str, Any] = {
-        k: v for k, v in raw.items() if k not in ("architectures", "model_type")
-    }
-    read = asdict(ModelConfig(**family.read(transformers().LlamaConfig(**keys))))
-    # Named here, and left to their defaults there.
-    kept = {"num_kv_heads": config.K, "head_dim": config.H, "intermediate_size": config.F}
-    for key, value in (asdict(config) | kept).items():
-        if key not in FREE and value != read[key]:
-            raise ValueError(f"no Hugging Face family has model.{key}={value} with the rest of it")
-    return raw, family
 
 
 def is_bare(raw: dict[str, Any]) -> bool:

@@ -39,6 +39,7 @@ class Family:
       ignored: patterns of names of tensors that are left out, beside `IGNORED`.
       renamed: endings of names in old files, and what they are now.
       positions: the config key that holds their number.
+      rope_names: config keys of rope_theta and partial_rotary_factor in transformers 4.
       config: the class that `read` makes keywords for.
     """
 
@@ -49,6 +50,7 @@ class Family:
     ignored: tuple[str, ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
     positions: str = "max_position_embeddings"
+    rope_names: tuple[str, str] = ("rope_theta", "partial_rotary_factor")
     config: type[ModelConfig] = ModelConfig
 
 
@@ -603,6 +605,7 @@ FAMILIES: dict[str, Family] = {
         prefix="gpt_neox.",
         ignored=(CAUSAL_MASKS.format("attention"),),
         neutral=("is_decoder",),
+        rope_names=("rotary_emb_base", "rotary_pct"),
     ),
     "bloom": Family(
         read_bloom,

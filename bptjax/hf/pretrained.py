@@ -260,12 +260,16 @@ def _open_adapters(directory: Path, wanted: ModelConfig) -> Pretrained | None:
 
 def _open_run(directory: Path, read_as: ModelConfig | None):
     """The model of a run's newest whole checkpoint."""
-    wanted, (checkpoints, step) = _run_config(directory)["model"], _newest(directory)
+    run, (checkpoints, step) = _run_config(directory), _newest(directory)
+    wanted = run["model"]
     saved = checkpoints.kinds(step)
     names = _names(saved)
     kinds = {path: saved[name] for path, name in names.items()}
     if read_as is None:
         config = replace(wanted, vocab_size=kinds["embedding"][1][0])
+        if config.position == "rope" and config.max_positions is None:
+            # Rotary positions are good for the length that they were trained on.
+            config = replace(config, max_positions=run["train"]["seq_len"])
     else:
         config = replace(merge(read_as, wanted), vocab_size=kinds["embedding"][1][0])
 

@@ -223,6 +223,20 @@ class ModelConfig:
         return tuple(self.rope_parameters.get(t or "", self.rope_parameters) for t in self._types)
 
     @property
+    def rope_types(self) -> list[str]:
+        """The rotary scaling of each kind of layer; none without rotary positions."""
+        if self.position != "rope":
+            return []
+        return [p.get("rope_type", p.get("type", "default")) for p in self.ropes]
+
+    def exceeds_positions(self, length: int) -> bool:
+        """Whether text of `length` tokens goes beyond the rotary positions that the model was made
+        for. `dynamic` adapts to any length.
+        """
+        scaled = self.position != "rope" or "dynamic" in self.rope_types
+        return not scaled and length > (self.max_positions or length)
+
+    @property
     def _types(self) -> list[str | None]:
         return [None] if self.layer_types is None else list(dict.fromkeys(self.layer_types))
 

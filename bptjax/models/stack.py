@@ -58,7 +58,7 @@ def run(
       `[L, B, T, D]`, or None.
     """
     lengths = None
-    if any(_rope_type(p) in BY_LENGTH for p in config.ropes):
+    if any(kind in BY_LENGTH for kind in config.rope_types):
         if length is None:
             lengths = document_lengths(positions, mask.segments)
         else:
@@ -120,10 +120,6 @@ def _recall(old, new, layer, held):
         for whole, part in zip(old, new, strict=True)
     )
     return old, *(jax.lax.dynamic_index_in_dim(whole, layer, keepdims=False) for whole in old)
-
-
-def _rope_type(parameters: dict) -> str:
-    return parameters.get("rope_type", parameters.get("type", "default"))
 
 
 def _keys(key: Array | None, number: Array) -> tuple[Array, Array, Array, Array] | None:

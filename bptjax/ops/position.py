@@ -82,6 +82,11 @@ def rope_frequencies(
         return plain / np.float32(p["factor"]), 1.0
     if kind == "dynamic":
         longest = _needed(kind, "max_positions (max_position_embeddings)", max_positions)
+        if p.get(LONG[0], longest) != longest:
+            raise ValueError(
+                f"rope_parameters.{LONG[0]}={p[LONG[0]]}: rope_type=dynamic scales beyond "
+                f"max_positions={longest} and reads no other length; leave it out"
+            )
         return (plain if length is None else _dynamic(plain, longest, length, p)), 1.0
     original = _needed(
         kind, f"rope_parameters.{LONG[0]} or max_positions", p.get(LONG[0], max_positions)

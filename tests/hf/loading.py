@@ -17,7 +17,12 @@ def random_base(directory, raw):
     directory.mkdir()
     raw.architectures = [type(raw).__name__.replace("Config", "ForCausalLM")]
     (directory / "config.json").write_text(raw.to_json_string())
-    family, model = read_config(directory)
+    random_weights(directory, *read_config(directory))
+    return directory
+
+
+def random_weights(directory, family, model):
+    """A file of random weights, for a config of ours."""
     rng = np.random.default_rng(0)
     rows = list(family.rows(model))
     shapes = {
@@ -29,4 +34,3 @@ def random_base(directory, raw):
         return (x + 1.0 * path.endswith("scale")).astype(np.float32)
 
     write_hf(directory, rows, model.num_layers, read, lambda path: "float32", "", "5GB")
-    return directory

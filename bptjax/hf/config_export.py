@@ -1,0 +1,112 @@
+"""What training changed in a config.json, written so that transformers computes the same."""
+
+import json
+import math
+from typing import Any
+
+import numpy as np
+
+from bptjax.data.tokenizer import transformers
+from bptjax.hf.families import FAMILIES
+from bptjax.models.config import ModelConfig
+from bptjax.ops.position import LONG, rope_frequencies
+
+# Keys of rope_parameters that transformers 4 keeps beside its rope_scaling.
+BESIDE = ("rope_theta", "partial_rotary_factor", "rope_type", "type")
+
+
+def exported(
+    raw: dict[str, Any], read: ModelConfig, now: ModelConfig, dtype: str | None = None
+) -> dict[str, Any]:
+    """Returns the config.json `raw`, of architecture `read`, with what has changed since; unknown
+    keys stay.
+
+    Changed rotary positions are written for transformers 5 (rope_parameters) and again for version
+    4 and whatever else reads its keys (rope_theta, rope_scaling).
+
+    Args:
+      dtype: of the tensors; unchanged if left out.
+
+    Raises:
+      ValueError: transformers cannot read the changed rotary positions, or reads other ones.
+    """
+    new, family = dict(raw), FAMILIES[raw["model_type"]]
+    rope, length = now.rope_parameters != read.rope_parameters, now.max_positions
+    if length != read.max_positions:
+        new[family.positions] = length
+    if now.position == "rope" and (rope or length != read.max_positions):
+        # All of it: a key that the file leaves out may follow the number of positions.
+        new |= rope_keys(now, raw["model_type"])
+        new["transformers_version"] = transformers().__version__
+        check_rope(new, now)
+    if now.vocab_size != read.vocab_size:
+        new["vocab_size"] = now.vocab_size
+    key = "torch_dtype" if "torch_dtype" in raw else "dtype"
+    return new if dtype in (None, raw.get(key)) else new | {key: dtype}
+
+
+def rope_keys(config: ModelConfig, model_type: str) -> dict[str, Any]:
+    """Returns a family's config keys of its rotary positions, for transformers 5 and 4."""
+    family, parameters = FAMILIES[model_type], config.rope_parameters
+    theta, partial = family.rope_names
+    # Version 4 has one scaling, which Gemma 3 uses in layers with full attention.
+    full = parameters.get("full_attention", parameters)
+    keys = {"rope_parameters": parameters, theta: full["rope_theta"], "rope_scaling": None}
+    if "sliding_attention" in parameters:
+        keys["rope_local_base_freq"] = parameters["sliding_attention"]["rope_theta"]
+    if "partial_rotary_factor" in full or partial not in BESIDE:
+        keys[partial] = full.get("partial_rotary_factor", 1.0)
+    kind = full.get("rope_type", "default")
+    if kind == "default":
+        return keys
+    scaling = {k: v for k, v in full.items() if k not in BESIDE}
+    if kind == "longrope":
+        # Version 4 reads the original length here, and derives the factor from it alone.
+        (original,) = LONG
+        keys[original] = scaling.setdefault(original, config.max_positions)
+        if "factor" in scaling:
+            scaling["attention_factor"] = _frequencies(config, full)[1]
+    if model_type == "phi3":
+        # Version 4 knows the older name only here, and refuses any fourth key.
+        scaling.pop(LONG[0], None)
+        return keys | {"rope_scaling": {"type": kind} | scaling}
+    return keys | {"rope_scaling": {"rope_type": kind} | scaling}
+
+
+def _frequencies(config: ModelConfig, parameters: dict, length: int | None = None):
+    dim = int(config.H * parameters.get("partial_rotary_factor", 1.0))
+    return rope_frequencies(dim, parameters, max_positions=config.max_positions, length=length)
+
+
+def check_rope(raw: dict[str, Any], config: ModelConfig) -> None:
+    """
+    Raises:
+      ValueError: transformers does not read the config's rotary positions from `raw`.
+    """
+    kind = raw["model_type"]
+    message = f"model.rope_parameters={config.rope_parameters}: a {kind} cannot be exported with it"
+    try:
+        found = transformers().CONFIG_MAPPING[kind].from_dict(json.loads(json.dumps(raw)))
+        back = FAMILIES[kind].config(**FAMILIES[kind].read(found))
+    except Exception as error:
+        # transformers' validators raise classes of their own.
+        text = " ".join(str(error).split())
+        raise ValueError(f"{message}: transformers refuses it: {text}") from error
+    if not same_rope(config, back):
+        raise ValueError(f"{message}: transformers would read {back.rope_parameters}")
+
+
+def same_rope(one: ModelConfig, other: ModelConfig) -> bool:
+    """Whether both rotate alike, on either side of every threshold, and have as many positions."""
+    if one.max_positions != other.max_positions or len(one.ropes) != len(other.ropes):
+        return False
+    edges = {p.get(LONG[0]) or one.max_positions or 1 for p in (*one.ropes, *other.ropes)}
+    lengths = [None, *edges, *(edge + 1 for edge in edges), 8 * (one.max_positions or 1)]
+    for a, b in zip(one.ropes, other.ropes, strict=True):
+        for length in lengths:
+            (f, s), (g, t) = _frequencies(one, a, length), _frequencies(other, b, length)
+            if f.shape != g.shape or not np.allclose(f, g, rtol=1e-6, atol=0):
+                return False
+            if not math.isclose(s, t, rel_tol=1e-6):
+                return False
+    return True

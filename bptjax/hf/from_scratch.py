@@ -1,0 +1,195 @@
+"""A config.json for a model that was trained from scratch."""
+
+import math
+from dataclasses import asdict, replace
+from types import SimpleNamespace
+from typing import Any
+
+from bptjax.data.tokenizer import transformers
+from bptjax.hf.config import FREE, complete_rope
+from bptjax.hf.config_export import check_rope, rope_keys
+from bptjax.hf.families import ACTIVATIONS, FAMILIES, Family
+from bptjax.models.config import ModelConfig
+from bptjax.ops.position import alibi_slopes
+
+# Families that a model trained from scratch may become, the best-known first, and their classes.
+CLASSES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+    "gpt_neox": "GPTNeoXForCausalLM",
+    "bloom": "BloomForCausalLM",
+    "opt": "OPTForCausalLM",
+    "mpt": "MptForCausalLM",
+    "falcon": "FalconForCausalLM",
+}
+# Of each activation, the name that every family accepts.
+HF_NAMES = ("silu", "gelu", "gelu_pytorch_tanh", "quick_gelu", "relu", "relu2")
+
+
+def from_scratch(config: ModelConfig) -> tuple[dict[str, Any], Family]:
+    """Returns a config.json, and its family, for a model that never was a Hugging Face one.
+
+    Raises:
+      ValueError: no family is like it.
+    """
+    kind, config = family_of(config), _complete(config)
+    keys, made = _keys(config, kind), transformers().CONFIG_MAPPING[kind]
+    known = made().to_dict().keys() | made.attribute_map.values()
+    if config.position == "rope":
+        known |= rope_keys(config, kind).keys()
+    raw = {k: v for k, v in keys.items() if k in known}
+    raw |= dict(architectures=[CLASSES[kind]], model_type=kind)
+    raw["transformers_version"] = transformers().__version__
+    if config.position == "rope":
+        check_rope(raw, replace(config, max_positions=keys["max_position_embeddings"]))
+    return raw, FAMILIES[kind]
+
+
+def family_of(config: ModelConfig) -> str:
+    """Returns the model_type of the first family that computes what `config` does.
+
+    Raises:
+      ValueError: there is none; the message names what stands in the way.
+    """
+    config = _complete(config)
+    wanted, nearest = _computed(config), None
+    for kind in CLASSES:
+        try:
+            read = FAMILIES[kind].read(_namespace(_keys(config, kind)))
+            got = _computed(ModelConfig(**read))
+        except ValueError:
+            continue
+        others = [key for key, value in wanted.items() if not _same(value, got.get(key))]
+        if not others:
+            return kind
+        if nearest is None or len(others) < len(nearest[1]):
+            nearest = kind, others
+    assert nearest is not None
+    differing = ", ".join(f"model.{key}={getattr(config, key)}" for key in nearest[1])
+    raise ValueError(f"no Hugging Face family has {differing} with the rest of it")
+
+
+def _same(a: Any, b: Any) -> bool:
+    numbers = isinstance(a, float) and isinstance(b, float)
+    return math.isclose(a, b, rel_tol=1e-6) if numbers else a == b
+
+
+def _computed(config: ModelConfig) -> dict[str, Any]:
+    """Returns what tells two architectures apart, defaults written out."""
+    values = {k: v for k, v in asdict(config).items() if k not in FREE}
+    for key in ("layer_types", "position_offset", "alibi_scale", "alibi_interleaved"):
+        del values[key]
+    values |= dict(
+        intermediate_size=config.F,
+        num_kv_heads=config.K,
+        head_dim=config.H,
+        embedding_size=config.E,
+        window=[config.windows[kind] for kind in config.kinds],
+        attention_scale=config.H**-0.5
+        if config.attention_scale is None
+        else config.attention_scale,
+    )
+    if config.position == "rope":
+        values["rope_parameters"] = [config.ropes[kind] for kind in config.kinds]
+    if config.position == "learned":
+        values["position_offset"] = config.position_offset
+    if config.position == "alibi":
+        slopes = alibi_slopes(config.num_heads, interleaved=config.alibi_interleaved)
+        values["alibi_interleaved"] = (config.alibi_scale * slopes).tolist()
+    return values
+
+
+def _attention_scale(config: ModelConfig) -> float:
+    return config.H**-0.5 if config.attention_scale is None else config.attention_scale
+
+
+def _namespace(keys: dict[str, Any]) -> SimpleNamespace:
+    attention = SimpleNamespace(**keys["attn_config"])
+    return SimpleNamespace(**keys | {"attn_config": attention})
+
+
+def _keys(config: ModelConfig, kind: str) -> dict[str, Any]:
+    """Returns the architecture under every name that a family's config may have for it."""
+    c, D, L, N, K = config, config.hidden_size, config.num_layers, config.num_heads, config.K
+    act = next(name for name in HF_NAMES if ACTIVATIONS[name] == c.activation)
+    positions, parallel = c.max_positions or 2048, c.residual != "sequential"
+    attention, residual = c.attention_dropout or 0.0, c.residual_dropout or 0.0
+    types = c.layer_types or ["sliding_attention" if c.window else "full_attention"] * L
+    keys = dict(
+        vocab_size=c.V,
+        **dict.fromkeys(("hidden_size", "n_embd", "d_model"), D),
+        **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers"), L),
+        **dict.fromkeys(("num_attention_heads", "n_head", "n_heads"), N),
+        **dict.fromkeys(("num_key_value_heads", "num_kv_heads"), K),
+        **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"), c.F),
+        head_dim=c.H,
+        **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len"), positions),
+        **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"), c.norm_eps),
+        **dict.fromkeys(("hidden_act", "hidden_activation", "activation_function"), act),
+        activation=act,
+        **dict.fromkeys(("attention_bias", "bias", "enable_bias"), c.qkv_bias),
+        mlp_bias=c.mlp_bias,
+        tie_word_embeddings=c.tied_head,
+        # Their defaults may lie outside of the vocabulary.
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
+        embd_pdrop=c.embedding_dropout or 0.0,
+        **dict.fromkeys(("attention_dropout", "attn_pdrop"), attention),
+        **dict.fromkeys(("resid_pdrop", "hidden_dropout", "dropout"), residual),
+        sliding_window=c.window,
+        use_sliding_window=c.window is not None,
+        layer_types=types,
+        query_pre_attn_scalar=round(_attention_scale(c) ** -2),
+        attn_logit_softcapping=c.attention_softcap,
+        final_logit_softcapping=c.logits_softcap,
+        scale_attn_weights=c.attention_scale is None,
+        use_parallel_residual=parallel,
+        parallel_attn=parallel,
+        new_decoder_architecture=parallel,
+        num_ln_in_parallel_attn=1 if c.residual == "shared" else 2 if parallel else None,
+        multi_query=K == 1 and N > 1,
+        alibi=c.position == "alibi",
+        apply_residual_connection_post_layernorm=c.residual_normed,
+        do_layer_norm_before=c.norm_place == "pre",
+        layer_norm_elementwise_affine=c.norm_scale,
+        word_embed_proj_dim=c.E,
+        _remove_final_layer_norm=not c.final_norm,
+        **dict(expansion_ratio=4, no_bias=True, logit_scale=None, embedding_fraction=1.0),
+        emb_pdrop=0.0,
+        attn_config=dict(
+            alibi=True,
+            attn_type="multihead_attention",
+            # An int, to transformers.
+            attn_pdrop=attention or 0,
+            attn_uses_sequence_id=False,
+            alibi_bias_max=8,
+            clip_qkv=c.clip_qkv,
+            prefix_lm=False,
+            qk_ln=False,
+            softmax_scale=c.attention_scale,
+        ),
+    )
+    rope = c.rope_parameters
+    if c.position != "rope":
+        return keys | {"rope_parameters": {}}
+    if kind == "gemma3_text" and not isinstance(rope.get("full_attention"), dict):
+        rope = dict.fromkeys(("full_attention", "sliding_attention"), rope)
+    return keys | rope_keys(replace(c, rope_parameters=rope), kind)
+
+
+def _complete(config: ModelConfig) -> ModelConfig:
+    """Returns the config with all rotary parameters written out."""
+    rope, length = config.rope_parameters, config.max_positions
+    if config.position != "rope":
+        return config
+    if any(isinstance(p, dict) for p in rope.values()):
+        rope = {kind: complete_rope({}, p, length, length) for kind, p in rope.items()}
+    else:
+        rope = complete_rope({}, rope, length, length)
+    return replace(config, rope_parameters=rope)

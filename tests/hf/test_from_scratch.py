@@ -1,0 +1,66 @@
+"""Models trained from scratch: the family that they become computes what they do."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from bptjax.convert import difference
+from bptjax.hf.from_scratch import family_of, from_scratch
+from bptjax.hf.pretrained import open_pretrained
+from bptjax.models.config import ModelConfig
+from hf.loading import random_weights
+
+SIZES = dict(vocab_size=61, hidden_size=32, num_layers=2, num_heads=4, max_positions=64)
+CLASSIC = dict(norm="layer", norm_bias=True, gated=False, tied_head=False) | dict.fromkeys(
+    ("qkv_bias", "out_bias", "mlp_bias"), True
+)
+LAYERS = dict(window=5, layer_types=["sliding_attention", "full_attention"])
+MODELS = {
+    "llama": dict(activation="gelu_tanh", num_kv_heads=2),
+    "llama, relu": dict(activation="relu_squared", head_dim=16),
+    "qwen3": dict(qk_norm=True, activation="quick_gelu") | LAYERS,
+    "phi3": dict(rope_parameters=dict(rope_theta=1e4, partial_rotary_factor=0.5)),
+    "gemma3_text": LAYERS
+    | dict(norm_place="sandwich", norm_offset=True, embedding_scale=32**0.5, qk_norm=True),
+    "gpt2": CLASSIC | dict(position="learned", activation="gelu_tanh"),
+    "gpt_neox": CLASSIC | dict(residual="parallel", activation="gelu"),
+    "mpt": dict(norm="layer", gated=False, position="alibi", activation="gelu"),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_transformers_computes_the_same(tmp_path, name):
+    pytest.importorskip("torch")
+    config = ModelConfig(**SIZES | MODELS[name])
+    raw, family = from_scratch(config)
+    assert raw["model_type"] == name.split(",")[0]
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    random_weights(tmp_path, family, config)
+    # With the config that it was trained by, not the one that is read back.
+    model = replace(open_pretrained(ModelConfig(name_or_path=str(tmp_path))), config=config)
+    layers, logits = difference(tmp_path, model)
+    assert max(*layers, logits) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        (dict(norm="layer"), "model.norm=layer with"),
+        (dict(position="none"), "model.position=none with"),
+        (dict(qkv_bias=True, qk_norm=True), "model.qk_norm=True with"),
+        (dict(clip_qkv=1.0), "model.clip_qkv=1.0 with"),
+    ],
+)
+def test_what_no_family_has_is_named(choice, message):
+    with pytest.raises(ValueError, match=f"no Hugging Face family has {message}"):
+        family_of(ModelConfig(**SIZES | choice))
+
+
+def test_scalings_are_written_out():
+    """Those that leave the length to the model, too."""
+    yarn = dict(rope_theta=1e4, rope_type="yarn", original_max_position_embeddings=16)
+    raw, _ = from_scratch(ModelConfig(**SIZES | dict(rope_parameters=yarn)))
+    assert raw["rope_scaling"]["factor"] == 4.0
+    assert np.isclose(raw["rope_parameters"]["factor"], 4.0)
