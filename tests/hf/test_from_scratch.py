@@ -26,6 +26,16 @@ MODELS = {
     | dict(norm_place="sandwich", norm_offset=True, embedding_scale=32**0.5, qk_norm=True),
     "gpt2": CLASSIC | dict(position="learned", activation="gelu_tanh"),
     "gpt_neox": CLASSIC | dict(residual="parallel", activation="gelu"),
+    "mistral": dict(window=5, num_kv_heads=1),
+    "qwen2": dict(qkv_bias=True) | LAYERS,
+    "gemma": dict(norm_offset=True, embedding_scale=32**0.5, activation="gelu_tanh"),
+    "gemma2": LAYERS
+    | dict(norm_place="sandwich", norm_offset=True, embedding_scale=32**0.5)
+    | dict(attention_softcap=50.0, logits_softcap=30.0, attention_scale=0.25),
+    "bloom": CLASSIC | dict(position="alibi", embedding_norm=True, activation="gelu_tanh"),
+    "opt": CLASSIC | dict(position="learned", position_offset=2, activation="relu"),
+    "falcon": dict(norm="layer", norm_bias=True, gated=False, residual="shared", num_kv_heads=2),
+    "falcon, old": dict(norm="layer", norm_bias=True, gated=False, activation="gelu"),
     "mpt": dict(norm="layer", gated=False, position="alibi", activation="gelu"),
 }
 
