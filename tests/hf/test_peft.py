@@ -121,7 +121,10 @@ LONGROPE = dict(rope_type="longrope", short_factor=SHORT, long_factor=LONG)
 CHANGED = {
     "llama": (dict(rope_parameters=YARN), True),
     "qwen2": (dict(rope_parameters=dict(rope_theta=50.0)), True),
-    "llama: dynamic, beyond its positions": (dict(max_positions=20), True),
+    "llama: dynamic, beyond its positions": (
+        dict(rope_parameters=dict(rope_type="dynamic", factor=50.0)),
+        True,
+    ),
     "gemma3": (dict(rope_parameters=dict(rope_type="linear", factor=8.0)), True),
     "gpt_neox": (dict(rope_parameters=dict(rope_type="linear", factor=8.0)), True),
     "phi3": (dict(rope_parameters=LONGROPE), True),
