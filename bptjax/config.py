@@ -1,12 +1,12 @@
-"""The root config, its command line, and the copy of it that a run directory keeps."""
+"""The root config, its defaults and its command line."""
 
 import dataclasses
 import math
 import os
 import re
 from argparse import SUPPRESS
-from collections.abc import Container, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
@@ -33,7 +33,8 @@ class TrainConfig:
       per_device_train_batch_size: sequences per data shard in one micro-batch. There are dp × fsdp
         data shards.
       gradient_accumulation_steps: micro-batches per optimizer step.
-      dtype: dtype of the computation. float16 turns on dynamic loss scaling.
+      dtype: dtype of the computation. float16 turns on dynamic loss scaling. If not set, float32;
+        bfloat16 if a checkpoint is fine-tuned on a GPU.
       param_dtype: dtype of the parameters.
       z_loss: weight of the squared log-normalizer in the gradients. train/loss leaves it out, and
         train/z_loss is its share alone.
@@ -48,7 +49,7 @@ class TrainConfig:
     seq_len: int = 1024
     per_device_train_batch_size: int = 1
     gradient_accumulation_steps: int = 1
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     z_loss: float = 0.0
     eval_steps: int = 0
@@ -135,24 +136,42 @@ class Config:
                 f"memory.save={', '.join(sorted(hidden))} needs "
                 f"memory.ffn_chunk of at least train.seq_len={self.train.seq_len}"
             )
+        self._fill(defaults(self))
+
+    def on(self, platform: str) -> "Config":
+        """Returns the config with the defaults that depend on the platform: cpu, gpu."""
+        config = replace(self)
+        config._fill(defaults(self, platform))
+        return config
+
+    def _fill(self, values: dict[str, Any]) -> None:
+        """Gives each key that is None its value of `{"group.key": value}`."""
+        for name, value in values.items():
+            group, key = name.split(".")
+            if getattr(getattr(self, group), key) is None:
+                new = replace(getattr(self, group), **{key: value})
+                object.__setattr__(self, group, new)
 
 
-# What may change when a run goes on: the results stay those of the same experiment.
-# How a step's rows are divided is among it; `fit` holds their number.
-FREE = (
-    "run_dir",
-    "device",
-    "parallel.",
-    "memory.",
-    "checkpoint.",
-    "logging.",
-    "data.bad_records",
-    "train.per_device_train_batch_size",
-    "train.gradient_accumulation_steps",
-    "train.eval_",
-    "train.sample_tokens",
-    "optimizer.state_memory",
-)
+def defaults(config: Config, platform: str | None = None) -> dict[str, Any]:
+    """Returns the defaults that depend on the work, `{"group.key": value}`: those of fine-tuning if
+    the model comes from a checkpoint, else those of pre-training.
+
+    train.dtype is left out as long as it depends on a platform that is not known.
+    """
+    optimizer = config.optimizer
+    fine_tuning, adapter = config.model.name_or_path is not None, config.adapter.type != "none"
+    found: dict[str, Any] = {
+        "optimizer.learning_rate": (2e-4 if adapter else 2e-5) if fine_tuning else 3e-4,
+        "optimizer.weight_decay": 0.0 if fine_tuning else 0.1,
+    }
+    if fine_tuning and optimizer.warmup_steps is None:
+        found["optimizer.warmup_ratio"] = 0.03
+    if not fine_tuning and optimizer.warmup_ratio is None:
+        found["optimizer.warmup_steps"] = 0
+    if not fine_tuning or platform is not None:
+        found["train.dtype"] = "bfloat16" if fine_tuning and platform == "gpu" else "float32"
+    return found
 
 
 def parse(
@@ -344,66 +363,3 @@ def to_yaml(config: Config) -> str:
     import yaml
 
     return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)
-
-
-def claim(run_dir: Path, config: Config) -> None:
-    """Makes `run_dir` this config's own, or finds that it is and changes nothing.
-
-    Raises:
-      ValueError: the directory belongs to another config, or holds something else.
-      OSError: it cannot be written.
-    """
-    import yaml
-
-    file = run_dir / FILE
-    if run_dir.exists() and not run_dir.is_dir():
-        raise ValueError(f"run_dir={run_dir} is a file; choose another")
-    if file.exists():
-        ours = flatten(config)
-        try:
-            theirs = _flat(yaml.safe_load(file.read_text()), ours.keys())
-        except (yaml.YAMLError, AttributeError, ValueError) as error:
-            raise ValueError(f"{file} is damaged; choose another run_dir") from error
-        for key in sorted(theirs.keys() | ours.keys()):
-            if key.startswith(FREE) or theirs.get(key) == ours.get(key):
-                continue
-            if key not in theirs:
-                raise ValueError(
-                    f"{run_dir} belongs to a run of an older version, without {key}; choose "
-                    "another run_dir"
-                )
-            raise ValueError(
-                f"{run_dir} belongs to a run with {key}={theirs[key]}, and this one has "
-                f"{ours.get(key)}; choose another run_dir"
-            )
-        return
-    if run_dir.exists() and any(run_dir.iterdir()):
-        raise ValueError(f"{run_dir} is not empty and holds no run; choose another run_dir")
-    record(run_dir, config)
-
-
-def record(run_dir: Path, config: Config) -> None:
-    """Writes `config.yaml`, whole or not at all.
-
-    Raises:
-      OSError: it cannot be written.
-    """
-    file = run_dir / FILE
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        fresh = file.with_suffix(".tmp")
-        fresh.write_text(to_yaml(config))
-        fresh.replace(file)
-    except OSError as error:
-        raise OSError(f"run_dir={run_dir} cannot be written: {error.strerror}") from error
-
-
-def _flat(tree: dict, leaves: Container[str], prefix: str = "") -> dict[str, Any]:
-    """Like `flatten`, of YAML: what is in `leaves` is a value even where it is a dict."""
-    flat = {}
-    for key, value in tree.items():
-        if isinstance(value, dict) and prefix + key not in leaves:
-            flat |= _flat(value, leaves, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value
-    return flat

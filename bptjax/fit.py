@@ -12,12 +12,13 @@ import jax
 import numpy as np
 
 from bptjax.checkpoint import Checkpoints
-from bptjax.config import record, to_yaml
+from bptjax.config import to_yaml
 from bptjax.guards import RunFailed, exclusive, explain_out_of_memory, finite, stop_signals
 from bptjax.metrics import JsonlWriter, Progress, Silence, Throughput
 from bptjax.parallel.processes import agreed, everyone, hurry, largest, part, watched
 from bptjax.report import answers, export, report, sample
 from bptjax.run import Run
+from bptjax.run_directory import record
 from bptjax.trainer import TrainState
 
 # Dense bf16 matmul peaks, FLOP/s, by the device's name: what MFU is counted against.

@@ -23,20 +23,31 @@ from bptjax.ops.quantize import (
 )
 from bptjax.parallel.parts import in_parts
 
+# wsd's default share of the run for the decay.
+DECAY_RATIO = 0.1
+
 
 @dataclass(frozen=True)
 class OptimizerConfig:
     """AdamW and the learning-rate schedule, in the terms of Hugging Face.
 
     Attributes:
-      learning_rate: highest learning rate of the schedule.
-      lr_scheduler_type: schedule after the warm-up.
-      warmup_steps: steps of linear rise from 0.
-      min_lr_ratio: final learning rate of cosine and linear, as a share of learning_rate.
+      learning_rate: highest learning rate of the schedule. If not set, 3e-4; if a checkpoint is
+        fine-tuned 2e-5, or 2e-4 with adapters.
+      lr_scheduler_type: schedule after the warm-up. linear and cosine decay to the end of the run;
+        wsd (warmup, stable, decay) is constant, then decays linearly over the last decay_ratio.
+      warmup_steps: steps of linear rise from 0. If neither this nor warmup_ratio is set, 0 for
+        pre-training.
+      warmup_ratio: warm-up as a share of the steps, rounded up, instead of warmup_steps. If
+        neither is set, 0.03 for fine-tuning.
+      min_lr_ratio: learning rate at the end of the decay, as a share of learning_rate. constant has
+        no decay.
+      decay_ratio: share of the run over which wsd decays. If not set, 0.1.
       adam_beta1: decay rate of the first moment.
       adam_beta2: decay rate of the second moment.
       adam_epsilon: constant added to the denominator.
-      weight_decay: weight decay of linear layers. Norms, biases and embeddings have none.
+      weight_decay: weight decay of linear layers. Norms, biases and embeddings have none. If not
+        set, 0.1; 0 if a checkpoint is fine-tuned.
       max_grad_norm: gradients are scaled down to this global norm. 0 turns that off.
       state_dtype: dtype of the two moments. float32 takes 8 bytes a parameter, bfloat16 4, int8
         2.03. If not set, the dtype of the parameters.
@@ -44,47 +55,126 @@ class OptimizerConfig:
         step moves the moments there and back.
     """
 
-    learning_rate: float = 3e-4
-    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "cosine"
-    warmup_steps: int = 0
+    learning_rate: float | None = None
+    lr_scheduler_type: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    warmup_steps: int | None = None
+    warmup_ratio: float | None = None
     min_lr_ratio: float = 0.1
+    decay_ratio: float | None = None
     adam_beta1: float = 0.9
     adam_beta2: float = 0.95
     adam_epsilon: float = 1e-8
-    weight_decay: float = 0.1
+    weight_decay: float | None = None
     max_grad_norm: float = 1.0
     state_dtype: Literal["float32", "bfloat16", "int8"] | None = None
     state_memory: Literal["device", "host"] = "device"
 
     def __post_init__(self):
         for name in ("warmup_steps", "weight_decay", "max_grad_norm"):
-            if getattr(self, name) < 0:
+            if (getattr(self, name) or 0) < 0:
                 raise ValueError(f"optimizer.{name}={getattr(self, name)} is negative")
         for name in ("learning_rate", "adam_epsilon"):
-            if not getattr(self, name) > 0:
+            value = getattr(self, name)
+            if value is not None and not value > 0:
                 raise ValueError(f"optimizer.{name}={getattr(self, name)} is not positive")
         for name in ("adam_beta1", "adam_beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"optimizer.{name}={getattr(self, name)} is not in [0, 1)")
-        if not 0 <= self.min_lr_ratio <= 1:
-            raise ValueError(f"optimizer.min_lr_ratio={self.min_lr_ratio} is not in [0, 1]")
+        if self.warmup_steps is not None and self.warmup_ratio is not None:
+            raise ValueError(
+                f"optimizer.warmup_ratio={self.warmup_ratio}: must not be set beside "
+                f"optimizer.warmup_steps={self.warmup_steps}; set one of them"
+            )
+        for name in ("warmup_ratio", "min_lr_ratio", "decay_ratio"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= 1:
+                raise ValueError(f"optimizer.{name}={value} is not in [0, 1]")
+        if self.decay_ratio is not None and self.lr_scheduler_type != "wsd":
+            raise ValueError(
+                f"optimizer.decay_ratio={self.decay_ratio}: must not be set with "
+                f"lr_scheduler_type={self.lr_scheduler_type}; only wsd reads it"
+            )
+
+    def known(self, name: str) -> float:
+        """Returns the value of a key whose default is part of a `Config`.
+
+        Raises:
+          ValueError: it has no value yet.
+        """
+        value = getattr(self, name)
+        if value is None:
+            raise ValueError(f"optimizer.{name}: must be set outside a Config, which sets defaults")
+        return value
 
 
-def learning_rate(config: OptimizerConfig, max_steps: int) -> optax.Schedule:
-    """Learning rate of each step, 0-based."""
-    peak, warmup = config.learning_rate, config.warmup_steps
-    rest = max(1, max_steps - warmup)
+def phases(config: OptimizerConfig, steps: int) -> tuple[int, int]:
+    """Returns the number of steps of the warm-up and of the decay in a run of `steps` steps.
+
+    Raises:
+      ValueError: the run is shorter.
+    """
+    warmup, name = config.warmup_steps or 0, "warmup_steps"
+    if config.warmup_ratio is not None:
+        warmup, name = _share(config.warmup_ratio, steps), "warmup_ratio"
+    if warmup > steps:
+        raise ValueError(
+            f"optimizer.{name}={getattr(config, name)}: the warm-up must end within the {steps} "
+            "steps of the run; set fewer"
+        )
+    if config.lr_scheduler_type != "wsd":
+        return warmup, 0 if config.lr_scheduler_type == "constant" else steps - warmup
+    ratio = DECAY_RATIO if config.decay_ratio is None else config.decay_ratio
+    decay = _share(ratio, steps)
+    if warmup + decay > steps:
+        raise ValueError(
+            f"optimizer.decay_ratio={ratio}: {warmup} steps of warm-up and {decay} of decay must "
+            f"fit into the {steps} steps of the run; lower optimizer.decay_ratio or {name}"
+        )
+    return warmup, decay
+
+
+def _share(ratio: float, steps: int) -> int:
+    """Returns a share of the steps, rounded up; 0.07 × 100 is 7 despite its last bit."""
+    return math.ceil(round(ratio * steps, 6))
+
+
+def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
+    """Returns the function from a step, 0-based, to its learning rate, in a run of `steps` steps.
+
+    Raises:
+      ValueError: the warm-up, or the warm-up and the decay, are longer than the run.
+    """
+    peak, (warmup, decay) = config.known("learning_rate"), phases(config, steps)
     floor = peak * config.min_lr_ratio
-    after = {
-        "constant": optax.constant_schedule(peak),
-        "linear": optax.linear_schedule(peak, floor, rest),
-        "cosine": optax.cosine_decay_schedule(peak, rest, config.min_lr_ratio),
-    }[config.lr_scheduler_type]
+    after = optax.constant_schedule(peak)
+    if config.lr_scheduler_type == "cosine" and decay:
+        after = optax.cosine_decay_schedule(peak, decay, config.min_lr_ratio)
+    elif decay:
+        after = optax.linear_schedule(peak, floor, decay)
+    if stable := steps - warmup - decay:
+        after = optax.join_schedules([optax.constant_schedule(peak), after], [stable])
     if not warmup:
         return after
     # The first step already moves: the rise ends at `peak` after `warmup` steps.
     rise = optax.linear_schedule(peak / warmup, peak, warmup - 1)
     return optax.join_schedules([rise, after], [warmup])
+
+
+def describe_schedule(config: OptimizerConfig, steps: int) -> str:
+    """Formats the schedule of a run, and its learning rate if the run is extended, for people.
+
+    Raises:
+      ValueError: as `learning_rate`.
+    """
+    peak, (warmup, decay) = config.known("learning_rate"), phases(config, steps)
+    text = f"schedule: {config.lr_scheduler_type} over {steps:,} steps, learning rate {peak:g}"
+    text += f", warm-up {warmup:,} steps" if warmup else ""
+    if not decay:
+        return f"{text}; extending the run later does not change the learning rate"
+    text += f", decay to {peak * config.min_lr_ratio:g} in the last {decay:,}"
+    if config.lr_scheduler_type == "wsd":
+        return f"{text}; extending the run before the decay does not change the learning rate"
+    return f"{text}; extending the run later makes the learning rate jump"
 
 
 class AdamState(NamedTuple):
@@ -167,7 +257,7 @@ class AdamW:
         for number, ((path, p), g, mu, nu) in enumerate(zip(at, *trees, strict=True)):
             # Kernels of linear layers decay, whatever shape they and the biases have.
             names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
-            decay = self.config.weight_decay * ("kernel" in names)
+            decay = self.config.known("weight_decay") * ("kernel" in names)
             step = partial(self._step, scale, rate, decay, state.count + 1)
             leaf_key = jax.random.fold_in(key, number)
             old = p, mu, nu

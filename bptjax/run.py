@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from bptjax.config import Config, claim, to_yaml
+from bptjax.config import Config, defaults, flatten, to_yaml
 from bptjax.data.batches import Batches
 from bptjax.data.chat import Chat, question
 from bptjax.data.check import DataCheck
@@ -26,8 +26,10 @@ from bptjax.hf.pretrained import COMPANIONS, Pretrained, open_pretrained
 from bptjax.lora import AdapterConfig
 from bptjax.models.config import EncoderConfig, ModelConfig
 from bptjax.models.layers import rotary
+from bptjax.optim import describe_schedule
 from bptjax.parallel.mesh import ParallelConfig, make_mesh, select_devices
 from bptjax.parallel.processes import agreed, join, same, watched
+from bptjax.run_directory import claim, saved_keys
 from bptjax.trainer import Task
 
 
@@ -118,6 +120,7 @@ def prepare(config: Config) -> Run:
     join(config.parallel)
     devices = select_devices(config.device)
     with agreed():
+        config = _with_defaults(config, devices[0].platform)
         run = _checked(config, devices)
     settings = to_yaml(replace(config, parallel=ParallelConfig()))
     with agreed():
@@ -128,6 +131,18 @@ def prepare(config: Config) -> Run:
             if run.task.pretrained and run.task.pretrained.companions:
                 copy_companions(run.task.pretrained.companions, run.directory / COMPANIONS)
     return run
+
+
+def _with_defaults(config: Config, platform: str) -> Config:
+    """Returns the config with every default. A resumed run keeps its dtype on another platform.
+
+    Raises:
+      ValueError: the config in the run directory is damaged.
+    """
+    if config.train.dtype is None:
+        dtype = saved_keys(Path(config.run_dir).expanduser()).get("train.dtype")
+        config = replace(config, train=replace(config.train, dtype=dtype))
+    return config.on(platform)
 
 
 def _checked(config: Config, devices: list[jax.Device]) -> Run:
@@ -194,6 +209,7 @@ def _checked(config: Config, devices: list[jax.Device]) -> Run:
         f"devices: {where}, jax {jax.__version__}, mesh {axes}",
         f"data: {count(train)} documents, {len(held_out):,} held out, vocabulary {model.V}",
         f"attention: {picked}{why}",
+        describe_schedule(config.optimizer, task.steps),
     ]
     if model.add_tokens:
         known = [token for token in model.add_tokens if token not in added]
@@ -206,6 +222,10 @@ def _checked(config: Config, devices: list[jax.Device]) -> Run:
             notes.append(f"this model cannot be exported to Hugging Face's format: {error}")
     else:
         notes.append(f"model: from {config.model.name_or_path}")
+        used = flatten(config)
+        own = defaults(config, devices[0].platform)
+        same_values = [f"{key}={used[key]}" for key, value in own.items() if used[key] == value]
+        notes += [f"fine-tuning defaults: {', '.join(same_values)}"] * bool(same_values)
         notes += [pretrained.left_out] * bool(pretrained.left_out)
         if model.exceeds_positions(config.train.seq_len):
             notes.append(

@@ -97,11 +97,22 @@ class Task:
 
     @property
     def dtype(self) -> jnp.dtype:
+        """
+        Raises:
+          ValueError: train.dtype has no value, which to NumPy means float64.
+        """
+        if self.config.train.dtype is None:
+            raise ValueError("train.dtype: must be set; Config.on(platform) sets its default")
         return jnp.dtype(self.config.train.dtype)
 
     @property
+    def steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        return self.config.train.max_steps
+
+    @property
     def optimizer(self) -> AdamW:
-        return AdamW(self.config.optimizer, self.config.train.max_steps)
+        return AdamW(self.config.optimizer, self.steps)
 
     def attention(self) -> tuple[str, dict[str, str]]:
         """The implementation that a device's attention takes, and why not the others.
@@ -253,7 +264,7 @@ class Task:
     def _plain(self, key: Array) -> Decoder:
         """A new model without adapters; with them, it is not trained, and kept as it is used."""
         train = self.config.train
-        kept = train.param_dtype if self.adapter.type == "none" else train.dtype
+        kept = train.param_dtype if self.adapter.type == "none" else self.dtype
         model = Decoder(self.model, key, jnp.dtype(kept))
         return train_in_full(model, self.saved_modules, jnp.dtype(train.param_dtype))
 
@@ -396,9 +407,9 @@ class Task:
             "attended": pairs.sum(),
             "train/loss": (loss - z_loss) / count if self.config.train.z_loss else loss / count,
             "train/grad_norm": norm,
-            "train/learning_rate": learning_rate(
-                self.config.optimizer, self.config.train.max_steps
-            )(state.opt_state.count),
+            "train/learning_rate": learning_rate(self.config.optimizer, self.steps)(
+                state.opt_state.count
+            ),
         }
         if self.config.train.z_loss:
             metrics["train/z_loss"] = z_loss / count

@@ -9,13 +9,16 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import jax
 import pytest
 
-from bptjax.config import parse, to_yaml
+from bptjax.config import flatten, parse, to_yaml
 from bptjax.metrics import Progress, read_metrics
+from bptjax.run import _with_defaults
+from bptjax.run_directory import claim
 from bptjax.train import main
 from bptjax.trainer import Task
 
@@ -413,13 +416,101 @@ def test_two_processes_do_not_share_a_run(arguments, tmp_path, capsys):
     os.close(handle)
 
 
-def test_a_run_of_an_older_version_is_refused(arguments, tmp_path, capsys):
-    command = [*arguments, "--run_dir", str(tmp_path)]
-    config = to_yaml(parse(command, "")).replace("  shards: 1\n", "")
-    (tmp_path / "config.yaml").write_text(config)
-    assert main(command) == 2
-    assert "of an older version, without data.shards; choose another" in capsys.readouterr().err
+def test_a_run_of_an_older_version_goes_on_with_the_defaults_of_new_keys(arguments, tmp_path):
+    command = [*arguments, f"--run_dir={tmp_path}"]
+    old = to_yaml(parse(command)).replace("  shards: 1\n", "").replace("  warmup_ratio: null\n", "")
+    (tmp_path / "config.yaml").write_text(old)
+    claim(tmp_path, parse(command))
+    for key, found in (("data.shards=2", "=1"), ("optimizer.warmup_ratio=0.5", "=None")):
+        name, _, value = key.partition("=")
+        with pytest.raises(ValueError, match=f"run with {name}{found}, and this one has {value}"):
+            claim(tmp_path, parse([*command, f"--{key}"]))
+    # Fine-tuning had the defaults of pre-training.
+    (tmp_path / "config.yaml").write_text(old.replace("name_or_path: null", "name_or_path: x"))
+    tuned = [*command, "--model.name_or_path=x", "--train.dtype=float32"]
+    tuned.append("--optimizer.warmup_steps=0")
+    with pytest.raises(ValueError, match="weight_decay=0.1, and this one has 0.0"):
+        claim(tmp_path, parse(tuned))
+    claim(tmp_path, parse([*tuned, "--optimizer.weight_decay=0.1"]))
     assert [file.name for file in tmp_path.iterdir()] == ["config.yaml"]
+
+
+PRE_TRAINING = {
+    "optimizer.learning_rate": 3e-4,
+    "optimizer.warmup_steps": 0,
+    "optimizer.warmup_ratio": None,
+    "optimizer.weight_decay": 0.1,
+    "train.dtype": "float32",
+}
+FINE_TUNING = PRE_TRAINING | {
+    "optimizer.learning_rate": 2e-5,
+    "optimizer.warmup_steps": None,
+    "optimizer.warmup_ratio": 0.03,
+    "optimizer.weight_decay": 0.0,
+}
+CHECKPOINT = "--model.name_or_path=somewhere"
+
+
+@pytest.mark.parametrize(
+    ("flags", "platform", "wanted"),
+    [
+        ([], "cpu", PRE_TRAINING),
+        ([], "gpu", PRE_TRAINING),
+        ([CHECKPOINT], "cpu", FINE_TUNING),
+        ([CHECKPOINT], "gpu", FINE_TUNING | {"train.dtype": "bfloat16"}),
+        (
+            [CHECKPOINT, "--adapter.type=lora"],
+            "cpu",
+            FINE_TUNING | {"optimizer.learning_rate": 2e-4},
+        ),
+        (
+            [CHECKPOINT, "--adapter.type=qlora", "--optimizer.warmup_steps=7"],
+            "cpu",
+            FINE_TUNING
+            | {"optimizer.learning_rate": 2e-4}
+            | {"optimizer.warmup_steps": 7, "optimizer.warmup_ratio": None},
+        ),
+        (
+            ["--optimizer.warmup_ratio=0.1", "--train.dtype=float16"],
+            "gpu",
+            PRE_TRAINING
+            | {"optimizer.warmup_steps": None, "optimizer.warmup_ratio": 0.1}
+            | {"train.dtype": "float16"},
+        ),
+    ],
+)
+def test_defaults_follow_the_work(flags, platform, wanted, tmp_path):
+    config = parse(flags).on(platform)
+    assert {key: flatten(config)[key] for key in wanted} == wanted
+    # What a run writes, read again, is the same on any platform.
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    again = parse(["--config", str(tmp_path / "config.yaml")])
+    assert again == config == again.on("cpu") == again.on("gpu")
+
+
+def test_a_fine_tuning_run_says_its_defaults_and_keeps_them(
+    arguments, uninterrupted, tmp_path, capsys
+):
+    text = Path(arguments[1]).read_text().replace("model: {", "model: {}\n_: {")
+    lines = [line for line in text.splitlines() if not line.startswith(("_", "optimizer"))]
+    (tmp_path / "config.yaml").write_text("\n".join(lines))
+    command = [f"--config={tmp_path / 'config.yaml'}", f"--model.name_or_path={uninterrupted}"]
+    command += [f"--run_dir={tmp_path / 'run'}", "--train.max_steps=2"]
+    command += ["--train.eval_steps=0", "--train.sample_tokens=0"]
+    assert main(command) == 0
+    line = (
+        "optimizer.learning_rate=2e-05, optimizer.weight_decay=0.0, optimizer.warmup_ratio=0.03, "
+    )
+    assert f"fine-tuning defaults: {line}train.dtype=float32" in capsys.readouterr().out
+    saved = (tmp_path / "run" / "config.yaml").read_text()
+    for text in ("learning_rate: 2.0e-05", "warmup_ratio: 0.03", "dtype: float32"):
+        assert text in saved
+    assert rows(tmp_path / "run", "train/learning_rate")[1] == pytest.approx(2e-5)
+    # On a GPU the dtype would be another; the run keeps its own.
+    config = parse(command)
+    assert _with_defaults(config, "gpu").train.dtype == "float32"
+    other = replace(config, run_dir=str(tmp_path / "other"))
+    assert _with_defaults(other, "gpu").train.dtype == "bfloat16"
 
 
 def test_a_directory_with_something_else_is_not_taken(arguments, tmp_path, capsys):

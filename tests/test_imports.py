@@ -33,6 +33,7 @@ FLOORS = {
     "guards": 5,
     "report": 5,
     "run": 5,
+    "run_directory": 5,
     "train": 6,
     "convert": 6,
     "generate": 6,

@@ -1,0 +1,95 @@
+"""The copy of the config that a run directory keeps."""
+
+from collections.abc import Container
+from pathlib import Path
+from typing import Any
+
+from bptjax.config import FILE, Config, flatten, to_yaml
+
+# Keys that may change when a run is resumed. `fit` checks the global batch size and the number of
+# steps.
+FREE = (
+    "run_dir",
+    "device",
+    "parallel.",
+    "memory.",
+    "checkpoint.",
+    "logging.",
+    "data.bad_records",
+    "train.per_device_train_batch_size",
+    "train.gradient_accumulation_steps",
+    "train.eval_",
+    "train.sample_tokens",
+    "optimizer.state_memory",
+)
+
+
+def claim(run_dir: Path, config: Config) -> None:
+    """Makes `run_dir` this config's own, or finds that it is and changes nothing.
+
+    Raises:
+      ValueError: the directory belongs to another config, or holds something else.
+      OSError: it cannot be written.
+    """
+    file = run_dir / FILE
+    if run_dir.exists() and not run_dir.is_dir():
+        raise ValueError(f"run_dir={run_dir} is a file; choose another")
+    if file.exists():
+        ours = flatten(config)
+        # A run of an older version lacks newer keys; their defaults do what it did.
+        theirs = flatten(Config()) | saved_keys(run_dir)
+        for key in sorted(theirs.keys() | ours.keys()):
+            if key.startswith(FREE) or theirs.get(key) == ours.get(key):
+                continue
+            raise ValueError(
+                f"{run_dir} belongs to a run with {key}={theirs.get(key)}, and this one has "
+                f"{ours.get(key)}; choose another run_dir"
+            )
+        return
+    if run_dir.exists() and any(run_dir.iterdir()):
+        raise ValueError(f"{run_dir} is not empty and holds no run; choose another run_dir")
+    record(run_dir, config)
+
+
+def saved_keys(run_dir: Path) -> dict[str, Any]:
+    """Returns `{"group.key": value}` of a run directory's config, empty if there is none.
+
+    Raises:
+      ValueError: the file is damaged.
+    """
+    import yaml
+
+    file = run_dir / FILE
+    if not file.exists():
+        return {}
+    try:
+        return _flat(yaml.safe_load(file.read_text()), flatten(Config()).keys())
+    except (yaml.YAMLError, AttributeError, ValueError) as error:
+        raise ValueError(f"{file} is damaged; choose another run_dir") from error
+
+
+def record(run_dir: Path, config: Config) -> None:
+    """Writes `config.yaml`, whole or not at all.
+
+    Raises:
+      OSError: it cannot be written.
+    """
+    file = run_dir / FILE
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        fresh = file.with_suffix(".tmp")
+        fresh.write_text(to_yaml(config))
+        fresh.replace(file)
+    except OSError as error:
+        raise OSError(f"run_dir={run_dir} cannot be written: {error.strerror}") from error
+
+
+def _flat(tree: dict, leaves: Container[str], prefix: str = "") -> dict[str, Any]:
+    """Like `flatten`, of YAML: what is in `leaves` is a value even where it is a dict."""
+    flat = {}
+    for key, value in tree.items():
+        if isinstance(value, dict) and prefix + key not in leaves:
+            flat |= _flat(value, leaves, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
