@@ -14,8 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bptjax.cli import launch
-from bptjax.config import FILE as RUN_CONFIG
-from bptjax.data.tokenizer import Tokenizer, load_tokenizer
+from bptjax.data.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 from bptjax.hf.adapter_export import export_adapter, open_adapter, remedy_for_peft
 from bptjax.hf.config import is_bare, read_json
 from bptjax.hf.config_export import exported
@@ -106,15 +105,21 @@ def _merging(model: Pretrained) -> Callable[[str, int | None], np.ndarray]:
 
 
 def _tokenizer(source: str, model: Pretrained) -> Tokenizer | None:
-    """That of a run, where it is not the one that the model came with."""
-    import yaml
-
-    file = find(source) / RUN_CONFIG
-    if not file.exists():
+    """Returns the tokenizer of a run or an adapter; None if the model came with the same one, and
+    with the same chat template and stop ids."""
+    here = find(source)
+    if here == model.companions or not has_tokenizer(here):
         return None
-    chosen = yaml.safe_load(file.read_text())["data"]["tokenizer"]
-    own = chosen or model.config.add_tokens or model.companions is None
-    return load_tokenizer(find(source)) if own else None
+    own = load_tokenizer(here, model.config.V)
+    if model.companions is None:
+        return own
+    try:
+        other = load_tokenizer(model.companions, model.config.V)
+    except ValueError:
+        return own
+    same = type(own) is type(other) and own.vocabulary() == other.vocabulary()
+    chat = (own.chat_template, own.stop_ids) == (other.chat_template, other.stop_ids)
+    return None if same and chat else own
 
 
 def write(

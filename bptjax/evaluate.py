@@ -22,7 +22,8 @@ from rich.table import Table
 from bptjax.cli import launch
 from bptjax.config import FILE as RUN_CONFIG
 from bptjax.config import check_seed
-from bptjax.data.packing import check_ids
+from bptjax.data.encode import check_ids
+from bptjax.data.files import TokenIds
 from bptjax.data.text import open_documents
 from bptjax.data.tokenizer import Tokenizer
 from bptjax.evaluate_report import (
@@ -83,7 +84,7 @@ def by_position(
             if isinstance(document, str):
                 tokens = tokenizer.encode_prompt(document)
             else:
-                tokens = np.asarray(document)
+                tokens = document.ids if isinstance(document, TokenIds) else document
                 check_ids(tokens, tokenizer)
             longest = max(longest, len(tokens))
             if len(tokens) < length:
@@ -121,15 +122,21 @@ def passkey_prompt(tokenizer: Tokenizer, length: int, depth: float, key: int) ->
     Raises:
       ValueError: `length` has no room for them.
     """
-    first, last = tokenizer.encode_prompt(INTRODUCTION), tokenizer.encode(QUESTION)
-    filler, hidden = tokenizer.encode(FILLER), tokenizer.encode(KEY.format(key))
-    fixed = len(first) + len(last) + len(hidden) + answer_room(tokenizer)
-    room = (length - fixed) // len(filler)
-    if room < 1:
-        raise ValueError(f"a pass key needs {fixed + len(filler)} tokens, not {length}")
-    before = round(room * depth)
-    parts = [first, *[filler] * before, hidden, *[filler] * (room - before), last]
-    return np.concatenate(parts)
+
+    def prompt(fillers):
+        # Tokenized at once: some tokenizers put a space before every text.
+        before = round(fillers * depth)
+        parts = INTRODUCTION, FILLER * before, KEY.format(key), FILLER * (fillers - before)
+        return tokenizer.encode_prompt("".join(parts) + QUESTION)
+
+    limit = length - answer_room(tokenizer)
+    shortest, filler = len(prompt(1)), len(prompt(2)) - len(prompt(1))
+    fillers = 1 + (limit - shortest) // filler
+    if fillers < 1:
+        raise ValueError(f"a pass key needs {shortest + length - limit} tokens, not {length}")
+    while len(found := prompt(fillers)) > limit:
+        fillers -= 1
+    return found
 
 
 def answer_room(tokenizer: Tokenizer) -> int:

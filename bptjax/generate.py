@@ -10,9 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from bptjax.cli import launch
-from bptjax.config import FILE as RUN_CONFIG
 from bptjax.config import check_seed
-from bptjax.data.tokenizer import Tokenizer, add_tokens, load_tokenizer
+from bptjax.data.templates import chat_prompt
+from bptjax.data.tokenizer import (
+    Tokenizer,
+    add_tokens,
+    has_tokenizer,
+    load_tokenizer,
+    vocabulary_warning,
+)
 from bptjax.generation import Sampling, generate
 from bptjax.hf.pretrained import Pretrained, find, open_pretrained
 from bptjax.metrics import printable
@@ -43,6 +49,8 @@ def load(name: str, *, tokenizer: str | None, device: str, dtype: str | None):
             f"the tokenizer's vocabulary of {text.vocab_size} is not of {name}, which has "
             f"{model.config.V}"
         )
+    if tokenizer and (warning := vocabulary_warning(text, tokenizer_of(name, model))):
+        print(warning, file=sys.stderr)
     return model.load(jax.sharding.SingleDeviceSharding(first), kind), text, kind
 
 
@@ -57,9 +65,10 @@ def warn_of_length(config: ModelConfig, length: int) -> None:
 
 
 def tokenizer_of(name: str, model: Pretrained) -> Path:
-    """The directory of a checkpoint's tokenizer: a run's own, or what the model came with."""
+    """Returns the directory of a checkpoint's tokenizer: that of a run or an adapter if it has one,
+    or else what the model came with."""
     here = find(name)
-    return here if (here / RUN_CONFIG).exists() else model.companions or here
+    return here if has_tokenizer(here) else model.companions or here
 
 
 def continuations(
@@ -117,8 +126,10 @@ def run(args: Namespace) -> int:
     model, tokenizer, dtype = load(
         args.model, tokenizer=args.tokenizer, device=args.device, dtype=args.dtype
     )
-    encode = tokenizer.encode_chat if args.chat else tokenizer.encode_prompt
-    prompts = [encode(text) for text in texts]
+    prompts = [
+        chat_prompt(text, tokenizer) if args.chat else tokenizer.encode_prompt(text)
+        for text in texts
+    ]
     warn_of_length(model.config, max(map(len, prompts)) + args.max_new_tokens)
     stream = continuations(
         model,

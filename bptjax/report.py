@@ -77,39 +77,43 @@ def report(run: Run, state: TrainState, text: str, say: Callable[[str], None]) -
 
 
 def answers(run: Run, state: TrainState) -> list[dict[str, str]]:
-    """`prompt`, `prediction` and `reference` of each of the run's questions. A prediction has no
-    more tokens than its reference: what ends an answer in a chat template need not stop the model.
+    """Returns `prompt`, `prediction` and `reference` of each of the run's questions.
+
+    A prediction ends at a stop token, and has as many tokens as the longest reference without one.
+    Only references that no stop token ends either are compared by their own length.
     """
     prompts, wanted = zip(*run.questions, strict=True)
+    stop = run.tokenizer.stop_ids
     with jax.set_mesh(run.task.mesh):
         new = generate(
             state.model,
             prompts,
             new_tokens=max(map(len, wanted)),
             sampling=Sampling(temperature=0.0),
-            stop=run.tokenizer.stop_ids,
+            stop=stop,
             dtype=run.task.dtype,
         )
         written = np.stack(list(new), axis=1)
 
     def text(ids):
-        ends = np.flatnonzero(np.isin(ids, run.tokenizer.stop_ids))
+        ends = np.flatnonzero(np.isin(ids, stop) | (ids < 0))
         return run.tokenizer.decode(ids[: ends[0] if ends.size else None]).strip()
 
+    def whole(ids, reference):
+        return ids if np.isin(reference, stop).any() else ids[: len(reference)]
+
     return [
-        {"prompt": run.tokenizer.decode(p), "prediction": text(w[: len(r)]), "reference": text(r)}
+        {"prompt": run.tokenizer.decode(p), "prediction": text(whole(w, r)), "reference": text(r)}
         for p, w, r in zip(prompts, written, wanted, strict=True)
     ]
 
 
 def sample(run: Run, state: TrainState) -> str:
-    """New text from the start of a document, or from a line's end where documents have no mark; no
-    longer than the rows of training.
+    """Returns new text from the start of a document, or from a newline if the tokenizer puts
+    nothing in front of a text; no longer than the sequences of training.
     """
-    first, train = run.tokenizer.bos_id, run.config.train
-    if first is not None:
-        prompt = [first]
-    else:
+    prompt, train = run.tokenizer.prefix, run.config.train
+    if not len(prompt):
         try:
             prompt = run.tokenizer.encode("\n")
         except ValueError:  # The text was one line.

@@ -12,12 +12,14 @@ import numpy as np
 
 from bptjax.config import Config, defaults, flatten, to_yaml
 from bptjax.data.batches import Batches
-from bptjax.data.chat import Chat, question
+from bptjax.data.chat import Chat
 from bptjax.data.check import DataCheck
+from bptjax.data.encode import question
 from bptjax.data.loader import data_check, eval_loader, train_loader
 from bptjax.data.records import readable
-from bptjax.data.sources import count, open_split
-from bptjax.data.tokenizer import Tokenizer, add_tokens, make_tokenizer
+from bptjax.data.sources import Mixture, count, open_split
+from bptjax.data.survey import survey
+from bptjax.data.tokenizer import Tokenizer, add_tokens, make_tokenizer, vocabulary_warning
 from bptjax.hf.config import read_json
 from bptjax.hf.config_export import exported
 from bptjax.hf.from_scratch import family_of
@@ -173,6 +175,8 @@ def _checked(config: Config, devices: list[jax.Device]) -> Run:
     model = pretrained.config if pretrained else config.model
     fits = pretrained and model.V >= tokenizer.vocab_size
     added = add_tokens(tokenizer, model.add_tokens)
+    chats = survey(train.files if isinstance(train, Mixture) else [train], tokenizer)
+    tokenizer = chats.adapt(tokenizer)
     if pretrained and fits:
         model = replace(model, vocab_size=max(model.V, tokenizer.vocab_size))
         pretrained = replace(pretrained, config=model)
@@ -233,6 +237,9 @@ def _checked(config: Config, devices: list[jax.Device]) -> Run:
                 "positions; scale them by model.rope_parameters, and set model.max_positions to "
                 "record the new length"
             )
+    if companions and name != str(companions):
+        notes += filter(None, [vocabulary_warning(tokenizer, companions)])
+    notes += chats.notes(tokenizer)
     check = data_check(train, held_out, tokenizer, config.data, seq_len=config.train.seq_len)
     run = Run(config, task, tokenizer, held_out, batches, check, notes)
     _ = run.questions  # Refuses what is no chat.

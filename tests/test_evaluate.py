@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from chats import loaded, raw_tokenizer
 from rich.console import Console
 
 from bptjax import evaluate, evaluate_report
@@ -60,6 +61,14 @@ def test_the_key_stands_at_its_depth(depth):
     before, after = text.split(evaluate.KEY.format(54_321))
     fillers = [part.count(evaluate.FILLER) for part in (before, after)]
     assert fillers[0] / sum(fillers) == pytest.approx(depth, abs=0.05)
+
+
+def test_parts_of_a_prompt_are_tokenized_at_once():
+    """A tokenizer that puts a space before every text puts one before the whole prompt alone."""
+    tokenizer = loaded(raw_tokenizer("prepend"))
+    prompt = evaluate.passkey_prompt(tokenizer, 900, 0.5, 54_321)
+    text = tokenizer.decode(prompt.tolist())
+    assert 800 < len(prompt) <= 900 and "\nThe pass key is 54321" in text and "\n " not in text
 
 
 def test_the_first_number_that_is_given_counts(model, monkeypatch):

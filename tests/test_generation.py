@@ -326,10 +326,11 @@ def test_chat_template_and_stop_tokens(tmp_path):
     )
     fast.save_pretrained(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 2]}))
+    from bptjax.data.templates import chat_prompt
     from bptjax.data.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(tmp_path)
-    ids = tokenizer.encode_chat("hello").tolist()
+    ids = chat_prompt("hello", tokenizer).tolist()
     assert ids == [words.index(w) for w in ("user", ":", "hello", "assistant", ":")]
     assert tokenizer.stop_ids == [1, 2]
 

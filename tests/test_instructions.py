@@ -108,7 +108,7 @@ def test_it_learns_the_rule(run):
     right = [row["prediction"] == row["reference"] for row in rows]
     assert np.mean(right) == found[STEPS]["eval/exact_match"]
     for row in rows:
-        assert row["prompt"] == f"<s>{row['reference'].lower()}:"
+        assert row["prompt"] == f"{row['reference'].lower()}:"
     assert f"step {STEPS}: eval/loss" in (run / "log.txt").read_text()
 
 
@@ -123,9 +123,7 @@ def test_peft_gives_the_same_answers(run, base):
 
     tokenizer = load_tokenizer(base / "base")
     rows = predictions(run, STEPS)[:20]
-    prompts = [
-        np.r_[tokenizer.bos_id, tokenizer.encode(row["prompt"].removeprefix("<s>"))] for row in rows
-    ]
+    prompts = [tokenizer.encode_prompt(row["prompt"]) for row in rows]
     *_, ours = continuations(
         load(run / "adapter"),
         tokenizer,
@@ -156,7 +154,7 @@ def test_peft_gives_the_same_answers(run, base):
     [
         ({"text": "abcdef"}, 60, "train.eval_predictions=60 needs held-out chats"),
         ({"prompt": "ab", "answer": 3}, 0, "a.jsonl, record 11: 'answer' is no text"),
-        ({"prompt": "ab" * 40, "answer": "A"}, 2, "of up to 83 tokens are more than"),
+        ({"prompt": "ab" * 40, "answer": "A"}, 2, "of up to 82 tokens are more than"),
         # A batch of 64 rows of 64 tokens, and no answer in it.
         (
             {"prompt": "ab" * 3000, "answer": "A"},
@@ -179,16 +177,19 @@ def test_held_out_that_is_refused(base, tmp_path, capsys, row, count, message):
     assert not (tmp_path / "run").exists()
 
 
-def test_what_follows_an_answer_is_left_out(monkeypatch):
-    """No token stops the model: what ends an answer here is of the chat template."""
+@pytest.mark.parametrize("end", [[], [256]], ids=["endless", "ended"])
+def test_answers_are_compared_whole(monkeypatch, end):
+    """By the reference's length only where no stop token can end an answer."""
     tokenizer = ByteTokenizer()
-    questions = [(tokenizer.encode("?"), tokenizer.encode(text)) for text in ("no.", "never.")]
+    questions = [
+        (tokenizer.encode("?"), np.r_[tokenizer.encode(text), end]) for text in ("no.", "never.")
+    ]
     task = SimpleNamespace(mesh=jax.make_mesh((1,), ("dp",)), dtype="float32")
     run = SimpleNamespace(questions=questions, tokenizer=tokenizer, task=task)
     written = np.stack([tokenizer.encode(text) for text in ("no. On", "never.")], 1)
     monkeypatch.setattr("bptjax.report.generate", lambda *a, **k: iter(written))
     found = answers(cast(Run, run), cast(TrainState, SimpleNamespace(model=None)))
-    assert [one["prediction"] for one in found] == ["no.", "never."]
+    assert [one["prediction"] for one in found] == ["no. On" if end else "no.", "never."]
 
 
 def test_grouped_rows_resume_exactly(base, tmp_path, monkeypatch):
@@ -214,7 +215,7 @@ def test_grouped_rows_resume_exactly(base, tmp_path, monkeypatch):
     wanted, answers = list(read_metrics(metrics)), written.read_text()
     assert [json.loads(line)["step"] for line in answers.splitlines()] == [0, 0, 4, 4, 8, 8]
     seen = [r["train/tokens_seen"] for r in wanted if "train/loss" in r]
-    assert seen[0] == 14 + 3 * 6 and np.diff(seen).tolist() == [4 * 6] * 7
+    assert seen[0] == 13 + 3 * 5 and np.diff(seen).tolist() == [4 * 5] * 7
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "8")
     assert main(command) == 0
     again = list(read_metrics(metrics))

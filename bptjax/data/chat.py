@@ -1,30 +1,27 @@
-"""Instruction data: the formats of its records, and which of their tokens are learnt."""
+"""Instruction data: the formats of its records, read as messages."""
 
+import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import numpy as np
-
-from bptjax.data.tokenizer import Tokenizer
-
-# Taori et al. 2023, github.com/tatsu-lab/stanford_alpaca.
-ALPACA = (
-    "Below is an instruction that describes a task. "
-    "Write a response that appropriately completes the request.\n\n"
-    "### Instruction:\n{instruction}\n\n### Response:"
-)
-ALPACA_INPUT = (
-    "Below is an instruction that describes a task, paired with an input that provides further "
-    "context. Write a response that appropriately completes the request.\n\n"
-    "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:"
-)
 ANSWER = "assistant"
+# Roles of ShareGPT's turns. Function calls are answers too; see `_function_call`.
+SHAREGPT_ROLES = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": ANSWER,
+    "assistant": ANSWER,
+    "function_call": ANSWER,
+    "tool": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+}
 
-# (role, text), in order.
-Turns = tuple[tuple[str, str], ...]
+Message = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -32,87 +29,151 @@ class Chat:
     """A record of instruction data.
 
     Attributes:
-      turns: those of the assistant are learnt.
-      written: the texts are as the model reads them; else a chat template writes them.
+      messages: each with `role`, and the other keys that the record has for it: `content`,
+        `tool_calls`, `reasoning_content` and so on. Those of the assistant are answers.
       where: file and record, for errors.
+      form: name in `templates.FORMS` of the prompt that the record's format prescribes; None for
+        the tokenizer's chat template.
+      variables: the record's other fields, such as `tools`: variables of the template.
     """
 
-    turns: Turns
-    written: bool
+    messages: tuple[Message, ...]
     where: str
+    form: str | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def answers(self) -> list[int]:
+        """Indices of the messages that are answers."""
+        return [i for i, message in enumerate(self.messages) if message["role"] == ANSWER]
 
 
-def _text(row: Mapping[str, Any], field: str) -> str:
-    if not isinstance(row.get(field), str):
-        raise ValueError(f"{field!r} is no text")
-    return row[field]
+def _text(row: Mapping[str, Any], key: str) -> str:
+    if not isinstance(row.get(key), str):
+        raise ValueError(f"{key!r} is no text")
+    return row[key]
 
 
-def _pair(row: Mapping[str, Any], source: str, target: str) -> Turns:
-    return ("user", _text(row, source)), (ANSWER, _text(row, target))
+def _pair(row: Mapping[str, Any], source: str, target: str) -> list[Message]:
+    return [
+        {"role": "user", "content": _text(row, source)},
+        {"role": ANSWER, "content": _text(row, target)},
+    ]
 
 
-def _alpaca(row: Mapping[str, Any]) -> Turns:
-    more = row.get("input") and _text(row, "input")
-    source = (ALPACA_INPUT if more else ALPACA).format(
-        instruction=_text(row, "instruction"), input=more
-    )
-    return ("user", source), (ANSWER, _text(row, "output"))
+def _alpaca(row: Mapping[str, Any]) -> list[Message]:
+    user, answer = _pair(row, "instruction", "output")
+    more = {"input": _text(row, "input")} if row.get("input") else {}
+    return [{**user, **more}, answer]
 
 
-def _hh_rlhf(row: Mapping[str, Any]) -> Turns:
+def _hh_rlhf(row: Mapping[str, Any]) -> list[Message]:
     before, *pieces = re.split(r"\n\n(Human|Assistant):", _text(row, "chosen"))
     if before.strip() or "Assistant" not in pieces:
         raise ValueError("'chosen' is not made of '\\n\\nHuman: …' and '\\n\\nAssistant: …'")
-    turns, source = [], ""
-    for name, text in zip(pieces[::2], pieces[1::2], strict=True):
-        source += f"\n\n{name}:"
-        if name == "Human":
-            source += text
-        else:
-            turns += [("user", source), (ANSWER, text)]
-            source = ""
-    return tuple(turns)
+    roles = {"Human": "user", "Assistant": ANSWER}
+    # The template writes one space after the colon.
+    return [
+        {"role": roles[name], "content": text.removeprefix(" ")}
+        for name, text in zip(pieces[::2], pieces[1::2], strict=True)
+    ]
 
 
-def _messages(row: Mapping[str, Any]) -> Turns:
+def _messages(row: Mapping[str, Any]) -> list[Message]:
     messages = row["messages"] if isinstance(row.get("messages"), list) else []
-    turns = []
-    for number, message in enumerate(messages, 1):
-        if not isinstance(message, dict):
-            raise ValueError(f"message {number} is no record with 'role' and 'content'")
-        try:
-            turns.append((_text(message, "role"), _text(message, "content")))
-        except ValueError as error:
-            raise ValueError(f"message {number}: {error}") from error
-    if ANSWER not in dict(turns):
-        raise ValueError(f"no message of 'messages' has the role {ANSWER!r}")
-    return tuple(turns)
+    return [_numbered(_message, *each) for each in enumerate(messages, 1)]
+
+
+def _sharegpt(row: Mapping[str, Any]) -> list[Message]:
+    turns = row["conversations"] if isinstance(row.get("conversations"), list) else []
+    found = [_numbered(_sharegpt_message, *each) for each in enumerate(turns, 1)]
+    if isinstance(row.get("system"), str) and row["system"]:
+        found.insert(0, {"role": "system", "content": row["system"]})
+    return found
+
+
+def _numbered(read: Callable[[Message], Message], number: int, turn: object) -> Message:
+    """Returns the message of a turn; its errors start with the turn's number."""
+    try:
+        if not isinstance(turn, dict):
+            raise ValueError(f"must be a record, not {type(turn).__name__}")
+        return read(turn)
+    except ValueError as error:
+        raise ValueError(f"message {number}: {error}") from error
+
+
+def _message(turn: Message) -> Message:
+    """Returns a message without the keys whose value is null, its content as one text."""
+    message = {key: value for key, value in turn.items() if value is not None}
+    _text(message, "role")
+    content = message.get("content")
+    if isinstance(content, list):
+        message["content"] = "".join(map(_part, content))
+    elif not isinstance(content, str) and (content is not None or set(message) <= {"role"}):
+        raise ValueError("'content' is no text")
+    return message
+
+
+def _part(part: object) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    if not isinstance(part, dict) or kind != "text" or not isinstance(part.get("text"), str):
+        raise ValueError(f"'content' has a part of type {kind!r}; only text is read")
+    return part["text"]
+
+
+def _sharegpt_message(turn: Message) -> Message:
+    if "from" not in turn:
+        return _message(turn)
+    name = _text(turn, "from")
+    if name not in SHAREGPT_ROLES:
+        raise ValueError(f"from={name!r}: must be one of {', '.join(SHAREGPT_ROLES)}")
+    others = {k: v for k, v in turn.items() if k not in ("from", "value") and v is not None}
+    content = {"content": _text(turn, "value")} if name != "function_call" else _function_call(turn)
+    return {"role": SHAREGPT_ROLES[name], **content, **others}
+
+
+def _function_call(turn: Message) -> dict[str, Any]:
+    """Returns the tool calls that a ShareGPT turn holds as JSON: a call, or a list of them."""
+    try:
+        calls = json.loads(_text(turn, "value"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"'value' of a function_call must be JSON: {error}") from error
+    calls = calls if isinstance(calls, list) else [calls]
+    if not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
+        raise ValueError("'value' of a function_call must hold 'name' and 'arguments'")
+    return {"content": "", "tool_calls": [{"type": "function", "function": call} for call in calls]}
 
 
 @dataclass(frozen=True)
 class Format:
     """
     Attributes:
-      fields: that a record has, by which it is recognised.
-      optional: that are read too.
-      turns: of a record; ValueError where it holds none.
+      fields: that a record has, by which it is recognized.
+      messages: of a record; ValueError where it holds none.
+      form: name in `templates.FORMS`, or None; see `Chat`.
+      optional: fields that `messages` reads too.
     """
 
     fields: tuple[str, ...]
-    turns: Callable[[Mapping[str, Any]], Turns]
+    messages: Callable[[Mapping[str, Any]], list[Message]]
+    form: str | None = None
     optional: tuple[str, ...] = ()
 
 
-# A record is of the first that it has the fields of.
+# A record has the first format all of whose fields it has.
 FORMATS = {
     "messages": Format(("messages",), _messages),
-    "alpaca": Format(("instruction", "output"), _alpaca, ("input",)),
+    "sharegpt": Format(("conversations",), _sharegpt, optional=("system",)),
+    "alpaca": Format(("instruction", "output"), _alpaca, "alpaca", ("input",)),
     "self_instruct": Format(
-        ("prompt", "completion"), partial(_pair, source="prompt", target="completion")
+        ("prompt", "completion"), partial(_pair, source="prompt", target="completion"), "bare"
     ),
-    "prompt_answer": Format(("prompt", "answer"), partial(_pair, source="prompt", target="answer")),
-    "hh_rlhf": Format(("chosen",), _hh_rlhf),
+    "prompt_answer": Format(
+        ("prompt", "answer"), partial(_pair, source="prompt", target="answer"), "bare"
+    ),
+    "hh_rlhf": Format(("chosen",), _hh_rlhf, "hh_rlhf"),
 }
 
 
@@ -126,123 +187,47 @@ def recognise(fields: Iterable[str], format: str) -> Format | None:
 
 
 def read_chat(row: Mapping[str, Any], format: Format, where: str) -> Chat:
-    """
+    """Reads a record of the format.
+
+    Its other fields become variables of the chat template: `chat_template_kwargs` each of its own,
+    and `tools` from JSON if it is a string, as TRL stores it.
+
     Raises:
       ValueError: the row is not of the format; names the field.
     """
-    missing = [field for field in format.fields if field not in row]
+    missing = [name for name in format.fields if name not in row]
     if missing:
         raise ValueError(f"{where}: no {missing[0]!r}, only {sorted(row)}; see data.format")
+    used = {*format.fields, *format.optional, "chat_template_kwargs"}
+    variables = {k: v for k, v in row.items() if k not in used and v is not None}
     try:
-        return Chat(format.turns(row), format is not FORMATS["messages"], where)
+        messages = tuple(format.messages(row))
+        if ANSWER not in (message["role"] for message in messages):
+            raise ValueError(f"no message of {format.fields[0]!r} has the role {ANSWER!r}")
+        if isinstance(variables.get("tools"), str):
+            variables["tools"] = json.loads(variables["tools"] or "null")
+        more = row.get("chat_template_kwargs") or {}
+        if not isinstance(more, dict):
+            raise ValueError("'chat_template_kwargs' must be a record of template variables")
+        return Chat(messages, where, format.form, variables | more)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: 'tools' is no JSON: {error}") from error
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
 
 
-def encode(
-    chat: Chat,
-    tokenizer: Tokenizer,
-    *,
-    source_max_len: int | None = None,
-    target_max_len: int | None = None,
-    train_on_source: bool = False,
-) -> dict[str, np.ndarray]:
-    """`tokens` and their `labels`, the next tokens or -100; each int32, one shorter than the chat.
-
-    What is learnt, each answer and the end-of-text token after it (or what ends it in the chat
-    template), and what is between is tokenised by itself: no token is half of each. BOS comes
-    once, and not where there is a template, which has its own. The source is what comes before the
-    first answer, the target is the rest; each keeps its first tokens, BOS and EOS counted, as in
-    the code of Dettmers et al. 2023, github.com/artidoro/qlora.
-    """
-    parts = _parts(chat, tokenizer)
-    ids = np.concatenate([part for part, _ in parts], dtype=np.int32)
-    learnt = np.repeat([answer for _, answer in parts], [len(part) for part, _ in parts])
-    first = int(learnt.argmax()) if learnt.any() else len(ids)
-    kept = np.r_[: len(ids)]
-    kept = np.r_[kept[:first][:source_max_len], kept[first:][:target_max_len]]
-    labels = np.where(learnt | train_on_source, ids, np.int32(-100))
-    return {"tokens": ids[kept][:-1], "labels": labels[kept][1:]}
-
-
-def question(
-    chat: Chat, tokenizer: Tokenizer, source_max_len: int | None
-) -> tuple[np.ndarray, np.ndarray]:
-    """(prompt, answer): token ids up to the first answer, and of that.
-
-    Raises:
-      ValueError: there is none.
-    """
-    whole = encode(chat, tokenizer, source_max_len=source_max_len)
-    learnt = np.r_[whole["labels"] != -100, False]
-    start = int(learnt.argmax())
-    stop = start + int(learnt[start:].argmin())
-    if start == stop:
-        raise ValueError(f"{chat.where}: no token is an answer")
-    return whole["tokens"][: start + 1], whole["labels"][start:stop]
-
-
-def _parts(chat: Chat, tokenizer: Tokenizer) -> list[tuple[np.ndarray, bool]]:
-    """Token ids, and whether they are an answer."""
-    if not chat.written and tokenizer.has_template:
-        texts = _templated(chat, tokenizer)
-        return [(tokenizer.encode(text), answer) for text, answer in texts]
-    parts = []
-    for role, text in chat.turns if chat.written else _plain(chat.turns):
-        ids, answer = tokenizer.encode(text), role == ANSWER
-        if answer and tokenizer.eos_id is not None:
-            ids = np.append(ids, np.int32(tokenizer.eos_id))
-        parts.append((ids, answer))
-    if tokenizer.bos_id is not None:
-        parts.insert(0, (np.array([tokenizer.bos_id], np.int32), False))
-    return parts
-
-
-def _plain(turns: Turns) -> Iterator[tuple[str, str]]:
-    """`### Human: …`, `### Assistant: …` and other roles likewise, a line each."""
-    source = ""
-    for number, (role, text) in enumerate(turns):
-        source += "\n" * (number > 0) + f"### {'Human' if role == 'user' else role.title()}:"
-        if role == ANSWER:
-            yield "user", source
-            yield role, f" {text}"
-            source = ""
-        else:
-            source += f" {text}"
-
-
-def _templated(chat: Chat, tokenizer: Tokenizer) -> Iterator[tuple[str, bool]]:
-    """The whole conversation in the tokenizer's chat template, cut where answers begin and end.
-
-    An answer begins after the template's generation prompt, and ends with what the template has
-    after a last answer. It is sought in the whole: some templates leave thoughts out of earlier
-    answers.
-    """
-
-    def render(count, answer=False):
+def from_arrow(value: Any) -> Any:
+    """Returns a cell without the nulls with which Arrow fills a struct's missing fields, and with
+    a tool call's arguments, which Arrow can only store as text, as JSON."""
+    if isinstance(value, list):
+        return [from_arrow(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    found = {key: from_arrow(item) for key, item in value.items() if item is not None}
+    if "name" in found and isinstance(found.get("arguments"), str):
         try:
-            return tokenizer.render(chat.turns[:count], answer)
-        except ValueError as error:
-            raise ValueError(f"{chat.where}: {error}") from error
-
-    whole, at = render(len(chat.turns)), 0
-    for number, (role, text) in enumerate(chat.turns):
-        if role != ANSWER:
-            continue
-        before, alone, text = render(number, True), render(number + 1), text.strip()
-        start, own = (x.find(text, len(before)) for x in (whole, alone))
-        end = alone[own + len(text) :]
-        if min(start, own) < 0 or not all(x.startswith(before) for x in (whole, alone)):
-            raise ValueError(
-                f"{chat.where}: in the chat template, message {number + 1} does not stand as it is "
-                "after its generation prompt"
-            )
-        if not whole.startswith(end, start + len(text)):
-            raise ValueError(
-                f"{chat.where}: in the chat template, message {number + 1} does not end as a last "
-                "one does"
-            )
-        stop = start + len(text) + len(end)
-        yield whole[at : len(before)], False
-        yield whole[len(before) : stop], True
-        at = stop
+            arguments = json.loads(found["arguments"])
+        except ValueError:
+            return found
+        found["arguments"] = arguments if isinstance(arguments, dict) else found["arguments"]
+    return found

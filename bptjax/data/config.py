@@ -4,7 +4,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 SampleBy = Literal["line", "paragraph", "document"]
-Format = Literal["auto", "text", "messages", "alpaca", "self_instruct", "prompt_answer", "hh_rlhf"]
+Format = Literal[
+    "auto", "text", "messages", "sharegpt", "alpaca", "self_instruct", "prompt_answer", "hh_rlhf"
+]
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,10 @@ class DataConfig:
       text_key: field of a record that holds its text.
       format: record format. auto takes the first format whose fields a record has, else text.
       train_on_source: include prompts in the loss. By default only answers are.
-      source_max_len: tokens kept of the prompt of a record, which is all before its first answer.
-      target_max_len: tokens kept from the first answer of a record on.
+      source_max_len: limit in tokens of the prompt of a record, which is all before its first
+        answer. Only contents are cut, never what the chat template writes around them.
+      target_max_len: limit in tokens from the first answer of a record on. The answer at the limit
+        is cut before its end token and is the last one.
       tokenizer: byte, char, or a directory with a Hugging Face tokenizer. If not set, the tokenizer
         of the checkpoint, or byte without one.
       packing: how documents fill sequences. concat joins all documents and splits them at seq_len;

@@ -5,16 +5,37 @@ import io
 import json
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from bptjax.data.chat import Chat, read_chat, recognise
+from bptjax.data.chat import Chat, from_arrow, read_chat, recognise
 
-Document = str | np.ndarray | Chat
+
+@dataclass(frozen=True)
+class TokenIds:
+    """A pre-tokenized record with labels.
+
+    Attributes:
+      ids: int32 [n].
+      labels: int32 [n], of the same tokens as in transformers; -100 is not in the loss.
+    """
+
+    ids: np.ndarray
+    labels: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, part: slice) -> "TokenIds":
+        return TokenIds(self.ids[part], self.labels[part])
+
+
+Document = str | np.ndarray | TokenIds | Chat
 
 TABLES = (".parquet", ".arrow")
 RECORDS = (".jsonl", ".json", *TABLES)
@@ -29,8 +50,8 @@ def extension(path: Path) -> str:
 
 
 def document(row: object, where: str, *, text_key: str, format: str = "text") -> Document:
-    """The text of a row, or else its token ids as int32; or the chat, where it is of such a
-    `format` (`auto`: has the fields of one).
+    """The text of a row, or else its token ids as int32, with labels if it has them; or the chat,
+    where it is of such a `format` (`auto`: has the fields of one).
 
     Raises:
       ValueError: the row holds none of these; names the keys that it does hold.
@@ -40,12 +61,8 @@ def document(row: object, where: str, *, text_key: str, format: str = "text") ->
         return read_chat(fields, chat, where)
     if isinstance(fields.get(text_key), str):
         return fields[text_key]
-    if "input_ids" in fields:
-        ids = np.asarray(fields["input_ids"])
-        if ids.ndim == 1 and (ids.dtype.kind in "iu" or not ids.size):
-            if ids.size and not 0 <= ids.min() <= ids.max() < 2**31:
-                raise ValueError(f"{where}: input_ids from {ids.min()} to {ids.max()} are no ids")
-            return ids.astype(np.int32)
+    if "input_ids" in fields and (ids := _integers(fields["input_ids"])) is not None:
+        return _token_ids(ids, fields.get("labels"), where)
     raise ValueError(
         f"{where}: no text in {text_key!r} and no token ids in 'input_ids', only {sorted(fields)}; "
         "set data.text_key to the field with the text, or see data.format"
@@ -66,6 +83,29 @@ def location(documents: Sequence[Document], index: int) -> Location:
     """Returns where a record comes from."""
     where = getattr(documents, "location", None)
     return where(index) if where else Location(f"document {index + 1}")
+
+
+def _integers(value: Any) -> np.ndarray | None:
+    """Returns the integers as an array; None if the value is no list of integers."""
+    found = np.asarray(value)
+    return found if found.ndim == 1 and (found.dtype.kind in "iu" or not found.size) else None
+
+
+def _token_ids(ids: np.ndarray, labels: Any, where: str) -> np.ndarray | TokenIds:
+    if ids.size and not 0 <= ids.min() <= ids.max() < 2**31:
+        raise ValueError(f"{where}: input_ids from {ids.min()} to {ids.max()} are no ids")
+    ids = ids.astype(np.int32)
+    if labels is None:
+        return ids
+    found = _integers(labels)
+    if found is None or found.shape != ids.shape:
+        raise ValueError(
+            f"{where}: labels must be a list of {len(ids)} integers, one for each of the input_ids"
+        )
+    bad = found[(found != -100) & ((found < 0) | (found >= 2**31))]
+    if bad.size:
+        raise ValueError(f"{where}: labels={bad[0]}: must be token ids, or -100 for no loss")
+    return TokenIds(ids, found.astype(np.int32))
 
 
 def parse(data: bytes, where: str, *, json_lines: bool, first: bool) -> tuple[str, object]:
@@ -198,8 +238,9 @@ class RowGroup(Sequence[Document]):
         row = {}
         for column, values in zip(*self.decode(), strict=True):
             cell = values[index]
-            arrays = column == "input_ids" and cell.is_valid
-            row[column] = cell.values if arrays else cell.as_py()
+            arrays = column in ("input_ids", "labels") and isinstance(cell, pa.ListScalar)
+            arrays = arrays and cell.is_valid
+            row[column] = cell.values if arrays else from_arrow(cell.as_py())
         return self.read(row, str(self.location(index)))
 
 
@@ -210,10 +251,10 @@ def record_columns(names: Sequence[str], path: Path, text_key: str, format: str)
       ValueError: none of them.
     """
     chat = recognise(names, format)
-    text = text_key if text_key in names else "input_ids"
-    wanted = (*chat.fields, *chat.optional) if chat else (text,)
-    columns = tuple(name for name in wanted if name in names)
-    if not columns:
+    # A chat template may read any field.
+    text = (text_key,) if text_key in names else ("input_ids", "labels")
+    columns = tuple(name for name in (names if chat else text) if name in names)
+    if set(chat.fields if chat else text[:1]).isdisjoint(names):
         document(dict.fromkeys(names), str(path), text_key=text_key, format=format)
     return columns
 

@@ -10,12 +10,12 @@ import numpy as np
 from grain import experimental as gx
 
 from bptjax.data.batches import Batches, TrainIterator
-from bptjax.data.chat import Chat, encode
 from bptjax.data.check import DataCheck
 from bptjax.data.config import DataConfig
+from bptjax.data.encode import encode
 from bptjax.data.files import Document
 from bptjax.data.mixture import MixIterDataset
-from bptjax.data.packing import Example, buffer_rows, example, grouped, pack
+from bptjax.data.packing import Example, buffer_rows, grouped, pack
 from bptjax.data.records import RecordReader, Records
 from bptjax.data.sources import Mixture, Training
 from bptjax.data.stream import AnyRecords, Stream, StreamRecords
@@ -178,19 +178,13 @@ def _records(documents: Sequence[Document] | Stream, reader: RecordReader) -> An
 def _reader(tokenizer: Tokenizer, config: DataConfig, seq_len: int) -> RecordReader:
     """Returns what turns a document into its examples."""
 
-    def examples(document: Document) -> list[Example]:
-        if not isinstance(document, Chat):
-            return [example(document, tokenizer)]
-        return [
-            encode(
-                document,
-                tokenizer,
-                source_max_len=config.source_max_len,
-                target_max_len=config.target_max_len,
-                train_on_source=config.train_on_source,
-            )
-        ]
-
+    examples = functools.partial(
+        encode,
+        tokenizer=tokenizer,
+        source_max_len=config.source_max_len,
+        target_max_len=config.target_max_len,
+        train_on_source=config.train_on_source,
+    )
     return RecordReader(examples, seq_len, config.too_long, config.bad_records)
 
 

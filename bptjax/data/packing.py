@@ -7,40 +7,12 @@ import numpy as np
 from grain import experimental as gx
 
 from bptjax.data.concat import ConcatIterDataset, Example, sequence
-from bptjax.data.tokenizer import Tokenizer
 
 PACKINGS = ("none", "concat", "best_fit")
 BUFFER_TOKENS = 2**22
 # Of batches grouped by length. Each width is compiled once.
 WIDTHS = 8
 GROUPED_BATCHES = 50
-
-
-def example(document: str | np.ndarray, tokenizer: Tokenizer) -> Example:
-    """`tokens` and their `labels`, the next tokens; each int32, one shorter than the document.
-
-    Text gets BOS in front and EOS at the end where the tokeniser has them; token ids are used as
-    they are. The shift comes before packing: no label crosses a document, and none is lost where
-    a row ends.
-    """
-    if isinstance(document, str):
-        ids = (tokenizer.bos_id, tokenizer.encode(document), tokenizer.eos_id)
-        document = np.concatenate([np.atleast_1d(i) for i in ids if i is not None], dtype=np.int32)
-    else:
-        check_ids(document, tokenizer)
-    return {"tokens": document[:-1], "labels": document[1:]}
-
-
-def check_ids(ids: np.ndarray, tokenizer: Tokenizer) -> None:
-    """
-    Raises:
-      ValueError: token ids that the tokeniser does not have.
-    """
-    if ids.size and not 0 <= ids.min() <= ids.max() < tokenizer.vocab_size:
-        raise ValueError(
-            f"input_ids from {ids.min()} to {ids.max()} do not fit "
-            f"vocab_size={tokenizer.vocab_size}; set data.tokenizer to the one that made them"
-        )
 
 
 def cut(whole: Example, seq_len: int, rng: np.random.Generator | None = None) -> list[Example]:

@@ -1,50 +1,95 @@
-"""Tokenisers: bytes, characters, or a Hugging Face directory."""
+"""Tokenizers: bytes, characters, or a Hugging Face directory."""
 
+import copy
+import itertools
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 
+from bptjax.data.hf_tokenizer import HFTokenizer
+from bptjax.data.hf_tokenizer import transformers as transformers
+
 FILE = "bptjax_tokenizer.json"
+# A Unicode noncharacter, reserved for internal use, stands for the byte tokenizer's separator where
+# a chat template writes it into text.
+SEPARATOR = "\ufdd0"
 
 
 class Tokenizer(Protocol):
     """Text to int32 token ids and back.
 
+    Every text starts with `prefix`, in training and in prompts; a training document ends with
+    `eos_id` if there is one. Chat templates write their own special tokens instead.
+
     Attributes:
-      bos_id, eos_id: stand around a document, if any.
-      stop_ids: end a text that is being written.
-      has_template: of chats.
+      prefix: ids that the tokenizer itself puts in front of a text, such as BOS; often none.
+      start_text: text that a chat template writes to start with `prefix`.
+      eos_id: id that ends a training document, or None.
+      stop_ids: ids that end generated text.
+      chat_template: Jinja source, or None.
+      special_tokens: variables of chat templates, such as `eos_token`.
     """
 
     @property
     def vocab_size(self) -> int: ...
     @property
-    def bos_id(self) -> int | None: ...
+    def prefix(self) -> np.ndarray: ...
+    @property
+    def start_text(self) -> str: ...
     @property
     def eos_id(self) -> int | None: ...
     @property
     def stop_ids(self) -> list[int]: ...
     @property
-    def has_template(self) -> bool: ...
-    def encode(self, text: str) -> np.ndarray: ...
+    def chat_template(self) -> str | None: ...
+    @property
+    def special_tokens(self) -> Mapping[str, Any]: ...
+    def template_for(self, tools: bool) -> str | None:
+        """Returns the chat template, or a tokenizer's second template for records with tools."""
+        ...
+
+    def with_chat(self, template: str | None, stop_ids: Sequence[int]) -> Self:
+        """Returns a copy with another chat template, unless None, and more stop ids."""
+        ...
+
+    def encode(self, text: str) -> np.ndarray:
+        """Token ids without `prefix`."""
+        ...
+
     def encode_prompt(self, text: str) -> np.ndarray:
-        """The start of a document, to be gone on with."""
+        """Token ids with `prefix`: the start of a document, to be continued."""
         ...
 
-    def encode_chat(self, text: str) -> np.ndarray:
-        """A user's turn, and the start of the answer; ValueError where there is no template."""
-        ...
+    def encode_parts(self, parts: Sequence[str]) -> tuple[np.ndarray, list[tuple[int, int]]]:
+        """Tokenizes the joined parts at once, special tokens in them included.
 
-    def render(self, turns: Sequence[tuple[str, str]], answer: bool) -> str:
-        """(role, text) of each turn in the chat template, and with `answer` the start of an answer.
+        Returns:
+          The ids, and for each part the range [start, stop) from the first token of its first
+          character to the first token of its last one. A token across two parts is in both ranges.
 
         Raises:
-          ValueError: there is no template, or it refuses them.
+          ValueError: the tokenizer gives no character offsets.
         """
+        ...
+
+    def shorten(self, text: str, count: int) -> str:
+        """Returns the longest start of the text that has at most about `count` tokens."""
+        ...
+
+    def ending(self, ids: np.ndarray, start: int, stop: int) -> int | None:
+        """Returns the special token that ends the answer ids[start:stop], or None.
+
+        It is the last special token of the answer if at most white space follows, or else the first
+        one after the answer if at most white space precedes.
+        """
+        ...
+
+    def vocabulary(self) -> Mapping[int, str]:
+        """Returns the token string of each id."""
         ...
 
     def decode(self, ids: Iterable[int]) -> str: ...
@@ -52,47 +97,93 @@ class Tokenizer(Protocol):
 
 
 class _Plain:
-    """What tokenisers without a vocabulary of their own share."""
+    """Base of tokenizers without a vocabulary file: each character has its own tokens."""
 
-    bos_id: int | None = None
+    type: str
+    prefix = np.zeros(0, np.int32)
+    start_text = ""
     eos_id: int | None = None
-    has_template = False
+    chat_template: str | None = None
+    special_tokens: Mapping[str, Any] = {}
 
     @property
     def stop_ids(self) -> list[int]:
         return [] if self.eos_id is None else [self.eos_id]
 
+    def template_for(self, tools: bool) -> str | None:
+        return self.chat_template
+
+    def with_chat(self, template: str | None, stop_ids: Sequence[int]) -> Self:
+        """The stop ids can only be `eos_id`, which is one already."""
+        found = copy.copy(self)
+        found.chat_template = template or self.chat_template
+        return found
+
     def encode(self, text: str) -> np.ndarray:
         raise NotImplementedError
 
+    def decode(self, ids: Iterable[int]) -> str:
+        raise NotImplementedError
+
     def encode_prompt(self, text: str) -> np.ndarray:
-        first = [] if self.bos_id is None else [self.bos_id]
-        return np.concatenate([np.array(first, np.int32), self.encode(text)])
+        return np.concatenate([self.prefix, self.encode(text)])
 
-    def render(self, turns: Sequence[tuple[str, str]], answer: bool) -> str:
-        raise ValueError(f"{type(self).__name__} has no chat template")
+    def encode_parts(self, parts: Sequence[str]) -> tuple[np.ndarray, list[tuple[int, int]]]:
+        each = [self._encode_special(part) for part in parts]
+        edges = np.cumsum([0, *map(len, each)]).tolist()
+        ids = np.concatenate([np.zeros(0, np.int32), *each])
+        return ids, list(itertools.pairwise(edges))
 
-    def encode_chat(self, text: str) -> np.ndarray:
-        return self.encode(self.render([("user", text)], True))
+    def _encode_special(self, text: str) -> np.ndarray:
+        first, *others = text.split(SEPARATOR) if self.eos_id is not None else [text]
+        found = [self.encode(first)]
+        for other in others:
+            found += [np.array([self.eos_id], np.int32), self.encode(other)]
+        return np.concatenate(found)
+
+    def shorten(self, text: str, count: int) -> str:
+        ends = np.cumsum([len(self.encode(character)) for character in text])
+        return text[: int(np.searchsorted(ends, count, "right"))]
+
+    def ending(self, ids: np.ndarray, start: int, stop: int) -> int | None:
+        return self.eos_id if self.eos_id in ids[start : stop + 1] else None
+
+    def vocabulary(self) -> Mapping[int, str]:
+        return {}
+
+    def _save(self, directory: str | Path, **content: str) -> None:
+        if self.chat_template is not None:
+            content["chat_template"] = self.chat_template
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        (Path(directory) / FILE).write_text(json.dumps({"type": self.type} | content))
 
 
 class ByteTokenizer(_Plain):
     """UTF-8 bytes 0..255, and a separator 256 that begins and ends documents."""
 
-    vocab_size, bos_id, eos_id = 257, 256, 256
+    type = "byte"
+    vocab_size, eos_id = 257, 256
+    prefix = np.array([256], np.int32)
+    start_text = SEPARATOR
+    special_tokens = {"bos_token": SEPARATOR, "eos_token": SEPARATOR}
 
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(utf8(text), np.uint8).astype(np.int32)
+
+    def vocabulary(self) -> Mapping[int, str]:
+        return {i: f"<0x{i:02X}>" for i in range(256)}
 
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(int(i) for i in ids if i < 256).decode("utf-8", "replace")
 
     def save(self, directory: str | Path) -> None:
-        _save(directory, {"type": "byte"})
+        self._save(directory)
 
 
 class CharTokenizer(_Plain):
     """One id per character of a fixed vocabulary, in code point order; no separator."""
+
+    type = "char"
 
     def __init__(self, characters: Iterable[str]):
         self.characters = "".join(sorted(set(characters)))
@@ -113,84 +204,34 @@ class CharTokenizer(_Plain):
     def decode(self, ids: Iterable[int]) -> str:
         return "".join(self.characters[i] for i in ids)
 
-    def save(self, directory: str | Path) -> None:
-        _save(directory, {"type": "char", "characters": self.characters})
-
-
-class HFTokenizer:
-    """A Hugging Face tokeniser from a local directory.
-
-    Args:
-      limit: rows of the model's embedding. Some tokenisers have tokens beyond, of images for one.
-    """
-
-    def __init__(self, directory: str | Path, limit: int | None = None):
-        tokenizers = transformers().AutoTokenizer
-        try:
-            found: Any = tokenizers.from_pretrained(str(directory), local_files_only=True)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"data.tokenizer={str(directory)!r} holds no tokenizer") from error
-        self._tokenizer: Any = found
-        # `len` counts added tokens; the tokeniser's own `vocab_size` does not.
-        self.vocab_size = min(len(found), limit or len(found))
-        self.bos_id, self.eos_id = found.bos_token_id, found.eos_token_id
-        self.stop_ids = _stop_ids(Path(directory), self.eos_id)
-        self.has_template = bool(found.chat_template)
-
-    def encode(self, text: str) -> np.ndarray:
-        return self._ids(text, add_special_tokens=False)
-
-    def encode_prompt(self, text: str) -> np.ndarray:
-        return self._ids(text)
-
-    def _ids(self, text: str, **how: bool) -> np.ndarray:
-        # It takes no lone surrogates, which JSON can hold.
-        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        ids = np.array(self._tokenizer.encode(text, verbose=False, **how), np.int32)
-        if ids.max(initial=0) >= self.vocab_size:
-            token = self._tokenizer.decode([ids.max()])
-            raise ValueError(f"the model's vocabulary of {self.vocab_size} has no {token!r}")
-        return ids
-
-    def render(self, turns: Sequence[tuple[str, str]], answer: bool) -> str:
-        from jinja2 import TemplateError
-
-        if not self.has_template:
-            raise ValueError("the tokenizer has no chat template")
-        messages = [{"role": role, "content": text} for role, text in turns]
-        try:
-            return self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=answer
-            )
-        except TemplateError as error:
-            raise ValueError(f"the chat template refuses it: {error}") from error
-
-    def encode_chat(self, text: str) -> np.ndarray:
-        return self.encode(self.render([("user", text)], True))
-
-    def decode(self, ids: Iterable[int]) -> str:
-        return self._tokenizer.decode([int(i) for i in ids])
+    def vocabulary(self) -> Mapping[int, str]:
+        return dict(enumerate(self.characters))
 
     def save(self, directory: str | Path) -> None:
-        self._tokenizer.save_pretrained(str(directory))
+        self._save(directory, characters=self.characters)
 
 
-def transformers() -> Any:
-    """The library, which takes seconds to import, and need not say that there is no torch."""
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    import transformers
+def vocabulary_warning(tokenizer: Tokenizer, checkpoint: Path) -> str | None:
+    """Returns a line that says how far the vocabulary is from that of the checkpoint's tokenizer;
+    None if every id is the same token, or the checkpoint comes without a tokenizer."""
+    try:
+        wanted = load_tokenizer(checkpoint).vocabulary()
+    except ValueError:
+        return None
+    own = tokenizer.vocabulary()
+    differ = sum(own.get(i) != token for i, token in wanted.items())
+    if not differ:
+        return None
+    return (
+        f"warning: {differ / len(wanted):.1%} of the {len(wanted)} token ids of the tokenizer in "
+        f"{checkpoint} are other tokens in the chosen tokenizer; the checkpoint was not trained "
+        "with these"
+    )
 
-    return transformers
 
-
-def _stop_ids(directory: Path, eos_id: int | None) -> list[int]:
-    """Those of generation_config.json, or else config.json, where there are such files."""
-    for name in ("generation_config.json", "config.json"):
-        file = directory / name
-        found = json.loads(file.read_text()).get("eos_token_id") if file.exists() else None
-        if found is not None:
-            return found if isinstance(found, list) else [found]
-    return [] if eos_id is None else [eos_id]
+def has_tokenizer(directory: Path) -> bool:
+    """Returns whether a tokenizer was saved in the directory."""
+    return any((directory / name).exists() for name in (FILE, "tokenizer_config.json"))
 
 
 def make_tokenizer(
@@ -244,12 +285,8 @@ def load_tokenizer(directory: str | Path, limit: int | None = None) -> Tokenizer
     if not (directory / FILE).exists():
         return HFTokenizer(directory, limit)
     saved = json.loads((directory / FILE).read_text())
-    return ByteTokenizer() if saved["type"] == "byte" else CharTokenizer(saved["characters"])
-
-
-def _save(directory: str | Path, content: dict[str, str]) -> None:
-    Path(directory).mkdir(parents=True, exist_ok=True)
-    (Path(directory) / FILE).write_text(json.dumps(content))
+    found = ByteTokenizer() if saved["type"] == "byte" else CharTokenizer(saved["characters"])
+    return found.with_chat(saved.get("chat_template"), [])
 
 
 def utf8(text: str) -> bytes:

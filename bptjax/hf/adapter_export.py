@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from bptjax.data.tokenizer import add_tokens, load_tokenizer
+from bptjax.data.tokenizer import add_tokens, has_tokenizer, load_tokenizer
 from bptjax.hf.config import changes, read_json
 from bptjax.hf.config_export import exported
 from bptjax.hf.output import whole
@@ -25,11 +25,12 @@ def export_adapter(source: str, out: Path, *, replace: bool = False) -> Pretrain
     model = open_adapter(source)
     with whole(out, replace=replace) as directory:
         write_adapter(model, directory)
-        if model.config.add_tokens and model.companions:
-            here = find(source)
-            own = here if (here / "tokenizer_config.json").exists() else model.companions
-            tokenizer = load_tokenizer(own)
-            add_tokens(tokenizer, model.config.add_tokens)
+        here, added = find(source), model.config.add_tokens
+        if has_tokenizer(here) or added and model.companions:
+            # With the chat template and the stop tokens that the adapter was trained with.
+            own = here if has_tokenizer(here) else model.companions
+            tokenizer = load_tokenizer(str(own), model.config.V)
+            add_tokens(tokenizer, added)
             tokenizer.save(directory)
     return model
 

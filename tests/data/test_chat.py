@@ -7,13 +7,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from bptjax.data.chat import encode, question
 from bptjax.data.config import DataConfig
+from bptjax.data.encode import encode, question
 from bptjax.data.loader import eval_loader, train_loader
 from bptjax.data.packing import PACKINGS
 from bptjax.data.sources import open_split
 from bptjax.data.text import open_documents
-from bptjax.data.tokenizer import ByteTokenizer, load_tokenizer
+from bptjax.data.tokenizer import ByteTokenizer, CharTokenizer, load_tokenizer
 
 BYTE = ByteTokenizer()
 CHATML = (
@@ -105,18 +105,30 @@ def opened(tmp_path, rows, name="a.jsonl", **kwargs):
     return open_documents(tmp_path / name, **{"format": "auto"} | kwargs)
 
 
-def worked(tokenizer, texts, bos=True, eos=True, source=False):
-    """(tokens, labels) of texts that are read and learnt by turns."""
-    ids, learnt = [tokenizer.bos_id] * bos, [source] * bos
-    for number, text in enumerate(texts):
-        answer = bool(number % 2)
-        part = [*tokenizer.encode(text), *[tokenizer.eos_id] * (answer and eos)]
-        ids, learnt = [*ids, *part], [*learnt, *[answer or source] * len(part)]
-    labels = [i if on else -100 for i, on in zip(ids, learnt, strict=True)]
+def worked(tokenizer, texts, eos=True, source=False):
+    """(tokens, labels) of texts that are read and in the loss by turns."""
+    ids, learned = tokenizer.prefix.tolist(), [source] * len(tokenizer.prefix)
+    if tokenizer.vocab_size == 257:
+        for number, text in enumerate(texts):
+            answer = bool(number % 2)
+            part = [*tokenizer.encode(text), *[tokenizer.eos_id] * (answer and eos)]
+            ids, learned = [*ids, *part], [*learned, *[answer or source] * len(part)]
+    else:
+        texts = [text + "</s>" * (eos and number % 2) for number, text in enumerate(texts)]
+        found = tokenizer._tokenizer("".join(texts), add_special_tokens=False)
+        learned += [source] * len(found.input_ids)
+        ids, end = ids + found.input_ids, 0
+        for number, text in enumerate(texts):
+            start, end = end, end + len(text)
+            if number % 2:
+                first, last = found.char_to_token(start), found.char_to_token(end - 1)
+                learned[first : last + 1] = [True] * (last + 1 - first)
+    labels = [i if on else -100 for i, on in zip(ids, learned, strict=True)]
     return ids[:-1], labels[1:]
 
 
 def same(got, wanted):
+    (got,) = got
     for name, values in zip(("tokens", "labels"), wanted, strict=True):
         np.testing.assert_array_equal(got[name], np.array(values, np.int32), strict=True)
 
@@ -129,7 +141,7 @@ def test_by_hand(tmp_path):
     same(encode(chat, BYTE, train_on_source=True), ([256, *both[:-1]], both))
     # BOS and EOS count.
     same(encode(chat, BYTE, source_max_len=2), ([256, 97, 99, 100], [-100, 99, 100, 256]))
-    same(encode(chat, BYTE, target_max_len=2), ([256, 97, 98, 99], [-100, -100, 99, 100]))
+    same(encode(chat, BYTE, target_max_len=2), ([256, 97, 98, 99], [-100, -100, 99, 256]))
     prompt, answer = question(chat, BYTE, None)
     assert (prompt.tolist(), answer.tolist()) == ([256, 97, 98], [99, 100, 256])
 
@@ -144,42 +156,43 @@ def test_formats(tmp_path, small, name, kind):
     everything = worked(tokenizer, texts, source=True)
     same(encode(chat, tokenizer, train_on_source=True), everything)
     named = opened(tmp_path, [row], "a.json", format=name.split()[0])
-    assert named[0].turns == chat.turns
+    assert named[0].messages == chat.messages
     pq.write_table(pa.Table.from_pylist([row, row]), tmp_path / "a.parquet")
-    assert [c.turns for c in open_documents(tmp_path / "a.parquet", format="auto")] == [
-        chat.turns
+    assert [c.messages for c in open_documents(tmp_path / "a.parquet", format="auto")] == [
+        chat.messages
     ] * 2
     prompt, answer = question(chat, tokenizer, None)
-    assert prompt.tolist() == [tokenizer.bos_id, *tokenizer.encode(texts[0])]
-    assert answer.tolist() == [*tokenizer.encode(texts[1]), tokenizer.eos_id]
+    tokens, labels = worked(tokenizer, texts)
+    first = int(np.argmax(np.array(labels) != -100))
+    assert prompt.tolist() == tokens[: first + 1]
+    assert answer[0] == labels[first] and answer[-1] == tokenizer.eos_id
 
 
-@pytest.mark.parametrize("template", [CHATML, THINKING], ids=["chatml", "thinking"])
-def test_chat_template(tmp_path, small, template):
-    tokenizer, talk = small(template), TALK[template == THINKING :]
-    (chat,) = opened(tmp_path, [{"messages": talk}])
-    thought = "<think></think>" if template == THINKING else ""
+def test_chat_template(tmp_path, small):
+    tokenizer = small(CHATML)
+    (chat,) = opened(tmp_path, [{"messages": TALK}])
     texts = [
-        "<|system|>Be brief.<|end|>\n" * (not thought) + "<|user|>Hi<|end|>\n<|assistant|>",
+        "<|system|>Be brief.<|end|>\n<|user|>Hi<|end|>\n<|assistant|>",
         "Hello<|end|>\n",
         "<|user|>Bye<|end|>\n<|assistant|>",
-        f"{thought}So long<|end|>\n",
+        "So long<|end|>\n",
     ]
-    got = encode(chat, tokenizer)
-    same(got, worked(tokenizer, texts, bos=False, eos=False))
+    (got,) = encode(chat, tokenizer)
+    same([got], worked(tokenizer, texts, eos=False))
     assert tokenizer.decode([*got["tokens"], got["labels"][-1]]) == "".join(texts)
 
 
 def test_bad_templates_are_named(tmp_path, small):
     (chat,) = opened(tmp_path, [{"messages": TALK}])
-    last = "{% if loop.last and m.role == 'assistant' %}!{% endif %}"
+    changed = CHATML.replace("<|assistant|>{% endif %}", "<|assistant|>!{% endif %}")
     for template, message in (
         (THINKING, "a.jsonl, record 1: the chat template refuses it: no system role"),
-        (CHATML.replace("trim", "upper"), "record 1: .* message 3 does not stand as it is"),
-        (CHATML.replace("<|end|>", f"<|end|>{last}"), "record 1: .* message 3 does not end as"),
+        (changed, "record 1: message 3: the chat template does not write .*train_on_source=true"),
     ):
         with pytest.raises(ValueError, match=message):
             encode(chat, small(template))
+    # As the message says.
+    assert len(encode(chat, small(changed), train_on_source=True)) == 1
 
 
 @pytest.mark.parametrize(
@@ -191,7 +204,7 @@ def test_bad_templates_are_named(tmp_path, small):
         ({"chosen": "Human: Hi"}, "auto", "record 2: 'chosen' is not made of"),
         ({"messages": [{"role": "user", "content": "a"}]}, "auto", "no message .* 'assistant'"),
         ({"messages": [{"role": "user"}]}, "auto", "record 2: message 1: 'content' is no text"),
-        ({"messages": ["a"]}, "auto", "record 2: message 1 is no record"),
+        ({"messages": ["a"]}, "auto", "record 2: message 1: must be a record, not str"),
         ([], "messages", "record 2: no 'messages'"),
         ({"other": 1}, "auto", "record 2: no text in 'text'.*data.format"),
     ],
@@ -221,7 +234,7 @@ def test_bad_files_and_keys(tmp_path):
     with pytest.raises(ValueError, match="group_by_length needs data.packing=none"):
         DataConfig(group_by_length=True)
     chats = list(opened(tmp_path, [{"prompt": "abcdef", "answer": ""}] * 3))
-    endless = type("Endless", (ByteTokenizer,), {"eos_id": None})()
+    endless = CharTokenizer("abcdef")
     with pytest.raises(ValueError, match="no token that counts in the loss: .*all answers are"):
         train_loader(chats, endless, DataConfig(), seq_len=8, rows=1)
     with pytest.raises(ValueError, match="a.jsonl, record 1: no token is an answer"):
@@ -231,7 +244,7 @@ def test_bad_files_and_keys(tmp_path):
 def test_lone_surrogates(tmp_path, small):
     (chat, other) = opened(tmp_path, [{"prompt": f"a{x}b", "answer": "c"} for x in "\ud800\ufffd"])
     tokenizer = small(None)
-    same(encode(chat, tokenizer), encode(other, tokenizer).values())
+    same(encode(chat, tokenizer), encode(other, tokenizer)[0].values())
     assert tokenizer.encode_prompt("\udfff").tolist() == tokenizer.encode_prompt("\ufffd").tolist()
 
 
@@ -269,7 +282,7 @@ def test_packed_is_separate(tmp_path, packing):
     config = DataConfig(packing=packing)
     together, counted = total(chats, config, 400)
     pieces = [total([chat], config, 64) for chat in chats]
-    assert counted == sum(len(BYTE.encode(chat.turns[1][1])) + 1 for chat in chats)
+    assert counted == sum(len(BYTE.encode(chat.messages[1]["content"])) + 1 for chat in chats)
     assert counted == sum(count for _, count in pieces)
     assert together == pytest.approx(sum(loss for loss, _ in pieces), rel=1e-5)
 
@@ -285,7 +298,7 @@ def test_grouped_by_length(tmp_path):
         batches.append(next(loader))
     loader.close()
     lengths = np.concatenate([batch["segments"].sum(1) for batch in batches])
-    whole = [len(encode(chat, BYTE)["tokens"]) for chat in chats]
+    whole = [len(encode(chat, BYTE)[0]["tokens"]) for chat in chats]
     assert lengths[:rows].max() == max(whole)
     # Each epoch has every row once, in another order.
     epochs = [lengths[:203], lengths[203:406]]

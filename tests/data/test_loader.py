@@ -19,7 +19,7 @@ from bptjax.data.tokenizer import ByteTokenizer, make_tokenizer
 LENGTHS = (5, 1, 18, 9, 2, 0, 8, 31, 3, 10, 17)
 DOCUMENTS = [np.arange(n, dtype=np.int32) + 100 * i for i, n in enumerate(LENGTHS)]
 LABELS = np.sort(np.concatenate([document[1:] for document in DOCUMENTS]))
-TOKENIZER = SimpleNamespace(vocab_size=2000, bos_id=None, eos_id=None)
+TOKENIZER = SimpleNamespace(vocab_size=2000, eos_id=None)
 T, ROWS = 8, 3
 
 

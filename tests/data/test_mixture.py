@@ -14,7 +14,7 @@ from bptjax.data.mixture import MixIterDataset
 from bptjax.data.packing import PACKINGS
 from bptjax.data.sources import open_split
 
-TOKENIZER = SimpleNamespace(vocab_size=10**6, bos_id=None, eos_id=None)
+TOKENIZER = SimpleNamespace(vocab_size=10**6, eos_id=None)
 T = 16
 
 

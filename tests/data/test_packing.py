@@ -6,20 +6,21 @@ import grain
 import numpy as np
 import pytest
 
-from bptjax.data.packing import PACKINGS, cut, example, pack
+from bptjax.data.encode import encode
+from bptjax.data.packing import PACKINGS, cut, pack
 from bptjax.data.tokenizer import ByteTokenizer, CharTokenizer
 
 # Documents of token ids that occur once, so that each label tells its document and place.
 LENGTHS = (5, 1, 18, 9, 2, 0, 8, 31, 3, 10, 17)
 DOCUMENTS = [np.arange(n, dtype=np.int32) + 100 * i for i, n in enumerate(LENGTHS)]
 LABELS = np.sort(np.concatenate([document[1:] for document in DOCUMENTS]))
-TOKENIZER = SimpleNamespace(vocab_size=2000, bos_id=None, eos_id=None)
+TOKENIZER = SimpleNamespace(vocab_size=2000, eos_id=None)
 T = 8
 
 
 def rows_of(documents=DOCUMENTS, seq_len=T, epochs=1, **kwargs):
     source = grain.MapDataset.source(documents).repeat(epochs)
-    examples = source.map(lambda document: [example(document, TOKENIZER)])
+    examples = source.map(lambda document: encode(document, TOKENIZER))
     return list(pack(examples, seq_len=seq_len, **kwargs))
 
 
@@ -97,7 +98,7 @@ def test_none_cuts_elsewhere_in_each_epoch():
 
 
 def test_cut_sizes():
-    whole = example(np.arange(21), TOKENIZER)
+    (whole,) = encode(np.arange(21), TOKENIZER)
     assert [len(piece["tokens"]) for piece in cut(whole, T)] == [8, 8, 4]
     firsts = {len(cut(whole, T, np.random.default_rng(i))[0]["tokens"]) for i in range(100)}
     assert firsts == set(range(1, T + 1))
@@ -105,15 +106,15 @@ def test_cut_sizes():
 
 
 def test_example_adds_separators_and_shifts():
-    pair = example("ab", ByteTokenizer())
+    (pair,) = encode("ab", ByteTokenizer())
     np.testing.assert_array_equal(pair["tokens"], np.array([256, 97, 98], np.int32), strict=True)
     np.testing.assert_array_equal(pair["labels"], np.array([97, 98, 256], np.int32), strict=True)
-    np.testing.assert_array_equal(example("ab", CharTokenizer("ab"))["labels"], [1])
-    assert example("", CharTokenizer("ab"))["tokens"].shape == (0,)
+    np.testing.assert_array_equal(encode("ab", CharTokenizer("ab"))[0]["labels"], [1])
+    assert encode("", CharTokenizer("ab"))[0]["tokens"].shape == (0,)
 
 
 def test_bad_input():
     with pytest.raises(ValueError, match="data.packing='tight'"):
         rows_of(packing="tight")
     with pytest.raises(ValueError, match="from 3 to 257 do not fit vocab_size=257"):
-        example(np.array([3, 257], np.int32), ByteTokenizer())
+        encode(np.array([3, 257], np.int32), ByteTokenizer())

@@ -17,7 +17,7 @@ from bptjax.data.sources import open_split
 from bptjax.data.tokenizer import ByteTokenizer
 
 T = 32
-TOKENIZER = SimpleNamespace(vocab_size=10**6, bos_id=None, eos_id=None)
+TOKENIZER = SimpleNamespace(vocab_size=10**6, eos_id=None)
 
 
 def chat(number, prompt, answer):

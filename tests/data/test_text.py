@@ -202,7 +202,7 @@ def test_hugging_face_tokenizer(tmp_path):
     fast.add_tokens(["added"])
     fast.save_pretrained(tmp_path / "a")
     tokenizer = make_tokenizer(str(tmp_path / "a"))
-    assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id) == (6, 0, 1)
+    assert (tokenizer.vocab_size, tokenizer.prefix.size, tokenizer.eos_id) == (6, 0, 1)
     np.testing.assert_array_equal(
         tokenizer.encode("long long context added"), np.array([3, 3, 4, 5], np.int32), strict=True
     )

@@ -1,0 +1,168 @@
+"""Hugging Face tokenizers, and the one place that imports transformers."""
+
+import copy
+import itertools
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+GENERATION = "generation_config.json"
+
+
+class HFTokenizer:
+    """A Hugging Face tokenizer from a local directory.
+
+    Args:
+      limit: rows of the model's embedding. Some tokenizers have tokens beyond, of images for one.
+    """
+
+    def __init__(self, directory: str | Path, limit: int | None = None):
+        tokenizers = transformers().AutoTokenizer
+        try:
+            found: Any = tokenizers.from_pretrained(str(directory), local_files_only=True)
+        # Files that are no tokenizer raise anything, KeyError for one.
+        except Exception as error:
+            raise ValueError(f"data.tokenizer={str(directory)!r} holds no tokenizer") from error
+        self._tokenizer: Any = found
+        # `len` counts added tokens; the tokenizer's own `vocab_size` does not.
+        self.vocab_size = min(len(found), limit or len(found))
+        self.eos_id = found.eos_token_id
+        self.special_tokens = dict(found.special_tokens_map)
+        self._generation = _generation_config(Path(directory)) or {
+            "bos_token_id": found.bos_token_id,
+            "eos_token_id": found.eos_token_id,
+        }
+        ends = self._generation.get("eos_token_id", self.eos_id)
+        self.stop_ids = [] if ends is None else ends if isinstance(ends, list) else [ends]
+        bare = found.encode("a", add_special_tokens=False)
+        around = found.encode("a")
+        starts = (i for i in range(len(around)) if around[i : i + len(bare)] == bare)
+        self.prefix = np.array(around[: next(starts, 0)], np.int32)
+        start = "".join(found.convert_ids_to_tokens(self.prefix.tolist()))
+        # Some tokenizers put a space before a text's first word, but not after a special token.
+        joined = found.encode(f"{start} a", add_special_tokens=False)
+        plain = found.encode(f"{start}a", add_special_tokens=False)
+        wanted = [*self.prefix.tolist(), *bare]
+        self.start_text = f"{start} " if start and joined == wanted != plain else start
+
+    @property
+    def chat_template(self) -> str | None:
+        return self.template_for(tools=False)
+
+    def template_for(self, tools: bool) -> str | None:
+        found = self._tokenizer
+        if not found.chat_template:
+            return None
+        return found.get_chat_template(None, tools=[{}] if tools else None)
+
+    def with_chat(self, template: str | None, stop_ids: Sequence[int]) -> Self:
+        found = copy.copy(self)
+        if template is not None:
+            found._tokenizer = copy.copy(self._tokenizer)
+            found._tokenizer.chat_template = template
+        found.stop_ids = list(dict.fromkeys([*self.stop_ids, *stop_ids]))
+        return found
+
+    def encode(self, text: str) -> np.ndarray:
+        return self._checked(
+            self._tokenizer.encode(_scalar_values(text), verbose=False, add_special_tokens=False)
+        )
+
+    def encode_prompt(self, text: str) -> np.ndarray:
+        return np.concatenate([self.prefix, self.encode(text)])
+
+    def _checked(self, ids: Sequence[int]) -> np.ndarray:
+        found = np.array(ids, np.int32)
+        if found.max(initial=0) >= self.vocab_size:
+            token = self._tokenizer.decode([found.max()])
+            raise ValueError(f"the model's vocabulary of {self.vocab_size} has no {token!r}")
+        return found
+
+    def _offsets(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Returns ids, and the first and one past the last character of each token."""
+        if not self._tokenizer.is_fast:
+            raise ValueError(
+                f"{self._tokenizer.name_or_path}: must be a fast tokenizer, which knows the "
+                "characters of each token, to find answers in chats; give a directory with a "
+                "tokenizer.json"
+            )
+        found = self._tokenizer(
+            text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+        )
+        starts, stops = np.array(found["offset_mapping"], np.int64).reshape(-1, 2).T
+        return self._checked(found["input_ids"]), starts, stops
+
+    def encode_parts(self, parts: Sequence[str]) -> tuple[np.ndarray, list[tuple[int, int]]]:
+        parts = [_scalar_values(part) for part in parts]
+        ids, starts, stops = self._offsets("".join(parts))
+        edges = np.cumsum([0, *map(len, parts)]).tolist()
+        ranges = []
+        for start, stop in itertools.pairwise(edges):
+            inside = np.flatnonzero((starts < stop) & (stops > start))
+            # As transformers: up to the first token of the last character.
+            reach = np.minimum(stops[inside], stop)
+            ranges.append(
+                (int(inside[0]), int(inside[reach.argmax()]) + 1) if inside.size else (0, 0)
+            )
+        return ids, ranges
+
+    def shorten(self, text: str, count: int) -> str:
+        text = _scalar_values(text)
+        _, starts, _ = self._offsets(text)
+        return text if len(starts) <= count else text[: int(starts[max(count, 0)])]
+
+    def ending(self, ids: np.ndarray, start: int, stop: int) -> int | None:
+        added = self._tokenizer.added_tokens_decoder
+        special = {i for i, token in added.items() if token.special}
+        special |= set(self._tokenizer.all_special_ids)
+        # `<|im_end|>` is special, `</tool_call>` before it often is not.
+        for known in (special, set(added)):
+            inside = [i for i in range(start, stop) if int(ids[i]) in known]
+            after = [i for i in range(stop, len(ids)) if int(ids[i]) in known]
+            if inside and not self.decode(ids[inside[-1] + 1 : stop]).strip():
+                return int(ids[inside[-1]])
+            if after and not self.decode(ids[stop : after[0]]).strip():
+                return int(ids[after[0]])
+        return None
+
+    def vocabulary(self) -> Mapping[int, str]:
+        return {i: token for token, i in self._tokenizer.get_vocab().items()}
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self._tokenizer.decode([int(i) for i in ids])
+
+    def save(self, directory: str | Path) -> None:
+        """Writes the tokenizer, its chat template, and the stop ids into generation_config.json."""
+        self._tokenizer.save_pretrained(str(directory))
+        ends = self.stop_ids[0] if len(self.stop_ids) == 1 else self.stop_ids
+        config = {k: v for k, v in self._generation.items() if v is not None}
+        config |= {"eos_token_id": ends} if self.stop_ids else {}
+        (Path(directory) / GENERATION).write_text(json.dumps(config, indent=2) + "\n")
+
+
+def transformers() -> Any:
+    """The library, which takes seconds to import, and need not say that there is no torch."""
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    import transformers
+
+    return transformers
+
+
+def _generation_config(directory: Path) -> dict[str, Any] | None:
+    """Reads generation_config.json, or the token ids of config.json; None without eos_token_id."""
+    for name, keys in ((GENERATION, ".*"), ("config.json", "(bos|eos|pad)_token_id")):
+        file = directory / name
+        found = json.loads(file.read_text()) if file.exists() else {}
+        if found.get("eos_token_id") is not None:
+            return {key: value for key, value in found.items() if re.fullmatch(keys, key)}
+    return None
+
+
+def _scalar_values(text: str) -> str:
+    """Replaces lone surrogates, which JSON can hold and Hugging Face's tokenizers refuse."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

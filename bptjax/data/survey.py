@@ -1,0 +1,158 @@
+"""A look at a run's chats before it starts: fields that templates ignore, and how answers end."""
+
+import contextlib
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from bptjax.data.chat import Chat
+from bptjax.data.encode import tokenize
+from bptjax.data.files import Document
+from bptjax.data.records import Readable, reads
+from bptjax.data.templates import conversations, form_template, render, template_of
+from bptjax.data.tokenizer import Tokenizer
+
+# Counting fields of a record takes microseconds, rendering and tokenizing it milliseconds.
+RECORDS = 10_000
+SAMPLES = 32
+TRIALS = 4
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What a run's chats have in common.
+
+    Attributes:
+      records: number of chats looked at.
+      forms: number of chats written in each form of `templates.FORMS`; None is the tokenizer's own
+        chat template.
+      endings: number of answers, of a sample, that each token ends; None is no special token.
+      unread: number of chats with each field that their template does not read.
+    """
+
+    records: int
+    forms: Counter[str | None]
+    endings: Counter[int | None]
+    unread: Counter[str]
+
+    def adapt(self, tokenizer: Tokenizer) -> Tokenizer:
+        """Returns the tokenizer with the template of most of the chats, and the tokens that end
+        their answers as stop tokens."""
+        form = self.forms.most_common(1)[0][0] if self.forms else None
+        template = None if form is None else form_template(form, tokenizer)
+        return tokenizer.with_chat(template, [i for i in self.endings if i is not None])
+
+    def notes(self, tokenizer: Tokenizer) -> list[str]:
+        """Returns what a user should know of it before a run, a line each."""
+        found = []
+        if self.unread:
+            fields = ", ".join(f"{name} ({n})" for name, n in sorted(self.unread.items()))
+            found.append(
+                f"chats: the chat template does not read {fields}, of {self.records} records"
+            )
+        ends = [i for i in self.endings if i is not None]
+        if ends:
+            names = ", ".join(repr(tokenizer.decode([i])) for i in ends)
+            found.append(f"chats: answers end with {names}, which stops generation")
+        if self.endings[None]:
+            found.append(
+                f"chats: no special token ends {self.endings[None]} of "
+                f"{self.endings.total()} answers looked at, so generation does not stop by itself "
+                "after such an answer"
+            )
+        if len(self.forms) > 1:
+            names = ", ".join(f"{form or 'template'} ({n})" for form, n in self.forms.items())
+            found.append(f"chats: records have several prompts: {names}; the first is exported")
+        return found
+
+
+def survey(sources: Sequence[Sequence[Document] | Readable], tokenizer: Tokenizer) -> Survey:
+    """Looks at the chats among the first `RECORDS` documents of sources, as many of each source.
+
+    Bad records are left to the loader.
+
+    A field is read if a record that has it renders differently without it; up to `TRIALS` records
+    are tried. The endings are those of the first `SAMPLES` chats.
+    """
+    forms: Counter[str | None] = Counter()
+    endings: Counter[int | None] = Counter()
+    counts: Counter[str] = Counter()
+    trials: Counter[str] = Counter()
+    read: set[str] = set()
+    limit = RECORDS // max(1, len(sources))
+    for document in itertools.chain(*(_chats(source, limit) for source in sources)):
+        form = document.form
+        if form is None and tokenizer.template_for("tools" in document.variables) is None:
+            form = "plain"
+        forms[form] += 1
+        if forms.total() <= SAMPLES:
+            with contextlib.suppress(ValueError):
+                endings.update(_endings(document, tokenizer))
+        changed: dict[str, Chat] = {}
+        for name, without in _without_each_field(document):
+            changed.setdefault(name, without)
+        counts.update(changed.keys())
+        for name, without in changed.items():
+            if name not in read and trials[name] < TRIALS:
+                trials[name] += 1
+                if _text(document, tokenizer, len(without.messages)) != _text(without, tokenizer):
+                    read.add(name)
+    unread = Counter({name: count for name, count in counts.items() if name not in read})
+    return Survey(forms.total(), forms, endings, unread)
+
+
+def _chats(documents: Sequence[Document] | Readable, limit: int) -> Iterator[Chat]:
+    """Yields the chats among the first documents.
+
+    Stops after `SAMPLES` documents without a chat: they may be long.
+    """
+    chats = 0
+    for i, read in enumerate(itertools.islice(reads(documents), limit)):
+        if i == SAMPLES and not chats:
+            return
+        try:
+            document = read()
+        except ValueError:
+            continue
+        if isinstance(document, Chat):
+            chats += 1
+            yield document
+
+
+def _endings(chat: Chat, tokenizer: Tokenizer) -> Iterator[int | None]:
+    for one in conversations(chat, tokenizer):
+        ids, answers = tokenize(one, tokenizer)
+        for start, stop in answers:
+            if start < stop:
+                yield tokenizer.ending(ids, start, stop)
+
+
+def _without_each_field(chat: Chat) -> Iterator[tuple[str, Chat]]:
+    """Yields names of the chat's fields, each with a chat without it.
+
+    A message's field is left out of a chat that ends with the message, for templates that write
+    the reasoning of the last answer alone.
+    """
+    for key, value in chat.variables.items():
+        if value not in ("", [], {}):
+            yield key, replace(chat, variables=_without(chat.variables, key))
+    for i, message in enumerate(chat.messages):
+        for key, value in message.items():
+            if key != "role" and value not in ("", [], {}):
+                shorter = (*chat.messages[:i], _without(message, key))
+                yield f"{key} of {message['role']} messages", replace(chat, messages=shorter)
+
+
+def _without(values: Any, key: str) -> dict[str, Any]:
+    return {k: v for k, v in values.items() if k != key}
+
+
+def _text(chat: Chat, tokenizer: Tokenizer, count: int | None = None) -> str | None:
+    """Returns the first messages as text; None if the template refuses them."""
+    try:
+        template = template_of(chat, tokenizer)
+        return render(chat.messages[:count], template, tokenizer, chat.variables)[0]
+    except ValueError:
+        return None
