@@ -28,7 +28,10 @@ class TrainConfig:
     """Steps, batch size and evaluation.
 
     Attributes:
-      max_steps: number of optimizer steps.
+      max_steps: number of optimizer steps. If neither this nor epochs is set, 1000. A larger number
+        extends a run.
+      epochs: number of passes over the training data, in place of max_steps. Every record is read
+        once before the run, to count the sequences of an epoch.
       seq_len: tokens per sequence.
       per_device_train_batch_size: sequences per data shard in one micro-batch. There are dp × fsdp
         data shards.
@@ -45,7 +48,8 @@ class TrainConfig:
       sample_tokens: tokens of the sample printed at the end, up to seq_len. 0 prints none.
     """
 
-    max_steps: int = 1000
+    max_steps: int | None = None
+    epochs: float | None = None
     seq_len: int = 1024
     per_device_train_batch_size: int = 1
     gradient_accumulation_steps: int = 1
@@ -71,6 +75,13 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"train.{name}={value} is less than {least}")
+        if self.epochs is not None and not 0.0 < self.epochs < math.inf:
+            raise ValueError(f"train.epochs={self.epochs}: must be positive")
+        if self.epochs is not None and self.max_steps is not None:
+            raise ValueError(
+                f"train.epochs={self.epochs}: must not be set beside "
+                f"train.max_steps={self.max_steps}; set one of them"
+            )
         if not 0.0 <= self.z_loss < math.inf:
             raise ValueError(f"train.z_loss={self.z_loss}: must not be negative; 0 is none")
 
@@ -165,6 +176,8 @@ def defaults(config: Config, platform: str | None = None) -> dict[str, Any]:
         "optimizer.learning_rate": (2e-4 if adapter else 2e-5) if fine_tuning else 3e-4,
         "optimizer.weight_decay": 0.0 if fine_tuning else 0.1,
     }
+    if config.train.epochs is None:
+        found["train.max_steps"] = 1000
     if fine_tuning and optimizer.warmup_steps is None:
         found["optimizer.warmup_ratio"] = 0.03
     if not fine_tuning and optimizer.warmup_ratio is None:

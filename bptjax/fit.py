@@ -15,11 +15,12 @@ from bptjax.checkpoint import Checkpoints
 from bptjax.config import to_yaml
 from bptjax.guards import RunFailed, exclusive, explain_out_of_memory, finite, stop_signals
 from bptjax.metrics import JsonlWriter, Progress, Silence, Throughput
+from bptjax.optim import learning_rate
 from bptjax.parallel.processes import agreed, everyone, hurry, largest, part, watched
 from bptjax.report import answers, export, report, sample
 from bptjax.run import Run
 from bptjax.run_directory import record
-from bptjax.trainer import TrainState
+from bptjax.trainer import Task, TrainState
 
 # Dense bf16 matmul peaks, FLOP/s, by the device's name: what MFU is counted against.
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
@@ -57,6 +58,12 @@ def fit(run: Run) -> int:
                     f"{task.rows}; set train.per_device_train_batch_size and "
                     "train.gradient_accumulation_steps so that they make as many"
                 )
+            if start > task.steps:
+                name = "max_steps" if config.train.epochs is None else "epochs"
+                raise ValueError(
+                    f"train.{name}={getattr(config.train, name)}: must not end the run in "
+                    f"{run.directory} before its step {start}; set more"
+                )
             if run.base is not None and task.pretrained is not None:
                 task.pretrained.check(extra.get("base"), run.directory)
             run.batches.set_state(extra["data"])
@@ -71,18 +78,20 @@ def fit(run: Run) -> int:
                 predictions = JsonlWriter(
                     run.directory, name="predictions.jsonl", resume_step=since
                 )
-            progress = Progress(run.directory, config.train.max_steps)
+            progress = Progress(run.directory, task.steps)
         stack.callback(writer.close)
         stack.callback(predictions.close)
         stack.enter_context(progress)
         stopped = stack.enter_context(stop_signals())
-        if first and start < config.train.max_steps:
+        if first and start < task.steps:
             stack.callback(run.check.stop)
             run.check.start(run.directory)
             for note in (*run.check.lines(), *run.notes):
                 progress.log(note)
         if restored:
-            progress.log(f"resumed at step {start} of {config.train.max_steps} in {run.directory}")
+            progress.log(f"resumed at step {start} of {task.steps} in {run.directory}")
+            if (before := extra.get("steps", task.steps)) != task.steps:
+                progress.log(_extended(task, start, before))
         if state is None or config.adapter.type != "none":
             how = f"loading {config.model.name_or_path}" if task.pretrained else "initializing"
             progress.log(f"model: {how}")
@@ -103,6 +112,16 @@ def fit(run: Run) -> int:
                 report(run, loop.state, text, progress.log)
     part()
     return 128 + loop.stopped if loop.stopped else 0
+
+
+def _extended(task: Task, start: int, before: int) -> str:
+    """Formats what another number of steps does to the learning rate of a resumed run."""
+    old, new = (
+        np.asarray(learning_rate(task.config.optimizer, steps)(start)).item()
+        for steps in (before, task.steps)
+    )
+    text = f"{task.steps:,} steps in place of {before:,}: the learning rate of step {start + 1} is "
+    return text + (f"{new:.4g}, as before" if old == new else f"{new:.4g} in place of {old:.4g}")
 
 
 class _Loop:
@@ -127,7 +146,7 @@ class _Loop:
         ends. Of several processes each learns of the others' a step later, so that none waits.
         """
         config, task = self.run.config, self.run.task
-        total, every = config.train.max_steps, config.train.eval_steps
+        total, every = task.steps, config.train.eval_steps
         if self.done >= total:
             return
         if self.done == 0:
@@ -219,9 +238,9 @@ class _Loop:
         self.tokens_seen += tokens
         config = self.run.config
         metrics |= {"train/tokens_seen": self.tokens_seen}
-        metrics |= self.throughput.metrics(config.train.max_steps - done)
+        metrics |= self.throughput.metrics(self.run.task.steps - done)
         metrics |= self._hardware(metrics, tokens, attended)
-        if done % config.logging.steps == 0 or done == config.train.max_steps:
+        if done % config.logging.steps == 0 or done == self.run.task.steps:
             self.writer.write(done, metrics)
         self.progress.update(done, metrics)
         loss, norm = metrics["train/loss"], metrics["train/grad_norm"]
@@ -317,6 +336,7 @@ class _Loop:
             "data": data,
             "tokens_seen": self.tokens_seen,
             "rows": self.run.task.rows,
+            "steps": self.run.task.steps,
             "config": to_yaml(self.run.config),
             "base": self.run.base,
         }

@@ -1,5 +1,6 @@
 """A config made ready to run: everything checked before anything is written."""
 
+import math
 import os
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -30,7 +31,7 @@ from bptjax.models.config import EncoderConfig, ModelConfig
 from bptjax.models.layers import rotary
 from bptjax.optim import describe_schedule
 from bptjax.parallel.mesh import ParallelConfig, make_mesh, select_devices
-from bptjax.parallel.processes import agreed, join, same, watched
+from bptjax.parallel.processes import agreed, everyone, join, same, watched
 from bptjax.run_directory import claim, saved_keys
 from bptjax.trainer import Task
 
@@ -124,6 +125,11 @@ def prepare(config: Config) -> Run:
     with agreed():
         config = _with_defaults(config, devices[0].platform)
         run = _checked(config, devices)
+    if config.train.epochs is not None:
+        run = _counted(run)
+    with agreed():
+        run.notes.append(describe_schedule(config.optimizer, run.task.steps))
+        _check_data(run)
     settings = to_yaml(replace(config, parallel=ParallelConfig()))
     with agreed():
         same(settings + "".join(run.notes), "a config or data")
@@ -213,7 +219,6 @@ def _checked(config: Config, devices: list[jax.Device]) -> Run:
         f"devices: {where}, jax {jax.__version__}, mesh {axes}",
         f"data: {count(train)} documents, {len(held_out):,} held out, vocabulary {model.V}",
         f"attention: {picked}{why}",
-        describe_schedule(config.optimizer, task.steps),
     ]
     if model.add_tokens:
         known = [token for token in model.add_tokens if token not in added]
@@ -226,10 +231,10 @@ def _checked(config: Config, devices: list[jax.Device]) -> Run:
             notes.append(f"this model cannot be exported to Hugging Face's format: {error}")
     else:
         notes.append(f"model: from {config.model.name_or_path}")
-        used = flatten(config)
-        own = defaults(config, devices[0].platform)
-        same_values = [f"{key}={used[key]}" for key, value in own.items() if used[key] == value]
-        notes += [f"fine-tuning defaults: {', '.join(same_values)}"] * bool(same_values)
+        own, used = defaults(config, devices[0].platform), flatten(config)
+        own.pop("train.max_steps", None)  # The same without a checkpoint.
+        kept = ", ".join(f"{key}={used[key]}" for key in own if used[key] == own[key])
+        notes += [f"fine-tuning defaults: {kept}"] * bool(kept)
         notes += [pretrained.left_out] * bool(pretrained.left_out)
         if model.exceeds_positions(config.train.seq_len):
             notes.append(
@@ -241,7 +246,35 @@ def _checked(config: Config, devices: list[jax.Device]) -> Run:
         notes += filter(None, [vocabulary_warning(tokenizer, companions)])
     notes += chats.notes(tokenizer)
     check = data_check(train, held_out, tokenizer, config.data, seq_len=config.train.seq_len)
-    run = Run(config, task, tokenizer, held_out, batches, check, notes)
+    return Run(config, task, tokenizer, held_out, batches, check, notes)
+
+
+def _counted(run: Run) -> Run:
+    """Returns the run with the number of steps that train.epochs takes.
+
+    Raises:
+      ValueError: a bad record.
+    """
+    epochs, check, rows = run.config.train.epochs or 0.0, run.check, run.task.rows
+    say("train.epochs: reading all records, to count the sequences of an epoch")
+    with agreed():
+        if jax.process_index() == 0:
+            check.run(math.inf)
+    tokens = sum(account.tokens for account in check.accounts)
+    sequences, tokens = everyone([check.sequences_per_epoch, tokens])[0]
+    steps = max(1, math.ceil(round(epochs * sequences / rows, 6)))
+    note = f"train.epochs={epochs:g}: {steps:,} steps of {rows} sequences, {epochs * tokens:,.0f} "
+    note += f"tokens; an epoch is {sequences:,} sequences, {tokens:,} tokens"
+    task = replace(run.task, epoch_steps=steps)
+    return replace(run, task=task, notes=[*run.notes, note])
+
+
+def _check_data(run: Run) -> None:
+    """
+    Raises:
+      ValueError: the data or the base model cannot be trained on.
+    """
+    config, task, held_out, check = run.config, run.task, run.held_out, run.check
     _ = run.questions  # Refuses what is no chat.
     if task.pretrained and config.adapter.type != "none":
         say("hashing the base model's weights")
@@ -254,7 +287,6 @@ def _checked(config: Config, devices: list[jax.Device]) -> Run:
                 "the held-out documents contain no token that counts in the loss; see "
                 "data.eval_path, data.eval_fraction and data.too_long"
             )
-    return run
 
 
 def say(line: str) -> None:

@@ -16,6 +16,8 @@ FREE = (
     "checkpoint.",
     "logging.",
     "data.bad_records",
+    "train.max_steps",
+    "train.epochs",
     "train.per_device_train_batch_size",
     "train.gradient_accumulation_steps",
     "train.eval_",

@@ -73,12 +73,17 @@ class TrainState:
 
 @dataclass(frozen=True)
 class Task:
-    """A config made ready: what the step, the evaluation and the checkpoints share."""
+    """A config made ready: what the step, the evaluation and the checkpoints share.
+
+    Attributes:
+      epoch_steps: optimizer steps that train.epochs takes, once the data are counted.
+    """
 
     config: Config
     model: ModelConfig
     mesh: Mesh
     pretrained: Pretrained | None = None
+    epoch_steps: int | None = None
 
     @property
     def rows(self) -> int:
@@ -107,8 +112,15 @@ class Task:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps of the whole run."""
-        return self.config.train.max_steps
+        """Optimizer steps of the whole run.
+
+        Raises:
+          ValueError: train.epochs is set and the data are not yet counted.
+        """
+        steps = self.config.train.max_steps or self.epoch_steps
+        if steps is None:
+            raise ValueError("train.epochs: the steps of an epoch are not known; set max_steps")
+        return steps
 
     @property
     def optimizer(self) -> AdamW:

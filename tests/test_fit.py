@@ -5,18 +5,22 @@ import json
 import math
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
 
 from bptjax.config import flatten, parse, to_yaml
+from bptjax.fit import _extended
 from bptjax.metrics import Progress, read_metrics
+from bptjax.optim import OptimizerConfig, describe_schedule, learning_rate
 from bptjax.run import _with_defaults
 from bptjax.run_directory import claim
 from bptjax.train import main
@@ -133,6 +137,63 @@ def test_a_complete_run_is_left_alone(arguments, uninterrupted, capsys):
     assert main([*arguments, "--run_dir", str(uninterrupted)]) == 0
     assert (uninterrupted / "metrics.jsonl").read_text() == before
     assert "bits per byte" in capsys.readouterr().out
+
+
+def test_a_finished_run_is_extended(arguments, uninterrupted, tmp_path, capsys):
+    run_dir = shutil.copytree(uninterrupted, tmp_path / "run")
+    command = [*arguments, f"--run_dir={run_dir}", "--train.sample_tokens=0"]
+    before = (run_dir / "config.yaml").read_bytes()
+    assert main([*command, "--train.max_steps=19"]) == 2
+    message = f"train.max_steps=19: must not end the run in {run_dir} before its step 20; set more"
+    assert message in capsys.readouterr().err
+    assert (run_dir / "config.yaml").read_bytes() == before
+    assert main([*command, "--train.max_steps=22"]) == 0
+    out = capsys.readouterr().out
+    assert (
+        "schedule: cosine over 22 steps, learning rate 0.01, decay to 0.001 in the last 22; " in out
+    )
+    rates = rows(run_dir, "train/learning_rate")
+    assert sorted(rates) == list(range(1, 23))
+    line = f"22 steps in place of 20: the learning rate of step 21 is {rates[21]:.4g} in place of "
+    assert line + "0.001" in out and rates[21] > 0.001
+    assert {**rows(run_dir), **rows(uninterrupted)} == rows(run_dir)
+    assert "max_steps: 22" in (run_dir / "config.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("kind", "start", "jumps"),
+    [("constant", 20, False), ("wsd", 18, False), ("wsd", 20, True), ("linear", 20, True)],
+)
+def test_what_an_extended_run_says_of_its_learning_rate(kind, start, jumps):
+    config = OptimizerConfig(learning_rate=1e-2, lr_scheduler_type=kind)
+    task = SimpleNamespace(config=SimpleNamespace(optimizer=config), steps=40)
+    rate = float(learning_rate(config, 40)(start))
+    text = f"40 steps in place of 20: the learning rate of step {start + 1} is {rate:.4g}"
+    wanted = f"{text} in place of 0.001" if jumps else f"{text}, as before"
+    assert _extended(task, start, 20) == wanted
+    assert ("does not change the" in describe_schedule(config, 20)) == (kind != "linear")
+
+
+def test_epochs(arguments, tmp_path, capsys, monkeypatch):
+    """Every record is counted, however long that takes."""
+    monkeypatch.setattr("bptjax.data.check.FIRST_SECONDS", 0)
+    lines = "".join(json.dumps({"input_ids": [7] * n}) + "\n" for n in (11, 21, 33, 34) * 3)
+    (tmp_path / "ids.jsonl").write_text(lines)
+    command = [*arguments, f"--data.path={tmp_path / 'ids.jsonl'}", "--data.packing=none"]
+    command += ["--data.eval_fraction=0", "--train.max_steps=null", "--train.sample_tokens=0"]
+    command.append(f"--run_dir={tmp_path / 'run'}")
+    assert main([*command, "--train.epochs=0.5"]) == 0
+    line = "train.epochs=0.5: 4 steps of 2 sequences, 142 tokens; "
+    line += "an epoch is 15 sequences, 285 tokens"
+    assert line in capsys.readouterr().out
+    assert sorted(rows(tmp_path / "run")) == [1, 2, 3, 4]
+    saved = (tmp_path / "run" / "config.yaml").read_text()
+    assert "epochs: 0.5" in saved and "max_steps: null" in saved
+    assert main([*command, "--train.epochs=0.4"]) == 2
+    assert "train.epochs=0.4: must not end the run in" in capsys.readouterr().err
+    assert main([*command, "--train.epochs=0.6"]) == 0
+    assert "5 steps in place of 4: the learning rate of step 5" in capsys.readouterr().out
+    assert sorted(rows(tmp_path / "run")) == [1, 2, 3, 4, 5]
 
 
 def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_used(
@@ -305,6 +366,15 @@ BAD = {
     "positions": (
         ["--model.position", "learned", "--model.max_positions", "8"],
         "model.max_positions=8",
+    ),
+    "steps and epochs": (
+        ["--train.epochs", "2"],
+        "train.epochs=2.0: must not be set beside train.max_steps=20; set one of them",
+    ),
+    "no epochs": (["--train.epochs", "0"], "train.epochs=0.0: must be positive"),
+    "warm-up beyond the run": (
+        ["--optimizer.warmup_steps", "21"],
+        "optimizer.warmup_steps=21: the warm-up must end within the 20 steps of the run",
     ),
     "not writable": (["--run_dir", "/proc/run"], "run_dir=/proc/run cannot be written"),
 }
