@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import shutil
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,7 @@ from jax.experimental import multihost_utils
 
 log = logging.getLogger("bptjax")
 MANIFEST = "manifest.json"
+BEST = "best.json"
 HALF_WRITTEN = ocp.path.atomicity_types.TMP_DIR_SUFFIX
 
 
@@ -29,15 +31,50 @@ class CheckpointConfig:
       save_steps: optimizer steps between checkpoints.
       save_total_limit: number of newest checkpoints kept. With 1 there is no older checkpoint
         to fall back on if that one is damaged.
+      keep_best: saves and keeps the checkpoint with the lowest eval/loss too, named in best.json.
+        Other commands still take the newest one.
     """
 
     save_steps: int = 500
     save_total_limit: int = 2
+    keep_best: bool = False
 
     def __post_init__(self):
-        for field, value in vars(self).items():
-            if value < 1:
+        for field in ("save_steps", "save_total_limit"):
+            if (value := getattr(self, field)) < 1:
                 raise ValueError(f"checkpoint.{field}={value} must be at least 1")
+
+
+@dataclass
+class Best:
+    """Lowest eval/loss of a run after step 0.
+
+    Attributes:
+      step: its step; 0 before the first evaluation.
+      loss: its value, in nats per token.
+      since: evaluations since then without a lower one.
+    """
+
+    step: int = 0
+    loss: float | None = None
+    since: int = 0
+
+    def add(self, step: int, loss: float) -> None:
+        """Adds an evaluation; a loss that is not finite is no improvement."""
+        if math.isfinite(loss) and (self.loss is None or loss < self.loss):
+            self.step, self.loss, self.since = step, loss, 0
+        else:
+            self.since += 1
+
+
+@dataclass
+class _Step:
+    """Orbax's preservation policy for one step, which may change."""
+
+    step: int | None = None
+
+    def should_preserve(self, checkpoints, *, context) -> list[bool]:
+        return [each.step == self.step for each in checkpoints]
 
 
 class DamagedCheckpointError(RuntimeError):
@@ -61,22 +98,26 @@ class Checkpoints:
         self.directory = Path(run_dir).absolute() / "checkpoints"
         self._limit = save_total_limit
         self._manager: ocp.CheckpointManager | None = None
-        self._step = -1
+        self._step, self._best = -1, _Step()
+        self._record: dict[str, Any] | None = None
         # Orbax narrates through absl, which prints to stderr. Its failures arrive as exceptions.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
 
-    def save(self, step: int, state: Any, extra: dict) -> None:
+    def save(self, step: int, state: Any, extra: dict, best: Best | None = None) -> None:
         """Copies `state` off the devices and returns; a thread writes it.
 
         The caller may donate `state` (a pytree of jax arrays, none of size 0 and none uint4) at
         once; `extra` is JSON. Waits for the save before this one and raises what that one raised
-        (disk full, for one). A step just saved or restored is not written again.
+        (disk full, for one). A step just saved or restored is not written again. The checkpoint of
+        `best` is kept beside the newest ones, and `best.json` in the run directory names it.
         """
         self.wait()
         if step == self._step:
             return
         self._manager = self._manager or self._open()
         self._step = step
+        self._best.step = best.step if best else None
+        self._record = {"step": best.step, "eval/loss": best.loss} if best and best.step else None
         leaves = _leaves(state)
         meta = {"extra": extra, "leaves": {name: _kind(leaf) for name, leaf in leaves.items()}}
         items = {"state": ocp.args.StandardSave(leaves), "meta": ocp.args.JsonSave(meta)}
@@ -178,7 +219,9 @@ class Checkpoints:
                     names = (self.directory / f"{step}.aside{n}" for n in count(1))
                     (self.directory / str(step)).rename(next(n for n in names if not n.exists()))
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=ocp.checkpoint_managers.LatestN(self._limit),
+            preservation_policy=ocp.checkpoint_managers.AnyPreservationPolicy(
+                [ocp.checkpoint_managers.LatestN(self._limit), self._best]
+            ),
             # Asynchronous directories keep a process whose save failed alive for five minutes.
             async_options=ocp.AsyncOptions(
                 post_finalization_callback=self._write_manifest,
@@ -194,6 +237,10 @@ class Checkpoints:
         path = self.directory / f"{self._step}{HALF_WRITTEN}"
         files = [str(f.relative_to(path)) for f in path.glob("*/**/*") if f.is_file()]
         (path / MANIFEST).write_text(json.dumps(_checksums(path, files), indent=1))
+        if self._record:
+            fresh = self.directory.parent / f"{BEST}.tmp"
+            fresh.write_text(json.dumps(self._record) + "\n")
+            fresh.replace(self.directory.parent / BEST)
 
 
 def _load(path: Path, abstract_state: Any) -> tuple[Any, dict]:

@@ -43,6 +43,8 @@ class TrainConfig:
         train/z_loss is its share alone.
       eval_steps: steps between evaluations. 0 evaluates only before and after training.
       eval_batches: largest number of batches per evaluation. null takes all held-out data.
+      early_stopping_patience: ends the run after this many evaluations in a row without a lower
+        eval/loss than before. 0 is off.
       eval_predictions: number of held-out chats that the model answers at each evaluation, written
         to predictions.jsonl.
       sample_tokens: tokens of the sample printed at the end, up to seq_len. 0 prints none.
@@ -58,6 +60,7 @@ class TrainConfig:
     z_loss: float = 0.0
     eval_steps: int = 0
     eval_batches: int | None = 64
+    early_stopping_patience: int = 0
     eval_predictions: int = 0
     sample_tokens: int = 0
 
@@ -69,6 +72,7 @@ class TrainConfig:
             ("gradient_accumulation_steps", 1),
             ("eval_steps", 0),
             ("eval_batches", 1),
+            ("early_stopping_patience", 0),
             ("eval_predictions", 0),
             ("sample_tokens", 0),
         ):
@@ -147,7 +151,19 @@ class Config:
                 f"memory.save={', '.join(sorted(hidden))} needs "
                 f"memory.ffn_chunk of at least train.seq_len={self.train.seq_len}"
             )
+        for key in self.needs_evaluations:
+            if not self.train.eval_steps:
+                raise ValueError(
+                    f"{key} needs evaluations while the run trains; set train.eval_steps"
+                )
         self._fill(defaults(self))
+
+    @property
+    def needs_evaluations(self) -> list[str]:
+        """Formats the keys that have no use without held-out data."""
+        patience, best = self.train.early_stopping_patience, self.checkpoint.keep_best
+        keys = [f"train.early_stopping_patience={patience}"] * bool(patience)
+        return keys + ["checkpoint.keep_best=true"] * best
 
     def on(self, platform: str) -> "Config":
         """Returns the config with the defaults that depend on the platform: cpu, gpu."""

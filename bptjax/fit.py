@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from bptjax.checkpoint import Checkpoints
+from bptjax.checkpoint import Best, Checkpoints
 from bptjax.config import to_yaml
 from bptjax.guards import RunFailed, exclusive, explain_out_of_memory, finite, stop_signals
 from bptjax.metrics import JsonlWriter, Progress, Silence, Throughput
@@ -98,7 +98,13 @@ def fit(run: Run) -> int:
         state = task.init_state() if state is None else task.resumed(state)
         tokens_seen = extra["tokens_seen"]
         loop = _Loop(run, checkpoints, writer, predictions, progress, state, start, tokens_seen)
+        loop.best = Best(**extra.get("best", {}))
         loop.train(stopped)
+        if loop.patience_is_spent:
+            progress.log(
+                f"early stopping at step {loop.done}: eval/loss not below {loop.best.loss}, the "
+                f"value of step {loop.best.step}, in {loop.best.since} evaluations"
+            )
         if loop.stopped:
             progress.log(
                 f"saved step {loop.done} in {checkpoints.directory / str(loop.done)}; the same "
@@ -140,6 +146,7 @@ class _Loop:
         self.throughput = Throughput()
         self.evaluate = run.task.evaluator()
         self.parameters, self.trained = run.task.parameters
+        self.best = Best()
 
     def train(self, stopped: list[int]) -> None:
         """Steps to the last one, or until a signal enters `stopped`, of any process; saves where it
@@ -147,13 +154,13 @@ class _Loop:
         """
         config, task = self.run.config, self.run.task
         total, every = task.steps, config.train.eval_steps
-        if self.done >= total:
+        if self.patience_is_spent or self.done >= total:
             return
         if self.done == 0:
             self.eval()
         steps: dict[tuple, Callable] = {}
         votes: deque[Any] = deque([0] if jax.process_count() > 1 else [])
-        while self.done < total and not self.stopped:
+        while self.done < total and not self.stopped and not self.patience_is_spent:
             batch = self.next_batch()
             placed = task.layout.put(batch, config.train.gradient_accumulation_steps)
             shape = placed["tokens"].shape
@@ -168,7 +175,8 @@ class _Loop:
             if self.done == total or (every and self.done % every == 0):
                 self.flush()
                 self.eval()
-            if self.done % config.checkpoint.save_steps == 0:
+            best = config.checkpoint.keep_best and self.best.step == self.done
+            if best or self.done % config.checkpoint.save_steps == 0:
                 self.save()
             bad_data = BAD_DATA if self.run.check.error else 0
             votes.append(largest(max(stopped, default=bad_data), task.mesh))
@@ -183,6 +191,12 @@ class _Loop:
         if self.stopped == BAD_DATA:
             found = self.run.check.error or "process 0 found a bad record"
             raise RunFailed(f"step {self.done}, saved: {found}")
+
+    @property
+    def patience_is_spent(self) -> bool:
+        """Whether evaluations have not improved for train.early_stopping_patience."""
+        patience = self.run.config.train.early_stopping_patience
+        return 0 < patience <= self.best.since
 
     def next_batch(self) -> dict[str, np.ndarray]:
         try:
@@ -304,6 +318,8 @@ class _Loop:
             self.run.eval_batches(),
             lambda n: self.progress.status(f"evaluating: batch {n:,} of {batches:,}"),
         )
+        if self.done:
+            self.best.add(self.done, loss)
         metrics = {"eval/loss": loss, "train/tokens_seen": self.tokens_seen}
         text = f"step {self.done}: eval/loss {loss:.4f}"
         if not math.isfinite(loss):
@@ -339,7 +355,9 @@ class _Loop:
             "steps": self.run.task.steps,
             "config": to_yaml(self.run.config),
             "base": self.run.base,
+            "best": dict(vars(self.best)),
         }
-        self.checkpoints.save(self.done, self.run.task.saved(self.state), extra)
+        best = self.best if self.run.config.checkpoint.keep_best else None
+        self.checkpoints.save(self.done, self.run.task.saved(self.state), extra, best)
         self.last_saved = self.done
         self.throughput.resume()

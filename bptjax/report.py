@@ -1,11 +1,13 @@
 """What comes of a run: answers and a sample, adapters for PEFT, a last account."""
 
+import json
 import math
 from collections.abc import Callable
 
 import jax
 import numpy as np
 
+from bptjax.checkpoint import BEST
 from bptjax.data.records import readable
 from bptjax.data.text import byte_baselines
 from bptjax.data.tokenizer import ByteTokenizer
@@ -70,6 +72,13 @@ def report(run: Run, state: TrainState, text: str, say: Callable[[str], None]) -
         say("sample: " + text)
     plot_loss(run.directory / "metrics.jsonl", run.directory / "loss.png")
     say(f"checkpoint: {run.directory / 'checkpoints' / str(int(state.step))}")
+    if config.checkpoint.keep_best and (run.directory / BEST).exists():
+        best = json.loads((run.directory / BEST).read_text())
+        where = run.directory / "checkpoints" / str(best["step"])
+        text = f"best:       {where}, eval/loss {best['eval/loss']:.4f}"
+        # An evaluation before checkpoint.keep_best was set may have been the best.
+        text += "" if where.exists() else "; not saved"
+        say(f"{text}; generate, evaluate and convert take the newest checkpoint")
     if (run.directory / ADAPTER).exists():
         say(f"adapter:    {run.directory / ADAPTER}")
     say(f"metrics:    {run.directory / 'metrics.jsonl'}")

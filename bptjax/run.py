@@ -166,6 +166,9 @@ def _checked(config: Config, devices: list[jax.Device]) -> Run:
     mesh = make_mesh(config.parallel, devices)
     say("reading data")
     train, held_out = open_split(config.data)
+    for key in config.needs_evaluations:
+        if not len(held_out):
+            raise ValueError(f"{key} needs held-out data; set data.eval_fraction or data.eval_path")
     if config.model.name_or_path:
         say(f"reading the checkpoint {config.model.name_or_path}")
     pretrained = open_pretrained(config.model) if config.model.name_or_path else None

@@ -21,6 +21,7 @@ FREE = (
     "train.per_device_train_batch_size",
     "train.gradient_accumulation_steps",
     "train.eval_",
+    "train.early_stopping_patience",
     "train.sample_tokens",
     "optimizer.state_memory",
 )

@@ -18,7 +18,7 @@ import jax
 import pytest
 
 from bptjax.config import flatten, parse, to_yaml
-from bptjax.fit import _extended
+from bptjax.fit import _extended, _Loop
 from bptjax.metrics import Progress, read_metrics
 from bptjax.optim import OptimizerConfig, describe_schedule, learning_rate
 from bptjax.run import _with_defaults
@@ -194,6 +194,66 @@ def test_epochs(arguments, tmp_path, capsys, monkeypatch):
     assert main([*command, "--train.epochs=0.6"]) == 0
     assert "5 steps in place of 4: the learning rate of step 5" in capsys.readouterr().out
     assert sorted(rows(tmp_path / "run")) == [1, 2, 3, 4, 5]
+
+
+@pytest.fixture
+def losses(monkeypatch):
+    """Sets eval/loss by step, with which evaluations return at once."""
+    found = {}
+
+    def evaluator(task):
+        return lambda model, batches, progress: found[loop[0].done]
+
+    loop, start = [], _Loop.__init__
+
+    def started(self, *arguments):
+        loop[:] = [self]
+        start(self, *arguments)
+
+    monkeypatch.setattr(_Loop, "__init__", started)
+    monkeypatch.setattr(Task, "evaluator", evaluator)
+    return found
+
+
+def test_early_stopping_and_the_best_checkpoint(
+    arguments, tmp_path, monkeypatch, capsys, losses, caplog
+):
+    """Also stopped between, resumed, and resumed again when it is complete."""
+    losses |= {0: 1.0, 2: 5.0, 4: 3.0, 6: 4.0, 8: 3.0, 10: 2.0, 12: math.nan, 14: 3.0, 16: 2.0}
+    command = [*arguments, "--train.eval_steps=2", "--train.early_stopping_patience=3"]
+    command += ["--checkpoint.keep_best=true", "--checkpoint.save_total_limit=1"]
+    command += ["--train.sample_tokens=0"]
+    whole, run_dir = tmp_path / "whole", tmp_path / "run"
+    assert main([*command, f"--run_dir={whole}"]) == 0
+    line = "early stopping at step 16: eval/loss not below 2.0, the value of step 10, in 3 evalua"
+    out = capsys.readouterr().out
+    assert line in out
+    best = f"best:       {whole / 'checkpoints' / '10'}, eval/loss 2.0000; generate, evaluate and"
+    assert best in out
+    with monkeypatch.context() as patch:
+        stop_at(13, signal.SIGTERM, patch)
+        assert main([*command, f"--run_dir={run_dir}"]) == 143
+    assert saved_steps(run_dir) == [10, 14]
+    losses[0] = 0.0  # Not evaluated again.
+    assert main([*command, f"--run_dir={run_dir}"]) == 0
+    assert line in capsys.readouterr().out
+    for directory in (whole, run_dir):
+        assert saved_steps(directory) == [10, 16]
+        assert json.loads((directory / "best.json").read_text()) == {"step": 10, "eval/loss": 2.0}
+    assert rows(run_dir) == rows(whole) and max(rows(whole)) == 16
+    assert main([*command, f"--run_dir={run_dir}"]) == 0
+    assert max(rows(run_dir)) == 16 and line in capsys.readouterr().out
+    # With more patience it goes on.
+    losses |= {18: 1.5, 20: 1.6}
+    command = [flag.replace("patience=3", "patience=4") for flag in command]
+    assert main([*command, f"--run_dir={run_dir}"]) == 0
+    assert max(rows(run_dir)) == 20 and saved_steps(run_dir) == [18, 20]
+    assert json.loads((run_dir / "best.json").read_text())["step"] == 18
+    assert not caplog.text
+
+
+def saved_steps(run_dir):
+    return sorted(int(path.name) for path in (run_dir / "checkpoints").iterdir())
 
 
 def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_used(
@@ -375,6 +435,14 @@ BAD = {
     "warm-up beyond the run": (
         ["--optimizer.warmup_steps", "21"],
         "optimizer.warmup_steps=21: the warm-up must end within the 20 steps of the run",
+    ),
+    "patience without evaluations": (
+        ["--train.early_stopping_patience=2", "--train.eval_steps=0"],
+        "train.early_stopping_patience=2 needs evaluations while the run trains; set train.eval_st",
+    ),
+    "the best of nothing": (
+        ["--checkpoint.keep_best=true", "--data.eval_fraction=0"],
+        "checkpoint.keep_best=true needs held-out data; set data.eval_fraction or data.eval_path",
     ),
     "not writable": (["--run_dir", "/proc/run"], "run_dir=/proc/run cannot be written"),
 }
