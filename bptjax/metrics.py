@@ -4,6 +4,7 @@ import json
 import math
 import sys
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime, timedelta
@@ -200,10 +201,11 @@ class Silence:
         pass
 
 
-def plot_loss(metrics_jsonl: Path | str, out_png: Path | str) -> None:
+def plot_loss(metrics_jsonl: Path | str, out_png: Path | str, title: str = "") -> Any:
     """Draws `train/loss` and `eval/loss` against tokens seen, or steps where no tokens are noted.
 
-    A record without `train/tokens_seen` stands at the count of the record before it.
+    A record without `train/tokens_seen` stands at the count of the record before it. Returns the
+    matplotlib figure.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -213,18 +215,24 @@ def plot_loss(metrics_jsonl: Path | str, out_png: Path | str) -> None:
     key, label = ("train/tokens_seen", "tokens seen") if tokens else ("step", "optimizer steps")
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot(xlabel=label, ylabel="loss (nats per token)")
-    for name, style in (("train/loss", "-"), ("eval/loss", "o-")):
+    # A directory's name may hold $, matplotlib's mark of a formula, and letters that no font has.
+    axes.set_title(title, parse_math=False)
+    for name, meaning in (("train/loss", "training"), ("eval/loss", "held-out data")):
         x, points = 0, []
         for record in records:
             x = record.get(key, x)
             if name in record:
                 points.append((x, math.nan if record[name] is None else record[name]))
         if points:
-            axes.plot(*zip(*points, strict=True), style, label=name)
+            marker = "o" if name == "eval/loss" or len(points) == 1 else None
+            axes.plot(*zip(*points, strict=True), marker=marker, label=f"{name} ({meaning})")
     if axes.lines:
         axes.legend()
     axes.grid(alpha=0.3)
-    FigureCanvasAgg(figure).print_png(out_png)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        FigureCanvasAgg(figure).print_png(out_png)
+    return figure
 
 
 def printable(text: str) -> str:

@@ -70,7 +70,8 @@ def report(run: Run, state: TrainState, text: str, say: Callable[[str], None]) -
         say("tokens by source: " + ", ".join(found))
     if text:
         say("sample: " + text)
-    plot_loss(run.directory / "metrics.jsonl", run.directory / "loss.png")
+    title = f"{run.directory.name}: loss over {int(state.step):,} steps"
+    plot_loss(run.directory / "metrics.jsonl", run.directory / "loss.png", title)
     say(f"checkpoint: {run.directory / 'checkpoints' / str(int(state.step))}")
     if config.checkpoint.keep_best and (run.directory / BEST).exists():
         best = json.loads((run.directory / BEST).read_text())

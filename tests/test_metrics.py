@@ -174,7 +174,18 @@ def test_plot(tmp_path, x):
         writer.write(step, {"train/loss": 5.0 / step if step != 3 else np.nan, x: step * 1000})
         writer.write(step, {"eval/loss": 4.0 / step})
     writer.close()
-    plot_loss(tmp_path / "metrics.jsonl", tmp_path / "loss.png")
+    figure = plot_loss(tmp_path / "metrics.jsonl", tmp_path / "loss.png", "$x_{ 跑 $")
+    (axes,) = figure.axes
+    assert axes.get_title() == "$x_{ 跑 $"
+    assert axes.get_xlabel() == ("tokens seen" if x.startswith("train") else "optimizer steps")
+    assert axes.get_ylabel() == "loss (nats per token)"
+    labels = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert labels == ["train/loss (training)", "eval/loss (held-out data)"]
+    train, held_out = axes.lines
+    assert (train.get_marker(), held_out.get_marker()) == ("None", "o")
+    seen = [1000, 2000, 3000, 4000, 5000] if x.startswith("train") else [1, 2, 3, 4, 5]
+    assert list(held_out.get_xdata()) == seen
+    assert all(line.get_visible() for line in axes.get_xgridlines() + axes.get_ygridlines())
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert len(list(read_metrics(tmp_path / "metrics.jsonl"))) == 10
     assert "matplotlib.pyplot" not in sys.modules
