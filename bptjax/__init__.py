@@ -5,17 +5,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from bptjax.ops.attention import attention
-    from bptjax.ops.attention.landmark import landmark_attention
-    from bptjax.ops.block import block
-    from bptjax.ops.feed_forward import feed_forward
+    from bptjax.ops.blockwise import blockwise, blockwise_transformer
+    from bptjax.ops.landmark_attention import landmark_attention
     from bptjax.ops.loss import linear_cross_entropy
     from bptjax.ops.mask import Mask
 
 __all__ = [
     "Mask",
     "attention",
-    "block",
-    "feed_forward",
+    "blockwise",
+    "blockwise_transformer",
     "landmark_attention",
     "linear_cross_entropy",
 ]
@@ -23,9 +22,9 @@ __all__ = [
 MODULES = {
     "Mask": "ops.mask",
     "attention": "ops.attention",
-    "block": "ops.block",
-    "feed_forward": "ops.feed_forward",
-    "landmark_attention": "ops.attention.landmark",
+    "blockwise": "ops.blockwise",
+    "blockwise_transformer": "ops.blockwise",
+    "landmark_attention": "ops.landmark_attention",
     "linear_cross_entropy": "ops.loss",
 }
 

@@ -28,16 +28,15 @@ from bptjax.compare_report import best_chunks, conclusions, plot, table
 from bptjax.config import parse
 from bptjax.models.config import ModelConfig
 from bptjax.models.layers import Layer
-from bptjax.ops.attention import IMPLEMENTATIONS, attention
-from bptjax.ops.block import block
-from bptjax.ops.feed_forward import feed_forward
+from bptjax.ops.attention import KERNELS, attention
+from bptjax.ops.blockwise import blockwise, blockwise_transformer
 from bptjax.parallel.mesh import select_devices
 from bptjax.progress import Progress
 
 DESCRIPTION = """Times one transformer layer, forward and backward, with each implementation of its
 loops over chunks: a Python loop, the same loop unrolled under jit, a scan, and the fused scan.
 Prints a table, and writes rows.json and a plot."""
-WAYS = ("loop", "unrolled", "fused", *(name for name in IMPLEMENTATIONS if name != "loop"))
+WAYS = ("loop", "unrolled", "fused", *(name for name in KERNELS if name != "loop"))
 
 
 @dataclass(frozen=True)
@@ -117,7 +116,7 @@ def layer_output(way: str, layer: Layer, x: Array, q_chunk: int, k_chunk: int) -
 
     tokens = (x, positions)
     if way == "fused":
-        return block(query, finish, layer, tokens, k, v, impl="scan", **chunks)
+        return blockwise_transformer(query, finish, layer, tokens, k, v, impl="scan", **chunks)
     impl = "loop" if way == "unrolled" else way
     out = attention(query(layer, tokens), k, v, impl=impl, **chunks)
     if impl == "loop":
@@ -126,7 +125,7 @@ def layer_output(way: str, layer: Layer, x: Array, q_chunk: int, k_chunk: int) -
         again = jax.checkpoint(finish)
         done = [again(layer, (x[:, p], positions[:, p]), out[:, p]) for p in parts]
         return jnp.concatenate(done, axis=1)
-    return feed_forward(lambda layer, c: finish(layer, *c), layer, (tokens, out), chunk=q_chunk)
+    return blockwise(lambda layer, c: finish(layer, *c), layer, (tokens, out), chunk=q_chunk)
 
 
 class Work:

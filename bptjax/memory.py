@@ -11,16 +11,16 @@ from jax import checkpoint_policies as policies
 
 from bptjax.lora import prepared
 from bptjax.models.config import Execution, ModelConfig
-from bptjax.ops.attention import SAVED
-from bptjax.ops.saved import ON_HOST, named
+from bptjax.ops.attention import RESIDUAL_NAMES
+from bptjax.ops.checkpoint_names import ON_HOST, checkpoint_named
 
 # What a layer can be kept of by name: what its matmuls and attention make.
-NAMES = ("query", "key", "value", *SAVED, "attended", "gate", "up")
+NAMES = ("query", "key", "value", *RESIDUAL_NAMES, "attended", "gate", "up")
 # What each policy keeps of a layer beside its input. None keeps all of it: no remat.
 REMAT: dict[str, tuple[str, ...] | None] = {
     "none": None,
     "dots": NAMES,
-    "save_attention": SAVED,
+    "save_attention": RESIDUAL_NAMES,
     "full": (),
 }
 
@@ -108,8 +108,8 @@ class MemoryConfig(Execution):
 
         def group(carry, xs):
             # Named on the first line of the scanned body: the name of a carry is not seen.
-            carry = jax.tree.map(lambda x: named(x, "group_input", self.offload), carry)
-            return jax.lax.scan(self._checkpoint(step, SAVED, offload=False), carry, xs)
+            carry = jax.tree.map(lambda x: checkpoint_named(x, "group_input", self.offload), carry)
+            return jax.lax.scan(self._checkpoint(step, RESIDUAL_NAMES, offload=False), carry, xs)
 
         xs = jax.tree.map(lambda x: x.reshape(groups, -1, *x.shape[1:]), xs)
         carry, ys = jax.lax.scan(self._checkpoint(group, (), "group_input"), carry, xs)

@@ -37,14 +37,14 @@ from bptjax.lora import (
 from bptjax.models.config import ModelConfig
 from bptjax.models.decoder import Decoder
 from bptjax.ops.attention import choose
-from bptjax.ops.attention.tile import Score
+from bptjax.ops.attention.contract import QKV, AttentionSpec
 from bptjax.ops.loss import cross_entropy_and_z_loss
 from bptjax.ops.mask import Mask
 from bptjax.optim import AdamState, AdamW, LossScale, learning_rate
+from bptjax.parallel.full_tiles import make_schedule
 from bptjax.parallel.layout import Layout
 from bptjax.parallel.mesh import CUT, sharding
-from bptjax.parallel.plan import make_plan
-from bptjax.parallel.sequence import BY_DEVICE, by_device
+from bptjax.parallel.sequence import FOLDED_BATCH, fold_sequence_shards
 
 Batch = dict[str, Any]
 # What the key of a step is folded with for the optimizer's rounding: no micro-batch's number.
@@ -135,12 +135,12 @@ class Task:
         model, memory, sizes = self.model, self.config.memory, self.mesh.shape
         rows, T = self.config.train.per_device_train_batch_size, self.config.train.seq_len
         layout = self.layout
-        T, (exchange, cut) = T + -T % layout.multiple, layout.groups
+        T, (exchange, cut) = T + -T % layout.multiple, layout.split
         order, heads = layout.order(T), model.num_heads // sizes["tp"] // exchange
         # Where a part of a row stands is known only as the program runs.
         place = None if order is None else jax.ShapeDtypeStruct((T // cut,), jnp.int32)
         segments = jax.ShapeDtypeStruct((rows, T // cut), jnp.int32)
-        score = Score(
+        spec = AttentionSpec(
             mask=Mask(causal=True, segments=segments, positions=place).within(model.windows, 0),
             scale=1.0,
             softcap=model.attention_softcap,
@@ -150,11 +150,11 @@ class Task:
         q = jax.ShapeDtypeStruct((rows, T // cut, heads, model.H), self.dtype)
         # Algorithm 1 is cut over the mesh by the compiler.
         with jax.set_mesh(self.mesh) if memory.schedule == "fused" else nullcontext():
-            chosen = choose(memory.attention, score, q, q)
-            if order is None or make_plan(score, (order, order), cut) is None:
+            chosen = choose(memory.attention, QKV(q, q, q), spec)
+            if order is None or make_schedule(spec, (order, order), cut) is None:
                 return chosen
             # Taken but by documents that end within a device's tokens.
-            return choose(memory.attention, replace(score, mask=Mask(causal=True)), q, q)
+            return choose(memory.attention, QKV(q, q, q), replace(spec, mask=Mask(causal=True)))
 
     @cached_property
     def layout(self) -> Layout:
@@ -340,7 +340,7 @@ class Task:
             dtype=self.dtype,
             execution=memory,
         )
-        hidden, labels = by_device((hidden, batch["labels"]))
+        hidden, labels = fold_sequence_shards((hidden, batch["labels"]))
         return cross_entropy_and_z_loss(
             hidden,
             model.head_matrix,
@@ -348,7 +348,7 @@ class Task:
             z_loss=z_loss,
             softcap=model.config.logits_softcap,
             chunk=memory.ce_chunk,
-            axes=BY_DEVICE,
+            axes=FOLDED_BATCH,
         )
 
     def gradients(self, state: TrainState, batch: Batch) -> tuple[tuple[Array, Array], Any, Array]:

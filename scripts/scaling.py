@@ -30,10 +30,10 @@ from bptjax import Mask
 from bptjax.config import parse
 from bptjax.models.config import EncoderConfig, Execution
 from bptjax.models.encoder import Encoder
-from bptjax.ops.attention.taylor import taylor_attention
+from bptjax.ops.taylor_attention import taylor_attention
 from bptjax.parallel.mesh import ParallelConfig, constrain, make_mesh, select_devices
 from bptjax.parallel.ring import zigzag
-from bptjax.parallel.sequence import STRATEGIES, attention, groups
+from bptjax.parallel.sequence import STRATEGIES, attention
 from bptjax.trainer import Task
 
 TRANSFORMER = EncoderConfig(
@@ -102,7 +102,7 @@ def attention_work(
     N, K = heads
     mask, pairs = Mask(causal=True), T * T / 2
     if order == "zigzag" and n > 1:
-        positions = zigzag(T, groups(name, N, n)[1]).astype(np.int32)
+        positions = zigzag(T, STRATEGIES[name].split(N, n).tokens).astype(np.int32)
         mask = replace(mask, positions=positions)
     f = partial(attention, mask=mask, strategy="auto" if n == 1 else name, impl=impl)
     flops = 3.5 * 4 * N * H * pairs

@@ -12,7 +12,7 @@ from bptjax.models.stack import new_layers, run
 from bptjax.ops.dropout import dropout
 from bptjax.ops.mask import Mask
 from bptjax.parallel.mesh import constrain, lookup
-from bptjax.parallel.sequence import devices_of_a_row
+from bptjax.parallel.sequence import sequence_shards
 
 
 class MaskedHead(nnx.Module):
@@ -153,7 +153,7 @@ class Encoder(nnx.Module):
             key = jax.random.key_data(jax.random.fold_in(dropout_key, 0))
             x = dropout(x, key, config.embedding_dropout or 0.0, rows)
         positions = jnp.broadcast_to(jnp.arange(T), (B, T))
-        if short := -T % devices_of_a_row():
+        if short := -T % sequence_shards():
             # With padding, which no token sees.
             segments = jnp.ones((B, T), jnp.int32) if segments is None else segments
             x = jnp.pad(x, ((0, 0), (0, short), (0, 0)))

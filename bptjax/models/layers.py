@@ -11,10 +11,10 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from bptjax.models.config import ModelConfig
+from bptjax.ops.checkpoint_names import checkpoint_named
 from bptjax.ops.dropout import dropout
 from bptjax.ops.norm import layer_norm, rms_norm
 from bptjax.ops.position import rope, rope_frequencies
-from bptjax.ops.saved import named
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
@@ -120,10 +120,10 @@ class Mlp(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D"], offload: float = 0.0, noise: Noise = None
     ) -> Float[Array, "B T D"]:
-        act, up = ACTIVATIONS[self.activation], named(self.up(x, noise), "up", offload)
+        act, up = ACTIVATIONS[self.activation], checkpoint_named(self.up(x, noise), "up", offload)
         if self.gate is None:
             return self.down(act(up), noise)
-        return self.down(act(named(self.gate(x, noise), "gate", offload)) * up, noise)
+        return self.down(act(checkpoint_named(self.gate(x, noise), "gate", offload)) * up, noise)
 
 
 class Layer(nnx.Module):
@@ -197,7 +197,7 @@ class Layer(nnx.Module):
         if config.residual != "sequential":
             return x + attended + dropout(self.mlp(norm(x), offload, noise), second, rate, rows)
         x = (self._read(x) if config.residual_normed else x) + attended
-        x = named(x, "attended", offload)
+        x = checkpoint_named(x, "attended", offload)
         if config.norm_place == "post":
             x = self.attention_norm(x)
             return norm(x + dropout(self.mlp(x, offload, noise), second, rate, rows))

@@ -11,13 +11,17 @@ from jaxtyping import Float, Int
 from bptjax.models.config import Execution, ModelConfig
 from bptjax.models.layers import Layer
 from bptjax.ops.attention import attention as attention_here
-from bptjax.ops.block import block
-from bptjax.ops.feed_forward import feed_forward
+from bptjax.ops.blockwise import blockwise, blockwise_transformer
+from bptjax.ops.checkpoint_names import checkpoint_named
 from bptjax.ops.mask import Mask
 from bptjax.ops.position import BY_LENGTH, alibi_slopes, document_lengths
-from bptjax.ops.saved import named
 from bptjax.parallel.mesh import constrain
-from bptjax.parallel.sequence import BY_DEVICE, attention, by_device, from_devices
+from bptjax.parallel.sequence import (
+    FOLDED_BATCH,
+    attention,
+    fold_sequence_shards,
+    unfold_sequence_shards,
+)
 
 
 def new_layers(config: ModelConfig, key: Array, dtype: jnp.dtype) -> Layer:
@@ -72,10 +76,10 @@ def run(
     def step(carry, scanned):
         (x, old), (layer, number, kind) = carry, scanned
         layer = execution.prepare(layer, x.dtype)
-        x = named(x, "layer_input", execution.offload)
+        x = checkpoint_named(x, "layer_input", execution.offload)
         keys, place = _keys(dropout_key, number), (positions, kind, lengths)
         k, v = (
-            named(part, name, execution.offload)
+            checkpoint_named(part, name, execution.offload)
             for part, name in zip(
                 layer.keys_values(x, place, keys and (keys[3], rows)), ("key", "value"), strict=True
             )
@@ -145,9 +149,11 @@ def _finish(shared, chunk, out, offload=0.0):
 
 def _split(execution, shared, tokens, k, v, options):
     """Attention over the whole sequence, then the feed-forward in chunks."""
-    q = named(_query(shared, tokens), "query", execution.offload)
+    q = checkpoint_named(_query(shared, tokens), "query", execution.offload)
     out = attention(q, k, v, strategy=execution.sequence, **options)
-    return from_devices(_feed_forward(execution, shared, *by_device((tokens, out)), axes=BY_DEVICE))
+    return unfold_sequence_shards(
+        _feed_forward(execution, shared, *fold_sequence_shards((tokens, out)), axes=FOLDED_BATCH)
+    )
 
 
 def _cached(execution, shared, tokens, k, v, options):
@@ -157,7 +163,7 @@ def _cached(execution, shared, tokens, k, v, options):
 
 
 def _feed_forward(execution, shared, tokens, out, axes=()):
-    return feed_forward(
+    return blockwise(
         lambda shared, chunk: _finish(shared, chunk[0], chunk[1], execution.offload),
         shared,
         (tokens, out),
@@ -168,4 +174,4 @@ def _feed_forward(execution, shared, tokens, out, axes=()):
 
 def _fused(shared, tokens, k, v, options):
     """Algorithm 1: attention and feed-forward, one block of queries at a time."""
-    return block(_query, _finish, shared, tokens, k, v, **options)
+    return blockwise_transformer(_query, _finish, shared, tokens, k, v, **options)

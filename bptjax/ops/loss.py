@@ -11,7 +11,7 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from bptjax.ops.arguments import check_chunk, check_labels, check_softcap
-from bptjax.ops.rows import ROWS, WHOLE, each_device
+from bptjax.ops.per_device import REPLICATED, SHARDED, per_device
 
 
 class _Options(NamedTuple):
@@ -191,7 +191,8 @@ def _sum_forward(options, *operands):
         sums, dhidden = jax.lax.scan(one, start, _chunks(options, hidden, labels, weights))
         return jax.lax.psum(sums, axes), _join(dhidden, hidden.shape[1])
 
-    run = each_device(local, options.axes, (ROWS, WHOLE, ROWS, ROWS), (WHOLE, ROWS))
+    inputs = SHARDED, REPLICATED, SHARDED, SHARDED
+    run = per_device(local, options.axes, inputs, (REPLICATED, SHARDED))
     (total, z, dhead), dhidden = run(hidden, head.astype(hidden.dtype), labels, weights)
     # The head's stays in float32 until it is scaled: a sum over many tokens overflows float16. The
     # empty array carries its dtype.
@@ -219,7 +220,8 @@ def _each(options, hidden, head, labels, weights):
         )
         return _join(losses, hidden.shape[1]), _join(z, hidden.shape[1])
 
-    run = each_device(local, options.axes, (ROWS, WHOLE, ROWS, ROWS), (ROWS, ROWS))
+    inputs = SHARDED, REPLICATED, SHARDED, SHARDED
+    run = per_device(local, options.axes, inputs, (SHARDED, SHARDED))
     return run(hidden, head.astype(hidden.dtype), labels, weights)
 
 

@@ -229,7 +229,7 @@ class Tiles:
         k_chunk]`."""
         return _at(self.q_positions, i), _at(self.k_positions, j)
 
-    def live(self) -> tuple[np.ndarray | Array, int | Array]:
+    def nonempty(self) -> tuple[np.ndarray | Array, int | Array]:
         """Tiles in which some query may see some key: `(pairs, count)`, pairs int32 `[n, 2]` of (i,
         j) in row order, of which the first `count` are live; an int where all of the mask is known
         while tracing.

@@ -1,4 +1,4 @@
-"""The online-softmax algebra: attention over a part of the keys, and how parts become the whole."""
+"""The online-softmax algebra: attention to a block of keys, and how blocks combine."""
 
 from typing import NamedTuple
 
@@ -7,54 +7,64 @@ from jax import Array
 from jaxtyping import Float
 
 
-class Partial(NamedTuple):
-    """Attention over some of the keys: all that is needed to merge it with attention over others.
+class AttentionState(NamedTuple):
+    """Attention to some of the keys, with all that is needed to merge it with attention to others.
 
     Attributes:
-      out: `[B, T, N, H]`, softmax-weighted mean of those keys' values; 0 where a query sees none of
-        them.
-      lse: float32 `[B, T, N]`, log-sum-exp of the logits; -inf where a query sees none.
+      out: softmax-weighted mean of those keys' values; 0 where a query attends to none of them.
+      lse: float32 log-sum-exp of the logits; -inf where a query attends to none.
     """
 
     out: Float[Array, "B T N H"]
     lse: Float[Array, "B T N"]
 
 
-def merge(a: Partial, b: Partial) -> Partial:
-    """Attention over the union of two disjoint sets of keys; float32 out. Milakov & Gimelshein
-    2018, arXiv 1805.02867."""
+def empty_state(q: Float[Array, "B T N H"]) -> AttentionState:
+    """Returns attention to no keys, in float32."""
+    lse = jnp.full_like(q[..., 0], -jnp.inf, jnp.float32)
+    return AttentionState(jnp.zeros_like(q, jnp.float32), lse)
+
+
+def merge_states(a: AttentionState, b: AttentionState) -> AttentionState:
+    """Returns attention to the union of two disjoint sets of keys; `out` is float32. Milakov &
+    Gimelshein 2018, arXiv 1805.02867."""
     lse = jnp.logaddexp(a.lse, b.lse)
     shift = jnp.where(lse == -jnp.inf, 0.0, lse)
     weight_a, weight_b = jnp.exp(a.lse - shift)[..., None], jnp.exp(b.lse - shift)[..., None]
-    return Partial(weight_a * a.out + weight_b * b.out, lse)
+    return AttentionState(weight_a * a.out + weight_b * b.out, lse)
 
 
-class Running(NamedTuple):
-    """Softmax over the keys met so far, not yet divided: `acc` float32 `[..., t, H]`, `top` and
-    `total` float32 `[..., t]`."""
+class OnlineSoftmax(NamedTuple):
+    """Softmax over the keys visited so far, not yet normalized.
+
+    Attributes:
+      acc: float32 `[..., t, H]`, weighted sum of the values.
+      row_max: float32 `[..., t]`, largest logit.
+      row_sum: float32 `[..., t]`, sum of exp(logit - row_max).
+    """
 
     acc: Array
-    top: Array
-    total: Array
+    row_max: Array
+    row_sum: Array
 
     @classmethod
-    def start(cls, like: Array) -> "Running":
-        """No key met yet, for rows shaped like `[..., t, H]`."""
+    def start(cls, like: Array) -> "OnlineSoftmax":
+        """Returns the softmax over no keys, for queries shaped like `[..., t, H]`."""
         acc = jnp.zeros_like(like, jnp.float32)
         return cls(acc, jnp.full_like(acc[..., 0], -jnp.inf), jnp.zeros_like(acc[..., 0]))
 
-    def rescale(self, logits: Array) -> tuple["Running", Array]:
-        """Takes logits `[..., t, s]` in: the running softmax with `total` updated and `acc`
-        rescaled, and the new keys' weights exp(logits - top), whose product with the values is to
-        be added to `acc`."""
-        top = jnp.maximum(self.top, logits.max(-1))
-        shift = jnp.where(top == -jnp.inf, 0.0, top)
+    def update(self, logits: Array) -> tuple["OnlineSoftmax", Array]:
+        """Adds keys with logits `[..., t, s]`. Returns the softmax with `acc` rescaled, and the new
+        keys' weights exp(logits - row_max); the caller adds their product with the values to `acc`.
+        """
+        row_max = jnp.maximum(self.row_max, logits.max(-1))
+        shift = jnp.where(row_max == -jnp.inf, 0.0, row_max)
         weights = jnp.exp(logits - shift[..., None])
-        decay = jnp.exp(self.top - shift)
-        total = decay * self.total + weights.sum(-1)
-        return Running(decay[..., None] * self.acc, top, total), weights
+        decay = jnp.exp(self.row_max - shift)
+        row_sum = decay * self.row_sum + weights.sum(-1)
+        return OnlineSoftmax(decay[..., None] * self.acc, row_max, row_sum), weights
 
-    def finish(self) -> tuple[Array, Array]:
-        """`(out, lse)`, float32 `[..., t, H]` and `[..., t]`."""
-        total = jnp.where(self.total == 0.0, 1.0, self.total)
-        return self.acc / total[..., None], self.top + jnp.log(total)
+    def normalize(self) -> tuple[Array, Array]:
+        """Returns `(out, lse)`, float32 `[..., t, H]` and `[..., t]`."""
+        row_sum = jnp.where(self.row_sum == 0.0, 1.0, self.row_sum)
+        return self.acc / row_sum[..., None], self.row_max + jnp.log(row_sum)

@@ -9,9 +9,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from bptjax.ops.attention.contract import SequenceSplit
 from bptjax.parallel.mesh import spec
 from bptjax.parallel.ring import zigzag
-from bptjax.parallel.sequence import choose_strategy, groups
+from bptjax.parallel.sequence import STRATEGIES, choose_strategy
 
 # What fills a row up; the others are 0.
 FILL = {"labels": -100}
@@ -48,23 +49,22 @@ class Layout:
         return choose_strategy(self.sequence, self.heads // sizes["tp"], sizes["sp"])
 
     @property
-    def groups(self) -> tuple[int, int]:
-        """How many devices along sp exchange heads, and over how many groups of them tokens are
-        then still cut."""
+    def split(self) -> SequenceSplit:
+        """How the devices along sp divide heads and tokens."""
         sizes = self.mesh.shape
-        return groups(self.strategy[0], self.heads // sizes["tp"], sizes["sp"])
+        return STRATEGIES[self.strategy[0]].split(self.heads // sizes["tp"], sizes["sp"])
 
     @property
     def multiple(self) -> int:
         """What rows are filled up to a multiple of, with padding."""
-        sp, (_, cut) = self.mesh.shape["sp"], self.groups
-        return sp if cut == 1 else math.lcm(sp, 2 * cut)
+        sp, shards = self.mesh.shape["sp"], self.split.tokens
+        return sp if shards == 1 else math.lcm(sp, 2 * shards)
 
     def order(self, T: int) -> np.ndarray | None:
         """The places of a row's tokens in the order in which devices have them, T being a multiple
         of `multiple`; None where they stand as they were."""
-        _, cut = self.groups
-        return None if cut == 1 else zigzag(T, cut).astype(np.int32)
+        shards = self.split.tokens
+        return None if shards == 1 else zigzag(T, shards).astype(np.int32)
 
     def here(self, rows: int) -> set[int]:
         """Which of so many rows devices of this process have."""

@@ -1,10 +1,8 @@
-"""Attention on a mesh: rows of the batch over `dp` and `fsdp`, heads over `tp`, tokens over `sp` by
-one of several strategies, any implementation as the kernel of each device.
+"""Attention on a mesh: the batch over `dp` and `fsdp`, heads over `tp`, tokens over `sp` by one of
+several strategies, with any kernel on each device.
 """
 
-import math
 from dataclasses import dataclass, replace
-from types import ModuleType
 from typing import Any
 
 import jax
@@ -14,19 +12,23 @@ from jax import Array
 from jax.sharding import PartitionSpec
 from jaxtyping import Float
 
-from bptjax.ops.arguments import check_chunk
-from bptjax.ops.attention import IMPLEMENTATIONS, choose, differentiable, make_score
-from bptjax.ops.attention import attention as on_one_device
-from bptjax.ops.attention.tile import Score
-from bptjax.ops.softmax import Partial
+from bptjax.ops.attention import KERNELS, choose, differentiable, make_spec
+from bptjax.ops.attention import attention as attention_on_one_device
+from bptjax.ops.attention.contract import (
+    QKV,
+    AttentionSpec,
+    AttentionState,
+    Kernel,
+    SequenceStrategy,
+    Shards,
+)
 from bptjax.parallel import gather, ring, ulysses, ulysses_ring
 from bptjax.parallel.mesh import RULES
-from bptjax.parallel.ulysses import BY_TOKEN
+from bptjax.parallel.strategy_kernel import StrategyKernel
+from bptjax.parallel.ulysses import TOKEN_FIELDS
 
-# Each is a pair like an implementation's, of what one device of the axis does, whose first argument
-# is the implementation; `unsupported(heads, devices)` says what it refuses.
-# `auto` takes the first that refuses nothing.
-STRATEGIES: dict[str, ModuleType] = {
+# `auto` takes the first strategy that can divide the heads.
+STRATEGIES: dict[str, SequenceStrategy] = {
     "ulysses": ulysses,
     "ulysses_ring": ulysses_ring,
     "ring": ring,
@@ -34,74 +36,69 @@ STRATEGIES: dict[str, ModuleType] = {
 }
 
 BATCH, SEQUENCE, HEADS = (RULES[name] for name in ("batch", "sequence", "heads"))
-# What rows are cut over once each device's tokens are rows of their own.
-BY_DEVICE = (*SEQUENCE, *BATCH)
+# Mesh axes of the batch dimension after fold_sequence_shards().
+FOLDED_BATCH = (*SEQUENCE, *BATCH)
 
 
-def by_device(tree: Any) -> Any:
-    """`[B, T, ...]` to `[sp · B, T / sp, ...]`: the tokens of each device are rows of their own,
-    so that a loop over chunks of a row is each device's own."""
-    sp = devices_of_a_row()
+def fold_sequence_shards(tree: Any) -> Any:
+    """Reshapes `[B, T, ...]` to `[sp · B, T / sp, ...]`: each shard's tokens become sequences of
+    their own, so that a loop over chunks of a sequence stays on its device."""
+    sp = sequence_shards()
 
-    def folded(x):
+    def fold(x):
         x = x.reshape(x.shape[0], sp, x.shape[1] // sp, *x.shape[2:]).swapaxes(0, 1)
-        # sp outermost: what a device has stays where it is.
+        # sp outermost: no token changes its device.
         x = x.reshape(-1, *x.shape[2:])
-        return _pinned(x, BY_DEVICE, None)
+        return _constrain(x, FOLDED_BATCH, None)
 
-    return tree if sp == 1 else jax.tree.map(folded, tree)
+    return tree if sp == 1 else jax.tree.map(fold, tree)
 
 
-def from_devices(tree: Any) -> Any:
-    """The inverse of `by_device`."""
-    sp = devices_of_a_row()
+def unfold_sequence_shards(tree: Any) -> Any:
+    """Inverts `fold_sequence_shards`."""
+    sp = sequence_shards()
 
-    def unfolded(x):
+    def unfold(x):
         x = x.reshape(sp, x.shape[0] // sp, *x.shape[1:]).swapaxes(0, 1)
         x = x.reshape(x.shape[0], -1, *x.shape[3:])
-        return _pinned(x, BATCH, SEQUENCE)
+        return _constrain(x, BATCH, SEQUENCE)
 
-    return tree if sp == 1 else jax.tree.map(unfolded, tree)
-
-
-def _pinned(x: Array, *tokens: tuple[str, ...] | None) -> Array:
-    """`[B, T, ...]` with these axes' tokens; what is behind, heads for one, stays as it is cut."""
-    behind = (PartitionSpec.UNCONSTRAINED,) * (x.ndim - 2)
-    return jax.lax.with_sharding_constraint(x, PartitionSpec(*tokens, *behind))
+    return tree if sp == 1 else jax.tree.map(unfold, tree)
 
 
-def devices_of_a_row() -> int:
-    """Those along sp, in the mesh set by `jax.set_mesh`."""
+def _constrain(x: Array, *axes: tuple[str, ...] | None) -> Array:
+    """Shards the first dimensions over these mesh axes and leaves the others as they are."""
+    others = (PartitionSpec.UNCONSTRAINED,) * (x.ndim - len(axes))
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*axes, *others))
+
+
+def sequence_shards() -> int:
+    """Returns the number of devices that share a sequence, in the mesh set by `jax.set_mesh`."""
     mesh = jax.sharding.get_abstract_mesh()
     return 1 if mesh.empty else mesh.shape["sp"]
 
 
-def choose_strategy(name: str, heads: int, devices: int) -> tuple[str, str]:
-    """The strategy that `name` stands for on `devices` along sp, with that many query heads on each
-    device of tp, and why.
+def choose_strategy(name: str, heads: int, shards: int) -> tuple[str, str]:
+    """Returns the strategy that `name` stands for with `heads` query heads on each device of tp and
+    `shards` devices along sp, and the reason.
 
     Raises:
-      ValueError: there is no such strategy.
-      NotImplementedError: the named one cannot cut these heads.
+      ValueError: no such strategy.
+      NotImplementedError: the named strategy cannot divide the heads.
     """
     if name == "auto":
-        why = []
+        reasons = []
         for name, strategy in STRATEGIES.items():
-            if (reason := strategy.unsupported(heads, devices)) is None:
-                return name, "; ".join(why) or "whole rows in the kernel, and the least to send"
-            why.append(f"not {name}: {reason}")
+            if (reason := strategy.unsupported(heads, shards)) is None:
+                least = "whole sequences in the kernel, and the least communication"
+                return name, "; ".join(reasons) or least
+            reasons.append(f"not {name}: {reason}")
     if name not in STRATEGIES:
-        raise ValueError(f"sequence strategy {name!r}; there are auto, {', '.join(STRATEGIES)}")
-    if reason := STRATEGIES[name].unsupported(heads, devices):
+        known = ", ".join(STRATEGIES)
+        raise ValueError(f"sequence strategy {name!r}: must be one of auto, {known}")
+    if reason := STRATEGIES[name].unsupported(heads, shards):
         raise NotImplementedError(f"sequence strategy {name!r}: {reason}")
     return name, "named"
-
-
-def groups(strategy: str, heads: int, devices: int) -> tuple[int, int]:
-    """How many of the `devices` along sp exchange heads, and over how many groups of them tokens
-    are then still cut: in `ring.zigzag` order, where that is more than one."""
-    n = {"ulysses": devices, "ulysses_ring": math.gcd(heads, devices)}.get(strategy, 1)
-    return n, devices // n
 
 
 def attention(
@@ -111,154 +108,190 @@ def attention(
     *,
     strategy: str = "auto",
     impl: str = "auto",
-    q_chunk: int = 512,
-    k_chunk: int = 512,
     offload: float = 0.0,
     **options: Any,
 ) -> Float[Array, "B T N H"]:
-    """`ops.attention` on the mesh set by `jax.set_mesh`; without one, or on one device, itself.
+    """`ops.attention` on the mesh set by `jax.set_mesh`; on one device, or without a mesh,
+    `ops.attention` itself.
 
     Args:
-      strategy: how the sequence is cut, where sp > 1.
-      impl, q_chunk, k_chunk, offload, options: as in `ops.attention`; the implementation is chosen
-        for what each device gets.
+      strategy: how attention crosses the shards of a sequence, where sp > 1.
+      impl, offload, options: as in `ops.attention`; `auto` chooses for the arrays of one device.
 
     Raises:
-      NotImplementedError: the strategy cannot cut these heads, or the implementation cannot honour
-        the arguments.
-      ValueError: as `ops.attention`; rows, tokens or heads that the mesh does not divide.
+      NotImplementedError: the strategy cannot divide the heads, or the kernel cannot honor the
+        arguments.
+      ValueError: as `ops.attention`; a batch, tokens or heads that the mesh does not divide.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
-        chunks = dict(q_chunk=q_chunk, k_chunk=k_chunk)
-        return on_one_device(q, k, v, impl=impl, offload=offload, **chunks, **options)
-    check_chunk(q_chunk=q_chunk, k_chunk=k_chunk)
-    score = make_score(q, k, v, **options)
-    sizes = dict(mesh.shape)
-    tp, sp = sizes["tp"], sizes["sp"]
-    rows = sizes["dp"] * sizes["fsdp"]
-    for what, size, devices in (
-        ("rows", q.shape[0], rows),
+        return attention_on_one_device(q, k, v, impl=impl, offload=offload, **options)
+    x = QKV(q, k, v)
+    spec = make_spec(x, **options)
+    dp, fsdp, tp, sp = (mesh.shape[name] for name in ("dp", "fsdp", "tp", "sp"))
+    for name, size, devices in (
+        ("sequences", q.shape[0], dp * fsdp),
         ("query heads", q.shape[2], tp),
         ("query tokens", q.shape[1], sp),
         ("key tokens", k.shape[1], sp),
     ):
         if size % devices:
-            raise ValueError(f"{size} {what} do not divide among {devices} devices")
-    strategy, _ = choose_strategy(strategy, q.shape[2] // tp, sp)
-    return differentiable((OnMesh(strategy, impl), q_chunk, k_chunk, offload), q, k, v, score)
+            raise ValueError(f"{size} {name} do not divide among {devices} devices")
+    chosen, _ = choose_strategy(strategy, q.shape[2] // tp, sp)
+    return differentiable(ShardedAttention(chosen, impl), x, spec, offload)
 
 
 @dataclass(frozen=True)
-class OnMesh:
-    """A strategy and an implementation, as a pair over whole arrays."""
+class ShardedAttention:
+    """A strategy and a kernel for each device, as a kernel over the arrays of the whole mesh."""
 
     strategy: str
     impl: str
 
-    def forward(self, q: Array, k: Array, v: Array, score: Score, **chunks) -> Partial:
-        return self._map("forward", (q, k, v), score, **chunks)
+    def unsupported(self, x: QKV, spec: AttentionSpec) -> str | None:
+        """Returns None: each device's kernel is chosen for its own arrays."""
+        return None
 
-    def backward(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        out: Array,
-        lse: Array,
-        dout: Array,
-        score: Score,
-        **chunks,
-    ) -> tuple[Array, Array, Array]:
-        return self._map("backward", (q, k, v, out, lse, dout), score, **chunks)
+    def forward(self, x: QKV, spec: AttentionSpec) -> AttentionState:
+        layout = _Layout(self, x, spec)
 
-    def _map(self, half: str, arrays: tuple[Array, ...], score: Score, **chunks) -> Any:
+        def local(x, arrays):
+            return layout.kernel().forward(layout.local_qkv(x), layout.local_spec(arrays, x))
+
+        mapped = jax.shard_map(
+            local,
+            in_specs=(layout.qkv, layout.specs),
+            out_specs=AttentionState(layout.queries, layout.queries),
+            check_vma=False,
+        )
+        return mapped(x, layout.arrays)
+
+    def backward(self, x: QKV, state: AttentionState, dout: Array, spec: AttentionSpec) -> QKV:
+        layout = _Layout(self, x, spec)
+
+        def local(x, state, dout, arrays):
+            spec = layout.local_spec(arrays, x)
+            return layout.sum_shared(
+                layout.kernel().backward(layout.local_qkv(x), state, dout, spec)
+            )
+
+        of_queries = AttentionState(layout.queries, layout.queries), layout.queries
+        mapped = jax.shard_map(
+            local,
+            in_specs=(layout.qkv, *of_queries, layout.specs),
+            out_specs=layout.qkv,
+            check_vma=False,
+        )
+        return mapped(x, state, dout, layout.arrays)
+
+
+class _Layout:
+    """How `ShardedAttention` divides these arrays over the mesh.
+
+    Attributes:
+      queries, qkv: partition specs of arrays `[B, T, N, ...]`, and of the QKV.
+      arrays, specs: the traced arrays of the spec, by name, and their partition specs.
+    """
+
+    def __init__(self, attention: ShardedAttention, x: QKV, spec: AttentionSpec):
         sizes = jax.sharding.get_abstract_mesh().shape
-        tp, sp = sizes["tp"], sizes["sp"]
-        N, K = arrays[0].shape[2], arrays[1].shape[2]
-        # Key heads that tp does not divide are whole on all of its devices.
-        shared = K % tp != 0
-        queries = PartitionSpec(BATCH, SEQUENCE, HEADS)
-        keys = PartitionSpec(BATCH, SEQUENCE, None if shared else HEADS)
-        whole = sp == 1 or self.strategy == "ulysses"
-        full = score.mask.resolve(arrays[0].shape[1], arrays[1].shape[1])
-        if not whole:
-            # A part of a row has to say which.
-            score = replace(score, mask=full)
-        places = full.positions, full.k_positions
-        arguments, specs = _arguments(score, known=whole)
+        self.tp, sp = sizes["tp"], sizes["sp"]
+        (_, T, self.N, _), (_, S, self.K, _) = x.q.shape, x.k.shape
+        # Key heads that tp does not divide are replicated over it.
+        self.shared_keys = self.K % self.tp != 0
+        queries: Any = PartitionSpec(BATCH, SEQUENCE, HEADS)
+        keys: Any = PartitionSpec(BATCH, SEQUENCE, None if self.shared_keys else HEADS)
+        self.queries, self.qkv = queries, QKV(queries, keys, keys)
+        resolved = spec.mask.resolve(T, S)
+        self.shards = Shards("sp", sp, positions=(resolved.positions, resolved.k_positions))
+        self.strategy, self.impl = STRATEGIES[attention.strategy], attention.impl
+        sharded = sp > 1 and self.strategy.split(self.N // self.tp, sp).tokens > 1
+        # Inside the kernel a shard no longer knows its offset: make absolute positions explicit.
+        self.spec = replace(spec, mask=resolved) if sharded else spec
+        self.arrays, self.specs = _traced_arrays(self.spec, keep_static=not sharded)
 
-        def local(arrays, arguments):
-            q, k, v, *rest = arrays
-            row, head = jax.lax.axis_index(BATCH) * q.shape[0], jax.lax.axis_index("tp")
-            here = replace(_with(score, arguments), first_row=row, first_head=head * q.shape[2])
-            mine = None
-            if shared:
-                # Those that this device's query heads read.
-                several = 1 if tp % K == 0 else q.shape[2]
-                mine = (head * q.shape[2] + jnp.arange(several)) // (N // K)
-                k, v = (jnp.take(x, mine, axis=2) for x in (k, v))
-            got = self._one_device(half, (q, k, v, *rest), here, sp, places, **chunks)
-            if half == "forward" or mine is None:
-                return tuple(got)
-            dq, *others = got
-            for i, x in enumerate(others):
-                home = jnp.zeros((*x.shape[:2], K, x.shape[3]), jnp.float32)
-                home = home.at[:, :, mine].add(x.astype(jnp.float32))
-                others[i] = jax.lax.psum(home, "tp").astype(x.dtype)
-            return dq, *others
+    def kernel(self) -> Kernel:
+        """Returns the kernel over this device's arrays."""
+        kernel = AutoKernel(self.impl)
+        if self.shards.size == 1:
+            return kernel
+        return StrategyKernel(self.strategy, kernel, self.shards)
 
-        inputs = (queries, keys, keys, queries, queries, queries)[: len(arrays)]
-        outputs = (queries, queries) if half == "forward" else (queries, keys, keys)
-        mapped = jax.shard_map(local, in_specs=(inputs, specs), out_specs=outputs, check_vma=False)
-        got = mapped(arrays, arguments)
-        return Partial(*got) if half == "forward" else got
+    def local_spec(self, arrays: dict[str, Any], x: QKV) -> AttentionSpec:
+        """Returns the spec of this device's arrays."""
+        batch, _, heads, _ = x.q.shape
+        of_mask = {name: y for name, y in arrays.items() if name in TOKEN_FIELDS}
+        others = {name: y for name, y in arrays.items() if name not in TOKEN_FIELDS}
+        return replace(
+            self.spec,
+            mask=replace(self.spec.mask, **of_mask),
+            first_sequence=jax.lax.axis_index(BATCH) * batch,
+            first_head=jax.lax.axis_index("tp") * heads,
+            **others,
+        )
 
-    def _one_device(
-        self, half: str, arrays: tuple, score: Score, sp: int, places: tuple, **chunks
-    ) -> Any:
-        kernel = _Kernel(self.impl)
-        if sp == 1:
-            return getattr(kernel, half)(*arrays, score, **chunks)
-        strategy = getattr(STRATEGIES[self.strategy], half)
-        return strategy(kernel, *arrays, score, "sp", places, **chunks)
+    def _local_key_heads(self) -> Array:
+        """Returns the replicated key heads that this device's query heads read."""
+        heads = self.N // self.tp
+        count = 1 if self.tp % self.K == 0 else heads
+        return (jax.lax.axis_index("tp") * heads + jnp.arange(count)) // (self.N // self.K)
+
+    def local_qkv(self, x: QKV) -> QKV:
+        """Returns this device's arrays with the key heads that its query heads read."""
+        if not self.shared_keys:
+            return x
+        heads = self._local_key_heads()
+        return QKV(x.q, jnp.take(x.k, heads, axis=2), jnp.take(x.v, heads, axis=2))
+
+    def sum_shared(self, gradients: QKV) -> QKV:
+        """Sums the gradients of replicated key heads over tp."""
+        if not self.shared_keys:
+            return gradients
+        heads = self._local_key_heads()
+
+        def total(x):
+            full = jnp.zeros((*x.shape[:2], self.K, x.shape[3]), jnp.float32)
+            full = full.at[:, :, heads].add(x.astype(jnp.float32))
+            return jax.lax.psum(full, "tp").astype(x.dtype)
+
+        return QKV(gradients.q, total(gradients.k), total(gradients.v))
 
 
 @dataclass(frozen=True)
-class _Kernel:
-    """The implementation that `impl` stands for, chosen by what it is given."""
+class AutoKernel:
+    """The kernel that `impl` stands for, chosen by the arguments of each call."""
 
     impl: str
 
-    def forward(self, q, k, v, score, **chunks):
-        name, _ = choose(self.impl, score, q, k)
-        return IMPLEMENTATIONS[name].forward(q, k, v, score, **chunks)
+    def _choose(self, x: QKV, spec: AttentionSpec) -> Kernel:
+        return KERNELS[choose(self.impl, x, spec)[0]]
 
-    def backward(self, q, k, v, out, lse, dout, score, **chunks):
-        name, _ = choose(self.impl, score, q, k)
-        return IMPLEMENTATIONS[name].backward(q, k, v, out, lse, dout, score, **chunks)
+    def unsupported(self, x: QKV, spec: AttentionSpec) -> str | None:
+        return None if self.impl == "auto" else KERNELS[self.impl].unsupported(x, spec)
+
+    def forward(self, x: QKV, spec: AttentionSpec) -> AttentionState:
+        return self._choose(x, spec).forward(x, spec)
+
+    def backward(self, x: QKV, state: AttentionState, dout: Array, spec: AttentionSpec) -> QKV:
+        return self._choose(x, spec).backward(x, state, dout, spec)
 
 
-def _arguments(score: Score, known: bool) -> tuple[dict[str, Any], dict[str, PartitionSpec]]:
-    """The score's arrays by name, and how the mesh cuts them. Positions that kernels of whole rows
-    may go on to have `known` while tracing are left out."""
+def _traced_arrays(
+    spec: AttentionSpec, keep_static: bool
+) -> tuple[dict[str, Any], dict[str, PartitionSpec]]:
+    """Returns the spec's arrays by name, and their partition specs. With `keep_static`, positions
+    that are NumPy arrays stay static, for kernels that get whole sequences."""
     arrays, specs = {}, {}
-    for name in BY_TOKEN:
-        x = getattr(score.mask, name)
-        if x is None or (known and x.ndim == 1 and isinstance(x, np.ndarray)):
+    for name in TOKEN_FIELDS:
+        x = getattr(spec.mask, name)
+        if x is None or (keep_static and x.ndim == 1 and isinstance(x, np.ndarray)):
             continue
         batch = [] if x.ndim == 1 else [BATCH if x.shape[0] > 1 else None]
         arrays[name], specs[name] = jnp.asarray(x), PartitionSpec(*batch, SEQUENCE)
-    for name, x, spec in (
-        ("alibi", score.alibi, PartitionSpec(HEADS)),
-        ("dropout_key", score.dropout_key, PartitionSpec()),
+    for name, x, partition in (
+        ("alibi", spec.alibi, PartitionSpec(HEADS)),
+        ("dropout_key", spec.dropout_key, PartitionSpec()),
     ):
         if x is not None:
-            arrays[name], specs[name] = x, spec
+            arrays[name], specs[name] = x, partition
     return arrays, specs
-
-
-def _with(score: Score, arrays: dict[str, Any]) -> Score:
-    of_mask = {name: x for name, x in arrays.items() if name in BY_TOKEN}
-    others = {name: x for name, x in arrays.items() if name not in BY_TOKEN}
-    return replace(score, mask=replace(score.mask, **of_mask), **others)

@@ -1,8 +1,8 @@
-"""Ulysses: from some tokens of all heads to all tokens of some heads and back, by all-to-all;
-between them attention over whole rows. Jacobs et al. 2023, arXiv 2309.14509.
+"""Ulysses: an all-to-all exchange from some tokens of all heads to all tokens of some heads, and
+back, with attention over whole sequences in between. Jacobs et al. 2023, arXiv 2309.14509.
 
-Four exchanges a pass, each 1 / devices of a row; as many devices as query heads at most. Key heads
-that are fewer than the devices are repeated.
+Four exchanges a pass, each of 1 / devices of a sequence; at most as many devices as query heads.
+Key heads that are fewer than the devices are repeated.
 """
 
 import math
@@ -14,10 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from bptjax.ops.attention.tile import Score
-from bptjax.ops.softmax import Partial
+from bptjax.ops.attention.contract import (
+    QKV,
+    AttentionSpec,
+    AttentionState,
+    Kernel,
+    SequenceSplit,
+    Shards,
+)
 
-BY_TOKEN = (
+TOKEN_FIELDS = (
     "segments",
     "positions",
     "global_tokens",
@@ -27,100 +33,85 @@ BY_TOKEN = (
 )
 
 
-def unsupported(heads: int, devices: int) -> str | None:
-    """Why rows of so many query heads cannot be cut so; None where they can."""
-    if heads % devices:
-        return f"{heads} query heads do not divide among sp={devices} devices"
+def unsupported(heads: int, shards: int) -> str | None:
+    """Returns why `heads` query heads cannot be divided among the shards, or None."""
+    if heads % shards:
+        return f"{heads} query heads do not divide among sp={shards} devices"
     return None
 
 
-def forward(
-    kernel: Any,
-    q: Array,
-    k: Array,
-    v: Array,
-    score: Score,
-    axis: str,
-    places: tuple[Any, Any],
-    devices: int | None = None,
-    **chunks,
-) -> Partial:
-    """Attention of this device's queries to the keys of all devices along `axis`, or of its group
-    of so many neighbours; of `places`, the positions of whole rows, the mask has what it needs."""
-    group = _Group(axis, devices or jax.lax.axis_size(axis))
-    score = group.some_heads(score, q.shape[2])
-    q, k, v = group.to_heads(q), *(group.to_heads(group.repeat(x)) for x in (k, v))
-    out, lse = kernel.forward(q, k, v, score, **chunks)
-    return Partial(group.to_tokens(out), group.to_tokens(lse))
+def split(heads: int, shards: int) -> SequenceSplit:
+    """Returns that all devices exchange heads."""
+    return SequenceSplit(heads=shards, tokens=1)
+
+
+def forward(kernel: Kernel, x: QKV, spec: AttentionSpec, shards: Shards) -> AttentionState:
+    """Attends from this shard's queries to the keys of all shards."""
+    exchange = _Exchange(shards)
+    spec, (q, k, v) = exchange.spec_of_heads(spec, x.q.shape[2]), x
+    x = QKV(q, exchange.repeat(k), exchange.repeat(v))
+    state = kernel.forward(jax.tree.map(exchange.to_heads, x), spec)
+    return jax.tree.map(exchange.to_tokens, state)
 
 
 def backward(
-    kernel: Any,
-    q: Array,
-    k: Array,
-    v: Array,
-    out: Array,
-    lse: Array,
+    kernel: Kernel,
+    x: QKV,
+    state: AttentionState,
     dout: Array,
-    score: Score,
-    axis: str,
-    places: tuple[Any, Any],
-    devices: int | None = None,
-    **chunks,
-) -> tuple[Array, Array, Array]:
-    """Gradients of this device's queries, keys and values."""
-    group = _Group(axis, devices or jax.lax.axis_size(axis))
-    score, (B, S, K, H) = group.some_heads(score, q.shape[2]), k.shape
-    k, v = (group.to_heads(group.repeat(x)) for x in (k, v))
-    q, out, lse, dout = (group.to_heads(x) for x in (q, out, lse, dout))
-    gradients = kernel.backward(q, k, v, out, lse, dout, score, **chunks)
-    dq, dk, dv = (group.to_tokens(x) for x in gradients)
-    dk, dv = (
-        x.reshape(B, S, K, -1, H).astype(jnp.float32).sum(3).astype(x.dtype) for x in (dk, dv)
-    )
-    return dq, dk, dv
+    spec: AttentionSpec,
+    shards: Shards,
+) -> QKV:
+    """Returns the gradients of this shard's queries, keys and values."""
+    exchange = _Exchange(shards)
+    spec, (q, k, v) = exchange.spec_of_heads(spec, x.q.shape[2]), x
+    x = QKV(q, exchange.repeat(k), exchange.repeat(v))
+    x, state, dout = jax.tree.map(exchange.to_heads, (x, state, dout))
+    dq, dk, dv = jax.tree.map(exchange.to_tokens, kernel.backward(x, state, dout, spec))
+    (B, S, K, H), dtype = k.shape, k.dtype
+    dk, dv = (y.reshape(B, S, K, -1, H).astype(jnp.float32).sum(3).astype(dtype) for y in (dk, dv))
+    return QKV(dq, dk, dv)
 
 
 @dataclass(frozen=True)
-class _Group:
-    """This device and its neighbours along a mesh axis, so many together."""
+class _Exchange:
+    """The exchange of heads for tokens among these shards."""
 
-    axis: str
-    devices: int
+    shards: Shards
 
     @property
-    def _across(self) -> dict[str, Any]:
-        numbers = np.arange(jax.lax.axis_size(self.axis)).reshape(-1, self.devices)
-        return dict(axis_name=self.axis, axis_index_groups=numbers.tolist(), tiled=True)
+    def _options(self) -> dict[str, Any]:
+        shards = self.shards
+        return dict(axis_name=shards.axis, axis_index_groups=shards.groups, tiled=True)
 
     def to_heads(self, x: Array) -> Array:
-        """`[B, T / n, N, ...]` to `[B, T, N / n, ...]`."""
-        return jax.lax.all_to_all(x, split_axis=2, concat_axis=1, **self._across)
+        """From `[B, T / n, N, ...]` to `[B, T, N / n, ...]`."""
+        return jax.lax.all_to_all(x, split_axis=2, concat_axis=1, **self._options)
 
     def to_tokens(self, x: Array) -> Array:
-        """`[B, T, N / n, ...]` to `[B, T / n, N, ...]`."""
-        return jax.lax.all_to_all(x, split_axis=1, concat_axis=2, **self._across)
+        """From `[B, T, N / n, ...]` to `[B, T / n, N, ...]`."""
+        return jax.lax.all_to_all(x, split_axis=1, concat_axis=2, **self._options)
 
     def repeat(self, x: Array) -> Array:
-        """Key heads in the least number that the devices divide; it divides that of query heads,
-        as both do."""
+        """Repeats key heads to the least number that the shards divide. It divides the number of
+        query heads, because both factors do."""
         K = x.shape[2]
-        return jnp.repeat(x, math.lcm(K, self.devices) // K, axis=2)
+        return jnp.repeat(x, math.lcm(K, self.shards.size) // K, axis=2)
 
-    def some_heads(self, score: Score, heads: int) -> Score:
-        """The score of this device's heads over whole rows; what is NumPy in it is whole
-        already."""
-        n = heads // self.devices
-        first = jax.lax.axis_index(self.axis) % self.devices * n
+    def spec_of_heads(self, spec: AttentionSpec, heads: int) -> AttentionSpec:
+        """Returns the spec of this shard's heads over whole sequences. NumPy arrays in it are of
+        whole sequences already."""
+        n = heads // self.shards.size
+        first = self.shards.index * n
         fields = {
-            name: jax.lax.all_gather(x, axis=x.ndim - 1, **self._across)
-            for name in BY_TOKEN
-            if (x := getattr(score.mask, name)) is not None and not isinstance(x, np.ndarray)
+            name: jax.lax.all_gather(field, axis=field.ndim - 1, **self._options)
+            for name in TOKEN_FIELDS
+            if (field := getattr(spec.mask, name)) is not None and not isinstance(field, np.ndarray)
         }
-        alibi = score.alibi
+        alibi = spec.alibi
         return replace(
-            score,
-            mask=replace(score.mask, **fields),
+            spec,
+            mask=replace(spec.mask, **fields),
             alibi=None if alibi is None else jax.lax.dynamic_slice_in_dim(alibi, first, n),
-            first_head=(0 if score.first_head is None else score.first_head) + first,
+            first_head=(0 if spec.first_head is None else spec.first_head) + first,
         )

@@ -1,88 +1,61 @@
-"""Ulysses within groups of neighbours, a ring across them: for more devices than heads. Fang & Zhao
-2024, arXiv 2405.07719.
+"""Ulysses within groups of neighbors, a ring across the groups: for more devices than heads. Fang &
+Zhao 2024, arXiv 2405.07719.
 
-As many neighbours as heads and devices have as common divisor exchange heads; each then has the
-tokens of its group for some heads, and passes keys on to its like in the next group.
+The size of a group is the greatest common divisor of heads and devices. Its devices exchange heads;
+each then has the tokens of its group for some heads, and passes keys on to its counterpart in the
+next group.
 """
 
 import math
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import replace
 
-import jax
 from jax import Array
 
-from bptjax.ops.attention.tile import Score
-from bptjax.ops.softmax import Partial
+from bptjax.ops.attention.contract import (
+    QKV,
+    AttentionSpec,
+    AttentionState,
+    Kernel,
+    SequenceSplit,
+    Shards,
+)
 from bptjax.parallel import ring, ulysses
+from bptjax.parallel.strategy_kernel import StrategyKernel
 
 
-def unsupported(heads: int, devices: int) -> str | None:
-    """Why rows of so many query heads cannot be cut so; None where they can."""
-    if math.gcd(heads, devices) == 1 < devices:
-        return f"{heads} query heads and sp={devices} devices have no common divisor"
+def unsupported(heads: int, shards: int) -> str | None:
+    """Returns why `heads` query heads cannot be divided among the shards, or None."""
+    if math.gcd(heads, shards) == 1 < shards:
+        return f"{heads} query heads and sp={shards} devices have no common divisor"
     return None
 
 
-def forward(
-    kernel: Any,
-    q: Array,
-    k: Array,
-    v: Array,
-    score: Score,
-    axis: str,
-    places: tuple[Any, Any],
-    **chunks,
-) -> Partial:
-    """Attention of this device's queries to the keys of all devices along `axis`; `places` are the
-    positions of the whole rows' queries and keys."""
-    n = math.gcd(q.shape[2], jax.lax.axis_size(axis))
-    around = _Ring(kernel, axis, places, n)
-    return ulysses.forward(around, q, k, v, score, axis, places, n, **chunks)
+def split(heads: int, shards: int) -> SequenceSplit:
+    """Returns that as many devices as possible exchange heads, and groups of them the tokens."""
+    n = math.gcd(heads, shards)
+    return SequenceSplit(heads=n, tokens=shards // n)
+
+
+def forward(kernel: Kernel, x: QKV, spec: AttentionSpec, shards: Shards) -> AttentionState:
+    """Attends from this shard's queries to the keys of all shards."""
+    neighbors, across = _groups(x, shards)
+    return ulysses.forward(StrategyKernel(ring, kernel, across), x, spec, neighbors)
 
 
 def backward(
-    kernel: Any,
-    q: Array,
-    k: Array,
-    v: Array,
-    out: Array,
-    lse: Array,
+    kernel: Kernel,
+    x: QKV,
+    state: AttentionState,
     dout: Array,
-    score: Score,
-    axis: str,
-    places: tuple[Any, Any],
-    **chunks,
-) -> tuple[Array, Array, Array]:
-    """Gradients of this device's queries, keys and values."""
-    n = math.gcd(q.shape[2], jax.lax.axis_size(axis))
-    around = _Ring(kernel, axis, places, n)
-    return ulysses.backward(around, q, k, v, out, lse, dout, score, axis, places, n, **chunks)
+    spec: AttentionSpec,
+    shards: Shards,
+) -> QKV:
+    """Returns the gradients of this shard's queries, keys and values."""
+    neighbors, across = _groups(x, shards)
+    return ulysses.backward(StrategyKernel(ring, kernel, across), x, state, dout, spec, neighbors)
 
 
-@dataclass(frozen=True)
-class _Ring:
-    """A pair over the tokens of groups of `stride` neighbours: `kernel` in a ring across them."""
-
-    kernel: Any
-    axis: str
-    places: tuple[Any, Any]
-    stride: int
-
-    def forward(self, q: Array, k: Array, v: Array, score: Score, **chunks) -> Partial:
-        rest = score, self.axis, self.places, self.stride
-        return ring.forward(self.kernel, q, k, v, *rest, **chunks)
-
-    def backward(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        out: Array,
-        lse: Array,
-        dout: Array,
-        score: Score,
-        **chunks,
-    ) -> tuple[Array, Array, Array]:
-        rest = score, self.axis, self.places, self.stride
-        return ring.backward(self.kernel, q, k, v, out, lse, dout, *rest, **chunks)
+def _groups(x: QKV, shards: Shards) -> tuple[Shards, Shards]:
+    """Returns this device's group of neighbors, and its counterparts in all groups."""
+    heads, tokens = split(x.q.shape[2], shards.size)
+    return replace(shards, size=heads), replace(shards, size=tokens, stride=heads)

@@ -12,8 +12,8 @@ from triton import compile as triton_compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from bptjax.ops.attention import triton, triton_kernels
-from bptjax.ops.attention.tile import Score
+from bptjax.ops.attention import triton_flash, triton_kernels
+from bptjax.ops.attention.contract import QKV, AttentionSpec
 from bptjax.ops.mask import Mask
 
 T, N, K = 256, 4, 2
@@ -50,7 +50,7 @@ POINTERS = {
 
 
 def call(name, inputs, shapes, grid, warps, stages, constants):
-    """As `triton.CALL`; compiles, and gives zeros."""
+    """Compiles where `triton_flash.CALL` would run, and returns zeros."""
     kernel = getattr(triton_kernels, f"{name}_kernel")
     types = [POINTERS[np.dtype(x.dtype).name] for x in (*inputs, *shapes)]
     signature = dict(zip(kernel.arg_names, [*types, "constexpr"], strict=True))
@@ -67,13 +67,12 @@ def call(name, inputs, shapes, grid, warps, stages, constants):
 
 
 def main(names):
-    triton.CALL = call
+    triton_flash.CALL = call
     for name in names:
         H, dtype, options = CASES[name]
         q, k = (jnp.zeros((1, T, heads, H), dtype) for heads in (N, K))
-        score = Score(scale=0.1, **options)
-        out, lse = triton.forward(q, k, k, score)
-        triton.backward(q, k, k, out, lse, q, score)
+        x, spec = QKV(q, k, k), AttentionSpec(scale=0.1, **options)
+        triton_flash.backward(x, triton_flash.forward(x, spec), q, spec)
 
 
 if __name__ == "__main__":

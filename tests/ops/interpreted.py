@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from triton.runtime import interpreter
 
-from bptjax.ops.attention import reference, triton, triton_kernels
+from bptjax.ops.attention import reference, triton_flash, triton_kernels
+from bptjax.ops.attention.contract import QKV
 from ops.comparing import error
 from ops.test_attention import CASES, oracle
 
@@ -36,7 +37,8 @@ interpreter.int = _Int
 
 
 def call(name, inputs, shapes, grid, warps, stages, constants):
-    """As `triton.CALL`, on torch tensors. Outputs start as NaN: every element is to be written."""
+    """Runs like `triton_flash.CALL`, on torch tensors. Outputs start as NaN, so that an element
+    which is not written shows."""
 
     def tensor(x):
         x = np.asarray(x)
@@ -49,20 +51,21 @@ def call(name, inputs, shapes, grid, warps, stages, constants):
 
 
 def main(names):
-    triton.CALL = call
-    for kernel in triton.BLOCKS:
-        # Small tiles: several of each kind, dead, whole and in between, in a short text.
-        triton.BLOCKS[kernel] = dict.fromkeys(triton.BLOCKS[kernel], (2, 8, 4, 1))
+    triton_flash.CALL = call
+    for kernel, blocks in triton_flash.BLOCKS.items():
+        # Small tiles, so that a short sequence has several empty, partial and full ones.
+        triton_flash.BLOCKS[kernel] = dict.fromkeys(blocks, (2, 8, 4, 1))
     for name in names:
         case = CASES[name]
-        (q, k, v, dout), score = case.operands(), case.score()
-        out, lse = triton.forward(q, k, v, score)
-        got = out, *triton.backward(q, k, v, out, lse, dout, score)
+        (*qkv, dout), spec = case.operands(), case.spec()
+        x = QKV(*qkv)
+        out, lse = state = triton_flash.forward(x, spec)
+        got = out, *triton_flash.backward(x, state, dout, spec)
         worst = max(error(a, b) for a, b in zip(got, oracle(name), strict=True))
-        true = np.asarray(reference.forward(q, k, v, score).lse)
-        seen = np.isfinite(true)
-        assert np.array_equal(np.isneginf(lse), ~seen)
-        worst = max(worst, float(np.abs(np.asarray(lse)[seen] - true[seen]).max(initial=0.0)))
+        true = np.asarray(reference.forward(x, spec).lse)
+        attends = np.isfinite(true)
+        assert np.array_equal(np.isneginf(lse), ~attends)
+        worst = max(worst, float(np.abs(np.asarray(lse) - true)[attends].max(initial=0.0)))
         print(f"{name}\t{worst}", flush=True)
 
 

@@ -6,10 +6,10 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
+from bptjax.ops.attention.taylor import taylor_attention
 
 from bptjax.ops.attention import attention
 from bptjax.ops.attention.landmark import landmark_attention
-from bptjax.ops.attention.taylor import taylor_attention
 from bptjax.ops.block import block
 from bptjax.ops.feed_forward import feed_forward
 from bptjax.ops.mask import Mask

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bptjax.ops.attention import IMPLEMENTATIONS, SAVED, attention, choose, reference, scan
-from bptjax.ops.attention.tile import Score
+from bptjax.ops.attention import KERNELS, RESIDUAL_NAMES, attention, choose, reference, scan
+from bptjax.ops.attention.contract import QKV, AttentionSpec, AttentionState
 from bptjax.ops.mask import Mask
 from bptjax.ops.position import alibi_slopes
-from bptjax.ops.softmax import Partial, merge
+from bptjax.ops.softmax import merge_states
 from ops.comparing import TOLERANCE, close, error, normal, quick
 
 KEY = jax.random.key(7)
@@ -42,12 +42,12 @@ class Case(NamedTuple):
         shapes = (B, T, N, H), (B, S, K, H), (B, S, K, H), (B, T, N, H)
         return [normal(i, *shape).astype(dtype) for i, shape in enumerate(shapes)]
 
-    def score(self):
-        """As `attention` makes it."""
-        options = dict(scale=8**-0.5) | self.options
+    def spec(self):
+        """The spec that `attention` makes."""
+        options = dict(scale=8**-0.5) | self.chunks | self.options
         if "dropout_key" in options:
             options["dropout_key"] = jax.random.key_data(options["dropout_key"])
-        return Score(mask=self.mask, **options)
+        return AttentionSpec(mask=self.mask, **options)
 
     @property
     def chunks(self):
@@ -137,11 +137,11 @@ CASES = {
     "chunk divides": Case(T=12, q_chunk=4, k_chunk=6),
     "one token": Case(T=1),
 }
-# Those that this machine can run.
+# Kernels that this machine can run.
 HERE = [
     impl
-    for impl, pair in IMPLEMENTATIONS.items()
-    if not pair.unsupported(Case().score(), *Case().operands()[:2])
+    for impl, kernel in KERNELS.items()
+    if not kernel.unsupported(QKV(*Case().operands()[:3]), Case().spec())
 ]
 every_impl = pytest.mark.parametrize("impl", HERE)
 
@@ -153,8 +153,9 @@ def oracle(name):
     q, k, v, dout = case.operands()
 
     def run(q, k, v, dout):
-        out, pull = jax.vjp(lambda q, k, v: reference.forward(q, k, v, case.score()).out, q, k, v)
-        return out, *pull(dout)
+        x = QKV(q, k, v)
+        out, pull = jax.vjp(lambda x: reference.forward(x, case.spec()).out, x)
+        return out, *pull(dout)[0]
 
     return tuple(np.asarray(x) for x in quick(run)(q, k, v, dout))
 
@@ -177,7 +178,7 @@ SPARED = {("scan", "float16"), ("loop", "bfloat16"), ("loop", "float16")}
 SPARED |= {("reference", dtype) for dtype in TOLERANCE}
 GRID = [
     (name, impl, dtype)
-    for name, impl, dtype in itertools.product(CASES, IMPLEMENTATIONS, TOLERANCE)
+    for name, impl, dtype in itertools.product(CASES, KERNELS, TOLERANCE)
     if name in FEW or (impl, dtype) not in SPARED
 ]
 
@@ -186,17 +187,17 @@ GRID = [
 def test_equals_oracle(name, impl, dtype):
     case = CASES[name]
     operands = case.operands(dtype)
-    if IMPLEMENTATIONS[impl].unsupported(case.score(), *operands[:2]):
+    if KERNELS[impl].unsupported(QKV(*operands[:3]), case.spec()):
         with pytest.raises(NotImplementedError, match=impl):
             run(case, impl, operands)
         return
     results = run(case, impl, operands)
-    dead = ~oracle(name)[0].any((2, 3))
+    empty = ~oracle(name)[0].any((2, 3))
     for what, a, b in zip(("out", "dq", "dk", "dv"), results, oracle(name), strict=True):
         assert a.dtype == dtype, what
         assert error(a, b) <= TOLERANCE[dtype], f"{what}: {error(a, b)}"
         if what in ("out", "dq"):
-            assert not np.asarray(a)[dead].any(), f"{what} of a query that sees nothing"
+            assert not np.asarray(a)[empty].any(), f"{what} of a query that attends to no key"
 
 
 @pytest.mark.parametrize("name", [n for n in CASES if "dropout" not in CASES[n].options])
@@ -282,10 +283,10 @@ def test_packed_is_separate(impl):
 
 @pytest.mark.parametrize("name", ["everything", "cross, segments"])
 @every_impl
-def test_parts_make_the_whole(name, impl):
-    """What ring attention does: attention over disjoint keys merges into attention over all, and
-    each part's backward with the merged (out, lse) sums to the whole's."""
-    case, pair = CASES[name], IMPLEMENTATIONS[impl]
+def test_key_blocks_merge(name, impl):
+    """Ring attention's algebra: attention to disjoint keys merges into attention to all of them,
+    and the gradients of each block, from the merged state, add up."""
+    case, kernel = CASES[name], KERNELS[impl]
     q, k, v, dout = case.operands()
     S = k.shape[1]
     mask = case.mask.resolve(case.T, S)
@@ -296,40 +297,36 @@ def test_parts_make_the_whole(name, impl):
             keys["k_segments"] = mask.k_segments[:, start:stop]
         positions = dict(positions=mask.positions, segments=mask.segments)
         m = Mask(causal=mask.causal, window=mask.window, **positions, **keys)
-        return k[:, start:stop], v[:, start:stop], case._replace(mask=m).score()
+        return QKV(q, k[:, start:stop], v[:, start:stop]), case._replace(mask=m).spec()
 
     def run():
         parts = [part(0, 6), part(6, S)]
-        whole = functools.reduce(
-            merge, [pair.forward(q, k, v, score, **case.chunks) for k, v, score in parts]
-        )
-        dq, dk, dv = zip(
-            *(pair.backward(q, k, v, *whole, dout, score, **case.chunks) for k, v, score in parts),
-            strict=True,
-        )
-        return whole, sum(dq), jnp.concatenate(dk, 1), jnp.concatenate(dv, 1)
+        state = functools.reduce(merge_states, [kernel.forward(*part) for part in parts])
+        gradients = [kernel.backward(x, state, dout, spec) for x, spec in parts]
+        dq, dk, dv = zip(*gradients, strict=True)
+        return state, sum(dq), jnp.concatenate(dk, 1), jnp.concatenate(dv, 1)
 
-    whole, *gradients = quick(run)()
-    expected = reference.forward(q, k, v, case.score())
-    seen = expected.lse > -jnp.inf
-    assert (jnp.isneginf(whole.lse) == ~seen).all()
-    close(jnp.where(seen, whole.lse, 0.0), jnp.where(seen, expected.lse, 0.0))
-    close([whole.out, *gradients], list(oracle(name)))
+    state, *gradients = quick(run)()
+    expected = reference.forward(QKV(q, k, v), case.spec())
+    attends = expected.lse > -jnp.inf
+    assert (jnp.isneginf(state.lse) == ~attends).all()
+    close(jnp.where(attends, state.lse, 0.0), jnp.where(attends, expected.lse, 0.0))
+    close([state.out, *gradients], list(oracle(name)))
 
 
 @every_impl
-def test_no_keys_alive(impl):
-    """A mask that is known to kill every tile: nothing to visit, and no error."""
+def test_every_tile_empty(impl):
+    """A static mask without an allowed pair: nothing to visit, and no error."""
     case = CASES["shard sees nothing"]
-    q, k, v, dout = case.operands()
-    pair = IMPLEMENTATIONS[impl]
+    *qkv, dout = case.operands()
+    kernel = KERNELS[impl]
 
     @quick
-    def run(q, k, v, dout):
-        out, lse = pair.forward(q, k, v, case.score(), **case.chunks)
-        return lse, (out, *pair.backward(q, k, v, out, lse, dout, case.score(), **case.chunks))
+    def run(x, dout):
+        state = kernel.forward(x, case.spec())
+        return state.lse, (state.out, *kernel.backward(x, state, dout, case.spec()))
 
-    lse, results = run(q, k, v, dout)
+    lse, results = run(QKV(*qkv), dout)
     assert jnp.isneginf(lse).all() and not any(x.any() for x in results)
 
 
@@ -413,18 +410,18 @@ def test_traced_mask():
 def test_remat_runs_forward_once(name, impl, monkeypatch):
     """With (out, lse) saved by name, the backward pass of jax.checkpoint does not run the forward
     again."""
-    case, pair = CASES[name], IMPLEMENTATIONS[impl]
+    case, kernel = CASES[name], KERNELS[impl]
     q, k, v, _ = case.operands()
-    forward, runs = pair.forward, []
+    forward, runs = kernel.forward, []
 
-    def counted(q, *args, **kwargs):
+    def counted(x, spec):
         def count(q):
             runs.append(1)
             return np.asarray(q)
 
-        return forward(jax.pure_callback(count, q, q), *args, **kwargs)
+        return forward(x._replace(q=jax.pure_callback(count, x.q, x.q)), spec)
 
-    monkeypatch.setattr(pair, "forward", counted)
+    monkeypatch.setattr(kernel, "forward", counted)
 
     def layer(q):
         out = attention(jnp.sin(q), k, v, mask=case.mask, impl=impl, **case.chunks)
@@ -435,7 +432,7 @@ def test_remat_runs_forward_once(name, impl, monkeypatch):
         result = jax.block_until_ready(quick(jax.value_and_grad(f))(q))
         return result, len(runs)
 
-    save = jax.checkpoint_policies.save_only_these_names(*SAVED)
+    save = jax.checkpoint_policies.save_only_these_names(*RESIDUAL_NAMES)
     plain, times = run(layer)
     assert times == 1
     saved, times = run(jax.checkpoint(layer, policy=save))
@@ -497,9 +494,10 @@ def test_dead_tiles_are_not_visited(mask, seen, known):
 
     @quick
     def run(mask):
-        score = Score(mask, 1.0)
-        out, lse = scan.forward(q, q, v, score, **chunks)
-        return out, scan.backward(q, q, v, jnp.nan_to_num(out), lse, q, score, **chunks)[0]
+        x, spec = QKV(q, q, v), AttentionSpec(mask, 1.0, **chunks)
+        state = scan.forward(x, spec)
+        finite = AttentionState(jnp.nan_to_num(state.out), state.lse)
+        return state.out, scan.backward(x, finite, q, spec).q
 
     for x in run(mask) if not known else quick(lambda: run.__wrapped__(mask))():
         live = jnp.isfinite(x).all((0, 2, 3))
@@ -548,16 +546,16 @@ def test_second_derivatives(impl):
 
 
 def test_choose():
-    score, (q, k, *_) = CASES["gqa"].score(), CASES["gqa"].operands()
-    picked, others = choose("auto", score, q, k)
-    assert {picked, *others} == set(IMPLEMENTATIONS) and picked not in others
-    with pytest.raises(ValueError, match="'flash'; there are auto, cudnn, triton, scan"):
-        choose("flash", score, q, k)
+    spec, x = CASES["gqa"].spec(), QKV(*CASES["gqa"].operands()[:3])
+    chosen, others = choose("auto", x, spec)
+    assert {chosen, *others} == set(KERNELS) and chosen not in others
+    with pytest.raises(ValueError, match="'flash': must be one of auto, cudnn, triton, scan"):
+        choose("flash", x, spec)
 
 
 def test_unsupported_raises(monkeypatch):
-    def refuse(score, q, k):
-        return "no soft cap" if score.softcap else None
+    def refuse(x, spec):
+        return "no soft cap" if spec.softcap else None
 
     monkeypatch.setattr(scan, "unsupported", refuse)
     q, k, v, _ = CASES["gqa"].operands()
@@ -565,6 +563,6 @@ def test_unsupported_raises(monkeypatch):
         attention(q, k, v, softcap=1.0, impl="scan")
 
 
-def test_partial_is_a_pytree():
-    leaves = jax.tree.leaves(Partial(jnp.zeros((1, 1, 1, 1)), jnp.zeros((1, 1, 1))))
+def test_state_is_a_pytree():
+    leaves = jax.tree.leaves(AttentionState(jnp.zeros((1, 1, 1, 1)), jnp.zeros((1, 1, 1))))
     assert len(leaves) == 2

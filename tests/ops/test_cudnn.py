@@ -1,6 +1,7 @@
 """cuDNN's attention: what it is given, seen in the lowered program; its results, on a GPU."""
 
 import re
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -9,10 +10,10 @@ import numpy as np
 import pytest
 from jax import checkpoint_policies
 
-from bptjax.ops.attention import SAVED, cudnn, reference, scan, triton
-from bptjax.ops.attention.tile import Score
+from bptjax.ops.attention import RESIDUAL_NAMES, cudnn, reference, scan, triton_flash
+from bptjax.ops.attention.contract import QKV, AttentionSpec, AttentionState
 from bptjax.ops.mask import Mask
-from bptjax.ops.softmax import Partial, merge
+from bptjax.ops.softmax import merge_states
 from bptjax.parallel.mesh import ParallelConfig, make_mesh
 from bptjax.parallel.sequence import attention
 from ops.comparing import TOLERANCE, error
@@ -25,9 +26,11 @@ DOCUMENTS[0, :100], DOCUMENTS[0, 100:131], DOCUMENTS[0, 140:200] = 1, 2, 5
 DOCUMENTS[1, 3:50] = 1
 
 
-def pair(q, k, v, dout, score):
-    out, lse = cudnn.forward(q, k, v, score)
-    return out, lse, *cudnn.backward(q, k, v, out, lse, dout, score)
+def both(q, k, v, dout, spec):
+    """(out, lse, dq, dk, dv)."""
+    x = QKV(q, k, v)
+    state = cudnn.forward(x, spec)
+    return *state, *cudnn.backward(x, state, dout, spec)
 
 
 @pytest.mark.parametrize(
@@ -47,10 +50,10 @@ def pair(q, k, v, dout, score):
 )
 def test_lowered_for_a_gpu(mask, kinds, monkeypatch):
     """With this jax's private primitives, on any machine."""
-    monkeypatch.setattr(triton, "forward", scan_forward)
-    monkeypatch.setattr(triton, "backward", scan_backward)
+    monkeypatch.setattr(triton_flash, "forward", scan_forward)
+    monkeypatch.setattr(triton_flash, "backward", scan_backward)
     q, k = (jax.ShapeDtypeStruct((B, T, heads, H), jnp.bfloat16) for heads in (N, K))
-    run = jax.jit(lambda q, k, v, dout: pair(q, k, v, dout, Score(mask, 0.1)))
+    run = jax.jit(lambda q, k, v, dout: both(q, k, v, dout, AttentionSpec(mask, 0.1)))
     text = run.trace(q, k, k, q).lower(lowering_platforms=("cuda",)).as_text()
     text = text.replace(r"\22", '"')
     calls = [line for line in text.splitlines() if "cudnn_fmha_backend_config" in line]
@@ -69,25 +72,25 @@ def test_lowered_for_a_gpu(mask, kinds, monkeypatch):
     assert list(found.values()) == [kinds, of_rows]
 
 
-def scan_forward(q, k, v, score):
-    return scan.forward(q, k, v, score, q_chunk=64, k_chunk=64)
+def scan_forward(x, spec):
+    return scan.forward(x, replace(spec, q_chunk=64, k_chunk=64))
 
 
-def scan_backward(*operands, score):
-    return scan.backward(*operands, score, q_chunk=64, k_chunk=64)
+def scan_backward(x, state, dout, spec):
+    return scan.backward(x, state, dout, replace(spec, q_chunk=64, k_chunk=64))
 
 
 def test_a_mesh_program_takes_no_empty_arrays(monkeypatch):
     """Shardy crashes on those that it finds unused."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(triton, "unsupported", lambda *_: None)
-    monkeypatch.setattr(triton, "forward", scan_forward)
-    monkeypatch.setattr(triton, "backward", scan_backward)
-    monkeypatch.setattr(cudnn, "CACHED", 2**14)
+    monkeypatch.setattr(triton_flash, "unsupported", lambda *_: None)
+    monkeypatch.setattr(triton_flash, "forward", scan_forward)
+    monkeypatch.setattr(triton_flash, "backward", scan_backward)
+    monkeypatch.setattr(cudnn, "CACHE_BYTES", 2**14)
     q = jax.ShapeDtypeStruct((1, 2 * T, N, H), jnp.bfloat16)
 
     def loss(q, segments):
-        @partial(jax.checkpoint, policy=checkpoint_policies.save_only_these_names(*SAVED))
+        @partial(jax.checkpoint, policy=checkpoint_policies.save_only_these_names(*RESIDUAL_NAMES))
         def layer(q, _):
             mask = Mask(causal=True, segments=segments)
             return attention(q, q, q, mask=mask, impl="cudnn"), None
@@ -128,7 +131,7 @@ def test_documents():
         (dict(mask=Mask(causal=True, window=9, global_tokens=np.ones(T, bool))), "global tokens"),
         (dict(mask=Mask(block_mask=np.eye(2, dtype=bool), block_size=T)), "no block masks"),
         (dict(mask=Mask(causal=True, positions=np.arange(T) + 1)), "positions from 0"),
-        (dict(mask=Mask(segments=DOCUMENTS, k_segments=DOCUMENTS)), "the same tokens only"),
+        (dict(mask=Mask(segments=DOCUMENTS, k_segments=DOCUMENTS)), "the same tokens"),
     ],
 )
 def test_refusals(change, reason, monkeypatch):
@@ -141,12 +144,9 @@ def test_refusals(change, reason, monkeypatch):
         jax.ShapeDtypeStruct((B, length, heads, shapes["H"]), shapes["dtype"])
         for length, heads in ((T, N), (shapes["S"], K))
     )
-    assert reason in cudnn.unsupported(Score(**options), q, k)
-    assert cudnn.unsupported(Score(Mask(causal=True), 1.0), *bfloat16()) is None
-
-
-def bfloat16():
-    return [jax.ShapeDtypeStruct((B, T, heads, H), jnp.bfloat16) for heads in (N, K)]
+    assert reason in cudnn.unsupported(QKV(q, k, k), AttentionSpec(**options))
+    q, k = (jax.ShapeDtypeStruct((B, T, heads, H), jnp.bfloat16) for heads in (N, K))
+    assert cudnn.unsupported(QKV(q, k, k), AttentionSpec(Mask(causal=True), 1.0)) is None
 
 
 def operands(rows, T, N, K, H, dtype="bfloat16"):
@@ -185,12 +185,12 @@ ON_GPU = {
 @pytest.mark.parametrize("name", ON_GPU)
 def test_compiled_equals_oracle(name, dtype):
     options, *shape = ON_GPU[name]
-    score, arrays = Score(scale=shape[-1] ** -0.5, **options), operands(*shape, dtype)
-    assert cudnn.unsupported(score, *arrays[:2]) is None
-    out, lse, *gradients = jax.jit(lambda *xs: pair(*xs, score))(*arrays)
+    spec, arrays = AttentionSpec(scale=shape[-1] ** -0.5, **options), operands(*shape, dtype)
+    assert cudnn.unsupported(QKV(*arrays[:3]), spec) is None
+    out, lse, *gradients = jax.jit(lambda *xs: both(*xs, spec))(*arrays)
     *wide, dout = (x.astype(jnp.float32) for x in arrays)
-    true, pull = jax.vjp(lambda q, k, v: reference.forward(q, k, v, score), *wide)
-    true_gradients = pull(Partial(dout, jnp.zeros_like(true.lse)))
+    true, pull = jax.vjp(lambda *qkv: reference.forward(QKV(*qkv), spec), *wide)
+    true_gradients = pull(AttentionState(dout, jnp.zeros_like(true.lse)))
     for a, b in zip((out, *gradients), (true.out, *true_gradients), strict=True):
         assert error(a, b) <= TOLERANCE[dtype]
     seen = np.isfinite(true.lse)
@@ -204,10 +204,10 @@ def test_compiled_equals_oracle(name, dtype):
 def test_cases_equal_oracle(name, dtype):
     """Those that it takes."""
     case = CASES[name]
-    arrays, score = case.operands(dtype), case.score()
-    if cudnn.unsupported(score, *arrays[:2]):
+    arrays, spec = case.operands(dtype), case.spec()
+    if cudnn.unsupported(QKV(*arrays[:3]), spec):
         return
-    out, _, *gradients = jax.jit(lambda *xs: pair(*xs, score))(*arrays)
+    out, _, *gradients = jax.jit(lambda *xs: both(*xs, spec))(*arrays)
     for a, b in zip((out, *gradients), oracle(name), strict=True):
         assert a.dtype == dtype and error(a, b) <= TOLERANCE[dtype]
 
@@ -215,17 +215,17 @@ def test_cases_equal_oracle(name, dtype):
 def in_pieces(monkeypatch, T, dtype):
     """Asserts that rows of T tokens in pieces of no more than 100 give what the oracle does."""
     q, k, v, _ = operands(2, T, N, K, H, dtype)
-    monkeypatch.setattr(cudnn, "CACHED", 100 * H * 2 * k.dtype.itemsize)
-    score = Score(Mask(causal=True), 0.1)
-    out, lse = jax.jit(lambda *qkv: cudnn.forward(*qkv, score))(q, k, v)
-    true = reference.forward(*(x.astype(jnp.float32) for x in (q, k, v)), score)
+    monkeypatch.setattr(cudnn, "CACHE_BYTES", 100 * H * 2 * k.dtype.itemsize)
+    spec = AttentionSpec(Mask(causal=True), 0.1)
+    out, lse = jax.jit(lambda x: cudnn.forward(x, spec))(QKV(q, k, v))
+    true = reference.forward(QKV(*(x.astype(jnp.float32) for x in (q, k, v))), spec)
     assert error(out, true.out) <= TOLERANCE[dtype]
     np.testing.assert_allclose(lse, true.lse, atol=2e-6 if dtype == "float32" else 0.02)
 
 
 @pytest.mark.parametrize("T", [256, 290])
 def test_long_rows_in_pieces(T, monkeypatch):
-    monkeypatch.setattr(cudnn, "_forward_at_once", reference.forward)
+    monkeypatch.setattr(cudnn, "_call_forward", reference.forward)
     in_pieces(monkeypatch, T, "float32")
 
 
@@ -239,12 +239,13 @@ def test_long_rows_in_pieces_on_a_gpu(T, monkeypatch):
 def test_halves_merge():
     """Keys in two halves: partials merge, and gradients from the global (out, lse) add up."""
     q, k, v, dout = operands(1, 1024, 4, 2, 128)
-    score = Score(Mask(), 128**-0.5)
-    halves = [(k[:, i : i + 512], v[:, i : i + 512]) for i in (0, 512)]
-    out, lse = merge(*(cudnn.forward(q, *half, score) for half in halves))
-    parts = [cudnn.backward(q, *half, out.astype(q.dtype), lse, dout, score) for half in halves]
-    dq = parts[0][0] + parts[1][0]
-    dk, dv = (jnp.concatenate([p[i] for p in parts], 1) for i in (1, 2))
-    whole, _, *true = pair(q, k, v, dout, score)
-    for a, b in zip((out, dq, dk, dv), (whole, *true), strict=True):
+    spec = AttentionSpec(Mask(), 128**-0.5)
+    halves = [QKV(q, k[:, i : i + 512], v[:, i : i + 512]) for i in (0, 512)]
+    state = merge_states(*(cudnn.forward(half, spec) for half in halves))
+    state = state._replace(out=state.out.astype(q.dtype))
+    gradients = [cudnn.backward(half, state, dout, spec) for half in halves]
+    dq, dk, dv = zip(*gradients, strict=True)
+    got = state.out, sum(dq), jnp.concatenate(dk, 1), jnp.concatenate(dv, 1)
+    out, _, *true = both(q, k, v, dout, spec)
+    for a, b in zip(got, (out, *true), strict=True):
         assert error(a, b) <= TOLERANCE["bfloat16"]

@@ -3,7 +3,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bptjax.ops.attention.tile import Score
+from bptjax.ops.attention.contract import AttentionSpec
+from bptjax.ops.attention.scores import dropout_factors
 from bptjax.ops.dropout import dropout, keep
 from bptjax.ops.mask import Mask
 
@@ -32,8 +33,8 @@ def test_independence():
     kept = keep(KEY, 0.4, ROWS, ROWS)
     other = keep(jax.random.key_data(jax.random.key(1)), 0.4, ROWS, ROWS)
     pairs = [(kept[1:], kept[:-1]), (kept[:, 1:], kept[:, :-1]), (kept, kept.T), (kept, other)]
-    score = Score(Mask(), 1.0, dropout=0.4, dropout_key=KEY)
-    heads = score.kept(2, 3, ROWS[None], ROWS[None]).reshape(6, 512, 512)
+    spec = AttentionSpec(Mask(), 1.0, dropout=0.4, dropout_key=KEY)
+    heads = dropout_factors(spec, 2, 3, ROWS[None], ROWS[None]).reshape(6, 512, 512)
     pairs += [(heads[i], heads[j]) for i in range(6) for j in range(i)]
     assert max(abs(correlation(a, b)) for a, b in pairs) < 5
 
@@ -48,8 +49,8 @@ def test_field_has_no_chunks():
 
 
 def test_kept_is_scaled():
-    score = Score(Mask(), 1.0, dropout=0.2, dropout_key=KEY)
-    kept = score.kept(1, 1, ROWS[None], ROWS[None])
+    spec = AttentionSpec(Mask(), 1.0, dropout=0.2, dropout_key=KEY)
+    kept = dropout_factors(spec, 1, 1, ROWS[None], ROWS[None])
     assert set(np.unique(kept)) == {np.float32(0), np.float32(1 / 0.8)}
     assert abs(kept.mean() - 1) < 0.01
 

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bptjax.ops.attention.landmark import landmark_attention
+from bptjax.ops.landmark_attention import landmark_attention
 from bptjax.ops.mask import Mask
 from ops.comparing import TOLERANCE, close, error, normal, quick
 

@@ -13,9 +13,9 @@ BLOCKS = (np.arange(16)[:, None] - np.arange(16)) % 4 == 0
 POSITIONS = np.random.default_rng(0).permutation(T).astype(np.int32)
 
 
-def live(mask, q_chunk=4, k_chunk=4, S=T):
+def nonempty(mask, q_chunk=4, k_chunk=4, S=T):
     """Block pairs to visit, as a set, whether known while tracing or not."""
-    pairs, count = Tiles(mask, T, S, q_chunk, k_chunk).live()
+    pairs, count = Tiles(mask, T, S, q_chunk, k_chunk).nonempty()
     return [tuple(map(int, pair)) for pair in pairs[: int(count)]]
 
 
@@ -42,26 +42,26 @@ def live(mask, q_chunk=4, k_chunk=4, S=T):
         (Mask(causal=True, positions=np.arange(T), k_positions=np.arange(T) + T), 0),
     ],
 )
-def test_live_counts(mask, count):
-    assert len(live(mask)) == count
-    assert jax.jit(lambda m: Tiles(m, T, T, 4, 4).live()[1])(mask) == count
+def test_nonempty_counts(mask, count):
+    assert len(nonempty(mask)) == count
+    assert jax.jit(lambda m: Tiles(m, T, T, 4, 4).nonempty()[1])(mask) == count
 
 
 def test_window_of_one_chunk_at_32_chunks():
-    assert len(live(Mask(causal=True, window=2), 2, 2)) == 2 * 32 - 1
+    assert len(nonempty(Mask(causal=True, window=2), 2, 2)) == 2 * 32 - 1
 
 
 def test_rows_of_a_batch_are_joined():
     """A tile lives when any row needs it."""
     segments = np.array([[1] * 32 + [2] * 32, [1] * 16 + [2] * 48])
-    assert len(live(Mask(segments=segments), 16, 16)) == 12
+    assert len(nonempty(Mask(segments=segments), 16, 16)) == 12
 
 
-def test_live_is_known_while_tracing():
-    assert isinstance(Tiles(Mask(causal=True, window=9), T, T, 4, 4).live()[1], int)
-    assert isinstance(Tiles(Mask(segments=PACKED), T, T, 4, 4).live()[1], int)
+def test_nonempty_is_known_while_tracing():
+    assert isinstance(Tiles(Mask(causal=True, window=9), T, T, 4, 4).nonempty()[1], int)
+    assert isinstance(Tiles(Mask(segments=PACKED), T, T, 4, 4).nonempty()[1], int)
     sparse = Mask(block_mask=BLOCKS, block_size=4, global_tokens=np.arange(T) == 1)
-    assert isinstance(Tiles(sparse, T, T, 4, 4).live()[1], int)
+    assert isinstance(Tiles(sparse, T, T, 4, 4).nonempty()[1], int)
 
 
 @pytest.mark.parametrize("chunks", [(4, 4), (7, 5), (64, 3)])
@@ -87,7 +87,7 @@ def test_tiles_are_the_mask(mask, chunks):
     rest = full.segments, full.k_segments, full.global_tokens, full.k_global_tokens
     rest = (None if x is None else jnp.atleast_2d(x) for x in rest)
     whole = np.asarray(full.allowed(p, s, *rest))
-    visited = live(mask, *chunks)
+    visited = nonempty(mask, *chunks)
     assert visited == sorted(set(visited))
     for i in range(tiles.nq):
         for j in range(tiles.nk):
@@ -144,4 +144,4 @@ def test_beyond_the_block_mask():
     p = jnp.arange(16)[None]
     assert (mask.allowed(p, p, None, None)[0] == (p.T < 8) & (p < 12)).all()
     tiles = Tiles(mask, 16, 16, 4, 4)
-    assert tiles.live()[1] == 2 * 3
+    assert tiles.nonempty()[1] == 2 * 3

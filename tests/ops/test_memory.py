@@ -5,9 +5,8 @@ import jax.numpy as jnp
 import pytest
 
 from bptjax.ops.attention import attention
-from bptjax.ops.attention.landmark import landmark_attention
-from bptjax.ops.block import block
-from bptjax.ops.feed_forward import feed_forward
+from bptjax.ops.blockwise import blockwise, blockwise_transformer
+from bptjax.ops.landmark_attention import landmark_attention
 from bptjax.ops.loss import linear_cross_entropy
 from bptjax.ops.mask import Mask
 from ops.comparing import temp_bytes
@@ -45,7 +44,7 @@ def mlp(p, x):
 
 def feed(T, chunked=True):
     def f(p, x):
-        y = feed_forward(mlp, p, x, chunk=256) if chunked else mlp(p, x)
+        y = blockwise(mlp, p, x, chunk=256) if chunked else mlp(p, x)
         return jnp.square(y).sum()
 
     return temp_bytes(jax.grad(f, (0, 1)), (shape(D, F), shape(F, D)), shape(1, T, D))
@@ -62,7 +61,7 @@ def whole_block(T, fused=True):
 
     def f(p, x, k, v):
         if fused:
-            y = block(query, finish, p, x, k, v, **CHUNKS)
+            y = blockwise_transformer(query, finish, p, x, k, v, **CHUNKS)
         else:
             y = finish(p, x, attention(query(p, x), k, v, impl="reference"))
         return jnp.square(y).sum()

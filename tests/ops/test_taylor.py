@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from bptjax.ops.attention.taylor import taylor_attention
+from bptjax.ops.taylor_attention import taylor_attention
 from bptjax.parallel.mesh import ParallelConfig, make_mesh
 from ops.comparing import close, collectives, normal, temp_bytes
 

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -10,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bptjax.ops.attention import reference, triton
-from bptjax.ops.attention.tile import Score
+from bptjax.ops.attention import reference, triton_flash
+from bptjax.ops.attention.contract import QKV, AttentionSpec
 from bptjax.ops.mask import Mask
 from bptjax.ops.position import alibi_slopes
 from ops.comparing import TOLERANCE, error
@@ -75,9 +76,11 @@ def test_visits_hold_every_live_pair_and_whole_ones_no_dead(name, of_keys):
     own, other = (bk, bq) if of_keys else (bq, bk)
     n = -(-(T if of_keys else S) // other)
     if mask.block_mask is not None or mask.global_tokens is not None:
-        ranges, lists = map(np.asarray, triton.block_lists(mask, T, S, bq, bk, of_keys=of_keys))
+        ranges, lists = map(
+            np.asarray, triton_flash.block_lists(mask, T, S, bq, bk, of_keys=of_keys)
+        )
     else:
-        ranges = np.asarray(triton.block_ranges(mask, T, S, bq, bk, of_keys=of_keys))
+        ranges = np.asarray(triton_flash.block_ranges(mask, T, S, bq, bk, of_keys=of_keys))
         lists = np.broadcast_to(np.arange(n), (*ranges.shape[:2], n))
     for b in range(max(len(seen), len(ranges))):
         pairs = seen[min(b, len(seen) - 1)]
@@ -115,7 +118,7 @@ def test_lists_hold_no_dead_tile(mask, of_keys):
     seen = seen[0].reshape(T // bq, bq, T // bk, bk)
 
     def lists(mask):
-        return triton.block_lists(mask.resolve(T, T), T, T, bq, bk, of_keys=of_keys)
+        return triton_flash.block_lists(mask.resolve(T, T), T, T, bq, bk, of_keys=of_keys)
 
     ranges, tiles = lists(mask)
     assert ranges[..., 3].sum() == seen.any((1, 3)).sum() < seen.shape[0] * seen.shape[2] / 3
@@ -133,53 +136,66 @@ def test_lists_hold_no_dead_tile(mask, of_keys):
 @pytest.mark.parametrize("name", CASES)
 def test_compiled_equals_oracle(name, dtype):
     case = CASES[name]
-    got = compiled(case.operands(dtype), case.score())
+    got = compiled(case.operands(dtype), case.spec())
     for what, a, b in zip(("out", "dq", "dk", "dv"), got, oracle(name), strict=True):
         assert a.dtype == dtype and error(a, b) <= TOLERANCE[dtype], (what, error(a, b))
 
 
-def compiled(operands, score):
+def compiled(operands, spec):
     @jax.jit
     def run(q, k, v, dout):
-        out, lse = triton.forward(q, k, v, score)
-        return out, *triton.backward(q, k, v, out, lse, dout, score)
+        x = QKV(q, k, v)
+        state = triton_flash.forward(x, spec)
+        return state.out, *triton_flash.backward(x, state, dout, spec)
 
     return run(*operands)
 
 
 DOCUMENTS = np.repeat([[1, 2, 3, 4]], 256, 1).astype(np.int32)
+CAUSAL = Mask(causal=True)
+BLOCK_MASK = EIGHTH[:9, :9] | EIGHTH[9:18, :9]
 LARGE = {
-    "64": (64, 777, 4, 2, Score(Mask(causal=True), 0.125)),
-    "128, window, soft cap": (128, 1111, 4, 1, Score(Mask(causal=True, window=300), 0.1, 20.0)),
-    "80, all keys": (80, 513, 2, 2, Score(Mask(), 0.1)),
-    "256": (256, 640, 2, 1, Score(Mask(causal=True), 0.0625)),
+    "64": (64, 777, 4, 2, AttentionSpec(Mask(causal=True), 0.125)),
+    "128, window, soft cap": (
+        128,
+        1111,
+        4,
+        1,
+        AttentionSpec(replace(CAUSAL, window=300), 0.1, 20.0),
+    ),
+    "80, all keys": (80, 513, 2, 2, AttentionSpec(Mask(), 0.1)),
+    "256": (256, 640, 2, 1, AttentionSpec(Mask(causal=True), 0.0625)),
     "96, documents, alibi": (
         96,
         1024,
         4,
         4,
-        Score(Mask(causal=True, segments=DOCUMENTS), 0.1, alibi=jnp.asarray(alibi_slopes(4))),
+        AttentionSpec(
+            Mask(causal=True, segments=DOCUMENTS), 0.1, alibi=jnp.asarray(alibi_slopes(4))
+        ),
     ),
     "128, block mask": (
         128,
         1111,
         4,
         1,
-        Score(Mask(causal=True, block_mask=EIGHTH[:9, :9] | EIGHTH[9:18, :9], block_size=128), 0.1),
+        AttentionSpec(
+            Mask(causal=True, block_mask=EIGHTH[:9, :9] | EIGHTH[9:18, :9], block_size=128), 0.1
+        ),
     ),
     "64, window, global tokens": (
         64,
         777,
         4,
         2,
-        Score(Mask(window=100, global_tokens=np.arange(777) % 300 == 7), 0.1),
+        AttentionSpec(Mask(window=100, global_tokens=np.arange(777) % 300 == 7), 0.1),
     ),
     "32, dropout": (
         32,
         1024,
         4,
         2,
-        Score(Mask(causal=True), 0.2, None, 0.2, dropout_key=jnp.array([1, 2], jnp.uint32)),
+        AttentionSpec(CAUSAL, 0.2, dropout=0.2, dropout_key=jnp.array([1, 2], jnp.uint32)),
     ),
 }
 
@@ -188,15 +204,15 @@ LARGE = {
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name", LARGE)
 def test_head_sizes(name, dtype):
-    H, T, N, K, score = LARGE[name]
+    H, T, N, K, spec = LARGE[name]
     shapes = (1, T, N, H), (1, T, K, H), (1, T, K, H), (1, T, N, H)
     keys = jax.random.split(jax.random.key(H), 4)
     operands = [
         jax.random.normal(key, shape).astype(dtype) for key, shape in zip(keys, shapes, strict=True)
     ]
     q, k, v, dout = (x.astype(jnp.float32) for x in operands)
-    out, pull = jax.vjp(lambda q, k, v: reference.forward(q, k, v, score).out, q, k, v)
-    for a, b in zip(compiled(operands, score), (out, *pull(dout)), strict=True):
+    out, pull = jax.vjp(lambda *qkv: reference.forward(QKV(*qkv), spec).out, q, k, v)
+    for a, b in zip(compiled(operands, spec), (out, *pull(dout)), strict=True):
         assert error(a, b) <= TOLERANCE[dtype]
 
 
@@ -212,11 +228,11 @@ def test_beyond_32_bits():
     q, k, v, dout = (
         jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True)
     )
-    score = Score(Mask(causal=True, window=window), H**-0.5)
-    out, dq, dk, dv = compiled((q, k, v, dout), score)
+    spec = AttentionSpec(Mask(causal=True, window=window), H**-0.5)
+    out, dq, dk, dv = compiled((q, k, v, dout), spec)
     tail = 512
     ends = [x[:, -tail:].astype(jnp.float32) for x in (q, k, v, dout)]
-    true, pull = jax.vjp(lambda q, k, v: reference.forward(q, k, v, score).out, *ends[:3])
+    true, pull = jax.vjp(lambda *qkv: reference.forward(QKV(*qkv), spec).out, *ends[:3])
     true_dq, true_dk, true_dv = pull(ends[3])
     # Far enough from the cut that all their keys are there, and all their queries.
     for a, b in ((out, true), (dq, true_dq), (dk, true_dk), (dv, true_dv)):

@@ -11,18 +11,17 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ops.comparing import close, collectives, normal, quick
 
 from bptjax.ops.attention import attention as on_one
-from bptjax.ops.attention.tile import Score
+from bptjax.ops.attention.contract import AttentionSpec
 from bptjax.ops.mask import Mask
+from bptjax.parallel.full_tiles import make_schedule
 from bptjax.parallel.mesh import ParallelConfig, make_mesh
-from bptjax.parallel.plan import make_plan
 from bptjax.parallel.ring import zigzag
 from bptjax.parallel.sequence import (
     STRATEGIES,
     attention,
-    by_device,
     choose_strategy,
-    from_devices,
-    groups,
+    fold_sequence_shards,
+    unfold_sequence_shards,
 )
 
 B, T, N, K, H = 2, 48, 8, 2, 8
@@ -110,7 +109,7 @@ def test_heads_that_tp_does_not_divide():
 def test_heads_exchanged_by_some_devices(sp, heads):
     """In zigzag order of the groups; a window, documents and padding."""
     assert choose_strategy("auto", heads[0], sp)[0] == "ulysses_ring"
-    order = zigzag(T, groups("ulysses_ring", heads[0], sp)[1]).astype(np.int32)
+    order = zigzag(T, STRATEGIES["ulysses_ring"].split(heads[0], sp).tokens).astype(np.int32)
     arrays = operands(*heads)
     plain = results(on_one, *arrays, mask=Mask(causal=True, window=17, segments=DOCUMENTS))
     mask = Mask(causal=True, window=17, segments=DOCUMENTS[:, order], positions=order)
@@ -145,8 +144,8 @@ ONE = np.ones((B, T), np.int32)
         ("gather", zigzag(T, 4), DOCUMENTS),
     ],
 )
-def test_by_parts(strategy, order, documents):
-    """Of what is known while tracing; documents that end within a device's tokens as well."""
+def test_full_tiles(strategy, order, documents):
+    """The schedule of full tiles, and documents that end inside a shard."""
     places = np.arange(T) if order is None else order
     segments = None if documents is None else jnp.asarray(documents[:, places])
     mask = Mask(causal=True, segments=segments, positions=places.astype(np.int32))
@@ -178,27 +177,29 @@ def test_parts_are_not_kept(strategy):
     assert temporary(8) < 1.6 * temporary(2)
 
 
-def test_plan():
-    """In zigzag order each device sees as much of each other device; elsewhere there is none."""
-    score = Score(Mask(causal=True), 1.0)
+def test_full_tile_schedule():
+    """In zigzag order each shard attends to the same amount of every other; in other orders there
+    is no schedule."""
+    spec = AttentionSpec(Mask(causal=True), 1.0)
     order = zigzag(T, 4)
-    plan = make_plan(score, (order, order), 4)
-    assert plan is not None and plan.causal and plan.pieces == 2
-    # Of an earlier device the first piece, by both of its own; of a later one both, by its second.
-    assert plan.seen[1, 0].tolist() == [[0, 0], [1, 0]]
-    assert plan.seen[1, 2].tolist() == [[1, 0], [1, 1]]
-    everything = make_plan(Score(Mask(), 1.0), (np.arange(T), np.arange(T)), 4)
-    assert everything is not None and everything.seen.shape == (4, 4, 1, 2)
-    assert make_plan(score, (np.arange(T), np.arange(T)), 4) is None
+    schedule = make_schedule(spec, (order, order), 4)
+    assert schedule is not None and schedule.causal and schedule.pieces == 2
+    # Both pieces attend to the first piece of an earlier shard; the second one attends to both
+    # pieces of a later shard.
+    assert schedule.pairs[1, 0].tolist() == [[0, 0], [1, 0]]
+    assert schedule.pairs[1, 2].tolist() == [[1, 0], [1, 1]]
+    everything = make_schedule(AttentionSpec(Mask(), 1.0), (np.arange(T), np.arange(T)), 4)
+    assert everything is not None and everything.pairs.shape == (4, 4, 1, 2)
+    assert make_schedule(spec, (np.arange(T), np.arange(T)), 4) is None
     for change in (
         dict(mask=Mask(causal=True, window=3)),
         dict(mask=Mask(causal=True, global_tokens=np.ones(T, bool))),
         dict(alibi=jnp.ones(N)),
         dict(dropout=0.1),
     ):
-        assert make_plan(replace(score, **change), (order, order), 4) is None
-    assert make_plan(score, (order, jnp.asarray(order)), 4) is None
-    assert make_plan(score, (order[::-1], order[::-1]), 4) is None
+        assert make_schedule(replace(spec, **change), (order, order), 4) is None
+    assert make_schedule(spec, (order, jnp.asarray(order)), 4) is None
+    assert make_schedule(spec, (order[::-1], order[::-1]), 4) is None
 
 
 @pytest.mark.parametrize(
@@ -241,11 +242,11 @@ def test_each_device_has_rows_of_its_own():
     mesh = mesh_of(ParallelConfig(2, 1, 2, 2))
     x = jax.device_put(x, NamedSharding(mesh, PartitionSpec(("dp", "fsdp"), "sp", "tp")))
     with jax.set_mesh(mesh):
-        there = jax.jit(by_device)(x)
-        back = jax.jit(from_devices)(there)
+        there = jax.jit(fold_sequence_shards)(x)
+        back = jax.jit(unfold_sequence_shards)(there)
         texts = [
             jax.jit(f).lower(y).compile().as_text()
-            for f, y in ((by_device, x), (from_devices, there))
+            for f, y in ((fold_sequence_shards, x), (unfold_sequence_shards, there))
         ]
     assert there.shape == (8, T // 2, N, 3) and not any(map(collectives, texts))
     np.testing.assert_array_equal(there[4:8], x[:, T // 2 :])
@@ -258,11 +259,12 @@ def test_choice_and_refusals():
     assert "6 query heads do not divide" in choose_strategy("auto", 6, 4)[1]
     assert choose_strategy("auto", 7, 4)[0] == "ring"
     assert "not ulysses_ring: 7 query heads and sp=4" in choose_strategy("auto", 7, 4)[1]
-    assert [groups(s, 6, 4) for s in STRATEGIES if s != "ulysses"] == [(2, 2), (1, 4), (1, 4)]
+    splits = [STRATEGIES[name].split(6, 4) for name in ("ulysses_ring", "ring", "gather")]
+    assert splits == [(2, 2), (1, 4), (1, 4)]
     assert all(choose_strategy(name, 6, 1)[0] == name for name in STRATEGIES)
     with pytest.raises(NotImplementedError, match="'ulysses': 6 query heads"):
         choose_strategy("ulysses", 6, 4)
-    with pytest.raises(ValueError, match="'rings'; there are auto, ulysses, ulysses_ring, ring"):
+    with pytest.raises(ValueError, match="'rings': must be one of auto, ulysses, ulysses_ring"):
         choose_strategy("rings", 6, 4)
     q = normal(0, 1, 10, 4, 8)
     with jax.set_mesh(mesh_of(MESHES["sp 4"])):

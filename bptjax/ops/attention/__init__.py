@@ -1,9 +1,9 @@
-"""Softmax attention in O(T) memory, by one of several implementations."""
+"""Softmax attention in O(T) memory, by one of several kernels."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 import jax
@@ -13,59 +13,56 @@ from jax import Array
 from jaxtyping import Float
 
 from bptjax.ops.arguments import check_chunk, check_qkv, check_rate, check_softcap
-from bptjax.ops.attention import cudnn, loop, reference, scan, triton
-from bptjax.ops.attention.tile import Score
+from bptjax.ops.attention import cudnn, loop, reference, scan, triton_flash
+from bptjax.ops.attention.contract import QKV, AttentionSpec, AttentionState, Kernel
+from bptjax.ops.checkpoint_names import checkpoint_named
 from bptjax.ops.mask import Mask
-from bptjax.ops.saved import named
 
-# Each implementation is a pair `forward(q, k, v, score, *, q_chunk, k_chunk) -> Partial(out, lse)`
-# and `backward(q, k, v, out, lse, dout, score, *, q_chunk, k_chunk) -> (dq, dk, dv)`, and says in
-# `unsupported(score, q, k)` what it refuses. `auto` takes the first that it can: on one H200 cuDNN
-# was the fastest where it takes the arguments, but for 4 % with packed documents at head size 64
-# (scripts/results/attention_h200.json), and triton faster than scan (compare_h200.json).
-IMPLEMENTATIONS: dict[str, ModuleType] = {
+# `auto` takes the first kernel that honors the arguments. On one H200 cuDNN was the fastest, except
+# for packed documents at head size 64 (4 %, scripts/results/attention_h200.json), and triton was
+# faster than scan (compare_h200.json).
+KERNELS: dict[str, Kernel] = {
     "cudnn": cudnn,
-    "triton": triton,
+    "triton": triton_flash,
     "scan": scan,
     "loop": loop,
     "reference": reference,
 }
 
-# Names under which a remat policy can keep what the backward pass needs, so that remat does not run
-# the kernel again.
-SAVED = ("attention_out", "attention_lse")
-
-# Never picked by `auto`, and why.
-OTHERS = {
+# Why `auto` never takes these.
+NOT_AUTOMATIC = {
     "loop": "one dispatch a tile; for comparison only",
     "reference": "[T, T] memory; for tests only",
 }
 
+# Names of the residuals of the backward pass. A remat policy that saves them does not run the
+# kernel again.
+RESIDUAL_NAMES = ("attention_out", "attention_lse")
 
-def choose(impl: str, score: Score, q: Any, k: Any) -> tuple[str, dict[str, str]]:
-    """The implementation that `impl` stands for, and of the others that `auto` weighed, why each
-    was not taken. Of `q` and `k` only shapes and dtypes are looked at.
+
+def choose(impl: str, x: QKV, spec: AttentionSpec) -> tuple[str, dict[str, str]]:
+    """Returns the name of the kernel that `impl` stands for, and the reason against each other
+    kernel that `auto` considered. Reads only the shapes and dtypes of `x`.
 
     Raises:
-      ValueError: there is no such implementation.
-      NotImplementedError: the named one cannot honour the arguments.
+      ValueError: no such kernel.
+      NotImplementedError: the named kernel cannot honor the arguments.
     """
     if impl == "auto":
-        picked, why = None, {}
-        for name, pair in IMPLEMENTATIONS.items():
-            reason = OTHERS.get(name) or (
-                pair.unsupported(score, q, k) if picked is None else f"slower than {picked}"
+        chosen, reasons = None, {}
+        for name, kernel in KERNELS.items():
+            reason = NOT_AUTOMATIC.get(name) or (
+                kernel.unsupported(x, spec) if chosen is None else f"slower than {chosen}"
             )
             if reason is None:
-                picked = name
+                chosen = name
             else:
-                why[name] = reason
-        assert picked is not None  # scan takes all.
-        return picked, why
-    if impl not in IMPLEMENTATIONS:
-        raise ValueError(f"attention {impl!r}; there are auto, {', '.join(IMPLEMENTATIONS)}")
-    reason = IMPLEMENTATIONS[impl].unsupported(score, q, k)
-    if reason:
+                reasons[name] = reason
+        assert chosen is not None  # scan honors everything.
+        return chosen, reasons
+    if impl not in KERNELS:
+        raise ValueError(f"attention={impl!r}: must be one of auto, {', '.join(KERNELS)}")
+    if reason := KERNELS[impl].unsupported(x, spec):
         raise NotImplementedError(f"attention {impl!r}: {reason}")
     return impl, {}
 
@@ -89,22 +86,22 @@ def attention(
     """Softmax attention in O(T) memory.
 
     `impl="auto"` picks by device and support; a named `impl` is used or raises. Softmax statistics
-    and accumulation are float32 for any input dtype. A query that sees no key gives 0. Query head n
-    reads key head n // (N / K).
+    and accumulation are float32 for any input dtype. A query that attends to no key gives 0. Query
+    head n reads key head n // (N / K).
 
     Args:
-      mask: who sees whom; evaluated a tile at a time, never `[T, S]`.
-      alibi: slopes; -alibi · |p - s| is added to the logits. Held constant by the gradient.
+      mask: which query may attend to which key; evaluated a tile at a time, never `[T, S]`.
+      alibi: slopes; -alibi · |p - s| is added to the logits. Has no gradient.
       scale: factor on q·k; H^-0.5 if left out.
       softcap: logits become softcap · tanh(logits / softcap).
-      dropout: probability of dropping a weight. Which ones depends on the key, row, head and
-        positions alone, not on the implementation or the chunks.
+      dropout: probability of dropping a weight. The key, sequence, head and positions alone decide
+        which weights are dropped, not the kernel or the chunks.
       dropout_key: a JAX random key, needed where dropout > 0.
       q_chunk, k_chunk: tokens in a block; T and S need not be multiples.
-      offload: share of the tokens whose `SAVED` bear the names for host memory.
+      offload: share of the tokens whose residuals carry the names for host memory.
 
     Raises:
-      NotImplementedError: the named implementation cannot honour the arguments.
+      NotImplementedError: the named kernel cannot honor the arguments.
       ValueError: shapes or dtypes of q, k and v that do not belong together, or an empty array; N
         is not a multiple of K; dropout outside [0, 1) or without a key; a soft cap that is not
         positive, or a scale that is not finite; ALiBi, T ≠ S and no positions; a chunk below 1; no
@@ -113,26 +110,24 @@ def attention(
     Liu & Abbeel 2023, https://arxiv.org/abs/2305.19370, Algorithm 1; Dao 2023 for the backward
     pass.
     """
-    check_chunk(q_chunk=q_chunk, k_chunk=k_chunk)
-    score = make_score(
-        q,
-        k,
-        v,
+    x = QKV(q, k, v)
+    spec = make_spec(
+        x,
         mask=mask,
         alibi=alibi,
         scale=scale,
         softcap=softcap,
         dropout=dropout,
         dropout_key=dropout_key,
+        q_chunk=q_chunk,
+        k_chunk=k_chunk,
     )
-    name, _ = choose(impl, score, q, k)
-    return differentiable((IMPLEMENTATIONS[name], q_chunk, k_chunk, offload), q, k, v, score)
+    name, _ = choose(impl, x, spec)
+    return differentiable(KERNELS[name], x, spec, offload)
 
 
-def make_score(
-    q: Array,
-    k: Array,
-    v: Array,
+def make_spec(
+    x: QKV,
     *,
     mask: Mask = Mask(causal=True),  # noqa: B008 (frozen)
     alibi: Array | np.ndarray | None = None,
@@ -140,16 +135,19 @@ def make_score(
     softcap: float | None = None,
     dropout: float = 0.0,
     dropout_key: Array | None = None,
-) -> Score:
-    """Checks the arguments of `attention`, and returns its options as one value.
+    q_chunk: int = 512,
+    k_chunk: int = 512,
+) -> AttentionSpec:
+    """Checks the arguments of `attention` and returns its options as one value.
 
     Raises:
       ValueError: as `attention`.
     """
-    check_qkv(q, k, v)
+    check_chunk(q_chunk=q_chunk, k_chunk=k_chunk)
+    check_qkv(*x)
     check_rate(dropout=dropout)
     check_softcap(softcap)
-    (B, T, N, H), S = q.shape, k.shape[1]
+    (B, T, N, H), S = x.q.shape, x.k.shape[1]
     mask.check(B, T, S)
     if dropout and dropout_key is None:
         raise ValueError(f"dropout={dropout} needs dropout_key")
@@ -159,63 +157,69 @@ def make_score(
         raise ValueError(f"alibi: must be [{N}], one slope a query head, not {alibi.shape}")
     if alibi is not None and T != S and (mask.positions is None or mask.k_positions is None):
         raise ValueError(f"T={T} queries and S={S} keys: ALiBi needs Mask.positions, k_positions")
-    return Score(
+    return AttentionSpec(
         mask=mask,
         scale=H**-0.5 if scale is None else scale,
         softcap=softcap,
         dropout=dropout,
+        q_chunk=q_chunk,
+        k_chunk=k_chunk,
         alibi=None if alibi is None else jnp.asarray(alibi, jnp.float32),
         dropout_key=_key_data(dropout_key) if dropout and dropout_key is not None else None,
     )
 
 
 def _key_data(key: Array) -> Array:
-    """uint32 `[2]` from a key of any implementation, new-style or raw."""
+    """Returns uint32 `[2]` of a key of any implementation, new-style or raw."""
     if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         key = jax.random.key_data(key)
     return key.reshape(-1)[:2]
 
 
 def differentiable(
-    options: tuple[Any, int, int, float], q: Array, k: Array, v: Array, score: Score
-) -> Array:
-    """`out` by a pair of forward and backward, as one function with a gradient; options are the
-    pair, q_chunk, k_chunk and offload."""
-    leaves, structure = jax.tree.flatten(score)
-    known = [x if isinstance(x, np.ndarray) else None for x in leaves]
-    traced = [x if n is None else None for x, n in zip(leaves, known, strict=True)]
+    kernel: Kernel, x: QKV, spec: AttentionSpec, offload: float = 0.0
+) -> Float[Array, "B T N H"]:
+    """Returns the kernel's output, with the kernel's backward pass as its gradient. `offload` is
+    the share of the tokens whose residuals carry the names for host memory."""
+    leaves, structure = jax.tree.flatten(spec)
+    static = [y if isinstance(y, np.ndarray) else None for y in leaves]
+    traced = [y if s is None else None for y, s in zip(leaves, static, strict=True)]
 
-    def whole(traced):
-        """The score, NumPy still NumPy: which tiles its mask kills is known while tracing."""
+    def make(traced):
+        """Rebuilds the spec. Its NumPy arrays stay NumPy: they decide at trace time which tiles
+        are empty."""
         return structure.unflatten(
-            [t if n is None else n for t, n in zip(traced, known, strict=True)]
+            [t if s is None else s for t, s in zip(traced, static, strict=True)]
         )
 
-    return _attention(options, whole, q, k, v, traced)
+    return _attention(kernel, make, offload, x, traced)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attention(options, whole, q, k, v, traced):
-    return _run("forward", options, (q, k, v), whole(traced)).out
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _attention(kernel, make, offload, x, traced):
+    return _for_window(make(traced), partial(kernel.forward, x)).out
 
 
-def _forward(options, whole, q, k, v, traced):
-    partial_ = _run("forward", options, (q, k, v), whole(traced))
-    out, lse = (named(x, n, options[3]) for x, n in zip(partial_, SAVED, strict=True))
-    return out, (q, k, v, out, lse, traced)
+def _forward(kernel, make, offload, x, traced):
+    state = _for_window(make(traced), partial(kernel.forward, x))
+    state = AttentionState(
+        *(checkpoint_named(y, n, offload) for y, n in zip(state, RESIDUAL_NAMES, strict=True))
+    )
+    return state.out, (x, state, traced)
 
 
-def _backward(options, whole, saved, dout):
-    q, k, v, out, lse, traced = saved
-    return *_run("backward", options, (q, k, v, out, lse, dout), whole(traced)), None
+def _backward(kernel, make, offload, residuals, dout):
+    x, state, traced = residuals
+    gradients = _for_window(make(traced), partial(kernel.backward, x, state, dout))
+    return QKV(*gradients), None
 
 
-def _run(half, options, arrays, score):
-    """One half of the pair, with the window that the mask's `window_index` picks."""
-    pair, q_chunk, k_chunk, _ = options
-    call = partial(getattr(pair, half), q_chunk=q_chunk, k_chunk=k_chunk)
-    calls = [partial(call, *arrays, replace(score, mask=m)) for m in score.mask.each_window()]
-    return calls[0]() if len(calls) == 1 else jax.lax.switch(score.mask.window_index, calls)
+def _for_window(spec: AttentionSpec, run: Callable[[AttentionSpec], Any]) -> Any:
+    """Runs with the window that the mask's `window_index` selects."""
+    specs = [replace(spec, mask=mask) for mask in spec.mask.each_window()]
+    if len(specs) == 1:
+        return run(specs[0])
+    return jax.lax.switch(spec.mask.window_index, [partial(run, spec) for spec in specs])
 
 
 _attention.defvjp(_forward, _backward)

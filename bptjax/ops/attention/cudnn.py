@@ -1,7 +1,7 @@
-"""cuDNN's fused attention as a pair, through the primitives behind `jax.nn`: causal or not, a
+"""cuDNN's fused attention as a kernel, through the primitives behind `jax.nn`: causal or not, a
 window, packed documents by offsets. O(T) memory; NVIDIA GPUs, float16 and bfloat16.
 
-`jax.nn.dot_product_attention` itself gives no float32 lse and takes no documents.
+`jax.nn.dot_product_attention` itself returns no float32 lse and takes no documents.
 """
 
 import inspect
@@ -16,36 +16,39 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
-import bptjax.ops.attention.triton as triton
-from bptjax.ops.attention.tile import Score
+import bptjax.ops.attention.triton_flash as triton_flash
+from bptjax.ops.attention.contract import QKV, AttentionSpec, AttentionState, Kernel
 from bptjax.ops.mask import Mask
-from bptjax.ops.softmax import Partial, merge
+from bptjax.ops.softmax import merge_states
 
-# Bytes of one head's keys and values that stay in an H200's cache while queries go by. With more
-# the forward pass slows down: at head size 128 from 600 TFLOP/s to 570 on 131,072 tokens and 490 on
-# 524,288; the backward pass does not (scripts/results/attention_h200.json).
-CACHED = 32 * 2**20
-# Documents of a row that cuDNN gets: it keeps the statistics of each over the whole length.
+# Bytes of one head's keys and values that stay in an H200's cache while the queries pass. With more
+# of them the forward pass slows down: at head size 128 from 600 TFLOP/s to 570 on 131,072 tokens
+# and 490 on 524,288; the backward pass does not (scripts/results/attention_h200.json).
+CACHE_BYTES = 32 * 2**20
+# Documents of a sequence that cuDNN takes: it stores the statistics of each over the full length.
 MAX_DOCUMENTS = 16
+# Takes batches whose documents do not fit cuDNN's packing. That is decided at run time, so it must
+# support the arguments too.
+FALLBACK: Kernel = triton_flash
 
 
-def unsupported(score: Score, q: Any, k: Any) -> str | None:
-    """Why these arguments cannot be honoured; None where they can."""
-    mask, T, S = score.mask, q.shape[1], k.shape[1]
+def unsupported(x: QKV, spec: AttentionSpec) -> str | None:
+    """Returns why cuDNN cannot honor these arguments, or None."""
+    mask, (_, T, _, H), S = spec.mask, x.q.shape, x.k.shape[1]
     if jax.default_backend() != "gpu":
         return "needs an NVIDIA GPU"
-    if triton.several_devices():
+    if triton_flash.compiler_shards_arrays():
         return "runs on one device, and the mesh has more"
-    if hidden := _hidden():
-        return f"this jax has other primitives: {hidden}"
-    if jnp.dtype(q.dtype) not in (jnp.float16, jnp.bfloat16):
-        return f"takes float16 and bfloat16, not {jnp.dtype(q.dtype).name}"
-    if q.shape[3] % 8 or q.shape[3] > 128:
-        return f"takes head sizes that are multiples of 8 up to 128, not {q.shape[3]}"
-    for name, value in (("ALiBi", score.alibi), ("soft cap", score.softcap)):
+    if missing := _missing_primitives():
+        return f"this jax has other primitives: {missing}"
+    if jnp.dtype(x.q.dtype) not in (jnp.float16, jnp.bfloat16):
+        return f"takes float16 and bfloat16, not {jnp.dtype(x.q.dtype).name}"
+    if H % 8 or H > 128:
+        return f"takes head sizes that are multiples of 8 up to 128, not {H}"
+    for name, value in (("ALiBi", spec.alibi), ("soft cap", spec.softcap)):
         if value is not None:
             return f"has no {name}"
-    if score.dropout:
+    if spec.dropout:
         return "its dropout depends on the implementation"
     if mask.global_tokens is not None or mask.block_mask is not None:
         return "has no global tokens and no block masks"
@@ -62,88 +65,70 @@ def unsupported(score: Score, q: Any, k: Any) -> str | None:
         return "counts positions from 0"
     if mask.segments is not None:
         if T != S or mask.k_segments is not None:
-            return "has documents where queries and keys are the same tokens only"
-        # Rows that it cannot take go there.
-        return triton.unsupported(score, q, k)
+            return "takes documents only where queries and keys are the same tokens"
+        return FALLBACK.unsupported(x, spec)
     return None
 
 
-def forward(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B S K H"],
-    v: Float[Array, "B S K H"],
-    score: Score,
-    *,
-    q_chunk: int = 0,
-    k_chunk: int = 0,
-) -> Partial:
-    """cuDNN's own blocks are used, not the chunks.
+def forward(x: QKV, spec: AttentionSpec) -> AttentionState:
+    """Uses cuDNN's own block sizes, not the chunks.
 
-    With documents, what a step gets decides as it runs: one document a row is attention without
-    any; up to `MAX_DOCUMENTS`, each in one piece, are packed by offsets; others go to `triton`.
+    With documents, the batch decides at run time: one document a sequence is attention without
+    documents; up to `MAX_DOCUMENTS` contiguous ones are packed by offsets; others go to `FALLBACK`.
     """
-    mask, arrays = score.mask, (q, k, v)
+    mask = spec.mask
     if mask.segments is None:
-        return _forward(*arrays, score)
+        return _forward(x, spec)
     segments = jnp.asarray(mask.segments)
     starts, sizes, fits = documents(segments)
 
-    def alone(q, k, v):
-        return _silent(segments, _forward(q, k, v, score))
+    def single(x):
+        return _zero_padding(segments, _forward(x, spec))
 
-    def packed(q, k, v):
-        return _silent(segments, _forward(q, k, v, score, (starts, sizes)))
+    def packed(x):
+        return _zero_padding(segments, _forward(x, spec, (starts, sizes)))
 
-    general = partial(triton.forward, score=score)
-    if mask.window is not None or q.size >= 2**31:
-        # Packed documents have no windows, and their offsets are int32.
+    general = partial(FALLBACK.forward, spec=spec)
+    if mask.window is not None or x.q.size >= 2**31:
+        # cuDNN has no windows in packed documents, and the offsets are int32.
         packed = general
     if not mask.causal:
-        return jax.lax.cond(fits, packed, general, *arrays)
-    branch = jnp.where(_one(segments), 0, jnp.where(fits, 1, 2))
-    return jax.lax.switch(branch, [alone, packed, general], *arrays)
+        return jax.lax.cond(fits, packed, general, x)
+    branch = jnp.where(_single_documents(segments), 0, jnp.where(fits, 1, 2))
+    return jax.lax.switch(branch, [single, packed, general], x)
 
 
 def backward(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B S K H"],
-    v: Float[Array, "B S K H"],
-    out: Float[Array, "B T N H"],
-    lse: Float[Array, "B T N"],
-    dout: Float[Array, "B T N H"],
-    score: Score,
-    *,
-    q_chunk: int = 0,
-    k_chunk: int = 0,
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K H"]]:
-    """These keys' share of (dq, dk, dv); `out` and `lse` may come from more keys than these.
+    x: QKV, state: AttentionState, dout: Float[Array, "B T N H"], spec: AttentionSpec
+) -> QKV:
+    """Returns these keys' share of the gradients.
 
-    Packed documents go to `triton`: cuDNN would keep float32 gradients of `MAX_DOCUMENTS` times the
-    queries, 16 GiB for 32,768 tokens of 32 heads of 128, and takes longer
+    Packed documents go to `FALLBACK`: cuDNN would hold float32 gradients of `MAX_DOCUMENTS` times
+    the queries, 16 GiB for 32,768 tokens of 32 heads of 128, and takes longer
     (scripts/results/attention_h200.json).
     """
-    mask, arrays = score.mask, (q, k, v, out, lse, dout)
+    mask = spec.mask
     if mask.segments is None:
-        return _backward(*arrays, score)
-    segments, general = jnp.asarray(mask.segments), partial(triton.backward, score=score)
+        return _backward(x, state, dout, spec)
+    segments, general = jnp.asarray(mask.segments), partial(FALLBACK.backward, spec=spec)
     if not mask.causal:
-        return general(*arrays)
+        return general(x, state, dout)
 
-    def alone(q, k, v, out, lse, dout):
-        return _silent(segments, _backward(q, k, v, out, lse, dout, score))
+    def single(x, state, dout):
+        return _zero_padding(segments, _backward(x, state, dout, spec))
 
-    return jax.lax.cond(_one(segments), alone, general, *arrays)
+    return jax.lax.cond(_single_documents(segments), single, general, x, state, dout)
 
 
 def _starts(segments: Int[Array, "B T"]) -> Bool[Array, "B T"]:
-    """Where a document starts."""
+    """Returns where a document starts."""
     before = jnp.pad(segments, ((0, 0), (1, 0)))[:, :-1]
     return (segments != 0) & (segments != before)
 
 
-def _one(segments: Int[Array, "B T"]) -> Bool[Array, ""]:
-    """Whether each row is one document and padding behind it, which in causal attention none of it
-    sees."""
+def _single_documents(segments: Int[Array, "B T"]) -> Bool[Array, ""]:
+    """Returns whether each sequence is one document followed by padding, which causal attention
+    never attends to."""
     start = _starts(segments)
     return (start[:, 0] & (start.sum(-1) == 1)).all()
 
@@ -151,152 +136,162 @@ def _one(segments: Int[Array, "B T"]) -> Bool[Array, ""]:
 def documents(
     segments: Int[Array, "B T"],
 ) -> tuple[Int[Array, "B M"], Int[Array, "B M"], Bool[Array, ""]]:
-    """Where each row's first `MAX_DOCUMENTS` documents start, how many tokens they have (0: there
-    is none), and whether those are all, each in one piece.
+    """Returns the starts of each sequence's first `MAX_DOCUMENTS` documents, their lengths in
+    tokens (0: no such document), and whether these are all documents and each is contiguous.
     """
     T = segments.shape[1]
     start = _starts(segments)
     token = jnp.arange(T, dtype=jnp.int32)[None]
-    # The first few starts in order; T where there is none.
+    # The first starts in order; T stands for none.
     starts = T - jax.lax.top_k(T - jnp.where(start, token, T), min(MAX_DOCUMENTS, T))[0]
-    there = starts < T
+    exists = starts < T
     ids = jnp.take_along_axis(segments, jnp.minimum(starts, T - 1), 1)
-    same = (segments[:, None] == ids[:, :, None]) & there[:, :, None]
-    # A document in two pieces has two starts with one id.
-    pieces = ((ids[:, None] == ids[:, :, None]) & there[:, None]).sum(-1)
-    fits = (start.sum(-1) == there.sum(-1)).all() & jnp.where(there, pieces == 1, True).all()
-    return starts, same.sum(-1, dtype=jnp.int32), fits
+    members = (segments[:, None] == ids[:, :, None]) & exists[:, :, None]
+    # A document that is not contiguous has two starts with one id.
+    starts_of_id = ((ids[:, None] == ids[:, :, None]) & exists[:, None]).sum(-1)
+    fits = (start.sum(-1) == exists.sum(-1)).all()
+    fits &= jnp.where(exists, starts_of_id == 1, True).all()
+    return starts, members.sum(-1, dtype=jnp.int32), fits
 
 
-def _silent(segments: Int[Array, "B T"], arrays: tuple[Array, ...]) -> tuple[Array, ...]:
-    """Zeros for padding, which cuDNN may leave unwritten; -inf for a Partial's lse."""
+def _zero_padding(segments: Int[Array, "B T"], result: Any) -> Any:
+    """Zeroes the padding of an AttentionState (-inf in its lse) or of a QKV: cuDNN may leave it
+    unwritten."""
     real = (segments != 0)[..., None]
-    if isinstance(arrays, Partial):
-        return Partial(
-            jnp.where(real[..., None], arrays.out, 0), jnp.where(real, arrays.lse, -jnp.inf)
-        )
-    return tuple(jnp.where(real[..., None], x, 0) for x in arrays)
+    if isinstance(result, AttentionState):
+        out = jnp.where(real[..., None], result.out, 0)
+        return AttentionState(out, jnp.where(real, result.lse, -jnp.inf))
+    return QKV(*(jnp.where(real[..., None], y, 0) for y in result))
 
 
-def _forward(q, k, v, score, packing=None) -> Partial:
-    mask, T = score.mask, q.shape[1]
-    pieces = -(-2 * k.nbytes // (k.shape[0] * k.shape[2] * CACHED))
-    if pieces > 1 and mask.causal and mask.window is None and T == k.shape[1] and packing is None:
-        return _forward_by_pieces(q, k, v, score, pieces)
-    return _forward_at_once(q, k, v, score, packing)
+def _forward(
+    x: QKV, spec: AttentionSpec, packing: tuple[Array, Array] | None = None
+) -> AttentionState:
+    mask, (q, k, _) = spec.mask, x
+    pieces = -(-2 * k.nbytes // (k.shape[0] * k.shape[2] * CACHE_BYTES))
+    square = q.shape[1] == k.shape[1]
+    if pieces > 1 and mask.causal and mask.window is None and square and packing is None:
+        return _forward_in_pieces(x, spec, pieces)
+    return _call_forward(x, spec, packing)
 
 
-def _forward_by_pieces(q, k, v, score, n) -> Partial:
-    """Each of n pieces of the queries against one piece of the keys after the other."""
-    T = q.shape[1]
-    # Whole blocks of cuDNN's; what fills the last piece up no query sees that is kept.
+def _forward_in_pieces(x: QKV, spec: AttentionSpec, n: int) -> AttentionState:
+    """Attends from each of n pieces of the queries to one piece of the keys after the other."""
+    T = x.q.shape[1]
+    # Round up to cuDNN's 128-token block. Padded keys come after every real query (causal), and
+    # padded queries are sliced off below.
     size = -(-T // (n * 128)) * 128
     n = -(-T // size)
-    q, k, v = (jnp.pad(x, ((0, 0), (0, n * size - T), (0, 0), (0, 0))) for x in (q, k, v))
+    x = QKV(*(jnp.pad(y, ((0, 0), (0, n * size - T), (0, 0), (0, 0))) for y in x))
 
-    def piece(x, i):
-        return jax.lax.dynamic_slice_in_dim(x, i * size, size, 1)
+    def piece(y, i):
+        return jax.lax.dynamic_slice_in_dim(y, i * size, size, 1)
 
-    def of_queries(i):
-        mine = piece(q, i)
+    def attend_piece(i):
+        q = piece(x.q, i)
 
-        def of_keys(j, score):
-            out, lse = _forward_at_once(mine, piece(k, j), piece(v, j), score)
-            return Partial(out.astype(jnp.float32), lse)
+        def attend(j, spec):
+            state = _call_forward(QKV(q, piece(x.k, j), piece(x.v, j)), spec)
+            return state._replace(out=state.out.astype(jnp.float32))
 
-        def before(j, whole):
-            return merge(whole, of_keys(j, replace(score, mask=Mask())))
+        def earlier(j, state):
+            return merge_states(state, attend(j, replace(spec, mask=Mask())))
 
-        out, lse = jax.lax.fori_loop(0, i, before, of_keys(i, score))
-        return Partial(out.astype(q.dtype), lse)
+        state = jax.lax.fori_loop(0, i, earlier, attend(i, spec))
+        return state._replace(out=state.out.astype(q.dtype))
 
-    parts = jax.lax.map(of_queries, jnp.arange(n))
-    return Partial(*(x.swapaxes(0, 1).reshape(len(q), -1, *x.shape[3:])[:, :T] for x in parts))
+    states = jax.lax.map(attend_piece, jnp.arange(n))
+    batch = x.q.shape[0]
+    return AttentionState(
+        *(y.swapaxes(0, 1).reshape(batch, -1, *y.shape[3:])[:, :T] for y in states)
+    )
 
 
-def _forward_at_once(q, k, v, score, packing=None) -> Partial:
-    out, stats = _fused()._dot_product_attention_fwd_p.bind(
-        q, k, v, *_operands(q, k, packing), **_options(score, q, packing), is_training=True
+def _call_forward(
+    x: QKV, spec: AttentionSpec, packing: tuple[Array, Array] | None = None
+) -> AttentionState:
+    out, stats = _primitives()._dot_product_attention_fwd_p.bind(
+        *x, *_operands(x, packing), **_options(spec, packing), is_training=True
     )
     if packing is None:
-        return Partial(out, stats.transpose(0, 2, 1))
-    # Statistics are [B · M, N, T], those of a document at its own start.
+        return AttentionState(out, stats.transpose(0, 2, 1))
+    # Statistics are [B · M, N, T]; each document's begin at its own row's start.
     starts, _ = packing
-    (B, T, N, _), M = q.shape, starts.shape[1]
+    (B, T, N, _), M = x.q.shape, starts.shape[1]
     token = jnp.arange(T)
     number = jnp.maximum((starts[:, :, None] <= token[None, None]).sum(1) - 1, 0)
     inside = jnp.maximum(token[None] - jnp.take_along_axis(starts, number, 1), 0)
     lse = stats.reshape(B, M, N, T)[jnp.arange(B)[:, None], number, :, inside]
-    return Partial(out, lse)
+    return AttentionState(out, lse)
 
 
-def _backward(q, k, v, out, lse, dout, score) -> tuple[Array, Array, Array]:
-    stats = jnp.where(lse == -jnp.inf, jnp.inf, lse).transpose(0, 2, 1)
-    dq, dk, dv = _fused()._dot_product_attention_bwd_p.bind(
-        q, k, v, *_operands(q, k, None), stats, out, dout, **_options(score, q, None)
-    )
-    return dq, dk, dv
+def _backward(x: QKV, state: AttentionState, dout: Array, spec: AttentionSpec) -> QKV:
+    stats = jnp.where(state.lse == -jnp.inf, jnp.inf, state.lse).transpose(0, 2, 1)
+    operands = *x, *_operands(x, None), stats, state.out, dout
+    return QKV(*_primitives()._dot_product_attention_bwd_p.bind(*operands, **_options(spec, None)))
 
 
-def _operands(q: Array, k: Array, packing: tuple | None) -> tuple[Array, ...]:
-    """What follows (q, k, v): bias, lengths, offsets and page tables, empty where not used."""
-    # Not zeros: where a gradient is taken JAX would make them beforehand and keep them for the
-    # backward pass, and XLA crashes on empty arrays that come into a mesh's program so.
-    none = q.reshape(-1)[:0]
+def _operands(x: QKV, packing: tuple[Array, Array] | None) -> tuple[Array, ...]:
+    """Returns the operands after (q, k, v): bias, lengths, offsets and page tables, empty where not
+    used."""
+    # Slices, not zeros: JAX would create zeros before a differentiated function and save them for
+    # the backward pass, and XLA crashes on empty arrays that enter a mesh program that way.
+    empty = x.q.reshape(-1)[:0]
     if packing is None:
-        return (none,) * 7
+        return (empty,) * 7
     starts, sizes = packing
-    (B, T, N, H), K = q.shape, k.shape[2]
-    row = jnp.arange(B, dtype=jnp.int32)[:, None] * T
+    (B, T, N, H), K = x.q.shape, x.k.shape[2]
+    sequence = jnp.arange(B, dtype=jnp.int32)[:, None] * T
 
     def offsets(heads):
         # In elements; cuDNN reads B · M + 1 of them, the last being the end.
-        flat = jnp.append((row + starts).reshape(-1), B * T) * (heads * H)
+        flat = jnp.append((sequence + starts).reshape(-1), B * T) * (heads * H)
         return jnp.pad(flat, (0, B - 1)).reshape(B, -1).astype(jnp.int32)
 
-    return none, sizes, sizes, offsets(N), offsets(K), none, none
+    return empty, sizes, sizes, offsets(N), offsets(K), empty, empty
 
 
-def _options(score: Score, q: Array, packing: tuple | None) -> dict[str, Any]:
-    fused = _fused()
-    kinds = fused.MaskType
+def _options(spec: AttentionSpec, packing: tuple[Array, Array] | None) -> dict[str, Any]:
+    primitives = _primitives()
+    kinds = primitives.MaskType
     if packing is None:
-        kind = kinds.CAUSAL if score.mask.causal else kinds.NO_MASK
+        kind = kinds.CAUSAL if spec.mask.causal else kinds.NO_MASK
     else:
-        kind = kinds.PADDING_CAUSAL if score.mask.causal else kinds.PADDING
-    parameters = inspect.signature(fused._dot_product_attention_fwd_cuda_lowering).parameters
-    # jax 0.11.3 brought modifiers of the scores.
+        kind = kinds.PADDING_CAUSAL if spec.mask.causal else kinds.PADDING
+    parameters = inspect.signature(primitives._dot_product_attention_fwd_cuda_lowering).parameters
+    # jax 0.11.3 added score modifiers.
     newer = {name: None for name in ("score_mod_name", "score_mod_jaxpr") if name in parameters}
     return dict(
-        scale=float(score.scale),
+        scale=float(spec.scale),
         seed=0,
         dropout_rate=0.0,
         variadic_args=(False, False),
         mask_type=kind,
-        layout=fused.AttentionLayout.BTNH.value,
-        sliding_window_length=score.mask.window or 0,
+        layout=primitives.AttentionLayout.BTNH.value,
+        sliding_window_length=spec.mask.window or 0,
         **newer,
     )
 
 
-def _fused() -> ModuleType:
-    """Private to jax: what it holds may change with any version."""
+def _primitives() -> ModuleType:
+    """Returns the module of cuDNN's primitives. It is private to jax and may change with any
+    version."""
     from jax._src.cudnn import fused_attention_stablehlo
 
     return fused_attention_stablehlo
 
 
-def _hidden() -> str | None:
-    """Why cuDNN's primitives are not to be had; None where they are."""
+def _missing_primitives() -> str | None:
+    """Returns why cuDNN's primitives are not available, or None."""
     try:
-        _fused()._dot_product_attention_fwd_p, _fused()._dot_product_attention_bwd_p
+        _primitives()._dot_product_attention_fwd_p, _primitives()._dot_product_attention_bwd_p
     except (ImportError, AttributeError) as error:
         return str(error)
     return None
 
 
 def _from_zero(positions: Any) -> bool:
-    """Whether positions are known to be 0, 1, 2, …"""
+    """Returns whether the positions are statically 0, 1, 2, …"""
     if positions is None:
         return True
     return isinstance(positions, np.ndarray) and np.array_equal(

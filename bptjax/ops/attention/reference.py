@@ -1,90 +1,72 @@
-"""Dense attention in float32: the oracle. It shares with the tiled implementations the definition
-of a score, and no loop."""
-
-from typing import Any
+"""Dense attention in float32: the oracle. It shares the definition of a score with the tiled
+implementations, and no loop."""
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from bptjax.ops.attention.tile import Score
-from bptjax.ops.softmax import Partial
+from bptjax.ops.attention.contract import QKV, AttentionSpec, AttentionState
+from bptjax.ops.attention.scores import alibi_bias, dropout_factors, soft_cap
 
 
-def unsupported(score: Score, q: Any, k: Any) -> str | None:
-    """Why these arguments cannot be honoured; None where they can."""
+def unsupported(x: QKV, spec: AttentionSpec) -> str | None:
+    """Returns None: the oracle honors every argument."""
     return None
 
 
-def forward(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B S K H"],
-    v: Float[Array, "B S K H"],
-    score: Score,
-    *,
-    q_chunk: int = 0,
-    k_chunk: int = 0,
-) -> Partial:
-    """The definition, with `[B, N, T, S]` arrays. Its plain autodiff is the oracle of every
-    backward pass. The chunk sizes are not read."""
-    logits, kept = _logits(q, k, score)
-    # A row that sees nothing: keep its softmax finite, then take its weights away.
+def forward(x: QKV, spec: AttentionSpec) -> AttentionState:
+    """Computes the definition, with `[B, N, T, S]` arrays. Its plain autodiff is the oracle of
+    every backward pass. The chunk sizes are not read."""
+    logits, factors = _logits(x.q, x.k, spec)
+    # Keep the softmax of a query that attends to no key finite, then zero its weights.
     some = (logits > -jnp.inf).any(-1, keepdims=True)
     lse = jax.nn.logsumexp(jnp.where(some, logits, 0.0), axis=-1, keepdims=True)
-    weights = jnp.where(some, jnp.exp(logits - lse), 0.0) * kept
-    out = jnp.einsum("bnts,bsnh->btnh", weights, _repeated(v, q), precision="highest")
+    weights = jnp.where(some, jnp.exp(logits - lse), 0.0) * factors
+    out = jnp.einsum("bnts,bsnh->btnh", weights, _repeated(x.v, x.q), precision="highest")
     lse = jnp.where(some, lse, -jnp.inf)[..., 0].transpose(0, 2, 1)
-    return Partial(out.astype(q.dtype), lse)
+    return AttentionState(out.astype(x.q.dtype), lse)
 
 
 def backward(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B S K H"],
-    v: Float[Array, "B S K H"],
-    out: Float[Array, "B T N H"],
-    lse: Float[Array, "B T N"],
-    dout: Float[Array, "B T N H"],
-    score: Score,
-    *,
-    q_chunk: int = 0,
-    k_chunk: int = 0,
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K H"]]:
-    """These keys' share of (dq, dk, dv), where `out` and `lse` may come from more keys than these:
-    the derivative by the logits is weights · (dout · v - out · dout)."""
-    out, dout = out.astype(jnp.float32), dout.astype(jnp.float32)
+    x: QKV, state: AttentionState, dout: Float[Array, "B T N H"], spec: AttentionSpec
+) -> QKV:
+    """Returns these keys' share of the gradients, by the derivative with respect to the logits:
+    weights · (dout · v - out · dout)."""
+    q, k, v = x
+    out, dout = state.out.astype(jnp.float32), dout.astype(jnp.float32)
     delta = (out * dout).sum(-1).transpose(0, 2, 1)[..., None]
-    lse = jnp.where(lse == -jnp.inf, jnp.inf, lse).transpose(0, 2, 1)[..., None]
-    logits, by_logits, kept = jax.vjp(lambda q, k: _logits(q, k, score), q, k, has_aux=True)
+    lse = jnp.where(state.lse == -jnp.inf, jnp.inf, state.lse).transpose(0, 2, 1)[..., None]
+    logits, pull_logits, factors = jax.vjp(lambda q, k: _logits(q, k, spec), q, k, has_aux=True)
     weights = jnp.exp(logits - lse)
 
-    def gain(v):
+    def weight_cotangent(v):
         return jnp.einsum("btnh,bsnh->bnts", dout, _repeated(v, q), precision="highest")
 
-    gained, by_values = jax.vjp(gain, v)
-    (dv,) = by_values(weights * kept)
-    dq, dk = by_logits(weights * (kept * gained - delta))
-    return dq, dk, dv
+    dweights, pull_values = jax.vjp(weight_cotangent, v)
+    (dv,) = pull_values(weights * factors)
+    dq, dk = pull_logits(weights * (factors * dweights - delta))
+    return QKV(dq, dk, dv)
 
 
 def _repeated(x: Array, q: Array) -> Array:
-    """Key or value heads in float32, each repeated for the query heads that read it."""
+    """Returns key or value heads in float32, each repeated for the query heads that read it."""
     return jnp.repeat(x.astype(jnp.float32), q.shape[2] // x.shape[2], axis=2)
 
 
-def _logits(q: Array, k: Array, score: Score) -> tuple[Array, Array | float]:
-    """Float32 `[B, N, T, S]`: logits, -inf where a key is not seen, and dropout's factors."""
+def _logits(q: Array, k: Array, spec: AttentionSpec) -> tuple[Array, Array | float]:
+    """Returns float32 `[B, N, T, S]` logits, -inf where the mask forbids, and dropout factors."""
     (B, T, N, _), S = q.shape, k.shape[1]
-    mask = jax.tree.map(jnp.asarray, score.mask.resolve(T, S))
+    mask = jax.tree.map(jnp.asarray, spec.mask.resolve(T, S))
     p, s = jnp.atleast_2d(mask.positions), jnp.atleast_2d(mask.k_positions)
     raw = jnp.einsum("btnh,bsnh->bnts", q.astype(jnp.float32), _repeated(k, q), precision="highest")
-    logits, _ = score.cap(raw * score.scale)
-    if score.alibi is not None:
-        logits += score.bias(p, s)
+    logits, _ = soft_cap(raw * spec.scale, spec.softcap)
+    if spec.alibi is not None:
+        logits += alibi_bias(spec.alibi, p, s)
     p_global, s_global = mask.global_tokens, mask.k_global_tokens
     if p_global is not None:
         p_global, s_global = jnp.atleast_2d(p_global), jnp.atleast_2d(s_global)
     allowed = mask.allowed(p, s, mask.segments, mask.k_segments, p_global, s_global)
     if allowed is not None:
         logits = jnp.where(allowed[:, None], logits, -jnp.inf)
-    return logits, score.kept(B, N, p, s) if score.dropout else 1.0
+    return logits, dropout_factors(spec, B, N, p, s) if spec.dropout else 1.0

@@ -1,5 +1,5 @@
-"""First-order Taylor attention: exp(x) ≈ 1 + x, so that the keys are met once, in sums that do not
-grow with their number."""
+"""First-order Taylor attention: exp(x) ≈ 1 + x. The keys are summed once, in arrays whose size does
+not depend on their number."""
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +17,13 @@ def taylor_attention(
     keys: Bool[Array, "B S"] | None = None,
 ) -> Float[Array, "B T N H"]:
     """Attention in which query i gives key j the weight 1 + q_i·k_j / (|q_i| |k_j|), divided by the
-    sum of its weights; not causal, O(T) time and memory. float32 inside.
+    sum of its weights; not causal, O(T) time and memory. Computes in float32.
 
-    Where the mesh cuts the tokens, devices tell each other sums of `[K, H, H + 1]` a row alone,
-    whatever T.
+    On a mesh that shards the tokens, devices exchange `[K, H, H + 1]` sums per sequence, whatever
+    T.
 
     Args:
-      keys: which are seen; all if left out. Where none is, the result is 0.
+      keys: which keys take part; all if left out. Without any, the result is 0.
 
     Raises:
       ValueError: shapes or dtypes of q, k, v and keys that do not belong together.
@@ -35,11 +35,10 @@ def taylor_attention(
         raise ValueError(f"keys: must be {k.shape[:2]}, as k, not {keys.shape}")
     (B, T, N, H), K = q.shape, k.shape[2]
     q, k = (_unit(x.astype(jnp.float32)) for x in (q, k))
-    seen = jnp.ones(k.shape[:2]) if keys is None else keys.astype(jnp.float32)
-    seen = seen[:, :, None]
-    # Values with a 1 behind them: numerator and denominator at once.
+    allowed = jnp.ones(k.shape[:2]) if keys is None else keys.astype(jnp.float32)
+    # A column of ones after the values gives numerator and denominator in one product.
     ones = jnp.ones((*v.shape[:3], 1))
-    values = jnp.concatenate([v.astype(jnp.float32), ones], -1) * seen[..., None]
+    values = jnp.concatenate([v.astype(jnp.float32), ones], -1) * allowed[:, :, None, None]
     linear = jnp.einsum("bskh,bske->bkhe", k, values)
     constant = values.sum(1)
     q = q.reshape(B, T, K, N // K, H)
@@ -50,5 +49,5 @@ def taylor_attention(
 
 
 def _unit(x: Array) -> Array:
-    """Of length 1 over the last axis; 0 stays 0."""
+    """Scales the last axis to length 1; 0 stays 0."""
     return x * jax.lax.rsqrt(jnp.maximum(jnp.square(x).sum(-1, keepdims=True), 1e-12))

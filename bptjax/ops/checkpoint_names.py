@@ -1,5 +1,5 @@
-"""Names under which a remat policy finds what the forward pass has made, to keep it on the device
-or in host memory."""
+"""Names under which a remat policy finds activations, to save them on the device or in host
+memory."""
 
 import jax.numpy as jnp
 from jax import Array
@@ -8,9 +8,9 @@ from jax.ad_checkpoint import checkpoint_name
 ON_HOST = "_on_host"
 
 
-def named(x: Array, name: str, offload: float = 0.0) -> Array:
-    """`x` `[B, T, ...]` under `name`; the share `offload` of its tokens, the first ones, under
-    `name + ON_HOST`."""
+def checkpoint_named(x: Array, name: str, offload: float = 0.0) -> Array:
+    """Names `x` `[B, T, ...]`. The first `offload` share of its tokens gets `name + ON_HOST`, the
+    rest `name`."""
     split = round(offload * x.shape[1])
     if split == 0:
         return checkpoint_name(x, name)

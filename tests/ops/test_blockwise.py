@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from bptjax.ops.blockwise import blockwise
 from bptjax.ops.dropout import dropout
-from bptjax.ops.feed_forward import feed_forward
 from bptjax.ops.norm import rms_norm
 from bptjax.parallel.mesh import ParallelConfig, make_mesh
 from ops.comparing import TOLERANCE, close, error, normal, quick, sends_once
@@ -30,7 +30,7 @@ def value_and_gradients(apply, params, x, dy):
 def test_equals_plain(T, chunk):
     x, dy = normal(0, 2, T, D), normal(4, 2, T, D)
     plain = quick(functools.partial(value_and_gradients, mlp))(PARAMS, x, dy)
-    chunked = functools.partial(feed_forward, mlp, chunk=chunk)
+    chunked = functools.partial(blockwise, mlp, chunk=chunk)
     close(quick(functools.partial(value_and_gradients, chunked))(PARAMS, x, dy), plain)
 
 
@@ -42,7 +42,7 @@ def test_weight_gradients_accumulate_in_float32(dtype):
     # Gradients that all point one way lose the most when they are added in few bits.
     x = (1 + normal(0, 1, T, D) / 4).astype(dtype)
     dy = jnp.ones_like(x)
-    run = functools.partial(value_and_gradients, functools.partial(feed_forward, mlp, chunk=1))
+    run = functools.partial(value_and_gradients, functools.partial(blockwise, mlp, chunk=1))
     wide = jax.tree.map(lambda p: p.astype(jnp.float32), (params, x, dy))
     truth = quick(functools.partial(value_and_gradients, mlp))(*wide)[1]
     ours = quick(run)(params, x, dy)[1]
@@ -76,10 +76,10 @@ def test_pytrees_with_integers():
         f = jax.value_and_grad(functools.partial(run, apply), (0, 1), has_aux=True)
         return quick(f)(params["w"], x["h"])
 
-    close(both(functools.partial(feed_forward, f, chunk=3)), both(f))
-    whole = jax.grad(
-        lambda p, x: feed_forward(f, p, x, chunk=3)["y"].sum(), (0, 1), allow_int=True
-    )(params, x)
+    close(both(functools.partial(blockwise, f, chunk=3)), both(f))
+    whole = jax.grad(lambda p, x: blockwise(f, p, x, chunk=3)["y"].sum(), (0, 1), allow_int=True)(
+        params, x
+    )
     assert not whole[0]["idle"].any() and not whole[1]["idle"].any()
     assert whole[1]["token"].dtype == jax.dtypes.float0
 
@@ -96,7 +96,7 @@ def test_dropout_inside():
         return jnp.square(apply((w, key), (x, rows))).sum()
 
     plain = jax.value_and_grad(functools.partial(run, f))(PARAMS["up"])
-    chunked = functools.partial(run, functools.partial(feed_forward, f, chunk=5))
+    chunked = functools.partial(run, functools.partial(blockwise, f, chunk=5))
     close(quick(jax.value_and_grad(chunked))(PARAMS["up"]), plain)
 
 
@@ -104,13 +104,13 @@ def test_copies_past_the_end_leave_no_trace():
     """The last token stands in for the missing ones; f may be unbounded at 0."""
     x = 1 + jnp.abs(normal(0, 1, 5, 2))
     f = lambda p, x: p / x  # noqa: E731
-    gradients = jax.grad(lambda p: feed_forward(f, p, x, chunk=4).sum())(jnp.ones((1, 1, 2)))
+    gradients = jax.grad(lambda p: blockwise(f, p, x, chunk=4).sum())(jnp.ones((1, 1, 2)))
     assert error(gradients, np.sum(1 / np.asarray(x), (0, 1), keepdims=True)) < TOLERANCE["float32"]
 
 
 def test_chunk_is_positive():
     with pytest.raises(ValueError, match="chunk=0: must be at least 1 token"):
-        feed_forward(mlp, PARAMS, normal(0, 1, 2, D), chunk=0)
+        blockwise(mlp, PARAMS, normal(0, 1, 2, D), chunk=0)
 
 
 def test_devices_exchange_parameters_once():
@@ -119,7 +119,7 @@ def test_devices_exchange_parameters_once():
     x, dy = normal(0, 8, 13, D), normal(4, 8, 13, D)
 
     def run(params, x, dy, axes=()):
-        f = functools.partial(feed_forward, mlp, chunk=5, axes=axes)
+        f = functools.partial(blockwise, mlp, chunk=5, axes=axes)
         return value_and_gradients(f, params, x, dy)
 
     wanted = run(PARAMS, x, dy)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from bptjax.ops.attention import attention
-from bptjax.ops.block import block
+from bptjax.ops.blockwise import blockwise_transformer
 from bptjax.ops.dropout import dropout
 from bptjax.ops.mask import Mask
 from bptjax.ops.norm import rms_norm
@@ -68,7 +68,7 @@ def layer(params, x, *, fused, **options):
     k, v = (jnp.einsum("btd,dkh->btkh", normed, params[name]) for name in ("key", "value"))
     x = {"x": x, "rows": jnp.arange(B * T).reshape(B, T)}
     if fused:
-        return block(query, finish, params, x, k, v, **options)
+        return blockwise_transformer(query, finish, params, x, k, v, **options)
     return finish(params, x, attention(query(params, x), k, v, **options))
 
 
@@ -137,7 +137,9 @@ def test_queries_of_a_shard():
 
     def fused(q):
         chunks = dict(q_chunk=4, k_chunk=5)
-        return block(lambda p, q: q, lambda p, q, out: out, {}, q, k, v, **chunks, **options)
+        return blockwise_transformer(
+            lambda p, q: q, lambda p, q, out: out, {}, q, k, v, **chunks, **options
+        )
 
     split = functools.partial(attention, k=k, v=v, impl="reference", **options)
     close(quick(fused)(q), quick(split)(q))

@@ -1,0 +1,159 @@
+"""The contract that attention, its kernels and the strategies that shard a sequence share.
+
+A `Kernel` computes attention of some queries to some keys. Its `backward` takes the output and
+log-sum-exp of *all* keys, so the gradients of several key blocks add up. That alone lets a ring, an
+all-to-all, a window of a cache or an attention sink use any kernel unchanged.
+
+Shapes: B batch, T query tokens, S key tokens, N query heads, K key heads, H head size.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import numpy as np
+from jax import Array
+from jaxtyping import Float
+
+from bptjax.ops.mask import Mask
+from bptjax.ops.softmax import AttentionState
+
+__all__ = [
+    "AttentionSpec",
+    "AttentionState",
+    "Kernel",
+    "QKV",
+    "SequenceSplit",
+    "SequenceStrategy",
+    "Shards",
+]
+
+
+class QKV(NamedTuple):
+    """Queries, keys and values; also their gradients."""
+
+    q: Float[Array, "B T N H"]
+    k: Float[Array, "B S K H"]
+    v: Float[Array, "B S K H"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class AttentionSpec:
+    """How q·k becomes a weight, in this order: scale, soft cap, ALiBi, mask, softmax, dropout.
+
+    Attributes:
+      mask: which query may attend to which key.
+      scale: factor on q·k.
+      softcap: logits become softcap · tanh(logits / softcap).
+      dropout: probability of dropping a weight; the others are scaled by 1 / (1 - dropout).
+      q_chunk, k_chunk: tokens in a block, for kernels that do not choose their own.
+      alibi: float32 `[N]` slopes; -alibi · |p - s| is added, p and s being the mask's positions.
+        Has no gradient.
+      dropout_key: uint32 `[2]` key data.
+      first_sequence, first_head: int32 scalars, the offsets of these arrays in the batch and in
+        the heads. Dropout is seeded by sequence and head, so a shard needs both.
+    """
+
+    mask: Mask
+    scale: float = field(metadata={"static": True})
+    softcap: float | None = field(default=None, metadata={"static": True})
+    dropout: float = field(default=0.0, metadata={"static": True})
+    q_chunk: int = field(default=512, metadata={"static": True})
+    k_chunk: int = field(default=512, metadata={"static": True})
+    alibi: Array | np.ndarray | None = None
+    dropout_key: Array | None = None
+    first_sequence: Array | None = None
+    first_head: Array | None = None
+
+
+@runtime_checkable
+class Kernel(Protocol):
+    """A fused attention implementation: a module, or an object with state."""
+
+    def unsupported(self, x: QKV, spec: AttentionSpec) -> str | None:
+        """Returns why the kernel cannot honor these arguments, or None. Reads only the shapes and
+        dtypes of `x`."""
+        ...
+
+    def forward(self, x: QKV, spec: AttentionSpec) -> AttentionState:
+        """Attends from x.q to x.k and x.v."""
+        ...
+
+    def backward(
+        self, x: QKV, state: AttentionState, dout: Float[Array, "B T N H"], spec: AttentionSpec
+    ) -> QKV:
+        """Returns these keys' share of the gradients. `state` may come from more keys than x.k."""
+        ...
+
+
+@dataclass(frozen=True)
+class Shards:
+    """The devices that share a sequence, seen from one of them inside `shard_map`.
+
+    Attributes:
+      axis: mesh axis.
+      size: number of shards.
+      stride: distance of two neighboring shards along the axis.
+      positions: `[T]` and `[S]`, positions of the queries and keys of the whole sequence in the
+        order of the shards. NumPy arrays where static.
+    """
+
+    axis: str
+    size: int
+    stride: int = 1
+    positions: tuple[Any, Any] = (None, None)
+
+    @property
+    def index(self) -> Array:
+        """This device's number among the shards."""
+        return jax.lax.axis_index(self.axis) // self.stride % self.size
+
+    @property
+    def groups(self) -> list[list[int]]:
+        """All sets of devices along the axis that share a sequence in this way, each in order."""
+        span, devices = self.size * self.stride, jax.lax.axis_size(self.axis)
+        return [
+            [first + offset + i * self.stride for i in range(self.size)]
+            for first in range(0, devices, span)
+            for offset in range(self.stride)
+        ]
+
+
+class SequenceSplit(NamedTuple):
+    """How `sp` devices divide a sequence while a kernel runs: `heads` devices exchange heads, and
+    the tokens stay sharded over `tokens` groups of them. heads · tokens = sp."""
+
+    heads: int
+    tokens: int
+
+
+@runtime_checkable
+class SequenceStrategy(Protocol):
+    """How attention crosses the shards of a sequence, with any kernel on each device."""
+
+    def unsupported(self, heads: int, shards: int) -> str | None:
+        """Returns why `heads` query heads cannot be divided among `shards` devices, or None."""
+        ...
+
+    def split(self, heads: int, shards: int) -> SequenceSplit:
+        """Returns how `shards` devices divide the heads and the tokens."""
+        ...
+
+    def forward(
+        self, kernel: Kernel, x: QKV, spec: AttentionSpec, shards: Shards
+    ) -> AttentionState:
+        """Attends from this shard's queries to the keys of all shards."""
+        ...
+
+    def backward(
+        self,
+        kernel: Kernel,
+        x: QKV,
+        state: AttentionState,
+        dout: Float[Array, "B T N H"],
+        spec: AttentionSpec,
+        shards: Shards,
+    ) -> QKV:
+        """Returns the gradients of this shard's queries, keys and values."""
+        ...

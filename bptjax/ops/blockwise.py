@@ -1,0 +1,245 @@
+"""Algorithm 1 of the Blockwise Parallel Transformer, and position-wise functions in chunks of
+tokens.
+
+    for each block of queries:                    blockwise_transformer -> blockwise
+        q <- query projection of the block        query(params, x)
+        out <- attention(q, all keys, all values) attention: loops over the key blocks
+        x <- feed-forward(x + projection(out))    finish(params, x, out)
+
+Liu & Abbeel 2023, https://arxiv.org/abs/2305.19370.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.custom_derivatives import SymbolicZero
+from jaxtyping import Float
+
+from bptjax.ops.arguments import check_chunk, check_tokens
+from bptjax.ops.attention import attention
+from bptjax.ops.chunks import join_chunks, split_chunks
+from bptjax.ops.mask import Mask
+from bptjax.ops.per_device import REPLICATED, SHARDED, per_device
+
+PyTree = Any
+
+
+def blockwise_transformer(
+    query: Callable[[PyTree, PyTree], Array],
+    finish: Callable[[PyTree, PyTree, Array], PyTree],
+    params: PyTree,
+    x: PyTree,
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    *,
+    mask: Mask = Mask(causal=True),  # noqa: B008 (frozen)
+    alibi: Float[Array | np.ndarray, "N"] | None = None,
+    dropout_key: Array | None = None,
+    q_chunk: int = 512,
+    **options,
+) -> PyTree:
+    """Computes `finish(params, x, attention(query(params, x), k, v))` one query block at a time.
+
+    Keys and values alone exist at full length; queries, attention output and the activations of the
+    feed-forward exist for one block. The backward pass recomputes each block; gradients of
+    `params`, `k` and `v` accumulate in float32.
+
+    Args:
+      query: position-wise, (params, chunk of x) to `[B, chunk, N, H]`.
+      finish: position-wise, (params, chunk of x, attention output `[B, chunk, N, H]`) to a pytree
+        of `[B, chunk, ...]`: output projection, residual, norm, feed-forward. Neither function may
+        close over traced values.
+      params: pytree shared by all chunks.
+      x: pytree of `[B, T, ...]`.
+      mask, alibi, dropout_key, options: as in `attention`.
+
+    Returns:
+      pytree of `[B, T, ...]`.
+
+    Raises:
+      ValueError, NotImplementedError: as `attention` and `blockwise`.
+
+    Liu & Abbeel 2023, https://arxiv.org/abs/2305.19370, Algorithm 1.
+    """
+    check_chunk(q_chunk=q_chunk)
+    check_tokens(jax.tree.leaves(x))
+    B, T, S = k.shape[0], _tokens(x), k.shape[1]
+    mask.check(B, T, S)
+    resolved = mask.each_window()[0].resolve(T, S)
+    of_queries = {
+        "positions": _per_sequence(resolved.positions, B),
+        "segments": resolved.segments,
+        "global_tokens": _per_sequence(resolved.global_tokens, B),
+    }
+    of_keys = {
+        "k_positions": jnp.asarray(resolved.k_positions),
+        "k_segments": resolved.k_segments,
+        "window_index": mask.window_index,
+        "k_global_tokens": resolved.k_global_tokens,
+        "block_mask": resolved.block_mask,
+    }
+
+    def block(shared, chunk):
+        params, k, v, of_keys, alibi, key = shared
+        x, of_queries = chunk
+        out = attention(
+            query(params, x),
+            k,
+            v,
+            mask=replace(mask, **of_queries, **of_keys),
+            alibi=alibi,
+            dropout_key=key,
+            q_chunk=q_chunk,
+            **options,
+        )
+        return finish(params, x, out)
+
+    shared = (params, k, v, of_keys, alibi, dropout_key)
+    return blockwise(block, shared, (x, of_queries), chunk=q_chunk)
+
+
+def _per_sequence(x: Any, batch: int) -> Array | None:
+    """Broadcasts `[T]` or `[B, T]` to `[B, T]`."""
+    return None if x is None else jnp.broadcast_to(jnp.asarray(x), (batch, x.shape[-1]))
+
+
+def blockwise(
+    f: Callable[[PyTree, PyTree], PyTree],
+    params: PyTree,
+    x: PyTree,
+    *,
+    chunk: int,
+    axes: tuple[str, ...] = (),
+) -> PyTree:
+    """Computes `f(params, x)` for a position-wise `f`, in the memory of one chunk.
+
+    A single chunk is `f(params, x)` itself, and a remat policy sees into it.
+
+    The residuals of the backward pass are `params` and `x` alone. It runs `f` again chunk by chunk,
+    and accumulates in float32 the gradients of those `params` that are differentiated. Put norm and
+    residual inside `f`: then nothing wider than `x` exists at full length.
+
+    Args:
+      f: takes `params` and a chunk of `x`, returns a pytree of `[B, chunk, ...]`. It must not close
+        over traced values; pass them in `params` (shared by all chunks) or `x`. Integer leaves are
+        allowed in both and in the result.
+      params: pytree of arrays.
+      x: pytree of `[B, T, ...]` arrays.
+      chunk: tokens; T need not be a multiple. Where it is not, `f` also runs on copies of the last
+        token, and their results are dropped.
+      axes: mesh axes that shard the batch dimension: with more than one chunk, each device sums the
+        gradients of `params` over its own sequences.
+
+    Returns:
+      pytree of `[B, T, ...]` arrays.
+
+    Raises:
+      ValueError: a chunk below 1; arrays of `x` that are empty or differ in batch or tokens.
+
+    Liu & Abbeel 2023, https://arxiv.org/abs/2305.19370, Section 3.
+    """
+    check_chunk(chunk=chunk)
+    check_tokens(jax.tree.leaves(x))
+    if chunk >= _tokens(x):
+        return f(params, x)
+    return _blockwise(f, chunk, axes, *jax.tree.map(jnp.asarray, (params, x)))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _blockwise(f, chunk, axes, params, x):
+    def local(params, x, axes):
+        _, y = jax.lax.scan(lambda _, x: (None, f(params, x)), None, _split_tree(x, chunk))
+        return _join_tree(y, _tokens(x))
+
+    return per_device(local, axes, (REPLICATED, SHARDED), SHARDED)(params, x)
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class _Differentiated:
+    """Whether each leaf of `params` is differentiated."""
+
+    leaves: tuple[bool, ...]
+
+
+def _forward(f, chunk, axes, params, x):
+    differentiated = _Differentiated(tuple(p.perturbed for p in jax.tree.leaves(params)))
+    params, x = jax.tree.map(lambda p: p.value, (params, x))
+    return _blockwise(f, chunk, axes, params, x), (params, x, differentiated)
+
+
+def _backward(f, chunk, axes, residuals, dy):
+    params, x, differentiated = residuals
+
+    def local(params, x, dy, axes):
+        floats, with_params = _partition(params, differentiated.leaves)
+        sums = [jnp.zeros_like(p, jnp.float32) for p in floats]
+
+        def add(sums, chunks):
+            x, dy = chunks
+            x_floats, with_x = _partition(x)
+            _, pull = jax.vjp(
+                lambda p, y: _partition(f(with_params(p), with_x(y)))[0], floats, x_floats
+            )
+            dparams, dx = pull(dy)
+            return [s + d.astype(jnp.float32) for s, d in zip(sums, dparams, strict=True)], dx
+
+        # Padded tokens get a zero cotangent.
+        chunks = _split_tree(x, chunk), _split_tree(dy, chunk, mode="constant")
+        sums, dx = jax.lax.scan(add, sums, chunks)
+        return jax.lax.psum(sums, axes), _join_tree(dx, _tokens(x))
+
+    dy = [_dense(d) for d in jax.tree.leaves(dy) if d.dtype != jax.dtypes.float0]
+    inputs, results = (REPLICATED, SHARDED, SHARDED), (REPLICATED, SHARDED)
+    sums, dx = per_device(local, axes, inputs, results)(params, x, dy)
+    (floats, with_params), (_, with_x) = _partition(params, differentiated.leaves), _partition(x)
+    dparams = [s.astype(p.dtype) for s, p in zip(sums, floats, strict=True)]
+    return with_params(dparams, cotangent=True), with_x(dx, cotangent=True)
+
+
+_blockwise.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+def _dense(cotangent: Any) -> Array:
+    zero = isinstance(cotangent, SymbolicZero)
+    return jnp.zeros(cotangent.shape, str(cotangent.dtype)) if zero else cotangent
+
+
+def _partition(
+    tree: PyTree, differentiated: tuple[bool, ...] | None = None
+) -> tuple[list[Array], Callable[..., PyTree]]:
+    """Returns the float leaves (those that are `differentiated`), and the function that puts such a
+    list back among the other leaves; in a `cotangent` the others are None, which stands for 0."""
+    leaves, structure = jax.tree.flatten(tree)
+    selected = [jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves]
+    if differentiated is not None:
+        selected = [s and d for s, d in zip(selected, differentiated, strict=True)]
+
+    def combine(floats, cotangent=False):
+        floats = iter(floats)
+        return structure.unflatten(
+            [
+                next(floats) if s else None if cotangent else x
+                for x, s in zip(leaves, selected, strict=True)
+            ]
+        )
+
+    return [x for x, s in zip(leaves, selected, strict=True) if s], combine
+
+
+def _tokens(x: PyTree) -> int:
+    return jax.tree.leaves(x)[0].shape[1]
+
+
+def _split_tree(tree: PyTree, chunk: int, mode: str = "edge") -> PyTree:
+    return jax.tree.map(lambda x: split_chunks(x, chunk, mode=mode), tree)
+
+
+def _join_tree(tree: PyTree, T: int) -> PyTree:
+    return jax.tree.map(lambda x: join_chunks(x, T), tree)

@@ -1,0 +1,33 @@
+"""Loops that each device of a mesh runs over its own sequences."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+SHARDED, REPLICATED = "sharded", "replicated"
+
+
+def per_device(f: Callable, axes: tuple[str, ...], inputs: Any, results: Any) -> Callable:
+    """Maps `f(*arrays, axes)` over the devices' own sequences.
+
+    Left to the compiler, a loop over chunks of sequences would exchange parts of the parameters for
+    every chunk.
+
+    Args:
+      axes: mesh axes that shard the batch dimension; `f` gets those with more than one device, to
+        sum over.
+      inputs, results: prefixes of the trees that `f` takes and returns. `SHARDED`: along axis 0;
+        `REPLICATED`: over `axes`; other mesh axes may still shard it.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = () if mesh.empty else tuple(name for name in axes if mesh.shape[name] > 1)
+    f = partial(f, axes=axes)
+    if not axes:
+        return f
+    specs = {SHARDED: PartitionSpec(axes), REPLICATED: PartitionSpec()}
+    inputs, results = (jax.tree.map(specs.get, tree) for tree in (inputs, results))
+    names = dict(axis_names=set(axes), check_vma=False)
+    return jax.shard_map(f, in_specs=inputs, out_specs=results, **names)

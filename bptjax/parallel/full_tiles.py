@@ -1,0 +1,168 @@
+"""The tiles between shards that need no mask, where that is static and the same amount for every
+device. A kernel then needs neither mask nor positions, so `auto` can take the fastest one, and no
+device waits for another.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from bptjax.ops.attention.contract import QKV, AttentionSpec, AttentionState, Kernel
+from bptjax.ops.mask import Mask
+from bptjax.ops.softmax import merge_states
+
+
+class Sums(NamedTuple):
+    """A pass over key blocks: results that stay with the queries, and results that belong to the
+    keys. Forward: an AttentionState, and nothing. Backward: dq, and (dk, dv). All in float32."""
+
+    queries: Any
+    keys: Any
+
+
+# Adds the attention of some queries (a pytree of `[B, T, ...]`) to some keys and values to the
+# sums; without sums, returns the first ones.
+Attend = Callable[[Any, Sums | None, Array, Array, AttentionSpec], Sums]
+
+
+def forward_pass(kernel: Kernel, x: QKV) -> tuple[Attend, Array]:
+    """Returns how to attend, and the queries."""
+
+    def attend(q, sums, k, v, spec):
+        state = kernel.forward(QKV(q, k, v), spec)
+        if sums is None:
+            return Sums(state._replace(out=state.out.astype(jnp.float32)), ())
+        return Sums(merge_states(sums.queries, state), ())
+
+    return attend, x.q
+
+
+def backward_pass(
+    kernel: Kernel, x: QKV, state: AttentionState, dout: Array
+) -> tuple[Attend, tuple[Array, AttentionState, Array]]:
+    """Returns how to accumulate gradients, and the queries with their state and cotangent."""
+
+    def attend(queries, sums, k, v, spec):
+        q, state, dout = queries
+        new = kernel.backward(QKV(q, k, v), state, dout, spec)
+        new = jax.tree.map(lambda y: y.astype(jnp.float32), Sums(new.q, (new.k, new.v)))
+        return new if sums is None else jax.tree.map(jnp.add, sums, new)
+
+    return attend, (x.q, state, dout)
+
+
+@dataclass(frozen=True)
+class FullTileSchedule:
+    """Each shard's queries and keys are divided into `pieces` equal ones.
+
+    Attributes:
+      causal: whether a shard's queries attend to its own keys causally, or to all of them.
+      pairs: int `[shards, shards, m, 2]`. Piece `pairs[i, j, :, 0]` of shard i's queries attends to
+        all of piece `pairs[i, j, :, 1]` of shard j's keys, j ≠ i; no other pieces do.
+    """
+
+    pieces: int
+    causal: bool
+    pairs: np.ndarray
+
+    def attend_local(
+        self, attend: Attend, queries: Any, k: Array, v: Array, spec: AttentionSpec
+    ) -> Sums:
+        """Attends from a shard's queries to its own keys."""
+        return attend(queries, None, k, v, replace(spec, mask=Mask(causal=self.causal)))
+
+    def attend_other(
+        self,
+        attend: Attend,
+        queries: Any,
+        sums: Sums,
+        k: Array,
+        v: Array,
+        spec: AttentionSpec,
+        shard: Array,
+        other: Array,
+    ) -> Sums:
+        """Adds attention from `shard`'s queries to `other`'s keys. A loop over the full tiles: side
+        by side, the results of all of them would exist at once."""
+        pairs = jnp.asarray(self.pairs)[shard, other]
+        spec = replace(spec, mask=Mask())
+
+        def tile(i, sums):
+            of_queries, of_keys = pairs[i, 0], pairs[i, 1]
+            part = Sums(self._take(sums.queries, of_queries), self._take(sums.keys, of_keys))
+            k_, v_ = self._take((k, v), of_keys)
+            part = attend(self._take(queries, of_queries), part, k_, v_, spec)
+            return Sums(
+                self._put(sums.queries, part.queries, of_queries),
+                self._put(sums.keys, part.keys, of_keys),
+            )
+
+        return jax.lax.fori_loop(0, len(pairs), tile, sums)
+
+    def _take(self, tree: Any, piece: Array) -> Any:
+        """Returns a piece of each `[B, T, ...]`."""
+
+        def take(x):
+            size = x.shape[1] // self.pieces
+            return jax.lax.dynamic_slice_in_dim(x, piece * size, size, axis=1)
+
+        return jax.tree.map(take, tree)
+
+    def _put(self, tree: Any, part: Any, piece: Array) -> Any:
+        """Replaces a piece of each `[B, T, ...]`."""
+
+        def put(x, y):
+            return jax.lax.dynamic_update_slice_in_dim(x, y, piece * y.shape[1], axis=1)
+
+        return jax.tree.map(put, tree, part)
+
+
+def make_schedule(
+    spec: AttentionSpec, positions: tuple[Any, Any], shards: int
+) -> FullTileSchedule | None:
+    """Returns the schedule for queries and keys at these positions `[T]` and `[S]`, of which shard
+    i has the i-th of `shards` equal parts. None where shards attend to unequal amounts or to parts
+    of pieces, or where a weight depends on its position. Documents are left to the caller.
+    """
+    mask = spec.mask
+    special = (mask.window, mask.windows, mask.global_tokens, mask.block_mask)
+    if any(x is not None for x in (*special, spec.alibi)) or spec.dropout:
+        return None
+    if not all(isinstance(x, np.ndarray) and x.ndim == 1 for x in positions):
+        return None
+    if not mask.causal:
+        return FullTileSchedule(1, False, np.zeros((shards, shards, 1, 2), np.int32))
+    p, s = positions
+    if len(p) % (2 * shards) or not np.array_equal(p, s):
+        return None
+    pieces = p.reshape(shards, 2, -1)
+    if (np.diff(pieces.reshape(shards, -1)) <= 0).any():
+        return None
+    queries, keys = pieces[:, None, :, None], pieces[None, :, None, :]
+    nonempty = keys.min(-1) <= queries.max(-1)
+    full = keys.max(-1) <= queries.min(-1)
+    others = ~np.eye(shards, dtype=bool)
+    amount = nonempty.sum((2, 3))[others]
+    if (nonempty != full)[others].any() or (amount != amount[:1]).any():
+        return None
+    pairs = np.zeros((shards, shards, amount.max(initial=0), 2), np.int32)
+    for i, j in np.argwhere(others):
+        pairs[i, j] = np.argwhere(full[i, j])
+    return FullTileSchedule(2, True, pairs)
+
+
+def several_documents(spec: AttentionSpec) -> Array | None:
+    """Returns whether these queries and keys span several documents (traced bool); None if the mask
+    has no segments."""
+    mask = spec.mask
+    if mask.segments is None:
+        return None
+    first = mask.segments[:, :1]
+    k_segments = mask.segments if mask.k_segments is None else mask.k_segments
+    same = (mask.segments == first).all() & (k_segments == first).all()
+    return ~(same & (first != 0).all())
