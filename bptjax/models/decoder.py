@@ -15,6 +15,7 @@ from bptjax.models.layers import Linear, Norm, new_param
 from bptjax.models.stack import new_layers, run
 from bptjax.ops.dropout import dropout
 from bptjax.ops.mask import Mask
+from bptjax.ops.softmax import soft_cap
 from bptjax.parallel.mesh import constrain, lookup
 
 
@@ -64,8 +65,7 @@ class Decoder(nnx.Module):
             self.head_matrix.astype(hidden.dtype),
             preferred_element_type=jnp.float32,
         )
-        cap = self.config.logits_softcap
-        return logits if cap is None else cap * jnp.tanh(logits / cap)
+        return soft_cap(logits, self.config.logits_softcap)[0]
 
     def __call__(
         self,

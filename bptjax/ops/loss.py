@@ -11,7 +11,9 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from bptjax.ops.arguments import check_chunk, check_labels, check_softcap
+from bptjax.ops.chunks import join_chunks, split_chunks
 from bptjax.ops.per_device import REPLICATED, SHARDED, per_device
+from bptjax.ops.softmax import soft_cap
 
 
 class _Options(NamedTuple):
@@ -37,31 +39,31 @@ def linear_cross_entropy(
 ) -> Float[Array, ""] | Float[Array, "B T"]:
     """Cross-entropy of softmax(hidden · headᵀ) against `labels`, in nats, times `weights`; float32.
 
-    Logits exist for one chunk of tokens. The sum's gradients are computed together with it, in one
-    pass over each chunk of logits, the head's accumulated in float32; per-token losses have their
-    logits computed again in the backward pass.
+    Logits exist for one chunk of tokens. The gradients of the sum are computed with it, in one pass
+    over each chunk of logits; the head's accumulate in float32. Per-token losses recompute their
+    logits in the backward pass.
 
     Args:
-      head: output embedding, `[V, D]` as Hugging Face stores it, so the input embedding itself
-        where they are tied. Multiplied in `hidden`'s dtype; its gradient comes in its own.
-      labels: class of each token; where it equals `ignore` the loss and its gradients are 0. Any
+      head: output embedding, `[V, D]` as Hugging Face stores it, so a tied one is the input
+        embedding itself. Multiplied in `hidden`'s dtype; its gradient has its own dtype.
+      labels: class of each token; a label of `ignore` has loss and gradients 0. Any
         other label outside [0, V) is refused in a NumPy array, and gives a loss of NaN in a JAX
         array, whose values are not known at trace time.
-      weights: factor on each token's loss; it gets no gradient.
+      weights: factor on each token's loss; has no gradient.
       z_loss: adds z_loss · lse² a token (PaLM, arXiv 2204.02311, Section 5); not negative.
       softcap: logits become softcap · tanh(logits / softcap).
       chunk: tokens, over the whole batch of a device, whose logits exist at once.
-      axes: mesh axes over which the rows are cut: each device has its own chunks, and adds the
-        gradient that the sum has of the head up by itself.
-      reduction: "sum" gives the sum over tokens, "none" each token's.
+      axes: mesh axes that shard the batch dimension: each device has its own chunks, and sums the
+        head's gradient over its own sequences.
+      reduction: "sum" returns the sum over tokens, "none" the loss of each token.
 
     Raises:
       ValueError: shapes that do not belong together, or an empty array; labels that are no
         integers; a chunk below 1, a soft cap that is not positive, a negative z_loss; no such
         reduction.
 
-    The sum is over tokens, not a mean: divide by the count of weighted tokens once, over all
-      micro-batches and devices.
+    The result is a sum over tokens, not a mean: divide once by the number of weighted tokens of all
+    micro-batches and devices.
     """
     options = dict(ignore=ignore, z_loss=z_loss, softcap=softcap, chunk=chunk, axes=axes)
     operands = _checked(hidden, head, labels, weights, **options)
@@ -118,51 +120,41 @@ def _checked(
 
 
 def _chunks(options: _Options, hidden: Array, labels: Array, weights: Array):
-    """`[B, T, ...]` to `[n, B, chunk, ...]`, with ignored tokens past the end."""
-    chunk = min(max(1, options.chunk // hidden.shape[0]), hidden.shape[1])
-
-    def cut(x, fill):
-        width = [(0, 0), (0, -x.shape[1] % chunk)] + [(0, 0)] * (x.ndim - 2)
-        x = jnp.pad(x, width, constant_values=fill)
-        return jnp.moveaxis(x.reshape(x.shape[0], -1, chunk, *x.shape[2:]), 1, 0)
-
-    return cut(hidden, 0.0), cut(labels, options.ignore), cut(weights, 0.0)
-
-
-def _join(x: Array, T: int) -> Array:
-    x = jnp.moveaxis(x, 0, 1)
-    return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :T]
+    """Splits the tokens into chunks; padded tokens are ignored."""
+    chunk = max(1, options.chunk // hidden.shape[0])
+    operands = (hidden, 0.0), (labels, options.ignore), (weights, 0.0)
+    return tuple(split_chunks(x, chunk, constant_values=fill) for x, fill in operands)
 
 
 def _losses(options: _Options, hidden, head, labels, weights):
     """Computes one chunk's weighted losses `[B, c]`, the z-loss's part of them, and residuals for
     the gradient."""
-    live = labels != options.ignore
-    weights = jnp.where(live, weights.astype(jnp.float32), 0.0)
-    # A token of weight 0 must be silent even where its hidden state is not finite.
+    weights = jnp.where(labels == options.ignore, 0.0, weights.astype(jnp.float32))
+    # A token of weight 0 must not count even if its hidden state is not finite.
     hidden = jnp.where(weights[..., None] == 0.0, 0.0, hidden)
     logits = jnp.einsum("btd,vd->btv", hidden, head, preferred_element_type=jnp.float32)
-    slope = 1.0
-    if options.softcap is not None:
-        bent = jnp.tanh(logits / options.softcap)
-        logits, slope = options.softcap * bent, 1.0 - bent * bent
-    # Past the end of the classes, take_along_axis gives NaN; below 0 it would count from the end.
+    logits, derivative = soft_cap(logits, options.softcap)
+    # take_along_axis returns NaN past the last class; below 0 it would count from the end.
     index = jnp.where(labels < 0, head.shape[0], labels)
     index = jnp.where(weights == 0.0, 0, index)[..., None]
     lse = jax.nn.logsumexp(logits, axis=-1)
     picked = jnp.take_along_axis(logits, index, axis=-1)[..., 0]
     z = options.z_loss * lse * lse
-    return weights * (lse - picked + z), weights * z, (hidden, logits, slope, lse, index, weights)
+    return (
+        weights * (lse - picked + z),
+        weights * z,
+        (hidden, logits, derivative, lse, index, weights),
+    )
 
 
-def _gradients(options: _Options, head, saved, scale, frozen=False):
-    """One chunk's gradients of Σ scale · losses: hidden's in its dtype, the head's in float32, or,
-    where that is `frozen`, None."""
-    hidden, logits, slope, lse, index, weights = saved
+def _gradients(options: _Options, head, residuals, scale, frozen=False):
+    """Returns one chunk's gradients of Σ scale · losses: hidden's in its dtype, the head's in
+    float32, or None for a frozen head."""
+    hidden, logits, derivative, lse, index, weights = residuals
     factor = (weights * scale)[..., None]
     softmax = jnp.exp(logits - lse[..., None]) * (1.0 + 2.0 * options.z_loss * lse)[..., None]
     chosen = jnp.arange(logits.shape[-1]).reshape(1, 1, -1) == index
-    dlogits = ((softmax - chosen) * slope * factor).astype(hidden.dtype)
+    dlogits = ((softmax - chosen) * derivative * factor).astype(hidden.dtype)
     dhidden = jnp.einsum("btv,vd->btd", dlogits, head, preferred_element_type=jnp.float32)
     if frozen:
         return dhidden.astype(hidden.dtype), None
@@ -180,30 +172,30 @@ def _sum_forward(options, *operands):
     frozen = not operands[1].perturbed
     hidden, head, labels, weights = (x.value for x in operands)
 
-    def local(hidden, narrow, labels, weights, axes):
-        def one(carry, xs):
-            losses, z, saved = _losses(options, xs[0], narrow, *xs[1:])
-            dhidden, d = _gradients(options, narrow, saved, 1.0, frozen)
-            return jax.tree.map(jnp.add, carry, (losses.sum(), z.sum(), d)), dhidden
+    def local(hidden, head, labels, weights, axes):
+        def add(sums, chunk):
+            losses, z, residuals = _losses(options, chunk[0], head, *chunk[1:])
+            dhidden, d = _gradients(options, head, residuals, 1.0, frozen)
+            return jax.tree.map(jnp.add, sums, (losses.sum(), z.sum(), d)), dhidden
 
-        dhead = None if frozen else jnp.zeros_like(narrow, jnp.float32)
+        dhead = None if frozen else jnp.zeros_like(head, jnp.float32)
         start = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32), dhead
-        sums, dhidden = jax.lax.scan(one, start, _chunks(options, hidden, labels, weights))
-        return jax.lax.psum(sums, axes), _join(dhidden, hidden.shape[1])
+        sums, dhidden = jax.lax.scan(add, start, _chunks(options, hidden, labels, weights))
+        return jax.lax.psum(sums, axes), join_chunks(dhidden, hidden.shape[1])
 
     inputs = SHARDED, REPLICATED, SHARDED, SHARDED
     run = per_device(local, options.axes, inputs, (REPLICATED, SHARDED))
     (total, z, dhead), dhidden = run(hidden, head.astype(hidden.dtype), labels, weights)
-    # The head's stays in float32 until it is scaled: a sum over many tokens overflows float16. The
-    # empty array carries its dtype.
+    # The head's gradient stays in float32 until it is scaled: a sum over many tokens overflows
+    # float16. The empty array carries the head's dtype.
     return (total, z), (dhidden, dhead, jnp.zeros((0,), head.dtype))
 
 
-def _sum_backward(options, saved, cotangents):
-    (dhidden, dhead, narrow), (dtotal, _) = saved, cotangents
+def _sum_backward(options, residuals, cotangents):
+    (dhidden, dhead, head_like), (dtotal, _) = residuals, cotangents
     scaled = (dtotal * dhidden.astype(jnp.float32)).astype(dhidden.dtype)
     if dhead is not None:
-        dhead = (dtotal * dhead).astype(narrow.dtype)
+        dhead = (dtotal * dhead).astype(head_like.dtype)
     return scaled, dhead, None, None
 
 
@@ -212,13 +204,12 @@ _sum.defvjp(_sum_forward, _sum_backward, symbolic_zeros=True)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _each(options, hidden, head, labels, weights):
-    def local(hidden, narrow, labels, weights, axes):
-        _, (losses, z) = jax.lax.scan(
-            lambda _, xs: (None, _losses(options, xs[0], narrow, *xs[1:])[:2]),
-            None,
-            _chunks(options, hidden, labels, weights),
-        )
-        return _join(losses, hidden.shape[1]), _join(z, hidden.shape[1])
+    def local(hidden, head, labels, weights, axes):
+        def one(_, chunk):
+            return None, _losses(options, chunk[0], head, *chunk[1:])[:2]
+
+        _, (losses, z) = jax.lax.scan(one, None, _chunks(options, hidden, labels, weights))
+        return join_chunks(losses, hidden.shape[1]), join_chunks(z, hidden.shape[1])
 
     inputs = SHARDED, REPLICATED, SHARDED, SHARDED
     run = per_device(local, options.axes, inputs, (SHARDED, SHARDED))
@@ -231,18 +222,18 @@ def _each_forward(options, *operands):
 
 def _each_backward(options, operands, cotangents):
     (hidden, head, labels, weights), (dlosses, _) = operands, cotangents
-    narrow = head.astype(hidden.dtype)
+    cast = head.astype(hidden.dtype)
 
-    def one(dhead, xs):
-        (hidden, labels, weights), scale = xs
-        *_, saved = _losses(options, hidden, narrow, labels, weights)
-        dhidden, d = _gradients(options, narrow, saved, scale)
+    def add(dhead, chunk):
+        (hidden, labels, weights), scale = chunk
+        *_, residuals = _losses(options, hidden, cast, labels, weights)
+        dhidden, d = _gradients(options, cast, residuals, scale)
         return dhead + d, dhidden
 
     chunks = _chunks(options, hidden, labels, weights)
     scales = _chunks(options, dlosses, labels, weights)[0]
-    dhead, dhidden = jax.lax.scan(one, jnp.zeros_like(head, jnp.float32), (chunks, scales))
-    return _join(dhidden, hidden.shape[1]), dhead.astype(head.dtype), None, None
+    dhead, dhidden = jax.lax.scan(add, jnp.zeros_like(head, jnp.float32), (chunks, scales))
+    return join_chunks(dhidden, hidden.shape[1]), dhead.astype(head.dtype), None, None
 
 
 _each.defvjp(_each_forward, _each_backward)

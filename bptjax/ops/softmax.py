@@ -1,4 +1,5 @@
-"""The online-softmax algebra: attention to a block of keys, and how blocks combine."""
+"""Soft-capped logits, and the online-softmax algebra: attention to a block of keys, and how blocks
+combine."""
 
 from typing import NamedTuple
 
@@ -17,6 +18,14 @@ class AttentionState(NamedTuple):
 
     out: Float[Array, "B T N H"]
     lse: Float[Array, "B T N"]
+
+
+def soft_cap(logits: Array, cap: float | None) -> tuple[Array, Array | float]:
+    """Returns soft-capped logits and their derivative with respect to the uncapped ones."""
+    if cap is None:
+        return logits, 1.0
+    tanh = jnp.tanh(logits / cap)
+    return cap * tanh, 1.0 - tanh * tanh
 
 
 def empty_state(q: Float[Array, "B T N H"]) -> AttentionState:

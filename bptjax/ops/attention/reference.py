@@ -7,7 +7,8 @@ from jax import Array
 from jaxtyping import Float
 
 from bptjax.ops.attention.contract import QKV, AttentionSpec, AttentionState
-from bptjax.ops.attention.scores import alibi_bias, dropout_factors, soft_cap
+from bptjax.ops.attention.scores import alibi_bias, dropout_factors
+from bptjax.ops.softmax import soft_cap
 
 
 def unsupported(x: QKV, spec: AttentionSpec) -> str | None:

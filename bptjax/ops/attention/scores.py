@@ -12,14 +12,6 @@ from bptjax.ops.attention.contract import AttentionSpec
 from bptjax.ops.dropout import keep
 
 
-def soft_cap(logits: Array, cap: float | None) -> tuple[Array, Array | float]:
-    """Returns soft-capped logits and their derivative with respect to the uncapped ones."""
-    if cap is None:
-        return logits, 1.0
-    tanh = jnp.tanh(logits / cap)
-    return cap * tanh, 1.0 - tanh * tanh
-
-
 def alibi_bias(
     slopes: Float[Array | np.ndarray, "N"], p: Array, s: Array
 ) -> Float[Array, "b N t s"]:

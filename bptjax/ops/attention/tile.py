@@ -13,9 +13,9 @@ from jax import Array
 from jaxtyping import Float
 
 from bptjax.ops.attention.contract import QKV, AttentionSpec, AttentionState
-from bptjax.ops.attention.scores import alibi_bias, dropout_factors, soft_cap
+from bptjax.ops.attention.scores import alibi_bias, dropout_factors
 from bptjax.ops.mask import Tiles
-from bptjax.ops.softmax import OnlineSoftmax
+from bptjax.ops.softmax import OnlineSoftmax, soft_cap
 
 
 def query_blocks(x: Array, kv_heads: int, chunk: int, fill: float = 0.0) -> Array:
