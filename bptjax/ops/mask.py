@@ -1,5 +1,5 @@
-"""Which query may see which key: a value that is evaluated a tile at a time and knows which tiles
-are dead."""
+"""Which query may attend to which key: a value that is evaluated a tile at a time, and that knows
+which tiles are empty."""
 
 from dataclasses import dataclass, field, replace
 from functools import reduce
@@ -15,30 +15,40 @@ from jax import Array
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Mask:
-    """A query at position p sees a key at position s when every condition that is set holds.
+    """A query at position p may attend to a key at position s if every condition that is set holds.
+
+    Four masks over six tokens; a row is a query, x marks the keys that it may attend to:
+
+        Mask(causal=True)    Mask(causal=True,    Mask(causal=True,       Mask(window=2,
+                               window=3)            segments=             global_tokens=
+                                                    [[1,1,1,2,2,0]])      [1,0,0,0,0,0])
+          x . . . . .          x . . . . .          x . . . . .             x x x x x x
+          x x . . . .          x x . . . .          x x . . . .             x x x . . .
+          x x x . . .          x x x . . .          x x x . . .             x x x x . .
+          x x x x . .          . x x x . .          . . . x . .             x . x x x .
+          x x x x x .          . . x x x .          . . . x x .             x . . x x x
+          x x x x x x          . . . x x x          . . . . . .             x . . . x x
 
     Attributes:
       causal: s <= p.
-      window: p - s < window; where not causal, |p - s| < window. In tokens, the query's own
-        included.
-      windows: several, of which `window_index` picks one as the program runs: for the layers of a
-        scan that differ in it.
-      segments: int32 `[B, T]`, the queries' documents. A key is seen from its own document only;
-        segment 0 is padding, which sees nothing and is seen by nothing.
+      window: p - s < window; if not causal, |p - s| < window. In tokens, the query's own included.
+      windows: windows of several kinds of layers, one of which `window_index` selects at run time.
+      segments: int32 `[B, T]`, the queries' documents. Attention stays inside a document. Segment 0
+        is padding: it attends to nothing, and nothing attends to it.
       k_segments: int32 `[B, S]`, the keys' documents; those of the queries if left out.
-      positions: int32 `[T]` or `[B, T]`, absolute positions of the queries in the row (not in the
-        document); `0..T-1` if left out.
-      k_positions: int32 `[S]` or `[B, S]`, likewise; those of the queries if left out.
+      positions: int32 `[T]` or `[B, T]`, absolute positions of the queries in the sequence (not in
+        the document); `0..T-1` if left out.
+      k_positions: int32 `[S]` or `[B, S]`, positions of the keys; those of the queries if left out.
       window_index: int32 scalar.
-      global_tokens: bool `[T]` or `[B, T]`, queries that window and block mask do not hold back:
-        they see every key that the other conditions allow. Beltagy et al. 2020, arXiv 2004.05150.
-      k_global_tokens: bool `[S]` or `[B, S]`, keys that are likewise seen by every query; those of
-        the queries if left out.
+      global_tokens: bool `[T]` or `[B, T]`, queries that ignore window and block mask: they attend
+        to every key that the other conditions allow. Beltagy et al. 2020, arXiv 2004.05150.
+      k_global_tokens: bool `[S]` or `[B, S]`, keys that every query may attend to in the same way;
+        those of the queries if left out.
       block_mask: bool `[P, R]`: block_mask[p // block_size, s // block_size]. Positions beyond it
-        see nothing and are not seen. Chunks no longer than a block skip the most.
+        attend to nothing, and nothing attends to them. Chunks no longer than a block skip the most.
       block_size: tokens in a block of `block_mask`.
 
-    What is NumPy is known while tracing: a loop over live tiles then has a fixed length.
+    NumPy arrays are static: if all are, a loop over the non-empty tiles has a fixed length.
     """
 
     causal: bool = field(default=False, metadata={"static": True})
@@ -55,13 +65,13 @@ class Mask:
     block_size: int | None = field(default=None, metadata={"static": True})
 
     def within(self, windows: tuple[int | None, ...], index: Array | int) -> "Mask":
-        """The same mask with the window that `index` picks."""
+        """Returns the mask with the window that `index` selects."""
         if len(set(windows)) == 1:
             return replace(self, window=windows[0])
         return replace(self, windows=windows, window_index=jnp.asarray(index))
 
     def each_window(self) -> list["Mask"]:
-        """The masks that `window_index` picks from."""
+        """Returns the masks that `window_index` selects from."""
         if self.windows is None:
             return [self]
         return [replace(self, window=w, windows=None, window_index=None) for w in self.windows]
@@ -89,12 +99,12 @@ class Mask:
             mask.resolve(T, S)
 
     def resolve(self, T: int, S: int) -> "Mask":
-        """The same mask with every field that has a default filled in. Positions that were left out
-        become NumPy arrays: what follows from them is known while tracing.
+        """Returns the mask with every default filled in. Positions that were left out become NumPy
+        arrays, which are static.
 
         Raises:
           ValueError: T ≠ S with positions, segments or global tokens given for one side only, or a
-            wrong length; a block mask that known positions exceed.
+            wrong length; a block mask that static positions exceed.
         """
         ordered = self.causal or self.window is not None or self.block_mask is not None
         if self.window is not None and self.window < 1:
@@ -151,8 +161,8 @@ class Mask:
         p_global: Array | None = None,
         s_global: Array | None = None,
     ) -> Array | None:
-        """Bool `[B or 1, t, s]` from positions `[B or 1, t]`, `[B or 1, s]`, segments and global
-        tokens; None where all is seen."""
+        """Returns bool `[B or 1, t, s]` from positions `[B or 1, t]` and `[B or 1, s]`, segments and
+        global tokens; None if every pair is allowed."""
         p, s = p[:, :, None], s[:, None, :]
         local = []
         if self.window is not None:
@@ -178,11 +188,11 @@ class Mask:
         return reduce(and_, conditions) if conditions else None
 
     def count_blocks(self, rows: tuple[Any, Any], columns: tuple[Any, Any]) -> tuple[Any, Any]:
-        """Blocks of `block_mask` between the positions, (first, last) of rows and of columns: how
-        many are set, and how many there are."""
+        """Returns the number of set blocks and of all blocks of `block_mask` between the positions,
+        (first, last) of rows and of columns."""
         block_mask: Any = self.block_mask
-        known = all(isinstance(x, np.ndarray) for x in (block_mask, *rows, *columns))
-        xp = np if known else jnp
+        static = all(isinstance(x, np.ndarray) for x in (block_mask, *rows, *columns))
+        xp = np if static else jnp
         sums = xp.pad(xp.cumsum(xp.cumsum(block_mask != 0, 0), 1), ((1, 0), (1, 0)))
         (top, bottom), (left, right) = (
             (low // self.block_size, high // self.block_size + 1) for low, high in (rows, columns)
@@ -194,7 +204,7 @@ class Mask:
 
 
 class Tiles:
-    """A mask over T queries and S keys, cut into `q_chunk` × `k_chunk` tiles; tile (i, j) starts at
+    """A mask over T queries and S keys in `q_chunk` × `k_chunk` tiles; tile (i, j) starts at
     (i·q_chunk, j·k_chunk)."""
 
     def __init__(self, mask: Mask, T: int, S: int, q_chunk: int, k_chunk: int):
@@ -209,8 +219,9 @@ class Tiles:
         self.k_global = blocks(mask.k_global_tokens, k_chunk, "constant")
 
     def allowed(self, i, j) -> Array | None:
-        """Bool `[B or 1, q_chunk, k_chunk]`, False on keys past the end; None where all is seen."""
-        seen = self.mask.allowed(
+        """Returns bool `[B or 1, q_chunk, k_chunk]`, False on padded keys; None if every pair is
+        allowed."""
+        allowed = self.mask.allowed(
             _at(self.q_positions, i),
             _at(self.k_positions, j),
             _at(self.q_segments, i),
@@ -221,21 +232,20 @@ class Tiles:
         if self.S % self.k_chunk:
             inside = j * self.k_chunk + jnp.arange(self.k_chunk) < self.S
             inside = inside[None, None, :]
-            seen = inside if seen is None else seen & inside
-        return seen
+            allowed = inside if allowed is None else allowed & inside
+        return allowed
 
     def positions(self, i, j) -> tuple[Array, Array]:
-        """Absolute positions of tile (i, j): queries int32 `[B or 1, q_chunk]`, keys `[B or 1,
-        k_chunk]`."""
+        """Returns the absolute positions of tile (i, j): queries int32 `[B or 1, q_chunk]`, keys
+        `[B or 1, k_chunk]`."""
         return _at(self.q_positions, i), _at(self.k_positions, j)
 
     def nonempty(self) -> tuple[np.ndarray | Array, int | Array]:
-        """Tiles in which some query may see some key: `(pairs, count)`, pairs int32 `[n, 2]` of (i,
-        j) in row order, of which the first `count` are live; an int where all of the mask is known
-        while tracing.
+        """Returns the tiles with an allowed pair: `(pairs, count)`, pairs int32 `[n, 2]` of (i, j)
+        by query block, the first `count` of which are non-empty; an int if the mask is static.
 
-        A tile is kept when the ranges of its positions and segments, or a global token in it, allow
-        a pair, so a kept tile may still be dead; a dropped one never holds a live pair.
+        The ranges of a tile's positions and segments, or a global token in it, decide. So a tile
+        that is kept may still be empty; one that is dropped never holds an allowed pair.
         """
         mask = self.mask
         q_low, q_high = (x[:, None] for x in _range(self.q_positions))
@@ -251,29 +261,29 @@ class Tiles:
         if local and self.q_global is not None:
             far = self.q_global.any((1, 2))[:, None] | self.k_global.any((1, 2))[None]
             local = [reduce(and_, local) | far]
-        alive = [np.ones((self.nq, self.nk), bool), *local]
+        conditions = [np.ones((self.nq, self.nk), bool), *local]
         if mask.causal:
-            alive.append(k_low <= q_high)
+            conditions.append(k_low <= q_high)
         if self.q_segments is not None:
-            # Per row of the batch: the ranges of real (non-zero) segments overlap.
+            # The ranges of segments other than padding overlap in some sequence.
             q_low, q_high = _segments(self.q_segments)
             k_low, k_high = _segments(self.k_segments)
             overlap = (k_low[None] <= q_high[:, None]) & (q_low[:, None] <= k_high[None])
-            alive.append(overlap.any(-1))
+            conditions.append(overlap.any(-1))
 
-        known = np.logical_and.reduce([a for a in alive if isinstance(a, np.ndarray)])
-        pairs = np.argwhere(known).astype(np.int32)
-        rest = [a for a in alive if not isinstance(a, np.ndarray)]
-        if not rest:
+        static = np.logical_and.reduce([c for c in conditions if isinstance(c, np.ndarray)])
+        pairs = np.argwhere(static).astype(np.int32)
+        traced = [c for c in conditions if not isinstance(c, np.ndarray)]
+        if not traced:
             return pairs, len(pairs)
         flags = jnp.ones(len(pairs), bool)
-        for a in rest:
-            flags &= a[pairs[:, 0], pairs[:, 1]]
+        for condition in traced:
+            flags &= condition[pairs[:, 0], pairs[:, 1]]
         return jnp.asarray(pairs)[jnp.argsort(~flags, stable=True)], flags.sum()
 
 
 def blocks(x: Any, chunk: int, mode: str) -> Any:
-    """`[T]` or `[B, T]` to `[n, B or 1, chunk]`, NumPy in, NumPy out."""
+    """Reshapes `[T]` or `[B, T]` to `[n, B or 1, chunk]`; NumPy stays NumPy."""
     if x is None:
         return None
     xp = np if isinstance(x, np.ndarray) else jnp
@@ -289,13 +299,13 @@ def _at(blocks, i) -> Array | None:
 
 
 def _range(blocks):
-    """Least and greatest of each block over batch and tokens: two `[n]`."""
+    """Returns the least and the greatest value of each block over batch and tokens: `[n]`."""
     return blocks.min((1, 2)), blocks.max((1, 2))
 
 
 def _segments(blocks):
-    """Least and greatest real segment of each block and row of the batch: two `[n, B]`; an empty
-    range where all is padding."""
+    """Returns the least and the greatest segment of each block and sequence without padding: two
+    `[n, B]`; an empty range if all is padding."""
     xp = np if isinstance(blocks, np.ndarray) else jnp
     blocks, top = blocks.astype(np.int32), np.iinfo(np.int32).max
     return xp.where(blocks == 0, top, blocks).min(-1), xp.where(blocks == 0, -1, blocks).max(-1)

@@ -1,3 +1,5 @@
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -145,3 +147,20 @@ def test_beyond_the_block_mask():
     assert (mask.allowed(p, p, None, None)[0] == (p.T < 8) & (p < 12)).all()
     tiles = Tiles(mask, 16, 16, 4, 4)
     assert tiles.nonempty()[1] == 2 * 3
+
+
+def test_drawings_of_the_docstring():
+    """The docstring draws what its four masks allow."""
+    lines = (Mask.__doc__ or "").splitlines()
+    drawn = [line for line in lines if re.fullmatch(r"[x. ]*x[x. ]*", line)]
+    masks = (
+        Mask(causal=True),
+        Mask(causal=True, window=3),
+        Mask(causal=True, segments=np.array([[1, 1, 1, 2, 2, 0]])),
+        Mask(window=2, global_tokens=np.array([1, 0, 0, 0, 0, 0], bool)),
+    )
+    for t, line in enumerate(drawn):
+        assert len(drawn) == 6 and [row.split() for row in re.split(r" {3,}", line.strip())] == [
+            ["x" if Tiles(mask, 6, 6, 6, 6).allowed(0, 0)[0, t, s] else "." for s in range(6)]
+            for mask in masks
+        ]
