@@ -161,7 +161,7 @@ class Mask:
         p_global: Array | None = None,
         s_global: Array | None = None,
     ) -> Array | None:
-        """Returns bool `[B or 1, t, s]` from positions `[B or 1, t]` and `[B or 1, s]`, segments and
+        """Returns bool `[B or 1, t, s]` from positions `[B or 1, t]`, `[B or 1, s]`, segments and
         global tokens; None if every pair is allowed."""
         p, s = p[:, :, None], s[:, None, :]
         local = []
