@@ -6,13 +6,12 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
-from bptjax.ops.attention.taylor import taylor_attention
 
 from bptjax.ops.attention import attention
-from bptjax.ops.attention.landmark import landmark_attention
-from bptjax.ops.block import block
-from bptjax.ops.feed_forward import feed_forward
+from bptjax.ops.blockwise import blockwise, blockwise_transformer
+from bptjax.ops.landmark_attention import landmark_attention
 from bptjax.ops.mask import Mask
+from bptjax.ops.taylor_attention import taylor_attention
 from bptjax.parallel.mesh import ParallelConfig, make_mesh
 from bptjax.parallel.sequence import attention as on_mesh
 from ops.comparing import normal
@@ -95,6 +94,6 @@ def test_kin_of_attention_refuse_bad_arguments():
         ((), "not no arrays"),
     ):
         with pytest.raises(ValueError, match=message):
-            feed_forward(lambda p, x: x, {}, x, chunk=2)
+            blockwise(lambda p, x: x, {}, x, chunk=2)
         with pytest.raises(ValueError, match=message):
-            block(lambda p, x: x, lambda p, x, out: out, {}, x, X, X, q_chunk=2)
+            blockwise_transformer(lambda p, x: x, lambda p, x, out: out, {}, x, X, X, q_chunk=2)
