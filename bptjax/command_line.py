@@ -105,6 +105,8 @@ class Help(argparse.HelpFormatter):
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text, default = action.help or "", action.default
+        if choices := self._choices(action):
+            text += f" One of {choices.strip('{}').replace(',', ', ')}."
         if action.required and action.option_strings:
             return f"{text} (required)"
         if not action.option_strings or action.nargs == 0 or default in (None, [], "==SUPPRESS=="):
@@ -116,10 +118,17 @@ class Help(argparse.HelpFormatter):
         names = {"int": "INT", "float": "NUMBER", "Path": "PATH"}
         return names.get(getattr(action.type, "__name__", ""), "TEXT")
 
+    def _choices(self, action: argparse.Action) -> str:
+        """Returns "{a,b,c}" of a flag with so many choices that they do not fit beside its name."""
+        values = self._format_args(action, self._get_default_metavar_for_optional(action))
+        fits = len(f"  {', '.join(action.option_strings)} {values}") <= self._width
+        return "" if fits else values
+
     def _format_action_invocation(self, action: argparse.Action) -> str:
         if not action.option_strings:
             return super()._format_action_invocation(action)
         values = self._format_args(action, self._get_default_metavar_for_optional(action))
+        values = "NAME" if self._choices(action) else values
         # The form with + adds to a list.
         names = [name for name in action.option_strings if not name.endswith("+")]
         return f"{', '.join(names)} {values}".rstrip()

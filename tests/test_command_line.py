@@ -1,6 +1,7 @@
 """What the commands share: flags, help, one-line errors, exit codes, a start without jax."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -97,7 +98,9 @@ def test_help_of_train_explains_every_key(capsys, monkeypatch):
         _, found, text = help.partition(f"  --{key} ")
         text = " ".join(text.partition("\n  --")[0].partition("\n\n")[0].split())
         assert found and len(text) > 20, key
-        assert (f"(default: {str(default).lower()})" in text) or not isinstance(default, int), key
+        # The text names a default that depends on the work.
+        value = str(default).lower()
+        assert not isinstance(default, int) or value in re.split(r"[^\w-]+", text), key
 
 
 @pytest.mark.parametrize(

@@ -200,6 +200,7 @@ def test_grouped_rows_resume_exactly(base, tmp_path, monkeypatch):
         "data.group_by_length": True,
         "train.seq_len": 16,
         "train.max_steps": 8,
+        "optimizer.warmup_steps": 2,
         "train.per_device_train_batch_size": 2,
         "train.gradient_accumulation_steps": 2,
         "train.eval_predictions": 2,
