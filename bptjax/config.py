@@ -18,6 +18,7 @@ from bptjax.memory import MemoryConfig
 from bptjax.models.config import ModelConfig
 from bptjax.optim import OptimizerConfig
 from bptjax.parallel.mesh import ParallelConfig
+from bptjax.trackers import Name
 
 # A run directory's copy.
 FILE = "config.yaml"
@@ -96,9 +97,13 @@ class LoggingConfig:
 
     Attributes:
       steps: optimizer steps between records in metrics.jsonl.
+      report_to: trackers that get the numbers of metrics.jsonl too, a list of tensorboard and
+        wandb. They need pip install -e ".[tensorboard]" or ".[wandb]". One that fails is
+        left out with a warning.
     """
 
     steps: int = 1
+    report_to: list[Name] = field(default_factory=list)
 
     def __post_init__(self):
         if self.steps < 1:

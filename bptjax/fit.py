@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from bptjax.checkpoint import Best, Checkpoints
-from bptjax.config import to_yaml
+from bptjax.config import flatten, to_yaml
 from bptjax.guards import RunFailed, exclusive, explain_out_of_memory, finite, stop_signals
 from bptjax.metrics import JsonlWriter, Progress, Silence, Throughput
 from bptjax.optim import learning_rate
@@ -20,6 +20,7 @@ from bptjax.parallel.processes import agreed, everyone, hurry, largest, part, wa
 from bptjax.report import answers, export, report, sample
 from bptjax.run import Run
 from bptjax.run_directory import record
+from bptjax.trackers import Trackers
 from bptjax.trainer import Task, TrainState
 
 # Dense bf16 matmul peaks, FLOP/s, by the device's name: what MFU is counted against.
@@ -79,6 +80,9 @@ def fit(run: Run) -> int:
                     run.directory, name="predictions.jsonl", resume_step=since
                 )
             progress = Progress(run.directory, task.steps)
+            if config.logging.report_to and start < task.steps:
+                names, keys = config.logging.report_to, flatten(config)
+                writer = Trackers(writer, names, run.directory, keys, since, progress.log)
         stack.callback(writer.close)
         stack.callback(predictions.close)
         stack.enter_context(progress)

@@ -342,8 +342,10 @@ def test_a_loss_that_got_worse_is_said(arguments, tmp_path, capsys):
     assert "held-out loss rose from 5." in line and "lower optimizer.learning_rate=3" in line
 
 
-def test_start_and_evaluation_say_what_they_do(arguments, tmp_path, capsys):
+def test_start_and_evaluation_say_what_they_do(arguments, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
     command = [*arguments, f"--run_dir={tmp_path / 'run'}", "--train.max_steps=1"]
+    command.append("--logging.report_to=[wandb]")
     assert main([*command, "--train.eval_batches=1"]) == 0
     lines = capsys.readouterr().out.splitlines()
     wanted = (
@@ -359,6 +361,8 @@ def test_start_and_evaluation_say_what_they_do(arguments, tmp_path, capsys):
     assert found == sorted(found)
     assert " batches; train.eval_batches: null takes all" in lines[found[4]]
     assert any(line.startswith("held-out nats per token (first 1 batches): ") for line in lines)
+    (warning,) = [line for line in lines if line.startswith("warning")]
+    assert "wandb failed (" in warning and warning.endswith("; the run goes on without it")
     # What is left out is not reported as bits per byte of all.
     assert not any("bits per byte" in line for line in lines)
 
@@ -443,6 +447,10 @@ BAD = {
     "the best of nothing": (
         ["--checkpoint.keep_best=true", "--data.eval_fraction=0"],
         "checkpoint.keep_best=true needs held-out data; set data.eval_fraction or data.eval_path",
+    ),
+    "no such tracker": (
+        ["--logging.report_to=[comet]"],
+        "logging.report_to=comet: must be a list, each item one of tensorboard, wandb",
     ),
     "not writable": (["--run_dir", "/proc/run"], "run_dir=/proc/run cannot be written"),
 }

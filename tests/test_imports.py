@@ -22,6 +22,7 @@ FLOORS = {
     "optim": 4,
     "checkpoint": 4,
     "metrics": 4,
+    "trackers": 4,
     "progress": 3,
     "hf": 4,
     "command_line": 5,
