@@ -4,7 +4,7 @@ import math
 import os
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +18,20 @@ from bptjax.data.check import DataCheck
 from bptjax.data.encode import question
 from bptjax.data.loader import data_check, eval_loader, train_loader
 from bptjax.data.records import readable
-from bptjax.data.sources import Mixture, count, open_split
-from bptjax.data.survey import survey
-from bptjax.data.tokenizer import Tokenizer, add_tokens, make_tokenizer, vocabulary_warning
+from bptjax.data.sources import count
+from bptjax.data.tokenizer import Tokenizer
 from bptjax.hf.config import read_json
 from bptjax.hf.config_export import exported
 from bptjax.hf.from_scratch import family_of
 from bptjax.hf.io import copy_companions
-from bptjax.hf.pretrained import COMPANIONS, Pretrained, open_pretrained
+from bptjax.hf.pretrained import COMPANIONS, Pretrained
 from bptjax.lora import AdapterConfig
-from bptjax.models.config import EncoderConfig, ModelConfig
+from bptjax.models.config import ModelConfig
 from bptjax.models.layers import rotary
 from bptjax.optim import describe_schedule
 from bptjax.parallel.mesh import ParallelConfig, make_mesh, select_devices
 from bptjax.parallel.processes import agreed, everyone, join, same, watched
+from bptjax.run_data import open_data, say
 from bptjax.run_directory import claim, saved_keys
 from bptjax.trainer import Task
 
@@ -164,29 +164,13 @@ def _checked(config: Config, devices: list[jax.Device]) -> Run:
             f"memory.offload={config.memory.offload} moves from a GPU; a CPU's memory is the host's"
         )
     mesh = make_mesh(config.parallel, devices)
-    say("reading data")
-    train, held_out = open_split(config.data)
+    data = open_data(config)
+    pretrained, tokenizer = data.pretrained, data.tokenizer
     for key in config.needs_evaluations:
-        if not len(held_out):
+        if not len(data.held_out):
             raise ValueError(f"{key} needs held-out data; set data.eval_fraction or data.eval_path")
-    if config.model.name_or_path:
-        say(f"reading the checkpoint {config.model.name_or_path}")
-    pretrained = open_pretrained(config.model) if config.model.name_or_path else None
-    if pretrained and isinstance(pretrained.config, EncoderConfig):
-        raise ValueError(
-            f"model.name_or_path={config.model.name_or_path} is an encoder; these are not trained"
-        )
-    companions = pretrained.companions if pretrained else None
-    name = config.data.tokenizer or str(companions or "byte")
-    own = pretrained.config.V if pretrained and name == str(companions) else None
-    bad = config.data.bad_records
-    tokenizer = make_tokenizer(name, chain(readable(train, bad), readable(held_out, bad)), own)
     model = pretrained.config if pretrained else config.model
-    fits = pretrained and model.V >= tokenizer.vocab_size
-    added = add_tokens(tokenizer, model.add_tokens)
-    chats = survey(train.files if isinstance(train, Mixture) else [train], tokenizer)
-    tokenizer = chats.adapt(tokenizer)
-    if pretrained and fits:
+    if pretrained and model.V >= tokenizer.vocab_size - len(data.added):
         model = replace(model, vocab_size=max(model.V, tokenizer.vocab_size))
         pretrained = replace(pretrained, config=model)
     if model.vocab_size is None:
@@ -206,7 +190,7 @@ def _checked(config: Config, devices: list[jax.Device]) -> Run:
     _check_adapter(config, task)
     picked, others = task.attention()
     batches = train_loader(
-        train,
+        data.train,
         tokenizer,
         config.data,
         seq_len=config.train.seq_len,
@@ -220,12 +204,13 @@ def _checked(config: Config, devices: list[jax.Device]) -> Run:
     where += f" of {jax.process_count()} processes" if jax.process_count() > 1 else ""
     notes = [
         f"devices: {where}, jax {jax.__version__}, mesh {axes}",
-        f"data: {count(train)} documents, {len(held_out):,} held out, vocabulary {model.V}",
+        f"data: {count(data.train)} documents, {len(data.held_out):,} held out, "
+        f"vocabulary {model.V}",
         f"attention: {picked}{why}",
     ]
     if model.add_tokens:
-        known = [token for token in model.add_tokens if token not in added]
-        text = f"model.add_tokens: {len(added)} new, the vocabulary has {tokenizer.vocab_size}"
+        known = [token for token in model.add_tokens if token not in data.added]
+        text = f"model.add_tokens: {len(data.added)} new, the vocabulary has {tokenizer.vocab_size}"
         notes.append(text + (f"; in it already: {', '.join(map(repr, known))}" if known else ""))
     if not pretrained:
         try:
@@ -245,11 +230,11 @@ def _checked(config: Config, devices: list[jax.Device]) -> Run:
                 "positions; scale them by model.rope_parameters, and set model.max_positions to "
                 "record the new length"
             )
-    if companions and name != str(companions):
-        notes += filter(None, [vocabulary_warning(tokenizer, companions)])
-    notes += chats.notes(tokenizer)
-    check = data_check(train, held_out, tokenizer, config.data, seq_len=config.train.seq_len)
-    return Run(config, task, tokenizer, held_out, batches, check, notes)
+    notes += data.notes
+    check = data_check(
+        data.train, data.held_out, tokenizer, config.data, seq_len=config.train.seq_len
+    )
+    return Run(config, task, tokenizer, data.held_out, batches, check, notes)
 
 
 def _counted(run: Run) -> Run:
@@ -290,12 +275,6 @@ def _check_data(run: Run) -> None:
                 "the held-out documents contain no token that counts in the loss; see "
                 "data.eval_path, data.eval_fraction and data.too_long"
             )
-
-
-def say(line: str) -> None:
-    """Prints a line at once, in the first process: the log does not exist before all is checked."""
-    if jax.process_index() == 0:
-        print(line, flush=True)
 
 
 def check_model(model: ModelConfig, pretrained: Pretrained | None) -> None:

@@ -54,7 +54,8 @@ class Survey:
             )
         ends = [i for i in self.endings if i is not None]
         if ends:
-            names = ", ".join(repr(tokenizer.decode([i])) for i in ends)
+            # Some tokenizers decode the end of a text to nothing.
+            names = ", ".join(repr(tokenizer.decode([i]) or f"token {i}") for i in ends)
             found.append(f"chats: answers end with {names}, which stops generation")
         if self.endings[None]:
             found.append(

@@ -1,0 +1,239 @@
+"""`bptjax preview --config FILE`: shows what a run would train on, without its model."""
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.text import Text
+
+from bptjax.command_line import run_command
+from bptjax.config import Config, parse
+from bptjax.data.account import Account
+from bptjax.data.chat import Chat
+from bptjax.data.encode import IGNORED, encode
+from bptjax.data.files import Document, TokenIds
+from bptjax.data.loader import data_check, train_loader
+from bptjax.data.packing import Example
+from bptjax.data.records import readable
+from bptjax.data.tokenizer import Tokenizer
+from bptjax.metrics import printable
+from bptjax.run_data import open_data
+
+DESCRIPTION = """Shows what a run would train on: counts over the data, one record before and after
+the chat template, and the first sequences as they enter the step. Tokens in the loss are green, or
+in [[ ]] where there is no terminal. Reads no weights. Takes the keys of `bptjax train`."""
+IN_LOSS = "bold green"
+
+
+@dataclass(frozen=True)
+class PreviewConfig(Config):
+    """A training config, and how much of its data to show.
+
+    Attributes:
+      rows: packed sequences to show.
+      shown_tokens: tokens to show of each document; the middle of a longer one is left out.
+      seconds: time to count records for. Counts of the records that were not reached are
+        extrapolated, and said to be.
+      out: directory of lengths.png; none is drawn if not set.
+    """
+
+    rows: int = 3
+    shown_tokens: int = 400
+    seconds: float = 60.0
+    out: str | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name in ("rows", "shown_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+        if not 0 < self.seconds < float("inf"):
+            raise ValueError(f"seconds={self.seconds}: must be positive")
+
+
+def preview(config: PreviewConfig, console: Console) -> None:
+    """Prints the preview.
+
+    Raises:
+      ValueError: what is wrong with the data, in one line.
+    """
+    plain = Config(**{f.name: getattr(config, f.name) for f in fields(Config)})
+    # A later sequence may be preceded by a bad record: count and show the others.
+    data_config = replace(plain.data, bad_records="skip")
+    data = open_data(replace(plain, data=data_config))
+    seq_len = config.train.seq_len
+    check = data_check(data.train, data.held_out, data.tokenizer, data_config, seq_len=seq_len)
+    check.run(config.seconds)
+    console.rule("data")
+    for line in (*check.lines(), *data.notes, *_steps(config, check.sequences_per_epoch)):
+        console.print(line, markup=False, soft_wrap=not console.is_terminal)
+    for bad in check.bad[:3]:
+        print(f"bad record: {bad.file}, {bad.record}: {bad.reason}")
+    for account in check.accounts:
+        _print_lengths(account, console)
+    if config.out is not None:
+        _draw_lengths(check.accounts, Path(config.out))
+    first = next(readable(data.train, "skip"), None)
+    if first is not None:
+        _print_record(first, data.tokenizer, data_config, config.shown_tokens, console)
+    shards = data_config.shards
+    batches = train_loader(
+        data.train,
+        data.tokenizer,
+        data_config,
+        seq_len=seq_len,
+        rows=-(-config.rows // shards) * shards,
+    )
+    try:
+        batch = next(batches)
+    finally:
+        batches.close()
+    for i in range(config.rows):
+        sequence = {name: x[i] for name, x in batch.items()}
+        _print_sequence(i + 1, sequence, data.tokenizer, config.shown_tokens, console)
+
+
+def _steps(config: Config, sequences: int | None) -> list[str]:
+    """Formats the steps of an epoch; the mesh multiplies the batch."""
+    train = config.train
+    batch = train.per_device_train_batch_size * train.gradient_accumulation_steps
+    if sequences is None:
+        return []
+    return [
+        f"steps: about {-(-sequences // batch):,} an epoch on one device, with a global batch size "
+        f"of {batch} ({batch * train.seq_len:,} tokens); divide by dp × fsdp"
+    ]
+
+
+def _print_lengths(account: Account, console: Console) -> None:
+    """Prints a bar for each length in `account.lengths`."""
+    if not account.lengths:
+        return
+    console.rule(f"lengths in tokens: {account.name}")
+    most = max(account.lengths.values())
+    for size, count in sorted(account.lengths.items()):
+        bar = "█" * max(1, round(40 * count / most))
+        print(f"up to {size:>9,} {bar} {count:,}")
+
+
+def _draw_lengths(accounts: list[Account], out: Path) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    out.mkdir(parents=True, exist_ok=True)
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot(
+        title="Lengths of the examples", xlabel="tokens, up to", ylabel="examples", xscale="log"
+    )
+    for account in accounts:
+        sizes, counts = zip(*sorted(account.lengths.items()), strict=True)
+        axes.step(sizes, counts, where="pre", marker="o", label=account.name)
+    axes.set_xscale("log", base=2)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    FigureCanvasAgg(figure).print_png(out / "lengths.png")
+    print(f"plot: {out / 'lengths.png'}")
+
+
+def _print_record(
+    document: Document, tokenizer: Tokenizer, config: Any, shown: int, console: Console
+) -> None:
+    """Prints a record as it was read, and each example that it becomes."""
+    console.rule("first record, as read")
+    if isinstance(document, Chat):
+        record = {"messages": list(document.messages), **document.variables}
+        print(printable(json.dumps(record, indent=2, ensure_ascii=False, default=str)))
+    elif isinstance(document, str):
+        print(printable(document[: 4 * shown]) + ("…" if len(document) > 4 * shown else ""))
+    else:
+        ids = document.ids if isinstance(document, TokenIds) else document
+        print(" ".join(map(str, ids[:shown])) + ("…" if len(ids) > shown else ""))
+    examples = encode(
+        document,
+        tokenizer,
+        source_max_len=config.source_max_len,
+        target_max_len=config.target_max_len,
+        train_on_source=config.train_on_source,
+    )
+    for number, example in enumerate(examples, 1):
+        of = f", example {number} of {len(examples)}" if len(examples) > 1 else ""
+        console.rule(f"first record, as trained on{of}: {_count(example)}")
+        console.print(marked(example, tokenizer, shown, console.is_terminal), soft_wrap=True)
+
+
+def _print_sequence(
+    number: int, sequence: Example, tokenizer: Tokenizer, shown: int, console: Console
+) -> None:
+    """Prints a packed sequence, a document at a time."""
+    segments = sequence["segments"]
+    ids = list(dict.fromkeys(segments[segments != 0].tolist()))
+    padding = int((segments == 0).sum())
+    title = f"sequence {number}: {len(segments):,} tokens, {padding:,} of them padding"
+    console.rule(f"{title}; documents: {len(ids)}")
+    for place, segment in enumerate(ids, 1):
+        document = {name: x[segments == segment] for name, x in sequence.items()}
+        first, last = document["positions"][[0, -1]]
+        print(f"document {place}, positions {first:,} to {last:,}: {_count(document)}")
+        console.print(marked(document, tokenizer, shown, console.is_terminal), soft_wrap=True)
+
+
+def _count(example: Example) -> str:
+    labels = example["labels"]
+    return f"{len(labels):,} tokens, {int((labels != IGNORED).sum()):,} labels in the loss"
+
+
+def marked(example: Example, tokenizer: Tokenizer, shown: int, colored: bool) -> Text:
+    """Returns the text of an example, the tokens in the loss in color, or in [[ ]].
+
+    The last label is a token too: it is predicted, and never read.
+
+    Args:
+      example: `tokens` and `labels`, int32 [T].
+      shown: tokens to show at most; those in the middle are left out.
+    """
+    tokens, labels = example["tokens"], example["labels"]
+    predicted = np.r_[False, labels != IGNORED]
+    ids = np.append(tokens, labels[-1])
+    if labels[-1] == IGNORED:
+        ids, predicted = ids[:-1], predicted[:-1]
+    text, half = Text(), max(1, shown // 2)
+    parts = [slice(None)] if len(ids) <= shown else [slice(half), slice(-half, None)]
+    for n, part in enumerate(parts):
+        if n:
+            text.append(f" … {len(ids) - 2 * half:,} tokens … ", "dim")
+        for piece, in_loss in _pieces(ids[part], predicted[part], tokenizer):
+            if in_loss and not colored:
+                piece = f"[[{piece}]]"
+            text.append(piece, IN_LOSS if in_loss and colored else "")
+    return text
+
+
+def _pieces(ids: np.ndarray, flags: np.ndarray, tokenizer: Tokenizer) -> Iterator[tuple[str, bool]]:
+    """Yields runs of tokens with the same flag as text. Each is what decoding the ids up to its end
+    adds: a tokenizer may write a token otherwise at the start of a text."""
+    edges = [0, *(np.flatnonzero(np.diff(flags)) + 1).tolist(), len(ids)]
+    before = ""
+    for start, stop in zip(edges, edges[1:], strict=False):
+        after = tokenizer.decode(ids[:stop])
+        yield printable(after[len(before) :]), bool(flags[start])
+        before = after
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code."""
+
+    def command(argv: list[str]) -> int:
+        config = parse(argv, DESCRIPTION, PreviewConfig, "preview")
+        preview(config, Console(highlight=False))
+        return 0
+
+    return run_command(command, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

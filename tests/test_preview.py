@@ -1,0 +1,120 @@
+"""`bptjax preview`: what it says of the data is what a run trains on."""
+
+import json
+
+import numpy as np
+import pytest
+from chats import CALLS, THINKING_MARKED, TOOLS, raw_tokenizer
+
+from bptjax.cli import main
+from bptjax.data.encode import encode
+from bptjax.data.text import open_documents
+from bptjax.data.tokenizer import ByteTokenizer
+from bptjax.preview import marked
+
+FORMATS = {
+    "messages": (
+        {
+            "messages": [
+                {"role": "user", "content": "1 + 1?"},
+                {"role": "assistant", "content": "Two"},
+            ]
+        },
+        "### Human: 1 + 1?\n### Assistant:[[ Two]]",
+    ),
+    "sharegpt": (
+        {"conversations": [{"from": "human", "value": "A?"}, {"from": "gpt", "value": "B"}]},
+        "### Human: A?\n### Assistant:[[ B]]",
+    ),
+    "alpaca": ({"instruction": "Add", "input": "1 2", "output": "3"}, "### Response:[[3]]"),
+    "self_instruct": ({"prompt": "Q: ", "completion": "A"}, "Q: [[A]]"),
+    "prompt_answer": ({"prompt": "Q= ", "answer": "A"}, "Q= [[A]]"),
+    "hh_rlhf": (
+        {"chosen": "\n\nHuman: Hi\n\nAssistant: Yes\n\nHuman: Bye\n\nAssistant: No"},
+        "\n\nHuman: Hi\n\nAssistant:[[ Yes]]\n\nHuman: Bye\n\nAssistant:[[ No]]",
+    ),
+    "text": ({"text": "plain text"}, "[[plain text]]"),
+}
+
+
+def run(capsys, rows, tmp_path, *flags):
+    """(exit code, output, errors) of a preview of these records."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    defaults = [f"--data.path={path}", "--train.seq_len=64", "--data.eval_fraction=0"]
+    code = main(["preview", *defaults, *flags])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_tokens_in_the_loss_are_marked(name, tmp_path, capsys):
+    """The first record, and the packed sequences, of every record format."""
+    row, wanted = FORMATS[name]
+    flags = ["--train.seq_len=256", "--rows=2", "--data.packing=best_fit"]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for _ in range(60)))
+    assert main(["preview", f"--data.path={path}", "--data.eval_fraction=0", *flags]) == 0
+    out = capsys.readouterr().out
+    first, *sequences = out.split("first record, as trained on")[1].split("─ sequence ")
+    assert wanted in first
+    assert len(sequences) == 2
+    for sequence in sequences:
+        assert sequence.count(wanted) == sequence.count("\ndocument ") >= 1
+    assert "60 records" in out and "positions 0 to " in out
+
+
+def test_tools_and_reasoning(tmp_path, capsys):
+    """Through a chat template with marks: the marked text is transformers' assistant mask."""
+    raw = raw_tokenizer("bytes", THINKING_MARKED)
+    raw.save_pretrained(tmp_path / "tokenizer")
+    row = {"messages": CALLS, "tools": TOOLS, "source": "a"}
+    flags = [f"--data.tokenizer={tmp_path / 'tokenizer'}", "--train.seq_len=512", "--rows=1"]
+    code, out, _ = run(capsys, [row] * 20, tmp_path, *flags)
+    assert code == 0
+    assert "the chat template does not read source (20)" in out
+    found = raw.apply_chat_template(
+        CALLS, tools=TOOLS, return_assistant_tokens_mask=True, return_dict=True
+    )
+    ids, mask = np.array(found["input_ids"]), np.array(found["assistant_masks"], bool)
+    edges = [0, *(np.flatnonzero(np.diff(mask)) + 1), len(ids)]
+    wanted = ""
+    for start, stop in zip(edges, edges[1:], strict=False):
+        text = raw.decode(ids[start:stop])
+        wanted += f"[[{text}]]" if mask[start] else text
+    assert wanted in out.split("as trained on")[1]
+    assert '"tool_calls"' in out.split("as read")[1]
+
+
+def test_counts_and_plot(tmp_path, capsys):
+    """Bad, too long and unlabeled records are counted, not shown as a traceback."""
+    good = {"prompt": "ab:", "answer": "cd"}
+    rows = [good] * 40 + [{"prompt": "x" * 100, "answer": "y"}, {"prompt": "no answer"}]
+    code, out, _ = run(capsys, rows, tmp_path, f"--out={tmp_path / 'plots'}", "--rows=1")
+    assert code == 0
+    assert "1 of 42 records" in out and "longer than train.seq_len=64 and were dropped" in out
+    assert "1 bad records were skipped" in out and "bad record: " in out and "record 42" in out
+    assert "up to         8 ████" in out
+    assert "steps: about " in out
+    assert (tmp_path / "plots" / "lengths.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--rows=0"], "rows=0: must be at least 1"),
+        (["--seconds=0"], "seconds=0.0: must be positive"),
+        (["--rowz=1"], "unknown flag --rowz; nearest: --rows"),
+        (["--data.tokenizer=/nowhere"], "data.tokenizer='/nowhere'"),
+    ],
+)
+def test_bad_input_is_one_line(flags, message, tmp_path, capsys):
+    code, _, err = run(capsys, [{"text": "some text " * 40}], tmp_path, *flags)
+    assert code == 2 and message in err and len(err.splitlines()) == 1
+
+
+def test_the_middle_of_a_long_document_is_left_out(tmp_path):
+    (tmp_path / "a.txt").write_text("a" * 50 + "b" * 900 + "c" * 50)
+    (example,) = encode(open_documents(tmp_path / "a.txt")[0], ByteTokenizer())
+    text = marked(example, ByteTokenizer(), 100, colored=False).plain
+    assert text == "[[" + "a" * 49 + "]] … 902 tokens … [[" + "c" * 49 + "]]"
