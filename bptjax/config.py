@@ -323,11 +323,7 @@ def _metavar(hint: Any) -> str:
     arguments = [a for a in get_args(hint) if a not in (type(None), ...)]
     origin = get_origin(hint)
     if hint is bool or origin is Literal:
-        names = [str(name) for name in arguments or ("true", "false")]
-        # argparse does not wrap the line of a flag.
-        rows = [names] if len(",".join(names)) <= 60 else [names[:4], names[4:]]
-        text = f",\n{' ' * 16}".join(",".join(row) for row in rows)
-        return f"{{{text}}}"
+        return "{" + ",".join(map(str, arguments or ("true", "false"))) + "}"
     if origin in (list, tuple):
         return f"[{_metavar(arguments[0])}, ...]"
     if origin is dict or dataclasses.is_dataclass(hint):

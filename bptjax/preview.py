@@ -26,7 +26,7 @@ from bptjax.run_data import open_data
 
 DESCRIPTION = """Shows what a run would train on: counts over the data, one record before and after
 the chat template, and the first sequences as they enter the step. Tokens in the loss are green, or
-in [[ ]] where there is no terminal. Reads no weights. Takes the keys of `bptjax train`."""
+in [[ ]] where there is no terminal. Reads no weights. Takes the keys of bptjax train."""
 IN_LOSS = "bold green"
 
 

@@ -7,12 +7,13 @@ import sys
 
 import pytest
 
-from bptjax import cli, compare, convert, evaluate, generate, train
+from bptjax import cli, compare, convert, evaluate, generate, preview, train
 from bptjax.command_line import EXIT_CODES, run_command
 from bptjax.config import Config, flatten, parse
 
 COMMANDS = {
     "train": train.main,
+    "preview": preview.main,
     "generate": generate.main,
     "evaluate": evaluate.main,
     "convert": convert.main,

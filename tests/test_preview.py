@@ -37,11 +37,11 @@ FORMATS = {
 }
 
 
-def run(capsys, rows, tmp_path, *flags):
+def run(capsys, rows, tmp_path, *flags, seq_len=64):
     """(exit code, output, errors) of a preview of these records."""
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    defaults = [f"--data.path={path}", "--train.seq_len=64", "--data.eval_fraction=0"]
+    defaults = [f"--data.path={path}", f"--train.seq_len={seq_len}", "--data.eval_fraction=0"]
     code = main(["preview", *defaults, *flags])
     captured = capsys.readouterr()
     return code, captured.out, captured.err
@@ -51,11 +51,9 @@ def run(capsys, rows, tmp_path, *flags):
 def test_tokens_in_the_loss_are_marked(name, tmp_path, capsys):
     """The first record, and the packed sequences, of every record format."""
     row, wanted = FORMATS[name]
-    flags = ["--train.seq_len=256", "--rows=2", "--data.packing=best_fit"]
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for _ in range(60)))
-    assert main(["preview", f"--data.path={path}", "--data.eval_fraction=0", *flags]) == 0
-    out = capsys.readouterr().out
+    flags = ["--rows=2", "--data.packing=best_fit"]
+    code, out, _ = run(capsys, [row] * 60, tmp_path, *flags, seq_len=256)
+    assert code == 0
     first, *sequences = out.split("first record, as trained on")[1].split("─ sequence ")
     assert wanted in first
     assert len(sequences) == 2
@@ -69,8 +67,8 @@ def test_tools_and_reasoning(tmp_path, capsys):
     raw = raw_tokenizer("bytes", THINKING_MARKED)
     raw.save_pretrained(tmp_path / "tokenizer")
     row = {"messages": CALLS, "tools": TOOLS, "source": "a"}
-    flags = [f"--data.tokenizer={tmp_path / 'tokenizer'}", "--train.seq_len=512", "--rows=1"]
-    code, out, _ = run(capsys, [row] * 20, tmp_path, *flags)
+    flags = [f"--data.tokenizer={tmp_path / 'tokenizer'}", "--rows=1"]
+    code, out, _ = run(capsys, [row] * 20, tmp_path, *flags, seq_len=512)
     assert code == 0
     assert "the chat template does not read source (20)" in out
     found = raw.apply_chat_template(
