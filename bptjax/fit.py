@@ -105,9 +105,11 @@ def fit(run: Run) -> int:
         loop.best = Best(**extra.get("best", {}))
         loop.train(stopped)
         if loop.patience_is_spent:
+            best = loop.best
+            loss = math.nan if best.loss is None else best.loss
             progress.log(
-                f"early stopping at step {loop.done}: eval/loss not below {loop.best.loss}, the "
-                f"value of step {loop.best.step}, in {loop.best.since} evaluations"
+                f"early stopping at step {loop.done}: eval/loss not below {loss:.4f}, the value of "
+                f"step {best.step}, in {best.since} evaluations"
             )
         if loop.stopped:
             progress.log(

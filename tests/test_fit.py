@@ -225,7 +225,7 @@ def test_early_stopping_and_the_best_checkpoint(
     command += ["--train.sample_tokens=0"]
     whole, run_dir = tmp_path / "whole", tmp_path / "run"
     assert main([*command, f"--run_dir={whole}"]) == 0
-    line = "early stopping at step 16: eval/loss not below 2.0, the value of step 10, in 3 evalua"
+    line = "early stopping at step 16: eval/loss not below 2.0000, the value of step 10, in 3 ev"
     out = capsys.readouterr().out
     assert line in out
     best = f"best:       {whole / 'checkpoints' / '10'}, eval/loss 2.0000; generate, evaluate and"
