@@ -1,4 +1,4 @@
-"""What every command shares: the spelling of flags, help text, one-line errors, exit codes."""
+"""Shared by every command: the spelling of flags, help text, one-line errors, exit codes."""
 
 import argparse
 import difflib

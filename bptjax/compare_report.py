@@ -1,4 +1,4 @@
-"""What `bptjax compare` tells of its rows: a table, sentences that answer the question, a plot."""
+"""The report of `bptjax compare`: a table, sentences that answer the question, a plot."""
 
 from pathlib import Path
 from typing import Any

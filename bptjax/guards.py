@@ -1,4 +1,4 @@
-"""What guards a run: the lock on its directory, signals, memory, values that are not finite."""
+"""Guards of a run: the lock on its directory, signals, memory, values that are not finite."""
 
 import fcntl
 import os

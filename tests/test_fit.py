@@ -532,7 +532,7 @@ def test_ctrl_c_before_the_first_step(arguments, tmp_path, monkeypatch, capsys):
     def interrupted(config):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("bptjax.run.open_split", interrupted)
+    monkeypatch.setattr("bptjax.run_data.open_split", interrupted)
     assert main([*arguments, "--run_dir", str(tmp_path / "run")]) == 130
     assert not (tmp_path / "run").exists()
     assert capsys.readouterr().err == "interrupted before training; no step is lost\n"

@@ -153,7 +153,7 @@ def test_peft_gives_the_same_answers(run, base):
     ("row", "count", "message"),
     [
         ({"text": "abcdef"}, 60, "train.eval_predictions=60 needs held-out chats"),
-        ({"prompt": "ab", "answer": 3}, 0, "a.jsonl, record 11: 'answer' is no text"),
+        ({"prompt": "ab", "answer": 3}, 0, "a.jsonl, record 11: 'answer' must be text"),
         ({"prompt": "ab" * 40, "answer": "A"}, 2, "of up to 82 tokens are more than"),
         # A batch of 64 rows of 64 tokens, and no answer in it.
         (

@@ -53,7 +53,7 @@ class Batches:
         return {name: np.concatenate([part[name] for part in each]) for name in blank}
 
     def get_state(self) -> list[dict[str, Any] | None]:
-        """Of each shard, as JSON; None of those that are not read."""
+        """Returns the state of each shard, as JSON; None for shards that are not read here."""
         return [
             self._read[shard].get_state() if shard in self._read else None
             for shard in range(self._shards)
@@ -61,7 +61,7 @@ class Batches:
 
     @staticmethod
     def whole_state(states: Sequence[list[dict[str, Any] | None]]) -> list[dict[str, Any]]:
-        """What readers that together read every shard got, as one."""
+        """Merges the states of readers that together read every shard."""
         return [next(x for x in of_readers if x) for of_readers in zip(*states, strict=True)]
 
     def set_state(self, states: Sequence[dict[str, Any]]) -> None:

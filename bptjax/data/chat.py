@@ -50,7 +50,7 @@ class Chat:
 
 def _text(row: Mapping[str, Any], key: str) -> str:
     if not isinstance(row.get(key), str):
-        raise ValueError(f"{key!r} is no text")
+        raise ValueError(f"{key!r} must be text")
     return row[key]
 
 
@@ -110,7 +110,7 @@ def _message(turn: Message) -> Message:
     if isinstance(content, list):
         message["content"] = "".join(map(_part, content))
     elif not isinstance(content, str) and (content is not None or set(message) <= {"role"}):
-        raise ValueError("'content' is no text")
+        raise ValueError("'content' must be text")
     return message
 
 
@@ -211,7 +211,7 @@ def read_chat(row: Mapping[str, Any], format: Format, where: str) -> Chat:
             raise ValueError("'chat_template_kwargs' must be a record of template variables")
         return Chat(messages, where, format.form, variables | more)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: 'tools' is no JSON: {error}") from error
+        raise ValueError(f"{where}: 'tools' must be JSON: {error}") from error
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
 

@@ -93,7 +93,9 @@ def _integers(value: Any) -> np.ndarray | None:
 
 def _token_ids(ids: np.ndarray, labels: Any, where: str) -> np.ndarray | TokenIds:
     if ids.size and not 0 <= ids.min() <= ids.max() < 2**31:
-        raise ValueError(f"{where}: input_ids from {ids.min()} to {ids.max()} are no ids")
+        raise ValueError(
+            f"{where}: input_ids from {ids.min()} to {ids.max()}: must be in [0, 2^31)"
+        )
     ids = ids.astype(np.int32)
     if labels is None:
         return ids

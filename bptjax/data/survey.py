@@ -22,7 +22,7 @@ TRIALS = 4
 
 @dataclass(frozen=True)
 class Survey:
-    """What a run's chats have in common.
+    """Common properties of the chats of a run.
 
     Attributes:
       records: number of chats looked at.
@@ -65,7 +65,9 @@ class Survey:
             )
         if len(self.forms) > 1:
             names = ", ".join(f"{form or 'template'} ({n})" for form, n in self.forms.items())
-            found.append(f"chats: records have several prompts: {names}; the first is exported")
+            found.append(
+                f"chats: records have several prompts: {names}; the most frequent is exported"
+            )
         return found
 
 

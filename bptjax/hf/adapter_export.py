@@ -98,7 +98,7 @@ def open_adapter(source: str) -> Pretrained:
     """
     model = open_pretrained(ModelConfig(name_or_path=source))
     if model.adapters is None:
-        raise ValueError(f"{source} is no adapter")
+        raise ValueError(f"{source} is not an adapter")
     if model.family is None:
         raise ValueError(f"{source} is an adapter of a model of no Hugging Face family")
     return model

@@ -219,7 +219,7 @@ def test_content_in_parts(tmp_path):
     parts[0]["content"].append({"type": "image", "url": "x"})
     with pytest.raises(ValueError, match="record 1: message 1: .* type 'image'; only text"):
         read(tmp_path, {"messages": parts})
-    with pytest.raises(ValueError, match="record 1: 'tools' is no JSON"):
+    with pytest.raises(ValueError, match="record 1: 'tools' must be JSON"):
         read(tmp_path, {"messages": TALK, "tools": "{"})
 
 
@@ -252,7 +252,7 @@ def test_sharegpt(tmp_path):
     for turn, message in (
         ({"from": "robot", "value": "x"}, "message 1: from='robot': must be one of"),
         ({"from": "function_call", "value": "f(x)"}, "message 1: 'value' of a function_call"),
-        ({"from": "human"}, "message 1: 'value' is no text"),
+        ({"from": "human"}, "message 1: 'value' must be text"),
     ):
         with pytest.raises(ValueError, match=message):
             read(tmp_path, {"conversations": [turn]})

@@ -101,7 +101,7 @@ def test_ids_beyond_int32_are_refused(tmp_path):
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
     write(tmp_path / "a.jsonl", lines(rows))
     for name in ("a.parquet", "a.jsonl"):
-        with pytest.raises(ValueError, match=f"{name}.*from 5 to 4294967297 are no ids"):
+        with pytest.raises(ValueError, match=f"{name}.*from 5 to 4294967297: must be in"):
             open_documents(tmp_path / name)[0]
 
 
