@@ -128,6 +128,10 @@ CHANGED = {
     "gemma3": (dict(rope_parameters=dict(rope_type="linear", factor=8.0)), True),
     "gpt_neox": (dict(rope_parameters=dict(rope_type="linear", factor=8.0)), True),
     "phi3": (dict(rope_parameters=LONGROPE), True),
+    "phi3: another original length": (
+        dict(rope_parameters=LONGROPE | dict(original_max_position_embeddings=8)),
+        True,
+    ),
     "gpt2": (dict(max_positions=100), False),
     "opt": (dict(max_positions=100, residual_dropout=0.3), False),
     "bloom": (dict(attention_dropout=0.1, embedding_dropout=0.2, init_std=0.1), False),
@@ -139,7 +143,7 @@ def test_a_base_with_a_changed_config(peft, pretrained, tmp_path, tokens, name):
     """The export holds the changed config: PEFT with it, and our own reading, give our logits."""
     import transformers
 
-    model, base = pretrained(name)
+    model, base = pretrained(name.removesuffix(": another original length"))
     changed, needed = CHANGED[name]
     plain = adapted(peft, model, tmp_path / "plain")
     wanted = ModelConfig(name_or_path=str(tmp_path / "plain"), **changed)
