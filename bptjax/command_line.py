@@ -13,6 +13,22 @@ EXIT_CODES = (
     "130 stopped by Ctrl-C; 143 stopped by SIGTERM."
 )
 
+# Config keys of version 0.1, beside those of its group `memory`, which is now `execution`.
+RENAMED = {
+    "memory.attention": "execution.attention_implementation",
+    "memory.sequence": "parallel.sequence_strategy",
+    "parallel.zero": "parallel.zero_stage",
+    "train.dtype": "train.compute_dtype",
+    "train.eval_predictions": "train.num_eval_generations",
+    "data.shards": "data.num_shards",
+    "optimizer.state_memory": "optimizer.state_memory_kind",
+    "model.window": "model.sliding_window",
+    "model.max_positions": "model.max_position_embeddings",
+    "model.position": "model.position_embedding",
+    "model.norm_offset": "model.norm_unit_offset",
+    "model.norm_place": "model.norm_position",
+}
+
 
 def run_command(command: Callable[[list[str]], int], argv: list[str] | None) -> int:
     """Returns the exit code of `command(argv)`; an error is one line on stderr.
@@ -46,8 +62,18 @@ def _fail(error: Exception, code: int, argv: list[str]) -> int:
     return code
 
 
+def new_name(key: str) -> str:
+    """Returns the present name of a config key of version 0.1; other keys as they are."""
+    return RENAMED.get(key) or re.sub(r"^memory\b", "execution", key)
+
+
 def nearest(name: str, names: Iterable[str]) -> str:
-    """Returns "; nearest: …" for an unknown name, or nothing if no name is similar."""
+    """Returns "; now called …" for a renamed key, "; nearest: …" for another unknown name, or
+    nothing if no name is similar.
+    """
+    key = name.removeprefix("--")
+    if new_name(key) != key:
+        return f"; now called {new_name(key)}"
     found = difflib.get_close_matches(name, list(names), 1, 0.5)
     return f"; nearest: {found[0]}" if found else ""
 

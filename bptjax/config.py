@@ -14,10 +14,10 @@ from bptjax.checkpoint import CheckpointConfig
 from bptjax.command_line import EXIT_CODES, Debug, Help, nearest, normalize, one_line
 from bptjax.data.config import DataConfig
 from bptjax.lora import AdapterConfig
-from bptjax.memory import MemoryConfig
 from bptjax.models.config import ModelConfig
 from bptjax.optim import OptimizerConfig
 from bptjax.parallel.mesh import ParallelConfig
+from bptjax.remat import ExecutionConfig
 from bptjax.trackers import Name
 
 # A run directory's copy.
@@ -37,17 +37,17 @@ class TrainConfig:
       per_device_train_batch_size: sequences per data shard in one micro-batch. There are dp × fsdp
         data shards.
       gradient_accumulation_steps: micro-batches per optimizer step.
-      dtype: dtype of the computation. float16 turns on dynamic loss scaling. If not set, float32;
-        bfloat16 if a checkpoint is fine-tuned on a GPU.
+      compute_dtype: dtype of the computation. float16 turns on dynamic loss scaling. If not set,
+        float32; bfloat16 if a checkpoint is fine-tuned on a GPU.
       param_dtype: dtype of the parameters.
       z_loss: weight of the squared log-normalizer in the gradients. train/loss leaves it out, and
         train/z_loss is its share alone.
-      eval_steps: steps between evaluations. 0 evaluates only before and after training.
+      eval_steps: steps between evaluations. null evaluates only before and after training.
       eval_batches: largest number of batches per evaluation. null takes all held-out data.
       early_stopping_patience: ends the run after this many evaluations in a row without a lower
         eval/loss than before. 0 is off.
-      eval_predictions: number of held-out chats that the model answers at each evaluation, written
-        to predictions.jsonl.
+      num_eval_generations: number of held-out chats that the model answers at each evaluation,
+        written to predictions.jsonl.
       sample_tokens: tokens of the sample printed at the end, up to seq_len. 0 prints none.
     """
 
@@ -56,13 +56,13 @@ class TrainConfig:
     seq_len: int = 1024
     per_device_train_batch_size: int = 1
     gradient_accumulation_steps: int = 1
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    compute_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     z_loss: float = 0.0
-    eval_steps: int = 0
+    eval_steps: int | None = None
     eval_batches: int | None = 64
     early_stopping_patience: int = 0
-    eval_predictions: int = 0
+    num_eval_generations: int = 0
     sample_tokens: int = 0
 
     def __post_init__(self):
@@ -71,10 +71,10 @@ class TrainConfig:
             ("seq_len", 1),
             ("per_device_train_batch_size", 1),
             ("gradient_accumulation_steps", 1),
-            ("eval_steps", 0),
+            ("eval_steps", 1),
             ("eval_batches", 1),
             ("early_stopping_patience", 0),
-            ("eval_predictions", 0),
+            ("num_eval_generations", 0),
             ("sample_tokens", 0),
         ):
             value = getattr(self, name)
@@ -128,7 +128,7 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    execution: ExecutionConfig = field(default_factory=ExecutionConfig)
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
@@ -147,14 +147,16 @@ class Config:
                 f"gradient_accumulation_steps={train.gradient_accumulation_steps} × "
                 f"seq_len={train.seq_len}: must be less than 2^31 tokens"
             )
-        save, fused = set(self.memory.save), self.memory.schedule == "fused"
+        save, fused = set(self.execution.save), self.execution.schedule == "fused"
         if fused and (hidden := save - {"key", "value"}):
-            raise ValueError(f"memory.save={', '.join(sorted(hidden))} needs memory.schedule=split")
-        hidden = save & {"attended", "gate", "up"}
-        if hidden and self.memory.ffn_chunk < self.train.seq_len:
             raise ValueError(
-                f"memory.save={', '.join(sorted(hidden))} needs "
-                f"memory.ffn_chunk of at least train.seq_len={self.train.seq_len}"
+                f"execution.save={', '.join(sorted(hidden))} needs execution.schedule=split"
+            )
+        hidden = save & {"attended", "gate", "up"}
+        if hidden and self.execution.ffn_chunk < self.train.seq_len:
+            raise ValueError(
+                f"execution.save={', '.join(sorted(hidden))} needs "
+                f"execution.ffn_chunk of at least train.seq_len={self.train.seq_len}"
             )
         for key in self.needs_evaluations:
             if not self.train.eval_steps:
@@ -189,7 +191,7 @@ def defaults(config: Config, platform: str | None = None) -> dict[str, Any]:
     """Returns the defaults that depend on the work, `{"group.key": value}`: those of fine-tuning if
     the model comes from a checkpoint, else those of pre-training.
 
-    train.dtype is left out as long as it depends on a platform that is not known.
+    train.compute_dtype is left out as long as it depends on a platform that is not known.
     """
     optimizer = config.optimizer
     fine_tuning, adapter = config.model.name_or_path is not None, config.adapter.type != "none"
@@ -204,7 +206,9 @@ def defaults(config: Config, platform: str | None = None) -> dict[str, Any]:
     if not fine_tuning and optimizer.warmup_ratio is None:
         found["optimizer.warmup_steps"] = 0
     if not fine_tuning or platform is not None:
-        found["train.dtype"] = "bfloat16" if fine_tuning and platform == "gpu" else "float32"
+        found["train.compute_dtype"] = (
+            "bfloat16" if fine_tuning and platform == "gpu" else "float32"
+        )
     return found
 
 

@@ -153,8 +153,11 @@ def write(
             for file in (file for name in TOKENIZER for file in directory.glob(name)):
                 file.unlink()
             tokenizer.save(directory)
-        if model.read_as is None or model.config.max_positions != model.read_as.max_positions:
-            _raise_model_max_length(directory, model.config.max_positions or 0)
+        if (
+            model.read_as is None
+            or model.config.max_position_embeddings != model.read_as.max_position_embeddings
+        ):
+            _raise_model_max_length(directory, model.config.max_position_embeddings or 0)
         (directory / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
         write_hf(
             directory,
@@ -191,7 +194,7 @@ def difference(hf: Path, model: Pretrained) -> tuple[list[float], float]:
         shape = 2, config.channels, *config.image_size
         inputs, key = rng.normal(size=shape).astype(np.float32), "pixel_values"
     else:
-        inputs = rng.integers(0, config.V, (2, min(37, config.max_positions or 37)))
+        inputs = rng.integers(0, config.V, (2, min(37, config.max_position_embeddings or 37)))
     theirs = kind.from_pretrained(str(hf), dtype=torch.float32).eval()
     with torch.no_grad():
         out = theirs(**{key: torch.tensor(inputs)}, output_hidden_states=True)

@@ -251,7 +251,7 @@ def trained_length(name: str, model: Decoder) -> int | None:
     file = Path(os.path.expanduser(name)) / RUN_CONFIG
     if file.exists():
         return yaml.safe_load(file.read_text())["train"]["seq_len"]
-    return model.config.max_positions
+    return model.config.max_position_embeddings
 
 
 def _report(

@@ -210,7 +210,7 @@ class _Loop:
         except ValueError as error:
             text = f"step {self.done + 1}: {error}"
             # With shards of their own, the other processes do not fail here, and would not save.
-            alone = jax.process_count() > 1 and self.run.config.data.shards > 1
+            alone = jax.process_count() > 1 and self.run.config.data.num_shards > 1
             if self.done > (self.last_saved or 0) and not alone:
                 self.save()
                 self.checkpoints.wait()
@@ -224,9 +224,9 @@ class _Loop:
         start = time.perf_counter()
         compiled = self.run.task.compile_step(self.state, batch)
         needs = compiled.memory_analysis()
-        offload = self.run.config.memory.offload
+        offload = self.run.config.execution.offload
         if offload and not (needs and needs.host_temp_size_in_bytes):
-            raise RunFailed(f"memory.offload={offload} moves nothing to host memory here")
+            raise RunFailed(f"execution.offload={offload} moves nothing to host memory here")
         if not tell:
             return compiled
         text = f"compiled in {time.perf_counter() - start:.0f} s; "
@@ -332,7 +332,7 @@ class _Loop:
             self.writer.write(self.done, metrics)
             if not finite(self.state.model):
                 raise self.diverged(f"step {self.done}: eval/loss {loss}, parameters not finite")
-            text += ": not finite, while all parameters are; try another train.dtype"
+            text += ": not finite, while all parameters are; try another train.compute_dtype"
             self.progress.log(text)
             return
         if self.run.questions:

@@ -58,8 +58,8 @@ def warn_of_length(config: ModelConfig, length: int) -> None:
     """Prints one line on stderr if text of `length` tokens goes beyond the model's positions."""
     if config.exceeds_positions(length):
         print(
-            f"warning: {length:,} tokens are beyond the {config.max_positions:,} positions that "
-            "the model was made for; expect worse text there",
+            f"warning: {length:,} tokens are beyond the {config.max_position_embeddings:,} "
+            "positions that the model was made for; expect worse text there",
             file=sys.stderr,
         )
 

@@ -101,10 +101,12 @@ def generate(
     longest = int(lengths.max())
     if lengths.min() == 0:
         raise ValueError("a prompt is empty")
-    if config.position == "learned" and longest + new_tokens > (config.max_positions or 0):
+    if config.position_embedding == "learned" and longest + new_tokens > (
+        config.max_position_embeddings or 0
+    ):
         raise ValueError(
             f"a prompt of {longest} tokens and {new_tokens} new ones are more than the model's "
-            f"max_positions={config.max_positions}"
+            f"max_position_embeddings={config.max_position_embeddings}"
         )
     turn = _turning_point(config)
     rows = [list(map(int, prompt)) for prompt in prompts]
@@ -146,7 +148,7 @@ def _turning_point(config: Any) -> float:
     stay as they are, as in transformers.
     """
     lengths = [
-        p.get("original_max_position_embeddings") or config.max_positions
+        p.get("original_max_position_embeddings") or config.max_position_embeddings
         for p, kind in zip(config.ropes, config.rope_types, strict=False)
         if kind == "longrope"
     ]

@@ -76,15 +76,16 @@ def explain_out_of_memory(run: Run) -> Iterator[None]:
             / 2**30
             for name in ("model", "opt_state")
         }
-        train, memory = run.config.train, run.config.memory
+        train, execution = run.config.train, run.config.execution
         rows = train.per_device_train_batch_size
         raise RunFailed(
             f"out of memory: parameters take {held['model']:.2f} GiB and the optimizer "
             f"{held['opt_state']:.2f} GiB over all devices, the rest is a step of {rows} × "
-            f"{train.seq_len} tokens a device with memory.remat={memory.remat}, "
-            f"ffn_chunk={memory.ffn_chunk}, ce_chunk={memory.ce_chunk}: try remat=full, a smaller "
-            "per_device_train_batch_size, smaller chunks, param_dtype=bfloat16, "
-            "optimizer.state_dtype=int8, optimizer.state_memory=host or adapter.type=qlora"
+            f"{train.seq_len} tokens a device with execution.remat={execution.remat}, "
+            f"ffn_chunk={execution.ffn_chunk}, ce_chunk={execution.ce_chunk}: try remat=full, a "
+            "smaller per_device_train_batch_size, smaller chunks, param_dtype=bfloat16, "
+            "optimizer.state_dtype=int8, optimizer.state_memory_kind=pinned_host or "
+            "adapter.type=qlora"
         ) from error
 
 

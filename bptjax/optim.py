@@ -51,8 +51,8 @@ class OptimizerConfig:
       max_grad_norm: gradients are scaled down to this global norm. 0 turns that off.
       state_dtype: dtype of the two moments. float32 takes 8 bytes a parameter, bfloat16 4, int8
         2.03. If not set, the dtype of the parameters.
-      state_memory: memory that holds the moments between steps. host frees device memory, and each
-        step moves the moments there and back.
+      state_memory_kind: memory that holds the moments between steps. pinned_host frees device
+        memory, and each step moves the moments there and back.
     """
 
     learning_rate: float | None = None
@@ -67,7 +67,7 @@ class OptimizerConfig:
     weight_decay: float | None = None
     max_grad_norm: float = 1.0
     state_dtype: Literal["float32", "bfloat16", "int8"] | None = None
-    state_memory: Literal["device", "host"] = "device"
+    state_memory_kind: Literal["device", "pinned_host"] = "device"
 
     def __post_init__(self):
         for name in ("warmup_steps", "weight_decay", "max_grad_norm"):
@@ -250,7 +250,7 @@ class AdamW:
         # one kernel that overwrites all three, but on the CPU.
         parts = (
             self.config.state_dtype == "int8"
-            or self.config.state_memory == "host"
+            or self.config.state_memory_kind == "pinned_host"
             or jax.default_backend() == "cpu"
         )
         new, trees = [], map(treedef.flatten_up_to, (gradients, state.mu, state.nu))

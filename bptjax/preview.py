@@ -81,7 +81,7 @@ def preview(config: PreviewConfig, console: Console) -> None:
     first = next(readable(data.train, "skip"), None)
     if first is not None:
         _print_record(first, data.tokenizer, data_config, config.shown_tokens, console)
-    shards = data_config.shards
+    shards = data_config.num_shards
     batches = train_loader(
         data.train,
         data.tokenizer,

@@ -52,26 +52,26 @@ class Run:
 
     @cached_property
     def questions(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """(prompt, answer) of the first `train.eval_predictions` held-out chats, token ids.
+        """(prompt, answer) of the first `train.num_eval_generations` held-out chats, token ids.
 
         Raises:
           ValueError: what is held out are no chats, or they reach beyond the model's positions.
         """
-        data, count = self.config.data, self.config.train.eval_predictions
+        data, count = self.config.data, self.config.train.num_eval_generations
         chats = list(islice(readable(self.held_out, data.bad_records), count))
         if count and not all(isinstance(chat, Chat) for chat in chats or [None]):
             raise ValueError(
-                f"train.eval_predictions={count} needs held-out chats; see data.format and "
+                f"train.num_eval_generations={count} needs held-out chats; see data.format and "
                 "data.eval_fraction"
             )
         found = [question(chat, self.tokenizer, data.source_max_len) for chat in chats]
         model = self.task.model
         reach = sum(max(map(len, each)) for each in zip(*found, strict=True))
-        if model.position == "learned" and reach > (model.max_positions or 0):
+        if model.position_embedding == "learned" and reach > (model.max_position_embeddings or 0):
             raise ValueError(
-                f"train.eval_predictions={count}: prompts and answers of up to {reach} tokens are "
-                f"more than model.max_positions={model.max_positions}; set data.source_max_len, or "
-                "model.max_positions to extend them"
+                f"train.num_eval_generations={count}: prompts and answers of up to {reach} tokens "
+                f"are more than model.max_position_embeddings={model.max_position_embeddings}; set "
+                "data.source_max_len, or model.max_position_embeddings to extend them"
             )
         return found
 
@@ -147,9 +147,9 @@ def _with_defaults(config: Config, platform: str) -> Config:
     Raises:
       ValueError: the config in the run directory is damaged.
     """
-    if config.train.dtype is None:
-        dtype = saved_keys(Path(config.run_dir).expanduser()).get("train.dtype")
-        config = replace(config, train=replace(config.train, dtype=dtype))
+    if config.train.compute_dtype is None:
+        dtype = saved_keys(Path(config.run_dir).expanduser()).get("train.compute_dtype")
+        config = replace(config, train=replace(config.train, compute_dtype=dtype))
     return config.on(platform)
 
 
@@ -159,9 +159,10 @@ def _checked(config: Config, devices: list[jax.Device]) -> Run:
     Raises:
       ValueError, NotImplementedError, OSError: what is wrong, in one line.
     """
-    if config.memory.offload and devices[0].platform == "cpu":
+    if config.execution.offload and devices[0].platform == "cpu":
         raise ValueError(
-            f"memory.offload={config.memory.offload} moves from a GPU; a CPU's memory is the host's"
+            f"execution.offload={config.execution.offload} moves from a GPU; a CPU's "
+            "memory is the host's"
         )
     mesh = make_mesh(config.parallel, devices)
     data = open_data(config)
@@ -179,13 +180,16 @@ def _checked(config: Config, devices: list[jax.Device]) -> Run:
         raise ValueError(
             f"model.vocab_size={model.V} is less than the tokenizer's {tokenizer.vocab_size}"
         )
-    if model.position == "learned" and config.train.seq_len > (model.max_positions or 0):
+    if model.position_embedding == "learned" and config.train.seq_len > (
+        model.max_position_embeddings or 0
+    ):
         raise ValueError(
             f"train.seq_len={config.train.seq_len} is more than "
-            f"model.max_positions={model.max_positions}; set model.max_positions to extend them"
+            f"model.max_position_embeddings={model.max_position_embeddings}; set "
+            "model.max_position_embeddings to extend them"
         )
     check_model(model, pretrained)
-    config.memory.check(model)
+    config.execution.check(model)
     task = Task(config, model, mesh, pretrained)
     _check_adapter(config, task)
     picked, others = task.attention()
@@ -226,9 +230,9 @@ def _checked(config: Config, devices: list[jax.Device]) -> Run:
         notes += [pretrained.left_out] * bool(pretrained.left_out)
         if model.exceeds_positions(config.train.seq_len):
             notes.append(
-                f"train.seq_len={config.train.seq_len} is beyond the model's {model.max_positions} "
-                "positions; scale them by model.rope_parameters, and set model.max_positions to "
-                "record the new length"
+                f"train.seq_len={config.train.seq_len} is beyond the model's "
+                f"{model.max_position_embeddings} positions; scale them by model.rope_parameters, "
+                "and set model.max_position_embeddings to record the new length"
             )
     notes += data.notes
     check = data_check(
@@ -283,7 +287,7 @@ def check_model(model: ModelConfig, pretrained: Pretrained | None) -> None:
     Raises:
       ValueError: a scaling that cannot be, or one that transformers could not read from an export.
     """
-    if model.position == "rope":
+    if model.position_embedding == "rope":
         rotary(model, 0, None)
     if pretrained and pretrained.companions and pretrained.read_as:
         exported(read_json(pretrained.companions / "config.json"), pretrained.read_as, model)

@@ -4,6 +4,7 @@ from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
+from bptjax.command_line import new_name
 from bptjax.config import FILE, Config, flatten, to_yaml
 
 # Keys that may change when a run is resumed. `fit` checks the global batch size and the number of
@@ -12,7 +13,7 @@ FREE = (
     "run_dir",
     "device",
     "parallel.",
-    "memory.",
+    "execution.",
     "checkpoint.",
     "logging.",
     "data.bad_records",
@@ -21,9 +22,10 @@ FREE = (
     "train.per_device_train_batch_size",
     "train.gradient_accumulation_steps",
     "train.eval_",
+    "train.num_eval_generations",
     "train.early_stopping_patience",
     "train.sample_tokens",
-    "optimizer.state_memory",
+    "optimizer.state_memory_kind",
 )
 
 
@@ -66,7 +68,8 @@ def saved_keys(run_dir: Path) -> dict[str, Any]:
     if not file.exists():
         return {}
     try:
-        return _flat(yaml.safe_load(file.read_text()), flatten(Config()).keys())
+        found = _flat(yaml.safe_load(file.read_text()), flatten(Config()).keys())
+        return {new_name(key): value for key, value in found.items()}
     except (yaml.YAMLError, AttributeError, ValueError) as error:
         raise ValueError(f"{file} is damaged; choose another run_dir") from error
 

@@ -104,11 +104,13 @@ class Task:
     def dtype(self) -> jnp.dtype:
         """
         Raises:
-          ValueError: train.dtype has no value, which to NumPy means float64.
+          ValueError: train.compute_dtype has no value, which to NumPy means float64.
         """
-        if self.config.train.dtype is None:
-            raise ValueError("train.dtype: must be set; Config.on(platform) sets its default")
-        return jnp.dtype(self.config.train.dtype)
+        if self.config.train.compute_dtype is None:
+            raise ValueError(
+                "train.compute_dtype: must be set; Config.on(platform) sets its default"
+            )
+        return jnp.dtype(self.config.train.compute_dtype)
 
     @property
     def steps(self) -> int:
@@ -132,7 +134,7 @@ class Task:
         Raises:
           NotImplementedError: the named one cannot honour the model's.
         """
-        model, memory, sizes = self.model, self.config.memory, self.mesh.shape
+        model, execution, sizes = self.model, self.config.execution, self.mesh.shape
         rows, T = self.config.train.per_device_train_batch_size, self.config.train.seq_len
         layout = self.layout
         T, (exchange, cut) = T + -T % layout.multiple, layout.split
@@ -145,16 +147,20 @@ class Task:
             scale=1.0,
             softcap=model.attention_softcap,
             dropout=model.attention_dropout or 0.0,
-            alibi=jnp.zeros(heads) if model.position == "alibi" else None,
+            alibi=jnp.zeros(heads) if model.position_embedding == "alibi" else None,
         )
         q = jax.ShapeDtypeStruct((rows, T // cut, heads, model.H), self.dtype)
         # Algorithm 1 is cut over the mesh by the compiler.
-        with jax.set_mesh(self.mesh) if memory.schedule == "fused" else nullcontext():
-            chosen = choose(memory.attention, QKV(q, q, q), spec)
+        with jax.set_mesh(self.mesh) if execution.schedule == "fused" else nullcontext():
+            chosen = choose(execution.attention_implementation, QKV(q, q, q), spec)
             if order is None or make_schedule(spec, (order, order), cut) is None:
                 return chosen
             # Taken but by documents that end within a device's tokens.
-            return choose(memory.attention, QKV(q, q, q), replace(spec, mask=Mask(causal=True)))
+            return choose(
+                execution.attention_implementation,
+                QKV(q, q, q),
+                replace(spec, mask=Mask(causal=True)),
+            )
 
     @cached_property
     def layout(self) -> Layout:
@@ -165,12 +171,12 @@ class Task:
             rows.
           NotImplementedError: the named strategy cannot cut the heads.
         """
-        memory, sp = self.config.memory, self.mesh.shape["sp"]
-        if sp > 1 and memory.schedule == "fused":
+        execution, sp = self.config.execution, self.mesh.shape["sp"]
+        if sp > 1 and execution.schedule == "fused":
             raise ValueError(
-                f"memory.schedule=fused works on whole rows; parallel.sp={sp} cuts them"
+                f"execution.schedule=fused works on whole rows; parallel.sp={sp} cuts them"
             )
-        return Layout(self.mesh, self.model.num_heads, memory.sequence)
+        return Layout(self.mesh, self.model.num_heads, self.config.parallel.sequence_strategy)
 
     @property
     def adapter(self) -> AdapterConfig:
@@ -254,9 +260,9 @@ class Task:
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the state; nothing is allocated."""
         state = jax.eval_shape(self._new_state, None, self._loaded)
-        model = self._placed(state.model, cut=self.config.parallel.zero == 3)
+        model = self._placed(state.model, cut=self.config.parallel.zero_stage == 3)
         state = replace(self._placed(state), model=model)
-        if self.config.optimizer.state_memory == "device":
+        if self.config.optimizer.state_memory_kind == "device":
             return state
         mu, nu = jax.tree.map(_in_host_memory, (state.opt_state.mu, state.opt_state.nu))
         return replace(state, opt_state=state.opt_state._replace(mu=mu, nu=nu))
@@ -330,7 +336,7 @@ class Task:
     ) -> tuple[Array, Array]:
         """Sums the loss over the labelled tokens of a micro-batch `[B, T]`, in nats: (sum, the part
         of it that `z_loss` adds)."""
-        memory = self.config.memory
+        execution = self.config.execution
         hidden = model(
             batch["tokens"],
             positions=batch["positions"],
@@ -338,7 +344,8 @@ class Task:
             order=self.layout.order(batch["tokens"].shape[1]),
             dropout_key=key,
             dtype=self.dtype,
-            execution=memory,
+            execution=execution,
+            sequence_strategy=self.config.parallel.sequence_strategy,
         )
         hidden, labels = fold_sequence_shards((hidden, batch["labels"]))
         return cross_entropy_and_z_loss(
@@ -347,7 +354,7 @@ class Task:
             labels,
             z_loss=z_loss,
             softcap=model.config.logits_softcap,
-            chunk=memory.ce_chunk,
+            chunk=execution.ce_chunk,
             axes=FOLDED_BATCH,
         )
 
@@ -367,7 +374,7 @@ class Task:
             losses = self.loss_sum(model, micro, step_key, self.config.train.z_loss)
             return losses[0] * factor, losses
 
-        pinned = partial(self._pinned, cut=self.config.parallel.zero > 1)
+        pinned = partial(self._pinned, cut=self.config.parallel.zero_stage > 1)
 
         def both(model, micro, number):
             gradients, losses = jax.grad(scaled, has_aux=True)(model, micro, number)
@@ -440,12 +447,15 @@ class Task:
         """`step`, compiled for this state and batch `[A, B, T]`; it donates the state.
 
         Raises:
-          RuntimeError: optimizer.state_memory=host, and the moments are not in host memory.
+          RuntimeError: optimizer.state_memory_kind=pinned_host, and the moments are not in host
+            memory.
         """
-        offloaded = self.config.optimizer.state_memory == "host"
+        offloaded = self.config.optimizer.state_memory_kind == "pinned_host"
         kinds = {x.sharding.memory_kind for x in jax.tree.leaves(state.opt_state.mu)}
         if offloaded and kinds != {HOST}:
-            raise RuntimeError(f"optimizer.state_memory=host, but the moments are in {kinds}")
+            raise RuntimeError(
+                f"optimizer.state_memory_kind=pinned_host, but the moments are in {kinds}"
+            )
         where = jax.tree.map(lambda x: x.sharding, self.abstract_state())
         step = jax.jit(self.step, donate_argnums=0, out_shardings=(where, None))
         with jax.set_mesh(self.mesh):
@@ -454,7 +464,9 @@ class Task:
         if offloaded and jax.default_backend() != "cpu":
             needs = compiled.memory_analysis()
             if needs is None or not needs.host_argument_size_in_bytes:
-                raise RuntimeError("optimizer.state_memory=host, but the step reads none of it")
+                raise RuntimeError(
+                    "optimizer.state_memory_kind=pinned_host, but the step reads none of it"
+                )
         return compiled
 
     def evaluator(self) -> Callable[[Decoder, Any, Callable[[int], None]], float]:

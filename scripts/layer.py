@@ -25,7 +25,7 @@ LAYER = ModelConfig(
     num_heads=16,
     norm="layer",
     norm_bias=True,
-    position="alibi",
+    position_embedding="alibi",
     activation="gelu_tanh",
     gated=False,
     qkv_bias=True,
@@ -44,7 +44,7 @@ def main() -> None:
     args = parser.parse_args()
     rows = []
     for T in args.lengths:
-        for config in (LAYER, replace(LAYER, position="none")):
+        for config in (LAYER, replace(LAYER, position_embedding="none")):
             for impl in args.impls:
                 layers = new_layers(config, jax.random.key(0), jnp.bfloat16)
                 shape = (BATCH, T, config.hidden_size)
@@ -52,7 +52,7 @@ def main() -> None:
                     jax.random.normal(k, shape, jnp.bfloat16) for k in map(jax.random.key, (1, 2))
                 )
                 tokens = jnp.broadcast_to(jnp.arange(T), (BATCH, T))
-                how = Execution(attention=impl, ffn_chunk=T)
+                how = Execution(attention_implementation=impl, ffn_chunk=T)
 
                 @jax.jit
                 def both(layers, x, dy, config=config, tokens=tokens, how=how):
@@ -68,7 +68,7 @@ def main() -> None:
                     rows,
                     args.out,
                     attention=impl,
-                    alibi=config.position == "alibi",
+                    alibi=config.position_embedding == "alibi",
                     T=T,
                     batch=BATCH,
                     ms=ms,

@@ -19,17 +19,17 @@ import numpy as np
 from timing import tell
 
 from bptjax.config import Config, TrainConfig
-from bptjax.memory import MemoryConfig
 from bptjax.models.config import ModelConfig
 from bptjax.parallel.mesh import ParallelConfig, make_mesh
 from bptjax.parallel.sequence import STRATEGIES
+from bptjax.remat import ExecutionConfig
 from bptjax.trainer import Task, TrainState
 
 T, ROWS = 20, 8
 MODEL = ModelConfig(vocab_size=64, hidden_size=32, num_layers=1, num_heads=8, num_kv_heads=2)
 CONFIG = Config(
     train=TrainConfig(seq_len=T),
-    memory=MemoryConfig(q_chunk=8, k_chunk=8, ffn_chunk=16, ce_chunk=32),
+    execution=ExecutionConfig(q_chunk=8, k_chunk=8, ffn_chunk=16, ce_chunk=32),
 )
 ONE = ParallelConfig(1, 1, 1, 1)
 MESHES = [
@@ -62,7 +62,7 @@ def start() -> TrainState:
 def results(parallel: ParallelConfig, strategy: str = "auto") -> tuple[str, Any]:
     """The strategy, and (loss, gradients, loss of an evaluation) on that mesh."""
     devices = jax.devices()[: math.prod(astuple(parallel)[:4])]
-    config = replace(CONFIG, memory=replace(CONFIG.memory, sequence=strategy))
+    config = replace(CONFIG, parallel=replace(parallel, sequence_strategy=strategy))
     task, batch = Task(config, MODEL, make_mesh(parallel, devices)), documents()
     state = jax.device_put(start(), jax.tree.map(lambda x: x.sharding, task.abstract_state()))
     with jax.set_mesh(task.mesh):

@@ -41,7 +41,7 @@ MORE = {
 LLAMA3 = dict(rope_type="llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0)
 LISTS = dict(short_factor=[1.0, 1.1, 1.3, 1.5], long_factor=[2.0, 3.0, 4.0, 8.0])
 LONGROPE = dict(rope_type="longrope") | LISTS
-ORIGINAL, REACH = dict(original_max_position_embeddings=16), dict(max_positions=LONGER)
+ORIGINAL, REACH = dict(original_max_position_embeddings=16), dict(max_position_embeddings=LONGER)
 
 
 def rope(kind: str, **more) -> dict:

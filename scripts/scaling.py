@@ -42,8 +42,8 @@ TRANSFORMER = EncoderConfig(
     num_heads=12,
     norm="layer",
     norm_bias=True,
-    position="learned",
-    max_positions=512,
+    position_embedding="learned",
+    max_position_embeddings=512,
     activation="gelu",
     gated=False,
     qkv_bias=True,
@@ -55,7 +55,7 @@ ENCODERS = {
     "bert": replace(
         TRANSFORMER,
         vocab_size=30_522,
-        norm_place="post",
+        norm_position="post",
         embedding_norm=True,
         final_norm=False,
         token_types=2,
@@ -133,10 +133,10 @@ def encoder_row(args: argparse.Namespace, name: str, rows: int, T: int, n: int, 
     if args.layers:
         config = replace(config, num_layers=args.layers)
     if config.image_size is None:
-        config = replace(config, max_positions=T)
+        config = replace(config, max_position_embeddings=T)
 
     def loss(model, inputs, labels):
-        hidden = model(inputs, dtype=dtype, execution=Execution(attention=args.impl))
+        hidden = model(inputs, dtype=dtype, execution=Execution(attention_implementation=args.impl))
         logits = model.logits(hidden)
         picked = jnp.take_along_axis(logits, labels[..., None], -1)[..., 0]
         return (jax.nn.logsumexp(logits, -1) - picked).mean()
@@ -169,7 +169,7 @@ def step_row(args: argparse.Namespace, name: str, rows: int, T: int, n: int, spl
     row = measure(task, max(1, args.repeats))
     # Its peak is of all that this process has run.
     row = {name: x for name, x in row.items() if name not in ("peak_gib", "losses")}
-    about = dict(layers=model.num_layers, impl=task.attention()[0], dtype=train.dtype)
+    about = dict(layers=model.num_layers, impl=task.attention()[0], dtype=train.compute_dtype)
     speed = dict(
         tflops_a_device=task.flops(rows * T, rows * T**2 / 2) / row["step_s"] / n / 1e12,
         tokens_per_second_a_device=row["tokens_per_second"] / n,

@@ -1,6 +1,6 @@
 """Times full fine-tuning steps of decoders with random weights on this machine's GPUs.
 
-    python scripts/step.py 1b 32768 --out rows.json --memory.remat=save_attention
+    python scripts/step.py 1b 32768 --out rows.json --execution.remat=save_attention
 
 One row of random tokens, bfloat16 parameters and AdamW; every option of a config can be set.
 Prints a row, and appends it to `--out`.
@@ -52,7 +52,7 @@ DECODERS = {
         norm="layer",
         norm_bias=True,
         embedding_norm=True,
-        position="alibi",
+        position_embedding="alibi",
         activation="gelu_tanh",
         gated=False,
         qkv_bias=True,
@@ -61,8 +61,12 @@ DECODERS = {
     ),
 }
 # Groups of keys that a row tells, where they are not as they are by default.
-SETTINGS = ("memory.", "optimizer.", "adapter.", "train.", "parallel.")
-DEFAULTS = ("--train.dtype=bfloat16", "--train.param_dtype=bfloat16", "--train.max_steps=100")
+SETTINGS = ("execution.", "optimizer.", "adapter.", "train.", "parallel.")
+DEFAULTS = (
+    "--train.compute_dtype=bfloat16",
+    "--train.param_dtype=bfloat16",
+    "--train.max_steps=100",
+)
 
 
 def measure(task: Task, steps: int, profile: Path | None = None, warmup: int = 1) -> dict[str, Any]:

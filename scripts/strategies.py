@@ -24,12 +24,12 @@ from bptjax.config import Config, parse
 from bptjax.parallel.mesh import make_mesh, select_devices
 from bptjax.trainer import Task
 
-FULL, HOST = "--memory.remat=full", "--optimizer.state_memory=host"
+FULL, HOST = "--execution.remat=full", "--optimizer.state_memory_kind=pinned_host"
 # Parameters whole, or cut more and more; then what else takes less memory.
 STRATEGIES = {
     "data parallel": ("--parallel.dp=-1", "--parallel.fsdp=1"),
-    "ZeRO-1": ("--parallel.zero=1",),
-    "ZeRO-2": ("--parallel.zero=2",),
+    "ZeRO-1": ("--parallel.zero_stage=1",),
+    "ZeRO-2": ("--parallel.zero_stage=2",),
     "ZeRO-3": (),
     "ZeRO-3 + checkpointing": (FULL,),
     "ZeRO-3 + offload": (HOST,),
@@ -42,7 +42,7 @@ VOCABULARY, EPOCH = 65, 1_003_854
 
 def task_of(decoder: str, dtype: str, devices: list[jax.Device], options: list[str]) -> Task:
     """Without checkpointing, but where the options say so."""
-    common = ["--memory.remat=none", f"--train.dtype={dtype}"]
+    common = ["--execution.remat=none", f"--train.compute_dtype={dtype}"]
     if decoder == "char":
         config: Config = parse(options, defaults=[f"--config={CHAR_GPT}", *common])
         model = replace(config.model, vocab_size=VOCABULARY)

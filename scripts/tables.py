@@ -54,7 +54,7 @@ def settings(row: Row) -> str:
     said = []
     for key, value in row["settings"].items():
         group, name = key.split(".")
-        if group == "memory" and (name, value) != ("ffn_chunk", row["T"]):
+        if group == "execution" and (name, value) != ("ffn_chunk", row["T"]):
             said.append(f"`{name}: {value}`".replace("'", ""))
         elif key == "optimizer.state_dtype":
             said.append(f"moments `{value}`")

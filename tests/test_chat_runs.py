@@ -46,9 +46,9 @@ def train(base, run, row, **more):
         "train.max_steps": 1,
         "train.seq_len": 64,
         "train.per_device_train_batch_size": 1,
-        "train.eval_predictions": 1,
-        "memory.q_chunk": 64,
-        "memory.k_chunk": 64,
+        "train.num_eval_generations": 1,
+        "execution.q_chunk": 64,
+        "execution.k_chunk": 64,
     }
     return main([f"--{key}={value}" for key, value in (options | more).items()])
 
@@ -92,7 +92,7 @@ def test_other_vocabularies_are_named(base, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("bptjax.run.select_devices", lambda device: jax.devices()[:1])
     row = {"text": "Hello there, be brief. " * 30}
     raw_tokenizer("metaspace").save_pretrained(tmp_path / "other")
-    more = {"train.eval_predictions": 0, "data.tokenizer": tmp_path / "other"}
+    more = {"train.num_eval_generations": 0, "data.tokenizer": tmp_path / "other"}
     assert train(base, "other", row, **more) == 0
     said = capsys.readouterr().out
     assert said.count("warning: ") == 1 and "of the 284 token ids of the tokenizer in" in said

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from bptjax import cli, compare, convert, evaluate, generate, preview, train
-from bptjax.command_line import EXIT_CODES, run_command
+from bptjax.command_line import EXIT_CODES, RENAMED, new_name, run_command
 from bptjax.config import Config, flatten, parse
 
 COMMANDS = {
@@ -233,3 +233,16 @@ def test_a_closed_pipe_is_silent(argv):
 def test_flags_win_over_defaults():
     config = parse(["--train.seq_len=5"], defaults=["--train.seq_len=4", "--train.max_steps=6"])
     assert (config.train.seq_len, config.train.max_steps) == (5, 6)
+
+
+@pytest.mark.parametrize("old", [*RENAMED, "memory.remat", "memory.ffn_chunk"])
+def test_renamed_keys_are_refused_by_their_new_name(old, tmp_path):
+    new = new_name(old)
+    assert new != old and new in flatten(Config())
+    with pytest.raises(ValueError, match=f"unknown flag --{old}; now called {new}$"):
+        parse([f"--{old}=1"])
+    group, key = old.split(".")
+    file = tmp_path / "old.yaml"
+    file.write_text(f"{group}: {{{key}: 1}}\n")
+    with pytest.raises(ValueError, match=f"unknown key {old}; now called {new}$"):
+        parse(["--config", str(file)])

@@ -32,7 +32,7 @@ model: {hidden_size: 16, num_layers: 1, num_heads: 2, attention_dropout: 0.1, re
 data: {packing: best_fit, eval_fraction: 0.1}
 train: {max_steps: 20, seq_len: 32, per_device_train_batch_size: 2, eval_steps: 8, sample_tokens: 8}
 optimizer: {learning_rate: 1.0e-2}
-memory: {q_chunk: 16, k_chunk: 16, ffn_chunk: 16}
+execution: {q_chunk: 16, k_chunk: 16, ffn_chunk: 16}
 checkpoint: {save_steps: 6}
 """
 
@@ -125,7 +125,7 @@ def test_stop_and_resume_is_exact(
     assert line in log and line in capsys.readouterr().out.replace("\n", "")
     assert on_disk == [True]
     # Where the moments are is no other experiment.
-    assert main([*command, "--optimizer.state_memory", "host"]) == 0
+    assert main([*command, "--optimizer.state_memory_kind", "pinned_host"]) == 0
     assert rows(run_dir) == rows(uninterrupted)
     assert rows(run_dir, "eval/loss") == rows(uninterrupted, "eval/loss")
     assert rows(run_dir, "train/tokens_seen") == rows(uninterrupted, "train/tokens_seen")
@@ -316,7 +316,7 @@ def test_an_evaluation_that_is_not_finite(arguments, tmp_path, monkeypatch, caps
     """Ends the run where parameters are broken. Else, as after an overflow of float16 in the
     forward pass, the run goes on and its report says so."""
     run_dir = tmp_path / "run"
-    extra = ["--train.eval_steps=0", "--train.sample_tokens=0"]
+    extra = ["--train.eval_steps=null", "--train.sample_tokens=0"]
     extra.append(f"--train.max_steps={1 if broken else 2}")
     if broken:
         extra += ["--optimizer.learning_rate=1e38", "--optimizer.weight_decay=1e38"]
@@ -378,18 +378,21 @@ BAD = {
         ["--optimizer.state_dtype", "int4"],
         "error: optimizer.state_dtype=int4: must be one of float32, bfloat16, int8 or null\n",
     ),
-    "layers that do not make groups": (["--memory.remat", "nested(2)"], "nested(2) with 1 layers"),
+    "layers that do not make groups": (
+        ["--execution.remat", "nested(2)"],
+        "nested(2) with 1 layers",
+    ),
     "hidden by the schedule": (
-        ["--memory.schedule", "fused", "--memory.save", "[query, key]"],
-        "memory.save=query needs memory.schedule=split",
+        ["--execution.schedule", "fused", "--execution.save", "[query, key]"],
+        "execution.save=query needs execution.schedule=split",
     ),
     "hidden by chunks": (
-        ["--memory.save", "[query, gate]"],
-        "memory.save=gate needs memory.ffn_chunk of at least train.seq_len=32",
+        ["--execution.save", "[query, gate]"],
+        "execution.save=gate needs execution.ffn_chunk of at least train.seq_len=32",
     ),
     "not in the model": (
-        ["--memory.save", "[gate]", "--memory.ffn_chunk", "32", "--model.gated", "false"],
-        "memory.save=gate: the model's layers have none",
+        ["--execution.save", "[gate]", "--execution.ffn_chunk", "32", "--model.gated", "false"],
+        "execution.save=gate: the model's layers have none",
     ),
     "no such scaling": (
         ["--model.rope_parameters", "{rope_type: yarm, rope_theta: 1.0}"],
@@ -413,8 +416,11 @@ BAD = {
     "no heads": (["--model.num_heads", "3"], "num_heads=3"),
     "too few tokens": (["--train.seq_len", "100000"], "100000"),
     "no gpu": (["--device", "gpu"], 'pip install -e ".[gpu]"'),
-    "offload from a CPU": (["--memory.offload", "0.5"], "memory.offload=0.5 moves from a GPU"),
-    "no such attention": (["--memory.attention", "quick"], "'quick'"),
+    "offload from a CPU": (
+        ["--execution.offload", "0.5"],
+        "execution.offload=0.5 moves from a GPU",
+    ),
+    "no such attention": (["--execution.attention_implementation", "quick"], "'quick'"),
     "no cap": (
         ["--model.logits_softcap", "0"],
         "error: model.logits_softcap=0.0: must be positive; leave it out for none\n",
@@ -428,8 +434,8 @@ BAD = {
     ),
     "vocabulary": (["--model.vocab_size", "100"], "model.vocab_size=100"),
     "positions": (
-        ["--model.position", "learned", "--model.max_positions", "8"],
-        "model.max_positions=8",
+        ["--model.position_embedding", "learned", "--model.max_position_embeddings", "8"],
+        "model.max_position_embeddings=8",
     ),
     "steps and epochs": (
         ["--train.epochs", "2"],
@@ -441,7 +447,7 @@ BAD = {
         "optimizer.warmup_steps=21: the warm-up must end within the 20 steps of the run",
     ),
     "patience without evaluations": (
-        ["--train.early_stopping_patience=2", "--train.eval_steps=0"],
+        ["--train.early_stopping_patience=2", "--train.eval_steps=null"],
         "train.early_stopping_patience=2 needs evaluations while the run trains; set train.eval_st",
     ),
     "the best of nothing": (
@@ -546,7 +552,7 @@ def test_a_refused_start_leaves_the_config_as_it_was(arguments, uninterrupted, c
     assert "rows, and here" in capsys.readouterr().err
     handle = os.open(uninterrupted, os.O_RDONLY)
     fcntl.flock(handle, fcntl.LOCK_EX)
-    assert main([*command, "--memory.ffn_chunk", "7"]) == 2
+    assert main([*command, "--execution.ffn_chunk", "7"]) == 2
     os.close(handle)
     assert "another process is running in" in capsys.readouterr().err
     assert (uninterrupted / "config.yaml").read_bytes() == before
@@ -567,13 +573,13 @@ def test_a_run_of_an_older_version_goes_on_with_the_defaults_of_new_keys(argumen
     old = to_yaml(parse(command)).replace("  shards: 1\n", "").replace("  warmup_ratio: null\n", "")
     (tmp_path / "config.yaml").write_text(old)
     claim(tmp_path, parse(command))
-    for key, found in (("data.shards=2", "=1"), ("optimizer.warmup_ratio=0.5", "=None")):
+    for key, found in (("data.num_shards=2", "=1"), ("optimizer.warmup_ratio=0.5", "=None")):
         name, _, value = key.partition("=")
         with pytest.raises(ValueError, match=f"run with {name}{found}, and this one has {value}"):
             claim(tmp_path, parse([*command, f"--{key}"]))
     # Fine-tuning had the defaults of pre-training.
     (tmp_path / "config.yaml").write_text(old.replace("name_or_path: null", "name_or_path: x"))
-    tuned = [*command, "--model.name_or_path=x", "--train.dtype=float32"]
+    tuned = [*command, "--model.name_or_path=x", "--train.compute_dtype=float32"]
     tuned.append("--optimizer.warmup_steps=0")
     with pytest.raises(ValueError, match="weight_decay=0.1, and this one has 0.0"):
         claim(tmp_path, parse(tuned))
@@ -586,7 +592,7 @@ PRE_TRAINING = {
     "optimizer.warmup_steps": 0,
     "optimizer.warmup_ratio": None,
     "optimizer.weight_decay": 0.1,
-    "train.dtype": "float32",
+    "train.compute_dtype": "float32",
 }
 FINE_TUNING = PRE_TRAINING | {
     "optimizer.learning_rate": 2e-5,
@@ -603,7 +609,7 @@ CHECKPOINT = "--model.name_or_path=somewhere"
         ([], "cpu", PRE_TRAINING),
         ([], "gpu", PRE_TRAINING),
         ([CHECKPOINT], "cpu", FINE_TUNING),
-        ([CHECKPOINT], "gpu", FINE_TUNING | {"train.dtype": "bfloat16"}),
+        ([CHECKPOINT], "gpu", FINE_TUNING | {"train.compute_dtype": "bfloat16"}),
         (
             [CHECKPOINT, "--adapter.type=lora"],
             "cpu",
@@ -617,11 +623,11 @@ CHECKPOINT = "--model.name_or_path=somewhere"
             | {"optimizer.warmup_steps": 7, "optimizer.warmup_ratio": None},
         ),
         (
-            ["--optimizer.warmup_ratio=0.1", "--train.dtype=float16"],
+            ["--optimizer.warmup_ratio=0.1", "--train.compute_dtype=float16"],
             "gpu",
             PRE_TRAINING
             | {"optimizer.warmup_steps": None, "optimizer.warmup_ratio": 0.1}
-            | {"train.dtype": "float16"},
+            | {"train.compute_dtype": "float16"},
         ),
     ],
 )
@@ -642,21 +648,21 @@ def test_a_fine_tuning_run_says_its_defaults_and_keeps_them(
     (tmp_path / "config.yaml").write_text("\n".join(lines))
     command = [f"--config={tmp_path / 'config.yaml'}", f"--model.name_or_path={uninterrupted}"]
     command += [f"--run_dir={tmp_path / 'run'}", "--train.max_steps=2"]
-    command += ["--train.eval_steps=0", "--train.sample_tokens=0"]
+    command += ["--train.eval_steps=null", "--train.sample_tokens=0"]
     assert main(command) == 0
     line = (
         "optimizer.learning_rate=2e-05, optimizer.weight_decay=0.0, optimizer.warmup_ratio=0.03, "
     )
-    assert f"fine-tuning defaults: {line}train.dtype=float32" in capsys.readouterr().out
+    assert f"fine-tuning defaults: {line}train.compute_dtype=float32" in capsys.readouterr().out
     saved = (tmp_path / "run" / "config.yaml").read_text()
     for text in ("learning_rate: 2.0e-05", "warmup_ratio: 0.03", "dtype: float32"):
         assert text in saved
     assert rows(tmp_path / "run", "train/learning_rate")[1] == pytest.approx(2e-5)
     # On a GPU the dtype would be another; the run keeps its own.
     config = parse(command)
-    assert _with_defaults(config, "gpu").train.dtype == "float32"
+    assert _with_defaults(config, "gpu").train.compute_dtype == "float32"
     other = replace(config, run_dir=str(tmp_path / "other"))
-    assert _with_defaults(other, "gpu").train.dtype == "bfloat16"
+    assert _with_defaults(other, "gpu").train.compute_dtype == "bfloat16"
 
 
 def test_a_directory_with_something_else_is_not_taken(arguments, tmp_path, capsys):
@@ -673,7 +679,7 @@ def test_out_of_memory_says_what_took_it(arguments, tmp_path, monkeypatch, capsy
     monkeypatch.setattr("bptjax.trainer.Task.compile_step", refuse)
     assert main([*arguments, "--run_dir", str(tmp_path / "run")]) == 1
     message = capsys.readouterr().err
-    assert "out of memory: parameters take" in message and "memory.remat=" in message
+    assert "out of memory: parameters take" in message and "execution.remat=" in message
 
 
 def test_saved_config_is_the_resolved_one(uninterrupted, arguments):
@@ -688,7 +694,7 @@ def test_a_bad_record_deep_in_the_data(arguments, tmp_path, capsys, monkeypatch)
     lines[20] = "{"
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     command = [*arguments, f"--data.path={tmp_path / 'a.jsonl'}", "--data.shuffle=false"]
-    command += ["--data.eval_fraction=0.01", "--train.eval_steps=0", "--train.sample_tokens=0"]
+    command += ["--data.eval_fraction=0.01", "--train.eval_steps=null", "--train.sample_tokens=0"]
     assert main([*command, f"--run_dir={tmp_path / 'run'}"]) == 2
     assert "a.jsonl, record 21: " in capsys.readouterr().err and not (tmp_path / "run").exists()
     # The data are too many to be checked beforehand: the iterator meets the record.

@@ -93,7 +93,7 @@ def scaled(kind):
         num_layers=2,
         num_heads=4,
         init_std=0.3,
-        max_positions=18,
+        max_position_embeddings=18,
         rope_parameters=parameters | (longrope if kind == "longrope" else {}),
     )
     return Decoder(config, jax.random.key(0))

@@ -72,15 +72,15 @@ def arguments(base, run, **more):
         "train.seq_len": 64,
         "train.per_device_train_batch_size": 8,
         "train.eval_batches": 4,
-        "train.eval_predictions": ASKED,
+        "train.num_eval_generations": ASKED,
         "optimizer.learning_rate": 0.005,
         "optimizer.weight_decay": 0.0,
         "optimizer.warmup_steps": 20,
         "adapter.type": "qlora",
         "adapter.r": 32,
         "adapter.alpha": 32,
-        "memory.q_chunk": 64,
-        "memory.k_chunk": 64,
+        "execution.q_chunk": 64,
+        "execution.k_chunk": 64,
     } | more
     return [f"--{key}={value}" for key, value in options.items()]
 
@@ -152,7 +152,7 @@ def test_peft_gives_the_same_answers(run, base):
 @pytest.mark.parametrize(
     ("row", "count", "message"),
     [
-        ({"text": "abcdef"}, 60, "train.eval_predictions=60 needs held-out chats"),
+        ({"text": "abcdef"}, 60, "train.num_eval_generations=60 needs held-out chats"),
         ({"prompt": "ab", "answer": 3}, 0, "a.jsonl, record 11: 'answer' must be text"),
         ({"prompt": "ab" * 40, "answer": "A"}, 2, "of up to 82 tokens are more than"),
         # A batch of 64 rows of 64 tokens, and no answer in it.
@@ -169,7 +169,7 @@ def test_held_out_that_is_refused(base, tmp_path, capsys, row, count, message):
     rows = [{"prompt": "ab", "answer": "AB"}] * 40
     rows[10] = rows[30] = row
     (tmp_path / "a.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    more = {"data.path": tmp_path / "a.jsonl", "train.eval_predictions": count}
+    more = {"data.path": tmp_path / "a.jsonl", "train.num_eval_generations": count}
     more |= {"train.eval_batches": 1, "data.packing": "none"}
     assert main(arguments(base, tmp_path / "run", **more)) == 2
     error = capsys.readouterr().err
@@ -203,7 +203,7 @@ def test_grouped_rows_resume_exactly(base, tmp_path, monkeypatch):
         "optimizer.warmup_steps": 2,
         "train.per_device_train_batch_size": 2,
         "train.gradient_accumulation_steps": 2,
-        "train.eval_predictions": 2,
+        "train.num_eval_generations": 2,
         "train.eval_steps": 4,
         "checkpoint.save_steps": 4,
     }

@@ -11,10 +11,10 @@ from flax import nnx
 
 from bptjax.config import Config, TrainConfig
 from bptjax.lora import Adapted, AdapterConfig, Quantized, linears, targets
-from bptjax.memory import MemoryConfig
 from bptjax.models.config import ModelConfig
 from bptjax.optim import OptimizerConfig
 from bptjax.parallel.mesh import ParallelConfig, make_mesh
+from bptjax.remat import ExecutionConfig
 from bptjax.trainer import Task
 
 T = 32
@@ -23,7 +23,7 @@ MODEL = ModelConfig(
 )
 CONFIG = Config(
     train=TrainConfig(seq_len=T, max_steps=20),
-    memory=MemoryConfig(q_chunk=8, k_chunk=8, ffn_chunk=16, ce_chunk=32),
+    execution=ExecutionConfig(q_chunk=8, k_chunk=8, ffn_chunk=16, ce_chunk=32),
     optimizer=OptimizerConfig(learning_rate=1e-2),
     adapter=AdapterConfig(type="qlora", r=4, alpha=16, dropout=0.1),
 )
@@ -33,7 +33,8 @@ def task(parallel: ParallelConfig | None = None, model: ModelConfig = MODEL, **g
     """`groups` change keys of CONFIG's."""
     mesh = make_mesh(parallel or ParallelConfig(), None if parallel else jax.devices()[:1])
     changed = {name: replace(getattr(CONFIG, name), **keys) for name, keys in groups.items()}
-    return Task(replace(CONFIG, **changed), model, mesh)
+    config = replace(CONFIG, parallel=parallel or ParallelConfig(), **changed)
+    return Task(config, model, mesh)
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +141,7 @@ def got_of(gradients, name):
 
 
 @pytest.mark.parametrize(
-    "memory",
+    "execution",
     [
         dict(remat="none"),
         dict(remat="dots"),
@@ -150,8 +151,8 @@ def got_of(gradients, name):
     ],
     ids=str,
 )
-def test_remat_and_schedule_change_nothing(batch, state, whole, memory):
-    assert_same(sums(task(memory=memory), batch, state), whole)
+def test_remat_and_schedule_change_nothing(batch, state, whole, execution):
+    assert_same(sums(task(execution=execution), batch, state), whole)
 
 
 def test_accumulated_micro_batches_are_one_big_batch(batch):
@@ -162,15 +163,15 @@ def test_accumulated_micro_batches_are_one_big_batch(batch):
 
 
 @pytest.mark.parametrize(
-    ("parallel", "sequence"),
+    "parallel",
     [
-        (ParallelConfig(dp=2, fsdp=2, tp=2), "auto"),
-        (ParallelConfig(dp=1, fsdp=2, tp=2, sp=2), "ring"),
+        ParallelConfig(dp=2, fsdp=2, tp=2),
+        ParallelConfig(dp=1, fsdp=2, tp=2, sp=2, sequence_strategy="ring"),
     ],
     ids=str,
 )
-def test_eight_devices_are_one(batch, whole, parallel, sequence):
-    work = task(parallel, memory=dict(sequence=sequence))
+def test_eight_devices_are_one(batch, whole, parallel):
+    work = task(parallel)
     state = moved(work.init_state())
     assert_same(sums(work, batch, state), whole)
     up = state.model.layers.mlp.up.kernel
@@ -180,7 +181,7 @@ def test_eight_devices_are_one(batch, whole, parallel, sequence):
 
 def test_only_adapters_learn(batch):
     work = task(
-        train=dict(dtype="float16"),
+        train=dict(compute_dtype="float16"),
         adapter=dict(r=8, target_modules=["value", "mlp.down"]),
         optimizer=dict(weight_decay=0.0),
     )
@@ -206,8 +207,8 @@ def test_no_dense_copy_of_the_model(remat):
     L, D = 16, 256
     model = replace(MODEL, hidden_size=D, num_layers=L, num_kv_heads=4)
     adapter = dict(target_modules=["key"], dropout=0.0)
-    train, memory = dict(dtype="bfloat16"), dict(remat=remat)
-    work = task(model=model, train=train, memory=memory, adapter=adapter)
+    train, execution = dict(compute_dtype="bfloat16"), dict(remat=remat)
+    work = task(model=model, train=train, execution=execution, adapter=adapter)
     abstract = work.abstract_state()
     kernels = [
         x

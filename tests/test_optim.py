@@ -318,7 +318,7 @@ def test_eight_devices_round_blocks_as_one(monkeypatch):
 @pytest.mark.parametrize("kind", STATES)
 def test_moments_stay_in_host_memory_on_a_gpu(kind, monkeypatch):
     monkeypatch.setattr(bptjax.parallel.parts, "AT_ONCE", 2**16)
-    transform = AdamW(replace(CONFIG, state_dtype=kind, state_memory="host"), 10)
+    transform = AdamW(replace(CONFIG, state_dtype=kind, state_memory_kind="pinned_host"), 10)
     model = Model(jax.random.key(0), L=8, D=512, F=1024, V=2048)
     there = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
 

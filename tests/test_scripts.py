@@ -63,7 +63,7 @@ def test_encoders_are_scaled(scale, monkeypatch):
 def test_steps_are_scaled(scale, monkeypatch):
     monkeypatch.setitem(DECODERS, "1b", TINY)
     sizes = "--lengths=32", "--rows=2", "--devices", "2", "4", "--splits=dp"
-    found = scale("step", *sizes, "--memory.ffn_chunk=16")
+    found = scale("step", *sizes, "--execution.ffn_chunk=16")
     assert [r["status"] for r in found] == ["ok", "refused: 2 rows do not divide among 4 devices"]
     # One head of 16 for keys and for values, two of 8 for queries; a feed-forward of 3 matrices.
     T, D, F = 32, 16, 64

@@ -9,10 +9,10 @@ import pytest
 
 from bptjax.checkpoint import Checkpoints
 from bptjax.config import Config, TrainConfig
-from bptjax.memory import MemoryConfig
 from bptjax.models.config import ModelConfig
 from bptjax.optim import LossScale, OptimizerConfig, learning_rate
 from bptjax.parallel.mesh import ParallelConfig, make_mesh
+from bptjax.remat import ExecutionConfig
 from bptjax.trainer import Task, TrainState
 
 T = 24
@@ -21,7 +21,7 @@ MODEL = ModelConfig(
 )
 CONFIG = Config(
     train=TrainConfig(seq_len=T, max_steps=20),
-    memory=MemoryConfig(q_chunk=8, k_chunk=8, ffn_chunk=16, ce_chunk=32),
+    execution=ExecutionConfig(q_chunk=8, k_chunk=8, ffn_chunk=16, ce_chunk=32),
     optimizer=OptimizerConfig(learning_rate=1e-2),
 )
 
@@ -80,12 +80,10 @@ def test_scalings_by_length_do_not_depend_on_the_batch(batch, kind):
     lists = dict(short_factor=[1.0] * 4, long_factor=[2.0, 3.0, 4.0, 8.0])
     scaling = dict(dynamic={}, longrope=lists | dict(original_max_position_embeddings=8))
     parameters = dict(rope_type=kind, rope_theta=1e4, factor=4.0) | scaling[kind]
-    model = replace(MODEL, num_layers=1, max_positions=8, rope_parameters=parameters)
+    model = replace(MODEL, num_layers=1, max_position_embeddings=8, rope_parameters=parameters)
     # Large weights, so that attention and thereby the frequencies matter.
     model = replace(model, init_std=0.5)
-    one, mesh = task(), task(ParallelConfig(dp=2, fsdp=1, sp=4))
-    memory = replace(CONFIG.memory, sequence="ring")
-    mesh = replace(mesh, config=replace(mesh.config, memory=memory))
+    one, mesh = task(), task(ParallelConfig(dp=2, fsdp=1, sp=4, sequence_strategy="ring"))
     one, mesh = (replace(work, model=model) for work in (one, mesh))
     assert_same(sums(mesh, batch, 2), sums(one, batch, 1))
 
@@ -94,11 +92,8 @@ def test_dropout_is_that_of_one_device(batch):
     """Also where rows are filled up, which one device does not."""
     dropping = replace(MODEL, num_layers=1, residual_dropout=0.3, embedding_dropout=0.2)
     parts = {name: x[:2, : T - 2] for name, x in batch.items()}
-    one, cut = (
-        replace(work, model=dropping)
-        for work in (task(), task(ParallelConfig(dp=2, fsdp=1, sp=4), seq_len=T - 2))
-    )
-    cut = replace(cut, config=replace(cut.config, memory=replace(CONFIG.memory, sequence="ring")))
+    ring = ParallelConfig(dp=2, fsdp=1, sp=4, sequence_strategy="ring")
+    one, cut = (replace(work, model=dropping) for work in (task(), task(ring, seq_len=T - 2)))
     assert cut.layout.put(parts)["tokens"].shape[2] > T - 2
     wanted = sums(one, parts, 1)
     assert (
@@ -111,7 +106,9 @@ def test_dropout_is_that_of_one_device(batch):
 def test_rows_as_long_as_learned_positions(batch):
     """On a mesh that fills them up."""
     work = task(ParallelConfig(dp=1, fsdp=1, sp=8), seq_len=T - 2)
-    learned = replace(MODEL, num_layers=1, position="learned", max_positions=T - 2)
+    learned = replace(
+        MODEL, num_layers=1, position_embedding="learned", max_position_embeddings=T - 2
+    )
     work = replace(work, model=replace(learned, num_heads=8))
     (loss, _), _, _ = sums(work, {name: x[:1, : T - 2] for name, x in batch.items()}, 1)
     assert np.isfinite(loss)
@@ -136,7 +133,7 @@ def steps(work: Task, batch, n: int) -> tuple[TrainState, list[dict]]:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_loss_falls(batch, dtype):
-    state, rows = steps(task(dtype=dtype), batch, 12)
+    state, rows = steps(task(compute_dtype=dtype), batch, 12)
     losses = [row["train/loss"] for row in rows]
     assert losses[-1] < 0.7 * losses[0]
     assert int(state.step) == 12
@@ -144,7 +141,7 @@ def test_loss_falls(batch, dtype):
 
 
 def test_bfloat16_parameters_stay_bfloat16(batch):
-    state, rows = steps(task(dtype="bfloat16", param_dtype="bfloat16"), batch, 3)
+    state, rows = steps(task(compute_dtype="bfloat16", param_dtype="bfloat16"), batch, 3)
     assert {x.dtype for x in jax.tree.leaves(state.model)} == {jnp.dtype("bfloat16")}
     assert rows[-1]["train/loss"] < rows[0]["train/loss"]
 
@@ -166,7 +163,7 @@ def test_zero_says_what_fsdp_and_sp_cut(batch, fsdp):
     one, wanted = steps(small(), batch, 2)
     held = []
     for zero in (1, 2, 3):
-        work = small(ParallelConfig(dp=1, fsdp=fsdp, tp=2, sp=4 // fsdp, zero=zero))
+        work = small(ParallelConfig(dp=1, fsdp=fsdp, tp=2, sp=4 // fsdp, zero_stage=zero))
         state, placed = work.init_state(), work.layout.put(batch)
         step = work.compile_step(state, placed)
         for row in wanted:
@@ -200,7 +197,7 @@ def test_the_reported_loss_leaves_the_z_loss_out(batch):
 
 
 def test_an_overflow_changes_the_scale_alone(batch):
-    work = with_optimizer(task(dtype="float16"), state_dtype="int8")
+    work = with_optimizer(task(compute_dtype="float16"), state_dtype="int8")
     state, placed = work.init_state(), work.layout.put(batch)
     state = replace(state, loss_scale=replace(state.loss_scale, value=jnp.float32(2.0**40)))
     before = jax.tree.map(np.asarray, (state.model, state.opt_state))
@@ -264,7 +261,8 @@ def test_moments_in_host_memory(batch, tmp_path):
     """The same steps as with moments on the device, also after a checkpoint."""
     small = replace(task(), model=replace(MODEL, num_layers=1, gated=False, norm_scale=False))
     device, host = (
-        with_optimizer(small, state_dtype="int8", state_memory=kind) for kind in ("device", "host")
+        with_optimizer(small, state_dtype="int8", state_memory_kind=kind)
+        for kind in ("device", "host")
     )
     (_, wanted), placed = steps(device, batch, 4), host.layout.put(batch)
     state = host.init_state()

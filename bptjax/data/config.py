@@ -67,7 +67,7 @@ class DataConfig:
         or saves and ends it if they are found later; skip lists them in bad_records.jsonl.
       group_by_length: batch sequences of similar length, padded to the longest of each batch; needs
         packing=none.
-      shards: number of equal parts of the documents, read by different processes. Each part
+      num_shards: number of equal parts of the documents, read by different processes. Each part
         provides the same number of sequences per step.
       shuffle: shuffle documents and sequences anew in each epoch.
       seed: shuffle seed.
@@ -88,7 +88,7 @@ class DataConfig:
     too_long: Literal["drop", "truncate_left", "error"] = "drop"
     bad_records: Literal["error", "skip"] = "error"
     group_by_length: bool = False
-    shards: int = 1
+    num_shards: int = 1
     shuffle: bool = True
     seed: int = 0
 
@@ -99,11 +99,11 @@ class DataConfig:
                 raise ValueError(f"data.{name}={value} is less than 1")
         if self.group_by_length and self.packing != "none":
             raise ValueError(f"data.group_by_length needs data.packing=none, not {self.packing}")
-        if self.shards < 1:
-            raise ValueError(f"data.shards={self.shards} is less than 1")
+        if self.num_shards < 1:
+            raise ValueError(f"data.num_shards={self.num_shards} is less than 1")
         if self.path is not None and self.sources:
             raise ValueError("data.path and data.sources are both set; set one of them")
         if self.group_by_length and self.sources:
             raise ValueError("data.group_by_length needs data.path, not data.sources")
-        if self.group_by_length and self.shards > 1:
-            raise ValueError(f"data.group_by_length needs data.shards=1, not {self.shards}")
+        if self.group_by_length and self.num_shards > 1:
+            raise ValueError(f"data.group_by_length needs data.num_shards=1, not {self.num_shards}")

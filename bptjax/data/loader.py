@@ -43,12 +43,12 @@ def train_loader(
 
     Raises:
       ValueError: a shard's documents give fewer than `seq_len` labels or none that is learnt, a bad
-        packing, or `config.shards` does not divide `rows`.
+        packing, or `config.num_shards` does not divide `rows`.
     """
-    n = config.shards
+    n = config.num_shards
     if rows % n:
         raise ValueError(
-            f"data.shards={n} does not divide the {rows} rows of a step; use a divisor of them"
+            f"data.num_shards={n} does not divide the {rows} rows of a step; use a divisor of them"
         )
     mixed = documents if isinstance(documents, Mixture) else Mixture([documents], [""], [1.0])
     reader, found = _reader(tokenizer, config, seq_len), {}
@@ -74,7 +74,7 @@ def _shard(
 ) -> grain.IterDataset:
     """Returns the endless sequences of one shard of the records; batches of `rows`, if grouped by
     length. `of` names the source in errors."""
-    n, seq_len = config.shards, records.reader.seq_len
+    n, seq_len = config.num_shards, records.reader.seq_len
     labels = pieces = too_long = bad = 0
     limit = max(4, buffer_rows(seq_len) // n)
     read = 0
@@ -165,7 +165,7 @@ def _check_tokens(labels: int, too_long: int, bad: int, seq_len: int, what: str)
     if labels < seq_len:
         raise ValueError(
             f"the {what} have {labels} tokens to train on, fewer than seq_len={seq_len}; use a "
-            "shorter one, more text or fewer data.shards"
+            "shorter one, more text or fewer data.num_shards"
         )
 
 

@@ -66,10 +66,12 @@ def remedy_for_peft(model: Pretrained, out: Path) -> str:
         )
     if new.V > old.V:
         steps.append(f"give it rows for the added tokens, model.resize_token_embeddings({new.V})")
-    if new.position == "learned" and (new.max_positions or 0) > (old.max_positions or 0):
+    if new.position_embedding == "learned" and (new.max_position_embeddings or 0) > (
+        old.max_position_embeddings or 0
+    ):
         steps.append(
-            f"keep to the {old.max_positions} positions that it has, of {new.max_positions} that "
-            "the adapter was trained on"
+            f"keep to the {old.max_position_embeddings} positions that it has, of "
+            f"{new.max_position_embeddings} that the adapter was trained on"
         )
     if not steps:
         return ""
@@ -85,8 +87,8 @@ def _needs_config(model: Pretrained) -> bool:
     """
     assert model.read_as is not None
     changed = changes(model.read_as, model.config)
-    return model.config.position != "learned" and bool(
-        changed.keys() & {"rope_parameters", "max_positions"}
+    return model.config.position_embedding != "learned" and bool(
+        changed.keys() & {"rope_parameters", "max_position_embeddings"}
     )
 
 

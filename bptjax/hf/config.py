@@ -39,7 +39,7 @@ NEUTRAL = {
 FREE = (
     "name_or_path",
     "rope_parameters",
-    "max_positions",
+    "max_position_embeddings",
     "embedding_dropout",
     "attention_dropout",
     "residual_dropout",
@@ -93,39 +93,48 @@ def merge(pretrained: ModelConfig, wanted: ModelConfig) -> ModelConfig:
     # Added tokens have the ids that follow those of tokens that were added before.
     changes["add_tokens"] = [*dict.fromkeys([*pretrained.add_tokens, *wanted.add_tokens])]
     if "rope_parameters" in changes:
-        if pretrained.position != "rope":
+        if pretrained.position_embedding != "rope":
             raise ValueError(
-                f"model.rope_parameters: {wanted.name_or_path} has position={pretrained.position}"
+                f"model.rope_parameters: {wanted.name_or_path} has position_embedding="
+                f"{pretrained.position_embedding}"
             )
-        reach = changes.get("max_positions", pretrained.max_positions)
+        reach = changes.get("max_position_embeddings", pretrained.max_position_embeddings)
         changes["rope_parameters"] = _merge_rope(pretrained, changes["rope_parameters"], reach)
     merged = replace(pretrained, **changes)
-    if merged.max_positions != pretrained.max_positions and "dynamic" in merged.rope_types:
+    if (
+        merged.max_position_embeddings != pretrained.max_position_embeddings
+        and "dynamic" in merged.rope_types
+    ):
         raise ValueError(
-            f"model.max_positions={merged.max_positions}: must stay {pretrained.max_positions} "
-            "with rope_type=dynamic, which scales whatever reaches beyond it; leave it out"
+            f"model.max_position_embeddings={merged.max_position_embeddings}: must stay "
+            f"{pretrained.max_position_embeddings} with rope_type=dynamic, which scales "
+            "whatever reaches beyond it; leave it out"
         )
     return merged
 
 
-def _merge_rope(pretrained: ModelConfig, wanted: dict, max_positions: int) -> dict[str, Any]:
+def _merge_rope(
+    pretrained: ModelConfig, wanted: dict, max_position_embeddings: int
+) -> dict[str, Any]:
     """The wanted scaling on the checkpoint's base. Where layer types have their own and the wanted
     one names none, it is that of full attention, which reads far.
     """
-    old, trained = pretrained.rope_parameters, pretrained.max_positions
+    old, trained = pretrained.rope_parameters, pretrained.max_position_embeddings
     if isinstance(old.get("full_attention"), dict):
         if not any(isinstance(value, dict) for value in wanted.values()):
             wanted = {"full_attention": wanted}
         unknown = wanted.keys() - old.keys()
         if unknown:
             raise ValueError(f"model.rope_parameters: no layer of type {sorted(unknown)}")
-        each = {t: complete_rope(old[t], p, trained, max_positions) for t, p in wanted.items()}
+        each = {
+            t: complete_rope(old[t], p, trained, max_position_embeddings) for t, p in wanted.items()
+        }
         return old | each
-    return complete_rope(old, wanted, trained, max_positions)
+    return complete_rope(old, wanted, trained, max_position_embeddings)
 
 
 def complete_rope(
-    old: dict, wanted: dict, trained: int | None, max_positions: int | None
+    old: dict, wanted: dict, trained: int | None, max_position_embeddings: int | None
 ) -> dict[str, Any]:
     """Returns the wanted rotary parameters, with all that they leave to the checkpoint filled in:
     its `old` ones, and the `trained` length. A run and its export then do not depend on how a
@@ -143,12 +152,12 @@ def complete_rope(
     if kind in ("yarn", "llama3", "longrope") and new.get(original) is None:
         new[original] = old.get(original, trained)
     if kind == "yarn" and new.get("factor") is None:
-        if (max_positions or 0) <= new[original]:
+        if (max_position_embeddings or 0) <= new[original]:
             raise ValueError(
                 "model.rope_parameters: rope_type=yarn needs a factor; set factor, or "
-                f"model.max_positions above the original {new[original]}"
+                f"model.max_position_embeddings above the original {new[original]}"
             )
-        new["factor"] = max_positions / new[original]
+        new["factor"] = max_position_embeddings / new[original]
     return new
 
 

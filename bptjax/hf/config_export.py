@@ -31,10 +31,10 @@ def exported(
       ValueError: transformers cannot read the changed rotary positions, or reads other ones.
     """
     new, family = dict(raw), FAMILIES[raw["model_type"]]
-    rope, length = now.rope_parameters != read.rope_parameters, now.max_positions
-    if length != read.max_positions:
+    rope, length = now.rope_parameters != read.rope_parameters, now.max_position_embeddings
+    if length != read.max_position_embeddings:
         new[family.positions] = length
-    if now.position == "rope" and (rope or length != read.max_positions):
+    if now.position_embedding == "rope" and (rope or length != read.max_position_embeddings):
         # All of it: a key that the file leaves out may follow the number of positions.
         new |= rope_keys(now, raw["model_type"])
         new["transformers_version"] = transformers().__version__
@@ -63,7 +63,7 @@ def rope_keys(config: ModelConfig, model_type: str) -> dict[str, Any]:
     if kind == "longrope":
         # Version 4 reads the original length here, and derives the factor from it alone.
         (original,) = LONG
-        keys[original] = scaling.setdefault(original, config.max_positions)
+        keys[original] = scaling.setdefault(original, config.max_position_embeddings)
         if "factor" in scaling:
             scaling["attention_factor"] = _frequencies(config, full)[1]
     if model_type == "phi3":
@@ -75,7 +75,9 @@ def rope_keys(config: ModelConfig, model_type: str) -> dict[str, Any]:
 
 def _frequencies(config: ModelConfig, parameters: dict, length: int | None = None):
     dim = int(config.H * parameters.get("partial_rotary_factor", 1.0))
-    return rope_frequencies(dim, parameters, max_positions=config.max_positions, length=length)
+    return rope_frequencies(
+        dim, parameters, max_position_embeddings=config.max_position_embeddings, length=length
+    )
 
 
 def check_rope(raw: dict[str, Any], config: ModelConfig) -> None:
@@ -98,10 +100,12 @@ def check_rope(raw: dict[str, Any], config: ModelConfig) -> None:
 
 def same_rope(one: ModelConfig, other: ModelConfig) -> bool:
     """Whether both rotate alike, on either side of every threshold, and have as many positions."""
-    if one.max_positions != other.max_positions or len(one.ropes) != len(other.ropes):
+    if one.max_position_embeddings != other.max_position_embeddings or len(one.ropes) != len(
+        other.ropes
+    ):
         return False
-    edges = {p.get(LONG[0]) or one.max_positions or 1 for p in (*one.ropes, *other.ropes)}
-    lengths = [None, *edges, *(edge + 1 for edge in edges), 8 * (one.max_positions or 1)]
+    edges = {p.get(LONG[0]) or one.max_position_embeddings or 1 for p in (*one.ropes, *other.ropes)}
+    lengths = [None, *edges, *(edge + 1 for edge in edges), 8 * (one.max_position_embeddings or 1)]
     for a, b in zip(one.ropes, other.ropes, strict=True):
         for length in lengths:
             (f, s), (g, t) = _frequencies(one, a, length), _frequencies(other, b, length)

@@ -74,16 +74,16 @@ def rotary(c: Any, *, partial: bool = False) -> dict[str, Any]:
     if not partial and any(p.get("partial_rotary_factor", 1.0) != 1.0 for p in each):
         raise ValueError("partial_rotary_factor is not supported in this family")
     return dict(
-        position="rope",
+        position_embedding="rope",
         rope_parameters=dict(c.rope_parameters),
-        max_positions=c.max_position_embeddings,
+        max_position_embeddings=c.max_position_embeddings,
     )
 
 
 def sliding(c: Any) -> dict[str, Any]:
     """Windows by layer; where no layer has one, nothing."""
     window, types = c.sliding_window, list(c.layer_types)
-    return dict(window=window, layer_types=types) if "sliding_attention" in types else {}
+    return dict(sliding_window=window, layer_types=types) if "sliding_attention" in types else {}
 
 
 def modern(c: Any, *, partial: bool = False, **more: Any) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def read_llama(c: Any) -> dict[str, Any]:
 
 
 def read_mistral(c: Any) -> dict[str, Any]:
-    return modern(c, activation=activation(c.hidden_act), window=c.sliding_window)
+    return modern(c, activation=activation(c.hidden_act), sliding_window=c.sliding_window)
 
 
 def read_qwen2(c: Any) -> dict[str, Any]:
@@ -143,7 +143,7 @@ def gemma(c: Any, act: str, **more: Any) -> dict[str, Any]:
     return modern(
         c,
         activation=activation(act),
-        norm_offset=True,
+        norm_unit_offset=True,
         qkv_bias=c.attention_bias,
         out_bias=c.attention_bias,
         embedding_scale=c.hidden_size**0.5,
@@ -159,7 +159,7 @@ def read_gemma2(c: Any) -> dict[str, Any]:
     return gemma(
         c,
         c.hidden_activation,
-        norm_place="sandwich",
+        norm_position="sandwich",
         attention_scale=c.query_pre_attn_scalar**-0.5,
         attention_softcap=c.attn_logit_softcapping,
         logits_softcap=c.final_logit_softcapping,
@@ -173,11 +173,11 @@ def read_gemma3(c: Any) -> dict[str, Any]:
     return gemma(
         c,
         c.hidden_activation,
-        norm_place="sandwich",
+        norm_position="sandwich",
         qk_norm=True,
         attention_scale=c.query_pre_attn_scalar**-0.5,
         logits_softcap=c.final_logit_softcapping,
-        window=c.sliding_window,
+        sliding_window=c.sliding_window,
         layer_types=list(c.layer_types),
     )
 
@@ -193,7 +193,7 @@ def rows_modern(c: ModelConfig) -> Iterator[Row]:
     yield from mlp(c, f"{at}mlp.up_proj", f"{at}mlp.down_proj", f"{at}mlp.gate_proj")
     yield from norm(f"{at}input_layernorm", "layers.attention_norm", c)
     after = f"{at}post_attention_layernorm"
-    if c.norm_place == "sandwich":
+    if c.norm_position == "sandwich":
         yield from norm(after, "layers.attention_post_norm", c)
         yield from norm(f"{at}pre_feedforward_layernorm", "layers.mlp_norm", c)
         yield from norm(f"{at}post_feedforward_layernorm", "layers.mlp_post_norm", c)
@@ -206,7 +206,7 @@ def read_phi3(c: Any) -> dict[str, Any]:
         c,
         partial=True,
         activation=activation(c.hidden_act),
-        window=c.sliding_window,
+        sliding_window=c.sliding_window,
         embedding_dropout=c.embd_pdrop,
         residual_dropout=c.resid_pdrop,
     )
@@ -251,8 +251,8 @@ def read_gpt2(c: Any) -> dict[str, Any]:
         c.num_attention_heads,
         intermediate_size=c.n_inner,
         norm_eps=c.layer_norm_epsilon,
-        position="learned",
-        max_positions=c.max_position_embeddings,
+        position_embedding="learned",
+        max_position_embeddings=c.max_position_embeddings,
         attention_scale=None if c.scale_attn_weights else 1.0,
         activation=activation(c.activation_function),
         embedding_dropout=c.embd_pdrop,
@@ -264,7 +264,9 @@ def read_gpt2(c: Any) -> dict[str, Any]:
 def rows_gpt2(c: ModelConfig) -> Iterator[Row]:
     at = "transformer.h.{}."
     yield from ends(c, "transformer.wte", "transformer.ln_f")
-    yield same("transformer.wpe.weight", "positions", (c.max_positions or 0, c.hidden_size))
+    yield same(
+        "transformer.wpe.weight", "positions", (c.max_position_embeddings or 0, c.hidden_size)
+    )
     yield from qkv(c, f"{at}attn.c_attn", transposed=True)
     yield from attention(c, "", "", "", f"{at}attn.c_proj", transposed=True)
     yield from mlp(c, f"{at}mlp.c_fc", f"{at}mlp.c_proj", transposed=True)
@@ -307,7 +309,7 @@ def read_bloom(c: Any) -> dict[str, Any]:
         c.num_attention_heads,
         norm_eps=c.layer_norm_epsilon,
         residual_normed=c.apply_residual_connection_post_layernorm,
-        position="alibi",
+        position_embedding="alibi",
         activation="gelu_tanh",
         embedding_norm=True,
         attention_dropout=c.attention_dropout,
@@ -335,11 +337,11 @@ def read_opt(c: Any) -> dict[str, Any]:
         c.num_hidden_layers,
         c.num_attention_heads,
         intermediate_size=c.ffn_dim,
-        norm_place="pre" if c.do_layer_norm_before else "post",
+        norm_position="pre" if c.do_layer_norm_before else "post",
         norm_scale=affine,
         norm_bias=affine,
-        position="learned",
-        max_positions=c.max_position_embeddings,
+        position_embedding="learned",
+        max_position_embeddings=c.max_position_embeddings,
         position_offset=2,
         activation=activation(c.activation_function),
         qkv_bias=bias,
@@ -355,7 +357,7 @@ def read_opt(c: Any) -> dict[str, Any]:
 def rows_opt(c: ModelConfig) -> Iterator[Row]:
     root, at, D = "model.decoder.", "model.decoder.layers.{}.", c.hidden_size
     yield from ends(c, f"{root}embed_tokens", f"{root}final_layer_norm")
-    rows = (c.max_positions or 0) + c.position_offset
+    rows = (c.max_position_embeddings or 0) + c.position_offset
     yield same(f"{root}embed_positions.weight", "positions", (rows, D))
     if c.E != D:
         yield from linear(f"{root}project_in", "project_in", (c.E,), (D,), bias=False)
@@ -380,8 +382,8 @@ def read_mpt(c: Any) -> dict[str, Any]:
         c.num_attention_heads,
         norm_eps=c.layer_norm_epsilon,
         norm_bias=False,
-        position="alibi",
-        max_positions=c.max_seq_len,
+        position_embedding="alibi",
+        max_position_embeddings=c.max_seq_len,
         alibi_interleaved=True,
         attention_scale=a.softmax_scale,
         clip_qkv=a.clip_qkv,
@@ -428,7 +430,9 @@ def read_falcon(c: Any) -> dict[str, Any]:
         out_bias=c.bias,
         mlp_bias=c.bias,
         # transformers rounds slopes and their products with positions to bfloat16; we do not.
-        **(dict(position="alibi", alibi_scale=c.head_dim**-0.5) if c.alibi else rotary(c)),
+        **(
+            dict(position_embedding="alibi", alibi_scale=c.head_dim**-0.5) if c.alibi else rotary(c)
+        ),
     )
 
 
@@ -457,7 +461,7 @@ def encoder(c: Any, **more: Any) -> dict[str, Any]:
             norm="layer",
             norm_eps=c.layer_norm_eps,
             norm_bias=True,
-            position="learned",
+            position_embedding="learned",
             activation=activation(c.hidden_act),
             gated=False,
             qkv_bias=True,
@@ -485,8 +489,8 @@ def read_bert(c: Any) -> dict[str, Any]:
     return encoder(
         c,
         vocab_size=c.vocab_size,
-        norm_place="post",
-        max_positions=c.max_position_embeddings,
+        norm_position="post",
+        max_position_embeddings=c.max_position_embeddings,
         token_types=c.type_vocab_size,
         embedding_norm=True,
         final_norm=False,
@@ -497,7 +501,7 @@ def read_bert(c: Any) -> dict[str, Any]:
 
 def rows_encoder_layers(c: ModelConfig, at: str) -> Iterator[Row]:
     """What the two encoders' files share."""
-    inside = "self" if c.norm_place == "post" else "attention"
+    inside = "self" if c.norm_position == "post" else "attention"
     q, k, v = (f"{at}attention.{inside}.{name}" for name in ("query", "key", "value"))
     yield from attention(c, q, k, v, f"{at}attention.output.dense")
     yield from mlp(c, f"{at}intermediate.dense", f"{at}output.dense")
@@ -506,7 +510,9 @@ def rows_encoder_layers(c: ModelConfig, at: str) -> Iterator[Row]:
 def rows_bert(c: EncoderConfig) -> Iterator[Row]:
     root, at, D = "bert.embeddings.", "bert.encoder.layer.{}.", c.hidden_size
     yield same(f"{root}word_embeddings.weight", "embedding", (c.V, D))
-    yield same(f"{root}position_embeddings.weight", "positions", (c.max_positions or 0, D))
+    yield same(
+        f"{root}position_embeddings.weight", "positions", (c.max_position_embeddings or 0, D)
+    )
     yield same(f"{root}token_type_embeddings.weight", "types", (c.token_types, D))
     yield from norm(f"{root}LayerNorm", "embedding_norm", c)
     yield from rows_encoder_layers(c, at)
@@ -535,7 +541,7 @@ def read_vit(c: Any) -> dict[str, Any]:
         raise ValueError(f"pooler_act={act!r} is not supported")
     return encoder(
         c,
-        max_positions=image[0] // patch[0] * (image[1] // patch[1]) + 1,
+        max_position_embeddings=image[0] // patch[0] * (image[1] // patch[1]) + 1,
         image_size=image,
         patch_size=patch,
         channels=c.num_channels,

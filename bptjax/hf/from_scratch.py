@@ -42,13 +42,13 @@ def from_scratch(config: ModelConfig) -> tuple[dict[str, Any], Family]:
     kind, config = family_of(config), _complete(config)
     keys, made = _keys(config, kind), transformers().CONFIG_MAPPING[kind]
     known = made().to_dict().keys() | made.attribute_map.values()
-    if config.position == "rope":
+    if config.position_embedding == "rope":
         known |= rope_keys(config, kind).keys()
     raw = {k: v for k, v in keys.items() if k in known}
     raw |= dict(architectures=[CLASSES[kind]], model_type=kind)
     raw["transformers_version"] = transformers().__version__
-    if config.position == "rope":
-        check_rope(raw, replace(config, max_positions=keys["max_position_embeddings"]))
+    if config.position_embedding == "rope":
+        check_rope(raw, replace(config, max_position_embeddings=keys["max_position_embeddings"]))
     return raw, FAMILIES[kind]
 
 
@@ -96,11 +96,11 @@ def _computed(config: ModelConfig) -> dict[str, Any]:
         if config.attention_scale is None
         else config.attention_scale,
     )
-    if config.position == "rope":
+    if config.position_embedding == "rope":
         values["rope_parameters"] = [config.ropes[kind] for kind in config.kinds]
-    if config.position == "learned":
+    if config.position_embedding == "learned":
         values["position_offset"] = config.position_offset
-    if config.position == "alibi":
+    if config.position_embedding == "alibi":
         slopes = alibi_slopes(config.num_heads, interleaved=config.alibi_interleaved)
         values["alibi_interleaved"] = (config.alibi_scale * slopes).tolist()
     return values
@@ -119,9 +119,9 @@ def _keys(config: ModelConfig, kind: str) -> dict[str, Any]:
     """Returns the architecture under every name that a family's config may have for it."""
     c, D, L, N, K = config, config.hidden_size, config.num_layers, config.num_heads, config.K
     act = next(name for name in HF_NAMES if ACTIVATIONS[name] == c.activation)
-    positions, parallel = c.max_positions or 2048, c.residual != "sequential"
+    positions, parallel = c.max_position_embeddings or 2048, c.residual != "sequential"
     attention, residual = c.attention_dropout or 0.0, c.residual_dropout or 0.0
-    types = c.layer_types or ["sliding_attention" if c.window else "full_attention"] * L
+    types = c.layer_types or ["sliding_attention" if c.sliding_window else "full_attention"] * L
     keys = dict(
         vocab_size=c.V,
         **dict.fromkeys(("hidden_size", "n_embd", "d_model"), D),
@@ -142,8 +142,8 @@ def _keys(config: ModelConfig, kind: str) -> dict[str, Any]:
         embd_pdrop=c.embedding_dropout or 0.0,
         **dict.fromkeys(("attention_dropout", "attn_pdrop"), attention),
         **dict.fromkeys(("resid_pdrop", "hidden_dropout", "dropout"), residual),
-        sliding_window=c.window,
-        use_sliding_window=c.window is not None,
+        sliding_window=c.sliding_window,
+        use_sliding_window=c.sliding_window is not None,
         layer_types=types,
         query_pre_attn_scalar=round(_attention_scale(c) ** -2),
         attn_logit_softcapping=c.attention_softcap,
@@ -154,9 +154,9 @@ def _keys(config: ModelConfig, kind: str) -> dict[str, Any]:
         new_decoder_architecture=parallel,
         num_ln_in_parallel_attn=1 if c.residual == "shared" else 2 if parallel else None,
         multi_query=K == 1 and N > 1,
-        alibi=c.position == "alibi",
+        alibi=c.position_embedding == "alibi",
         apply_residual_connection_post_layernorm=c.residual_normed,
-        do_layer_norm_before=c.norm_place == "pre",
+        do_layer_norm_before=c.norm_position == "pre",
         layer_norm_elementwise_affine=c.norm_scale,
         word_embed_proj_dim=c.E,
         _remove_final_layer_norm=not c.final_norm,
@@ -176,7 +176,7 @@ def _keys(config: ModelConfig, kind: str) -> dict[str, Any]:
         ),
     )
     rope = c.rope_parameters
-    if c.position != "rope":
+    if c.position_embedding != "rope":
         return keys | {"rope_parameters": {}}
     if kind == "gemma3_text" and not isinstance(rope.get("full_attention"), dict):
         rope = dict.fromkeys(("full_attention", "sliding_attention"), rope)
@@ -185,8 +185,8 @@ def _keys(config: ModelConfig, kind: str) -> dict[str, Any]:
 
 def _complete(config: ModelConfig) -> ModelConfig:
     """Returns the config with all rotary parameters written out."""
-    rope, length = config.rope_parameters, config.max_positions
-    if config.position != "rope":
+    rope, length = config.rope_parameters, config.max_position_embeddings
+    if config.position_embedding != "rope":
         return config
     if any(isinstance(p, dict) for p in rope.values()):
         rope = {kind: complete_rope({}, p, length, length) for kind, p in rope.items()}

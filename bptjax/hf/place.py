@@ -44,15 +44,17 @@ def place(
 
 def resized(path: str, array: np.ndarray, config: ModelConfig) -> np.ndarray:
     """Returns a checkpoint's parameter in the shape that the config gives it: learned positions
-    are repeated up to `max_positions`, and embeddings get rows for added tokens, the mean of the
-    others; all else stays.
+    are repeated up to `max_position_embeddings`, and embeddings get rows for added tokens, the
+    mean of the others; all else stays.
     """
     if path in ("embedding", "head") and len(array) < config.V:
         mean = array.mean(0, dtype=np.float32, keepdims=True).astype(array.dtype)
         return np.concatenate([array, mean.repeat(config.V - len(array), 0)])
     if path != "positions":
         return array
-    return np.asarray(extend_positions(array, config.max_positions or 0, config.position_offset))
+    return np.asarray(
+        extend_positions(array, config.max_position_embeddings or 0, config.position_offset)
+    )
 
 
 def path_of(path: tuple) -> str:

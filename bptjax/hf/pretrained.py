@@ -15,6 +15,7 @@ import numpy as np
 from flax import nnx
 
 from bptjax.checkpoint import MANIFEST, Checkpoints
+from bptjax.command_line import new_name
 from bptjax.hf.config import merge, read_config
 from bptjax.hf.families import Family
 from bptjax.hf.fingerprint import fingerprint, sampled
@@ -216,7 +217,9 @@ def _run_config(directory: Path) -> dict[str, Any]:
     file = directory / "config.yaml"
     try:
         config = yaml.safe_load(file.read_text())
-        return config | {"model": ModelConfig(**config["model"])}
+        model = {new_name(f"model.{key}"): value for key, value in config["model"].items()}
+        model = {key.removeprefix("model."): value for key, value in model.items()}
+        return config | {"model": ModelConfig(**model)}
     except (OSError, TypeError, KeyError, yaml.YAMLError) as error:
         raise ValueError(f"{file} is not the config of a run: {error}") from error
 
@@ -267,9 +270,9 @@ def _open_run(directory: Path, read_as: ModelConfig | None):
     kinds = {path: saved[name] for path, name in names.items()}
     if read_as is None:
         config = replace(wanted, vocab_size=kinds["embedding"][1][0])
-        if config.position == "rope" and config.max_positions is None:
+        if config.position_embedding == "rope" and config.max_position_embeddings is None:
             # Rotary positions are good for the length that they were trained on.
-            config = replace(config, max_positions=run["train"]["seq_len"])
+            config = replace(config, max_position_embeddings=run["train"]["seq_len"])
     else:
         config = replace(merge(read_as, wanted), vocab_size=kinds["embedding"][1][0])
 

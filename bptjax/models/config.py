@@ -21,7 +21,7 @@ class ModelConfig:
 
     Attributes:
       name_or_path: directory (or hub id) of a checkpoint to start from. The checkpoint decides all
-        other keys here but rope_parameters, max_positions, the dropouts and init_std.
+        other keys here but rope_parameters, max_position_embeddings, the dropouts and init_std.
       vocab_size: vocabulary size V. If not set, that of the tokenizer.
       hidden_size: width D of the residual stream.
       intermediate_size: width of the feed-forward network. If not set, 4·D.
@@ -31,25 +31,28 @@ class ModelConfig:
       head_dim: size of a head. If not set, D / N.
       norm: RMS norm or layer norm.
       norm_eps: constant added to the variance in a norm.
-      norm_place: position of the norms. pre normalizes the input of a sublayer; post normalizes the
-        sum of its output and the residual; sandwich normalizes its input, and its output before it
-        is added.
+      norm_position: position of the norms. pre normalizes the input of a sublayer; post normalizes
+        the sum of its output and the residual; sandwich normalizes its input, and its output before
+        it is added.
       norm_scale: norms have a learned scale.
       norm_bias: norms have a learned bias.
-      norm_offset: norms multiply by 1 + scale.
+      norm_unit_offset: norms multiply by 1 + scale.
       residual: sequential feeds the sum with attention to the feed-forward network; parallel feeds
         the input of the layer to both, each through a norm of its own; shared through one norm.
       residual_normed: sublayers add to their normalized input instead of to their input.
-      position: rotary positions, ALiBi, a learned embedding of max_positions, or none.
+      position_embedding: rotary positions, ALiBi, a learned embedding of
+        max_position_embeddings, or none.
       rope_parameters: rotary positions in the schema of Hugging Face (rope_theta, rope_type and its
         parameters, partial_rotary_factor), or one such dict for each layer type.
-      max_positions: number of positions that the model is made for. Learned positions end there.
+      max_position_embeddings: number of positions that the model is made for. Learned
+        positions end there.
       position_offset: unused entries of the learned embedding before position 0.
       alibi_scale: factor on the slopes of ALiBi.
       alibi_interleaved: order of the slopes of ALiBi if the number of heads is not a power of two.
         true takes every other slope of the next larger power, odd ones first.
-      window: number of tokens that a token attends to, itself included. If not set, all.
-      layer_types: full_attention or sliding_attention for each layer. window applies to the latter.
+      sliding_window: number of tokens that a token attends to, itself included. If not set, all.
+      layer_types: full_attention or sliding_attention for each layer. sliding_window applies to the
+        latter.
       attention_scale: factor on the dot product of query and key. If not set, 1 / √head_dim.
       attention_softcap: replaces attention logits x by cap · tanh(x / cap).
       qk_norm: normalizes the queries and keys of each head before rotary positions.
@@ -85,19 +88,19 @@ class ModelConfig:
     head_dim: int | None = None
     norm: Literal["rms", "layer"] = "rms"
     norm_eps: float = 1e-5
-    norm_place: Literal["pre", "post", "sandwich"] = "pre"
+    norm_position: Literal["pre", "post", "sandwich"] = "pre"
     norm_scale: bool = True
     norm_bias: bool = False
-    norm_offset: bool = False
+    norm_unit_offset: bool = False
     residual: Literal["sequential", "parallel", "shared"] = "sequential"
     residual_normed: bool = False
-    position: Literal["rope", "alibi", "learned", "none"] = "rope"
+    position_embedding: Literal["rope", "alibi", "learned", "none"] = "rope"
     rope_parameters: dict[str, Any] = field(default_factory=lambda: {"rope_theta": 10_000.0})
-    max_positions: int | None = None
+    max_position_embeddings: int | None = None
     position_offset: int = 0
     alibi_scale: float = 1.0
     alibi_interleaved: bool = False
-    window: int | None = None
+    sliding_window: int | None = None
     layer_types: list[Literal["full_attention", "sliding_attention"]] | None = None
     attention_scale: float | None = None
     attention_softcap: float | None = None
@@ -130,8 +133,8 @@ class ModelConfig:
             "num_kv_heads",
             "head_dim",
             "embedding_size",
-            "max_positions",
-            "window",
+            "max_position_embeddings",
+            "sliding_window",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -149,13 +152,13 @@ class ModelConfig:
                 f"model.num_heads={self.num_heads} does not divide hidden_size={self.hidden_size}; "
                 "choose another, or set head_dim"
             )
-        if self.position == "rope" and self.H % 2:
+        if self.position_embedding == "rope" and self.H % 2:
             raise ValueError(f"model.head_dim={self.H} is odd; rotary positions turn pairs")
-        if self.position == "learned" and self.max_positions is None:
-            raise ValueError("model.position=learned needs model.max_positions")
-        if self.norm_place != "pre" and (self.residual != "sequential" or self.residual_normed):
+        if self.position_embedding == "learned" and self.max_position_embeddings is None:
+            raise ValueError("model.position_embedding=learned needs model.max_position_embeddings")
+        if self.norm_position != "pre" and (self.residual != "sequential" or self.residual_normed):
             raise ValueError(
-                f"model.norm_place={self.norm_place} needs residual=sequential, not "
+                f"model.norm_position={self.norm_position} needs residual=sequential, not "
                 f"{self.residual}, and no residual_normed"
             )
         if self.layer_types is not None:
@@ -164,8 +167,10 @@ class ModelConfig:
                     f"model.layer_types has {len(self.layer_types)} entries for "
                     f"num_layers={self.num_layers}"
                 )
-            if "sliding_attention" in self.layer_types and self.window is None:
-                raise ValueError("model.layer_types has sliding_attention, but window is not set")
+            if "sliding_attention" in self.layer_types and self.sliding_window is None:
+                raise ValueError(
+                    "model.layer_types has sliding_attention, but sliding_window is not set"
+                )
         for name in ("embedding_dropout", "attention_dropout", "residual_dropout"):
             if not 0.0 <= (getattr(self, name) or 0.0) < 1.0:
                 raise ValueError(f"model.{name}={getattr(self, name)} is not in [0, 1)")
@@ -215,7 +220,7 @@ class ModelConfig:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        return tuple(None if t == "full_attention" else self.window for t in self._types)
+        return tuple(None if t == "full_attention" else self.sliding_window for t in self._types)
 
     @property
     def ropes(self) -> tuple[dict[str, Any], ...]:
@@ -225,7 +230,7 @@ class ModelConfig:
     @property
     def rope_types(self) -> list[str]:
         """The rotary scaling of each kind of layer; none without rotary positions."""
-        if self.position != "rope":
+        if self.position_embedding != "rope":
             return []
         return [p.get("rope_type", p.get("type", "default")) for p in self.ropes]
 
@@ -233,8 +238,8 @@ class ModelConfig:
         """Whether text of `length` tokens goes beyond the rotary positions that the model was made
         for. `dynamic` adapts to any length.
         """
-        scaled = self.position != "rope" or "dynamic" in self.rope_types
-        return not scaled and length > (self.max_positions or length)
+        scaled = self.position_embedding != "rope" or "dynamic" in self.rope_types
+        return not scaled and length > (self.max_position_embeddings or length)
 
     @property
     def _types(self) -> list[str | None]:
@@ -281,10 +286,8 @@ class Execution:
     """How a model is computed: nothing here changes the result beyond rounding.
 
     Attributes:
-      attention: attention implementation: scan, triton, cudnn, loop or reference. auto picks by
-        device and supported features.
-      sequence: how attention communicates along parallel.sp. auto picks the first of ulysses,
-        ulysses_ring and ring that the number of heads allows.
+      attention_implementation: scan, triton, cudnn, loop or reference. auto picks by device and
+        supported features.
       schedule: split runs attention on the full sequence, then the feed-forward network in chunks;
         fused runs both on one chunk of queries at a time (Algorithm 1 of the paper).
       q_chunk: query tokens processed at a time by attention.
@@ -293,8 +296,7 @@ class Execution:
       offload: share of the tokens whose saved activations move to host memory, 0 to 1.
     """
 
-    attention: str = "auto"
-    sequence: Literal["auto", "ulysses", "ulysses_ring", "ring", "gather"] = "auto"
+    attention_implementation: str = "auto"
     schedule: Literal["split", "fused"] = "split"
     q_chunk: int = 512
     k_chunk: int = 512
@@ -303,10 +305,10 @@ class Execution:
 
     def __post_init__(self):
         if not 0.0 <= self.offload <= 1.0:
-            raise ValueError(f"memory.offload={self.offload} is not in [0, 1]")
+            raise ValueError(f"execution.offload={self.offload} is not in [0, 1]")
         for name in ("q_chunk", "k_chunk", "ffn_chunk"):
             if getattr(self, name) < 1:
-                raise ValueError(f"memory.{name}={getattr(self, name)} is not positive")
+                raise ValueError(f"execution.{name}={getattr(self, name)} is not positive")
 
     def prepare(self, layer: Any, dtype: jax.typing.DTypeLike) -> Any:
         """A layer before its parts are called; a subclass may unpack what it is stored as."""

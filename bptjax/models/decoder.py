@@ -30,7 +30,7 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: ModelConfig, key: Array, dtype: jnp.dtype = jnp.float32):
         keys, std = jax.random.split(key, 6), config.init_std
-        D, E, learned = config.hidden_size, config.E, config.position == "learned"
+        D, E, learned = config.hidden_size, config.E, config.position_embedding == "learned"
 
         def project(key, inputs, outputs):
             if D == E:
@@ -44,7 +44,7 @@ class Decoder(nnx.Module):
         self.config = config
         self.embedding = table(keys[0], config.V, E, "vocab")
         self.project_in = project(keys[4], E, D)
-        rows = (config.max_positions or 0) + config.position_offset
+        rows = (config.max_position_embeddings or 0) + config.position_offset
         self.positions = table(keys[1], rows, D, None) if learned else None
         self.embedding_norm = Norm(config, dtype) if config.embedding_norm else None
         self.layers = new_layers(config, keys[2], dtype)
@@ -77,6 +77,7 @@ class Decoder(nnx.Module):
         dropout_key: Array | None = None,
         dtype: jnp.dtype = jnp.float32,
         execution: Execution = Execution(),  # noqa: B008 (frozen)
+        sequence_strategy: str = "auto",
     ) -> Float[Array, "B T E"]:
         """Hidden states after the final norm, in `dtype`.
 
@@ -88,6 +89,7 @@ class Decoder(nnx.Module):
           dropout_key: None for no dropout.
           dtype: of the computation; parameters are cast as they are used.
           execution: how to compute it.
+          sequence_strategy: how attention communicates along the mesh axis sp; see STRATEGIES.
 
         Raises:
           ValueError: more tokens than learned positions, where `positions` are left out.
@@ -103,6 +105,7 @@ class Decoder(nnx.Module):
             mask=Mask(causal=True, segments=segments, positions=order),
             dropout_key=dropout_key,
             execution=execution,
+            sequence_strategy=sequence_strategy,
             **place,
         )
         return self._leave(x)
@@ -180,9 +183,10 @@ class Decoder(nnx.Module):
             x = self.project_in(x)
         if self.positions is not None:
             # Given ones are of documents: no length of a row tells.
-            if counted and config.max_positions < T:
+            if counted and config.max_position_embeddings < T:
                 raise ValueError(
-                    f"{T} tokens, but model.max_positions={config.max_positions} learned positions"
+                    f"{T} tokens, but model.max_position_embeddings="
+                    f"{config.max_position_embeddings} learned positions"
                 )
             at = positions + config.position_offset
             x = x + lookup(self.positions[...], at).astype(dtype)

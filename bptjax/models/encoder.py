@@ -56,7 +56,7 @@ class Encoder(nnx.Module):
         self.embedding = None if images else table(keys[0], config.V, "vocab")
         self.patches = linear(keys[1], config.channels * h * w, D) if images else None
         self.first = table(keys[2], 1) if images else None
-        rows = config.patches + 1 if images else config.max_positions
+        rows = config.patches + 1 if images else config.max_position_embeddings
         self.positions = table(keys[3], rows)
         self.types = table(keys[4], config.token_types) if config.token_types else None
         self.embedding_norm = Norm(config, dtype) if config.embedding_norm else None

@@ -86,8 +86,8 @@ class Norm(nnx.Module):
         axis: str | None = "embed",
     ):
         shape = (config.hidden_size if size is None else size,)
-        self.kind, self.eps, self.offset = config.norm, config.norm_eps, config.norm_offset
-        start = jnp.zeros if config.norm_offset else jnp.ones
+        self.kind, self.eps, self.offset = config.norm, config.norm_eps, config.norm_unit_offset
+        start = jnp.zeros if config.norm_unit_offset else jnp.ones
         self.scale = nnx.Param(start(shape, dtype), axes=(axis,)) if config.norm_scale else None
         self.bias = nnx.Param(jnp.zeros(shape, dtype), axes=(axis,)) if config.norm_bias else None
 
@@ -157,7 +157,7 @@ class Layer(nnx.Module):
             bias=config.out_bias,
             dtype=dtype,
         )
-        sandwich = config.norm_place == "sandwich"
+        sandwich = config.norm_position == "sandwich"
         self.attention_post_norm = Norm(config, dtype) if sandwich else None
         self.mlp_norm = None if config.residual == "shared" else Norm(config, dtype)
         self.mlp_post_norm = Norm(config, dtype) if sandwich else None
@@ -198,7 +198,7 @@ class Layer(nnx.Module):
             return x + attended + dropout(self.mlp(norm(x), offload, noise), second, rate, rows)
         x = (self._read(x) if config.residual_normed else x) + attended
         x = checkpoint_named(x, "attended", offload)
-        if config.norm_place == "post":
+        if config.norm_position == "post":
             x = self.attention_norm(x)
             return norm(x + dropout(self.mlp(x, offload, noise), second, rate, rows))
         read = norm(x)
@@ -208,7 +208,7 @@ class Layer(nnx.Module):
         return (read if config.residual_normed else x) + dropout(changed, second, rate, rows)
 
     def _read(self, x: Array) -> Array:
-        return x if self.config.norm_place == "post" else self.attention_norm(x)
+        return x if self.config.norm_position == "post" else self.attention_norm(x)
 
     def _clip(self, x: Array) -> Array:
         limit = self.config.clip_qkv
@@ -218,7 +218,7 @@ class Layer(nnx.Module):
         x, (positions, kind, length) = self._clip(x), place
         if norm is not None:
             x = norm(x)
-        if self.config.position != "rope":
+        if self.config.position_embedding != "rope":
             return x
         frequencies, factor = rotary(self.config, kind, length)
         return rope(x, positions, frequencies, factor)
@@ -232,7 +232,7 @@ def rotary(
         rope_frequencies(
             int(config.H * parameters.get("partial_rotary_factor", 1.0)),
             parameters,
-            max_positions=config.max_positions,
+            max_position_embeddings=config.max_position_embeddings,
             length=length,
         )
         for parameters in config.ropes

@@ -41,6 +41,7 @@ def run(
     length: Int[Array, "B"] | None = None,
     dropout_key: Array | None = None,
     execution: Execution,
+    sequence_strategy: str = "auto",
     past: tuple[Array, Array, Array] | None = None,
     hidden_states: bool = False,
 ) -> tuple[Float[Array, "B T D"], Any]:
@@ -69,7 +70,7 @@ def run(
             lengths = jnp.broadcast_to(length[:, None], positions.shape)
     kinds = jnp.asarray(config.kinds)
     alibi = None
-    if config.position == "alibi":
+    if config.position_embedding == "alibi":
         slopes = alibi_slopes(config.num_heads, interleaved=config.alibi_interleaved)
         alibi = jnp.asarray(config.alibi_scale * slopes)
 
@@ -93,7 +94,7 @@ def run(
             softcap=config.attention_softcap,
             dropout=(config.attention_dropout or 0.0) if keys else 0.0,
             dropout_key=keys[0] if keys and config.attention_dropout else None,
-            impl=execution.attention,
+            impl=execution.attention_implementation,
             offload=execution.offload,
             q_chunk=execution.q_chunk,
             k_chunk=execution.k_chunk,
@@ -101,8 +102,10 @@ def run(
         shared = layer, kind, keys and keys[1:]
         if execution.schedule == "fused":
             finish = _fused
+        elif past is None:
+            finish = partial(_split, execution, sequence_strategy)
         else:
-            finish = partial(_split if past is None else _cached, execution)
+            finish = partial(_cached, execution)
         tokens = x, positions, lengths, rows
         x = finish(shared, tokens, k.astype(x.dtype), v.astype(x.dtype), options)
         x = constrain(x, "batch", "sequence", None)
@@ -147,10 +150,10 @@ def _finish(shared, chunk, out, offload=0.0):
     return layer.finish(x, out, rows, keys, offload)
 
 
-def _split(execution, shared, tokens, k, v, options):
+def _split(execution, strategy, shared, tokens, k, v, options):
     """Attention over the whole sequence, then the feed-forward in chunks."""
     q = checkpoint_named(_query(shared, tokens), "query", execution.offload)
-    out = attention(q, k, v, strategy=execution.sequence, **options)
+    out = attention(q, k, v, strategy=strategy, **options)
     return unfold_sequence_shards(
         _feed_forward(execution, shared, *fold_sequence_shards((tokens, out)), axes=FOLDED_BATCH)
     )

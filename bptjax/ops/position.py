@@ -41,7 +41,7 @@ def rope_frequencies(
     dim: int,
     parameters: Mapping[str, Any],
     *,
-    max_positions: int | None = None,
+    max_position_embeddings: int | None = None,
     length: Int[Array, "..."] | int | None = None,
 ) -> tuple[Float[Array | np.ndarray, "... R"], float]:
     """Radians per token of each rotated pair, float32, and the factor on cos and sin.
@@ -50,8 +50,8 @@ def rope_frequencies(
       dim: rotated features of a head, 2R: what partial_rotary_factor, which is not read, leaves.
       parameters: in Hugging Face's schema: rope_theta, rope_type and what that needs. A key that is
         None counts as left out.
-      max_positions: tokens that the positions were made for, its max_position_embeddings. Stands
-        in for original_max_position_embeddings, and over it for the factor of yarn and longrope.
+      max_position_embeddings: tokens that the positions were made for. Stands in for
+        original_max_position_embeddings, and over it for the factor of yarn and longrope.
       length: tokens of the document, a number or one for each token, which `dynamic` and
         `longrope` depend on; within the original length if left out. May be traced. The result is
         NumPy's unless the type is one of these two and `length` is given.
@@ -81,21 +81,30 @@ def rope_frequencies(
     if kind == "linear":
         return plain / np.float32(p["factor"]), 1.0
     if kind == "dynamic":
-        longest = _needed(kind, "max_positions (max_position_embeddings)", max_positions)
+        longest = _needed(
+            kind, "max_position_embeddings (max_position_embeddings)", max_position_embeddings
+        )
         if p.get(LONG[0], longest) != longest:
             raise ValueError(
                 f"rope_parameters.{LONG[0]}={p[LONG[0]]}: rope_type=dynamic scales beyond "
-                f"max_positions={longest} and reads no other length; leave it out"
+                f"max_position_embeddings={longest} and reads no other length; leave it out"
             )
         return (plain if length is None else _dynamic(plain, longest, length, p)), 1.0
     original = _needed(
-        kind, f"rope_parameters.{LONG[0]} or max_positions", p.get(LONG[0], max_positions)
+        kind,
+        f"rope_parameters.{LONG[0]} or max_position_embeddings",
+        p.get(LONG[0], max_position_embeddings),
     )
     if kind == "llama3":
         return _llama3(plain, original, p), 1.0
     factor = p.get("factor")
     if factor is None:
-        factor = _needed(kind, "rope_parameters.factor or max_positions", max_positions) / original
+        factor = (
+            _needed(
+                kind, "rope_parameters.factor or max_position_embeddings", max_position_embeddings
+            )
+            / original
+        )
     if kind == "yarn":
         # With its None: an explicit truncate=None is false to transformers.
         return _yarn(powers, float(factor), original, parameters)

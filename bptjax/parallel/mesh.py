@@ -17,7 +17,7 @@ MEMORY_FRACTION = "0.93"
 # Present where the driver sees a GPU.
 NVIDIA = "/dev/nvidia0"
 
-# Devices along these would have the same parameters: each stores a part, as `zero` says.
+# Devices along these would have the same parameters: each stores a part, as `zero_stage` says.
 CUT = ("fsdp", "sp")
 # What each logical axis of a parameter or activation is cut over; one that is not named here is
 # whole on every device.
@@ -39,24 +39,28 @@ class ParallelConfig:
     Attributes:
       dp: devices for data parallelism. The batch is sharded, the parameters are replicated. One of
         the four axes may be -1, which takes all remaining devices.
-      fsdp: devices for fully sharded data parallelism. The batch is sharded, and the state as zero
-        says.
+      fsdp: devices for fully sharded data parallelism. The batch is sharded, and the state as
+        zero_stage says.
       tp: devices for tensor parallelism. Heads, feed-forward network and vocabulary are sharded.
       sp: devices for sequence parallelism. The tokens of a sequence are sharded, and the state as
-        zero says.
-      zero: state that fsdp and sp shard. 1 is optimizer state; 2 adds gradients; 3 adds parameters.
+        zero_stage says.
+      zero_stage: state that fsdp and sp shard. 1 is optimizer state; 2 adds gradients; 3 adds
+        parameters.
+      sequence_strategy: how attention communicates along sp. auto picks the first of ulysses,
+        ulysses_ring and ring that the number of heads allows.
       coordinator: host:port of process 0. If not set, taken from the environment.
       num_processes: number of processes. If not set, taken from the environment.
       process_id: index of this process, from 0. If not set, taken from the environment.
 
-    Rajbhandari et al. 2019, arXiv 1910.02054, for zero.
+    Rajbhandari et al. 2019, arXiv 1910.02054, for zero_stage.
     """
 
     dp: int = 1
     fsdp: int = -1
     tp: int = 1
     sp: int = 1
-    zero: Literal[1, 2, 3] = 3
+    zero_stage: Literal[1, 2, 3] = 3
+    sequence_strategy: Literal["auto", "ulysses", "ulysses_ring", "ring", "gather"] = "auto"
     coordinator: str | None = None
     num_processes: int | None = None
     process_id: int | None = None

@@ -133,16 +133,16 @@ def test_shards_share_the_documents(train, packing):
 def test_shards_are_shuffled_each_by_itself(train):
     """Or a batch would be of documents that stand beside one another."""
     documents = [np.full(T + 1, i, np.int32) for i in range(40)]
-    batches = take(train(documents, DataConfig(shards=2), rows=2), 10)
+    batches = take(train(documents, DataConfig(num_shards=2), rows=2), 10)
     assert any(abs(np.diff(batch["tokens"][:, 0])) > 1 for batch in batches)
 
 
 def test_shards_that_cannot_be(train):
-    with pytest.raises(ValueError, match="data.shards=2 does not divide the 3 rows"):
-        train(config=DataConfig(shards=2))
+    with pytest.raises(ValueError, match="data.num_shards=2 does not divide the 3 rows"):
+        train(config=DataConfig(num_shards=2))
     with pytest.raises(ValueError, match="in shard 1 of 2 contain no token that counts"):
-        train(DOCUMENTS[:2], DataConfig(shards=2), rows=2, seq_len=4)
-    with pytest.raises(ValueError, match="data.group_by_length needs data.shards=1, not 2"):
+        train(DOCUMENTS[:2], DataConfig(num_shards=2), rows=2, seq_len=4)
+    with pytest.raises(ValueError, match="data.group_by_length needs data.num_shards=1, not 2"):
         DataConfig(packing="none", group_by_length=True, shards=2)
 
 

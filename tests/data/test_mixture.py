@@ -86,7 +86,7 @@ def equal(a, b):
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_mixtures_resume_exactly(folder, packing, shards):
     """Several epochs of the small source beside one of the large; any point, through JSON."""
-    own = config(folder, packing=packing, shards=shards)
+    own = config(folder, packing=packing, num_shards=shards)
     train, _ = open_split(own)
     loaders = [train_loader(train, TOKENIZER, own, seq_len=T, rows=4) for _ in range(2)]
     states, batches = [], []

@@ -231,7 +231,7 @@ def test_peft_has_the_logits_of_a_run(base, peft, tmp_path, tokens, monkeypatch)
 
     # One of two devices has half of the rows of the embeddings and of their moments.
     monkeypatch.setattr("bptjax.run.select_devices", lambda device: jax.devices()[:2])
-    options = {"adapter.type": "lora", "train.max_steps": 2, "train.dtype": "bfloat16"}
+    options = {"adapter.type": "lora", "train.max_steps": 2, "train.compute_dtype": "bfloat16"}
     assert main(command(base, tmp_path / "run", **options)) == 0
     tokens = np.concatenate([tokens % 13, np.full((2, 1), 13)], 1)
     model = transformers.AutoModelForCausalLM.from_pretrained(base / "base")

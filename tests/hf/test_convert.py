@@ -384,8 +384,8 @@ def test_old_configs_are_read(llama):
 
 def test_learned_positions_are_extended(theirs, tmp_path):
     _, directory = theirs("opt")
-    model = open_pretrained(ModelConfig(name_or_path=str(directory), max_positions=100))
-    assert model.config.max_positions == 100
+    model = open_pretrained(ModelConfig(name_or_path=str(directory), max_position_embeddings=100))
+    assert model.config.max_position_embeddings == 100
     import jax
 
     decoder = model.load(jax.sharding.SingleDeviceSharding(jax.devices()[0]))

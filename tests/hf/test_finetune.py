@@ -18,7 +18,7 @@ FAMILIES = {
     "gpt_neox": {},
     "bloom": {},
     # Made longer than it was: its positions are tiled.
-    "gpt2": {"model.max_positions": 100, "model.residual_dropout": 0.0},
+    "gpt2": {"model.max_position_embeddings": 100, "model.residual_dropout": 0.0},
 }
 
 

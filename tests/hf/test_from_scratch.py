@@ -12,31 +12,32 @@ from bptjax.hf.pretrained import open_pretrained
 from bptjax.models.config import ModelConfig
 from hf.loading import random_weights
 
-SIZES = dict(vocab_size=61, hidden_size=32, num_layers=2, num_heads=4, max_positions=64)
+SIZES = dict(vocab_size=61, hidden_size=32, num_layers=2, num_heads=4, max_position_embeddings=64)
 CLASSIC = dict(norm="layer", norm_bias=True, gated=False, tied_head=False) | dict.fromkeys(
     ("qkv_bias", "out_bias", "mlp_bias"), True
 )
-LAYERS = dict(window=5, layer_types=["sliding_attention", "full_attention"])
+LAYERS = dict(sliding_window=5, layer_types=["sliding_attention", "full_attention"])
 MODELS = {
     "llama": dict(activation="gelu_tanh", num_kv_heads=2),
     "llama, relu": dict(activation="relu_squared", head_dim=16),
     "qwen3": dict(qk_norm=True, activation="quick_gelu") | LAYERS,
     "phi3": dict(rope_parameters=dict(rope_theta=1e4, partial_rotary_factor=0.5)),
     "gemma3_text": LAYERS
-    | dict(norm_place="sandwich", norm_offset=True, embedding_scale=32**0.5, qk_norm=True),
-    "gpt2": CLASSIC | dict(position="learned", activation="gelu_tanh"),
+    | dict(norm_position="sandwich", norm_unit_offset=True, embedding_scale=32**0.5, qk_norm=True),
+    "gpt2": CLASSIC | dict(position_embedding="learned", activation="gelu_tanh"),
     "gpt_neox": CLASSIC | dict(residual="parallel", activation="gelu"),
-    "mistral": dict(window=5, num_kv_heads=1),
+    "mistral": dict(sliding_window=5, num_kv_heads=1),
     "qwen2": dict(qkv_bias=True) | LAYERS,
-    "gemma": dict(norm_offset=True, embedding_scale=32**0.5, activation="gelu_tanh"),
+    "gemma": dict(norm_unit_offset=True, embedding_scale=32**0.5, activation="gelu_tanh"),
     "gemma2": LAYERS
-    | dict(norm_place="sandwich", norm_offset=True, embedding_scale=32**0.5)
+    | dict(norm_position="sandwich", norm_unit_offset=True, embedding_scale=32**0.5)
     | dict(attention_softcap=50.0, logits_softcap=30.0, attention_scale=0.25),
-    "bloom": CLASSIC | dict(position="alibi", embedding_norm=True, activation="gelu_tanh"),
-    "opt": CLASSIC | dict(position="learned", position_offset=2, activation="relu"),
+    "bloom": CLASSIC
+    | dict(position_embedding="alibi", embedding_norm=True, activation="gelu_tanh"),
+    "opt": CLASSIC | dict(position_embedding="learned", position_offset=2, activation="relu"),
     "falcon": dict(norm="layer", norm_bias=True, gated=False, residual="shared", num_kv_heads=2),
     "falcon, old": dict(norm="layer", norm_bias=True, gated=False, activation="gelu"),
-    "mpt": dict(norm="layer", gated=False, position="alibi", activation="gelu"),
+    "mpt": dict(norm="layer", gated=False, position_embedding="alibi", activation="gelu"),
 }
 
 
@@ -58,7 +59,7 @@ def test_transformers_computes_the_same(tmp_path, name):
     ("choice", "message"),
     [
         (dict(norm="layer"), "model.norm=layer with"),
-        (dict(position="none"), "model.position=none with"),
+        (dict(position_embedding="none"), "model.position_embedding=none with"),
         (dict(qkv_bias=True, qk_norm=True), "model.qk_norm=True with"),
         (dict(clip_qkv=1.0), "model.clip_qkv=1.0 with"),
     ],

@@ -19,9 +19,9 @@ from hf.loading import load
 # Relative to the largest value.
 TOLERANCE = 1e-5
 WAYS = {
-    "reference": Execution(attention="reference"),
-    "scan": Execution(attention="scan", q_chunk=8, k_chunk=8, ffn_chunk=10),
-    "fused": Execution(attention="scan", schedule="fused", q_chunk=8, k_chunk=16),
+    "reference": Execution(attention_implementation="reference"),
+    "scan": Execution(attention_implementation="scan", q_chunk=8, k_chunk=8, ffn_chunk=10),
+    "fused": Execution(attention_implementation="scan", schedule="fused", q_chunk=8, k_chunk=16),
 }
 # Names in the file and in transformers' modules, where they differ.
 RENAMED = (

@@ -132,8 +132,8 @@ CHANGED = {
         dict(rope_parameters=LONGROPE | dict(original_max_position_embeddings=8)),
         True,
     ),
-    "gpt2": (dict(max_positions=100), False),
-    "opt": (dict(max_positions=100, residual_dropout=0.3), False),
+    "gpt2": (dict(max_position_embeddings=100), False),
+    "opt": (dict(max_position_embeddings=100, residual_dropout=0.3), False),
     "bloom": (dict(attention_dropout=0.1, embedding_dropout=0.2, init_std=0.1), False),
 }
 
@@ -168,14 +168,14 @@ def test_a_base_with_a_changed_config(peft, pretrained, tmp_path, tokens, name):
         raw._attn_implementation = "eager"
         model = kind.from_pretrained(base, config=raw)
     else:
-        assert ("merge-adapter" in text) == ("max_positions" in changed)
+        assert ("merge-adapter" in text) == ("max_position_embeddings" in changed)
         model = kind.from_pretrained(base, attn_implementation="eager")
     made = peft.PeftModel.from_pretrained(model, tmp_path / "adapter").eval()
     close(logits(made, tokens), right)
 
     # And merged, on all positions.
     rng = np.random.default_rng(1)
-    long = rng.integers(3, 61, (1, changed.get("max_positions", 21)))
+    long = rng.integers(3, 61, (1, changed.get("max_position_embeddings", 21)))
     assert convert.main(["merge-adapter", str(tmp_path / "adapter"), str(tmp_path / "m")]) == 0
     merged = kind.from_pretrained(tmp_path / "m", attn_implementation="eager").eval()
     close(logits(merged, long), ours(tmp_path / "adapter", long))
@@ -196,7 +196,7 @@ def test_an_unchanged_base_needs_nothing(peft, pretrained, tmp_path):
         ("[]", "holds no JSON object"),
         ('{"rope_param', "is damaged"),
         ('{"rope_parameters": 3}', "is damaged: rope_parameters=3"),
-        ('{"max_positions": "x"}', "is damaged"),
+        ('{"max_position_embeddings": "x"}', "is damaged"),
         ('{"something": 1}', "is damaged"),
         ('{"hidden_size": 64}', r"model.hidden_size=64.*decides it"),
     ],
@@ -241,8 +241,8 @@ def arguments(tmp_path_factory):
         "train.per_device_train_batch_size": 2,
         "optimizer.learning_rate": 0.02,
         "checkpoint.save_steps": 3,
-        "memory.q_chunk": 48,
-        "memory.k_chunk": 48,
+        "execution.q_chunk": 48,
+        "execution.k_chunk": 48,
     }
     return [f"--{key}={value}" for key, value in options.items()]
 

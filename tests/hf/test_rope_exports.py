@@ -100,7 +100,7 @@ def test_transformers_rotates_alike(family, override, tmp_path):
             np.testing.assert_allclose(got, true, rtol=0, atol=2e-5)
     (tmp_path / "config.json").write_text(json.dumps(new))
     _, back = read_config(tmp_path)
-    assert same_rope(back, now) and back.max_positions == now.max_positions
+    assert same_rope(back, now) and back.max_position_embeddings == now.max_position_embeddings
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_older_readers_get_their_own_keys(tmp_path):
         return exported(raw, read, merge(read, ModelConfig(**override)))
 
     yarn = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
-    llama = keys("llama", rope_parameters=yarn | {"rope_theta": 5e5}, max_positions=64)
+    llama = keys("llama", rope_parameters=yarn | {"rope_theta": 5e5}, max_position_embeddings=64)
     assert llama["rope_theta"] == 5e5 and llama["rope_scaling"] == yarn
     assert llama["max_position_embeddings"] == 64
     assert llama["transformers_version"] == transformers.__version__
@@ -154,7 +154,7 @@ def test_older_readers_get_their_own_keys(tmp_path):
     assert gemma3["rope_scaling"] == {"rope_type": "linear", "factor": 2.0}
     assert (gemma3["rope_theta"], gemma3["rope_local_base_freq"]) == (1e6, 1e4)
     longrope = rope_exports.LONGROPE | rope_exports.ORIGINAL
-    phi3 = keys("phi3", rope_parameters=longrope, max_positions=64)
+    phi3 = keys("phi3", rope_parameters=longrope, max_position_embeddings=64)
     assert phi3["rope_scaling"] == {"type": "longrope"} | rope_exports.LISTS
     assert phi3["original_max_position_embeddings"] == 16
 
@@ -168,6 +168,6 @@ def test_a_number_of_positions_alone_keeps_the_original_length(tmp_path):
     raw |= dict(rope_scaling=dict(rope_type="yarn", factor=4.0), model_type="llama")
     (tmp_path / "config.json").write_text(json.dumps(raw, default=str))
     _, read = read_config(tmp_path)
-    now = merge(read, ModelConfig(max_positions=128))
+    now = merge(read, ModelConfig(max_position_embeddings=128))
     (tmp_path / "config.json").write_text(json.dumps(exported(raw, read, now), default=str))
     assert same_rope(read_config(tmp_path)[1], now)

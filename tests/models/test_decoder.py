@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 
-from bptjax.memory import MemoryConfig
 from bptjax.models.cache import Cache
 from bptjax.models.config import ModelConfig
 from bptjax.models.decoder import Decoder
 from bptjax.ops.loss import linear_cross_entropy
+from bptjax.remat import ExecutionConfig
 
 ROTARY = ModelConfig(vocab_size=61, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2)
 MODELS = {
@@ -20,8 +20,8 @@ MODELS = {
     "learned": replace(
         ROTARY,
         norm="layer",
-        position="learned",
-        max_positions=48,
+        position_embedding="learned",
+        max_position_embeddings=48,
         activation="gelu_tanh",
         gated=False,
         norm_bias=True,
@@ -30,10 +30,10 @@ MODELS = {
         mlp_bias=True,
         num_kv_heads=None,
     ),
-    "alibi": replace(ROTARY, position="alibi", tied_head=False, num_heads=6, head_dim=8),
+    "alibi": replace(ROTARY, position_embedding="alibi", tied_head=False, num_heads=6, head_dim=8),
     "dropout": replace(ROTARY, attention_dropout=0.2, residual_dropout=0.2, embedding_dropout=0.2),
 }
-SMALL = MemoryConfig(remat="none", q_chunk=8, k_chunk=16, ffn_chunk=10)
+SMALL = ExecutionConfig(remat="none", q_chunk=8, k_chunk=16, ffn_chunk=10)
 B, T = 2, 37
 
 
@@ -65,10 +65,12 @@ BY_LENGTH["in some layers"] = dict(
 
 
 def by_length(kind: str) -> Decoder:
-    config = replace(ROTARY, max_positions=10, rope_parameters=BY_LENGTH[kind], init_std=0.3)
+    config = replace(
+        ROTARY, max_position_embeddings=10, rope_parameters=BY_LENGTH[kind], init_std=0.3
+    )
     if kind == "in some layers":
         types = ["sliding_attention", "full_attention"]
-        config = replace(config, window=6, layer_types=types)
+        config = replace(config, sliding_window=6, layer_types=types)
     return Decoder(config, jax.random.key(0))
 
 
@@ -166,7 +168,7 @@ def gradient_of(**how):
     model = jax.eval_shape(lambda: Decoder(replace(ROTARY, num_layers=24), jax.random.key(0)))
 
     def loss(model, tokens):
-        return model(tokens, execution=MemoryConfig(**how)).sum()
+        return model(tokens, execution=ExecutionConfig(**how)).sum()
 
     return jax.jit(jax.grad(loss)), (model, jax.ShapeDtypeStruct((1, 1024), jnp.int32))
 
@@ -242,13 +244,13 @@ def test_offload_runs_nothing_again():
 
 def test_refusals_of_memory():
     with pytest.raises(ValueError, match=r"remat=nested\(1\); there are none, dots"):
-        MemoryConfig(remat="nested(1)")
+        ExecutionConfig(remat="nested(1)")
     with pytest.raises(ValueError, match="save=down; there are query"):
-        MemoryConfig(save=("down",))
+        ExecutionConfig(save=("down",))
     with pytest.raises(ValueError, match="remat=none keeps everything"):
-        MemoryConfig(remat="none", save=("query",))
+        ExecutionConfig(remat="none", save=("query",))
     with pytest.raises(ValueError, match="remat=none has none"):
-        MemoryConfig(remat="none", offload=0.5)
+        ExecutionConfig(remat="none", offload=0.5)
     f, operands = gradient_of(remat="nested(5)")
     with pytest.raises(ValueError, match="with 24 layers: k does not divide"):
         f.lower(*operands)
@@ -307,12 +309,12 @@ def test_dropout_needs_a_key_and_follows_it(tokens):
 
 def test_more_tokens_than_learned_positions_are_refused():
     model = Decoder(MODELS["learned"], jax.random.key(0))
-    with pytest.raises(ValueError, match="49 tokens.*max_positions=48"):
+    with pytest.raises(ValueError, match="49 tokens.*max_position_embeddings=48"):
         model(jnp.zeros((1, 49), jnp.int32))
 
 
 def test_positions_of_padding_may_lie_beyond_the_learned_ones():
-    model = Decoder(replace(MODELS["learned"], max_positions=4), jax.random.key(0))
+    model = Decoder(replace(MODELS["learned"], max_position_embeddings=4), jax.random.key(0))
     tokens, segments = jnp.zeros((1, 8), jnp.int32), jnp.array([[1, 1, 1, 1, 0, 0, 0, 0]])
     inside, beyond = (
         model(tokens, positions=jnp.minimum(jnp.arange(8), last)[None], segments=segments)
@@ -336,7 +338,7 @@ def test_half_precision_is_near(tokens, dtype):
         ({"num_heads": 5}, "num_kv_heads=2 does not divide num_heads=5"),
         ({"num_heads": 6}, "num_heads=6 does not divide hidden_size=32"),
         ({"head_dim": 7}, "head_dim=7 is odd"),
-        ({"position": "learned"}, "needs model.max_positions"),
+        ({"position_embedding": "learned"}, "needs model.max_position_embeddings"),
         ({"residual_dropout": 1.0}, r"residual_dropout=1.0 is not in \[0, 1\)"),
         ({"num_layers": 0}, "num_layers=0"),
     ],

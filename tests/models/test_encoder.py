@@ -8,7 +8,13 @@ from bptjax.models.config import EncoderConfig, Execution
 from bptjax.models.encoder import Encoder
 from bptjax.parallel.mesh import ParallelConfig, make_mesh
 
-SIZES = dict(hidden_size=32, num_layers=1, num_heads=4, position="learned", max_positions=10)
+SIZES = dict(
+    hidden_size=32,
+    num_layers=1,
+    num_heads=4,
+    position_embedding="learned",
+    max_position_embeddings=10,
+)
 TEXT = EncoderConfig(**SIZES, vocab_size=50, masked_head=True)
 IMAGES = EncoderConfig(**SIZES, image_size=(8, 12), patch_size=(4, 4), classes=3)
 

@@ -186,7 +186,7 @@ def test_scalings_are_those_of_transformers(name):
     )
 
     def ours(length: Array | int | None) -> Array | np.ndarray:
-        return rope_frequencies(dim, parameters, max_positions=longest, length=length)[0]
+        return rope_frequencies(dim, parameters, max_position_embeddings=longest, length=length)[0]
 
     assert ours(None).dtype == np.float32
     traced, original = quick(ours), parameters.get("original_max_position_embeddings", longest)
@@ -198,7 +198,7 @@ def test_scalings_are_those_of_transformers(name):
         for got in (ours(length), ours(None) if length is None else traced(jnp.int32(length))):
             assert got.dtype == jnp.float32
             np.testing.assert_allclose(got, module.inv_freq.numpy(), rtol=1e-6, atol=0)
-    factor = rope_frequencies(dim, parameters, max_positions=longest)[1]
+    factor = rope_frequencies(dim, parameters, max_position_embeddings=longest)[1]
     assert factor == pytest.approx(module.attention_scaling, rel=1e-12)
 
 
@@ -218,7 +218,7 @@ def test_rope_of_some_features_is_that_of_transformers(scaling):
     q, k, positions = normal(0, 2, 5, 3, 32), normal(1, 2, 5, 3, 32), np.arange(10).reshape(2, 5)
     x, y = (torch.tensor(np.asarray(a)).transpose(1, 2) for a in (q, k))
     cos_sin = neox.GPTNeoXRotaryEmbedding(config)(x, torch.tensor(positions))
-    frequencies, factor = rope_frequencies(8, parameters, max_positions=32768)
+    frequencies, factor = rope_frequencies(8, parameters, max_position_embeddings=32768)
     for ours, theirs in zip((q, k), neox.apply_rotary_pos_emb(x, y, *cos_sin), strict=True):
         got = rope(ours, jnp.asarray(positions), frequencies, factor)
         assert error(got, theirs.transpose(1, 2).numpy()) < 1e-6
@@ -238,11 +238,14 @@ LISTS = dict(rope_type="longrope", original_max_position_embeddings=8, factor=2.
         (dict(rope_type="llama3", factor=8.0), "needs rope_parameters.low_freq_factor; set it"),
         (dict(factor=2.0), "default does not use rope_parameters.factor; leave it out"),
         (dict(mrope_section=[2, 1, 1]), "does not use rope_parameters.mrope_section"),
-        (dict(rope_type="dynamic", factor=2.0), "needs max_positions"),
-        (dict(rope_type="yarn", factor=2.0), "original_max_position_embeddings or max_positions"),
+        (dict(rope_type="dynamic", factor=2.0), "needs max_position_embeddings"),
+        (
+            dict(rope_type="yarn", factor=2.0),
+            "original_max_position_embeddings or max_position_embeddings",
+        ),
         (
             dict(rope_type="yarn", original_max_position_embeddings=8),
-            "rope_type=yarn needs rope_parameters.factor or max_positions",
+            "rope_type=yarn needs rope_parameters.factor or max_position_embeddings",
         ),
         (
             LISTS | dict(short_factor=[1.0], long_factor=[1.0] * 4),

@@ -20,10 +20,10 @@ from bptjax.train import main
 TINY = """
 device: cpu
 model: {hidden_size: 16, num_layers: 1, num_heads: 2, attention_dropout: 0.1, residual_dropout: 0.1}
-data: {packing: best_fit, eval_fraction: 0.1, shards: 2}
+data: {packing: best_fit, eval_fraction: 0.1, num_shards: 2}
 train: {max_steps: 24, seq_len: 32, per_device_train_batch_size: 2, eval_steps: 12}
 optimizer: {learning_rate: 1.0e-2}
-memory: {q_chunk: 16, k_chunk: 16, ffn_chunk: 16}
+execution: {q_chunk: 16, k_chunk: 16, ffn_chunk: 16}
 checkpoint: {save_steps: 6}
 """
 LOST = "error: a peer process is lost: "

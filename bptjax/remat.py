@@ -26,7 +26,7 @@ REMAT: dict[str, tuple[str, ...] | None] = {
 
 
 @dataclass(frozen=True)
-class MemoryConfig(Execution):
+class ExecutionConfig(Execution):
     """Implementations, chunk sizes and activation memory.
 
     Attributes:
@@ -47,18 +47,20 @@ class MemoryConfig(Execution):
     def __post_init__(self):
         super().__post_init__()
         if self.ce_chunk < 1:
-            raise ValueError(f"memory.ce_chunk={self.ce_chunk} is not positive")
+            raise ValueError(f"execution.ce_chunk={self.ce_chunk} is not positive")
         if self.remat not in REMAT and not self.nested:
             raise ValueError(
-                f"memory.remat={self.remat}; there are {', '.join(REMAT)}, nested(k) with k > 1"
+                f"execution.remat={self.remat}; there are {', '.join(REMAT)}, nested(k) with k > 1"
             )
         for name in self.save:
             if name not in NAMES:
-                raise ValueError(f"memory.save={name}; there are {', '.join(NAMES)}")
+                raise ValueError(f"execution.save={name}; there are {', '.join(NAMES)}")
         if self.offload and self.remat == "none":
-            raise ValueError("memory.offload moves what a remat policy keeps; remat=none has none")
+            raise ValueError(
+                "execution.offload moves what a remat policy keeps; remat=none has none"
+            )
         if self.save and self.remat == "none":
-            raise ValueError("memory.save adds to what is kept; remat=none keeps everything")
+            raise ValueError("execution.save adds to what is kept; remat=none keeps everything")
 
     @property
     def nested(self) -> int | None:
@@ -76,7 +78,7 @@ class MemoryConfig(Execution):
         has = {"gate": model.gated, "attended": model.residual == "sequential"}
         for name in self.save:
             if not has.get(name, True):
-                raise ValueError(f"memory.save={name}: the model's layers have none")
+                raise ValueError(f"execution.save={name}: the model's layers have none")
 
     def groups(self, layers: int) -> int:
         """Into how many groups nested(k) cuts them.
@@ -85,7 +87,9 @@ class MemoryConfig(Execution):
           ValueError: k does not divide the number of layers.
         """
         if layers % (self.nested or 1):
-            raise ValueError(f"memory.remat={self.remat} with {layers} layers: k does not divide")
+            raise ValueError(
+                f"execution.remat={self.remat} with {layers} layers: k does not divide"
+            )
         return layers // (self.nested or 1)
 
     def prepare(self, layer: Any, dtype: jax.typing.DTypeLike) -> Any:
