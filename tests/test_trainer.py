@@ -262,7 +262,7 @@ def test_moments_in_host_memory(batch, tmp_path):
     small = replace(task(), model=replace(MODEL, num_layers=1, gated=False, norm_scale=False))
     device, host = (
         with_optimizer(small, state_dtype="int8", state_memory_kind=kind)
-        for kind in ("device", "host")
+        for kind in ("device", "pinned_host")
     )
     (_, wanted), placed = steps(device, batch, 4), host.layout.put(batch)
     state = host.init_state()
@@ -279,5 +279,5 @@ def test_moments_in_host_memory(batch, tmp_path):
         assert {x.sharding.memory_kind for x in moments} == {"pinned_host"}
         assert {x.sharding.memory_kind for x in jax.tree.leaves(state.model)} == {"device"}
     assert rows == wanted
-    with pytest.raises(RuntimeError, match=r"=host, but the moments are in \{'device'\}"):
+    with pytest.raises(RuntimeError, match=r"=pinned_host, but the moments are in \{'device'\}"):
         host.compile_step(device.init_state(), placed)

@@ -113,7 +113,7 @@ def test_epochs_are_shuffled_anew(train, monkeypatch, buffer_tokens):
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_shards_share_the_documents(train, packing):
     """Whoever reads a shard makes the same rows of it, in their place; states go together."""
-    config = DataConfig(packing=packing, shards=2)
+    config = DataConfig(packing=packing, num_shards=2)
     sizes = dict(config=config, rows=4)
     whole, one, other = (train(**sizes, here=here) for here in (None, [0], [2, 3]))
     for batch, upper, lower in zip(*(take(x, 12) for x in (whole, one, other)), strict=True):
@@ -143,7 +143,7 @@ def test_shards_that_cannot_be(train):
     with pytest.raises(ValueError, match="in shard 1 of 2 contain no token that counts"):
         train(DOCUMENTS[:2], DataConfig(num_shards=2), rows=2, seq_len=4)
     with pytest.raises(ValueError, match="data.group_by_length needs data.num_shards=1, not 2"):
-        DataConfig(packing="none", group_by_length=True, shards=2)
+        DataConfig(packing="none", group_by_length=True, num_shards=2)
 
 
 @pytest.mark.parametrize("packing", PACKINGS)

@@ -107,7 +107,7 @@ def documents_of(batches):
 @pytest.mark.parametrize("shards", [1, 2])
 @pytest.mark.parametrize("packing", ["none", "concat", "best_fit"])
 def test_streams_resume_exactly(folder, packing, shards):
-    config = DataConfig(str(folder), packing=packing, shards=shards)
+    config = DataConfig(str(folder), packing=packing, num_shards=shards)
     train, _ = open_split(config)
     loaders = [train_loader(train, ByteTokenizer(), config, seq_len=T, rows=4) for _ in range(2)]
     states, batches = [], []

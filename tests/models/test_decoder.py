@@ -94,7 +94,7 @@ def test_frequencies_follow_each_document(kind):
         fields = zip((tokens, labels, np.ones(n, int), np.arange(n)), (0, -100, 0, 0), strict=True)
         # Padded to one shape, which compiles once.
         one = (jnp.asarray(np.pad(x, (0, 38 - n), constant_values=f))[None] for x, f in fields)
-        return run(model, *one, replace(SMALL, attention="reference"))
+        return run(model, *one, replace(SMALL, attention_implementation="reference"))
 
     each = [alone(*x) for x in zip(documents, labels, strict=True)]
     wanted = jax.tree.map(lambda *x: sum(x), *each)
@@ -143,7 +143,7 @@ def assert_close(got, wanted, rtol=2e-5):
 
 
 def test_schedules_and_implementations_agree(model, tokens):
-    wanted = loss_and_gradients(model, tokens, attention="reference", ffn_chunk=T)
+    wanted = loss_and_gradients(model, tokens, attention_implementation="reference", ffn_chunk=T)
     for how in ({"q_chunk": 64}, {"schedule": "fused"}):
         assert_close(loss_and_gradients(model, tokens, **how), wanted)
 
