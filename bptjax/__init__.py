@@ -1,4 +1,17 @@
-"""Long-context training in JAX: blockwise attention, feed-forward and loss, and a trainer."""
+"""Long-context training in JAX: blockwise attention, feed-forward and loss, and a trainer.
+
+Letters of shapes, in all modules:
+
+    B  sequences in a batch             D  model width, hidden_size
+    T  tokens, of queries in attention  F  feed-forward width, intermediate_size
+    S  key tokens                       V  vocabulary
+    N  query heads                      E  embedding width, D in most models
+    K  key and value heads              L  layers
+    H  head size                        A  micro-batches of a step
+    P, R  block rows and columns of a block mask
+
+Queries are [B, T, N, H], keys and values [B, S, K, H]. Parameters of layers are stacked on axis 0.
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -1,8 +1,9 @@
-"""Writes the README's tables of measurements from the rows in scripts/results, and draws some.
+"""Writes the tables of measurements in the documents from the rows in scripts/results, and draws
+pictures.
 
     python scripts/tables.py
 
-A table is one of `TABLES`, and stands in the README behind a line `<!-- table: NAME -->`.
+A table stands below a line `<!-- table: NAME -->`, NAME being one of `TABLES`.
 """
 
 import csv
@@ -13,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
-README = Path(__file__).parents[1] / "README.md"
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = ROOT / "README.md", ROOT / "docs" / "benchmarks.md"
 RESULTS = Path(__file__).parent / "results"
 SYSTEMS = {
     "auto": "auto",
@@ -22,13 +24,14 @@ SYSTEMS = {
     "torch flex_attention": "flex_attention",
 }
 DECODERS = {"bloom-560m": "BLOOM-560m's shape", "1b": "1B", "8b": "8B"}
+WORKS = {"QLoRA": "qlora_h200.json", "full fine-tuning": "step_h200.json"}
 CASES = {
     "causal": "causal",
     "alibi": "ALiBi",
     "softcap": "soft cap 50",
-    "8 documents": "8 packed documents, five calls in a row",
+    "8 documents": "8 packed documents",
     "window 4096": "window 4,096",
-    "window 4096, 128 global": "that, 128 global tokens",
+    "window 4096, 128 global": "window 4,096, 128 global tokens",
     "dropout": "dropout",
 }
 
@@ -43,37 +46,80 @@ def table(head: list[str], body: list[list[str]]) -> str:
     return "".join("|" + "|".join(f" {x} " if x else " " for x in cells) + "|\n" for cells in lines)
 
 
+def memory_gib(row: Row) -> float:
+    """Returns the memory of a step. The peak of a process may be of work before the step."""
+    return float(row.get("program_gib") or row["peak_gib"])
+
+
 def gib(row: Row) -> str:
-    # A process' peak may be of what came before the step.
-    size = float(row.get("program_gib") or row["peak_gib"])
-    return f"{size:#.3g}".rstrip(".") + " GiB"
+    """Formats the memory of a step: the device's, and the host's if activations are offloaded."""
+    size = float(row.get("host_gib") or 0)
+    host = f" + {size:.0f} GiB host" if size else ""
+    return f"{memory_gib(row):#.3g}".rstrip(".") + " GiB" + host
 
 
 def settings(row: Row) -> str:
-    """As a config says it, but for a chunk of the feed-forward that is the whole row."""
+    """Formats settings as a config does. An ffn_chunk that is the full sequence is left out."""
     said = []
     for key, value in row["settings"].items():
         group, name = key.split(".")
         if group == "execution" and (name, value) != ("ffn_chunk", row["T"]):
             said.append(f"`{name}: {value}`".replace("'", ""))
         elif key == "optimizer.state_dtype":
-            said.append(f"moments `{value}`")
+            said.append(f"`state_dtype: {value}`")
     return ", ".join(said)
 
 
 def pairs(name: str) -> list[tuple[Row, Row | None]]:
-    """The steps of whole decoders that one GPU ran, and the peer's of the same run on as many
-    tokens."""
+    """Returns the measured steps of full decoders on one GPU, each with the peer's row of the same
+    run and length, if there is one."""
     rows = sorted(read(name), key=lambda r: (list(DECODERS).index(r["decoder"]), r["T"]))
     peers = {(r["run"], r["decoder"], r["T"]): r for r in rows if r["system"] != "bptjax"}
     ours = [r for r in rows if r["system"] == "bptjax" and r.get("devices", 1) == 1]
-    whole = {r["decoder"]: r["layers"] for r in sorted(ours, key=lambda r: r["layers"])}
-    ran = [r for r in ours if "step_s" in r and r["layers"] == whole[r["decoder"]]]
+    layers = {r["decoder"]: r["layers"] for r in sorted(ours, key=lambda r: r["layers"])}
+    ran = [r for r in ours if "step_s" in r and r["layers"] == layers[r["decoder"]]]
     return [(r, peers.get((r["run"], r["decoder"], r["T"]))) for r in ran]
 
 
+def in_less_memory() -> list[tuple[str, Row, Row]]:
+    """Returns the pairs of one run in which bptjax needs at most the GPU memory of the peer, each
+    with the name of the work."""
+    return [
+        (f"{work}, {DECODERS[row['decoder']]}", row, peer)
+        for work, name in WORKS.items()
+        for row, peer in pairs(name)
+        if peer and "note" not in peer and memory_gib(row) <= memory_gib(peer)
+    ]
+
+
+def longest() -> list[tuple[str, Row, None]]:
+    """Returns the longest measured step of the 8B for each kind of work and number of GPUs, with
+    the name of the work."""
+    found = {}
+    for work, name in WORKS.items():
+        rows = [r for r in read(name) if r["decoder"] == "8b" and r["system"] == "bptjax"]
+        layers = max(r["layers"] for r in rows)
+        for row in sorted(rows, key=lambda r: r["T"]):
+            if "step_s" in row and row["layers"] == layers:
+                found[work, row.get("devices", 1)] = f"{work}, 8B", row, None
+    return list(found.values())
+
+
+def headline() -> str:
+    body = []
+    for name, row, peer in [*in_less_memory(), *longest()]:
+        cells = [name, tokens(row), str(row.get("devices", 1))]
+        cells += [f"{row['tokens_per_second']:,.0f}", gib(row)]
+        if peer:
+            cells += [f"{peer['tokens_per_second']:,.0f}", gib(peer)]
+            cells += [f"{row['tokens_per_second'] / peer['tokens_per_second']:.2f}"]
+        body.append([*cells, "", "", ""][:8])
+    head = ["", "tokens", "GPUs", "bptjax, tokens/s", "memory per GPU"]
+    return table([*head, "PyTorch, tokens/s", "memory", "ratio"], body)
+
+
 def tokens(row: Row) -> str:
-    """Micro-batches of a step × rows in each × tokens in a row."""
+    """Formats the micro-batches of a step × sequences in each × tokens in a sequence."""
     train = "train.gradient_accumulation_steps", "train.per_device_train_batch_size"
     counts = [str(row["settings"][key]) for key in train if key in row["settings"]]
     return " × ".join([*counts, f"{row['T']:,}"])
@@ -94,8 +140,8 @@ def steps(name: str, peer_name: str) -> str:
 
 
 def attention_rows() -> dict[tuple[str, int], dict[str, Row]]:
-    """By case and head size the rows of a run, by implementation; documents, whose kernels are
-    short, by five calls in a row."""
+    """Returns the rows of one run by case and head size, then by implementation. Documents were
+    timed over five calls, because their kernels are short."""
     found: dict[tuple[str, int], dict[str, Row]] = {(c, H): {} for c in CASES for H in (128, 64)}
     for row in read("attention_h200.json"):
         run = ("c", 5) if row["case"] == "8 documents" else ("a", None)
@@ -119,11 +165,11 @@ def attention() -> str:
 
 
 def sequence() -> str:
-    whole = {"ulysses": "`ulysses`", "torch allgather": "PyTorch, all-gather"}
-    ways = {"gather": "`gather`", "ring": "`ring`", **whole}
+    unordered = {"ulysses": "`ulysses`", "torch allgather": "PyTorch, all-gather"}
+    ways = {"gather": "`gather`", "ring": "`ring`", **unordered}
     body: dict[int, dict[str, str]] = {}
     for row in read("scaling_attention_h200x4.csv"):
-        if row["order"] == "zigzag" or row["strategy"] in whole:
+        if row["order"] == "zigzag" or row["strategy"] in unordered:
             said = f"{float(row['tflops_a_device']):.0f}, {gib(row)}"
             body.setdefault(int(row["T"]), {})[row["strategy"]] = said
     lines = [[f"{T:,}", *(body[T][way] for way in ways)] for T in sorted(body)]
@@ -138,11 +184,11 @@ def several() -> str:
             settings(r),
             f"{r['tokens_per_second']:,.0f}",
             f"{r['tokens_per_second'] / r['devices']:,.0f}",
-            gib(r) + (f", {r['host_gib']:.0f} of the host's" if r["host_gib"] else ""),
+            gib(r),
         ]
         for r in sorted(rows, key=lambda r: r["T"])
     ]
-    return table(["tokens", "settings", "tokens a second", "a GPU", "memory a GPU"], body)
+    return table(["tokens", "settings", "tokens/s", "tokens/s per GPU", "memory per GPU"], body)
 
 
 def compare() -> str:
@@ -155,6 +201,7 @@ def compare() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    "headline": headline,
     "qlora": lambda: steps("qlora_h200.json", "transformers + PEFT"),
     "compare": compare,
     "attention": attention,
@@ -162,20 +209,27 @@ TABLES: dict[str, Callable[[], str]] = {
     "sequence": sequence,
     "several": several,
 }
+MARK = re.compile(r"(<!-- table: (\w+) -->\n)((?:\|.*\n)*)")
 
 
 def written(text: str) -> str:
-    """The README's text, with the tables as the rows have it."""
-    for name, made in TABLES.items():
-        before, mark, after = text.partition(f"<!-- table: {name} -->\n")
-        if not mark:
-            raise ValueError(f"the README has no <!-- table: {name} -->")
-        text = before + mark + made() + after[re.match(r"(\|.*\n)*", after).end() :]
-    return text
+    """Returns a document's text with its tables made anew from the rows.
+
+    Raises:
+      ValueError: a mark names no table.
+    """
+
+    def fill(found: re.Match[str]) -> str:
+        mark, name, _ = found.groups()
+        if name not in TABLES:
+            raise ValueError(f"<!-- table: {name} -->: must be one of {', '.join(TABLES)}")
+        return mark + TABLES[name]()
+
+    return MARK.sub(fill, text)
 
 
 def draw(file: Path, names: list[str], panels: dict[str, list[dict[str, float]]]) -> None:
-    """A panel for each title, with bars for every name, one of each label that it has."""
+    """Draws a panel for each title, with a group of bars for each name."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -198,15 +252,46 @@ def draw(file: Path, names: list[str], panels: dict[str, list[dict[str, float]]]
     FigureCanvasAgg(figure).print_png(file)
 
 
+def draw_in_less_memory(file: Path) -> None:
+    """Draws the speed of each pair of `in_less_memory`, the peer's as 1, with memory beside it."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    found = in_less_memory()
+    figure = Figure(figsize=(10, 0.9 * len(found) + 1.2), layout="constrained")
+    axes = figure.add_subplot(
+        title="Training steps on one H200 in less GPU memory than PyTorch's",
+        xlabel="tokens/s, PyTorch = 1",
+    )
+    for n, (_, row, peer) in enumerate(found):
+        for system, r, at, color in (
+            ("bptjax", row, n, "tab:blue"),
+            ("PyTorch", peer, n + 0.4, "0.7"),
+        ):
+            ratio = r["tokens_per_second"] / peer["tokens_per_second"]
+            axes.barh(at, ratio, 0.38, align="edge", color=color, label=None if n else system)
+            text = f"{r['tokens_per_second']:,.0f} tokens/s in {memory_gib(r):#.3g} GiB"
+            axes.text(ratio + 0.05, at + 0.19, text.replace(". ", " "), va="center", fontsize=9)
+    names = [f"{name}\n{tokens(row)} tokens" for name, row, _ in found]
+    axes.set_yticks([n + 0.4 for n in range(len(found))], names)
+    axes.invert_yaxis()
+    axes.margins(x=0.35)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(loc="lower right")
+    FigureCanvasAgg(figure).print_png(file)
+
+
 def main() -> None:
-    README.write_text(written(README.read_text()))
+    for document in DOCUMENTS:
+        document.write_text(written(document.read_text()))
+    draw_in_less_memory(RESULTS / "less_memory_h200.png")
     speeds: dict[str, list[dict[str, float]]] = {}
     for (_, H), rows in attention_rows().items():
         of = {SYSTEMS[n]: r["step_tflops"] for n, r in rows.items() if "step_tflops" in r}
         speeds.setdefault(f"TFLOP/s, H = {H}", []).append(of)
     draw(RESULTS / "attention_h200.png", list(CASES.values()), speeds)
     both = [(row, peer) for row, peer in pairs("step_h200.json") if peer]
-    panels = {"tokens a second": "tokens_per_second", "GiB": "peak_gib"}
+    panels = {"tokens/s": "tokens_per_second", "GPU memory, GiB": "peak_gib"}
     draw(
         RESULTS / "step_h200.png",
         [f"{DECODERS[row['decoder']]}, {tokens(row)}" for row, _ in both],

@@ -98,9 +98,20 @@ def test_bad_input_is_one_line_and_exit_2(study, wrong, message, capsys, tmp_pat
     assert not (tmp_path / "out").exists()
 
 
-def test_the_tables_of_the_readme_are_those_of_the_rows():
-    text = tables.README.read_text()
-    assert tables.written(text) == text
-    assert tables.written(text.replace("| causal | 5", "| causal | 6")) == text
-    with pytest.raises(ValueError, match="no <!-- table: step -->"):
-        tables.written(text.replace("<!-- table: step -->", ""))
+def test_the_tables_of_the_documents_are_those_of_the_rows():
+    texts = [document.read_text() for document in tables.DOCUMENTS]
+    names = [name for text in texts for _, name, _ in tables.MARK.findall(text)]
+    assert sorted(names) == sorted(tables.TABLES)
+    for text in texts:
+        assert tables.written(text) == text
+    assert tables.written(texts[1].replace("| causal | 5", "| causal | 6")) == texts[1]
+    with pytest.raises(ValueError, match="table: steps -->: must be one of headline, qlora"):
+        tables.written(texts[1].replace("<!-- table: step -->", "<!-- table: steps -->"))
+
+
+def test_the_picture_of_the_readme_shows_no_more_memory_than_the_peer():
+    found = tables.in_less_memory()
+    assert len(found) > 2
+    for _, row, peer in found:
+        assert row["run"] == peer["run"]
+        assert tables.memory_gib(row) <= tables.memory_gib(peer)
