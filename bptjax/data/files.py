@@ -63,6 +63,11 @@ def document(row: object, where: str, *, text_key: str, format: str = "text") ->
         return fields[text_key]
     if "input_ids" in fields and (ids := _integers(fields["input_ids"])) is not None:
         return _token_ids(ids, fields.get("labels"), where)
+    for name, kind in ((text_key, "text"), ("input_ids", "a list of integers")):
+        if name in fields:
+            raise ValueError(
+                f"{where}: {name!r} must be {kind}, or set data.text_key to the field with the text"
+            )
     raise ValueError(
         f"{where}: no text in {text_key!r} and no token ids in 'input_ids', only {sorted(fields)}; "
         "set data.text_key to the field with the text, or see data.format"
@@ -87,7 +92,10 @@ def location(documents: Sequence[Document], index: int) -> Location:
 
 def _integers(value: Any) -> np.ndarray | None:
     """Returns the integers as an array; None if the value is no list of integers."""
-    found = np.asarray(value)
+    try:
+        found = np.asarray(value)
+    except ValueError:  # Lists of several lengths.
+        return None
     return found if found.ndim == 1 and (found.dtype.kind in "iu" or not found.size) else None
 
 
@@ -174,13 +182,14 @@ class JsonList(Sequence[Document]):
 
     def __init__(self, path: Path, read: Callable[[object, str], Document]):
         self.path, self.read = path, read
+        remedy = "rename a file with one record a line to .jsonl"
         with _opened(path) as file:
             try:
                 self.rows = json.load(file)
             except (ValueError, RecursionError) as error:
-                raise ValueError(f"{path}: {error}") from error
+                raise ValueError(f"{path}: {error}; {remedy}") from error
         if not isinstance(self.rows, list):
-            raise ValueError(f"{path}: no list of records; one record a line is .jsonl")
+            raise ValueError(f"{path}: no list of records; {remedy}")
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -246,16 +255,18 @@ class RowGroup(Sequence[Document]):
         return self.read(row, str(self.location(index)))
 
 
-def record_columns(names: Sequence[str], path: Path, text_key: str, format: str) -> tuple[str, ...]:
+def record_columns(names: list[str], path: Path, text_key: str, format: str) -> tuple[str, ...]:
     """Returns which of a table's columns a record is read from.
 
     Raises:
-      ValueError: none of them.
+      ValueError: none of them, or two columns of one name.
     """
     chat = recognise(names, format)
     # A chat template may read any field.
     text = (text_key,) if text_key in names else ("input_ids", "labels")
     columns = tuple(name for name in (names if chat else text) if name in names)
+    if repeated := [name for name in columns if names.count(name) > 1]:
+        raise ValueError(f"{path}: {repeated[0]!r} is the name of several columns; rename them")
     if set(chat.fields if chat else text[:1]).isdisjoint(names):
         document(dict.fromkeys(names), str(path), text_key=text_key, format=format)
     return columns

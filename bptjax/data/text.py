@@ -145,7 +145,7 @@ def split_documents(
     Of a single document the tail is held out, counted in characters (token ids: in tokens).
     """
     if not 0 <= eval_fraction < 1:
-        raise ValueError(f"eval_fraction={eval_fraction}; use a fraction from 0 to below 1")
+        raise ValueError(f"data.eval_fraction={eval_fraction}: must be at least 0 and below 1")
     if eval_fraction == 0:
         return documents, []
     if isinstance(documents, Stream):
@@ -185,6 +185,8 @@ def _entropy(counts: np.ndarray) -> float:
 def _paths(path: str | Path) -> list[Path]:
     if str(path) == STDLIB:
         return _stdlib_paths()
+    if not str(path):  # Else the current directory.
+        raise ValueError("'': must name a file, directory or glob")
     root = Path(os.path.expanduser(path))
     # A .json file in a directory usually describes the data or a model, so it must be named.
     searched = [name for name in EXTENSIONS if name != ".json"]

@@ -82,13 +82,40 @@ def test_standard_library():
     assert documents[0] == documents.files[0].path.read_bytes().decode()
 
 
-@pytest.mark.parametrize("rows", [[{"messages": []}], [{"text": None}], [{"input_ids": ["a"]}]])
+@pytest.mark.parametrize(
+    "rows", [[{"messages": []}], [{"text": None}], [{"input_ids": ["a"]}], [{"text": 5}]]
+)
 def test_rows_without_text_name_their_keys(tmp_path, rows):
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
     write(tmp_path / "a.jsonl", lines(rows))
     for path in (tmp_path / "a.parquet", tmp_path / "a.jsonl"):
-        with pytest.raises(ValueError, match=rf"{path.name}.*{next(iter(rows[0]))}.*data.text_key"):
+        must = "" if "messages" in rows[0] else "must be .*"
+        message = rf"{path.name}.*{next(iter(rows[0]))}.*{must}data.text_key"
+        with pytest.raises(ValueError, match=message):
             open_documents(path)
+
+
+def test_input_ids_are_a_list_of_integers(tmp_path):
+    for ids in ([[1, 2], [3]], [[1], [2]], None, [1.5], "12"):
+        write(tmp_path / "a.jsonl", lines([{"input_ids": ids}]))
+        with pytest.raises(ValueError, match="record 1: 'input_ids' must be a list of integers"):
+            open_documents(tmp_path / "a.jsonl")
+    write(tmp_path / "a.jsonl", lines([{"input_ids": [1, 2], "labels": [[1, 2], [3]]}]))
+    with pytest.raises(ValueError, match="record 1: labels must be a list of 2 integers"):
+        open_documents(tmp_path / "a.jsonl")
+
+
+def test_columns_of_one_name_are_refused(tmp_path):
+    texts = pa.array(["a"])
+    for name, others in (("text", []), ("note", ["prompt", "answer"])):
+        names = [name, name, *others]
+        table = pa.Table.from_arrays([texts] * len(names), names=names)
+        pq.write_table(table, tmp_path / "a.parquet")
+        with pa.ipc.new_file(tmp_path / "a.arrow", table.schema) as writer:
+            writer.write_table(table)
+        for path in (tmp_path / "a.parquet", tmp_path / "a.arrow"):
+            with pytest.raises(ValueError, match=f"{path.name}: '{name}' is the name of several"):
+                open_documents(path, format="auto")
 
 
 def test_records_may_follow_a_byte_order_mark(tmp_path):
@@ -124,10 +151,15 @@ def test_bad_sources(tmp_path):
     }.items():
         with pytest.raises(ValueError, match=message):
             open_documents(tmp_path / name)
+    with pytest.raises(ValueError, match="'': must name a file"):
+        open_documents("")
+    write(tmp_path / "records.json", '{"text": "x"}\n{"text": "y"}\n')
+    with pytest.raises(ValueError, match="records.json: .*one record a line to .jsonl"):
+        open_documents(tmp_path / "records.json")
     with pytest.raises(ValueError, match="bad.jsonl, record 2"):
         open_documents(tmp_path / "bad.jsonl")[1]
     write(tmp_path / "deep.jsonl", '{"text": ' + "[" * 100_000 + "]" * 100_000 + "}")
-    with pytest.raises(ValueError, match="deep.jsonl, record 1: .*recursion|no text"):
+    with pytest.raises(ValueError, match="deep.jsonl, record 1: .*recursion|must be text"):
         open_documents(tmp_path / "deep.jsonl")[0]
     with pytest.raises(ValueError, match="sample_by='word'"):
         open_documents(tmp_path, sample_by="word")
@@ -149,7 +181,7 @@ def test_split_holds_out_whole_documents(count, fraction):
 def test_split_of_one_document_and_none():
     assert split_documents(["0123456789"], 0.2) == (["01234567"], ["89"])
     assert split_documents(["a", "b"], 0) == (["a", "b"], [])
-    with pytest.raises(ValueError, match="eval_fraction=1"):
+    with pytest.raises(ValueError, match="data.eval_fraction=1: must be"):
         split_documents(["a", "b"], 1)
 
 
