@@ -368,16 +368,23 @@ def _one_line(message: str, hints: dict[str, Any]) -> str:
     for pattern in (
         r"Group '(?P<group>[\w.]+)' does not accept option '(?P<key>[\w.]+)'",
         r"Option '(?P<key>[\w.]+)' is not accepted",
+        r"^unknown key (?P<key>[\w.]+)",  # Of an item, named by the keys of the config.
     ):
         if found := re.search(pattern, text):
             parts = found.groupdict()
             key = ".".join(part for part in (parts.get("group"), parts["key"]) if part)
             groups = ", ".join(dict.fromkeys(name.split(".")[0] for name in hints))
             return f"unknown key {key}{nearest(key, hints) or f'; known: {groups}'}"
-    found = re.search(r"Parser key \"([\w.]+)\":.*(?:Got|Given) value: (.*)", text)
-    if found and found[1] in hints:
-        return f"{found[1]}={found[2]}: must be {_expected(hints[found[1]])}"
-    return text
+    found = re.match(r"Parser key \"([\w.]+)\": (.*)", text)
+    if not found or found[1] not in hints:
+        return text
+    key, error = found.groups()
+    items = [kind for kind in get_args(hints[key]) if dataclasses.is_dataclass(kind)]
+    if items and re.match(r"Parser key|unknown key|\w+ must be given", error):
+        return f"{key}: {_one_line(error, _hints(items[0]))}"
+    error = re.sub(r".* class_path '(.*?)': .*", r"Got value: \1", error)
+    value = re.search(r".*(?:Got|Given) value: (.*?)(?: Subclass types .*)?$", error)
+    return f"{key}={value[1]}: must be {_expected(hints[key])}" if value else text
 
 
 def flatten(config: Any, prefix: str = "") -> dict[str, Any]:

@@ -28,7 +28,8 @@ class SourceConfig:
     sample_by: SampleBy | None = None
 
     def __post_init__(self):
-        if not 0 < self.weight < float("inf"):
+        # jsonargparse lets null stand for a number here.
+        if self.weight is None or not 0 < self.weight < float("inf"):
             raise ValueError(f"data.sources: weight={self.weight}: must be positive")
 
     @property

@@ -151,8 +151,25 @@ def test_sources_from_the_command_line(tmp_path):
     assert again == parsed and flatten(again)["data.sources"][0]["weight"] == 0.7
     assert parse(["--data.path=[a.txt, b.txt]"], "").data.path == ["a.txt", "b.txt"]
     assert parse(["--data.path=x/*.txt"], "").data.path == "x/*.txt"
-    with pytest.raises(ValueError, match="data.sources.*weigth"):
-        parse(["--data.sources=[{path: a.txt, weigth: 1}]"], "")
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("a.txt", "data.sources=a.txt: must be a list, each item keys"),
+        ("[a.txt]", "data.sources=a.txt: must be a list, each item keys"),
+        ("[[a.txt]]", r"data.sources=\['a.txt'\]: must be a list, each item keys"),
+        ("{path: a.txt}", "data.sources={'path': 'a.txt'}: must be a list"),
+        ("[{path: a.txt, weigth: 1}]", "data.sources: unknown key weigth; nearest: weight"),
+        ("[{path: a.txt, weight: x}]", "data.sources: weight=x: must be a number"),
+        ("[{path: a.txt, weight: null}]", "data.sources: weight=None: must be positive"),
+        ("[{path: a.txt, format: chat}]", "data.sources: format=chat: must be one of auto, text"),
+        ("[{weight: 1}]", "data.sources: path must be given"),
+    ],
+)
+def test_errors_name_the_key_of_a_source(text, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        parse([f"--data.sources={text}"], "")
 
 
 def test_sources_that_cannot_be(folder):
