@@ -61,6 +61,17 @@ def check_qkv(q: Any, k: Any, v: Any) -> None:
         raise ValueError(f"{kinds}: must have the same dtype; cast them")
 
 
+def check_sinks(sinks: Any, heads: int) -> None:
+    """
+    Raises:
+      ValueError: not one float a query head.
+    """
+    if sinks is not None and sinks.shape != (heads,):
+        raise ValueError(f"sinks: must be [{heads}], one logit a query head, not {sinks.shape}")
+    if sinks is not None and not jnp.issubdtype(sinks.dtype, jnp.floating):
+        raise ValueError(f"sinks: must be of a float dtype, not {sinks.dtype}")
+
+
 def check_labels(labels: Any, classes: int, ignore: int) -> None:
     """Checks the dtype of labels, and the range of those that are a NumPy array.
 

@@ -40,6 +40,7 @@ def blockwise_transformer(
     *,
     mask: Mask = Mask(causal=True),  # noqa: B008 (frozen)
     alibi: Float[Array | np.ndarray, "N"] | None = None,
+    sinks: Float[Array | np.ndarray, "N"] | None = None,
     dropout_key: Array | None = None,
     q_chunk: int = 512,
     **options,
@@ -48,7 +49,7 @@ def blockwise_transformer(
 
     Keys and values alone exist at full length; queries, attention output and the activations of the
     feed-forward exist for one block. The backward pass recomputes each block; gradients of
-    `params`, `k` and `v` accumulate in float32.
+    `params`, `k`, `v` and `sinks` accumulate in float32.
 
     Args:
       query: position-wise, (params, chunk of x) to `[B, chunk, N, H]`.
@@ -57,7 +58,7 @@ def blockwise_transformer(
         close over traced values.
       params: pytree shared by all chunks.
       x: pytree of `[B, T, ...]`.
-      mask, alibi, dropout_key, options: as in `attention`.
+      mask, alibi, sinks, dropout_key, options: as in `attention`.
 
     Returns:
       pytree of `[B, T, ...]`.
@@ -86,7 +87,7 @@ def blockwise_transformer(
     }
 
     def block(shared, chunk):
-        params, k, v, of_keys, alibi, key = shared
+        params, k, v, of_keys, alibi, sinks, key = shared
         x, of_queries = chunk
         out = attention(
             query(params, x),
@@ -94,13 +95,14 @@ def blockwise_transformer(
             v,
             mask=replace(mask, **of_queries, **of_keys),
             alibi=alibi,
+            sinks=sinks,
             dropout_key=key,
             q_chunk=q_chunk,
             **options,
         )
         return finish(params, x, out)
 
-    shared = (params, k, v, of_keys, alibi, dropout_key)
+    shared = (params, k, v, of_keys, alibi, sinks, dropout_key)
     return blockwise(block, shared, (x, of_queries), chunk=q_chunk)
 
 

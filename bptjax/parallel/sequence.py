@@ -12,6 +12,7 @@ from jax import Array
 from jax.sharding import PartitionSpec
 from jaxtyping import Float
 
+from bptjax.ops.arguments import check_sinks
 from bptjax.ops.attention import KERNELS, choose, differentiable, make_spec
 from bptjax.ops.attention import attention as attention_on_one_device
 from bptjax.ops.attention.contract import (
@@ -108,6 +109,7 @@ def attention(
     *,
     strategy: str = "auto",
     impl: str = "auto",
+    sinks: Float[Array | np.ndarray, "N"] | None = None,
     offload: float = 0.0,
     **options: Any,
 ) -> Float[Array, "B T N H"]:
@@ -116,7 +118,8 @@ def attention(
 
     Args:
       strategy: how attention crosses the shards of a sequence, where sp > 1.
-      impl, offload, options: as in `ops.attention`; `auto` chooses for the arrays of one device.
+      impl, sinks, offload, options: as in `ops.attention`; `auto` chooses for the arrays of one
+        device.
 
     Raises:
       NotImplementedError: the strategy cannot divide the heads, or the kernel cannot honor the
@@ -125,9 +128,10 @@ def attention(
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
-        return attention_on_one_device(q, k, v, impl=impl, offload=offload, **options)
+        return attention_on_one_device(q, k, v, impl=impl, sinks=sinks, offload=offload, **options)
     x = QKV(q, k, v)
     spec = make_spec(x, **options)
+    check_sinks(sinks, q.shape[2])
     dp, fsdp, tp, sp = (mesh.shape[name] for name in ("dp", "fsdp", "tp", "sp"))
     for name, size, devices in (
         ("sequences", q.shape[0], dp * fsdp),
@@ -138,7 +142,8 @@ def attention(
         if size % devices:
             raise ValueError(f"{size} {name} do not divide among {devices} devices")
     chosen, _ = choose_strategy(strategy, q.shape[2] // tp, sp)
-    return differentiable(ShardedAttention(chosen, impl), x, spec, offload)
+    kernel = ShardedAttention(chosen, impl)
+    return differentiable(kernel, x, spec, sinks=sinks, offload=offload)
 
 
 @dataclass(frozen=True)

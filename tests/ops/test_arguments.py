@@ -28,6 +28,8 @@ BAD = {
     "softcap": (dict(softcap=0.0), "softcap=0.0: must be positive; leave it out for none"),
     "softcap < 0": (dict(softcap=-50.0), "softcap=-50.0: must be positive"),
     "scale": (dict(scale=float("nan")), "scale=nan: must be finite; leave it out"),
+    "sinks": (dict(sinks=np.ones(2)), r"sinks: must be \[3\], one logit a query head, not \(2,\)"),
+    "integer sinks": (dict(sinks=np.ones(3, int)), "sinks: must be of a float dtype, not int64"),
     "alibi": (dict(alibi=np.ones(2)), r"alibi: must be \[3\], one slope a query head, not \(2,\)"),
     "alibi, T != S": (dict(q=X[:, :2], mask=Mask(), alibi=np.ones(3)), "S=4 keys: ALiBi needs"),
     "T != S": (dict(q=X[:, :2]), "T=2 queries and S=4 keys: causal"),
@@ -73,7 +75,7 @@ def test_bad_arguments(options, message):
 
 def test_a_mesh_refuses_what_one_device_refuses():
     with jax.set_mesh(make_mesh(ParallelConfig(fsdp=2), jax.devices()[:2])):
-        for name in ("q_chunk", "softcap", "fewer values", "window", "no tokens"):
+        for name in ("q_chunk", "softcap", "sinks", "fewer values", "window", "no tokens"):
             options, message = BAD[name]
             with pytest.raises(ValueError, match=message):
                 on_mesh(**dict(q=X, k=X, v=X) | options)

@@ -8,7 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bptjax.ops.attention import KERNELS, RESIDUAL_NAMES, attention, choose, reference, scan
+from bptjax.ops.attention import (
+    KERNELS,
+    RESIDUAL_NAMES,
+    attend,
+    attention,
+    choose,
+    reference,
+    scan,
+)
 from bptjax.ops.attention.contract import QKV, AttentionSpec, AttentionState
 from bptjax.ops.mask import Mask
 from bptjax.ops.position import alibi_slopes
@@ -34,6 +42,7 @@ class Case(NamedTuple):
     K: int = 2
     q_chunk: int = 7
     k_chunk: int = 5
+    sinks: np.ndarray | None = None
     options: dict = {}
 
     def operands(self, dtype="float32"):
@@ -61,6 +70,7 @@ def sees(p, s, *, T, S, **mask):
 
 
 DROPOUT = dict(dropout=0.3, dropout_key=KEY)
+SINKS = np.array([0.5, -1.0, 3.0, 0.0], np.float32)
 CASES = {
     "mha": Case(K=4),
     "gqa": Case(),
@@ -133,6 +143,16 @@ CASES = {
         k_chunk=4,
         options=DROPOUT,
     ),
+    "sinks": Case(sinks=SINKS),
+    "sinks, documents": Case(Mask(causal=True, segments=DOCUMENTS), K=1, sinks=SINKS),
+    "sinks, all padding": Case(
+        Mask(causal=True, segments=np.zeros((2, 13), np.int32)), sinks=SINKS
+    ),
+    "sinks, everything": Case(
+        Mask(causal=True, window=4, segments=DOCUMENTS),
+        sinks=SINKS,
+        options=dict(alibi=alibi_slopes(4), softcap=2.0, scale=0.5) | DROPOUT,
+    ),
     "chunk longer than T": Case(q_chunk=64, k_chunk=32),
     "chunk divides": Case(T=12, q_chunk=4, k_chunk=6),
     "one token": Case(T=1),
@@ -146,34 +166,53 @@ HERE = [
 every_impl = pytest.mark.parametrize("impl", HERE)
 
 
+NAMES = "out", "dq", "dk", "dv", "dsinks"
+
+
 @functools.cache
 def oracle(name):
-    """(out, dq, dk, dv) in float32, by plain autodiff of the dense definition."""
+    """(out, dq, dk, dv) in float32, by plain autodiff of the dense definition; dsinks too where the
+    case has sinks."""
     case = CASES[name]
-    q, k, v, dout = case.operands()
 
-    def run(q, k, v, dout):
-        x = QKV(q, k, v)
-        out, pull = jax.vjp(lambda x: reference.forward(x, case.spec()).out, x)
-        return out, *pull(dout)[0]
+    def dense(q, k, v):
+        return reference.forward(QKV(q, k, v), case.spec()).out
 
-    return tuple(np.asarray(x) for x in quick(run)(q, k, v, dout))
+    def dense_with_sinks(q, k, v, sinks):
+        """One more column of logits, whose weight nothing reads."""
+        logits, factors = reference._logits(q, k, case.spec())
+        column = jnp.broadcast_to(sinks[None, :, None, None], (*logits.shape[:3], 1))
+        weights = jax.nn.softmax(jnp.concatenate([logits, column], -1))[..., :-1] * factors
+        values = jnp.repeat(v, case.N // case.K, axis=2)
+        return jnp.einsum("bnts,bsnh->btnh", weights, values, precision="highest")
+
+    return with_gradients(dense if case.sinks is None else dense_with_sinks, case, case.operands())
 
 
 def run(case, impl, operands):
-    """(out, dq, dk, dv) of the implementation."""
+    """(out, dq, dk, dv) of the implementation, and dsinks where the case has sinks."""
+    options = dict(mask=case.mask, impl=impl, **case.chunks) | case.options
 
-    def f(q, k, v, dout):
-        options = dict(mask=case.mask, impl=impl, **case.chunks) | case.options
-        out, pull = jax.vjp(lambda q, k, v: attention(q, k, v, **options), q, k, v)
+    def f(q, k, v, sinks=None):
+        return attention(q, k, v, sinks=sinks, **options)
+
+    return with_gradients(f, case, operands)
+
+
+def with_gradients(f, case, operands):
+    *qkv, dout = operands
+    inputs = qkv if case.sinks is None else [*qkv, jnp.asarray(case.sinks)]
+
+    def run(inputs, dout):
+        out, pull = jax.vjp(f, *inputs)
         return out, *pull(dout)
 
-    return quick(f)(*operands)
+    return quick(run)(inputs, dout)
 
 
 # `loop` shares the arithmetic of `scan`, and `reference` is the oracle but for its backward pass:
 # in what is named here a few cases do. A kernel proves every case in every dtype.
-FEW = "gqa", "segments", "everything", "zigzag, keys of others"
+FEW = "gqa", "segments", "everything", "zigzag, keys of others", "sinks, everything"
 SPARED = {("scan", "float16"), ("loop", "bfloat16"), ("loop", "float16")}
 SPARED |= {("reference", dtype) for dtype in TOLERANCE}
 GRID = [
@@ -192,9 +231,9 @@ def test_equals_oracle(name, impl, dtype):
             run(case, impl, operands)
         return
     results = run(case, impl, operands)
-    empty = ~oracle(name)[0].any((2, 3))
-    for what, a, b in zip(("out", "dq", "dk", "dv"), results, oracle(name), strict=True):
-        assert a.dtype == dtype, what
+    empty = ~np.asarray(oracle(name)[0]).any((2, 3))
+    for what, a, b in zip(NAMES[: len(results)], results, oracle(name), strict=True):
+        assert a.dtype == ("float32" if what == "dsinks" else dtype), what
         assert error(a, b) <= TOLERANCE[dtype], f"{what}: {error(a, b)}"
         if what in ("out", "dq"):
             assert not np.asarray(a)[empty].any(), f"{what} of a query that attends to no key"
@@ -223,6 +262,7 @@ def test_oracle_by_hand(name):
     out = np.zeros(q.shape)
     for b, t, n in np.ndindex(B, T, N):
         weights, values = [], []
+        sink = 0.0 if case.sinks is None else np.exp(case.sinks[n])
         for s in range(S):
             far = int(positions[b, t]) - int(k_positions[b, s])
             if m.causal and far < 0:
@@ -244,7 +284,7 @@ def test_oracle_by_hand(name):
             weights.append(np.exp(logit))
             values.append(v[b, s, head])
         if weights:
-            out[b, t, n] = np.array(weights) / sum(weights) @ np.array(values)
+            out[b, t, n] = np.array(weights) / (sum(weights) + sink) @ np.array(values)
     assert error(oracle(name)[0], out) < 1e-6
 
 
@@ -330,6 +370,15 @@ def test_every_tile_empty(impl):
     assert jnp.isneginf(lse).all() and not any(x.any() for x in results)
 
 
+def test_a_sink_is_the_lse_of_a_query_that_attends_to_no_key():
+    case = CASES["sinks, documents"]
+    x = QKV(*case.operands()[:3])
+    padding = DOCUMENTS == 0
+    state = attend(scan, x, case.spec(), jnp.asarray(SINKS))
+    assert (np.asarray(state.lse)[padding] == SINKS).all() and not state.out[padding].any()
+    assert jnp.isneginf(attend(scan, x, case.spec()).lse[padding]).all()
+
+
 def test_scan_is_loop():
     case = CASES["everything"]
     operands = case.operands()
@@ -406,7 +455,9 @@ def test_traced_mask():
     assert f._cache_size() == 1
 
 
-@pytest.mark.parametrize("name, impl", [*(("gqa", impl) for impl in HERE), ("segments", "scan")])
+@pytest.mark.parametrize(
+    "name, impl", [*(("gqa", impl) for impl in HERE), ("segments", "scan"), ("sinks", "scan")]
+)
 def test_remat_runs_forward_once(name, impl, monkeypatch):
     """With (out, lse) saved by name, the backward pass of jax.checkpoint does not run the forward
     again."""
@@ -424,7 +475,8 @@ def test_remat_runs_forward_once(name, impl, monkeypatch):
     monkeypatch.setattr(kernel, "forward", counted)
 
     def layer(q):
-        out = attention(jnp.sin(q), k, v, mask=case.mask, impl=impl, **case.chunks)
+        options = dict(mask=case.mask, sinks=case.sinks, impl=impl, **case.chunks)
+        out = attention(jnp.sin(q), k, v, **options)
         return jnp.cos(out).sum()
 
     def run(f):

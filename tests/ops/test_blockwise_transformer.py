@@ -33,6 +33,7 @@ CASES = {
     "segments": dict(mask=Mask(causal=True, segments=DOCUMENTS)),
     "positions": dict(mask=Mask(causal=True, positions=np.arange(T, dtype=np.int32)[::-1].copy())),
     "alibi": dict(alibi=alibi_slopes(N)),
+    "sinks": dict(sinks=normal(10, N), mask=Mask(causal=True, segments=DOCUMENTS)),
     "sparse": dict(
         mask=Mask(
             window=4,

@@ -26,6 +26,7 @@ from bptjax.parallel.sequence import (
 
 B, T, N, K, H = 2, 48, 8, 2, 8
 DOCUMENTS = np.array([[1] * 20 + [2] * 18 + [0] * 10, [1] * 5 + [2] * 30 + [3] * 13], np.int32)
+SINKS = np.linspace(-2.0, 3.0, N, dtype=np.float32)
 SLOPES = 2.0 ** -np.arange(1, N + 1)
 CASES = {
     "everything": dict(
@@ -35,6 +36,7 @@ CASES = {
         dropout=0.2,
         dropout_key=jax.random.key(3),
     ),
+    "sinks": dict(mask=Mask(causal=True, segments=DOCUMENTS), sinks=SINKS),
     "all keys": dict(mask=Mask(segments=DOCUMENTS)),
     "sparse": dict(
         mask=Mask(
@@ -67,14 +69,15 @@ def operands(heads=N, kv_heads=K):
 
 
 def results(f, *arrays, **options):
-    """(out, dq, dk, dv)."""
+    """(out, dq, dk, dv, dsinks)."""
     options = dict(impl="scan", q_chunk=8, k_chunk=8) | options
+    sinks = options.pop("sinks", None)
 
-    def both(q, k, v, dout):
-        out, pull = jax.vjp(lambda q, k, v: f(q, k, v, **options), q, k, v)
+    def both(q, k, v, dout, sinks):
+        out, pull = jax.vjp(lambda *x: f(*x[:3], sinks=x[3], **options), q, k, v, sinks)
         return out, *pull(dout)
 
-    return quick(both)(*arrays)
+    return quick(both)(*arrays, sinks)
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +90,7 @@ def wanted():
     [
         *(("sp 4", strategy, case) for strategy in STRATEGIES for case in CASES),
         *(("dp 2, tp 2, sp 2", strategy, "everything") for strategy in STRATEGIES),
+        ("dp 2, tp 2, sp 2", "ulysses", "sinks"),
         ("sp 3", "ring", "everything"),
         ("tp 4", "auto", "everything"),
     ],

@@ -12,11 +12,12 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float
 
-from bptjax.ops.arguments import check_chunk, check_qkv, check_rate, check_softcap
+from bptjax.ops.arguments import check_chunk, check_qkv, check_rate, check_sinks, check_softcap
 from bptjax.ops.attention import cudnn, loop, reference, scan, triton_flash
 from bptjax.ops.attention.contract import QKV, AttentionSpec, AttentionState, Kernel
 from bptjax.ops.checkpoint_names import checkpoint_named
 from bptjax.ops.mask import Mask
+from bptjax.ops.softmax import empty_state, merge_states
 
 # `auto` takes the first kernel that honors the arguments. On one H200 cuDNN was the fastest, except
 # for packed documents at head size 64 (4 %, scripts/results/attention_h200.json), and triton was
@@ -74,6 +75,7 @@ def attention(
     *,
     mask: Mask = Mask(causal=True),  # noqa: B008 (frozen)
     alibi: Float[Array | np.ndarray, "N"] | None = None,
+    sinks: Float[Array | np.ndarray, "N"] | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     dropout: float = 0.0,
@@ -92,6 +94,9 @@ def attention(
     Args:
       mask: which query may attend to which key; evaluated a tile at a time, never `[T, S]`.
       alibi: slopes; -alibi · |p - s| is added to the logits. Has no gradient.
+      sinks: finite logits of one more key a query head, whose value is 0 and to which every query
+        of the head attends. Scale, soft cap, ALiBi and mask do not apply to them. Dropout drops
+        weights of other keys only. OpenAI 2025, arXiv 2508.10925.
       scale: factor on q·k; H^-0.5 if left out.
       softcap: logits become softcap · tanh(logits / softcap).
       dropout: probability of dropping a weight. The key, sequence, head and positions alone decide
@@ -102,10 +107,10 @@ def attention(
 
     Raises:
       NotImplementedError: the named kernel cannot honor the arguments.
-      ValueError: shapes or dtypes of q, k and v that do not belong together, or an empty array; N
-        is not a multiple of K; dropout outside [0, 1) or without a key; a soft cap that is not
-        positive, or a scale that is not finite; ALiBi, T ≠ S and no positions; a chunk below 1; no
-        such `impl`; a mask that `Mask.check` refuses.
+      ValueError: shapes or dtypes of q, k, v and sinks that do not belong together, or an empty
+        array; N is not a multiple of K; dropout outside [0, 1) or without a key; a soft cap that is
+        not positive, or a scale that is not finite; ALiBi, T ≠ S and no positions; a chunk below 1;
+        no such `impl`; a mask that `Mask.check` refuses.
 
     Liu & Abbeel 2023, https://arxiv.org/abs/2305.19370, Algorithm 1; Dao 2023 for the backward
     pass.
@@ -122,8 +127,9 @@ def attention(
         q_chunk=q_chunk,
         k_chunk=k_chunk,
     )
+    check_sinks(sinks, q.shape[2])
     name, _ = choose(impl, x, spec)
-    return differentiable(KERNELS[name], x, spec, offload)
+    return differentiable(KERNELS[name], x, spec, sinks=sinks, offload=offload)
 
 
 def make_spec(
@@ -177,13 +183,22 @@ def _key_data(key: Array) -> Array:
 
 
 def differentiable(
-    kernel: Kernel, x: QKV, spec: AttentionSpec, offload: float = 0.0
+    kernel: Kernel,
+    x: QKV,
+    spec: AttentionSpec,
+    *,
+    sinks: Float[Array | np.ndarray, "N"] | None = None,
+    offload: float = 0.0,
 ) -> Float[Array, "B T N H"]:
-    """Returns the kernel's output, with the kernel's backward pass as its gradient. `offload` is
-    the share of the tokens whose residuals carry the names for host memory."""
+    """Returns the kernel's output, with the kernel's backward pass as its gradient.
+
+    `sinks` are merged into the state that the kernel returns, so a kernel knows nothing of them.
+    `offload` is the share of the tokens whose residuals carry the names for host memory.
+    """
     leaves, structure = jax.tree.flatten(spec)
     static = [y if isinstance(y, np.ndarray) else None for y in leaves]
     traced = [y if s is None else None for y, s in zip(leaves, static, strict=True)]
+    sinks = None if sinks is None else jnp.asarray(sinks, jnp.float32)
 
     def make(traced):
         """Rebuilds the spec. Its NumPy arrays stay NumPy: they decide at trace time which tiles
@@ -192,26 +207,49 @@ def differentiable(
             [t if s is None else s for t, s in zip(traced, static, strict=True)]
         )
 
-    return _attention(kernel, make, offload, x, traced)
+    return _attention(kernel, make, offload, x, sinks, traced)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _attention(kernel, make, offload, x, traced):
-    return _for_window(make(traced), partial(kernel.forward, x)).out
+def _attention(kernel, make, offload, x, sinks, traced):
+    return attend(kernel, x, make(traced), sinks).out
 
 
-def _forward(kernel, make, offload, x, traced):
-    state = _for_window(make(traced), partial(kernel.forward, x))
+def _forward(kernel, make, offload, x, sinks, traced):
+    state = attend(kernel, x, make(traced), sinks)
     state = AttentionState(
         *(checkpoint_named(y, n, offload) for y, n in zip(state, RESIDUAL_NAMES, strict=True))
     )
-    return state.out, (x, state, traced)
+    return state.out, (x, sinks, state, traced)
 
 
 def _backward(kernel, make, offload, residuals, dout):
-    x, state, traced = residuals
+    x, sinks, state, traced = residuals
     gradients = _for_window(make(traced), partial(kernel.backward, x, state, dout))
-    return QKV(*gradients), None
+    return QKV(*gradients), _sink_gradients(sinks, state, dout), None
+
+
+def attend(
+    kernel: Kernel, x: QKV, spec: AttentionSpec, sinks: Float[Array, "N"] | None = None
+) -> AttentionState:
+    """Attends to the keys and the sinks, which are one more key a query head. A query that attends
+    to no key has out = 0; its lse is the sink, or -inf without sinks."""
+    state = _for_window(spec, partial(kernel.forward, x))
+    if sinks is None:
+        return state
+    sink = empty_state(x.q)._replace(lse=jnp.broadcast_to(sinks, state.lse.shape))
+    merged = merge_states(state, sink)
+    return merged._replace(out=merged.out.astype(state.out.dtype))
+
+
+def _sink_gradients(
+    sinks: Array | None, state: AttentionState, dout: Array
+) -> Float[Array, "N"] | None:
+    """Returns -Σ weight · (out · dout): the derivative with respect to a logit, of a value of 0."""
+    if sinks is None:
+        return None
+    delta = (state.out.astype(jnp.float32) * dout.astype(jnp.float32)).sum(-1)
+    return -(jnp.exp(sinks[None, None] - state.lse) * delta).sum((0, 1))
 
 
 def _for_window(spec: AttentionSpec, run: Callable[[AttentionSpec], Any]) -> Any:

@@ -115,6 +115,8 @@ def backward(
         return general(x, state, dout)
 
     def single(x, state, dout):
+        # cuDNN attends from padding too, and with a sink padding has a finite lse.
+        state = _zero_padding(segments, state)
         return _zero_padding(segments, _backward(x, state, dout, spec))
 
     return jax.lax.cond(_single_documents(segments), single, general, x, state, dout)
