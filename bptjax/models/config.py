@@ -55,6 +55,8 @@ class ModelConfig:
         latter.
       attention_scale: factor on the dot product of query and key. If not set, 1 / √head_dim.
       attention_softcap: replaces attention logits x by cap · tanh(x / cap).
+      attention_sinks: one learned logit for each query head, of one more key whose value is 0. A
+        query that finds nothing may attend to it.
       qk_norm: normalizes the queries and keys of each head before rotary positions.
       clip_qkv: clips queries, keys and values to ± this value.
       activation: activation of the feed-forward network. gelu_tanh is the tanh approximation.
@@ -104,6 +106,7 @@ class ModelConfig:
     layer_types: list[Literal["full_attention", "sliding_attention"]] | None = None
     attention_scale: float | None = None
     attention_softcap: float | None = None
+    attention_sinks: bool = False
     qk_norm: bool = False
     clip_qkv: float | None = None
     activation: Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu_squared"] = "silu"

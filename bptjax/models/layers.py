@@ -148,6 +148,8 @@ class Layer(nnx.Module):
         self.value = linear(keys[2], K, "kv_heads")
         self.query_norm = Norm(config, dtype, H, None) if config.qk_norm else None
         self.key_norm = Norm(config, dtype, H, None) if config.qk_norm else None
+        sinks = nnx.Param(jnp.zeros(N, dtype), axes=("heads",))
+        self.sinks = sinks if config.attention_sinks else None
         self.out = Linear(
             keys[3],
             (N, H),

@@ -90,6 +90,7 @@ def run(
         options = dict(
             mask=mask.within(config.windows, kind),
             alibi=alibi,
+            sinks=None if layer.sinks is None else layer.sinks[...],
             scale=config.attention_scale,
             softcap=config.attention_softcap,
             dropout=(config.attention_dropout or 0.0) if keys else 0.0,

@@ -62,6 +62,7 @@ def test_transformers_computes_the_same(tmp_path, name):
         (dict(position_embedding="none"), "model.position_embedding=none with"),
         (dict(qkv_bias=True, qk_norm=True), "model.qk_norm=True with"),
         (dict(clip_qkv=1.0), "model.clip_qkv=1.0 with"),
+        (dict(attention_sinks=True), "model.attention_sinks=True with"),
     ],
 )
 def test_what_no_family_has_is_named(choice, message):

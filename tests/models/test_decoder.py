@@ -31,6 +31,7 @@ MODELS = {
         num_kv_heads=None,
     ),
     "alibi": replace(ROTARY, position_embedding="alibi", tied_head=False, num_heads=6, head_dim=8),
+    "sinks": replace(ROTARY, attention_sinks=True),
     "dropout": replace(ROTARY, attention_dropout=0.2, residual_dropout=0.2, embedding_dropout=0.2),
 }
 SMALL = ExecutionConfig(remat="none", q_chunk=8, k_chunk=16, ffn_chunk=10)
