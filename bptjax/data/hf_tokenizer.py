@@ -123,11 +123,11 @@ class HFTokenizer:
         # `<|im_end|>` is special, `</tool_call>` before it often is not.
         for known in (special, set(added)):
             inside = [i for i in range(start, stop) if int(ids[i]) in known]
-            after = [i for i in range(stop, len(ids)) if int(ids[i]) in known]
             if inside and not self.decode(ids[inside[-1] + 1 : stop]).strip():
                 return int(ids[inside[-1]])
-            if after and not self.decode(ids[stop : after[0]]).strip():
-                return int(ids[after[0]])
+            after = next((i for i in range(stop, len(ids)) if int(ids[i]) in known), None)
+            if after is not None and not self.decode(ids[stop:after]).strip():
+                return int(ids[after])
         return None
 
     def vocabulary(self) -> Mapping[int, str]:

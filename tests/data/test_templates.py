@@ -277,6 +277,18 @@ def test_unread_fields_are_counted(tmp_path, tokenizers):
     assert survey([["text"]], chatml).notes(chatml) == []
 
 
+class UpTo(list):
+    """A list whose items from `stop` on must not be read."""
+
+    def __init__(self, items, stop):
+        super().__init__(items)
+        self.stop = stop
+
+    def __getitem__(self, index):
+        assert isinstance(index, slice) or index < self.stop
+        return super().__getitem__(index)
+
+
 def test_endings_stop_generation(tmp_path, tokenizers):
     raw, ours = tokenizers("bytes", THINKING)
     chats = read(tmp_path, {"messages": CALLS}, {"messages": TALK[:3]})
@@ -287,6 +299,9 @@ def test_endings_stop_generation(tmp_path, tokenizers):
     assert adapted.stop_ids == [2, end] and ours.stop_ids == [2]
     adapted.save(tmp_path)
     assert json.loads((tmp_path / "generation_config.json").read_text())["eos_token_id"] == [2, end]
+    # In a long chat, no token after the one that ends the answer is looked at.
+    ids = [20, end, *[20] * 9]
+    assert ours.ending(UpTo(ids, 2), 0, 2) == ours.ending(UpTo(ids, 2), 0, 1) == end
     # Marks that leave out the end, and answers without one.
     unmarked = CHATML_MARKED.replace("<|im_end|>\n{% endgen", "{% endgen").replace(
         "{% endgeneration %}", "{% endgeneration %}<|im_end|>\n"
