@@ -229,18 +229,18 @@ class _Loop:
             raise RunFailed(f"execution.offload={offload} moves nothing to host memory here")
         if not tell:
             return compiled
-        text = f"compiled in {time.perf_counter() - start:.0f} s; "
-        text += f"model: {self.parameters:,} parameters"
+        self.progress.log(f"compiled in {time.perf_counter() - start:.0f} s")
+        text = f"model: {self.parameters:,} parameters"
         if self.trained < self.parameters:
             share = self.trained / self.parameters
             text += f", {self.trained:,} of them trained ({share:.3%})"
+        self.progress.log(text)
         if needs is not None:
             held, extra = needs.argument_size_in_bytes, needs.temp_size_in_bytes
-            text += f"; a step holds {held / 2**30:.2f} GiB and needs {extra / 2**30:.2f} GiB more"
-            text += " a device"
-            if needs.host_argument_size_in_bytes:
-                text += f", {needs.host_argument_size_in_bytes / 2**30:.2f} GiB on the host"
-        self.progress.log(text)
+            text = f"a step holds {held / 2**30:.2f} GiB and needs {extra / 2**30:.2f} GiB more"
+            self.progress.log(f"{text} a device")
+            if host := needs.host_argument_size_in_bytes:
+                self.progress.log(f"a step holds {host / 2**30:.2f} GiB on the host")
         return compiled
 
     def flush(self) -> None:

@@ -63,6 +63,8 @@ def report(run: Run, state: TrainState, text: str, say: Callable[[str], None]) -
             f"{losses[-1]:.4f} after it (best {best:.4f}): lower optimizer.learning_rate="
             f"{config.optimizer.learning_rate:g}, or train for fewer steps if it overfits"
         )
+    for line in run.check.summary():
+        say(line)
     if shares := run.batches.token_shares():
         weights = [source.weight for source in config.data.sources]
         each = zip(config.data.sources, shares, weights, strict=True)

@@ -201,7 +201,9 @@ def _checked(config: Config, devices: list[jax.Device]) -> Run:
         rows=task.rows,
         here=task.layout.here(task.rows),
     )
-    why = "".join(f"; not {name}: {reason}" for name, reason in others.items())
+    reasons: dict[str, list[str]] = {}
+    for name, reason in others.items():
+        reasons.setdefault(reason, []).append(name)
     axes = " ".join(f"{name}={size}" for name, size in mesh.shape.items())
     axes += f", the sequence by {': '.join(task.layout.strategy)}" if mesh.shape["sp"] > 1 else ""
     where = f"{len(devices)} × {devices[0].device_kind}"
@@ -210,7 +212,8 @@ def _checked(config: Config, devices: list[jax.Device]) -> Run:
         f"devices: {where}, jax {jax.__version__}, mesh {axes}",
         f"data: {count(data.train)} documents, {len(data.held_out):,} held out, "
         f"vocabulary {model.V}",
-        f"attention: {picked}{why}",
+        f"attention: {picked}",
+        *(f"  not {', '.join(names)}: {reason}" for reason, names in reasons.items()),
     ]
     if model.add_tokens:
         known = [token for token in model.add_tokens if token not in data.added]

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -81,8 +82,16 @@ def test_a_run_learns_and_leaves_its_files(uninterrupted):
     last = list(read_metrics(uninterrupted / "metrics.jsonl"))[-2]
     assert last["train/tokens_seen"] > 0 and last["throughput/tokens_per_second"] > 0
     log = (uninterrupted / "log.txt").read_text()
-    for part in ("attention: scan; ", "not loop:", "bits per byte", "sample:"):
+    for part in ("attention: scan\n", "  not loop: ", "bits per byte", "sample:"):
         assert part in log, part
+    before, after = log.split("step 0: eval/loss")
+    for name, count in (("training", 18), ("held-out", 2)):
+        for told in (before, after):
+            assert re.search(rf" {name} data: {count} records, [\d,]+ tokens, 100.0% of th", told)
+    lines = [line[20:] for line in log.splitlines()]
+    heads = r"attention:|  not |compiled in|model:|a step holds|(training|held-out) data:|  "
+    short = [line for line in lines if re.match(heads, line)]
+    assert len(short) > 12 and max(map(len, short)) <= 80
 
 
 def stop_at(step, number, monkeypatch):

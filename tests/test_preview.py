@@ -90,7 +90,8 @@ def test_counts_and_plot(tmp_path, capsys):
     rows = [good] * 40 + [{"prompt": "x" * 100, "answer": "y"}, {"prompt": "no answer"}]
     code, out, _ = run(capsys, rows, tmp_path, f"--out={tmp_path / 'plots'}", "--rows=1")
     assert code == 0
-    assert "1 of 42 records" in out and "longer than train.seq_len=64 and were dropped" in out
+    account = " ".join(out.split())
+    assert "1 of 42 records" in out and "longer than train.seq_len=64 and were dropped" in account
     assert "1 bad records were skipped" in out and "bad record: " in out and "record 42" in out
     assert "up to         8 ████" in out
     assert "steps: about " in out

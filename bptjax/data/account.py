@@ -1,5 +1,6 @@
 """Account of a data set: records, tokens, lengths, what was left out, sequences per epoch."""
 
+import textwrap
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -103,41 +104,51 @@ class Account:
 
 
 def describe(account: Account, *, packing: str, too_long: str) -> list[str]:
-    """Formats an account in a few lines, for people."""
-    a, name = account, account.name
+    """Formats an account in lines of up to 80 columns, but for a long name."""
+    a, lines = account, summary(account, too_long)
     if not a.records:
-        return [f"{name}: no records read"]
-    read = f"{a.records:,} records"
-    if not a.complete:
-        of = "" if a.total is None else f" of {a.total:,}"
-        read = f"first {a.records:,}{of} records"
-    lines = [
-        f"{name}: {read}, {a.tokens:,} tokens, {a.loss_tokens / max(1, a.tokens):.1%} of them in "
-        f"the loss; longest {a.longest:,}"
-    ]
+        return lines
     if a.examples:
         shares = [f"{n / a.examples:.1%} to {size:,}" for size, n in sorted(a.lengths.items())]
-        lines.append(f"{name}: lengths in tokens: {', '.join(shares)}")
-    if a.too_long:
-        done = {"drop": "were dropped", "truncate_left": "lost their beginning"}.get(too_long, "")
-        share = a.too_long_tokens / max(1, a.too_long_tokens + a.tokens)
-        lines.append(
-            f"{name}: {a.too_long:,} of {a.records:,} records ({a.too_long / a.records:.1%}, "
-            f"{share:.1%} of the tokens) are longer than train.seq_len={a.seq_len} and {done}; "
-            "data.too_long: drop, truncate_left or error"
-        )
-    if a.bad:
-        lines.append(f"{name}: {a.bad:,} bad records were skipped; see bad_records.jsonl")
-    if a.unlabeled:
-        lines.append(f"{name}: {a.unlabeled:,} examples without a token in the loss were left out")
+        lines += _detail(f"lengths in tokens: {', '.join(shares)}; longest {a.longest:,}")
     others = [f"{other} {a.padding(other):.1%}" for other in PACKINGS if other != packing]
     epoch = a.epoch(packing)
     if epoch is None:
         sequences = f"{a.sequences[packing]:,} sequences from these records"
     else:
         sequences = f"{'' if a.complete else 'about '}{epoch:,} sequences an epoch"
-    lines.append(
-        f"{name}: {sequences} with packing={packing}, "
-        f"{a.padding(packing):.1%} padding ({', '.join(others)})"
-    )
+    padding = f"{a.padding(packing):.1%} padding ({', '.join(others)})"
+    return lines + _detail(f"{sequences} with packing={packing}, {padding}")
+
+
+def summary(account: Account, too_long: str) -> list[str]:
+    """Formats the records of an account and which of them were left out, as `describe`."""
+    a = account
+    if not a.records:
+        return [f"{a.name}: no records read"]
+    read = f"{a.records:,} records"
+    if not a.complete:
+        of = "" if a.total is None else f" of {a.total:,}"
+        read = f"first {a.records:,}{of} records"
+    share = a.loss_tokens / max(1, a.tokens)
+    lines = [f"{a.name}: {read}, {a.tokens:,} tokens, {share:.1%} of them in the loss"]
+    if a.too_long:
+        done = {"drop": "were dropped", "truncate_left": "lost their beginning"}.get(too_long, "")
+        share = a.too_long_tokens / max(1, a.too_long_tokens + a.tokens)
+        lines += _detail(
+            f"{a.too_long:,} of {a.records:,} records ({a.too_long / a.records:.1%}, "
+            f"{share:.1%} of the tokens) are longer than train.seq_len={a.seq_len} and {done}; "
+            "data.too_long: drop, truncate_left or error"
+        )
+    if a.bad:
+        lines += _detail(f"{a.bad:,} bad records were skipped; see bad_records.jsonl")
+    if a.unlabeled:
+        lines += _detail(f"{a.unlabeled:,} examples without a token in the loss were left out")
     return lines
+
+
+def _detail(text: str) -> list[str]:
+    """Returns the text as lines of up to 80 columns below a line with the account's name."""
+    return textwrap.wrap(
+        text, 80, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False
+    )

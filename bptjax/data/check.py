@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from bptjax.data.account import Account, describe
+from bptjax.data.account import Account, describe, summary
 from bptjax.data.config import DataConfig
 from bptjax.data.records import BadRecord
 from bptjax.data.stream import AnyRecords
@@ -98,8 +98,15 @@ class DataCheck:
     def lines(self) -> list[str]:
         """Formats the accounts so far, for people."""
         own = {"packing": self.config.packing, "too_long": self.config.too_long}
-        accounts = [*self.accounts, *[self.held_out] * bool(self.held_out.total)]
-        return [line for account in accounts for line in describe(account, **own)]
+        return [line for account in self._used for line in describe(account, **own)]
+
+    def summary(self) -> list[str]:
+        """Formats the records so far and those left out, for people."""
+        return [line for a in self._used for line in summary(a, self.config.too_long)]
+
+    @property
+    def _used(self) -> list[Account]:
+        return [*self.accounts, *[self.held_out] * bool(self.held_out.total)]
 
     def _read(self) -> Iterator[None]:
         """Reads record after record; yields after each."""

@@ -7,7 +7,7 @@ import grain
 import numpy as np
 import pytest
 
-from bptjax.data.account import Account, describe
+from bptjax.data.account import Account, describe, summary
 from bptjax.data.check import DataCheck
 from bptjax.data.config import DataConfig
 from bptjax.data.loader import data_check
@@ -32,6 +32,11 @@ def records(count=300, seed=0):
     return found
 
 
+def joined(lines):
+    assert max(map(len, lines)) <= 80
+    return " ".join(" ".join(lines).split())
+
+
 def test_account_is_that_of_the_packed_sequences():
     own = Records(records(), RecordReader(lambda record: record, T))
     account = Account("data", T, len(own))
@@ -48,7 +53,7 @@ def test_account_is_that_of_the_packed_sequences():
         assert account.tokens == tokens
         assert account.loss_tokens == sum(int((row["labels"] != -100).sum()) for row in rows)
         assert account.padding(packing) == pytest.approx(1 - tokens / len(rows) / T, abs=0.01)
-    text = "\n".join(describe(account, packing="concat", too_long="drop"))
+    text = joined(describe(account, packing="concat", too_long="drop"))
     long = sum(
         len(one["labels"]) > T and (one["labels"] == -100).any() for r in records() for one in r[:1]
     )
@@ -66,8 +71,11 @@ def test_part_of_the_records_is_extrapolated():
             part.add(record)
     assert not part.complete
     assert part.epoch("best_fit") == pytest.approx(whole.epoch("best_fit"), rel=0.1)
-    (line, *_, last) = describe(part, packing="best_fit", too_long="drop")
-    assert "first 150 of 300 records" in line and "about" in last
+    lines = describe(part, packing="best_fit", too_long="drop")
+    assert "first 150 of 300 records" in lines[0]
+    assert f"about {part.epoch('best_fit')} sequences an epoch" in joined(lines)
+    assert f"lengths in tokens: {part.lengths[1] / part.examples:.1%} to 1, " in joined(lines)
+    assert joined(lines).startswith(joined(summary(part, "drop")))
 
 
 @pytest.fixture
