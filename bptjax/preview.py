@@ -22,7 +22,7 @@ from bptjax.data.packing import Example
 from bptjax.data.records import readable
 from bptjax.data.tokenizer import Tokenizer
 from bptjax.metrics import printable
-from bptjax.run_data import open_data
+from bptjax.training.data import open_data
 
 DESCRIPTION = """Shows what a run would train on: counts over the data, one record before and after
 the chat template, and the first sequences as they enter the step. Tokens in the loss are green, or

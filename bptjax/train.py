@@ -30,13 +30,13 @@ def _train(argv: list[str]) -> int:
         print("starting: loading libraries", flush=True)
     interrupted = "interrupted before training; no step is lost"
     try:
-        from bptjax.fit import fit
-        from bptjax.run import prepare
+        from bptjax.training.loop import train
+        from bptjax.training.setup import setup
 
-        run = prepare(config)
+        run = setup(config)
         interrupted = "interrupted; the same command continues from the last finished checkpoint"
         try:
-            return fit(run)
+            return train(run)
         except OSError as error:  # The input was in order: the run failed.
             raise RuntimeError(str(error)) from error
     except KeyboardInterrupt:

@@ -14,28 +14,31 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-import bptjax.trainer
+import bptjax.training.step
 from bptjax.config import parse
-from bptjax.run import prepare
+from bptjax.training.setup import setup
+from bptjax.training.state import init_state
 
 
-def plain(hidden, head, labels, *, z_loss, softcap, chunk):
-    """The sum of the tokens' losses from `[B, T, V]` logits, by autodiff; no z-loss or soft cap."""
+def plain(hidden, head, labels, *, z_loss, softcap, chunk, axes):
+    """Returns the sum of the losses from `[B, T, V]` logits, by autodiff, and 0 for the z-loss; there
+    is no soft cap."""
     logits = jnp.einsum("btd,vd->btv", hidden, head.astype(hidden.dtype)).astype(jnp.float32)
     picked = jnp.take_along_axis(logits, jnp.maximum(labels, 0)[..., None], -1)[..., 0]
-    return jnp.where(labels == -100, 0.0, jax.nn.logsumexp(logits, -1) - picked).sum()
+    losses = jnp.where(labels == -100, 0.0, jax.nn.logsumexp(logits, -1) - picked)
+    return losses.sum(), jnp.zeros(())
 
 
 def losses(argv: list[str], steps: int) -> list[float]:
     """Of each step of a fresh run."""
     with tempfile.TemporaryDirectory() as directory:
-        run = prepare(parse([*argv, f"--run_dir={directory}/run"], ""))
-        task, state, told = run.task, run.task.init_state(), []
+        run = setup(parse([*argv, f"--run_dir={directory}/run"], ""))
+        spec, state, told = run.spec, init_state(run.spec), []
         accumulate = run.config.train.gradient_accumulation_steps
         step = None
         for _ in range(steps):
-            batch = task.layout.put(next(run.batches), accumulate)
-            step = step or task.compile_step(state, batch)
+            batch = spec.layout.put(next(run.batches), accumulate)
+            step = step or bptjax.training.step.compile_step(spec, state, batch)
             state, metrics = step(state, batch)
             told.append(float(metrics["train/loss"]))
         run.batches.close()
@@ -49,7 +52,7 @@ def main() -> None:
     args, options = parser.parse_known_args()
     argv = ["--config=configs/quickstart.yaml", *options]
     fused = losses(argv, args.steps)
-    bptjax.trainer.linear_cross_entropy = plain
+    bptjax.training.step.cross_entropy_and_z_loss = plain
     rows = dict(fused=fused, plain=losses(argv, args.steps))
     apart = max(abs(a - b) for a, b in zip(*rows.values(), strict=True))
     print(f"{args.steps} steps; last {fused[-1]:.4f}; never more than {apart:.1e} nats apart")

@@ -10,7 +10,7 @@ import argparse
 import itertools
 import math
 from dataclasses import astuple, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,9 @@ from bptjax.models.config import ModelConfig
 from bptjax.parallel.mesh import ParallelConfig, make_mesh
 from bptjax.parallel.sequence import STRATEGIES
 from bptjax.remat import ExecutionConfig
-from bptjax.trainer import Task, TrainState
+from bptjax.training.spec import TrainSpec
+from bptjax.training.state import TrainState, abstract_state, init_state
+from bptjax.training.step import evaluator, gradients
 
 T, ROWS = 20, 8
 MODEL = ModelConfig(vocab_size=64, hidden_size=32, num_layers=1, num_heads=8, num_kv_heads=2)
@@ -56,19 +58,20 @@ def documents() -> dict[str, np.ndarray]:
 @cache
 def start() -> TrainState:
     """On one device."""
-    return Task(CONFIG, MODEL, make_mesh(ONE, jax.devices()[:1])).init_state()
+    return init_state(TrainSpec(CONFIG, MODEL, make_mesh(ONE, jax.devices()[:1])))
 
 
 def results(parallel: ParallelConfig, strategy: str = "auto") -> tuple[str, Any]:
     """The strategy, and (loss, gradients, loss of an evaluation) on that mesh."""
     devices = jax.devices()[: math.prod(astuple(parallel)[:4])]
     config = replace(CONFIG, parallel=replace(parallel, sequence_strategy=strategy))
-    task, batch = Task(config, MODEL, make_mesh(parallel, devices)), documents()
-    state = jax.device_put(start(), jax.tree.map(lambda x: x.sharding, task.abstract_state()))
-    with jax.set_mesh(task.mesh):
-        (loss, _), gradients, _ = jax.jit(task.gradients)(state, task.layout.put(batch))
-    evaluated = np.asarray(task.evaluator()(state.model, [batch]))
-    return task.layout.strategy[0], jax.tree.map(np.asarray, (loss, gradients, evaluated))
+    spec, batch = TrainSpec(config, MODEL, make_mesh(parallel, devices)), documents()
+    state = jax.device_put(start(), jax.tree.map(lambda x: x.sharding, abstract_state(spec)))
+    with jax.set_mesh(spec.mesh):
+        jitted = jax.jit(partial(gradients, spec))
+        (loss, _), found, _ = jitted(state, spec.layout.put(batch))
+    evaluated = np.asarray(evaluator(spec)(state.model, [batch]))
+    return spec.layout.strategy[0], jax.tree.map(np.asarray, (loss, found, evaluated))
 
 
 def errors(got: Any, wanted: Any) -> dict[str, float]:

@@ -114,7 +114,7 @@ def export(directory: Path, override: dict, out: Path, tokens: np.ndarray) -> np
     from bptjax.convert import write
     from bptjax.hf.pretrained import open_pretrained
     from bptjax.models.config import ModelConfig
-    from bptjax.run import check_model
+    from bptjax.training.setup import check_model
 
     model = open_pretrained(ModelConfig(name_or_path=str(directory), **override))
     check_model(model.config, model)

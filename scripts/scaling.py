@@ -34,7 +34,8 @@ from bptjax.ops.taylor_attention import taylor_attention
 from bptjax.parallel.mesh import ParallelConfig, constrain, make_mesh, select_devices
 from bptjax.parallel.ring import zigzag
 from bptjax.parallel.sequence import STRATEGIES, attention
-from bptjax.trainer import Task
+from bptjax.training.spec import TrainSpec
+from bptjax.training.step import chosen_attention, model_flops
 
 TRANSFORMER = EncoderConfig(
     hidden_size=768,
@@ -165,13 +166,13 @@ def step_row(args: argparse.Namespace, name: str, rows: int, T: int, n: int, spl
     if rest:
         raise ValueError(f"{rows} rows do not divide among {n} devices")
     train = replace(args.config.train, seq_len=T, per_device_train_batch_size=each)
-    task = Task(replace(args.config, train=train), model, mesh)
-    row = measure(task, max(1, args.repeats))
+    spec = TrainSpec(replace(args.config, train=train), model, mesh)
+    row = measure(spec, max(1, args.repeats))
     # Its peak is of all that this process has run.
     row = {name: x for name, x in row.items() if name not in ("peak_gib", "losses")}
-    about = dict(layers=model.num_layers, impl=task.attention()[0], dtype=train.compute_dtype)
+    about = dict(layers=model.num_layers, impl=chosen_attention(spec)[0], dtype=train.compute_dtype)
     speed = dict(
-        tflops_a_device=task.flops(rows * T, rows * T**2 / 2) / row["step_s"] / n / 1e12,
+        tflops_a_device=model_flops(spec, rows * T, rows * T**2 / 2) / row["step_s"] / n / 1e12,
         tokens_per_second_a_device=row["tokens_per_second"] / n,
     )
     return about | row | speed

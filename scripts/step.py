@@ -20,7 +20,9 @@ from timing import needs
 from bptjax.config import Config, flatten, parse
 from bptjax.models.config import ModelConfig
 from bptjax.parallel.mesh import make_mesh, select_devices
-from bptjax.trainer import Task
+from bptjax.training.spec import TrainSpec
+from bptjax.training.state import abstract_state, init_state
+from bptjax.training.step import chosen_attention, compile_step
 
 DECODERS = {
     "1b": ModelConfig(
@@ -69,21 +71,25 @@ DEFAULTS = (
 )
 
 
-def measure(task: Task, steps: int, profile: Path | None = None, warmup: int = 1) -> dict[str, Any]:
+def measure(
+    spec: TrainSpec, steps: int, profile: Path | None = None, warmup: int = 1
+) -> dict[str, Any]:
     """Figures of the compiled step, and of `steps` on rows of random tokens after so many to warm
     up: of memory a device's, of tokens those of all devices.
     """
-    accumulate, T = task.config.train.gradient_accumulation_steps, task.config.train.seq_len
-    tokens = np.random.default_rng(0).integers(0, task.model.V, (task.rows, T + 1), np.int32)
-    place = np.arange(T, dtype=np.int32)[None].repeat(task.rows, 0)
+    accumulate, T = spec.config.train.gradient_accumulation_steps, spec.config.train.seq_len
+    tokens = np.random.default_rng(0).integers(
+        0, spec.model.V, (spec.global_batch_size, T + 1), np.int32
+    )
+    place = np.arange(T, dtype=np.int32)[None].repeat(spec.global_batch_size, 0)
     batch = dict(tokens=tokens[:, :-1], labels=tokens[:, 1:], positions=place)
-    batch = task.layout.put(batch | dict(segments=np.ones_like(place)), accumulate)
+    batch = spec.layout.put(batch | dict(segments=np.ones_like(place)), accumulate)
     start = time.perf_counter()
-    step = task.compile_step(task.abstract_state(), batch)
+    step = compile_step(spec, abstract_state(spec), batch)
     row: dict[str, Any] = dict(compile_s=time.perf_counter() - start, **needs(step))
     if not steps:
         return row
-    state, times, losses = task.init_state(), [], []
+    state, times, losses = init_state(spec), [], []
     for _ in range(warmup + steps):
         start = time.perf_counter()
         state, metrics = step(state, batch)
@@ -98,7 +104,7 @@ def measure(task: Task, steps: int, profile: Path | None = None, warmup: int = 1
     return row | dict(
         step_s=seconds,
         fastest_s=min(times[warmup:]),
-        tokens_per_second=task.rows * T / seconds,
+        tokens_per_second=spec.global_batch_size * T / seconds,
         peak_gib=stats.get("peak_bytes_in_use", 0) / 2**30,
         losses=losses,
     )
@@ -117,7 +123,7 @@ def main() -> None:
     T, model = args.length, DECODERS[args.decoder]
     model = replace(model, num_layers=args.layers or model.num_layers)
     config: Config = parse(options, defaults=[*DEFAULTS, f"--train.seq_len={T}"])
-    task = Task(
+    spec = TrainSpec(
         replace(config, model=model),
         model,
         make_mesh(config.parallel, select_devices(config.device)),
@@ -131,9 +137,9 @@ def main() -> None:
             for k, v in flatten(config).items()
             if k.startswith(SETTINGS) and v != flatten(Config())[k]
         },
-        devices=task.mesh.size,
-        attention=task.attention()[0],
-        **measure(task, args.steps, args.profile, args.warmup),
+        devices=spec.mesh.size,
+        attention=chosen_attention(spec)[0],
+        **measure(spec, args.steps, args.profile, args.warmup),
     )
     row |= dict(device=jax.devices()[0].device_kind, jax=jax.__version__)
     print(json.dumps(row), flush=True)

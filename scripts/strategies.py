@@ -22,7 +22,7 @@ from timing import attempt, tell
 
 from bptjax.config import Config, parse
 from bptjax.parallel.mesh import make_mesh, select_devices
-from bptjax.trainer import Task
+from bptjax.training.spec import TrainSpec
 
 FULL, HOST = "--execution.remat=full", "--optimizer.state_memory_kind=pinned_host"
 # Parameters whole, or cut more and more; then what else takes less memory.
@@ -40,7 +40,7 @@ CHAR_GPT = Path(__file__).parents[1] / "configs" / "char_gpt.yaml"
 VOCABULARY, EPOCH = 65, 1_003_854
 
 
-def task_of(decoder: str, dtype: str, devices: list[jax.Device], options: list[str]) -> Task:
+def spec_of(decoder: str, dtype: str, devices: list[jax.Device], options: list[str]) -> TrainSpec:
     """Without checkpointing, but where the options say so."""
     common = ["--execution.remat=none", f"--train.compute_dtype={dtype}"]
     if decoder == "char":
@@ -50,16 +50,20 @@ def task_of(decoder: str, dtype: str, devices: list[jax.Device], options: list[s
         sizes = ["--train.seq_len=8192", f"--train.param_dtype={dtype}"]
         config = parse(options, defaults=[*DEFAULTS, *sizes, *common])
         model = DECODERS[decoder]
-    return Task(replace(config, model=model), model, make_mesh(config.parallel, devices))
+    return TrainSpec(replace(config, model=model), model, make_mesh(config.parallel, devices))
 
 
-def figures(task: Task, steps: int) -> dict[str, Any]:
-    train = task.config.train
-    row = measure(task, steps)
+def figures(spec: TrainSpec, steps: int) -> dict[str, Any]:
+    train = spec.config.train
+    row = measure(spec, steps)
     # Its peak is of all that this process has run.
     row = {name: x for name, x in row.items() if name not in ("peak_gib", "losses")}
-    about = dict(T=train.seq_len, batch=task.rows, parameters=train.param_dtype)
-    return about | row | dict(epoch_s=row["step_s"] * math.ceil(EPOCH / task.rows / train.seq_len))
+    about = dict(T=train.seq_len, batch=spec.global_batch_size, parameters=train.param_dtype)
+    return (
+        about
+        | row
+        | dict(epoch_s=row["step_s"] * math.ceil(EPOCH / spec.global_batch_size / train.seq_len))
+    )
 
 
 def draw(rows: list[dict[str, Any]], file: Path) -> None:
@@ -101,11 +105,11 @@ def main(argv: list[str] | None = None) -> None:
     ):
         # A config that cannot be is an error, not a row.
         try:
-            task = task_of(decoder, dtype, there[:n], [*STRATEGIES[name], *options])
+            spec = spec_of(decoder, dtype, there[:n], [*STRATEGIES[name], *options])
         except ValueError as error:
             parser.error(str(error))
         about = dict(decoder=decoder, strategy=name, dtype=dtype, devices=n)
-        tell(rows, file, **about, **attempt(partial(figures, task, args.steps)))
+        tell(rows, file, **about, **attempt(partial(figures, spec, args.steps)))
     draw(rows, file.with_suffix(".png"))
 
 

@@ -58,7 +58,7 @@ def train(base, run, row, **more):
 def test_exports_stop_and_ask_as_trained(base, tmp_path, monkeypatch, capsys, form, adapter):
     from transformers import AutoTokenizer, GenerationConfig
 
-    monkeypatch.setattr("bptjax.run.select_devices", lambda device: jax.devices()[:1])
+    monkeypatch.setattr("bptjax.training.setup.select_devices", lambda device: jax.devices()[:1])
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "One"}]
     row = {"messages": messages} if form == "template" else {"prompt": "Hi", "completion": " One"}
     name = f"{form}-{adapter}"
@@ -89,7 +89,7 @@ def test_exports_stop_and_ask_as_trained(base, tmp_path, monkeypatch, capsys, fo
 
 
 def test_other_vocabularies_are_named(base, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("bptjax.run.select_devices", lambda device: jax.devices()[:1])
+    monkeypatch.setattr("bptjax.training.setup.select_devices", lambda device: jax.devices()[:1])
     row = {"text": "Hello there, be brief. " * 30}
     raw_tokenizer("metaspace").save_pretrained(tmp_path / "other")
     more = {"train.num_eval_generations": 0, "data.tokenizer": tmp_path / "other"}

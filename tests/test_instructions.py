@@ -4,22 +4,17 @@ import json
 import random
 import shutil
 import string
-from types import SimpleNamespace
-from typing import cast
 
 import jax
 import numpy as np
 import pytest
 from hf.loading import load, random_base
 
-from bptjax.data.tokenizer import ByteTokenizer, load_tokenizer
+from bptjax.data.tokenizer import load_tokenizer
 from bptjax.generate import continuations
 from bptjax.generation import Sampling
 from bptjax.metrics import read_metrics
-from bptjax.report import answers
-from bptjax.run import Run
 from bptjax.train import main
-from bptjax.trainer import TrainState
 
 STEPS, ASKED = 150, 60
 
@@ -88,7 +83,7 @@ def arguments(base, run, **more):
 @pytest.fixture(scope="module")
 def run(base):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("bptjax.run.select_devices", lambda device: jax.devices()[:1])
+        patch.setattr("bptjax.training.setup.select_devices", lambda device: jax.devices()[:1])
         assert main(arguments(base, base / "run")) == 0
     return base / "run"
 
@@ -177,24 +172,9 @@ def test_held_out_that_is_refused(base, tmp_path, capsys, row, count, message):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("end", [[], [256]], ids=["endless", "ended"])
-def test_answers_are_compared_whole(monkeypatch, end):
-    """By the reference's length only where no stop token can end an answer."""
-    tokenizer = ByteTokenizer()
-    questions = [
-        (tokenizer.encode("?"), np.r_[tokenizer.encode(text), end]) for text in ("no.", "never.")
-    ]
-    task = SimpleNamespace(mesh=jax.make_mesh((1,), ("dp",)), dtype="float32")
-    run = SimpleNamespace(questions=questions, tokenizer=tokenizer, task=task)
-    written = np.stack([tokenizer.encode(text) for text in ("no. On", "never.")], 1)
-    monkeypatch.setattr("bptjax.report.generate", lambda *a, **k: iter(written))
-    found = answers(cast(Run, run), cast(TrainState, SimpleNamespace(model=None)))
-    assert [one["prediction"] for one in found] == ["no. On" if end else "no.", "never."]
-
-
 def test_grouped_rows_resume_exactly(base, tmp_path, monkeypatch):
     """Batches of several widths, some not met before the run goes on."""
-    monkeypatch.setattr("bptjax.run.select_devices", lambda device: jax.devices()[:1])
+    monkeypatch.setattr("bptjax.training.setup.select_devices", lambda device: jax.devices()[:1])
     more = {
         "data.packing": "none",
         "data.group_by_length": True,

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from training.specs import assert_same, gradient_sums
 
 from bptjax.config import Config, TrainConfig
 from bptjax.lora import Adapted, AdapterConfig, Quantized, linears, targets
@@ -15,7 +16,9 @@ from bptjax.models.config import ModelConfig
 from bptjax.optim import OptimizerConfig
 from bptjax.parallel.mesh import ParallelConfig, make_mesh
 from bptjax.remat import ExecutionConfig
-from bptjax.trainer import Task
+from bptjax.training.spec import TrainSpec
+from bptjax.training.state import abstract_state, init_state, parameter_counts, split_trained
+from bptjax.training.step import compile_step
 
 T = 32
 MODEL = ModelConfig(
@@ -29,12 +32,14 @@ CONFIG = Config(
 )
 
 
-def task(parallel: ParallelConfig | None = None, model: ModelConfig = MODEL, **groups) -> Task:
+def make_spec(
+    parallel: ParallelConfig | None = None, model: ModelConfig = MODEL, **groups
+) -> TrainSpec:
     """`groups` change keys of CONFIG's."""
     mesh = make_mesh(parallel or ParallelConfig(), None if parallel else jax.devices()[:1])
     changed = {name: replace(getattr(CONFIG, name), **keys) for name, keys in groups.items()}
     config = replace(CONFIG, parallel=parallel or ParallelConfig(), **changed)
-    return Task(config, model, mesh)
+    return TrainSpec(config, model, mesh)
 
 
 @pytest.fixture(scope="module")
@@ -63,25 +68,12 @@ def moved(state):
 
 @pytest.fixture(scope="module")
 def state():
-    return moved(task().init_state())
-
-
-def sums(work: Task, batch, state, micro_batches: int = 1):
-    with jax.set_mesh(work.mesh):
-        return jax.jit(work.gradients)(state, work.layout.put(batch, micro_batches))
+    return moved(init_state(make_spec()))
 
 
 @pytest.fixture(scope="module")
 def whole(batch, state):
-    return sums(task(), batch, state)
-
-
-def assert_same(got, wanted, rtol=1e-5):
-    assert int(got[2]) == int(wanted[2])
-    np.testing.assert_allclose(got[0], wanted[0], rtol=rtol)
-    for a, b in zip(jax.tree.leaves(got[1]), jax.tree.leaves(wanted[1]), strict=True):
-        a, b = np.asarray(a), np.asarray(b)
-        assert np.linalg.norm(a - b) <= rtol * max(np.linalg.norm(b), 1e-3)
+    return gradient_sums(make_spec(), batch, state=state)
 
 
 def dense(state):
@@ -97,22 +89,26 @@ def dense(state):
 
 
 def test_qlora_is_lora_on_the_dequantised_base(batch, state, whole):
-    assert_same(sums(task(adapter=dict(type="lora")), batch, dense(state)), whole)
+    assert_same(
+        gradient_sums(make_spec(adapter=dict(type="lora")), batch, state=dense(state)), whole
+    )
 
 
 def test_so_it_is_in_8_bits(batch):
     few = dict(bits=8, double_quant=False, target_modules=["query", "mlp.down"])
-    work = task(adapter=few)
-    state = moved(work.init_state())
-    lora = task(adapter=dict(type="lora"))
-    assert_same(sums(lora, batch, dense(state)), sums(work, batch, state))
+    spec = make_spec(adapter=few)
+    state = moved(init_state(spec))
+    lora = make_spec(adapter=dict(type="lora"))
+    assert_same(
+        gradient_sums(lora, batch, state=dense(state)), gradient_sums(spec, batch, state=state)
+    )
 
 
 def test_gradients_are_those_of_the_merged_kernel(batch):
     """dL/da = scale · dL/dW · bᵀ and dL/db = scale · aᵀ · dL/dW, W the sum of base and product."""
-    work = task(adapter=dict(type="lora", dropout=0.0))
-    state = moved(work.init_state())
-    _, got, _ = sums(work, batch, state)
+    spec = make_spec(adapter=dict(type="lora", dropout=0.0))
+    state = moved(init_state(spec))
+    _, got, _ = gradient_sums(spec, batch, state=state)
 
     def merged(kernel):
         if not isinstance(kernel, Adapted):
@@ -121,8 +117,8 @@ def test_gradients_are_those_of_the_merged_kernel(batch):
         return nnx.Param(kernel.base[...] + 4.0 * product, axes=kernel.base.axes)
 
     model = jax.tree.map(merged, state.model, is_leaf=lambda x: isinstance(x, Adapted))
-    full = replace(work, config=replace(work.config, adapter=AdapterConfig()))
-    _, wanted, _ = sums(full, batch, replace(state, model=model))
+    full = replace(spec, config=replace(spec.config, adapter=AdapterConfig()))
+    _, wanted, _ = gradient_sums(full, batch, state=replace(state, model=model))
     for name in ("query", "key", "value", "out"):
         kernel = getattr(state.model.layers, name).kernel
         L, r = kernel.b.shape[:2]
@@ -152,14 +148,14 @@ def got_of(gradients, name):
     ids=str,
 )
 def test_remat_and_schedule_change_nothing(batch, state, whole, execution):
-    assert_same(sums(task(execution=execution), batch, state), whole)
+    assert_same(gradient_sums(make_spec(execution=execution), batch, state=state), whole)
 
 
 def test_accumulated_micro_batches_are_one_big_batch(batch):
     """But for dropout, whose key is the micro-batch's own."""
-    work = task(adapter=dict(dropout=0.0, target_modules=["value", "mlp.up"]))
-    state = moved(work.init_state())
-    assert_same(sums(work, batch, state, 4), sums(work, batch, state))
+    spec = make_spec(adapter=dict(dropout=0.0, target_modules=["value", "mlp.up"]))
+    state = moved(init_state(spec))
+    assert_same(gradient_sums(spec, batch, 4, state), gradient_sums(spec, batch, state=state))
 
 
 @pytest.mark.parametrize(
@@ -171,34 +167,34 @@ def test_accumulated_micro_batches_are_one_big_batch(batch):
     ids=str,
 )
 def test_eight_devices_are_one(batch, whole, parallel):
-    work = task(parallel)
-    state = moved(work.init_state())
-    assert_same(sums(work, batch, state), whole)
+    spec = make_spec(parallel)
+    state = moved(init_state(spec))
+    assert_same(gradient_sums(spec, batch, state=state), whole)
     up = state.model.layers.mlp.up.kernel
     for x in (up.base.matrix.codes, up.a):
         assert x.get_value().addressable_shards[0].data.size < x.size
 
 
 def test_only_adapters_learn(batch):
-    work = task(
+    spec = make_spec(
         train=dict(compute_dtype="float16"),
         adapter=dict(r=8, target_modules=["value", "mlp.down"]),
         optimizer=dict(weight_decay=0.0),
     )
-    state, placed = work.init_state(), work.layout.put(batch)
-    before = jax.tree.map(np.asarray, work.split(state.model))
-    step, losses = work.compile_step(state, placed), []
+    state, placed = init_state(spec), spec.layout.put(batch)
+    before = jax.tree.map(np.asarray, split_trained(spec, state.model))
+    step, losses = compile_step(spec, state, placed), []
     for _ in range(20):
         state, metrics = step(state, placed)
         losses.append(float(metrics["train/loss"]))
     assert losses[-1] < losses[0] - 0.1
     for i, same in ((0, False), (1, True)):
-        after = jax.tree.leaves(work.split(state.model)[i])
+        after = jax.tree.leaves(split_trained(spec, state.model)[i])
         for x, y in zip(after, jax.tree.leaves(before[i]), strict=True):
             assert np.array_equal(x, y) == same
     assert {x.dtype for x in jax.tree.leaves(state.opt_state.mu)} == {jnp.dtype("float32")}
     trained = sum(x.size for x in jax.tree.leaves(state.opt_state.mu))
-    assert work.parameters[1] == trained
+    assert parameter_counts(spec).trained == trained
 
 
 @pytest.mark.parametrize("remat", ["none", "save_attention"])
@@ -208,8 +204,8 @@ def test_no_dense_copy_of_the_model(remat):
     model = replace(MODEL, hidden_size=D, num_layers=L, num_kv_heads=4)
     adapter = dict(target_modules=["key"], dropout=0.0)
     train, execution = dict(compute_dtype="bfloat16"), dict(remat=remat)
-    work = task(model=model, train=train, execution=execution, adapter=adapter)
-    abstract = work.abstract_state()
+    spec = make_spec(model=model, train=train, execution=execution, adapter=adapter)
+    abstract = abstract_state(spec)
     kernels = [
         x
         for x in jax.tree.leaves(abstract.model, is_leaf=lambda x: isinstance(x, Quantized))
@@ -220,7 +216,7 @@ def test_no_dense_copy_of_the_model(remat):
     assert count == L * 16 * D * D
     assert stored <= 0.53 * count
     batch = {k: np.zeros((1, T), np.int32) for k in ("tokens", "labels", "segments", "positions")}
-    needs = work.compile_step(abstract, work.layout.put(batch)).memory_analysis()
+    needs = compile_step(spec, abstract, spec.layout.put(batch)).memory_analysis()
     # In bfloat16 all of them take 2 bytes a parameter, in float32, as the CPU multiplies, 4.
     assert needs.temp_size_in_bytes < 0.5 * 2 * count
 
@@ -228,18 +224,18 @@ def test_no_dense_copy_of_the_model(remat):
 def test_frozen_weights_have_no_gradient_products():
     """In the step's jaxpr no product makes an array like a frozen kernel, or the head."""
     model = replace(MODEL, vocab_size=96, hidden_size=40, intermediate_size=72, head_dim=10)
-    work = task(model=model, adapter=dict(type="lora", dropout=0.0))
+    spec = make_spec(model=model, adapter=dict(type="lora", dropout=0.0))
     shapes = {(40, 72), (72, 40), (96, 40), (40, 96)}
     batch = {k: np.zeros((1, T), np.int32) for k in ("tokens", "labels", "segments", "positions")}
 
     def made(config):
-        one = replace(work, config=config)
+        one = replace(spec, config=config)
         text = str(jax.make_jaxpr(one.gradients)(one.abstract_state(), one.layout.put(batch)))
         lines = [line for line in text.splitlines() if "dot_general" in line]
         return {s for s in shapes if any(f"[{s[0]},{s[1]}] = " in line for line in lines)}
 
-    assert not made(work.config)
-    assert made(replace(work.config, adapter=AdapterConfig()))
+    assert not made(spec.config)
+    assert made(replace(spec.config, adapter=AdapterConfig()))
 
 
 def test_targets():
@@ -259,7 +255,7 @@ def test_targets():
         targets(["proj"], modules)
     with pytest.raises(ValueError, match="nothing would be trained"):
         targets([], modules)
-    assert set(linears(task().init_state().model).values()) == {1, 2}
+    assert set(linears(init_state(make_spec()).model).values()) == {1, 2}
 
 
 @pytest.mark.parametrize(

@@ -180,7 +180,7 @@ def command(base, run, **more):
 
 
 def test_a_run_of_adapters_trains_the_new_rows(base, tmp_path, tokens, monkeypatch, capsys):
-    monkeypatch.setattr("bptjax.run.select_devices", lambda device: jax.devices()[:1])
+    monkeypatch.setattr("bptjax.training.setup.select_devices", lambda device: jax.devices()[:1])
     run = tmp_path / "run"
     options = {"adapter.type": "lora", "adapter.target_modules": "[q_proj]"}
     assert main(command(base, run, **options)) == 0
@@ -230,7 +230,7 @@ def test_peft_has_the_logits_of_a_run(base, peft, tmp_path, tokens, monkeypatch)
     import transformers
 
     # One of two devices has half of the rows of the embeddings and of their moments.
-    monkeypatch.setattr("bptjax.run.select_devices", lambda device: jax.devices()[:2])
+    monkeypatch.setattr("bptjax.training.setup.select_devices", lambda device: jax.devices()[:2])
     options = {"adapter.type": "lora", "train.max_steps": 2, "train.compute_dtype": "bfloat16"}
     assert main(command(base, tmp_path / "run", **options)) == 0
     tokens = np.concatenate([tokens % 13, np.full((2, 1), 13)], 1)

@@ -256,7 +256,7 @@ def of_bytes(name):
 def test_a_run_resumes_generates_merges_and_exports(
     arguments, tmp_path, tokens, monkeypatch, capsys
 ):
-    monkeypatch.setattr("bptjax.run.select_devices", lambda device: jax.devices()[:1])
+    monkeypatch.setattr("bptjax.training.setup.select_devices", lambda device: jax.devices()[:1])
     monkeypatch.setenv("HOME", str(tmp_path))
     base = random_base(tmp_path / "base", of_bytes("llama"))
     command = [*arguments, f"--model.name_or_path={base}", "--adapter.type=qlora"]

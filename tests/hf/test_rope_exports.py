@@ -13,7 +13,7 @@ from bptjax.hf.config_export import exported, same_rope
 from bptjax.models.config import ModelConfig
 from bptjax.models.layers import rotary
 from bptjax.ops.position import rope
-from bptjax.run import check_model
+from bptjax.training.setup import check_model
 
 REFUSED = {
     "dynamic, max": "must stay 32 with rope_type=dynamic",

@@ -49,7 +49,9 @@ def arguments(tmp_path_factory):
 def alone(devices, *command):
     """The run in this process, on so many devices."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("bptjax.run.select_devices", lambda device: jax.devices()[:devices])
+        patch.setattr(
+            "bptjax.training.setup.select_devices", lambda device: jax.devices()[:devices]
+        )
         return main([*command])
 
 

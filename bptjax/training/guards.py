@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from bptjax.run import Run
+from bptjax.training.spec import TrainSpec
+from bptjax.training.state import abstract_state
 
 
 class RunFailed(RuntimeError):
@@ -59,7 +60,7 @@ def stop_signals() -> Iterator[list[int]]:
 
 
 @contextmanager
-def explain_out_of_memory(run: Run) -> Iterator[None]:
+def explain_out_of_memory(spec: TrainSpec) -> Iterator[None]:
     """Turns JAX's out-of-memory error into a line about what took the memory and what to change.
 
     Raises:
@@ -70,13 +71,13 @@ def explain_out_of_memory(run: Run) -> Iterator[None]:
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        state = run.task.abstract_state()
+        state = abstract_state(spec)
         held = {
             name: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(getattr(state, name)))
             / 2**30
             for name in ("model", "opt_state")
         }
-        train, execution = run.config.train, run.config.execution
+        train, execution = spec.config.train, spec.config.execution
         rows = train.per_device_train_batch_size
         raise RunFailed(
             f"out of memory: parameters take {held['model']:.2f} GiB and the optimizer "

@@ -14,18 +14,18 @@ from bptjax.data.tokenizer import ByteTokenizer
 from bptjax.generation import Sampling, generate
 from bptjax.hf.adapter_export import export_adapter, remedy_for_peft
 from bptjax.metrics import plot_loss, printable, read_metrics
-from bptjax.run import Run
-from bptjax.trainer import TrainState
+from bptjax.training.setup import TrainingRun
+from bptjax.training.state import TrainState
 
 # What a run of adapters leaves for PEFT.
 ADAPTER = "adapter"
 
 
-def export(run: Run, say: Callable[[str], None]) -> None:
+def export(run: TrainingRun, say: Callable[[str], None]) -> None:
     """Writes `adapter/` as PEFT reads it, where adapters of a Hugging Face family's model were
     trained, and says what PEFT needs beside it.
     """
-    pretrained = run.task.pretrained
+    pretrained = run.spec.pretrained
     if run.base is None or pretrained is None or pretrained.family is None:
         return
     model = export_adapter(str(run.directory), run.directory / ADAPTER, replace=True)
@@ -33,7 +33,7 @@ def export(run: Run, say: Callable[[str], None]) -> None:
         say(text)
 
 
-def report(run: Run, state: TrainState, text: str, say: Callable[[str], None]) -> None:
+def report(run: TrainingRun, state: TrainState, text: str, say: Callable[[str], None]) -> None:
     """What came of it: held-out loss (for bytes, in bits beside the baselines), sample, files."""
     config = run.config
     losses = [
@@ -88,7 +88,7 @@ def report(run: Run, state: TrainState, text: str, say: Callable[[str], None]) -
     say(f"plot:       {run.directory / 'loss.png'}")
 
 
-def answers(run: Run, state: TrainState) -> list[dict[str, str]]:
+def answers(run: TrainingRun, state: TrainState) -> list[dict[str, str]]:
     """Returns `prompt`, `prediction` and `reference` of each of the run's questions.
 
     A prediction ends at a stop token, and has as many tokens as the longest reference without one.
@@ -96,14 +96,14 @@ def answers(run: Run, state: TrainState) -> list[dict[str, str]]:
     """
     prompts, wanted = zip(*run.questions, strict=True)
     stop = run.tokenizer.stop_ids
-    with jax.set_mesh(run.task.mesh):
+    with jax.set_mesh(run.spec.mesh):
         new = generate(
             state.model,
             prompts,
             new_tokens=max(map(len, wanted)),
             sampling=Sampling(temperature=0.0),
             stop=stop,
-            dtype=run.task.dtype,
+            dtype=run.spec.compute_dtype,
         )
         written = np.stack(list(new), axis=1)
 
@@ -120,7 +120,7 @@ def answers(run: Run, state: TrainState) -> list[dict[str, str]]:
     ]
 
 
-def sample(run: Run, state: TrainState) -> str:
+def sample(run: TrainingRun, state: TrainState) -> str:
     """Returns new text from the start of a document, or from a newline if the tokenizer puts
     nothing in front of a text; no longer than the sequences of training.
     """
@@ -130,7 +130,7 @@ def sample(run: Run, state: TrainState) -> str:
             prompt = run.tokenizer.encode("\n")
         except ValueError:  # The text was one line.
             prompt = [0]
-    with jax.set_mesh(run.task.mesh):
+    with jax.set_mesh(run.spec.mesh):
         new = list(
             generate(
                 state.model,
@@ -138,7 +138,7 @@ def sample(run: Run, state: TrainState) -> str:
                 new_tokens=min(train.sample_tokens, max(train.seq_len - len(prompt), 1)),
                 sampling=Sampling(temperature=0.8),
                 seed=run.config.seed,
-                dtype=run.task.dtype,
+                dtype=run.spec.compute_dtype,
             )
         )
     return printable(run.tokenizer.decode([int(token[0]) for token in new]))

@@ -13,15 +13,30 @@ import numpy as np
 
 from bptjax.checkpoint import Best, Checkpoints
 from bptjax.config import flatten, to_yaml
-from bptjax.guards import RunFailed, exclusive, explain_out_of_memory, finite, stop_signals
 from bptjax.metrics import JsonlWriter, Progress, Silence, Throughput
 from bptjax.optim import learning_rate
 from bptjax.parallel.processes import agreed, everyone, hurry, largest, part, watched
-from bptjax.report import answers, export, report, sample
-from bptjax.run import Run
-from bptjax.run_directory import record
 from bptjax.trackers import Trackers
-from bptjax.trainer import Task, TrainState
+from bptjax.training.guards import (
+    RunFailed,
+    exclusive,
+    explain_out_of_memory,
+    finite,
+    stop_signals,
+)
+from bptjax.training.report import answers, export, report, sample
+from bptjax.training.run_directory import record
+from bptjax.training.setup import TrainingRun
+from bptjax.training.spec import TrainSpec
+from bptjax.training.state import (
+    TrainState,
+    abstract_state,
+    checkpoint_view,
+    from_checkpoint,
+    init_state,
+    parameter_counts,
+)
+from bptjax.training.step import compile_step, evaluator, model_flops
 
 # Dense bf16 matmul peaks, FLOP/s, by the device's name: what MFU is counted against.
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
@@ -30,7 +45,7 @@ BAD_DATA = 1
 
 
 @watched()
-def fit(run: Run) -> int:
+def train(run: TrainingRun) -> int:
     """Trains to the end, or until a signal: the exit code, 0, 130 (Ctrl-C) or 143 (SIGTERM).
 
     Raises:
@@ -38,7 +53,7 @@ def fit(run: Run) -> int:
       RunFailed: the loss is no longer finite, or memory ran out.
       PeerLost: another process has ended.
     """
-    config, task, first = run.config, run.task, jax.process_index() == 0
+    config, spec, first = run.config, run.spec, jax.process_index() == 0
     with ExitStack() as stack:
         stack.callback(run.batches.close)
         with agreed():
@@ -49,24 +64,24 @@ def fit(run: Run) -> int:
         )
         stack.callback(checkpoints.close)
         stack.push(hurry)
-        stack.enter_context(explain_out_of_memory(run))
-        restored = checkpoints.restore(task.saved(task.abstract_state()))
+        stack.enter_context(explain_out_of_memory(spec))
+        restored = checkpoints.restore(checkpoint_view(spec, abstract_state(spec)))
         start, state, extra = restored or (0, None, {"tokens_seen": 0})
         if restored:
-            if extra.get("rows", task.rows) != task.rows:
+            if extra.get("rows", spec.global_batch_size) != spec.global_batch_size:
                 raise ValueError(
                     f"a step of the run in {run.directory} has {extra['rows']} rows, and here "
-                    f"{task.rows}; set train.per_device_train_batch_size and "
+                    f"{spec.global_batch_size}; set train.per_device_train_batch_size and "
                     "train.gradient_accumulation_steps so that they make as many"
                 )
-            if start > task.steps:
+            if start > spec.steps:
                 name = "max_steps" if config.train.epochs is None else "epochs"
                 raise ValueError(
                     f"train.{name}={getattr(config.train, name)}: must not end the run in "
                     f"{run.directory} before its step {start}; set more"
                 )
-            if run.base is not None and task.pretrained is not None:
-                task.pretrained.check(extra.get("base"), run.directory)
+            if run.base is not None and spec.pretrained is not None:
+                spec.pretrained.check(extra.get("base"), run.directory)
             run.batches.set_state(extra["data"])
         if first:
             # Not before: what is refused leaves the run as it was.
@@ -79,29 +94,29 @@ def fit(run: Run) -> int:
                 predictions = JsonlWriter(
                     run.directory, name="predictions.jsonl", resume_step=since
                 )
-            progress = Progress(run.directory, task.steps)
-            if config.logging.report_to and start < task.steps:
+            progress = Progress(run.directory, spec.steps)
+            if config.logging.report_to and start < spec.steps:
                 names, keys = config.logging.report_to, flatten(config)
                 writer = Trackers(writer, names, run.directory, keys, since, progress.log)
         stack.callback(writer.close)
         stack.callback(predictions.close)
         stack.enter_context(progress)
         stopped = stack.enter_context(stop_signals())
-        if first and start < task.steps:
+        if first and start < spec.steps:
             stack.callback(run.check.stop)
             run.check.start(run.directory)
             for note in (*run.check.lines(), *run.notes):
                 progress.log(note)
         if restored:
-            progress.log(f"resumed at step {start} of {task.steps} in {run.directory}")
-            if (before := extra.get("steps", task.steps)) != task.steps:
-                progress.log(_extended(task, start, before))
+            progress.log(f"resumed at step {start} of {spec.steps} in {run.directory}")
+            if (before := extra.get("steps", spec.steps)) != spec.steps:
+                progress.log(_extended(spec, start, before))
         if state is None or config.adapter.type != "none":
-            how = f"loading {config.model.name_or_path}" if task.pretrained else "initializing"
+            how = f"loading {config.model.name_or_path}" if spec.pretrained else "initializing"
             progress.log(f"model: {how}")
-        state = task.init_state() if state is None else task.resumed(state)
+        state = init_state(spec) if state is None else from_checkpoint(spec, state)
         tokens_seen = extra["tokens_seen"]
-        loop = _Loop(run, checkpoints, writer, predictions, progress, state, start, tokens_seen)
+        loop = TrainLoop(run, checkpoints, writer, predictions, progress, state, start, tokens_seen)
         loop.best = Best(**extra.get("best", {}))
         loop.train(stopped)
         if loop.patience_is_spent:
@@ -126,21 +141,29 @@ def fit(run: Run) -> int:
     return 128 + loop.stopped if loop.stopped else 0
 
 
-def _extended(task: Task, start: int, before: int) -> str:
+def _extended(spec: TrainSpec, start: int, before: int) -> str:
     """Formats what another number of steps does to the learning rate of a resumed run."""
     old, new = (
-        np.asarray(learning_rate(task.config.optimizer, steps)(start)).item()
-        for steps in (before, task.steps)
+        np.asarray(learning_rate(spec.config.optimizer, steps)(start)).item()
+        for steps in (before, spec.steps)
     )
-    text = f"{task.steps:,} steps in place of {before:,}: the learning rate of step {start + 1} is "
+    text = f"{spec.steps:,} steps in place of {before:,}: the learning rate of step {start + 1} is "
     return text + (f"{new:.4g}, as before" if old == new else f"{new:.4g} in place of {old:.4g}")
 
 
-class _Loop:
+class TrainLoop:
     """Steps, with the metrics of each one read while the next one runs."""
 
     def __init__(
-        self, run: Run, checkpoints, writer, predictions, progress, state, start, tokens_seen
+        self,
+        run: TrainingRun,
+        checkpoints,
+        writer,
+        predictions,
+        progress,
+        state,
+        start,
+        tokens_seen,
     ):
         self.run, self.checkpoints, self.progress = run, checkpoints, progress
         self.writer, self.predictions = writer, predictions
@@ -150,16 +173,16 @@ class _Loop:
         self.stopped = 0
         self.last_loss: tuple[int, float] | None = None
         self.throughput = Throughput()
-        self.evaluate = run.task.evaluator()
-        self.parameters, self.trained = run.task.parameters
+        self.evaluate = evaluator(run.spec)
+        self.parameters, self.trained = parameter_counts(run.spec)
         self.best = Best()
 
     def train(self, stopped: list[int]) -> None:
         """Steps to the last one, or until a signal enters `stopped`, of any process; saves where it
         ends. Of several processes each learns of the others' a step later, so that none waits.
         """
-        config, task = self.run.config, self.run.task
-        total, every = task.steps, config.train.eval_steps
+        config, spec = self.run.config, self.run.spec
+        total, every = spec.steps, config.train.eval_steps
         if self.patience_is_spent or self.done >= total:
             return
         if self.done == 0:
@@ -168,7 +191,7 @@ class _Loop:
         votes: deque[Any] = deque([0] if jax.process_count() > 1 else [])
         while self.done < total and not self.stopped and not self.patience_is_spent:
             batch = self.next_batch()
-            placed = task.layout.put(batch, config.train.gradient_accumulation_steps)
+            placed = spec.layout.put(batch, config.train.gradient_accumulation_steps)
             shape = placed["tokens"].shape
             if shape not in steps:
                 self.flush()
@@ -185,7 +208,7 @@ class _Loop:
             if best or self.done % config.checkpoint.save_steps == 0:
                 self.save()
             bad_data = BAD_DATA if self.run.check.error else 0
-            votes.append(largest(max(stopped, default=bad_data), task.mesh))
+            votes.append(largest(max(stopped, default=bad_data), spec.mesh))
             self.stopped = int(votes.popleft())
         if self.stopped and self.stopped != BAD_DATA:
             name = signal.Signals(self.stopped).name
@@ -193,7 +216,7 @@ class _Loop:
         if self.done > (self.last_saved or 0):
             self.save()
         self.checkpoints.wait()
-        self.stopped = self.stopped or int(largest(max(stopped, default=0), task.mesh))
+        self.stopped = self.stopped or int(largest(max(stopped, default=0), spec.mesh))
         if self.stopped == BAD_DATA:
             found = self.run.check.error or "process 0 found a bad record"
             raise RunFailed(f"step {self.done}, saved: {found}")
@@ -222,7 +245,7 @@ class _Loop:
         A, B, T = batch["tokens"].shape
         self.progress.log(f"compiling the step for {A} × {B} sequences of {T} tokens")
         start = time.perf_counter()
-        compiled = self.run.task.compile_step(self.state, batch)
+        compiled = compile_step(self.run.spec, self.state, batch)
         needs = compiled.memory_analysis()
         offload = self.run.config.execution.offload
         if offload and not (needs and needs.host_temp_size_in_bytes):
@@ -258,9 +281,9 @@ class _Loop:
         self.tokens_seen += tokens
         config = self.run.config
         metrics |= {"train/tokens_seen": self.tokens_seen}
-        metrics |= self.throughput.metrics(self.run.task.steps - done)
+        metrics |= self.throughput.metrics(self.run.spec.steps - done)
         metrics |= self._hardware(metrics, tokens, attended)
-        if done % config.logging.steps == 0 or done == self.run.task.steps:
+        if done % config.logging.steps == 0 or done == self.run.spec.steps:
             self.writer.write(done, metrics)
         self.progress.update(done, metrics)
         loss, norm = metrics["train/loss"], metrics["train/grad_norm"]
@@ -291,15 +314,15 @@ class _Loop:
 
     def _hardware(self, metrics: dict, tokens: int, attended: float) -> dict[str, float]:
         """Peak memory of a device in GiB, and model FLOP/s over the devices' peak, where known."""
-        devices = self.run.task.mesh.devices.reshape(-1)
+        devices = self.run.spec.mesh.devices.reshape(-1)
         found = {}
-        stats = self.run.task.mesh.local_devices[0].memory_stats()
+        stats = self.run.spec.mesh.local_devices[0].memory_stats()
         if stats and "peak_bytes_in_use" in stats:
             found["memory/peak_gib"] = stats["peak_bytes_in_use"] / 2**30
         peak = next((f for n, f in PEAK_FLOPS.items() if n in devices[0].device_kind), None)
         seconds = metrics.get("throughput/step_time")
         if peak and seconds:
-            flops = self.run.task.flops(tokens, attended)
+            flops = model_flops(self.run.spec, tokens, attended)
             found["throughput/mfu"] = flops / seconds / (peak * len(devices))
         return found
 
@@ -357,13 +380,13 @@ class _Loop:
         extra = {
             "data": data,
             "tokens_seen": self.tokens_seen,
-            "rows": self.run.task.rows,
-            "steps": self.run.task.steps,
+            "rows": self.run.spec.global_batch_size,
+            "steps": self.run.spec.steps,
             "config": to_yaml(self.run.config),
             "base": self.run.base,
             "best": dict(vars(self.best)),
         }
         best = self.best if self.run.config.checkpoint.keep_best else None
-        self.checkpoints.save(self.done, self.run.task.saved(self.state), extra, best)
+        self.checkpoints.save(self.done, checkpoint_view(self.run.spec, self.state), extra, best)
         self.last_saved = self.done
         self.throughput.resume()

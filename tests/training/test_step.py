@@ -1,6 +1,7 @@
 """The train step: sums divided once, any mesh, any dtype."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -10,15 +11,22 @@ import pytest
 from bptjax.checkpoint import Checkpoints
 from bptjax.config import Config, TrainConfig
 from bptjax.models.config import ModelConfig
-from bptjax.optim import LossScale, OptimizerConfig, learning_rate
+from bptjax.optim import OptimizerConfig
 from bptjax.parallel.mesh import ParallelConfig, make_mesh
 from bptjax.remat import ExecutionConfig
-from bptjax.trainer import Task, TrainState
+from bptjax.training.spec import TrainSpec
+from bptjax.training.state import TrainState, abstract_state, init_state
+from bptjax.training.step import compile_step, gradients
+from training.specs import assert_same, gradient_sums, with_optimizer
 
 T = 24
+
+
 MODEL = ModelConfig(
     vocab_size=64, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, tied_head=False
 )
+
+
 CONFIG = Config(
     train=TrainConfig(seq_len=T, max_steps=20),
     execution=ExecutionConfig(q_chunk=8, k_chunk=8, ffn_chunk=16, ce_chunk=32),
@@ -26,16 +34,11 @@ CONFIG = Config(
 )
 
 
-def task(parallel: ParallelConfig | None = None, **train) -> Task:
+def make_spec(parallel: ParallelConfig | None = None, **train) -> TrainSpec:
     config = replace(CONFIG, train=replace(CONFIG.train, **train))
     if parallel is None:
-        return Task(config, MODEL, make_mesh(ParallelConfig(), jax.devices()[:1]))
-    return Task(replace(config, parallel=parallel), MODEL, make_mesh(parallel))
-
-
-def with_optimizer(work: Task, **optimizer) -> Task:
-    config = replace(work.config, optimizer=replace(work.config.optimizer, **optimizer))
-    return replace(work, config=config)
+        return TrainSpec(config, MODEL, make_mesh(ParallelConfig(), jax.devices()[:1]))
+    return TrainSpec(replace(config, parallel=parallel), MODEL, make_mesh(parallel))
 
 
 @pytest.fixture(scope="module")
@@ -51,26 +54,13 @@ def batch():
     return {"tokens": tokens, "labels": labels, "segments": segments, "positions": positions}
 
 
-def sums(work: Task, batch, micro_batches: int):
-    with jax.set_mesh(work.mesh):
-        return jax.jit(work.gradients)(work.init_state(), work.layout.put(batch, micro_batches))
-
-
 @pytest.fixture(scope="module")
 def whole(batch):
-    return sums(task(), batch, 1)
-
-
-def assert_same(got, wanted, rtol=1e-5):
-    assert int(got[2]) == int(wanted[2])
-    np.testing.assert_allclose(got[0], wanted[0], rtol=rtol)
-    for a, b in zip(jax.tree.leaves(got[1]), jax.tree.leaves(wanted[1]), strict=True):
-        a, b = np.asarray(a), np.asarray(b)
-        assert np.linalg.norm(a - b) <= rtol * max(np.linalg.norm(b), 1e-3)
+    return gradient_sums(make_spec(), batch, 1)
 
 
 def test_accumulated_micro_batches_are_one_big_batch(batch, whole):
-    assert_same(sums(task(), batch, 4), whole)
+    assert_same(gradient_sums(make_spec(), batch, 4), whole)
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
@@ -83,9 +73,9 @@ def test_scalings_by_length_do_not_depend_on_the_batch(batch, kind):
     model = replace(MODEL, num_layers=1, max_position_embeddings=8, rope_parameters=parameters)
     # Large weights, so that attention and thereby the frequencies matter.
     model = replace(model, init_std=0.5)
-    one, mesh = task(), task(ParallelConfig(dp=2, fsdp=1, sp=4, sequence_strategy="ring"))
-    one, mesh = (replace(work, model=model) for work in (one, mesh))
-    assert_same(sums(mesh, batch, 2), sums(one, batch, 1))
+    one, mesh = make_spec(), make_spec(ParallelConfig(dp=2, fsdp=1, sp=4, sequence_strategy="ring"))
+    one, mesh = (replace(spec, model=model) for spec in (one, mesh))
+    assert_same(gradient_sums(mesh, batch, 2), gradient_sums(one, batch, 1))
 
 
 def test_dropout_is_that_of_one_device(batch):
@@ -93,38 +83,35 @@ def test_dropout_is_that_of_one_device(batch):
     dropping = replace(MODEL, num_layers=1, residual_dropout=0.3, embedding_dropout=0.2)
     parts = {name: x[:2, : T - 2] for name, x in batch.items()}
     ring = ParallelConfig(dp=2, fsdp=1, sp=4, sequence_strategy="ring")
-    one, cut = (replace(work, model=dropping) for work in (task(), task(ring, seq_len=T - 2)))
+    one, cut = (
+        replace(spec, model=dropping) for spec in (make_spec(), make_spec(ring, seq_len=T - 2))
+    )
     assert cut.layout.put(parts)["tokens"].shape[2] > T - 2
-    wanted = sums(one, parts, 1)
+    wanted = gradient_sums(one, parts, 1)
     assert (
-        abs(sums(replace(one, model=replace(MODEL, num_layers=1)), parts, 1)[0][0] - wanted[0][0])
+        abs(
+            gradient_sums(replace(one, model=replace(MODEL, num_layers=1)), parts, 1)[0][0]
+            - wanted[0][0]
+        )
         > 0.1
     )
-    assert_same(sums(cut, parts, 1), wanted)
+    assert_same(gradient_sums(cut, parts, 1), wanted)
 
 
 def test_rows_as_long_as_learned_positions(batch):
     """On a mesh that fills them up."""
-    work = task(ParallelConfig(dp=1, fsdp=1, sp=8), seq_len=T - 2)
+    spec = make_spec(ParallelConfig(dp=1, fsdp=1, sp=8), seq_len=T - 2)
     learned = replace(
         MODEL, num_layers=1, position_embedding="learned", max_position_embeddings=T - 2
     )
-    work = replace(work, model=replace(learned, num_heads=8))
-    (loss, _), _, _ = sums(work, {name: x[:1, : T - 2] for name, x in batch.items()}, 1)
+    spec = replace(spec, model=replace(learned, num_heads=8))
+    (loss, _), _, _ = gradient_sums(spec, {name: x[:1, : T - 2] for name, x in batch.items()}, 1)
     assert np.isfinite(loss)
 
 
-def test_both_axes_of_a_matrix_are_cut():
-    """Tensor parallelism in two dimensions is fsdp and tp together."""
-    model = task(ParallelConfig(dp=1, fsdp=4, tp=2)).abstract_state().model
-    kernel = model.layers.mlp.up.kernel.get_value()
-    L, D, F = kernel.shape
-    assert kernel.sharding.shard_shape((L, D, F)) == (L, D // 4, F // 2)
-
-
-def steps(work: Task, batch, n: int) -> tuple[TrainState, list[dict]]:
-    state, placed, rows = work.init_state(), work.layout.put(batch), []
-    step = work.compile_step(state, placed)
+def steps(spec: TrainSpec, batch, n: int) -> tuple[TrainState, list[dict]]:
+    state, placed, rows = init_state(spec), spec.layout.put(batch), []
+    step = compile_step(spec, state, placed)
     for _ in range(n):
         state, metrics = step(state, placed)
         rows.append({name: float(x) for name, x in metrics.items()})
@@ -133,7 +120,7 @@ def steps(work: Task, batch, n: int) -> tuple[TrainState, list[dict]]:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_loss_falls(batch, dtype):
-    state, rows = steps(task(compute_dtype=dtype), batch, 12)
+    state, rows = steps(make_spec(compute_dtype=dtype), batch, 12)
     losses = [row["train/loss"] for row in rows]
     assert losses[-1] < 0.7 * losses[0]
     assert int(state.step) == 12
@@ -141,7 +128,7 @@ def test_loss_falls(batch, dtype):
 
 
 def test_bfloat16_parameters_stay_bfloat16(batch):
-    state, rows = steps(task(compute_dtype="bfloat16", param_dtype="bfloat16"), batch, 3)
+    state, rows = steps(make_spec(compute_dtype="bfloat16", param_dtype="bfloat16"), batch, 3)
     assert {x.dtype for x in jax.tree.leaves(state.model)} == {jnp.dtype("bfloat16")}
     assert rows[-1]["train/loss"] < rows[0]["train/loss"]
 
@@ -157,15 +144,15 @@ def test_zero_says_what_fsdp_and_sp_cut(batch, fsdp):
 
     def small(parallel=None):
         # Where a gradient is no more than rounding, AdamW steps by its sign.
-        work = with_optimizer(task(parallel), learning_rate=1e-3)
-        return replace(work, model=replace(MODEL, num_layers=1, gated=False, norm_scale=False))
+        spec = with_optimizer(make_spec(parallel), learning_rate=1e-3)
+        return replace(spec, model=replace(MODEL, num_layers=1, gated=False, norm_scale=False))
 
     one, wanted = steps(small(), batch, 2)
     held = []
     for zero in (1, 2, 3):
-        work = small(ParallelConfig(dp=1, fsdp=fsdp, tp=2, sp=4 // fsdp, zero_stage=zero))
-        state, placed = work.init_state(), work.layout.put(batch)
-        step = work.compile_step(state, placed)
+        spec = small(ParallelConfig(dp=1, fsdp=fsdp, tp=2, sp=4 // fsdp, zero_stage=zero))
+        state, placed = init_state(spec), spec.layout.put(batch)
+        step = compile_step(spec, state, placed)
         for row in wanted:
             state, metrics = step(state, placed)
             for name, x in metrics.items():
@@ -173,9 +160,9 @@ def test_zero_says_what_fsdp_and_sp_cut(batch, fsdp):
         for a, b in zip(jax.tree.leaves(state.model), jax.tree.leaves(one.model), strict=True):
             a, b = np.asarray(a), np.asarray(b)
             assert np.linalg.norm(a - b) <= 1e-5 * np.linalg.norm(b)
-        with jax.set_mesh(work.mesh):
-            _, gradients, _ = jax.jit(work.gradients)(state, work.layout.put(batch, 2))
-        parts = state.opt_state.mu, gradients, state.model
+        with jax.set_mesh(spec.mesh):
+            _, found, _ = jax.jit(partial(gradients, spec))(state, spec.layout.put(batch, 2))
+        parts = state.opt_state.mu, found, state.model
         argument = step.memory_analysis().argument_size_in_bytes
         held.append([*map(shard_bytes, parts), argument])
     (_, *first), *_, (cut, _, _, least) = held
@@ -186,22 +173,22 @@ def test_zero_says_what_fsdp_and_sp_cut(batch, fsdp):
 
 def test_the_reported_loss_leaves_the_z_loss_out(batch):
     """The first step's train/loss is the same with and without it; gradients are not."""
-    plain, with_z = (steps(task(z_loss=z), batch, 1)[1][0] for z in (0.0, 0.1))
+    plain, with_z = (steps(make_spec(z_loss=z), batch, 1)[1][0] for z in (0.0, 0.1))
     np.testing.assert_allclose(with_z["train/loss"], plain["train/loss"], rtol=1e-6)
     assert with_z["train/z_loss"] > 0.5 and "train/z_loss" not in plain
     assert with_z["train/grad_norm"] != plain["train/grad_norm"]
-    two = task(z_loss=0.1, gradient_accumulation_steps=2)
+    two = make_spec(z_loss=0.1, gradient_accumulation_steps=2)
     placed = two.layout.put(batch, 2)
-    _, micro = two.compile_step(two.init_state(), placed)(two.init_state(), placed)
+    _, micro = compile_step(two, init_state(two), placed)(init_state(two), placed)
     np.testing.assert_allclose(micro["train/z_loss"], with_z["train/z_loss"], rtol=1e-6)
 
 
 def test_an_overflow_changes_the_scale_alone(batch):
-    work = with_optimizer(task(compute_dtype="float16"), state_dtype="int8")
-    state, placed = work.init_state(), work.layout.put(batch)
+    spec = with_optimizer(make_spec(compute_dtype="float16"), state_dtype="int8")
+    state, placed = init_state(spec), spec.layout.put(batch)
     state = replace(state, loss_scale=replace(state.loss_scale, value=jnp.float32(2.0**40)))
     before = jax.tree.map(np.asarray, (state.model, state.opt_state))
-    step = work.compile_step(state, placed)
+    step = compile_step(spec, state, placed)
     after, metrics = step(state, placed)
     assert not np.isfinite(metrics["train/grad_norm"]) and np.isfinite(metrics["train/loss"])
     assert float(after.loss_scale.value) == 2.0**39
@@ -214,65 +201,22 @@ def test_an_overflow_changes_the_scale_alone(batch):
         np.testing.assert_array_equal(a, b)
 
 
-def test_loss_scale_doubles_after_good_steps():
-    scale = replace(LossScale.start(), good_steps=jnp.int32(LossScale.INTERVAL - 2))
-    scale = scale.update(jnp.bool(True))
-    assert float(scale.value) == 1.0
-    scale = scale.update(jnp.bool(True))
-    assert float(scale.value) == 2.0 and int(scale.good_steps) == 0
-
-
-def test_learning_rate_rises_and_falls():
-    config = OptimizerConfig(learning_rate=1.0, warmup_steps=4, min_lr_ratio=0.1)
-    rate = learning_rate(config, 14)
-    np.testing.assert_allclose([rate(i) for i in range(5)], [0.25, 0.5, 0.75, 1.0, 1.0])
-    np.testing.assert_allclose(rate(14), 0.1, rtol=1e-6)
-    linear = learning_rate(replace(config, lr_scheduler_type="linear"), 14)
-    np.testing.assert_allclose([linear(9), linear(20)], [0.55, 0.1], rtol=1e-6)
-    constant = learning_rate(replace(config, lr_scheduler_type="constant"), 14)
-    assert float(constant(14)) == 1.0
-    wsd = learning_rate(replace(config, lr_scheduler_type="wsd", decay_ratio=0.25), 20)
-    wanted = [0.25, 1.0, 1.0, 1.0, 0.82, 0.1, 0.1]
-    np.testing.assert_allclose([wsd(i) for i in (0, 3, 4, 15, 16, 20, 30)], wanted, rtol=1e-6)
-    ratio = learning_rate(replace(config, warmup_steps=None, warmup_ratio=0.07), 100)
-    np.testing.assert_allclose([ratio(0), ratio(6)], [1 / 7, 1.0], rtol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (dict(warmup_steps=11), "warmup_steps=11: the warm-up must end within the 10 steps"),
-        (
-            dict(warmup_steps=6, lr_scheduler_type="wsd", decay_ratio=0.5),
-            "decay_ratio=0.5: 6 steps of warm-up and 5 of decay must fit into the 10 steps",
-        ),
-        (dict(warmup_steps=1, warmup_ratio=0.1), "warmup_ratio=0.1: must not be set beside"),
-        (dict(decay_ratio=0.5), "decay_ratio=0.5: must not be set with lr_scheduler_type=cosine"),
-        (dict(warmup_ratio=1.5), r"warmup_ratio=1.5 is not in \[0, 1\]"),
-        (dict(learning_rate=None), "optimizer.learning_rate: must be set"),
-    ],
-)
-def test_schedules_that_cannot_be(changes, message):
-    with pytest.raises(ValueError, match=message):
-        learning_rate(OptimizerConfig(**{"learning_rate": 1.0} | changes), 10)
-
-
 def test_moments_in_host_memory(batch, tmp_path):
     """The same steps as with moments on the device, also after a checkpoint."""
-    small = replace(task(), model=replace(MODEL, num_layers=1, gated=False, norm_scale=False))
+    small = replace(make_spec(), model=replace(MODEL, num_layers=1, gated=False, norm_scale=False))
     device, host = (
         with_optimizer(small, state_dtype="int8", state_memory_kind=kind)
         for kind in ("device", "pinned_host")
     )
     (_, wanted), placed = steps(device, batch, 4), host.layout.put(batch)
-    state = host.init_state()
-    step, rows = host.compile_step(state, placed), []
+    state = init_state(host)
+    step, rows = compile_step(host, state, placed), []
     for n in range(4):
         if n == 2:
             checkpoints = Checkpoints(tmp_path)
             checkpoints.save(2, state, {})
             checkpoints.close()
-            _, state, _ = Checkpoints(tmp_path).restore(host.abstract_state())
+            _, state, _ = Checkpoints(tmp_path).restore(abstract_state(host))
         state, metrics = step(state, placed)
         rows.append({name: float(x) for name, x in metrics.items()})
         moments = jax.tree.leaves((state.opt_state.mu, state.opt_state.nu))
@@ -280,4 +224,4 @@ def test_moments_in_host_memory(batch, tmp_path):
         assert {x.sharding.memory_kind for x in jax.tree.leaves(state.model)} == {"device"}
     assert rows == wanted
     with pytest.raises(RuntimeError, match=r"=pinned_host, but the moments are in \{'device'\}"):
-        host.compile_step(device.init_state(), placed)
+        compile_step(host, init_state(device), placed)

@@ -31,19 +31,21 @@ from bptjax.models.layers import rotary
 from bptjax.optim import describe_schedule
 from bptjax.parallel.mesh import ParallelConfig, make_mesh, select_devices
 from bptjax.parallel.processes import agreed, everyone, join, same, watched
-from bptjax.run_data import open_data, say
-from bptjax.run_directory import claim, saved_keys
-from bptjax.trainer import Task
+from bptjax.training.data import open_data, say
+from bptjax.training.run_directory import claim, saved_keys
+from bptjax.training.spec import TrainSpec
+from bptjax.training.state import adapted_kernels, embeddings_in_full
+from bptjax.training.step import chosen_attention
 
 
 @dataclass(frozen=True)
-class Run:
+class TrainingRun:
     """A checked config with its data, devices and directory: all that can be wrong with it has been
     looked at.
     """
 
     config: Config
-    task: Task
+    spec: TrainSpec
     tokenizer: Tokenizer
     held_out: Any
     batches: Batches
@@ -65,7 +67,7 @@ class Run:
                 "data.eval_fraction"
             )
         found = [question(chat, self.tokenizer, data.source_max_len) for chat in chats]
-        model = self.task.model
+        model = self.spec.model
         reach = sum(max(map(len, each)) for each in zip(*found, strict=True))
         if model.position_embedding == "learned" and reach > (model.max_position_embeddings or 0):
             raise ValueError(
@@ -82,7 +84,7 @@ class Run:
     @cached_property
     def base(self) -> str | None:
         """The fingerprint of the checkpoint that adapters are trained beside."""
-        pretrained = self.task.pretrained
+        pretrained = self.spec.pretrained
         if self.config.adapter.type == "none" or pretrained is None:
             return None
         return pretrained.fingerprint
@@ -94,7 +96,7 @@ class Run:
             self.tokenizer,
             self.config.data,
             seq_len=self.config.train.seq_len,
-            rows=self.task.micro_rows,
+            rows=self.spec.micro_batch_size,
             max_batches=self.config.train.eval_batches,
         )
 
@@ -102,7 +104,7 @@ class Run:
     def eval_total(self) -> int:
         """Batches that hold all held-out data, in process 0; an estimate until it is checked."""
         sequences = self.check.held_out.epoch(self.config.data.packing) or 0
-        return -(-sequences // self.task.micro_rows)
+        return -(-sequences // self.spec.micro_batch_size)
 
     @property
     def eval_is_partial(self) -> bool:
@@ -112,7 +114,7 @@ class Run:
 
 
 @watched()
-def prepare(config: Config) -> Run:
+def setup(config: Config) -> TrainingRun:
     """Checks everything, then claims the run directory; a config that is refused leaves no trace.
     Of several processes, the first claims it for all.
 
@@ -128,7 +130,7 @@ def prepare(config: Config) -> Run:
     if config.train.epochs is not None:
         run = _counted(run)
     with agreed():
-        run.notes.append(describe_schedule(config.optimizer, run.task.steps))
+        run.notes.append(describe_schedule(config.optimizer, run.spec.steps))
         _check_data(run)
     settings = to_yaml(replace(config, parallel=ParallelConfig()))
     with agreed():
@@ -136,8 +138,8 @@ def prepare(config: Config) -> Run:
         if jax.process_index() == 0:
             claim(run.directory, config)
             run.tokenizer.save(run.directory)
-            if run.task.pretrained and run.task.pretrained.companions:
-                copy_companions(run.task.pretrained.companions, run.directory / COMPANIONS)
+            if run.spec.pretrained and run.spec.pretrained.companions:
+                copy_companions(run.spec.pretrained.companions, run.directory / COMPANIONS)
     return run
 
 
@@ -153,7 +155,7 @@ def _with_defaults(config: Config, platform: str) -> Config:
     return config.on(platform)
 
 
-def _checked(config: Config, devices: list[jax.Device]) -> Run:
+def _checked(config: Config, devices: list[jax.Device]) -> TrainingRun:
     """The run, once this process has found nothing wrong with it; nothing is written.
 
     Raises:
@@ -190,22 +192,22 @@ def _checked(config: Config, devices: list[jax.Device]) -> Run:
         )
     check_model(model, pretrained)
     config.execution.check(model)
-    task = Task(config, model, mesh, pretrained)
-    _check_adapter(config, task)
-    picked, others = task.attention()
+    spec = TrainSpec(config, model, mesh, pretrained)
+    _check_adapter(config, spec)
+    picked, others = chosen_attention(spec)
     batches = train_loader(
         data.train,
         tokenizer,
         config.data,
         seq_len=config.train.seq_len,
-        rows=task.rows,
-        here=task.layout.here(task.rows),
+        rows=spec.global_batch_size,
+        here=spec.layout.here(spec.global_batch_size),
     )
     reasons: dict[str, list[str]] = {}
     for name, reason in others.items():
         reasons.setdefault(reason, []).append(name)
     axes = " ".join(f"{name}={size}" for name, size in mesh.shape.items())
-    axes += f", the sequence by {': '.join(task.layout.strategy)}" if mesh.shape["sp"] > 1 else ""
+    axes += f", the sequence by {': '.join(spec.layout.strategy)}" if mesh.shape["sp"] > 1 else ""
     where = f"{len(devices)} × {devices[0].device_kind}"
     where += f" of {jax.process_count()} processes" if jax.process_count() > 1 else ""
     notes = [
@@ -241,16 +243,16 @@ def _checked(config: Config, devices: list[jax.Device]) -> Run:
     check = data_check(
         data.train, data.held_out, tokenizer, config.data, seq_len=config.train.seq_len
     )
-    return Run(config, task, tokenizer, data.held_out, batches, check, notes)
+    return TrainingRun(config, spec, tokenizer, data.held_out, batches, check, notes)
 
 
-def _counted(run: Run) -> Run:
+def _counted(run: TrainingRun) -> TrainingRun:
     """Returns the run with the number of steps that train.epochs takes.
 
     Raises:
       ValueError: a bad record.
     """
-    epochs, check, rows = run.config.train.epochs or 0.0, run.check, run.task.rows
+    epochs, check, rows = run.config.train.epochs or 0.0, run.check, run.spec.global_batch_size
     say("train.epochs: reading all records, to count the sequences of an epoch")
     with agreed():
         if jax.process_index() == 0:
@@ -260,18 +262,18 @@ def _counted(run: Run) -> Run:
     steps = max(1, math.ceil(round(epochs * sequences / rows, 6)))
     note = f"train.epochs={epochs:g}: {steps:,} steps of {rows} sequences, {epochs * tokens:,.0f} "
     note += f"tokens; an epoch is {sequences:,} sequences, {tokens:,} tokens"
-    task = replace(run.task, epoch_steps=steps)
-    return replace(run, task=task, notes=[*run.notes, note])
+    spec = replace(run.spec, epoch_steps=steps)
+    return replace(run, spec=spec, notes=[*run.notes, note])
 
 
-def _check_data(run: Run) -> None:
+def _check_data(run: TrainingRun) -> None:
     """
     Raises:
       ValueError: the data or the base model cannot be trained on.
     """
-    config, task, held_out, check = run.config, run.task, run.held_out, run.check
+    config, spec, held_out, check = run.config, run.spec, run.held_out, run.check
     _ = run.questions  # Refuses what is no chat.
-    if task.pretrained and config.adapter.type != "none":
+    if spec.pretrained and config.adapter.type != "none":
         say("hashing the base model's weights")
     _ = run.base  # Hashed before it is read: it may be replaced before the first checkpoint.
     if jax.process_index() == 0:
@@ -296,12 +298,12 @@ def check_model(model: ModelConfig, pretrained: Pretrained | None) -> None:
         exported(read_json(pretrained.companions / "config.json"), pretrained.read_as, model)
 
 
-def _check_adapter(config: Config, task: Task) -> None:
+def _check_adapter(config: Config, spec: TrainSpec) -> None:
     """
     Raises:
       ValueError: an adapter beside no checkpoint or beside what there is not, or none for one.
     """
-    adapter, pretrained = config.adapter, task.pretrained
+    adapter, pretrained = config.adapter, spec.pretrained
     if adapter.type == "none":
         if pretrained and pretrained.adapters:
             raise ValueError(
@@ -320,4 +322,4 @@ def _check_adapter(config: Config, task: Task) -> None:
                 f"adapter.{name}={value}: model.name_or_path={config.model.name_or_path} is an "
                 "adapter, which decides it; leave it out"
             )
-    _ = task.targets, task.saved_modules  # Refuses names that there are not.
+    _ = adapted_kernels(spec), embeddings_in_full(spec)  # Refuses names that there are not.

@@ -1,0 +1,86 @@
+"""The fixed parts of a run: config, model and mesh, with the arithmetic of batches and steps."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from bptjax.config import Config
+from bptjax.hf.pretrained import Pretrained
+from bptjax.models.config import ModelConfig
+from bptjax.optim import AdamW
+from bptjax.parallel.layout import Layout
+
+
+@dataclass(frozen=True)
+class TrainSpec:
+    """A config with the model and the mesh that it trains on.
+
+    Attributes:
+      model: the architecture, with the sizes that the tokenizer and the checkpoint decide.
+      pretrained: the checkpoint to start from; None for a new model.
+      epoch_steps: optimizer steps that train.epochs takes, once the data are counted.
+    """
+
+    config: Config
+    model: ModelConfig
+    mesh: Mesh
+    pretrained: Pretrained | None = None
+    epoch_steps: int | None = None
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Sequences of a micro-batch, over all devices."""
+        data_shards = self.mesh.shape["dp"] * self.mesh.shape["fsdp"]
+        return self.config.train.per_device_train_batch_size * data_shards
+
+    @property
+    def global_batch_size(self) -> int:
+        """Sequences of an optimizer step."""
+        return self.micro_batch_size * self.config.train.gradient_accumulation_steps
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of the run.
+
+        Raises:
+          ValueError: train.epochs is set and the data are not yet counted.
+        """
+        steps = self.config.train.max_steps or self.epoch_steps
+        if steps is None:
+            raise ValueError("train.epochs: the steps of an epoch are not known; set max_steps")
+        return steps
+
+    @property
+    def compute_dtype(self) -> jnp.dtype:
+        """
+        Raises:
+          ValueError: train.compute_dtype has no value, which to NumPy means float64.
+        """
+        if self.config.train.compute_dtype is None:
+            raise ValueError(
+                "train.compute_dtype: must be set; Config.on(platform) sets its default"
+            )
+        return jnp.dtype(self.config.train.compute_dtype)
+
+    @property
+    def optimizer(self) -> AdamW:
+        return AdamW(self.config.optimizer, self.steps)
+
+    @cached_property
+    def layout(self) -> Layout:
+        """The distribution of batches over the mesh.
+
+        Raises:
+          ValueError: parallel.tp does not divide the model's heads, or the schedule needs
+            unsharded sequences.
+          NotImplementedError: the named strategy cannot divide the heads.
+        """
+        execution, sp = self.config.execution, self.mesh.shape["sp"]
+        if sp > 1 and execution.schedule == "fused":
+            raise ValueError(
+                f"execution.schedule=fused: must not go with parallel.sp={sp}, which shards "
+                "sequences; set schedule=split or sp=1"
+            )
+        return Layout(self.mesh, self.model.num_heads, self.config.parallel.sequence_strategy)

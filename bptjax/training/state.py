@@ -1,0 +1,230 @@
+"""The state of a run: parameters, optimizer state and keys, new, loaded or restored, and where each
+array lives."""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.sharding import NamedSharding, PartitionSpec
+
+from bptjax.hf.peft import embeddings, modules
+from bptjax.hf.place import put
+from bptjax.lora import (
+    Saved,
+    Values,
+    attach,
+    embeddings_to_train,
+    is_saved,
+    is_trained,
+    join,
+    linears,
+    new_adapters,
+    quantize,
+    quantizer,
+    split,
+    targets,
+    train_in_full,
+)
+from bptjax.models.decoder import Decoder
+from bptjax.optim import AdamState, LossScale
+from bptjax.parallel.mesh import CUT, sharding
+from bptjax.training.spec import TrainSpec
+
+# Host memory that devices read and write directly.
+HOST = "pinned_host"
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """All that a step reads and writes.
+
+    Attributes:
+      step: int32 scalar, optimizer steps done.
+      key: uint32 `[2]`, data of the key that seeds dropout and rounding.
+      loss_scale: for float16; else None.
+    """
+
+    model: Decoder
+    opt_state: AdamState
+    step: Array
+    key: Array
+    loss_scale: LossScale | None
+
+
+def abstract_state(spec: TrainSpec) -> TrainState:
+    """Returns shapes, dtypes and shardings of the state; allocates nothing."""
+    state = jax.eval_shape(partial(_new_state, spec), None, _loaded_adapters(spec))
+    model = with_shardings(spec, state.model, sharded=spec.config.parallel.zero_stage == 3)
+    state = replace(with_shardings(spec, state), model=model)
+    if spec.config.optimizer.state_memory_kind == "device":
+        return state
+    mu, nu = jax.tree.map(_in_host_memory, (state.opt_state.mu, state.opt_state.nu))
+    return replace(state, opt_state=state.opt_state._replace(mu=mu, nu=nu))
+
+
+def init_state(spec: TrainSpec) -> TrainState:
+    """Returns a state at step 0, new or loaded, each array made where it lives."""
+    model, pretrained, adapter = None, spec.pretrained, spec.config.adapter
+    if pretrained is not None:
+        plain = with_shardings(spec, _abstract_model(spec))
+        how = quantizer(plain, adapter) if adapter.type == "qlora" else put
+        model = pretrained.fill(plain, how)
+    shardings = jax.tree.map(lambda x: x.sharding, abstract_state(spec))
+
+    with jax.set_mesh(spec.mesh):
+        new = jax.jit(partial(_new_state, spec), out_shardings=shardings, donate_argnums=0)
+        return new(model, _loaded_adapters(spec))
+
+
+def checkpoint_view(spec: TrainSpec, state: TrainState) -> TrainState:
+    """Returns the part of a state that a checkpoint holds: all of it, or with adapters no frozen
+    weights."""
+    if spec.config.adapter.type == "none":
+        return state
+    return replace(state, model=split(state.model, is_saved)[0])
+
+
+def from_checkpoint(spec: TrainSpec, saved: TrainState) -> TrainState:
+    """Inverts `checkpoint_view`: reloads the frozen weights from the base model's checkpoint."""
+    if spec.config.adapter.type == "none":
+        return saved
+    frozen = split(init_state(spec).model, is_saved)[1]
+    return replace(saved, model=join(saved.model, frozen))
+
+
+def split_trained(spec: TrainSpec, model: Decoder) -> tuple[Any, Any]:
+    """Returns the trained parameters and the frozen ones; `lora.join` is the inverse."""
+    if spec.config.adapter.type == "none":
+        return split(model, lambda v: True)
+    return split(model, is_trained)
+
+
+class ParameterCounts(NamedTuple):
+    """Parameters of the model, adapters included, and the trained ones among them."""
+
+    total: int
+    trained: int
+
+
+def parameter_counts(spec: TrainSpec) -> ParameterCounts:
+    base = _size(_abstract_model(spec))
+    if spec.config.adapter.type == "none":
+        return ParameterCounts(base, base)
+    state = jax.eval_shape(partial(_new_state, spec), None, _loaded_adapters(spec))
+    trained, _ = split_trained(spec, state.model)
+    # The base model counts embeddings that are trained in full already.
+    in_full, low_rank = split(trained, lambda v: isinstance(v, Saved))
+    return ParameterCounts(base + _size(low_rank), _size(in_full) + _size(low_rank))
+
+
+def _size(tree: Any) -> int:
+    return sum(x.size for x in jax.tree.leaves(tree))
+
+
+def adapted_kernels(spec: TrainSpec) -> set[str]:
+    """Returns the paths of the kernels that have an adapter.
+
+    Raises:
+      ValueError: adapter.target_modules names no linear layer of the model, or is empty.
+    """
+    own = {path.removesuffix(".kernel"): (path,) for path in linears(_abstract_model(spec))}
+    family = spec.pretrained and spec.pretrained.family
+    return targets(spec.config.adapter.target_modules, modules(spec.model, family) or own)
+
+
+def embeddings_in_full(spec: TrainSpec) -> set[str]:
+    """Returns the paths of the embeddings that are trained in full beside adapters.
+
+    Raises:
+      ValueError: adapter.modules_to_save names something else.
+    """
+    if spec.config.adapter.type == "none":
+        return set()
+    pretrained = spec.pretrained
+    loaded = pretrained.adapters if pretrained else None
+    found = embeddings_to_train(
+        spec.config.adapter.modules_to_save,
+        embeddings(spec.model, pretrained.family if pretrained else None),
+        bool(spec.model.add_tokens),
+    )
+    return found | (set(loaded.modules) if loaded else set())
+
+
+def _loaded_adapters(spec: TrainSpec) -> dict[str, Values] | None:
+    """Returns the adapters to continue from."""
+    found = spec.pretrained.adapters if spec.pretrained else None
+    return found.values if found else None
+
+
+def _abstract_model(spec: TrainSpec) -> Decoder:
+    """Returns shapes and dtypes of the model without adapters."""
+    return jax.eval_shape(partial(_new_model, spec), jax.random.key(0))
+
+
+def _new_model(spec: TrainSpec, key: Array) -> Decoder:
+    """Returns a new model without adapters. Beside adapters it is frozen, and so in the dtype of
+    the computation."""
+    train, frozen = spec.config.train, spec.config.adapter.type != "none"
+    dtype = spec.compute_dtype if frozen else jnp.dtype(train.param_dtype)
+    model = Decoder(spec.model, key, dtype)
+    return train_in_full(model, embeddings_in_full(spec), jnp.dtype(train.param_dtype))
+
+
+def _new_state(
+    spec: TrainSpec, model: Decoder | None = None, adapters: dict[str, Values] | None = None
+) -> TrainState:
+    """Returns the state at step 0 around `model` and `adapters`, new ones if left out."""
+    adapter = spec.config.adapter
+    model_key, key = jax.random.split(jax.random.key(spec.config.seed))
+    if model is None:
+        model = _new_model(spec, model_key)
+        if adapter.type == "qlora":
+            model = quantize(model, adapter)
+    if adapter.type != "none":
+        dtype = jnp.dtype(spec.config.train.param_dtype)
+        if adapters is None:
+            adapters = new_adapters(model, adapted_kernels(spec), adapter, dtype, model_key)
+        else:
+            adapters = {
+                path: (a.astype(dtype), b.astype(dtype), scale)
+                for path, (a, b, scale) in adapters.items()
+            }
+        model = attach(model, adapters, adapter.dropout)
+    return TrainState(
+        model=model,
+        opt_state=spec.optimizer.init(split_trained(spec, model)[0]),
+        step=jnp.zeros((), jnp.int32),
+        key=jax.random.key_data(key),
+        loss_scale=LossScale.start() if spec.compute_dtype == jnp.float16 else None,
+    )
+
+
+def with_shardings(spec: TrainSpec, tree: Any, sharded: bool = True) -> Any:
+    """Returns the abstract leaves with their shardings: parameters by their logical axes, `sharded`
+    over fsdp and sp or not; all else replicated."""
+    replicated_over = () if sharded else CUT
+
+    def place(leaf):
+        if not isinstance(leaf, nnx.Variable):
+            where = NamedSharding(spec.mesh, PartitionSpec())
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+        value = leaf.get_value()
+        where = sharding(spec.mesh, leaf.axes, value.shape, replicated_over)
+        return leaf.replace(jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=where))
+
+    return jax.tree.map(place, tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
+
+
+def constrain(spec: TrainSpec, tree: Any, sharded: bool) -> Any:
+    """Constrains arrays of a traced program to the shardings of `with_shardings`."""
+    where = jax.tree.map(lambda x: x.sharding, with_shardings(spec, tree, sharded))
+    return jax.lax.with_sharding_constraint(tree, where)
+
+
+def _in_host_memory(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding.with_memory_kind(HOST))

@@ -1,0 +1,258 @@
+"""The train step: loss, gradients, optimizer update; its compilation, and evaluation."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from bptjax.lora import join
+from bptjax.models.decoder import Decoder
+from bptjax.ops.attention import choose
+from bptjax.ops.attention.contract import QKV, AttentionSpec
+from bptjax.ops.loss import cross_entropy_and_z_loss
+from bptjax.ops.mask import Mask
+from bptjax.optim import learning_rate
+from bptjax.parallel.full_tiles import make_schedule
+from bptjax.parallel.sequence import FOLDED_BATCH, fold_sequence_shards
+from bptjax.training.spec import TrainSpec
+from bptjax.training.state import (
+    HOST,
+    TrainState,
+    abstract_state,
+    constrain,
+    parameter_counts,
+    split_trained,
+)
+
+Batch = dict[str, Any]
+# fold_in constant of the key for the optimizer's stochastic rounding; no index of a micro-batch
+# equals it.
+ROUNDING = 2**31
+
+
+def loss_sum(
+    spec: TrainSpec, model: Decoder, batch: Batch, key: Array | None, z_loss: float
+) -> tuple[Array, Array]:
+    """Sums the loss over the labeled tokens of a micro-batch `[B, T]`, in nats. Returns the sum and
+    the part of it that `z_loss` adds.
+
+    Args:
+      key: for dropout; None for none.
+    """
+    config = spec.config
+    hidden = model(
+        batch["tokens"],
+        positions=batch["positions"],
+        segments=batch["segments"],
+        order=spec.layout.order(batch["tokens"].shape[1]),
+        dropout_key=key,
+        dtype=spec.compute_dtype,
+        execution=config.execution,
+        sequence_strategy=config.parallel.sequence_strategy,
+    )
+    hidden, labels = fold_sequence_shards((hidden, batch["labels"]))
+    return cross_entropy_and_z_loss(
+        hidden,
+        model.head_matrix,
+        labels,
+        z_loss=z_loss,
+        softcap=model.config.logits_softcap,
+        chunk=config.execution.ce_chunk,
+        axes=FOLDED_BATCH,
+    )
+
+
+def gradients(
+    spec: TrainSpec, state: TrainState, batch: Batch
+) -> tuple[tuple[Array, Array], Any, Array]:
+    """Computes ((Σ loss, the part of z-loss in it), gradients of Σ loss, count of labeled tokens)
+    over micro-batches `[A, B, T]`: sums, to be divided once.
+
+    The gradients are those of the trained parameters; over several micro-batches they are summed in
+    float32. A loss scale multiplies the gradients, not the losses.
+    """
+    key = _step_key(state)
+    factor = 1.0 if state.loss_scale is None else state.loss_scale.value
+    trained, frozen = split_trained(spec, state.model)
+
+    def scaled_loss(trained, micro_batch, number):
+        micro_key = jax.random.fold_in(key, number)
+        model = join(trained, frozen)
+        losses = loss_sum(spec, model, micro_batch, micro_key, spec.config.train.z_loss)
+        return losses[0] * factor, losses
+
+    constrained = partial(constrain, spec, sharded=spec.config.parallel.zero_stage > 1)
+
+    def losses_and_gradients(micro_batch, number):
+        found, losses = jax.grad(scaled_loss, has_aux=True)(trained, micro_batch, number)
+        return losses, constrained(found)
+
+    def add(sums, micro_batch_and_number):
+        new = losses_and_gradients(*micro_batch_and_number)
+        return jax.tree.map(lambda total, x: total + x.astype(total.dtype), sums, new), None
+
+    A = batch["labels"].shape[0]
+    if A == 1:
+        losses, found = losses_and_gradients(jax.tree.map(lambda x: x[0], batch), 0)
+    else:
+        zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), trained)
+        zero = jnp.zeros((), jnp.float32)
+        start = ((zero, zero), constrained(zeros))
+        (losses, found), _ = jax.lax.scan(add, start, (batch, jnp.arange(A)))
+    return losses, found, (batch["labels"] != -100).sum()
+
+
+def _step_key(state: TrainState) -> Array:
+    """Returns the key of this step's dropout and rounding."""
+    return jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
+
+
+def train_step(
+    spec: TrainSpec, state: TrainState, batch: Batch
+) -> tuple[TrainState, dict[str, Array]]:
+    """Takes one optimizer step over micro-batches `[A, B, T]`.
+
+    Its metrics are means per labeled token; `train/loss` is the cross-entropy alone. `tokens`
+    counts the tokens that are not padding, and `attended` the query-key pairs of causal attention
+    within documents.
+    """
+    config = spec.config
+    (loss, z_loss), found, count = gradients(spec, state, batch)
+    count = jnp.maximum(count, 1).astype(jnp.float32)
+    loss_scale = state.loss_scale
+    trained, frozen = split_trained(spec, state.model)
+    trained, opt_state, norm = spec.optimizer.update(
+        found,
+        state.opt_state,
+        # Each device updates its shard, as of the moments.
+        constrain(spec, trained, sharded=True),
+        divisor=count if loss_scale is None else count * loss_scale.value,
+        key=jax.random.fold_in(_step_key(state), ROUNDING),
+    )
+    if loss_scale is not None:
+        loss_scale = loss_scale.update(jnp.isfinite(norm))
+    real = batch["segments"] != 0
+    pairs = jnp.where(real, batch["positions"] + 1.0, 0.0)
+    metrics = {
+        "tokens": real.sum(),
+        "attended": pairs.sum(),
+        "train/loss": (loss - z_loss) / count if config.train.z_loss else loss / count,
+        "train/grad_norm": norm,
+        "train/learning_rate": learning_rate(config.optimizer, spec.steps)(state.opt_state.count),
+    }
+    if config.train.z_loss:
+        metrics["train/z_loss"] = z_loss / count
+    if loss_scale is not None:
+        metrics["train/loss_scale"] = loss_scale.value
+    state = replace(
+        state,
+        model=join(trained, frozen),
+        opt_state=opt_state,
+        step=state.step + 1,
+        loss_scale=loss_scale,
+    )
+    return state, metrics
+
+
+def compile_step(spec: TrainSpec, state: TrainState, batch: Batch) -> jax.stages.Compiled:
+    """Compiles `train_step` for this state and batch `[A, B, T]`, or for abstract ones. The
+    compiled step donates the state.
+
+    Raises:
+      RuntimeError: optimizer.state_memory_kind=pinned_host, and the moments are not in host memory.
+    """
+    offloaded = spec.config.optimizer.state_memory_kind == "pinned_host"
+    kinds = {x.sharding.memory_kind for x in jax.tree.leaves(state.opt_state.mu)}
+    if offloaded and kinds != {HOST}:
+        raise RuntimeError(
+            f"optimizer.state_memory_kind=pinned_host, but the moments are in {kinds}"
+        )
+    shardings = jax.tree.map(lambda x: x.sharding, abstract_state(spec))
+    step = jax.jit(partial(train_step, spec), donate_argnums=0, out_shardings=(shardings, None))
+    with jax.set_mesh(spec.mesh):
+        compiled = step.lower(state, batch).compile()
+    # On the CPU backend, host memory is device memory.
+    if offloaded and jax.default_backend() != "cpu":
+        needs = compiled.memory_analysis()
+        if needs is None or not needs.host_argument_size_in_bytes:
+            raise RuntimeError(
+                "optimizer.state_memory_kind=pinned_host, but the step reads no host memory"
+            )
+    return compiled
+
+
+def evaluator(spec: TrainSpec) -> Callable[[Decoder, Any, Callable[[int], None]], float]:
+    """Returns a function from a model and batches `[B, T]` to the mean loss per token, in nats.
+
+    Its third argument is called with the number of finished batches. At most two batches are in
+    flight, so that batches do not fill the device's memory.
+    """
+
+    @jax.jit
+    def one(model, batch):
+        batch = jax.tree.map(lambda x: x[0], batch)
+        loss, _ = loss_sum(spec, model, batch, None, 0.0)
+        return loss, (batch["labels"] != -100).sum()
+
+    def evaluate(model, batches, progress=lambda done: None):
+        sums = []
+        with jax.set_mesh(spec.mesh):
+            for batch in batches:
+                sums.append(one(model, spec.layout.put(batch)))
+                if len(sums) > 1:
+                    jax.block_until_ready(sums[-2])
+                    progress(len(sums) - 1)
+        losses, counts = (np.array(jax.device_get(x), np.float64) for x in zip(*sums, strict=True))
+        return float(losses.sum() / max(counts.sum(), 1.0))
+
+    return evaluate
+
+
+def model_flops(spec: TrainSpec, tokens: int, pairs: float) -> float:
+    """Returns the model FLOPs of a step over this number of tokens and of query-key pairs that
+    attention sees: of the forward pass, and of the gradients of activations and of trained
+    parameters."""
+    total, trained = parameter_counts(spec)
+    attention = 12.0 * pairs * spec.model.num_heads * spec.model.H * spec.model.num_layers
+    return (4.0 * total + 2.0 * trained) * tokens + attention
+
+
+def chosen_attention(run: TrainSpec) -> tuple[str, dict[str, str]]:
+    """The implementation that a device's attention takes, and why not the others.
+
+    Raises:
+      NotImplementedError: the named one cannot honour the model's.
+    """
+    model, execution, sizes = run.model, run.config.execution, run.mesh.shape
+    rows, T = run.config.train.per_device_train_batch_size, run.config.train.seq_len
+    layout = run.layout
+    T, (exchange, cut) = T + -T % layout.multiple, layout.split
+    order, heads = layout.order(T), model.num_heads // sizes["tp"] // exchange
+    # Where a part of a row stands is known only as the program runs.
+    place = None if order is None else jax.ShapeDtypeStruct((T // cut,), jnp.int32)
+    segments = jax.ShapeDtypeStruct((rows, T // cut), jnp.int32)
+    spec = AttentionSpec(
+        mask=Mask(causal=True, segments=segments, positions=place).within(model.windows, 0),
+        scale=1.0,
+        softcap=model.attention_softcap,
+        dropout=model.attention_dropout or 0.0,
+        alibi=jnp.zeros(heads) if model.position_embedding == "alibi" else None,
+    )
+    q = jax.ShapeDtypeStruct((rows, T // cut, heads, model.H), run.compute_dtype)
+    # Algorithm 1 is cut over the mesh by the compiler.
+    with jax.set_mesh(run.mesh) if execution.schedule == "fused" else nullcontext():
+        chosen = choose(execution.attention_implementation, QKV(q, q, q), spec)
+        if order is None or make_schedule(spec, (order, order), cut) is None:
+            return chosen
+        # Taken but by documents that end within a device's tokens.
+        return choose(
+            execution.attention_implementation,
+            QKV(q, q, q),
+            replace(spec, mask=Mask(causal=True)),
+        )

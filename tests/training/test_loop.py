@@ -1,0 +1,326 @@
+"""Runs learn, stop, resume exactly, survive kills, and say clearly what stopped them."""
+
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from bptjax.metrics import Progress, read_metrics
+from bptjax.optim import OptimizerConfig, describe_schedule, learning_rate
+from bptjax.train import main
+from bptjax.training.loop import TrainLoop, _extended
+from training.runs import rows, saved_steps, stop_at
+
+
+def test_a_run_learns_and_leaves_its_files(uninterrupted):
+    losses = rows(uninterrupted)
+    assert sorted(losses) == list(range(1, 21))
+    assert losses[20] < losses[1] - 0.5
+    assert sorted(rows(uninterrupted, "eval/loss")) == [0, 8, 16, 20]
+    for name in ("config.yaml", "log.txt", "loss.png", "checkpoints/20", "bptjax_tokenizer.json"):
+        assert (uninterrupted / name).exists(), name
+    last = list(read_metrics(uninterrupted / "metrics.jsonl"))[-2]
+    assert last["train/tokens_seen"] > 0 and last["throughput/tokens_per_second"] > 0
+    log = (uninterrupted / "log.txt").read_text()
+    for part in ("attention: scan\n", "  not loop: ", "bits per byte", "sample:"):
+        assert part in log, part
+    before, after = log.split("step 0: eval/loss")
+    for name, count in (("training", 18), ("held-out", 2)):
+        for told in (before, after):
+            assert re.search(rf" {name} data: {count} records, [\d,]+ tokens, 100.0% of th", told)
+    lines = [line[20:] for line in log.splitlines()]
+    heads = r"attention:|  not |compiled in|model:|a step holds|(training|held-out) data:|  "
+    short = [line for line in lines if re.match(heads, line)]
+    assert len(short) > 12 and max(map(len, short)) <= 80
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_stop_and_resume_is_exact(
+    arguments, uninterrupted, tmp_path, monkeypatch, number, code, capsys
+):
+    run_dir = tmp_path / "run"
+    command = [*arguments, "--run_dir", str(run_dir)]
+    on_disk = []
+    with monkeypatch.context() as patch:
+        stop_at(9, number, patch)
+        log = Progress.log
+
+        def logged(self, line):
+            log(self, line)
+            if line.startswith("saved step"):
+                on_disk.append((run_dir / "checkpoints" / "10" / "manifest.json").exists())
+
+        patch.setattr(Progress, "log", logged)
+        assert main(command) == code
+    saved = sorted(p.name for p in (run_dir / "checkpoints").iterdir())
+    assert saved == ["10", "6"]
+    name, log = signal.Signals(number).name, (run_dir / "log.txt").read_text()
+    assert f"{name}: saving step 10, then stopping" in log
+    line = f"saved step 10 in {run_dir / 'checkpoints' / '10'}; the same command continues from th"
+    assert line in log and line in capsys.readouterr().out.replace("\n", "")
+    assert on_disk == [True]
+    # Where the moments are is no other experiment.
+    assert main([*command, "--optimizer.state_memory_kind", "pinned_host"]) == 0
+    assert rows(run_dir) == rows(uninterrupted)
+    assert rows(run_dir, "eval/loss") == rows(uninterrupted, "eval/loss")
+    assert rows(run_dir, "train/tokens_seen") == rows(uninterrupted, "train/tokens_seen")
+    assert "resumed at step 10" in (run_dir / "log.txt").read_text()
+
+
+def test_a_complete_run_is_left_alone(arguments, uninterrupted, capsys):
+    before = (uninterrupted / "metrics.jsonl").read_text()
+    assert main([*arguments, "--run_dir", str(uninterrupted)]) == 0
+    assert (uninterrupted / "metrics.jsonl").read_text() == before
+    assert "bits per byte" in capsys.readouterr().out
+
+
+def test_a_finished_run_is_extended(arguments, uninterrupted, tmp_path, capsys):
+    run_dir = shutil.copytree(uninterrupted, tmp_path / "run")
+    command = [*arguments, f"--run_dir={run_dir}", "--train.sample_tokens=0"]
+    before = (run_dir / "config.yaml").read_bytes()
+    assert main([*command, "--train.max_steps=19"]) == 2
+    message = f"train.max_steps=19: must not end the run in {run_dir} before its step 20; set more"
+    assert message in capsys.readouterr().err
+    assert (run_dir / "config.yaml").read_bytes() == before
+    assert main([*command, "--train.max_steps=22"]) == 0
+    out = capsys.readouterr().out
+    assert (
+        "schedule: cosine over 22 steps, learning rate 0.01, decay to 0.001 in the last 22; " in out
+    )
+    rates = rows(run_dir, "train/learning_rate")
+    assert sorted(rates) == list(range(1, 23))
+    line = f"22 steps in place of 20: the learning rate of step 21 is {rates[21]:.4g} in place of "
+    assert line + "0.001" in out and rates[21] > 0.001
+    assert {**rows(run_dir), **rows(uninterrupted)} == rows(run_dir)
+    assert "max_steps: 22" in (run_dir / "config.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("kind", "start", "jumps"),
+    [("constant", 20, False), ("wsd", 18, False), ("wsd", 20, True), ("linear", 20, True)],
+)
+def test_what_an_extended_run_says_of_its_learning_rate(kind, start, jumps):
+    config = OptimizerConfig(learning_rate=1e-2, lr_scheduler_type=kind)
+    spec = SimpleNamespace(config=SimpleNamespace(optimizer=config), steps=40)
+    rate = float(learning_rate(config, 40)(start))
+    text = f"40 steps in place of 20: the learning rate of step {start + 1} is {rate:.4g}"
+    wanted = f"{text} in place of 0.001" if jumps else f"{text}, as before"
+    assert _extended(spec, start, 20) == wanted
+    assert ("does not change the" in describe_schedule(config, 20)) == (kind != "linear")
+
+
+@pytest.fixture
+def losses(monkeypatch):
+    """Sets eval/loss by step, with which evaluations return at once."""
+    found = {}
+
+    def evaluator(spec):
+        return lambda model, batches, progress: found[loop[0].done]
+
+    loop, start = [], TrainLoop.__init__
+
+    def started(self, *arguments):
+        loop[:] = [self]
+        start(self, *arguments)
+
+    monkeypatch.setattr(TrainLoop, "__init__", started)
+    monkeypatch.setattr("bptjax.training.loop.evaluator", evaluator)
+    return found
+
+
+def test_early_stopping_and_the_best_checkpoint(
+    arguments, tmp_path, monkeypatch, capsys, losses, caplog
+):
+    """Also stopped between, resumed, and resumed again when it is complete."""
+    losses |= {0: 1.0, 2: 5.0, 4: 3.0, 6: 4.0, 8: 3.0, 10: 2.0, 12: math.nan, 14: 3.0, 16: 2.0}
+    command = [*arguments, "--train.eval_steps=2", "--train.early_stopping_patience=3"]
+    command += ["--checkpoint.keep_best=true", "--checkpoint.save_total_limit=1"]
+    command += ["--train.sample_tokens=0"]
+    whole, run_dir = tmp_path / "whole", tmp_path / "run"
+    assert main([*command, f"--run_dir={whole}"]) == 0
+    line = "early stopping at step 16: eval/loss not below 2.0000, the value of step 10, in 3 ev"
+    out = capsys.readouterr().out
+    assert line in out
+    best = f"best:       {whole / 'checkpoints' / '10'}, eval/loss 2.0000; generate, evaluate and"
+    assert best in out
+    with monkeypatch.context() as patch:
+        stop_at(13, signal.SIGTERM, patch)
+        assert main([*command, f"--run_dir={run_dir}"]) == 143
+    assert saved_steps(run_dir) == [10, 14]
+    losses[0] = 0.0  # Not evaluated again.
+    assert main([*command, f"--run_dir={run_dir}"]) == 0
+    assert line in capsys.readouterr().out
+    for directory in (whole, run_dir):
+        assert saved_steps(directory) == [10, 16]
+        assert json.loads((directory / "best.json").read_text()) == {"step": 10, "eval/loss": 2.0}
+    assert rows(run_dir) == rows(whole) and max(rows(whole)) == 16
+    assert main([*command, f"--run_dir={run_dir}"]) == 0
+    assert max(rows(run_dir)) == 16 and line in capsys.readouterr().out
+    # With more patience it goes on.
+    losses |= {18: 1.5, 20: 1.6}
+    command = [flag.replace("patience=3", "patience=4") for flag in command]
+    assert main([*command, f"--run_dir={run_dir}"]) == 0
+    assert max(rows(run_dir)) == 20 and saved_steps(run_dir) == [18, 20]
+    assert json.loads((run_dir / "best.json").read_text())["step"] == 18
+    assert not caplog.text
+
+
+def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_used(
+    arguments, uninterrupted, tmp_path, monkeypatch, caplog
+):
+    run_dir = tmp_path / "run"
+    command = [*arguments, "--run_dir", str(run_dir)]
+    with monkeypatch.context() as patch:
+        stop_at(9, signal.SIGTERM, patch)
+        main(command)
+    file = max(
+        (run_dir / "checkpoints" / "10" / "state").rglob("*"), key=lambda p: p.stat().st_size
+    )
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    assert main(command) == 0
+    assert "step 10 is damaged" in caplog.text and "using step 6" in caplog.text
+    assert rows(run_dir) == rows(uninterrupted)
+
+
+def test_kill_9_loses_at_most_the_steps_since_the_last_checkpoint(
+    arguments, uninterrupted, tmp_path
+):
+    """A real process, killed twice wherever it happens to be."""
+    run_dir = tmp_path / "run"
+    command = [sys.executable, "-m", "bptjax.train", *arguments, "--run_dir", str(run_dir)]
+    command += ["--checkpoint.save_steps", "1"]
+    flags = os.environ["XLA_FLAGS"].split()
+    # One device, and else as here.
+    flags = " ".join(flag for flag in flags if "device_count" not in flag)
+    environment = os.environ | {"XLA_FLAGS": flags}
+    for steps in (4, 11):
+        process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline and process.poll() is None:
+            if (run_dir / "metrics.jsonl").exists() and max(rows(run_dir), default=0) >= steps:
+                process.kill()
+            time.sleep(0.02)
+        assert process.wait() in (-signal.SIGKILL, 0)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "resumed at step" in done.stdout
+    assert rows(run_dir) == rows(uninterrupted)
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(arguments, tmp_path, capsys):
+    command = [*arguments, "--run_dir", str(tmp_path / "run")]
+    extra = ["--optimizer.learning_rate", "1e38", "--checkpoint.save_steps", "1"]
+    assert main([*command, *extra]) == 1
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1
+    assert "step 2: loss" in message and "norm nan, learning rate 9.9" in message
+    assert "(step 1 had loss 5." in message and "last good checkpoint: step 1" in message
+    assert "lower optimizer.learning_rate" in message
+    # No state of the data loader.
+    assert len(message) < 500 and "{" not in message
+
+
+@pytest.mark.parametrize("broken", [True, False], ids=["parameters", "loss alone"])
+def test_an_evaluation_that_is_not_finite(arguments, tmp_path, monkeypatch, capsys, broken):
+    """Ends the run where parameters are broken. Else, as after an overflow of float16 in the
+    forward pass, the run goes on and its report says so."""
+    run_dir = tmp_path / "run"
+    extra = ["--train.eval_steps=null", "--train.sample_tokens=0"]
+    extra.append(f"--train.max_steps={1 if broken else 2}")
+    if broken:
+        extra += ["--optimizer.learning_rate=1e38", "--optimizer.weight_decay=1e38"]
+    else:
+        nans = iter([2.0, math.nan])
+        monkeypatch.setattr("bptjax.training.loop.evaluator", lambda spec: lambda *_: next(nans))
+    assert main([*arguments, f"--run_dir={run_dir}", *extra]) == (1 if broken else 0)
+    values = [r["eval/loss"] for r in read_metrics(run_dir / "metrics.jsonl") if "eval/loss" in r]
+    assert values[0] > 0 and values[1:] == [None]
+    out, err = capsys.readouterr()
+    if broken:
+        assert err.count("\n") == 1 and "step 1: eval/loss nan, parameters not finite" in err
+        assert not (run_dir / "checkpoints" / "1").exists()
+    else:
+        assert "step 2: eval/loss nan: not finite, while all parameters are" in out
+        assert "warning: held-out loss rose from 2.0000 before training to nan" in out
+
+
+def test_start_and_evaluation_say_what_they_do(arguments, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    command = [*arguments, f"--run_dir={tmp_path / 'run'}", "--train.max_steps=1"]
+    command.append("--logging.report_to=[wandb]")
+    assert main([*command, "--train.eval_batches=1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    wanted = (
+        "starting: loading libraries",
+        "reading data",
+        "checking the records",
+        "model: initializing",
+        "step 0: evaluating on 1 of ",
+        "compiling the step for 1 × 2 sequences of 32 tokens",
+        "compiled in ",
+    )
+    found = [next(i for i, line in enumerate(lines) if line.startswith(w)) for w in wanted]
+    assert found == sorted(found)
+    assert " batches; train.eval_batches: null takes all" in lines[found[4]]
+    assert any(line.startswith("held-out nats per token (first 1 batches): ") for line in lines)
+    (warning,) = [line for line in lines if line.startswith("warning")]
+    assert "wandb failed (" in warning and warning.endswith("; the run goes on without it")
+    # What is left out is not reported as bits per byte of all.
+    assert not any("bits per byte" in line for line in lines)
+
+
+def test_out_of_memory_says_what_took_it(arguments, tmp_path, monkeypatch, capsys):
+    def refuse(*_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating")
+
+    monkeypatch.setattr("bptjax.training.loop.compile_step", refuse)
+    assert main([*arguments, "--run_dir", str(tmp_path / "run")]) == 1
+    message = capsys.readouterr().err
+    assert "out of memory: parameters take" in message and "execution.remat=" in message
+
+
+def test_a_bad_record_deep_in_the_data(arguments, tmp_path, capsys, monkeypatch):
+    """Refused at the start if found in time; else the run saves, ends, and can go on without it."""
+    lines = [json.dumps({"text": "the quick brown fox " * 2})] * 400
+    lines[20] = "{"
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    command = [*arguments, f"--data.path={tmp_path / 'a.jsonl'}", "--data.shuffle=false"]
+    command += ["--data.eval_fraction=0.01", "--train.eval_steps=null", "--train.sample_tokens=0"]
+    assert main([*command, f"--run_dir={tmp_path / 'run'}"]) == 2
+    assert "a.jsonl, record 21: " in capsys.readouterr().err and not (tmp_path / "run").exists()
+    # The data are too many to be checked beforehand: the iterator meets the record.
+    monkeypatch.setattr("bptjax.data.check.FIRST_SECONDS", 0)
+    monkeypatch.setattr("bptjax.data.packing.BUFFER_TOKENS", 0)
+    with monkeypatch.context() as patch:
+        patch.setattr("bptjax.data.check.DataCheck.start", lambda self, directory: None)
+        for _ in range(2):
+            assert main([*command, f"--run_dir={tmp_path / 'run'}"]) == 1
+            error = capsys.readouterr().err
+            assert error.count("\n") == 1 and "record 21: " in error and "bad_records=skip" in error
+    saved = max(int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert 6 < saved < 20 and f"step {saved + 1}: " in error, "not a step is lost"
+    skip = [*command, "--data.bad_records=skip"]
+    assert main([*skip, f"--run_dir={tmp_path / 'run'}"]) == 0
+    assert main([*skip, f"--run_dir={tmp_path / 'other'}"]) == 0
+    assert rows(tmp_path / "run") == rows(tmp_path / "other")
+    listed = (tmp_path / "other" / "bad_records.jsonl").read_text()
+    assert json.loads(listed)["record"] == "record 21"
+    log = (tmp_path / "other" / "log.txt").read_text()
+    assert "bad records were skipped" in log or "sequences an epoch" in log
+    # The check on its thread is ahead of the iterator.
+    lines[20], lines[380] = lines[0], "{"
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    capsys.readouterr()
+    assert main([*command, f"--run_dir={tmp_path / 'third'}"]) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "saved: " in error and "record 381: " in error
+    assert list((tmp_path / "third" / "checkpoints").iterdir())

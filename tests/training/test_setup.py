@@ -1,0 +1,335 @@
+"""Configs become checked runs: bad input leaves no trace, and defaults follow the work."""
+
+import fcntl
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bptjax.config import flatten, parse, to_yaml
+from bptjax.train import main
+from bptjax.training.run_directory import claim
+from bptjax.training.setup import _with_defaults
+from training.runs import rows
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+BAD = {
+    "unknown key": (
+        ["--train.max_stepz", "3"],
+        "flag --train.max_stepz; nearest: --train.max_steps",
+    ),
+    "wrong type": (["--train.max_steps", "many"], "train.max_steps=many: must be an integer"),
+    "wrong choice": (["--model.norm", "batch"], "model.norm=batch: must be one of rms, layer"),
+    "wrong choice of an optional key": (
+        ["--optimizer.state_dtype", "int4"],
+        "error: optimizer.state_dtype=int4: must be one of float32, bfloat16, int8 or null\n",
+    ),
+    "layers that do not make groups": (
+        ["--execution.remat", "nested(2)"],
+        "nested(2) with 1 layers",
+    ),
+    "hidden by the schedule": (
+        ["--execution.schedule", "fused", "--execution.save", "[query, key]"],
+        "execution.save=query needs execution.schedule=split",
+    ),
+    "hidden by chunks": (
+        ["--execution.save", "[query, gate]"],
+        "execution.save=gate needs execution.ffn_chunk of at least train.seq_len=32",
+    ),
+    "not in the model": (
+        ["--execution.save", "[gate]", "--execution.ffn_chunk", "32", "--model.gated", "false"],
+        "execution.save=gate: the model's layers have none",
+    ),
+    "no such scaling": (
+        ["--model.rope_parameters", "{rope_type: yarm, rope_theta: 1.0}"],
+        "rope_type='yarm' is not known",
+    ),
+    "no such factor": (
+        ["--model.rope_parameters", "{rope_type: linear, factor: -4.0, rope_theta: 1.0e+4}"],
+        "rope_parameters.factor=-4.0 is not positive",
+    ),
+    "no average": (["--optimizer.adam_beta1", "1.5"], "optimizer.adam_beta1=1.5 is not in [0, 1)"),
+    "no share": (["--optimizer.min_lr_ratio", "5"], "optimizer.min_lr_ratio=5.0 is not in [0, 1]"),
+    "no seed": (["--seed", "99999999999999999999"], "seed=99999999999999999999 is not in"),
+    "two open axes": (["--parallel.dp", "-1"], "one axis is -1 (fsdp, where it is not set)"),
+    "no port": (
+        ["--parallel.coordinator=h:99999", "--parallel.num_processes=2", "--parallel.process_id=0"],
+        "parallel.coordinator=h:99999 is not host:port",
+    ),
+    "no such checkpoint": (["--model.name_or_path", "/nowhere"], "/nowhere is no directory"),
+    "missing config": (["--config", "nowhere.yaml"], "nowhere.yaml"),
+    "missing file": (["--data.path", "/nowhere.txt"], "/nowhere.txt"),
+    "no heads": (["--model.num_heads", "3"], "num_heads=3"),
+    "too few tokens": (["--train.seq_len", "100000"], "100000"),
+    "no gpu": (["--device", "gpu"], 'pip install -e ".[gpu]"'),
+    "offload from a CPU": (
+        ["--execution.offload", "0.5"],
+        "execution.offload=0.5 moves from a GPU",
+    ),
+    "no such attention": (["--execution.attention_implementation", "quick"], "'quick'"),
+    "no cap": (
+        ["--model.logits_softcap", "0"],
+        "error: model.logits_softcap=0.0: must be positive; leave it out for none\n",
+    ),
+    "no key heads": (["--model.num_kv_heads", "0"], "model.num_kv_heads=0 is not positive"),
+    "negative z-loss": (["--train.z_loss", "-1"], "train.z_loss=-1.0: must not be negative"),
+    "no batches to evaluate on": (["--train.eval_batches", "0"], "train.eval_batches=0 is less"),
+    "no such mesh": (
+        ["--parallel.fsdp", "1", "--parallel.sp", "1", "--parallel.dp", "3"],
+        "dp=3",
+    ),
+    "vocabulary": (["--model.vocab_size", "100"], "model.vocab_size=100"),
+    "positions": (
+        ["--model.position_embedding", "learned", "--model.max_position_embeddings", "8"],
+        "model.max_position_embeddings=8",
+    ),
+    "steps and epochs": (
+        ["--train.epochs", "2"],
+        "train.epochs=2.0: must not be set beside train.max_steps=20; set one of them",
+    ),
+    "no epochs": (["--train.epochs", "0"], "train.epochs=0.0: must be positive"),
+    "warm-up beyond the run": (
+        ["--optimizer.warmup_steps", "21"],
+        "optimizer.warmup_steps=21: the warm-up must end within the 20 steps of the run",
+    ),
+    "patience without evaluations": (
+        ["--train.early_stopping_patience=2", "--train.eval_steps=null"],
+        "train.early_stopping_patience=2 needs evaluations while the run trains; set train.eval_st",
+    ),
+    "the best of nothing": (
+        ["--checkpoint.keep_best=true", "--data.eval_fraction=0"],
+        "checkpoint.keep_best=true needs held-out data; set data.eval_fraction or data.eval_path",
+    ),
+    "no such tracker": (
+        ["--logging.report_to=[comet]"],
+        "logging.report_to=comet: must be a list, each item one of tensorboard, wandb",
+    ),
+    "not writable": (["--run_dir", "/proc/run"], "run_dir=/proc/run cannot be written"),
+}
+
+
+@pytest.mark.parametrize(("extra", "message"), BAD.values(), ids=BAD)
+def test_bad_input_is_one_line_exit_2_and_no_trace(
+    arguments, tmp_path, monkeypatch, capsys, extra, message
+):
+    monkeypatch.undo()
+    run_dir = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        from bptjax.parallel import mesh
+
+        choose = mesh.select_devices
+        patch.setattr(
+            "bptjax.training.setup.select_devices",
+            lambda device: choose(device)[:1],
+        )
+        where = [] if "--run_dir" in extra else ["--run_dir", str(run_dir)]
+        assert main([*([] if "--config" in extra else arguments), *where, *extra]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and message in error
+    assert not run_dir.exists()
+
+
+def test_a_number_does_not_stand_for_a_group(tmp_path, capsys):
+    (tmp_path / "config.yaml").write_text("train: 3\n")
+    assert main(["--config", str(tmp_path / "config.yaml")]) == 2
+    assert capsys.readouterr().err == "error: train=3: must be a group of keys\n"
+
+
+@pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.yaml")), ids=lambda file: file.stem)
+def test_every_config_is_read(file):
+    assert parse(["--config", str(file)], "").run_dir == f"runs/{file.stem}"
+
+
+def test_epochs(arguments, tmp_path, capsys, monkeypatch):
+    """Every record is counted, however long that takes."""
+    monkeypatch.setattr("bptjax.data.check.FIRST_SECONDS", 0)
+    lines = "".join(json.dumps({"input_ids": [7] * n}) + "\n" for n in (11, 21, 33, 34) * 3)
+    (tmp_path / "ids.jsonl").write_text(lines)
+    command = [*arguments, f"--data.path={tmp_path / 'ids.jsonl'}", "--data.packing=none"]
+    command += ["--data.eval_fraction=0", "--train.max_steps=null", "--train.sample_tokens=0"]
+    command.append(f"--run_dir={tmp_path / 'run'}")
+    assert main([*command, "--train.epochs=0.5"]) == 0
+    line = "train.epochs=0.5: 4 steps of 2 sequences, 142 tokens; "
+    line += "an epoch is 15 sequences, 285 tokens"
+    assert line in capsys.readouterr().out
+    assert sorted(rows(tmp_path / "run")) == [1, 2, 3, 4]
+    saved = (tmp_path / "run" / "config.yaml").read_text()
+    assert "epochs: 0.5" in saved and "max_steps: null" in saved
+    assert main([*command, "--train.epochs=0.4"]) == 2
+    assert "train.epochs=0.4: must not end the run in" in capsys.readouterr().err
+    assert main([*command, "--train.epochs=0.6"]) == 0
+    assert "5 steps in place of 4: the learning rate of step 5" in capsys.readouterr().out
+    assert sorted(rows(tmp_path / "run")) == [1, 2, 3, 4, 5]
+
+
+def test_an_empty_data_set_is_refused(arguments, tmp_path, capsys):
+    (tmp_path / "empty.jsonl").write_text("")
+    command = [*arguments, "--data.path", str(tmp_path / "empty.jsonl")]
+    assert main([*command, "--run_dir", str(tmp_path / "run")]) == 2
+    assert "holds no documents" in capsys.readouterr().err
+
+
+def test_another_config_does_not_write_over_a_run(arguments, uninterrupted, capsys):
+    before = {p: p.read_bytes() for p in uninterrupted.glob("*.*")}
+    assert main([*arguments, "--run_dir", str(uninterrupted), "--model.num_layers", "2"]) == 2
+    assert "model.num_layers=1, and this one has 2" in capsys.readouterr().err
+    assert {p: p.read_bytes() for p in uninterrupted.glob("*.*")} == before
+
+
+def test_a_damaged_config_of_a_run_is_said(arguments, tmp_path, capsys):
+    for text in ("", "train: ["):
+        (tmp_path / "config.yaml").write_text(text)
+        assert main([*arguments, "--run_dir", str(tmp_path)]) == 2
+        assert "config.yaml is damaged" in capsys.readouterr().err
+
+
+def test_ctrl_c_before_the_first_step(arguments, tmp_path, monkeypatch, capsys):
+    def interrupted(config):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("bptjax.training.data.open_split", interrupted)
+    assert main([*arguments, "--run_dir", str(tmp_path / "run")]) == 130
+    assert not (tmp_path / "run").exists()
+    assert capsys.readouterr().err == "interrupted before training; no step is lost\n"
+
+
+def test_a_refused_start_leaves_the_config_as_it_was(arguments, uninterrupted, capsys):
+    """Another number of rows, or a run that another process is at."""
+    before = (uninterrupted / "config.yaml").read_bytes()
+    command = [*arguments, "--run_dir", str(uninterrupted)]
+    assert main([*command, "--train.gradient_accumulation_steps", "3"]) == 2
+    assert "rows, and here" in capsys.readouterr().err
+    handle = os.open(uninterrupted, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    assert main([*command, "--execution.ffn_chunk", "7"]) == 2
+    os.close(handle)
+    assert "another process is running in" in capsys.readouterr().err
+    assert (uninterrupted / "config.yaml").read_bytes() == before
+
+
+def test_two_processes_do_not_share_a_run(arguments, tmp_path, capsys):
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    handle = os.open(run_dir, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    assert main([*arguments, "--run_dir", str(run_dir)]) == 2
+    assert "another process is running in" in capsys.readouterr().err
+    os.close(handle)
+
+
+def test_a_run_of_an_older_version_goes_on_with_the_defaults_of_new_keys(arguments, tmp_path):
+    command = [*arguments, f"--run_dir={tmp_path}"]
+    old = to_yaml(parse(command)).replace("  shards: 1\n", "").replace("  warmup_ratio: null\n", "")
+    (tmp_path / "config.yaml").write_text(old)
+    claim(tmp_path, parse(command))
+    for key, found in (("data.num_shards=2", "=1"), ("optimizer.warmup_ratio=0.5", "=None")):
+        name, _, value = key.partition("=")
+        with pytest.raises(ValueError, match=f"run with {name}{found}, and this one has {value}"):
+            claim(tmp_path, parse([*command, f"--{key}"]))
+    # Fine-tuning had the defaults of pre-training.
+    (tmp_path / "config.yaml").write_text(old.replace("name_or_path: null", "name_or_path: x"))
+    tuned = [*command, "--model.name_or_path=x", "--train.compute_dtype=float32"]
+    tuned.append("--optimizer.warmup_steps=0")
+    with pytest.raises(ValueError, match="weight_decay=0.1, and this one has 0.0"):
+        claim(tmp_path, parse(tuned))
+    claim(tmp_path, parse([*tuned, "--optimizer.weight_decay=0.1"]))
+    assert [file.name for file in tmp_path.iterdir()] == ["config.yaml"]
+
+
+PRE_TRAINING = {
+    "optimizer.learning_rate": 3e-4,
+    "optimizer.warmup_steps": 0,
+    "optimizer.warmup_ratio": None,
+    "optimizer.weight_decay": 0.1,
+    "train.compute_dtype": "float32",
+}
+
+
+FINE_TUNING = PRE_TRAINING | {
+    "optimizer.learning_rate": 2e-5,
+    "optimizer.warmup_steps": None,
+    "optimizer.warmup_ratio": 0.03,
+    "optimizer.weight_decay": 0.0,
+}
+
+
+CHECKPOINT = "--model.name_or_path=somewhere"
+
+
+@pytest.mark.parametrize(
+    ("flags", "platform", "wanted"),
+    [
+        ([], "cpu", PRE_TRAINING),
+        ([], "gpu", PRE_TRAINING),
+        ([CHECKPOINT], "cpu", FINE_TUNING),
+        ([CHECKPOINT], "gpu", FINE_TUNING | {"train.compute_dtype": "bfloat16"}),
+        (
+            [CHECKPOINT, "--adapter.type=lora"],
+            "cpu",
+            FINE_TUNING | {"optimizer.learning_rate": 2e-4},
+        ),
+        (
+            [CHECKPOINT, "--adapter.type=qlora", "--optimizer.warmup_steps=7"],
+            "cpu",
+            FINE_TUNING
+            | {"optimizer.learning_rate": 2e-4}
+            | {"optimizer.warmup_steps": 7, "optimizer.warmup_ratio": None},
+        ),
+        (
+            ["--optimizer.warmup_ratio=0.1", "--train.compute_dtype=float16"],
+            "gpu",
+            PRE_TRAINING
+            | {"optimizer.warmup_steps": None, "optimizer.warmup_ratio": 0.1}
+            | {"train.compute_dtype": "float16"},
+        ),
+    ],
+)
+def test_defaults_follow_the_work(flags, platform, wanted, tmp_path):
+    config = parse(flags).on(platform)
+    assert {key: flatten(config)[key] for key in wanted} == wanted
+    # What a run writes, read again, is the same on any platform.
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    again = parse(["--config", str(tmp_path / "config.yaml")])
+    assert again == config == again.on("cpu") == again.on("gpu")
+
+
+def test_a_fine_tuning_run_says_its_defaults_and_keeps_them(
+    arguments, uninterrupted, tmp_path, capsys
+):
+    text = Path(arguments[1]).read_text().replace("model: {", "model: {}\n_: {")
+    lines = [line for line in text.splitlines() if not line.startswith(("_", "optimizer"))]
+    (tmp_path / "config.yaml").write_text("\n".join(lines))
+    command = [f"--config={tmp_path / 'config.yaml'}", f"--model.name_or_path={uninterrupted}"]
+    command += [f"--run_dir={tmp_path / 'run'}", "--train.max_steps=2"]
+    command += ["--train.eval_steps=null", "--train.sample_tokens=0"]
+    assert main(command) == 0
+    line = (
+        "optimizer.learning_rate=2e-05, optimizer.weight_decay=0.0, optimizer.warmup_ratio=0.03, "
+    )
+    assert f"fine-tuning defaults: {line}train.compute_dtype=float32" in capsys.readouterr().out
+    saved = (tmp_path / "run" / "config.yaml").read_text()
+    for text in ("learning_rate: 2.0e-05", "warmup_ratio: 0.03", "dtype: float32"):
+        assert text in saved
+    assert rows(tmp_path / "run", "train/learning_rate")[1] == pytest.approx(2e-5)
+    # On a GPU the dtype would be another; the run keeps its own.
+    config = parse(command)
+    assert _with_defaults(config, "gpu").train.compute_dtype == "float32"
+    other = replace(config, run_dir=str(tmp_path / "other"))
+    assert _with_defaults(other, "gpu").train.compute_dtype == "bfloat16"
+
+
+def test_a_directory_with_something_else_is_not_taken(arguments, tmp_path, capsys):
+    (tmp_path / "thesis.tex").write_text("dear reader")
+    assert main([*arguments, "--run_dir", str(tmp_path)]) == 2
+    assert "holds no run" in capsys.readouterr().err
+    assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_saved_config_is_the_resolved_one(uninterrupted, arguments):
+    saved = parse(["--config", str(uninterrupted / "config.yaml")], "")
+    assert saved == parse([*arguments, "--run_dir", str(uninterrupted)], "")
+    assert json.dumps(saved.train.max_steps) == "20"
