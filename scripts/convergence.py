@@ -21,8 +21,8 @@ from bptjax.training.state import init_state
 
 
 def plain(hidden, head, labels, *, z_loss, softcap, chunk, axes):
-    """Returns the sum of the losses from `[B, T, V]` logits, by autodiff, and 0 for the z-loss; there
-    is no soft cap."""
+    """Returns the sum of the losses from `[B, T, V]` logits, by autodiff, and 0 for the z-loss;
+    there is no soft cap."""
     logits = jnp.einsum("btd,vd->btv", hidden, head.astype(hidden.dtype)).astype(jnp.float32)
     picked = jnp.take_along_axis(logits, jnp.maximum(labels, 0)[..., None], -1)[..., 0]
     losses = jnp.where(labels == -100, 0.0, jax.nn.logsumexp(logits, -1) - picked)

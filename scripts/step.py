@@ -19,10 +19,11 @@ from timing import needs
 
 from bptjax.config import Config, flatten, parse
 from bptjax.models.config import ModelConfig
+from bptjax.ops.attention.choices import record_choices
 from bptjax.parallel.mesh import make_mesh, select_devices
 from bptjax.training.spec import TrainSpec
 from bptjax.training.state import abstract_state, init_state
-from bptjax.training.step import chosen_attention, compile_step
+from bptjax.training.step import compile_step
 
 DECODERS = {
     "1b": ModelConfig(
@@ -85,8 +86,13 @@ def measure(
     batch = dict(tokens=tokens[:, :-1], labels=tokens[:, 1:], positions=place)
     batch = spec.layout.put(batch | dict(segments=np.ones_like(place)), accumulate)
     start = time.perf_counter()
-    step = compile_step(spec, abstract_state(spec), batch)
-    row: dict[str, Any] = dict(compile_s=time.perf_counter() - start, **needs(step))
+    with record_choices() as choices:
+        step = compile_step(spec, abstract_state(spec), batch)
+    row: dict[str, Any] = dict(
+        attention=" ".join(dict.fromkeys(choice.name for choice in choices)),
+        compile_s=time.perf_counter() - start,
+        **needs(step),
+    )
     if not steps:
         return row
     state, times, losses = init_state(spec), [], []
@@ -138,7 +144,6 @@ def main() -> None:
             if k.startswith(SETTINGS) and v != flatten(Config())[k]
         },
         devices=spec.mesh.size,
-        attention=chosen_attention(spec)[0],
         **measure(spec, args.steps, args.profile, args.warmup),
     )
     row |= dict(device=jax.devices()[0].device_kind, jax=jax.__version__)

@@ -57,13 +57,10 @@ def figures(spec: TrainSpec, steps: int) -> dict[str, Any]:
     train = spec.config.train
     row = measure(spec, steps)
     # Its peak is of all that this process has run.
-    row = {name: x for name, x in row.items() if name not in ("peak_gib", "losses")}
+    row = {name: x for name, x in row.items() if name not in ("attention", "peak_gib", "losses")}
     about = dict(T=train.seq_len, batch=spec.global_batch_size, parameters=train.param_dtype)
-    return (
-        about
-        | row
-        | dict(epoch_s=row["step_s"] * math.ceil(EPOCH / spec.global_batch_size / train.seq_len))
-    )
+    steps_per_epoch = math.ceil(EPOCH / spec.global_batch_size / train.seq_len)
+    return about | row | dict(epoch_s=row["step_s"] * steps_per_epoch)
 
 
 def draw(rows: list[dict[str, Any]], file: Path) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 from bptjax.checkpoint import Best, Checkpoints
 from bptjax.config import flatten, to_yaml
 from bptjax.metrics import JsonlWriter, Progress, Silence, Throughput
+from bptjax.ops.attention.choices import Choice, record_choices
 from bptjax.optim import learning_rate
 from bptjax.parallel.processes import agreed, everyone, hurry, largest, part, watched
 from bptjax.trackers import Trackers
@@ -171,6 +172,7 @@ class TrainLoop:
         self.done, self.tokens_seen, self.last_saved = start, tokens_seen, start or None
         self.pending: tuple[int, dict] | None = None
         self.stopped = 0
+        self.said: list[Choice] = []
         self.last_loss: tuple[int, float] | None = None
         self.throughput = Throughput()
         self.evaluate = evaluator(run.spec)
@@ -245,7 +247,13 @@ class TrainLoop:
         A, B, T = batch["tokens"].shape
         self.progress.log(f"compiling the step for {A} × {B} sequences of {T} tokens")
         start = time.perf_counter()
-        compiled = compile_step(self.run.spec, self.state, batch)
+        with record_choices() as choices:
+            compiled = compile_step(self.run.spec, self.state, batch)
+        for choice in choices:
+            if choice not in self.said:
+                for line in choice.lines():
+                    self.progress.log(line)
+                self.said.append(choice)
         needs = compiled.memory_analysis()
         offload = self.run.config.execution.offload
         if offload and not (needs and needs.host_temp_size_in_bytes):

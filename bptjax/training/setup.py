@@ -35,7 +35,7 @@ from bptjax.training.data import open_data, say
 from bptjax.training.run_directory import claim, saved_keys
 from bptjax.training.spec import TrainSpec
 from bptjax.training.state import adapted_kernels, embeddings_in_full
-from bptjax.training.step import chosen_attention
+from bptjax.training.step import check_kernel
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,8 @@ def _checked(config: Config, devices: list[jax.Device]) -> TrainingRun:
     config.execution.check(model)
     spec = TrainSpec(config, model, mesh, pretrained)
     _check_adapter(config, spec)
-    picked, others = chosen_attention(spec)
+    if config.execution.attention_implementation != "auto":
+        check_kernel(spec)
     batches = train_loader(
         data.train,
         tokenizer,
@@ -203,9 +204,6 @@ def _checked(config: Config, devices: list[jax.Device]) -> TrainingRun:
         rows=spec.global_batch_size,
         here=spec.layout.here(spec.global_batch_size),
     )
-    reasons: dict[str, list[str]] = {}
-    for name, reason in others.items():
-        reasons.setdefault(reason, []).append(name)
     axes = " ".join(f"{name}={size}" for name, size in mesh.shape.items())
     axes += f", the sequence by {': '.join(spec.layout.strategy)}" if mesh.shape["sp"] > 1 else ""
     where = f"{len(devices)} × {devices[0].device_kind}"
@@ -214,8 +212,6 @@ def _checked(config: Config, devices: list[jax.Device]) -> TrainingRun:
         f"devices: {where}, jax {jax.__version__}, mesh {axes}",
         f"data: {count(data.train)} documents, {len(data.held_out):,} held out, "
         f"vocabulary {model.V}",
-        f"attention: {picked}",
-        *(f"  not {', '.join(names)}: {reason}" for reason, names in reasons.items()),
     ]
     if model.add_tokens:
         known = [token for token in model.add_tokens if token not in data.added]

@@ -1,7 +1,6 @@
 """The train step: loss, gradients, optimizer update; its compilation, and evaluation."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,12 +12,8 @@ from jax import Array
 
 from bptjax.lora import join
 from bptjax.models.decoder import Decoder
-from bptjax.ops.attention import choose
-from bptjax.ops.attention.contract import QKV, AttentionSpec
 from bptjax.ops.loss import cross_entropy_and_z_loss
-from bptjax.ops.mask import Mask
 from bptjax.optim import learning_rate
-from bptjax.parallel.full_tiles import make_schedule
 from bptjax.parallel.sequence import FOLDED_BATCH, fold_sequence_shards
 from bptjax.training.spec import TrainSpec
 from bptjax.training.state import (
@@ -187,6 +182,27 @@ def compile_step(spec: TrainSpec, state: TrainState, batch: Batch) -> jax.stages
     return compiled
 
 
+def check_kernel(spec: TrainSpec) -> None:
+    """Checks that the kernel which execution.attention_implementation names can honor the model's
+    attention: traces the loss, and compiles nothing.
+
+    Raises:
+      ValueError: no such kernel.
+      NotImplementedError: the kernel cannot honor the arguments.
+    """
+    train = spec.config.train
+    shape = spec.micro_batch_size, train.seq_len + -train.seq_len % spec.layout.multiple
+    fields = "tokens", "labels", "segments", "positions"
+    batch = dict.fromkeys(fields, jax.ShapeDtypeStruct(shape, jnp.int32))
+    with jax.set_mesh(spec.mesh):
+        jax.eval_shape(
+            partial(loss_sum, spec, z_loss=0.0),
+            abstract_state(spec).model,
+            batch,
+            jax.random.key(0),
+        )
+
+
 def evaluator(spec: TrainSpec) -> Callable[[Decoder, Any, Callable[[int], None]], float]:
     """Returns a function from a model and batches `[B, T]` to the mean loss per token, in nats.
 
@@ -221,38 +237,3 @@ def model_flops(spec: TrainSpec, tokens: int, pairs: float) -> float:
     total, trained = parameter_counts(spec)
     attention = 12.0 * pairs * spec.model.num_heads * spec.model.H * spec.model.num_layers
     return (4.0 * total + 2.0 * trained) * tokens + attention
-
-
-def chosen_attention(run: TrainSpec) -> tuple[str, dict[str, str]]:
-    """The implementation that a device's attention takes, and why not the others.
-
-    Raises:
-      NotImplementedError: the named one cannot honour the model's.
-    """
-    model, execution, sizes = run.model, run.config.execution, run.mesh.shape
-    rows, T = run.config.train.per_device_train_batch_size, run.config.train.seq_len
-    layout = run.layout
-    T, (exchange, cut) = T + -T % layout.multiple, layout.split
-    order, heads = layout.order(T), model.num_heads // sizes["tp"] // exchange
-    # Where a part of a row stands is known only as the program runs.
-    place = None if order is None else jax.ShapeDtypeStruct((T // cut,), jnp.int32)
-    segments = jax.ShapeDtypeStruct((rows, T // cut), jnp.int32)
-    spec = AttentionSpec(
-        mask=Mask(causal=True, segments=segments, positions=place).within(model.windows, 0),
-        scale=1.0,
-        softcap=model.attention_softcap,
-        dropout=model.attention_dropout or 0.0,
-        alibi=jnp.zeros(heads) if model.position_embedding == "alibi" else None,
-    )
-    q = jax.ShapeDtypeStruct((rows, T // cut, heads, model.H), run.compute_dtype)
-    # Algorithm 1 is cut over the mesh by the compiler.
-    with jax.set_mesh(run.mesh) if execution.schedule == "fused" else nullcontext():
-        chosen = choose(execution.attention_implementation, QKV(q, q, q), spec)
-        if order is None or make_schedule(spec, (order, order), cut) is None:
-            return chosen
-        # Taken but by documents that end within a device's tokens.
-        return choose(
-            execution.attention_implementation,
-            QKV(q, q, q),
-            replace(spec, mask=Mask(causal=True)),
-        )

@@ -73,7 +73,8 @@ def test_stop_and_resume_is_exact(
     assert rows(run_dir) == rows(uninterrupted)
     assert rows(run_dir, "eval/loss") == rows(uninterrupted, "eval/loss")
     assert rows(run_dir, "train/tokens_seen") == rows(uninterrupted, "train/tokens_seen")
-    assert "resumed at step 10" in (run_dir / "log.txt").read_text()
+    log = (run_dir / "log.txt").read_text()
+    assert "resumed at step 10" in log and log.count("attention: scan\n") == 2
 
 
 def test_a_complete_run_is_left_alone(arguments, uninterrupted, capsys):

@@ -71,6 +71,10 @@ BAD = {
         "execution.offload=0.5 moves from a GPU",
     ),
     "no such attention": (["--execution.attention_implementation", "quick"], "'quick'"),
+    "a kernel of another platform": (
+        ["--execution.attention_implementation", "cudnn"],
+        "attention 'cudnn': needs an NVIDIA GPU",
+    ),
     "no cap": (
         ["--model.logits_softcap", "0"],
         "error: model.logits_softcap=0.0: must be positive; leave it out for none\n",

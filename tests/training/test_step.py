@@ -11,12 +11,13 @@ import pytest
 from bptjax.checkpoint import Checkpoints
 from bptjax.config import Config, TrainConfig
 from bptjax.models.config import ModelConfig
+from bptjax.ops.attention.choices import record_choices
 from bptjax.optim import OptimizerConfig
 from bptjax.parallel.mesh import ParallelConfig, make_mesh
 from bptjax.remat import ExecutionConfig
 from bptjax.training.spec import TrainSpec
 from bptjax.training.state import TrainState, abstract_state, init_state
-from bptjax.training.step import compile_step, gradients
+from bptjax.training.step import check_kernel, compile_step, gradients
 from training.specs import assert_same, gradient_sums, with_optimizer
 
 T = 24
@@ -225,3 +226,30 @@ def test_moments_in_host_memory(batch, tmp_path):
     assert rows == wanted
     with pytest.raises(RuntimeError, match=r"=pinned_host, but the moments are in \{'device'\}"):
         compile_step(host, init_state(device), placed)
+
+
+@pytest.mark.parametrize("schedule", ["split", "fused"])
+def test_compiling_records_the_kernel(batch, schedule):
+    spec = make_spec()
+    spec = replace(spec, config=replace(spec.config, execution=ExecutionConfig(schedule=schedule)))
+    placed = spec.layout.put(batch)
+    for _ in range(2):
+        with record_choices() as choices:
+            compile_step(spec, abstract_state(spec), placed)
+        assert [choice.name for choice in choices] == ["scan"]
+
+
+def test_a_ring_chooses_for_the_arrays_of_a_device():
+    """Padded to what the mesh divides, without compiling; also with a named kernel."""
+    spec = make_spec(ParallelConfig(dp=2, fsdp=1, sp=4, sequence_strategy="ring"), seq_len=T - 2)
+    with record_choices() as choices:
+        check_kernel(spec)
+    assert {choice.name for choice in choices} == {"scan"}
+    for name, error, message in (
+        ("cudnn", NotImplementedError, "needs an NVIDIA GPU"),
+        ("quick", ValueError, "'quick': must be one of auto, cudnn"),
+    ):
+        execution = replace(spec.config.execution, attention_implementation=name)
+        named = replace(spec, config=replace(spec.config, execution=execution))
+        with pytest.raises(error, match=message):
+            check_kernel(named)

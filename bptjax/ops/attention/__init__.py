@@ -14,6 +14,7 @@ from jaxtyping import Float
 
 from bptjax.ops.arguments import check_chunk, check_qkv, check_rate, check_sinks, check_softcap
 from bptjax.ops.attention import cudnn, loop, reference, scan, triton_flash
+from bptjax.ops.attention.choices import record
 from bptjax.ops.attention.contract import QKV, AttentionSpec, AttentionState, Kernel
 from bptjax.ops.checkpoint_names import checkpoint_named
 from bptjax.ops.mask import Mask
@@ -43,7 +44,8 @@ RESIDUAL_NAMES = ("attention_out", "attention_lse")
 
 def choose(impl: str, x: QKV, spec: AttentionSpec) -> tuple[str, dict[str, str]]:
     """Returns the name of the kernel that `impl` stands for, and the reason against each other
-    kernel that `auto` considered. Reads only the shapes and dtypes of `x`.
+    kernel that `auto` considered; `record_choices` sees them. Reads only the shapes and dtypes of
+    `x`.
 
     Raises:
       ValueError: no such kernel.
@@ -60,11 +62,13 @@ def choose(impl: str, x: QKV, spec: AttentionSpec) -> tuple[str, dict[str, str]]
             else:
                 reasons[name] = reason
         assert chosen is not None  # scan honors everything.
+        record(chosen, reasons)
         return chosen, reasons
     if impl not in KERNELS:
         raise ValueError(f"attention={impl!r}: must be one of auto, {', '.join(KERNELS)}")
     if reason := KERNELS[impl].unsupported(x, spec):
         raise NotImplementedError(f"attention {impl!r}: {reason}")
+    record(impl, {})
     return impl, {}
 
 

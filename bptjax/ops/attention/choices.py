@@ -1,0 +1,49 @@
+"""A record of the kernels that attention takes while a program is traced."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A kernel that was taken.
+
+    Attributes:
+      name: the kernel's.
+      refusals: (name, reason) of each other kernel that was considered.
+    """
+
+    name: str
+    refusals: tuple[tuple[str, str], ...]
+
+    def lines(self) -> list[str]:
+        """Formats the choice for the log: the kernel, then the others by the reasons against them."""
+        reasons: dict[str, list[str]] = {}
+        for name, reason in self.refusals:
+            reasons.setdefault(reason, []).append(name)
+        refused = (f"  not {', '.join(names)}: {reason}" for reason, names in reasons.items())
+        return [f"attention: {self.name}", *refused]
+
+
+_open_record: ContextVar[list[Choice] | None] = ContextVar("open_record", default=None)
+
+
+@contextmanager
+def record_choices() -> Iterator[list[Choice]]:
+    """Yields a list that gets each different choice made inside, in order. A choice is made while a
+    function is traced; a function that jax has traced before makes none."""
+    choices: list[Choice] = []
+    token = _open_record.set(choices)
+    try:
+        yield choices
+    finally:
+        _open_record.reset(token)
+
+
+def record(name: str, refusals: Mapping[str, str]) -> None:
+    """Adds a choice to the open record, if there is one."""
+    choices, choice = _open_record.get(), Choice(name, tuple(refusals.items()))
+    if choices is not None and choice not in choices:
+        choices.append(choice)

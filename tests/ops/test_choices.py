@@ -1,0 +1,40 @@
+"""The record of the kernels that attention takes."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from bptjax.ops.attention import KERNELS, attention, choose
+from bptjax.ops.attention.choices import record_choices
+from bptjax.ops.attention.contract import QKV, AttentionSpec
+from bptjax.ops.mask import Mask
+
+X = jnp.ones((1, 8, 2, 4))
+
+
+def test_a_traced_program_says_what_it_took():
+    for _ in range(2):  # The second time, the caches of jax are warm.
+
+        def loss(x, impl):
+            return attention(x, x, x, impl=impl).sum()
+
+        with record_choices() as choices:
+            jax.jit(jax.grad(loss), static_argnums=1).lower(X, "auto").compile()
+            jax.jit(loss, static_argnums=1).lower(X, "loop").compile()
+        automatic, named = choices
+        others = [name for name, _ in automatic.refusals]
+        assert automatic.name == "scan" and others == [n for n in KERNELS if n != "scan"]
+        assert automatic.lines()[:2] == [
+            "attention: scan",
+            "  not cudnn, triton: needs an NVIDIA GPU",
+        ]
+        assert named.lines() == ["attention: loop"]
+
+
+def test_nothing_is_recorded_outside_or_of_a_refusal():
+    spec = AttentionSpec(mask=Mask(causal=True), scale=1.0)
+    with record_choices() as choices:
+        with pytest.raises(NotImplementedError, match="NVIDIA"):
+            choose("cudnn", QKV(X, X, X), spec)
+    choose("auto", QKV(X, X, X), spec)
+    assert choices == []
