@@ -35,7 +35,7 @@ from bptjax.parallel.mesh import ParallelConfig, constrain, make_mesh, select_de
 from bptjax.parallel.ring import zigzag
 from bptjax.parallel.sequence import STRATEGIES, attention
 from bptjax.training.spec import TrainSpec
-from bptjax.training.step import model_flops
+from bptjax.training.step import matmul_parameters, model_flops
 
 TRANSFORMER = EncoderConfig(
     hidden_size=768,
@@ -171,8 +171,10 @@ def step_row(args: argparse.Namespace, name: str, rows: int, T: int, n: int, spl
     # Its peak is of all that this process has run.
     row = {name: x for name, x in row.items() if name not in ("peak_gib", "losses")}
     about = dict(layers=model.num_layers, impl=row.pop("attention"), dtype=train.compute_dtype)
+    pairs = model.num_layers * rows * T**2 / 2
+    flops = model_flops(model, matmul_parameters(spec), rows * T, pairs)
     speed = dict(
-        tflops_a_device=model_flops(spec, rows * T, rows * T**2 / 2) / row["step_s"] / n / 1e12,
+        tflops_a_device=flops / row["step_s"] / n / 1e12,
         tokens_per_second_a_device=row["tokens_per_second"] / n,
     )
     return about | row | speed

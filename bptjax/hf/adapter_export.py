@@ -13,17 +13,14 @@ from bptjax.hf.pretrained import Pretrained, find, open_pretrained
 from bptjax.models.config import ModelConfig
 
 
-def export_adapter(source: str, out: Path, *, replace: bool = False) -> Pretrained:
+def export_adapter(source: str, out: Path) -> Pretrained:
     """Writes the adapters of a run's newest checkpoint as PEFT reads them.
-
-    Args:
-      replace: whether `out` may hold an earlier export.
 
     Raises:
       ValueError: what is wrong with it, in one line; nothing is left of `out`.
     """
     model = open_adapter(source)
-    with whole(out, replace=replace) as directory:
+    with whole(out) as directory:
         write_adapter(model, directory)
         here, added = find(source), model.config.add_tokens
         if has_tokenizer(here) or added and model.companions:

@@ -25,7 +25,7 @@ from bptjax.training.guards import (
     finite,
     stop_signals,
 )
-from bptjax.training.report import answers, export, report, sample
+from bptjax.training.report import answers, export_adapter, report, sample
 from bptjax.training.run_directory import record
 from bptjax.training.setup import TrainingRun
 from bptjax.training.spec import TrainSpec
@@ -37,7 +37,7 @@ from bptjax.training.state import (
     init_state,
     parameter_counts,
 )
-from bptjax.training.step import compile_step, evaluator, model_flops
+from bptjax.training.step import compile_step, evaluator, matmul_parameters, model_flops
 
 # Dense bf16 matmul peaks, FLOP/s, by the device's name: what MFU is counted against.
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
@@ -133,8 +133,7 @@ def train(run: TrainingRun) -> int:
                 "command continues from there"
             )
         else:
-            if first:
-                export(run, progress.log)
+            export_adapter(run, loop.state, progress.log)
             text = sample(run, loop.state) if config.train.sample_tokens else ""
             if first:
                 report(run, loop.state, text, progress.log)
@@ -177,6 +176,7 @@ class TrainLoop:
         self.throughput = Throughput()
         self.evaluate = evaluator(run.spec)
         self.parameters, self.trained = parameter_counts(run.spec)
+        self.matmul_parameters = matmul_parameters(run.spec)
         self.best = Best()
 
     def train(self, stopped: list[int]) -> None:
@@ -330,7 +330,7 @@ class TrainLoop:
         peak = next((f for n, f in PEAK_FLOPS.items() if n in devices[0].device_kind), None)
         seconds = metrics.get("throughput/step_time")
         if peak and seconds:
-            flops = model_flops(self.run.spec, tokens, attended)
+            flops = model_flops(self.run.spec.model, self.matmul_parameters, tokens, attended)
             found["throughput/mfu"] = flops / seconds / (peak * len(devices))
         return found
 

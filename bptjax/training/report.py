@@ -12,25 +12,31 @@ from bptjax.data.records import readable
 from bptjax.data.text import byte_baselines
 from bptjax.data.tokenizer import ByteTokenizer
 from bptjax.generation import Sampling, generate
-from bptjax.hf.adapter_export import export_adapter, remedy_for_peft
+from bptjax.hf.adapter_export import remedy_for_peft, write_adapter
+from bptjax.hf.output import whole
 from bptjax.metrics import plot_loss, printable, read_metrics
 from bptjax.training.setup import TrainingRun
-from bptjax.training.state import TrainState
+from bptjax.training.state import TrainState, gather_adapters
 
-# What a run of adapters leaves for PEFT.
+# Directory of the adapters for PEFT.
 ADAPTER = "adapter"
 
 
-def export(run: TrainingRun, say: Callable[[str], None]) -> None:
-    """Writes `adapter/` as PEFT reads it, where adapters of a Hugging Face family's model were
-    trained, and says what PEFT needs beside it.
-    """
+def export_adapter(run: TrainingRun, state: TrainState, log: Callable[[str], None]) -> None:
+    """Writes the trained adapters of a Hugging Face model and the tokenizer to `adapter/`, as PEFT
+    reads them, and logs what else PEFT needs. Each process must call it; the first one writes."""
     pretrained = run.spec.pretrained
     if run.base is None or pretrained is None or pretrained.family is None:
         return
-    model = export_adapter(str(run.directory), run.directory / ADAPTER, replace=True)
-    if text := remedy_for_peft(model, run.directory / ADAPTER):
-        say(text)
+    adapters = gather_adapters(run.spec, state)
+    if jax.process_index() != 0:
+        return
+    model, out = pretrained.adapted(adapters), run.directory / ADAPTER
+    with whole(out, replace=True) as directory:
+        write_adapter(model, directory)
+        run.tokenizer.save(directory)
+    if text := remedy_for_peft(model, out):
+        log(text)
 
 
 def report(run: TrainingRun, state: TrainState, text: str, say: Callable[[str], None]) -> None:

@@ -1,6 +1,7 @@
 """The state of a run: parameters, optimizer state and keys, new, loaded or restored, and where each
 array lives."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -9,11 +10,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.experimental.multihost_utils import process_allgather
 from jax.sharding import NamedSharding, PartitionSpec
 
 from bptjax.hf.peft import embeddings, modules
-from bptjax.hf.place import put
+from bptjax.hf.place import path_of, put
 from bptjax.lora import (
+    Adapted,
+    Adapters,
     Saved,
     Values,
     attach,
@@ -104,6 +108,20 @@ def split_trained(spec: TrainSpec, model: Decoder) -> tuple[Any, Any]:
     return split(model, is_trained)
 
 
+def gather_adapters(spec: TrainSpec, state: TrainState) -> Adapters:
+    """Returns the adapters, and the embeddings trained in full beside them, as NumPy arrays.
+    Gathers the shards of all processes, so each process must call it."""
+    values, modules = {}, {}
+    found = jax.tree.leaves_with_path(state.model, is_leaf=lambda x: isinstance(x, Adapted | Saved))
+    for path, leaf in found:
+        if isinstance(leaf, Adapted):
+            arrays = (v.get_value() for v in (leaf.a, leaf.b, leaf.scale))
+            values[path_of(path)] = tuple(process_allgather(x, tiled=True) for x in arrays)
+        elif isinstance(leaf, Saved):
+            modules[path_of(path)] = process_allgather(leaf.get_value(), tiled=True)
+    return Adapters(spec.config.adapter, values, modules)
+
+
 class ParameterCounts(NamedTuple):
     """Parameters of the model, adapters included, and the trained ones among them."""
 
@@ -111,19 +129,21 @@ class ParameterCounts(NamedTuple):
     trained: int
 
 
-def parameter_counts(spec: TrainSpec) -> ParameterCounts:
-    base = _size(_abstract_model(spec))
+def parameter_counts(spec: TrainSpec, without: Collection[str] = ()) -> ParameterCounts:
+    """Counts the parameters, but for the paths in `without`."""
+
+    def size(tree):
+        leaves = jax.tree.leaves_with_path(tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
+        return sum(v.get_value().size for path, v in leaves if path_of(path) not in without)
+
+    base = size(_abstract_model(spec))
     if spec.config.adapter.type == "none":
         return ParameterCounts(base, base)
     state = jax.eval_shape(partial(_new_state, spec), None, _loaded_adapters(spec))
     trained, _ = split_trained(spec, state.model)
     # The base model counts embeddings that are trained in full already.
     in_full, low_rank = split(trained, lambda v: isinstance(v, Saved))
-    return ParameterCounts(base + _size(low_rank), _size(in_full) + _size(low_rank))
-
-
-def _size(tree: Any) -> int:
-    return sum(x.size for x in jax.tree.leaves(tree))
+    return ParameterCounts(base + size(low_rank), size(in_full) + size(low_rank))
 
 
 def adapted_kernels(spec: TrainSpec) -> set[str]:

@@ -1,5 +1,6 @@
 """The train step: loss, gradients, optimizer update; its compilation, and evaluation."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -11,6 +12,7 @@ import numpy as np
 from jax import Array
 
 from bptjax.lora import join
+from bptjax.models.config import ModelConfig
 from bptjax.models.decoder import Decoder
 from bptjax.ops.loss import cross_entropy_and_z_loss
 from bptjax.optim import learning_rate
@@ -18,6 +20,7 @@ from bptjax.parallel.sequence import FOLDED_BATCH, fold_sequence_shards
 from bptjax.training.spec import TrainSpec
 from bptjax.training.state import (
     HOST,
+    ParameterCounts,
     TrainState,
     abstract_state,
     constrain,
@@ -52,15 +55,16 @@ def loss_sum(
         sequence_strategy=config.parallel.sequence_strategy,
     )
     hidden, labels = fold_sequence_shards((hidden, batch["labels"]))
-    return cross_entropy_and_z_loss(
-        hidden,
-        model.head_matrix,
-        labels,
-        z_loss=z_loss,
-        softcap=model.config.logits_softcap,
-        chunk=config.execution.ce_chunk,
-        axes=FOLDED_BATCH,
-    )
+    with jax.named_scope("loss"):
+        return cross_entropy_and_z_loss(
+            hidden,
+            model.head_matrix,
+            labels,
+            z_loss=z_loss,
+            softcap=model.config.logits_softcap,
+            chunk=config.execution.ce_chunk,
+            axes=FOLDED_BATCH,
+        )
 
 
 def gradients(
@@ -114,29 +118,28 @@ def train_step(
     """Takes one optimizer step over micro-batches `[A, B, T]`.
 
     Its metrics are means per labeled token; `train/loss` is the cross-entropy alone. `tokens`
-    counts the tokens that are not padding, and `attended` the query-key pairs of causal attention
-    within documents.
+    counts the tokens that are not padding; for `attended` see `attended_pairs`.
     """
     config = spec.config
     (loss, z_loss), found, count = gradients(spec, state, batch)
     count = jnp.maximum(count, 1).astype(jnp.float32)
     loss_scale = state.loss_scale
     trained, frozen = split_trained(spec, state.model)
-    trained, opt_state, norm = spec.optimizer.update(
-        found,
-        state.opt_state,
-        # Each device updates its shard, as of the moments.
-        constrain(spec, trained, sharded=True),
-        divisor=count if loss_scale is None else count * loss_scale.value,
-        key=jax.random.fold_in(_step_key(state), ROUNDING),
-    )
+    with jax.named_scope("optimizer"):
+        trained, opt_state, norm = spec.optimizer.update(
+            found,
+            state.opt_state,
+            # Each device updates its shard, as of the moments.
+            constrain(spec, trained, sharded=True),
+            divisor=count if loss_scale is None else count * loss_scale.value,
+            key=jax.random.fold_in(_step_key(state), ROUNDING),
+        )
     if loss_scale is not None:
         loss_scale = loss_scale.update(jnp.isfinite(norm))
     real = batch["segments"] != 0
-    pairs = jnp.where(real, batch["positions"] + 1.0, 0.0)
     metrics = {
         "tokens": real.sum(),
-        "attended": pairs.sum(),
+        "attended": attended_pairs(spec.model, batch["positions"], batch["segments"]),
         "train/loss": (loss - z_loss) / count if config.train.z_loss else loss / count,
         "train/grad_norm": norm,
         "train/learning_rate": learning_rate(config.optimizer, spec.steps)(state.opt_state.count),
@@ -230,10 +233,38 @@ def evaluator(spec: TrainSpec) -> Callable[[Decoder, Any, Callable[[int], None]]
     return evaluate
 
 
-def model_flops(spec: TrainSpec, tokens: int, pairs: float) -> float:
-    """Returns the model FLOPs of a step over this number of tokens and of query-key pairs that
-    attention sees: of the forward pass, and of the gradients of activations and of trained
-    parameters."""
-    total, trained = parameter_counts(spec)
-    attention = 12.0 * pairs * spec.model.num_heads * spec.model.H * spec.model.num_layers
+def matmul_parameters(spec: TrainSpec) -> ParameterCounts:
+    """Counts the parameters that tokens are multiplied by. A table that is only looked up is none:
+    learned positions, and the input embedding unless it is the head too."""
+    lookups = {"positions"} if spec.model.tied_head else {"positions", "embedding"}
+    return parameter_counts(spec, without=lookups)
+
+
+def attended_pairs(model: ModelConfig, positions: Array, segments: Array) -> Array:
+    """Returns the number of query-key pairs that attention sees in all layers together, float32:
+    causal, within documents and within each layer's window."""
+    keys = jnp.where(segments != 0, positions + 1.0, 0.0)
+    layers = Counter(model.windows[kind] for kind in model.kinds)
+    pairs = jnp.zeros(())
+    for window, count in layers.items():
+        pairs += count * (keys if window is None else jnp.minimum(keys, window)).sum()
+    return pairs
+
+
+def model_flops(
+    model: ModelConfig, parameters: ParameterCounts, tokens: int, pairs: float
+) -> float:
+    """Returns the FLOPs of a step that model FLOPs utilization counts: the forward pass, and the
+    gradients of activations and of trained parameters; no recomputation.
+
+    Args:
+      parameters: as `matmul_parameters` counts them.
+      tokens: without padding.
+      pairs: as `attended_pairs` counts them.
+
+    Chowdhery et al. 2022, arXiv 2204.02311, Appendix B, but only with the pairs that the mask lets
+    through.
+    """
+    total, trained = parameters
+    attention = 12.0 * pairs * model.num_heads * model.H
     return (4.0 * total + 2.0 * trained) * tokens + attention

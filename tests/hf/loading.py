@@ -34,3 +34,12 @@ def random_weights(directory, family, model):
         return (x + 1.0 * path.endswith("scale")).astype(np.float32)
 
     write_hf(directory, rows, model.num_layers, read, lambda path: "float32", "", "5GB")
+
+
+def contents(directory):
+    """Returns the bytes of each file."""
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in directory.rglob("*")
+        if path.is_file()
+    }

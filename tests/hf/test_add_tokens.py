@@ -17,7 +17,7 @@ from bptjax.hf.pretrained import open_pretrained
 from bptjax.models.config import ModelConfig
 from bptjax.train import main
 from hf.cases import config
-from hf.loading import random_base
+from hf.loading import contents, random_base
 from hf.test_peft import adapted, close, logits, ours, peft, pretrained  # noqa: F401
 
 pytestmark = [
@@ -208,6 +208,7 @@ def test_a_run_of_adapters_trains_the_new_rows(base, tmp_path, tokens, monkeypat
     tokens = np.concatenate([tokens % 13, np.full((2, 1), 13)], 1)
     got = ours(run, tokens)
     assert convert.main(["export-adapter", str(run), str(tmp_path / "adapter")]) == 0
+    assert contents(run / "adapter") == contents(tmp_path / "adapter")
     assert convert.main(["merge-adapter", str(run), str(tmp_path / "merged")]) == 0
     for name in ("adapter", "merged"):
         close(ours(tmp_path / name, tokens), got)

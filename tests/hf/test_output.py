@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from bptjax import convert
-from bptjax.hf.adapter_export import export_adapter
+from bptjax.hf.adapter_export import export_adapter, open_adapter, write_adapter
 from bptjax.hf.output import _locked, whole
 from bptjax.hf.peft import CONFIG, WEIGHTS
 from hf.cases import config
@@ -92,6 +92,7 @@ def test_an_earlier_export_is_replaced_at_the_end(tmp_path):
     with pytest.raises(OSError), whole(out, replace=True):
         raise OSError("the disk is full")
     assert (out / "stale").exists()
-    export_adapter(str(adapter), out, replace=True)
+    with whole(out, replace=True) as directory:
+        write_adapter(open_adapter(str(adapter)), directory)
     assert (out / WEIGHTS).read_bytes() == first and not (out / "stale").exists()
     assert {p.name for p in tmp_path.iterdir()} == {"base", "adapter", "out"}

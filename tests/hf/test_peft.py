@@ -18,7 +18,7 @@ from bptjax.hf.pretrained import open_pretrained
 from bptjax.models.config import ModelConfig
 from bptjax.train import main
 from hf.cases import FAMILIES, LONG, SHORT, config
-from hf.loading import load, random_base
+from hf.loading import contents, load, random_base
 
 # Of PEFT with this transformers, and where it corrects a default.
 pytestmark = [
@@ -294,6 +294,7 @@ def test_a_run_resumes_generates_merges_and_exports(
     capsys.readouterr()
     assert convert.main(["export-adapter", str(run), str(tmp_path / "adapter")]) == 0
     assert "the adapter was trained beside a changed base" in capsys.readouterr().out
+    assert contents(run / "adapter") == contents(tmp_path / "adapter")
     more = [f"--run_dir={tmp_path / 'more'}", f"--model.name_or_path={tmp_path / 'adapter'}"]
     assert main([*arguments, *more]) == 2
     assert "set adapter.type" in capsys.readouterr().err
@@ -301,6 +302,8 @@ def test_a_run_resumes_generates_merges_and_exports(
     assert "adapter.r=3" in capsys.readouterr().err
     assert main([*arguments, *more, "--adapter.type=qlora"]) == 0
     last = [json.loads(x) for x in (tmp_path / "more" / "metrics.jsonl").read_text().splitlines()]
+    assert convert.main(["export-adapter", str(tmp_path / "more"), str(tmp_path / "again")]) == 0
+    assert contents(tmp_path / "more" / "adapter") == contents(tmp_path / "again")
     first, final = last[0]["eval/loss"], wanted[-1]["eval/loss"]
     assert abs(first - final) < 1e-4 * final
 

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
+from bptjax.data.tokenizer import ByteTokenizer
 from bptjax.metrics import Progress, read_metrics
 from bptjax.optim import OptimizerConfig, describe_schedule, learning_rate
 from bptjax.train import main
@@ -325,3 +326,19 @@ def test_a_bad_record_deep_in_the_data(arguments, tmp_path, capsys, monkeypatch)
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "saved: " in error and "record 381: " in error
     assert list((tmp_path / "third" / "checkpoints").iterdir())
+
+
+def test_utilization_is_model_flops_over_the_peak(arguments, tmp_path, monkeypatch):
+    """On documents that fill their sequences."""
+    monkeypatch.setattr("bptjax.training.loop.PEAK_FLOPS", {"cpu": 1e9})
+    (tmp_path / "ids.jsonl").write_text((json.dumps({"input_ids": [7] * 33}) + "\n") * 8)
+    command = [*arguments, f"--data.path={tmp_path / 'ids.jsonl'}", "--data.packing=none"]
+    command += ["--data.eval_fraction=0", "--train.max_steps=3", "--train.sample_tokens=0"]
+    assert main([*command, f"--run_dir={tmp_path / 'run'}"]) == 0
+    *_, last = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    # Two sequences of 32 tokens; one layer of width 16 and feed-forward 64, two heads, tied bytes.
+    assert last["train/tokens_seen"] == 3 * 64
+    parameters = 4 * 16 * 16 + 3 * 16 * 64 + 3 * 16 + ByteTokenizer.vocab_size * 16
+    flops = 6 * parameters * 64 + 12 * (2 * 32 * 33 / 2) * 16
+    seconds = last["throughput/step_time"]
+    assert last["throughput/mfu"] == pytest.approx(flops / seconds / 1e9)
