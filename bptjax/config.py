@@ -15,7 +15,7 @@ from bptjax.command_line import EXIT_CODES, Debug, Help, nearest, normalize, one
 from bptjax.data.config import DataConfig
 from bptjax.lora import AdapterConfig
 from bptjax.models.config import ModelConfig
-from bptjax.optim import OptimizerConfig
+from bptjax.optimizer import OptimizerConfig
 from bptjax.parallel.mesh import ParallelConfig
 from bptjax.remat import ExecutionConfig
 from bptjax.trackers import Name

@@ -13,7 +13,7 @@ from training.specs import assert_same, gradient_sums
 from bptjax.config import Config, TrainConfig
 from bptjax.lora import Adapted, AdapterConfig, Quantized, linears, targets
 from bptjax.models.config import ModelConfig
-from bptjax.optim import OptimizerConfig
+from bptjax.optimizer import OptimizerConfig
 from bptjax.parallel.mesh import ParallelConfig, make_mesh
 from bptjax.remat import ExecutionConfig
 from bptjax.training.spec import TrainSpec
@@ -192,8 +192,8 @@ def test_only_adapters_learn(batch):
         after = jax.tree.leaves(split_trained(spec, state.model)[i])
         for x, y in zip(after, jax.tree.leaves(before[i]), strict=True):
             assert np.array_equal(x, y) == same
-    assert {x.dtype for x in jax.tree.leaves(state.opt_state.mu)} == {jnp.dtype("float32")}
-    trained = sum(x.size for x in jax.tree.leaves(state.opt_state.mu))
+    assert {x.dtype for x in jax.tree.leaves(state.opt_state.slots)} == {jnp.dtype("float32")}
+    trained = sum(x.size for x in jax.tree.leaves(state.opt_state.slots["mu"]))
     assert parameter_counts(spec).trained == trained
 
 

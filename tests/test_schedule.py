@@ -6,7 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bptjax.optim import LossScale, OptimizerConfig, learning_rate
+from bptjax.loss_scale import LossScale
+from bptjax.optimizer import OptimizerConfig
+from bptjax.schedule import learning_rate
 
 
 def test_loss_scale_doubles_after_good_steps():
@@ -43,7 +45,7 @@ def test_learning_rate_rises_and_falls():
         ),
         (dict(warmup_steps=1, warmup_ratio=0.1), "warmup_ratio=0.1: must not be set beside"),
         (dict(decay_ratio=0.5), "decay_ratio=0.5: must not be set with lr_scheduler_type=cosine"),
-        (dict(warmup_ratio=1.5), r"warmup_ratio=1.5 is not in \[0, 1\]"),
+        (dict(warmup_ratio=1.5), r"warmup_ratio=1.5: must be in \[0, 1\]"),
         (dict(learning_rate=None), "optimizer.learning_rate: must be set"),
     ],
 )

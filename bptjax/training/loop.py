@@ -15,8 +15,8 @@ from bptjax.checkpoint import Best, Checkpoints
 from bptjax.config import flatten, to_yaml
 from bptjax.metrics import JsonlWriter, Progress, Silence, Throughput
 from bptjax.ops.attention.choices import Choice, record_choices
-from bptjax.optim import learning_rate
 from bptjax.parallel.processes import agreed, everyone, hurry, largest, part, watched
+from bptjax.schedule import learning_rate
 from bptjax.trackers import Trackers
 from bptjax.training.guards import (
     RunFailed,

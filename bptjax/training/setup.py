@@ -28,9 +28,9 @@ from bptjax.hf.pretrained import COMPANIONS, Pretrained
 from bptjax.lora import AdapterConfig
 from bptjax.models.config import ModelConfig
 from bptjax.models.layers import rotary
-from bptjax.optim import describe_schedule
 from bptjax.parallel.mesh import ParallelConfig, make_mesh, select_devices
 from bptjax.parallel.processes import agreed, everyone, join, same, watched
+from bptjax.schedule import describe_schedule
 from bptjax.training.data import open_data, say
 from bptjax.training.run_directory import claim, saved_keys
 from bptjax.training.spec import TrainSpec

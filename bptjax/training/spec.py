@@ -9,7 +9,6 @@ from jax.sharding import Mesh
 from bptjax.config import Config
 from bptjax.hf.pretrained import Pretrained
 from bptjax.models.config import ModelConfig
-from bptjax.optim import AdamW
 from bptjax.parallel.layout import Layout
 
 
@@ -63,10 +62,6 @@ class TrainSpec:
                 "train.compute_dtype: must be set; Config.on(platform) sets its default"
             )
         return jnp.dtype(self.config.train.compute_dtype)
-
-    @property
-    def optimizer(self) -> AdamW:
-        return AdamW(self.config.optimizer, self.steps)
 
     @cached_property
     def layout(self) -> Layout:

@@ -33,8 +33,9 @@ from bptjax.lora import (
     targets,
     train_in_full,
 )
+from bptjax.loss_scale import LossScale
 from bptjax.models.decoder import Decoder
-from bptjax.optim import AdamState, LossScale
+from bptjax.optimizer import OptState, init_opt_state
 from bptjax.parallel.mesh import CUT, sharding
 from bptjax.training.spec import TrainSpec
 
@@ -54,7 +55,7 @@ class TrainState:
     """
 
     model: Decoder
-    opt_state: AdamState
+    opt_state: OptState
     step: Array
     key: Array
     loss_scale: LossScale | None
@@ -67,8 +68,8 @@ def abstract_state(spec: TrainSpec) -> TrainState:
     state = replace(with_shardings(spec, state), model=model)
     if spec.config.optimizer.state_memory_kind == "device":
         return state
-    mu, nu = jax.tree.map(_in_host_memory, (state.opt_state.mu, state.opt_state.nu))
-    return replace(state, opt_state=state.opt_state._replace(mu=mu, nu=nu))
+    slots = jax.tree.map(_in_host_memory, state.opt_state.slots)
+    return replace(state, opt_state=replace(state.opt_state, slots=slots))
 
 
 def init_state(spec: TrainSpec) -> TrainState:
@@ -217,7 +218,7 @@ def _new_state(
         model = attach(model, adapters, adapter.dropout)
     return TrainState(
         model=model,
-        opt_state=spec.optimizer.init(split_trained(spec, model)[0]),
+        opt_state=init_opt_state(spec.config.optimizer, split_trained(spec, model)[0]),
         step=jnp.zeros((), jnp.int32),
         key=jax.random.key_data(key),
         loss_scale=LossScale.start() if spec.compute_dtype == jnp.float16 else None,

@@ -15,8 +15,9 @@ from bptjax.lora import join
 from bptjax.models.config import ModelConfig
 from bptjax.models.decoder import Decoder
 from bptjax.ops.loss import cross_entropy_and_z_loss
-from bptjax.optim import learning_rate
+from bptjax.optimizer import apply_gradients
 from bptjax.parallel.sequence import FOLDED_BATCH, fold_sequence_shards
+from bptjax.schedule import learning_rate
 from bptjax.training.spec import TrainSpec
 from bptjax.training.state import (
     HOST,
@@ -125,12 +126,16 @@ def train_step(
     count = jnp.maximum(count, 1).astype(jnp.float32)
     loss_scale = state.loss_scale
     trained, frozen = split_trained(spec, state.model)
+    # An overflow in float16 leaves `count`, and so the schedule, where it is.
+    rate = learning_rate(config.optimizer, spec.steps)(state.opt_state.count)
     with jax.named_scope("optimizer"):
-        trained, opt_state, norm = spec.optimizer.update(
+        trained, opt_state, norm = apply_gradients(
+            config.optimizer,
             found,
             state.opt_state,
-            # Each device updates its shard, as of the moments.
+            # Each device updates the same shard of parameters and of optimizer state.
             constrain(spec, trained, sharded=True),
+            rate=rate,
             divisor=count if loss_scale is None else count * loss_scale.value,
             key=jax.random.fold_in(_step_key(state), ROUNDING),
         )
@@ -142,7 +147,7 @@ def train_step(
         "attended": attended_pairs(spec.model, batch["positions"], batch["segments"]),
         "train/loss": (loss - z_loss) / count if config.train.z_loss else loss / count,
         "train/grad_norm": norm,
-        "train/learning_rate": learning_rate(config.optimizer, spec.steps)(state.opt_state.count),
+        "train/learning_rate": rate,
     }
     if config.train.z_loss:
         metrics["train/z_loss"] = z_loss / count
@@ -163,14 +168,13 @@ def compile_step(spec: TrainSpec, state: TrainState, batch: Batch) -> jax.stages
     compiled step donates the state.
 
     Raises:
-      RuntimeError: optimizer.state_memory_kind=pinned_host, and the moments are not in host memory.
+      RuntimeError: optimizer.state_memory_kind=pinned_host, and the optimizer state is not in host
+        memory.
     """
     offloaded = spec.config.optimizer.state_memory_kind == "pinned_host"
-    kinds = {x.sharding.memory_kind for x in jax.tree.leaves(state.opt_state.mu)}
+    kinds = {x.sharding.memory_kind for x in jax.tree.leaves(state.opt_state.slots)}
     if offloaded and kinds != {HOST}:
-        raise RuntimeError(
-            f"optimizer.state_memory_kind=pinned_host, but the moments are in {kinds}"
-        )
+        raise RuntimeError(f"optimizer.state_memory_kind=pinned_host, but the state is in {kinds}")
     shardings = jax.tree.map(lambda x: x.sharding, abstract_state(spec))
     step = jax.jit(partial(train_step, spec), donate_argnums=0, out_shardings=(shardings, None))
     with jax.set_mesh(spec.mesh):

@@ -16,7 +16,8 @@ import pytest
 
 from bptjax.data.tokenizer import ByteTokenizer
 from bptjax.metrics import Progress, read_metrics
-from bptjax.optim import OptimizerConfig, describe_schedule, learning_rate
+from bptjax.optimizer import OptimizerConfig
+from bptjax.schedule import describe_schedule, learning_rate
 from bptjax.train import main
 from bptjax.training.loop import TrainLoop, _extended
 from training.runs import rows, saved_steps, stop_at

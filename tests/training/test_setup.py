@@ -52,8 +52,14 @@ BAD = {
         ["--model.rope_parameters", "{rope_type: linear, factor: -4.0, rope_theta: 1.0e+4}"],
         "rope_parameters.factor=-4.0 is not positive",
     ),
-    "no average": (["--optimizer.adam_beta1", "1.5"], "optimizer.adam_beta1=1.5 is not in [0, 1)"),
-    "no share": (["--optimizer.min_lr_ratio", "5"], "optimizer.min_lr_ratio=5.0 is not in [0, 1]"),
+    "no average": (
+        ["--optimizer.adam_beta1", "1.5"],
+        "optimizer.adam_beta1=1.5: must be in [0, 1)",
+    ),
+    "no share": (
+        ["--optimizer.min_lr_ratio", "5"],
+        "optimizer.min_lr_ratio=5.0: must be in [0, 1]",
+    ),
     "no seed": (["--seed", "99999999999999999999"], "seed=99999999999999999999 is not in"),
     "two open axes": (["--parallel.dp", "-1"], "one axis is -1 (fsdp, where it is not set)"),
     "no port": (

@@ -13,7 +13,7 @@ from bptjax.config import Config, TrainConfig
 from bptjax.lora import AdapterConfig
 from bptjax.models.config import ModelConfig
 from bptjax.ops.attention.choices import record_choices
-from bptjax.optim import OptimizerConfig
+from bptjax.optimizer import OptimizerConfig
 from bptjax.parallel.mesh import ParallelConfig, make_mesh
 from bptjax.remat import ExecutionConfig
 from bptjax.training.spec import TrainSpec
@@ -171,7 +171,7 @@ def test_zero_says_what_fsdp_and_sp_cut(batch, fsdp):
             assert np.linalg.norm(a - b) <= 1e-5 * np.linalg.norm(b)
         with jax.set_mesh(spec.mesh):
             _, found, _ = jax.jit(partial(gradients, spec))(state, spec.layout.put(batch, 2))
-        parts = state.opt_state.mu, found, state.model
+        parts = state.opt_state.slots["mu"], found, state.model
         argument = step.memory_analysis().argument_size_in_bytes
         held.append([*map(shard_bytes, parts), argument])
     (_, *first), *_, (cut, _, _, least) = held
@@ -228,11 +228,11 @@ def test_moments_in_host_memory(batch, tmp_path):
             _, state, _ = Checkpoints(tmp_path).restore(abstract_state(host))
         state, metrics = step(state, placed)
         rows.append({name: float(x) for name, x in metrics.items()})
-        moments = jax.tree.leaves((state.opt_state.mu, state.opt_state.nu))
+        moments = jax.tree.leaves(state.opt_state.slots)
         assert {x.sharding.memory_kind for x in moments} == {"pinned_host"}
         assert {x.sharding.memory_kind for x in jax.tree.leaves(state.model)} == {"device"}
     assert rows == wanted
-    with pytest.raises(RuntimeError, match=r"=pinned_host, but the moments are in \{'device'\}"):
+    with pytest.raises(RuntimeError, match=r"=pinned_host, but the state is in \{'device'\}"):
         compile_step(host, init_state(device), placed)
 
 

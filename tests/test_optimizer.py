@@ -1,4 +1,4 @@
-"""AdamW: optax's in float32, as good in fewer bits, in place, on any mesh, in any memory."""
+"""Optimizers: as in optax, as good in fewer bits, in place, on any mesh, in any memory."""
 
 import math
 import re
@@ -13,8 +13,8 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-import bptjax.parallel.parts
-from bptjax.optim import AdamW, OptimizerConfig, _load
+import bptjax.parallel.sliced_update
+from bptjax.optimizer import OptimizerConfig, _load, apply_gradients, init_opt_state
 from bptjax.parallel.mesh import ParallelConfig, make_mesh, sharding
 
 CONFIG = OptimizerConfig(learning_rate=1e-2, lr_scheduler_type="constant", weight_decay=0.5)
@@ -49,17 +49,18 @@ def gradients(step, model):
     )
 
 
-def run(transform, model, steps=4, **options):
-    """(model, state, norm) after some updates in one program."""
+def update(config, g, model, state, key, divisor=1.0):
+    """Returns (model, state, norm) after one update."""
+    rate = config.learning_rate
+    return apply_gradients(config, g, state, model, rate=rate, divisor=divisor, key=key)
 
-    @jax.jit
-    def update(g, model, state, key):
-        return transform.update(g, state, model, key=key, **{"divisor": 1.0} | options)
 
-    state = transform.init(model)
-    for step in range(steps):
-        key = jax.random.fold_in(jax.random.key(7), step)
-        model, state, norm = update(gradients(step, model), model, state, key)
+def run(config, model, steps=4, divisor=1.0):
+    """Returns (model, state, norm) after some updates in one program."""
+    step, state = jax.jit(partial(update, config, divisor=divisor)), init_opt_state(config, model)
+    for number in range(steps):
+        key = jax.random.fold_in(jax.random.key(7), number)
+        model, state, norm = step(gradients(number, model), model, state, key)
     return model, state, norm
 
 
@@ -74,7 +75,7 @@ def test_float32_is_optax(at_once, monkeypatch):
     if at_once is None:
         monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     else:
-        monkeypatch.setattr(bptjax.parallel.parts, "AT_ONCE", at_once)
+        monkeypatch.setattr(bptjax.parallel.sliced_update, "SLICE_ELEMENTS", at_once)
     model = Model(jax.random.key(0))
     decayed = jax.tree.map_with_path(lambda path, p: "kernel" in str(path), model)
     oracle = optax.chain(
@@ -86,26 +87,34 @@ def test_float32_is_optax(at_once, monkeypatch):
         g = gradients(step, model)
         updates, state = oracle.update(g, state, wanted)
         wanted = optax.apply_updates(wanted, updates)
-    got, kept, norm = run(AdamW(CONFIG, 10), model, divisor=1 / 3)
+    got, kept, norm = run(CONFIG, model, divisor=1 / 3)
     assert_close(got, wanted, 2e-6)
-    assert_close(kept.mu, state[1][0].mu, 1e-6)
-    assert_close(kept.nu, state[1][0].nu, 1e-6)
+    assert_close(kept.slots["mu"], state[1][0].mu, 1e-6)
+    assert_close(kept.slots["nu"], state[1][0].nu, 1e-6)
     np.testing.assert_allclose(norm, 3 * optax.tree.norm(g), rtol=1e-5)
     assert int(kept.count) == 4
+
+
+def test_names_in_checkpoints_stay():
+    """Checkpoints name arrays by their path: those of version 0.1 must stay readable."""
+    paths = jax.tree.leaves_with_path(init_opt_state(CONFIG, Model()))
+    names = {jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in paths}
+    parameters = "kernel", "embedding", "scale", "bias"
+    assert names == {"count", *(f"{slot}/{p}/value" for slot in ("mu", "nu") for p in parameters)}
 
 
 @pytest.mark.parametrize("kind", STATES)
 def test_bytes_of_state(kind):
     model = Model(L=2, D=4, F=1024)
-    state = jax.eval_shape(AdamW(replace(CONFIG, state_dtype=kind), 10).init, model)
-    kernel = jax.tree.leaves((state.mu.kernel, state.nu.kernel))
+    state = jax.eval_shape(partial(init_opt_state, replace(CONFIG, state_dtype=kind)), model)
+    kernel = jax.tree.leaves([slot.kernel for slot in state.slots.values()])
     held = sum(x.size * x.dtype.itemsize for x in kernel) / (2 * 4 * 1024)
     assert held == {"float32": 8, "bfloat16": 4, "int8": 2 + 8 / 256}[kind]
 
 
 def test_state_is_the_parameters_dtype_by_default():
-    state = AdamW(CONFIG, 10).init(Model(dtype=jnp.bfloat16))
-    assert {x.dtype for x in jax.tree.leaves(state.mu)} == {jnp.dtype("bfloat16")}
+    state = init_opt_state(CONFIG, Model(dtype=jnp.bfloat16))
+    assert {x.dtype for x in jax.tree.leaves(state.slots)} == {jnp.dtype("bfloat16")}
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "int8"])
@@ -114,7 +123,6 @@ def test_second_moment_falls(kind):
     bfloat16, rounded to the nearest, it stays as it was.
     """
     config = replace(CONFIG, adam_beta2=0.999, state_dtype=kind, max_grad_norm=0.0)
-    transform = AdamW(config, 1)
     model = {"w": nnx.Param(jnp.zeros((1, 256)), axes=(None, None))}
     usual = jnp.exp(jax.random.normal(jax.random.key(0), (1, 256)))
     fallen = jnp.arange(256) % 2 == 0
@@ -125,32 +133,32 @@ def test_second_moment_falls(kind):
         g = size * jax.random.normal(jax.random.fold_in(jax.random.key(1), i), (1, 256))
         g_tree = {"w": model["w"].replace(g)}
         key = jax.random.fold_in(jax.random.key(2), i)
-        model, state, _ = transform.update(g_tree, state, model, divisor=1.0, key=key)
+        model, state, _ = update(config, g_tree, model, state, key)
         v = 0.999 * v + 0.001 * g * g
         nearest = (0.999 * nearest.astype(jnp.float32) + 0.001 * g * g).astype(jnp.bfloat16)
         return (model, state, v, nearest), None
 
     start = jnp.zeros((1, 256))
-    carry = (model, transform.init(model), start, start.astype(jnp.bfloat16))
+    carry = (model, init_opt_state(config, model), start, start.astype(jnp.bfloat16))
     (_, state, v, nearest), _ = jax.lax.scan(step, carry, jnp.arange(6000))
-    ratio = _load(state.nu["w"], squared=True) / v
+    ratio = _load(state.slots["nu"]["w"], squared=True) / v
     assert abs(jnp.median(ratio[:, ::2]) - 1) < 0.15 and abs(jnp.median(ratio[:, 1::2]) - 1) < 0.1
     assert jnp.median(nearest[:, ::2] / v[:, ::2]) > 20
 
 
 def steps_in_8_bits(gradients):
     """Movement over learning rate `[steps, 256]` of a block with gradients `[steps, 256]`."""
-    transform = AdamW(replace(CONFIG, state_dtype="int8", weight_decay=0.0, max_grad_norm=0.0), 1)
+    config = replace(CONFIG, state_dtype="int8", weight_decay=0.0, max_grad_norm=0.0)
     model = {"w": nnx.Param(jnp.zeros((1, 256)), axes=(None, None))}
 
     def step(carry, g):
         model, state = carry
         key = jax.random.fold_in(jax.random.key(2), state.count)
         g_tree = {"w": model["w"].replace(g[None])}
-        new, state, _ = transform.update(g_tree, state, model, divisor=1.0, key=key)
+        new, state, _ = update(config, g_tree, model, state, key)
         return (new, state), jnp.abs(new["w"] - model["w"])[0] / 1e-2
 
-    return jax.lax.scan(step, (model, transform.init(model)), gradients)[1]
+    return jax.lax.scan(step, (model, init_opt_state(config, model)), gradients)[1]
 
 
 def test_an_8_bit_update_is_of_the_right_size():
@@ -174,17 +182,16 @@ def test_an_8_bit_update_of_next_to_nothing_is_not_huge():
 def test_small_updates_of_bfloat16_parameters_add_up():
     """A thousand steps of 1e-5 from 1: the nearest bfloat16 below is 0.996."""
     config = replace(CONFIG, learning_rate=1e-5, weight_decay=0.0, state_dtype="float32")
-    transform = AdamW(config, 1)
     model = {"w": nnx.Param(jnp.ones((4, 256), jnp.bfloat16), axes=(None, None))}
 
     @jax.jit
     def thousand(model, key):
         def step(carry, i):
             keys = jax.random.fold_in(key, i)
-            new = transform.update(model, *carry[::-1], divisor=1.0, key=keys)
-            return new[:2], None
+            return update(config, model, *carry, keys)[:2], None
 
-        return jax.lax.scan(step, (model, transform.init(model)), jnp.arange(1000))[0][0]
+        start = model, init_opt_state(config, model)
+        return jax.lax.scan(step, start, jnp.arange(1000))[0][0]
 
     w, again, other = (thousand(model, jax.random.key(k))["w"][...] for k in (0, 0, 1))
     assert w.dtype == jnp.bfloat16
@@ -216,16 +223,15 @@ def test_fewer_bits_train_as_well():
 
     @partial(jax.jit, static_argnums=0)
     def trained(kind, seed):
-        transform = AdamW(replace(CONFIG, state_dtype=kind, adam_beta2=0.99, weight_decay=0.0), 1)
+        config = replace(CONFIG, state_dtype=kind, adam_beta2=0.99, weight_decay=0.0)
         w = new(jax.random.key(seed), 0.1)
 
         def step(carry, i):
             key = jax.random.fold_in(jax.random.key(seed), i)
             g = jax.grad(loss)(carry[0], jax.random.normal(key, (32, 16)))
-            new = transform.update(g, carry[1], carry[0], divisor=1.0, key=key)
-            return new[:2], None
+            return update(config, g, *carry, key)[:2], None
 
-        (w, _), _ = jax.lax.scan(step, (w, transform.init(w)), jnp.arange(200))
+        (w, _), _ = jax.lax.scan(step, (w, init_opt_state(config, w)), jnp.arange(200))
         return loss(w, jax.random.normal(jax.random.key(99), (4096, 16)))
 
     start = loss(new(jax.random.key(0), 0.1), jax.random.normal(jax.random.key(99), (4096, 16)))
@@ -239,20 +245,16 @@ def test_fewer_bits_train_as_well():
 @pytest.mark.parametrize("kind", STATES)
 def test_temporary_memory_does_not_grow_with_the_model(kind):
     """Of the feed-forward kernels and the embedding of an 8B model, 9 GiB: compiled only."""
-    transform = AdamW(replace(CONFIG, state_dtype=kind), 10)
+    config = replace(CONFIG, state_dtype=kind)
     model = jax.eval_shape(partial(Model, L=32, D=4096, F=14336, V=128256))
-    state = jax.eval_shape(transform.init, model)
-
-    @partial(jax.jit, donate_argnums=(1, 2))
-    def update(g, model, state, key):
-        return transform.update(g, state, model, divisor=1.0, key=key)
-
+    state = jax.eval_shape(partial(init_opt_state, config), model)
+    step = jax.jit(partial(update, config), donate_argnums=(1, 2))
     key = jax.eval_shape(partial(jax.random.key, 0))
-    needs = update.lower(model, model, state, key).compile().memory_analysis()
+    needs = step.lower(model, model, state, key).compile().memory_analysis()
     held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((model, state)))
     assert needs.alias_size_in_bytes >= held
     # Sixteen float32 arrays of a part.
-    assert needs.temp_size_in_bytes < 16 * 4 * bptjax.parallel.parts.AT_ONCE
+    assert needs.temp_size_in_bytes < 16 * 4 * bptjax.parallel.sliced_update.SLICE_ELEMENTS
 
 
 def on(mesh, tree):
@@ -269,19 +271,15 @@ def on(mesh, tree):
 @pytest.mark.parametrize("kind", ["float32", "int8"])
 def test_each_device_updates_its_own(kind, monkeypatch):
     """Where shards hold whole blocks, the norm is all that devices tell each other."""
-    monkeypatch.setattr(bptjax.parallel.parts, "AT_ONCE", 4096)
+    monkeypatch.setattr(bptjax.parallel.sliced_update, "SLICE_ELEMENTS", 4096)
     mesh = make_mesh(ParallelConfig(dp=2, fsdp=2, tp=2))
-    transform = AdamW(replace(CONFIG, state_dtype=kind), 10)
+    config = replace(CONFIG, state_dtype=kind)
     model = jax.eval_shape(partial(Model, L=2, D=512, F=1024, V=64))
-    state = on(mesh, jax.eval_shape(transform.init, model))
+    state = on(mesh, jax.eval_shape(partial(init_opt_state, config), model))
     model = on(mesh, model)
     where = jax.tree.map(lambda x: x.sharding, (model, state))
-
-    def update(g, model, state, key):
-        return transform.update(g, state, model, divisor=1.0, key=key)
-
     with jax.set_mesh(mesh):
-        step = jax.jit(update, donate_argnums=(1, 2), out_shardings=(*where, None))
+        step = jax.jit(partial(update, config), donate_argnums=(1, 2), out_shardings=(*where, None))
         text = step.lower(model, model, state, jax.eval_shape(partial(jax.random.key, 0)))
     compiled = text.compile()
     told = re.findall(r" (all-\w+|collective-\w+|reduce-scatter)", compiled.as_text())
@@ -303,39 +301,37 @@ def test_eight_devices_round_blocks_as_one(monkeypatch):
     def half(_, shape):
         return (jnp.full(shape, 0x80008000, jnp.uint32),) * 2
 
-    monkeypatch.setattr("bptjax.optim.random_bits", half)
-    transform = AdamW(replace(CONFIG, state_dtype="int8"), 10)
+    monkeypatch.setattr("bptjax.optimizer.random_bits", half)
+    config = replace(CONFIG, state_dtype="int8")
     model = Model(jax.random.key(0), L=2, D=600, F=512, V=8)
-    wanted, *_ = run(transform, model, 2)
+    wanted, *_ = run(config, model, 2)
     mesh = make_mesh(ParallelConfig(dp=2, fsdp=2, tp=2))
     with jax.set_mesh(mesh):
         where = jax.tree.map(lambda x: x.sharding, on(mesh, model))
-        got, *_ = run(transform, jax.device_put(model, where), 2)
+        got, *_ = run(config, jax.device_put(model, where), 2)
     assert_close(got, wanted, 1e-5)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", STATES)
 def test_moments_stay_in_host_memory_on_a_gpu(kind, monkeypatch):
-    monkeypatch.setattr(bptjax.parallel.parts, "AT_ONCE", 2**16)
-    transform = AdamW(replace(CONFIG, state_dtype=kind, state_memory_kind="pinned_host"), 10)
+    monkeypatch.setattr(bptjax.parallel.sliced_update, "SLICE_ELEMENTS", 2**16)
+    config = replace(CONFIG, state_dtype=kind, state_memory_kind="pinned_host")
     model = Model(jax.random.key(0), L=8, D=512, F=1024, V=2048)
     there = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
 
-    @partial(jax.jit, donate_argnums=(1, 2))
-    def update(g, model, state):
-        return transform.update(g, state, model, divisor=1.0, key=jax.random.key(1))
+    step = jax.jit(partial(update, config), donate_argnums=(1, 2))
 
     def updated(move):
-        start, state = jax.tree.map(jnp.copy, model), transform.init(model)
-        state = state._replace(mu=move(state.mu), nu=move(state.nu))
-        compiled = update.lower(model, start, state).compile()
-        new = compiled(model, start, state)
+        start, state = jax.tree.map(jnp.copy, model), init_opt_state(config, model)
+        state, key = replace(state, slots=move(state.slots)), jax.random.key(1)
+        compiled = step.lower(model, start, state, key).compile()
+        new = compiled(model, start, state, key)
         return new, compiled.memory_analysis()
 
     wanted, _ = updated(lambda x: x)
     got, needs = updated(lambda x: jax.device_put(x, there))
-    moments = jax.tree.leaves((got[1].mu, got[1].nu))
+    moments = jax.tree.leaves(got[1].slots)
     assert {x.sharding.memory_kind for x in moments} == {"pinned_host"}
     held = sum(x.size * x.dtype.itemsize for x in moments)
     assert needs.host_argument_size_in_bytes >= held and needs.host_alias_size_in_bytes >= held

@@ -1,0 +1,277 @@
+"""Optimizer steps: in-place updates of parameters and optimizer state, in float32, bfloat16 or
+int8, on the device or in host memory."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.typing import ArrayLike
+
+from bptjax.ops.quantize import (
+    BLOCK,
+    dequantize,
+    dynamic_codebook,
+    quantize,
+    random_bits,
+    stochastic_round,
+)
+from bptjax.parallel.sliced_update import update_in_slices
+from bptjax.update_rules import AdamW, UpdateRule
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """Optimizer and learning-rate schedule, in the terms of Hugging Face.
+
+    Attributes:
+      type: adamw.
+      learning_rate: highest learning rate of the schedule. If not set, 3e-4; if a checkpoint is
+        fine-tuned 2e-5, or 2e-4 with adapters.
+      lr_scheduler_type: schedule after the warm-up. linear and cosine decay to the end of the run;
+        wsd (warmup, stable, decay) is constant, then decays linearly over the last decay_ratio.
+      warmup_steps: steps of linear rise from 0. If neither this nor warmup_ratio is set, 0 for
+        pre-training.
+      warmup_ratio: warm-up as a share of the steps, rounded up, instead of warmup_steps. If
+        neither is set, 0.03 for fine-tuning.
+      min_lr_ratio: learning rate at the end of the decay, as a share of learning_rate. constant has
+        no decay.
+      decay_ratio: share of the run over which wsd decays. If not set, 0.1.
+      adam_beta1: decay rate of the first moment.
+      adam_beta2: decay rate of the second moment.
+      adam_epsilon: constant added to the denominator.
+      weight_decay: weight decay of linear layers. Norms, biases and embeddings have none. If not
+        set, 0.1; 0 if a checkpoint is fine-tuned.
+      max_grad_norm: gradients are scaled down to this global norm. 0 turns that off.
+      state_dtype: dtype of the optimizer state. The two moments of adamw take 8 bytes a parameter
+        in float32, 4 in bfloat16, 2.03 in int8. If not set, the dtype of the parameters.
+      state_memory_kind: memory that holds the optimizer state between steps. pinned_host frees
+        device memory, and each step moves the state there and back.
+    """
+
+    type: Literal["adamw"] = "adamw"
+    learning_rate: float | None = None
+    lr_scheduler_type: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    warmup_steps: int | None = None
+    warmup_ratio: float | None = None
+    min_lr_ratio: float = 0.1
+    decay_ratio: float | None = None
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.95
+    adam_epsilon: float = 1e-8
+    weight_decay: float | None = None
+    max_grad_norm: float = 1.0
+    state_dtype: Literal["float32", "bfloat16", "int8"] | None = None
+    state_memory_kind: Literal["device", "pinned_host"] = "device"
+
+    def __post_init__(self):
+        for name in ("warmup_steps", "weight_decay", "max_grad_norm"):
+            if (getattr(self, name) or 0) < 0:
+                raise ValueError(f"optimizer.{name}={getattr(self, name)}: must not be negative")
+        for name in ("learning_rate", "adam_epsilon"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"optimizer.{name}={value}: must be positive")
+        for name in ("adam_beta1", "adam_beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"optimizer.{name}={getattr(self, name)}: must be in [0, 1)")
+        if self.warmup_steps is not None and self.warmup_ratio is not None:
+            raise ValueError(
+                f"optimizer.warmup_ratio={self.warmup_ratio}: must not be set beside "
+                f"optimizer.warmup_steps={self.warmup_steps}; set one of them"
+            )
+        for name in ("warmup_ratio", "min_lr_ratio", "decay_ratio"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= 1:
+                raise ValueError(f"optimizer.{name}={value}: must be in [0, 1]")
+        if self.decay_ratio is not None and self.lr_scheduler_type != "wsd":
+            raise ValueError(
+                f"optimizer.decay_ratio={self.decay_ratio}: must not be set with "
+                f"lr_scheduler_type={self.lr_scheduler_type}; only wsd reads it"
+            )
+
+    def known(self, name: str) -> float:
+        """Returns the value of a key whose default is part of a `Config`.
+
+        Raises:
+          ValueError: it has no value yet.
+        """
+        value = getattr(self, name)
+        if value is None:
+            raise ValueError(f"optimizer.{name}: must be set outside a Config, which sets defaults")
+        return value
+
+
+# The update rule of a parameter, by `optimizer.type`.
+OPTIMIZERS: dict[str, Callable[[OptimizerConfig, nnx.Variable], UpdateRule]] = {
+    "adamw": lambda config, p: AdamW(config.adam_beta1, config.adam_beta2, config.adam_epsilon),
+}
+
+
+@jax.tree_util.register_pytree_with_keys_class
+@dataclass(frozen=True)
+class OptState:
+    """Optimizer state.
+
+    Attributes:
+      count: int32 scalar, updates done.
+      slots: trees like the model's, by the names of `UpdateRule.slots`. In int8 a parameter has a
+        dict in its place: `codes`, and the `absmax` of each block. None in place of a parameter
+        whose rule has no such slot.
+    """
+
+    count: Array
+    slots: dict[str, Any]
+
+    # Without "slots" in the keys, names of arrays in checkpoints stay those of version 0.1.
+    def tree_flatten_with_keys(self):
+        children = {"count": self.count, **self.slots}
+        keyed = [(jax.tree_util.GetAttrKey(name), child) for name, child in children.items()]
+        return keyed, tuple(self.slots)
+
+    @classmethod
+    def tree_unflatten(cls, names, children):
+        count, *slots = children
+        return cls(count, dict(zip(names, slots, strict=True)))
+
+
+def init_opt_state(config: OptimizerConfig, model: Any) -> OptState:
+    """Returns the state before the first update of `model`, a tree of `nnx.Variable`."""
+    parameters, treedef = jax.tree.flatten(model, is_leaf=_is_variable)
+    each = [
+        {name: _zeros(config, p) for name in OPTIMIZERS[config.type](config, p).slots}
+        for p in parameters
+    ]
+    return OptState(jnp.zeros((), jnp.int32), _by_name(each, treedef))
+
+
+def _by_name(each: list[dict[str, Any]], treedef: Any) -> dict[str, Any]:
+    """Returns the tree of each slot, given the slots of each parameter."""
+    names = sorted({name for slots in each for name in slots})
+    return {name: treedef.unflatten([slots.get(name) for slots in each]) for name in names}
+
+
+def _zeros(config: OptimizerConfig, p: nnx.Variable) -> Any:
+    """Returns a slot of zeros as config.state_dtype stores it."""
+    value = p.get_value()
+    if config.state_dtype != "int8":
+        return p.replace(jnp.zeros_like(value, config.state_dtype))
+    *rest, S = value.shape
+    # Shards along the last axis hold full blocks, or each device has the maxima of all blocks.
+    axes = (*p.axes[:-1], None if S % BLOCK else p.axes[-1])
+    return {
+        "codes": p.replace(jnp.zeros_like(value, jnp.uint8)),
+        "absmax": nnx.Param(jnp.zeros((*rest, math.ceil(S / BLOCK)), jnp.float32), axes=axes),
+    }
+
+
+def apply_gradients(
+    config: OptimizerConfig,
+    gradients: Any,
+    state: OptState,
+    model: Any,
+    *,
+    rate: ArrayLike,
+    divisor: ArrayLike,
+    key: Array,
+) -> tuple[Any, OptState, Array]:
+    """Clips the gradients and takes one step. Returns (model, state, norm).
+
+    Not an `optax.GradientTransformation`, which returns the updates of the whole model: here they
+    never exist as a whole. Jitted with model and state donated, it overwrites them; int8 state, and
+    state in host memory, a slice at a time. If the norm is not finite, model and state stay as they
+    are.
+
+    The arithmetic is float32. Values stored in fewer bits, parameters included, are rounded
+    stochastically. Round-to-nearest would drop every update below half an ulp; with beta2 = 0.999
+    that is nearly every update of the second moment. int8 uses the blocks and code books of
+    Dettmers et al. 2021, arXiv 2110.02861.
+
+    Args:
+      gradients, model: trees of `nnx.Variable`, gradients in any float dtype.
+      rate: learning rate.
+      divisor: gradients are divided by it; the returned global norm is taken after that, and before
+        clipping.
+      key: of the rounding; on another mesh the same key rounds differently.
+    """
+    parameters, treedef = jax.tree.flatten_with_path(model, is_leaf=_is_variable)
+    scale = 1 / jnp.asarray(divisor, jnp.float32)
+    squares = [jnp.square(g.astype(jnp.float32) * scale).sum() for g in jax.tree.leaves(gradients)]
+    norm = jnp.sqrt(sum(squares))
+    finite = jnp.isfinite(norm)
+    if config.max_grad_norm:
+        scale *= jnp.minimum(1, config.max_grad_norm / jnp.maximum(norm, 1e-30))
+    # int8 blocks and host transfers need leaf-sized temporaries, so update them slice by slice.
+    # Everything else XLA fuses into one in-place kernel (except on CPU).
+    sliced = (
+        config.state_dtype == "int8"
+        or config.state_memory_kind == "pinned_host"
+        or jax.default_backend() == "cpu"
+    )
+    new, trees = [], map(treedef.flatten_up_to, (gradients, *state.slots.values()))
+    for number, ((path, p), g, *values) in enumerate(zip(parameters, *trees, strict=True)):
+        # Kernels of linear layers decay, whatever shape they and the biases have.
+        names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+        decay = config.known("weight_decay") * ("kernel" in names)
+        rule = OPTIMIZERS[config.type](config, p)
+        step = partial(_step, rule, scale, rate, decay, state.count + 1)
+        leaf_key = jax.random.fold_in(key, number)
+        slots = dict(zip(state.slots, values, strict=True))
+        old = p, {name: slots[name] for name in rule.slots}
+        if sliced:
+            new.append(update_in_slices(step, old, g, leaf_key, axes=p.axes, when=finite))
+        else:
+            chosen = partial(jnp.where, finite)
+            new.append(jax.tree.map(chosen, step(old, g, leaf_key), old))
+    model = treedef.unflatten([p for p, _ in new])
+    slots = _by_name([slots for _, slots in new], treedef)
+    return model, OptState(state.count + finite, slots), norm
+
+
+def _step(rule, scale, rate, decay, count, old, g, key):
+    """Returns (parameter, slots) after a step with gradient `g`, for a leaf or a slice of it."""
+    p, slots = old
+    g = g.get_value().astype(jnp.float32) * scale
+    loaded = {name: _load(slots[name], squared) for name, squared in rule.slots.items()}
+    direction, loaded = rule.update(loaded, g, count=count)
+    x = p.get_value().astype(jnp.float32)
+    x -= rate * (direction + decay * x)
+    first, second = random_bits(key, x.shape)
+    noises = (first >> 16, first, second >> 16)
+    slots = {
+        name: _store(loaded[name], slots[name], noise.astype(jnp.uint16), squared)
+        for (name, squared), noise in zip(rule.slots.items(), noises, strict=False)
+    }
+    return _store(x, p, second.astype(jnp.uint16)), slots
+
+
+def _load(stored: Any, squared: bool = False) -> Array:
+    """Returns a slot in float32."""
+    if not isinstance(stored, dict):
+        return stored.get_value().astype(jnp.float32)
+    codes, absmax = stored["codes"].get_value(), stored["absmax"].get_value()
+    x = dequantize(codes, absmax, dynamic_codebook(signed=not squared))
+    return jnp.square(x) if squared else x
+
+
+def _store(x: Array, like: Any, noise: Array, squared: bool = False) -> Any:
+    """Returns float32 `x` stored like `like`. int8 stores the root of a mean of squares: the root
+    has the range of the first moment, and the precision that the update needs.
+    """
+    if not isinstance(like, dict):
+        return like.replace(stochastic_round(x, noise) if like.dtype == jnp.bfloat16 else x)
+    book = dynamic_codebook(signed=not squared)
+    codes, absmax = quantize(jnp.sqrt(x) if squared else x, book, noise)
+    if squared:
+        # Never zero: divided by epsilon alone, the rest of the first moment would be huge.
+        codes = jnp.maximum(codes, 1)
+    return {"codes": like["codes"].replace(codes), "absmax": like["absmax"].replace(absmax)}
+
+
+def _is_variable(x: Any) -> bool:
+    return isinstance(x, nnx.Variable)

@@ -1,0 +1,107 @@
+"""In-place updates of large arrays: each device updates its own shard, slice by slice."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import PartitionSpec
+
+from bptjax.parallel.mesh import sharding
+
+# Elements of a slice, or one vector along the last axis if that is longer. Smaller slices would
+# spend most of their time on kernel launches.
+SLICE_ELEMENTS = 2**24
+
+
+def update_in_slices(
+    f: Callable,
+    state: Any,
+    inputs: Any,
+    key: Array,
+    *,
+    axes: tuple[str | None, ...],
+    when: Array,
+) -> Any:
+    """Returns `f(state, inputs, key)` if `when` is true, else `state`.
+
+    A donated `state` is overwritten. Arrays in host memory pass through the device. Each slice and
+    each device has its own key.
+
+    Args:
+      f: takes slices along all axes but the last, and returns the new slice of `state`.
+      state, inputs: pytrees of arrays whose axes agree in size, except for the last axis.
+      axes: logical names of the last axes, as in `nnx.Variable.axes` of a parameter.
+      when: bool scalar.
+    """
+    shape = jax.tree.leaves(inputs)[0].shape
+    mesh, cut, names, last = jax.sharding.get_abstract_mesh(), PartitionSpec(), set(), shape[-1]
+    if not mesh.empty:
+        placed = sharding(mesh, axes, shape)
+        # The compiler shards the last axis: `f` may need more of it than one shard.
+        cut, last = PartitionSpec(*placed.spec[:-1]), placed.shard_shape(shape)[-1]
+        names = {n for axis in cut for n in ((axis,) if isinstance(axis, str) else axis or ())}
+
+    def local(state, inputs, key):
+        for name in sorted(names):
+            key = jax.random.fold_in(key, jax.lax.axis_index(name))
+        return _loop(f, when, last, state, inputs, key)
+
+    if not names:
+        return local(state, inputs, key)
+    specs = dict(in_specs=(cut, cut, PartitionSpec()), out_specs=cut)
+    return jax.shard_map(local, **specs, axis_names=names, check_vma=False)(state, inputs, key)
+
+
+def _loop(f: Callable, when: Array, last: int, state: Any, inputs: Any, key: Array) -> Any:
+    """`update_in_slices` on one device; `last` is the size of its shard of the last axis."""
+    *sizes, _ = jax.tree.leaves(inputs)[0].shape
+    below = [math.prod((*sizes[axis + 1 :], last)) for axis in range(len(sizes))]
+    counts = [_ceil_div(n, max(1, SLICE_ELEMENTS // m)) for n, m in zip(sizes, below, strict=True)]
+    lengths = [_ceil_div(n, count) for n, count in zip(sizes, counts, strict=True)]
+    ragged = [axis for axis, (n, r) in enumerate(zip(sizes, lengths, strict=True)) if n % r]
+
+    def update_slice(i, state):
+        first = [t * r for t, r in zip(jnp.unravel_index(i, counts), lengths, strict=True)]
+        # The last slice ends with the axis, so it may overlap the slice before it.
+        start = [jnp.minimum(f, n - r) for f, n, r in zip(first, sizes, lengths, strict=True)]
+
+        def read(x):
+            x = jax.lax.dynamic_slice(x, (*start, 0), (*lengths, x.shape[-1]))
+            return _to(jax.memory.Space.Device, x)
+
+        def write(x, y):
+            y = _to(jax.typeof(x).memory_space, y)
+            return jax.lax.dynamic_update_slice(x, y, (*start, 0))
+
+        old, local_inputs = jax.tree.map(read, (state, inputs))
+        # `cond` around `f` rather than `where` after it. With `where`, XLA runs `f` again for each
+        # array that it writes, and copies every array that later runs of `f` read.
+        new = jax.lax.cond(
+            when,
+            f,
+            lambda old, local_inputs, key: old,
+            old,
+            local_inputs,
+            jax.random.fold_in(key, i),
+        )
+        for axis in ragged:
+            index = jax.lax.broadcasted_iota(jnp.int32, (*lengths, 1), axis)
+            due = start[axis] + index >= first[axis]
+            new = jax.tree.map(lambda x, y, due=due: jnp.where(due, y, x), old, new)
+        return jax.tree.map(write, state, new)
+
+    if math.prod(counts) == 1:
+        return update_slice(0, state)
+    return jax.lax.fori_loop(0, math.prod(counts), update_slice, state)
+
+
+def _ceil_div(n: int, d: int) -> int:
+    return -(-n // d)
+
+
+def _to(space: jax.memory.Space, x: Array) -> Array:
+    """Returns `x` in this memory space."""
+    return x if jax.typeof(x).memory_space == space else jax.device_put(x, space)
