@@ -3,7 +3,7 @@ int8, on the device or in host memory."""
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, Literal
 
@@ -22,7 +22,16 @@ from bptjax.ops.quantize import (
     stochastic_round,
 )
 from bptjax.parallel.sliced_update import update_in_slices
-from bptjax.update_rules import AdamW, UpdateRule
+from bptjax.update_rules import AdamW, Lion, UpdateRule
+
+# Values of `optimizer.type` that read a key; the other keys are read by all.
+READ_BY = {
+    "adam_beta1": {"adamw"},
+    "adam_beta2": {"adamw"},
+    "adam_epsilon": {"adamw"},
+    "lion_beta1": {"lion"},
+    "lion_beta2": {"lion"},
+}
 
 
 @dataclass(frozen=True)
@@ -30,9 +39,9 @@ class OptimizerConfig:
     """Optimizer and learning-rate schedule, in the terms of Hugging Face.
 
     Attributes:
-      type: adamw.
+      type: adamw, or lion, which keeps one slot in place of two.
       learning_rate: highest learning rate of the schedule. If not set, 3e-4; if a checkpoint is
-        fine-tuned 2e-5, or 2e-4 with adapters.
+        fine-tuned 2e-5, or 2e-4 with adapters. A quarter of that for lion.
       lr_scheduler_type: schedule after the warm-up. linear and cosine decay to the end of the run;
         wsd (warmup, stable, decay) is constant, then decays linearly over the last decay_ratio.
       warmup_steps: steps of linear rise from 0. If neither this nor warmup_ratio is set, 0 for
@@ -45,16 +54,18 @@ class OptimizerConfig:
       adam_beta1: decay rate of the first moment.
       adam_beta2: decay rate of the second moment.
       adam_epsilon: constant added to the denominator.
+      lion_beta1: weight of the momentum in the step, whose sign lion takes.
+      lion_beta2: decay rate of the momentum.
       weight_decay: weight decay of linear layers. Norms, biases and embeddings have none. If not
-        set, 0.1; 0 if a checkpoint is fine-tuned.
+        set, 0.1, or 0.4 for lion; 0 if a checkpoint is fine-tuned.
       max_grad_norm: gradients are scaled down to this global norm. 0 turns that off.
-      state_dtype: dtype of the optimizer state. The two moments of adamw take 8 bytes a parameter
-        in float32, 4 in bfloat16, 2.03 in int8. If not set, the dtype of the parameters.
+      state_dtype: dtype of the optimizer state. Each slot takes 4 bytes a parameter in float32, 2
+        in bfloat16, 1.02 in int8; adamw has two. If not set, the dtype of the parameters.
       state_memory_kind: memory that holds the optimizer state between steps. pinned_host frees
         device memory, and each step moves the state there and back.
     """
 
-    type: Literal["adamw"] = "adamw"
+    type: Literal["adamw", "lion"] = "adamw"
     learning_rate: float | None = None
     lr_scheduler_type: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
     warmup_steps: int | None = None
@@ -64,6 +75,8 @@ class OptimizerConfig:
     adam_beta1: float = 0.9
     adam_beta2: float = 0.95
     adam_epsilon: float = 1e-8
+    lion_beta1: float = 0.9
+    lion_beta2: float = 0.99
     weight_decay: float | None = None
     max_grad_norm: float = 1.0
     state_dtype: Literal["float32", "bfloat16", "int8"] | None = None
@@ -77,9 +90,16 @@ class OptimizerConfig:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"optimizer.{name}={value}: must be positive")
-        for name in ("adam_beta1", "adam_beta2"):
+        for name in ("adam_beta1", "adam_beta2", "lion_beta1", "lion_beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"optimizer.{name}={getattr(self, name)}: must be in [0, 1)")
+        for f in fields(self):
+            value, readers = getattr(self, f.name), READ_BY.get(f.name, {self.type})
+            if self.type not in readers and value != f.default:
+                raise ValueError(
+                    f"optimizer.{f.name}={value}: must be {f.default} with optimizer.type="
+                    f"{self.type}; only {' and '.join(sorted(readers))} reads it"
+                )
         if self.warmup_steps is not None and self.warmup_ratio is not None:
             raise ValueError(
                 f"optimizer.warmup_ratio={self.warmup_ratio}: must not be set beside "
@@ -110,6 +130,7 @@ class OptimizerConfig:
 # The update rule of a parameter, by `optimizer.type`.
 OPTIMIZERS: dict[str, Callable[[OptimizerConfig, nnx.Variable], UpdateRule]] = {
     "adamw": lambda config, p: AdamW(config.adam_beta1, config.adam_beta2, config.adam_epsilon),
+    "lion": lambda config, p: Lion(config.lion_beta1, config.lion_beta2),
 }
 
 

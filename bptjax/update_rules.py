@@ -33,7 +33,7 @@ class UpdateRule(Protocol):
 
 
 @dataclass(frozen=True)
-class AdamW:
+class AdamW(UpdateRule):
     """Kingma & Ba 2015, arXiv 1412.6980; Loshchilov & Hutter 2019, arXiv 1711.05101."""
 
     beta1: float
@@ -47,3 +47,18 @@ class AdamW:
         v = self.beta2 * slots["nu"] + (1 - self.beta2) * jnp.square(g)
         m_hat, v_hat = m / (1 - self.beta1**count), v / (1 - self.beta2**count)
         return m_hat / (jnp.sqrt(v_hat) + self.epsilon), {"mu": m, "nu": v}
+
+
+@dataclass(frozen=True)
+class Lion(UpdateRule):
+    """Chen et al. 2023, arXiv 2302.06675, Algorithm 2."""
+
+    beta1: float
+    beta2: float
+
+    slots: ClassVar[Mapping[str, bool]] = {"mu": False}
+
+    def update(self, slots, g, *, count):
+        m = slots["mu"]
+        direction = jnp.sign(self.beta1 * m + (1 - self.beta1) * g)
+        return direction, {"mu": self.beta2 * m + (1 - self.beta2) * g}

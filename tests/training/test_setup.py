@@ -56,6 +56,10 @@ BAD = {
         ["--optimizer.adam_beta1", "1.5"],
         "optimizer.adam_beta1=1.5: must be in [0, 1)",
     ),
+    "no reader": (
+        ["--optimizer.type=lion", "--optimizer.adam_beta1=0.8"],
+        "optimizer.adam_beta1=0.8: must be 0.9 with optimizer.type=lion; only adamw reads it",
+    ),
     "no share": (
         ["--optimizer.min_lr_ratio", "5"],
         "optimizer.min_lr_ratio=5.0: must be in [0, 1]",
@@ -281,6 +285,11 @@ CHECKPOINT = "--model.name_or_path=somewhere"
             [CHECKPOINT, "--adapter.type=lora"],
             "cpu",
             FINE_TUNING | {"optimizer.learning_rate": 2e-4},
+        ),
+        (
+            ["--optimizer.type=lion"],
+            "cpu",
+            PRE_TRAINING | {"optimizer.learning_rate": 7.5e-5, "optimizer.weight_decay": 0.4},
         ),
         (
             [CHECKPOINT, "--adapter.type=qlora", "--optimizer.warmup_steps=7"],

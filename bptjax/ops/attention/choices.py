@@ -19,7 +19,7 @@ class Choice:
     refusals: tuple[tuple[str, str], ...]
 
     def lines(self) -> list[str]:
-        """Formats the choice for the log: the kernel, then the others by the reasons against them."""
+        """Formats the choice for the log: the kernel, then the others by their refusals."""
         reasons: dict[str, list[str]] = {}
         for name, reason in self.refusals:
             reasons.setdefault(reason, []).append(name)
