@@ -161,7 +161,7 @@ def write(
         (directory / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
         write_hf(
             directory,
-            list(family.rows(model.config)),
+            list(family.tensor_rules(model.config)),
             model.config.num_layers,
             lambda path, layer: read(path, layer).astype(name_of(path), copy=False),
             name_of,

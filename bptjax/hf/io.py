@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from bptjax.hf.config import read_json
 from bptjax.hf.families import COPIES, IGNORED, Family
-from bptjax.hf.rows import Row
+from bptjax.hf.tensor_rules import TensorRule
 from bptjax.models.config import ModelConfig
 from bptjax.progress import Progress
 
@@ -152,7 +152,7 @@ def _unpickled(file: Path) -> dict[str, Any]:
     return found
 
 
-def names_of(row: Row, layers: int) -> list[str]:
+def names_of(row: TensorRule, layers: int) -> list[str]:
     """The row's names in the file, one a layer."""
     return [row.hf.format(i) for i in range(layers)] if row.layered else [row.hf]
 
@@ -172,7 +172,7 @@ class Checkpoint:
     def __init__(self, directory: Path, family: Family, config: ModelConfig):
         self.tensors, self.config = Tensors(directory, family.renamed), config
         kinds = self.tensors.kinds
-        rows = list(family.rows(config))
+        rows = list(family.tensor_rules(config))
         self.prefix = family.prefix
         if any(name.startswith(family.prefix) for name in kinds):
             self.prefix = ""
@@ -202,7 +202,7 @@ class Checkpoint:
         if text:
             raise ValueError(f"{directory}: {text}")
 
-    def _names(self, row: Row) -> list[str]:
+    def _names(self, row: TensorRule) -> list[str]:
         strip = self.prefix
         return [name.removeprefix(strip) for name in names_of(row, self.config.num_layers)]
 
@@ -261,7 +261,7 @@ class Checkpoint:
 
 def write_hf(
     directory: Path,
-    rows: Sequence[Row],
+    rows: Sequence[TensorRule],
     layers: int,
     read: Callable[[str, int | None], np.ndarray],
     kind: Callable[[str], str],

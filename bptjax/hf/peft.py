@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 
 from bptjax.hf.config import read_json
 from bptjax.hf.families import Family
-from bptjax.hf.rows import Row
+from bptjax.hf.tensor_rules import TensorRule
 from bptjax.lora import AdapterConfig, Adapters, linears
 from bptjax.models.config import ModelConfig
 from bptjax.models.decoder import Decoder
@@ -45,7 +45,7 @@ def modules(config: ModelConfig, family: Family | None) -> dict[str, tuple[str, 
     """Kernels of the layers by the family's names of the linear layers that hold them, the number
     of the layer `{}`; nothing without a family.
     """
-    rows = filter(_is_linear, family.rows(config)) if family else ()
+    rows = filter(_is_linear, family.tensor_rules(config)) if family else ()
     return {_module(row): row.ours for row in rows}
 
 
@@ -56,12 +56,14 @@ def embeddings(config: ModelConfig, family: Family | None) -> dict[str, str]:
     paths = {"embedding"} if config.tied_head else {"embedding", "head"}
     if family is None:
         return {path: path for path in sorted(paths)}
-    found = {row.ours[0]: _module(row) for row in family.rows(config) if row.ours[0] in paths}
+    found = {
+        row.ours[0]: _module(row) for row in family.tensor_rules(config) if row.ours[0] in paths
+    }
     # transformers calls every head so, whatever the name in the family's files.
     return {HEADS[0] if path == "head" else name: path for path, name in found.items()}
 
 
-def _is_linear(row: Row) -> bool:
+def _is_linear(row: TensorRule) -> bool:
     return row.layered and all(path.endswith(".kernel") for path in row.ours)
 
 
@@ -269,12 +271,12 @@ class Part:
     transposed: bool
 
 
-def _linears(family: Family, config: ModelConfig) -> Iterator[tuple[Row, list[Part]]]:
+def _linears(family: Family, config: ModelConfig) -> Iterator[tuple[TensorRule, list[Part]]]:
     """Linear layers and their kernels: what `split` makes of the numbers of the file's rows, and of
     its columns.
     """
     contracted = linears(jax.eval_shape(lambda key: Decoder(config, key), jax.random.key(0)))
-    for row in filter(_is_linear, family.rows(config)):
+    for row in filter(_is_linear, family.tensor_rules(config)):
         rows, columns = (np.arange(n, dtype=np.int32) for n in row.shape)
         numbers = rows[:, None], columns[None]
         first, second = (row.split(np.broadcast_to(n, row.shape)) for n in numbers)
@@ -290,7 +292,7 @@ def _linears(family: Family, config: ModelConfig) -> Iterator[tuple[Row, list[Pa
         yield row, parts
 
 
-def _module(row: Row) -> str:
+def _module(row: TensorRule) -> str:
     return row.hf.removesuffix(".weight")
 
 

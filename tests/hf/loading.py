@@ -24,7 +24,7 @@ def random_base(directory, raw):
 def random_weights(directory, family, model):
     """A file of random weights, for a config of ours."""
     rng = np.random.default_rng(0)
-    rows = list(family.rows(model))
+    rows = list(family.tensor_rules(model))
     shapes = {
         p: x.shape for r in rows for p, x in zip(r.ours, r.split(np.zeros(r.shape)), strict=True)
     }

@@ -56,7 +56,7 @@ def llama(tmp_path):
         rng = np.random.default_rng(0)
         arrays = {
             tensor: rng.normal(size=row.shape).astype(dtype)
-            for row in family.rows(model)
+            for row in family.tensor_rules(model)
             for tensor in (
                 [row.hf.format(i) for i in range(model.num_layers)] if row.layered else [row.hf]
             )

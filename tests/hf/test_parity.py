@@ -94,7 +94,7 @@ def assert_gradients(gradients, wanted, directory):
     }
     family, config = read_config(directory)
     largest = max(np.abs(g).max() for g in wanted.values())
-    for row in family.rows(config):
+    for row in family.tensor_rules(config):
         for i, tensor in enumerate(names_of(row, config.num_layers)):
             for old, new in RENAMED:
                 tensor = re.sub(old, new, tensor)

@@ -1,0 +1,84 @@
+"""The entry of a model family, and checks that the readers of several families share."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from bptjax.hf.tensor_rules import TensorRule
+from bptjax.models.config import ModelConfig
+
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_python_tanh": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
+    "relu": "relu",
+    "relu2": "relu_squared",
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model family: how its config is read, and where its tensors go.
+
+    Attributes:
+      read: turns the HF config into keywords of `config`; raises ValueError for a value that is not
+        supported.
+      tensor_rules: yields the rules of all tensors.
+      prefix: start of names that files of the bare model, without its head, leave out.
+      neutral: config keys that change no result.
+      ignored: patterns of names of tensors that are not read, beside `IGNORED`.
+      renamed: endings of names in old files, and their replacements.
+      positions: config key of the number of positions.
+      rope_names: config keys of rope_theta and partial_rotary_factor in transformers 4.
+      config: class that `read` makes keywords for.
+    """
+
+    read: Callable[[Any], dict[str, Any]]
+    tensor_rules: Callable[[Any], Iterator[TensorRule]]
+    prefix: str = "model."
+    neutral: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+    renamed: tuple[tuple[str, str], ...] = ()
+    positions: str = "max_position_embeddings"
+    rope_names: tuple[str, str] = ("rope_theta", "partial_rotary_factor")
+    config: type[ModelConfig] = ModelConfig
+
+
+def require(c: Any, **supported: Any) -> None:
+    """Raises ValueError if a key of the HF config has another value than the supported one."""
+    for key, value in supported.items():
+        if getattr(c, key) != value:
+            raise ValueError(
+                f"{key}={getattr(c, key)!r}: must be {value!r}; no other value is supported"
+            )
+
+
+def activation(name: str) -> str:
+    """Returns our name of an activation of transformers."""
+    if name not in ACTIVATIONS:
+        known = ", ".join(ACTIVATIONS)
+        raise ValueError(f"activation {name!r} is not supported; must be one of {known}")
+    return ACTIVATIONS[name]
+
+
+def rotary(c: Any, *, partial: bool = False) -> dict[str, Any]:
+    """Returns the keywords of rotary positions.
+
+    Args:
+      partial: whether the family rotates a part of each head. In other families transformers
+        applies partial_rotary_factor for some scalings only, so it is refused.
+    """
+    each = [p for p in c.rope_parameters.values() if isinstance(p, dict)] or [c.rope_parameters]
+    if not partial and any(p.get("partial_rotary_factor", 1.0) != 1.0 for p in each):
+        raise ValueError("partial_rotary_factor is not supported in this family")
+    return dict(
+        position_embedding="rope",
+        rope_parameters=dict(c.rope_parameters),
+        max_position_embeddings=c.max_position_embeddings,
+    )

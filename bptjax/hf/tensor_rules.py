@@ -1,0 +1,200 @@
+"""Rules that turn a tensor of a Hugging Face file into parameters of ours, and back."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+import numpy as np
+
+from bptjax.models.config import ModelConfig
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TensorRule:
+    """A tensor of the file, one per layer if its name has `{}`, and the parameters that it holds.
+
+    Attributes:
+      hf: name in the file.
+      shape: shape in the file.
+      ours: paths of the parameters.
+      split: turns the tensor into the parameters (of one layer).
+      join: turns the parameters into the tensor; inverse of `split`, bit for bit.
+    """
+
+    hf: str
+    shape: Shape
+    ours: tuple[str, ...]
+    split: Callable[[np.ndarray], tuple[np.ndarray, ...]]
+    join: Callable[..., np.ndarray]
+
+    @property
+    def layered(self) -> bool:
+        return "{}" in self.hf
+
+
+def identity(hf: str, ours: str, shape: Shape, file_shape: Shape | None = None) -> TensorRule:
+    """Returns the rule of a parameter that the file stores in the same order, if need be with
+    another number of axes."""
+    file_shape = shape if file_shape is None else file_shape
+    return TensorRule(
+        hf, file_shape, (ours,), lambda w: (w.reshape(shape),), lambda x: x.reshape(file_shape)
+    )
+
+
+def linear(
+    hf: str, ours: str, inputs: Shape, outputs: Shape, *, bias: bool, transposed: bool = False
+) -> Iterator[TensorRule]:
+    """Yields the rules of a linear layer, whose weight is [outputs, inputs] in the file, or
+    [inputs, outputs] if `transposed`."""
+    I, O = prod(inputs), prod(outputs)  # noqa: E741
+
+    def split(w):
+        return ((w if transposed else w.T).reshape(inputs + outputs),)
+
+    def join(x):
+        x = x.reshape(I, O)
+        return x if transposed else x.T
+
+    shape = (I, O) if transposed else (O, I)
+    yield TensorRule(f"{hf}.weight", shape, (f"{ours}.kernel",), split, join)
+    if bias:
+        yield identity(f"{hf}.bias", f"{ours}.bias", outputs, (O,))
+
+
+def fused(
+    hf: str,
+    ours: tuple[str, ...],
+    inputs: int,
+    outputs: tuple[Shape, ...],
+    *,
+    bias: bool,
+    layout: Literal["concatenated", "per_kv_head"] = "concatenated",
+    transposed: bool = False,
+) -> Iterator[TensorRule]:
+    """Yields the rules of several linear layers, with `outputs` each, that the file stores as one.
+
+    Args:
+      layout: order of the fused outputs. `concatenated` has the layers one after the other.
+        `per_kv_head` has, for each kv head, its query heads, its key head and its value head.
+    """
+    sizes = [prod(shape) for shape in outputs]
+    O = sum(sizes)  # noqa: E741
+
+    def separate(w: np.ndarray) -> list[np.ndarray]:
+        """Splits [O, ...] into the outputs of each layer."""
+        if layout == "concatenated":
+            return np.split(w, np.cumsum(sizes)[:-1])
+        K, H = outputs[-1]
+        heads = w.reshape(K, -1, H, *w.shape[1:])
+        layers = heads[:, :-2], heads[:, -2], heads[:, -1]
+        return [x.reshape(-1, *w.shape[1:]) for x in layers]
+
+    def combine(layers: Sequence[np.ndarray]) -> np.ndarray:
+        """Inverts `separate`."""
+        if layout == "concatenated":
+            return np.concatenate(layers)
+        K, H = outputs[-1]
+        heads = [x.reshape(K, -1, H, *x.shape[1:]) for x in layers]
+        return np.concatenate(heads, 1).reshape(O, *layers[0].shape[1:])
+
+    def split(w):
+        layers = separate(w.T if transposed else w)
+        return tuple(x.T.reshape(inputs, *s) for x, s in zip(layers, outputs, strict=True))
+
+    def join(*kernels):
+        w = combine([x.reshape(inputs, -1).T for x in kernels])
+        return w.T if transposed else w
+
+    def split_bias(b):
+        return tuple(x.reshape(s) for x, s in zip(separate(b), outputs, strict=True))
+
+    def join_bias(*biases):
+        return combine([x.reshape(-1) for x in biases])
+
+    kernels, biases = (tuple(f"{o}.{n}" for o in ours) for n in ("kernel", "bias"))
+    shape = (inputs, O) if transposed else (O, inputs)
+    yield TensorRule(f"{hf}.weight", shape, kernels, split, join)
+    if bias:
+        yield TensorRule(f"{hf}.bias", (O,), biases, split_bias, join_bias)
+
+
+def conv(hf: str, ours: str, patch: Shape, outputs: int) -> Iterator[TensorRule]:
+    """Yields the rules of a convolution whose stride is its kernel size: a linear layer applied to
+    each patch [channels, height, width]."""
+    size = prod(patch)
+
+    def split(w):
+        return (w.reshape(outputs, size).T,)
+
+    def join(x):
+        return x.T.reshape(outputs, *patch)
+
+    yield TensorRule(f"{hf}.weight", (outputs, *patch), (f"{ours}.kernel",), split, join)
+    yield identity(f"{hf}.bias", f"{ours}.bias", (outputs,))
+
+
+def norm(hf: str, ours: str, c: ModelConfig, size: int | None = None) -> Iterator[TensorRule]:
+    """Yields the rules of a norm's scale and bias, if the config has them."""
+    shape = (c.hidden_size if size is None else size,)
+    if c.norm_scale:
+        yield identity(f"{hf}.weight", f"{ours}.scale", shape)
+    if c.norm_bias:
+        yield identity(f"{hf}.bias", f"{ours}.bias", shape)
+
+
+def qkv(
+    c: ModelConfig,
+    hf: str,
+    *,
+    layout: Literal["concatenated", "per_kv_head"] = "concatenated",
+    transposed: bool = False,
+) -> Iterator[TensorRule]:
+    """Yields the rules of query, key and value projections that the file stores as one."""
+    names = "layers.query", "layers.key", "layers.value"
+    outputs = (c.num_heads, c.H), (c.K, c.H), (c.K, c.H)
+    return fused(
+        hf, names, c.hidden_size, outputs, bias=c.qkv_bias, layout=layout, transposed=transposed
+    )
+
+
+def attention(
+    c: ModelConfig, query: str, key: str, value: str, out: str, *, transposed: bool = False
+) -> Iterator[TensorRule]:
+    """Yields the rules of attention's four linear layers; an empty name leaves one out."""
+    D, H = (c.hidden_size,), c.H
+    for hf, ours, heads in (
+        (query, "query", c.num_heads),
+        (key, "key", c.K),
+        (value, "value", c.K),
+    ):
+        if hf:
+            yield from linear(hf, f"layers.{ours}", D, (heads, H), bias=c.qkv_bias)
+    heads = (c.num_heads, H)
+    yield from linear(out, "layers.out", heads, D, bias=c.out_bias, transposed=transposed)
+
+
+def mlp(
+    c: ModelConfig, up: str, down: str, gate: str = "", *, transposed: bool = False
+) -> Iterator[TensorRule]:
+    """Yields the rules of the feed-forward's linear layers; an empty name leaves one out."""
+    D, F = (c.hidden_size,), (c.F,)
+    for hf, ours, inputs, outputs in ((gate, "gate", D, F), (up, "up", D, F), (down, "down", F, D)):
+        if hf:
+            yield from linear(
+                hf, f"layers.mlp.{ours}", inputs, outputs, bias=c.mlp_bias, transposed=transposed
+            )
+
+
+def embedding_norm_head(
+    c: ModelConfig, embedding: str, final_norm: str, head: str = "lm_head"
+) -> Iterator[TensorRule]:
+    """Yields the rules of the input embedding, the final norm and the output embedding, the latter
+    two if the config has them."""
+    yield identity(f"{embedding}.weight", "embedding", (c.V, c.E))
+    if c.final_norm:
+        yield from norm(final_norm, "norm", c)
+    if not c.tied_head:
+        yield identity(f"{head}.weight", "head", (c.V, c.E))
