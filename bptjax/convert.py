@@ -23,6 +23,7 @@ from bptjax.hf.io import Writer, copy_companions, write_hf
 from bptjax.hf.output import whole
 from bptjax.hf.place import resized
 from bptjax.hf.pretrained import COMPANIONS, Pretrained, find, open_pretrained
+from bptjax.hf.tensor_rules import Index
 from bptjax.lora import linears, merged
 from bptjax.models.config import EncoderConfig, ModelConfig
 from bptjax.models.decoder import Decoder
@@ -52,8 +53,8 @@ def to_bptjax(source: str, out: Path) -> Pretrained:
     with whole(out) as directory:
         copy_companions(find(source), directory / COMPANIONS)
         with Writer(directory, model.kinds, max_shard_size="1000TB") as writer:
-            for path, layer, array in model.pieces():
-                writer.write(path, array, layer)
+            for path, index, array in model.pieces():
+                writer.write(path, array, index)
     return model
 
 
@@ -86,19 +87,19 @@ def merge_adapter(source: str, out: Path, *, dtype: str | None, max_shard_size: 
     return model
 
 
-def _merging(model: Pretrained) -> Callable[[str, int | None], np.ndarray]:
-    """Reads the parameters with the adapters in them."""
+def _merging(model: Pretrained) -> Callable[[str, Index], np.ndarray]:
+    """Returns a function that reads a parameter, or a slice of it, with its adapter merged."""
     assert model.adapters is not None
     config, values = model.adapters.config, model.adapters.values
     contracted = linears(jax.eval_shape(lambda key: Decoder(model.config, key), jax.random.key(0)))
     merge = jax.jit(partial(merged, config=config), static_argnames="contracted")
 
-    def read(path, layer):
+    def read(path, index):
         w = model.adapters.modules.get(path) if model.adapters else None
-        w = resized(path, model.read(path, layer), model.config) if w is None else w
+        w = resized(path, model.read(path, index), model.config) if w is None else w
         if path not in contracted or (path not in values and config.type != "qlora"):
             return w
-        adapter = tuple(x[layer] for x in values[path]) if path in values else None
+        adapter = tuple(x[index] for x in values[path]) if path in values else None
         return np.asarray(merge(jnp.asarray(w), adapter, contracted=contracted[path]))
 
     return read
@@ -126,12 +127,12 @@ def write(
     model: Pretrained,
     source: str,
     out: Path,
-    read: Callable[[str, int | None], np.ndarray],
+    read: Callable[[str, Index], np.ndarray],
     dtype: str | None,
     max_shard_size: str,
 ) -> None:
     """Writes the model in `out` as Hugging Face reads it, with the tokenizer of `source`; `read`
-    gives its parameters by path and layer.
+    returns its parameters by path and index into their stacked axes.
     """
     own = {kind for kind, _ in model.kinds.values()}
     name = dtype or max(own, key=lambda kind: jnp.dtype(kind).itemsize)
@@ -161,11 +162,9 @@ def write(
         (directory / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
         write_hf(
             directory,
-            list(family.tensor_rules(model.config)),
-            model.config.num_layers,
-            lambda path, layer: read(path, layer).astype(name_of(path), copy=False),
+            family.names(model.config, strip=family.prefix if is_bare(raw) else ""),
+            lambda path, index: read(path, index).astype(name_of(path), copy=False),
             name_of,
-            family.prefix if is_bare(raw) else "",
             max_shard_size,
         )
 
@@ -260,7 +259,7 @@ def _verify(hf: Path, model: Pretrained, args: Namespace) -> int:
         def rounded():
             for path, kind in kinds.items():
                 layered = path.startswith("layers.")
-                x = np.stack([read(path, i) for i in range(L)]) if layered else read(path, None)
+                x = np.stack([read(path, (i,)) for i in range(L)]) if layered else read(path, ())
                 yield path, x.astype(kind)
 
         model = replace(model, params=rounded, adapters=None)

@@ -217,7 +217,7 @@ def targets(wanted: str | list[str], modules: Mapping[str, tuple[str, ...]]) -> 
     for name in wanted:
         paths = [p for n, ps in modules.items() if f".{n}".endswith(f".{name}") for p in ps]
         if not paths:
-            known = ", ".join(sorted({n.split("{}.")[-1] for n in modules}))
+            known = ", ".join(sorted({n.rpartition("}.")[-1] for n in modules}))
             raise ValueError(
                 f"adapter.target_modules: no linear layer is {name}; there are {known}"
             )

@@ -1,11 +1,11 @@
-"""Tensors on disk: safetensors files read one tensor and written one layer at a time."""
+"""Tensors on disk: safetensors files, read and written a tensor, or a slice of one, at a time."""
 
 import importlib.util
 import json
 import re
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from bptjax.hf.config import read_json
 from bptjax.hf.families import COPIES, IGNORED, Family
-from bptjax.hf.tensor_rules import TensorRule
+from bptjax.hf.tensor_rules import Index, TensorRule
 from bptjax.models.config import ModelConfig
 from bptjax.progress import Progress
 
@@ -82,24 +82,22 @@ class Tensors:
                     self.kinds[now(name)] = dtype, tuple(part.get_shape())
                     self._files[now(name)] = file, name
 
-    def read(self, name: str) -> np.ndarray:
+    def read(self, name: str, index: Index = ()) -> np.ndarray:
+        """Reads a tensor, or the slice of it at `index` into its first axes."""
         if name in self._torch:
-            tensor, dtype = self._torch[name].contiguous(), self.kinds[name][0]
+            tensor, dtype = self._torch[name][index].contiguous(), self.kinds[name][0]
             if dtype != "bfloat16":
                 return tensor.numpy()
             import torch
 
             return tensor.view(torch.int16).numpy().view(dtype)
-        # Opened anew for each: what is mapped counts as memory in use until it is closed.
+        # Mapped pages count as memory in use until the file is closed, so each call opens it anew.
         file, written = self._files[name]
         with _opened(file) as tensors:
-            return tensors.get_tensor(written)
-
-    def read_layer(self, name: str, layer: int) -> np.ndarray:
-        """One of those that are stacked on axis 0."""
-        file, written = self._files[name]
-        with _opened(file) as tensors:
-            return tensors.get_slice(written)[layer : layer + 1][0]
+            if not index:
+                return tensors.get_tensor(written)
+            part = tensors.get_slice(written)[tuple(slice(i, i + 1) for i in index)]
+            return part.reshape(part.shape[len(index) :])
 
 
 @contextmanager
@@ -152,13 +150,8 @@ def _unpickled(file: Path) -> dict[str, Any]:
     return found
 
 
-def names_of(row: TensorRule, layers: int) -> list[str]:
-    """The row's names in the file, one a layer."""
-    return [row.hf.format(i) for i in range(layers)] if row.layered else [row.hf]
-
-
 class Checkpoint:
-    """The rows of a family found in a directory's tensors.
+    """The tensors of a family found in a directory.
 
     Attributes:
       left_out: names of tensors that are not read, because they hold no parameters of this model:
@@ -171,13 +164,10 @@ class Checkpoint:
 
     def __init__(self, directory: Path, family: Family, config: ModelConfig):
         self.tensors, self.config = Tensors(directory, family.renamed), config
-        kinds = self.tensors.kinds
-        rows = list(family.tensor_rules(config))
-        self.prefix = family.prefix
-        if any(name.startswith(family.prefix) for name in kinds):
-            self.prefix = ""
-        self.rows = {row: self._names(row) for row in rows}
-        wanted = {n: row.shape for row, names in self.rows.items() for n in names}
+        self.sizes, kinds = family.sizes(config), self.tensors.kinds
+        bare = not any(name.startswith(family.prefix) for name in kinds)
+        self.names = family.names(config, strip=family.prefix if bare else "")
+        wanted = {n: rule.shape for rule, names in self.names.items() for n in names.values()}
         missing = sorted(wanted.keys() - kinds.keys())
         ignored = re.compile("|".join((IGNORED, *family.ignored)))
         others = sorted(kinds.keys() - wanted.keys())
@@ -202,15 +192,13 @@ class Checkpoint:
         if text:
             raise ValueError(f"{directory}: {text}")
 
-    def _names(self, row: TensorRule) -> list[str]:
-        strip = self.prefix
-        return [name.removeprefix(strip) for name in names_of(row, self.config.num_layers)]
-
     def _is_copy(self, name: str) -> bool:
         """Whether a tied parameter is stored a second time under this name, with equal values."""
         if not self.config.tied_head or name not in COPIES:
             return False
-        originals = (names[0] for row, names in self.rows.items() if row.ours == (COPIES[name],))
+        originals = (
+            names[()] for rule, names in self.names.items() if rule.ours == (COPIES[name],)
+        )
         original, kinds = next(originals, ""), self.tensors.kinds
         return (
             kinds[name] == kinds.get(original)
@@ -219,68 +207,74 @@ class Checkpoint:
         )
 
     def kinds(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """(dtype, shape) of each parameter by path, layers stacked."""
+        """(dtype, shape) of each parameter by path, with its stacked axes."""
         found: dict[str, tuple[str, tuple[int, ...]]] = {}
-        for row, names in self.rows.items():
-            dtypes = {self.tensors.kinds[name][0] for name in names}
+        for rule, names in self.names.items():
+            dtypes = {self.tensors.kinds[name][0] for name in names.values()}
             if len(dtypes) > 1:
-                raise ValueError(f"{row.hf} is {' and '.join(sorted(dtypes))}; use one dtype")
-            parts = row.split(np.broadcast_to(np.int8(0), row.shape))
-            layers = (len(names),) if row.layered else ()
-            for path, part in zip(row.ours, parts, strict=True):
-                found[path] = dtypes.copy().pop(), layers + part.shape
+                raise ValueError(f"{rule.hf} is {' and '.join(sorted(dtypes))}; use one dtype")
+            parts = rule.split(np.broadcast_to(np.int8(0), rule.shape))
+            stacked = tuple(self.sizes[field] for field in rule.fields)
+            for path, part in zip(rule.ours, parts, strict=True):
+                found[path] = dtypes.copy().pop(), stacked + part.shape
         return found
 
-    def pieces(self) -> Iterator[tuple[str, int | None, np.ndarray]]:
-        """(path, layer, array) of every parameter, in the file's dtype."""
-        for row, names in self.rows.items():
-            for i, name in enumerate(names):
-                for path, part in zip(row.ours, row.split(self.tensors.read(name)), strict=True):
-                    yield path, i if row.layered else None, part
+    def pieces(self) -> Iterator[tuple[str, Index, np.ndarray]]:
+        """(path, index, array) of every parameter, one tensor of the file in memory at a time."""
+        for rule, names in self.names.items():
+            for index, name in names.items():
+                for path, part in zip(rule.ours, rule.split(self.tensors.read(name)), strict=True):
+                    yield path, index, part
 
-    def read(self, path: str, layer: int | None) -> np.ndarray:
-        """A parameter; one layer of a stacked one."""
-        row = next(row for row in self.rows if path in row.ours)
-        tensor = self.tensors.read(self.rows[row][layer or 0])
-        return row.split(tensor)[row.ours.index(path)]
+    def read(self, path: str, index: Index = ()) -> np.ndarray:
+        """Reads a parameter, or the slice of a stacked one at `index` into its first axes."""
+        rule, names = next((rule, names) for rule, names in self.names.items() if path in rule.ours)
+        stacked = len(rule.fields)
+        if len(index) < stacked:
+            size = self.sizes[rule.fields[len(index)]]
+            return np.stack([self.read(path, (*index, i)) for i in range(size)])
+        parts = rule.split(self.tensors.read(names[index[:stacked]]))
+        return parts[rule.ours.index(path)][index[stacked:]]
 
     def params(self) -> Iterator[tuple[str, np.ndarray]]:
-        """(path, array), layers stacked on axis 0: one row of the table in memory at a time."""
+        """(path, array), stacked: the parameters of one rule in memory at a time."""
         stacks: dict[str, np.ndarray] = {}
-        kinds, last = self.kinds(), self.config.num_layers - 1
-        for path, layer, part in self.pieces():
-            if layer is None:
+        kinds = self.kinds()
+        for path, index, part in self.pieces():
+            if not index:
                 yield path, part
                 continue
-            if layer == 0:
-                stacks[path] = np.empty(kinds[path][1], part.dtype)
-            stacks[path][layer] = part
-            if layer == last:
+            _, shape = kinds[path]
+            if path not in stacks:
+                stacks[path] = np.empty(shape, part.dtype)
+            stacks[path][index] = part
+            if index == tuple(n - 1 for n in shape[: len(index)]):
                 yield path, stacks.pop(path)
 
 
 def write_hf(
     directory: Path,
-    rows: Sequence[TensorRule],
-    layers: int,
-    read: Callable[[str, int | None], np.ndarray],
+    names: Mapping[TensorRule, Mapping[Index, str]],
+    read: Callable[[str, Index], np.ndarray],
     kind: Callable[[str], str],
-    prefix: str,
     max_shard_size: str,
 ) -> None:
-    """The family's files from parameters that `read` gives by path and layer, `kind` their dtypes'
-    names. Names go without `prefix`.
+    """Writes a family's files, one tensor in memory at a time.
+
+    Args:
+      names: of the tensors, see `Family.names`.
+      read: returns a parameter by path and index into its stacked axes.
+      kind: returns the name of a parameter's dtype by path.
     """
-
-    def names(row):
-        return [name.removeprefix(prefix) for name in names_of(row, layers)]
-
-    entries = {name: (kind(row.ours[0]), row.shape) for row in rows for name in names(row)}
+    entries = {
+        name: (kind(rule.ours[0]), rule.shape)
+        for rule, each in names.items()
+        for name in each.values()
+    }
     with Writer(directory, entries, max_shard_size) as writer:
-        for row in rows:
-            for i, name in enumerate(names(row)):
-                layer = i if row.layered else None
-                writer.write(name, row.join(*(read(path, layer) for path in row.ours)))
+        for rule, each in names.items():
+            for index, name in each.items():
+                writer.write(name, rule.join(*(read(path, index) for path in rule.ours)))
 
 
 class Writer:
@@ -306,8 +300,9 @@ class Writer:
             )
         except ValueError as error:
             raise ValueError(f"max_shard_size={max_shard_size}: {error}") from error
-        self._entries, self._places, self._left = entries, {}, set(entries)
-        self._progress = Progress("writing tensors", sum(map(size, entries.values())))
+        self._entries, self._places = entries, {}
+        self._left = {name: size(entry) for name, entry in entries.items()}
+        self._progress = Progress("writing tensors", sum(self._left.values()))
         for file, names in plan.filename_to_tensors.items():
             header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
             end = 0
@@ -328,27 +323,28 @@ class Writer:
             index = dict(metadata=plan.metadata, weight_map=plan.tensor_to_filename)
             (directory / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
-    def write(self, name: str, array: np.ndarray, layer: int | None = None) -> None:
-        """A tensor, or one layer of it."""
+    def write(self, name: str, array: np.ndarray, index: Index = ()) -> None:
+        """Writes a tensor, or the slice of it at `index` into its first axes."""
         dtype, shape = self._entries[name]
-        wanted = tuple(shape if layer is None else shape[1:])
+        stacked, wanted = shape[: len(index)], tuple(shape[len(index) :])
         if (array.dtype.name, array.shape) != (dtype, wanted):
             raise ValueError(f"{name}: {array.dtype}{array.shape}, planned {dtype}{wanted}")
         file, start = self._places[name]
         with file.open("r+b") as stream:
-            stream.seek(start + (layer or 0) * array.nbytes)
+            slices = int(np.ravel_multi_index(index, stacked)) if index else 0
+            stream.seek(start + slices * array.nbytes)
             stream.write(np.ascontiguousarray(array).view(np.uint8).data)
         self._progress.advance(array.nbytes)
-        if layer is None or layer == shape[0] - 1:
-            self._left.discard(name)
+        self._left[name] -= array.nbytes
 
     def __enter__(self) -> "Writer":
         return self
 
     def __exit__(self, kind: Any, *rest: Any) -> None:
         self._progress.close()
-        if kind is None and self._left:
-            raise ValueError(f"not written: {_some(sorted(self._left))}")
+        left = sorted(name for name, size in self._left.items() if size)
+        if kind is None and left:
+            raise ValueError(f"not written: {_some(left)}")
 
 
 def companions(directory: Path) -> list[Path]:

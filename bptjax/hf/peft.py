@@ -6,9 +6,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import jax
 import ml_dtypes  # noqa: F401  Without it NumPy knows no bfloat16, and safetensors fails.
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -16,10 +15,9 @@ from safetensors.numpy import save_file
 
 from bptjax.hf.config import read_json
 from bptjax.hf.families import Family
-from bptjax.hf.tensor_rules import TensorRule
-from bptjax.lora import AdapterConfig, Adapters, linears
+from bptjax.hf.tensor_rules import Index, TensorRule
+from bptjax.lora import AdapterConfig, Adapters
 from bptjax.models.config import ModelConfig
-from bptjax.models.decoder import Decoder
 
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
 # Names of the output embedding's module, now and in versions of transformers before 5.
@@ -42,29 +40,29 @@ STARTS = (True, False, None, "gaussian", "orthogonal")
 
 
 def modules(config: ModelConfig, family: Family | None) -> dict[str, tuple[str, ...]]:
-    """Kernels of the layers by the family's names of the linear layers that hold them, the number
-    of the layer `{}`; nothing without a family.
+    """Returns the paths of the layers' kernels by the family's names of the linear layers that hold
+    them, with `{layer}` for its number; an empty dict without a family.
     """
-    rows = filter(_is_linear, family.tensor_rules(config)) if family else ()
-    return {_module(row): row.ours for row in rows}
+    rules = filter(_is_linear, family.tensor_rules(config)) if family else ()
+    return {_module(rule.hf): rule.ours for rule in rules}
 
 
 def embeddings(config: ModelConfig, family: Family | None) -> dict[str, str]:
-    """Paths of the input embedding, and of the output embedding where it is not tied, by the names
-    of transformers' modules that hold them; by the paths themselves without a family.
+    """Returns the paths of the input embedding, and of the output embedding if it is not tied, by
+    the names of transformers' modules that hold them; without a family, by the paths themselves.
     """
     paths = {"embedding"} if config.tied_head else {"embedding", "head"}
     if family is None:
         return {path: path for path in sorted(paths)}
-    found = {
-        row.ours[0]: _module(row) for row in family.tensor_rules(config) if row.ours[0] in paths
-    }
-    # transformers calls every head so, whatever the name in the family's files.
+    rules = (rule for rule in family.tensor_rules(config) if rule.ours[0] in paths)
+    found = {rule.ours[0]: _module(rule.hf) for rule in rules}
+    # In transformers every head has this name, whatever its name in the family's files.
     return {HEADS[0] if path == "head" else name: path for path, name in found.items()}
 
 
-def _is_linear(row: TensorRule) -> bool:
-    return row.layered and all(path.endswith(".kernel") for path in row.ours)
+def _is_linear(rule: TensorRule) -> bool:
+    """Whether a rule is of the weight of a linear layer in the transformer layers."""
+    return "layer" in rule.fields and rule.inputs > 0
 
 
 def read_base(directory: Path) -> ModelConfig:
@@ -87,20 +85,25 @@ def read_base(directory: Path) -> ModelConfig:
 
 
 def read_peft(directory: Path, family: Family, config: ModelConfig) -> Adapters:
-    """The adapter in `directory`. What a file holds for several of our kernels in one, they share:
-    each has the whole `a`, and its own outputs of `b`.
+    """Reads the adapter in `directory`.
+
+    The kernels that a file of the family fuses share one adapter in PEFT: here each gets all of
+    `a`, and its own outputs of `b`.
 
     Raises:
-      ValueError: what is not supported, missing, damaged or too much, by name.
+      ValueError: a key or tensor is unsupported, missing, damaged or unexpected, by its name.
     """
     raw = read_json(directory / CONFIG)
     settings = _checked(raw, directory / CONFIG)
     tensors = _tensors(directory / WEIGHTS)
-    modules, values = _read_embeddings(raw, tensors, family, config, directory), {}
-    for row, parts in _linears(family, config):
-        names = [_module(row).format(i) for i in range(config.num_layers)]
-        pairs = [_pair(tensors, name, family.prefix) for name in names]
-        missing = [n for n, p in zip(names, pairs, strict=True) if p is None and _is_target(raw, n)]
+    in_full, values = _read_embeddings(raw, tensors, family, config, directory), {}
+    for sizes, names, parts in _linears(family, config):
+        pairs = [_pair(tensors, name, family.prefix) for name in names.values()]
+        missing = [
+            n
+            for n, p in zip(names.values(), pairs, strict=True)
+            if p is None and _is_target(raw, n)
+        ]
         if missing:
             raise ValueError(f"{directory / WEIGHTS} has nothing of {', '.join(missing[:8])}")
         r = max((a.shape[0] for a, _ in filter(None, pairs)), default=0)
@@ -109,7 +112,7 @@ def read_peft(directory: Path, family: Family, config: ModelConfig) -> Adapters:
         I, O = parts[0].inputs.size, sum(part.outputs.size for part in parts)  # noqa: E741
         A, B = np.zeros((len(names), r, I), np.float32), np.zeros((len(names), O, r), np.float32)
         scale = np.zeros(len(names), np.float32)
-        for i, (name, pair) in enumerate(zip(names, pairs, strict=True)):
+        for i, (name, pair) in enumerate(zip(names.values(), pairs, strict=True)):
             if pair is None:
                 continue
             rank, scale[i] = _rank_and_scale(raw, name)
@@ -121,46 +124,49 @@ def read_peft(directory: Path, family: Family, config: ModelConfig) -> Adapters:
             A[i, :rank], B[i, :, :rank] = pair
         for part in parts:
             a, b = A[:, :, part.inputs], B[:, part.outputs]
-            # Ranks that are another kernel's, in a file that gave each its own.
+            # A file may give each kernel its own ranks; drop those of the other kernels.
             used = b.reshape(-1, r).any(0)
             if len(parts) > 1 and used.any():
                 a, b = a[:, used], b[..., used]
-            values[part.path] = np.moveaxis(a, 1, -1), np.moveaxis(b, -1, 1), scale
+            found = np.moveaxis(a, 1, -1), np.moveaxis(b, -1, 1), scale
+            values[part.path] = tuple(x.reshape(*sizes, *x.shape[1:]) for x in found)
     if tensors or not values:
         raise ValueError(
             f"{directory / WEIGHTS}: no adapter of a linear layer of the model's layers: "
             f"{', '.join(sorted(tensors)[:8]) or 'it is empty'}"
         )
-    return Adapters(AdapterConfig(type="lora", **settings), values, modules)
+    return Adapters(AdapterConfig(type="lora", **settings), values, in_full)
 
 
 def write_peft(
     directory: Path, adapters: Adapters, family: Family, config: ModelConfig, base: str
 ) -> None:
-    """The adapters as PEFT reads them. Kernels that the family's file holds in one have their ranks
-    one after the other there, and zeros in `lora_B` where one's outputs meet another's ranks.
+    """Writes the adapters as PEFT reads them.
+
+    Kernels that the family's file fuses have one pair of matrices, in which their ranks are
+    concatenated. `lora_B` is zero where the outputs of one kernel meet the ranks of another.
     """
     tensors: dict[str, np.ndarray] = {}
     kinds: dict[str, tuple[int, float]] = {}
     transposed = False
-    for row, parts in _linears(family, config):
+    for _, names, parts in _linears(family, config):
+        # Also of kernels without an adapter, whose outputs are zero.
+        I, O = parts[0].inputs.size, sum(part.outputs.size for part in parts)  # noqa: E741
         parts = [part for part in parts if part.path in adapters.values]
         if not parts:
             continue
         transposed |= parts[0].transposed
-        I, O = parts[0].inputs.size, row.shape[0] * row.shape[1] // parts[0].inputs.size  # noqa: E741
         r = sum(adapters.values[part.path][0].shape[-1] for part in parts)
-        for i in range(config.num_layers):
+        for index, name in names.items():
             A, B, start = np.zeros((r, I), np.float32), np.zeros((O, r), np.float32), 0
-            scales = [float(adapters.values[part.path][2][i]) for part in parts]
+            scales = [float(adapters.values[part.path][2][index]) for part in parts]
             for part, scale in zip(parts, scales, strict=True):
-                a, b, _ = (np.asarray(x[i], np.float32) for x in adapters.values[part.path])
+                a, b, _ = (np.asarray(x[index], np.float32) for x in adapters.values[part.path])
                 ranks = slice(start, start := start + a.shape[-1])
                 A[ranks, part.inputs] = np.moveaxis(a, -1, 0)
-                # One scale for all of them: what is left of the others goes into `b`.
+                # PEFT has one scale for all of them; `b` takes up the difference.
                 share = 1.0 if scale == scales[0] else scale / scales[0]
                 B[part.outputs, ranks] = share * np.moveaxis(b, 0, -1)
-            name = _module(row).format(i)
             tensors |= {f"{PREFIX}{name}.lora_A.weight": A, f"{PREFIX}{name}.lora_B.weight": B}
             root = r**0.5 if adapters.config.use_rslora else r
             kinds[name] = r, float(f"{scales[0] * root:.7g}")
@@ -261,8 +267,12 @@ def _write_embeddings(
 
 @dataclass(frozen=True)
 class Part:
-    """One of the kernels of a linear layer: which of the file's inputs `[*inputs]` and outputs
-    `[*outputs]` its own are; and whether the file has inputs first.
+    """A kernel of ours in a linear layer of the file.
+
+    Attributes:
+      inputs, outputs: positions of the kernel's inputs `[*inputs]` and outputs `[*outputs]` among
+        those of the linear layer.
+      transposed: whether the file's weight is [inputs, outputs].
     """
 
     path: str
@@ -271,29 +281,47 @@ class Part:
     transposed: bool
 
 
-def _linears(family: Family, config: ModelConfig) -> Iterator[tuple[TensorRule, list[Part]]]:
-    """Linear layers and their kernels: what `split` makes of the numbers of the file's rows, and of
-    its columns.
+class Linear(NamedTuple):
+    """A kind of linear layer of a family's files.
+
+    Attributes:
+      sizes: of the stacked axes of its kernels.
+      names: of its modules, by index into these axes.
+      parts: its kernels.
     """
-    contracted = linears(jax.eval_shape(lambda key: Decoder(config, key), jax.random.key(0)))
-    for row in filter(_is_linear, family.tensor_rules(config)):
-        rows, columns = (np.arange(n, dtype=np.int32) for n in row.shape)
+
+    sizes: tuple[int, ...]
+    names: dict[Index, str]
+    parts: list[Part]
+
+
+def _linears(family: Family, config: ModelConfig) -> Iterator[Linear]:
+    """Yields the kinds of linear layers.
+
+    A rule's `split`, applied to the row numbers and to the column numbers of the file's weight,
+    gives the positions of each kernel's inputs and outputs.
+    """
+    sizes = family.sizes(config)
+    for rule in filter(_is_linear, family.tensor_rules(config)):
+        rows, columns = (np.arange(n, dtype=np.int32) for n in rule.shape)
         numbers = rows[:, None], columns[None]
-        first, second = (row.split(np.broadcast_to(n, row.shape)) for n in numbers)
+        first, second = (rule.split(np.broadcast_to(n, rule.shape)) for n in numbers)
         parts = []
-        for path, one, other in zip(row.ours, first, second, strict=True):
-            n = contracted[path]
+        for path, one, other in zip(rule.ours, first, second, strict=True):
+            n = rule.inputs
             inputs, outputs = (..., *(0,) * (one.ndim - n)), (0,) * n
             ends = one[inputs].ravel()[[0, -1]]
             transposed = bool(ends[0] != ends[1])
             if transposed:
                 one, other = other, one
             parts.append(Part(path, other[inputs], one[outputs], transposed))
-        yield row, parts
+        names = {index: _module(name) for index, name in rule.names(sizes).items()}
+        yield Linear(tuple(sizes[field] for field in rule.fields), names, parts)
 
 
-def _module(row: TensorRule) -> str:
-    return row.hf.removesuffix(".weight")
+def _module(name: str) -> str:
+    """Returns the module of a weight's name."""
+    return name.removesuffix(".weight")
 
 
 def _checked(raw: dict[str, Any], file: Path) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from bptjax.hf.io import SINGLE, Checkpoint, Tensors, left_out
 from bptjax.hf.peft import CONFIG as PEFT_CONFIG
 from bptjax.hf.peft import read_base, read_peft
 from bptjax.hf.place import place, put
+from bptjax.hf.tensor_rules import Index
 from bptjax.lora import AdapterConfig, Adapters, attach, quantizer
 from bptjax.models.config import EncoderConfig, ModelConfig
 from bptjax.models.decoder import Decoder
@@ -41,10 +42,10 @@ class Pretrained:
       family: of Hugging Face; None for a model that never was one.
       read_as: the architecture of config.json.
       companions: the directory of config.json and tokenizer; None likewise.
-      kinds: (dtype, shape) of each parameter by path, layers stacked.
-      pieces: all parameters in turn, as (path, layer, array).
-      params: likewise, layers stacked, as (path, array).
-      read: one of them, by path and layer.
+      kinds: (dtype, shape) of each parameter by path, with its stacked axes.
+      pieces: all parameters in turn, as (path, index into the stacked axes, array).
+      params: likewise, stacked, as (path, array).
+      read: reads one of them, by path and index into the stacked axes.
       files: those that hold the parameters; of a run, the manifest with their checksums.
       adapters: beside the parameters, which are then those of the model that they are for.
       left_out: one line about tensors of the files that were not read; empty without any.
@@ -55,9 +56,9 @@ class Pretrained:
     read_as: ModelConfig | None
     companions: Path | None
     kinds: dict[str, tuple[str, tuple[int, ...]]]
-    pieces: Callable[[], Iterator[tuple[str, int | None, np.ndarray]]]
+    pieces: Callable[[], Iterator[tuple[str, Index, np.ndarray]]]
     params: Callable[[], Iterator[tuple[str, np.ndarray]]]
-    read: Callable[[str, int | None], np.ndarray]
+    read: Callable[[str, Index], np.ndarray]
     files: tuple[Path, ...]
     adapters: Adapters | None = None
     left_out: str = ""
@@ -160,10 +161,7 @@ def open_pretrained(wanted: ModelConfig) -> Pretrained:
         config, kinds, read, files = _open_run(directory, read_as)
     elif read_as is not None and (directory / SINGLE).exists():
         tensors = Tensors(directory)
-        config, kinds, files = read_as, tensors.kinds, tuple(tensors.files)
-
-        def read(path, layer):
-            return tensors.read(path) if layer is None else tensors.read_layer(path, layer)
+        config, kinds, files, read = read_as, tensors.kinds, tuple(tensors.files), tensors.read
     else:
         raise ValueError(
             f"{directory} is neither a Hugging Face checkpoint (no config.json), nor a converted "
@@ -172,11 +170,11 @@ def open_pretrained(wanted: ModelConfig) -> Pretrained:
 
     def params():
         for path in kinds:
-            yield path, read(path, None)
+            yield path, read(path, ())
 
     def pieces():
         for path, array in params():
-            yield path, None, array
+            yield path, (), array
 
     companions = companions if read_as else None
     merged = merge(config, wanted)
@@ -280,7 +278,7 @@ def _open_run(directory: Path, read_as: ModelConfig | None):
     def whole(path):
         return checkpoints.read(step, names[path])
 
-    def read(path, layer):
-        return whole(path) if layer is None else whole(path)[layer]
+    def read(path, index):
+        return whole(path)[index]
 
     return config, kinds, read, (checkpoints.directory / str(step) / MANIFEST,)

@@ -1,7 +1,8 @@
 """Rules that turn a tensor of a Hugging Face file into parameters of ours, and back."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 from typing import Literal
 
@@ -10,18 +11,26 @@ import numpy as np
 from bptjax.models.config import ModelConfig
 
 Shape = tuple[int, ...]
+# Position in the stacked axes of a parameter; empty for a parameter that is not stacked.
+Index = tuple[int, ...]
+# Fields of names in the file, in the order of the axes that parameters are stacked along.
+FIELDS = ("layer", "expert")
 
 
 @dataclass(frozen=True)
 class TensorRule:
-    """A tensor of the file, one per layer if its name has `{}`, and the parameters that it holds.
+    """A tensor of the file and the parameters that it holds.
+
+    A name with fields, such as `layers.{layer}.experts.{expert}.up.weight`, stands for one tensor
+    per layer and expert. Its parameters are stacked along one leading axis per field.
 
     Attributes:
       hf: name in the file.
-      shape: shape in the file.
+      shape: shape of one tensor in the file.
       ours: paths of the parameters.
-      split: turns the tensor into the parameters (of one layer).
+      split: turns one tensor into the parameters, without the stacked axes.
       join: turns the parameters into the tensor; inverse of `split`, bit for bit.
+      inputs: number of input axes of the kernels of a linear layer; 0 for other tensors.
     """
 
     hf: str
@@ -29,10 +38,23 @@ class TensorRule:
     ours: tuple[str, ...]
     split: Callable[[np.ndarray], tuple[np.ndarray, ...]]
     join: Callable[..., np.ndarray]
+    inputs: int = 0
 
     @property
-    def layered(self) -> bool:
-        return "{}" in self.hf
+    def fields(self) -> tuple[str, ...]:
+        """Names of the stacked axes."""
+        return tuple(field for field in FIELDS if f"{{{field}}}" in self.hf)
+
+    def names(self, sizes: Mapping[str, int]) -> dict[Index, str]:
+        """Returns the names of the tensors by their index into the stacked axes, last axis fastest.
+
+        Args:
+          sizes: number of values of each field.
+        """
+        indices = product(*(range(sizes[field]) for field in self.fields))
+        return {
+            index: self.hf.format(**dict(zip(self.fields, index, strict=True))) for index in indices
+        }
 
 
 def identity(hf: str, ours: str, shape: Shape, file_shape: Shape | None = None) -> TensorRule:
@@ -59,7 +81,8 @@ def linear(
         return x if transposed else x.T
 
     shape = (I, O) if transposed else (O, I)
-    yield TensorRule(f"{hf}.weight", shape, (f"{ours}.kernel",), split, join)
+    kernel = (f"{ours}.kernel",)
+    yield TensorRule(f"{hf}.weight", shape, kernel, split, join, inputs=len(inputs))
     if bias:
         yield identity(f"{hf}.bias", f"{ours}.bias", outputs, (O,))
 
@@ -116,7 +139,7 @@ def fused(
 
     kernels, biases = (tuple(f"{o}.{n}" for o in ours) for n in ("kernel", "bias"))
     shape = (inputs, O) if transposed else (O, inputs)
-    yield TensorRule(f"{hf}.weight", shape, kernels, split, join)
+    yield TensorRule(f"{hf}.weight", shape, kernels, split, join, inputs=1)
     if bias:
         yield TensorRule(f"{hf}.bias", (O,), biases, split_bias, join_bias)
 

@@ -24,16 +24,16 @@ def random_base(directory, raw):
 def random_weights(directory, family, model):
     """A file of random weights, for a config of ours."""
     rng = np.random.default_rng(0)
-    rows = list(family.tensor_rules(model))
+    names = family.names(model)
     shapes = {
-        p: x.shape for r in rows for p, x in zip(r.ours, r.split(np.zeros(r.shape)), strict=True)
+        p: x.shape for r in names for p, x in zip(r.ours, r.split(np.zeros(r.shape)), strict=True)
     }
 
-    def read(path, layer):
+    def read(path, index):
         x = 0.1 * rng.normal(size=shapes[path])
         return (x + 1.0 * path.endswith("scale")).astype(np.float32)
 
-    write_hf(directory, rows, model.num_layers, read, lambda path: "float32", "", "5GB")
+    write_hf(directory, names, read, lambda path: "float32", "5GB")
 
 
 def contents(directory):

@@ -55,11 +55,9 @@ def llama(tmp_path):
         family, model = read_config(directory)
         rng = np.random.default_rng(0)
         arrays = {
-            tensor: rng.normal(size=row.shape).astype(dtype)
-            for row in family.tensor_rules(model)
-            for tensor in (
-                [row.hf.format(i) for i in range(model.num_layers)] if row.layered else [row.hf]
-            )
+            tensor: rng.normal(size=rule.shape).astype(dtype)
+            for rule, names in family.names(model).items()
+            for tensor in names.values()
         }
         save_file(change(arrays) if change else arrays, directory / "model.safetensors")
         return directory

@@ -9,7 +9,6 @@ import pytest
 from ops.comparing import quick
 
 from bptjax.hf.config import read_config
-from bptjax.hf.io import names_of
 from bptjax.hf.place import path_of
 from bptjax.models.config import Execution
 from bptjax.ops.loss import linear_cross_entropy
@@ -94,12 +93,12 @@ def assert_gradients(gradients, wanted, directory):
     }
     family, config = read_config(directory)
     largest = max(np.abs(g).max() for g in wanted.values())
-    for row in family.tensor_rules(config):
-        for i, tensor in enumerate(names_of(row, config.num_layers)):
+    for rule, names in family.names(config).items():
+        for index, tensor in names.items():
             for old, new in RENAMED:
                 tensor = re.sub(old, new, tensor)
-            parts = [flat[path][i] if row.layered else flat[path] for path in row.ours]
-            got, true = row.join(*parts), wanted.pop(tensor)
+            parts = [flat[path][index] for path in rule.ours]
+            got, true = rule.join(*parts), wanted.pop(tensor)
             # Some gradients are 0 but for rounding: they are held to the largest one.
             size = max(np.abs(true).max(), 1e-3 * largest)
             assert np.abs(got - true).max() < 1e-4 * size, tensor

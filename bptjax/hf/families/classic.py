@@ -55,7 +55,7 @@ def read_gpt2(c: Any) -> dict[str, Any]:
 
 def rules_gpt2(c: ModelConfig) -> Iterator[TensorRule]:
     """Yields the rules of GPT2LMHeadModel, which stores linear weights as [inputs, outputs]."""
-    layer = "transformer.h.{}."
+    layer = "transformer.h.{layer}."
     yield from embedding_norm_head(c, "transformer.wte", "transformer.ln_f")
     yield identity(
         "transformer.wpe.weight", "positions", (c.max_position_embeddings or 0, c.hidden_size)
@@ -87,7 +87,7 @@ def read_gpt_neox(c: Any) -> dict[str, Any]:
 
 def rules_gpt_neox(c: ModelConfig) -> Iterator[TensorRule]:
     """Yields the rules of GPTNeoXForCausalLM, whose output embedding is called embed_out."""
-    layer = "gpt_neox.layers.{}."
+    layer = "gpt_neox.layers.{layer}."
     yield from embedding_norm_head(c, "gpt_neox.embed_in", "gpt_neox.final_layer_norm", "embed_out")
     yield from qkv(c, f"{layer}attention.query_key_value", layout="per_kv_head")
     yield from attention(c, "", "", "", f"{layer}attention.dense")
@@ -113,7 +113,7 @@ def read_bloom(c: Any) -> dict[str, Any]:
 
 def rules_bloom(c: ModelConfig) -> Iterator[TensorRule]:
     """Yields the rules of BloomForCausalLM, which fuses queries, keys and values head by head."""
-    layer = "transformer.h.{}."
+    layer = "transformer.h.{layer}."
     yield from embedding_norm_head(c, "transformer.word_embeddings", "transformer.ln_f")
     yield from norm("transformer.word_embeddings_layernorm", "embedding_norm", c)
     yield from qkv(c, f"{layer}self_attention.query_key_value", layout="per_kv_head")
@@ -151,7 +151,7 @@ def read_opt(c: Any) -> dict[str, Any]:
 
 def rules_opt(c: ModelConfig) -> Iterator[TensorRule]:
     """Yields the rules of OPTForCausalLM, where final_layer_norm in a layer is the second norm."""
-    root, layer, D = "model.decoder.", "model.decoder.layers.{}.", c.hidden_size
+    root, layer, D = "model.decoder.", "model.decoder.layers.{layer}.", c.hidden_size
     yield from embedding_norm_head(c, f"{root}embed_tokens", f"{root}final_layer_norm")
     entries = (c.max_position_embeddings or 0) + c.position_offset
     yield identity(f"{root}embed_positions.weight", "positions", (entries, D))
@@ -194,7 +194,7 @@ def read_mpt(c: Any) -> dict[str, Any]:
 
 def rules_mpt(c: ModelConfig) -> Iterator[TensorRule]:
     """Yields the rules of MptForCausalLM, which concatenates queries, keys and values."""
-    layer = "transformer.blocks.{}."
+    layer = "transformer.blocks.{layer}."
     yield from embedding_norm_head(c, "transformer.wte", "transformer.norm_f")
     yield from qkv(c, f"{layer}attn.Wqkv")
     yield from attention(c, "", "", "", f"{layer}attn.out_proj")
@@ -235,7 +235,7 @@ def read_falcon(c: Any) -> dict[str, Any]:
 
 def rules_falcon(c: ModelConfig) -> Iterator[TensorRule]:
     """Yields the rules of FalconForCausalLM, where the names of the norms depend on the layout."""
-    layer = "transformer.h.{}."
+    layer = "transformer.h.{layer}."
     yield from embedding_norm_head(c, "transformer.word_embeddings", "transformer.ln_f")
     yield from qkv(c, f"{layer}self_attention.query_key_value", layout="per_kv_head")
     yield from attention(c, "", "", "", f"{layer}self_attention.dense")

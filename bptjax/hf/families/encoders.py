@@ -70,7 +70,7 @@ def rules_encoder_layers(c: ModelConfig, layer: str) -> Iterator[TensorRule]:
 
 def rules_bert(c: EncoderConfig) -> Iterator[TensorRule]:
     """Yields the rules of BertModel and BertForMaskedLM, whose norms follow the sublayers."""
-    root, layer, D = "bert.embeddings.", "bert.encoder.layer.{}.", c.hidden_size
+    root, layer, D = "bert.embeddings.", "bert.encoder.layer.{layer}.", c.hidden_size
     positions = c.max_position_embeddings or 0
     yield identity(f"{root}word_embeddings.weight", "embedding", (c.V, D))
     yield identity(f"{root}position_embeddings.weight", "positions", (positions, D))
@@ -116,7 +116,7 @@ def read_vit(c: Any) -> dict[str, Any]:
 def rules_vit(c: EncoderConfig) -> Iterator[TensorRule]:
     """Yields the rules of ViTModel and ViTForImageClassification. Patches are embedded by a
     convolution, the first token is a parameter, and both have learned positions."""
-    root, layer, D = "vit.embeddings.", "vit.encoder.layer.{}.", c.hidden_size
+    root, layer, D = "vit.embeddings.", "vit.encoder.layer.{layer}.", c.hidden_size
     yield identity(f"{root}cls_token", "first", (1, D), (1, 1, D))
     tokens = c.patches + 1
     yield identity(f"{root}position_embeddings", "positions", (tokens, D), (1, tokens, D))

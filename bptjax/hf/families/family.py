@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from bptjax.hf.tensor_rules import TensorRule
+from bptjax.hf.tensor_rules import Index, TensorRule
 from bptjax.models.config import ModelConfig
 
 ACTIVATIONS = {
@@ -22,6 +22,11 @@ ACTIVATIONS = {
 }
 
 
+def layer_sizes(config: ModelConfig) -> dict[str, int]:
+    """Returns the sizes of the fields of a model without experts."""
+    return {"layer": config.num_layers}
+
+
 @dataclass(frozen=True)
 class Family:
     """A model family: how its config is read, and where its tensors go.
@@ -37,6 +42,7 @@ class Family:
       positions: config key of the number of positions.
       rope_names: config keys of rope_theta and partial_rotary_factor in transformers 4.
       config: class that `read` makes keywords for.
+      sizes: returns the number of values of each field of names in the file.
     """
 
     read: Callable[[Any], dict[str, Any]]
@@ -48,6 +54,19 @@ class Family:
     positions: str = "max_position_embeddings"
     rope_names: tuple[str, str] = ("rope_theta", "partial_rotary_factor")
     config: type[ModelConfig] = ModelConfig
+    sizes: Callable[[Any], dict[str, int]] = layer_sizes
+
+    def names(self, config: ModelConfig, *, strip: str = "") -> dict[TensorRule, dict[Index, str]]:
+        """Returns each rule's names in the file, by index into the stacked axes.
+
+        Args:
+          strip: start of names that the file leaves out.
+        """
+        sizes = self.sizes(config)
+        return {
+            rule: {i: name.removeprefix(strip) for i, name in rule.names(sizes).items()}
+            for rule in self.tensor_rules(config)
+        }
 
 
 def require(c: Any, **supported: Any) -> None:

@@ -138,7 +138,7 @@ def read_gemma3(c: Any) -> dict[str, Any]:
 def rules_rmsnorm_glu(c: ModelConfig) -> Iterator[TensorRule]:
     """Yields the rules of LlamaForCausalLM's names, with the norms that Qwen 3 and Gemma add. With
     sandwich norms, post_attention_layernorm is the norm of attention's output."""
-    layer = "model.layers.{}."
+    layer = "model.layers.{layer}."
     yield from embedding_norm_head(c, "model.embed_tokens", "model.norm")
     names = (f"{layer}self_attn.{n}_proj" for n in "qkvo")
     yield from attention(c, *names)
@@ -170,7 +170,7 @@ def read_phi3(c: Any) -> dict[str, Any]:
 
 def rules_phi3(c: ModelConfig) -> Iterator[TensorRule]:
     """Yields the rules of Phi3ForCausalLM, which concatenates q, k and v, and gate and up."""
-    layer, F = "model.layers.{}.", (c.F,)
+    layer, F = "model.layers.{layer}.", (c.F,)
     yield from embedding_norm_head(c, "model.embed_tokens", "model.norm")
     yield from qkv(c, f"{layer}self_attn.qkv_proj")
     yield from attention(c, "", "", "", f"{layer}self_attn.o_proj")
