@@ -4,8 +4,7 @@ import importlib.util
 import json
 import sys
 from argparse import Namespace
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -13,20 +12,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from bptjax.adapter_export import export_adapter, open_adapter, remedy_for_peft
 from bptjax.cli import launch
 from bptjax.data.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
-from bptjax.hf.adapter_export import export_adapter, open_adapter, remedy_for_peft
+from bptjax.hf.checkpoint import SIDECARS, copy_sidecar_files, write_hf
 from bptjax.hf.config import is_bare, read_json
 from bptjax.hf.config_export import exported
 from bptjax.hf.from_scratch import from_scratch
-from bptjax.hf.io import Writer, copy_companions, write_hf
-from bptjax.hf.output import whole
-from bptjax.hf.place import resized
-from bptjax.hf.pretrained import COMPANIONS, Pretrained, find, open_pretrained
-from bptjax.hf.tensor_rules import Index
+from bptjax.hf.output import atomic_directory
+from bptjax.hf.tensors import Writer
 from bptjax.lora import linears, merged
 from bptjax.models.config import EncoderConfig, ModelConfig
 from bptjax.models.decoder import Decoder
+from bptjax.models.params import Index, resize_param
+from bptjax.pretrained import Pretrained, open_pretrained, resolve_checkpoint
 
 # What of a Hugging Face directory goes with its tokenizer; generation_config.json has its ids.
 TOKENIZER = (
@@ -48,12 +47,12 @@ def to_bptjax(source: str, out: Path) -> Pretrained:
       ValueError: what is wrong with it, in one line; nothing is left of `out`.
     """
     model = open_pretrained(ModelConfig(name_or_path=source))
-    if model.companions != find(source):
+    if model.sidecars != resolve_checkpoint(source):
         raise ValueError(f"{source} is no Hugging Face checkpoint")
-    with whole(out) as directory:
-        copy_companions(find(source), directory / COMPANIONS)
-        with Writer(directory, model.kinds, max_shard_size="1000TB") as writer:
-            for path, index, array in model.pieces():
+    with atomic_directory(out) as directory:
+        copy_sidecar_files(resolve_checkpoint(source), directory / SIDECARS)
+        with Writer(directory, model.source.specs, max_shard_size="1000TB") as writer:
+            for path, index, array in model.source.slices():
                 writer.write(path, array, index)
     return model
 
@@ -69,9 +68,9 @@ def to_hf(source: str, out: Path, *, dtype: str | None, max_shard_size: str) -> 
     model = open_pretrained(ModelConfig(name_or_path=source))
     if model.adapters is not None:
         raise ValueError(f"{source} is an adapter: merge-adapter or export-adapter takes it")
-    if model.companions == find(source):
+    if model.sidecars == resolve_checkpoint(source):
         raise ValueError(f"{source} is a Hugging Face checkpoint already")
-    write(model, source, out, model.read, dtype, max_shard_size)
+    write(model, source, out, model.source.read, dtype, max_shard_size)
     return model
 
 
@@ -96,7 +95,7 @@ def _merging(model: Pretrained) -> Callable[[str, Index], np.ndarray]:
 
     def read(path, index):
         w = model.adapters.modules.get(path) if model.adapters else None
-        w = resized(path, model.read(path, index), model.config) if w is None else w
+        w = resize_param(path, model.source.read(path, index), model.config) if w is None else w
         if path not in contracted or (path not in values and config.type != "qlora"):
             return w
         adapter = tuple(x[index] for x in values[path]) if path in values else None
@@ -108,14 +107,14 @@ def _merging(model: Pretrained) -> Callable[[str, Index], np.ndarray]:
 def _tokenizer(source: str, model: Pretrained) -> Tokenizer | None:
     """Returns the tokenizer of a run or an adapter; None if the model came with the same one, and
     with the same chat template and stop ids."""
-    here = find(source)
-    if here == model.companions or not has_tokenizer(here):
+    here = resolve_checkpoint(source)
+    if here == model.sidecars or not has_tokenizer(here):
         return None
     own = load_tokenizer(here, model.config.V)
-    if model.companions is None:
+    if model.sidecars is None:
         return own
     try:
-        other = load_tokenizer(model.companions, model.config.V)
+        other = load_tokenizer(model.sidecars, model.config.V)
     except ValueError:
         return own
     same = type(own) is type(other) and own.vocabulary() == other.vocabulary()
@@ -134,22 +133,22 @@ def write(
     """Writes the model in `out` as Hugging Face reads it, with the tokenizer of `source`; `read`
     returns its parameters by path and index into their stacked axes.
     """
-    own = {kind for kind, _ in model.kinds.values()}
-    name = dtype or max(own, key=lambda kind: jnp.dtype(kind).itemsize)
-    if model.companions is None:
+    own = {spec.dtype for spec in model.source.specs.values()}
+    name = dtype or max(own, key=lambda name: jnp.dtype(name).itemsize)
+    if model.sidecars is None:
         raw, family = from_scratch(model.config)
     else:
-        raw, family = read_json(model.companions / "config.json"), model.family
+        raw, family = read_json(model.sidecars / "config.json"), model.family
     assert family is not None
     if model.read_as is not None:
         raw = exported(raw, model.read_as, model.config, name)
 
     def name_of(path):
-        return dtype or model.kinds[path][0]
+        return dtype or model.source.specs[path].dtype
 
-    with whole(out) as directory:
-        if model.companions is not None:
-            copy_companions(model.companions, directory)
+    with atomic_directory(out) as directory:
+        if model.sidecars is not None:
+            copy_sidecar_files(model.sidecars, directory)
         if (tokenizer := _tokenizer(source, model)) is not None:
             for file in (file for name in TOKENIZER for file in directory.glob(name)):
                 file.unlink()
@@ -178,9 +177,15 @@ def _raise_model_max_length(directory: Path, length: int) -> None:
         file.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
 
 
-def difference(hf: Path, model: Pretrained) -> tuple[list[float], float]:
-    """Largest difference over the largest value, float32, between `transformers` and us: of hidden
-    states, embeddings first, and of logits (of the pooled output, where there is no head).
+def difference(
+    hf: Path, model: Pretrained, params: Iterator[tuple[str, np.ndarray]] | None = None
+) -> tuple[list[float], float]:
+    """Returns the largest difference from `transformers` over the largest value, in float32: of the
+    hidden states, embeddings first, and of the logits, or the pooled output of a model without a
+    head.
+
+    Args:
+      params: (path, array) of every parameter, in place of the model's own.
     """
     import torch
     import transformers
@@ -200,7 +205,8 @@ def difference(hf: Path, model: Pretrained) -> tuple[list[float], float]:
     end = out.logits if "logits" in out else out.pooler_output
     states, end = [x.numpy() for x in out.hidden_states], end.numpy()
     del theirs, out
-    ours = model.load(jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    where = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    ours = model.load(where, params=params)
     *layers, stream, last = jax.jit(type(ours).hidden_states)(ours, jnp.asarray(inputs))
     # The last of a decoder's is after its final norm; of an encoder's, before.
     final = stream if isinstance(config, EncoderConfig) else last
@@ -242,32 +248,37 @@ def run(args: Namespace) -> int:
     print("\n".join(note for note in notes if note))
     if not verify:
         return 0
-    hf, ours = find(args.source), args.out
+    hf, ours = resolve_checkpoint(args.source), args.out
     if args.way != "hf-to-bptjax":
         hf, ours = args.out, args.source
-    return _verify(hf, open_pretrained(ModelConfig(name_or_path=str(ours))), args)
+    model = open_pretrained(ModelConfig(name_or_path=str(ours)))
+    return _verify(hf, model, getattr(args, "dtype", None))
 
 
-def _verify(hf: Path, model: Pretrained, args: Namespace) -> int:
-    dtype = getattr(args, "dtype", None)
-    kinds = {path: dtype or kind for path, (kind, _) in model.kinds.items()}
-    if set(kinds.values()) != {"float32"}:
-        # The file holds rounded parameters; what is compared is the model, not the rounding.
-        read = model.read if model.adapters is None else _merging(model)
-        L = model.config.num_layers
+def _verify(hf: Path, model: Pretrained, dtype: str | None) -> int:
+    """Compares the model with transformers' reading of `hf`; returns the exit code.
 
-        def rounded():
-            for path, kind in kinds.items():
-                layered = path.startswith("layers.")
-                x = np.stack([read(path, (i,)) for i in range(L)]) if layered else read(path, ())
-                yield path, x.astype(kind)
-
-        model = replace(model, params=rounded, adapters=None)
-    layers, logits = difference(hf, model)
+    Args:
+      dtype: that was written. The parameters are rounded to it first: the conversion is checked,
+        not the rounding.
+    """
+    dtypes = {path: dtype or spec.dtype for path, spec in model.source.specs.items()}
+    params = None if set(dtypes.values()) == {"float32"} else _rounded(model, dtypes)
+    layers, logits = difference(hf, model, params)
     worst = max(*layers, logits)
     text = f"largest relative difference: logits {logits:.1e}, hidden states {max(layers):.1e}"
     print(text + (f", after layer {int(np.argmax(layers))}" if worst > 1e-4 else ""))
     return 0 if worst <= 1e-4 else 1
+
+
+def _rounded(model: Pretrained, dtypes: dict[str, str]) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields (path, array) of every parameter as it was written, adapters merged."""
+    read = model.source.read if model.adapters is None else _merging(model)
+    for path, dtype in dtypes.items():
+        layered = path.startswith("layers.")
+        layers = range(model.config.num_layers) if layered else ()
+        array = np.stack([read(path, (i,)) for i in layers]) if layered else read(path, ())
+        yield path, array.astype(dtype)
 
 
 if __name__ == "__main__":

@@ -20,11 +20,11 @@ from bptjax.data.tokenizer import (
     vocabulary_warning,
 )
 from bptjax.generation import Sampling, generate
-from bptjax.hf.pretrained import Pretrained, find, open_pretrained
 from bptjax.metrics import printable
 from bptjax.models.config import EncoderConfig, Execution, ModelConfig
 from bptjax.models.decoder import Decoder
 from bptjax.parallel.mesh import select_devices
+from bptjax.pretrained import Pretrained, open_pretrained, resolve_checkpoint
 
 
 def load(name: str, *, tokenizer: str | None, device: str, dtype: str | None):
@@ -40,7 +40,7 @@ def load(name: str, *, tokenizer: str | None, device: str, dtype: str | None):
         raise ValueError(f"{name} is an encoder; it writes no text")
     if model.left_out:
         print(model.left_out, file=sys.stderr)
-    kind = jnp.dtype(dtype or model.kinds["embedding"][0])
+    kind = jnp.dtype(dtype or model.source.specs["embedding"].dtype)
     own = None if tokenizer else model.config.V
     text = load_tokenizer(tokenizer or tokenizer_of(name, model), own)
     add_tokens(text, model.config.add_tokens)
@@ -67,8 +67,8 @@ def warn_of_length(config: ModelConfig, length: int) -> None:
 def tokenizer_of(name: str, model: Pretrained) -> Path:
     """Returns the directory of a checkpoint's tokenizer: that of a run or an adapter if it has one,
     or else what the model came with."""
-    here = find(name)
-    return here if has_tokenizer(here) else model.companions or here
+    here = resolve_checkpoint(name)
+    return here if has_tokenizer(here) else model.sidecars or here
 
 
 def continuations(

@@ -15,8 +15,8 @@ from jax import Array
 from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
-from bptjax.hf.place import path_of, put
 from bptjax.models.layers import Linear, Noise, product
+from bptjax.models.params import param_path, put_param
 from bptjax.ops.dropout import dropout
 from bptjax.ops.quantize import Matrix, dequantize_matrix, quantize_matrix
 from bptjax.parallel.mesh import sharding
@@ -163,9 +163,9 @@ def linears(model: Any) -> dict[str, int]:
     """
     found, _ = jax.tree.flatten_with_path(model, is_leaf=lambda x: isinstance(x, Linear))
     return {
-        f"{path_of(at)}.kernel": linear.contracted
+        f"{param_path(at)}.kernel": linear.contracted
         for at, linear in found
-        if isinstance(linear, Linear) and path_of(at).startswith("layers.")
+        if isinstance(linear, Linear) and param_path(at).startswith("layers.")
     }
 
 
@@ -195,7 +195,7 @@ def train_in_full(model: Any, paths: set[str], dtype: DTypeLike) -> Any:
     """The model with the parameters at these paths trained beside its adapters, in `dtype`."""
 
     def one(at, leaf):
-        if path_of(at) not in paths:
+        if param_path(at) not in paths:
             return leaf
         return Saved(leaf.get_value().astype(dtype), axes=leaf.axes)
 
@@ -247,15 +247,15 @@ def quantize(model: Any, config: AdapterConfig) -> Any:
     contracted = linears(model)
 
     def one(at, leaf):
-        path = path_of(at)
+        path = param_path(at)
         return quantized(leaf, contracted[path], config) if path in contracted else leaf
 
     return jax.tree.map_with_path(one, model, is_leaf=_is_variable)
 
 
 def quantizer(model: Any, config: AdapterConfig) -> Callable[[str, Any, np.ndarray], Any]:
-    """What puts arrays on the devices, for `hf.place`: kernels of the layers in few bits, each
-    stack as it arrives, from the dtype that it has.
+    """Returns a function in place of `put_param` that quantizes the kernels of the layers on the
+    devices, each stack as it arrives, from the dtype that it has.
 
     Args:
       model: abstract, with shardings.
@@ -264,8 +264,8 @@ def quantizer(model: Any, config: AdapterConfig) -> Callable[[str, Any, np.ndarr
 
     def put_one(path, leaf, array):
         if path not in contracted:
-            return put(path, leaf, array)
-        kernel, where = put(path, leaf, array, array.dtype), leaf.get_value().sharding
+            return put_param(path, leaf, array)
+        kernel, where = put_param(path, leaf, array, array.dtype), leaf.get_value().sharding
         pack = partial(quantized, contracted=contracted[path], config=config)
         if isinstance(where, NamedSharding):
             like = jax.eval_shape(pack, kernel)
@@ -317,7 +317,7 @@ def new_adapters(
         b = jnp.zeros((L, config.r, *outputs), dtype)
         return a.astype(dtype), b, jnp.full(L, config.scale, jnp.float32)
 
-    return {path_of(at): new(path_of(at), k) for at, k in found if path_of(at) in paths}
+    return {param_path(at): new(param_path(at), k) for at, k in found if param_path(at) in paths}
 
 
 def attach(model: Any, adapters: Mapping[str, Values], dropout: float) -> Any:
@@ -326,7 +326,7 @@ def attach(model: Any, adapters: Mapping[str, Values], dropout: float) -> Any:
     numbers = {path: number for number, path in enumerate(sorted(contracted))}
 
     def one(at, kernel):
-        path = path_of(at)
+        path = param_path(at)
         if path not in adapters:
             return kernel
         n = contracted[path]

@@ -112,8 +112,8 @@ def export(directory: Path, override: dict, out: Path, tokens: np.ndarray) -> np
     import jax
 
     from bptjax.convert import write
-    from bptjax.hf.pretrained import open_pretrained
     from bptjax.models.config import ModelConfig
+    from bptjax.pretrained import open_pretrained
     from bptjax.training.setup import check_model
 
     model = open_pretrained(ModelConfig(name_or_path=str(directory), **override))
@@ -126,8 +126,8 @@ def read_back(out: Path, tokens: np.ndarray) -> np.ndarray:
     """Logits of the export, opened here again."""
     import jax
 
-    from bptjax.hf.pretrained import open_pretrained
     from bptjax.models.config import ModelConfig
+    from bptjax.pretrained import open_pretrained
 
     model = open_pretrained(ModelConfig(name_or_path=str(out)))
     return logits(model.load(jax.sharding.SingleDeviceSharding(jax.devices()[0])), tokens)

@@ -1,15 +1,16 @@
-"""Hugging Face tokenizers, and the one place that imports transformers."""
+"""Hugging Face tokenizers."""
 
 import copy
 import itertools
 import json
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
+
+from bptjax.lazy_imports import transformers
 
 GENERATION = "generation_config.json"
 
@@ -143,14 +144,6 @@ class HFTokenizer:
         config = {k: v for k, v in self._generation.items() if v is not None}
         config |= {"eos_token_id": ends} if self.stop_ids else {}
         (Path(directory) / GENERATION).write_text(json.dumps(config, indent=2) + "\n")
-
-
-def transformers() -> Any:
-    """The library, which takes seconds to import, and need not say that there is no torch."""
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    import transformers
-
-    return transformers
 
 
 def _generation_config(directory: Path) -> dict[str, Any] | None:

@@ -9,7 +9,8 @@ from typing import Any, cast
 import numpy as np
 
 from bptjax.data.chat import Chat, Message
-from bptjax.data.tokenizer import Tokenizer, transformers
+from bptjax.data.tokenizer import Tokenizer
+from bptjax.lazy_imports import transformers
 
 # Taori et al. 2023, github.com/tatsu-lab/stanford_alpaca.
 ALPACA = (

@@ -11,7 +11,6 @@ from typing import Any, Protocol, Self
 import numpy as np
 
 from bptjax.data.hf_tokenizer import HFTokenizer
-from bptjax.data.hf_tokenizer import transformers as transformers
 
 FILE = "bptjax_tokenizer.json"
 # A Unicode noncharacter, reserved for internal use, stands for the byte tokenizer's separator where

@@ -5,8 +5,9 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from bptjax.data.tokenizer import transformers
-from bptjax.hf.families import FAMILIES, Family
+from bptjax.hf.families import FAMILIES
+from bptjax.hf.families.family import Family
+from bptjax.lazy_imports import transformers
 from bptjax.models.config import ModelConfig
 from bptjax.ops.position import LONG
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from bptjax.data.tokenizer import transformers
 from bptjax.hf.families import FAMILIES
+from bptjax.lazy_imports import transformers
 from bptjax.models.config import ModelConfig
 from bptjax.ops.position import LONG, rope_frequencies
 

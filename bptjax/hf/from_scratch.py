@@ -5,11 +5,11 @@ from dataclasses import asdict, replace
 from types import SimpleNamespace
 from typing import Any
 
-from bptjax.data.tokenizer import transformers
 from bptjax.hf.config import FREE, complete_rope
 from bptjax.hf.config_export import check_rope, rope_keys
 from bptjax.hf.families import FAMILIES
 from bptjax.hf.families.family import ACTIVATIONS, Family
+from bptjax.lazy_imports import transformers
 from bptjax.models.config import ModelConfig
 from bptjax.ops.position import alibi_slopes
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 @contextmanager
-def whole(out: Path, *, replace: bool = False) -> Iterator[Path]:
+def atomic_directory(out: Path, *, replace: bool = False) -> Iterator[Path]:
     """Yields a hidden directory beside `out`, renames it to `out` when the block ends, and removes
     it when the block raises. A killed process leaves it behind; the next call for `out` removes it.
 

@@ -14,10 +14,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from bptjax.hf.config import read_json
-from bptjax.hf.families import Family
-from bptjax.hf.tensor_rules import Index, TensorRule
+from bptjax.hf.families.family import Family
+from bptjax.hf.tensor_rules import TensorRule
 from bptjax.lora import AdapterConfig, Adapters
 from bptjax.models.config import ModelConfig
+from bptjax.models.params import Index
 
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
 # Names of the output embedding's module, now and in versions of transformers before 5.

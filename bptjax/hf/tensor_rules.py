@@ -9,10 +9,9 @@ from typing import Literal
 import numpy as np
 
 from bptjax.models.config import ModelConfig
+from bptjax.models.params import Index
 
 Shape = tuple[int, ...]
-# Position in the stacked axes of a parameter; empty for a parameter that is not stacked.
-Index = tuple[int, ...]
 # Fields of names in the file, in the order of the axes that parameters are stacked along.
 FIELDS = ("layer", "expert")
 

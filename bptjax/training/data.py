@@ -12,8 +12,8 @@ from bptjax.data.records import readable
 from bptjax.data.sources import Mixture, Training, open_split
 from bptjax.data.survey import survey
 from bptjax.data.tokenizer import Tokenizer, add_tokens, make_tokenizer, vocabulary_warning
-from bptjax.hf.pretrained import Pretrained, open_pretrained
 from bptjax.models.config import EncoderConfig
+from bptjax.pretrained import Pretrained, open_pretrained
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,9 @@ def open_data(config: Config) -> RunData:
                 f"model.name_or_path={config.model.name_or_path} is an encoder; these are not "
                 "trained"
             )
-    companions = pretrained.companions if pretrained else None
-    name = config.data.tokenizer or str(companions or "byte")
-    own = pretrained is not None and name == str(companions)
+    sidecars = pretrained.sidecars if pretrained else None
+    name = config.data.tokenizer or str(sidecars or "byte")
+    own = pretrained is not None and name == str(sidecars)
     bad = config.data.bad_records
     tokenizer = make_tokenizer(
         name,
@@ -65,7 +65,7 @@ def open_data(config: Config) -> RunData:
     added = add_tokens(tokenizer, model.add_tokens)
     chats = survey(train.files if isinstance(train, Mixture) else [train], tokenizer)
     tokenizer = chats.adapt(tokenizer)
-    warning = vocabulary_warning(tokenizer, companions) if companions and not own else None
+    warning = vocabulary_warning(tokenizer, sidecars) if sidecars and not own else None
     notes = [*([warning] if warning else []), *chats.notes(tokenizer)]
     return RunData(train, held_out, pretrained, tokenizer, added, notes)
 

@@ -7,13 +7,13 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
+from bptjax.adapter_export import export_adapter, remedy_for_peft, write_adapter
 from bptjax.checkpoint import BEST
 from bptjax.data.records import readable
 from bptjax.data.text import byte_baselines
 from bptjax.data.tokenizer import ByteTokenizer
 from bptjax.generation import Sampling, generate
-from bptjax.hf.adapter_export import remedy_for_peft, write_adapter
-from bptjax.hf.output import whole
+from bptjax.hf.output import atomic_directory
 from bptjax.metrics import plot_loss, printable, read_metrics
 from bptjax.training.setup import TrainingRun
 from bptjax.training.state import TrainState, gather_adapters
@@ -32,7 +32,7 @@ def export_adapter(run: TrainingRun, state: TrainState, log: Callable[[str], Non
     if jax.process_index() != 0:
         return
     model, out = pretrained.adapted(adapters), run.directory / ADAPTER
-    with whole(out, replace=True) as directory:
+    with atomic_directory(out, replace=True) as directory:
         write_adapter(model, directory)
         run.tokenizer.save(directory)
     if text := remedy_for_peft(model, out):

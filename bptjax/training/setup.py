@@ -20,16 +20,16 @@ from bptjax.data.loader import data_check, eval_loader, train_loader
 from bptjax.data.records import readable
 from bptjax.data.sources import count
 from bptjax.data.tokenizer import Tokenizer
+from bptjax.hf.checkpoint import SIDECARS, copy_sidecar_files
 from bptjax.hf.config import read_json
 from bptjax.hf.config_export import exported
 from bptjax.hf.from_scratch import family_of
-from bptjax.hf.io import copy_companions
-from bptjax.hf.pretrained import COMPANIONS, Pretrained
 from bptjax.lora import AdapterConfig
 from bptjax.models.config import ModelConfig
 from bptjax.models.layers import rotary
 from bptjax.parallel.mesh import ParallelConfig, make_mesh, select_devices
 from bptjax.parallel.processes import agreed, everyone, join, same, watched
+from bptjax.pretrained import Pretrained
 from bptjax.schedule import describe_schedule
 from bptjax.training.data import open_data, say
 from bptjax.training.run_directory import claim, saved_keys
@@ -138,8 +138,8 @@ def setup(config: Config) -> TrainingRun:
         if jax.process_index() == 0:
             claim(run.directory, config)
             run.tokenizer.save(run.directory)
-            if run.spec.pretrained and run.spec.pretrained.companions:
-                copy_companions(run.spec.pretrained.companions, run.directory / COMPANIONS)
+            if run.spec.pretrained and run.spec.pretrained.sidecars:
+                copy_sidecar_files(run.spec.pretrained.sidecars, run.directory / SIDECARS)
     return run
 
 
@@ -290,8 +290,8 @@ def check_model(model: ModelConfig, pretrained: Pretrained | None) -> None:
     """
     if model.position_embedding == "rope":
         rotary(model, 0, None)
-    if pretrained and pretrained.companions and pretrained.read_as:
-        exported(read_json(pretrained.companions / "config.json"), pretrained.read_as, model)
+    if pretrained and pretrained.sidecars and pretrained.read_as:
+        exported(read_json(pretrained.sidecars / "config.json"), pretrained.read_as, model)
 
 
 def _check_adapter(config: Config, spec: TrainSpec) -> None:

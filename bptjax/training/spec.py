@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from bptjax.config import Config
-from bptjax.hf.pretrained import Pretrained
 from bptjax.models.config import ModelConfig
 from bptjax.parallel.layout import Layout
+from bptjax.pretrained import Pretrained
 
 
 @dataclass(frozen=True)

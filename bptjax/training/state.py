@@ -14,7 +14,6 @@ from jax.experimental.multihost_utils import process_allgather
 from jax.sharding import NamedSharding, PartitionSpec
 
 from bptjax.hf.peft import embeddings, modules
-from bptjax.hf.place import path_of, put
 from bptjax.lora import (
     Adapted,
     Adapters,
@@ -35,6 +34,7 @@ from bptjax.lora import (
 )
 from bptjax.loss_scale import LossScale
 from bptjax.models.decoder import Decoder
+from bptjax.models.params import param_path, put_param
 from bptjax.optimizer import OptState, init_opt_state
 from bptjax.parallel.mesh import CUT, sharding
 from bptjax.training.spec import TrainSpec
@@ -77,7 +77,7 @@ def init_state(spec: TrainSpec) -> TrainState:
     model, pretrained, adapter = None, spec.pretrained, spec.config.adapter
     if pretrained is not None:
         plain = with_shardings(spec, _abstract_model(spec))
-        how = quantizer(plain, adapter) if adapter.type == "qlora" else put
+        how = quantizer(plain, adapter) if adapter.type == "qlora" else put_param
         model = pretrained.fill(plain, how)
     shardings = jax.tree.map(lambda x: x.sharding, abstract_state(spec))
 
@@ -117,9 +117,9 @@ def gather_adapters(spec: TrainSpec, state: TrainState) -> Adapters:
     for path, leaf in found:
         if isinstance(leaf, Adapted):
             arrays = (v.get_value() for v in (leaf.a, leaf.b, leaf.scale))
-            values[path_of(path)] = tuple(process_allgather(x, tiled=True) for x in arrays)
+            values[param_path(path)] = tuple(process_allgather(x, tiled=True) for x in arrays)
         elif isinstance(leaf, Saved):
-            modules[path_of(path)] = process_allgather(leaf.get_value(), tiled=True)
+            modules[param_path(path)] = process_allgather(leaf.get_value(), tiled=True)
     return Adapters(spec.config.adapter, values, modules)
 
 
@@ -135,7 +135,7 @@ def parameter_counts(spec: TrainSpec, without: Collection[str] = ()) -> Paramete
 
     def size(tree):
         leaves = jax.tree.leaves_with_path(tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
-        return sum(v.get_value().size for path, v in leaves if path_of(path) not in without)
+        return sum(v.get_value().size for path, v in leaves if param_path(path) not in without)
 
     base = size(_abstract_model(spec))
     if spec.config.adapter.type == "none":

@@ -1,10 +1,10 @@
 import jax
 import numpy as np
 
+from bptjax.hf.checkpoint import write_hf
 from bptjax.hf.config import read_config
-from bptjax.hf.io import write_hf
-from bptjax.hf.pretrained import open_pretrained
 from bptjax.models.config import ModelConfig
+from bptjax.pretrained import open_pretrained
 
 
 def load(directory, **wanted):

@@ -8,13 +8,13 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from bptjax import convert
+from bptjax.adapter_export import remedy_for_peft, write_adapter
 from bptjax.data.tokenizer import ByteTokenizer, add_tokens, load_tokenizer
 from bptjax.generate import main as generate
-from bptjax.hf.adapter_export import remedy_for_peft, write_adapter
 from bptjax.hf.peft import CONFIG, WEIGHTS
-from bptjax.hf.place import resized
-from bptjax.hf.pretrained import open_pretrained
 from bptjax.models.config import ModelConfig
+from bptjax.models.params import resize_param
+from bptjax.pretrained import open_pretrained
 from bptjax.train import main
 from hf.cases import config
 from hf.loading import contents, random_base
@@ -136,10 +136,10 @@ def test_refused(tmp_path, listed, arrays, message):
 def test_new_rows_are_the_mean_of_the_others():
     model = ModelConfig(vocab_size=5, hidden_size=4, num_heads=1)
     table = np.arange(12, dtype=np.float16).reshape(3, 4)
-    grown = resized("embedding", table, model)
+    grown = resize_param("embedding", table, model)
     assert grown.dtype == table.dtype and np.array_equal(grown[:3], table)
     assert np.array_equal(grown[3:], np.stack([table.mean(0)] * 2))
-    assert np.array_equal(resized("head", table, model), grown)
+    assert np.array_equal(resize_param("head", table, model), grown)
 
 
 WORDS = "one two three four plus is the a of and".split()
@@ -190,7 +190,7 @@ def test_a_run_of_adapters_trains_the_new_rows(base, tmp_path, tokens, monkeypat
     model = open_pretrained(ModelConfig(name_or_path=str(run)))
     assert model.config.vocab_size == 14
     table, old = model.adapters.modules["embedding"], load_file(base / "base/model.safetensors")
-    start = resized("embedding", old["model.embed_tokens.weight"], model.config)
+    start = resize_param("embedding", old["model.embed_tokens.weight"], model.config)
     assert np.abs(table[13] - start[13]).max() > 0.01
     assert model.adapters.modules["head"].shape == (14, 32)
 

@@ -13,16 +13,18 @@ from safetensors.numpy import save_file
 
 from bptjax import convert
 from bptjax.generate import tokenizer_of
+from bptjax.hf.checkpoint import SIDECARS, sidecar_files
 from bptjax.hf.config import merge, read_config
-from bptjax.hf.io import Tensors, companions
-from bptjax.hf.pretrained import COMPANIONS, open_pretrained
+from bptjax.hf.tensors import Tensors
 from bptjax.models.config import ModelConfig
+from bptjax.models.params import stacked
+from bptjax.pretrained import open_pretrained
 from hf.cases import CASES, ENCODERS, FAMILIES, OLD_BUFFERS, config, rope
 
 
 def tensors(directory):
     found = Tensors(directory)
-    return {name: (found.kinds[name], found.read(name).tobytes()) for name in found.kinds}
+    return {name: (found.specs[name], found.read(name).tobytes()) for name in found.specs}
 
 
 def there_and_back(directory, tmp_path, **how):
@@ -40,7 +42,7 @@ def test_every_tensor_comes_back(theirs, tmp_path, name):
     assert json.loads((back / "config.json").read_text()) == json.loads(
         (directory / "config.json").read_text()
     )
-    assert [f.name for f in companions(back)] == [f.name for f in companions(directory)]
+    assert [f.name for f in sidecar_files(back)] == [f.name for f in sidecar_files(directory)]
 
 
 @pytest.fixture
@@ -100,7 +102,7 @@ def test_text_is_written_with_the_tokenizer_that_came_along(llama, tmp_path):
     convert.to_bptjax(str(llama()), tmp_path / "ours")
     name = str(tmp_path / "ours")
     model = open_pretrained(ModelConfig(name_or_path=name))
-    assert tokenizer_of(name, model) == tmp_path / "ours" / COMPANIONS
+    assert tokenizer_of(name, model) == tmp_path / "ours" / SIDECARS
 
 
 def test_transformers_loads_what_comes_back(theirs, tmp_path, capfd):
@@ -127,7 +129,7 @@ def test_command_line(theirs, tmp_path, capsys):
     assert convert.main(["bptjax-to-hf", out, back, "--dtype", "bfloat16", "--verify"]) == 0
     said = capsys.readouterr().out
     assert said.count("largest relative difference: logits ") == 2
-    assert {kind for kind, _ in Tensors(tmp_path / "back").kinds.values()} == {"bfloat16"}
+    assert {kind for kind, _ in Tensors(tmp_path / "back").specs.values()} == {"bfloat16"}
     assert json.loads((tmp_path / "back" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
@@ -290,7 +292,7 @@ def test_bare_model_files_are_read(llama, tmp_path):
         "bare", change=lambda a: {n.removeprefix("model."): x for n, x in a.items()}, **keys
     )
     one, other = (open_pretrained(ModelConfig(name_or_path=str(d))) for d in (whole, bare))
-    for (path, a), (same, b) in zip(one.params(), other.params(), strict=True):
+    for (path, a), (same, b) in zip(stacked(one.source), stacked(other.source), strict=True):
         assert path == same and a.tobytes() == b.tobytes()
 
 
@@ -313,7 +315,7 @@ def test_an_unexpected_tensor_is_named_in_every_family(theirs, tmp_path, capsys,
     shutil.copyfile(directory / "config.json", tmp_path / "config.json")
     found = Tensors(directory)
     strange = {"lm_head.weight": np.zeros(3, np.float32), "extra": np.zeros(3, bool)}
-    arrays = {n: found.read(n) for n in found.kinds} | strange
+    arrays = {n: found.read(n) for n in found.specs} | strange
     save_file(arrays, tmp_path / "model.safetensors")
     assert convert.main(["hf-to-bptjax", str(tmp_path), str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err
@@ -404,7 +406,7 @@ def test_old_names_and_other_heads_of_bert_are_read(theirs, tmp_path):
     _, directory = theirs("bert")
     shutil.copyfile(directory / "config.json", tmp_path / "config.json")
     found = Tensors(directory)
-    arrays = {n: found.read(n) for n in found.kinds}
+    arrays = {n: found.read(n) for n in found.specs}
     old = {
         n.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
             "LayerNorm.bias", "LayerNorm.beta"
@@ -419,7 +421,7 @@ def test_old_names_and_other_heads_of_bert_are_read(theirs, tmp_path):
     old |= dict.fromkeys(others, np.zeros((2, 2), np.float32))
     save_file(old, tmp_path / "model.safetensors")
     one, other = (open_pretrained(ModelConfig(name_or_path=str(d))) for d in (directory, tmp_path))
-    for (path, a), (same, b) in zip(one.params(), other.params(), strict=True):
+    for (path, a), (same, b) in zip(stacked(one.source), stacked(other.source), strict=True):
         assert path == same and np.array_equal(a, b)
 
 
@@ -433,7 +435,7 @@ def test_buffers_of_old_versions_are_left_out(theirs, tmp_path, capsys, name, fi
         for pattern, dtype, shape in OLD_BUFFERS[name]
         for i in range(2 if "{}" in pattern else 1)
     }
-    arrays = {n: found.read(n) for n in found.kinds} | buffers
+    arrays = {n: found.read(n) for n in found.specs} | buffers
     if file == "pytorch_model.bin":
         # Old files of the bare model, without its head, omit the first part of the names.
         first = tuple(f"{x}." for x in ("model", "transformer", "gpt_neox", "bert", "vit"))
@@ -493,7 +495,7 @@ def test_the_second_name_of_a_tied_parameter_of_bert(theirs, tmp_path):
     directory = theirs("bert")[1]
     shutil.copyfile(directory / "config.json", tmp_path / "config.json")
     found = Tensors(directory)
-    arrays = {n: found.read(n) for n in found.kinds}
+    arrays = {n: found.read(n) for n in found.specs}
     copies = {
         "cls.predictions.decoder.weight": arrays["bert.embeddings.word_embeddings.weight"],
         "cls.predictions.decoder.bias": arrays["cls.predictions.bias"],
@@ -566,7 +568,7 @@ def test_torch_files_are_read_where_torch_is(llama, tmp_path, monkeypatch, dtype
     found = Tensors(directory)
     state = {
         n: torch.tensor(found.read(n).astype(np.float32)).to(getattr(torch, dtype))
-        for n in found.kinds
+        for n in found.specs
     }
     (old / "model.safetensors").unlink()
     torch.save(state, old / "pytorch_model.bin")

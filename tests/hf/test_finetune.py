@@ -5,7 +5,7 @@ import pytest
 
 from bptjax import convert
 from bptjax.data.tokenizer import ByteTokenizer, load_tokenizer
-from bptjax.hf.pretrained import COMPANIONS
+from bptjax.hf.checkpoint import SIDECARS
 from bptjax.metrics import read_metrics
 from bptjax.train import main
 from hf.cases import config
@@ -57,7 +57,7 @@ def test_transformers_has_the_same_loss(tmp_path, name):
         r["eval/loss"] for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if "eval/loss" in r
     ]
     assert losses[-1] < losses[0] - 0.5
-    assert (tmp_path / "run" / COMPANIONS / "config.json").exists()
+    assert (tmp_path / "run" / SIDECARS / "config.json").exists()
 
     out = tmp_path / "out"
     assert convert.main(["bptjax-to-hf", str(tmp_path / "run"), str(out), "--verify"]) == 0

@@ -15,9 +15,9 @@ from safetensors.numpy import save_file
 
 from bptjax.hf import fingerprint as module
 from bptjax.hf.fingerprint import _entry, fingerprint, sampled
-from bptjax.hf.io import Tensors
-from bptjax.hf.pretrained import open_pretrained
+from bptjax.hf.tensors import Tensors
 from bptjax.models.config import ModelConfig
+from bptjax.pretrained import open_pretrained
 
 
 @pytest.fixture(autouse=True)
@@ -174,7 +174,7 @@ def test_files_that_are_not_read_do_not_count(tmp_path):
     shutil.copytree(directory, moved)
     model = open_pretrained(ModelConfig(name_or_path=str(moved)))
     assert model.fingerprint == before
-    assert model.files == tuple(Tensors(moved).files)
+    assert model.source.files == tuple(Tensors(moved).files)
 
 
 def test_a_run_of_an_older_version_goes_by_its_samples(tmp_path, caplog):

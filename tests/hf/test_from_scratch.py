@@ -8,8 +8,8 @@ import pytest
 
 from bptjax.convert import difference
 from bptjax.hf.from_scratch import family_of, from_scratch
-from bptjax.hf.pretrained import open_pretrained
 from bptjax.models.config import ModelConfig
+from bptjax.pretrained import open_pretrained
 from hf.loading import random_weights
 
 SIZES = dict(vocab_size=61, hidden_size=32, num_layers=2, num_heads=4, max_position_embeddings=64)

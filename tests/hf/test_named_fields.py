@@ -12,12 +12,13 @@ from bptjax import convert
 from bptjax.hf.families import FAMILIES
 from bptjax.hf.families.family import Family, activation
 from bptjax.hf.families.gated import rmsnorm_glu_decoder, rules_rmsnorm_glu
-from bptjax.hf.io import Tensors
 from bptjax.hf.peft import WEIGHTS, read_peft, write_peft
-from bptjax.hf.pretrained import open_pretrained
 from bptjax.hf.tensor_rules import linear
+from bptjax.hf.tensors import Tensors
 from bptjax.lora import AdapterConfig, Adapters
 from bptjax.models.config import ModelConfig
+from bptjax.models.params import stacked
+from bptjax.pretrained import open_pretrained
 
 L, E, D, F = 2, 3, 32, 48
 UP = "model.layers.{}.mlp.experts.{}.up_proj.weight"
@@ -95,26 +96,28 @@ def checkpoint(family, tmp_path):
 def test_experts_are_stacked_behind_layers(checkpoint):
     directory = checkpoint()
     model = open_pretrained(ModelConfig(name_or_path=str(directory)))
-    assert model.kinds["layers.mlp.up.kernel"] == ("float32", (L, E, D, F))
-    assert model.kinds["layers.mlp.router.kernel"] == ("float32", (L, D, E))
-    up = dict(model.params())["layers.mlp.up.kernel"]
+    assert model.source.specs["layers.mlp.up.kernel"] == ("float32", (L, E, D, F))
+    assert model.source.specs["layers.mlp.router.kernel"] == ("float32", (L, D, E))
+    up = dict(stacked(model.source))["layers.mlp.up.kernel"]
     for layer, expert in np.ndindex(L, E):
         wanted = Tensors(directory).read(UP.format(layer, expert)).T
         assert np.array_equal(up[layer, expert], wanted)
-        assert np.array_equal(model.read("layers.mlp.up.kernel", (layer, expert)), wanted)
-        assert np.array_equal(model.read("layers.mlp.up.kernel", (layer, expert, 5)), wanted[5])
-    assert np.array_equal(model.read("layers.mlp.up.kernel", (1,)), up[1])
+        assert np.array_equal(model.source.read("layers.mlp.up.kernel", (layer, expert)), wanted)
+        assert np.array_equal(
+            model.source.read("layers.mlp.up.kernel", (layer, expert, 5)), wanted[5]
+        )
+    assert np.array_equal(model.source.read("layers.mlp.up.kernel", (1,)), up[1])
 
 
 def test_experts_come_back_bit_for_bit(checkpoint, tmp_path):
     directory = checkpoint()
     convert.to_bptjax(str(directory), tmp_path / "ours")
-    assert Tensors(tmp_path / "ours").kinds["layers.mlp.down.kernel"][1] == (L, E, F, D)
+    assert Tensors(tmp_path / "ours").specs["layers.mlp.down.kernel"][1] == (L, E, F, D)
     convert.to_hf(str(tmp_path / "ours"), tmp_path / "back", dtype=None, max_shard_size="30KB")
     assert len(list((tmp_path / "back").glob("model-*.safetensors"))) > 2
     before, after = Tensors(directory), Tensors(tmp_path / "back")
-    assert before.kinds == after.kinds and UP.format(1, 2) in before.kinds
-    for name in before.kinds:
+    assert before.specs == after.specs and UP.format(1, 2) in before.specs
+    for name in before.specs:
         assert before.read(name).tobytes() == after.read(name).tobytes(), name
 
 

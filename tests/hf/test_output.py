@@ -9,8 +9,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from bptjax import convert
-from bptjax.hf.adapter_export import export_adapter, open_adapter, write_adapter
-from bptjax.hf.output import _locked, whole
+from bptjax.adapter_export import export_adapter, open_adapter, write_adapter
+from bptjax.hf.output import _locked, atomic_directory
 from bptjax.hf.peft import CONFIG, WEIGHTS
 from hf.cases import config
 from hf.loading import random_base
@@ -18,14 +18,14 @@ from hf.loading import random_base
 # Each command is killed in the middle of its output, in a process of its own.
 KILLED = """
 import json, os, signal, sys
-import bptjax.convert, bptjax.hf.io, bptjax.hf.peft
+import bptjax.convert, bptjax.hf.tensors, bptjax.hf.peft
 from bptjax.hf.config import read_config
 from pathlib import Path
 
 def die(*rest, **more):
     os.kill(os.getpid(), signal.SIGKILL)
 
-bptjax.hf.io.Writer.__exit__ = die
+bptjax.hf.tensors.Writer.__exit__ = die
 bptjax.hf.peft.save_file = die
 commands = json.loads(sys.argv[1])
 read_config(Path(commands[0][1]))  # Imports transformers once for all.
@@ -76,7 +76,7 @@ def test_the_hidden_directory_of_a_living_process_stays(tmp_path):
         path.mkdir()
     lock = _locked(living)
     assert lock is not None and _locked(living) is None
-    with whole(tmp_path / "out") as directory:
+    with atomic_directory(tmp_path / "out") as directory:
         (directory / "file").write_text("new")
     assert {p.name for p in tmp_path.iterdir()} == {living.name, other.name, "out"}
 
@@ -89,10 +89,10 @@ def test_an_earlier_export_is_replaced_at_the_end(tmp_path):
     (out / "stale").write_text("")
     with pytest.raises(ValueError, match="exists; choose another"):
         export_adapter(str(adapter), out)
-    with pytest.raises(OSError), whole(out, replace=True):
+    with pytest.raises(OSError), atomic_directory(out, replace=True):
         raise OSError("the disk is full")
     assert (out / "stale").exists()
-    with whole(out, replace=True) as directory:
+    with atomic_directory(out, replace=True) as directory:
         write_adapter(open_adapter(str(adapter)), directory)
     assert (out / WEIGHTS).read_bytes() == first and not (out / "stale").exists()
     assert {p.name for p in tmp_path.iterdir()} == {"base", "adapter", "out"}

@@ -9,8 +9,8 @@ import pytest
 from ops.comparing import quick
 
 from bptjax.hf.config import read_config
-from bptjax.hf.place import path_of
 from bptjax.models.config import Execution
+from bptjax.models.params import param_path
 from bptjax.ops.loss import linear_cross_entropy
 from hf.cases import CASES, ENCODERS, FAMILIES
 from hf.loading import load
@@ -88,7 +88,7 @@ def test_loss_and_gradients(theirs, tokens, name):
 def assert_gradients(gradients, wanted, directory):
     """Every parameter's, by its name in the file."""
     flat = {
-        path_of(path).removesuffix(".value"): np.asarray(x)
+        param_path(path).removesuffix(".value"): np.asarray(x)
         for path, x in jax.tree.leaves_with_path(gradients)
     }
     family, config = read_config(directory)

@@ -10,12 +10,12 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from bptjax import convert
+from bptjax.adapter_export import remedy_for_peft, write_adapter
 from bptjax.data.tokenizer import ByteTokenizer
 from bptjax.generate import main as generate
-from bptjax.hf.adapter_export import remedy_for_peft, write_adapter
 from bptjax.hf.peft import BASE_CONFIG, CONFIG, WEIGHTS, read_peft, write_peft
-from bptjax.hf.pretrained import open_pretrained
 from bptjax.models.config import ModelConfig
+from bptjax.pretrained import open_pretrained
 from bptjax.train import main
 from hf.cases import FAMILIES, LONG, SHORT, config
 from hf.loading import contents, load, random_base
@@ -339,7 +339,10 @@ def test_an_encoder_is_not_trained(theirs, arguments, tmp_path, capsys):
         (dict(lora_alpha=None), "lora_alpha=None is not supported"),
         (dict(alpha_pattern=dict(q_proj="1")), "alpha_pattern="),
         (dict(rank_pattern={"(": 1}), "rank_pattern="),
-        (dict(base_model_name_or_path="adapter"), "its base, adapter, is none of a family"),
+        (
+            dict(base_model_name_or_path="adapter"),
+            "base_model_name_or_path=adapter: must be a checkpoint of a supported family",
+        ),
         (dict(r=3), "is .*, not"),
         (dict(layers_to_transform=None), "has nothing of model.layers.1.self_attn.q_proj"),
         (dict(base_model_name_or_path=None), "no base_model_name_or_path"),

@@ -4,8 +4,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from bptjax.hf.tensor_rules import Index, TensorRule
+from bptjax.hf.tensor_rules import TensorRule
 from bptjax.models.config import ModelConfig
+from bptjax.models.params import Index
 
 ACTIVATIONS = {
     "silu": "silu",

@@ -7,10 +7,10 @@ from pathlib import Path
 from bptjax.data.tokenizer import add_tokens, has_tokenizer, load_tokenizer
 from bptjax.hf.config import changes, read_json
 from bptjax.hf.config_export import exported
-from bptjax.hf.output import whole
+from bptjax.hf.output import atomic_directory
 from bptjax.hf.peft import BASE_CONFIG, write_peft
-from bptjax.hf.pretrained import Pretrained, find, open_pretrained
 from bptjax.models.config import ModelConfig
+from bptjax.pretrained import Pretrained, open_pretrained, resolve_checkpoint
 
 
 def export_adapter(source: str, out: Path) -> Pretrained:
@@ -20,12 +20,12 @@ def export_adapter(source: str, out: Path) -> Pretrained:
       ValueError: what is wrong with it, in one line; nothing is left of `out`.
     """
     model = open_adapter(source)
-    with whole(out) as directory:
+    with atomic_directory(out) as directory:
         write_adapter(model, directory)
-        here, added = find(source), model.config.add_tokens
-        if has_tokenizer(here) or added and model.companions:
+        here, added = resolve_checkpoint(source), model.config.add_tokens
+        if has_tokenizer(here) or added and model.sidecars:
             # With the chat template and the stop tokens that the adapter was trained with.
-            own = here if has_tokenizer(here) else model.companions
+            own = here if has_tokenizer(here) else model.sidecars
             tokenizer = load_tokenizer(str(own), model.config.V)
             add_tokens(tokenizer, added)
             tokenizer.save(directory)
@@ -36,13 +36,13 @@ def write_adapter(model: Pretrained, directory: Path) -> None:
     """Writes PEFT's files into `directory`, and beside them the base's config where training
     changed it: the changed keys for `open_pretrained`, and a config.json for transformers.
     """
-    assert model.adapters and model.family and model.read_as and model.companions
+    assert model.adapters and model.family and model.read_as and model.sidecars
     base = str(model.config.name_or_path)
     write_peft(directory, model.adapters, model.family, model.config, base)
     if changed := changes(model.read_as, model.config):
         (directory / BASE_CONFIG).write_text(json.dumps(changed, indent=2) + "\n")
     if _needs_config(model):
-        raw = read_json(model.companions / "config.json")
+        raw = read_json(model.sidecars / "config.json")
         # Without added tokens: transformers reads the base's embeddings with this config.
         config = replace(model.config, vocab_size=model.read_as.vocab_size)
         raw = exported(raw, model.read_as, config)

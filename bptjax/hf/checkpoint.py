@@ -1,0 +1,171 @@
+"""A Hugging Face directory: parameters read and written by the rules of a family, and the files
+beside them."""
+
+import re
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from bptjax.hf.families import COPIES, IGNORED
+from bptjax.hf.families.family import Family
+from bptjax.hf.tensor_rules import TensorRule
+from bptjax.hf.tensors import CODES, Tensors, Writer, abridged
+from bptjax.models.config import ModelConfig
+from bptjax.models.params import ArraySpec, Index
+
+# Directory, in a run and in a converted checkpoint, of the sidecar files of its Hugging Face model.
+SIDECARS = "hf"
+# Endings of files of weights, ours and those of other formats.
+WEIGHTS = (
+    ".safetensors",
+    ".bin",
+    ".index.json",
+    ".pt",
+    ".pth",
+    ".h5",
+    ".msgpack",
+    ".gguf",
+    ".onnx",
+)
+
+
+class HFCheckpoint:
+    """The parameters in a Hugging Face directory; a `ParameterSource`.
+
+    Attributes:
+      specs: dtype and shape of each parameter by path, with its stacked axes.
+      files: the files of weights.
+      left_out: names of tensors that are not read, because they hold no parameters of this model:
+        buffers that old versions of transformers saved, and heads that the class named by
+        config.json does not have.
+
+    Raises:
+      ValueError: missing and unexpected tensors, wrong shapes and dtypes, all in one.
+    """
+
+    def __init__(self, directory: Path, family: Family, config: ModelConfig):
+        self._tensors, self._config = Tensors(directory, family.renamed), config
+        self._sizes, specs = family.sizes(config), self._tensors.specs
+        bare = not any(name.startswith(family.prefix) for name in specs)
+        self._names = family.names(config, strip=family.prefix if bare else "")
+        wanted = {n: rule.shape for rule, names in self._names.items() for n in names.values()}
+        missing = sorted(wanted.keys() - specs.keys())
+        ignored = re.compile("|".join((IGNORED, *family.ignored)))
+        others = sorted(specs.keys() - wanted.keys())
+        self.left_out = [n for n in others if ignored.fullmatch(n)]
+        others = [n for n in others if not ignored.fullmatch(n) and not self._is_copy(n)]
+        found = {n: (*specs[n], shape) for n, shape in wanted.items() if n in specs}
+        problems = {
+            "missing": missing,
+            "unexpected": others,
+            "wrong shape": [
+                f"{n} is {list(got)}, not {list(shape)}"
+                for n, (_, got, shape) in found.items()
+                if got != shape
+            ],
+            "wrong dtype": [
+                f"{n} is {dtype}, not {', '.join(CODES)}"
+                for n, (dtype, _, _) in found.items()
+                if dtype not in CODES
+            ],
+        }
+        text = "; ".join(f"{what}: {abridged(names)}" for what, names in problems.items() if names)
+        if text:
+            raise ValueError(f"{directory}: {text}")
+        self.specs, self.files = dict(self._specs()), tuple(self._tensors.files)
+
+    def _is_copy(self, name: str) -> bool:
+        """Whether a tied parameter is stored a second time under this name, with equal values."""
+        if not self._config.tied_head or name not in COPIES:
+            return False
+        originals = (
+            names[()] for rule, names in self._names.items() if rule.ours == (COPIES[name],)
+        )
+        original, specs = next(originals, ""), self._tensors.specs
+        return (
+            specs[name] == specs.get(original)
+            and specs[name].dtype in CODES
+            and self._tensors.read(name).tobytes() == self._tensors.read(original).tobytes()
+        )
+
+    def _specs(self) -> Iterator[tuple[str, ArraySpec]]:
+        for rule, names in self._names.items():
+            dtypes = {self._tensors.specs[name].dtype for name in names.values()}
+            if len(dtypes) > 1:
+                raise ValueError(f"{rule.hf} is {' and '.join(sorted(dtypes))}; use one dtype")
+            (dtype,) = dtypes
+            stacked = tuple(self._sizes[field] for field in rule.fields)
+            parts = rule.split(np.broadcast_to(np.int8(0), rule.shape))
+            for path, part in zip(rule.ours, parts, strict=True):
+                yield path, ArraySpec(dtype, stacked + part.shape)
+
+    def slices(self) -> Iterator[tuple[str, Index, np.ndarray]]:
+        """Yields (path, index, array) of every parameter, one tensor of the file at a time."""
+        for rule, names in self._names.items():
+            for index, name in names.items():
+                parts = rule.split(self._tensors.read(name))
+                for path, part in zip(rule.ours, parts, strict=True):
+                    yield path, index, part
+
+    def read(self, path: str, index: Index = ()) -> np.ndarray:
+        """Reads a parameter, or the slice of it at `index` into its first axes."""
+        rule, names = next(entry for entry in self._names.items() if path in entry[0].ours)
+        stacked = len(rule.fields)
+        if len(index) < stacked:
+            size = self._sizes[rule.fields[len(index)]]
+            return np.stack([self.read(path, (*index, i)) for i in range(size)])
+        parts = rule.split(self._tensors.read(names[index[:stacked]]))
+        return parts[rule.ours.index(path)][index[stacked:]]
+
+
+def write_hf(
+    directory: Path,
+    names: Mapping[TensorRule, Mapping[Index, str]],
+    read: Callable[[str, Index], np.ndarray],
+    dtype: Callable[[str], str],
+    max_shard_size: str,
+) -> None:
+    """Writes a family's files, one tensor in memory at a time.
+
+    Args:
+      names: of the tensors, see `Family.names`.
+      read: returns a parameter by path and index into its stacked axes.
+      dtype: returns the name of a parameter's dtype by path.
+    """
+    specs = {
+        name: ArraySpec(dtype(rule.ours[0]), rule.shape)
+        for rule, each in names.items()
+        for name in each.values()
+    }
+    with Writer(directory, specs, max_shard_size) as writer:
+        for rule, each in names.items():
+            for index, name in each.items():
+                writer.write(name, rule.join(*(read(path, index) for path in rule.ours)))
+
+
+def sidecar_files(directory: Path) -> list[Path]:
+    """Returns the files beside the weights: config, tokenizer, chat template, generation config."""
+    return [
+        file
+        for file in sorted(directory.iterdir())
+        if file.is_file() and not file.name.endswith(WEIGHTS) and not file.name.startswith(".")
+    ]
+
+
+def copy_sidecar_files(source: Path, target: Path) -> None:
+    """Copies the files beside the weights into `target`, which is made if need be."""
+    target.mkdir(parents=True, exist_ok=True)
+    for file in sidecar_files(source):
+        shutil.copyfile(file, target / file.name)
+
+
+def describe_left_out(names: Sequence[str]) -> str:
+    """Returns a line about tensors that were not read, counted over layers; empty without any."""
+    counts = Counter(re.sub(r"\.\d+\.", ".*.", name) for name in names)
+    shown = [name if n == 1 else f"{name} ({n})" for name, n in counts.items()]
+    tensors = f"{len(names)} tensor{'s' * (len(names) > 1)}"
+    text = f"left out {tensors} of the files that hold no parameters of this model: "
+    return text + abridged(shown) if names else ""

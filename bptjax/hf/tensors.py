@@ -1,0 +1,206 @@
+"""Weights on disk: tensors read and written one at a time, or a slice of one."""
+
+import importlib.util
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes  # noqa: F401  Without it NumPy knows no bfloat16, and safetensors fails.
+import numpy as np
+from huggingface_hub import split_state_dict_into_shards_factory
+from safetensors import SafetensorError, safe_open
+
+from bptjax.hf.config import read_json
+from bptjax.models.params import ArraySpec, Index
+from bptjax.progress import Progress
+
+DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+CODES = {name: code for code, name in DTYPES.items()}
+SINGLE, INDEX, PICKLED = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
+
+
+class Tensors:
+    """The tensors of a checkpoint directory, by name.
+
+    Args:
+      renamed: endings of names in old files, and their replacements.
+
+    Attributes:
+      specs: of each tensor. Files of old versions hold integer buffers, so dtypes outside `CODES`
+        are allowed here; `HFCheckpoint` checks the tensors that it reads.
+      files: the files of weights.
+
+    Raises:
+      ValueError: no weights, or a missing or damaged file.
+    """
+
+    def __init__(self, directory: Path, renamed: tuple[tuple[str, str], ...] = ()):
+        self.directory = directory
+        self.specs: dict[str, ArraySpec] = {}
+        self._files: dict[str, tuple[Path, str]] = {}
+        self._torch: dict[str, Any] = {}
+
+        def new_name(name: str) -> str:
+            for old, new in renamed:
+                name = name.removesuffix(old) + new if name.endswith(old) else name
+            return name
+
+        files = self.files = _files(directory, SINGLE, INDEX)
+        if not files:
+            self.files = _files(directory, PICKLED, f"{PICKLED}.index.json")
+            for file in self.files:
+                self._torch |= {new_name(n): x for n, x in _unpickled(file).items()}
+            if not self._torch:
+                raise ValueError(f"{directory} has no {SINGLE}")
+        for name, tensor in self._torch.items():
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            self.specs[name] = ArraySpec(dtype, tuple(tensor.shape))
+        for file in files:
+            with _opened(file) as tensors:
+                for name in tensors.keys():  # noqa: SIM118 (no mapping)
+                    part = tensors.get_slice(name)
+                    dtype = DTYPES.get(part.get_dtype(), part.get_dtype())
+                    self.specs[new_name(name)] = ArraySpec(dtype, tuple(part.get_shape()))
+                    self._files[new_name(name)] = file, name
+
+    def read(self, name: str, index: Index = ()) -> np.ndarray:
+        """Reads a tensor, or the slice of it at `index` into its first axes."""
+        if name in self._torch:
+            tensor, dtype = self._torch[name][index].contiguous(), self.specs[name].dtype
+            if dtype != "bfloat16":
+                return tensor.numpy()
+            import torch
+
+            return tensor.view(torch.int16).numpy().view(dtype)
+        # Mapped pages count as memory in use until the file is closed, so each call opens it anew.
+        file, written = self._files[name]
+        with _opened(file) as tensors:
+            if not index:
+                return tensors.get_tensor(written)
+            part = tensors.get_slice(written)[tuple(slice(i, i + 1) for i in index)]
+            return part.reshape(part.shape[len(index) :])
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    try:
+        with safe_open(file, framework="numpy") as tensors:
+            yield tensors
+    except SafetensorError as error:
+        raise ValueError(f"{file} is damaged or no safetensors file: {error}") from error
+    except OSError as error:
+        raise ValueError(f"{file}: {error.strerror or error}") from error
+
+
+def _files(directory: Path, single: str, index: str) -> list[Path]:
+    """Returns the file called `single`, or the files that the index lists.
+
+    Raises:
+      ValueError: the index lists no files, or files that are not there.
+    """
+    if (directory / index).exists():
+        names = read_json(directory / index).get("weight_map")
+        if not isinstance(names, dict) or not names:
+            raise ValueError(f"{directory / index} is damaged: its weight_map lists no tensors")
+        if strange := [x for x in names.values() if not isinstance(x, str)]:
+            raise ValueError(f"{directory / index} is damaged: {strange[0]!r} is not a file name")
+        files = [directory / name for name in dict.fromkeys(names.values())]
+        if missing := [file.name for file in files if not file.is_file()]:
+            raise ValueError(f"{directory / index} lists files that are not there: {missing}")
+        return files
+    return [directory / single] if (directory / single).exists() else []
+
+
+def _unpickled(file: Path) -> dict[str, Any]:
+    """Returns the tensors of a file of torch, which stay on disk until they are read."""
+    if importlib.util.find_spec("torch") is None:
+        raise ValueError(f"{file} needs torch, which is not installed; or convert it to {SINGLE}")
+    import torch
+
+    try:
+        found = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:
+        # A damaged pickle can raise anything.
+        text = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(f"{file} is damaged or no torch file: {text}") from error
+    tensors = isinstance(found, dict) and all(
+        isinstance(name, str) and isinstance(x, torch.Tensor) for name, x in found.items()
+    )
+    if not tensors:
+        raise ValueError(f"{file} holds something other than tensors by name")
+    return found
+
+
+class Writer:
+    """safetensors files whose tensors, or slices of them, may arrive in any order. Each is written
+    to its final place at once.
+
+    Args:
+      specs: of all tensors, by name.
+      max_shard_size: largest size of a file, such as 5GB. Larger weights get several files and an
+        index.
+    """
+
+    def __init__(self, directory: Path, specs: dict[str, ArraySpec], max_shard_size: str):
+        try:
+            plan = split_state_dict_into_shards_factory(
+                specs,
+                get_storage_size=lambda spec: spec.nbytes,
+                filename_pattern="model{suffix}.safetensors",
+                max_shard_size=max_shard_size,
+            )
+        except ValueError as error:
+            raise ValueError(f"max_shard_size={max_shard_size}: {error}") from error
+        self._specs, self._places = specs, {}
+        self._left = {name: spec.nbytes for name, spec in specs.items()}
+        self._progress = Progress("writing tensors", sum(self._left.values()))
+        for file, names in plan.filename_to_tensors.items():
+            header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+            end = 0
+            for name in names:
+                dtype, shape = specs[name]
+                begin, end = end, end + specs[name].nbytes
+                offsets = [begin, end]
+                header[name] = dict(dtype=CODES[dtype], shape=shape, data_offsets=offsets)
+            text = json.dumps(header).encode()
+            text += b" " * (-len(text) % 8)
+            with (directory / file).open("wb") as stream:
+                stream.write(len(text).to_bytes(8, "little") + text)
+                stream.truncate(8 + len(text) + end)
+            for name in names:
+                start = 8 + len(text) + header[name]["data_offsets"][0]
+                self._places[name] = directory / file, start
+        if plan.is_sharded:
+            index = dict(metadata=plan.metadata, weight_map=plan.tensor_to_filename)
+            (directory / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+    def write(self, name: str, array: np.ndarray, index: Index = ()) -> None:
+        """Writes a tensor, or the slice of it at `index` into its first axes."""
+        dtype, shape = self._specs[name]
+        stacked, wanted = shape[: len(index)], tuple(shape[len(index) :])
+        if (array.dtype.name, array.shape) != (dtype, wanted):
+            raise ValueError(f"{name}: {array.dtype}{array.shape}, planned {dtype}{wanted}")
+        file, start = self._places[name]
+        with file.open("r+b") as stream:
+            slices = int(np.ravel_multi_index(index, stacked)) if index else 0
+            stream.seek(start + slices * array.nbytes)
+            stream.write(np.ascontiguousarray(array).view(np.uint8).data)
+        self._progress.advance(array.nbytes)
+        self._left[name] -= array.nbytes
+
+    def __enter__(self) -> "Writer":
+        return self
+
+    def __exit__(self, kind: Any, *rest: Any) -> None:
+        self._progress.close()
+        left = sorted(name for name, size in self._left.items() if size)
+        if kind is None and left:
+            raise ValueError(f"not written: {abridged(left)}")
+
+
+def abridged(names: Sequence[str]) -> str:
+    """Lists up to eight names, and counts the others."""
+    shown = ", ".join(names[:8])
+    return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} more"

@@ -1,0 +1,12 @@
+"""Libraries that take seconds to import, imported when they are first used."""
+
+import os
+from typing import Any
+
+
+def transformers() -> Any:
+    """Returns the library `transformers`, silent about a missing torch."""
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    import transformers
+
+    return transformers

@@ -1,0 +1,121 @@
+"""Parameters by path: where they come from, and how they get into a model on its devices."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import ml_dtypes  # noqa: F401  Without it NumPy knows no bfloat16.
+import numpy as np
+from flax import nnx
+
+from bptjax.models.config import ModelConfig
+from bptjax.ops.position import extend_positions
+
+# Position in the first axes of an array: the layer, and the expert. Empty for all of the array.
+Index = tuple[int, ...]
+
+
+class ArraySpec(NamedTuple):
+    """Dtype, by name, and shape of an array on disk."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64)) * np.dtype(self.dtype).itemsize
+
+
+class ParameterSource(Protocol):
+    """Parameters on disk, by path; arrays have the dtypes that they have there.
+
+    Attributes:
+      specs: of each parameter, with its stacked axes.
+      files: files that tell these parameters from others, byte for byte.
+    """
+
+    specs: dict[str, ArraySpec]
+    files: tuple[Path, ...]
+
+    def read(self, path: str, index: Index = ()) -> np.ndarray:
+        """Reads a parameter, or the slice of it at `index` into its first axes."""
+        ...
+
+    def slices(self) -> Iterator[tuple[str, Index, np.ndarray]]:
+        """Yields (path, index, array) of every parameter, in slices as small as the files'."""
+        ...
+
+
+def stacked(source: ParameterSource) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields (path, array) of every parameter. One is in memory at a time, or those that the files
+    fuse."""
+    stacks: dict[str, np.ndarray] = {}
+    for path, index, part in source.slices():
+        if not index:
+            yield path, part
+            continue
+        shape = source.specs[path].shape
+        if path not in stacks:
+            stacks[path] = np.empty(shape, part.dtype)
+        stacks[path][index] = part
+        if index == tuple(n - 1 for n in shape[: len(index)]):
+            yield path, stacks.pop(path)
+
+
+def put_param(path: str, leaf: Any, array: np.ndarray, dtype: Any = None) -> Any:
+    """Returns the abstract parameter `leaf` with `array` in it, on the devices of its sharding.
+
+    Args:
+      path: of the parameter. Not used here; functions that stand in for this one choose by it.
+      dtype: dtype on the devices; that of `leaf` by default.
+    """
+    wanted = leaf.get_value()
+    array = np.ascontiguousarray(array, dtype or wanted.dtype)
+    return leaf.replace(
+        jax.make_array_from_callback(wanted.shape, wanted.sharding, array.__getitem__)
+    )
+
+
+def fill_model(
+    model: Any,
+    params: Iterator[tuple[str, np.ndarray]],
+    config: ModelConfig,
+    put: Callable[[str, Any, np.ndarray], Any] = put_param,
+) -> Any:
+    """Returns the abstract `model` (ShapeDtypeStructs with shardings) with its parameters.
+
+    Args:
+      params: (path, array) of every parameter, resized for the config here.
+      put: puts an array into an abstract parameter, see `put_param`.
+    """
+    leaves, tree = jax.tree.flatten_with_path(model, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    numbers = {param_path(path): i for i, (path, _) in enumerate(leaves)}
+    found: list[Any] = [None] * len(leaves)
+    for path, array in params:
+        i = numbers[path]
+        found[i] = put(path, leaves[i][1], resize_param(path, array, config))
+    missing = [path for path, i in numbers.items() if found[i] is None]
+    assert not missing, missing
+    return jax.tree.unflatten(tree, found)
+
+
+def resize_param(path: str, array: np.ndarray, config: ModelConfig) -> np.ndarray:
+    """Returns a checkpoint's parameter in the shape that the config gives it.
+
+    Learned positions are repeated up to `max_position_embeddings`. Embeddings get rows for added
+    tokens, the mean of the other rows. Other parameters stay as they are.
+    """
+    if path in ("embedding", "head") and len(array) < config.V:
+        mean = array.mean(0, dtype=np.float32, keepdims=True).astype(array.dtype)
+        return np.concatenate([array, mean.repeat(config.V - len(array), 0)])
+    if path != "positions":
+        return array
+    return np.asarray(
+        extend_positions(array, config.max_position_embeddings or 0, config.position_offset)
+    )
+
+
+def param_path(path: tuple) -> str:
+    """Returns a key path of the model as a dotted string, such as `layers.query.kernel`."""
+    return jax.tree_util.keystr(path, simple=True, separator=".")

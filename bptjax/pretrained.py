@@ -1,0 +1,317 @@
+"""A model on disk: a Hugging Face directory, a converted one, a run, or an adapter of PEFT."""
+
+import logging
+import os
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from bptjax.checkpoint import MANIFEST, Checkpoints
+from bptjax.command_line import new_name
+from bptjax.config import FILE as RUN_CONFIG
+from bptjax.hf.checkpoint import SIDECARS, HFCheckpoint, describe_left_out
+from bptjax.hf.config import merge, read_config
+from bptjax.hf.families.family import Family
+from bptjax.hf.fingerprint import fingerprint, sampled
+from bptjax.hf.peft import CONFIG as PEFT_CONFIG
+from bptjax.hf.peft import read_base, read_peft
+from bptjax.hf.tensors import SINGLE, Tensors
+from bptjax.lora import AdapterConfig, Adapters, attach, quantizer
+from bptjax.models.config import EncoderConfig, ModelConfig
+from bptjax.models.decoder import Decoder
+from bptjax.models.encoder import Encoder
+from bptjax.models.params import (
+    ArraySpec,
+    Index,
+    ParameterSource,
+    fill_model,
+    put_param,
+    stacked,
+)
+
+log = logging.getLogger("bptjax")
+
+
+class ConvertedCheckpoint:
+    """The parameters in a directory that `bptjax convert` wrote; a `ParameterSource`."""
+
+    def __init__(self, directory: Path):
+        self._tensors = Tensors(directory)
+        self.specs, self.files = self._tensors.specs, tuple(self._tensors.files)
+
+    def read(self, path: str, index: Index = ()) -> np.ndarray:
+        return self._tensors.read(path, index)
+
+    def slices(self) -> Iterator[tuple[str, Index, np.ndarray]]:
+        for path in self.specs:
+            yield path, (), self.read(path)
+
+
+class RunCheckpoint:
+    """The model's arrays in a run's newest finished checkpoint; a `ParameterSource`. Of a run that
+    trains adapters, these are the arrays of the adapters.
+
+    Attributes:
+      extra: what the run saved beside its arrays.
+
+    Raises:
+      ValueError: the run has no finished checkpoint.
+    """
+
+    def __init__(self, directory: Path):
+        checkpoints = Checkpoints(directory)
+        step = checkpoints.newest()
+        if step is None:
+            raise ValueError(f"{checkpoints.directory} has no finished checkpoint")
+        saved = checkpoints.kinds(step)
+        names = {
+            name.split("/", 1)[1].removesuffix("/value").replace("/", "."): name
+            for name in saved
+            if name.startswith("model/")
+        }
+        self.specs = {path: ArraySpec(*saved[name]) for path, name in names.items()}
+        self.files: tuple[Path, ...] = (checkpoints.directory / str(step) / MANIFEST,)
+        self.extra = checkpoints.extra(step)
+        # The slices of a parameter are read one after the other.
+        self._array = lru_cache(maxsize=3)(lambda path: checkpoints.read(step, names[path]))
+
+    def read(self, path: str, index: Index = ()) -> np.ndarray:
+        return self._array(path)[index]
+
+    def slices(self) -> Iterator[tuple[str, Index, np.ndarray]]:
+        for path in self.specs:
+            yield path, (), self.read(path)
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """A model on disk, opened but not read.
+
+    Attributes:
+      config: architecture to run, with the name_or_path of the parameters.
+      source: the parameters.
+      family: Hugging Face family; None for a model that was trained from scratch.
+      read_as: architecture of config.json; None likewise.
+      sidecars: directory of config.json and the tokenizer; None likewise.
+      adapters: adapters of the parameters, which are then those of the base model.
+      left_out: one line about tensors of the files that were not read; empty without any.
+    """
+
+    config: ModelConfig
+    source: ParameterSource
+    family: Family | None = None
+    read_as: ModelConfig | None = None
+    sidecars: Path | None = None
+    adapters: Adapters | None = None
+    left_out: str = ""
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hash that tells the parameters, without adapters, from any others."""
+        return fingerprint(self.source.files)
+
+    def load(
+        self,
+        where: jax.sharding.Sharding,
+        dtype: jnp.dtype = jnp.float32,
+        params: Iterator[tuple[str, np.ndarray]] | None = None,
+    ) -> Any:
+        """Returns the model with its adapters, in `dtype`, all of it on `where`.
+
+        Args:
+          params: (path, array) of every parameter, in place of those on disk and of the adapters.
+        """
+
+        def new():
+            key = jax.random.key(0)
+            if isinstance(self.config, EncoderConfig):
+                return Encoder(self.config, key, dtype)
+            return Decoder(self.config, key, dtype)
+
+        def placed(leaf):
+            value = leaf.get_value()
+            return leaf.replace(jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=where))
+
+        model = jax.tree.map(
+            placed, jax.eval_shape(new), is_leaf=lambda x: isinstance(x, nnx.Variable)
+        )
+        if params is not None:
+            return fill_model(model, params, self.config)
+        if self.adapters is None:
+            return self.fill(model)
+        config = self.adapters.config
+        model = self.fill(model, quantizer(model, config) if config.type == "qlora" else put_param)
+        values = jax.device_put(jax.tree.map(np.asarray, self.adapters.values), where)
+        return attach(model, values, config.dropout)
+
+    def fill(self, model: Any, put: Callable[[str, Any, np.ndarray], Any] = put_param) -> Any:
+        """Returns the abstract `model` with the parameters, see `fill_model`. Embeddings that were
+        trained beside adapters replace those of the base model."""
+        own = self.adapters.modules if self.adapters else {}
+        params = ((path, own.get(path, array)) for path, array in stacked(self.source))
+        return fill_model(model, params, self.config, put)
+
+    def check(self, saved: str | int | None, directory: Path) -> None:
+        """Compares the fingerprint with the one saved with the adapters of the run in `directory`.
+
+        Raises:
+          ValueError: they differ.
+        """
+        own = self.fingerprint
+        if isinstance(saved, int):
+            own = sampled(resolve_checkpoint(str(self.config.name_or_path)))
+            log.warning(
+                "%s was saved by an older version, which recorded only samples of the base model: "
+                "changes of %s between the samples go unnoticed",
+                directory,
+                self.config.name_or_path,
+            )
+        if saved != own:
+            raise ValueError(
+                f"model.name_or_path={self.config.name_or_path} has other weights than those that "
+                f"the adapters in {directory} were trained beside"
+            )
+
+    def changed(self, wanted: ModelConfig) -> "Pretrained":
+        """Returns the same checkpoint, under its own name, with the keys that `wanted` sets."""
+        config = merge(self.config, wanted)
+        return replace(self, config=replace(config, name_or_path=self.config.name_or_path))
+
+    def adapted(self, adapters: Adapters) -> "Pretrained":
+        """Returns the same checkpoint with adapters; embeddings among them set the vocabulary."""
+        sizes = [len(array) for array in adapters.modules.values()]
+        config = replace(self.config, vocab_size=max([self.config.V, *sizes]))
+        return replace(self, config=config, adapters=adapters)
+
+
+def open_pretrained(wanted: ModelConfig) -> Pretrained:
+    """Opens the checkpoint `wanted.name_or_path`, with the other keys that `wanted` sets.
+
+    Raises:
+      ValueError: what is wrong with it, in one line.
+    """
+    directory = resolve_checkpoint(str(wanted.name_or_path))
+    if (directory / PEFT_CONFIG).exists():
+        return _open_peft(directory, wanted)
+    if (directory / "config.json").exists():
+        family, config = read_config(directory)
+        found = HFCheckpoint(directory, family, config)
+        return Pretrained(
+            merge(config, wanted),
+            found,
+            family,
+            read_as=config,
+            sidecars=directory,
+            left_out=describe_left_out(found.left_out),
+        )
+    sidecars = directory / SIDECARS if (directory / SIDECARS).is_dir() else None
+    family, read_as = read_config(sidecars) if sidecars else (None, None)
+    if (directory / "checkpoints").is_dir():
+        run = _run_config(directory)
+        adapter = AdapterConfig(**run.get("adapter", {}))
+        if adapter.type != "none":
+            return _open_adapters(directory, run["model"], adapter, wanted)
+        source = RunCheckpoint(directory)
+        config = _trained_config(run, read_as, source)
+    elif read_as is not None and (directory / SINGLE).exists():
+        source, config = ConvertedCheckpoint(directory), read_as
+    else:
+        raise ValueError(
+            f"{directory} is neither a Hugging Face checkpoint (no config.json), nor a converted "
+            "one, nor a run with checkpoints"
+        )
+    return Pretrained(merge(config, wanted), source, family, read_as, sidecars)
+
+
+def resolve_checkpoint(name: str) -> Path:
+    """Returns the local directory `name`, or that of a download of the hub id `name`.
+
+    Raises:
+      ValueError: there is neither.
+    """
+    directory = Path(os.path.expanduser(name))
+    if directory.is_dir():
+        return directory
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or directory.exists():
+        raise ValueError(f"model.name_or_path={name} is no directory")
+    from huggingface_hub import snapshot_download
+
+    try:
+        patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except Exception as error:
+        # The hub's client raises whatever its transport raises.
+        raise ValueError(
+            f"model.name_or_path={name} is no directory here, and the hub does not give it: "
+            f"{str(error).splitlines()[0]}"
+        ) from error
+
+
+def _open_peft(directory: Path, wanted: ModelConfig) -> Pretrained:
+    """Opens PEFT's adapter in `directory` with its base model."""
+    trained_beside = read_base(directory)
+    name = str(trained_beside.name_or_path)
+    adapter = (resolve_checkpoint(name) / PEFT_CONFIG).exists()
+    base = None if adapter else open_pretrained(trained_beside)
+    if base is None or base.family is None or base.adapters is not None:
+        raise ValueError(
+            f"{directory}: base_model_name_or_path={name}: must be a checkpoint of a supported "
+            "family"
+        )
+    adapters = read_peft(directory, base.family, base.config)
+    return base.changed(wanted).adapted(adapters)
+
+
+def _run_config(directory: Path) -> dict[str, Any]:
+    """Returns the config of the run in `directory`, its group `model` as a ModelConfig.
+
+    Raises:
+      ValueError: the file is not the config of a run.
+    """
+    import yaml
+
+    file = directory / RUN_CONFIG
+    try:
+        config = yaml.safe_load(file.read_text())
+        model = {new_name(f"model.{key}"): value for key, value in config["model"].items()}
+        model = {key.removeprefix("model."): value for key, value in model.items()}
+        return config | {"model": ModelConfig(**model)}
+    except (OSError, TypeError, KeyError, yaml.YAMLError) as error:
+        raise ValueError(f"{file} is not the config of a run: {error}") from error
+
+
+def _open_adapters(
+    directory: Path, base_model: ModelConfig, config: AdapterConfig, wanted: ModelConfig
+) -> Pretrained:
+    """Opens the base model of the run in `directory` with the adapters of its newest checkpoint."""
+    base, source = open_pretrained(base_model), RunCheckpoint(directory)
+    base.check(source.extra.get("base"), directory)
+    values: dict[str, dict[str, np.ndarray]] = {}
+    for path in source.specs:
+        kernel, _, part = path.rpartition(".")
+        values.setdefault(kernel, {})[part] = source.read(path)
+    modules = values.pop("", {})
+    found = {path: (each["a"], each["b"], each["scale"]) for path, each in values.items()}
+    return base.changed(wanted).adapted(Adapters(config, found, modules))
+
+
+def _trained_config(
+    run: dict[str, Any], read_as: ModelConfig | None, source: ParameterSource
+) -> ModelConfig:
+    """Returns the architecture of a run's checkpoint, with the vocabulary that it has."""
+    vocab_size = source.specs["embedding"].shape[0]
+    if read_as is not None:
+        return replace(merge(read_as, run["model"]), vocab_size=vocab_size)
+    config = replace(run["model"], vocab_size=vocab_size)
+    if config.position_embedding == "rope" and config.max_position_embeddings is None:
+        # Rotary positions are good for the length that they were trained on.
+        config = replace(config, max_position_embeddings=run["train"]["seq_len"])
+    return config
