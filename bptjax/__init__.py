@@ -17,28 +17,39 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from bptjax.generate import generate
+    from bptjax.loading import load
     from bptjax.ops.attention import attention
     from bptjax.ops.blockwise import blockwise, blockwise_transformer
     from bptjax.ops.landmark_attention import landmark_attention
     from bptjax.ops.loss import linear_cross_entropy
     from bptjax.ops.mask import Mask
+    from bptjax.train import train
 
 __all__ = [
     "Mask",
+    "__version__",
     "attention",
     "blockwise",
     "blockwise_transformer",
+    "generate",
     "landmark_attention",
     "linear_cross_entropy",
+    "load",
+    "train",
 ]
+__version__: str
 
 MODULES = {
     "Mask": "ops.mask",
     "attention": "ops.attention",
     "blockwise": "ops.blockwise",
     "blockwise_transformer": "ops.blockwise",
+    "generate": "generate",
     "landmark_attention": "ops.landmark_attention",
     "linear_cross_entropy": "ops.loss",
+    "load": "loading",
+    "train": "train",
 }
 
 
@@ -50,4 +61,6 @@ def __getattr__(name: str) -> Any:
         return version("bptjax")
     if name not in MODULES:
         raise AttributeError(f"module 'bptjax' has no attribute {name!r}")
-    return getattr(import_module(f"bptjax.{MODULES[name]}"), name)
+    module = import_module(f"bptjax.{MODULES[name]}")
+    # `bptjax.train` and `bptjax.generate` are modules that can be called.
+    return module if MODULES[name] == name else getattr(module, name)

@@ -43,6 +43,11 @@ def launch(name: str, argv: list[str] | None) -> int:
     return run_command(command, argv)
 
 
+def warn(line: str) -> None:
+    """Prints a line on stderr."""
+    print(line, file=sys.stderr)
+
+
 def _overview(argv: list[str]) -> int:
     if argv and not argv[0].startswith("-"):
         known = nearest(argv[0], COMMANDS) or f"; known: {', '.join(COMMANDS)}"
@@ -67,7 +72,7 @@ def _overview(argv: list[str]) -> int:
 def _model_flags(parser: Parser) -> None:
     add = parser.add_argument_group("model").add_argument
     add("--model", required=True, help="Hugging Face, converted or run directory, or a hub id")
-    add("--tokenizer", help="byte, char or a directory. If not set, the tokenizer of the model.")
+    add("--tokenizer", help="byte or a directory. If not set, the tokenizer of the model.")
     add("--dtype", choices=DTYPES, help="dtype of the computation. If not set, that of the model.")
     device = "device to run on. auto refuses the CPU of a machine with an NVIDIA GPU."
     add("--device", choices=["auto", "cpu", "gpu"], default="auto", help=device)

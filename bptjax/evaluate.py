@@ -19,7 +19,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from bptjax.cli import launch
+from bptjax.cli import launch, warn
 from bptjax.config import FILE as RUN_CONFIG
 from bptjax.config import check_seed
 from bptjax.data.encode import check_ids
@@ -32,8 +32,8 @@ from bptjax.evaluate_report import (
     plot_passkey,
     plot_perplexity,
 )
-from bptjax.generate import continuations, load, warn_of_length
-from bptjax.generation import Sampling
+from bptjax.generation import Sampling, continuations, length_warning
+from bptjax.loading import load_decoder
 from bptjax.models.config import Execution
 from bptjax.models.decoder import Decoder
 from bptjax.ops.loss import linear_cross_entropy
@@ -192,12 +192,13 @@ def run(args: Namespace) -> int:
     """
     _check(args)
     documents = open_documents(args.data) if args.data else None
-    model, tokenizer, dtype = load(
-        args.model, tokenizer=args.tokenizer, device=args.device, dtype=args.dtype
+    model, tokenizer, config = load_decoder(
+        args.model, tokenizer=args.tokenizer, device=args.device, dtype=args.dtype, warn=warn
     )
-    warn_of_length(
-        model.config, max([args.length] * bool(args.data) + args.passkey_lengths, default=0)
-    )
+    dtype = model.embedding.get_value().dtype
+    longest = max([args.length] * bool(args.data) + args.passkey_lengths, default=0)
+    if line := length_warning(config, longest):
+        warn(line)
     for length in args.passkey_lengths:
         # Refuse a length that is too short before anything is evaluated.
         passkey_prompt(tokenizer, length, 0.0, 99_999)

@@ -1,105 +1,128 @@
-"""`bptjax generate`: text from a Hugging Face checkpoint, a converted one, or a run."""
+"""Text from a Hugging Face checkpoint, a converted one, or a run: `bptjax generate` on the command
+line, `bptjax.generate` in Python.
+"""
 
+import logging
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from inspect import signature
 from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar, cast
 
-import jax
 import jax.numpy as jnp
-import numpy as np
+from jax.typing import DTypeLike
 
-from bptjax.cli import launch
+from bptjax.cli import launch, warn
 from bptjax.config import check_seed
 from bptjax.data.templates import chat_prompt
-from bptjax.data.tokenizer import (
-    Tokenizer,
-    add_tokens,
-    has_tokenizer,
-    load_tokenizer,
-    vocabulary_warning,
-)
-from bptjax.generation import Sampling, generate
+from bptjax.data.tokenizer import Tokenizer
+from bptjax.generation import Sampling, continuations, length_warning
+from bptjax.loading import load_decoder
 from bptjax.metrics import printable
-from bptjax.models.config import EncoderConfig, Execution, ModelConfig
 from bptjax.models.decoder import Decoder
-from bptjax.parallel.mesh import select_devices
-from bptjax.pretrained import Pretrained, open_pretrained, resolve_checkpoint
+
+log = logging.getLogger("bptjax")
+Prompts = TypeVar("Prompts", str, list[str])
 
 
-def load(name: str, *, tokenizer: str | None, device: str, dtype: str | None):
-    """(decoder, tokenizer, dtype) of a checkpoint, on the first device. The dtype is the
-    parameters' own if left out.
-
-    Raises:
-      ValueError: what is wrong with it, in one line.
-    """
-    first = select_devices(device)[0]
-    model = open_pretrained(ModelConfig(name_or_path=name))
-    if isinstance(model.config, EncoderConfig):
-        raise ValueError(f"{name} is an encoder; it writes no text")
-    if model.left_out:
-        print(model.left_out, file=sys.stderr)
-    kind = jnp.dtype(dtype or model.source.specs["embedding"].dtype)
-    own = None if tokenizer else model.config.V
-    text = load_tokenizer(tokenizer or tokenizer_of(name, model), own)
-    add_tokens(text, model.config.add_tokens)
-    if model.config.V < text.vocab_size:
-        raise ValueError(
-            f"the tokenizer's vocabulary of {text.vocab_size} is not of {name}, which has "
-            f"{model.config.V}"
-        )
-    if tokenizer and (warning := vocabulary_warning(text, tokenizer_of(name, model))):
-        print(warning, file=sys.stderr)
-    return model.load(jax.sharding.SingleDeviceSharding(first), kind), text, kind
-
-
-def warn_of_length(config: ModelConfig, length: int) -> None:
-    """Prints one line on stderr if text of `length` tokens goes beyond the model's positions."""
-    if config.exceeds_positions(length):
-        print(
-            f"warning: {length:,} tokens are beyond the {config.max_position_embeddings:,} "
-            "positions that the model was made for; expect worse text there",
-            file=sys.stderr,
-        )
-
-
-def tokenizer_of(name: str, model: Pretrained) -> Path:
-    """Returns the directory of a checkpoint's tokenizer: that of a run or an adapter if it has one,
-    or else what the model came with."""
-    here = resolve_checkpoint(name)
-    return here if has_tokenizer(here) else model.sidecars or here
-
-
-def continuations(
+def generate(
     model: Decoder,
     tokenizer: Tokenizer,
-    prompts: list[np.ndarray],
+    prompts: Prompts,
     *,
-    stop_strings: list[str] = [],  # noqa: B006 (not changed)
-    **options,
-) -> Iterator[list[str]]:
-    """The texts so far that follow the prompts, after each token; a text ends before a stop string
-    or an end-of-text token.
+    chat: bool = False,
+    max_new_tokens: int = 128,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    repetition_penalty: float = 1.0,
+    stop: Sequence[str] = (),
+    seed: int = 0,
+    prefill_chunk: int = 2048,
+    dtype: DTypeLike | None = None,
+) -> Prompts:
+    """Returns the text that follows the prompt, or a list of the texts that follow several.
+
+    With temperature 0, several prompts get the texts that each would get alone.
+
+    Args:
+      model, tokenizer: from `bptjax.load`.
+      chat: the prompts are user messages, for the chat template.
+      max_new_tokens: most tokens of a text.
+      temperature, top_k, top_p, repetition_penalty: see `generation.Sampling`.
+      stop: strings that end a text, and are not part of it.
+      seed: sampling seed.
+      prefill_chunk: prompt tokens processed at a time.
+      dtype: dtype of the computation and the cache. By default that of the parameters.
+
+    Raises:
+      ValueError: an option is out of range, or a prompt is empty or too long.
     """
-    stop = tokenizer.stop_ids
-    tokens: list[list[int]] = [[] for _ in prompts]
-    texts, ended = ["" for _ in prompts], [False] * len(prompts)
-    for new in generate(model, prompts, stop=stop, **options):
-        for i, token in enumerate(new.tolist()):
-            if ended[i] or token < 0:
-                continue
-            if token in stop:
-                ended[i] = True
-                continue
-            tokens[i].append(token)
-            texts[i] = tokenizer.decode(tokens[i])
-            found = [at for s in stop_strings if (at := texts[i].find(s)) >= 0]
-            if found:
-                texts[i], ended[i] = texts[i][: min(found)], True
-        yield list(texts)
-        if all(ended):
-            return
+    stop = [stop] if isinstance(stop, str) else stop
+    _check(max_new_tokens, prefill_chunk, stop, seed)
+    texts = _stream(
+        model,
+        tokenizer,
+        [prompts] if isinstance(prompts, str) else prompts,
+        log.warning,
+        chat=chat,
+        new_tokens=max_new_tokens,
+        sampling=Sampling(temperature, top_k, top_p, repetition_penalty),
+        stop_strings=stop,
+        seed=seed,
+        prefill_chunk=prefill_chunk,
+        dtype=dtype,
+    )
+    *_, found = texts
+    return cast(Prompts, found[0] if isinstance(prompts, str) else found)
+
+
+class _Callable(ModuleType):
+    """This module, which can be called: module and function have one name in the package."""
+
+    __call__ = staticmethod(generate)
+
+
+sys.modules[__name__].__class__ = _Callable
+__signature__ = signature(generate)
+
+
+def _stream(
+    model: Decoder,
+    tokenizer: Tokenizer,
+    texts: list[str],
+    warn: Callable[[str], None],
+    *,
+    chat: bool,
+    new_tokens: int,
+    dtype: DTypeLike | None,
+    **options: Any,
+) -> Iterator[list[str]]:
+    """Returns `continuations` of texts, after a warning if they get too long for the model."""
+    prompts = [
+        chat_prompt(text, tokenizer) if chat else tokenizer.encode_prompt(text) for text in texts
+    ]
+    if line := length_warning(model.config, max(map(len, prompts)) + new_tokens):
+        warn(line)
+    dtype = jnp.dtype(dtype or model.embedding.get_value().dtype)
+    return continuations(model, tokenizer, prompts, new_tokens=new_tokens, dtype=dtype, **options)
+
+
+def _check(
+    max_new_tokens: int, prefill_chunk: int, stop: Sequence[str], seed: int, prefix: str = ""
+) -> None:
+    """
+    Raises:
+      ValueError: an option, whose name gets the prefix, is out of range.
+    """
+    for name, value in (("max_new_tokens", max_new_tokens), ("prefill_chunk", prefill_chunk)):
+        if value < 1:
+            raise ValueError(f"{prefix}{name}={value}: must be at least 1")
+    if "" in stop:
+        raise ValueError(f"{prefix}stop: must not be empty")
+    check_seed(f"{prefix}seed", seed)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -108,40 +131,32 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(args: Namespace) -> int:
-    """Prints continuations of the prompts, one as it is written, several when all are done.
+    """Prints continuations of the prompts: one prompt's as it is written, those of several at the
+    end.
 
     Raises:
       ValueError, OSError: the flags, a file or the checkpoint are wrong, in one line.
     """
-    for name in ("max_new_tokens", "prefill_chunk"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name}={getattr(args, name)}: must be at least 1")
-    if "" in args.stop:
-        raise ValueError("--stop: must not be empty")
-    check_seed("--seed", args.seed)
+    _check(args.max_new_tokens, args.prefill_chunk, args.stop, args.seed, prefix="--")
     texts = args.prompt + [_text(file) for file in args.prompt_file]
     if not texts:
         raise ValueError("--prompt or --prompt_file must be given")
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.repetition_penalty)
-    model, tokenizer, dtype = load(
-        args.model, tokenizer=args.tokenizer, device=args.device, dtype=args.dtype
+    model, tokenizer, _ = load_decoder(
+        args.model, tokenizer=args.tokenizer, device=args.device, dtype=args.dtype, warn=warn
     )
-    prompts = [
-        chat_prompt(text, tokenizer) if args.chat else tokenizer.encode_prompt(text)
-        for text in texts
-    ]
-    warn_of_length(model.config, max(map(len, prompts)) + args.max_new_tokens)
-    stream = continuations(
+    stream = _stream(
         model,
         tokenizer,
-        prompts,
-        stop_strings=args.stop,
+        texts,
+        warn,
+        chat=args.chat,
         new_tokens=args.max_new_tokens,
         sampling=sampling,
+        stop_strings=args.stop,
         seed=args.seed,
         prefill_chunk=args.prefill_chunk,
-        dtype=dtype,
-        execution=Execution(),
+        dtype=args.dtype,
     )
     _show(stream, texts, args.stop)
     return 0
@@ -155,9 +170,9 @@ def _text(file: Path) -> str:
 
 
 def _show(stream: Iterator[list[str]], prompts: list[str], stops: list[str]) -> None:
-    """One text as it is written; several, each under its prompt, when all are."""
+    """Prints one text as it is written; several at the end, each under its prompt."""
     shown, texts = 0, [""]
-    # What might turn into a stop string, or is half a character, waits.
+    # The end of a text may be half of a stop string, or half of a character.
     wait = max((len(s) - 1 for s in stops), default=0)
     for texts in stream:
         if len(texts) == 1:

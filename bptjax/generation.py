@@ -12,8 +12,9 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
+from bptjax.data.tokenizer import Tokenizer
 from bptjax.models.cache import Cache
-from bptjax.models.config import Execution
+from bptjax.models.config import Execution, ModelConfig
 from bptjax.models.decoder import Decoder
 
 
@@ -137,6 +138,50 @@ def generate(
             return
         # Not in place: a step may still read the array.
         lengths = lengths + 1
+
+
+def continuations(
+    model: Decoder,
+    tokenizer: Tokenizer,
+    prompts: Sequence[np.ndarray],
+    *,
+    stop_strings: Sequence[str] = (),
+    **options: Any,
+) -> Iterator[list[str]]:
+    """Yields the texts that follow the prompts so far, after each token. A text ends before a stop
+    string or an end-of-text token.
+
+    Args:
+      options: of `generate`.
+    """
+    stop = tokenizer.stop_ids
+    tokens: list[list[int]] = [[] for _ in prompts]
+    texts, ended = ["" for _ in prompts], [False] * len(prompts)
+    for new in generate(model, prompts, stop=stop, **options):
+        for i, token in enumerate(new.tolist()):
+            if ended[i] or token < 0:
+                continue
+            if token in stop:
+                ended[i] = True
+                continue
+            tokens[i].append(token)
+            texts[i] = tokenizer.decode(tokens[i])
+            found = [at for s in stop_strings if (at := texts[i].find(s)) >= 0]
+            if found:
+                texts[i], ended[i] = texts[i][: min(found)], True
+        yield list(texts)
+        if all(ended):
+            return
+
+
+def length_warning(config: ModelConfig, length: int) -> str | None:
+    """Returns a line if text of `length` tokens goes beyond the model's positions."""
+    if not config.exceeds_positions(length):
+        return None
+    return (
+        f"warning: {length:,} tokens are beyond the {config.max_position_embeddings:,} positions "
+        "that the model was made for; expect worse text there"
+    )
 
 
 def _turning_point(config: Any) -> float:

@@ -1,15 +1,80 @@
-"""`bptjax train --config FILE [--group.key=value …]`: trains, resumes, reports."""
+"""Trains, resumes and reports: `bptjax train --config FILE [--group.key=value …]` on the command
+line, `bptjax.train(config)` in Python.
+"""
 
+import json
 import logging
 import os
 import sys
+from collections.abc import Mapping
+from inspect import signature
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from bptjax.command_line import run_command
+
+if TYPE_CHECKING:
+    from bptjax.config import Config
 
 DESCRIPTION = """Trains a model as a YAML file and flags say: from scratch, from a checkpoint, or
 adapters beside it. The same command again resumes a run that was stopped."""
 # Set by launchers; 0 is the process that prints.
 RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "JAX_PROCESS_ID")
+
+
+def train(config: "Config | Mapping[str, Any] | str | Path") -> Path:
+    """Trains as the config says, or resumes the run in its `run_dir`, as `bptjax train` does.
+
+    Args:
+      config: a `Config`, a dict of its groups and keys, or the path of a YAML file.
+
+    Returns:
+      The run directory, which `bptjax.load` takes.
+
+    Raises:
+      ValueError, NotImplementedError, OSError: a bad config or bad data; nothing was trained.
+      RuntimeError: the run failed.
+      KeyboardInterrupt, SystemExit: stopped by Ctrl-C, or by SIGTERM with code 143. The state was
+        saved, and the same call resumes.
+    """
+    from bptjax.fit import fit
+    from bptjax.run import prepare
+
+    run = prepare(_config(config))
+    try:
+        code = fit(run)
+    except OSError as error:  # The input was in order: the run failed.
+        raise RuntimeError(str(error)) from error
+    if code == 130:
+        raise KeyboardInterrupt
+    if code:
+        raise SystemExit(code)
+    return run.directory
+
+
+def _config(config: "Config | Mapping[str, Any] | str | Path") -> "Config":
+    from bptjax.config import Config, parse
+
+    if isinstance(config, Config):
+        return config
+    if isinstance(config, str | Path):
+        return parse([f"--config={config}"])
+    with NamedTemporaryFile("w", suffix=".yaml") as file:
+        json.dump(dict(config), file, default=str)  # JSON is YAML.
+        file.flush()
+        return parse([f"--config={file.name}"])
+
+
+class _Callable(ModuleType):
+    """This module, which can be called: module and function have one name in the package."""
+
+    __call__ = staticmethod(train)
+
+
+sys.modules[__name__].__class__ = _Callable
+__signature__ = signature(train)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -13,7 +13,7 @@ from hf.conftest import theirs  # noqa: F401 (a fixture)
 from hf.loading import load
 
 from bptjax import generate as command
-from bptjax.generation import Sampling, generate
+from bptjax.generation import Sampling, continuations, generate
 from bptjax.models.config import Execution, ModelConfig
 from bptjax.models.decoder import Decoder
 
@@ -341,8 +341,8 @@ def test_stop_strings_may_span_tokens(model):
     letters = CharTokenizer([chr(65 + i) for i in range(61)])
     options = dict(new_tokens=8, sampling=GREEDY, execution=SMALL)
     prompts = [np.array([1, 2, 3])]
-    *_, (whole,) = command.continuations(model, letters, prompts, **options)
+    *_, (whole,) = continuations(model, letters, prompts, **options)
     stop = whole[3:5]
-    texts = list(command.continuations(model, letters, prompts, stop_strings=[stop], **options))
+    texts = list(continuations(model, letters, prompts, stop_strings=[stop], **options))
     assert texts[-1] == [whole[: whole.index(stop)]]
     assert all(len(b[0]) <= len(a[0]) + 1 for b, a in itertools.pairwise(texts[::-1]))

@@ -33,6 +33,7 @@ FLOORS = {
     "config": 5,
     "lazy_imports": 2,
     "pretrained": 5,
+    "loading": 5,
     "adapter_export": 5,
     "generation": 5,
     "training": 6,

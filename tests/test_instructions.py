@@ -11,8 +11,7 @@ import pytest
 from hf.loading import load, random_base
 
 from bptjax.data.tokenizer import load_tokenizer
-from bptjax.generate import continuations
-from bptjax.generation import Sampling
+from bptjax.generation import Sampling, continuations
 from bptjax.metrics import read_metrics
 from bptjax.train import main
 

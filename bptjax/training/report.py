@@ -7,7 +7,7 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
-from bptjax.adapter_export import export_adapter, remedy_for_peft, write_adapter
+from bptjax.adapter_export import remedy_for_peft, write_adapter
 from bptjax.checkpoint import BEST
 from bptjax.data.records import readable
 from bptjax.data.text import byte_baselines

@@ -12,10 +12,10 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from bptjax import convert
-from bptjax.generate import tokenizer_of
 from bptjax.hf.checkpoint import SIDECARS, sidecar_files
 from bptjax.hf.config import merge, read_config
 from bptjax.hf.tensors import Tensors
+from bptjax.loading import tokenizer_directory
 from bptjax.models.config import ModelConfig
 from bptjax.models.params import stacked
 from bptjax.pretrained import open_pretrained
@@ -102,7 +102,7 @@ def test_text_is_written_with_the_tokenizer_that_came_along(llama, tmp_path):
     convert.to_bptjax(str(llama()), tmp_path / "ours")
     name = str(tmp_path / "ours")
     model = open_pretrained(ModelConfig(name_or_path=name))
-    assert tokenizer_of(name, model) == tmp_path / "ours" / SIDECARS
+    assert tokenizer_directory(name, model) == tmp_path / "ours" / SIDECARS
 
 
 def test_transformers_loads_what_comes_back(theirs, tmp_path, capfd):

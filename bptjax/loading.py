@@ -1,0 +1,121 @@
+"""A checkpoint loaded onto a device, with its tokenizer."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from bptjax.data.tokenizer import (
+    Tokenizer,
+    add_tokens,
+    has_tokenizer,
+    make_tokenizer,
+    vocabulary_warning,
+)
+from bptjax.models.config import EncoderConfig, ModelConfig
+from bptjax.models.decoder import Decoder
+from bptjax.models.encoder import Encoder
+from bptjax.parallel.mesh import select_devices
+from bptjax.pretrained import Pretrained, open_pretrained, resolve_checkpoint
+
+log = logging.getLogger("bptjax")
+# Files of which every tokenizer of Hugging Face has one, beside `has_tokenizer`.
+TOKENIZER_FILES = ("tokenizer*", "vocab.*", "*.model")
+
+
+def load(
+    name: str | Path,
+    *,
+    tokenizer: str | Path | None = None,
+    dtype: DTypeLike | None = None,
+    device: str | jax.Device = "auto",
+    warn: Callable[[str], None] = log.warning,
+) -> tuple[Decoder | Encoder, Tokenizer | None, ModelConfig]:
+    """Loads a checkpoint onto one device.
+
+    Args:
+      name: Hugging Face directory or hub id, directory of `bptjax convert`, run directory, or PEFT
+        directory of an adapter. Adapters are loaded with their base model, and not merged.
+      tokenizer: byte, or a directory. By default the tokenizer of the checkpoint.
+      dtype: dtype of the parameters. By default that of the checkpoint's embedding.
+      device: a device, or its kind: gpu, cpu, or auto, which refuses the CPU of a machine with an
+        NVIDIA GPU.
+      warn: called with a line about tensors that were not read or a tokenizer that does not fit.
+
+    Returns:
+      The model (`Decoder` or `Encoder`); the tokenizer, or None if the checkpoint has none; the
+      architecture.
+
+    Raises:
+      ValueError: what is wrong with the checkpoint, in one line.
+    """
+    found, text = _open(str(name), tokenizer, warn)
+    return _load(found, dtype, device), text, found.config
+
+
+def load_decoder(
+    name: str,
+    *,
+    tokenizer: str | None,
+    dtype: DTypeLike | None,
+    device: str,
+    warn: Callable[[str], None],
+) -> tuple[Decoder, Tokenizer, ModelConfig]:
+    """Loads a model that writes text, see `load`.
+
+    Raises:
+      ValueError: also for an encoder, or a checkpoint without a tokenizer.
+    """
+    found, text = _open(name, tokenizer, warn)
+    if isinstance(found.config, EncoderConfig):
+        raise ValueError(f"{name} is an encoder, which writes no text; choose a decoder")
+    if text is None:
+        raise ValueError(f"{name} has no tokenizer; choose one with --tokenizer")
+    return _load(found, dtype, device), text, found.config
+
+
+def tokenizer_directory(name: str, found: Pretrained) -> Path:
+    """Returns the directory of a checkpoint's tokenizer: that of a run or an adapter if it has one,
+    otherwise that of the files beside the base model."""
+    here = resolve_checkpoint(name)
+    return here if has_tokenizer(here) else found.sidecars or here
+
+
+def _open(
+    name: str, tokenizer: str | Path | None, warn: Callable[[str], None]
+) -> tuple[Pretrained, Tokenizer | None]:
+    """Opens the checkpoint, and loads the tokenizer."""
+    found = open_pretrained(ModelConfig(name_or_path=name))
+    if found.left_out:
+        warn(found.left_out)
+    directory = tokenizer_directory(name, found)
+    if tokenizer is None and not _has_tokenizer(directory):
+        return found, None
+    size = found.config.vocab_size
+    text = make_tokenizer(str(tokenizer or directory), limit=None if tokenizer else size)
+    add_tokens(text, found.config.add_tokens)
+    if size is not None and size < text.vocab_size:
+        raise ValueError(
+            f"the tokenizer's vocabulary of {text.vocab_size} is not of {name}, which has {size}"
+        )
+    if tokenizer and (line := vocabulary_warning(text, directory)):
+        warn(line)
+    return found, text
+
+
+def _has_tokenizer(directory: Path) -> bool:
+    files = (file for pattern in TOKENIZER_FILES for file in directory.glob(pattern))
+    return has_tokenizer(directory) or any(file.is_file() for file in files)
+
+
+def _load(found: Pretrained, dtype: DTypeLike | None, device: str | jax.Device):
+    if isinstance(device, str):
+        device = select_devices(device)[0]
+    specs = found.source.specs
+    # An encoder of images has no embedding.
+    spec = specs.get("embedding") or next(iter(specs.values()))
+    where = jax.sharding.SingleDeviceSharding(device)
+    return found.load(where, jnp.dtype(dtype or spec.dtype))
