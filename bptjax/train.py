@@ -39,12 +39,12 @@ def train(config: "Config | Mapping[str, Any] | str | Path") -> Path:
       KeyboardInterrupt, SystemExit: stopped by Ctrl-C, or by SIGTERM with code 143. The state was
         saved, and the same call resumes.
     """
-    from bptjax.fit import fit
-    from bptjax.run import prepare
+    from bptjax.training import loop
+    from bptjax.training.setup import setup
 
-    run = prepare(_config(config))
+    run = setup(_config(config))
     try:
-        code = fit(run)
+        code = loop.train(run)
     except OSError as error:  # The input was in order: the run failed.
         raise RuntimeError(str(error)) from error
     if code == 130:

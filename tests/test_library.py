@@ -99,7 +99,7 @@ def test_generate_names_a_bad_option(options):
 
 def test_train_is_the_command(base, tmp_path, monkeypatch):
     """A run of adapters, from a dict and from the command line; the run and its export load."""
-    monkeypatch.setattr("bptjax.run.select_devices", lambda device: jax.devices()[:1])
+    monkeypatch.setattr("bptjax.training.setup.select_devices", lambda device: jax.devices()[:1])
     (tmp_path / "text.txt").write_text("one two three four. " * 40)
     settings = {
         "run_dir": str(tmp_path / "run"),
