@@ -1,4 +1,4 @@
-"""The mesh, and the one table from logical axis names to its axes."""
+"""The mesh, and the one table of its axes."""
 
 import itertools
 import math
@@ -12,24 +12,26 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-# What libraries, contexts and other programs need besides is little.
+# Share of a GPU's memory for JAX. Libraries, contexts and other programs need little.
 MEMORY_FRACTION = "0.93"
-# Present where the driver sees a GPU.
+# This file exists where the driver sees a GPU.
 NVIDIA = "/dev/nvidia0"
 
-# Devices along these would have the same parameters: each stores a part, as `zero_stage` says.
-CUT = ("fsdp", "sp")
-# What each logical axis of a parameter or activation is cut over; one that is not named here is
-# whole on every device.
-RULES: dict[str, tuple[str, ...]] = {
-    "batch": ("dp", "fsdp"),
-    "sequence": ("sp",),
-    "embed": CUT,
-    "vocab": ("tp",),
-    "heads": ("tp",),
-    "kv_heads": ("tp",),
-    "mlp": ("tp",),
+# Each mesh axis, in the order of the mesh, with the logical axes of parameters and activations that
+# it shards. `ParallelConfig` has the sizes under the same names, which no other module spells out.
+AXES: dict[str, tuple[str, ...]] = {
+    "dp": ("batch",),
+    "fsdp": ("batch", "embed"),
+    "tp": ("vocab", "heads", "kv_heads", "mlp"),
+    "sp": ("sequence", "embed"),
 }
+# The mesh axes of each logical axis. A logical axis without an entry is replicated.
+RULES: dict[str, tuple[str, ...]] = {
+    logical: tuple(name for name, sharded in AXES.items() if logical in sharded)
+    for logical in dict.fromkeys(itertools.chain(*AXES.values()))
+}
+# Devices along these would hold the same state: `zero_stage` says what is sharded over them.
+STATE_AXES = RULES["embed"]
 
 
 @dataclass(frozen=True)
@@ -67,16 +69,16 @@ class ParallelConfig:
 
 
 def select_devices(device: str) -> list[jax.Device]:
-    """The devices to run on: `auto`, `cpu` or `gpu`. To be called before anything else starts a JAX
-    backend.
+    """Returns the devices to run on: `auto`, `cpu` or `gpu`. Call it before anything else starts a
+    JAX backend.
 
-    Where the environment does not say otherwise, JAX takes `MEMORY_FRACTION` of a GPU's memory, may
-    take four fifths of the host's (its own limit is 64 GiB; pools grow by doubling, which the limit
-    cuts short), and keeps what it compiles in the user's cache directory.
+    Unless the environment says otherwise, JAX takes `MEMORY_FRACTION` of a GPU's memory, may take
+    four fifths of the host's memory (the limit of JAX is 64 GiB; memory pools double, up to the
+    limit), and caches compiled programs in the user's cache directory.
 
     Raises:
-      ValueError: gpu where JAX sees none; or auto, where JAX is about to run on the CPU beside an
-        NVIDIA GPU.
+      ValueError: device=gpu, and JAX sees no GPU; device=auto, and JAX would run on the CPU of a
+        machine with an NVIDIA GPU.
     """
     if not {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"} & os.environ.keys():
         os.environ["XLA_CLIENT_MEM_FRACTION"] = MEMORY_FRACTION
@@ -98,35 +100,54 @@ def _devices(device: str) -> list[jax.Device]:
         try:
             return jax.devices("gpu")
         except RuntimeError as error:
-            raise ValueError(
-                f"device=gpu, but JAX sees no GPU; {remedy}, and device=cpu does without"
-            ) from error
+            raise ValueError(f"device=gpu: JAX sees no GPU; {remedy}, or set device=cpu") from error
     devices = jax.devices()
     if devices[0].platform == "cpu" and Path(NVIDIA).exists():
         raise ValueError(
-            f"this machine has an NVIDIA GPU, but JAX runs on the CPU; {remedy}, or set device=cpu"
+            "device=auto: this machine has an NVIDIA GPU, but JAX runs on the CPU; "
+            f"{remedy}, or set device=cpu"
         )
     return devices
 
 
+def axis_sizes(config: ParallelConfig) -> dict[str, int]:
+    """Returns the size of each mesh axis; -1 stands for all remaining devices."""
+    return {name: getattr(config, name) for name in AXES}
+
+
+def num_shards(mesh: Mesh | AbstractMesh, axis: str) -> int:
+    """Returns the number of shards of a logical axis that the mesh axes divide evenly."""
+    return math.prod(mesh.shape[name] for name in RULES[axis])
+
+
+def data_shards(mesh: Mesh | AbstractMesh) -> int:
+    """Returns the number of shards of the batch."""
+    return num_shards(mesh, "batch")
+
+
 def make_mesh(config: ParallelConfig, devices: list | None = None) -> Mesh:
-    """A mesh (dp, fsdp, tp, sp) over all devices. One device is a mesh of ones.
+    """Makes a mesh of all devices. One device is a mesh whose axes all have size 1.
 
     Raises:
-      ValueError: the axes do not multiply to the number of devices.
+      ValueError: a size of 0, several axes of size -1, or a product other than the number of
+        devices.
     """
     devices = jax.devices() if devices is None else devices
-    sizes = {"dp": config.dp, "fsdp": config.fsdp, "tp": config.tp, "sp": config.sp}
+    sizes = axis_sizes(config)
+    for name, size in sizes.items():
+        if size < 1 and size != -1:
+            raise ValueError(
+                f"parallel.{name}={size}: must be at least 1, or -1 for all remaining devices"
+            )
     text = "parallel: " + ", ".join(f"{name}={size}" for name, size in sizes.items())
-    if any(size < 1 and size != -1 for size in sizes.values()):
-        raise ValueError(f"{text}: an axis is at least 1, or -1 for the rest")
     open_axes = [name for name, size in sizes.items() if size == -1]
     if len(open_axes) > 1:
-        raise ValueError(f"{text}: one axis is -1 (fsdp, where it is not set), and no more")
+        raise ValueError(f"{text}: must have at most one -1, the default of fsdp; set the others")
     fixed = math.prod(size for size in sizes.values() if size != -1)
     if len(devices) % fixed or (not open_axes and fixed != len(devices)):
         raise ValueError(
-            f"{text} does not make {len(devices)} devices; nearest: {_nearest(sizes, len(devices))}"
+            f"{text}: must multiply to {len(devices)} devices; nearest: "
+            f"{_nearest(sizes, len(devices))}"
         )
     for name in open_axes:
         sizes[name] = len(devices) // fixed
@@ -136,13 +157,13 @@ def make_mesh(config: ParallelConfig, devices: list | None = None) -> Mesh:
 
 
 def _nearest(sizes: dict[str, int], devices: int) -> str:
-    """The two factorisations that change least of what was asked for."""
+    """Returns the two factorizations of the number of devices that change the given sizes least."""
 
     def change(made):
         return sum(abs(math.log(b / max(a, 1))) for a, b in zip(sizes.values(), made, strict=True))
 
     divisors = [n for n in range(1, devices + 1) if devices % n == 0]
-    made = [m for m in itertools.product(divisors, repeat=4) if math.prod(m) == devices]
+    made = [m for m in itertools.product(divisors, repeat=len(sizes)) if math.prod(m) == devices]
     texts = (
         " ".join(f"{name}={size}" for name, size in zip(sizes, m, strict=True))
         for m in sorted(made, key=change)[:2]
@@ -150,8 +171,8 @@ def _nearest(sizes: dict[str, int], devices: int) -> str:
     return " or ".join(texts)
 
 
-def spec(axes: tuple[str | None, ...]) -> PartitionSpec:
-    """The partition of an array whose axes bear these logical names."""
+def partition_spec(axes: tuple[str | None, ...]) -> PartitionSpec:
+    """Returns the partition spec of an array with these logical axes."""
     return PartitionSpec(*(RULES.get(axis) if axis else None for axis in axes))
 
 
@@ -159,26 +180,27 @@ def sharding(
     mesh: Mesh | AbstractMesh,
     axes: tuple[str | None, ...],
     shape: tuple[int, ...],
-    whole: tuple[str, ...] = (),
+    replicated: tuple[str, ...] = (),
 ) -> NamedSharding:
-    """Where an array of this shape lives, whose last axes bear these names; those in front, stacked
-    layers, are not cut. An axis is cut over as many of its mesh axes as divide it, and over none of
-    `whole`.
+    """Returns the sharding of an array of this shape. `axes` are the logical names of its last
+    axes; leading axes, of stacked layers, are not sharded.
+
+    An axis is sharded over those of its mesh axes that divide it, except the `replicated` ones.
     """
-    parts = []
+    partition = []
     for axis, size in zip((None,) * (len(shape) - len(axes)) + axes, shape, strict=True):
         names: tuple[str, ...] = ()
         for name in RULES.get(axis or "", ()):
             devices = mesh.shape[name]
-            if devices > 1 and name not in whole and size % devices == 0:
+            if devices > 1 and name not in replicated and size % devices == 0:
                 names, size = (*names, name), size // devices
-        parts.append(names or None)
-    return NamedSharding(mesh, PartitionSpec(*parts))
+        partition.append(names or None)
+    return NamedSharding(mesh, PartitionSpec(*partition))
 
 
 def constrain(x: Array, *axes: str | None) -> Array:
-    """Pins an array to where its logical axes say, in the mesh set by `jax.set_mesh`; without one,
-    nothing.
+    """Pins the sharding of an array to its logical axes, in the mesh set by `jax.set_mesh`. Returns
+    the array itself if there is no mesh.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
@@ -187,7 +209,10 @@ def constrain(x: Array, *axes: str | None) -> Array:
 
 
 def lookup(table: Array, indices: Array, axis: str | None = None) -> Array:
-    """Rows of a table `[R, D]`, R along the logical axis `axis`. They are gathered whole: cut over
-    axes that cut the indices too, XLA would make all that are looked up on every device.
+    """Returns the entries of a table `[R, D]` at the indices. R is sharded as the logical axis
+    `axis`.
+
+    The table's axis D is all-gathered first. If D were sharded over the mesh axes that shard the
+    indices, XLA would replicate the result on every device.
     """
     return jnp.take(constrain(table, axis, None), indices, axis=0)

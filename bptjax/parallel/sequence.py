@@ -1,5 +1,5 @@
-"""Attention on a mesh: the batch over `dp` and `fsdp`, heads over `tp`, tokens over `sp` by one of
-several strategies, with any kernel on each device.
+"""Attention on a mesh: batch, heads and tokens are sharded, tokens by one of several strategies,
+with any kernel on each device.
 """
 
 from dataclasses import dataclass, replace
@@ -24,7 +24,7 @@ from bptjax.ops.attention.contract import (
     Shards,
 )
 from bptjax.parallel import gather, ring, ulysses, ulysses_ring
-from bptjax.parallel.mesh import RULES
+from bptjax.parallel.mesh import RULES, num_shards
 from bptjax.parallel.strategy_kernel import StrategyKernel
 from bptjax.parallel.ulysses import TOKEN_FIELDS
 
@@ -37,6 +37,8 @@ STRATEGIES: dict[str, SequenceStrategy] = {
 }
 
 BATCH, SEQUENCE, HEADS = (RULES[name] for name in ("batch", "sequence", "heads"))
+# Strategies number the shards of a sequence along a single mesh axis.
+(SEQUENCE_AXIS,) = SEQUENCE
 # Mesh axes of the batch dimension after fold_sequence_shards().
 FOLDED_BATCH = (*SEQUENCE, *BATCH)
 
@@ -76,7 +78,7 @@ def _constrain(x: Array, *axes: tuple[str, ...] | None) -> Array:
 def sequence_shards() -> int:
     """Returns the number of devices that share a sequence, in the mesh set by `jax.set_mesh`."""
     mesh = jax.sharding.get_abstract_mesh()
-    return 1 if mesh.empty else mesh.shape["sp"]
+    return 1 if mesh.empty else num_shards(mesh, "sequence")
 
 
 def choose_strategy(name: str, heads: int, shards: int) -> tuple[str, str]:
@@ -132,9 +134,9 @@ def attention(
     x = QKV(q, k, v)
     spec = make_spec(x, **options)
     check_sinks(sinks, q.shape[2])
-    dp, fsdp, tp, sp = (mesh.shape[name] for name in ("dp", "fsdp", "tp", "sp"))
+    dp, tp, sp = (num_shards(mesh, axis) for axis in ("batch", "heads", "sequence"))
     for name, size, devices in (
-        ("sequences", q.shape[0], dp * fsdp),
+        ("sequences", q.shape[0], dp),
         ("query heads", q.shape[2], tp),
         ("query tokens", q.shape[1], sp),
         ("key tokens", k.shape[1], sp),
@@ -199,8 +201,8 @@ class _Layout:
     """
 
     def __init__(self, attention: ShardedAttention, x: QKV, spec: AttentionSpec):
-        sizes = jax.sharding.get_abstract_mesh().shape
-        self.tp, sp = sizes["tp"], sizes["sp"]
+        mesh = jax.sharding.get_abstract_mesh()
+        self.tp, sp = num_shards(mesh, "heads"), num_shards(mesh, "sequence")
         (_, T, self.N, _), (_, S, self.K, _) = x.q.shape, x.k.shape
         # Key heads that tp does not divide are replicated over it.
         self.shared_keys = self.K % self.tp != 0
@@ -208,7 +210,9 @@ class _Layout:
         keys: Any = PartitionSpec(BATCH, SEQUENCE, None if self.shared_keys else HEADS)
         self.queries, self.qkv = queries, QKV(queries, keys, keys)
         resolved = spec.mask.resolve(T, S)
-        self.shards = Shards("sp", sp, positions=(resolved.positions, resolved.k_positions))
+        self.shards = Shards(
+            SEQUENCE_AXIS, sp, positions=(resolved.positions, resolved.k_positions)
+        )
         self.strategy, self.impl = STRATEGIES[attention.strategy], attention.impl
         sharded = sp > 1 and self.strategy.split(self.N // self.tp, sp).tokens > 1
         # Inside the kernel a shard no longer knows its offset: make absolute positions explicit.
@@ -231,7 +235,7 @@ class _Layout:
             self.spec,
             mask=replace(self.spec.mask, **of_mask),
             first_sequence=jax.lax.axis_index(BATCH) * batch,
-            first_head=jax.lax.axis_index("tp") * heads,
+            first_head=jax.lax.axis_index(HEADS) * heads,
             **others,
         )
 
@@ -239,7 +243,7 @@ class _Layout:
         """Returns the replicated key heads that this device's query heads read."""
         heads = self.N // self.tp
         count = 1 if self.tp % self.K == 0 else heads
-        return (jax.lax.axis_index("tp") * heads + jnp.arange(count)) // (self.N // self.K)
+        return (jax.lax.axis_index(HEADS) * heads + jnp.arange(count)) // (self.N // self.K)
 
     def local_qkv(self, x: QKV) -> QKV:
         """Returns this device's arrays with the key heads that its query heads read."""
@@ -257,7 +261,7 @@ class _Layout:
         def total(x):
             full = jnp.zeros((*x.shape[:2], self.K, x.shape[3]), jnp.float32)
             full = full.at[:, :, heads].add(x.astype(jnp.float32))
-            return jax.lax.psum(full, "tp").astype(x.dtype)
+            return jax.lax.psum(full, HEADS).astype(x.dtype)
 
         return QKV(gradients.q, total(gradients.k), total(gradients.v))
 

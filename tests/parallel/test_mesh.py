@@ -1,5 +1,7 @@
 """The mesh, and where arrays live on it."""
 
+from dataclasses import fields
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -7,10 +9,15 @@ from jax.sharding import PartitionSpec
 from ops.comparing import collectives
 
 from bptjax.parallel.mesh import (
+    AXES,
+    RULES,
+    STATE_AXES,
     ParallelConfig,
     constrain,
+    data_shards,
     lookup,
     make_mesh,
+    num_shards,
     select_devices,
     sharding,
 )
@@ -27,17 +34,26 @@ def test_one_device_is_a_mesh_of_ones():
 
 
 @pytest.mark.parametrize(
-    "config",
+    "config, message",
     [
-        ParallelConfig(dp=3),
-        ParallelConfig(fsdp=4),
-        ParallelConfig(dp=-1, fsdp=-1),
-        ParallelConfig(tp=0),
+        (ParallelConfig(dp=3), "dp=3, fsdp=-1, tp=1, sp=1: must multiply to 8 devices; nearest: "),
+        (ParallelConfig(fsdp=4), "dp=1, fsdp=4, tp=1, sp=1: must multiply to 8 devices; nearest: "),
+        (ParallelConfig(dp=-1, fsdp=-1), "dp=-1, fsdp=-1, tp=1, sp=1: must have at most one -1"),
+        (ParallelConfig(tp=0), "parallel.tp=0: must be at least 1, or -1 for all remaining"),
+        (ParallelConfig(sp=-2), "parallel.sp=-2: must be at least 1, or -1 for all remaining"),
     ],
 )
-def test_a_wrong_mesh_is_refused(config):
-    with pytest.raises(ValueError, match="parallel: dp="):
+def test_a_wrong_mesh_is_refused(config, message):
+    with pytest.raises(ValueError, match=message):
         make_mesh(config)
+
+
+def test_the_table_of_axes_is_the_config():
+    """A new axis is a line of AXES and a key of ParallelConfig."""
+    assert list(AXES) == [f.name for f in fields(ParallelConfig)][: len(AXES)]
+    assert RULES["batch"] == ("dp", "fsdp") and STATE_AXES == RULES["embed"] == ("fsdp", "sp")
+    mesh = make_mesh(ParallelConfig(dp=2, fsdp=2, sp=2))
+    assert data_shards(mesh) == 4 and num_shards(mesh, "sequence") == 2
 
 
 def test_the_nearest_meshes_are_named():

@@ -1,5 +1,6 @@
 """Attention cut over a mesh equals attention on one device."""
 
+import math
 from dataclasses import replace
 from functools import partial
 
@@ -14,7 +15,7 @@ from bptjax.ops.attention import attention as on_one
 from bptjax.ops.attention.contract import AttentionSpec
 from bptjax.ops.mask import Mask
 from bptjax.parallel.full_tiles import make_schedule
-from bptjax.parallel.mesh import ParallelConfig, make_mesh
+from bptjax.parallel.mesh import ParallelConfig, axis_sizes, make_mesh
 from bptjax.parallel.ring import zigzag
 from bptjax.parallel.sequence import (
     STRATEGIES,
@@ -59,8 +60,7 @@ MESHES = {
 
 
 def mesh_of(config):
-    devices = config.dp * config.fsdp * config.tp * config.sp
-    return make_mesh(config, jax.devices()[:devices])
+    return make_mesh(config, jax.devices()[: math.prod(axis_sizes(config).values())])
 
 
 def operands(heads=N, kv_heads=K):
