@@ -13,8 +13,6 @@ import jax
 import pytest
 
 from bptjax.metrics import read_metrics
-from bptjax.parallel.mesh import ParallelConfig
-from bptjax.parallel.processes import Place, find_place
 from bptjax.train import main
 
 TINY = """
@@ -194,10 +192,10 @@ def test_another_number_of_rows_is_refused(arguments, whole, capsys):
 JOINED = """
 import time
 from contextlib import ExitStack
-from bptjax.parallel import processes
+from bptjax.parallel import distributed
 from bptjax.parallel.mesh import ParallelConfig
-processes.GRACE = processes.CLOSING = 1
-processes.join(ParallelConfig())
+distributed.REPORT_TIMEOUT_S = distributed.CLEANUP_TIMEOUT_S = 1
+distributed.initialize(ParallelConfig())
 print("joined", flush=True)
 """
 
@@ -230,7 +228,7 @@ if early:
     early.close()
 connect().close()
 time.sleep(2)
-processes.part()
+distributed.shutdown()
 """
     codes, _, errors = ends(start("-c", before + JOINED + after))
     assert codes == [0, 0] and not any(errors)
@@ -240,7 +238,7 @@ def test_a_failure_does_not_wait_long_for_the_others(start):
     code = """
 with ExitStack() as stack:
     stack.callback(time.sleep, 120)
-    stack.push(processes.hurry)
+    stack.push(distributed.exit_after_timeout)
     raise ValueError("no more ink")
 """
     codes, _, errors = ends(start("-c", JOINED + code))
@@ -248,12 +246,12 @@ with ExitStack() as stack:
 
 
 def test_processes_that_do_not_meet(start):
-    code = JOINED.replace("GRACE", "MEETING")
+    code = JOINED.replace("REPORT", "INIT")
     code = code.replace("Config()", "Config(num_processes=3)")
     codes, _, errors = ends(start("-c", code))
     assert codes == [1, 1]
     for rank in (0, 1):
-        assert f"process {rank} of 3 has waited 1 s for the others" in errors[rank][0]
+        assert f"process {rank} of 3 has waited 1 s for the other processes" in errors[rank][0]
 
 
 def test_another_config_in_one_process_is_refused(arguments, tmp_path, start):
@@ -266,7 +264,7 @@ def test_another_config_in_one_process_is_refused(arguments, tmp_path, start):
     codes, _, errors = ends(start("-c", code, *arguments, "--run_dir", str(run_dir)))
     assert codes == [2, 2]
     for error in errors:
-        assert error == ["error: process 1 has a config or data other than process 0's"]
+        assert error == ["error: process 1: must have the same config and data as process 0"]
     assert not run_dir.exists()
 
 
@@ -288,7 +286,7 @@ checkpoints.wait()
 if jax.process_index() == 0:
     print(checkpoints.read(1, "x"))
 checkpoints.close()
-processes.part()
+distributed.shutdown()
 """
     codes, said, errors = ends(start("-c", JOINED + code, str(tmp_path)))
     assert codes == [0, 0] and not any(errors)
@@ -308,93 +306,3 @@ def test_what_one_process_refuses_is_refused_in_all(arguments, tmp_path, start):
     assert errors[0][0].startswith(f"error: process 1: {message}")
     assert errors[1][0].startswith(f"error: {message}")
     assert [len(said) for said in errors] == [1, 1]
-
-
-TORCHRUN = {"MASTER_ADDR": "node7", "MASTER_PORT": "1234", "WORLD_SIZE": "4", "RANK": "3"}
-JAX = {
-    "JAX_COORDINATOR_ADDRESS": "node8:99",
-    "JAX_NUM_PROCESSES": "2",
-    "JAX_PROCESS_ID": "0",
-}
-SLURM = {
-    "SLURM_JOB_ID": "4097",
-    "SLURM_STEP_NODELIST": "node[017-018]",
-    "SLURM_NTASKS": "8",
-    "SLURM_PROCID": "5",
-    "SLURM_LOCALID": "1",
-    "SLURM_STEP_NUM_NODES": "2",
-}
-OPEN_MPI = {
-    "OMPI_MCA_orte_hnp_uri": "8192.0;tcp://10.96.0.1,10.148.0.1:34911",
-    "OMPI_COMM_WORLD_SIZE": "4",
-    "OMPI_COMM_WORLD_RANK": "2",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
-}
-OPEN_MPI_5 = {
-    "OMPI_COMM_WORLD_SIZE": "1",
-    "OMPI_COMM_WORLD_RANK": "0",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
-}
-CONFIG = ParallelConfig(coordinator="node9:1", num_processes=3, process_id=2)
-PLACES = {
-    "alone": (ParallelConfig(), {}, None),
-    "one of torchrun": (ParallelConfig(), TORCHRUN | {"WORLD_SIZE": "1", "RANK": "0"}, None),
-    "one of Slurm": (ParallelConfig(), SLURM | {"SLURM_NTASKS": "1"}, None),
-    "one of Open MPI": (ParallelConfig(), OPEN_MPI_5, None),
-    "Slurm's batch script": (ParallelConfig(), {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4"}, None),
-    "config": (CONFIG, TORCHRUN | JAX, Place("node9:1", 3, 2, None)),
-    "JAX": (ParallelConfig(), TORCHRUN | JAX, Place("node8:99", 2, 0, None)),
-    "torchrun, one a host": (ParallelConfig(), TORCHRUN, Place("node7:1234", 4, 3, None)),
-    "torchrun, two a host": (
-        ParallelConfig(),
-        TORCHRUN | {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1"},
-        Place("node7:1234", 4, 3, [1]),
-    ),
-    "Slurm": (ParallelConfig(), SLURM, Place("node017:61441", 8, 5, [1])),
-    "Slurm, own coordinator and GPUs": (
-        ParallelConfig(coordinator="node1:5"),
-        SLURM | {"JAX_LOCAL_DEVICE_IDS": "0,1"},
-        Place("node1:5", 8, 5, [0, 1]),
-    ),
-    "Open MPI": (ParallelConfig(), OPEN_MPI, Place("10.96.0.1:61442", 4, 2, [0])),
-    "loopback on one host": (
-        ParallelConfig(),
-        TORCHRUN | {"MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "3"},
-        Place("127.0.0.1:1234", 4, 3, [3]),
-    ),
-}
-
-
-@pytest.mark.parametrize(("config", "environment", "place"), PLACES.values(), ids=PLACES)
-def test_where_a_process_stands(monkeypatch, config, environment, place):
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    assert find_place(config, os.environ) == place
-
-
-LOCAL = {"MASTER_ADDR": "localhost"}
-REFUSED = {
-    "loopback of torchrun": (TORCHRUN | LOCAL | {"LOCAL_WORLD_SIZE": "2"}, "LOCAL_WORLD_SIZE=2 of"),
-    "loopback of Slurm": (
-        SLURM | {"JAX_COORDINATOR_ADDRESS": "127.0.0.1:5"},
-        "coordinator=127.0.0.1:5 is the loopback address .*SLURM_STEP_NUM_NODES=2",
-    ),
-    "loopback of Open MPI": (
-        OPEN_MPI | {"JAX_COORDINATOR_ADDRESS": "[::1]:5"},
-        "OMPI_COMM_WORLD_LOCAL_SIZE=2 of 4 processes",
-    ),
-    "no coordinator": ({"WORLD_SIZE": "2", "RANK": "0"}, "coordinator=None, .*all three"),
-    "no port": (JAX | {"JAX_COORDINATOR_ADDRESS": "node8"}, "coordinator=node8 is not host:port"),
-    "no number": (TORCHRUN | {"RANK": "first"}, "RANK=first in the environment is not a number"),
-    "no devices": (JAX | {"JAX_LOCAL_DEVICE_IDS": "0-3"}, "JAX_LOCAL_DEVICE_IDS=0-3 in the env"),
-    "out of range": (TORCHRUN | {"RANK": "4"}, "num_processes=4, process_id=4: "),
-}
-
-
-@pytest.mark.parametrize(("environment", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_a_place(monkeypatch, environment, message):
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match=message):
-        find_place(ParallelConfig(), os.environ)

@@ -1,0 +1,244 @@
+"""Several processes as one run: joining, noticing a lost peer, leaving, and exchanging Python
+values."""
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from bptjax.parallel.launch import ProcessInfo, find_process
+from bptjax.parallel.mesh import ParallelConfig
+
+# Seconds that the processes have to find each other.
+INIT_TIMEOUT_S = 300
+# Seconds without a heartbeat after which JAX ends all processes. Only a host that vanishes takes so
+# long: the end of a process is noticed at once.
+HEARTBEAT_TIMEOUT_S = 60
+# Seconds that a process has to report a lost peer, or a failure of all processes, before it is
+# killed.
+REPORT_TIMEOUT_S = 5
+# Seconds that a failed process may wait for its peers during clean-up.
+CLEANUP_TIMEOUT_S = 30
+
+# State of this process, as jax.distributed has its own.
+_initialized = threading.Event()
+_peer_lost = threading.Event()
+
+
+class PeerLost(RuntimeError):
+    """Another process of the run has ended before its time."""
+
+    def __init__(self):
+        super().__init__(
+            "a peer process is lost: another process of this run has ended, and its output says "
+            "why; start all processes again to resume from the last checkpoint"
+        )
+
+
+def initialize(config: ParallelConfig) -> None:
+    """Joins the other processes of the run, if there are any. Call it before a JAX backend starts.
+
+    From then on, a peer that ends before its time ends this process too: by `PeerLost` inside
+    `translate_peer_errors`, or, if this process is blocked, by one line on stderr and exit code 1
+    after `REPORT_TIMEOUT_S`. Peers that do not appear within `INIT_TIMEOUT_S` end it in the latter
+    way.
+
+    Raises:
+      ValueError: as `find_process`, or the coordinator's port is taken.
+    """
+    process = find_process(config, os.environ)
+    if process is None or jax.distributed.is_initialized():
+        return
+    # The service would take SIGTERM away from Python.
+    jax.config.update("jax_enable_preemption_service", False)
+    address = _start_relay(process)
+    timeout = TimeoutError(
+        f"process {process.index} of {process.count} has waited {INIT_TIMEOUT_S} s for the other "
+        f"processes at parallel.coordinator={process.coordinator}"
+    )
+    # JAX's own timeout, a C++ abort, comes later.
+    timer = threading.Timer(INIT_TIMEOUT_S, _exit_with, (timeout,))
+    timer.daemon = True
+    timer.start()
+    jax.distributed.initialize(
+        address,
+        process.count,
+        process.index,
+        local_device_ids=process.local_devices,
+        cluster_detection_method="deactivate",
+        coordinator_bind_address=address,
+        initialization_timeout=INIT_TIMEOUT_S + REPORT_TIMEOUT_S,
+        heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S,
+    )
+    timer.cancel()
+    _initialized.set()
+
+
+def _start_relay(process: ProcessInfo) -> str:
+    """Starts a relay to the coordination service, and returns the relay's address.
+
+    The service's client ends its process by a C++ abort as soon as the connection breaks. Through
+    a relay, this module notices the break first. The relay of process 0 has the public address, so
+    it notices the end of any other process, where the service would wait for heartbeats.
+    """
+    host, _, port = process.coordinator.rpartition(":")
+    if process.index == 0:
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        try:
+            listener = socket.create_server(("", int(port)), family=family, dualstack_ipv6=both)
+        except OSError as error:
+            raise ValueError(
+                f"parallel.coordinator={process.coordinator}: {error.strerror or error}"
+            ) from error
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            target = address = free.getsockname()
+    else:
+        listener = socket.create_server(("127.0.0.1", 0))
+        target, address = (host.strip("[]"), int(port)), listener.getsockname()
+
+    def accept():
+        while True:
+            client, _ = listener.accept()
+            # A client that connects after initialization is not a process of the run.
+            arguments = client, target, not _initialized.is_set()
+            threading.Thread(target=_serve, args=arguments, daemon=True).start()
+
+    threading.Thread(target=accept, daemon=True).start()
+    return f"127.0.0.1:{address[1]}"
+
+
+def _serve(client: socket.socket, target: tuple[str, int], member: bool) -> None:
+    try:
+        first = client.recv(1 << 16)
+        if not first:  # A client that sends nothing is not a process of the run either.
+            return client.close()
+        server = socket.create_connection(target, REPORT_TIMEOUT_S)
+        server.sendall(first)
+    except OSError:
+        return client.close()  # The client tries again.
+    server.settimeout(None)
+    threading.Thread(target=_pump, args=(server, client, member), daemon=True).start()
+    _pump(client, server, member)
+
+
+def _pump(source: socket.socket, sink: socket.socket, member: bool) -> None:
+    try:
+        while data := source.recv(1 << 16):
+            sink.sendall(data)
+    except OSError:
+        pass
+    if member and _initialized.is_set():
+        _peer_lost.set()
+        time.sleep(REPORT_TIMEOUT_S)
+        _exit_with(PeerLost())
+    sink.close()
+
+
+def _exit_with(error: BaseException) -> None:
+    os.write(2, f"error: {' '.join(str(error).split())}\n".encode())
+    os._exit(1)
+
+
+@contextmanager
+def translate_peer_errors() -> Iterator[None]:
+    """Raises `PeerLost` in place of an error that comes from a lost peer."""
+    try:
+        yield
+    except (jax.errors.JaxRuntimeError, OSError) as error:
+        if _initialized.is_set() and _peer_lost.wait(REPORT_TIMEOUT_S / 2):
+            raise PeerLost from error
+        raise
+
+
+def exit_after_timeout(kind: type | None, error: BaseException | None, trace: Any) -> None:
+    """Exit callback of an ExitStack. After an error, ends this process if the clean-up takes longer
+    than `CLEANUP_TIMEOUT_S`: the clean-up may wait for peers that are blocked on this process."""
+    if error is not None and _initialized.is_set():
+        timer = threading.Timer(CLEANUP_TIMEOUT_S, _exit_with, (error,))
+        timer.daemon = True
+        timer.start()
+
+
+def shutdown() -> None:
+    """Waits until all processes call it, and leaves them."""
+    if _initialized.is_set():
+        _initialized.clear()
+        jax.distributed.shutdown()
+
+
+def exit_without_barriers(main: Callable[[], int]) -> int:
+    """Returns the exit code of `main`. A process that has not called `shutdown` exits at once,
+    without waiting for its peers."""
+    try:
+        code = main()
+    except BaseException:
+        if not jax.distributed.is_initialized():
+            raise
+        traceback.print_exc()
+        code = 1
+    if jax.distributed.is_initialized():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+def all_reduce_max(value: int, mesh: Mesh) -> jax.Array | int:
+    """Returns the largest value of all processes, without waiting for it. All processes call it in
+    the same order."""
+    if jax.process_count() == 1:
+        return value
+    where = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+    each = np.full(mesh.size, value, np.int32)
+    return jax.make_array_from_callback(each.shape, where, each.__getitem__).max()
+
+
+def all_gather_json(value: Any) -> list[Any]:
+    """Returns the values of all processes, sent as JSON. All processes call it in the same
+    order."""
+    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    sizes = np.reshape(multihost_utils.process_allgather(np.int32(text.size)), -1)
+    # JAX compiles a program for each size: round up, to have few of them.
+    padded = np.pad(text, (0, -(-int(sizes.max()) // 4096) * 4096 - text.size))
+    found = np.reshape(multihost_utils.process_allgather(padded), (len(sizes), -1))
+    return [json.loads(row[:n].tobytes()) for row, n in zip(found, sizes, strict=True)]
+
+
+@contextmanager
+def raise_together() -> Iterator[None]:
+    """Raises an error of one process in all of them, after a `shutdown`."""
+    error = None
+    try:
+        yield
+    except (ValueError, NotImplementedError, OSError) as found:
+        error = found
+    messages = all_gather_json(None if error is None else str(error))
+    failed = next((index for index, text in enumerate(messages) if text is not None), None)
+    if failed is not None:
+        shutdown()
+        raise error or ValueError(f"process {failed}: {messages[failed]}")
+
+
+def assert_equal_across_processes(text: str, name: str) -> None:
+    """Checks that all processes have the same text.
+
+    Raises:
+      ValueError: the text, named `name` in the message, differs in a process.
+    """
+    first, *others = all_gather_json(zlib.crc32(text.encode()))
+    odd = next((index for index, code in enumerate(others, 1) if code != first), None)
+    if odd is not None:
+        raise ValueError(f"process {odd}: must have the same {name} as process 0")
