@@ -82,9 +82,9 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     # Grain and orbax speak through absl before it is set up; jax warns of a CPU beside no GPU.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    from bptjax.parallel.processes import run
+    from bptjax.parallel.distributed import exit_without_barriers
 
-    return run(lambda: run_command(_train, argv))
+    return exit_without_barriers(lambda: run_command(_train, argv))
 
 
 def _train(argv: list[str]) -> int:

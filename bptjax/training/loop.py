@@ -15,7 +15,14 @@ from bptjax.checkpoint import Best, Checkpoints
 from bptjax.config import flatten, to_yaml
 from bptjax.metrics import JsonlWriter, Progress, Silence, Throughput
 from bptjax.ops.attention.choices import Choice, record_choices
-from bptjax.parallel.processes import agreed, everyone, hurry, largest, part, watched
+from bptjax.parallel.distributed import (
+    all_gather_json,
+    all_reduce_max,
+    exit_after_timeout,
+    raise_together,
+    shutdown,
+    translate_peer_errors,
+)
 from bptjax.schedule import learning_rate
 from bptjax.trackers import Trackers
 from bptjax.training.guards import (
@@ -45,7 +52,7 @@ PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
 BAD_DATA = 1
 
 
-@watched()
+@translate_peer_errors()
 def train(run: TrainingRun) -> int:
     """Trains to the end, or until a signal: the exit code, 0, 130 (Ctrl-C) or 143 (SIGTERM).
 
@@ -57,14 +64,14 @@ def train(run: TrainingRun) -> int:
     config, spec, first = run.config, run.spec, jax.process_index() == 0
     with ExitStack() as stack:
         stack.callback(run.batches.close)
-        with agreed():
+        with raise_together():
             if first:
                 stack.enter_context(exclusive(run.directory))
         checkpoints = Checkpoints(
             run.directory, save_total_limit=config.checkpoint.save_total_limit
         )
         stack.callback(checkpoints.close)
-        stack.push(hurry)
+        stack.push(exit_after_timeout)
         stack.enter_context(explain_out_of_memory(spec))
         restored = checkpoints.restore(checkpoint_view(spec, abstract_state(spec)))
         start, state, extra = restored or (0, None, {"tokens_seen": 0})
@@ -137,7 +144,7 @@ def train(run: TrainingRun) -> int:
             text = sample(run, loop.state) if config.train.sample_tokens else ""
             if first:
                 report(run, loop.state, text, progress.log)
-    part()
+    shutdown()
     return 128 + loop.stopped if loop.stopped else 0
 
 
@@ -210,7 +217,7 @@ class TrainLoop:
             if best or self.done % config.checkpoint.save_steps == 0:
                 self.save()
             bad_data = BAD_DATA if self.run.check.error else 0
-            votes.append(largest(max(stopped, default=bad_data), spec.mesh))
+            votes.append(all_reduce_max(max(stopped, default=bad_data), spec.mesh))
             self.stopped = int(votes.popleft())
         if self.stopped and self.stopped != BAD_DATA:
             name = signal.Signals(self.stopped).name
@@ -218,7 +225,7 @@ class TrainLoop:
         if self.done > (self.last_saved or 0):
             self.save()
         self.checkpoints.wait()
-        self.stopped = self.stopped or int(largest(max(stopped, default=0), spec.mesh))
+        self.stopped = self.stopped or int(all_reduce_max(max(stopped, default=0), spec.mesh))
         if self.stopped == BAD_DATA:
             found = self.run.check.error or "process 0 found a bad record"
             raise RunFailed(f"step {self.done}, saved: {found}")
@@ -384,7 +391,7 @@ class TrainLoop:
         self.flush()
         data = self.run.batches.get_state()
         if len(data) > 1:
-            data = self.run.batches.whole_state(everyone(data))
+            data = self.run.batches.whole_state(all_gather_json(data))
         extra = {
             "data": data,
             "tokens_seen": self.tokens_seen,

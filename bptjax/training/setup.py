@@ -27,8 +27,14 @@ from bptjax.hf.from_scratch import family_of
 from bptjax.lora import AdapterConfig
 from bptjax.models.config import ModelConfig
 from bptjax.models.layers import rotary
-from bptjax.parallel.mesh import ParallelConfig, make_mesh, select_devices
-from bptjax.parallel.processes import agreed, everyone, join, same, watched
+from bptjax.parallel.distributed import (
+    all_gather_json,
+    assert_equal_across_processes,
+    initialize,
+    raise_together,
+    translate_peer_errors,
+)
+from bptjax.parallel.mesh import ParallelConfig, make_mesh, num_shards, select_devices
 from bptjax.pretrained import Pretrained
 from bptjax.schedule import describe_schedule
 from bptjax.training.data import open_data, say
@@ -113,7 +119,7 @@ class TrainingRun:
         return limit is not None and limit < self.eval_total
 
 
-@watched()
+@translate_peer_errors()
 def setup(config: Config) -> TrainingRun:
     """Checks everything, then claims the run directory; a config that is refused leaves no trace.
     Of several processes, the first claims it for all.
@@ -122,19 +128,19 @@ def setup(config: Config) -> TrainingRun:
       ValueError, NotImplementedError, OSError: what is wrong, in one line.
       PeerLost: another process has ended.
     """
-    join(config.parallel)
+    initialize(config.parallel)
     devices = select_devices(config.device)
-    with agreed():
+    with raise_together():
         config = _with_defaults(config, devices[0].platform)
         run = _checked(config, devices)
     if config.train.epochs is not None:
         run = _counted(run)
-    with agreed():
+    with raise_together():
         run.notes.append(describe_schedule(config.optimizer, run.spec.steps))
         _check_data(run)
     settings = to_yaml(replace(config, parallel=ParallelConfig()))
-    with agreed():
-        same(settings + "".join(run.notes), "a config or data")
+    with raise_together():
+        assert_equal_across_processes(settings + "".join(run.notes), "a config or data")
         if jax.process_index() == 0:
             claim(run.directory, config)
             run.tokenizer.save(run.directory)
@@ -205,7 +211,11 @@ def _checked(config: Config, devices: list[jax.Device]) -> TrainingRun:
         here=spec.layout.here(spec.global_batch_size),
     )
     axes = " ".join(f"{name}={size}" for name, size in mesh.shape.items())
-    axes += f", the sequence by {': '.join(spec.layout.strategy)}" if mesh.shape["sp"] > 1 else ""
+    axes += (
+        f", the sequence by {': '.join(spec.layout.strategy)}"
+        if num_shards(mesh, "sequence") > 1
+        else ""
+    )
     where = f"{len(devices)} × {devices[0].device_kind}"
     where += f" of {jax.process_count()} processes" if jax.process_count() > 1 else ""
     notes = [
@@ -250,11 +260,11 @@ def _counted(run: TrainingRun) -> TrainingRun:
     """
     epochs, check, rows = run.config.train.epochs or 0.0, run.check, run.spec.global_batch_size
     say("train.epochs: reading all records, to count the sequences of an epoch")
-    with agreed():
+    with raise_together():
         if jax.process_index() == 0:
             check.run(math.inf)
     tokens = sum(account.tokens for account in check.accounts)
-    sequences, tokens = everyone([check.sequences_per_epoch, tokens])[0]
+    sequences, tokens = all_gather_json([check.sequences_per_epoch, tokens])[0]
     steps = max(1, math.ceil(round(epochs * sequences / rows, 6)))
     note = f"train.epochs={epochs:g}: {steps:,} steps of {rows} sequences, {epochs * tokens:,.0f} "
     note += f"tokens; an epoch is {sequences:,} sequences, {tokens:,} tokens"

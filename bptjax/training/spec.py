@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 from bptjax.config import Config
 from bptjax.models.config import ModelConfig
 from bptjax.parallel.layout import Layout
+from bptjax.parallel.mesh import data_shards, num_shards
 from bptjax.pretrained import Pretrained
 
 
@@ -31,8 +32,7 @@ class TrainSpec:
     @property
     def micro_batch_size(self) -> int:
         """Sequences of a micro-batch, over all devices."""
-        data_shards = self.mesh.shape["dp"] * self.mesh.shape["fsdp"]
-        return self.config.train.per_device_train_batch_size * data_shards
+        return self.config.train.per_device_train_batch_size * data_shards(self.mesh)
 
     @property
     def global_batch_size(self) -> int:
@@ -72,7 +72,7 @@ class TrainSpec:
             unsharded sequences.
           NotImplementedError: the named strategy cannot divide the heads.
         """
-        execution, sp = self.config.execution, self.mesh.shape["sp"]
+        execution, sp = self.config.execution, num_shards(self.mesh, "sequence")
         if sp > 1 and execution.schedule == "fused":
             raise ValueError(
                 f"execution.schedule=fused: must not go with parallel.sp={sp}, which shards "

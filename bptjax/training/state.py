@@ -36,7 +36,7 @@ from bptjax.loss_scale import LossScale
 from bptjax.models.decoder import Decoder
 from bptjax.models.params import param_path, put_param
 from bptjax.optimizer import OptState, init_opt_state
-from bptjax.parallel.mesh import CUT, sharding
+from bptjax.parallel.mesh import STATE_AXES, sharding
 from bptjax.training.spec import TrainSpec
 
 # Host memory that devices read and write directly.
@@ -228,7 +228,7 @@ def _new_state(
 def with_shardings(spec: TrainSpec, tree: Any, sharded: bool = True) -> Any:
     """Returns the abstract leaves with their shardings: parameters by their logical axes, `sharded`
     over fsdp and sp or not; all else replicated."""
-    replicated_over = () if sharded else CUT
+    replicated_over = () if sharded else STATE_AXES
 
     def place(leaf):
         if not isinstance(leaf, nnx.Variable):
