@@ -8,11 +8,15 @@ os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "")
     + " --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
 ).strip()
-# In the environment, for the processes that tests start.
-CACHE = tempfile.TemporaryDirectory(prefix="bptjax-test-cache-")
-os.environ["JAX_COMPILATION_CACHE_DIR"] = CACHE.name
-os.environ["XDG_CACHE_HOME"] = f"{CACHE.name}/home"
-os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    # In the environment, for the workers and the processes that tests start: what one has compiled,
+    # the others load.
+    CACHE = tempfile.TemporaryDirectory(prefix="bptjax-test-cache-")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = CACHE.name
+    # With a largest size JAX locks the cache, so that no process reads half an entry.
+    os.environ["JAX_COMPILATION_CACHE_MAX_SIZE"] = str(2**34)
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
+    os.environ["XDG_CACHE_HOME"] = f"{CACHE.name}/home"
 
 import jax  # noqa: E402
 from jaxtyping import install_import_hook  # noqa: E402

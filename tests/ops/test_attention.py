@@ -495,7 +495,8 @@ def test_remat_runs_forward_once(name, impl, monkeypatch):
     close(again, plain)
 
 
-def test_dead_tiles_take_no_time():
+@pytest.mark.timing
+def test_empty_tiles_take_no_time():
     """Forward and backward, best of several interleaved runs: causal against all keys, and a window
     of one chunk against all keys too."""
     T = 2048
