@@ -118,7 +118,7 @@ def export(directory: Path, override: dict, out: Path, tokens: np.ndarray) -> np
 
     model = open_pretrained(ModelConfig(name_or_path=str(directory), **override))
     check_model(model.config, model)
-    write(model, str(directory), out, model.read, None, "5GB")
+    write(model, str(directory), out, model.source.read, None, "5GB")
     return logits(model.load(jax.sharding.SingleDeviceSharding(jax.devices()[0])), tokens)
 
 

@@ -140,7 +140,7 @@ def setup(config: Config) -> TrainingRun:
         _check_data(run)
     settings = to_yaml(replace(config, parallel=ParallelConfig()))
     with raise_together():
-        assert_equal_across_processes(settings + "".join(run.notes), "a config or data")
+        assert_equal_across_processes(settings + "".join(run.notes), "config and data")
         if jax.process_index() == 0:
             claim(run.directory, config)
             run.tokenizer.save(run.directory)
@@ -211,11 +211,8 @@ def _checked(config: Config, devices: list[jax.Device]) -> TrainingRun:
         here=spec.layout.here(spec.global_batch_size),
     )
     axes = " ".join(f"{name}={size}" for name, size in mesh.shape.items())
-    axes += (
-        f", the sequence by {': '.join(spec.layout.strategy)}"
-        if num_shards(mesh, "sequence") > 1
-        else ""
-    )
+    if num_shards(mesh, "sequence") > 1:
+        axes += f", the sequence by {': '.join(spec.layout.strategy)}"
     where = f"{len(devices)} × {devices[0].device_kind}"
     where += f" of {jax.process_count()} processes" if jax.process_count() > 1 else ""
     notes = [

@@ -128,7 +128,7 @@ def test_an_epoch_has_every_record_once_shuffled_anew(tmp_path):
     write(tmp_path / "a.txt.zst", "\n".join(names))
     config = DataConfig(str(tmp_path), packing="none", sample_by="line", eval_fraction=0)
     for shards in (1, 2):
-        own = DataConfig(**vars(config) | {"shards": shards})
+        own = DataConfig(**vars(config) | {"num_shards": shards})
         loader = train_loader(open_split(own)[0], ByteTokenizer(), own, seq_len=8, rows=4)
         epochs = [documents_of(next(loader) for _ in range(50)) for _ in range(2)]
         loader.close()

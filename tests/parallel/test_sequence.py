@@ -69,13 +69,13 @@ def operands(heads=N, kv_heads=K):
 
 
 def results(f, *arrays, **options):
-    """(out, dq, dk, dv, dsinks)."""
+    """(out, dq, dk, dv), and dsinks if there are sinks."""
     options = dict(impl="scan", q_chunk=8, k_chunk=8) | options
     sinks = options.pop("sinks", None)
 
     def both(q, k, v, dout, sinks):
         out, pull = jax.vjp(lambda *x: f(*x[:3], sinks=x[3], **options), q, k, v, sinks)
-        return out, *pull(dout)
+        return out, *(x for x in pull(dout) if x is not None)
 
     return quick(both)(*arrays, sinks)
 

@@ -65,10 +65,13 @@ BAD = {
         "optimizer.min_lr_ratio=5.0: must be in [0, 1]",
     ),
     "no seed": (["--seed", "99999999999999999999"], "seed=99999999999999999999 is not in"),
-    "two open axes": (["--parallel.dp", "-1"], "one axis is -1 (fsdp, where it is not set)"),
+    "two open axes": (
+        ["--parallel.dp", "-1"],
+        "must have at most one -1, the default of fsdp",
+    ),
     "no port": (
         ["--parallel.coordinator=h:99999", "--parallel.num_processes=2", "--parallel.process_id=0"],
-        "parallel.coordinator=h:99999 is not host:port",
+        "parallel.coordinator=h:99999: must be host:port",
     ),
     "no such checkpoint": (["--model.name_or_path", "/nowhere"], "/nowhere is no directory"),
     "missing config": (["--config", "nowhere.yaml"], "nowhere.yaml"),
