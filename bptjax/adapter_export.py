@@ -8,7 +8,8 @@ from bptjax.data.tokenizer import add_tokens, has_tokenizer, load_tokenizer
 from bptjax.hf.config import changes, read_json
 from bptjax.hf.config_export import exported
 from bptjax.hf.output import atomic_directory
-from bptjax.hf.peft import BASE_CONFIG, write_peft
+from bptjax.hf.peft import write_peft
+from bptjax.hf.peft_config import BASE_CONFIG
 from bptjax.models.config import ModelConfig
 from bptjax.pretrained import Pretrained, open_pretrained, resolve_checkpoint
 

@@ -21,8 +21,8 @@ from bptjax.hf.checkpoint import SIDECARS, HFCheckpoint, describe_left_out
 from bptjax.hf.config import merge, read_config
 from bptjax.hf.families.family import Family
 from bptjax.hf.fingerprint import fingerprint, sampled
-from bptjax.hf.peft import CONFIG as PEFT_CONFIG
-from bptjax.hf.peft import read_base, read_peft
+from bptjax.hf.peft import read_peft
+from bptjax.hf.peft_config import ADAPTER_CONFIG, read_base
 from bptjax.hf.tensors import SINGLE, Tensors
 from bptjax.lora import AdapterConfig, Adapters, attach, quantizer
 from bptjax.models.config import EncoderConfig, ModelConfig
@@ -199,7 +199,7 @@ def open_pretrained(wanted: ModelConfig) -> Pretrained:
       ValueError: what is wrong with it, in one line.
     """
     directory = resolve_checkpoint(str(wanted.name_or_path))
-    if (directory / PEFT_CONFIG).exists():
+    if (directory / ADAPTER_CONFIG).exists():
         return _open_peft(directory, wanted)
     if (directory / "config.json").exists():
         family, config = read_config(directory)
@@ -259,7 +259,7 @@ def _open_peft(directory: Path, wanted: ModelConfig) -> Pretrained:
     """Opens PEFT's adapter in `directory` with its base model."""
     trained_beside = read_base(directory)
     name = str(trained_beside.name_or_path)
-    adapter = (resolve_checkpoint(name) / PEFT_CONFIG).exists()
+    adapter = (resolve_checkpoint(name) / ADAPTER_CONFIG).exists()
     base = None if adapter else open_pretrained(trained_beside)
     if base is None or base.family is None or base.adapters is not None:
         raise ValueError(

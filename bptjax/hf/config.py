@@ -1,4 +1,4 @@
-"""A Hugging Face config.json as a ModelConfig, with what a training config sets beside it."""
+"""A Hugging Face config.json as a ModelConfig, with the keys that a training config overrides."""
 
 import json
 from dataclasses import fields, replace
@@ -11,7 +11,7 @@ from bptjax.lazy_imports import transformers
 from bptjax.models.config import ModelConfig
 from bptjax.ops.position import LONG
 
-# Keys of every config that change no result.
+# Keys that change no result, in any family.
 NEUTRAL = {
     "_name_or_path",
     "_sliding_window_pattern",
@@ -36,8 +36,8 @@ NEUTRAL = {
     "use_cache",
 }
 
-# What a training config may set beside model.name_or_path.
-FREE = (
+# Keys that a training config may set beside model.name_or_path.
+OVERRIDABLE = (
     "name_or_path",
     "rope_parameters",
     "max_position_embeddings",
@@ -50,10 +50,10 @@ FREE = (
 
 
 def read_config(directory: Path) -> tuple[Family, ModelConfig]:
-    """The family, and the architecture, of the checkpoint in `directory`.
+    """Returns the family and the architecture of the checkpoint in `directory`.
 
     Raises:
-      ValueError: no config.json, a family that is not supported, or a key that is not.
+      ValueError: there is no config.json, or its family or one of its keys is not supported.
     """
     raw = read_json(directory / "config.json")
     kind = raw.get("model_type")
@@ -74,10 +74,10 @@ def read_config(directory: Path) -> tuple[Family, ModelConfig]:
 
 
 def merge(pretrained: ModelConfig, wanted: ModelConfig) -> ModelConfig:
-    """The checkpoint's architecture with what the training config sets beside it.
+    """Returns the checkpoint's architecture with the keys that the training config sets.
 
     Raises:
-      ValueError: it sets what the checkpoint decides.
+      ValueError: it sets a key that the checkpoint decides.
     """
     default = ModelConfig()
     changes: dict[str, Any] = {"name_or_path": wanted.name_or_path}
@@ -85,7 +85,7 @@ def merge(pretrained: ModelConfig, wanted: ModelConfig) -> ModelConfig:
         value = getattr(wanted, f.name)
         if value == getattr(default, f.name) or f.name == "name_or_path":
             continue
-        if f.name not in FREE:
+        if f.name not in OVERRIDABLE:
             raise ValueError(
                 f"model.{f.name}={value} beside model.name_or_path={wanted.name_or_path}: the "
                 f"checkpoint decides it ({getattr(pretrained, f.name)}); leave it out"
@@ -117,8 +117,10 @@ def merge(pretrained: ModelConfig, wanted: ModelConfig) -> ModelConfig:
 def _merge_rope(
     pretrained: ModelConfig, wanted: dict, max_position_embeddings: int
 ) -> dict[str, Any]:
-    """The wanted scaling on the checkpoint's base. Where layer types have their own and the wanted
-    one names none, it is that of full attention, which reads far.
+    """Returns the checkpoint's rotary parameters with the wanted scaling.
+
+    If layer types have parameters of their own and the wanted ones name no type, they are those of
+    full attention, the layers that read far.
     """
     old, trained = pretrained.rope_parameters, pretrained.max_position_embeddings
     if isinstance(old.get("full_attention"), dict):
@@ -137,9 +139,8 @@ def _merge_rope(
 def complete_rope(
     old: dict, wanted: dict, trained: int | None, max_position_embeddings: int | None
 ) -> dict[str, Any]:
-    """Returns the wanted rotary parameters, with all that they leave to the checkpoint filled in:
-    its `old` ones, and the `trained` length. A run and its export then do not depend on how a
-    reader fills the gaps.
+    """Returns the wanted rotary parameters, completed from the checkpoint's `old` ones and the
+    length that it was `trained` on, so that no reader of a run or an export has to guess.
 
     Raises:
       ValueError: a factor can be neither found nor derived.
@@ -163,19 +164,20 @@ def complete_rope(
 
 
 def changes(read: ModelConfig, now: ModelConfig) -> dict[str, Any]:
-    """The keys, and their values, that a training config has set beside the checkpoint's."""
-    keys = (key for key in FREE if key != "name_or_path")
+    """Returns the keys, with their values, in which `now` differs from the checkpoint."""
+    keys = (key for key in OVERRIDABLE if key != "name_or_path")
     return {key: getattr(now, key) for key in keys if getattr(now, key) != getattr(read, key)}
 
 
 def is_bare(raw: dict[str, Any]) -> bool:
-    """Whether the class that config.json names has no head: its files' names lack the prefix."""
+    """Whether the class that config.json names has no head; its files leave out the prefix."""
     name = (raw.get("architectures") or [""])[0]
     return name.endswith("Model") and not name.endswith("LMHeadModel")
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """
+    """Reads a JSON object.
+
     Raises:
       ValueError: there is no such file, or it holds no JSON object.
     """
@@ -202,8 +204,9 @@ class _Seen:
 
 
 def _refuse_others(config: Any, default: dict, seen: set[str], neutral: tuple[str, ...]) -> None:
+    """Raises ValueError for a key that is neither read nor neutral and not at its default."""
     if getattr(config, "quantization_config", None) is not None:
-        raise ValueError("quantization_config: quantised weights are not supported")
+        raise ValueError("quantization_config: quantized weights are not supported")
     for key, value in config.to_dict().items():
         if key in default and value != default[key] and key not in NEUTRAL.union(seen, neutral):
             raise ValueError(f"{key}={value!r} is not supported, only {default[key]!r}")

@@ -1,4 +1,4 @@
-"""What training changed in a config.json, written so that transformers computes the same."""
+"""Exports a config.json with the keys that training changed, so that transformers agrees."""
 
 import json
 import math
@@ -18,14 +18,14 @@ BESIDE = ("rope_theta", "partial_rotary_factor", "rope_type", "type")
 def exported(
     raw: dict[str, Any], read: ModelConfig, now: ModelConfig, dtype: str | None = None
 ) -> dict[str, Any]:
-    """Returns the config.json `raw`, of architecture `read`, with what has changed since; unknown
-    keys stay.
+    """Returns the config.json `raw`, of architecture `read`, with the changed keys; unknown keys
+    stay.
 
     Changed rotary positions are written for transformers 5 (rope_parameters) and again for version
     4 and whatever else reads its keys (rope_theta, rope_scaling).
 
     Args:
-      dtype: of the tensors; unchanged if left out.
+      dtype: of the tensors, if it has changed.
 
     Raises:
       ValueError: transformers cannot read the changed rotary positions, or reads other ones.
@@ -81,9 +81,10 @@ def _frequencies(config: ModelConfig, parameters: dict, length: int | None = Non
 
 
 def check_rope(raw: dict[str, Any], config: ModelConfig) -> None:
-    """
+    """Checks that transformers reads the config's rotary positions from `raw`.
+
     Raises:
-      ValueError: transformers does not read the config's rotary positions from `raw`.
+      ValueError: it refuses them, or reads others.
     """
     kind = raw["model_type"]
     message = f"model.rope_parameters={config.rope_parameters}: a {kind} cannot be exported with it"
@@ -99,7 +100,8 @@ def check_rope(raw: dict[str, Any], config: ModelConfig) -> None:
 
 
 def same_rope(one: ModelConfig, other: ModelConfig) -> bool:
-    """Whether both rotate alike, on either side of every threshold, and have as many positions."""
+    """Whether both have the same number of positions, and rotate alike below and above every length
+    at which the frequencies change."""
     if one.max_position_embeddings != other.max_position_embeddings or len(one.ropes) != len(
         other.ropes
     ):

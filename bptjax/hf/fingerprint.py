@@ -18,7 +18,7 @@ SETTLED = 2.0
 
 
 def fingerprint(files: Sequence[Path]) -> str:
-    """SHA-256 over every byte of the files; their names do not matter, their order does.
+    """Returns the SHA-256 of every byte of the files; their names do not matter, their order does.
 
     Digests are cached in `$XDG_CACHE_HOME/bptjax` (`~/.cache/bptjax`) by path, size, inode and
     times of modification, one small file for each file of weights.
@@ -31,8 +31,8 @@ def fingerprint(files: Sequence[Path]) -> str:
 
 
 def sampled(directory: Path) -> int:
-    """The fingerprint that versions before `fingerprint` saved: the CRC-32 of 16 samples of each
-    file. It misses most changes, and is only good for continuing runs of those versions.
+    """Returns the fingerprint that older versions saved: the CRC-32 of 16 samples of each file. It
+    misses most changes, and serves only to continue runs of those versions.
     """
     value, weights = 0, ("*.safetensors", "*.bin", "checkpoints/*/manifest.json")
     for file in sorted(file for pattern in weights for file in directory.glob(pattern)):
@@ -46,7 +46,7 @@ def sampled(directory: Path) -> int:
 
 
 def _hashed(file: Path) -> str:
-    """Hashes a file, and caches the digest."""
+    """Returns the digest of a file, and caches it."""
     start, before = time.time(), _identity(file)
     size = before[0]
     with ThreadPoolExecutor() as threads:  # hashlib releases the interpreter lock.
@@ -60,7 +60,7 @@ def _hashed(file: Path) -> str:
 
 
 def _piece(file: Path, start: int, size: int) -> bytes:
-    """The digest of up to `PIECE` bytes from `start` on."""
+    """Returns the digest of up to `PIECE` bytes from `start` on."""
     value, left = hashlib.sha256(), min(PIECE, size - start)
     buffer = memoryview(bytearray(min(BUFFER, left)))
     with file.open("rb", buffering=0) as stream:
@@ -74,20 +74,20 @@ def _piece(file: Path, start: int, size: int) -> bytes:
 
 
 def _identity(file: Path) -> list[int]:
-    """Size, inode, and times of modification of content and of inode, in nanoseconds."""
+    """Returns size, inode, and times of modification of content and inode, in nanoseconds."""
     stat = file.stat()
     return [stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns]
 
 
 def _entry(file: Path) -> Path:
-    """The cache's file for a file of weights."""
+    """Returns the cache's file for a file of weights."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     name = hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:32]
     return Path(cache) / "bptjax" / "fingerprints" / name
 
 
 def _cached(file: Path) -> str | None:
-    """The cached digest; None where there is none for the file as it is now, or it is damaged."""
+    """Returns the cached digest; None if it is damaged, or not of the file as it is now."""
     try:
         content, check = _entry(file).read_text().splitlines()
         if hashlib.sha256(content.encode()).hexdigest() != check:

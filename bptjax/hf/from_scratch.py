@@ -1,11 +1,11 @@
-"""A config.json for a model that was trained from scratch."""
+"""Builds a config.json for a model that was trained from scratch."""
 
 import math
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 from typing import Any
 
-from bptjax.hf.config import FREE, complete_rope
+from bptjax.hf.config import OVERRIDABLE, complete_rope
 from bptjax.hf.config_export import check_rope, rope_keys
 from bptjax.hf.families import FAMILIES
 from bptjax.hf.families.family import ACTIVATIONS, Family
@@ -30,7 +30,7 @@ CLASSES = {
     "mpt": "MptForCausalLM",
     "falcon": "FalconForCausalLM",
 }
-# Of each activation, the name that every family accepts.
+# For each activation, the name that every family accepts.
 HF_NAMES = ("silu", "gelu", "gelu_pytorch_tanh", "quick_gelu", "relu", "relu2")
 
 
@@ -38,7 +38,7 @@ def from_scratch(config: ModelConfig) -> tuple[dict[str, Any], Family]:
     """Returns a config.json, and its family, for a model that never was a Hugging Face one.
 
     Raises:
-      ValueError: no family is like it.
+      ValueError: no family computes what the model does.
     """
     kind, config = family_of(config), _complete(config)
     keys, made = _keys(config, kind), transformers().CONFIG_MAPPING[kind]
@@ -57,7 +57,7 @@ def family_of(config: ModelConfig) -> str:
     """Returns the model_type of the first family that computes what `config` does.
 
     Raises:
-      ValueError: there is none; the message names what stands in the way.
+      ValueError: there is none; the message names the keys that differ.
     """
     config = _complete(config)
     wanted, nearest = _computed(config), None
@@ -83,8 +83,8 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _computed(config: ModelConfig) -> dict[str, Any]:
-    """Returns what tells two architectures apart, defaults written out."""
-    values = {k: v for k, v in asdict(config).items() if k not in FREE}
+    """Returns the values that tell two architectures apart, with defaults filled in."""
+    values = {k: v for k, v in asdict(config).items() if k not in OVERRIDABLE}
     for key in ("layer_types", "position_offset", "alibi_scale", "alibi_interleaved"):
         del values[key]
     values |= dict(

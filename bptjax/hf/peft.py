@@ -1,7 +1,6 @@
-"""Adapters as PEFT writes and reads them: adapter_config.json and adapter_model.safetensors."""
+"""Adapters in the files of PEFT: read, and written."""
 
 import json
-import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -15,29 +14,15 @@ from safetensors.numpy import save_file
 
 from bptjax.hf.config import read_json
 from bptjax.hf.families.family import Family
+from bptjax.hf.peft_config import ADAPTER_CONFIG, adapter_settings, is_target, rank_and_scale
 from bptjax.hf.tensor_rules import TensorRule
 from bptjax.lora import AdapterConfig, Adapters
 from bptjax.models.config import ModelConfig
 from bptjax.models.params import Index
 
-CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
+WEIGHTS, PREFIX = "adapter_model.safetensors", "base_model.model."
 # Names of the output embedding's module, now and in versions of transformers before 5.
 HEADS = "lm_head", "embed_out"
-# Ours: the config keys of the base model that training changed. PEFT knows of no such keys.
-BASE_CONFIG = "bptjax_base_config.json"
-# Keys that are read here, and those that change no result of an adapter that is there. Any other
-# must be off.
-KNOWN = {
-    *("peft_type", "r", "lora_alpha", "lora_dropout", "rank_pattern", "alpha_pattern"),
-    *("use_rslora", "base_model_name_or_path", "bias", "init_lora_weights", "modules_to_save"),
-}
-NEUTRAL = {
-    *("task_type", "inference_mode", "revision", "peft_version", "auto_mapping", "runtime_config"),
-    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
-    *("fan_in_fan_out", "megatron_core", "qalora_group_size", "ensure_weight_tying"),
-}
-# What A and B started from, where that left the base as it was.
-STARTS = (True, False, None, "gaussian", "orthogonal")
 
 
 def modules(config: ModelConfig, family: Family | None) -> dict[str, tuple[str, ...]]:
@@ -66,25 +51,6 @@ def _is_linear(rule: TensorRule) -> bool:
     return "layer" in rule.fields and rule.inputs > 0
 
 
-def read_base(directory: Path) -> ModelConfig:
-    """The base model of the adapter in `directory`: its name, and the keys changed for training.
-
-    Raises:
-      ValueError: the adapter's config names no base, or the file of changed keys is damaged.
-    """
-    name = read_json(directory / CONFIG).get("base_model_name_or_path")
-    if not name or not isinstance(name, str):
-        raise ValueError(f"{directory / CONFIG} has no base_model_name_or_path")
-    file = directory / BASE_CONFIG
-    changed = read_json(file) if file.exists() else {}
-    try:
-        if not isinstance(changed.get("rope_parameters", {}), dict):
-            raise TypeError(f"rope_parameters={changed['rope_parameters']!r}")
-        return ModelConfig(**changed | {"name_or_path": name})
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{file} is damaged: {error}") from error
-
-
 def read_peft(directory: Path, family: Family, config: ModelConfig) -> Adapters:
     """Reads the adapter in `directory`.
 
@@ -94,16 +60,14 @@ def read_peft(directory: Path, family: Family, config: ModelConfig) -> Adapters:
     Raises:
       ValueError: a key or tensor is unsupported, missing, damaged or unexpected, by its name.
     """
-    raw = read_json(directory / CONFIG)
-    settings = _checked(raw, directory / CONFIG)
+    raw = read_json(directory / ADAPTER_CONFIG)
+    settings = adapter_settings(raw, directory / ADAPTER_CONFIG)
     tensors = _tensors(directory / WEIGHTS)
     in_full, values = _read_embeddings(raw, tensors, family, config, directory), {}
     for sizes, names, parts in _linears(family, config):
         pairs = [_pair(tensors, name, family.prefix) for name in names.values()]
         missing = [
-            n
-            for n, p in zip(names.values(), pairs, strict=True)
-            if p is None and _is_target(raw, n)
+            n for n, p in zip(names.values(), pairs, strict=True) if p is None and is_target(raw, n)
         ]
         if missing:
             raise ValueError(f"{directory / WEIGHTS} has nothing of {', '.join(missing[:8])}")
@@ -116,7 +80,7 @@ def read_peft(directory: Path, family: Family, config: ModelConfig) -> Adapters:
         for i, (name, pair) in enumerate(zip(names.values(), pairs, strict=True)):
             if pair is None:
                 continue
-            rank, scale[i] = _rank_and_scale(raw, name)
+            rank, scale[i] = rank_and_scale(raw, name)
             if [x.shape for x in pair] != [(rank, I), (O, rank)]:
                 raise ValueError(
                     f"{directory / WEIGHTS}: {name} is {pair[0].shape} and {pair[1].shape}, not "
@@ -189,11 +153,11 @@ def write_peft(
         inference_mode=True,
     )
     save_file(tensors, directory / WEIGHTS, {"format": "pt"})
-    (directory / CONFIG).write_text(json.dumps(raw, indent=2) + "\n")
+    (directory / ADAPTER_CONFIG).write_text(json.dumps(raw, indent=2) + "\n")
 
 
 def _both_ends(family: Family, config: ModelConfig) -> dict[str, str]:
-    """Modules of input and output embedding, also where they are tied, and their paths."""
+    """Returns the paths of input and output embedding by their modules, also if they are tied."""
     return embeddings(replace(config, tied_head=False), family)
 
 
@@ -204,11 +168,11 @@ def _read_embeddings(
     config: ModelConfig,
     directory: Path,
 ) -> dict[str, np.ndarray]:
-    """Embeddings `[V, E]` that were trained in full, by path, taken out of `tensors`.
+    """Returns the embeddings `[V, E]` that were trained in full, by path, taken out of `tensors`.
 
     Raises:
-      ValueError: modules_to_save names other modules, or what the file has is of other shapes, or
-        it has two different embeddings for a model that ties them.
+      ValueError: modules_to_save names other modules, or the shapes do not fit the base model, or
+        there are two different embeddings for a model that ties them.
     """
     file, known = directory / WEIGHTS, _both_ends(family, config)
     listed = raw.get("modules_to_save") or []
@@ -216,7 +180,7 @@ def _read_embeddings(
     for module, path in known.items():
         names = HEADS if path == "head" else (module, module.removeprefix(family.prefix))
         for name in names:
-            # Where the vocabulary has grown, PEFT writes the tensor under several names.
+            # If the vocabulary has grown, PEFT writes the tensor under several names.
             for part in (".original_module", ".modules_to_save", ""):
                 if (tensor := tensors.pop(f"{PREFIX}{name}{part}.weight", None)) is not None:
                     found[path] = tensor
@@ -225,14 +189,15 @@ def _read_embeddings(
         paths = [path for names, path in ends if any(f".{n}".endswith(f".{name}") for n in names)]
         if not paths:
             names = ", ".join(module.split(".")[-1] for module in known)
+            config_file = directory / ADAPTER_CONFIG
             raise ValueError(
-                f"{directory / CONFIG}: modules_to_save={name} is not supported, only {names}"
+                f"{config_file}: modules_to_save={name} is not supported, only {names}"
             )
         tied = config.tied_head and "embedding" in found
         if paths[0] not in found and not (tied and raw.get("ensure_weight_tying")):
             raise ValueError(f"{file} has nothing of {name}, which is among modules_to_save")
     if config.tied_head and found:
-        # Not listed, it was saved from the base itself, whose head follows.
+        # An embedding that is not listed was saved from the base model, whose head follows it.
         follows = raw.get("ensure_weight_tying") or not listed
         head = found.pop("head", found.get("embedding") if follows else None)
         if head is None or not np.array_equal(head, found.get("embedding", head[:0])):
@@ -253,9 +218,9 @@ def _read_embeddings(
 def _write_embeddings(
     tensors: dict[str, np.ndarray], adapters: Adapters, family: Family, config: ModelConfig
 ) -> list[str]:
-    """Adds the embeddings that were trained in full to PEFT's tensors; the names of their modules.
+    """Adds the embeddings that were trained in full to `tensors`, and returns their modules' names.
 
-    A tied one is written for both ends: PEFT trains and loads a copy of each module.
+    A tied embedding is written twice: PEFT trains and loads a copy for each of the two modules.
     """
     names = []
     for module, path in _both_ends(family, config).items():
@@ -325,77 +290,10 @@ def _module(name: str) -> str:
     return name.removesuffix(".weight")
 
 
-def _checked(raw: dict[str, Any], file: Path) -> dict[str, Any]:
-    """Settings of the adapter, once it is known that it is of the kind that we have."""
-    # Other kinds have other keys.
-    for key in ("peft_type", *raw):
-        if not _is_fine(key, raw.get(key)):
-            raise ValueError(f"{file}: {key}={raw.get(key)!r} is not supported")
-    missing = {"r", "lora_alpha", "target_modules"} - raw.keys()
-    if missing:
-        raise ValueError(f"{file} has no {', '.join(sorted(missing))}")
-    return dict(
-        r=raw["r"],
-        alpha=float(raw["lora_alpha"]),
-        dropout=float(raw.get("lora_dropout", 0.0)),
-        use_rslora=bool(raw.get("use_rslora", False)),
-    )
-
-
-def _is_fine(key: str, value: Any) -> bool:
-    """Whether an adapter with this setting is of the kind that we have."""
-    match key:
-        case "peft_type":
-            return value == "LORA"
-        case "bias":
-            return value == "none"
-        case "init_lora_weights":
-            return value in STARTS
-        case "r":
-            return type(value) is int and value > 0
-        case "lora_alpha" | "lora_dropout":
-            return type(value) in (int, float)
-        case "rank_pattern" | "alpha_pattern":
-            own = "r" if key == "rank_pattern" else "lora_alpha"
-            return (
-                not value
-                or type(value) is dict
-                and all(_is_pattern(name) and _is_fine(own, x) for name, x in value.items())
-            )
-    return not value or key in NEUTRAL | KNOWN
-
-
-def _is_pattern(text: str) -> bool:
-    try:
-        return bool(re.compile(text))
-    except re.error:
-        return False
-
-
-def _is_target(raw: dict[str, Any], module: str) -> bool:
-    """Whether the config says so; not where it leaves out some by number or pattern."""
-    if raw.get("layers_to_transform") not in (None, []) or raw.get("exclude_modules"):
-        return False
-    names = raw["target_modules"]
-    return isinstance(names, list) and any(f".{module}".endswith(f".{n}") for n in names)
-
-
-def _rank_and_scale(raw: dict[str, Any], module: str) -> tuple[int, float]:
-    """Of a module, as PEFT finds them: by the first pattern that is the end of its name."""
-
-    def of(patterns, default):
-        found = (v for k, v in (patterns or {}).items() if re.fullmatch(rf"(.*\.)?({k})", module))
-        return next(found, default)
-
-    r = of(raw.get("rank_pattern"), raw["r"])
-    alpha = of(raw.get("alpha_pattern"), raw["lora_alpha"])
-    return r, alpha / (math.sqrt(r) if raw.get("use_rslora") else r)
-
-
 def _pair(
     tensors: dict[str, np.ndarray], module: str, prefix: str
 ) -> tuple[np.ndarray, np.ndarray] | None:
-    """`lora_A` `[r, I]` and `lora_B` `[O, r]` of a module, taken out of `tensors`."""
+    """Returns `lora_A` `[r, I]` and `lora_B` `[O, r]` of a module, taken out of `tensors`."""
     for name in (module, module.removeprefix(prefix)):
         names = [f"{PREFIX}{name}.lora_{part}.weight" for part in "AB"]
         if all(n in tensors for n in names):

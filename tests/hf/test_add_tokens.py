@@ -11,7 +11,8 @@ from bptjax import convert
 from bptjax.adapter_export import remedy_for_peft, write_adapter
 from bptjax.data.tokenizer import ByteTokenizer, add_tokens, load_tokenizer
 from bptjax.generate import main as generate
-from bptjax.hf.peft import CONFIG, WEIGHTS
+from bptjax.hf.peft import WEIGHTS
+from bptjax.hf.peft_config import ADAPTER_CONFIG
 from bptjax.models.config import ModelConfig
 from bptjax.models.params import resize_param
 from bptjax.pretrained import open_pretrained
@@ -79,8 +80,8 @@ def test_embeddings_of_peft_there_and_back(peft, pretrained, tmp_path, tokens, n
         arrays = load_file(tmp_path / "theirs" / WEIGHTS)
         old = {n.replace("lm_head", "embed_out"): x for n, x in arrays.items()}
         save_file(old, tmp_path / "theirs" / WEIGHTS)
-        raw = (tmp_path / "theirs" / CONFIG).read_text().replace("lm_head", "embed_out")
-        (tmp_path / "theirs" / CONFIG).write_text(raw)
+        raw = (tmp_path / "theirs" / ADAPTER_CONFIG).read_text().replace("lm_head", "embed_out")
+        (tmp_path / "theirs" / ADAPTER_CONFIG).write_text(raw)
         close(ours(tmp_path / "theirs", tokens), wanted)
     text = remedy_for_peft(read, tmp_path / "back")
     assert (f"resize_token_embeddings({V + added})" in text) == bool(added)
@@ -124,7 +125,7 @@ def test_refused(tmp_path, listed, arrays, message):
     base = random_base(tmp_path / "base", config("llama"))
     raw = dict(peft_type="LORA", r=2, lora_alpha=2, bias="none", base_model_name_or_path=str(base))
     raw |= dict(target_modules=["q_proj"], layers_to_transform=[0], modules_to_save=listed)
-    (tmp_path / CONFIG).write_text(json.dumps(raw))
+    (tmp_path / ADAPTER_CONFIG).write_text(json.dumps(raw))
     name = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
     low = {name.format(x): np.ones(s, np.float32) for x, s in (("A", (2, 32)), ("B", (32, 2)))}
     whole = {f"base_model.model.{n}.weight": np.ones(s, np.float32) for n, s in arrays.items()}

@@ -11,7 +11,8 @@ from safetensors.numpy import save_file
 from bptjax import convert
 from bptjax.adapter_export import export_adapter, open_adapter, write_adapter
 from bptjax.hf.output import _locked, atomic_directory
-from bptjax.hf.peft import CONFIG, WEIGHTS
+from bptjax.hf.peft import WEIGHTS
+from bptjax.hf.peft_config import ADAPTER_CONFIG
 from hf.cases import config
 from hf.loading import random_base
 
@@ -39,7 +40,7 @@ for command in commands:
 def adapter_of(base, directory):
     directory.mkdir()
     raw = dict(peft_type="LORA", r=2, lora_alpha=2, bias="none", base_model_name_or_path=str(base))
-    (directory / CONFIG).write_text(json.dumps(raw | dict(target_modules=["q_proj"])))
+    (directory / ADAPTER_CONFIG).write_text(json.dumps(raw | dict(target_modules=["q_proj"])))
     name = "base_model.model.model.layers.{}.self_attn.q_proj.lora_{}.weight"
     shapes = {"A": (2, 32), "B": (32, 2)}
     arrays = {name.format(i, x): np.ones(shapes[x], np.float32) for i in range(2) for x in "AB"}

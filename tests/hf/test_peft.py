@@ -13,7 +13,8 @@ from bptjax import convert
 from bptjax.adapter_export import remedy_for_peft, write_adapter
 from bptjax.data.tokenizer import ByteTokenizer
 from bptjax.generate import main as generate
-from bptjax.hf.peft import BASE_CONFIG, CONFIG, WEIGHTS, read_peft, write_peft
+from bptjax.hf.peft import WEIGHTS, read_peft, write_peft
+from bptjax.hf.peft_config import ADAPTER_CONFIG, BASE_CONFIG
 from bptjax.models.config import ModelConfig
 from bptjax.pretrained import open_pretrained
 from bptjax.train import main
@@ -203,7 +204,7 @@ def test_an_unchanged_base_needs_nothing(peft, pretrained, tmp_path):
 )
 def test_a_damaged_config_of_the_base_is_named(tmp_path, content, message):
     base = random_base(tmp_path / "base", of_bytes("llama"))
-    (tmp_path / CONFIG).write_text(json.dumps(dict(base_model_name_or_path=str(base))))
+    (tmp_path / ADAPTER_CONFIG).write_text(json.dumps(dict(base_model_name_or_path=str(base))))
     (tmp_path / BASE_CONFIG).write_text(content)
     with pytest.raises(ValueError, match=message):
         open_pretrained(ModelConfig(name_or_path=str(tmp_path)))
@@ -362,7 +363,7 @@ def test_refused(tmp_path, monkeypatch, change, message):
     else:
         raw |= change
     (tmp_path / "adapter").mkdir()
-    (tmp_path / "adapter" / CONFIG).write_text(json.dumps(raw, sort_keys=True))
+    (tmp_path / "adapter" / ADAPTER_CONFIG).write_text(json.dumps(raw, sort_keys=True))
     save_file(arrays, tmp_path / "adapter" / WEIGHTS)
     with pytest.raises(ValueError, match=message):
         open_pretrained(ModelConfig(name_or_path=str(tmp_path / "adapter")))

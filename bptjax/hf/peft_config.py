@@ -1,0 +1,116 @@
+"""PEFT's adapter_config.json, and the config of an adapter's base model."""
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+from bptjax.hf.config import read_json
+from bptjax.models.config import ModelConfig
+
+ADAPTER_CONFIG = "adapter_config.json"
+# A file of ours: keys of the base model's config that training changed. PEFT has no place for them.
+BASE_CONFIG = "bptjax_base_config.json"
+# Keys that are read, and keys that change no result of a trained adapter. Any other must be off.
+KNOWN = {
+    *("peft_type", "r", "lora_alpha", "lora_dropout", "rank_pattern", "alpha_pattern"),
+    *("use_rslora", "base_model_name_or_path", "bias", "init_lora_weights", "modules_to_save"),
+}
+NEUTRAL = {
+    *("task_type", "inference_mode", "revision", "peft_version", "auto_mapping", "runtime_config"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+    *("fan_in_fan_out", "megatron_core", "qalora_group_size", "ensure_weight_tying"),
+}
+# Initializations of A and B that leave the base model as it was.
+INITIALIZATIONS = (True, False, None, "gaussian", "orthogonal")
+
+
+def read_base(directory: Path) -> ModelConfig:
+    """Returns the base model of the adapter in `directory`: its name, and the keys changed for
+    training.
+
+    Raises:
+      ValueError: the adapter's config names no base, or the file of changed keys is damaged.
+    """
+    name = read_json(directory / ADAPTER_CONFIG).get("base_model_name_or_path")
+    if not name or not isinstance(name, str):
+        raise ValueError(f"{directory / ADAPTER_CONFIG} has no base_model_name_or_path")
+    file = directory / BASE_CONFIG
+    changed = read_json(file) if file.exists() else {}
+    try:
+        if not isinstance(changed.get("rope_parameters", {}), dict):
+            raise TypeError(f"rope_parameters={changed['rope_parameters']!r}")
+        return ModelConfig(**changed | {"name_or_path": name})
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{file} is damaged: {error}") from error
+
+
+def adapter_settings(raw: dict[str, Any], file: Path) -> dict[str, Any]:
+    """Returns keywords of AdapterConfig.
+
+    Raises:
+      ValueError: `raw`, the content of `file`, is no LoRA, or of a variant that is not supported.
+    """
+    # First the type, because other types have other keys.
+    for key in ("peft_type", *raw):
+        if not _is_supported(key, raw.get(key)):
+            raise ValueError(f"{file}: {key}={raw.get(key)!r} is not supported")
+    missing = {"r", "lora_alpha", "target_modules"} - raw.keys()
+    if missing:
+        raise ValueError(f"{file} has no {', '.join(sorted(missing))}")
+    return dict(
+        r=raw["r"],
+        alpha=float(raw["lora_alpha"]),
+        dropout=float(raw.get("lora_dropout", 0.0)),
+        use_rslora=bool(raw.get("use_rslora", False)),
+    )
+
+
+def _is_supported(key: str, value: Any) -> bool:
+    """Whether adapters with this setting are supported."""
+    match key:
+        case "peft_type":
+            return value == "LORA"
+        case "bias":
+            return value == "none"
+        case "init_lora_weights":
+            return value in INITIALIZATIONS
+        case "r":
+            return type(value) is int and value > 0
+        case "lora_alpha" | "lora_dropout":
+            return type(value) in (int, float)
+        case "rank_pattern" | "alpha_pattern":
+            own = "r" if key == "rank_pattern" else "lora_alpha"
+            return (
+                not value
+                or type(value) is dict
+                and all(_is_pattern(name) and _is_supported(own, x) for name, x in value.items())
+            )
+    return not value or key in NEUTRAL | KNOWN
+
+
+def _is_pattern(text: str) -> bool:
+    try:
+        return bool(re.compile(text))
+    except re.error:
+        return False
+
+
+def is_target(raw: dict[str, Any], module: str) -> bool:
+    """Whether the config certainly names the module; not if it selects layers or patterns."""
+    if raw.get("layers_to_transform") not in (None, []) or raw.get("exclude_modules"):
+        return False
+    names = raw["target_modules"]
+    return isinstance(names, list) and any(f".{module}".endswith(f".{n}") for n in names)
+
+
+def rank_and_scale(raw: dict[str, Any], module: str) -> tuple[int, float]:
+    """Returns a module's rank and scale, by PEFT's rule: the first pattern that ends its name."""
+
+    def of(patterns, default):
+        found = (v for k, v in (patterns or {}).items() if re.fullmatch(rf"(.*\.)?({k})", module))
+        return next(found, default)
+
+    r = of(raw.get("rank_pattern"), raw["r"])
+    alpha = of(raw.get("alpha_pattern"), raw["lora_alpha"])
+    return r, alpha / (math.sqrt(r) if raw.get("use_rslora") else r)
