@@ -134,7 +134,7 @@ def test_train_reads_a_file_a_dict_and_a_config(tmp_path):
     wanted = Config(
         run_dir=str(tmp_path), data=DataConfig(path="x.txt"), train=TrainConfig(max_steps=2)
     )
-    read = sys.modules["bptjax.train"]._config
+    read = bptjax.train._config
     for config in (settings, str(tmp_path / "run.yaml"), tmp_path / "run.yaml", wanted):
         assert read(config) == wanted
     with pytest.raises(ValueError, match="unknown key train.max_step; nearest: train.max_steps"):
