@@ -17,6 +17,7 @@ from bptjax.command_line import run_command
 
 if TYPE_CHECKING:
     from bptjax.config import Config
+    from bptjax.training.setup import TrainingRun
 
 DESCRIPTION = """Trains a model as a YAML file and flags say: from scratch, from a checkpoint, or
 adapters beside it. The same command again resumes a run that was stopped."""
@@ -39,19 +40,25 @@ def train(config: "Config | Mapping[str, Any] | str | Path") -> Path:
       KeyboardInterrupt, SystemExit: stopped by Ctrl-C, or by SIGTERM with code 143. The state was
         saved, and the same call resumes.
     """
-    from bptjax.training import loop
     from bptjax.training.setup import setup
 
     run = setup(_config(config))
-    try:
-        code = loop.train(run)
-    except OSError as error:  # The input was in order: the run failed.
-        raise RuntimeError(str(error)) from error
+    code = _loop(run)
     if code == 130:
         raise KeyboardInterrupt
     if code:
         raise SystemExit(code)
     return run.directory
+
+
+def _loop(run: "TrainingRun") -> int:
+    """Trains a checked run to its end, or until a signal; returns the exit code."""
+    from bptjax.training import loop
+
+    try:
+        return loop.train(run)
+    except OSError as error:  # The input was in order: the run failed.
+        raise RuntimeError(str(error)) from error
 
 
 def _config(config: "Config | Mapping[str, Any] | str | Path") -> "Config":
@@ -95,15 +102,11 @@ def _train(argv: list[str]) -> int:
         print("starting: loading libraries", flush=True)
     interrupted = "interrupted before training; no step is lost"
     try:
-        from bptjax.training.loop import train
         from bptjax.training.setup import setup
 
         run = setup(config)
         interrupted = "interrupted; the same command continues from the last finished checkpoint"
-        try:
-            return train(run)
-        except OSError as error:  # The input was in order: the run failed.
-            raise RuntimeError(str(error)) from error
+        return _loop(run)
     except KeyboardInterrupt:
         print(interrupted, file=sys.stderr)
         return 130
