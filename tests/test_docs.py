@@ -1,5 +1,6 @@
 """The documents: their code runs, their links and paths exist, their keys and flags are known."""
 
+import json
 import re
 import shlex
 import tomllib
@@ -8,11 +9,15 @@ from pathlib import Path
 import config_reference
 import pytest
 import tables
+from hf.cases import config as hf_config
+from hf.loading import random_base
 
+import bptjax
 from bptjax import cli
 from bptjax.command_line import RENAMED
 from bptjax.compare import CompareConfig
 from bptjax.config import Config, flatten, parse
+from bptjax.data.tokenizer import ByteTokenizer
 from bptjax.hf.families import FAMILIES
 from bptjax.models.config import EncoderConfig
 
@@ -62,8 +67,24 @@ def test_the_readme_is_short_and_links_every_document():
     assert {d.name for d in DOCUMENTS if f"({d.relative_to(ROOT)})" not in text} == {"README.md"}
 
 
+@pytest.fixture
+def my_model(tmp_path, monkeypatch):
+    """The directory `my-model` of the documents. A run on it is checked, and not started."""
+    monkeypatch.chdir(tmp_path)
+    raw = hf_config("llama")
+    raw.vocab_size = ByteTokenizer.vocab_size
+    ByteTokenizer().save(random_base(tmp_path / "my-model", raw))
+
+    def train(config):
+        (tmp_path / "run.yaml").write_text(json.dumps(config))
+        return parse([f"--config={tmp_path / 'run.yaml'}"]).model.name_or_path
+
+    monkeypatch.setattr(bptjax, "train", train)
+
+
 @each(*(d for d in DOCUMENTS if blocks(d, "python")))
-def test_python_blocks_run(document):
+def test_python_blocks_run(document, my_model):
+    assert not blocks(document, "py")
     names = {"__name__": document.name}
     for code in blocks(document, "python"):
         exec(compile(code, document.name, "exec"), names)

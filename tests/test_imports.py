@@ -10,43 +10,31 @@ import bptjax
 
 ROOT = Path(bptjax.__file__).parent
 
-# Floor of each room, by longest matching prefix. A module may import from lower floors, and from
-# its own package or floor where that makes no circle.
+# Modules and packages of each floor, from the lowest floor up; docs/design.md describes them. A
+# module may import from lower floors, and from its own package or floor where that makes no circle.
 FLOORS = {
-    "ops": 1,
-    "parallel": 2,
-    "data": 2,
-    "models": 3,
-    "lora": 4,
-    "remat": 4,
-    "loss_scale": 4,
-    "optimizer": 4,
-    "schedule": 4,
-    "update_rules": 4,
-    "checkpoint": 4,
-    "metrics": 4,
-    "trackers": 4,
-    "progress": 3,
-    "hf": 4,
-    "command_line": 3,
-    "cli": 7,
-    "config": 5,
-    "lazy_imports": 2,
-    "pretrained": 5,
-    "loading": 5,
-    "adapter_export": 5,
-    "generation": 5,
-    "training": 6,
-    "train": 7,
-    "preview": 7,
-    "convert": 7,
-    "generate": 7,
-    "evaluate": 7,
-    "evaluate_report": 5,
-    "compare": 7,
-    "compare_report": 5,
-    "__init__": 8,
+    "operations": ["ops"],
+    "devices, data, terminal": ["parallel", "data", "command_line", "progress", "lazy_imports"],
+    "models": ["models"],
+    "state and formats": [
+        "lora",
+        "remat",
+        "optimizer",
+        "update_rules",
+        "schedule",
+        "loss_scale",
+        "checkpoint",
+        "metrics",
+        "trackers",
+        "hf",
+    ],
+    "configs and checkpoints": ["config", "pretrained", "adapter_export", "loading"],
+    "generation and reports": ["generation", "evaluate_report", "compare_report"],
+    "training": ["training"],
+    "commands": ["cli", "train", "preview", "generate", "evaluate", "convert", "compare"],
+    "package": ["__init__"],
 }
+HEIGHTS = {room: height for height, rooms in enumerate(FLOORS.values()) for room in rooms}
 OPS_MAY_IMPORT = {"jax", "jaxtyping", "numpy", "jax_triton", "triton"}
 
 
@@ -79,11 +67,24 @@ def arrows():
 
 
 def floor(name):
-    return FLOORS[name.split(".")[1]]
+    return HEIGHTS[name.split(".")[1]]
 
 
 def test_every_module_has_a_floor():
-    assert all(name.split(".")[1] in FLOORS for name in modules())
+    assert {name.split(".")[1] for name in modules()} == HEIGHTS.keys()
+
+
+def test_the_floors_are_those_of_the_design():
+    text = (ROOT.parent / "docs" / "design.md").read_text()
+    table = text.partition("| floor | modules | purpose |\n")[2].partition("\n\n")[0]
+    described, name = {}, ""
+    for line in table.splitlines()[1:]:
+        title, modules, _ = (cell.strip() for cell in line.strip("|").split("|"))
+        name = title or name
+        described.setdefault(name, []).extend(re.findall(r"`(\w+)`", modules))
+    assert {name: sorted(rooms) for name, rooms in described.items()} == {
+        name: sorted(rooms) for name, rooms in FLOORS.items()
+    }
 
 
 def test_imports_point_down():
@@ -111,7 +112,7 @@ def test_no_circles():
 
 def test_ops_import_only_arrays():
     for name, path in modules().items():
-        if floor(name) == 1:
+        if floor(name) == 0:
             outside = {t.split(".")[0] for t in imports(name, path)} - {"bptjax"}
             assert outside - set(sys.stdlib_module_names) <= OPS_MAY_IMPORT, (name, outside)
 
