@@ -339,8 +339,8 @@ def attach(model: Any, adapters: Mapping[str, Values], dropout: float) -> Any:
         a, b, scale = adapters[path]
         return Adapted(
             kernel,
-            nnx.LoRAParam(a, axes=(*axes[:n], None)),
-            nnx.LoRAParam(b, axes=(None, *axes[n:])),
+            nnx.LoRAParam(a, axes=(*axes[:n], None), matrix=(n, 1)),
+            nnx.LoRAParam(b, axes=(None, *axes[n:]), matrix=(1, len(axes) - n)),
             Scale(scale, axes=()),
             dropout,
             numbers[path],

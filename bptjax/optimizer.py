@@ -22,15 +22,17 @@ from bptjax.ops.quantize import (
     stochastic_round,
 )
 from bptjax.parallel.sliced_update import update_in_slices
-from bptjax.update_rules import AdamW, Lion, UpdateRule
+from bptjax.update_rules import AdamW, Lion, Muon, UpdateRule
 
 # Values of `optimizer.type` that read a key; the other keys are read by all.
 READ_BY = {
-    "adam_beta1": {"adamw"},
-    "adam_beta2": {"adamw"},
-    "adam_epsilon": {"adamw"},
+    "adam_beta1": {"adamw", "muon"},
+    "adam_beta2": {"adamw", "muon"},
+    "adam_epsilon": {"adamw", "muon"},
     "lion_beta1": {"lion"},
     "lion_beta2": {"lion"},
+    "muon_momentum": {"muon"},
+    "muon_dtype": {"muon"},
 }
 
 
@@ -39,7 +41,9 @@ class OptimizerConfig:
     """Optimizer and learning-rate schedule, in the terms of Hugging Face.
 
     Attributes:
-      type: adamw, or lion, which keeps one slot in place of two.
+      type: adamw has two slots of state for each parameter, lion one. muon has one for each kernel
+        of a linear layer, low-rank factors of adapters included, and treats all other parameters as
+        adamw does.
       learning_rate: highest learning rate of the schedule. If not set, 3e-4; if a checkpoint is
         fine-tuned 2e-5, or 2e-4 with adapters. A quarter of that for lion.
       lr_scheduler_type: schedule after the warm-up. linear and cosine decay to the end of the run;
@@ -56,16 +60,18 @@ class OptimizerConfig:
       adam_epsilon: constant added to the denominator.
       lion_beta1: weight of the momentum in the step, whose sign lion takes.
       lion_beta2: decay rate of the momentum.
+      muon_momentum: decay rate of the momentum.
+      muon_dtype: dtype in which muon orthogonalizes a kernel.
       weight_decay: weight decay of linear layers. Norms, biases and embeddings have none. If not
         set, 0.1, or 0.4 for lion; 0 if a checkpoint is fine-tuned.
       max_grad_norm: gradients are scaled down to this global norm. 0 turns that off.
       state_dtype: dtype of the optimizer state. Each slot takes 4 bytes a parameter in float32, 2
-        in bfloat16, 1.02 in int8; adamw has two. If not set, the dtype of the parameters.
+        in bfloat16, 1.02 in int8. If not set, the dtype of the parameters.
       state_memory_kind: memory that holds the optimizer state between steps. pinned_host frees
         device memory, and each step moves the state there and back.
     """
 
-    type: Literal["adamw", "lion"] = "adamw"
+    type: Literal["adamw", "lion", "muon"] = "adamw"
     learning_rate: float | None = None
     lr_scheduler_type: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
     warmup_steps: int | None = None
@@ -77,6 +83,8 @@ class OptimizerConfig:
     adam_epsilon: float = 1e-8
     lion_beta1: float = 0.9
     lion_beta2: float = 0.99
+    muon_momentum: float = 0.95
+    muon_dtype: Literal["float32", "bfloat16"] = "bfloat16"
     weight_decay: float | None = None
     max_grad_norm: float = 1.0
     state_dtype: Literal["float32", "bfloat16", "int8"] | None = None
@@ -90,15 +98,15 @@ class OptimizerConfig:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"optimizer.{name}={value}: must be positive")
-        for name in ("adam_beta1", "adam_beta2", "lion_beta1", "lion_beta2"):
+        for name in ("adam_beta1", "adam_beta2", "lion_beta1", "lion_beta2", "muon_momentum"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"optimizer.{name}={getattr(self, name)}: must be in [0, 1)")
         for f in fields(self):
             value, readers = getattr(self, f.name), READ_BY.get(f.name, {self.type})
             if self.type not in readers and value != f.default:
                 raise ValueError(
-                    f"optimizer.{f.name}={value}: must be {f.default} with optimizer.type="
-                    f"{self.type}; only {' and '.join(sorted(readers))} reads it"
+                    f"optimizer.{f.name}={value}: must be {f.default} with "
+                    f"optimizer.type={self.type}, which does not read it"
                 )
         if self.warmup_steps is not None and self.warmup_ratio is not None:
             raise ValueError(
@@ -127,10 +135,31 @@ class OptimizerConfig:
         return value
 
 
+def _adamw(config: OptimizerConfig, p: nnx.Variable) -> UpdateRule:
+    return AdamW(config.adam_beta1, config.adam_beta2, config.adam_epsilon)
+
+
+def _lion(config: OptimizerConfig, p: nnx.Variable) -> UpdateRule:
+    return Lion(config.lion_beta1, config.lion_beta2)
+
+
+def _muon(config: OptimizerConfig, p: nnx.Variable) -> UpdateRule:
+    """Muon for the hidden matrices. Embeddings, head, norms and biases stay with AdamW, as Jordan
+    et al. advise. Low-rank factors are hidden matrices too.
+    """
+    # The number of input axes and of output axes, which kernels alone have.
+    matrix = p.get_metadata().get("matrix")
+    if matrix is None:
+        return _adamw(config, p)
+    inputs, outputs = matrix
+    return Muon(config.muon_momentum, inputs, outputs, config.muon_dtype)
+
+
 # The update rule of a parameter, by `optimizer.type`.
 OPTIMIZERS: dict[str, Callable[[OptimizerConfig, nnx.Variable], UpdateRule]] = {
-    "adamw": lambda config, p: AdamW(config.adam_beta1, config.adam_beta2, config.adam_epsilon),
-    "lion": lambda config, p: Lion(config.lion_beta1, config.lion_beta2),
+    "adamw": _adamw,
+    "lion": _lion,
+    "muon": _muon,
 }
 
 
@@ -227,8 +256,8 @@ def apply_gradients(
     finite = jnp.isfinite(norm)
     if config.max_grad_norm:
         scale *= jnp.minimum(1, config.max_grad_norm / jnp.maximum(norm, 1e-30))
-    # int8 blocks and host transfers need leaf-sized temporaries, so update them slice by slice.
-    # Everything else XLA fuses into one in-place kernel (except on CPU).
+    # int8 blocks, host transfers and matrix products need leaf-sized temporaries, so update them
+    # slice by slice. Everything else XLA fuses into one in-place kernel (except on CPU).
     sliced = (
         config.state_dtype == "int8"
         or config.state_memory_kind == "pinned_host"
@@ -244,8 +273,9 @@ def apply_gradients(
         leaf_key = jax.random.fold_in(key, number)
         slots = dict(zip(state.slots, values, strict=True))
         old = p, {name: slots[name] for name in rule.slots}
-        if sliced:
-            new.append(update_in_slices(step, old, g, leaf_key, axes=p.axes, when=finite))
+        if sliced or rule.unsliced_axes > 1:
+            options = dict(axes=p.axes, when=finite, unsliced_axes=rule.unsliced_axes)
+            new.append(update_in_slices(step, old, g, leaf_key, **options))
         else:
             chosen = partial(jnp.where, finite)
             new.append(jax.tree.map(chosen, step(old, g, leaf_key), old))

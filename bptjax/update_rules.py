@@ -1,11 +1,20 @@
 """Update rules: the arithmetic of an optimizer for one parameter, in float32."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
+from jaxtyping import Float
+
+from bptjax.parallel.mesh import constrain
+
+# Root mean square of an update by Muon, that of AdamW in practice, so that both take the same
+# learning rate and weight decay. Liu et al. 2025, arXiv 2502.16982, Section 2.2.
+MUON_RMS = 0.2
 
 
 class UpdateRule(Protocol):
@@ -18,6 +27,12 @@ class UpdateRule(Protocol):
     """
 
     slots: ClassVar[Mapping[str, bool]]
+
+    @property
+    def unsliced_axes(self) -> int:
+        """Number of last axes that `update` needs unsliced: more than one if it multiplies
+        matrices."""
+        return 1
 
     def update(
         self, slots: dict[str, Array], g: Array, *, count: Array
@@ -62,3 +77,55 @@ class Lion(UpdateRule):
         m = slots["mu"]
         direction = jnp.sign(self.beta1 * m + (1 - self.beta1) * g)
         return direction, {"mu": self.beta2 * m + (1 - self.beta2) * g}
+
+
+@dataclass(frozen=True)
+class Muon(UpdateRule):
+    """Nesterov momentum, orthogonalized: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon.
+    With the bias correction of Dozat 2016, as in optax.
+
+    Attributes:
+      momentum: decay rate.
+      inputs, outputs: number of axes that are inputs of the matrix, and of the axes behind them
+        that are outputs. Axes in front of both are of stacked matrices.
+      dtype: of the orthogonalization.
+    """
+
+    momentum: float
+    inputs: int
+    outputs: int
+    dtype: DTypeLike
+
+    slots: ClassVar[Mapping[str, bool]] = {"mu": False}
+
+    @property
+    def unsliced_axes(self) -> int:
+        return self.inputs + self.outputs
+
+    def update(self, slots, g, *, count):
+        beta, stacked = self.momentum, g.ndim - self.unsliced_axes
+        m = beta * slots["mu"] + (1 - beta) * g
+        ahead = beta * m / (1 - beta ** (count + 1)) + (1 - beta) * g / (1 - beta**count)
+        I, O = (  # noqa: E741
+            math.prod(g.shape[start:][:axes])
+            for start, axes in ((stacked, self.inputs), (stacked + self.inputs, self.outputs))
+        )
+        x = orthogonalize(ahead.reshape(-1, I, O), self.dtype).astype(jnp.float32)
+        return MUON_RMS * max(I, O) ** 0.5 * x.reshape(g.shape), {"mu": m}
+
+
+def orthogonalize(x: Float[Array, "L I O"], dtype: DTypeLike) -> Float[Array, "L I O"]:
+    """Moves the singular values of each matrix near 1: to between 0.6 and 1.25, unless they are
+    tiny. Five Newton-Schulz steps of the quintic polynomial of Jordan et al. 2024, computed in
+    `dtype`, on a mesh by each device for itself.
+    """
+    a, b, c = 3.4445, -4.7750, 2.0315
+    x = x / (jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + 1e-8)
+    x = constrain(x.astype(dtype), None, None, None)
+    tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if tall else x
+    for _ in range(5):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    # Otherwise the compiler would shard the products, and communicate in every step.
+    return constrain(x.mT if tall else x, None, None, None)

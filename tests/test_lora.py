@@ -176,11 +176,12 @@ def test_eight_devices_are_one(batch, whole, parallel):
         assert x.get_value().addressable_shards[0].data.size < x.size
 
 
-def test_only_adapters_learn(batch):
+@pytest.mark.parametrize(("optimizer", "rate"), [("adamw", 1e-2), ("lion", 1e-2), ("muon", 5e-2)])
+def test_only_adapters_learn(batch, optimizer, rate):
     spec = make_spec(
         train=dict(compute_dtype="float16"),
         adapter=dict(r=8, target_modules=["value", "mlp.down"]),
-        optimizer=dict(weight_decay=0.0),
+        optimizer=dict(type=optimizer, learning_rate=rate, weight_decay=0.0),
     )
     state, placed = init_state(spec), spec.layout.put(batch)
     before = jax.tree.map(np.asarray, split_trained(spec, state.model))

@@ -2,6 +2,7 @@
 
 import math
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -12,10 +13,12 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
+from optax.contrib import MuonDimensionNumbers, muon
 
 import bptjax.parallel.sliced_update
 from bptjax.optimizer import OptimizerConfig, _load, apply_gradients, init_opt_state
 from bptjax.parallel.mesh import ParallelConfig, make_mesh, sharding
+from bptjax.update_rules import orthogonalize
 
 CONFIG = OptimizerConfig(learning_rate=1e-2, lr_scheduler_type="constant", weight_decay=0.5)
 STATES = ["float32", "bfloat16", "int8"]
@@ -25,11 +28,11 @@ class Model(nnx.Module):
     """A stacked kernel and norm, a matrix that is not a kernel, and a vector."""
 
     def __init__(self, key=None, L=3, D=10, F=600, V=37, dtype=jnp.float32):
-        def param(shape, *axes):
+        def param(shape, *axes, **metadata):
             value = jnp.zeros(shape) if key is None else jax.random.normal(key, shape)
-            return nnx.Param(value.astype(dtype), axes=axes)
+            return nnx.Param(value.astype(dtype), axes=axes, **metadata)
 
-        self.kernel = param((L, D, F), "embed", "mlp")
+        self.kernel = param((L, D, F), "embed", "mlp", matrix=(1, 1))
         self.embedding = param((V, D), "vocab", "embed")
         self.scale = param((L, D), "embed")
         self.bias = param((F,), "mlp")
@@ -103,6 +106,61 @@ def test_float32_is_optax(kind, at_once, monkeypatch):
         assert_close(slot, getattr(state[1][0], name), 1e-6)
     np.testing.assert_allclose(norm, 3 * optax.tree.norm(g), rtol=1e-5)
     assert int(kept.count) == 4
+
+
+MUON = replace(CONFIG, type="muon", muon_dtype="float32", max_grad_norm=0.0)
+# Shape, axes, numbers of input and output axes, and the same for optax.
+KERNELS = {
+    "query": ((3, 16, 4, 8), ("embed", "heads", None), (1, 2), MuonDimensionNumbers(1, (2, 3))),
+    "out": ((3, 4, 8, 16), ("heads", None, "embed"), (2, 1), MuonDimensionNumbers((1, 2), 3)),
+    "up": ((3, 16, 40), ("embed", "mlp"), (1, 1), MuonDimensionNumbers(1, 2)),
+    "project_in": ((12, 20), (None, "embed"), (1, 1), MuonDimensionNumbers(0, 1)),
+}
+
+
+def kernels(key):
+    return {
+        name: {"kernel": nnx.Param(jax.random.normal(key, shape), axes=axes, matrix=matrix)}
+        for name, (shape, axes, matrix, _) in KERNELS.items()
+    }
+
+
+@pytest.mark.parametrize("parallel", [None, ParallelConfig(dp=2, fsdp=2, tp=2)])
+def test_muon_is_optax(parallel, monkeypatch):
+    """On each layer by itself, with heads merged; on a mesh too, where kernels are sharded."""
+    monkeypatch.setattr(bptjax.parallel.sliced_update, "SLICE_ELEMENTS", 1024)
+    dims = {name: {"kernel": row[-1]} for name, row in KERNELS.items()}
+    oracle = muon(1e-2, weight_decay=0.5, consistent_rms=0.2, muon_weight_dimension_numbers=dims)
+    model = wanted = kernels(jax.random.key(0))
+    mesh = make_mesh(parallel) if parallel else None
+    with jax.set_mesh(mesh) if mesh else nullcontext():
+        placed = jax.tree.map(lambda x: x.sharding, on(mesh, model)) if mesh else None
+        model = jax.device_put(model, placed)
+        step, state = jax.jit(partial(update, MUON)), init_opt_state(MUON, model)
+        oracle_state = oracle.init(jax.tree.map(jnp.asarray, wanted))
+        for number in range(4):
+            g = kernels(jax.random.key(10 + number))
+            updates, oracle_state = oracle.update(g, oracle_state, wanted)
+            wanted = optax.apply_updates(wanted, updates)
+            model, state, _ = step(jax.device_put(g, placed), model, state, jax.random.key(1))
+    assert_close(model, wanted, 1e-6)
+    assert list(state.slots) == ["mu"]
+
+
+def test_muon_leaves_what_is_no_kernel_to_adamw():
+    model = Model(jax.random.key(0))
+    adamw, mixed = (run(config, model)[:2] for config in (replace(CONFIG, max_grad_norm=0.0), MUON))
+    for name in ("embedding", "scale", "bias"):
+        np.testing.assert_array_equal(getattr(mixed[0], name), getattr(adamw[0], name))
+    assert mixed[1].slots["nu"].kernel is None and mixed[1].slots["mu"].kernel is not None
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_orthogonalized_kernels_are_nearly_orthogonal(dtype):
+    x = jax.random.normal(jax.random.key(0), (2, 60, 40)) * jnp.geomspace(0.1, 1, 40)[None, None]
+    singular = jnp.linalg.svd(orthogonalize(x, dtype).astype(jnp.float32), compute_uv=False)
+    assert 0.6 < singular.min() and singular.max() < 1.25
+    assert (orthogonalize(0 * x, dtype) == 0).all()
 
 
 def test_names_in_checkpoints_stay():
@@ -210,7 +268,8 @@ def test_small_updates_of_bfloat16_parameters_add_up():
     assert jnp.bfloat16(1) - jnp.bfloat16(1e-5) == 1
 
 
-def test_fewer_bits_train_as_well():
+@pytest.mark.parametrize(("optimizer", "rate"), [("adamw", 1e-2), ("lion", 1e-3), ("muon", 1e-2)])
+def test_fewer_bits_train_as_well(optimizer, rate):
     """A student of two layers, eight seeds each: the mean loss of each kind of state is that of
     float32, to a quarter of the spread of seeds.
     """
@@ -222,7 +281,7 @@ def test_fewer_bits_train_as_well():
         a, b = jax.random.split(key)
         shapes = {"in": (a, (16, 300)), "out": (b, (300, 4))}
         return {
-            name: nnx.Param(scale * jax.random.normal(k, shape), axes=(None, None))
+            name: nnx.Param(scale * jax.random.normal(k, shape), axes=(None, None), matrix=(1, 1))
             for name, (k, shape) in shapes.items()
         }
 
@@ -233,7 +292,10 @@ def test_fewer_bits_train_as_well():
 
     @partial(jax.jit, static_argnums=0)
     def trained(kind, seed):
-        config = replace(CONFIG, state_dtype=kind, adam_beta2=0.99, weight_decay=0.0)
+        config = replace(CONFIG, type=optimizer, learning_rate=rate, state_dtype=kind)
+        config = replace(config, weight_decay=0.0)
+        if optimizer == "adamw":
+            config = replace(config, adam_beta2=0.99)
         w = new(jax.random.key(seed), 0.1)
 
         def step(carry, i):
@@ -252,10 +314,12 @@ def test_fewer_bits_train_as_well():
         assert abs(got.mean() - base.mean()) < 0.25 * base.std(), kind
 
 
-@pytest.mark.parametrize("kind", STATES)
-def test_temporary_memory_does_not_grow_with_the_model(kind):
+@pytest.mark.parametrize(
+    ("optimizer", "kind"), [*(("adamw", kind) for kind in STATES), ("muon", "int8")]
+)
+def test_temporary_memory_does_not_grow_with_the_model(optimizer, kind):
     """Of the feed-forward kernels and the embedding of an 8B model, 9 GiB: compiled only."""
-    config = replace(CONFIG, state_dtype=kind)
+    config = replace(CONFIG, type=optimizer, state_dtype=kind)
     model = jax.eval_shape(partial(Model, L=32, D=4096, F=14336, V=128256))
     state = jax.eval_shape(partial(init_opt_state, config), model)
     step = jax.jit(partial(update, config), donate_argnums=(1, 2))
@@ -263,8 +327,11 @@ def test_temporary_memory_does_not_grow_with_the_model(kind):
     needs = step.lower(model, model, state, key).compile().memory_analysis()
     held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((model, state)))
     assert needs.alias_size_in_bytes >= held
-    # Sixteen float32 arrays of a part.
-    assert needs.temp_size_in_bytes < 16 * 4 * bptjax.parallel.sliced_update.SLICE_ELEMENTS
+    # Sixteen float32 arrays of a slice, which for muon is a kernel.
+    slice_elements = bptjax.parallel.sliced_update.SLICE_ELEMENTS
+    if optimizer == "muon":
+        slice_elements = math.prod(model.kernel.shape[1:])
+    assert needs.temp_size_in_bytes < 16 * 4 * slice_elements
 
 
 def on(mesh, tree):
@@ -323,10 +390,12 @@ def test_eight_devices_round_blocks_as_one(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", STATES)
-def test_moments_stay_in_host_memory_on_a_gpu(kind, monkeypatch):
+@pytest.mark.parametrize(
+    ("optimizer", "kind"), [*(("adamw", kind) for kind in STATES), ("muon", "int8")]
+)
+def test_moments_stay_in_host_memory_on_a_gpu(optimizer, kind, monkeypatch):
     monkeypatch.setattr(bptjax.parallel.sliced_update, "SLICE_ELEMENTS", 2**16)
-    config = replace(CONFIG, state_dtype=kind, state_memory_kind="pinned_host")
+    config = replace(CONFIG, type=optimizer, state_dtype=kind, state_memory_kind="pinned_host")
     model = Model(jax.random.key(0), L=8, D=512, F=1024, V=2048)
     there = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
 

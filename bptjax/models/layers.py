@@ -28,10 +28,16 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 
 
 def new_param(
-    key: Array, shape: tuple[int, ...], axes: tuple[str | None, ...], std: float, dtype: jnp.dtype
+    key: Array,
+    shape: tuple[int, ...],
+    axes: tuple[str | None, ...],
+    std: float,
+    dtype: jnp.dtype,
+    **metadata: Any,
 ) -> nnx.Param:
     """Normal with this standard deviation, drawn in float32."""
-    return nnx.Param((std * jax.random.normal(key, shape, jnp.float32)).astype(dtype), axes=axes)
+    value = (std * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
+    return nnx.Param(value, axes=axes, **metadata)
 
 
 # Key data uint32 `[2]` and numbers of the tokens `[B, T]`, for the dropout of what a kernel reads.
@@ -61,7 +67,8 @@ class Linear(nnx.Module):
         bias: bool,
         dtype: jnp.dtype,
     ):
-        self.kernel = new_param(key, inputs + outputs, axes, std, dtype)
+        matrix = len(inputs), len(outputs)
+        self.kernel = new_param(key, inputs + outputs, axes, std, dtype, matrix=matrix)
         self.bias = nnx.Param(jnp.zeros(outputs, dtype), axes=axes[len(inputs) :]) if bias else None
         self.contracted = len(inputs)
 

@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec
 
 from bptjax.parallel.mesh import sharding
 
-# Elements of a slice, or one vector along the last axis if that is longer. Smaller slices would
-# spend most of their time on kernel launches.
+# Elements of a slice, or more if what must stay together is larger. Smaller slices would spend most
+# of their time on kernel launches.
 SLICE_ELEMENTS = 2**24
 
 
@@ -24,6 +24,7 @@ def update_in_slices(
     *,
     axes: tuple[str | None, ...],
     when: Array,
+    unsliced_axes: int = 1,
 ) -> Any:
     """Returns `f(state, inputs, key)` if `when` is true, else `state`.
 
@@ -31,23 +32,29 @@ def update_in_slices(
     each device has its own key.
 
     Args:
-      f: takes slices along all axes but the last, and returns the new slice of `state`.
+      f: takes slices along all axes but the last `unsliced_axes`, and returns the new slice of
+        `state`.
       state, inputs: pytrees of arrays whose axes agree in size, except for the last axis.
       axes: logical names of the last axes, as in `nnx.Variable.axes` of a parameter.
       when: bool scalar.
+      unsliced_axes: 1, or the axes of a matrix that `f` needs unsharded.
     """
     shape = jax.tree.leaves(inputs)[0].shape
-    mesh, cut, names, last = jax.sharding.get_abstract_mesh(), PartitionSpec(), set(), shape[-1]
+    sliced_axes = len(shape) - unsliced_axes
+    mesh, cut, names = jax.sharding.get_abstract_mesh(), PartitionSpec(), set()
+    unsliced = math.prod(shape[sliced_axes:])
     if not mesh.empty:
         placed = sharding(mesh, axes, shape)
-        # The compiler shards the last axis: `f` may need more of it than one shard.
-        cut, last = PartitionSpec(*placed.spec[:-1]), placed.shard_shape(shape)[-1]
+        # The compiler shards the unsliced axes: `f` may need more of them than one shard.
+        cut = PartitionSpec(*placed.spec[:sliced_axes])
+        if unsliced_axes == 1:
+            unsliced = placed.shard_shape(shape)[-1]
         names = {n for axis in cut for n in ((axis,) if isinstance(axis, str) else axis or ())}
 
     def local(state, inputs, key):
         for name in sorted(names):
             key = jax.random.fold_in(key, jax.lax.axis_index(name))
-        return _loop(f, when, last, state, inputs, key)
+        return _loop(f, when, sliced_axes, unsliced, state, inputs, key)
 
     if not names:
         return local(state, inputs, key)
@@ -55,10 +62,19 @@ def update_in_slices(
     return jax.shard_map(local, **specs, axis_names=names, check_vma=False)(state, inputs, key)
 
 
-def _loop(f: Callable, when: Array, last: int, state: Any, inputs: Any, key: Array) -> Any:
-    """`update_in_slices` on one device; `last` is the size of its shard of the last axis."""
-    *sizes, _ = jax.tree.leaves(inputs)[0].shape
-    below = [math.prod((*sizes[axis + 1 :], last)) for axis in range(len(sizes))]
+def _loop(
+    f: Callable,
+    when: Array,
+    sliced_axes: int,
+    unsliced: int,
+    state: Any,
+    inputs: Any,
+    key: Array,
+) -> Any:
+    """`update_in_slices` on one device; `unsliced` is the number of elements that stay together."""
+    shape = jax.tree.leaves(inputs)[0].shape
+    sizes, ones = shape[:sliced_axes], (1,) * (len(shape) - sliced_axes)
+    below = [math.prod((*sizes[axis + 1 :], unsliced)) for axis in range(len(sizes))]
     counts = [_ceil_div(n, max(1, SLICE_ELEMENTS // m)) for n, m in zip(sizes, below, strict=True)]
     lengths = [_ceil_div(n, count) for n, count in zip(sizes, counts, strict=True)]
     ragged = [axis for axis, (n, r) in enumerate(zip(sizes, lengths, strict=True)) if n % r]
@@ -68,13 +84,16 @@ def _loop(f: Callable, when: Array, last: int, state: Any, inputs: Any, key: Arr
         # The last slice ends with the axis, so it may overlap the slice before it.
         start = [jnp.minimum(f, n - r) for f, n, r in zip(first, sizes, lengths, strict=True)]
 
+        def at(x):
+            return (*start, *(0 for _ in x.shape[sliced_axes:]))
+
         def read(x):
-            x = jax.lax.dynamic_slice(x, (*start, 0), (*lengths, x.shape[-1]))
+            x = jax.lax.dynamic_slice(x, at(x), (*lengths, *x.shape[sliced_axes:]))
             return _to(jax.memory.Space.Device, x)
 
         def write(x, y):
             y = _to(jax.typeof(x).memory_space, y)
-            return jax.lax.dynamic_update_slice(x, y, (*start, 0))
+            return jax.lax.dynamic_update_slice(x, y, at(x))
 
         old, local_inputs = jax.tree.map(read, (state, inputs))
         # `cond` around `f` rather than `where` after it. With `where`, XLA runs `f` again for each
@@ -88,7 +107,7 @@ def _loop(f: Callable, when: Array, last: int, state: Any, inputs: Any, key: Arr
             jax.random.fold_in(key, i),
         )
         for axis in ragged:
-            index = jax.lax.broadcasted_iota(jnp.int32, (*lengths, 1), axis)
+            index = jax.lax.broadcasted_iota(jnp.int32, (*lengths, *ones), axis)
             due = start[axis] + index >= first[axis]
             new = jax.tree.map(lambda x, y, due=due: jnp.where(due, y, x), old, new)
         return jax.tree.map(write, state, new)

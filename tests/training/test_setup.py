@@ -58,7 +58,7 @@ BAD = {
     ),
     "no reader": (
         ["--optimizer.type=lion", "--optimizer.adam_beta1=0.8"],
-        "optimizer.adam_beta1=0.8: must be 0.9 with optimizer.type=lion; only adamw reads it",
+        "optimizer.adam_beta1=0.8: must be 0.9 with optimizer.type=lion, which does not read it",
     ),
     "no share": (
         ["--optimizer.min_lr_ratio", "5"],

@@ -180,6 +180,20 @@ def test_zero_says_what_fsdp_and_sp_cut(batch, fsdp):
     assert whole == 4 * cut and most - least == whole - cut
 
 
+@pytest.mark.parametrize("kind", ["lion", "muon"])
+def test_optimizers_on_a_mesh_are_those_of_one_device(batch, kind):
+    options = dict(type=kind, learning_rate=1e-3)
+    if kind == "muon":
+        options["muon_dtype"] = "float32"
+    mesh = ParallelConfig(dp=1, fsdp=2, tp=2, sp=2)
+    (_, wanted), (_, rows) = (
+        steps(with_optimizer(make_spec(parallel), **options), batch, 3) for parallel in (None, mesh)
+    )
+    for row, other in zip(rows, wanted, strict=True):
+        np.testing.assert_allclose(row["train/loss"], other["train/loss"], rtol=1e-5)
+    assert rows[-1]["train/loss"] < rows[0]["train/loss"]
+
+
 def test_the_reported_loss_leaves_the_z_loss_out(batch):
     """The first step's train/loss is the same with and without it; gradients are not."""
     plain, with_z = (steps(make_spec(z_loss=z), batch, 1)[1][0] for z in (0.0, 0.1))
