@@ -52,7 +52,10 @@ def test_load_takes_what_open_pretrained_takes(base, tmp_path):
         assert_same(model, opened(base))
         assert config == model.config and config.V == tokenizer.vocab_size
         assert tokenizer.decode(tokenizer.encode("né")) == "né"
-    model, _, _ = bptjax.load(base, dtype="bfloat16", device=jax.devices()[3])
+    model, tokenizer, _ = bptjax.load(
+        base, tokenizer="byte", dtype="bfloat16", device=jax.devices()[3]
+    )
+    assert isinstance(tokenizer, ByteTokenizer)
     assert_same(model, opened(base, jnp.bfloat16))
     assert all(x.devices() == {jax.devices()[3]} for x in jax.tree.leaves(model))
 
