@@ -177,10 +177,10 @@ class Progress:
         self._console.print(line, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
 
-class Silence:
-    """Stands for `JsonlWriter` and `Progress` in a process that leaves the telling to another."""
+class NullLogger:
+    """A `JsonlWriter` and `Progress` that write nothing, for all processes but the first."""
 
-    def __enter__(self) -> "Silence":
+    def __enter__(self) -> "NullLogger":
         return self
 
     def __exit__(self, *error) -> None:

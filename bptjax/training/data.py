@@ -1,4 +1,4 @@
-"""The data of a run, opened and checked against its tokenizer; no device and no weights."""
+"""The data of a run, opened and checked against the tokenizer, without devices or weights."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,13 +18,14 @@ from bptjax.pretrained import Pretrained, open_pretrained
 
 @dataclass(frozen=True)
 class RunData:
-    """
+    """Documents, and the tokenizer for them.
+
     Attributes:
       train, held_out: documents.
       pretrained: the checkpoint to start from, its weights unread; None for a new model.
       tokenizer: with added tokens, and the template and stop tokens of the chats.
       added: tokens of model.add_tokens that the tokenizer did not have.
-      notes: what a user should know of the tokenizer and the chats, a line each.
+      notes: lines about the tokenizer and the chats, for the log.
     """
 
     train: Training
@@ -39,7 +40,7 @@ def open_data(config: Config) -> RunData:
     """Opens the documents, the checkpoint's config and the tokenizer.
 
     Raises:
-      ValueError: what is wrong with them, in one line.
+      ValueError: one line about the key that is wrong, or about the file.
     """
     say("reading data")
     train, held_out = open_split(config.data)
@@ -49,8 +50,8 @@ def open_data(config: Config) -> RunData:
         pretrained = open_pretrained(config.model)
         if isinstance(pretrained.config, EncoderConfig):
             raise ValueError(
-                f"model.name_or_path={config.model.name_or_path} is an encoder; these are not "
-                "trained"
+                f"model.name_or_path={config.model.name_or_path} is an encoder: must be a decoder; "
+                "encoders are not trained"
             )
     sidecars = pretrained.sidecars if pretrained else None
     name = config.data.tokenizer or str(sidecars or "byte")
@@ -71,6 +72,6 @@ def open_data(config: Config) -> RunData:
 
 
 def say(line: str) -> None:
-    """Prints a line at once, in the first process: the log does not exist before all is checked."""
+    """Prints a line in the first process. The log opens only when everything is checked."""
     if jax.process_index() == 0:
         print(line, flush=True)

@@ -1,4 +1,4 @@
-"""Guards of a run: the lock on its directory, signals, memory, values that are not finite."""
+"""Guards of a run: the lock of its directory, signals, memory, values that are not finite."""
 
 import fcntl
 import os
@@ -17,7 +17,7 @@ from bptjax.training.state import abstract_state
 
 
 class RunFailed(RuntimeError):
-    """The run cannot go on; the message says where it stands."""
+    """The run cannot go on; the message says which step is saved, and what to change."""
 
 
 @contextmanager
@@ -39,8 +39,7 @@ def exclusive(directory: Path) -> Iterator[None]:
 
 @contextmanager
 def stop_signals() -> Iterator[list[int]]:
-    """Gives a list to which the first SIGINT or SIGTERM is appended; the second has its usual
-    effect."""
+    """Yields a list that gets the first SIGINT or SIGTERM; a second one has its usual effect."""
     got: list[int] = []
     kinds = (signal.SIGINT, signal.SIGTERM)
     before = {kind: signal.getsignal(kind) for kind in kinds}
@@ -61,7 +60,7 @@ def stop_signals() -> Iterator[list[int]]:
 
 @contextmanager
 def explain_out_of_memory(spec: TrainSpec) -> Iterator[None]:
-    """Turns JAX's out-of-memory error into a line about what took the memory and what to change.
+    """Turns JAX's out-of-memory error into one line: what took the memory, and keys to change.
 
     Raises:
       RunFailed: memory ran out.
@@ -78,12 +77,12 @@ def explain_out_of_memory(spec: TrainSpec) -> Iterator[None]:
             for name in ("model", "opt_state")
         }
         train, execution = spec.config.train, spec.config.execution
-        rows = train.per_device_train_batch_size
         raise RunFailed(
             f"out of memory: parameters take {held['model']:.2f} GiB and the optimizer "
-            f"{held['opt_state']:.2f} GiB over all devices, the rest is a step of {rows} × "
-            f"{train.seq_len} tokens a device with execution.remat={execution.remat}, "
-            f"ffn_chunk={execution.ffn_chunk}, ce_chunk={execution.ce_chunk}: try remat=full, a "
+            f"{held['opt_state']:.2f} GiB over all devices, the rest is a step of "
+            f"{train.per_device_train_batch_size} × {train.seq_len} tokens per device "
+            f"with execution.remat={execution.remat}, ffn_chunk={execution.ffn_chunk}, "
+            f"ce_chunk={execution.ce_chunk}: try remat=full, a "
             "smaller per_device_train_batch_size, smaller chunks, param_dtype=bfloat16, "
             "optimizer.state_dtype=int8, optimizer.state_memory_kind=pinned_host or "
             "adapter.type=qlora"
@@ -92,6 +91,6 @@ def explain_out_of_memory(spec: TrainSpec) -> Iterator[None]:
 
 @jax.jit
 def finite(tree: Any) -> Array:
-    """Returns whether every float in the tree is finite, as a bool scalar."""
+    """Returns whether all floats of the tree are finite, as a bool scalar."""
     floats = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]
     return jnp.stack([jnp.isfinite(x).all() for x in floats]).all()

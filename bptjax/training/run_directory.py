@@ -1,4 +1,4 @@
-"""The copy of the config that a run directory keeps."""
+"""The run directory: it belongs to one config, and keeps a copy."""
 
 from collections.abc import Container
 from pathlib import Path
@@ -7,9 +7,9 @@ from typing import Any
 from bptjax.command_line import new_name
 from bptjax.config import FILE, Config, flatten, to_yaml
 
-# Keys that may change when a run is resumed. `fit` checks the global batch size and the number of
-# steps.
-FREE = (
+# Keys that may change on resume. `find_start` checks that the global batch size stays, and that the
+# run does not end before its checkpoint.
+RESUMABLE_KEYS = (
     "run_dir",
     "device",
     "parallel.",
@@ -29,22 +29,22 @@ FREE = (
 )
 
 
-def claim(run_dir: Path, config: Config) -> None:
-    """Makes `run_dir` this config's own, or finds that it is and changes nothing.
+def acquire_run_dir(run_dir: Path, config: Config) -> None:
+    """Creates `run_dir` for this config, or checks that it already belongs to it.
 
     Raises:
-      ValueError: the directory belongs to another config, or holds something else.
-      OSError: it cannot be written.
+      ValueError: the directory belongs to another config, or holds other files.
+      OSError: the directory cannot be written.
     """
     file = run_dir / FILE
     if run_dir.exists() and not run_dir.is_dir():
         raise ValueError(f"run_dir={run_dir} is a file; choose another")
     if file.exists():
         ours = flatten(config)
-        # A run of an older version lacks newer keys; their defaults do what it did.
+        # The config of an older version lacks newer keys; their defaults are what it did.
         theirs = flatten(Config()) | saved_keys(run_dir)
         for key in sorted(theirs.keys() | ours.keys()):
-            if key.startswith(FREE) or theirs.get(key) == ours.get(key):
+            if key.startswith(RESUMABLE_KEYS) or theirs.get(key) == ours.get(key):
                 continue
             raise ValueError(
                 f"{run_dir} belongs to a run with {key}={theirs.get(key)}, and this one has "
@@ -53,7 +53,7 @@ def claim(run_dir: Path, config: Config) -> None:
         return
     if run_dir.exists() and any(run_dir.iterdir()):
         raise ValueError(f"{run_dir} is not empty and holds no run; choose another run_dir")
-    record(run_dir, config)
+    write_config(run_dir, config)
 
 
 def saved_keys(run_dir: Path) -> dict[str, Any]:
@@ -74,11 +74,11 @@ def saved_keys(run_dir: Path) -> dict[str, Any]:
         raise ValueError(f"{file} is damaged; choose another run_dir") from error
 
 
-def record(run_dir: Path, config: Config) -> None:
-    """Writes `config.yaml`, whole or not at all.
+def write_config(run_dir: Path, config: Config) -> None:
+    """Writes `config.yaml`, complete or not at all.
 
     Raises:
-      OSError: it cannot be written.
+      OSError: the file cannot be written.
     """
     file = run_dir / FILE
     try:
@@ -91,7 +91,7 @@ def record(run_dir: Path, config: Config) -> None:
 
 
 def _flat(tree: dict, leaves: Container[str], prefix: str = "") -> dict[str, Any]:
-    """Like `flatten`, of YAML: what is in `leaves` is a value even where it is a dict."""
+    """Flattens a config read from YAML. A key in `leaves` is a value even if it holds a dict."""
     flat = {}
     for key, value in tree.items():
         if isinstance(value, dict) and prefix + key not in leaves:

@@ -1,9 +1,9 @@
-"""A config made ready to run: everything checked before anything is written."""
+"""A config becomes a run: everything is checked before anything is written."""
 
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -37,8 +37,8 @@ from bptjax.parallel.distributed import (
 from bptjax.parallel.mesh import ParallelConfig, make_mesh, num_shards, select_devices
 from bptjax.pretrained import Pretrained
 from bptjax.schedule import describe_schedule
-from bptjax.training.data import open_data, say
-from bptjax.training.run_directory import claim, saved_keys
+from bptjax.training.data import RunData, open_data, say
+from bptjax.training.run_directory import acquire_run_dir, saved_keys
 from bptjax.training.spec import TrainSpec
 from bptjax.training.state import adapted_kernels, embeddings_in_full
 from bptjax.training.step import check_kernel
@@ -46,8 +46,15 @@ from bptjax.training.step import check_kernel
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """A checked config with its data, devices and directory: all that can be wrong with it has been
-    looked at.
+    """A checked config with its model, data and mesh.
+
+    Attributes:
+      held_out: documents for evaluation.
+      batches: training batches `[global batch size, T]`, without end.
+      check: counts and checks the records.
+      eval_prompts: (prompt, answer), token ids, of the chats that evaluations answer.
+      notes: lines for the log.
+      base_fingerprint: of the base model's weights; None without adapters.
     """
 
     config: Config
@@ -56,44 +63,13 @@ class TrainingRun:
     held_out: Any
     batches: Batches
     check: DataCheck
+    eval_prompts: Sequence[tuple[np.ndarray, np.ndarray]]
     notes: list[str]
-
-    @cached_property
-    def questions(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """(prompt, answer) of the first `train.num_eval_generations` held-out chats, token ids.
-
-        Raises:
-          ValueError: what is held out are no chats, or they reach beyond the model's positions.
-        """
-        data, count = self.config.data, self.config.train.num_eval_generations
-        chats = list(islice(readable(self.held_out, data.bad_records), count))
-        if count and not all(isinstance(chat, Chat) for chat in chats or [None]):
-            raise ValueError(
-                f"train.num_eval_generations={count} needs held-out chats; see data.format and "
-                "data.eval_fraction"
-            )
-        found = [question(chat, self.tokenizer, data.source_max_len) for chat in chats]
-        model = self.spec.model
-        reach = sum(max(map(len, each)) for each in zip(*found, strict=True))
-        if model.position_embedding == "learned" and reach > (model.max_position_embeddings or 0):
-            raise ValueError(
-                f"train.num_eval_generations={count}: prompts and answers of up to {reach} tokens "
-                f"are more than model.max_position_embeddings={model.max_position_embeddings}; set "
-                "data.source_max_len, or model.max_position_embeddings to extend them"
-            )
-        return found
+    base_fingerprint: str | None = None
 
     @property
     def directory(self) -> Path:
         return Path(os.path.expanduser(self.config.run_dir))
-
-    @cached_property
-    def base(self) -> str | None:
-        """The fingerprint of the checkpoint that adapters are trained beside."""
-        pretrained = self.spec.pretrained
-        if self.config.adapter.type == "none" or pretrained is None:
-            return None
-        return pretrained.fingerprint
 
     def eval_batches(self) -> Any:
         """Returns the held-out batches `[B, T]` in fixed order, up to train.eval_batches."""
@@ -108,7 +84,7 @@ class TrainingRun:
 
     @property
     def eval_total(self) -> int:
-        """Batches that hold all held-out data, in process 0; an estimate until it is checked."""
+        """Batches that hold all held-out data, in process 0; an estimate until all are checked."""
         sequences = self.check.held_out.epoch(self.config.data.packing) or 0
         return -(-sequences // self.spec.micro_batch_size)
 
@@ -121,28 +97,29 @@ class TrainingRun:
 
 @translate_peer_errors()
 def setup(config: Config) -> TrainingRun:
-    """Checks everything, then claims the run directory; a config that is refused leaves no trace.
-    Of several processes, the first claims it for all.
+    """Checks everything, then creates the run directory, or takes the one that belongs to this
+    config. A refused config leaves no trace. The first process writes for all.
 
     Raises:
-      ValueError, NotImplementedError, OSError: what is wrong, in one line.
+      ValueError, NotImplementedError, OSError: one line about the key that is wrong, or the file.
       PeerLost: another process has ended.
     """
     initialize(config.parallel)
     devices = select_devices(config.device)
     with raise_together():
         config = _with_defaults(config, devices[0].platform)
-        run = _checked(config, devices)
+        run = _open_run(config, devices)
     if config.train.epochs is not None:
-        run = _counted(run)
+        run = _count_epoch(run)
     with raise_together():
         run.notes.append(describe_schedule(config.optimizer, run.spec.steps))
-        _check_data(run)
+        run = replace(run, base_fingerprint=_fingerprint(run.spec))
+        _check_records(run)
     settings = to_yaml(replace(config, parallel=ParallelConfig()))
     with raise_together():
         assert_equal_across_processes(settings + "".join(run.notes), "config and data")
         if jax.process_index() == 0:
-            claim(run.directory, config)
+            acquire_run_dir(run.directory, config)
             run.tokenizer.save(run.directory)
             if run.spec.pretrained and run.spec.pretrained.sidecars:
                 copy_sidecar_files(run.spec.pretrained.sidecars, run.directory / SIDECARS)
@@ -161,11 +138,11 @@ def _with_defaults(config: Config, platform: str) -> Config:
     return config.on(platform)
 
 
-def _checked(config: Config, devices: list[jax.Device]) -> TrainingRun:
-    """The run, once this process has found nothing wrong with it; nothing is written.
+def _open_run(config: Config, devices: list[jax.Device]) -> TrainingRun:
+    """Opens data and checkpoint, and checks them against the config; writes nothing.
 
     Raises:
-      ValueError, NotImplementedError, OSError: what is wrong, in one line.
+      ValueError, NotImplementedError, OSError: as `setup`.
     """
     if config.execution.offload and devices[0].platform == "cpu":
         raise ValueError(
@@ -174,10 +151,44 @@ def _checked(config: Config, devices: list[jax.Device]) -> TrainingRun:
         )
     mesh = make_mesh(config.parallel, devices)
     data = open_data(config)
-    pretrained, tokenizer = data.pretrained, data.tokenizer
     for key in config.needs_evaluations:
         if not len(data.held_out):
             raise ValueError(f"{key} needs held-out data; set data.eval_fraction or data.eval_path")
+    model, pretrained = _size_model(config, data)
+    check_model(model, pretrained)
+    config.execution.check(model)
+    spec = TrainSpec(config, model, mesh, pretrained)
+    check_adapter(spec)
+    if config.execution.attention_implementation != "auto":
+        check_kernel(spec)
+    seq_len, size = config.train.seq_len, spec.global_batch_size
+    batches = train_loader(
+        data.train,
+        data.tokenizer,
+        config.data,
+        seq_len=seq_len,
+        rows=size,
+        here=spec.layout.here(size),
+    )
+    return TrainingRun(
+        config=config,
+        spec=spec,
+        tokenizer=data.tokenizer,
+        held_out=data.held_out,
+        batches=batches,
+        check=data_check(data.train, data.held_out, data.tokenizer, config.data, seq_len=seq_len),
+        eval_prompts=_eval_prompts(config, model, data),
+        notes=[*_describe_devices(spec, data), *_describe_model(spec, data), *data.notes],
+    )
+
+
+def _size_model(config: Config, data: RunData) -> tuple[ModelConfig, Pretrained | None]:
+    """Returns the model and the checkpoint, with the vocabulary that the tokenizer needs.
+
+    Raises:
+      ValueError: the model has too few token embeddings or learned positions.
+    """
+    pretrained, tokenizer = data.pretrained, data.tokenizer
     model = pretrained.config if pretrained else config.model
     if pretrained and model.V >= tokenizer.vocab_size - len(data.added):
         model = replace(model, vocab_size=max(model.V, tokenizer.vocab_size))
@@ -186,114 +197,142 @@ def _checked(config: Config, devices: list[jax.Device]) -> TrainingRun:
         model = replace(model, vocab_size=tokenizer.vocab_size)
     if model.V < tokenizer.vocab_size:
         raise ValueError(
-            f"model.vocab_size={model.V} is less than the tokenizer's {tokenizer.vocab_size}"
+            f"model.vocab_size={model.V}: must be at least {tokenizer.vocab_size}, the size of the "
+            "tokenizer's vocabulary"
         )
-    if model.position_embedding == "learned" and config.train.seq_len > (
-        model.max_position_embeddings or 0
-    ):
+    learned = model.position_embedding == "learned"
+    if learned and config.train.seq_len > (model.max_position_embeddings or 0):
         raise ValueError(
-            f"train.seq_len={config.train.seq_len} is more than "
+            f"train.seq_len={config.train.seq_len}: must be at most "
             f"model.max_position_embeddings={model.max_position_embeddings}; set "
-            "model.max_position_embeddings to extend them"
+            "model.max_position_embeddings to extend the learned positions"
         )
-    check_model(model, pretrained)
-    config.execution.check(model)
-    spec = TrainSpec(config, model, mesh, pretrained)
-    _check_adapter(config, spec)
-    if config.execution.attention_implementation != "auto":
-        check_kernel(spec)
-    batches = train_loader(
-        data.train,
-        tokenizer,
-        config.data,
-        seq_len=config.train.seq_len,
-        rows=spec.global_batch_size,
-        here=spec.layout.here(spec.global_batch_size),
-    )
-    axes = " ".join(f"{name}={size}" for name, size in mesh.shape.items())
-    if num_shards(mesh, "sequence") > 1:
-        axes += f", the sequence by {': '.join(spec.layout.strategy)}"
+    return model, pretrained
+
+
+def _describe_devices(spec: TrainSpec, data: RunData) -> list[str]:
+    """Formats lines for the log about devices and data."""
+    devices, layout = spec.mesh.devices.reshape(-1), spec.layout
+    axes = " ".join(f"{name}={size}" for name, size in spec.mesh.shape.items())
+    if num_shards(spec.mesh, "sequence") > 1:
+        axes += f", the sequence by {': '.join(layout.strategy)}"
     where = f"{len(devices)} × {devices[0].device_kind}"
     where += f" of {jax.process_count()} processes" if jax.process_count() > 1 else ""
-    notes = [
+    return [
         f"devices: {where}, jax {jax.__version__}, mesh {axes}",
         f"data: {count(data.train)} documents, {len(data.held_out):,} held out, "
-        f"vocabulary {model.V}",
+        f"vocabulary {spec.model.V}",
     ]
+
+
+def _describe_model(spec: TrainSpec, data: RunData) -> list[str]:
+    """Formats lines for the log about the model and its checkpoint."""
+    config, model, pretrained, notes = spec.config, spec.model, spec.pretrained, []
     if model.add_tokens:
         known = [token for token in model.add_tokens if token not in data.added]
-        text = f"model.add_tokens: {len(data.added)} new, the vocabulary has {tokenizer.vocab_size}"
+        size = data.tokenizer.vocab_size
+        text = f"model.add_tokens: {len(data.added)} new, the vocabulary has {size}"
         notes.append(text + (f"; in it already: {', '.join(map(repr, known))}" if known else ""))
     if not pretrained:
         try:
             family_of(model)
         except ValueError as error:
             notes.append(f"this model cannot be exported to Hugging Face's format: {error}")
-    else:
-        notes.append(f"model: from {config.model.name_or_path}")
-        own, used = defaults(config, devices[0].platform), flatten(config)
-        own.pop("train.max_steps", None)  # The same without a checkpoint.
-        kept = ", ".join(f"{key}={used[key]}" for key in own if used[key] == own[key])
-        notes += [f"fine-tuning defaults: {kept}"] * bool(kept)
-        notes += [pretrained.left_out] * bool(pretrained.left_out)
-        if model.exceeds_positions(config.train.seq_len):
-            notes.append(
-                f"train.seq_len={config.train.seq_len} is beyond the model's "
-                f"{model.max_position_embeddings} positions; scale them by model.rope_parameters, "
-                "and set model.max_position_embeddings to record the new length"
-            )
-    notes += data.notes
-    check = data_check(
-        data.train, data.held_out, tokenizer, config.data, seq_len=config.train.seq_len
-    )
-    return TrainingRun(config, spec, tokenizer, data.held_out, batches, check, notes)
+        return notes
+    notes.append(f"model: from {config.model.name_or_path}")
+    own, used = defaults(config, spec.mesh.local_devices[0].platform), flatten(config)
+    own.pop("train.max_steps", None)  # The same without a checkpoint.
+    kept = ", ".join(f"{key}={used[key]}" for key in own if used[key] == own[key])
+    notes += [f"fine-tuning defaults: {kept}"] * bool(kept)
+    notes += [pretrained.left_out] * bool(pretrained.left_out)
+    if model.exceeds_positions(config.train.seq_len):
+        notes.append(
+            f"train.seq_len={config.train.seq_len} is beyond the model's "
+            f"{model.max_position_embeddings} positions; scale them by model.rope_parameters, "
+            "and set model.max_position_embeddings to record the new length"
+        )
+    return notes
 
 
-def _counted(run: TrainingRun) -> TrainingRun:
+def _count_epoch(run: TrainingRun) -> TrainingRun:
     """Returns the run with the number of steps that train.epochs takes.
 
     Raises:
       ValueError: a bad record.
     """
-    epochs, check, rows = run.config.train.epochs or 0.0, run.check, run.spec.global_batch_size
+    epochs, check, size = run.config.train.epochs or 0.0, run.check, run.spec.global_batch_size
     say("train.epochs: reading all records, to count the sequences of an epoch")
     with raise_together():
         if jax.process_index() == 0:
             check.run(math.inf)
     tokens = sum(account.tokens for account in check.accounts)
     sequences, tokens = all_gather_json([check.sequences_per_epoch, tokens])[0]
-    steps = max(1, math.ceil(round(epochs * sequences / rows, 6)))
-    note = f"train.epochs={epochs:g}: {steps:,} steps of {rows} sequences, {epochs * tokens:,.0f} "
+    steps = max(1, math.ceil(round(epochs * sequences / size, 6)))
+    note = f"train.epochs={epochs:g}: {steps:,} steps of {size} sequences, {epochs * tokens:,.0f} "
     note += f"tokens; an epoch is {sequences:,} sequences, {tokens:,} tokens"
     spec = replace(run.spec, epoch_steps=steps)
     return replace(run, spec=spec, notes=[*run.notes, note])
 
 
-def _check_data(run: TrainingRun) -> None:
-    """
+def _eval_prompts(
+    config: Config, model: ModelConfig, data: RunData
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Returns (prompt, answer) of the first `train.num_eval_generations` held-out chats. All are
+    tokenized now, so that a bad one fails at the start and not at the first evaluation.
+
     Raises:
-      ValueError: the data or the base model cannot be trained on.
+      ValueError: the held-out documents are no chats, or too long for the model's positions.
     """
-    config, spec, held_out, check = run.config, run.spec, run.held_out, run.check
-    _ = run.questions  # Refuses what is no chat.
-    if spec.pretrained and config.adapter.type != "none":
-        say("hashing the base model's weights")
-    _ = run.base  # Hashed before it is read: it may be replaced before the first checkpoint.
-    if jax.process_index() == 0:
-        say("checking the records: up to a minute now, the rest beside training")
-        check.run()
-        if len(held_out) and check.held_out.complete and not check.held_out.loss_tokens:
-            raise ValueError(
-                "the held-out documents contain no token that counts in the loss; see "
-                "data.eval_path, data.eval_fraction and data.too_long"
-            )
+    number = config.train.num_eval_generations
+    chats = list(islice(readable(data.held_out, config.data.bad_records), number))
+    if number and not all(isinstance(chat, Chat) for chat in chats or [None]):
+        raise ValueError(
+            f"train.num_eval_generations={number} needs held-out chats; see data.format and "
+            "data.eval_fraction"
+        )
+    found = [question(chat, data.tokenizer, config.data.source_max_len) for chat in chats]
+    reach = sum(max(map(len, each)) for each in zip(*found, strict=True))
+    if model.position_embedding == "learned" and reach > (model.max_position_embeddings or 0):
+        raise ValueError(
+            f"train.num_eval_generations={number}: prompts and answers of up to {reach} tokens "
+            f"are more than model.max_position_embeddings={model.max_position_embeddings}; set "
+            "data.source_max_len, or model.max_position_embeddings to extend them"
+        )
+    return found
+
+
+def _fingerprint(spec: TrainSpec) -> str | None:
+    """Hashes the base model of adapters. Before its weights are read: the files may be replaced
+    before the first checkpoint records the hash."""
+    if spec.config.adapter.type == "none" or spec.pretrained is None:
+        return None
+    say("hashing the base model's weights")
+    return spec.pretrained.fingerprint
+
+
+def _check_records(run: TrainingRun) -> None:
+    """Checks records for up to a minute, in the first process.
+
+    Raises:
+      ValueError: a bad record, or held-out documents without a token in the loss.
+    """
+    if jax.process_index() != 0:
+        return
+    say("checking the records: up to a minute now, the rest beside training")
+    run.check.run()
+    held_out = run.check.held_out
+    if len(run.held_out) and held_out.complete and not held_out.loss_tokens:
+        raise ValueError(
+            "the held-out documents contain no token that counts in the loss; see "
+            "data.eval_path, data.eval_fraction and data.too_long"
+        )
 
 
 def check_model(model: ModelConfig, pretrained: Pretrained | None) -> None:
-    """Checks rotary positions before a run starts.
+    """Checks the scaling of rotary positions.
 
     Raises:
-      ValueError: a scaling that cannot be, or one that transformers could not read from an export.
+      ValueError: a scaling that is not valid, or that transformers could not read from an export.
     """
     if model.position_embedding == "rope":
         rotary(model, 0, None)
@@ -301,28 +340,32 @@ def check_model(model: ModelConfig, pretrained: Pretrained | None) -> None:
         exported(read_json(pretrained.sidecars / "config.json"), pretrained.read_as, model)
 
 
-def _check_adapter(config: Config, spec: TrainSpec) -> None:
-    """
+def check_adapter(spec: TrainSpec) -> None:
+    """Checks the adapter against the checkpoint.
+
     Raises:
-      ValueError: an adapter beside no checkpoint or beside what there is not, or none for one.
+      ValueError: an adapter without a checkpoint, or for layers that the model lacks; a checkpoint
+        that is an adapter, and none is trained, or another one.
     """
-    adapter, pretrained = config.adapter, spec.pretrained
+    config, pretrained = spec.config, spec.pretrained
+    adapter, name = config.adapter, config.model.name_or_path
     if adapter.type == "none":
         if pretrained and pretrained.adapters:
             raise ValueError(
-                f"model.name_or_path={config.model.name_or_path} is an adapter; set adapter.type "
-                "to lora or qlora to go on with it, or merge it first"
+                f"model.name_or_path={name} is an adapter; set adapter.type to lora or qlora to "
+                "continue training it, or merge it first"
             )
         return
     if pretrained is None:
         raise ValueError(
             f"adapter.type={adapter.type} trains beside a checkpoint; set model.name_or_path"
         )
-    for name in ("r", "alpha", "use_rslora", "target_modules", "modules_to_save"):
-        value = getattr(adapter, name)
-        if pretrained.adapters and value != getattr(AdapterConfig(), name):
+    for key in ("r", "alpha", "use_rslora", "target_modules", "modules_to_save"):
+        value = getattr(adapter, key)
+        if pretrained.adapters and value != getattr(AdapterConfig(), key):
             raise ValueError(
-                f"adapter.{name}={value}: model.name_or_path={config.model.name_or_path} is an "
-                "adapter, which decides it; leave it out"
+                f"adapter.{key}={value}: must not be set, because model.name_or_path={name} is an "
+                f"adapter, which decides {key}"
             )
-    _ = adapted_kernels(spec), embeddings_in_full(spec)  # Refuses names that there are not.
+    adapted_kernels(spec)
+    embeddings_in_full(spec)

@@ -184,9 +184,9 @@ def stop_at(step, patch):
     patch.setattr(JsonlWriter, "write", signalled)
 
 
-def test_another_number_of_rows_is_refused(arguments, whole, capsys):
+def test_another_global_batch_size_is_refused(arguments, whole, capsys):
     assert alone(2, *arguments, "--run_dir", str(whole)) == 2
-    assert "has 8 rows, and here 4; set train.per_device" in capsys.readouterr().err
+    assert "has 8, this run 4; keep per_device_train_batch_size" in capsys.readouterr().err
 
 
 JOINED = """
@@ -269,7 +269,7 @@ def test_another_config_in_one_process_is_refused(arguments, tmp_path, start):
 
 
 def test_one_process_reads_a_checkpoint_without_the_others(start, tmp_path):
-    """As that does which writes the adapters of a run."""
+    """As each process does that starts from another run."""
     code = """
 import sys
 import jax
@@ -306,3 +306,45 @@ def test_what_one_process_refuses_is_refused_in_all(arguments, tmp_path, start):
     assert errors[0][0].startswith(f"error: process 1: {message}")
     assert errors[1][0].startswith(f"error: {message}")
     assert [len(said) for said in errors] == [1, 1]
+
+
+GATHERED = """
+import jax
+from bptjax.config import Config, TrainConfig
+from bptjax.lora import AdapterConfig
+from bptjax.models.config import ModelConfig
+from bptjax.parallel.mesh import ParallelConfig, make_mesh, select_devices
+from bptjax.training.spec import TrainSpec
+from bptjax.training.state import gather_adapters, init_state
+
+def gathered(devices):
+    # Whether the embedding is sharded; a and b of a kernel, and the embedding.
+    model = ModelConfig(vocab_size=8, hidden_size=16, num_layers=1, num_heads=2)
+    adapter = AdapterConfig("lora", target_modules=["query"], modules_to_save=["embedding"])
+    config = Config(model=model, train=TrainConfig(max_steps=1), adapter=adapter)
+    config = config.on("cpu")
+    spec = TrainSpec(config, model, make_mesh(ParallelConfig(), devices))
+    state = init_state(spec)
+    sharded = not state.model.embedding.get_value().is_fully_replicated
+    found = gather_adapters(spec, state)
+    (a, b, _), embedding = found.values["layers.query.kernel"], found.modules["embedding"]
+    return sharded, [x.tobytes().hex() for x in (a, b, embedding)]
+"""
+
+
+def test_adapters_are_gathered_from_all_processes(start):
+    code = (
+        GATHERED
+        + """
+for part in gathered(select_devices("cpu")):
+    print(part)
+distributed.shutdown()
+"""
+    )
+    codes, said, errors = ends(start("-c", JOINED + code))
+    assert codes == [0, 0], errors
+    scope = {}
+    exec(GATHERED, scope)
+    _, wanted = scope["gathered"](jax.devices()[:1])
+    for text in said:
+        assert text.splitlines()[-2:] == ["True", str(wanted)]

@@ -19,7 +19,8 @@ from bptjax.metrics import Progress, read_metrics
 from bptjax.optimizer import OptimizerConfig
 from bptjax.schedule import describe_schedule, learning_rate
 from bptjax.train import main
-from bptjax.training.loop import TrainLoop, _extended
+from bptjax.training.loop import TrainLoop
+from bptjax.training.resume import describe_extension
 from training.runs import rows, saved_steps, stop_at
 
 
@@ -117,7 +118,7 @@ def test_what_an_extended_run_says_of_its_learning_rate(kind, start, jumps):
     rate = float(learning_rate(config, 40)(start))
     text = f"40 steps in place of 20: the learning rate of step {start + 1} is {rate:.4g}"
     wanted = f"{text} in place of 0.001" if jumps else f"{text}, as before"
-    assert _extended(spec, start, 20) == wanted
+    assert describe_extension(spec, start, 20) == wanted
     assert ("does not change the" in describe_schedule(config, 20)) == (kind != "linear")
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from bptjax.data.tokenizer import ByteTokenizer
 from bptjax.train import main
-from bptjax.training.report import answers
+from bptjax.training.report import predict_answers
 from bptjax.training.setup import TrainingRun
 from bptjax.training.state import TrainState
 
@@ -45,12 +45,12 @@ def test_what_is_reported_does_not_depend_on_the_text(arguments, tmp_path):
 def test_answers_are_compared_whole(monkeypatch, end):
     """By the reference's length only where no stop token can end an answer."""
     tokenizer = ByteTokenizer()
-    questions = [
+    prompts = [
         (tokenizer.encode("?"), np.r_[tokenizer.encode(text), end]) for text in ("no.", "never.")
     ]
     spec = SimpleNamespace(mesh=jax.make_mesh((1,), ("dp",)), compute_dtype="float32")
-    run = SimpleNamespace(questions=questions, tokenizer=tokenizer, spec=spec)
+    run = SimpleNamespace(eval_prompts=prompts, tokenizer=tokenizer, spec=spec)
     written = np.stack([tokenizer.encode(text) for text in ("no. On", "never.")], 1)
     monkeypatch.setattr("bptjax.training.report.generate", lambda *a, **k: iter(written))
-    found = answers(cast(TrainingRun, run), cast(TrainState, SimpleNamespace(model=None)))
+    found = predict_answers(cast(TrainingRun, run), cast(TrainState, SimpleNamespace(model=None)))
     assert [one["prediction"] for one in found] == ["no. On" if end else "no.", "never."]

@@ -10,7 +10,7 @@ import pytest
 
 from bptjax.config import flatten, parse, to_yaml
 from bptjax.train import main
-from bptjax.training.run_directory import claim
+from bptjax.training.run_directory import acquire_run_dir
 from bptjax.training.setup import _with_defaults
 from training.runs import rows
 
@@ -219,7 +219,7 @@ def test_a_refused_start_leaves_the_config_as_it_was(arguments, uninterrupted, c
     before = (uninterrupted / "config.yaml").read_bytes()
     command = [*arguments, "--run_dir", str(uninterrupted)]
     assert main([*command, "--train.gradient_accumulation_steps", "3"]) == 2
-    assert "rows, and here" in capsys.readouterr().err
+    assert "global batch size: the checkpoint in" in capsys.readouterr().err
     handle = os.open(uninterrupted, os.O_RDONLY)
     fcntl.flock(handle, fcntl.LOCK_EX)
     assert main([*command, "--execution.ffn_chunk", "7"]) == 2
@@ -242,18 +242,18 @@ def test_a_run_of_an_older_version_goes_on_with_the_defaults_of_new_keys(argumen
     command = [*arguments, f"--run_dir={tmp_path}"]
     old = to_yaml(parse(command)).replace("  shards: 1\n", "").replace("  warmup_ratio: null\n", "")
     (tmp_path / "config.yaml").write_text(old)
-    claim(tmp_path, parse(command))
+    acquire_run_dir(tmp_path, parse(command))
     for key, found in (("data.num_shards=2", "=1"), ("optimizer.warmup_ratio=0.5", "=None")):
         name, _, value = key.partition("=")
         with pytest.raises(ValueError, match=f"run with {name}{found}, and this one has {value}"):
-            claim(tmp_path, parse([*command, f"--{key}"]))
+            acquire_run_dir(tmp_path, parse([*command, f"--{key}"]))
     # Fine-tuning had the defaults of pre-training.
     (tmp_path / "config.yaml").write_text(old.replace("name_or_path: null", "name_or_path: x"))
     tuned = [*command, "--model.name_or_path=x", "--train.compute_dtype=float32"]
     tuned.append("--optimizer.warmup_steps=0")
     with pytest.raises(ValueError, match="weight_decay=0.1, and this one has 0.0"):
-        claim(tmp_path, parse(tuned))
-    claim(tmp_path, parse([*tuned, "--optimizer.weight_decay=0.1"]))
+        acquire_run_dir(tmp_path, parse(tuned))
+    acquire_run_dir(tmp_path, parse([*tuned, "--optimizer.weight_decay=0.1"]))
     assert [file.name for file in tmp_path.iterdir()] == ["config.yaml"]
 
 

@@ -1,0 +1,45 @@
+"""The outputs of a run while it goes: metrics, predictions, progress."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import jax
+
+from bptjax.config import flatten
+from bptjax.metrics import JsonlWriter, NullLogger, Progress
+from bptjax.trackers import Trackers
+from bptjax.training.setup import TrainingRun
+
+
+@dataclass(frozen=True)
+class Logs:
+    """Outputs of a run; only those of the first process go anywhere."""
+
+    metrics: JsonlWriter | Trackers | NullLogger
+    predictions: JsonlWriter | NullLogger
+    progress: Progress | NullLogger
+
+
+@contextmanager
+def open_logs(run: TrainingRun, start: int) -> Iterator[Logs]:
+    """Opens the logs of a run from step `start` on."""
+    null = NullLogger()
+    if jax.process_index() != 0:
+        yield Logs(null, null, null)
+        return
+    config, directory, resume_step = run.config, run.directory, start or None
+    writer = JsonlWriter(directory, resume_step=resume_step)
+    predictions: JsonlWriter | NullLogger = null
+    if run.eval_prompts:
+        predictions = JsonlWriter(directory, name="predictions.jsonl", resume_step=resume_step)
+    progress = Progress(directory, run.spec.steps)
+    metrics: JsonlWriter | Trackers = writer
+    if config.logging.report_to and start < run.spec.steps:
+        names, keys = config.logging.report_to, flatten(config)
+        metrics = Trackers(writer, names, directory, keys, resume_step, progress.log)
+    with ExitStack() as stack:
+        stack.callback(metrics.close)
+        stack.callback(predictions.close)
+        stack.enter_context(progress)
+        yield Logs(metrics, predictions, progress)

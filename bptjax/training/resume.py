@@ -1,0 +1,85 @@
+"""The start of a run: step 0, or its newest checkpoint."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from bptjax.checkpoint import Checkpoints
+from bptjax.schedule import learning_rate
+from bptjax.training.setup import TrainingRun
+from bptjax.training.spec import TrainSpec
+from bptjax.training.state import (
+    TrainState,
+    abstract_state,
+    checkpoint_view,
+    from_checkpoint,
+    init_state,
+)
+
+
+class Start(NamedTuple):
+    """The step that a run starts from.
+
+    Attributes:
+      step: 0 for a new run.
+      state: `checkpoint_view` of the state; None for a new run.
+      extra: what was saved beside the state.
+    """
+
+    step: int
+    state: TrainState | None
+    extra: dict[str, Any]
+
+
+def find_start(run: TrainingRun, checkpoints: Checkpoints) -> Start:
+    """Restores the newest checkpoint, if there is one, and the position in the data.
+
+    Raises:
+      ValueError: the checkpoint has another configuration, global batch size or base model, or is
+        beyond the last step.
+    """
+    config, spec = run.config, run.spec
+    restored = checkpoints.restore(checkpoint_view(spec, abstract_state(spec)))
+    if restored is None:
+        return Start(0, None, {})
+    start = Start(*restored)
+    if (saved := start.extra.get("rows", spec.global_batch_size)) != spec.global_batch_size:
+        raise ValueError(
+            f"global batch size: the checkpoint in {run.directory} has {saved}, this run "
+            f"{spec.global_batch_size}; keep per_device_train_batch_size × "
+            f"gradient_accumulation_steps × dp × fsdp = {saved}"
+        )
+    if start.step > spec.steps:
+        name = "max_steps" if config.train.epochs is None else "epochs"
+        raise ValueError(
+            f"train.{name}={getattr(config.train, name)}: must not end the run in "
+            f"{run.directory} before its step {start.step}; set more"
+        )
+    if run.base_fingerprint is not None and spec.pretrained is not None:
+        spec.pretrained.check(start.extra.get("base"), run.directory)
+    run.batches.set_state(start.extra["data"])
+    return start
+
+
+def complete_state(run: TrainingRun, start: Start, log: Callable[[str], None]) -> TrainState:
+    """Returns the state that the run starts with, and logs where it comes from."""
+    spec = run.spec
+    if start.state is not None:
+        log(f"resumed at step {start.step} of {spec.steps} in {run.directory}")
+        if (before := start.extra.get("steps", spec.steps)) != spec.steps:
+            log(describe_extension(spec, start.step, before))
+    if start.state is None or run.config.adapter.type != "none":
+        name = run.config.model.name_or_path
+        log("model: " + (f"loading {name}" if spec.pretrained else "initializing"))
+    return init_state(spec) if start.state is None else from_checkpoint(spec, start.state)
+
+
+def describe_extension(spec: TrainSpec, start: int, before: int) -> str:
+    """Formats how the learning rate of a resumed run changes with its number of steps."""
+    old, new = (
+        np.asarray(learning_rate(spec.config.optimizer, steps)(start)).item()
+        for steps in (before, spec.steps)
+    )
+    text = f"{spec.steps:,} steps in place of {before:,}: the learning rate of step {start + 1} is "
+    return text + (f"{new:.4g}, as before" if old == new else f"{new:.4g} in place of {old:.4g}")
