@@ -115,9 +115,9 @@ def backward(
         return general(x, state, dout)
 
     def single(x, state, dout):
-        # cuDNN attends from padding too, and with a sink padding has a finite lse.
-        state = _zero_padding(segments, state)
-        return _zero_padding(segments, _backward(x, state, dout, spec))
+        # cuDNN attends from padding too, and with a sink padding has a finite lse; its out is 0.
+        lse = jnp.where((segments != 0)[..., None], state.lse, -jnp.inf)
+        return _zero_padding(segments, _backward(x, state._replace(lse=lse), dout, spec))
 
     return jax.lax.cond(_single_documents(segments), single, general, x, state, dout)
 
