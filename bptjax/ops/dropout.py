@@ -1,4 +1,4 @@
-"""Dropout whose every element has a fixed place in one random field, however the work is cut into
+"""Dropout that depends on an element's row and column alone, not on how the work is divided into
 chunks or shards."""
 
 import jax
@@ -13,11 +13,11 @@ from bptjax.ops.arguments import check_rate
 def keep(
     key: Array, rate: float, rows: Int[Array, "*r t"], columns: Int[Array, "*r s"]
 ) -> Bool[Array, "*r t s"]:
-    """True with probability 1 - rate, independently for each (key, row, column).
+    """Returns True with probability 1 - rate, independently for each (key, row, column).
 
-    Element (row, column) is the Threefry-2x32 block of that counter under `key`, so the same
-    element gets the same bit in any tile, in the forward and in the backward pass, and nothing is
-    stored. Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
+    The bit of element (row, column) comes from the Threefry-2x32 block of that counter under `key`.
+    So an element gets the same bit in any tile, in the forward and in the backward pass, and no
+    bits are stored. Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
 
     Args:
       key: uint32 `[*r, 2]`, key data.
@@ -46,8 +46,7 @@ def dropout(
 
     Args:
       key: uint32 `[2]` key data; None drops nothing.
-      rows: a number for each token, unlike those of the batch's other tokens: the same numbers give
-        the same drops.
+      rows: a number for each token, unique in the batch. The same numbers drop the same elements.
     """
     check_rate(rate=rate)
     if key is None or rate == 0.0:

@@ -36,23 +36,24 @@ def landmark_attention(
 ) -> Float[Array, "B T N H"]:
     """Attention by grouped softmax, in O(T) memory; a `lax.scan` on any device.
 
-    Block c is the positions from c · block_size up to and including its landmark, which is its last
-    position. With x_j = scale · q·k_j, a query at position p gives key j of block c the weight
+    Block c holds the positions from c · block_size to its last one, the landmark, inclusive. With
+    x_j = scale · q·k_j, a query at position p gives key j of block c the weight
 
       exp(x_j) / Z                                 in its own block, c = p // block_size;
       exp(l_c) / Z · exp(x_j) / Σ_{i in c} exp(x_i)     in another block;
       0                                            where j is the landmark of any block;
       Z = Σ_{i in own} exp(x_i) + Σ_{c not own} exp(l_c).
 
-    All sums run over the keys that `mask` allows; those over i leave out landmarks. The weights sum
-    to 1. A block whose landmark is masked gets no attention from outside, and a landmark counts
-    only if some token of its block is allowed; both hold for the incomplete last block of a text.
-    The value of a landmark is not read.
+    All sums run over the keys that `mask` allows; sums over i leave out landmarks. The weights sum
+    to 1. A block whose landmark is masked gets no attention from other blocks, and a landmark
+    counts only if some token of its block is allowed. The incomplete last block of a text has no
+    landmark. The value of a landmark is not read.
 
     Args:
       block_size: tokens in a block, the landmark included.
-      mask: which query may attend to which key. Keys come in blocks: the `k_positions` at multiples
-        of block_size are multiples of it, and the positions are consecutive up to the block's end.
+      mask: which query may attend to which key. Keys come in blocks: the `k_positions` at indices
+        that are multiples of block_size are multiples of block_size too, and positions are
+        consecutive up to the block's end.
       scale: factor on q·k; H^-0.5 if left out.
       q_chunk, k_chunk: tokens in a chunk; k_chunk is rounded to a multiple of block_size.
 
@@ -89,7 +90,7 @@ class _Landmarks:
 
 
 class _LandmarkTile(Tile):
-    """A tile whose keys are a number of complete blocks."""
+    """A tile whose keys are n complete blocks."""
 
     def __init__(self, block_size: int, x: QKV, spec: AttentionSpec):
         super().__init__(x, spec)
@@ -116,8 +117,8 @@ class _LandmarkTile(Tile):
         other = p[:, None, None, :, None, None] != s
 
         def pull_gate(dgated):
-            """Returns a token's cotangent minus its share of the block's, which goes to the
-            landmark."""
+            """Returns the cotangent of the logits. A token passes its share of the block's
+            cotangent on to the landmark."""
             d = self._split(dgated, 0.0)
             gate = jnp.where(other, d.sum(-1, keepdims=True), 0.0)
             return pull(self._join(d + gate * (is_landmark - jnp.exp(tokens - total))))

@@ -1,4 +1,4 @@
-"""Linear + cross-entropy that never holds a [T, V] array."""
+"""Linear layer and cross-entropy in one function that never holds a [T, V] array."""
 
 import math
 from functools import partial
@@ -39,31 +39,30 @@ def linear_cross_entropy(
 ) -> Float[Array, ""] | Float[Array, "B T"]:
     """Cross-entropy of softmax(hidden · headᵀ) against `labels`, in nats, times `weights`; float32.
 
-    Logits exist for one chunk of tokens. The gradients of the sum are computed with it, in one pass
-    over each chunk of logits; the head's accumulate in float32. Per-token losses recompute their
-    logits in the backward pass.
+    Logits exist for one chunk of tokens at a time. With reduction="sum", the forward pass computes
+    the gradients too, so each chunk's logits are computed once; the head's gradient accumulates in
+    float32. With reduction="none", the backward pass recomputes the logits.
 
     Args:
-      head: output embedding, `[V, D]` as Hugging Face stores it, so a tied one is the input
-        embedding itself. Multiplied in `hidden`'s dtype; its gradient has its own dtype.
-      labels: class of each token; a label of `ignore` has loss and gradients 0. Any
-        other label outside [0, V) is refused in a NumPy array, and gives a loss of NaN in a JAX
+      head: output embedding, `[V, D]` as Hugging Face stores it, so a tied head is the input
+        embedding itself. Cast to `hidden`'s dtype for the product; its gradient has its own dtype.
+      labels: class of each token; a label of `ignore` has loss and gradients 0. Any other label
+        outside [0, V) raises if `labels` is a NumPy array, and gives a loss of NaN if it is a JAX
         array, whose values are not known at trace time.
       weights: factor on each token's loss; has no gradient.
       z_loss: adds z_loss · lse² a token (PaLM, arXiv 2204.02311, Section 5); not negative.
       softcap: logits become softcap · tanh(logits / softcap).
-      chunk: tokens, over the whole batch of a device, whose logits exist at once.
-      axes: mesh axes that shard the batch dimension: each device has its own chunks, and sums the
-        head's gradient over its own sequences.
+      chunk: number of tokens whose logits exist at once, counted over the batch of a device.
+      axes: mesh axes that shard the batch dimension: each device loops over its own chunks, and
+        sums the head's gradient over its own sequences.
       reduction: "sum" returns the sum over tokens, "none" the loss of each token.
 
     Raises:
-      ValueError: shapes that do not belong together, or an empty array; labels that are no
-        integers; a chunk below 1, a soft cap that is not positive, a negative z_loss; no such
-        reduction.
+      ValueError: shapes that do not match, or an empty array; labels that are not integers; a chunk
+        below 1, a soft cap that is not positive, a negative z_loss; an unknown reduction.
 
-    The result is a sum over tokens, not a mean: divide once by the number of weighted tokens of all
-    micro-batches and devices.
+    The result is a sum over tokens, not a mean: divide it once, by the number of weighted tokens of
+    all micro-batches and devices.
     """
     options = dict(ignore=ignore, z_loss=z_loss, softcap=softcap, chunk=chunk, axes=axes)
     operands = _checked(hidden, head, labels, weights, **options)
@@ -81,8 +80,8 @@ def cross_entropy_and_z_loss(
     weights: Float[Array, "B T"] | None = None,
     **options: Any,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Computes the sum of `linear_cross_entropy`, and the part of it that `z_loss` adds, which has
-    no gradient. Arguments as there, but for `reduction`.
+    """Returns the sum of `linear_cross_entropy`, and the part of it that `z_loss` adds, without a
+    gradient. Takes the same arguments, except for `reduction`.
     """
     total, z = _sum(*_checked(hidden, head, labels, weights, **options))
     return total, jax.lax.stop_gradient(z)
@@ -104,14 +103,14 @@ def _checked(
     check_chunk(chunk=chunk)
     check_softcap(softcap)
     if not 0.0 <= z_loss < math.inf:
-        raise ValueError(f"z_loss={z_loss}: must not be negative; 0 is none")
+        raise ValueError(f"z_loss={z_loss}: must not be negative; 0 turns it off")
     if hidden.ndim != 3 or 0 in hidden.shape:
         raise ValueError(f"hidden: must be [batch, tokens, features], not {hidden.shape}")
     if head.ndim != 2 or head.shape[1:] != hidden.shape[2:]:
         raise ValueError(f"head: must be [classes, {hidden.shape[2]}], not {head.shape}")
     for name, x in ("labels", labels), ("weights", weights):
         if x is not None and x.shape != hidden.shape[:2]:
-            raise ValueError(f"{name}: must be {hidden.shape[:2]}, one a token, not {x.shape}")
+            raise ValueError(f"{name}: must be {hidden.shape[:2]}, one per token, not {x.shape}")
     check_labels(labels, head.shape[0], ignore)
     labels = jnp.asarray(labels)
     weights = jnp.ones_like(labels, jnp.float32) if weights is None else weights
@@ -127,7 +126,7 @@ def _chunks(options: _Options, hidden: Array, labels: Array, weights: Array):
 
 
 def _losses(options: _Options, hidden, head, labels, weights):
-    """Computes one chunk's weighted losses `[B, c]`, the z-loss's part of them, and residuals for
+    """Returns one chunk's weighted losses `[B, c]`, the z-loss's part of them, and residuals for
     the gradient."""
     weights = jnp.where(labels == options.ignore, 0.0, weights.astype(jnp.float32))
     # A token of weight 0 must not count even if its hidden state is not finite.
@@ -148,8 +147,8 @@ def _losses(options: _Options, hidden, head, labels, weights):
 
 
 def _gradients(options: _Options, head, residuals, scale, frozen=False):
-    """Returns one chunk's gradients of Σ scale · losses: hidden's in its dtype, the head's in
-    float32, or None for a frozen head."""
+    """Returns one chunk's gradients of Σ scale · losses: for `hidden` in its dtype, for the head in
+    float32, or None if the head is frozen."""
     hidden, logits, derivative, lse, index, weights = residuals
     factor = (weights * scale)[..., None]
     softmax = jnp.exp(logits - lse[..., None]) * (1.0 + 2.0 * options.z_loss * lse)[..., None]

@@ -1,5 +1,4 @@
-"""Which query may attend to which key: a value that is evaluated a tile at a time, and that knows
-which tiles are empty."""
+"""Attention masks: values evaluated a tile at a time, which also tell which tiles are empty."""
 
 from dataclasses import dataclass, field, replace
 from functools import reduce
@@ -108,19 +107,21 @@ class Mask:
         """
         ordered = self.causal or self.window is not None or self.block_mask is not None
         if self.window is not None and self.window < 1:
-            raise ValueError(f"window={self.window}: must be at least 1 token; None for none")
+            raise ValueError(f"window={self.window}: must be at least 1 token, or None")
         if ordered and T != S and (self.positions is None or self.k_positions is None):
             raise ValueError(
-                f"T={T} queries and S={S} keys: causal, window and block_mask need Mask.positions, "
-                "k_positions"
+                f"T={T} queries and S={S} keys: with causal, window or block_mask, Mask.positions "
+                "and k_positions must be set"
             )
         given = {}
         for name in ("segments", "global_tokens"):
             own, of_keys = getattr(self, name), getattr(self, f"k_{name}")
             if T != S and (own is None) != (of_keys is None):
-                raise ValueError(f"T={T} queries, S={S} keys: give both Mask.{name} and k_{name}")
+                raise ValueError(
+                    f"T={T} queries and S={S} keys: Mask.{name} and k_{name} must both be set"
+                )
             if own is None and of_keys is not None:
-                raise ValueError(f"Mask.k_{name} without Mask.{name}")
+                raise ValueError(f"Mask.k_{name}: must come with Mask.{name}")
             given[f"k_{name}"] = own if of_keys is None else of_keys
         positions = np.arange(T, dtype=np.int32) if self.positions is None else self.positions
         k_positions = self.k_positions
@@ -130,26 +131,28 @@ class Mask:
         for name in (*given, "segments", "global_tokens", "positions", "k_positions"):
             value, length = getattr(full, name), S if name.startswith("k_") else T
             if value is not None and value.shape[-1] != length:
-                raise ValueError(f"Mask.{name} has {value.shape[-1]} entries for {length} tokens")
+                raise ValueError(
+                    f"Mask.{name}: must have {length} entries, one per token, not {value.shape[-1]}"
+                )
         full._check_block_mask()
         return full
 
     def _check_block_mask(self):
         if (self.block_mask is None) != (self.block_size is None):
-            raise ValueError("give both Mask.block_mask and block_size")
+            raise ValueError("Mask.block_mask and block_size: must both be set")
         if self.block_mask is None or self.block_size is None:
             return
         if self.block_size < 1 or self.block_mask.ndim != 2:
             raise ValueError(
-                f"block_size={self.block_size}, block_mask {self.block_mask.shape}; a block is at "
-                "least 1 token, and the mask of blocks is [P, R]"
+                f"Mask.block_size={self.block_size}, block_mask {self.block_mask.shape}: must be "
+                "at least 1 token and [query blocks, key blocks]"
             )
         for name, n in zip(("positions", "k_positions"), self.block_mask.shape, strict=True):
             x = getattr(self, name)
             if isinstance(x, np.ndarray) and x.max(initial=0) >= n * self.block_size:
                 raise ValueError(
-                    f"Mask.{name} go to {x.max()}; block_mask {self.block_mask.shape} with "
-                    f"block_size={self.block_size} ends at {n * self.block_size}"
+                    f"Mask.{name}={x.max()}: must be less than {n * self.block_size}, the end of "
+                    f"block_mask {self.block_mask.shape} with block_size={self.block_size}"
                 )
 
     def allowed(
@@ -299,7 +302,7 @@ def _at(blocks, i) -> Array | None:
 
 
 def _range(blocks):
-    """Returns the least and the greatest value of each block over batch and tokens: `[n]`."""
+    """Returns the least and the greatest value of each block, over batch and tokens, each `[n]`."""
     return blocks.min((1, 2)), blocks.max((1, 2))
 
 

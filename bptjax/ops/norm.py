@@ -1,4 +1,4 @@
-"""Normalisation over the last axis, in float32 for any input dtype."""
+"""Normalization over the last axis, in float32 for any input dtype."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ def rms_norm(
     """x / rms(x) · scale. Zhang & Sennrich 2019, arXiv 1910.07467."""
     y = x.astype(jnp.float32)
     y = y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + eps)
-    return (y * _row(scale, y)).astype(x.dtype)
+    return (y * _broadcast(scale, y)).astype(x.dtype)
 
 
 def layer_norm(
@@ -25,9 +25,10 @@ def layer_norm(
     """(x - mean) / std · scale + bias. Ba et al. 2016, arXiv 1607.06450."""
     y = x.astype(jnp.float32)
     y = y - jnp.mean(y, -1, keepdims=True)
-    y = y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + eps) * _row(scale, y)
-    return (y if bias is None else y + _row(bias, y)).astype(x.dtype)
+    y = y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + eps) * _broadcast(scale, y)
+    return (y if bias is None else y + _broadcast(bias, y)).astype(x.dtype)
 
 
-def _row(v: Array, like: Array) -> Array:
+def _broadcast(v: Array, like: Array) -> Array:
+    """Reshapes `v` `[D]` to the number of axes of `like`, in float32."""
     return v.astype(jnp.float32).reshape((1,) * (like.ndim - 1) + v.shape)

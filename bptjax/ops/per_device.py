@@ -11,16 +11,17 @@ SHARDED, REPLICATED = "sharded", "replicated"
 
 
 def per_device(f: Callable, axes: tuple[str, ...], inputs: Any, results: Any) -> Callable:
-    """Maps `f(*arrays, axes)` over the devices' own sequences.
+    """Returns a function that runs `f(*arrays, axes)` on each device with its own sequences.
 
-    Left to the compiler, a loop over chunks of sequences would exchange parts of the parameters for
-    every chunk.
+    If the compiler partitioned a loop over chunks of sequences itself, devices would exchange
+    shards of the parameters in every step of the loop.
 
     Args:
-      axes: mesh axes that shard the batch dimension; `f` gets those with more than one device, to
-        sum over.
-      inputs, results: prefixes of the trees that `f` takes and returns. `SHARDED`: along axis 0;
-        `REPLICATED`: over `axes`; other mesh axes may still shard it.
+      axes: mesh axes that shard the batch dimension. `f` gets the axes that have more than one
+        device, to sum over.
+      inputs, results: prefixes of the trees that `f` takes and returns. `SHARDED` leaves are
+        sharded along axis 0, `REPLICATED` leaves are replicated over `axes`; other mesh axes may
+        shard either.
     """
     mesh = jax.sharding.get_abstract_mesh()
     axes = () if mesh.empty else tuple(name for name in axes if mesh.shape[name] > 1)

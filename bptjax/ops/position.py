@@ -1,4 +1,4 @@
-"""Where a token stands: rotary embedding and its scalings, ALiBi slopes, learned positions."""
+"""Position embeddings: rotary embedding and its scalings, ALiBi slopes, learned positions."""
 
 import math
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 # Scalings whose frequencies depend on the length of the document.
 BY_LENGTH = ("dynamic", "longrope")
 
-# What each scaling needs, and what it may have, beside rope_theta.
+# Required and optional keys of each scaling, beside rope_theta.
 LONG = ("original_max_position_embeddings",)
 KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
@@ -44,21 +44,23 @@ def rope_frequencies(
     max_position_embeddings: int | None = None,
     length: Int[Array, "..."] | int | None = None,
 ) -> tuple[Float[Array | np.ndarray, "... R"], float]:
-    """Radians per token of each rotated pair, float32, and the factor on cos and sin.
+    """Returns the float32 radians per token of each rotated pair, and the factor on cos and sin.
 
     Args:
-      dim: rotated features of a head, 2R: what partial_rotary_factor, which is not read, leaves.
-      parameters: in Hugging Face's schema: rope_theta, rope_type and what that needs. A key that is
-        None counts as left out.
-      max_position_embeddings: tokens that the positions were made for. Stands in for
-        original_max_position_embeddings, and over it for the factor of yarn and longrope.
-      length: tokens of the document, a number or one for each token, which `dynamic` and
-        `longrope` depend on; within the original length if left out. May be traced. The result is
-        NumPy's unless the type is one of these two and `length` is given.
+      dim: rotated features of a head, 2R. The caller has applied partial_rotary_factor, which is
+        not read here.
+      parameters: rope_theta, rope_type and the keys of that type, in Hugging Face's schema. A key
+        that is None counts as left out.
+      max_position_embeddings: the model's context length in tokens. It replaces a missing
+        original_max_position_embeddings; for yarn and longrope, its ratio to that length replaces a
+        missing factor.
+      length: tokens of the document, an int or an array with one per token, for `dynamic` and
+        `longrope`; if left out, within the original length. May be traced. The result is a NumPy
+        array unless `length` is given and the type is one of these two.
 
     Raises:
       ValueError: an unknown rope_type or key, or one that is missing or not positive; `dim` is
-        odd; a list of longrope is not of R entries.
+        odd; a list of longrope does not have R entries.
 
     theta^(-2i / dim): Su et al. 2021, arXiv 2104.09864, Section 3.2.2. yarn: Peng et al. 2023,
     arXiv 2309.00071. longrope: Ding et al. 2024, arXiv 2402.13753. All as `transformers` defines
@@ -66,13 +68,13 @@ def rope_frequencies(
     """
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind not in KEYS:
-        raise ValueError(f"rope_type={kind!r} is not known; there are {', '.join(KEYS)}")
+        raise ValueError(f"rope_type={kind!r}: must be one of {', '.join(KEYS)}")
     p = {k: v for k, v in parameters.items() if v is not None}
     _check_keys(kind, p)
     if dim < 2 or dim % 2:
         raise ValueError(
-            f"dim={dim}: features are rotated in pairs; change head_dim or partial_rotary_factor "
-            "so that their product is even"
+            f"dim={dim}: must be even, as features are rotated in pairs; change head_dim or "
+            "partial_rotary_factor"
         )
     powers = np.float32(p["rope_theta"]) ** (np.arange(0, dim, 2, dtype=np.float32) / dim)
     plain = 1 / powers
@@ -106,7 +108,7 @@ def rope_frequencies(
             / original
         )
     if kind == "yarn":
-        # With its None: an explicit truncate=None is false to transformers.
+        # Pass the None values too: to transformers an explicit truncate=None is false.
         return _yarn(powers, float(factor), original, parameters)
     return _longrope(powers, float(factor), original, length, p)
 
@@ -125,10 +127,11 @@ def _check_keys(kind: str, p: Mapping[str, Any]) -> None:
     for key in sorted(p.keys() - {"rope_type", "type", "truncate"}):
         values = np.asarray(p[key])
         number = values.dtype.kind in "iuf"
-        # The weights of yarn's factor may be 0: that is none.
+        # Yarn's mscale weights may be 0, which turns them off.
         least = 0 if key.startswith("mscale") else np.finfo(float).tiny
         if not number or not ((values >= least) & np.isfinite(values)).all():
-            raise ValueError(f"rope_parameters.{key}={p[key]!r} is not positive")
+            bound = "not negative" if least == 0 else "positive"
+            raise ValueError(f"rope_parameters.{key}={p[key]!r}: must be finite and {bound}")
 
 
 def _needed(kind: str, name: str, value: Any) -> Any:
@@ -140,21 +143,22 @@ def _needed(kind: str, name: str, value: Any) -> Any:
 def _dynamic(
     plain: np.ndarray, longest: int, length: Array | int, p: Mapping[str, Any]
 ) -> Float[Array, "... R"]:
-    """theta · grown^(dim / (dim - 2)) in place of theta: the slowest pair is slowed by `grown`."""
+    """Replaces theta by theta · growth^(dim / (dim - 2)): this slows the slowest pair by
+    `growth`."""
     beyond = jnp.maximum(jnp.asarray(length) - longest, 0).astype(jnp.float32)
-    grown = (1 + p["factor"] * (beyond / longest))[..., None]
+    growth = (1 + p["factor"] * (beyond / longest))[..., None]
     R = len(plain)
-    powers = _like(grown, -np.arange(R, dtype=np.float32) / max(R - 1, 1))
-    return _like(grown, plain) * grown**powers
+    powers = _like(growth, -np.arange(R, dtype=np.float32) / max(R - 1, 1))
+    return _like(growth, plain) * growth**powers
 
 
 def _like(x: Array, table: np.ndarray) -> np.ndarray:
-    """`table` of R entries with as many axes as x."""
+    """Reshapes `table` `[R]` to the number of axes of x."""
     return table.reshape((1,) * (x.ndim - 1) + table.shape)
 
 
 def _llama3(plain: np.ndarray, original: int, p: Mapping[str, Any]) -> np.ndarray:
-    """Long waves are slowed by `factor`, short ones kept, those between blended."""
+    """Slows long waves by `factor`, leaves short ones as they are and blends those in between."""
     low, high = p["low_freq_factor"], p["high_freq_factor"]
     waves = np.float32(2 * math.pi) / plain
     slowed = np.where(waves > original / low, plain / np.float32(p["factor"]), plain)
@@ -167,30 +171,30 @@ def _llama3(plain: np.ndarray, original: int, p: Mapping[str, Any]) -> np.ndarra
 def _yarn(
     powers: np.ndarray, factor: float, original: int, p: Mapping[str, Any]
 ) -> tuple[np.ndarray, float]:
-    """Pairs that turn less than beta_slow times in the original length are slowed by `factor`,
-    those that turn more than beta_fast times kept, those between blended."""
+    """Slows pairs that turn less than beta_slow times in the original length by `factor`, leaves
+    pairs that turn more than beta_fast times as they are, and blends those in between."""
 
     def stretch(weight=1.0):
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
     def pair(turns):
-        """Which pair makes so many turns in the original length."""
+        """Returns the pair that makes `turns` turns in the original length, as a float."""
         return R * math.log(original / (turns * 2 * math.pi)) / math.log(p["rope_theta"])
 
     R = len(powers)
     low, high = pair(p.get("beta_fast") or 32), pair(p.get("beta_slow") or 1)
     if p.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
-    # Up to 2R - 1, as in transformers and the paper's code, though there are R pairs.
+    # The limit is 2R - 1 in transformers and in the paper's code, although there are R pairs.
     low, high = max(low, 0), min(high, 2 * R - 1)
-    # transformers' guard against an empty ramp.
+    # transformers avoids an empty ramp in the same way.
     width = (high - low) or 0.001
-    kept = 1 - np.clip((np.arange(R, dtype=np.float32) - low) / width, 0, 1)
-    frequencies = 1 / (factor * powers) * (1 - kept) + 1 / powers * kept
+    unscaled = 1 - np.clip((np.arange(R, dtype=np.float32) - low) / width, 0, 1)
+    frequencies = 1 / (factor * powers) * (1 - unscaled) + 1 / powers * unscaled
     scale = p.get("attention_factor")
     if scale is None:
-        one, other = p.get("mscale"), p.get("mscale_all_dim")
-        scale = stretch(one) / stretch(other) if one and other else stretch()
+        mscale, all_dim = p.get("mscale"), p.get("mscale_all_dim")
+        scale = stretch(mscale) / stretch(all_dim) if mscale and all_dim else stretch()
     return frequencies, float(scale)
 
 
@@ -201,22 +205,22 @@ def _longrope(
     length: Array | int | None,
     p: Mapping[str, Any],
 ) -> tuple[Array | np.ndarray, float]:
-    each = []
+    frequencies = []
     for name in ("short_factor", "long_factor"):
         if len(p[name]) != len(powers):
             raise ValueError(
-                f"rope_parameters.{name} has {len(p[name])} entries for {len(powers)} pairs; "
-                "give one for each"
+                f"rope_parameters.{name}: must have {len(powers)} entries, one for each rotated "
+                f"pair, not {len(p[name])}"
             )
-        each.append(np.float32(1.0) / (np.asarray(p[name], np.float32) * powers))
+        frequencies.append(np.float32(1.0) / (np.asarray(p[name], np.float32) * powers))
     scale = p.get("attention_factor")
     if scale is None:
         stretched = 1 + math.log(max(factor, 1.0)) / math.log(original)
         scale = math.sqrt(stretched)
     if length is None:
-        return each[0], float(scale)
+        return frequencies[0], float(scale)
     beyond = (jnp.asarray(length) > original)[..., None]
-    short, long = (_like(beyond, x) for x in each)
+    short, long = (_like(beyond, x) for x in frequencies)
     return jnp.where(beyond, long, short), float(scale)
 
 
@@ -225,8 +229,8 @@ def document_lengths(
 ) -> Int[Array, "B T"]:
     """Returns the length of each token's document: its largest position, plus one.
 
-    Works for tokens in any order. `segments` holds any document numbers; without it, a sequence is
-    one document.
+    Works for tokens in any order. `segments` may hold any numbers; without it, a sequence is one
+    document.
     """
     if segments is None:
         return jnp.broadcast_to(positions.max(1, keepdims=True) + 1, positions.shape)
@@ -245,23 +249,25 @@ def rope(
     frequencies: Float[Array | np.ndarray, "... R"],
     factor: Float[Array, ""] | float = 1.0,
 ) -> Float[Array, "B T N H"]:
-    """Rotates the first 2R of the H features by position · frequency, times `factor`; the others
-    pass. Hugging Face's half-split layout: feature i turns with feature i + R. The frequencies are
-    `[R]`, or `[B, T, R]` where they differ from token to token."""
+    """Rotates the first 2R of the H features by position · frequency and scales them by `factor`;
+    the other features pass unchanged. Uses Hugging Face's half-split layout: feature i is paired
+    with feature i + R. The frequencies are `[R]`, or `[B, T, R]` if they differ between tokens."""
     *tokens, R = frequencies.shape
     angle = positions.astype(jnp.float32)[..., None, None] * jnp.asarray(frequencies).reshape(
         *(tokens or (1, 1)), 1, R
     )
     cos, sin = jnp.cos(angle) * factor, jnp.sin(angle) * factor
     a, b = x[..., :R].astype(jnp.float32), x[..., R : 2 * R].astype(jnp.float32)
-    turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
-    return turned if 2 * R == x.shape[-1] else jnp.concatenate([turned, x[..., 2 * R :]], -1)
+    rotated = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
+    return rotated if 2 * R == x.shape[-1] else jnp.concatenate([rotated, x[..., 2 * R :]], -1)
 
 
 def alibi_slopes(heads: int, *, interleaved: bool = False) -> Float[np.ndarray, "heads"]:
-    """ALiBi's slope of each head, float32: 2^(-8 · i / N), i = 1..N, for a power of two. For other
-    numbers, those of the next smaller one followed by every other one of the next larger; or
-    `interleaved`, the even ones of the next larger followed by the odd ones, cut to N.
+    """Returns ALiBi's slope of each of N heads, float32.
+
+    For N a power of two, the slopes are 2^(-8 · i / N), i = 1..N. For any other N, the slopes of
+    the next smaller power are followed by every second slope of the next larger power. With
+    `interleaved`, the first N of the next larger power's even slopes, then its odd ones.
 
     Press et al. 2021, arXiv 2108.12409, and its code; `interleaved`: MPT, `build_mpt_alibi_tensor`
     in transformers.
@@ -283,8 +289,8 @@ def alibi_slopes(heads: int, *, interleaved: bool = False) -> Float[np.ndarray, 
 def extend_positions(
     table: Float[Array | np.ndarray, "P D"], rows: int, offset: int = 0
 ) -> Float[Array | np.ndarray, "Q D"]:
-    """A learned embedding of `rows` positions out of a shorter or longer one: its rows again and
-    again, after the `offset` rows before that of position 0. NumPy's of NumPy's, JAX's of JAX's.
+    """Returns a learned embedding of `rows` positions: the table's rows, repeated or truncated,
+    after the `offset` rows that precede position 0. A NumPy table gives a NumPy array.
 
     Raises:
       ValueError: the table has no rows after the first `offset`.
@@ -292,7 +298,7 @@ def extend_positions(
     own = table.shape[0] - offset
     if own < 1:
         raise ValueError(
-            f"offset={offset} leaves none of the table's {table.shape[0]} rows to repeat; "
-            "give a longer table or a smaller offset"
+            f"offset={offset}: must be less than the table's {table.shape[0]} rows; give a longer "
+            "table or a smaller offset"
         )
     return table[np.concatenate([np.arange(offset), offset + np.arange(rows) % own])]

@@ -1,4 +1,4 @@
-"""Arrays in few bits: block-wise codes with a code book, rounded to nearest or stochastically, and
+"""Quantization: block-wise codes with a codebook, rounded to nearest or stochastically, and
 bfloat16, rounded stochastically."""
 
 import math
@@ -11,9 +11,9 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, UInt8, UInt16, UInt32
 
-# Elements that share one absolute maximum: of moments and statistics, and of weights.
+# Elements that share one absolute maximum, in optimizer state and statistics, and in weights.
 BLOCK, WEIGHT_BLOCK = 256, 64
-# Values that codes of a weight stand for, ascending, over the block's absolute maximum.
+# Values of a weight's codes, ascending, as fractions of the block's absolute maximum.
 CODEBOOKS: dict[str, np.ndarray] = {
     # Quantiles of the normal distribution: Dettmers et al. 2023, arXiv 2305.14314, Appendix E.
     "nf4": np.asarray(
@@ -37,7 +37,7 @@ CODEBOOKS: dict[str, np.ndarray] = {
         ],
         np.float32,
     ),
-    # One sign, two exponent and one mantissa bit, as bitsandbytes has them; there are two zeros.
+    # One sign bit, two exponent bits and one mantissa bit, as in bitsandbytes; there are two zeros.
     "fp4": np.asarray(
         [
             *(-1.0, -2 / 3, -0.5, -1 / 3, -0.25, -1 / 6, -1 / 192, 0.0),
@@ -51,11 +51,11 @@ CODEBOOKS: dict[str, np.ndarray] = {
 
 @lru_cache
 def dynamic_codebook(signed: bool) -> np.ndarray:
-    """Dynamic (tree) quantisation's 256 values, ascending, the greatest of them 1: of each decade
-    from 1e-7 to 1 twice as many as of the one below. float32 `[256]`.
+    """Returns the 256 values of dynamic (tree) quantization, float32 `[256]`, ascending up to 1.
+    Each decade from 1e-7 to 1 has twice as many values as the decade below.
 
     Dettmers et al. 2021, "8-bit Optimizers via Block-wise Quantization", arXiv 2110.02861, Section
-    1.3; unsigned, the sign's bit is one more of the fraction (Section 2.2).
+    1.3; the unsigned codebook uses the sign bit as one more bit of the fraction (Section 2.2).
     """
     values = [0.0, 1.0]
     for decade in range(7):
@@ -72,13 +72,13 @@ def quantize(
     *,
     block: int = BLOCK,
 ) -> tuple[UInt8[Array, "*b S"], Float[Array, "*b C"]]:
-    """`x` as codes, and the absolute maximum of each block along the last axis, the last of which
-    may be shorter: C = ⌈S / block⌉.
+    """Returns the codes of `x`, and the absolute maximum of each of the C = ⌈S / block⌉ blocks
+    along the last axis. The last block may be shorter.
 
     Args:
       codebook: ascending `[2**n]`, n ≤ 8, within [-1, 1].
-      noise: uniform random bits, for stochastic rounding: what comes back from `dequantize` is `x`
-        in the mean. None rounds to the nearest.
+      noise: uniform random bits, for stochastic rounding: the expected result of `dequantize` is
+        `x`. None rounds to the nearest value.
     """
     x = x.astype(jnp.float32)
     S, short = x.shape[-1], -x.shape[-1] % block
@@ -92,14 +92,14 @@ def quantize(
         below = jnp.where(x >= book[below + half], below + half, below)
     above = jnp.minimum(below + 1, len(codebook) - 1)
     low, high = book[below], book[above]
-    part = 0.5 if noise is None else (noise.astype(jnp.float32) + 0.5) / 2**16
-    return jnp.where(x - low > part * (high - low), above, below).astype(jnp.uint8), absmax
+    threshold = 0.5 if noise is None else (noise.astype(jnp.float32) + 0.5) / 2**16
+    return jnp.where(x - low > threshold * (high - low), above, below).astype(jnp.uint8), absmax
 
 
 def dequantize(
     codes: UInt8[Array, "*b S"], absmax: Float[Array, "*b C"], codebook: np.ndarray
 ) -> Float[Array, "*b S"]:
-    """What `quantize` made in blocks of 256, in float32."""
+    """Inverts `quantize` with blocks of 256, up to rounding. Returns float32."""
     return _look_up(codebook, codes) * _each(absmax, codes.shape[-1], BLOCK)
 
 
@@ -108,7 +108,7 @@ def _look_up(codebook: np.ndarray, codes: UInt8[Array, "*b"]) -> Float[Array, "*
 
 
 def _each(blocks: Float[Array, "*b C"], size: int, block: int) -> Float[Array, "*b S"]:
-    """A number of each block, for each of the `size` elements."""
+    """Repeats each block's number for the elements of the block, `size` in all."""
     return jnp.repeat(blocks, block, axis=-1)[..., :size]
 
 
@@ -130,8 +130,10 @@ class Matrix(NamedTuple):
 
 
 def quantize_matrix(w: Float[Array, "I *o"], kind: str, double: bool) -> Matrix:
-    """`w` in the code book `kind`, each value rounded to the nearest; with `double` its constants
-    in 8 bits too. Dettmers et al. 2023, arXiv 2305.14314, Section 3; blocks and order are those of
+    """Quantizes `w` with the codebook `kind`, rounding to the nearest value. With `double`, the
+    absolute maxima are quantized to 8 bits too (double quantization).
+
+    Dettmers et al. 2023, arXiv 2305.14314, Section 3. Blocks and order are the same as in
     bitsandbytes for a weight `[outputs, inputs]` whose inputs are a multiple of 64.
     """
     I, *outputs = w.shape  # noqa: E741
@@ -140,8 +142,8 @@ def quantize_matrix(w: Float[Array, "I *o"], kind: str, double: bool) -> Matrix:
     second = mean = None
     if double:
         mean = absmax.mean()
-        few, second = quantize((absmax - mean).reshape(-1), dynamic_codebook(signed=True))
-        absmax = few.reshape(absmax.shape)
+        absmax_codes, second = quantize((absmax - mean).reshape(-1), dynamic_codebook(signed=True))
+        absmax = absmax_codes.reshape(absmax.shape)
     codes = codes.T
     if len(book) == 16:
         codes = jnp.pad(codes, ((0, I % 2), (0, 0)))
@@ -150,7 +152,7 @@ def quantize_matrix(w: Float[Array, "I *o"], kind: str, double: bool) -> Matrix:
 
 
 def dequantize_matrix(matrix: Matrix, kind: str, inputs: int) -> Float[Array, "I *o"]:
-    """What `quantize_matrix` made of a weight with so many `inputs`, in float32."""
+    """Inverts `quantize_matrix` for a weight with I = `inputs`, up to rounding. Returns float32."""
     codes, absmax, second, mean = matrix
     C, *outputs = absmax.shape
     if second is not None and mean is not None:
@@ -167,26 +169,26 @@ def dequantize_matrix(matrix: Matrix, kind: str, inputs: int) -> Float[Array, "I
 def random_bits(
     key: Array, shape: tuple[int, ...]
 ) -> tuple[UInt32[Array, "*b"], UInt32[Array, "*b"]]:
-    """Two words for each element, by its number: what rounding needs, at a tenth of the price of
-    `jax.random.bits`; not for sampling.
+    """Returns two random words for each element, at a tenth of the cost of `jax.random.bits`. Good
+    enough for rounding, not for sampling.
 
-    Murmur3's finalizer (Appleby 2011) over number and key. Numbers are 32 bits: elements 2³² apart
-    share theirs.
+    Applies Murmur3's finalizer (Appleby 2011) to the element's index and the key. The index has 32
+    bits, so elements 2³² apart get the same words.
     """
 
-    def mixed(x):
+    def mix(x):
         x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
         x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
         return x ^ (x >> 16)
 
-    number = jnp.arange(math.prod(shape), dtype=jnp.uint32).reshape(shape)
-    one, other = jax.random.bits(key, (2,))
-    first = mixed(mixed(number ^ one) + other)
-    return first, mixed(first + jnp.uint32(0x9E3779B9))
+    index = jnp.arange(math.prod(shape), dtype=jnp.uint32).reshape(shape)
+    key0, key1 = jax.random.bits(key, (2,))
+    first = mix(mix(index ^ key0) + key1)
+    return first, mix(first + jnp.uint32(0x9E3779B9))
 
 
 def stochastic_round(x: Float[Array, "*b"], noise: UInt16[Array, "*b"]) -> Float[Array, "*b"]:
-    """float32 as bfloat16, rounded up or down with the probabilities that make it `x` in the mean.
+    """Rounds float32 up or down to bfloat16, at random, so that the expected result is `x`.
 
     Args:
       noise: uniform random bits.

@@ -1,5 +1,5 @@
-"""Soft-capped logits, and the online-softmax algebra: attention to a block of keys, and how blocks
-combine."""
+"""Soft-capped logits, and online softmax: attention to one set of keys, merged with attention to
+another."""
 
 from typing import NamedTuple
 
@@ -9,11 +9,11 @@ from jaxtyping import Float
 
 
 class AttentionState(NamedTuple):
-    """Attention to some of the keys, with all that is needed to merge it with attention to others.
+    """Attention to a subset of the keys, which can be merged with attention to another subset.
 
     Attributes:
-      out: softmax-weighted mean of those keys' values; 0 where a query attends to none of them.
-      lse: float32 log-sum-exp of the logits; -inf where a query attends to none.
+      out: softmax-weighted mean of these keys' values; 0 where a query attends to no key.
+      lse: float32 log-sum-exp of the logits; -inf where a query attends to no key.
     """
 
     out: Float[Array, "B T N H"]

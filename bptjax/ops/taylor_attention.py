@@ -19,14 +19,14 @@ def taylor_attention(
     """Attention in which query i gives key j the weight 1 + q_i·k_j / (|q_i| |k_j|), divided by the
     sum of its weights; not causal, O(T) time and memory. Computes in float32.
 
-    On a mesh that shards the tokens, devices exchange `[K, H, H + 1]` sums per sequence, whatever
-    T.
+    On a mesh that shards the tokens, devices exchange `[K, H, H + 1]` sums per sequence; their size
+    does not depend on T.
 
     Args:
-      keys: which keys take part; all if left out. Without any, the result is 0.
+      keys: True for the keys to attend to; all if left out. Where no key is True, the result is 0.
 
     Raises:
-      ValueError: shapes or dtypes of q, k, v and keys that do not belong together.
+      ValueError: shapes or dtypes of q, k, v and keys that do not match.
 
     Li et al. 2020, arXiv 2007.14902, Section 3.
     """

@@ -20,20 +20,29 @@ KEY = jax.random.key(7)
 X = normal(0, 2, 4, 3, 8)
 ONES = np.ones((2, 4), np.int32)
 BAD = {
-    "no key": (dict(dropout=0.1), "dropout=0.1 needs dropout_key"),
+    "no key": (dict(dropout=0.1), "dropout=0.1: must come with dropout_key"),
     "dropout": (dict(dropout=1.0, dropout_key=KEY), r"dropout=1.0: must be in \[0, 1\)"),
     "dropout < 0": (dict(dropout=-0.1, dropout_key=KEY), r"dropout=-0.1: must be in \[0, 1\)"),
     "q_chunk": (dict(q_chunk=0), "q_chunk=0: must be at least 1 token"),
     "k_chunk": (dict(k_chunk=-4), "k_chunk=-4: must be at least 1 token"),
-    "softcap": (dict(softcap=0.0), "softcap=0.0: must be positive; leave it out for none"),
+    "softcap": (
+        dict(softcap=0.0),
+        "softcap=0.0: must be positive and finite; leave it out for no cap",
+    ),
     "softcap < 0": (dict(softcap=-50.0), "softcap=-50.0: must be positive"),
     "scale": (dict(scale=float("nan")), "scale=nan: must be finite; leave it out"),
-    "sinks": (dict(sinks=np.ones(2)), r"sinks: must be \[3\], one logit a query head, not \(2,\)"),
+    "sinks": (
+        dict(sinks=np.ones(2)),
+        r"sinks: must be \[3\], one logit per query head, not \(2,\)",
+    ),
     "integer sinks": (dict(sinks=np.ones(3, int)), "sinks: must be of a float dtype, not int64"),
-    "alibi": (dict(alibi=np.ones(2)), r"alibi: must be \[3\], one slope a query head, not \(2,\)"),
-    "alibi, T != S": (dict(q=X[:, :2], mask=Mask(), alibi=np.ones(3)), "S=4 keys: ALiBi needs"),
-    "T != S": (dict(q=X[:, :2]), "T=2 queries and S=4 keys: causal"),
-    "heads": (dict(k=X[:, :, :2], v=X[:, :, :2]), "3 query heads are not a multiple of 2"),
+    "alibi": (
+        dict(alibi=np.ones(2)),
+        r"alibi: must be \[3\], one slope per query head, not \(2,\)",
+    ),
+    "alibi, T != S": (dict(q=X[:, :2], mask=Mask(), alibi=np.ones(3)), "S=4 keys: with ALiBi"),
+    "T != S": (dict(q=X[:, :2]), "T=2 queries and S=4 keys: with causal"),
+    "heads": (dict(k=X[:, :, :2], v=X[:, :, :2]), "3 query heads: must be a multiple of 2"),
     "fewer values": (
         dict(v=X[:, :-1]),
         r"keys \(2, 4, 3, 8\) and values \(2, 3, 3, 8\): must",
@@ -48,7 +57,10 @@ BAD = {
     "no tokens": (dict(q=X[:, :0], k=X[:, :0], v=X[:, :0]), r"q: must be .*, not \(2, 0, 3, 8\)"),
     "window": (dict(mask=Mask(causal=True, window=0)), "window=0: must be at least 1 token"),
     "windows": (dict(mask=Mask().within((4, -1), 0)), "window=-1: must be at least 1 token"),
-    "few segments": (dict(mask=Mask(segments=ONES[:, :3])), "segments has 3 entries for 4"),
+    "few segments": (
+        dict(mask=Mask(segments=ONES[:, :3])),
+        r"segments: must have 4 entries.*not 3",
+    ),
     "flat segments": (dict(mask=Mask(segments=ONES[0])), r"Mask.segments: must be .*not \(4,\)"),
     "segments' batch": (
         dict(mask=Mask(segments=np.ones((3, 4), np.int32))),
@@ -57,7 +69,7 @@ BAD = {
     "float segments": (dict(mask=Mask(segments=ONES / 2)), "segments: must be integer, not float"),
     "few positions": (
         dict(mask=Mask(positions=np.arange(3))),
-        "Mask.positions has 3 entries",
+        "Mask.positions: must have 4 entries, one per token, not 3",
     ),
     "positions' rank": (
         dict(mask=Mask(positions=np.zeros((1, 1, 4), int))),
@@ -73,7 +85,7 @@ def test_bad_arguments(options, message):
         inspect.unwrap(attention)(**dict(q=X, k=X, v=X) | options)
 
 
-def test_a_mesh_refuses_what_one_device_refuses():
+def test_a_mesh_refuses_the_same_arguments_as_one_device():
     with jax.set_mesh(make_mesh(ParallelConfig(fsdp=2), jax.devices()[:2])):
         for name in ("q_chunk", "softcap", "sinks", "fewer values", "window", "no tokens"):
             options, message = BAD[name]
@@ -81,7 +93,7 @@ def test_a_mesh_refuses_what_one_device_refuses():
                 on_mesh(**dict(q=X, k=X, v=X) | options)
 
 
-def test_kin_of_attention_refuse_bad_arguments():
+def test_related_functions_refuse_bad_arguments():
     landmark = partial(inspect.unwrap(landmark_attention), block_size=2)
     for f in (inspect.unwrap(taylor_attention), landmark):
         for name in ("fewer values", "heads", "dtypes", "no tokens"):
@@ -91,7 +103,10 @@ def test_kin_of_attention_refuse_bad_arguments():
     with pytest.raises(ValueError, match=r"keys: must be \(2, 4\), as k, not \(2, 3\)"):
         inspect.unwrap(taylor_attention)(X, X, X, keys=np.ones((2, 3), bool))
     for x, message in (
-        (X[:, :0], r"x: must be arrays \[batch, tokens, ...\] of the same size, not \(2, 0\)"),
+        (
+            X[:, :0],
+            r"x: must be arrays \[batch, tokens, ...\] of one batch and length, not \(2, 0\)",
+        ),
         ((X, X[:, :2]), r"not \(2, 2\), \(2, 4\)"),
         ((), "not no arrays"),
     ):

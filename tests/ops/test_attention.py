@@ -537,9 +537,9 @@ def test_empty_tiles_take_no_time():
         (Mask(segments=np.repeat([[1, 2]], 8, 1).astype(np.int32)), 8),
     ],
 )
-def test_dead_tiles_are_not_visited(mask, seen, known):
-    """Values of the last tile's keys are not a number: any visit, even one whose weights are all 0,
-    shows, forward and backward. The mask is known while tracing, or on the device alone."""
+def test_empty_tiles_are_not_visited(mask, seen, known):
+    """The values of the last tile's keys are NaN, so any visit to it, even with weights of 0,
+    shows in both passes. The mask is static or traced."""
     T, chunks = 16, dict(q_chunk=4, k_chunk=4)
     q = normal(0, 1, T, 1, 8)
     v = q.at[:, -4:].set(jnp.nan)
@@ -553,12 +553,12 @@ def test_dead_tiles_are_not_visited(mask, seen, known):
         return state.out, scan.backward(x, finite, q, spec).q
 
     for x in run(mask) if not known else quick(lambda: run.__wrapped__(mask))():
-        live = jnp.isfinite(x).all((0, 2, 3))
-        assert (live == (jnp.arange(T) < seen // 4 * 4)).all()
+        finite = jnp.isfinite(x).all((0, 2, 3))
+        assert (finite == (jnp.arange(T) < seen // 4 * 4)).all()
 
 
-def test_known_masks_fix_the_number_of_steps():
-    """NumPy in a mask stays known through `attention`: the loops over live tiles have a length."""
+def test_static_masks_fix_the_number_of_steps():
+    """A NumPy mask stays static in `attention`, so the loops over non-empty tiles have a length."""
     mask = Mask(window=2, global_tokens=np.arange(16) == 0, block_mask=np.eye(4), block_size=4)
     options = dict(impl="scan", q_chunk=4, k_chunk=4)
     q = normal(0, 1, 16, 1, 8)

@@ -195,7 +195,10 @@ NUMPY = np.array(LABELS)
 BAD = {
     "chunk": (dict(chunk=0), "chunk=0: must be at least 1 token"),
     "reduction": (dict(reduction="mean"), "reduction='mean': must be sum or none"),
-    "softcap 0": (dict(softcap=0.0), "softcap=0.0: must be positive; leave it out for none"),
+    "softcap 0": (
+        dict(softcap=0.0),
+        "softcap=0.0: must be positive and finite; leave it out for no cap",
+    ),
     "softcap < 0": (dict(softcap=-30.0), "softcap=-30.0: must be positive"),
     "softcap NaN": (dict(softcap=float("nan")), "softcap=nan: must be positive"),
     "z-loss": (dict(z_loss=-1e-4), "z_loss=-0.0001: must not be negative"),
@@ -205,8 +208,14 @@ BAD = {
     "fewer labels": (dict(labels=LABELS[:, :-1]), r"labels: must be \(2, 13\), .*not \(2, 12\)"),
     "weights": (dict(weights=WEIGHTS[:1]), r"weights: must be \(2, 13\), .*not \(1, 13\)"),
     "float labels": (dict(labels=LABELS * 1.0), "labels: must be integers, not float32"),
-    "too large": (dict(labels=np.where(NUMPY == 3, V, NUMPY)), r"19 is out of range; .*\[0, 19\)"),
-    "negative": (dict(labels=np.where(NUMPY == 3, -1, NUMPY)), "-1 is out of range.*or -100 for"),
+    "too large": (
+        dict(labels=np.where(NUMPY == 3, V, NUMPY)),
+        r"labels: must be in \[0, 19\), .*not 19",
+    ),
+    "negative": (
+        dict(labels=np.where(NUMPY == 3, -1, NUMPY)),
+        "labels: must be in .*or -100 for .*not -1",
+    ),
 }
 
 

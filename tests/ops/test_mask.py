@@ -81,8 +81,8 @@ def test_nonempty_is_known_while_tracing():
     ],
 )
 def test_tiles_are_the_mask(mask, chunks):
-    """Tiles put together are the whole mask; no tile with a live pair is left out; rows come in
-    order, each once."""
+    """The tiles join to the full mask; no tile with an allowed pair is skipped; query blocks come
+    in order, each once."""
     tiles = Tiles(mask, T, T, *chunks)
     full = jax.tree.map(jnp.asarray, mask.resolve(T, T))
     p, s = jnp.atleast_2d(full.positions), jnp.atleast_2d(full.k_positions)
@@ -101,7 +101,7 @@ def test_tiles_are_the_mask(mask, chunks):
             assert (i, j) in visited or not here.any()
 
 
-def test_all_seen():
+def test_full_tiles():
     assert Tiles(Mask(), 8, 8, 4, 4).allowed(0, 0) is None
     assert Tiles(Mask(), 8, 7, 4, 4).allowed(0, 1).sum() == 4 * 3 // 4
 
@@ -109,23 +109,29 @@ def test_all_seen():
 @pytest.mark.parametrize(
     "mask, message",
     [
-        (Mask(causal=True), "T=4 queries and S=6 keys: causal, window and block_mask need"),
-        (Mask(block_mask=BLOCKS, block_size=1), "T=4 queries and S=6 keys: causal, window and bl"),
+        (Mask(causal=True), "T=4 queries and S=6 keys: with causal, window or block_mask"),
+        (Mask(block_mask=BLOCKS, block_size=1), "T=4 queries and S=6 keys: with causal, window"),
         (Mask(window=2, positions=np.arange(4)), "T=4 queries and S=6 keys"),
         (Mask(window=0), "window=0: must be at least 1 token"),
-        (Mask(segments=np.ones((1, 4))), "give both"),
-        (Mask(k_segments=np.ones((1, 6))), "give both"),
-        (Mask(global_tokens=np.ones(4, bool)), "give both Mask.global_tokens and k_global_tokens"),
-        (Mask(block_mask=BLOCKS, **BOTH), "give both Mask.block_mask and block_size"),
-        (Mask(block_size=4), "give both Mask.block_mask and block_size"),
+        (Mask(segments=np.ones((1, 4))), "must both be set"),
+        (Mask(k_segments=np.ones((1, 6))), "must both be set"),
+        (
+            Mask(global_tokens=np.ones(4, bool)),
+            "global_tokens and k_global_tokens must both be set",
+        ),
+        (Mask(block_mask=BLOCKS, **BOTH), "Mask.block_mask and block_size: must both be set"),
+        (Mask(block_size=4), "Mask.block_mask and block_size: must both be set"),
         (Mask(block_mask=BLOCKS, block_size=0, **BOTH), "block_size=0"),
         (Mask(block_mask=BLOCKS[0], block_size=1, **BOTH), r"block_mask \(16,\)"),
         (
             Mask(block_mask=BLOCKS[:2, :2], block_size=2, **BOTH),
-            r"k_positions go to 5; block_mask \(2, 2\) with block_size=2 ends at 4",
+            r"k_positions=5: must be less than 4, the end of block_mask \(2, 2\) with block_size=2",
         ),
-        (Mask(positions=np.arange(5)), "Mask.positions has 5 entries for 4 tokens"),
-        (Mask(k_positions=np.arange(5)), "Mask.k_positions has 5 entries for 6 tokens"),
+        (Mask(positions=np.arange(5)), "Mask.positions: must have 4 entries, one per token, not 5"),
+        (
+            Mask(k_positions=np.arange(5)),
+            "Mask.k_positions: must have 6 entries, one per token, not 5",
+        ),
     ],
 )
 def test_bad_masks(mask, message):
@@ -134,14 +140,14 @@ def test_bad_masks(mask, message):
 
 
 def test_keys_alone():
-    with pytest.raises(ValueError, match="k_segments without"):
+    with pytest.raises(ValueError, match="k_segments: must come with Mask.segments"):
         Mask(k_segments=np.ones((1, 4))).resolve(4, 4)
-    with pytest.raises(ValueError, match="k_global_tokens without"):
+    with pytest.raises(ValueError, match="k_global_tokens: must come with Mask.global_tokens"):
         Mask(k_global_tokens=np.ones(4, bool)).resolve(4, 4)
 
 
 def test_beyond_the_block_mask():
-    """Positions known on the device alone cannot be refused: they see nothing and are not seen."""
+    """Traced positions cannot be refused: they attend to nothing, and nothing attends to them."""
     mask = Mask(block_mask=np.ones((2, 3), bool), block_size=4, positions=jnp.arange(16))
     p = jnp.arange(16)[None]
     assert (mask.allowed(p, p, None, None)[0] == (p.T < 8) & (p < 12)).all()

@@ -231,8 +231,8 @@ LISTS = dict(rope_type="longrope", original_max_position_embeddings=8, factor=2.
 @pytest.mark.parametrize(
     "parameters, message",
     [
-        (dict(rope_type="su"), "rope_type='su' is not known; there are default"),
-        (dict(type="su"), "rope_type='su' is not known; there are default"),
+        (dict(rope_type="su"), "rope_type='su': must be one of default"),
+        (dict(type="su"), "rope_type='su': must be one of default"),
         (dict(rope_theta=None), "rope_type=default needs rope_parameters.rope_theta; set it"),
         (dict(rope_type="linear"), "rope_type=linear needs rope_parameters.factor; set it"),
         (dict(rope_type="llama3", factor=8.0), "needs rope_parameters.low_freq_factor; set it"),
@@ -249,11 +249,11 @@ LISTS = dict(rope_type="longrope", original_max_position_embeddings=8, factor=2.
         ),
         (
             LISTS | dict(short_factor=[1.0], long_factor=[1.0] * 4),
-            "short_factor has 1 entries for 4 pairs; give one for each",
+            "short_factor: must have 4 entries, one for each rotated pair, not 1",
         ),
         (
             LISTS | dict(short_factor=[1.0] * 4, long_factor=[1.0] * 8),
-            "long_factor has 8 entries for 4 pairs",
+            "long_factor: must have 4 entries, one for each rotated pair, not 8",
         ),
     ],
 )
@@ -263,7 +263,7 @@ def test_impossible_scalings_are_refused(parameters, message):
 
 
 def test_odd_features_are_refused():
-    with pytest.raises(ValueError, match="dim=7: features are rotated in pairs; change head_dim"):
+    with pytest.raises(ValueError, match="dim=7: must be even, as features are rotated in pairs"):
         rope_frequencies(7, PLAIN)
 
 
@@ -288,5 +288,5 @@ def test_positions_are_extended_by_tiling(kind):
     assert np.array_equal(extend_positions(table, 2, offset=1), table[:3])
     assert isinstance(longer, np.ndarray if kind is np.asarray else jax.Array)
     assert longer.dtype == table.dtype
-    with pytest.raises(ValueError, match="offset=5 leaves none of the table's 5 rows to repeat"):
+    with pytest.raises(ValueError, match="offset=5: must be less than the table's 5 rows"):
         extend_positions(table, 7, offset=5)

@@ -63,7 +63,7 @@ def test_kernels_compile_for_hopper():
 
 @pytest.mark.parametrize("of_keys", [False, True])
 @pytest.mark.parametrize("name", CASES)
-def test_visits_hold_every_live_pair_and_whole_ones_no_dead(name, of_keys):
+def test_visits_hold_every_allowed_pair_and_full_tiles_no_other(name, of_keys):
     """Against the mask itself, pair by pair."""
     case = CASES[name]
     T, S = case.T, case.S or case.T
@@ -88,13 +88,13 @@ def test_visits_hold_every_live_pair_and_whole_ones_no_dead(name, of_keys):
         row = min(b, len(ranges) - 1)
         for i, (first, begin, end, last) in enumerate(ranges[row]):
             assert 0 <= first <= begin <= end <= last <= len(lists[row, i])
-            visited, whole = lists[row, i, first:last], lists[row, i, begin:end]
+            visited, full = lists[row, i, first:last], lists[row, i, begin:end]
             assert len(set(visited)) == last - first
             rows = (pairs.T if of_keys else pairs)[i * own :][:own]
             for j in range(n):
                 tile = rows[:, j * other :][:, :other]
                 assert j in visited or not tile.any()
-                assert j not in whole or (tile.all() and tile.shape == (own, other))
+                assert j not in full or (tile.all() and tile.shape == (own, other))
 
 
 EIGHTH = np.random.default_rng(0).random((32, 32)) < 1 / 8
@@ -110,8 +110,9 @@ EIGHTH = np.random.default_rng(0).random((32, 32)) < 1 / 8
         Mask(causal=True, window=17, global_tokens=np.arange(256) % 64 == 5),
     ],
 )
-def test_lists_hold_no_dead_tile(mask, of_keys):
-    """256 tokens in tiles of 4 × 8: as many visited as are live, as many seen whole as are."""
+def test_lists_hold_no_empty_tile(mask, of_keys):
+    """With 256 tokens in tiles of 4 × 8, exactly the non-empty tiles are visited, and exactly the
+    full tiles are marked full."""
     T, bq, bk = 256, 4, 8
     p = jnp.arange(T)[None]
     far = None if mask.global_tokens is None else jnp.asarray(mask.global_tokens)[None]
@@ -219,8 +220,8 @@ def test_head_sizes(name, dtype):
 
 @pytest.mark.gpu
 def test_beyond_32_bits():
-    """2³¹ elements and more in q: the last queries of a long row, against attention over the few
-    keys that their window shows them.
+    """More than 2³¹ elements in q: the last queries of a long sequence, against attention over the
+    few keys that their window shows them.
     """
     T, N, K, H, window = 2**19 + 256, 32, 1, 128, 200
     assert T * N * H > 2**31
@@ -235,7 +236,7 @@ def test_beyond_32_bits():
     ends = [x[:, -tail:].astype(jnp.float32) for x in (q, k, v, dout)]
     true, pull = jax.vjp(lambda *qkv: reference.forward(QKV(*qkv), spec).out, *ends[:3])
     true_dq, true_dk, true_dv = pull(ends[3])
-    # Far enough from the cut that all their keys are there, and all their queries.
+    # Leave out the tokens whose keys or queries lie before the tail.
     for a, b in ((out, true), (dq, true_dq), (dk, true_dk), (dv, true_dv)):
         a, b = a[:, -tail + window :], b[:, window:]
         assert error(a.astype(jnp.float32), b) <= TOLERANCE["bfloat16"]

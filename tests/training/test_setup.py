@@ -46,11 +46,11 @@ BAD = {
     ),
     "no such scaling": (
         ["--model.rope_parameters", "{rope_type: yarm, rope_theta: 1.0}"],
-        "rope_type='yarm' is not known",
+        "rope_type='yarm': must be one of",
     ),
     "no such factor": (
         ["--model.rope_parameters", "{rope_type: linear, factor: -4.0, rope_theta: 1.0e+4}"],
-        "rope_parameters.factor=-4.0 is not positive",
+        "rope_parameters.factor=-4.0: must be finite and positive",
     ),
     "no average": (
         ["--optimizer.adam_beta1", "1.5"],
@@ -90,7 +90,7 @@ BAD = {
     ),
     "no cap": (
         ["--model.logits_softcap", "0"],
-        "error: model.logits_softcap=0.0: must be positive; leave it out for none\n",
+        "error: model.logits_softcap=0.0: must be positive and finite; leave it out for no cap\n",
     ),
     "no key heads": (["--model.num_kv_heads", "0"], "model.num_kv_heads=0 is not positive"),
     "negative z-loss": (["--train.z_loss", "-1"], "train.z_loss=-1.0: must not be negative"),

@@ -33,7 +33,7 @@ KERNELS: dict[str, Kernel] = {
 
 # Why `auto` never takes these.
 NOT_AUTOMATIC = {
-    "loop": "one dispatch a tile; for comparison only",
+    "loop": "one dispatch per tile; for comparison only",
     "reference": "[T, T] memory; for tests only",
 }
 
@@ -43,12 +43,11 @@ RESIDUAL_NAMES = ("attention_out", "attention_lse")
 
 
 def choose(impl: str, x: QKV, spec: AttentionSpec) -> tuple[str, dict[str, str]]:
-    """Returns the name of the kernel that `impl` stands for, and the reason against each other
-    kernel that `auto` considered; `record_choices` sees them. Reads only the shapes and dtypes of
-    `x`.
+    """Returns the name of the kernel to use for `impl`, and why `auto` rejected each other kernel.
+    An open `record_choices` records both. Reads only the shapes and dtypes of `x`.
 
     Raises:
-      ValueError: no such kernel.
+      ValueError: an unknown kernel.
       NotImplementedError: the named kernel cannot honor the arguments.
     """
     if impl == "auto":
@@ -98,23 +97,23 @@ def attention(
     Args:
       mask: which query may attend to which key; evaluated a tile at a time, never `[T, S]`.
       alibi: slopes; -alibi · |p - s| is added to the logits. Has no gradient.
-      sinks: finite logits of one more key a query head, whose value is 0 and to which every query
-        of the head attends. Scale, soft cap, ALiBi and mask do not apply to them. Dropout drops
-        weights of other keys only. OpenAI 2025, arXiv 2508.10925.
+      sinks: finite logits, one per query head, of an extra key whose value is 0 and to which every
+        query of the head attends. Scale, soft cap, ALiBi, mask and dropout do not apply to it.
+        OpenAI 2025, arXiv 2508.10925.
       scale: factor on q·k; H^-0.5 if left out.
       softcap: logits become softcap · tanh(logits / softcap).
       dropout: probability of dropping a weight. The key, sequence, head and positions alone decide
         which weights are dropped, not the kernel or the chunks.
-      dropout_key: a JAX random key, needed where dropout > 0.
-      q_chunk, k_chunk: tokens in a block; T and S need not be multiples.
-      offload: share of the tokens whose residuals carry the names for host memory.
+      dropout_key: a JAX random key, required if dropout > 0.
+      q_chunk, k_chunk: tokens in a chunk; T and S need not be multiples.
+      offload: share of the tokens whose residuals a remat policy can move to host memory.
 
     Raises:
       NotImplementedError: the named kernel cannot honor the arguments.
-      ValueError: shapes or dtypes of q, k, v and sinks that do not belong together, or an empty
-        array; N is not a multiple of K; dropout outside [0, 1) or without a key; a soft cap that is
-        not positive, or a scale that is not finite; ALiBi, T ≠ S and no positions; a chunk below 1;
-        no such `impl`; a mask that `Mask.check` refuses.
+      ValueError: shapes or dtypes of q, k, v and sinks that do not match, or an empty array; N is
+        not a multiple of K; dropout outside [0, 1) or without a key; a soft cap that is not
+        positive, or a scale that is not finite; ALiBi with T ≠ S and no positions; a chunk below 1;
+        an unknown `impl`; a mask that `Mask.check` refuses.
 
     Liu & Abbeel 2023, https://arxiv.org/abs/2305.19370, Algorithm 1; Dao 2023 for the backward
     pass.
@@ -160,13 +159,15 @@ def make_spec(
     (B, T, N, H), S = x.q.shape, x.k.shape[1]
     mask.check(B, T, S)
     if dropout and dropout_key is None:
-        raise ValueError(f"dropout={dropout} needs dropout_key")
+        raise ValueError(f"dropout={dropout}: must come with dropout_key")
     if scale is not None and not math.isfinite(scale):
         raise ValueError(f"scale={scale}: must be finite; leave it out for head size ** -0.5")
     if alibi is not None and alibi.shape != (N,):
-        raise ValueError(f"alibi: must be [{N}], one slope a query head, not {alibi.shape}")
+        raise ValueError(f"alibi: must be [{N}], one slope per query head, not {alibi.shape}")
     if alibi is not None and T != S and (mask.positions is None or mask.k_positions is None):
-        raise ValueError(f"T={T} queries and S={S} keys: ALiBi needs Mask.positions, k_positions")
+        raise ValueError(
+            f"T={T} queries and S={S} keys: with ALiBi, Mask.positions and k_positions must be set"
+        )
     return AttentionSpec(
         mask=mask,
         scale=H**-0.5 if scale is None else scale,
@@ -180,7 +181,7 @@ def make_spec(
 
 
 def _key_data(key: Array) -> Array:
-    """Returns uint32 `[2]` of a key of any implementation, new-style or raw."""
+    """Returns uint32 `[2]` key data from a typed or raw key of any implementation."""
     if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         key = jax.random.key_data(key)
     return key.reshape(-1)[:2]
@@ -196,8 +197,8 @@ def differentiable(
 ) -> Float[Array, "B T N H"]:
     """Returns the kernel's output, with the kernel's backward pass as its gradient.
 
-    `sinks` are merged into the state that the kernel returns, so a kernel knows nothing of them.
-    `offload` is the share of the tokens whose residuals carry the names for host memory.
+    `sinks` are merged into the state that the kernel returns, so kernels do not handle sinks.
+    `offload` is the share of the tokens whose residuals a remat policy can move to host memory.
     """
     leaves, structure = jax.tree.flatten(spec)
     static = [y if isinstance(y, np.ndarray) else None for y in leaves]
@@ -236,8 +237,8 @@ def _backward(kernel, make, offload, residuals, dout):
 def attend(
     kernel: Kernel, x: QKV, spec: AttentionSpec, sinks: Float[Array, "N"] | None = None
 ) -> AttentionState:
-    """Attends to the keys and the sinks, which are one more key a query head. A query that attends
-    to no key has out = 0; its lse is the sink, or -inf without sinks."""
+    """Attends to the keys and to the sinks, one extra key per query head. A query that attends to
+    no key has out = 0; its lse is the sink, or -inf without sinks."""
     state = _for_window(spec, partial(kernel.forward, x))
     if sinks is None:
         return state
@@ -249,7 +250,7 @@ def attend(
 def _sink_gradients(
     sinks: Array | None, state: AttentionState, dout: Array
 ) -> Float[Array, "N"] | None:
-    """Returns -Σ weight · (out · dout): the derivative with respect to a logit, of a value of 0."""
+    """Returns -Σ weight · (out · dout), the gradient of the logit of a key whose value is 0."""
     if sinks is None:
         return None
     delta = (state.out.astype(jnp.float32) * dout.astype(jnp.float32)).sum(-1)

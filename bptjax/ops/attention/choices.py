@@ -1,4 +1,4 @@
-"""A record of the kernels that attention takes while a program is traced."""
+"""A record of the kernels that attention chooses while a program is traced."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -8,18 +8,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Choice:
-    """A kernel that was taken.
+    """A chosen kernel.
 
     Attributes:
-      name: the kernel's.
-      refusals: (name, reason) of each other kernel that was considered.
+      name: name of the kernel.
+      refusals: (name, reason) of each kernel that was considered and not chosen.
     """
 
     name: str
     refusals: tuple[tuple[str, str], ...]
 
     def lines(self) -> list[str]:
-        """Formats the choice for the log: the kernel, then the others by their refusals."""
+        """Formats the choice for the log: the kernel, then the other kernels by reason."""
         reasons: dict[str, list[str]] = {}
         for name, reason in self.refusals:
             reasons.setdefault(reason, []).append(name)
@@ -32,8 +32,8 @@ _open_record: ContextVar[list[Choice] | None] = ContextVar("open_record", defaul
 
 @contextmanager
 def record_choices() -> Iterator[list[Choice]]:
-    """Yields a list that gets each different choice made inside, in order. A choice is made while a
-    function is traced; a function that jax has traced before makes none."""
+    """Yields a list to which each distinct choice made inside is added, in order. A choice is made
+    when a function is traced, so a function that jax has traced before adds none."""
     choices: list[Choice] = []
     token = _open_record.set(choices)
     try:

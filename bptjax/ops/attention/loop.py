@@ -1,4 +1,4 @@
-"""Blockwise attention as Python loops. Run eagerly, it is the slow way that this project replaces;
+"""Blockwise attention as Python loops. Run eagerly, it is the slow baseline of this project;
 traced, it is `scan` unrolled."""
 
 import jax.numpy as jnp

@@ -21,9 +21,9 @@ from bptjax.ops.attention.contract import QKV, AttentionSpec, AttentionState
 from bptjax.ops.attention.scores import dropout_keys
 from bptjax.ops.mask import Mask, blocks
 
-# (query block, key block, warps, stages) by kernel and padded head size. Those for 64 and 128 were
-# the fastest of three to five on one H200: causal, 32 / 8 heads, bfloat16, T = 32,768
-# (scripts/results/blocks_h200.json).
+# (query block, key block, warps, stages) by kernel and padded head size. The values for 64 and 128
+# were the fastest of three to five candidates on one H200: causal, 32 / 8 heads, bfloat16,
+# T = 32,768 (scripts/results/blocks_h200.json).
 BLOCKS: dict[str, dict[int, tuple[int, int, int, int]]] = {
     "forward": {
         32: (128, 64, 4, 3),
@@ -46,11 +46,11 @@ class Constants:
     Attributes:
       BH: head size, padded for matrix products.
       BQ, BK: tokens in a block of queries and of keys.
-      range_rows, position_rows: 1 where all sequences share their ranges, or positions; else B.
-      listed: length of the longest list of tiles; 0 where the ranges number the blocks themselves.
-      unit: factor from a product, or its capped form, to a logit in base 2.
+      range_batch, position_batch: 1 if all sequences share their ranges, or positions; else B.
+      list_length: length of the lists of tiles; 0 if the ranges number the blocks themselves.
+      unit: factor from a product q·k, or its capped form, to a logit in base 2.
       fast_tanh: compute the soft cap by the GPU's own tanh, to 11 bits.
-      least: a weight is kept if its 32 random bits are at least this.
+      dropout_threshold: a weight is kept if its 32 random bits are at least this number.
     """
 
     T: int
@@ -61,16 +61,16 @@ class Constants:
     BH: int
     BQ: int
     BK: int
-    range_rows: int
-    position_rows: int
-    listed: int
+    range_batch: int
+    position_batch: int
+    list_length: int
     scale: float
     unit: float
     softcap: float | None
     fast_tanh: bool
     alibi: bool
     dropout: float
-    least: int
+    dropout_threshold: int
     causal: bool
     window: int | None
     segments: bool
@@ -134,7 +134,7 @@ def _launch(
         # Twice the bytes must still fit in shared memory.
         bq, bk, warps, stages = min(bq, 32), min(bk, 32), 4, 1
     if mask.block_size:
-        # Tiles no larger than the mask's blocks, so that every masked block is an empty tile.
+        # Use tiles no larger than the mask's blocks, so that each masked block is skipped.
         bq, bk = (min(b, max(16, 1 << mask.block_size.bit_length() - 1)) for b in (bq, bk))
     of_keys = name == "dkv"
     none = jnp.zeros((1,), jnp.int32)
@@ -178,16 +178,16 @@ def _launch(
         BH=padded,
         BQ=bq,
         BK=bk,
-        range_rows=ranges.shape[0],
-        position_rows=positions.shape[0],
-        listed=tiles.shape[-1] if listed else 0,
+        range_batch=ranges.shape[0],
+        position_batch=positions.shape[0],
+        list_length=tiles.shape[-1] if listed else 0,
         scale=float(spec.scale),
         unit=float(LOG2E * (spec.scale if spec.softcap is None else spec.softcap)),
         softcap=spec.softcap,
         fast_tanh=x.q.dtype == jnp.bfloat16,
         alibi=spec.alibi is not None,
         dropout=float(spec.dropout),
-        least=round(spec.dropout * 2**32),
+        dropout_threshold=round(spec.dropout * 2**32),
         causal=mask.causal,
         window=mask.window,
         segments=segmented,
@@ -200,7 +200,7 @@ def _launch(
 
 
 def _call(name, inputs, shapes, grid, warps, stages, constants: Constants) -> tuple[Array, ...]:
-    # Imported here: jax-triton refuses to be imported without a GPU.
+    # Imported here because importing jax-triton fails without a GPU.
     import jax_triton
 
     import bptjax.ops.attention.triton_kernels as kernels
@@ -216,7 +216,7 @@ def _call(name, inputs, shapes, grid, warps, stages, constants: Constants) -> tu
     )
 
 
-# Runs a kernel. Tests replace it, to run kernels in Triton's interpreter.
+# Launches a kernel. Tests replace it, to run kernels in Triton's interpreter.
 CALL: Callable[..., tuple[Array, ...]] = _call
 
 
@@ -230,7 +230,7 @@ def block_ranges(mask: Mask, T: int, S: int, q_block: int, k_block: int, *, of_k
     # Full tiles that are not contiguous are treated as partial ones.
     contiguous = full.sum(-1) == end - begin
     begin, end = xp.where(contiguous, begin, first), xp.where(contiguous, end, first)
-    # Without full tiles, an empty range at the start.
+    # If there are no full tiles, their range is empty and at the start.
     empty = end <= begin
     begin, end = xp.where(empty, first, begin), xp.where(empty, first, end)
     return jnp.asarray(xp.stack([first, begin, end, last], -1), jnp.int32)
@@ -245,10 +245,10 @@ def block_lists(
     """
     xp, nonempty, full = _classify(mask, T, S, q_block, k_block, of_keys)
     lists = xp.argsort(xp.where(full, 0, xp.where(nonempty, 1, 2)), axis=-1, stable=True)
-    part, last = full.sum(-1), nonempty.sum(-1)
+    end_full, end = full.sum(-1), nonempty.sum(-1)
     if xp is np:
-        lists = lists[..., : max(1, last.max(initial=0))]
-    ranges = xp.stack([xp.zeros_like(part), xp.zeros_like(part), part, last], -1)
+        lists = lists[..., : max(1, end.max(initial=0))]
+    ranges = xp.stack([xp.zeros_like(end_full), xp.zeros_like(end_full), end_full, end], -1)
     return jnp.asarray(ranges, jnp.int32), jnp.asarray(lists, jnp.int32)
 
 

@@ -1,17 +1,17 @@
-"""Attention as Triton kernels: what one program does. `triton` launches them.
+"""Attention as Triton kernels: the work of one program. `triton_flash` launches them.
 
-A program of the forward pass and of dq owns a block of queries of one head and walks the key blocks
-that it may see; one of dk and dv owns a block of keys of one key head and walks, for each query
-head that reads it, the query blocks that may see it. `ranges` `[B or 1, blocks, 4]` says which:
-tiles of [first, whole) and [part, last) need the mask, those of [whole, part) are seen whole, and
-dead ones outside are not visited. Where C.listed they are ranges of the list `tiles` `[B or 1,
-blocks, C.listed]`; else of the blocks themselves.
+A program of the forward pass or of dq owns a block of queries of one head and visits the key blocks
+that they may attend to. A program of dk and dv owns a block of keys of one key head and visits, for
+each query head that reads it, the query blocks that may attend to them. `ranges` `[B or 1, blocks,
+4]` holds (first, first full, end of full, end) of each owned block: the tiles from first full to
+end of full are full, the others are partial and need the mask, and empty tiles outside are not
+visited. If C.list_length > 0, the ranges index the list `tiles` `[B or 1, blocks, C.list_length]`;
+else they number the blocks themselves.
 
-C is a `triton.Constants`. Logits are kept in units of log 2, for exp2: C.unit is what a product, or
-its capped form, is worth in them. ALiBi is counted from the first position of the block that the
-program owns; in causal attention it is linear in both positions, and the queries' part, the same
-for all keys, is left out of the logits and put into lse. Rows past the end are loaded as 0 and
-never stored.
+C is a `triton_flash.Constants`. Logits are in base 2, for exp2: C.unit converts a product q·k, or
+its capped form. ALiBi counts positions from the first one of the block that the program owns. In
+causal attention it is linear in both positions; the queries' term is the same for all keys, so it
+is left out of the logits and added to lse. Tokens past the end are loaded as 0 and never stored.
 """
 
 from typing import Any, NamedTuple
@@ -22,8 +22,8 @@ import triton.language as tl
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
-class Row(NamedTuple):
-    """Pointers to what a mask knows of the queries, or of the keys, of one row of the batch."""
+class MaskPointers(NamedTuple):
+    """Pointers to the mask's fields for the queries, or for the keys, of one sequence."""
 
     positions: Any
     segments: Any
@@ -31,19 +31,22 @@ class Row(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """What a mask knows of the queries, or keys, of the block that a program owns, each `[block]`;
-    `inside`: it is there; `near`: its position from `origin`, that of the first, in float32."""
+    """The mask's fields for the block of queries, or of keys, that a program owns, each `[block]`.
+
+    `origin` is the position of the block's first token, `relative` the float32 positions minus
+    `origin`, and `in_bounds` is False past the end of the sequence.
+    """
 
     positions: Any
     origin: Any
-    near: Any
+    relative: Any
     segments: Any
     global_tokens: Any
-    inside: Any
+    in_bounds: Any
 
 
 class Head(NamedTuple):
-    """ALiBi's slope, and dropout's key."""
+    """A head's ALiBi slope and dropout key."""
 
     slope: Any
     key0: Any
@@ -51,44 +54,44 @@ class Head(NamedTuple):
 
 
 class Visits(NamedTuple):
-    """The tiles that a program visits: those seen whole in [whole, part), which is `gap` long, and
-    masked ones in the rest of [first, last); numbers of blocks, or indices into the list `tiles`.
+    """The tiles that a program visits: `full_blocks` full ones in [first_full, end_full), and
+    partial ones in the rest of [first, end). Block numbers, or indices into the list `tiles`.
     """
 
     first: Any
-    whole: Any
-    part: Any
-    last: Any
-    gap: Any
+    first_full: Any
+    end_full: Any
+    end: Any
+    full_blocks: Any
     tiles: Any
 
 
 @triton.jit
-def _load(base, rows, columns, stride, limit, C: tl.constexpr, ALL: tl.constexpr):
-    """Tile [rows, columns]; ALL: every row is there."""
+def _load(base, rows, columns, stride, limit, C: tl.constexpr, IN_BOUNDS: tl.constexpr):
+    """Loads tile [rows, columns]. IN_BOUNDS: no row is past the end."""
     at = base + rows[:, None] * stride + columns[None, :]
-    if ALL and C.H == C.BH:
+    if IN_BOUNDS and C.H == C.BH:
         return tl.load(at)
-    if ALL:
+    if IN_BOUNDS:
         return tl.load(at, mask=columns[None, :] < C.H, other=0.0)
     return tl.load(at, mask=(rows[:, None] < limit) & (columns[None, :] < C.H), other=0.0)
 
 
 @triton.jit
-def _load_turned(base, rows, columns, stride, limit, C: tl.constexpr, ALL: tl.constexpr):
-    """The same tile transposed, [columns, rows]."""
+def _load_transposed(base, rows, columns, stride, limit, C: tl.constexpr, IN_BOUNDS: tl.constexpr):
+    """Loads the same tile transposed, [columns, rows]."""
     at = base + rows[None, :] * stride + columns[:, None]
-    if ALL and C.H == C.BH:
+    if IN_BOUNDS and C.H == C.BH:
         return tl.load(at)
-    if ALL:
+    if IN_BOUNDS:
         return tl.load(at, mask=columns[:, None] < C.H, other=0.0)
     return tl.load(at, mask=(rows[None, :] < limit) & (columns[:, None] < C.H), other=0.0)
 
 
 @triton.jit
-def _round(x0, x1, turn: tl.constexpr):
+def _round(x0, x1, rotation: tl.constexpr):
     x0 += x1
-    x1 = (x1 << turn) | (x1 >> (32 - turn))
+    x1 = (x1 << rotation) | (x1 >> (32 - rotation))
     return x0, x1 ^ x0
 
 
@@ -110,7 +113,7 @@ def _even_rounds(x0, x1):
 
 @triton.jit
 def _threefry(key0, key1, x0, x1):
-    """First word of Threefry-2x32 with 20 rounds, all uint32. Salmon et al. 2011."""
+    """Returns the first word of Threefry-2x32 with 20 rounds, all uint32. Salmon et al. 2011."""
     key2 = key0 ^ key1 ^ 0x1BD11BDA
     x0, x1 = _odd_rounds(x0 + key0, x1 + key1)
     x0, x1 = _even_rounds(x0 + key1, x1 + (key2 + 1))
@@ -122,13 +125,13 @@ def _threefry(key0, key1, x0, x1):
 
 @triton.jit
 def _cap(raw, C: tl.constexpr):
-    """Raw products q·k, or under a soft cap tanh(scale · raw / softcap), and the cap's
-    derivative."""
+    """Returns the products q·k as they are, or with a soft cap tanh(scale · raw / softcap), and the
+    soft cap's derivative."""
     if C.softcap is None:
-        bent, slope = raw, 1.0
+        capped, derivative = raw, 1.0
     else:
         if C.fast_tanh:
-            bent = tl.inline_asm_elementwise(
+            capped = tl.inline_asm_elementwise(
                 "tanh.approx.f32 $0, $1;",
                 "=f,f",
                 [raw * (C.scale / C.softcap)],
@@ -138,15 +141,15 @@ def _cap(raw, C: tl.constexpr):
             )
         else:
             # tanh(x) = 1 - 2 / (exp(2x) + 1)
-            bent = 1.0 - 2.0 / (tl.exp2(raw * (2.0 * C.scale / C.softcap * LOG2E)) + 1.0)
-        slope = 1.0 - bent * bent
-    return bent, slope
+            capped = 1.0 - 2.0 / (tl.exp2(raw * (2.0 * C.scale / C.softcap * LOG2E)) + 1.0)
+        derivative = 1.0 - capped * capped
+    return capped, derivative
 
 
 @triton.jit
-def _biased(logits, p, s, slope, C: tl.constexpr):
-    """With ALiBi from float positions that are shaped to broadcast; in causal attention without the
-    queries' part."""
+def _add_alibi(logits, p, s, slope, C: tl.constexpr):
+    """Adds ALiBi from float positions, which are shaped to broadcast; in causal attention without
+    the queries' term."""
     if C.alibi:
         if C.causal:
             logits += s * slope
@@ -156,77 +159,79 @@ def _biased(logits, p, s, slope, C: tl.constexpr):
 
 
 @triton.jit
-def _labels(row, at, inside, C: tl.constexpr):
-    """Segments and global tokens, where the mask has them, of the tokens `at`."""
+def _load_labels(pointers, at, in_bounds, C: tl.constexpr):
+    """Loads the segments and global tokens of the tokens `at`, if the mask has them."""
     segment = at
     if C.segments:
-        segment = tl.load(row.segments + at, mask=inside, other=0)
+        segment = tl.load(pointers.segments + at, mask=in_bounds, other=0)
     is_global = at
     if C.global_tokens:
-        is_global = tl.load(row.global_tokens + at, mask=inside, other=0)
+        is_global = tl.load(pointers.global_tokens + at, mask=in_bounds, other=0)
     return segment, is_global
 
 
 @triton.jit
-def _seen(p, s, p_segment, s_segment, inside, p_global, s_global, block_mask, C: tl.constexpr):
-    """Which pairs are seen; `inside`: both are there. All are shaped to broadcast."""
-    seen = inside
+def _allowed(
+    p, s, p_segment, s_segment, in_bounds, p_global, s_global, block_mask, C: tl.constexpr
+):
+    """Returns which pairs may attend, of those `in_bounds`. All are shaped to broadcast."""
+    allowed = in_bounds
     if C.causal:
-        seen &= s <= p
-    before = seen
+        allowed &= s <= p
+    causal = allowed
     if C.window is not None:
-        seen &= p - s < C.window
+        allowed &= p - s < C.window
         if not C.causal:
-            seen &= s - p < C.window
+            allowed &= s - p < C.window
     if C.block_size is not None:
         row, column = p // C.block_size, s // C.block_size
-        known = seen & (p >= 0) & (row < C.block_rows) & (s >= 0) & (column < C.block_columns)
-        seen = tl.load(block_mask + row * C.block_columns + column, mask=known, other=0) != 0
+        exists = allowed & (p >= 0) & (row < C.block_rows) & (s >= 0) & (column < C.block_columns)
+        allowed = tl.load(block_mask + row * C.block_columns + column, mask=exists, other=0) != 0
     if C.global_tokens:
-        seen |= before & ((p_global != 0) | (s_global != 0))
+        allowed |= causal & ((p_global != 0) | (s_global != 0))
     if C.segments:
-        seen &= (p_segment == s_segment) & (p_segment != 0)
-    return seen
+        allowed &= (p_segment == s_segment) & (p_segment != 0)
+    return allowed
 
 
 @triton.jit
-def _kept(head, p, s, C: tl.constexpr):
-    """Dropout's factors: 0, or 1 / (1 - rate) where the random bits are at least `least`."""
+def _dropout_factors(head, p, s, C: tl.constexpr):
+    """Returns each weight's factor, 0 or 1 / (1 - dropout)."""
     zero = p * 0 + s * 0
     bits = _threefry(head.key0, head.key1, (p + zero).to(tl.uint32), (s + zero).to(tl.uint32))
-    return tl.where(bits >= C.least, 1.0 / (1.0 - C.dropout), 0.0)
+    return tl.where(bits >= C.dropout_threshold, 1.0 / (1.0 - C.dropout), 0.0)
 
 
 @triton.jit
-def _visits(ranges, tiles, i, b64, blocks: tl.constexpr, C: tl.constexpr):
-    """Those of block i of `blocks`."""
-    row = (b64 * blocks if C.range_rows > 1 else 0) + i
+def _load_visits(ranges, tiles, i, b64, blocks: tl.constexpr, C: tl.constexpr):
+    """Loads the visits of owned block i of `blocks`."""
+    row = (b64 * blocks if C.range_batch > 1 else 0) + i
     at = ranges + row * 4
-    first, whole = tl.load(at), tl.load(at + 1)
-    part, last = tl.load(at + 2), tl.load(at + 3)
-    gap = part - whole
-    return Visits(first, whole, part, last, gap, tiles + row.to(tl.int64) * C.listed)
+    first, first_full = tl.load(at), tl.load(at + 1)
+    end_full, end = tl.load(at + 2), tl.load(at + 3)
+    tiles += row.to(tl.int64) * C.list_length
+    return Visits(first, first_full, end_full, end, end_full - first_full, tiles)
 
 
 @triton.jit
-def _row(positions, segments, global_tokens, b64, length, C: tl.constexpr):
-    """Row b of the batch, `length` tokens."""
-    positions += b64 * length if C.position_rows > 1 else 0
-    return Row(positions, segments + b64 * length, global_tokens + b64 * length)
+def _mask_pointers(positions, segments, global_tokens, b64, length, C: tl.constexpr):
+    """Returns the pointers of sequence b, which has `length` tokens."""
+    positions += b64 * length if C.position_batch > 1 else 0
+    return MaskPointers(positions, segments + b64 * length, global_tokens + b64 * length)
 
 
 @triton.jit
-def _tokens(row, first, at, inside, C: tl.constexpr):
-    """The tokens `at` of a row, the first of them `first`."""
-    positions = tl.load(row.positions + at, mask=inside, other=0)
-    origin = tl.load(row.positions + first) if C.alibi else 0
-    near = (positions - origin).to(tl.float32)
-    segments, global_tokens = _labels(row, at, inside, C)
-    return Tokens(positions, origin, near, segments, global_tokens, inside)
+def _load_tokens(pointers, first, at, in_bounds, C: tl.constexpr):
+    """Loads the tokens `at` of a sequence, the first of which is `first`."""
+    positions = tl.load(pointers.positions + at, mask=in_bounds, other=0)
+    origin = tl.load(pointers.positions + first) if C.alibi else 0
+    relative = (positions - origin).to(tl.float32)
+    segments, global_tokens = _load_labels(pointers, at, in_bounds, C)
+    return Tokens(positions, origin, relative, segments, global_tokens, in_bounds)
 
 
 @triton.jit
-def _head(slopes, keys, b, n, C: tl.constexpr):
+def _load_head(slopes, keys, b, n, C: tl.constexpr):
     slope = tl.load(slopes + n) * LOG2E if C.alibi else 0.0
     key0, key1 = 0, 0
     if C.dropout > 0.0:
@@ -237,8 +242,8 @@ def _head(slopes, keys, b, n, C: tl.constexpr):
 @triton.jit
 def _forward_range(
     acc,
-    top,
-    total,
+    row_max,
+    row_sum,
     q,
     k_base,
     v_base,
@@ -248,62 +253,64 @@ def _forward_range(
     head,
     visits,
     C: tl.constexpr,
-    WHOLE: tl.constexpr,
+    FULL: tl.constexpr,
 ):
-    """Takes the key blocks seen whole, or the others, into the running softmax."""
+    """Adds the FULL key blocks, or else the partial ones, to the online softmax."""
     h = tl.arange(0, C.BH)
-    if WHOLE:
-        first, last = visits.whole, visits.part
+    if FULL:
+        start, end = visits.first_full, visits.end_full
     else:
-        first, last = visits.first, visits.last - visits.gap
-    # A tile of the block mask needs the shared memory of a pipeline.
-    for x in tl.range(first, last, num_stages=None if WHOLE or C.block_size is None else 1):
-        number = x if WHOLE else x + tl.where(x >= visits.whole, visits.gap, 0)
-        j = tl.load(visits.tiles + number) if C.listed else number
-        here, columns = tl.arange(0, C.BK), j * C.BK + tl.arange(0, C.BK)
-        # A row's offset may need 64 bits: T · N · H passes 2³¹.
+        start, end = visits.first, visits.end - visits.full_blocks
+    # Not pipelined with a block mask: its tile takes the shared memory of further stages.
+    for step in tl.range(start, end, num_stages=None if FULL or C.block_size is None else 1):
+        entry = step if FULL else step + tl.where(step >= visits.first_full, visits.full_blocks, 0)
+        j = tl.load(visits.tiles + entry) if C.list_length else entry
+        local, columns = tl.arange(0, C.BK), j * C.BK + tl.arange(0, C.BK)
+        # Offsets may need 64 bits: T · N · H can exceed 2³¹.
         at = tl.cast(j, tl.int64) * (C.BK * C.K * C.H)
-        k = _load_turned(k_base + at, here, h, C.K * C.H, C.S - j * C.BK, C, WHOLE)
+        k = _load_transposed(k_base + at, local, h, C.K * C.H, C.S - j * C.BK, C, FULL)
         raw = tl.dot(q, k, input_precision="ieee")
         s = columns
-        if C.alibi or C.dropout > 0.0 or not WHOLE:
+        if C.alibi or C.dropout > 0.0 or not FULL:
             s = tl.load(keys.positions + columns, mask=columns < C.S, other=0)
         capped, _ = _cap(raw, C)
-        s_near = (s - own.origin).to(tl.float32)
-        logits = _biased(capped * C.unit, own.near[:, None], s_near[None, :], head.slope, C)
-        if not WHOLE:
-            segments, global_tokens = _labels(keys, columns, columns < C.S, C)
-            seen = _seen(
+        s_relative = (s - own.origin).to(tl.float32)
+        logits = _add_alibi(
+            capped * C.unit, own.relative[:, None], s_relative[None, :], head.slope, C
+        )
+        if not FULL:
+            segments, global_tokens = _load_labels(keys, columns, columns < C.S, C)
+            allowed = _allowed(
                 own.positions[:, None],
                 s[None, :],
                 own.segments[:, None],
                 segments[None, :],
-                own.inside[:, None] & (columns[None, :] < C.S),
+                own.in_bounds[:, None] & (columns[None, :] < C.S),
                 own.global_tokens[:, None],
                 global_tokens[None, :],
                 block_mask,
                 C,
             )
-            logits = tl.where(seen, logits, float("-inf"))
-        if WHOLE and not C.alibi and C.unit > 0.0:
-            # One multiply-add a weight.
-            highest = tl.maximum(top, tl.max(capped, 1) * C.unit)
-            anchor = highest
-            weights = tl.exp2(capped * C.unit - anchor[:, None])
+            logits = tl.where(allowed, logits, float("-inf"))
+        if FULL and not C.alibi and C.unit > 0.0:
+            # The compiler fuses this into one multiply-add per weight.
+            new_max = tl.maximum(row_max, tl.max(capped, 1) * C.unit)
+            shift = new_max
+            weights = tl.exp2(capped * C.unit - shift[:, None])
         else:
-            highest = tl.maximum(top, tl.max(logits, 1))
-            # A row that has seen nothing yet keeps its exponents finite.
-            anchor = tl.where(highest == float("-inf"), 0.0, highest) if not WHOLE else highest
-            weights = tl.exp2(logits - anchor[:, None])
-        fade = tl.exp2(top - anchor)
-        total = total * fade + tl.sum(weights, 1)
+            new_max = tl.maximum(row_max, tl.max(logits, 1))
+            # A query that has attended to no key yet needs finite exponents.
+            shift = tl.where(new_max == float("-inf"), 0.0, new_max) if not FULL else new_max
+            weights = tl.exp2(logits - shift[:, None])
+        alpha = tl.exp2(row_max - shift)
+        row_sum = row_sum * alpha + tl.sum(weights, 1)
         if C.dropout > 0.0:
-            weights *= _kept(head, own.positions[:, None], s[None, :], C)
-        acc = acc * fade[:, None]
-        v = _load(v_base + at, here, h, C.K * C.H, C.S - j * C.BK, C, WHOLE)
+            weights *= _dropout_factors(head, own.positions[:, None], s[None, :], C)
+        acc = acc * alpha[:, None]
+        v = _load(v_base + at, local, h, C.K * C.H, C.S - j * C.BK, C, FULL)
         acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
-        top = highest
-    return acc, top, total
+        row_max = new_max
+    return acc, row_max, row_sum
 
 
 @triton.jit
@@ -326,42 +333,45 @@ def forward_kernel(
     lse_ptr,
     C: tl.constexpr,
 ):
-    """out `[B, T, N, H]` and lse `[B, T, N]` of a block of queries. Grid (query blocks, N, B)."""
+    """Stores out `[B, T, N, H]` and lse `[B, T, N]` of a block of queries. Grid (query blocks, N,
+    B)."""
     blocks: tl.constexpr = (C.T + C.BQ - 1) // C.BQ
-    # Late blocks see most keys: they start first.
+    # Late query blocks attend to the most keys, so they start first.
     i = blocks - 1 - tl.program_id(0)
     n, b = tl.program_id(1), tl.program_id(2)
     n_k = n // (C.N // C.K)
     b64 = b.to(tl.int64)
     rows, h = i * C.BQ + tl.arange(0, C.BQ), tl.arange(0, C.BH)
     rows64 = rows.to(tl.int64)
-    inside = rows < C.T
+    in_bounds = rows < C.T
     q = _load(q_ptr + (b64 * C.T * C.N + n) * C.H, rows64, h, C.N * C.H, C.T, C, False)
-    queries = _row(positions_ptr, segments_ptr, globals_ptr, b64, C.T, C)
-    own = _tokens(queries, i * C.BQ, rows, inside, C)
-    head = _head(slopes_ptr, keys_ptr, b, n, C)
-    visits = _visits(ranges_ptr, tiles_ptr, i, b64, blocks, C)
+    queries = _mask_pointers(positions_ptr, segments_ptr, globals_ptr, b64, C.T, C)
+    own = _load_tokens(queries, i * C.BQ, rows, in_bounds, C)
+    head = _load_head(slopes_ptr, keys_ptr, b, n, C)
+    visits = _load_visits(ranges_ptr, tiles_ptr, i, b64, blocks, C)
     k_base = k_ptr + (b64 * C.S * C.K + n_k) * C.H
     v_base = v_ptr + (b64 * C.S * C.K + n_k) * C.H
-    keys = _row(k_positions_ptr, k_segments_ptr, k_globals_ptr, b64, C.S, C)
+    keys = _mask_pointers(k_positions_ptr, k_segments_ptr, k_globals_ptr, b64, C.S, C)
     acc = tl.full([C.BQ, C.BH], 0.0, tl.float32)
-    top = tl.full([C.BQ], float("-inf"), tl.float32)
-    total = tl.full([C.BQ], 0.0, tl.float32)
-    # The whole ones first: a row that they serve has seen something when the mask comes.
-    acc, top, total = _forward_range(
-        acc, top, total, q, k_base, v_base, own, keys, block_mask_ptr, head, visits, C, True
+    row_max = tl.full([C.BQ], float("-inf"), tl.float32)
+    row_sum = tl.full([C.BQ], 0.0, tl.float32)
+    # Full blocks first: then a query that has any starts the masked loop with a finite maximum.
+    acc, row_max, row_sum = _forward_range(
+        acc, row_max, row_sum, q, k_base, v_base, own, keys, block_mask_ptr, head, visits, C, True
     )
-    acc, top, total = _forward_range(
-        acc, top, total, q, k_base, v_base, own, keys, block_mask_ptr, head, visits, C, False
+    acc, row_max, row_sum = _forward_range(
+        acc, row_max, row_sum, q, k_base, v_base, own, keys, block_mask_ptr, head, visits, C, False
     )
-    some = total > 0.0
-    acc = acc / tl.where(some, total, 1.0)[:, None]
+    attends = row_sum > 0.0
+    acc = acc / tl.where(attends, row_sum, 1.0)[:, None]
     if C.alibi and C.causal:
-        top -= own.near * head.slope
-    lse = tl.where(some, (top + tl.log2(tl.where(some, total, 1.0))) / LOG2E, float("-inf"))
+        row_max -= own.relative * head.slope
+    lse = tl.where(
+        attends, (row_max + tl.log2(tl.where(attends, row_sum, 1.0))) / LOG2E, float("-inf")
+    )
     out = out_ptr + (b64 * C.T * C.N + n) * C.H + rows64[:, None] * (C.N * C.H) + h[None, :]
-    tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=inside[:, None] & (h[None, :] < C.H))
-    tl.store(lse_ptr + b64 * C.T * C.N + rows64 * C.N + n, lse, mask=inside)
+    tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=in_bounds[:, None] & (h[None, :] < C.H))
+    tl.store(lse_ptr + b64 * C.T * C.N + rows64 * C.N + n, lse, mask=in_bounds)
 
 
 @triton.jit
@@ -379,50 +389,53 @@ def _dq_range(
     head,
     visits,
     C: tl.constexpr,
-    WHOLE: tl.constexpr,
+    FULL: tl.constexpr,
 ):
-    """Adds the share of the key blocks seen whole, or of the others, not yet times `scale`."""
+    """Adds the share of the FULL key blocks, or else of the partial ones, to dq, without
+    `scale`."""
     h = tl.arange(0, C.BH)
-    if WHOLE:
-        first, last = visits.whole, visits.part
+    if FULL:
+        start, end = visits.first_full, visits.end_full
     else:
-        first, last = visits.first, visits.last - visits.gap
-    for x in range(first, last):
-        number = x if WHOLE else x + tl.where(x >= visits.whole, visits.gap, 0)
-        j = tl.load(visits.tiles + number) if C.listed else number
-        here, columns = tl.arange(0, C.BK), j * C.BK + tl.arange(0, C.BK)
-        # A row's offset may need 64 bits: T · N · H passes 2³¹.
+        start, end = visits.first, visits.end - visits.full_blocks
+    for step in range(start, end):
+        entry = step if FULL else step + tl.where(step >= visits.first_full, visits.full_blocks, 0)
+        j = tl.load(visits.tiles + entry) if C.list_length else entry
+        local, columns = tl.arange(0, C.BK), j * C.BK + tl.arange(0, C.BK)
+        # Offsets may need 64 bits: T · N · H can exceed 2³¹.
         at = tl.cast(j, tl.int64) * (C.BK * C.K * C.H)
-        k = _load_turned(k_base + at, here, h, C.K * C.H, C.S - j * C.BK, C, WHOLE)
-        v = _load_turned(v_base + at, here, h, C.K * C.H, C.S - j * C.BK, C, WHOLE)
+        k = _load_transposed(k_base + at, local, h, C.K * C.H, C.S - j * C.BK, C, FULL)
+        v = _load_transposed(v_base + at, local, h, C.K * C.H, C.S - j * C.BK, C, FULL)
         raw = tl.dot(q, k, input_precision="ieee")
         s = columns
-        if C.alibi or C.dropout > 0.0 or not WHOLE:
+        if C.alibi or C.dropout > 0.0 or not FULL:
             s = tl.load(keys.positions + columns, mask=columns < C.S, other=0)
-        capped, bend = _cap(raw, C)
-        s_near = (s - own.origin).to(tl.float32)
-        logits = _biased(capped * C.unit, own.near[:, None], s_near[None, :], head.slope, C)
+        capped, derivative = _cap(raw, C)
+        s_relative = (s - own.origin).to(tl.float32)
+        logits = _add_alibi(
+            capped * C.unit, own.relative[:, None], s_relative[None, :], head.slope, C
+        )
         weights = tl.exp2(logits - lse[:, None])
-        if not WHOLE:
-            segments, global_tokens = _labels(keys, columns, columns < C.S, C)
-            seen = _seen(
+        if not FULL:
+            segments, global_tokens = _load_labels(keys, columns, columns < C.S, C)
+            allowed = _allowed(
                 own.positions[:, None],
                 s[None, :],
                 own.segments[:, None],
                 segments[None, :],
-                own.inside[:, None] & (columns[None, :] < C.S),
+                own.in_bounds[:, None] & (columns[None, :] < C.S),
                 own.global_tokens[:, None],
                 global_tokens[None, :],
                 block_mask,
                 C,
             )
-            weights = tl.where(seen, weights, 0.0)
+            weights = tl.where(allowed, weights, 0.0)
         dweights = tl.dot(dout, v, input_precision="ieee")
         if C.dropout > 0.0:
-            dweights *= _kept(head, own.positions[:, None], s[None, :], C)
+            dweights *= _dropout_factors(head, own.positions[:, None], s[None, :], C)
         dlogits = weights * (dweights - delta[:, None])
         if C.softcap is not None:
-            dlogits *= bend
+            dlogits *= derivative
         dq = tl.dot(dlogits.to(k.dtype), tl.trans(k), dq, input_precision="ieee")
     return dq
 
@@ -449,8 +462,8 @@ def dq_kernel(
     dq_ptr,
     C: tl.constexpr,
 ):
-    """dq `[B, T, N, H]` of a block of queries. Grid (query blocks, N, B). lse and delta `[B, N,
-    T]`, lse over log 2 and +inf where nothing is seen."""
+    """Stores dq `[B, T, N, H]` of a block of queries. Grid (query blocks, N, B). lse and delta are
+    `[B, N, T]`; lse is in base 2, and +inf where a query attends to no key."""
     blocks: tl.constexpr = (C.T + C.BQ - 1) // C.BQ
     i = blocks - 1 - tl.program_id(0)
     n, b = tl.program_id(1), tl.program_id(2)
@@ -458,22 +471,22 @@ def dq_kernel(
     b64 = b.to(tl.int64)
     rows, h = i * C.BQ + tl.arange(0, C.BQ), tl.arange(0, C.BH)
     rows64 = rows.to(tl.int64)
-    inside = rows < C.T
+    in_bounds = rows < C.T
     q_at = (b64 * C.T * C.N + n) * C.H
     q = _load(q_ptr + q_at, rows64, h, C.N * C.H, C.T, C, False)
     dout = _load(dout_ptr + q_at, rows64, h, C.N * C.H, C.T, C, False)
     at = (b64 * C.N + n) * C.T + rows
-    lse = tl.load(lse_ptr + at, mask=inside, other=float("inf"))
-    delta = tl.load(delta_ptr + at, mask=inside, other=0.0)
-    queries = _row(positions_ptr, segments_ptr, globals_ptr, b64, C.T, C)
-    own = _tokens(queries, i * C.BQ, rows, inside, C)
-    head = _head(slopes_ptr, keys_ptr, b, n, C)
-    visits = _visits(ranges_ptr, tiles_ptr, i, b64, blocks, C)
+    lse = tl.load(lse_ptr + at, mask=in_bounds, other=float("inf"))
+    delta = tl.load(delta_ptr + at, mask=in_bounds, other=0.0)
+    queries = _mask_pointers(positions_ptr, segments_ptr, globals_ptr, b64, C.T, C)
+    own = _load_tokens(queries, i * C.BQ, rows, in_bounds, C)
+    head = _load_head(slopes_ptr, keys_ptr, b, n, C)
+    visits = _load_visits(ranges_ptr, tiles_ptr, i, b64, blocks, C)
     k_base = k_ptr + (b64 * C.S * C.K + n_k) * C.H
     v_base = v_ptr + (b64 * C.S * C.K + n_k) * C.H
-    keys = _row(k_positions_ptr, k_segments_ptr, k_globals_ptr, b64, C.S, C)
+    keys = _mask_pointers(k_positions_ptr, k_segments_ptr, k_globals_ptr, b64, C.S, C)
     if C.alibi and C.causal:
-        lse += own.near * head.slope
+        lse += own.relative * head.slope
     dq = tl.full([C.BQ, C.BH], 0.0, tl.float32)
     dq = _dq_range(
         dq, q, dout, lse, delta, k_base, v_base, own, keys, block_mask_ptr, head, visits, C, True
@@ -483,7 +496,7 @@ def dq_kernel(
     )
     out = dq_ptr + (b64 * C.T * C.N + n) * C.H + rows64[:, None] * (C.N * C.H) + h[None, :]
     dq = (dq * C.scale).to(dq_ptr.dtype.element_ty)
-    tl.store(out, dq, mask=inside[:, None] & (h[None, :] < C.H))
+    tl.store(out, dq, mask=in_bounds[:, None] & (h[None, :] < C.H))
 
 
 @triton.jit
@@ -502,23 +515,23 @@ def _dkv_range(
     head,
     visits,
     C: tl.constexpr,
-    WHOLE: tl.constexpr,
+    FULL: tl.constexpr,
 ):
-    """Adds the share of the query blocks that see these keys whole, or of the others; dk not yet
-    times `scale`. Tiles are [keys, queries]."""
+    """Adds the share of the FULL query blocks, or else of the partial ones, to dk, without `scale`,
+    and to dv. Tiles are [keys, queries]."""
     h = tl.arange(0, C.BH)
-    if WHOLE:
-        first, last = visits.whole, visits.part
+    if FULL:
+        start, end = visits.first_full, visits.end_full
     else:
-        first, last = visits.first, visits.last - visits.gap
-    for x in range(first, last):
-        number = x if WHOLE else x + tl.where(x >= visits.whole, visits.gap, 0)
-        i = tl.load(visits.tiles + number) if C.listed else number
-        here, rows = tl.arange(0, C.BQ), i * C.BQ + tl.arange(0, C.BQ)
+        start, end = visits.first, visits.end - visits.full_blocks
+    for step in range(start, end):
+        entry = step if FULL else step + tl.where(step >= visits.first_full, visits.full_blocks, 0)
+        i = tl.load(visits.tiles + entry) if C.list_length else entry
+        local, rows = tl.arange(0, C.BQ), i * C.BQ + tl.arange(0, C.BQ)
         at = tl.cast(i, tl.int64) * (C.BQ * C.N * C.H)
-        q = _load(q_base + at, here, h, C.N * C.H, C.T - i * C.BQ, C, WHOLE)
-        dout = _load(dout_base + at, here, h, C.N * C.H, C.T - i * C.BQ, C, WHOLE)
-        if WHOLE:
+        q = _load(q_base + at, local, h, C.N * C.H, C.T - i * C.BQ, C, FULL)
+        dout = _load(dout_base + at, local, h, C.N * C.H, C.T - i * C.BQ, C, FULL)
+        if FULL:
             lse = tl.load(lse_base + rows)
             delta = tl.load(delta_base + rows)
         else:
@@ -526,38 +539,40 @@ def _dkv_range(
             delta = tl.load(delta_base + rows, mask=rows < C.T, other=0.0)
         raw = tl.dot(k, tl.trans(q), input_precision="ieee")
         p = rows
-        if C.alibi or C.dropout > 0.0 or not WHOLE:
+        if C.alibi or C.dropout > 0.0 or not FULL:
             p = tl.load(queries.positions + rows, mask=rows < C.T, other=0)
-        capped, bend = _cap(raw, C)
-        p_near = (p - own.origin).to(tl.float32)
-        logits = _biased(capped * C.unit, p_near[None, :], own.near[:, None], head.slope, C)
+        capped, derivative = _cap(raw, C)
+        p_relative = (p - own.origin).to(tl.float32)
+        logits = _add_alibi(
+            capped * C.unit, p_relative[None, :], own.relative[:, None], head.slope, C
+        )
         if C.alibi and C.causal:
-            lse += p_near * head.slope
+            lse += p_relative * head.slope
         weights = tl.exp2(logits - lse[None, :])
-        if not WHOLE:
-            segments, global_tokens = _labels(queries, rows, rows < C.T, C)
-            seen = _seen(
+        if not FULL:
+            segments, global_tokens = _load_labels(queries, rows, rows < C.T, C)
+            allowed = _allowed(
                 p[None, :],
                 own.positions[:, None],
                 segments[None, :],
                 own.segments[:, None],
-                (rows[None, :] < C.T) & own.inside[:, None],
+                (rows[None, :] < C.T) & own.in_bounds[:, None],
                 global_tokens[None, :],
                 own.global_tokens[:, None],
                 block_mask,
                 C,
             )
-            weights = tl.where(seen, weights, 0.0)
+            weights = tl.where(allowed, weights, 0.0)
         dweights = tl.dot(v, tl.trans(dout), input_precision="ieee")
-        used = weights
+        dropped = weights
         if C.dropout > 0.0:
-            kept = _kept(head, p[None, :], own.positions[:, None], C)
-            used = weights * kept
-            dweights *= kept
-        dv = tl.dot(used.to(dout.dtype), dout, dv, input_precision="ieee")
+            factors = _dropout_factors(head, p[None, :], own.positions[:, None], C)
+            dropped = weights * factors
+            dweights *= factors
+        dv = tl.dot(dropped.to(dout.dtype), dout, dv, input_precision="ieee")
         dlogits = weights * (dweights - delta[None, :])
         if C.softcap is not None:
-            dlogits *= bend
+            dlogits *= derivative
         dk = tl.dot(dlogits.to(q.dtype), q, dk, input_precision="ieee")
     return dk, dv
 
@@ -585,20 +600,20 @@ def dkv_kernel(
     dv_ptr,
     C: tl.constexpr,
 ):
-    """dk and dv `[B, S, K, H]` of a block of keys. Grid (key blocks, K, B)."""
+    """Stores dk and dv `[B, S, K, H]` of a block of keys. Grid (key blocks, K, B)."""
     blocks: tl.constexpr = (C.S + C.BK - 1) // C.BK
-    # Early blocks are seen by most queries: they start first.
+    # Early key blocks are read by the most queries, so they start first.
     j, n_k, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b64 = b.to(tl.int64)
     columns, h = j * C.BK + tl.arange(0, C.BK), tl.arange(0, C.BH)
     columns64 = columns.to(tl.int64)
-    inside = columns < C.S
+    in_bounds = columns < C.S
     k = _load(k_ptr + (b64 * C.S * C.K + n_k) * C.H, columns64, h, C.K * C.H, C.S, C, False)
     v = _load(v_ptr + (b64 * C.S * C.K + n_k) * C.H, columns64, h, C.K * C.H, C.S, C, False)
-    keys = _row(k_positions_ptr, k_segments_ptr, k_globals_ptr, b64, C.S, C)
-    own = _tokens(keys, j * C.BK, columns, inside, C)
-    visits = _visits(ranges_ptr, tiles_ptr, j, b64, blocks, C)
-    queries = _row(positions_ptr, segments_ptr, globals_ptr, b64, C.T, C)
+    keys = _mask_pointers(k_positions_ptr, k_segments_ptr, k_globals_ptr, b64, C.S, C)
+    own = _load_tokens(keys, j * C.BK, columns, in_bounds, C)
+    visits = _load_visits(ranges_ptr, tiles_ptr, j, b64, blocks, C)
+    queries = _mask_pointers(positions_ptr, segments_ptr, globals_ptr, b64, C.T, C)
     dk = tl.full([C.BK, C.BH], 0.0, tl.float32)
     dv = tl.full([C.BK, C.BH], 0.0, tl.float32)
     for g in range(C.N // C.K):
@@ -607,7 +622,7 @@ def dkv_kernel(
         dout_base = dout_ptr + (b64 * C.T * C.N + n) * C.H
         lse_base = lse_ptr + (b64 * C.N + n) * C.T
         delta_base = delta_ptr + (b64 * C.N + n) * C.T
-        head = _head(slopes_ptr, keys_ptr, b, n, C)
+        head = _load_head(slopes_ptr, keys_ptr, b, n, C)
         dk, dv = _dkv_range(
             dk, dv, k, v, q_base, dout_base, lse_base, delta_base, own, queries, block_mask_ptr,
             head, visits, C, True,
@@ -617,6 +632,6 @@ def dkv_kernel(
             head, visits, C, False,
         )  # fmt: skip
     at = (b64 * C.S * C.K + n_k) * C.H + columns64[:, None] * (C.K * C.H) + h[None, :]
-    shown = inside[:, None] & (h[None, :] < C.H)
-    tl.store(dk_ptr + at, (dk * C.scale).to(dk_ptr.dtype.element_ty), mask=shown)
-    tl.store(dv_ptr + at, dv.to(dv_ptr.dtype.element_ty), mask=shown)
+    stored = in_bounds[:, None] & (h[None, :] < C.H)
+    tl.store(dk_ptr + at, (dk * C.scale).to(dk_ptr.dtype.element_ty), mask=stored)
+    tl.store(dv_ptr + at, dv.to(dv_ptr.dtype.element_ty), mask=stored)
