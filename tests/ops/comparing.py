@@ -1,15 +1,12 @@
-"""What the tests of ops share: how two arrays are compared, and what a compiled function holds."""
+"""How two arrays are compared, and the memory that a compiled function needs."""
 
 import functools
-import re
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.extend.core import jaxprs_in_params
-from jax.interpreters import partial_eval as pe
 
 # Relative error ‖a - b‖ / ‖b‖ against float32.
 TOLERANCE = {"float32": 2e-6, "bfloat16": 1e-2, "float16": 1.5e-3}
@@ -47,30 +44,3 @@ def normal(seed: int, *shape: int) -> Array:
 def temp_bytes(f: Callable, *operands) -> int:
     """Bytes that the compiled `f` needs besides operands and results."""
     return quick(f).lower(*operands).compile().memory_analysis().temp_size_in_bytes
-
-
-def dots(f: Callable, *operands) -> int:
-    """Matrix products in the jaxpr of `f`, without those that nothing reads; a loop's body counts
-    once."""
-    jaxpr = jax.make_jaxpr(f)(*operands).jaxpr
-    jaxpr, _ = pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
-
-    def count(jaxpr):
-        inner = (sub for eqn in jaxpr.eqns for sub in jaxprs_in_params(eqn.params))
-        return sum(eqn.primitive.name == "dot_general" for eqn in jaxpr.eqns) + sum(
-            map(count, inner)
-        )
-
-    return count(jaxpr)
-
-
-def collectives(text: str) -> list[tuple[str, str]]:
-    """(result, kind) of each message between devices in a compiled program."""
-    kinds = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
-    return re.findall(rf"= (.*?) ({kinds})(?:-start)?\(", text)
-
-
-def sends_once(text: str) -> bool:
-    """Whether devices exchange something, and nothing of it in a loop or a branch."""
-    before, entry = text.split("\nENTRY")
-    return bool(collectives(entry)) and not collectives(before)

@@ -557,20 +557,6 @@ def test_empty_tiles_are_not_visited(mask, seen, known):
         assert (finite == (jnp.arange(T) < seen // 4 * 4)).all()
 
 
-def test_static_masks_fix_the_number_of_steps():
-    """A NumPy mask stays static in `attention`, so the loops over non-empty tiles have a length."""
-    mask = Mask(window=2, global_tokens=np.arange(16) == 0, block_mask=np.eye(4), block_size=4)
-    options = dict(impl="scan", q_chunk=4, k_chunk=4)
-    q = normal(0, 1, 16, 1, 8)
-
-    def loops(mask):
-        f = jax.grad(lambda q: attention(q, q, q, mask=mask, **options).sum())
-        return str(jax.make_jaxpr(f)(q))
-
-    assert loops(mask).count("length=10") == 2 and "while[" not in loops(mask)
-    assert loops(jax.tree.map(jnp.asarray, mask)).count("while[") == 2
-
-
 @pytest.mark.parametrize("impl", ["reference", "scan"])
 def test_positions_below_0_are_in_no_block(impl):
     q, positions = normal(0, 1, 6, 1, 8), np.arange(6, dtype=np.int32) - 4

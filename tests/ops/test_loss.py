@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from bptjax.ops.loss import cross_entropy_and_z_loss, linear_cross_entropy
 from bptjax.parallel.mesh import ParallelConfig, make_mesh
-from ops.comparing import TOLERANCE, close, dots, error, normal, quick, sends_once
+from ops.comparing import TOLERANCE, close, error, normal, quick
 
 B, T, D, V = 2, 13, 8, 19
 HIDDEN, HEAD = normal(0, B, T, D), normal(1, V, D) / 2
@@ -146,13 +146,6 @@ def test_head_gradient_accumulates_in_float32():
     assert error(quick(jax.grad(f))(head.astype(jnp.bfloat16)), exact) < 5e-3
 
 
-def test_logits_are_computed_once():
-    """Value and gradients of the sum take three products a chunk: logits, dhidden, dhead."""
-    f = functools.partial(linear_cross_entropy, labels=LABELS, chunk=4)
-    assert dots(f, HIDDEN, HEAD) == 1
-    assert dots(jax.value_and_grad(f, (0, 1)), HIDDEN, HEAD) == 3
-
-
 def test_large_logits():
     hidden = 1e4 * HIDDEN
     f, exact = (
@@ -233,9 +226,8 @@ def test_an_ignored_label_may_be_any_number():
 
 
 @pytest.mark.parametrize("reduction", UPSTREAM)
-def test_devices_exchange_the_head_once(reduction):
-    """Rows over four devices, that each store a quarter of the head: what one device gives, and
-    nothing is sent for a chunk."""
+def test_a_sharded_head(reduction):
+    """Sequences over four devices, each with a quarter of the head: what one device gives."""
     mesh = make_mesh(ParallelConfig(fsdp=4), jax.devices()[:4])
     hidden, labels = jnp.tile(HIDDEN, (4, 1, 1)), jnp.tile(SOME, (4, 1))
     options = dict(chunk=6, reduction=reduction)
@@ -248,6 +240,4 @@ def test_devices_exchange_the_head_once(reduction):
     where = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("fsdp",), (None, "fsdp")))
     with jax.set_mesh(mesh):
         placed = [jax.device_put(x, w) for x, w in zip((hidden, HEAD), where, strict=True)]
-        compiled = quick(both).lower(*placed).compile()
-        close(compiled(*placed), wanted[0] if reduction == "none" else wanted)
-    assert sends_once(compiled.as_text())
+        close(quick(both)(*placed), wanted[0] if reduction == "none" else wanted)

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
-from ops.comparing import collectives
 
 from bptjax.parallel.mesh import (
     AXES,
@@ -15,7 +14,6 @@ from bptjax.parallel.mesh import (
     ParallelConfig,
     constrain,
     data_shards,
-    lookup,
     make_mesh,
     num_shards,
     select_devices,
@@ -78,22 +76,6 @@ def test_constrain_pins_in_a_mesh_and_does_nothing_without():
     with jax.set_mesh(make_mesh(ParallelConfig(dp=2, fsdp=4))):
         placed = jax.jit(lambda x: constrain(x, "batch", "sequence", None))(x)
     assert placed.addressable_shards[0].data.shape == (1, 4, 2)
-
-
-def test_a_table_that_tp_does_not_cut_is_gathered_and_no_more():
-    """As learned positions: cut over tp first, rows looked up would have to be summed."""
-    mesh = make_mesh(ParallelConfig(fsdp=1, tp=2, sp=2), jax.devices()[:4])
-    table, indices = (
-        jax.ShapeDtypeStruct(shape, dtype, sharding=sharding(mesh, axes, shape))
-        for axes, shape, dtype in (
-            ((None, "embed"), (24, 8), jnp.float32),
-            (("batch", "sequence"), (2, 16), jnp.int32),
-        )
-    )
-    with jax.set_mesh(mesh):
-        found = jax.jit(lookup, out_shardings=indices.sharding)
-        text = found.lower(table, indices).compile().as_text()
-    assert [kind for _, kind in collectives(text)] == ["all-gather"]
 
 
 def test_gpu_without_a_gpu_names_the_remedy():
