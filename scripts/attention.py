@@ -11,11 +11,12 @@ import argparse
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from timing import milliseconds, tell
+from timing import milliseconds, needs, tell
 
 from bptjax import Mask, attention
 from bptjax.ops.position import alibi_slopes
@@ -82,7 +83,7 @@ def main() -> None:
                 for key, shape in zip(keys, shapes, strict=True)
             )
 
-            work = {
+            work: dict[tuple[str, str], tuple[Any, float]] = {
                 (impl, name): (partial(attention, impl=impl, **options), pairs)
                 for impl in args.impls
                 for name, (options, pairs) in cases(T).items()
@@ -97,7 +98,6 @@ def main() -> None:
                 forward, *_ = milliseconds(one, segments, q, k, v)
                 step, least, most = milliseconds(both, segments, dout, q, k, v)
                 flops = 4 * N * H * pairs
-                needs = both.memory_analysis()
                 tell(
                     rows,
                     args.out,
@@ -111,7 +111,7 @@ def main() -> None:
                     fastest_ms=least,
                     slowest_ms=most,
                     step_tflops=3.5 * flops / step / 1e9,
-                    temporary_gib=needs.temp_size_in_bytes / 2**30,
+                    temporary_gib=needs(both)["temporary_gib"],
                     dtype="bfloat16",
                 )
 

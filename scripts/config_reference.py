@@ -81,7 +81,7 @@ def reference() -> str:
     """Returns the text of docs/config.md."""
     parts = [HEAD, *group("the run", Config)]
     for field in dataclasses.fields(Config):
-        if dataclasses.is_dataclass(field.type):
+        if isinstance(field.type, type) and dataclasses.is_dataclass(field.type):
             parts += group(field.name, field.type)
     return "".join(parts)
 

@@ -20,9 +20,9 @@ from bptjax.training.setup import setup
 from bptjax.training.state import init_state
 
 
-def plain(hidden, head, labels, *, z_loss, softcap, chunk, axes):
+def plain(hidden, head, labels, weights=None, **_):
     """Returns the sum of the losses from `[B, T, V]` logits, by autodiff, and 0 for the z-loss;
-    there is no soft cap."""
+    there are no weights, and no soft cap."""
     logits = jnp.einsum("btd,vd->btv", hidden, head.astype(hidden.dtype)).astype(jnp.float32)
     picked = jnp.take_along_axis(logits, jnp.maximum(labels, 0)[..., None], -1)[..., 0]
     losses = jnp.where(labels == -100, 0.0, jax.nn.logsumexp(logits, -1) - picked)

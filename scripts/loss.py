@@ -41,6 +41,7 @@ def main() -> None:
         mean = jax.jit(jax.grad(lambda h, w, y, f=f: f(h, w, y) / T, (0, 1)))
         step = mean.lower(hidden, head, labels).compile()
         needs = step.memory_analysis()
+        assert needs is not None
         extra = needs.temp_size_in_bytes + needs.output_size_in_bytes
         ms, *_ = milliseconds(step, hidden, head, labels, repeats=5)
         tell(rows, args.out, loss=name, T=T, D=D, V=V, ms=ms, extra_gib=extra / 2**30)

@@ -35,9 +35,9 @@ CONFIG = Config(
 )
 ONE = ParallelConfig(1, 1, 1, 1)
 MESHES = [
-    ParallelConfig(*sizes)
-    for sizes in itertools.product((1, 2, 4, 8), repeat=4)
-    if math.prod(sizes) == 8
+    ParallelConfig(dp, fsdp, tp, sp)
+    for dp, fsdp, tp, sp in itertools.product((1, 2, 4, 8), repeat=4)
+    if dp * fsdp * tp * sp == 8
 ] + [ParallelConfig(*sizes) for sizes in ((1, 1, 1, 3), (1, 1, 1, 6), (2, 1, 1, 3), (1, 1, 2, 3))]
 
 
@@ -61,7 +61,7 @@ def start() -> TrainState:
     return init_state(TrainSpec(CONFIG, MODEL, make_mesh(ONE, jax.devices()[:1])))
 
 
-def results(parallel: ParallelConfig, strategy: str = "auto") -> tuple[str, Any]:
+def results(parallel: ParallelConfig, strategy: Any = "auto") -> tuple[str, Any]:
     """The strategy, and (loss, gradients, loss of an evaluation) on that mesh."""
     devices = jax.devices()[: math.prod(astuple(parallel)[:4])]
     config = replace(CONFIG, parallel=replace(parallel, sequence_strategy=strategy))
@@ -70,7 +70,7 @@ def results(parallel: ParallelConfig, strategy: str = "auto") -> tuple[str, Any]
     with jax.set_mesh(spec.mesh):
         jitted = jax.jit(partial(gradients, spec))
         (loss, _), found, _ = jitted(state, spec.layout.put(batch))
-    evaluated = np.asarray(evaluator(spec)(state.model, [batch]))
+    evaluated = np.asarray(evaluator(spec)(state.model, [batch], lambda _: None))
     return spec.layout.strategy[0], jax.tree.map(np.asarray, (loss, found, evaluated))
 
 

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -160,7 +161,8 @@ def compare(families: list[str], names: list[str], pythons: list[str], work: Pat
     for family in families:
         base(family, work / family)
         for name in names:
-            row, out = dict(family=family, override=name), work / f"{family}, {name}"
+            row: dict[str, Any] = dict(family=family, override=name)
+            out = work / f"{family}, {name}"
             rows.append(row)
             try:
                 ours[str(out)] = export(work / family, OVERRIDES[name], out, tokens)

@@ -74,7 +74,8 @@ SIZES = dict(attention=(1, 131_072), encoder=(64, 512), step=(8, 8192))
 
 def mesh_of(split: str, n: int) -> jax.sharding.Mesh:
     """The first n devices along one axis."""
-    return make_mesh(replace(ParallelConfig(fsdp=1), **{split: n}), jax.devices()[:n])
+    sizes: dict[str, Any] = {"fsdp": 1, split: n}
+    return make_mesh(ParallelConfig(**sizes), jax.devices()[:n])
 
 
 def arrays(mesh: jax.sharding.Mesh, dtype: jnp.dtype, *shapes: tuple[int, ...]) -> list[jax.Array]:

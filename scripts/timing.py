@@ -31,6 +31,7 @@ def milliseconds(
 def needs(compiled: jax.stages.Compiled) -> dict[str, float]:
     """What a program takes of each device, and of the host, by the compiler's own account."""
     stats = compiled.memory_analysis()
+    assert stats is not None
     kept = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
     gib = dict(
         program_gib=kept + stats.temp_size_in_bytes,

@@ -52,6 +52,7 @@ def imports(name, path):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{name}: relative import; write it out"
+            assert node.module
             yield node.module
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 

@@ -60,6 +60,7 @@ def update(config, g, model, state, key, divisor=1.0):
 def run(config, model, steps=4, divisor=1.0):
     """Returns (model, state, norm) after some updates in one program."""
     step, state = jax.jit(partial(update, config, divisor=divisor)), init_opt_state(config, model)
+    norm = None
     for number in range(steps):
         key = jax.random.fold_in(jax.random.key(7), number)
         model, state, norm = step(gradients(number, model), model, state, key)
@@ -96,7 +97,8 @@ def test_float32_is_optax(kind, at_once, monkeypatch):
     wanted, state = model, oracle.init(model)
     for step in range(4):
         g = gradients(step, model)
-        updates, state = oracle.update(g, state, wanted)
+        with jax.numpy_dtype_promotion("standard"):
+            updates, state = oracle.update(g, state, wanted)
         wanted = optax.apply_updates(wanted, updates)
     got, kept, norm = run(replace(CONFIG, type=kind), model, divisor=1 / 3)
     assert_close(got, wanted, 2e-6)
@@ -139,7 +141,8 @@ def test_muon_is_optax(parallel, monkeypatch):
         oracle_state = oracle.init(jax.tree.map(jnp.asarray, wanted))
         for number in range(4):
             g = kernels(jax.random.key(10 + number))
-            updates, oracle_state = oracle.update(g, oracle_state, wanted)
+            with jax.numpy_dtype_promotion("standard"):
+                updates, oracle_state = oracle.update(g, oracle_state, wanted)
             wanted = optax.apply_updates(wanted, updates)
             model, state, _ = step(jax.device_put(g, placed), model, state, jax.random.key(1))
     assert_close(model, wanted, 1e-6)
@@ -255,7 +258,7 @@ def test_small_updates_of_bfloat16_parameters_add_up():
     def thousand(model, key):
         def step(carry, i):
             keys = jax.random.fold_in(key, i)
-            return update(config, model, *carry, keys)[:2], None
+            return update(config, model, *carry, key=keys)[:2], None
 
         start = model, init_opt_state(config, model)
         return jax.lax.scan(step, start, jnp.arange(1000))[0][0]
@@ -300,7 +303,7 @@ def test_fewer_bits_train_as_well(optimizer, rate):
         def step(carry, i):
             key = jax.random.fold_in(jax.random.key(seed), i)
             g = jax.grad(loss)(carry[0], jax.random.normal(key, (32, 16)))
-            return update(config, g, *carry, key)[:2], None
+            return update(config, g, *carry, key=key)[:2], None
 
         (w, _), _ = jax.lax.scan(step, (w, init_opt_state(config, w)), jnp.arange(200))
         return loss(w, jax.random.normal(jax.random.key(99), (4096, 16)))

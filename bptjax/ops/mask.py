@@ -196,7 +196,7 @@ class Mask:
         block_mask: Any = self.block_mask
         static = all(isinstance(x, np.ndarray) for x in (block_mask, *rows, *columns))
         xp = np if static else jnp
-        sums = xp.pad(xp.cumsum(xp.cumsum(block_mask != 0, 0), 1), ((1, 0), (1, 0)))
+        sums = xp.pad(xp.cumsum(xp.cumsum(block_mask.astype(bool), 0), 1), ((1, 0), (1, 0)))
         (top, bottom), (left, right) = (
             (low // self.block_size, high // self.block_size + 1) for low, high in (rows, columns)
         )
@@ -289,13 +289,13 @@ def blocks(x: Any, chunk: int, mode: str) -> Any:
     """Reshapes `[T]` or `[B, T]` to `[n, B or 1, chunk]`; NumPy stays NumPy."""
     if x is None:
         return None
-    xp = np if isinstance(x, np.ndarray) else jnp
+    xp: Any = np if isinstance(x, np.ndarray) else jnp
     x = x[None] if x.ndim == 1 else x
     x = xp.pad(x, ((0, 0), (0, -x.shape[1] % chunk)), mode=mode)
     return xp.moveaxis(x.reshape(x.shape[0], -1, chunk), 1, 0)
 
 
-def _at(blocks, i) -> Array | None:
+def _at(blocks, i) -> Any:
     if blocks is None:
         return None
     return jax.lax.dynamic_index_in_dim(jnp.asarray(blocks), i, 0, keepdims=False)

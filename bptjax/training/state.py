@@ -154,7 +154,7 @@ def adapted_kernels(spec: TrainSpec) -> set[str]:
       ValueError: adapter.target_modules names no linear layer of the model, or is empty.
     """
     own = {path.removesuffix(".kernel"): (path,) for path in linears(_abstract_model(spec))}
-    family = spec.pretrained and spec.pretrained.family
+    family = spec.pretrained.family if spec.pretrained else None
     return targets(spec.config.adapter.target_modules, modules(spec.model, family) or own)
 
 

@@ -127,7 +127,7 @@ def train_step(
     loss_scale = state.loss_scale
     trained, frozen = split_trained(spec, state.model)
     # An overflow in float16 leaves `count`, and so the schedule, where it is.
-    rate = learning_rate(config.optimizer, spec.steps)(state.opt_state.count)
+    rate = jnp.asarray(learning_rate(config.optimizer, spec.steps)(state.opt_state.count))
     with jax.named_scope("optimizer"):
         trained, opt_state, norm = apply_gradients(
             config.optimizer,

@@ -90,7 +90,9 @@ def test_held_out_records_are_not_trained_on(folder):
     # 8 of three files, 3 of each, one in four.
     numbers = [int(text.split()[1]) for text in held_out]
     assert numbers == [2, 6, 10, 102, 106, 110, 202, 206, 210]
-    assert sorted([*train, *held_out]) == sorted(texts(60) + texts(30, 100) + texts(12, 200))
+    assert sorted(map(str, [*train, *held_out])) == sorted(
+        texts(60) + texts(30, 100) + texts(12, 200)
+    )
     assert held_out.location(1).record == "record 7"
     assert list(open_split(DataConfig(str(folder), eval_fraction=0))[1]) == []
 

@@ -232,8 +232,8 @@ def test_sharegpt(tmp_path):
         ("observation", "3"),
         ("gpt", "It is 3."),
     ]
-    row = {"conversations": [{"from": name, "value": value} for name, value in turns]}
-    row["tools"] = json.dumps(TOOLS)
+    conversations = [{"from": name, "value": value} for name, value in turns]
+    row = {"conversations": conversations, "tools": json.dumps(TOOLS)}
     for name in ("a.jsonl", "a.parquet"):
         for format in ("auto", "sharegpt"):
             (chat,) = read(tmp_path, row, name=name, format=format)
@@ -338,6 +338,7 @@ def test_lengths_keep_what_the_template_writes(tmp_path, tokenizers, kind):
         assert source == question(chat, ours, limit)[0].tolist()
     (whole,) = encode(chat, ours)
     target = len(whole["tokens"]) + 1 - len(prompt)
+    ids = []
     for limit in range(4, target + 2):
         (got,) = encode(chat, ours, target_max_len=limit)
         ids = [*got["tokens"].tolist(), end[-1]]

@@ -74,7 +74,7 @@ def checkpoint(family, tmp_path):
             num_hidden_layers=L,
             num_attention_heads=4,
             num_key_value_heads=2,
-            head_dim=8,
+            head_dim=8,  # pyrefly: ignore[unexpected-keyword]
             moe_intermediate_size=inner,
             num_experts=experts,
             architectures=["Qwen3MoeForCausalLM"],

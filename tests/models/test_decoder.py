@@ -59,9 +59,8 @@ BY_LENGTH = {
         long_factor=[2.0, 3.0, 4.0, 8.0],
     ),
 }
-BY_LENGTH["in some layers"] = dict(
-    full_attention=BY_LENGTH["dynamic"], sliding_attention=dict(rope_theta=1e4)
-)
+IN_SOME_LAYERS = dict(full_attention=BY_LENGTH["dynamic"], sliding_attention=dict(rope_theta=1e4))
+BY_LENGTH = BY_LENGTH | {"in some layers": IN_SOME_LAYERS}
 
 
 def by_length(kind: str) -> Decoder:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import ArrayLike
 
 # Relative error ‖a - b‖ / ‖b‖ against float32.
 TOLERANCE = {"float32": 2e-6, "bfloat16": 1e-2, "float16": 1.5e-3}
@@ -16,10 +17,10 @@ TOLERANCE = {"float32": 2e-6, "bfloat16": 1e-2, "float16": 1.5e-3}
 quick = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
-def error(a: Array, b: Array) -> float:
+def error(a: ArrayLike, b: ArrayLike) -> float:
     """‖a - b‖ / ‖b‖ in float64; a norm below 0.1 counts as 0.1, so that rounding noise about an
     exact 0 is no error."""
-    a, b = (np.asarray(x, np.float64) for x in (a, b))
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
     assert a.shape == b.shape, (a.shape, b.shape)
     assert np.isfinite(a).all()
     return float(np.linalg.norm(a - b) / max(np.linalg.norm(b), 0.1))

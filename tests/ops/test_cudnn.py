@@ -123,9 +123,9 @@ ON_GPU = {
 @pytest.mark.parametrize("name", ON_GPU)
 def test_compiled_equals_oracle(name, dtype):
     options, *shape = ON_GPU[name]
-    spec, arrays = AttentionSpec(scale=shape[-1] ** -0.5, **options), operands(*shape, dtype)
+    spec, arrays = AttentionSpec(scale=shape[-1] ** -0.5, **options), operands(*shape, dtype=dtype)
     assert cudnn.unsupported(QKV(*arrays[:3]), spec) is None
-    out, lse, *gradients = jax.jit(lambda *xs: both(*xs, spec))(*arrays)
+    out, lse, *gradients = jax.jit(lambda *xs: both(*xs, spec=spec))(*arrays)
     *wide, dout = (x.astype(jnp.float32) for x in arrays)
     true, pull = jax.vjp(lambda *qkv: reference.forward(QKV(*qkv), spec), *wide)
     true_gradients = pull(AttentionState(dout, jnp.zeros_like(true.lse)))
@@ -145,7 +145,7 @@ def test_cases_equal_oracle(name, dtype):
     arrays, spec = case.operands(dtype), case.spec()
     if cudnn.unsupported(QKV(*arrays[:3]), spec):
         return
-    out, _, *gradients = jax.jit(lambda *xs: both(*xs, spec, case.sinks))(*arrays)
+    out, _, *gradients = jax.jit(lambda *xs: both(*xs, spec=spec, sinks=case.sinks))(*arrays)
     for a, b in zip((out, *gradients), oracle(name)[:4], strict=True):
         assert a.dtype == dtype and error(a, b) <= TOLERANCE[dtype]
 

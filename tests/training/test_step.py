@@ -209,6 +209,7 @@ def test_the_reported_loss_leaves_the_z_loss_out(batch):
 def test_an_overflow_changes_the_scale_alone(batch):
     spec = with_optimizer(make_spec(compute_dtype="float16"), state_dtype="int8")
     state, placed = init_state(spec), spec.layout.put(batch)
+    assert state.loss_scale is not None
     state = replace(state, loss_scale=replace(state.loss_scale, value=jnp.float32(2.0**40)))
     before = jax.tree.map(np.asarray, (state.model, state.opt_state))
     step = compile_step(spec, state, placed)
