@@ -87,7 +87,7 @@ def preview(config: PreviewConfig, console: Console) -> None:
         data.tokenizer,
         data_config,
         seq_len=seq_len,
-        rows=-(-config.rows // shards) * shards,
+        batch_size=-(-config.rows // shards) * shards,
     )
     try:
         batch = next(batches)

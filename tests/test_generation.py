@@ -273,7 +273,7 @@ def test_a_run_from_scratch_is_exported_with_its_tokenizer(run_directory, tmp_pa
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--prompt", "x", "--chat"], "has no chat template"),
+        (["--prompt", "x", "--chat"], "must have a chat template"),
         ([], "--prompt or --prompt_file must be given"),
         (["--prompt-file", "/nowhere"], "/nowhere"),
         (["--prompt", "x", "--stop", ""], "--stop: must not be empty"),

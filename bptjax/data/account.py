@@ -1,4 +1,4 @@
-"""Account of a data set: records, tokens, lengths, what was left out, sequences per epoch."""
+"""Counts the records, tokens, lengths, omissions and sequences per epoch of a data source."""
 
 import textwrap
 from collections import Counter
@@ -14,18 +14,19 @@ class Account:
     """Counts over the records of one source, added up record by record.
 
     Attributes:
-      name: the source.
-      seq_len: tokens of a sequence.
-      total: records of the source; None if it is streamed and not yet at its end.
-      records: records read so far.
-      bad: of those, records that could not be read or tokenized.
-      too_long: records with a loss mask that exceed `seq_len`.
-      too_long_tokens: tokens that were dropped or truncated for that.
-      unlabeled: examples without a token in the loss, left out.
-      examples: examples that are trained on, of which `tokens` and `loss_tokens` are counted.
+      name: name of the source.
+      seq_len: tokens in a sequence.
+      total: number of records of the source; None for a stream that has not reached its end.
+      records: number of records read so far.
+      bad: number of records that could not be read or tokenized.
+      too_long: number of records with a loss mask that exceed `seq_len`.
+      too_long_tokens: number of tokens dropped or truncated because a record was too long.
+      unlabeled: number of examples left out because they have no token in the loss.
+      examples: number of examples to train on; `tokens` and `loss_tokens` count their tokens.
       longest: tokens of the longest example, before it is truncated or dropped.
-      lengths: examples trained on of each length, by the power of two at or above it.
-      sequences: packed sequences of one epoch with each packing, up to the order of the records.
+      lengths: number of examples to train on by length, rounded up to a power of two.
+      sequences: number of packed sequences in one epoch with each packing. The order of the records
+        can change it slightly.
     """
 
     name: str
@@ -59,12 +60,12 @@ class Account:
         return found
 
     def padding(self, packing: str) -> float:
-        """Returns the share of padding in the sequences of an epoch."""
+        """Returns the fraction of padding in the sequences of an epoch."""
         return 1 - self.tokens / max(1, self.sequences[packing] * self.seq_len)
 
     def epoch(self, packing: str) -> int | None:
-        """Returns the sequences of an epoch, extrapolated if not every record has been read; None
-        if the number of records is not known."""
+        """Returns the number of sequences in an epoch, extrapolated if not every record has been
+        read; None if the number of records is not known."""
         if self.total is None:
             return None
         return round(self.sequences[packing] * self.total / max(1, self.records))
@@ -74,7 +75,7 @@ class Account:
         self.records += 1
         self.bad += record.error is not None
         self.too_long += bool(record.too_long)
-        self.too_long_tokens += record.cut
+        self.too_long_tokens += record.removed_tokens
         self.unlabeled += record.unlabeled
         self.longest = max(self.longest, *record.too_long, 0)
         for example in record.examples:
@@ -104,7 +105,7 @@ class Account:
 
 
 def describe(account: Account, *, packing: str, too_long: str) -> list[str]:
-    """Formats an account in lines of up to 80 columns, but for a long name."""
+    """Formats an account in lines of up to 80 columns, unless its name is long."""
     a, lines = account, summary(account, too_long)
     if not a.records:
         return lines
@@ -116,13 +117,13 @@ def describe(account: Account, *, packing: str, too_long: str) -> list[str]:
     if epoch is None:
         sequences = f"{a.sequences[packing]:,} sequences from these records"
     else:
-        sequences = f"{'' if a.complete else 'about '}{epoch:,} sequences an epoch"
+        sequences = f"{'' if a.complete else 'about '}{epoch:,} sequences per epoch"
     padding = f"{a.padding(packing):.1%} padding ({', '.join(others)})"
     return lines + _detail(f"{sequences} with packing={packing}, {padding}")
 
 
 def summary(account: Account, too_long: str) -> list[str]:
-    """Formats the records of an account and which of them were left out, as `describe`."""
+    """Formats the numbers of records read and left out, in lines like those of `describe`."""
     a = account
     if not a.records:
         return [f"{a.name}: no records read"]
@@ -148,7 +149,7 @@ def summary(account: Account, too_long: str) -> list[str]:
 
 
 def _detail(text: str) -> list[str]:
-    """Returns the text as lines of up to 80 columns below a line with the account's name."""
+    """Wraps the text to lines of up to 80 columns, indented below the line with the name."""
     return textwrap.wrap(
         text, 80, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False
     )

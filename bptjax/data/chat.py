@@ -1,4 +1,4 @@
-"""Instruction data: the formats of its records, read as messages."""
+"""Instruction data: reads records of several formats as messages."""
 
 import json
 import re
@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 ANSWER = "assistant"
-# Roles of ShareGPT's turns. Function calls are answers too; see `_function_call`.
+# Roles by the names of ShareGPT's turns. Function calls are answers too; see `_function_call`.
 SHAREGPT_ROLES = {
     "system": "system",
     "human": "user",
@@ -29,12 +29,12 @@ class Chat:
     """A record of instruction data.
 
     Attributes:
-      messages: each with `role`, and the other keys that the record has for it: `content`,
-        `tool_calls`, `reasoning_content` and so on. Those of the assistant are answers.
+      messages: each has `role` and the record's other keys of the message: `content`, `tool_calls`,
+        `reasoning_content` and so on. The assistant's messages are answers.
       where: file and record, for errors.
-      form: name in `templates.FORMS` of the prompt that the record's format prescribes; None for
+      form: name in `templates.FORMS` of the template that the record's format prescribes; None for
         the tokenizer's chat template.
-      variables: the record's other fields, such as `tools`: variables of the template.
+      variables: the record's other fields, such as `tools`. The template can read them.
     """
 
     messages: tuple[Message, ...]
@@ -70,9 +70,9 @@ def _alpaca(row: Mapping[str, Any]) -> list[Message]:
 def _hh_rlhf(row: Mapping[str, Any]) -> list[Message]:
     before, *pieces = re.split(r"\n\n(Human|Assistant):", _text(row, "chosen"))
     if before.strip() or "Assistant" not in pieces:
-        raise ValueError("'chosen' is not made of '\\n\\nHuman: …' and '\\n\\nAssistant: …'")
+        raise ValueError("'chosen' must consist of '\\n\\nHuman: …' and '\\n\\nAssistant: …'")
     roles = {"Human": "user", "Assistant": ANSWER}
-    # The template writes one space after the colon.
+    # Remove one space after the colon, because the template writes it.
     return [
         {"role": roles[name], "content": text.removeprefix(" ")}
         for name, text in zip(pieces[::2], pieces[1::2], strict=True)
@@ -93,7 +93,7 @@ def _sharegpt(row: Mapping[str, Any]) -> list[Message]:
 
 
 def _numbered(read: Callable[[Message], Message], number: int, turn: object) -> Message:
-    """Returns the message of a turn; its errors start with the turn's number."""
+    """Returns the message of a turn. Errors start with the turn's number."""
     try:
         if not isinstance(turn, dict):
             raise ValueError(f"must be a record, not {type(turn).__name__}")
@@ -103,7 +103,7 @@ def _numbered(read: Callable[[Message], Message], number: int, turn: object) -> 
 
 
 def _message(turn: Message) -> Message:
-    """Returns a message without the keys whose value is null, its content as one text."""
+    """Returns the message without keys whose value is null, and with its content as one text."""
     message = {key: value for key, value in turn.items() if value is not None}
     _text(message, "role")
     content = message.get("content")
@@ -119,7 +119,7 @@ def _part(part: object) -> str:
         return part
     kind = part.get("type") if isinstance(part, dict) else type(part).__name__
     if not isinstance(part, dict) or kind != "text" or not isinstance(part.get("text"), str):
-        raise ValueError(f"'content' has a part of type {kind!r}; only text is read")
+        raise ValueError(f"'content' has a part of type {kind!r}: must be text")
     return part["text"]
 
 
@@ -135,7 +135,8 @@ def _sharegpt_message(turn: Message) -> Message:
 
 
 def _function_call(turn: Message) -> dict[str, Any]:
-    """Returns the tool calls that a ShareGPT turn holds as JSON: a call, or a list of them."""
+    """Returns the tool calls of a ShareGPT turn, which holds a call, or a list of calls, as
+    JSON."""
     try:
         calls = json.loads(_text(turn, "value"))
     except json.JSONDecodeError as error:
@@ -148,12 +149,13 @@ def _function_call(turn: Message) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Format:
-    """
+    """A record format of instruction data.
+
     Attributes:
-      fields: that a record has, by which it is recognized.
-      messages: of a record; ValueError where it holds none.
+      fields: the fields that identify a record of the format.
+      messages: returns the messages of a record; raises ValueError if it holds none.
       form: name in `templates.FORMS`, or None; see `Chat`.
-      optional: fields that `messages` reads too.
+      optional: other fields that `messages` reads.
     """
 
     fields: tuple[str, ...]
@@ -162,7 +164,7 @@ class Format:
     optional: tuple[str, ...] = ()
 
 
-# A record has the first format all of whose fields it has.
+# With `auto`, a record's format is the first whose fields it has.
 FORMATS = {
     "messages": Format(("messages",), _messages),
     "sharegpt": Format(("conversations",), _sharegpt, optional=("system",)),
@@ -177,9 +179,9 @@ FORMATS = {
 }
 
 
-def recognise(fields: Iterable[str], format: str) -> Format | None:
-    """The format of records with these fields: the named one, or with `auto` the first that fits;
-    None for text.
+def find_format(fields: Iterable[str], format: str) -> Format | None:
+    """Returns the named format, or with `auto` the first format whose fields are all among
+    `fields`; None for text.
     """
     if format != "auto":
         return FORMATS.get(format)
@@ -189,21 +191,23 @@ def recognise(fields: Iterable[str], format: str) -> Format | None:
 def read_chat(row: Mapping[str, Any], format: Format, where: str) -> Chat:
     """Reads a record of the format.
 
-    Its other fields become variables of the chat template: `chat_template_kwargs` each of its own,
-    and `tools` from JSON if it is a string, as TRL stores it.
+    Its other fields become variables of the chat template. Each item of `chat_template_kwargs`
+    becomes a variable of its own, and a string in `tools` is parsed as JSON, as TRL stores it.
 
     Raises:
-      ValueError: the row is not of the format; names the field.
+      ValueError: the row is not of the format; the error names the field.
     """
     missing = [name for name in format.fields if name not in row]
     if missing:
-        raise ValueError(f"{where}: no {missing[0]!r}, only {sorted(row)}; see data.format")
+        raise ValueError(
+            f"{where}: must have {missing[0]!r}, not only {sorted(row)}; see data.format"
+        )
     used = {*format.fields, *format.optional, "chat_template_kwargs"}
     variables = {k: v for k, v in row.items() if k not in used and v is not None}
     try:
         messages = tuple(format.messages(row))
         if ANSWER not in (message["role"] for message in messages):
-            raise ValueError(f"no message of {format.fields[0]!r} has the role {ANSWER!r}")
+            raise ValueError(f"{format.fields[0]!r} must have a message with the role {ANSWER!r}")
         if isinstance(variables.get("tools"), str):
             variables["tools"] = json.loads(variables["tools"] or "null")
         more = row.get("chat_template_kwargs") or {}
@@ -217,8 +221,8 @@ def read_chat(row: Mapping[str, Any], format: Format, where: str) -> Chat:
 
 
 def from_arrow(value: Any) -> Any:
-    """Returns a cell without the nulls with which Arrow fills a struct's missing fields, and with
-    a tool call's arguments, which Arrow can only store as text, as JSON."""
+    """Returns a cell without the nulls that Arrow writes for missing fields of a struct, and with
+    the arguments of tool calls parsed from JSON, because Arrow can only store them as text."""
     if isinstance(value, list):
         return [from_arrow(item) for item in value]
     if not isinstance(value, dict):

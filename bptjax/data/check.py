@@ -1,4 +1,4 @@
-"""Check of every record before, and if that takes too long during, a run."""
+"""Checks every record before a run, or during the run if that takes too long."""
 
 import json
 import threading
@@ -11,22 +11,22 @@ from bptjax.data.config import DataConfig
 from bptjax.data.records import BadRecord
 from bptjax.data.stream import AnyRecords
 
-# How long a run waits for its data to be checked; less if the data cannot be checked in that time.
+# Seconds that a run waits for the check of its data. A large stream would not finish in either.
 FIRST_SECONDS, FIRST_STREAM_SECONDS = 60.0, 10.0
 BAD_RECORDS = "bad_records.jsonl"
 
 
 class DataCheck:
-    """Reads and tokenizes every record once: finds bad ones, and takes an account of the others.
+    """Reads and tokenizes every record once, finds bad records and counts the others.
 
-    Sources are read in turn, a record each, held-out records first.
+    Held-out records are read first, then one record of each source in turn.
 
     Attributes:
-      accounts: of each source of training data.
-      held_out: of the held-out records.
+      accounts: counts of each source of training data.
+      held_out: counts of the held-out records.
       bad: bad records so far.
-      error: why the data cannot be trained on, once that is found; for data.bad_records=error and
-        data.too_long=error.
+      error: the first error found on the thread, with data.bad_records=error or
+        data.too_long=error; None if there is none.
     """
 
     def __init__(
@@ -56,14 +56,14 @@ class DataCheck:
 
     @property
     def sequences_per_epoch(self) -> int | None:
-        """Sequences that hold every training record once: an estimate until complete, None if the
-        number of records of a stream is not known."""
+        """Number of sequences that hold every training record once. An estimate until the check is
+        complete; None if the number of records of a stream is not known."""
         epochs = [account.epoch(self.config.packing) for account in self.accounts]
         return None if None in epochs else sum(n for n in epochs if n is not None)
 
     def run(self, seconds: float | None = None) -> None:
-        """Checks records until all are checked, for up to `seconds`: by default `FIRST_SECONDS`, or
-        `FIRST_STREAM_SECONDS` if a source is streamed.
+        """Checks records for up to `seconds`, by default `FIRST_SECONDS`, or `FIRST_STREAM_SECONDS`
+        if a source is streamed.
 
         Raises:
           ValueError: a bad record, or one that is too long.
@@ -77,8 +77,8 @@ class DataCheck:
                 break
 
     def start(self, directory: Path) -> None:
-        """Checks the rest on a thread, which leaves half of a core to others. Writes bad records to
-        `bad_records.jsonl` in the run directory.
+        """Checks the remaining records on a thread that uses up to half of a core. Writes bad
+        records to `bad_records.jsonl` in the run directory.
         """
         self._directory = directory
         (directory / BAD_RECORDS).unlink(missing_ok=True)
@@ -96,12 +96,12 @@ class DataCheck:
             self._thread.join()
 
     def lines(self) -> list[str]:
-        """Formats the accounts so far, for people."""
+        """Formats the counts so far, for messages."""
         own = {"packing": self.config.packing, "too_long": self.config.too_long}
         return [line for account in self._used for line in describe(account, **own)]
 
     def summary(self) -> list[str]:
-        """Formats the records so far and those left out, for people."""
+        """Formats the number of records read and left out so far, for messages."""
         return [line for a in self._used for line in summary(a, self.config.too_long)]
 
     @property
@@ -109,7 +109,7 @@ class DataCheck:
         return [*self.accounts, *[self.held_out] * bool(self.held_out.total)]
 
     def _read(self) -> Iterator[None]:
-        """Reads record after record; yields after each."""
+        """Reads one record after the other, and yields after each."""
         yield from self._count(self.held_out, self._held_out)
         turns = [self._count(*each) for each in zip(self.accounts, self._sources, strict=True)]
         while turns:

@@ -1,4 +1,4 @@
-"""Concat packing: fills sequences with documents one after the other, masked records kept whole."""
+"""Concat packing: fills sequences with documents in order, and never splits masked records."""
 
 from collections import deque
 from typing import Any
@@ -11,7 +11,7 @@ Example = dict[str, np.ndarray]
 
 
 def is_masked(example: Example) -> bool:
-    """Returns whether some token of the example is not in the loss."""
+    """Returns whether the example has a token that does not count in the loss."""
     return bool((example["labels"] == -100).any())
 
 
@@ -28,11 +28,12 @@ def sequence(examples: list[Example], seq_len: int) -> Example:
 
 
 class Bins:
-    """Open sequences for examples that stay whole; each goes into the fullest one with room.
+    """Open sequences for examples that are not split. An example goes into the fullest open
+    sequence that has room.
 
     Attributes:
-      limit: sequences open at a time.
-      room: free tokens of each open sequence.
+      limit: largest number of open sequences.
+      room: number of free tokens of each open sequence.
     """
 
     def __init__(self, limit: int, seq_len: int):
@@ -40,7 +41,8 @@ class Bins:
         self.room: list[int] = []
 
     def find(self, length: int) -> int | None:
-        """Returns the sequence that takes `length` more tokens; None if all are too full."""
+        """Takes room for `length` tokens, and returns the index of the open sequence; None if no
+        sequence has room."""
         fits = [(room, number) for number, room in enumerate(self.room) if room >= length]
         if fits:
             number = min(fits)[1]
@@ -56,9 +58,10 @@ class Bins:
 class ConcatIterDataset(grain.IterDataset):
     """Sequences of `seq_len` tokens from examples.
 
-    Examples without a loss mask follow one another and are cut where a sequence is full. An example
-    with one is never cut, or its answer would lose its question: it goes into the fullest of up to
-    `bins` other open sequences that has room. When none has, all open sequences are emitted.
+    Examples without a loss mask follow one another and are split where a sequence is full. An
+    example with a loss mask is never split, or its answer would lose its prompt: it goes into the
+    fullest of up to `bins` other open sequences that has room. If no sequence has room, all open
+    sequences are emitted.
 
     Raises:
       ValueError: an example with a loss mask is longer than `seq_len`.
@@ -73,8 +76,8 @@ class ConcatIterDataset(grain.IterDataset):
 
 
 class _Concat(grain.DatasetIterator):
-    """The state is a point of the parent before every example in an open sequence, and the number
-    of sequences to pack again, and skip, from there."""
+    """The iterator. Its state is the parent's state before the first example in an open sequence,
+    and the number of sequences to pack again and skip from there."""
 
     def __init__(self, parent: grain.DatasetIterator, seq_len: int, limit: int):
         super().__init__(parent)
@@ -84,12 +87,12 @@ class _Concat(grain.DatasetIterator):
     def _restart(self, parent: Any, offset: int) -> None:
         self._text: list[Example] = []
         self._text_room = self._seq_len
-        self._whole: list[list[Example]] = []
+        self._masked: list[list[Example]] = []
         self._bins = Bins(self._limit, self._seq_len)
         self._ready: deque[Example] = deque()
-        # Sequences packed and emitted since the start, and tokens of the next example to leave out.
+        # Sequences packed and emitted since the start, and tokens of the next example to skip.
         self._packed, self._emitted, self._offset = 0, 0, offset
-        # Points (state of the parent, offset, sequences packed before) with nothing open.
+        # Restart points without open sequences: (parent's state, offset, sequences packed before).
         self._points: deque[tuple[Any, int, int]] = deque([(parent, offset, 0)])
 
     def __next__(self) -> Example:
@@ -114,14 +117,14 @@ class _Concat(grain.DatasetIterator):
     def _place(self, example: Example, state: Any) -> None:
         length = len(example["tokens"])
         if length > self._seq_len:
-            raise ValueError(f"a record of {length} tokens exceeds seq_len={self._seq_len}")
+            raise ValueError(f"record of {length} tokens: must be at most seq_len={self._seq_len}")
         number = self._bins.find(length)
         if number is None:
             self._flush(state)
             number = self._bins.find(length) or 0
-        if number == len(self._whole):
-            self._whole.append([])
-        self._whole[number].append(example)
+        if number == len(self._masked):
+            self._masked.append([])
+        self._masked[number].append(example)
 
     def _append(self, example: Example, state: Any) -> None:
         start, self._offset = self._offset, 0
@@ -134,16 +137,16 @@ class _Concat(grain.DatasetIterator):
             if not self._text_room:
                 self._emit(self._text)
                 self._text, self._text_room = [], self._seq_len
-                if not self._whole:
+                if not self._masked:
                     rest = start < length
                     self._mark(state if rest else self._parent.get_state(), start if rest else 0)
 
     def _flush(self, state: Any) -> None:
-        """Emits all open sequences, before the example that the parent gives at `state`."""
-        for examples in [self._text] * bool(self._text) + self._whole:
+        """Emits all open sequences. `state` is the parent's state before the next example."""
+        for examples in [self._text] * bool(self._text) + self._masked:
             self._emit(examples)
         self._text, self._text_room = [], self._seq_len
-        self._whole, self._bins = [], Bins(self._limit, self._seq_len)
+        self._masked, self._bins = [], Bins(self._limit, self._seq_len)
         self._mark(state, 0)
 
     def _emit(self, examples: list[Example]) -> None:

@@ -28,7 +28,7 @@ class SourceConfig:
     sample_by: SampleBy | None = None
 
     def __post_init__(self):
-        # jsonargparse lets null stand for a number here.
+        # jsonargparse accepts null for a number here.
         if self.weight is None or not 0 < self.weight < float("inf"):
             raise ValueError(f"data.sources: weight={self.weight}: must be positive")
 
@@ -48,27 +48,27 @@ class DataConfig:
       sources: several sources in place of path, each with a weight. Each next sequence comes from
         the source that lags its share of tokens most, and holds documents of that source only.
       eval_path: held-out data. If not set, eval_fraction of path is held out.
-      eval_fraction: share of the documents to hold out. Of a single document, the tail is held out.
+      eval_fraction: share of the documents to hold out. If there is only one, its tail is held out.
       sample_by: unit of a plain-text file that becomes one document.
       text_key: field of a record that holds its text.
       format: record format. auto takes the first format whose fields a record has, else text.
       train_on_source: include prompts in the loss. By default only answers are.
-      source_max_len: limit in tokens of the prompt of a record, which is all before its first
-        answer. Only contents are cut, never what the chat template writes around them.
-      target_max_len: limit in tokens from the first answer of a record on. The answer at the limit
-        is cut before its end token and is the last one.
+      source_max_len: limit in tokens of a record's prompt, which is everything before its first
+        answer. Only contents are truncated, never the chat template's own text.
+      target_max_len: limit in tokens from a record's first answer on. The answer at the limit is
+        truncated before its end token, and no message follows it.
       tokenizer: byte, char, or a directory with a Hugging Face tokenizer. If not set, the tokenizer
         of the checkpoint, or byte without one.
       packing: how documents fill sequences. concat joins all documents and splits them at seq_len;
-        best_fit packs whole documents tightly; none puts one document in each sequence. Packed
+        best_fit packs complete documents tightly; none puts one document in each sequence. Packed
         documents do not attend to each other. No packing splits a record with a loss mask.
-      too_long: what happens to records with a loss mask that are longer than train.seq_len. Text
-        without one is split instead.
-      bad_records: what happens to records that cannot be read or tokenized. error refuses the run,
-        or saves and ends it if they are found later; skip lists them in bad_records.jsonl.
+      too_long: treatment of records with a loss mask that are longer than train.seq_len. Text
+        without a loss mask is split instead.
+      bad_records: treatment of records that cannot be read or tokenized. error refuses the run, or
+        saves and ends it if a bad record is found later; skip lists them in bad_records.jsonl.
       group_by_length: batch sequences of similar length, padded to the longest of each batch; needs
         packing=none.
-      num_shards: number of equal parts of the documents, read by different processes. Each part
+      num_shards: number of equal shards of the documents, read by different processes. Each shard
         provides the same number of sequences per step.
       shuffle: shuffle documents and sequences anew in each epoch.
       seed: shuffle seed.
@@ -97,14 +97,18 @@ class DataConfig:
         for name in ("source_max_len", "target_max_len"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ValueError(f"data.{name}={value} is less than 1")
+                raise ValueError(f"data.{name}={value}: must be at least 1 token")
         if self.group_by_length and self.packing != "none":
-            raise ValueError(f"data.group_by_length needs data.packing=none, not {self.packing}")
+            raise ValueError(
+                f"data.packing={self.packing}: must be none with data.group_by_length=true"
+            )
         if self.num_shards < 1:
-            raise ValueError(f"data.num_shards={self.num_shards} is less than 1")
+            raise ValueError(f"data.num_shards={self.num_shards}: must be at least 1")
         if self.path is not None and self.sources:
-            raise ValueError("data.path and data.sources are both set; set one of them")
+            raise ValueError("data.path and data.sources: must not both be set; set one of them")
         if self.group_by_length and self.sources:
-            raise ValueError("data.group_by_length needs data.path, not data.sources")
+            raise ValueError("data.sources: must not be set with data.group_by_length=true")
         if self.group_by_length and self.num_shards > 1:
-            raise ValueError(f"data.group_by_length needs data.num_shards=1, not {self.num_shards}")
+            raise ValueError(
+                f"data.num_shards={self.num_shards}: must be 1 with data.group_by_length=true"
+            )

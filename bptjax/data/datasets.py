@@ -1,4 +1,4 @@
-"""Hugging Face data sets: Arrow files as `datasets` saves them, and parquet files of the hub."""
+"""Hugging Face datasets: Arrow files saved by `datasets`, and parquet files of the hub."""
 
 import functools
 import json
@@ -41,8 +41,8 @@ def _table(path: Path) -> pa.Table:
 
 
 def saved_files(directory: Path, files: Sequence[Path]) -> list[Path]:
-    """Returns `files` without the Arrow files that are no part of a saved data set: the caches of
-    its transformations.
+    """Returns `files` without the Arrow files that cache transformations of a saved dataset and are
+    not part of it.
 
     Raises:
       ValueError: the directory holds several splits.
@@ -50,8 +50,8 @@ def saved_files(directory: Path, files: Sequence[Path]) -> list[Path]:
     for splits in sorted(directory.rglob("dataset_dict.json")):
         names = _json(splits).get("splits", [])
         raise ValueError(
-            f"{splits.parent} holds the splits {', '.join(names)}; name one, as in "
-            f"{splits.parent / (names or ['train'])[0]}"
+            f"{splits.parent}: must be a single split of {', '.join(names)}; give "
+            f"{splits.parent / (names or ['train'])[0]}, for example"
         )
     listed: dict[Path, set[str]] = {}
     for state in directory.rglob("state.json"):
@@ -72,14 +72,14 @@ def _json(path: Path) -> dict:
 
 
 def download(path: str) -> list[Path]:
-    """Fetches parquet files of a data set on the hub, or finds them in its local cache.
+    """Downloads parquet files of a dataset from the hub, or finds them in its local cache.
 
     Args:
-      path: `hf://owner/name`, which takes the files with `train` in their path, or
-        `hf://owner/name/PATTERN` with a pattern of their path in the repository.
+      path: `hf://owner/name` for the files with `train` in their path, or `hf://owner/name/PATTERN`
+        for the files whose path in the repository matches the pattern.
 
     Raises:
-      ValueError: a malformed path, no network, no such data set, or no such file in it.
+      ValueError: a malformed path, no network, an unknown dataset, or no matching file in it.
     """
     owner, name, *rest = *path.removeprefix(HUB).strip("/").split("/", 2), ""
     if not owner or not name:
@@ -92,13 +92,11 @@ def download(path: str) -> list[Path]:
             snapshot_download(f"{owner}/{name}", repo_type="dataset", allow_patterns=pattern)
         )
     except Exception as error:
-        # The hub's client raises what its transport raises.
-        raise ValueError(
-            f"{path}: the hub does not give it: {str(error).splitlines()[0]}"
-        ) from error
-    # The cache may hold files that an earlier run asked for.
+        # The hub's client lets every exception of its transport through.
+        raise ValueError(f"{path}: cannot download: {str(error).splitlines()[0]}") from error
+    # The cache may hold files of an earlier run.
     found = [p for p in Path(root).rglob("*") if p.is_file()]
     found = [p for p in found if fnmatch(p.relative_to(root).as_posix(), pattern)]
     if not found:
-        raise ValueError(f"{path}: no file of the data set matches {pattern}; give another pattern")
+        raise ValueError(f"{path}: must match a file of the dataset; change the pattern {pattern}")
     return found

@@ -1,4 +1,4 @@
-"""Documents as examples: token ids, and the labels that are in the loss."""
+"""Converts documents to examples: token ids, and the labels that count in the loss."""
 
 from dataclasses import replace
 from typing import Any
@@ -22,45 +22,47 @@ def encode(
     target_max_len: int | None = None,
     train_on_source: bool = False,
 ) -> list[Example]:
-    """Returns the examples of a document: dicts of `tokens` and `labels`, the next tokens or -100,
-    each int32 and one shorter than the text.
+    """Returns the examples of a document: dicts of `tokens` and `labels`, int32, each one token
+    shorter than the text. A label is the next token, or -100.
 
-    Text starts with what the tokenizer puts in front and ends with EOS if there is one. Token ids
-    are used as they are. A chat is one example, or several if its template changes earlier turns;
-    see `templates.conversations`. It is tokenized once, and a token that holds a character of an
-    answer is in the loss, as in transformers' `return_assistant_tokens_mask`. The labels are
-    shifted before packing, so that no label crosses a document.
+    Text starts with the tokenizer's `prefix` and ends with EOS if the tokenizer has one. Token ids
+    are used unchanged. A chat is one example, or several if its template changes earlier turns;
+    see `templates.conversations`. Each conversation is tokenized in one piece, and a token that
+    contains a character of an answer counts in the loss, as in transformers'
+    `return_assistant_tokens_mask`. Labels are shifted before packing, so no label crosses a
+    document boundary.
 
     Args:
       source_max_len, target_max_len: see `shorten`.
-      train_on_source: prompts of chats are in the loss too.
+      train_on_source: count the prompts of chats in the loss too.
 
     Raises:
-      ValueError: ids that the tokenizer does not have, or a chat that its template refuses.
+      ValueError: ids outside the tokenizer's vocabulary, or a chat that its template refuses.
     """
     if isinstance(document, Chat):
         chat = shorten(document, tokenizer, source_max_len, target_max_len)
-        written = conversations(chat, tokenizer, split=not train_on_source)
-        return [_example(one, tokenizer, train_on_source) for one in written]
+        rendered = conversations(chat, tokenizer, split=not train_on_source)
+        return [_example(one, tokenizer, train_on_source) for one in rendered]
     if isinstance(document, str):
         end = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
         ids = np.concatenate([tokenizer.encode_prompt(document), np.array(end, np.int32)])
         return [{"tokens": ids[:-1], "labels": ids[1:]}]
-    whole = document if isinstance(document, TokenIds) else TokenIds(document, document)
-    check_ids(whole.ids, tokenizer)
-    check_ids(whole.labels[whole.labels != IGNORED], tokenizer, "labels")
-    return [{"tokens": whole.ids[:-1], "labels": whole.labels[1:]}]
+    record = document if isinstance(document, TokenIds) else TokenIds(document, document)
+    check_ids(record.ids, tokenizer)
+    check_ids(record.labels[record.labels != IGNORED], tokenizer, "labels")
+    return [{"tokens": record.ids[:-1], "labels": record.labels[1:]}]
 
 
 def check_ids(ids: np.ndarray, tokenizer: Tokenizer, field: str = "input_ids") -> None:
-    """
+    """Checks the range of token ids.
+
     Raises:
-      ValueError: token ids that the tokenizer does not have.
+      ValueError: ids outside the tokenizer's vocabulary.
     """
     if ids.size and not 0 <= ids.min() <= ids.max() < tokenizer.vocab_size:
         raise ValueError(
-            f"{field} from {ids.min()} to {ids.max()} do not fit "
-            f"vocab_size={tokenizer.vocab_size}; set data.tokenizer to the one that made them"
+            f"{field} from {ids.min()} to {ids.max()}: must be in [0, {tokenizer.vocab_size}), the "
+            "tokenizer's vocabulary; set data.tokenizer to the tokenizer of these ids"
         )
 
 
@@ -74,42 +76,43 @@ def tokenize(rendered: Rendered, tokenizer: Tokenizer) -> tuple[np.ndarray, list
 
 def _example(rendered: Rendered, tokenizer: Tokenizer, train_on_source: bool) -> Example:
     ids, answers = tokenize(rendered, tokenizer)
-    learned = np.full(len(ids), train_on_source)
+    in_loss = np.full(len(ids), train_on_source)
     for start, stop in answers:
-        learned[start:stop] = True
-    labels = np.where(learned, ids, np.int32(IGNORED))
+        in_loss[start:stop] = True
+    labels = np.where(in_loss, ids, np.int32(IGNORED))
     return {"tokens": ids[:-1], "labels": labels[1:]}
 
 
-def question(
+def prompt_and_answer(
     chat: Chat, tokenizer: Tokenizer, source_max_len: int | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (prompt, answer): the token ids up to the first answer, and those of the answer.
+    """Returns the token ids before the first answer, and the token ids of the answer.
 
     Raises:
-      ValueError: there is none.
+      ValueError: the chat has no answer with a token.
     """
     first = conversations(shorten(chat, tokenizer, source_max_len, None), tokenizer)[0]
     ids, answers = tokenize(first, tokenizer)
     start, stop = next(((a, b) for a, b in answers if a < b), (0, 0))
     if start == stop:
-        raise ValueError(f"{chat.where}: no token is an answer")
+        raise ValueError(f"{chat.where}: must have an answer of at least one token")
     return ids[:start], ids[start:stop]
 
 
 def shorten(
     chat: Chat, tokenizer: Tokenizer, source_max_len: int | None, target_max_len: int | None
 ) -> Chat:
-    """Shortens what people wrote in a chat, and nothing that the template wrote around it.
+    """Truncates the contents of a chat's messages, but never the text that its template adds.
 
-    The source, all before the first answer, is at most `source_max_len` tokens: its longest content
-    is cut at the end until it fits. The target, the rest, is at most `target_max_len`: the chat
-    ends with the answer in which the limit falls, whose content is cut so that the end of the
-    answer, such as EOS, stays. Special tokens count. Tool definitions, tool calls and reasoning are
-    not cut, so a source of them alone may stay longer.
+    The source is everything before the first answer. If it exceeds `source_max_len` tokens, its
+    longest content is truncated at the end until it fits. The target is the rest. If it exceeds
+    `target_max_len` tokens, the chat ends with the answer in which the limit falls; the content of
+    that answer is truncated, and the end of the answer, such as EOS, stays. Special tokens count.
+    Tool definitions, tool calls and reasoning are not truncated, so a source that consists of them
+    may remain too long.
 
     Raises:
-      ValueError: the first answer has no room in `target_max_len`.
+      ValueError: the template's text around the first answer exceeds `target_max_len`.
     """
     first = chat.answers[0]
     if source_max_len is not None:
@@ -120,7 +123,8 @@ def shorten(
 
 
 def _length(chat: Chat, count: int, tokenizer: Tokenizer, answer: bool = False) -> int:
-    """Returns the tokens of the first `count` messages."""
+    """Returns the number of tokens of the first `count` messages; with `answer`, and of the start
+    of an answer."""
     template = template_of(chat, tokenizer)
     try:
         text, _ = render(chat.messages[:count], template, tokenizer, chat.variables, answer=answer)
@@ -140,39 +144,39 @@ def _shorten_source(chat: Chat, first: int, tokenizer: Tokenizer, limit: int) ->
         if not texts:
             break
         (i, key), text = max(texts.items(), key=lambda item: len(item[1]))
-        chat = _replaced(chat, i, key, _without_last(text, over, tokenizer))
+        chat = _replace_text(chat, i, key, _without_last(text, over, tokenizer))
     return chat
 
 
 def _shorten_target(chat: Chat, first: int, tokenizer: Tokenizer, limit: int) -> Chat:
     source = _length(chat, first, tokenizer, answer=True)
-    kept = 0
+    complete = 0
     for i in chat.answers:
         while (over := _length(chat, i + 1, tokenizer) - source - limit) > 0:
             text = _without_last(chat.messages[i].get("content", ""), over, tokenizer)
-            if not text and not kept:
+            if not text and not complete:
                 raise ValueError(
-                    f"{chat.where}: data.target_max_len={limit}: must be at least {limit + over} "
-                    "for what the chat template writes around the first answer"
+                    f"{chat.where}: data.target_max_len={limit}: must be at least {limit + over}, "
+                    "the length of the chat template's text around the first answer"
                 )
             if not text:
-                return replace(chat, messages=chat.messages[:kept])
-            shorter = _replaced(chat, i, "content", text)
+                return replace(chat, messages=chat.messages[:complete])
+            shorter = _replace_text(chat, i, "content", text)
             chat = replace(shorter, messages=shorter.messages[: i + 1])
-        kept = i + 1
-        if kept == len(chat.messages):
+        complete = i + 1
+        if complete == len(chat.messages):
             break
-    return replace(chat, messages=chat.messages[:kept])
+    return replace(chat, messages=chat.messages[:complete])
 
 
 def _without_last(text: str, count: int, tokenizer: Tokenizer) -> str:
     length = len(tokenizer.encode_parts([text])[0])
     found = tokenizer.shorten(text, length - count)
-    # Always shorter, even if one character has several tokens.
+    # Remove at least one character, even if it has several tokens.
     return found if len(found) < len(text) else text[:-1]
 
 
-def _replaced(chat: Chat, index: int, key: str, text: str) -> Chat:
+def _replace_text(chat: Chat, index: int, key: str, text: str) -> Chat:
     messages: list[Any] = list(chat.messages)
     messages[index] = {**messages[index], key: text}
     return replace(chat, messages=tuple(messages))

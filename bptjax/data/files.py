@@ -1,4 +1,4 @@
-"""File formats: each file is a sequence of documents, read when asked for."""
+"""File formats. Each file is a sequence of documents that are read on demand."""
 
 import functools
 import io
@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from bptjax.data.chat import Chat, from_arrow, read_chat, recognise
+from bptjax.data.chat import Chat, find_format, from_arrow, read_chat
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class TokenIds:
 
     Attributes:
       ids: int32 [n].
-      labels: int32 [n], of the same tokens as in transformers; -100 is not in the loss.
+      labels: int32 [n], not shifted, as in transformers; -100 does not count in the loss.
     """
 
     ids: np.ndarray
@@ -45,19 +45,19 @@ PARQUET_CACHE_BYTES = 2**30
 
 
 def extension(path: Path) -> str:
-    """The extension that names the format: `.jsonl` of `a.jsonl.zst`."""
+    """Returns the extension that names the format, such as `.jsonl` for `a.jsonl.zst`."""
     return Path(path.stem).suffix if path.suffix in CODECS else path.suffix
 
 
 def document(row: object, where: str, *, text_key: str, format: str = "text") -> Document:
-    """The text of a row, or else its token ids as int32, with labels if it has them; or the chat,
-    where it is of such a `format` (`auto`: has the fields of one).
+    """Returns a row's chat if it has such a `format` (`auto`: the fields of one), else its text, or
+    else its token ids as int32, with labels if it has them.
 
     Raises:
-      ValueError: the row holds none of these; names the keys that it does hold.
+      ValueError: the row holds none of these; the error names the fields of the row.
     """
     fields = row if isinstance(row, dict) else {}
-    if chat := recognise(fields, format):
+    if chat := find_format(fields, format):
         return read_chat(fields, chat, where)
     if isinstance(fields.get(text_key), str):
         return fields[text_key]
@@ -69,13 +69,13 @@ def document(row: object, where: str, *, text_key: str, format: str = "text") ->
                 f"{where}: {name!r} must be {kind}, or set data.text_key to the field with the text"
             )
     raise ValueError(
-        f"{where}: no text in {text_key!r} and no token ids in 'input_ids', only {sorted(fields)}; "
-        "set data.text_key to the field with the text, or see data.format"
+        f"{where}: must have text in {text_key!r} or token ids in 'input_ids', not only "
+        f"{sorted(fields)}; set data.text_key to the field with the text, or see data.format"
     )
 
 
 class Location(NamedTuple):
-    """File and number of a record, for messages; no number where the file is one document."""
+    """File and number of a record, for messages; no number if the file is a single document."""
 
     file: str
     record: str = ""
@@ -85,13 +85,13 @@ class Location(NamedTuple):
 
 
 def location(documents: Sequence[Document], index: int) -> Location:
-    """Returns where a record comes from."""
+    """Returns the location of a record."""
     where = getattr(documents, "location", None)
     return where(index) if where else Location(f"document {index + 1}")
 
 
 def _integers(value: Any) -> np.ndarray | None:
-    """Returns the integers as an array; None if the value is no list of integers."""
+    """Returns the integers as an array; None if the value is not a list of integers."""
     try:
         found = np.asarray(value)
     except ValueError:  # Lists of several lengths.
@@ -119,13 +119,13 @@ def _token_ids(ids: np.ndarray, labels: Any, where: str) -> np.ndarray | TokenId
 
 
 def parse(data: bytes, where: str, *, json_lines: bool, first: bool) -> tuple[str, object]:
-    """Returns the (text, JSON value) of a record; the value is None if it is no JSON.
+    """Returns the (text, JSON value) of a record; the value is None without `json_lines`.
 
     Raises:
-      ValueError: not UTF-8, or not JSON, or nested too deeply.
+      ValueError: the record is not UTF-8, or is not JSON, or is nested too deeply.
     """
     try:
-        # A file of records may begin with a byte order mark.
+        # A file of records may start with a byte order mark.
         text = data.decode("utf-8-sig" if json_lines and first else "utf-8")
         return text, json.loads(text) if json_lines else None
     except (ValueError, RecursionError) as error:
@@ -133,11 +133,11 @@ def parse(data: bytes, where: str, *, json_lines: bool, first: bool) -> tuple[st
 
 
 class TextFile(Sequence[Document]):
-    """A text file, whole or by records; `spans` [n, 2] are the records' byte offsets.
+    """A text file as one document or as records; `spans` [n, 2] are the records' byte offsets.
 
     Args:
-      data: the decompressed content of a compressed file of records: a compressed stream cannot be
-        entered in the middle.
+      data: the decompressed content of a compressed file of records. It stays in memory because a
+        compressed file has no random access.
     """
 
     def __init__(
@@ -149,8 +149,8 @@ class TextFile(Sequence[Document]):
     ):
         self.path, self.read, self.data = path, read, data
         self.json = extension(path) == ".jsonl"
-        self.whole = sample_by == "document" and not self.json
-        if self.whole:
+        self.single = sample_by == "document" and not self.json
+        if self.single:
             self.spans = np.array([[0, -1]] if path.stat().st_size else []).reshape(-1, 2)
         else:
             with self._open() as file:
@@ -163,18 +163,18 @@ class TextFile(Sequence[Document]):
         return len(self.spans)
 
     def location(self, index: int) -> Location:
-        return Location(str(self.path), "" if self.whole else f"record {index + 1}")
+        return Location(str(self.path), "" if self.single else f"record {index + 1}")
 
     def __getitem__(self, index: int) -> Document:
         start, stop = self.spans[index].tolist()
         where = str(self.location(index))
         with self._open() as file:
             file.seek(start)
-            data = file.read(-1 if self.whole else stop - start)
+            data = file.read(-1 if self.single else stop - start)
         text, row = parse(data, where, json_lines=self.json, first=not start)
         if self.json:
             return self.read(row, where)
-        return text if self.whole else text.rstrip("\r\n")
+        return text if self.single else text.rstrip("\r\n")
 
 
 class JsonList(Sequence[Document]):
@@ -182,14 +182,14 @@ class JsonList(Sequence[Document]):
 
     def __init__(self, path: Path, read: Callable[[object, str], Document]):
         self.path, self.read = path, read
-        remedy = "rename a file with one record a line to .jsonl"
+        remedy = "rename a file with one record per line to .jsonl"
         with _opened(path) as file:
             try:
                 self.rows = json.load(file)
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"{path}: {error}; {remedy}") from error
         if not isinstance(self.rows, list):
-            raise ValueError(f"{path}: no list of records; {remedy}")
+            raise ValueError(f"{path}: must be a list of records; {remedy}")
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -212,7 +212,8 @@ def _opened(path: Path) -> BinaryIO:
 
 
 def _spans(file: Iterable[bytes], *, paragraphs: bool) -> np.ndarray:
-    """Byte offsets [n, 2] of the lines that are not blank, or of the runs of such lines."""
+    """Returns the byte offsets [n, 2] of the lines that are not blank, or of `paragraphs`, which
+    blank lines separate."""
     spans, stop, within = array("q"), 0, False
     for line in file:
         start, stop = stop, stop + len(line)
@@ -230,9 +231,9 @@ class RowGroup(Sequence[Document]):
     """One row group of a parquet file.
 
     Attributes:
-      group: its number in the file.
-      decode: the group as a table.
-      read: a row, and where it is, to a document.
+      group: number of the row group in the file.
+      decode: returns the names and the columns of the row group.
+      read: converts a row and its location to a document.
     """
 
     def __init__(self, path: Path, group: int, rows: int, decode: Callable, read: Callable):
@@ -256,24 +257,24 @@ class RowGroup(Sequence[Document]):
 
 
 def record_columns(names: list[str], path: Path, text_key: str, format: str) -> tuple[str, ...]:
-    """Returns which of a table's columns a record is read from.
+    """Returns the names of a table's columns that a record is read from.
 
     Raises:
-      ValueError: none of them, or two columns of one name.
+      ValueError: the table has no such column, or two with the same name.
     """
-    chat = recognise(names, format)
-    # A chat template may read any field.
+    chat = find_format(names, format)
+    # Read all columns of a chat, because its template may use any field.
     text = (text_key,) if text_key in names else ("input_ids", "labels")
     columns = tuple(name for name in (names if chat else text) if name in names)
     if repeated := [name for name in columns if names.count(name) > 1]:
-        raise ValueError(f"{path}: {repeated[0]!r} is the name of several columns; rename them")
+        raise ValueError(f"{path}: {repeated[0]!r}: must be the name of one column; rename others")
     if set(chat.fields if chat else text[:1]).isdisjoint(names):
         document(dict.fromkeys(names), str(path), text_key=text_key, format=format)
     return columns
 
 
 def row_groups(paths: Sequence[Path], text_key: str, format: str) -> list[RowGroup]:
-    """The row groups of parquet files, with one cache of about 1 GiB of decoded groups."""
+    """Opens the row groups of parquet files, with one cache of about 1 GiB of decoded groups."""
     found: list[tuple[Path, int, int, tuple[str, ...]]] = []
     largest = 1
     for path in paths:

@@ -19,16 +19,19 @@ class HFTokenizer:
     """A Hugging Face tokenizer from a local directory.
 
     Args:
-      limit: rows of the model's embedding. Some tokenizers have tokens beyond, of images for one.
+      limit: number of rows of the model's embedding. Some tokenizers have tokens beyond it, such as
+        image tokens.
     """
 
     def __init__(self, directory: str | Path, limit: int | None = None):
         tokenizers = transformers().AutoTokenizer
         try:
             found: Any = tokenizers.from_pretrained(str(directory), local_files_only=True)
-        # Files that are no tokenizer raise anything, KeyError for one.
+        # Invalid files can raise any exception, such as KeyError.
         except Exception as error:
-            raise ValueError(f"data.tokenizer={str(directory)!r} holds no tokenizer") from error
+            raise ValueError(
+                f"data.tokenizer={str(directory)!r}: must hold a Hugging Face tokenizer"
+            ) from error
         self._tokenizer: Any = found
         # `len` counts added tokens; the tokenizer's own `vocab_size` does not.
         self.vocab_size = min(len(found), limit or len(found))
@@ -81,16 +84,17 @@ class HFTokenizer:
         found = np.array(ids, np.int32)
         if found.max(initial=0) >= self.vocab_size:
             token = self._tokenizer.decode([found.max()])
-            raise ValueError(f"the model's vocabulary of {self.vocab_size} has no {token!r}")
+            raise ValueError(
+                f"token {token!r}: must be in the model's vocabulary of {self.vocab_size}"
+            )
         return found
 
     def _offsets(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns ids, and the first and one past the last character of each token."""
+        """Returns the ids, and the start and the end of each token in characters."""
         if not self._tokenizer.is_fast:
             raise ValueError(
-                f"{self._tokenizer.name_or_path}: must be a fast tokenizer, which knows the "
-                "characters of each token, to find answers in chats; give a directory with a "
-                "tokenizer.json"
+                f"{self._tokenizer.name_or_path}: must be a fast tokenizer, as only these give the "
+                "characters of each token; give a directory with a tokenizer.json"
             )
         found = self._tokenizer(
             text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
@@ -105,7 +109,7 @@ class HFTokenizer:
         ranges = []
         for start, stop in itertools.pairwise(edges):
             inside = np.flatnonzero((starts < stop) & (stops > start))
-            # As transformers: up to the first token of the last character.
+            # As in transformers, the range ends with the first token of the last character.
             reach = np.minimum(stops[inside], stop)
             ranges.append(
                 (int(inside[0]), int(inside[reach.argmax()]) + 1) if inside.size else (0, 0)
@@ -121,7 +125,7 @@ class HFTokenizer:
         added = self._tokenizer.added_tokens_decoder
         special = {i for i, token in added.items() if token.special}
         special |= set(self._tokenizer.all_special_ids)
-        # `<|im_end|>` is special, `</tool_call>` before it often is not.
+        # `<|im_end|>` is a special token, but a `</tool_call>` before it often is not.
         for known in (special, set(added)):
             inside = [i for i in range(start, stop) if int(ids[i]) in known]
             if inside and not self.decode(ids[inside[-1] + 1 : stop]).strip():
@@ -138,7 +142,8 @@ class HFTokenizer:
         return self._tokenizer.decode([int(i) for i in ids])
 
     def save(self, directory: str | Path) -> None:
-        """Writes the tokenizer, its chat template, and the stop ids into generation_config.json."""
+        """Writes the tokenizer with its chat template, and generation_config.json with the stop
+        ids."""
         self._tokenizer.save_pretrained(str(directory))
         ends = self.stop_ids[0] if len(self.stop_ids) == 1 else self.stop_ids
         config = {k: v for k, v in self._generation.items() if v is not None}
@@ -147,7 +152,8 @@ class HFTokenizer:
 
 
 def _generation_config(directory: Path) -> dict[str, Any] | None:
-    """Reads generation_config.json, or the token ids of config.json; None without eos_token_id."""
+    """Reads generation_config.json, or else the token ids of config.json. Returns None if neither
+    has eos_token_id."""
     for name, keys in ((GENERATION, ".*"), ("config.json", "(bos|eos|pad)_token_id")):
         file = directory / name
         found = json.loads(file.read_text()) if file.exists() else {}

@@ -1,4 +1,4 @@
-"""Batches: shuffled without end for training, in order and once for evaluation."""
+"""Loads batches: endless and shuffled for training, one pass in order for evaluation."""
 
 import functools
 import itertools
@@ -15,7 +15,7 @@ from bptjax.data.config import DataConfig
 from bptjax.data.encode import encode
 from bptjax.data.files import Document
 from bptjax.data.mixture import MixIterDataset
-from bptjax.data.packing import Example, buffer_rows, grouped, pack
+from bptjax.data.packing import Example, buffer_sequences, group_by_length, pack
 from bptjax.data.records import RecordReader, Records
 from bptjax.data.sources import Mixture, Training
 from bptjax.data.stream import AnyRecords, Stream, StreamRecords
@@ -28,55 +28,56 @@ def train_loader(
     config: DataConfig,
     *,
     seq_len: int,
-    rows: int,
-    here: Collection[int] | None = None,
+    batch_size: int,
+    local: Collection[int] | None = None,
 ) -> Batches:
-    """Batches without end: dicts of int32 [rows, T] as `packing.pack` describes them, or
-    `packing.grouped`.
+    """Returns endless batches: dicts of int32 [batch_size, T], packed by `packing.pack` or
+    `packing.group_by_length`.
 
-    The order depends on `config.seed` alone and is another one in each epoch. Shard i of n reads
-    the documents [i::n]. Nothing else bounds an epoch: a window of shuffled rows, or a packed row,
-    may hold the end of one and the start of the next.
+    The order depends on `config.seed` alone and changes in each epoch. Shard i of n reads the
+    documents [i::n]. Epochs follow one another without a break: a shuffle window, or a packed
+    sequence, may hold the end of one epoch and the start of the next.
 
     Args:
-      here: which of the rows are asked for; all, if left out. Shards of which none is stay unread.
+      local: indices of the sequences of a batch that this process needs; all if left out. Shards
+        with none of these sequences are not read.
 
     Raises:
-      ValueError: a shard's documents give fewer than `seq_len` labels or none that is learnt, a bad
-        packing, or `config.num_shards` does not divide `rows`.
+      ValueError: a shard's documents have fewer than `seq_len` labels or none that counts in the
+        loss, a bad packing, or `config.num_shards` does not divide `batch_size`.
     """
     n = config.num_shards
-    if rows % n:
+    if batch_size % n:
         raise ValueError(
-            f"data.num_shards={n} does not divide the {rows} rows of a step; use a divisor of them"
+            f"data.num_shards={n}: must divide the {batch_size} sequences of a step; use a divisor"
         )
     mixed = documents if isinstance(documents, Mixture) else Mixture([documents], [""], [1.0])
     reader, found = _reader(tokenizer, config, seq_len), {}
-    for i in sorted({row // (rows // n) for row in (range(rows) if here is None else here)}):
+    size = batch_size // n
+    indices = range(batch_size) if local is None else local
+    for i in sorted({index // size for index in indices}):
         parts = []
         for number, (name, own) in enumerate(zip(mixed.names, mixed.files, strict=True)):
-            # Shards with equal seeds would put neighbouring documents into one batch.
+            # Shards with equal seeds would put neighboring documents into one batch.
             settings = replace(config, seed=config.seed + i + n * number)
-            parts.append(
-                _shard(_records(own, reader), i, settings, rows // n, name and f" of {name}")
-            )
+            parts.append(_shard(_records(own, reader), i, settings, size, name and f" of {name}"))
         batches = parts[0]
         if isinstance(documents, Mixture):
-            batches = MixIterDataset(parts, mixed.weights).batch(rows // n)
+            batches = MixIterDataset(parts, mixed.weights).batch(size)
         elif not config.group_by_length:
-            batches = batches.batch(rows // n)
+            batches = batches.batch(size)
         found[i] = TrainIterator(batches)
     return Batches(found, n)
 
 
 def _shard(
-    records: AnyRecords, shard: int, config: DataConfig, rows: int, of: str
+    records: AnyRecords, shard: int, config: DataConfig, batch_size: int, of: str
 ) -> grain.IterDataset:
-    """Returns the endless sequences of one shard of the records; batches of `rows`, if grouped by
-    length. `of` names the source in errors."""
+    """Returns an endless dataset of one shard's sequences; of batches, if grouped by length. `of`
+    names the source in errors."""
     n, seq_len = config.num_shards, records.reader.seq_len
     labels = pieces = too_long = bad = 0
-    limit = max(4, buffer_rows(seq_len) // n)
+    limit = max(4, buffer_sequences(seq_len) // n)
     read = 0
     for _, record in records.each(shard, n):
         read += 1
@@ -90,12 +91,18 @@ def _shard(
     _check_tokens(labels, too_long, bad, seq_len, f"{read} documents{of} in shard {shard} of {n}")
     if config.group_by_length:
         if isinstance(records, StreamRecords):
-            raise ValueError("data.group_by_length: the data are too large for memory; unset it")
+            raise ValueError(
+                "data.group_by_length=true: must be false, as the data are too large for memory"
+            )
         examples = grain.MapDataset.source(records)
-        return grouped(
-            examples, seq_len=seq_len, rows=rows, shuffle=config.shuffle, seed=config.seed
+        return group_by_length(
+            examples,
+            seq_len=seq_len,
+            batch_size=batch_size,
+            shuffle=config.shuffle,
+            seed=config.seed,
         )
-    # A window does not reach far beyond an epoch, nor beyond some thousand documents.
+    # Limit the window to about an epoch, and to a few thousand documents.
     window = min(limit, labels // seq_len if config.packing == "concat" else pieces)
     return pack(
         records.dataset(shard, n, shuffle=config.shuffle, seed=config.seed),
@@ -114,7 +121,8 @@ def data_check(
     *,
     seq_len: int,
 ) -> DataCheck:
-    """Returns the check of all records, training ones by source, that nothing has been read for."""
+    """Returns a check of all records, which has read none yet. It counts training records by
+    source."""
     if not isinstance(documents, Mixture):
         documents = Mixture([documents], ["training data"], [1.0])
     reader = _reader(tokenizer, config, seq_len)
@@ -128,44 +136,46 @@ def eval_loader(
     config: DataConfig,
     *,
     seq_len: int,
-    rows: int,
+    batch_size: int,
     max_batches: int | None = None,
 ) -> grain.IterDataset:
-    """Batches of one pass in fixed order, every label once; each `for` starts the pass anew.
+    """Returns the batches of one pass in fixed order, with every label once. Each iteration starts
+    a new pass.
 
-    The last batch is filled with rows of padding. With `max_batches`, the pass ends early.
+    Sequences of padding complete the last batch. With `max_batches`, the pass ends early.
     """
     reader = _reader(tokenizer, config, seq_len)
     examples = grain.MapDataset.source(Records(documents, reader))
     packed = pack(examples, packing=config.packing, seq_len=seq_len)
-    batches = packed.batch(rows, batch_fn=functools.partial(_fill, rows=rows))
+    batches = packed.batch(batch_size, batch_fn=functools.partial(_fill, batch_size=batch_size))
     return batches if max_batches is None else gx.LimitIterDataset(batches, max_batches)
 
 
-def _check_tokens(labels: int, too_long: int, bad: int, seq_len: int, what: str) -> None:
-    """
+def _check_tokens(labels: int, too_long: int, bad: int, seq_len: int, documents: str) -> None:
+    """Checks that a shard can fill a sequence. `documents` describes the shard in errors.
+
     Raises:
-      ValueError: the documents have too few tokens that count in the loss to train on.
+      ValueError: the shard has too few tokens that count in the loss.
     """
     if not labels and too_long:
         raise ValueError(
-            f"the {what}: all {too_long} records with tokens in the loss are longer than "
+            f"the {documents}: all {too_long} records with tokens in the loss are longer than "
             f"train.seq_len={seq_len}; raise it, or set data.too_long=truncate_left"
         )
     if not labels and bad:
         raise ValueError(
-            f"the {what}: {bad} records are bad and none of the others has a token that counts in "
-            "the loss; data.bad_records=error tells why"
+            f"the {documents}: {bad} records are bad, and no other record has a token that counts "
+            "in the loss; set data.bad_records=error to see why"
         )
     if not labels:
         raise ValueError(
-            f"the {what} contain no token that counts in the loss: all are empty, or all answers "
-            "are"
+            f"the {documents}: must have a token that counts in the loss; all documents, or all "
+            "answers, are empty"
         )
     if labels < seq_len:
         raise ValueError(
-            f"the {what} have {labels} tokens to train on, fewer than seq_len={seq_len}; use a "
-            "shorter one, more text or fewer data.num_shards"
+            f"the {documents}: {labels} tokens to train on: must be at least "
+            f"train.seq_len={seq_len}; use a shorter one, more text or fewer data.num_shards"
         )
 
 
@@ -176,8 +186,7 @@ def _records(documents: Sequence[Document] | Stream, reader: RecordReader) -> An
 
 
 def _reader(tokenizer: Tokenizer, config: DataConfig, seq_len: int) -> RecordReader:
-    """Returns what turns a document into its examples."""
-
+    """Returns the reader that converts documents to examples."""
     examples = functools.partial(
         encode,
         tokenizer=tokenizer,
@@ -188,7 +197,8 @@ def _reader(tokenizer: Tokenizer, config: DataConfig, seq_len: int) -> RecordRea
     return RecordReader(examples, seq_len, config.too_long, config.bad_records)
 
 
-def _fill(batch: Sequence[Example], rows: int) -> Example:
+def _fill(batch: Sequence[Example], batch_size: int) -> Example:
+    """Stacks sequences to a batch, and completes it with sequences of padding."""
     blank = {key: np.full_like(value, -100 * (key == "labels")) for key, value in batch[0].items()}
-    full = [*batch, *itertools.repeat(blank, rows - len(batch))]
-    return {key: np.stack([row[key] for row in full]) for key in blank}
+    full = [*batch, *itertools.repeat(blank, batch_size - len(batch))]
+    return {key: np.stack([one[key] for one in full]) for key in blank}

@@ -1,4 +1,4 @@
-"""Mixtures: sequences of several sources, whose shares of tokens follow their weights."""
+"""Mixes sequences of several sources so that their shares of the tokens follow their weights."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,15 +9,16 @@ from bptjax.data.concat import Example
 
 
 class MixIterDataset(grain.IterDataset):
-    """Sequences of several datasets, each from the dataset that lags its share of tokens most.
+    """Sequences of several datasets. Each next sequence comes from the dataset that lags its share
+    of the tokens most.
 
-    Padding does not count. The choice depends on the weights and on the tokens so far alone: no
+    Padding does not count. The choice depends only on the weights and on the tokens so far, not on
     random numbers. After any number of sequences, each dataset is within about one sequence of its
-    share, so shares are exact over any long stretch, not only on average.
+    share, so the shares are exact over any long range, not only on average.
 
     Args:
       parents: endless datasets of packed sequences.
-      weights: share of the tokens of each; positive, of any sum.
+      weights: positive weight of each dataset; their sum may be any number.
     """
 
     def __init__(self, parents: Sequence[grain.IterDataset], weights: Sequence[float]):

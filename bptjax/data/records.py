@@ -1,4 +1,4 @@
-"""Records as examples: which are too long, without a label, or bad, and what happens to them."""
+"""Converts records to examples, and handles records that are bad, too long or without a label."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -25,27 +25,27 @@ class Record:
     """One record, tokenized.
 
     Attributes:
-      examples: what is trained on; empty if the record was left out.
-      too_long: tokens of each example longer than the sequence length.
-      cut: tokens that were dropped or truncated for that.
-      unlabeled: examples left out because no token of them is in the loss.
+      examples: the examples to train on; empty if the record was left out.
+      too_long: length in tokens of each example that exceeds the sequence length.
+      removed_tokens: number of tokens dropped or truncated because an example was too long.
+      unlabeled: number of examples left out because none of their tokens counts in the loss.
       error: why the record is bad; None if it is good.
     """
 
     examples: list[Example] = field(default_factory=list)
     too_long: tuple[int, ...] = ()
-    cut: int = 0
+    removed_tokens: int = 0
     unlabeled: int = 0
     error: str | None = None
 
 
 @dataclass(frozen=True)
 class RecordReader:
-    """Turns documents into examples that fit into sequences.
+    """Converts documents to examples that fit into sequences.
 
     Attributes:
-      encode: the examples of a document; ValueError if it is bad.
-      seq_len: length that examples with a loss mask may not exceed. Others are cut when packed.
+      encode: returns the examples of a document; raises ValueError if the document is bad.
+      seq_len: largest length of examples with a loss mask. Packing splits other examples.
       too_long: `drop`, `truncate_left` (keep the last `seq_len` tokens) or `error`.
       bad_records: `error` or `skip`.
     """
@@ -59,7 +59,7 @@ class RecordReader:
         """Reads and tokenizes the document at `where`.
 
         Raises:
-          ValueError: the record is bad, or too long, and not to be skipped or shortened.
+          ValueError: the record is bad or too long, and the setting for it is `error`.
         """
         try:
             examples = self.encode(read())
@@ -68,19 +68,20 @@ class RecordReader:
             if self.bad_records == "skip":
                 return Record(error=reason)
             raise ValueError(
-                f"{where}: {reason}; set data.bad_records=skip to leave out such records"
+                f"{where}: {reason}; set data.bad_records=skip to skip such records"
             ) from error
-        kept, too_long, cut, unlabeled = [], [], 0, 0
+        kept, too_long, removed_tokens, unlabeled = [], [], 0, 0
         for example in examples:
             length = len(example["tokens"])
             if length > self.seq_len and is_masked(example):
                 if self.too_long == "error":
                     raise ValueError(
-                        f"{where}: {length} tokens exceed train.seq_len={self.seq_len}; raise it, "
-                        "or set data.too_long to drop or truncate_left"
+                        f"{where}: {length} tokens: must be at most train.seq_len={self.seq_len}; "
+                        "raise it, or set data.too_long to drop or truncate_left"
                     )
                 too_long.append(length)
-                cut += length - self.seq_len if self.too_long == "truncate_left" else length
+                truncate = self.too_long == "truncate_left"
+                removed_tokens += length - self.seq_len if truncate else length
                 if self.too_long == "drop":
                     continue
                 example = {name: value[-self.seq_len :] for name, value in example.items()}
@@ -90,11 +91,11 @@ class RecordReader:
                 unlabeled += 1
                 continue
             kept.append(example)
-        return Record(kept, tuple(too_long), cut, unlabeled)
+        return Record(kept, tuple(too_long), removed_tokens, unlabeled)
 
 
 class Records(Sequence[list[Example]]):
-    """The examples of each of `documents`, read when asked for."""
+    """The list of examples of each document, read on demand."""
 
     def __init__(self, documents: Sequence[Document], reader: RecordReader):
         self.documents, self.reader = documents, reader
@@ -104,14 +105,14 @@ class Records(Sequence[list[Example]]):
 
     @property
     def total(self) -> int | None:
-        """Number of records, if it is known."""
+        """Number of records."""
         return len(self)
 
     def __getitem__(self, index: int) -> list[Example]:
         return self.inspect(index).examples
 
     def inspect(self, index: int) -> Record:
-        """Reads a record, with an account of what was left out."""
+        """Reads a record, and counts what was left out of it."""
         documents = self.documents
         return self.reader(lambda: documents[index], location(documents, index))
 
@@ -121,26 +122,27 @@ class Records(Sequence[list[Example]]):
             yield location(self.documents, index), self.inspect(index)
 
     def dataset(self, shard: int, shards: int, *, shuffle: bool, seed: int) -> grain.MapDataset:
-        """Returns the endless lists of examples of one shard, in another order each epoch."""
+        """Returns an endless dataset of one shard's lists of examples. With `shuffle`, the order
+        changes each epoch."""
         found = grain.MapDataset.source(self)[shard::shards]
         return (found.shuffle(seed=seed) if shuffle else found).repeat()
 
 
 class Readable(Protocol):
-    """Documents that are not at random access."""
+    """Documents without random access."""
 
     def reads(self) -> Iterator[Callable[[], Document]]: ...
 
 
 def reads(documents: Sequence[Any] | Readable) -> Iterator[Callable[[], Any]]:
-    """Yields a function for each document, which reads it."""
+    """Yields a function for each document that reads the document."""
     if isinstance(documents, Sequence):
         return (functools.partial(documents.__getitem__, n) for n in range(len(documents)))
     return documents.reads()
 
 
 def readable(documents: Sequence[Any] | Readable, bad_records: str) -> Iterator[Any]:
-    """Yields the documents; with `skip`, without those that cannot be read."""
+    """Yields the documents; with bad_records=skip, skips documents that cannot be read."""
     for read in reads(documents):
         try:
             yield read()

@@ -1,4 +1,4 @@
-"""From a data configuration to training and held-out documents, of one source or several."""
+"""Opens the training and held-out documents of a data configuration."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,9 +16,9 @@ class Mixture:
     """The training documents of several sources.
 
     Attributes:
-      files: the documents of each source.
-      names: the path of each.
-      weights: of each, of any sum.
+      files: documents of each source.
+      names: path of each source.
+      weights: weight of each source. Their sum may be any positive number.
     """
 
     files: Sequence[Sequence[Document] | Stream]
@@ -26,7 +26,7 @@ class Mixture:
     weights: list[float]
 
     def reads(self) -> Iterator[Callable[[], Document]]:
-        """Yields a function for each document, which reads it."""
+        """Yields a function for each document that reads the document."""
         return chain.from_iterable(reads(each) for each in self.files)
 
 
@@ -34,31 +34,34 @@ Training = Sequence[Document] | Stream | Mixture
 
 
 def count(documents: Training) -> str:
-    """Returns the number of documents, for people."""
+    """Formats the number of documents for messages."""
     if isinstance(documents, Mixture):
         return " + ".join(count(each) for each in documents.files)
     return "streamed" if isinstance(documents, Stream) else f"{len(documents):,}"
 
 
 def open_split(config: DataConfig) -> tuple[Training, Sequence[Document]]:
-    """Opens the (training, held-out) documents; a `Mixture` where there are `data.sources`.
+    """Opens the training and the held-out documents. The former are a `Mixture` if `data.sources`
+    is set.
 
-    Without `data.eval_path`, `data.eval_fraction` of each source is held out, all evaluated
-    together; of a stream, up to `stream.HELD_OUT` records near the beginning of its files. Held-out
-    is empty if that is 0.
+    Without `data.eval_path`, `data.eval_fraction` of each source is held out, and all held-out
+    documents are evaluated together. For a stream, up to about `stream.HELD_OUT` records near the
+    beginning of its files are held out. There are none if the fraction is 0.
 
     Raises:
       ValueError: no path, or documents that cannot be opened.
     """
     if config.path is None and not config.sources:
-        raise ValueError("data.path is not set; give a file, directory, glob or python-stdlib")
+        raise ValueError("data.path: must be set; give a file, directory, glob or python-stdlib")
     sources = {f"sources[{i}].path": source for i, source in enumerate(config.sources)}
     sources = sources or {"path": SourceConfig(config.path or "")}
     opened = [_open(config, key, source) for key, source in sources.items()]
     if config.eval_path is not None:
         held = _open(config, "eval_path", SourceConfig(config.eval_path))
         if isinstance(held, Stream):
-            raise ValueError("data.eval_path: compressed files too large for memory; give a part")
+            raise ValueError(
+                "data.eval_path: compressed files must fit into memory; give a part of them"
+            )
         train, held_out = opened, [held]
     else:
         split = [split_documents(documents, config.eval_fraction) for documents in opened]

@@ -1,4 +1,4 @@
-"""Compressed files too large for memory: read in order, shuffled in a window, resumed by offset."""
+"""Compressed files too large for memory, read in order, shuffled in a window, resumed by offset."""
 
 import functools
 import io
@@ -17,20 +17,20 @@ from grain import experimental as gx
 from bptjax.data.files import CODECS, Document, Location, extension, location, parse
 from bptjax.data.records import Record, RecordReader, Records
 
-# Held-out records of a stream, which are read at the start and stay in memory.
+# Number of held-out records of a stream, which are read at the start and stay in memory.
 HELD_OUT = 512
-# Records shuffled at a time: of about this many bytes together, by the size of the first of them.
+# Bytes of the records in a shuffle window, and the number of records that estimate their size.
 WINDOW_BYTES, WINDOW_SAMPLE = 2**26, 256
 BLOCK = 2**22
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A record that is read when asked for.
+    """A record that is read on demand.
 
     Attributes:
-      number: in its file, from 0.
-      after: where the next record of the file is read from.
+      number: index of the record in its file.
+      after: place of the next record in the file, as in `Lines`.
     """
 
     where: Location
@@ -56,7 +56,7 @@ def decompress(path: Path, limit: int) -> bytes | None:
 
 
 class Lines:
-    """The records of a compressed text file, in order; a place is (byte offset, record number)."""
+    """The records of a compressed text file, in order. A place in it is (byte offset, number)."""
 
     def __init__(self, path: Path, sample_by: str, read: Callable[[object, str], Document]):
         self.path, self.read = path, read
@@ -104,8 +104,8 @@ class Stream:
     """The records of several files, of which at least one is too large for memory.
 
     Attributes:
-      every, held: of each file, record `every // 2` and each `every`-th after it is held out,
-        `held` records in all. 0 holds out none.
+      every, held: the records `every // 2` + i · `every`, i < `held`, of each file are held out;
+        none if `every` is 0.
     """
 
     files: tuple[Sequence[Document] | Lines, ...]
@@ -123,26 +123,26 @@ class Stream:
             yield Entry(location(own, number), number, read, (number + 1, 0))
 
     def is_held_out(self, number: int) -> bool:
-        """Returns whether a record of this number in its file is held out."""
+        """Returns whether the record with this index in its file is held out."""
         return bool(self.every) and (
             number % self.every == self.every // 2 and number < self.every * self.held
         )
 
     def training(self) -> Iterator[Entry]:
-        """Yields the records to train on, once, in the order of the files."""
+        """Yields each training record once, in the order of the files."""
         for file in range(len(self.files)):
             yield from (e for e in self.entries(file) if not self.is_held_out(e.number))
 
     def reads(self) -> Iterator[Callable[[], Document]]:
-        """Yields a function for each training record, which reads it."""
+        """Yields a function for each training record that reads the record."""
         return (entry.read for entry in self.training())
 
     def __iter__(self) -> Iterator[Document]:
         return (read() for read in self.reads())
 
     def split(self, eval_fraction: float) -> tuple["Stream", "HeldOut"]:
-        """Returns (training, held-out): records spread evenly over the beginning of each file, up
-        to `HELD_OUT` of all files together."""
+        """Returns the training and the held-out records. The latter are spread evenly over the
+        beginning of each file, up to about `HELD_OUT` of all files together."""
         if not 0 < eval_fraction < 1:
             return self, HeldOut([])
         own = replace(self, every=max(2, round(1 / eval_fraction)))
@@ -152,7 +152,7 @@ class Stream:
 
     @property
     def window(self) -> int:
-        """Records to shuffle at a time."""
+        """Number of records in the shuffle window."""
         first = [entry.after[0] for entry in islice(self.entries(0), WINDOW_SAMPLE)]
         mean = max(1, first[-1] // len(first)) if isinstance(self.files[0], Lines) and first else 1
         return max(16, min(4096, WINDOW_BYTES // mean))
@@ -182,7 +182,7 @@ class StreamRecords:
 
     @property
     def total(self) -> int | None:
-        """Number of records, if it is known."""
+        """Number of records; None, as it is not known."""
         return None
 
     def each(self, shard: int = 0, shards: int = 1) -> Iterator[tuple[Location, Record]]:
@@ -192,8 +192,8 @@ class StreamRecords:
                 yield entry.where, self.reader(entry.read, entry.where)
 
     def dataset(self, shard: int, shards: int, *, shuffle: bool, seed: int) -> grain.IterDataset:
-        """Returns the endless lists of examples of one shard: files in another order each epoch,
-        records shuffled in a window."""
+        """Returns an endless dataset of one shard's lists of examples. With `shuffle`, the order of
+        the files changes each epoch, and records are shuffled in a window."""
         found = _StreamDataset(self.stream, shard, shards, seed if shuffle else None)
         if shuffle:
             found = gx.WindowShuffleIterDataset(found, window_size=self.stream.window, seed=seed)
@@ -233,7 +233,9 @@ class _StreamIterator(grain.DatasetIterator):
             if self._turn == len(self._stream.files):
                 self._epoch, self._turn, ends = self._epoch + 1, 0, ends + 1
                 if ends == 2:
-                    raise ValueError("a whole epoch of the data holds no record to train on")
+                    raise ValueError(
+                        "data: must hold a record to train on; one epoch passed without any"
+                    )
 
     def _order(self) -> np.ndarray:
         count = len(self._stream.files)

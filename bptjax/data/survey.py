@@ -1,4 +1,4 @@
-"""A look at a run's chats before it starts: fields that templates ignore, and how answers end."""
+"""Inspects a run's chats before it starts: fields that templates ignore, and ends of answers."""
 
 import contextlib
 import itertools
@@ -14,7 +14,7 @@ from bptjax.data.records import Readable, reads
 from bptjax.data.templates import conversations, form_template, render, template_of
 from bptjax.data.tokenizer import Tokenizer
 
-# Counting fields of a record takes microseconds, rendering and tokenizing it milliseconds.
+# Counting the fields of a record takes microseconds; rendering and tokenizing it, milliseconds.
 RECORDS = 10_000
 SAMPLES = 32
 TRIALS = 4
@@ -25,11 +25,10 @@ class Survey:
     """Common properties of the chats of a run.
 
     Attributes:
-      records: number of chats looked at.
-      forms: number of chats written in each form of `templates.FORMS`; None is the tokenizer's own
-        chat template.
-      endings: number of answers, of a sample, that each token ends; None is no special token.
-      unread: number of chats with each field that their template does not read.
+      records: number of chats inspected.
+      forms: number of chats by name in `templates.FORMS`; None is the tokenizer's chat template.
+      endings: number of sampled answers by the special token that ends them, or None.
+      unread: number of chats by field that their template does not read.
     """
 
     records: int
@@ -38,14 +37,14 @@ class Survey:
     unread: Counter[str]
 
     def adapt(self, tokenizer: Tokenizer) -> Tokenizer:
-        """Returns the tokenizer with the template of most of the chats, and the tokens that end
-        their answers as stop tokens."""
+        """Returns the tokenizer with the chats' most frequent template, and with the tokens that
+        end their answers as stop tokens."""
         form = self.forms.most_common(1)[0][0] if self.forms else None
         template = None if form is None else form_template(form, tokenizer)
         return tokenizer.with_chat(template, [i for i in self.endings if i is not None])
 
     def notes(self, tokenizer: Tokenizer) -> list[str]:
-        """Returns what a user should know of it before a run, a line each."""
+        """Returns notes for the log of a run, one line each."""
         found = []
         if self.unread:
             fields = ", ".join(f"{name} ({n})" for name, n in sorted(self.unread.items()))
@@ -54,30 +53,29 @@ class Survey:
             )
         ends = [i for i in self.endings if i is not None]
         if ends:
-            # Some tokenizers decode the end of a text to nothing.
+            # Some tokenizers decode EOS to an empty string.
             names = ", ".join(repr(tokenizer.decode([i]) or f"token {i}") for i in ends)
             found.append(f"chats: answers end with {names}, which stops generation")
         if self.endings[None]:
             found.append(
                 f"chats: no special token ends {self.endings[None]} of "
-                f"{self.endings.total()} answers looked at, so generation does not stop by itself "
+                f"{self.endings.total()} answers inspected, so generation does not stop by itself "
                 "after such an answer"
             )
         if len(self.forms) > 1:
             names = ", ".join(f"{form or 'template'} ({n})" for form, n in self.forms.items())
             found.append(
-                f"chats: records have several prompts: {names}; the most frequent is exported"
+                f"chats: records have several templates: {names}; the most frequent is exported"
             )
         return found
 
 
 def survey(sources: Sequence[Sequence[Document] | Readable], tokenizer: Tokenizer) -> Survey:
-    """Looks at the chats among the first `RECORDS` documents of sources, as many of each source.
+    """Inspects the chats among the first `RECORDS` documents, an equal number from each source.
 
-    Bad records are left to the loader.
-
-    A field is read if a record that has it renders differently without it; up to `TRIALS` records
-    are tried. The endings are those of the first `SAMPLES` chats.
+    Skips bad records, which the loader reports. A field counts as read if some record renders
+    differently without it; up to `TRIALS` records are tried. Endings are counted over the first
+    `SAMPLES` chats.
     """
     forms: Counter[str | None] = Counter()
     endings: Counter[int | None] = Counter()
@@ -107,9 +105,9 @@ def survey(sources: Sequence[Sequence[Document] | Readable], tokenizer: Tokenize
 
 
 def _chats(documents: Sequence[Document] | Readable, limit: int) -> Iterator[Chat]:
-    """Yields the chats among the first documents.
+    """Yields the chats among the first `limit` documents.
 
-    Stops after `SAMPLES` documents without a chat: they may be long.
+    Stops after `SAMPLES` documents without a chat, because documents may be long.
     """
     chats = 0
     for i, read in enumerate(itertools.islice(reads(documents), limit)):
@@ -133,10 +131,10 @@ def _endings(chat: Chat, tokenizer: Tokenizer) -> Iterator[int | None]:
 
 
 def _without_each_field(chat: Chat) -> Iterator[tuple[str, Chat]]:
-    """Yields names of the chat's fields, each with a chat without it.
+    """Yields the name of each field of the chat, and a chat without the field.
 
-    A message's field is left out of a chat that ends with the message, for templates that write
-    the reasoning of the last answer alone.
+    For a field of a message, that chat ends with the message, because some templates write the
+    reasoning of the last answer only.
     """
     for key, value in chat.variables.items():
         if value not in ("", [], {}):

@@ -1,4 +1,4 @@
-"""Chats as text: chat templates, ours among them, and the answers in the text that they write."""
+"""Renders chats as text by chat templates, and finds the answers in the text."""
 
 import re
 import threading
@@ -24,7 +24,7 @@ ALPACA_INPUT = (
     "### Instruction:\n{{ message.content }}\n\n### Input:\n{{ message.input }}\n\n### Response:"
 )
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-# Arguments of transformers' renderer, which a record's fields cannot set.
+# Arguments of transformers' renderer, which the fields of a record must not set.
 _RESERVED = {
     "messages",
     "conversations",
@@ -37,7 +37,8 @@ _RESERVED = {
 
 
 def _labeled(first: str, others: str) -> str:
-    """Returns a template of turns `Human: …`, `Assistant: …`, each with a text in front."""
+    """Returns a template of turns `Human: …`, `Assistant: …`, with `first` before the first turn
+    and `others` before every other turn."""
     return (
         "{% for message in messages %}"
         f"{{% if loop.first %}}{first}{{% else %}}{others}{{% endif %}}"
@@ -51,7 +52,7 @@ def _labeled(first: str, others: str) -> str:
 
 
 def _turns(prompt: str) -> str:
-    """Returns a template of prompts, each followed by its answer."""
+    """Returns a template that writes each prompt followed by its answer."""
     return (
         "{% for message in messages %}{% if message.role == 'assistant' %}"
         "{% generation %}{{ message.content }}{{ eos_token }}{% endgeneration %}"
@@ -59,7 +60,8 @@ def _turns(prompt: str) -> str:
     )
 
 
-# Chat templates of our own, without what starts a text. `{{ … }}` keeps a line's end beside a tag.
+# Built-in chat templates, without the tokens that start a text. Line breaks next to a tag are
+# written as `{{ … }}`, because Jinja would strip them.
 FORMS = {
     "plain": _labeled("### ", "{{ '\\n' }}### "),
     "hh_rlhf": _labeled("{{ '\\n\\n' }}", "{{ '\\n\\n' }}"),
@@ -70,12 +72,12 @@ FORMS = {
 
 @dataclass(frozen=True)
 class Rendered:
-    """A conversation, or the start of one, as a chat template writes it.
+    """A conversation, or the first part of a conversation, rendered by a chat template.
 
     Attributes:
-      text: the conversation.
-      answers: character ranges [start, stop) in the loss, in order.
-      messages: indices of the messages that the ranges hold; none with `{% generation %}` marks.
+      text: the rendered text.
+      answers: character ranges [start, stop) that count in the loss, in order.
+      messages: indices of the messages in these ranges; empty with `{% generation %}` marks.
     """
 
     text: str
@@ -84,14 +86,14 @@ class Rendered:
 
 
 def form_template(form: str, tokenizer: Tokenizer) -> str:
-    """Returns one of `FORMS` as a chat template that starts as the tokenizer starts a text."""
+    """Returns one of `FORMS` as a chat template, preceded by the tokenizer's `start_text`."""
     start = tokenizer.start_text.replace("\\", "\\\\").replace("'", "\\'")
     return (f"{{{{ '{start}' }}}}" if start else "") + FORMS[form]
 
 
 def template_of(chat: Chat, tokenizer: Tokenizer) -> str:
-    """Returns the template that writes the chat: the one that its format prescribes, or else the
-    tokenizer's, or else `plain`."""
+    """Returns the chat's template: the template that its format prescribes, or else the tokenizer's
+    template, or else `plain`."""
     if chat.form is None and (found := tokenizer.template_for("tools" in chat.variables)):
         return found
     return form_template(chat.form or "plain", tokenizer)
@@ -108,7 +110,7 @@ def render(
     """Returns the text, and the character ranges that the template marks with `{% generation %}`.
 
     Args:
-      answer: end with the start of an answer.
+      answer: append the start of an answer (the generation prompt).
 
     Raises:
       ValueError: the template refuses the messages.
@@ -118,7 +120,7 @@ def render(
 
     given = {k: v for k, v in (variables or {}).items() if k not in _RESERVED}
     try:
-        # The renderer notes the marks in the compiled template, which all threads share.
+        # The renderer stores the marks in the compiled template, which all threads share.
         with _LOCK:
             texts, marks = cast(Any, render_jinja_template)(
                 conversations=[[dict(message) for message in messages]],
@@ -127,9 +129,9 @@ def render(
                 return_assistant_tokens_mask=has_marks(template),
                 **{**tokenizer.special_tokens, **given},
             )
-    # A template is a program: it may raise anything.
+    # A template is a program and may raise any exception.
     except Exception as error:
-        raise ValueError(f"the chat template refuses it: {error}") from error
+        raise ValueError(f"the chat template refuses the messages: {error}") from error
     return texts[0], marks[0] if marks else []
 
 
@@ -142,20 +144,22 @@ def has_marks(template: str) -> bool:
 
 
 def conversations(chat: Chat, tokenizer: Tokenizer, *, split: bool = True) -> list[Rendered]:
-    """Writes the chat, as often as needed for each answer to follow what the model reads before it.
+    """Renders the chat once, or several times if an answer needs a context of its own.
 
-    A template with `{% generation %}` marks says itself what is in the loss, and writes the chat
-    once. For another template, answer i starts after render(messages[:i]) with the generation
-    prompt and ends with render(messages[:i+1]). If the whole chat starts with the latter, the
-    answer is learned there. Else the template changes earlier turns, such as by leaving out their
-    reasoning, and render(messages[:i+1]) becomes a conversation of its own with answer i alone in
-    the loss.
+    A template with `{% generation %}` marks the tokens in the loss itself, so the chat is rendered
+    once. With any other template, answer i starts at the end of render(messages[:i]) plus the
+    generation prompt, and ends at the end of render(messages[:i+1]). If the rendered chat starts
+    with render(messages[:i+1]), answer i counts in the loss of the rendered chat. Otherwise the
+    template changes earlier turns, for example by leaving out their reasoning, and
+    render(messages[:i+1]) becomes a separate conversation in which answer i alone counts in the
+    loss.
 
     Args:
-      split: find the answers; else the whole chat is written, without them.
+      split: find the answers. If False, the chat is rendered once, without them.
 
     Raises:
-      ValueError: the template refuses the chat, or does not continue its generation prompt.
+      ValueError: the template refuses the chat, or an answer does not start with the template's
+        generation prompt.
     """
     template = template_of(chat, tokenizer)
 
@@ -163,10 +167,10 @@ def conversations(chat: Chat, tokenizer: Tokenizer, *, split: bool = True) -> li
         return render(chat.messages[:count], template, tokenizer, chat.variables, answer=answer)[0]
 
     try:
-        whole, marks = render(chat.messages, template, tokenizer, chat.variables)
+        full, marks = render(chat.messages, template, tokenizer, chat.variables)
         if has_marks(template) or not split:
-            return [Rendered(whole, tuple(marks))]
-        inside, apart = [], []
+            return [Rendered(full, tuple(marks))]
+        inside, separate = [], []
         for i in chat.answers:
             before, upto = text(i, answer=True), text(i + 1)
             if not upto.startswith(before):
@@ -176,26 +180,26 @@ def conversations(chat: Chat, tokenizer: Tokenizer, *, split: bool = True) -> li
                     "data.train_on_source=true"
                 )
             span = len(before), len(upto)
-            if whole.startswith(upto):
+            if full.startswith(upto):
                 inside.append((i, span))
             else:
-                apart.append(Rendered(upto, (span,), (i,)))
+                separate.append(Rendered(upto, (span,), (i,)))
     except ValueError as error:
         raise ValueError(f"{chat.where}: {error}") from error
     if inside:
         numbers, spans = zip(*inside, strict=True)
-        apart.append(Rendered(whole, spans, numbers))
-    return sorted(apart, key=lambda one: one.messages)
+        separate.append(Rendered(full, spans, numbers))
+    return sorted(separate, key=lambda one: one.messages)
 
 
 def chat_prompt(text: str, tokenizer: Tokenizer) -> np.ndarray:
-    """Returns the token ids of a user's turn and the start of the answer, int32.
+    """Returns the int32 token ids of a user's turn and the generation prompt.
 
     Raises:
       ValueError: the tokenizer has no chat template.
     """
     template = tokenizer.chat_template
     if template is None:
-        raise ValueError("the tokenizer has no chat template")
+        raise ValueError("tokenizer: must have a chat template")
     message = {"role": "user", "content": text}
     return tokenizer.encode_parts([render([message], template, tokenizer, answer=True)[0]])[0]

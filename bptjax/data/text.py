@@ -1,4 +1,4 @@
-"""Sources of text: documents at random access, held-out split, baselines."""
+"""Sources of text: files as documents with random access, held-out split, baselines."""
 
 import bisect
 import functools
@@ -31,7 +31,7 @@ from bptjax.data.tokenizer import utf8
 
 STDLIB = "python-stdlib"
 MEMORY_BYTES = 2**28
-# Other people's packages, and test material, some of it meant to be unreadable.
+# Third-party packages, and test files, some of which are invalid on purpose.
 STDLIB_SKIPS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
@@ -59,8 +59,8 @@ class Documents(Sequence[Document]):
         return location(*self._find(index))
 
 
-class Chosen(Sequence[Document]):
-    """Some of `documents`, by index."""
+class Subset(Sequence[Document]):
+    """The documents at some indices."""
 
     def __init__(self, documents: Sequence[Document], indices: Sequence[int] | np.ndarray):
         self.documents, self.indices = documents, indices
@@ -83,33 +83,33 @@ def open_documents(
     format: str = "text",
     check_first: bool = True,
 ) -> Documents | Stream:
-    """The documents at `path`, in a fixed order: text files by name, then parquet files
-    and Arrow files.
+    """Opens the documents at `path`, in a fixed order: text files by name, then parquet files, then
+    Arrow files.
 
-    `path` is a file, a glob, a directory (searched at any depth), or `python-stdlib`: the source
-    files of this Python's own library; or `hf://owner/name`, see `datasets.download`; or a list of
-    these. Formats: `.txt`, `.md`, `.py`, `.jsonl`, `.json` (a list of records; not sought in
-    directories), each also `.gz` or `.zst`; `.parquet`, `.arrow`. `sample_by` divides plain text:
-    one document per `line`, `paragraph` (blank lines between) or `document` (the whole file). Rows
-    hold text in `text_key`, or else token ids in `input_ids`, or are chats of a `format` of
-    `chat.FORMATS`; `auto` tells by their fields.
+    `path` is a file, a glob, a directory (searched recursively), `python-stdlib` (the source files
+    of Python's standard library), `hf://owner/name` (see `datasets.download`), or a list of these.
+    Extensions: `.txt`, `.md`, `.py`, `.jsonl`, `.json` (a list of records; skipped in directories),
+    each also with `.gz` or `.zst`; `.parquet`, `.arrow`. `sample_by` divides plain text: one
+    document per `line`, `paragraph` (separated by blank lines) or `document` (the complete file). A
+    record holds text in `text_key`, or else token ids in `input_ids`, or is a chat in a `format` of
+    `chat.FORMATS`; `auto` detects the format from its fields.
 
     Memory holds two offsets per record, up to `MEMORY_BYTES` of decompressed files of records, and
-    about 1 GiB of decoded parquet row groups. If compressed files of records take more than that,
-    the result is a `Stream`, which is read in order.
+    about 1 GiB of decoded parquet row groups. If compressed files of records take more than
+    `MEMORY_BYTES`, the result is a `Stream`, which is read in order.
 
     Raises:
-      ValueError: nothing at `path`, an unknown extension, no documents, or, with `check_first`, a
+      ValueError: no file at `path`, an unknown extension, no documents, or, with `check_first`, a
         first record without text.
     """
     if sample_by not in ("line", "paragraph", "document"):
-        raise ValueError(f"sample_by={sample_by!r}; use line, paragraph or document")
-    several = [path] if isinstance(path, str | Path) else path
-    # A file that several of them name is read once.
-    paths = list(dict.fromkeys(p for each in several for p in _paths(each)))
+        raise ValueError(f"sample_by={sample_by!r}: must be line, paragraph or document")
+    given = [path] if isinstance(path, str | Path) else path
+    # A file that matches several paths is read once.
+    paths = list(dict.fromkeys(p for one in given for p in _paths(one)))
     plain = [p for p in paths if extension(p) not in RECORDS]
     if plain and format in FORMATS:
-        raise ValueError(f"{plain[0]}: data.format={format} is read from {', '.join(RECORDS)}")
+        raise ValueError(f"{plain[0]}: with data.format={format}, must be {', '.join(RECORDS)}")
     read = functools.partial(document, text_key=text_key, format=format)
     files, budget = [], MEMORY_BYTES
     for p in paths:
@@ -132,17 +132,18 @@ def open_documents(
     if isinstance(documents, Documents) and not len(documents):
         raise ValueError(f"{str(path)!r} holds no documents: its {len(paths)} files are empty")
     if check_first:
-        next(iter(documents))  # A wrong text_key shows here, not at some later step.
+        next(iter(documents))  # Fails on a wrong text_key now rather than during the run.
     return documents
 
 
 def split_documents(
     documents: Sequence[Document] | Stream, eval_fraction: float
 ) -> tuple[Sequence[Document] | Stream, Sequence[Document]]:
-    """(training, held-out): whole documents spread evenly over the order are held out; of a stream,
-    see `Stream.split`.
+    """Splits documents into training and held-out documents. The held-out documents are spread
+    evenly over the order; for a stream, see `Stream.split`.
 
-    Of a single document the tail is held out, counted in characters (token ids: in tokens).
+    A single document is split: its tail is held out, measured in characters, or in tokens if it
+    holds token ids.
     """
     if not 0 <= eval_fraction < 1:
         raise ValueError(f"data.eval_fraction={eval_fraction}: must be at least 0 and below 1")
@@ -151,22 +152,27 @@ def split_documents(
     if isinstance(documents, Stream):
         return documents.split(eval_fraction)
     if len(documents) == 1:
-        whole = documents[0]
-        if isinstance(whole, Chat):
-            raise ValueError(f"{whole.where} is the only record; set data.eval_path")
-        cut = int(len(whole) * (1 - eval_fraction))
-        return [whole[:cut]], [whole[cut:]]
+        only = documents[0]
+        if isinstance(only, Chat):
+            raise ValueError(
+                f"{only.where}: must not be the only record with data.eval_fraction > 0; set "
+                "data.eval_path or data.eval_fraction=0"
+            )
+        end = int(len(only) * (1 - eval_fraction))
+        return [only[:end]], [only[end:]]
     count = min(max(1, round(len(documents) * eval_fraction)), len(documents) - 1)
     held_out = [(2 * i + 1) * len(documents) // (2 * count) for i in range(count)]
-    kept = np.setdiff1d(np.arange(len(documents)), held_out)
-    return Chosen(documents, kept), Chosen(documents, held_out)
+    training = np.setdiff1d(np.arange(len(documents)), held_out)
+    return Subset(documents, training), Subset(documents, held_out)
 
 
 def byte_baselines(documents: Sequence[str]) -> dict[str, float]:
-    """Bits per byte of three models of these very bytes, for a trained model to beat.
+    """Returns the bits per byte of three simple models of the documents, for a trained model to
+    beat.
 
-    `uniform` is 8, `unigram` the entropy H(b_i), `bigram` the conditional entropy H(b_i | b_i-1)
-    within documents. Both are fitted to the bytes they are measured on: the best of their kind.
+    `uniform` is 8, `unigram` is the entropy H(b_i), `bigram` is the conditional entropy
+    H(b_i | b_i-1) within documents. Unigram and bigram are fitted to the same bytes that they are
+    measured on, so no other model of their kind does better.
     """
     unigrams, bigrams = np.zeros(256, np.int64), np.zeros(256 * 256, np.int64)
     for text in documents:
@@ -185,7 +191,7 @@ def _entropy(counts: np.ndarray) -> float:
 def _paths(path: str | Path) -> list[Path]:
     if str(path) == STDLIB:
         return _stdlib_paths()
-    if not str(path):  # Else the current directory.
+    if not str(path):  # Path("") would be the current directory.
         raise ValueError("'': must name a file, directory or glob")
     root = Path(os.path.expanduser(path))
     # A .json file in a directory usually describes the data or a model, so it must be named.
@@ -201,7 +207,7 @@ def _paths(path: str | Path) -> list[Path]:
     known = f"{', '.join(EXTENSIONS)}; text also with {' or '.join(CODECS)}"
     if not found and root.is_dir():
         raise ValueError(
-            f"{str(path)!r}: the directory holds no file of {', '.join(searched)}; .json files are "
+            f"{str(path)!r}: the directory must hold {', '.join(searched)} files; .json files are "
             f"read only if named: {str(path).rstrip('/')}/*.json"
         )
     if not found:
@@ -210,7 +216,7 @@ def _paths(path: str | Path) -> list[Path]:
         )
     for p in found:
         if extension(p) not in EXTENSIONS or p.suffix in CODECS and extension(p) in TABLES:
-            raise ValueError(f"{p}: unknown extension {''.join(p.suffixes)!r}; known are {known}")
+            raise ValueError(f"{p}: extension {''.join(p.suffixes)!r}: must be one of {known}")
     return sorted(found)
 
 

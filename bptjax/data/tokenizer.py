@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, characters, or a Hugging Face directory."""
+"""Tokenizers: bytes, characters, or a Hugging Face tokenizer."""
 
 import copy
 import itertools
@@ -13,20 +13,20 @@ import numpy as np
 from bptjax.data.hf_tokenizer import HFTokenizer
 
 FILE = "bptjax_tokenizer.json"
-# A Unicode noncharacter, reserved for internal use, stands for the byte tokenizer's separator where
-# a chat template writes it into text.
+# A Unicode noncharacter, reserved for internal use. It stands for the byte tokenizer's separator in
+# the text of chat templates.
 SEPARATOR = "\ufdd0"
 
 
 class Tokenizer(Protocol):
-    """Text to int32 token ids and back.
+    """Conversion of text to int32 token ids and back.
 
     Every text starts with `prefix`, in training and in prompts; a training document ends with
-    `eos_id` if there is one. Chat templates write their own special tokens instead.
+    `eos_id` unless it is None. Chat templates write their own special tokens instead.
 
     Attributes:
-      prefix: ids that the tokenizer itself puts in front of a text, such as BOS; often none.
-      start_text: text that a chat template writes to start with `prefix`.
+      prefix: ids that the tokenizer puts in front of a text, such as BOS; often empty.
+      start_text: text that stands for `prefix` in a chat template.
       eos_id: id that ends a training document, or None.
       stop_ids: ids that end generated text.
       chat_template: Jinja source, or None.
@@ -48,27 +48,29 @@ class Tokenizer(Protocol):
     @property
     def special_tokens(self) -> Mapping[str, Any]: ...
     def template_for(self, tools: bool) -> str | None:
-        """Returns the chat template, or a tokenizer's second template for records with tools."""
+        """Returns the chat template, or the tokenizer's separate template for records with
+        tools."""
         ...
 
     def with_chat(self, template: str | None, stop_ids: Sequence[int]) -> Self:
-        """Returns a copy with another chat template, unless None, and more stop ids."""
+        """Returns a copy with another chat template (unless it is None) and additional stop ids."""
         ...
 
     def encode(self, text: str) -> np.ndarray:
-        """Token ids without `prefix`."""
+        """Returns token ids without `prefix`."""
         ...
 
     def encode_prompt(self, text: str) -> np.ndarray:
-        """Token ids with `prefix`: the start of a document, to be continued."""
+        """Returns token ids with `prefix`, the start of a document that generation continues."""
         ...
 
     def encode_parts(self, parts: Sequence[str]) -> tuple[np.ndarray, list[tuple[int, int]]]:
-        """Tokenizes the joined parts at once, special tokens in them included.
+        """Tokenizes the concatenated parts, including special tokens in them.
 
         Returns:
-          The ids, and for each part the range [start, stop) from the first token of its first
-          character to the first token of its last one. A token across two parts is in both ranges.
+          The ids, and for each part the token range [start, stop) from the first token of the
+          part's first character up to and including the first token of its last character. A token
+          that spans two parts is in both ranges.
 
         Raises:
           ValueError: the tokenizer gives no character offsets.
@@ -76,14 +78,14 @@ class Tokenizer(Protocol):
         ...
 
     def shorten(self, text: str, count: int) -> str:
-        """Returns the longest start of the text that has at most about `count` tokens."""
+        """Returns the longest prefix of the text with about `count` tokens or fewer."""
         ...
 
     def ending(self, ids: np.ndarray, start: int, stop: int) -> int | None:
         """Returns the special token that ends the answer ids[start:stop], or None.
 
-        It is the last special token of the answer if at most white space follows, or else the first
-        one after the answer if at most white space precedes.
+        It is the answer's last special token if only white space follows it, or else the first
+        special token after the answer if only white space precedes it.
         """
         ...
 
@@ -113,7 +115,7 @@ class _Plain:
         return self.chat_template
 
     def with_chat(self, template: str | None, stop_ids: Sequence[int]) -> Self:
-        """The stop ids can only be `eos_id`, which is one already."""
+        """Returns a copy with another chat template. `eos_id` stays the only stop id."""
         found = copy.copy(self)
         found.chat_template = template or self.chat_template
         return found
@@ -158,7 +160,7 @@ class _Plain:
 
 
 class ByteTokenizer(_Plain):
-    """UTF-8 bytes 0..255, and a separator 256 that begins and ends documents."""
+    """UTF-8 bytes 0..255, and a separator 256 that starts and ends documents."""
 
     type = "byte"
     vocab_size, eos_id = 257, 256
@@ -195,8 +197,8 @@ class CharTokenizer(_Plain):
         unknown = codes[self._codes[ids] != codes]
         if unknown.size:
             raise ValueError(
-                f"character {chr(unknown[0])!r} is not among the {self.vocab_size} of the training "
-                "text; leave it out, or use data.tokenizer=byte"
+                f"character {chr(unknown[0])!r}: must be one of the {self.vocab_size} characters "
+                "of the training text; remove it, or use data.tokenizer=byte"
             )
         return ids.astype(np.int32)
 
@@ -211,8 +213,8 @@ class CharTokenizer(_Plain):
 
 
 def vocabulary_warning(tokenizer: Tokenizer, checkpoint: Path) -> str | None:
-    """Returns a line that says how far the vocabulary is from that of the checkpoint's tokenizer;
-    None if every id is the same token, or the checkpoint comes without a tokenizer."""
+    """Returns a warning if the vocabulary differs from the vocabulary of the checkpoint's
+    tokenizer; None if it does not, or if the checkpoint has no tokenizer."""
     try:
         wanted = load_tokenizer(checkpoint).vocabulary()
     except ValueError:
@@ -224,7 +226,7 @@ def vocabulary_warning(tokenizer: Tokenizer, checkpoint: Path) -> str | None:
     return (
         f"warning: {differ / len(wanted):.1%} of the {len(wanted)} token ids of the tokenizer in "
         f"{checkpoint} are other tokens in the chosen tokenizer; the checkpoint was not trained "
-        "with these"
+        "with them"
     )
 
 
@@ -236,7 +238,8 @@ def has_tokenizer(directory: Path) -> bool:
 def make_tokenizer(
     name: str, documents: Iterable[object] = (), limit: int | None = None
 ) -> Tokenizer:
-    """`byte`, `char` with the vocabulary of `documents`, or a directory for `load_tokenizer`."""
+    """Returns the tokenizer `byte`, or `char` with the characters of `documents` as vocabulary, or
+    the tokenizer in a directory, by `load_tokenizer`."""
     if name == "byte":
         return ByteTokenizer()
     if name != "char":
@@ -244,18 +247,20 @@ def make_tokenizer(
     characters: set[str] = set()
     for text in documents:
         if not isinstance(text, str):
-            raise ValueError("data.tokenizer=char needs text; the rows hold token ids or chats")
+            raise ValueError("data.tokenizer=char: must have text, not token ids or chats")
         characters.update(text)
     if not characters:
-        raise ValueError("data.tokenizer=char takes its vocabulary from the text; it is empty")
+        raise ValueError(
+            "data.tokenizer=char: must have text that is not empty, which gives the vocabulary"
+        )
     return CharTokenizer(characters)
 
 
 def add_tokens(tokenizer: Tokenizer, tokens: Sequence[str]) -> list[str]:
-    """Adds tokens to a Hugging Face tokenizer's vocabulary, and returns those that were new.
+    """Adds tokens to a Hugging Face tokenizer's vocabulary, and returns the new ones.
 
     Raises:
-      ValueError: the tokenizer is of another kind.
+      ValueError: the tokenizer is not a Hugging Face tokenizer, or a token is empty.
     """
     if not tokens:
         return []
@@ -272,14 +277,14 @@ def add_tokens(tokenizer: Tokenizer, tokens: Sequence[str]) -> list[str]:
 
 
 def load_tokenizer(directory: str | Path, limit: int | None = None) -> Tokenizer:
-    """The tokeniser that `save` wrote, or a Hugging Face one, of a model with `limit` tokens. Never
-    looks on a network.
+    """Loads a tokenizer written by `save`, or a Hugging Face tokenizer for a model with `limit`
+    tokens, from a local directory. Never uses the network.
     """
     directory = Path(os.path.expanduser(directory))
     if not directory.is_dir():
         raise ValueError(
-            f"data.tokenizer={str(directory)!r} is no directory; use byte, char, or a local "
-            "directory with a Hugging Face tokenizer"
+            f"data.tokenizer={str(directory)!r}: must be byte, char, or a local directory with a "
+            "Hugging Face tokenizer"
         )
     if not (directory / FILE).exists():
         return HFTokenizer(directory, limit)
@@ -289,7 +294,7 @@ def load_tokenizer(directory: str | Path, limit: int | None = None) -> Tokenizer
 
 
 def utf8(text: str) -> bytes:
-    """UTF-8; the lone surrogates that JSON can hold pass through."""
+    """Encodes text as UTF-8. Lone surrogates, which JSON can hold, are encoded too."""
     return text.encode("utf-8", "surrogatepass")
 
 

@@ -346,7 +346,7 @@ class TrainLoop:
         self._flush()
         data = self.run.batches.get_state()
         if len(data) > 1:
-            data = self.run.batches.whole_state(all_gather_json(data))
+            data = self.run.batches.merge_states(all_gather_json(data))
         extra = {
             "data": data,
             "tokens_seen": self.tokens_seen,

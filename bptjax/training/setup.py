@@ -15,7 +15,7 @@ from bptjax.config import Config, defaults, flatten, to_yaml
 from bptjax.data.batches import Batches
 from bptjax.data.chat import Chat
 from bptjax.data.check import DataCheck
-from bptjax.data.encode import question
+from bptjax.data.encode import prompt_and_answer
 from bptjax.data.loader import data_check, eval_loader, train_loader
 from bptjax.data.records import readable
 from bptjax.data.sources import count
@@ -78,7 +78,7 @@ class TrainingRun:
             self.tokenizer,
             self.config.data,
             seq_len=self.config.train.seq_len,
-            rows=self.spec.micro_batch_size,
+            batch_size=self.spec.micro_batch_size,
             max_batches=self.config.train.eval_batches,
         )
 
@@ -167,8 +167,8 @@ def _open_run(config: Config, devices: list[jax.Device]) -> TrainingRun:
         data.tokenizer,
         config.data,
         seq_len=seq_len,
-        rows=size,
-        here=spec.layout.here(size),
+        batch_size=size,
+        local=spec.layout.here(size),
     )
     return TrainingRun(
         config=config,
@@ -290,7 +290,7 @@ def _eval_prompts(
             f"train.num_eval_generations={number} needs held-out chats; see data.format and "
             "data.eval_fraction"
         )
-    found = [question(chat, data.tokenizer, config.data.source_max_len) for chat in chats]
+    found = [prompt_and_answer(chat, data.tokenizer, config.data.source_max_len) for chat in chats]
     reach = sum(max(map(len, each)) for each in zip(*found, strict=True))
     if model.position_embedding == "learned" and reach > (model.max_position_embeddings or 0):
         raise ValueError(

@@ -58,7 +58,7 @@ def test_account_is_that_of_the_packed_sequences():
         len(one["labels"]) > T and (one["labels"] == -100).any() for r in records() for one in r[:1]
     )
     assert f"{long} of 300 records ({long / 300:.1%}, " in text and "were dropped" in text
-    assert f"{account.epoch('concat'):,} sequences an epoch with packing=concat" in text
+    assert f"{account.epoch('concat'):,} sequences per epoch with packing=concat" in text
     assert f"{account.unlabeled:,} examples without a token in the loss" in text
 
 
@@ -73,7 +73,7 @@ def test_part_of_the_records_is_extrapolated():
     assert part.epoch("best_fit") == pytest.approx(whole.epoch("best_fit"), rel=0.1)
     lines = describe(part, packing="best_fit", too_long="drop")
     assert "first 150 of 300 records" in lines[0]
-    assert f"about {part.epoch('best_fit')} sequences an epoch" in joined(lines)
+    assert f"about {part.epoch('best_fit')} sequences per epoch" in joined(lines)
     assert f"lengths in tokens: {part.lengths[1] / part.examples:.1%} to 1, " in joined(lines)
     assert joined(lines).startswith(joined(summary(part, "drop")))
 
@@ -104,7 +104,7 @@ def test_bad_records_are_refused_or_listed(file, tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "bad_records.jsonl").read_text().splitlines()]
     assert {line["file"] for line in lines} == {str(file)}
     assert sorted(line["record"] for line in lines) == ["record 121", "record 151", "record 171"]
-    assert any("no text in 'text'" in line["reason"] for line in lines)
+    assert any("must have text in 'text'" in line["reason"] for line in lines)
     assert sum(account.bad for account in (*found.accounts, found.held_out)) == 3
 
 

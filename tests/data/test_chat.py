@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from bptjax.data.config import DataConfig
-from bptjax.data.encode import encode, question
+from bptjax.data.encode import encode, prompt_and_answer
 from bptjax.data.loader import eval_loader, train_loader
 from bptjax.data.packing import PACKINGS
 from bptjax.data.sources import open_split
@@ -142,7 +142,7 @@ def test_by_hand(tmp_path):
     # BOS and EOS count.
     same(encode(chat, BYTE, source_max_len=2), ([256, 97, 99, 100], [-100, 99, 100, 256]))
     same(encode(chat, BYTE, target_max_len=2), ([256, 97, 98, 99], [-100, -100, 99, 256]))
-    prompt, answer = question(chat, BYTE, None)
+    prompt, answer = prompt_and_answer(chat, BYTE, None)
     assert (prompt.tolist(), answer.tolist()) == ([256, 97, 98], [99, 100, 256])
 
 
@@ -161,7 +161,7 @@ def test_formats(tmp_path, small, name, kind):
     assert [c.messages for c in open_documents(tmp_path / "a.parquet", format="auto")] == [
         chat.messages
     ] * 2
-    prompt, answer = question(chat, tokenizer, None)
+    prompt, answer = prompt_and_answer(chat, tokenizer, None)
     tokens, labels = worked(tokenizer, texts)
     first = int(np.argmax(np.array(labels) != -100))
     assert prompt.tolist() == tokens[: first + 1]
@@ -186,7 +186,7 @@ def test_bad_templates_are_named(tmp_path, small):
     (chat,) = opened(tmp_path, [{"messages": TALK}])
     changed = CHATML.replace("<|assistant|>{% endif %}", "<|assistant|>!{% endif %}")
     for template, message in (
-        (THINKING, "a.jsonl, record 1: the chat template refuses it: no system role"),
+        (THINKING, "a.jsonl, record 1: the chat template refuses the messages: no system role"),
         (changed, "record 1: message 3: the chat template does not write .*train_on_source=true"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -201,12 +201,16 @@ def test_bad_templates_are_named(tmp_path, small):
         ({"instruction": "a"}, "alpaca", "a.jsonl, record 2: no 'output', only .'instruction'"),
         ({"instruction": "a", "output": 3}, "auto", "record 2: 'output' must be text"),
         ({"prompt": None, "answer": "b"}, "auto", "record 2: 'prompt' must be text"),
-        ({"chosen": "Human: Hi"}, "auto", "record 2: 'chosen' is not made of"),
-        ({"messages": [{"role": "user", "content": "a"}]}, "auto", "no message .* 'assistant'"),
+        ({"chosen": "Human: Hi"}, "auto", "record 2: 'chosen' must consist of"),
+        (
+            {"messages": [{"role": "user", "content": "a"}]},
+            "auto",
+            "must have a message .* 'assistant'",
+        ),
         ({"messages": [{"role": "user"}]}, "auto", "record 2: message 1: 'content' must be text"),
         ({"messages": ["a"]}, "auto", "record 2: message 1: must be a record, not str"),
-        ([], "messages", "record 2: no 'messages'"),
-        ({"other": 1}, "auto", "record 2: no text in 'text'.*data.format"),
+        ([], "messages", "record 2: must have 'messages'"),
+        ({"other": 1}, "auto", "record 2: must have text in .text.*data.format"),
     ],
 )
 def test_bad_records_are_named(tmp_path, row, format, message):
@@ -218,27 +222,33 @@ def test_bad_records_are_named(tmp_path, row, format, message):
 
 def test_bad_files_and_keys(tmp_path):
     (tmp_path / "a.txt").write_text("text")
-    with pytest.raises(ValueError, match="a.txt: data.format=alpaca is read from .jsonl"):
+    with pytest.raises(ValueError, match="a.txt: with data.format=alpaca, must be .jsonl"):
         open_documents(tmp_path / "a.txt", format="alpaca")
-    for content, message in (("{}", "no list of records"), ("[", "a.json: ")):
+    for content, message in (("{}", "must be a list of records"), ("[", "a.json: ")):
         (tmp_path / "a.json").write_text(content)
         with pytest.raises(ValueError, match=message):
             open_documents(tmp_path / "a.json")
     row = CASES["prompt_answer"][0]
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps(row))
-    with pytest.raises(ValueError, match="a.jsonl, record 1 is the only record"):
+    with pytest.raises(ValueError, match="a.jsonl, record 1: must not be the only record"):
         open_split(DataConfig(str(path)))
     with pytest.raises(ValueError, match="data.source_max_len=0"):
         DataConfig(source_max_len=0)
-    with pytest.raises(ValueError, match="group_by_length needs data.packing=none"):
+    with pytest.raises(
+        ValueError, match="data.packing=concat: must be none with data.group_by_length=true"
+    ):
         DataConfig(group_by_length=True)
     chats = list(opened(tmp_path, [{"prompt": "abcdef", "answer": ""}] * 3))
     endless = CharTokenizer("abcdef")
-    with pytest.raises(ValueError, match="no token that counts in the loss: .*all answers are"):
-        train_loader(chats, endless, DataConfig(), seq_len=8, rows=1)
-    with pytest.raises(ValueError, match="a.jsonl, record 1: no token is an answer"):
-        question(chats[0], endless, None)
+    with pytest.raises(
+        ValueError, match="must have a token that counts in the loss; .*all answers"
+    ):
+        train_loader(chats, endless, DataConfig(), seq_len=8, batch_size=1)
+    with pytest.raises(
+        ValueError, match="a.jsonl, record 1: must have an answer of at least one token"
+    ):
+        prompt_and_answer(chats[0], endless, None)
 
 
 def test_lone_surrogates(tmp_path, small):
@@ -275,7 +285,7 @@ def test_packed_is_separate(tmp_path, packing):
         return linear_cross_entropy(hidden, model.head_matrix, batch["labels"])
 
     def total(chats, config, T):
-        batches = list(eval_loader(chats, BYTE, config, seq_len=T, rows=2))
+        batches = list(eval_loader(chats, BYTE, config, seq_len=T, batch_size=2))
         counts = sum(int((b["labels"] != -100).sum()) for b in batches)
         return sum(float(loss(jax.tree.map(jnp.asarray, b))) for b in batches), counts
 
@@ -291,7 +301,7 @@ def test_grouped_by_length(tmp_path):
     chats = list(opened(tmp_path, talks(203)))
     config = DataConfig(packing="none", group_by_length=True, seed=3)
     T, rows = 40, 4
-    loader = train_loader(chats, BYTE, config, seq_len=T, rows=rows)
+    loader = train_loader(chats, BYTE, config, seq_len=T, batch_size=rows)
     states, batches = [], []
     for _ in range(120):
         states.append(json.dumps(loader.get_state()))
@@ -314,7 +324,7 @@ def test_grouped_by_length(tmp_path):
     assert lengths.sum() > 0.8 * held > 1.3 * lengths.sum() * held / (120 * rows * T)
     # It goes on where it stopped.
     for stop in (0, 1, 50, 51, 103):
-        again = train_loader(chats, BYTE, config, seq_len=T, rows=rows)
+        again = train_loader(chats, BYTE, config, seq_len=T, batch_size=rows)
         again.set_state(json.loads(states[stop]))
         for wanted in batches[stop : stop + 3]:
             got = next(again)
@@ -322,7 +332,7 @@ def test_grouped_by_length(tmp_path):
         again.close()
     # Records longer than a sequence are left out; the others are all there.
     fitting = [n for n in whole[:20] if n <= 16]
-    loader = train_loader(chats[:20], BYTE, config, seq_len=16, rows=2)
+    loader = train_loader(chats[:20], BYTE, config, seq_len=16, batch_size=2)
     found = [next(loader) for _ in range(-(-len(fitting) // 2))]
     loader.close()
     assert sorted(np.concatenate([b["segments"].sum(1) for b in found]))[-len(fitting) :] == (

@@ -40,7 +40,7 @@ def test_splits_are_named(tmp_path):
         save(tmp_path / "set" / split, [split])
     (tmp_path / "set/dataset_dict.json").write_text(json.dumps({"splits": ["train", "test"]}))
     for path in (tmp_path, tmp_path / "set"):
-        with pytest.raises(ValueError, match="holds the splits train, test; name one, as in "):
+        with pytest.raises(ValueError, match="must be a single split of train, test; give "):
             open_documents(path)
     assert list(open_documents(tmp_path / "set" / "train")) == ["train"]
 
@@ -84,7 +84,7 @@ def test_data_sets_of_the_hub(tmp_path, monkeypatch):
         ("owner/name", "dataset", "*train*.parquet"),
         ("owner/name", "dataset", "data/test*"),
     ]
-    with pytest.raises(ValueError, match="hf://owner/name/x: no file of the data set matches x"):
+    with pytest.raises(ValueError, match="hf://owner/name/x: must match a file of the dataset"):
         open_documents("hf://owner/name/x")
     with pytest.raises(ValueError, match="hf://name: must be hf://owner/name"):
         open_documents("hf://name")
@@ -92,5 +92,5 @@ def test_data_sets_of_the_hub(tmp_path, monkeypatch):
 
 def test_no_network_is_one_line(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ValueError, match="hf://owner/none: the hub does not give it: [^\n]*$"):
+    with pytest.raises(ValueError, match="hf://owner/none: cannot download: [^\n]*$"):
         open_documents("hf://owner/none")

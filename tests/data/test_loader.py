@@ -20,7 +20,7 @@ LENGTHS = (5, 1, 18, 9, 2, 0, 8, 31, 3, 10, 17)
 DOCUMENTS = [np.arange(n, dtype=np.int32) + 100 * i for i, n in enumerate(LENGTHS)]
 LABELS = np.sort(np.concatenate([document[1:] for document in DOCUMENTS]))
 TOKENIZER = SimpleNamespace(vocab_size=2000, eos_id=None)
-T, ROWS = 8, 3
+T, BATCH = 8, 3
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def train():
     opened = []
 
     def make(documents=DOCUMENTS, config=None, tokenizer=TOKENIZER, **kwargs):
-        kwargs = {"seq_len": T, "rows": ROWS} | kwargs
+        kwargs = {"seq_len": T, "batch_size": BATCH} | kwargs
         opened.append(train_loader(documents, tokenizer, config or DataConfig(), **kwargs))
         return opened[-1]
 
@@ -80,7 +80,7 @@ def test_resume_is_exact(train, packing, shuffle, monkeypatch):
 def test_batches(train, packing):
     for batch in take(train(config=DataConfig(packing=packing)), 8):
         assert set(batch) == {"tokens", "labels", "segments", "positions"}
-        assert all(v.shape == (ROWS, T) and v.dtype == np.int32 for v in batch.values())
+        assert all(v.shape == (BATCH, T) and v.dtype == np.int32 for v in batch.values())
         real = batch["segments"] > 0
         np.testing.assert_array_equal(batch["labels"][real], batch["tokens"][real] + 1)
         assert (batch["labels"][~real] == -100).all()
@@ -91,7 +91,7 @@ def test_order_depends_on_seed(train):
     config = DataConfig(packing="none")
 
     def order(config):
-        batches = take(train(documents, config, rows=4), 10)
+        batches = take(train(documents, config, batch_size=4), 10)
         return np.concatenate([batch["tokens"][:, 0] for batch in batches]).tolist()
 
     first = order(config)
@@ -104,7 +104,7 @@ def test_order_depends_on_seed(train):
 def test_epochs_are_shuffled_anew(train, monkeypatch, buffer_tokens):
     monkeypatch.setattr("bptjax.data.packing.BUFFER_TOKENS", buffer_tokens)
     documents = [np.full(T + 1, i, np.int32) for i in range(20)]
-    batches = take(train(documents, DataConfig(packing="none"), rows=20), 3)
+    batches = take(train(documents, DataConfig(packing="none"), batch_size=20), 3)
     orders = [tuple(batch["tokens"][:, 0].tolist()) for batch in batches]
     assert all(sorted(order) == list(range(20)) for order in orders)
     assert len({*orders, tuple(range(20))}) == 4
@@ -112,60 +112,64 @@ def test_epochs_are_shuffled_anew(train, monkeypatch, buffer_tokens):
 
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_shards_share_the_documents(train, packing):
-    """Whoever reads a shard makes the same rows of it, in their place; states go together."""
+    """Each reader of a shard gets the same sequences at the same indices; the states merge."""
     config = DataConfig(packing=packing, num_shards=2)
-    sizes = dict(config=config, rows=4)
-    whole, one, other = (train(**sizes, here=here) for here in (None, [0], [2, 3]))
-    for batch, upper, lower in zip(*(take(x, 12) for x in (whole, one, other)), strict=True):
+    sizes = dict(config=config, batch_size=4)
+    full, one, other = (train(**sizes, local=local) for local in (None, [0], [2, 3]))
+    for batch, upper, lower in zip(*(take(x, 12) for x in (full, one, other)), strict=True):
         for name, x in batch.items():
             np.testing.assert_array_equal(x[:2], upper[name][:2])
             np.testing.assert_array_equal(x[2:], lower[name][2:])
             assert not upper[name][2:].any() and not lower[name][:2].any()
     seen = [set(labels_of(take(x, 12)).tolist()) for x in (one, other)]
     assert not seen[0] & seen[1] and sorted(seen[0] | seen[1]) == LABELS.tolist()
-    states = whole.whole_state([one.get_state(), other.get_state()])
+    states = full.merge_states([one.get_state(), other.get_state()])
     again = train(**sizes)
     again.set_state(json.loads(json.dumps(states)))
-    take(whole, 12)
-    assert equal(take(again, 5), take(whole, 5))
+    take(full, 12)
+    assert equal(take(again, 5), take(full, 5))
 
 
-def test_shards_are_shuffled_each_by_itself(train):
-    """Or a batch would be of documents that stand beside one another."""
+def test_each_shard_is_shuffled_by_itself(train):
+    """Otherwise a batch would consist of neighboring documents."""
     documents = [np.full(T + 1, i, np.int32) for i in range(40)]
-    batches = take(train(documents, DataConfig(num_shards=2), rows=2), 10)
+    batches = take(train(documents, DataConfig(num_shards=2), batch_size=2), 10)
     assert any(abs(np.diff(batch["tokens"][:, 0])) > 1 for batch in batches)
 
 
-def test_shards_that_cannot_be(train):
-    with pytest.raises(ValueError, match="data.num_shards=2 does not divide the 3 rows"):
+def test_impossible_shards_are_refused(train):
+    with pytest.raises(ValueError, match="data.num_shards=2: must divide the 3 sequences"):
         train(config=DataConfig(num_shards=2))
-    with pytest.raises(ValueError, match="in shard 1 of 2 contain no token that counts"):
-        train(DOCUMENTS[:2], DataConfig(num_shards=2), rows=2, seq_len=4)
-    with pytest.raises(ValueError, match="data.group_by_length needs data.num_shards=1, not 2"):
+    with pytest.raises(ValueError, match="in shard 1 of 2: must have a token that counts"):
+        train(DOCUMENTS[:2], DataConfig(num_shards=2), batch_size=2, seq_len=4)
+    with pytest.raises(
+        ValueError, match="data.num_shards=2: must be 1 with data.group_by_length=true"
+    ):
         DataConfig(packing="none", group_by_length=True, num_shards=2)
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_evaluation_is_one_fixed_pass(packing):
     config = DataConfig(packing=packing)
-    loader = eval_loader(DOCUMENTS, TOKENIZER, config, seq_len=T, rows=ROWS)
+    loader = eval_loader(DOCUMENTS, TOKENIZER, config, seq_len=T, batch_size=BATCH)
     batches = list(loader)
     np.testing.assert_array_equal(np.sort(labels_of(batches)), LABELS)
-    assert all(v.shape == (ROWS, T) and v.dtype == np.int32 for b in batches for v in b.values())
+    assert all(v.shape == (BATCH, T) and v.dtype == np.int32 for b in batches for v in b.values())
     filling = batches[-1]["segments"].max(1) == 0
     assert (batches[-1]["labels"][filling] == -100).all()
     assert equal(batches, list(loader)), "a second pass is the same"
-    few = eval_loader(DOCUMENTS, TOKENIZER, config, seq_len=T, rows=ROWS, max_batches=2)
+    few = eval_loader(DOCUMENTS, TOKENIZER, config, seq_len=T, batch_size=BATCH, max_batches=2)
     assert equal(list(few), batches[:2])
 
 
 def test_evaluation_of_nothing_is_empty():
-    assert not list(eval_loader([], TOKENIZER, DataConfig(), seq_len=T, rows=ROWS))
+    assert not list(eval_loader([], TOKENIZER, DataConfig(), seq_len=T, batch_size=BATCH))
 
 
 def test_evaluation_fills_the_last_batch():
-    loader = eval_loader(DOCUMENTS[:1], TOKENIZER, DataConfig(packing="none"), seq_len=T, rows=ROWS)
+    loader = eval_loader(
+        DOCUMENTS[:1], TOKENIZER, DataConfig(packing="none"), seq_len=T, batch_size=BATCH
+    )
     (batch,) = loader
     assert batch["segments"].sum(1).tolist() == [LENGTHS[0] - 1, 0, 0]
     assert (batch["labels"][1:] == -100).all() and not batch["tokens"][1:].any()
@@ -178,10 +182,10 @@ def test_one_long_text_gives_mixed_windows(train, tmp_path):
     documents, held_out = open_split(config)
     assert ([len(d) for d in documents], [len(d) for d in held_out]) == ([2700], [300])
     tokenizer = make_tokenizer("char", documents)
-    loader = train(documents, config, tokenizer, rows=64)
+    loader = train(documents, config, tokenizer, batch_size=64)
     starts = next(loader)["tokens"][:, 0]
     assert np.mean((starts[1:] - starts[:-1]) % 26 == T) < 0.2, "rows do not follow one another"
-    (batch, *_) = eval_loader(held_out, tokenizer, config, seq_len=T, rows=64)
+    (batch, *_) = eval_loader(held_out, tokenizer, config, seq_len=T, batch_size=64)
     np.testing.assert_array_equal(batch["tokens"][0], (np.arange(T) + 2700) % 26)
 
 
@@ -192,20 +196,21 @@ def test_split_by_path_or_fraction(tmp_path):
     assert [list(part) for part in open_split(config)] == [["1", "2", "3"], ["0"]]
     config = dataclasses.replace(config, eval_path=None, eval_fraction=0.3)
     assert [list(part) for part in open_split(config)] == [["1", "3"], ["2"]]
-    with pytest.raises(ValueError, match="data.path is not set"):
+    with pytest.raises(ValueError, match="data.path: must be set"):
         open_split(DataConfig())
 
 
 @pytest.mark.parametrize(
-    ("documents", "message"), [(["ab", "c"], "fewer than seq_len=8"), ([], "contain no token")]
+    ("documents", "message"),
+    [(["ab", "c"], "must be at least train.seq_len=8"), ([], "must have a token")],
 )
 def test_too_few_tokens(documents, message):
     with pytest.raises(ValueError, match=message):
-        train_loader(documents, ByteTokenizer(), DataConfig(), seq_len=8, rows=1)
+        train_loader(documents, ByteTokenizer(), DataConfig(), seq_len=8, batch_size=1)
 
 
 def test_exactly_one_sequence_is_enough(train):
-    (batch,) = take(train(["abcdefg"], tokenizer=ByteTokenizer(), rows=1), 1)
+    (batch,) = take(train(["abcdefg"], tokenizer=ByteTokenizer(), batch_size=1), 1)
     assert (batch["segments"] == 1).all() and batch["labels"][0, -1] == 256
 
 
@@ -222,7 +227,7 @@ def test_nothing_is_said_at_exit(end):
 from bptjax.data.config import DataConfig
 from bptjax.data.loader import train_loader
 from bptjax.data.tokenizer import ByteTokenizer
-loader = train_loader(["abc" * 20], ByteTokenizer(), DataConfig(), seq_len=8, rows=2)
+loader = train_loader(["abc" * 20], ByteTokenizer(), DataConfig(), seq_len=8, batch_size=2)
 next(loader)
 {end}
 """

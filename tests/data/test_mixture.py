@@ -88,7 +88,7 @@ def test_mixtures_resume_exactly(folder, packing, shards):
     """Several epochs of the small source beside one of the large; any point, through JSON."""
     own = config(folder, packing=packing, num_shards=shards)
     train, _ = open_split(own)
-    loaders = [train_loader(train, TOKENIZER, own, seq_len=T, rows=4) for _ in range(2)]
+    loaders = [train_loader(train, TOKENIZER, own, seq_len=T, batch_size=4) for _ in range(2)]
     states, batches = [], []
     for _ in range(60):
         states.append(json.dumps(loaders[0].get_state()))
@@ -127,7 +127,7 @@ def test_sources_have_keys_of_their_own(tmp_path):
         ["x2", "y2"],
     )
     assert train.names == [str(tmp_path / "a.jsonl"), str(tmp_path / "b.txt")]
-    evaluated = list(eval_loader([np.arange(9)], TOKENIZER, own, seq_len=8, rows=1))
+    evaluated = list(eval_loader([np.arange(9)], TOKENIZER, own, seq_len=8, batch_size=1))
     assert len(evaluated) == 1
 
 
@@ -183,4 +183,4 @@ def test_sources_that_cannot_be(folder):
         open_split(DataConfig(sources=[config(folder).sources[0], SourceConfig("/none.txt")]))
     own = config(folder)
     with pytest.raises(ValueError, match=r"small.jsonl .*fewer than seq_len=99"):
-        train_loader(open_split(own)[0], TOKENIZER, own, seq_len=99, rows=1)
+        train_loader(open_split(own)[0], TOKENIZER, own, seq_len=99, batch_size=1)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from bptjax.data.encode import encode
-from bptjax.data.packing import PACKINGS, cut, pack
+from bptjax.data.packing import PACKINGS, pack, split_example
 from bptjax.data.tokenizer import ByteTokenizer, CharTokenizer
 
 # Documents of token ids that occur once, so that each label tells its document and place.
@@ -99,10 +99,12 @@ def test_none_cuts_elsewhere_in_each_epoch():
 
 def test_cut_sizes():
     (whole,) = encode(np.arange(21), TOKENIZER)
-    assert [len(piece["tokens"]) for piece in cut(whole, T)] == [8, 8, 4]
-    firsts = {len(cut(whole, T, np.random.default_rng(i))[0]["tokens"]) for i in range(100)}
+    assert [len(piece["tokens"]) for piece in split_example(whole, T)] == [8, 8, 4]
+    firsts = {
+        len(split_example(whole, T, np.random.default_rng(i))[0]["tokens"]) for i in range(100)
+    }
     assert firsts == set(range(1, T + 1))
-    assert len(cut(whole, 20, np.random.default_rng(0))) == 1, "what fits stays whole"
+    assert len(split_example(whole, 20, np.random.default_rng(0))) == 1, "what fits stays whole"
 
 
 def test_example_adds_separators_and_shifts():
@@ -116,5 +118,5 @@ def test_example_adds_separators_and_shifts():
 def test_bad_input():
     with pytest.raises(ValueError, match="data.packing='tight'"):
         rows_of(packing="tight")
-    with pytest.raises(ValueError, match="from 3 to 257 do not fit vocab_size=257"):
+    with pytest.raises(ValueError, match=r"from 3 to 257: must be in \[0, 257\)"):
         encode(np.array([3, 257], np.int32), ByteTokenizer())

@@ -127,14 +127,14 @@ def test_answers_keep_their_questions(tmp_path, packing):
     path = write(tmp_path / "a.jsonl", sizes)
     config = DataConfig(str(path), packing=packing, eval_path=str(path))
     documents, held_out = open_split(config)
-    loader = train_loader(documents, ByteTokenizer(), config, seq_len=T, rows=2)
+    loader = train_loader(documents, ByteTokenizer(), config, seq_len=T, batch_size=2)
     rows = [
         {name: value[i] for name, value in batch.items()}
         for batch in [next(loader) for _ in range(20)]
         for i in range(2)
     ]
     loader.close()
-    evaluated = eval_loader(held_out, ByteTokenizer(), config, seq_len=T, rows=1)
+    evaluated = eval_loader(held_out, ByteTokenizer(), config, seq_len=T, batch_size=1)
     held = [{name: value[0] for name, value in batch.items()} for batch in evaluated]
     for row in (*rows, *held):
         assert (row["labels"] != -100).any(), "a sequence that trains nothing"
@@ -155,14 +155,20 @@ def test_records_that_are_too_long():
 
     found = read("drop")
     assert [len(r.examples) for r in found] == [1, 1, 1, 0]
-    assert [(r.too_long, r.cut) for r in found] == [((), 0), ((50,), 50), ((), 0), ((50,), 50)]
+    assert [(r.too_long, r.removed_tokens) for r in found] == [
+        ((), 0),
+        ((50,), 50),
+        ((), 0),
+        ((50,), 50),
+    ]
     found = read("truncate_left")
     assert [len(r.examples) for r in found] == [1, 2, 1, 0]
-    cut = found[1].examples[0]
-    np.testing.assert_array_equal(cut["tokens"], 200 + np.arange(18, 50))
-    assert (cut["labels"] != -100).sum() == 10 and found[1].cut == 18
-    assert found[3].unlabeled == 1, "nothing of it is in the loss"
-    with pytest.raises(ValueError, match=r"document 2: 50 tokens exceed train.seq_len=32; .*drop"):
+    truncated = found[1].examples[0]
+    np.testing.assert_array_equal(truncated["tokens"], 200 + np.arange(18, 50))
+    assert (truncated["labels"] != -100).sum() == 10 and found[1].removed_tokens == 18
+    assert found[3].unlabeled == 1, "none of its tokens is in the loss"
+    message = r"document 2: 50 tokens: must be at most train.seq_len=32; .*drop"
+    with pytest.raises(ValueError, match=message):
         read("error")
 
 
@@ -170,7 +176,7 @@ def test_only_records_that_are_too_long_are_refused(tmp_path):
     path = write(tmp_path / "a.jsonl", [(50, 50)] * 9)
     config = DataConfig(str(path), eval_fraction=0)
     with pytest.raises(ValueError, match="all 9 records .* longer than train.seq_len=32; .*too_lo"):
-        train_loader(open_split(config)[0], ByteTokenizer(), config, seq_len=T, rows=1)
+        train_loader(open_split(config)[0], ByteTokenizer(), config, seq_len=T, batch_size=1)
 
 
 def test_pack_takes_several_examples_of_a_record():

@@ -111,7 +111,9 @@ def documents_of(batches):
 def test_streams_resume_exactly(folder, packing, shards):
     config = DataConfig(str(folder), packing=packing, num_shards=shards)
     train, _ = open_split(config)
-    loaders = [train_loader(train, ByteTokenizer(), config, seq_len=T, rows=4) for _ in range(2)]
+    loaders = [
+        train_loader(train, ByteTokenizer(), config, seq_len=T, batch_size=4) for _ in range(2)
+    ]
     states, batches = [], []
     for _ in range(90):
         states.append(json.dumps(loaders[0].get_state()))
@@ -131,14 +133,14 @@ def test_an_epoch_has_every_record_once_shuffled_anew(tmp_path):
     config = DataConfig(str(tmp_path), packing="none", sample_by="line", eval_fraction=0)
     for shards in (1, 2):
         own = DataConfig(**vars(config) | {"num_shards": shards})
-        loader = train_loader(open_split(own)[0], ByteTokenizer(), own, seq_len=8, rows=4)
+        loader = train_loader(open_split(own)[0], ByteTokenizer(), own, seq_len=8, batch_size=4)
         epochs = [documents_of(next(loader) for _ in range(50)) for _ in range(2)]
         loader.close()
         # A window of one epoch may reach into the next.
         assert len(set(epochs[0]) & set(names)) > 150 and epochs[0] != epochs[1]
         assert sorted(epochs[0])[:9] != epochs[0][:9]
     plain = DataConfig(**vars(config) | {"shuffle": False})
-    loader = train_loader(open_split(plain)[0], ByteTokenizer(), plain, seq_len=8, rows=4)
+    loader = train_loader(open_split(plain)[0], ByteTokenizer(), plain, seq_len=8, batch_size=4)
     assert documents_of(next(loader) for _ in range(100)) == names * 2
     loader.close()
 
@@ -156,7 +158,7 @@ def test_streams_mix_and_are_checked(folder, tmp_path):
         and check.complete
         and [account.records for account in check.accounts] == [54, 11]
     )
-    loader = train_loader(train, ByteTokenizer(), config, seq_len=T, rows=2)
+    loader = train_loader(train, ByteTokenizer(), config, seq_len=T, batch_size=2)
     for _ in range(60):
         next(loader)
     assert loader.token_shares() == pytest.approx([0.5, 0.5], abs=0.02)

@@ -20,7 +20,7 @@ from chats import (
     raw_tokenizer,
 )
 
-from bptjax.data.encode import encode, question
+from bptjax.data.encode import encode, prompt_and_answer
 from bptjax.data.survey import survey
 from bptjax.data.templates import chat_prompt, conversations, form_template
 from bptjax.data.text import open_documents
@@ -141,7 +141,7 @@ def test_chat_feeds_the_training_prompt(tmp_path, tokenizers, kind, form):
     from bptjax.data.tokenizer import load_tokenizer
 
     again = load_tokenizer(tmp_path / "run")
-    prompt, _ = question(chats[0], ours, None)
+    prompt, _ = prompt_and_answer(chats[0], ours, None)
     asked = chats[0].messages[0]["content"]
     got = chat_prompt(asked, again).tolist()
     assert got == prompt.tolist()
@@ -168,7 +168,7 @@ def test_templates_that_rewrite_earlier_turns(tmp_path, tokenizers):
     for example, count in zip(examples, (2, 4, 6), strict=True):
         wanted = raw.apply_chat_template(CALLS[:count], tools=TOOLS)["input_ids"]
         assert example["tokens"].tolist() == wanted[:-1]
-    prompt, answer = question(chat, ours, None)
+    prompt, answer = prompt_and_answer(chat, ours, None)
     asked = raw.apply_chat_template(CALLS[:1], tools=TOOLS, add_generation_prompt=True)
     assert prompt.tolist() == asked["input_ids"]
     assert "I add." in ours.decode(answer)
@@ -322,7 +322,7 @@ def test_lengths_keep_what_the_template_writes(tmp_path, tokenizers, kind):
         {"role": "assistant", "content": "eleven"},
     ]
     (chat,) = read(tmp_path, {"messages": messages})
-    prompt, answer = question(chat, ours, None)
+    prompt, answer = prompt_and_answer(chat, ours, None)
     frame, end = (
         raw(text, add_special_tokens=False)["input_ids"]
         for text in ("<|im_end|>\n<|im_start|>assistant\n", "<|im_end|>\n")
@@ -335,7 +335,7 @@ def test_lengths_keep_what_the_template_writes(tmp_path, tokenizers, kind):
         source = got["tokens"][:first].tolist()
         assert source[-len(frame) :] == frame and source[0] == prompt[0]
         assert first <= max(limit, least) and (first > limit - 4 or limit > len(prompt))
-        assert source == question(chat, ours, limit)[0].tolist()
+        assert source == prompt_and_answer(chat, ours, limit)[0].tolist()
     (whole,) = encode(chat, ours)
     target = len(whole["tokens"]) + 1 - len(prompt)
     ids = []
@@ -387,5 +387,5 @@ def test_labels_of_token_ids(tmp_path):
             with pytest.raises(ValueError, match=f"{name}.*{message}"):
                 read(tmp_path, {"input_ids": [1, 2, 3], "labels": labels}, name=name, format="text")
         (far,) = read(tmp_path, {"input_ids": [1], "labels": [300]}, name=name, format="text")
-        with pytest.raises(ValueError, match="labels from 300 to 300 do not fit vocab_size=257"):
+        with pytest.raises(ValueError, match=r"labels from 300 to 300: must be in \[0, 257\)"):
             encode(far, tokenizer)

@@ -302,7 +302,9 @@ def test_what_one_process_refuses_is_refused_in_all(arguments, tmp_path, start):
     command = ["-m", "bptjax.train", *arguments, *data, "--run_dir", str(run_dir)]
     codes, _, errors = ends(start(*command))
     assert codes == [2, 2] and not run_dir.exists()
-    message = "the 2 documents in shard 1 of 2 have 4 tokens to train on, fewer than seq_len=32; "
+    message = (
+        "the 2 documents in shard 1 of 2: 4 tokens to train on: must be at least train.seq_len=32; "
+    )
     assert errors[0][0].startswith(f"error: process 1: {message}")
     assert errors[1][0].startswith(f"error: {message}")
     assert [len(said) for said in errors] == [1, 1]
