@@ -25,7 +25,7 @@ from rich.console import Console
 
 from bptjax.command_line import run_command
 from bptjax.compare_report import best_chunks, conclusions, plot, table
-from bptjax.config import parse
+from bptjax.config_parser import parse
 from bptjax.models.config import ModelConfig
 from bptjax.models.layers import Layer
 from bptjax.ops.attention import KERNELS, attention

@@ -1,17 +1,12 @@
-"""The root config, its defaults and its command line."""
+"""The root config and its defaults."""
 
 import dataclasses
 import math
 import os
-import re
-from argparse import SUPPRESS
-from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
-from typing import Any, Literal, NoReturn, get_args, get_origin
+from typing import Any, Literal
 
 from bptjax.checkpoint import CheckpointConfig
-from bptjax.command_line import EXIT_CODES, Debug, Help, nearest, normalize, one_line
 from bptjax.data.config import DataConfig
 from bptjax.lora import AdapterConfig
 from bptjax.models.config import ModelConfig
@@ -20,7 +15,7 @@ from bptjax.parallel.mesh import ParallelConfig
 from bptjax.remat import ExecutionConfig
 from bptjax.trackers import Name
 
-# A run directory's copy.
+# The copy of the config in a run directory.
 FILE = "config.yaml"
 
 
@@ -40,10 +35,10 @@ class TrainConfig:
       compute_dtype: dtype of the computation. float16 turns on dynamic loss scaling. If not set,
         float32; bfloat16 if a checkpoint is fine-tuned on a GPU.
       param_dtype: dtype of the parameters.
-      z_loss: weight of the squared log-normalizer in the gradients. train/loss leaves it out, and
-        train/z_loss is its share alone.
+      z_loss: weight of the squared log-normalizer in the loss. train/loss does not include it;
+        train/z_loss is the weighted term alone.
       eval_steps: steps between evaluations. null evaluates only before and after training.
-      eval_batches: largest number of batches per evaluation. null takes all held-out data.
+      eval_batches: largest number of batches per evaluation. null evaluates all held-out data.
       early_stopping_patience: ends the run after this many evaluations in a row without a lower
         eval/loss than before. 0 is off.
       num_eval_generations: number of held-out chats that the model answers at each evaluation,
@@ -79,7 +74,7 @@ class TrainConfig:
         ):
             value = getattr(self, name)
             if value is not None and value < least:
-                raise ValueError(f"train.{name}={value} is less than {least}")
+                raise ValueError(f"train.{name}={value}: must be at least {least}")
         if self.epochs is not None and not 0.0 < self.epochs < math.inf:
             raise ValueError(f"train.epochs={self.epochs}: must be positive")
         if self.epochs is not None and self.max_steps is not None:
@@ -88,7 +83,7 @@ class TrainConfig:
                 f"train.max_steps={self.max_steps}; set one of them"
             )
         if not 0.0 <= self.z_loss < math.inf:
-            raise ValueError(f"train.z_loss={self.z_loss}: must not be negative; 0 is none")
+            raise ValueError(f"train.z_loss={self.z_loss}: must not be negative; 0 turns it off")
 
 
 @dataclass(frozen=True)
@@ -98,8 +93,8 @@ class LoggingConfig:
     Attributes:
       steps: optimizer steps between records in metrics.jsonl.
       report_to: trackers that get the numbers of metrics.jsonl too, a list of tensorboard and
-        wandb. They need pip install -e ".[tensorboard]" or ".[wandb]". One that fails is
-        left out with a warning.
+        wandb. They need pip install -e ".[tensorboard]" or ".[wandb]". A tracker that fails is
+        turned off with a warning.
     """
 
     steps: int = 1
@@ -107,7 +102,7 @@ class LoggingConfig:
 
     def __post_init__(self):
         if self.steps < 1:
-            raise ValueError(f"logging.steps={self.steps} is less than 1")
+            raise ValueError(f"logging.steps={self.steps}: must be at least 1")
 
 
 @dataclass(frozen=True)
@@ -150,24 +145,24 @@ class Config:
         save, fused = set(self.execution.save), self.execution.schedule == "fused"
         if fused and (hidden := save - {"key", "value"}):
             raise ValueError(
-                f"execution.save={', '.join(sorted(hidden))} needs execution.schedule=split"
+                f"execution.save={', '.join(sorted(hidden))}: must go with execution.schedule=split"
             )
         hidden = save & {"attended", "gate", "up"}
         if hidden and self.execution.ffn_chunk < self.train.seq_len:
             raise ValueError(
-                f"execution.save={', '.join(sorted(hidden))} needs "
+                f"execution.save={', '.join(sorted(hidden))}: must go with an "
                 f"execution.ffn_chunk of at least train.seq_len={self.train.seq_len}"
             )
         for key in self.needs_evaluations:
             if not self.train.eval_steps:
                 raise ValueError(
-                    f"{key} needs evaluations while the run trains; set train.eval_steps"
+                    f"{key}: must go with evaluations during the run; set train.eval_steps"
                 )
         self._fill(defaults(self))
 
     @property
     def needs_evaluations(self) -> list[str]:
-        """Formats the keys that have no use without held-out data."""
+        """Formats the keys that need held-out data."""
         patience, best = self.train.early_stopping_patience, self.checkpoint.keep_best
         keys = [f"train.early_stopping_patience={patience}"] * bool(patience)
         return keys + ["checkpoint.keep_best=true"] * best
@@ -179,7 +174,7 @@ class Config:
         return config
 
     def _fill(self, values: dict[str, Any]) -> None:
-        """Gives each key that is None its value of `{"group.key": value}`."""
+        """Sets each key that is None to its value in `{"group.key": value}`."""
         for name, value in values.items():
             group, key = name.split(".")
             if getattr(getattr(self, group), key) is None:
@@ -188,10 +183,10 @@ class Config:
 
 
 def defaults(config: Config, platform: str | None = None) -> dict[str, Any]:
-    """Returns the defaults that depend on the work, `{"group.key": value}`: those of fine-tuning if
-    the model comes from a checkpoint, else those of pre-training.
+    """Returns the defaults that depend on other keys, `{"group.key": value}`: defaults for
+    fine-tuning if the model comes from a checkpoint, else for pre-training.
 
-    train.compute_dtype is left out as long as it depends on a platform that is not known.
+    Without a platform, train.compute_dtype is left out if it depends on the platform.
     """
     optimizer = config.optimizer
     fine_tuning, adapter = config.model.name_or_path is not None, config.adapter.type != "none"
@@ -216,183 +211,18 @@ def defaults(config: Config, platform: str | None = None) -> dict[str, Any]:
     return found
 
 
-def parse(
-    argv: list[str],
-    description: str = "",
-    kind: type = Config,
-    command: str = "train",
-    *,
-    defaults: Sequence[str] = (),
-) -> Any:
-    """Returns the `kind` of dataclass that `--config FILE` and `--group.key=value` make together.
-
-    Flags win over the file, wherever `--config` stands, and over `defaults`, which are flags too.
-
-    Raises:
-      ValueError: unknown key, repeated key, wrong type, missing file or a value out of range, in
-        one line.
-    """
-    from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace
-
-    hints = _hints(kind)
-
-    class Parser(ArgumentParser):
-        def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-            raise ValueError(_one_line(one_line(message), hints))
-
-    class Formatter(Help, DefaultHelpFormatter):
-        pass
-
-    parser = Parser(
-        prog=f"bptjax {command}",
-        usage="%(prog)s [--config FILE] [--KEY VALUE ...] [--debug]",
-        description=description,
-        epilog=EXIT_CODES,
-        formatter_class=Formatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "--config", action="config", metavar="FILE", help="YAML file of the keys below"
-    )
-    parser._add_action(Debug())
-    parser.add_class_arguments(kind, None)
-    flags = parser._option_string_actions
-    flags["--print_config"].help = "print all keys as YAML, and exit"
-    for name, action in flags.items():
-        if name.endswith(".help"):
-            action.help = f"show the keys of {name.removesuffix('.help')}, and exit"
-    for f in fields(kind):
-        if dataclasses.is_dataclass(f.type):
-            flags[f"--{f.name}"].help = SUPPRESS  # --group FILE, beside --config.
-    for key, hint in hints.items():
-        flags[f"--{key}"].metavar = _metavar(hint)
-    parsed = parser.parse_args(_config_first([*defaults, *normalize(argv, parser)]))
-    for f in fields(kind):
-        # jsonargparse lets a number stand where a group belongs, and trips over it later.
-        if dataclasses.is_dataclass(f.type) and not isinstance(parsed[f.name], Namespace):
-            raise ValueError(f"{f.name}={parsed[f.name]}: must be a group of keys")
-    values = parser.instantiate(parsed)
-    return kind(**{f.name: values[f.name] for f in fields(kind)})
-
-
-def _config_first(argv: list[str]) -> list[str]:
-    """Returns `argv` with `--config` in front: jsonargparse lets the last of file and flag win.
-
-    Raises:
-      ValueError: the file has a key twice, of which YAML would take the last.
-    """
-    files, rest, tokens = [], [], iter(argv)
-    for token in tokens:
-        if token == "--config":
-            files = [value for value in (next(tokens, None),) if value is not None]
-            rest += [] if files else [token]
-        elif token.startswith("--config="):
-            files = [token.removeprefix("--config=")]
-        else:
-            rest.append(token)
-    for file in files:
-        _check_repeated(Path(os.path.expanduser(file)))
-    return [f"--config={file}" for file in files] + rest
-
-
-def _check_repeated(file: Path) -> None:
-    import yaml
-
-    def check(node: Any, prefix: str) -> None:
-        seen = set()
-        for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
-            name = prefix + str(key.value)
-            if name in seen:
-                raise ValueError(
-                    f"{file}, line {key.start_mark.line + 1}: {name} is given twice; give it once"
-                )
-            seen.add(name)
-            check(value, f"{name}.")
-
-    try:
-        check(yaml.compose(file.read_text()), "")
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
-        return  # jsonargparse says what is wrong with it.
-
-
-def _hints(kind: type, prefix: str = "") -> dict[str, Any]:
-    """Returns the type of each key, `{"group.key": type}`."""
-    found = {}
-    for f in fields(kind):
-        if isinstance(f.type, type) and dataclasses.is_dataclass(f.type):
-            found |= _hints(f.type, f"{prefix}{f.name}.")
-        else:
-            found[prefix + f.name] = f.type
-    return found
-
-
-def _metavar(hint: Any) -> str:
-    """Returns a type as help text shows it."""
-    arguments = [a for a in get_args(hint) if a not in (type(None), ...)]
-    origin = get_origin(hint)
-    if hint is bool or origin is Literal:
-        return "{" + ",".join(map(str, arguments or ("true", "false"))) + "}"
-    if origin in (list, tuple):
-        return f"[{_metavar(arguments[0])}, ...]"
-    if origin is dict or dataclasses.is_dataclass(hint):
-        return "{KEY: VALUE, ...}"
-    if arguments:  # A union.
-        return "|".join(map(_metavar, arguments))
-    return {int: "INT", float: "NUMBER"}.get(hint, "TEXT")
-
-
-def _expected(hint: Any) -> str:
-    """Returns a type as errors name it."""
-    arguments = [a for a in get_args(hint) if a is not ...]
-    origin = get_origin(hint)
-    if origin is Literal:
-        return f"one of {', '.join(map(str, arguments))}"
-    if origin in (list, tuple):
-        return f"a list, each item {_expected(arguments[0])}"
-    if origin is dict or dataclasses.is_dataclass(hint):
-        return "keys and values, {key: value}"
-    if arguments:
-        return " or ".join(map(_expected, arguments))
-    names = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
-    return names.get(hint, "null")
-
-
 def check_seed(name: str, seed: int) -> None:
-    """
+    """Checks a seed.
+
     Raises:
-      ValueError: it has more than 32 bits.
+      ValueError: the seed is negative or has more than 32 bits.
     """
     if not 0 <= seed < 2**32:
-        raise ValueError(f"{name}={seed} is not in [0, 2^32)")
-
-
-def _one_line(message: str, hints: dict[str, Any]) -> str:
-    """Returns jsonargparse's complaint in the form `key=value: must be …`."""
-    text = " ".join(message.split())
-    for pattern in (
-        r"Group '(?P<group>[\w.]+)' does not accept option '(?P<key>[\w.]+)'",
-        r"Option '(?P<key>[\w.]+)' is not accepted",
-        r"^unknown key (?P<key>[\w.]+)",  # Of an item, named by the keys of the config.
-    ):
-        if found := re.search(pattern, text):
-            parts = found.groupdict()
-            key = ".".join(part for part in (parts.get("group"), parts["key"]) if part)
-            groups = ", ".join(dict.fromkeys(name.split(".")[0] for name in hints))
-            return f"unknown key {key}{nearest(key, hints) or f'; known: {groups}'}"
-    found = re.match(r"Parser key \"([\w.]+)\": (.*)", text)
-    if not found or found[1] not in hints:
-        return text
-    key, error = found.groups()
-    items = [kind for kind in get_args(hints[key]) if dataclasses.is_dataclass(kind)]
-    if items and re.match(r"Parser key|unknown key|\w+ must be given", error):
-        return f"{key}: {_one_line(error, _hints(items[0]))}"
-    error = re.sub(r".* class_path '(.*?)': .*", r"Got value: \1", error)
-    value = re.search(r".*(?:Got|Given) value: (.*?)(?: Subclass types .*)?$", error)
-    return f"{key}={value[1]}: must be {_expected(hints[key])}" if value else text
+        raise ValueError(f"{name}={seed}: must be in [0, 2^32)")
 
 
 def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
-    """`{"group.key": value}` of nested dataclasses."""
+    """Flattens nested dataclasses to `{"group.key": value}`."""
     flat = {}
     for f in fields(config):
         value = getattr(config, f.name)
@@ -408,7 +238,7 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def to_yaml(config: Config) -> str:
-    """The resolved config, every key."""
+    """Formats every key of the config as YAML."""
     import yaml
 
     return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)

@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.text import Text
 
 from bptjax.command_line import run_command
-from bptjax.config import Config, parse
+from bptjax.config import Config
+from bptjax.config_parser import parse
 from bptjax.data.account import Account
 from bptjax.data.chat import Chat
 from bptjax.data.encode import IGNORED, encode

@@ -1,4 +1,4 @@
-"""Learning-rate schedules: from a step to its learning rate."""
+"""Learning-rate schedules: functions from a step to its learning rate."""
 
 import math
 
@@ -14,7 +14,7 @@ def phases(config: OptimizerConfig, steps: int) -> tuple[int, int]:
     """Returns the number of steps of the warm-up and of the decay in a run of `steps` steps.
 
     Raises:
-      ValueError: the run is shorter.
+      ValueError: the run is shorter than the warm-up, or than warm-up and decay.
     """
     warmup, name = config.warmup_steps or 0, "warmup_steps"
     if config.warmup_ratio is not None:
@@ -37,15 +37,15 @@ def phases(config: OptimizerConfig, steps: int) -> tuple[int, int]:
 
 
 def _share(ratio: float, steps: int) -> int:
-    """Returns a share of the steps, rounded up; 0.07 × 100 is 7 despite its last bit."""
+    """Returns a share of the steps, rounded up. Rounding errors do not count: 0.07 × 100 is 7."""
     return math.ceil(round(ratio * steps, 6))
 
 
 def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Returns the function from a step, 0-based, to its learning rate, in a run of `steps` steps.
+    """Returns the function from a 0-based step to its learning rate, in a run of `steps` steps.
 
     Raises:
-      ValueError: the warm-up, or the warm-up and the decay, are longer than the run.
+      ValueError: the run is shorter than the warm-up, or than warm-up and decay.
     """
     peak, (warmup, decay) = config.known("learning_rate"), phases(config, steps)
     floor = peak * config.min_lr_ratio
@@ -58,23 +58,25 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
         after = optax.join_schedules([optax.constant_schedule(peak), after], [stable])
     if not warmup:
         return after
-    # The first step already moves: the rise ends at `peak` after `warmup` steps.
+    # The rate of the first step is not 0: it rises to `peak` in `warmup` steps.
     rise = optax.linear_schedule(peak / warmup, peak, warmup - 1)
     return optax.join_schedules([rise, after], [warmup])
 
 
-def describe_schedule(config: OptimizerConfig, steps: int) -> str:
-    """Formats the schedule of a run, and its learning rate if the run is extended, for people.
+def describe_schedule(config: OptimizerConfig, steps: int) -> list[str]:
+    """Formats the schedule of a run, and the effect of a later extension of the run, as lines.
 
     Raises:
       ValueError: as `learning_rate`.
     """
     peak, (warmup, decay) = config.known("learning_rate"), phases(config, steps)
-    text = f"schedule: {config.lr_scheduler_type} over {steps:,} steps, learning rate {peak:g}"
-    text += f", warm-up {warmup:,} steps" if warmup else ""
-    if not decay:
-        return f"{text}; extending the run later does not change the learning rate"
-    text += f", decay to {peak * config.min_lr_ratio:g} in the last {decay:,}"
-    if config.lr_scheduler_type == "wsd":
-        return f"{text}; extending the run before the decay does not change the learning rate"
-    return f"{text}; extending the run later makes the learning rate jump"
+    head = f"schedule: {config.lr_scheduler_type} over {steps:,} steps, learning rate {peak:g}"
+    parts = [f"warm-up {warmup:,} steps"] * bool(warmup)
+    if decay:
+        parts.append(f"decay to {peak * config.min_lr_ratio:g} in the last {decay:,}")
+    extension = "extending the run later does not change the learning rate"
+    if decay and config.lr_scheduler_type == "wsd":
+        extension = "extending the run before the decay does not change the learning rate"
+    elif decay:
+        extension = "extending the run later makes the learning rate jump"
+    return [head, *(f"  {line}" for line in (", ".join(parts), extension) if line)]

@@ -62,7 +62,8 @@ def _loop(run: "TrainingRun") -> int:
 
 
 def _config(config: "Config | Mapping[str, Any] | str | Path") -> "Config":
-    from bptjax.config import Config, parse
+    from bptjax.config import Config
+    from bptjax.config_parser import parse
 
     if isinstance(config, Config):
         return config
@@ -95,7 +96,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _train(argv: list[str]) -> int:
-    from bptjax.config import parse
+    from bptjax.config_parser import parse
 
     config = parse(argv, DESCRIPTION)
     if all(os.environ.get(rank, "0") == "0" for rank in RANKS):

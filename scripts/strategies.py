@@ -20,7 +20,8 @@ import jax
 from step import DECODERS, DEFAULTS, measure
 from timing import attempt, tell
 
-from bptjax.config import Config, parse
+from bptjax.config import Config
+from bptjax.config_parser import parse
 from bptjax.parallel.mesh import make_mesh, select_devices
 from bptjax.training.spec import TrainSpec
 

@@ -9,7 +9,8 @@ import pytest
 
 from bptjax import cli, compare, convert, evaluate, generate, preview, train
 from bptjax.command_line import EXIT_CODES, RENAMED, new_name, run_command
-from bptjax.config import Config, flatten, parse
+from bptjax.config import Config, flatten
+from bptjax.config_parser import parse
 
 COMMANDS = {
     "train": train.main,

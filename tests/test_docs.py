@@ -16,7 +16,8 @@ import bptjax
 from bptjax import cli
 from bptjax.command_line import RENAMED
 from bptjax.compare import CompareConfig
-from bptjax.config import Config, flatten, parse
+from bptjax.config import Config, flatten
+from bptjax.config_parser import parse
 from bptjax.data.tokenizer import ByteTokenizer
 from bptjax.hf.families import FAMILIES
 from bptjax.models.config import EncoderConfig

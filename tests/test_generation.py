@@ -277,7 +277,7 @@ def test_a_run_from_scratch_is_exported_with_its_tokenizer(run_directory, tmp_pa
         ([], "--prompt or --prompt_file must be given"),
         (["--prompt-file", "/nowhere"], "/nowhere"),
         (["--prompt", "x", "--stop", ""], "--stop: must not be empty"),
-        (["--prompt", "x", "--seed", "-1"], "--seed=-1 is not in"),
+        (["--prompt", "x", "--seed", "-1"], "--seed=-1: must be in"),
         (["--prompt", "x", "--top-p", "2"], "top_p=2.0 is not in"),
         (["--prompt", "x", "--model", "/nowhere"], "/nowhere is no directory"),
     ],

@@ -1,4 +1,4 @@
-"""The data of a run, opened and checked against the tokenizer, without devices or weights."""
+"""Opens the data and the tokenizer of a run, without devices or weights."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,8 +22,9 @@ class RunData:
 
     Attributes:
       train, held_out: documents.
-      pretrained: the checkpoint to start from, its weights unread; None for a new model.
-      tokenizer: with added tokens, and the template and stop tokens of the chats.
+      pretrained: the checkpoint to start from, whose weights are not read yet; None for a new
+        model.
+      tokenizer: the tokenizer with added tokens and with the template and stop tokens of the chats.
       added: tokens of model.add_tokens that the tokenizer did not have.
       notes: lines about the tokenizer and the chats, for the log.
     """
@@ -40,7 +41,7 @@ def open_data(config: Config) -> RunData:
     """Opens the documents, the checkpoint's config and the tokenizer.
 
     Raises:
-      ValueError: one line about the key that is wrong, or about the file.
+      ValueError: one line about the wrong key or file.
     """
     say("reading data")
     train, held_out = open_split(config.data)
@@ -50,8 +51,8 @@ def open_data(config: Config) -> RunData:
         pretrained = open_pretrained(config.model)
         if isinstance(pretrained.config, EncoderConfig):
             raise ValueError(
-                f"model.name_or_path={config.model.name_or_path} is an encoder: must be a decoder; "
-                "encoders are not trained"
+                f"model.name_or_path={config.model.name_or_path}: must be a decoder, as encoders "
+                "are not trained"
             )
     sidecars = pretrained.sidecars if pretrained else None
     name = config.data.tokenizer or str(sidecars or "byte")
@@ -72,6 +73,6 @@ def open_data(config: Config) -> RunData:
 
 
 def say(line: str) -> None:
-    """Prints a line in the first process. The log opens only when everything is checked."""
+    """Prints a line in the first process, before the log is open."""
     if jax.process_index() == 0:
         print(line, flush=True)

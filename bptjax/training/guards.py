@@ -1,4 +1,5 @@
-"""Guards of a run: the lock of its directory, signals, memory, values that are not finite."""
+"""Guards of a run: the lock on its directory, signals, out of memory, values that are not
+finite."""
 
 import fcntl
 import os
@@ -17,12 +18,12 @@ from bptjax.training.state import abstract_state
 
 
 class RunFailed(RuntimeError):
-    """The run cannot go on; the message says which step is saved, and what to change."""
+    """The run cannot continue. The message says which step is saved and which keys to change."""
 
 
 @contextmanager
 def exclusive(directory: Path) -> Iterator[None]:
-    """Locks the run directory against other processes, until this one ends.
+    """Locks the run directory against other processes until the end of this process.
 
     Raises:
       ValueError: another process has the lock.
@@ -39,7 +40,8 @@ def exclusive(directory: Path) -> Iterator[None]:
 
 @contextmanager
 def stop_signals() -> Iterator[list[int]]:
-    """Yields a list that gets the first SIGINT or SIGTERM; a second one has its usual effect."""
+    """Yields a list to which the first SIGINT or SIGTERM is added. A second signal has its usual
+    effect."""
     got: list[int] = []
     kinds = (signal.SIGINT, signal.SIGTERM)
     before = {kind: signal.getsignal(kind) for kind in kinds}
@@ -60,7 +62,7 @@ def stop_signals() -> Iterator[list[int]]:
 
 @contextmanager
 def explain_out_of_memory(spec: TrainSpec) -> Iterator[None]:
-    """Turns JAX's out-of-memory error into one line: what took the memory, and keys to change.
+    """Rewrites JAX's out-of-memory error in one line, with the use of memory and keys to change.
 
     Raises:
       RunFailed: memory ran out.

@@ -1,4 +1,4 @@
-"""The outputs of a run while it goes: metrics, predictions, progress."""
+"""Logs of a run: metrics, predictions, progress."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,7 +14,7 @@ from bptjax.training.setup import TrainingRun
 
 @dataclass(frozen=True)
 class Logs:
-    """Outputs of a run; only those of the first process go anywhere."""
+    """Logs of a run. Only the first process writes them."""
 
     metrics: JsonlWriter | Trackers | NullLogger
     predictions: JsonlWriter | NullLogger
@@ -23,7 +23,7 @@ class Logs:
 
 @contextmanager
 def open_logs(run: TrainingRun, start: int) -> Iterator[Logs]:
-    """Opens the logs of a run from step `start` on."""
+    """Opens the logs of a run that starts or resumes at step `start`."""
     null = NullLogger()
     if jax.process_index() != 0:
         yield Logs(null, null, null)

@@ -49,7 +49,7 @@ from bptjax.training.step import (
 
 # Dense bf16 matmul peaks, FLOP/s, by device name: the denominator of MFU.
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
-# Among the signals that processes vote on: the data check has failed.
+# Stands for a failed data check among the signal numbers that processes vote on.
 BAD_DATA = 1
 
 
@@ -59,8 +59,8 @@ def train(run: TrainingRun) -> int:
     (SIGTERM).
 
     Raises:
-      ValueError: the checkpoints have another configuration, global batch size or base model, or
-        are beyond the last step.
+      ValueError: the newest checkpoint has another configuration, global batch size or base model,
+        or is beyond the last step.
       RunFailed: the loss is no longer finite, a record is bad, or memory ran out.
       PeerLost: another process has ended.
     """
@@ -95,11 +95,11 @@ def train(run: TrainingRun) -> int:
 
 
 class TrainLoop:
-    """Steps, with the metrics of each step read while the next one runs.
+    """The training loop. It reads the metrics of each step while the next step runs.
 
     Attributes:
-      done: optimizer steps done.
-      stopped: signal that ended the run; 0 for none.
+      done: number of optimizer steps done.
+      stopped: number of the signal that ended the run, or 0.
       best: best evaluation.
     """
 
@@ -112,9 +112,10 @@ class TrainLoop:
         done: int,
         extra: dict[str, Any],
     ):
-        """
+        """Continues from a state.
+
         Args:
-          extra: what was saved beside the state; empty at step 0.
+          extra: values saved beside the state; empty at step 0.
         """
         self.run, self.checkpoints, self.logs = run, checkpoints, logs
         self.state, self.done, self.stopped = state, done, 0
@@ -126,13 +127,13 @@ class TrainLoop:
         self._throughput = Throughput()
         self._evaluate = evaluator(run.spec)
         self._matmul_parameters = matmul_parameters(run.spec)
-        # The compiled step of each shape of a batch.
+        # The compiled step by shape of the batch.
         self._compiled: dict[tuple[int, ...], jax.stages.Compiled] = {}
         self._logged_choices: set[Choice] = set()
 
     def train(self, stopped: list[int]) -> None:
-        """Steps to the last step, or until a process finds a signal in `stopped`; saves where the
-        run ends. Each process learns of the signals of the others a step later, so that none waits.
+        """Trains to the last step, or until a process gets a signal in `stopped`, and saves the
+        last state. Processes learn of each other's signals one step late, so that no process waits.
 
         Raises:
           RunFailed: the loss is no longer finite, or a record is bad.
@@ -168,12 +169,12 @@ class TrainLoop:
 
     @property
     def patience_is_spent(self) -> bool:
-        """Whether train.early_stopping_patience evaluations in a row brought no improvement."""
+        """Whether the last train.early_stopping_patience evaluations brought no improvement."""
         patience = self.run.config.train.early_stopping_patience
         return 0 < patience <= self.best.since
 
     def _step(self) -> None:
-        """Takes an optimizer step, and reads the metrics of the step before."""
+        """Starts an optimizer step, and reads the metrics of the previous step."""
         batch = self.run.spec.layout.put(
             self._next_batch(), self.run.config.train.gradient_accumulation_steps
         )
@@ -192,7 +193,7 @@ class TrainLoop:
             return next(self.run.batches)
         except ValueError as error:
             text = f"step {self.done + 1}: {error}"
-            # With several shards of data the other processes do not fail here, and would not save.
+            # With several shards of data, other processes do not fail here and would not save.
             alone = jax.process_count() > 1 and self.run.config.data.num_shards > 1
             if self.done > (self._last_saved or 0) and not alone:
                 self._save()
@@ -201,8 +202,8 @@ class TrainLoop:
             raise RunFailed(text) from error
 
     def _compile(self, batch: Batch) -> jax.stages.Compiled:
-        """Compiles the step; logs the kernels that attention takes, and memory and parameters the
-        first time."""
+        """Compiles the step and logs the kernels that attention uses; the first time also memory
+        and number of parameters."""
         log = self.logs.progress.log
         A, B, T = batch["tokens"].shape
         log(f"compiling the step for {A} × {B} sequences of {T} tokens")
@@ -217,7 +218,9 @@ class TrainLoop:
         needs = compiled.memory_analysis()
         offload = self.run.config.execution.offload
         if offload and not (needs and needs.host_temp_size_in_bytes):
-            raise RunFailed(f"execution.offload={offload} moves nothing to host memory here")
+            raise RunFailed(
+                f"execution.offload={offload}: the compiled step uses no host memory; set it to 0"
+            )
         if self._compiled:
             return compiled
         log(f"compiled in {time.perf_counter() - start:.0f} s")
@@ -235,10 +238,10 @@ class TrainLoop:
         return compiled
 
     def _flush(self) -> None:
-        """Reads and logs the metrics of the step before.
+        """Reads and logs the metrics of the previous step.
 
         Raises:
-          RunFailed: they are not finite.
+          RunFailed: the loss or the gradient is not finite.
         """
         if self._pending is None:
             return
@@ -256,33 +259,33 @@ class TrainLoop:
         self.logs.progress.update(done, metrics)
         loss, norm = metrics["train/loss"], metrics["train/grad_norm"]
         scale = metrics.get("train/loss_scale")
-        # An overflow in float16 only lowers the loss scale, as long as that is not spent.
+        # An overflow in float16 only lowers the loss scale, until the scale is too small.
         if (
             not math.isfinite(loss)
             or (scale is None and not math.isfinite(norm))
             or (scale and scale < 2**-24)
         ):
-            what = f"loss {loss:.4g}, gradient norm {norm:.4g}"
-            what += f", learning rate {metrics['train/learning_rate']:.4g}"
-            what += "" if scale is None else f", loss scale {scale:.4g}"
-            raise self._diverged(f"step {done}: {what}")
+            values = f"loss {loss:.4g}, gradient norm {norm:.4g}"
+            values += f", learning rate {metrics['train/learning_rate']:.4g}"
+            values += "" if scale is None else f", loss scale {scale:.4g}"
+            raise self._diverged(f"step {done}: {values}")
         self._last_loss = done, loss
 
-    def _diverged(self, what: str) -> RunFailed:
-        """Returns the error for a loss that is not finite, with what to change."""
+    def _diverged(self, values: str) -> RunFailed:
+        """Returns the error for a loss that is not finite, with keys to change."""
         good = f"step {self._last_saved}" if self._last_saved else "none yet"
         before = (
             "" if self._last_loss is None else " (step {} had loss {:.4f})".format(*self._last_loss)
         )
         return RunFailed(
-            f"{what}{before}; last good checkpoint: {good} in {self.checkpoints.directory}; start "
-            "again in another run_dir with a lower optimizer.learning_rate, more "
+            f"{values}{before}; last good checkpoint: {good} in {self.checkpoints.directory}; "
+            "start again in another run_dir with a lower optimizer.learning_rate, more "
             "optimizer.warmup_steps or a lower optimizer.max_grad_norm"
         )
 
     def _hardware(self, metrics: dict, tokens: int, attended: float) -> dict[str, float]:
-        """Returns the peak memory of a device in GiB, and the utilization of its peak FLOP/s, where
-        these are known."""
+        """Returns the peak memory of a device in GiB and the utilization of its peak FLOP/s, if
+        known."""
         mesh, found = self.run.spec.mesh, {}
         stats = mesh.local_devices[0].memory_stats()
         if stats and "peak_bytes_in_use" in stats:
@@ -296,10 +299,10 @@ class TrainLoop:
         return found
 
     def _eval(self) -> None:
-        """Measures the held-out loss and answers held-out chats.
+        """Measures the held-out loss, and lets the model answer held-out chats.
 
         Raises:
-          RunFailed: the loss and a parameter are not finite.
+          RunFailed: the loss is not finite, and a parameter is not finite either.
         """
         if not len(self.run.held_out):
             return
@@ -308,7 +311,7 @@ class TrainLoop:
         text = f"step {self.done}: evaluating on "
         if self.run.eval_is_partial:
             batches = self.run.config.train.eval_batches or total
-            text += f"{batches:,} of {total:,} batches; train.eval_batches: null takes all"
+            text += f"{batches:,} of {total:,} batches; train.eval_batches: null evaluates all"
         else:
             text += f"{total:,} batches"
         progress.log(text)
@@ -325,7 +328,7 @@ class TrainLoop:
             self.logs.metrics.write(self.done, metrics)
             if not finite(self.state.model):
                 raise self._diverged(f"step {self.done}: eval/loss {loss}, parameters not finite")
-            text += ": not finite, while all parameters are; try another train.compute_dtype"
+            text += ": not finite, but all parameters are; try another train.compute_dtype"
             progress.log(text)
             return
         if self.run.eval_prompts:
@@ -335,13 +338,15 @@ class TrainLoop:
             right = [answer["prediction"] == answer["reference"] for answer in answers]
             metrics["eval/exact_match"] = float(np.mean(right))
             text += f", eval/exact_match {metrics['eval/exact_match']:.3f}; for "
-            text += f"{answers[0]['reference'][:60]!r} it writes {answers[0]['prediction'][:60]!r}"
+            text += (
+                f"{answers[0]['reference'][:60]!r} it predicts {answers[0]['prediction'][:60]!r}"
+            )
         self.logs.metrics.write(self.done, metrics)
         progress.log(text)
         self._throughput.resume()
 
     def _save(self) -> None:
-        """Starts to write a checkpoint of the last step, once its metrics are known to be
+        """Starts to write a checkpoint of the last step, after a check that its metrics are
         finite."""
         self._flush()
         data = self.run.batches.get_state()
@@ -363,7 +368,7 @@ class TrainLoop:
 
 
 def _finish(loop: TrainLoop) -> None:
-    """Logs why the run ended. A run that was not stopped leaves its adapter and a summary."""
+    """Logs why the run ended. Unless it was stopped, exports its adapter and logs a summary."""
     run, log, best = loop.run, loop.logs.progress.log, loop.best
     if loop.patience_is_spent:
         loss = math.nan if best.loss is None else best.loss

@@ -1,4 +1,4 @@
-"""The files and the summary that a run leaves: answers, a sample, the adapter for PEFT."""
+"""The results of a run: its summary, answers, a sample, the adapter for PEFT."""
 
 import json
 import math
@@ -24,8 +24,8 @@ ADAPTER = "adapter"
 
 
 def export_adapter(run: TrainingRun, state: TrainState, log: Log) -> None:
-    """Writes the trained adapters of a Hugging Face model and the tokenizer to `adapter/`, as PEFT
-    reads them, and logs what else PEFT needs. Each process must call it; the first one writes."""
+    """Writes the trained adapters of a Hugging Face model and the tokenizer to `adapter/` in PEFT's
+    format, and logs how PEFT gets the base model. Every process must call it; the first writes."""
     pretrained = run.spec.pretrained
     if run.base_fingerprint is None or pretrained is None or pretrained.family is None:
         return
@@ -55,7 +55,8 @@ def log_summary(run: TrainingRun, state: TrainState, sample: str, log: Log) -> N
         weights = [source.weight for source in run.config.data.sources]
         each = zip(run.config.data.sources, shares, weights, strict=True)
         found = [f"{source.name} {x:.2%} (weight {w / sum(weights):.2%})" for source, x, w in each]
-        log("tokens by source: " + ", ".join(found))
+        for line in ("tokens by source:", *(f"  {text}" for text in found)):
+            log(line)
     if sample:
         log("sample: " + sample)
     title = f"{run.directory.name}: loss over {int(state.step):,} steps"
@@ -64,8 +65,8 @@ def log_summary(run: TrainingRun, state: TrainState, sample: str, log: Log) -> N
 
 
 def _log_held_out_loss(run: TrainingRun, losses: list[float], log: Log) -> None:
-    """Logs the held-out loss before and after training: of bytes in bits beside baselines, of other
-    tokens in nats. Warns if it rose."""
+    """Logs the held-out loss before and after training: for bytes in bits, with baselines; for
+    other tokens in nats. Warns if it rose."""
     config, before, after = run.config, losses[0], losses[-1]
     complete = not run.eval_is_partial and run.check.held_out.complete
     texts = list(readable(run.held_out, config.data.bad_records)) if complete else []
@@ -83,7 +84,7 @@ def _log_held_out_loss(run: TrainingRun, losses: list[float], log: Log) -> None:
     else:
         limit = f" (first {config.train.eval_batches} batches)" if run.eval_is_partial else ""
         log(f"held-out nats per token{limit}: {before:.4f} before training, {after:.4f} after")
-    if not after <= before:  # Also where a loss is not finite.
+    if not after <= before:  # True if a loss is NaN, too.
         best = min(filter(math.isfinite, losses), default=math.nan)
         log(
             f"warning: held-out loss rose from {before:.4f} before training to {after:.4f} after "
@@ -99,9 +100,9 @@ def _log_files(run: TrainingRun, step: int, log: Log) -> None:
         best = json.loads((directory / BEST).read_text())
         where = directory / "checkpoints" / str(best["step"])
         text = f"best:       {where}, eval/loss {best['eval/loss']:.4f}"
-        # An evaluation before checkpoint.keep_best was set may have been the best.
+        # The best evaluation may precede the first run with checkpoint.keep_best.
         text += "" if where.exists() else "; not saved"
-        log(f"{text}; generate, evaluate and convert take the newest checkpoint")
+        log(f"{text}; generate, evaluate and convert use the newest checkpoint")
     if (directory / ADAPTER).exists():
         log(f"adapter:    {directory / ADAPTER}")
     log(f"metrics:    {directory / 'metrics.jsonl'}")
@@ -111,8 +112,8 @@ def _log_files(run: TrainingRun, step: int, log: Log) -> None:
 def predict_answers(run: TrainingRun, state: TrainState) -> list[dict[str, str]]:
     """Returns `prompt`, `prediction` and `reference` of each of the run's eval_prompts.
 
-    A prediction ends at a stop token, or at the length of the longest reference. If the stop tokens
-    do not end its own reference either, it is cut to the length of that.
+    A prediction ends at a stop token, or at the length of the longest reference. If its own
+    reference has no stop token, it is truncated to the length of that reference.
     """
     prompts, references = zip(*run.eval_prompts, strict=True)
     stop = run.tokenizer.stop_ids
@@ -145,13 +146,13 @@ def predict_answers(run: TrainingRun, state: TrainState) -> list[dict[str, str]]
 
 
 def sample_text(run: TrainingRun, state: TrainState) -> str:
-    """Returns new text from the start of a document, or after a newline if the tokenizer puts no
-    token in front of a text; no longer than the sequences of training."""
+    """Returns a generated text, no longer than the training sequences. It starts like a document,
+    or after a newline if the tokenizer has no `prefix`."""
     prompt, train = run.tokenizer.prefix, run.config.train
     if not len(prompt):
         try:
             prompt = run.tokenizer.encode("\n")
-        except ValueError:  # The vocabulary comes from a text of one line.
+        except ValueError:  # A vocabulary from a text of one line has no newline.
             prompt = [0]
     with jax.set_mesh(run.spec.mesh):
         new = list(

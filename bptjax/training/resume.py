@@ -1,4 +1,4 @@
-"""The start of a run: step 0, or its newest checkpoint."""
+"""Finds the start of a run: step 0 or its newest checkpoint."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -19,12 +19,12 @@ from bptjax.training.state import (
 
 
 class Start(NamedTuple):
-    """The step that a run starts from.
+    """The point that a run starts from.
 
     Attributes:
       step: 0 for a new run.
       state: `checkpoint_view` of the state; None for a new run.
-      extra: what was saved beside the state.
+      extra: values saved beside the state.
     """
 
     step: int
@@ -54,7 +54,7 @@ def find_start(run: TrainingRun, checkpoints: Checkpoints) -> Start:
         name = "max_steps" if config.train.epochs is None else "epochs"
         raise ValueError(
             f"train.{name}={getattr(config.train, name)}: must not end the run in "
-            f"{run.directory} before its step {start.step}; set more"
+            f"{run.directory} before its step {start.step}; set a larger number"
         )
     if run.base_fingerprint is not None and spec.pretrained is not None:
         spec.pretrained.check(start.extra.get("base"), run.directory)
@@ -63,7 +63,7 @@ def find_start(run: TrainingRun, checkpoints: Checkpoints) -> Start:
 
 
 def complete_state(run: TrainingRun, start: Start, log: Callable[[str], None]) -> TrainState:
-    """Returns the state that the run starts with, and logs where it comes from."""
+    """Returns the state that the run starts with, and logs its origin."""
     spec = run.spec
     if start.state is not None:
         log(f"resumed at step {start.step} of {spec.steps} in {run.directory}")
@@ -76,7 +76,7 @@ def complete_state(run: TrainingRun, start: Start, log: Callable[[str], None]) -
 
 
 def describe_extension(spec: TrainSpec, start: int, before: int) -> str:
-    """Formats how the learning rate of a resumed run changes with its number of steps."""
+    """Formats how a new number of steps changes the learning rate of a resumed run."""
     old, new = (
         np.asarray(learning_rate(spec.config.optimizer, steps)(start)).item()
         for steps in (before, spec.steps)

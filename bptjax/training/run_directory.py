@@ -1,4 +1,4 @@
-"""The run directory: it belongs to one config, and keeps a copy."""
+"""The run directory, which belongs to one config and holds a copy of it."""
 
 from collections.abc import Container
 from pathlib import Path
@@ -7,8 +7,8 @@ from typing import Any
 from bptjax.command_line import new_name
 from bptjax.config import FILE, Config, flatten, to_yaml
 
-# Keys that may change on resume. `find_start` checks that the global batch size stays, and that the
-# run does not end before its checkpoint.
+# Keys that may change on resume. `find_start` checks that the global batch size stays the same, and
+# that the run does not end before its checkpoint.
 RESUMABLE_KEYS = (
     "run_dir",
     "device",
@@ -38,21 +38,21 @@ def acquire_run_dir(run_dir: Path, config: Config) -> None:
     """
     file = run_dir / FILE
     if run_dir.exists() and not run_dir.is_dir():
-        raise ValueError(f"run_dir={run_dir} is a file; choose another")
+        raise ValueError(f"run_dir={run_dir}: must be a directory, not a file; choose another")
     if file.exists():
         ours = flatten(config)
-        # The config of an older version lacks newer keys; their defaults are what it did.
+        # The config of an older version lacks newer keys. Their defaults keep its behavior.
         theirs = flatten(Config()) | saved_keys(run_dir)
         for key in sorted(theirs.keys() | ours.keys()):
             if key.startswith(RESUMABLE_KEYS) or theirs.get(key) == ours.get(key):
                 continue
             raise ValueError(
-                f"{run_dir} belongs to a run with {key}={theirs.get(key)}, and this one has "
+                f"{run_dir} belongs to a run with {key}={theirs.get(key)}, and this run has "
                 f"{ours.get(key)}; choose another run_dir"
             )
         return
     if run_dir.exists() and any(run_dir.iterdir()):
-        raise ValueError(f"{run_dir} is not empty and holds no run; choose another run_dir")
+        raise ValueError(f"run_dir={run_dir}: must be empty or hold a run; choose another run_dir")
     write_config(run_dir, config)
 
 

@@ -1,7 +1,8 @@
-"""A config becomes a run: everything is checked before anything is written."""
+"""Sets up a run from a config: checks everything before it writes anything."""
 
 import math
 import os
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -50,11 +51,11 @@ class TrainingRun:
 
     Attributes:
       held_out: documents for evaluation.
-      batches: training batches `[global batch size, T]`, without end.
-      check: counts and checks the records.
-      eval_prompts: (prompt, answer), token ids, of the chats that evaluations answer.
+      batches: endless training batches `[global batch size, T]`.
+      check: check of the records.
+      eval_prompts: token ids (prompt, answer) of the chats that the model answers in evaluations.
       notes: lines for the log.
-      base_fingerprint: of the base model's weights; None without adapters.
+      base_fingerprint: hash of the base model's weights; None without adapters.
     """
 
     config: Config
@@ -84,7 +85,8 @@ class TrainingRun:
 
     @property
     def eval_total(self) -> int:
-        """Batches that hold all held-out data, in process 0; an estimate until all are checked."""
+        """Number of batches that hold all held-out data, known in process 0. An estimate until all
+        records are checked."""
         sequences = self.check.held_out.epoch(self.config.data.packing) or 0
         return -(-sequences // self.spec.micro_batch_size)
 
@@ -97,11 +99,11 @@ class TrainingRun:
 
 @translate_peer_errors()
 def setup(config: Config) -> TrainingRun:
-    """Checks everything, then creates the run directory, or takes the one that belongs to this
-    config. A refused config leaves no trace. The first process writes for all.
+    """Checks everything, then creates the run directory or continues in the directory of this
+    config. A refused config writes nothing. Only the first process writes.
 
     Raises:
-      ValueError, NotImplementedError, OSError: one line about the key that is wrong, or the file.
+      ValueError, NotImplementedError, OSError: one line about the wrong key or file.
       PeerLost: another process has ended.
     """
     initialize(config.parallel)
@@ -112,7 +114,7 @@ def setup(config: Config) -> TrainingRun:
     if config.train.epochs is not None:
         run = _count_epoch(run)
     with raise_together():
-        run.notes.append(describe_schedule(config.optimizer, run.spec.steps))
+        run.notes.extend(describe_schedule(config.optimizer, run.spec.steps))
         run = replace(run, base_fingerprint=_fingerprint(run.spec))
         _check_records(run)
     settings = to_yaml(replace(config, parallel=ParallelConfig()))
@@ -127,7 +129,7 @@ def setup(config: Config) -> TrainingRun:
 
 
 def _with_defaults(config: Config, platform: str) -> Config:
-    """Returns the config with every default. A resumed run keeps its dtype on another platform.
+    """Returns the config with every default. A run resumed on another platform keeps its dtype.
 
     Raises:
       ValueError: the config in the run directory is damaged.
@@ -146,14 +148,16 @@ def _open_run(config: Config, devices: list[jax.Device]) -> TrainingRun:
     """
     if config.execution.offload and devices[0].platform == "cpu":
         raise ValueError(
-            f"execution.offload={config.execution.offload} moves from a GPU; a CPU's "
-            "memory is the host's"
+            f"execution.offload={config.execution.offload}: must be 0 on a CPU, whose memory is "
+            "the host's"
         )
     mesh = make_mesh(config.parallel, devices)
     data = open_data(config)
     for key in config.needs_evaluations:
         if not len(data.held_out):
-            raise ValueError(f"{key} needs held-out data; set data.eval_fraction or data.eval_path")
+            raise ValueError(
+                f"{key}: must go with held-out data; set data.eval_fraction or data.eval_path"
+            )
     model, pretrained = _size_model(config, data)
     check_model(model, pretrained)
     config.execution.check(model)
@@ -183,7 +187,7 @@ def _open_run(config: Config, devices: list[jax.Device]) -> TrainingRun:
 
 
 def _size_model(config: Config, data: RunData) -> tuple[ModelConfig, Pretrained | None]:
-    """Returns the model and the checkpoint, with the vocabulary that the tokenizer needs.
+    """Returns the model and the checkpoint, with a vocabulary that fits the tokenizer.
 
     Raises:
       ValueError: the model has too few token embeddings or learned positions.
@@ -211,7 +215,7 @@ def _size_model(config: Config, data: RunData) -> tuple[ModelConfig, Pretrained 
 
 
 def _describe_devices(spec: TrainSpec, data: RunData) -> list[str]:
-    """Formats lines for the log about devices and data."""
+    """Formats the lines about devices and data for the log."""
     devices, layout = spec.mesh.devices.reshape(-1), spec.layout
     axes = " ".join(f"{name}={size}" for name, size in spec.mesh.shape.items())
     if num_shards(spec.mesh, "sequence") > 1:
@@ -226,7 +230,7 @@ def _describe_devices(spec: TrainSpec, data: RunData) -> list[str]:
 
 
 def _describe_model(spec: TrainSpec, data: RunData) -> list[str]:
-    """Formats lines for the log about the model and its checkpoint."""
+    """Formats the lines about the model and its checkpoint for the log."""
     config, model, pretrained, notes = spec.config, spec.model, spec.pretrained, []
     if model.add_tokens:
         known = [token for token in model.add_tokens if token not in data.added]
@@ -241,9 +245,13 @@ def _describe_model(spec: TrainSpec, data: RunData) -> list[str]:
         return notes
     notes.append(f"model: from {config.model.name_or_path}")
     own, used = defaults(config, spec.mesh.local_devices[0].platform), flatten(config)
-    own.pop("train.max_steps", None)  # The same without a checkpoint.
-    kept = ", ".join(f"{key}={used[key]}" for key in own if used[key] == own[key])
-    notes += [f"fine-tuning defaults: {kept}"] * bool(kept)
+    own.pop("train.max_steps", None)  # It does not depend on the checkpoint.
+    used_defaults = ", ".join(f"{key}={used[key]}" for key in own if used[key] == own[key])
+    notes += (
+        textwrap.wrap(f"fine-tuning defaults: {used_defaults}", 80, subsequent_indent="  ")
+        if used_defaults
+        else []
+    )
     notes += [pretrained.left_out] * bool(pretrained.left_out)
     if model.exceeds_positions(config.train.seq_len):
         notes.append(
@@ -255,7 +263,7 @@ def _describe_model(spec: TrainSpec, data: RunData) -> list[str]:
 
 
 def _count_epoch(run: TrainingRun) -> TrainingRun:
-    """Returns the run with the number of steps that train.epochs takes.
+    """Returns the run with train.epochs converted to a number of steps.
 
     Raises:
       ValueError: a bad record.
@@ -277,33 +285,33 @@ def _count_epoch(run: TrainingRun) -> TrainingRun:
 def _eval_prompts(
     config: Config, model: ModelConfig, data: RunData
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Returns (prompt, answer) of the first `train.num_eval_generations` held-out chats. All are
-    tokenized now, so that a bad one fails at the start and not at the first evaluation.
+    """Returns (prompt, answer) of the first `train.num_eval_generations` held-out chats. They are
+    tokenized now, so that a bad chat fails at the start and not at the first evaluation.
 
     Raises:
-      ValueError: the held-out documents are no chats, or too long for the model's positions.
+      ValueError: the held-out documents are not chats, or exceed the model's positions.
     """
     number = config.train.num_eval_generations
     chats = list(islice(readable(data.held_out, config.data.bad_records), number))
     if number and not all(isinstance(chat, Chat) for chat in chats or [None]):
         raise ValueError(
-            f"train.num_eval_generations={number} needs held-out chats; see data.format and "
-            "data.eval_fraction"
+            f"train.num_eval_generations={number}: must go with held-out chats; see data.format "
+            "and data.eval_fraction"
         )
     found = [prompt_and_answer(chat, data.tokenizer, config.data.source_max_len) for chat in chats]
-    reach = sum(max(map(len, each)) for each in zip(*found, strict=True))
-    if model.position_embedding == "learned" and reach > (model.max_position_embeddings or 0):
+    longest = sum(max(map(len, each)) for each in zip(*found, strict=True))
+    if model.position_embedding == "learned" and longest > (model.max_position_embeddings or 0):
         raise ValueError(
-            f"train.num_eval_generations={number}: prompts and answers of up to {reach} tokens "
-            f"are more than model.max_position_embeddings={model.max_position_embeddings}; set "
+            f"train.num_eval_generations={number}: prompts and answers of up to {longest} tokens "
+            f"must fit into model.max_position_embeddings={model.max_position_embeddings}; set "
             "data.source_max_len, or model.max_position_embeddings to extend them"
         )
     return found
 
 
 def _fingerprint(spec: TrainSpec) -> str | None:
-    """Hashes the base model of adapters. Before its weights are read: the files may be replaced
-    before the first checkpoint records the hash."""
+    """Hashes the base model of adapters. This precedes the loading of its weights, because the
+    files may be replaced before the first checkpoint records the hash."""
     if spec.config.adapter.type == "none" or spec.pretrained is None:
         return None
     say("hashing the base model's weights")
@@ -318,13 +326,13 @@ def _check_records(run: TrainingRun) -> None:
     """
     if jax.process_index() != 0:
         return
-    say("checking the records: up to a minute now, the rest beside training")
+    say("checking the records: up to a minute now, the rest during training")
     run.check.run()
     held_out = run.check.held_out
     if len(run.held_out) and held_out.complete and not held_out.loss_tokens:
         raise ValueError(
-            "the held-out documents contain no token that counts in the loss; see "
-            "data.eval_path, data.eval_fraction and data.too_long"
+            "held-out documents: must have a token that counts in the loss; see data.eval_path, "
+            "data.eval_fraction and data.too_long"
         )
 
 
@@ -345,20 +353,20 @@ def check_adapter(spec: TrainSpec) -> None:
 
     Raises:
       ValueError: an adapter without a checkpoint, or for layers that the model lacks; a checkpoint
-        that is an adapter, and none is trained, or another one.
+        that is an adapter, with adapter.type=none or with other settings of the adapter.
     """
     config, pretrained = spec.config, spec.pretrained
     adapter, name = config.adapter, config.model.name_or_path
     if adapter.type == "none":
         if pretrained and pretrained.adapters:
             raise ValueError(
-                f"model.name_or_path={name} is an adapter; set adapter.type to lora or qlora to "
-                "continue training it, or merge it first"
+                f"model.name_or_path={name}: must not be an adapter with adapter.type=none; set "
+                "adapter.type to lora or qlora to continue training it, or merge it first"
             )
         return
     if pretrained is None:
         raise ValueError(
-            f"adapter.type={adapter.type} trains beside a checkpoint; set model.name_or_path"
+            f"adapter.type={adapter.type}: must go with a checkpoint; set model.name_or_path"
         )
     for key in ("r", "alpha", "use_rslora", "target_modules", "modules_to_save"):
         value = getattr(adapter, key)

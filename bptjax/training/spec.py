@@ -20,7 +20,7 @@ class TrainSpec:
     Attributes:
       model: the architecture, with the sizes that the tokenizer and the checkpoint decide.
       pretrained: the checkpoint to start from; None for a new model.
-      epoch_steps: optimizer steps that train.epochs takes, once the data are counted.
+      epoch_steps: train.epochs in optimizer steps; None until the data are counted.
     """
 
     config: Config
@@ -31,31 +31,32 @@ class TrainSpec:
 
     @property
     def micro_batch_size(self) -> int:
-        """Sequences of a micro-batch, over all devices."""
+        """Number of sequences in a micro-batch, over all devices."""
         return self.config.train.per_device_train_batch_size * data_shards(self.mesh)
 
     @property
     def global_batch_size(self) -> int:
-        """Sequences of an optimizer step."""
+        """Number of sequences in an optimizer step."""
         return self.micro_batch_size * self.config.train.gradient_accumulation_steps
 
     @property
     def steps(self) -> int:
-        """Optimizer steps of the run.
+        """Number of optimizer steps of the run.
 
         Raises:
           ValueError: train.epochs is set and the data are not yet counted.
         """
         steps = self.config.train.max_steps or self.epoch_steps
         if steps is None:
-            raise ValueError("train.epochs: the steps of an epoch are not known; set max_steps")
+            raise ValueError("train.epochs: must be counted by `setup` first; or set max_steps")
         return steps
 
     @property
     def compute_dtype(self) -> jnp.dtype:
-        """
+        """Dtype of the computation.
+
         Raises:
-          ValueError: train.compute_dtype has no value, which to NumPy means float64.
+          ValueError: train.compute_dtype is None, which NumPy would read as float64.
         """
         if self.config.train.compute_dtype is None:
             raise ValueError(
@@ -65,7 +66,7 @@ class TrainSpec:
 
     @cached_property
     def layout(self) -> Layout:
-        """The distribution of batches over the mesh.
+        """Layout of batches on the mesh.
 
         Raises:
           ValueError: parallel.tp does not divide the model's heads, or the schedule needs

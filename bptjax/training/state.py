@@ -1,5 +1,5 @@
-"""The state of a run: parameters, optimizer state and keys, new, loaded or restored, and where each
-array lives."""
+"""The state of a run: parameters, optimizer state and keys; created, loaded or restored, with the
+sharding and the memory of each array."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -39,19 +39,19 @@ from bptjax.optimizer import OptState, init_opt_state
 from bptjax.parallel.mesh import STATE_AXES, sharding
 from bptjax.training.spec import TrainSpec
 
-# Host memory that devices read and write directly.
+# Host memory that devices can access directly.
 HOST = "pinned_host"
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """All that a step reads and writes.
+    """The state that a step reads and writes.
 
     Attributes:
       step: int32 scalar, optimizer steps done.
       key: uint32 `[2]`, data of the key that seeds dropout and rounding.
-      loss_scale: for float16; else None.
+      loss_scale: loss scale in float16; else None.
     """
 
     model: Decoder
@@ -62,7 +62,7 @@ class TrainState:
 
 
 def abstract_state(spec: TrainSpec) -> TrainState:
-    """Returns shapes, dtypes and shardings of the state; allocates nothing."""
+    """Returns shapes, dtypes and shardings of the state, without allocating it."""
     state = jax.eval_shape(partial(_new_state, spec), None, _loaded_adapters(spec))
     model = with_shardings(spec, state.model, sharded=spec.config.parallel.zero_stage == 3)
     state = replace(with_shardings(spec, state), model=model)
@@ -73,7 +73,7 @@ def abstract_state(spec: TrainSpec) -> TrainState:
 
 
 def init_state(spec: TrainSpec) -> TrainState:
-    """Returns a state at step 0, new or loaded, each array made where it lives."""
+    """Returns a new or loaded state at step 0, each array created with its own sharding."""
     model, pretrained, adapter = None, spec.pretrained, spec.config.adapter
     if pretrained is not None:
         plain = with_shardings(spec, _abstract_model(spec))
@@ -87,8 +87,8 @@ def init_state(spec: TrainSpec) -> TrainState:
 
 
 def checkpoint_view(spec: TrainSpec, state: TrainState) -> TrainState:
-    """Returns the part of a state that a checkpoint holds: all of it, or with adapters no frozen
-    weights."""
+    """Returns the state that a checkpoint holds: the complete state, but with adapters without the
+    frozen weights."""
     if spec.config.adapter.type == "none":
         return state
     return replace(state, model=split(state.model, is_saved)[0])
@@ -124,14 +124,14 @@ def gather_adapters(spec: TrainSpec, state: TrainState) -> Adapters:
 
 
 class ParameterCounts(NamedTuple):
-    """Parameters of the model, adapters included, and the trained ones among them."""
+    """Number of all parameters, adapters included, and of trained parameters."""
 
     total: int
     trained: int
 
 
 def parameter_counts(spec: TrainSpec, without: Collection[str] = ()) -> ParameterCounts:
-    """Counts the parameters, but for the paths in `without`."""
+    """Counts the parameters, except for the paths in `without`."""
 
     def size(tree):
         leaves = jax.tree.leaves_with_path(tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
@@ -142,7 +142,7 @@ def parameter_counts(spec: TrainSpec, without: Collection[str] = ()) -> Paramete
         return ParameterCounts(base, base)
     state = jax.eval_shape(partial(_new_state, spec), None, _loaded_adapters(spec))
     trained, _ = split_trained(spec, state.model)
-    # The base model counts embeddings that are trained in full already.
+    # The count of the base model includes the embeddings that are trained in full.
     in_full, low_rank = split(trained, lambda v: isinstance(v, Saved))
     return ParameterCounts(base + size(low_rank), size(in_full) + size(low_rank))
 
@@ -162,7 +162,7 @@ def embeddings_in_full(spec: TrainSpec) -> set[str]:
     """Returns the paths of the embeddings that are trained in full beside adapters.
 
     Raises:
-      ValueError: adapter.modules_to_save names something else.
+      ValueError: adapter.modules_to_save names other modules than embeddings.
     """
     if spec.config.adapter.type == "none":
         return set()
@@ -177,7 +177,7 @@ def embeddings_in_full(spec: TrainSpec) -> set[str]:
 
 
 def _loaded_adapters(spec: TrainSpec) -> dict[str, Values] | None:
-    """Returns the adapters to continue from."""
+    """Returns the adapters that training continues from."""
     found = spec.pretrained.adapters if spec.pretrained else None
     return found.values if found else None
 
@@ -188,8 +188,8 @@ def _abstract_model(spec: TrainSpec) -> Decoder:
 
 
 def _new_model(spec: TrainSpec, key: Array) -> Decoder:
-    """Returns a new model without adapters. Beside adapters it is frozen, and so in the dtype of
-    the computation."""
+    """Returns a new model without adapters. If it will be frozen beside adapters, its weights have
+    the dtype of the computation."""
     train, frozen = spec.config.train, spec.config.adapter.type != "none"
     dtype = spec.compute_dtype if frozen else jnp.dtype(train.param_dtype)
     model = Decoder(spec.model, key, dtype)
@@ -199,7 +199,7 @@ def _new_model(spec: TrainSpec, key: Array) -> Decoder:
 def _new_state(
     spec: TrainSpec, model: Decoder | None = None, adapters: dict[str, Values] | None = None
 ) -> TrainState:
-    """Returns the state at step 0 around `model` and `adapters`, new ones if left out."""
+    """Returns the state at step 0 from `model` and `adapters`, which are new if left out."""
     adapter = spec.config.adapter
     model_key, key = jax.random.split(jax.random.key(spec.config.seed))
     if model is None:
@@ -226,8 +226,8 @@ def _new_state(
 
 
 def with_shardings(spec: TrainSpec, tree: Any, sharded: bool = True) -> Any:
-    """Returns the abstract leaves with their shardings: parameters by their logical axes, `sharded`
-    over fsdp and sp or not; all else replicated."""
+    """Returns the abstract leaves with shardings: parameters by their logical axes, over fsdp and
+    sp only if `sharded`; other leaves replicated."""
     replicated_over = () if sharded else STATE_AXES
 
     def place(leaf):

@@ -1,4 +1,4 @@
-"""The train step: loss, gradients, optimizer update; its compilation, and evaluation."""
+"""The train step (loss, gradients, optimizer update), its compilation, and evaluation."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -30,8 +30,7 @@ from bptjax.training.state import (
 )
 
 Batch = dict[str, Any]
-# fold_in constant of the key for the optimizer's stochastic rounding; no index of a micro-batch
-# equals it.
+# fold_in constant for the key of stochastic rounding. It exceeds every index of a micro-batch.
 ROUNDING = 2**31
 
 
@@ -42,7 +41,7 @@ def loss_sum(
     the part of it that `z_loss` adds.
 
     Args:
-      key: for dropout; None for none.
+      key: dropout key; None turns dropout off.
     """
     config = spec.config
     hidden = model(
@@ -71,11 +70,11 @@ def loss_sum(
 def gradients(
     spec: TrainSpec, state: TrainState, batch: Batch
 ) -> tuple[tuple[Array, Array], Any, Array]:
-    """Computes ((Σ loss, the part of z-loss in it), gradients of Σ loss, count of labeled tokens)
-    over micro-batches `[A, B, T]`: sums, to be divided once.
+    """Returns ((Σ loss, Σ z-loss in it), gradients of Σ loss, count of labeled tokens) over
+    micro-batches `[A, B, T]`. The caller divides these sums once.
 
-    The gradients are those of the trained parameters; over several micro-batches they are summed in
-    float32. A loss scale multiplies the gradients, not the losses.
+    The gradients are with respect to the trained parameters; over several micro-batches they are
+    summed in float32. A loss scale multiplies the gradients, not the losses.
     """
     key = _step_key(state)
     factor = 1.0 if state.loss_scale is None else state.loss_scale.value
@@ -118,15 +117,15 @@ def train_step(
 ) -> tuple[TrainState, dict[str, Array]]:
     """Takes one optimizer step over micro-batches `[A, B, T]`.
 
-    Its metrics are means per labeled token; `train/loss` is the cross-entropy alone. `tokens`
-    counts the tokens that are not padding; for `attended` see `attended_pairs`.
+    Metrics are means per labeled token; `train/loss` is the cross-entropy alone. `tokens` counts
+    the tokens that are not padding; for `attended` see `attended_pairs`.
     """
     config = spec.config
     (loss, z_loss), found, count = gradients(spec, state, batch)
     count = jnp.maximum(count, 1).astype(jnp.float32)
     loss_scale = state.loss_scale
     trained, frozen = split_trained(spec, state.model)
-    # An overflow in float16 leaves `count`, and so the schedule, where it is.
+    # After an overflow in float16, `count` and thus the schedule stay the same.
     rate = jnp.asarray(learning_rate(config.optimizer, spec.steps)(state.opt_state.count))
     with jax.named_scope("optimizer"):
         trained, opt_state, norm = apply_gradients(
@@ -164,8 +163,8 @@ def train_step(
 
 
 def compile_step(spec: TrainSpec, state: TrainState, batch: Batch) -> jax.stages.Compiled:
-    """Compiles `train_step` for this state and batch `[A, B, T]`, or for abstract ones. The
-    compiled step donates the state.
+    """Compiles `train_step` for a state and a batch `[A, B, T]`, either of which may be abstract.
+    The compiled step donates the state.
 
     Raises:
       RuntimeError: optimizer.state_memory_kind=pinned_host, and the optimizer state is not in host
@@ -190,11 +189,11 @@ def compile_step(spec: TrainSpec, state: TrainState, batch: Batch) -> jax.stages
 
 
 def check_kernel(spec: TrainSpec) -> None:
-    """Checks that the kernel which execution.attention_implementation names can honor the model's
-    attention: traces the loss, and compiles nothing.
+    """Checks that the kernel in execution.attention_implementation can honor the model's attention.
+    Traces the loss without compiling it.
 
     Raises:
-      ValueError: no such kernel.
+      ValueError: an unknown kernel.
       NotImplementedError: the kernel cannot honor the arguments.
     """
     train = spec.config.train
@@ -238,15 +237,15 @@ def evaluator(spec: TrainSpec) -> Callable[[Decoder, Any, Callable[[int], None]]
 
 
 def matmul_parameters(spec: TrainSpec) -> ParameterCounts:
-    """Counts the parameters that tokens are multiplied by. A table that is only looked up is none:
-    learned positions, and the input embedding unless it is the head too."""
+    """Counts the parameters that tokens are multiplied by. Look-up tables do not count: learned
+    positions, and the input embedding unless it is also the head."""
     lookups = {"positions"} if spec.model.tied_head else {"positions", "embedding"}
     return parameter_counts(spec, without=lookups)
 
 
 def attended_pairs(model: ModelConfig, positions: Array, segments: Array) -> Array:
-    """Returns the number of query-key pairs that attention sees in all layers together, float32:
-    causal, within documents and within each layer's window."""
+    """Returns the number of query-key pairs that the masks of all layers allow, float32: causal,
+    within documents and within each layer's window."""
     keys = jnp.where(segments != 0, positions + 1.0, 0.0)
     layers = Counter(model.windows[kind] for kind in model.kinds)
     pairs = jnp.zeros(())
@@ -258,16 +257,16 @@ def attended_pairs(model: ModelConfig, positions: Array, segments: Array) -> Arr
 def model_flops(
     model: ModelConfig, parameters: ParameterCounts, tokens: int, pairs: float
 ) -> float:
-    """Returns the FLOPs of a step that model FLOPs utilization counts: the forward pass, and the
-    gradients of activations and of trained parameters; no recomputation.
+    """Returns the FLOPs of a step as model FLOPs utilization (MFU) counts them: the forward pass
+    and the gradients of activations and of trained parameters, without recomputation.
 
     Args:
-      parameters: as `matmul_parameters` counts them.
-      tokens: without padding.
-      pairs: as `attended_pairs` counts them.
+      parameters: result of `matmul_parameters`.
+      tokens: number of tokens without padding.
+      pairs: result of `attended_pairs`.
 
-    Chowdhery et al. 2022, arXiv 2204.02311, Appendix B, but only with the pairs that the mask lets
-    through.
+    Chowdhery et al. 2022, arXiv 2204.02311, Appendix B, but only with the pairs that the mask
+    allows.
     """
     total, trained = parameters
     attention = 12.0 * pairs * model.num_heads * model.H

@@ -198,7 +198,11 @@ def test_bad_templates_are_named(tmp_path, small):
 @pytest.mark.parametrize(
     ("row", "format", "message"),
     [
-        ({"instruction": "a"}, "alpaca", "a.jsonl, record 2: no 'output', only .'instruction'"),
+        (
+            {"instruction": "a"},
+            "alpaca",
+            "a.jsonl, record 2: must have 'output', not only .'instruction'",
+        ),
         ({"instruction": "a", "output": 3}, "auto", "record 2: 'output' must be text"),
         ({"prompt": None, "answer": "b"}, "auto", "record 2: 'prompt' must be text"),
         ({"chosen": "Human: Hi"}, "auto", "record 2: 'chosen' must consist of"),

@@ -52,7 +52,7 @@ def test_ipc_files_and_token_ids(tmp_path):
         writer.write_table(table)
     for found, wanted in zip(open_documents(tmp_path), ids, strict=True):
         np.testing.assert_array_equal(found, np.array(wanted, np.int32), strict=True)
-    with pytest.raises(ValueError, match="a.arrow: no 'instruction'"):
+    with pytest.raises(ValueError, match="a.arrow: must have 'instruction'"):
         open_documents(tmp_path / "a.arrow", format="alpaca")
     (tmp_path / "bad.arrow").write_text("text")
     with pytest.raises(ValueError, match="bad.arrow: not an Arrow file"):

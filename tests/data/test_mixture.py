@@ -7,7 +7,8 @@ import grain
 import numpy as np
 import pytest
 
-from bptjax.config import flatten, parse, to_yaml
+from bptjax.config import flatten, to_yaml
+from bptjax.config_parser import parse
 from bptjax.data.config import DataConfig, SourceConfig
 from bptjax.data.loader import eval_loader, train_loader
 from bptjax.data.mixture import MixIterDataset
@@ -182,5 +183,5 @@ def test_sources_that_cannot_be(folder):
     with pytest.raises(ValueError, match=r"data.sources\[1\].path: .*no such file"):
         open_split(DataConfig(sources=[config(folder).sources[0], SourceConfig("/none.txt")]))
     own = config(folder)
-    with pytest.raises(ValueError, match=r"small.jsonl .*fewer than seq_len=99"):
+    with pytest.raises(ValueError, match=r"small.jsonl .*must be at least train.seq_len=99"):
         train_loader(open_split(own)[0], TOKENIZER, own, seq_len=99, batch_size=1)

@@ -73,7 +73,7 @@ def test_small_files_stay_in_memory(tmp_path):
     assert len(open_documents(tmp_path)) == 10
     write(tmp_path / "c.jsonl.gz", lines(texts(50)))
     assert isinstance(open_documents(tmp_path), Stream)
-    with pytest.raises(ValueError, match="data.eval_path: .*too large"):
+    with pytest.raises(ValueError, match="data.eval_path: .*must fit into memory"):
         open_split(DataConfig(str(tmp_path / "a.jsonl.zst"), eval_path=str(tmp_path)))
 
 

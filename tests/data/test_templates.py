@@ -217,7 +217,7 @@ def test_content_in_parts(tmp_path):
     (chat,) = read(tmp_path, {"messages": parts})
     assert chat.messages[0]["content"] == "ab"
     parts[0]["content"].append({"type": "image", "url": "x"})
-    with pytest.raises(ValueError, match="record 1: message 1: .* type 'image'; only text"):
+    with pytest.raises(ValueError, match="record 1: message 1: .* type 'image': must be text"):
         read(tmp_path, {"messages": parts})
     with pytest.raises(ValueError, match="record 1: 'tools' must be JSON"):
         read(tmp_path, {"messages": TALK, "tools": "{"})

@@ -166,7 +166,7 @@ def test_bad_sources(tmp_path):
     with pytest.raises(ValueError, match="sample_by='word'"):
         open_documents(tmp_path, sample_by="word")
     write(tmp_path / "described" / "records.json", "[]")
-    with pytest.raises(ValueError, match=r"no file of .*arrow; .json .*described/\*\.json$"):
+    with pytest.raises(ValueError, match=r"must hold .*arrow files; .json .*described/\*\.json$"):
         open_documents(tmp_path / "described")
 
 
@@ -218,7 +218,7 @@ def test_char_tokenizer(tmp_path):
     np.testing.assert_array_equal(ids, tokenizer.encode("hello 🙂"), strict=True)
     assert ids.dtype == np.int32 and loaded.decode(ids) == "hello 🙂"
     assert not loaded.encode("").size
-    with pytest.raises(ValueError, match="character 'z' .* 9 "):
+    with pytest.raises(ValueError, match="character 'z': must be one of the 9 "):
         loaded.encode("az")
     for documents, message in (([np.arange(3)], "token ids"), ([""], "empty")):
         with pytest.raises(ValueError, match=message):

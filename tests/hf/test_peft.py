@@ -322,7 +322,7 @@ def test_an_encoder_is_not_trained(theirs, arguments, tmp_path, capsys):
     base = theirs("bert")[1]
     run = tmp_path / "run"
     assert main([*arguments, f"--model.name_or_path={base}", f"--run_dir={run}"]) == 2
-    assert "is an encoder: must be a decoder" in capsys.readouterr().err
+    assert "must be a decoder, as encoders are not trained" in capsys.readouterr().err
     assert not run.exists()
 
 

@@ -41,7 +41,7 @@ def test_a_run_learns_and_leaves_its_files(uninterrupted):
         for told in (before, after):
             assert re.search(rf" {name} data: {count} records, [\d,]+ tokens, 100.0% of th", told)
     lines = [line[20:] for line in log.splitlines()]
-    heads = r"attention:|  not |compiled in|model:|a step holds|(training|held-out) data:|  "
+    heads = "attention:|compiled in|model:|a step holds|schedule:|(training|held-out) data:|  "
     short = [line for line in lines if re.match(heads, line)]
     assert len(short) > 12 and max(map(len, short)) <= 80
 
@@ -92,14 +92,16 @@ def test_a_finished_run_is_extended(arguments, uninterrupted, tmp_path, capsys):
     command = [*arguments, f"--run_dir={run_dir}", "--train.sample_tokens=0"]
     before = (run_dir / "config.yaml").read_bytes()
     assert main([*command, "--train.max_steps=19"]) == 2
-    message = f"train.max_steps=19: must not end the run in {run_dir} before its step 20; set more"
+    message = f"train.max_steps=19: must not end the run in {run_dir} before its step 20; set a"
     assert message in capsys.readouterr().err
     assert (run_dir / "config.yaml").read_bytes() == before
     assert main([*command, "--train.max_steps=22"]) == 0
     out = capsys.readouterr().out
-    assert (
-        "schedule: cosine over 22 steps, learning rate 0.01, decay to 0.001 in the last 22; " in out
+    schedule = (
+        "schedule: cosine over 22 steps, learning rate 0.01",
+        "  decay to 0.001 in the last 22",
     )
+    assert "\n".join(schedule) in out
     rates = rows(run_dir, "train/learning_rate")
     assert sorted(rates) == list(range(1, 23))
     line = f"22 steps in place of 20: the learning rate of step 21 is {rates[21]:.4g} in place of "
@@ -112,14 +114,15 @@ def test_a_finished_run_is_extended(arguments, uninterrupted, tmp_path, capsys):
     ("kind", "start", "jumps"),
     [("constant", 20, False), ("wsd", 18, False), ("wsd", 20, True), ("linear", 20, True)],
 )
-def test_what_an_extended_run_says_of_its_learning_rate(kind, start, jumps):
+def test_learning_rate_of_an_extended_run(kind, start, jumps):
     config = OptimizerConfig(learning_rate=1e-2, lr_scheduler_type=kind)
     spec = SimpleNamespace(config=SimpleNamespace(optimizer=config), steps=40)
     rate = float(learning_rate(config, 40)(start))
     text = f"40 steps in place of 20: the learning rate of step {start + 1} is {rate:.4g}"
     wanted = f"{text} in place of 0.001" if jumps else f"{text}, as before"
     assert describe_extension(spec, start, 20) == wanted
-    assert ("does not change the" in describe_schedule(config, 20)) == (kind != "linear")
+    *_, extension = describe_schedule(config, 20)
+    assert ("does not change the" in extension) == (kind != "linear")
 
 
 @pytest.fixture
@@ -253,7 +256,7 @@ def test_an_evaluation_that_is_not_finite(arguments, tmp_path, monkeypatch, caps
         assert err.count("\n") == 1 and "step 1: eval/loss nan, parameters not finite" in err
         assert not (run_dir / "checkpoints" / "1").exists()
     else:
-        assert "step 2: eval/loss nan: not finite, while all parameters are" in out
+        assert "step 2: eval/loss nan: not finite, but all parameters are" in out
         assert "warning: held-out loss rose from 2.0000 before training to nan" in out
 
 
@@ -274,7 +277,7 @@ def test_start_and_evaluation_say_what_they_do(arguments, tmp_path, capsys, monk
     )
     found = [next(i for i, line in enumerate(lines) if line.startswith(w)) for w in wanted]
     assert found == sorted(found)
-    assert " batches; train.eval_batches: null takes all" in lines[found[4]]
+    assert " batches; train.eval_batches: null evaluates all" in lines[found[4]]
     assert any(line.startswith("held-out nats per token (first 1 batches): ") for line in lines)
     (warning,) = [line for line in lines if line.startswith("warning")]
     assert "wandb failed (" in warning and warning.endswith("; the run goes on without it")

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from bptjax.config import flatten, parse, to_yaml
+from bptjax.config import flatten, to_yaml
+from bptjax.config_parser import parse
 from bptjax.train import main
 from bptjax.training.run_directory import acquire_run_dir
 from bptjax.training.setup import _with_defaults
@@ -34,11 +35,11 @@ BAD = {
     ),
     "hidden by the schedule": (
         ["--execution.schedule", "fused", "--execution.save", "[query, key]"],
-        "execution.save=query needs execution.schedule=split",
+        "execution.save=query: must go with execution.schedule=split",
     ),
     "hidden by chunks": (
         ["--execution.save", "[query, gate]"],
-        "execution.save=gate needs execution.ffn_chunk of at least train.seq_len=32",
+        "execution.save=gate: must go with an execution.ffn_chunk of at least train.seq_len=32",
     ),
     "not in the model": (
         ["--execution.save", "[gate]", "--execution.ffn_chunk", "32", "--model.gated", "false"],
@@ -64,7 +65,7 @@ BAD = {
         ["--optimizer.min_lr_ratio", "5"],
         "optimizer.min_lr_ratio=5.0: must be in [0, 1]",
     ),
-    "no seed": (["--seed", "99999999999999999999"], "seed=99999999999999999999 is not in"),
+    "no seed": (["--seed", "99999999999999999999"], "seed=99999999999999999999: must be in"),
     "two open axes": (
         ["--parallel.dp", "-1"],
         "must have at most one -1, the default of fsdp",
@@ -81,7 +82,7 @@ BAD = {
     "no gpu": (["--device", "gpu"], 'pip install -e ".[gpu]"'),
     "offload from a CPU": (
         ["--execution.offload", "0.5"],
-        "execution.offload=0.5 moves from a GPU",
+        "execution.offload=0.5: must be 0 on a CPU",
     ),
     "no such attention": (["--execution.attention_implementation", "quick"], "'quick'"),
     "a kernel of another platform": (
@@ -115,11 +116,11 @@ BAD = {
     ),
     "patience without evaluations": (
         ["--train.early_stopping_patience=2", "--train.eval_steps=null"],
-        "train.early_stopping_patience=2 needs evaluations while the run trains; set train.eval_st",
+        "train.early_stopping_patience=2: must go with evaluations during the run; set train.eva",
     ),
     "the best of nothing": (
         ["--checkpoint.keep_best=true", "--data.eval_fraction=0"],
-        "checkpoint.keep_best=true needs held-out data; set data.eval_fraction or data.eval_path",
+        "checkpoint.keep_best=true: must go with held-out data; set data.eval_fraction or data",
     ),
     "no such tracker": (
         ["--logging.report_to=[comet]"],
@@ -193,7 +194,7 @@ def test_an_empty_data_set_is_refused(arguments, tmp_path, capsys):
 def test_another_config_does_not_write_over_a_run(arguments, uninterrupted, capsys):
     before = {p: p.read_bytes() for p in uninterrupted.glob("*.*")}
     assert main([*arguments, "--run_dir", str(uninterrupted), "--model.num_layers", "2"]) == 2
-    assert "model.num_layers=1, and this one has 2" in capsys.readouterr().err
+    assert "model.num_layers=1, and this run has 2" in capsys.readouterr().err
     assert {p: p.read_bytes() for p in uninterrupted.glob("*.*")} == before
 
 
@@ -245,13 +246,13 @@ def test_a_run_of_an_older_version_goes_on_with_the_defaults_of_new_keys(argumen
     acquire_run_dir(tmp_path, parse(command))
     for key, found in (("data.num_shards=2", "=1"), ("optimizer.warmup_ratio=0.5", "=None")):
         name, _, value = key.partition("=")
-        with pytest.raises(ValueError, match=f"run with {name}{found}, and this one has {value}"):
+        with pytest.raises(ValueError, match=f"run with {name}{found}, and this run has {value}"):
             acquire_run_dir(tmp_path, parse([*command, f"--{key}"]))
     # Fine-tuning had the defaults of pre-training.
     (tmp_path / "config.yaml").write_text(old.replace("name_or_path: null", "name_or_path: x"))
     tuned = [*command, "--model.name_or_path=x", "--train.compute_dtype=float32"]
     tuned.append("--optimizer.warmup_steps=0")
-    with pytest.raises(ValueError, match="weight_decay=0.1, and this one has 0.0"):
+    with pytest.raises(ValueError, match="weight_decay=0.1, and this run has 0.0"):
         acquire_run_dir(tmp_path, parse(tuned))
     acquire_run_dir(tmp_path, parse([*tuned, "--optimizer.weight_decay=0.1"]))
     assert [file.name for file in tmp_path.iterdir()] == ["config.yaml"]
@@ -319,7 +320,7 @@ def test_defaults_follow_the_work(flags, platform, wanted, tmp_path):
     assert again == config == again.on("cpu") == again.on("gpu")
 
 
-def test_a_fine_tuning_run_says_its_defaults_and_keeps_them(
+def test_a_fine_tuning_run_logs_its_defaults_and_keeps_them(
     arguments, uninterrupted, tmp_path, capsys
 ):
     text = Path(arguments[1]).read_text().replace("model: {", "model: {}\n_: {")
@@ -332,7 +333,9 @@ def test_a_fine_tuning_run_says_its_defaults_and_keeps_them(
     line = (
         "optimizer.learning_rate=2e-05, optimizer.weight_decay=0.0, optimizer.warmup_ratio=0.03, "
     )
-    assert f"fine-tuning defaults: {line}train.compute_dtype=float32" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"fine-tuning defaults: {line}train.compute_dtype=float32" in " ".join(out.split())
+    assert max(len(text) for text in out.splitlines() if "optimizer." in text) <= 80
     saved = (tmp_path / "run" / "config.yaml").read_text()
     for text in ("learning_rate: 2.0e-05", "warmup_ratio: 0.03", "dtype: float32"):
         assert text in saved
@@ -347,7 +350,7 @@ def test_a_fine_tuning_run_says_its_defaults_and_keeps_them(
 def test_a_directory_with_something_else_is_not_taken(arguments, tmp_path, capsys):
     (tmp_path / "thesis.tex").write_text("dear reader")
     assert main([*arguments, "--run_dir", str(tmp_path)]) == 2
-    assert "holds no run" in capsys.readouterr().err
+    assert "must be empty or hold a run" in capsys.readouterr().err
     assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
 
 

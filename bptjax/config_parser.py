@@ -1,0 +1,181 @@
+"""Parses a config from a YAML file and flags, with errors in the form `key=value: must be …`."""
+
+import dataclasses
+import os
+import re
+from argparse import SUPPRESS
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Literal, NoReturn, get_args, get_origin
+
+from bptjax.command_line import EXIT_CODES, Debug, Help, nearest, normalize, one_line
+from bptjax.config import Config
+
+
+def parse(
+    argv: list[str],
+    description: str = "",
+    kind: type = Config,
+    command: str = "train",
+    *,
+    defaults: Sequence[str] = (),
+) -> Any:
+    """Returns a dataclass of type `kind` from `--config FILE` and flags `--group.key=value`.
+
+    Flags override the file, wherever `--config` stands, and override `defaults`, which are flags
+    too.
+
+    Raises:
+      ValueError: unknown key, repeated key, wrong type, missing file or a value out of range, in
+        one line.
+    """
+    from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace
+
+    hints = _hints(kind)
+
+    class Parser(ArgumentParser):
+        def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+            raise ValueError(_one_line(one_line(message), hints))
+
+    class Formatter(Help, DefaultHelpFormatter):
+        pass
+
+    parser = Parser(
+        prog=f"bptjax {command}",
+        usage="%(prog)s [--config FILE] [--KEY VALUE ...] [--debug]",
+        description=description,
+        epilog=EXIT_CODES,
+        formatter_class=Formatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--config", action="config", metavar="FILE", help="YAML file of the keys below"
+    )
+    parser._add_action(Debug())
+    parser.add_class_arguments(kind, None)
+    flags = parser._option_string_actions
+    flags["--print_config"].help = "print all keys as YAML, and exit"
+    for name, action in flags.items():
+        if name.endswith(".help"):
+            action.help = f"show the keys of {name.removesuffix('.help')}, and exit"
+    for f in fields(kind):
+        if dataclasses.is_dataclass(f.type):
+            flags[f"--{f.name}"].help = SUPPRESS  # --group FILE, beside --config.
+    for key, hint in hints.items():
+        flags[f"--{key}"].metavar = _metavar(hint)
+    parsed = parser.parse_args(_config_first([*defaults, *normalize(argv, parser)]))
+    for f in fields(kind):
+        # jsonargparse accepts a number in place of a group, and fails on it later.
+        if dataclasses.is_dataclass(f.type) and not isinstance(parsed[f.name], Namespace):
+            raise ValueError(f"{f.name}={parsed[f.name]}: must be a group of keys")
+    values = parser.instantiate(parsed)
+    return kind(**{f.name: values[f.name] for f in fields(kind)})
+
+
+def _config_first(argv: list[str]) -> list[str]:
+    """Returns `argv` with `--config` first, because in jsonargparse the later of file and flag
+    wins.
+
+    Raises:
+      ValueError: the file has a key twice. YAML would silently take the last one.
+    """
+    files, rest, tokens = [], [], iter(argv)
+    for token in tokens:
+        if token == "--config":
+            files = [value for value in (next(tokens, None),) if value is not None]
+            rest += [] if files else [token]
+        elif token.startswith("--config="):
+            files = [token.removeprefix("--config=")]
+        else:
+            rest.append(token)
+    for file in files:
+        _check_repeated(Path(os.path.expanduser(file)))
+    return [f"--config={file}" for file in files] + rest
+
+
+def _check_repeated(file: Path) -> None:
+    import yaml
+
+    def check(node: Any, prefix: str) -> None:
+        seen = set()
+        for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+            name = prefix + str(key.value)
+            if name in seen:
+                raise ValueError(
+                    f"{file}, line {key.start_mark.line + 1}: {name} is given twice; give it once"
+                )
+            seen.add(name)
+            check(value, f"{name}.")
+
+    try:
+        check(yaml.compose(file.read_text()), "")
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return  # jsonargparse reports the error.
+
+
+def _hints(kind: type, prefix: str = "") -> dict[str, Any]:
+    """Returns the type of each key, `{"group.key": type}`."""
+    found = {}
+    for f in fields(kind):
+        if isinstance(f.type, type) and dataclasses.is_dataclass(f.type):
+            found |= _hints(f.type, f"{prefix}{f.name}.")
+        else:
+            found[prefix + f.name] = f.type
+    return found
+
+
+def _metavar(hint: Any) -> str:
+    """Formats a type for help text."""
+    arguments = [a for a in get_args(hint) if a not in (type(None), ...)]
+    origin = get_origin(hint)
+    if hint is bool or origin is Literal:
+        return "{" + ",".join(map(str, arguments or ("true", "false"))) + "}"
+    if origin in (list, tuple):
+        return f"[{_metavar(arguments[0])}, ...]"
+    if origin is dict or dataclasses.is_dataclass(hint):
+        return "{KEY: VALUE, ...}"
+    if arguments:  # A union.
+        return "|".join(map(_metavar, arguments))
+    return {int: "INT", float: "NUMBER"}.get(hint, "TEXT")
+
+
+def _expected(hint: Any) -> str:
+    """Formats a type for errors."""
+    arguments = [a for a in get_args(hint) if a is not ...]
+    origin = get_origin(hint)
+    if origin is Literal:
+        return f"one of {', '.join(map(str, arguments))}"
+    if origin in (list, tuple):
+        return f"a list, each item {_expected(arguments[0])}"
+    if origin is dict or dataclasses.is_dataclass(hint):
+        return "keys and values, {key: value}"
+    if arguments:
+        return " or ".join(map(_expected, arguments))
+    names = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
+    return names.get(hint, "null")
+
+
+def _one_line(message: str, hints: dict[str, Any]) -> str:
+    """Rewrites an error of jsonargparse in the form `key=value: must be …`."""
+    text = " ".join(message.split())
+    for pattern in (
+        r"Group '(?P<group>[\w.]+)' does not accept option '(?P<key>[\w.]+)'",
+        r"Option '(?P<key>[\w.]+)' is not accepted",
+        r"^unknown key (?P<key>[\w.]+)",  # A key of a list item.
+    ):
+        if found := re.search(pattern, text):
+            parts = found.groupdict()
+            key = ".".join(part for part in (parts.get("group"), parts["key"]) if part)
+            groups = ", ".join(dict.fromkeys(name.split(".")[0] for name in hints))
+            return f"unknown key {key}{nearest(key, hints) or f'; known: {groups}'}"
+    found = re.match(r"Parser key \"([\w.]+)\": (.*)", text)
+    if not found or found[1] not in hints:
+        return text
+    key, error = found.groups()
+    items = [kind for kind in get_args(hints[key]) if dataclasses.is_dataclass(kind)]
+    if items and re.match(r"Parser key|unknown key|\w+ must be given", error):
+        return f"{key}: {_one_line(error, _hints(items[0]))}"
+    error = re.sub(r".* class_path '(.*?)': .*", r"Got value: \1", error)
+    value = re.search(r".*(?:Got|Given) value: (.*?)(?: Subclass types .*)?$", error)
+    return f"{key}={value[1]}: must be {_expected(hints[key])}" if value else text
