@@ -1,4 +1,4 @@
-"""Adapters written for PEFT, with the config of the base model where training changed it."""
+"""Writes adapters for PEFT, with the base model's config if training changed it."""
 
 import json
 from dataclasses import replace
@@ -15,17 +15,17 @@ from bptjax.pretrained import Pretrained, open_pretrained, resolve_checkpoint
 
 
 def export_adapter(source: str, out: Path) -> Pretrained:
-    """Writes the adapters of a run's newest checkpoint as PEFT reads them.
+    """Writes the adapters of a run's newest checkpoint in PEFT's format.
 
     Raises:
-      ValueError: what is wrong with it, in one line; nothing is left of `out`.
+      ValueError: one line about the error in the run; `out` is not created.
     """
     model = open_adapter(source)
     with atomic_directory(out) as directory:
         write_adapter(model, directory)
         here, added = resolve_checkpoint(source), model.config.add_tokens
         if has_tokenizer(here) or added and model.sidecars:
-            # With the chat template and the stop tokens that the adapter was trained with.
+            # Its chat template and stop tokens are the ones that the adapter was trained with.
             own = here if has_tokenizer(here) else model.sidecars
             tokenizer = load_tokenizer(str(own), model.config.V)
             add_tokens(tokenizer, added)
@@ -34,8 +34,8 @@ def export_adapter(source: str, out: Path) -> Pretrained:
 
 
 def write_adapter(model: Pretrained, directory: Path) -> None:
-    """Writes PEFT's files into `directory`, and beside them the base's config where training
-    changed it: the changed keys for `open_pretrained`, and a config.json for transformers.
+    """Writes PEFT's files to `directory`, and the base model's config if training changed it: the
+    changed keys for `open_pretrained`, and a config.json for transformers.
     """
     assert model.adapters and model.family and model.read_as and model.sidecars
     base = str(model.config.name_or_path)
@@ -44,15 +44,15 @@ def write_adapter(model: Pretrained, directory: Path) -> None:
         (directory / BASE_CONFIG).write_text(json.dumps(changed, indent=2) + "\n")
     if _needs_config(model):
         raw = read_json(model.sidecars / "config.json")
-        # Without added tokens: transformers reads the base's embeddings with this config.
+        # Leave out added tokens: transformers reads the base model's embeddings with this config.
         config = replace(model.config, vocab_size=model.read_as.vocab_size)
         raw = exported(raw, model.read_as, config)
         (directory / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
 
 
 def remedy_for_peft(model: Pretrained, out: Path) -> str:
-    """One line on how PEFT gets the base model that the adapter in `out` was trained beside; empty
-    where the base is as it was.
+    """Returns a line that tells how PEFT can use the base model as the adapter in `out` needs it;
+    empty if training did not change the base model.
     """
     assert model.read_as is not None
     base, new, old = model.config.name_or_path, model.config, model.read_as
@@ -68,20 +68,20 @@ def remedy_for_peft(model: Pretrained, out: Path) -> str:
         old.max_position_embeddings or 0
     ):
         steps.append(
-            f"keep to the {old.max_position_embeddings} positions that it has, of "
+            f"use only its {old.max_position_embeddings} positions, of "
             f"{new.max_position_embeddings} that the adapter was trained on"
         )
     if not steps:
         return ""
     return (
-        f"the adapter was trained beside a changed base; in PEFT, {', then '.join(steps)}; or "
+        f"the adapter was trained with a changed base model; in PEFT, {', then '.join(steps)}; or "
         "write one model of both by merge-adapter"
     )
 
 
 def _needs_config(model: Pretrained) -> bool:
-    """Whether config keys alone change what the base model computes. A longer table of learned
-    positions is beyond a config: transformers would refuse the base's table by its shape.
+    """Returns whether config keys alone change the base model's function. A config cannot extend a
+    table of learned positions: transformers would refuse the base model's table by its shape.
     """
     assert model.read_as is not None
     changed = changes(model.read_as, model.config)
@@ -91,14 +91,14 @@ def _needs_config(model: Pretrained) -> bool:
 
 
 def open_adapter(source: str) -> Pretrained:
-    """The adapter, a run's or PEFT's, with the model of a Hugging Face family that it is for.
+    """Opens the adapter of a run or of PEFT with its base model, which is of a Hugging Face family.
 
     Raises:
-      ValueError: it is none.
+      ValueError: the source is not such an adapter.
     """
     model = open_pretrained(ModelConfig(name_or_path=source))
     if model.adapters is None:
-        raise ValueError(f"{source} is not an adapter")
+        raise ValueError(f"{source}: must be an adapter")
     if model.family is None:
-        raise ValueError(f"{source} is an adapter of a model of no Hugging Face family")
+        raise ValueError(f"{source}: the base model must be of a Hugging Face family")
     return model

@@ -1,4 +1,4 @@
-"""Checkpoints: written in the background, checked before use, restored on any number of devices."""
+"""Checkpoints: saved in the background, checked before use, restored on any number of devices."""
 
 import json
 import logging
@@ -29,10 +29,10 @@ class CheckpointConfig:
 
     Attributes:
       save_steps: optimizer steps between checkpoints.
-      save_total_limit: number of newest checkpoints kept. With 1 there is no older checkpoint
-        to fall back on if that one is damaged.
-      keep_best: saves and keeps the checkpoint with the lowest eval/loss too, named in best.json.
-        Other commands still take the newest one.
+      save_total_limit: number of newest checkpoints to keep. With 1 there is no older checkpoint
+        to fall back on if it is damaged.
+      keep_best: also save and keep the checkpoint with the lowest eval/loss, named in best.json.
+        Other commands still use the newest checkpoint.
     """
 
     save_steps: int = 500
@@ -42,7 +42,7 @@ class CheckpointConfig:
     def __post_init__(self):
         for field in ("save_steps", "save_total_limit"):
             if (value := getattr(self, field)) < 1:
-                raise ValueError(f"checkpoint.{field}={value} must be at least 1")
+                raise ValueError(f"checkpoint.{field}={value}: must be at least 1")
 
 
 @dataclass
@@ -50,9 +50,9 @@ class Best:
     """Lowest eval/loss of a run after step 0.
 
     Attributes:
-      step: its step; 0 before the first evaluation.
-      loss: its value, in nats per token.
-      since: evaluations since then without a lower one.
+      step: step of the lowest loss; 0 before the first evaluation.
+      loss: lowest loss, in nats per token.
+      since: number of evaluations since then without a lower loss.
     """
 
     step: int = 0
@@ -60,7 +60,7 @@ class Best:
     since: int = 0
 
     def add(self, step: int, loss: float) -> None:
-        """Adds an evaluation; a loss that is not finite is no improvement."""
+        """Adds an evaluation. A loss that is not finite does not count as an improvement."""
         if math.isfinite(loss) and (self.loss is None or loss < self.loss):
             self.step, self.loss, self.since = step, loss, 0
         else:
@@ -69,7 +69,7 @@ class Best:
 
 @dataclass
 class _Step:
-    """Orbax's preservation policy for one step, which may change."""
+    """Preservation policy of orbax that keeps one step, which may change."""
 
     step: int | None = None
 
@@ -78,20 +78,20 @@ class _Step:
 
 
 class DamagedCheckpointError(RuntimeError):
-    """There are finished checkpoints and all are damaged."""
+    """All finished checkpoints are damaged."""
 
 
 class Checkpoints:
     """The checkpoints of one run, `<run_dir>/checkpoints/<step>/`.
 
-    Each holds `state` (arrays, by the path of the leaf), `meta` (JSON) and a manifest with the
-    CRC-32 of every file: orbax restores a flipped byte without complaint. A directory takes its
-    final name when all of it is on disk; older ones are deleted after that. Of several processes
-    each writes what its devices hold, all into one directory that they share; process 0 says which
-    checkpoint is restored.
+    A checkpoint holds `state` (arrays by the path of the leaf), `meta` (JSON) and a manifest with
+    the CRC-32 of every file, because orbax does not notice a flipped byte. A directory gets its
+    final name when all files are on disk; older checkpoints are deleted afterwards. Each process
+    writes the arrays of its own devices into one shared directory, and process 0 decides which
+    checkpoint all processes restore.
 
-    Nothing is written before the first `save`. That removes half-written directories and renames
-    to `<step>.aside<n>` whatever is newer than the step continued from (damaged, or superseded).
+    Nothing is written before the first `save`, which removes half-written directories and renames
+    checkpoints newer than the restored step (damaged or superseded) to `<step>.aside<n>`.
     """
 
     def __init__(self, run_dir: Path | str, *, save_total_limit: int | None = None):
@@ -100,16 +100,16 @@ class Checkpoints:
         self._manager: ocp.CheckpointManager | None = None
         self._step, self._best = -1, _Step()
         self._record: dict[str, Any] | None = None
-        # Orbax narrates through absl, which prints to stderr. Its failures arrive as exceptions.
+        # Orbax logs through absl, which prints to stderr. Its failures are raised as exceptions.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
 
     def save(self, step: int, state: Any, extra: dict, best: Best | None = None) -> None:
-        """Copies `state` off the devices and returns; a thread writes it.
+        """Copies `state` from the devices and returns, while a thread writes it.
 
-        The caller may donate `state` (a pytree of jax arrays, none of size 0 and none uint4) at
-        once; `extra` is JSON. Waits for the save before this one and raises what that one raised
-        (disk full, for one). A step just saved or restored is not written again. The checkpoint of
-        `best` is kept beside the newest ones, and `best.json` in the run directory names it.
+        The caller may donate `state` (a pytree of jax arrays, none of size 0 and none uint4) after
+        the call. `extra` is JSON. Waits for the previous save and raises its error, such as a full
+        disk. Does not write a step again that was just saved or restored. Keeps the checkpoint of
+        `best` in addition to the newest ones, and names it in `best.json` in the run directory.
         """
         self.wait()
         if step == self._step:
@@ -124,7 +124,7 @@ class Checkpoints:
         self._manager.save(step, args=ocp.args.Composite(**items), force=True)
 
     def wait(self) -> None:
-        """Blocks until the last save is finished, and raises what it raised."""
+        """Blocks until the last save is finished, and raises its error."""
         if self._manager:
             self._manager.wait_until_finished()
 
@@ -134,15 +134,15 @@ class Checkpoints:
             self._manager.close()
 
     def restore(self, abstract_state: Any, step: int | None = None) -> tuple[int, Any, dict] | None:
-        """The newest whole checkpoint, or that of `step`, as (step, state, extra).
+        """Restores the newest intact checkpoint, or the checkpoint of `step`. Returns (step, state,
+        extra), or None if no checkpoint was ever finished.
 
-        `abstract_state` is the tree of `jax.ShapeDtypeStruct` with shardings (or of arrays) to
-        restore into, on any mesh. Half-written and damaged checkpoints are passed over with a
-        warning. None where no checkpoint was ever finished.
+        `abstract_state` is a tree of `jax.ShapeDtypeStruct` with shardings, or of arrays, on any
+        mesh. Skips half-written and damaged checkpoints with a warning.
 
         Raises:
           ValueError: the trees, shapes or dtypes differ, or there is no checkpoint of `step`.
-          DamagedCheckpointError: all are damaged, or that of `step` is.
+          DamagedCheckpointError: all checkpoints are damaged, or the checkpoint of `step` is.
         """
         found = self.newest(step) if jax.process_index() == 0 else None
         found = int(multihost_utils.broadcast_one_to_all(np.int32(-1 if found is None else found)))
@@ -152,34 +152,34 @@ class Checkpoints:
         return found, *_load(self.directory / str(found), abstract_state)
 
     def newest(self, step: int | None = None) -> int | None:
-        """The step of the newest whole checkpoint, or `step` if that is whole; what is passed over
-        is named in a warning. None where none was ever finished.
+        """Returns the step of the newest intact checkpoint, or `step` if its checkpoint is intact.
+        Names skipped checkpoints in a warning. Returns None if none was ever finished.
 
         Raises:
           ValueError, DamagedCheckpointError: as `restore`.
         """
-        finished, passed = self._steps(), []
+        finished, skipped = self._steps(), []
         if step is None:
             newest = max(finished, default=-1)
-            passed = [f"step {s} is half-written" for s in self._steps(HALF_WRITTEN) if s > newest]
+            skipped = [f"step {s} is half-written" for s in self._steps(HALF_WRITTEN) if s > newest]
         elif step not in finished:
-            raise ValueError(f"{self.directory} has no step {step}; it has {finished}")
+            raise ValueError(f"step {step}: must be one of {finished} in {self.directory}")
         for found in finished[::-1] if step is None else [step]:
             if not (damage := _damage(self.directory / str(found))):
-                if passed:
-                    log.warning("%s: %s; using step %d", self.directory, "; ".join(passed), found)
+                if skipped:
+                    log.warning("%s: %s; using step %d", self.directory, "; ".join(skipped), found)
                 return found
-            passed.append(f"step {found} is damaged ({damage})")
-        unusable = f"{self.directory}: {'; '.join(passed)}; "
+            skipped.append(f"step {found} is damaged ({damage})")
+        unusable = f"{self.directory}: {'; '.join(skipped)}; "
         if finished:
-            remedy = "bring one back from a copy, or move the directory away to start from step 0"
+            remedy = "restore one from a copy, or move the directory away to start from step 0"
             raise DamagedCheckpointError(unusable + remedy)
-        if passed:
+        if skipped:
             log.warning("%sstarting from step 0", unusable)
         return None
 
-    def kinds(self, step: int) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """(dtype, shape) of each array of the state, by the path of its leaf."""
+    def specs(self, step: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Returns (dtype, shape) of each array of the state, by the path of its leaf."""
         meta = _meta(self.directory / str(step))
         each = {name: kind.removesuffix("]").split("[") for name, kind in meta["leaves"].items()}
         return {
@@ -188,11 +188,11 @@ class Checkpoints:
         }
 
     def extra(self, step: int) -> dict:
-        """What was saved beside the state."""
+        """Returns the values saved beside the state."""
         return _meta(self.directory / str(step))["extra"]
 
     def read(self, step: int, name: str) -> np.ndarray:
-        """One array of the state, in host memory, for this process without the others."""
+        """Reads one array of the state into host memory, in this process alone."""
         here = jax.process_index()
         alone = ocp.options.MultiprocessingOptions(
             primary_host=here, active_processes={here}, barrier_sync_key_prefix=f"read{here}"
@@ -228,12 +228,12 @@ class Checkpoints:
                 create_directories_asynchronously=False,
             ),
         )
-        # A barrier: no process lists the steps before process 0 has tidied up.
+        # This is a barrier: no process lists the steps before process 0 has cleaned up.
         return ocp.CheckpointManager(self.directory, options=options)
 
     def _write_manifest(self) -> None:
-        """Called by orbax's thread, of process 0, when every file is written and the directory not
-        yet renamed."""
+        """Writes the manifest. The thread of orbax in process 0 calls it when every file is written
+        and the directory is not yet renamed."""
         path = self.directory / f"{self._step}{HALF_WRITTEN}"
         files = [str(f.relative_to(path)) for f in path.glob("*/**/*") if f.is_file()]
         (path / MANIFEST).write_text(json.dumps(_checksums(path, files), indent=1))
@@ -250,11 +250,11 @@ def _load(path: Path, abstract_state: Any) -> tuple[Any, dict]:
         here = _kind(wanted[name]) if name in wanted else "absent"
         if (there := saved.get(name, "absent")) != here:
             raise ValueError(
-                f"{path} is of another configuration: {name} is {there} there and {here} in this "
-                "run; use the config it was saved with, or a new run directory"
+                f"{path}: {name} is {there} in the checkpoint and {here} in this run: must be the "
+                "same; use the config of the checkpoint, or a new run directory"
             )
         if wanted[name].sharding is None:
-            raise ValueError(f"abstract_state: {name} has no sharding; give it one")
+            raise ValueError(f"abstract_state: {name}: must have a sharding")
     with ocp.StandardCheckpointer() as reader:
         state = reader.restore(path / "state", wanted)
     leaves = [state[name] for name in wanted]
@@ -266,7 +266,7 @@ def _meta(path: Path) -> dict:
 
 
 def _leaves(tree: Any) -> dict[str, Any]:
-    """Leaves by path. A flat dict looks the same to orbax whatever classes the tree is made of."""
+    """Returns the leaves by path. Orbax sees this flat dict, whatever the classes of the tree."""
     leaves = jax.tree.leaves_with_path(tree)
     return {jax.tree_util.keystr(at, simple=True, separator="/"): leaf for at, leaf in leaves}
 
@@ -281,12 +281,12 @@ def _checksums(directory: Path, files: list[str]) -> dict[str, int]:
             blocks = iter(lambda: stream.read(1 << 22), b"")
             return reduce(lambda value, block: zlib.crc32(block, value), blocks, 0)
 
-    with ThreadPoolExecutor() as threads:  # crc32 runs outside the interpreter lock
+    with ThreadPoolExecutor() as threads:  # crc32 releases the interpreter lock.
         return dict(zip(files, threads.map(crc, files), strict=True))
 
 
 def _damage(directory: Path) -> str:
-    """What is wrong with a finished checkpoint, or nothing."""
+    """Returns the damage of a finished checkpoint, or an empty text."""
     try:
         wanted = json.loads((directory / MANIFEST).read_text())
         if not wanted or not isinstance(wanted, dict):

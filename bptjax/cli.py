@@ -1,6 +1,6 @@
-"""`bptjax COMMAND …`: the commands, and the flags of those that read no config.
+"""`bptjax COMMAND …`: the commands, and the flags of commands that read no config.
 
-A command is imported after its flags are parsed: importing jax takes most of a second.
+A command is imported after its flags are parsed, because importing jax takes most of a second.
 """
 
 import sys
@@ -23,7 +23,7 @@ DTYPES = ["float32", "bfloat16", "float16"]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command that `argv` names; returns its exit code."""
+    """Runs the command named in `argv`. Returns its exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
     name = argv[0] if argv else ""
     if name in PARSERS:
@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def launch(name: str, argv: list[str] | None) -> int:
-    """Parses the flags of a command in `PARSERS` and runs it; returns its exit code."""
+    """Parses the flags of a command in `PARSERS` and runs it. Returns its exit code."""
 
     def command(argv: list[str]) -> int:
         arguments = PARSERS[name]().parse_args(argv)
@@ -73,7 +73,8 @@ def _model_flags(parser: Parser) -> None:
     add = parser.add_argument_group("model").add_argument
     add("--model", required=True, help="Hugging Face, converted or run directory, or a hub id")
     add("--tokenizer", help="byte or a directory. If not set, the tokenizer of the model.")
-    add("--dtype", choices=DTYPES, help="dtype of the computation. If not set, that of the model.")
+    dtype = "dtype of the computation. If not set, the dtype of the model."
+    add("--dtype", choices=DTYPES, help=dtype)
     device = "device to run on. auto refuses the CPU of a machine with an NVIDIA GPU."
     add("--device", choices=["auto", "cpu", "gpu"], default="auto", help=device)
 
@@ -93,9 +94,10 @@ def generate() -> Parser:
     add("--chat", action="store_true", help="prompts are user messages, in the chat template")
     add("--prefill_chunk", type=int, default=2048, help="prompt tokens processed at a time")
     add = parser.add_argument_group("sampling").add_argument
-    add("--max_new_tokens", type=int, default=128, help="most tokens of a continuation")
+    most = "largest number of tokens in a continuation"
+    add("--max_new_tokens", type=int, default=128, help=most)
     add("--temperature", type=float, default=1.0, help="0 takes the most likely token")
-    add("--top_k", type=int, default=0, help="sample from the k most likely tokens; 0 from all")
+    add("--top_k", type=int, default=0, help="sample from the k most likely tokens; 0 for all")
     top_p = "sample from the most likely tokens that together have this probability"
     add("--top_p", type=float, default=1.0, help=top_p)
     penalty = "divides the logits of tokens that have occurred; 1 turns it off"
@@ -125,7 +127,7 @@ def evaluate() -> Parser:
     add("--passkey_lengths", type=int, nargs="+", default=[], help="prompt lengths in tokens")
     depths = "positions of the key in the prompt, 0 the start and 1 the end"
     add("--depths", type=float, nargs="+", default=[0.0, 0.25, 0.5, 0.75, 1.0], help=depths)
-    add("--trials", type=int, default=5, help="keys for each length and depth")
+    add("--trials", type=int, default=5, help="number of keys for each length and depth")
     add("--seed", type=int, default=0, help="seed of the keys")
     add = parser.add_argument_group("output").add_argument
     add("--out", type=Path, default=Path("evaluation"), help="directory of JSON and plots")
@@ -155,14 +157,14 @@ def convert() -> Parser:
             help=text,
             description=f"Converts: {text}.",
         )
-        command.add_argument("source", metavar=source, help="what to convert")
+        command.add_argument("source", metavar=source, help="checkpoint or adapter to convert")
         command.add_argument("out", metavar="OUT", type=Path, help="new directory to write")
         if way == "export-adapter":
             continue
         verify = "compare the result with transformers; needs torch"
         command.add_argument("--verify", action="store_true", help=verify)
         if way != "hf-to-bptjax":
-            dtype = "dtype to write. If not set, that of the parameters."
+            dtype = "dtype to write. If not set, the dtype of the parameters."
             command.add_argument("--dtype", choices=DTYPES, help=dtype)
             size = "largest size of a file"
             command.add_argument("--max_shard_size", default="5GB", help=size)

@@ -1,4 +1,4 @@
-"""Shared by every command: the spelling of flags, help text, one-line errors, exit codes."""
+"""The command line of every command: spelling of flags, help text, one-line errors, exit codes."""
 
 import argparse
 import difflib
@@ -13,7 +13,7 @@ EXIT_CODES = (
     "130 stopped by Ctrl-C; 143 stopped by SIGTERM."
 )
 
-# Config keys of version 0.1, beside those of its group `memory`, which is now `execution`.
+# Renamed config keys of version 0.1. Its group `memory` is now `execution`; see `new_name`.
 RENAMED = {
     "memory.attention": "execution.attention_implementation",
     "memory.sequence": "parallel.sequence_strategy",
@@ -31,9 +31,9 @@ RENAMED = {
 
 
 def run_command(command: Callable[[list[str]], int], argv: list[str] | None) -> int:
-    """Returns the exit code of `command(argv)`; an error is one line on stderr.
+    """Returns the exit code of `command(argv)`, and prints an error as one line on stderr.
 
-    With `--debug` in `argv`, errors are raised instead. `argv` defaults to that of the process.
+    With `--debug` in `argv`, errors are raised instead. By default, `argv` is the process's.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -44,7 +44,7 @@ def run_command(command: Callable[[list[str]], int], argv: list[str] | None) -> 
         sys.stdout.flush()
         return code
     except BrokenPipeError:
-        # The reader has closed the pipe, as `head` does. Python flushes stdout once more at exit.
+        # The reader has closed the pipe, like `head`. Python will flush stdout once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 1
     except KeyboardInterrupt:
@@ -63,13 +63,13 @@ def _fail(error: Exception, code: int, argv: list[str]) -> int:
 
 
 def new_name(key: str) -> str:
-    """Returns the present name of a config key of version 0.1; other keys as they are."""
+    """Returns the new name of a config key of version 0.1. Other keys stay the same."""
     return RENAMED.get(key) or re.sub(r"^memory\b", "execution", key)
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """Returns "; now called …" for a renamed key, "; nearest: …" for another unknown name, or
-    nothing if no name is similar.
+    """Returns "; now called …" for a renamed key, "; nearest: …" for any other unknown name, or an
+    empty text if no name is similar.
     """
     key = name.removeprefix("--")
     if new_name(key) != key:
@@ -79,7 +79,7 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 
 def normalize(argv: list[str], parser: argparse.ArgumentParser) -> list[str]:
-    """Returns `argv` with underscores for the hyphens in names of flags, up to a sub-command.
+    """Returns `argv` with underscores in place of hyphens in names of flags, up to a sub-command.
 
     Raises:
       ValueError: a flag is unknown, or given twice with different values.
@@ -94,13 +94,13 @@ def normalize(argv: list[str], parser: argparse.ArgumentParser) -> list[str]:
         if token.replace("_", "-") in commands:
             return [*result, token.replace("_", "-"), *argv[index + 1 :]]
         name, equals, value = token.partition("=")
-        # argparse takes a token with a space in it for a value.
+        # argparse treats a token with a space as a value.
         if not name.startswith("--") or " " in name:
             result.append(token)
             continue
         name = "--" + name[2:].replace("-", "_")
         action = actions.get(name)
-        # A key of a dict may be set alone: --model.rope_parameters.factor. Groups are hidden.
+        # A flag may set one key of a dict: --model.rope_parameters.factor. Groups have hidden help.
         mapping = actions.get(name.rpartition(".")[0])
         if action is None and mapping is not None and mapping.help != argparse.SUPPRESS:
             action = mapping
@@ -117,7 +117,7 @@ def normalize(argv: list[str], parser: argparse.ArgumentParser) -> list[str]:
 
 
 def _values(following: list[str], nargs: int | str | None) -> list[str]:
-    """Returns the tokens that are values of a flag."""
+    """Returns the values of a flag among the tokens that follow it."""
     end = next((i for i, token in enumerate(following) if token.startswith("--")), len(following))
     return following[: end if nargs in ("+", "*") else min(end, 1)]
 
@@ -127,7 +127,7 @@ def _commands(action: argparse.Action) -> Iterable[str]:
 
 
 class Help(argparse.HelpFormatter):
-    """Help text with defaults, and types in place of upper-case copies of the flags."""
+    """Formatter of help text with defaults, and with types in place of upper-case flag names."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text, default = action.help or "", action.default
@@ -145,7 +145,8 @@ class Help(argparse.HelpFormatter):
         return names.get(getattr(action.type, "__name__", ""), "TEXT")
 
     def _choices(self, action: argparse.Action) -> str:
-        """Returns "{a,b,c}" of a flag with so many choices that they do not fit beside its name."""
+        """Returns "{a,b,c}" for a flag whose choices do not fit beside its name, else an empty
+        text."""
         values = self._format_args(action, self._get_default_metavar_for_optional(action))
         fits = len(f"  {', '.join(action.option_strings)} {values}") <= self._width
         return "" if fits else values
@@ -155,13 +156,14 @@ class Help(argparse.HelpFormatter):
             return super()._format_action_invocation(action)
         values = self._format_args(action, self._get_default_metavar_for_optional(action))
         values = "NAME" if self._choices(action) else values
-        # The form with + adds to a list.
+        # Leave out the form with +, which appends to a list.
         names = [name for name in action.option_strings if not name.endswith("+")]
         return f"{', '.join(names)} {values}".rstrip()
 
 
 class Debug(argparse._HelpAction):
-    """`--debug`, which `run_command` reads. As a kind of `--help` it is no key of a config."""
+    """The flag `--debug`, which `run_command` reads. A subclass of `--help`'s action, so that it is
+    not a key of a config."""
 
     def __init__(self):
         super().__init__(["--debug"], help="show the traceback of an error")
@@ -171,7 +173,8 @@ class Debug(argparse._HelpAction):
 
 
 class Parser(argparse.ArgumentParser):
-    """Flags of a command. Errors are ValueErrors of one line; abbreviations are refused."""
+    """Parser of a command's flags. Raises errors as ValueErrors of one line; refuses
+    abbreviations."""
 
     def __init__(self, **options: Any):
         options.setdefault("epilog", EXIT_CODES)
@@ -180,7 +183,7 @@ class Parser(argparse.ArgumentParser):
         self._add_action(Debug())
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        # argparse calls this for a sub-command too.
+        # argparse calls this method for a sub-command too.
         args = normalize(list(sys.argv[1:] if args is None else args), self)
         return super().parse_known_args(args, namespace)
 
@@ -189,7 +192,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _shown(value: Any) -> str:
-    """Returns a default as YAML writes it."""
+    """Formats a default value as YAML."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, dict):
@@ -200,7 +203,7 @@ def _shown(value: Any) -> str:
 
 
 def one_line(message: str) -> str:
-    """Returns argparse's complaint in the form `flag=value: must be …`."""
+    """Rewrites an error of argparse in the form `flag=value: must be …`."""
     if found := re.match(r"argument (\S+): invalid (\w+) value: '(.*)'", message):
         kind = {"int": "an integer", "float": "a number"}.get(found[2], found[2])
         return f"{found[1]}={found[3]}: must be {kind}"

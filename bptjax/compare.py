@@ -1,9 +1,9 @@
-"""`bptjax compare`: one transformer layer, its loops written in several ways, timed.
+"""`bptjax compare`: times one transformer layer with its loops implemented in several ways.
 
-The work is Algorithm 1's: causal attention, then the feed-forward with norms and residuals, forward
-and backward. `loop` runs it as Python loops over blocks, one dispatch an operation; `unrolled` is
-the same loops under jit; `fused` is one scan over query blocks; any other name is an attention
-implementation with the feed-forward in a scan over chunks.
+A step is Algorithm 1 forward and backward: causal attention, then the feed-forward network with
+norms and residuals. `loop` runs it as Python loops over blocks, with one dispatch per operation;
+`unrolled` is the same loops under jit; `fused` is one scan over query blocks; any other name is an
+attention implementation with the feed-forward network in a scan over chunks.
 """
 
 import json
@@ -81,17 +81,18 @@ class CompareConfig:
     def __post_init__(self):
         for name in self.implementations:
             if name not in WAYS:
-                raise ValueError(f"implementations: {name!r}; there are {', '.join(WAYS)}")
+                raise ValueError(f"implementations={name!r}: must be one of {', '.join(WAYS)}")
         for name in ("lengths", "chunks"):
             if not getattr(self, name) or min(getattr(self, name)) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}; give positive numbers of tokens")
-        if self.batch < 1 or self.repeats < 1:
-            raise ValueError(f"batch={self.batch}, repeats={self.repeats}; each is at least 1")
-        _ = self.model  # Refuses an impossible shape.
+                raise ValueError(f"{name}={getattr(self, name)}: must be positive token counts")
+        for name in ("batch", "repeats"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+        _ = self.model  # Raises for an impossible shape.
 
     @property
     def model(self) -> ModelConfig:
-        """The layer as a model of one."""
+        """The layer as a model with one layer."""
         return ModelConfig(
             hidden_size=self.hidden_size,
             num_layers=1,
@@ -129,7 +130,8 @@ def layer_output(way: str, layer: Layer, x: Array, q_chunk: int, k_chunk: int) -
 
 
 class Work:
-    """A layer and a row of T tokens: `gradients(way, …)` of a random projection of its output."""
+    """A layer and sequences of T tokens. Computes gradients of a random projection of its
+    output."""
 
     def __init__(self, config: CompareConfig, T: int):
         key, *data = jax.random.split(jax.random.key(0), 3)
@@ -147,7 +149,8 @@ class Work:
                 self.oracle = dense(layer, *(x.astype(jnp.float32) for x in rest))
 
     def gradients(self, way: str, q_chunk: int, k_chunk: int) -> Callable:
-        """Gradients by the layer and its input."""
+        """Returns a function that computes the gradients of the layer's parameters and its
+        input."""
 
         def projected(layer, x, g):
             y = layer_output(way, layer, x, q_chunk, k_chunk)
@@ -156,7 +159,7 @@ class Work:
         return jax.grad(projected, (0, 1))
 
     def row(self, way: str, q_chunk: int, k_chunk: int) -> dict[str, Any]:
-        """One row of figures; `status` is ok, or says why there are none."""
+        """Returns a row of measurements. Its `status` is ok, or the reason why there are none."""
         row = dict(implementation=way, T=self.T, q_chunk=q_chunk, k_chunk=k_chunk, status="ok")
         try:
             return row | self._figures(way, q_chunk, k_chunk)
@@ -190,7 +193,8 @@ class Work:
 
 
 def _times(run: Callable, repeats: int, budget: float = 10.0) -> Iterator[float]:
-    """Seconds of each run; no more runs than fit the budget, in seconds, but one."""
+    """Yields the seconds of each run: at least one run, and no more than fit into the budget in
+    seconds."""
     spent = 0.0
     for _ in range(repeats):
         start = time.perf_counter()
@@ -203,7 +207,7 @@ def _times(run: Callable, repeats: int, budget: float = 10.0) -> Iterator[float]
 
 
 def _distance(tree: Any, wanted: Any) -> float:
-    """‖a - b‖ / ‖b‖ over all leaves, float32."""
+    """Returns ‖a - b‖ / ‖b‖ over all leaves, float32."""
     pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(wanted), strict=True)
     squares = [
         (jnp.sum((a.astype(jnp.float32) - b) ** 2), jnp.sum(b.astype(jnp.float32) ** 2))
@@ -214,7 +218,7 @@ def _distance(tree: Any, wanted: Any) -> float:
 
 
 def _commit() -> str | None:
-    """The commit of the code that ran, where it is a checkout."""
+    """Returns the commit of the running code; None outside a git checkout."""
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -223,7 +227,7 @@ def _commit() -> str | None:
 
 
 def compare(config: CompareConfig) -> list[dict[str, Any]]:
-    """Measures, prints, and writes rows.json and compare.png; the rows."""
+    """Measures, prints a table, and writes rows.json and compare.png. Returns the rows."""
     device = select_devices(config.device)[0]
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The report of `bptjax compare`: a table, sentences that answer the question, a plot."""
+"""The report of `bptjax compare`: a table, conclusions, a plot."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,7 @@ from rich.table import Table
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
-    """Returns a table of at most 80 columns, a line for each row."""
+    """Returns a table of up to 80 columns, with a line for each row."""
     shown = Table(
         title="One transformer layer, forward + backward",
         title_justify="left",
@@ -47,9 +47,9 @@ def _step(row: dict[str, Any]) -> str:
 
 
 def conclusions(rows: list[dict[str, Any]]) -> list[str]:
-    """Returns sentences that answer which implementation is fastest and which needs least memory.
+    """Returns sentences on the fastest implementation and the one that needs the least memory.
 
-    Each implementation counts with its fastest chunks at that length.
+    Compares each implementation with its fastest chunks at a length.
     """
     lines = []
     for T in dict.fromkeys(r["T"] for r in rows):

@@ -1,4 +1,4 @@
-"""`bptjax convert`: Hugging Face checkpoints and PEFT's adapters to ours and back."""
+"""`bptjax convert`: converts checkpoints and adapters from and to Hugging Face and PEFT."""
 
 import importlib.util
 import json
@@ -27,7 +27,7 @@ from bptjax.models.decoder import Decoder
 from bptjax.models.params import Index, resize_param
 from bptjax.pretrained import Pretrained, open_pretrained, resolve_checkpoint
 
-# What of a Hugging Face directory goes with its tokenizer; generation_config.json has its ids.
+# The files of a tokenizer in a Hugging Face directory; generation_config.json holds token ids.
 TOKENIZER = (
     "tokenizer*",
     "vocab.*",
@@ -41,14 +41,14 @@ TOKENIZER = (
 
 
 def to_bptjax(source: str, out: Path) -> Pretrained:
-    """Writes the checkpoint with our parameter names, layers stacked; dtypes stay.
+    """Writes the checkpoint with our parameter names, with stacked layers and the same dtypes.
 
     Raises:
-      ValueError: what is wrong with it, in one line; nothing is left of `out`.
+      ValueError: one line about the error in the checkpoint; `out` is not created.
     """
     model = open_pretrained(ModelConfig(name_or_path=source))
     if model.sidecars != resolve_checkpoint(source):
-        raise ValueError(f"{source} is no Hugging Face checkpoint")
+        raise ValueError(f"{source}: must be a Hugging Face checkpoint")
     with atomic_directory(out) as directory:
         copy_sidecar_files(resolve_checkpoint(source), directory / SIDECARS)
         with Writer(directory, model.source.specs, max_shard_size="1000TB") as writer:
@@ -58,28 +58,28 @@ def to_bptjax(source: str, out: Path) -> Pretrained:
 
 
 def to_hf(source: str, out: Path, *, dtype: str | None, max_shard_size: str) -> Pretrained:
-    """Writes a run's newest checkpoint, or a converted directory, as Hugging Face reads it, with
-    all else that the model came with, and the tokenizer that it was trained with. `byte` and `char`
-    are files that only we read.
+    """Writes a run's newest checkpoint, or a converted directory, in Hugging Face's format, with
+    the other files of the original model and the tokenizer of the run. Only bptjax reads the
+    tokenizers `byte` and `char`.
 
     Raises:
-      ValueError: what is wrong with it, in one line; nothing is left of `out`.
+      ValueError: one line about the error in the checkpoint; `out` is not created.
     """
     model = open_pretrained(ModelConfig(name_or_path=source))
     if model.adapters is not None:
-        raise ValueError(f"{source} is an adapter: merge-adapter or export-adapter takes it")
+        raise ValueError(f"{source}: must not be an adapter; use merge-adapter or export-adapter")
     if model.sidecars == resolve_checkpoint(source):
-        raise ValueError(f"{source} is a Hugging Face checkpoint already")
+        raise ValueError(f"{source}: must not be a Hugging Face checkpoint already")
     write(model, source, out, model.source.read, dtype, max_shard_size)
     return model
 
 
 def merge_adapter(source: str, out: Path, *, dtype: str | None, max_shard_size: str) -> Pretrained:
-    """Writes an adapter, a run's or PEFT's, and the model that it is for as one Hugging Face
-    directory. They are added in float32, to what the quantised kernels stand for.
+    """Writes the adapter of a run or of PEFT, merged into its base model, in Hugging Face's format.
+    The sum is computed in float32, after quantized kernels are dequantized.
 
     Raises:
-      ValueError: what is wrong with it, in one line; nothing is left of `out`.
+      ValueError: one line about the error in the adapter; `out` is not created.
     """
     model = open_adapter(source)
     write(model, source, out, _merging(model), dtype, max_shard_size)
@@ -105,8 +105,8 @@ def _merging(model: Pretrained) -> Callable[[str, Index], np.ndarray]:
 
 
 def _tokenizer(source: str, model: Pretrained) -> Tokenizer | None:
-    """Returns the tokenizer of a run or an adapter; None if the model came with the same one, and
-    with the same chat template and stop ids."""
+    """Returns the tokenizer of a run or an adapter; None if the original model has the same
+    tokenizer with the same chat template and stop ids."""
     here = resolve_checkpoint(source)
     if here == model.sidecars or not has_tokenizer(here):
         return None
@@ -130,8 +130,8 @@ def write(
     dtype: str | None,
     max_shard_size: str,
 ) -> None:
-    """Writes the model in `out` as Hugging Face reads it, with the tokenizer of `source`; `read`
-    returns its parameters by path and index into their stacked axes.
+    """Writes the model to `out` in Hugging Face's format, with the tokenizer of `source`. `read`
+    returns a parameter by path and index into its stacked axes.
     """
     own = {spec.dtype for spec in model.source.specs.values()}
     name = dtype or max(own, key=lambda name: jnp.dtype(name).itemsize)
@@ -169,7 +169,7 @@ def write(
 
 
 def _raise_model_max_length(directory: Path, length: int) -> None:
-    """Lets the directory's tokenizer, if there is one, take as many tokens as the model."""
+    """Raises the length limit of the directory's tokenizer, if there is one, to the model's."""
     file = directory / "tokenizer_config.json"
     config = read_json(file) if file.exists() else {}
     if config.get("model_max_length", length) < length:
@@ -180,12 +180,12 @@ def _raise_model_max_length(directory: Path, length: int) -> None:
 def difference(
     hf: Path, model: Pretrained, params: Iterator[tuple[str, np.ndarray]] | None = None
 ) -> tuple[list[float], float]:
-    """Returns the largest difference from `transformers` over the largest value, in float32: of the
-    hidden states, embeddings first, and of the logits, or the pooled output of a model without a
-    head.
+    """Returns the largest difference from `transformers`, relative to the largest value, in
+    float32: for each hidden state, embeddings first, and for the logits, or for the pooled output
+    of a model without a head.
 
     Args:
-      params: (path, array) of every parameter, in place of the model's own.
+      params: (path, array) of every parameter, in place of the model's parameters.
     """
     import torch
     import transformers
@@ -208,7 +208,8 @@ def difference(
     where = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     ours = model.load(where, params=params)
     *layers, stream, last = jax.jit(type(ours).hidden_states)(ours, jnp.asarray(inputs))
-    # The last of a decoder's is after its final norm; of an encoder's, before.
+    # transformers' last hidden state of a decoder follows the final norm; of an encoder, precedes
+    # it.
     final = stream if isinstance(config, EncoderConfig) else last
     pooled = isinstance(config, EncoderConfig) and config.pooler
     got = jax.jit(type(ours).pooled if pooled else type(ours).logits)(ours, last)
@@ -226,15 +227,15 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(args: Namespace) -> int:
-    """Converts `args.source` to the new directory `args.out`; returns 1 if `--verify` finds the
-    models different.
+    """Converts `args.source` to the new directory `args.out`. Returns 1 if `--verify` finds a
+    difference between the models.
 
     Raises:
-      ValueError, OSError: the flags or the source are wrong, in one line; nothing is written.
+      ValueError, OSError: one line about the wrong flag or source; nothing is written.
     """
     verify = args.way != "export-adapter" and args.verify
     if verify and importlib.util.find_spec("torch") is None:
-        raise ValueError("--verify needs torch, which is not installed")
+        raise ValueError("--verify: must have torch, which is not installed; pip install torch")
     notes: list[str] = []
     if args.way == "hf-to-bptjax":
         model = to_bptjax(args.source, args.out)
@@ -256,11 +257,11 @@ def run(args: Namespace) -> int:
 
 
 def _verify(hf: Path, model: Pretrained, dtype: str | None) -> int:
-    """Compares the model with transformers' reading of `hf`; returns the exit code.
+    """Compares the model with transformers' model of `hf`. Returns the exit code.
 
     Args:
-      dtype: that was written. The parameters are rounded to it first: the conversion is checked,
-        not the rounding.
+      dtype: dtype that was written. The parameters are rounded to it first, to check the conversion
+        and not the rounding.
     """
     dtypes = {path: dtype or spec.dtype for path, spec in model.source.specs.items()}
     params = None if set(dtypes.values()) == {"float32"} else _rounded(model, dtypes)
@@ -272,7 +273,8 @@ def _verify(hf: Path, model: Pretrained, dtype: str | None) -> int:
 
 
 def _rounded(model: Pretrained, dtypes: dict[str, str]) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields (path, array) of every parameter as it was written, adapters merged."""
+    """Yields (path, array) of every parameter in the dtype that was written, with adapters
+    merged."""
     read = model.source.read if model.adapters is None else _merging(model)
     for path, dtype in dtypes.items():
         layered = path.startswith("layers.")

@@ -1,5 +1,5 @@
-"""`bptjax evaluate`: what a model makes of long text. Perplexity by position, and the
-retrieval of a pass key by depth and length; as tables, rows and plots.
+"""`bptjax evaluate`: measures a model on long text. Perplexity by position, and pass-key retrieval
+by depth and length, as tables, rows and plots.
 """
 
 import json
@@ -72,11 +72,11 @@ def by_position(
     dtype: jnp.dtype,
     execution: Execution = Execution(),  # noqa: B008 (frozen)
 ) -> list[dict]:
-    """Rows of loss (nats a token) and perplexity in each of `buckets` equal ranges of positions,
-    over the first `length` tokens of at most `limit` documents that have so many.
+    """Returns rows of loss (nats per token) and perplexity in each of `buckets` equal ranges of
+    positions, over the first `length` tokens of up to `limit` documents of at least that length.
 
     Raises:
-      ValueError: no document has.
+      ValueError: no document has `length` tokens.
     """
     sums, seen, longest = np.zeros(length - 1), 0, 0
     with Progress("perplexity by position", min(limit, len(documents))) as progress:
@@ -89,24 +89,24 @@ def by_position(
             longest = max(longest, len(tokens))
             if len(tokens) < length:
                 continue
-            row = jnp.asarray(tokens[None, :length])
-            sums += np.asarray(_losses(model, row, dtype=dtype, execution=execution)[0])
+            batch = jnp.asarray(tokens[None, :length])
+            sums += np.asarray(_losses(model, batch, dtype=dtype, execution=execution)[0])
             seen += 1
             progress.advance()
             if seen == limit:
                 break
     if not seen:
         raise ValueError(
-            f"no document has {length} tokens, the longest has {longest}; lower --length, or give "
-            "longer text"
+            f"--length={length}: must be at most {longest}, the length of the longest document; "
+            "lower it, or give longer text"
         )
     rows = []
-    for part in np.array_split(np.arange(length - 1), buckets):
-        loss = float(sums[part].mean() / seen)
+    for bucket in np.array_split(np.arange(length - 1), buckets):
+        loss = float(sums[bucket].mean() / seen)
         rows.append(
             dict(
-                start=int(part[0]) + 1,
-                end=int(part[-1]) + 1,
+                start=int(bucket[0]) + 1,
+                end=int(bucket[-1]) + 1,
                 documents=seen,
                 loss=loss,
                 perplexity=float(np.exp(loss)),
@@ -116,15 +116,15 @@ def by_position(
 
 
 def passkey_prompt(tokenizer: Tokenizer, length: int, depth: float, key: int) -> np.ndarray:
-    """Filler, with the key at `depth` of it (0 first, 1 last) and the question at the end; with the
-    answer at most `length` tokens.
+    """Returns a prompt of filler text with the key at `depth` (0 at the start, 1 at the end) and
+    the question at the end. Prompt and answer together have up to `length` tokens.
 
     Raises:
-      ValueError: `length` has no room for them.
+      ValueError: `length` is too short for key and question.
     """
 
     def prompt(fillers):
-        # Tokenized at once: some tokenizers put a space before every text.
+        # Tokenize the joined text, because some tokenizers put a space before every text.
         before = round(fillers * depth)
         parts = INTRODUCTION, FILLER * before, KEY.format(key), FILLER * (fillers - before)
         return tokenizer.encode_prompt("".join(parts) + QUESTION)
@@ -133,14 +133,17 @@ def passkey_prompt(tokenizer: Tokenizer, length: int, depth: float, key: int) ->
     shortest, filler = len(prompt(1)), len(prompt(2)) - len(prompt(1))
     fillers = 1 + (limit - shortest) // filler
     if fillers < 1:
-        raise ValueError(f"a pass key needs {shortest + length - limit} tokens, not {length}")
+        raise ValueError(
+            f"--passkey_lengths={length}: must be at least {shortest + length - limit} tokens, "
+            "the length of a prompt with a pass key"
+        )
     while len(found := prompt(fillers)) > limit:
         fillers -= 1
     return found
 
 
 def answer_room(tokenizer: Tokenizer) -> int:
-    """Tokens of an answer."""
+    """Returns the largest number of tokens in an answer."""
     return 1 + max(len(tokenizer.encode(f" {key}")) for key in (10_000, 55_555, 99_999))
 
 
@@ -155,7 +158,8 @@ def passkey(
     dtype: jnp.dtype,
     execution: Execution = Execution(),  # noqa: B008 (frozen)
 ) -> list[dict]:
-    """Rows of the share of keys that the model gives back, by length (tokens) and depth."""
+    """Returns rows of the fraction of keys that the model retrieves, by length (tokens) and
+    depth."""
     rng, room, rows = np.random.default_rng(seed), answer_room(tokenizer), []
     with Progress("pass keys", sum(lengths) * len(depths) * trials) as progress:
         for length, depth in product(lengths, depths):
@@ -188,7 +192,7 @@ def run(args: Namespace) -> int:
     """Prints tables, and writes JSON and plots to `args.out`.
 
     Raises:
-      ValueError, OSError: the flags, the data or the checkpoint are wrong, in one line.
+      ValueError, OSError: one line about the wrong flag, data or checkpoint.
     """
     _check(args)
     documents = open_documents(args.data) if args.data else None
@@ -200,7 +204,7 @@ def run(args: Namespace) -> int:
     if line := length_warning(config, longest):
         warn(line)
     for length in args.passkey_lengths:
-        # Refuse a length that is too short before anything is evaluated.
+        # Refuse a length that is too short before any evaluation.
         passkey_prompt(tokenizer, length, 0.0, 99_999)
     trained = trained_length(args.model, model)
     if documents is not None:
@@ -246,7 +250,7 @@ def _check(args: Namespace) -> None:
 
 
 def trained_length(name: str, model: Decoder) -> int | None:
-    """Returns the tokens per sequence of a run, or the positions that a checkpoint is made for."""
+    """Returns the tokens per sequence of a run, or the number of positions of a checkpoint."""
     import yaml
 
     file = Path(os.path.expanduser(name)) / RUN_CONFIG

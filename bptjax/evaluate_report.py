@@ -8,7 +8,7 @@ from rich.table import Table
 
 
 def perplexity_table(rows: list[dict[str, Any]]) -> Table:
-    """Returns a line for each range of positions."""
+    """Returns a table with a row for each range of positions."""
     shown = Table(title=f"Perplexity by position ({rows[0]['documents']} documents)")
     for name in ("positions", "loss (nats per token)", "perplexity"):
         shown.add_column(name, justify="right")
@@ -19,7 +19,7 @@ def perplexity_table(rows: list[dict[str, Any]]) -> Table:
 
 
 def passkey_table(rows: list[dict[str, Any]]) -> Table:
-    """Returns keys found of keys hidden, by length and depth; the longer axis runs down."""
+    """Returns a table of found and hidden keys by length and depth. The longer axis is vertical."""
     title = "Pass keys found, by prompt length (tokens) and depth of the key"
     shown = Table(title=title, min_width=min(len(title) + 4, 80))
     lengths, depths, cells = _grid(rows)

@@ -1,5 +1,5 @@
-"""Text from a Hugging Face checkpoint, a converted one, or a run: `bptjax generate` on the command
-line, `bptjax.generate` in Python.
+"""Generates text with a Hugging Face checkpoint, a converted one, or a run: `bptjax generate` on
+the command line, `bptjax.generate` in Python.
 """
 
 import logging
@@ -43,19 +43,19 @@ def generate(
     prefill_chunk: int = 2048,
     dtype: DTypeLike | None = None,
 ) -> Prompts:
-    """Returns the text that follows the prompt, or a list of the texts that follow several.
+    """Returns the text that follows the prompt, or a list of texts for a list of prompts.
 
-    With temperature 0, several prompts get the texts that each would get alone.
+    With temperature 0, the text of a prompt does not depend on the other prompts.
 
     Args:
-      model, tokenizer: from `bptjax.load`.
-      chat: the prompts are user messages, for the chat template.
-      max_new_tokens: most tokens of a text.
+      model, tokenizer: results of `bptjax.load`.
+      chat: whether the prompts are user messages for the chat template.
+      max_new_tokens: largest number of new tokens per text.
       temperature, top_k, top_p, repetition_penalty: see `generation.Sampling`.
-      stop: strings that end a text, and are not part of it.
+      stop: strings that end a text and are not part of it.
       seed: sampling seed.
       prefill_chunk: prompt tokens processed at a time.
-      dtype: dtype of the computation and the cache. By default that of the parameters.
+      dtype: dtype of the computation and the cache. By default the dtype of the parameters.
 
     Raises:
       ValueError: an option is out of range, or a prompt is empty or too long.
@@ -80,7 +80,7 @@ def generate(
 
 
 class _Callable(ModuleType):
-    """This module, which can be called: module and function have one name in the package."""
+    """This module, made callable, because module and function share a name in the package."""
 
     __call__ = staticmethod(generate)
 
@@ -100,7 +100,7 @@ def _stream(
     dtype: DTypeLike | None,
     **options: Any,
 ) -> Iterator[list[str]]:
-    """Returns `continuations` of texts, after a warning if they get too long for the model."""
+    """Returns `continuations` of the texts. Warns if they may get too long for the model."""
     prompts = [
         chat_prompt(text, tokenizer) if chat else tokenizer.encode_prompt(text) for text in texts
     ]
@@ -113,9 +113,10 @@ def _stream(
 def _check(
     max_new_tokens: int, prefill_chunk: int, stop: Sequence[str], seed: int, prefix: str = ""
 ) -> None:
-    """
+    """Checks options. `prefix` precedes their names in errors.
+
     Raises:
-      ValueError: an option, whose name gets the prefix, is out of range.
+      ValueError: an option is out of range.
     """
     for name, value in (("max_new_tokens", max_new_tokens), ("prefill_chunk", prefill_chunk)):
         if value < 1:
@@ -131,11 +132,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(args: Namespace) -> int:
-    """Prints continuations of the prompts: one prompt's as it is written, those of several at the
+    """Prints continuations of the prompts: of a single prompt as it is generated, of several at the
     end.
 
     Raises:
-      ValueError, OSError: the flags, a file or the checkpoint are wrong, in one line.
+      ValueError, OSError: one line about the wrong flag, file or checkpoint.
     """
     _check(args.max_new_tokens, args.prefill_chunk, args.stop, args.seed, prefix="--")
     texts = args.prompt + [_text(file) for file in args.prompt_file]
@@ -170,9 +171,9 @@ def _text(file: Path) -> str:
 
 
 def _show(stream: Iterator[list[str]], prompts: list[str], stops: list[str]) -> None:
-    """Prints one text as it is written; several at the end, each under its prompt."""
+    """Prints a single text as it is generated, several at the end, each below its prompt."""
     shown, texts = 0, [""]
-    # The end of a text may be half of a stop string, or half of a character.
+    # The end of the text so far may be part of a stop string or of a character.
     wait = max((len(s) - 1 for s in stops), default=0)
     for texts in stream:
         if len(texts) == 1:

@@ -1,4 +1,4 @@
-"""Text from a model, a token at a time."""
+"""Generates text from a model, one token at a time."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -20,15 +20,15 @@ from bptjax.models.decoder import Decoder
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is drawn from logits, in this order, which is that of `transformers`.
+    """Sampling of a token from logits. The steps apply in this order, as in `transformers`.
 
     Attributes:
-      repetition_penalty: logits of tokens that occurred are divided by it (multiplied, where
-        negative). Keskar et al. 2019, arXiv 1909.05858.
-      temperature: divides the logits; 0 takes the likeliest token.
-      top_k: only so many of the likeliest; 0 for all.
-      top_p: only the likeliest that together have this probability. Holtzman et al. 2019, arXiv
-        1904.09751.
+      repetition_penalty: divides the logits of tokens that have occurred; negative logits are
+        multiplied by it. Keskar et al. 2019, arXiv 1909.05858.
+      temperature: divides the logits; 0 takes the most likely token.
+      top_k: sample from the k most likely tokens; 0 from all.
+      top_p: sample from the most likely tokens that together have this probability. Holtzman et al.
+        2019, arXiv 1904.09751.
     """
 
     temperature: float = 1.0
@@ -37,22 +37,19 @@ class Sampling:
     repetition_penalty: float = 1.0
 
     def __post_init__(self):
-        if not (
-            0 <= self.temperature < math.inf
-            and self.top_k >= 0
-            and 0 < self.repetition_penalty < math.inf
-        ):
-            raise ValueError(
-                f"temperature={self.temperature}, top_k={self.top_k}, repetition_penalty="
-                f"{self.repetition_penalty}: the first two are not negative, the last is positive"
-            )
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature={self.temperature}: must not be negative")
+        if self.top_k < 0:
+            raise ValueError(f"top_k={self.top_k}: must not be negative; 0 turns it off")
+        if not 0 < self.repetition_penalty < math.inf:
+            raise ValueError(f"repetition_penalty={self.repetition_penalty}: must be positive")
         if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p} is not in (0, 1]")
+            raise ValueError(f"top_p={self.top_p}: must be in (0, 1]")
 
     def draw(
         self, logits: Float[Array, "B V"], seen: Bool[Array, "B V"], key: Array
     ) -> Int[Array, "B"]:
-        """A token for each row."""
+        """Returns a token for each sequence; `seen` marks the tokens that have occurred in it."""
         if self.repetition_penalty != 1.0:
             factor = jnp.where(logits > 0, 1 / self.repetition_penalty, self.repetition_penalty)
             logits = jnp.where(seen, logits * factor, logits)
@@ -84,15 +81,15 @@ def generate(
 ) -> Iterator[Int[np.ndarray, "B"]]:
     """Yields the next token of each prompt, one step at a time; -1 after a sequence's end.
 
-    A prompt gets the tokens that it would get alone, whatever the others' lengths.
+    The tokens that follow a prompt do not depend on the lengths of the other prompts.
 
     Args:
       prompts: token ids, of any lengths.
-      new_tokens: at most so many of each.
-      stop: tokens that end a row; they are given too.
-      prefill_chunk: the prompts are read so many tokens at a time: memory beside the cache does not
-        grow with their length.
-      dtype: of the computation and the cache.
+      new_tokens: largest number of new tokens per prompt.
+      stop: tokens that end a sequence; they are yielded too.
+      prefill_chunk: prompt tokens processed at a time. Memory beside the cache does not grow with
+        the length of the prompts.
+      dtype: dtype of the computation and the cache.
 
     Raises:
       ValueError: an empty prompt, or more tokens than the model has learned positions.
@@ -101,42 +98,42 @@ def generate(
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     longest = int(lengths.max())
     if lengths.min() == 0:
-        raise ValueError("a prompt is empty")
+        raise ValueError("prompts: must not be empty")
     if config.position_embedding == "learned" and longest + new_tokens > (
         config.max_position_embeddings or 0
     ):
         raise ValueError(
-            f"a prompt of {longest} tokens and {new_tokens} new ones are more than the model's "
-            f"max_position_embeddings={config.max_position_embeddings}"
+            f"a prompt of {longest} tokens and {new_tokens} new tokens: must fit into the model's "
+            f"max_position_embeddings={config.max_position_embeddings}; shorten them"
         )
-    turn = _turning_point(config)
-    rows = [list(map(int, prompt)) for prompt in prompts]
-    seen = np.zeros((len(rows), config.V), bool)
-    for row, flags in zip(rows, seen, strict=True):
-        flags[row] = True
+    rotation_change = _rotation_change(config)
+    sequences = [list(map(int, prompt)) for prompt in prompts]
+    seen = np.zeros((len(sequences), config.V), bool)
+    for sequence, flags in zip(sequences, seen, strict=True):
+        flags[sequence] = True
     run = partial(_step, sampling=sampling, dtype=dtype, execution=execution)
     keys = jax.random.split(jax.random.key(seed), new_tokens)
-    ended = np.zeros(len(rows), bool)
+    ended = np.zeros(len(sequences), bool)
     state: tuple[Any, ...] | None = None
     for i in range(new_tokens):
-        if state is None or (lengths[~ended] == turn + 1).any():
-            # Past this length every key of the sequence has to be rotated anew.
+        if state is None or (lengths[~ended] == rotation_change + 1).any():
+            # Beyond this length, every key of the sequence has a different rotation.
             size = longest + new_tokens
             chunk, cache = _prefill(
-                model, rows, size, prefill_chunk, dtype=dtype, execution=execution
+                model, sequences, size, prefill_chunk, dtype=dtype, execution=execution
             )
             flags = jnp.asarray(seen) if state is None else state[2]
             state = run(model, chunk, cache, flags, keys[i], lengths)
         else:
             state = run(model, state[0][:, None], state[1], state[2], keys[i], lengths)
         token = np.where(ended, -1, np.asarray(state[0]))
-        for row, new in zip(rows, token, strict=True):
-            row.append(max(int(new), 0))
+        for sequence, new in zip(sequences, token, strict=True):
+            sequence.append(max(int(new), 0))
         yield token
         ended |= np.isin(token, stop)
         if ended.all():
             return
-        # Not in place: a step may still read the array.
+        # Not in place, because a step may still be reading the array.
         lengths = lengths + 1
 
 
@@ -148,11 +145,11 @@ def continuations(
     stop_strings: Sequence[str] = (),
     **options: Any,
 ) -> Iterator[list[str]]:
-    """Yields the texts that follow the prompts so far, after each token. A text ends before a stop
-    string or an end-of-text token.
+    """Yields, after each token, the texts generated so far. A text ends before a stop string or an
+    end-of-text token.
 
     Args:
-      options: of `generate`.
+      options: options of `generate`.
     """
     stop = tokenizer.stop_ids
     tokens: list[list[int]] = [[] for _ in prompts]
@@ -175,22 +172,22 @@ def continuations(
 
 
 def length_warning(config: ModelConfig, length: int) -> str | None:
-    """Returns a line if text of `length` tokens goes beyond the model's positions."""
+    """Returns a warning if `length` tokens exceed the model's positions, else None."""
     if not config.exceeds_positions(length):
         return None
     return (
         f"warning: {length:,} tokens are beyond the {config.max_position_embeddings:,} positions "
-        "that the model was made for; expect worse text there"
+        "that the model was trained for; expect worse text there"
     )
 
 
-def _turning_point(config: Any) -> float:
+def _rotation_change(config: Any) -> float:
     """Returns the length beyond which longrope rotates all keys by other frequencies.
 
-    The cached keys of a sequence are then computed again, so that its tokens are those of a
-    forward pass over all of its text. transformers does so for Phi-3; elsewhere it goes on with
-    keys of both kinds. Under `dynamic`, whose frequencies change with every token, cached keys
-    stay as they are, as in transformers.
+    There the cached keys of a sequence are computed again, so that its tokens are the same as
+    without a cache. transformers does so for Phi-3; for other models it mixes keys of both
+    rotations. With `dynamic`, whose frequencies change with every token, cached keys keep their
+    rotation, as in transformers.
     """
     lengths = [
         p.get("original_max_position_embeddings") or config.max_position_embeddings
@@ -201,17 +198,18 @@ def _turning_point(config: Any) -> float:
 
 
 def _prefill(
-    model: Decoder, rows: list[list[int]], size: int, chunk: int, **how: Any
+    model: Decoder, sequences: list[list[int]], size: int, chunk: int, **how: Any
 ) -> tuple[Array, Cache]:
-    """Reads all but the last chunk of the rows, which end together: that chunk, and the cache."""
-    lengths = np.array([len(row) for row in rows], np.int32)
+    """Aligns the sequences at their ends and processes all chunks but the last. Returns the last
+    chunk and the cache."""
+    lengths = np.array([len(sequence) for sequence in sequences], np.int32)
     longest = int(lengths.max())
     chunk = min(chunk, longest)
     padded = -(-longest // chunk) * chunk
-    tokens = np.zeros((len(rows), padded), np.int32)
-    for line, row in zip(tokens, rows, strict=True):
-        line[padded - len(row) :] = row
-    cache = Cache.empty(model.config, len(rows), size + padded - longest, how["dtype"])
+    tokens = np.zeros((len(sequences), padded), np.int32)
+    for row, sequence in zip(tokens, sequences, strict=True):
+        row[padded - len(sequence) :] = sequence
+    cache = Cache.empty(model.config, len(sequences), size + padded - longest, how["dtype"])
     cache = replace(cache, start=jnp.asarray(padded - lengths))
     for at in range(0, padded - chunk, chunk):
         cache = _read(model, jnp.asarray(tokens[:, at : at + chunk]), cache, lengths, **how)
@@ -225,7 +223,7 @@ def _read(model, tokens, cache, lengths, *, dtype, execution):
 
 @partial(jax.jit, static_argnames=("sampling", "dtype", "execution"), donate_argnums=(2, 3))
 def _step(model, tokens, cache, seen, key, lengths, *, sampling, dtype, execution):
-    """Reads the tokens `[B, T]` and draws the next: (token `[B]`, cache, seen)."""
+    """Processes the tokens `[B, T]` and samples the next: (token `[B]`, cache, seen)."""
     hidden, cache = model.decode(tokens, cache, length=lengths, dtype=dtype, execution=execution)
     token = sampling.draw(model.logits(hidden[:, -1:])[:, 0], seen, key)
     return token, cache, seen.at[jnp.arange(len(token)), token].set(True)

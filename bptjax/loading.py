@@ -1,4 +1,4 @@
-"""A checkpoint loaded onto a device, with its tokenizer."""
+"""Loads a checkpoint with its tokenizer onto a device."""
 
 import logging
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from bptjax.parallel.mesh import select_devices
 from bptjax.pretrained import Pretrained, open_pretrained, resolve_checkpoint
 
 log = logging.getLogger("bptjax")
-# Files of which every tokenizer of Hugging Face has one, beside `has_tokenizer`.
+# Patterns of files; every Hugging Face tokenizer has one that matches.
 TOKENIZER_FILES = ("tokenizer*", "vocab.*", "*.model")
 
 
@@ -40,17 +40,18 @@ def load(
       name: Hugging Face directory or hub id, directory of `bptjax convert`, run directory, or PEFT
         directory of an adapter. Adapters are loaded with their base model, and not merged.
       tokenizer: byte, or a directory. By default the tokenizer of the checkpoint.
-      dtype: dtype of the parameters. By default that of the checkpoint's embedding.
+      dtype: dtype of the parameters. By default the dtype of the checkpoint's embedding.
       device: a device, or its kind: gpu, cpu, or auto, which refuses the CPU of a machine with an
         NVIDIA GPU.
-      warn: called with a line about tensors that were not read or a tokenizer that does not fit.
+      warn: called with a line about tensors that were not read, or about a tokenizer that differs
+        from the checkpoint's.
 
     Returns:
       The model (`Decoder` or `Encoder`); the tokenizer, or None if the checkpoint has none; the
       architecture.
 
     Raises:
-      ValueError: what is wrong with the checkpoint, in one line.
+      ValueError: one line about the error in the checkpoint.
     """
     found, text = _open(str(name), tokenizer, warn)
     return _load(found, dtype, device), text, found.config
@@ -64,22 +65,22 @@ def load_decoder(
     device: str,
     warn: Callable[[str], None],
 ) -> tuple[Decoder, Tokenizer, ModelConfig]:
-    """Loads a model that writes text, see `load`.
+    """Loads a model that generates text; see `load`.
 
     Raises:
       ValueError: also for an encoder, or a checkpoint without a tokenizer.
     """
     found, text = _open(name, tokenizer, warn)
     if isinstance(found.config, EncoderConfig):
-        raise ValueError(f"{name} is an encoder, which writes no text; choose a decoder")
+        raise ValueError(f"{name}: must be a decoder; an encoder generates no text")
     if text is None:
-        raise ValueError(f"{name} has no tokenizer; choose one with --tokenizer")
+        raise ValueError(f"{name}: must have a tokenizer; choose one with --tokenizer")
     return _load(found, dtype, device), text, found.config
 
 
 def tokenizer_directory(name: str, found: Pretrained) -> Path:
-    """Returns the directory of a checkpoint's tokenizer: that of a run or an adapter if it has one,
-    otherwise that of the files beside the base model."""
+    """Returns the directory of a checkpoint's tokenizer: the checkpoint itself if it has one,
+    otherwise the directory of the base model's sidecar files."""
     here = resolve_checkpoint(name)
     return here if has_tokenizer(here) else found.sidecars or here
 
@@ -99,7 +100,8 @@ def _open(
     add_tokens(text, found.config.add_tokens)
     if size is not None and size < text.vocab_size:
         raise ValueError(
-            f"the tokenizer's vocabulary of {text.vocab_size} is not of {name}, which has {size}"
+            f"the tokenizer's vocabulary of {text.vocab_size}: must be at most {size}, the "
+            f"vocabulary of {name}"
         )
     if tokenizer and (line := vocabulary_warning(text, directory)):
         warn(line)
@@ -115,7 +117,7 @@ def _load(found: Pretrained, dtype: DTypeLike | None, device: str | jax.Device):
     if isinstance(device, str):
         device = select_devices(device)[0]
     specs = found.source.specs
-    # An encoder of images has no embedding.
+    # An image encoder has no embedding.
     spec = specs.get("embedding") or next(iter(specs.values()))
     where = jax.sharding.SingleDeviceSharding(device)
     return found.load(where, jnp.dtype(dtype or spec.dtype))

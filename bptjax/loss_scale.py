@@ -10,8 +10,8 @@ from jax import Array
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LossScale:
-    """Factor on the loss in float16: halved by an overflow, doubled after `INTERVAL` steps without.
-    Micikevicius et al. 2018, arXiv 1710.03740, Section 3.2.
+    """Factor on the loss in float16. An overflow halves it; `INTERVAL` steps without an overflow
+    double it. Micikevicius et al. 2018, arXiv 1710.03740, Section 3.2.
 
     Attributes:
       value: float32 scalar.
@@ -25,11 +25,12 @@ class LossScale:
 
     @classmethod
     def start(cls) -> "LossScale":
-        # The loss is a sum over tokens, so gradients are large to begin with.
+        # The loss is a sum over tokens, so its gradients are large already.
         return cls(jnp.asarray(1.0, jnp.float32), jnp.zeros((), jnp.int32))
 
     def update(self, finite: Array) -> "LossScale":
-        """The scale for the next step, given whether this step's gradients were finite."""
+        """Returns the scale for the next step. `finite`: whether this step's gradients are
+        finite."""
         good = jnp.where(finite, self.good_steps + 1, 0)
         grown = good >= self.INTERVAL
         value = jnp.where(finite, jnp.where(grown, 2.0, 1.0), 0.5) * self.value

@@ -1,4 +1,4 @@
-"""What a run tells: metrics.jsonl, progress on the terminal, tokens per second, the loss curve."""
+"""Outputs of a run: metrics.jsonl, progress on the terminal, tokens per second, the loss curve."""
 
 import json
 import math
@@ -13,11 +13,11 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn
-from rich.progress import Progress as Bar
+from rich.progress import Progress as ProgressBar
 
 
 def read_metrics(path: Path | str) -> Iterator[dict[str, Any]]:
-    """The records of a metrics.jsonl, in order. Half-written lines are left out."""
+    """Yields the records of a metrics.jsonl in order, without half-written lines."""
     with open(path, encoding="utf-8", errors="replace") as lines:
         for line in lines:
             try:
@@ -29,10 +29,10 @@ def read_metrics(path: Path | str) -> Iterator[dict[str, Any]]:
 
 
 class JsonlWriter:
-    """Appends one JSON object a record to `<run_dir>/<name>`, on disk when `write` returns.
+    """Writer of `<run_dir>/<name>`, one JSON object per record, on disk when `write` returns.
 
-    Continues after `resume_step`: the records of later steps, which the run will take again, are
-    dropped. None starts an empty file.
+    Continues after `resume_step`: drops the records of later steps, which the run will repeat. None
+    starts an empty file.
     """
 
     def __init__(
@@ -48,8 +48,8 @@ class JsonlWriter:
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Values are numbers, arrays of one, or texts. JSON has no NaN: non-finite values become
-        null.
+        """Writes a record. Values are numbers, arrays with one element, or strings. Values that are
+        not finite become null, because JSON has no NaN.
         """
         record = {name: _plain(value) for name, value in metrics.items()}
         self._file.write(json.dumps({"step": step, **record}, allow_nan=False) + "\n")
@@ -67,7 +67,7 @@ def _plain(value: Any) -> Any:
 class Throughput:
     """Tokens per second and seconds per step over the last `window` steps.
 
-    The first step compiles and is left out. The caller counts tokens without padding.
+    The first step does not count, because it compiles. The caller counts tokens without padding.
     """
 
     def __init__(self, *, window: int = 20, clock: Callable[[], float] = time.perf_counter):
@@ -76,19 +76,20 @@ class Throughput:
         self._last: float | None = None
 
     def step(self, tokens: int) -> None:
-        """A step over `tokens` tokens has just finished."""
+        """Notes that a step over `tokens` tokens has just finished."""
         now = self._clock()
         if self._last is not None:
             self._steps.append((now - self._last, tokens))
         self._last = now
 
     def resume(self) -> None:
-        """The time since the last step was not training (evaluation, a checkpoint): forget it."""
+        """Discards the time since the last step, which was not training (evaluation, a
+        checkpoint)."""
         if self._last is not None:
             self._last = self._clock()
 
     def metrics(self, steps_left: int) -> dict[str, float]:
-        """Empty until two steps are done."""
+        """Returns the metrics; empty until two steps are done."""
         seconds = sum(seconds for seconds, _ in self._steps)
         if not seconds:
             return {}
@@ -101,10 +102,11 @@ class Throughput:
 
 
 class Progress:
-    """Steps, loss, tokens per second and time left: a live bar on a terminal, else plain lines.
+    """Progress of a run (step, loss, tokens per second, time left): a live bar on a terminal, else
+    plain lines.
 
-    Plain lines come with the first update, then at most one each `every` seconds, and with the
-    last. A context manager; the terminal is restored however the block ends.
+    A plain line is printed for the first and the last update, and up to once every `every` seconds
+    in between. A context manager, which always restores the terminal.
     """
 
     def __init__(
@@ -120,15 +122,15 @@ class Progress:
         self._total = total
         self._every = every
         self._clock = clock
-        # A stated False, because FORCE_COLOR would make rich take a pipe for a terminal.
+        # An explicit False, because FORCE_COLOR would make rich treat a pipe as a terminal.
         self._console = console or Console(force_terminal=None if sys.stdout.isatty() else False)
-        self._printed = self._spoke = -math.inf
+        self._last_update = self._last_line = -math.inf
         self._pending: str | None = None
-        self._bar: Bar | None = None
+        self._bar: ProgressBar | None = None
         if self._console.is_terminal and not self._console.is_dumb_terminal:
             columns = (TextColumn("{task.description}", markup=False), BarColumn(None))
             tail = TextColumn("{task.fields[tail]}", markup=False)
-            self._bar = Bar(*columns, tail, console=self._console, refresh_per_second=4)
+            self._bar = ProgressBar(*columns, tail, console=self._console, refresh_per_second=4)
             self._task = self._bar.add_task(f"step 0/{total}", total=total, tail="")
 
     def __enter__(self) -> "Progress":
@@ -143,7 +145,7 @@ class Progress:
             self._print(self._pending)
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Shows `train/loss` and, where they are given, what `Throughput.metrics` gives."""
+        """Shows `train/loss`, and the results of `Throughput.metrics` if there are any."""
         head = f"step {step}/{self._total}"
         parts = [f"loss {float(metrics['train/loss']):.4f}"]
         if "throughput/tokens_per_second" in metrics:
@@ -155,30 +157,30 @@ class Progress:
             self._bar.update(self._task, completed=step, description=head, tail=tail)
             return
         self._pending = "  ".join([head, *parts])
-        if step >= self._total or self._clock() - self._printed >= self._every:
+        if step >= self._total or self._clock() - self._last_update >= self._every:
             self._print(self._pending)
-            self._pending, self._printed = None, self._clock()
+            self._pending, self._last_update = None, self._clock()
 
     def status(self, text: str) -> None:
-        """Shows what is being done between steps: in the bar, or a line each `every` seconds."""
+        """Shows the work between steps: in the bar, or as a line every `every` seconds."""
         if self._bar:
             self._bar.update(self._task, tail=text)
-        elif self._clock() - self._spoke >= self._every:
+        elif self._clock() - self._last_line >= self._every:
             self._print(text)
 
     def log(self, line: str) -> None:
-        """Prints a line, above the bar where there is one, and appends it to log.txt."""
+        """Prints a line, above the bar if there is one, and appends it to log.txt."""
         self._print(line)
         with self._log.open("a", encoding="utf-8") as file:
             file.write(f"{datetime.now():%Y-%m-%d %H:%M:%S} {line}\n")
 
     def _print(self, line: str) -> None:
-        self._spoke = self._clock()
+        self._last_line = self._clock()
         self._console.print(line, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
 
 class NullLogger:
-    """A `JsonlWriter` and `Progress` that write nothing, for all processes but the first."""
+    """A `JsonlWriter` and `Progress` that write nothing, for processes other than the first."""
 
     def __enter__(self) -> "NullLogger":
         return self
@@ -202,9 +204,10 @@ class NullLogger:
 
 
 def plot_loss(metrics_jsonl: Path | str, out_png: Path | str, title: str = "") -> Any:
-    """Draws `train/loss` and `eval/loss` against tokens seen, or steps where no tokens are noted.
+    """Draws `train/loss` and `eval/loss` against tokens seen, or against steps if the records have
+    no token counts.
 
-    A record without `train/tokens_seen` stands at the count of the record before it. Returns the
+    A record without `train/tokens_seen` is drawn at the count of the previous record. Returns the
     matplotlib figure.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -215,7 +218,8 @@ def plot_loss(metrics_jsonl: Path | str, out_png: Path | str, title: str = "") -
     key, label = ("train/tokens_seen", "tokens seen") if tokens else ("step", "optimizer steps")
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot(xlabel=label, ylabel="loss (nats per token)")
-    # A directory's name may hold $, matplotlib's mark of a formula, and letters that no font has.
+    # The title, a directory's name, may hold $, which starts a formula in matplotlib, and letters
+    # that no font has.
     axes.set_title(title, parse_math=False)
     for name, meaning in (("train/loss", "training"), ("eval/loss", "held-out data")):
         x, points = 0, []
@@ -236,5 +240,5 @@ def plot_loss(metrics_jsonl: Path | str, out_png: Path | str, title: str = "") -
 
 
 def printable(text: str) -> str:
-    """The text without control characters, which would steer the terminal."""
+    """Returns the text without control characters, which would control the terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)

@@ -41,11 +41,11 @@ class OptimizerConfig:
     """Optimizer and learning-rate schedule, in the terms of Hugging Face.
 
     Attributes:
-      type: adamw has two slots of state for each parameter, lion one. muon has one for each kernel
-        of a linear layer, low-rank factors of adapters included, and treats all other parameters as
-        adamw does.
-      learning_rate: highest learning rate of the schedule. If not set, 3e-4; if a checkpoint is
-        fine-tuned 2e-5, or 2e-4 with adapters. A quarter of that for lion.
+      type: adamw keeps two slots of state per parameter, lion one. muon keeps one per kernel of a
+        linear layer, including low-rank factors of adapters, and updates all other parameters like
+        adamw.
+      learning_rate: highest learning rate of the schedule. If not set, 3e-4 for pre-training, 2e-5
+        for fine-tuning, and 2e-4 for adapters; lion takes a quarter of these.
       lr_scheduler_type: schedule after the warm-up. linear and cosine decay to the end of the run;
         wsd (warmup, stable, decay) is constant, then decays linearly over the last decay_ratio.
       warmup_steps: steps of linear rise from 0. If neither this nor warmup_ratio is set, 0 for
@@ -58,14 +58,15 @@ class OptimizerConfig:
       adam_beta1: decay rate of the first moment.
       adam_beta2: decay rate of the second moment.
       adam_epsilon: constant added to the denominator.
-      lion_beta1: weight of the momentum in the step, whose sign lion takes.
+      lion_beta1: weight of the momentum in the average whose sign is lion's step.
       lion_beta2: decay rate of the momentum.
       muon_momentum: decay rate of the momentum.
       muon_dtype: dtype in which muon orthogonalizes a kernel.
       weight_decay: weight decay of linear layers. Norms, biases and embeddings have none. If not
-        set, 0.1, or 0.4 for lion; 0 if a checkpoint is fine-tuned.
-      max_grad_norm: gradients are scaled down to this global norm. 0 turns that off.
-      state_dtype: dtype of the optimizer state. Each slot takes 4 bytes a parameter in float32, 2
+        set, 0.1 (0.4 for lion) for pre-training and 0 for fine-tuning.
+      max_grad_norm: largest global norm of the gradients; larger ones are scaled down. 0 turns this
+        off.
+      state_dtype: dtype of the optimizer state. Each slot takes 4 bytes per parameter in float32, 2
         in bfloat16, 1.02 in int8. If not set, the dtype of the parameters.
       state_memory_kind: memory that holds the optimizer state between steps. pinned_host frees
         device memory, and each step moves the state there and back.
@@ -124,14 +125,14 @@ class OptimizerConfig:
             )
 
     def known(self, name: str) -> float:
-        """Returns the value of a key whose default is part of a `Config`.
+        """Returns the value of a key whose default `Config` sets.
 
         Raises:
-          ValueError: it has no value yet.
+          ValueError: the key has no value yet.
         """
         value = getattr(self, name)
         if value is None:
-            raise ValueError(f"optimizer.{name}: must be set outside a Config, which sets defaults")
+            raise ValueError(f"optimizer.{name}: must be set; a `Config` sets its default")
         return value
 
 
@@ -144,10 +145,10 @@ def _lion(config: OptimizerConfig, p: nnx.Variable) -> UpdateRule:
 
 
 def _muon(config: OptimizerConfig, p: nnx.Variable) -> UpdateRule:
-    """Muon for the hidden matrices. Embeddings, head, norms and biases stay with AdamW, as Jordan
-    et al. advise. Low-rank factors are hidden matrices too.
+    """Returns Muon for hidden matrices, which include low-rank factors. Embeddings, head, norms and
+    biases use AdamW, as Jordan et al. advise.
     """
-    # The number of input axes and of output axes, which kernels alone have.
+    # (number of input axes, number of output axes). Only kernels have it.
     matrix = p.get_metadata().get("matrix")
     if matrix is None:
         return _adamw(config, p)
@@ -169,16 +170,16 @@ class OptState:
     """Optimizer state.
 
     Attributes:
-      count: int32 scalar, updates done.
-      slots: trees like the model's, by the names of `UpdateRule.slots`. In int8 a parameter has a
-        dict in its place: `codes`, and the `absmax` of each block. None in place of a parameter
-        whose rule has no such slot.
+      count: int32 scalar, number of updates done.
+      slots: trees like the model's, by the names of `UpdateRule.slots`. In int8, a dict of `codes`
+        and the `absmax` of each block takes the place of a parameter; None takes the place of a
+        parameter whose rule has no such slot.
     """
 
     count: Array
     slots: dict[str, Any]
 
-    # Without "slots" in the keys, names of arrays in checkpoints stay those of version 0.1.
+    # The keys leave out "slots", so that names of arrays in checkpoints stay as in version 0.1.
     def tree_flatten_with_keys(self):
         children = {"count": self.count, **self.slots}
         keyed = [(jax.tree_util.GetAttrKey(name), child) for name, child in children.items()]
@@ -207,12 +208,12 @@ def _by_name(each: list[dict[str, Any]], treedef: Any) -> dict[str, Any]:
 
 
 def _zeros(config: OptimizerConfig, p: nnx.Variable) -> Any:
-    """Returns a slot of zeros as config.state_dtype stores it."""
+    """Returns a slot of zeros, stored as config.state_dtype."""
     value = p.get_value()
     if config.state_dtype != "int8":
         return p.replace(jnp.zeros_like(value, config.state_dtype))
     *rest, S = value.shape
-    # Shards along the last axis hold full blocks, or each device has the maxima of all blocks.
+    # Shard the maxima only if shards of the last axis hold full blocks; else replicate them.
     axes = (*p.axes[:-1], None if S % BLOCK else p.axes[-1])
     return {
         "codes": p.replace(jnp.zeros_like(value, jnp.uint8)),
@@ -232,22 +233,22 @@ def apply_gradients(
 ) -> tuple[Any, OptState, Array]:
     """Clips the gradients and takes one step. Returns (model, state, norm).
 
-    Not an `optax.GradientTransformation`, which returns the updates of the whole model: here they
-    never exist as a whole. Jitted with model and state donated, it overwrites them; int8 state, and
-    state in host memory, a slice at a time. If the norm is not finite, model and state stay as they
-    are.
+    This is not an `optax.GradientTransformation`, which returns the updates of the complete model:
+    here the updates never exist all at once. Under jit with donated model and state, these are
+    overwritten; int8 state, and state in host memory, slice by slice. If the norm is not finite,
+    model and state do not change.
 
     The arithmetic is float32. Values stored in fewer bits, parameters included, are rounded
-    stochastically. Round-to-nearest would drop every update below half an ulp; with beta2 = 0.999
-    that is nearly every update of the second moment. int8 uses the blocks and code books of
+    stochastically. Rounding to nearest would drop every update below half an ulp; with beta2 =
+    0.999 that is nearly every update of the second moment. int8 uses the blocks and codebooks of
     Dettmers et al. 2021, arXiv 2110.02861.
 
     Args:
       gradients, model: trees of `nnx.Variable`, gradients in any float dtype.
       rate: learning rate.
-      divisor: gradients are divided by it; the returned global norm is taken after that, and before
-        clipping.
-      key: of the rounding; on another mesh the same key rounds differently.
+      divisor: divisor of the gradients. The returned global norm is computed after the division and
+        before clipping.
+      key: key of the rounding. On another mesh, the same key rounds differently.
     """
     parameters, treedef = jax.tree.flatten_with_path(model, is_leaf=_is_variable)
     scale = 1 / jnp.asarray(divisor, jnp.float32)
@@ -265,7 +266,7 @@ def apply_gradients(
     )
     new, trees = [], map(treedef.flatten_up_to, (gradients, *state.slots.values()))
     for number, ((path, p), g, *values) in enumerate(zip(parameters, *trees, strict=True)):
-        # Kernels of linear layers decay, whatever shape they and the biases have.
+        # Weight decay applies to kernels of linear layers. Shapes do not tell them from biases.
         names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
         decay = config.known("weight_decay") * ("kernel" in names)
         rule = OPTIMIZERS[config.type](config, p)
@@ -285,7 +286,7 @@ def apply_gradients(
 
 
 def _step(rule, scale, rate, decay, count, old, g, key):
-    """Returns (parameter, slots) after a step with gradient `g`, for a leaf or a slice of it."""
+    """Returns (parameter, slots) after a step with gradient `g`; all may be slices."""
     p, slots = old
     g = g.get_value().astype(jnp.float32) * scale
     loaded = {name: _load(slots[name], squared) for name, squared in rule.slots.items()}
@@ -311,15 +312,15 @@ def _load(stored: Any, squared: bool = False) -> Array:
 
 
 def _store(x: Array, like: Any, noise: Array, squared: bool = False) -> Any:
-    """Returns float32 `x` stored like `like`. int8 stores the root of a mean of squares: the root
-    has the range of the first moment, and the precision that the update needs.
+    """Returns float32 `x`, stored like `like`. int8 stores the root of a mean of squares, which has
+    the range of the first moment and the precision that the update needs.
     """
     if not isinstance(like, dict):
         return like.replace(stochastic_round(x, noise) if like.dtype == jnp.bfloat16 else x)
     book = dynamic_codebook(signed=not squared)
     codes, absmax = quantize(jnp.sqrt(x) if squared else x, book, noise)
     if squared:
-        # Never zero: divided by epsilon alone, the rest of the first moment would be huge.
+        # Avoid zero: the first moment divided by epsilon alone would be huge.
         codes = jnp.maximum(codes, 1)
     return {"codes": like["codes"].replace(codes), "absmax": like["absmax"].replace(absmax)}
 

@@ -1,4 +1,5 @@
-"""A model on disk: a Hugging Face directory, a converted one, a run, or an adapter of PEFT."""
+"""Opens a model on disk: a Hugging Face directory, a converted directory, a run, or a PEFT
+adapter."""
 
 import logging
 import os
@@ -41,7 +42,7 @@ log = logging.getLogger("bptjax")
 
 
 class ConvertedCheckpoint:
-    """The parameters in a directory that `bptjax convert` wrote; a `ParameterSource`."""
+    """The parameters in a directory written by `bptjax convert`; a `ParameterSource`."""
 
     def __init__(self, directory: Path):
         self._tensors = Tensors(directory)
@@ -56,11 +57,11 @@ class ConvertedCheckpoint:
 
 
 class RunCheckpoint:
-    """The model's arrays in a run's newest finished checkpoint; a `ParameterSource`. Of a run that
+    """The model's arrays in a run's newest finished checkpoint; a `ParameterSource`. For a run that
     trains adapters, these are the arrays of the adapters.
 
     Attributes:
-      extra: what the run saved beside its arrays.
+      extra: values that the run saved beside its arrays.
 
     Raises:
       ValueError: the run has no finished checkpoint.
@@ -71,7 +72,7 @@ class RunCheckpoint:
         step = checkpoints.newest()
         if step is None:
             raise ValueError(f"{checkpoints.directory} has no finished checkpoint")
-        saved = checkpoints.kinds(step)
+        saved = checkpoints.specs(step)
         names = {
             name.split("/", 1)[1].removesuffix("/value").replace("/", "."): name
             for name in saved
@@ -80,7 +81,7 @@ class RunCheckpoint:
         self.specs = {path: ArraySpec(*saved[name]) for path, name in names.items()}
         self.files: tuple[Path, ...] = (checkpoints.directory / str(step) / MANIFEST,)
         self.extra = checkpoints.extra(step)
-        # The slices of a parameter are read one after the other.
+        # A cache, because the slices of a parameter are read one after the other.
         self._array = lru_cache(maxsize=3)(lambda path: checkpoints.read(step, names[path]))
 
     def read(self, path: str, index: Index = ()) -> np.ndarray:
@@ -97,12 +98,13 @@ class Pretrained:
 
     Attributes:
       config: architecture to run, with the name_or_path of the parameters.
-      source: the parameters.
+      source: the parameters; those of the base model if there are adapters.
       family: Hugging Face family; None for a model that was trained from scratch.
-      read_as: architecture of config.json; None likewise.
-      sidecars: directory of config.json and the tokenizer; None likewise.
-      adapters: adapters of the parameters, which are then those of the base model.
-      left_out: one line about tensors of the files that were not read; empty without any.
+      read_as: architecture in config.json; None for a model that was trained from scratch.
+      sidecars: directory of config.json and the tokenizer; None for a model that was trained from
+        scratch.
+      adapters: adapters of the parameters, if any.
+      left_out: one line about tensors in the files that were not read; empty if all were read.
     """
 
     config: ModelConfig
@@ -115,7 +117,7 @@ class Pretrained:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash that tells the parameters, without adapters, from any others."""
+        """Hash of the parameters, without adapters."""
         return fingerprint(self.source.files)
 
     def load(
@@ -124,10 +126,11 @@ class Pretrained:
         dtype: jnp.dtype = jnp.float32,
         params: Iterator[tuple[str, np.ndarray]] | None = None,
     ) -> Any:
-        """Returns the model with its adapters, in `dtype`, all of it on `where`.
+        """Returns the model with its adapters, in `dtype`, with the sharding `where`.
 
         Args:
-          params: (path, array) of every parameter, in place of those on disk and of the adapters.
+          params: (path, array) of every parameter, in place of the parameters on disk and the
+            adapters.
         """
 
         def new():
@@ -153,17 +156,17 @@ class Pretrained:
         return attach(model, values, config.dropout)
 
     def fill(self, model: Any, put: Callable[[str, Any, np.ndarray], Any] = put_param) -> Any:
-        """Returns the abstract `model` with the parameters, see `fill_model`. Embeddings that were
-        trained beside adapters replace those of the base model."""
+        """Fills the abstract `model` with the parameters; see `fill_model`. Embeddings that were
+        trained beside adapters replace the embeddings of the base model."""
         own = self.adapters.modules if self.adapters else {}
         params = ((path, own.get(path, array)) for path, array in stacked(self.source))
         return fill_model(model, params, self.config, put)
 
     def check(self, saved: str | int | None, directory: Path) -> None:
-        """Compares the fingerprint with the one saved with the adapters of the run in `directory`.
+        """Compares the fingerprint with the fingerprint that the run in `directory` saved.
 
         Raises:
-          ValueError: they differ.
+          ValueError: the fingerprints differ.
         """
         own = self.fingerprint
         if isinstance(saved, int):
@@ -176,17 +179,18 @@ class Pretrained:
             )
         if saved != own:
             raise ValueError(
-                f"model.name_or_path={self.config.name_or_path} has other weights than those that "
-                f"the adapters in {directory} were trained beside"
+                f"model.name_or_path={self.config.name_or_path}: must have the weights that the "
+                f"adapters in {directory} were trained with; restore them"
             )
 
     def changed(self, wanted: ModelConfig) -> "Pretrained":
-        """Returns the same checkpoint, under its own name, with the keys that `wanted` sets."""
+        """Returns the same checkpoint with the keys that `wanted` sets, except for name_or_path."""
         config = merge(self.config, wanted)
         return replace(self, config=replace(config, name_or_path=self.config.name_or_path))
 
     def adapted(self, adapters: Adapters) -> "Pretrained":
-        """Returns the same checkpoint with adapters; embeddings among them set the vocabulary."""
+        """Returns the same checkpoint with adapters. Embeddings trained beside them determine the
+        size of the vocabulary."""
         sizes = [len(array) for array in adapters.modules.values()]
         config = replace(self.config, vocab_size=max([self.config.V, *sizes]))
         return replace(self, config=config, adapters=adapters)
@@ -196,7 +200,7 @@ def open_pretrained(wanted: ModelConfig) -> Pretrained:
     """Opens the checkpoint `wanted.name_or_path`, with the other keys that `wanted` sets.
 
     Raises:
-      ValueError: what is wrong with it, in one line.
+      ValueError: one line about the error in the checkpoint.
     """
     directory = resolve_checkpoint(str(wanted.name_or_path))
     if (directory / ADAPTER_CONFIG).exists():
@@ -225,42 +229,43 @@ def open_pretrained(wanted: ModelConfig) -> Pretrained:
         source, config = ConvertedCheckpoint(directory), read_as
     else:
         raise ValueError(
-            f"{directory} is neither a Hugging Face checkpoint (no config.json), nor a converted "
-            "one, nor a run with checkpoints"
+            f"{directory}: must be a Hugging Face checkpoint (with a config.json), a converted "
+            "checkpoint, or a run with checkpoints"
         )
     return Pretrained(merge(config, wanted), source, family, read_as, sidecars)
 
 
 def resolve_checkpoint(name: str) -> Path:
-    """Returns the local directory `name`, or that of a download of the hub id `name`.
+    """Returns the local directory `name`, or the directory to which the hub id `name` is
+    downloaded.
 
     Raises:
-      ValueError: there is neither.
+      ValueError: the name is neither a directory nor a hub id that can be downloaded.
     """
     directory = Path(os.path.expanduser(name))
     if directory.is_dir():
         return directory
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or directory.exists():
-        raise ValueError(f"model.name_or_path={name} is no directory")
+        raise ValueError(f"model.name_or_path={name}: must be a directory or a hub id")
     from huggingface_hub import snapshot_download
 
     try:
         patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
         return Path(snapshot_download(name, allow_patterns=patterns))
     except Exception as error:
-        # The hub's client raises whatever its transport raises.
+        # The hub's client lets every exception of its transport through.
         raise ValueError(
-            f"model.name_or_path={name} is no directory here, and the hub does not give it: "
+            f"model.name_or_path={name}: not a directory, and cannot be downloaded from the hub: "
             f"{str(error).splitlines()[0]}"
         ) from error
 
 
 def _open_peft(directory: Path, wanted: ModelConfig) -> Pretrained:
-    """Opens PEFT's adapter in `directory` with its base model."""
-    trained_beside = read_base(directory)
-    name = str(trained_beside.name_or_path)
+    """Opens the PEFT adapter in `directory` with its base model."""
+    base_model = read_base(directory)
+    name = str(base_model.name_or_path)
     adapter = (resolve_checkpoint(name) / ADAPTER_CONFIG).exists()
-    base = None if adapter else open_pretrained(trained_beside)
+    base = None if adapter else open_pretrained(base_model)
     if base is None or base.family is None or base.adapters is not None:
         raise ValueError(
             f"{directory}: base_model_name_or_path={name}: must be a checkpoint of a supported "
@@ -271,7 +276,7 @@ def _open_peft(directory: Path, wanted: ModelConfig) -> Pretrained:
 
 
 def _run_config(directory: Path) -> dict[str, Any]:
-    """Returns the config of the run in `directory`, its group `model` as a ModelConfig.
+    """Returns the config of the run in `directory`, with its group `model` as a ModelConfig.
 
     Raises:
       ValueError: the file is not the config of a run.
@@ -285,7 +290,7 @@ def _run_config(directory: Path) -> dict[str, Any]:
         model = {key.removeprefix("model."): value for key, value in model.items()}
         return config | {"model": ModelConfig(**model)}
     except (OSError, TypeError, KeyError, yaml.YAMLError) as error:
-        raise ValueError(f"{file} is not the config of a run: {error}") from error
+        raise ValueError(f"{file}: must be the config of a run: {error}") from error
 
 
 def _open_adapters(
@@ -306,12 +311,12 @@ def _open_adapters(
 def _trained_config(
     run: dict[str, Any], read_as: ModelConfig | None, source: ParameterSource
 ) -> ModelConfig:
-    """Returns the architecture of a run's checkpoint, with the vocabulary that it has."""
+    """Returns the architecture of a run's checkpoint, with the size of its vocabulary."""
     vocab_size = source.specs["embedding"].shape[0]
     if read_as is not None:
         return replace(merge(read_as, run["model"]), vocab_size=vocab_size)
     config = replace(run["model"], vocab_size=vocab_size)
     if config.position_embedding == "rope" and config.max_position_embeddings is None:
-        # Rotary positions are good for the length that they were trained on.
+        # Rotary positions are valid up to the length that the model was trained on.
         config = replace(config, max_position_embeddings=run["train"]["seq_len"])
     return config

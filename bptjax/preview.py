@@ -26,8 +26,8 @@ from bptjax.metrics import printable
 from bptjax.training.data import open_data
 
 DESCRIPTION = """Shows what a run would train on: counts over the data, one record before and after
-the chat template, and the first sequences as they enter the step. Tokens in the loss are green, or
-in [[ ]] where there is no terminal. Reads no weights. Takes the keys of bptjax train."""
+the chat template, and the first packed sequences. Tokens in the loss are green, or in [[ ]] if the
+output is not a terminal. Reads no weights. Takes the keys of bptjax train."""
 IN_LOSS = "bold green"
 
 
@@ -36,11 +36,11 @@ class PreviewConfig(Config):
     """A training config, and how much of its data to show.
 
     Attributes:
-      rows: packed sequences to show.
-      shown_tokens: tokens to show of each document; the middle of a longer one is left out.
-      seconds: time to count records for. Counts of the records that were not reached are
-        extrapolated, and said to be.
-      out: directory of lengths.png; none is drawn if not set.
+      rows: number of packed sequences to show.
+      shown_tokens: tokens to show of each document. The middle of a longer document is left out.
+      seconds: time for counting records. If it ends early, the counts are extrapolated and the
+        output says so.
+      out: directory of lengths.png. If not set, no plot is drawn.
     """
 
     rows: int = 3
@@ -61,10 +61,10 @@ def preview(config: PreviewConfig, console: Console) -> None:
     """Prints the preview.
 
     Raises:
-      ValueError: what is wrong with the data, in one line.
+      ValueError: one line about the error in the data.
     """
     plain = Config(**{f.name: getattr(config, f.name) for f in fields(Config)})
-    # A later sequence may be preceded by a bad record: count and show the others.
+    # Skip bad records, so that they are counted and the other records are shown.
     data_config = replace(plain.data, bad_records="skip")
     data = open_data(replace(plain, data=data_config))
     seq_len = config.train.seq_len
@@ -100,14 +100,14 @@ def preview(config: PreviewConfig, console: Console) -> None:
 
 
 def _steps(config: Config, sequences: int | None) -> list[str]:
-    """Formats the steps of an epoch; the mesh multiplies the batch."""
+    """Formats the number of steps in an epoch on one device."""
     train = config.train
     batch = train.per_device_train_batch_size * train.gradient_accumulation_steps
     if sequences is None:
         return []
     return [
-        f"steps: about {-(-sequences // batch):,} an epoch on one device, with a global batch size "
-        f"of {batch} ({batch * train.seq_len:,} tokens); divide by dp × fsdp"
+        f"steps: about {-(-sequences // batch):,} per epoch on one device, with a global batch "
+        f"size of {batch} ({batch * train.seq_len:,} tokens); divide by dp × fsdp"
     ]
 
 
@@ -144,7 +144,7 @@ def _draw_lengths(accounts: list[Account], out: Path) -> None:
 def _print_record(
     document: Document, tokenizer: Tokenizer, config: Any, shown: int, console: Console
 ) -> None:
-    """Prints a record as it was read, and each example that it becomes."""
+    """Prints a record as it was read, and each of its examples."""
     console.rule("first record, as read")
     if isinstance(document, Chat):
         record = {"messages": list(document.messages), **document.variables}
@@ -176,10 +176,10 @@ def _print_sequence(
     padding = int((segments == 0).sum())
     title = f"sequence {number}: {len(segments):,} tokens, {padding:,} of them padding"
     console.rule(f"{title}; documents: {len(ids)}")
-    for place, segment in enumerate(ids, 1):
+    for index, segment in enumerate(ids, 1):
         document = {name: x[segments == segment] for name, x in sequence.items()}
         first, last = document["positions"][[0, -1]]
-        print(f"document {place}, positions {first:,} to {last:,}: {_count(document)}")
+        print(f"document {index}, positions {first:,} to {last:,}: {_count(document)}")
         console.print(marked(document, tokenizer, shown, console.is_terminal), soft_wrap=True)
 
 
@@ -189,13 +189,13 @@ def _count(example: Example) -> str:
 
 
 def marked(example: Example, tokenizer: Tokenizer, shown: int, colored: bool) -> Text:
-    """Returns the text of an example, the tokens in the loss in color, or in [[ ]].
+    """Returns the text of an example, with the tokens in the loss in color or in [[ ]].
 
-    The last label is a token too: it is predicted, and never read.
+    The text includes the last label, which is predicted but not an input.
 
     Args:
       example: `tokens` and `labels`, int32 [T].
-      shown: tokens to show at most; those in the middle are left out.
+      shown: largest number of tokens to show; the middle of a longer example is left out.
     """
     tokens, labels = example["tokens"], example["labels"]
     predicted = np.r_[False, labels != IGNORED]
@@ -215,8 +215,9 @@ def marked(example: Example, tokenizer: Tokenizer, shown: int, colored: bool) ->
 
 
 def _pieces(ids: np.ndarray, flags: np.ndarray, tokenizer: Tokenizer) -> Iterator[tuple[str, bool]]:
-    """Yields runs of tokens with the same flag as text. Each is what decoding the ids up to its end
-    adds: a tokenizer may write a token otherwise at the start of a text."""
+    """Yields runs of tokens with the same flag, as text. The text of a run is the difference
+    between decoding all ids up to its end and up to its start, because a tokenizer may decode a
+    token differently at the start of a text."""
     edges = [0, *(np.flatnonzero(np.diff(flags)) + 1).tolist(), len(ids)]
     before = ""
     for start, stop in zip(edges, edges[1:], strict=False):

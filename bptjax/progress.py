@@ -1,11 +1,11 @@
-"""Progress of long work: a bar with the time left on a terminal, else a line now and then."""
+"""Progress of long work: a bar with the time left on a terminal, else a line every 30 seconds."""
 
 import sys
 import time
 from datetime import timedelta
 from typing import Any
 
-# Seconds without a word, so that short work stays silent; and between lines off a terminal.
+# Seconds before the bar appears, so that short work shows none, and seconds between plain lines.
 SILENT, EVERY = 1.0, 30.0
 
 
@@ -29,7 +29,7 @@ class Progress:
             self._bar.stop()
 
     def describe(self, description: str) -> None:
-        """Names the work that comes next."""
+        """Sets the description of the work that follows."""
         self._description = description
         self._show()
 
@@ -46,9 +46,9 @@ class Progress:
             return
         if self._bar is None and now - self._start >= SILENT:
             from rich.console import Console
-            from rich.progress import Progress as Bar
+            from rich.progress import Progress as ProgressBar
 
-            self._bar = Bar(console=Console(stderr=True), transient=True)
+            self._bar = ProgressBar(console=Console(stderr=True), transient=True)
             self._bar.add_task(self._description, total=self._total)
             self._bar.start()
         if self._bar is not None:

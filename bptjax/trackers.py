@@ -1,4 +1,5 @@
-"""Copies of metrics.jsonl in experiment trackers. A tracker that fails never stops a run."""
+"""Sends the numbers of metrics.jsonl to experiment trackers. A failing tracker never stops a
+run."""
 
 import math
 import queue
@@ -12,21 +13,21 @@ from typing import Any, Literal
 from bptjax.metrics import JsonlWriter
 
 Name = Literal["tensorboard", "wandb"]
-# Records that may wait for a tracker, and seconds that the end of a run may.
+# Largest number of records that wait for a tracker, and seconds that the end of a run waits for it.
 WAITING, CLOSING = 1000, 10.0
 
 
 class Trackers:
-    """A `JsonlWriter` whose numbers also go to trackers, each on a thread of its own.
+    """A `JsonlWriter` that also sends the numbers to trackers, each on a thread of its own.
 
-    Threads, because a tracker may hang as well as raise: on a network, on a disk, on its own full
-    queue. The first failure of a tracker is one warning, and the last thing that it does.
+    A tracker may hang as well as raise: on a network, on a disk, or on its own full queue. Its
+    first failure prints one warning, and then the tracker gets no more records.
 
     Args:
       names: trackers to open.
       config: keys and values to show beside the metrics.
-      resume_step: step that the run goes on from.
-      say: prints a line.
+      resume_step: step after which the run continues; None for a new run.
+      log: prints a line.
     """
 
     def __init__(
@@ -36,11 +37,11 @@ class Trackers:
         run_dir: Path,
         config: Mapping[str, Any],
         resume_step: int | None,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
     ):
         self._writer = writer
         self._trackers = [
-            _Tracker(name, run_dir, config, resume_step, say) for name in dict.fromkeys(names)
+            _Tracker(name, run_dir, config, resume_step, log) for name in dict.fromkeys(names)
         ]
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -60,8 +61,8 @@ class Trackers:
 class _Tracker:
     """One tracker and its thread."""
 
-    def __init__(self, name: Name, run_dir, config, resume_step, say):
-        self._name, self._say, self._failed = name, say, threading.Event()
+    def __init__(self, name: Name, run_dir, config, resume_step, log):
+        self._name, self._log, self._failed = name, log, threading.Event()
         self._records: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue(WAITING)
         arguments = (OPEN[name], run_dir, config, resume_step)
         self._thread = threading.Thread(target=self._run, args=arguments, daemon=True)
@@ -92,21 +93,21 @@ class _Tracker:
             while (record := self._records.get()) is not None:
                 write(*record)
             close()
-        except Exception as error:  # Other people's code, over networks and disks.
+        except Exception as error:  # Third-party code may raise any exception.
             reason = " ".join(str(error).split())[:200] or type(error).__name__
             self._fail(reason)
 
     def _fail(self, reason: str) -> None:
         if not self._failed.is_set():
             self._failed.set()
-            self._say(
-                f"warning: logging.report_to: {self._name} failed ({reason}); the run goes on "
+            self._log(
+                f"warning: logging.report_to: {self._name} failed ({reason}); the run continues "
                 "without it"
             )
 
 
 def _tensorboard(run_dir: Path, config: Mapping[str, Any], resume_step: int | None):
-    """Opens event files in `<run_dir>/tensorboard`, to be read by TensorBoard."""
+    """Opens TensorBoard event files in `<run_dir>/tensorboard`."""
     try:
         from tensorboardX import summary
         from tensorboardX.event_file_writer import EventsWriter
@@ -116,11 +117,11 @@ def _tensorboard(run_dir: Path, config: Mapping[str, Any], resume_step: int | No
 
     directory = run_dir / "tensorboard"
     directory.mkdir(exist_ok=True)
-    # SummaryWriter writes on a thread that prints its errors, and whose queue then fills for ever.
-    # Event files of the same second would have the same name.
+    # Not a SummaryWriter: its thread prints errors, and then its queue fills and blocks. The suffix
+    # keeps event files of the same second apart.
     events = EventsWriter(str(directory / "events"), f".{uuid.uuid4().hex[:8]}")
     if resume_step is not None:
-        # TensorBoard drops the steps that the run takes again.
+        # TensorBoard drops the steps that the run repeats.
         start = SessionLog(status=SessionLog.START)
         events.write_event(Event(step=resume_step + 1, session_log=start))
 
@@ -135,7 +136,7 @@ def _tensorboard(run_dir: Path, config: Mapping[str, Any], resume_step: int | No
 
 
 def _wandb(run_dir: Path, config: Mapping[str, Any], resume_step: int | None):
-    """Opens a run of Weights & Biases with the directory's name; a resumed run goes on in it."""
+    """Opens a run of Weights & Biases with the directory's name. A resumed run continues it."""
     try:
         import wandb
     except ImportError as error:
@@ -156,7 +157,7 @@ def _wandb(run_dir: Path, config: Mapping[str, Any], resume_step: int | None):
         config=dict(config),
         settings=wandb.Settings(silent=True, console="off"),
     )
-    # Steps of its own must rise; a resumed run takes some again.
+    # wandb's own step must rise, but a resumed run repeats some steps.
     run.define_metric("*", step_metric="step")
 
     def write(step: int, numbers: dict[str, float]) -> None:

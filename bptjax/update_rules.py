@@ -12,8 +12,8 @@ from jaxtyping import Float
 
 from bptjax.parallel.mesh import constrain
 
-# Root mean square of an update by Muon, that of AdamW in practice, so that both take the same
-# learning rate and weight decay. Liu et al. 2025, arXiv 2502.16982, Section 2.2.
+# Root mean square of Muon's updates. AdamW's is about the same in practice, so both can use the
+# same learning rate and weight decay. Liu et al. 2025, arXiv 2502.16982, Section 2.2.
 MUON_RMS = 0.2
 
 
@@ -22,16 +22,17 @@ class UpdateRule(Protocol):
     to all rules; `optimizer.apply_gradients` applies them.
 
     Attributes:
-      slots: name of each array that the rule keeps beside the parameter, up to three, and whether
-        it is a mean of squares. int8 storage keeps the square root of such a mean.
+      slots: name of each array that the rule keeps for a parameter, up to three, and whether it is
+        a mean of squares. int8 storage holds the square root of such a mean.
     """
 
     slots: ClassVar[Mapping[str, bool]]
 
     @property
     def unsliced_axes(self) -> int:
-        """Number of last axes that `update` needs unsliced: more than one if it multiplies
-        matrices."""
+        """Number of last axes that `update` needs unsliced; more than one if it multiplies
+        matrices.
+        """
         return 1
 
     def update(
@@ -41,8 +42,8 @@ class UpdateRule(Protocol):
 
         Args:
           slots: zeros before the first update.
-          g: gradient, of a parameter or of some of its slices.
-          count: int32 scalar, updates including this one.
+          g: gradient of a parameter or of some of its slices.
+          count: int32 scalar, number of updates including this one.
         """
         ...
 
@@ -81,14 +82,14 @@ class Lion(UpdateRule):
 
 @dataclass(frozen=True)
 class Muon(UpdateRule):
-    """Nesterov momentum, orthogonalized: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon.
-    With the bias correction of Dozat 2016, as in optax.
+    """Nesterov momentum, orthogonalized: Jordan et al. 2024,
+    https://kellerjordan.github.io/posts/muon. With the bias correction of Dozat 2016, as in optax.
 
     Attributes:
       momentum: decay rate.
-      inputs, outputs: number of axes that are inputs of the matrix, and of the axes behind them
-        that are outputs. Axes in front of both are of stacked matrices.
-      dtype: of the orthogonalization.
+      inputs, outputs: number of input axes of the matrix, and of output axes after them. Leading
+        axes stack matrices.
+      dtype: dtype of the orthogonalization.
     """
 
     momentum: float
@@ -116,8 +117,8 @@ class Muon(UpdateRule):
 
 def orthogonalize(x: Float[Array, "L I O"], dtype: DTypeLike) -> Float[Array, "L I O"]:
     """Moves the singular values of each matrix near 1: to between 0.6 and 1.25, unless they are
-    tiny. Five Newton-Schulz steps of the quintic polynomial of Jordan et al. 2024, computed in
-    `dtype`, on a mesh by each device for itself.
+    tiny. Takes five Newton-Schulz steps with the quintic polynomial of Jordan et al. 2024 in
+    `dtype`. On a mesh, each device computes the complete result.
     """
     a, b, c = 3.4445, -4.7750, 2.0315
     x = x / (jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + 1e-8)
@@ -127,5 +128,5 @@ def orthogonalize(x: Float[Array, "L I O"], dtype: DTypeLike) -> Float[Array, "L
     for _ in range(5):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
-    # Otherwise the compiler would shard the products, and communicate in every step.
+    # Without this, the compiler would shard the products and communicate in every step.
     return constrain(x.mT if tall else x, None, None, None)

@@ -143,7 +143,7 @@ def test_an_unknown_flag_names_the_nearest(name, flag, wanted, capsys):
         ("train", ["--model.num_layers=99999999"], "must have at most 1e+13 parameters, not 8e+13"),
         ("train", ["--model.vocab_size=99999999999"], "99999999999: must be less than 2^31"),
         ("train", ["--train.per_device_train_batch_size=9999999"], "must be less than 2^31 tokens"),
-        ("generate", ["--model=~nosuch/x", "--prompt=x"], "~nosuch/x is no directory"),
+        ("generate", ["--model=~nosuch/x", "--prompt=x"], "~nosuch/x: must be a directory"),
         ("generate", ["--max_new_tokens", "x"], "--max_new_tokens=x: must be an integer"),
         ("generate", ["--dtype", "int8"], "--dtype=int8: must be one of float32, bfloat16"),
         ("generate", ["--seed"], "--seed: expected one argument"),

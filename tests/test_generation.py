@@ -172,7 +172,7 @@ def test_sampling_draws_from_the_distribution_of_transformers(options, warpers):
     ("options", "message"),
     [
         (dict(temperature=-1.0), "temperature"),
-        (dict(top_p=0.0), r"top_p=0.0 is not in \(0, 1\]"),
+        (dict(top_p=0.0), r"top_p=0.0: must be in \(0, 1\]"),
         (dict(repetition_penalty=0.0), "repetition_penalty"),
         (dict(temperature=float("nan")), "temperature"),
     ],
@@ -243,7 +243,7 @@ def test_command_line(run_directory, capsys):
     assert said.startswith(f"== the cat \n{text}") and "== on\n" in said
 
 
-def test_text_beyond_the_positions_of_the_model_is_told(run_directory, tmp_path, capsys):
+def test_text_beyond_the_positions_of_the_model_warns(run_directory, tmp_path, capsys):
     from bptjax import evaluate
 
     base = ["--model", str(run_directory), "--device", "cpu"]
@@ -278,8 +278,8 @@ def test_a_run_from_scratch_is_exported_with_its_tokenizer(run_directory, tmp_pa
         (["--prompt-file", "/nowhere"], "/nowhere"),
         (["--prompt", "x", "--stop", ""], "--stop: must not be empty"),
         (["--prompt", "x", "--seed", "-1"], "--seed=-1: must be in"),
-        (["--prompt", "x", "--top-p", "2"], "top_p=2.0 is not in"),
-        (["--prompt", "x", "--model", "/nowhere"], "/nowhere is no directory"),
+        (["--prompt", "x", "--top-p", "2"], "top_p=2.0: must be in"),
+        (["--prompt", "x", "--model", "/nowhere"], "/nowhere: must be a directory"),
     ],
 )
 def test_bad_input_is_one_line(run_directory, capsys, options, message):
@@ -300,7 +300,7 @@ def test_what_is_no_text_or_not_of_the_model_is_one_line(run_directory, tmp_path
     assert "latin.txt: " in capsys.readouterr().err
     CharTokenizer(map(chr, range(65, 365))).save(tmp_path / "letters")
     assert command.main([*base, "--prompt", "A", "--tokenizer", str(tmp_path / "letters")]) == 2
-    assert "vocabulary of 300 is not of" in capsys.readouterr().err
+    assert "vocabulary of 300: must be at most" in capsys.readouterr().err
     (tmp_path / "ids.jsonl").write_text('{"input_ids": [1, 2, 3000]}\n')
     options = ["--data", str(tmp_path / "ids.jsonl"), "--length", "2", "--buckets", "1"]
     assert evaluate.main([*base, *options, "--out", str(tmp_path / "out")]) == 2

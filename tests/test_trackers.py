@@ -100,7 +100,7 @@ def test_a_tracker_that_fails_is_one_warning(run, module, reason, monkeypatch):
     monkeypatch.setattr(trackers, "CLOSING", 0.2)
     (line,) = run(module, range(1, 20), ["wandb", "wandb"])
     assert line.startswith("warning: logging.report_to: wandb failed (") and reason in line
-    assert line.endswith("; the run goes on without it") and "\n" not in line
+    assert line.endswith("; the run continues without it") and "\n" not in line
     if module:
         module.hang.set()
 

@@ -230,7 +230,10 @@ def unknown_family(directory):
         (torch_empty, "pytorch_model.bin is damaged or no torch file"),
         (config_cut, "config.json is damaged"),
         (unknown_family, "model_type='mamba' is not supported; there are llama"),
-        (lambda directory: (directory / "config.json").unlink(), "is neither a Hugging Face"),
+        (
+            lambda directory: (directory / "config.json").unlink(),
+            "must be a Hugging Face checkpoint",
+        ),
     ],
 )
 def test_damage_is_named_and_leaves_nothing(llama, tmp_path, capsys, damage, message):

@@ -270,7 +270,7 @@ def test_a_run_resumes_generates_merges_and_exports(
     assert main(command) == 0
     log = (run / "log.txt").read_text()
     assert " of them trained (" in log
-    assert log.count("the adapter was trained beside a changed base") == 1
+    assert log.count("the adapter was trained with a changed base model") == 1
     saved = [p.name for p in (run / "checkpoints" / "6" / "state").iterdir()]
     assert not any("embedding" in name or "codes" in name for name in saved)
     losses = (run / "metrics.jsonl").read_text().splitlines()
@@ -294,7 +294,7 @@ def test_a_run_resumes_generates_merges_and_exports(
     # PEFT's files are for the base as it is in the directory, not in few bits.
     capsys.readouterr()
     assert convert.main(["export-adapter", str(run), str(tmp_path / "adapter")]) == 0
-    assert "the adapter was trained beside a changed base" in capsys.readouterr().out
+    assert "the adapter was trained with a changed base model" in capsys.readouterr().out
     assert contents(run / "adapter") == contents(tmp_path / "adapter")
     more = [f"--run_dir={tmp_path / 'more'}", f"--model.name_or_path={tmp_path / 'adapter'}"]
     assert main([*arguments, *more]) == 2
@@ -313,9 +313,9 @@ def test_a_run_resumes_generates_merges_and_exports(
     save_file({k: v + 1e-3 for k, v in array.items()}, base / "model.safetensors")
     shutil.rmtree(run / "checkpoints" / "6")
     assert main(command) == 2
-    assert "other weights" in capsys.readouterr().err
+    assert "must have the weights" in capsys.readouterr().err
     assert convert.main(["merge-adapter", str(run), str(tmp_path / "x")]) == 2
-    assert "other weights" in capsys.readouterr().err
+    assert "must have the weights" in capsys.readouterr().err
 
 
 def test_an_encoder_is_not_trained(theirs, arguments, tmp_path, capsys):

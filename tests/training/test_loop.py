@@ -280,7 +280,7 @@ def test_start_and_evaluation_say_what_they_do(arguments, tmp_path, capsys, monk
     assert " batches; train.eval_batches: null evaluates all" in lines[found[4]]
     assert any(line.startswith("held-out nats per token (first 1 batches): ") for line in lines)
     (warning,) = [line for line in lines if line.startswith("warning")]
-    assert "wandb failed (" in warning and warning.endswith("; the run goes on without it")
+    assert "wandb failed (" in warning and warning.endswith("; the run continues without it")
     # What is left out is not reported as bits per byte of all.
     assert not any("bits per byte" in line for line in lines)
 
