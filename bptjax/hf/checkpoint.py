@@ -1,5 +1,5 @@
-"""A Hugging Face directory: parameters read and written by the rules of a family, and the files
-beside them."""
+"""Reads and writes Hugging Face directories: parameters, by the rules of a family, and sidecar
+files."""
 
 import re
 import shutil
@@ -16,7 +16,7 @@ from bptjax.hf.tensors import CODES, Tensors, Writer, abridged
 from bptjax.models.config import ModelConfig
 from bptjax.models.params import ArraySpec, Index
 
-# Directory, in a run and in a converted checkpoint, of the sidecar files of its Hugging Face model.
+# Directory with the sidecar files of the Hugging Face model, in a run or a converted checkpoint.
 SIDECARS = "hf"
 # Endings of files of weights, ours and those of other formats.
 WEIGHTS = (
@@ -43,7 +43,7 @@ class HFCheckpoint:
         config.json does not have.
 
     Raises:
-      ValueError: missing and unexpected tensors, wrong shapes and dtypes, all in one.
+      ValueError: missing or unexpected tensors, wrong shapes or dtypes, all in one message.
     """
 
     def __init__(self, directory: Path, family: Family, config: ModelConfig):
@@ -72,13 +72,13 @@ class HFCheckpoint:
                 if dtype not in CODES
             ],
         }
-        text = "; ".join(f"{what}: {abridged(names)}" for what, names in problems.items() if names)
+        text = "; ".join(f"{kind}: {abridged(names)}" for kind, names in problems.items() if names)
         if text:
             raise ValueError(f"{directory}: {text}")
         self.specs, self.files = dict(self._specs()), tuple(self._tensors.files)
 
     def _is_copy(self, name: str) -> bool:
-        """Whether a tied parameter is stored a second time under this name, with equal values."""
+        """Returns whether this is a second copy of a tied parameter, with equal values."""
         if not self._config.tied_head or name not in COPIES:
             return False
         originals = (
@@ -95,7 +95,7 @@ class HFCheckpoint:
         for rule, names in self._names.items():
             dtypes = {self._tensors.specs[name].dtype for name in names.values()}
             if len(dtypes) > 1:
-                raise ValueError(f"{rule.hf} is {' and '.join(sorted(dtypes))}; use one dtype")
+                raise ValueError(f"{rule.hf}: must have one dtype, not {', '.join(sorted(dtypes))}")
             (dtype,) = dtypes
             stacked = tuple(self._sizes[field] for field in rule.fields)
             parts = rule.split(np.broadcast_to(np.int8(0), rule.shape))
@@ -103,7 +103,8 @@ class HFCheckpoint:
                 yield path, ArraySpec(dtype, stacked + part.shape)
 
     def slices(self) -> Iterator[tuple[str, Index, np.ndarray]]:
-        """Yields (path, index, array) of every parameter, one tensor of the file at a time."""
+        """Yields (path, index, array) of every parameter. Reads one tensor of the file at a
+        time."""
         for rule, names in self._names.items():
             for index, name in names.items():
                 parts = rule.split(self._tensors.read(name))
@@ -128,10 +129,10 @@ def write_hf(
     dtype: Callable[[str], str],
     max_shard_size: str,
 ) -> None:
-    """Writes a family's files, one tensor in memory at a time.
+    """Writes a family's files. Holds one tensor in memory at a time.
 
     Args:
-      names: of the tensors, see `Family.names`.
+      names: names of the tensors; see `Family.names`.
       read: returns a parameter by path and index into its stacked axes.
       dtype: returns the name of a parameter's dtype by path.
     """
@@ -156,14 +157,15 @@ def sidecar_files(directory: Path) -> list[Path]:
 
 
 def copy_sidecar_files(source: Path, target: Path) -> None:
-    """Copies the files beside the weights into `target`, which is made if need be."""
+    """Copies the files beside the weights to `target`, and creates it if it does not exist."""
     target.mkdir(parents=True, exist_ok=True)
     for file in sidecar_files(source):
         shutil.copyfile(file, target / file.name)
 
 
 def describe_left_out(names: Sequence[str]) -> str:
-    """Returns a line about tensors that were not read, counted over layers; empty without any."""
+    """Returns a line about tensors that were not read, counted over layers; empty if there are
+    none."""
     counts = Counter(re.sub(r"\.\d+\.", ".*.", name) for name in names)
     shown = [name if n == 1 else f"{name} ({n})" for name, n in counts.items()]
     tensors = f"{len(names)} tensor{'s' * (len(names) > 1)}"

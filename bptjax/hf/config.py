@@ -1,4 +1,5 @@
-"""A Hugging Face config.json as a ModelConfig, with the keys that a training config overrides."""
+"""Reads a Hugging Face config.json as a ModelConfig, with the keys that a training config
+overrides."""
 
 import json
 from dataclasses import fields, replace
@@ -11,7 +12,7 @@ from bptjax.lazy_imports import transformers
 from bptjax.models.config import ModelConfig
 from bptjax.ops.position import LONG
 
-# Keys that change no result, in any family.
+# Keys that change no result in any family.
 NEUTRAL = {
     "_name_or_path",
     "_sliding_window_pattern",
@@ -59,7 +60,7 @@ def read_config(directory: Path) -> tuple[Family, ModelConfig]:
     kind = raw.get("model_type")
     if kind not in FAMILIES:
         known = ", ".join(FAMILIES)
-        raise ValueError(f"{directory}: model_type={kind!r} is not supported; there are {known}")
+        raise ValueError(f"{directory}: model_type={kind!r}: must be one of {known}")
     try:
         config = transformers().AutoConfig.from_pretrained(str(directory), local_files_only=True)
         default = type(config)().to_dict()
@@ -77,7 +78,7 @@ def merge(pretrained: ModelConfig, wanted: ModelConfig) -> ModelConfig:
     """Returns the checkpoint's architecture with the keys that the training config sets.
 
     Raises:
-      ValueError: it sets a key that the checkpoint decides.
+      ValueError: the training config sets a key that the checkpoint determines.
     """
     default = ModelConfig()
     changes: dict[str, Any] = {"name_or_path": wanted.name_or_path}
@@ -87,20 +88,21 @@ def merge(pretrained: ModelConfig, wanted: ModelConfig) -> ModelConfig:
             continue
         if f.name not in OVERRIDABLE:
             raise ValueError(
-                f"model.{f.name}={value} beside model.name_or_path={wanted.name_or_path}: the "
-                f"checkpoint decides it ({getattr(pretrained, f.name)}); leave it out"
+                f"model.{f.name}={value}: must not be set, because the checkpoint "
+                f"model.name_or_path={wanted.name_or_path} determines it "
+                f"({getattr(pretrained, f.name)}); leave it out"
             )
         changes[f.name] = value
-    # Added tokens have the ids that follow those of tokens that were added before.
+    # The ids of new tokens follow the ids of tokens that were added before.
     changes["add_tokens"] = [*dict.fromkeys([*pretrained.add_tokens, *wanted.add_tokens])]
     if "rope_parameters" in changes:
         if pretrained.position_embedding != "rope":
             raise ValueError(
-                f"model.rope_parameters: {wanted.name_or_path} has position_embedding="
-                f"{pretrained.position_embedding}"
+                f"model.rope_parameters: must not be set, because {wanted.name_or_path} has "
+                f"position_embedding={pretrained.position_embedding}; leave it out"
             )
-        reach = changes.get("max_position_embeddings", pretrained.max_position_embeddings)
-        changes["rope_parameters"] = _merge_rope(pretrained, changes["rope_parameters"], reach)
+        length = changes.get("max_position_embeddings", pretrained.max_position_embeddings)
+        changes["rope_parameters"] = _merge_rope(pretrained, changes["rope_parameters"], length)
     merged = replace(pretrained, **changes)
     if (
         merged.max_position_embeddings != pretrained.max_position_embeddings
@@ -108,8 +110,8 @@ def merge(pretrained: ModelConfig, wanted: ModelConfig) -> ModelConfig:
     ):
         raise ValueError(
             f"model.max_position_embeddings={merged.max_position_embeddings}: must stay "
-            f"{pretrained.max_position_embeddings} with rope_type=dynamic, which scales "
-            "whatever reaches beyond it; leave it out"
+            f"{pretrained.max_position_embeddings} with rope_type=dynamic, which scales longer "
+            "texts itself; leave it out"
         )
     return merged
 
@@ -119,8 +121,8 @@ def _merge_rope(
 ) -> dict[str, Any]:
     """Returns the checkpoint's rotary parameters with the wanted scaling.
 
-    If layer types have parameters of their own and the wanted ones name no type, they are those of
-    full attention, the layers that read far.
+    If each layer type has its own parameters and `wanted` names no type, `wanted` applies to full
+    attention, because other layers attend only within a window.
     """
     old, trained = pretrained.rope_parameters, pretrained.max_position_embeddings
     if isinstance(old.get("full_attention"), dict):
@@ -128,7 +130,10 @@ def _merge_rope(
             wanted = {"full_attention": wanted}
         unknown = wanted.keys() - old.keys()
         if unknown:
-            raise ValueError(f"model.rope_parameters: no layer of type {sorted(unknown)}")
+            raise ValueError(
+                f"model.rope_parameters: {sorted(unknown)}: must be layer types of the model, "
+                f"{sorted(old)}"
+            )
         each = {
             t: complete_rope(old[t], p, trained, max_position_embeddings) for t, p in wanted.items()
         }
@@ -139,17 +144,17 @@ def _merge_rope(
 def complete_rope(
     old: dict, wanted: dict, trained: int | None, max_position_embeddings: int | None
 ) -> dict[str, Any]:
-    """Returns the wanted rotary parameters, completed from the checkpoint's `old` ones and the
-    length that it was `trained` on, so that no reader of a run or an export has to guess.
+    """Returns the wanted rotary parameters, completed from the checkpoint's `old` parameters and
+    the length that it was `trained` on, so that readers of a run or an export need no defaults.
 
     Raises:
-      ValueError: a factor can be neither found nor derived.
+      ValueError: a factor is missing and cannot be derived.
     """
     kind = wanted.get("rope_type", wanted.get("type", old.get("rope_type", "default")))
-    kept = old
+    inherited = old
     if kind != old.get("rope_type", "default"):
-        kept = {k: old[k] for k in ("rope_theta", "partial_rotary_factor") if k in old}
-    new = {k: v for k, v in (kept | wanted).items() if k != "type"} | {"rope_type": kind}
+        inherited = {k: old[k] for k in ("rope_theta", "partial_rotary_factor") if k in old}
+    new = {k: v for k, v in (inherited | wanted).items() if k != "type"} | {"rope_type": kind}
     (original,) = LONG
     if kind in ("yarn", "llama3", "longrope") and new.get(original) is None:
         new[original] = old.get(original, trained)
@@ -164,13 +169,14 @@ def complete_rope(
 
 
 def changes(read: ModelConfig, now: ModelConfig) -> dict[str, Any]:
-    """Returns the keys, with their values, in which `now` differs from the checkpoint."""
+    """Returns the keys and values in which `now` differs from the checkpoint's config `read`."""
     keys = (key for key in OVERRIDABLE if key != "name_or_path")
     return {key: getattr(now, key) for key in keys if getattr(now, key) != getattr(read, key)}
 
 
 def is_bare(raw: dict[str, Any]) -> bool:
-    """Whether the class that config.json names has no head; its files leave out the prefix."""
+    """Returns whether the class named in config.json has no head. Its files leave out the
+    prefix."""
     name = (raw.get("architectures") or [""])[0]
     return name.endswith("Model") and not name.endswith("LMHeadModel")
 
@@ -179,7 +185,7 @@ def read_json(file: Path) -> dict[str, Any]:
     """Reads a JSON object.
 
     Raises:
-      ValueError: there is no such file, or it holds no JSON object.
+      ValueError: the file does not exist, or does not hold a JSON object.
     """
     try:
         value = json.loads(file.read_text())
@@ -188,7 +194,7 @@ def read_json(file: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{file} is damaged: {error}") from error
     if not isinstance(value, dict):
-        raise ValueError(f"{file} holds no JSON object")
+        raise ValueError(f"{file}: must hold a JSON object")
     return value
 
 
@@ -204,9 +210,17 @@ class _Seen:
 
 
 def _refuse_others(config: Any, default: dict, seen: set[str], neutral: tuple[str, ...]) -> None:
-    """Raises ValueError for a key that is neither read nor neutral and not at its default."""
+    """Refuses other keys than those read.
+
+    Raises:
+      ValueError: a key was not read, is not neutral and does not have its default value.
+    """
     if getattr(config, "quantization_config", None) is not None:
-        raise ValueError("quantization_config: quantized weights are not supported")
+        raise ValueError(
+            "quantization_config: must not be set; quantized weights are not supported"
+        )
     for key, value in config.to_dict().items():
         if key in default and value != default[key] and key not in NEUTRAL.union(seen, neutral):
-            raise ValueError(f"{key}={value!r} is not supported, only {default[key]!r}")
+            raise ValueError(
+                f"{key}={value!r}: must be {default[key]!r}; no other value is supported"
+            )

@@ -1,4 +1,5 @@
-"""Exports a config.json with the keys that training changed, so that transformers agrees."""
+"""Exports a config.json with the keys that training changed, so that transformers computes the
+same."""
 
 import json
 import math
@@ -18,24 +19,24 @@ BESIDE = ("rope_theta", "partial_rotary_factor", "rope_type", "type")
 def exported(
     raw: dict[str, Any], read: ModelConfig, now: ModelConfig, dtype: str | None = None
 ) -> dict[str, Any]:
-    """Returns the config.json `raw`, of architecture `read`, with the changed keys; unknown keys
-    stay.
+    """Returns the config.json `raw` of architecture `read`, with the keys that differ in `now`.
+    Unknown keys stay.
 
-    Changed rotary positions are written for transformers 5 (rope_parameters) and again for version
-    4 and whatever else reads its keys (rope_theta, rope_scaling).
+    Changed rotary positions are written in the keys of transformers 5 (rope_parameters) and in the
+    keys of version 4, which other programs read too (rope_theta, rope_scaling).
 
     Args:
-      dtype: of the tensors, if it has changed.
+      dtype: dtype of the tensors, if it has changed.
 
     Raises:
-      ValueError: transformers cannot read the changed rotary positions, or reads other ones.
+      ValueError: transformers cannot read the changed rotary positions, or reads them differently.
     """
     new, family = dict(raw), FAMILIES[raw["model_type"]]
     rope, length = now.rope_parameters != read.rope_parameters, now.max_position_embeddings
     if length != read.max_position_embeddings:
         new[family.positions] = length
     if now.position_embedding == "rope" and (rope or length != read.max_position_embeddings):
-        # All of it: a key that the file leaves out may follow the number of positions.
+        # Write all keys: the default of a missing key may depend on the number of positions.
         new |= rope_keys(now, raw["model_type"])
         new["transformers_version"] = transformers().__version__
         check_rope(new, now)
@@ -46,10 +47,10 @@ def exported(
 
 
 def rope_keys(config: ModelConfig, model_type: str) -> dict[str, Any]:
-    """Returns a family's config keys of its rotary positions, for transformers 5 and 4."""
+    """Returns a family's config keys for rotary positions, for transformers 5 and 4."""
     family, parameters = FAMILIES[model_type], config.rope_parameters
     theta, partial = family.rope_names
-    # Version 4 has one scaling, which Gemma 3 uses in layers with full attention.
+    # Version 4 has a single scaling, which Gemma 3 uses in layers with full attention.
     full = parameters.get("full_attention", parameters)
     keys = {"rope_parameters": parameters, theta: full["rope_theta"], "rope_scaling": None}
     if "sliding_attention" in parameters:
@@ -84,7 +85,7 @@ def check_rope(raw: dict[str, Any], config: ModelConfig) -> None:
     """Checks that transformers reads the config's rotary positions from `raw`.
 
     Raises:
-      ValueError: it refuses them, or reads others.
+      ValueError: transformers refuses them, or reads them differently.
     """
     kind = raw["model_type"]
     message = f"model.rope_parameters={config.rope_parameters}: a {kind} cannot be exported with it"
@@ -100,8 +101,8 @@ def check_rope(raw: dict[str, Any], config: ModelConfig) -> None:
 
 
 def same_rope(one: ModelConfig, other: ModelConfig) -> bool:
-    """Whether both have the same number of positions, and rotate alike below and above every length
-    at which the frequencies change."""
+    """Returns whether both have the same number of positions, and the same rotation below and above
+    every length at which the frequencies change."""
     if one.max_position_embeddings != other.max_position_embeddings or len(one.ropes) != len(
         other.ropes
     ):

@@ -1,4 +1,4 @@
-"""Fingerprints of weights on disk: they tell the base model of an adapter from any other."""
+"""Fingerprints of weights on disk, which identify the base model of an adapter."""
 
 import hashlib
 import json
@@ -12,13 +12,14 @@ from pathlib import Path
 
 # Threads hash pieces, so that a single large file is hashed on all cores.
 PIECE, BUFFER = 1 << 26, 1 << 22
-# A file modified again within the file system's time step keeps its mtime. A digest is cached only
-# when the file was last modified this many seconds ago, or earlier.
+# A file that is modified twice within the file system's time step keeps its mtime. So a digest is
+# cached only if the last modification was this many seconds ago, or earlier.
 SETTLED = 2.0
 
 
 def fingerprint(files: Sequence[Path]) -> str:
-    """Returns the SHA-256 of every byte of the files; their names do not matter, their order does.
+    """Returns the SHA-256 of every byte of the files. It depends on their order, not on their
+    names.
 
     Digests are cached in `$XDG_CACHE_HOME/bptjax` (`~/.cache/bptjax`) by path, size, inode and
     times of modification, one small file for each file of weights.
@@ -32,7 +33,7 @@ def fingerprint(files: Sequence[Path]) -> str:
 
 def sampled(directory: Path) -> int:
     """Returns the fingerprint that older versions saved: the CRC-32 of 16 samples of each file. It
-    misses most changes, and serves only to continue runs of those versions.
+    misses most changes. Use it only to continue runs of those versions.
     """
     value, weights = 0, ("*.safetensors", "*.bin", "checkpoints/*/manifest.json")
     for file in sorted(file for pattern in weights for file in directory.glob(pattern)):
@@ -87,7 +88,7 @@ def _entry(file: Path) -> Path:
 
 
 def _cached(file: Path) -> str | None:
-    """Returns the cached digest; None if it is damaged, or not of the file as it is now."""
+    """Returns the cached digest; None if it is missing, damaged or outdated."""
     try:
         content, check = _entry(file).read_text().splitlines()
         if hashlib.sha256(content.encode()).hexdigest() != check:
@@ -99,9 +100,9 @@ def _cached(file: Path) -> str | None:
 
 
 def _store(file: Path, identity: list[int], digest: str) -> None:
-    """Caches a digest. Without a cache directory that can be written, the next start hashes again.
+    """Caches a digest. If the cache cannot be written, the next start hashes again.
 
-    The entry is renamed into place: a process that reads it at the same time sees all or nothing.
+    The entry is written to another name and renamed, so that no process reads a partial entry.
     """
     entry, content = _entry(file), json.dumps([identity, digest])
     fresh = entry.with_name(f"{entry.name}.{os.getpid()}.tmp")

@@ -13,7 +13,8 @@ from bptjax.lazy_imports import transformers
 from bptjax.models.config import ModelConfig
 from bptjax.ops.position import alibi_slopes
 
-# Families that a model trained from scratch may become, the best-known first, and their classes.
+# Families to which a model trained from scratch can be exported, best-known first, and their
+# classes.
 CLASSES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -30,15 +31,15 @@ CLASSES = {
     "mpt": "MptForCausalLM",
     "falcon": "FalconForCausalLM",
 }
-# For each activation, the name that every family accepts.
+# A name of each activation that every family accepts.
 HF_NAMES = ("silu", "gelu", "gelu_pytorch_tanh", "quick_gelu", "relu", "relu2")
 
 
 def from_scratch(config: ModelConfig) -> tuple[dict[str, Any], Family]:
-    """Returns a config.json, and its family, for a model that never was a Hugging Face one.
+    """Returns a config.json, and its family, for a model that was trained from scratch.
 
     Raises:
-      ValueError: no family computes what the model does.
+      ValueError: no family computes the same function as the model.
     """
     kind, config = family_of(config), _complete(config)
     keys, made = _keys(config, kind), transformers().CONFIG_MAPPING[kind]
@@ -54,10 +55,10 @@ def from_scratch(config: ModelConfig) -> tuple[dict[str, Any], Family]:
 
 
 def family_of(config: ModelConfig) -> str:
-    """Returns the model_type of the first family that computes what `config` does.
+    """Returns the model_type of the first family that computes the same function as `config`.
 
     Raises:
-      ValueError: there is none; the message names the keys that differ.
+      ValueError: there is no such family; the message names the keys that differ.
     """
     config = _complete(config)
     wanted, nearest = _computed(config), None
@@ -74,7 +75,7 @@ def family_of(config: ModelConfig) -> str:
             nearest = kind, others
     assert nearest is not None
     differing = ", ".join(f"model.{key}={getattr(config, key)}" for key in nearest[1])
-    raise ValueError(f"no Hugging Face family has {differing} with the rest of it")
+    raise ValueError(f"no Hugging Face family has {differing} with the other keys of the model")
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -83,7 +84,8 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _computed(config: ModelConfig) -> dict[str, Any]:
-    """Returns the values that tell two architectures apart, with defaults filled in."""
+    """Returns the values that determine the function of an architecture, with defaults filled
+    in."""
     values = {k: v for k, v in asdict(config).items() if k not in OVERRIDABLE}
     for key in ("layer_types", "position_offset", "alibi_scale", "alibi_interleaved"):
         del values[key]
@@ -117,7 +119,7 @@ def _namespace(keys: dict[str, Any]) -> SimpleNamespace:
 
 
 def _keys(config: ModelConfig, kind: str) -> dict[str, Any]:
-    """Returns the architecture under every name that a family's config may have for it."""
+    """Returns the architecture in the config keys of all families."""
     c, D, L, N, K = config, config.hidden_size, config.num_layers, config.num_heads, config.K
     act = next(name for name in HF_NAMES if ACTIVATIONS[name] == c.activation)
     positions, parallel = c.max_position_embeddings or 2048, c.residual != "sequential"
@@ -138,7 +140,7 @@ def _keys(config: ModelConfig, kind: str) -> dict[str, Any]:
         **dict.fromkeys(("attention_bias", "bias", "enable_bias"), c.qkv_bias),
         mlp_bias=c.mlp_bias,
         tie_word_embeddings=c.tied_head,
-        # Their defaults may lie outside of the vocabulary.
+        # None, because the defaults may be outside the vocabulary.
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
         embd_pdrop=c.embedding_dropout or 0.0,
         **dict.fromkeys(("attention_dropout", "attn_pdrop"), attention),
@@ -166,7 +168,7 @@ def _keys(config: ModelConfig, kind: str) -> dict[str, Any]:
         attn_config=dict(
             alibi=True,
             attn_type="multihead_attention",
-            # An int, to transformers.
+            # transformers requires an int for zero.
             attn_pdrop=attention or 0,
             attn_uses_sequence_id=False,
             alibi_bias_max=8,
@@ -185,7 +187,7 @@ def _keys(config: ModelConfig, kind: str) -> dict[str, Any]:
 
 
 def _complete(config: ModelConfig) -> ModelConfig:
-    """Returns the config with all rotary parameters written out."""
+    """Returns the config with complete rotary parameters."""
     rope, length = config.rope_parameters, config.max_position_embeddings
     if config.position_embedding != "rope":
         return config

@@ -1,4 +1,4 @@
-"""Output directories that appear complete or not at all, also when the process is killed."""
+"""Output directories that appear complete or not at all, even if the process is killed."""
 
 import fcntl
 import os
@@ -15,7 +15,7 @@ def atomic_directory(out: Path, *, replace: bool = False) -> Iterator[Path]:
     it when the block raises. A killed process leaves it behind; the next call for `out` removes it.
 
     Args:
-      replace: whether `out` may hold an earlier output, which makes room at the end.
+      replace: whether `out` may hold an earlier output, which is removed at the end.
 
     Raises:
       ValueError: `out` exists and is not empty, or cannot be written.
@@ -42,7 +42,7 @@ def atomic_directory(out: Path, *, replace: bool = False) -> Iterator[Path]:
 
 
 def _remove_leftovers(out: Path) -> None:
-    """Removes hidden directories of processes that were killed: those that nobody holds locked."""
+    """Removes hidden directories of killed processes, which no process has locked."""
     pattern = re.compile(rf"\.{re.escape(out.name)}\.\d+(\.old)?\.tmp")
     for path in out.parent.glob(".*.tmp"):
         if pattern.fullmatch(path.name) and (lock := _locked(path)) is not None:
@@ -51,9 +51,10 @@ def _remove_leftovers(out: Path) -> None:
 
 
 def _locked(directory: Path) -> int | None:
-    """Locks a directory for this process; None where another holds it, or it cannot be locked.
+    """Locks a directory for this process. Returns None if another process has locked it, or if it
+    cannot be locked.
 
-    A lock ends with its process, and unlike a process id it is known on every host that shares the
+    A lock ends with its process. Unlike a process id, it is valid on every host that shares the
     file system.
     """
     handle = None

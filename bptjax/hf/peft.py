@@ -1,4 +1,4 @@
-"""Adapters in the files of PEFT: read, and written."""
+"""Reads and writes adapters in PEFT's format."""
 
 import json
 import re
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import ml_dtypes  # noqa: F401  Without it NumPy knows no bfloat16, and safetensors fails.
+import ml_dtypes  # noqa: F401  Registers bfloat16 in NumPy, without which safetensors fails.
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
@@ -26,8 +26,8 @@ HEADS = "lm_head", "embed_out"
 
 
 def modules(config: ModelConfig, family: Family | None) -> dict[str, tuple[str, ...]]:
-    """Returns the paths of the layers' kernels by the family's names of the linear layers that hold
-    them, with `{layer}` for its number; an empty dict without a family.
+    """Returns the paths of the layers' kernels by the family's names of linear layers, with
+    `{layer}` for the layer's index. Returns an empty dict without a family.
     """
     rules = filter(_is_linear, family.tensor_rules(config)) if family else ()
     return {_module(rule.hf): rule.ours for rule in rules}
@@ -35,7 +35,7 @@ def modules(config: ModelConfig, family: Family | None) -> dict[str, tuple[str, 
 
 def embeddings(config: ModelConfig, family: Family | None) -> dict[str, str]:
     """Returns the paths of the input embedding, and of the output embedding if it is not tied, by
-    the names of transformers' modules that hold them; without a family, by the paths themselves.
+    the names of transformers' modules; without a family, by the paths themselves.
     """
     paths = {"embedding"} if config.tied_head else {"embedding", "head"}
     if family is None:
@@ -47,18 +47,18 @@ def embeddings(config: ModelConfig, family: Family | None) -> dict[str, str]:
 
 
 def _is_linear(rule: TensorRule) -> bool:
-    """Whether a rule is of the weight of a linear layer in the transformer layers."""
+    """Returns whether a rule belongs to the weight of a linear layer in the transformer layers."""
     return "layer" in rule.fields and rule.inputs > 0
 
 
 def read_peft(directory: Path, family: Family, config: ModelConfig) -> Adapters:
     """Reads the adapter in `directory`.
 
-    The kernels that a file of the family fuses share one adapter in PEFT: here each gets all of
+    Kernels that the family's files fuse share one adapter in PEFT. Here each kernel gets all of
     `a`, and its own outputs of `b`.
 
     Raises:
-      ValueError: a key or tensor is unsupported, missing, damaged or unexpected, by its name.
+      ValueError: a key or tensor is unsupported, missing, damaged or unexpected; names it.
     """
     raw = read_json(directory / ADAPTER_CONFIG)
     settings = adapter_settings(raw, directory / ADAPTER_CONFIG)
@@ -70,7 +70,9 @@ def read_peft(directory: Path, family: Family, config: ModelConfig) -> Adapters:
             n for n, p in zip(names.values(), pairs, strict=True) if p is None and is_target(raw, n)
         ]
         if missing:
-            raise ValueError(f"{directory / WEIGHTS} has nothing of {', '.join(missing[:8])}")
+            raise ValueError(
+                f"{directory / WEIGHTS}: must hold adapters of {', '.join(missing[:8])}"
+            )
         r = max((a.shape[0] for a, _ in filter(None, pairs)), default=0)
         if r == 0:
             continue
@@ -83,13 +85,13 @@ def read_peft(directory: Path, family: Family, config: ModelConfig) -> Adapters:
             rank, scale[i] = rank_and_scale(raw, name)
             if [x.shape for x in pair] != [(rank, I), (O, rank)]:
                 raise ValueError(
-                    f"{directory / WEIGHTS}: {name} is {pair[0].shape} and {pair[1].shape}, not "
-                    f"{(rank, I)} and {(O, rank)}"
+                    f"{directory / WEIGHTS}: {name}: must be {(rank, I)} and {(O, rank)}, not "
+                    f"{pair[0].shape} and {pair[1].shape}"
                 )
             A[i, :rank], B[i, :, :rank] = pair
         for part in parts:
             a, b = A[:, :, part.inputs], B[:, part.outputs]
-            # A file may give each kernel its own ranks; drop those of the other kernels.
+            # A file may give each kernel its own ranks. Drop the ranks of the other kernels.
             used = b.reshape(-1, r).any(0)
             if len(parts) > 1 and used.any():
                 a, b = a[:, used], b[..., used]
@@ -97,8 +99,8 @@ def read_peft(directory: Path, family: Family, config: ModelConfig) -> Adapters:
             values[part.path] = tuple(x.reshape(*sizes, *x.shape[1:]) for x in found)
     if tensors or not values:
         raise ValueError(
-            f"{directory / WEIGHTS}: no adapter of a linear layer of the model's layers: "
-            f"{', '.join(sorted(tensors)[:8]) or 'it is empty'}"
+            f"{directory / WEIGHTS}: must hold adapters of linear layers of the model only, not "
+            f"{', '.join(sorted(tensors)[:8]) or 'nothing'}"
         )
     return Adapters(AdapterConfig(type="lora", **settings), values, in_full)
 
@@ -106,16 +108,16 @@ def read_peft(directory: Path, family: Family, config: ModelConfig) -> Adapters:
 def write_peft(
     directory: Path, adapters: Adapters, family: Family, config: ModelConfig, base: str
 ) -> None:
-    """Writes the adapters as PEFT reads them.
+    """Writes the adapters in PEFT's format.
 
-    Kernels that the family's file fuses have one pair of matrices, in which their ranks are
-    concatenated. `lora_B` is zero where the outputs of one kernel meet the ranks of another.
+    Kernels that the family's files fuse get one pair of matrices with their ranks concatenated.
+    `lora_B` is zero between the outputs of one kernel and the ranks of another.
     """
     tensors: dict[str, np.ndarray] = {}
     kinds: dict[str, tuple[int, float]] = {}
     transposed = False
     for _, names, parts in _linears(family, config):
-        # Also of kernels without an adapter, whose outputs are zero.
+        # Includes kernels without an adapter, whose outputs are zero.
         I, O = parts[0].inputs.size, sum(part.outputs.size for part in parts)  # noqa: E741
         parts = [part for part in parts if part.path in adapters.values]
         if not parts:
@@ -129,7 +131,7 @@ def write_peft(
                 a, b, _ = (np.asarray(x[index], np.float32) for x in adapters.values[part.path])
                 ranks = slice(start, start := start + a.shape[-1])
                 A[ranks, part.inputs] = np.moveaxis(a, -1, 0)
-                # PEFT has one scale for all of them; `b` takes up the difference.
+                # PEFT has one scale for all kernels, so multiply `b` by the ratio of the scales.
                 share = 1.0 if scale == scales[0] else scale / scales[0]
                 B[part.outputs, ranks] = share * np.moveaxis(b, 0, -1)
             tensors |= {f"{PREFIX}{name}.lora_A.weight": A, f"{PREFIX}{name}.lora_B.weight": B}
@@ -157,7 +159,7 @@ def write_peft(
 
 
 def _both_ends(family: Family, config: ModelConfig) -> dict[str, str]:
-    """Returns the paths of input and output embedding by their modules, also if they are tied."""
+    """Returns the paths of input and output embedding by their modules, even if they are tied."""
     return embeddings(replace(config, tied_head=False), family)
 
 
@@ -168,11 +170,12 @@ def _read_embeddings(
     config: ModelConfig,
     directory: Path,
 ) -> dict[str, np.ndarray]:
-    """Returns the embeddings `[V, E]` that were trained in full, by path, taken out of `tensors`.
+    """Removes the embeddings `[V, E]` that were trained in full from `tensors`. Returns them by
+    path.
 
     Raises:
-      ValueError: modules_to_save names other modules, or the shapes do not fit the base model, or
-        there are two different embeddings for a model that ties them.
+      ValueError: modules_to_save names other modules, the shapes do not fit the base model, or the
+        base model ties its embeddings and these differ.
     """
     file, known = directory / WEIGHTS, _both_ends(family, config)
     listed = raw.get("modules_to_save") or []
@@ -190,37 +193,37 @@ def _read_embeddings(
         if not paths:
             names = ", ".join(module.split(".")[-1] for module in known)
             config_file = directory / ADAPTER_CONFIG
-            raise ValueError(
-                f"{config_file}: modules_to_save={name} is not supported, only {names}"
-            )
+            raise ValueError(f"{config_file}: modules_to_save={name}: must be one of {names}")
         tied = config.tied_head and "embedding" in found
         if paths[0] not in found and not (tied and raw.get("ensure_weight_tying")):
-            raise ValueError(f"{file} has nothing of {name}, which is among modules_to_save")
+            raise ValueError(f"{file}: must hold {name}, which is in modules_to_save")
     if config.tied_head and found:
-        # An embedding that is not listed was saved from the base model, whose head follows it.
+        # An embedding that is not in modules_to_save comes from the base model, so its head is
+        # tied.
         follows = raw.get("ensure_weight_tying") or not listed
         head = found.pop("head", found.get("embedding") if follows else None)
         if head is None or not np.array_equal(head, found.get("embedding", head[:0])):
             raise ValueError(
-                f"{file}: the base ties its output embedding to the input embedding, and the "
-                "adapter has another one; save both with equal values, or set ensure_weight_tying "
-                "in PEFT"
+                f"{file}: the base model ties its output embedding to the input embedding, but the "
+                "adapter's differ: must be equal; set ensure_weight_tying in PEFT"
             )
     complete = found.keys() == set(embeddings(config, family).values())
     for path, x in found.items():
         shapes = {array.shape for array in found.values()}
         rows = len(x) == config.V or (len(x) > config.V and complete)
         if len(shapes) > 1 or x.ndim != 2 or x.shape[1] != config.E or not rows:
-            raise ValueError(f"{file}: {path} is {x.shape}, and the base's {config.V, config.E}")
+            raise ValueError(
+                f"{file}: {path} is {x.shape}: must be {config.V, config.E}, as in the base model"
+            )
     return found
 
 
 def _write_embeddings(
     tensors: dict[str, np.ndarray], adapters: Adapters, family: Family, config: ModelConfig
 ) -> list[str]:
-    """Adds the embeddings that were trained in full to `tensors`, and returns their modules' names.
+    """Adds the embeddings that were trained in full to `tensors`. Returns their modules' names.
 
-    A tied embedding is written twice: PEFT trains and loads a copy for each of the two modules.
+    A tied embedding is written twice, because PEFT trains and loads a copy for each module.
     """
     names = []
     for module, path in _both_ends(family, config).items():
@@ -233,11 +236,11 @@ def _write_embeddings(
 
 @dataclass(frozen=True)
 class Part:
-    """A kernel of ours in a linear layer of the file.
+    """One of our kernels in a linear layer of the file.
 
     Attributes:
-      inputs, outputs: positions of the kernel's inputs `[*inputs]` and outputs `[*outputs]` among
-        those of the linear layer.
+      inputs, outputs: positions of the kernel's inputs `[*inputs]` and outputs `[*outputs]` in the
+        linear layer.
       transposed: whether the file's weight is [inputs, outputs].
     """
 
@@ -248,11 +251,11 @@ class Part:
 
 
 class Linear(NamedTuple):
-    """A kind of linear layer of a family's files.
+    """A linear layer of a family's files, repeated in every transformer layer.
 
     Attributes:
-      sizes: of the stacked axes of its kernels.
-      names: of its modules, by index into these axes.
+      sizes: sizes of the stacked axes of its kernels.
+      names: names of its modules, by index into these axes.
       parts: its kernels.
     """
 
@@ -262,10 +265,10 @@ class Linear(NamedTuple):
 
 
 def _linears(family: Family, config: ModelConfig) -> Iterator[Linear]:
-    """Yields the kinds of linear layers.
+    """Yields the family's linear layers.
 
-    A rule's `split`, applied to the row numbers and to the column numbers of the file's weight,
-    gives the positions of each kernel's inputs and outputs.
+    Applies a rule's `split` to the row indices and to the column indices of the file's weight, to
+    get the positions of each kernel's inputs and outputs.
     """
     sizes = family.sizes(config)
     for rule in filter(_is_linear, family.tensor_rules(config)):
@@ -286,14 +289,15 @@ def _linears(family: Family, config: ModelConfig) -> Iterator[Linear]:
 
 
 def _module(name: str) -> str:
-    """Returns the module of a weight's name."""
+    """Returns the name of a weight's module."""
     return name.removesuffix(".weight")
 
 
 def _pair(
     tensors: dict[str, np.ndarray], module: str, prefix: str
 ) -> tuple[np.ndarray, np.ndarray] | None:
-    """Returns `lora_A` `[r, I]` and `lora_B` `[O, r]` of a module, taken out of `tensors`."""
+    """Removes `lora_A` `[r, I]` and `lora_B` `[O, r]` of a module from `tensors`. Returns both, or
+    None if there are none."""
     for name in (module, module.removeprefix(prefix)):
         names = [f"{PREFIX}{name}.lora_{part}.weight" for part in "AB"]
         if all(n in tensors for n in names):

@@ -1,4 +1,4 @@
-"""PEFT's adapter_config.json, and the config of an adapter's base model."""
+"""Reads PEFT's adapter_config.json, and the config of an adapter's base model."""
 
 import math
 import re
@@ -9,9 +9,9 @@ from bptjax.hf.config import read_json
 from bptjax.models.config import ModelConfig
 
 ADAPTER_CONFIG = "adapter_config.json"
-# A file of ours: keys of the base model's config that training changed. PEFT has no place for them.
+# Keys of the base model's config that training changed. PEFT has no file for them.
 BASE_CONFIG = "bptjax_base_config.json"
-# Keys that are read, and keys that change no result of a trained adapter. Any other must be off.
+# Keys that are read, and keys that change no result of a trained adapter. All others must be unset.
 KNOWN = {
     *("peft_type", "r", "lora_alpha", "lora_dropout", "rank_pattern", "alpha_pattern"),
     *("use_rslora", "base_model_name_or_path", "bias", "init_lora_weights", "modules_to_save"),
@@ -21,7 +21,7 @@ NEUTRAL = {
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
     *("fan_in_fan_out", "megatron_core", "qalora_group_size", "ensure_weight_tying"),
 }
-# Initializations of A and B that leave the base model as it was.
+# Initializations of A and B that do not change the base model.
 INITIALIZATIONS = (True, False, None, "gaussian", "orthogonal")
 
 
@@ -34,7 +34,7 @@ def read_base(directory: Path) -> ModelConfig:
     """
     name = read_json(directory / ADAPTER_CONFIG).get("base_model_name_or_path")
     if not name or not isinstance(name, str):
-        raise ValueError(f"{directory / ADAPTER_CONFIG} has no base_model_name_or_path")
+        raise ValueError(f"{directory / ADAPTER_CONFIG}: must have base_model_name_or_path")
     file = directory / BASE_CONFIG
     changed = read_json(file) if file.exists() else {}
     try:
@@ -49,15 +49,15 @@ def adapter_settings(raw: dict[str, Any], file: Path) -> dict[str, Any]:
     """Returns keywords of AdapterConfig.
 
     Raises:
-      ValueError: `raw`, the content of `file`, is no LoRA, or of a variant that is not supported.
+      ValueError: `raw`, the content of `file`, is not LoRA, or is a variant that is not supported.
     """
-    # First the type, because other types have other keys.
+    # Check the type first, because other types have other keys.
     for key in ("peft_type", *raw):
         if not _is_supported(key, raw.get(key)):
             raise ValueError(f"{file}: {key}={raw.get(key)!r} is not supported")
     missing = {"r", "lora_alpha", "target_modules"} - raw.keys()
     if missing:
-        raise ValueError(f"{file} has no {', '.join(sorted(missing))}")
+        raise ValueError(f"{file}: must have {', '.join(sorted(missing))}")
     return dict(
         r=raw["r"],
         alpha=float(raw["lora_alpha"]),
@@ -67,7 +67,7 @@ def adapter_settings(raw: dict[str, Any], file: Path) -> dict[str, Any]:
 
 
 def _is_supported(key: str, value: Any) -> bool:
-    """Whether adapters with this setting are supported."""
+    """Returns whether adapters with this setting are supported."""
     match key:
         case "peft_type":
             return value == "LORA"
@@ -97,7 +97,8 @@ def _is_pattern(text: str) -> bool:
 
 
 def is_target(raw: dict[str, Any], module: str) -> bool:
-    """Whether the config certainly names the module; not if it selects layers or patterns."""
+    """Returns whether the config certainly names the module. Returns False if it selects layers or
+    patterns."""
     if raw.get("layers_to_transform") not in (None, []) or raw.get("exclude_modules"):
         return False
     names = raw["target_modules"]
@@ -105,7 +106,8 @@ def is_target(raw: dict[str, Any], module: str) -> bool:
 
 
 def rank_and_scale(raw: dict[str, Any], module: str) -> tuple[int, float]:
-    """Returns a module's rank and scale, by PEFT's rule: the first pattern that ends its name."""
+    """Returns a module's rank and scale. As in PEFT, the first pattern that matches the end of its
+    name applies."""
 
     def of(patterns, default):
         found = (v for k, v in (patterns or {}).items() if re.fullmatch(rf"(.*\.)?({k})", module))

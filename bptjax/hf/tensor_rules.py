@@ -1,4 +1,4 @@
-"""Rules that turn a tensor of a Hugging Face file into parameters of ours, and back."""
+"""Rules that convert tensors of Hugging Face files to our parameters, and back."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from bptjax.models.config import ModelConfig
 from bptjax.models.params import Index
 
 Shape = tuple[int, ...]
-# Fields of names in the file, in the order of the axes that parameters are stacked along.
+# Fields of names in the file, in the order of the stacked axes of parameters.
 FIELDS = ("layer", "expert")
 
 
@@ -27,8 +27,8 @@ class TensorRule:
       hf: name in the file.
       shape: shape of one tensor in the file.
       ours: paths of the parameters.
-      split: turns one tensor into the parameters, without the stacked axes.
-      join: turns the parameters into the tensor; inverse of `split`, bit for bit.
+      split: converts one tensor to the parameters, without the stacked axes.
+      join: converts the parameters to the tensor; the exact inverse of `split`.
       inputs: number of input axes of the kernels of a linear layer; 0 for other tensors.
     """
 
@@ -57,8 +57,8 @@ class TensorRule:
 
 
 def identity(hf: str, ours: str, shape: Shape, file_shape: Shape | None = None) -> TensorRule:
-    """Returns the rule of a parameter that the file stores in the same order, if need be with
-    another number of axes."""
+    """Returns the rule of a parameter that the file stores in the same order, possibly with another
+    number of axes."""
     file_shape = shape if file_shape is None else file_shape
     return TensorRule(
         hf, file_shape, (ours,), lambda w: (w.reshape(shape),), lambda x: x.reshape(file_shape)
@@ -96,7 +96,8 @@ def fused(
     layout: Literal["concatenated", "per_kv_head"] = "concatenated",
     transposed: bool = False,
 ) -> Iterator[TensorRule]:
-    """Yields the rules of several linear layers, with `outputs` each, that the file stores as one.
+    """Yields the rules of several linear layers that the file stores as one. `outputs` are their
+    output shapes.
 
     Args:
       layout: order of the fused outputs. `concatenated` has the layers one after the other.
@@ -213,8 +214,8 @@ def mlp(
 def embedding_norm_head(
     c: ModelConfig, embedding: str, final_norm: str, head: str = "lm_head"
 ) -> Iterator[TensorRule]:
-    """Yields the rules of the input embedding, the final norm and the output embedding, the latter
-    two if the config has them."""
+    """Yields the rules of the input embedding, and of the final norm and the output embedding if
+    the config has them."""
     yield identity(f"{embedding}.weight", "embedding", (c.V, c.E))
     if c.final_norm:
         yield from norm(final_norm, "norm", c)

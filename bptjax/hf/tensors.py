@@ -1,4 +1,4 @@
-"""Weights on disk: tensors read and written one at a time, or a slice of one."""
+"""Reads and writes weights on disk, one tensor or slice of a tensor at a time."""
 
 import importlib.util
 import json
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes  # noqa: F401  Without it NumPy knows no bfloat16, and safetensors fails.
+import ml_dtypes  # noqa: F401  Registers bfloat16 in NumPy, without which safetensors fails.
 import numpy as np
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError, safe_open
@@ -25,11 +25,11 @@ class Tensors:
     """The tensors of a checkpoint directory, by name.
 
     Args:
-      renamed: endings of names in old files, and their replacements.
+      renamed: (old, new) endings of names in old files.
 
     Attributes:
-      specs: of each tensor. Files of old versions hold integer buffers, so dtypes outside `CODES`
-        are allowed here; `HFCheckpoint` checks the tensors that it reads.
+      specs: dtype and shape of each tensor. Files of old versions hold integer buffers, so dtypes
+        outside `CODES` are allowed here; `HFCheckpoint` checks the tensors that it reads.
       files: the files of weights.
 
     Raises:
@@ -53,7 +53,7 @@ class Tensors:
             for file in self.files:
                 self._torch |= {new_name(n): x for n, x in _unpickled(file).items()}
             if not self._torch:
-                raise ValueError(f"{directory} has no {SINGLE}")
+                raise ValueError(f"{directory}: must hold {SINGLE}")
         for name, tensor in self._torch.items():
             dtype = str(tensor.dtype).removeprefix("torch.")
             self.specs[name] = ArraySpec(dtype, tuple(tensor.shape))
@@ -74,7 +74,8 @@ class Tensors:
             import torch
 
             return tensor.view(torch.int16).numpy().view(dtype)
-        # Mapped pages count as memory in use until the file is closed, so each call opens it anew.
+        # Open the file in each call, because mapped pages count as memory in use until it is
+        # closed.
         file, written = self._files[name]
         with _opened(file) as tensors:
             if not index:
@@ -89,7 +90,7 @@ def _opened(file: Path) -> Iterator[Any]:
         with safe_open(file, framework="numpy") as tensors:
             yield tensors
     except SafetensorError as error:
-        raise ValueError(f"{file} is damaged or no safetensors file: {error}") from error
+        raise ValueError(f"{file} is damaged or not a safetensors file: {error}") from error
     except OSError as error:
         raise ValueError(f"{file}: {error.strerror or error}") from error
 
@@ -98,7 +99,7 @@ def _files(directory: Path, single: str, index: str) -> list[Path]:
     """Returns the file called `single`, or the files that the index lists.
 
     Raises:
-      ValueError: the index lists no files, or files that are not there.
+      ValueError: the index lists no files, or files that do not exist.
     """
     if (directory / index).exists():
         names = read_json(directory / index).get("weight_map")
@@ -108,13 +109,13 @@ def _files(directory: Path, single: str, index: str) -> list[Path]:
             raise ValueError(f"{directory / index} is damaged: {strange[0]!r} is not a file name")
         files = [directory / name for name in dict.fromkeys(names.values())]
         if missing := [file.name for file in files if not file.is_file()]:
-            raise ValueError(f"{directory / index} lists files that are not there: {missing}")
+            raise ValueError(f"{directory / index} lists files that do not exist: {missing}")
         return files
     return [directory / single] if (directory / single).exists() else []
 
 
 def _unpickled(file: Path) -> dict[str, Any]:
-    """Returns the tensors of a file of torch, which stay on disk until they are read."""
+    """Returns the tensors of a torch file. They stay on disk until they are read."""
     if importlib.util.find_spec("torch") is None:
         raise ValueError(f"{file} needs torch, which is not installed; or convert it to {SINGLE}")
     import torch
@@ -124,23 +125,23 @@ def _unpickled(file: Path) -> dict[str, Any]:
     except Exception as error:
         # A damaged pickle can raise anything.
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ValueError(f"{file} is damaged or no torch file: {text}") from error
+        raise ValueError(f"{file} is damaged or not a torch file: {text}") from error
     tensors = isinstance(found, dict) and all(
         isinstance(name, str) and isinstance(x, torch.Tensor) for name, x in found.items()
     )
     if not tensors:
-        raise ValueError(f"{file} holds something other than tensors by name")
+        raise ValueError(f"{file}: must hold a dict of tensors")
     return found
 
 
 class Writer:
-    """safetensors files whose tensors, or slices of them, may arrive in any order. Each is written
-    to its final place at once.
+    """Writer of safetensors files. Takes tensors or slices of tensors in any order, and writes each
+    to its final position.
 
     Args:
-      specs: of all tensors, by name.
-      max_shard_size: largest size of a file, such as 5GB. Larger weights get several files and an
-        index.
+      specs: dtype and shape of all tensors, by name.
+      max_shard_size: largest size of a file, such as 5GB. Larger weights are split into several
+        files with an index.
     """
 
     def __init__(self, directory: Path, specs: dict[str, ArraySpec], max_shard_size: str):
@@ -181,7 +182,7 @@ class Writer:
         dtype, shape = self._specs[name]
         stacked, wanted = shape[: len(index)], tuple(shape[len(index) :])
         if (array.dtype.name, array.shape) != (dtype, wanted):
-            raise ValueError(f"{name}: {array.dtype}{array.shape}, planned {dtype}{wanted}")
+            raise ValueError(f"{name}: must be {dtype}{wanted}, not {array.dtype}{array.shape}")
         file, start = self._places[name]
         with file.open("r+b") as stream:
             slices = int(np.ravel_multi_index(index, stacked)) if index else 0
@@ -201,6 +202,6 @@ class Writer:
 
 
 def abridged(names: Sequence[str]) -> str:
-    """Lists up to eight names, and counts the others."""
+    """Formats up to eight names and the number of the others."""
     shown = ", ".join(names[:8])
     return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} more"

@@ -1,5 +1,5 @@
-"""Several processes as one run: joining, noticing a lost peer, leaving, and exchanging Python
-values."""
+"""Runs of several processes: initialization, detection of lost peers, shutdown, and exchange of
+Python values."""
 
 import json
 import os
@@ -21,10 +21,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from bptjax.parallel.launch import ProcessInfo, find_process
 from bptjax.parallel.mesh import ParallelConfig
 
-# Seconds that the processes have to find each other.
+# Seconds in which all processes must have connected.
 INIT_TIMEOUT_S = 300
-# Seconds without a heartbeat after which JAX ends all processes. Only a host that vanishes takes so
-# long: the end of a process is noticed at once.
+# Seconds without a heartbeat after which JAX ends all processes. This concerns only hosts that
+# vanish: the end of a process is noticed at once.
 HEARTBEAT_TIMEOUT_S = 60
 # Seconds that a process has to report a lost peer, or a failure of all processes, before it is
 # killed.
@@ -38,7 +38,7 @@ _peer_lost = threading.Event()
 
 
 class PeerLost(RuntimeError):
-    """Another process of the run has ended before its time."""
+    """Another process of the run has ended unexpectedly."""
 
     def __init__(self):
         super().__init__(
@@ -50,10 +50,10 @@ class PeerLost(RuntimeError):
 def initialize(config: ParallelConfig) -> None:
     """Joins the other processes of the run, if there are any. Call it before a JAX backend starts.
 
-    From then on, a peer that ends before its time ends this process too: by `PeerLost` inside
-    `translate_peer_errors`, or, if this process is blocked, by one line on stderr and exit code 1
-    after `REPORT_TIMEOUT_S`. Peers that do not appear within `INIT_TIMEOUT_S` end it in the latter
-    way.
+    Afterwards, a peer that ends unexpectedly ends this process too: with `PeerLost` inside
+    `translate_peer_errors`, or, if this process is blocked, with one line on stderr and exit code 1
+    after `REPORT_TIMEOUT_S`. If a peer does not connect within `INIT_TIMEOUT_S`, this process also
+    ends with one line and exit code 1.
 
     Raises:
       ValueError: as `find_process`, or the coordinator's port is taken.
@@ -61,7 +61,7 @@ def initialize(config: ParallelConfig) -> None:
     process = find_process(config, os.environ)
     if process is None or jax.distributed.is_initialized():
         return
-    # The service would take SIGTERM away from Python.
+    # The service would handle SIGTERM in place of Python.
     jax.config.update("jax_enable_preemption_service", False)
     address = _start_relay(process)
     timeout = TimeoutError(
@@ -89,9 +89,9 @@ def initialize(config: ParallelConfig) -> None:
 def _start_relay(process: ProcessInfo) -> str:
     """Starts a relay to the coordination service, and returns the relay's address.
 
-    The service's client ends its process by a C++ abort as soon as the connection breaks. Through
-    a relay, this module notices the break first. The relay of process 0 has the public address, so
-    it notices the end of any other process, where the service would wait for heartbeats.
+    When the connection breaks, the service's client aborts its process in C++ at once. With a
+    relay, this module notices the break first. The relay of process 0 has the public address, so it
+    notices the end of any other process, while the service would wait for missing heartbeats.
     """
     host, _, port = process.coordinator.rpartition(":")
     if process.index == 0:
@@ -128,7 +128,7 @@ def _serve(client: socket.socket, target: tuple[str, int], member: bool) -> None
         server = socket.create_connection(target, REPORT_TIMEOUT_S)
         server.sendall(first)
     except OSError:
-        return client.close()  # The client tries again.
+        return client.close()  # The client will retry.
     server.settimeout(None)
     threading.Thread(target=_pump, args=(server, client, member), daemon=True).start()
     _pump(client, server, member)
@@ -154,7 +154,7 @@ def _exit_with(error: BaseException) -> None:
 
 @contextmanager
 def translate_peer_errors() -> Iterator[None]:
-    """Raises `PeerLost` in place of an error that comes from a lost peer."""
+    """Raises `PeerLost` in place of an error caused by a lost peer."""
     try:
         yield
     except (jax.errors.JaxRuntimeError, OSError) as error:
@@ -173,7 +173,7 @@ def exit_after_timeout(kind: type | None, error: BaseException | None, trace: An
 
 
 def shutdown() -> None:
-    """Waits until all processes call it, and leaves them."""
+    """Waits until all processes call it, and disconnects from them."""
     if _initialized.is_set():
         _initialized.clear()
         jax.distributed.shutdown()
@@ -197,8 +197,8 @@ def exit_without_barriers(main: Callable[[], int]) -> int:
 
 
 def all_reduce_max(value: int, mesh: Mesh) -> jax.Array | int:
-    """Returns the largest value of all processes, without waiting for it. All processes call it in
-    the same order."""
+    """Returns the largest value of all processes, without waiting for it. All processes must call
+    it in the same order."""
     if jax.process_count() == 1:
         return value
     where = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
@@ -207,11 +207,11 @@ def all_reduce_max(value: int, mesh: Mesh) -> jax.Array | int:
 
 
 def all_gather_json(value: Any) -> list[Any]:
-    """Returns the values of all processes, sent as JSON. All processes call it in the same
+    """Returns the values of all processes, sent as JSON. All processes must call it in the same
     order."""
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
     sizes = np.reshape(multihost_utils.process_allgather(np.int32(text.size)), -1)
-    # JAX compiles a program for each size: round up, to have few of them.
+    # JAX compiles a program for each size, so round up to have few sizes.
     padded = np.pad(text, (0, -(-int(sizes.max()) // 4096) * 4096 - text.size))
     found = np.reshape(multihost_utils.process_allgather(padded), (len(sizes), -1))
     return [json.loads(row[:n].tobytes()) for row, n in zip(found, sizes, strict=True)]
@@ -219,7 +219,7 @@ def all_gather_json(value: Any) -> list[Any]:
 
 @contextmanager
 def raise_together() -> Iterator[None]:
-    """Raises an error of one process in all of them, after a `shutdown`."""
+    """Raises an error of one process in all processes, after a `shutdown`."""
     error = None
     try:
         yield

@@ -1,6 +1,6 @@
-"""The tiles between shards that need no mask, where that is static and the same amount for every
-device. A kernel then needs neither mask nor positions, so `auto` can take the fastest one, and no
-device waits for another.
+"""Schedules of attention between shards in full tiles only, for masks whose full tiles are static
+and equally many on every device. A kernel then needs neither mask nor positions, so `auto` can
+choose the fastest one, and no device waits for another.
 """
 
 from collections.abc import Callable
@@ -18,20 +18,20 @@ from bptjax.ops.softmax import merge_states
 
 
 class Sums(NamedTuple):
-    """A pass over key blocks: results that stay with the queries, and results that belong to the
-    keys. Forward: an AttentionState, and nothing. Backward: dq, and (dk, dv). All in float32."""
+    """Results of a pass over key blocks: those of the queries and those of the keys, in float32. In
+    the forward pass, an AttentionState and (); in the backward pass, dq and (dk, dv)."""
 
     queries: Any
     keys: Any
 
 
 # Adds the attention of some queries (a pytree of `[B, T, ...]`) to some keys and values to the
-# sums; without sums, returns the first ones.
+# sums, or starts new sums if they are None.
 Attend = Callable[[Any, Sums | None, Array, Array, AttentionSpec], Sums]
 
 
 def forward_pass(kernel: Kernel, x: QKV) -> tuple[Attend, Array]:
-    """Returns how to attend, and the queries."""
+    """Returns the function that attends in the forward pass, and the queries."""
 
     def attend(q, sums, k, v, spec):
         state = kernel.forward(QKV(q, k, v), spec)
@@ -45,7 +45,8 @@ def forward_pass(kernel: Kernel, x: QKV) -> tuple[Attend, Array]:
 def backward_pass(
     kernel: Kernel, x: QKV, state: AttentionState, dout: Array
 ) -> tuple[Attend, tuple[Array, AttentionState, Array]]:
-    """Returns how to accumulate gradients, and the queries with their state and cotangent."""
+    """Returns the function that accumulates gradients, and the queries with their state and
+    cotangent."""
 
     def attend(queries, sums, k, v, spec):
         q, state, dout = queries
@@ -58,12 +59,13 @@ def backward_pass(
 
 @dataclass(frozen=True)
 class FullTileSchedule:
-    """Each shard's queries and keys are divided into `pieces` equal ones.
+    """A static schedule of the tiles between shards.
 
     Attributes:
+      pieces: number of equal pieces of each shard's queries and keys.
       causal: whether a shard's queries attend to its own keys causally, or to all of them.
       pairs: int `[shards, shards, m, 2]`. Piece `pairs[i, j, :, 0]` of shard i's queries attends to
-        all of piece `pairs[i, j, :, 1]` of shard j's keys, j ≠ i; no other pieces do.
+        all of piece `pairs[i, j, :, 1]` of shard j's keys, j ≠ i. No other pieces attend.
     """
 
     pieces: int
@@ -87,8 +89,8 @@ class FullTileSchedule:
         shard: Array,
         other: Array,
     ) -> Sums:
-        """Adds attention from `shard`'s queries to `other`'s keys. A loop over the full tiles: side
-        by side, the results of all of them would exist at once."""
+        """Adds attention from `shard`'s queries to `other`'s keys. Loops over the full tiles, so
+        that the results of all tiles do not exist at once."""
         pairs = jnp.asarray(self.pairs)[shard, other]
         spec = replace(spec, mask=Mask())
 
@@ -126,8 +128,9 @@ def make_schedule(
     spec: AttentionSpec, positions: tuple[Any, Any], shards: int
 ) -> FullTileSchedule | None:
     """Returns the schedule for queries and keys at these positions `[T]` and `[S]`, of which shard
-    i has the i-th of `shards` equal parts. None where shards attend to unequal amounts or to parts
-    of pieces, or where a weight depends on its position. Documents are left to the caller.
+    i has the i-th of `shards` equal parts. Returns None if shards have unequal numbers of tiles, if
+    a tile is partial, or if a weight depends on its position. Ignores documents; the caller must
+    check them.
     """
     mask = spec.mask
     special = (mask.window, mask.windows, mask.global_tokens, mask.block_mask)

@@ -1,8 +1,8 @@
 """Sequence parallelism by gathering: each shard attends from its own queries to all keys.
 
-Context parallelism as in Llama 3 (arXiv 2407.21783, Section 3.3.2): the simplest strategy, and with
-few key heads the cheapest for short sequences. Keys and values of the whole sequence are on every
-device.
+Context parallelism as in Llama 3 (arXiv 2407.21783, Section 3.3.2). It is the simplest strategy,
+and the cheapest for short sequences with few key heads. Every device holds the keys and values of
+the complete sequence.
 """
 
 from dataclasses import replace
@@ -46,8 +46,8 @@ def backward(
     spec: AttentionSpec,
     shards: Shards,
 ) -> QKV:
-    """Returns the gradients of this shard's queries, keys and values; those of keys and values are
-    summed over the shards in float32."""
+    """Returns the gradients of this shard's queries, keys and values. The gradients of keys and
+    values are summed over the shards in float32."""
     dq, of_keys = _traverse(*backward_pass(kernel, x, state, dout), x, spec, shards)
     dk, dv = (
         jax.lax.psum_scatter(y, shards.axis, scatter_dimension=1, tiled=True) for y in of_keys
@@ -56,7 +56,7 @@ def backward(
 
 
 def _traverse(attend: Attend, queries: Any, x: QKV, spec: AttentionSpec, shards: Shards) -> Sums:
-    """Attends to the gathered keys and values; the sums that belong to keys have full length."""
+    """Attends to the gathered keys and values. The sums of the keys have full length."""
     n, index = shards.size, shards.index
     gathered = _gather(x.k, shards.axis, 1), _gather(x.v, shards.axis, 1)
     fields: dict[str, Any] = {
@@ -100,7 +100,7 @@ def _gather(x: Array, axis: str, dimension: int) -> Array:
 
 
 def _shard_of(tree: Any, shard: Array, n: int) -> Any:
-    """Returns that shard of gathered arrays `[B, S, ...]`."""
+    """Returns one shard of gathered arrays `[B, S, ...]`."""
 
     def take(x):
         size = x.shape[1] // n
@@ -110,7 +110,7 @@ def _shard_of(tree: Any, shard: Array, n: int) -> Any:
 
 
 def _put(tree: Any, part: Any, shard: Array) -> Any:
-    """Replaces that shard of gathered arrays."""
+    """Replaces one shard of gathered arrays."""
 
     def put(x, y):
         return jax.lax.dynamic_update_slice_in_dim(x, y, shard * y.shape[1], axis=1)

@@ -1,13 +1,13 @@
-"""Which process of a run this is: read from the config, or from the environment of a launcher."""
+"""Finds out which process of a run this is, from the config or the environment of a launcher."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from bptjax.parallel.mesh import ParallelConfig
 
-# Environment variables for the keys that the config leaves out; the first one that is set counts.
-# JAX's own names come first, which JAX does not read itself, then torchrun's, then Open MPI's: from
-# version 5 of Open MPI, JAX finds nothing without mpi4py.
+# Environment variables for keys that the config leaves out; the first one that is set counts. First
+# JAX's names, which JAX itself does not read, then torchrun's, then Open MPI's, which JAX does not
+# detect from version 5 on without mpi4py.
 VARIABLES = {
     "num_processes": ("JAX_NUM_PROCESSES", "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"),
     "process_id": ("JAX_PROCESS_ID", "RANK", "OMPI_COMM_WORLD_RANK"),
@@ -37,10 +37,10 @@ class ProcessInfo:
 
 
 def find_process(config: ParallelConfig, environment: Mapping[str, str]) -> ProcessInfo | None:
-    """Returns which process of the run this is, or None if it is the only one.
+    """Returns the identity of this process, or None if it is the only process.
 
-    The config comes first, then JAX_COORDINATOR_ADDRESS and its companions, then MASTER_ADDR and
-    its companions (torchrun), then JAX's detection of Slurm and Open MPI.
+    The config has precedence, then JAX_COORDINATOR_ADDRESS and related variables, then MASTER_ADDR
+    and related variables (torchrun), then JAX's detection of Slurm and Open MPI.
 
     Raises:
       ValueError: a value is missing, not a number or out of range; a loopback address as
@@ -84,7 +84,7 @@ def find_process(config: ParallelConfig, environment: Mapping[str, str]) -> Proc
     if not host or not port.isdecimal() or int(port) >= 2**16:
         raise ValueError(f"parallel.coordinator={address}: must be host:port")
     if not 0 <= index < count:
-        raise ValueError(f"{text}: process_id must be from 0 to num_processes - 1")
+        raise ValueError(f"{text}: process_id: must be in [0, num_processes)")
     loopback = host in ("localhost", "::1", "[::1]") or host.startswith("127.")
     if loopback and (why := _several_hosts(count, environment)):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Where the sequences and tokens of a batch lie on the devices of a mesh."""
+"""The layout of a batch's sequences and tokens on the devices of a mesh."""
 
 import math
 from dataclasses import dataclass
@@ -20,14 +20,15 @@ FILL = {"labels": -100}
 
 @dataclass(frozen=True)
 class Layout:
-    """Sequences are sharded over the data axes of the mesh, their tokens over its sequence axis.
+    """Layout of batches on a mesh: sequences are sharded over its data axes, their tokens over its
+    sequence axis.
 
     Attributes:
-      heads: query heads of the model.
+      heads: number of query heads of the model.
       sequence: sequence strategy, or auto.
 
     Raises:
-      ValueError: tp does not divide the heads, or no such strategy.
+      ValueError: tp does not divide the heads, or an unknown strategy.
       NotImplementedError: the strategy cannot divide the heads.
     """
 
@@ -45,12 +46,12 @@ class Layout:
 
     @property
     def _local_heads_and_shards(self) -> tuple[int, int]:
-        """Query heads on a device, and devices that share a sequence."""
+        """Number of query heads on a device, and of devices that share a sequence."""
         return self.heads // num_shards(self.mesh, "heads"), num_shards(self.mesh, "sequence")
 
     @cached_property
     def strategy(self) -> tuple[str, str]:
-        """The name of the sequence strategy, and the reason for it."""
+        """Name of the sequence strategy, and the reason for it."""
         return choose_strategy(self.sequence, *self._local_heads_and_shards)
 
     @property
@@ -65,24 +66,24 @@ class Layout:
         return shards if self.split.tokens == 1 else math.lcm(shards, 2 * self.split.tokens)
 
     def order(self, T: int) -> np.ndarray | None:
-        """Returns the positions of a sequence's tokens in the order of the devices, or None where
-        the tokens keep their order. T is a multiple of `multiple`."""
+        """Returns the positions of a sequence's tokens in the order of the devices, or None if the
+        tokens keep their order. T is a multiple of `multiple`."""
         shards = self.split.tokens
         return None if shards == 1 else zigzag(T, shards).astype(np.int32)
 
-    def here(self, rows: int) -> set[int]:
-        """Returns the indices in a batch of `rows` sequences that lie on this process's devices."""
+    def addressable_indices(self, batch_size: int) -> set[int]:
+        """Returns the indices of the sequences in a batch that this process's devices hold."""
         where = NamedSharding(self.mesh, partition_spec(("batch",)))
-        slices = where.addressable_devices_indices_map((rows,)).values()
-        return {row for x in slices if x for row in range(*x[0].indices(rows))}
+        slices = where.addressable_devices_indices_map((batch_size,)).values()
+        return {index for x in slices if x for index in range(*x[0].indices(batch_size))}
 
     def put(self, batch: dict[str, Any], micro_batches: int = 1) -> dict[str, Any]:
         """Moves a batch `[B, T]` to the devices, as `[micro_batches, B / micro_batches, T]`.
 
-        T is padded to a `multiple`, and the tokens are in `order`. Sequence i goes to micro-batch
-        i % micro_batches, so the sequences of a device do not depend on the number of
-        micro-batches. Each process passes a complete batch; sequences that lie on none of its
-        devices may be blank.
+        T is padded to a `multiple`, and the tokens are put in `order`. Sequence i goes to
+        micro-batch i % micro_batches, so a device gets the same sequences for any number of
+        micro-batches. Each process passes a complete batch; sequences that its devices do not hold
+        may be blank.
         """
         where = NamedSharding(self.mesh, partition_spec((None, "batch", "sequence")))
         placed = {}

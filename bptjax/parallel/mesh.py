@@ -1,4 +1,4 @@
-"""The mesh, and the one table of its axes."""
+"""The mesh and the table of its axes."""
 
 import itertools
 import math
@@ -12,13 +12,13 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-# Share of a GPU's memory for JAX. Libraries, contexts and other programs need little.
+# Fraction of a GPU's memory for JAX. Libraries, contexts and other programs need little.
 MEMORY_FRACTION = "0.93"
-# This file exists where the driver sees a GPU.
+# This file exists if the driver sees a GPU.
 NVIDIA = "/dev/nvidia0"
 
 # Each mesh axis, in the order of the mesh, with the logical axes of parameters and activations that
-# it shards. `ParallelConfig` has the sizes under the same names, which no other module spells out.
+# it shards. `ParallelConfig` has the sizes under the same names. No other module names mesh axes.
 AXES: dict[str, tuple[str, ...]] = {
     "dp": ("batch",),
     "fsdp": ("batch", "embed"),
@@ -30,7 +30,7 @@ RULES: dict[str, tuple[str, ...]] = {
     logical: tuple(name for name, sharded in AXES.items() if logical in sharded)
     for logical in dict.fromkeys(itertools.chain(*AXES.values()))
 }
-# Devices along these would hold the same state: `zero_stage` says what is sharded over them.
+# Data-parallel mesh axes over which `zero_stage` shards the state instead of replicating it.
 STATE_AXES = RULES["embed"]
 
 
@@ -41,11 +41,11 @@ class ParallelConfig:
     Attributes:
       dp: devices for data parallelism. The batch is sharded, the parameters are replicated. One of
         the four axes may be -1, which takes all remaining devices.
-      fsdp: devices for fully sharded data parallelism. The batch is sharded, and the state as
-        zero_stage says.
+      fsdp: devices for fully sharded data parallelism. The batch is sharded, and the state
+        according to zero_stage.
       tp: devices for tensor parallelism. Heads, feed-forward network and vocabulary are sharded.
-      sp: devices for sequence parallelism. The tokens of a sequence are sharded, and the state as
-        zero_stage says.
+      sp: devices for sequence parallelism. The tokens of a sequence are sharded, and the state
+        according to zero_stage.
       zero_stage: state that fsdp and sp shard. 1 is optimizer state; 2 adds gradients; 3 adds
         parameters.
       sequence_strategy: how attention communicates along sp. auto picks the first of ulysses,
@@ -69,11 +69,11 @@ class ParallelConfig:
 
 
 def select_devices(device: str) -> list[jax.Device]:
-    """Returns the devices to run on: `auto`, `cpu` or `gpu`. Call it before anything else starts a
-    JAX backend.
+    """Returns the devices for `auto`, `cpu` or `gpu`. Call it before anything else starts a JAX
+    backend.
 
-    Unless the environment says otherwise, JAX takes `MEMORY_FRACTION` of a GPU's memory, may take
-    four fifths of the host's memory (the limit of JAX is 64 GiB; memory pools double, up to the
+    Unless the environment sets other values, JAX uses `MEMORY_FRACTION` of a GPU's memory and up to
+    four fifths of the host's memory (JAX's default is 64 GiB, and its memory pools double up to the
     limit), and caches compiled programs in the user's cache directory.
 
     Raises:
@@ -116,7 +116,7 @@ def axis_sizes(config: ParallelConfig) -> dict[str, int]:
 
 
 def num_shards(mesh: Mesh | AbstractMesh, axis: str) -> int:
-    """Returns the number of shards of a logical axis that the mesh axes divide evenly."""
+    """Returns the number of shards of a logical axis whose size the mesh axes divide evenly."""
     return math.prod(mesh.shape[name] for name in RULES[axis])
 
 
@@ -126,7 +126,7 @@ def data_shards(mesh: Mesh | AbstractMesh) -> int:
 
 
 def make_mesh(config: ParallelConfig, devices: list | None = None) -> Mesh:
-    """Makes a mesh of all devices. One device is a mesh whose axes all have size 1.
+    """Returns a mesh of all devices. With one device, all axes have size 1.
 
     Raises:
       ValueError: a size of 0, several axes of size -1, or a product other than the number of
@@ -157,7 +157,7 @@ def make_mesh(config: ParallelConfig, devices: list | None = None) -> Mesh:
 
 
 def _nearest(sizes: dict[str, int], devices: int) -> str:
-    """Returns the two factorizations of the number of devices that change the given sizes least."""
+    """Formats the two factorizations of the number of devices that are nearest to the sizes."""
 
     def change(made):
         return sum(abs(math.log(b / max(a, 1))) for a, b in zip(sizes.values(), made, strict=True))
@@ -199,8 +199,8 @@ def sharding(
 
 
 def constrain(x: Array, *axes: str | None) -> Array:
-    """Pins the sharding of an array to its logical axes, in the mesh set by `jax.set_mesh`. Returns
-    the array itself if there is no mesh.
+    """Constrains the sharding of an array to its logical axes, in the mesh set by `jax.set_mesh`.
+    Returns the array itself if there is no mesh.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
@@ -209,8 +209,7 @@ def constrain(x: Array, *axes: str | None) -> Array:
 
 
 def lookup(table: Array, indices: Array, axis: str | None = None) -> Array:
-    """Returns the entries of a table `[R, D]` at the indices. R is sharded as the logical axis
-    `axis`.
+    """Returns the entries of a table `[R, D]` at the indices. `axis` is the logical name of axis R.
 
     The table's axis D is all-gathered first. If D were sharded over the mesh axes that shard the
     indices, XLA would replicate the result on every device.

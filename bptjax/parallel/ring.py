@@ -1,9 +1,9 @@
 """Ring attention: keys and values travel around the shards; each shard attends to one block of them
 at a time and merges the results. Liu, Zaharia & Abbeel 2023, arXiv 2310.01889.
 
-No device ever holds more than two blocks of keys. A block that the mask rules out is passed on
-without a computation; `zigzag` order gives every device the same amount of work, where causal
-attention would leave half of the devices idle.
+A device holds up to two blocks of keys. A block that the mask rules out is passed on without a
+computation. In `zigzag` order every device has the same amount of work; otherwise causal attention
+would leave half of the devices idle.
 """
 
 from dataclasses import replace
@@ -42,13 +42,14 @@ def unsupported(heads: int, shards: int) -> str | None:
 
 
 def split(heads: int, shards: int) -> SequenceSplit:
-    """Returns that all devices divide the tokens."""
+    """Returns the split in which all devices divide the tokens."""
     return SequenceSplit(heads=1, tokens=shards)
 
 
 def zigzag(T: int, shards: int) -> np.ndarray:
-    """Returns the order of T tokens over the shards: shard i of n has pieces i and 2n - 1 - i of
-    2n, so that all attend to the same number of keys. int `[T]`; T is a multiple of 2 · shards.
+    """Returns the order of T tokens over the shards, int `[T]`. Shard i of n has pieces i and
+    2n - 1 - i of 2n, so that all shards attend to the same number of keys. T is a multiple of
+    2 · shards.
     """
     pieces = np.arange(T).reshape(2 * shards, -1)
     pairs = [(i, 2 * shards - 1 - i) for i in range(shards)]
@@ -70,8 +71,8 @@ def backward(
     spec: AttentionSpec,
     shards: Shards,
 ) -> QKV:
-    """Returns the gradients of this shard's queries, keys and values. Those of keys and values
-    travel with them, and arrive home after a full turn."""
+    """Returns the gradients of this shard's queries, keys and values. The gradients of keys and
+    values travel with them, and return to their shard after a full turn."""
     dq, dk, dv = (jnp.zeros_like(y, jnp.float32) for y in x)
     start = Sums(dq, (dk, dv))
     dq, (dk, dv) = _traverse(*backward_pass(kernel, x, state, dout), start, x, spec, shards)
@@ -81,16 +82,16 @@ def backward(
 def _traverse(
     attend: Attend, queries: Any, sums: Sums, x: QKV, spec: AttentionSpec, shards: Shards
 ) -> Sums:
-    """Passes keys and values once around the ring, with the sums that belong to them."""
+    """Passes keys and values once around the ring, together with the keys' sums."""
     schedule = make_schedule(spec, shards.positions, shards.size)
     block = x.k, x.v, {name: getattr(spec.mask, name) for name in KEY_FIELDS}
     for step in range(shards.size):
-        # Sent while this block is computed.
+        # Send the block while attention to it is computed.
         following = _pass_on(block, shards) if step + 1 < shards.size else block
-        here = replace(spec, mask=replace(spec.mask, **block[2]))
+        block_spec = replace(spec, mask=replace(spec.mask, **block[2]))
 
-        def masked(sums, k, v, here=here):
-            return attend(queries, sums, k, v, here)
+        def masked(sums, k, v, block_spec=block_spec):
+            return attend(queries, sums, k, v, block_spec)
 
         def full_tiles(sums, k, v, step=step):
             assert schedule is not None
@@ -99,11 +100,11 @@ def _traverse(
             shard, other = shards.index, (shards.index - step) % shards.size
             return schedule.attend_other(attend, queries, sums, k, v, spec, shard, other)
 
-        # Sums in transit are awaited only when this block's are ready to be added.
+        # Start from zeros, so that the sums in transit are needed only after this computation.
         current = Sums(sums.queries, jax.tree.map(jnp.zeros_like, sums.keys)), *block[:2]
         if schedule is None:
-            new = jax.lax.cond(_nonempty(here, x), masked, lambda sums, k, v: sums, *current)
-        elif (several := several_documents(here)) is None:
+            new = jax.lax.cond(_nonempty(block_spec, x), masked, lambda sums, k, v: sums, *current)
+        elif (several := several_documents(block_spec)) is None:
             new = full_tiles(*current)
         else:
             new = jax.lax.cond(several, masked, full_tiles, *current)
@@ -113,7 +114,7 @@ def _traverse(
 
 
 def _pass_on(block: Any, shards: Shards) -> Any:
-    """Sends to the next shard of the ring."""
+    """Sends a block to the next shard of the ring. Returns the block of the previous shard."""
     turns = [list(zip(group, group[1:] + group[:1], strict=True)) for group in shards.groups]
     return jax.lax.ppermute(block, shards.axis, sum(turns, []))
 

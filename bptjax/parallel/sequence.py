@@ -44,13 +44,13 @@ FOLDED_BATCH = (*SEQUENCE, *BATCH)
 
 
 def fold_sequence_shards(tree: Any) -> Any:
-    """Reshapes `[B, T, ...]` to `[sp · B, T / sp, ...]`: each shard's tokens become sequences of
-    their own, so that a loop over chunks of a sequence stays on its device."""
+    """Reshapes `[B, T, ...]` to `[sp · B, T / sp, ...]`: the tokens of each shard become separate
+    sequences, so that a loop over chunks of a sequence stays on its device."""
     sp = sequence_shards()
 
     def fold(x):
         x = x.reshape(x.shape[0], sp, x.shape[1] // sp, *x.shape[2:]).swapaxes(0, 1)
-        # sp outermost: no token changes its device.
+        # sp is the outermost axis, so that no token moves to another device.
         x = x.reshape(-1, *x.shape[2:])
         return _constrain(x, FOLDED_BATCH, None)
 
@@ -70,7 +70,7 @@ def unfold_sequence_shards(tree: Any) -> Any:
 
 
 def _constrain(x: Array, *axes: tuple[str, ...] | None) -> Array:
-    """Shards the first dimensions over these mesh axes and leaves the others as they are."""
+    """Shards the first dimensions over these mesh axes, and leaves the others to the compiler."""
     others = (PartitionSpec.UNCONSTRAINED,) * (x.ndim - len(axes))
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*axes, *others))
 
@@ -82,18 +82,18 @@ def sequence_shards() -> int:
 
 
 def choose_strategy(name: str, heads: int, shards: int) -> tuple[str, str]:
-    """Returns the strategy that `name` stands for with `heads` query heads on each device of tp and
+    """Returns the name of the strategy to use for `name` with `heads` query heads per device and
     `shards` devices along sp, and the reason.
 
     Raises:
-      ValueError: no such strategy.
+      ValueError: an unknown strategy.
       NotImplementedError: the named strategy cannot divide the heads.
     """
     if name == "auto":
         reasons = []
         for name, strategy in STRATEGIES.items():
             if (reason := strategy.unsupported(heads, shards)) is None:
-                least = "whole sequences in the kernel, and the least communication"
+                least = "complete sequences in the kernel, and the least communication"
                 return name, "; ".join(reasons) or least
             reasons.append(f"not {name}: {reason}")
     if name not in STRATEGIES:
@@ -115,18 +115,18 @@ def attention(
     offload: float = 0.0,
     **options: Any,
 ) -> Float[Array, "B T N H"]:
-    """`ops.attention` on the mesh set by `jax.set_mesh`; on one device, or without a mesh,
-    `ops.attention` itself.
+    """Computes `ops.attention` on the mesh set by `jax.set_mesh`. On one device, or without a mesh,
+    it is `ops.attention` itself.
 
     Args:
-      strategy: how attention crosses the shards of a sequence, where sp > 1.
+      strategy: how attention crosses the shards of a sequence if sp > 1.
       impl, sinks, offload, options: as in `ops.attention`; `auto` chooses for the arrays of one
         device.
 
     Raises:
       NotImplementedError: the strategy cannot divide the heads, or the kernel cannot honor the
         arguments.
-      ValueError: as `ops.attention`; a batch, tokens or heads that the mesh does not divide.
+      ValueError: as `ops.attention`; the mesh does not divide the batch, the tokens or the heads.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
@@ -142,7 +142,7 @@ def attention(
         ("key tokens", k.shape[1], sp),
     ):
         if size % devices:
-            raise ValueError(f"{size} {name} do not divide among {devices} devices")
+            raise ValueError(f"{size} {name}: must be a multiple of {devices} devices")
     chosen, _ = choose_strategy(strategy, q.shape[2] // tp, sp)
     kernel = ShardedAttention(chosen, impl)
     return differentiable(kernel, x, spec, sinks=sinks, offload=offload)
@@ -150,7 +150,7 @@ def attention(
 
 @dataclass(frozen=True)
 class ShardedAttention:
-    """A strategy and a kernel for each device, as a kernel over the arrays of the whole mesh."""
+    """A kernel for arrays on a mesh: a sequence strategy, and a kernel on each device."""
 
     strategy: str
     impl: str
@@ -268,7 +268,7 @@ class _Layout:
 
 @dataclass(frozen=True)
 class AutoKernel:
-    """The kernel that `impl` stands for, chosen by the arguments of each call."""
+    """The kernel for `impl`, chosen by the arguments of each call."""
 
     impl: str
 
@@ -289,7 +289,7 @@ def _traced_arrays(
     spec: AttentionSpec, keep_static: bool
 ) -> tuple[dict[str, Any], dict[str, PartitionSpec]]:
     """Returns the spec's arrays by name, and their partition specs. With `keep_static`, positions
-    that are NumPy arrays stay static, for kernels that get whole sequences."""
+    that are NumPy arrays stay static, for kernels that get complete sequences."""
     arrays, specs = {}, {}
     for name in TOKEN_FIELDS:
         x = getattr(spec.mask, name)

@@ -1,4 +1,4 @@
-"""In-place updates of large arrays: each device updates its own shard, slice by slice."""
+"""Updates large arrays in place: each device updates its own shard, slice by slice."""
 
 import math
 from collections.abc import Callable
@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec
 
 from bptjax.parallel.mesh import sharding
 
-# Elements of a slice, or more if what must stay together is larger. Smaller slices would spend most
-# of their time on kernel launches.
+# Number of elements in a slice; more if the unsliced axes are larger. Smaller slices would spend
+# most of their time on kernel launches.
 SLICE_ELEMENTS = 2**24
 
 
@@ -28,28 +28,28 @@ def update_in_slices(
 ) -> Any:
     """Returns `f(state, inputs, key)` if `when` is true, else `state`.
 
-    A donated `state` is overwritten. Arrays in host memory pass through the device. Each slice and
-    each device has its own key.
+    Overwrites a donated `state`. Arrays in host memory pass through the device. Each slice and each
+    device has its own key.
 
     Args:
-      f: takes slices along all axes but the last `unsliced_axes`, and returns the new slice of
+      f: takes slices along all axes except the last `unsliced_axes`, and returns the new slice of
         `state`.
       state, inputs: pytrees of arrays whose axes agree in size, except for the last axis.
       axes: logical names of the last axes, as in `nnx.Variable.axes` of a parameter.
       when: bool scalar.
-      unsliced_axes: 1, or the axes of a matrix that `f` needs unsharded.
+      unsliced_axes: 1, or the number of axes of a matrix that `f` needs unsharded.
     """
     shape = jax.tree.leaves(inputs)[0].shape
     sliced_axes = len(shape) - unsliced_axes
-    mesh, cut, names = jax.sharding.get_abstract_mesh(), PartitionSpec(), set()
+    mesh, spec, names = jax.sharding.get_abstract_mesh(), PartitionSpec(), set()
     unsliced = math.prod(shape[sliced_axes:])
     if not mesh.empty:
         placed = sharding(mesh, axes, shape)
-        # The compiler shards the unsliced axes: `f` may need more of them than one shard.
-        cut = PartitionSpec(*placed.spec[:sliced_axes])
+        # Leave the unsliced axes to the compiler, because `f` may need more than one shard of them.
+        spec = PartitionSpec(*placed.spec[:sliced_axes])
         if unsliced_axes == 1:
             unsliced = placed.shard_shape(shape)[-1]
-        names = {n for axis in cut for n in ((axis,) if isinstance(axis, str) else axis or ())}
+        names = {n for axis in spec for n in ((axis,) if isinstance(axis, str) else axis or ())}
 
     def local(state, inputs, key):
         for name in sorted(names):
@@ -58,7 +58,7 @@ def update_in_slices(
 
     if not names:
         return local(state, inputs, key)
-    specs = dict(in_specs=(cut, cut, PartitionSpec()), out_specs=cut)
+    specs = dict(in_specs=(spec, spec, PartitionSpec()), out_specs=spec)
     return jax.shard_map(local, **specs, axis_names=names, check_vma=False)(state, inputs, key)
 
 
@@ -71,7 +71,8 @@ def _loop(
     inputs: Any,
     key: Array,
 ) -> Any:
-    """`update_in_slices` on one device; `unsliced` is the number of elements that stay together."""
+    """Runs `update_in_slices` on one device. `unsliced` is the number of elements in the unsliced
+    axes."""
     shape = jax.tree.leaves(inputs)[0].shape
     sizes, ones = shape[:sliced_axes], (1,) * (len(shape) - sliced_axes)
     below = [math.prod((*sizes[axis + 1 :], unsliced)) for axis in range(len(sizes))]
@@ -81,7 +82,7 @@ def _loop(
 
     def update_slice(i, state):
         first = [t * r for t, r in zip(jnp.unravel_index(i, counts), lengths, strict=True)]
-        # The last slice ends with the axis, so it may overlap the slice before it.
+        # The last slice ends with the axis, so it may overlap the previous slice.
         start = [jnp.minimum(f, n - r) for f, n, r in zip(first, sizes, lengths, strict=True)]
 
         def at(x):
@@ -96,8 +97,8 @@ def _loop(
             return jax.lax.dynamic_update_slice(x, y, at(x))
 
         old, local_inputs = jax.tree.map(read, (state, inputs))
-        # `cond` around `f` rather than `where` after it. With `where`, XLA runs `f` again for each
-        # array that it writes, and copies every array that later runs of `f` read.
+        # Use `cond` around `f`, not `where` after it: with `where`, XLA would run `f` again for
+        # each array that it writes, and copy every array that later runs of `f` read.
         new = jax.lax.cond(
             when,
             f,
@@ -122,5 +123,5 @@ def _ceil_div(n: int, d: int) -> int:
 
 
 def _to(space: jax.memory.Space, x: Array) -> Array:
-    """Returns `x` in this memory space."""
+    """Moves `x` to a memory space."""
     return x if jax.typeof(x).memory_space == space else jax.device_put(x, space)

@@ -1,4 +1,4 @@
-"""A strategy over some shards, with the kernel of each device, as a kernel itself."""
+"""A sequence strategy with a kernel on each device, as a kernel itself."""
 
 from dataclasses import dataclass
 

@@ -1,8 +1,8 @@
 """Ulysses: an all-to-all exchange from some tokens of all heads to all tokens of some heads, and
-back, with attention over whole sequences in between. Jacobs et al. 2023, arXiv 2309.14509.
+back, with attention over complete sequences in between. Jacobs et al. 2023, arXiv 2309.14509.
 
-Four exchanges a pass, each of 1 / devices of a sequence; at most as many devices as query heads.
-Key heads that are fewer than the devices are repeated.
+Each pass has four exchanges of 1 / n of a sequence on n devices. n must divide the number of query
+heads; key heads are repeated if n does not divide their number.
 """
 
 import math
@@ -41,7 +41,7 @@ def unsupported(heads: int, shards: int) -> str | None:
 
 
 def split(heads: int, shards: int) -> SequenceSplit:
-    """Returns that all devices exchange heads."""
+    """Returns the split in which all devices exchange heads."""
     return SequenceSplit(heads=shards, tokens=1)
 
 
@@ -75,7 +75,7 @@ def backward(
 
 @dataclass(frozen=True)
 class _Exchange:
-    """The exchange of heads for tokens among these shards."""
+    """Exchange of heads for tokens among shards."""
 
     shards: Shards
 
@@ -85,22 +85,22 @@ class _Exchange:
         return dict(axis_name=shards.axis, axis_index_groups=shards.groups, tiled=True)
 
     def to_heads(self, x: Array) -> Array:
-        """From `[B, T / n, N, ...]` to `[B, T, N / n, ...]`."""
+        """Exchanges `[B, T / n, N, ...]` for `[B, T, N / n, ...]`."""
         return jax.lax.all_to_all(x, split_axis=2, concat_axis=1, **self._options)
 
     def to_tokens(self, x: Array) -> Array:
-        """From `[B, T, N / n, ...]` to `[B, T / n, N, ...]`."""
+        """Exchanges `[B, T, N / n, ...]` for `[B, T / n, N, ...]`."""
         return jax.lax.all_to_all(x, split_axis=1, concat_axis=2, **self._options)
 
     def repeat(self, x: Array) -> Array:
-        """Repeats key heads to the least number that the shards divide. It divides the number of
-        query heads, because both factors do."""
+        """Repeats key heads up to the least common multiple of K and the number of shards. It
+        divides the number of query heads, because both of these do."""
         K = x.shape[2]
         return jnp.repeat(x, math.lcm(K, self.shards.size) // K, axis=2)
 
     def spec_of_heads(self, spec: AttentionSpec, heads: int) -> AttentionSpec:
-        """Returns the spec of this shard's heads over whole sequences. NumPy arrays in it are of
-        whole sequences already."""
+        """Returns the spec of this shard's heads over complete sequences. NumPy arrays in it cover
+        complete sequences already."""
         n = heads // self.shards.size
         first = self.shards.index * n
         fields = {

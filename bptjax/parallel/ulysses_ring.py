@@ -1,9 +1,9 @@
 """Ulysses within groups of neighbors, a ring across the groups: for more devices than heads. Fang &
 Zhao 2024, arXiv 2405.07719.
 
-The size of a group is the greatest common divisor of heads and devices. Its devices exchange heads;
-each then has the tokens of its group for some heads, and passes keys on to its counterpart in the
-next group.
+The size of a group is the greatest common divisor of the numbers of heads and devices. Devices of a
+group exchange heads, so that each has all tokens of the group for some heads. Then it passes keys
+to its counterpart in the next group.
 """
 
 import math
@@ -31,7 +31,8 @@ def unsupported(heads: int, shards: int) -> str | None:
 
 
 def split(heads: int, shards: int) -> SequenceSplit:
-    """Returns that as many devices as possible exchange heads, and groups of them the tokens."""
+    """Returns the split in which as many devices as possible exchange heads, and groups of devices
+    divide the tokens."""
     n = math.gcd(heads, shards)
     return SequenceSplit(heads=n, tokens=shards // n)
 

@@ -172,7 +172,7 @@ def _open_run(config: Config, devices: list[jax.Device]) -> TrainingRun:
         config.data,
         seq_len=seq_len,
         batch_size=size,
-        local=spec.layout.here(size),
+        local=spec.layout.addressable_indices(size),
     )
     return TrainingRun(
         config=config,

@@ -109,15 +109,15 @@ def test_a_tied_head_that_is_not_the_embedding_is_refused(peft, pretrained, tmp_
 @pytest.mark.parametrize(
     ("listed", "arrays", "message"),
     [
-        (["norm"], {}, "modules_to_save=norm is not supported, only embed_tokens, lm_head"),
-        (["lm_head"], {}, "has nothing of lm_head"),
-        (["lm_head"], {"lm_head": (61, 31)}, r"head is \(61, 31\), and the base's \(61, 32\)"),
-        (["lm_head"], {"lm_head": (64, 32)}, r"head is \(64, 32\), and the base's"),
-        (["lm_head"], {"lm_head": (60, 32)}, r"head is \(60, 32\), and the base's"),
+        (["norm"], {}, "modules_to_save=norm: must be one of embed_tokens, lm_head"),
+        (["lm_head"], {}, "must hold lm_head"),
+        (["lm_head"], {"lm_head": (61, 31)}, r"head is \(61, 31\): must be \(61, 32\)"),
+        (["lm_head"], {"lm_head": (64, 32)}, r"head is \(64, 32\): must be"),
+        (["lm_head"], {"lm_head": (60, 32)}, r"head is \(60, 32\): must be"),
         (
             ["embed_tokens", "lm_head"],
             {"lm_head": (63, 32), "model.embed_tokens": (62, 32)},
-            "and the base's",
+            "must be .* as in the base model",
         ),
     ],
 )

@@ -194,12 +194,12 @@ def test_an_unchanged_base_needs_nothing(peft, pretrained, tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("[]", "holds no JSON object"),
+        ("[]", "must hold a JSON object"),
         ('{"rope_param', "is damaged"),
         ('{"rope_parameters": 3}', "is damaged: rope_parameters=3"),
         ('{"max_position_embeddings": "x"}', "is damaged"),
         ('{"something": 1}', "is damaged"),
-        ('{"hidden_size": 64}', r"model.hidden_size=64.*decides it"),
+        ('{"hidden_size": 64}', r"model.hidden_size=64.*determines it"),
     ],
 )
 def test_a_damaged_config_of_the_base_is_named(tmp_path, content, message):
@@ -344,9 +344,9 @@ def test_an_encoder_is_not_trained(theirs, arguments, tmp_path, capsys):
             dict(base_model_name_or_path="adapter"),
             "base_model_name_or_path=adapter: must be a checkpoint of a supported family",
         ),
-        (dict(r=3), "is .*, not"),
-        (dict(layers_to_transform=None), "has nothing of model.layers.1.self_attn.q_proj"),
-        (dict(base_model_name_or_path=None), "no base_model_name_or_path"),
+        (dict(r=3), "must be .*, not"),
+        (dict(layers_to_transform=None), "must hold adapters of model.layers.1.self_attn.q_proj"),
+        (dict(base_model_name_or_path=None), "must have base_model_name_or_path"),
         ("lm_head", "lm_head.lora_A.weight"),
     ],
     ids=str,

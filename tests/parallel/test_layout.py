@@ -15,4 +15,4 @@ def test_a_device_has_the_same_rows_in_however_many_micro_batches():
         assert placed.shape == (micro_batches, 16 // micro_batches, 4)
         rows = [sorted(set(part.data.ravel().tolist())) for part in placed.addressable_shards]
         assert rows == [[*range(i, i + 4)] for i in (0, 0, 4, 4, 8, 8, 12, 12)]
-    assert layout.here(16) == set(range(16))
+    assert layout.addressable_indices(16) == set(range(16))

@@ -233,5 +233,5 @@ def test_choice_and_refusals():
         choose_strategy("rings", 6, 4)
     q = normal(0, 1, 10, 4, 8)
     with jax.set_mesh(mesh_of(MESHES["sp 4"])):
-        with pytest.raises(ValueError, match="10 query tokens do not divide among 4"):
+        with pytest.raises(ValueError, match="10 query tokens: must be a multiple of 4"):
             attention(q, q, q)

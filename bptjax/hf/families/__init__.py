@@ -1,8 +1,8 @@
-"""The model families: for each, its config in our words, and where its tensors go.
+"""The model families: the reader of each family's config, and the rules of its tensors.
 
 A family is named by the `model_type` of its config.json. Its `read` may look at any key of the
-config. Every other key must be neutral or have its default value; otherwise the checkpoint is
-refused, with the key's name. So no key that changes the arithmetic is passed over.
+config. Every other key must be neutral or have its default value; otherwise an error names the key
+and refuses the checkpoint. So no key that changes the result is ignored.
 """
 
 from bptjax.hf.families.classic import (
@@ -40,7 +40,7 @@ WINDOWS = ("use_sliding_window", "max_window_layers")
 IGNORED = r"(.*\.)?rotary_emb(_local)?\.(\w*inv_freq|cos_cached|sin_cached)"
 CAUSAL_MASKS = r".*\.{}\.(bias|masked_bias)"
 MEGATRON_MASK = r".*\.self_attention\.scale_mask_softmax\.causal_mask"
-# Names under which some files store a tied parameter again, and the path of the parameter.
+# Names of second copies of tied parameters in some files, with the path of the parameter.
 COPIES = {
     "lm_head.weight": "embedding",
     "embed_out.weight": "embedding",

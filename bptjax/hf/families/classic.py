@@ -18,7 +18,7 @@ from bptjax.models.config import ModelConfig
 
 
 def layernorm_mlp_decoder(c: Any, **more: Any) -> dict[str, Any]:
-    """Returns the keywords that these families share, and `more`, which wins."""
+    """Returns the keywords that these families share, updated with `more`."""
     return (
         dict(
             vocab_size=c.vocab_size,
@@ -168,7 +168,7 @@ def rules_opt(c: ModelConfig) -> Iterator[TensorRule]:
 def read_mpt(c: Any) -> dict[str, Any]:
     """Reads MptForCausalLM. Positions are ALiBi, attention has a config of its own, and nothing has
     a bias."""
-    # transformers reads these and does not apply them.
+    # transformers reads these keys but does not apply them.
     require(c, expansion_ratio=4, no_bias=True, logit_scale=None, embedding_fraction=1.0)
     require(c, resid_pdrop=0.0, emb_pdrop=0.0)
     a = c.attn_config
@@ -214,7 +214,7 @@ def read_falcon(c: Any) -> dict[str, Any]:
         residual = "shared" if norms == 1 else "parallel"
     else:
         if norms == 2 and c.parallel_attn:
-            raise ValueError("num_ln_in_parallel_attn=2 needs new_decoder_architecture")
+            raise ValueError("num_ln_in_parallel_attn=2: must go with new_decoder_architecture")
         residual = "shared" if c.parallel_attn else "sequential"
     return layernorm_mlp_decoder(
         c,

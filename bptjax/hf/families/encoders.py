@@ -9,7 +9,7 @@ from bptjax.models.config import EncoderConfig, ModelConfig
 
 
 def layernorm_mlp_encoder(c: Any, **more: Any) -> dict[str, Any]:
-    """Returns the keywords that these families share, and `more`, which wins."""
+    """Returns the keywords that these families share, updated with `more`."""
     return (
         dict(
             hidden_size=c.hidden_size,
@@ -34,8 +34,8 @@ def layernorm_mlp_encoder(c: Any, **more: Any) -> dict[str, Any]:
 
 
 def architecture(c: Any, known: tuple[str, ...]) -> str:
-    """Returns the class that wrote the file, on which the heads depend; the first of `known` if the
-    config names none."""
+    """Returns the class that saved the checkpoint, which determines its heads; the first of `known`
+    if the config names none."""
     names = c.architectures or known[:1]
     if names[0] not in known:
         raise ValueError(f"architectures={names}: must be one of {', '.join(known)}")
@@ -96,7 +96,7 @@ def read_vit(c: Any) -> dict[str, Any]:
         for size in (c.image_size, c.patch_size)
     )
     if image[0] % patch[0] or image[1] % patch[1]:
-        raise ValueError(f"patch_size={patch} does not divide image_size={image}")
+        raise ValueError(f"patch_size={patch}: must divide image_size={image}")
     pooler, labels, act = c.pooler_output_size, c.num_labels, c.pooler_act
     if act not in ("tanh", "gelu", "relu", "silu"):
         raise ValueError(f"pooler_act={act!r} is not supported; must be tanh, gelu, relu or silu")

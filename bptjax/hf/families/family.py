@@ -1,4 +1,4 @@
-"""The entry of a model family, and checks that the readers of several families share."""
+"""The class of a model family, and checks that several families share."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -30,19 +30,19 @@ def layer_sizes(config: ModelConfig) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Family:
-    """A model family: how its config is read, and where its tensors go.
+    """A model family: the reader of its config, and the rules of its tensors.
 
     Attributes:
-      read: turns the HF config into keywords of `config`; raises ValueError for a value that is not
-        supported.
+      read: converts the HF config to keywords of `config`; raises ValueError for an unsupported
+        value.
       tensor_rules: yields the rules of all tensors.
-      prefix: start of names that files of the bare model, without its head, leave out.
+      prefix: prefix of names, which files of the bare model (without a head) leave out.
       neutral: config keys that change no result.
       ignored: patterns of names of tensors that are not read, beside `IGNORED`.
-      renamed: endings of names in old files, and their replacements.
+      renamed: (old, new) endings of names in old files.
       positions: config key of the number of positions.
       rope_names: config keys of rope_theta and partial_rotary_factor in transformers 4.
-      config: class that `read` makes keywords for.
+      config: class of the config; `read` returns its keywords.
       sizes: returns the number of values of each field of names in the file.
     """
 
@@ -61,7 +61,7 @@ class Family:
         """Returns each rule's names in the file, by index into the stacked axes.
 
         Args:
-          strip: start of names that the file leaves out.
+          strip: prefix of names that the file leaves out.
         """
         sizes = self.sizes(config)
         return {
@@ -71,7 +71,11 @@ class Family:
 
 
 def require(c: Any, **supported: Any) -> None:
-    """Raises ValueError if a key of the HF config has another value than the supported one."""
+    """Checks keys of the HF config.
+
+    Raises:
+      ValueError: a key does not have the supported value.
+    """
     for key, value in supported.items():
         if getattr(c, key) != value:
             raise ValueError(
@@ -80,10 +84,10 @@ def require(c: Any, **supported: Any) -> None:
 
 
 def activation(name: str) -> str:
-    """Returns our name of an activation of transformers."""
+    """Returns our name for an activation of transformers."""
     if name not in ACTIVATIONS:
         known = ", ".join(ACTIVATIONS)
-        raise ValueError(f"activation {name!r} is not supported; must be one of {known}")
+        raise ValueError(f"activation {name!r}: must be one of {known}")
     return ACTIVATIONS[name]
 
 
@@ -91,12 +95,12 @@ def rotary(c: Any, *, partial: bool = False) -> dict[str, Any]:
     """Returns the keywords of rotary positions.
 
     Args:
-      partial: whether the family rotates a part of each head. In other families transformers
-        applies partial_rotary_factor for some scalings only, so it is refused.
+      partial: whether the family supports partial_rotary_factor. In other families, transformers
+        applies it for some scalings only, so it is refused.
     """
     each = [p for p in c.rope_parameters.values() if isinstance(p, dict)] or [c.rope_parameters]
     if not partial and any(p.get("partial_rotary_factor", 1.0) != 1.0 for p in each):
-        raise ValueError("partial_rotary_factor is not supported in this family")
+        raise ValueError("partial_rotary_factor: must be 1 in this family")
     return dict(
         position_embedding="rope",
         rope_parameters=dict(c.rope_parameters),

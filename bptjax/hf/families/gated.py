@@ -17,7 +17,7 @@ from bptjax.models.config import ModelConfig
 
 
 def rmsnorm_glu_decoder(c: Any, *, partial: bool = False, **more: Any) -> dict[str, Any]:
-    """Returns the keywords that these families share, and `more`, which wins.
+    """Returns the keywords that these families share, updated with `more`.
 
     Args:
       partial: whether the family rotates a part of each head.
@@ -43,7 +43,7 @@ def rmsnorm_glu_decoder(c: Any, *, partial: bool = False, **more: Any) -> dict[s
 
 
 def window_pattern(c: Any) -> dict[str, Any]:
-    """Returns the keywords of windows by layer; none if no layer has a window."""
+    """Returns the keywords of windows by layer; an empty dict if no layer has a window."""
     window, types = c.sliding_window, list(c.layer_types)
     return dict(sliding_window=window, layer_types=types) if "sliding_attention" in types else {}
 
@@ -120,8 +120,8 @@ def read_gemma2(c: Any) -> dict[str, Any]:
 
 
 def read_gemma3(c: Any) -> dict[str, Any]:
-    """Reads Gemma3ForCausalLM. Windowed and full layers have rotary parameters of their own."""
-    # transformers reads attn_logit_softcapping and does not apply it.
+    """Reads Gemma3ForCausalLM. Windowed and full layers have separate rotary parameters."""
+    # transformers reads attn_logit_softcapping but does not apply it.
     require(c, attn_logit_softcapping=None)
     return gemma_decoder(
         c,
@@ -157,7 +157,8 @@ def rules_rmsnorm_glu(c: ModelConfig) -> Iterator[TensorRule]:
 
 
 def read_phi3(c: Any) -> dict[str, Any]:
-    """Reads Phi3ForCausalLM. A part of each head is rotated; long models have longrope."""
+    """Reads Phi3ForCausalLM. Rotary positions may cover part of a head; long models have
+    longrope."""
     return rmsnorm_glu_decoder(
         c,
         partial=True,
