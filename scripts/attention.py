@@ -3,8 +3,8 @@ window with global tokens, an eighth of the causal blocks, and dropout.
 
     python scripts/attention.py --lengths 32768 --head_sizes 128 64 --out rows.json
 
-One batch row, 32 query and 8 key heads, bfloat16, random data. TFLOP/s count live work only: 4 · H
-FLOPs a query-key pair that is seen, and 2.5 times that for the backward pass.
+One sequence, 32 query and 8 key heads, bfloat16, random data. TFLOP/s count only allowed query-key
+pairs: 4 · H FLOPs per pair, and 2.5 times that for the backward pass.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from timing import milliseconds, needs, tell
+from timing import add_row, milliseconds, needs
 
 from bptjax import Mask, attention
 from bptjax.ops.position import alibi_slopes
@@ -25,8 +25,8 @@ N, K, DOCUMENTS, WINDOW, BLOCK = 32, 8, 8, 4096, 128
 
 
 def cases(T: int) -> dict[str, tuple[dict, float]]:
-    """Options of `attention`, and the pairs that are seen. Documents are known only as the program
-    runs, as in training."""
+    """Returns options of `attention` and the number of allowed pairs by case. Documents are traced,
+    as in training."""
     causal, square = Mask(causal=True), T * T / 2
     documents = np.repeat(np.arange(1, DOCUMENTS + 1, dtype=np.int32), T // DOCUMENTS)[None]
     seen = WINDOW * T - WINDOW**2 / 2
@@ -98,7 +98,7 @@ def main() -> None:
                 forward, *_ = milliseconds(one, segments, q, k, v)
                 step, least, most = milliseconds(both, segments, dout, q, k, v)
                 flops = 4 * N * H * pairs
-                tell(
+                add_row(
                     rows,
                     args.out,
                     implementation=impl,

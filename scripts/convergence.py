@@ -1,9 +1,9 @@
-"""Trains twice from the same start on the same batches, with the fused loss and with plain logits,
+"""Trains twice from the same state on the same batches, with the fused loss and with plain logits,
 and draws both curves.
 
     python scripts/convergence.py --steps 300 --out DIRECTORY
 
-The quickstart's model and data; further options are those of a config.
+Uses the quickstart's model and data. Further options are config keys.
 """
 
 import argparse
@@ -15,14 +15,14 @@ import jax
 import jax.numpy as jnp
 
 import bptjax.training.step
-from bptjax.config_parser import parse
+from bptjax.config import parse
 from bptjax.training.setup import setup
 from bptjax.training.state import init_state
 
 
 def plain(hidden, head, labels, weights=None, **_):
-    """Returns the sum of the losses from `[B, T, V]` logits, by autodiff, and 0 for the z-loss;
-    there are no weights, and no soft cap."""
+    """Returns the sum of the losses, computed from `[B, T, V]` logits, and 0 for the z-loss.
+    Applies no weights and no soft cap."""
     logits = jnp.einsum("btd,vd->btv", hidden, head.astype(hidden.dtype)).astype(jnp.float32)
     picked = jnp.take_along_axis(logits, jnp.maximum(labels, 0)[..., None], -1)[..., 0]
     losses = jnp.where(labels == -100, 0.0, jax.nn.logsumexp(logits, -1) - picked)
@@ -30,7 +30,7 @@ def plain(hidden, head, labels, weights=None, **_):
 
 
 def losses(argv: list[str], steps: int) -> list[float]:
-    """Of each step of a fresh run."""
+    """Returns the loss of each step of a new run."""
     with tempfile.TemporaryDirectory() as directory:
         run = setup(parse([*argv, f"--run_dir={directory}/run"], ""))
         spec, state, told = run.spec, init_state(run.spec), []

@@ -2,9 +2,9 @@
 
     python scripts/layer.py --lengths 2048 8192 --out rows.json
 
-Eight rows, bfloat16, gradients of the parameters and of the input; with ALiBi, and without, which
-is the work whose Python loops in PyTorch (chunks of 512 tokens) took 21.7 ms at 2,048 tokens and
-256.5 ms at 8,192 on one H200.
+Eight sequences, bfloat16, gradients of the parameters and of the input, with and without ALiBi.
+Python loops in PyTorch (chunks of 512 tokens, no ALiBi) took 21.7 ms at 2,048 tokens and 256.5 ms
+at 8,192 on one H200.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from timing import milliseconds, tell
+from timing import add_row, milliseconds
 
 from bptjax.models.config import Execution, ModelConfig
 from bptjax.models.stack import new_layers, run
@@ -64,7 +64,7 @@ def main() -> None:
                     return y, pull(dy)
 
                 ms, *_ = milliseconds(both, layers, x, dy, repeats=10)
-                tell(
+                add_row(
                     rows,
                     args.out,
                     attention=impl,

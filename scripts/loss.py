@@ -1,9 +1,9 @@
-"""Times linear + cross-entropy, forward and both gradients, on this machine's GPU.
+"""Times linear layer + cross-entropy, forward and both gradients, on this machine's GPU.
 
     python scripts/loss.py --chunks 1024 2048 4096 --out rows.json
 
-Random bfloat16 hidden states and head; memory is what the call needs beside its operands, the
-gradients included, by the compiler's own account.
+Random bfloat16 hidden states and head. Memory is the compiler's figure for the call without its
+operands; it includes the gradients.
 """
 
 import argparse
@@ -12,13 +12,13 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from timing import milliseconds, tell
+from timing import add_row, milliseconds
 
 from bptjax import linear_cross_entropy
 
 
 def plain(hidden, head, labels):
-    """Logits at full length, in float32."""
+    """Computes the loss from float32 logits of all tokens at once."""
     logits = jnp.einsum("btd,vd->btv", hidden, head, preferred_element_type=jnp.float32)
     picked = jnp.take_along_axis(logits, labels[..., None], -1)[..., 0]
     return (jax.nn.logsumexp(logits, -1) - picked).sum()
@@ -44,7 +44,7 @@ def main() -> None:
         assert needs is not None
         extra = needs.temp_size_in_bytes + needs.output_size_in_bytes
         ms, *_ = milliseconds(step, hidden, head, labels, repeats=5)
-        tell(rows, args.out, loss=name, T=T, D=D, V=V, ms=ms, extra_gib=extra / 2**30)
+        add_row(rows, args.out, loss=name, T=T, D=D, V=V, ms=ms, extra_gib=extra / 2**30)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""Holds every mesh of eight devices, and some of three and six, to one device: loss, gradients and
-evaluation of a tiny decoder on packed documents, in float32.
+"""Compares every mesh of eight devices, and some of three and six, with one device: loss, gradients
+and evaluation of a tiny decoder on packed documents, in float32.
 
     XLA_FLAGS=--xla_force_host_platform_device_count=8 python scripts/meshes.py --out rows.json
 
-A row is a mesh and a way to cut the sequence; errors are relative, of gradients the worst leaf's.
+A row is a mesh and a sequence strategy. Errors are relative; the error of the gradients is that of
+the worst leaf.
 """
 
 import argparse
@@ -16,7 +17,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from timing import tell
+from timing import add_row
 
 from bptjax.config import Config, TrainConfig
 from bptjax.models.config import ModelConfig
@@ -42,7 +43,7 @@ MESHES = [
 
 
 def documents() -> dict[str, np.ndarray]:
-    """Rows of two documents and padding, none like the other."""
+    """Returns different sequences of two documents and padding."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, MODEL.V, (ROWS, T), dtype=np.int32)
     ends, place = rng.integers(2, T + 1, (ROWS, 1)), np.arange(T)[None]
@@ -57,12 +58,12 @@ def documents() -> dict[str, np.ndarray]:
 
 @cache
 def start() -> TrainState:
-    """On one device."""
+    """Returns the state at step 0 on one device."""
     return init_state(TrainSpec(CONFIG, MODEL, make_mesh(ONE, jax.devices()[:1])))
 
 
 def results(parallel: ParallelConfig, strategy: Any = "auto") -> tuple[str, Any]:
-    """The strategy, and (loss, gradients, loss of an evaluation) on that mesh."""
+    """Returns the strategy, and (loss, gradients, evaluation loss) on a mesh."""
     devices = jax.devices()[: math.prod(astuple(parallel)[:4])]
     config = replace(CONFIG, parallel=replace(parallel, sequence_strategy=strategy))
     spec, batch = TrainSpec(config, MODEL, make_mesh(parallel, devices)), documents()
@@ -75,7 +76,7 @@ def results(parallel: ParallelConfig, strategy: Any = "auto") -> tuple[str, Any]
 
 
 def errors(got: Any, wanted: Any) -> dict[str, float]:
-    """Relative; a gradient whose norm is below 1e-3 counts as of that norm."""
+    """Returns relative errors. A gradient with a norm below 1e-3 counts as having that norm."""
 
     def error(a, b):
         return float(np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-3))
@@ -100,7 +101,7 @@ def main() -> None:
             else:
                 found = errors(got, wanted)
             sizes = dict(dp=mesh.dp, fsdp=mesh.fsdp, tp=mesh.tp, sp=mesh.sp)
-            tell(rows, args.out, **sizes, strategy=strategy if mesh.sp > 1 else None, **found)
+            add_row(rows, args.out, **sizes, strategy=strategy if mesh.sp > 1 else None, **found)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Shows what of the communication of attention over several GPUs runs beside its computation.
+"""Shows how much of attention's communication over several GPUs overlaps with its computation.
 
     python scripts/overlap.py --out DIRECTORY --devices 4 --length 131072
 
-One profiled pass, forward and backward, a strategy: of the first GPU the time in which a kernel of
-NCCL runs, the part of it in which another kernel does too, and the plot of both over time.
+Profiles one forward and backward pass of each strategy. Prints the time in which an NCCL kernel
+runs on the first GPU and the part of it in which another kernel runs too, and plots both over time.
 """
 
 import argparse
@@ -14,15 +14,16 @@ from typing import Any
 import jax
 import numpy as np
 from scaling import attention_work, mesh_of
-from timing import tell
+from timing import add_row
 
 Spans = list[tuple[float, float]]
-# Ms, that are closed in what is drawn.
+# Gaps up to this many ms are closed in the plot.
 GAP = 0.05
 
 
 def spans(profile: Path) -> tuple[Spans, Spans]:
-    """Of the first GPU, in ms from the first kernel on, when it communicates and when it computes.
+    """Returns the spans in which the first GPU communicates and computes, in ms from its first
+    kernel.
 
     Raises:
       ValueError: no GPU in the profile.
@@ -45,7 +46,7 @@ def spans(profile: Path) -> tuple[Spans, Spans]:
 
 
 def union(spans: Spans, gap: float = 0.0) -> Spans:
-    """Sorted spans, those that touch, or leave no more than `gap`, made one."""
+    """Returns sorted spans, merged where they overlap or are up to `gap` apart."""
     joined: Spans = []
     for a, b in spans:
         if joined and a <= joined[-1][1] + gap:
@@ -102,13 +103,13 @@ def main(argv: list[str] | None = None) -> None:
             with jax.profiler.trace(profile):
                 jax.block_until_ready(both(*operands))
             communication, computation = spans(Path(profile))
-        whole = total(union(sorted(communication + computation)))
+        either = total(union(sorted(communication + computation)))
         figures = dict(communication_ms=total(communication), computation_ms=total(computation))
-        figures |= dict(ms=whole, beside_ms=sum(figures.values()) - whole)
+        figures |= dict(ms=either, beside_ms=sum(figures.values()) - either)
         about = dict(strategy=name, T=args.length, devices=n)
-        # What a plot can show.
+        # Spans for the plot.
         when = dict(computes=union(computation, GAP), communicates=union(communication, GAP))
-        tell(rows, args.out / "overlap.json", **about, **figures, **when)
+        add_row(rows, args.out / "overlap.json", **about, **figures, **when)
     draw(rows, args.out / "overlap.png")
 
 

@@ -1,4 +1,4 @@
-"""Every rotary override of every family: exported, computed by transformers, and read back.
+"""Exports every rotary override of every family, computes it by transformers, and reads it back.
 
 python scripts/rope_exports.py --out scripts/results/rope_exports.json [--python V4/bin/python]
 
@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-# Trained on 32 positions and read on 45; the overrides make 64 of them.
+# The models are trained on 32 positions and tested on 45; the overrides extend them to 64.
 TRAINED, LONGER, TOKENS = 32, 64, 45
 SIZES = dict(vocab_size=61, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
 MODERN = SIZES | dict(intermediate_size=48, num_key_value_heads=2)
@@ -69,7 +69,7 @@ OVERRIDES = {
     "longrope, original, max": dict(rope_parameters=LONGROPE | ORIGINAL) | REACH,
     "longrope, original, factor": dict(rope_parameters=LONGROPE | ORIGINAL | dict(factor=8.0)),
 }
-# What another environment runs: logits of each directory, with its own transformers.
+# Program for another environment: computes logits of each directory with its own transformers.
 READER = """
 import json, sys
 import numpy as np, torch, transformers
@@ -90,7 +90,7 @@ for directory in sys.argv[2:]:
 
 
 def base(family: str, directory: Path) -> None:
-    """Saves a random model of the family, with large weights, so that positions matter."""
+    """Saves a random model of the family. Its weights are large, so that positions matter."""
     import torch
     import transformers
 
@@ -105,7 +105,7 @@ def base(family: str, directory: Path) -> None:
 
 
 def export(directory: Path, override: dict, out: Path, tokens: np.ndarray) -> np.ndarray:
-    """Writes what a run with this override exports; returns its logits here.
+    """Writes the export of a run with this override. Returns our logits.
 
     Raises:
       ValueError: the override is refused.
@@ -124,7 +124,7 @@ def export(directory: Path, override: dict, out: Path, tokens: np.ndarray) -> np
 
 
 def read_back(out: Path, tokens: np.ndarray) -> np.ndarray:
-    """Logits of the export, opened here again."""
+    """Returns our logits of the export, read back."""
     import jax
 
     from bptjax.models.config import ModelConfig
@@ -146,7 +146,8 @@ def off(got: np.ndarray, wanted: np.ndarray) -> float:
 
 
 def read(python: str, tokens: Path, directories: list[Path]) -> dict[str, tuple[str, str]]:
-    """(version of transformers, "ok" or its error) of each directory, read by an interpreter."""
+    """Returns (version of transformers, "ok" or its error) of each directory, read by an
+    interpreter."""
     command = [python, "-W", "ignore", "-c", READER, str(tokens), *map(str, directories)]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     rows = [json.loads(line) for line in said.splitlines() if line.startswith("[")]
@@ -154,7 +155,7 @@ def read(python: str, tokens: Path, directories: list[Path]) -> dict[str, tuple[
 
 
 def compare(families: list[str], names: list[str], pythons: list[str], work: Path) -> list[dict]:
-    """A row for each family and override, read by each interpreter."""
+    """Returns a row for each family and override, read by each interpreter."""
     tokens = np.random.default_rng(0).integers(3, 61, (2, TOKENS))
     np.save(work / "tokens.npy", tokens)
     rows, ours = [], {}
@@ -191,7 +192,7 @@ def main() -> None:
         pythons = [sys.executable, *args.python]
         rows = compare(args.families, list(OVERRIDES), pythons, Path(work))
         text = "[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n"
-        # Not the directories of this run.
+        # Remove the directories of this run from errors.
         text = text.replace(work, "DIR")
     if args.out:
         args.out.write_text(text)

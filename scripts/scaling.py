@@ -1,14 +1,15 @@
-"""Times what is cut over 1, 2, 4 … devices: attention alone, encoders, the full training step.
+"""Times attention alone, encoders and full training steps, sharded over 1, 2, 4 … devices.
 
     python scripts/scaling.py attention --out DIRECTORY --lengths 131072 1048576 --devices 4
     python scripts/scaling.py encoder --out DIRECTORY --encoders bert vit
     python scripts/scaling.py step --out DIRECTORY --decoder 1b --lengths 8192 --rows 8
 
-Strong scaling shares the same rows and tokens among the devices; weak scaling gives each as many,
-of tokens where sequences are cut (sp), of rows where the batch is (dp). Forward and backward, of
-random data that no single device has whole. TFLOP/s are of live work: 4 · H FLOPs a query-key pair
-that is seen, 2.5 times that for the backward pass; Taylor attention's are its own matmuls; a step's
-are the model's, nothing counted twice. Options that the script does not know are a step's config's.
+Strong scaling divides the same sequences and tokens among the devices. Weak scaling gives each
+device the same number of tokens (sp) or of sequences (dp). Runs forward and backward on random data
+that no single device holds completely. TFLOP/s count allowed query-key pairs only: 4 · H FLOPs per
+pair, and 2.5 times that for the backward pass. For Taylor attention they count its matmuls, and for
+a step the model FLOPs without recomputation. Options that the script does not know are config keys
+of a step.
 """
 
 import argparse
@@ -24,10 +25,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from step import DECODERS, DEFAULTS, measure
-from timing import attempt, milliseconds, needs, tell
+from timing import add_row, attempt, milliseconds, needs
 
 from bptjax import Mask
-from bptjax.config_parser import parse
+from bptjax.config import parse
 from bptjax.models.config import EncoderConfig, Execution
 from bptjax.models.encoder import Encoder
 from bptjax.ops.taylor_attention import taylor_attention
@@ -51,7 +52,7 @@ TRANSFORMER = EncoderConfig(
     out_bias=True,
     mlp_bias=True,
 )
-# BERT-base's shape, and ViT-B/16's.
+# The shapes of BERT-base and ViT-B/16.
 ENCODERS = {
     "bert": replace(
         TRANSFORMER,
@@ -65,21 +66,21 @@ ENCODERS = {
     "vit": replace(TRANSFORMER, image_size=(224, 224), patch_size=(16, 16), classes=1000),
 }
 SPLITS = ("dp", "sp")
-# Those whose keys are cut over devices, in an order that may be balanced or not.
-CUT = ("ring", "ulysses_ring", "gather")
+# Strategies that shard keys, whose order over the devices may be balanced or not.
+SHARDED_KEYS = ("ring", "ulysses_ring", "gather")
 ORDERS = ("zigzag", "plain")
-# Rows, and tokens of a row.
+# Number of sequences, and of tokens in a sequence.
 SIZES = dict(attention=(1, 131_072), encoder=(64, 512), step=(8, 8192))
 
 
 def mesh_of(split: str, n: int) -> jax.sharding.Mesh:
-    """The first n devices along one axis."""
+    """Returns a mesh of the first n devices along one axis."""
     sizes: dict[str, Any] = {"fsdp": 1, split: n}
     return make_mesh(ParallelConfig(**sizes), jax.devices()[:n])
 
 
 def arrays(mesh: jax.sharding.Mesh, dtype: jnp.dtype, *shapes: tuple[int, ...]) -> list[jax.Array]:
-    """Normal numbers `[B, T, ...]`, made where they live."""
+    """Returns normal random numbers `[B, T, ...]`, created with their sharding."""
     keys = jax.random.split(jax.random.key(0), len(shapes))
     where = NamedSharding(mesh, PartitionSpec(("dp", "fsdp"), "sp"))
     make = partial(jax.jit, static_argnums=1, out_shardings=where)(
@@ -89,7 +90,7 @@ def arrays(mesh: jax.sharding.Mesh, dtype: jnp.dtype, *shapes: tuple[int, ...]) 
 
 
 def timed(args: argparse.Namespace, f: Callable, *operands: Any, **options: Any) -> dict[str, Any]:
-    """Milliseconds and memory of the compiled `f`."""
+    """Returns milliseconds and memory of the compiled `f`."""
     compiled = jax.jit(f, **options).lower(*operands).compile()
     ms, least, most = milliseconds(compiled, *operands, repeats=args.repeats, seconds=args.seconds)
     return dict(ms=ms, fastest_ms=least, slowest_ms=most, **needs(compiled))
@@ -98,8 +99,8 @@ def timed(args: argparse.Namespace, f: Callable, *operands: Any, **options: Any)
 def attention_work(
     heads: tuple[int, int], H: int, dtype: str, impl: str, T: int, n: int, name: str, order: str
 ) -> tuple[Callable, list[jax.Array], float]:
-    """Attention alone, forward and backward, one row, over sp: a function, its operands where they
-    live, in the mesh that is set, and its FLOPs.
+    """Returns a function that runs attention forward and backward on one sequence sharded over sp,
+    its sharded operands and its FLOPs. Call it with the mesh set.
     """
     N, K = heads
     mask, pairs = Mask(causal=True), T * T / 2
@@ -119,7 +120,7 @@ def attention_work(
 
 
 def attention_row(args: argparse.Namespace, T: int, n: int, name: str, order: str) -> dict:
-    """Attention alone."""
+    """Measures attention alone."""
     N, K, H = *args.heads, args.head_size
     with jax.set_mesh(mesh_of("sp", n)):
         how = args.heads, H, args.dtype, args.impl, T, n, name, order
@@ -130,7 +131,7 @@ def attention_row(args: argparse.Namespace, T: int, n: int, name: str, order: st
 
 
 def encoder_row(args: argparse.Namespace, name: str, rows: int, T: int, n: int, split: str) -> dict:
-    """Loss of an encoder and its gradients."""
+    """Measures the loss of an encoder and its gradients."""
     config, mesh, dtype = ENCODERS[name], mesh_of(split, n), jnp.dtype(args.dtype)
     if args.layers:
         config = replace(config, num_layers=args.layers)
@@ -160,7 +161,7 @@ def encoder_row(args: argparse.Namespace, name: str, rows: int, T: int, n: int, 
 
 
 def step_row(args: argparse.Namespace, name: str, rows: int, T: int, n: int, split: str) -> dict:
-    """A full training step of a decoder."""
+    """Measures a full training step of a decoder."""
     model, mesh = DECODERS[name], mesh_of(split, n)
     model = replace(model, num_layers=args.layers or model.num_layers)
     each, rest = divmod(rows, mesh.shape["dp"])
@@ -169,7 +170,7 @@ def step_row(args: argparse.Namespace, name: str, rows: int, T: int, n: int, spl
     train = replace(args.config.train, seq_len=T, per_device_train_batch_size=each)
     spec = TrainSpec(replace(args.config, train=train), model, mesh)
     row = measure(spec, max(1, args.repeats))
-    # Its peak is of all that this process has run.
+    # The peak includes earlier work of this process.
     row = {name: x for name, x in row.items() if name not in ("peak_gib", "losses")}
     about = dict(layers=model.num_layers, impl=row.pop("attention"), dtype=train.compute_dtype)
     pairs = model.num_layers * rows * T**2 / 2
@@ -182,7 +183,8 @@ def step_row(args: argparse.Namespace, name: str, rows: int, T: int, n: int, spl
 
 
 def draw(rows: list[dict[str, Any]], figure_of: str, file: Path) -> None:
-    """The figure, and temporary memory, against the number of devices; what failed has no point."""
+    """Plots the figure and the temporary memory against the number of devices, without failed
+    rows."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -209,10 +211,12 @@ def main(argv: list[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("study", choices=("attention", "encoder", "step"))
-    parser.add_argument("--devices", type=int, nargs="+", help="1 2 4 … as there are")
+    parser.add_argument(
+        "--devices", type=int, nargs="+", help="numbers of devices; by default 1 2 4 … up to all"
+    )
     parser.add_argument("--scaling", nargs="+", choices=("strong", "weak"), default=["strong"])
-    parser.add_argument("--lengths", type=int, nargs="+", help="tokens of a row")
-    parser.add_argument("--rows", type=int, help="of an encoder or a step")
+    parser.add_argument("--lengths", type=int, nargs="+", help="tokens in a sequence")
+    parser.add_argument("--rows", type=int, help="sequences of an encoder or a step")
     parser.add_argument("--splits", nargs="+", choices=SPLITS, default=SPLITS)
     parser.add_argument(
         "--strategies",
@@ -226,10 +230,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--impl", default="auto")
     parser.add_argument("--encoders", nargs="+", choices=ENCODERS, default=list(ENCODERS))
     parser.add_argument("--decoder", choices=DECODERS, default="1b")
-    parser.add_argument("--layers", type=int, help="fewer layers than the model's own")
-    parser.add_argument("--dtype", default="bfloat16", help="of attention or an encoder")
+    parser.add_argument("--layers", type=int, help="number of layers, if fewer than the model's")
+    parser.add_argument("--dtype", default="bfloat16", help="dtype of attention or an encoder")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=30.0, help="of the timed runs of a row")
+    parser.add_argument(
+        "--seconds", type=float, default=30.0, help="limit on the time of the runs of a row"
+    )
     parser.add_argument("--out", type=Path, required=True, help="directory of the rows and plots")
     args, options = parser.parse_known_args(argv)
     if options and args.study != "step":
@@ -238,18 +244,18 @@ def main(argv: list[str] | None = None) -> None:
         args.config = parse(options, defaults=DEFAULTS)
     except ValueError as error:
         parser.error(str(error))
-    there = len(select_devices("auto"))
-    counts = args.devices or [2**i for i in range(there.bit_length())]
-    if max(counts) > there:
-        parser.error(f"--devices {max(counts)}, but there are {there}")
+    available = len(select_devices("auto"))
+    counts = args.devices or [2**i for i in range(available.bit_length())]
+    if max(counts) > available:
+        parser.error(f"--devices {max(counts)}: must be at most {available}")
     rows, found, file = [], {}, args.out / f"scaling_{args.study}.csv"
 
     def add(measured: Callable, what: tuple, T: int, n: int, how: tuple, **about: Any) -> None:
-        # One device does the same whatever is cut among more.
+        # All splits are the same on one device.
         key = (*what, T, n, *(how if n > 1 or "taylor" in how else ()))
         if key not in found:
             found[key] = attempt(partial(measured, args, *what, T, n, *how))
-        tell(rows, file, **about, T=T, devices=n, **found[key])
+        add_row(rows, file, **about, T=T, devices=n, **found[key])
 
     batch, length = SIZES[args.study]
     batch, lengths = args.rows or batch, args.lengths or [length]
@@ -258,7 +264,7 @@ def main(argv: list[str] | None = None) -> None:
         each = " a device" if scaling == "weak" else ""
         if args.study == "attention":
             for name in args.strategies:
-                for order in args.orders if name in CUT else ("plain",):
+                for order in args.orders if name in SHARDED_KEYS else ("plain",):
                     about = dict(
                         line=f"{name} {order}, T={base:,}{each}", strategy=name, order=order
                     )
@@ -269,7 +275,7 @@ def main(argv: list[str] | None = None) -> None:
         for model, split in itertools.product(models, args.splits):
             images = args.study == "encoder" and ENCODERS[model].image_size is not None
             if images and scaling == "weak" and split == "sp":
-                continue  # An image has as many tokens as it has.
+                continue  # An image has a fixed number of tokens.
             tokens = ENCODERS[model].patches + 1 if images else base
             line = f"{model} {split}, {batch} × {tokens:,}{each}"
             count, T = (batch * times, tokens) if split == "dp" else (batch, tokens * times)

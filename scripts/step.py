@@ -2,8 +2,8 @@
 
     python scripts/step.py 1b 32768 --out rows.json --execution.remat=save_attention
 
-One row of random tokens, bfloat16 parameters and AdamW; every option of a config can be set.
-Prints a row, and appends it to `--out`.
+Uses one sequence of random tokens, bfloat16 parameters and AdamW. Every config key can be set.
+Prints a row of measurements, and appends it to `--out`.
 """
 
 import argparse
@@ -17,8 +17,7 @@ import jax
 import numpy as np
 from timing import needs
 
-from bptjax.config import Config, flatten
-from bptjax.config_parser import parse
+from bptjax.config import Config, flatten, parse
 from bptjax.models.config import ModelConfig
 from bptjax.ops.attention.choices import record_choices
 from bptjax.parallel.mesh import make_mesh, select_devices
@@ -64,7 +63,7 @@ DECODERS = {
         mlp_bias=True,
     ),
 }
-# Groups of keys that a row tells, where they are not as they are by default.
+# Groups of keys that a row contains, if they do not have their defaults.
 SETTINGS = ("execution.", "optimizer.", "adapter.", "train.", "parallel.")
 DEFAULTS = (
     "--train.compute_dtype=bfloat16",
@@ -76,8 +75,8 @@ DEFAULTS = (
 def measure(
     spec: TrainSpec, steps: int, profile: Path | None = None, warmup: int = 1
 ) -> dict[str, Any]:
-    """Figures of the compiled step, and of `steps` on rows of random tokens after so many to warm
-    up: of memory a device's, of tokens those of all devices.
+    """Returns measurements of the compiled step, and of `steps` steps on random tokens after a
+    warm-up: memory per device, tokens of all devices.
     """
     accumulate, T = spec.config.train.gradient_accumulation_steps, spec.config.train.seq_len
     tokens = np.random.default_rng(0).integers(
@@ -121,9 +120,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("decoder", choices=DECODERS)
     parser.add_argument("length", type=int)
-    parser.add_argument("--layers", type=int, help="fewer layers than the decoder's own")
+    parser.add_argument("--layers", type=int, help="number of layers, if fewer than the decoder's")
     parser.add_argument("--steps", type=int, default=3, help="0 compiles only")
-    parser.add_argument("--warmup", type=int, default=1, help="steps before those that count")
+    parser.add_argument("--warmup", type=int, default=1, help="steps before the timed steps")
     parser.add_argument("--profile", type=Path, help="write a profile of one step here")
     parser.add_argument("--out", type=Path)
     args, options = parser.parse_known_args()

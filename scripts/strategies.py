@@ -1,11 +1,11 @@
-"""Times and weighs the ways to share a training step among devices: data parallelism, the stages of
-ZeRO, optimizer state in host memory, checkpointing.
+"""Compares time and memory of several ways to run a training step on several devices: data
+parallelism, the stages of ZeRO, optimizer state in host memory, checkpointing.
 
     python scripts/strategies.py --out DIRECTORY --decoders char 1b --dtypes float32 bfloat16
 
-An epoch is the characters that `data.eval_fraction=0.1` leaves of tinyshakespeare to train on, as
-tokens, whatever the decoder. The batch is the same under each strategy: so many rows a device.
-Options that the script does not know are the config's.
+For every decoder, an epoch has one token for each character of tinyshakespeare that
+`data.eval_fraction=0.1` leaves for training. All strategies have the same number of sequences per
+device. Options that the script does not know are config keys.
 """
 
 import argparse
@@ -18,15 +18,14 @@ from typing import Any
 
 import jax
 from step import DECODERS, DEFAULTS, measure
-from timing import attempt, tell
+from timing import add_row, attempt
 
-from bptjax.config import Config
-from bptjax.config_parser import parse
+from bptjax.config import Config, parse
 from bptjax.parallel.mesh import make_mesh, select_devices
 from bptjax.training.spec import TrainSpec
 
 FULL, HOST = "--execution.remat=full", "--optimizer.state_memory_kind=pinned_host"
-# Parameters whole, or cut more and more; then what else takes less memory.
+# Replicated parameters, then the stages of ZeRO, then other ways to save memory.
 STRATEGIES = {
     "data parallel": ("--parallel.dp=-1", "--parallel.fsdp=1"),
     "ZeRO-1": ("--parallel.zero_stage=1",),
@@ -37,12 +36,12 @@ STRATEGIES = {
     "ZeRO-3 + both": (FULL, HOST),
 }
 CHAR_GPT = Path(__file__).parents[1] / "configs" / "char_gpt.yaml"
-# Of `char`: those of tinyshakespeare's characters; and of its 1,115,394, nine in ten.
+# Vocabulary of `char` on tinyshakespeare, and nine tenths of its 1,115,394 characters.
 VOCABULARY, EPOCH = 65, 1_003_854
 
 
 def spec_of(decoder: str, dtype: str, devices: list[jax.Device], options: list[str]) -> TrainSpec:
-    """Without checkpointing, but where the options say so."""
+    """Returns the spec of a run, without checkpointing unless the options set it."""
     common = ["--execution.remat=none", f"--train.compute_dtype={dtype}"]
     if decoder == "char":
         config: Config = parse(options, defaults=[f"--config={CHAR_GPT}", *common])
@@ -57,7 +56,7 @@ def spec_of(decoder: str, dtype: str, devices: list[jax.Device], options: list[s
 def figures(spec: TrainSpec, steps: int) -> dict[str, Any]:
     train = spec.config.train
     row = measure(spec, steps)
-    # Its peak is of all that this process has run.
+    # The peak includes earlier work of this process.
     row = {name: x for name, x in row.items() if name not in ("attention", "peak_gib", "losses")}
     about = dict(T=train.seq_len, batch=spec.global_batch_size, parameters=train.param_dtype)
     steps_per_epoch = math.ceil(EPOCH / spec.global_batch_size / train.seq_len)
@@ -65,7 +64,7 @@ def figures(spec: TrainSpec, steps: int) -> dict[str, Any]:
 
 
 def draw(rows: list[dict[str, Any]], file: Path) -> None:
-    """Seconds an epoch and memory a device, a bar for each row; none for one that failed."""
+    """Plots seconds per epoch and memory per device, a bar for each row that did not fail."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -89,7 +88,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--decoders", nargs="+", choices=("char", *DECODERS), default=["char"])
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES))
-    parser.add_argument("--devices", type=int, nargs="+", help="all, if left out")
+    parser.add_argument("--devices", type=int, nargs="+", help="numbers of devices; by default all")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument(
         "--out", type=Path, required=True, help="directory of the rows and the plot"
@@ -101,13 +100,13 @@ def main(argv: list[str] | None = None) -> None:
     for decoder, dtype, n, name in itertools.product(
         args.decoders, args.dtypes, args.devices or [len(there)], args.strategies
     ):
-        # A config that cannot be is an error, not a row.
+        # An invalid config is an error, not a row.
         try:
             spec = spec_of(decoder, dtype, there[:n], [*STRATEGIES[name], *options])
         except ValueError as error:
             parser.error(str(error))
         about = dict(decoder=decoder, strategy=name, dtype=dtype, devices=n)
-        tell(rows, file, **about, **attempt(partial(figures, spec, args.steps)))
+        add_row(rows, file, **about, **attempt(partial(figures, spec, args.steps)))
     draw(rows, file.with_suffix(".png"))
 
 

@@ -1,4 +1,4 @@
-"""What the timing scripts share."""
+"""Functions shared by the timing scripts."""
 
 import csv
 import gc
@@ -15,8 +15,8 @@ import numpy as np
 def milliseconds(
     f: Callable, *operands: Any, repeats: int = 9, seconds: float = 1e9
 ) -> tuple[float, float, float]:
-    """Median, least and greatest, after two runs to warm up; fewer of both, but one of each, where
-    they would take more than so many seconds."""
+    """Returns the median, the least and the greatest time, after two warm-up runs. Makes fewer
+    runs, but at least one of each kind, if they would take more than `seconds`."""
     times = []
     for _ in range(repeats + 2):
         start = time.perf_counter()
@@ -29,7 +29,8 @@ def milliseconds(
 
 
 def needs(compiled: jax.stages.Compiled) -> dict[str, float]:
-    """What a program takes of each device, and of the host, by the compiler's own account."""
+    """Returns the memory of a program on each device and on the host, as the compiler reports
+    it."""
     stats = compiled.memory_analysis()
     assert stats is not None
     kept = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
@@ -43,22 +44,23 @@ def needs(compiled: jax.stages.Compiled) -> dict[str, float]:
 
 
 def attempt(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Its figures, and as `status` ok, or why there are none."""
+    """Returns the row with the measurements, and with `status` ok or the reason why there are
+    none."""
     try:
         return dict(status="ok") | measure()
     except (NotImplementedError, ValueError) as error:
         return dict(status=f"refused: {error}")
     except jax.errors.JaxRuntimeError as error:
         text = str(error)
-    # The next rows are to find the memory free that the frames of the error held.
+    # Free the memory that the frames of the error hold, for the next rows.
     gc.collect()
     if "RESOURCE_EXHAUSTED" in text:
         return dict(status="out of memory")
     return dict(status=f"failed: {text.splitlines()[0]}")
 
 
-def tell(rows: list[dict[str, Any]], out: Path | None, **row: Any) -> None:
-    """Adds a row, with where it was measured; prints it, and writes all of them, as JSON or CSV."""
+def add_row(rows: list[dict[str, Any]], out: Path | None, **row: Any) -> None:
+    """Adds a row with the device and versions, prints it, and writes all rows as JSON or CSV."""
     rows.append(row | dict(device=jax.devices()[0].device_kind, jax=jax.__version__))
     print({k: float(f"{x:.4g}") if isinstance(x, float) else x for k, x in row.items()}, flush=True)
     if out and out.suffix == ".csv":

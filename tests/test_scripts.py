@@ -87,7 +87,7 @@ def test_strategies_are_weighed(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "wrong, message",
-    [("--devices=16", "--devices 16, but there are 8"), ("--train.seqlen=8", "train.seqlen")],
+    [("--devices=16", "--devices 16: must be at most 8"), ("--train.seqlen=8", "train.seqlen")],
 )
 @pytest.mark.parametrize("study", [["step"], []])
 def test_bad_input_is_one_line_and_exit_2(study, wrong, message, capsys, tmp_path):
