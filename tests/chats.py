@@ -1,4 +1,4 @@
-"""Chat templates and small tokenizers for tests: short ones of our own."""
+"""Short chat templates and small tokenizers for tests."""
 
 import tempfile
 

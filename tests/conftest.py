@@ -1,5 +1,5 @@
-"""Eight virtual CPU devices, no silent rank promotion, programs compiled quickly and once a
-session."""
+"""Sets up eight virtual CPU devices, errors for silent rank promotion, and fast compilation, once
+per session."""
 
 import os
 import tempfile

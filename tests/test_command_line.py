@@ -1,4 +1,4 @@
-"""What the commands share: flags, help, one-line errors, exit codes, a start without jax."""
+"""All commands: flags, help, one-line errors, exit codes, a start without jax."""
 
 import os
 import re

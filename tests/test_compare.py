@@ -1,4 +1,4 @@
-"""The comparison of loops: every way does the same work, and tells the same figures."""
+"""The comparison of implementations: all compute the same and report the same measurements."""
 
 import io
 import json
@@ -45,7 +45,7 @@ def test_a_sweep_names_the_best_chunks(tmp_path, capsys):
     assert f"Best chunks of scan at 64 tokens: {chunks} ms; " in capsys.readouterr().out
 
 
-def test_what_an_implementation_refuses_is_a_row(tmp_path, monkeypatch):
+def test_refusals_of_implementations_are_rows(tmp_path, monkeypatch):
     reason = "it does not feel like it"
     monkeypatch.setattr("bptjax.ops.attention.scan.unsupported", lambda *_: reason)
     (row,) = run(tmp_path, "--implementations", '["scan"]', "--lengths", "[32]")

@@ -157,7 +157,7 @@ def test_static_masks_fix_the_number_of_steps():
         ("gather", {"all-gather", "reduce-scatter"}),
     ],
 )
-def test_strategies_send_what_they_are_named_for(strategy, kinds):
+def test_collectives_of_strategies(strategy, kinds):
     """And nothing else of the size of a sequence."""
     mesh = make_mesh(ParallelConfig(fsdp=1, sp=4), jax.devices()[:4])
     heads = (6, 2) if strategy == "ulysses_ring" else (8, 4)
@@ -277,7 +277,7 @@ def test_a_table_that_tp_does_not_shard_is_gathered_and_no_more():
 # Models
 
 
-def test_nothing_is_as_large_as_a_mask():
+def test_no_array_is_as_large_as_a_mask():
     """Not even what JAX computes beforehand because no gradient flows through it."""
     f, operands = gradient_of(remat="full")
     made = [v.aval for eqn in equations(f, *operands) for v in eqn.outvars]

@@ -29,7 +29,7 @@ DECODED = [
 
 
 @pytest.mark.parametrize("name", DECODED)
-def test_greedy_tokens_are_those_of_transformers(theirs, name):  # noqa: F811
+def test_greedy_tokens_match_transformers(theirs, name):  # noqa: F811
     """Prompts of three lengths at once, beyond every window and threshold of the cases."""
     torch = pytest.importorskip("torch")
     model, directory = theirs(name)
@@ -73,7 +73,7 @@ def run(model, prompts, **options):
     return np.stack(list(generate(model, prompts, **how)), 1)
 
 
-def test_chunks_and_company_change_nothing(model):
+def test_chunks_and_other_prompts_change_nothing(model):
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, 61, n) for n in (1, 19)]
     wanted = np.concatenate([run(model, [prompt]) for prompt in prompts])
@@ -100,7 +100,7 @@ def scaled(kind):
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_prompts_of_different_lengths_write_what_each_writes_alone(kind):
+def test_prompts_of_different_lengths_are_independent(kind):
     """Two of them pass the original length, each at a step of its own."""
     rng, model = np.random.default_rng(0), scaled(kind)
     prompts = [rng.integers(0, 61, n) for n in (3, 13, 16)]
@@ -290,7 +290,7 @@ def test_bad_input_is_one_line(run_directory, capsys, options, message):
     assert message in error and error.count("\n") == 1
 
 
-def test_what_is_no_text_or_not_of_the_model_is_one_line(run_directory, tmp_path, capsys):
+def test_bad_tokenizers_and_models_give_one_line(run_directory, tmp_path, capsys):
     from bptjax import evaluate
     from bptjax.data.tokenizer import CharTokenizer
 

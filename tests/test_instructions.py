@@ -171,7 +171,7 @@ def test_held_out_that_is_refused(base, tmp_path, capsys, row, count, message):
     assert not (tmp_path / "run").exists()
 
 
-def test_grouped_rows_resume_exactly(base, tmp_path, monkeypatch):
+def test_grouped_sequences_resume_exactly(base, tmp_path, monkeypatch):
     """Batches of several widths, some not met before the run goes on."""
     monkeypatch.setattr("bptjax.training.setup.select_devices", lambda device: jax.devices()[:1])
     more = {

@@ -45,7 +45,7 @@ def assert_same(got, wanted):
         assert path == other and a.dtype == b.dtype and np.array_equal(a, b), path
 
 
-def test_load_takes_what_open_pretrained_takes(base, tmp_path):
+def test_load_takes_every_kind_of_checkpoint(base, tmp_path):
     convert.to_bptjax(str(base), tmp_path / "converted")
     for name in (str(base), base, tmp_path / "converted"):
         model, tokenizer, config = bptjax.load(name, device="cpu")

@@ -1,4 +1,5 @@
-"""Adapters: what is frozen stays, what is stored is small, and every layout gives one result."""
+"""Adapters: frozen weights stay, stored weights are small, and every layout gives the same
+result."""
 
 from dataclasses import replace
 from math import prod

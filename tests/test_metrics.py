@@ -109,7 +109,7 @@ def test_plain_lines_off_a_terminal(tmp_path):
     assert (tmp_path / "log.txt").read_text().endswith("1.5 " + "x" * 100 + "\n")
 
 
-def test_status_is_told_at_most_every_ten_seconds(tmp_path):
+def test_status_is_printed_at_most_every_ten_seconds(tmp_path):
     clock, out = Clock(), io.StringIO()
     with Progress(tmp_path, 9, console=Console(file=out), clock=clock) as progress:
         progress.log("evaluating")
@@ -191,7 +191,7 @@ def test_plot(tmp_path, x):
     assert "matplotlib.pyplot" not in sys.modules
 
 
-def test_plot_of_nothing(tmp_path):
+def test_plot_without_records(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("")
     plot_loss(tmp_path / "metrics.jsonl", tmp_path / "loss.png")
     assert (tmp_path / "loss.png").stat().st_size > 1000

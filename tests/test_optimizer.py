@@ -149,7 +149,7 @@ def test_muon_is_optax(parallel, monkeypatch):
     assert list(state.slots) == ["mu"]
 
 
-def test_muon_leaves_what_is_no_kernel_to_adamw():
+def test_muon_updates_other_parameters_like_adamw():
     model = Model(jax.random.key(0))
     adamw, mixed = (run(config, model)[:2] for config in (replace(CONFIG, max_grad_norm=0.0), MUON))
     for name in ("embedding", "scale", "bias"):

@@ -49,6 +49,6 @@ def test_learning_rate_rises_and_falls():
         (dict(learning_rate=None), "optimizer.learning_rate: must be set"),
     ],
 )
-def test_schedules_that_cannot_be(changes, message):
+def test_impossible_schedules_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         learning_rate(OptimizerConfig(**{"learning_rate": 1.0} | changes), 10)

@@ -1,4 +1,5 @@
-"""The studies, at the least sizes: a row has figures or says why not, and the plots are there."""
+"""The scripts at their smallest sizes: a row has measurements or a reason, and plots are
+written."""
 
 import csv
 import json
@@ -40,7 +41,7 @@ def test_attention_is_scaled(scale):
     assert all(r["status"] == "ok" and float(r["tflops_a_device"]) > 0 for r in found)
 
 
-def test_overlap_is_told(tmp_path, monkeypatch):
+def test_overlap_is_measured(tmp_path, monkeypatch):
     seen = [(0.0, 1.0), (1.01, 2.0)], [(0.5, 5.0)]
     monkeypatch.setattr(overlap, "spans", lambda profile: seen)
     sizes = "--length=64", "--head_size=8", "--devices=2", "--strategies=ring"
@@ -98,7 +99,7 @@ def test_bad_input_is_one_line_and_exit_2(study, wrong, message, capsys, tmp_pat
     assert not (tmp_path / "out").exists()
 
 
-def test_the_tables_of_the_documents_are_those_of_the_rows():
+def test_the_tables_of_the_documents_match_the_rows():
     texts = [document.read_text() for document in tables.DOCUMENTS]
     names = [name for text in texts for _, name, _ in tables.MARK.findall(text)]
     assert sorted(names) == sorted(tables.TABLES)

@@ -1,4 +1,4 @@
-"""Trackers: they get every number, and whatever happens to them, the run does not notice."""
+"""Trackers get every number, and their failures never affect the run."""
 
 import json
 import sys
@@ -56,7 +56,7 @@ class Wandb:
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """Writes records through trackers; returns the lines that were said."""
+    """Writes records through trackers. Returns the logged lines."""
 
     def write(module, steps, names=("wandb",), resume_step=None):
         monkeypatch.setitem(sys.modules, "wandb", module)

@@ -1,4 +1,4 @@
-"""The account of a data set against packed sequences, and the check that makes it."""
+"""Counts of a data source compared with packed sequences, and the check of all records."""
 
 import json
 import time

@@ -1,4 +1,4 @@
-"""Arrow files and saved data sets of Hugging Face, and the hub's."""
+"""Hugging Face datasets: Arrow files, saved datasets, and datasets of the hub."""
 
 import json
 
@@ -13,7 +13,7 @@ TEXTS = ["one", "", "drei – vier", "five"]
 
 
 def save(directory, texts, name="data-00000-of-00001.arrow", batch=2):
-    """Writes what `Dataset.save_to_disk` writes: an IPC stream."""
+    """Writes an IPC stream, as `Dataset.save_to_disk` does."""
     directory.mkdir(parents=True, exist_ok=True)
     table = pa.table({"text": texts, "n": range(len(texts))})
     with pa.ipc.new_stream(str(directory / name), table.schema) as writer:

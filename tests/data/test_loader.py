@@ -25,7 +25,7 @@ T, BATCH = 8, 3
 
 @pytest.fixture
 def train():
-    """`train_loader` whose threads end with the test."""
+    """Returns `train_loader`, whose threads end with the test."""
     opened = []
 
     def make(documents=DOCUMENTS, config=None, tokenizer=TOKENIZER, **kwargs):
@@ -162,7 +162,7 @@ def test_evaluation_is_one_fixed_pass(packing):
     assert equal(list(few), batches[:2])
 
 
-def test_evaluation_of_nothing_is_empty():
+def test_evaluation_without_documents_is_empty():
     assert not list(eval_loader([], TOKENIZER, DataConfig(), seq_len=T, batch_size=BATCH))
 
 
@@ -222,7 +222,7 @@ def test_errors_cross_the_thread(train, monkeypatch):
 
 
 @pytest.mark.parametrize("end", ["loader.close()", "pass", "raise SystemExit"])
-def test_nothing_is_said_at_exit(end):
+def test_exit_is_silent(end):
     code = f"""
 from bptjax.data.config import DataConfig
 from bptjax.data.loader import train_loader

@@ -173,7 +173,7 @@ def test_errors_name_the_key_of_a_source(text, message):
         parse([f"--data.sources={text}"], "")
 
 
-def test_sources_that_cannot_be(folder):
+def test_impossible_sources_are_refused(folder):
     with pytest.raises(ValueError, match="data.sources.*weight=0: must be positive"):
         SourceConfig("a", weight=0)
     with pytest.raises(ValueError, match="data.path and data.sources"):

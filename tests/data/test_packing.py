@@ -1,4 +1,4 @@
-"""Rows: every label once, segments and positions, documents rebuilt."""
+"""Packing: every label once, segments and positions, documents rebuilt."""
 
 from types import SimpleNamespace
 
@@ -70,21 +70,21 @@ def test_concat_runs_on_in_order():
     assert all((row["segments"] > 0).all() for row in rows[:-1])
 
 
-def test_best_fit_keeps_what_fits_whole():
+def test_best_fit_does_not_split_documents_that_fit():
     rows = rows_of(packing="best_fit")
     pieces = {tuple(piece) for piece in pieces_of(rows)}
     assert pieces >= {tuple(d[:-1]) for d in DOCUMENTS if 1 < len(d) <= T + 1}
     assert len(rows) < len(rows_of(packing="none"))
 
 
-def test_none_has_one_document_a_row_and_windows_in_order():
+def test_none_has_one_document_per_sequence_in_order():
     rows = rows_of(packing="none")
     assert {row["segments"].max() for row in rows} == {1}
     starts = [0, 200, 208, 216, 300, 400, 600, 700, 708, 716, 724, 800, 900, 908, 1000, 1008]
     assert [row["tokens"][0] for row in rows] == starts
 
 
-def test_none_cuts_elsewhere_in_each_epoch():
+def test_none_splits_at_other_tokens_in_each_epoch():
     document = [np.arange(200, dtype=np.int32)]
     epochs = [rows_of(document, packing="none", epochs=n, window=30) for n in (1, 2)]
     starts = [[int(row["tokens"][0]) for row in rows if row["tokens"][0]] for rows in epochs]
@@ -97,7 +97,7 @@ def test_none_cuts_elsewhere_in_each_epoch():
     )
 
 
-def test_cut_sizes():
+def test_sizes_of_pieces():
     (whole,) = encode(np.arange(21), TOKENIZER)
     assert [len(piece["tokens"]) for piece in split_example(whole, T)] == [8, 8, 4]
     firsts = {

@@ -1,4 +1,4 @@
-"""Records with a loss mask: too long ones, none cut in two, none without a label, exact resume."""
+"""Records with a loss mask: too long, never split, never without a label, and exact resume."""
 
 import json
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ TOKENIZER = SimpleNamespace(vocab_size=10**6, eos_id=None)
 
 
 def chat(number, prompt, answer):
-    """A record whose tokens tell its number: 100 × number + place."""
+    """Returns a record whose tokens are 100 × its number + their index."""
     tokens = 100 * number + np.arange(prompt + answer, dtype=np.int32)
     labels = np.r_[np.full(prompt, -100, np.int32), tokens[prompt:] + 1]
     return {"tokens": tokens, "labels": labels.astype(np.int32)}
@@ -33,7 +33,7 @@ def text(number, length):
 
 
 def mixed(count=60, seed=0):
-    """Records with and without a mask, with several examples or none."""
+    """Returns records with and without a mask, with several examples or none."""
     rng = np.random.default_rng(seed)
     return [
         [
@@ -68,7 +68,7 @@ def flat(records):
 
 
 @pytest.mark.parametrize("bins", [1, 3, 100])
-def test_concat_keeps_masked_records_whole(bins):
+def test_concat_does_not_split_masked_records(bins):
     records = mixed()
     rows = list(ConcatIterDataset(flat(records), seq_len=T, bins=bins))
     found = sorted(tuple(labels) for tokens, labels in pieces(rows) if (labels == -100).any())
@@ -122,7 +122,7 @@ def write(path, sizes):
 
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_answers_keep_their_questions(tmp_path, packing):
-    """A record longer than a sequence is dropped, not cut into an answer without its question."""
+    """A record longer than a sequence is dropped, not split into an answer without its prompt."""
     sizes = [(10, 5), (40, 60), (100, 4), (3, 3), (20, 0), (12, 9), (25, 40)] * 4
     path = write(tmp_path / "a.jsonl", sizes)
     config = DataConfig(str(path), packing=packing, eval_path=str(path))

@@ -95,7 +95,7 @@ def test_marks_decide_as_in_transformers(tmp_path, tokenizers, kind, template, r
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_prefixes_find_what_marks_would(tmp_path, tokenizers, kind):
+def test_answers_are_found_with_and_without_marks(tmp_path, tokenizers, kind):
     raw, ours = tokenizers(kind, CHATML)
     (chat,) = read(tmp_path, {"messages": TALK})
     (got,) = encode(chat, ours)
@@ -313,7 +313,7 @@ def test_endings_stop_generation(tmp_path, tokenizers):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_lengths_keep_what_the_template_writes(tmp_path, tokenizers, kind):
+def test_truncation_keeps_the_text_of_the_template(tmp_path, tokenizers, kind):
     raw, ours = tokenizers(kind, CHATML)
     messages = [
         {"role": "user", "content": "one two three four five"},

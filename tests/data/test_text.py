@@ -1,4 +1,4 @@
-"""Sources, held-out split, baselines and tokenisers."""
+"""Sources, held-out split, baselines and tokenizers."""
 
 import json
 import sysconfig
@@ -105,7 +105,7 @@ def test_input_ids_are_a_list_of_integers(tmp_path):
         open_documents(tmp_path / "a.jsonl")
 
 
-def test_columns_of_one_name_are_refused(tmp_path):
+def test_duplicate_columns_are_refused(tmp_path):
     texts = pa.array(["a"])
     for name, others in (("text", []), ("note", ["prompt", "answer"])):
         names = [name, name, *others]
@@ -171,7 +171,7 @@ def test_bad_sources(tmp_path):
 
 
 @pytest.mark.parametrize("count, fraction", [(2, 0.1), (10, 0.1), (97, 0.25), (7, 0.99)])
-def test_split_holds_out_whole_documents(count, fraction):
+def test_split_holds_out_complete_documents(count, fraction):
     documents = [str(i) for i in range(count)]
     train, held_out = split_documents(documents, fraction)
     assert sorted([*train, *held_out], key=int) == documents

@@ -265,12 +265,12 @@ def test_a_full_fine_tune_trains_the_new_rows(base, tmp_path, tokens):
         ({"adapter.modules_to_save": "[lm_head]"}, "adapter.modules_to_save"),
     ],
 )
-def test_what_cannot_be_is_refused(base, tmp_path, capsys, options, message):
+def test_impossible_options_are_refused(base, tmp_path, capsys, options, message):
     assert main(command(base, tmp_path / "run", **options)) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
     assert not (tmp_path / "run").exists()
 
 
-def test_nothing_is_added_to_bytes():
+def test_byte_tokenizers_take_no_tokens():
     assert add_tokens(ByteTokenizer(), []) == []

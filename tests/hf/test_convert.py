@@ -1,4 +1,4 @@
-"""Conversion: every tensor comes back bit for bit, and what is wrong is said in one line."""
+"""Conversion: every tensor comes back bit for bit, and errors are one line."""
 
 import json
 import shutil
@@ -79,7 +79,7 @@ def test_dtypes_and_shards(llama, tmp_path, dtype):
     assert tensors(there_and_back(back, again)) == tensors(directory)
 
 
-def test_a_size_of_shards_that_is_none_is_refused(llama, tmp_path, capsys):
+def test_an_invalid_shard_size_is_refused(llama, tmp_path, capsys):
     convert.to_bptjax(str(llama()), tmp_path / "ours")
     command = ["bptjax-to-hf", str(tmp_path / "ours"), str(tmp_path / "out")]
     assert convert.main([*command, "--max_shard_size", "abc"]) == 2
@@ -88,7 +88,7 @@ def test_a_size_of_shards_that_is_none_is_refused(llama, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
-def test_what_goes_with_the_weights_comes_along(llama, tmp_path):
+def test_sidecar_files_are_copied(llama, tmp_path):
     directory = llama(something_new={"a": [1, 2]})
     for name in ("tokenizer.json", "chat_template.jinja", "generation_config.json"):
         (directory / name).write_text(f'{{"of": "{name}"}}')
@@ -105,7 +105,7 @@ def test_text_is_written_with_the_tokenizer_that_came_along(llama, tmp_path):
     assert tokenizer_directory(name, model) == tmp_path / "ours" / SIDECARS
 
 
-def test_transformers_loads_what_comes_back(theirs, tmp_path, capfd):
+def test_transformers_loads_the_exported_model(theirs, tmp_path, capfd):
     torch = pytest.importorskip("torch")
     import transformers
 
@@ -288,7 +288,7 @@ def test_out_is_not_written_over(llama, tmp_path, capsys):
 
 
 def test_bare_model_files_are_read(llama, tmp_path):
-    """Files saved without the head leave the names' beginning out."""
+    """Files saved without the head leave out the prefix of names."""
     keys = dict(tie_word_embeddings=True)
     whole = llama(**keys)
     bare = llama(
@@ -353,7 +353,7 @@ def test_unsupported_keys_are_refused_by_name(tmp_path, name, change, message):
         read_config(tmp_path)
 
 
-def test_what_a_training_config_may_set(llama):
+def test_keys_that_a_training_config_may_set(llama):
     _, read = read_config(llama(rope_parameters={"rope_type": "default", "rope_theta": 5e5}))
     scaled = merge(read, ModelConfig(rope_parameters={"rope_type": "yarn", "factor": 4.0}))
     assert scaled.rope_parameters == dict(
@@ -374,7 +374,7 @@ def test_the_scaling_is_that_of_full_attention(tmp_path):
 
 
 def test_old_configs_are_read(llama):
-    """rope_theta and rope_scaling, as files from before transformers 5 have them."""
+    """Files from before transformers 5 have rope_theta and rope_scaling."""
     raw = dict(
         rope_parameters=None,
         rope_theta=5e5,
@@ -398,7 +398,7 @@ def test_learned_positions_are_extended(theirs, tmp_path):
     shutil.rmtree(tmp_path)
 
 
-def test_header_is_what_safetensors_expects(llama, tmp_path):
+def test_headers_are_valid_safetensors(llama, tmp_path):
     back = there_and_back(llama(), tmp_path)
     with safe_open(back / "model.safetensors", "numpy") as file:
         assert file.metadata() == {"format": "pt"}
@@ -470,7 +470,7 @@ def test_the_dtype_of_a_tensor_that_is_read_is_checked(llama, dtype):
         open_pretrained(ModelConfig(name_or_path=str(llama(change=change))))
 
 
-def test_a_run_lists_what_it_left_out_once(llama, tmp_path, capsys):
+def test_a_run_logs_unread_tensors_once(llama, tmp_path, capsys):
     from bptjax.generate import main as generate
     from bptjax.train import main
 

@@ -1,4 +1,4 @@
-"""The fingerprint of a base model covers every byte, and its cache never answers for other ones."""
+"""The fingerprint of a base model covers every byte, and its cache never returns a stale digest."""
 
 import json
 import logging
@@ -129,7 +129,7 @@ def test_a_flipped_digit_of_a_cached_digest_is_ignored(tmp_path, at_once):
         assert fingerprint([file]) == right
 
 
-def test_a_cache_that_cannot_be_written_is_no_fault(tmp_path, monkeypatch, at_once):
+def test_a_cache_that_cannot_be_written_is_skipped(tmp_path, monkeypatch, at_once):
     file = tmp_path / "weights"
     file.write_bytes(b"one")
     right = fingerprint([file])

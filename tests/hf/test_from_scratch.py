@@ -1,4 +1,4 @@
-"""Models trained from scratch: the family that they become computes what they do."""
+"""Models trained from scratch: the family of the export computes the same."""
 
 import json
 from dataclasses import replace
@@ -65,7 +65,7 @@ def test_transformers_computes_the_same(tmp_path, name):
         (dict(attention_sinks=True), "model.attention_sinks=True with"),
     ],
 )
-def test_what_no_family_has_is_named(choice, message):
+def test_keys_that_no_family_has_are_named(choice, message):
     with pytest.raises(ValueError, match=f"no Hugging Face family has {message}"):
         family_of(ModelConfig(**SIZES | choice))
 

@@ -182,7 +182,7 @@ def test_a_base_with_a_changed_config(peft, pretrained, tmp_path, tokens, name):
     close(logits(merged, long), ours(tmp_path / "adapter", long))
 
 
-def test_an_unchanged_base_needs_nothing(peft, pretrained, tmp_path):
+def test_an_unchanged_base_needs_no_config(peft, pretrained, tmp_path):
     model, _ = pretrained("llama")
     adapted(peft, model, tmp_path / "plain")
     trained = open_pretrained(ModelConfig(name_or_path=str(tmp_path / "plain")))

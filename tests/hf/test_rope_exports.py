@@ -159,7 +159,7 @@ def test_older_readers_get_their_own_keys(tmp_path):
     assert phi3["original_max_position_embeddings"] == 16
 
 
-def test_a_number_of_positions_alone_keeps_the_original_length(tmp_path):
+def test_more_positions_without_a_scaling_keep_the_original_length(tmp_path):
     """A file that leaves the original length out means its number of positions, which changes."""
     transformers = pytest.importorskip("transformers")
     name, keys = FAMILIES["llama"]

@@ -1,1 +1,1 @@
-"""A package, so that a test here may have the name of one on another floor."""
+"""A package, so that tests in other directories may have the same file name."""

@@ -1,4 +1,4 @@
-"""How two arrays are compared, and the memory that a compiled function needs."""
+"""Comparison of arrays, and the memory of compiled functions."""
 
 import functools
 from collections.abc import Callable

@@ -38,7 +38,7 @@ interpreter.int = _Int
 
 def call(name, inputs, shapes, grid, warps, stages, constants):
     """Runs like `triton_flash.CALL`, on torch tensors. Outputs start as NaN, so that an element
-    which is not written shows."""
+    which is not written is noticed."""
 
     def tensor(x):
         x = np.asarray(x)

@@ -1,4 +1,4 @@
-"""The record of the kernels that attention takes."""
+"""The record of the kernels that attention chooses."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from bptjax.ops.mask import Mask
 X = jnp.ones((1, 8, 2, 4))
 
 
-def test_a_traced_program_says_what_it_took():
+def test_a_traced_program_records_its_kernels():
     for _ in range(2):  # The second time, the caches of jax are warm.
 
         def loss(x, impl):
@@ -31,7 +31,7 @@ def test_a_traced_program_says_what_it_took():
         assert named.lines() == ["attention: loop"]
 
 
-def test_nothing_is_recorded_outside_or_of_a_refusal():
+def test_refusals_and_calls_outside_are_not_recorded():
     spec = AttentionSpec(mask=Mask(causal=True), scale=1.0)
     with record_choices() as choices:
         with pytest.raises(NotImplementedError, match="NVIDIA"):

@@ -59,7 +59,7 @@ def test_rows_of_a_batch_are_joined():
     assert len(nonempty(Mask(segments=segments), 16, 16)) == 12
 
 
-def test_nonempty_is_known_while_tracing():
+def test_nonempty_is_static_for_static_masks():
     assert isinstance(Tiles(Mask(causal=True, window=9), T, T, 4, 4).nonempty()[1], int)
     assert isinstance(Tiles(Mask(segments=PACKED), T, T, 4, 4).nonempty()[1], int)
     sparse = Mask(block_mask=BLOCKS, block_size=4, global_tokens=np.arange(T) == 1)
@@ -139,7 +139,7 @@ def test_bad_masks(mask, message):
         mask.resolve(4, 6)
 
 
-def test_keys_alone():
+def test_key_fields_without_query_fields_are_refused():
     with pytest.raises(ValueError, match="k_segments: must come with Mask.segments"):
         Mask(k_segments=np.ones((1, 4))).resolve(4, 4)
     with pytest.raises(ValueError, match="k_global_tokens: must come with Mask.global_tokens"):

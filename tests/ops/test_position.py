@@ -167,7 +167,7 @@ SCALINGS = {
 
 
 @pytest.mark.parametrize("name", SCALINGS)
-def test_scalings_are_those_of_transformers(name):
+def test_scalings_match_transformers(name):
     """In a model's own module, which chooses by the positions it is given, on either side of every
     threshold; lengths known when traced, and not."""
     torch = pytest.importorskip("torch")

@@ -201,7 +201,7 @@ print("joined", flush=True)
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_loss_ends_what_is_stuck(start, victim):
+def test_a_lost_peer_ends_blocked_processes(start, victim):
     """As a collective of GPUs would be."""
     pair = start("-c", JOINED + "time.sleep(120)")
     assert [process.stdout.readline() for process in pair] == ["joined\n", "joined\n"]
@@ -210,7 +210,7 @@ def test_a_loss_ends_what_is_stuck(start, victim):
     assert codes[1 - victim] == 1 and errors[1 - victim][0].startswith(LOST)
 
 
-def test_strangers_at_the_port_are_no_loss(start):
+def test_unknown_connections_are_ignored(start):
     """One that came before all had joined, and one after."""
     before = """
 import os, socket, time
@@ -245,7 +245,7 @@ with ExitStack() as stack:
     assert 1 in codes and ["error: no more ink"] in errors
 
 
-def test_processes_that_do_not_meet(start):
+def test_processes_that_do_not_connect_time_out(start):
     code = JOINED.replace("REPORT", "INIT")
     code = code.replace("Config()", "Config(num_processes=3)")
     codes, _, errors = ends(start("-c", code))
@@ -268,7 +268,7 @@ def test_another_config_in_one_process_is_refused(arguments, tmp_path, start):
     assert not run_dir.exists()
 
 
-def test_one_process_reads_a_checkpoint_without_the_others(start, tmp_path):
+def test_one_process_can_read_a_checkpoint_alone(start, tmp_path):
     """As each process does that starts from another run."""
     code = """
 import sys
@@ -293,7 +293,7 @@ distributed.shutdown()
     assert said[0].endswith("[0 1 2 3 4 5 6 7]\n")
 
 
-def test_what_one_process_refuses_is_refused_in_all(arguments, tmp_path, start):
+def test_an_error_of_one_process_ends_all(arguments, tmp_path, start):
     """Here the shard that it alone reads."""
     texts = [("a" * 99, "b")[i % 2] for i in range(4)]
     (tmp_path / "texts.jsonl").write_text("".join(f'{{"text": "{text}"}}\n' for text in texts))

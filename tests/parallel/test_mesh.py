@@ -59,7 +59,7 @@ def test_the_nearest_meshes_are_named():
         make_mesh(ParallelConfig(fsdp=1, tp=3, sp=3))
 
 
-def test_an_axis_is_cut_over_the_mesh_axes_that_divide_it():
+def test_an_axis_is_sharded_over_the_mesh_axes_that_divide_it():
     mesh = make_mesh(ParallelConfig(dp=1, fsdp=4, tp=2))
     assert sharding(mesh, ("vocab", "embed"), (257, 16)).spec == PartitionSpec(None, "fsdp")
     assert sharding(mesh, ("vocab", "embed"), (256, 16)).spec == PartitionSpec("tp", "fsdp")
@@ -70,7 +70,7 @@ def test_an_axis_is_cut_over_the_mesh_axes_that_divide_it():
     assert sharding(mesh, ("embed",), (16,)).spec == PartitionSpec("sp")
 
 
-def test_constrain_pins_in_a_mesh_and_does_nothing_without():
+def test_constrain_does_nothing_without_a_mesh():
     x = jnp.ones((8, 4, 2))
     assert constrain(x, "batch", "sequence", None) is x
     with jax.set_mesh(make_mesh(ParallelConfig(dp=2, fsdp=4))):

@@ -1,4 +1,4 @@
-"""A tiny run, and helpers to read and to stop one."""
+"""A tiny run, and functions that read and stop it."""
 
 import os
 import random

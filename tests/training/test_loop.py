@@ -260,7 +260,7 @@ def test_an_evaluation_that_is_not_finite(arguments, tmp_path, monkeypatch, caps
         assert "warning: held-out loss rose from 2.0000 before training to nan" in out
 
 
-def test_start_and_evaluation_say_what_they_do(arguments, tmp_path, capsys, monkeypatch):
+def test_start_and_evaluation_log_their_work(arguments, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     command = [*arguments, f"--run_dir={tmp_path / 'run'}", "--train.max_steps=1"]
     command.append("--logging.report_to=[wandb]")
@@ -285,7 +285,7 @@ def test_start_and_evaluation_say_what_they_do(arguments, tmp_path, capsys, monk
     assert not any("bits per byte" in line for line in lines)
 
 
-def test_out_of_memory_says_what_took_it(arguments, tmp_path, monkeypatch, capsys):
+def test_out_of_memory_names_the_largest_uses(arguments, tmp_path, monkeypatch, capsys):
     def refuse(*_):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating")
 

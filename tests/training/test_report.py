@@ -1,4 +1,4 @@
-"""The files and the summary that a run leaves."""
+"""The files and the summary of a run."""
 
 import json
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ def test_a_loss_that_got_worse_is_said(arguments, tmp_path, capsys):
     assert "held-out loss rose from 5." in line and "lower optimizer.learning_rate=3" in line
 
 
-def test_what_is_reported_does_not_depend_on_the_text(arguments, tmp_path):
+def test_the_report_takes_any_held_out_data(arguments, tmp_path):
     """Held-out documents without a byte, or beside token ids; characters without a line's end."""
     files = {
         "empty": [{"text": ""}] * 3,
@@ -42,7 +42,7 @@ def test_what_is_reported_does_not_depend_on_the_text(arguments, tmp_path):
 
 
 @pytest.mark.parametrize("end", [[], [256]], ids=["endless", "ended"])
-def test_answers_are_compared_whole(monkeypatch, end):
+def test_complete_answers_are_compared(monkeypatch, end):
     """By the reference's length only where no stop token can end an answer."""
     tokenizer = ByteTokenizer()
     prompts = [

@@ -1,4 +1,4 @@
-"""Configs become checked runs: bad input leaves no trace, and defaults follow the work."""
+"""Setup of runs: bad input writes nothing, and defaults depend on the kind of run."""
 
 import fcntl
 import json
@@ -216,7 +216,7 @@ def test_ctrl_c_before_the_first_step(arguments, tmp_path, monkeypatch, capsys):
 
 
 def test_a_refused_start_leaves_the_config_as_it_was(arguments, uninterrupted, capsys):
-    """Another number of rows, or a run that another process is at."""
+    """The start is refused for another batch size, or because another process is running."""
     before = (uninterrupted / "config.yaml").read_bytes()
     command = [*arguments, "--run_dir", str(uninterrupted)]
     assert main([*command, "--train.gradient_accumulation_steps", "3"]) == 2

@@ -52,7 +52,7 @@ def make_spec(parallel: ParallelConfig | None = None, **train) -> TrainSpec:
 
 @pytest.fixture(scope="module")
 def batch():
-    """Eight ragged rows of packed documents: unequal counts of labels in every row."""
+    """Eight sequences of packed documents, with unequal numbers of labels."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 64, (8, T), dtype=np.int32)
     ends = rng.integers(2, T + 1, (8, 1))
