@@ -51,7 +51,7 @@ def write_adapter(model: Pretrained, directory: Path) -> None:
 
 
 def remedy_for_peft(model: Pretrained, out: Path) -> str:
-    """Returns a line that tells how PEFT can use the base model as the adapter in `out` needs it;
+    """Returns a line on how PEFT can use the base model as the adapter in `out` needs it;
     empty if training did not change the base model.
     """
     assert model.read_as is not None

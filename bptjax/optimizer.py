@@ -266,7 +266,8 @@ def apply_gradients(
     )
     new, trees = [], map(treedef.flatten_up_to, (gradients, *state.slots.values()))
     for number, ((path, p), g, *values) in enumerate(zip(parameters, *trees, strict=True)):
-        # Weight decay applies to kernels of linear layers. Shapes do not tell them from biases.
+        # Weight decay applies to kernels of linear layers, which shapes do not distinguish from
+        # biases.
         names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
         decay = config.known("weight_decay") * ("kernel" in names)
         rule = OPTIMIZERS[config.type](config, p)

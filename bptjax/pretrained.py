@@ -98,7 +98,7 @@ class Pretrained:
 
     Attributes:
       config: architecture to run, with the name_or_path of the parameters.
-      source: the parameters; those of the base model if there are adapters.
+      source: the parameters; with adapters, the base model's parameters.
       family: Hugging Face family; None for a model that was trained from scratch.
       read_as: architecture in config.json; None for a model that was trained from scratch.
       sidecars: directory of config.json and the tokenizer; None for a model that was trained from

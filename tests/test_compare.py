@@ -55,7 +55,7 @@ def test_refusals_of_implementations_are_rows(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        (["--implementations", '["flash"]'], "'flash'; there are loop, unrolled"),
+        (["--implementations", '["flash"]'], "'flash': must be one of loop, unrolled"),
         (["--lengths", "[0]"], "lengths=[0]"),
         (["--lenghts", "[8]"], "unknown flag --lenghts; nearest: --lengths"),
         (["--hidden_size", "17"], "hidden_size=17"),

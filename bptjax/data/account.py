@@ -123,7 +123,7 @@ def describe(account: Account, *, packing: str, too_long: str) -> list[str]:
 
 
 def summary(account: Account, too_long: str) -> list[str]:
-    """Formats the numbers of records read and left out, in lines like those of `describe`."""
+    """Formats the numbers of records read and left out, in lines of up to 80 columns."""
     a = account
     if not a.records:
         return [f"{a.name}: no records read"]

@@ -18,7 +18,7 @@ from bptjax.models.params import ArraySpec, Index
 
 # Directory with the sidecar files of the Hugging Face model, in a run or a converted checkpoint.
 SIDECARS = "hf"
-# Endings of files of weights, ours and those of other formats.
+# File extensions of weights, in our format and others.
 WEIGHTS = (
     ".safetensors",
     ".bin",

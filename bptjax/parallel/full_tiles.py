@@ -18,8 +18,8 @@ from bptjax.ops.softmax import merge_states
 
 
 class Sums(NamedTuple):
-    """Results of a pass over key blocks: those of the queries and those of the keys, in float32. In
-    the forward pass, an AttentionState and (); in the backward pass, dq and (dk, dv)."""
+    """Results of a pass over key blocks for the queries and for the keys, in float32. In the
+    forward pass, an AttentionState and (); in the backward pass, dq and (dk, dv)."""
 
     queries: Any
     keys: Any

@@ -185,7 +185,7 @@ def sharding(
     """Returns the sharding of an array of this shape. `axes` are the logical names of its last
     axes; leading axes, of stacked layers, are not sharded.
 
-    An axis is sharded over those of its mesh axes that divide it, except the `replicated` ones.
+    An axis is sharded over its mesh axes that divide it, except the `replicated` ones.
     """
     partition = []
     for axis, size in zip((None,) * (len(shape) - len(axes)) + axes, shape, strict=True):
