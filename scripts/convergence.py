@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 import bptjax.training.step
-from bptjax.config import parse
+from bptjax.config_parser import parse
 from bptjax.training.setup import setup
 from bptjax.training.state import init_state
 

@@ -28,7 +28,7 @@ from step import DECODERS, DEFAULTS, measure
 from timing import add_row, attempt, milliseconds, needs
 
 from bptjax import Mask
-from bptjax.config import parse
+from bptjax.config_parser import parse
 from bptjax.models.config import EncoderConfig, Execution
 from bptjax.models.encoder import Encoder
 from bptjax.ops.taylor_attention import taylor_attention

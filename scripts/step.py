@@ -17,7 +17,8 @@ import jax
 import numpy as np
 from timing import needs
 
-from bptjax.config import Config, flatten, parse
+from bptjax.config import Config, flatten
+from bptjax.config_parser import parse
 from bptjax.models.config import ModelConfig
 from bptjax.ops.attention.choices import record_choices
 from bptjax.parallel.mesh import make_mesh, select_devices

@@ -20,7 +20,8 @@ import jax
 from step import DECODERS, DEFAULTS, measure
 from timing import add_row, attempt
 
-from bptjax.config import Config, parse
+from bptjax.config import Config
+from bptjax.config_parser import parse
 from bptjax.parallel.mesh import make_mesh, select_devices
 from bptjax.training.spec import TrainSpec
 
@@ -96,7 +97,7 @@ def main(argv: list[str] | None = None) -> None:
     args, options = parser.parse_known_args(argv)
     there, rows, file = select_devices("auto"), [], args.out / "strategies.csv"
     if max(args.devices or [1]) > len(there):
-        parser.error(f"--devices {max(args.devices)}, but there are {len(there)}")
+        parser.error(f"--devices {max(args.devices)}: must be at most {len(there)}")
     for decoder, dtype, n, name in itertools.product(
         args.decoders, args.dtypes, args.devices or [len(there)], args.strategies
     ):

@@ -308,7 +308,10 @@ def test_bad_tokenizers_and_models_give_one_line(run_directory, tmp_path, capsys
     # Before anything else is evaluated.
     text = ["--data", "python-stdlib", "--passkey-lengths", "600", "10"]
     assert evaluate.main([*base, *text, "--out", str(tmp_path / "out")]) == 2
-    assert "--passkey_lengths=10: must be at least" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    assert (
+        "--passkey_lengths=10: must be at least" in capsys.readouterr().err
+        and not (tmp_path / "out").exists()
+    )
 
 
 def test_chat_template_and_stop_tokens(tmp_path):
