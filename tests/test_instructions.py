@@ -148,7 +148,7 @@ def test_peft_gives_the_same_answers(run, base):
     [
         ({"text": "abcdef"}, 60, "train.num_eval_generations=60: must go with held-out chats"),
         ({"prompt": "ab", "answer": 3}, 0, "a.jsonl, record 11: 'answer' must be text"),
-        ({"prompt": "ab" * 40, "answer": "A"}, 2, "of up to 82 tokens are more than"),
+        ({"prompt": "ab" * 40, "answer": "A"}, 2, "of up to 82 tokens must fit into"),
         # A batch of 64 rows of 64 tokens, and no answer in it.
         (
             {"prompt": "ab" * 3000, "answer": "A"},

@@ -95,7 +95,10 @@ BAD = {
     ),
     "no key heads": (["--model.num_kv_heads", "0"], "model.num_kv_heads=0 is not positive"),
     "negative z-loss": (["--train.z_loss", "-1"], "train.z_loss=-1.0: must not be negative"),
-    "no batches to evaluate on": (["--train.eval_batches", "0"], "train.eval_batches=0 is less"),
+    "no batches to evaluate on": (
+        ["--train.eval_batches", "0"],
+        "train.eval_batches=0: must be at least",
+    ),
     "no such mesh": (
         ["--parallel.fsdp", "1", "--parallel.sp", "1", "--parallel.dp", "3"],
         "dp=3",
