@@ -27,7 +27,7 @@ from bptjax.command_line import run_command
 from bptjax.compare_report import best_chunks, conclusions, plot, table
 from bptjax.config_parser import parse
 from bptjax.models.config import ModelConfig
-from bptjax.models.layers import Layer
+from bptjax.models.layers import Layer, TokenContext
 from bptjax.ops.attention import KERNELS, attention
 from bptjax.ops.blockwise import blockwise, blockwise_transformer
 from bptjax.parallel.mesh import select_devices
@@ -106,27 +106,28 @@ def layer_output(way: str, layer: Layer, x: Array, q_chunk: int, k_chunk: int) -
     """The layer's output `[B, T, D]`, its loops written in the named way."""
     B, T, _ = x.shape
     positions = jnp.broadcast_to(jnp.arange(T), (B, T))
-    k, v = layer.keys_values(x, (positions, 0, None))
+    tokens, rope = TokenContext(positions, positions), layer.config.rope_parameters
+    k, v = layer.keys_values(x, tokens, rope)
     chunks = dict(q_chunk=q_chunk, k_chunk=k_chunk)
 
-    def query(layer, tokens):
-        return layer.queries(tokens[0], (tokens[1], 0, None))
+    def query(layer, chunk):
+        return layer.queries(*chunk, rope)
 
-    def finish(layer, tokens, out):
-        return layer.finish(tokens[0], out, tokens[1], None)
+    def finish(layer, chunk, out):
+        return layer.finish(chunk[0], out, chunk[1])
 
-    tokens = (x, positions)
+    chunk = x, tokens
     if way == "fused":
-        return blockwise_transformer(query, finish, layer, tokens, k, v, impl="scan", **chunks)
+        return blockwise_transformer(query, finish, layer, chunk, k, v, impl="scan", **chunks)
     impl = "loop" if way == "unrolled" else way
-    out = attention(query(layer, tokens), k, v, impl=impl, **chunks)
+    out = attention(query(layer, chunk), k, v, impl=impl, **chunks)
     if impl == "loop":
         parts = [slice(i, i + q_chunk) for i in range(0, T, q_chunk)]
         # The same work as the others: a chunk is computed again in the backward pass.
         again = jax.checkpoint(finish)
-        done = [again(layer, (x[:, p], positions[:, p]), out[:, p]) for p in parts]
+        done = [again(layer, *jax.tree.map(lambda y, p=p: y[:, p], (chunk, out))) for p in parts]
         return jnp.concatenate(done, axis=1)
-    return blockwise(lambda layer, c: finish(layer, *c), layer, (tokens, out), chunk=q_chunk)
+    return blockwise(lambda layer, c: finish(layer, *c), layer, (chunk, out), chunk=q_chunk)
 
 
 class Work:

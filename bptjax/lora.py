@@ -15,7 +15,7 @@ from jax import Array
 from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
-from bptjax.models.layers import Linear, Noise, product
+from bptjax.models.layers import AdapterDropout, Linear, apply_kernel
 from bptjax.models.params import param_path, put_param
 from bptjax.ops.dropout import dropout
 from bptjax.ops.quantize import Matrix, dequantize_matrix, quantize_matrix
@@ -116,11 +116,11 @@ class Quantized:
         w = dequantize_matrix(matrix, self.book, math.prod(self.inputs)).astype(dtype)
         return w.reshape(*self.inputs, *w.shape[1:])
 
-    def __call__(self, x: Array, contracted: int, noise: Noise = None) -> Array:
-        # What the backward pass keeps is the kernel as it is stored.
+    def __call__(self, x: Array, in_ndim: int, seeds: AdapterDropout | None = None) -> Array:
+        # The backward pass saves the kernel as it is stored.
         @jax.checkpoint
         def dot(kernel, x):
-            return jnp.tensordot(x, kernel.dense(x.dtype), axes=contracted)
+            return jnp.tensordot(x, kernel.dense(x.dtype), axes=in_ndim)
 
         return dot(self, x)
 
@@ -145,14 +145,13 @@ class Adapted:
     dropout: float = field(metadata={"static": True})
     number: int = field(metadata={"static": True})
 
-    def __call__(self, x: Array, contracted: int, noise: Noise = None) -> Array:
-        y = product(self.base, x, contracted)
-        if noise is not None and self.dropout:
-            key, rows = noise
-            key = jax.random.fold_in(jax.random.wrap_key_data(key), self.number)
-            flat = x.reshape(*rows.shape, -1)
-            x = dropout(flat, jax.random.key_data(key), self.dropout, rows).reshape(x.shape)
-        low = jnp.tensordot(x, self.a[...].astype(x.dtype), axes=contracted)
+    def __call__(self, x: Array, in_ndim: int, seeds: AdapterDropout | None = None) -> Array:
+        y = apply_kernel(self.base, x, in_ndim)
+        if seeds is not None and self.dropout:
+            key = jax.random.fold_in(jax.random.wrap_key_data(seeds.key), self.number)
+            flat = x.reshape(*seeds.ids.shape, -1)
+            x = dropout(flat, jax.random.key_data(key), self.dropout, seeds.ids).reshape(x.shape)
+        low = jnp.tensordot(x, self.a[...].astype(x.dtype), axes=in_ndim)
         low = (low.astype(jnp.float32) * self.scale[...]).astype(x.dtype)
         return y + jnp.tensordot(low, self.b[...].astype(x.dtype), axes=1)
 
@@ -163,7 +162,7 @@ def linears(model: Any) -> dict[str, int]:
     """
     found, _ = jax.tree.flatten_with_path(model, is_leaf=lambda x: isinstance(x, Linear))
     return {
-        f"{param_path(at)}.kernel": linear.contracted
+        f"{param_path(at)}.kernel": linear.in_ndim
         for at, linear in found
         if isinstance(linear, Linear) and param_path(at).startswith("layers.")
     }

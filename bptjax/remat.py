@@ -1,7 +1,7 @@
 """What is kept for the backward pass, where, and what is computed again."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,6 +11,7 @@ from jax import checkpoint_policies as policies
 
 from bptjax.lora import prepared
 from bptjax.models.config import Execution, ModelConfig
+from bptjax.models.layer_loops import scan_layers
 from bptjax.ops.attention import RESIDUAL_NAMES
 from bptjax.ops.checkpoint_names import ON_HOST, checkpoint_named
 
@@ -97,33 +98,37 @@ class ExecutionConfig(Execution):
         # kept for it, of every layer; so each product makes its own.
         return layer if self.remat == "none" else prepared(layer, dtype)
 
-    def scan(self, step: Callable, carry: Any, xs: Any) -> tuple[Any, Any]:
-        """`lax.scan` over the layers that keeps what the policy says.
+    def scan(self, step: Callable, carry: Any, kinds: Sequence[Any]) -> tuple[Any, Any]:
+        """`scan_layers` that saves the activations that the policy names.
 
         Raises:
           ValueError: as `groups`.
         """
         if self.remat == "none":
-            return jax.lax.scan(step, carry, xs)
+            return super().scan(step, carry, kinds)
         if self.nested is None:
-            return jax.lax.scan(self._checkpoint(step, REMAT[self.remat] or ()), carry, xs)
-        layers = jax.tree.leaves(xs)[0].shape[0]
-        groups = self.groups(layers)
+            checkpoint = self._checkpoint(REMAT[self.remat] or ())
+            return scan_layers(step, carry, kinds, checkpoint=checkpoint)
+        count, inner = self.groups(len(kinds)), self._checkpoint(RESIDUAL_NAMES, offload=False)
+        size = len(kinds) // count
 
-        def group(carry, xs):
+        def group(carry, index, kind):
             # Named on the first line of the scanned body: the name of a carry is not seen.
-            carry = jax.tree.map(lambda x: checkpoint_named(x, "group_input", self.offload), carry)
-            return jax.lax.scan(self._checkpoint(step, RESIDUAL_NAMES, offload=False), carry, xs)
+            x, *others = carry
+            carry = checkpoint_named(x, "group_input", self.offload), *others
+            return scan_layers(step, carry, kind, first=index * size, checkpoint=inner)
 
-        xs = jax.tree.map(lambda x: x.reshape(groups, -1, *x.shape[1:]), xs)
-        carry, ys = jax.lax.scan(self._checkpoint(group, (), "group_input"), carry, xs)
-        return carry, jax.tree.map(lambda y: y.reshape(layers, *y.shape[2:]), ys)
+        groups = [tuple(kinds[i : i + size]) for i in range(0, len(kinds), size)]
+        outer = self._checkpoint((), "group_input")
+        carry, outputs = scan_layers(group, carry, groups, checkpoint=outer)
+        return carry, jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:]), outputs)
 
     def _checkpoint(
-        self, f: Callable, kept: tuple[str, ...], given: str = "layer_input", offload: bool = True
-    ) -> Callable:
-        """Remat of `f` that keeps its input, whose name is `given`, and what is `kept`."""
-        names = [given, *kept, *self.save]
+        self, saved: tuple[str, ...], given: str = "layer_input", offload: bool = True
+    ) -> Callable[..., Callable]:
+        """`jax.checkpoint` that saves the input of a function, whose name is `given`, and the
+        activations named `saved`."""
+        names = [given, *saved, *self.save]
         on_host = [name + ON_HOST for name in names]
         # Where nothing is moved, what bears the name for host memory is kept on the device.
         policy = policies.save_only_these_names(*names[1:], *on_host[1:])
@@ -135,5 +140,4 @@ class ExecutionConfig(Execution):
                 offload_src="device",
                 offload_dst="pinned_host",
             )
-        # Inside a scan XLA cannot merge the recomputation with the first run; nothing need hinder.
-        return partial(jax.checkpoint, policy=policy, prevent_cse=False)(f)
+        return partial(jax.checkpoint, policy=policy)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from timing import add_row, milliseconds
 
 from bptjax.models.config import Execution, ModelConfig
+from bptjax.models.layers import TokenContext
 from bptjax.models.stack import new_layers, run
 from bptjax.ops.mask import Mask
 
@@ -32,6 +33,7 @@ LAYER = ModelConfig(
     out_bias=True,
     mlp_bias=True,
 )
+MASK = Mask(causal=True)
 LOOPS_MS = {2048: 21.7, 8192: 256.5}
 BATCH = 8
 
@@ -57,8 +59,8 @@ def main() -> None:
                 @jax.jit
                 def both(layers, x, dy, config=config, tokens=tokens, how=how):
                     def f(layers, x):
-                        place = dict(positions=tokens, rows=tokens, mask=Mask(causal=True))
-                        return run(layers, config, x, execution=how, **place)[0]
+                        context = TokenContext(tokens, tokens)
+                        return run(layers, config, x, context, mask=MASK, execution=how).x
 
                     y, pull = jax.vjp(f, layers, x)
                     return y, pull(dy)

@@ -26,8 +26,10 @@ from jaxtyping import install_import_hook  # noqa: E402
 from ops.shapes import check  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
-# Before the first import: shapes and dtypes in bptjax.ops are checked at every call.
-hook = install_import_hook("bptjax.ops", f"{check.__module__}.{check.__name__}").hook
-in_ops = hook.should_instrument
+# Before the first import: shapes and dtypes in these packages are checked at every call.
+hook = install_import_hook(
+    ["bptjax.ops", "bptjax.models"], f"{check.__module__}.{check.__name__}"
+).hook
+checked = hook.should_instrument
 # But for what Triton compiles from its source.
-hook.should_instrument = lambda name: in_ops(name) and not name.endswith("triton_kernels")
+hook.should_instrument = lambda name: checked(name) and not name.endswith("triton_kernels")

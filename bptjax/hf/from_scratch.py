@@ -94,13 +94,13 @@ def _computed(config: ModelConfig) -> dict[str, Any]:
         num_kv_heads=config.K,
         head_dim=config.H,
         embedding_size=config.E,
-        window=[config.windows[kind] for kind in config.kinds],
+        window=[kind.window for kind in config.layer_kinds],
         attention_scale=config.H**-0.5
         if config.attention_scale is None
         else config.attention_scale,
     )
     if config.position_embedding == "rope":
-        values["rope_parameters"] = [config.ropes[kind] for kind in config.kinds]
+        values["rope_parameters"] = [kind.rope for kind in config.layer_kinds]
     if config.position_embedding == "learned":
         values["position_offset"] = config.position_offset
     if config.position_embedding == "alibi":

@@ -1,10 +1,11 @@
-"""Keys and values of the tokens already read, for decoding."""
+"""Keys and values of earlier tokens, for decoding."""
 
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 
 from bptjax.models.config import ModelConfig
 
@@ -12,12 +13,12 @@ from bptjax.models.config import ModelConfig
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Cache:
-    """Room for S tokens, the first `length` of which are filled.
+    """Room for the keys and values of S tokens, of which the first `length` are filled.
 
     Attributes:
       k, v: `[L, B, S, K, H]`.
-      length: int32 scalar, tokens held.
-      start: int32 `[B]`, where each row's text begins: what stands before is padding.
+      length: int32 scalar, number of tokens held.
+      start: int32 `[B]`, index of the first token of each sequence; before it is padding.
     """
 
     k: Array
@@ -26,8 +27,8 @@ class Cache:
     start: Array
 
     @classmethod
-    def empty(cls, config: ModelConfig, batch: int, size: int, dtype: jnp.dtype) -> "Cache":
-        """A cache for `batch` rows of up to `size` tokens, without padding."""
+    def empty(cls, config: ModelConfig, batch: int, size: int, dtype: DTypeLike) -> "Cache":
+        """Makes a cache for `batch` sequences of up to `size` tokens, without padding."""
         shape = (config.num_layers, batch, size, config.K, config.H)
         zero = jnp.zeros((), jnp.int32)
         return cls(

@@ -3,16 +3,31 @@ elsewhere.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import jax
 
+from bptjax.models.layer_loops import scan_layers
 from bptjax.ops.arguments import check_softcap
+from bptjax.ops.stacked import save_all_but_slices
 
 # Several times the largest models there are.
 MOST_PARAMETERS = 10**13
+
+
+class LayerKind(NamedTuple):
+    """Static choices in which the layers of a model differ.
+
+    Attributes:
+      window: tokens that a token attends to, itself included; None for all.
+      rope: rotary parameters.
+    """
+
+    window: int | None
+    rope: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -216,23 +231,20 @@ class ModelConfig:
         return self.hidden_size // self.num_heads if self.head_dim is None else self.head_dim
 
     @property
-    def kinds(self) -> list[int]:
-        """For each layer, which of the `windows` and `ropes` is its own."""
-        types = self._types
-        return [types.index(t) for t in self.layer_types or types * self.num_layers]
-
-    @property
-    def windows(self) -> tuple[int | None, ...]:
-        return tuple(None if t == "full_attention" else self.sliding_window for t in self._types)
+    def layer_kinds(self) -> list[LayerKind]:
+        """The kind of each layer."""
+        types: Sequence[str | None] = self.layer_types or [None] * self.num_layers
+        return [self._kind(t) for t in types]
 
     @property
     def ropes(self) -> tuple[dict[str, Any], ...]:
-        """Rotary parameters of each kind of layer."""
-        return tuple(self.rope_parameters.get(t or "", self.rope_parameters) for t in self._types)
+        """Rotary parameters of each layer type, in order of first occurrence."""
+        types: Sequence[str | None] = self.layer_types or [None]
+        return tuple(self._kind(t).rope for t in dict.fromkeys(types))
 
     @property
     def rope_types(self) -> list[str]:
-        """The rotary scaling of each kind of layer; none without rotary positions."""
+        """The rotary scaling of each layer type; none without rotary positions."""
         if self.position_embedding != "rope":
             return []
         return [p.get("rope_type", p.get("type", "default")) for p in self.ropes]
@@ -244,9 +256,9 @@ class ModelConfig:
         scaled = self.position_embedding != "rope" or "dynamic" in self.rope_types
         return not scaled and length > (self.max_position_embeddings or length)
 
-    @property
-    def _types(self) -> list[str | None]:
-        return [None] if self.layer_types is None else list(dict.fromkeys(self.layer_types))
+    def _kind(self, layer_type: str | None) -> LayerKind:
+        window = None if layer_type == "full_attention" else self.sliding_window
+        return LayerKind(window, self.rope_parameters.get(layer_type or "", self.rope_parameters))
 
 
 @dataclass(frozen=True)
@@ -317,6 +329,7 @@ class Execution:
         """A layer before its parts are called; a subclass may unpack what it is stored as."""
         return layer
 
-    def scan(self, step: Callable, carry: Any, xs: Any) -> tuple[Any, Any]:
-        """`lax.scan` over the layers; a subclass may keep less for the backward pass."""
-        return jax.lax.scan(step, carry, xs)
+    def scan(self, step: Callable, carry: Any, kinds: Sequence[Any]) -> tuple[Any, Any]:
+        """`scan_layers`; a subclass may save less for the backward pass."""
+        checkpoint = partial(jax.checkpoint, policy=save_all_but_slices)
+        return scan_layers(step, carry, kinds, checkpoint=checkpoint)

@@ -4,10 +4,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from bptjax.models.config import EncoderConfig, Execution
-from bptjax.models.layers import ACTIVATIONS, Linear, Norm, new_param
+from bptjax.models.layers import ACTIVATIONS, Linear, Norm, TokenContext, new_param
 from bptjax.models.stack import new_layers, run
 from bptjax.ops.dropout import dropout
 from bptjax.ops.mask import Mask
@@ -16,9 +17,9 @@ from bptjax.parallel.sequence import sequence_shards
 
 
 class MaskedHead(nnx.Module):
-    """What stands between the hidden states and their product with the input embedding."""
+    """A linear layer, activation and norm before the product with the input embedding."""
 
-    def __init__(self, config: EncoderConfig, key: Array, dtype: jnp.dtype):
+    def __init__(self, config: EncoderConfig, key: Array, dtype: DTypeLike):
         D = (config.hidden_size,)
         self.activation = config.activation
         self.linear = Linear(
@@ -32,20 +33,20 @@ class MaskedHead(nnx.Module):
 
 
 class Encoder(nnx.Module):
-    """Parameters and config; calls are pure. Layers are stacked on axis 0.
+    """An encoder. Calls are pure. The parameters of the layers are stacked on axis 0.
 
     Args:
-      key: for new parameters; under `jax.eval_shape` none are made.
-      dtype: of the parameters.
+      key: for new parameters; `jax.eval_shape` makes none.
+      dtype: dtype of the parameters.
     """
 
-    def __init__(self, config: EncoderConfig, key: Array, dtype: jnp.dtype = jnp.float32):
+    def __init__(self, config: EncoderConfig, key: Array, dtype: DTypeLike = jnp.float32):
         D, std = config.hidden_size, config.init_std
         keys = jax.random.split(key, 9)
         images = config.image_size is not None
 
-        def table(key, rows, axis=None):
-            return new_param(key, (rows, D), (axis, "embed"), std, dtype)
+        def table(key, entries, axis=None):
+            return new_param(key, (entries, D), (axis, "embed"), std, dtype)
 
         def linear(key, inputs, outputs):
             axes = (None, "embed") if outputs == D else ("embed", None)
@@ -56,8 +57,8 @@ class Encoder(nnx.Module):
         self.embedding = None if images else table(keys[0], config.V, "vocab")
         self.patches = linear(keys[1], config.channels * h * w, D) if images else None
         self.first = table(keys[2], 1) if images else None
-        rows = config.patches + 1 if images else config.max_position_embeddings
-        self.positions = table(keys[3], rows)
+        entries = config.patches + 1 if images else config.max_position_embeddings
+        self.positions = table(keys[3], entries)
         self.types = table(keys[4], config.token_types) if config.token_types else None
         self.embedding_norm = Norm(config, dtype) if config.embedding_norm else None
         self.layers = new_layers(config, keys[5], dtype)
@@ -73,21 +74,27 @@ class Encoder(nnx.Module):
         token_types: Int[Array, "B T"] | None = None,
         segments: Int[Array, "B T"] | None = None,
         dropout_key: Array | None = None,
-        dtype: jnp.dtype = jnp.float32,
+        dtype: DTypeLike = jnp.float32,
         execution: Execution = Execution(),  # noqa: B008 (frozen)
-    ) -> Float[Array, "B T D"]:
-        """Hidden states after the final norm, in `dtype`: of the tokens, or of the first token and
-        the image's patches, row by row.
+    ) -> Float[Array, "B tokens D"]:
+        """Computes the hidden states after the final norm, in `dtype`: of the tokens, or of the
+        first token and the patches of the image, from left to right and top to bottom.
 
         Args:
           token_types: 0 if left out.
-          segments: document numbers, 0 for padding; without them a row is one document.
+          segments: document numbers, 0 for padding. If left out, a sequence is one document.
         """
-        x, T, place = self._embed(inputs, token_types, segments, dropout_key, dtype)
-        x, _ = run(
-            self.layers, self.config, x, dropout_key=dropout_key, execution=execution, **place
+        x, T, context, mask = self._embed(inputs, token_types, segments, dropout_key, dtype)
+        output = run(
+            self.layers,
+            self.config,
+            x,
+            context,
+            mask=mask,
+            dropout_key=dropout_key,
+            execution=execution,
         )
-        x = x[:, :T]
+        x = output.x[:, :T]
         return x if self.norm is None else self.norm(x)
 
     def hidden_states(
@@ -95,17 +102,24 @@ class Encoder(nnx.Module):
         inputs: Int[Array, "B T"] | Float[Array, "B C height width"],
         *,
         execution: Execution = Execution(),  # noqa: B008 (frozen)
-    ) -> list[Float[Array, "B T D"]]:
-        """The embeddings, the stream after each layer, and the final hidden states, in float32."""
-        x, T, place = self._embed(inputs, None, None, None, jnp.float32)
-        last, each = run(
-            self.layers, self.config, x, execution=execution, hidden_states=True, **place
+    ) -> list[Float[Array, "B tokens D"]]:
+        """Computes the embeddings, the residual stream after each layer, and the hidden states
+        after the final norm, in float32."""
+        x, T, context, mask = self._embed(inputs, None, None, None, jnp.float32)
+        last, states, _ = run(
+            self.layers,
+            self.config,
+            x,
+            context,
+            mask=mask,
+            execution=execution,
+            hidden_states=True,
         )
         last = last if self.norm is None else self.norm(last)
-        return [x[:, :T] for x in (x, *each, last)]
+        return [x[:, :T] for x in (x, *states, last)]
 
     def pooled(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B P"]:
-        """One vector a row.
+        """Computes one vector a sequence.
 
         Raises:
           ValueError: the model has no pooler.
@@ -115,7 +129,8 @@ class Encoder(nnx.Module):
         return ACTIVATIONS[self.config.pooler_activation](self.pooler(hidden[:, 0]))
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Array:
-        """Float32 logits: `[B, T, V]` of a masked-language head, `[B, classes]` of a classifier.
+        """Computes float32 logits: `[B, T, V]` of a masked-language head, `[B, classes]` of a
+        classifier.
 
         Raises:
           ValueError: the model has no head.
@@ -129,8 +144,16 @@ class Encoder(nnx.Module):
         logits = jnp.einsum("btd,vd->btv", hidden, table, preferred_element_type=jnp.float32)
         return logits + bias[None, None]
 
-    def _embed(self, inputs, token_types, segments, dropout_key, dtype):
-        """Embedded tokens `[B, T, D]`, how many of them are of the inputs, and where they stand."""
+    def _embed(
+        self,
+        inputs: Array,
+        token_types: Int[Array, "B T"] | None,
+        segments: Int[Array, "B T"] | None,
+        dropout_key: Array | None,
+        dtype: DTypeLike,
+    ) -> tuple[Float[Array, "B padded D"], int, TokenContext, Mask]:
+        """Returns the embedded tokens, padded to a multiple of the shards of a sequence, their
+        number without the padding, their context, and the mask."""
         config = self.config
         if self.embedding is not None:
             x = lookup(self.embedding[...], inputs, "vocab").astype(dtype)
@@ -148,24 +171,23 @@ class Encoder(nnx.Module):
             x = x + lookup(self.types[...], types).astype(dtype)
         if self.embedding_norm is not None:
             x = self.embedding_norm(x)
-        rows = jnp.arange(B * T).reshape(B, T)
+        ids = jnp.arange(B * T).reshape(B, T)
         if dropout_key is not None:
             key = jax.random.key_data(jax.random.fold_in(dropout_key, 0))
-            x = dropout(x, key, config.embedding_dropout or 0.0, rows)
+            x = dropout(x, key, config.embedding_dropout or 0.0, ids)
         positions = jnp.broadcast_to(jnp.arange(T), (B, T))
         if short := -T % sequence_shards():
-            # With padding, which no token sees.
             segments = jnp.ones((B, T), jnp.int32) if segments is None else segments
             x = jnp.pad(x, ((0, 0), (0, short), (0, 0)))
-            positions, rows, segments = (
-                jnp.pad(y, ((0, 0), (0, short))) for y in (positions, rows, segments)
+            positions, ids, segments = (
+                jnp.pad(y, ((0, 0), (0, short))) for y in (positions, ids, segments)
             )
-        place = {"positions": positions, "rows": rows, "mask": Mask(segments=segments)}
-        return constrain(x, "batch", "sequence", None), T, place
+        x = constrain(x, "batch", "sequence", None)
+        return x, T, TokenContext(positions, ids), Mask(segments=segments)
 
 
 def _patches(images: Float[Array, "B C height width"], config: EncoderConfig) -> Array:
-    """`[B, n, C · h · w]`, row by row."""
+    """Cuts images into n patches, from left to right and top to bottom: `[B, n, C · h · w]`."""
     (height, width), (h, w) = config.image_size or (0, 0), config.patch_size or (1, 1)
     B, C = images.shape[:2]
     if images.shape[1:] != (config.channels, height, width):

@@ -1,14 +1,15 @@
-"""The parts of a transformer layer: modules that hold parameters, and pure calls."""
+"""The parts of a transformer layer: modules that hold parameters; their calls are pure."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array
-from jaxtyping import Float, Int
+from jax.typing import DTypeLike
+from jaxtyping import Float, Int, UInt32
 
 from bptjax.models.config import ModelConfig
 from bptjax.ops.checkpoint_names import checkpoint_named
@@ -32,25 +33,57 @@ def new_param(
     shape: tuple[int, ...],
     axes: tuple[str | None, ...],
     std: float,
-    dtype: jnp.dtype,
+    dtype: DTypeLike,
     **metadata: Any,
 ) -> nnx.Param:
-    """Normal with this standard deviation, drawn in float32."""
+    """Draws a normal parameter with this standard deviation, in float32."""
     value = (std * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
     return nnx.Param(value, axes=axes, **metadata)
 
 
-# Key data uint32 `[2]` and numbers of the tokens `[B, T]`, for the dropout of what a kernel reads.
-Noise = tuple[Array, Array] | None
+class TokenContext(NamedTuple):
+    """What a layer knows of each token beside the residual stream.
+
+    Attributes:
+      positions: in the document, for rotary embeddings.
+      ids: number of the token in the batch, which seeds its dropout.
+      lengths: number of tokens of the document; None if no rotary scaling depends on it.
+    """
+
+    positions: Int[Array, "B T"]
+    ids: Int[Array, "B T"]
+    lengths: Int[Array, "B T"] | None = None
 
 
-def product(kernel: Any, x: Array, contracted: int, noise: Noise = None) -> Array:
-    """x · kernel over the last `contracted` axes of x, in x's dtype. A kernel that is no parameter
-    itself knows how.
+class DropoutKeys(NamedTuple):
+    """Key data of a layer: for attention weights, for the outputs of attention and of the
+    feed-forward network, and for the inputs of adapters."""
+
+    attention: UInt32[Array, "2"]
+    attended: UInt32[Array, "2"]
+    feed_forward: UInt32[Array, "2"]
+    adapters: UInt32[Array, "2"]
+
+
+class AdapterDropout(NamedTuple):
+    """Seeds of the dropout of an adapter's input: key data, and ids of the tokens."""
+
+    key: UInt32[Array, "2"]
+    ids: Int[Array, "B T"]
+
+
+def adapter_dropout(keys: DropoutKeys | None, tokens: TokenContext) -> AdapterDropout | None:
+    """Returns the seeds for a layer's adapters; None without dropout."""
+    return None if keys is None else AdapterDropout(keys.adapters, tokens.ids)
+
+
+def apply_kernel(kernel: Any, x: Array, in_ndim: int, seeds: AdapterDropout | None = None) -> Array:
+    """Computes x · kernel over the last `in_ndim` axes of x, in x's dtype. A kernel that is not a
+    parameter, as one with an adapter, computes this itself.
     """
     if isinstance(kernel, nnx.Variable):
-        return jnp.tensordot(x, kernel[...].astype(x.dtype), axes=contracted)
-    return kernel(x, contracted, noise)
+        return jnp.tensordot(x, kernel[...].astype(x.dtype), axes=in_ndim)
+    return kernel(x, in_ndim, seeds)
 
 
 class Linear(nnx.Module):
@@ -65,15 +98,15 @@ class Linear(nnx.Module):
         *,
         std: float,
         bias: bool,
-        dtype: jnp.dtype,
+        dtype: DTypeLike,
     ):
         matrix = len(inputs), len(outputs)
         self.kernel = new_param(key, inputs + outputs, axes, std, dtype, matrix=matrix)
         self.bias = nnx.Param(jnp.zeros(outputs, dtype), axes=axes[len(inputs) :]) if bias else None
-        self.contracted = len(inputs)
+        self.in_ndim = len(inputs)
 
-    def __call__(self, x: Array, noise: Noise = None) -> Array:
-        y = product(self.kernel, x, self.contracted, noise)
+    def __call__(self, x: Array, seeds: AdapterDropout | None = None) -> Array:
+        y = apply_kernel(self.kernel, x, self.in_ndim, seeds)
         if self.bias is not None:
             bias = self.bias[...].astype(x.dtype)
             y = y + bias.reshape((1,) * (y.ndim - bias.ndim) + bias.shape)
@@ -81,14 +114,14 @@ class Linear(nnx.Module):
 
 
 class Norm(nnx.Module):
-    """The config's norm over the last axis, of `size` features: the residual stream's by default,
-    whose parameters bear the logical axis `axis`.
+    """The config's norm over the last axis, of `size` features; by default the residual stream's.
+    Its parameters have the logical axis `axis`.
     """
 
     def __init__(
         self,
         config: ModelConfig,
-        dtype: jnp.dtype,
+        dtype: DTypeLike,
         size: int | None = None,
         axis: str | None = "embed",
     ):
@@ -111,7 +144,7 @@ class Norm(nnx.Module):
 class Mlp(nnx.Module):
     """down(activation(gate(x)) · up(x)) or down(activation(up(x)))."""
 
-    def __init__(self, config: ModelConfig, key: Array, dtype: jnp.dtype):
+    def __init__(self, config: ModelConfig, key: Array, dtype: DTypeLike):
         D, F, std = (config.hidden_size,), (config.F,), config.init_std
         gate, up, down = jax.random.split(key, 3)
         bias = config.mlp_bias
@@ -125,22 +158,26 @@ class Mlp(nnx.Module):
         self.down = linear(down, F, D, ("mlp", "embed"), std / (2 * config.num_layers) ** 0.5)
 
     def __call__(
-        self, x: Float[Array, "B T D"], offload: float = 0.0, noise: Noise = None
+        self,
+        x: Float[Array, "B T D"],
+        *,
+        seeds: AdapterDropout | None = None,
+        offload: float = 0.0,
     ) -> Float[Array, "B T D"]:
-        act, up = ACTIVATIONS[self.activation], checkpoint_named(self.up(x, noise), "up", offload)
+        activation = ACTIVATIONS[self.activation]
+        up = checkpoint_named(self.up(x, seeds), "up", offload)
         if self.gate is None:
-            return self.down(act(up), noise)
-        return self.down(act(checkpoint_named(self.gate(x, noise), "gate", offload)) * up, noise)
+            return self.down(activation(up), seeds)
+        gate = checkpoint_named(self.gate(x, seeds), "gate", offload)
+        return self.down(activation(gate) * up, seeds)
 
 
 class Layer(nnx.Module):
-    """One transformer layer, in three position-wise parts with attention between them.
-
-    The parts take a `place`: positions `[B, T]`, the kind of the layer (an index into the config's
-    `ropes`) and the length of each token's document `[B, T]` (None if no scaling depends on it).
+    """A transformer layer: three position-wise functions, with attention between the first two
+    (`queries`, `keys_values`) and the last (`finish`).
     """
 
-    def __init__(self, config: ModelConfig, key: Array, dtype: jnp.dtype):
+    def __init__(self, config: ModelConfig, key: Array, dtype: DTypeLike):
         D, N, K, H = config.hidden_size, config.num_heads, config.K, config.H
         keys, std = jax.random.split(key, 5), config.init_std
 
@@ -173,48 +210,63 @@ class Layer(nnx.Module):
         self.mlp = Mlp(config, keys[4], dtype)
 
     def queries(
-        self, x: Float[Array, "B T D"], place: tuple, noise: Noise = None
+        self,
+        x: Float[Array, "B T D"],
+        tokens: TokenContext,
+        rope: dict[str, Any],
+        keys: DropoutKeys | None = None,
     ) -> Float[Array, "B T N H"]:
-        return self._head(self.query(self._read(x), noise), self.query_norm, place)
+        """Computes the queries of the residual stream, rotated by these rotary parameters."""
+        q = self.query(self._read(x), adapter_dropout(keys, tokens))
+        return self._rotate(self._clip(q), self.query_norm, tokens, rope)
 
     def keys_values(
-        self, x: Float[Array, "B T D"], place: tuple, noise: Noise = None
+        self,
+        x: Float[Array, "B T D"],
+        tokens: TokenContext,
+        rope: dict[str, Any],
+        keys: DropoutKeys | None = None,
     ) -> tuple[Float[Array, "B T K H"], Float[Array, "B T K H"]]:
-        x = self._read(x)
-        k = self._head(self.key(x, noise), self.key_norm, place)
-        return k, self._clip(self.value(x, noise))
+        """Computes the keys of the residual stream, rotated by these rotary parameters, and the
+        values."""
+        x, seeds = self._read(x), adapter_dropout(keys, tokens)
+        k = self._rotate(self._clip(self.key(x, seeds)), self.key_norm, tokens, rope)
+        return k, self._clip(self.value(x, seeds))
 
     def finish(
         self,
         x: Float[Array, "B T D"],
         out: Float[Array, "B T N H"],
-        rows: Int[Array, "B T"],
-        keys: tuple[Array, Array, Array] | None,
+        tokens: TokenContext,
+        keys: DropoutKeys | None = None,
         offload: float = 0.0,
     ) -> Float[Array, "B T D"]:
-        """All that follows attention: output projection, residuals, norms, feed-forward. `rows`
-        numbers the tokens for dropout, whose keys are those of the two residuals and of the
-        kernels; `offload` is the share of the tokens whose kept values go to host memory.
+        """Computes everything after attention: output projection, residuals, norms, feed-forward
+        network. `offload` is the share of the tokens whose saved activations go to host memory.
         """
-        config, (first, second) = self.config, keys[:2] if keys else (None, None)
-        rate, noise = config.residual_dropout or 0.0, keys and (keys[2], rows)
-        attended = self.out(out, noise)
+        config, seeds = self.config, adapter_dropout(keys, tokens)
+        rate = config.residual_dropout or 0.0
+
+        def feed_forward(x, post_norm=None):
+            y = self.mlp(x, seeds=seeds, offload=offload)
+            y = y if post_norm is None else post_norm(y)
+            return dropout(y, keys and keys.feed_forward, rate, tokens.ids)
+
+        attended = self.out(out, seeds)
         if self.attention_post_norm is not None:
             attended = self.attention_post_norm(attended)
-        attended = dropout(attended, first, rate, rows)
+        attended = dropout(attended, keys and keys.attended, rate, tokens.ids)
         norm = self.attention_norm if self.mlp_norm is None else self.mlp_norm
         if config.residual != "sequential":
-            return x + attended + dropout(self.mlp(norm(x), offload, noise), second, rate, rows)
+            return x + attended + feed_forward(norm(x))
         x = (self._read(x) if config.residual_normed else x) + attended
         x = checkpoint_named(x, "attended", offload)
         if config.norm_position == "post":
             x = self.attention_norm(x)
-            return norm(x + dropout(self.mlp(x, offload, noise), second, rate, rows))
-        read = norm(x)
-        changed = self.mlp(read, offload, noise)
-        if self.mlp_post_norm is not None:
-            changed = self.mlp_post_norm(changed)
-        return (read if config.residual_normed else x) + dropout(changed, second, rate, rows)
+            return norm(x + feed_forward(x))
+        normed = norm(x)
+        residual = normed if config.residual_normed else x
+        return residual + feed_forward(normed, self.mlp_post_norm)
 
     def _read(self, x: Array) -> Array:
         return x if self.config.norm_position == "post" else self.attention_norm(x)
@@ -223,33 +275,25 @@ class Layer(nnx.Module):
         limit = self.config.clip_qkv
         return x if limit is None else jnp.clip(x, -limit, limit)
 
-    def _head(self, x: Array, norm: Norm | None, place: tuple) -> Array:
-        x, (positions, kind, length) = self._clip(x), place
+    def _rotate(
+        self, x: Array, norm: Norm | None, tokens: TokenContext, parameters: dict[str, Any]
+    ) -> Array:
         if norm is not None:
             x = norm(x)
         if self.config.position_embedding != "rope":
             return x
-        frequencies, factor = rotary(self.config, kind, length)
-        return rope(x, positions, frequencies, factor)
+        frequencies, factor = rotary(self.config, parameters, tokens.lengths)
+        return rope(x, tokens.positions, frequencies, factor)
 
 
 def rotary(
-    config: ModelConfig, kind: Array | int, length: Int[Array, "B T"] | None
-) -> tuple[Float[Array | np.ndarray, "... R"], Float[Array, ""] | float]:
-    """Frequencies, and the factor on cos and sin, of this kind of layer."""
-    each = [
-        rope_frequencies(
-            int(config.H * parameters.get("partial_rotary_factor", 1.0)),
-            parameters,
-            max_position_embeddings=config.max_position_embeddings,
-            length=length,
-        )
-        for parameters in config.ropes
-    ]
-    if all(parameters == config.ropes[0] for parameters in config.ropes):
-        return each[0]
-    frequencies, factors = zip(*each, strict=True)
-    tokens = () if length is None else length.shape
-    frequencies = [f if f.ndim > 1 else f.reshape(*(1 for _ in tokens), -1) for f in frequencies]
-    frequencies = [jnp.broadcast_to(f, (*tokens, f.shape[-1])) for f in frequencies]
-    return jnp.stack(frequencies)[kind], jnp.stack([jnp.float32(f) for f in factors])[kind]
+    config: ModelConfig, parameters: dict[str, Any], length: Int[Array, "B T"] | None
+) -> tuple[Float[Array | np.ndarray, "... R"], float]:
+    """Returns the frequencies of a layer with these rotary parameters, and the factor on cos and
+    sin."""
+    return rope_frequencies(
+        int(config.H * parameters.get("partial_rotary_factor", 1.0)),
+        parameters,
+        max_position_embeddings=config.max_position_embeddings,
+        length=length,
+    )

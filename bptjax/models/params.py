@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import ml_dtypes  # noqa: F401  Without it NumPy knows no bfloat16.
@@ -27,6 +27,7 @@ class ArraySpec(NamedTuple):
         return int(np.prod(self.shape, dtype=np.int64)) * np.dtype(self.dtype).itemsize
 
 
+@runtime_checkable
 class ParameterSource(Protocol):
     """Parameters on disk, by path; arrays have the dtypes that they have there.
 

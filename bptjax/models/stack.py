@@ -1,20 +1,26 @@
-"""The layers of a model, in one scan."""
+"""The layers of a model, applied in order."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
+from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
-from bptjax.models.config import Execution, ModelConfig
-from bptjax.models.layers import Layer
-from bptjax.ops.attention import attention as attention_here
+from bptjax.models.cache import Cache
+from bptjax.models.config import Execution, LayerKind, ModelConfig
+from bptjax.models.layers import DropoutKeys, Layer, TokenContext
+from bptjax.ops.attention import attention as attention_on_one_device
 from bptjax.ops.blockwise import blockwise, blockwise_transformer
 from bptjax.ops.checkpoint_names import checkpoint_named
 from bptjax.ops.mask import Mask
 from bptjax.ops.position import BY_LENGTH, alibi_slopes, document_lengths
+from bptjax.ops.stacked import read_entry, split_gradient
 from bptjax.parallel.mesh import constrain
 from bptjax.parallel.sequence import (
     FOLDED_BATCH,
@@ -24,8 +30,36 @@ from bptjax.parallel.sequence import (
 )
 
 
-def new_layers(config: ModelConfig, key: Array, dtype: jnp.dtype) -> Layer:
-    """New layers, their parameters stacked on axis 0."""
+class StackOutput(NamedTuple):
+    """Results of the layers.
+
+    Attributes:
+      x: the residual stream after the last layer.
+      states: the stream after each layer, where asked for.
+      cache: the cache with these tokens in it, where one was given.
+    """
+
+    x: Float[Array, "B T D"]
+    states: Float[Array, "L B T D"] | None
+    cache: Cache | None
+
+
+class _Shared(NamedTuple):
+    """Arrays that all chunks of tokens share."""
+
+    layer: Layer
+    keys: DropoutKeys | None
+
+
+class _Chunk(NamedTuple):
+    """The residual stream of some tokens, and what else is known of them."""
+
+    x: Float[Array, "B T D"]
+    tokens: TokenContext
+
+
+def new_layers(config: ModelConfig, key: Array, dtype: DTypeLike) -> Layer:
+    """Makes new layers, their parameters stacked on axis 0."""
     keys = jax.random.split(key, config.num_layers)
     return jax.vmap(lambda key: Layer(config, key, dtype))(keys)
 
@@ -34,148 +68,175 @@ def run(
     layers: Layer,
     config: ModelConfig,
     x: Float[Array, "B T D"],
+    tokens: TokenContext,
     *,
-    positions: Int[Array, "B T"],
-    rows: Int[Array, "B T"],
     mask: Mask,
     length: Int[Array, "B"] | None = None,
     dropout_key: Array | None = None,
     execution: Execution,
     sequence_strategy: str = "auto",
-    past: tuple[Array, Array, Array] | None = None,
+    cache: Cache | None = None,
     hidden_states: bool = False,
-) -> tuple[Float[Array, "B T D"], Any]:
-    """The residual stream after the last layer.
+) -> StackOutput:
+    """Applies the layers to the residual stream.
 
     Args:
-      positions: of each token in its document, for rotary embeddings.
-      rows: a number for each token of the batch, for dropout.
-      mask: who sees whom, but for the windows, which are the layers' own.
-      length: tokens that each sequence, which is then one document, has in all. By default the
-        length of each document is its largest position here, plus one.
+      tokens: their `lengths` are filled in here.
+      mask: which token may attend to which, but for the windows, which belong to the layers.
+      length: number of tokens of each sequence, which is then one document. If left out, the length
+        of a document is its largest position here, plus one.
       dropout_key: None for no dropout.
-      past: keys and values `[L, B, S, K, H]` of a cache, and how many tokens it holds: those of
-        these tokens are written behind them, and all are read.
+      cache: keys and values of earlier tokens, to which these tokens attend too.
       hidden_states: return the stream after every layer.
-
-    Returns:
-      the stream, and the keys and values with these tokens in them, or the stream after each layer
-      `[L, B, T, D]`, or None.
     """
-    lengths = None
-    if any(kind in BY_LENGTH for kind in config.rope_types):
-        if length is None:
-            lengths = document_lengths(positions, mask.segments)
-        else:
-            lengths = jnp.broadcast_to(length[:, None], positions.shape)
-    kinds = jnp.asarray(config.kinds)
+    tokens = tokens._replace(lengths=_lengths(config, tokens.positions, mask, length))
     alibi = None
     if config.position_embedding == "alibi":
         slopes = alibi_slopes(config.num_heads, interleaved=config.alibi_interleaved)
         alibi = jnp.asarray(config.alibi_scale * slopes)
+    values, slots = split_gradient(layers)
 
-    def step(carry, scanned):
-        (x, old), (layer, number, kind) = carry, scanned
+    def step(carry, index, kind):
+        x, past, slots = carry
+        layer, slots = read_entry(values, slots, index)
         layer = execution.prepare(layer, x.dtype)
         x = checkpoint_named(x, "layer_input", execution.offload)
-        keys, place = _keys(dropout_key, number), (positions, kind, lengths)
-        k, v = (
-            checkpoint_named(part, name, execution.offload)
-            for part, name in zip(
-                layer.keys_values(x, place, keys and (keys[3], rows)), ("key", "value"), strict=True
-            )
-        )
-        if past is not None:
-            old, k, v = _recall(old, (k, v), number - 1, past[2])
-        options = dict(
-            mask=mask.within(config.windows, kind),
-            alibi=alibi,
-            sinks=None if layer.sinks is None else layer.sinks[...],
-            scale=config.attention_scale,
-            softcap=config.attention_softcap,
-            dropout=(config.attention_dropout or 0.0) if keys else 0.0,
-            dropout_key=keys[0] if keys and config.attention_dropout else None,
-            impl=execution.attention_implementation,
-            offload=execution.offload,
-            q_chunk=execution.q_chunk,
-            k_chunk=execution.k_chunk,
-        )
-        shared = layer, kind, keys and keys[1:]
+        shared = _Shared(layer, _dropout_keys(dropout_key, index))
+        k, v = layer.keys_values(x, tokens, kind.rope, shared.keys)
+        k = checkpoint_named(k, "key", execution.offload)
+        v = checkpoint_named(v, "value", execution.offload)
+        if cache is not None:
+            past, (k, v) = _append(past, (k, v), index, cache.length)
+        specify = partial(_specify, config, execution, kind, shared, mask, alibi)
+        k, v = k.astype(x.dtype), v.astype(x.dtype)
         if execution.schedule == "fused":
-            finish = _fused
-        elif past is None:
-            finish = partial(_split, execution, sequence_strategy)
+            x = _fused(specify(blockwise_transformer), kind, shared, _Chunk(x, tokens), k, v)
         else:
-            finish = partial(_cached, execution)
-        tokens = x, positions, lengths, rows
-        x = finish(shared, tokens, k.astype(x.dtype), v.astype(x.dtype), options)
+            attend = specify(attention_on_one_device)
+            if cache is None:
+                attend = partial(specify(attention), strategy=sequence_strategy)
+            x = _split(attend, execution, kind, shared, _Chunk(x, tokens), k, v, cache is None)
         x = constrain(x, "batch", "sequence", None)
-        return (x, old), x if hidden_states else None
+        return (x, past, slots), x if hidden_states else None
 
-    # The whole cache is carried, and so written in place.
-    start = (x, None if past is None else past[:2])
-    numbers = jnp.arange(1, config.num_layers + 1, dtype=jnp.int32)
-    (x, old), each = execution.scan(step, start, (layers, numbers, kinds))
-    return x, each if past is None else old
-
-
-def _recall(old, new, layer, held):
-    """The cache with a layer's new keys and values behind those held, and all of that layer's."""
-    zero = jnp.zeros_like(held)
-    at = (layer, zero, held, zero, zero)
-    old = tuple(
-        jax.lax.dynamic_update_slice(whole, part[None].astype(whole.dtype), at)
-        for whole, part in zip(old, new, strict=True)
-    )
-    return old, *(jax.lax.dynamic_index_in_dim(whole, layer, keepdims=False) for whole in old)
+    # The loops carry the cache of all layers, so that they write it in place.
+    past = None if cache is None else (cache.k, cache.v)
+    (x, past, _), states = execution.scan(step, (x, past, slots), config.layer_kinds)
+    if cache is not None:
+        k, v = past
+        cache = replace(cache, k=k, v=v, length=cache.length + x.shape[1])
+    return StackOutput(x, states, cache)
 
 
-def _keys(key: Array | None, number: Array) -> tuple[Array, Array, Array, Array] | None:
-    """A layer's dropout keys: attention, after attention, after the feed-forward, in kernels."""
+def _lengths(
+    config: ModelConfig, positions: Int[Array, "B T"], mask: Mask, length: Int[Array, "B"] | None
+) -> Int[Array, "B T"] | None:
+    """Returns the length of each token's document; None if no rotary scaling depends on it."""
+    if not any(rope_type in BY_LENGTH for rope_type in config.rope_types):
+        return None
+    if length is None:
+        return document_lengths(positions, mask.segments)
+    return jnp.broadcast_to(length[:, None], positions.shape)
+
+
+def _dropout_keys(key: Array | None, index: Int[Array, ""]) -> DropoutKeys | None:
+    """Returns the keys of the layer with this index. Key 0 is that of the embeddings."""
     if key is None:
         return None
-    first, *others = jax.random.split(jax.random.fold_in(key, number), 4)
-    second, third, fourth = (jax.random.key_data(other) for other in others)
-    return first, second, third, fourth
+    keys = jax.random.split(jax.random.fold_in(key, index + 1), 4)
+    return DropoutKeys(*(jax.random.key_data(key) for key in keys))
 
 
-def _query(shared, chunk):
-    layer, kind, keys = shared
-    x, positions, lengths, rows = chunk
-    return layer.queries(x, (positions, kind, lengths), keys and (keys[2], rows))
+def _append(
+    past: tuple[Array, Array], new: tuple[Array, Array], index: Int[Array, ""], held: Int[Array, ""]
+) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+    """Writes keys and values of layer `index` behind the `held` tokens of its cache. Returns the
+    caches `[L, B, S, K, H]` of all layers, and the keys and values in this layer's."""
+    zero = jnp.zeros_like(held)
+
+    def write(old, new):
+        new = new[None].astype(old.dtype)
+        return jax.lax.dynamic_update_slice(old, new, (index, zero, held, zero, zero))
+
+    def read(cache):
+        return jax.lax.dynamic_index_in_dim(cache, index, keepdims=False)
+
+    k, v = (write(old, x) for old, x in zip(past, new, strict=True))
+    return (k, v), (read(k), read(v))
 
 
-def _finish(shared, chunk, out, offload=0.0):
-    layer, _, keys = shared
-    x, *_, rows = chunk
-    return layer.finish(x, out, rows, keys, offload)
-
-
-def _split(execution, strategy, shared, tokens, k, v, options):
-    """Attention over the whole sequence, then the feed-forward in chunks."""
-    q = checkpoint_named(_query(shared, tokens), "query", execution.offload)
-    out = attention(q, k, v, strategy=strategy, **options)
-    return unfold_sequence_shards(
-        _feed_forward(execution, shared, *fold_sequence_shards((tokens, out)), axes=FOLDED_BATCH)
+def _specify(
+    config: ModelConfig,
+    execution: Execution,
+    kind: LayerKind,
+    shared: _Shared,
+    mask: Mask,
+    alibi: Float[Array | np.ndarray, "N"] | None,
+    attend: Callable[..., Any],
+) -> Callable[..., Any]:
+    """Returns `attend`, which takes the options of `ops.attention`, with those of this layer."""
+    (layer, keys), rate = shared, config.attention_dropout or 0.0
+    return partial(
+        attend,
+        mask=replace(mask, window=kind.window),
+        alibi=alibi,
+        sinks=None if layer.sinks is None else layer.sinks[...],
+        scale=config.attention_scale,
+        softcap=config.attention_softcap,
+        dropout=rate if keys else 0.0,
+        dropout_key=keys.attention if keys and rate else None,
+        impl=execution.attention_implementation,
+        offload=execution.offload,
+        q_chunk=execution.q_chunk,
+        k_chunk=execution.k_chunk,
     )
 
 
-def _cached(execution, shared, tokens, k, v, options):
-    """`_split` of a few tokens and many keys, which no mesh is asked to cut."""
-    out = attention_here(_query(shared, tokens), k, v, **options)
-    return _feed_forward(execution, shared, tokens, out)
+def _query(kind: LayerKind, shared: _Shared, chunk: _Chunk) -> Float[Array, "B T N H"]:
+    return shared.layer.queries(chunk.x, chunk.tokens, kind.rope, shared.keys)
 
 
-def _feed_forward(execution, shared, tokens, out, axes=()):
-    return blockwise(
-        lambda shared, chunk: _finish(shared, chunk[0], chunk[1], execution.offload),
+def _finish(
+    shared: _Shared, chunk: _Chunk, out: Float[Array, "B T N H"], offload: float = 0.0
+) -> Float[Array, "B T D"]:
+    return shared.layer.finish(chunk.x, out, chunk.tokens, shared.keys, offload)
+
+
+def _split(
+    attend: Callable[..., Array],
+    execution: Execution,
+    kind: LayerKind,
+    shared: _Shared,
+    chunk: _Chunk,
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    sharded: bool,
+) -> Float[Array, "B T D"]:
+    """Runs attention on the whole sequence, then the feed-forward network in chunks of tokens.
+    `sharded`: the mesh divides the tokens; not so where few tokens read a cache."""
+    q = _query(kind, shared, chunk)
+    if sharded:
+        q = checkpoint_named(q, "query", execution.offload)
+    inputs, axes = (chunk, attend(q, k, v)), ()
+    if sharded:
+        inputs, axes = fold_sequence_shards(inputs), FOLDED_BATCH
+    x = blockwise(
+        lambda shared, inputs: _finish(shared, *inputs, execution.offload),
         shared,
-        (tokens, out),
+        inputs,
         chunk=execution.ffn_chunk,
         axes=axes,
     )
+    return unfold_sequence_shards(x) if sharded else x
 
 
-def _fused(shared, tokens, k, v, options):
-    """Algorithm 1: attention and feed-forward, one block of queries at a time."""
-    return blockwise_transformer(_query, _finish, shared, tokens, k, v, **options)
+def _fused(
+    transform: Callable[..., Array],
+    kind: LayerKind,
+    shared: _Shared,
+    chunk: _Chunk,
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+) -> Float[Array, "B T D"]:
+    """Algorithm 1: runs attention and feed-forward network on one block of queries at a time."""
+    return transform(partial(_query, kind), _finish, shared, chunk, k, v)

@@ -72,7 +72,7 @@ def blockwise_transformer(
     check_tokens(jax.tree.leaves(x))
     B, T, S = k.shape[0], _tokens(x), k.shape[1]
     mask.check(B, T, S)
-    resolved = mask.each_window()[0].resolve(T, S)
+    resolved = mask.resolve(T, S)
     of_queries = {
         "positions": _per_sequence(resolved.positions, B),
         "segments": resolved.segments,
@@ -81,7 +81,6 @@ def blockwise_transformer(
     of_keys = {
         "k_positions": jnp.asarray(resolved.k_positions),
         "k_segments": resolved.k_segments,
-        "window_index": mask.window_index,
         "k_global_tokens": resolved.k_global_tokens,
         "block_mask": resolved.block_mask,
     }

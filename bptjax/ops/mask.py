@@ -31,14 +31,12 @@ class Mask:
     Attributes:
       causal: s <= p.
       window: p - s < window; if not causal, |p - s| < window. In tokens, the query's own included.
-      windows: windows of several kinds of layers, one of which `window_index` selects at run time.
       segments: int32 `[B, T]`, the queries' documents. Attention stays inside a document. Segment 0
         is padding: it attends to nothing, and nothing attends to it.
       k_segments: int32 `[B, S]`, the keys' documents; those of the queries if left out.
       positions: int32 `[T]` or `[B, T]`, absolute positions of the queries in the sequence (not in
         the document); `0..T-1` if left out.
       k_positions: int32 `[S]` or `[B, S]`, positions of the keys; those of the queries if left out.
-      window_index: int32 scalar.
       global_tokens: bool `[T]` or `[B, T]`, queries that ignore window and block mask: they attend
         to every key that the other conditions allow. Beltagy et al. 2020, arXiv 2004.05150.
       k_global_tokens: bool `[S]` or `[B, S]`, keys that every query may attend to in the same way;
@@ -52,28 +50,14 @@ class Mask:
 
     causal: bool = field(default=False, metadata={"static": True})
     window: int | None = field(default=None, metadata={"static": True})
-    windows: tuple[int | None, ...] | None = field(default=None, metadata={"static": True})
     segments: Array | np.ndarray | None = None
     k_segments: Array | np.ndarray | None = None
     positions: Array | np.ndarray | None = None
     k_positions: Array | np.ndarray | None = None
-    window_index: Array | None = None
     global_tokens: Array | np.ndarray | None = None
     k_global_tokens: Array | np.ndarray | None = None
     block_mask: Array | np.ndarray | None = None
     block_size: int | None = field(default=None, metadata={"static": True})
-
-    def within(self, windows: tuple[int | None, ...], index: Array | int) -> "Mask":
-        """Returns the mask with the window that `index` selects."""
-        if len(set(windows)) == 1:
-            return replace(self, window=windows[0])
-        return replace(self, windows=windows, window_index=jnp.asarray(index))
-
-    def each_window(self) -> list["Mask"]:
-        """Returns the masks that `window_index` selects from."""
-        if self.windows is None:
-            return [self]
-        return [replace(self, window=w, windows=None, window_index=None) for w in self.windows]
 
     def check(self, B: int, T: int, S: int) -> None:
         """Checks the mask for B sequences of T queries and S keys.
@@ -94,8 +78,7 @@ class Mask:
                     raise ValueError(f"Mask.{name}: must be {shape}, batch {B}; not {x.shape}")
                 if not jnp.issubdtype(x.dtype, kind):
                     raise ValueError(f"Mask.{name}: must be {kind.__name__}, not {x.dtype}")
-        for mask in self.each_window():
-            mask.resolve(T, S)
+        self.resolve(T, S)
 
     def resolve(self, T: int, S: int) -> "Mask":
         """Returns the mask with every default filled in. Positions that were left out become NumPy

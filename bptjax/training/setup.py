@@ -343,7 +343,8 @@ def check_model(model: ModelConfig, pretrained: Pretrained | None) -> None:
       ValueError: a scaling that is not valid, or that transformers could not read from an export.
     """
     if model.position_embedding == "rope":
-        rotary(model, 0, None)
+        for parameters in model.ropes:
+            rotary(model, parameters, None)
     if pretrained and pretrained.sidecars and pretrained.read_as:
         exported(read_json(pretrained.sidecars / "config.json"), pretrained.read_as, model)
 

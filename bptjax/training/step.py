@@ -247,7 +247,7 @@ def attended_pairs(model: ModelConfig, positions: Array, segments: Array) -> Arr
     """Returns the number of query-key pairs that the masks of all layers allow, float32: causal,
     within documents and within each layer's window."""
     keys = jnp.where(segments != 0, positions + 1.0, 0.0)
-    layers = Counter(model.windows[kind] for kind in model.kinds)
+    layers = Counter(kind.window for kind in model.layer_kinds)
     pairs = jnp.zeros(())
     for window, count in layers.items():
         pairs += count * (keys if window is None else jnp.minimum(keys, window)).sum()

@@ -65,9 +65,9 @@ def theirs(raw: dict, length: int) -> list[np.ndarray]:
 def ours(config: ModelConfig, length: int) -> list[np.ndarray]:
     """The same of each kind of layer, from what `rope` makes of unit vectors."""
     positions, found = jnp.arange(length)[None], []
-    for kind in range(len(config.ropes)):
+    for parameters in config.ropes:
         lengths = jnp.full_like(positions, length)
-        frequencies, factor = rotary(config, kind, lengths)
+        frequencies, factor = rotary(config, parameters, lengths)
         R = frequencies.shape[-1]
         ones = np.zeros((1, length, 1, 2 * R), np.float32)
         ones[..., :R] = 1

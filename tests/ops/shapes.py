@@ -1,4 +1,4 @@
-"""The checker of jaxtyping's shapes in bptjax.ops."""
+"""The checker of jaxtyping's shapes."""
 
 from beartype import beartype
 

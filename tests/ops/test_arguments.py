@@ -56,7 +56,7 @@ BAD = {
     "no batch": (dict(q=X[:0], k=X[:0], v=X[:0]), r"q: must be .*, not \(0, 4, 3, 8\)"),
     "no tokens": (dict(q=X[:, :0], k=X[:, :0], v=X[:, :0]), r"q: must be .*, not \(2, 0, 3, 8\)"),
     "window": (dict(mask=Mask(causal=True, window=0)), "window=0: must be at least 1 token"),
-    "windows": (dict(mask=Mask().within((4, -1), 0)), "window=-1: must be at least 1 token"),
+    "negative window": (dict(mask=Mask(window=-1)), "window=-1: must be at least 1 token"),
     "few segments": (
         dict(mask=Mask(segments=ONES[:, :3])),
         r"segments: must have 4 entries.*not 3",

@@ -1,10 +1,7 @@
 """Softmax attention in O(T) memory, by one of several kernels."""
 
 import math
-from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -230,7 +227,7 @@ def _forward(kernel, make, offload, x, sinks, traced):
 
 def _backward(kernel, make, offload, residuals, dout):
     x, sinks, state, traced = residuals
-    gradients = _for_window(make(traced), partial(kernel.backward, x, state, dout))
+    gradients = kernel.backward(x, state, dout, make(traced))
     return QKV(*gradients), _sink_gradients(sinks, state, dout), None
 
 
@@ -239,7 +236,7 @@ def attend(
 ) -> AttentionState:
     """Attends to the keys and to the sinks, one extra key per query head. A query that attends to
     no key has out = 0; its lse is the sink, or -inf without sinks."""
-    state = _for_window(spec, partial(kernel.forward, x))
+    state = kernel.forward(x, spec)
     if sinks is None:
         return state
     sink = empty_state(x.q)._replace(lse=jnp.broadcast_to(sinks, state.lse.shape))
@@ -255,14 +252,6 @@ def _sink_gradients(
         return None
     delta = (state.out.astype(jnp.float32) * dout.astype(jnp.float32)).sum(-1)
     return -(jnp.exp(sinks[None, None] - state.lse) * delta).sum((0, 1))
-
-
-def _for_window(spec: AttentionSpec, run: Callable[[AttentionSpec], Any]) -> Any:
-    """Runs with the window that the mask's `window_index` selects."""
-    specs = [replace(spec, mask=mask) for mask in spec.mask.each_window()]
-    if len(specs) == 1:
-        return run(specs[0])
-    return jax.lax.switch(spec.mask.window_index, [partial(run, spec) for spec in specs])
 
 
 _attention.defvjp(_forward, _backward)

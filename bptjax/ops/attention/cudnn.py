@@ -52,16 +52,13 @@ def unsupported(x: QKV, spec: AttentionSpec) -> str | None:
         return "its dropout depends on the implementation"
     if mask.global_tokens is not None or mask.block_mask is not None:
         return "has no global tokens and no block masks"
-    windows = [m.window for m in mask.each_window()]
     if min(T, S) < 2:
         return "takes two tokens or more"
-    if any(windows) and not mask.causal:
+    if mask.window and not mask.causal:
         return "has windows in causal attention only"
-    if any(windows) and T != S:
+    if mask.window and T != S:
         return "has windows where T = S only"
-    if (mask.causal or any(windows)) and not (
-        _from_zero(mask.positions) and _from_zero(mask.k_positions)
-    ):
+    if mask.causal and not (_from_zero(mask.positions) and _from_zero(mask.k_positions)):
         return "counts positions from 0"
     if mask.segments is not None:
         if T != S or mask.k_segments is not None:

@@ -1,0 +1,60 @@
+"""Entries of stacked arrays, read one at a time, whose gradients are written into one stack.
+
+`jax.lax.scan` over the stack itself fits a single loop. Several loops would each scan a slice, and
+XLA copies slices of a stack and concatenates those of its gradient. Here every loop reads the whole
+stack by index, and the gradient is a buffer that the loops hand on and write in place.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+PyTree = Any
+
+
+def split_gradient(stack: PyTree) -> tuple[PyTree, PyTree]:
+    """Returns the values of a stack of arrays `[L, ...]`, without a gradient, and slots that take
+    the gradient in their place: zeros, which are never read, so that XLA makes none."""
+    return jax.lax.stop_gradient(stack), jax.tree.map(_slots, stack)
+
+
+def read_entry(values: PyTree, slots: PyTree, index: Array) -> tuple[PyTree, PyTree]:
+    """Returns entry `index` of each array, and the slots for the next call.
+
+    The gradient of the entry replaces what is in its slots: read each entry once.
+    """
+    leaves, structure = jax.tree.flatten(values)
+    pairs = [_read(x, s, index) for x, s in zip(leaves, jax.tree.leaves(slots), strict=True)]
+    return tuple(structure.unflatten(part) for part in zip(*pairs, strict=True))
+
+
+def save_all_but_slices(primitive: Any, *_: Any, **__: Any) -> bool:
+    """Remat policy that saves everything but slices: an entry is read again."""
+    return primitive not in (jax.lax.dynamic_slice_p, jax.lax.squeeze_p)
+
+
+@jax.custom_vjp
+def _slots(stack):
+    return jnp.zeros_like(stack)
+
+
+_slots.defvjp(lambda stack: (jnp.zeros_like(stack), None), lambda _, cotangent: (cotangent,))
+
+
+def _entry(values, slots, index):
+    return jax.lax.dynamic_index_in_dim(values, index, keepdims=False), slots
+
+
+def _forward(values, slots, index):
+    return _entry(values, slots, index), index
+
+
+def _backward(index, cotangents):
+    entry, slots = cotangents
+    return None, jax.lax.dynamic_update_index_in_dim(slots, entry, index, 0), None
+
+
+_read = jax.custom_vjp(_entry)
+_read.defvjp(_forward, _backward)
