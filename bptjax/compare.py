@@ -114,7 +114,8 @@ def layer_output(way: str, layer: Layer, x: Array, q_chunk: int, k_chunk: int) -
         return layer.queries(*chunk, rope)
 
     def finish(layer, chunk, out):
-        return layer.finish(chunk[0], out, chunk[1])
+        x, _ = layer.finish(chunk[0], out, chunk[1])
+        return x
 
     chunk = x, tokens
     if way == "fused":

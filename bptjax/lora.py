@@ -15,7 +15,7 @@ from jax import Array
 from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
-from bptjax.models.layers import AdapterDropout, Linear, apply_kernel
+from bptjax.models.linear import AdapterDropout, Linear, apply_kernel
 from bptjax.models.params import param_path, put_param
 from bptjax.ops.dropout import dropout
 from bptjax.ops.quantize import Matrix, dequantize_matrix, quantize_matrix

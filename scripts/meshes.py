@@ -70,9 +70,9 @@ def results(parallel: ParallelConfig, strategy: Any = "auto") -> tuple[str, Any]
     state = jax.device_put(start(), jax.tree.map(lambda x: x.sharding, abstract_state(spec)))
     with jax.set_mesh(spec.mesh):
         jitted = jax.jit(partial(gradients, spec))
-        (loss, _), found, _ = jitted(state, spec.layout.put(batch))
+        losses, found, _ = jitted(state, spec.layout.put(batch))
     evaluated = np.asarray(evaluator(spec)(state.model, [batch], lambda _: None))
-    return spec.layout.strategy[0], jax.tree.map(np.asarray, (loss, found, evaluated))
+    return spec.layout.strategy[0], jax.tree.map(np.asarray, (losses.loss, found, evaluated))
 
 
 def errors(got: Any, wanted: Any) -> dict[str, float]:

@@ -137,7 +137,7 @@ def read_back(out: Path, tokens: np.ndarray) -> np.ndarray:
 def logits(decoder, tokens: np.ndarray) -> np.ndarray:
     import jax
 
-    found = jax.jit(lambda decoder: decoder.logits(decoder(tokens)))(decoder)
+    found = jax.jit(lambda decoder: decoder.logits(decoder(tokens)[0]))(decoder)
     return np.asarray(found)
 
 

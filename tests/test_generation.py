@@ -116,7 +116,7 @@ def test_longrope_writes_what_a_forward_pass_over_all_of_the_text_predicts():
     text = np.concatenate([prompt, written])
     lengths = len(prompt) + np.arange(new)[:, None]
     positions = np.arange(len(text))[None].repeat(new, 0)
-    hidden = model(
+    hidden, _ = model(
         jnp.asarray(np.where(positions < lengths, text, 0)),
         positions=jnp.asarray(positions),
         segments=jnp.asarray((positions < lengths).astype(np.int32)),

@@ -75,6 +75,7 @@ class ModelConfig:
       qk_norm: normalizes the queries and keys of each head before rotary positions.
       clip_qkv: clips queries, keys and values to ± this value.
       activation: activation of the feed-forward network. gelu_tanh is the tanh approximation.
+      feed_forward: name of the feed-forward network; see FEED_FORWARDS.
       gated: the feed-forward network is down(activation(gate(x)) · up(x)).
       qkv_bias: query, key and value projections have a bias.
       out_bias: the output projection of attention has a bias.
@@ -125,6 +126,7 @@ class ModelConfig:
     qk_norm: bool = False
     clip_qkv: float | None = None
     activation: Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu_squared"] = "silu"
+    feed_forward: str = "mlp"
     gated: bool = True
     qkv_bias: bool = False
     out_bias: bool = False

@@ -10,7 +10,9 @@ from jaxtyping import Float, Int
 
 from bptjax.models.cache import Cache
 from bptjax.models.config import Execution, ModelConfig
-from bptjax.models.layers import Linear, Norm, TokenContext, new_param
+from bptjax.models.feed_forward import Auxiliary
+from bptjax.models.layers import Norm, TokenContext
+from bptjax.models.linear import Linear, new_param
 from bptjax.models.stack import new_layers, run
 from bptjax.ops.dropout import dropout
 from bptjax.ops.mask import Mask
@@ -68,17 +70,18 @@ class Decoder(nnx.Module):
 
     def __call__(
         self,
-        tokens: Int[Array, "B T"],
+        tokens: Int[Array | np.ndarray, "B T"],
         *,
-        positions: Int[Array, "B T"] | None = None,
-        segments: Int[Array, "B T"] | None = None,
+        positions: Int[Array | np.ndarray, "B T"] | None = None,
+        segments: Int[Array | np.ndarray, "B T"] | None = None,
         order: Int[np.ndarray, "T"] | None = None,
         dropout_key: Array | None = None,
         dtype: DTypeLike = jnp.float32,
         execution: Execution = Execution(),  # noqa: B008 (frozen)
         sequence_strategy: str = "auto",
-    ) -> Float[Array, "B T E"]:
-        """Computes the hidden states after the final norm, in `dtype`.
+    ) -> tuple[Float[Array, "B T E"], Auxiliary]:
+        """Computes the hidden states after the final norm, in `dtype`, and sums for the
+        auxiliary loss, as `FeedForward` says.
 
         Args:
           positions: position of each token in its document, for rotary and learned embeddings. If
@@ -97,6 +100,8 @@ class Decoder(nnx.Module):
             # Positions of padding may lie beyond the learned ones.
             positions = jnp.where(segments == 0, 0, positions)
         x, context = self._embed(tokens, positions, dropout_key, dtype, order)
+        if segments is not None:
+            context = context._replace(padding=segments == 0)
         output = run(
             self.layers,
             self.config,
@@ -107,18 +112,18 @@ class Decoder(nnx.Module):
             execution=execution,
             sequence_strategy=sequence_strategy,
         )
-        return self._final(output.x)
+        return self._final(output.x), output.aux
 
     def hidden_states(
         self,
-        tokens: Int[Array, "B T"],
+        tokens: Int[Array | np.ndarray, "B T"],
         *,
         execution: Execution = Execution(),  # noqa: B008 (frozen)
     ) -> list[Float[Array, "B T _"]]:
         """Computes the embeddings, the residual stream after each layer, and the hidden states
         after the final norm, in float32."""
         x, context = self._embed(tokens, None, None, jnp.float32)
-        last, states, _ = run(
+        output = run(
             self.layers,
             self.config,
             x,
@@ -127,7 +132,8 @@ class Decoder(nnx.Module):
             execution=execution,
             hidden_states=True,
         )
-        return [x, *states, self._final(last)]
+        assert output.states is not None
+        return [x, *output.states, self._final(output.x)]
 
     def decode(
         self,
@@ -157,7 +163,7 @@ class Decoder(nnx.Module):
             segments=(here >= start).astype(jnp.int32),
             k_segments=(there >= start).astype(jnp.int32),
         )
-        x, _, cache = run(
+        output = run(
             self.layers,
             self.config,
             x,
@@ -167,20 +173,23 @@ class Decoder(nnx.Module):
             execution=execution,
             cache=cache,
         )
-        return self._final(x), cache
+        assert output.cache is not None
+        return self._final(output.x), output.cache
 
+    @jax.named_scope("embedding")
     def _embed(
         self,
-        tokens: Int[Array, "B T"],
-        positions: Int[Array, "B T"] | None,
+        tokens: Int[Array | np.ndarray, "B T"],
+        positions: Int[Array | np.ndarray, "B T"] | None,
         dropout_key: Array | None,
         dtype: DTypeLike,
         order: Int[np.ndarray, "T"] | None = None,
     ) -> tuple[Float[Array, "B T D"], TokenContext]:
-        config, (B, T) = self.config, tokens.shape
+        config, tokens, (B, T) = self.config, jnp.asarray(tokens), tokens.shape
         counted = positions is None
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(T) if order is None else order, (B, T))
+        positions = jnp.asarray(positions)
         x = lookup(self.embedding[...], tokens, "vocab").astype(dtype)
         if config.embedding_scale is not None:
             # Checkpoints with a scale were trained with it rounded to the compute dtype.
@@ -190,7 +199,7 @@ class Decoder(nnx.Module):
         if self.positions is not None:
             # Caller-supplied positions restart per document, so T says nothing about the largest
             # position.
-            if counted and config.max_position_embeddings < T:
+            if counted and (config.max_position_embeddings or 0) < T:
                 raise ValueError(
                     f"{T} tokens, but model.max_position_embeddings="
                     f"{config.max_position_embeddings} learned positions"

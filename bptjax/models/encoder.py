@@ -8,7 +8,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from bptjax.models.config import EncoderConfig, Execution
-from bptjax.models.layers import ACTIVATIONS, Linear, Norm, TokenContext, new_param
+from bptjax.models.feed_forward import ACTIVATIONS
+from bptjax.models.layers import Norm, TokenContext
+from bptjax.models.linear import Linear, new_param
 from bptjax.models.stack import new_layers, run
 from bptjax.ops.dropout import dropout
 from bptjax.ops.mask import Mask
@@ -106,7 +108,7 @@ class Encoder(nnx.Module):
         """Computes the embeddings, the residual stream after each layer, and the hidden states
         after the final norm, in float32."""
         x, T, context, mask = self._embed(inputs, None, None, None, jnp.float32)
-        last, states, _ = run(
+        output = run(
             self.layers,
             self.config,
             x,
@@ -115,8 +117,9 @@ class Encoder(nnx.Module):
             execution=execution,
             hidden_states=True,
         )
-        last = last if self.norm is None else self.norm(last)
-        return [x[:, :T] for x in (x, *states, last)]
+        assert output.states is not None
+        last = output.x if self.norm is None else self.norm(output.x)
+        return [x[:, :T] for x in (x, *output.states, last)]
 
     def pooled(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B P"]:
         """Computes one vector a sequence.
@@ -144,6 +147,7 @@ class Encoder(nnx.Module):
         logits = jnp.einsum("btd,vd->btv", hidden, table, preferred_element_type=jnp.float32)
         return logits + bias[None, None]
 
+    @jax.named_scope("embedding")
     def _embed(
         self,
         inputs: Array,

@@ -1,6 +1,5 @@
-"""The parts of a transformer layer: modules that hold parameters; their calls are pure."""
+"""A transformer layer: a module that holds parameters; its calls are pure."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -9,36 +8,15 @@ import numpy as np
 from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
-from jaxtyping import Float, Int, UInt32
+from jaxtyping import Bool, Float, Int, UInt32
 
 from bptjax.models.config import ModelConfig
+from bptjax.models.feed_forward import Auxiliary, new_feed_forward
+from bptjax.models.linear import AdapterDropout, Linear
 from bptjax.ops.checkpoint_names import checkpoint_named
 from bptjax.ops.dropout import dropout
 from bptjax.ops.norm import layer_norm, rms_norm
 from bptjax.ops.position import rope, rope_frequencies
-
-ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
-    "silu": jax.nn.silu,
-    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
-    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
-    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
-    "relu": jax.nn.relu,
-    "relu_squared": lambda x: jnp.square(jax.nn.relu(x)),
-    "tanh": jnp.tanh,
-}
-
-
-def new_param(
-    key: Array,
-    shape: tuple[int, ...],
-    axes: tuple[str | None, ...],
-    std: float,
-    dtype: DTypeLike,
-    **metadata: Any,
-) -> nnx.Param:
-    """Draws a normal parameter with this standard deviation, in float32."""
-    value = (std * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
-    return nnx.Param(value, axes=axes, **metadata)
 
 
 class TokenContext(NamedTuple):
@@ -47,11 +25,13 @@ class TokenContext(NamedTuple):
     Attributes:
       positions: in the document, for rotary embeddings.
       ids: number of the token in the batch, which seeds its dropout.
+      padding: true for padding; None if there is none.
       lengths: number of tokens of the document; None if no rotary scaling depends on it.
     """
 
     positions: Int[Array, "B T"]
     ids: Int[Array, "B T"]
+    padding: Bool[Array, "B T"] | None = None
     lengths: Int[Array, "B T"] | None = None
 
 
@@ -65,52 +45,9 @@ class DropoutKeys(NamedTuple):
     adapters: UInt32[Array, "2"]
 
 
-class AdapterDropout(NamedTuple):
-    """Seeds of the dropout of an adapter's input: key data, and ids of the tokens."""
-
-    key: UInt32[Array, "2"]
-    ids: Int[Array, "B T"]
-
-
 def adapter_dropout(keys: DropoutKeys | None, tokens: TokenContext) -> AdapterDropout | None:
     """Returns the seeds for a layer's adapters; None without dropout."""
     return None if keys is None else AdapterDropout(keys.adapters, tokens.ids)
-
-
-def apply_kernel(kernel: Any, x: Array, in_ndim: int, seeds: AdapterDropout | None = None) -> Array:
-    """Computes x · kernel over the last `in_ndim` axes of x, in x's dtype. A kernel that is not a
-    parameter, as one with an adapter, computes this itself.
-    """
-    if isinstance(kernel, nnx.Variable):
-        return jnp.tensordot(x, kernel[...].astype(x.dtype), axes=in_ndim)
-    return kernel(x, in_ndim, seeds)
-
-
-class Linear(nnx.Module):
-    """x · kernel + bias over the last axes of x, in x's dtype."""
-
-    def __init__(
-        self,
-        key: Array,
-        inputs: tuple[int, ...],
-        outputs: tuple[int, ...],
-        axes: tuple[str | None, ...],
-        *,
-        std: float,
-        bias: bool,
-        dtype: DTypeLike,
-    ):
-        matrix = len(inputs), len(outputs)
-        self.kernel = new_param(key, inputs + outputs, axes, std, dtype, matrix=matrix)
-        self.bias = nnx.Param(jnp.zeros(outputs, dtype), axes=axes[len(inputs) :]) if bias else None
-        self.in_ndim = len(inputs)
-
-    def __call__(self, x: Array, seeds: AdapterDropout | None = None) -> Array:
-        y = apply_kernel(self.kernel, x, self.in_ndim, seeds)
-        if self.bias is not None:
-            bias = self.bias[...].astype(x.dtype)
-            y = y + bias.reshape((1,) * (y.ndim - bias.ndim) + bias.shape)
-        return y
 
 
 class Norm(nnx.Module):
@@ -139,37 +76,6 @@ class Norm(nnx.Module):
             return rms_norm(x, scale, eps=self.eps)
         bias = None if self.bias is None else self.bias[...]
         return layer_norm(x, scale, bias, eps=self.eps)
-
-
-class Mlp(nnx.Module):
-    """down(activation(gate(x)) · up(x)) or down(activation(up(x)))."""
-
-    def __init__(self, config: ModelConfig, key: Array, dtype: DTypeLike):
-        D, F, std = (config.hidden_size,), (config.F,), config.init_std
-        gate, up, down = jax.random.split(key, 3)
-        bias = config.mlp_bias
-
-        def linear(key, inputs, outputs, axes, std):
-            return Linear(key, inputs, outputs, axes, std=std, bias=bias, dtype=dtype)
-
-        self.activation = config.activation
-        self.gate = linear(gate, D, F, ("embed", "mlp"), std) if config.gated else None
-        self.up = linear(up, D, F, ("embed", "mlp"), std)
-        self.down = linear(down, F, D, ("mlp", "embed"), std / (2 * config.num_layers) ** 0.5)
-
-    def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        *,
-        seeds: AdapterDropout | None = None,
-        offload: float = 0.0,
-    ) -> Float[Array, "B T D"]:
-        activation = ACTIVATIONS[self.activation]
-        up = checkpoint_named(self.up(x, seeds), "up", offload)
-        if self.gate is None:
-            return self.down(activation(up), seeds)
-        gate = checkpoint_named(self.gate(x, seeds), "gate", offload)
-        return self.down(activation(gate) * up, seeds)
 
 
 class Layer(nnx.Module):
@@ -207,8 +113,9 @@ class Layer(nnx.Module):
         self.attention_post_norm = Norm(config, dtype) if sandwich else None
         self.mlp_norm = None if config.residual == "shared" else Norm(config, dtype)
         self.mlp_post_norm = Norm(config, dtype) if sandwich else None
-        self.mlp = Mlp(config, keys[4], dtype)
+        self.mlp = new_feed_forward(config, keys[4], dtype)
 
+    @jax.named_scope("attention")
     def queries(
         self,
         x: Float[Array, "B T D"],
@@ -220,6 +127,7 @@ class Layer(nnx.Module):
         q = self.query(self._read(x), adapter_dropout(keys, tokens))
         return self._rotate(self._clip(q), self.query_norm, tokens, rope)
 
+    @jax.named_scope("attention")
     def keys_values(
         self,
         x: Float[Array, "B T D"],
@@ -240,33 +148,42 @@ class Layer(nnx.Module):
         tokens: TokenContext,
         keys: DropoutKeys | None = None,
         offload: float = 0.0,
-    ) -> Float[Array, "B T D"]:
+    ) -> tuple[Float[Array, "B T D"], Auxiliary]:
         """Computes everything after attention: output projection, residuals, norms, feed-forward
         network. `offload` is the share of the tokens whose saved activations go to host memory.
+
+        Returns:
+          the residual stream; the auxiliary values of each token, 0 for padding.
         """
         config, seeds = self.config, adapter_dropout(keys, tokens)
         rate = config.residual_dropout or 0.0
 
         def feed_forward(x, post_norm=None):
-            y = self.mlp(x, seeds=seeds, offload=offload)
+            with jax.named_scope("feed_forward"):
+                y, aux = self.mlp(x, seeds=seeds, offload=offload)
             y = y if post_norm is None else post_norm(y)
-            return dropout(y, keys and keys.feed_forward, rate, tokens.ids)
+            if tokens.padding is not None:
+                aux = {name: _zero(value, tokens.padding) for name, value in aux.items()}
+            return dropout(y, keys.feed_forward if keys else None, rate, tokens.ids), aux
 
-        attended = self.out(out, seeds)
-        if self.attention_post_norm is not None:
-            attended = self.attention_post_norm(attended)
-        attended = dropout(attended, keys and keys.attended, rate, tokens.ids)
+        with jax.named_scope("attention"):
+            attended = self.out(out, seeds)
+            if self.attention_post_norm is not None:
+                attended = self.attention_post_norm(attended)
+            attended = dropout(attended, keys.attended if keys else None, rate, tokens.ids)
         norm = self.attention_norm if self.mlp_norm is None else self.mlp_norm
         if config.residual != "sequential":
-            return x + attended + feed_forward(norm(x))
+            y, aux = feed_forward(norm(x))
+            return x + attended + y, aux
         x = (self._read(x) if config.residual_normed else x) + attended
         x = checkpoint_named(x, "attended", offload)
         if config.norm_position == "post":
             x = self.attention_norm(x)
-            return norm(x + feed_forward(x))
+            y, aux = feed_forward(x)
+            return norm(x + y), aux
         normed = norm(x)
-        residual = normed if config.residual_normed else x
-        return residual + feed_forward(normed, self.mlp_post_norm)
+        y, aux = feed_forward(normed, self.mlp_post_norm)
+        return (normed if config.residual_normed else x) + y, aux
 
     def _read(self, x: Array) -> Array:
         return x if self.config.norm_position == "post" else self.attention_norm(x)
@@ -284,6 +201,11 @@ class Layer(nnx.Module):
             return x
         frequencies, factor = rotary(self.config, parameters, tokens.lengths)
         return rope(x, tokens.positions, frequencies, factor)
+
+
+def _zero(values: Array, where: Bool[Array, "B T"]) -> Array:
+    """Sets the values `[B, T, ...]` of some tokens to 0."""
+    return jnp.where(where.reshape(*where.shape, *(1,) * (values.ndim - 2)), 0, values)
 
 
 def rotary(

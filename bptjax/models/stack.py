@@ -14,6 +14,7 @@ from jaxtyping import Float, Int
 
 from bptjax.models.cache import Cache
 from bptjax.models.config import Execution, LayerKind, ModelConfig
+from bptjax.models.feed_forward import Auxiliary
 from bptjax.models.layers import DropoutKeys, Layer, TokenContext
 from bptjax.ops.attention import attention as attention_on_one_device
 from bptjax.ops.blockwise import blockwise, blockwise_transformer
@@ -36,11 +37,13 @@ class StackOutput(NamedTuple):
     Attributes:
       x: the residual stream after the last layer.
       states: the stream after each layer, where asked for.
+      aux: float32 sums over the tokens without padding, of each layer, by name.
       cache: the cache with these tokens in it, where one was given.
     """
 
     x: Float[Array, "B T D"]
     states: Float[Array, "L B T D"] | None
+    aux: dict[str, Float[Array, "L ..."]]
     cache: Cache | None
 
 
@@ -110,22 +113,25 @@ def run(
         specify = partial(_specify, config, execution, kind, shared, mask, alibi)
         k, v = k.astype(x.dtype), v.astype(x.dtype)
         if execution.schedule == "fused":
-            x = _fused(specify(blockwise_transformer), kind, shared, _Chunk(x, tokens), k, v)
+            transform = specify(blockwise_transformer)
+            x, aux = _fused(transform, kind, shared, _Chunk(x, tokens), k, v)
         else:
             attend = specify(attention_on_one_device)
             if cache is None:
                 attend = partial(specify(attention), strategy=sequence_strategy)
-            x = _split(attend, execution, kind, shared, _Chunk(x, tokens), k, v, cache is None)
+            chunk = _Chunk(x, tokens)
+            x, aux = _split(attend, execution, kind, shared, chunk, k, v, cache is None)
         x = constrain(x, "batch", "sequence", None)
-        return (x, past, slots), x if hidden_states else None
+        aux = jax.tree.map(lambda sums: sums.sum(0), aux)
+        return (x, past, slots), (x if hidden_states else None, aux)
 
     # The loops carry the cache of all layers, so that they write it in place.
     past = None if cache is None else (cache.k, cache.v)
-    (x, past, _), states = execution.scan(step, (x, past, slots), config.layer_kinds)
+    (x, past, _), (states, aux) = execution.scan(step, (x, past, slots), config.layer_kinds)
     if cache is not None:
         k, v = past
         cache = replace(cache, k=k, v=v, length=cache.length + x.shape[1])
-    return StackOutput(x, states, cache)
+    return StackOutput(x, states, aux, cache)
 
 
 def _lengths(
@@ -198,7 +204,7 @@ def _query(kind: LayerKind, shared: _Shared, chunk: _Chunk) -> Float[Array, "B T
 
 def _finish(
     shared: _Shared, chunk: _Chunk, out: Float[Array, "B T N H"], offload: float = 0.0
-) -> Float[Array, "B T D"]:
+) -> tuple[Float[Array, "B T D"], Auxiliary]:
     return shared.layer.finish(chunk.x, out, chunk.tokens, shared.keys, offload)
 
 
@@ -211,8 +217,9 @@ def _split(
     k: Float[Array, "B S K H"],
     v: Float[Array, "B S K H"],
     sharded: bool,
-) -> Float[Array, "B T D"]:
+) -> tuple[Float[Array, "B T D"], Auxiliary]:
     """Runs attention on the whole sequence, then the feed-forward network in chunks of tokens.
+    Returns the residual stream, and auxiliary sums of each sequence or shard of a sequence.
     `sharded`: the mesh divides the tokens; not so where few tokens read a cache."""
     q = _query(kind, shared, chunk)
     if sharded:
@@ -220,23 +227,24 @@ def _split(
     inputs, axes = (chunk, attend(q, k, v)), ()
     if sharded:
         inputs, axes = fold_sequence_shards(inputs), FOLDED_BATCH
-    x = blockwise(
-        lambda shared, inputs: _finish(shared, *inputs, execution.offload),
+    x, aux = blockwise(
+        lambda shared, inputs: _finish(shared, inputs[0], inputs[1], execution.offload),
         shared,
         inputs,
         chunk=execution.ffn_chunk,
         axes=axes,
+        has_aux=True,
     )
-    return unfold_sequence_shards(x) if sharded else x
+    return (unfold_sequence_shards(x) if sharded else x), aux
 
 
 def _fused(
-    transform: Callable[..., Array],
+    transform: Callable[..., Any],
     kind: LayerKind,
     shared: _Shared,
     chunk: _Chunk,
     k: Float[Array, "B S K H"],
     v: Float[Array, "B S K H"],
-) -> Float[Array, "B T D"]:
+) -> tuple[Float[Array, "B T D"], Auxiliary]:
     """Algorithm 1: runs attention and feed-forward network on one block of queries at a time."""
-    return transform(partial(_query, kind), _finish, shared, chunk, k, v)
+    return transform(partial(_query, kind), _finish, shared, chunk, k, v, has_aux=True)

@@ -43,6 +43,7 @@ def blockwise_transformer(
     sinks: Float[Array | np.ndarray, "N"] | None = None,
     dropout_key: Array | None = None,
     q_chunk: int = 512,
+    has_aux: bool = False,
     **options,
 ) -> PyTree:
     """Computes `finish(params, x, attention(query(params, x), k, v))` one query block at a time.
@@ -59,9 +60,10 @@ def blockwise_transformer(
       params: pytree shared by all chunks.
       x: pytree of `[B, T, ...]`.
       mask, alibi, sinks, dropout_key, options: as in `attention`.
+      has_aux: `finish` returns a pair, as in `blockwise`.
 
     Returns:
-      pytree of `[B, T, ...]`.
+      pytree of `[B, T, ...]`; with `has_aux`, that and the sums, as `blockwise`.
 
     Raises:
       ValueError, NotImplementedError: as `attention` and `blockwise`.
@@ -102,7 +104,7 @@ def blockwise_transformer(
         return finish(params, x, out)
 
     shared = (params, k, v, of_keys, alibi, sinks, dropout_key)
-    return blockwise(block, shared, (x, of_queries), chunk=q_chunk)
+    return blockwise(block, shared, (x, of_queries), chunk=q_chunk, has_aux=has_aux)
 
 
 def _per_sequence(x: Any, batch: int) -> Array | None:
@@ -117,6 +119,7 @@ def blockwise(
     *,
     chunk: int,
     axes: tuple[str, ...] = (),
+    has_aux: bool = False,
 ) -> PyTree:
     """Computes `f(params, x)` for a position-wise `f`, in the memory of one chunk.
 
@@ -136,9 +139,11 @@ def blockwise(
         token, and their results are dropped.
       axes: mesh axes that shard the batch dimension: with more than one chunk, each device sums the
         gradients of `params` over its own sequences.
+      has_aux: `f` returns a pair: the result, and a pytree of floats `[B, chunk, ...]` that are
+        summed over the tokens, as for an auxiliary loss.
 
     Returns:
-      pytree of `[B, T, ...]` arrays.
+      pytree of `[B, T, ...]` arrays; with `has_aux`, also a pytree of float32 sums `[B, ...]`.
 
     Raises:
       ValueError: a chunk below 1; arrays of `x` that are empty or differ in batch or tokens.
@@ -147,16 +152,42 @@ def blockwise(
     """
     check_chunk(chunk=chunk)
     check_tokens(jax.tree.leaves(x))
+    with_aux = f if has_aux else lambda params, x: (f(params, x), ())
     if chunk >= _tokens(x):
-        return f(params, x)
-    return _blockwise(f, chunk, axes, *jax.tree.map(jnp.asarray, (params, x)))
+        y, aux = with_aux(params, x)
+        sums = _token_sums(aux, 0, _tokens(x))
+    else:
+        y, sums = _blockwise(with_aux, chunk, axes, *jax.tree.map(jnp.asarray, (params, x)))
+    return (y, sums) if has_aux else y
+
+
+def _token_sums(aux: PyTree, start: Array | int, end: int) -> PyTree:
+    """Sums arrays `[B, chunk, ...]` of the tokens from `start` on, without copies past the end."""
+
+    def total(x):
+        inside = start + jnp.arange(x.shape[1]) < end
+        return jnp.where(inside.reshape(1, -1, *(1,) * (x.ndim - 2)), x, 0).sum(1, jnp.float32)
+
+    return jax.tree.map(total, aux)
+
+
+def _chunk_starts(chunk: int, T: int) -> Array:
+    return jnp.arange(0, T, chunk, dtype=jnp.int32)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _blockwise(f, chunk, axes, params, x):
+    T = _tokens(x)
+
     def local(params, x, axes):
-        _, y = jax.lax.scan(lambda _, x: (None, f(params, x)), None, _split_tree(x, chunk))
-        return _join_tree(y, _tokens(x))
+        def run(_, chunk_and_start):
+            x, start = chunk_and_start
+            y, aux = f(params, x)
+            return None, (y, _token_sums(aux, start, T))
+
+        chunks = _split_tree(x, chunk), _chunk_starts(chunk, T)
+        _, (y, sums) = jax.lax.scan(run, None, chunks)
+        return _join_tree(y, T), jax.tree.map(lambda s: s.sum(0), sums)
 
     return per_device(local, axes, (REPLICATED, SHARDED), SHARDED)(params, x)
 
@@ -175,36 +206,44 @@ def _forward(f, chunk, axes, params, x):
     return _blockwise(f, chunk, axes, params, x), (params, x, differentiated)
 
 
-def _backward(f, chunk, axes, residuals, dy):
+def _backward(f, chunk, axes, residuals, cotangents):
     params, x, differentiated = residuals
+    T = _tokens(x)
 
-    def local(params, x, dy, axes):
+    def local(params, x, dy, dsums, axes):
         floats, with_params = _partition(params, differentiated.leaves)
         sums = [jnp.zeros_like(p, jnp.float32) for p in floats]
 
         def add(sums, chunks):
-            x, dy = chunks
+            x, dy, start = chunks
             x_floats, with_x = _partition(x)
-            _, pull = jax.vjp(
-                lambda p, y: _partition(f(with_params(p), with_x(y)))[0], floats, x_floats
-            )
-            dparams, dx = pull(dy)
+
+            def run(p, y):
+                y, aux = f(with_params(p), with_x(y))
+                return _partition(y)[0], jax.tree.leaves(_token_sums(aux, start, T))
+
+            _, pull = jax.vjp(run, floats, x_floats)
+            dparams, dx = pull((dy, dsums))
             return [s + d.astype(jnp.float32) for s, d in zip(sums, dparams, strict=True)], dx
 
         # Padded tokens get a zero cotangent.
         chunks = _split_tree(x, chunk), _split_tree(dy, chunk, mode="constant")
-        sums, dx = jax.lax.scan(add, sums, chunks)
-        return jax.lax.psum(sums, axes), _join_tree(dx, _tokens(x))
+        sums, dx = jax.lax.scan(add, sums, (*chunks, _chunk_starts(chunk, T)))
+        return jax.lax.psum(sums, axes), _join_tree(dx, T)
 
-    dy = [_dense(d) for d in jax.tree.leaves(dy) if d.dtype != jax.dtypes.float0]
-    inputs, results = (REPLICATED, SHARDED, SHARDED), (REPLICATED, SHARDED)
-    sums, dx = per_device(local, axes, inputs, results)(params, x, dy)
+    dy, dsums = ([_dense(d) for d in jax.tree.leaves(tree) if _is_float(d)] for tree in cotangents)
+    inputs, results = (REPLICATED, SHARDED, SHARDED, SHARDED), (REPLICATED, SHARDED)
+    sums, dx = per_device(local, axes, inputs, results)(params, x, dy, dsums)
     (floats, with_params), (_, with_x) = _partition(params, differentiated.leaves), _partition(x)
     dparams = [s.astype(p.dtype) for s, p in zip(sums, floats, strict=True)]
     return with_params(dparams, cotangent=True), with_x(dx, cotangent=True)
 
 
 _blockwise.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+def _is_float(cotangent: Any) -> bool:
+    return cotangent.dtype != jax.dtypes.float0
 
 
 def _dense(cotangent: Any) -> Array:

@@ -31,8 +31,9 @@ def read_entry(values: PyTree, slots: PyTree, index: Array) -> tuple[PyTree, PyT
 
 
 def save_all_but_slices(primitive: Any, *_: Any, **__: Any) -> bool:
-    """Remat policy that saves everything but slices: an entry is read again."""
-    return primitive not in (jax.lax.dynamic_slice_p, jax.lax.squeeze_p)
+    """Remat policy that saves everything but slices: an entry is read again. The read of an entry
+    without a gradient is still a call of its own."""
+    return primitive.name not in ("dynamic_slice", "squeeze", "custom_vjp_call")
 
 
 @jax.custom_vjp

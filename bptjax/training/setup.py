@@ -27,6 +27,7 @@ from bptjax.hf.config_export import exported
 from bptjax.hf.from_scratch import family_of
 from bptjax.lora import AdapterConfig
 from bptjax.models.config import ModelConfig
+from bptjax.models.feed_forward import FEED_FORWARDS
 from bptjax.models.layers import rotary
 from bptjax.parallel.distributed import (
     all_gather_json,
@@ -340,8 +341,12 @@ def check_model(model: ModelConfig, pretrained: Pretrained | None) -> None:
     """Checks the scaling of rotary positions.
 
     Raises:
-      ValueError: a scaling that is not valid, or that transformers could not read from an export.
+      ValueError: an unknown feed-forward network; a scaling that is not valid, or that
+        transformers could not read from an export.
     """
+    if model.feed_forward not in FEED_FORWARDS:
+        names = ", ".join(FEED_FORWARDS)
+        raise ValueError(f"model.feed_forward={model.feed_forward}: must be one of {names}")
     if model.position_embedding == "rope":
         for parameters in model.ropes:
             rotary(model, parameters, None)

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from jax import Array
 from bptjax.lora import join
 from bptjax.models.config import ModelConfig
 from bptjax.models.decoder import Decoder
+from bptjax.models.feed_forward import FEED_FORWARDS
 from bptjax.ops.loss import cross_entropy_and_z_loss
 from bptjax.optimizer import apply_gradients
 from bptjax.parallel.sequence import FOLDED_BATCH, fold_sequence_shards
@@ -34,17 +35,30 @@ Batch = dict[str, Any]
 ROUNDING = 2**31
 
 
-def loss_sum(
+class LossSums(NamedTuple):
+    """Sums over labeled tokens, in nats.
+
+    Attributes:
+      loss: cross-entropy and z-loss.
+      z_loss: the part of `loss` that z-loss adds.
+      auxiliary: loss of the feed-forward networks, which is not in `loss`.
+    """
+
+    loss: Array
+    z_loss: Array
+    auxiliary: Array
+
+
+def loss_sums(
     spec: TrainSpec, model: Decoder, batch: Batch, key: Array | None, z_loss: float
-) -> tuple[Array, Array]:
-    """Sums the loss over the labeled tokens of a micro-batch `[B, T]`, in nats. Returns the sum and
-    the part of it that `z_loss` adds.
+) -> LossSums:
+    """Sums the losses over the labeled tokens of a micro-batch `[B, T]`.
 
     Args:
       key: dropout key; None turns dropout off.
     """
     config = spec.config
-    hidden = model(
+    hidden, aux = model(
         batch["tokens"],
         positions=batch["positions"],
         segments=batch["segments"],
@@ -56,7 +70,7 @@ def loss_sum(
     )
     hidden, labels = fold_sequence_shards((hidden, batch["labels"]))
     with jax.named_scope("loss"):
-        return cross_entropy_and_z_loss(
+        losses = cross_entropy_and_z_loss(
             hidden,
             model.head_matrix,
             labels,
@@ -65,13 +79,17 @@ def loss_sum(
             chunk=config.execution.ce_chunk,
             axes=FOLDED_BATCH,
         )
+        auxiliary, feed_forward = jnp.zeros(()), FEED_FORWARDS[spec.model.feed_forward]
+        if feed_forward.has_auxiliary_loss:
+            tokens = jnp.maximum((batch["segments"] != 0).sum(), 1).astype(jnp.float32)
+            labeled = (batch["labels"] != -100).sum().astype(jnp.float32)
+            auxiliary = labeled * feed_forward.auxiliary_loss(spec.model, aux, tokens)
+    return LossSums(*losses, auxiliary)
 
 
-def gradients(
-    spec: TrainSpec, state: TrainState, batch: Batch
-) -> tuple[tuple[Array, Array], Any, Array]:
-    """Returns ((Σ loss, Σ z-loss in it), gradients of Σ loss, count of labeled tokens) over
-    micro-batches `[A, B, T]`. The caller divides these sums once.
+def gradients(spec: TrainSpec, state: TrainState, batch: Batch) -> tuple[LossSums, Any, Array]:
+    """Computes (Σ losses, gradients of Σ losses, count of labeled tokens) over micro-batches
+    `[A, B, T]`: sums, to be divided once.
 
     The gradients are with respect to the trained parameters; over several micro-batches they are
     summed in float32. A loss scale multiplies the gradients, not the losses.
@@ -83,8 +101,8 @@ def gradients(
     def scaled_loss(trained, micro_batch, number):
         micro_key = jax.random.fold_in(key, number)
         model = join(trained, frozen)
-        losses = loss_sum(spec, model, micro_batch, micro_key, spec.config.train.z_loss)
-        return losses[0] * factor, losses
+        losses = loss_sums(spec, model, micro_batch, micro_key, spec.config.train.z_loss)
+        return (losses.loss + losses.auxiliary) * factor, losses
 
     constrained = partial(constrain, spec, sharded=spec.config.parallel.zero_stage > 1)
 
@@ -101,8 +119,7 @@ def gradients(
         losses, found = losses_and_gradients(jax.tree.map(lambda x: x[0], batch), 0)
     else:
         zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), trained)
-        zero = jnp.zeros((), jnp.float32)
-        start = ((zero, zero), constrained(zeros))
+        start = LossSums(*jnp.zeros(3)), constrained(zeros)
         (losses, found), _ = jax.lax.scan(add, start, (batch, jnp.arange(A)))
     return losses, found, (batch["labels"] != -100).sum()
 
@@ -121,7 +138,7 @@ def train_step(
     the tokens that are not padding; for `attended` see `attended_pairs`.
     """
     config = spec.config
-    (loss, z_loss), found, count = gradients(spec, state, batch)
+    losses, found, count = gradients(spec, state, batch)
     count = jnp.maximum(count, 1).astype(jnp.float32)
     loss_scale = state.loss_scale
     trained, frozen = split_trained(spec, state.model)
@@ -144,12 +161,14 @@ def train_step(
     metrics = {
         "tokens": real.sum(),
         "attended": attended_pairs(spec.model, batch["positions"], batch["segments"]),
-        "train/loss": (loss - z_loss) / count if config.train.z_loss else loss / count,
+        "train/loss": (losses.loss - losses.z_loss if config.train.z_loss else losses.loss) / count,
         "train/grad_norm": norm,
         "train/learning_rate": rate,
     }
     if config.train.z_loss:
-        metrics["train/z_loss"] = z_loss / count
+        metrics["train/z_loss"] = losses.z_loss / count
+    if FEED_FORWARDS[spec.model.feed_forward].has_auxiliary_loss:
+        metrics["train/auxiliary_loss"] = losses.auxiliary / count
     if loss_scale is not None:
         metrics["train/loss_scale"] = loss_scale.value
     state = replace(
@@ -202,7 +221,7 @@ def check_kernel(spec: TrainSpec) -> None:
     batch = dict.fromkeys(fields, jax.ShapeDtypeStruct(shape, jnp.int32))
     with jax.set_mesh(spec.mesh):
         jax.eval_shape(
-            partial(loss_sum, spec, z_loss=0.0),
+            partial(loss_sums, spec, z_loss=0.0),
             abstract_state(spec).model,
             batch,
             jax.random.key(0),
@@ -219,8 +238,8 @@ def evaluator(spec: TrainSpec) -> Callable[[Decoder, Any, Callable[[int], None]]
     @jax.jit
     def one(model, batch):
         batch = jax.tree.map(lambda x: x[0], batch)
-        loss, _ = loss_sum(spec, model, batch, None, 0.0)
-        return loss, (batch["labels"] != -100).sum()
+        losses = loss_sums(spec, model, batch, None, 0.0)
+        return losses.loss, (batch["labels"] != -100).sum()
 
     def evaluate(model, batches, progress=lambda done: None):
         sums = []

@@ -285,7 +285,7 @@ def test_packed_is_separate(tmp_path, packing):
 
     @jax.jit
     def loss(batch):
-        hidden = model(batch["tokens"], positions=batch["positions"], segments=batch["segments"])
+        hidden, _ = model(batch["tokens"], positions=batch["positions"], segments=batch["segments"])
         return linear_cross_entropy(hidden, model.head_matrix, batch["labels"])
 
     def total(chats, config, T):

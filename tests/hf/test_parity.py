@@ -75,7 +75,7 @@ def test_loss_and_gradients(theirs, tokens, name):
     @jax.value_and_grad
     def ours(decoder):
         labels = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)), constant_values=-100)
-        hidden = decoder(jnp.asarray(tokens), execution=WAYS["scan"])
+        hidden, _ = decoder(jnp.asarray(tokens), execution=WAYS["scan"])
         cap = decoder.config.logits_softcap
         total = linear_cross_entropy(hidden, decoder.head_matrix, labels, softcap=cap, chunk=8)
         return total / (labels != -100).sum()

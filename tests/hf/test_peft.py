@@ -63,7 +63,7 @@ def ours(directory, tokens, **wanted):
 
     @jax.jit
     def run(model):
-        return model.logits(model(jnp.asarray(tokens)))
+        return model.logits(model(jnp.asarray(tokens))[0])
 
     return np.asarray(run(model))
 

@@ -83,7 +83,7 @@ def test_frequencies_follow_each_document(kind):
     labels = [np.append(d[1:], -100) for d in documents]
 
     def loss(model, tokens, labels, segments, positions, execution):
-        hidden = model(tokens, segments=segments, positions=positions, execution=execution)
+        hidden, _ = model(tokens, segments=segments, positions=positions, execution=execution)
         return linear_cross_entropy(hidden, model.head_matrix, labels, chunk=16)
 
     run = jax.jit(jax.value_and_grad(loss), static_argnums=5)
@@ -116,7 +116,7 @@ SEGMENTS = jnp.array([[1] * 20 + [2] * 17, [1] * 30 + [0] * 7])
 
 def loss_and_gradients(model, tokens, segments=SEGMENTS, positions=None, **how):
     def loss(model):
-        hidden = model(
+        hidden, _ = model(
             tokens,
             segments=segments,
             positions=positions,
@@ -167,7 +167,7 @@ def gradient_of(**how):
     model = jax.eval_shape(lambda: Decoder(replace(ROTARY, num_layers=24), jax.random.key(0)))
 
     def loss(model, tokens):
-        return model(tokens, execution=ExecutionConfig(**how)).sum()
+        return model(tokens, execution=ExecutionConfig(**how))[0].sum()
 
     return jax.jit(jax.grad(loss)), (model, jax.ShapeDtypeStruct((1, 1024), jnp.int32))
 
@@ -206,7 +206,7 @@ def test_refusals_of_memory():
 
 
 def test_decoding_with_a_cache_equals_reading_at_once(model, tokens):
-    wanted = jax.jit(lambda m: m(tokens, execution=SMALL))(model)
+    wanted = jax.jit(lambda m: m(tokens, execution=SMALL)[0])(model)
     cache = Cache.empty(model.config, B, T + 3, jnp.float32)
     parts = []
     decode = jax.jit(lambda m, t, c: m.decode(t, c, execution=SMALL))
@@ -238,7 +238,7 @@ def test_later_tokens_and_other_documents_do_not_reach_a_token(model, tokens):
     def two_tokens(table):
         changed = jax.tree.map(lambda x: x, model)
         changed.embedding = changed.embedding.replace(table)
-        hidden = changed(jnp.arange(T)[None], segments=SEGMENTS[:1], execution=SMALL)
+        hidden, _ = changed(jnp.arange(T)[None], segments=SEGMENTS[:1], execution=SMALL)
         # Weighted, because a layer norm's plain sum is constant.
         return (hidden[0, jnp.array([10, 25])] * jnp.arange(32.0)[None]).sum()
 
@@ -249,8 +249,8 @@ def test_later_tokens_and_other_documents_do_not_reach_a_token(model, tokens):
 
 def test_dropout_needs_a_key_and_follows_it(tokens):
     model = Decoder(MODELS["dropout"], jax.random.key(0))
-    run = jax.jit(lambda key: model(tokens, dropout_key=key, execution=SMALL))
-    quiet = model(tokens, execution=SMALL)
+    run = jax.jit(lambda key: model(tokens, dropout_key=key, execution=SMALL)[0])
+    quiet, _ = model(tokens, execution=SMALL)
     a, b, again = run(jax.random.key(1)), run(jax.random.key(2)), run(jax.random.key(1))
     assert jnp.array_equal(a, again)
     assert not jnp.allclose(a, b) and not jnp.allclose(a, quiet)
@@ -266,7 +266,7 @@ def test_positions_of_padding_may_lie_beyond_the_learned_ones():
     model = Decoder(replace(MODELS["learned"], max_position_embeddings=4), jax.random.key(0))
     tokens, segments = jnp.zeros((1, 8), jnp.int32), jnp.array([[1, 1, 1, 1, 0, 0, 0, 0]])
     inside, beyond = (
-        model(tokens, positions=jnp.minimum(jnp.arange(8), last)[None], segments=segments)
+        model(tokens, positions=jnp.minimum(jnp.arange(8), last)[None], segments=segments)[0]
         for last in (3, 7)
     )
     assert jnp.array_equal(inside[:, :4], beyond[:, :4]) and jnp.isfinite(beyond).all()
@@ -275,8 +275,8 @@ def test_positions_of_padding_may_lie_beyond_the_learned_ones():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_is_near(tokens, dtype):
     model = Decoder(ROTARY, jax.random.key(0))
-    wanted = model(tokens, execution=SMALL)
-    got = model(tokens, execution=SMALL, dtype=jnp.dtype(dtype))
+    wanted, _ = model(tokens, execution=SMALL)
+    got, _ = model(tokens, execution=SMALL, dtype=jnp.dtype(dtype))
     assert got.dtype == dtype
     assert float(jnp.linalg.norm(got - wanted) / jnp.linalg.norm(wanted)) < 2e-2
 

@@ -1,0 +1,66 @@
+"""Linear maps: modules that hold parameters; their calls are pure."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.typing import DTypeLike
+from jaxtyping import Int, UInt32
+
+
+def new_param(
+    key: Array,
+    shape: tuple[int, ...],
+    axes: tuple[str | None, ...],
+    std: float,
+    dtype: DTypeLike,
+    **metadata: Any,
+) -> nnx.Param:
+    """Draws a normal parameter with this standard deviation, in float32."""
+    value = (std * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
+    return nnx.Param(value, axes=axes, **metadata)
+
+
+class AdapterDropout(NamedTuple):
+    """Seeds of the dropout of an adapter's input: key data, and ids of the tokens."""
+
+    key: UInt32[Array, "2"]
+    ids: Int[Array, "B T"]
+
+
+def apply_kernel(kernel: Any, x: Array, in_ndim: int, seeds: AdapterDropout | None = None) -> Array:
+    """Computes x · kernel over the last `in_ndim` axes of x, in x's dtype. A kernel that is not a
+    parameter, as one with an adapter, computes this itself.
+    """
+    if isinstance(kernel, nnx.Variable):
+        return jnp.tensordot(x, kernel[...].astype(x.dtype), axes=in_ndim)
+    return kernel(x, in_ndim, seeds)
+
+
+class Linear(nnx.Module):
+    """x · kernel + bias over the last axes of x, in x's dtype."""
+
+    def __init__(
+        self,
+        key: Array,
+        inputs: tuple[int, ...],
+        outputs: tuple[int, ...],
+        axes: tuple[str | None, ...],
+        *,
+        std: float,
+        bias: bool,
+        dtype: DTypeLike,
+    ):
+        matrix = len(inputs), len(outputs)
+        self.kernel = new_param(key, inputs + outputs, axes, std, dtype, matrix=matrix)
+        self.bias = nnx.Param(jnp.zeros(outputs, dtype), axes=axes[len(inputs) :]) if bias else None
+        self.in_ndim = len(inputs)
+
+    def __call__(self, x: Array, seeds: AdapterDropout | None = None) -> Array:
+        y = apply_kernel(self.kernel, x, self.in_ndim, seeds)
+        if self.bias is not None:
+            bias = self.bias[...].astype(x.dtype)
+            y = y + bias.reshape((1,) * (y.ndim - bias.ndim) + bias.shape)
+        return y
