@@ -21,11 +21,12 @@ from bptjax.hf.config_export import exported
 from bptjax.hf.from_scratch import from_scratch
 from bptjax.hf.output import atomic_directory
 from bptjax.hf.tensors import Writer
-from bptjax.lora import linears, merged
+from bptjax.lora import merged
 from bptjax.models.config import EncoderConfig, ModelConfig
 from bptjax.models.decoder import Decoder
 from bptjax.models.params import Index, resize_param
 from bptjax.pretrained import Pretrained, open_pretrained, resolve_checkpoint
+from bptjax.quantized_kernels import linear_kernels
 
 # The files of a tokenizer in a Hugging Face directory; generation_config.json holds token ids.
 TOKENIZER = (
@@ -90,16 +91,18 @@ def _merging(model: Pretrained) -> Callable[[str, Index], np.ndarray]:
     """Returns a function that reads a parameter, or a slice of it, with its adapter merged."""
     assert model.adapters is not None
     config, values = model.adapters.config, model.adapters.values
-    contracted = linears(jax.eval_shape(lambda key: Decoder(model.config, key), jax.random.key(0)))
-    merge = jax.jit(partial(merged, config=config), static_argnames="contracted")
+    in_ndims = linear_kernels(
+        jax.eval_shape(lambda key: Decoder(model.config, key), jax.random.key(0))
+    )
+    merge = jax.jit(partial(merged, config=config), static_argnames="in_ndim")
 
     def read(path, index):
         w = model.adapters.modules.get(path) if model.adapters else None
         w = resize_param(path, model.source.read(path, index), model.config) if w is None else w
-        if path not in contracted or (path not in values and config.type != "qlora"):
+        if path not in in_ndims or (path not in values and config.type != "qlora"):
             return w
         adapter = tuple(x[index] for x in values[path]) if path in values else None
-        return np.asarray(merge(jnp.asarray(w), adapter, contracted=contracted[path]))
+        return np.asarray(merge(jnp.asarray(w), adapter, in_ndim=in_ndims[path]))
 
     return read
 

@@ -25,7 +25,7 @@ from bptjax.hf.fingerprint import fingerprint, sampled
 from bptjax.hf.peft import read_peft
 from bptjax.hf.peft_config import ADAPTER_CONFIG, read_base
 from bptjax.hf.tensors import SINGLE, Tensors
-from bptjax.lora import AdapterConfig, Adapters, attach, quantizer
+from bptjax.lora import AdapterConfig, Adapters, attach
 from bptjax.models.config import EncoderConfig, ModelConfig
 from bptjax.models.decoder import Decoder
 from bptjax.models.encoder import Encoder
@@ -37,6 +37,7 @@ from bptjax.models.params import (
     put_param,
     stacked,
 )
+from bptjax.quantized_kernels import quantizer
 
 log = logging.getLogger("bptjax")
 
@@ -151,7 +152,10 @@ class Pretrained:
         if self.adapters is None:
             return self.fill(model)
         config = self.adapters.config
-        model = self.fill(model, quantizer(model, config) if config.type == "qlora" else put_param)
+        put = put_param
+        if config.type == "qlora":
+            put = quantizer(model, config.codebook, config.double_quant)
+        model = self.fill(model, put)
         values = jax.device_put(jax.tree.map(np.asarray, self.adapters.values), where)
         return attach(model, values, config.dropout)
 

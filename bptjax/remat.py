@@ -9,11 +9,11 @@ from typing import Any
 import jax
 from jax import checkpoint_policies as policies
 
-from bptjax.lora import prepared
 from bptjax.models.config import Execution, ModelConfig
 from bptjax.models.layer_loops import scan_layers
 from bptjax.ops.attention import RESIDUAL_NAMES
 from bptjax.ops.checkpoint_names import ON_HOST, checkpoint_named
+from bptjax.quantized_kernels import dequantize_layer
 
 # What a layer can be kept of by name: what its matmuls and attention make.
 NAMES = ("query", "key", "value", *RESIDUAL_NAMES, "attended", "gate", "up")
@@ -96,7 +96,7 @@ class ExecutionConfig(Execution):
     def prepare(self, layer: Any, dtype: jax.typing.DTypeLike) -> Any:
         # Once for all chunks, and again in the backward pass. Without remat the result would be
         # kept for it, of every layer; so each product makes its own.
-        return layer if self.remat == "none" else prepared(layer, dtype)
+        return layer if self.remat == "none" else dequantize_layer(layer, dtype)
 
     def scan(self, step: Callable, carry: Any, kinds: Sequence[Any]) -> tuple[Any, Any]:
         """`scan_layers` that saves the activations that the policy names.

@@ -18,6 +18,7 @@ FLOORS = {
     "models": ["models"],
     "state and formats": [
         "lora",
+        "quantized_kernels",
         "remat",
         "optimizer",
         "update_rules",

@@ -12,10 +12,11 @@ from flax import nnx
 from training.specs import assert_same, gradient_sums
 
 from bptjax.config import Config, TrainConfig
-from bptjax.lora import Adapted, AdapterConfig, Quantized, linears, targets
+from bptjax.lora import AdapterConfig, LoraKernel, target_kernels
 from bptjax.models.config import ModelConfig
 from bptjax.optimizer import OptimizerConfig
 from bptjax.parallel.mesh import ParallelConfig, make_mesh
+from bptjax.quantized_kernels import QuantizedKernel, linear_kernels
 from bptjax.remat import ExecutionConfig
 from bptjax.training.spec import TrainSpec
 from bptjax.training.state import abstract_state, init_state, parameter_counts, split_trained
@@ -81,11 +82,11 @@ def dense(state):
     """The same state with its kernels in float32."""
 
     def one(kernel):
-        if not isinstance(kernel, Quantized):
+        if not isinstance(kernel, QuantizedKernel):
             return kernel
         return nnx.Param(jax.lax.map(lambda k: k.dense(jnp.float32), kernel))
 
-    model = jax.tree.map(one, state.model, is_leaf=lambda x: isinstance(x, Quantized))
+    model = jax.tree.map(one, state.model, is_leaf=lambda x: isinstance(x, QuantizedKernel))
     return replace(state, model=model)
 
 
@@ -112,12 +113,12 @@ def test_gradients_are_those_of_the_merged_kernel(batch):
     _, got, _ = gradient_sums(spec, batch, state=state)
 
     def merged(kernel):
-        if not isinstance(kernel, Adapted):
+        if not isinstance(kernel, LoraKernel):
             return kernel
         product = jax.vmap(lambda a, b: jnp.tensordot(a, b, 1))(kernel.a[...], kernel.b[...])
         return nnx.Param(kernel.base[...] + 4.0 * product, axes=kernel.base.axes)
 
-    model = jax.tree.map(merged, state.model, is_leaf=lambda x: isinstance(x, Adapted))
+    model = jax.tree.map(merged, state.model, is_leaf=lambda x: isinstance(x, LoraKernel))
     full = replace(spec, config=replace(spec.config, adapter=AdapterConfig()))
     _, wanted, _ = gradient_sums(full, batch, state=replace(state, model=model))
     for name in ("query", "key", "value", "out"):
@@ -210,8 +211,8 @@ def test_no_dense_copy_of_the_model(remat):
     abstract = abstract_state(spec)
     kernels = [
         x
-        for x in jax.tree.leaves(abstract.model, is_leaf=lambda x: isinstance(x, Quantized))
-        if isinstance(x, Quantized)
+        for x in jax.tree.leaves(abstract.model, is_leaf=lambda x: isinstance(x, QuantizedKernel))
+        if isinstance(x, QuantizedKernel)
     ]
     stored = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(kernels))
     count = sum(L * prod(k.inputs) * prod(k.matrix.absmax.shape[2:]) for k in kernels)
@@ -230,28 +231,31 @@ def test_targets():
         "model.layers.{}.attn.c_proj": ("layers.out.kernel",),
         "model.layers.{}.attn.c_attn": ("layers.key.kernel", "layers.value.kernel"),
     }
-    assert targets(["q_proj", "mlp.c_proj"], modules) == {
+    assert target_kernels(["q_proj", "mlp.c_proj"], modules) == {
         "layers.query.kernel",
         "layers.mlp.down.kernel",
     }
-    assert len(targets("all-linear", modules)) == 5
-    assert len(targets(["c_proj", "c_attn"], modules)) == 4
-    with pytest.raises(ValueError, match="no linear layer is proj; there are attn.c_attn, "):
-        targets(["proj"], modules)
+    assert len(target_kernels("all-linear", modules)) == 5
+    assert len(target_kernels(["c_proj", "c_attn"], modules)) == 4
+    with pytest.raises(ValueError, match="target_modules=proj: must be one of attn.c_attn, "):
+        target_kernels(["proj"], modules)
     with pytest.raises(ValueError, match="nothing would be trained"):
-        targets([], modules)
-    assert set(linears(init_state(make_spec()).model).values()) == {1, 2}
+        target_kernels([], modules)
+    assert set(linear_kernels(init_state(make_spec()).model).values()) == {1, 2}
 
 
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        (dict(type="none", r=4), "adapter.r=4 has no use with type=none"),
-        (dict(type="lora", bits=8), "adapter.bits=8 has no use with type=lora"),
-        (dict(type="qlora", bits=8, quant_type="nf4"), "nf4 takes 4 bits"),
-        (dict(type="lora", r=0), "not positive"),
-        (dict(type="lora", dropout=1.0), "not in"),
-        (dict(type="lora", target_modules="q_proj"), "all-linear, or a list of names"),
+        (dict(type="none", r=4), "adapter.r=4: must be 8 with adapter.type=none"),
+        (dict(type="lora", bits=8), "adapter.bits=8: must be 4 with adapter.type=lora"),
+        (
+            dict(type="qlora", bits=8, quant_type="nf4"),
+            "adapter.bits=8: must be 4 with adapter.quant_type=nf4",
+        ),
+        (dict(type="lora", r=0), "adapter.r=0: must be at least 1"),
+        (dict(type="lora", dropout=1.0), "adapter.dropout=1.0: must be in"),
+        (dict(type="lora", target_modules="q_proj"), "must be all-linear or a list of names"),
     ],
     ids=str,
 )

@@ -112,15 +112,18 @@ def _each(blocks: Float[Array, "*b C"], size: int, block: int) -> Float[Array, "
     return jnp.repeat(blocks, block, axis=-1)[..., :size]
 
 
-class Matrix(NamedTuple):
-    """A weight in few bits, `[I, *o]` of I inputs.
+class QuantizedMatrix(NamedTuple):
+    """A quantized weight `[I, *o]` with I inputs.
 
     Attributes:
-      codes: uint8 `[I, *o]`; of 4 bits, two in each of `[⌈I / 2⌉, *o]`, the first one above.
-      absmax: of each 64 inputs of an output, `[⌈I / 64⌉, *o]`: float32; or, quantised in their
-        turn, uint8.
-      second: float32, the absolute maximum of each 256 of these, less `mean`, output by output.
-      mean: float32 scalar.
+      codes: uint8 `[I, *o]`; with 4 bits `[⌈I / 2⌉, *o]`, two codes per byte, the first in the high
+        bits.
+      absmax: absolute maximum of each 64 inputs of an output, `[⌈I / 64⌉, *o]`, float32; with
+      double
+        quantization, uint8 codes.
+      second: float32, with double quantization: absolute maximum of each 256 values of `absmax`
+        minus `mean`, in the order of the outputs.
+      mean: float32 scalar, with double quantization: mean of `absmax`.
     """
 
     codes: Array
@@ -129,7 +132,7 @@ class Matrix(NamedTuple):
     mean: Array | None = None
 
 
-def quantize_matrix(w: Float[Array, "I *o"], kind: str, double: bool) -> Matrix:
+def quantize_matrix(w: Float[Array, "I *o"], kind: str, double: bool) -> QuantizedMatrix:
     """Quantizes `w` with the codebook `kind`, rounding to the nearest value. With `double`, the
     absolute maxima are quantized to 8 bits too (double quantization).
 
@@ -148,10 +151,12 @@ def quantize_matrix(w: Float[Array, "I *o"], kind: str, double: bool) -> Matrix:
     if len(book) == 16:
         codes = jnp.pad(codes, ((0, I % 2), (0, 0)))
         codes = codes[::2] << 4 | codes[1::2]
-    return Matrix(codes.reshape(-1, *outputs), absmax.T.reshape(-1, *outputs), second, mean)
+    return QuantizedMatrix(
+        codes.reshape(-1, *outputs), absmax.T.reshape(-1, *outputs), second, mean
+    )
 
 
-def dequantize_matrix(matrix: Matrix, kind: str, inputs: int) -> Float[Array, "I *o"]:
+def dequantize_matrix(matrix: QuantizedMatrix, kind: str, inputs: int) -> Float[Array, "I *o"]:
     """Inverts `quantize_matrix` for a weight with I = `inputs`, up to rounding. Returns float32."""
     codes, absmax, second, mean = matrix
     C, *outputs = absmax.shape

@@ -15,21 +15,18 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from bptjax.hf.peft import embeddings, modules
 from bptjax.lora import (
-    Adapted,
     Adapters,
-    Saved,
-    Values,
+    LoraKernel,
+    LoraWeights,
+    TrainedEmbedding,
     attach,
     embeddings_to_train,
-    is_saved,
+    in_checkpoint,
     is_trained,
     join,
-    linears,
     new_adapters,
-    quantize,
-    quantizer,
     split,
-    targets,
+    target_kernels,
     train_in_full,
 )
 from bptjax.loss_scale import LossScale
@@ -37,6 +34,7 @@ from bptjax.models.decoder import Decoder
 from bptjax.models.params import param_path, put_param
 from bptjax.optimizer import OptState, init_opt_state
 from bptjax.parallel.mesh import STATE_AXES, sharding
+from bptjax.quantized_kernels import linear_kernels, quantize_model, quantizer
 from bptjax.training.spec import TrainSpec
 
 # Host memory that devices can access directly.
@@ -77,8 +75,10 @@ def init_state(spec: TrainSpec) -> TrainState:
     model, pretrained, adapter = None, spec.pretrained, spec.config.adapter
     if pretrained is not None:
         plain = with_shardings(spec, _abstract_model(spec))
-        how = quantizer(plain, adapter) if adapter.type == "qlora" else put_param
-        model = pretrained.fill(plain, how)
+        put = put_param
+        if adapter.type == "qlora":
+            put = quantizer(plain, adapter.codebook, adapter.double_quant)
+        model = pretrained.fill(plain, put)
     shardings = jax.tree.map(lambda x: x.sharding, abstract_state(spec))
 
     with jax.set_mesh(spec.mesh):
@@ -91,14 +91,14 @@ def checkpoint_view(spec: TrainSpec, state: TrainState) -> TrainState:
     frozen weights."""
     if spec.config.adapter.type == "none":
         return state
-    return replace(state, model=split(state.model, is_saved)[0])
+    return replace(state, model=split(state.model, in_checkpoint)[0])
 
 
 def from_checkpoint(spec: TrainSpec, saved: TrainState) -> TrainState:
     """Inverts `checkpoint_view`: reloads the frozen weights from the base model's checkpoint."""
     if spec.config.adapter.type == "none":
         return saved
-    frozen = split(init_state(spec).model, is_saved)[1]
+    frozen = split(init_state(spec).model, in_checkpoint)[1]
     return replace(saved, model=join(saved.model, frozen))
 
 
@@ -113,12 +113,14 @@ def gather_adapters(spec: TrainSpec, state: TrainState) -> Adapters:
     """Returns the adapters, and the embeddings trained in full beside them, as NumPy arrays.
     Gathers the shards of all processes, so each process must call it."""
     values, modules = {}, {}
-    found = jax.tree.leaves_with_path(state.model, is_leaf=lambda x: isinstance(x, Adapted | Saved))
+    found = jax.tree.leaves_with_path(
+        state.model, is_leaf=lambda x: isinstance(x, LoraKernel | TrainedEmbedding)
+    )
     for path, leaf in found:
-        if isinstance(leaf, Adapted):
+        if isinstance(leaf, LoraKernel):
             arrays = (v.get_value() for v in (leaf.a, leaf.b, leaf.scale))
             values[param_path(path)] = tuple(process_allgather(x, tiled=True) for x in arrays)
-        elif isinstance(leaf, Saved):
+        elif isinstance(leaf, TrainedEmbedding):
             modules[param_path(path)] = process_allgather(leaf.get_value(), tiled=True)
     return Adapters(spec.config.adapter, values, modules)
 
@@ -143,7 +145,7 @@ def parameter_counts(spec: TrainSpec, without: Collection[str] = ()) -> Paramete
     state = jax.eval_shape(partial(_new_state, spec), None, _loaded_adapters(spec))
     trained, _ = split_trained(spec, state.model)
     # The count of the base model includes the embeddings that are trained in full.
-    in_full, low_rank = split(trained, lambda v: isinstance(v, Saved))
+    in_full, low_rank = split(trained, lambda v: isinstance(v, TrainedEmbedding))
     return ParameterCounts(base + size(low_rank), size(in_full) + size(low_rank))
 
 
@@ -153,9 +155,9 @@ def adapted_kernels(spec: TrainSpec) -> set[str]:
     Raises:
       ValueError: adapter.target_modules names no linear layer of the model, or is empty.
     """
-    own = {path.removesuffix(".kernel"): (path,) for path in linears(_abstract_model(spec))}
+    own = {path.removesuffix(".kernel"): (path,) for path in linear_kernels(_abstract_model(spec))}
     family = spec.pretrained.family if spec.pretrained else None
-    return targets(spec.config.adapter.target_modules, modules(spec.model, family) or own)
+    return target_kernels(spec.config.adapter.target_modules, modules(spec.model, family) or own)
 
 
 def embeddings_in_full(spec: TrainSpec) -> set[str]:
@@ -176,7 +178,7 @@ def embeddings_in_full(spec: TrainSpec) -> set[str]:
     return found | (set(loaded.modules) if loaded else set())
 
 
-def _loaded_adapters(spec: TrainSpec) -> dict[str, Values] | None:
+def _loaded_adapters(spec: TrainSpec) -> dict[str, LoraWeights] | None:
     """Returns the adapters that training continues from."""
     found = spec.pretrained.adapters if spec.pretrained else None
     return found.values if found else None
@@ -197,7 +199,7 @@ def _new_model(spec: TrainSpec, key: Array) -> Decoder:
 
 
 def _new_state(
-    spec: TrainSpec, model: Decoder | None = None, adapters: dict[str, Values] | None = None
+    spec: TrainSpec, model: Decoder | None = None, adapters: dict[str, LoraWeights] | None = None
 ) -> TrainState:
     """Returns the state at step 0 from `model` and `adapters`, which are new if left out."""
     adapter = spec.config.adapter
@@ -205,7 +207,7 @@ def _new_state(
     if model is None:
         model = _new_model(spec, model_key)
         if adapter.type == "qlora":
-            model = quantize(model, adapter)
+            model = quantize_model(model, adapter.codebook, adapter.double_quant)
     if adapter.type != "none":
         dtype = jnp.dtype(spec.config.train.param_dtype)
         if adapters is None:

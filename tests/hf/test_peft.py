@@ -265,7 +265,7 @@ def test_a_run_resumes_generates_merges_and_exports(
     run = tmp_path / "run"
     command += ["--run_dir=~/run", "--adapter.target_modules=[query_key_value]"]
     assert main(command) == 2
-    assert "no linear layer is query_key_value" in capsys.readouterr().err
+    assert "adapter.target_modules=query_key_value: must be one of" in capsys.readouterr().err
     command[-1] = "--adapter.target_modules=[q_proj,up_proj]"
     assert main(command) == 0
     log = (run / "log.txt").read_text()
