@@ -1,4 +1,4 @@
-"""What is kept for the backward pass, where, and what is computed again."""
+"""Remat policies: the activations that are saved for the backward pass, and where."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -48,20 +48,25 @@ class ExecutionConfig(Execution):
     def __post_init__(self):
         super().__post_init__()
         if self.ce_chunk < 1:
-            raise ValueError(f"execution.ce_chunk={self.ce_chunk} is not positive")
+            raise ValueError(f"execution.ce_chunk={self.ce_chunk}: must be at least 1")
         if self.remat not in REMAT and not self.nested:
             raise ValueError(
-                f"execution.remat={self.remat}; there are {', '.join(REMAT)}, nested(k) with k > 1"
+                f"execution.remat={self.remat}: must be one of {', '.join(REMAT)}, or nested(k) "
+                "with k > 1"
             )
         for name in self.save:
             if name not in NAMES:
-                raise ValueError(f"execution.save={name}; there are {', '.join(NAMES)}")
+                raise ValueError(f"execution.save={name}: must be among {', '.join(NAMES)}")
         if self.offload and self.remat == "none":
             raise ValueError(
-                "execution.offload moves what a remat policy keeps; remat=none has none"
+                f"execution.offload={self.offload}: must be 0 with remat=none, which names no "
+                "activations"
             )
         if self.save and self.remat == "none":
-            raise ValueError("execution.save adds to what is kept; remat=none keeps everything")
+            raise ValueError(
+                f"execution.save={', '.join(self.save)}: must be empty with remat=none, which "
+                "saves all activations"
+            )
 
     @property
     def nested(self) -> int | None:
@@ -70,7 +75,7 @@ class ExecutionConfig(Execution):
         return int(found[1]) if found and int(found[1]) > 1 else None
 
     def check(self, model: ModelConfig) -> None:
-        """Refuses what the model's layers cannot do.
+        """Checks the policy against the model's layers.
 
         Raises:
           ValueError: as `groups`, or a name to save that the layers do not have.
@@ -79,23 +84,21 @@ class ExecutionConfig(Execution):
         has = {"gate": model.gated, "attended": model.residual == "sequential"}
         for name in self.save:
             if not has.get(name, True):
-                raise ValueError(f"execution.save={name}: the model's layers have none")
+                raise ValueError(f"execution.save={name}: must exist in the model's layers")
 
     def groups(self, layers: int) -> int:
-        """Into how many groups nested(k) cuts them.
+        """Returns the number of groups into which nested(k) divides the layers.
 
         Raises:
           ValueError: k does not divide the number of layers.
         """
         if layers % (self.nested or 1):
-            raise ValueError(
-                f"execution.remat={self.remat} with {layers} layers: k does not divide"
-            )
+            raise ValueError(f"execution.remat={self.remat}: k must divide the {layers} layers")
         return layers // (self.nested or 1)
 
     def prepare(self, layer: Any, dtype: jax.typing.DTypeLike) -> Any:
-        # Once for all chunks, and again in the backward pass. Without remat the result would be
-        # kept for it, of every layer; so each product makes its own.
+        # Dequantize once for all chunks, and again in the backward pass. Without remat, the results
+        # of all layers would be saved for it, so each product dequantizes by itself.
         return layer if self.remat == "none" else dequantize_layer(layer, dtype)
 
     def scan(self, step: Callable, carry: Any, kinds: Sequence[Any]) -> tuple[Any, Any]:
@@ -130,10 +133,10 @@ class ExecutionConfig(Execution):
         activations named `saved`."""
         names = [given, *saved, *self.save]
         on_host = [name + ON_HOST for name in names]
-        # Where nothing is moved, what bears the name for host memory is kept on the device.
+        # Without offload, activations with a name for host memory are saved on the device.
         policy = policies.save_only_these_names(*names[1:], *on_host[1:])
         if offload and self.offload:
-            # The input too is kept by its name: a carry of the scan would stay on the device.
+            # Save the input by its name too, because a carry of the scan would stay on the device.
             policy = policies.save_and_offload_only_these_names(
                 names_which_can_be_saved=names,
                 names_which_can_be_offloaded=on_host,

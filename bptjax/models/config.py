@@ -158,42 +158,44 @@ class ModelConfig:
         ):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ValueError(f"model.{name}={value} is not positive")
+                raise ValueError(f"model.{name}={value}: must be at least 1")
             if value is not None and value >= 2**31:
                 raise ValueError(f"model.{name}={value}: must be less than 2^31")
         for name in ("attention_softcap", "logits_softcap"):
             check_softcap(getattr(self, name), f"model.{name}")
         if self.num_heads % self.K:
             raise ValueError(
-                f"model.num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}"
+                f"model.num_kv_heads={self.num_kv_heads}: must divide num_heads={self.num_heads}"
             )
         if self.head_dim is None and self.hidden_size % self.num_heads:
             raise ValueError(
-                f"model.num_heads={self.num_heads} does not divide hidden_size={self.hidden_size}; "
-                "choose another, or set head_dim"
+                f"model.num_heads={self.num_heads}: must divide hidden_size={self.hidden_size}; "
+                "choose another number, or set head_dim"
             )
         if self.position_embedding == "rope" and self.H % 2:
-            raise ValueError(f"model.head_dim={self.H} is odd; rotary positions turn pairs")
+            raise ValueError(f"model.head_dim={self.H}: must be even with rotary positions")
         if self.position_embedding == "learned" and self.max_position_embeddings is None:
-            raise ValueError("model.position_embedding=learned needs model.max_position_embeddings")
+            raise ValueError(
+                "model.position_embedding=learned: must go with model.max_position_embeddings"
+            )
         if self.norm_position != "pre" and (self.residual != "sequential" or self.residual_normed):
             raise ValueError(
-                f"model.norm_position={self.norm_position} needs residual=sequential, not "
-                f"{self.residual}, and no residual_normed"
+                f"model.norm_position={self.norm_position}: must go with residual=sequential, not "
+                f"{self.residual}, and residual_normed=false"
             )
         if self.layer_types is not None:
             if len(self.layer_types) != self.num_layers:
                 raise ValueError(
-                    f"model.layer_types has {len(self.layer_types)} entries for "
-                    f"num_layers={self.num_layers}"
+                    f"model.layer_types: must have num_layers={self.num_layers} entries, not "
+                    f"{len(self.layer_types)}"
                 )
             if "sliding_attention" in self.layer_types and self.sliding_window is None:
                 raise ValueError(
-                    "model.layer_types has sliding_attention, but sliding_window is not set"
+                    "model.sliding_window: must be set with sliding_attention in layer_types"
                 )
         for name in ("embedding_dropout", "attention_dropout", "residual_dropout"):
             if not 0.0 <= (getattr(self, name) or 0.0) < 1.0:
-                raise ValueError(f"model.{name}={getattr(self, name)} is not in [0, 1)")
+                raise ValueError(f"model.{name}={getattr(self, name)}: must be in [0, 1)")
 
         # A typing error would otherwise show after minutes, when memory runs out.
         heads = 2 * (self.num_heads + self.K) * self.H
@@ -213,7 +215,7 @@ class ModelConfig:
     @property
     def V(self) -> int:
         if self.vocab_size is None:
-            raise ValueError("model.vocab_size is not set")
+            raise ValueError("model.vocab_size: must be set")
         return self.vocab_size
 
     @property
@@ -322,10 +324,10 @@ class Execution:
 
     def __post_init__(self):
         if not 0.0 <= self.offload <= 1.0:
-            raise ValueError(f"execution.offload={self.offload} is not in [0, 1]")
+            raise ValueError(f"execution.offload={self.offload}: must be in [0, 1]")
         for name in ("q_chunk", "k_chunk", "ffn_chunk"):
             if getattr(self, name) < 1:
-                raise ValueError(f"execution.{name}={getattr(self, name)} is not positive")
+                raise ValueError(f"execution.{name}={getattr(self, name)}: must be at least 1")
 
     def prepare(self, layer: Any, dtype: jax.typing.DTypeLike) -> Any:
         """A layer before its parts are called; a subclass may unpack what it is stored as."""

@@ -201,8 +201,8 @@ class Decoder(nnx.Module):
             # position.
             if counted and (config.max_position_embeddings or 0) < T:
                 raise ValueError(
-                    f"{T} tokens, but model.max_position_embeddings="
-                    f"{config.max_position_embeddings} learned positions"
+                    f"{T} tokens: must be at most model.max_position_embeddings="
+                    f"{config.max_position_embeddings}, the number of learned positions"
                 )
             at = positions + config.position_offset
             x = x + lookup(self.positions[...], at).astype(dtype)

@@ -128,7 +128,7 @@ class Encoder(nnx.Module):
           ValueError: the model has no pooler.
         """
         if self.pooler is None:
-            raise ValueError("model.pooler=0: the model has no pooled output")
+            raise ValueError("model.pooler=0: must be set for a pooled output")
         return ACTIVATIONS[self.config.pooler_activation](self.pooler(hidden[:, 0]))
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Array:
@@ -141,7 +141,7 @@ class Encoder(nnx.Module):
         if self.classes is not None:
             return self.classes(hidden[:, 0]).astype(jnp.float32)
         if self.masked is None or self.embedding is None:
-            raise ValueError("the model has neither masked_head nor classes")
+            raise ValueError("model.masked_head, model.classes: one must be set for logits")
         hidden, bias = self.masked(hidden), self.masked.bias[...].astype(jnp.float32)
         table = self.embedding[...].astype(hidden.dtype)
         logits = jnp.einsum("btd,vd->btv", hidden, table, preferred_element_type=jnp.float32)
@@ -168,7 +168,10 @@ class Encoder(nnx.Module):
             x = jnp.concatenate([first, x], 1)
         B, T, _ = x.shape
         if T > self.positions.shape[0]:
-            raise ValueError(f"{T} tokens, but {self.positions.shape[0]} learned positions")
+            raise ValueError(
+                f"{T} tokens: must be at most {self.positions.shape[0]}, the number of learned "
+                "positions"
+            )
         x = x + self.positions[...][None, :T].astype(dtype)
         if self.types is not None:
             types = jnp.zeros((B, T), jnp.int32) if token_types is None else token_types
@@ -195,6 +198,8 @@ def _patches(images: Float[Array, "B C height width"], config: EncoderConfig) ->
     (height, width), (h, w) = config.image_size or (0, 0), config.patch_size or (1, 1)
     B, C = images.shape[:2]
     if images.shape[1:] != (config.channels, height, width):
-        raise ValueError(f"images {images.shape[1:]}, not {(config.channels, height, width)}")
+        raise ValueError(
+            f"images: must be [batch, {config.channels}, {height}, {width}], not {images.shape}"
+        )
     cut = images.reshape(B, C, height // h, h, width // w, w)
     return cut.transpose(0, 2, 4, 1, 3, 5).reshape(B, -1, C * h * w)

@@ -31,7 +31,7 @@ BAD = {
     ),
     "layers that do not make groups": (
         ["--execution.remat", "nested(2)"],
-        "nested(2) with 1 layers",
+        "execution.remat=nested(2): k must divide the 1 layers",
     ),
     "hidden by the schedule": (
         ["--execution.schedule", "fused", "--execution.save", "[query, key]"],
@@ -43,7 +43,7 @@ BAD = {
     ),
     "not in the model": (
         ["--execution.save", "[gate]", "--execution.ffn_chunk", "32", "--model.gated", "false"],
-        "execution.save=gate: the model's layers have none",
+        "execution.save=gate: must exist in the model's layers",
     ),
     "no such scaling": (
         ["--model.rope_parameters", "{rope_type: yarm, rope_theta: 1.0}"],
@@ -93,7 +93,7 @@ BAD = {
         ["--model.logits_softcap", "0"],
         "error: model.logits_softcap=0.0: must be positive and finite; leave it out for no cap\n",
     ),
-    "no key heads": (["--model.num_kv_heads", "0"], "model.num_kv_heads=0 is not positive"),
+    "no key heads": (["--model.num_kv_heads", "0"], "model.num_kv_heads=0: must be at least 1"),
     "negative z-loss": (["--train.z_loss", "-1"], "train.z_loss=-1.0: must not be negative"),
     "no batches to evaluate on": (
         ["--train.eval_batches", "0"],
