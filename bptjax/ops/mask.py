@@ -33,14 +33,15 @@ class Mask:
       window: p - s < window; if not causal, |p - s| < window. In tokens, the query's own included.
       segments: int32 `[B, T]`, the queries' documents. Attention stays inside a document. Segment 0
         is padding: it attends to nothing, and nothing attends to it.
-      k_segments: int32 `[B, S]`, the keys' documents; those of the queries if left out.
+      k_segments: int32 `[B, S]`, the keys' documents; by default the queries' documents.
       positions: int32 `[T]` or `[B, T]`, absolute positions of the queries in the sequence (not in
         the document); `0..T-1` if left out.
-      k_positions: int32 `[S]` or `[B, S]`, positions of the keys; those of the queries if left out.
-      global_tokens: bool `[T]` or `[B, T]`, queries that ignore window and block mask: they attend
+      k_positions: int32 `[S]` or `[B, S]`, positions of the keys; by default the queries'
+      positions. global_tokens: bool `[T]` or `[B, T]`, queries that ignore window and block mask:
+      they attend
         to every key that the other conditions allow. Beltagy et al. 2020, arXiv 2004.05150.
       k_global_tokens: bool `[S]` or `[B, S]`, keys that every query may attend to in the same way;
-        those of the queries if left out.
+        by default the queries' global tokens.
       block_mask: bool `[P, R]`: block_mask[p // block_size, s // block_size]. Positions beyond it
         attend to nothing, and nothing attends to them. Chunks no longer than a block skip the most.
       block_size: tokens in a block of `block_mask`.
