@@ -283,7 +283,7 @@ def apply_gradients(
             new.append(jax.tree.map(chosen, step(old, g, leaf_key), old))
     model = treedef.unflatten([p for p, _ in new])
     slots = _by_name([slots for _, slots in new], treedef)
-    return model, OptState(state.count + finite, slots), norm
+    return model, OptState(state.count + finite.astype(jnp.int32), slots), norm
 
 
 def _step(rule, scale, rate, decay, count, old, g, key):

@@ -121,6 +121,8 @@ class _LandmarkTile(Tile):
             cotangent on to the landmark."""
             d = self._split(dgated, 0.0)
             gate = jnp.where(other, d.sum(-1, keepdims=True), 0.0)
-            return pull(self._join(d + gate * (is_landmark - jnp.exp(tokens - total))))
+            return pull(
+                self._join(d + gate * (is_landmark.astype(jnp.float32) - jnp.exp(tokens - total)))
+            )
 
         return self._join(tokens + jnp.where(other, x[..., -1:] - total, 0.0)), pull_gate

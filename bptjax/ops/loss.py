@@ -153,6 +153,7 @@ def _gradients(options: _Options, head, residuals, scale, frozen=False):
     factor = (weights * scale)[..., None]
     softmax = jnp.exp(logits - lse[..., None]) * (1.0 + 2.0 * options.z_loss * lse)[..., None]
     chosen = jnp.arange(logits.shape[-1]).reshape(1, 1, -1) == index
+    chosen = chosen.astype(jnp.float32)
     dlogits = ((softmax - chosen) * derivative * factor).astype(hidden.dtype)
     dhidden = jnp.einsum("btv,vd->btd", dlogits, head, preferred_element_type=jnp.float32)
     if frozen:

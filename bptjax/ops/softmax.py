@@ -40,7 +40,8 @@ def merge_states(a: AttentionState, b: AttentionState) -> AttentionState:
     lse = jnp.logaddexp(a.lse, b.lse)
     shift = jnp.where(lse == -jnp.inf, 0.0, lse)
     weight_a, weight_b = jnp.exp(a.lse - shift)[..., None], jnp.exp(b.lse - shift)[..., None]
-    return AttentionState(weight_a * a.out + weight_b * b.out, lse)
+    out = weight_a * a.out.astype(jnp.float32) + weight_b * b.out.astype(jnp.float32)
+    return AttentionState(out, lse)
 
 
 class OnlineSoftmax(NamedTuple):

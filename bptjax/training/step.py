@@ -143,7 +143,8 @@ def train_step(
     loss_scale = state.loss_scale
     trained, frozen = split_trained(spec, state.model)
     # After an overflow in float16, `count` and thus the schedule stay the same.
-    rate = jnp.asarray(learning_rate(config.optimizer, spec.steps)(state.opt_state.count))
+    schedule = learning_rate(config.optimizer, spec.steps)
+    rate = jnp.asarray(schedule(state.opt_state.count.astype(jnp.float32)))
     with jax.named_scope("optimizer"):
         trained, opt_state, norm = apply_gradients(
             config.optimizer,
@@ -265,7 +266,7 @@ def matmul_parameters(spec: TrainSpec) -> ParameterCounts:
 def attended_pairs(model: ModelConfig, positions: Array, segments: Array) -> Array:
     """Returns the number of query-key pairs that the masks of all layers allow, float32: causal,
     within documents and within each layer's window."""
-    keys = jnp.where(segments != 0, positions + 1.0, 0.0)
+    keys = jnp.where(segments != 0, (positions + 1).astype(jnp.float32), 0.0)
     layers = Counter(kind.window for kind in model.layer_kinds)
     pairs = jnp.zeros(())
     for window, count in layers.items():

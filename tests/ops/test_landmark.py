@@ -32,7 +32,7 @@ def definition(q, k, v, *, block_size, segments=None):
     seen = seen & (tokens | ~is_landmark)
     # G_ij: other blocks' landmarks in the query's own group, its own landmark in none.
     G = np.where(is_landmark[None], np.where(own, -1, p[:, None]), p[None])
-    same = G[:, :, None] == G[:, None, :]
+    same = (G[:, :, None] == G[:, None, :]).astype(np.float32)
     e = jnp.where(seen[:, None], jnp.exp(x), 0.0)
     total = jnp.einsum("ijy,bniy->bnij", same, e, precision="highest")
     S = e / jnp.where(total == 0.0, 1.0, total)

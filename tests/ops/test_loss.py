@@ -200,7 +200,10 @@ BAD = {
     "features": (dict(head=HEAD[:, :-1]), r"head: must be \[classes, 8\], not \(19, 7\)"),
     "fewer labels": (dict(labels=LABELS[:, :-1]), r"labels: must be \(2, 13\), .*not \(2, 12\)"),
     "weights": (dict(weights=WEIGHTS[:1]), r"weights: must be \(2, 13\), .*not \(1, 13\)"),
-    "float labels": (dict(labels=LABELS * 1.0), "labels: must be integers, not float32"),
+    "float labels": (
+        dict(labels=LABELS.astype(jnp.float32)),
+        "labels: must be integers, not float32",
+    ),
     "too large": (
         dict(labels=np.where(NUMPY == 3, V, NUMPY)),
         r"labels: must be in \[0, 19\), .*not 19",

@@ -166,7 +166,7 @@ def _launch(
             none if y is None else jnp.broadcast_to(jnp.asarray(y, jnp.int32), (B, y.shape[-1]))
             for y in (mask.global_tokens, mask.k_global_tokens)
         ),
-        none if mask.block_mask is None else jnp.asarray(mask.block_mask != 0, jnp.int8),
+        none if mask.block_mask is None else jnp.asarray(mask.block_mask.astype(bool), jnp.int8),
     )
     grid = (-(-S // bk), K, B) if of_keys else (-(-T // bq), N, B)
     constants = Constants(
@@ -278,8 +278,11 @@ def _classify(
         count, size = mask.count_blocks((p_low, p_high), (s_low, s_high))
         nonempty, full = nonempty & (count > 0), full & (count == size)
     if mask.global_tokens is not None:
-        p_all, p_some = (x[:, :, None] for x in _bounds(xp, mask.global_tokens != 0, q_block))
-        s_all, s_some = (x[:, None] for x in _bounds(xp, mask.k_global_tokens != 0, k_block))
+        p_global, s_global = (
+            xp.asarray(x, bool) for x in (mask.global_tokens, mask.k_global_tokens)
+        )
+        p_all, p_some = (x[:, :, None] for x in _bounds(xp, p_global, q_block))
+        s_all, s_some = (x[:, None] for x in _bounds(xp, s_global, k_block))
         nonempty, full = nonempty | p_some | s_some, full | p_all | s_all
     if T % q_block:
         full = full & (xp.arange(nonempty.shape[1]) < T // q_block)[None, :, None]
