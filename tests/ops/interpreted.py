@@ -5,6 +5,7 @@ because the interpreter is chosen when triton is imported.
 """
 
 import builtins
+import functools
 import os
 import sys
 
@@ -34,6 +35,9 @@ class _Int(int, metaclass=_AnyInt):
 
 
 interpreter.int = _Int
+# Nothing else runs here: the language is patched once, not at each call of a function.
+interpreter._patch_lang = functools.cache(interpreter._patch_lang)
+interpreter._LangPatchScope.restore = lambda self: None
 
 
 def call(name, inputs, shapes, grid, warps, stages, constants):
