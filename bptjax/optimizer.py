@@ -41,9 +41,9 @@ class OptimizerConfig:
     """Optimizer and learning-rate schedule, in the terms of Hugging Face.
 
     Attributes:
-      type: adamw keeps two slots of state per parameter, lion one. muon keeps one per kernel of a
-        linear layer, including low-rank factors of adapters, and updates all other parameters like
-        adamw.
+      type: adamw keeps two slots of state per parameter, lion one. muon keeps one per weight
+        matrix of a linear layer, including low-rank factors of adapters, and updates all other
+        parameters like adamw.
       learning_rate: highest learning rate of the schedule. If not set, 3e-4 for pre-training, 2e-5
         for fine-tuning, and 2e-4 for adapters; lion takes a quarter of these.
       lr_scheduler_type: schedule after the warm-up. linear and cosine decay to the end of the run;
@@ -61,7 +61,7 @@ class OptimizerConfig:
       lion_beta1: weight of the momentum in the average whose sign is lion's step.
       lion_beta2: decay rate of the momentum.
       muon_momentum: decay rate of the momentum.
-      muon_dtype: dtype in which muon orthogonalizes a kernel.
+      muon_dtype: dtype in which muon orthogonalizes the momentum of a weight matrix.
       weight_decay: weight decay of linear layers. Norms, biases and embeddings have none. If not
         set, 0.1 (0.4 for lion) for pre-training and 0 for fine-tuning.
       max_grad_norm: largest global norm of the gradients; larger ones are scaled down. 0 turns this

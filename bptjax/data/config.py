@@ -46,7 +46,8 @@ class DataConfig:
       path: file, directory, glob, or python-stdlib (the source files of this Python), or
         hf://owner/name (parquet files of the hub); or a list of them: one pool of documents.
       sources: several sources in place of path, each with a weight. Each next sequence comes from
-        the source that lags its share of tokens most, and holds documents of that source only.
+        the source that is furthest behind its share of tokens, and holds documents of that
+        source only.
       eval_path: held-out data. If not set, eval_fraction of path is held out.
       eval_fraction: share of the documents to hold out. If there is only one, its tail is held out.
       sample_by: unit of a plain-text file that becomes one document.

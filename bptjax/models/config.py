@@ -37,7 +37,7 @@ class ModelConfig:
     Attributes:
       name_or_path: directory (or hub id) of a checkpoint to start from. The checkpoint decides all
         other keys here but rope_parameters, max_position_embeddings, the dropouts and init_std.
-      vocab_size: vocabulary size V. If not set, that of the tokenizer.
+      vocab_size: vocabulary size V. If not set, the tokenizer's vocabulary size.
       hidden_size: width D of the residual stream.
       intermediate_size: width of the feed-forward network. If not set, 4·D.
       num_layers: number of layers L.
@@ -92,8 +92,9 @@ class ModelConfig:
       residual_dropout: dropout of the output of each sublayer in training, with the same default.
       init_std: standard deviation of new weights. Weights that write to the residual stream get
         init_std / √(2·L).
-      add_tokens: tokens that are added to the tokenizer's vocabulary. New rows of the embeddings
-        start at the mean of the others. Beside adapters the embeddings are trained too.
+      add_tokens: tokens that are added to the tokenizer's vocabulary. The embedding of
+        a new token starts at the mean of the existing embeddings. With new tokens, an adapter run
+        trains the embeddings too.
     """
 
     name_or_path: str | None = None
