@@ -10,7 +10,7 @@ from bptjax.checkpoint import CheckpointConfig
 from bptjax.data.config import DataConfig
 from bptjax.lora import AdapterConfig
 from bptjax.models.config import ModelConfig
-from bptjax.optimizer import OptimizerConfig
+from bptjax.optimizer import OPTIMIZERS, OptimizerConfig
 from bptjax.parallel.mesh import ParallelConfig
 from bptjax.remat import ExecutionConfig
 from bptjax.trackers import Name
@@ -190,9 +190,7 @@ def defaults(config: Config, platform: str | None = None) -> dict[str, Any]:
     """
     optimizer = config.optimizer
     fine_tuning, adapter = config.model.name_or_path is not None, config.adapter.type != "none"
-    # Chen et al. 2023, arXiv 2302.06675, Section 5: Lion takes a learning rate 3 to 10 times lower
-    # than AdamW, and a weight decay higher by the same factor.
-    factor = 4 if optimizer.type == "lion" else 1
+    factor = OPTIMIZERS[optimizer.type].rate_divisor
     rate = (2e-4 if adapter else 2e-5) if fine_tuning else 3e-4
     found: dict[str, Any] = {
         "optimizer.learning_rate": rate / factor,

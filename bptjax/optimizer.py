@@ -24,26 +24,15 @@ from bptjax.ops.quantize import (
 from bptjax.parallel.sliced_update import update_in_slices
 from bptjax.update_rules import AdamW, Lion, Muon, UpdateRule
 
-# Values of `optimizer.type` that read a key; the other keys are read by all.
-READ_BY = {
-    "adam_beta1": {"adamw", "muon"},
-    "adam_beta2": {"adamw", "muon"},
-    "adam_epsilon": {"adamw", "muon"},
-    "lion_beta1": {"lion"},
-    "lion_beta2": {"lion"},
-    "muon_momentum": {"muon"},
-    "muon_dtype": {"muon"},
-}
-
 
 @dataclass(frozen=True)
 class OptimizerConfig:
     """Optimizer and learning-rate schedule, in the terms of Hugging Face.
 
     Attributes:
-      type: adamw keeps two slots of state per parameter, lion one. muon keeps one per weight
-        matrix of a linear layer, including low-rank factors of adapters, and updates all other
-        parameters like adamw.
+      type: adamw, lion or muon. adamw keeps two slots of state per parameter, lion one. muon keeps
+        one per weight matrix of a linear layer, including low-rank factors of adapters, and updates
+        all other parameters like adamw.
       learning_rate: highest learning rate of the schedule. If not set, 3e-4 for pre-training, 2e-5
         for fine-tuning, and 2e-4 for adapters; lion takes a quarter of these.
       lr_scheduler_type: schedule after the warm-up. linear and cosine decay to the end of the run;
@@ -72,7 +61,7 @@ class OptimizerConfig:
         device memory, and each step moves the state there and back.
     """
 
-    type: Literal["adamw", "lion", "muon"] = "adamw"
+    type: str = "adamw"
     learning_rate: float | None = None
     lr_scheduler_type: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
     warmup_steps: int | None = None
@@ -99,12 +88,15 @@ class OptimizerConfig:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"optimizer.{name}={value}: must be positive")
-        for name in ("adam_beta1", "adam_beta2", "lion_beta1", "lion_beta2", "muon_momentum"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"optimizer.{name}={getattr(self, name)}: must be in [0, 1)")
+        if self.type not in OPTIMIZERS:
+            names = ", ".join(OPTIMIZERS)
+            raise ValueError(f"optimizer.type={self.type}: must be one of {names}")
         for f in fields(self):
-            value, readers = getattr(self, f.name), READ_BY.get(f.name, {self.type})
-            if self.type not in readers and value != f.default:
+            value = getattr(self, f.name)
+            if f.name.endswith(("_beta1", "_beta2", "_momentum")) and not 0 <= value < 1:
+                raise ValueError(f"optimizer.{f.name}={value}: must be in [0, 1)")
+            readers = [name for name, row in OPTIMIZERS.items() if f.name in row.keys]
+            if readers and self.type not in readers and value != f.default:
                 raise ValueError(
                     f"optimizer.{f.name}={value}: must be {f.default} with "
                     f"optimizer.type={self.type}, which does not read it"
@@ -140,10 +132,6 @@ def _adamw(config: OptimizerConfig, p: nnx.Variable) -> UpdateRule:
     return AdamW(config.adam_beta1, config.adam_beta2, config.adam_epsilon)
 
 
-def _lion(config: OptimizerConfig, p: nnx.Variable) -> UpdateRule:
-    return Lion(config.lion_beta1, config.lion_beta2)
-
-
 def _muon(config: OptimizerConfig, p: nnx.Variable) -> UpdateRule:
     """Returns Muon for hidden matrices, which include low-rank factors. Embeddings, head, norms and
     biases use AdamW, as Jordan et al. advise.
@@ -156,11 +144,32 @@ def _muon(config: OptimizerConfig, p: nnx.Variable) -> UpdateRule:
     return Muon(config.muon_momentum, inputs, outputs, config.muon_dtype)
 
 
-# The update rule of a parameter, by `optimizer.type`.
-OPTIMIZERS: dict[str, Callable[[OptimizerConfig, nnx.Variable], UpdateRule]] = {
-    "adamw": _adamw,
-    "lion": _lion,
-    "muon": _muon,
+@dataclass(frozen=True)
+class Optimizer:
+    """A value of `optimizer.type`.
+
+    Attributes:
+      rule: returns the update rule of a parameter.
+      keys: names of the `OptimizerConfig` fields that not every optimizer reads, but this one does.
+      rate_divisor: divides AdamW's default learning rate and multiplies its default weight decay.
+    """
+
+    rule: Callable[[OptimizerConfig, nnx.Variable], UpdateRule]
+    keys: tuple[str, ...] = ()
+    rate_divisor: float = 1.0
+
+
+ADAM_KEYS = ("adam_beta1", "adam_beta2", "adam_epsilon")
+OPTIMIZERS = {
+    "adamw": Optimizer(_adamw, ADAM_KEYS),
+    # Chen et al. 2023, arXiv 2302.06675, Section 5: Lion takes a learning rate 3 to 10 times lower
+    # than AdamW, and a weight decay higher by the same factor.
+    "lion": Optimizer(
+        lambda config, _: Lion(config.lion_beta1, config.lion_beta2),
+        ("lion_beta1", "lion_beta2"),
+        rate_divisor=4.0,
+    ),
+    "muon": Optimizer(_muon, (*ADAM_KEYS, "muon_momentum", "muon_dtype")),
 }
 
 
@@ -195,7 +204,7 @@ def init_opt_state(config: OptimizerConfig, model: Any) -> OptState:
     """Returns the state before the first update of `model`, a tree of `nnx.Variable`."""
     parameters, treedef = jax.tree.flatten(model, is_leaf=_is_variable)
     each = [
-        {name: _zeros(config, p) for name in OPTIMIZERS[config.type](config, p).slots}
+        {name: _zeros(config, p) for name in OPTIMIZERS[config.type].rule(config, p).slots}
         for p in parameters
     ]
     return OptState(jnp.zeros((), jnp.int32), _by_name(each, treedef))
@@ -270,7 +279,7 @@ def apply_gradients(
         # biases.
         names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
         decay = config.known("weight_decay") * ("kernel" in names)
-        rule = OPTIMIZERS[config.type](config, p)
+        rule = OPTIMIZERS[config.type].rule(config, p)
         step = partial(_step, rule, scale, rate, decay, state.count + 1)
         leaf_key = jax.random.fold_in(key, number)
         slots = dict(zip(state.slots, values, strict=True))
