@@ -1,5 +1,4 @@
-"""QuantizedKernel kernels: the kernels of a model's linear layers in 4 or 8 bits, as QLoRA stores
-them."""
+"""Quantized kernels: weights of a model's linear layers in 4 or 8 bits, as QLoRA stores them."""
 
 import math
 from collections.abc import Callable

@@ -15,9 +15,9 @@ from bptjax.ops.attention import RESIDUAL_NAMES
 from bptjax.ops.checkpoint_names import ON_HOST, checkpoint_named
 from bptjax.quantized_kernels import dequantize_layer
 
-# What a layer can be kept of by name: what its matmuls and attention make.
+# Names of the activations of a layer that can be saved: outputs of matrix products and attention.
 NAMES = ("query", "key", "value", *RESIDUAL_NAMES, "attended", "gate", "up")
-# What each policy keeps of a layer beside its input. None keeps all of it: no remat.
+# Activations that each policy saves in addition to the input of a layer. None means no remat.
 REMAT: dict[str, tuple[str, ...] | None] = {
     "none": None,
     "dots": NAMES,
@@ -102,7 +102,7 @@ class ExecutionConfig(Execution):
         return layer if self.remat == "none" else dequantize_layer(layer, dtype)
 
     def scan(self, step: Callable, carry: Any, kinds: Sequence[Any]) -> tuple[Any, Any]:
-        """`scan_layers` that saves the activations that the policy names.
+        """Runs `scan_layers`, and saves the activations that the policy names.
 
         Raises:
           ValueError: as `groups`.

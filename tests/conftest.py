@@ -26,6 +26,7 @@ from jaxtyping import install_import_hook  # noqa: E402
 from ops.shapes import check  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_numpy_dtype_promotion", "strict")
 # Before the first import: shapes and dtypes in these packages are checked at every call.
 hook = install_import_hook(
     ["bptjax.ops", "bptjax.models"], f"{check.__module__}.{check.__name__}"

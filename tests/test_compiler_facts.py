@@ -340,7 +340,7 @@ def test_frozen_weights_have_no_gradient_products():
 
 @pytest.mark.parametrize("kind", ["float32", "int8"])
 def test_each_device_updates_its_own(kind, monkeypatch):
-    """Where shards hold whole blocks, the norm is all that devices tell each other."""
+    """If every shard holds full blocks, devices exchange only the norm of the gradients."""
     monkeypatch.setattr(bptjax.parallel.sliced_update, "SLICE_ELEMENTS", 4096)
     mesh = make_mesh(ParallelConfig(dp=2, fsdp=2, tp=2))
     config = replace(CONFIG, state_dtype=kind)

@@ -331,7 +331,7 @@ class Execution:
                 raise ValueError(f"execution.{name}={getattr(self, name)}: must be at least 1")
 
     def prepare(self, layer: Any, dtype: jax.typing.DTypeLike) -> Any:
-        """A layer before its parts are called; a subclass may unpack what it is stored as."""
+        """Returns the layer to run. A subclass may dequantize its parameters."""
         return layer
 
     def scan(self, step: Callable, carry: Any, kinds: Sequence[Any]) -> tuple[Any, Any]:

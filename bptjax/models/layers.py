@@ -20,7 +20,7 @@ from bptjax.ops.position import rope, rope_frequencies
 
 
 class TokenContext(NamedTuple):
-    """What a layer knows of each token beside the residual stream.
+    """Inputs of a layer for each token, in addition to the residual stream.
 
     Attributes:
       positions: in the document, for rotary embeddings.
@@ -120,25 +120,25 @@ class Layer(nnx.Module):
         self,
         x: Float[Array, "B T D"],
         tokens: TokenContext,
-        rope: dict[str, Any],
+        rope_parameters: dict[str, Any],
         keys: DropoutKeys | None = None,
     ) -> Float[Array, "B T N H"]:
         """Computes the queries of the residual stream, rotated by these rotary parameters."""
         q = self.query(self._read(x), adapter_dropout(keys, tokens))
-        return self._rotate(self._clip(q), self.query_norm, tokens, rope)
+        return self._rotate(self._clip(q), self.query_norm, tokens, rope_parameters)
 
     @jax.named_scope("attention")
     def keys_values(
         self,
         x: Float[Array, "B T D"],
         tokens: TokenContext,
-        rope: dict[str, Any],
+        rope_parameters: dict[str, Any],
         keys: DropoutKeys | None = None,
     ) -> tuple[Float[Array, "B T K H"], Float[Array, "B T K H"]]:
         """Computes the keys of the residual stream, rotated by these rotary parameters, and the
         values."""
         x, seeds = self._read(x), adapter_dropout(keys, tokens)
-        k = self._rotate(self._clip(self.key(x, seeds)), self.key_norm, tokens, rope)
+        k = self._rotate(self._clip(self.key(x, seeds)), self.key_norm, tokens, rope_parameters)
         return k, self._clip(self.value(x, seeds))
 
     def finish(

@@ -36,9 +36,9 @@ class StackOutput(NamedTuple):
 
     Attributes:
       x: the residual stream after the last layer.
-      states: the stream after each layer, where asked for.
-      aux: float32 sums over the tokens without padding, of each layer, by name.
-      cache: the cache with these tokens in it, where one was given.
+      states: the residual stream after each layer; None unless requested.
+      aux: float32 sums of the auxiliary values of each layer over all tokens but padding, by name.
+      cache: the given cache with these tokens appended; None without a cache.
     """
 
     x: Float[Array, "B T D"]
@@ -55,7 +55,7 @@ class _Shared(NamedTuple):
 
 
 class _Chunk(NamedTuple):
-    """The residual stream of some tokens, and what else is known of them."""
+    """Inputs of a layer for one chunk of tokens."""
 
     x: Float[Array, "B T D"]
     tokens: TokenContext
@@ -84,13 +84,13 @@ def run(
     """Applies the layers to the residual stream.
 
     Args:
-      tokens: their `lengths` are filled in here.
-      mask: which token may attend to which, but for the windows, which belong to the layers.
-      length: number of tokens of each sequence, which is then one document. If left out, the length
-        of a document is its largest position here, plus one.
+      tokens: without `lengths`, which this function computes.
+      mask: mask of all layers, without a window. Each layer adds its own.
+      length: number of tokens of each sequence, if each sequence is one document. If left out, the
+        length of a document is its largest position among these tokens, plus one.
       dropout_key: None for no dropout.
-      cache: keys and values of earlier tokens, to which these tokens attend too.
-      hidden_states: return the stream after every layer.
+      cache: keys and values of earlier tokens. These tokens attend to them too.
+      hidden_states: also return the residual stream after each layer.
     """
     tokens = tokens._replace(lengths=_lengths(config, tokens.positions, mask, length))
     alibi = None
@@ -146,7 +146,8 @@ def _lengths(
 
 
 def _dropout_keys(key: Array | None, index: Int[Array, ""]) -> DropoutKeys | None:
-    """Returns the keys of the layer with this index. Key 0 is that of the embeddings."""
+    """Returns the keys of the layer with this index. `fold_in` with 0 gives the key of the
+    embeddings."""
     if key is None:
         return None
     keys = jax.random.split(jax.random.fold_in(key, index + 1), 4)
@@ -156,8 +157,8 @@ def _dropout_keys(key: Array | None, index: Int[Array, ""]) -> DropoutKeys | Non
 def _append(
     past: tuple[Array, Array], new: tuple[Array, Array], index: Int[Array, ""], held: Int[Array, ""]
 ) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-    """Writes keys and values of layer `index` behind the `held` tokens of its cache. Returns the
-    caches `[L, B, S, K, H]` of all layers, and the keys and values in this layer's."""
+    """Appends keys and values to the `held` tokens in the cache of layer `index`. Returns the
+    caches `[L, B, S, K, H]` of all layers, and all keys and values of this layer."""
     zero = jnp.zeros_like(held)
 
     def write(old, new):
@@ -180,7 +181,7 @@ def _specify(
     alibi: Float[Array | np.ndarray, "N"] | None,
     attend: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """Returns `attend`, which takes the options of `ops.attention`, with those of this layer."""
+    """Binds the options of this layer to `attend`, which takes the options of `ops.attention`."""
     (layer, keys), rate = shared, config.attention_dropout or 0.0
     return partial(
         attend,
@@ -219,8 +220,11 @@ def _split(
     sharded: bool,
 ) -> tuple[Float[Array, "B T D"], Auxiliary]:
     """Runs attention on the whole sequence, then the feed-forward network in chunks of tokens.
-    Returns the residual stream, and auxiliary sums of each sequence or shard of a sequence.
-    `sharded`: the mesh divides the tokens; not so where few tokens read a cache."""
+    Returns the residual stream, and auxiliary sums per sequence or shard of a sequence.
+
+    Args:
+      sharded: the mesh shards the tokens. It does not shard the few tokens of a decoding step.
+    """
     q = _query(kind, shared, chunk)
     if sharded:
         q = checkpoint_named(q, "query", execution.offload)

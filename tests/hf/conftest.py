@@ -1,6 +1,11 @@
+import json
+
+import ml_dtypes  # noqa: F401
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
+from bptjax.hf.config import read_config
 from hf.cases import ENCODERS, config
 
 
@@ -43,3 +48,25 @@ def theirs(tmp_path_factory):
 def tokens():
     # From 3 on: torch gives the embedding of padding, id 0 or 1, no gradient.
     return np.random.default_rng(0).integers(3, 61, (2, 21))
+
+
+@pytest.fixture
+def llama(tmp_path):
+    """A tiny checkpoint in bfloat16, made without torch."""
+
+    def make(name="hf", dtype="bfloat16", change=None, **keys):
+        directory = tmp_path / name
+        directory.mkdir()
+        raw = config("llama").to_dict() | dict(architectures=["LlamaForCausalLM"]) | keys
+        (directory / "config.json").write_text(json.dumps(raw, default=str))
+        family, model = read_config(directory)
+        rng = np.random.default_rng(0)
+        arrays = {
+            tensor: rng.normal(size=rule.shape).astype(dtype)
+            for rule, names in family.names(model).items()
+            for tensor in names.values()
+        }
+        save_file(change(arrays) if change else arrays, directory / "model.safetensors")
+        return directory
+
+    return make

@@ -18,8 +18,8 @@ from triton.runtime import interpreter
 
 from bptjax.ops.attention import attend, reference, triton_flash, triton_kernels
 from bptjax.ops.attention.contract import QKV
+from ops.attention_cases import CASES, oracle
 from ops.comparing import error
-from ops.test_attention import CASES, oracle
 
 
 class _AnyInt(type):

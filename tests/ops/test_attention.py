@@ -1,7 +1,7 @@
+"""Every kernel gives the result and the gradients of the oracle, or refuses the case."""
+
 import functools
 import itertools
-import time
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,198 +17,21 @@ from bptjax.ops.attention import (
     reference,
     scan,
 )
-from bptjax.ops.attention.contract import QKV, AttentionSpec, AttentionState
+from bptjax.ops.attention.contract import QKV, AttentionState
 from bptjax.ops.mask import Mask
-from bptjax.ops.position import alibi_slopes
 from bptjax.ops.softmax import merge_states
-from ops.comparing import TOLERANCE, close, error, normal, quick
-
-KEY = jax.random.key(7)
-DOCUMENTS = np.array([[1] * 5 + [2] * 4 + [3] * 4, [1] * 3 + [2] * 6 + [0] * 4], np.int32)
-ZIGZAG = np.array([3, 4, 5, 15, 16, 17], np.int32)
-# Global tokens of 13, and which blocks of 3 see which.
-GLOBAL = np.zeros((2, 13), bool)
-GLOBAL[[0, 0, 1], [0, 7, 4]] = True
-BLOCKS = np.array(
-    [[1, 0, 1, 0, 0], [1, 1, 0, 0, 1], [0] * 5, [1, 1, 1, 0, 1], [0, 0, 1, 1, 1]], bool
+from ops.attention_cases import (
+    CASES,
+    DOCUMENTS,
+    HERE,
+    KEY,
+    NAMES,
+    SINKS,
+    every_impl,
+    oracle,
+    run,
 )
-
-
-class Case(NamedTuple):
-    mask: Mask = Mask(causal=True)
-    T: int = 13
-    S: int | None = None
-    N: int = 4
-    K: int = 2
-    q_chunk: int = 7
-    k_chunk: int = 5
-    sinks: np.ndarray | None = None
-    options: dict = {}
-
-    def operands(self, dtype="float32"):
-        B, H = 2, 8
-        T, S, N, K = self.T, self.S or self.T, self.N, self.K
-        shapes = (B, T, N, H), (B, S, K, H), (B, S, K, H), (B, T, N, H)
-        return [normal(i, *shape).astype(dtype) for i, shape in enumerate(shapes)]
-
-    def spec(self):
-        """The spec that `attention` makes."""
-        options = dict(scale=8**-0.5) | self.chunks | self.options
-        if "dropout_key" in options:
-            options["dropout_key"] = jax.random.key_data(options["dropout_key"])
-        return AttentionSpec(mask=self.mask, **options)
-
-    @property
-    def chunks(self):
-        return dict(q_chunk=self.q_chunk, k_chunk=self.k_chunk)
-
-
-def sees(p, s, *, T, S, **mask):
-    """A mask for queries at absolute positions `p` and keys at `s`, as Case's arguments."""
-    positions = dict(positions=np.asarray(p, np.int32), k_positions=np.asarray(s, np.int32))
-    return dict(mask=Mask(**positions, **mask), T=T, S=S)
-
-
-DROPOUT = dict(dropout=0.3, dropout_key=KEY)
-SINKS = np.array([0.5, -1.0, 3.0, 0.0], np.float32)
-CASES = {
-    "mha": Case(K=4),
-    "gqa": Case(),
-    "mqa": Case(K=1),
-    "all keys": Case(Mask()),
-    "window": Case(Mask(causal=True, window=3)),
-    "window of 1": Case(Mask(causal=True, window=1)),
-    "window both ways": Case(Mask(window=3)),
-    "segments": Case(Mask(causal=True, segments=DOCUMENTS)),
-    "segments both ways": Case(Mask(segments=DOCUMENTS)),
-    "all padding": Case(Mask(causal=True, segments=np.zeros((2, 13), np.int32))),
-    "unordered segments": Case(Mask(segments=DOCUMENTS[:, ::-1])),
-    "alibi": Case(options=dict(alibi=alibi_slopes(4))),
-    "alibi, 6 heads": Case(N=6, K=3, options=dict(alibi=alibi_slopes(6))),
-    "alibi both ways": Case(Mask(), options=dict(alibi=alibi_slopes(4))),
-    "soft cap": Case(options=dict(softcap=1.5)),
-    "dropout": Case(options=DROPOUT),
-    "all but dropout": Case(
-        Mask(causal=True, window=4, segments=DOCUMENTS),
-        options=dict(alibi=alibi_slopes(4), softcap=2.0, scale=0.5),
-    ),
-    "everything": Case(
-        Mask(causal=True, window=4, segments=DOCUMENTS),
-        options=dict(alibi=alibi_slopes(4), softcap=2.0, scale=0.5) | DROPOUT,
-    ),
-    "cache, 1 query": Case(**sees([11], range(12), T=1, S=12, causal=True)),
-    "cache, 5 queries": Case(**sees(range(8, 13), range(13), T=5, S=13, causal=True)),
-    "cache, other rows": Case(
-        **sees([[3, 4], [9, 10]], range(13), T=2, S=13, causal=True, window=6),
-        options=dict(alibi=alibi_slopes(4)) | DROPOUT,
-    ),
-    "shard": Case(**sees(range(6, 12), range(18), T=6, S=18, causal=True)),
-    "shard sees nothing": Case(**sees(range(6), range(6, 19), T=6, S=13, causal=True)),
-    "zigzag": Case(**sees(ZIGZAG, ZIGZAG, T=6, S=6, causal=True), q_chunk=4, k_chunk=2),
-    "zigzag, keys of others": Case(
-        **sees(ZIGZAG, [0, 1, 2, 18, 19, 20], T=6, S=6, causal=True, window=16),
-        q_chunk=2,
-        k_chunk=3,
-        options=dict(alibi=alibi_slopes(4)) | DROPOUT,
-    ),
-    "cross": Case(Mask(), T=4, S=11),
-    "cross, segments": Case(
-        Mask(segments=DOCUMENTS[:, 3:10], k_segments=DOCUMENTS), T=7, S=13, options=DROPOUT
-    ),
-    "global tokens": Case(Mask(causal=True, window=3, global_tokens=GLOBAL)),
-    "block mask": Case(
-        Mask(causal=True, block_mask=BLOCKS, block_size=3), N=2, K=1, q_chunk=6, k_chunk=3
-    ),
-    "block mask both ways": Case(
-        Mask(window=9, block_mask=BLOCKS, block_size=3, global_tokens=GLOBAL, segments=DOCUMENTS),
-        N=2,
-        q_chunk=5,
-        k_chunk=4,
-    ),
-    "zigzag, sparse": Case(
-        **sees(
-            ZIGZAG,
-            [0, 1, 2, 15, 16, 17],
-            T=6,
-            S=6,
-            causal=True,
-            block_mask=np.eye(6, dtype=bool),
-            block_size=3,
-            global_tokens=ZIGZAG == 16,
-            k_global_tokens=np.arange(6) == 1,
-        ),
-        N=2,
-        K=1,
-        q_chunk=2,
-        k_chunk=4,
-        options=DROPOUT,
-    ),
-    "sinks": Case(sinks=SINKS),
-    "sinks, documents": Case(Mask(causal=True, segments=DOCUMENTS), K=1, sinks=SINKS),
-    "sinks, all padding": Case(
-        Mask(causal=True, segments=np.zeros((2, 13), np.int32)), sinks=SINKS
-    ),
-    "sinks, everything": Case(
-        Mask(causal=True, window=4, segments=DOCUMENTS),
-        sinks=SINKS,
-        options=dict(alibi=alibi_slopes(4), softcap=2.0, scale=0.5) | DROPOUT,
-    ),
-    "chunk longer than T": Case(q_chunk=64, k_chunk=32),
-    "chunk divides": Case(T=12, q_chunk=4, k_chunk=6),
-    "one token": Case(T=1),
-}
-# Kernels that this machine can run.
-HERE = [
-    impl
-    for impl, kernel in KERNELS.items()
-    if not kernel.unsupported(QKV(*Case().operands()[:3]), Case().spec())
-]
-every_impl = pytest.mark.parametrize("impl", HERE)
-
-
-NAMES = "out", "dq", "dk", "dv", "dsinks"
-
-
-@functools.cache
-def oracle(name):
-    """(out, dq, dk, dv) in float32, by plain autodiff of the dense definition; dsinks too where the
-    case has sinks."""
-    case = CASES[name]
-
-    def dense(q, k, v):
-        return reference.forward(QKV(q, k, v), case.spec()).out
-
-    def dense_with_sinks(q, k, v, sinks):
-        """One more column of logits, whose weight nothing reads."""
-        logits, factors = reference._logits(q, k, case.spec())
-        column = jnp.broadcast_to(sinks[None, :, None, None], (*logits.shape[:3], 1))
-        weights = jax.nn.softmax(jnp.concatenate([logits, column], -1))[..., :-1] * factors
-        values = jnp.repeat(v, case.N // case.K, axis=2)
-        return jnp.einsum("bnts,bsnh->btnh", weights, values, precision="highest")
-
-    return with_gradients(dense if case.sinks is None else dense_with_sinks, case, case.operands())
-
-
-def run(case, impl, operands):
-    """(out, dq, dk, dv) of the implementation, and dsinks where the case has sinks."""
-    options = dict(mask=case.mask, impl=impl, **case.chunks) | case.options
-
-    def f(q, k, v, sinks=None):
-        return attention(q, k, v, sinks=sinks, **options)
-
-    return with_gradients(f, case, operands)
-
-
-def with_gradients(f, case, operands):
-    *qkv, dout = operands
-    inputs = qkv if case.sinks is None else [*qkv, jnp.asarray(case.sinks)]
-
-    def run(inputs, dout):
-        out, pull = jax.vjp(f, *inputs)
-        return out, *pull(dout)
-
-    return quick(run)(inputs, dout)
-
+from ops.comparing import TOLERANCE, close, error, normal, quick
 
 # `loop` shares the arithmetic of `scan`, and `reference` is the oracle but for its backward pass:
 # in what is named here a few cases do. A kernel proves every case in every dtype.
@@ -493,68 +316,6 @@ def test_remat_runs_forward_once(name, impl, monkeypatch):
     assert times == 2
     close(saved, plain)
     close(again, plain)
-
-
-@pytest.mark.timing
-def test_empty_tiles_take_no_time():
-    """Forward and backward, best of several interleaved runs: causal against all keys, and a window
-    of one chunk against all keys too."""
-    T = 2048
-    q = normal(0, 1, T, 2, 64)
-    masks = {
-        "all": (Mask(), 128),
-        "causal": (Mask(causal=True), 128),
-        "all, 32 chunks": (Mask(), 64),
-        "window": (Mask(causal=True, window=64), 64),
-    }
-
-    def step(mask, chunk):
-        def loss(q, k, v):
-            return attention(q, k, v, mask=mask, q_chunk=chunk, k_chunk=chunk).sum()
-
-        return jax.jit(jax.grad(loss, (0, 1, 2))).lower(q, q, q).compile()
-
-    steps = {name: step(*arguments) for name, arguments in masks.items()}
-    best = dict.fromkeys(steps, float("inf"))
-    for _ in range(30):  # Other work on the machine only adds time: on, until the best are clean.
-        for name, f in steps.items():
-            start = time.perf_counter()
-            jax.block_until_ready(f(q, q, q))
-            best[name] = min(best[name], time.perf_counter() - start)
-        causal = best["causal"] / best["all"]
-        window = best["window"] / best["all, 32 chunks"]
-        if causal <= 0.62 and window <= 0.2:
-            break
-    assert causal <= 0.62 and window <= 0.2, best
-
-
-@pytest.mark.parametrize("known", [True, False])
-@pytest.mark.parametrize(
-    "mask, seen",
-    [
-        (Mask(causal=True), 12),
-        (Mask(window=2), 11),
-        (Mask(segments=np.repeat([[1, 2]], 8, 1).astype(np.int32)), 8),
-    ],
-)
-def test_empty_tiles_are_not_visited(mask, seen, known):
-    """The values of the last tile's keys are NaN, so any visit to it, even with weights of 0,
-    shows in both passes. The mask is static or traced."""
-    T, chunks = 16, dict(q_chunk=4, k_chunk=4)
-    q = normal(0, 1, T, 1, 8)
-    v = q.at[:, -4:].set(jnp.nan)
-    mask = mask if known else mask.resolve(T, T)
-
-    @quick
-    def run(mask):
-        x, spec = QKV(q, q, v), AttentionSpec(mask, 1.0, **chunks)
-        state = scan.forward(x, spec)
-        finite = AttentionState(jnp.nan_to_num(state.out), state.lse)
-        return state.out, scan.backward(x, finite, q, spec).q
-
-    for x in run(mask) if not known else quick(lambda: run.__wrapped__(mask))():
-        finite = jnp.isfinite(x).all((0, 2, 3))
-        assert (finite == (jnp.arange(T) < seen // 4 * 4)).all()
 
 
 @pytest.mark.parametrize("impl", ["reference", "scan"])

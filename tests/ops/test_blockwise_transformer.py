@@ -11,8 +11,8 @@ from bptjax.ops.dropout import dropout
 from bptjax.ops.mask import Mask
 from bptjax.ops.norm import rms_norm
 from bptjax.ops.position import alibi_slopes
+from ops.attention_cases import HERE
 from ops.comparing import TOLERANCE, close, error, normal, quick
-from ops.test_attention import HERE
 
 B, T, D, N, K, H, F = 2, 13, 16, 4, 2, 8, 24
 PARAMS = {

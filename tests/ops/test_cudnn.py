@@ -12,8 +12,8 @@ from bptjax.ops.attention import attend, cudnn, reference, scan, triton_flash
 from bptjax.ops.attention.contract import QKV, AttentionSpec, AttentionState
 from bptjax.ops.mask import Mask
 from bptjax.ops.softmax import merge_states
+from ops.attention_cases import CASES, oracle
 from ops.comparing import TOLERANCE, error
-from ops.test_attention import CASES, oracle
 
 B, T, N, K, H = 2, 256, 4, 2, 64
 # Padding before, between and behind.

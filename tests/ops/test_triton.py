@@ -15,8 +15,8 @@ from bptjax.ops.attention import attend, reference, triton_flash
 from bptjax.ops.attention.contract import QKV, AttentionSpec
 from bptjax.ops.mask import Mask
 from bptjax.ops.position import alibi_slopes
+from ops.attention_cases import CASES, oracle
 from ops.comparing import TOLERANCE, error
-from ops.test_attention import CASES, oracle
 
 TESTS = Path(__file__).parents[1]
 # The grid of features, each at least once; a GPU runs all cases.

@@ -7,11 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from models.test_feed_forward import Routed
 
 from bptjax.checkpoint import Checkpoints
 from bptjax.config import Config, TrainConfig
 from bptjax.lora import AdapterConfig
 from bptjax.models.config import ModelConfig
+from bptjax.models.feed_forward import FEED_FORWARDS
 from bptjax.ops.attention.choices import record_choices
 from bptjax.optimizer import OptimizerConfig
 from bptjax.parallel.mesh import ParallelConfig, make_mesh
@@ -330,3 +332,19 @@ def test_frozen_parameters_have_no_gradient():
 )
 def test_pairs_are_those_that_the_mask_lets_through(changes, pairs):
     assert attended_pairs(replace(MODEL, **changes), **PACKED) == pairs
+
+
+def test_an_auxiliary_loss_on_a_mesh(batch, monkeypatch):
+    monkeypatch.setitem(FEED_FORWARDS, "routed", Routed)
+
+    def spec(parallel=None):
+        return replace(make_spec(parallel), model=replace(MODEL, feed_forward="routed"))
+
+    one, mesh = spec(), spec(ParallelConfig(dp=2, fsdp=1, tp=2, sp=2, sequence_strategy="ring"))
+    wanted = gradient_sums(one, batch, 1)
+    assert_same(gradient_sums(mesh, batch, 1), wanted)
+    count = int(wanted[2])
+    _, [row] = steps(one, batch, 1)
+    assert row["train/auxiliary_loss"] > 1
+    assert row["train/auxiliary_loss"] == pytest.approx(float(wanted[0].auxiliary) / count)
+    assert row["train/loss"] == pytest.approx(float(wanted[0].loss) / count)
