@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from rich.console import Console
 from rich.table import Table
 
@@ -69,7 +70,7 @@ def by_position(
     length: int,
     buckets: int,
     limit: int,
-    dtype: jnp.dtype,
+    dtype: DTypeLike,
     execution: Execution = Execution(),  # noqa: B008 (frozen)
 ) -> list[dict]:
     """Returns rows of loss (nats per token) and perplexity in each of `buckets` equal ranges of
@@ -155,7 +156,7 @@ def passkey(
     depths: list[float],
     trials: int,
     seed: int,
-    dtype: jnp.dtype,
+    dtype: DTypeLike,
     execution: Execution = Execution(),  # noqa: B008 (frozen)
 ) -> list[dict]:
     """Returns rows of the fraction of keys that the model retrieves, by length (tokens) and

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int
 
 from bptjax.data.tokenizer import Tokenizer
@@ -76,7 +77,7 @@ def generate(
     seed: int = 0,
     stop: Sequence[int] = (),
     prefill_chunk: int = 2048,
-    dtype: jnp.dtype = jnp.float32,
+    dtype: DTypeLike = jnp.float32,
     execution: Execution = Execution(),  # noqa: B008 (frozen)
 ) -> Iterator[Int[np.ndarray, "B"]]:
     """Yields the next token of each prompt, one step at a time; -1 after a sequence's end.
@@ -194,12 +195,12 @@ def _rotation_change(config: Any) -> float:
         for p, kind in zip(config.ropes, config.rope_types, strict=False)
         if kind == "longrope"
     ]
-    return min(lengths, default=float("inf"))
+    return float(min(lengths, default=math.inf))
 
 
 def _prefill(
     model: Decoder, sequences: list[list[int]], size: int, chunk: int, **how: Any
-) -> tuple[Array, Cache]:
+) -> tuple[Int[Array, "B T"], Cache]:
     """Aligns the sequences at their ends and processes all chunks but the last. Returns the last
     chunk and the cache."""
     lengths = np.array([len(sequence) for sequence in sequences], np.int32)
@@ -217,13 +218,33 @@ def _prefill(
 
 
 @partial(jax.jit, static_argnames=("dtype", "execution"), donate_argnums=2)
-def _read(model, tokens, cache, lengths, *, dtype, execution):
+def _read(
+    model: Decoder,
+    tokens: Int[Array, "B T"],
+    cache: Cache,
+    lengths: Int[Array, "B"],
+    *,
+    dtype: DTypeLike,
+    execution: Execution,
+) -> Cache:
     return model.decode(tokens, cache, length=lengths, dtype=dtype, execution=execution)[1]
 
 
 @partial(jax.jit, static_argnames=("sampling", "dtype", "execution"), donate_argnums=(2, 3))
-def _step(model, tokens, cache, seen, key, lengths, *, sampling, dtype, execution):
-    """Processes the tokens `[B, T]` and samples the next: (token `[B]`, cache, seen)."""
+def _step(
+    model: Decoder,
+    tokens: Int[Array, "B T"],
+    cache: Cache,
+    seen: Bool[Array, "B V"],
+    key: Array,
+    lengths: Int[Array, "B"],
+    *,
+    sampling: Sampling,
+    dtype: DTypeLike,
+    execution: Execution,
+) -> tuple[Int[Array, "B"], Cache, Bool[Array, "B V"]]:
+    """Processes the tokens and samples the next. Returns it, the cache, and the tokens seen so
+    far."""
     hidden, cache = model.decode(tokens, cache, length=lengths, dtype=dtype, execution=execution)
     token = sampling.draw(model.logits(hidden[:, -1:])[:, 0], seen, key)
     return token, cache, seen.at[jnp.arange(len(token)), token].set(True)

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
 
 from bptjax.checkpoint import MANIFEST, Checkpoints
 from bptjax.command_line import new_name
@@ -124,7 +125,7 @@ class Pretrained:
     def load(
         self,
         where: jax.sharding.Sharding,
-        dtype: jnp.dtype = jnp.float32,
+        dtype: DTypeLike = jnp.float32,
         params: Iterator[tuple[str, np.ndarray]] | None = None,
     ) -> Any:
         """Returns the model with its adapters, in `dtype`, with the sharding `where`.

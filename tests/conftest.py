@@ -29,7 +29,8 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 # Before the first import: shapes and dtypes in these packages are checked at every call.
 hook = install_import_hook(
-    ["bptjax.ops", "bptjax.models"], f"{check.__module__}.{check.__name__}"
+    ["bptjax.ops", "bptjax.parallel", "bptjax.models", "bptjax.generation"],
+    f"{check.__module__}.{check.__name__}",
 ).hook
 checked = hook.should_instrument
 # But for what Triton compiles from its source.

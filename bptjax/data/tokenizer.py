@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, runtime_checkable
 
 import numpy as np
 
@@ -18,6 +18,7 @@ FILE = "bptjax_tokenizer.json"
 SEPARATOR = "\ufdd0"
 
 
+@runtime_checkable
 class Tokenizer(Protocol):
     """Conversion of text to int32 token ids and back.
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jaxtyping import Bool, Float, Int
 
 from bptjax.ops.attention.contract import QKV, AttentionSpec, AttentionState, Kernel
 from bptjax.ops.mask import Mask
@@ -25,12 +26,13 @@ class Sums(NamedTuple):
     keys: Any
 
 
+Keys = Float[Array, "B S K H"]
 # Adds the attention of some queries (a pytree of `[B, T, ...]`) to some keys and values to the
 # sums, or starts new sums if they are None.
-Attend = Callable[[Any, Sums | None, Array, Array, AttentionSpec], Sums]
+Attend = Callable[[Any, Sums | None, Keys, Keys, AttentionSpec], Sums]
 
 
-def forward_pass(kernel: Kernel, x: QKV) -> tuple[Attend, Array]:
+def forward_pass(kernel: Kernel, x: QKV) -> tuple[Attend, Float[Array, "B T N H"]]:
     """Returns the function that attends in the forward pass, and the queries."""
 
     def attend(q, sums, k, v, spec):
@@ -43,8 +45,8 @@ def forward_pass(kernel: Kernel, x: QKV) -> tuple[Attend, Array]:
 
 
 def backward_pass(
-    kernel: Kernel, x: QKV, state: AttentionState, dout: Array
-) -> tuple[Attend, tuple[Array, AttentionState, Array]]:
+    kernel: Kernel, x: QKV, state: AttentionState, dout: Float[Array, "B T N H"]
+) -> tuple[Attend, tuple[Float[Array, "B T N H"], AttentionState, Float[Array, "B T N H"]]]:
     """Returns the function that accumulates gradients, and the queries with their state and
     cotangent."""
 
@@ -64,16 +66,16 @@ class FullTileSchedule:
     Attributes:
       pieces: number of equal pieces of each shard's queries and keys.
       causal: whether a shard's queries attend to its own keys causally, or to all of them.
-      pairs: int `[shards, shards, m, 2]`. Piece `pairs[i, j, :, 0]` of shard i's queries attends to
-        all of piece `pairs[i, j, :, 1]` of shard j's keys, j ≠ i. No other pieces attend.
+      pairs: piece `pairs[i, j, :, 0]` of shard i's queries attends to all of piece
+        `pairs[i, j, :, 1]` of shard j's keys, j ≠ i. No other pieces attend.
     """
 
     pieces: int
     causal: bool
-    pairs: np.ndarray
+    pairs: Int[np.ndarray, "shards shards m 2"]
 
     def attend_local(
-        self, attend: Attend, queries: Any, k: Array, v: Array, spec: AttentionSpec
+        self, attend: Attend, queries: Any, k: Keys, v: Keys, spec: AttentionSpec
     ) -> Sums:
         """Attends from a shard's queries to its own keys."""
         return attend(queries, None, k, v, replace(spec, mask=Mask(causal=self.causal)))
@@ -83,11 +85,11 @@ class FullTileSchedule:
         attend: Attend,
         queries: Any,
         sums: Sums,
-        k: Array,
-        v: Array,
+        k: Keys,
+        v: Keys,
         spec: AttentionSpec,
-        shard: Array,
-        other: Array,
+        shard: Int[Array, ""],
+        other: Int[Array, ""],
     ) -> Sums:
         """Adds attention from `shard`'s queries to `other`'s keys. Loops over the full tiles, so
         that the results of all tiles do not exist at once."""
@@ -106,7 +108,7 @@ class FullTileSchedule:
 
         return jax.lax.fori_loop(0, len(pairs), tile, sums)
 
-    def _take(self, tree: Any, piece: Array) -> Any:
+    def _take(self, tree: Any, piece: Int[Array, ""]) -> Any:
         """Returns a piece of each `[B, T, ...]`."""
 
         def take(x):
@@ -115,7 +117,7 @@ class FullTileSchedule:
 
         return jax.tree.map(take, tree)
 
-    def _put(self, tree: Any, part: Any, piece: Array) -> Any:
+    def _put(self, tree: Any, part: Any, piece: Int[Array, ""]) -> Any:
         """Replaces a piece of each `[B, T, ...]`."""
 
         def put(x, y):
@@ -159,9 +161,9 @@ def make_schedule(
     return FullTileSchedule(2, True, pairs)
 
 
-def several_documents(spec: AttentionSpec) -> Array | None:
-    """Returns whether these queries and keys span several documents (traced bool); None if the mask
-    has no segments."""
+def several_documents(spec: AttentionSpec) -> Bool[Array, ""] | None:
+    """Returns whether these queries and keys span several documents; None if the mask has no
+    segments."""
     mask = spec.mask
     if mask.segments is None:
         return None

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jaxtyping import Float, Int, Shaped
 
 from bptjax.ops.attention.contract import (
     QKV,
@@ -42,7 +43,7 @@ def backward(
     kernel: Kernel,
     x: QKV,
     state: AttentionState,
-    dout: Array,
+    dout: Float[Array, "B T N H"],
     spec: AttentionSpec,
     shards: Shards,
 ) -> QKV:
@@ -95,11 +96,11 @@ def _traverse(attend: Attend, queries: Any, x: QKV, spec: AttentionSpec, shards:
     return jax.lax.cond(several, masked, full_tiles, *operands)
 
 
-def _gather(x: Array, axis: str, dimension: int) -> Array:
+def _gather(x: Shaped[Array, "..."], axis: str, dimension: int) -> Shaped[Array, "..."]:
     return jax.lax.all_gather(x, axis, axis=dimension, tiled=True)
 
 
-def _shard_of(tree: Any, shard: Array, n: int) -> Any:
+def _shard_of(tree: Any, shard: Int[Array, ""], n: int) -> Any:
     """Returns one shard of gathered arrays `[B, S, ...]`."""
 
     def take(x):
@@ -109,7 +110,7 @@ def _shard_of(tree: Any, shard: Array, n: int) -> Any:
     return jax.tree.map(take, tree)
 
 
-def _put(tree: Any, part: Any, shard: Array) -> Any:
+def _put(tree: Any, part: Any, shard: Int[Array, ""]) -> Any:
     """Replaces one shard of gathered arrays."""
 
     def put(x, y):

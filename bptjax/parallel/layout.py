@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
+from jaxtyping import Int
 
 from bptjax.ops.attention.contract import SequenceSplit
 from bptjax.parallel.mesh import num_shards, partition_spec
@@ -65,7 +66,7 @@ class Layout:
         shards = num_shards(self.mesh, "sequence")
         return shards if self.split.tokens == 1 else math.lcm(shards, 2 * self.split.tokens)
 
-    def order(self, T: int) -> np.ndarray | None:
+    def order(self, T: int) -> Int[np.ndarray, "{T}"] | None:
         """Returns the positions of a sequence's tokens in the order of the devices, or None if the
         tokens keep their order. T is a multiple of `multiple`."""
         shards = self.split.tokens

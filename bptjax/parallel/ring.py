@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jaxtyping import Bool, Float, Int
 
 from bptjax.ops.attention.contract import (
     QKV,
@@ -46,8 +47,8 @@ def split(heads: int, shards: int) -> SequenceSplit:
     return SequenceSplit(heads=1, tokens=shards)
 
 
-def zigzag(T: int, shards: int) -> np.ndarray:
-    """Returns the order of T tokens over the shards, int `[T]`. Shard i of n has pieces i and
+def zigzag(T: int, shards: int) -> Int[np.ndarray, "{T}"]:
+    """Returns the order of T tokens over the shards, by position. Shard i of n has pieces i and
     2n - 1 - i of 2n, so that all shards attend to the same number of keys. T is a multiple of
     2 · shards.
     """
@@ -67,7 +68,7 @@ def backward(
     kernel: Kernel,
     x: QKV,
     state: AttentionState,
-    dout: Array,
+    dout: Float[Array, "B T N H"],
     spec: AttentionSpec,
     shards: Shards,
 ) -> QKV:
@@ -119,7 +120,7 @@ def _pass_on(block: Any, shards: Shards) -> Any:
     return jax.lax.ppermute(block, shards.axis, sum(turns, []))
 
 
-def _nonempty(spec: AttentionSpec, x: QKV) -> Array:
+def _nonempty(spec: AttentionSpec, x: QKV) -> Bool[Array, ""]:
     """Returns whether the mask may let some query of this shard attend to some key of the block."""
     T, S = x.q.shape[1], x.k.shape[1]
     # A few tiles: a zigzag block has two ends.

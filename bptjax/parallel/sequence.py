@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import PartitionSpec
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from bptjax.ops.arguments import check_sinks
 from bptjax.ops.attention import KERNELS, choose, differentiable, make_spec
@@ -173,7 +173,9 @@ class ShardedAttention:
         )
         return mapped(x, layout.arrays)
 
-    def backward(self, x: QKV, state: AttentionState, dout: Array, spec: AttentionSpec) -> QKV:
+    def backward(
+        self, x: QKV, state: AttentionState, dout: Float[Array, "B T N H"], spec: AttentionSpec
+    ) -> QKV:
         layout = _Layout(self, x, spec)
 
         def local(x, state, dout, arrays):
@@ -239,7 +241,7 @@ class _Layout:
             **others,
         )
 
-    def _local_key_heads(self) -> Array:
+    def _local_key_heads(self) -> Int[Array, "R"]:
         """Returns the replicated key heads that this device's query heads read."""
         heads = self.N // self.tp
         count = 1 if self.tp % self.K == 0 else heads
@@ -281,7 +283,9 @@ class AutoKernel:
     def forward(self, x: QKV, spec: AttentionSpec) -> AttentionState:
         return self._choose(x, spec).forward(x, spec)
 
-    def backward(self, x: QKV, state: AttentionState, dout: Array, spec: AttentionSpec) -> QKV:
+    def backward(
+        self, x: QKV, state: AttentionState, dout: Float[Array, "B T N H"], spec: AttentionSpec
+    ) -> QKV:
         return self._choose(x, spec).backward(x, state, dout, spec)
 
 

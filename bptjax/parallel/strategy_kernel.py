@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from jax import Array
+from jaxtyping import Float
 
 from bptjax.ops.attention.contract import (
     QKV,
@@ -28,5 +29,7 @@ class StrategyKernel:
     def forward(self, x: QKV, spec: AttentionSpec) -> AttentionState:
         return self.strategy.forward(self.kernel, x, spec, self.shards)
 
-    def backward(self, x: QKV, state: AttentionState, dout: Array, spec: AttentionSpec) -> QKV:
+    def backward(
+        self, x: QKV, state: AttentionState, dout: Float[Array, "B T N H"], spec: AttentionSpec
+    ) -> QKV:
         return self.strategy.backward(self.kernel, x, state, dout, spec, self.shards)

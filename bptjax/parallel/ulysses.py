@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jaxtyping import Float, Shaped
 
 from bptjax.ops.attention.contract import (
     QKV,
@@ -58,7 +59,7 @@ def backward(
     kernel: Kernel,
     x: QKV,
     state: AttentionState,
-    dout: Array,
+    dout: Float[Array, "B T N H"],
     spec: AttentionSpec,
     shards: Shards,
 ) -> QKV:
@@ -84,15 +85,15 @@ class _Exchange:
         shards = self.shards
         return dict(axis_name=shards.axis, axis_index_groups=shards.groups, tiled=True)
 
-    def to_heads(self, x: Array) -> Array:
+    def to_heads(self, x: Shaped[Array, "B T N *rest"]) -> Shaped[Array, "B S K *rest"]:
         """Exchanges `[B, T / n, N, ...]` for `[B, T, N / n, ...]`."""
         return jax.lax.all_to_all(x, split_axis=2, concat_axis=1, **self._options)
 
-    def to_tokens(self, x: Array) -> Array:
+    def to_tokens(self, x: Shaped[Array, "B S K *rest"]) -> Shaped[Array, "B T N *rest"]:
         """Exchanges `[B, T, N / n, ...]` for `[B, T / n, N, ...]`."""
         return jax.lax.all_to_all(x, split_axis=1, concat_axis=2, **self._options)
 
-    def repeat(self, x: Array) -> Array:
+    def repeat(self, x: Float[Array, "B S K H"]) -> Float[Array, "B S R H"]:
         """Repeats key heads up to the least common multiple of K and the number of shards. It
         divides the number of query heads, because both of these do."""
         K = x.shape[2]

@@ -10,6 +10,7 @@ import math
 from dataclasses import replace
 
 from jax import Array
+from jaxtyping import Float
 
 from bptjax.ops.attention.contract import (
     QKV,
@@ -47,7 +48,7 @@ def backward(
     kernel: Kernel,
     x: QKV,
     state: AttentionState,
-    dout: Array,
+    dout: Float[Array, "B T N H"],
     spec: AttentionSpec,
     shards: Shards,
 ) -> QKV:

@@ -3,6 +3,7 @@ import numpy as np
 
 from bptjax.hf.checkpoint import write_hf
 from bptjax.hf.config import read_config
+from bptjax.hf.tensors import Tensors
 from bptjax.models.config import ModelConfig
 from bptjax.pretrained import open_pretrained
 
@@ -43,3 +44,9 @@ def contents(directory):
         for path in directory.rglob("*")
         if path.is_file()
     }
+
+
+def tensors(directory):
+    """Dtype, shape and bytes of every tensor, by name."""
+    found = Tensors(directory)
+    return {name: (found.specs[name], found.read(name).tobytes()) for name in found.specs}

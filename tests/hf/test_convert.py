@@ -19,11 +19,7 @@ from bptjax.models.config import ModelConfig
 from bptjax.models.params import stacked
 from bptjax.pretrained import open_pretrained
 from hf.cases import CASES, ENCODERS, FAMILIES, config, rope
-
-
-def tensors(directory):
-    found = Tensors(directory)
-    return {name: (found.specs[name], found.read(name).tobytes()) for name in found.specs}
+from hf.loading import tensors
 
 
 def there_and_back(directory, tmp_path, **how):

@@ -16,6 +16,7 @@ from bptjax.models.config import ModelConfig
 from bptjax.models.params import stacked
 from bptjax.pretrained import open_pretrained
 from hf.cases import OLD_BUFFERS
+from hf.loading import tensors
 
 
 def test_old_configs_are_read(llama):

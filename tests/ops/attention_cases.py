@@ -9,11 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bptjax.ops.attention import (
-    KERNELS,
-    attention,
-    reference,
-)
+from bptjax.ops.attention import KERNELS, attention, reference
 from bptjax.ops.attention.contract import QKV, AttentionSpec
 from bptjax.ops.mask import Mask
 from bptjax.ops.position import alibi_slopes
@@ -21,19 +17,14 @@ from ops.comparing import normal, quick
 
 KEY = jax.random.key(7)
 
-
 DOCUMENTS = np.array([[1] * 5 + [2] * 4 + [3] * 4, [1] * 3 + [2] * 6 + [0] * 4], np.int32)
 
-
 ZIGZAG = np.array([3, 4, 5, 15, 16, 17], np.int32)
-
 
 # Global tokens of 13, and which blocks of 3 see which.
 GLOBAL = np.zeros((2, 13), bool)
 
-
 GLOBAL[[0, 0, 1], [0, 7, 4]] = True
-
 
 BLOCKS = np.array(
     [[1, 0, 1, 0, 0], [1, 1, 0, 0, 1], [0] * 5, [1, 1, 1, 0, 1], [0, 0, 1, 1, 1]], bool
@@ -77,9 +68,7 @@ def sees(p, s, *, T, S, **mask):
 
 DROPOUT = dict(dropout=0.3, dropout_key=KEY)
 
-
 SINKS = np.array([0.5, -1.0, 3.0, 0.0], np.float32)
-
 
 CASES = {
     "mha": Case(K=4),
@@ -169,16 +158,25 @@ CASES = {
 }
 
 
+def refuses(impl, case, operands):
+    """Whether the kernel cannot honor the case, in which case it raises."""
+    if not KERNELS[impl].unsupported(QKV(*operands[:3]), case.spec()):
+        return False
+    with pytest.raises(NotImplementedError, match=impl):
+        run(case, impl, operands)
+    return True
+
+
 # Kernels that this machine can run.
 HERE = [
     impl
     for impl, kernel in KERNELS.items()
-    if not kernel.unsupported(QKV(*Case().operands()[:3]), Case().spec())
+    if not all(
+        kernel.unsupported(QKV(*case.operands()[:3]), case.spec()) for case in CASES.values()
+    )
 ]
 
-
 every_impl = pytest.mark.parametrize("impl", HERE)
-
 
 NAMES = "out", "dq", "dk", "dv", "dsinks"
 
