@@ -14,6 +14,7 @@ from bptjax.command_line import EXIT_CODES, Parser, nearest, run_command
 COMMANDS = {
     "train": "train or fine-tune a model, or resume a run",
     "preview": "show what a run would train on, without its model",
+    "plan": "predict the memory of a run's step on any GPU, without one",
     "generate": "continue prompts with a model",
     "evaluate": "measure perplexity by position and pass-key retrieval",
     "convert": "convert checkpoints and adapters from and to Hugging Face",

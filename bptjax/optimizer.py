@@ -21,6 +21,7 @@ from bptjax.ops.quantize import (
     random_bits,
     stochastic_round,
 )
+from bptjax.ops.target import platform
 from bptjax.parallel.sliced_update import update_in_slices
 from bptjax.update_rules import AdamW, Lion, Muon, UpdateRule
 
@@ -271,7 +272,7 @@ def apply_gradients(
     sliced = (
         config.state_dtype == "int8"
         or config.state_memory_kind == "pinned_host"
-        or jax.default_backend() == "cpu"
+        or platform() == "cpu"
     )
     new, trees = [], map(treedef.flatten_up_to, (gradients, *state.slots.values()))
     for number, ((path, p), g, *values) in enumerate(zip(parameters, *trees, strict=True)):
@@ -302,7 +303,9 @@ def _step(rule, scale, rate, decay, count, old, g, key):
     loaded = {name: _load(slots[name], squared) for name, squared in rule.slots.items()}
     direction, loaded = rule.update(loaded, g, count=count)
     x = p.get_value().astype(jnp.float32)
-    x -= rate * (direction + decay * x)
+    # XLA would create the zeros of a product with 0 together with those that the loss starts from,
+    # and keep an array as large as the output embedding from there to here.
+    x -= rate * (direction + decay * x if decay else direction)
     first, second = random_bits(key, x.shape)
     noises = (first >> 16, first, second >> 16)
     slots = {

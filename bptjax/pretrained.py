@@ -240,9 +240,37 @@ def open_pretrained(wanted: ModelConfig) -> Pretrained:
     return Pretrained(merge(config, wanted), source, family, read_as, sidecars)
 
 
-def resolve_checkpoint(name: str) -> Path:
+class NoParameters:
+    """A `ParameterSource` without parameters, for an architecture whose weights are not needed."""
+
+    specs: dict[str, ArraySpec] = {}
+    files: tuple[Path, ...] = ()
+
+    def read(self, path: str, index: Index = ()) -> np.ndarray:
+        raise KeyError(path)
+
+    def slices(self) -> Iterator[tuple[str, Index, np.ndarray]]:
+        return iter(())
+
+
+def open_config(wanted: ModelConfig) -> Pretrained:
+    """Opens the architecture of `wanted.name_or_path`, with the other keys that `wanted` sets. The
+    weights need not be there: config.json is enough.
+
+    Raises:
+      ValueError: one line about the error in the checkpoint.
+    """
+    directory = resolve_checkpoint(str(wanted.name_or_path), weights=False)
+    if (directory / ADAPTER_CONFIG).exists() or not (directory / "config.json").exists():
+        return open_pretrained(wanted)
+    family, config = read_config(directory)
+    source = NoParameters()
+    return Pretrained(merge(config, wanted), source, family, read_as=config, sidecars=directory)
+
+
+def resolve_checkpoint(name: str, weights: bool = True) -> Path:
     """Returns the local directory `name`, or the directory to which the hub id `name` is
-    downloaded.
+    downloaded, without `weights` only its config and tokenizer.
 
     Raises:
       ValueError: the name is neither a directory nor a hub id that can be downloaded.
@@ -255,7 +283,7 @@ def resolve_checkpoint(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+        patterns = ["*.json", "*.txt", "*.model", "*.jinja"] + ["*.safetensors"] * weights
         return Path(snapshot_download(name, allow_patterns=patterns))
     except Exception as error:
         # The hub's client lets every exception of its transport through.

@@ -66,6 +66,11 @@ class Layout:
         shards = num_shards(self.mesh, "sequence")
         return shards if self.split.tokens == 1 else math.lcm(shards, 2 * self.split.tokens)
 
+    @property
+    def sharding(self) -> NamedSharding:
+        """Sharding of arrays `[micro_batches, B, T]`."""
+        return NamedSharding(self.mesh, partition_spec((None, "batch", "sequence")))
+
     def order(self, T: int) -> Int[np.ndarray, "{T}"] | None:
         """Returns the positions of a sequence's tokens in the order of the devices, or None if the
         tokens keep their order. T is a multiple of `multiple`."""
@@ -86,7 +91,6 @@ class Layout:
         micro-batches. Each process passes a complete batch; sequences that its devices do not hold
         may be blank.
         """
-        where = NamedSharding(self.mesh, partition_spec((None, "batch", "sequence")))
         placed = {}
         for name, x in batch.items():
             padding = -x.shape[1] % self.multiple
@@ -94,5 +98,5 @@ class Layout:
             order = self.order(x.shape[1])
             x = x if order is None else x[:, order]
             x = x.reshape(-1, micro_batches, x.shape[1]).swapaxes(0, 1)
-            placed[name] = jax.make_array_from_process_local_data(where, x, x.shape)
+            placed[name] = jax.make_array_from_process_local_data(self.sharding, x, x.shape)
         return placed

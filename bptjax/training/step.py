@@ -16,6 +16,7 @@ from bptjax.models.config import ModelConfig
 from bptjax.models.decoder import Decoder
 from bptjax.models.feed_forward import FEED_FORWARDS
 from bptjax.ops.loss import cross_entropy_and_z_loss
+from bptjax.ops.target import compiler_options, platform
 from bptjax.optimizer import apply_gradients
 from bptjax.parallel.sequence import FOLDED_BATCH, fold_sequence_shards
 from bptjax.schedule import learning_rate
@@ -197,9 +198,9 @@ def compile_step(spec: TrainSpec, state: TrainState, batch: Batch) -> jax.stages
     shardings = jax.tree.map(lambda x: x.sharding, abstract_state(spec))
     step = jax.jit(partial(train_step, spec), donate_argnums=0, out_shardings=(shardings, None))
     with jax.set_mesh(spec.mesh):
-        compiled = step.lower(state, batch).compile()
+        compiled = step.lower(state, batch).compile(compiler_options())
     # On the CPU backend, host memory is device memory.
-    if offloaded and jax.default_backend() != "cpu":
+    if offloaded and platform() != "cpu":
         needs = compiled.memory_analysis()
         if needs is None or not needs.host_argument_size_in_bytes:
             raise RuntimeError(
@@ -216,10 +217,9 @@ def check_kernel(spec: TrainSpec) -> None:
       ValueError: an unknown kernel.
       NotImplementedError: the kernel cannot honor the arguments.
     """
-    train = spec.config.train
-    shape = spec.micro_batch_size, train.seq_len + -train.seq_len % spec.layout.multiple
-    fields = "tokens", "labels", "segments", "positions"
-    batch = dict.fromkeys(fields, jax.ShapeDtypeStruct(shape, jnp.int32))
+    batch = {
+        name: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for name, x in abstract_batch(spec).items()
+    }
     with jax.set_mesh(spec.mesh):
         jax.eval_shape(
             partial(loss_sums, spec, z_loss=0.0),
@@ -227,6 +227,15 @@ def check_kernel(spec: TrainSpec) -> None:
             batch,
             jax.random.key(0),
         )
+
+
+def abstract_batch(spec: TrainSpec) -> Batch:
+    """Returns shapes and shardings of a training batch `[A, B, T]`."""
+    train, layout = spec.config.train, spec.layout
+    T = train.seq_len + -train.seq_len % layout.multiple
+    shape = train.gradient_accumulation_steps, spec.micro_batch_size, T
+    x = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=layout.sharding)
+    return dict.fromkeys(("tokens", "labels", "segments", "positions"), x)
 
 
 def evaluator(spec: TrainSpec) -> Callable[[Decoder, Any, Callable[[int], None]], float]:

@@ -20,6 +20,7 @@ import bptjax.ops.attention.triton_flash as triton_flash
 from bptjax.ops.attention.contract import QKV, AttentionSpec, AttentionState, Kernel
 from bptjax.ops.mask import Mask
 from bptjax.ops.softmax import merge_states
+from bptjax.ops.target import is_absent, platform, stand_in
 
 # Bytes of one head's keys and values that stay in an H200's cache while the queries pass. With more
 # of them the forward pass slows down: at head size 128 from 600 TFLOP/s to 570 on 131,072 tokens
@@ -35,7 +36,7 @@ FALLBACK: Kernel = triton_flash
 def unsupported(x: QKV, spec: AttentionSpec) -> str | None:
     """Returns why cuDNN cannot honor these arguments, or None."""
     mask, (_, T, _, H), S = spec.mask, x.q.shape, x.k.shape[1]
-    if jax.default_backend() != "gpu":
+    if platform() != "gpu":
         return "needs an NVIDIA GPU"
     if triton_flash.compiler_shards_arrays():
         return "runs on one device, and the mesh has more"
@@ -209,14 +210,19 @@ def _forward_in_pieces(x: QKV, spec: AttentionSpec, n: int) -> AttentionState:
 def _call_forward(
     x: QKV, spec: AttentionSpec, packing: tuple[Array, Array] | None = None
 ) -> AttentionState:
-    out, stats = _primitives()._dot_product_attention_fwd_p.bind(
-        *x, *_operands(x, packing), **_options(spec, packing), is_training=True
-    )
+    (B, T, N, _), M = x.q.shape, 1 if packing is None else packing[0].shape[1]
+    operands = *x, *_operands(x, packing)
+    if is_absent():
+        shapes = _like(x.q), jax.ShapeDtypeStruct((B * M, N, T), jnp.float32)
+        out, stats = stand_in(operands, shapes, workspace=1024 * M)
+    else:
+        out, stats = _primitives()._dot_product_attention_fwd_p.bind(
+            *operands, **_options(spec, packing), is_training=True
+        )
     if packing is None:
         return AttentionState(out, stats.transpose(0, 2, 1))
     # Statistics are [B · M, N, T]; each document's begin at its own row's start.
     starts, _ = packing
-    (B, T, N, _), M = x.q.shape, starts.shape[1]
     token = jnp.arange(T)
     number = jnp.maximum((starts[:, :, None] <= token[None, None]).sum(1) - 1, 0)
     inside = jnp.maximum(token[None] - jnp.take_along_axis(starts, number, 1), 0)
@@ -227,7 +233,22 @@ def _call_forward(
 def _backward(x: QKV, state: AttentionState, dout: Array, spec: AttentionSpec) -> QKV:
     stats = jnp.where(state.lse == -jnp.inf, jnp.inf, state.lse).transpose(0, 2, 1)
     operands = *x, *_operands(x, None), stats, state.out, dout
+    if is_absent():
+        return QKV(*stand_in(operands, [_like(y) for y in x], _backward_workspace(x)))
     return QKV(*_primitives()._dot_product_attention_bwd_p.bind(*operands, **_options(spec, None)))
+
+
+def _like(x: Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def _backward_workspace(x: QKV) -> int:
+    """Returns the bytes of cuDNN's workspace in the backward pass, as cuDNN 9.19 reports it: the
+    gradients of the queries in float32 and, with fewer key heads, those of keys and values for each
+    query head; and a float32 for each query and head."""
+    (B, T, N, H), (_, S, K, _) = x.q.shape, x.k.shape
+    of_keys = 2 * B * S * N * H * x.k.dtype.itemsize if K < N else 0
+    return 4 * B * T * N * (H + 1) + of_keys + 256
 
 
 def _operands(x: QKV, packing: tuple[Array, Array] | None) -> tuple[Array, ...]:

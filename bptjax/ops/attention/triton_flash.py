@@ -20,6 +20,7 @@ from jaxtyping import Float
 from bptjax.ops.attention.contract import QKV, AttentionSpec, AttentionState
 from bptjax.ops.attention.scores import dropout_keys
 from bptjax.ops.mask import Mask, blocks
+from bptjax.ops.target import is_absent, platform, stand_in
 
 # (query block, key block, warps, stages) by kernel and padded head size. The values for 64 and 128
 # were the fastest of three to five candidates on one H200: causal, 32 / 8 heads, bfloat16,
@@ -82,11 +83,11 @@ class Constants:
 
 def unsupported(x: QKV, spec: AttentionSpec) -> str | None:
     """Returns why the kernels cannot honor these arguments, or None."""
-    if jax.default_backend() != "gpu":
+    if platform() != "gpu":
         return "needs an NVIDIA GPU"
     if compiler_shards_arrays():
         return "runs on one device, and the mesh has more"
-    if importlib.util.find_spec("jax_triton") is None:
+    if not is_absent() and importlib.util.find_spec("jax_triton") is None:
         return 'jax-triton is not installed; pip install -e ".[gpu]" brings it'
     return None
 
@@ -200,6 +201,8 @@ def _launch(
 
 
 def _call(name, inputs, shapes, grid, warps, stages, constants: Constants) -> tuple[Array, ...]:
+    if is_absent():
+        return stand_in(inputs, shapes)
     # Imported here because importing jax-triton fails without a GPU.
     import jax_triton
 

@@ -1,0 +1,173 @@
+"""Kinds of accelerators, and devices of these kinds that are not on this machine, to compile for.
+
+Sizes and rates are those of the vendors' data sheets; memory is what the driver reports.
+"""
+
+import os
+import re
+import site
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+from jax.experimental import topologies
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class DeviceKind:
+    """A kind of accelerator.
+
+    Attributes:
+      name: jax's `device_kind`, or the start of it.
+      memory: bytes.
+      flops: dense bfloat16 matrix products, FLOP/s: the denominator of MFU.
+      bandwidth: bytes/s of device memory.
+      cores: streaming multiprocessors of a GPU; 0 for a TPU.
+      capability: compute capability of a GPU.
+      l2: bytes of a GPU's L2 cache.
+      shared: KiB of shared memory of a GPU's core.
+      clock: GHz of a GPU.
+    """
+
+    name: str
+    memory: int
+    flops: float
+    bandwidth: float
+    cores: int = 0
+    capability: tuple[int, int] = (0, 0)
+    l2: int = 0
+    shared: int = 0
+    clock: float = 0.0
+
+    @property
+    def platform(self) -> str:
+        return "gpu" if self.cores else "tpu"
+
+
+KINDS = {
+    "a100-40gb": DeviceKind(
+        "NVIDIA A100-SXM4-40GB", 40960 * MIB, 312e12, 1.555e12, 108, (8, 0), 40 * MIB, 164, 1.41
+    ),
+    "a100": DeviceKind(
+        "NVIDIA A100-SXM4-80GB", 81920 * MIB, 312e12, 2.039e12, 108, (8, 0), 40 * MIB, 164, 1.41
+    ),
+    "h100": DeviceKind(
+        "NVIDIA H100 80GB HBM3", 81559 * MIB, 989e12, 3.35e12, 132, (9, 0), 50 * MIB, 228, 1.98
+    ),
+    "h200": DeviceKind(
+        "NVIDIA H200", 143155 * MIB, 989e12, 4.8e12, 132, (9, 0), 60 * MIB, 228, 1.98
+    ),
+    "b200": DeviceKind(
+        "NVIDIA B200", 183359 * MIB, 2250e12, 8.0e12, 148, (10, 0), 126 * MIB, 228, 1.97
+    ),
+    "l40s": DeviceKind(
+        "NVIDIA L40S", 46068 * MIB, 362e12, 0.864e12, 142, (8, 9), 96 * MIB, 100, 2.52
+    ),
+    "rtx4090": DeviceKind(
+        "NVIDIA GeForce RTX 4090", 24564 * MIB, 165e12, 1.008e12, 128, (8, 9), 72 * MIB, 100, 2.52
+    ),
+    "v5e": DeviceKind("TPU v5 lite", 16 * 1024 * MIB, 197e12, 0.82e12),
+    "v5p": DeviceKind("TPU v5p", 95 * 1024 * MIB, 459e12, 2.77e12),
+    "v6e": DeviceKind("TPU v6 lite", 32 * 1024 * MIB, 918e12, 1.64e12),
+}
+
+
+def kind_of(device: jax.Device) -> DeviceKind | None:
+    """Returns the kind of a device, or None if it is not known."""
+    # The longest name first: that of one kind may start that of another.
+    kinds = sorted(KINDS.values(), key=lambda kind: -len(kind.name))
+    return next((kind for kind in kinds if device.device_kind.startswith(kind.name)), None)
+
+
+def parse_devices(text: str) -> tuple[DeviceKind, tuple[int, ...]]:
+    """Parses KIND, KIND:GPUS, KIND:HOSTSxGPUS, or KIND:XxYxZ for a TPU.
+
+    Returns:
+      The kind and the topology: (hosts, GPUs of a host), or the axes of a TPU's torus.
+
+    Raises:
+      ValueError: an unknown kind, or sizes that are not positive.
+    """
+    name, _, sizes = text.lower().partition(":")
+    if name not in KINDS:
+        known = ", ".join(KINDS)
+        raise ValueError(f"devices={text}: must be one of {known}, and may have a number, like :8")
+    if sizes and not re.fullmatch(r"[1-9]\d{0,4}(x[1-9]\d{0,4}){0,2}", sizes):
+        raise ValueError(
+            f"devices={text}: must be like h100:8, h100:64x8 (hosts x GPUs) or v5p:2x2x2"
+        )
+    kind, counts = KINDS[name], tuple(int(n) for n in (sizes or "1").split("x"))
+    if kind.platform == "tpu":
+        least = 3 if name == "v5p" else 2
+        return kind, counts + (1,) * (least - len(counts))
+    if len(counts) > 2:
+        raise ValueError(f"devices={text}: must be {name}:GPUS or {name}:HOSTSxGPUS")
+    return kind, counts if len(counts) == 2 else (1, *counts)
+
+
+def absent_devices(text: str) -> tuple[DeviceKind, list[jax.Device]]:
+    """Returns devices to compile for, which need not be on this machine; see `parse_devices`.
+
+    Raises:
+      ValueError: as `parse_devices`; the compiler for these devices is not installed.
+    """
+    kind, counts = parse_devices(text)
+    jax.config.update("jax_platforms", "cpu")
+    try:
+        if kind.platform == "tpu":
+            shape = "x".join(map(str, counts))
+            name = text.lower().partition(":")[0]
+            topology = topologies.get_topology_desc(platform="tpu", topology_name=f"{name}:{shape}")
+        else:
+            _find_assembler()
+            hosts, gpus = counts
+            topology = topologies.get_topology_desc(
+                platform="cuda",
+                topology_name=kind.name,
+                topology=f"1x{hosts}x{gpus}",
+                target_config=_target_config(kind),
+            )
+    except Exception as error:
+        # The plugin may be missing or of another version, which jax reports in many ways.
+        first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(
+            f'devices={text}: the compiler for it is not installed; pip install -e ".[plan]" '
+            f"brings it ({first})"
+        ) from error
+    return kind, list(topology.devices)
+
+
+def _find_assembler() -> None:
+    """Adds the directory of ptxas to PATH, where pip has installed it."""
+    for root in site.getsitepackages():
+        tools = Path(root) / "nvidia" / "cu13" / "bin"
+        if tools.is_dir() and str(tools) not in os.environ.get("PATH", ""):
+            os.environ["PATH"] = f"{os.environ.get('PATH', '')}:{tools}"
+
+
+def _target_config(kind: DeviceKind) -> str:
+    """Formats XLA's description of a GPU."""
+    threads = 1536 if kind.capability in ((8, 9), (8, 6)) else 2048
+    return f"""
+gpu_device_info {{
+  threads_per_block_limit: 1024 threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: {kind.shared * 1024}
+  shared_memory_per_block_optin: {(kind.shared - 1) * 1024}
+  threads_per_core_limit: {threads}
+  core_count: {kind.cores} fpus_per_core: 128
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: {int(kind.bandwidth)}
+  l2_cache_size: {kind.l2}
+  clock_rate_ghz: {kind.clock}
+  device_memory_size: {kind.memory}
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  cuda_compute_capability {{ major: {kind.capability[0]} minor: {kind.capability[1]} }}
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 19 }}
+runtime_version {{ major: 13 }}
+device_description_str: "{kind.name}"
+"""
