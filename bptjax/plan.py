@@ -15,7 +15,7 @@ from bptjax.command_line import run_command
 from bptjax.config import Config
 from bptjax.config_parser import parse
 from bptjax.data.tokenizer import make_tokenizer
-from bptjax.devices import DeviceKind, absent_devices, kind_of, parse_devices
+from bptjax.devices import absent_devices, parse_devices
 from bptjax.models.config import ModelConfig
 from bptjax.ops.target import absent
 from bptjax.optimizer import init_opt_state
@@ -73,7 +73,7 @@ class Plan:
       gradients: gradients of the trained parameters.
       activations: all else that exists at the peak: saved activations, logits, workspaces.
       host: host memory.
-      available: memory of a device that a run may use; None if the kind is not known.
+      available: memory of a device that a run may use; None if it is not known.
     """
 
     devices: str
@@ -93,13 +93,30 @@ class Plan:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the step fits; None if the kind of the devices is not known."""
+        """Whether the step fits; None if the memory of the devices is not known."""
         return None if self.available is None else self.peak <= self.available
 
 
-def plan(spec: TrainSpec, name: str, kind: DeviceKind | None, is_absent: bool) -> Plan:
-    """Compiles the step and returns its memory."""
-    with absent(kind.platform) if is_absent and kind else nullcontext():
+def plan(
+    spec: TrainSpec, name: str, available: int | None = None, platform: str | None = None
+) -> Plan:
+    """Compiles the step and returns its memory.
+
+    Args:
+      available: see `Plan`.
+      platform: gpu or tpu if the devices of the mesh are not on this machine.
+
+    Raises:
+      NotImplementedError: the optimizer state is in the host memory of absent devices, which jax
+        does not describe.
+    """
+    optimizer = spec.config.optimizer
+    if platform and optimizer.state_memory_kind != "device":
+        raise NotImplementedError(
+            f"optimizer.state_memory_kind={optimizer.state_memory_kind}: can only be planned on "
+            "the devices of this machine; leave out devices"
+        )
+    with absent(platform) if platform else nullcontext():
         state = abstract_state(spec)
         compiled = compile_step(spec, state, abstract_batch(spec))
     needs = compiled.memory_analysis()
@@ -118,7 +135,7 @@ def plan(spec: TrainSpec, name: str, kind: DeviceKind | None, is_absent: bool) -
         gradients=gradients,
         activations=more - gradients,
         host=needs.host_argument_size_in_bytes + needs.host_temp_size_in_bytes,
-        available=int(kind.memory * float(MEMORY_FRACTION)) if kind else None,
+        available=available,
     )
 
 
@@ -224,24 +241,26 @@ def run(config: PlanConfig) -> int:
     plain = Config(**{f.name: getattr(config, f.name) for f in fields(Config)})
     good = False
     for text in config.each or [None]:
+        platform, available = None, None
         if text is None:
             devices = select_devices(config.device)
-            kind, name = kind_of(devices[0]), f"{len(devices)} x {devices[0].device_kind}"
+            name = f"{len(devices)} x {devices[0].device_kind}"
+            available = (devices[0].memory_stats() or {}).get("bytes_limit")
         else:
             kind, devices = absent_devices(text)
-            name = text
+            name, platform = text, kind.platform
+            available = int(kind.memory * float(MEMORY_FRACTION))
         spec = _spec(plain, devices)
         if not config.json:
             print(f"compiling for {name}", file=sys.stderr, flush=True)
 
-        def plan_length(spec, name=name, kind=kind, text=text):
-            found = plan(spec, name, kind, text is not None)
+        def plan_length(spec: TrainSpec, name=name, available=available, platform=platform) -> Plan:
+            found = plan(spec, name, available, platform)
             if not config.json:
                 print(f"  {found.seq_len:,} tokens: {found.peak / GIB:.2f} GiB", file=sys.stderr)
             return found
 
-        found = plan_length(spec)
-        longest = None
+        found, longest = plan_length(spec), None
         if config.max_context:
             if found.available is None:
                 raise ValueError(

@@ -200,6 +200,31 @@ def compare() -> str:
     return table(["tokens", *ways.values()], lines)
 
 
+def plans() -> str:
+    """Predicted beside measured memory."""
+    body = []
+    for row in read("plans_h200.json"):
+        planned, measured = row["planned_gib"], row["measured_gib"]
+        others = [
+            f"`{key.partition('.')[2]}: {value}`"
+            for key, value in row["settings"].items()
+            if key in ("adapter.type", "parallel.sp")
+        ]
+        body.append(
+            [
+                DECODERS[row["decoder"]],
+                f"{row['T']:,}",
+                row["devices"].partition(":")[2],
+                ", ".join([text for text in (settings(row),) if text] + others),
+                f"{planned:.2f} GiB",
+                f"{measured:.2f} GiB" + " (compiled there)" * (not row["ran"]),
+                f"{100 * (planned / measured - 1):+.2f} %",
+            ]
+        )
+    head = ["model", "tokens", "GPUs", "settings", "planned", "measured", "difference"]
+    return table(head, body)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "headline": headline,
     "qlora": lambda: steps("qlora_h200.json", "transformers + PEFT"),
@@ -208,6 +233,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "step": lambda: steps("step_h200.json", "transformers + Liger"),
     "sequence": sequence,
     "several": several,
+    "plans": plans,
 }
 MARK = re.compile(r"(<!-- table: (\w+) -->\n)((?:\|.*\n)*)")
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from bptjax import cli, compare, convert, evaluate, generate, preview, train
+from bptjax import cli, compare, convert, evaluate, generate, plan, preview, train
 from bptjax.command_line import EXIT_CODES, RENAMED, new_name, run_command
 from bptjax.config import Config, flatten
 from bptjax.config_parser import parse
@@ -15,6 +15,7 @@ from bptjax.config_parser import parse
 COMMANDS = {
     "train": train.main,
     "preview": preview.main,
+    "plan": plan.main,
     "generate": generate.main,
     "evaluate": evaluate.main,
     "convert": convert.main,

@@ -14,7 +14,14 @@ ROOT = Path(bptjax.__file__).parent
 # module may import from lower floors, and from its own package or floor where that makes no circle.
 FLOORS = {
     "operations": ["ops"],
-    "devices, data, terminal": ["parallel", "data", "command_line", "progress", "lazy_imports"],
+    "devices, data, terminal": [
+        "devices",
+        "parallel",
+        "data",
+        "command_line",
+        "progress",
+        "lazy_imports",
+    ],
     "models": ["models"],
     "state and formats": [
         "lora",
@@ -38,7 +45,7 @@ FLOORS = {
     ],
     "generation and reports": ["generation", "evaluate_report", "compare_report"],
     "training": ["training"],
-    "commands": ["cli", "train", "preview", "generate", "evaluate", "convert", "compare"],
+    "commands": ["cli", "train", "preview", "plan", "generate", "evaluate", "convert", "compare"],
     "package": ["__init__"],
 }
 HEIGHTS = {room: height for height, rooms in enumerate(FLOORS.values()) for room in rooms}

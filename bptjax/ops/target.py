@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+# XLA compiles a call only if a handler of its name is registered.
 STAND_IN = "bptjax_stand_in"
 _ABSENT: ContextVar[str | None] = ContextVar("absent platform", default=None)
 
@@ -52,14 +53,5 @@ def stand_in(
     Args:
       workspace: bytes of device memory that the real call needs while it runs.
     """
-    _register()
     buffers = [jax.ShapeDtypeStruct((workspace,), jnp.uint8)] * bool(workspace)
     return tuple(jax.ffi.ffi_call(STAND_IN, (*shapes, *buffers))(*operands))[: len(shapes)]
-
-
-def _register() -> None:
-    """Registers a handler, without which XLA does not compile the call. Any handler serves."""
-    from jaxlib.cpu import _lapack
-
-    handler = dict(_lapack.registrations())["lapack_spotrf_ffi"]
-    jax.ffi.register_ffi_target(STAND_IN, handler, platform="CUDA", api_version=1)

@@ -12,6 +12,7 @@ import numpy as np
 
 from bptjax.checkpoint import Best, Checkpoints
 from bptjax.config import to_yaml
+from bptjax.devices import kind_of
 from bptjax.metrics import Throughput
 from bptjax.ops.attention.choices import Choice, record_choices
 from bptjax.parallel.distributed import (
@@ -47,8 +48,6 @@ from bptjax.training.step import (
     model_flops,
 )
 
-# Dense bf16 matmul peaks, FLOP/s, by device name: the denominator of MFU.
-PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
 # Stands for a failed data check among the signal numbers that processes vote on.
 BAD_DATA = 1
 
@@ -290,12 +289,11 @@ class TrainLoop:
         stats = mesh.local_devices[0].memory_stats()
         if stats and "peak_bytes_in_use" in stats:
             found["memory/peak_gib"] = stats["peak_bytes_in_use"] / 2**30
-        kind = mesh.devices.reshape(-1)[0].device_kind
-        peak = next((flops for name, flops in PEAK_FLOPS.items() if name in kind), None)
+        kind = kind_of(mesh.devices.reshape(-1)[0])
         seconds = metrics.get("throughput/step_time")
-        if peak and seconds:
+        if kind and seconds:
             flops = model_flops(self.run.spec.model, self._matmul_parameters, tokens, attended)
-            found["throughput/mfu"] = flops / seconds / (peak * mesh.size)
+            found["throughput/mfu"] = flops / seconds / (kind.flops * mesh.size)
         return found
 
     def _eval(self) -> None:

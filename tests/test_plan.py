@@ -1,0 +1,187 @@
+"""`bptjax plan`: the memory of a step on devices that are not there."""
+
+import importlib.util
+import json
+from dataclasses import replace
+
+import jax
+import pytest
+from hf.cases import config as hf_config
+
+from bptjax.cli import main
+from bptjax.config import Config, TrainConfig
+from bptjax.devices import KINDS, absent_devices, parse_devices
+from bptjax.models.config import ModelConfig
+from bptjax.ops.attention.choices import record_choices
+from bptjax.optimizer import OptimizerConfig
+from bptjax.parallel.mesh import ParallelConfig, make_mesh
+from bptjax.plan import GIB, Plan, longest_context, plan, remedies
+from bptjax.remat import ExecutionConfig
+from bptjax.training.spec import TrainSpec
+from bptjax.training.state import abstract_state
+
+needs_compiler = pytest.mark.skipif(
+    importlib.util.find_spec("jax_plugins.xla_cuda13") is None, reason="needs the extra plan"
+)
+MODEL = ModelConfig(
+    vocab_size=512, hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=2, tied_head=False
+)
+FLAGS = [
+    *("--model.vocab_size=512", "--model.hidden_size=128", "--model.num_layers=1"),
+    *("--model.num_heads=2", "--train.seq_len=256"),
+]
+
+
+def make_spec(devices, model=MODEL, **groups):
+    train = TrainConfig(
+        seq_len=4096, max_steps=10, compute_dtype="bfloat16", param_dtype="bfloat16"
+    )
+    config = Config(**dict(dict(train=train), **groups))
+    return TrainSpec(config, model, make_mesh(config.parallel, devices))
+
+
+@pytest.mark.parametrize(
+    "text, name, counts",
+    [
+        ("h200", "h200", (1, 1)),
+        ("H100:8", "h100", (1, 8)),
+        ("h100:64x8", "h100", (64, 8)),
+        ("a100-40gb:4", "a100-40gb", (1, 4)),
+        ("v5p:2x2x2", "v5p", (2, 2, 2)),
+        ("v6e:4", "v6e", (4, 1)),
+    ],
+)
+def test_devices_are_parsed(text, name, counts):
+    assert parse_devices(text) == (KINDS[name], counts)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("h300:8", "devices=h300:8: must be one of a100-40gb, a100, h100"),
+        ("h100:0", "devices=h100:0: must be like h100:8"),
+        ("h100:x", "devices=h100:x: must be like"),
+        ("h100:2x2x2", "devices=h100:2x2x2: must be h100:GPUS or h100:HOSTSxGPUS"),
+        ("h100,", "devices=: must be one of"),
+    ],
+)
+def test_bad_devices_are_refused_in_one_line(text, message, capsys):
+    assert main(["plan", f"--devices={text}"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {message}") and error.count("\n") == 1
+
+
+def test_this_machine(capsys):
+    """Without `devices`, the step of a run here; a CPU does not say how much memory it has."""
+    assert main(["plan", *FLAGS, "--device=cpu"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("8 x cpu, fsdp=8: ")
+    assert (
+        "8 sequences of 256 tokens per step" in out and "the memory of 8 x cpu is not known" in out
+    )
+    assert main(["plan", *FLAGS, "--device=cpu", "--json"]) == 0
+    row = json.loads(capsys.readouterr().out)
+    assert row["fits"] is None and row["peak"] > row["parameters"] > 0
+    assert row["optimizer"] == pytest.approx(2 * row["parameters"], rel=0.05)
+    assert main(["plan", *FLAGS, "--device=cpu", "--max-context"]) == 2
+    assert "max_context=true: the memory of 8 x cpu is not known" in capsys.readouterr().err
+
+
+def test_weights_need_not_be_there(tmp_path, capsys):
+    raw = hf_config("llama").to_dict() | dict(architectures=["LlamaForCausalLM"])
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    flags = [f"--model.name_or_path={tmp_path}", "--train.seq_len=32", "--device=cpu", "--json"]
+    rows = []
+    for more in ([], ["--adapter.type=qlora", "--adapter.r=2"]):
+        assert main(["plan", *flags, *more]) == 0
+        rows.append(json.loads(capsys.readouterr().out))
+    full, adapters = rows
+    assert adapters["parameters"] < full["parameters"]
+    assert adapters["optimizer"] < full["optimizer"] / 2
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "devices, parallel",
+    [("a100-40gb:4", dict(fsdp=2, sp=2)), ("h200:2x2", dict(fsdp=2, tp=2))],
+)
+def test_absent_gpus(devices, parallel):
+    """The step of a mesh, with the kernels of a GPU."""
+    kind, found = absent_devices(devices)
+    spec = make_spec(found, parallel=ParallelConfig(**parallel))
+    with record_choices() as choices:
+        result = plan(spec, devices, int(kind.memory), kind.platform)
+    assert {choice.name for choice in choices} == {"cudnn"}
+    assert result.fits and result.peak < GIB
+    shards = spec.mesh.size
+    count = sum(x.size for x in jax.tree.leaves(abstract_state(spec).model))
+    assert result.parameters == pytest.approx(2 * count / shards, rel=0.05)
+    assert result.optimizer == pytest.approx(2 * result.parameters, rel=0.05)
+
+
+@needs_compiler
+def test_the_output_embedding_has_one_gradient():
+    """Beside the gradient that the loss accumulates, no float32 array of its size lives through the
+    backward pass."""
+    _, devices = absent_devices("h100")
+    model = replace(MODEL, vocab_size=65536, num_layers=1)
+    optimizer = OptimizerConfig(weight_decay=0.0)
+    spec = make_spec(devices, model, optimizer=optimizer, execution=ExecutionConfig(ce_chunk=64))
+    found = plan(spec, "h100", None, "gpu")
+    head = 4 * model.V * model.hidden_size
+    # The gradient of the output embedding in float32, and that of the input embedding.
+    assert found.gradients + found.activations < 2.6 * head
+
+
+@needs_compiler
+def test_host_memory_of_absent_devices_is_refused():
+    _, devices = absent_devices("h100")
+    spec = make_spec(devices, optimizer=OptimizerConfig(state_memory_kind="pinned_host"))
+    with pytest.raises(NotImplementedError, match="state_memory_kind=pinned_host: can only be"):
+        plan(spec, "h100", None, "gpu")
+
+
+def test_remedies_say_what_they_save():
+    """The bytes are those of the states with and without the change."""
+    spec = make_spec(jax.devices()[:1])
+    found = dict(remedies(spec))
+    state = abstract_state(spec).opt_state
+
+    def size(tree):
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+    smaller = make_spec(jax.devices()[:1], optimizer=OptimizerConfig(state_dtype="int8"))
+    saved = size(state) - size(abstract_state(smaller).opt_state)
+    assert found["optimizer.state_dtype=int8"] == pytest.approx(saved, rel=1e-3)
+    assert found["optimizer.state_memory_kind=pinned_host"] == size(state)
+    assert "train.param_dtype=bfloat16" not in found
+
+
+@pytest.mark.parametrize("first", [1024, 40_000, 3_000_000])
+@pytest.mark.parametrize("curved", [False, True])
+def test_the_longest_context_is_found(first, curved):
+    """From below and from above, in few compilations, with linear and with other memory."""
+    spec = make_spec(jax.devices()[:1])
+    lengths = []
+
+    def at(length):
+        activations = int(30_000 * length + (1e-2 * length**2 if curved else 0))
+        return Plan("x", length, 10 * GIB, 20 * GIB, 0, 5 * GIB, activations, 0, 70 * GIB)
+
+    def plan_length(spec):
+        lengths.append(spec.config.train.seq_len)
+        return at(lengths[-1])
+
+    found = longest_context(spec, plan_length, at(first))
+    assert found is not None and found.fits
+    assert not at(found.seq_len + max(2048, found.seq_len // 32)).fits
+    assert len(lengths) <= 9
+
+
+def test_no_context_fits():
+    spec = make_spec(jax.devices()[:1])
+
+    def too_much(spec):
+        return Plan("x", spec.config.train.seq_len, 80 * GIB, 0, 0, 0, 0, 0, 70 * GIB)
+
+    assert longest_context(spec, too_much, too_much(spec)) is None
