@@ -1,7 +1,6 @@
 """`bptjax plan --config FILE`: the memory of a run's step on devices that need not be there."""
 
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -358,8 +357,6 @@ def main(argv: list[str] | None = None) -> int:
         # Flags without a value, as a shell user writes them.
         switches = "--json", "--max-context", "--max_context"
         argv = [f"{token}=true" if token in switches else token for token in argv]
-        # XLA warns of GPU libraries that are not there; they are not needed.
-        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
         return run(parse(argv, DESCRIPTION, PlanConfig, "plan"))
 
     return run_command(command, argv)

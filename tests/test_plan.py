@@ -21,7 +21,7 @@ from bptjax.training.spec import TrainSpec
 from bptjax.training.state import abstract_state
 
 needs_compiler = pytest.mark.skipif(
-    importlib.util.find_spec("jax_plugins.xla_cuda13") is None, reason="needs the extra plan"
+    importlib.util.find_spec("jax_cuda13_plugin") is None, reason="needs the extra plan"
 )
 MODEL = ModelConfig(
     vocab_size=512, hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=2, tied_head=False
@@ -76,9 +76,8 @@ def test_this_machine(capsys):
     assert main(["plan", *FLAGS, "--device=cpu"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("8 x cpu, fsdp=8: ")
-    assert (
-        "8 sequences of 256 tokens per step" in out and "the memory of 8 x cpu is not known" in out
-    )
+    assert "8 sequences of 256 tokens per step" in out
+    assert "the memory of 8 x cpu is not known" in out
     assert main(["plan", *FLAGS, "--device=cpu", "--json"]) == 0
     row = json.loads(capsys.readouterr().out)
     assert row["fits"] is None and row["peak"] > row["parameters"] > 0
