@@ -38,6 +38,11 @@ hook = install_import_hook(
 checked = hook.should_instrument
 # But for what Triton compiles from its source.
 hook.should_instrument = lambda name: checked(name) and not name.endswith("triton_kernels")
+from bptjax.data import packing  # noqa: E402
+
+# The loader fills a window of sequences before the first batch, for which it shuffles the few
+# records of a test hundreds of times: seconds of each run.
+packing.BUFFER_TOKENS = 2**11
 
 
 def pytest_collection_finish():

@@ -36,7 +36,9 @@ def test_shares_hold_in_every_window(weights, least):
                 for n, t in zip(lengths, tokens, strict=True)
             ]
         )
-    parents = [grain.MapDataset.source(each).repeat().to_iter_dataset() for each in sequences]
+    # Threads that read ahead would mostly wait for one another.
+    direct = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+    parents = [grain.MapDataset.source(each).repeat().to_iter_dataset(direct) for each in sequences]
     iterator = iter(MixIterDataset(parents, weights))
     found = [next(iterator) for _ in range(6000)]
     of = np.array([one["tokens"][0] for one in found])
