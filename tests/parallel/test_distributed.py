@@ -11,6 +11,7 @@ import time
 
 import jax
 import pytest
+from training.runs import train_process
 
 from bptjax.metrics import read_metrics
 from bptjax.train import main
@@ -123,7 +124,7 @@ def strike(pair, number, victim, run_dir, step):
 def test_the_first_killed(arguments, whole, tmp_path, start):
     """The other ends; both started again go on with the losses of one process."""
     run_dir = tmp_path / "run"
-    command = ["-m", "bptjax.train", *arguments, "--run_dir", str(run_dir)]
+    command = [*train_process(), *arguments, "--run_dir", str(run_dir)]
     before = kill(start(*command), 0, run_dir)
     codes, (said, silent), errors = ends(start(*command))
     assert codes == [0, 0], errors
@@ -137,7 +138,7 @@ def test_the_second_killed_and_other_counts(arguments, whole, tmp_path, start, c
     """Two processes that share all rows; then one with eight devices, and one with one."""
     run_dir = tmp_path / "run"
     command = [*arguments, "--run_dir", str(run_dir), "--train.per_device_train_batch_size"]
-    kill(start("-m", "bptjax.train", *command, "8", "--parallel.sp", "4"), 1, run_dir)
+    kill(start(*train_process(), *command, "8", "--parallel.sp", "4"), 1, run_dir)
     with pytest.MonkeyPatch.context() as patch:
         stop_at(17, patch)
         assert alone(8, *command, "1") == 143
@@ -160,7 +161,7 @@ def kill(pair, victim, run_dir):
 
 def test_a_signal_to_one_stops_all_at_one_step(arguments, whole, tmp_path, start):
     run_dir = tmp_path / "run"
-    pair = start("-m", "bptjax.train", *arguments, "--run_dir", str(run_dir))
+    pair = start(*train_process(), *arguments, "--run_dir", str(run_dir))
     strike(pair, signal.SIGTERM, 1, run_dir, 7)
     codes, _, errors = ends(pair)
     assert codes == [143, 143] and not any(errors)
@@ -299,7 +300,7 @@ def test_an_error_of_one_process_ends_all(arguments, tmp_path, start):
     (tmp_path / "texts.jsonl").write_text("".join(f'{{"text": "{text}"}}\n' for text in texts))
     data = ["--data.path", str(tmp_path / "texts.jsonl"), "--data.eval_fraction", "0"]
     run_dir = tmp_path / "run"
-    command = ["-m", "bptjax.train", *arguments, *data, "--run_dir", str(run_dir)]
+    command = [*train_process(), *arguments, *data, "--run_dir", str(run_dir)]
     codes, _, errors = ends(start(*command))
     assert codes == [2, 2] and not run_dir.exists()
     message = (

@@ -3,6 +3,7 @@
 import os
 import random
 
+from bptjax.data import packing
 from bptjax.metrics import JsonlWriter, read_metrics
 
 TINY = """
@@ -26,6 +27,17 @@ def write_config(folder):
     for i in range(20):
         (texts / f"{i:02}.txt").write_text(" ".join(rng.choices(words, k=rng.randrange(5, 60))))
     return ["--config", str(folder / "config.yaml")]
+
+
+def train_process():
+    """Returns Python's arguments for `-m bptjax.train` with the shuffle window of this process."""
+    code = f"""
+import runpy
+from bptjax.data import packing
+packing.BUFFER_TOKENS = {packing.BUFFER_TOKENS}
+runpy.run_module("bptjax.train", run_name="__main__", alter_sys=True)
+"""
+    return "-c", code
 
 
 def rows(run_dir, name="train/loss"):

@@ -22,7 +22,7 @@ from bptjax.schedule import describe_schedule, learning_rate
 from bptjax.train import main
 from bptjax.training.loop import TrainLoop
 from bptjax.training.resume import describe_extension
-from training.runs import rows, saved_steps, stop_at
+from training.runs import rows, saved_steps, stop_at, train_process
 
 
 def test_a_run_learns_and_leaves_its_files(uninterrupted):
@@ -204,7 +204,7 @@ def test_kill_9_loses_at_most_the_steps_since_the_last_checkpoint(
 ):
     """A real process, killed twice wherever it happens to be."""
     run_dir = tmp_path / "run"
-    command = [sys.executable, "-m", "bptjax.train", *arguments, "--run_dir", str(run_dir)]
+    command = [sys.executable, *train_process(), *arguments, "--run_dir", str(run_dir)]
     command += ["--checkpoint.save_steps", "1"]
     flags = os.environ["XLA_FLAGS"].split()
     # One device, and else as here.
