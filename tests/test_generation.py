@@ -223,9 +223,11 @@ def run_directory(tmp_path_factory):
         "train.per_device_train_batch_size": 4,
         "optimizer.learning_rate": 0.02,
         "parallel.fsdp": 1,
-        "parallel.dp": 8,
+        "parallel.dp": 2,
     }
-    assert main([f"--{key}={value}" for key, value in options.items()]) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("bptjax.training.setup.select_devices", lambda device: jax.devices()[:2])
+        assert main([f"--{key}={value}" for key, value in options.items()]) == 0
     return directory / "run"
 
 
