@@ -6,14 +6,31 @@ from functools import partial
 import jax
 import numpy as np
 
+from bptjax.parallel.mesh import ParallelConfig, make_mesh
 from bptjax.training.spec import TrainSpec
-from bptjax.training.state import init_state
+from bptjax.training.state import TrainState, abstract_state, init_state
 from bptjax.training.step import gradients
+
+_STATES: dict[str, TrainState] = {}
+
+
+def initial_state(spec: TrainSpec) -> TrainState:
+    """Returns the state at step 0, initialized on one device: once for all specs that differ in
+    the mesh or the execution, because each initialization compiles for a second."""
+    config = spec.config
+    key = repr((spec.model, config.seed, config.train, config.optimizer, config.adapter))
+    if key not in _STATES:
+        mesh = make_mesh(ParallelConfig(), jax.devices()[:1])
+        one = replace(spec, config=replace(config, parallel=ParallelConfig()), mesh=mesh)
+        _STATES[key] = init_state(one)
+    shardings = jax.tree.map(lambda x: x.sharding, abstract_state(spec))
+    # A step overwrites its state.
+    return jax.device_put(_STATES[key], shardings, may_alias=False)
 
 
 def gradient_sums(spec, batch, micro_batches=1, state=None):
     with jax.set_mesh(spec.mesh):
-        state = init_state(spec) if state is None else state
+        state = initial_state(spec) if state is None else state
         return jax.jit(partial(gradients, spec))(state, spec.layout.put(batch, micro_batches))
 
 

@@ -28,7 +28,7 @@ from bptjax.training.step import (
     matmul_parameters,
     model_flops,
 )
-from training.specs import assert_same, gradient_sums, with_optimizer
+from training.specs import assert_same, gradient_sums, initial_state, with_optimizer
 
 T = 24
 
@@ -121,7 +121,7 @@ def test_rows_as_long_as_learned_positions(batch):
 
 
 def steps(spec: TrainSpec, batch, n: int) -> tuple[TrainState, list[dict]]:
-    state, placed, rows = init_state(spec), spec.layout.put(batch), []
+    state, placed, rows = initial_state(spec), spec.layout.put(batch), []
     step = compile_step(spec, state, placed)
     for _ in range(n):
         state, metrics = step(state, placed)
@@ -149,16 +149,22 @@ def shard_bytes(tree) -> int:
     return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
 
 
+def small(parallel=None):
+    # Where a gradient is no more than rounding, AdamW steps by its sign.
+    spec = with_optimizer(make_spec(parallel), learning_rate=1e-3)
+    return replace(spec, model=replace(MODEL, num_layers=1, gated=False, norm_scale=False))
+
+
+@pytest.fixture(scope="module")
+def two_steps(batch):
+    """The state and metrics of one device."""
+    return steps(small(), batch, 2)
+
+
 @pytest.mark.parametrize("fsdp", [4, 2])
-def test_zero_says_what_fsdp_and_sp_cut(batch, fsdp):
+def test_zero_says_what_fsdp_and_sp_cut(batch, fsdp, two_steps):
     """Two steps of each stage are those of one device, and each stage cuts more than the last."""
-
-    def small(parallel=None):
-        # Where a gradient is no more than rounding, AdamW steps by its sign.
-        spec = with_optimizer(make_spec(parallel), learning_rate=1e-3)
-        return replace(spec, model=replace(MODEL, num_layers=1, gated=False, norm_scale=False))
-
-    one, wanted = steps(small(), batch, 2)
+    one, wanted = two_steps
     held = []
     for zero in (1, 2, 3):
         spec = small(ParallelConfig(dp=1, fsdp=fsdp, tp=2, sp=4 // fsdp, zero_stage=zero))
@@ -204,7 +210,8 @@ def test_the_reported_loss_leaves_the_z_loss_out(batch):
     assert with_z["train/grad_norm"] != plain["train/grad_norm"]
     two = make_spec(z_loss=0.1, gradient_accumulation_steps=2)
     placed = two.layout.put(batch, 2)
-    _, micro = compile_step(two, init_state(two), placed)(init_state(two), placed)
+    state = initial_state(two)
+    _, micro = compile_step(two, state, placed)(state, placed)
     np.testing.assert_allclose(micro["train/z_loss"], with_z["train/z_loss"], rtol=1e-6)
 
 
