@@ -160,6 +160,11 @@ def longest_context(
             length = fails.seq_len / 4 if fails is not None else 0
         step = 1024 if length > 16384 else 128
         length = int(length) // step * step
+        # Rounding must not lead back to a length that is known.
+        if fits is not None:
+            length = max(length, fits.seq_len + step)
+        if fails is not None:
+            length = min(length, fails.seq_len - step)
         if length < 1024:
             return None
         train = replace(spec.config.train, seq_len=length)

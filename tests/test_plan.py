@@ -177,6 +177,23 @@ def test_the_longest_context_is_found(first, curved):
     assert len(lengths) <= 9
 
 
+def test_the_search_ends_where_lengths_are_rounded():
+    """Interpolation between 47,104 and 49,152 tokens rounds to the first again."""
+    spec = make_spec(jax.devices()[:1])
+    lengths = []
+
+    def at(length):
+        return Plan("x", length, 0, 0, 0, 0, 7 * GIB + 341_000 * length, 0, 22 * GIB)
+
+    def plan_length(spec):
+        lengths.append(spec.config.train.seq_len)
+        assert len(lengths) < 9, lengths
+        return at(lengths[-1])
+
+    found = longest_context(spec, plan_length, at(8192))
+    assert found is not None and found.fits and not at(found.seq_len + 2048).fits
+
+
 def test_no_context_fits():
     spec = make_spec(jax.devices()[:1])
 

@@ -90,7 +90,7 @@ def test_a_mesh_refuses_the_same_arguments_as_one_device():
         for name in ("q_chunk", "softcap", "sinks", "fewer values", "window", "no tokens"):
             options, message = BAD[name]
             with pytest.raises(ValueError, match=message):
-                on_mesh(**dict(q=X, k=X, v=X) | options)
+                inspect.unwrap(on_mesh)(**dict(q=X, k=X, v=X) | options)
 
 
 def test_related_functions_refuse_bad_arguments():
