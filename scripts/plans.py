@@ -18,7 +18,7 @@ from step import DECODERS, DEFAULTS
 from bptjax.config_parser import parse
 from bptjax.devices import KINDS, absent_devices
 from bptjax.parallel.mesh import make_mesh
-from bptjax.plan import plan
+from bptjax.training.prediction import plan
 from bptjax.training.spec import TrainSpec
 
 

@@ -15,8 +15,8 @@ from bptjax.models.config import ModelConfig
 from bptjax.ops.attention.choices import record_choices
 from bptjax.optimizer import OptimizerConfig
 from bptjax.parallel.mesh import ParallelConfig, make_mesh
-from bptjax.plan import GIB, Plan, longest_context, plan, remedies
 from bptjax.remat import ExecutionConfig
+from bptjax.training.prediction import Plan, longest_context, plan, remedies
 from bptjax.training.spec import TrainSpec
 from bptjax.training.state import abstract_state
 
@@ -26,6 +26,7 @@ needs_compiler = pytest.mark.skipif(
 MODEL = ModelConfig(
     vocab_size=512, hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=2, tied_head=False
 )
+GIB = 2**30
 FLAGS = [
     *("--model.vocab_size=512", "--model.hidden_size=128", "--model.num_layers=1"),
     *("--model.num_heads=2", "--train.seq_len=256"),

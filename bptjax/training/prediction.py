@@ -1,0 +1,172 @@
+"""The memory of a training step, predicted by compiling it for devices that need not be there."""
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from bptjax.ops.target import absent
+from bptjax.optimizer import init_opt_state
+from bptjax.training.spec import TrainSpec
+from bptjax.training.state import HOST, abstract_state, split_trained
+from bptjax.training.step import abstract_batch, compile_step
+
+# Lengths that `longest_context` tells apart, as a share of the length.
+PRECISION = 1 / 64
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Predicted memory of a step per device, in bytes.
+
+    Attributes:
+      devices: name and number of the devices.
+      seq_len: train.seq_len.
+      parameters, optimizer, batch: held between steps.
+      gradients: gradients of the trained parameters.
+      activations: all else that exists at the peak: saved activations, logits, workspaces.
+      host: host memory.
+      available: memory of a device that a run may use; None if it is not known.
+    """
+
+    devices: str
+    seq_len: int
+    parameters: int
+    optimizer: int
+    batch: int
+    gradients: int
+    activations: int
+    host: int
+    available: int | None
+
+    @property
+    def peak(self) -> int:
+        held = self.parameters + self.optimizer + self.batch
+        return held + self.gradients + self.activations
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the step fits; None if the memory of the devices is not known."""
+        return None if self.available is None else self.peak <= self.available
+
+
+def plan(
+    spec: TrainSpec, name: str, available: int | None = None, platform: str | None = None
+) -> Plan:
+    """Compiles the step and returns its memory.
+
+    Args:
+      available: see `Plan`.
+      platform: gpu or tpu if the devices of the mesh are not on this machine.
+
+    Raises:
+      NotImplementedError: the optimizer state is in the host memory of absent devices, which jax
+        does not describe.
+    """
+    optimizer = spec.config.optimizer
+    if platform and optimizer.state_memory_kind != "device":
+        raise NotImplementedError(
+            f"optimizer.state_memory_kind={optimizer.state_memory_kind}: can only be planned on "
+            "the devices of this machine; leave out devices"
+        )
+    with absent(platform) if platform else nullcontext():
+        state = abstract_state(spec)
+        compiled = compile_step(spec, state, abstract_batch(spec))
+    needs = compiled.memory_analysis()
+    assert needs is not None
+    # The results take the place of the donated state; what is left are the metrics.
+    more = needs.temp_size_in_bytes + needs.output_size_in_bytes - needs.alias_size_in_bytes
+    trained, _ = split_trained(spec, state.model)
+    gradients = min(_bytes(trained), more)
+    parameters, optimizer = _bytes(state.model), _bytes(state.opt_state)
+    return Plan(
+        devices=name,
+        seq_len=spec.config.train.seq_len,
+        parameters=parameters,
+        optimizer=optimizer,
+        batch=needs.argument_size_in_bytes - parameters - optimizer,
+        gradients=gradients,
+        activations=more - gradients,
+        host=needs.host_argument_size_in_bytes + needs.host_temp_size_in_bytes,
+        available=available,
+    )
+
+
+def longest_context(
+    spec: TrainSpec, plan_length: Callable[[TrainSpec], Plan], first: Plan
+) -> Plan | None:
+    """Returns the plan of the longest train.seq_len that fits, to within `PRECISION`, or None if
+    not even 1,024 tokens fit. Memory is close to linear in the length, so few compilations find it.
+    """
+    fits, fails = (first, None) if first.fits else (None, first)
+    assert first.available is not None
+    while fits is None or fails is None or _apart(fits, fails):
+        known = [p for p in (fits, fails) if p is not None]
+        if len(known) == 2:
+            (a, b), room = known, first.available
+            share = (room - a.peak) / max(b.peak - a.peak, 1)
+            # Stay off the ends, so that each compilation narrows the interval.
+            length = a.seq_len + (b.seq_len - a.seq_len) * min(max(share, 0.1), 0.9)
+        elif fits is not None:
+            spare = first.available - fits.peak
+            length = fits.seq_len * min(8.0, max(1.25, 1 + 1.05 * spare / fits.activations))
+        else:
+            length = fails.seq_len / 4 if fails is not None else 0
+        step = 1024 if length > 16384 else 128
+        length = int(length) // step * step
+        # Rounding must not lead back to a length that is known.
+        if fits is not None:
+            length = max(length, fits.seq_len + step)
+        if fails is not None:
+            length = min(length, fails.seq_len - step)
+        if length < 1024:
+            return None
+        train = replace(spec.config.train, seq_len=length)
+        found = plan_length(replace(spec, config=replace(spec.config, train=train)))
+        fits, fails = (found, fails) if found.fits else (fits, found)
+    return fits
+
+
+def _apart(fits: Plan, fails: Plan) -> bool:
+    return fails.seq_len - fits.seq_len > max(1024, PRECISION * fits.seq_len)
+
+
+def remedies(spec: TrainSpec) -> Iterator[tuple[str, int]]:
+    """Yields keys to change, and the bytes per device that the state then takes less."""
+    config, state = spec.config, abstract_state(spec)
+    optimizer = config.optimizer
+    held = _bytes(state.opt_state)
+    if optimizer.state_memory_kind == "device":
+        trained, _ = split_trained(spec, state.model)
+        if optimizer.state_dtype != "int8":
+            smaller = replace(optimizer, state_dtype="int8")
+            slots = jax.eval_shape(lambda model: init_opt_state(smaller, model), trained)
+            share = _total(slots) / max(_total(state.opt_state), 1)
+            yield "optimizer.state_dtype=int8", int(held * (1 - share))
+        yield "optimizer.state_memory_kind=pinned_host", held
+    if config.train.param_dtype == "float32":
+        # Parameters, their gradients, and the moments in the dtype of the parameters.
+        yield "train.param_dtype=bfloat16", _bytes(state.model) // 2
+
+
+def _bytes(tree: Any) -> int:
+    """Returns the bytes of device memory that the arrays of a tree take on each device."""
+    return sum(
+        jnp.dtype(x.dtype).itemsize * _size(x.sharding.shard_shape(x.shape))
+        for x in jax.tree.leaves(tree)
+        if x.sharding.memory_kind != HOST
+    )
+
+
+def _total(tree: Any) -> int:
+    return sum(jnp.dtype(x.dtype).itemsize * _size(x.shape) for x in jax.tree.leaves(tree))
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    size = 1
+    for n in shape:
+        size *= n
+    return size
