@@ -76,11 +76,11 @@ KINDS = {
 }
 
 
-def kind_of(device: jax.Device) -> DeviceKind | None:
-    """Returns the kind of a device, or None if it is not known."""
-    # The longest name first: that of one kind may start that of another.
-    kinds = sorted(KINDS.values(), key=lambda kind: -len(kind.name))
-    return next((kind for kind in kinds if device.device_kind.startswith(kind.name)), None)
+def kind_of(device_kind: str) -> str | None:
+    """Returns the key in `KINDS` for jax's `device_kind`, or None if the kind is not known."""
+    known = [key for key, kind in KINDS.items() if device_kind.startswith(kind.name)]
+    # The name of one kind may start the name of another.
+    return max(known, key=lambda key: len(KINDS[key].name), default=None)
 
 
 def parse_devices(text: str) -> tuple[DeviceKind, tuple[int, ...]]:
@@ -113,7 +113,8 @@ def absent_devices(text: str) -> tuple[DeviceKind, list[jax.Device]]:
     """Returns devices to compile for, which need not be on this machine; see `parse_devices`.
 
     Raises:
-      ValueError: as `parse_devices`; the compiler for these devices is not installed.
+      ValueError: as `parse_devices`; the compiler for these devices is not installed, or refuses
+        their number.
     """
     from jaxlib.cpu import _lapack
 
@@ -139,9 +140,10 @@ def absent_devices(text: str) -> tuple[DeviceKind, list[jax.Device]]:
     except Exception as error:
         # The plugin may be missing or of another version, which jax reports in many ways.
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        package = '-e ".[plan]"' if kind.platform == "gpu" else "libtpu"
         raise ValueError(
-            f'devices={text}: the compiler for it is not installed; pip install -e ".[plan]" '
-            f"brings it ({first})"
+            f"devices={text}: no compiler for these devices ({first}); if it is not installed, "
+            f"pip install {package}"
         ) from error
     return kind, list(topology.devices)
 
@@ -156,7 +158,7 @@ def _find_assembler() -> None:
 
 def _target_config(kind: DeviceKind) -> str:
     """Formats XLA's description of a GPU."""
-    threads = 1536 if kind.capability in ((8, 9), (8, 6)) else 2048
+    threads = 1536 if kind.capability == (8, 9) else 2048
     return f"""
 gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32

@@ -16,7 +16,7 @@ import jax
 from step import DECODERS, DEFAULTS
 
 from bptjax.config_parser import parse
-from bptjax.devices import KINDS, absent_devices
+from bptjax.devices import absent_devices, kind_of
 from bptjax.parallel.mesh import make_mesh
 from bptjax.training.prediction import plan
 from bptjax.training.spec import TrainSpec
@@ -30,8 +30,7 @@ def main() -> None:
     made = []
     for line in (line for path in args.rows for line in path.read_text().splitlines()):
         row = json.loads(line)
-        name = next(name for name, kind in KINDS.items() if kind.name == row["device"])
-        text = f"{name}:{row['devices']}"
+        text = f"{kind_of(row['device'])}:{row['devices']}"
         settings = [
             f"--{key}={value if isinstance(value, str) else json.dumps(value)}"
             for key, value in row["settings"].items()

@@ -218,7 +218,8 @@ def plans() -> str:
                 ", ".join([text for text in (settings(row),) if text] + others),
                 f"{planned:.2f} GiB",
                 f"{measured:.2f} GiB" + " (compiled there)" * (not row["ran"]),
-                f"{100 * (planned / measured - 1):+.2f} %",
+                # Adding 0 turns -0 into 0.
+                f"{round(100 * (planned / measured - 1), 2) + 0.0:+.2f} %",
             ]
         )
     head = ["model", "tokens", "GPUs", "settings", "planned", "measured", "difference"]

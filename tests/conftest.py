@@ -1,5 +1,5 @@
-"""Sets up eight virtual CPU devices, errors for silent rank promotion, and fast compilation, once
-per session."""
+"""Sets up eight virtual CPU devices, errors for silent promotion of ranks and dtypes, and fast
+compilation, once per session."""
 
 import gc
 import os

@@ -12,7 +12,7 @@ import numpy as np
 
 from bptjax.checkpoint import Best, Checkpoints
 from bptjax.config import to_yaml
-from bptjax.devices import kind_of
+from bptjax.devices import KINDS, kind_of
 from bptjax.metrics import Throughput
 from bptjax.ops.attention.choices import Choice, record_choices
 from bptjax.parallel.distributed import (
@@ -289,11 +289,11 @@ class TrainLoop:
         stats = mesh.local_devices[0].memory_stats()
         if stats and "peak_bytes_in_use" in stats:
             found["memory/peak_gib"] = stats["peak_bytes_in_use"] / 2**30
-        kind = kind_of(mesh.devices.reshape(-1)[0])
+        kind = kind_of(mesh.devices.reshape(-1)[0].device_kind)
         seconds = metrics.get("throughput/step_time")
         if kind and seconds:
             flops = model_flops(self.run.spec.model, self._matmul_parameters, tokens, attended)
-            found["throughput/mfu"] = flops / seconds / (kind.flops * mesh.size)
+            found["throughput/mfu"] = flops / seconds / (KINDS[kind].flops * mesh.size)
         return found
 
     def _eval(self) -> None:

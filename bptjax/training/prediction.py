@@ -77,7 +77,7 @@ def plan(
         compiled = compile_step(spec, state, abstract_batch(spec))
     needs = compiled.memory_analysis()
     assert needs is not None
-    # The results take the place of the donated state; what is left are the metrics.
+    # The new state takes the place of the donated one; the only other results are metrics.
     more = needs.temp_size_in_bytes + needs.output_size_in_bytes - needs.alias_size_in_bytes
     trained, _ = split_trained(spec, state.model)
     gradients = min(_bytes(trained), more)
@@ -135,7 +135,8 @@ def _apart(fits: Plan, fails: Plan) -> bool:
 
 
 def remedies(spec: TrainSpec) -> Iterator[tuple[str, int]]:
-    """Yields keys to change, and the bytes per device that the state then takes less."""
+    """Yields keys of the optimizer and of the parameters, and the bytes per device that each
+    saves."""
     config, state = spec.config, abstract_state(spec)
     optimizer = config.optimizer
     held = _bytes(state.opt_state)

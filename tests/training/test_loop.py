@@ -15,7 +15,7 @@ import jax
 import pytest
 
 from bptjax.data.tokenizer import ByteTokenizer
-from bptjax.devices import DeviceKind
+from bptjax.devices import KINDS, DeviceKind
 from bptjax.metrics import Progress, read_metrics
 from bptjax.optimizer import OptimizerConfig
 from bptjax.schedule import describe_schedule, learning_rate
@@ -336,7 +336,7 @@ def test_a_bad_record_deep_in_the_data(arguments, tmp_path, capsys, monkeypatch)
 
 def test_utilization_is_model_flops_over_the_peak(arguments, tmp_path, monkeypatch):
     """On documents that fill their sequences."""
-    monkeypatch.setattr("bptjax.training.loop.kind_of", lambda device: DeviceKind("cpu", 0, 1e9, 0))
+    monkeypatch.setitem(KINDS, "cpu", DeviceKind("cpu", 0, 1e9, 0))
     (tmp_path / "ids.jsonl").write_text((json.dumps({"input_ids": [7] * 33}) + "\n") * 8)
     command = [*arguments, f"--data.path={tmp_path / 'ids.jsonl'}", "--data.packing=none"]
     command += ["--data.eval_fraction=0", "--train.max_steps=3", "--train.sample_tokens=0"]

@@ -150,7 +150,7 @@ def shard_bytes(tree) -> int:
 
 
 def small(parallel=None):
-    # Where a gradient is no more than rounding, AdamW steps by its sign.
+    # If a gradient is only rounding noise, the direction of AdamW's step is noise too.
     spec = with_optimizer(make_spec(parallel), learning_rate=1e-3)
     return replace(spec, model=replace(MODEL, num_layers=1, gated=False, norm_scale=False))
 
