@@ -2,12 +2,10 @@
 
 import json
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 from rich.text import Text
 
@@ -19,6 +17,7 @@ from bptjax.data.chat import Chat
 from bptjax.data.encode import IGNORED, encode
 from bptjax.data.files import Document, TokenIds
 from bptjax.data.loader import data_check, train_loader
+from bptjax.data.marked import marked
 from bptjax.data.packing import Example
 from bptjax.data.records import readable
 from bptjax.data.tokenizer import Tokenizer
@@ -164,7 +163,7 @@ def _print_record(
     for number, example in enumerate(examples, 1):
         of = f", example {number} of {len(examples)}" if len(examples) > 1 else ""
         console.rule(f"first record, as trained on{of}: {_count(example)}")
-        console.print(marked(example, tokenizer, shown, console.is_terminal), soft_wrap=True)
+        console.print(marked_text(example, tokenizer, shown, console.is_terminal), soft_wrap=True)
 
 
 def _print_sequence(
@@ -180,7 +179,7 @@ def _print_sequence(
         document = {name: x[segments == segment] for name, x in sequence.items()}
         first, last = document["positions"][[0, -1]]
         print(f"document {index}, positions {first:,} to {last:,}: {_count(document)}")
-        console.print(marked(document, tokenizer, shown, console.is_terminal), soft_wrap=True)
+        console.print(marked_text(document, tokenizer, shown, console.is_terminal), soft_wrap=True)
 
 
 def _count(example: Example) -> str:
@@ -188,42 +187,14 @@ def _count(example: Example) -> str:
     return f"{len(labels):,} tokens, {int((labels != IGNORED).sum()):,} labels in the loss"
 
 
-def marked(example: Example, tokenizer: Tokenizer, shown: int, colored: bool) -> Text:
-    """Returns the text of an example, with the tokens in the loss in color or in [[ ]].
-
-    The text includes the last label, which is predicted but not an input.
-
-    Args:
-      example: `tokens` and `labels`, int32 [T].
-      shown: largest number of tokens to show; the middle of a longer example is left out.
-    """
-    tokens, labels = example["tokens"], example["labels"]
-    predicted = np.r_[False, labels != IGNORED]
-    ids = np.append(tokens, labels[-1])
-    if labels[-1] == IGNORED:
-        ids, predicted = ids[:-1], predicted[:-1]
-    text, half = Text(), max(1, shown // 2)
-    parts = [slice(None)] if len(ids) <= shown else [slice(half), slice(-half, None)]
-    for n, part in enumerate(parts):
-        if n:
-            text.append(f" … {len(ids) - 2 * half:,} tokens … ", "dim")
-        for piece, in_loss in _pieces(ids[part], predicted[part], tokenizer):
-            if in_loss and not colored:
-                piece = f"[[{piece}]]"
-            text.append(piece, IN_LOSS if in_loss and colored else "")
+def marked_text(example: Example, tokenizer: Tokenizer, shown: int, colored: bool) -> Text:
+    """Returns the text of an example as `marked` yields it, with the tokens in the loss in color or
+    in [[ ]]."""
+    text = Text()
+    for piece, in_loss in marked(example, tokenizer, shown):
+        piece = f"[[{printable(piece)}]]" if in_loss and not colored else printable(piece)
+        text.append(piece, "dim" if in_loss is None else IN_LOSS if in_loss and colored else "")
     return text
-
-
-def _pieces(ids: np.ndarray, flags: np.ndarray, tokenizer: Tokenizer) -> Iterator[tuple[str, bool]]:
-    """Yields runs of tokens with the same flag, as text. The text of a run is the difference
-    between decoding all ids up to its end and up to its start, because a tokenizer may decode a
-    token differently at the start of a text."""
-    edges = [0, *(np.flatnonzero(np.diff(flags)) + 1).tolist(), len(ids)]
-    before = ""
-    for start, stop in zip(edges, edges[1:], strict=False):
-        after = tokenizer.decode(ids[:stop])
-        yield printable(after[len(before) :]), bool(flags[start])
-        before = after
 
 
 def main(argv: list[str] | None = None) -> int:

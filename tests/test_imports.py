@@ -21,6 +21,7 @@ FLOORS = {
         "command_line",
         "progress",
         "lazy_imports",
+        "versions",
     ],
     "models": ["models"],
     "state and formats": [

@@ -10,7 +10,7 @@ from bptjax.cli import main
 from bptjax.data.encode import encode
 from bptjax.data.text import open_documents
 from bptjax.data.tokenizer import ByteTokenizer
-from bptjax.preview import marked
+from bptjax.preview import marked_text
 
 FORMATS = {
     "messages": (
@@ -115,5 +115,5 @@ def test_bad_input_is_one_line(flags, message, tmp_path, capsys):
 def test_the_middle_of_a_long_document_is_left_out(tmp_path):
     (tmp_path / "a.txt").write_text("a" * 50 + "b" * 900 + "c" * 50)
     (example,) = encode(open_documents(tmp_path / "a.txt")[0], ByteTokenizer())
-    text = marked(example, ByteTokenizer(), 100, colored=False).plain
+    text = marked_text(example, ByteTokenizer(), 100, colored=False).plain
     assert text == "[[" + "a" * 49 + "]] … 902 tokens … [[" + "c" * 49 + "]]"

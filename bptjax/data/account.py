@@ -4,7 +4,7 @@ import textwrap
 from collections import Counter
 from dataclasses import dataclass, field
 
-from bptjax.data.concat import Bins, is_masked
+from bptjax.data.concat import Bins, Example, is_masked
 from bptjax.data.packing import PACKINGS, open_sequences
 from bptjax.data.records import Record
 
@@ -23,6 +23,7 @@ class Account:
       too_long_tokens: number of tokens dropped or truncated because a record was too long.
       unlabeled: number of examples left out because they have no token in the loss.
       examples: number of examples to train on; `tokens` and `loss_tokens` count their tokens.
+      first: the first example to train on.
       longest: tokens of the longest example, before it is truncated or dropped.
       lengths: number of examples to train on by length, rounded up to a power of two.
       sequences: number of packed sequences in one epoch with each packing. The order of the records
@@ -40,6 +41,7 @@ class Account:
     examples: int = 0
     tokens: int = 0
     loss_tokens: int = 0
+    first: Example | None = field(default=None, compare=False)
     longest: int = 0
     lengths: Counter[int] = field(default_factory=Counter)
     _closed: Counter[str] = field(default_factory=Counter)
@@ -79,6 +81,7 @@ class Account:
         self.unlabeled += record.unlabeled
         self.longest = max(self.longest, *record.too_long, 0)
         for example in record.examples:
+            self.first = self.first or example
             length = len(example["tokens"])
             self.examples += 1
             self.tokens += length

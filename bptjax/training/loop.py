@@ -30,6 +30,7 @@ from bptjax.training.guards import (
     finite,
     stop_signals,
 )
+from bptjax.training.html_report import memory_of, reporting
 from bptjax.training.logs import Logs, open_logs
 from bptjax.training.report import export_adapter, log_summary, predict_answers, sample_text
 from bptjax.training.resume import complete_state, find_start
@@ -73,6 +74,7 @@ def train(run: TrainingRun) -> int:
         checkpoints = Checkpoints(run.directory, save_total_limit=limit)
         stack.callback(checkpoints.close)
         stack.push(exit_after_timeout)
+        facts = stack.enter_context(reporting(run))
         stack.enter_context(explain_out_of_memory(run.spec))
         start = find_start(run, checkpoints)
         if first:
@@ -86,7 +88,7 @@ def train(run: TrainingRun) -> int:
             for line in (*run.check.lines(), *run.notes):
                 logs.progress.log(line)
         state = complete_state(run, start, logs.progress.log)
-        loop = TrainLoop(run, checkpoints, logs, state, start.step, start.extra)
+        loop = TrainLoop(run, checkpoints, logs, state, start.step, start.extra, facts)
         loop.train(stopped)
         _finish(loop)
     shutdown()
@@ -110,14 +112,16 @@ class TrainLoop:
         state: TrainState,
         done: int,
         extra: dict[str, Any],
+        facts: dict[str, Any],
     ):
         """Continues from a state.
 
         Args:
           extra: values saved beside the state; empty at step 0.
+          facts: facts for the report; see `reporting`.
         """
         self.run, self.checkpoints, self.logs = run, checkpoints, logs
-        self.state, self.done, self.stopped = state, done, 0
+        self.state, self.done, self.stopped, self.facts = state, done, 0, facts
         self.tokens_seen = extra.get("tokens_seen", 0)
         self.best = Best(**extra.get("best", {}))
         self._last_saved = done or None
@@ -180,7 +184,9 @@ class TrainLoop:
         shape = batch["tokens"].shape
         if shape not in self._compiled:
             self._flush()
-            self._compiled[shape] = self._compile(batch)
+            self._compiled[shape] = compiled = self._compile(batch)
+            lines = [line for choice in self._logged_choices for line in choice.lines()]
+            self.facts |= dict(kernels=lines, memory=memory_of(self.run, self.state, compiled))
             self._throughput.resume()
         self.state, metrics = self._compiled[shape](self.state, batch)
         self._flush()
@@ -368,17 +374,22 @@ class TrainLoop:
 def _finish(loop: TrainLoop) -> None:
     """Logs why the run ended. Unless it was stopped, exports its adapter and logs a summary."""
     run, log, best = loop.run, loop.logs.progress.log, loop.best
+    end = f"finished {loop.done:,} steps"
     if loop.patience_is_spent:
         loss = math.nan if best.loss is None else best.loss
-        log(
+        end = (
             f"early stopping at step {loop.done}: eval/loss not below {loss:.4f}, the value of "
             f"step {best.step}, in {best.since} evaluations"
         )
+        log(end)
     if loop.stopped:
         where = loop.checkpoints.directory / str(loop.done)
-        log(f"saved step {loop.done} in {where}; the same command continues from there")
+        end = f"saved step {loop.done} in {where}; the same command continues from there"
+        log(end)
+        loop.facts["end"] = end
         return
     export_adapter(run, loop.state, log)
     text = sample_text(run, loop.state) if run.config.train.sample_tokens else ""
     if jax.process_index() == 0:
-        log_summary(run, loop.state, text, log)
+        results = log_summary(run, loop.state, text, log)
+        loop.facts |= dict(end=end, results=results, sample=text)

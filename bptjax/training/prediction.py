@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from bptjax.ops.target import absent
 from bptjax.optimizer import init_opt_state
 from bptjax.training.spec import TrainSpec
-from bptjax.training.state import HOST, abstract_state, split_trained
+from bptjax.training.state import HOST, TrainState, abstract_state, split_trained
 from bptjax.training.step import abstract_batch, compile_step
 
 # Lengths that `longest_context` tells apart, as a share of the length.
@@ -75,6 +75,17 @@ def plan(
     with absent(platform) if platform else nullcontext():
         state = abstract_state(spec)
         compiled = compile_step(spec, state, abstract_batch(spec))
+    return predict(spec, state, compiled, name, available)
+
+
+def predict(
+    spec: TrainSpec,
+    state: TrainState,
+    compiled: jax.stages.Compiled,
+    name: str,
+    available: int | None,
+) -> Plan:
+    """Returns the memory of a compiled step; see `Plan`."""
     needs = compiled.memory_analysis()
     assert needs is not None
     # The new state takes the place of the donated one; the only other results are metrics.

@@ -40,33 +40,33 @@ def export_adapter(run: TrainingRun, state: TrainState, log: Log) -> None:
         log(text)
 
 
-def log_summary(run: TrainingRun, state: TrainState, sample: str, log: Log) -> None:
-    """Draws the loss curve; logs the held-out loss, the sources, the sample and the files."""
+def log_summary(run: TrainingRun, state: TrainState, sample: str, log: Log) -> list[str]:
+    """Draws the loss curve; logs the held-out loss, the sources, the sample and the files. Returns
+    the lines about the held-out loss and the sources."""
     losses = [
         math.nan if r["eval/loss"] is None else r["eval/loss"]
         for r in read_metrics(run.directory / "metrics.jsonl")
         if "eval/loss" in r
     ]
-    if losses:
-        _log_held_out_loss(run, losses, log)
-    for line in run.check.summary():
-        log(line)
+    held_out, sources = _held_out_loss(run, losses) if losses else [], []
     if shares := run.batches.token_shares():
         weights = [source.weight for source in run.config.data.sources]
         each = zip(run.config.data.sources, shares, weights, strict=True)
         found = [f"{source.name} {x:.2%} (weight {w / sum(weights):.2%})" for source, x, w in each]
-        for line in ("tokens by source:", *(f"  {text}" for text in found)):
-            log(line)
+        sources = ["tokens by source:", *(f"  {text}" for text in found)]
+    for line in (*held_out, *run.check.summary(), *sources):
+        log(line)
     if sample:
         log("sample: " + sample)
     title = f"{run.directory.name}: loss over {int(state.step):,} steps"
     plot_loss(run.directory / "metrics.jsonl", run.directory / "loss.png", title)
     _log_files(run, int(state.step), log)
+    return held_out + sources
 
 
-def _log_held_out_loss(run: TrainingRun, losses: list[float], log: Log) -> None:
-    """Logs the held-out loss before and after training: for bytes in bits, with baselines; for
-    other tokens in nats. Warns if it rose."""
+def _held_out_loss(run: TrainingRun, losses: list[float]) -> list[str]:
+    """Formats the held-out loss before and after training: for bytes in bits, with baselines; for
+    other tokens in nats; with a warning if it rose."""
     config, before, after = run.config, losses[0], losses[-1]
     complete = not run.eval_is_partial and run.check.held_out.complete
     texts = list(readable(run.held_out, config.data.bad_records)) if complete else []
@@ -75,22 +75,23 @@ def _log_held_out_loss(run: TrainingRun, losses: list[float], log: Log) -> None:
         labels = run.check.held_out.loss_tokens
         first, last = (loss * labels / size / math.log(2) for loss in (before, after))
         baselines = byte_baselines(texts)
-        log(f"held-out text: {size:,} bytes")
-        log(f"bits per byte: {first:.3f} before training, {last:.3f} after")
-        log(
+        lines = [
+            f"held-out text: {size:,} bytes",
+            f"bits per byte: {first:.3f} before training, {last:.3f} after",
             "baselines on the same bytes: "
-            + ", ".join(f"{name} {x:.3f}" for name, x in baselines.items())
-        )
+            + ", ".join(f"{name} {x:.3f}" for name, x in baselines.items()),
+        ]
     else:
         limit = f" (first {config.train.eval_batches} batches)" if run.eval_is_partial else ""
-        log(f"held-out nats per token{limit}: {before:.4f} before training, {after:.4f} after")
+        lines = [f"held-out nats per token{limit}: {before:.4f} before training, {after:.4f} after"]
     if not after <= before:  # True if a loss is NaN, too.
         best = min(filter(math.isfinite, losses), default=math.nan)
-        log(
+        lines.append(
             f"warning: held-out loss rose from {before:.4f} before training to {after:.4f} after "
             f"it (best {best:.4f}): lower optimizer.learning_rate="
             f"{config.optimizer.learning_rate:g}, or train for fewer steps if it overfits"
         )
+    return lines
 
 
 def _log_files(run: TrainingRun, step: int, log: Log) -> None:

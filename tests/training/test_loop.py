@@ -72,11 +72,14 @@ def test_stop_and_resume_is_exact(
     line = f"saved step 10 in {run_dir / 'checkpoints' / '10'}; the same command continues from th"
     assert line in log and line in capsys.readouterr().out.replace("\n", "")
     assert on_disk == [True]
+    assert "<p>saved step 10 in " in (run_dir / "report.html").read_text()
     # Where the moments are is no other experiment.
     assert main([*command, "--optimizer.state_memory_kind", "pinned_host"]) == 0
     assert rows(run_dir) == rows(uninterrupted)
     assert rows(run_dir, "eval/loss") == rows(uninterrupted, "eval/loss")
     assert rows(run_dir, "train/tokens_seen") == rows(uninterrupted, "train/tokens_seen")
+    report = (run_dir / "report.html").read_text()
+    assert "<p>finished 20 steps" in report and 'aria-label="loss' in report
     log = (run_dir / "log.txt").read_text()
     assert "resumed at step 10" in log and log.count("attention: scan\n") == 2
 
@@ -235,6 +238,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(arguments, tmp_path, capsys):
     assert "lower optimizer.learning_rate" in message
     # No state of the data loader.
     assert len(message) < 500 and "{" not in message
+    assert "failed: step 2: loss" in (tmp_path / "run" / "report.html").read_text()
 
 
 @pytest.mark.parametrize("broken", [True, False], ids=["parameters", "loss alone"])

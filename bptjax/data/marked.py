@@ -1,0 +1,46 @@
+"""The text of a training example, split where tokens start or stop to count in the loss."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from bptjax.data.encode import IGNORED
+from bptjax.data.packing import Example
+from bptjax.data.tokenizer import Tokenizer
+
+
+def marked(
+    example: Example, tokenizer: Tokenizer, shown: int
+) -> Iterator[tuple[str, bool] | tuple[str, None]]:
+    """Yields texts of an example, each with whether its tokens are in the loss; None stands for a
+    note about tokens that are left out.
+
+    The texts include the last label, which is predicted but not an input.
+
+    Args:
+      example: `tokens` and `labels`, int32 [T].
+      shown: largest number of tokens to show; the middle of a longer example is left out.
+    """
+    tokens, labels = example["tokens"], example["labels"]
+    predicted = np.r_[False, labels != IGNORED]
+    ids = np.append(tokens, labels[-1])
+    if labels[-1] == IGNORED:
+        ids, predicted = ids[:-1], predicted[:-1]
+    half = max(1, shown // 2)
+    parts = [slice(None)] if len(ids) <= shown else [slice(half), slice(-half, None)]
+    for n, part in enumerate(parts):
+        if n:
+            yield f" … {len(ids) - 2 * half:,} tokens … ", None
+        yield from _runs(ids[part], predicted[part], tokenizer)
+
+
+def _runs(ids: np.ndarray, flags: np.ndarray, tokenizer: Tokenizer) -> Iterator[tuple[str, bool]]:
+    """Yields runs of tokens with the same flag, as text. The text of a run is the difference
+    between decoding all ids up to its end and up to its start, because a tokenizer may decode a
+    token differently at the start of a text."""
+    edges = [0, *(np.flatnonzero(np.diff(flags)) + 1).tolist(), len(ids)]
+    before = ""
+    for start, stop in zip(edges, edges[1:], strict=False):
+        after = tokenizer.decode(ids[:stop])
+        yield after[len(before) :], bool(flags[start])
+        before = after

@@ -1,0 +1,258 @@
+"""report.html, one file about a run: its data, curves, memory, results, settings and environment.
+
+`reporting` writes what the other files of the run directory do not say to run.json.
+`write_report` reads the files of the run directory only, so the report covers a resumed run too.
+"""
+
+import functools
+import json
+import statistics
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from bptjax.config import Config, defaults, flatten
+from bptjax.data.encode import IGNORED
+from bptjax.data.marked import marked
+from bptjax.metrics import printable, read_metrics
+from bptjax.training.data import say
+from bptjax.training.line_chart import POINTS, Chart, line_chart
+from bptjax.training.prediction import predict
+from bptjax.training.run_directory import saved_keys
+from bptjax.training.setup import TrainingRun
+from bptjax.training.state import TrainState
+from bptjax.versions import versions
+
+FACTS, FILE = "run.json", "report.html"
+TEMPLATE = Path(__file__).with_name("report_template.html")
+# Tokens shown of an example, and lines shown of the log.
+SHOWN_TOKENS, SHOWN_LINES = 2000, 1000
+# Title, metrics and start of the vertical axis of each chart.
+CHARTS = (
+    ("loss, nats per token", ("train/loss", "eval/loss"), False),
+    ("throughput, tokens/s", ("throughput/tokens_per_second",), True),
+    ("MFU", ("throughput/mfu",), True),
+    ("peak memory of a device, GiB", ("memory/peak_gib",), True),
+    ("exact match of answers", ("eval/exact_match",), True),
+    ("learning rate", ("train/learning_rate",), True),
+    ("gradient norm", ("train/grad_norm",), True),
+)
+
+
+@contextmanager
+def reporting(run: TrainingRun) -> Iterator[dict[str, Any]]:
+    """Yields a dict to add facts of the run to, and writes the report at the end, also after an
+    error in a run that has compiled its step. Only the first process writes.
+
+    Facts are `kernels`, `memory` (see `memory_of`), `results`, `sample` and `end`.
+    """
+    facts: dict[str, Any] = {"failed": False}
+    try:
+        yield facts
+    except Exception as error:
+        if "memory" in facts:
+            facts |= {"end": f"failed: {' '.join(str(error).split())}", "failed": True}
+        raise
+    finally:
+        if "end" in facts and jax.process_index() == 0:
+            _write(run, facts)
+
+
+def _write(run: TrainingRun, facts: dict[str, Any]) -> None:
+    file = run.directory / FACTS
+    try:
+        before = json.loads(file.read_text()) if file.exists() else {}
+        _replace(file, json.dumps(before | describe(run) | facts, indent=1, default=str))
+        write_report(run.directory)
+    except Exception as error:  # A run that is done must not fail for its report.
+        say(f"warning: {run.directory / FILE} is not written: {error!r}")
+    else:
+        say(f"report:     {run.directory / FILE}")
+
+
+def describe(run: TrainingRun) -> dict[str, Any]:
+    """Returns facts of a checked run: data, first examples, changed keys, environment."""
+    config, mesh = run.config, run.spec.mesh
+    device = mesh.local_devices[0]
+    usual = flatten(Config()) | dict.fromkeys(defaults(Config(), device.platform))
+    usual |= defaults(config, device.platform)
+    return {
+        # Joined where they were wrapped, for narrow screens.
+        "data": "\n".join(run.check.lines()).replace("\n    ", " "),
+        "notes": run.notes,
+        "examples": [
+            {
+                "source": account.name,
+                "tokens": len(account.first["tokens"]),
+                "in_loss": int((account.first["labels"] != IGNORED).sum()),
+                "spans": [
+                    [printable(text), flag]
+                    for text, flag in marked(account.first, run.tokenizer, SHOWN_TOKENS)
+                ],
+            }
+            for account in run.check.accounts
+            if account.first is not None
+        ],
+        "template": run.tokenizer.chat_template,
+        "changed": [key for key, value in flatten(config).items() if value != usual.get(key)],
+        "environment": {
+            "devices": f"{mesh.size} × {device.device_kind}",
+            "processes": jax.process_count(),
+            "mesh": " ".join(f"{name}={size}" for name, size in mesh.shape.items()),
+            **{name: found for name, found in versions().items() if found is not None},
+        },
+    }
+
+
+def memory_of(
+    run: TrainingRun, state: TrainState, compiled: jax.stages.Compiled
+) -> dict[str, Any] | None:
+    """Returns the predicted memory of a compiled step and the memory that is available, in bytes;
+    None if the compiler does not say."""
+    if compiled.memory_analysis() is None:
+        return None
+    device = run.spec.mesh.local_devices[0]
+    available = (device.memory_stats() or {}).get("bytes_limit")
+    found = predict(run.spec, state, compiled, device.device_kind, available)
+    return vars(found) | {"peak": found.peak}
+
+
+def write_report(directory: Path) -> None:
+    """Writes report.html of a run directory, complete or not at all."""
+    facts = json.loads((directory / FACTS).read_text())
+    records = list(read_metrics(directory / "metrics.jsonl"))
+    keys = {
+        key: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        for key, value in saved_keys(directory).items()
+    }
+    log = (directory / "log.txt").read_text().splitlines()
+    changed = set(facts["changed"])
+    answers = directory / "predictions.jsonl"
+    answers = list(read_metrics(answers)) if answers.exists() else []
+    kernels = {"kernels of attention": "\n".join(facts["kernels"])} if "kernels" in facts else {}
+    text = _template().render(
+        facts,
+        name=directory.name,
+        figures=_figures(records, facts.get("memory")),
+        charts=list(_charts(records, facts.get("memory"))),
+        points=POINTS,
+        evaluations=_evaluations(records),
+        answers=[answer for answer in answers if answer["step"] == answers[-1]["step"]],
+        memory=list(_memory(records, facts.get("memory"))),
+        changed=[(key, keys[key]) for key in keys if key in changed],
+        others=[(key, value) for key, value in keys.items() if key not in changed],
+        environment=(facts["environment"] | kernels).items(),
+        files=list(_files(directory)),
+        log=log[-SHOWN_LINES:],
+        cut=len(log) > SHOWN_LINES,
+    )
+    _replace(directory / FILE, text)
+
+
+@functools.cache
+def _template() -> Any:
+    from jinja2 import Environment
+
+    # Texts of data and configs are escaped.
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    return environment.from_string(TEMPLATE.read_text())
+
+
+def _values(records: list[dict[str, Any]], name: str) -> list[tuple[int, float]]:
+    """Returns the finite values of a metric by step."""
+    return [(r["step"], r[name]) for r in records if r.get(name) is not None]
+
+
+def _charts(records: list[dict[str, Any]], memory: dict[str, Any] | None) -> Iterator[Chart]:
+    for title, names, from_zero in CHARTS:
+        lines = {name: _values(records, name) for name in names}
+        if any(lines.values()):
+            planned = memory if memory and names == ("memory/peak_gib",) else None
+            levels = {"predicted": planned["peak"] / 2**30} if planned else {}
+            yield line_chart(title, lines, levels=levels, from_zero=from_zero)
+
+
+def _figures(
+    records: list[dict[str, Any]], memory: dict[str, Any] | None
+) -> Iterator[tuple[str, str]]:
+    """Yields the name and the value of each key figure."""
+
+    def last(name):
+        return _values(records, name)[-1:]
+
+    yield "optimizer steps", f"{max((r['step'] for r in records), default=0):,}"
+    for _, value in last("train/tokens_seen"):
+        yield "tokens seen", f"{value:,}"
+    for name, label in (("train/loss", "train/loss, last"), ("eval/loss", "eval/loss, last")):
+        for _, value in last(name):
+            yield label, f"{value:.4f}"
+    if held_out := _values(records, "eval/loss"):
+        step, least = min(held_out, key=lambda pair: pair[1])
+        yield f"eval/loss, least (step {step:,})", f"{least:.4f}"
+    for _, value in last("eval/exact_match"):
+        yield "answers as the reference", f"{value:.1%}"
+    if speeds := _values(records, "throughput/tokens_per_second"):
+        yield "tokens/s, median", f"{statistics.median(x for _, x in speeds):,.0f}"
+    if shares := _values(records, "throughput/mfu"):
+        yield "MFU, median", f"{statistics.median(x for _, x in shares):.1%}"
+    for _, value in last("memory/peak_gib"):
+        yield "memory of a device, peak", _size(value * 2**30)
+    if memory:
+        yield "memory of a device, predicted", _size(memory["peak"])
+
+
+def _evaluations(records: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]] | None:
+    """Returns the heads and the rows of the table of evaluations; None if there are none."""
+    names = [n for n in ("eval/loss", "eval/exact_match") if any(n in r for r in records)]
+    rows = [
+        [f"{r['step']:,}", *("not finite" if r.get(n) is None else f"{r[n]:.4f}" for n in names)]
+        for r in records
+        if "eval/loss" in r
+    ]
+    return (["step", *names], rows) if rows else None
+
+
+def _memory(
+    records: list[dict[str, Any]], memory: dict[str, Any] | None
+) -> Iterator[tuple[str, str]]:
+    """Yields the predicted memory, the measured peak and the available memory."""
+    for name, label in (
+        ("parameters", "parameters"),
+        ("optimizer", "optimizer state"),
+        ("batch", "batch"),
+        ("gradients", "gradients"),
+        ("activations", "activations and workspace"),
+        ("peak", "predicted peak"),
+    ):
+        if memory:
+            yield label, _size(memory[name])
+    if measured := [value for _, value in _values(records, "memory/peak_gib")]:
+        yield "measured peak", _size(max(measured) * 2**30)
+    for name, label in (("available", "available"), ("host", "host memory, predicted")):
+        if memory and memory[name]:
+            yield label, _size(memory[name])
+
+
+def _files(directory: Path) -> Iterator[tuple[str, str]]:
+    """Yields the name and the size of each file and directory of the run."""
+    for path in sorted(directory.iterdir()):
+        each = path.rglob("*") if path.is_dir() else [path]
+        size = sum(file.stat().st_size for file in each if file.is_file())
+        yield path.name + "/" * path.is_dir(), _size(size)
+
+
+def _size(size: float) -> str:
+    """Formats a number of bytes."""
+    unit, name = next(
+        ((n, name) for n, name in ((2**30, "GiB"), (2**20, "MiB")) if size >= n), (2**10, "KiB")
+    )
+    return f"{size / unit:,.2f} {name}"
+
+
+def _replace(file: Path, text: str) -> None:
+    fresh = file.with_suffix(".tmp")
+    fresh.write_text(text, encoding="utf-8", errors="replace")
+    fresh.replace(file)
