@@ -1,6 +1,7 @@
-"""Versions of Python and of the packages that a run uses."""
+"""Versions of Python and of the packages that a run uses, and sets of versions that are tested."""
 
 import platform
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 PACKAGES = (
@@ -16,6 +17,44 @@ PACKAGES = (
     "jax-triton",
     "triton",
 )
+
+
+@dataclass(frozen=True)
+class Tested:
+    """Versions that bptjax is tested with.
+
+    Attributes:
+      python, jax: starts of the versions.
+      devices: kinds of devices: cpu, or keys of `devices.KINDS`; empty for all.
+    """
+
+    python: str
+    jax: str
+    devices: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        where = f" on {', '.join(self.devices)}" if self.devices else ""
+        return f"Python {self.python} with jax {self.jax}{where}"
+
+
+# On a GPU with CUDA 13.
+TESTED = (
+    Tested("3.11", "0.10.2"),
+    Tested("3.12", "0.11.2", ("h100", "h200")),
+    Tested("3.12", "0.12", ("cpu",)),
+)
+
+
+def is_tested(device: str) -> bool:
+    """Returns whether the installed versions are tested on a kind of device, cpu or a key of
+    `devices.KINDS`."""
+    python, jax = platform.python_version(), installed("jax") or ""
+    return any(
+        f"{python}.".startswith(f"{each.python}.")
+        and f"{jax}.".startswith(f"{each.jax}.")
+        and (not each.devices or device in each.devices)
+        for each in TESTED
+    )
 
 
 def versions() -> dict[str, str | None]:

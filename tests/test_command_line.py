@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from bptjax import cli, compare, convert, evaluate, generate, plan, preview, train
+from bptjax import cli, compare, convert, doctor, evaluate, generate, plan, preview, train
 from bptjax.command_line import EXIT_CODES, RENAMED, new_name, run_command
 from bptjax.config import Config, flatten
 from bptjax.config_parser import parse
@@ -20,6 +20,7 @@ COMMANDS = {
     "evaluate": evaluate.main,
     "convert": convert.main,
     "compare": compare.main,
+    "doctor": doctor.main,
 }
 # Flags that each command needs before it looks at the others.
 NEEDED = {

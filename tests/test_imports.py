@@ -22,6 +22,7 @@ FLOORS = {
         "progress",
         "lazy_imports",
         "versions",
+        "device_check",
     ],
     "models": ["models"],
     "state and formats": [
@@ -46,7 +47,17 @@ FLOORS = {
     ],
     "generation and reports": ["generation", "evaluate_report", "compare_report"],
     "training": ["training"],
-    "commands": ["cli", "train", "preview", "plan", "generate", "evaluate", "convert", "compare"],
+    "commands": [
+        "cli",
+        "train",
+        "preview",
+        "plan",
+        "generate",
+        "evaluate",
+        "convert",
+        "compare",
+        "doctor",
+    ],
     "package": ["__init__"],
 }
 HEIGHTS = {room: height for height, rooms in enumerate(FLOORS.values()) for room in rooms}

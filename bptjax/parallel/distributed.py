@@ -95,10 +95,8 @@ def _start_relay(process: ProcessInfo) -> str:
     """
     host, _, port = process.coordinator.rpartition(":")
     if process.index == 0:
-        both = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if both else socket.AF_INET
         try:
-            listener = socket.create_server(("", int(port)), family=family, dualstack_ipv6=both)
+            listener = listen(int(port))
         except OSError as error:
             raise ValueError(
                 f"parallel.coordinator={process.coordinator}: {error.strerror or error}"
@@ -118,6 +116,17 @@ def _start_relay(process: ProcessInfo) -> str:
 
     threading.Thread(target=accept, daemon=True).start()
     return f"127.0.0.1:{address[1]}"
+
+
+def listen(port: int) -> socket.socket:
+    """Returns a socket that listens on all addresses of this host; 0 takes a free port.
+
+    Raises:
+      OSError: the port is taken.
+    """
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    return socket.create_server(("", port), family=family, dualstack_ipv6=both)
 
 
 def _serve(client: socket.socket, target: tuple[str, int], member: bool) -> None:
