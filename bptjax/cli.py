@@ -15,6 +15,7 @@ COMMANDS = {
     "train": "train or fine-tune a model, or resume a run",
     "preview": "show what a run would train on, without its model",
     "plan": "predict the memory of a run's step on any GPU, without one",
+    "profile": "show the time of a step by part, and its memory over the step",
     "generate": "continue prompts with a model",
     "evaluate": "measure perplexity by position and pass-key retrieval",
     "convert": "convert checkpoints and adapters from and to Hugging Face",

@@ -47,6 +47,10 @@ class DeviceKind:
     def platform(self) -> str:
         return "gpu" if self.cores else "tpu"
 
+    def seconds(self, flops: float, bytes: float) -> float:
+        """Returns the least time of arithmetic and of memory traffic that overlap completely."""
+        return max(flops / self.flops, bytes / self.bandwidth)
+
 
 KINDS = {
     "a100-40gb": DeviceKind(

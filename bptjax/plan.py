@@ -94,7 +94,7 @@ def run(config: PlanConfig) -> int:
             kind, devices = absent_devices(text)
             name, platform = text, kind.platform
             available = int(kind.memory * float(MEMORY_FRACTION))
-        spec = _spec(plain, devices)
+        spec = open_spec(plain, devices)
         if not config.json:
             print(f"compiling for {name}", file=sys.stderr, flush=True)
 
@@ -118,8 +118,9 @@ def run(config: PlanConfig) -> int:
     return 0 if good else 1
 
 
-def _spec(config: Config, devices: list[jax.Device]) -> TrainSpec:
-    """Checks the config against the model and the devices.
+def open_spec(config: Config, devices: list[jax.Device]) -> TrainSpec:
+    """Returns the fixed parts of a run, whose weights need not be there. Checks the config against
+    the model and the devices.
 
     Raises:
       ValueError, NotImplementedError: one line about the wrong key.

@@ -24,7 +24,7 @@ from bptjax.ops.attention.choices import record_choices
 from bptjax.parallel.mesh import make_mesh, select_devices
 from bptjax.training.spec import TrainSpec
 from bptjax.training.state import abstract_state, init_state
-from bptjax.training.step import compile_step
+from bptjax.training.step import compile_step, random_batch
 
 DECODERS = {
     "1b": ModelConfig(
@@ -79,13 +79,7 @@ def measure(
     """Returns measurements of the compiled step, and of `steps` steps on random tokens after a
     warm-up: memory per device, tokens of all devices.
     """
-    accumulate, T = spec.config.train.gradient_accumulation_steps, spec.config.train.seq_len
-    tokens = np.random.default_rng(0).integers(
-        0, spec.model.V, (spec.global_batch_size, T + 1), np.int32
-    )
-    place = np.arange(T, dtype=np.int32)[None].repeat(spec.global_batch_size, 0)
-    batch = dict(tokens=tokens[:, :-1], labels=tokens[:, 1:], positions=place)
-    batch = spec.layout.put(batch | dict(segments=np.ones_like(place)), accumulate)
+    batch = random_batch(spec)
     start = time.perf_counter()
     with record_choices() as choices:
         step = compile_step(spec, abstract_state(spec), batch)
@@ -111,7 +105,7 @@ def measure(
     return row | dict(
         step_s=seconds,
         fastest_s=min(times[warmup:]),
-        tokens_per_second=spec.global_batch_size * T / seconds,
+        tokens_per_second=spec.global_batch_size * spec.config.train.seq_len / seconds,
         peak_gib=stats.get("peak_bytes_in_use", 0) / 2**30,
         losses=losses,
     )

@@ -1,7 +1,7 @@
 """The memory of a training step, predicted by compiling it for devices that need not be there."""
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -53,14 +53,11 @@ class Plan:
         return None if self.available is None else self.peak <= self.available
 
 
-def plan(
-    spec: TrainSpec, name: str, available: int | None = None, platform: str | None = None
-) -> Plan:
-    """Compiles the step and returns its memory.
+def tracing_for(spec: TrainSpec, platform: str | None) -> AbstractContextManager[None]:
+    """Returns a context that traces functions for the devices of the mesh.
 
     Args:
-      available: see `Plan`.
-      platform: gpu or tpu if the devices of the mesh are not on this machine.
+      platform: gpu or tpu if the devices are not on this machine.
 
     Raises:
       NotImplementedError: the optimizer state is in the host memory of absent devices, which jax
@@ -72,7 +69,22 @@ def plan(
             f"optimizer.state_memory_kind={optimizer.state_memory_kind}: can only be planned on "
             "the devices of this machine; leave out devices"
         )
-    with absent(platform) if platform else nullcontext():
+    return absent(platform) if platform else nullcontext()
+
+
+def plan(
+    spec: TrainSpec, name: str, available: int | None = None, platform: str | None = None
+) -> Plan:
+    """Compiles the step and returns its memory.
+
+    Args:
+      available: see `Plan`.
+      platform: gpu or tpu if the devices of the mesh are not on this machine.
+
+    Raises:
+      NotImplementedError: see `tracing_for`.
+    """
+    with tracing_for(spec, platform):
         state = abstract_state(spec)
         compiled = compile_step(spec, state, abstract_batch(spec))
     return predict(spec, state, compiled, name, available)

@@ -70,10 +70,11 @@ def abstract_state(spec: TrainSpec) -> TrainState:
     return replace(state, opt_state=replace(state.opt_state, slots=slots))
 
 
-def init_state(spec: TrainSpec) -> TrainState:
-    """Returns a new or loaded state at step 0, each array created with its own sharding."""
+def init_state(spec: TrainSpec, *, load: bool = True) -> TrainState:
+    """Returns the state at step 0, each array created with its own sharding: loaded, or new if
+    there is no checkpoint or `load` is false."""
     model, pretrained, adapter = None, spec.pretrained, spec.config.adapter
-    if pretrained is not None:
+    if pretrained is not None and load:
         plain = with_shardings(spec, _abstract_model(spec))
         put = put_param
         if adapter.type == "qlora":

@@ -1,9 +1,10 @@
 """The train step (loss, gradients, optimizer update), its compilation, and evaluation."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -183,9 +184,17 @@ def train_step(
     return state, metrics
 
 
-def compile_step(spec: TrainSpec, state: TrainState, batch: Batch) -> jax.stages.Compiled:
+def compile_step(
+    spec: TrainSpec,
+    state: TrainState,
+    batch: Batch,
+    options: Mapping[str, bool | str] = MappingProxyType({}),
+) -> jax.stages.Compiled:
     """Compiles `train_step` for a state and a batch `[A, B, T]`, either of which may be abstract.
     The compiled step donates the state.
+
+    Args:
+      options: options of XLA, beside those of the target.
 
     Raises:
       RuntimeError: optimizer.state_memory_kind=pinned_host, and the optimizer state is not in host
@@ -198,7 +207,7 @@ def compile_step(spec: TrainSpec, state: TrainState, batch: Batch) -> jax.stages
     shardings = jax.tree.map(lambda x: x.sharding, abstract_state(spec))
     step = jax.jit(partial(train_step, spec), donate_argnums=0, out_shardings=(shardings, None))
     with jax.set_mesh(spec.mesh):
-        compiled = step.lower(state, batch).compile(compiler_options())
+        compiled = step.lower(state, batch).compile(compiler_options() | dict(options))
     # On the CPU backend, host memory is device memory.
     if offloaded and platform() != "cpu":
         needs = compiled.memory_analysis()
@@ -236,6 +245,17 @@ def abstract_batch(spec: TrainSpec) -> Batch:
     shape = train.gradient_accumulation_steps, spec.micro_batch_size, T
     x = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=layout.sharding)
     return dict.fromkeys(("tokens", "labels", "segments", "positions"), x)
+
+
+def random_batch(spec: TrainSpec) -> Batch:
+    """Returns a training batch `[A, B, T]` of random tokens, each sequence one document."""
+    train, B = spec.config.train, spec.global_batch_size
+    shape = B, train.seq_len + 1
+    tokens = np.random.default_rng(0).integers(0, spec.model.V, shape, np.int32)
+    positions = np.arange(train.seq_len, dtype=np.int32)[None].repeat(B, 0)
+    batch = dict(tokens=tokens[:, :-1], labels=tokens[:, 1:], positions=positions)
+    batch |= dict(segments=np.ones_like(positions))
+    return spec.layout.put(batch, train.gradient_accumulation_steps)
 
 
 def evaluator(spec: TrainSpec) -> Callable[[Decoder, Any, Callable[[int], None]], float]:

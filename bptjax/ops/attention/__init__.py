@@ -209,7 +209,8 @@ def differentiable(
             [t if s is None else s for t, s in zip(traced, static, strict=True)]
         )
 
-    return _attention(kernel, make, offload, x, sinks, traced)
+    with jax.named_scope("attention_kernel"):
+        return _attention(kernel, make, offload, x, sinks, traced)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))

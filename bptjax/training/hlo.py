@@ -1,0 +1,228 @@
+"""Instructions of a compiled program, read from its HLO text: their names and their least cost."""
+
+import math
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+_BYTES = {"pred": 1, "s4": 0.5, "u4": 0.5, "bf16": 2, "c64": 8, "c128": 16} | {
+    f"{letter}{bits}": bits // 8 for letter in "suf" for bits in (8, 16, 32, 64)
+}
+_NAME = r"[\w.\-]+"
+_CALLED = re.compile(
+    rf"\b(?:calls|to_apply|body|branch_computations|true_computation|false_computation)="
+    rf"(?:\{{([^}}]*)\}}|%?({_NAME}))"
+)
+# Instructions that move no data themselves. The start of an asynchronous one counts.
+_FREE = re.compile(
+    "parameter|constant|tuple|get-tuple-element|bitcast|while|conditional|call|after-all|.*-done"
+)
+_SLICES = {"dynamic-slice", "slice", "gather", "dynamic-update-slice"}
+
+
+class Cost(NamedTuple):
+    """Arithmetic and memory traffic of one execution.
+
+    Attributes:
+      flops: of matrix products and fused attention.
+      bytes: read from and written to device memory.
+    """
+
+    flops: float = 0.0
+    bytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """An instruction of a program.
+
+    Attributes:
+      shape: text of its result, such as `f32[2,3]`; several results are in parentheses.
+      operands: names.
+      rest: the text after the operands.
+    """
+
+    name: str
+    shape: str
+    opcode: str
+    operands: tuple[str, ...]
+    rest: str
+
+    @property
+    def op_name(self) -> str:
+        """JAX transformations and named scopes of the operation; empty if XLA made it."""
+        found = re.search(r'op_name="([^"]*)"', self.rest)
+        return found[1] if found else ""
+
+    @cached_property
+    def called(self) -> list[str]:
+        """Names of the computations that it calls."""
+        found = [several or one for several, one in _CALLED.findall(self.rest)]
+        return [name for text in found for name in re.findall(_NAME, text)]
+
+    @property
+    def is_matmul(self) -> bool:
+        return self.opcode == "dot" or '"dot_dimension_numbers"' in self.rest
+
+    @cached_property
+    def arrays(self) -> list[tuple[float, tuple[int, ...]]]:
+        """Bytes per element and sizes of each result."""
+        found = re.findall(r"\b([a-z]\w*)\[([\d,]*)\]", self.shape)
+        return [(_BYTES.get(d, 1), tuple(int(n) for n in s.split(",") if n)) for d, s in found]
+
+    @property
+    def bytes(self) -> float:
+        return sum(size * math.prod(dims) for size, dims in self.arrays)
+
+
+class Program:
+    """A compiled program.
+
+    Attributes:
+      instructions: by name.
+      computations: names of the instructions of each computation, in order.
+    """
+
+    def __init__(self, text: str):
+        """Parses `jax.stages.Compiled.as_text()`."""
+        self.instructions: dict[str, Instruction] = {}
+        self.computations: dict[str, list[str]] = {}
+        self._costs: dict[str, Cost] = {}
+        names: list[str] = []
+        for line in text.splitlines():
+            if line.endswith("{") and (head := re.match(rf"(ENTRY )?%?({_NAME}) ", line)):
+                names = self.computations.setdefault(head[2], [])
+                if head[1]:
+                    self.entry = head[2]
+            elif found := re.match(rf"  (?:ROOT )?%?({_NAME}) = ", line):
+                made = _parse(found[1], re.sub(r"/\*index=\d+\*/", "", line[found.end() :]))
+                self.instructions[made.name] = made
+                names.append(made.name)
+
+    def inside(self, name: str) -> list[Instruction]:
+        """Returns the instruction, and those of the computations that it calls."""
+        found = [self.instructions[name]]
+        for computation in found[0].called:
+            for inner in self.computations.get(computation, []):
+                found += self.inside(inner)
+        return found
+
+    def opcode(self, name: str) -> str:
+        """Returns the opcode; empty if the program has no such instruction."""
+        return self.instructions[name].opcode if name in self.instructions else ""
+
+    def is_free(self, name: str) -> bool:
+        """Returns whether an instruction moves no data itself, such as a loop."""
+        return _FREE.fullmatch(self.opcode(name)) is not None
+
+    def op_name(self, name: str) -> str:
+        """Returns the JAX transformations and named scopes of an operation, or of the first matrix
+        product or else operation inside; empty if XLA made it."""
+        inside = self.inside(name) if name in self.instructions else []
+        ordered = [*inside[:1], *(x for x in inside if x.is_matmul), *inside]
+        return next((x.op_name for x in ordered if x.op_name), "")
+
+    def executions(self) -> dict[str, float]:
+        """Returns how often a run of the program executes each instruction. Branches of a
+        condition count as equally likely, and a loop of unknown length as one iteration."""
+        found: dict[str, float] = {}
+
+        def visit(computation: str, times: float) -> None:
+            for name in self.computations.get(computation, []):
+                found[name] = found.get(name, 0.0) + times
+                of = self.instructions[name]
+                trips = re.search(r'known_trip_count":\{"n":"(\d+)"', of.rest)
+                each = times * (int(trips[1]) if trips else 1)
+                if of.opcode == "conditional":
+                    each /= len(of.called)
+                if of.opcode in ("while", "conditional", "call"):
+                    for inner in of.called:
+                        visit(inner, each)
+
+        visit(self.entry, 1.0)
+        return found
+
+    def cost(self, name: str) -> Cost:
+        """Returns the least cost of an execution: each operand is read once, and each result is
+        written once. Slices count as what they read or write.
+
+        Fused attention counts as causal and without a window.
+        """
+        if name not in self.instructions:
+            return Cost()
+        if name not in self._costs:
+            of = self.instructions[name]
+            free = _FREE.fullmatch(of.opcode) is not None
+            flops = 0.0 if free else sum(self._flops(x) for x in self.inside(name))
+            self._costs[name] = Cost(flops, 0.0 if free else self._traffic(of))
+        return self._costs[name]
+
+    def _flops(self, of: Instruction) -> float:
+        if of.is_matmul:
+            dims = re.search(r'lhs_contracting_dim(?:ension)?s"?[=:][{\[]([\d,"]*)', of.rest)
+            lhs = self.instructions[of.operands[0]].arrays[0][1]
+            contracted = [lhs[int(n)] for n in re.findall(r"\d+", dims[1] if dims else "")]
+            return 2.0 * math.prod(of.arrays[0][1]) * math.prod(contracted)
+        if of.opcode != "custom-call" or len(of.operands) < 3:
+            return 0.0
+        # q [B, T, N, H], k [B, S, K, H] and v [B, S, K, H], of which half of the pairs count.
+        q, k, v = (self.instructions[x].arrays[0][1] for x in of.operands[:3])
+        if len(q) != 4 or k != v or q[::3] != k[::3]:
+            return 0.0
+        products = 2 if len([x for x in of.arrays if len(x[1]) == 4]) < 3 else 5
+        return products * float(math.prod(q)) * k[1]
+
+    def _traffic(self, of: Instruction) -> float:
+        body = self.computations.get(of.called[0], []) if of.opcode.startswith("fusion") else []
+        if not body:
+            operands = [self.instructions[x] for x in of.operands if x in self.instructions]
+            return _touched(of, operands) + sum(
+                x.bytes if not _is_sliced(of, i) else 0 for i, x in enumerate(operands)
+            )
+        inner = [self.instructions[x] for x in body]
+        total = 0.0
+        for x in inner:
+            if x.opcode != "parameter":
+                continue
+            uses = [(y, i) for y in inner for i, name in enumerate(y.operands) if name == x.name]
+            if all(_is_sliced(y, i) for y, i in uses):
+                total += sum(y.bytes for y, i in uses if y.opcode != "dynamic-update-slice")
+            else:
+                total += x.bytes
+        written = [x for x in inner if x.opcode == "dynamic-update-slice"]
+        if written:
+            return total + sum(self.instructions[x.operands[1]].bytes for x in written)
+        return total + of.bytes
+
+
+def _touched(of: Instruction, operands: list[Instruction]) -> float:
+    """Returns the bytes that an instruction writes, and reads of the operand that it slices."""
+    if of.opcode == "dynamic-update-slice":
+        return operands[1].bytes
+    return of.bytes * (2 if _is_sliced(of, 0) else 1)
+
+
+def _is_sliced(user: Instruction, index: int) -> bool:
+    """Returns whether an instruction accesses only a part of its operand at `index`."""
+    return index == 0 and user.opcode in _SLICES
+
+
+def _parse(name: str, text: str) -> Instruction:
+    """Parses the text after `=`."""
+    end = _closing(text) if text.startswith("(") else text.index(" ")
+    shape, text = text[:end], text[end:].lstrip()
+    opcode, _, text = text.partition("(")
+    end = _closing("(" + text) - 2
+    operands = tuple(re.findall(rf"%({_NAME})", text[:end]))
+    return Instruction(name, shape, opcode, operands, text[end + 1 :])
+
+
+def _closing(text: str) -> int:
+    """Returns the index after the parenthesis that closes the first one."""
+    depth = 0
+    for index, letter in enumerate(text):
+        depth += (letter == "(") - (letter == ")")
+        if depth == 0:
+            return index + 1
+    return len(text)
