@@ -120,17 +120,19 @@ def test_absent_gpus(devices, parallel):
 
 
 @needs_compiler
-def test_the_output_embedding_has_one_gradient():
-    """Beside the gradient that the loss accumulates, no float32 array of its size lives through the
-    backward pass."""
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_the_embeddings_have_one_gradient(tied):
+    """During the backward pass of the layers, the gradient of the output embedding exists in the
+    dtype of the parameters alone, and that of the input embedding does not exist yet."""
     _, devices = absent_devices("h100")
-    model = replace(MODEL, vocab_size=65536, num_layers=1)
+    model = replace(MODEL, vocab_size=65536, num_layers=1, intermediate_size=1024, tied_head=tied)
     optimizer = OptimizerConfig(weight_decay=0.0)
-    spec = make_spec(devices, model, optimizer=optimizer, execution=ExecutionConfig(ce_chunk=64))
+    execution = ExecutionConfig(ce_chunk=16, ffn_chunk=4096)
+    spec = make_spec(devices, model, optimizer=optimizer, execution=execution)
     found = plan(spec, "h100", None, "gpu")
+    # The peak is in the feed-forward network: 1.8 times the head in float32, beside this gradient.
     head = 4 * model.V * model.hidden_size
-    # The gradient of the output embedding in float32, and that of the input embedding.
-    assert found.gradients + found.activations < 2.6 * head
+    assert found.gradients + found.activations < 2.5 * head
 
 
 @needs_compiler

@@ -186,8 +186,11 @@ def _sum_forward(options, *operands):
     inputs = SHARDED, REPLICATED, SHARDED, SHARDED
     run = per_device(local, options.axes, inputs, (REPLICATED, SHARDED))
     (total, z, dhead), dhidden = run(hidden, head.astype(hidden.dtype), labels, weights)
-    # The head's gradient stays in float32 until it is scaled: a sum over many tokens overflows
-    # float16. The empty array carries the head's dtype.
+    if not frozen and head.dtype != jnp.float16:
+        # Without the barrier, XLA would cast the sums where the gradient is read, and keep them in
+        # float32 until then. Sums over many tokens overflow float16 before they are scaled.
+        dhead = jax.lax.optimization_barrier(dhead.astype(head.dtype))
+    # The empty array carries the head's dtype.
     return (total, z), (dhidden, dhead, jnp.zeros((0,), head.dtype))
 
 
@@ -195,7 +198,7 @@ def _sum_backward(options, residuals, cotangents):
     (dhidden, dhead, head_like), (dtotal, _) = residuals, cotangents
     scaled = (dtotal * dhidden.astype(jnp.float32)).astype(dhidden.dtype)
     if dhead is not None:
-        dhead = (dtotal * dhead).astype(head_like.dtype)
+        dhead = (dtotal * dhead.astype(jnp.float32)).astype(head_like.dtype)
     return scaled, dhead, None, None
 
 

@@ -214,4 +214,20 @@ def lookup(table: Array, indices: Array, axis: str | None = None) -> Array:
     The table's axis D is all-gathered first. If D were sharded over the mesh axes that shard the
     indices, XLA would replicate the result on every device.
     """
-    return jnp.take(constrain(table, axis, None), indices, axis=0)
+    return _take(constrain(table, axis, None), indices)
+
+
+@jax.custom_vjp
+def _take(table, indices):
+    return jnp.take(table, indices, axis=0)
+
+
+def _take_backward(residuals, cotangent):
+    table, indices = residuals
+    # The zeros come from the cotangent, or XLA would make them before the backward pass of the
+    # layers and keep an array like the table until the end of that pass.
+    cotangent, zero = jax.lax.optimization_barrier((cotangent, jnp.zeros((), table.dtype)))
+    return jnp.full(table.shape, zero).at[indices].add(cotangent), None
+
+
+_take.defvjp(lambda table, indices: (_take(table, indices), (table, indices)), _take_backward)
