@@ -102,7 +102,10 @@ def _trace(spec: TrainSpec, step: jax.stages.Compiled, directory: Path) -> float
         state, metrics = step(state, batch)
         jax.block_until_ready(metrics)
         seconds = time.perf_counter() - start
-    with jax.profiler.trace(directory):
+    options = jax.profiler.ProfileOptions()
+    # Calls of Python functions would delay the launches of kernels.
+    options.python_tracer_level = 0
+    with jax.profiler.trace(directory, profiler_options=options):
         state, metrics = step(state, batch)
         jax.block_until_ready((state, metrics))
     return seconds
