@@ -64,7 +64,7 @@ def _fail(error: Exception, code: int, argv: list[str]) -> int:
 
 def new_name(key: str) -> str:
     """Returns the new name of a config key of version 0.1. Other keys stay the same."""
-    return RENAMED.get(key) or re.sub(r"^memory\b", "execution", key)
+    return RENAMED.get(key) or re.sub(r"^memory\.(?!budget_gib)", "execution.", key)
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

@@ -8,11 +8,12 @@ from typing import Any, Literal
 
 from bptjax.checkpoint import CheckpointConfig
 from bptjax.data.config import DataConfig
+from bptjax.execution import ExecutionConfig
 from bptjax.lora import AdapterConfig
 from bptjax.models.config import ModelConfig
 from bptjax.optimizer import OPTIMIZERS, OptimizerConfig
 from bptjax.parallel.mesh import ParallelConfig
-from bptjax.remat import ExecutionConfig
+from bptjax.remat import UNCHUNKED
 from bptjax.trackers import Name
 
 # The copy of the config in a run directory.
@@ -106,6 +107,22 @@ class LoggingConfig:
 
 
 @dataclass(frozen=True)
+class MemoryConfig:
+    """Device memory that a run may use.
+
+    Attributes:
+      budget_gib: GiB per device that a training step may take at its peak. The keys of execution
+        that are not set take the fastest values within it. If not set, all of a device's memory.
+    """
+
+    budget_gib: float | None = None
+
+    def __post_init__(self):
+        if self.budget_gib is not None and not 0 < self.budget_gib < math.inf:
+            raise ValueError(f"memory.budget_gib={self.budget_gib}: must be positive")
+
+
+@dataclass(frozen=True)
 class Config:
     """Run directory, seed and device.
 
@@ -124,6 +141,7 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     execution: ExecutionConfig = field(default_factory=ExecutionConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
@@ -142,16 +160,17 @@ class Config:
                 f"gradient_accumulation_steps={train.gradient_accumulation_steps} × "
                 f"seq_len={train.seq_len}: must be less than 2^31 tokens"
             )
-        save, fused = set(self.execution.save), self.execution.schedule == "fused"
+        execution = self.execution
+        save, fused = set(execution.save or ()), execution.schedule == "fused"
         if fused and (hidden := save - {"key", "value"}):
             raise ValueError(
                 f"execution.save={', '.join(sorted(hidden))}: must go with execution.schedule=split"
             )
-        hidden = save & {"attended", "gate", "up"}
-        if hidden and self.execution.ffn_chunk < self.train.seq_len:
+        hidden = save & UNCHUNKED
+        if hidden and (execution.ffn_chunk or train.seq_len) < train.seq_len:
             raise ValueError(
                 f"execution.save={', '.join(sorted(hidden))}: must go with an "
-                f"execution.ffn_chunk of at least train.seq_len={self.train.seq_len}"
+                f"execution.ffn_chunk of at least train.seq_len={train.seq_len}"
             )
         for key in self.needs_evaluations:
             if not self.train.eval_steps:
@@ -202,6 +221,11 @@ def defaults(config: Config, platform: str | None = None) -> dict[str, Any]:
         found["optimizer.warmup_ratio"] = 0.03
     if not fine_tuning and optimizer.warmup_ratio is None:
         found["optimizer.warmup_steps"] = 0
+    if set(config.execution.save or ()) & UNCHUNKED:
+        found["execution.ffn_chunk"] = config.train.seq_len
+    if platform == "cpu":
+        plain = config.execution.complete()
+        found = {f"execution.{key}": getattr(plain, key) for key in config.execution.unset} | found
     if not fine_tuning or platform is not None:
         found["train.compute_dtype"] = (
             "bfloat16" if fine_tuning and platform == "gpu" else "float32"

@@ -7,10 +7,14 @@ from argparse import SUPPRESS
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from bptjax.command_line import EXIT_CODES, Debug, Help, nearest, normalize, one_line
 from bptjax.config import Config
+
+# In place of a group's keys: `execution: auto` sets none of them.
+AUTO = "auto"
 
 
 def parse(
@@ -64,7 +68,10 @@ def parse(
             flags[f"--{f.name}"].help = SUPPRESS  # --group FILE, beside --config.
     for key, hint in hints.items():
         flags[f"--{key}"].metavar = _metavar(hint)
-    parsed = parser.parse_args(_config_first([*defaults, *normalize(argv, parser)]))
+    argv = [token for token in _joined(argv) if token != f"--execution={AUTO}"]
+    with TemporaryDirectory() as scratch:
+        argv = _config_first([*defaults, *normalize(argv, parser)], Path(scratch))
+        parsed = parser.parse_args(argv)
     for f in fields(kind):
         # jsonargparse accepts a number in place of a group, and fails on it later.
         if dataclasses.is_dataclass(f.type) and not isinstance(parsed[f.name], Namespace):
@@ -73,9 +80,15 @@ def parse(
     return kind(**{f.name: values[f.name] for f in fields(kind)})
 
 
-def _config_first(argv: list[str]) -> list[str]:
+def _joined(argv: list[str]) -> list[str]:
+    """Returns `argv` with `--execution VALUE` written as `--execution=VALUE`."""
+    text = "\0".join(argv).replace("--execution\0", "--execution=")
+    return text.split("\0") if argv else []
+
+
+def _config_first(argv: list[str], scratch: Path) -> list[str]:
     """Returns `argv` with `--config` first, because in jsonargparse the later of file and flag
-    wins.
+    wins. A file with `execution: auto` is replaced by a copy in `scratch` without it.
 
     Raises:
       ValueError: the file has a key twice. YAML would silently take the last one.
@@ -91,7 +104,25 @@ def _config_first(argv: list[str]) -> list[str]:
             rest.append(token)
     for file in files:
         _check_repeated(Path(os.path.expanduser(file)))
-    return [f"--config={file}" for file in files] + rest
+    return [f"--config={_without_auto(file, scratch)}" for file in files] + rest
+
+
+def _without_auto(file: str, scratch: Path) -> str:
+    """Returns the file, or a copy whose `execution: auto` is a group without keys."""
+    import yaml
+
+    try:
+        text = Path(os.path.expanduser(file)).read_text()
+        node = yaml.compose(text)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return file  # jsonargparse reports the error.
+    for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+        if key.value == "execution" and value.value == AUTO:
+            start, end = value.start_mark.index, value.end_mark.index
+            copy = scratch / "config.yaml"
+            copy.write_text(f"{text[:start]}{{}}{text[end:]}")
+            return str(copy)
+    return file
 
 
 def _check_repeated(file: Path) -> None:

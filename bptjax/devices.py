@@ -18,6 +18,28 @@ MIB = 2**20
 
 
 @dataclass(frozen=True)
+class Rates:
+    """Rates of a device in a training step.
+
+    Attributes:
+      products: FLOP/s of matrix products in bfloat16.
+      attention_64, attention_128: FLOP/s of causal attention, forward and backward, with heads of
+        up to 64 and of more dimensions; only pairs that the mask allows count.
+      bandwidth: bytes/s of device memory, read and written.
+      link: bytes/s between device and host memory, each way.
+    """
+
+    products: float
+    attention_64: float
+    attention_128: float
+    bandwidth: float
+    link: float
+
+    def attention(self, head_size: int) -> float:
+        return self.attention_64 if head_size <= 64 else self.attention_128
+
+
+@dataclass(frozen=True)
 class DeviceKind:
     """A kind of accelerator.
 
@@ -31,6 +53,7 @@ class DeviceKind:
       l2: bytes of a GPU's L2 cache.
       shared: KiB of shared memory of a GPU's core.
       clock: GHz of a GPU.
+      measured: rates measured by the scripts of this repository; None if nobody has.
     """
 
     name: str
@@ -42,6 +65,16 @@ class DeviceKind:
     l2: int = 0
     shared: int = 0
     clock: float = 0.0
+    measured: Rates | None = None
+
+    @property
+    def rates(self) -> Rates:
+        """The measured rates, or rates in proportion to the data sheet."""
+        if self.measured:
+            return self.measured
+        return Rates(
+            0.69 * self.flops, 0.43 * self.flops, 0.55 * self.flops, 0.9 * self.bandwidth, 22e9
+        )
 
     @property
     def platform(self) -> str:
@@ -63,7 +96,17 @@ KINDS = {
         "NVIDIA H100", 81559 * MIB, 989e12, 3.35e12, 132, (9, 0), 50 * MIB, 228, 1.98
     ),
     "h200": DeviceKind(
-        "NVIDIA H200", 143155 * MIB, 989e12, 4.8e12, 132, (9, 0), 60 * MIB, 228, 1.98
+        "NVIDIA H200",
+        143155 * MIB,
+        989e12,
+        4.8e12,
+        132,
+        (9, 0),
+        60 * MIB,
+        228,
+        1.98,
+        # Steps of scripts/results/step_h200.json, attention of attention_h200.json, and copies.
+        Rates(660e12, 430e12, 540e12, 4.3e12, 53e9),
     ),
     "b200": DeviceKind(
         "NVIDIA B200", 183359 * MIB, 2250e12, 8.0e12, 148, (10, 0), 126 * MIB, 228, 1.97

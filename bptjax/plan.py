@@ -1,5 +1,6 @@
 """`bptjax plan --config FILE`: the memory of a run's step on devices that need not be there."""
 
+import dataclasses
 import json
 import sys
 from collections.abc import Iterator
@@ -14,9 +15,12 @@ from bptjax.config_parser import parse
 from bptjax.data.tokenizer import make_tokenizer
 from bptjax.devices import absent_devices, parse_devices
 from bptjax.models.config import ModelConfig
-from bptjax.parallel.mesh import MEMORY_FRACTION, make_mesh, select_devices
+from bptjax.parallel.mesh import make_mesh, select_devices
 from bptjax.pretrained import Pretrained, open_config
+from bptjax.training.auto import absent_room, describe, present_room
+from bptjax.training.estimate import Estimator
 from bptjax.training.prediction import Plan, longest_context, plan, remedies
+from bptjax.training.search import choose, smallest, with_execution
 from bptjax.training.setup import check_adapter, check_model
 from bptjax.training.spec import TrainSpec
 from bptjax.training.state import parameter_counts
@@ -25,6 +29,7 @@ DESCRIPTION = """Compiles the step of a run and prints its memory per device, wh
 which keys to change if it does not. The devices need not be on this machine, and the weights need
 not be there either: config.json is enough. Takes the keys of bptjax train."""
 GIB = 2**30
+EXECUTION_KEYS = "remat", "save", "ffn_chunk", "ce_chunk", "offload"
 
 
 @dataclass(frozen=True)
@@ -85,37 +90,55 @@ def run(config: PlanConfig) -> int:
     plain = Config(**{f.name: getattr(config, f.name) for f in fields(Config)})
     good = False
     for text in config.each or [None]:
-        platform, available = None, None
-        if text is None:
-            devices = select_devices(config.device)
-            name = f"{len(devices)} x {devices[0].device_kind}"
-            available = (devices[0].memory_stats() or {}).get("bytes_limit")
-        else:
-            kind, devices = absent_devices(text)
-            name, platform = text, kind.platform
-            available = int(kind.memory * float(MEMORY_FRACTION))
-        spec = open_spec(plain, devices)
-        if not config.json:
-            print(f"compiling for {name}", file=sys.stderr, flush=True)
-
-        def plan_length(spec: TrainSpec, name=name, available=available, platform=platform) -> Plan:
-            found = plan(spec, name, available, platform)
-            if not config.json:
-                print(f"  {found.seq_len:,} tokens: {found.peak / GIB:.2f} GiB", file=sys.stderr)
-            return found
-
-        found, longest = plan_length(spec), None
-        if config.max_context:
-            if found.available is None:
-                raise ValueError(
-                    f"max_context=true: the memory of {name} is not known; set devices"
-                )
-            longest = longest_context(spec, plan_length, found)
-        good |= found.fits is not False
-        lines = _json if config.json else _lines
-        for line in lines(spec, found, longest, config.max_context):
-            print(line, flush=True)
+        good |= _run_on(plain, text, config)
     return 0 if good else 1
+
+
+def _run_on(plain: Config, text: str | None, options: PlanConfig) -> bool:
+    """Plans for the devices named by `text`, or for this machine's, and prints the plan. Returns
+    whether it fits."""
+    if text is None:
+        devices, platform = select_devices(plain.device), None
+        name = f"{len(devices)} x {devices[0].device_kind}"
+        spec = open_spec(plain, devices)
+        space = present_room(spec)
+    else:
+        kind, devices = absent_devices(text)
+        name, platform, spec = text, kind.platform, open_spec(plain, devices)
+        space = absent_room(spec, kind)
+
+    def say(line: str) -> None:
+        if not options.json:
+            print(line, file=sys.stderr, flush=True)
+
+    def measure(spec: TrainSpec) -> Plan:
+        keys = plain.execution.unset
+        say(f"compiling for {name}" + (f": {describe(spec.execution, keys)}" if keys else ""))
+        found = plan(spec, name, space.device if space else None, platform)
+        say(f"  {found.seq_len:,} tokens: {found.peak / GIB:.2f} GiB")
+        return found
+
+    def measure_smallest(spec: TrainSpec) -> Plan:
+        assert space is not None
+        return measure(with_execution(spec, smallest(spec, space)))
+
+    if space is not None and spec.config.execution.unset:
+        choice = choose(spec, space, measure)
+        chosen, found = with_execution(spec, choice.execution), choice.plan
+    else:
+        chosen, found = spec, measure(spec)
+    longest = None
+    if options.max_context:
+        if space is None:
+            raise ValueError(f"max_context=true: the memory of {name} is not known; set devices")
+        if spec.config.execution.unset:
+            longest = longest_context(spec, measure_smallest, measure_smallest(spec))
+        else:
+            longest = longest_context(spec, measure, found)
+    lines = _json if options.json else _lines
+    for line in lines(chosen, found, longest, options.max_context):
+        print(line, flush=True)
+    return found.fits is not False
 
 
 def open_spec(config: Config, devices: list[jax.Device]) -> TrainSpec:
@@ -129,8 +152,8 @@ def open_spec(config: Config, devices: list[jax.Device]) -> TrainSpec:
     config = config.on(platform)
     model, pretrained = open_model(config)
     check_model(model, None)
-    config.execution.check(model)
     spec = TrainSpec(config, model, make_mesh(config.parallel, devices), pretrained)
+    spec.execution.check(model)
     check_adapter(spec)
     _ = spec.layout
     return spec
@@ -142,6 +165,7 @@ def _lines(spec: TrainSpec, found: Plan, longest: Plan | None, searched: bool) -
     axes = " ".join(f"{name}={size}" for name, size in spec.mesh.shape.items() if size > 1)
     yield f"{found.devices}{', ' * bool(axes)}{axes}: {total:,} parameters, {trained:,} trained"
     yield f"{spec.global_batch_size} sequences of {found.seq_len:,} tokens per step"
+    yield f"execution: {describe(spec.execution, EXECUTION_KEYS)}"
     for name, size in (
         ("parameters", found.parameters),
         ("optimizer state", found.optimizer),
@@ -153,6 +177,7 @@ def _lines(spec: TrainSpec, found: Plan, longest: Plan | None, searched: bool) -
         yield f"  {name:<28}{size / GIB:>10.2f} GiB per device"
     if found.host:
         yield f"  {'host memory':<28}{found.host / GIB:>10.2f} GiB per device"
+    yield _duration(spec)
     if found.available is None:
         yield f"the memory of {found.devices} is not known"
     elif found.fits:
@@ -171,9 +196,21 @@ def _lines(spec: TrainSpec, found: Plan, longest: Plan | None, searched: bool) -
         yield f"longest context: {text}"
 
 
+def _duration(spec: TrainSpec) -> str:
+    """Formats the expected duration of a step."""
+    estimator = Estimator(spec)
+    found = estimator(spec.execution)
+    flops = f"{found.flops:.3g} FLOPs per device and step, with recomputation"
+    if not estimator.measured:
+        return f"{flops}; duration: no measurement of these devices"
+    tokens = spec.global_batch_size * spec.config.train.seq_len
+    text = f"{flops}: about {found.seconds:.3g} s, {tokens / found.seconds:,.0f} tokens/s"
+    return text + (", if communication costs nothing" if spec.mesh.size > 1 else "")
+
+
 def _execution_remedies(config: Config) -> Iterator[str]:
     """Formats keys that reduce activations."""
-    execution, train = config.execution, config.train
+    execution, train = config.execution.complete(), config.train
     if train.per_device_train_batch_size > 1:
         yield "train.per_device_train_batch_size=1 divides the activations"
     if execution.save or execution.remat in ("none", "dots"):
@@ -188,7 +225,11 @@ def _execution_remedies(config: Config) -> Iterator[str]:
 
 def _json(spec: TrainSpec, found: Plan, longest: Plan | None, searched: bool) -> Iterator[str]:
     row: dict[str, Any] = {f.name: getattr(found, f.name) for f in fields(Plan)}
-    row |= dict(peak=found.peak, fits=found.fits)
+    estimator = Estimator(spec)
+    estimate = estimator(spec.execution)
+    row |= dict(peak=found.peak, fits=found.fits, flops=estimate.flops)
+    row |= dict(execution=dataclasses.asdict(spec.execution))
+    row |= dict(seconds=estimate.seconds if estimator.measured else None)
     if searched:
         row["longest_seq_len"] = None if longest is None else longest.seq_len
     if found.fits is False:

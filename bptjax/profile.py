@@ -3,6 +3,7 @@
 import sys
 import time
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -21,6 +22,7 @@ from bptjax.profile_report import (
     time_table,
     write_csv,
 )
+from bptjax.training.auto import complete_execution
 from bptjax.training.prediction import tracing_for
 from bptjax.training.spec import TrainSpec
 from bptjax.training.state import init_state, parameter_counts
@@ -66,6 +68,11 @@ def run(config: ProfileConfig) -> int:
         name = f"{len(devices)} x {devices[0].device_kind}"
         kind = KINDS.get(kind_of(devices[0].device_kind) or "")
     spec = open_spec(plain, devices)
+    spec, notes = complete_execution(
+        spec, partial(print, file=sys.stderr), absent=kind if platform else None
+    )
+    for note in notes:
+        print(note)
     out = Path(config.out or Path(config.run_dir).expanduser() / "profile")
     out.mkdir(parents=True, exist_ok=True)
     title = f"{_model_name(spec)}, {spec.config.train.seq_len:,} tokens, {name}"

@@ -17,6 +17,8 @@ from bptjax.quantized_kernels import dequantize_layer
 
 # Names of the activations of a layer that can be saved: outputs of matrix products and attention.
 NAMES = ("query", "key", "value", *RESIDUAL_NAMES, "attended", "gate", "up")
+# Those that exist only if the feed-forward network runs in a single chunk.
+UNCHUNKED = {"attended", "gate", "up"}
 # Activations that each policy saves in addition to the input of a layer. None means no remat.
 REMAT: dict[str, tuple[str, ...] | None] = {
     "none": None,
@@ -27,19 +29,8 @@ REMAT: dict[str, tuple[str, ...] | None] = {
 
 
 @dataclass(frozen=True)
-class ExecutionConfig(Execution):
-    """Implementations, chunk sizes and activation memory.
-
-    Attributes:
-      remat: activations of each layer that are saved for the backward pass. none saves all; dots
-        saves the outputs of matrix products and attention; save_attention saves the output of
-        attention, so that its kernel does not run again; full saves the input of the layer;
-        nested(k) saves the input of every k-th layer and recomputes k layers at a time.
-      save: activations to save in addition, by name. query, key, value, attended (the stream after
-        attention), gate, up. schedule=fused has only key and value. The last three need ffn_chunk
-        of at least seq_len.
-      ce_chunk: tokens per device whose logits exist at the same time.
-    """
+class TrainingExecution(Execution):
+    """How a training step is computed; `ExecutionConfig` describes the keys."""
 
     remat: str = "save_attention"
     save: tuple[str, ...] = ()

@@ -20,10 +20,10 @@ import numpy as np
 from timing import add_row
 
 from bptjax.config import Config, TrainConfig
+from bptjax.execution import ExecutionConfig
 from bptjax.models.config import ModelConfig
 from bptjax.parallel.mesh import ParallelConfig, make_mesh
 from bptjax.parallel.sequence import STRATEGIES
-from bptjax.remat import ExecutionConfig
 from bptjax.training.spec import TrainSpec
 from bptjax.training.state import TrainState, abstract_state, init_state
 from bptjax.training.step import evaluator, gradients

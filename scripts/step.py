@@ -2,12 +2,14 @@
 
     python scripts/step.py 1b 32768 --out rows.json --execution.remat=save_attention
 
-Uses one sequence of random tokens, bfloat16 parameters and AdamW. Every config key can be set.
-Prints a row of measurements, and appends it to `--out`.
+Uses one sequence of random tokens, bfloat16 parameters and AdamW. Every config key can be set; keys
+of execution that are not set are chosen as in a run, except with `--plain`, which takes the values
+that they have on a CPU. Prints a row of measurements, and appends it to `--out`.
 """
 
 import argparse
 import json
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +24,8 @@ from bptjax.config_parser import parse
 from bptjax.models.config import ModelConfig
 from bptjax.ops.attention.choices import record_choices
 from bptjax.parallel.mesh import make_mesh, select_devices
+from bptjax.training.auto import complete_execution
+from bptjax.training.search import with_execution
 from bptjax.training.spec import TrainSpec
 from bptjax.training.state import abstract_state, init_state
 from bptjax.training.step import compile_step, random_batch
@@ -65,7 +69,7 @@ DECODERS = {
     ),
 }
 # Groups of keys that a row contains, if they do not have their defaults.
-SETTINGS = ("execution.", "optimizer.", "adapter.", "train.", "parallel.")
+SETTINGS = ("execution.", "memory.", "optimizer.", "adapter.", "train.", "parallel.")
 DEFAULTS = (
     "--train.compute_dtype=bfloat16",
     "--train.param_dtype=bfloat16",
@@ -119,8 +123,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="0 compiles only")
     parser.add_argument("--warmup", type=int, default=1, help="steps before the timed steps")
     parser.add_argument("--profile", type=Path, help="write a profile of one step here")
+    parser.add_argument("--plain", action="store_true", help="do not choose execution keys")
     parser.add_argument("--out", type=Path)
     args, options = parser.parse_known_args()
+    default = flatten(Config().on("cpu"))
     T, model = args.length, DECODERS[args.decoder]
     model = replace(model, num_layers=args.layers or model.num_layers)
     config: Config = parse(options, defaults=[*DEFAULTS, f"--train.seq_len={T}"])
@@ -129,15 +135,22 @@ def main() -> None:
         model,
         make_mesh(config.parallel, select_devices(config.device)),
     )
+    start = time.perf_counter()
+    if args.plain:
+        spec, notes = with_execution(spec, spec.execution), []
+    else:
+        spec, notes = complete_execution(spec, lambda line: print(line, file=sys.stderr))
     row = dict(
         decoder=args.decoder,
         layers=model.num_layers,
         T=T,
         settings={
             k: v
-            for k, v in flatten(config).items()
-            if k.startswith(SETTINGS) and v != flatten(Config())[k]
+            for k, v in flatten(spec.config).items()
+            if k.startswith(SETTINGS) and v != default.get(k)
         },
+        chosen=notes,
+        choice_s=time.perf_counter() - start,
         devices=spec.mesh.size,
         **measure(spec, args.steps, args.profile, args.warmup),
     )

@@ -40,6 +40,7 @@ FLOORS = {
     ],
     "configs and checkpoints": [
         "config",
+        "execution",
         "config_parser",
         "pretrained",
         "adapter_export",

@@ -12,12 +12,12 @@ from flax import nnx
 from training.specs import assert_same, gradient_sums
 
 from bptjax.config import Config, TrainConfig
+from bptjax.execution import ExecutionConfig
 from bptjax.lora import AdapterConfig, LoraKernel, target_kernels
 from bptjax.models.config import ModelConfig
 from bptjax.optimizer import OptimizerConfig
 from bptjax.parallel.mesh import ParallelConfig, make_mesh
 from bptjax.quantized_kernels import QuantizedKernel, linear_kernels
-from bptjax.remat import ExecutionConfig
 from bptjax.training.spec import TrainSpec
 from bptjax.training.state import abstract_state, init_state, parameter_counts, split_trained
 from bptjax.training.step import compile_step

@@ -11,11 +11,11 @@ from hf.cases import config as hf_config
 from bptjax.cli import main
 from bptjax.config import Config, TrainConfig
 from bptjax.devices import KINDS, absent_devices, parse_devices
+from bptjax.execution import ExecutionConfig
 from bptjax.models.config import ModelConfig
 from bptjax.ops.attention.choices import record_choices
 from bptjax.optimizer import OptimizerConfig
 from bptjax.parallel.mesh import ParallelConfig, make_mesh
-from bptjax.remat import ExecutionConfig
 from bptjax.training.prediction import Plan, longest_context, plan, remedies
 from bptjax.training.spec import TrainSpec
 from bptjax.training.state import abstract_state

@@ -82,13 +82,22 @@ def select_devices(device: str) -> list[jax.Device]:
     """
     if not {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"} & os.environ.keys():
         os.environ["XLA_CLIENT_MEM_FRACTION"] = MEMORY_FRACTION
-    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(host * 4 // 5 // 2**30))
+    limit = host_memory() * 4 // 5 // 2**30
+    os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(limit))
     devices = _devices(device)
     if devices[0].platform == "gpu" and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        jax.config.update("jax_compilation_cache_dir", str(caches / "bptjax" / "xla"))
+        jax.config.update("jax_compilation_cache_dir", str(cache_directory() / "xla"))
     return devices
+
+
+def cache_directory() -> Path:
+    """Returns the directory of this package in the user's cache directory."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bptjax"
+
+
+def host_memory() -> int:
+    """Returns the bytes of this machine's memory."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _devices(device: str) -> list[jax.Device]:

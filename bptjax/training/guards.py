@@ -78,7 +78,7 @@ def explain_out_of_memory(spec: TrainSpec) -> Iterator[None]:
             / 2**30
             for name in ("model", "opt_state")
         }
-        train, execution = spec.config.train, spec.config.execution
+        train, execution = spec.config.train, spec.execution
         raise RunFailed(
             f"out of memory: parameters take {held['model']:.2f} GiB and the optimizer "
             f"{held['opt_state']:.2f} GiB over all devices, the rest is a step of "

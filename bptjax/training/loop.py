@@ -221,7 +221,7 @@ class TrainLoop:
                     log(line)
                 self._logged_choices.add(choice)
         needs = compiled.memory_analysis()
-        offload = self.run.config.execution.offload
+        offload = self.run.spec.execution.offload
         if offload and not (needs and needs.host_temp_size_in_bytes):
             raise RunFailed(
                 f"execution.offload={offload}: the compiled step uses no host memory; set it to 0"

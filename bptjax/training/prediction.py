@@ -16,6 +16,7 @@ from bptjax.training.step import abstract_batch, compile_step
 
 # Lengths that `longest_context` tells apart, as a share of the length.
 PRECISION = 1 / 64
+GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -103,8 +104,8 @@ def predict(
     # The new state takes the place of the donated one; the only other results are metrics.
     more = needs.temp_size_in_bytes + needs.output_size_in_bytes - needs.alias_size_in_bytes
     trained, _ = split_trained(spec, state.model)
-    gradients = min(_bytes(trained), more)
-    parameters, optimizer = _bytes(state.model), _bytes(state.opt_state)
+    gradients = min(tree_bytes(trained), more)
+    parameters, optimizer = tree_bytes(state.model), tree_bytes(state.opt_state)
     return Plan(
         devices=name,
         seq_len=spec.config.train.seq_len,
@@ -157,12 +158,32 @@ def _apart(fits: Plan, fails: Plan) -> bool:
     return fails.seq_len - fits.seq_len > max(1024, PRECISION * fits.seq_len)
 
 
+def shortage(spec: TrainSpec, found: Plan) -> str:
+    """Formats the error for a step that does not fit: by how much, and the least changes that make
+    it fit."""
+    assert found.available is not None
+    over, train = found.peak - found.available, spec.config.train
+    keys = [(key, saved) for key, saved in remedies(spec) if saved]
+    enough = [min(x, key=lambda y: y[1]) for x in [[k for k in keys if k[1] >= over]] if x]
+    texts = [f"{key} saves {saved / GIB:.2f} GiB" for key, saved in enough or keys]
+    # Activations are close to linear in the length.
+    length = int(train.seq_len * (1 - 1.1 * over / max(found.activations, 1))) // 1024 * 1024
+    texts += [f"train.seq_len={length} may fit"] * (length > 0)
+    if spec.config.adapter.type == "none":
+        texts.append("adapter.type=qlora trains adapters beside a base model in 4 bits")
+    return (
+        f"memory: a step on {found.devices} needs at least {found.peak / GIB:.2f} GiB per device, "
+        f"{over / GIB:.2f} GiB more than the {found.available / GIB:.2f} GiB that it may take; "
+        + ", ".join(texts)
+    )
+
+
 def remedies(spec: TrainSpec) -> Iterator[tuple[str, int]]:
     """Yields keys of the optimizer and of the parameters, and the bytes per device that each
     saves."""
     config, state = spec.config, abstract_state(spec)
     optimizer = config.optimizer
-    held = _bytes(state.opt_state)
+    held = tree_bytes(state.opt_state)
     if optimizer.state_memory_kind == "device":
         trained, _ = split_trained(spec, state.model)
         if optimizer.state_dtype != "int8":
@@ -173,15 +194,16 @@ def remedies(spec: TrainSpec) -> Iterator[tuple[str, int]]:
         yield "optimizer.state_memory_kind=pinned_host", held
     if config.train.param_dtype == "float32":
         # Parameters, their gradients, and the moments in the dtype of the parameters.
-        yield "train.param_dtype=bfloat16", _bytes(state.model) // 2
+        yield "train.param_dtype=bfloat16", tree_bytes(state.model) // 2
 
 
-def _bytes(tree: Any) -> int:
-    """Returns the bytes of device memory that the arrays of a tree take on each device."""
+def tree_bytes(tree: Any, host: bool = False) -> int:
+    """Returns the bytes of device memory, or of host memory, that the arrays of a tree take per
+    device."""
     return sum(
         jnp.dtype(x.dtype).itemsize * _size(x.sharding.shard_shape(x.shape))
         for x in jax.tree.leaves(tree)
-        if x.sharding.memory_kind != HOST
+        if (x.sharding.memory_kind == HOST) == host
     )
 
 

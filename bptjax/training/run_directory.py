@@ -14,6 +14,7 @@ RESUMABLE_KEYS = (
     "device",
     "parallel.",
     "execution.",
+    "memory.",
     "checkpoint.",
     "logging.",
     "data.bad_records",

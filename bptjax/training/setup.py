@@ -4,7 +4,7 @@ import math
 import os
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from bptjax.data.loader import data_check, eval_loader, train_loader
 from bptjax.data.records import readable
 from bptjax.data.sources import count
 from bptjax.data.tokenizer import Tokenizer
+from bptjax.execution import ExecutionConfig
 from bptjax.hf.checkpoint import SIDECARS, copy_sidecar_files
 from bptjax.hf.config import read_json
 from bptjax.hf.config_export import exported
@@ -38,7 +39,9 @@ from bptjax.parallel.distributed import (
 )
 from bptjax.parallel.mesh import ParallelConfig, make_mesh, num_shards, select_devices
 from bptjax.pretrained import Pretrained
+from bptjax.remat import TrainingExecution
 from bptjax.schedule import describe_schedule
+from bptjax.training.auto import complete_execution
 from bptjax.training.data import RunData, open_data, say
 from bptjax.training.run_directory import acquire_run_dir, saved_keys
 from bptjax.training.spec import TrainSpec
@@ -112,6 +115,8 @@ def setup(config: Config) -> TrainingRun:
     with raise_together():
         config = _with_defaults(config, devices[0].platform)
         run = _open_run(config, devices)
+    spec, notes = complete_execution(run.spec, say, first=_saved_execution(config))
+    run = replace(run, config=spec.config, spec=spec, notes=[*run.notes, *notes])
     if config.train.epochs is not None:
         run = _count_epoch(run)
     with raise_together():
@@ -130,7 +135,8 @@ def setup(config: Config) -> TrainingRun:
 
 
 def _with_defaults(config: Config, platform: str) -> Config:
-    """Returns the config with every default. A run resumed on another platform keeps its dtype.
+    """Returns the config with every default. A run resumed on another platform keeps its dtype,
+    and on a CPU its execution; for other devices see `complete_execution`.
 
     Raises:
       ValueError: the config in the run directory is damaged.
@@ -138,7 +144,22 @@ def _with_defaults(config: Config, platform: str) -> Config:
     if config.train.compute_dtype is None:
         dtype = saved_keys(Path(config.run_dir).expanduser()).get("train.compute_dtype")
         config = replace(config, train=replace(config.train, compute_dtype=dtype))
+    if platform == "cpu" and (execution := _saved_execution(config)):
+        group = ExecutionConfig(**asdict(replace(execution, offload=0.0)))
+        config = replace(config, execution=group)
     return config.on(platform)
+
+
+def _saved_execution(config: Config) -> TrainingExecution | None:
+    """Returns the execution of a run that is resumed, with the keys that are set now; None for a
+    new run."""
+    saved = saved_keys(Path(config.run_dir).expanduser())
+    values: dict[str, Any] = {k: saved.get(f"execution.{k}") for k in config.execution.unset}
+    if None in values.values():
+        return None
+    # YAML has no tuples.
+    values |= {key: tuple(x) for key, x in values.items() if isinstance(x, list)}
+    return config.execution.complete(**values)
 
 
 def _open_run(config: Config, devices: list[jax.Device]) -> TrainingRun:
@@ -147,11 +168,12 @@ def _open_run(config: Config, devices: list[jax.Device]) -> TrainingRun:
     Raises:
       ValueError, NotImplementedError, OSError: as `setup`.
     """
-    if config.execution.offload and devices[0].platform == "cpu":
-        raise ValueError(
-            f"execution.offload={config.execution.offload}: must be 0 on a CPU, whose memory is "
-            "the host's"
-        )
+    if devices[0].platform == "cpu":
+        for key, none in (("execution.offload", 0), ("memory.budget_gib", "null")):
+            if value := flatten(config)[key]:
+                raise ValueError(
+                    f"{key}={value}: must be {none} on a CPU, whose memory is the host's"
+                )
     mesh = make_mesh(config.parallel, devices)
     data = open_data(config)
     for key in config.needs_evaluations:
@@ -161,8 +183,8 @@ def _open_run(config: Config, devices: list[jax.Device]) -> TrainingRun:
             )
     model, pretrained = _size_model(config, data)
     check_model(model, pretrained)
-    config.execution.check(model)
     spec = TrainSpec(config, model, mesh, pretrained)
+    spec.execution.check(model)
     check_adapter(spec)
     if config.execution.attention_implementation != "auto":
         check_kernel(spec)
@@ -247,7 +269,11 @@ def _describe_model(spec: TrainSpec, data: RunData) -> list[str]:
     notes.append(f"model: from {config.model.name_or_path}")
     own, used = defaults(config, spec.mesh.local_devices[0].platform), flatten(config)
     own.pop("train.max_steps", None)  # It does not depend on the checkpoint.
-    used_defaults = ", ".join(f"{key}={used[key]}" for key in own if used[key] == own[key])
+    used_defaults = ", ".join(
+        f"{key}={used[key]}"
+        for key in own
+        if used[key] == own[key] and not key.startswith("execution.")
+    )
     notes += (
         textwrap.wrap(f"fine-tuning defaults: {used_defaults}", 80, subsequent_indent="  ")
         if used_defaults

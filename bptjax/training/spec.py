@@ -11,6 +11,7 @@ from bptjax.models.config import ModelConfig
 from bptjax.parallel.layout import Layout
 from bptjax.parallel.mesh import data_shards, num_shards
 from bptjax.pretrained import Pretrained
+from bptjax.remat import TrainingExecution
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,11 @@ class TrainSpec:
     mesh: Mesh
     pretrained: Pretrained | None = None
     epoch_steps: int | None = None
+
+    @cached_property
+    def execution(self) -> TrainingExecution:
+        """How a step is computed; keys that are not set have their defaults."""
+        return self.config.execution.complete()
 
     @property
     def micro_batch_size(self) -> int:
@@ -73,7 +79,7 @@ class TrainSpec:
             unsharded sequences.
           NotImplementedError: the named strategy cannot divide the heads.
         """
-        execution, sp = self.config.execution, num_shards(self.mesh, "sequence")
+        execution, sp = self.execution, num_shards(self.mesh, "sequence")
         if sp > 1 and execution.schedule == "fused":
             raise ValueError(
                 f"execution.schedule=fused: must not go with parallel.sp={sp}, which shards "

@@ -67,7 +67,7 @@ def loss_sums(
         order=spec.layout.order(batch["tokens"].shape[1]),
         dropout_key=key,
         dtype=spec.compute_dtype,
-        execution=config.execution,
+        execution=spec.execution,
         sequence_strategy=config.parallel.sequence_strategy,
     )
     hidden, labels = fold_sequence_shards((hidden, batch["labels"]))
@@ -78,7 +78,7 @@ def loss_sums(
             labels,
             z_loss=z_loss,
             softcap=model.config.logits_softcap,
-            chunk=config.execution.ce_chunk,
+            chunk=spec.execution.ce_chunk,
             axes=FOLDED_BATCH,
         )
         auxiliary, feed_forward = jnp.zeros(()), FEED_FORWARDS[spec.model.feed_forward]

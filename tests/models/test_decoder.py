@@ -11,7 +11,7 @@ from bptjax.models.cache import Cache
 from bptjax.models.config import ModelConfig
 from bptjax.models.decoder import Decoder
 from bptjax.ops.loss import linear_cross_entropy
-from bptjax.remat import ExecutionConfig
+from bptjax.remat import TrainingExecution
 
 ROTARY = ModelConfig(vocab_size=61, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2)
 MODELS = {
@@ -33,7 +33,7 @@ MODELS = {
     "sinks": replace(ROTARY, attention_sinks=True),
     "dropout": replace(ROTARY, attention_dropout=0.2, residual_dropout=0.2, embedding_dropout=0.2),
 }
-SMALL = ExecutionConfig(remat="none", q_chunk=8, k_chunk=16, ffn_chunk=10)
+SMALL = TrainingExecution(remat="none", q_chunk=8, k_chunk=16, ffn_chunk=10)
 B, T = 2, 37
 
 
@@ -167,7 +167,7 @@ def gradient_of(**how):
     model = jax.eval_shape(lambda: Decoder(replace(ROTARY, num_layers=24), jax.random.key(0)))
 
     def loss(model, tokens):
-        return model(tokens, execution=ExecutionConfig(**how))[0].sum()
+        return model(tokens, execution=TrainingExecution(**how))[0].sum()
 
     return jax.jit(jax.grad(loss)), (model, jax.ShapeDtypeStruct((1, 1024), jnp.int32))
 
@@ -193,13 +193,13 @@ def test_remat_saves_memory():
 
 def test_impossible_remat_policies_are_refused():
     with pytest.raises(ValueError, match=r"remat=nested\(1\): must be one of none, dots"):
-        ExecutionConfig(remat="nested(1)")
+        TrainingExecution(remat="nested(1)")
     with pytest.raises(ValueError, match="save=down: must be among query"):
-        ExecutionConfig(save=("down",))
+        TrainingExecution(save=("down",))
     with pytest.raises(ValueError, match="save=query: must be empty with remat=none"):
-        ExecutionConfig(remat="none", save=("query",))
+        TrainingExecution(remat="none", save=("query",))
     with pytest.raises(ValueError, match="offload=0.5: must be 0 with remat=none"):
-        ExecutionConfig(remat="none", offload=0.5)
+        TrainingExecution(remat="none", offload=0.5)
     f, operands = gradient_of(remat="nested(5)")
     with pytest.raises(ValueError, match="k must divide the 24 layers"):
         f.lower(*operands)

@@ -11,7 +11,7 @@ from bptjax.models.decoder import Decoder
 from bptjax.models.feed_forward import FEED_FORWARDS, Mlp
 from bptjax.models.linear import Linear
 from bptjax.ops.loss import linear_cross_entropy
-from bptjax.remat import ExecutionConfig
+from bptjax.remat import TrainingExecution
 
 EXPERTS = 3
 
@@ -56,7 +56,7 @@ SEGMENTS = jnp.array([[1] * 20 + [2] * 17, [1] * 30 + [0] * 7])
 
 
 def loss_and_gradients(model, tokens, *, coefficient=1.0, **how):
-    execution = ExecutionConfig(**(dict(q_chunk=8, k_chunk=16) | how))
+    execution = TrainingExecution(**(dict(q_chunk=8, k_chunk=16) | how))
 
     def loss(model):
         hidden, sums = model(

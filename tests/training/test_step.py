@@ -11,13 +11,13 @@ from models.test_feed_forward import Routed
 
 from bptjax.checkpoint import Checkpoints
 from bptjax.config import Config, TrainConfig
+from bptjax.execution import ExecutionConfig
 from bptjax.lora import AdapterConfig
 from bptjax.models.config import ModelConfig
 from bptjax.models.feed_forward import FEED_FORWARDS
 from bptjax.ops.attention.choices import record_choices
 from bptjax.optimizer import OptimizerConfig
 from bptjax.parallel.mesh import ParallelConfig, make_mesh
-from bptjax.remat import ExecutionConfig
 from bptjax.training.spec import TrainSpec
 from bptjax.training.state import TrainState, abstract_state, init_state, parameter_counts
 from bptjax.training.step import (

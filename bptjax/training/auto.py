@@ -1,0 +1,167 @@
+"""Completes the keys of `execution` that are not set: on a GPU with the fastest settings that fit,
+which later runs read from a cache."""
+
+import dataclasses
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from bptjax.config import flatten
+from bptjax.devices import DeviceKind
+from bptjax.parallel.distributed import all_gather_json
+from bptjax.parallel.mesh import MEMORY_FRACTION, cache_directory, host_memory
+from bptjax.remat import TrainingExecution
+from bptjax.training.prediction import Plan, plan, shortage, tree_bytes
+from bptjax.training.search import Room, choose, with_execution
+from bptjax.training.spec import TrainSpec
+from bptjax.training.state import abstract_state
+
+GIB = 2**30
+# Share of the device memory that a step may take, because the parameters may leave gaps; and share
+# of the host memory that activations may take.
+SAFE, HOST_SHARE = 0.985, 0.6
+# Bytes of host memory per device that is not on this machine.
+HOST_MEMORY = 64 * GIB
+# Keys of a config, other than the model's, that a compiled step depends on.
+COMPILED_KEYS = (
+    "train.seq_len",
+    "train.per_device_train_batch_size",
+    "train.gradient_accumulation_steps",
+    "train.compute_dtype",
+    "train.param_dtype",
+    "train.z_loss",
+    "optimizer.type",
+    "optimizer.weight_decay",
+    "optimizer.max_grad_norm",
+    "optimizer.state_",
+    "adapter.",
+    "parallel.zero_stage",
+    "parallel.sequence_strategy",
+    "execution.",
+)
+
+
+def complete_execution(
+    spec: TrainSpec,
+    say: Callable[[str], None],
+    *,
+    first: TrainingExecution | None = None,
+    absent: DeviceKind | None = None,
+) -> tuple[TrainSpec, list[str]]:
+    """Returns the spec with all keys of `execution` set, and lines for the log. Compiles steps if
+    keys are missing. All processes must call it.
+
+    Args:
+      say: prints a line while settings are compiled.
+      first: settings that a resumed run started with; they are kept if they fit.
+      absent: kind of the devices if they are not on this machine.
+
+    Raises:
+      ValueError: no settings fit.
+    """
+    unset, start = spec.config.execution.unset, time.perf_counter()
+    if not unset:
+        return spec, []
+    space = absent_room(spec, absent) if absent else present_room(spec)
+    if space is None:
+        return spec, []
+    kind = spec.mesh.devices.reshape(-1)[0].device_kind
+
+    def measure(spec: TrainSpec) -> Plan:
+        say(f"execution: compiling {describe(spec.execution, unset)}")
+        return plan(spec, kind, space.device, absent.platform if absent else None)
+
+    file = _cache_file(spec, space)
+    # Every process must compile the same steps.
+    if first is None and (values := all_gather_json(_read(file))[0]):
+        found = TrainingExecution(**values | {"save": tuple(values["save"])})
+        note = f"execution: {describe(found, unset)}, found by an earlier run"
+        return with_execution(spec, found), [note]
+    choice = choose(spec, space, measure, first=first)
+    chosen = with_execution(spec, choice.execution)
+    if not choice.plan.fits:
+        raise ValueError(shortage(chosen, choice.plan))
+    _write(file, choice.execution)
+    source = f"{choice.compiled} settings compiled in {time.perf_counter() - start:.0f} s"
+    if choice.execution == first:
+        source = "as before"
+    note = f"execution: {describe(choice.execution, unset)}, {source}; a step needs "
+    note += f"{choice.plan.peak / GIB:.2f} of {space.device / GIB:.2f} GiB"
+    return chosen, [note]
+
+
+def describe(execution: TrainingExecution, keys: tuple[str, ...]) -> str:
+    """Formats keys of the execution as YAML."""
+
+    def text(value):
+        return f"[{', '.join(value)}]" if isinstance(value, tuple) else str(value)
+
+    return "{" + ", ".join(f"{key}: {text(getattr(execution, key))}" for key in keys) + "}"
+
+
+def room(spec: TrainSpec, device: int, host: int) -> Room:
+    """Returns the room of a step.
+
+    Args:
+      device: bytes of device memory that JAX may use.
+      host: bytes of host memory per device.
+    """
+    config, most = spec.config, int(SAFE * device)
+    if budget := config.memory.budget_gib:
+        most = min(int(budget * GIB), most)
+    if config.optimizer.state_memory_kind != "device":
+        host -= tree_bytes(abstract_state(spec).opt_state, host=True)
+    return Room(most, max(int(HOST_SHARE * host), 0))
+
+
+def absent_room(spec: TrainSpec, kind: DeviceKind) -> Room:
+    """Returns the room on devices that are not on this machine."""
+    return room(spec, int(kind.memory * float(MEMORY_FRACTION)), HOST_MEMORY)
+
+
+def present_room(spec: TrainSpec) -> Room | None:
+    """Returns the room on the devices of this run, the least of all processes. None if the size of
+    their memory is not known."""
+    local = spec.mesh.local_devices
+    limits = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in local]
+    every = all_gather_json([min(limits), host_memory() // len(local)])
+    device, host = (min(sizes) for sizes in zip(*every, strict=True))
+    return room(spec, device, host) if device else None
+
+
+def _cache_file(spec: TrainSpec, room: Room) -> Path:
+    """Returns the file of a choice: its name is a hash of all that the choice depends on."""
+    flat = flatten(spec.config)
+    keys = {key: value for key, value in flat.items() if key.startswith(COMPILED_KEYS)}
+    source = hashlib.sha256()
+    for file in sorted(Path(__file__).parents[1].rglob("*.py")):
+        source.update(file.read_bytes())
+    devices = [x.device_kind for x in spec.mesh.devices.reshape(-1)]
+    model, shape = replace(spec.model, name_or_path=None), dict(spec.mesh.shape)
+    text = repr((keys, model, shape, devices, room, jax.__version__, source.hexdigest()))
+    name = hashlib.sha256(text.encode()).hexdigest()[:24]
+    return cache_directory() / "execution" / f"{name}.json"
+
+
+def _read(file: Path | None) -> dict[str, Any] | None:
+    try:
+        return json.loads(file.read_text()) if file else None
+    except (OSError, ValueError):
+        return None
+
+
+def _write(file: Path, execution: TrainingExecution) -> None:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        fresh = file.with_suffix(f".{os.getpid()}")
+        fresh.write_text(json.dumps(dataclasses.asdict(execution)))
+        fresh.replace(file)
+    except OSError:
+        pass  # A cache that cannot be written is searched again.

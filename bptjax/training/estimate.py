@@ -1,0 +1,172 @@
+"""Time and memory of a training step, estimated from shapes.
+
+The compiler knows the memory of a step exactly, but takes seconds to minutes for each setting.
+These estimates take microseconds. They order the settings that `auto` compiles, and `auto` corrects
+them by the results.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import jax.numpy as jnp
+
+from bptjax.devices import KINDS, kind_of
+from bptjax.ops.attention import RESIDUAL_NAMES
+from bptjax.parallel.mesh import num_shards
+from bptjax.remat import REMAT, UNCHUNKED, TrainingExecution
+from bptjax.training.prediction import tree_bytes
+from bptjax.training.spec import TrainSpec
+from bptjax.training.state import abstract_state, split_trained
+
+# These constants are fitted to the steps in scripts/results/step_h200.json and qlora_h200.json.
+# Elements that norms, rotations and residuals move per token, layer and element of the residual
+# stream; and activation functions per element of the feed-forward network.
+STREAM_TRAFFIC, FEED_FORWARD_TRAFFIC = 80, 19
+# Elements per token that live while a layer runs: per element of the residual stream, and of the
+# feed-forward network.
+STREAM_WORKSPACE, FEED_FORWARD_WORKSPACE = 12, 3.5
+# FLOPs of attention, forward and backward, in those of the forward pass.
+ATTENTION = 3.5
+# FLOPs of a linear layer in those of its forward pass: trained, and frozen beside an adapter.
+TRAINED, FROZEN = 3.0, 2.25
+# Bytes moved per byte of saved activations that are divided between device and host.
+SPLIT = 8
+# Share of a transfer to host memory that computation does not hide.
+EXPOSED = 0.3
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Estimate of a step on one device.
+
+    Attributes:
+      seconds: duration.
+      flops: FLOPs of matrix products and attention, with recomputation.
+      saved: bytes of saved activations in device memory.
+      host: bytes of saved activations in host memory.
+      workspace: bytes that a layer, or a chunk of the loss, needs while it runs.
+    """
+
+    seconds: float
+    flops: float
+    saved: int
+    host: int
+    workspace: int
+
+
+class Estimator:
+    """Estimates the steps of a run that differ in `execution`. Sequences are assumed to be single
+    documents.
+
+    Attributes:
+      held: bytes of parameters and optimizer state on a device.
+      gradients: bytes of gradients on a device.
+      tokens: tokens of a micro-batch on a device.
+      sequence: tokens of a sequence on a device.
+    """
+
+    def __init__(self, spec: TrainSpec):
+        self.model, self.size = spec.model, spec.compute_dtype.itemsize
+        train, state = spec.config.train, abstract_state(spec)
+        self.trained = tree_bytes(split_trained(spec, state.model)[0])
+        self.held = tree_bytes(state.model) + tree_bytes(state.opt_state)
+        self.frozen = spec.config.adapter.type != "none"
+        self.micro_batches = train.gradient_accumulation_steps
+        # Over several micro-batches, gradients are summed in float32.
+        sums = 4 / jnp.dtype(train.param_dtype).itemsize if self.micro_batches > 1 else 0
+        self.gradients = int(self.trained * (1 + sums))
+        kind = kind_of(spec.mesh.devices.reshape(-1)[0].device_kind)
+        self.measured = kind is not None and KINDS[kind].measured is not None
+        self.rates = KINDS[kind or "h200"].rates
+        self.tp = num_shards(spec.mesh, "heads")
+        self.sequence = -(-train.seq_len // num_shards(spec.mesh, "sequence"))
+        self.tokens = train.per_device_train_batch_size * self.sequence
+        pairs = 0.0
+        for layer in self.model.layer_kinds:
+            window = min(layer.window or train.seq_len, train.seq_len)
+            pairs += window * train.seq_len - window * window / 2
+        batch = self.tokens / train.seq_len
+        # FLOPs of the forward pass of attention, over all layers.
+        self.attention = 4.0 * batch * pairs * self.model.num_heads * self.model.H / self.tp
+
+    @cached_property
+    def products(self) -> dict[str, tuple[int, int]]:
+        """Parameters of each matrix product of a layer on a device, and bytes of its result per
+        token, by the name under which the result can be saved."""
+        m, size, D, F = self.model, self.size, self.model.hidden_size, self.model.F // self.tp
+        heads, kv = m.num_heads * m.H // self.tp, max(m.K * m.H // self.tp, m.H)
+        found = {
+            "query": (D * heads, heads * size),
+            "key": (D * kv, kv * size),
+            "value": (D * kv, kv * size),
+            "attended": (heads * D, D * size),
+            "up": (D * F, F * size),
+            "down": (F * D, D * size),
+        }
+        return found | ({"gate": found["up"]} if m.gated else {})
+
+    @cached_property
+    def widths(self) -> dict[str, int]:
+        """Bytes per token and layer of each activation that can be saved."""
+        found = {name: width for name, (_, width) in self.products.items() if name != "down"}
+        if self.model.residual != "sequential":
+            del found["attended"]
+        out, lse = RESIDUAL_NAMES
+        return found | {out: found["query"], lse: 4 * self.model.num_heads // self.tp}
+
+    def saved_names(self, execution: TrainingExecution) -> set[str]:
+        """Returns the names of the activations that are saved in each layer."""
+        policy = RESIDUAL_NAMES if execution.nested else REMAT[execution.remat]
+        names = set(self.widths) if policy is None else {*policy, *execution.save}
+        if execution.ffn_chunk < self.sequence:
+            names -= UNCHUNKED
+        return names & self.widths.keys()
+
+    def __call__(self, execution: TrainingExecution) -> Estimate:
+        m, n, rates, L = self.model, self.tokens, self.rates, self.model.num_layers
+        names, size, tp, nested = self.saved_names(execution), self.size, self.tp, execution.nested
+        layer = n * (m.hidden_size * size + sum(self.widths[name] for name in names))
+        # nested(k) saves the inputs of groups, and saves the layers of one group at a time.
+        outer = n * m.hidden_size * size * (L // nested) if nested else 0
+        inner = layer * (nested or L)
+        moved = int(execution.offload * (outer or inner))
+
+        def products(names):
+            return 2.0 * n * L * sum(self.products[name][0] for name in names)
+
+        every, kernel, vocab = products(self.products), self.attention, m.V * m.E / tp
+        again = self.products.keys() - names - {"down"}
+        passes = FROZEN if self.frozen else TRAINED
+        linear = passes * (every + 2.0 * n * vocab) + products(again) + (every if nested else 0.0)
+        attention = ATTENTION * kernel + (0.0 if names >= {*RESIDUAL_NAMES} else kernel)
+        attention += kernel if nested else 0.0
+        seconds = linear / rates.products + attention / rates.attention(m.H)
+
+        passes = 1.0 + 0.3 * bool(again) + 0.4 * bool(nested)
+        gates = (2 + m.gated) * m.F / tp
+        stream = STREAM_TRAFFIC * m.hidden_size + FEED_FORWARD_TRAFFIC * gates
+        traffic = n * L * size * stream * passes / 2
+        chunks = math.ceil(self.sequence / execution.ffn_chunk)
+        weights = sum(self.products[k][0] for k in self.products.keys() & {*UNCHUNKED, "down"})
+        # Each chunk adds to float32 gradients, which are read and written.
+        if not self.frozen:
+            traffic += 8 * vocab * math.ceil(n / execution.ce_chunk)
+            traffic += 8 * L * weights * chunks if chunks > 1 else 0
+        if 0.0 < execution.offload < 1.0:
+            traffic += SPLIT * (outer or inner)
+        seconds += traffic / rates.bandwidth
+        # A transfer runs beside the forward pass, and another one beside the backward pass.
+        transfer = moved / rates.link
+        seconds += 2 * EXPOSED * transfer + 2 * max(0.0, transfer - seconds / 4)
+        seconds *= self.micro_batches
+        seconds += 2 * (self.trained + self.held) / rates.bandwidth
+
+        chunk = n * min(execution.ffn_chunk / self.sequence, 1.0)
+        stream = STREAM_WORKSPACE * n * m.hidden_size + FEED_FORWARD_WORKSPACE * chunk * m.F / tp
+        workspace = size * stream + (4 * weights if chunks > 1 and not self.frozen else 0)
+        loss = 6 * min(execution.ce_chunk, n) * m.V / tp + (0 if self.frozen else 4 * vocab)
+        # Most gradients do not exist yet during the loss.
+        workspace = max(workspace, loss - self.gradients)
+        flops = self.micro_batches * (linear + attention)
+        return Estimate(seconds, flops, outer + inner - moved, moved, int(workspace))
