@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from bptjax import cli, compare, convert, doctor, evaluate, generate, plan, preview, train
+from bptjax import cli, compare, convert, doctor, evaluate, generate, plan, preview, profile, train
 from bptjax.command_line import EXIT_CODES, RENAMED, new_name, run_command
 from bptjax.config import Config, flatten
 from bptjax.config_parser import parse
@@ -16,6 +16,7 @@ COMMANDS = {
     "train": train.main,
     "preview": preview.main,
     "plan": plan.main,
+    "profile": profile.main,
     "generate": generate.main,
     "evaluate": evaluate.main,
     "convert": convert.main,
