@@ -21,7 +21,7 @@ from bptjax.ops.blockwise import blockwise, blockwise_transformer
 from bptjax.ops.checkpoint_names import checkpoint_named
 from bptjax.ops.mask import Mask
 from bptjax.ops.position import BY_LENGTH, alibi_slopes, document_lengths
-from bptjax.ops.stacked import read_entry, split_gradient
+from bptjax.ops.stacked import close_slots, read_entry, split_gradient
 from bptjax.parallel.mesh import constrain
 from bptjax.parallel.sequence import (
     FOLDED_BATCH,
@@ -127,7 +127,8 @@ def run(
 
     # The loops carry the cache of all layers, so that they write it in place.
     past = None if cache is None else (cache.k, cache.v)
-    (x, past, _), (states, aux) = execution.scan(step, (x, past, slots), config.layer_kinds)
+    (x, past, slots), (states, aux) = execution.scan(step, (x, past, slots), config.layer_kinds)
+    x = close_slots(x, slots)
     if cache is not None:
         k, v = past
         cache = replace(cache, k=k, v=v, length=cache.length + x.shape[1])

@@ -30,6 +30,13 @@ def read_entry(values: PyTree, slots: PyTree, index: Array) -> tuple[PyTree, PyT
     return tuple(structure.unflatten(part) for part in zip(*pairs, strict=True))
 
 
+@jax.custom_vjp
+def close_slots(x: Array, slots: PyTree) -> Array:
+    """Returns `x`, a result of the last loop. XLA makes the zeros with which the slots begin after
+    the gradient of `x`; without this call it may make them earlier."""
+    return x
+
+
 def save_all_but_slices(primitive: Any, *_: Any, **__: Any) -> bool:
     """Remat policy that saves everything but slices: an entry is read again. The read of an entry
     without a gradient is still a call of its own."""
@@ -56,6 +63,18 @@ def _backward(index, cotangents):
     entry, slots = cotangents
     return None, jax.lax.dynamic_update_index_in_dim(slots, entry, index, 0), None
 
+
+def _close_backward(slots, cotangent):
+    cotangent, zero = jax.lax.optimization_barrier((cotangent, jnp.zeros(())))
+
+    def zeros(x):
+        inexact = jnp.issubdtype(x.dtype, jnp.inexact)
+        return jnp.full(x.shape, zero.astype(x.dtype)) if inexact else None
+
+    return cotangent, jax.tree.map(zeros, slots)
+
+
+close_slots.defvjp(lambda x, slots: (x, slots), _close_backward)
 
 _read = jax.custom_vjp(_entry)
 _read.defvjp(_forward, _backward)

@@ -21,6 +21,7 @@ from bptjax.parallel.mesh import ParallelConfig, make_mesh
 from bptjax.training.spec import TrainSpec
 from bptjax.training.state import TrainState, abstract_state, init_state, parameter_counts
 from bptjax.training.step import (
+    abstract_batch,
     attended_pairs,
     check_kernel,
     compile_step,
@@ -285,6 +286,26 @@ def test_a_ring_chooses_for_the_arrays_of_a_device():
         named = replace(spec, config=replace(spec.config, execution=execution))
         with pytest.raises(error, match=message):
             check_kernel(named)
+
+
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 11), reason="this jax drops optimization barriers on the CPU"
+)
+def test_no_gradients_of_layers_beside_the_logits():
+    """The stacks that take the gradients of the layers are made after the loss, where most memory
+    is for logits: more layers do not add their gradients to it."""
+    model = replace(MODEL, vocab_size=8192, hidden_size=64, num_heads=2, intermediate_size=1024)
+    spec = make_spec(seq_len=256)
+    execution = replace(spec.config.execution, remat="full", ffn_chunk=256, ce_chunk=256)
+    needs, sizes = [], []
+    for layers in (2, 8):
+        small = replace(model, num_layers=layers)
+        small = replace(spec, model=small, config=replace(spec.config, execution=execution))
+        state = abstract_state(small)
+        compiled = compile_step(small, state, abstract_batch(small))
+        needs.append(compiled.memory_analysis().temp_size_in_bytes)
+        sizes.append(sum(4 * x.size for x in jax.tree.leaves(state.model)))
+    assert needs[1] - needs[0] < 0.5 * (sizes[1] - sizes[0])
 
 
 # A layer's query, key, value and output projections, its gated feed-forward, and two norms.
