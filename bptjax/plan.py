@@ -177,6 +177,8 @@ def _lines(spec: TrainSpec, found: Plan, longest: Plan | None, searched: bool) -
         yield f"  {name:<28}{size / GIB:>10.2f} GiB per device"
     if found.host:
         yield f"  {'host memory':<28}{found.host / GIB:>10.2f} GiB per device"
+    if found.link:
+        yield f"  {'from other devices':<28}{found.link / GIB:>10.2f} GiB per device and step"
     yield _duration(spec)
     if found.available is None:
         yield f"the memory of {found.devices} is not known"

@@ -168,7 +168,7 @@ def test_the_longest_context_is_found(first, curved):
 
     def at(length):
         activations = int(30_000 * length + (1e-2 * length**2 if curved else 0))
-        return Plan("x", length, 10 * GIB, 20 * GIB, 0, 5 * GIB, activations, 0, 70 * GIB)
+        return Plan("x", length, 10 * GIB, 20 * GIB, 0, 5 * GIB, activations, 0, 0, 70 * GIB)
 
     def plan_length(spec):
         lengths.append(spec.config.train.seq_len)
@@ -186,7 +186,7 @@ def test_the_search_ends_where_lengths_are_rounded():
     lengths = []
 
     def at(length):
-        return Plan("x", length, 0, 0, 0, 0, 7 * GIB + 341_000 * length, 0, 22 * GIB)
+        return Plan("x", length, 0, 0, 0, 0, 7 * GIB + 341_000 * length, 0, 0, 22 * GIB)
 
     def plan_length(spec):
         lengths.append(spec.config.train.seq_len)
@@ -201,6 +201,6 @@ def test_no_context_fits():
     spec = make_spec(jax.devices()[:1])
 
     def too_much(spec):
-        return Plan("x", spec.config.train.seq_len, 80 * GIB, 0, 0, 0, 0, 0, 70 * GIB)
+        return Plan("x", spec.config.train.seq_len, 80 * GIB, 0, 0, 0, 0, 0, 0, 70 * GIB)
 
     assert longest_context(spec, too_much, too_much(spec)) is None

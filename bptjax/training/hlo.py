@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -19,6 +20,15 @@ _FREE = re.compile(
     "parameter|constant|tuple|get-tuple-element|bitcast|while|conditional|call|after-all|.*-done"
 )
 _SLICES = {"dynamic-slice", "slice", "gather", "dynamic-update-slice"}
+
+# Bytes that a device of a group receives per byte of its operands, if the data go in a ring.
+_RECEIVED: dict[str, Callable[[int], float]] = {
+    "all-gather": lambda group: group - 1,
+    "all-reduce": lambda group: 2 * (group - 1) / group,
+    "reduce-scatter": lambda group: (group - 1) / group,
+    "all-to-all": lambda group: (group - 1) / group,
+    "collective-permute": lambda group: 1,
+}
 
 
 class Cost(NamedTuple):
@@ -143,6 +153,18 @@ class Program:
         visit(self.entry, 1.0)
         return found
 
+    def link_bytes(self) -> float:
+        """Returns the bytes that a device receives from other devices in a run of the program."""
+        total = 0.0
+        for name, times in self.executions().items():
+            asynchronous = self.opcode(name) == "async-start"
+            for of in self.inside(name) if asynchronous else [self.instructions[name]]:
+                share = _RECEIVED.get(of.opcode.removesuffix("-start"))
+                if share and (group := _group_size(of)) > 1:
+                    operands = sum(self.instructions[y].bytes for y in of.operands)
+                    total += times * operands * share(group)
+        return total
+
     def cost(self, name: str) -> Cost:
         """Returns the least cost of an execution: each operand is read once, and each result is
         written once. Slices count as what they read or write.
@@ -194,6 +216,16 @@ class Program:
         if written:
             return total + sum(self.instructions[x.operands[1]].bytes for x in written)
         return total + of.bytes
+
+
+def _group_size(of: Instruction) -> int:
+    """Returns the number of devices that take part in a collective operation together."""
+    if "source_target_pairs" in of.rest:
+        return 2
+    if groups := re.search(r"replica_groups=\[\d+,(\d+)\]", of.rest):
+        return int(groups[1])
+    groups = re.search(r"replica_groups=\{\{([\d,]+)\}", of.rest)
+    return len(groups[1].split(",")) if groups else 1
 
 
 def _touched(of: Instruction, operands: list[Instruction]) -> float:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from bptjax.ops.target import absent
 from bptjax.optimizer import init_opt_state
+from bptjax.training.hlo import Program
 from bptjax.training.spec import TrainSpec
 from bptjax.training.state import HOST, TrainState, abstract_state, split_trained
 from bptjax.training.step import abstract_batch, compile_step
@@ -30,6 +31,7 @@ class Plan:
       gradients: gradients of the trained parameters.
       activations: all else that exists at the peak: saved activations, logits, workspaces.
       host: host memory.
+      link: bytes that a device receives from other devices in a step.
       available: memory of a device that a run may use; None if it is not known.
     """
 
@@ -41,6 +43,7 @@ class Plan:
     gradients: int
     activations: int
     host: int
+    link: int
     available: int | None
 
     @property
@@ -115,6 +118,7 @@ def predict(
         gradients=gradients,
         activations=more - gradients,
         host=needs.host_argument_size_in_bytes + needs.host_temp_size_in_bytes,
+        link=int(Program(compiled.as_text()).link_bytes()) if spec.mesh.size > 1 else 0,
         available=available,
     )
 

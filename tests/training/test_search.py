@@ -53,7 +53,7 @@ class Memory:
     def __call__(self, spec):
         execution = spec.execution
         self.compiled.append(execution)
-        return Plan("x", 1, 0, 0, 0, 0, self.peak(execution), 0, self.room.device)
+        return Plan("x", 1, 0, 0, 0, 0, self.peak(execution), 0, 0, self.room.device)
 
 
 @pytest.mark.parametrize("scale", [0.6, 1.9])

@@ -1,8 +1,12 @@
 """Time by part: the least cost of instructions, and the division of a trace."""
 
+import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec
 
 from bptjax.devices import DeviceKind
+from bptjax.parallel.mesh import ParallelConfig, make_mesh
 from bptjax.training.hlo import Cost, Program
 from bptjax.training.trace import Event, time_by_part
 
@@ -94,3 +98,24 @@ def test_time_is_divided(program):
     assert {key: (pytest.approx(t), floor) for key, (t, floor) in rows.items()} == expected
     assert sum(seconds for seconds, _ in rows.values()) == pytest.approx(now + 20 - 100)
     assert {row["floor"] for row in time_by_part(program, events, None)} == {None}
+
+
+def test_bytes_from_other_devices():
+    """Collective operations in a loop of three, over groups of four of eight devices."""
+    mesh = make_mesh(ParallelConfig(dp=2, fsdp=4))
+
+    def step(x, _):
+        whole = jax.lax.all_gather(x, "fsdp")
+        x = jax.lax.psum_scatter(whole, "fsdp")
+        return jax.lax.ppermute(x, "fsdp", [(i, (i + 1) % 4) for i in range(4)]), None
+
+    def loop(x):
+        return jax.lax.psum(jax.lax.scan(step, x, length=3)[0], "fsdp")
+
+    spec = PartitionSpec("fsdp")
+    function = jax.shard_map(loop, mesh=mesh, in_specs=spec, out_specs=PartitionSpec())
+    compiled = jax.jit(function).lower(jnp.zeros(4096)).compile()
+    piece = 4 * 1024
+    each = 3 * piece + 4 * piece * 3 / 4 + piece
+    got = Program(compiled.as_text()).link_bytes()
+    assert got == pytest.approx(3 * each + 2 * piece * 3 / 4)
