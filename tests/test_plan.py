@@ -136,6 +136,16 @@ def test_the_embeddings_have_one_gradient(tied):
 
 
 @needs_compiler
+def test_settings_are_chosen_for_absent_gpus(capsys):
+    """Keys that are not set are in the plan, with an expected time where rates are measured."""
+    flags = [*FLAGS, "--devices=h200:2", "--json", "--execution=auto"]
+    assert main(["plan", *flags]) == 0
+    row = json.loads(capsys.readouterr().out)
+    assert row["execution"]["remat"] == "dots" and row["fits"]
+    assert row["seconds"] > 0 and row["flops"] > 0 and row["link"] > 0
+
+
+@needs_compiler
 def test_host_memory_of_absent_devices_is_refused():
     _, devices = absent_devices("h100")
     spec = make_spec(devices, optimizer=OptimizerConfig(state_memory_kind="pinned_host"))

@@ -222,6 +222,11 @@ def _group_size(of: Instruction) -> int:
     """Returns the number of devices that take part in a collective operation together."""
     if "source_target_pairs" in of.rest:
         return 2
+    if mesh := re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", of.rest):
+        # Axes of a mesh, or parts of them: mesh['dp'=2,'fsdp'=8] {'dp','fsdp':(1)4}.
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", mesh[1]))
+        axes = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", mesh[2])
+        return math.prod(int(part or sizes[name]) for name, part in axes)
     if groups := re.search(r"replica_groups=\[\d+,(\d+)\]", of.rest):
         return int(groups[1])
     groups = re.search(r"replica_groups=\{\{([\d,]+)\}", of.rest)

@@ -118,7 +118,7 @@ def predict(
         gradients=gradients,
         activations=more - gradients,
         host=needs.host_argument_size_in_bytes + needs.host_temp_size_in_bytes,
-        link=int(Program(compiled.as_text()).link_bytes()) if spec.mesh.size > 1 else 0,
+        link=int(Program(compiled.as_text() or "").link_bytes()) if spec.mesh.size > 1 else 0,
         available=available,
     )
 
