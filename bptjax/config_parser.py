@@ -7,7 +7,6 @@ from argparse import SUPPRESS
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from bptjax.command_line import EXIT_CODES, Debug, Help, nearest, normalize, one_line
@@ -34,7 +33,13 @@ def parse(
       ValueError: unknown key, repeated key, wrong type, missing file or a value out of range, in
         one line.
     """
-    from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace
+    from jsonargparse import (
+        ArgumentParser,
+        DefaultHelpFormatter,
+        Namespace,
+        get_loader,
+        set_loader,
+    )
 
     hints = _hints(kind)
 
@@ -45,7 +50,19 @@ def parse(
     class Formatter(Help, DefaultHelpFormatter):
         pass
 
+    joined, load = _joined(argv), get_loader("yaml")
+    argv = [token for token in joined if token != f"--execution={AUTO}"]
+
+    def load_without_auto(text: str) -> Any:
+        found = load(text)
+        # The flag overrides the group in the file.
+        if isinstance(found, dict) and (argv != joined or found.get("execution") == AUTO):
+            found.pop("execution", None)
+        return found
+
+    set_loader("execution", load_without_auto)
     parser = Parser(
+        parser_mode="execution",
         prog=f"bptjax {command}",
         usage="%(prog)s [--config FILE] [--KEY VALUE ...] [--debug]",
         description=description,
@@ -68,10 +85,7 @@ def parse(
             flags[f"--{f.name}"].help = SUPPRESS  # --group FILE, beside --config.
     for key, hint in hints.items():
         flags[f"--{key}"].metavar = _metavar(hint)
-    argv = [token for token in _joined(argv) if token != f"--execution={AUTO}"]
-    with TemporaryDirectory() as scratch:
-        argv = _config_first([*defaults, *normalize(argv, parser)], Path(scratch))
-        parsed = parser.parse_args(argv)
+    parsed = parser.parse_args(_config_first([*defaults, *normalize(argv, parser)]))
     for f in fields(kind):
         # jsonargparse accepts a number in place of a group, and fails on it later.
         if dataclasses.is_dataclass(f.type) and not isinstance(parsed[f.name], Namespace):
@@ -86,9 +100,9 @@ def _joined(argv: list[str]) -> list[str]:
     return text.split("\0") if argv else []
 
 
-def _config_first(argv: list[str], scratch: Path) -> list[str]:
+def _config_first(argv: list[str]) -> list[str]:
     """Returns `argv` with `--config` first, because in jsonargparse the later of file and flag
-    wins. A file with `execution: auto` is replaced by a copy in `scratch` without it.
+    wins.
 
     Raises:
       ValueError: the file has a key twice. YAML would silently take the last one.
@@ -104,25 +118,7 @@ def _config_first(argv: list[str], scratch: Path) -> list[str]:
             rest.append(token)
     for file in files:
         _check_repeated(Path(os.path.expanduser(file)))
-    return [f"--config={_without_auto(file, scratch)}" for file in files] + rest
-
-
-def _without_auto(file: str, scratch: Path) -> str:
-    """Returns the file, or a copy whose `execution: auto` is a group without keys."""
-    import yaml
-
-    try:
-        text = Path(os.path.expanduser(file)).read_text()
-        node = yaml.compose(text)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
-        return file  # jsonargparse reports the error.
-    for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
-        if key.value == "execution" and value.value == AUTO:
-            start, end = value.start_mark.index, value.end_mark.index
-            copy = scratch / "config.yaml"
-            copy.write_text(f"{text[:start]}{{}}{text[end:]}")
-            return str(copy)
-    return file
+    return [f"--config={file}" for file in files] + rest
 
 
 def _check_repeated(file: Path) -> None:

@@ -250,3 +250,28 @@ def test_renamed_keys_are_refused_by_their_new_name(old, tmp_path):
     file.write_text(f"{group}: {{{key}: 1}}\n")
     with pytest.raises(ValueError, match=f"unknown key {old}; now called {new}$"):
         parse(["--config", str(file)])
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["execution: auto  # chosen", "model: m.yaml\nexecution: &a 'auto'", "{execution: auto}"],
+)
+def test_execution_auto_sets_no_keys(text, tmp_path):
+    (tmp_path / "config.yaml").write_text(text)
+    (tmp_path / "m.yaml").write_text("hidden_size: 48")
+    config = parse([f"--config={tmp_path / 'config.yaml'}"])
+    assert config.execution == Config().execution
+    assert config.model.hidden_size == (48 if "m.yaml" in text else Config().model.hidden_size)
+
+
+def test_execution_auto_as_a_flag_overrides_the_file(tmp_path):
+    (tmp_path / "config.yaml").write_text("execution: {remat: full, save: [query]}\nseed: 3")
+    for flags in (["--execution=auto"], ["--execution", "auto"]):
+        config = parse([f"--config={tmp_path / 'config.yaml'}", *flags, "--execution.remat=dots"])
+        assert (config.seed, config.execution.remat, config.execution.save) == (3, "dots", None)
+
+
+def test_a_printed_config_is_read_again(tmp_path, capsys):
+    assert train.main(["--execution=auto", "--print_config"]) == 0
+    (tmp_path / "config.yaml").write_text(capsys.readouterr().out)
+    assert parse([f"--config={tmp_path / 'config.yaml'}"]) == Config()
