@@ -16,6 +16,11 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 MEMORY_FRACTION = "0.93"
 # This file exists if the driver sees a GPU.
 NVIDIA = "/dev/nvidia0"
+# Memory limit of a container, in cgroups of versions 2 and 1.
+CONTAINER_LIMITS = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
 
 # Each mesh axis, in the order of the mesh, with the logical axes of parameters and activations that
 # it shards. `ParallelConfig` has the sizes under the same names. No other module names mesh axes.
@@ -96,8 +101,14 @@ def cache_directory() -> Path:
 
 
 def host_memory() -> int:
-    """Returns the bytes of this machine's memory."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """Returns the bytes of this machine's memory that its container may use."""
+    sizes = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for file in CONTAINER_LIMITS:
+        try:
+            sizes.append(int(file.read_text()))
+        except (OSError, ValueError):
+            continue  # No file, or "max".
+    return min(sizes)
 
 
 def _devices(device: str) -> list[jax.Device]:

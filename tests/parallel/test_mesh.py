@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
 
+from bptjax.parallel import mesh as mesh_module
 from bptjax.parallel.mesh import (
     AXES,
     RULES,
@@ -14,6 +15,7 @@ from bptjax.parallel.mesh import (
     ParallelConfig,
     constrain,
     data_shards,
+    host_memory,
     make_mesh,
     num_shards,
     select_devices,
@@ -88,3 +90,13 @@ def test_a_cpu_run_beside_an_nvidia_gpu_is_refused(monkeypatch):
     with pytest.raises(ValueError, match=r"NVIDIA.*device=cpu"):
         select_devices("auto")
     assert select_devices("cpu")
+
+
+def test_host_memory_is_that_of_the_container(monkeypatch, tmp_path):
+    every = host_memory()
+    for text, size in (("max\n", every), (f"{2**30}\n", 2**30), (f"{2**62}\n", every)):
+        (tmp_path / "limit").write_text(text)
+        monkeypatch.setattr(
+            mesh_module, "CONTAINER_LIMITS", (tmp_path / "none", tmp_path / "limit")
+        )
+        assert host_memory() == size
