@@ -145,21 +145,27 @@ def _with_defaults(config: Config, platform: str) -> Config:
         dtype = saved_keys(Path(config.run_dir).expanduser()).get("train.compute_dtype")
         config = replace(config, train=replace(config.train, compute_dtype=dtype))
     if platform == "cpu" and (execution := _saved_execution(config)):
-        group = ExecutionConfig(**asdict(replace(execution, offload=0.0)))
+        offload = config.execution.offload or 0.0
+        group = ExecutionConfig(**asdict(replace(execution, offload=offload)))
         config = replace(config, execution=group)
     return config.on(platform)
 
 
 def _saved_execution(config: Config) -> TrainingExecution | None:
     """Returns the execution of a run that is resumed, with the keys that are set now; None for a
-    new run."""
+    new run, or if the keys that are set now exclude the others."""
     saved = saved_keys(Path(config.run_dir).expanduser())
     values: dict[str, Any] = {k: saved.get(f"execution.{k}") for k in config.execution.unset}
-    if None in values.values():
+    if not saved or None in values.values():
         return None
     # YAML has no tuples.
     values |= {key: tuple(x) for key, x in values.items() if isinstance(x, list)}
-    return config.execution.complete(**values)
+    try:
+        execution = config.execution.complete(**values)
+        replace(config, execution=ExecutionConfig(**asdict(execution)))
+    except ValueError:
+        return None
+    return execution
 
 
 def _open_run(config: Config, devices: list[jax.Device]) -> TrainingRun:
