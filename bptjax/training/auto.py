@@ -5,6 +5,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -40,6 +41,7 @@ COMPILED_KEYS = (
     "optimizer.type",
     "optimizer.weight_decay",
     "optimizer.max_grad_norm",
+    "optimizer.muon_dtype",
     "optimizer.state_",
     "adapter.",
     "parallel.zero_stage",
@@ -56,7 +58,7 @@ def complete_execution(
     absent: DeviceKind | None = None,
 ) -> tuple[TrainSpec, list[str]]:
     """Returns the spec with all keys of `execution` set, and lines for the log. Compiles steps if
-    keys are missing. All processes must call it.
+    keys are missing, or to check the memory budget. All processes must call it.
 
     Args:
       say: prints a line while settings are compiled.
@@ -67,8 +69,9 @@ def complete_execution(
       ValueError: no settings fit.
     """
     unset, start = spec.config.execution.unset, time.perf_counter()
-    if not unset:
+    if not unset and spec.config.memory.budget_gib is None:
         return spec, []
+    unset = unset or tuple(f.name for f in dataclasses.fields(TrainingExecution))
     space = absent_room(spec, absent) if absent else present_room(spec)
     if space is None:
         return spec, []
@@ -80,8 +83,10 @@ def complete_execution(
 
     file = _cache_file(spec, space)
     # Every process must compile the same steps.
-    if first is None and (values := all_gather_json(_read(file))[0]):
-        found = TrainingExecution(**values | {"save": tuple(values["save"])})
+    saved, cached = all_gather_json([first and dataclasses.asdict(first), _read(file)])[0]
+    first = _execution(saved) if saved else None
+    if first is None and cached:
+        found = _execution(cached)
         note = f"execution: {describe(found, unset)}, found by an earlier run"
         return with_execution(spec, found), [note]
     choice = choose(spec, space, measure, first=first)
@@ -94,7 +99,8 @@ def complete_execution(
         source = "as before"
     note = f"execution: {describe(choice.execution, unset)}, {source}; a step needs "
     note += f"{choice.plan.peak / GIB:.2f} of {space.device / GIB:.2f} GiB"
-    return chosen, [note]
+    # The seconds differ from process to process.
+    return chosen, all_gather_json([note])[0]
 
 
 def describe(execution: TrainingExecution, keys: tuple[str, ...]) -> str:
@@ -131,9 +137,11 @@ def present_room(spec: TrainSpec) -> Room | None:
     their memory is not known."""
     local = spec.mesh.local_devices
     limits = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in local]
-    every = all_gather_json([min(limits), host_memory() // len(local)])
-    device, host = (min(sizes) for sizes in zip(*every, strict=True))
-    return room(spec, device, host) if device else None
+    every = all_gather_json([socket.gethostname(), len(local), host_memory(), min(limits)])
+    # A host may run several processes.
+    shares = [size // sum(n for x, n, *_ in every if x == name) for name, _, size, _ in every]
+    device = min(limit for *_, limit in every)
+    return room(spec, device, min(shares)) if device else None
 
 
 def _cache_file(spec: TrainSpec, room: Room) -> Path:
@@ -150,10 +158,16 @@ def _cache_file(spec: TrainSpec, room: Room) -> Path:
     return cache_directory() / "execution" / f"{name}.json"
 
 
-def _read(file: Path | None) -> dict[str, Any] | None:
+def _execution(values: dict[str, Any]) -> TrainingExecution:
+    # JSON has no tuples.
+    return TrainingExecution(**values | {"save": tuple(values["save"])})
+
+
+def _read(file: Path) -> dict[str, Any] | None:
+    """Returns the values in the file; None if it is missing or damaged."""
     try:
-        return json.loads(file.read_text()) if file else None
-    except (OSError, ValueError):
+        return dataclasses.asdict(_execution(json.loads(file.read_text())))
+    except (OSError, ValueError, TypeError, KeyError):
         return None
 
 

@@ -167,6 +167,9 @@ def shortage(spec: TrainSpec, found: Plan) -> str:
     it fit."""
     assert found.available is not None
     over, train = found.peak - found.available, spec.config.train
+    limit, budget = f"the {found.available / GIB:.2f} GiB that it may take", spec.config.memory
+    if budget.budget_gib and int(budget.budget_gib * GIB) == found.available:
+        limit = f"memory.budget_gib={budget.budget_gib}"
     keys = [(key, saved) for key, saved in remedies(spec) if saved]
     enough = [min(x, key=lambda y: y[1]) for x in [[k for k in keys if k[1] >= over]] if x]
     texts = [f"{key} saves {saved / GIB:.2f} GiB" for key, saved in enough or keys]
@@ -177,8 +180,7 @@ def shortage(spec: TrainSpec, found: Plan) -> str:
         texts.append("adapter.type=qlora trains adapters beside a base model in 4 bits")
     return (
         f"memory: a step on {found.devices} needs at least {found.peak / GIB:.2f} GiB per device, "
-        f"{over / GIB:.2f} GiB more than the {found.available / GIB:.2f} GiB that it may take; "
-        + ", ".join(texts)
+        f"{over / GIB:.2f} GiB more than {limit}" + "; " * bool(texts) + ", ".join(texts)
     )
 
 

@@ -12,8 +12,8 @@ from bptjax.training.estimate import Estimate, Estimator
 from bptjax.training.prediction import Plan
 from bptjax.training.spec import TrainSpec
 
-# Settings to compile at most once one has been found that fits.
-MOST_COMPILED = 4
+# Settings to compile at most once one has been found that fits, and until one has been found.
+MOST_COMPILED, MOST_FAILED = 4, 8
 # A setting must promise this share of the best setting's time to be compiled too.
 WORTHWHILE = 0.985
 FFN_CHUNKS = 32768, 16384, 8192, 4096, 2048, 1024
@@ -85,6 +85,8 @@ def choose(
                 if best == first:
                     break
         options = _options(spec, estimator, room, scales, tried, best)
+        if best is None and len(tried) >= MOST_FAILED:
+            options = [x for x in [smallest(spec, room)] if x not in tried]
         if not options or (best is not None and len(tried) >= MOST_COMPILED):
             break
     chosen = best or min(tried, key=lambda x: tried[x].peak)
@@ -116,7 +118,9 @@ def _options(
 ) -> list[TrainingExecution]:
     """Returns the settings to compile next, the best first."""
     found = [_estimated(estimator, x, scales) for x in _settings(spec, estimator, room, scales)]
-    found = [x for x in found if x.execution not in tried and x.host <= room.host]
+    # An offload that is set may exceed the host memory with all settings.
+    found = [x for x in found if x.host <= room.host] or found
+    found = [x for x in found if x.execution not in tried]
     fitting = sorted((x for x in found if x.peak <= room.device), key=lambda x: x.seconds)
     if best is not None:
         limit = WORTHWHILE * estimator(best).seconds
@@ -166,7 +170,7 @@ def _settings(
     ffn_chunks = [whole, *(size for size in FFN_CHUNKS if size < T)]
     ce_chunks = [x for x in CE_CHUNKS if x < 2 * estimator.tokens] or [estimator.tokens]
     for ffn_chunk in [group.ffn_chunk] if group.ffn_chunk else ffn_chunks:
-        for remat, save in _policies(spec, estimator, ffn_chunk < T):
+        for remat, save in _policies(spec, estimator, ffn_chunk < whole):
             for ce_chunk in [group.ce_chunk] if group.ce_chunk else ce_chunks:
                 values = dict(remat=remat, save=save, ffn_chunk=ffn_chunk, ce_chunk=ce_chunk)
                 plain = group.complete(**values)

@@ -200,6 +200,73 @@ def test_complete_execution(tmp_path, monkeypatch):
         auto.complete_execution(spec, lines.append)
 
 
+@pytest.mark.parametrize("text", ["", "[]", "5", '{"remat": 5, "save": []}', '{"remat": "full"}'])
+def test_a_damaged_cache_is_not_used(text, tmp_path):
+    file = tmp_path / "choice.json"
+    file.write_text(text)
+    assert auto._read(file) is None
+    auto._write(file, ExecutionConfig().complete())
+    assert auto._execution(auto._read(file)) == ExecutionConfig().complete()
+    auto._write(file / "no directory", ExecutionConfig().complete())
+
+
+def test_processes_log_the_same(monkeypatch, tmp_path):
+    """Each process measures its own seconds, and `setup` compares the notes of all processes."""
+    lines = ["of process 0"]
+
+    def gather(value):
+        return [lines if isinstance(value[0], str) else value]
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(auto, "all_gather_json", gather)
+    monkeypatch.setattr(auto, "present_room", lambda spec: Room(100 * GIB, 0))
+    monkeypatch.setattr(auto, "plan", lambda spec, *_: Memory(spec, Room(100 * GIB, 0), 1.0)(spec))
+    assert auto.complete_execution(make_spec(), print)[1] == lines
+
+
+def test_processes_of_a_host_share_its_memory(monkeypatch):
+    each = [["a", 1, 400, 90], ["a", 3, 400, 80], ["b", 4, 800, 90]]
+    monkeypatch.setattr(auto, "all_gather_json", lambda _: each)
+    found = auto.present_room(make_spec())
+    assert found == auto.room(make_spec(), 80, 100)
+
+
+def test_the_budget_is_checked_if_all_keys_are_set(monkeypatch, tmp_path):
+    spec, found = make_spec(memory=MemoryConfig(10.0)), Room(10 * GIB, 0)
+    spec = with_execution(spec, ExecutionConfig(remat="full").complete())
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(auto, "present_room", lambda _: found)
+    monkeypatch.setattr(auto, "plan", lambda spec, *_: Memory(spec, found, 1.0)(spec))
+    with pytest.raises(ValueError, match=r"GiB more than memory\.budget_gib=10\.0; "):
+        auto.complete_execution(spec, print)
+
+
+def test_an_offload_that_is_set_may_exceed_the_host():
+    spec = make_spec(execution=ExecutionConfig(offload=1.0))
+    room = Room(200 * GIB, 0)
+    assert choose(spec, room, Memory(spec, room, 1.0)).execution.offload == 1.0
+
+
+def test_a_chunk_longer_than_a_shard_of_the_sequence():
+    """Its settings must be valid, though the devices of sp have shorter sequences."""
+    options = dict(
+        parallel=ParallelConfig(fsdp=1, sp=4), execution=ExecutionConfig(ffn_chunk=32768)
+    )
+    spec, room = make_spec(65_536, **options), Room(200 * GIB, 0)
+    assert choose(spec, room, Memory(spec, room, 1.0)).execution.ffn_chunk == 32768
+
+
+def test_a_search_ends_though_estimates_are_wrong():
+    """The compiler needs memory that does not depend on the settings."""
+    spec = make_spec(64)
+    estimator = Estimator(spec)
+    room = Room(estimator.held + estimator.gradients + 4 * GIB, 0)
+    memory = Memory(spec, room, 1.0)
+    memory.peak = lambda execution: room.device + 1
+    choice = choose(spec, room, memory)
+    assert not choice.plan.fits and choice.compiled <= 9
+
+
 def test_the_budget_limits_the_room():
     spec = make_spec(memory=MemoryConfig(budget_gib=10.0))
     assert auto.room(spec, 80 * GIB, GIB).device == 10 * GIB
