@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from bptjax.ops.target import absent
 from bptjax.optimizer import init_opt_state
+from bptjax.remat import UNCHUNKED
 from bptjax.training.hlo import Program
 from bptjax.training.spec import TrainSpec
 from bptjax.training.state import HOST, TrainState, abstract_state, split_trained
@@ -153,7 +154,11 @@ def longest_context(
         if length < 1024:
             return None
         train = replace(spec.config.train, seq_len=length)
-        found = plan_length(replace(spec, config=replace(spec.config, train=train)))
+        execution = spec.config.execution
+        if set(execution.save or ()) & UNCHUNKED:
+            execution = replace(execution, ffn_chunk=None)  # `Config` sets it to the new length.
+        config = replace(spec.config, train=train, execution=execution)
+        found = plan_length(replace(spec, config=config))
         fits, fails = (found, fails) if found.fits else (fits, found)
     return fits
 

@@ -14,7 +14,7 @@ from bptjax.parallel.mesh import ParallelConfig, make_mesh
 from bptjax.remat import UNCHUNKED
 from bptjax.training import auto
 from bptjax.training.estimate import Estimator
-from bptjax.training.prediction import Plan, plan
+from bptjax.training.prediction import Plan, longest_context, plan
 from bptjax.training.search import Room, _settings, choose, smallest, with_execution
 from bptjax.training.spec import TrainSpec
 
@@ -254,6 +254,16 @@ def test_a_chunk_longer_than_a_shard_of_the_sequence():
     )
     spec, room = make_spec(65_536, **options), Room(200 * GIB, 0)
     assert choose(spec, room, Memory(spec, room, 1.0)).execution.ffn_chunk == 32768
+
+
+def test_the_longest_context_with_activations_that_need_one_chunk():
+    spec, room = make_spec(4096, execution=ExecutionConfig(save=("up",))), Room(30 * GIB, 0)
+
+    def measure(spec):
+        return replace(Memory(spec, room, 1.0)(spec), seq_len=spec.config.train.seq_len)
+
+    found = longest_context(spec, measure, measure(spec))
+    assert found.fits and found.seq_len > 4096
 
 
 def test_a_search_ends_though_estimates_are_wrong():
