@@ -226,7 +226,22 @@ def plans() -> str:
     return table(head, body)
 
 
+def auto() -> str:
+    """Steps whose settings were chosen."""
+    body = []
+    for row in read("auto_h200.json"):
+        name = DECODERS[row["decoder"]]
+        name += ", QLoRA" if row["settings"].get("adapter.type") == "qlora" else ""
+        speed = f"{row['tokens_per_second']:,.0f}" if "step_s" in row else "not run"
+        budget = row["settings"].get("memory.budget_gib")
+        cells = [name, f"{row['T']:,}", f"{budget} GiB" if budget else ""]
+        body.append([*cells, settings(row), speed, gib(row), f"{row['choice_s']:.0f} s"])
+    head = ["", "tokens", "budget", "chosen settings", "tokens/s", "memory", "time to choose"]
+    return table(head, body)
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    "auto": auto,
     "headline": headline,
     "qlora": lambda: steps("qlora_h200.json", "transformers + PEFT"),
     "compare": compare,
