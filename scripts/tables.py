@@ -241,7 +241,6 @@ def auto() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "auto": auto,
     "headline": headline,
     "qlora": lambda: steps("qlora_h200.json", "transformers + PEFT"),
     "compare": compare,
@@ -250,6 +249,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "sequence": sequence,
     "several": several,
     "plans": plans,
+    "auto": auto,
 }
 MARK = re.compile(r"(<!-- table: (\w+) -->\n)((?:\|.*\n)*)")
 

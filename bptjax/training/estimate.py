@@ -26,6 +26,8 @@ STREAM_TRAFFIC, FEED_FORWARD_TRAFFIC = 80, 19
 # Elements per token that live while a layer runs: per element of the residual stream, and of the
 # feed-forward network.
 STREAM_WORKSPACE, FEED_FORWARD_WORKSPACE = 12, 3.5
+# Share of the memory of the loss that its buffers take from the layers, because they leave gaps.
+FRAGMENTED = 0.02
 # FLOPs of attention, forward and backward, in those of the forward pass.
 ATTENTION = 3.5
 # FLOPs of a linear layer in those of its forward pass: trained, and frozen beside an adapter.
@@ -167,6 +169,6 @@ class Estimator:
         workspace = size * stream + (4 * weights if chunks > 1 and not self.frozen else 0)
         loss = 6 * min(execution.ce_chunk, n) * m.V / tp + (0 if self.frozen else 4 * vocab)
         # Most gradients do not exist yet during the loss.
-        workspace = max(workspace, loss - self.gradients)
+        workspace = max(workspace, loss - self.gradients) + FRAGMENTED * loss
         flops = self.micro_batches * (linear + attention)
         return Estimate(seconds, flops, outer + inner - moved, moved, int(workspace))

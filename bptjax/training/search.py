@@ -13,9 +13,9 @@ from bptjax.training.prediction import Plan
 from bptjax.training.spec import TrainSpec
 
 # Settings to compile at most once one has been found that fits, and until one has been found.
-MOST_COMPILED, MOST_FAILED = 4, 8
+MOST_COMPILED, MOST_FAILED = 3, 8
 # A setting must promise this share of the best setting's time to be compiled too.
-WORTHWHILE = 0.985
+WORTHWHILE = 0.993
 FFN_CHUNKS = 32768, 16384, 8192, 4096, 2048, 1024
 CE_CHUNKS = 8192, 2048, 512
 GROUPS = 2, 4, 8
