@@ -196,6 +196,9 @@ def _one_line(message: str, hints: dict[str, Any]) -> str:
             key = ".".join(part for part in (parts.get("group"), parts["key"]) if part)
             groups = ", ".join(dict.fromkeys(name.split(".")[0] for name in hints))
             return f"unknown key {key}{nearest(key, hints) or f'; known: {groups}'}"
+    if found := re.match(r"Parser key \"(\w+)\": Unable to load config '(.*?)'", text):
+        auto = "auto or " if found[1] == "execution" else ""
+        return f"{found[1]}={found[2]}: must be {auto}a group of keys"
     found = re.match(r"Parser key \"([\w.]+)\": (.*)", text)
     if not found or found[1] not in hints:
         return text
