@@ -5,6 +5,7 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -135,7 +136,7 @@ def _run_on(plain: Config, text: str | None, options: PlanConfig) -> bool:
             longest = longest_context(spec, measure_smallest, measure_smallest(spec))
         else:
             longest = longest_context(spec, measure, found)
-    lines = _json if options.json else _lines
+    lines = _json if options.json else partial(_lines, plain)
     for line in lines(chosen, found, longest, options.max_context):
         print(line, flush=True)
     return found.fits is not False
@@ -159,8 +160,10 @@ def open_spec(config: Config, devices: list[jax.Device]) -> TrainSpec:
     return spec
 
 
-def _lines(spec: TrainSpec, found: Plan, longest: Plan | None, searched: bool) -> Iterator[str]:
-    """Formats a plan."""
+def _lines(
+    plain: Config, spec: TrainSpec, found: Plan, longest: Plan | None, searched: bool
+) -> Iterator[str]:
+    """Formats a plan. `plain` is the config as it was given."""
     total, trained = parameter_counts(spec)
     axes = " ".join(f"{name}={size}" for name, size in spec.mesh.shape.items() if size > 1)
     yield f"{found.devices}{', ' * bool(axes)}{axes}: {total:,} parameters, {trained:,} trained"
@@ -192,7 +195,7 @@ def _lines(spec: TrainSpec, found: Plan, longest: Plan | None, searched: bool) -
         )
         for key, saved in remedies(spec):
             yield f"  {key} saves {saved / GIB:.2f} GiB"
-        yield from (f"  {line}" for line in _execution_remedies(spec.config))
+        yield from (f"  {line}" for line in _other_remedies(plain))
     if searched:
         text = "not even 1,024 tokens fit" if longest is None else f"{longest.seq_len:,} tokens fit"
         yield f"longest context: {text}"
@@ -210,18 +213,14 @@ def _duration(spec: TrainSpec) -> str:
     return text + (", if communication costs nothing" if spec.mesh.size > 1 else "")
 
 
-def _execution_remedies(config: Config) -> Iterator[str]:
-    """Formats keys that reduce activations."""
-    execution, train = config.execution.complete(), config.train
-    if train.per_device_train_batch_size > 1:
+def _other_remedies(plain: Config) -> Iterator[str]:
+    """Formats changes whose savings are not known without a compilation."""
+    if plain.train.per_device_train_batch_size > 1:
         yield "train.per_device_train_batch_size=1 divides the activations"
-    if execution.save or execution.remat in ("none", "dots"):
-        yield "execution.remat=save_attention without execution.save saves fewer activations"
-    if not execution.offload:
-        yield "execution.offload=1.0 moves saved activations to host memory"
-    if execution.ffn_chunk > 2048 or execution.ce_chunk > 1024:
-        yield "execution.ffn_chunk=2048 and execution.ce_chunk=1024 need less workspace"
-    if config.adapter.type == "none":
+    if keys := [key for key in EXECUTION_KEYS if key not in plain.execution.unset]:
+        names = ", ".join(f"execution.{key}" for key in keys)
+        yield f"without {names}, bptjax chooses values that need less memory if it has to"
+    if plain.adapter.type == "none":
         yield "adapter.type=qlora trains adapters beside a base model in 4 bits"
 
 
