@@ -1,11 +1,14 @@
 """The run directory, which belongs to one config and holds a copy of it."""
 
 from collections.abc import Container
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from bptjax.command_line import new_name
 from bptjax.config import FILE, Config, flatten, to_yaml
+from bptjax.execution import ExecutionConfig
+from bptjax.remat import TrainingExecution
 
 # Keys that may change on resume. `find_start` checks that the global batch size stays the same, and
 # that the run does not end before its checkpoint.
@@ -73,6 +76,23 @@ def saved_keys(run_dir: Path) -> dict[str, Any]:
         return {new_name(key): value for key, value in found.items()}
     except (yaml.YAMLError, AttributeError, ValueError) as error:
         raise ValueError(f"{file} is damaged; choose another run_dir") from error
+
+
+def saved_execution(config: Config) -> TrainingExecution | None:
+    """Returns the execution of a run that is resumed, with the keys that are set now; None for a
+    new run, or if the keys that are set now exclude the others."""
+    saved = saved_keys(Path(config.run_dir).expanduser())
+    values: dict[str, Any] = {k: saved.get(f"execution.{k}") for k in config.execution.unset}
+    if not saved or None in values.values():
+        return None
+    # YAML has no tuples.
+    values |= {key: tuple(x) for key, x in values.items() if isinstance(x, list)}
+    try:
+        execution = config.execution.complete(**values)
+        replace(config, execution=ExecutionConfig(**asdict(execution)))
+    except ValueError:
+        return None
+    return execution
 
 
 def write_config(run_dir: Path, config: Config) -> None:

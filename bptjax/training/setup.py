@@ -39,11 +39,10 @@ from bptjax.parallel.distributed import (
 )
 from bptjax.parallel.mesh import ParallelConfig, make_mesh, num_shards, select_devices
 from bptjax.pretrained import Pretrained
-from bptjax.remat import TrainingExecution
 from bptjax.schedule import describe_schedule
 from bptjax.training.auto import complete_execution
 from bptjax.training.data import RunData, open_data, say
-from bptjax.training.run_directory import acquire_run_dir, saved_keys
+from bptjax.training.run_directory import acquire_run_dir, saved_execution, saved_keys
 from bptjax.training.spec import TrainSpec
 from bptjax.training.state import adapted_kernels, embeddings_in_full
 from bptjax.training.step import check_kernel
@@ -115,7 +114,7 @@ def setup(config: Config) -> TrainingRun:
     with raise_together():
         config = _with_defaults(config, devices[0].platform)
         run = _open_run(config, devices)
-    spec, notes = complete_execution(run.spec, say, first=_saved_execution(config))
+    spec, notes = complete_execution(run.spec, say, first=saved_execution(config))
     run = replace(run, config=spec.config, spec=spec, notes=[*run.notes, *notes])
     if config.train.epochs is not None:
         run = _count_epoch(run)
@@ -144,28 +143,11 @@ def _with_defaults(config: Config, platform: str) -> Config:
     if config.train.compute_dtype is None:
         dtype = saved_keys(Path(config.run_dir).expanduser()).get("train.compute_dtype")
         config = replace(config, train=replace(config.train, compute_dtype=dtype))
-    if platform == "cpu" and (execution := _saved_execution(config)):
+    if platform == "cpu" and (execution := saved_execution(config)):
         offload = config.execution.offload or 0.0
         group = ExecutionConfig(**asdict(replace(execution, offload=offload)))
         config = replace(config, execution=group)
     return config.on(platform)
-
-
-def _saved_execution(config: Config) -> TrainingExecution | None:
-    """Returns the execution of a run that is resumed, with the keys that are set now; None for a
-    new run, or if the keys that are set now exclude the others."""
-    saved = saved_keys(Path(config.run_dir).expanduser())
-    values: dict[str, Any] = {k: saved.get(f"execution.{k}") for k in config.execution.unset}
-    if not saved or None in values.values():
-        return None
-    # YAML has no tuples.
-    values |= {key: tuple(x) for key, x in values.items() if isinstance(x, list)}
-    try:
-        execution = config.execution.complete(**values)
-        replace(config, execution=ExecutionConfig(**asdict(execution)))
-    except ValueError:
-        return None
-    return execution
 
 
 def _open_run(config: Config, devices: list[jax.Device]) -> TrainingRun:

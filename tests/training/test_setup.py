@@ -12,8 +12,8 @@ from bptjax.config import Config, flatten, to_yaml
 from bptjax.config_parser import parse
 from bptjax.execution import ExecutionConfig
 from bptjax.train import main
-from bptjax.training.run_directory import acquire_run_dir
-from bptjax.training.setup import _saved_execution, _with_defaults
+from bptjax.training.run_directory import acquire_run_dir, saved_execution
+from bptjax.training.setup import _with_defaults
 from training.runs import rows
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -331,9 +331,9 @@ def test_defaults_follow_the_work(flags, platform, wanted, tmp_path):
 def test_a_resumed_run_keeps_the_execution_that_its_keys_allow(tmp_path):
     chosen = ExecutionConfig("auto", "split", 512, 512, "full", ("up",), 2048, 8, 0.5)
     config = Config(run_dir=str(tmp_path))
-    assert _saved_execution(config) is None
+    assert saved_execution(config) is None
     (tmp_path / "config.yaml").write_text(to_yaml(replace(config, execution=chosen)))
-    assert _saved_execution(config) == chosen.complete()
+    assert saved_execution(config) == chosen.complete()
     for keys, kept in (
         (dict(offload=0.0), True),
         (dict(remat="none"), False),
@@ -341,7 +341,7 @@ def test_a_resumed_run_keeps_the_execution_that_its_keys_allow(tmp_path):
     ):
         config = replace(config, execution=ExecutionConfig(**keys))
         wanted = replace(chosen, **keys).complete() if kept else None
-        assert _saved_execution(config) == wanted
+        assert saved_execution(config) == wanted
         assert _with_defaults(config, "cpu").execution.offload == 0.0
     # An offload that is set is not changed, so that `setup` refuses it.
     config = replace(config, execution=ExecutionConfig(offload=1.0))
