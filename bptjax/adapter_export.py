@@ -7,10 +7,10 @@ from pathlib import Path
 from bptjax.data.tokenizer import add_tokens, has_tokenizer, load_tokenizer
 from bptjax.hf.config import changes, read_json
 from bptjax.hf.config_export import exported
-from bptjax.hf.output import atomic_directory
 from bptjax.hf.peft import write_peft
 from bptjax.hf.peft_config import BASE_CONFIG
 from bptjax.models.config import ModelConfig
+from bptjax.output import atomic_directory
 from bptjax.pretrained import Pretrained, open_pretrained, resolve_checkpoint
 
 

@@ -17,6 +17,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
+from bptjax.output import write_atomically
+
 log = logging.getLogger("bptjax")
 MANIFEST = "manifest.json"
 BEST = "best.json"
@@ -238,9 +240,7 @@ class Checkpoints:
         files = [str(f.relative_to(path)) for f in path.glob("*/**/*") if f.is_file()]
         (path / MANIFEST).write_text(json.dumps(_checksums(path, files), indent=1))
         if self._record:
-            fresh = self.directory.parent / f"{BEST}.tmp"
-            fresh.write_text(json.dumps(self._record) + "\n")
-            fresh.replace(self.directory.parent / BEST)
+            write_atomically(self.directory.parent / BEST, json.dumps(self._record) + "\n")
 
 
 def _load(path: Path, abstract_state: Any) -> tuple[Any, dict]:

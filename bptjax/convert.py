@@ -19,12 +19,12 @@ from bptjax.hf.checkpoint import SIDECARS, copy_sidecar_files, write_hf
 from bptjax.hf.config import is_bare, read_json
 from bptjax.hf.config_export import exported
 from bptjax.hf.from_scratch import from_scratch
-from bptjax.hf.output import atomic_directory
 from bptjax.hf.tensors import Writer
 from bptjax.lora import merged
 from bptjax.models.config import EncoderConfig, ModelConfig
 from bptjax.models.decoder import Decoder
 from bptjax.models.params import Index, resize_param
+from bptjax.output import atomic_directory
 from bptjax.pretrained import Pretrained, open_pretrained, resolve_checkpoint
 from bptjax.quantized_kernels import linear_kernels
 

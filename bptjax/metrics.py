@@ -15,6 +15,8 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as ProgressBar
 
+from bptjax.output import write_atomically
+
 
 def read_metrics(path: Path | str) -> Iterator[dict[str, Any]]:
     """Yields the records of a metrics.jsonl in order, without half-written lines."""
@@ -42,9 +44,7 @@ class JsonlWriter:
         kept = []
         if resume_step is not None and path.exists():
             kept = [r for r in read_metrics(path) if r["step"] <= resume_step]
-        rewritten = path.with_suffix(".tmp")
-        rewritten.write_text("".join(json.dumps(record) + "\n" for record in kept))
-        rewritten.replace(path)
+        write_atomically(path, "".join(json.dumps(record) + "\n" for record in kept))
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:

@@ -20,6 +20,7 @@ FLOORS = {
         "data",
         "command_line",
         "progress",
+        "output",
         "lazy_imports",
         "versions",
         "device_check",

@@ -10,6 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
+from bptjax.output import write_atomically
+
 # Threads hash pieces, so that a single large file is hashed on all cores.
 PIECE, BUFFER = 1 << 26, 1 << 22
 # A file that is modified twice within the file system's time step keeps its mtime. So a digest is
@@ -100,16 +102,8 @@ def _cached(file: Path) -> str | None:
 
 
 def _store(file: Path, identity: list[int], digest: str) -> None:
-    """Caches a digest. If the cache cannot be written, the next start hashes again.
-
-    The entry is written to another name and renamed, so that no process reads a partial entry.
-    """
-    entry, content = _entry(file), json.dumps([identity, digest])
-    fresh = entry.with_name(f"{entry.name}.{os.getpid()}.tmp")
-    try:
-        entry.parent.mkdir(parents=True, exist_ok=True)
-        fresh.write_text(f"{content}\n{hashlib.sha256(content.encode()).hexdigest()}\n")
-        fresh.replace(entry)
-    except OSError:
-        with suppress(OSError):
-            fresh.unlink()
+    """Caches a digest. If the cache cannot be written, the next start hashes again."""
+    content = json.dumps([identity, digest])
+    check = hashlib.sha256(content.encode()).hexdigest()
+    with suppress(OSError):
+        write_atomically(_entry(file), f"{content}\n{check}\n")

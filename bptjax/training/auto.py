@@ -4,10 +4,10 @@ which later runs read from a cache."""
 import dataclasses
 import hashlib
 import json
-import os
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import jax
 
 from bptjax.config import flatten
 from bptjax.devices import DeviceKind
+from bptjax.output import write_atomically
 from bptjax.parallel.distributed import all_gather_json
 from bptjax.parallel.mesh import MEMORY_FRACTION, cache_directory, host_memory
 from bptjax.remat import TrainingExecution
@@ -172,10 +173,6 @@ def _read(file: Path) -> dict[str, Any] | None:
 
 
 def _write(file: Path, execution: TrainingExecution) -> None:
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        fresh = file.with_suffix(f".{os.getpid()}")
-        fresh.write_text(json.dumps(dataclasses.asdict(execution)))
-        fresh.replace(file)
-    except OSError:
-        pass  # A cache that cannot be written is searched again.
+    # If the cache cannot be written, the next run searches again.
+    with suppress(OSError):
+        write_atomically(file, json.dumps(dataclasses.asdict(execution)))

@@ -18,6 +18,7 @@ from bptjax.config import Config, defaults, flatten
 from bptjax.data.encode import IGNORED
 from bptjax.data.marked import marked
 from bptjax.metrics import printable, read_metrics
+from bptjax.output import write_atomically
 from bptjax.training.data import say
 from bptjax.training.line_chart import POINTS, Chart, line_chart
 from bptjax.training.prediction import predict
@@ -65,7 +66,7 @@ def _write(run: TrainingRun, facts: dict[str, Any]) -> None:
     file = run.directory / FACTS
     try:
         before = json.loads(file.read_text()) if file.exists() else {}
-        _replace(file, json.dumps(before | describe(run) | facts, indent=1, default=str))
+        write_atomically(file, json.dumps(before | describe(run) | facts, indent=1, default=str))
         write_report(run.directory)
     except Exception as error:  # A run that is done must not fail for its report.
         say(f"warning: {run.directory / FILE} is not written: {error!r}")
@@ -149,7 +150,7 @@ def write_report(directory: Path) -> None:
         log=log[-SHOWN_LINES:],
         cut=len(log) > SHOWN_LINES,
     )
-    _replace(directory / FILE, text)
+    write_atomically(directory / FILE, text)
 
 
 @functools.cache
@@ -250,9 +251,3 @@ def _size(size: float) -> str:
         ((n, name) for n, name in ((2**30, "GiB"), (2**20, "MiB")) if size >= n), (2**10, "KiB")
     )
     return f"{size / unit:,.2f} {name}"
-
-
-def _replace(file: Path, text: str) -> None:
-    fresh = file.with_suffix(".tmp")
-    fresh.write_text(text, encoding="utf-8", errors="replace")
-    fresh.replace(file)

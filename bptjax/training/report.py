@@ -13,8 +13,8 @@ from bptjax.data.records import readable
 from bptjax.data.text import byte_baselines
 from bptjax.data.tokenizer import ByteTokenizer
 from bptjax.generation import Sampling, generate
-from bptjax.hf.output import atomic_directory
 from bptjax.metrics import plot_loss, printable, read_metrics
+from bptjax.output import atomic_directory
 from bptjax.training.setup import TrainingRun
 from bptjax.training.state import TrainState, gather_adapters
 

@@ -8,6 +8,7 @@ from typing import Any
 from bptjax.command_line import new_name
 from bptjax.config import FILE, Config, flatten, to_yaml
 from bptjax.execution import ExecutionConfig
+from bptjax.output import leftovers, write_atomically
 from bptjax.remat import TrainingExecution
 
 # Keys that may change on resume. `find_start` checks that the global batch size stays the same, and
@@ -55,7 +56,7 @@ def acquire_run_dir(run_dir: Path, config: Config) -> None:
                 f"{ours.get(key)}; choose another run_dir"
             )
         return
-    if run_dir.exists() and any(run_dir.iterdir()):
+    if run_dir.exists() and {*run_dir.iterdir()} - leftovers(file):
         raise ValueError(f"run_dir={run_dir}: must be empty or hold a run; choose another run_dir")
     write_config(run_dir, config)
 
@@ -101,12 +102,8 @@ def write_config(run_dir: Path, config: Config) -> None:
     Raises:
       OSError: the file cannot be written.
     """
-    file = run_dir / FILE
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        fresh = file.with_suffix(".tmp")
-        fresh.write_text(to_yaml(config))
-        fresh.replace(file)
+        write_atomically(run_dir / FILE, to_yaml(config))
     except OSError as error:
         raise OSError(f"run_dir={run_dir} cannot be written: {error.strerror}") from error
 

@@ -75,7 +75,7 @@ def test_a_report_tells_of_the_whole_run(uninterrupted):
         assert f"{key}{value}" in changed and key not in others
     assert "data.seed" in others and "data.seed" not in changed
     assert {"svg", "polyline", "mark"} <= page.tags
-    assert not list(uninterrupted.glob("*.tmp"))
+    assert not list(uninterrupted.glob(".*.tmp"))
 
 
 @pytest.mark.parametrize("name", ["plain", "hostile"])

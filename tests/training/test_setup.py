@@ -3,6 +3,9 @@
 import fcntl
 import json
 import os
+import signal
+import subprocess
+import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -11,8 +14,9 @@ import pytest
 from bptjax.config import Config, flatten, to_yaml
 from bptjax.config_parser import parse
 from bptjax.execution import ExecutionConfig
+from bptjax.output import leftovers
 from bptjax.train import main
-from bptjax.training.run_directory import acquire_run_dir, saved_execution
+from bptjax.training.run_directory import acquire_run_dir, saved_execution, saved_keys
 from bptjax.training.setup import _with_defaults
 from training.runs import rows
 
@@ -380,6 +384,22 @@ def test_a_directory_with_something_else_is_not_taken(arguments, tmp_path, capsy
     assert main([*arguments, "--run_dir", str(tmp_path)]) == 2
     assert "must be empty or hold a run" in capsys.readouterr().err
     assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_a_killed_start_does_not_take_the_directory(tmp_path):
+    """A process that is killed while it writes the config leaves a temporary file."""
+    killed = """
+import os, pathlib, signal, sys
+from bptjax.output import write_atomically
+pathlib.Path.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+write_atomically(pathlib.Path(sys.argv[1]), "seed: 1")
+"""
+    file = tmp_path / "config.yaml"
+    ended = subprocess.run([sys.executable, "-c", killed, file])
+    assert ended.returncode == -signal.SIGKILL
+    assert {*tmp_path.iterdir()} == leftovers(file) != set()
+    acquire_run_dir(tmp_path, Config())
+    assert saved_keys(tmp_path) == flatten(Config())
 
 
 def test_saved_config_is_the_resolved_one(uninterrupted, arguments):

@@ -1,4 +1,4 @@
-"""Output directories appear complete or not at all."""
+"""Files and directories appear complete or not at all."""
 
 import json
 import subprocess
@@ -6,15 +6,15 @@ import sys
 
 import numpy as np
 import pytest
+from hf.cases import config
+from hf.loading import random_base
 from safetensors.numpy import save_file
 
 from bptjax import convert
 from bptjax.adapter_export import export_adapter, open_adapter, write_adapter
-from bptjax.hf.output import _locked, atomic_directory
 from bptjax.hf.peft import WEIGHTS
 from bptjax.hf.peft_config import ADAPTER_CONFIG
-from hf.cases import config
-from hf.loading import random_base
+from bptjax.output import _locked, atomic_directory
 
 # Each command is killed in the middle of its output, in a process of its own.
 KILLED = """

@@ -1,4 +1,4 @@
-"""Output directories that appear complete or not at all, even if the process is killed."""
+"""Files and directories that appear complete or not at all, even if the process is killed."""
 
 import fcntl
 import os
@@ -7,6 +7,24 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+
+def write_atomically(file: Path, text: str) -> None:
+    """Writes a file, and creates its directory if there is none. Characters that UTF-8 does not
+    have become question marks. A killed process may leave a temporary file; see `leftovers`."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    # Several processes may write the same file.
+    fresh = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+    try:
+        fresh.write_text(text, encoding="utf-8", errors="replace")
+        fresh.replace(file)
+    finally:
+        fresh.unlink(missing_ok=True)
+
+
+def leftovers(file: Path) -> set[Path]:
+    """Returns the temporary files of processes that were killed while they wrote `file`."""
+    return set(file.parent.glob(f".{file.name}.*.tmp"))
 
 
 @contextmanager
