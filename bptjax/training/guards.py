@@ -13,8 +13,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from bptjax.execution import ExecutionConfig
+from bptjax.training.auto import describe
+from bptjax.training.prediction import GIB, remedies, tree_bytes
 from bptjax.training.spec import TrainSpec
-from bptjax.training.state import abstract_state
+from bptjax.training.state import HOST, abstract_state
 
 
 class RunFailed(RuntimeError):
@@ -72,23 +75,40 @@ def explain_out_of_memory(spec: TrainSpec) -> Iterator[None]:
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        state = abstract_state(spec)
-        held = {
-            name: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(getattr(state, name)))
-            / 2**30
-            for name in ("model", "opt_state")
-        }
-        train, execution = spec.config.train, spec.execution
+        train, state = spec.config.train, abstract_state(spec)
+        settings = describe(spec.execution, ExecutionConfig().unset)
+        limit = (spec.mesh.local_devices[0].memory_stats() or {}).get("bytes_limit")
         raise RunFailed(
-            f"out of memory: parameters take {held['model']:.2f} GiB and the optimizer "
-            f"{held['opt_state']:.2f} GiB over all devices, the rest is a step of "
-            f"{train.per_device_train_batch_size} × {train.seq_len} tokens per device "
-            f"with execution.remat={execution.remat}, ffn_chunk={execution.ffn_chunk}, "
-            f"ce_chunk={execution.ce_chunk}: try remat=full, a "
-            "smaller per_device_train_batch_size, smaller chunks, param_dtype=bfloat16, "
-            "optimizer.state_dtype=int8, optimizer.state_memory_kind=pinned_host or "
-            "adapter.type=qlora"
+            f"out of memory: per device, parameters take {tree_bytes(state.model) / GIB:.2f} GiB "
+            f"and the optimizer state {tree_bytes(state.opt_state) / GIB:.2f} GiB, the rest is a "
+            f"step of {train.per_device_train_batch_size} × {train.seq_len} tokens with "
+            f"execution={settings}; {', '.join(advice(spec, limit))}"
         ) from error
+
+
+def advice(spec: TrainSpec, limit: int | None) -> Iterator[str]:
+    """Formats changes of a config whose step ran out of memory.
+
+    Args:
+      limit: bytes of device memory that JAX may use; None on a CPU.
+    """
+    config = spec.config
+    if limit:
+        # Memory ran out in spite of the prediction, so leave a tenth.
+        budget = 0.9 * (config.memory.budget_gib or limit / GIB)
+        yield (
+            f"memory.budget_gib={budget:.3g} chooses settings that need less, if these keys of "
+            "execution are not set"
+        )
+    else:
+        yield "execution.remat=full and smaller ffn_chunk and ce_chunk save activations"
+    if config.train.per_device_train_batch_size > 1:
+        yield "train.per_device_train_batch_size=1 divides the activations"
+    for key, saved in remedies(spec):
+        if saved and (limit or HOST not in key):
+            yield f"{key} saves {saved / GIB:.2f} GiB"
+    if spec.pretrained and config.adapter.type == "none":
+        yield "adapter.type=qlora trains adapters beside a base model in 4 bits"
 
 
 @jax.jit

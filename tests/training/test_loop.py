@@ -297,7 +297,9 @@ def test_out_of_memory_names_the_largest_uses(arguments, tmp_path, monkeypatch, 
     monkeypatch.setattr("bptjax.training.loop.compile_step", refuse)
     assert main([*arguments, "--run_dir", str(tmp_path / "run")]) == 1
     message = capsys.readouterr().err
-    assert "out of memory: parameters take" in message and "execution.remat=" in message
+    assert "out of memory: per device, parameters take" in message
+    assert "with execution={remat: save_attention, save: []," in message
+    assert "execution.remat=full" in message and "pinned_host" not in message
 
 
 def test_a_bad_record_deep_in_the_data(arguments, tmp_path, capsys, monkeypatch):

@@ -14,6 +14,7 @@ from bptjax.parallel.mesh import ParallelConfig, make_mesh
 from bptjax.remat import UNCHUNKED
 from bptjax.training import auto
 from bptjax.training.estimate import Estimator
+from bptjax.training.guards import advice
 from bptjax.training.prediction import Plan, longest_context, plan
 from bptjax.training.search import Room, _settings, choose, smallest, with_execution
 from bptjax.training.spec import TrainSpec
@@ -295,3 +296,12 @@ def test_on_a_cpu_the_keys_have_fixed_values():
         "ce_chunk",
         "offload",
     )
+
+
+def test_advice_when_memory_runs_out():
+    spec = make_spec()
+    assert "memory.budget_gib=36 " in next(advice(spec, 40 * GIB))
+    first, *others = advice(make_spec(memory=MemoryConfig(10.0)), 40 * GIB)
+    assert "memory.budget_gib=9 " in first
+    assert any(text.startswith("optimizer.state_memory_kind=pinned_host") for text in others)
+    assert not any("pinned_host" in text for text in advice(spec, None))
