@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from bptjax.checkpoint import CheckpointConfig
 from bptjax.data.config import DataConfig
-from bptjax.execution import ExecutionConfig
+from bptjax.execution import ExecutionConfig, MemoryConfig
 from bptjax.lora import AdapterConfig
 from bptjax.models.config import ModelConfig
 from bptjax.optimizer import OPTIMIZERS, OptimizerConfig
@@ -104,22 +104,6 @@ class LoggingConfig:
     def __post_init__(self):
         if self.steps < 1:
             raise ValueError(f"logging.steps={self.steps}: must be at least 1")
-
-
-@dataclass(frozen=True)
-class MemoryConfig:
-    """Device memory that a run may use.
-
-    Attributes:
-      budget_gib: GiB per device that a training step may take at its peak. The keys of execution
-        that are not set take the fastest values within it. If not set, all of a device's memory.
-    """
-
-    budget_gib: float | None = None
-
-    def __post_init__(self):
-        if self.budget_gib is not None and not 0 < self.budget_gib < math.inf:
-            raise ValueError(f"memory.budget_gib={self.budget_gib}: must be positive")
 
 
 @dataclass(frozen=True)

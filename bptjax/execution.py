@@ -1,5 +1,6 @@
-"""The config group `execution`."""
+"""The config groups `execution` and `memory`."""
 
+import math
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -60,3 +61,19 @@ class ExecutionConfig:
         """
         given = {f.name: getattr(self, f.name) for f in fields(self)}
         return TrainingExecution(**values | {k: v for k, v in given.items() if v is not None})
+
+
+@dataclass(frozen=True)
+class MemoryConfig:
+    """Device memory that a run may use.
+
+    Attributes:
+      budget_gib: GiB per device that a training step may take at its peak. The keys of execution
+        that are not set take the fastest values within it. If not set, all of a device's memory.
+    """
+
+    budget_gib: float | None = None
+
+    def __post_init__(self):
+        if self.budget_gib is not None and not 0 < self.budget_gib < math.inf:
+            raise ValueError(f"memory.budget_gib={self.budget_gib}: must be positive")

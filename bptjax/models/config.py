@@ -303,18 +303,8 @@ class EncoderConfig(ModelConfig):
 
 @dataclass(frozen=True)
 class Execution:
-    """How a model is computed: nothing here changes the result beyond rounding.
-
-    Attributes:
-      attention_implementation: scan, triton, cudnn, loop or reference. auto picks by device and
-        supported features.
-      schedule: split runs attention on the full sequence, then the feed-forward network in chunks;
-        fused runs both on one chunk of queries at a time (Algorithm 1 of the paper).
-      q_chunk: query tokens processed at a time by attention.
-      k_chunk: key tokens processed at a time by attention.
-      ffn_chunk: tokens processed at a time by the feed-forward network.
-      offload: share of the tokens whose saved activations move to host memory, 0 to 1.
-    """
+    """How a model is computed; `ExecutionConfig` describes the keys. Nothing here changes the
+    result beyond rounding."""
 
     attention_implementation: str = "auto"
     schedule: Literal["split", "fused"] = "split"

@@ -6,8 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from bptjax.config import Config, MemoryConfig, TrainConfig
-from bptjax.execution import ExecutionConfig
+from bptjax.config import Config, TrainConfig
+from bptjax.execution import ExecutionConfig, MemoryConfig
 from bptjax.lora import AdapterConfig
 from bptjax.models.config import ModelConfig
 from bptjax.parallel.mesh import ParallelConfig, make_mesh
