@@ -69,11 +69,20 @@ class DeviceKind:
 
     @property
     def rates(self) -> Rates:
-        """The measured rates, or rates in proportion to the data sheet."""
+        """The measured rates, or the rates of an H200 in proportion to the data sheets."""
         if self.measured:
             return self.measured
+        h200 = KINDS["h200"]
+        assert h200.measured is not None
+        flops, bandwidth = self.flops / h200.flops, self.bandwidth / h200.bandwidth
         return Rates(
-            0.69 * self.flops, 0.43 * self.flops, 0.55 * self.flops, 0.9 * self.bandwidth, 22e9
+            flops * h200.measured.products,
+            flops * h200.measured.attention_64,
+            flops * h200.measured.attention_128,
+            bandwidth * h200.measured.bandwidth,
+            # The link depends on the host: this is the measured rate of PCIe 4 with 16 lanes,
+            # and a host with a newer PCIe is faster.
+            22e9,
         )
 
     @property

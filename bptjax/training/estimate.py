@@ -80,6 +80,8 @@ class Estimator:
         self.gradients = int(self.trained * (1 + sums))
         kind = kind_of(spec.mesh.devices.reshape(-1)[0].device_kind)
         self.measured = kind is not None and KINDS[kind].measured is not None
+        # Only the ratios of the rates matter for the order of settings, so the rates of an H200
+        # serve for an unknown kind.
         self.rates = KINDS[kind or "h200"].rates
         self.tp = num_shards(spec.mesh, "heads")
         self.sequence = -(-train.seq_len // num_shards(spec.mesh, "sequence"))
