@@ -64,6 +64,7 @@ def _fail(error: Exception, code: int, argv: list[str]) -> int:
 
 def new_name(key: str) -> str:
     """Returns the new name of a config key of version 0.1. Other keys stay the same."""
+    # Version 0.1 had no memory.budget_gib, so this key is the new one.
     return RENAMED.get(key) or re.sub(r"^memory\.(?!budget_gib)", "execution.", key)
 
 

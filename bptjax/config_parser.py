@@ -50,13 +50,12 @@ def parse(
     class Formatter(Help, DefaultHelpFormatter):
         pass
 
-    joined, load = _joined(argv), get_loader("yaml")
-    argv = [token for token in joined if token != f"--execution={AUTO}"]
+    rest, load = _without_auto(argv), get_loader("yaml")
 
     def load_without_auto(text: str) -> Any:
         found = load(text)
         # The flag overrides the group in the file.
-        if isinstance(found, dict) and (argv != joined or found.get("execution") == AUTO):
+        if isinstance(found, dict) and (rest != argv or found.get("execution") == AUTO):
             found.pop("execution", None)
         return found
 
@@ -85,7 +84,7 @@ def parse(
             flags[f"--{f.name}"].help = SUPPRESS  # --group FILE, beside --config.
     for key, hint in hints.items():
         flags[f"--{key}"].metavar = _metavar(hint)
-    parsed = parser.parse_args(_config_first([*defaults, *normalize(argv, parser)]))
+    parsed = parser.parse_args(_config_first([*defaults, *normalize(rest, parser)]))
     for f in fields(kind):
         # jsonargparse accepts a number in place of a group, and fails on it later.
         if dataclasses.is_dataclass(f.type) and not isinstance(parsed[f.name], Namespace):
@@ -94,10 +93,15 @@ def parse(
     return kind(**{f.name: values[f.name] for f in fields(kind)})
 
 
-def _joined(argv: list[str]) -> list[str]:
-    """Returns `argv` with `--execution VALUE` written as `--execution=VALUE`."""
-    text = "\0".join(argv).replace("--execution\0", "--execution=")
-    return text.split("\0") if argv else []
+def _without_auto(argv: list[str]) -> list[str]:
+    """Returns `argv` without `--execution=auto` and `--execution auto`."""
+    kept: list[str] = []
+    for token in argv:
+        if token == AUTO and kept[-1:] == ["--execution"]:
+            kept.pop()
+        elif token != f"--execution={AUTO}":
+            kept.append(token)
+    return kept
 
 
 def _config_first(argv: list[str]) -> list[str]:

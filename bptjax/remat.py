@@ -17,7 +17,7 @@ from bptjax.quantized_kernels import dequantize_layer
 
 # Names of the activations of a layer that can be saved: outputs of matrix products and attention.
 NAMES = ("query", "key", "value", *RESIDUAL_NAMES, "attended", "gate", "up")
-# Those that exist only if the feed-forward network runs in a single chunk.
+# Activations that exist only if the feed-forward network runs in a single chunk.
 UNCHUNKED = {"attended", "gate", "up"}
 # Activations that each policy saves in addition to the input of a layer. None means no remat.
 REMAT: dict[str, tuple[str, ...] | None] = {

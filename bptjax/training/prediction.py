@@ -176,7 +176,8 @@ def shortage(spec: TrainSpec, found: Plan) -> str:
     if budget.budget_gib and int(budget.budget_gib * GIB) == found.available:
         limit = f"memory.budget_gib={budget.budget_gib}"
     keys = [(key, saved) for key, saved in remedies(spec) if saved]
-    enough = [min(x, key=lambda y: y[1]) for x in [[k for k in keys if k[1] >= over]] if x]
+    # The smallest change that is enough by itself.
+    enough = sorted((k for k in keys if k[1] >= over), key=lambda k: k[1])[:1]
     texts = [f"{key} saves {saved / GIB:.2f} GiB" for key, saved in enough or keys]
     # Activations are close to linear in the length.
     length = int(train.seq_len * (1 - 1.1 * over / max(found.activations, 1))) // 1024 * 1024

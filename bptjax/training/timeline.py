@@ -249,7 +249,7 @@ def _occupied(buffers: list[_Buffer], phases: np.ndarray) -> np.ndarray:
     edges = np.unique([edge for b in buffers for edge in (b.offset, b.offset + b.bytes)])
     owner = np.full((len(edges) - 1, len(phases) + 1), -1, np.int8)
     kinds = zip(buffers, _buffer_kinds(buffers, phases), strict=True)
-    # Where buffers share bytes, that with the longest life names the kind.
+    # If buffers share bytes, the kind of the buffer that lives longest counts.
     for b, kind in sorted(kinds, key=lambda pair: pair[0].end - pair[0].start):
         low, high = np.searchsorted(edges, (b.offset, b.offset + b.bytes))
         owner[low:high, b.start : b.end + 1] = kind

@@ -57,7 +57,7 @@ def program():
 
 def test_costs(program):
     square = 8 * 8 * 2
-    # Of the stacked weights, the fusion reads one layer and the index.
+    # The fusion reads the index and one layer of the stacked weights.
     assert program.cost("weights") == Cost(0, 2 * square + 4)
     assert program.cost("gemm") == Cost(2 * 8**3, 2 * square + square + 64)
     assert program.cost("again") == Cost(2 * 8**3, 2 * square)
