@@ -71,14 +71,19 @@ def settings(row: Row) -> str:
 
 
 def pairs(name: str) -> list[tuple[Row, Row | None]]:
-    """Returns the measured steps of full decoders on one GPU, each with the peer's row of the same
-    run and length, if there is one."""
+    """Returns the measured steps of full decoders on one GPU, each with the peer's fastest row of
+    the same run and length, if there is one."""
     rows = sorted(read(name), key=lambda r: (list(DECODERS).index(r["decoder"]), r["T"]))
-    peers = {(r["run"], r["decoder"], r["T"]): r for r in rows if r["system"] != "bptjax"}
+    peers = sorted((r for r in rows if r["system"] != "bptjax"), key=speed)
+    peers = {(r["run"], r["decoder"], r["T"]): r for r in peers}
     ours = [r for r in rows if r["system"] == "bptjax" and r.get("devices", 1) == 1]
     layers = {r["decoder"]: r["layers"] for r in sorted(ours, key=lambda r: r["layers"])}
     ran = [r for r in ours if "step_s" in r and r["layers"] == layers[r["decoder"]]]
     return [(r, peers.get((r["run"], r["decoder"], r["T"]))) for r in ran]
+
+
+def speed(row: Row) -> float:
+    return row.get("tokens_per_second", 0.0)
 
 
 def in_less_memory() -> list[tuple[str, Row, Row]]:
@@ -227,17 +232,24 @@ def plans() -> str:
 
 
 def auto() -> str:
-    """Steps whose settings were chosen."""
+    """Steps whose settings were chosen, beside the fastest of the peer's ways."""
     body = []
-    for row in read("auto_h200.json"):
+    for row, peer in sorted(pairs("auto_h200.json"), key=lambda pair: budget(pair[0]) is not None):
         name = DECODERS[row["decoder"]]
         name += ", QLoRA" if row["settings"].get("adapter.type") == "qlora" else ""
-        speed = f"{row['tokens_per_second']:,.0f}" if "step_s" in row else "not run"
-        budget = row["settings"].get("memory.budget_gib")
-        cells = [name, f"{row['T']:,}", f"{budget} GiB" if budget else ""]
-        body.append([*cells, settings(row), speed, gib(row), f"{row['choice_s']:.0f} s"])
-    head = ["", "tokens", "budget", "chosen settings", "tokens/s", "memory", "time to choose"]
-    return table(head, body)
+        limit = f"{budget(row)} GiB" if budget(row) else ""
+        ours = f"{row['tokens_per_second']:,.0f}, {gib(row)}"
+        cells = [name, tokens(row), limit, settings(row), f"{row['choice_s']:.0f} s", ours]
+        if peer:
+            cells += [f"{peer['tokens_per_second']:,.0f}, {gib(peer)}"]
+            cells += [f"{row['tokens_per_second'] / peer['tokens_per_second']:.2f}"]
+        body.append([*cells, "", ""][:8])
+    head = ["", "tokens", "budget", "chosen settings", "time to choose", "bptjax", "PyTorch"]
+    return table([*head, "ratio"], body)
+
+
+def budget(row: Row) -> float | None:
+    return row["settings"].get("memory.budget_gib")
 
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -323,10 +335,44 @@ def draw_in_less_memory(file: Path) -> None:
     FigureCanvasAgg(figure).print_png(file)
 
 
+def draw_memory_curves(file: Path, T: int = 32_768) -> None:
+    """Draws the speed over the memory of steps on T tokens: ours within several budgets, and the
+    peer's."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    rows = read("auto_h200.json") + read("memory_speed_h200.json")
+    rows = [r for r in rows if r["T"] == T and r["run"] != "qlora"]
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    decoders = list(dict.fromkeys(r["decoder"] for r in rows))
+    for axes, decoder in zip(figure.subplots(1, len(decoders)), decoders, strict=True):
+        for system in dict.fromkeys(r["system"] for r in rows):
+            of = sorted(
+                (r for r in rows if (r["decoder"], r["system"]) == (decoder, system)),
+                key=memory_gib,
+            )
+            axes.plot(
+                [memory_gib(r) for r in of],
+                [speed(r) for r in of],
+                "o-" if system == "bptjax" else "s",
+                label=system,
+            )
+        axes.set(
+            title=f"{DECODERS[decoder]}, {T:,} tokens",
+            xlabel="GPU memory of the step, GiB",
+            ylabel="tokens/s",
+        )
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+        axes.legend(loc="lower right")
+    FigureCanvasAgg(figure).print_png(file)
+
+
 def main() -> None:
     for document in DOCUMENTS:
         document.write_text(written(document.read_text()))
     draw_in_less_memory(RESULTS / "less_memory_h200.png")
+    draw_memory_curves(RESULTS / "memory_speed_h200.png")
     speeds: dict[str, list[dict[str, float]]] = {}
     for (_, H), rows in attention_rows().items():
         of = {SYSTEMS[n]: r["step_tflops"] for n, r in rows.items() if "step_tflops" in r}
