@@ -38,8 +38,10 @@ class TrainConfig:
       param_dtype: dtype of the parameters.
       z_loss: weight of the squared log-normalizer in the loss. train/loss does not include it;
         train/z_loss is the weighted term alone.
-      eval_steps: steps between evaluations. null evaluates only before and after training.
-      eval_batches: largest number of batches per evaluation. null evaluates all held-out data.
+      eval_steps: steps between evaluations during the run. Every run also evaluates before and
+        after training, and with null only then.
+      eval_batches: largest number of batches per evaluation. null evaluates all held-out data;
+        padding completes the last batch.
       early_stopping_patience: ends the run after this many evaluations in a row without a lower
         eval/loss than before. 0 is off.
       num_eval_generations: number of held-out chats that the model answers at each evaluation,
@@ -244,7 +246,12 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def to_yaml(config: Config) -> str:
-    """Formats every key of the config as YAML."""
+    """Formats the config as YAML. With a checkpoint, a key of the model that has its default is
+    left out, because the checkpoint determines its value."""
     import yaml
 
-    return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)
+    tree = dataclasses.asdict(config)
+    if config.model.name_or_path is not None:
+        own = dataclasses.asdict(ModelConfig())
+        tree["model"] = {key: x for key, x in tree["model"].items() if x != own[key]}
+    return yaml.safe_dump(tree, sort_keys=False)

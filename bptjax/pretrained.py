@@ -346,6 +346,9 @@ def _trained_config(
 ) -> ModelConfig:
     """Returns the architecture of a run's checkpoint, with the size of its vocabulary."""
     vocab_size = source.specs["embedding"].shape[0]
+    if read_as is None and (base := run["model"].name_or_path):
+        # The run started from a run that was trained from scratch.
+        read_as = open_pretrained(ModelConfig(name_or_path=base)).config
     if read_as is not None:
         return replace(merge(read_as, run["model"]), vocab_size=vocab_size)
     config = replace(run["model"], vocab_size=vocab_size)

@@ -10,11 +10,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+import yaml
 
 from bptjax.config import Config, flatten, to_yaml
 from bptjax.config_parser import parse
 from bptjax.execution import ExecutionConfig
+from bptjax.models.config import ModelConfig
 from bptjax.output import leftovers
+from bptjax.pretrained import open_pretrained
 from bptjax.train import main
 from bptjax.training.run_directory import acquire_run_dir, saved_execution, saved_keys
 from bptjax.training.setup import _with_defaults
@@ -372,6 +375,17 @@ def test_a_fine_tuning_run_logs_its_defaults_and_keeps_them(
     for text in ("learning_rate: 2.0e-05", "warmup_ratio: 0.03", "dtype: float32"):
         assert text in saved
     assert rows(tmp_path / "run", "train/learning_rate")[1] == pytest.approx(2e-5)
+    # The checkpoint determines the architecture, in place of the defaults of a new model.
+    assert f"model:\n  name_or_path: {uninterrupted}\ndata:" in saved
+    assert open_pretrained(ModelConfig(name_or_path=str(tmp_path / "run"))).config.hidden_size == 16
+    # Older versions wrote the defaults. The run goes on, and its model is found.
+    old = yaml.safe_load(saved)
+    old["model"] = asdict(ModelConfig(name_or_path=str(uninterrupted)))
+    (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump(old))
+    assert open_pretrained(ModelConfig(name_or_path=str(tmp_path / "run"))).config.hidden_size == 16
+    assert main([flag.replace("steps=2", "steps=3") for flag in command]) == 0
+    assert sorted(rows(tmp_path / "run")) == [1, 2, 3]
+    assert "hidden_size" not in (tmp_path / "run" / "config.yaml").read_text()
     # On a GPU the dtype would be another; the run keeps its own.
     config = parse(command)
     assert _with_defaults(config, "gpu").train.compute_dtype == "float32"
