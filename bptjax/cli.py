@@ -188,6 +188,3 @@ def doctor() -> Parser:
 
 
 PARSERS = {"generate": generate, "evaluate": evaluate, "convert": convert, "doctor": doctor}
-
-if __name__ == "__main__":
-    sys.exit(main())

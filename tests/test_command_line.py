@@ -52,6 +52,13 @@ def test_every_command_is_listed_and_dispatched(capsys):
     assert nearest == "unknown command merge-adaptor; nearest: merge-adapter"
 
 
+def test_the_package_is_the_command():
+    found = subprocess.run(
+        [sys.executable, "-m", "bptjax", "convert", "--help"], capture_output=True, text=True
+    )
+    assert found.returncode == 0 and found.stdout.startswith("usage: bptjax convert ")
+
+
 def test_the_version_is_that_of_the_package(capsys):
     import importlib.metadata
 
@@ -226,7 +233,7 @@ def test_exit_codes(error, code, capsys):
 def test_a_closed_pipe_is_silent(argv):
     read, write = os.pipe()
     os.close(read)
-    command = [sys.executable, "-m", "bptjax.cli", *argv]
+    command = [sys.executable, "-m", "bptjax", *argv]
     buffered = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
     done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, env=buffered)
     os.close(write)

@@ -50,6 +50,7 @@ FLOORS = {
     "generation and reports": ["generation", "evaluate_report", "compare_report", "profile_report"],
     "training": ["training"],
     "commands": [
+        "__main__",
         "cli",
         "train",
         "preview",
