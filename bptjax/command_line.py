@@ -62,6 +62,11 @@ def _fail(error: Exception, code: int, argv: list[str]) -> int:
     return code
 
 
+def plural(number: int, noun: str, ending: str = "s") -> str:
+    """Formats a number and its noun, with the ending of the plural unless the number is 1."""
+    return f"{number:,} {noun}{ending * (number != 1)}"
+
+
 def new_name(key: str) -> str:
     """Returns the new name of a config key of version 0.1. Other keys stay the same."""
     # Version 0.1 had no memory.budget_gib, so this key is the new one.

@@ -6,10 +6,12 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
+from bptjax.command_line import plural
+
 
 def perplexity_table(rows: list[dict[str, Any]]) -> Table:
     """Returns a table with a row for each range of positions."""
-    shown = Table(title=f"Perplexity by position ({rows[0]['documents']} documents)")
+    shown = Table(title=f"Perplexity by position ({plural(rows[0]['documents'], 'document')})")
     for name in ("positions", "loss (nats per token)", "perplexity"):
         shown.add_column(name, justify="right")
     for row in rows:
@@ -55,7 +57,7 @@ def plot_perplexity(rows: list[dict[str, Any]], file: Path, trained: int | None)
     axes.set(
         xlabel="position (tokens)",
         ylabel="perplexity",
-        title=f"Perplexity by position ({rows[0]['documents']} documents)",
+        title=f"Perplexity by position ({plural(rows[0]['documents'], 'document')})",
     )
     axes.grid(alpha=0.3)
     # A mark far beyond the data would squeeze them.

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from bptjax import cli, compare, convert, doctor, evaluate, generate, plan, preview, profile, train
-from bptjax.command_line import EXIT_CODES, RENAMED, new_name, run_command
+from bptjax.command_line import EXIT_CODES, RENAMED, new_name, plural, run_command
 from bptjax.config import Config, flatten
 from bptjax.config_parser import parse
 
@@ -57,6 +57,11 @@ def test_the_package_is_the_command():
         [sys.executable, "-m", "bptjax", "convert", "--help"], capture_output=True, text=True
     )
     assert found.returncode == 0 and found.stdout.startswith("usage: bptjax convert ")
+
+
+def test_plurals():
+    assert plural(1, "batch", "es") == "1 batch"
+    assert plural(0, "sequence") == "0 sequences" and plural(2000, "batch", "es") == "2,000 batches"
 
 
 def test_the_version_is_that_of_the_package(capsys):

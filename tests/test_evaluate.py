@@ -103,7 +103,7 @@ def test_command_line(tmp_path, capsys, model, monkeypatch):
     options += ["--passkey-lengths", "500", "--depths", "0.5", "--trials", "1"]
     assert evaluate.main([*options, "--out", str(tmp_path / "out")]) == 0
     said = capsys.readouterr().out
-    assert "Perplexity by position (1 documents)" in said and "Pass keys found, by" in said
+    assert "Perplexity by position (1 document)" in said and "Pass keys found, by" in said
     assert re.search(r"0\.5 .* 0/1 ", said) and "trained length" not in said
     for name, count in (("perplexity", 2), ("passkey", 1)):
         assert len(json.loads((tmp_path / "out" / f"{name}.json").read_text())) == count

@@ -4,6 +4,7 @@ import textwrap
 from collections import Counter
 from dataclasses import dataclass, field
 
+from bptjax.command_line import plural
 from bptjax.data.concat import Bins, Example, is_masked
 from bptjax.data.packing import PACKINGS, open_sequences
 from bptjax.data.records import Record
@@ -118,9 +119,9 @@ def describe(account: Account, *, packing: str, too_long: str) -> list[str]:
     others = [f"{other} {a.padding(other):.1%}" for other in PACKINGS if other != packing]
     epoch = a.epoch(packing)
     if epoch is None:
-        sequences = f"{a.sequences[packing]:,} sequences from these records"
+        sequences = f"{plural(a.sequences[packing], 'sequence')} from these records"
     else:
-        sequences = f"{'' if a.complete else 'about '}{epoch:,} sequences per epoch"
+        sequences = f"{'' if a.complete else 'about '}{plural(epoch, 'sequence')} per epoch"
     padding = f"{a.padding(packing):.1%} padding ({', '.join(others)})"
     return lines + _detail(f"{sequences} with packing={packing}, {padding}")
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 
+from bptjax.command_line import plural
 from bptjax.config import flatten
 from bptjax.devices import DeviceKind
 from bptjax.output import write_atomically
@@ -95,7 +96,7 @@ def complete_execution(
     if not choice.plan.fits:
         raise ValueError(shortage(chosen, choice.plan))
     _write(file, choice.execution)
-    source = f"{choice.compiled} settings compiled in {time.perf_counter() - start:.0f} s"
+    source = f"{plural(choice.compiled, 'setting')} compiled in {time.perf_counter() - start:.0f} s"
     if choice.execution == first:
         source = "as before"
     note = f"execution: {describe(choice.execution, unset)}, {source}; a step needs "

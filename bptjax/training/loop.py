@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from bptjax.checkpoint import Best, Checkpoints
+from bptjax.command_line import plural
 from bptjax.config import to_yaml
 from bptjax.devices import KINDS, kind_of
 from bptjax.metrics import Throughput
@@ -211,7 +212,7 @@ class TrainLoop:
         and number of parameters."""
         log = self.logs.progress.log
         A, B, T = batch["tokens"].shape
-        log(f"compiling the step for {A} × {B} sequences of {T} tokens")
+        log(f"compiling the step for {A} × {plural(B, 'sequence')} of {T} tokens")
         start = time.perf_counter()
         with record_choices() as choices:
             compiled = compile_step(self.run.spec, self.state, batch)
@@ -317,7 +318,7 @@ class TrainLoop:
             batches = self.run.config.train.eval_batches or total
             text += f"{batches:,} of {total:,} batches; train.eval_batches: null evaluates all"
         else:
-            text += f"{total:,} batches"
+            text += plural(total, "batch", "es")
         progress.log(text)
         loss = self._evaluate(
             self.state.model,

@@ -9,6 +9,7 @@ import numpy as np
 
 from bptjax.adapter_export import remedy_for_peft, write_adapter
 from bptjax.checkpoint import BEST
+from bptjax.command_line import plural
 from bptjax.data.records import readable
 from bptjax.data.text import byte_baselines
 from bptjax.data.tokenizer import ByteTokenizer
@@ -82,7 +83,8 @@ def _held_out_loss(run: TrainingRun, losses: list[float]) -> list[str]:
             + ", ".join(f"{name} {x:.3f}" for name, x in baselines.items()),
         ]
     else:
-        limit = f" (first {config.train.eval_batches} batches)" if run.eval_is_partial else ""
+        number = config.train.eval_batches if run.eval_is_partial else None
+        limit = f" (first {plural(number, 'batch', 'es')})" if number else ""
         lines = [f"held-out nats per token{limit}: {before:.4f} before training, {after:.4f} after"]
     if not after <= before:  # True if a loss is NaN, too.
         best = min(filter(math.isfinite, losses), default=math.nan)

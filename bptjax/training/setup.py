@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from bptjax.command_line import plural
 from bptjax.config import Config, defaults, flatten, to_yaml
 from bptjax.data.batches import Batches
 from bptjax.data.chat import Chat
@@ -291,8 +292,9 @@ def _count_epoch(run: TrainingRun) -> TrainingRun:
     tokens = sum(account.tokens for account in check.accounts)
     sequences, tokens = all_gather_json([check.sequences_per_epoch, tokens])[0]
     steps = max(1, math.ceil(round(epochs * sequences / size, 6)))
-    note = f"train.epochs={epochs:g}: {steps:,} steps of {size} sequences, {epochs * tokens:,.0f} "
-    note += f"tokens; an epoch is {sequences:,} sequences, {tokens:,} tokens"
+    note = f"train.epochs={epochs:g}: {plural(steps, 'step')} of {plural(size, 'sequence')}, "
+    note += f"{epochs * tokens:,.0f} tokens; an epoch is {plural(sequences, 'sequence')}, "
+    note += f"{tokens:,} tokens"
     spec = replace(run.spec, epoch_steps=steps)
     return replace(run, spec=spec, notes=[*run.notes, note])
 

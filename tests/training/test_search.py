@@ -183,7 +183,7 @@ def test_complete_execution(tmp_path, monkeypatch):
     lines = []
     chosen, (note,) = auto.complete_execution(spec, lines.append)
     assert chosen.execution.remat == "dots" and chosen.execution.ce_chunk == 64
-    assert len(compiled) == len(lines) == 1 and "1 settings compiled" in note
+    assert len(compiled) == len(lines) == 1 and "1 setting compiled" in note
     assert "remat: dots, save: [], ffn_chunk: 16384, offload: 0.0" in note
 
     other = replace(spec, config=replace(spec.config, seed=3))
