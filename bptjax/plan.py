@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from bptjax.command_line import run_command
+from bptjax.command_line import plural, run_command
 from bptjax.config import Config
 from bptjax.config_parser import parse
 from bptjax.data.tokenizer import make_tokenizer
@@ -132,6 +132,7 @@ def _run_on(plain: Config, text: str | None, options: PlanConfig) -> bool:
     if options.max_context:
         if space is None:
             raise ValueError(f"max_context=true: the memory of {name} is not known; set devices")
+        say("max_context: searching the longest train.seq_len, in up to about ten compilations")
         if spec.config.execution.unset:
             longest = longest_context(spec, measure_smallest, measure_smallest(spec))
         else:
@@ -167,7 +168,7 @@ def _lines(
     total, trained = parameter_counts(spec)
     axes = " ".join(f"{name}={size}" for name, size in spec.mesh.shape.items() if size > 1)
     yield f"{found.devices}{', ' * bool(axes)}{axes}: {total:,} parameters, {trained:,} trained"
-    yield f"{spec.global_batch_size} sequences of {found.seq_len:,} tokens per step"
+    yield f"{plural(spec.global_batch_size, 'sequence')} of {found.seq_len:,} tokens per step"
     yield f"execution: {describe(spec.execution, EXECUTION_KEYS)}"
     for name, size in (
         ("parameters", found.parameters),
@@ -184,7 +185,10 @@ def _lines(
         yield f"  {'from other devices':<28}{found.link / GIB:>10.2f} GiB per device and step"
     yield _duration(spec)
     if found.available is None:
-        yield f"the memory of {found.devices} is not known"
+        yield (
+            f"the memory of {found.devices} is not known: a run would start, and fail if its step "
+            "does not fit"
+        )
     elif found.fits:
         spare = (found.available - found.peak) / GIB
         yield f"fits: {found.available / GIB:.2f} GiB are available, {spare:.2f} GiB are left"
@@ -199,6 +203,13 @@ def _lines(
     if searched:
         text = "not even 1,024 tokens fit" if longest is None else f"{longest.seq_len:,} tokens fit"
         yield f"longest context: {text}"
+    model, length = spec.model, longest.seq_len if longest else 0
+    learned = model.max_position_embeddings if model.position_embedding == "learned" else None
+    if model.exceeds_positions(length) or length > (learned or length):
+        yield (
+            f"warning: model.max_position_embeddings={model.max_position_embeddings}: longer "
+            "sequences fit into the memory, but the model was not made for them"
+        )
 
 
 def _duration(spec: TrainSpec) -> str:

@@ -17,6 +17,7 @@ from bptjax.ops.attention.choices import record_choices
 from bptjax.optimizer import OptimizerConfig
 from bptjax.parallel.mesh import ParallelConfig, make_mesh
 from bptjax.training.prediction import Plan, longest_context, plan, remedies
+from bptjax.training.search import Room
 from bptjax.training.spec import TrainSpec
 from bptjax.training.state import abstract_state
 
@@ -78,7 +79,9 @@ def test_this_machine(capsys):
     out = capsys.readouterr().out
     assert out.startswith("8 x cpu, fsdp=8: ")
     assert "8 sequences of 256 tokens per step" in out
-    assert "the memory of 8 x cpu is not known" in out
+    assert "the memory of 8 x cpu is not known: a run would start" in out
+    assert main(["plan", *FLAGS, "--device=cpu", "--parallel.tp=2", "--parallel.sp=4"]) == 0
+    assert "\n1 sequence of 256 tokens per step\n" in capsys.readouterr().out
     assert main(["plan", *FLAGS, "--device=cpu", "--json"]) == 0
     row = json.loads(capsys.readouterr().out)
     assert row["fits"] is None and row["peak"] > row["parameters"] > 0
@@ -205,6 +208,26 @@ def test_the_search_ends_where_lengths_are_rounded():
 
     found = longest_context(spec, plan_length, at(8192))
     assert found is not None and found.fits and not at(found.seq_len + 2048).fits
+
+
+@pytest.mark.parametrize("position", ["rope", "learned", "alibi"])
+def test_a_context_beyond_the_positions_of_the_model_has_a_warning(position, monkeypatch, capsys):
+    """The memory of any device says nothing of positions."""
+    space = Room(GIB // 4, 0)
+    monkeypatch.setattr("bptjax.plan.present_room", lambda spec: space)
+    monkeypatch.setattr("bptjax.plan.plan", lambda spec, *_: _linear(spec, space.device))
+    flags = [*FLAGS, "--device=cpu", "--max-context", f"--model.position_embedding={position}"]
+    for positions, warned in ((1024, position != "alibi"), (2**20, False)):
+        assert main(["plan", *flags, f"--model.max_position_embeddings={positions}"]) == 0
+        out, err = capsys.readouterr()
+        assert "max_context: searching the longest train.seq_len" in err
+        text = f"warning: model.max_position_embeddings={positions}: longer sequences fit"
+        assert (text in out) == warned
+
+
+def _linear(spec, available):
+    length = spec.config.train.seq_len
+    return Plan("x", length, 0, 0, 0, 0, 4096 * length, 0, 0, available)
 
 
 def test_no_context_fits():
