@@ -201,8 +201,11 @@ def _caches() -> Lines:
     import jax
     from huggingface_hub.constants import HF_HUB_CACHE
 
+    from bptjax.parallel.mesh import cache_directory
+
     for name, where in (
         ("compilation cache", jax.config.values["jax_compilation_cache_dir"]),
+        ("cache of settings", cache_directory() / "execution"),
         ("Hugging Face cache", HF_HUB_CACHE),
     ):
         yield name, f"{where}, {_total(Path(where))}" if where else "none"

@@ -27,6 +27,7 @@ def test_a_machine_that_can_train(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     monkeypatch.setenv("HOME", str(tmp_path / "alice"))
     monkeypatch.setenv("USER", "alice")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr("bptjax.parallel.mesh.NVIDIA", str(tmp_path / "no GPU"))
     monkeypatch.setattr(socket, "gethostname", lambda: "alices-machine")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "alice" / "hub"))
@@ -40,6 +41,7 @@ def test_a_machine_that_can_train(capsys, monkeypatch, tmp_path):
     assert lines["attention: cudnn"] == lines["attention: triton"] == "needs an NVIDIA GPU"
     assert "jax 0." in lines["packages"] and "cpu" in lines["devices"]
     assert lines["Hugging Face cache"].startswith("~/hub, 0.0 GiB")
+    assert lines["cache of settings"].startswith("~/.cache/bptjax/execution, 0.0 GiB")
     assert lines["port for processes"] == "can be opened"
     assert lines["platform"].startswith("Linux on HOST, /data/USER/x")
     for secret in ("do_not_print", "/secret/", "alice"):
