@@ -12,17 +12,21 @@ from bptjax.cli import main
 from bptjax.config import Config, TrainConfig
 from bptjax.devices import KINDS, absent_devices, parse_devices
 from bptjax.execution import ExecutionConfig
+from bptjax.lora import AdapterConfig
 from bptjax.models.config import ModelConfig
 from bptjax.ops.attention.choices import record_choices
 from bptjax.optimizer import OptimizerConfig
 from bptjax.parallel.mesh import ParallelConfig, make_mesh
-from bptjax.training.prediction import Plan, longest_context, plan, remedies
+from bptjax.training.prediction import Plan, longest_context, plan, remedies, tree_bytes
 from bptjax.training.search import Room
 from bptjax.training.spec import TrainSpec
 from bptjax.training.state import abstract_state
 
 needs_compiler = pytest.mark.skipif(
     importlib.util.find_spec("jax_cuda13_plugin") is None, reason="needs the extra plan"
+)
+needs_tpu_compiler = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="needs libtpu"
 )
 MODEL = ModelConfig(
     vocab_size=512, hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=2, tied_head=False
@@ -103,23 +107,57 @@ def test_weights_need_not_be_there(tmp_path, capsys):
     assert adapters["optimizer"] < full["optimizer"] / 2
 
 
-@needs_compiler
+def adapter(kind):
+    return dict(adapter=AdapterConfig(type=kind, r=4))
+
+
+ALIBI = replace(MODEL, position_embedding="alibi")
+LAYERS = ("sliding_attention", "full_attention") * 2
+WINDOWS = replace(MODEL, num_layers=4, sliding_window=256, layer_types=LAYERS)
+NESTED = ExecutionConfig(remat="nested(2)", ffn_chunk=1024, ce_chunk=512)
+OFFLOADED = ExecutionConfig(remat="full", offload=0.5)
+# For each of the devices: parameters, and the kernel.
+ABSENT_GPUS = {
+    "a100-40gb:4": (dict(fsdp=2, sp=2), {}, MODEL, "cudnn"),
+    "h200:2x2": (dict(fsdp=2, tp=2), {}, MODEL, "cudnn"),
+    "h100:8": (dict(dp=2, fsdp=2, sp=2), {}, WINDOWS, "cudnn"),
+    "a100": (dict(), dict(execution=NESTED), MODEL, "cudnn"),
+    "h200": (dict(), dict(execution=OFFLOADED), MODEL, "cudnn"),
+    "b200:2": (dict(sp=2), dict(optimizer=OptimizerConfig(state_dtype="int8")), MODEL, "cudnn"),
+    "l40s:2": (dict(fsdp=2), adapter("lora"), MODEL, "cudnn"),
+    "rtx4090": (dict(), adapter("qlora"), ALIBI, "triton"),
+}
+ABSENT_TPUS = {
+    "v5e:2x2": (dict(fsdp=2, sp=2), {}, MODEL, "scan"),
+    "v5p:2x2x1": (dict(fsdp=2, tp=2), {}, WINDOWS, "scan"),
+    "v5p:2x2x2": (dict(fsdp=4, sp=2), dict(execution=NESTED), MODEL, "scan"),
+    "v6e:2x2": (dict(fsdp=4), adapter("lora"), ALIBI, "scan"),
+}
+
+
 @pytest.mark.parametrize(
-    "devices, parallel",
-    [("a100-40gb:4", dict(fsdp=2, sp=2)), ("h200:2x2", dict(fsdp=2, tp=2))],
+    "devices",
+    [
+        *(pytest.param(name, marks=needs_compiler) for name in ABSENT_GPUS),
+        *(pytest.param(name, marks=needs_tpu_compiler) for name in ABSENT_TPUS),
+    ],
 )
-def test_absent_gpus(devices, parallel):
-    """The step of a mesh, with the kernels of a GPU."""
+def test_absent_devices(devices):
+    """The step of a mesh, with the kernels of its devices."""
+    parallel, groups, model, kernel = (ABSENT_GPUS | ABSENT_TPUS)[devices]
     kind, found = absent_devices(devices)
-    spec = make_spec(found, parallel=ParallelConfig(**parallel))
+    spec = make_spec(found, model, parallel=ParallelConfig(**parallel), **groups)
     with record_choices() as choices:
         result = plan(spec, devices, int(kind.memory), kind.platform)
-    assert {choice.name for choice in choices} == {"cudnn"}
+    assert {choice.name for choice in choices} == {kernel}
     assert result.fits and result.peak < GIB
-    shards = spec.mesh.size
-    count = sum(x.size for x in jax.tree.leaves(abstract_state(spec).model))
-    assert result.parameters == pytest.approx(2 * count / shards, rel=0.05)
-    assert result.optimizer == pytest.approx(2 * result.parameters, rel=0.05)
+    state, shards = abstract_state(spec), spec.mesh.size // parallel.get("dp", 1)
+    count = sum(x.size for x in jax.tree.leaves(state.model))
+    if not groups:
+        assert result.parameters == pytest.approx(2 * count / shards, rel=0.05)
+        assert result.optimizer == pytest.approx(2 * result.parameters, rel=0.05)
+    assert result.optimizer == tree_bytes(state.opt_state)
+    assert bool(result.link) == (spec.mesh.size > 1) and bool(result.host) == (devices == "h200")
 
 
 @needs_compiler
