@@ -97,6 +97,18 @@ def test_visits_hold_every_allowed_pair_and_full_tiles_no_other(name, of_keys):
                 assert j not in full or (tile.all() and tile.shape == (own, other))
 
 
+def test_the_program_reduces_no_constant_positions():
+    """XLA would fold these reductions, in seconds each at 512K tokens."""
+    T = 1024
+
+    def ranges(segments):
+        mask = Mask(causal=True, segments=segments).resolve(T, T)
+        return triton_flash.block_ranges(mask, T, T, 128, 64, of_keys=False)
+
+    constants = jax.make_jaxpr(ranges)(jnp.ones((1, T), jnp.int32)).consts
+    assert max((np.size(x) for x in constants), default=0) <= T // 64
+
+
 EIGHTH = np.random.default_rng(0).random((32, 32)) < 1 / 8
 
 
