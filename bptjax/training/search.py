@@ -94,8 +94,9 @@ def choose(
 
 
 def smallest(spec: TrainSpec, room: Room) -> TrainingExecution:
-    """Returns the settings that are estimated to need the least memory."""
-    estimator = Estimator(spec)
+    """Returns the settings that are estimated to need the least memory, with all offload that the
+    host memory allows, whether the estimates need it or not."""
+    estimator, room = Estimator(spec), room._replace(device=0)
     found = [_estimated(estimator, x, {}) for x in _settings(spec, estimator, room, {})]
     return min(found, key=lambda x: (x.peak, x.seconds)).execution
 

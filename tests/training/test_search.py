@@ -132,6 +132,16 @@ def test_what_does_not_fit_is_the_least():
     assert choice.plan.peak <= 1.01 * min(memory.peak(x) for x in every)
 
 
+def test_the_smallest_settings_do_not_depend_on_the_device_memory():
+    """An offload that just fits would be no help if the estimate is too low."""
+    spec = make_spec(262_144)
+    estimator = Estimator(spec)
+    for gib in (16, 24, 400):
+        found = smallest(spec, Room(gib * GIB, 64 * GIB))
+        assert found.offload == 1.0 and estimator(found).host <= 64 * GIB
+    assert smallest(spec, Room(16 * GIB, 0)).offload == 0.0
+
+
 def test_settings_of_a_resumed_run_are_kept_if_they_fit():
     spec, room = make_spec(), Room(40 * GIB, 0)
     first = ExecutionConfig(remat="full", ffn_chunk=1024).complete()
