@@ -7,6 +7,7 @@ A table stands below a line `<!-- table: NAME -->`, NAME being one of `TABLES`.
 """
 
 import csv
+import itertools
 import json
 import re
 from collections.abc import Callable
@@ -15,7 +16,9 @@ from typing import Any
 
 Row = dict[str, Any]
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = ROOT / "README.md", ROOT / "docs" / "benchmarks.md"
+DOCUMENTS = tuple(
+    ROOT / name for name in ("README.md", "docs/benchmarks.md", "docs/long_context.md")
+)
 RESULTS = Path(__file__).parent / "results"
 SYSTEMS = {
     "auto": "auto",
@@ -24,6 +27,23 @@ SYSTEMS = {
     "torch flex_attention": "flex_attention",
 }
 DECODERS = {"bloom-560m": "BLOOM-560m's shape", "1b": "1B", "8b": "8B"}
+GPUS = {
+    "rtx4090": "24 GB (RTX 4090)",
+    "l40s": "48 GB (L40S)",
+    "h100": "80 GB (H100)",
+    "h200": "141 GB (H200)",
+    "h100:8": "8 × 80 GB (H100)",
+}
+SIZES = {
+    "Llama-3.2 1B": "1b",
+    "Llama-3.1 8B": "8b",
+    "Qwen3 14B": "14b",
+    "Qwen3 32B": "32b",
+    "Llama-3.1 70B": "70b",
+}
+METHODS = "full", "LoRA", "QLoRA"
+# No longer sequence was planned.
+LONGEST_PLANNED = 4_194_304
 WORKS = {"QLoRA": "qlora_h200.json", "full fine-tuning": "step_h200.json"}
 CASES = {
     "causal": "causal",
@@ -38,6 +58,8 @@ CASES = {
 
 def read(name: str) -> list[Row]:
     with (RESULTS / name).open(newline="") as file:
+        if name.endswith(".jsonl"):
+            return [json.loads(line) for line in file]
         return json.load(file) if name.endswith(".json") else list(csv.DictReader(file))
 
 
@@ -252,6 +274,60 @@ def budget(row: Row) -> float | None:
     return row["settings"].get("memory.budget_gib")
 
 
+def by_gpu(cell: Callable[[Row], str]) -> str:
+    """Returns a table of the planned rows, with a column for each kind of GPU."""
+    rows = {(r["model"], r["method"], r["devices"]): r for r in read("settings_planned.jsonl")}
+    body = []
+    for model, method in itertools.product(SIZES, METHODS):
+        cells = [rows.get((model, method, gpus)) for gpus in GPUS]
+        if any(cells):
+            texts = [cell(row) if row else "not planned" for row in cells]
+            body.append([model if method == METHODS[0] else "", method, *texts])
+    return table(["model", "method", *GPUS.values()], body)
+
+
+def expected(row: Row, key: str) -> str:
+    """Formats tokens/s, with ~ and fewer digits if the rates of the GPU have not been measured."""
+    measured = row["devices"].startswith("h200")
+    return "~" * (not measured) + f"{float(f'{row[key]:.{2 + measured}g}'):,.0f}"
+
+
+def longest_planned() -> str:
+    """The longest sequence that fits, and the expected speed of its step."""
+
+    def cell(row: Row) -> str:
+        if "T" not in row:
+            return "–"
+        more = "≥ " * (row["T"] >= LONGEST_PLANNED)
+        text = f"{more}{row['T']:,} ({expected(row, 'tokens_per_second')}/s)"
+        text = "int8: " * (row["state_dtype"] == "int8") + text
+        return text if row["compiled"] else f"*{text}*"
+
+    return by_gpu(cell)
+
+
+def speeds_planned() -> str:
+    """The expected speed of steps on 8,192 tokens, and the measured one."""
+    found = {
+        r["decoder"]: r["tokens_per_second"]
+        for r in read("auto_h200.json")
+        if r["T"] == 8192
+        and r.get("system", "bptjax") == "bptjax"
+        and not r["settings"].keys() & {"memory.budget_gib", "adapter.type"}
+    }
+
+    def cell(row: Row) -> str:
+        if "tokens_per_second_8k" not in row:
+            return "–"
+        text = expected(row, "tokens_per_second_8k")
+        measured = found.get(SIZES[row["model"]])
+        if measured and (row["devices"], row["method"]) == ("h200", "full"):
+            text += f", measured: **{measured:,.0f}**"
+        return text
+
+    return by_gpu(cell)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "headline": headline,
     "qlora": lambda: steps("qlora_h200.json", "transformers + PEFT"),
@@ -262,6 +338,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "several": several,
     "plans": plans,
     "auto": auto,
+    "longest_planned": longest_planned,
+    "speeds_planned": speeds_planned,
 }
 MARK = re.compile(r"(<!-- table: (\w+) -->\n)((?:\|.*\n)*)")
 

@@ -5,14 +5,19 @@ import csv
 import json
 from dataclasses import replace
 
+import jax
 import overlap
 import pytest
 import scaling
+import settings
 import strategies
 import tables
 from step import DECODERS
 
+from bptjax.devices import KINDS
 from bptjax.models.config import ModelConfig
+from bptjax.training.estimate import Estimator
+from bptjax.training.prediction import Plan
 
 TINY = ModelConfig(vocab_size=64, hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1)
 
@@ -116,3 +121,45 @@ def test_the_picture_of_the_readme_shows_no_more_memory_than_the_peer():
     for _, row, peer in found:
         assert row["run"] == peer["run"]
         assert tables.memory_gib(row) <= tables.memory_gib(peer)
+
+
+@pytest.fixture
+def room_for(monkeypatch, tmp_path):
+    """Plans a row of scripts/settings.py, with compilations that give the estimated workspace times
+    a factor."""
+
+    def run(factor, model, method, devices="h100", most=3):
+        def plan(spec, name, available, platform):
+            estimator = Estimator(spec)
+            found = estimator(spec.execution)
+            more = int(estimator.gradients + found.saved + factor * found.workspace)
+            length = spec.config.train.seq_len
+            return Plan(name, length, estimator.held, 0, 0, 0, more, found.host, 0, available)
+
+        count = int(devices.partition(":")[2] or 1)
+        present = KINDS["h100"], jax.devices()[:count]
+        monkeypatch.setattr(settings, "absent_devices", lambda text: present)
+        monkeypatch.setattr(settings, "plan", plan)
+        return settings.row(model, method, devices, [], tmp_path / "log", most)
+
+    return run
+
+
+@pytest.mark.parametrize("factor", [0.8, 1.0, 1.2])
+def test_the_longest_planned_length_fits_and_the_next_does_not(factor, room_for):
+    found = room_for(factor, "Llama-3.1 8B", "full")
+    at = settings.LENGTHS.index(found["T"])
+    assert found["peak_gib"] <= found["room_gib"]
+    again = settings.Case("Llama-3.1 8B", "full", "h100", [], factor)
+    assert again.peak(settings.LENGTHS[at + 2]) > again.room.device
+    assert found["tokens_per_second"] > 0 and len(found["compiled"]) <= settings.MOST_COMPILED
+
+
+def test_sequences_are_sharded_over_eight_gpus(room_for):
+    found = room_for(1.0, "Llama-3.1 8B", "LoRA", "h100:8", 0)
+    assert found["T"] and not found["compiled"]
+    assert (found["mesh"], found["mesh_8k"]) == ("fsdp=1 sp=8", "fsdp=8 sp=1")
+
+
+def test_nothing_is_compiled_for_state_that_does_not_fit(room_for):
+    assert "T" not in room_for(1.0, "Llama-3.1 70B", "full")
