@@ -170,12 +170,14 @@ def _lines(
     yield f"{found.devices}{', ' * bool(axes)}{axes}: {total:,} parameters, {trained:,} trained"
     yield f"{plural(spec.global_batch_size, 'sequence')} of {found.seq_len:,} tokens per step"
     yield f"execution: {describe(spec.execution, EXECUTION_KEYS)}"
+    saved = _saved(spec, found)
     for name, size in (
         ("parameters", found.parameters),
         ("optimizer state", found.optimizer),
         ("batch", found.batch),
         ("gradients", found.gradients),
-        ("activations and workspace", found.activations),
+        ("saved activations", saved),
+        ("workspace", found.activations - saved),
         ("peak", found.peak),
     ):
         yield f"  {name:<28}{size / GIB:>10.2f} GiB per device"
@@ -212,6 +214,11 @@ def _lines(
         )
 
 
+def _saved(spec: TrainSpec, found: Plan) -> int:
+    """Returns the bytes of saved activations, counted from shapes."""
+    return min(Estimator(spec)(spec.execution).saved, found.activations)
+
+
 def _duration(spec: TrainSpec) -> str:
     """Formats the expected duration of a step."""
     estimator = Estimator(spec)
@@ -239,7 +246,7 @@ def _json(spec: TrainSpec, found: Plan, longest: Plan | None, searched: bool) ->
     row: dict[str, Any] = {f.name: getattr(found, f.name) for f in fields(Plan)}
     estimator = Estimator(spec)
     estimate = estimator(spec.execution)
-    row |= dict(peak=found.peak, fits=found.fits, flops=estimate.flops)
+    row |= dict(peak=found.peak, saved=_saved(spec, found), fits=found.fits, flops=estimate.flops)
     row |= dict(execution=dataclasses.asdict(spec.execution))
     row |= dict(seconds=estimate.seconds if estimator.measured else None)
     if searched:

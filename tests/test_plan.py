@@ -89,6 +89,7 @@ def test_this_machine(capsys):
     assert main(["plan", *FLAGS, "--device=cpu", "--json"]) == 0
     row = json.loads(capsys.readouterr().out)
     assert row["fits"] is None and row["peak"] > row["parameters"] > 0
+    assert 0 < row["saved"] < row["activations"]
     assert row["optimizer"] == pytest.approx(2 * row["parameters"], rel=0.05)
     assert main(["plan", *FLAGS, "--device=cpu", "--max-context"]) == 2
     assert "max_context=true: the memory of 8 x cpu is not known" in capsys.readouterr().err
