@@ -196,7 +196,7 @@ def absent_devices(text: str) -> tuple[DeviceKind, list[jax.Device]]:
     except Exception as error:
         # The plugin may be missing or of another version, which jax reports in many ways.
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
-        package = '-e ".[plan]"' if kind.platform == "gpu" else "libtpu"
+        package = '-e ".[plan]"' if kind.platform == "gpu" else '"jax[tpu]"'
         raise ValueError(
             f"devices={text}: no compiler for these devices ({first}); if it is not installed, "
             f"pip install {package}"

@@ -26,7 +26,7 @@ needs_compiler = pytest.mark.skipif(
     importlib.util.find_spec("jax_cuda13_plugin") is None, reason="needs the extra plan"
 )
 needs_tpu_compiler = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="needs libtpu"
+    importlib.util.find_spec("libtpu") is None, reason="needs jax[tpu]"
 )
 MODEL = ModelConfig(
     vocab_size=512, hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=2, tied_head=False
