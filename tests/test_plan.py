@@ -113,26 +113,17 @@ def adapter(kind):
 
 
 ALIBI = replace(MODEL, position_embedding="alibi")
-LAYERS = ("sliding_attention", "full_attention") * 2
-WINDOWS = replace(MODEL, num_layers=4, sliding_window=256, layer_types=LAYERS)
-NESTED = ExecutionConfig(remat="nested(2)", ffn_chunk=1024, ce_chunk=512)
 OFFLOADED = ExecutionConfig(remat="full", offload=0.5)
 # For each of the devices: parameters, and the kernel.
 ABSENT_GPUS = {
     "a100-40gb:4": (dict(fsdp=2, sp=2), {}, MODEL, "cudnn"),
     "h200:2x2": (dict(fsdp=2, tp=2), {}, MODEL, "cudnn"),
-    "h100:8": (dict(dp=2, fsdp=2, sp=2), {}, WINDOWS, "cudnn"),
-    "a100": (dict(), dict(execution=NESTED), MODEL, "cudnn"),
     "h200": (dict(), dict(execution=OFFLOADED), MODEL, "cudnn"),
     "b200:2": (dict(sp=2), dict(optimizer=OptimizerConfig(state_dtype="int8")), MODEL, "cudnn"),
-    "l40s:2": (dict(fsdp=2), adapter("lora"), MODEL, "cudnn"),
     "rtx4090": (dict(), adapter("qlora"), ALIBI, "triton"),
 }
 ABSENT_TPUS = {
     "v5e:2x2": (dict(fsdp=2, sp=2), {}, MODEL, "scan"),
-    "v5p:2x2x1": (dict(fsdp=2, tp=2), {}, WINDOWS, "scan"),
-    "v5p:2x2x2": (dict(fsdp=4, sp=2), dict(execution=NESTED), MODEL, "scan"),
-    "v6e:2x2": (dict(fsdp=4), adapter("lora"), ALIBI, "scan"),
 }
 
 
