@@ -206,8 +206,10 @@ def _lines(
         text = "not even 1,024 tokens fit" if longest is None else f"{longest.seq_len:,} tokens fit"
         yield f"longest context: {text}"
     model, length = spec.model, longest.seq_len if longest else 0
-    learned = model.max_position_embeddings if model.position_embedding == "learned" else None
-    if model.exceeds_positions(length) or length > (learned or length):
+    learned = model.position_embedding == "learned"
+    if model.exceeds_positions(length) or (
+        learned and length > (model.max_position_embeddings or length)
+    ):
         yield (
             f"warning: model.max_position_embeddings={model.max_position_embeddings}: longer "
             "sequences fit into the memory, but the model was not made for them"

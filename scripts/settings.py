@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 from step import DECODERS, DEFAULTS
-from tables import SIZES
+from tables import GPUS, LONGEST_PLANNED, SIZES
 
 from bptjax.config_parser import parse
 from bptjax.devices import absent_devices
@@ -31,13 +31,12 @@ from bptjax.training.search import choose, smallest, with_execution
 from bptjax.training.spec import TrainSpec
 
 GIB = 2**30
-LENGTHS = [m << k for k in range(6, 18) for m in range(16, 32)] + [2**22]
+LENGTHS = [m << k for k in range(6, 18) for m in range(16, 32)] + [LONGEST_PLANNED]
 METHODS = {
     "full": [],
     "LoRA": ["--adapter.type=lora", "--adapter.r=16"],
     "QLoRA": ["--adapter.type=qlora", "--adapter.r=16"],
 }
-DEVICES = "h100", "rtx4090", "l40s", "h200", "h100:8"
 # Steps to compile for a row at most, and the share of the length by which a longer one must be
 # estimated to fit to be compiled too.
 MOST_COMPILED, PRECISION = 3, 1 / 16
@@ -191,7 +190,7 @@ def main() -> None:
     args = parser.parse_args()
     done = args.out.read_text().splitlines() if args.out.exists() else []
     rows = [json.loads(line) for line in done]
-    for case in itertools.product(SIZES, METHODS, DEVICES):
+    for case in itertools.product(SIZES, METHODS, GPUS):
         same = [x for x in rows if (x["model"], x["method"], x["devices"]) == case]
         if any(args.estimate or x.get("compiled") or "mesh" not in x for x in same):
             continue

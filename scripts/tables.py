@@ -1,5 +1,4 @@
-"""Writes the tables of measurements in the documents from the rows in scripts/results, and draws
-pictures.
+"""Writes the tables of measurements in the documents from the rows in scripts/results.
 
     python scripts/tables.py
 
@@ -41,7 +40,6 @@ SIZES = {
     "Qwen3 32B": "32b",
     "Llama-3.1 70B": "70b",
 }
-METHODS = "full", "LoRA", "QLoRA"
 # No longer sequence was planned.
 LONGEST_PLANNED = 4_194_304
 WORKS = {"QLoRA": "qlora_h200.json", "full fine-tuning": "step_h200.json"}
@@ -158,10 +156,9 @@ def steps(name: str, peer_name: str) -> str:
         cells = [DECODERS[row["decoder"]], tokens(row), settings(row)]
         cells += [f"{row['tokens_per_second']:,.0f}, {gib(row)}"]
         if peer:
+            theirs, ratio = beside(peer, row)
             tiled = "offload, tiled: " if "tiled" in peer["system"] else ""
-            cells += [f"{tiled}{peer['tokens_per_second']:,.0f}, {gib(peer)}"]
-            cells += [f"{row['tokens_per_second'] / peer['tokens_per_second']:.2f}"]
-            cells[-1] += " (two runs)" if "note" in peer else ""
+            cells += [tiled + theirs, ratio + " (two runs)" * ("note" in peer)]
         body.append([*cells, "", ""][:6])
     return table(["", "tokens", "settings", "bptjax", peer_name, "ratio"], body)
 
@@ -262,12 +259,16 @@ def auto() -> str:
         limit = f"{budget(row)} GiB" if budget(row) else ""
         ours = f"{row['tokens_per_second']:,.0f}, {gib(row)}"
         cells = [name, tokens(row), limit, settings(row), f"{row['choice_s']:.0f} s", ours]
-        if peer:
-            cells += [f"{peer['tokens_per_second']:,.0f}, {gib(peer)}"]
-            cells += [f"{row['tokens_per_second'] / peer['tokens_per_second']:.2f}"]
-        body.append([*cells, "", ""][:8])
+        body.append([*cells, *beside(peer, row), "", ""][:8])
     head = ["", "tokens", "budget", "chosen settings", "time to choose", "bptjax", "PyTorch"]
     return table([*head, "ratio"], body)
+
+
+def beside(peer: Row | None, row: Row) -> list[str]:
+    """Formats the speed and the memory of a peer, and the ratio of the speeds, if there is one."""
+    if peer is None:
+        return []
+    return [f"{speed(peer):,.0f}, {gib(peer)}", f"{speed(row) / speed(peer):.2f}"]
 
 
 def budget(row: Row) -> float | None:
@@ -278,11 +279,10 @@ def by_gpu(cell: Callable[[Row], str]) -> str:
     """Returns a table of the planned rows, with a column for each kind of GPU."""
     rows = {(r["model"], r["method"], r["devices"]): r for r in read("settings_planned.jsonl")}
     body = []
-    for model, method in itertools.product(SIZES, METHODS):
-        cells = [rows.get((model, method, gpus)) for gpus in GPUS]
-        if any(cells):
-            texts = [cell(row) if row else "not planned" for row in cells]
-            body.append([model if method == METHODS[0] else "", method, *texts])
+    for model, methods in itertools.groupby(dict.fromkeys(k[:2] for k in rows), lambda k: k[0]):
+        for n, (_, method) in enumerate(methods):
+            texts = [cell(rows[model, method, gpus]) for gpus in GPUS]
+            body.append(["" if n else model, method, *texts])
     return table(["model", "method", *GPUS.values()], body)
 
 
@@ -360,112 +360,9 @@ def written(text: str) -> str:
     return MARK.sub(fill, text)
 
 
-def draw(file: Path, names: list[str], panels: dict[str, list[dict[str, float]]]) -> None:
-    """Draws a panel for each title, with a group of bars for each name."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 6), layout="constrained")
-    for axes, (title, bars) in zip(
-        figure.subplots(1, len(panels), sharey=True), panels.items(), strict=True
-    ):
-        labels = list(dict.fromkeys(label for group in bars for label in group))
-        for i, label in enumerate(labels):
-            there = {n + i / (len(labels) + 1): x[label] for n, x in enumerate(bars) if label in x}
-            drawn = axes.barh(
-                list(there), list(there.values()), 1 / (len(labels) + 1), label=label, align="edge"
-            )
-            axes.bar_label(drawn, fmt="{:,.0f}", padding=2, fontsize="x-small")
-        axes.set_yticks([n + 0.4 for n in range(len(names))], names)
-        axes.set(xlabel=title)
-        axes.margins(x=0.12)
-        axes.legend(fontsize="x-small")
-    figure.axes[0].invert_yaxis()
-    FigureCanvasAgg(figure).print_png(file)
-
-
-def draw_in_less_memory(file: Path) -> None:
-    """Draws the speed of each pair of `in_less_memory`, the peer's as 1, with memory beside it."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    found = in_less_memory()
-    figure = Figure(figsize=(10, 0.9 * len(found) + 1.2), layout="constrained")
-    axes = figure.add_subplot(
-        title="Training steps on one H200 in less GPU memory than PyTorch's",
-        xlabel="tokens/s, PyTorch = 1",
-    )
-    for n, (_, row, peer) in enumerate(found):
-        for system, r, at, color in (
-            ("bptjax", row, n, "tab:blue"),
-            ("PyTorch", peer, n + 0.4, "0.7"),
-        ):
-            ratio = r["tokens_per_second"] / peer["tokens_per_second"]
-            axes.barh(at, ratio, 0.38, align="edge", color=color, label=None if n else system)
-            text = f"{r['tokens_per_second']:,.0f} tokens/s in {memory_gib(r):#.3g} GiB"
-            axes.text(ratio + 0.05, at + 0.19, text.replace(". ", " "), va="center", fontsize=9)
-    names = [f"{name}\n{tokens(row)} tokens" for name, row, _ in found]
-    axes.set_yticks([n + 0.4 for n in range(len(found))], names)
-    axes.invert_yaxis()
-    axes.margins(x=0.35)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="lower right")
-    FigureCanvasAgg(figure).print_png(file)
-
-
-def draw_memory_curves(file: Path, T: int = 32_768) -> None:
-    """Draws the speed over the memory of steps on T tokens: ours within several budgets, and the
-    peer's."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    rows = read("auto_h200.json") + read("memory_speed_h200.json")
-    rows = [r for r in rows if r["T"] == T and r["run"] != "qlora"]
-    figure = Figure(figsize=(11, 4), layout="constrained")
-    decoders = list(dict.fromkeys(r["decoder"] for r in rows))
-    for axes, decoder in zip(figure.subplots(1, len(decoders)), decoders, strict=True):
-        for system in dict.fromkeys(r["system"] for r in rows):
-            of = sorted(
-                (r for r in rows if (r["decoder"], r["system"]) == (decoder, system)),
-                key=memory_gib,
-            )
-            axes.plot(
-                [memory_gib(r) for r in of],
-                [speed(r) for r in of],
-                "o-" if system == "bptjax" else "s",
-                label=system,
-            )
-        axes.set(
-            title=f"{DECODERS[decoder]}, {T:,} tokens",
-            xlabel="GPU memory of the step, GiB",
-            ylabel="tokens/s",
-        )
-        axes.set_ylim(bottom=0)
-        axes.grid(alpha=0.3)
-        axes.legend(loc="lower right")
-    FigureCanvasAgg(figure).print_png(file)
-
-
 def main() -> None:
     for document in DOCUMENTS:
         document.write_text(written(document.read_text()))
-    draw_in_less_memory(RESULTS / "less_memory_h200.png")
-    draw_memory_curves(RESULTS / "memory_speed_h200.png")
-    speeds: dict[str, list[dict[str, float]]] = {}
-    for (_, H), rows in attention_rows().items():
-        of = {SYSTEMS[n]: r["step_tflops"] for n, r in rows.items() if "step_tflops" in r}
-        speeds.setdefault(f"TFLOP/s, H = {H}", []).append(of)
-    draw(RESULTS / "attention_h200.png", list(CASES.values()), speeds)
-    both = [(row, peer) for row, peer in pairs("step_h200.json") if peer]
-    panels = {"tokens/s": "tokens_per_second", "GPU memory, GiB": "peak_gib"}
-    draw(
-        RESULTS / "step_h200.png",
-        [f"{DECODERS[row['decoder']]}, {tokens(row)}" for row, _ in both],
-        {
-            title: [{"bptjax": row[key], "transformers + Liger": peer[key]} for row, peer in both]
-            for title, key in panels.items()
-        },
-    )
 
 
 if __name__ == "__main__":

@@ -114,7 +114,7 @@ def adapter(kind):
 
 ALIBI = replace(MODEL, position_embedding="alibi")
 OFFLOADED = ExecutionConfig(remat="full", offload=0.5)
-# For each of the devices: parameters, and the kernel.
+# By devices: the mesh, other groups of the config, the model, and the kernel that is chosen.
 ABSENT_GPUS = {
     "a100-40gb:4": (dict(fsdp=2, sp=2), {}, MODEL, "cudnn"),
     "h200:2x2": (dict(fsdp=2, tp=2), {}, MODEL, "cudnn"),

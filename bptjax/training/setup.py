@@ -263,11 +263,9 @@ def _describe_model(spec: TrainSpec, data: RunData) -> list[str]:
         for key in own
         if used[key] == own[key] and not key.startswith("execution.")
     )
-    notes += (
-        textwrap.wrap(f"fine-tuning defaults: {used_defaults}", 80, subsequent_indent="  ")
-        if used_defaults
-        else []
-    )
+    if used_defaults:
+        text = f"fine-tuning defaults: {used_defaults}"
+        notes += textwrap.wrap(text, 80, subsequent_indent="  ")
     notes += [pretrained.left_out] * bool(pretrained.left_out)
     if model.exceeds_positions(config.train.seq_len):
         notes.append(

@@ -3,23 +3,18 @@
 import fcntl
 import json
 import os
-import signal
-import subprocess
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import yaml
 
-from bptjax.config import Config, flatten, to_yaml
+from bptjax.config import flatten, to_yaml
 from bptjax.config_parser import parse
 from bptjax.execution import ExecutionConfig
 from bptjax.models.config import ModelConfig
-from bptjax.output import leftovers
 from bptjax.pretrained import open_pretrained
 from bptjax.train import main
-from bptjax.training.run_directory import acquire_run_dir, saved_execution, saved_keys
 from bptjax.training.setup import _with_defaults
 from training.runs import rows
 
@@ -205,20 +200,6 @@ def test_an_empty_data_set_is_refused(arguments, tmp_path, capsys):
     assert "holds no documents" in capsys.readouterr().err
 
 
-def test_another_config_does_not_write_over_a_run(arguments, uninterrupted, capsys):
-    before = {p: p.read_bytes() for p in uninterrupted.glob("*.*")}
-    assert main([*arguments, "--run_dir", str(uninterrupted), "--model.num_layers", "2"]) == 2
-    assert "model.num_layers=1, and this run has 2" in capsys.readouterr().err
-    assert {p: p.read_bytes() for p in uninterrupted.glob("*.*")} == before
-
-
-def test_a_damaged_config_of_a_run_is_said(arguments, tmp_path, capsys):
-    for text in ("", "train: ["):
-        (tmp_path / "config.yaml").write_text(text)
-        assert main([*arguments, "--run_dir", str(tmp_path)]) == 2
-        assert "config.yaml is damaged" in capsys.readouterr().err
-
-
 def test_ctrl_c_before_the_first_step(arguments, tmp_path, monkeypatch, capsys):
     def interrupted(config):
         raise KeyboardInterrupt
@@ -241,35 +222,6 @@ def test_a_refused_start_leaves_the_config_as_it_was(arguments, uninterrupted, c
     os.close(handle)
     assert "another process is running in" in capsys.readouterr().err
     assert (uninterrupted / "config.yaml").read_bytes() == before
-
-
-def test_two_processes_do_not_share_a_run(arguments, tmp_path, capsys):
-    run_dir = tmp_path / "run"
-    run_dir.mkdir()
-    handle = os.open(run_dir, os.O_RDONLY)
-    fcntl.flock(handle, fcntl.LOCK_EX)
-    assert main([*arguments, "--run_dir", str(run_dir)]) == 2
-    assert "another process is running in" in capsys.readouterr().err
-    os.close(handle)
-
-
-def test_a_run_of_an_older_version_goes_on_with_the_defaults_of_new_keys(arguments, tmp_path):
-    command = [*arguments, f"--run_dir={tmp_path}"]
-    old = to_yaml(parse(command)).replace("  shards: 1\n", "").replace("  warmup_ratio: null\n", "")
-    (tmp_path / "config.yaml").write_text(old)
-    acquire_run_dir(tmp_path, parse(command))
-    for key, found in (("data.num_shards=2", "=1"), ("optimizer.warmup_ratio=0.5", "=None")):
-        name, _, value = key.partition("=")
-        with pytest.raises(ValueError, match=f"run with {name}{found}, and this run has {value}"):
-            acquire_run_dir(tmp_path, parse([*command, f"--{key}"]))
-    # Fine-tuning had the defaults of pre-training.
-    (tmp_path / "config.yaml").write_text(old.replace("name_or_path: null", "name_or_path: x"))
-    tuned = [*command, "--model.name_or_path=x", "--train.compute_dtype=float32"]
-    tuned.append("--optimizer.warmup_steps=0")
-    with pytest.raises(ValueError, match="weight_decay=0.1, and this run has 0.0"):
-        acquire_run_dir(tmp_path, parse(tuned))
-    acquire_run_dir(tmp_path, parse([*tuned, "--optimizer.weight_decay=0.1"]))
-    assert [file.name for file in tmp_path.iterdir()] == ["config.yaml"]
 
 
 PRE_TRAINING = {
@@ -335,26 +287,6 @@ def test_defaults_follow_the_work(flags, platform, wanted, tmp_path):
     assert again == config == again.on("cpu") == again.on("gpu")
 
 
-def test_a_resumed_run_keeps_the_execution_that_its_keys_allow(tmp_path):
-    chosen = ExecutionConfig("auto", "split", 512, 512, "full", ("up",), 2048, 8, 0.5)
-    config = Config(run_dir=str(tmp_path))
-    assert saved_execution(config) is None
-    (tmp_path / "config.yaml").write_text(to_yaml(replace(config, execution=chosen)))
-    assert saved_execution(config) == chosen.complete()
-    for keys, kept in (
-        (dict(offload=0.0), True),
-        (dict(remat="none"), False),
-        (dict(ffn_chunk=64), False),
-    ):
-        config = replace(config, execution=ExecutionConfig(**keys))
-        wanted = replace(chosen, **keys).complete() if kept else None
-        assert saved_execution(config) == wanted
-        assert _with_defaults(config, "cpu").execution.offload == 0.0
-    # An offload that is set is not changed, so that `setup` refuses it.
-    config = replace(config, execution=ExecutionConfig(offload=1.0))
-    assert _with_defaults(config, "cpu").execution.offload == 1.0
-
-
 def test_a_fine_tuning_run_logs_its_defaults_and_keeps_them(
     arguments, uninterrupted, tmp_path, capsys
 ):
@@ -391,29 +323,6 @@ def test_a_fine_tuning_run_logs_its_defaults_and_keeps_them(
     assert _with_defaults(config, "gpu").train.compute_dtype == "float32"
     other = replace(config, run_dir=str(tmp_path / "other"))
     assert _with_defaults(other, "gpu").train.compute_dtype == "bfloat16"
-
-
-def test_a_directory_with_something_else_is_not_taken(arguments, tmp_path, capsys):
-    (tmp_path / "thesis.tex").write_text("dear reader")
-    assert main([*arguments, "--run_dir", str(tmp_path)]) == 2
-    assert "must be empty or hold a run" in capsys.readouterr().err
-    assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
-
-
-def test_a_killed_start_does_not_take_the_directory(tmp_path):
-    """A process that is killed while it writes the config leaves a temporary file."""
-    killed = """
-import os, pathlib, signal, sys
-from bptjax.output import write_atomically
-pathlib.Path.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-write_atomically(pathlib.Path(sys.argv[1]), "seed: 1")
-"""
-    file = tmp_path / "config.yaml"
-    ended = subprocess.run([sys.executable, "-c", killed, file])
-    assert ended.returncode == -signal.SIGKILL
-    assert {*tmp_path.iterdir()} == leftovers(file) != set()
-    acquire_run_dir(tmp_path, Config())
-    assert saved_keys(tmp_path) == flatten(Config())
 
 
 def test_saved_config_is_the_resolved_one(uninterrupted, arguments):

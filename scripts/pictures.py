@@ -1,0 +1,123 @@
+"""Draws pictures of the rows in scripts/results.
+
+python scripts/pictures.py
+"""
+
+from pathlib import Path
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from tables import (
+    CASES,
+    DECODERS,
+    RESULTS,
+    SYSTEMS,
+    attention_rows,
+    in_less_memory,
+    memory_gib,
+    pairs,
+    read,
+    speed,
+    tokens,
+)
+
+
+def draw(file: Path, names: list[str], panels: dict[str, list[dict[str, float]]]) -> None:
+    """Draws a panel for each title, with a group of bars for each name."""
+    figure = Figure(figsize=(12, 6), layout="constrained")
+    for axes, (title, bars) in zip(
+        figure.subplots(1, len(panels), sharey=True), panels.items(), strict=True
+    ):
+        labels = list(dict.fromkeys(label for group in bars for label in group))
+        for i, label in enumerate(labels):
+            there = {n + i / (len(labels) + 1): x[label] for n, x in enumerate(bars) if label in x}
+            drawn = axes.barh(
+                list(there), list(there.values()), 1 / (len(labels) + 1), label=label, align="edge"
+            )
+            axes.bar_label(drawn, fmt="{:,.0f}", padding=2, fontsize="x-small")
+        axes.set_yticks([n + 0.4 for n in range(len(names))], names)
+        axes.set(xlabel=title)
+        axes.margins(x=0.12)
+        axes.legend(fontsize="x-small")
+    figure.axes[0].invert_yaxis()
+    FigureCanvasAgg(figure).print_png(file)
+
+
+def draw_in_less_memory(file: Path) -> None:
+    """Draws the speed of each pair of `in_less_memory`, the peer's as 1, with memory beside it."""
+    found = in_less_memory()
+    figure = Figure(figsize=(10, 0.9 * len(found) + 1.2), layout="constrained")
+    axes = figure.add_subplot(
+        title="Training steps on one H200 in less GPU memory than PyTorch's",
+        xlabel="tokens/s, PyTorch = 1",
+    )
+    for n, (_, row, peer) in enumerate(found):
+        for system, r, at, color in (
+            ("bptjax", row, n, "tab:blue"),
+            ("PyTorch", peer, n + 0.4, "0.7"),
+        ):
+            ratio = r["tokens_per_second"] / peer["tokens_per_second"]
+            axes.barh(at, ratio, 0.38, align="edge", color=color, label=None if n else system)
+            text = f"{r['tokens_per_second']:,.0f} tokens/s in {memory_gib(r):#.3g} GiB"
+            axes.text(ratio + 0.05, at + 0.19, text.replace(". ", " "), va="center", fontsize=9)
+    names = [f"{name}\n{tokens(row)} tokens" for name, row, _ in found]
+    axes.set_yticks([n + 0.4 for n in range(len(found))], names)
+    axes.invert_yaxis()
+    axes.margins(x=0.35)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(loc="lower right")
+    FigureCanvasAgg(figure).print_png(file)
+
+
+def draw_memory_curves(file: Path, T: int = 32_768) -> None:
+    """Draws the speed over the memory of steps on T tokens: ours within several budgets, and the
+    peer's."""
+    rows = read("auto_h200.json") + read("memory_speed_h200.json")
+    rows = [r for r in rows if r["T"] == T and r["run"] != "qlora"]
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    decoders = list(dict.fromkeys(r["decoder"] for r in rows))
+    for axes, decoder in zip(figure.subplots(1, len(decoders)), decoders, strict=True):
+        for system in dict.fromkeys(r["system"] for r in rows):
+            of = sorted(
+                (r for r in rows if (r["decoder"], r["system"]) == (decoder, system)),
+                key=memory_gib,
+            )
+            axes.plot(
+                [memory_gib(r) for r in of],
+                [speed(r) for r in of],
+                "o-" if system == "bptjax" else "s",
+                label=system,
+            )
+        axes.set(
+            title=f"{DECODERS[decoder]}, {T:,} tokens",
+            xlabel="GPU memory of the step, GiB",
+            ylabel="tokens/s",
+        )
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+        axes.legend(loc="lower right")
+    FigureCanvasAgg(figure).print_png(file)
+
+
+def main() -> None:
+    draw_in_less_memory(RESULTS / "less_memory_h200.png")
+    draw_memory_curves(RESULTS / "memory_speed_h200.png")
+    speeds: dict[str, list[dict[str, float]]] = {}
+    for (_, H), rows in attention_rows().items():
+        of = {SYSTEMS[n]: r["step_tflops"] for n, r in rows.items() if "step_tflops" in r}
+        speeds.setdefault(f"TFLOP/s, H = {H}", []).append(of)
+    draw(RESULTS / "attention_h200.png", list(CASES.values()), speeds)
+    both = [(row, peer) for row, peer in pairs("step_h200.json") if peer]
+    panels = {"tokens/s": "tokens_per_second", "GPU memory, GiB": "peak_gib"}
+    draw(
+        RESULTS / "step_h200.png",
+        [f"{DECODERS[row['decoder']]}, {tokens(row)}" for row, _ in both],
+        {
+            title: [{"bptjax": row[key], "transformers + Liger": peer[key]} for row, peer in both]
+            for title, key in panels.items()
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()
