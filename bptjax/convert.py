@@ -26,6 +26,7 @@ from bptjax.models.decoder import Decoder
 from bptjax.models.params import Index, resize_param
 from bptjax.output import atomic_directory
 from bptjax.pretrained import Pretrained, open_pretrained, resolve_checkpoint
+from bptjax.progress import Progress
 from bptjax.quantized_kernels import linear_kernels
 
 # The files of a tokenizer in a Hugging Face directory; generation_config.json holds token ids.
@@ -278,12 +279,15 @@ def _verify(hf: Path, model: Pretrained, dtype: str | None) -> int:
 def _rounded(model: Pretrained, dtypes: dict[str, str]) -> Iterator[tuple[str, np.ndarray]]:
     """Yields (path, array) of every parameter in the dtype that was written, with adapters
     merged."""
+    specs = model.source.specs
     read = model.source.read if model.adapters is None else _merging(model)
-    for path, dtype in dtypes.items():
-        layered = path.startswith("layers.")
-        layers = range(model.config.num_layers) if layered else ()
-        array = np.stack([read(path, (i,)) for i in layers]) if layered else read(path, ())
-        yield path, array.astype(dtype)
+    with Progress("verifying", sum(spec.nbytes for spec in specs.values())) as progress:
+        for path, dtype in dtypes.items():
+            layered = path.startswith("layers.")
+            layers = range(model.config.num_layers) if layered else ()
+            array = np.stack([read(path, (i,)) for i in layers]) if layered else read(path, ())
+            yield path, array.astype(dtype)
+            progress.advance(specs[path].nbytes)
 
 
 if __name__ == "__main__":

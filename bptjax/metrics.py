@@ -124,7 +124,7 @@ class Progress:
         self._clock = clock
         # An explicit False, because FORCE_COLOR would make rich treat a pipe as a terminal.
         self._console = console or Console(force_terminal=None if sys.stdout.isatty() else False)
-        self._last_update = self._last_line = -math.inf
+        self._last_update = -math.inf
         self._pending: str | None = None
         self._bar: ProgressBar | None = None
         if self._console.is_terminal and not self._console.is_dumb_terminal:
@@ -162,10 +162,10 @@ class Progress:
             self._pending, self._last_update = None, self._clock()
 
     def status(self, text: str) -> None:
-        """Shows the work between steps: in the bar, or as a line every `every` seconds."""
+        """Shows the work between steps: in the bar, or as a line."""
         if self._bar:
             self._bar.update(self._task, tail=text)
-        elif self._clock() - self._last_line >= self._every:
+        else:
             self._print(text)
 
     def log(self, line: str) -> None:
@@ -175,7 +175,6 @@ class Progress:
             file.write(f"{datetime.now():%Y-%m-%d %H:%M:%S} {line}\n")
 
     def _print(self, line: str) -> None:
-        self._last_line = self._clock()
         self._console.print(line, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ from bptjax.devices import absent_devices, parse_devices
 from bptjax.models.config import ModelConfig
 from bptjax.parallel.mesh import make_mesh, select_devices
 from bptjax.pretrained import Pretrained, open_config
+from bptjax.progress import Compilations, Progress
 from bptjax.training.auto import absent_room, describe, present_room
 from bptjax.training.estimate import Estimator
 from bptjax.training.prediction import Plan, longest_context, plan, remedies
@@ -89,13 +90,18 @@ def open_model(config: Config) -> tuple[ModelConfig, Pretrained | None]:
 def run(config: PlanConfig) -> int:
     """Plans for each of the devices, and prints the plans. Returns 0 if a plan fits, else 1."""
     plain = Config(**{f.name: getattr(config, f.name) for f in fields(Config)})
-    good = False
-    for text in config.each or [None]:
-        good |= _run_on(plain, text, config)
+    good, each = False, config.each or [None]
+    say = (lambda line: None) if config.json else partial(print, file=sys.stderr, flush=True)
+    with Progress("planning", len(each), say) as progress:
+        for text in each:
+            good |= _run_on(plain, text, config, say)
+            progress.advance()
     return 0 if good else 1
 
 
-def _run_on(plain: Config, text: str | None, options: PlanConfig) -> bool:
+def _run_on(
+    plain: Config, text: str | None, options: PlanConfig, say: Callable[[str], None]
+) -> bool:
     """Plans for the devices named by `text`, or for this machine's, and prints the plan. Returns
     whether it fits."""
     if text is None:
@@ -108,14 +114,13 @@ def _run_on(plain: Config, text: str | None, options: PlanConfig) -> bool:
         name, platform, spec = text, kind.platform, open_spec(plain, devices)
         space = absent_room(spec, kind)
 
-    def say(line: str) -> None:
-        if not options.json:
-            print(line, file=sys.stderr, flush=True)
+    compilations = Compilations(say)
 
     def measure(spec: TrainSpec) -> Plan:
         keys = plain.execution.unset
-        say(f"compiling for {name}" + (f": {describe(spec.execution, keys)}" if keys else ""))
-        found = plan(spec, name, space.device if space else None, platform)
+        line = f"compiling for {name}" + (f": {describe(spec.execution, keys)}" if keys else "")
+        with compilations.announce(line):
+            found = plan(spec, name, space.device if space else None, platform)
         say(f"  {found.seq_len:,} tokens: {found.peak / GIB:.2f} GiB")
         return found
 

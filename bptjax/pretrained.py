@@ -160,11 +160,17 @@ class Pretrained:
         values = jax.device_put(jax.tree.map(np.asarray, self.adapters.values), where)
         return attach(model, values, config.dropout)
 
-    def fill(self, model: Any, put: Callable[[str, Any, np.ndarray], Any] = put_param) -> Any:
-        """Fills the abstract `model` with the parameters; see `fill_model`. Embeddings that were
-        trained beside adapters replace the embeddings of the base model."""
+    def fill(
+        self,
+        model: Any,
+        put: Callable[[str, Any, np.ndarray], Any] = put_param,
+        show: Callable[[str], None] | None = None,
+    ) -> Any:
+        """Fills the abstract `model` with the parameters; see `fill_model`, and `Progress` for
+        `show`. Embeddings that were trained beside adapters replace the embeddings of the base
+        model."""
         own = self.adapters.modules if self.adapters else {}
-        params = ((path, own.get(path, array)) for path, array in stacked(self.source))
+        params = ((path, own.get(path, array)) for path, array in stacked(self.source, show))
         return fill_model(model, params, self.config, put)
 
     def check(self, saved: str | int | None, directory: Path) -> None:

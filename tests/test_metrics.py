@@ -109,16 +109,6 @@ def test_plain_lines_off_a_terminal(tmp_path):
     assert (tmp_path / "log.txt").read_text().endswith("1.5 " + "x" * 100 + "\n")
 
 
-def test_status_is_printed_at_most_every_ten_seconds(tmp_path):
-    clock, out = Clock(), io.StringIO()
-    with Progress(tmp_path, 9, console=Console(file=out), clock=clock) as progress:
-        progress.log("evaluating")
-        for n in range(25):
-            progress.status(f"batch {n}")
-            clock.now += 1.0
-    assert out.getvalue().splitlines() == ["evaluating", "batch 10", "batch 20"]
-
-
 def test_last_step_is_printed_once(tmp_path):
     out = io.StringIO()
     with Progress(tmp_path, 2, console=Console(file=out)) as progress:

@@ -8,6 +8,7 @@ import jax
 import pytest
 from hf.cases import config as hf_config
 
+from bptjax import progress
 from bptjax.cli import main
 from bptjax.config import Config, TrainConfig
 from bptjax.devices import KINDS, absent_devices, parse_devices
@@ -267,3 +268,20 @@ def test_no_context_fits():
         return Plan("x", spec.config.train.seq_len, 80 * GIB, 0, 0, 0, 0, 0, 0, 70 * GIB)
 
     assert longest_context(spec, too_much, too_much(spec)) is None
+
+
+def test_plans_for_several_devices_show_the_time_left(monkeypatch, capsys):
+    now = [0.0]
+
+    def planned(*_):
+        now[0] += 30.0
+        return True
+
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr("bptjax.plan._run_on", planned)
+    command = ["plan", *FLAGS, "--devices=h100,h200,b200"]
+    assert main(command) == 0
+    lines = ["planning: 33%, 0:01:00 left", "planning: 67%, 0:00:30 left"]
+    assert capsys.readouterr().err.splitlines() == lines
+    assert main([*command, "--json"]) == 0
+    assert capsys.readouterr().err == ""

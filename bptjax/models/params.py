@@ -11,6 +11,7 @@ from flax import nnx
 
 from bptjax.models.config import ModelConfig
 from bptjax.ops.position import extend_positions
+from bptjax.progress import Progress
 
 # Position in the first axes of an array: the layer, and the expert. Empty for all of the array.
 Index = tuple[int, ...]
@@ -48,20 +49,25 @@ class ParameterSource(Protocol):
         ...
 
 
-def stacked(source: ParameterSource) -> Iterator[tuple[str, np.ndarray]]:
+def stacked(
+    source: ParameterSource, show: Callable[[str], None] | None = None
+) -> Iterator[tuple[str, np.ndarray]]:
     """Yields (path, array) of every parameter. One is in memory at a time, or those that the files
-    fuse."""
+    fuse. Shows the progress, which includes the caller's work; see `Progress` for `show`."""
     stacks: dict[str, np.ndarray] = {}
-    for path, index, part in source.slices():
-        if not index:
-            yield path, part
-            continue
-        shape = source.specs[path].shape
-        if path not in stacks:
-            stacks[path] = np.empty(shape, part.dtype)
-        stacks[path][index] = part
-        if index == tuple(n - 1 for n in shape[: len(index)]):
-            yield path, stacks.pop(path)
+    size = sum(spec.nbytes for spec in source.specs.values())
+    with Progress("loading weights", size, show) as progress:
+        for path, index, part in source.slices():
+            shape = source.specs[path].shape
+            if not index:
+                yield path, part
+            else:
+                if path not in stacks:
+                    stacks[path] = np.empty(shape, part.dtype)
+                stacks[path][index] = part
+                if index == tuple(n - 1 for n in shape[: len(index)]):
+                    yield path, stacks.pop(path)
+            progress.advance(part.nbytes)
 
 
 def put_param(path: str, leaf: Any, array: np.ndarray, dtype: Any = None) -> Any:

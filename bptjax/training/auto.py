@@ -20,6 +20,7 @@ from bptjax.devices import DeviceKind
 from bptjax.output import write_atomically
 from bptjax.parallel.distributed import all_gather_json
 from bptjax.parallel.mesh import MEMORY_FRACTION, cache_directory, host_memory
+from bptjax.progress import Compilations
 from bptjax.remat import TrainingExecution
 from bptjax.training.prediction import Plan, plan, shortage, tree_bytes
 from bptjax.training.search import Room, choose, with_execution
@@ -79,9 +80,11 @@ def complete_execution(
         return spec, []
     kind = spec.mesh.devices.reshape(-1)[0].device_kind
 
+    compilations = Compilations(say)
+
     def measure(spec: TrainSpec) -> Plan:
-        say(f"execution: compiling {describe(spec.execution, unset)}")
-        return plan(spec, kind, space.device, absent.platform if absent else None)
+        with compilations.announce(f"execution: compiling {describe(spec.execution, unset)}"):
+            return plan(spec, kind, space.device, absent.platform if absent else None)
 
     file = _cache_file(spec, space)
     # Every process must compile the same steps.

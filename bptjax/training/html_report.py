@@ -48,9 +48,12 @@ def reporting(run: TrainingRun) -> Iterator[dict[str, Any]]:
     """Yields a dict to add facts of the run to, and writes the report at the end, also after an
     error in a run that has compiled its step. Only the first process writes.
 
-    Facts are `kernels`, `memory` (see `memory_of`), `results`, `sample` and `end`.
+    Facts are `kernels`, `memory` (see `memory_of`), `results`, `sample`, `end` and
+    `compile_seconds`, which has the value of an earlier part of the run until the step is compiled.
     """
     facts: dict[str, Any] = {"failed": False}
+    if seconds := _recorded(run).get("compile_seconds"):
+        facts["compile_seconds"] = seconds
     try:
         yield facts
     except Exception as error:
@@ -62,11 +65,18 @@ def reporting(run: TrainingRun) -> Iterator[dict[str, Any]]:
             _write(run, facts)
 
 
-def _write(run: TrainingRun, facts: dict[str, Any]) -> None:
-    file = run.directory / FACTS
+def _recorded(run: TrainingRun) -> dict[str, Any]:
+    """Returns the facts of earlier parts of the run; empty if there are none."""
     try:
-        before = json.loads(file.read_text()) if file.exists() else {}
-        write_atomically(file, json.dumps(before | describe(run) | facts, indent=1, default=str))
+        return json.loads((run.directory / FACTS).read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def _write(run: TrainingRun, facts: dict[str, Any]) -> None:
+    try:
+        text = json.dumps(_recorded(run) | describe(run) | facts, indent=1, default=str)
+        write_atomically(run.directory / FACTS, text)
         write_report(run.directory)
     except Exception as error:  # A run that is done must not fail for its report.
         say(f"warning: {run.directory / FILE} is not written: {error!r}")

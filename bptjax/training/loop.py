@@ -2,7 +2,6 @@
 
 import math
 import signal
-import time
 from collections import deque
 from contextlib import ExitStack
 from typing import Any
@@ -15,7 +14,6 @@ from bptjax.command_line import plural
 from bptjax.config import to_yaml
 from bptjax.devices import KINDS, kind_of
 from bptjax.metrics import Throughput
-from bptjax.ops.attention.choices import Choice, record_choices
 from bptjax.parallel.distributed import (
     all_gather_json,
     all_reduce_max,
@@ -24,6 +22,8 @@ from bptjax.parallel.distributed import (
     shutdown,
     translate_peer_errors,
 )
+from bptjax.progress import Progress
+from bptjax.training.compilation import StepCompiler
 from bptjax.training.guards import (
     RunFailed,
     exclusive,
@@ -37,18 +37,8 @@ from bptjax.training.report import export_adapter, log_summary, predict_answers,
 from bptjax.training.resume import complete_state, find_start
 from bptjax.training.run_directory import write_config
 from bptjax.training.setup import TrainingRun
-from bptjax.training.state import (
-    TrainState,
-    checkpoint_view,
-    parameter_counts,
-)
-from bptjax.training.step import (
-    Batch,
-    compile_step,
-    evaluator,
-    matmul_parameters,
-    model_flops,
-)
+from bptjax.training.state import TrainState, checkpoint_view
+from bptjax.training.step import evaluator, matmul_parameters, model_flops
 
 # Stands for a failed data check among the signal numbers that processes vote on.
 BAD_DATA = 1
@@ -88,7 +78,7 @@ def train(run: TrainingRun) -> int:
             run.check.start(run.directory)
             for line in (*run.check.lines(), *run.notes):
                 logs.progress.log(line)
-        state = complete_state(run, start, logs.progress.log)
+        state = complete_state(run, start, logs.progress)
         loop = TrainLoop(run, checkpoints, logs, state, start.step, start.extra, facts)
         loop.train(stopped)
         _finish(loop)
@@ -131,9 +121,9 @@ class TrainLoop:
         self._throughput = Throughput()
         self._evaluate = evaluator(run.spec)
         self._matmul_parameters = matmul_parameters(run.spec)
+        self._compiler = StepCompiler(run.spec, logs.progress.log, facts.get("compile_seconds"))
         # The compiled step by shape of the batch.
         self._compiled: dict[tuple[int, ...], jax.stages.Compiled] = {}
-        self._logged_choices: set[Choice] = set()
 
     def train(self, stopped: list[int]) -> None:
         """Trains to the last step, or until a process gets a signal in `stopped`, and saves the
@@ -185,9 +175,12 @@ class TrainLoop:
         shape = batch["tokens"].shape
         if shape not in self._compiled:
             self._flush()
-            self._compiled[shape] = compiled = self._compile(batch)
-            lines = [line for choice in self._logged_choices for line in choice.lines()]
-            self.facts |= dict(kernels=lines, memory=memory_of(self.run, self.state, compiled))
+            self._compiled[shape] = compiled = self._compiler.compile(self.state, batch)
+            self.facts |= dict(
+                kernels=self._compiler.kernels,
+                compile_seconds=self._compiler.compilations.seconds,
+                memory=memory_of(self.run, self.state, compiled),
+            )
             self._throughput.resume()
         self.state, metrics = self._compiled[shape](self.state, batch)
         self._flush()
@@ -206,42 +199,6 @@ class TrainLoop:
                 self.checkpoints.wait()
                 text += f"; step {self.done} is saved"
             raise RunFailed(text) from error
-
-    def _compile(self, batch: Batch) -> jax.stages.Compiled:
-        """Compiles the step and logs the kernels that attention uses; the first time also memory
-        and number of parameters."""
-        log = self.logs.progress.log
-        A, B, T = batch["tokens"].shape
-        log(f"compiling the step for {A} × {plural(B, 'sequence')} of {T} tokens")
-        start = time.perf_counter()
-        with record_choices() as choices:
-            compiled = compile_step(self.run.spec, self.state, batch)
-        for choice in choices:
-            if choice not in self._logged_choices:
-                for line in choice.lines():
-                    log(line)
-                self._logged_choices.add(choice)
-        needs = compiled.memory_analysis()
-        offload = self.run.spec.execution.offload
-        if offload and not (needs and needs.host_temp_size_in_bytes):
-            raise RunFailed(
-                f"execution.offload={offload}: the compiled step uses no host memory; set it to 0"
-            )
-        if self._compiled:
-            return compiled
-        log(f"compiled in {time.perf_counter() - start:.0f} s")
-        total, trained = parameter_counts(self.run.spec)
-        text = f"model: {total:,} parameters"
-        if trained < total:
-            text += f", {trained:,} of them trained ({trained / total:.3%})"
-        log(text)
-        if needs is not None:
-            held, extra = needs.argument_size_in_bytes, needs.temp_size_in_bytes
-            text = f"a step holds {held / 2**30:.2f} GiB and needs {extra / 2**30:.2f} GiB more"
-            log(f"{text} per device")
-            if host := needs.host_argument_size_in_bytes:
-                log(f"a step holds {host / 2**30:.2f} GiB on the host")
-        return compiled
 
     def _flush(self) -> None:
         """Reads and logs the metrics of the previous step.
@@ -320,11 +277,8 @@ class TrainLoop:
         else:
             text += plural(total, "batch", "es")
         progress.log(text)
-        loss = self._evaluate(
-            self.state.model,
-            self.run.eval_batches(),
-            lambda n: progress.status(f"evaluating: batch {n:,} of {batches:,}"),
-        )
+        with Progress("evaluating", batches, progress.status) as shown:
+            loss = self._evaluate(self.state.model, self.run.eval_batches(), shown.advance)
         if self.done:
             self.best.add(self.done, loss)
         metrics = {"eval/loss": loss, "train/tokens_seen": self.tokens_seen}

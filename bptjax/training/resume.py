@@ -1,11 +1,11 @@
 """Finds the start of a run: step 0 or its newest checkpoint."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from bptjax.checkpoint import Checkpoints
+from bptjax.metrics import NullLogger, Progress
 from bptjax.schedule import learning_rate
 from bptjax.training.setup import TrainingRun
 from bptjax.training.spec import TrainSpec
@@ -62,9 +62,9 @@ def find_start(run: TrainingRun, checkpoints: Checkpoints) -> Start:
     return start
 
 
-def complete_state(run: TrainingRun, start: Start, log: Callable[[str], None]) -> TrainState:
+def complete_state(run: TrainingRun, start: Start, progress: Progress | NullLogger) -> TrainState:
     """Returns the state that the run starts with, and logs its origin."""
-    spec = run.spec
+    spec, log = run.spec, progress.log
     if start.state is not None:
         log(f"resumed at step {start.step} of {spec.steps} in {run.directory}")
         if (before := start.extra.get("steps", spec.steps)) != spec.steps:
@@ -72,7 +72,9 @@ def complete_state(run: TrainingRun, start: Start, log: Callable[[str], None]) -
     if start.state is None or run.config.adapter.type != "none":
         name = run.config.model.name_or_path
         log("model: " + (f"loading {name}" if spec.pretrained else "initializing"))
-    return init_state(spec) if start.state is None else from_checkpoint(spec, start.state)
+    if start.state is None:
+        return init_state(spec, show=progress.status)
+    return from_checkpoint(spec, start.state, progress.status)
 
 
 def describe_extension(spec: TrainSpec, start: int, before: int) -> str:

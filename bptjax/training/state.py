@@ -1,7 +1,7 @@
 """The state of a run: parameters, optimizer state and keys; created, loaded or restored, with the
 sharding and the memory of each array."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -70,16 +70,22 @@ def abstract_state(spec: TrainSpec) -> TrainState:
     return replace(state, opt_state=replace(state.opt_state, slots=slots))
 
 
-def init_state(spec: TrainSpec, *, load: bool = True) -> TrainState:
+def init_state(
+    spec: TrainSpec, *, load: bool = True, show: Callable[[str], None] | None = None
+) -> TrainState:
     """Returns the state at step 0, each array created with its own sharding: loaded, or new if
-    there is no checkpoint or `load` is false."""
+    there is no checkpoint or `load` is false.
+
+    Args:
+      show: shows the progress; see `Progress`.
+    """
     model, pretrained, adapter = None, spec.pretrained, spec.config.adapter
     if pretrained is not None and load:
         plain = with_shardings(spec, _abstract_model(spec))
         put = put_param
         if adapter.type == "qlora":
             put = quantizer(plain, adapter.codebook, adapter.double_quant)
-        model = pretrained.fill(plain, put)
+        model = pretrained.fill(plain, put, show)
     shardings = jax.tree.map(lambda x: x.sharding, abstract_state(spec))
 
     with jax.set_mesh(spec.mesh):
@@ -95,11 +101,14 @@ def checkpoint_view(spec: TrainSpec, state: TrainState) -> TrainState:
     return replace(state, model=split(state.model, in_checkpoint)[0])
 
 
-def from_checkpoint(spec: TrainSpec, saved: TrainState) -> TrainState:
-    """Inverts `checkpoint_view`: reloads the frozen weights from the base model's checkpoint."""
+def from_checkpoint(
+    spec: TrainSpec, saved: TrainState, show: Callable[[str], None] | None = None
+) -> TrainState:
+    """Inverts `checkpoint_view`: reloads the frozen weights from the base model's checkpoint, and
+    shows the progress; see `Progress` for `show`."""
     if spec.config.adapter.type == "none":
         return saved
-    frozen = split(init_state(spec).model, in_checkpoint)[1]
+    frozen = split(init_state(spec, show=show).model, in_checkpoint)[1]
     return replace(saved, model=join(saved.model, frozen))
 
 

@@ -258,10 +258,10 @@ def random_batch(spec: TrainSpec) -> Batch:
     return spec.layout.put(batch, train.gradient_accumulation_steps)
 
 
-def evaluator(spec: TrainSpec) -> Callable[[Decoder, Any, Callable[[int], None]], float]:
+def evaluator(spec: TrainSpec) -> Callable[[Decoder, Any, Callable[[], None]], float]:
     """Returns a function from a model and batches `[B, T]` to the mean loss per token, in nats.
 
-    Its third argument is called with the number of finished batches. At most two batches are in
+    Its third argument is called after each finished batch but the last. At most two batches are in
     flight, so that batches do not fill the device's memory.
     """
 
@@ -271,14 +271,14 @@ def evaluator(spec: TrainSpec) -> Callable[[Decoder, Any, Callable[[int], None]]
         losses = loss_sums(spec, model, batch, None, 0.0)
         return losses.loss, (batch["labels"] != -100).sum()
 
-    def evaluate(model, batches, progress=lambda done: None):
+    def evaluate(model, batches, progress=lambda: None):
         sums = []
         with jax.set_mesh(spec.mesh):
             for batch in batches:
                 sums.append(one(model, spec.layout.put(batch)))
                 if len(sums) > 1:
                     jax.block_until_ready(sums[-2])
-                    progress(len(sums) - 1)
+                    progress()
         losses, counts = (np.array(jax.device_get(x), np.float64) for x in zip(*sums, strict=True))
         return float(losses.sum() / max(counts.sum(), 1.0))
 

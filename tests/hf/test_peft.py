@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from bptjax import convert
+from bptjax import convert, progress
 from bptjax.adapter_export import remedy_for_peft, write_adapter
 from bptjax.data.tokenizer import ByteTokenizer
 from bptjax.generate import main as generate
@@ -259,6 +259,8 @@ def test_a_run_resumes_generates_merges_and_exports(
 ):
     monkeypatch.setattr("bptjax.training.setup.select_devices", lambda device: jax.devices()[:1])
     monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("FIRST", "EVERY"):
+        monkeypatch.setattr(progress, name, 0.0)
     base = random_base(tmp_path / "base", of_bytes("llama"))
     command = [*arguments, f"--model.name_or_path={base}", "--adapter.type=qlora"]
     command += ['--model.rope_parameters={"rope_type": "linear", "factor": 4.0}']
@@ -270,6 +272,8 @@ def test_a_run_resumes_generates_merges_and_exports(
     assert main(command) == 0
     log = (run / "log.txt").read_text()
     assert " of them trained (" in log
+    out = capsys.readouterr().out
+    assert "\nloading weights: " in out and "\nevaluating: " in out
     assert log.count("the adapter was trained with a changed base model") == 1
     saved = [p.name for p in (run / "checkpoints" / "6" / "state").iterdir()]
     assert not any("embedding" in name or "codes" in name for name in saved)

@@ -82,6 +82,7 @@ def test_stop_and_resume_is_exact(
     assert "<p>finished 20 steps" in report and 'aria-label="loss' in report
     log = (run_dir / "log.txt").read_text()
     assert "resumed at step 10" in log and log.count("attention: scan\n") == 2
+    assert log.count(" sequences of 32 tokens; the last compilation took ") == 1
 
 
 def test_a_complete_run_is_left_alone(arguments, uninterrupted, capsys):
@@ -294,7 +295,7 @@ def test_out_of_memory_names_the_largest_uses(arguments, tmp_path, monkeypatch, 
     def refuse(*_):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating")
 
-    monkeypatch.setattr("bptjax.training.loop.compile_step", refuse)
+    monkeypatch.setattr("bptjax.training.compilation.compile_step", refuse)
     assert main([*arguments, "--run_dir", str(tmp_path / "run")]) == 1
     message = capsys.readouterr().err
     assert "out of memory: per device, parameters take" in message
