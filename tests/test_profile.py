@@ -4,11 +4,12 @@ import csv
 
 import jax
 import pytest
+from jax._src import compilation_cache
 
 from bptjax import profile
 from bptjax.cli import main
 from bptjax.training.state import abstract_state
-from bptjax.training.timeline import KINDS, PHASES
+from bptjax.training.timeline import KINDS, PHASES, without_cache
 
 FLAGS = [
     *("--model.vocab_size=512", "--model.hidden_size=64", "--model.num_layers=2"),
@@ -19,6 +20,16 @@ FLAGS = [
 def read(file):
     with file.open() as lines:
         return list(csv.DictReader(lines))
+
+
+def test_a_program_in_the_cache_is_compiled_again():
+    """Also after other compilations, before which JAX has looked at its settings."""
+    (client,) = {device.client for device in jax.devices()}
+    jax.jit(lambda x: x + 1)(1)
+    assert compilation_cache.is_cache_used(client)
+    with without_cache():
+        assert not compilation_cache.is_cache_used(client)
+    assert compilation_cache.is_cache_used(client)
 
 
 # jaxlib 0.12 aborts the process if this warning is an error.

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.experimental.compilation_cache import compilation_cache
 
 from bptjax.devices import DeviceKind
 from bptjax.ops.target import platform
@@ -82,21 +84,31 @@ def compile_with_timeline(
     Args:
       kind: the device, whose rates give `Timeline.progress`.
     """
-    cached = jax.config.jax_enable_compilation_cache  # pyrefly: ignore[missing-attribute]
     with TemporaryDirectory() as directory:
         options = dump_options(Path(directory))
         if platform() == "gpu":
             options["xla_gpu_enable_command_buffer"] = ""
         # XLA writes nothing about a program that it finds in the cache.
-        jax.config.update("jax_enable_compilation_cache", False)
-        try:
+        with without_cache():
             compiled = compile_step(spec, abstract_state(spec), abstract_batch(spec), options)
-        finally:
-            jax.config.update("jax_enable_compilation_cache", cached)
         text = compiled.as_text()
         assert text is not None
         program = Program(text)
         return compiled, program, read_timeline(compiled, program, Path(directory), kind)
+
+
+@contextmanager
+def without_cache() -> Iterator[None]:
+    """Compiles without the cache of compiled programs."""
+    before = jax.config.jax_enable_compilation_cache  # pyrefly: ignore[missing-attribute]
+    jax.config.update("jax_enable_compilation_cache", False)
+    # JAX looks at this setting once, until a reset.
+    compilation_cache.reset_cache()
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
+        compilation_cache.reset_cache()
 
 
 def read_timeline(
