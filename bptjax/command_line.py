@@ -12,6 +12,8 @@ EXIT_CODES = (
     "Exit codes: 0 done; 1 the command failed while it ran; 2 bad flags, config or data; "
     "130 stopped by Ctrl-C; 143 stopped by SIGTERM."
 )
+# The switch that `run_command` reads.
+DEBUG = "--debug", "show the traceback of an error"
 
 # Renamed config keys of version 0.1. Its group `memory` is now `execution`; see `new_name`.
 RENAMED = {
@@ -167,12 +169,12 @@ class Help(argparse.HelpFormatter):
         return f"{', '.join(names)} {values}".rstrip()
 
 
-class Debug(argparse._HelpAction):
-    """The flag `--debug`, which `run_command` reads. A subclass of `--help`'s action, so that it is
-    not a key of a config."""
+class Switch(argparse._HelpAction):
+    """A flag without a value, which its reader looks up in the arguments. A subclass of `--help`'s
+    action, so that it is not a key of a config."""
 
-    def __init__(self):
-        super().__init__(["--debug"], help="show the traceback of an error")
+    def __init__(self, name: str, help: str):
+        super().__init__([name], help=help)
 
     def __call__(self, *_):
         pass
@@ -186,7 +188,7 @@ class Parser(argparse.ArgumentParser):
         options.setdefault("epilog", EXIT_CODES)
         options.setdefault("formatter_class", Help)
         super().__init__(allow_abbrev=False, **options)
-        self._add_action(Debug())
+        self._add_action(Switch(*DEBUG))
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         # argparse calls this method for a sub-command too.

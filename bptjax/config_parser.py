@@ -9,7 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
-from bptjax.command_line import EXIT_CODES, Debug, Help, nearest, normalize, one_line
+from bptjax.command_line import DEBUG, EXIT_CODES, Help, Switch, nearest, normalize, one_line
 from bptjax.config import Config
 
 # In place of a group's keys: `execution: auto` sets none of them.
@@ -23,11 +23,15 @@ def parse(
     command: str = "train",
     *,
     defaults: Sequence[str] = (),
+    switches: Sequence[tuple[str, str]] = (),
 ) -> Any:
     """Returns a dataclass of type `kind` from `--config FILE` and flags `--group.key=value`.
 
     Flags override the file, wherever `--config` stands, and override `defaults`, which are flags
     too.
+
+    Args:
+      switches: name and help of flags that are not keys, which the caller looks up in `argv`.
 
     Raises:
       ValueError: unknown key, repeated key, wrong type, missing file or a value out of range, in
@@ -50,6 +54,7 @@ def parse(
     class Formatter(Help, DefaultHelpFormatter):
         pass
 
+    switches = [*switches, DEBUG]
     rest, load = _without_auto(argv), get_loader("yaml")
 
     def load_without_auto(text: str) -> Any:
@@ -63,7 +68,9 @@ def parse(
     parser = Parser(
         parser_mode="execution",
         prog=f"bptjax {command}",
-        usage="%(prog)s [--config FILE] [--KEY VALUE ...] [--debug]",
+        usage=" ".join(
+            ["%(prog)s [--config FILE] [--KEY VALUE ...]", *(f"[{name}]" for name, _ in switches)]
+        ),
         description=description,
         epilog=EXIT_CODES,
         formatter_class=Formatter,
@@ -72,7 +79,8 @@ def parse(
     parser.add_argument(
         "--config", action="config", metavar="FILE", help="YAML file of the keys below"
     )
-    parser._add_action(Debug())
+    for name, text in switches:
+        parser._add_action(Switch(name, text))
     parser.add_class_arguments(kind, None)
     flags = parser._option_string_actions
     flags["--print_config"].help = "print all keys as YAML, and exit"

@@ -88,6 +88,10 @@ class Throughput:
         if self._last is not None:
             self._last = self._clock()
 
+    def skip(self) -> None:
+        """Leaves out the step that finishes next."""
+        self._last = None
+
     def metrics(self, steps_left: int) -> dict[str, float]:
         """Returns the metrics; empty until two steps are done."""
         seconds = sum(seconds for seconds, _ in self._steps)

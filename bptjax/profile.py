@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 
 import jax
-from rich.console import Console
 
 from bptjax.command_line import run_command
 from bptjax.config import Config
@@ -15,26 +14,16 @@ from bptjax.config_parser import parse
 from bptjax.devices import KINDS, absent_devices, kind_of, parse_devices
 from bptjax.parallel.mesh import select_devices
 from bptjax.plan import open_spec
-from bptjax.profile_report import (
-    memory_table,
-    plot_memory,
-    plot_time,
-    time_table,
-    write_csv,
-)
 from bptjax.training.auto import complete_execution
 from bptjax.training.prediction import tracing_for
 from bptjax.training.spec import TrainSpec
-from bptjax.training.state import init_state, parameter_counts
-from bptjax.training.step import random_batch
-from bptjax.training.timeline import compile_with_timeline
-from bptjax.training.trace import PASSES, read_events, time_by_part
+from bptjax.training.state import abstract_state, init_state
+from bptjax.training.step import abstract_batch, random_batch
+from bptjax.training.step_profile import DIRECTORY, TRACED, StepProfile
 
 DESCRIPTION = """Runs a step of a training config on random tokens and random weights, and shows its
 time by part of the work and its memory over the step, as tables, plots and CSV files. Takes the
 keys of bptjax train."""
-# Before the step that is traced: the first run of a step is slower.
-WARMUP = 2
 
 
 @dataclass(frozen=True)
@@ -73,58 +62,32 @@ def run(config: ProfileConfig) -> int:
     )
     for note in notes:
         print(note)
-    out = Path(config.out or Path(config.run_dir).expanduser() / "profile")
-    out.mkdir(parents=True, exist_ok=True)
-    title = f"{_model_name(spec)}, {spec.config.train.seq_len:,} tokens, {name}"
+    out = Path(config.out or Path(config.run_dir).expanduser() / DIRECTORY)
     print(f"compiling for {name}", file=sys.stderr, flush=True)
     with tracing_for(spec, platform):
-        # Shares of time need no rates of a CPU.
-        compiled, program, timeline = compile_with_timeline(spec, kind or KINDS["h200"])
-    console = Console(width=100)
-    memory = timeline.rows()
-    console.print(memory_table(memory))
-    print(f"the step needs {timeline.reserved / 2**30:.3g} GiB with the gaps between its buffers")
-    write_csv(memory, out / "memory.csv")
-    plot_memory({title: memory}, out / "memory.png")
+        state, batch = abstract_state(spec), abstract_batch(spec)
+        profile = StepProfile(spec, state, batch, out, devices=name, kind=kind)
+    print(*profile.write_memory(), sep="\n", flush=True)
     if platform:
         print(f"no time by part: {name} is not on this machine")
         return 0
-    seconds = _trace(spec, compiled, out / "trace")
-    rows = time_by_part(program, read_events(out / "trace"), kind)
-    if not rows:
-        print("no time by part: the trace of this device has no operations")
-        return 0
-    console.print(time_table(rows, PASSES))
+    seconds = _trace(spec, profile)
+    print(*profile.write_time(), sep="\n")
     print(f"a step takes {seconds:.4g} s without the trace")
-    write_csv(rows, out / "time.csv")
-    plot_time(rows, PASSES, out / "time.png", title)
     return 0
 
 
-def _trace(spec: TrainSpec, step: jax.stages.Compiled, directory: Path) -> float:
+def _trace(spec: TrainSpec, profile: StepProfile) -> float:
     """Traces a step. Returns the seconds of the step before it."""
     state, batch, seconds = init_state(spec, load=False), random_batch(spec), 0.0
-    for _ in range(WARMUP):
+    for _ in range(TRACED - 1):
         start = time.perf_counter()
-        state, metrics = step(state, batch)
+        state, metrics = profile.step(state, batch)
         jax.block_until_ready(metrics)
         seconds = time.perf_counter() - start
-    options = jax.profiler.ProfileOptions()
-    # Calls of Python functions would delay the launches of kernels.
-    options.python_tracer_level = 0
-    with jax.profiler.trace(directory, profiler_options=options):
-        state, metrics = step(state, batch)
-        jax.block_until_ready((state, metrics))
+    with profile.trace():
+        jax.block_until_ready(profile.step(state, batch))
     return seconds
-
-
-def _model_name(spec: TrainSpec) -> str:
-    """Returns the name of the checkpoint, or the number of parameters."""
-    path = spec.config.model.name_or_path
-    if path:
-        return Path(path).name
-    count = parameter_counts(spec).total
-    return f"{count / 1e9:.3g}B parameters" if count > 1e8 else f"{count:,} parameters"
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,10 +1,12 @@
 """The report of `bptjax profile`: tables, plots and CSV files of time by part and of memory."""
 
 import csv
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 
 GIB = 2**30
@@ -59,6 +61,13 @@ def time_table(rows: list[Row], passes: Sequence[str]) -> Table:
             f"{sum(floors) / seconds:.0%}" if floors and seconds else "",
         )
     return shown
+
+
+def table_lines(table: Table) -> list[str]:
+    """Formats a table as lines of text."""
+    shown = io.StringIO()
+    Console(file=shown, width=100).print(table)
+    return [line.rstrip() for line in shown.getvalue().splitlines()]
 
 
 def _table(title: str, *columns: str) -> Table:

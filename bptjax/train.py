@@ -21,15 +21,22 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """Trains a model as a YAML file and flags say: from scratch, from a checkpoint, or
 adapters beside it. The same command again resumes a run that was stopped."""
+# A flag and no key: it concerns one start of a run, not its config or its checkpoints.
+PROFILE = (
+    "--profile",
+    "profile the third step from the start or the resumption, or the last step of a shorter run, "
+    "into profile in run_dir",
+)
 # Set by launchers; 0 is the process that prints.
 RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "JAX_PROCESS_ID")
 
 
-def train(config: "Config | Mapping[str, Any] | str | Path") -> Path:
+def train(config: "Config | Mapping[str, Any] | str | Path", *, profile: bool = False) -> Path:
     """Trains as the config says, or resumes the run in its `run_dir`, as `bptjax train` does.
 
     Args:
       config: a `Config`, a dict of its groups and keys, or the path of a YAML file.
+      profile: profile a step, as the flag `--profile` does.
 
     Returns:
       The run directory, which `bptjax.load` takes.
@@ -43,7 +50,7 @@ def train(config: "Config | Mapping[str, Any] | str | Path") -> Path:
     from bptjax.training.setup import setup
 
     run = setup(_config(config))
-    code = _loop(run)
+    code = _loop(run, profile)
     if code == 130:
         raise KeyboardInterrupt
     if code:
@@ -51,12 +58,12 @@ def train(config: "Config | Mapping[str, Any] | str | Path") -> Path:
     return run.directory
 
 
-def _loop(run: "TrainingRun") -> int:
+def _loop(run: "TrainingRun", profile: bool) -> int:
     """Trains a checked run to its end, or until a signal; returns the exit code."""
     from bptjax.training import loop
 
     try:
-        return loop.train(run)
+        return loop.train(run, profile=profile)
     except OSError as error:  # The input was in order: the run failed.
         raise RuntimeError(str(error)) from error
 
@@ -98,7 +105,7 @@ def main(argv: list[str] | None = None) -> int:
 def _train(argv: list[str]) -> int:
     from bptjax.config_parser import parse
 
-    config = parse(argv, DESCRIPTION)
+    config = parse(argv, DESCRIPTION, switches=[PROFILE])
     if all(os.environ.get(rank, "0") == "0" for rank in RANKS):
         print("starting: loading libraries", flush=True)
     interrupted = "interrupted before training; no step is lost"
@@ -107,7 +114,7 @@ def _train(argv: list[str]) -> int:
 
         run = setup(config)
         interrupted = "interrupted; the same command continues from the last finished checkpoint"
-        return _loop(run)
+        return _loop(run, PROFILE[0] in argv)
     except KeyboardInterrupt:
         print(interrupted, file=sys.stderr)
         return 130

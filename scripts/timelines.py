@@ -18,6 +18,8 @@ from bptjax.parallel.mesh import make_mesh
 from bptjax.profile_report import plot_memory
 from bptjax.training.prediction import tracing_for
 from bptjax.training.spec import TrainSpec
+from bptjax.training.state import abstract_state
+from bptjax.training.step import abstract_batch
 from bptjax.training.timeline import compile_with_timeline
 
 # Pictures: the decoder, and the settings of each panel.
@@ -53,7 +55,8 @@ def timeline(decoder: str, settings: list[str]) -> list[dict[str, Any]]:
     config = replace(config, model=model)
     spec = TrainSpec(config, model, make_mesh(config.parallel, devices))
     with tracing_for(spec, kind.platform):
-        return compile_with_timeline(spec, kind)[2].rows()
+        state, batch = abstract_state(spec), abstract_batch(spec)
+        return compile_with_timeline(spec, state, batch, kind)[2].rows()
 
 
 def main() -> None:

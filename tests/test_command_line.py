@@ -107,6 +107,14 @@ def test_help_is_for_users(name, capsys, monkeypatch):
         assert noise not in help, noise
 
 
+def test_a_switch_is_no_key(capsys):
+    assert train.main(["--profile", "--print_config"]) == 0
+    assert "profile" not in capsys.readouterr().out
+    assert train.main(["--help"]) == 0
+    help = " ".join(capsys.readouterr().out.split())
+    assert "[--profile] [--debug]" in help and "--profile profile the third step" in help
+
+
 def test_help_of_train_explains_every_key(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     assert train.main(["--help"]) == 0
@@ -165,6 +173,8 @@ def test_an_unknown_flag_names_the_nearest(name, flag, wanted, capsys):
         ("compare", ["--repeats", "[1]"], "repeats=[1]: must be an integer"),
         ("compare", ["--chunks", "[a]"], "chunks=a: must be a list, each item an integer"),
         ("compare", ["--debug=1"], "--debug"),
+        ("train", ["--profile=1"], "--profile"),
+        ("preview", ["--profile"], "unknown flag --profile"),
     ],
 )  # fmt: skip
 def test_a_bad_flag_is_one_line(name, argv, message, capsys):

@@ -151,7 +151,7 @@ def test_the_package_is_light_and_typed():
         "import bptjax.train as command; assert bptjax.train is command is bptjax.train\n"
         "from bptjax import train; assert train is command and callable(train)\n"
         "from inspect import signature\n"
-        "assert [*signature(bptjax.train).parameters] == ['config']\n"
+        "assert [*signature(bptjax.train).parameters] == ['config', 'profile']\n"
         "assert [*signature(bptjax.generate).parameters][:3] == ['model', 'tokenizer', 'prompts']\n"
         "assert callable(bptjax.load)"
     )

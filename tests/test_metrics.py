@@ -109,6 +109,17 @@ def test_plain_lines_off_a_terminal(tmp_path):
     assert (tmp_path / "log.txt").read_text().endswith("1.5 " + "x" * 100 + "\n")
 
 
+def test_a_step_may_be_left_out_of_the_throughput():
+    clock = Clock()
+    throughput = Throughput(clock=clock)
+    for seconds, skipped in ((60.0, False), (1.0, False), (60.0, True), (3.0, False)):
+        clock.now += seconds
+        if skipped:
+            throughput.skip()
+        throughput.step(100)
+    assert throughput.metrics(0)["throughput/step_time"] == 2.0
+
+
 def test_last_step_is_printed_once(tmp_path):
     out = io.StringIO()
     with Progress(tmp_path, 2, console=Console(file=out)) as progress:

@@ -8,6 +8,7 @@ from jax._src import compilation_cache
 
 from bptjax import profile
 from bptjax.cli import main
+from bptjax.training import step_profile
 from bptjax.training.state import abstract_state
 from bptjax.training.timeline import KINDS, PHASES, without_cache
 
@@ -41,8 +42,8 @@ def test_a_step_is_profiled(tmp_path, capsys, monkeypatch):
         made.extend([args[0], *original(*args)])
         return made[1:]
 
-    original = profile.compile_with_timeline
-    monkeypatch.setattr(profile, "compile_with_timeline", compile_with_timeline)
+    original = step_profile.compile_with_timeline
+    monkeypatch.setattr(step_profile, "compile_with_timeline", compile_with_timeline)
     monkeypatch.setattr(profile, "select_devices", lambda device: jax.devices()[:1])
     assert main(["profile", *FLAGS, f"--run_dir={tmp_path}"]) == 0
     out, written = capsys.readouterr().out, tmp_path / "profile"

@@ -3,6 +3,7 @@
 import math
 import signal
 from collections import deque
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -39,15 +40,19 @@ from bptjax.training.run_directory import write_config
 from bptjax.training.setup import TrainingRun
 from bptjax.training.state import TrainState, checkpoint_view
 from bptjax.training.step import evaluator, matmul_parameters, model_flops
+from bptjax.training.step_profile import DIRECTORY, TRACED, ProfiledStep
 
 # Stands for a failed data check among the signal numbers that processes vote on.
 BAD_DATA = 1
 
 
 @translate_peer_errors()
-def train(run: TrainingRun) -> int:
+def train(run: TrainingRun, *, profile: bool = False) -> int:
     """Trains to the last step, or until a signal. Returns the exit code: 0, 130 (Ctrl-C) or 143
     (SIGTERM).
+
+    Args:
+      profile: profile a step; see `ProfiledStep`.
 
     Raises:
       ValueError: the newest checkpoint has another configuration, global batch size or base model,
@@ -79,7 +84,9 @@ def train(run: TrainingRun) -> int:
             for line in (*run.check.lines(), *run.notes):
                 logs.progress.log(line)
         state = complete_state(run, start, logs.progress)
-        loop = TrainLoop(run, checkpoints, logs, state, start.step, start.extra, facts)
+        # A step is profiled in all processes or in none.
+        profile = any(all_gather_json(profile))
+        loop = TrainLoop(run, checkpoints, logs, state, start.step, start.extra, facts, profile)
         loop.train(stopped)
         _finish(loop)
     shutdown()
@@ -104,12 +111,14 @@ class TrainLoop:
         done: int,
         extra: dict[str, Any],
         facts: dict[str, Any],
+        profile: bool = False,
     ):
         """Continues from a state.
 
         Args:
           extra: values saved beside the state; empty at step 0.
           facts: facts for the report; see `reporting`.
+          profile: profile the third step from here, or the last step of a shorter run.
         """
         self.run, self.checkpoints, self.logs = run, checkpoints, logs
         self.state, self.done, self.stopped, self.facts = state, done, 0, facts
@@ -123,7 +132,8 @@ class TrainLoop:
         self._matmul_parameters = matmul_parameters(run.spec)
         self._compiler = StepCompiler(run.spec, logs.progress.log, facts.get("compile_seconds"))
         # The compiled step by shape of the batch.
-        self._compiled: dict[tuple[int, ...], jax.stages.Compiled] = {}
+        self._compiled: dict[tuple[int, ...], Callable[..., Any]] = {}
+        self._profiled = min(done + TRACED, run.spec.steps) if profile else None
 
     def train(self, stopped: list[int]) -> None:
         """Trains to the last step, or until a process gets a signal in `stopped`, and saves the
@@ -181,9 +191,26 @@ class TrainLoop:
                 compile_seconds=self._compiler.compilations.seconds,
                 memory=memory_of(self.run, self.state, compiled),
             )
+            if self._profiled and self.done < self._profiled:
+                text = f"compiling the step again, for the profile of step {self._profiled}"
+                with self._compiler.compilations.announce(text):
+                    self._compiled[shape] = ProfiledStep(
+                        compiled,
+                        self.run.spec,
+                        self.state,
+                        batch,
+                        self.run.directory / DIRECTORY,
+                        self._profiled - self.done,
+                        self.logs.progress.log,
+                    )
             self._throughput.resume()
+        profiled = self.done + 1 == self._profiled
+        if profiled:
+            self._flush()
         self.state, metrics = self._compiled[shape](self.state, batch)
         self._flush()
+        if profiled:
+            self._throughput.skip()
         self.done += 1
         self._pending = (self.done, metrics)
 

@@ -13,11 +13,11 @@ import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 
 from bptjax.devices import DeviceKind
-from bptjax.ops.target import platform
+from bptjax.ops.target import is_absent, platform
 from bptjax.training.hlo import Program
 from bptjax.training.spec import TrainSpec
-from bptjax.training.state import abstract_state
-from bptjax.training.step import abstract_batch, compile_step
+from bptjax.training.state import TrainState
+from bptjax.training.step import Batch, compile_step
 
 # Kinds of memory on the device, in the order in which a picture stacks them.
 KINDS = (
@@ -29,6 +29,8 @@ KINDS = (
     "loss and logits",
     "workspace",
 )
+# An option of XLA, and JAX's name for the directory in its cache.
+AUTOTUNING = "xla_gpu_per_fusion_autotune_cache_dir"
 PHASES = ("forward", "backward", "update")
 _LASTING = (KINDS.index("gradients"), KINDS.index("saved activations"))
 
@@ -75,9 +77,9 @@ def dump_options(directory: Path) -> dict[str, bool | str]:
 
 
 def compile_with_timeline(
-    spec: TrainSpec, kind: DeviceKind
+    spec: TrainSpec, state: TrainState, batch: Batch, kind: DeviceKind
 ) -> tuple[jax.stages.Compiled, Program, Timeline]:
-    """Compiles a step, and reads its memory.
+    """Compiles a step, and reads its memory; see `compile_step`.
 
     A GPU runs the operations one by one, not as CUDA graphs, whose kernels a trace does not name.
 
@@ -88,13 +90,20 @@ def compile_with_timeline(
         options = dump_options(Path(directory))
         if platform() == "gpu":
             options["xla_gpu_enable_command_buffer"] = ""
+            if (cache := _cache_directory()) and not is_absent():
+                # The kernels that XLA has found fastest for other compilations of the step.
+                options[AUTOTUNING] = str(Path(cache) / AUTOTUNING)
         # XLA writes nothing about a program that it finds in the cache.
         with without_cache():
-            compiled = compile_step(spec, abstract_state(spec), abstract_batch(spec), options)
+            compiled = compile_step(spec, state, batch, options)
         text = compiled.as_text()
         assert text is not None
         program = Program(text)
         return compiled, program, read_timeline(compiled, program, Path(directory), kind)
+
+
+def _cache_directory() -> str | None:
+    return jax.config.jax_compilation_cache_dir  # pyrefly: ignore[missing-attribute]
 
 
 @contextmanager

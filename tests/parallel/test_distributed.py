@@ -160,11 +160,15 @@ def kill(pair, victim, run_dir):
 
 
 def test_a_signal_to_one_stops_all_at_one_step(arguments, whole, tmp_path, start):
+    """After a step that is profiled, which changes no loss."""
     run_dir = tmp_path / "run"
-    pair = start(*train_process(), *arguments, "--run_dir", str(run_dir))
+    pair = start(*train_process(), *arguments, "--run_dir", str(run_dir), "--profile")
     strike(pair, signal.SIGTERM, 1, run_dir, 7)
-    codes, _, errors = ends(pair)
+    codes, (said, silent), errors = ends(pair)
     assert codes == [143, 143] and not any(errors)
+    assert "Time of a step, ms" in said and "warning" not in said
+    assert "Time of a step" not in silent and "warning" not in silent
+    assert len(list((run_dir / "profile" / "trace").rglob("*.xplane.pb"))) == 1
     told = losses(run_dir)
     saved = max(int(p.name) for p in (run_dir / "checkpoints").iterdir())
     assert saved == max(told)[0] < 24
