@@ -181,6 +181,8 @@ def absent_devices(text: str) -> tuple[DeviceKind, list[jax.Device]]:
     jax.config.update("jax_platforms", "cpu")
     try:
         if kind.platform == "tpu":
+            # Two plans may run at once: libtpu's lock protects TPUs, and a plan uses none.
+            os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
             shape = "x".join(map(str, counts))
             name = text.lower().partition(":")[0]
             topology = topologies.get_topology_desc(platform="tpu", topology_name=f"{name}:{shape}")

@@ -39,9 +39,9 @@ FLAGS = [
 ]
 
 
-def make_spec(devices, model=MODEL, **groups):
+def make_spec(devices, model=MODEL, seq_len=4096, **groups):
     train = TrainConfig(
-        seq_len=4096, max_steps=10, compute_dtype="bfloat16", param_dtype="bfloat16"
+        seq_len=seq_len, max_steps=10, compute_dtype="bfloat16", param_dtype="bfloat16"
     )
     config = Config(**dict(dict(train=train), **groups))
     return TrainSpec(config, model, make_mesh(config.parallel, devices))
@@ -114,17 +114,26 @@ def adapter(kind):
 
 
 ALIBI = replace(MODEL, position_embedding="alibi")
+LAYERS = ("sliding_attention", "full_attention") * 2
+WINDOWS = replace(MODEL, num_layers=4, sliding_window=128, layer_types=LAYERS)
+NESTED = ExecutionConfig(remat="nested(2)", ffn_chunk=128, ce_chunk=64)
 OFFLOADED = ExecutionConfig(remat="full", offload=0.5)
 # By devices: the mesh, other groups of the config, the model, and the kernel that is chosen.
 ABSENT_GPUS = {
     "a100-40gb:4": (dict(fsdp=2, sp=2), {}, MODEL, "cudnn"),
     "h200:2x2": (dict(fsdp=2, tp=2), {}, MODEL, "cudnn"),
+    "h100:8": (dict(dp=2, fsdp=2, sp=2), {}, WINDOWS, "cudnn"),
+    "a100": (dict(), dict(execution=NESTED), MODEL, "cudnn"),
     "h200": (dict(), dict(execution=OFFLOADED), MODEL, "cudnn"),
     "b200:2": (dict(sp=2), dict(optimizer=OptimizerConfig(state_dtype="int8")), MODEL, "cudnn"),
+    "l40s:2": (dict(fsdp=2), adapter("lora"), MODEL, "cudnn"),
     "rtx4090": (dict(), adapter("qlora"), ALIBI, "triton"),
 }
 ABSENT_TPUS = {
     "v5e:2x2": (dict(fsdp=2, sp=2), {}, MODEL, "scan"),
+    "v5p:2x2x1": (dict(fsdp=2, tp=2), {}, WINDOWS, "scan"),
+    "v5p:2x2x2": (dict(fsdp=4, sp=2), dict(execution=NESTED), MODEL, "scan"),
+    "v6e:2x2": (dict(fsdp=4), adapter("lora"), ALIBI, "scan"),
 }
 
 
@@ -139,7 +148,8 @@ def test_absent_devices(devices):
     """The step of a mesh, with the kernels of its devices."""
     parallel, groups, model, kernel = (ABSENT_GPUS | ABSENT_TPUS)[devices]
     kind, found = absent_devices(devices)
-    spec = make_spec(found, model, parallel=ParallelConfig(**parallel), **groups)
+    # The compiler for TPUs takes twice as long for eight times the length.
+    spec = make_spec(found, model, seq_len=512, parallel=ParallelConfig(**parallel), **groups)
     with record_choices() as choices:
         result = plan(spec, devices, int(kind.memory), kind.platform)
     assert {choice.name for choice in choices} == {kernel}
