@@ -114,8 +114,8 @@ KINDS = {
         60 * MIB,
         228,
         1.98,
-        # Steps of scripts/results/step_h200.json, attention of attention_h200.json, and copies.
-        Rates(660e12, 430e12, 540e12, 4.3e12, 53e9),
+        # Steps of scripts/results/step_h200.json, attention of attention_fa4_h200.json, and copies.
+        Rates(660e12, 505e12, 600e12, 4.3e12, 53e9),
     ),
     "b200": DeviceKind(
         "NVIDIA B200", 183359 * MIB, 2250e12, 8.0e12, 148, (10, 0), 126 * MIB, 228, 1.97

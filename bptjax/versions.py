@@ -16,6 +16,8 @@ PACKAGES = (
     "nvidia-cudnn-cu13",
     "jax-triton",
     "triton",
+    "fa4-jax",
+    "nvidia-cutlass-dsl",
 )
 
 

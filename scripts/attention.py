@@ -1,10 +1,11 @@
-"""Times attention on this machine's GPU: causal, ALiBi, soft cap, packed documents, a window, that
-window with global tokens, an eighth of the causal blocks, and dropout.
+"""Times attention on this machine's GPU: causal, ALiBi, soft cap, packed documents of equal and of
+ragged lengths, a window, that window with global tokens, an eighth of the causal blocks, dropout.
 
     python scripts/attention.py --lengths 32768 --head_sizes 128 64 --out rows.json
 
-One sequence, 32 query and 8 key heads, bfloat16, random data. TFLOP/s count only allowed query-key
-pairs: 4 · H FLOPs per pair, and 2.5 times that for the backward pass.
+One sequence, by default of 32 query and 8 key heads, bfloat16, random data. TFLOP/s count only
+allowed query-key pairs: 4 · H FLOPs per pair, and 2.5 times that for the backward pass. A time is
+the mean of five calls in a row.
 """
 
 import argparse
@@ -21,14 +22,22 @@ from timing import add_row, milliseconds, needs
 from bptjax import Mask, attention
 from bptjax.ops.position import alibi_slopes
 
-N, K, DOCUMENTS, WINDOW, BLOCK = 32, 8, 8, 4096, 128
+DOCUMENTS, RAGGED, WINDOW, BLOCK, CALLS = 8, 40, 4096, 128, 5
 
 
-def cases(T: int) -> dict[str, tuple[dict, float]]:
-    """Returns options of `attention` and the number of allowed pairs by case. Documents are traced,
-    as in training."""
+def ragged_lengths(T: int, number: int) -> np.ndarray:
+    """Returns lengths of documents that are cut from T tokens at random places."""
+    cuts = np.random.default_rng(0).choice(np.arange(1, T), number - 1, replace=False)
+    return np.diff(np.sort(cuts), prepend=0, append=T)
+
+
+def cases(T: int, N: int) -> dict[str, tuple[dict, float]]:
+    """Returns options of `attention` and the number of allowed pairs by case, for N query heads.
+    Documents are traced, as in training."""
     causal, square = Mask(causal=True), T * T / 2
     documents = np.repeat(np.arange(1, DOCUMENTS + 1, dtype=np.int32), T // DOCUMENTS)[None]
+    lengths = ragged_lengths(T, RAGGED)
+    ragged = np.repeat(np.arange(1, RAGGED + 1, dtype=np.int32), lengths)[None]
     seen = WINDOW * T - WINDOW**2 / 2
     first = np.arange(T) < BLOCK
     blocks = np.tril(np.random.default_rng(0).random((T // BLOCK, T // BLOCK)) < 1 / 8)
@@ -38,6 +47,10 @@ def cases(T: int) -> dict[str, tuple[dict, float]]:
         "alibi": (dict(mask=causal, alibi=alibi_slopes(N)), square),
         "softcap": (dict(mask=causal, softcap=50.0), square),
         "8 documents": (dict(mask=replace(causal, segments=documents)), square / DOCUMENTS),
+        "40 ragged documents": (
+            dict(mask=replace(causal, segments=ragged)),
+            (lengths.astype(float) ** 2).sum() / 2,
+        ),
         "window 4096": (dict(mask=replace(causal, window=WINDOW)), seen),
         f"window {WINDOW}, {BLOCK} global": (
             dict(mask=replace(causal, window=WINDOW, global_tokens=first)),
@@ -69,11 +82,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=[32_768])
     parser.add_argument("--head_sizes", type=int, nargs="+", default=[128, 64])
+    parser.add_argument("--heads", type=int, nargs=2, default=[32, 8], help="of queries, of keys")
     parser.add_argument("--impls", nargs="+", default=["triton", "auto"])
-    parser.add_argument("--cases", nargs="+", choices=cases(WINDOW), default=list(cases(WINDOW)))
+    parser.add_argument("--cases", nargs="+", choices=cases(WINDOW, 32))
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    rows = []
+    rows, (N, K) = [], args.heads
     for H in args.head_sizes:
         for T in args.lengths:
             keys = jax.random.split(jax.random.key(0), 4)
@@ -86,8 +100,8 @@ def main() -> None:
             work: dict[tuple[str, str], tuple[Any, float]] = {
                 (impl, name): (partial(attention, impl=impl, **options), pairs)
                 for impl in args.impls
-                for name, (options, pairs) in cases(T).items()
-                if name in args.cases
+                for name, (options, pairs) in cases(T, N).items()
+                if args.cases is None or name in args.cases
             }
             work["jax.nn cudnn", "causal"] = cudnn, T * T / 2
             for (impl, name), (f, pairs) in work.items():
@@ -95,8 +109,8 @@ def main() -> None:
                 segments = jnp.asarray(f.keywords["mask"].segments) if documents else None
                 one = jax.jit(partial(call, f)).lower(segments, q, k, v).compile()
                 both = jax.jit(partial(gradients, f)).lower(segments, dout, q, k, v).compile()
-                forward, *_ = milliseconds(one, segments, q, k, v)
-                step, least, most = milliseconds(both, segments, dout, q, k, v)
+                forward, *_ = milliseconds(one, segments, q, k, v, calls=CALLS)
+                step, least, most = milliseconds(both, segments, dout, q, k, v, calls=CALLS)
                 flops = 4 * N * H * pairs
                 add_row(
                     rows,
@@ -105,6 +119,8 @@ def main() -> None:
                     case=name,
                     T=T,
                     H=H,
+                    heads=[N, K],
+                    calls=CALLS,
                     forward_ms=forward,
                     forward_tflops=flops / forward / 1e9,
                     step_ms=step,

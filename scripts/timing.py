@@ -13,16 +13,21 @@ import numpy as np
 
 
 def milliseconds(
-    f: Callable, *operands: Any, repeats: int = 9, seconds: float = 1e9
+    f: Callable, *operands: Any, repeats: int = 9, seconds: float = 1e9, calls: int = 1
 ) -> tuple[float, float, float]:
-    """Returns the median, the least and the greatest time, after two warm-up runs. Makes fewer
-    runs, but at least one of each kind, if they would take more than `seconds`."""
+    """Returns the median, the least and the greatest time of a call, after two warm-up runs. Makes
+    fewer runs, but at least one of each kind, if they would take more than `seconds`.
+
+    Args:
+      calls: calls of a run. They follow each other without a wait, as in a training step, so that
+        the time to start one is hidden by the others.
+    """
     times = []
     for _ in range(repeats + 2):
         start = time.perf_counter()
-        jax.block_until_ready(f(*operands))
-        times.append(1e3 * (time.perf_counter() - start))
-        if len(times) > 1 and sum(times) + times[-1] > 1e3 * seconds:
+        jax.block_until_ready([f(*operands) for _ in range(calls)][-1])
+        times.append(1e3 * (time.perf_counter() - start) / calls)
+        if len(times) > 1 and calls * (sum(times) + times[-1]) > 1e3 * seconds:
             break
     times = times[min(2, len(times) - 1) :]
     return float(np.median(times)), min(times), max(times)

@@ -65,7 +65,7 @@ FLOORS = {
     "package": ["__init__"],
 }
 HEIGHTS = {room: height for height, rooms in enumerate(FLOORS.values()) for room in rooms}
-OPS_MAY_IMPORT = {"jax", "jaxtyping", "numpy", "jax_triton", "triton"}
+OPS_MAY_IMPORT = {"jax", "jaxtyping", "numpy", "cutejax", "fa4_jax", "jax_triton", "triton"}
 
 
 def modules():

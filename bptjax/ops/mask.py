@@ -296,3 +296,13 @@ def _segments(blocks):
     xp = np if isinstance(blocks, np.ndarray) else jnp
     blocks, top = blocks.astype(np.int32), np.iinfo(np.int32).max
     return xp.where(blocks == 0, top, blocks).min(-1), xp.where(blocks == 0, -1, blocks).max(-1)
+
+
+def counts_from_zero(*positions: Any) -> bool:
+    """Returns whether each of the positions is left out, or is statically 0, 1, 2, …"""
+    return all(
+        isinstance(p, np.ndarray)
+        and np.array_equal(p, np.broadcast_to(np.arange(p.shape[-1]), p.shape))
+        for p in positions
+        if p is not None
+    )

@@ -15,12 +15,20 @@ from jax import Array
 
 # XLA compiles a call only if a handler of its name is registered.
 STAND_IN = "bptjax_stand_in"
-_ABSENT: ContextVar[str | None] = ContextVar("absent platform", default=None)
+_ABSENT: ContextVar[jax.Device | None] = ContextVar("absent device", default=None)
 
 
 def platform() -> str:
     """Returns cpu, gpu or tpu."""
-    return _ABSENT.get() or jax.default_backend()
+    device = _ABSENT.get()
+    return jax.default_backend() if device is None else device.platform
+
+
+def capability() -> tuple[int, int]:
+    """Returns the compute capability of the GPU; (0, 0) for other devices."""
+    device = _ABSENT.get() or jax.devices()[0]
+    major, minor = getattr(device, "compute_capability", "0.0").split(".")
+    return int(major), int(minor)
 
 
 def is_absent() -> bool:
@@ -29,9 +37,9 @@ def is_absent() -> bool:
 
 
 @contextmanager
-def absent(name: str) -> Iterator[None]:
-    """Traces functions for absent devices of the platform gpu or tpu."""
-    token = _ABSENT.set(name)
+def absent(device: jax.Device) -> Iterator[None]:
+    """Traces functions for absent devices like this one."""
+    token = _ABSENT.set(device)
     try:
         yield
     finally:
@@ -42,7 +50,7 @@ def compiler_options() -> dict[str, bool | str]:
     """Returns options of XLA for the target. Without a GPU it cannot measure which of its own
     matrix products beats cuBLAS, so it takes cuBLAS for all; the memory differs by 0.1 % at most.
     """
-    return {"xla_gpu_enable_triton_gemm": False} if _ABSENT.get() == "gpu" else {}
+    return {"xla_gpu_enable_triton_gemm": False} if is_absent() and platform() == "gpu" else {}
 
 
 def stand_in(

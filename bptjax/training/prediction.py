@@ -74,7 +74,7 @@ def tracing_for(spec: TrainSpec, platform: str | None) -> AbstractContextManager
             f"optimizer.state_memory_kind={optimizer.state_memory_kind}: can only be planned on "
             "the devices of this machine; leave out devices"
         )
-    return absent(platform) if platform else nullcontext()
+    return absent(spec.mesh.devices.flat[0]) if platform else nullcontext()
 
 
 def plan(

@@ -358,7 +358,7 @@ def test_choose():
     spec, x = CASES["gqa"].spec(), QKV(*CASES["gqa"].operands()[:3])
     chosen, others = choose("auto", x, spec)
     assert {chosen, *others} == set(KERNELS) and chosen not in others
-    with pytest.raises(ValueError, match="'flash': must be one of auto, cudnn, triton, scan"):
+    with pytest.raises(ValueError, match="'flash': must be one of auto, fa4, cudnn, triton, scan"):
         choose("flash", x, spec)
 
 

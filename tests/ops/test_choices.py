@@ -26,7 +26,7 @@ def test_a_traced_program_records_its_kernels():
         assert automatic.name == "scan" and others == [n for n in KERNELS if n != "scan"]
         assert automatic.lines()[:2] == [
             "attention: scan",
-            "  not cudnn, triton: needs an NVIDIA GPU",
+            "  not fa4, cudnn, triton: needs an NVIDIA GPU",
         ]
         assert named.lines() == ["attention: loop"]
 

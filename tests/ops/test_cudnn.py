@@ -99,6 +99,7 @@ MANY = np.repeat([[*range(1, 33)]], 32, 1).astype(np.int32)
 ON_GPU = {
     "causal": (dict(mask=Mask(causal=True)), 2, 777, 4, 2, 64),
     "all": (dict(mask=Mask()), 1, 513, 4, 4, 128),
+    "head size 256": (dict(mask=Mask(causal=True)), 1, 640, 4, 2, 256),
     "window": (dict(mask=Mask(causal=True, window=100)), 1, 1111, 4, 1, 128),
     "head size 96": (dict(mask=Mask(causal=True)), 2, 640, 4, 2, 96),
     "documents": (dict(mask=Mask(causal=True, segments=DOCUMENTS)), B, T, N, K, H),

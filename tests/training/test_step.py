@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from models.test_feed_forward import Routed
+from ops.test_fa4 import DEPRECATED
 
 from bptjax.checkpoint import Checkpoints
 from bptjax.config import Config, TrainConfig
@@ -376,3 +377,37 @@ def test_an_auxiliary_loss_on_a_mesh(batch, monkeypatch):
     assert row["train/auxiliary_loss"] > 1
     assert row["train/auxiliary_loss"] == pytest.approx(float(wanted[0].auxiliary) / count)
     assert row["train/loss"] == pytest.approx(float(wanted[0].loss) / count)
+
+
+@pytest.mark.gpu
+@DEPRECATED
+@pytest.mark.parametrize(
+    "execution",
+    [
+        dict(remat="none"),
+        dict(remat="dots"),
+        dict(remat="save_attention", save=("query", "attended")),
+        dict(remat="save_attention", offload=0.5),
+        dict(remat="full"),
+        dict(remat="nested(2)"),
+    ],
+    ids=lambda execution: " ".join(map(str, execution.values())),
+)
+def test_fa4_through_the_layer_loop(execution):
+    """Gradients of a model are those of cuDNN, and no kernel runs more often than the policy says:
+    XLA must not fuse the slices of stacked layers into the kernels."""
+    T, L = 1024, 4
+    train = TrainConfig(seq_len=T, max_steps=2, compute_dtype="bfloat16", param_dtype="bfloat16")
+    model = replace(MODEL, hidden_size=256, num_layers=L, head_dim=64)
+    place = np.arange(T, dtype=np.int32)[None]
+    segments = (1 + (place >= 300) + (place >= 777)).astype(np.int32)
+    tokens = np.random.default_rng(0).integers(0, 64, (1, T), dtype=np.int32)
+    batch = dict(tokens=tokens, labels=np.roll(tokens, -1, 1), segments=segments, positions=place)
+    found, mesh = {}, make_mesh(ParallelConfig(), jax.devices()[:1])
+    for name in ("fa4", "cudnn"):
+        group = ExecutionConfig(attention_implementation=name, ffn_chunk=T, **execution)
+        spec = TrainSpec(Config(train=train, execution=group), model, mesh)
+        with record_choices() as choices:
+            found[name] = gradient_sums(spec, batch)
+        assert {choice.name for choice in choices} == {name}
+    assert_same(found["fa4"], found["cudnn"], rtol=2e-2)

@@ -10,7 +10,7 @@ from jax import Array
 from jaxtyping import Float
 
 from bptjax.ops.arguments import check_chunk, check_qkv, check_rate, check_sinks, check_softcap
-from bptjax.ops.attention import cudnn, loop, reference, scan, triton_flash
+from bptjax.ops.attention import cudnn, fa4, loop, reference, scan, triton_flash
 from bptjax.ops.attention.choices import record
 from bptjax.ops.attention.contract import QKV, AttentionSpec, AttentionState, Kernel
 from bptjax.ops.checkpoint_names import checkpoint_named
@@ -21,6 +21,7 @@ from bptjax.ops.softmax import empty_state, merge_states
 # for packed documents at head size 64 (4 %, scripts/results/attention_h200.json), and triton was
 # faster than scan (compare_h200.json).
 KERNELS: dict[str, Kernel] = {
+    "fa4": fa4,
     "cudnn": cudnn,
     "triton": triton_flash,
     "scan": scan,

@@ -12,15 +12,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
 import bptjax.ops.attention.triton_flash as triton_flash
 from bptjax.ops.attention.contract import QKV, AttentionSpec, AttentionState, Kernel
-from bptjax.ops.mask import Mask
+from bptjax.ops.attention.documents import (
+    document_starts,
+    hide_padding,
+    single_documents,
+    zero_padding,
+)
+from bptjax.ops.mask import Mask, counts_from_zero
 from bptjax.ops.softmax import merge_states
-from bptjax.ops.target import is_absent, platform, stand_in
+from bptjax.ops.target import capability, is_absent, platform, stand_in
 
 # Bytes of one head's keys and values that stay in an H200's cache while the queries pass. With more
 # of them the forward pass slows down: at head size 128 from 600 TFLOP/s to 570 on 131,072 tokens
@@ -44,8 +49,9 @@ def unsupported(x: QKV, spec: AttentionSpec) -> str | None:
         return f"this jax has other primitives: {missing}"
     if jnp.dtype(x.q.dtype) not in (jnp.float16, jnp.bfloat16):
         return f"takes float16 and bfloat16, not {jnp.dtype(x.q.dtype).name}"
-    if H % 8 or H > 128:
-        return f"takes head sizes that are multiples of 8 up to 128, not {H}"
+    largest = 256 if capability() >= (9, 0) else 128
+    if H % 8 or H > largest:
+        return f"takes head sizes that are multiples of 8 up to {largest}, not {H}"
     for name, value in (("ALiBi", spec.alibi), ("soft cap", spec.softcap)):
         if value is not None:
             return f"has no {name}"
@@ -59,7 +65,9 @@ def unsupported(x: QKV, spec: AttentionSpec) -> str | None:
         return "has windows in causal attention only"
     if mask.window and T != S:
         return "has windows where T = S only"
-    if mask.causal and not (_from_zero(mask.positions) and _from_zero(mask.k_positions)):
+    if mask.causal and not (
+        counts_from_zero(mask.positions) and counts_from_zero(mask.k_positions)
+    ):
         return "counts positions from 0"
     if mask.segments is not None:
         if T != S or mask.k_segments is not None:
@@ -81,10 +89,10 @@ def forward(x: QKV, spec: AttentionSpec) -> AttentionState:
     starts, sizes, fits = documents(segments)
 
     def single(x):
-        return _zero_padding(segments, _forward(x, spec))
+        return zero_padding(segments, _forward(x, spec))
 
     def packed(x):
-        return _zero_padding(segments, _forward(x, spec, (starts, sizes)))
+        return zero_padding(segments, _forward(x, spec, (starts, sizes)))
 
     general = partial(FALLBACK.forward, spec=spec)
     if mask.window is not None or x.q.size >= 2**31:
@@ -92,7 +100,7 @@ def forward(x: QKV, spec: AttentionSpec) -> AttentionState:
         packed = general
     if not mask.causal:
         return jax.lax.cond(fits, packed, general, x)
-    branch = jnp.where(_single_documents(segments), 0, jnp.where(fits, 1, 2))
+    branch = jnp.where(single_documents(segments), 0, jnp.where(fits, 1, 2))
     return jax.lax.switch(branch, [single, packed, general], x)
 
 
@@ -113,24 +121,10 @@ def backward(
         return general(x, state, dout)
 
     def single(x, state, dout):
-        # cuDNN attends from padding too, and with a sink padding has a finite lse; its out is 0.
-        lse = jnp.where((segments != 0)[..., None], state.lse, -jnp.inf)
-        return _zero_padding(segments, _backward(x, state._replace(lse=lse), dout, spec))
+        # cuDNN attends from padding too.
+        return zero_padding(segments, _backward(x, hide_padding(segments, state), dout, spec))
 
-    return jax.lax.cond(_single_documents(segments), single, general, x, state, dout)
-
-
-def _starts(segments: Int[Array, "B T"]) -> Bool[Array, "B T"]:
-    """Returns where a document starts."""
-    before = jnp.pad(segments, ((0, 0), (1, 0)))[:, :-1]
-    return (segments != 0) & (segments != before)
-
-
-def _single_documents(segments: Int[Array, "B T"]) -> Bool[Array, ""]:
-    """Returns whether each sequence is one document followed by padding, which causal attention
-    never attends to."""
-    start = _starts(segments)
-    return (start[:, 0] & (start.sum(-1) == 1)).all()
+    return jax.lax.cond(single_documents(segments), single, general, x, state, dout)
 
 
 def documents(
@@ -140,7 +134,7 @@ def documents(
     tokens (0: no such document), and whether these are all documents and each is contiguous.
     """
     T = segments.shape[1]
-    start = _starts(segments)
+    start = document_starts(segments)
     token = jnp.arange(T, dtype=jnp.int32)[None]
     # The first starts in order; T stands for none.
     starts = T - jax.lax.top_k(T - jnp.where(start, token, T), min(MAX_DOCUMENTS, T))[0]
@@ -152,16 +146,6 @@ def documents(
     fits = (start.sum(-1) == exists.sum(-1)).all()
     fits &= jnp.where(exists, starts_of_id == 1, True).all()
     return starts, members.sum(-1, dtype=jnp.int32), fits
-
-
-def _zero_padding(segments: Int[Array, "B T"], result: Any) -> Any:
-    """Zeroes the padding of an AttentionState (-inf in its lse) or of a QKV: cuDNN may leave it
-    unwritten."""
-    real = (segments != 0)[..., None]
-    if isinstance(result, AttentionState):
-        out = jnp.where(real[..., None], result.out, 0)
-        return AttentionState(out, jnp.where(real, result.lse, -jnp.inf))
-    return QKV(*(jnp.where(real[..., None], y, 0) for y in result))
 
 
 def _forward(
@@ -308,12 +292,3 @@ def _missing_primitives() -> str | None:
     except (ImportError, AttributeError) as error:
         return str(error)
     return None
-
-
-def _from_zero(positions: Any) -> bool:
-    """Returns whether the positions are statically 0, 1, 2, …"""
-    if positions is None:
-        return True
-    return isinstance(positions, np.ndarray) and np.array_equal(
-        positions, np.broadcast_to(np.arange(positions.shape[-1]), positions.shape)
-    )

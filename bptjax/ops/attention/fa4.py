@@ -1,0 +1,257 @@
+"""FlashAttention-4 as a kernel, through the primitives of fa4-jax: causal or not, windows on one or
+both sides, any number of packed documents. O(T) memory; NVIDIA Hopper GPUs, float16 and bfloat16.
+
+Zadouri et al. 2026, FlashAttention-4; https://github.com/nshepperd/fa4-jax.
+"""
+
+import os
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Bool, Float, Int
+
+import bptjax.ops.attention.cudnn as cudnn
+import bptjax.ops.attention.triton_flash as triton_flash
+from bptjax.ops.attention.contract import QKV, AttentionSpec, AttentionState, Kernel
+from bptjax.ops.attention.documents import hide_padding, single_documents, zero_padding
+from bptjax.ops.mask import Mask, counts_from_zero
+from bptjax.ops.target import capability, is_absent, platform, stand_in
+
+# Numbers of documents in a batch, padding between them included. A batch takes the first number
+# that it does not exceed. Each document costs up to 128 tokens of memory and empty blocks in the
+# kernels, which are slower than Triton's with a thousand; so there are fewer in short batches.
+DOCUMENTS = 16, 64, 256
+TOKENS_PER_DOCUMENT = 256
+# XLA fuses slices into these calls, and then their gradients are wrong.
+XLA_FLAG = "--xla_gpu_enable_dynamic_slice_fusion=false"
+# Takes batches whose documents are not contiguous, or too many. That is decided at run time, so it
+# must support the arguments too.
+FALLBACK: Kernel = triton_flash
+# fa4-jax's implementation. Its other one, "reference", runs on any device.
+BACKEND = "cute"
+
+
+def unsupported(x: QKV, spec: AttentionSpec) -> str | None:
+    """Returns why FlashAttention-4 cannot honor these arguments, or None."""
+    mask, (_, T, _, H), S = spec.mask, x.q.shape, x.k.shape[1]
+    if platform() != "gpu":
+        return "needs an NVIDIA GPU"
+    major, minor = capability()
+    if major != 9:
+        return f"was tested on compute capability 9.0, not {major}.{minor}"
+    if triton_flash.compiler_shards_arrays():
+        return "runs on one device, and the mesh has more"
+    if not is_absent() and (reason := _missing()):
+        return reason
+    if jnp.dtype(x.q.dtype) not in (jnp.float16, jnp.bfloat16):
+        return f"takes float16 and bfloat16, not {jnp.dtype(x.q.dtype).name}"
+    if H % 8 or H > 256:
+        return f"takes head sizes that are multiples of 8 up to 256, not {H}"
+    for name, value in (("ALiBi", spec.alibi), ("soft cap", spec.softcap)):
+        if value is not None:
+            return f"has no {name}"
+    if spec.dropout:
+        return "has no dropout"
+    if mask.global_tokens is not None or mask.block_mask is not None:
+        return "has no global tokens and no block masks"
+    if mask.causal or mask.window:
+        if T != S:
+            return "has causal masks and windows where T = S only"
+        if not counts_from_zero(mask.positions, mask.k_positions):
+            return "counts positions from 0"
+    if mask.segments is not None:
+        if T != S or mask.k_segments is not None:
+            return "takes documents only where queries and keys are the same tokens"
+        return FALLBACK.unsupported(x, spec)
+    return None
+
+
+@cache
+def _missing() -> str | None:
+    """Returns why this machine cannot run the kernels, or None."""
+    try:
+        import cutejax
+        from fa4_jax.attention import AttnConfig, fa4_fwd_p, fa4_vjp_p  # noqa: F401
+    except (ImportError, RuntimeError) as error:
+        return f"needs fa4-jax ({error})"
+    if XLA_FLAG not in os.environ.get("XLA_FLAGS", ""):
+        return f"gives wrong gradients without XLA_FLAGS={XLA_FLAG}"
+    if cutejax.cache.config().url is None:
+        # Any URL makes cutejax keep the compiled kernels in the user's cache directory.
+        cutejax.configure_cache(url="local", hmac_key="local", client_factory=_NoServer)
+    return None
+
+
+class _NoServer:
+    """A server of compiled kernels that has none."""
+
+    def hgetall(self, key: str) -> dict[bytes, bytes]:
+        return {}
+
+    def hset(self, key: str, mapping: dict[str, bytes]) -> None:
+        pass
+
+
+def forward(x: QKV, spec: AttentionSpec) -> AttentionState:
+    """Uses FlashAttention-4's own block sizes, not the chunks."""
+    if spec.mask.segments is None:
+        return _forward(x, spec)
+    segments = jnp.asarray(spec.mask.segments)
+
+    def plain(x):
+        return zero_padding(segments, _forward(x, spec))
+
+    def packed(count, x):
+        return _forward(x, spec, documents(segments, count))
+
+    general = partial(FALLBACK.forward, spec=spec)
+    branches = [plain, *(partial(packed, n) for n in _counts(segments)), general]
+    return jax.lax.switch(_branch(segments, spec.mask), branches, x)
+
+
+def backward(
+    x: QKV, state: AttentionState, dout: Float[Array, "B T N H"], spec: AttentionSpec
+) -> QKV:
+    """Returns these keys' share of the gradients."""
+    if spec.mask.segments is None:
+        return _backward(x, state, dout, spec)
+    segments = jnp.asarray(spec.mask.segments)
+
+    def plain(x, state, dout):
+        # The kernel attends from padding too.
+        return zero_padding(segments, _backward(x, hide_padding(segments, state), dout, spec))
+
+    def packed(count, x, state, dout):
+        return _backward(x, state, dout, spec, documents(segments, count))
+
+    general = partial(FALLBACK.backward, spec=spec)
+    branches = [plain, *(partial(packed, n) for n in _counts(segments)), general]
+    return jax.lax.switch(_branch(segments, spec.mask), branches, x, state, dout)
+
+
+def _branch(segments: Int[Array, "B T"], mask: Mask) -> Int[Array, ""]:
+    """Returns the branch for a batch: 0 for causal attention without documents, then the least of
+    `DOCUMENTS`, then the fallback."""
+    runs = _run_starts(segments).sum()
+    # Documents are contiguous if their numbers rise, as those of packed sequences do.
+    rises = ((segments == 0) | (segments == jax.lax.cummax(segments, 1))).all()
+    counts = _counts(segments)
+    number = 1 + sum((runs > n).astype(jnp.int32) for n in counts)
+    number = jnp.where(rises, number, 1 + len(counts))
+    return jnp.where(single_documents(segments), 0, number) if mask.causal else number
+
+
+def _counts(segments: Int[Array, "B T"]) -> tuple[int, ...]:
+    """Returns those of `DOCUMENTS` that batches of this size take."""
+    return tuple(n for n in DOCUMENTS if n * TOKENS_PER_DOCUMENT <= segments.size) or DOCUMENTS[:1]
+
+
+def _run_starts(segments: Int[Array, "B T"]) -> Bool[Array, "B T"]:
+    """Returns where a run of equal numbers starts; padding counts as a run."""
+    return jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+
+
+class Documents(NamedTuple):
+    """Runs of tokens in the concatenated sequences.
+
+    Attributes:
+      starts: starts of the runs, and the end. Empty runs at the end fill them up to M runs.
+      lengths: tokens that are attended; 0 in padding.
+    """
+
+    starts: Int[Array, "M+1"]
+    lengths: Int[Array, "M"]
+
+
+def documents(segments: Int[Array, "B T"], count: int) -> Documents:
+    """Returns the first `count` runs of equal numbers."""
+    flat, first = segments.reshape(-1), _run_starts(segments).reshape(-1)
+    starts = jnp.nonzero(first, size=count + 1, fill_value=flat.size)[0].astype(jnp.int32)
+    padding = flat.at[starts[:-1]].get(mode="fill", fill_value=0) == 0
+    return Documents(starts, jnp.where(padding, 0, starts[1:] - starts[:-1]))
+
+
+def _forward(x: QKV, spec: AttentionSpec, packing: Documents | None = None) -> AttentionState:
+    (B, T, N, _), operands = x.q.shape, (*_flat(x, packing), *_operands(packing))
+    if is_absent():
+        shape = (B, N, T) if packing is None else (N, B * T)
+        out, lse = stand_in(operands, (_like(operands[0]), jax.ShapeDtypeStruct(shape, "float32")))
+    else:
+        from fa4_jax.attention import fa4_fwd_p
+
+        out, lse = fa4_fwd_p.bind(*operands, cfg=_config(spec, packing is not None), need_lse=True)
+    lse = lse.transpose(0, 2, 1) if packing is None else lse.T.reshape(B, T, -1)
+    return AttentionState(out.reshape(x.q.shape), lse)
+
+
+def _backward(
+    x: QKV,
+    state: AttentionState,
+    dout: Array,
+    spec: AttentionSpec,
+    packing: Documents | None = None,
+) -> QKV:
+    if packing is None and x.q.shape[-1] > 128:
+        # cuDNN is faster (scripts/results/attention_fa4_h200.json).
+        plain = replace(spec, mask=replace(spec.mask, segments=None))
+        if cudnn.unsupported(x, plain) is None:
+            return cudnn.backward(x, state, dout, plain)
+    # Weights are exp(logits - lse): a query that attends to no key must get 0.
+    lse = jnp.where(state.lse == -jnp.inf, jnp.inf, state.lse)
+    lse = lse.transpose(0, 2, 1) if packing is None else lse.reshape(-1, lse.shape[-1]).T
+    q, k, v, out, dout = _flat((*x, state.out, dout), packing)
+    operands = q, k, v, out, lse, dout, *_operands(packing)
+    if is_absent():
+        gradients = stand_in(operands, [_like(y) for y in (q, k, v)], _workspace(x, packing))
+    else:
+        from fa4_jax.attention import fa4_vjp_p
+
+        config = _config(spec, packing is not None)
+        gradients = fa4_vjp_p.bind(*operands, cfg=config, has_d_lse=False)
+    return QKV(*(y.reshape(like.shape) for y, like in zip(gradients, x, strict=True)))
+
+
+def _like(x: Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def _workspace(x: QKV, packing: Documents | None) -> int:
+    """Returns the bytes of fa4-jax's arrays in the backward pass: the gradients of the queries in
+    float32, with fewer key heads those of keys and values too, and two numbers for each query and
+    head. Each document is padded to whole blocks, of 64 tokens or up to 128."""
+    (B, T, N, H), (_, S, K, _) = x.q.shape, x.k.shape
+    more = 0 if packing is None else 128 * packing.lengths.size
+    of_keys = 2 * (B * S + more) * K * H if K < N else 0
+    return 4 * ((B * T + more) * N * (H + 2) + of_keys)
+
+
+def _flat(arrays: Any, packing: Documents | None) -> list[Array]:
+    """Returns the arrays `[B, T, ...]`, with documents as `[B · T, ...]`."""
+    return [y if packing is None else y.reshape(-1, *y.shape[2:]) for y in arrays]
+
+
+def _operands(packing: Documents | None) -> tuple[Array, ...]:
+    """Returns the operands for documents: those of queries and of keys."""
+    return () if packing is None else (*[packing.starts] * 2, *[packing.lengths] * 2)
+
+
+def _config(spec: AttentionSpec, varlen: bool) -> Any:
+    from fa4_jax.attention import AttnConfig
+
+    mask = spec.mask
+    reach = mask.window - 1 if mask.window else None
+    return AttnConfig(
+        causal=mask.causal and reach is None,
+        local=reach is not None,
+        window=(reach, 0 if mask.causal and reach is not None else reach),
+        scale=spec.scale,
+        mask=None,
+        backend=BACKEND,
+        varlen=varlen,
+        # Padding has an output and gradients of 0, and an lse of -inf.
+        defined_padding=varlen,
+    )

@@ -1,0 +1,222 @@
+"""FlashAttention-4: what it refuses, how documents reach it; its results, on a GPU and with the
+reference that fa4-jax has beside its kernels."""
+
+import sys
+from functools import partial
+from types import ModuleType
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bptjax.ops.attention import attend, fa4, reference, scan, triton_flash
+from bptjax.ops.attention.contract import QKV, AttentionSpec, AttentionState
+from bptjax.ops.mask import Mask
+from bptjax.ops.softmax import merge_states
+from ops.attention_cases import CASES, oracle
+from ops.comparing import TOLERANCE, error, normal
+
+B, T, N, K, H = 2, 256, 4, 2, 64
+# Padding before, between and behind.
+DOCUMENTS = np.zeros((B, T), np.int32)
+DOCUMENTS[0, :100], DOCUMENTS[0, 100:131], DOCUMENTS[0, 140:200] = 1, 2, 5
+DOCUMENTS[1, 3:50] = 1
+ONE = (np.arange(T)[None] < np.array([[T], [200]])).astype(np.int32)
+MANY = 1 + np.arange(T, dtype=np.int32)[None].repeat(B, 0) // 3
+
+# CuTe DSL, which compiles the kernels, uses names of its own that it deprecates.
+DEPRECATED = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+def both(x, dout, spec, sinks=None):
+    """(out, lse, dq, dk, dv)."""
+    state = attend(fa4, x, spec, sinks)
+    return *state, *fa4.backward(x, state, dout, spec)
+
+
+@pytest.fixture
+def anywhere(monkeypatch):
+    """fa4-jax's reference in place of its kernels, and `scan` in place of Triton's."""
+    pytest.importorskip("fa4_jax")
+    monkeypatch.setattr(fa4, "BACKEND", "reference")
+    monkeypatch.setattr(fa4, "TOKENS_PER_DOCUMENT", 1)
+    monkeypatch.setattr(fa4, "FALLBACK", scan)
+
+
+@pytest.fixture
+def as_on_gpu(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(triton_flash, "unsupported", lambda *_: None)
+    monkeypatch.setattr(fa4, "_missing", lambda: None)
+    monkeypatch.setattr(fa4, "capability", lambda: (9, 0))
+
+
+def refusal(case_or_mask, H=H, S=T, dtype="bfloat16", **options):
+    q, k = (
+        jax.ShapeDtypeStruct((B, length, heads, H), dtype) for length, heads in ((T, N), (S, K))
+    )
+    return fa4.unsupported(QKV(q, k, k), AttentionSpec(case_or_mask, 1.0, **options))
+
+
+def test_refusals(as_on_gpu, monkeypatch):
+    causal = Mask(causal=True)
+    for mask in (causal, Mask(window=9), Mask(segments=DOCUMENTS)):
+        assert refusal(mask) is None
+    assert refusal(Mask(), S=9) is None and refusal(causal, H=256) is None
+    for reason, found in {
+        "float16 and bfloat16, not float32": refusal(causal, dtype="float32"),
+        "multiples of 8 up to 256, not 264": refusal(causal, H=264),
+        "no ALiBi": refusal(causal, alibi=jnp.ones(N)),
+        "no soft cap": refusal(causal, softcap=5.0),
+        "no dropout": refusal(causal, dropout=0.1),
+        "where T = S only": refusal(causal, S=9),
+        "no global tokens": refusal(Mask(window=9, global_tokens=np.ones(T, bool))),
+        "no block masks": refusal(Mask(block_mask=np.eye(2, dtype=bool), block_size=T)),
+        "positions from 0": refusal(Mask(causal=True, positions=np.arange(T) + 1)),
+        "the same tokens": refusal(Mask(segments=DOCUMENTS, k_segments=DOCUMENTS)),
+    }.items():
+        assert reason in found
+    monkeypatch.setattr(fa4, "capability", lambda: (8, 0))
+    assert "9.0, not 8.0" in (refusal(causal) or "")
+
+
+def test_what_a_machine_lacks(monkeypatch):
+    """No package, an old one, and an XLA that breaks the gradients."""
+    missing = fa4._missing.__wrapped__
+    monkeypatch.setitem(sys.modules, "cutejax", None)
+    assert "needs fa4-jax" in missing()
+    for name in ("cutejax", "cutejax.cache", "fa4_jax", "fa4_jax.attention"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    for name in ("AttnConfig", "fa4_fwd_p"):
+        setattr(sys.modules["fa4_jax.attention"], name, None)
+    assert "needs fa4-jax" in missing()
+    sys.modules["fa4_jax.attention"].fa4_vjp_p = None
+
+    monkeypatch.setenv("XLA_FLAGS", "--xla_foo=1")
+    assert fa4.XLA_FLAG in missing()
+
+
+def test_documents():
+    """Padding between documents, and empty runs up to the count, have no length."""
+    starts, lengths = fa4.documents(jnp.asarray(DOCUMENTS), 10)
+    assert starts.tolist() == [0, 100, 131, 140, 200, T, T + 3, T + 50, *[2 * T] * 3]
+    assert lengths.tolist() == [100, 31, 0, 60, 0, 0, 47, 0, 0, 0]
+
+
+def test_branches(monkeypatch):
+    short, long = (jnp.ones((2, size), jnp.int32) for size in (256, 16_384))
+    assert fa4._counts(short) == (16,) and fa4._counts(long) == (16, 64)
+    monkeypatch.setattr(fa4, "TOKENS_PER_DOCUMENT", 1)
+
+    def branch(segments, causal=True):
+        return int(fa4._branch(jnp.asarray(segments, jnp.int32), Mask(causal=causal)))
+
+    assert branch(ONE) == 0 and branch(ONE, causal=False) == 1
+    assert branch(DOCUMENTS) == 1 and branch(MANY) == 3
+    assert branch(DOCUMENTS[:, ::-1]) == 4
+    for number, wanted in ((16, 1), (17, 2), (64, 2), (256, 3), (257, 4)):
+        assert branch(1 + np.minimum(np.arange(512), number - 1)[None]) == wanted
+
+
+SEGMENTS = {"some": DOCUMENTS, "one each": ONE, "many": MANY, "out of order": DOCUMENTS[:, ::-1]}
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("name", SEGMENTS)
+def test_documents_equal_oracle(name, causal, window, anywhere):
+    spec = AttentionSpec(Mask(causal, window, SEGMENTS[name]), 0.3, q_chunk=64, k_chunk=64)
+    shapes = (B, T, N, 8), (B, T, K, 8), (B, T, K, 8), (B, T, N, 8)
+    *qkv, dout = (normal(i, *shape) for i, shape in enumerate(shapes))
+    x = QKV(*qkv)
+    # The reference of fa4-jax makes its own lse, which padding has too.
+    dout = jnp.where((SEGMENTS[name] != 0)[..., None, None], dout, 0)
+    got = jax.jit(partial(both, spec=spec))(x, dout)
+    state = reference.forward(x, spec)
+    true = *state, *reference.backward(x, state, dout, spec)
+    seen = np.isfinite(true[1])
+    assert (np.isneginf(got[1]) == ~seen).all()
+    for a, b in zip(got, true, strict=True):
+        assert error(jnp.where(jnp.isfinite(a), a, 0), jnp.where(jnp.isfinite(b), b, 0)) < 1e-5
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_cases_equal_oracle(name, anywhere, as_on_gpu):
+    """Those that it takes."""
+    case = CASES[name]
+    if fa4.unsupported(QKV(*case.operands("bfloat16")[:3]), case.spec()):
+        return
+    *qkv, dout = case.operands()
+    if case.sinks is None:
+        out, _, *gradients = both(QKV(*qkv), dout, case.spec())
+        for a, b in zip((out, *gradients), oracle(name)[:4], strict=True):
+            assert error(a, b) <= TOLERANCE["float32"]
+
+
+def operands(rows, T, N, K, H, dtype="bfloat16"):
+    shapes = (rows, T, N, H), (rows, T, K, H), (rows, T, K, H), (rows, T, N, H)
+    keys = jax.random.split(jax.random.key(T), 4)
+    return [jax.random.normal(key, s).astype(dtype) for key, s in zip(keys, shapes, strict=True)]
+
+
+ON_GPU = {
+    "causal": (Mask(causal=True), 2, 777, 4, 2, 64),
+    "all": (Mask(), 1, 513, 4, 4, 128),
+    "one token": (Mask(causal=True), 1, 1, 4, 2, 64),
+    "window": (Mask(causal=True, window=100), 1, 1111, 4, 1, 128),
+    "window of 1": (Mask(causal=True, window=1), 1, 300, 4, 1, 128),
+    "window both ways": (Mask(window=100), 1, 1111, 4, 1, 64),
+    "head size 96": (Mask(causal=True), 2, 640, 4, 2, 96),
+    "head size 256": (Mask(causal=True), 1, 640, 4, 2, 256),
+    "one each": (Mask(causal=True, segments=ONE), B, T, N, K, H),
+    "documents": (Mask(causal=True, segments=DOCUMENTS), B, T, N, K, H),
+    "documents, 128": (Mask(causal=True, segments=DOCUMENTS), B, T, N, 1, 128),
+    "documents, all": (Mask(segments=DOCUMENTS), B, T, N, K, H),
+    "documents, window": (Mask(causal=True, window=20, segments=DOCUMENTS), B, T, N, K, H),
+    "many documents": (Mask(causal=True, segments=MANY), B, T, N, K, H),
+    "out of order": (Mask(causal=True, segments=DOCUMENTS[:, ::-1]), B, T, N, K, H),
+}
+
+
+@pytest.mark.gpu
+@DEPRECATED
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ON_GPU)
+def test_compiled_equals_oracle(name, dtype, sinks, monkeypatch):
+    monkeypatch.setattr(fa4, "TOKENS_PER_DOCUMENT", 1)
+    mask, *shape = ON_GPU[name]
+    spec = AttentionSpec(mask, shape[-1] ** -0.5)
+    *qkv, dout = operands(*shape, dtype=dtype)
+    logits = jnp.arange(shape[2], dtype=jnp.float32) if sinks else None
+    assert fa4.unsupported(QKV(*qkv), spec) is None
+    out, lse, *gradients = jax.jit(partial(both, spec=spec, sinks=logits))(QKV(*qkv), dout)
+    wide = QKV(*(x.astype(jnp.float32) for x in qkv))
+    state = attend(reference, wide, spec, logits)
+    true = state.out, *reference.backward(wide, state, dout.astype(jnp.float32), spec)
+    for a, b in zip((out, *gradients), true, strict=True):
+        assert error(a, b) <= TOLERANCE[dtype]
+    seen = np.isfinite(state.lse)
+    assert lse.dtype == jnp.float32 and (np.isneginf(lse) == ~seen).all()
+    assert np.abs(np.asarray(lse)[seen] - np.asarray(state.lse)[seen]).max() < 0.02
+
+
+@pytest.mark.gpu
+@DEPRECATED
+def test_halves_merge():
+    """Keys in two halves: partials merge, and gradients from the global (out, lse) add up."""
+    q, k, v, dout = operands(1, 1024, 4, 2, 128)
+    spec = AttentionSpec(Mask(), 128**-0.5)
+
+    @jax.jit
+    def in_halves(q, k, v, dout):
+        halves = [QKV(q, k[:, i : i + 512], v[:, i : i + 512]) for i in (0, 512)]
+        state = merge_states(*(fa4.forward(half, spec) for half in halves))
+        state = AttentionState(state.out.astype(q.dtype), state.lse)
+        dq, dk, dv = zip(*(fa4.backward(half, state, dout, spec) for half in halves), strict=True)
+        return state.out, sum(dq), jnp.concatenate(dk, 1), jnp.concatenate(dv, 1)
+
+    out, _, *true = both(QKV(q, k, v), dout, spec)
+    for a, b in zip(in_halves(q, k, v, dout), (out, *true), strict=True):
+        assert error(a, b) <= TOLERANCE["bfloat16"]
