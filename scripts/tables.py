@@ -188,16 +188,43 @@ def attention() -> str:
     return table(["", *head[0], *head[1]], list(body.values()))
 
 
+def kernels() -> str:
+    """The speed of FlashAttention-4 beside the other kernels, in one run."""
+    names = {
+        "fa4": "`fa4`",
+        "cudnn": "`cudnn`",
+        "triton": "`triton`",
+        "jax.nn cudnn": "`jax.nn`",
+        "torch flex_attention": "flex_attention",
+    }
+    found: dict[tuple[int, str], Row] = {}
+    for row in read("attention_fa4_h200.json"):
+        found.setdefault((row["H"], row["case"]), {})[row["implementation"]] = row["step_tflops"]
+    cases = CASES | {"40 ragged documents": "40 packed documents of 16 to 3,076 tokens"}
+    body = [
+        [cases[case], str(H), *(f"{of[n]:.0f}" if n in of else "" for n in names)]
+        for (H, case), of in found.items()
+    ]
+    return table(["", "H", *names.values()], body)
+
+
 def sequence() -> str:
-    unordered = {"ulysses": "`ulysses`", "torch allgather": "PyTorch, all-gather"}
+    unordered = {
+        "ulysses": "`ulysses`",
+        "torch allgather": "PyTorch, all-gather",
+        "torch alltoall": "PyTorch, all-to-all",
+    }
     ways = {"gather": "`gather`", "ring": "`ring`", **unordered}
-    body: dict[int, dict[str, str]] = {}
-    for row in read("scaling_attention_h200x4.csv"):
+    body: dict[tuple[int, int], dict[str, str]] = {}
+    for row in read("scaling_attention_h200x2.csv") + read("scaling_attention_h200x4.csv"):
         if row["order"] == "zigzag" or row["strategy"] in unordered:
             said = f"{float(row['tflops_a_device']):.0f}, {gib(row)}"
-            body.setdefault(int(row["T"]), {})[row["strategy"]] = said
-    lines = [[f"{T:,}", *(body[T][way] for way in ways)] for T in sorted(body)]
-    return table(["tokens", *ways.values()], lines)
+            at = int(row["devices"]), int(row["T"])
+            body.setdefault(at, {})[row["strategy"]] = said
+    lines = [
+        [str(n), f"{T:,}", *(body[n, T].get(way, "") for way in ways)] for n, T in sorted(body)
+    ]
+    return table(["GPUs", "tokens", *ways.values()], lines)
 
 
 def several() -> str:
@@ -258,9 +285,11 @@ def auto() -> str:
         name += ", QLoRA" if row["settings"].get("adapter.type") == "qlora" else ""
         limit = f"{budget(row)} GiB" if budget(row) else ""
         ours = f"{row['tokens_per_second']:,.0f}, {gib(row)}"
-        cells = [name, tokens(row), limit, settings(row), f"{row['choice_s']:.0f} s", ours]
-        body.append([*cells, *beside(peer, row), "", ""][:8])
-    head = ["", "tokens", "budget", "chosen settings", "time to choose", "bptjax", "PyTorch"]
+        cells = [name, tokens(row), limit, f"`{row['attention']}`", settings(row)]
+        cells += [f"{row['choice_s']:.0f} s", ours]
+        body.append([*cells, *beside(peer, row), "", ""][:9])
+    head = ["", "tokens", "budget", "attention", "chosen settings", "time to choose", "bptjax"]
+    head.append("PyTorch")
     return table([*head, "ratio"], body)
 
 
@@ -333,6 +362,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "qlora": lambda: steps("qlora_h200.json", "transformers + PEFT"),
     "compare": compare,
     "attention": attention,
+    "kernels": kernels,
     "step": lambda: steps("step_h200.json", "transformers + Liger"),
     "sequence": sequence,
     "several": several,
