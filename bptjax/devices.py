@@ -15,6 +15,8 @@ from jax.experimental import topologies
 from bptjax.ops.target import STAND_IN
 
 MIB = 2**20
+# Bytes/s of 16 lanes, each way.
+PCIE_4, PCIE_5 = 31.5e9, 63e9
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,8 @@ class DeviceKind:
       l2: bytes of a GPU's L2 cache.
       shared: KiB of shared memory of a GPU's core.
       clock: GHz of a GPU.
+      peers: bytes/s that a device receives from the other devices of its host.
+      host: bytes/s between device and host memory, each way.
       measured: rates measured by the scripts of this repository; None if nobody has.
     """
 
@@ -65,6 +69,8 @@ class DeviceKind:
     l2: int = 0
     shared: int = 0
     clock: float = 0.0
+    peers: float = PCIE_4
+    host: float = PCIE_4
     measured: Rates | None = None
 
     @property
@@ -96,39 +102,59 @@ class DeviceKind:
 
 KINDS = {
     "a100-40gb": DeviceKind(
-        "NVIDIA A100-SXM4-40GB", 40960 * MIB, 312e12, 1.555e12, 108, (8, 0), 40 * MIB, 164, 1.41
+        "NVIDIA A100-SXM4-40GB",
+        40960 * MIB,
+        312e12,
+        1.555e12,
+        *(108, (8, 0), 40 * MIB, 164, 1.41, 300e9, PCIE_4),
     ),
     "a100": DeviceKind(
-        "NVIDIA A100", 81920 * MIB, 312e12, 2.039e12, 108, (8, 0), 40 * MIB, 164, 1.41
+        "NVIDIA A100",
+        81920 * MIB,
+        312e12,
+        2.039e12,
+        *(108, (8, 0), 40 * MIB, 164, 1.41, 300e9, PCIE_4),
     ),
     "h100": DeviceKind(
-        "NVIDIA H100", 81559 * MIB, 989e12, 3.35e12, 132, (9, 0), 50 * MIB, 228, 1.98
+        "NVIDIA H100",
+        81559 * MIB,
+        989e12,
+        3.35e12,
+        *(132, (9, 0), 50 * MIB, 228, 1.98, 450e9, PCIE_5),
     ),
     "h200": DeviceKind(
         "NVIDIA H200",
         143155 * MIB,
         989e12,
         4.8e12,
-        132,
-        (9, 0),
-        60 * MIB,
-        228,
-        1.98,
+        *(132, (9, 0), 60 * MIB, 228, 1.98, 450e9, PCIE_5),
         # Steps of scripts/results/step_h200.json, attention of attention_fa4_h200.json, and copies.
         Rates(660e12, 505e12, 600e12, 4.3e12, 53e9),
     ),
     "b200": DeviceKind(
-        "NVIDIA B200", 183359 * MIB, 2250e12, 8.0e12, 148, (10, 0), 126 * MIB, 228, 1.97
+        "NVIDIA B200",
+        183359 * MIB,
+        2250e12,
+        8.0e12,
+        *(148, (10, 0), 126 * MIB, 228, 1.97, 900e9, PCIE_5),
     ),
     "l40s": DeviceKind(
-        "NVIDIA L40S", 46068 * MIB, 362e12, 0.864e12, 142, (8, 9), 96 * MIB, 100, 2.52
+        "NVIDIA L40S",
+        46068 * MIB,
+        362e12,
+        0.864e12,
+        *(142, (8, 9), 96 * MIB, 100, 2.52, PCIE_4, PCIE_4),
     ),
     "rtx4090": DeviceKind(
-        "NVIDIA GeForce RTX 4090", 24564 * MIB, 165e12, 1.008e12, 128, (8, 9), 72 * MIB, 100, 2.52
+        "NVIDIA GeForce RTX 4090",
+        24564 * MIB,
+        165e12,
+        1.008e12,
+        *(128, (8, 9), 72 * MIB, 100, 2.52, PCIE_4, PCIE_4),
     ),
-    "v5e": DeviceKind("TPU v5 lite", 16 * 1024 * MIB, 197e12, 0.82e12),
-    "v5p": DeviceKind("TPU v5p", 95 * 1024 * MIB, 459e12, 2.77e12),
-    "v6e": DeviceKind("TPU v6 lite", 32 * 1024 * MIB, 918e12, 1.64e12),
+    "v5e": DeviceKind("TPU v5 lite", 16 * 1024 * MIB, 197e12, 0.82e12, peers=200e9),
+    "v5p": DeviceKind("TPU v5p", 95 * 1024 * MIB, 459e12, 2.77e12, peers=600e9),
+    "v6e": DeviceKind("TPU v6 lite", 32 * 1024 * MIB, 918e12, 1.64e12, peers=448e9),
 }
 
 

@@ -35,6 +35,7 @@ def main() -> None:
             f"--{key}={value if isinstance(value, str) else json.dumps(value)}"
             for key, value in row["settings"].items()
         ]
+        settings.append(f"--execution.attention_implementation={row['attention']}")
         kind, devices = absent_devices(text)
         model = replace(DECODERS[row["decoder"]], num_layers=row["layers"])
         config = parse(settings, defaults=DEFAULTS)

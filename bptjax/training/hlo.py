@@ -72,6 +72,12 @@ class Instruction:
         return [name for text in found for name in re.findall(_NAME, text)]
 
     @property
+    def target(self) -> str:
+        """Name of the function that a custom call calls; empty for other instructions."""
+        found = re.search(r'custom_call_target="([^"]*)"', self.rest)
+        return found[1] if found else ""
+
+    @property
     def is_matmul(self) -> bool:
         return self.opcode == "dot" or '"dot_dimension_numbers"' in self.rest
 
@@ -155,15 +161,23 @@ class Program:
 
     def link_bytes(self) -> float:
         """Returns the bytes that a device receives from other devices in a run of the program."""
-        total = 0.0
-        for name, times in self.executions().items():
-            asynchronous = self.opcode(name) == "async-start"
-            for of in self.inside(name) if asynchronous else [self.instructions[name]]:
-                share = _RECEIVED.get(of.opcode.removesuffix("-start"))
-                if share and (group := _group_size(of)) > 1:
-                    operands = sum(self.instructions[y].bytes for y in of.operands)
-                    total += times * operands * share(group)
+        return sum(times * self.received(name) for name, times in self.executions().items())
+
+    def received(self, name: str) -> float:
+        """Returns the bytes that an execution receives from other devices."""
+        opcode, total = self.opcode(name), 0.0
+        own = [self.instructions[name]] if opcode else []
+        for of in self.inside(name) if opcode == "async-start" else own:
+            share = _RECEIVED.get(of.opcode.removesuffix("-start"))
+            if share and (group := _group_size(of)) > 1:
+                total += sum(self.instructions[y].bytes for y in of.operands) * share(group)
         return total
+
+    def copied(self, name: str) -> float:
+        """Returns the bytes that an execution copies from one memory to another."""
+        if self.opcode(name) == "copy-start":
+            return sum(self.instructions[y].bytes for y in self.instructions[name].operands)
+        return self.cost(name).bytes / 2  # They are read, and written.
 
     def cost(self, name: str) -> Cost:
         """Returns the least cost of an execution: each operand is read once, and each result is
@@ -189,11 +203,13 @@ class Program:
         if of.opcode != "custom-call" or len(of.operands) < 3:
             return 0.0
         # q [B, T, N, H], k [B, S, K, H] and v [B, S, K, H], of which half of the pairs count.
+        # Packed documents may have no B; they count as one document.
         q, k, v = (self.instructions[x].arrays[0][1] for x in of.operands[:3])
-        if len(q) != 4 or k != v or q[::3] != k[::3]:
+        if len(q) not in (3, 4) or k != v or (*q[:-3], q[-1]) != (*k[:-3], k[-1]):
             return 0.0
-        products = 2 if len([x for x in of.arrays if len(x[1]) == 4]) < 3 else 5
-        return products * float(math.prod(q)) * k[1]
+        # Some kernels return the gradients of the backward pass as sums in another shape.
+        backward = len([x for x in of.arrays if len(x[1]) == len(q)]) >= 3 or "bwd" in of.target
+        return (5 if backward else 2) * float(math.prod(q)) * k[-3]
 
     def _traffic(self, of: Instruction) -> float:
         body = self.computations.get(of.called[0], []) if of.opcode.startswith("fusion") else []

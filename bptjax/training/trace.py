@@ -90,18 +90,26 @@ def time_by_part(program: Program, events: list[Event], kind: DeviceKind | None)
             own = [kernel for kernel in counts if kernel[1] == instruction]
             # An instruction may run several kernels, or one kernel several times.
             main = min(own, key=lambda kernel: counts[kernel])
-            least = kind.seconds(*program.cost(instruction))
-            floors[labels[main]] += counts[main] * least
-    measured = [PARTS.index(name) for name in ("communication", "host copies", "idle")]
+            floors[labels[main]] += counts[main] * _least(program, instruction, labels[main], kind)
     return [
         {
             "part": PARTS[part],
             "pass": PASSES[of],
             "seconds": seconds[part, of] / 1e9,
-            "floor": None if kind is None or part in measured else floors[part, of],
+            "floor": None if kind is None or PARTS[part] == "idle" else floors[part, of],
         }
         for part, of in sorted(seconds)
     ]
+
+
+def _least(program: Program, instruction: str, label: Label, kind: DeviceKind) -> float:
+    """Returns the least seconds of an execution."""
+    part = PARTS[label[0]]
+    if part == "communication":
+        return program.received(instruction) / kind.peers
+    if part == "host copies":
+        return program.copied(instruction) / kind.host
+    return kind.seconds(*program.cost(instruction))
 
 
 def _labels(program: Program, kernels: list[tuple[str, str]]) -> dict[tuple[str, str], Label]:

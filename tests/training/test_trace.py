@@ -37,6 +37,7 @@ HLO = """HloModule jit_train_step, is_scheduled=true
   %again = bf16[8,8]{1,0} fusion(%flat), kind=kCustom, calls=%inner
   %flash = (bf16[1,16,2,4]{3,2,1,0}, f32[1,16,2]{2,1,0}) custom-call(%q, %q, %q), custom_call_target="x", metadata={op_name="jit(f)/jvp()/while/body/attention_kernel/f"}, backend_config={"cudnn_fmha_backend_config":{"bmm1_dot_dimension_numbers":{"lhs_contracting_dimensions":["3"]}}}
   %out = bf16[1,16,2,4]{3,2,1,0} get-tuple-element(%flash), index=0
+  %offload = (bf16[8,8]{1,0:S(5)}, bf16[8,8]{1,0}, u32[]) copy-start(%flat)
   ROOT %next = (s32[], bf16[4,8,8]{2,1,0}, bf16[1,16,2,4]{3,2,1,0}) tuple(%count, %stacked, /*index=2*/%out)
 }
 
@@ -44,7 +45,7 @@ ENTRY %main (a: (s32[], bf16[4,8,8], bf16[1,16,2,4])) -> bf16[4,8,8] {
   %a = (s32[], bf16[4,8,8]{2,1,0}, bf16[1,16,2,4]{3,2,1,0}) parameter(0)
   %loop = (s32[], bf16[4,8,8]{2,1,0}, bf16[1,16,2,4]{3,2,1,0}) while(%a), condition=%never, body=%body, backend_config={"known_trip_count":{"n":"4"}}
   %sums = bf16[4,8,8]{2,1,0} get-tuple-element(%loop), index=1
-  %total = bf16[4,8,8]{2,1,0} all-reduce(%sums), to_apply=%add, metadata={op_name="jit(f)/transpose(jvp())/psum"}
+  %total = bf16[4,8,8]{2,1,0} all-reduce(%sums), replica_groups={{0,1,2,3}}, to_apply=%add, metadata={op_name="jit(f)/transpose(jvp())/psum"}
   ROOT %new = bf16[4,8,8]{2,1,0} add(%total, %total), metadata={op_name="jit(f)/optimizer/add"}
 }
 """  # noqa: E501
@@ -73,7 +74,7 @@ def test_time_is_divided(program):
     layer = [
         ("weights", 10), ("gemm", 20), ("splitk", 5), ("cudnn", 30), ("MemcpyD2H", 2), ("fused", 8)
     ]  # fmt: skip
-    of = dict(splitk="gemm", cudnn="flash", fused="again", MemcpyD2H="loop")
+    of = dict(splitk="gemm", cudnn="flash", fused="again", MemcpyD2H="offload")
     events, now = [], 100.0
     for _ in range(4):
         for kernel, duration in layer:
@@ -83,7 +84,7 @@ def test_time_is_divided(program):
     events.append(Event("ncclKernel", "total", now - 4, now + 6))
     events.append(Event("add", "new", now + 16, now + 20))
     # The rates make a FLOP or a byte a second.
-    found = time_by_part(program, events, DeviceKind("x", 1, flops=1.0, bandwidth=1.0))
+    found = time_by_part(program, events, DeviceKind("x", 1, 1.0, 1.0, peers=1.0, host=1.0))
     rows = {(row["part"], row["pass"]): (row["seconds"] * 1e9, row["floor"]) for row in found}
     expected = {
         ("attention", "forward"): (120, 4 * 4096),
@@ -91,13 +92,34 @@ def test_time_is_divided(program):
         ("matrix products", "recomputation"): (32, 4 * 1024),
         ("norms and pointwise", "forward"): (40, 4 * 260),
         ("optimizer", "update"): (4, 3 * 512),
-        ("communication", "backward"): (6, None),
-        ("host copies", "forward"): (8, None),
+        # In a ring of four, three quarters of the sums come in twice.
+        ("communication", "backward"): (6, 2 * 3 / 4 * 512),
+        ("host copies", "forward"): (8, 4 * 128),
         ("idle", "other"): (10, None),
     }
     assert {key: (pytest.approx(t), floor) for key, (t, floor) in rows.items()} == expected
     assert sum(seconds for seconds, _ in rows.values()) == pytest.approx(now + 20 - 100)
     assert {row["floor"] for row in time_by_part(program, events, None)} == {None}
+
+
+@pytest.mark.parametrize(
+    "results, target, products",
+    [
+        ("(bf16[16,2,4], f32[2,16])", "fa4_fwd_lse", 2),
+        ("(f32[2,64], f32[1,64], f32[1,64])", "fa4_bwd_gqa_varlen", 5),
+        ("(bf16[16,2,4], bf16[16,1,4], bf16[16,1,4])", "x", 5),
+    ],
+)
+def test_attention_of_packed_documents_counts_as_one_document(results, target, products):
+    program = Program(f"""HloModule m
+
+ENTRY %main (q: bf16[16,2,4], k: bf16[16,1,4]) -> {results} {{
+  %q = bf16[16,2,4]{{2,1,0}} parameter(0)
+  %k = bf16[16,1,4]{{2,1,0}} parameter(1)
+  ROOT %flash = {results} custom-call(%q, %k, %k, %q), custom_call_target="{target}"
+}}
+""")
+    assert program.cost("flash").flops == products * (16 * 16 * 2 * 4)
 
 
 def test_bytes_from_other_devices():
