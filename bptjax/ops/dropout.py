@@ -4,10 +4,11 @@ chunks or shards."""
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.extend.random import threefry_2x32
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, UInt32
 
 from bptjax.ops.arguments import check_rate
+
+MULTIPLIER, KEY_STEP, ROUNDS = 0xD256D193, 0x9E3779B9, 7
 
 
 def keep(
@@ -15,9 +16,9 @@ def keep(
 ) -> Bool[Array, "*r t s"]:
     """Returns True with probability 1 - rate, independently for each (key, row, column).
 
-    The bit of element (row, column) comes from the Threefry-2x32 block of that counter under `key`.
+    The bit of element (row, column) comes from a Philox-2x32 block of that counter under `key`.
     So an element gets the same bit in any tile, in the forward and in the backward pass, and no
-    bits are stored. Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
+    bits are stored.
 
     Args:
       key: uint32 `[*r, 2]`, key data.
@@ -25,15 +26,32 @@ def keep(
     """
     if key.ndim > 1:
         return jax.vmap(keep, (0, None, 0, 0))(key, rate, rows, columns)
-    t, s = rows.shape[-1], columns.shape[-1]
-    counter = jnp.stack(
-        [
-            jnp.broadcast_to(rows.astype(jnp.uint32)[:, None], (t, s)),
-            jnp.broadcast_to(columns.astype(jnp.uint32)[None, :], (t, s)),
-        ]
-    )
-    bits = threefry_2x32(key, counter)[0]
-    return bits >= jnp.uint32(round(rate * 2**32))
+    rows, columns = rows.astype(jnp.uint32)[:, None], columns.astype(jnp.uint32)[None, :]
+    return philox(key, rows, columns) >= jnp.uint32(round(rate * 2**32))
+
+
+def philox(
+    key: UInt32[Array, "2"], rows: UInt32[Array, "*#t"], columns: UInt32[Array, "*#t"]
+) -> UInt32[Array, "*t"]:
+    """Returns random numbers for counters: the first words of Philox-2x32's blocks, with the fewest
+    rounds that pass the tests of BigCrush. The key of Philox has one word; the second one enters
+    the counter. Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", section 4.
+    """
+    x, y = columns ^ key[1], rows
+    for step in range(ROUNDS):
+        round_key = key[0] + jnp.uint32(step * KEY_STEP % 2**32)
+        x, y = _high_word(x) ^ round_key ^ y, x * jnp.uint32(MULTIPLIER)
+    return x
+
+
+def _high_word(x: UInt32[Array, "*t"]) -> UInt32[Array, "*t"]:
+    """Returns the upper 32 of the 64 bits of x · MULTIPLIER, from products of 16 bits."""
+    half = jnp.uint32(0xFFFF)
+    low, high = x & half, x >> 16
+    m_low, m_high = jnp.uint32(MULTIPLIER & 0xFFFF), jnp.uint32(MULTIPLIER >> 16)
+    cross, other = low * m_high, high * m_low
+    carry = (low * m_low >> 16) + (cross & half) + (other & half)
+    return high * m_high + (cross >> 16) + (other >> 16) + (carry >> 16)
 
 
 def dropout(

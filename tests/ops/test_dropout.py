@@ -5,7 +5,7 @@ import pytest
 
 from bptjax.ops.attention.contract import AttentionSpec
 from bptjax.ops.attention.scores import dropout_factors
-from bptjax.ops.dropout import dropout, keep
+from bptjax.ops.dropout import dropout, keep, philox
 from bptjax.ops.mask import Mask
 
 KEY = jax.random.key_data(jax.random.key(0))
@@ -26,6 +26,17 @@ def test_rate(rate):
     # Of rows and columns too, not of the whole alone.
     for axis in (0, 1):
         assert abs(kept.mean(axis) - (1 - rate)).max() < 6 * sigma / 512**0.5 + 1e-12
+
+
+def test_philox():
+    """The numbers of its authors' library, Random123."""
+    for counter, key, wanted in (
+        ((0, 0), 0, 0x257A3673),
+        ((0xFFFFFFFF, 0xFFFFFFFF), 0xFFFFFFFF, 0xAB302C4D),
+        ((0x243F6A88, 0x85A308D3), 0x13198A2E, 0xBEDBBE6B),
+    ):
+        column, row = (jnp.full(1, x, jnp.uint32) for x in counter)
+        assert philox(jnp.array([key, 0], jnp.uint32), row, column).item() == wanted
 
 
 def test_independence():

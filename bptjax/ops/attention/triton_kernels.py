@@ -19,7 +19,12 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from bptjax.ops import dropout
+
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+MULTIPLIER: tl.constexpr = tl.constexpr(dropout.MULTIPLIER)
+KEY_STEP: tl.constexpr = tl.constexpr(dropout.KEY_STEP)
+ROUNDS: tl.constexpr = tl.constexpr(dropout.ROUNDS)
 
 
 class MaskPointers(NamedTuple):
@@ -89,38 +94,14 @@ def _load_transposed(base, rows, columns, stride, limit, C: tl.constexpr, IN_BOU
 
 
 @triton.jit
-def _round(x0, x1, rotation: tl.constexpr):
-    x0 += x1
-    x1 = (x1 << rotation) | (x1 >> (32 - rotation))
-    return x0, x1 ^ x0
-
-
-@triton.jit
-def _odd_rounds(x0, x1):
-    x0, x1 = _round(x0, x1, 13)
-    x0, x1 = _round(x0, x1, 15)
-    x0, x1 = _round(x0, x1, 26)
-    return _round(x0, x1, 6)
-
-
-@triton.jit
-def _even_rounds(x0, x1):
-    x0, x1 = _round(x0, x1, 17)
-    x0, x1 = _round(x0, x1, 29)
-    x0, x1 = _round(x0, x1, 16)
-    return _round(x0, x1, 24)
-
-
-@triton.jit
-def _threefry(key0, key1, x0, x1):
-    """Returns the first word of Threefry-2x32 with 20 rounds, all uint32. Salmon et al. 2011."""
-    key2 = key0 ^ key1 ^ 0x1BD11BDA
-    x0, x1 = _odd_rounds(x0 + key0, x1 + key1)
-    x0, x1 = _even_rounds(x0 + key1, x1 + (key2 + 1))
-    x0, x1 = _odd_rounds(x0 + key2, x1 + (key0 + 2))
-    x0, x1 = _even_rounds(x0 + key0, x1 + (key1 + 3))
-    x0, x1 = _odd_rounds(x0 + key1, x1 + (key2 + 4))
-    return x0 + key2
+def _philox(key0, key1, rows, columns):
+    """Returns `ops.dropout.philox`, all uint32."""
+    x, y = columns ^ key1, rows
+    for step in tl.static_range(ROUNDS):
+        low = x * MULTIPLIER
+        x = tl.umulhi(x, MULTIPLIER) ^ (key0 + (step * KEY_STEP) % 4294967296) ^ y
+        y = low
+    return x
 
 
 @triton.jit
@@ -198,7 +179,8 @@ def _allowed(
 def _dropout_factors(head, p, s, C: tl.constexpr):
     """Returns each weight's factor, 0 or 1 / (1 - dropout)."""
     zero = p * 0 + s * 0
-    bits = _threefry(head.key0, head.key1, (p + zero).to(tl.uint32), (s + zero).to(tl.uint32))
+    key0, key1 = head.key0.to(tl.uint32), head.key1.to(tl.uint32)
+    bits = _philox(key0, key1, (p + zero).to(tl.uint32), (s + zero).to(tl.uint32))
     return tl.where(bits >= C.dropout_threshold, 1.0 / (1.0 - C.dropout), 0.0)
 
 
