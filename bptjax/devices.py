@@ -6,7 +6,7 @@ Sizes and rates are those of the vendors' data sheets; memory is what the driver
 import os
 import re
 import site
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
@@ -17,6 +17,8 @@ from bptjax.ops.target import STAND_IN
 MIB = 2**20
 # Bytes/s of 16 lanes, each way.
 PCIE_4, PCIE_5 = 31.5e9, 63e9
+# FLOP/s of cuDNN's attention on an H200 (scripts/results/attention_fa4_h200.json).
+CUDNN_RATES = dict(attention_64=422e12, attention_128=531e12)
 
 
 @dataclass(frozen=True)
@@ -75,17 +77,20 @@ class DeviceKind:
 
     @property
     def rates(self) -> Rates:
-        """The measured rates, or the rates of an H200 in proportion to the data sheets."""
+        """The measured rates, or the rates of an H200 in proportion to the data sheets. On other
+        GPUs than Hopper, attention runs cuDNN instead of FlashAttention-4."""
         if self.measured:
             return self.measured
         h200 = KINDS["h200"]
         assert h200.measured is not None
         flops, bandwidth = self.flops / h200.flops, self.bandwidth / h200.bandwidth
+        hopper = self.capability == h200.capability
+        known = h200.measured if hopper else replace(h200.measured, **CUDNN_RATES)
         return Rates(
-            flops * h200.measured.products,
-            flops * h200.measured.attention_64,
-            flops * h200.measured.attention_128,
-            bandwidth * h200.measured.bandwidth,
+            flops * known.products,
+            flops * known.attention_64,
+            flops * known.attention_128,
+            bandwidth * known.bandwidth,
             # The link depends on the host: this is the measured rate of PCIe 4 with 16 lanes,
             # and a host with a newer PCIe is faster.
             22e9,

@@ -5,6 +5,7 @@ Programs for absent devices are compiled to read their memory, and never run. Th
 cannot be built here, so a call with the same operands, results and workspace stands in for each.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -25,10 +26,10 @@ def platform() -> str:
 
 
 def capability() -> tuple[int, int]:
-    """Returns the compute capability of the GPU; (0, 0) for other devices."""
+    """Returns the compute capability of an NVIDIA GPU; (0, 0) for other devices."""
     device = _ABSENT.get() or jax.devices()[0]
-    major, minor = getattr(device, "compute_capability", "0.0").split(".")
-    return int(major), int(minor)
+    found = re.match(r"(\d+)\.(\d+)", getattr(device, "compute_capability", ""))
+    return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
 def is_absent() -> bool:
@@ -63,3 +64,8 @@ def stand_in(
     """
     buffers = [jax.ShapeDtypeStruct((workspace,), jnp.uint8)] * bool(workspace)
     return tuple(jax.ffi.ffi_call(STAND_IN, (*shapes, *buffers))(*operands))[: len(shapes)]
+
+
+def like(x: Array) -> jax.ShapeDtypeStruct:
+    """Returns the shape and dtype of an array."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)

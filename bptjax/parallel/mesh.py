@@ -82,8 +82,8 @@ def select_devices(device: str) -> list[jax.Device]:
 
     Unless the environment sets other values, JAX uses `MEMORY_FRACTION` of a GPU's memory and up to
     four fifths of the host's memory (JAX's default is 64 GiB, and its memory pools double up to the
-    limit), and caches compiled programs in the user's cache directory. With fa4-jax, XLA runs with
-    `fa4.XLA_FLAG`.
+    limit), and caches compiled programs in the user's cache directory. With fa4-jax and a GPU, XLA
+    runs with `fa4.XLA_FLAG`.
 
     Raises:
       ValueError: device=gpu, and JAX sees no GPU; device=auto, and JAX would run on the CPU of a
@@ -93,8 +93,11 @@ def select_devices(device: str) -> list[jax.Device]:
         os.environ["XLA_CLIENT_MEM_FRACTION"] = MEMORY_FRACTION
     limit = host_memory() * 4 // 5 // 2**30
     os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(limit))
-    flags = os.environ.get("XLA_FLAGS", "")
-    if fa4.XLA_FLAG.partition("=")[0] not in flags and find_spec("fa4_jax"):
+    flags = os.environ.get("XLA_FLAGS", "").strip()
+    name = fa4.XLA_FLAG.partition("=")[0]
+    # The variable may name a file of flags.
+    takes_more = not flags or (flags.startswith("-") and name not in flags)
+    if takes_more and device != "cpu" and os.path.exists(NVIDIA) and find_spec("fa4_jax"):
         os.environ["XLA_FLAGS"] = f"{flags} {fa4.XLA_FLAG}".strip()
     devices = _devices(device)
     if devices[0].platform == "gpu" and "JAX_COMPILATION_CACHE_DIR" not in os.environ:

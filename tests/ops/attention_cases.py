@@ -81,6 +81,9 @@ CASES = {
     "segments": Case(Mask(causal=True, segments=DOCUMENTS)),
     "segments both ways": Case(Mask(segments=DOCUMENTS)),
     "all padding": Case(Mask(causal=True, segments=np.zeros((2, 13), np.int32))),
+    "around padding": Case(
+        Mask(causal=True, segments=np.array([[1] * 3 + [0] * 2 + [1] * 4 + [2] * 4] * 2, np.int32))
+    ),
     "unordered segments": Case(Mask(segments=DOCUMENTS[:, ::-1])),
     "alibi": Case(options=dict(alibi=alibi_slopes(4))),
     "alibi, 6 heads": Case(N=6, K=3, options=dict(alibi=alibi_slopes(6))),

@@ -7,7 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from bptjax.ops.attention import attention
+from bptjax.ops.attention import attention, make_spec
+from bptjax.ops.attention.contract import QKV
 from bptjax.ops.blockwise import blockwise, blockwise_transformer
 from bptjax.ops.landmark_attention import landmark_attention
 from bptjax.ops.mask import Mask
@@ -83,6 +84,15 @@ def test_bad_arguments(options, message):
     # Without the shape checker of the tests, which users do not have.
     with pytest.raises(ValueError, match=message):
         inspect.unwrap(attention)(**dict(q=X, k=X, v=X) | options)
+
+
+def test_one_row_of_segments_stands_for_all_sequences():
+    q, k = (normal(i, 2, 9, heads, 8) for i, heads in enumerate((4, 2)))
+    rows = np.array([[1] * 4 + [2] * 5], np.int32)
+    x = QKV(q, k, k)
+    (one, two) = (make_spec(x, mask=Mask(segments=y)).mask for y in (rows, rows.repeat(2, 0)))
+    assert one.segments.shape == (2, 9) and (one.segments == two.segments).all()
+    assert make_spec(x, mask=Mask(segments=rows, k_segments=rows)).mask.k_segments.shape == (2, 9)
 
 
 def test_a_mesh_refuses_the_same_arguments_as_one_device():

@@ -1,5 +1,6 @@
 """The mesh, and where arrays live on it."""
 
+import os
 from dataclasses import fields
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
 
+from bptjax.ops.attention import fa4
 from bptjax.parallel import mesh as mesh_module
 from bptjax.parallel.mesh import (
     AXES,
@@ -90,6 +92,25 @@ def test_a_cpu_run_beside_an_nvidia_gpu_is_refused(monkeypatch):
     with pytest.raises(ValueError, match=r"NVIDIA.*device=cpu"):
         select_devices("auto")
     assert select_devices("cpu")
+
+
+@pytest.mark.parametrize(
+    "flags, wanted",
+    [
+        ("", fa4.XLA_FLAG),
+        ("--xla_foo=1", f"--xla_foo=1 {fa4.XLA_FLAG}"),
+        (fa4.XLA_FLAG.replace("false", "true"), fa4.XLA_FLAG.replace("false", "true")),
+        ("/tmp/flags.txt", "/tmp/flags.txt"),
+    ],
+)
+def test_fa4_gets_its_flag(flags, wanted, monkeypatch):
+    monkeypatch.setattr("bptjax.parallel.mesh.NVIDIA", "/dev/null")
+    monkeypatch.setattr("bptjax.parallel.mesh.find_spec", lambda name: name)
+    monkeypatch.setattr("bptjax.parallel.mesh._devices", lambda device: jax.devices())
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    for device, found in (("cpu", flags), ("auto", wanted), ("auto", wanted)):
+        select_devices(device)
+        assert os.environ["XLA_FLAGS"] == found
 
 
 def test_host_memory_is_that_of_the_container(monkeypatch, tmp_path):

@@ -394,8 +394,8 @@ def test_an_auxiliary_loss_on_a_mesh(batch, monkeypatch):
     ids=lambda execution: " ".join(map(str, execution.values())),
 )
 def test_fa4_through_the_layer_loop(execution):
-    """Gradients of a model are those of cuDNN, and no kernel runs more often than the policy says:
-    XLA must not fuse the slices of stacked layers into the kernels."""
+    """Gradients of a model are those of cuDNN: XLA must not fuse the slices of stacked layers into
+    the kernels."""
     T, L = 1024, 4
     train = TrainConfig(seq_len=T, max_steps=2, compute_dtype="bfloat16", param_dtype="bfloat16")
     model = replace(MODEL, hidden_size=256, num_layers=L, head_dim=64)

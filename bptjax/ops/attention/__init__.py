@@ -1,7 +1,9 @@
 """Softmax attention in O(T) memory, by one of several kernels."""
 
 import math
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +19,9 @@ from bptjax.ops.checkpoint_names import checkpoint_named
 from bptjax.ops.mask import Mask
 from bptjax.ops.softmax import empty_state, merge_states
 
-# `auto` takes the first kernel that honors the arguments. On one H200 cuDNN was the fastest, except
-# for packed documents at head size 64 (4 %, scripts/results/attention_h200.json), and triton was
-# faster than scan (compare_h200.json).
+# `auto` takes the first kernel that honors the arguments. On one H200, fa4 was faster than cudnn,
+# and cudnn than triton, except for packed documents at head size 64 (attention_fa4_h200.json in
+# scripts/results); triton was faster than scan (compare_h200.json).
 KERNELS: dict[str, Kernel] = {
     "fa4": fa4,
     "cudnn": cudnn,
@@ -156,6 +158,14 @@ def make_spec(
     check_softcap(softcap)
     (B, T, N, H), S = x.q.shape, x.k.shape[1]
     mask.check(B, T, S)
+    # One row stands for all sequences; kernels read a row for each.
+    of_one = [("segments", mask.segments), ("k_segments", mask.k_segments)]
+    rows: dict[str, Any] = {
+        name: jnp.broadcast_to(y, (B, y.shape[1]))
+        for name, y in of_one
+        if y is not None and y.shape[0] != B
+    }
+    mask = replace(mask, **rows)
     if dropout and dropout_key is None:
         raise ValueError(f"dropout={dropout}: must come with dropout_key")
     if scale is not None and not math.isfinite(scale):

@@ -25,7 +25,7 @@ from bptjax.ops.attention.documents import (
 )
 from bptjax.ops.mask import Mask, counts_from_zero
 from bptjax.ops.softmax import merge_states
-from bptjax.ops.target import capability, is_absent, platform, stand_in
+from bptjax.ops.target import capability, is_absent, like, platform, stand_in
 
 # Bytes of one head's keys and values that stay in an H200's cache while the queries pass. With more
 # of them the forward pass slows down: at head size 128 from 600 TFLOP/s to 570 on 131,072 tokens
@@ -197,7 +197,7 @@ def _call_forward(
     (B, T, N, _), M = x.q.shape, 1 if packing is None else packing[0].shape[1]
     operands = *x, *_operands(x, packing)
     if is_absent():
-        shapes = _like(x.q), jax.ShapeDtypeStruct((B * M, N, T), jnp.float32)
+        shapes = like(x.q), jax.ShapeDtypeStruct((B * M, N, T), jnp.float32)
         out, stats = stand_in(operands, shapes, workspace=1024 * M)
     else:
         out, stats = _primitives()._dot_product_attention_fwd_p.bind(
@@ -218,12 +218,8 @@ def _backward(x: QKV, state: AttentionState, dout: Array, spec: AttentionSpec) -
     stats = jnp.where(state.lse == -jnp.inf, jnp.inf, state.lse).transpose(0, 2, 1)
     operands = *x, *_operands(x, None), stats, state.out, dout
     if is_absent():
-        return QKV(*stand_in(operands, [_like(y) for y in x], _backward_workspace(x)))
+        return QKV(*stand_in(operands, [like(y) for y in x], _backward_workspace(x)))
     return QKV(*_primitives()._dot_product_attention_bwd_p.bind(*operands, **_options(spec, None)))
-
-
-def _like(x: Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
 def _backward_workspace(x: QKV) -> int:

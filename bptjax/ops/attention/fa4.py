@@ -5,8 +5,8 @@ Zadouri et al. 2026, FlashAttention-4; https://github.com/nshepperd/fa4-jax.
 """
 
 import os
-from dataclasses import replace
 from functools import cache, partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -17,13 +17,18 @@ from jaxtyping import Bool, Float, Int
 import bptjax.ops.attention.cudnn as cudnn
 import bptjax.ops.attention.triton_flash as triton_flash
 from bptjax.ops.attention.contract import QKV, AttentionSpec, AttentionState, Kernel
-from bptjax.ops.attention.documents import hide_padding, single_documents, zero_padding
+from bptjax.ops.attention.documents import (
+    document_starts,
+    hide_padding,
+    single_documents,
+    zero_padding,
+)
 from bptjax.ops.mask import Mask, counts_from_zero
-from bptjax.ops.target import capability, is_absent, platform, stand_in
+from bptjax.ops.target import capability, is_absent, like, platform, stand_in
 
 # Numbers of documents in a batch, padding between them included. A batch takes the first number
-# that it does not exceed. Each document costs up to 128 tokens of memory and empty blocks in the
-# kernels, which are slower than Triton's with a thousand; so there are fewer in short batches.
+# that it does not exceed. Each document costs empty blocks and up to 128 tokens of memory, so short
+# batches do not take the larger numbers. With a thousand documents, Triton is faster.
 DOCUMENTS = 16, 64, 256
 TOKENS_PER_DOCUMENT = 256
 # XLA fuses slices into these calls, and then their gradients are wrong.
@@ -42,7 +47,7 @@ def unsupported(x: QKV, spec: AttentionSpec) -> str | None:
         return "needs an NVIDIA GPU"
     major, minor = capability()
     if major != 9:
-        return f"was tested on compute capability 9.0, not {major}.{minor}"
+        return f"needs a Hopper GPU, of compute capability 9.0, not {major}.{minor}"
     if triton_flash.compiler_shards_arrays():
         return "runs on one device, and the mesh has more"
     if not is_absent() and (reason := _missing()):
@@ -51,6 +56,8 @@ def unsupported(x: QKV, spec: AttentionSpec) -> str | None:
         return f"takes float16 and bfloat16, not {jnp.dtype(x.q.dtype).name}"
     if H % 8 or H > 256:
         return f"takes head sizes that are multiples of 8 up to 256, not {H}"
+    if x.q.size >= 2**31:
+        return "was not tested on 2³¹ elements"
     for name, value in (("ALiBi", spec.alibi), ("soft cap", spec.softcap)):
         if value is not None:
             return f"has no {name}"
@@ -66,6 +73,8 @@ def unsupported(x: QKV, spec: AttentionSpec) -> str | None:
     if mask.segments is not None:
         if T != S or mask.k_segments is not None:
             return "takes documents only where queries and keys are the same tokens"
+        if H > 128:
+            return f"was tested with documents at head sizes up to 128, not {H}"
         return FALLBACK.unsupported(x, spec)
     return None
 
@@ -74,16 +83,37 @@ def unsupported(x: QKV, spec: AttentionSpec) -> str | None:
 def _missing() -> str | None:
     """Returns why this machine cannot run the kernels, or None."""
     try:
-        import cutejax
+        import cutejax.cache
         from fa4_jax.attention import AttnConfig, fa4_fwd_p, fa4_vjp_p  # noqa: F401
-    except (ImportError, RuntimeError) as error:
+    except Exception as error:  # Of other versions, or of what they need.
         return f"needs fa4-jax ({error})"
-    if XLA_FLAG not in os.environ.get("XLA_FLAGS", ""):
-        return f"gives wrong gradients without XLA_FLAGS={XLA_FLAG}"
-    if cutejax.cache.config().url is None:
+    if not _slices_stay():
+        return f"gives wrong gradients without XLA_FLAGS={XLA_FLAG}, set before JAX starts"
+    config = cutejax.cache.config()
+    if config.url is None and _is_writable(Path(config.spool_dir)):
         # Any URL makes cutejax keep the compiled kernels in the user's cache directory.
         cutejax.configure_cache(url="local", hmac_key="local", client_factory=_NoServer)
     return None
+
+
+def _slices_stay() -> bool:
+    """Returns whether XLA runs with `XLA_FLAG`. It reads the environment once."""
+    try:
+        from jax._src.lib import xla_client
+
+        options = xla_client.CompileOptions().SerializeAsString()
+    except (ImportError, AttributeError):
+        return False
+    # Field 105 of DebugOptions, xla_gpu_enable_dynamic_slice_fusion, is False.
+    return b"\xc8\x06\x00" in options
+
+
+def _is_writable(directory: Path) -> bool:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return os.access(directory, os.W_OK)
 
 
 class _NoServer:
@@ -137,16 +167,17 @@ def _branch(segments: Int[Array, "B T"], mask: Mask) -> Int[Array, ""]:
     """Returns the branch for a batch: 0 for causal attention without documents, then the least of
     `DOCUMENTS`, then the fallback."""
     runs = _run_starts(segments).sum()
-    # Documents are contiguous if their numbers rise, as those of packed sequences do.
-    rises = ((segments == 0) | (segments == jax.lax.cummax(segments, 1))).all()
+    # A document is contiguous if its number exceeds all before it, as in packed sequences.
+    before = jnp.pad(jax.lax.cummax(segments, 1), ((0, 0), (1, 0)))[:, :-1]
+    contiguous = (~document_starts(segments) | (segments > before)).all()
     counts = _counts(segments)
     number = 1 + sum((runs > n).astype(jnp.int32) for n in counts)
-    number = jnp.where(rises, number, 1 + len(counts))
+    number = jnp.where(contiguous, number, 1 + len(counts))
     return jnp.where(single_documents(segments), 0, number) if mask.causal else number
 
 
 def _counts(segments: Int[Array, "B T"]) -> tuple[int, ...]:
-    """Returns those of `DOCUMENTS` that batches of this size take."""
+    """Returns the numbers in `DOCUMENTS` that a batch of this size takes."""
     return tuple(n for n in DOCUMENTS if n * TOKENS_PER_DOCUMENT <= segments.size) or DOCUMENTS[:1]
 
 
@@ -179,7 +210,7 @@ def _forward(x: QKV, spec: AttentionSpec, packing: Documents | None = None) -> A
     (B, T, N, _), operands = x.q.shape, (*_flat(x, packing), *_operands(packing))
     if is_absent():
         shape = (B, N, T) if packing is None else (N, B * T)
-        out, lse = stand_in(operands, (_like(operands[0]), jax.ShapeDtypeStruct(shape, "float32")))
+        out, lse = stand_in(operands, (like(operands[0]), jax.ShapeDtypeStruct(shape, "float32")))
     else:
         from fa4_jax.attention import fa4_fwd_p
 
@@ -195,35 +226,30 @@ def _backward(
     spec: AttentionSpec,
     packing: Documents | None = None,
 ) -> QKV:
-    if packing is None and x.q.shape[-1] > 128:
+    if x.q.shape[-1] > 128 and cudnn.unsupported(x, spec) is None:
         # cuDNN is faster (scripts/results/attention_fa4_h200.json).
-        plain = replace(spec, mask=replace(spec.mask, segments=None))
-        if cudnn.unsupported(x, plain) is None:
-            return cudnn.backward(x, state, dout, plain)
+        return cudnn.backward(x, state, dout, spec)
     # Weights are exp(logits - lse): a query that attends to no key must get 0.
     lse = jnp.where(state.lse == -jnp.inf, jnp.inf, state.lse)
     lse = lse.transpose(0, 2, 1) if packing is None else lse.reshape(-1, lse.shape[-1]).T
     q, k, v, out, dout = _flat((*x, state.out, dout), packing)
     operands = q, k, v, out, lse, dout, *_operands(packing)
     if is_absent():
-        gradients = stand_in(operands, [_like(y) for y in (q, k, v)], _workspace(x, packing))
+        gradients = stand_in(operands, [like(y) for y in (q, k, v)], _workspace(x, packing))
     else:
         from fa4_jax.attention import fa4_vjp_p
 
         config = _config(spec, packing is not None)
         gradients = fa4_vjp_p.bind(*operands, cfg=config, has_d_lse=False)
-    return QKV(*(y.reshape(like.shape) for y, like in zip(gradients, x, strict=True)))
-
-
-def _like(x: Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return QKV(*(y.reshape(own.shape) for y, own in zip(gradients, x, strict=True)))
 
 
 def _workspace(x: QKV, packing: Documents | None) -> int:
     """Returns the bytes of fa4-jax's arrays in the backward pass: the gradients of the queries in
     float32, with fewer key heads those of keys and values too, and two numbers for each query and
-    head. Each document is padded to whole blocks, of 64 tokens or up to 128."""
+    head. fa4-jax pads heads to multiples of 32, and documents to blocks of up to 128 tokens."""
     (B, T, N, H), (_, S, K, _) = x.q.shape, x.k.shape
+    H = -(-H // 32) * 32
     more = 0 if packing is None else 128 * packing.lengths.size
     of_keys = 2 * (B * S + more) * K * H if K < N else 0
     return 4 * ((B * T + more) * N * (H + 2) + of_keys)
@@ -235,7 +261,7 @@ def _flat(arrays: Any, packing: Documents | None) -> list[Array]:
 
 
 def _operands(packing: Documents | None) -> tuple[Array, ...]:
-    """Returns the operands for documents: those of queries and of keys."""
+    """Returns starts and lengths of the documents, for queries and for keys."""
     return () if packing is None else (*[packing.starts] * 2, *[packing.lengths] * 2)
 
 
