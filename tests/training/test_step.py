@@ -281,7 +281,7 @@ def test_a_ring_chooses_for_the_arrays_of_a_device():
     assert {choice.name for choice in choices} == {"scan"}
     for name, error, message in (
         ("cudnn", NotImplementedError, "needs an NVIDIA GPU"),
-        ("quick", ValueError, "'quick': must be one of auto, cudnn"),
+        ("quick", ValueError, "'quick': must be one of auto, fa4, cudnn"),
     ):
         execution = replace(spec.config.execution, attention_implementation=name)
         named = replace(spec, config=replace(spec.config, execution=execution))

@@ -95,8 +95,9 @@ def forward(x: QKV, spec: AttentionSpec) -> AttentionState:
         return zero_padding(segments, _forward(x, spec, (starts, sizes)))
 
     general = partial(FALLBACK.forward, spec=spec)
-    if mask.window is not None or x.q.size >= 2**31:
-        # cuDNN has no windows in packed documents, and the offsets are int32.
+    if mask.window is not None or x.q.size >= 2**31 or x.q.shape[-1] > 128:
+        # cuDNN has no windows in packed documents, the offsets are int32, and larger heads are not
+        # tested with documents.
         packed = general
     if not mask.causal:
         return jax.lax.cond(fits, packed, general, x)

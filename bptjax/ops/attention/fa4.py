@@ -1,5 +1,5 @@
 """FlashAttention-4 as a kernel, through the primitives of fa4-jax: causal or not, windows on one or
-both sides, any number of packed documents. O(T) memory; NVIDIA Hopper GPUs, float16 and bfloat16.
+both sides, packed documents. O(T) memory; NVIDIA Hopper GPUs, float16 and bfloat16.
 
 Zadouri et al. 2026, FlashAttention-4; https://github.com/nshepperd/fa4-jax.
 """
