@@ -5,10 +5,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from bptjax.data.tokenizer import add_tokens, has_tokenizer, load_tokenizer
-from bptjax.hf.config import changes, read_json
+from bptjax.hf.config import changes
 from bptjax.hf.config_export import exported
 from bptjax.hf.peft import write_peft
 from bptjax.hf.peft_config import BASE_CONFIG
+from bptjax.json_files import read_json
 from bptjax.models.config import ModelConfig
 from bptjax.output import atomic_directory
 from bptjax.pretrained import Pretrained, open_pretrained, resolve_checkpoint
@@ -54,12 +55,12 @@ def remedy_for_peft(model: Pretrained, out: Path) -> str:
     """Returns a line on how PEFT can use the base model as the adapter in `out` needs it;
     empty if training did not change the base model.
     """
-    assert model.read_as is not None
+    assert model.read_as is not None and model.family is not None
     base, new, old = model.config.name_or_path, model.config, model.read_as
     steps = []
     if _needs_config(model):
         steps.append(
-            "load it with the config of training, AutoModelForCausalLM.from_pretrained("
+            f"load it with the config of training, {model.family.auto_class}.from_pretrained("
             f"{str(base)!r}, config=AutoConfig.from_pretrained({str(out)!r}))"
         )
     if new.V > old.V:

@@ -114,7 +114,7 @@ def layer_output(way: str, layer: Layer, x: Array, q_chunk: int, k_chunk: int) -
         return layer.queries(*chunk, rope)
 
     def finish(layer, chunk, out):
-        x, _ = layer.finish(chunk[0], out, chunk[1])
+        x, _ = layer.finish(chunk[0], out, chunk[1], jnp.ones(out.shape[1], bool))
         return x
 
     chunk = x, tokens

@@ -36,6 +36,10 @@ class TrainConfig:
       compute_dtype: dtype of the computation. float16 turns on dynamic loss scaling. If not set,
         float32; bfloat16 if a checkpoint is fine-tuned on a GPU.
       param_dtype: dtype of the parameters.
+      linear: float8 computes the linear layers of attention and feed-forward network, but not of
+        experts, in training
+        with 8-bit operands, on GPUs of compute capability 8.9 or newer. If not set, they have
+        compute_dtype.
       z_loss: weight of the squared log-normalizer in the loss. train/loss does not include it;
         train/z_loss is the weighted term alone.
       eval_steps: steps between evaluations during the run. Every run also evaluates before and
@@ -56,6 +60,7 @@ class TrainConfig:
     gradient_accumulation_steps: int = 1
     compute_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     param_dtype: Literal["float32", "bfloat16"] = "float32"
+    linear: Literal["float8"] | None = None
     z_loss: float = 0.0
     eval_steps: int | None = None
     eval_batches: int | None = 64
@@ -157,6 +162,11 @@ class Config:
             raise ValueError(
                 f"execution.save={', '.join(sorted(hidden))}: must go with an "
                 f"execution.ffn_chunk of at least train.seq_len={train.seq_len}"
+            )
+        if train.linear == "float8" and self.adapter.type == "qlora":
+            raise ValueError(
+                f"train.linear=float8: must not go with adapter.type=qlora, whose weights have "
+                f"{self.adapter.bits} bits; set adapter.type=lora"
             )
         for key in self.needs_evaluations:
             if not self.train.eval_steps:

@@ -97,8 +97,23 @@ def parse(
         # jsonargparse accepts a number in place of a group, and fails on it later.
         if dataclasses.is_dataclass(f.type) and not isinstance(parsed[f.name], Namespace):
             raise ValueError(f"{f.name}={parsed[f.name]}: must be a group of keys")
+    for key, hint in hints.items():
+        _check_value(key, parsed[key], hint)
     values = parser.instantiate(parsed)
     return kind(**{f.name: values[f.name] for f in fields(kind)})
+
+
+def _check_value(key: str, value: Any, hint: Any) -> None:
+    """Refuses what jsonargparse lets through.
+
+    Raises:
+      ValueError: null for a key that has no such value; an integer that needs more than 32 bits.
+    """
+    if value is None and type(None) not in get_args(hint):
+        raise ValueError(f"{key}=null: must be {_expected(hint)}")
+    numbers = float in (hint, *get_args(hint)) or key.endswith("seed")
+    if type(value) is int and abs(value) >= 2**31 and not numbers:
+        raise ValueError(f"{key}={value}: must be less than 2^31")
 
 
 def _without_auto(argv: list[str]) -> list[str]:

@@ -56,7 +56,7 @@ QUESTION = "What is the pass key? The pass key is"
 def _losses(model, tokens, *, dtype, execution):
     labels = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)), constant_values=-100)
     hidden, _ = model(tokens, dtype=dtype, execution=execution)
-    cap = model.config.logits_softcap
+    hidden, cap = model.for_head(hidden), model.config.logits_softcap
     return linear_cross_entropy(hidden, model.head_matrix, labels, softcap=cap, reduction="none")[
         :, :-1
     ]

@@ -15,9 +15,10 @@ from bptjax.data.tokenizer import (
     make_tokenizer,
     vocabulary_warning,
 )
-from bptjax.models.config import EncoderConfig, ModelConfig
+from bptjax.models.config import ModelConfig
 from bptjax.models.decoder import Decoder
 from bptjax.models.encoder import Encoder
+from bptjax.models.encoder_config import EncoderConfig
 from bptjax.parallel.mesh import select_devices
 from bptjax.pretrained import Pretrained, open_pretrained, resolve_checkpoint
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -12,10 +13,17 @@ from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
 
+from bptjax.models.experts import apply_expert_kernel
 from bptjax.models.linear import AdapterDropout, apply_kernel
 from bptjax.models.params import param_path
 from bptjax.ops.dropout import dropout
-from bptjax.quantized_kernels import QuantizedKernel, linear_kernels, quantize_kernels
+from bptjax.ops.grouped_matmul import grouped_matmul
+from bptjax.quantized_kernels import (
+    KernelAxes,
+    QuantizedKernel,
+    linear_kernels,
+    quantize_kernels,
+)
 
 ALL_LINEAR = "all-linear"
 BITS = {"nf4": 4, "fp4": 4, "int8": 8}
@@ -31,7 +39,7 @@ class AdapterConfig:
       r: rank of the adapters.
       alpha: adapters are scaled by alpha / r.
       dropout: dropout of the input of the adapters in training.
-      target_modules: all-linear for every linear layer except the head, or a list of the
+      target_modules: all-linear for every linear layer except head and routers, or a list of the
         checkpoint's module names, such as [q_proj, v_proj].
       use_rslora: scale by alpha / √r instead.
       modules_to_save: names of embeddings to train in full beside the low-rank products
@@ -94,7 +102,8 @@ class AdapterConfig:
 
 
 class LoraScale(nnx.Variable):
-    """The factor on the low-rank product of each layer, `[L]`. Saved, but not trained."""
+    """The factor on the low-rank product of each layer, `[L]`, or of each of its experts,
+    `[L, X]`. Saved, but not trained."""
 
 
 class TrainedEmbedding(nnx.Param):
@@ -108,7 +117,7 @@ class LoraKernel:
 
     Attributes:
       base: the frozen kernel.
-      a: `[*inputs, r]`.
+      a: `[*inputs, r]`; for experts `[X, *inputs, r]`, and so on.
       b: `[r, *outputs]`.
       dropout: dropout rate of the input of `a`.
       number: index of the linear layer, which seeds its dropout.
@@ -122,14 +131,23 @@ class LoraKernel:
     number: int = field(metadata={"static": True})
 
     def __call__(self, x: Array, in_ndim: int, seeds: AdapterDropout | None = None) -> Array:
-        y = apply_kernel(self.base, x, in_ndim)
-        if seeds is not None and self.dropout:
-            key = jax.random.fold_in(jax.random.wrap_key_data(seeds.key), self.number)
-            flat = x.reshape(*seeds.ids.shape, -1)
-            x = dropout(flat, jax.random.key_data(key), self.dropout, seeds.ids).reshape(x.shape)
+        y, x = apply_kernel(self.base, x, in_ndim), self._drop(x, seeds)
         low = jnp.tensordot(x, self.a[...].astype(x.dtype), axes=in_ndim)
         low = (low.astype(jnp.float32) * self.scale[...]).astype(x.dtype)
         return y + jnp.tensordot(low, self.b[...].astype(x.dtype), axes=1)
+
+    def grouped(self, x: Array, experts: Array, seeds: AdapterDropout | None = None) -> Array:
+        """Multiplies rows by the kernels of their experts, as `grouped_matmul`."""
+        y, x = apply_expert_kernel(self.base, x, experts), self._drop(x, seeds)
+        b = self.b[...].astype(jnp.float32) * self.scale[...][:, None, None]
+        return y + grouped_matmul(grouped_matmul(x, self.a[...], experts), b, experts)
+
+    def _drop(self, x: Array, seeds: AdapterDropout | None) -> Array:
+        if seeds is None or not self.dropout:
+            return x
+        key = jax.random.fold_in(jax.random.wrap_key_data(seeds.key), self.number)
+        flat = x.reshape(*seeds.ids.shape, -1)
+        return dropout(flat, jax.random.key_data(key), self.dropout, seeds.ids).reshape(x.shape)
 
 
 def embeddings_to_train(
@@ -190,7 +208,8 @@ def target_kernels(wanted: str | list[str], modules: Mapping[str, tuple[str, ...
     return found
 
 
-# (a `[L, *inputs, r]`, b `[L, r, *outputs]`, scale `[L]`) of a kernel, with stacked layers.
+# (a `[L, *inputs, r]`, b `[L, r, *outputs]`, scale `[L]`) of a kernel, with stacked layers; of the
+# kernels of experts (a `[L, X, *inputs, r]`, b `[L, X, r, *outputs]`, scale `[L, X]`).
 LoraWeights = tuple[Any, Any, Any]
 
 
@@ -215,46 +234,45 @@ def new_adapters(
     """Returns new adapters for the kernels at these paths: `a` uniform within ± 1/√inputs, as in
     PEFT, and `b` zero."""
     found, _ = jax.tree.flatten_with_path(model, is_leaf=_is_kernel)
-    in_ndims = linear_kernels(model)
-    numbers = {path: number for number, path in enumerate(sorted(in_ndims))}
+    kernels = linear_kernels(model)
+    numbers = {path: number for number, path in enumerate(sorted(kernels))}
 
     def new(path, kernel):
-        if isinstance(kernel, QuantizedKernel):
-            (L, _, *outputs), inputs = kernel.matrix.codes.shape, kernel.inputs
-        else:
-            (L, *shape), n = kernel.shape, in_ndims[path]
-            inputs, outputs = shape[:n], shape[n:]
-        shape, bound = (L, *inputs, config.r), math.prod(inputs) ** -0.5
-        kernel_key = jax.random.fold_in(key, numbers[path])
+        stacked, n = kernels[path]
+        quantized = isinstance(kernel, QuantizedKernel)
+        shape = (kernel.matrix.codes if quantized else kernel).shape
+        stack, outputs = shape[:stacked], shape[stacked + (1 if quantized else n) :]
+        inputs = kernel.inputs if quantized else shape[stacked : stacked + n]
+        bound, kernel_key = math.prod(inputs) ** -0.5, jax.random.fold_in(key, numbers[path])
+        shape = *stack, *inputs, config.r
         a = jax.random.uniform(kernel_key, shape, jnp.float32, -bound, bound)
-        b = jnp.zeros((L, config.r, *outputs), dtype)
-        return a.astype(dtype), b, jnp.full(L, config.scale, jnp.float32)
+        b = jnp.zeros((*stack, config.r, *outputs), dtype)
+        return a.astype(dtype), b, jnp.full(stack, config.scale, jnp.float32)
 
     return {param_path(at): new(param_path(at), k) for at, k in found if param_path(at) in paths}
 
 
 def attach(model: Any, adapters: Mapping[str, LoraWeights], dropout: float) -> Any:
     """Returns the model with adapters on its kernels. `adapters` are given by path."""
-    in_ndims = linear_kernels(model)
-    numbers = {path: number for number, path in enumerate(sorted(in_ndims))}
+    kernels = linear_kernels(model)
+    numbers = {path: number for number, path in enumerate(sorted(kernels))}
 
     def one(at, kernel):
         path = param_path(at)
         if path not in adapters:
             return kernel
-        n = in_ndims[path]
+        stacked, n = kernels[path]
+        codes: Any = kernel.matrix.codes if isinstance(kernel, QuantizedKernel) else kernel
+        names = codes.axes
+        experts, axes = names[: stacked - 1], names[stacked - 1 :]
         if isinstance(kernel, QuantizedKernel):
-            codes: Any = kernel.matrix.codes
-            first, *outer = codes.axes
-            axes = first, *(None,) * (n - 1), *outer
-        else:
-            axes = kernel.axes
+            axes = axes[0], *(None,) * (n - 1), *axes[1:]
         a, b, scale = adapters[path]
         return LoraKernel(
             kernel,
-            nnx.LoRAParam(a, axes=(*axes[:n], None), matrix=(n, 1)),
-            nnx.LoRAParam(b, axes=(None, *axes[n:]), matrix=(1, len(axes) - n)),
-            LoraScale(scale, axes=()),
+            nnx.LoRAParam(a, axes=(*experts, *axes[:n], None), matrix=(n, 1)),
+            nnx.LoRAParam(b, axes=(*experts, None, *axes[n:]), matrix=(1, len(axes) - n)),
+            LoraScale(scale, axes=experts),
             dropout,
             numbers[path],
         )
@@ -262,13 +280,18 @@ def attach(model: Any, adapters: Mapping[str, LoraWeights], dropout: float) -> A
     return jax.tree.map_with_path(one, model, is_leaf=_is_kernel)
 
 
-def merged(w: Array, adapter: LoraWeights | None, *, in_ndim: int, config: AdapterConfig) -> Array:
-    """Returns one layer's kernel `[*inputs, *outputs]` with its adapter merged, float32. With
+def merged(
+    w: Array, adapter: LoraWeights | None, *, kernel_axes: KernelAxes, config: AdapterConfig
+) -> Array:
+    """Returns a kernel `[*stacked, *inputs, *outputs]` with its adapter merged, float32. With
     qlora, the kernel is rounded to its quantized values first.
     """
+    if kernel_axes.stacked:
+        each = kernel_axes._replace(stacked=kernel_axes.stacked - 1)
+        return jax.vmap(partial(merged, kernel_axes=each, config=config))(w, adapter)
     if config.type == "qlora":
-        stack = nnx.Param(w[None], axes=(None,) * w.ndim)
-        quantized = quantize_kernels(stack, in_ndim, config.codebook, config.double_quant)
+        stack, axes = nnx.Param(w[None], axes=(None,) * w.ndim), kernel_axes._replace(stacked=1)
+        quantized = quantize_kernels(stack, axes, config.codebook, config.double_quant)
         w = jax.tree.map(lambda x: x[0], quantized).dense(jnp.float32)
     w = w.astype(jnp.float32)
     if adapter is None:

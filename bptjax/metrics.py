@@ -105,7 +105,7 @@ class Throughput:
         }
 
 
-class Progress:
+class RunProgress:
     """Progress of a run (step, loss, tokens per second, time left): a live bar on a terminal, else
     plain lines.
 
@@ -137,7 +137,7 @@ class Progress:
             self._bar = ProgressBar(*columns, tail, console=self._console, refresh_per_second=4)
             self._task = self._bar.add_task(f"step 0/{total}", total=total, tail="")
 
-    def __enter__(self) -> "Progress":
+    def __enter__(self) -> "RunProgress":
         if self._bar:
             self._bar.start()
         return self
@@ -183,7 +183,7 @@ class Progress:
 
 
 class NullLogger:
-    """A `JsonlWriter` and `Progress` that write nothing, for processes other than the first."""
+    """A `JsonlWriter` and `RunProgress` that write nothing, for processes other than the first."""
 
     def __enter__(self) -> "NullLogger":
         return self

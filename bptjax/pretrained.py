@@ -23,13 +23,15 @@ from bptjax.hf.checkpoint import SIDECARS, HFCheckpoint, describe_left_out
 from bptjax.hf.config import merge, read_config
 from bptjax.hf.families.family import Family
 from bptjax.hf.fingerprint import fingerprint, sampled
+from bptjax.hf.other_tensors import OtherTensors, open_others
 from bptjax.hf.peft import read_peft
 from bptjax.hf.peft_config import ADAPTER_CONFIG, read_base
 from bptjax.hf.tensors import SINGLE, Tensors
 from bptjax.lora import AdapterConfig, Adapters, attach
-from bptjax.models.config import EncoderConfig, ModelConfig
+from bptjax.models.config import ModelConfig
 from bptjax.models.decoder import Decoder
 from bptjax.models.encoder import Encoder
+from bptjax.models.encoder_config import EncoderConfig
 from bptjax.models.params import (
     ArraySpec,
     Index,
@@ -107,6 +109,7 @@ class Pretrained:
         scratch.
       adapters: adapters of the parameters, if any.
       left_out: one line about tensors in the files that were not read; empty if all were read.
+      others: the tensors beside the text model of a multimodal model; None for other models.
     """
 
     config: ModelConfig
@@ -116,6 +119,7 @@ class Pretrained:
     sidecars: Path | None = None
     adapters: Adapters | None = None
     left_out: str = ""
+    others: OtherTensors | None = None
 
     @cached_property
     def fingerprint(self) -> str:
@@ -220,12 +224,13 @@ def open_pretrained(wanted: ModelConfig) -> Pretrained:
         family, config = read_config(directory)
         found = HFCheckpoint(directory, family, config)
         return Pretrained(
-            merge(config, wanted),
+            merge(found.config, wanted),
             found,
             family,
-            read_as=config,
+            read_as=found.config,
             sidecars=directory,
-            left_out=describe_left_out(found.left_out),
+            left_out=describe_left_out(found),
+            others=found.others,
         )
     sidecars = directory / SIDECARS if (directory / SIDECARS).is_dir() else None
     family, read_as = read_config(sidecars) if sidecars else (None, None)
@@ -243,7 +248,11 @@ def open_pretrained(wanted: ModelConfig) -> Pretrained:
             f"{directory}: must be a Hugging Face checkpoint (with a config.json), a converted "
             "checkpoint, or a run with checkpoints"
         )
-    return Pretrained(merge(config, wanted), source, family, read_as, sidecars)
+    others = open_others(sidecars) if sidecars else None
+    if "head" in source.specs:
+        # The config of a multimodal model may say that it has none; see `HFCheckpoint`.
+        config = replace(config, tied_head=False)
+    return Pretrained(merge(config, wanted), source, family, read_as, sidecars, others=others)
 
 
 class NoParameters:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +14,24 @@ from jax import Array
 from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
+from bptjax.models.experts import ExpertLinear
 from bptjax.models.linear import AdapterDropout, Linear
 from bptjax.models.params import param_path, put_param
+from bptjax.ops.grouped_matmul import grouped_matmul
 from bptjax.ops.quantize import QuantizedMatrix, dequantize_matrix, quantize_matrix
 from bptjax.parallel.mesh import sharding
+
+
+class KernelAxes(NamedTuple):
+    """Numbers of the axes of a stacked kernel `[*stacked, *inputs, *outputs]`.
+
+    Attributes:
+      stacked: 1, of the layers; 2, of layers and experts.
+      inputs: axes that a call contracts.
+    """
+
+    stacked: int
+    inputs: int
 
 
 @jax.tree_util.register_dataclass
@@ -30,17 +44,23 @@ class QuantizedKernel:
       matrix: codes and scales, with `inputs` as one axis.
       codebook: name of the codebook.
       inputs: shape of the input axes, which a call contracts.
+      of_experts: a layer has a kernel for each expert, along a first axis.
     """
 
     matrix: QuantizedMatrix
     codebook: str = field(metadata={"static": True})
     inputs: tuple[int, ...] = field(metadata={"static": True})
+    of_experts: bool = field(metadata={"static": True}, default=False)
 
     def dense(self, dtype: DTypeLike) -> Array:
-        """Returns the dequantized kernel `[*inputs, *outputs]`."""
+        """Returns the dequantized kernel `[*inputs, *outputs]`, or those of the experts."""
         matrix = jax.tree.map(lambda v: v[...], self.matrix, is_leaf=_is_variable)
-        w = dequantize_matrix(matrix, self.codebook, math.prod(self.inputs)).astype(dtype)
-        return w.reshape(*self.inputs, *w.shape[1:])
+
+        def one(matrix):
+            w = dequantize_matrix(matrix, self.codebook, math.prod(self.inputs)).astype(dtype)
+            return w.reshape(*self.inputs, *w.shape[1:])
+
+        return jax.vmap(one)(matrix) if self.of_experts else one(matrix)
 
     def __call__(self, x: Array, in_ndim: int, seeds: AdapterDropout | None = None) -> Array:
         # The backward pass saves the kernel as it is stored.
@@ -50,48 +70,63 @@ class QuantizedKernel:
 
         return dot(self, x)
 
+    def grouped(self, x: Array, experts: Array, seeds: AdapterDropout | None = None) -> Array:
+        """Multiplies rows by the kernels of their experts, as `grouped_matmul`."""
 
-def linear_kernels(model: Any) -> dict[str, int]:
-    """Returns the number of input axes of each kernel of a linear layer in the model's layers, by
-    path."""
-    found, _ = jax.tree.flatten_with_path(model, is_leaf=lambda x: isinstance(x, Linear))
+        @jax.checkpoint
+        def multiply(kernel, x):
+            return grouped_matmul(x, kernel.dense(x.dtype), experts)
+
+        return multiply(self, x)
+
+
+def linear_kernels(model: Any) -> dict[str, KernelAxes]:
+    """Returns the axes of each kernel of a linear layer in the model's layers, by path."""
+    kinds = Linear, ExpertLinear
+    found, _ = jax.tree.flatten_with_path(model, is_leaf=lambda x: isinstance(x, kinds))
     return {
-        f"{param_path(at)}.kernel": linear.in_ndim
+        f"{param_path(at)}.kernel": KernelAxes(1, linear.in_ndim)
+        if isinstance(linear, Linear)
+        else KernelAxes(2, 1)
         for at, linear in found
-        if isinstance(linear, Linear) and param_path(at).startswith("layers.")
+        if isinstance(linear, kinds) and param_path(at).startswith("layers.")
     }
 
 
 def quantize_kernels(
-    kernels: nnx.Variable, in_ndim: int, codebook: str, double: bool
+    kernels: nnx.Variable, kernel_axes: KernelAxes, codebook: str, double: bool
 ) -> QuantizedKernel:
-    """Quantizes stacked kernels `[L, *inputs, *outputs]` with `in_ndim` input axes, one at a time.
+    """Quantizes stacked kernels `[*stacked, *inputs, *outputs]`, one at a time.
 
     Args:
       codebook, double: as in `quantize_matrix`.
     """
-    value, axes = kernels.get_value(), kernels.axes
-    inputs = value.shape[1 : 1 + in_ndim]
+    (stacked, n), value = kernel_axes, kernels.get_value()
+    stack, inputs = value.shape[:stacked], value.shape[stacked : stacked + n]
+    # Names of the axes of one layer.
+    experts, axes = kernels.axes[: stacked - 1], kernels.axes[stacked - 1 :]
 
     def one(w):
-        w = w.reshape(math.prod(inputs), *w.shape[in_ndim:])
+        w = w.reshape(math.prod(inputs), *w.shape[n:])
         return quantize_matrix(w, codebook, double)
 
-    outer = (axes[0], *axes[in_ndim:])
-    parts = zip(jax.lax.map(one, value), (outer, outer, (None,), ()), strict=True)
+    found = jax.lax.map(one, value.reshape(-1, *value.shape[stacked:]))
+    found = jax.tree.map(lambda x: x.reshape(*stack, *x.shape[1:]), found)
+    outer = (*experts, axes[0], *axes[n:])
+    parts = zip(found, (outer, outer, (*experts, None), experts), strict=True)
     variables: list[Any] = [None if x is None else nnx.Param(x, axes=a) for x, a in parts]
-    return QuantizedKernel(QuantizedMatrix(*variables), codebook, inputs)
+    return QuantizedKernel(QuantizedMatrix(*variables), codebook, inputs, stacked > 1)
 
 
 def quantize_model(model: Any, codebook: str, double: bool) -> Any:
     """Returns the model with the linear layers in its layers quantized."""
-    in_ndims = linear_kernels(model)
+    kernels = linear_kernels(model)
 
     def one(at, leaf):
         path = param_path(at)
-        if path not in in_ndims:
+        if path not in kernels:
             return leaf
-        return quantize_kernels(leaf, in_ndims[path], codebook, double)
+        return quantize_kernels(leaf, kernels[path], codebook, double)
 
     return jax.tree.map_with_path(one, model, is_leaf=_is_variable)
 
@@ -103,13 +138,15 @@ def quantizer(model: Any, codebook: str, double: bool) -> Callable[[str, Any, np
     Args:
       model: abstract model with shardings.
     """
-    in_ndims = linear_kernels(model)
+    kernels = linear_kernels(model)
 
     def put_one(path, leaf, array):
-        if path not in in_ndims:
+        if path not in kernels:
             return put_param(path, leaf, array)
         kernel, where = put_param(path, leaf, array, array.dtype), leaf.get_value().sharding
-        pack = partial(quantize_kernels, in_ndim=in_ndims[path], codebook=codebook, double=double)
+        pack = partial(
+            quantize_kernels, kernel_axes=kernels[path], codebook=codebook, double=double
+        )
         if isinstance(where, NamedSharding):
             like = jax.eval_shape(pack, kernel)
             shardings = jax.tree.map(

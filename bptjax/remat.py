@@ -10,6 +10,7 @@ import jax
 from jax import checkpoint_policies as policies
 
 from bptjax.models.config import Execution, ModelConfig
+from bptjax.models.experts import ROUTING
 from bptjax.models.layer_loops import scan_layers
 from bptjax.ops.attention import RESIDUAL_NAMES
 from bptjax.ops.checkpoint_names import ON_HOST, checkpoint_named
@@ -17,6 +18,8 @@ from bptjax.quantized_kernels import dequantize_layer
 
 # Names of the activations of a layer that can be saved: outputs of matrix products and attention.
 NAMES = ("query", "key", "value", *RESIDUAL_NAMES, "attended", "gate", "up")
+# Activations of a mixture of experts, which are of use only with the experts of each token.
+OF_EXPERTS = {"gate", "up"}
 # Activations that exist only if the feed-forward network runs in a single chunk.
 UNCHUNKED = {"attended", "gate", "up"}
 # Activations that each policy saves in addition to the input of a layer. None means no remat.
@@ -123,6 +126,8 @@ class TrainingExecution(Execution):
         """`jax.checkpoint` that saves the input of a function, whose name is `given`, and the
         activations named `saved`."""
         names = [given, *saved, *self.save]
+        if OF_EXPERTS & {*names}:
+            names.append(ROUTING)
         on_host = [name + ON_HOST for name in names]
         # Without offload, activations with a name for host memory are saved on the device.
         policy = policies.save_only_these_names(*names[1:], *on_host[1:])

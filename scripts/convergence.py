@@ -9,6 +9,7 @@ Uses the quickstart's model and data. Further options are config keys.
 import argparse
 import json
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -29,10 +30,10 @@ def plain(hidden, head, labels, weights=None, **_):
     return losses.sum(), jnp.zeros(())
 
 
-def losses(argv: list[str], steps: int) -> list[float]:
-    """Returns the loss of each step of a new run."""
+def losses(argv: list[str], steps: int, defaults: Sequence[str] = ()) -> list[float]:
+    """Returns the loss of each step of a new run. `argv` overrides the flags in `defaults`."""
     with tempfile.TemporaryDirectory() as directory:
-        run = setup(parse([*argv, f"--run_dir={directory}/run"], ""))
+        run = setup(parse([*argv, f"--run_dir={directory}/run"], "", defaults=defaults))
         spec, state, told = run.spec, init_state(run.spec), []
         accumulate = run.config.train.gradient_accumulation_steps
         step = None

@@ -115,7 +115,7 @@ def export(directory: Path, override: dict, out: Path, tokens: np.ndarray) -> np
     from bptjax.convert import write
     from bptjax.models.config import ModelConfig
     from bptjax.pretrained import open_pretrained
-    from bptjax.training.setup import check_model
+    from bptjax.training.checks import check_model
 
     model = open_pretrained(ModelConfig(name_or_path=str(directory), **override))
     check_model(model.config, model)

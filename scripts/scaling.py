@@ -29,14 +29,15 @@ from timing import add_row, attempt, milliseconds, needs
 
 from bptjax import Mask
 from bptjax.config_parser import parse
-from bptjax.models.config import EncoderConfig, Execution
+from bptjax.models.config import Execution
 from bptjax.models.encoder import Encoder
+from bptjax.models.encoder_config import EncoderConfig
 from bptjax.ops.taylor_attention import taylor_attention
 from bptjax.parallel.mesh import ParallelConfig, constrain, make_mesh, select_devices
 from bptjax.parallel.ring import zigzag
 from bptjax.parallel.sequence import STRATEGIES, attention
+from bptjax.training.flops import matmul_parameters, model_flops
 from bptjax.training.spec import TrainSpec
-from bptjax.training.step import matmul_parameters, model_flops
 
 TRANSFORMER = EncoderConfig(
     hidden_size=768,

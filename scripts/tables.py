@@ -288,9 +288,8 @@ def auto() -> str:
         cells = [name, tokens(row), limit, f"`{row['attention']}`", settings(row)]
         cells += [f"{row['choice_s']:.0f} s", ours]
         body.append([*cells, *beside(peer, row), "", ""][:9])
-    head = ["", "tokens", "budget", "attention", "chosen settings", "time to choose", "bptjax"]
-    head.append("PyTorch")
-    return table([*head, "ratio"], body)
+    head = ["", "tokens", "budget", "attention", "chosen settings", "time to choose"]
+    return table([*head, "bptjax", "PyTorch", "ratio"], body)
 
 
 def beside(peer: Row | None, row: Row) -> list[str]:

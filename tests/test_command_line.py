@@ -297,3 +297,12 @@ def test_a_printed_config_is_read_again(tmp_path, capsys):
     assert train.main(["--execution=auto", "--print_config"]) == 0
     (tmp_path / "config.yaml").write_text(capsys.readouterr().out)
     assert parse([f"--config={tmp_path / 'config.yaml'}"]) == Config()
+
+
+@pytest.mark.parametrize("key", ["run_dir", "model.hidden_size", "optimizer.type", "parallel.sp"])
+def test_null_where_a_key_has_no_such_value(tmp_path, key):
+    group, _, name = key.partition(".")
+    text = f"{group}:\n  {name}: null\n" if name else f"{group}: null\n"
+    (tmp_path / "a.yaml").write_text(text)
+    with pytest.raises(ValueError, match=rf"^{key}=(null|None): must be "):
+        parse([f"--config={tmp_path / 'a.yaml'}"])

@@ -21,6 +21,7 @@ FLOORS = {
         "command_line",
         "progress",
         "output",
+        "json_files",
         "lazy_imports",
         "versions",
         "device_check",
@@ -29,6 +30,7 @@ FLOORS = {
     "state and formats": [
         "lora",
         "quantized_kernels",
+        "float8_kernels",
         "remat",
         "optimizer",
         "update_rules",

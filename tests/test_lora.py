@@ -224,6 +224,29 @@ def test_no_dense_copy_of_the_model(remat):
     assert needs.temp_size_in_bytes < 0.5 * 2 * count
 
 
+def test_adapters_of_experts_in_4_bits(batch):
+    """Each expert has matrices of its own, quantized by itself."""
+    model = replace(MODEL, feed_forward="experts", num_experts=3, expert_size=40)
+    spec = make_spec(model=model)
+    state = moved(init_state(spec))
+    got = gradient_sums(spec, batch, state=state)
+    for name, (inputs, outputs) in dict(gate=(32, 40), up=(32, 40), down=(40, 32)).items():
+        kernel = getattr(got[1].layers.mlp, name).kernel
+        assert (kernel.a.shape, kernel.b.shape) == ((2, 3, inputs, 4), (2, 3, 4, outputs))
+        assert all(jnp.abs(x[...]).max((2, 3)).min() > 1e-4 for x in (kernel.a, kernel.b))
+    lora = make_spec(model=model, adapter=dict(type="lora"))
+    assert_same(gradient_sums(lora, batch, state=dense(state)), got)
+    mesh = make_spec(ParallelConfig(dp=2, fsdp=2, tp=2), model)
+    shardings = jax.tree.map(lambda x: x.sharding, abstract_state(mesh))
+    assert_same(gradient_sums(mesh, batch, state=jax.device_put(state, shardings)), got)
+
+    wide = make_spec(model=replace(model, hidden_size=256, expert_size=128))
+    mlp = abstract_state(wide).model.layers.mlp
+    kernels = [linear.kernel.base for linear in (mlp.gate, mlp.up, mlp.down)]
+    stored = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(kernels))
+    assert stored <= 0.53 * (2 * 3 * 3 * 256 * 128)
+
+
 def test_targets():
     modules = {
         "model.layers.{}.self_attn.q_proj": ("layers.query.kernel",),
@@ -241,7 +264,7 @@ def test_targets():
         target_kernels(["proj"], modules)
     with pytest.raises(ValueError, match="nothing would be trained"):
         target_kernels([], modules)
-    assert set(linear_kernels(init_state(make_spec()).model).values()) == {1, 2}
+    assert set(linear_kernels(init_state(make_spec()).model).values()) == {(1, 1), (1, 2)}
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from bptjax.metrics import JsonlWriter, Progress, Throughput, plot_loss, read_metrics
+from bptjax.metrics import JsonlWriter, RunProgress, Throughput, plot_loss, read_metrics
 
 SEEN = {"train/loss": 2.5, "throughput/tokens_per_second": 12345.6, "run/eta_seconds": 3725.4}
 
@@ -94,7 +94,7 @@ def test_throughput_leaves_out_the_compiling_step():
 def test_plain_lines_off_a_terminal(tmp_path):
     clock, out = Clock(), io.StringIO()
     console = Console(file=out, width=20)
-    with Progress(tmp_path, 1000, console=console, clock=clock) as progress:
+    with RunProgress(tmp_path, 1000, console=console, clock=clock) as progress:
         for step in range(1, 25):
             progress.update(step, SEEN)
             clock.now += 1.0
@@ -122,7 +122,7 @@ def test_a_step_may_be_left_out_of_the_throughput():
 
 def test_last_step_is_printed_once(tmp_path):
     out = io.StringIO()
-    with Progress(tmp_path, 2, console=Console(file=out)) as progress:
+    with RunProgress(tmp_path, 2, console=Console(file=out)) as progress:
         for step in (1, 2):
             progress.update(step, {"train/loss": jnp.float32(jnp.nan)})
     assert out.getvalue() == "step 1/2  loss nan\nstep 2/2  loss nan\n"
@@ -130,8 +130,8 @@ def test_last_step_is_printed_once(tmp_path):
 
 CHILD = """
 import sys
-from bptjax.metrics import Progress
-with Progress(sys.argv[1], 9) as progress:
+from bptjax.metrics import RunProgress
+with RunProgress(sys.argv[1], 9) as progress:
     progress.update(3, {"train/loss": 2.5, "throughput/tokens_per_second": 12345.6,
         "run/eta_seconds": 3725.4})
     progress.log("above the bar")

@@ -7,6 +7,7 @@ from dataclasses import replace
 import jax
 import pytest
 from hf.cases import config as hf_config
+from training.specs import needs_compiler
 
 from bptjax import progress
 from bptjax.cli import main
@@ -23,9 +24,6 @@ from bptjax.training.search import Room
 from bptjax.training.spec import TrainSpec
 from bptjax.training.state import abstract_state
 
-needs_compiler = pytest.mark.skipif(
-    importlib.util.find_spec("jax_cuda13_plugin") is None, reason="needs the extra plan"
-)
 needs_tpu_compiler = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="needs jax[tpu]"
 )

@@ -21,6 +21,9 @@ SHAREGPT_ROLES = {
     "function_response": "tool",
 }
 
+# Fields of records that hold more than text.
+MEDIA = "image", "images", "video", "videos", "audio", "audios"
+
 Message = Mapping[str, Any]
 
 
@@ -205,6 +208,10 @@ def read_chat(row: Mapping[str, Any], format: Format, where: str) -> Chat:
     used = {*format.fields, *format.optional, "chat_template_kwargs"}
     variables = {k: v for k, v in row.items() if k not in used and v is not None}
     try:
+        if media := [name for name in MEDIA if row.get(name)]:
+            raise ValueError(
+                f"{media[0]!r} must be empty, because models are trained on text alone"
+            )
         messages = tuple(format.messages(row))
         if ANSWER not in (message["role"] for message in messages):
             raise ValueError(f"{format.fields[0]!r} must have a message with the role {ANSWER!r}")

@@ -1,7 +1,6 @@
 """Hugging Face datasets: Arrow files saved by `datasets`, and parquet files of the hub."""
 
 import functools
-import json
 from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from bptjax.data.files import RowGroup, document, record_columns
+from bptjax.json_files import read_json
 
 HUB = "hf://"
 
@@ -48,27 +48,20 @@ def saved_files(directory: Path, files: Sequence[Path]) -> list[Path]:
       ValueError: the directory holds several splits.
     """
     for splits in sorted(directory.rglob("dataset_dict.json")):
-        names = _json(splits).get("splits", [])
+        names = read_json(splits).get("splits", [])
         raise ValueError(
             f"{splits.parent}: must be a single split of {', '.join(names)}; give "
             f"{splits.parent / (names or ['train'])[0]}, for example"
         )
     listed: dict[Path, set[str]] = {}
     for state in directory.rglob("state.json"):
-        names = [file.get("filename") for file in _json(state).get("_data_files", [])]
+        names = [file.get("filename") for file in read_json(state).get("_data_files", [])]
         listed[state.parent] = {str(name) for name in names}
     return [
         file
         for file in files
         if file.suffix != ".arrow" or file.name in listed.get(file.parent, {file.name})
     ]
-
-
-def _json(path: Path) -> dict:
-    try:
-        return json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
 
 
 def download(path: str) -> list[Path]:

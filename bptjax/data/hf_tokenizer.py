@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from bptjax.json_files import read_json
 from bptjax.lazy_imports import transformers
 
 GENERATION = "generation_config.json"
@@ -26,7 +27,9 @@ class HFTokenizer:
     def __init__(self, directory: str | Path, limit: int | None = None):
         tokenizers = transformers().AutoTokenizer
         try:
-            found: Any = tokenizers.from_pretrained(str(directory), local_files_only=True)
+            found: Any = tokenizers.from_pretrained(
+                str(directory), local_files_only=True, trust_remote_code=False
+            )
         # Invalid files can raise any exception, such as KeyError.
         except Exception as error:
             raise ValueError(
@@ -156,7 +159,10 @@ def _generation_config(directory: Path) -> dict[str, Any] | None:
     has eos_token_id."""
     for name, keys in ((GENERATION, ".*"), ("config.json", "(bos|eos|pad)_token_id")):
         file = directory / name
-        found = json.loads(file.read_text()) if file.exists() else {}
+        found = read_json(file) if file.exists() else {}
+        if found.get("eos_token_id") is None:
+            # A multimodal model keeps the keys of its text model apart.
+            found = found.get("text_config") or {}
         if found.get("eos_token_id") is not None:
             return {key: value for key, value in found.items() if re.fullmatch(keys, key)}
     return None

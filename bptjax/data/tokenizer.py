@@ -11,6 +11,7 @@ from typing import Any, Protocol, Self, runtime_checkable
 import numpy as np
 
 from bptjax.data.hf_tokenizer import HFTokenizer
+from bptjax.json_files import read_json
 
 FILE = "bptjax_tokenizer.json"
 # A Unicode noncharacter, reserved for internal use. It stands for the byte tokenizer's separator in
@@ -289,8 +290,12 @@ def load_tokenizer(directory: str | Path, limit: int | None = None) -> Tokenizer
         )
     if not (directory / FILE).exists():
         return HFTokenizer(directory, limit)
-    saved = json.loads((directory / FILE).read_text())
-    found = ByteTokenizer() if saved["type"] == "byte" else CharTokenizer(saved["characters"])
+    saved = read_json(directory / FILE)
+    found, characters = ByteTokenizer(), saved.get("characters")
+    if saved.get("type") == "char" and isinstance(characters, str):
+        found = CharTokenizer(characters)
+    elif saved.get("type") != "byte":
+        raise ValueError(f"{directory / FILE} is damaged: it holds no tokenizer of bptjax")
     return found.with_chat(saved.get("chat_template"), [])
 
 

@@ -5,14 +5,16 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from bptjax.hf.families import COPIES, IGNORED
 from bptjax.hf.families.family import Family
+from bptjax.hf.other_tensors import OtherTensors
 from bptjax.hf.tensor_rules import TensorRule
-from bptjax.hf.tensors import CODES, Tensors, Writer, abridged
+from bptjax.hf.tensors import CODES, OTHER_CODES, Tensors, Writer, abridged
 from bptjax.models.config import ModelConfig
 from bptjax.models.params import ArraySpec, Index
 
@@ -38,23 +40,37 @@ class HFCheckpoint:
     Attributes:
       specs: dtype and shape of each parameter by path, with its stacked axes.
       files: the files of weights.
+      config: the architecture; its embeddings are not tied if the file has a head of its own.
+      others: the tensors beside the text model of a multimodal model; None for other models.
       left_out: names of tensors that are not read, because they hold no parameters of this model:
         buffers that old versions of transformers saved, and heads that the class named by
         config.json does not have.
+      decoded: names of tensors that are decoded from MXFP4.
 
     Raises:
       ValueError: missing or unexpected tensors, wrong shapes or dtypes, all in one message.
     """
 
     def __init__(self, directory: Path, family: Family, config: ModelConfig):
-        self._tensors, self._config = Tensors(directory, family.renamed), config
+        self._tensors, self.config = Tensors(directory, family.renamed), config
         self._sizes, specs = family.sizes(config), self._tensors.specs
-        bare = not any(name.startswith(family.prefix) for name in specs)
-        self._names = family.names(config, strip=family.prefix if bare else "")
+        self._layout = layout = family.find_layout(specs)
+        self._names = family.names(config, layout)
+        head = f"{layout.head}lm_head.weight"
+        if family.wrapped and config.tied_head and head in specs and not self._is_copy(head):
+            # As in transformers: the outer config may not say that the text model has a head.
+            self.config = replace(config, tied_head=False)
+            self._names = family.names(self.config, layout)
         wanted = {n: rule.shape for rule, names in self._names.items() for n in names.values()}
         missing = sorted(wanted.keys() - specs.keys())
         ignored = re.compile("|".join((IGNORED, *family.ignored)))
         others = sorted(specs.keys() - wanted.keys())
+        self.others = None
+        if family.wrapped:
+            own = layout.body, layout.head or layout.body, "lm_head."
+            kept = tuple(name for name in others if not name.startswith(own))
+            self.others = OtherTensors(self._tensors, kept, layout)
+            others = [name for name in others if name.startswith(own)]
         self.left_out = [n for n in others if ignored.fullmatch(n)]
         others = [n for n in others if not ignored.fullmatch(n) and not self._is_copy(n)]
         found = {n: (*specs[n], shape) for n, shape in wanted.items() if n in specs}
@@ -70,20 +86,25 @@ class HFCheckpoint:
                 f"{n} is {dtype}, not {', '.join(CODES)}"
                 for n, (dtype, _, _) in found.items()
                 if dtype not in CODES
+            ]
+            + [
+                f"{n} is {spec.dtype}, not {', '.join(CODES | OTHER_CODES)}"
+                for n, spec in (self.others.specs if self.others else {}).items()
+                if spec.dtype not in CODES | OTHER_CODES
             ],
         }
         text = "; ".join(f"{kind}: {abridged(names)}" for kind, names in problems.items() if names)
         if text:
             raise ValueError(f"{directory}: {text}")
         self.specs, self.files = dict(self._specs()), tuple(self._tensors.files)
+        self.decoded = self._tensors.decoded
 
     def _is_copy(self, name: str) -> bool:
         """Returns whether this is a second copy of a tied parameter, with equal values."""
-        if not self._config.tied_head or name not in COPIES:
+        copied = COPIES.get(name.removeprefix(self._layout.head))
+        if not self.config.tied_head or copied is None:
             return False
-        originals = (
-            names[()] for rule, names in self._names.items() if rule.ours == (COPIES[name],)
-        )
+        originals = (names[()] for rule, names in self._names.items() if rule.ours == (copied,))
         original, specs = next(originals, ""), self._tensors.specs
         return (
             specs[name] == specs.get(original)
@@ -128,6 +149,7 @@ def write_hf(
     read: Callable[[str, Index], np.ndarray],
     dtype: Callable[[str], str],
     max_shard_size: str,
+    others: OtherTensors | None = None,
 ) -> None:
     """Writes a family's files. Holds one tensor in memory at a time.
 
@@ -135,13 +157,18 @@ def write_hf(
       names: names of the tensors; see `Family.names`.
       read: returns a parameter by path and index into its stacked axes.
       dtype: returns the name of a parameter's dtype by path.
+      others: tensors that are copied.
     """
     specs = {
         name: ArraySpec(dtype(rule.ours[0]), rule.shape)
         for rule, each in names.items()
         for name in each.values()
     }
+    specs |= others.specs if others else {}
     with Writer(directory, specs, max_shard_size) as writer:
+        if others is not None:
+            for name in others.names:
+                writer.write(name, others.read(name))
         for rule, each in names.items():
             for index, name in each.items():
                 writer.write(name, rule.join(*(read(path, index) for path in rule.ours)))
@@ -163,11 +190,19 @@ def copy_sidecar_files(source: Path, target: Path) -> None:
         shutil.copyfile(file, target / file.name)
 
 
-def describe_left_out(names: Sequence[str]) -> str:
-    """Returns a line about tensors that were not read, counted over layers; empty if there are
-    none."""
+def describe_left_out(found: HFCheckpoint) -> str:
+    """Returns a line about tensors that were not read, or not as they are, counted over layers;
+    empty if there are none."""
+    names, others = found.left_out, found.others.names if found.others else ()
+    lines = [_counted(names, "left out", "of the files that hold no parameters of this model")]
+    lines.append(_counted(others, "kept", "beside the text model for exports"))
+    decoded = "from MXFP4 to bfloat16, in which exports hold them"
+    lines.append(_counted(found.decoded, "decoded", decoded))
+    return "; ".join(filter(None, lines))
+
+
+def _counted(names: Sequence[str], done: str, which: str) -> str:
     counts = Counter(re.sub(r"\.\d+\.", ".*.", name) for name in names)
     shown = [name if n == 1 else f"{name} ({n})" for name, n in counts.items()]
     tensors = f"{len(names)} tensor{'s' * (len(names) > 1)}"
-    text = f"left out {tensors} of the files that hold no parameters of this model: "
-    return text + abridged(shown) if names else ""
+    return f"{done} {tensors} {which}: {abridged(shown)}" if names else ""

@@ -1,13 +1,13 @@
 """Reads a Hugging Face config.json as a ModelConfig, with the keys that a training config
 overrides."""
 
-import json
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from bptjax.hf.families import FAMILIES
+from bptjax.hf.families import find_family
 from bptjax.hf.families.family import Family
+from bptjax.json_files import read_json
 from bptjax.lazy_imports import transformers
 from bptjax.models.config import ModelConfig
 from bptjax.ops.position import LONG
@@ -42,9 +42,12 @@ OVERRIDABLE = (
     "name_or_path",
     "rope_parameters",
     "max_position_embeddings",
+    "attention_pattern",
     "embedding_dropout",
     "attention_dropout",
     "residual_dropout",
+    "router_aux_loss",
+    "router_z_loss",
     "init_std",
     "add_tokens",
 )
@@ -58,20 +61,46 @@ def read_config(directory: Path) -> tuple[Family, ModelConfig]:
     """
     raw = read_json(directory / "config.json")
     kind = raw.get("model_type")
-    if kind not in FAMILIES:
-        known = ", ".join(FAMILIES)
-        raise ValueError(f"{directory}: model_type={kind!r}: must be one of {known}")
     try:
-        config = transformers().AutoConfig.from_pretrained(str(directory), local_files_only=True)
-        default = type(config)().to_dict()
-        seen = _Seen(config)
-        values = FAMILIES[kind].read(seen)
-        _refuse_others(config, default, seen.keys, FAMILIES[kind].neutral)
-        return FAMILIES[kind], FAMILIES[kind].config(**values)
+        family = find_family(raw)
+    except ValueError as error:
+        raise ValueError(f"{directory}: {error}") from error
+    try:
+        config = transformers().AutoConfig.from_pretrained(
+            str(directory), local_files_only=True, trust_remote_code=False
+        )
+        return family, read_keys(config, raw, family)
     except Exception as error:
         # transformers' validators raise classes of their own.
         text = " ".join(str(error).split())
         raise ValueError(f"{directory / 'config.json'} ({kind}): {text}") from error
+
+
+def read_keys(config: Any, raw: dict[str, Any], family: Family) -> ModelConfig:
+    """Returns the architecture of `config`, which transformers read from `raw`.
+
+    Raises:
+      ValueError: a key is not supported.
+    """
+    quantized = getattr(config, "quantization_config", None) is not None
+    if quantized and "quantization_config" not in family.neutral:
+        raise ValueError(
+            "quantization_config: must not be set; quantized weights are not supported"
+        )
+    text = config.text_config if family.wrapped else config
+    if getattr(text, "is_causal", True) is False:
+        raise ValueError("is_causal=False: must be true; decoders are causal")
+    seen = _Seen(text)
+    values = family.read(seen)
+    _refuse_others(text, type(text)().to_dict(), seen.keys, family.neutral)
+    if family.wrapped and "tie_word_embeddings" in raw:
+        # transformers reads this key of the outer config, and the text model's only without it.
+        values["tied_head"] = config.tie_word_embeddings
+    if family.rope_kept:
+        rope = values["rope_parameters"]
+        values["rope_parameters"] = {k: v for k, v in rope.items() if k not in family.rope_kept}
+    # A key of our own exports.
+    return family.config(**values, attention_pattern=raw.get("attention_pattern"))
 
 
 def merge(pretrained: ModelConfig, wanted: ModelConfig) -> ModelConfig:
@@ -181,23 +210,6 @@ def is_bare(raw: dict[str, Any]) -> bool:
     return name.endswith("Model") and not name.endswith("LMHeadModel")
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """Reads a JSON object.
-
-    Raises:
-      ValueError: the file does not exist, or does not hold a JSON object.
-    """
-    try:
-        value = json.loads(file.read_text())
-    except OSError as error:
-        raise ValueError(f"{file}: {error.strerror}") from error
-    except ValueError as error:
-        raise ValueError(f"{file} is damaged: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{file}: must hold a JSON object")
-    return value
-
-
 class _Seen:
     """A config that remembers which of its keys were read."""
 
@@ -215,10 +227,6 @@ def _refuse_others(config: Any, default: dict, seen: set[str], neutral: tuple[st
     Raises:
       ValueError: a key was not read, is not neutral and does not have its default value.
     """
-    if getattr(config, "quantization_config", None) is not None:
-        raise ValueError(
-            "quantization_config: must not be set; quantized weights are not supported"
-        )
     for key, value in config.to_dict().items():
         if key in default and value != default[key] and key not in NEUTRAL.union(seen, neutral):
             raise ValueError(

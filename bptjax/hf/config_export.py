@@ -3,11 +3,15 @@ same."""
 
 import json
 import math
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
-from bptjax.hf.families import FAMILIES
+from bptjax.hf.config import read_keys
+from bptjax.hf.families import FAMILIES, find_family
+from bptjax.hf.families.family import Family
 from bptjax.lazy_imports import transformers
 from bptjax.models.config import ModelConfig
 from bptjax.ops.position import LONG, rope_frequencies
@@ -31,24 +35,37 @@ def exported(
     Raises:
       ValueError: transformers cannot read the changed rotary positions, or reads them differently.
     """
-    new, family = dict(raw), FAMILIES[raw["model_type"]]
+    new, family = dict(raw), find_family(raw)
+    keys = new
+    if family.wrapped and "text_config" in raw:
+        keys = new["text_config"] = dict(raw["text_config"])
     rope, length = now.rope_parameters != read.rope_parameters, now.max_position_embeddings
     if length != read.max_position_embeddings:
-        new[family.positions] = length
+        keys[family.positions] = length
     if now.position_embedding == "rope" and (rope or length != read.max_position_embeddings):
         # Write all keys: the default of a missing key may depend on the number of positions.
-        new |= rope_keys(now, raw["model_type"])
+        kept = keys.get("rope_parameters") or keys.get("rope_scaling") or {}
+        keys |= rope_keys(now, family, {k: v for k, v in kept.items() if k in family.rope_kept})
         new["transformers_version"] = transformers().__version__
         check_rope(new, now)
     if now.vocab_size != read.vocab_size:
-        new["vocab_size"] = now.vocab_size
-    key = "torch_dtype" if "torch_dtype" in raw else "dtype"
-    return new if dtype in (None, raw.get(key)) else new | {key: dtype}
+        keys["vocab_size"] = now.vocab_size
+    for each in (new, keys) if dtype else ():
+        key = "torch_dtype" if "torch_dtype" in each else "dtype"
+        if each is new or each.get(key):
+            each[key] = dtype
+    return new
 
 
-def rope_keys(config: ModelConfig, model_type: str) -> dict[str, Any]:
-    """Returns a family's config keys for rotary positions, for transformers 5 and 4."""
-    family, parameters = FAMILIES[model_type], config.rope_parameters
+def rope_keys(
+    config: ModelConfig, family: Family, kept: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, Any]:
+    """Returns a family's config keys for rotary positions, for transformers 5 and 4.
+
+    Args:
+      kept: other keys of rope_parameters; see `Family.rope_kept`.
+    """
+    parameters = {**config.rope_parameters, **kept}
     theta, partial = family.rope_names
     # Version 4 has a single scaling, which Gemma 3 uses in layers with full attention.
     full = parameters.get("full_attention", parameters)
@@ -58,16 +75,16 @@ def rope_keys(config: ModelConfig, model_type: str) -> dict[str, Any]:
     if "partial_rotary_factor" in full or partial not in BESIDE:
         keys[partial] = full.get("partial_rotary_factor", 1.0)
     kind = full.get("rope_type", "default")
-    if kind == "default":
-        return keys
     scaling = {k: v for k, v in full.items() if k not in BESIDE}
+    if kind == "default" and not kept:
+        return keys
     if kind == "longrope":
         # Version 4 reads the original length here, and derives the factor from it alone.
         (original,) = LONG
         keys[original] = scaling.setdefault(original, config.max_position_embeddings)
         if "factor" in scaling:
             scaling["attention_factor"] = _frequencies(config, full)[1]
-    if model_type == "phi3":
+    if family == FAMILIES["phi3"]:
         # Version 4 knows the older name only here, and refuses any fourth key.
         scaling.pop(LONG[0], None)
         return keys | {"rope_scaling": {"type": kind} | scaling}
@@ -87,11 +104,11 @@ def check_rope(raw: dict[str, Any], config: ModelConfig) -> None:
     Raises:
       ValueError: transformers refuses them, or reads them differently.
     """
-    kind = raw["model_type"]
+    kind, family = raw["model_type"], find_family(raw)
     message = f"model.rope_parameters={config.rope_parameters}: a {kind} cannot be exported with it"
     try:
         found = transformers().CONFIG_MAPPING[kind].from_dict(json.loads(json.dumps(raw)))
-        back = FAMILIES[kind].config(**FAMILIES[kind].read(found))
+        back = read_keys(found, raw, family)
     except Exception as error:
         # transformers' validators raise classes of their own.
         text = " ".join(str(error).split())
@@ -103,14 +120,15 @@ def check_rope(raw: dict[str, Any], config: ModelConfig) -> None:
 def same_rope(one: ModelConfig, other: ModelConfig) -> bool:
     """Returns whether both have the same number of positions, and the same rotation below and above
     every length at which the frequencies change."""
-    if one.max_position_embeddings != other.max_position_embeddings or len(one.ropes) != len(
-        other.ropes
-    ):
+    lengths = "max_position_embeddings", "query_growth_length"
+    if any(getattr(one, key) != getattr(other, key) for key in lengths):
+        return False
+    if len(one.ropes) != len(other.ropes):
         return False
     edges = {p.get(LONG[0]) or one.max_position_embeddings or 1 for p in (*one.ropes, *other.ropes)}
-    lengths = [None, *edges, *(edge + 1 for edge in edges), 8 * (one.max_position_embeddings or 1)]
+    tested = [None, *edges, *(edge + 1 for edge in edges), 8 * (one.max_position_embeddings or 1)]
     for a, b in zip(one.ropes, other.ropes, strict=True):
-        for length in lengths:
+        for length in tested:
             (f, s), (g, t) = _frequencies(one, a, length), _frequencies(other, b, length)
             if f.shape != g.shape or not np.allclose(f, g, rtol=1e-6, atol=0):
                 return False

@@ -45,7 +45,7 @@ def from_scratch(config: ModelConfig) -> tuple[dict[str, Any], Family]:
     keys, made = _keys(config, kind), transformers().CONFIG_MAPPING[kind]
     known = made().to_dict().keys() | made.attribute_map.values()
     if config.position_embedding == "rope":
-        known |= rope_keys(config, kind).keys()
+        known |= rope_keys(config, FAMILIES[kind]).keys()
     raw = {k: v for k, v in keys.items() if k in known}
     raw |= dict(architectures=[CLASSES[kind]], model_type=kind)
     raw["transformers_version"] = transformers().__version__
@@ -183,7 +183,7 @@ def _keys(config: ModelConfig, kind: str) -> dict[str, Any]:
         return keys | {"rope_parameters": {}}
     if kind == "gemma3_text" and not isinstance(rope.get("full_attention"), dict):
         rope = dict.fromkeys(("full_attention", "sliding_attention"), rope)
-    return keys | rope_keys(replace(c, rope_parameters=rope), kind)
+    return keys | rope_keys(replace(c, rope_parameters=rope), FAMILIES[kind])
 
 
 def _complete(config: ModelConfig) -> ModelConfig:

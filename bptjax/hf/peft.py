@@ -2,8 +2,9 @@
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,10 +13,11 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from bptjax.hf.config import read_json
+from bptjax.hf import peft_experts
 from bptjax.hf.families.family import Family
 from bptjax.hf.peft_config import ADAPTER_CONFIG, adapter_settings, is_target, rank_and_scale
 from bptjax.hf.tensor_rules import TensorRule
+from bptjax.json_files import read_json
 from bptjax.lora import AdapterConfig, Adapters
 from bptjax.models.config import ModelConfig
 from bptjax.models.params import Index
@@ -29,8 +31,11 @@ def modules(config: ModelConfig, family: Family | None) -> dict[str, tuple[str, 
     """Returns the paths of the layers' kernels by the family's names of linear layers, with
     `{layer}` for the layer's index. Returns an empty dict without a family.
     """
-    rules = filter(_is_linear, family.tensor_rules(config)) if family else ()
-    return {_module(rule.hf): rule.ours for rule in rules}
+    if family is None:
+        return {}
+    rules = filter(_is_linear, family.tensor_rules(config))
+    found = {_module(rule.hf): rule.ours for rule in rules}
+    return found | peft_experts.modules(family, config)
 
 
 def embeddings(config: ModelConfig, family: Family | None) -> dict[str, str]:
@@ -65,7 +70,7 @@ def read_peft(directory: Path, family: Family, config: ModelConfig) -> Adapters:
     tensors = _tensors(directory / WEIGHTS)
     in_full, values = _read_embeddings(raw, tensors, family, config, directory), {}
     for sizes, names, parts in _linears(family, config):
-        pairs = [_pair(tensors, name, family.prefix) for name in names.values()]
+        pairs = [_pair(tensors, name, family) for name in names.values()]
         missing = [
             n for n, p in zip(names.values(), pairs, strict=True) if p is None and is_target(raw, n)
         ]
@@ -97,6 +102,16 @@ def read_peft(directory: Path, family: Family, config: ModelConfig) -> Adapters:
                 a, b = a[:, used], b[..., used]
             found = np.moveaxis(a, 1, -1), np.moveaxis(b, -1, 1), scale
             values[part.path] = tuple(x.reshape(*sizes, *x.shape[1:]) for x in found)
+    try:
+        values |= peft_experts.read_experts(
+            partial(_pair, tensors, family=family),
+            partial(rank_and_scale, raw),
+            raw.get("target_parameters") or [],
+            family,
+            config,
+        )
+    except ValueError as error:
+        raise ValueError(f"{directory / WEIGHTS}: {error}") from error
     if tensors or not values:
         raise ValueError(
             f"{directory / WEIGHTS}: must hold adapters of linear layers of the model only, not "
@@ -111,32 +126,39 @@ def write_peft(
     """Writes the adapters in PEFT's format.
 
     Kernels that the family's files fuse get one pair of matrices with their ranks concatenated.
-    `lora_B` is zero between the outputs of one kernel and the ranks of another.
+    `lora_B` is zero between the outputs of one kernel and the ranks of another. Experts are written
+    as parameters, in which form PEFT reads them with transformers 5.
     """
     tensors: dict[str, np.ndarray] = {}
     kinds: dict[str, tuple[int, float]] = {}
     transposed = False
+    of_experts = {path for p in peft_experts.expert_parameters(family, config) for path in p.paths}
+    values = {path: x for path, x in adapters.values.items() if path not in of_experts}
     for _, names, parts in _linears(family, config):
         # Includes kernels without an adapter, whose outputs are zero.
         I, O = parts[0].inputs.size, sum(part.outputs.size for part in parts)  # noqa: E741
-        parts = [part for part in parts if part.path in adapters.values]
+        parts = [part for part in parts if part.path in values]
         if not parts:
             continue
         transposed |= parts[0].transposed
-        r = sum(adapters.values[part.path][0].shape[-1] for part in parts)
+        r = sum(values[part.path][0].shape[-1] for part in parts)
         for index, name in names.items():
             A, B, start = np.zeros((r, I), np.float32), np.zeros((O, r), np.float32), 0
-            scales = [float(adapters.values[part.path][2][index]) for part in parts]
+            scales = [float(values[part.path][2][index]) for part in parts]
             for part, scale in zip(parts, scales, strict=True):
-                a, b, _ = (np.asarray(x[index], np.float32) for x in adapters.values[part.path])
+                a, b, _ = (np.asarray(x[index], np.float32) for x in values[part.path])
                 ranks = slice(start, start := start + a.shape[-1])
                 A[ranks, part.inputs] = np.moveaxis(a, -1, 0)
                 # PEFT has one scale for all kernels, so multiply `b` by the ratio of the scales.
                 share = 1.0 if scale == scales[0] else scale / scales[0]
                 B[part.outputs, ranks] = share * np.moveaxis(b, 0, -1)
             tensors |= {f"{PREFIX}{name}.lora_A.weight": A, f"{PREFIX}{name}.lora_B.weight": B}
-            root = r**0.5 if adapters.config.use_rslora else r
-            kinds[name] = r, float(f"{scales[0] * root:.7g}")
+            kinds[name] = r, _alpha(scales[0], r, adapters.config)
+    linears, X = list(kinds), config.num_experts or 1
+    written = peft_experts.write_experts(adapters.values, family, config)
+    for name, module, A, B, scale in written:
+        tensors |= {f"{PREFIX}{module}.lora_A.weight": A, f"{PREFIX}{module}.lora_B.weight": B}
+        kinds[name] = len(A) // X, _alpha(scale, len(A) // X, adapters.config)
     r, alpha = next(iter(kinds.values()))
     raw = dict(
         peft_type="LORA",
@@ -144,9 +166,11 @@ def write_peft(
         base_model_name_or_path=base,
         r=r,
         lora_alpha=alpha,
-        lora_dropout=adapters.config.dropout,
+        # PEFT has no dropout for parameters, and refuses any.
+        lora_dropout=adapters.config.dropout if len(linears) == len(kinds) else 0.0,
         use_rslora=adapters.config.use_rslora,
-        target_modules=sorted({re.split(r"\.\d+\.", name, maxsplit=1)[1] for name in kinds}),
+        target_modules=_targets(linears, family) or None,
+        target_parameters=_without_layer(kinds.keys() - {*linears}) or None,
         rank_pattern={name: rank for name, (rank, _) in kinds.items() if rank != r},
         alpha_pattern={name: own for name, (_, own) in kinds.items() if own != alpha},
         fan_in_fan_out=transposed,
@@ -156,6 +180,24 @@ def write_peft(
     )
     save_file(tensors, directory / WEIGHTS, {"format": "pt"})
     (directory / ADAPTER_CONFIG).write_text(json.dumps(raw, indent=2) + "\n")
+
+
+def _targets(names: Iterable[str], family: Family) -> list[str] | str:
+    """Returns PEFT's target_modules: the ends of the names. Those of a text model may be names of
+    the vision model too, so a pattern has the prefix with them."""
+    ends = _without_layer(names)
+    if not family.wrapped:
+        return ends
+    return rf"{re.escape(family.prefix)}layers\.\d+\.({'|'.join(map(re.escape, ends))})"
+
+
+def _alpha(scale: float, r: int, config: AdapterConfig) -> float:
+    return float(f"{scale * (r**0.5 if config.use_rslora else r):.7g}")
+
+
+def _without_layer(names: Iterable[str]) -> list[str]:
+    """Returns the names within a layer, sorted."""
+    return sorted({re.split(r"\.\d+\.", name, maxsplit=1)[1] for name in names})
 
 
 def _both_ends(family: Family, config: ModelConfig) -> dict[str, str]:
@@ -181,8 +223,8 @@ def _read_embeddings(
     listed = raw.get("modules_to_save") or []
     found: dict[str, np.ndarray] = {}
     for module, path in known.items():
-        names = HEADS if path == "head" else (module, module.removeprefix(family.prefix))
-        for name in names:
+        modules = HEADS if path == "head" else (module,)
+        for name in (family.rename(m, layout) for m in modules for layout in family.layouts):
             # If the vocabulary has grown, PEFT writes the tensor under several names.
             for part in (".original_module", ".modules_to_save", ""):
                 if (tensor := tensors.pop(f"{PREFIX}{name}{part}.weight", None)) is not None:
@@ -294,11 +336,11 @@ def _module(name: str) -> str:
 
 
 def _pair(
-    tensors: dict[str, np.ndarray], module: str, prefix: str
+    tensors: dict[str, np.ndarray], module: str, family: Family
 ) -> tuple[np.ndarray, np.ndarray] | None:
     """Removes `lora_A` `[r, I]` and `lora_B` `[O, r]` of a module from `tensors`. Returns both, or
     None if there are none."""
-    for name in (module, module.removeprefix(prefix)):
+    for name in (family.rename(module, layout) for layout in family.layouts):
         names = [f"{PREFIX}{name}.lora_{part}.weight" for part in "AB"]
         if all(n in tensors for n in names):
             a, b = (tensors.pop(n).astype(np.float32) for n in names)

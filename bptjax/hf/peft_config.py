@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from bptjax.hf.config import read_json
+from bptjax.json_files import read_json
 from bptjax.models.config import ModelConfig
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -18,7 +18,13 @@ KNOWN = {
 }
 NEUTRAL = {
     *("task_type", "inference_mode", "revision", "peft_version", "auto_mapping", "runtime_config"),
-    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+    *(
+        "target_modules",
+        "target_parameters",
+        "exclude_modules",
+        "layers_to_transform",
+        "layers_pattern",
+    ),
     *("fan_in_fan_out", "megatron_core", "qalora_group_size", "ensure_weight_tying"),
 }
 # Initializations of A and B that do not change the base model.

@@ -66,24 +66,44 @@ def identity(hf: str, ours: str, shape: Shape, file_shape: Shape | None = None) 
 
 
 def linear(
-    hf: str, ours: str, inputs: Shape, outputs: Shape, *, bias: bool, transposed: bool = False
+    hf: str,
+    ours: str,
+    inputs: Shape,
+    outputs: Shape,
+    *,
+    bias: bool,
+    transposed: bool = False,
+    order: Sequence[int] | None = None,
 ) -> Iterator[TensorRule]:
     """Yields the rules of a linear layer, whose weight is [outputs, inputs] in the file, or
-    [inputs, outputs] if `transposed`."""
+    [inputs, outputs] if `transposed`.
+
+    Args:
+      order: places in the file of the last axis of `outputs`, if the file has another order.
+    """
     I, O = prod(inputs), prod(outputs)  # noqa: E741
+    place = np.arange(outputs[-1]) if order is None else np.asarray(order)
+    back = np.argsort(place)
 
     def split(w):
-        return ((w if transposed else w.T).reshape(inputs + outputs),)
+        x = (w if transposed else w.T).reshape(inputs + outputs)
+        return (x if order is None else x[..., place],)
 
     def join(x):
-        x = x.reshape(I, O)
+        x = (x if order is None else x[..., back]).reshape(I, O)
         return x if transposed else x.T
 
     shape = (I, O) if transposed else (O, I)
     kernel = (f"{ours}.kernel",)
     yield TensorRule(f"{hf}.weight", shape, kernel, split, join, inputs=len(inputs))
     if bias:
-        yield identity(f"{hf}.bias", f"{ours}.bias", outputs, (O,))
+        yield TensorRule(
+            f"{hf}.bias",
+            (O,),
+            (f"{ours}.bias",),
+            lambda b: (b.reshape(outputs)[..., place],),
+            lambda b: b[..., back].reshape(O),
+        )
 
 
 def fused(
@@ -184,9 +204,20 @@ def qkv(
 
 
 def attention(
-    c: ModelConfig, query: str, key: str, value: str, out: str, *, transposed: bool = False
+    c: ModelConfig,
+    query: str,
+    key: str,
+    value: str,
+    out: str,
+    *,
+    transposed: bool = False,
+    order: Sequence[int] | None = None,
 ) -> Iterator[TensorRule]:
-    """Yields the rules of attention's four linear layers; an empty name leaves one out."""
+    """Yields the rules of attention's four linear layers; an empty name leaves one out.
+
+    Args:
+      order: places in the file of the features of a query or key head; see `linear`.
+    """
     D, H = (c.hidden_size,), c.H
     for hf, ours, heads in (
         (query, "query", c.num_heads),
@@ -194,7 +225,8 @@ def attention(
         (value, "value", c.K),
     ):
         if hf:
-            yield from linear(hf, f"layers.{ours}", D, (heads, H), bias=c.qkv_bias)
+            places = None if ours == "value" else order
+            yield from linear(hf, f"layers.{ours}", D, (heads, H), bias=c.qkv_bias, order=places)
     heads = (c.num_heads, H)
     yield from linear(out, "layers.out", heads, D, bias=c.out_bias, transposed=transposed)
 

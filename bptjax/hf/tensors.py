@@ -2,9 +2,10 @@
 
 import importlib.util
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import ml_dtypes  # noqa: F401  Registers bfloat16 in NumPy, without which safetensors fails.
@@ -12,12 +13,17 @@ import numpy as np
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError, safe_open
 
-from bptjax.hf.config import read_json
+from bptjax.hf import mxfp4
+from bptjax.json_files import read_json
 from bptjax.models.params import ArraySpec, Index
 from bptjax.progress import Progress
 
-DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-CODES = {name: code for code, name in DTYPES.items()}
+# Dtypes of parameters, and other dtypes of tensors that are copied.
+CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+OTHER_CODES = {"float64": "F64", "bool": "BOOL", "uint8": "U8"} | {
+    f"int{bits}": f"I{bits}" for bits in (8, 16, 32, 64)
+}
+DTYPES = {code: name for name, code in (CODES | OTHER_CODES).items()}
 SINGLE, INDEX, PICKLED = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
 
 
@@ -31,6 +37,8 @@ class Tensors:
       specs: dtype and shape of each tensor. Files of old versions hold integer buffers, so dtypes
         outside `CODES` are allowed here; `HFCheckpoint` checks the tensors that it reads.
       files: the files of weights.
+      metadata: the metadata of the last file.
+      decoded: names of tensors that the files hold in MXFP4, which are read as bfloat16.
 
     Raises:
       ValueError: no weights, or a missing or damaged file.
@@ -39,6 +47,7 @@ class Tensors:
     def __init__(self, directory: Path, renamed: tuple[tuple[str, str], ...] = ()):
         self.directory = directory
         self.specs: dict[str, ArraySpec] = {}
+        self.metadata: dict[str, str] = {}
         self._files: dict[str, tuple[Path, str]] = {}
         self._torch: dict[str, Any] = {}
 
@@ -59,14 +68,33 @@ class Tensors:
             self.specs[name] = ArraySpec(dtype, tuple(tensor.shape))
         for file in files:
             with _opened(file) as tensors:
+                self.metadata = tensors.metadata() or {}
                 for name in tensors.keys():  # noqa: SIM118 (no mapping)
                     part = tensors.get_slice(name)
                     dtype = DTYPES.get(part.get_dtype(), part.get_dtype())
                     self.specs[new_name(name)] = ArraySpec(dtype, tuple(part.get_shape()))
                     self._files[new_name(name)] = file, name
+        self.decoded = tuple(
+            name.removesuffix(mxfp4.BLOCKS)
+            for name in self.specs
+            if name.endswith(mxfp4.BLOCKS)
+            and name.removesuffix(mxfp4.BLOCKS) + mxfp4.SCALES in self.specs
+        )
+        for name in self.decoded:
+            blocks, scales = (self.specs.pop(name + part) for part in (mxfp4.BLOCKS, mxfp4.SCALES))
+            whole = {blocks.dtype, scales.dtype} == {"uint8"} and len(blocks.shape) >= 3
+            if not whole or scales.shape != blocks.shape[:-1]:
+                raise ValueError(
+                    f"{directory}: {name}{mxfp4.SCALES} must have one scale for each block of "
+                    f"{name}{mxfp4.BLOCKS}, all uint8; {blocks}, {scales}"
+                )
+            self.specs[name] = ArraySpec("bfloat16", mxfp4.shape(blocks.shape))
 
     def read(self, name: str, index: Index = ()) -> np.ndarray:
         """Reads a tensor, or the slice of it at `index` into its first axes."""
+        if name in self.decoded:
+            parts = (self.read(name + part) for part in (mxfp4.BLOCKS, mxfp4.SCALES))
+            return mxfp4.decode(*parts)[index]
         if name in self._torch:
             tensor, dtype = self._torch[name][index].contiguous(), self.specs[name].dtype
             if dtype != "bfloat16":
@@ -107,6 +135,11 @@ def _files(directory: Path, single: str, index: str) -> list[Path]:
             raise ValueError(f"{directory / index} is damaged: its weight_map lists no tensors")
         if strange := [x for x in names.values() if not isinstance(x, str)]:
             raise ValueError(f"{directory / index} is damaged: {strange[0]!r} is not a file name")
+        # Such as an absolute path, or one with `..`.
+        if outside := [name for name in names.values() if Path(name).name != name]:
+            raise ValueError(
+                f"{directory / index}: {outside[0]!r} must be a file in this directory"
+            )
         files = [directory / name for name in dict.fromkeys(names.values())]
         if missing := [file.name for file in files if not file.is_file()]:
             raise ValueError(f"{directory / index} lists files that do not exist: {missing}")
@@ -142,9 +175,16 @@ class Writer:
       specs: dtype and shape of all tensors, by name.
       max_shard_size: largest size of a file, such as 5GB. Larger weights are split into several
         files with an index.
+      metadata: added to the metadata of each file.
     """
 
-    def __init__(self, directory: Path, specs: dict[str, ArraySpec], max_shard_size: str):
+    def __init__(
+        self,
+        directory: Path,
+        specs: dict[str, ArraySpec],
+        max_shard_size: str,
+        metadata: Mapping[str, str] = MappingProxyType({}),
+    ):
         try:
             plan = split_state_dict_into_shards_factory(
                 specs,
@@ -158,13 +198,15 @@ class Writer:
         self._left = {name: spec.nbytes for name, spec in specs.items()}
         self._progress = Progress("writing tensors", sum(self._left.values()))
         for file, names in plan.filename_to_tensors.items():
-            header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+            header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
             end = 0
             for name in names:
                 dtype, shape = specs[name]
                 begin, end = end, end + specs[name].nbytes
                 offsets = [begin, end]
-                header[name] = dict(dtype=CODES[dtype], shape=shape, data_offsets=offsets)
+                header[name] = dict(
+                    dtype=(CODES | OTHER_CODES)[dtype], shape=shape, data_offsets=offsets
+                )
             text = json.dumps(header).encode()
             text += b" " * (-len(text) % 8)
             with (directory / file).open("wb") as stream:

@@ -3,6 +3,7 @@ elsewhere.
 """
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -10,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 
+from bptjax.models.attention_pattern import AttentionPattern
 from bptjax.models.layer_loops import scan_layers
 from bptjax.ops.arguments import check_softcap
 from bptjax.ops.stacked import save_all_but_slices
@@ -23,11 +25,13 @@ class LayerKind(NamedTuple):
 
     Attributes:
       window: tokens that a token attends to, itself included; None for all.
-      rope: rotary parameters.
+      rope: rotary parameters; None if the layer rotates nothing.
+      pattern: sparse pattern in place of full attention.
     """
 
     window: int | None
-    rope: dict[str, Any]
+    rope: dict[str, Any] | None
+    pattern: AttentionPattern | None = None
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,8 @@ class ModelConfig:
 
     Attributes:
       name_or_path: directory (or hub id) of a checkpoint to start from. The checkpoint decides all
-        other keys here but rope_parameters, max_position_embeddings, the dropouts and init_std.
+        other keys here but rope_parameters, max_position_embeddings, attention_pattern, the
+        dropouts, the router's losses and init_std.
       vocab_size: vocabulary size V. If not set, the tokenizer's vocabulary size.
       hidden_size: width D of the residual stream.
       intermediate_size: width of the feed-forward network. If not set, 4·D.
@@ -47,18 +52,20 @@ class ModelConfig:
       norm: RMS norm or layer norm.
       norm_eps: constant added to the variance in a norm.
       norm_position: position of the norms. pre normalizes the input of a sublayer; post normalizes
-        the sum of its output and the residual; sandwich normalizes its input, and its output before
-        it is added.
+        the sum of its output and the residual; output normalizes its output before it is added;
+        sandwich normalizes its input and its output.
       norm_scale: norms have a learned scale.
       norm_bias: norms have a learned bias.
       norm_unit_offset: norms multiply by 1 + scale.
       residual: sequential feeds the sum with attention to the feed-forward network; parallel feeds
         the input of the layer to both, each through a norm of its own; shared through one norm.
+      residual_scale: factor on the output of each sublayer.
       residual_normed: sublayers add to their normalized input instead of to their input.
       position_embedding: rotary positions, ALiBi, a learned embedding of
         max_position_embeddings, or none.
       rope_parameters: rotary positions in the schema of Hugging Face (rope_theta, rope_type and its
         parameters, partial_rotary_factor), or one such dict for each layer type.
+      rope_layers: for each layer, whether it rotates queries and keys. If not set, all do.
       max_position_embeddings: number of positions that the model is made for. Learned
         positions end there.
       position_offset: unused entries of the learned embedding before position 0.
@@ -68,14 +75,31 @@ class ModelConfig:
       sliding_window: number of tokens that a token attends to, itself included. If not set, all.
       layer_types: full_attention or sliding_attention for each layer. sliding_window applies to the
         latter.
+      attention_pattern: sparse pattern in layers of full attention: its type and its numbers; see
+        AttentionPattern.
       attention_scale: factor on the dot product of query and key. If not set, 1 / √head_dim.
+      query_growth: multiplies queries at position p by
+        1 + query_growth · log(1 + ⌊p / query_growth_length⌋).
+      query_growth_length: tokens after which queries grow.
       attention_softcap: replaces attention logits x by cap · tanh(x / cap).
       attention_sinks: one learned logit for each query head, of one more key whose value is 0. A
         query that finds nothing may attend to it.
       qk_norm: normalizes the queries and keys of each head before rotary positions.
+      qk_norm_joint: qk_norm normalizes all heads of a token together.
       clip_qkv: clips queries, keys and values to ± this value.
       activation: activation of the feed-forward network. gelu_tanh is the tanh approximation.
       feed_forward: name of the feed-forward network; see FEED_FORWARDS.
+      num_experts: number of experts of feed_forward=experts.
+      experts_per_token: number of experts that a token is routed to.
+      expert_size: feed-forward width of an expert. If not set, intermediate_size.
+      router_bias: the router has a bias.
+      router_renormalized: the weights of a token's experts are divided by their sum.
+      router_aux_loss: factor on the load-balancing loss of Switch Transformers, over all layers
+        and the global batch. If not set, the checkpoint's factor if its output_router_logits is
+        set, else 0.
+      router_z_loss: factor on the mean square of the log-sum-exp of the router's logits.
+      glu_limit: clips the output of gate to at most this value, and that of up to ± this value.
+      glu_offset: constant added to up.
       gated: the feed-forward network is down(activation(gate(x)) · up(x)).
       qkv_bias: query, key and value projections have a bias.
       out_bias: the output projection of attention has a bias.
@@ -85,6 +109,7 @@ class ModelConfig:
       embedding_norm: normalizes the token embeddings.
       final_norm: normalizes the output of the last layer.
       tied_head: the output embedding is the input embedding.
+      logits_scale: factor on the output logits.
       logits_softcap: replaces output logits x by cap · tanh(x / cap).
       embedding_dropout: dropout of the embeddings in training. If not set, that of the checkpoint,
         or 0 without one.
@@ -107,27 +132,42 @@ class ModelConfig:
     head_dim: int | None = None
     norm: Literal["rms", "layer"] = "rms"
     norm_eps: float = 1e-5
-    norm_position: Literal["pre", "post", "sandwich"] = "pre"
+    norm_position: Literal["pre", "post", "output", "sandwich"] = "pre"
     norm_scale: bool = True
     norm_bias: bool = False
     norm_unit_offset: bool = False
     residual: Literal["sequential", "parallel", "shared"] = "sequential"
+    residual_scale: float = 1.0
     residual_normed: bool = False
     position_embedding: Literal["rope", "alibi", "learned", "none"] = "rope"
     rope_parameters: dict[str, Any] = field(default_factory=lambda: {"rope_theta": 10_000.0})
+    rope_layers: list[bool] | None = None
     max_position_embeddings: int | None = None
     position_offset: int = 0
     alibi_scale: float = 1.0
     alibi_interleaved: bool = False
     sliding_window: int | None = None
     layer_types: list[Literal["full_attention", "sliding_attention"]] | None = None
+    attention_pattern: dict[str, Any] | None = None
     attention_scale: float | None = None
+    query_growth: float = 0.0
+    query_growth_length: int = 1
     attention_softcap: float | None = None
     attention_sinks: bool = False
     qk_norm: bool = False
+    qk_norm_joint: bool = False
     clip_qkv: float | None = None
     activation: Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu_squared"] = "silu"
     feed_forward: str = "mlp"
+    num_experts: int | None = None
+    experts_per_token: int = 2
+    expert_size: int | None = None
+    router_bias: bool = False
+    router_renormalized: bool = True
+    router_aux_loss: float | None = None
+    router_z_loss: float = 0.0
+    glu_limit: float | None = None
+    glu_offset: float = 0.0
     gated: bool = True
     qkv_bias: bool = False
     out_bias: bool = False
@@ -137,6 +177,7 @@ class ModelConfig:
     embedding_norm: bool = False
     final_norm: bool = True
     tied_head: bool = True
+    logits_scale: float = 1.0
     logits_softcap: float | None = None
     embedding_dropout: float | None = None
     attention_dropout: float | None = None
@@ -156,6 +197,10 @@ class ModelConfig:
             "embedding_size",
             "max_position_embeddings",
             "sliding_window",
+            "query_growth_length",
+            "num_experts",
+            "experts_per_token",
+            "expert_size",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -184,29 +229,71 @@ class ModelConfig:
                 f"model.norm_position={self.norm_position}: must go with residual=sequential, not "
                 f"{self.residual}, and residual_normed=false"
             )
-        if self.layer_types is not None:
-            if len(self.layer_types) != self.num_layers:
+        for name in ("layer_types", "rope_layers"):
+            entries = getattr(self, name)
+            if entries is not None and len(entries) != self.num_layers:
                 raise ValueError(
-                    f"model.layer_types: must have num_layers={self.num_layers} entries, not "
-                    f"{len(self.layer_types)}"
+                    f"model.{name}: must have num_layers={self.num_layers} entries, not "
+                    f"{len(entries)}"
                 )
+        if self.layer_types is not None:
             if "sliding_attention" in self.layer_types and self.sliding_window is None:
                 raise ValueError(
                     "model.sliding_window: must be set with sliding_attention in layer_types"
                 )
+        if self.attention_pattern is not None:
+            AttentionPattern.parse(self.attention_pattern)
+            if all(kind.window is not None for kind in self.layer_kinds):
+                raise ValueError(
+                    "model.attention_pattern: must go with layers of full attention, not with "
+                    f"sliding_window={self.sliding_window} in all layers"
+                )
+        if self.qk_norm_joint and not self.qk_norm:
+            raise ValueError("model.qk_norm_joint=true: must go with model.qk_norm=true")
+        if self.rope_layers is not None and self.position_embedding != "rope":
+            raise ValueError("model.rope_layers: must go with model.position_embedding=rope")
         for name in ("embedding_dropout", "attention_dropout", "residual_dropout"):
             if not 0.0 <= (getattr(self, name) or 0.0) < 1.0:
                 raise ValueError(f"model.{name}={getattr(self, name)}: must be in [0, 1)")
 
+        if (self.feed_forward == "experts") != (self.num_experts is not None):
+            raise ValueError(
+                f"model.num_experts={self.num_experts}: must be set with feed_forward=experts, and "
+                f"only then, not with {self.feed_forward}"
+            )
+        for name, (unset, least) in {
+            "experts_per_token": (2, 1),
+            "expert_size": (None, 1),
+            "router_bias": (False, 0),
+            "router_renormalized": (True, 0),
+            "router_aux_loss": (None, 0),
+            "router_z_loss": (0.0, 0),
+            "glu_limit": (None, 0),
+            "glu_offset": (0.0, -math.inf),
+        }.items():
+            value = getattr(self, name)
+            if self.num_experts is None and value != unset:
+                raise ValueError(f"model.{name}={value}: must go with model.feed_forward=experts")
+            if value is not None and not least <= value < math.inf:
+                raise ValueError(f"model.{name}={value}: must be finite and at least {least}")
+        if self.num_experts is not None and self.experts_per_token > self.num_experts:
+            raise ValueError(
+                f"model.experts_per_token={self.experts_per_token}: must be at most "
+                f"num_experts={self.num_experts}"
+            )
+        if self.num_experts is not None and not self.gated:
+            raise ValueError("model.gated=false: must be true with feed_forward=experts")
+
         # A typing error would otherwise show after minutes, when memory runs out.
         heads = 2 * (self.num_heads + self.K) * self.H
-        parameters = self.num_layers * self.hidden_size * (2 * self.F + heads)
+        inner = (self.num_experts or 1) * self.expert_F
+        parameters = self.num_layers * self.hidden_size * (2 * inner + heads)
         parameters += (self.vocab_size or 0) * self.E
         if parameters > MOST_PARAMETERS:
             raise ValueError(
                 f"model.num_layers={self.num_layers}, hidden_size={self.hidden_size}, "
-                f"intermediate_size={self.F}, vocab_size={self.vocab_size}: must have at most "
-                f"{MOST_PARAMETERS:.0e} parameters, not {parameters:.0e}"
+                f"intermediate_size={self.expert_F}, vocab_size={self.vocab_size}: must have at "
+                f"most {MOST_PARAMETERS:.0e} parameters, not {parameters:.0e}"
             )
 
     def __hash__(self):
@@ -228,6 +315,16 @@ class ModelConfig:
         return 4 * self.hidden_size if self.intermediate_size is None else self.intermediate_size
 
     @property
+    def expert_F(self) -> int:
+        """Feed-forward width of an expert; without experts, of the network."""
+        return self.F if self.expert_size is None else self.expert_size
+
+    @property
+    def active_F(self) -> int:
+        """Feed-forward width that each token passes through."""
+        return self.expert_F * (1 if self.num_experts is None else self.experts_per_token)
+
+    @property
     def K(self) -> int:
         return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
 
@@ -239,13 +336,18 @@ class ModelConfig:
     def layer_kinds(self) -> list[LayerKind]:
         """The kind of each layer."""
         types: Sequence[str | None] = self.layer_types or [None] * self.num_layers
-        return [self._kind(t) for t in types]
+        kinds = [self._kind(t) for t in types]
+        rotates = self.rope_layers or [True] * self.num_layers
+        return [
+            kind if own else kind._replace(rope=None)
+            for kind, own in zip(kinds, rotates, strict=True)
+        ]
 
     @property
     def ropes(self) -> tuple[dict[str, Any], ...]:
         """Rotary parameters of each layer type, in order of first occurrence."""
         types: Sequence[str | None] = self.layer_types or [None]
-        return tuple(self._kind(t).rope for t in dict.fromkeys(types))
+        return tuple(self._rope(t) for t in dict.fromkeys(types))
 
     @property
     def rope_types(self) -> list[str]:
@@ -263,42 +365,12 @@ class ModelConfig:
 
     def _kind(self, layer_type: str | None) -> LayerKind:
         window = None if layer_type == "full_attention" else self.sliding_window
-        return LayerKind(window, self.rope_parameters.get(layer_type or "", self.rope_parameters))
+        values = self.attention_pattern if window is None else None
+        pattern = None if values is None else AttentionPattern.parse(values)
+        return LayerKind(window, self._rope(layer_type), pattern)
 
-
-@dataclass(frozen=True)
-class EncoderConfig(ModelConfig):
-    """An encoder: every token sees every other.
-
-    Attributes:
-      token_types: kinds of token with an embedding of their own, which is added; 0 for none.
-      image_size, patch_size: (height, width) in pixels, of an encoder of images; its tokens are the
-        patches, after one that stands for the whole.
-      channels: of an image.
-      pooler: size of the pooled output, an activation of a linear layer of the first token; 0 for
-        none.
-      pooler_activation: that activation.
-      masked_head: logits of each token over the vocabulary, through a layer of their own and the
-        input embedding.
-      classes: logits of the first token over so many classes; 0 for none.
-    """
-
-    token_types: int = 0
-    image_size: tuple[int, int] | None = None
-    patch_size: tuple[int, int] | None = None
-    channels: int = 3
-    pooler: int = 0
-    pooler_activation: Literal["tanh", "gelu", "relu", "silu"] = "tanh"
-    masked_head: bool = False
-    classes: int = 0
-
-    # A dataclass of its own would lose it.
-    __hash__ = ModelConfig.__hash__
-
-    @property
-    def patches(self) -> int:
-        (height, width), (h, w) = self.image_size or (0, 0), self.patch_size or (1, 1)
-        return (height // h) * (width // w)
+    def _rope(self, layer_type: str | None) -> dict[str, Any]:
+        return self.rope_parameters.get(layer_type or "", self.rope_parameters)
 
 
 @dataclass(frozen=True)

@@ -58,11 +58,16 @@ class Decoder(nnx.Module):
         """The output embedding; the input embedding if they are tied."""
         return (self.embedding if self.head is None else self.head)[...]
 
+    def for_head(self, hidden: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
+        """Returns vectors whose products with `head_matrix` are the logits, before a soft cap."""
+        scale = self.config.logits_scale
+        return hidden if scale == 1 else (scale * hidden.astype(jnp.float32)).astype(hidden.dtype)
+
     def logits(self, hidden: Float[Array, "B T E"]) -> Float[Array, "B T V"]:
         """Computes float32 logits of a few tokens. Training uses `linear_cross_entropy`."""
         logits = jnp.einsum(
             "btd,vd->btv",
-            hidden,
+            self.for_head(hidden),
             self.head_matrix.astype(hidden.dtype),
             preferred_element_type=jnp.float32,
         )
@@ -172,6 +177,7 @@ class Decoder(nnx.Module):
             length=length,
             execution=execution,
             cache=cache,
+            k_positions=jnp.maximum(there - start, 0),
         )
         assert output.cache is not None
         return self._final(output.x), output.cache

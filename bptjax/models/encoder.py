@@ -7,7 +7,8 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
-from bptjax.models.config import EncoderConfig, Execution
+from bptjax.models.config import Execution
+from bptjax.models.encoder_config import EncoderConfig
 from bptjax.models.feed_forward import ACTIVATIONS
 from bptjax.models.layers import Norm, TokenContext
 from bptjax.models.linear import Linear, new_param

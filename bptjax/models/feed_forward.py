@@ -1,4 +1,4 @@
-"""Feed-forward networks of a layer, by name."""
+"""The feed-forward network of a layer, and the MLP."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 
 from bptjax.models.config import ModelConfig
 from bptjax.models.linear import AdapterDropout, Linear
@@ -23,18 +23,13 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "tanh": jnp.tanh,
 }
 
-# Values `[B, T, ...]` of each token for an auxiliary loss, by name. Only their sums are used.
+# Float32 sums over tokens, by name, for an auxiliary loss and for metrics: `[B, ...]` of the tokens
+# of each sequence, or `[L, ...]` of all tokens of a batch in each layer.
 Auxiliary = dict[str, Array]
 
 
 class FeedForward(nnx.Module):
-    """A position-wise network of a layer.
-
-    Attributes:
-      has_auxiliary_loss: calls return auxiliary values.
-    """
-
-    has_auxiliary_loss: bool = False
+    """A position-wise network of a layer."""
 
     def __init__(self, config: ModelConfig, key: Array, dtype: DTypeLike):
         raise NotImplementedError
@@ -43,26 +38,44 @@ class FeedForward(nnx.Module):
         self,
         x: Float[Array, "B T D"],
         *,
+        counted: Bool[Array, "B T"],
         seeds: AdapterDropout | None = None,
         offload: float = 0.0,
     ) -> tuple[Float[Array, "B T D"], Auxiliary]:
-        """Computes the output and the auxiliary values.
+        """Computes the output, and the auxiliary sums of each sequence.
 
         Args:
+          counted: tokens to sum over.
           seeds: for the dropout of adapters; None for no dropout.
           offload: share of the tokens whose saved activations go to host memory.
         """
         raise NotImplementedError
 
     @staticmethod
-    def auxiliary_loss(config: ModelConfig, sums: Auxiliary, tokens: Array) -> Float[Array, ""]:
-        """Computes the mean loss per token, in nats, that is added to the cross-entropy.
+    def has_auxiliary_loss(config: ModelConfig) -> bool:
+        """Returns whether networks of this config have an auxiliary loss."""
+        return False
+
+    @staticmethod
+    def auxiliary_loss(
+        config: ModelConfig, sums: Auxiliary, totals: Auxiliary, tokens: Array
+    ) -> Float[Array, ""]:
+        """Computes the share of a micro-batch in the mean loss per token, in nats, that is added to
+        the cross-entropy. The shares of all micro-batches add up to the loss of the global batch.
 
         Args:
-          sums: float32 sums `[L, ...]` of the auxiliary values over all tokens but padding.
-          tokens: number of these tokens.
+          sums: sums `[L, ...]` over the tokens of the micro-batch, without padding.
+          totals: the same sums over the global batch, without a gradient.
+          tokens: number of tokens of the global batch, without padding.
         """
         raise NotImplementedError
+
+    @staticmethod
+    def metrics(
+        config: ModelConfig, totals: Auxiliary, tokens: Array
+    ) -> dict[str, Float[Array, ""]]:
+        """Returns metrics of the global batch, by name; see `auxiliary_loss`."""
+        return {}
 
 
 class Mlp(FeedForward):
@@ -85,6 +98,7 @@ class Mlp(FeedForward):
         self,
         x: Float[Array, "B T D"],
         *,
+        counted: Bool[Array, "B T"],
         seeds: AdapterDropout | None = None,
         offload: float = 0.0,
     ) -> tuple[Float[Array, "B T D"], Auxiliary]:
@@ -94,11 +108,3 @@ class Mlp(FeedForward):
             return self.down(activation(up), seeds), {}
         gate = checkpoint_named(self.gate(x, seeds), "gate", offload)
         return self.down(activation(gate) * up, seeds), {}
-
-
-FEED_FORWARDS: dict[str, type[FeedForward]] = {"mlp": Mlp}
-
-
-def new_feed_forward(config: ModelConfig, key: Array, dtype: DTypeLike) -> FeedForward:
-    """Makes the network that `config.feed_forward` names."""
-    return FEED_FORWARDS[config.feed_forward](config, key, dtype)

@@ -11,7 +11,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int, UInt32
 
 from bptjax.models.config import ModelConfig
-from bptjax.models.feed_forward import Auxiliary, new_feed_forward
+from bptjax.models.feed_forward import Auxiliary
+from bptjax.models.feed_forwards import new_feed_forward
 from bptjax.models.linear import AdapterDropout, Linear
 from bptjax.ops.checkpoint_names import checkpoint_named
 from bptjax.ops.dropout import dropout
@@ -91,13 +92,16 @@ class Layer(nnx.Module):
             axes = ("embed", axis, None)
             return Linear(key, (D,), (heads, H), axes, std=std, bias=config.qkv_bias, dtype=dtype)
 
+        before = config.norm_position != "output"
+        after = config.norm_position in ("output", "sandwich")
         self.config = config
-        self.attention_norm = Norm(config, dtype)
+        self.attention_norm = Norm(config, dtype) if before else None
         self.query = linear(keys[0], N, "heads")
         self.key = linear(keys[1], K, "kv_heads")
         self.value = linear(keys[2], K, "kv_heads")
-        self.query_norm = Norm(config, dtype, H, None) if config.qk_norm else None
-        self.key_norm = Norm(config, dtype, H, None) if config.qk_norm else None
+        query_heads, key_heads = (N, K) if config.qk_norm_joint else (1, 1)
+        self.query_norm = Norm(config, dtype, query_heads * H, None) if config.qk_norm else None
+        self.key_norm = Norm(config, dtype, key_heads * H, None) if config.qk_norm else None
         sinks = nnx.Param(jnp.zeros(N, dtype), axes=("heads",))
         self.sinks = sinks if config.attention_sinks else None
         self.out = Linear(
@@ -109,10 +113,9 @@ class Layer(nnx.Module):
             bias=config.out_bias,
             dtype=dtype,
         )
-        sandwich = config.norm_position == "sandwich"
-        self.attention_post_norm = Norm(config, dtype) if sandwich else None
-        self.mlp_norm = None if config.residual == "shared" else Norm(config, dtype)
-        self.mlp_post_norm = Norm(config, dtype) if sandwich else None
+        self.attention_post_norm = Norm(config, dtype) if after else None
+        self.mlp_norm = Norm(config, dtype) if before and config.residual != "shared" else None
+        self.mlp_post_norm = Norm(config, dtype) if after else None
         self.mlp = new_feed_forward(config, keys[4], dtype)
 
     @jax.named_scope("attention")
@@ -120,19 +123,25 @@ class Layer(nnx.Module):
         self,
         x: Float[Array, "B T D"],
         tokens: TokenContext,
-        rope_parameters: dict[str, Any],
+        rope_parameters: dict[str, Any] | None,
         keys: DropoutKeys | None = None,
     ) -> Float[Array, "B T N H"]:
-        """Computes the queries of the residual stream, rotated by these rotary parameters."""
+        """Computes the queries of the residual stream, rotated by these rotary parameters if there
+        are any."""
         q = self.query(self._read(x), adapter_dropout(keys, tokens))
-        return self._rotate(self._clip(q), self.query_norm, tokens, rope_parameters)
+        q = self._rotate(self._clip(q), self.query_norm, tokens, rope_parameters)
+        if not self.config.query_growth:
+            return q
+        steps = tokens.positions // self.config.query_growth_length
+        growth = 1 + self.config.query_growth * jnp.log1p(steps.astype(jnp.float32))
+        return q * growth[..., None, None].astype(q.dtype)
 
     @jax.named_scope("attention")
     def keys_values(
         self,
         x: Float[Array, "B T D"],
         tokens: TokenContext,
-        rope_parameters: dict[str, Any],
+        rope_parameters: dict[str, Any] | None,
         keys: DropoutKeys | None = None,
     ) -> tuple[Float[Array, "B T K H"], Float[Array, "B T K H"]]:
         """Computes the keys of the residual stream, rotated by these rotary parameters, and the
@@ -146,66 +155,77 @@ class Layer(nnx.Module):
         x: Float[Array, "B T D"],
         out: Float[Array, "B T N H"],
         tokens: TokenContext,
+        inside: Bool[Array, "T"],
         keys: DropoutKeys | None = None,
         offload: float = 0.0,
     ) -> tuple[Float[Array, "B T D"], Auxiliary]:
         """Computes everything after attention: output projection, residuals, norms, feed-forward
-        network. `offload` is the share of the tokens whose saved activations go to host memory.
+        network.
+
+        Args:
+          inside: false for copies of tokens that fill up a chunk.
+          offload: share of the tokens whose saved activations go to host memory.
 
         Returns:
-          the residual stream; the auxiliary values of each token, 0 for padding.
+          the residual stream; the auxiliary sums over all tokens but padding and copies.
         """
         config, seeds = self.config, adapter_dropout(keys, tokens)
         rate = config.residual_dropout or 0.0
+        counted = jnp.broadcast_to(inside, x.shape[:2])
+        if tokens.padding is not None:
+            counted &= ~tokens.padding
 
         def feed_forward(x, post_norm=None):
             with jax.named_scope("feed_forward"):
-                y, aux = self.mlp(x, seeds=seeds, offload=offload)
-            y = y if post_norm is None else post_norm(y)
-            if tokens.padding is not None:
-                aux = {name: _zero(value, tokens.padding) for name, value in aux.items()}
+                y, aux = self.mlp(x, counted=counted, seeds=seeds, offload=offload)
+            y = self._scale(y if post_norm is None else post_norm(y))
             return dropout(y, keys.feed_forward if keys else None, rate, tokens.ids), aux
 
         with jax.named_scope("attention"):
             attended = self.out(out, seeds)
             if self.attention_post_norm is not None:
                 attended = self.attention_post_norm(attended)
+            attended = self._scale(attended)
             attended = dropout(attended, keys.attended if keys else None, rate, tokens.ids)
         norm = self.attention_norm if self.mlp_norm is None else self.mlp_norm
         if config.residual != "sequential":
-            y, aux = feed_forward(norm(x))
+            y, aux = feed_forward(_normalized(x, norm))
             return x + attended + y, aux
         x = (self._read(x) if config.residual_normed else x) + attended
         x = checkpoint_named(x, "attended", offload)
         if config.norm_position == "post":
-            x = self.attention_norm(x)
+            x = _normalized(x, self.attention_norm)
             y, aux = feed_forward(x)
-            return norm(x + y), aux
-        normed = norm(x)
+            return _normalized(x + y, norm), aux
+        normed = _normalized(x, norm)
         y, aux = feed_forward(normed, self.mlp_post_norm)
         return (normed if config.residual_normed else x) + y, aux
 
     def _read(self, x: Array) -> Array:
-        return x if self.config.norm_position == "post" else self.attention_norm(x)
+        return _normalized(x, None if self.config.norm_position == "post" else self.attention_norm)
+
+    def _scale(self, y: Array) -> Array:
+        factor = self.config.residual_scale
+        return y if factor == 1 else (factor * y.astype(jnp.float32)).astype(y.dtype)
 
     def _clip(self, x: Array) -> Array:
         limit = self.config.clip_qkv
         return x if limit is None else jnp.clip(x, -limit, limit)
 
     def _rotate(
-        self, x: Array, norm: Norm | None, tokens: TokenContext, parameters: dict[str, Any]
+        self, x: Array, norm: Norm | None, tokens: TokenContext, parameters: dict[str, Any] | None
     ) -> Array:
         if norm is not None:
-            x = norm(x)
-        if self.config.position_embedding != "rope":
+            joint = self.config.qk_norm_joint
+            x = norm(x.reshape(*x.shape[:2], -1)).reshape(x.shape) if joint else norm(x)
+        if self.config.position_embedding != "rope" or parameters is None:
             return x
         frequencies, factor = rotary(self.config, parameters, tokens.lengths)
         return rope(x, tokens.positions, frequencies, factor)
 
 
-def _zero(values: Array, where: Bool[Array, "B T"]) -> Array:
-    """Sets the values `[B, T, ...]` of some tokens to 0."""
-    return jnp.where(where.reshape(*where.shape, *(1,) * (values.ndim - 2)), 0, values)
+def _normalized(x: Array, norm: Norm | None) -> Array:
+    return x if norm is None else norm(x)
 
 
 def rotary(

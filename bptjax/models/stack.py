@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from bptjax.models.cache import Cache
 from bptjax.models.config import Execution, LayerKind, ModelConfig
@@ -79,6 +79,7 @@ def run(
     execution: Execution,
     sequence_strategy: str = "auto",
     cache: Cache | None = None,
+    k_positions: Int[Array, "B S"] | None = None,
     hidden_states: bool = False,
 ) -> StackOutput:
     """Applies the layers to the residual stream.
@@ -90,6 +91,7 @@ def run(
         length of a document is its largest position among these tokens, plus one.
       dropout_key: None for no dropout.
       cache: keys and values of earlier tokens. These tokens attend to them too.
+      k_positions: positions in the document of the keys in the cache.
       hidden_states: also return the residual stream after each layer.
     """
     tokens = tokens._replace(lengths=_lengths(config, tokens.positions, mask, length))
@@ -98,6 +100,13 @@ def run(
         slopes = alibi_slopes(config.num_heads, interleaved=config.alibi_interleaved)
         alibi = jnp.asarray(config.alibi_scale * slopes)
     values, slots = split_gradient(layers)
+    positions: Any = tokens.positions
+    if mask.segments is None:
+        # Static, so that the kernels' tiles are too.
+        positions = (
+            np.arange(x.shape[1], dtype=np.int32) if mask.positions is None else mask.positions
+        )
+    k_positions = positions if k_positions is None else k_positions
 
     def step(carry, index, kind):
         x, past, slots = carry
@@ -110,7 +119,10 @@ def run(
         v = checkpoint_named(v, "value", execution.offload)
         if cache is not None:
             past, (k, v) = _append(past, (k, v), index, cache.length)
-        specify = partial(_specify, config, execution, kind, shared, mask, alibi)
+        of_layer = replace(mask, window=kind.window)
+        if kind.pattern is not None:
+            of_layer = kind.pattern.apply(of_layer, positions, k_positions, k.shape[1])
+        specify = partial(_specify, config, execution, shared, of_layer, alibi)
         k, v = k.astype(x.dtype), v.astype(x.dtype)
         if execution.schedule == "fused":
             transform = specify(blockwise_transformer)
@@ -176,7 +188,6 @@ def _append(
 def _specify(
     config: ModelConfig,
     execution: Execution,
-    kind: LayerKind,
     shared: _Shared,
     mask: Mask,
     alibi: Float[Array | np.ndarray, "N"] | None,
@@ -186,7 +197,7 @@ def _specify(
     (layer, keys), rate = shared, config.attention_dropout or 0.0
     return partial(
         attend,
-        mask=replace(mask, window=kind.window),
+        mask=mask,
         alibi=alibi,
         sinks=None if layer.sinks is None else layer.sinks[...],
         scale=config.attention_scale,
@@ -205,9 +216,13 @@ def _query(kind: LayerKind, shared: _Shared, chunk: _Chunk) -> Float[Array, "B T
 
 
 def _finish(
-    shared: _Shared, chunk: _Chunk, out: Float[Array, "B T N H"], offload: float = 0.0
+    shared: _Shared,
+    chunk: _Chunk,
+    out: Float[Array, "B T N H"],
+    inside: Bool[Array, "T"],
+    offload: float = 0.0,
 ) -> tuple[Float[Array, "B T D"], Auxiliary]:
-    return shared.layer.finish(chunk.x, out, chunk.tokens, shared.keys, offload)
+    return shared.layer.finish(chunk.x, out, chunk.tokens, inside, shared.keys, offload)
 
 
 def _split(
@@ -233,7 +248,9 @@ def _split(
     if sharded:
         inputs, axes = fold_sequence_shards(inputs), FOLDED_BATCH
     x, aux = blockwise(
-        lambda shared, inputs: _finish(shared, inputs[0], inputs[1], execution.offload),
+        lambda shared, inputs, inside: _finish(
+            shared, inputs[0], inputs[1], inside, execution.offload
+        ),
         shared,
         inputs,
         chunk=execution.ffn_chunk,

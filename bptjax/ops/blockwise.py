@@ -32,7 +32,7 @@ PyTree = Any
 
 def blockwise_transformer(
     query: Callable[[PyTree, PyTree], Array],
-    finish: Callable[[PyTree, PyTree, Array], PyTree],
+    finish: Callable[..., PyTree],
     params: PyTree,
     x: PyTree,
     k: Float[Array, "B S K H"],
@@ -60,7 +60,7 @@ def blockwise_transformer(
       params: pytree shared by all chunks.
       x: pytree of `[B, T, ...]`.
       mask, alibi, sinks, dropout_key, options: as in `attention`.
-      has_aux: `finish` returns a pair, as in `blockwise`.
+      has_aux: `finish` takes one argument more and returns a pair, as `f` of `blockwise` does.
 
     Returns:
       pytree of `[B, T, ...]`; with `has_aux`, that and the sums, as `blockwise`.
@@ -87,7 +87,7 @@ def blockwise_transformer(
         "block_mask": resolved.block_mask,
     }
 
-    def block(shared, chunk):
+    def block(shared, chunk, *inside):
         params, k, v, of_keys, alibi, sinks, key = shared
         x, of_queries = chunk
         out = attention(
@@ -101,7 +101,7 @@ def blockwise_transformer(
             q_chunk=q_chunk,
             **options,
         )
-        return finish(params, x, out)
+        return finish(params, x, out, *inside)
 
     shared = (params, k, v, of_keys, alibi, sinks, dropout_key)
     return blockwise(block, shared, (x, of_queries), chunk=q_chunk, has_aux=has_aux)
@@ -113,7 +113,7 @@ def _per_sequence(x: Any, batch: int) -> Array | None:
 
 
 def blockwise(
-    f: Callable[[PyTree, PyTree], PyTree],
+    f: Callable[..., PyTree],
     params: PyTree,
     x: PyTree,
     *,
@@ -139,11 +139,12 @@ def blockwise(
         token, and their results are dropped.
       axes: mesh axes that shard the batch dimension: with more than one chunk, each device sums the
         gradients of `params` over its own sequences.
-      has_aux: `f` returns a pair: the result, and a pytree of floats `[B, chunk, ...]` that are
-        summed over the tokens, as for an auxiliary loss.
+      has_aux: `f` takes a third argument, `[chunk]`, which is false for copies of the last token,
+        and returns a pair: the result, and a pytree of float32 sums `[B, ...]` over the other
+        tokens, as for an auxiliary loss.
 
     Returns:
-      pytree of `[B, T, ...]` arrays; with `has_aux`, also a pytree of float32 sums `[B, ...]`.
+      pytree of `[B, T, ...]` arrays; with `has_aux`, also the sums over all chunks.
 
     Raises:
       ValueError: a chunk below 1; arrays of `x` that are empty or differ in batch or tokens.
@@ -152,27 +153,17 @@ def blockwise(
     """
     check_chunk(chunk=chunk)
     check_tokens(jax.tree.leaves(x))
-    with_aux = f if has_aux else lambda params, x: (f(params, x), ())
+    with_aux = f if has_aux else lambda params, x, _: (f(params, x), ())
     if chunk >= _tokens(x):
-        y, aux = with_aux(params, x)
-        sums = _token_sums(aux, 0, _tokens(x))
+        y, sums = with_aux(params, x, jnp.ones(_tokens(x), bool))
     else:
         y, sums = _blockwise(with_aux, chunk, axes, *jax.tree.map(jnp.asarray, (params, x)))
     return (y, sums) if has_aux else y
 
 
-def _token_sums(aux: PyTree, start: Array | int, end: int) -> PyTree:
-    """Sums arrays `[B, chunk, ...]` of the tokens from `start` on, without copies past the end."""
-
-    def total(x):
-        inside = start + jnp.arange(x.shape[1]) < end
-        return jnp.where(inside.reshape(1, -1, *(1,) * (x.ndim - 2)), x, 0).sum(1, jnp.float32)
-
-    return jax.tree.map(total, aux)
-
-
-def _chunk_starts(chunk: int, T: int) -> Array:
-    return jnp.arange(0, T, chunk, dtype=jnp.int32)
+def _inside(chunk: int, T: int) -> Array:
+    """Returns, for the tokens of each chunk, whether they are among the T tokens."""
+    return (jnp.arange(-(-T // chunk) * chunk) < T).reshape(-1, chunk)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -180,13 +171,8 @@ def _blockwise(f, chunk, axes, params, x):
     T = _tokens(x)
 
     def local(params, x, axes):
-        def run(_, chunk_and_start):
-            x, start = chunk_and_start
-            y, aux = f(params, x)
-            return None, (y, _token_sums(aux, start, T))
-
-        chunks = _split_tree(x, chunk), _chunk_starts(chunk, T)
-        _, (y, sums) = jax.lax.scan(run, None, chunks)
+        chunks = _split_tree(x, chunk), _inside(chunk, T)
+        _, (y, sums) = jax.lax.scan(lambda _, chunk: (None, f(params, *chunk)), None, chunks)
         return _join_tree(y, T), jax.tree.map(lambda s: s.sum(0), sums)
 
     return per_device(local, axes, (REPLICATED, SHARDED), SHARDED)(params, x)
@@ -215,12 +201,12 @@ def _backward(f, chunk, axes, residuals, cotangents):
         sums = [jnp.zeros_like(p, jnp.float32) for p in floats]
 
         def add(sums, chunks):
-            x, dy, start = chunks
+            x, dy, inside = chunks
             x_floats, with_x = _partition(x)
 
             def run(p, y):
-                y, aux = f(with_params(p), with_x(y))
-                return _partition(y)[0], jax.tree.leaves(_token_sums(aux, start, T))
+                y, aux = f(with_params(p), with_x(y), inside)
+                return _partition(y)[0], jax.tree.leaves(aux)
 
             _, pull = jax.vjp(run, floats, x_floats)
             dparams, dx = pull((dy, dsums))
@@ -228,7 +214,7 @@ def _backward(f, chunk, axes, residuals, cotangents):
 
         # Padded tokens get a zero cotangent.
         chunks = _split_tree(x, chunk), _split_tree(dy, chunk, mode="constant")
-        sums, dx = jax.lax.scan(add, sums, (*chunks, _chunk_starts(chunk, T)))
+        sums, dx = jax.lax.scan(add, sums, (*chunks, _inside(chunk, T)))
         return jax.lax.psum(sums, axes), _join_tree(dx, T)
 
     dy, dsums = ([_dense(d) for d in jax.tree.leaves(tree) if _is_float(d)] for tree in cotangents)

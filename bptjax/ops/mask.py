@@ -34,8 +34,8 @@ class Mask:
       segments: int32 `[B, T]`, the queries' documents. Attention stays inside a document. Segment 0
         is padding: it attends to nothing, and nothing attends to it.
       k_segments: int32 `[B, S]`, the keys' documents; by default the queries' documents.
-      positions: int32 `[T]` or `[B, T]`, absolute positions of the queries in the sequence (not in
-        the document); `0..T-1` if left out.
+      positions: int32 `[T]` or `[B, T]`, absolute positions of the queries in the sequence; in the
+        document, if `block_mask` counts from its start. `0..T-1` if left out.
       k_positions: int32 `[S]` or `[B, S]`, positions of the keys; by default the queries'
       positions. global_tokens: bool `[T]` or `[B, T]`, queries that ignore window and block mask:
       they attend
@@ -180,7 +180,10 @@ class Mask:
         block_mask: Any = self.block_mask
         static = all(isinstance(x, np.ndarray) for x in (block_mask, *rows, *columns))
         xp = np if static else jnp
-        sums = xp.pad(xp.cumsum(xp.cumsum(block_mask.astype(bool), 0), 1), ((1, 0), (1, 0)))
+        # NumPy sums a static block mask: XLA takes minutes to fold sums of a million constants.
+        of = np if isinstance(block_mask, np.ndarray) else jnp
+        sums = of.cumsum(of.cumsum(block_mask.astype(bool), 0, of.int32), 1, of.int32)
+        sums = xp.asarray(of.pad(sums, ((1, 0), (1, 0))))
         (top, bottom), (left, right) = (
             (low // self.block_size, high // self.block_size + 1) for low, high in (rows, columns)
         )

@@ -10,6 +10,15 @@ from jax.sharding import PartitionSpec
 SHARDED, REPLICATED = "sharded", "replicated"
 
 
+def free_axes(axes: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns those of the mesh axes that have more than one device and that no enclosing call
+    divides already."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return ()
+    return tuple(name for name in axes if mesh.shape[name] > 1 and name not in mesh.manual_axes)
+
+
 def per_device(f: Callable, axes: tuple[str, ...], inputs: Any, results: Any) -> Callable:
     """Returns a function that runs `f(*arrays, axes)` on each device with its own sequences.
 
@@ -18,13 +27,12 @@ def per_device(f: Callable, axes: tuple[str, ...], inputs: Any, results: Any) ->
 
     Args:
       axes: mesh axes that shard the batch dimension. `f` gets the axes that have more than one
-        device, to sum over.
+        device, to sum over, except the axes of an enclosing call.
       inputs, results: prefixes of the trees that `f` takes and returns. `SHARDED` leaves are
         sharded along axis 0, `REPLICATED` leaves are replicated over `axes`; other mesh axes may
         shard either.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    axes = () if mesh.empty else tuple(name for name in axes if mesh.shape[name] > 1)
+    axes = free_axes(axes)
     f = partial(f, axes=axes)
     if not axes:
         return f

@@ -25,9 +25,10 @@ def platform() -> str:
     return jax.default_backend() if device is None else device.platform
 
 
-def capability() -> tuple[int, int]:
-    """Returns the compute capability of an NVIDIA GPU; (0, 0) for other devices."""
-    device = _ABSENT.get() or jax.devices()[0]
+def capability(device: jax.Device | None = None) -> tuple[int, int]:
+    """Returns the compute capability of an NVIDIA GPU, by default one that functions are traced
+    for; (0, 0) for other devices."""
+    device = device or _ABSENT.get() or jax.devices()[0]
     found = re.match(r"(\d+)\.(\d+)", getattr(device, "compute_capability", ""))
     return (int(found[1]), int(found[2])) if found else (0, 0)
 

@@ -40,6 +40,7 @@ COMPILED_KEYS = (
     "train.gradient_accumulation_steps",
     "train.compute_dtype",
     "train.param_dtype",
+    "train.linear",
     "train.z_loss",
     "optimizer.type",
     "optimizer.weight_decay",

@@ -12,7 +12,7 @@ from bptjax.data.records import readable
 from bptjax.data.sources import Mixture, Training, open_split
 from bptjax.data.survey import survey
 from bptjax.data.tokenizer import Tokenizer, add_tokens, make_tokenizer, vocabulary_warning
-from bptjax.models.config import EncoderConfig
+from bptjax.models.encoder_config import EncoderConfig
 from bptjax.pretrained import Pretrained, open_pretrained
 
 

@@ -6,10 +6,12 @@ them by the results.
 """
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 
 import jax.numpy as jnp
+import numpy as np
 
 from bptjax.devices import KINDS, kind_of
 from bptjax.ops.attention import RESIDUAL_NAMES
@@ -17,7 +19,7 @@ from bptjax.parallel.mesh import num_shards
 from bptjax.remat import REMAT, UNCHUNKED, TrainingExecution
 from bptjax.training.prediction import tree_bytes
 from bptjax.training.spec import TrainSpec
-from bptjax.training.state import abstract_state, split_trained
+from bptjax.training.state import abstract_state, kernel_sizes, split_trained
 
 # These constants are fitted to the steps in scripts/results/step_h200.json and qlora_h200.json.
 # Elements that norms, rotations and residuals move per token, layer and element of the residual
@@ -26,6 +28,9 @@ STREAM_TRAFFIC, FEED_FORWARD_TRAFFIC = 80, 19
 # Elements per token that live while a layer runs: per element of the residual stream, and of the
 # feed-forward network.
 STREAM_WORKSPACE, FEED_FORWARD_WORKSPACE = 12, 3.5
+# Bytes that rounding to 8 bits moves, per element of the inputs and outputs of linear layers, in a
+# compiled step of an 8B decoder.
+FLOAT8_TRAFFIC = 4.4
 # Share of the memory of the loss that its buffers take from the layers, because they leave gaps.
 FRAGMENTED = 0.02
 # FLOPs of attention, forward and backward, in those of the forward pass.
@@ -62,7 +67,8 @@ class Estimator:
     documents.
 
     Attributes:
-      held: bytes of parameters and optimizer state on a device.
+      held: bytes of parameters and optimizer state on a device; with float8, also of the linear
+        layers in 8 bits.
       gradients: bytes of gradients on a device.
       tokens: tokens of a micro-batch on a device.
       sequence: tokens of a sequence on a device.
@@ -73,6 +79,11 @@ class Estimator:
         train, state = spec.config.train, abstract_state(spec)
         self.trained = tree_bytes(split_trained(spec, state.model)[0])
         self.held = tree_bytes(state.model) + tree_bytes(state.opt_state)
+        # Experts stay as they are, and take most of a step.
+        self.float8 = train.linear == "float8" and not self.model.num_experts
+        if train.linear == "float8":
+            sizes = kernel_sizes(spec, sharded=spec.config.parallel.zero_stage == 3)
+            self.held += self.model.num_layers * sum(math.prod(x) for x in sizes.values())
         self.frozen = spec.config.adapter.type != "none"
         self.micro_batches = train.gradient_accumulation_steps
         # Over several micro-batches, gradients are summed in float32.
@@ -86,10 +97,14 @@ class Estimator:
         self.tp = num_shards(spec.mesh, "heads")
         self.sequence = -(-train.seq_len // num_shards(spec.mesh, "sequence"))
         self.tokens = train.per_device_train_batch_size * self.sequence
-        pairs = 0.0
-        for layer in self.model.layer_kinds:
-            window = min(layer.window or train.seq_len, train.seq_len)
-            pairs += window * train.seq_len - window * window / 2
+        pairs, T = 0.0, train.seq_len
+        layers = Counter((kind.window, kind.pattern) for kind in self.model.layer_kinds)
+        for (window, pattern), count in layers.items():
+            window = min(window or T, T)
+            if pattern is None:
+                pairs += count * (window * T - window * window / 2)
+            else:
+                pairs += count * float(pattern.keys(np.arange(T), T).sum())
         batch = self.tokens / train.seq_len
         # FLOPs of the forward pass of attention, over all layers.
         self.attention = 4.0 * batch * pairs * self.model.num_heads * self.model.H / self.tp
@@ -98,7 +113,8 @@ class Estimator:
     def products(self) -> dict[str, tuple[int, int]]:
         """Parameters of each matrix product of a layer on a device, and bytes of its result per
         token, by the name under which the result can be saved."""
-        m, size, D, F = self.model, self.size, self.model.hidden_size, self.model.F // self.tp
+        m, size, D = self.model, self.size, self.model.hidden_size
+        F = m.active_F // self.tp
         heads, kv = m.num_heads * m.H // self.tp, max(m.K * m.H // self.tp, m.H)
         found = {
             "query": (D * heads, heads * size),
@@ -142,21 +158,30 @@ class Estimator:
         every, kernel, vocab = products(self.products), self.attention, m.V * m.E / tp
         again = self.products.keys() - names - {"down"}
         passes = FROZEN if self.frozen else TRAINED
-        linear = passes * (every + 2.0 * n * vocab) + products(again) + (every if nested else 0.0)
+        layers = passes * every + products(again) + (every if nested else 0.0)
+        head = passes * 2.0 * n * vocab
         attention = ATTENTION * kernel + (0.0 if names >= {*RESIDUAL_NAMES} else kernel)
         attention += kernel if nested else 0.0
-        seconds = linear / rates.products + attention / rates.attention(m.H)
+        seconds = head / rates.products + attention / rates.attention(m.H)
+        seconds += layers / (rates.float8 if self.float8 else rates.products)
 
         passes = 1.0 + 0.3 * bool(again) + 0.4 * bool(nested)
-        gates = (2 + m.gated) * m.F / tp
+        gates = (2 + m.gated) * m.active_F / tp
         stream = STREAM_TRAFFIC * m.hidden_size + FEED_FORWARD_TRAFFIC * gates
         traffic = n * L * size * stream * passes / 2
         chunks = math.ceil(self.sequence / execution.ffn_chunk)
-        weights = sum(self.products[k][0] for k in self.products.keys() & {*UNCHUNKED, "down"})
+        chunked = self.products.keys() & {*UNCHUNKED, "down"}
+        # Of experts, the matrices of all, not only of those of a token.
+        stored = (m.num_experts or 1) * m.expert_F / m.active_F
+        of_mlp = chunked & {"gate", "up", "down"}
+        weights = sum(self.products[k][0] * (stored if k in of_mlp else 1) for k in chunked)
         # Each chunk adds to float32 gradients, which are read and written.
         if not self.frozen:
             traffic += 8 * vocab * math.ceil(n / execution.ce_chunk)
             traffic += 8 * L * weights * chunks if chunks > 1 else 0
+        if self.float8:
+            widths = ((p, width / size) for p, width in self.products.values())
+            traffic += FLOAT8_TRAFFIC * n * L * sum(p / width + width for p, width in widths)
         if 0.0 < execution.offload < 1.0:
             traffic += SPLIT * (outer or inner)
         seconds += traffic / rates.bandwidth
@@ -167,10 +192,11 @@ class Estimator:
         seconds += 2 * (self.trained + self.held) / rates.bandwidth
 
         chunk = n * min(execution.ffn_chunk / self.sequence, 1.0)
-        stream = STREAM_WORKSPACE * n * m.hidden_size + FEED_FORWARD_WORKSPACE * chunk * m.F / tp
+        stream = STREAM_WORKSPACE * n * m.hidden_size
+        stream += FEED_FORWARD_WORKSPACE * chunk * m.active_F / tp
         workspace = size * stream + (4 * weights if chunks > 1 and not self.frozen else 0)
         loss = 6 * min(execution.ce_chunk, n) * m.V / tp + (0 if self.frozen else 4 * vocab)
         # Most gradients do not exist yet during the loss.
         workspace = max(workspace, loss - self.gradients) + FRAGMENTED * loss
-        flops = self.micro_batches * (linear + attention)
+        flops = self.micro_batches * (layers + head + attention)
         return Estimate(seconds, flops, outer + inner - moved, moved, int(workspace))

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from bptjax.ops.float8 import SCOPE
+
 _BYTES = {"pred": 1, "s4": 0.5, "u4": 0.5, "bf16": 2, "c64": 8, "c128": 16} | {
     f"{letter}{bits}": bits // 8 for letter in "suf" for bits in (8, 16, 32, 64)
 }
@@ -19,6 +21,8 @@ _CALLED = re.compile(
 _FREE = re.compile(
     "parameter|constant|tuple|get-tuple-element|bitcast|while|conditional|call|after-all|.*-done"
 )
+# cuBLAS's product of float8 operands, in XLA.
+FLOAT8_PRODUCT = "__cublas$lt$matmul$f8"
 _SLICES = {"dynamic-slice", "slice", "gather", "dynamic-update-slice"}
 
 # Bytes that a device of a group receives per byte of its operands, if the data go in a ring.
@@ -35,7 +39,8 @@ class Cost(NamedTuple):
     """Arithmetic and memory traffic of one execution.
 
     Attributes:
-      flops: of matrix products and fused attention.
+      flops: of matrix products and fused attention. Those of products with 8-bit operands count
+        half, because devices multiply them at twice the rate.
       bytes: read from and written to device memory.
     """
 
@@ -197,14 +202,19 @@ class Program:
     def _flops(self, of: Instruction) -> float:
         if of.is_matmul:
             dims = re.search(r'lhs_contracting_dim(?:ension)?s"?[=:][{\[]([\d,"]*)', of.rest)
-            lhs = self.instructions[of.operands[0]].arrays[0][1]
+            size, lhs = self.instructions[of.operands[0]].arrays[0]
             contracted = [lhs[int(n)] for n in re.findall(r"\d+", dims[1] if dims else "")]
-            return 2.0 * math.prod(of.arrays[0][1]) * math.prod(contracted)
+            each = 1.0 if size == 1 else 2.0
+            return each * math.prod(of.arrays[0][1]) * math.prod(contracted)
         if of.opcode != "custom-call" or len(of.operands) < 3:
             return 0.0
         # q [B, T, N, H], k [B, S, K, H] and v [B, S, K, H], of which half of the pairs count.
         # Packed documents may have no B; they count as one document.
         q, k, v = (self.instructions[x].arrays[0][1] for x in of.operands[:3])
+        y = of.arrays[0][1]
+        if (len(q), len(k), len(y)) in ((2, 3, 2), (2, 2, 3)):
+            # `grouped_matmul`: x [M, I] by w [X, I, O], or its gradient from x and dy [M, O].
+            return 2.0 * math.prod(q) * y[-1]
         if len(q) not in (3, 4) or k != v or (*q[:-3], q[-1]) != (*k[:-3], k[-1]):
             return 0.0
         # Some kernels return the gradients of the backward pass as sums in another shape.
@@ -232,6 +242,27 @@ class Program:
         if written:
             return total + sum(self.instructions[x.operands[1]].bytes for x in written)
         return total + of.bytes
+
+
+def check_float8_products(text: str) -> None:
+    """Checks that the products of linear layers in float8 still have 8-bit operands in the compiled
+    program `text`, and that XLA calls cuBLAS's float8 product for at least one of them.
+
+    Raises:
+      RuntimeError: XLA did not recognize a product, so it has other operands, or none calls cuBLAS.
+    """
+    program = Program(text)
+    found = [
+        all(program.instructions[y].shape.startswith("f8") for y in x.operands[:2])
+        for x in program.instructions.values()
+        if x.is_matmul and SCOPE in re.split(r"[/()]", x.op_name)
+    ]
+    if not all(found) or FLOAT8_PRODUCT not in text:
+        raise RuntimeError(
+            f"train.linear=float8: XLA turned {sum(found)} of {len(found)} matrix products into "
+            f"products of 8 bits, and {text.count(FLOAT8_PRODUCT)} into {FLOAT8_PRODUCT}; leave "
+            "train.linear out, or try another version of jax"
+        )
 
 
 def _group_size(of: Instruction) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import jax
 
 from bptjax.config import flatten
-from bptjax.metrics import JsonlWriter, NullLogger, Progress
+from bptjax.metrics import JsonlWriter, NullLogger, RunProgress
 from bptjax.trackers import Trackers
 from bptjax.training.setup import TrainingRun
 
@@ -18,7 +18,7 @@ class Logs:
 
     metrics: JsonlWriter | Trackers | NullLogger
     predictions: JsonlWriter | NullLogger
-    progress: Progress | NullLogger
+    progress: RunProgress | NullLogger
 
 
 @contextmanager
@@ -33,7 +33,7 @@ def open_logs(run: TrainingRun, start: int) -> Iterator[Logs]:
     predictions: JsonlWriter | NullLogger = null
     if run.eval_prompts:
         predictions = JsonlWriter(directory, name="predictions.jsonl", resume_step=resume_step)
-    progress = Progress(directory, run.spec.steps)
+    progress = RunProgress(directory, run.spec.steps)
     metrics: JsonlWriter | Trackers = writer
     if config.logging.report_to and start < run.spec.steps:
         names, keys = config.logging.report_to, flatten(config)

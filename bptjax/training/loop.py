@@ -25,6 +25,7 @@ from bptjax.parallel.distributed import (
 )
 from bptjax.progress import Progress
 from bptjax.training.compilation import StepCompiler
+from bptjax.training.flops import matmul_parameters, model_flops
 from bptjax.training.guards import (
     RunFailed,
     exclusive,
@@ -39,7 +40,7 @@ from bptjax.training.resume import complete_state, find_start
 from bptjax.training.run_directory import write_config
 from bptjax.training.setup import TrainingRun
 from bptjax.training.state import TrainState, checkpoint_view
-from bptjax.training.step import evaluator, matmul_parameters, model_flops
+from bptjax.training.step import evaluator
 from bptjax.training.step_profile import DIRECTORY, TRACED, ProfiledStep
 
 # Stands for a failed data check among the signal numbers that processes vote on.

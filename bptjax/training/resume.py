@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bptjax.checkpoint import Checkpoints
-from bptjax.metrics import NullLogger, Progress
+from bptjax.metrics import NullLogger, RunProgress
 from bptjax.schedule import learning_rate
 from bptjax.training.setup import TrainingRun
 from bptjax.training.spec import TrainSpec
@@ -62,7 +62,9 @@ def find_start(run: TrainingRun, checkpoints: Checkpoints) -> Start:
     return start
 
 
-def complete_state(run: TrainingRun, start: Start, progress: Progress | NullLogger) -> TrainState:
+def complete_state(
+    run: TrainingRun, start: Start, progress: RunProgress | NullLogger
+) -> TrainState:
     """Returns the state that the run starts with, and logs its origin."""
     spec, log = run.spec, progress.log
     if start.state is not None:

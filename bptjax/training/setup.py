@@ -24,13 +24,8 @@ from bptjax.data.sources import count
 from bptjax.data.tokenizer import Tokenizer
 from bptjax.execution import ExecutionConfig
 from bptjax.hf.checkpoint import SIDECARS, copy_sidecar_files
-from bptjax.hf.config import read_json
-from bptjax.hf.config_export import exported
 from bptjax.hf.from_scratch import family_of
-from bptjax.lora import AdapterConfig
 from bptjax.models.config import ModelConfig
-from bptjax.models.feed_forward import FEED_FORWARDS
-from bptjax.models.layers import rotary
 from bptjax.parallel.distributed import (
     all_gather_json,
     assert_equal_across_processes,
@@ -42,10 +37,10 @@ from bptjax.parallel.mesh import ParallelConfig, make_mesh, num_shards, select_d
 from bptjax.pretrained import Pretrained
 from bptjax.schedule import describe_schedule
 from bptjax.training.auto import complete_execution
+from bptjax.training.checks import check_adapter, check_float8, check_model
 from bptjax.training.data import RunData, open_data, say
 from bptjax.training.run_directory import acquire_run_dir, saved_execution, saved_keys
 from bptjax.training.spec import TrainSpec
-from bptjax.training.state import adapted_kernels, embeddings_in_full
 from bptjax.training.step import check_kernel
 
 
@@ -131,6 +126,8 @@ def setup(config: Config) -> TrainingRun:
             run.tokenizer.save(run.directory)
             if run.spec.pretrained and run.spec.pretrained.sidecars:
                 copy_sidecar_files(run.spec.pretrained.sidecars, run.directory / SIDECARS)
+                if run.spec.pretrained.others and config.adapter.type == "none":
+                    run.spec.pretrained.others.save(run.directory / SIDECARS)
     return run
 
 
@@ -175,6 +172,7 @@ def _open_run(config: Config, devices: list[jax.Device]) -> TrainingRun:
     spec = TrainSpec(config, model, mesh, pretrained)
     spec.execution.check(model)
     check_adapter(spec)
+    check_float8(spec)
     if config.execution.attention_implementation != "auto":
         check_kernel(spec)
     seq_len, size = config.train.seq_len, spec.global_batch_size
@@ -349,51 +347,3 @@ def _check_records(run: TrainingRun) -> None:
             "held-out documents: must have a token that counts in the loss; see data.eval_path, "
             "data.eval_fraction and data.too_long"
         )
-
-
-def check_model(model: ModelConfig, pretrained: Pretrained | None) -> None:
-    """Checks the scaling of rotary positions.
-
-    Raises:
-      ValueError: an unknown feed-forward network; a scaling that is not valid, or that
-        transformers could not read from an export.
-    """
-    if model.feed_forward not in FEED_FORWARDS:
-        names = ", ".join(FEED_FORWARDS)
-        raise ValueError(f"model.feed_forward={model.feed_forward}: must be one of {names}")
-    if model.position_embedding == "rope":
-        for parameters in model.ropes:
-            rotary(model, parameters, None)
-    if pretrained and pretrained.sidecars and pretrained.read_as:
-        exported(read_json(pretrained.sidecars / "config.json"), pretrained.read_as, model)
-
-
-def check_adapter(spec: TrainSpec) -> None:
-    """Checks the adapter against the checkpoint.
-
-    Raises:
-      ValueError: an adapter without a checkpoint, or for layers that the model lacks; a checkpoint
-        that is an adapter, with adapter.type=none or with other settings of the adapter.
-    """
-    config, pretrained = spec.config, spec.pretrained
-    adapter, name = config.adapter, config.model.name_or_path
-    if adapter.type == "none":
-        if pretrained and pretrained.adapters:
-            raise ValueError(
-                f"model.name_or_path={name}: must not be an adapter with adapter.type=none; set "
-                "adapter.type to lora or qlora to continue training it, or merge it first"
-            )
-        return
-    if pretrained is None:
-        raise ValueError(
-            f"adapter.type={adapter.type}: must go with a checkpoint; set model.name_or_path"
-        )
-    for key in ("r", "alpha", "use_rslora", "target_modules", "modules_to_save"):
-        value = getattr(adapter, key)
-        if pretrained.adapters and value != getattr(AdapterConfig(), key):
-            raise ValueError(
-                f"adapter.{key}={value}: must not be set, because model.name_or_path={name} is an "
-                f"adapter, which decides {key}"
-            )
-    adapted_kernels(spec)
-    embeddings_in_full(spec)

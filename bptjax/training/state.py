@@ -1,7 +1,8 @@
 """The state of a run: parameters, optimizer state and keys; created, loaded or restored, with the
 sharding and the memory of each array."""
 
-from collections.abc import Callable, Collection
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from jax import Array
 from jax.experimental.multihost_utils import process_allgather
 from jax.sharding import NamedSharding, PartitionSpec
 
+from bptjax.float8_kernels import float8_kernels
 from bptjax.hf.peft import embeddings, modules
 from bptjax.lora import (
     Adapters,
@@ -142,12 +144,14 @@ class ParameterCounts(NamedTuple):
     trained: int
 
 
-def parameter_counts(spec: TrainSpec, without: Collection[str] = ()) -> ParameterCounts:
-    """Counts the parameters, except for the paths in `without`."""
+def parameter_counts(
+    spec: TrainSpec, counted: Callable[[str], bool] = lambda path: True
+) -> ParameterCounts:
+    """Counts the parameters whose paths are `counted`."""
 
     def size(tree):
         leaves = jax.tree.leaves_with_path(tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
-        return sum(v.get_value().size for path, v in leaves if param_path(path) not in without)
+        return sum(v.get_value().size for path, v in leaves if counted(param_path(path)))
 
     base = size(_abstract_model(spec))
     if spec.config.adapter.type == "none":
@@ -168,6 +172,20 @@ def adapted_kernels(spec: TrainSpec) -> set[str]:
     own = {path.removesuffix(".kernel"): (path,) for path in linear_kernels(_abstract_model(spec))}
     family = spec.pretrained.family if spec.pretrained else None
     return target_kernels(spec.config.adapter.target_modules, modules(spec.model, family) or own)
+
+
+def kernel_sizes(spec: TrainSpec, sharded: bool) -> dict[str, tuple[int, int]]:
+    """Returns the number of inputs and of outputs that a device has of each of `float8_kernels`, by
+    path; see `with_shardings` for `sharded`."""
+    model = with_shardings(spec, _abstract_model(spec), sharded)
+    in_ndims, found = float8_kernels(model), {}
+    for at, v in jax.tree.leaves_with_path(model, is_leaf=lambda x: isinstance(x, nnx.Variable)):
+        if (path := param_path(at)) in in_ndims:
+            x = v.get_value()
+            _, *shape = x.sharding.shard_shape(x.shape)
+            n = in_ndims[path]
+            found[path] = math.prod(shape[:n]), math.prod(shape[n:])
+    return found
 
 
 def embeddings_in_full(spec: TrainSpec) -> set[str]:

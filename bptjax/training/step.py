@@ -1,6 +1,5 @@
 """The train step (loss, gradients, optimizer update), its compilation, and evaluation."""
 
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -12,29 +11,44 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from bptjax.float8_kernels import quantize_kernels, with_float8
 from bptjax.lora import join
-from bptjax.models.config import ModelConfig
 from bptjax.models.decoder import Decoder
-from bptjax.models.feed_forward import FEED_FORWARDS
+from bptjax.models.feed_forward import Auxiliary
+from bptjax.models.feed_forwards import FEED_FORWARDS
 from bptjax.ops.loss import cross_entropy_and_z_loss
-from bptjax.ops.target import compiler_options, platform
+from bptjax.ops.target import compiler_options, is_absent, platform
 from bptjax.optimizer import apply_gradients
 from bptjax.parallel.sequence import FOLDED_BATCH, fold_sequence_shards
 from bptjax.schedule import learning_rate
+from bptjax.training.flops import attended_pairs
+from bptjax.training.hlo import check_float8_products
 from bptjax.training.spec import TrainSpec
 from bptjax.training.state import (
     HOST,
-    ParameterCounts,
     TrainState,
     abstract_state,
     constrain,
-    parameter_counts,
     split_trained,
 )
 
 Batch = dict[str, Any]
 # fold_in constant for the key of stochastic rounding. It exceeds every index of a micro-batch.
 ROUNDING = 2**31
+
+
+class AuxiliarySums(NamedTuple):
+    """Sums over a batch, without a gradient.
+
+    Attributes:
+      sums: sums of the feed-forward networks over tokens without padding.
+      tokens: number of these tokens.
+      labeled: number of labeled tokens.
+    """
+
+    sums: Auxiliary
+    tokens: Array
+    labeled: Array
 
 
 class LossSums(NamedTuple):
@@ -44,23 +58,21 @@ class LossSums(NamedTuple):
       loss: cross-entropy and z-loss.
       z_loss: the part of `loss` that z-loss adds.
       auxiliary: loss of the feed-forward networks, which is not in `loss`.
+      counts: sums that this loss and metrics of the networks need.
     """
 
     loss: Array
     z_loss: Array
     auxiliary: Array
+    counts: AuxiliarySums
 
 
-def loss_sums(
-    spec: TrainSpec, model: Decoder, batch: Batch, key: Array | None, z_loss: float
-) -> LossSums:
-    """Sums the losses over the labeled tokens of a micro-batch `[B, T]`.
-
-    Args:
-      key: dropout key; None turns dropout off.
-    """
-    config = spec.config
-    hidden, aux = model(
+def _run_model(
+    spec: TrainSpec, model: Decoder, batch: Batch, key: Array | None
+) -> tuple[Array, Auxiliary]:
+    """Returns the hidden states of a micro-batch `[B, T]`, and the sums of the feed-forward
+    networks."""
+    return model(
         batch["tokens"],
         positions=batch["positions"],
         segments=batch["segments"],
@@ -68,12 +80,35 @@ def loss_sums(
         dropout_key=key,
         dtype=spec.compute_dtype,
         execution=spec.execution,
-        sequence_strategy=config.parallel.sequence_strategy,
+        sequence_strategy=spec.config.parallel.sequence_strategy,
     )
+
+
+def _counts(aux: Auxiliary, batch: Batch) -> AuxiliarySums:
+    tokens, labeled = (batch["segments"] != 0).sum(), (batch["labels"] != -100).sum()
+    aux = jax.lax.stop_gradient(aux)
+    return AuxiliarySums(aux, tokens.astype(jnp.float32), labeled.astype(jnp.float32))
+
+
+def loss_sums(
+    spec: TrainSpec,
+    model: Decoder,
+    batch: Batch,
+    key: Array | None,
+    z_loss: float,
+    totals: AuxiliarySums | None = None,
+) -> LossSums:
+    """Sums the losses over the labeled tokens of a micro-batch `[B, T]`.
+
+    Args:
+      key: dropout key; None turns dropout off.
+      totals: sums of the global batch; None if this micro-batch is all of it.
+    """
+    hidden, aux = _run_model(spec, model, batch, key)
     hidden, labels = fold_sequence_shards((hidden, batch["labels"]))
     with jax.named_scope("loss"):
         losses = cross_entropy_and_z_loss(
-            hidden,
+            model.for_head(hidden),
             model.head_matrix,
             labels,
             z_loss=z_loss,
@@ -81,12 +116,14 @@ def loss_sums(
             chunk=spec.execution.ce_chunk,
             axes=FOLDED_BATCH,
         )
-        auxiliary, feed_forward = jnp.zeros(()), FEED_FORWARDS[spec.model.feed_forward]
-        if feed_forward.has_auxiliary_loss:
-            tokens = jnp.maximum((batch["segments"] != 0).sum(), 1).astype(jnp.float32)
-            labeled = (batch["labels"] != -100).sum().astype(jnp.float32)
-            auxiliary = labeled * feed_forward.auxiliary_loss(spec.model, aux, tokens)
-    return LossSums(*losses, auxiliary)
+        auxiliary, counts = jnp.zeros(()), _counts(aux, batch)
+        feed_forward = FEED_FORWARDS[spec.model.feed_forward]
+        if feed_forward.has_auxiliary_loss(spec.model):
+            total = counts if totals is None else totals
+            tokens = jnp.maximum(total.tokens, 1.0)
+            share = feed_forward.auxiliary_loss(spec.model, aux, total.sums, tokens)
+            auxiliary = total.labeled * share
+    return LossSums(*losses, auxiliary, counts)
 
 
 def gradients(spec: TrainSpec, state: TrainState, batch: Batch) -> tuple[LossSums, Any, Array]:
@@ -95,34 +132,57 @@ def gradients(spec: TrainSpec, state: TrainState, batch: Batch) -> tuple[LossSum
 
     The gradients are with respect to the trained parameters; over several micro-batches they are
     summed in float32. A loss scale multiplies the gradients, not the losses.
+
+    The auxiliary loss is not a sum over tokens. With several micro-batches, one more forward pass
+    of each computes the sums of the global batch that this loss needs.
     """
     key = _step_key(state)
     factor = 1.0 if state.loss_scale is None else state.loss_scale.value
     trained, frozen = split_trained(spec, state.model)
+    config, weights = spec.config, {}
+    if config.train.linear == "float8":
+        # Once for all micro-batches. Each device gathers shards of the results, layer by layer.
+        sharded = config.parallel.zero_stage == 3
+        weights = constrain(spec, quantize_kernels(state.model), sharded)
+    in_float8 = partial(with_float8, weights=weights, trained=config.adapter.type == "none")
 
-    def scaled_loss(trained, micro_batch, number):
+    def scaled_loss(trained, micro_batch, number, totals):
         micro_key = jax.random.fold_in(key, number)
-        model = join(trained, frozen)
-        losses = loss_sums(spec, model, micro_batch, micro_key, spec.config.train.z_loss)
+        model, z_loss = in_float8(join(trained, frozen)), config.train.z_loss
+        losses = loss_sums(spec, model, micro_batch, micro_key, z_loss, totals)
         return (losses.loss + losses.auxiliary) * factor, losses
 
-    constrained = partial(constrain, spec, sharded=spec.config.parallel.zero_stage > 1)
+    constrained = partial(constrain, spec, sharded=config.parallel.zero_stage > 1)
 
-    def losses_and_gradients(micro_batch, number):
-        found, losses = jax.grad(scaled_loss, has_aux=True)(trained, micro_batch, number)
+    def losses_and_gradients(micro_batch, number, totals=None):
+        found, losses = jax.grad(scaled_loss, has_aux=True)(trained, micro_batch, number, totals)
         return losses, constrained(found)
 
-    def add(sums, micro_batch_and_number):
-        new = losses_and_gradients(*micro_batch_and_number)
-        return jax.tree.map(lambda total, x: total + x.astype(total.dtype), sums, new), None
+    def summed(f, zeros):
+        def add(sums, micro_batch_and_number):
+            new = f(*micro_batch_and_number)
+            return jax.tree.map(lambda total, x: total + x.astype(total.dtype), sums, new), None
+
+        return jax.lax.scan(add, zeros, (batch, jnp.arange(A)))[0]
+
+    def counts(micro_batch, number):
+        micro_key = jax.random.fold_in(key, number)
+        _, aux = _run_model(spec, in_float8(state.model), micro_batch, micro_key)
+        return _counts(aux, micro_batch)
 
     A = batch["labels"].shape[0]
     if A == 1:
         losses, found = losses_and_gradients(jax.tree.map(lambda x: x[0], batch), 0)
     else:
+        first = jax.tree.map(lambda x: x[0], batch)
+        start = jax.tree.map(jnp.zeros_like, jax.eval_shape(counts, first, 0))
+        totals = None
+        if FEED_FORWARDS[spec.model.feed_forward].has_auxiliary_loss(spec.model):
+            totals = summed(counts, start)
         zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), trained)
-        start = LossSums(*jnp.zeros(3)), constrained(zeros)
-        (losses, found), _ = jax.lax.scan(add, start, (batch, jnp.arange(A)))
+        nothing = jnp.zeros(())
+        start = LossSums(nothing, nothing, nothing, start), constrained(zeros)
+        losses, found = summed(partial(losses_and_gradients, totals=totals), start)
     return losses, found, (batch["labels"] != -100).sum()
 
 
@@ -170,8 +230,10 @@ def train_step(
     }
     if config.train.z_loss:
         metrics["train/z_loss"] = losses.z_loss / count
-    if FEED_FORWARDS[spec.model.feed_forward].has_auxiliary_loss:
+    feed_forward, totals = FEED_FORWARDS[spec.model.feed_forward], losses.counts
+    if feed_forward.has_auxiliary_loss(spec.model):
         metrics["train/auxiliary_loss"] = losses.auxiliary / count
+    metrics |= feed_forward.metrics(spec.model, totals.sums, jnp.maximum(totals.tokens, 1.0))
     if loss_scale is not None:
         metrics["train/loss_scale"] = loss_scale.value
     state = replace(
@@ -198,7 +260,7 @@ def compile_step(
 
     Raises:
       RuntimeError: optimizer.state_memory_kind=pinned_host, and the optimizer state is not in host
-        memory.
+        memory; train.linear=float8 on a GPU, and a product has other operands.
     """
     offloaded = spec.config.optimizer.state_memory_kind == "pinned_host"
     kinds = {x.sharding.memory_kind for x in jax.tree.leaves(state.opt_state.slots)}
@@ -208,6 +270,8 @@ def compile_step(
     step = jax.jit(partial(train_step, spec), donate_argnums=0, out_shardings=(shardings, None))
     with jax.set_mesh(spec.mesh):
         compiled = step.lower(state, batch).compile(compiler_options() | dict(options))
+    if spec.config.train.linear == "float8" and platform() == "gpu" and not is_absent():
+        check_float8_products(compiled.as_text() or "")
     # On the CPU backend, host memory is device memory.
     if offloaded and platform() != "cpu":
         needs = compiled.memory_analysis()
@@ -283,40 +347,3 @@ def evaluator(spec: TrainSpec) -> Callable[[Decoder, Any, Callable[[], None]], f
         return float(losses.sum() / max(counts.sum(), 1.0))
 
     return evaluate
-
-
-def matmul_parameters(spec: TrainSpec) -> ParameterCounts:
-    """Counts the parameters that tokens are multiplied by. Look-up tables do not count: learned
-    positions, and the input embedding unless it is also the head."""
-    lookups = {"positions"} if spec.model.tied_head else {"positions", "embedding"}
-    return parameter_counts(spec, without=lookups)
-
-
-def attended_pairs(model: ModelConfig, positions: Array, segments: Array) -> Array:
-    """Returns the number of query-key pairs that the masks of all layers allow, float32: causal,
-    within documents and within each layer's window."""
-    keys = jnp.where(segments != 0, (positions + 1).astype(jnp.float32), 0.0)
-    layers = Counter(kind.window for kind in model.layer_kinds)
-    pairs = jnp.zeros(())
-    for window, count in layers.items():
-        pairs += count * (keys if window is None else jnp.minimum(keys, window)).sum()
-    return pairs
-
-
-def model_flops(
-    model: ModelConfig, parameters: ParameterCounts, tokens: int, pairs: float
-) -> float:
-    """Returns the FLOPs of a step as model FLOPs utilization (MFU) counts them: the forward pass
-    and the gradients of activations and of trained parameters, without recomputation.
-
-    Args:
-      parameters: result of `matmul_parameters`.
-      tokens: number of tokens without padding.
-      pairs: result of `attended_pairs`.
-
-    Chowdhery et al. 2022, arXiv 2204.02311, Appendix B, but only with the pairs that the mask
-    allows.
-    """
-    total, trained = parameters
-    attention = 12.0 * pairs * model.num_heads * model.H
-    return (4.0 * total + 2.0 * trained) * tokens + attention

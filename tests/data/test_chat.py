@@ -214,6 +214,12 @@ def test_bad_templates_are_named(tmp_path, small):
         ({"messages": [{"role": "user"}]}, "auto", "record 2: message 1: 'content' must be text"),
         ({"messages": ["a"]}, "auto", "record 2: message 1: must be a record, not str"),
         ([], "messages", "record 2: must have 'messages'"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "url": "a"}]}]},
+            "auto",
+            "record 2: message 1: 'content' has a part of type 'image': must be text",
+        ),
+        ({"prompt": "a", "answer": "b", "images": ["c"]}, "auto", "record 2: 'images' must be em"),
         ({"other": 1}, "auto", "record 2: must have text in .text.*data.format"),
     ],
 )

@@ -21,12 +21,31 @@ LLAMA3 = dict(
 THREE = dict(num_hidden_layers=3)
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 SHORT, LONG = [1.0, 1.1, 1.3, 1.5], [2.0, 3.0, 4.0, 8.0]
+MOE = MODERN | dict(num_experts_per_tok=2, output_router_logits=True, router_aux_loss_coef=0.5)
 GPT2 = dict(vocab_size=61, n_embd=32, n_layer=2, n_head=4, n_positions=64)
 NEOX = SIZES | dict(intermediate_size=48)
 BLOOM = dict(vocab_size=61, hidden_size=32, n_layer=2, n_head=4)
 OPT = SIZES | dict(ffn_dim=48, max_position_embeddings=64)
 MPT = dict(vocab_size=61, d_model=32, n_layers=2, n_heads=4, max_seq_len=64)
 FALCON = SIZES | dict(ffn_hidden_size=48)
+TOWER = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+TOWER |= dict(patch_size=4, image_size=8, head_dim=8)
+QWEN_TOWER = dict(hidden_size=16, intermediate_size=16, depth=1, num_heads=2, patch_size=4) | dict(
+    out_hidden_size=32, num_position_embeddings=16, deepstack_visual_indexes=[0]
+)
+
+
+def multimodal(text: dict, tower: dict, **more: Any) -> dict[str, Any]:
+    return dict(text_config=text, vision_config=tower) | more
+
+
+def mrope(*section: int, kind: str = "default", **more: Any) -> dict:
+    return rope(kind, mrope_section=list(section), **more)
+
+
+GROWTH = dict(factor=4.0, original_max_position_embeddings=8, llama_4_scaling_beta=0.5) | dict(
+    mscale=1.0, mscale_all_dim=1.0, max_position_embeddings=32
+)
 
 # family and what is special about it: (config class, its keywords).
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -120,6 +139,64 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | dict(head_dim=8, sliding_window=5, layer_types=["sliding_attention"] * 2)
         | dict(tie_word_embeddings=False, attention_bias=True, query_pre_attn_scalar=9),
     ),
+    "mixtral": ("MixtralConfig", MOE | dict(num_local_experts=4)),
+    "mixtral: window, tied, three of five": (
+        "MixtralConfig",
+        MOE
+        | dict(num_local_experts=5, num_experts_per_tok=3, sliding_window=5, head_dim=16)
+        | dict(tie_word_embeddings=True, output_router_logits=False),
+    ),
+    "mixtral: one of three, gelu": (
+        "MixtralConfig",
+        MOE | dict(num_local_experts=3, num_experts_per_tok=1, hidden_act="gelu"),
+    ),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        MOE | dict(head_dim=16, num_experts=6, moe_intermediate_size=20),
+    ),
+    "qwen3_moe: renormalized, tied, biases": (
+        "Qwen3MoeConfig",
+        MOE
+        | dict(head_dim=8, num_experts=4, moe_intermediate_size=24, norm_topk_prob=True)
+        | dict(tie_word_embeddings=True, attention_bias=True, output_router_logits=False),
+    ),
+    "qwen3_moe: window, yarn, every expert": (
+        "Qwen3MoeConfig",
+        MOE
+        | rope("yarn", 1e6, factor=2.0, original_max_position_embeddings=16)
+        | dict(head_dim=8, num_experts=3, num_experts_per_tok=3, moe_intermediate_size=16)
+        | dict(use_sliding_window=True, sliding_window=6),
+    ),
+    "olmoe": ("OlmoeConfig", MOE | dict(num_experts=4)),
+    "olmoe: renormalized, biases, three of five": (
+        "OlmoeConfig",
+        MOE
+        | dict(num_experts=5, num_experts_per_tok=3, norm_topk_prob=True, attention_bias=True)
+        | dict(num_key_value_heads=4, output_router_logits=False),
+    ),
+    "olmoe: linear, tied, one of three": (
+        "OlmoeConfig",
+        MOE
+        | rope("linear", factor=2.0)
+        | dict(num_experts=3, num_experts_per_tok=1, tie_word_embeddings=True),
+    ),
+    "gpt_oss": (
+        "GptOssConfig",
+        MOE | THREE | dict(head_dim=16, num_local_experts=4, sliding_window=7, swiglu_limit=0.3),
+    ),
+    "gpt_oss: yarn as it is, three of five, tied": (
+        "GptOssConfig",
+        MOE
+        | dict(head_dim=8, num_local_experts=5, num_experts_per_tok=3, sliding_window=5)
+        | dict(tie_word_embeddings=True, max_position_embeddings=128, output_router_logits=False),
+    ),
+    "gpt_oss: no biases of attention, full layers": (
+        "GptOssConfig",
+        MOE
+        | rope("default", 1e4)
+        | dict(head_dim=16, num_local_experts=3, attention_bias=False, hidden_size=64)
+        | dict(layer_types=["full_attention"] * 2),
+    ),
     "phi3": ("Phi3Config", MODERN | IDS),
     "phi3: longrope, short": (
         "Phi3Config",
@@ -140,6 +217,254 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         MODERN
         | IDS
         | dict(sliding_window=9, partial_rotary_factor=0.5, resid_pdrop=0.1, embd_pdrop=0.1),
+    ),
+    "smollm3": ("SmolLM3Config", MODERN | IDS | dict(num_hidden_layers=4)),
+    "smollm3: windows without rotation, untied, biases": (
+        "SmolLM3Config",
+        MODERN
+        | IDS
+        | THREE
+        | dict(no_rope_layers=[1, 0, 1], use_sliding_window=True, sliding_window=5)
+        | dict(tie_word_embeddings=False, attention_bias=True, mlp_bias=True),
+    ),
+    "smollm3: yarn, MQA": (
+        "SmolLM3Config",
+        MODERN
+        | IDS
+        | rope("yarn", factor=4.0, original_max_position_embeddings=16)
+        | dict(no_rope_layers=[0, 1], num_key_value_heads=1, hidden_act="gelu"),
+    ),
+    "seed_oss": ("SeedOssConfig", MODERN | dict(head_dim=16)),
+    "seed_oss: all biases, tied": (
+        "SeedOssConfig",
+        MODERN | dict(head_dim=8, attention_out_bias=True, mlp_bias=True, tie_word_embeddings=True),
+    ),
+    "seed_oss: no biases, linear": (
+        "SeedOssConfig",
+        MODERN
+        | rope("linear", factor=2.0)
+        | dict(head_dim=8, attention_bias=False, residual_dropout=0.0, num_key_value_heads=1),
+    ),
+    "stablelm": ("StableLmConfig", MODERN),
+    "stablelm: parallel, biases, half rotary": (
+        "StableLmConfig",
+        MODERN
+        | rope("default", partial_rotary_factor=0.5)
+        | dict(use_parallel_residual=True, use_qkv_bias=True, layer_norm_eps=1e-3),
+    ),
+    "stablelm: all rotary, linear, tied": (
+        "StableLmConfig",
+        MODERN
+        | rope("linear", factor=2.0, partial_rotary_factor=1.0)
+        | dict(tie_word_embeddings=True, num_key_value_heads=4),
+    ),
+    "starcoder2": ("Starcoder2Config", MODERN),
+    "starcoder2: window, untied": (
+        "Starcoder2Config",
+        MODERN | dict(sliding_window=5, tie_word_embeddings=False, norm_epsilon=1e-3),
+    ),
+    "starcoder2: no biases, MQA": (
+        "Starcoder2Config",
+        MODERN | dict(use_bias=False, num_key_value_heads=1, residual_dropout=0.1),
+    ),
+    "ernie4_5": ("Ernie4_5Config", MODERN | dict(head_dim=16)),
+    "ernie4_5: biases, untied": (
+        "Ernie4_5Config",
+        MODERN | dict(head_dim=8, use_bias=True, tie_word_embeddings=False),
+    ),
+    "ernie4_5: yarn, MQA": (
+        "Ernie4_5Config",
+        MODERN
+        | rope("yarn", factor=4.0, original_max_position_embeddings=16)
+        | dict(head_dim=8, num_key_value_heads=1, hidden_act="gelu"),
+    ),
+    "cohere2": ("Cohere2Config", MODERN | THREE | dict(sliding_window=7, layer_types=MIXED)),
+    "cohere2: biases, untied": (
+        "Cohere2Config",
+        MODERN
+        | dict(layer_types=MIXED[:2], sliding_window=5, attention_bias=True, logit_scale=0.3)
+        | dict(tie_word_embeddings=False, layer_norm_eps=1e-3),
+    ),
+    "cohere2: linear, MQA": (
+        "Cohere2Config",
+        MODERN
+        | rope("linear", factor=2.0)
+        | dict(layer_types=MIXED[:2], sliding_window=9, num_key_value_heads=1, logit_scale=1.0),
+    ),
+    "granite": ("GraniteConfig", MODERN | dict(attention_multiplier=0.3, logits_scaling=3.0)),
+    "granite: all factors, biases, tied": (
+        "GraniteConfig",
+        MODERN
+        | dict(attention_multiplier=0.1, logits_scaling=0.5, embedding_multiplier=12.0)
+        | dict(residual_multiplier=0.22, tie_word_embeddings=True)
+        | dict(attention_bias=True, mlp_bias=True),
+    ),
+    "granite: small residuals, MQA": (
+        "GraniteConfig",
+        MODERN | dict(residual_multiplier=0.5, num_key_value_heads=1, hidden_act="gelu"),
+    ),
+    "olmo2": ("Olmo2Config", MODERN),
+    "olmo2: biases, tied, MQA": (
+        "Olmo2Config",
+        MODERN
+        | dict(attention_bias=True, tie_word_embeddings=True, num_key_value_heads=1)
+        | dict(rms_norm_eps=1e-3),
+    ),
+    "olmo2: yarn": (
+        "Olmo2Config",
+        MODERN | THREE | rope("yarn", factor=4.0, original_max_position_embeddings=16),
+    ),
+    "olmo3": ("Olmo3Config", MODERN | THREE | dict(sliding_window=7, layer_types=MIXED)),
+    "olmo3: yarn in full layers, biases, tied": (
+        "Olmo3Config",
+        MODERN
+        | dict(sliding_window=5, layer_types=MIXED[:2], attention_bias=True)
+        | dict(tie_word_embeddings=True, num_key_value_heads=4)
+        | dict(
+            rope_parameters=dict(
+                full_attention=dict(
+                    rope_type="yarn",
+                    rope_theta=5e5,
+                    factor=4.0,
+                    original_max_position_embeddings=16,
+                ),
+                sliding_attention=dict(rope_type="default", rope_theta=1e4),
+            )
+        ),
+    ),
+    "olmo3: no windows": (
+        "Olmo3Config",
+        MODERN | dict(layer_types=["full_attention"] * 2, num_key_value_heads=1),
+    ),
+    "exaone4": ("Exaone4Config", MODERN | THREE | dict(sliding_window=7, layer_types=MIXED)),
+    "exaone4: no windows, tied": (
+        "Exaone4Config",
+        MODERN
+        | rope("linear", factor=2.0)
+        | dict(sliding_window=None, layer_types=["full_attention"] * 2)
+        | dict(tie_word_embeddings=True, num_key_value_heads=1),
+    ),
+    "exaone4: wide heads, full layers alone": (
+        "Exaone4Config",
+        MODERN | dict(sliding_window=4, layer_types=["full_attention"] * 2, head_dim=16),
+    ),
+    "glm4": ("Glm4Config", MODERN | dict(head_dim=16, **IDS)),
+    "glm4: no biases, quarter rotary, tied": (
+        "Glm4Config",
+        MODERN
+        | IDS
+        | rope("default", partial_rotary_factor=0.25)
+        | dict(head_dim=16, attention_bias=False, tie_word_embeddings=True),
+    ),
+    "glm4: all rotary, linear": (
+        "Glm4Config",
+        MODERN
+        | IDS
+        | rope("linear", factor=2.0, partial_rotary_factor=1.0)
+        | dict(head_dim=8, num_key_value_heads=1),
+    ),
+    "ministral3": ("Ministral3Config", MODERN | rope("yarn", 1e6, **GROWTH) | dict(head_dim=16)),
+    "ministral3: window, tied": (
+        "Ministral3Config",
+        MODERN
+        | rope("yarn", **GROWTH | dict(llama_4_scaling_beta=-0.2))
+        | dict(head_dim=8, sliding_window=5, tie_word_embeddings=True),
+    ),
+    "ministral3: no growth, gelu": (
+        "Ministral3Config",
+        MODERN
+        | rope("yarn", **GROWTH | dict(llama_4_scaling_beta=0.0))
+        | dict(head_dim=8, num_key_value_heads=1, hidden_act="gelu"),
+    ),
+    "qwen2_5_vl": ("Qwen2_5_VLConfig", multimodal(MODERN | mrope(2, 1, 1), QWEN_TOWER)),
+    "qwen2_5_vl: tied, yarn": (
+        "Qwen2_5_VLConfig",
+        multimodal(
+            MODERN | mrope(1, 1, 2, kind="yarn", factor=4.0, original_max_position_embeddings=16),
+            QWEN_TOWER,
+            tie_word_embeddings=True,
+        ),
+    ),
+    "qwen2_5_vl: window in upper layers": (
+        "Qwen2_5_VLConfig",
+        multimodal(
+            MODERN
+            | THREE
+            | mrope(2, 2, 0)
+            | dict(use_sliding_window=True, sliding_window=6, max_window_layers=1),
+            QWEN_TOWER,
+        ),
+    ),
+    "qwen3_vl": (
+        "Qwen3VLConfig",
+        multimodal(MODERN | mrope(2, 1, 1, mrope_interleaved=True) | dict(head_dim=8), QWEN_TOWER),
+    ),
+    "qwen3_vl: tied, yarn, biases": (
+        "Qwen3VLConfig",
+        multimodal(
+            MODERN
+            | mrope(3, 3, 2, kind="yarn", factor=2.0, original_max_position_embeddings=16)
+            | dict(head_dim=16, attention_bias=True),
+            QWEN_TOWER,
+            tie_word_embeddings=True,
+        ),
+    ),
+    "qwen3_vl: linear, MQA": (
+        "Qwen3VLConfig",
+        multimodal(
+            MODERN
+            | mrope(1, 2, 1, kind="linear", factor=2.0)
+            | dict(head_dim=8, num_key_value_heads=1, hidden_act="gelu"),
+            QWEN_TOWER,
+        ),
+    ),
+    "gemma3 multimodal": (
+        "Gemma3Config",
+        multimodal(
+            MODERN | THREE | dict(head_dim=16, sliding_window=7, layer_types=MIXED),
+            TOWER,
+            mm_tokens_per_image=4,
+        ),
+    ),
+    "gemma3 multimodal: linear in full layers": (
+        "Gemma3Config",
+        multimodal(
+            MODERN
+            | dict(head_dim=8, sliding_window=5, layer_types=MIXED[:2], num_key_value_heads=1)
+            | dict(rope_scaling=dict(rope_type="linear", factor=8.0), rope_theta=1e6),
+            TOWER,
+            mm_tokens_per_image=4,
+        ),
+    ),
+    "gemma3 multimodal: untied, biases": (
+        "Gemma3Config",
+        multimodal(
+            MODERN
+            | dict(head_dim=8, attention_bias=True, query_pre_attn_scalar=9, sliding_window=9),
+            TOWER,
+            mm_tokens_per_image=4,
+            tie_word_embeddings=False,
+        ),
+    ),
+    "mistral3": (
+        "Mistral3Config",
+        multimodal(
+            MODERN | dict(model_type="mistral", head_dim=16, sliding_window=None),
+            TOWER,
+            tie_word_embeddings=False,
+        ),
+    ),
+    "mistral3: tied, window": (
+        "Mistral3Config",
+        multimodal(MODERN | dict(model_type="mistral", head_dim=8, sliding_window=5), TOWER),
+    ),
+    "mistral3: ministral3": (
+        "Mistral3Config",
+        multimodal(
+            MODERN | rope("yarn", **GROWTH) | dict(model_type="ministral3", head_dim=8),
+            TOWER,
+            tie_word_embeddings=False,
+        ),
     ),
     "gpt2": ("GPT2Config", GPT2),
     "gpt2: narrow feed-forward, relu": (
@@ -262,6 +587,11 @@ OLD_BUFFERS: dict[str, list[tuple[str, str, tuple[int, ...]]]] = {
         ("model.rotary_emb_local.inv_freq", "float32", (8,)),
     ],
     "phi3": [_ROTARY, ("model.rotary_emb.original_inv_freq", "float32", (4,))],
+    # No version of transformers saved any.
+    "mixtral": [],
+    "qwen3_moe": [],
+    "olmoe": [],
+    "gpt_oss": [],
     "gpt2": [
         ("transformer.h.{}.attn.bias", "uint8", (1, 1, 8, 8)),
         ("transformer.h.{}.attn.masked_bias", "float32", ()),
@@ -292,3 +622,12 @@ def config(name: str) -> Any:
 
     *_, kind, keywords = CASES.get(name) or ENCODERS[name]
     return getattr(transformers, kind)(**keywords)
+
+
+def auto_model(name: str) -> Any:
+    """Returns the class of transformers that loads the case's decoder."""
+    import transformers
+
+    wrapped = "text_config" in CASES[name][1]
+    kind = "AutoModelForImageTextToText" if wrapped else "AutoModelForCausalLM"
+    return getattr(transformers, kind)

@@ -6,7 +6,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from bptjax.hf.config import read_config
-from hf.cases import ENCODERS, config
+from hf.cases import ENCODERS, auto_model, config
 
 
 @pytest.fixture(scope="session")
@@ -29,9 +29,7 @@ def theirs(tmp_path_factory):
             if name in ENCODERS:
                 model = getattr(transformers, ENCODERS[name][0])(config(name))
             else:
-                model = transformers.AutoModelForCausalLM.from_config(
-                    config(name), attn_implementation=how
-                )
+                model = auto_model(name).from_config(config(name), attn_implementation=how)
             with torch.no_grad():
                 for parameter in model.parameters():
                     # Biases and norms too are to matter.

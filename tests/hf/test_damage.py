@@ -8,6 +8,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from bptjax import convert
+from bptjax.data.tokenizer import FILE, load_tokenizer
 from bptjax.hf.tensors import Tensors
 from bptjax.models.config import ModelConfig
 from bptjax.pretrained import open_pretrained
@@ -33,6 +34,10 @@ def shard_missing(directory):
 
 def config_cut(directory):
     (directory / "config.json").write_text('{"model_type": "lla')
+
+
+def config_nested(directory):
+    (directory / "config.json").write_text("[" * 100_000)
 
 
 def index_of(weight_map):
@@ -101,6 +106,8 @@ def unknown_family(directory):
         (index_of(["a"]), "its weight_map lists no tensors"),
         (index_of({"a": 3}), "3 is not a file name"),
         (index_of({"a": ""}), "lists files that do not exist"),
+        (index_of({"a": "../model.safetensors"}), "must be a file in this directory"),
+        (index_of({"a": "/etc/passwd"}), "must be a file in this directory"),
         (empty, "model.safetensors is damaged"),
         (no_tensors, "missing: "),
         (a_directory, "model.safetensors"),
@@ -110,6 +117,7 @@ def unknown_family(directory):
         (torch_numbers, "pytorch_model.bin: must hold a dict of tensors"),
         (torch_empty, "pytorch_model.bin is damaged or not a torch file"),
         (config_cut, "config.json is damaged"),
+        (config_nested, "config.json is damaged"),
         (unknown_family, "model_type='mamba': must be one of llama"),
         (
             lambda directory: (directory / "config.json").unlink(),
@@ -166,3 +174,10 @@ def test_out_is_not_written_over(llama, tmp_path, capsys):
     assert convert.main(["hf-to-bptjax", str(directory), str(out)]) == 2
     assert "exists; choose another" in capsys.readouterr().err
     assert (out / "precious").read_text() == "kept"
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "[" * 100_000, '{"type": "char"}', '{"type": "x"}'])
+def test_a_damaged_tokenizer_is_named(tmp_path, text):
+    (tmp_path / FILE).write_text(text)
+    with pytest.raises(ValueError, match=f"{FILE}.* (is damaged|must hold)"):
+        load_tokenizer(tmp_path)

@@ -1,11 +1,14 @@
 """A converted checkpoint trained, exported, and read by transformers."""
 
+import json
+
 import numpy as np
 import pytest
 
 from bptjax import convert
 from bptjax.data.tokenizer import ByteTokenizer, load_tokenizer
 from bptjax.hf.checkpoint import SIDECARS
+from bptjax.hf.config import read_config
 from bptjax.metrics import read_metrics
 from bptjax.train import main
 from hf.cases import config
@@ -75,3 +78,42 @@ def test_transformers_has_the_same_loss(tmp_path, name):
         total += torch.nn.functional.cross_entropy(logits[0], row[0, 1:], reduction="sum").item()
         count += row.shape[1] - 1
     assert abs(total / count - losses[-1]) < 1e-4 * losses[-1]
+
+
+def test_a_sparse_pattern_stays_with_the_model(tmp_path, capsys):
+    """Set on a checkpoint with full attention, in the run and in the export."""
+    pytest.importorskip("torch")
+    import transformers
+
+    raw = config("llama")
+    raw.vocab_size = ByteTokenizer.vocab_size
+    transformers.AutoModelForCausalLM.from_config(raw).save_pretrained(tmp_path / "hf")
+    (tmp_path / "text.txt").write_text("".join(f"{i} and " for i in range(200)))
+    pattern = {"type": "window", "window": 8, "global_tokens": 2}
+
+    def train(base, run, **more):
+        options = {
+            "run_dir": run,
+            "device": "cpu",
+            "model.name_or_path": base,
+            "data.path": tmp_path / "text.txt",
+            "data.tokenizer": "byte",
+            "train.max_steps": 1,
+            "train.seq_len": SEQ,
+        } | more
+        assert main([f"--{key}={value}" for key, value in options.items()]) == 0
+        return [r for r in read_metrics(run / "metrics.jsonl") if "eval/loss" in r]
+
+    first = train(
+        tmp_path / "hf", tmp_path / "a", **{"model.attention_pattern": json.dumps(pattern)}
+    )
+    out = tmp_path / "out"
+    capsys.readouterr()
+    assert convert.main(["bptjax-to-hf", str(tmp_path / "a"), str(out), "--verify"]) == 0
+    printed = capsys.readouterr().out
+    assert "transformers computes full attention in place of" in printed
+    assert "bptjax reads the pattern; not verified" in printed
+    assert read_config(out)[1].attention_pattern == pattern
+    assert type(transformers.AutoConfig.from_pretrained(out)).__name__ == "LlamaConfig"
+    full = train(tmp_path / "hf", tmp_path / "c")
+    assert abs(full[0]["eval/loss"] - first[0]["eval/loss"]) > 1e-4

@@ -2,7 +2,6 @@
 
 import json
 import tracemalloc
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -24,19 +23,13 @@ L, E, D, F = 2, 3, 32, 48
 UP = "model.layers.{}.mlp.experts.{}.up_proj.weight"
 
 
-@dataclass(frozen=True)
-class ExpertConfig(ModelConfig):
-    num_experts: int = 0
-
-    __hash__ = ModelConfig.__hash__
-
-
 def read(c):
     return rmsnorm_glu_decoder(
         c,
         activation=activation(c.hidden_act),
         qk_norm=True,
         intermediate_size=c.moe_intermediate_size,
+        feed_forward="experts",
         num_experts=c.num_experts,
     )
 
@@ -58,7 +51,7 @@ def family(monkeypatch):
     def sizes(c):
         return {"layer": c.num_layers, "expert": c.num_experts}
 
-    family = Family(read, rules, config=ExpertConfig, sizes=sizes)
+    family = Family(read, rules, sizes=sizes)
     monkeypatch.setitem(FAMILIES, "qwen3_moe", family)
     return family
 
@@ -81,7 +74,7 @@ def checkpoint(family, tmp_path):
         )
         (tmp_path / "hf").mkdir()
         (tmp_path / "hf" / "config.json").write_text(config.to_json_string())
-        rng, ours = np.random.default_rng(0), ExpertConfig(**read(config))
+        rng, ours = np.random.default_rng(0), ModelConfig(**read(config))
         arrays = {
             name: rng.normal(size=rule.shape).astype(np.float32)
             for rule, names in family.names(ours).items()

@@ -10,6 +10,7 @@ from ops.comparing import quick
 
 from bptjax.hf.config import read_config
 from bptjax.models.config import Execution
+from bptjax.models.feed_forwards import FEED_FORWARDS
 from bptjax.models.params import param_path
 from bptjax.ops.loss import linear_cross_entropy
 from hf.cases import CASES, ENCODERS, FAMILIES
@@ -25,6 +26,10 @@ WAYS = {
 # Names in the file and in transformers' modules, where they differ.
 RENAMED = (
     (r"embed_out", "lm_head"),
+    (r"block_sparse_moe", "mlp"),
+    (r"experts\.(\d+)\.w1", r"experts.\1.gate_proj"),
+    (r"experts\.(\d+)\.w2", r"experts.\1.down_proj"),
+    (r"experts\.(\d+)\.w3", r"experts.\1.up_proj"),
     (r"(vit\.)encoder\.layer", r"\1layers"),
     (r"attention\.attention\.(.)\w+", r"attention.\1_proj"),
     (r"(vit\.layers.*)attention\.output\.dense", r"\1attention.o_proj"),
@@ -69,20 +74,44 @@ def test_loss_and_gradients(theirs, tokens, name):
     loss = model(torch.tensor(tokens), labels=torch.tensor(tokens)).loss
     loss.backward()
     wanted = {n: p.grad.numpy() for n, p in model.named_parameters() if p.grad is not None}
+    wanted = dict(each_expert(wanted))
     decoder = load(directory)
 
     @quick
     @jax.value_and_grad
     def ours(decoder):
         labels = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)), constant_values=-100)
-        hidden, _ = decoder(jnp.asarray(tokens), execution=WAYS["scan"])
-        cap = decoder.config.logits_softcap
-        total = linear_cross_entropy(hidden, decoder.head_matrix, labels, softcap=cap, chunk=8)
-        return total / (labels != -100).sum().astype(jnp.float32)
+        hidden, sums = decoder(jnp.asarray(tokens), execution=WAYS["scan"])
+        hidden, config = decoder.for_head(hidden), decoder.config
+        total = linear_cross_entropy(
+            hidden, decoder.head_matrix, labels, softcap=config.logits_softcap, chunk=8
+        )
+        loss, network = (
+            total / (labels != -100).sum().astype(jnp.float32),
+            FEED_FORWARDS[config.feed_forward],
+        )
+        if network.has_auxiliary_loss(config):
+            loss += network.auxiliary_loss(config, sums, sums, jnp.float32(tokens.size))
+        return loss
 
     value, gradients = ours(decoder)
     assert abs(float(value) - loss.item()) < 1e-5 * loss.item()
     assert_gradients(gradients, wanted, directory)
+
+
+def each_expert(gradients):
+    """Yields the experts' gradients by names of a tensor each, as the files have them."""
+    for name, gradient in gradients.items():
+        prefix, fused, suffix = name.partition(".experts.")
+        if not fused or prefix + ".experts.down_proj_bias" in gradients:
+            yield name, gradient
+            continue
+        for expert, matrix in enumerate(gradient):
+            parts = {suffix: matrix}
+            if suffix == "gate_up_proj":
+                parts = dict(zip(("gate_proj", "up_proj"), np.split(matrix, 2), strict=True))
+            for part, x in parts.items():
+                yield f"{prefix}.experts.{expert}.{part}.weight", x
 
 
 def assert_gradients(gradients, wanted, directory):

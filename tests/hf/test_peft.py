@@ -18,14 +18,22 @@ from bptjax.hf.peft_config import ADAPTER_CONFIG, BASE_CONFIG
 from bptjax.models.config import ModelConfig
 from bptjax.pretrained import open_pretrained
 from bptjax.train import main
-from hf.cases import FAMILIES, LONG, SHORT, config
+from hf.cases import FAMILIES, LONG, SHORT, auto_model, config
 from hf.loading import contents, load, random_base
 
 # Of PEFT with this transformers, and where it corrects a default.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*fan_in_fan_out.*:UserWarning"),
+    # It looks for these keys among the modules alone, not among the parameters.
+    pytest.mark.filterwarnings("ignore:.*rank_pattern keys did not match.*:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:.*alpha_pattern keys did not match.*:RuntimeWarning"),
 ]
+# PEFT's all-linear would adapt some routers too.
+EXPERTS = dict(
+    target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
+    target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+)
 DECODERS = [name for name in FAMILIES.values() if name not in ("bert", "vit")]
 
 
@@ -39,8 +47,11 @@ def adapted(peft, model, directory, **settings):
     """PEFT's model, all of its matrices random, saved in `directory`."""
     import torch
 
+    # A multimodal model has adapters in its text model only.
+    wrapped = hasattr(model.config, "text_config")
+    targets = r".*language_model.*_proj" if wrapped else "all-linear"
     made = peft.get_peft_model(
-        model, peft.LoraConfig(**dict(r=4, lora_alpha=6, target_modules="all-linear") | settings)
+        model, peft.LoraConfig(**dict(r=4, lora_alpha=6, target_modules=targets) | settings)
     ).eval()
     torch.manual_seed(1)
     with torch.no_grad():
@@ -75,14 +86,11 @@ def close(got, wanted):
 @pytest.fixture
 def pretrained(theirs):
     """A fresh copy of transformers' model, which PEFT changes, and its directory."""
-    import transformers
 
     def make(name):
         _, directory = theirs(name)
         how = "sdpa" if name.startswith("falcon") else "eager"
-        return transformers.AutoModelForCausalLM.from_pretrained(
-            directory, attn_implementation=how
-        ), directory
+        return auto_model(name).from_pretrained(directory, attn_implementation=how), directory
 
     return make
 
@@ -90,11 +98,10 @@ def pretrained(theirs):
 @pytest.mark.parametrize("name", DECODERS)
 def test_there_and_back(peft, pretrained, tmp_path, tokens, name):
     """Theirs read here; written again and read by them; merged here, and by them."""
-    import transformers
-
     model, base = pretrained(name)
     plain = logits(model, tokens)
-    made = adapted(peft, model, tmp_path / "theirs")
+    experts = hasattr(model.config, "num_experts")
+    made = adapted(peft, model, tmp_path / "theirs", **EXPERTS if experts else {})
     wanted = logits(made, tokens)
     assert np.abs(wanted - plain).max() > 0.01 * np.abs(plain).max()
     close(ours(tmp_path / "theirs", tokens), wanted)
@@ -104,13 +111,15 @@ def test_there_and_back(peft, pretrained, tmp_path, tokens, name):
     write_peft(tmp_path / "back", read.adapters, read.family, read.config, str(base))
     again = peft.PeftModel.from_pretrained(pretrained(name)[0], tmp_path / "back").eval()
     close(logits(again, tokens), wanted)
+    adapters = ({n for n, _ in m.named_parameters() if "lora_" in n} for m in (made, again))
+    assert next(adapters) == next(adapters)
     same = read_peft(tmp_path / "back", read.family, read.config)
     for path, values in read.adapters.values.items():
         for x, y in zip(values, same.values[path], strict=True):
             np.testing.assert_allclose(x, y, rtol=1e-6)
 
     assert convert.main(["merge-adapter", str(tmp_path / "theirs"), str(tmp_path / "merged")]) == 0
-    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    merged = auto_model(name).from_pretrained(tmp_path / "merged").eval()
     for key, x in made.merge_and_unload().state_dict().items():
         y = merged.state_dict()[key]
         assert (x - y).abs().max() <= 1e-6 * x.abs().max(), key
@@ -128,6 +137,7 @@ CHANGED = {
     ),
     "gemma3": (dict(rope_parameters=dict(rope_type="linear", factor=8.0)), True),
     "gpt_neox": (dict(rope_parameters=dict(rope_type="linear", factor=8.0)), True),
+    "qwen3_vl": (dict(rope_parameters=YARN, max_position_embeddings=64), True),
     "phi3": (dict(rope_parameters=LONGROPE), True),
     "phi3: another original length": (
         dict(rope_parameters=LONGROPE | dict(original_max_position_embeddings=8)),
@@ -159,11 +169,11 @@ def test_a_base_with_a_changed_config(peft, pretrained, tmp_path, tokens, name):
     other = ModelConfig(name_or_path=str(tmp_path / "adapter"), residual_dropout=0.4)
     assert open_pretrained(other).config == replace(trained.config, residual_dropout=0.4)
 
-    kind, text = transformers.AutoModelForCausalLM, remedy_for_peft(trained, tmp_path / "adapter")
+    kind, text = auto_model(name.partition(":")[0]), remedy_for_peft(trained, tmp_path / "adapter")
     assert (tmp_path / "adapter" / "config.json").exists() == needed
     if needed:
         call = f"{str(base)!r}, config=AutoConfig.from_pretrained({str(tmp_path / 'adapter')!r})"
-        assert f"AutoModelForCausalLM.from_pretrained({call})" in text
+        assert f"{kind.__name__}.from_pretrained({call})" in text
         assert np.abs(right - logits(plain, tokens)).max() > 0.01 * np.abs(right).max()
         raw = transformers.AutoConfig.from_pretrained(tmp_path / "adapter")
         raw._attn_implementation = "eager"

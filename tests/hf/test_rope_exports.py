@@ -8,12 +8,13 @@ import pytest
 import rope_exports
 from rope_exports import FAMILIES, MORE, OVERRIDES, TOKENS, TRAINED
 
-from bptjax.hf.config import merge, read_config, read_json
+from bptjax.hf.config import merge, read_config
 from bptjax.hf.config_export import exported, same_rope
+from bptjax.json_files import read_json
 from bptjax.models.config import ModelConfig
 from bptjax.models.layers import rotary
 from bptjax.ops.position import rope
-from bptjax.training.setup import check_model
+from bptjax.training.checks import check_model
 
 REFUSED = {
     "dynamic, max": "must stay 32 with rope_type=dynamic",

@@ -30,7 +30,21 @@ MODELS = {
         num_kv_heads=None,
     ),
     "alibi": replace(ROTARY, position_embedding="alibi", tied_head=False, num_heads=6, head_dim=8),
-    "sinks": replace(ROTARY, attention_sinks=True),
+    "sinks, growth, a layer without rotation": replace(
+        ROTARY,
+        attention_sinks=True,
+        query_growth=0.5,
+        query_growth_length=4,
+        rope_layers=[True, False],
+    ),
+    "normalized outputs, factors": replace(
+        ROTARY,
+        norm_position="output",
+        qk_norm=True,
+        qk_norm_joint=True,
+        residual_scale=0.3,
+        logits_scale=0.5,
+    ),
     "dropout": replace(ROTARY, attention_dropout=0.2, residual_dropout=0.2, embedding_dropout=0.2),
 }
 SMALL = TrainingExecution(remat="none", q_chunk=8, k_chunk=16, ffn_chunk=10)

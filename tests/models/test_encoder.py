@@ -4,8 +4,9 @@ import jax
 import pytest
 from ops.comparing import close, quick
 
-from bptjax.models.config import EncoderConfig, Execution
+from bptjax.models.config import Execution
 from bptjax.models.encoder import Encoder
+from bptjax.models.encoder_config import EncoderConfig
 from bptjax.parallel.mesh import ParallelConfig, make_mesh
 
 SIZES = dict(

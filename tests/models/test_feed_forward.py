@@ -1,92 +1,148 @@
-"""Feed-forward networks with an auxiliary loss: the sums over tokens depend on nothing else."""
+"""A mixture of experts is a dense sum over all experts, in any chunks and with any remat policy."""
 
+import functools
+import re
 from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from models.test_decoder import ROTARY, assert_close
+from ops.comparing import quick
 
+from bptjax.generation import Sampling, generate
+from bptjax.models.config import Execution
 from bptjax.models.decoder import Decoder
-from bptjax.models.feed_forward import FEED_FORWARDS, Mlp
-from bptjax.models.linear import Linear
+from bptjax.models.experts import Experts
+from bptjax.ops.blockwise import blockwise
 from bptjax.ops.loss import linear_cross_entropy
+from bptjax.parallel.mesh import ParallelConfig, make_mesh
 from bptjax.remat import TrainingExecution
 
-EXPERTS = 3
+ROUTED = replace(
+    ROTARY,
+    feed_forward="experts",
+    num_experts=6,
+    expert_size=20,
+    router_aux_loss=1.0,
+    router_z_loss=0.1,
+)
 
 
-class Routed(Mlp):
-    """An MLP beside a router that decides nothing: it makes the losses of Switch Transformers,
-    Fedus et al. 2021, arXiv 2101.03961, equation 4, and of ST-MoE, arXiv 2202.08906, equation 5."""
-
-    has_auxiliary_loss = True
-
-    def __init__(self, config, key, dtype):
-        super().__init__(config, key, dtype)
-        D, axes = (config.hidden_size,), ("embed", None)
-        self.router = Linear(key, D, (EXPERTS,), axes, std=1.0, bias=False, dtype=dtype)
-
-    def __call__(self, x, *, seeds=None, offload=0.0):
-        y, _ = super().__call__(x, seeds=seeds, offload=offload)
-        logits = self.router(x).astype(jnp.float32)
-        chosen = jax.nn.one_hot(logits.argmax(-1), EXPERTS)
-        z = jnp.square(jax.nn.logsumexp(logits, -1))
-        return y, dict(chosen=chosen, probability=jax.nn.softmax(logits), z=z)
-
-    @staticmethod
-    def auxiliary_loss(config, sums, tokens):
-        balance = (sums["chosen"] * sums["probability"]).sum() / jnp.square(tokens)
-        return EXPERTS * balance + 0.1 * sums["z"].sum() / tokens
-
-
-@pytest.fixture(autouse=True)
-def routed(monkeypatch):
-    monkeypatch.setitem(FEED_FORWARDS, "routed", Routed)
-
-
-@pytest.fixture
+@pytest.fixture(scope="module")
 def model():
-    config = replace(ROTARY, feed_forward="routed", residual_dropout=0.1)
-    return Decoder(config, jax.random.key(0))
+    return Decoder(replace(ROUTED, residual_dropout=0.1), jax.random.key(0))
 
 
 TOKENS = jax.random.randint(jax.random.key(1), (2, 37), 0, 61)
 SEGMENTS = jnp.array([[1] * 20 + [2] * 17, [1] * 30 + [0] * 7])
 
 
-def loss_and_gradients(model, tokens, *, coefficient=1.0, **how):
+def loss_and_gradients(**how):
+    """A compiled function of the model, the tokens and a factor on the auxiliary loss."""
     execution = TrainingExecution(**(dict(q_chunk=8, k_chunk=16) | how))
 
-    def loss(model):
+    def loss(model, tokens, factor):
         hidden, sums = model(
             tokens, segments=SEGMENTS, dropout_key=jax.random.key(2), execution=execution
         )
         labels = jnp.where(SEGMENTS > 0, tokens, -100)
         count = (SEGMENTS > 0).sum().astype(jnp.float32)
-        auxiliary = Routed.auxiliary_loss(model.config, sums, count)
+        auxiliary = Experts.auxiliary_loss(model.config, sums, sums, count)
         cross_entropy = linear_cross_entropy(hidden, model.head_matrix, labels, chunk=16)
-        return cross_entropy + coefficient * auxiliary
+        return cross_entropy + factor * auxiliary
 
-    return jax.jit(jax.value_and_grad(loss))(model)
+    return quick(jax.value_and_grad(loss))
+
+
+def test_equals_all_experts():
+    """Each token through every expert, weighted by 0 unless it is among its k."""
+    biases = dict(mlp_bias=True, router_bias=True, router_renormalized=False)
+    config = replace(
+        ROUTED, init_std=0.5, glu_limit=0.5, glu_offset=1.0, experts_per_token=3, **biases
+    )
+    network = Experts(config, jax.random.key(0), jnp.float32)
+    structure = jax.tree.structure(network)
+    keys = jax.random.split(jax.random.key(1), structure.num_leaves)
+    # Biases that are not 0.
+    network = jax.tree.map(
+        lambda p, key: p + 0.1 * jax.random.normal(key, p.shape), network, structure.unflatten(keys)
+    )
+    x, counted = jax.random.normal(jax.random.key(2), (2, 9, 32)), jnp.ones((2, 9), bool)
+
+    def dense(network, x):
+        def linear(p, x):
+            y = jnp.einsum("btxi,xio->btxo", x, p.kernel[...], precision="highest")
+            return y + p.bias[...][None, None]
+
+        bias = network.router.bias[...].reshape(1, 1, -1)
+        probability = jax.nn.softmax(x @ network.router.kernel[...] + bias)
+        least = jnp.sort(probability, -1)[..., -3, None]
+        weights = jnp.where(probability >= least, probability, 0)
+        each = jnp.repeat(x[:, :, None], config.num_experts, 2)
+        each = network.activate(linear(network.gate, each), linear(network.up, each))
+        return jnp.einsum("btx,btxd->btd", weights, linear(network.down, each))
+
+    def both(f):
+        return quick(jax.value_and_grad(lambda *args: jnp.square(f(*args)).sum(), (0, 1)))(
+            network, x
+        )
+
+    wanted = both(dense)
+    assert_close(both(lambda network, x: network(x, counted=counted)[0]), wanted)
+    assert all(jnp.abs(g).max() > 1e-3 for g in jax.tree.leaves(wanted))
 
 
 def test_chunks_and_remat_change_nothing(model):
-    """37 tokens in chunks of 10: copies of the last token fill up the last chunk, and count not."""
-    wanted = loss_and_gradients(model, TOKENS, remat="none", ffn_chunk=37)
-    without = loss_and_gradients(model, TOKENS, coefficient=0.0, remat="none", ffn_chunk=37)
-    router = without[1].layers.mlp.router.kernel[...]
-    assert wanted[0] - without[0] > 1 and not router.any()
-    assert jnp.abs(wanted[1].layers.mlp.router.kernel[...]).max() > 1e-2
+    """37 tokens in chunks of 10: copies of the last token fill up the last chunk, and count not.
+    Nor does padding."""
+    run = loss_and_gradients(remat="none", ffn_chunk=37)
+    wanted, without = run(model, TOKENS, 1.0), run(model, TOKENS, 0.0)
+    assert wanted[0] - without[0] > 1
+    routers = (found[1].layers.mlp.router.kernel[...] for found in (wanted, without))
+    assert jnp.abs(jnp.subtract(*routers)).max() > 1e-2
+    others = jnp.where(SEGMENTS > 0, TOKENS, 60 - TOKENS)
     for how in (
-        dict(remat="none", ffn_chunk=10),
+        dict(remat="dots", ffn_chunk=37, offload=0.5),
         dict(remat="full", schedule="fused"),
         dict(remat="nested(2)", ffn_chunk=10),
     ):
-        assert_close(loss_and_gradients(model, TOKENS, **how), wanted)
+        assert_close(loss_and_gradients(**how)(model, others, 1.0), wanted)
 
 
-def test_padding_does_not_count(model):
-    others = jnp.where(SEGMENTS > 0, TOKENS, 60 - TOKENS)
-    wanted = loss_and_gradients(model, TOKENS, ffn_chunk=10)
-    assert_close(loss_and_gradients(model, others, ffn_chunk=10), wanted)
+def test_memory_follows_the_chunk():
+    """With 37 experts too, there are no numbers for each expert and token, or for each expert and
+    choice of a token in a chunk."""
+    network = Experts(replace(ROUTED, num_experts=37), jax.random.key(0), jnp.float32)
+
+    def loss(network, x, chunk):
+        def f(network, x, inside):
+            return network(x, counted=inside[None])
+
+        return blockwise(f, network, x, chunk=chunk, has_aux=True)[0].sum()
+
+    def compiled(T, chunk):
+        gradients = jax.grad(functools.partial(loss, chunk=chunk), (0, 1))
+        x = jax.ShapeDtypeStruct((1, T, 32), "float32")
+        return quick(gradients).lower(network, x).compile()
+
+    steps = [compiled(*sizes) for sizes in ((8192, 8192), (8192, 64), (16384, 64))]
+    sizes = [step.memory_analysis().temp_size_in_bytes for step in steps]
+    assert sizes[1] < 0.3 * sizes[0] and sizes[2] < 2 * sizes[1]
+    shapes = {*re.findall(r"\w+\[([\d,]+)\]", steps[1].as_text())}
+    assert "64,37" in shapes and not shapes & {"8192,37", "1,8192,37", "64,2,37", "128,37"}
+
+
+def test_fewer_sequences_than_devices(model):
+    """A generation on a mesh that cannot divide its sequences."""
+
+    def written():
+        execution = Execution(q_chunk=8, k_chunk=8, ffn_chunk=10)
+        sampling = Sampling(temperature=0.0)
+        prompts = [np.asarray(TOKENS[0, :9])]
+        return [*generate(model, prompts, new_tokens=3, sampling=sampling, execution=execution)]
+
+    alone = written()
+    with jax.set_mesh(make_mesh(ParallelConfig(1, 2, 1, 1), jax.devices()[:2])):
+        assert np.array_equal(written(), alone)

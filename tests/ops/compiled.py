@@ -1,19 +1,23 @@
-"""Compiles Triton's kernels of attention for a Hopper GPU, on any machine: a process of its own,
+"""Compiles Triton's kernels for a Hopper GPU, on any machine: a process of its own,
 because triton may have been imported as an interpreter elsewhere.
 
     python compiled.py CASE…   prints each kernel's name, and the shared memory it takes in bytes
 """
 
+import functools
 import sys
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from triton import compile as triton_compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from bptjax.ops import grouped_triton, grouped_triton_kernels
 from bptjax.ops.attention import triton_flash, triton_kernels
 from bptjax.ops.attention.contract import QKV, AttentionSpec
+from bptjax.ops.grouped_matmul import grouped_matmul
 from bptjax.ops.mask import Mask
 
 T, N, K = 256, 4, 2
@@ -49,9 +53,9 @@ POINTERS = {
 }
 
 
-def call(name, inputs, shapes, grid, warps, stages, constants):
-    """Compiles where `triton_flash.CALL` would run, and returns zeros."""
-    kernel = getattr(triton_kernels, f"{name}_kernel")
+def call(module, name, inputs, shapes, grid, warps, stages, constants):
+    """Compiles where the kernels would run, and returns zeros."""
+    kernel = getattr(module, f"{name}_kernel")
     types = [POINTERS[np.dtype(x.dtype).name] for x in (*inputs, *shapes)]
     signature = dict(zip(kernel.arg_names, [*types, "constexpr"], strict=True))
     source = ASTSource(
@@ -66,8 +70,20 @@ def call(name, inputs, shapes, grid, warps, stages, constants):
     return tuple(jnp.zeros(s.shape, s.dtype) for s in shapes)
 
 
+def experts():
+    """The grouped product and its gradients, also of float32 matrices and bfloat16 tokens."""
+    grouped_triton.CALL = functools.partial(call, grouped_triton_kernels)
+    grouped_triton.available = lambda: True
+    owners = jnp.zeros(2, jnp.int32)
+    for tokens, matrices in (("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float32",) * 2):
+        x, w = jnp.zeros((256, 768), tokens), jnp.zeros((2, 768, 256), matrices)
+        y, pull = jax.vjp(lambda x, w: grouped_matmul(x, w, owners), x, w)
+        pull(y)
+
+
 def main(names):
-    triton_flash.CALL = call
+    experts()
+    triton_flash.CALL = functools.partial(call, triton_kernels)
     for name in names:
         H, dtype, options = CASES[name]
         q, k = (jnp.zeros((1, T, heads, H), dtype) for heads in (N, K))

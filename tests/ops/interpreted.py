@@ -1,7 +1,9 @@
-"""Runs Triton's kernels of attention in Triton's interpreter, on the CPU: a process of its own,
-because the interpreter is chosen when triton is imported.
+"""Runs Triton's kernels in Triton's interpreter, on the CPU: a process of its own, because the
+interpreter is chosen when triton is imported.
 
     python interpreted.py CASE…   prints each one's name and its largest error against the oracle
+
+A case is one of attention, or 'experts'.
 """
 
 import builtins
@@ -11,15 +13,18 @@ import sys
 
 os.environ["TRITON_INTERPRET"] = "1"
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
 from triton.runtime import interpreter
 
+from bptjax.ops import grouped_triton, grouped_triton_kernels
 from bptjax.ops.attention import attend, reference, triton_flash, triton_kernels
 from bptjax.ops.attention.contract import QKV
+from bptjax.ops.grouped_matmul import grouped_matmul
 from ops.attention_cases import CASES, oracle
-from ops.comparing import error
+from ops.comparing import error, normal
 
 
 class _AnyInt(type):
@@ -40,7 +45,7 @@ interpreter._patch_lang = functools.cache(interpreter._patch_lang)
 interpreter._LangPatchScope.restore = lambda self: None
 
 
-def call(name, inputs, shapes, grid, warps, stages, constants):
+def call(module, name, inputs, shapes, grid, warps, stages, constants):
     """Runs like `triton_flash.CALL`, on torch tensors. Outputs start as NaN, so that an element
     which is not written is noticed."""
 
@@ -49,17 +54,40 @@ def call(name, inputs, shapes, grid, warps, stages, constants):
         return torch.tensor(x.view(np.int32) if x.dtype == np.uint32 else x)
 
     outputs = [torch.full(s.shape, float("nan"), dtype=torch.float32) for s in shapes]
-    kernel = getattr(triton_kernels, f"{name}_kernel")
+    kernel = getattr(module, f"{name}_kernel")
     kernel[grid](*map(tensor, inputs), *outputs, C=constants)
     return tuple(jnp.asarray(x.numpy()) for x in outputs)
 
 
+def experts():
+    """The grouped product and its gradients, with an empty expert, in tiles that do not divide the
+    matrices."""
+    grouped_triton.CALL = functools.partial(call, grouped_triton_kernels)
+    grouped_triton.available = lambda: True
+    grouped_triton.TILES = dict.fromkeys(grouped_triton.TILES, {4: (4, 8, 4, 1)})
+    x, w, dy = normal(0, 24, 10), normal(1, 4, 10, 6), normal(2, 24, 6)
+    owners = jnp.array([0, 0, 2, 2, 2, 3], jnp.int32)
+    y, pull = jax.vjp(lambda x, w: grouped_matmul(x, w, owners), x, w)
+
+    def dense(x, w):
+        each = jnp.repeat(w[owners], 4, 0)
+        return jnp.einsum("mi,mio->mo", x, each, precision="highest")
+
+    wanted, pull_dense = jax.vjp(dense, x, w)
+    got = y, *pull(dy)
+    worst = max(error(a, b) for a, b in zip(got, (wanted, *pull_dense(dy)), strict=True))
+    print(f"experts\t{worst}", flush=True)
+
+
 def main(names):
-    triton_flash.CALL = call
+    triton_flash.CALL = functools.partial(call, triton_kernels)
     for kernel, blocks in triton_flash.BLOCKS.items():
         # Small tiles, so that a short sequence has several empty, partial and full ones.
         triton_flash.BLOCKS[kernel] = dict.fromkeys(blocks, (2, 8, 4, 1))
     for name in names:
+        if name == "experts":
+            experts()
+            continue
         case = CASES[name]
         (*qkv, dout), spec = case.operands(), case.spec()
         x = QKV(*qkv)

@@ -11,11 +11,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from training.specs import assert_same, gradient_sums
 
+from bptjax.config import Config, TrainConfig
+from bptjax.execution import ExecutionConfig
+from bptjax.models.config import ModelConfig
 from bptjax.ops.attention import attend, fa4, reference, scan, triton_flash
+from bptjax.ops.attention.choices import record_choices
 from bptjax.ops.attention.contract import QKV, AttentionSpec, AttentionState
 from bptjax.ops.mask import Mask
 from bptjax.ops.softmax import merge_states
+from bptjax.parallel.mesh import ParallelConfig, make_mesh
+from bptjax.training.spec import TrainSpec
 from ops.attention_cases import CASES, oracle
 from ops.comparing import TOLERANCE, error, normal
 
@@ -74,7 +81,8 @@ def test_refusals(as_on_gpu, monkeypatch):
         "no ALiBi": refusal(causal, alibi=jnp.ones(N)),
         "no soft cap": refusal(causal, softcap=5.0),
         "no dropout": refusal(causal, dropout=0.1),
-        "where T = S only": refusal(causal, S=9),
+        "causal masks where T = S only": refusal(causal, S=9),
+        "windows where T = S only": refusal(Mask(window=9), S=9),
         "no global tokens": refusal(Mask(window=9, global_tokens=np.ones(T, bool))),
         "no block masks": refusal(Mask(block_mask=np.eye(2, dtype=bool), block_size=T)),
         "positions from 0": refusal(Mask(causal=True, positions=np.arange(T) + 1)),
@@ -99,7 +107,6 @@ def test_what_a_machine_lacks(monkeypatch):
     assert "needs fa4-jax" in missing()
     sys.modules["fa4_jax.attention"].fa4_vjp_p = None
     monkeypatch.setattr(fa4, "_slices_stay", lambda: False)
-
     assert fa4.XLA_FLAG in missing()
 
 
@@ -252,3 +259,39 @@ def test_halves_merge():
     out, _, *true = both(QKV(q, k, v), dout, spec)
     for a, b in zip(in_halves(q, k, v, dout), (out, *true), strict=True):
         assert error(a, b) <= TOLERANCE["bfloat16"]
+
+
+@pytest.mark.gpu
+@DEPRECATED
+@pytest.mark.parametrize(
+    "execution",
+    [
+        dict(remat="none"),
+        dict(remat="dots"),
+        dict(remat="save_attention", save=("query", "attended")),
+        dict(remat="save_attention", offload=0.5),
+        dict(remat="full"),
+        dict(remat="nested(2)"),
+    ],
+    ids=lambda execution: " ".join(map(str, execution.values())),
+)
+def test_gradients_through_the_layer_loop(execution):
+    """Gradients of a model are those of cuDNN: XLA must not fuse the slices of stacked layers into
+    the kernels."""
+    T = 1024
+    train = TrainConfig(seq_len=T, max_steps=2, compute_dtype="bfloat16", param_dtype="bfloat16")
+    model = ModelConfig(
+        vocab_size=64, hidden_size=256, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=64
+    )
+    place = np.arange(T, dtype=np.int32)[None]
+    segments = (1 + (place >= 300) + (place >= 777)).astype(np.int32)
+    tokens = np.random.default_rng(0).integers(0, 64, (1, T), dtype=np.int32)
+    batch = dict(tokens=tokens, labels=np.roll(tokens, -1, 1), segments=segments, positions=place)
+    found, mesh = {}, make_mesh(ParallelConfig(), jax.devices()[:1])
+    for name in ("fa4", "cudnn"):
+        group = ExecutionConfig(attention_implementation=name, ffn_chunk=T, **execution)
+        spec = TrainSpec(Config(train=train, execution=group), model, mesh)
+        with record_choices() as choices:
+            found[name] = gradient_sums(spec, batch)
+        assert {choice.name for choice in choices} == {name}
+    assert_same(found["fa4"], found["cudnn"], rtol=2e-2)

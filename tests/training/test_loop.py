@@ -16,7 +16,7 @@ import pytest
 
 from bptjax.data.tokenizer import ByteTokenizer
 from bptjax.devices import KINDS, DeviceKind
-from bptjax.metrics import Progress, read_metrics
+from bptjax.metrics import RunProgress, read_metrics
 from bptjax.optimizer import OptimizerConfig
 from bptjax.schedule import describe_schedule, learning_rate
 from bptjax.train import main
@@ -56,14 +56,14 @@ def test_stop_and_resume_is_exact(
     on_disk = []
     with monkeypatch.context() as patch:
         stop_at(9, number, patch)
-        log = Progress.log
+        log = RunProgress.log
 
         def logged(self, line):
             log(self, line)
             if line.startswith("saved step"):
                 on_disk.append((run_dir / "checkpoints" / "10" / "manifest.json").exists())
 
-        patch.setattr(Progress, "log", logged)
+        patch.setattr(RunProgress, "log", logged)
         assert main(command) == code
     saved = sorted(p.name for p in (run_dir / "checkpoints").iterdir())
     assert saved == ["10", "6"]

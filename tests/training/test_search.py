@@ -315,3 +315,15 @@ def test_advice_when_memory_runs_out():
     assert "memory.budget_gib=9 " in first
     assert any(text.startswith("optimizer.state_memory_kind=pinned_host") for text in others)
     assert not any("pinned_host" in text for text in advice(spec, None))
+
+
+def test_float8_is_faster_and_holds_the_linear_layers_in_8_bits():
+    spec = make_spec()
+    config = replace(spec.config, train=replace(spec.config.train, linear="float8"))
+    plain, float8 = Estimator(spec), Estimator(replace(spec, config=config))
+    m = MODEL
+    heads = 2 * m.hidden_size * m.H * (m.num_heads + m.K)
+    assert float8.held - plain.held == m.num_layers * (heads + 3 * m.hidden_size * m.F)
+    slow, fast = (each(spec.execution) for each in (plain, float8))
+    assert 0.5 * slow.seconds < fast.seconds < 0.8 * slow.seconds
+    assert fast.flops == slow.flops

@@ -27,6 +27,10 @@ BAD = {
         "flag --train.max_stepz; nearest: --train.max_steps",
     ),
     "wrong type": (["--train.max_steps", "many"], "train.max_steps=many: must be an integer"),
+    "beyond 32 bits": (
+        ["--optimizer.warmup_steps", "3000000000"],
+        "optimizer.warmup_steps=3000000000: must be less than 2^31",
+    ),
     "wrong choice": (["--model.norm", "batch"], "model.norm=batch: must be one of rms, layer"),
     "wrong choice of an optional key": (
         ["--optimizer.state_dtype", "int4"],

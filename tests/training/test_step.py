@@ -7,28 +7,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from models.test_feed_forward import Routed
-from ops.test_fa4 import DEPRECATED
 
 from bptjax.checkpoint import Checkpoints
 from bptjax.config import Config, TrainConfig
 from bptjax.execution import ExecutionConfig
 from bptjax.lora import AdapterConfig
 from bptjax.models.config import ModelConfig
-from bptjax.models.feed_forward import FEED_FORWARDS
 from bptjax.ops.attention.choices import record_choices
 from bptjax.optimizer import OptimizerConfig
 from bptjax.parallel.mesh import ParallelConfig, make_mesh
+from bptjax.training.flops import attended_pairs, matmul_parameters, model_flops
 from bptjax.training.spec import TrainSpec
 from bptjax.training.state import TrainState, abstract_state, init_state, parameter_counts
 from bptjax.training.step import (
     abstract_batch,
-    attended_pairs,
     check_kernel,
     compile_step,
     gradients,
-    matmul_parameters,
-    model_flops,
 )
 from training.specs import assert_same, gradient_sums, initial_state, with_optimizer
 
@@ -363,51 +358,24 @@ def test_pairs_are_those_that_the_mask_lets_through(changes, pairs):
     assert attended_pairs(replace(MODEL, **changes), **PACKED) == pairs
 
 
-def test_an_auxiliary_loss_on_a_mesh(batch, monkeypatch):
-    monkeypatch.setitem(FEED_FORWARDS, "routed", Routed)
+def test_router_losses_are_of_the_global_batch(batch):
+    """On a mesh whose devices and micro-batches send unequal shares of their tokens to an expert,
+    and with gradient accumulation: loss and gradients of one big batch on one device."""
+    routed = dict(feed_forward="experts", num_experts=4, router_aux_loss=0.5, router_z_loss=0.1)
 
     def spec(parallel=None):
-        return replace(make_spec(parallel), model=replace(MODEL, feed_forward="routed"))
+        return replace(make_spec(parallel), model=replace(MODEL, **routed))
 
     one, mesh = spec(), spec(ParallelConfig(dp=2, fsdp=1, tp=2, sp=2, sequence_strategy="ring"))
     wanted = gradient_sums(one, batch, 1)
-    assert_same(gradient_sums(mesh, batch, 1), wanted)
-    count = int(wanted[2])
+    assert_same(gradient_sums(one, batch, 4), wanted)
+    assert_same(gradient_sums(mesh, batch, 2), wanted)
+    count, sums = int(wanted[2]), wanted[0].counts
     _, [row] = steps(one, batch, 1)
-    assert row["train/auxiliary_loss"] > 1
+    assert row["train/auxiliary_loss"] > 0.5
     assert row["train/auxiliary_loss"] == pytest.approx(float(wanted[0].auxiliary) / count)
     assert row["train/loss"] == pytest.approx(float(wanted[0].loss) / count)
-
-
-@pytest.mark.gpu
-@DEPRECATED
-@pytest.mark.parametrize(
-    "execution",
-    [
-        dict(remat="none"),
-        dict(remat="dots"),
-        dict(remat="save_attention", save=("query", "attended")),
-        dict(remat="save_attention", offload=0.5),
-        dict(remat="full"),
-        dict(remat="nested(2)"),
-    ],
-    ids=lambda execution: " ".join(map(str, execution.values())),
-)
-def test_fa4_through_the_layer_loop(execution):
-    """Gradients of a model are those of cuDNN: XLA must not fuse the slices of stacked layers into
-    the kernels."""
-    T, L = 1024, 4
-    train = TrainConfig(seq_len=T, max_steps=2, compute_dtype="bfloat16", param_dtype="bfloat16")
-    model = replace(MODEL, hidden_size=256, num_layers=L, head_dim=64)
-    place = np.arange(T, dtype=np.int32)[None]
-    segments = (1 + (place >= 300) + (place >= 777)).astype(np.int32)
-    tokens = np.random.default_rng(0).integers(0, 64, (1, T), dtype=np.int32)
-    batch = dict(tokens=tokens, labels=np.roll(tokens, -1, 1), segments=segments, positions=place)
-    found, mesh = {}, make_mesh(ParallelConfig(), jax.devices()[:1])
-    for name in ("fa4", "cudnn"):
-        group = ExecutionConfig(attention_implementation=name, ffn_chunk=T, **execution)
-        spec = TrainSpec(Config(train=train, execution=group), model, mesh)
-        with record_choices() as choices:
-            found[name] = gradient_sums(spec, batch)
-        assert {choice.name for choice in choices} == {name}
-    assert_same(found["fa4"], found["cudnn"], rtol=2e-2)
+    tokens = (batch["segments"] > 0).sum()
+    assert sums.sums["chosen"].sum(1).tolist() == [2 * tokens] * 2
+    busiest = float(sums.sums["chosen"].max()) / (2 * tokens / 4)
+    assert row["train/max_expert_load"] == pytest.approx(busiest)

@@ -5,6 +5,9 @@ config. Every other key must be neutral or have its default value; otherwise an 
 and refuses the checkpoint. So no key that changes the result is ignored.
 """
 
+from dataclasses import replace
+from typing import Any
+
 from bptjax.hf.families.classic import (
     read_bloom,
     read_falcon,
@@ -12,28 +15,55 @@ from bptjax.hf.families.classic import (
     read_gpt_neox,
     read_mpt,
     read_opt,
+    read_starcoder2,
     rules_bloom,
     rules_falcon,
     rules_gpt2,
     rules_gpt_neox,
     rules_mpt,
     rules_opt,
+    rules_starcoder2,
 )
 from bptjax.hf.families.encoders import read_bert, read_vit, rules_bert, rules_vit
+from bptjax.hf.families.experts import (
+    field_sizes,
+    read_gpt_oss,
+    read_mixtral,
+    read_olmoe,
+    read_qwen3_moe,
+    rules_gpt_oss,
+    rules_mixtral,
+    rules_qwen3_moe,
+)
 from bptjax.hf.families.family import Family
 from bptjax.hf.families.gated import (
+    read_exaone4,
     read_gemma,
     read_gemma2,
     read_gemma3,
+    read_granite,
     read_llama,
     read_mistral,
+    read_olmo2,
+    read_olmo3,
     read_phi3,
     read_qwen2,
     read_qwen3,
+    read_seed_oss,
+    read_smollm3,
+    read_stablelm,
     rules_phi3,
     rules_rmsnorm_glu,
 )
-from bptjax.models.config import EncoderConfig
+from bptjax.hf.families.interleaved import (
+    read_cohere2,
+    read_ernie4_5,
+    read_glm4,
+    rules_glm4,
+    rules_interleaved_glu,
+)
+from bptjax.hf.families.multimodal import GROWTH, MROPE, read_ministral3, text_model
+from bptjax.models.encoder_config import EncoderConfig
 
 WINDOWS = ("use_sliding_window", "max_window_layers")
 # Buffers that old versions of transformers saved: rotary frequencies and tables, causal masks.
@@ -55,6 +85,36 @@ FAMILIES: dict[str, Family] = {
     "gemma": Family(read_gemma, rules_rmsnorm_glu),
     "gemma2": Family(read_gemma2, rules_rmsnorm_glu),
     "gemma3_text": Family(read_gemma3, rules_rmsnorm_glu),
+    "ministral3": Family(read_ministral3, rules_rmsnorm_glu, rope_kept=GROWTH),
+    "smollm3": Family(
+        read_smollm3, rules_rmsnorm_glu, neutral=(*WINDOWS, "no_rope_layer_interval")
+    ),
+    "seed_oss": Family(read_seed_oss, rules_rmsnorm_glu, neutral=("pretraining_tp",)),
+    "stablelm": Family(read_stablelm, rules_rmsnorm_glu),
+    "starcoder2": Family(read_starcoder2, rules_starcoder2),
+    "ernie4_5": Family(read_ernie4_5, rules_interleaved_glu),
+    "cohere2": Family(read_cohere2, rules_interleaved_glu),
+    "granite": Family(read_granite, rules_rmsnorm_glu),
+    "olmo2": Family(read_olmo2, rules_rmsnorm_glu),
+    "olmo3": Family(read_olmo3, rules_rmsnorm_glu),
+    "exaone4": Family(read_exaone4, rules_rmsnorm_glu, neutral=("sliding_window_pattern",)),
+    "glm4": Family(read_glm4, rules_glm4),
+    "mixtral": Family(read_mixtral, rules_mixtral, sizes=field_sizes, experts="concatenated"),
+    "qwen3_moe": Family(
+        read_qwen3_moe,
+        rules_qwen3_moe,
+        neutral=WINDOWS,
+        sizes=field_sizes,
+        experts="concatenated",
+    ),
+    "olmoe": Family(read_olmoe, rules_qwen3_moe, sizes=field_sizes, experts="concatenated"),
+    "gpt_oss": Family(
+        read_gpt_oss,
+        rules_gpt_oss,
+        sizes=field_sizes,
+        experts="interleaved",
+        neutral=("hidden_act", "quantization_config"),
+    ),
     "phi3": Family(read_phi3, rules_phi3, neutral=("original_max_position_embeddings",)),
     "gpt2": Family(
         read_gpt2,
@@ -112,3 +172,33 @@ FAMILIES: dict[str, Family] = {
         read_vit, rules_vit, prefix="vit.", config=EncoderConfig, neutral=("encoder_stride",)
     ),
 }
+# The text models that each multimodal model may have, the default first.
+MULTIMODAL: dict[str, dict[str, Family]] = {
+    "qwen2_5_vl": {
+        "qwen2_5_vl_text": text_model(replace(FAMILIES["qwen2"], rope_kept=MROPE)),
+    },
+    "qwen3_vl": {"qwen3_vl_text": text_model(replace(FAMILIES["qwen3"], rope_kept=MROPE))},
+    "gemma3": {"gemma3_text": text_model(FAMILIES["gemma3_text"])},
+    "mistral3": {kind: text_model(FAMILIES[kind]) for kind in ("mistral", "ministral3")},
+}
+
+
+def find_family(raw: dict[str, Any]) -> Family:
+    """Returns the family of a config.json; of a multimodal model, the family of its text model.
+
+    Raises:
+      ValueError: the family is not supported.
+    """
+    kind, text = raw.get("model_type"), raw.get("text_config") or {}
+    if kind in FAMILIES:
+        return FAMILIES[kind]
+    if kind not in MULTIMODAL:
+        known = ", ".join((*FAMILIES, *MULTIMODAL))
+        inner = f" (with the text model {text.get('model_type')!r})" if text else ""
+        raise ValueError(f"model_type={kind!r}{inner}: must be one of {known}")
+    models = MULTIMODAL[kind]
+    own = text.get("model_type", next(iter(models)))
+    if own not in models:
+        known = ", ".join(models)
+        raise ValueError(f"text_config.model_type={own!r}: must be one of {known} in a {kind}")
+    return models[own]

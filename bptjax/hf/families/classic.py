@@ -247,3 +247,35 @@ def rules_falcon(c: ModelConfig) -> Iterator[TensorRule]:
         yield from norm(f"{layer}input_layernorm", "layers.attention_norm", c)
         if c.residual == "sequential":
             yield from norm(f"{layer}post_attention_layernorm", "layers.mlp_norm", c)
+
+
+def read_starcoder2(c: Any) -> dict[str, Any]:
+    """Reads Starcoder2ForCausalLM. Positions are rotary, and all layers have the same window."""
+    bias = c.use_bias
+    return layernorm_mlp_decoder(
+        c,
+        intermediate_size=c.intermediate_size,
+        num_kv_heads=c.num_key_value_heads,
+        norm_eps=c.norm_epsilon,
+        sliding_window=c.sliding_window,
+        activation=activation(c.hidden_act),
+        qkv_bias=bias,
+        out_bias=bias,
+        mlp_bias=bias,
+        embedding_dropout=c.embedding_dropout,
+        attention_dropout=c.attention_dropout,
+        residual_dropout=c.residual_dropout,
+        **rotary(c),
+    )
+
+
+def rules_starcoder2(c: ModelConfig) -> Iterator[TensorRule]:
+    """Yields the rules of Starcoder2ForCausalLM, which has Llama's names but for the feed-forward
+    network."""
+    layer = "model.layers.{layer}."
+    yield from embedding_norm_head(c, "model.embed_tokens", "model.norm")
+    names = (f"{layer}self_attn.{n}_proj" for n in "qkvo")
+    yield from attention(c, *names)
+    yield from mlp(c, f"{layer}mlp.c_fc", f"{layer}mlp.c_proj")
+    yield from norm(f"{layer}input_layernorm", "layers.attention_norm", c)
+    yield from norm(f"{layer}post_attention_layernorm", "layers.mlp_norm", c)

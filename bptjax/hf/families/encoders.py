@@ -5,7 +5,8 @@ from typing import Any
 
 from bptjax.hf.families.family import activation, require
 from bptjax.hf.tensor_rules import TensorRule, attention, conv, identity, linear, mlp, norm
-from bptjax.models.config import EncoderConfig, ModelConfig
+from bptjax.models.config import ModelConfig
+from bptjax.models.encoder_config import EncoderConfig
 
 
 def layernorm_mlp_encoder(c: Any, **more: Any) -> dict[str, Any]:

@@ -1,13 +1,15 @@
 """The class of a model family, and checks that several families share."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from bptjax.hf.tensor_rules import TensorRule
 from bptjax.models.config import ModelConfig
 from bptjax.models.params import Index
 
+# Class of transformers that loads a decoder.
+CAUSAL = "AutoModelForCausalLM"
 ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -21,6 +23,13 @@ ACTIVATIONS = {
     "relu": "relu",
     "relu2": "relu_squared",
 }
+
+
+class Layout(NamedTuple):
+    """Names in a file: prefixes that replace `Family.prefix`, and that precede all other names."""
+
+    body: str
+    head: str = ""
 
 
 def layer_sizes(config: ModelConfig) -> dict[str, int]:
@@ -37,35 +46,62 @@ class Family:
         value.
       tensor_rules: yields the rules of all tensors.
       prefix: prefix of names, which files of the bare model (without a head) leave out.
+      wrapped: layouts of files that hold the model as the text model of a multimodal model, the
+        layout of transformers' modules first; empty if the model is not wrapped.
       neutral: config keys that change no result.
       ignored: patterns of names of tensors that are not read, beside `IGNORED`.
       renamed: (old, new) endings of names in old files.
       positions: config key of the number of positions.
       rope_names: config keys of rope_theta and partial_rotary_factor in transformers 4.
+      rope_kept: keys of rope_parameters that rotate no text. Exports keep them.
       config: class of the config; `read` returns its keywords.
       sizes: returns the number of values of each field of names in the file.
+      experts: order of the outputs of gate and up in transformers' parameter of all experts; None
+        for families without experts.
     """
 
     read: Callable[[Any], dict[str, Any]]
     tensor_rules: Callable[[Any], Iterator[TensorRule]]
     prefix: str = "model."
+    wrapped: tuple[Layout, ...] = ()
     neutral: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
     positions: str = "max_position_embeddings"
     rope_names: tuple[str, str] = ("rope_theta", "partial_rotary_factor")
+    rope_kept: tuple[str, ...] = ()
     config: type[ModelConfig] = ModelConfig
     sizes: Callable[[Any], dict[str, int]] = layer_sizes
+    experts: Literal["concatenated", "interleaved"] | None = None
 
-    def names(self, config: ModelConfig, *, strip: str = "") -> dict[TensorRule, dict[Index, str]]:
-        """Returns each rule's names in the file, by index into the stacked axes.
+    @property
+    def layouts(self) -> tuple[Layout, ...]:
+        """Layouts of files; the first has the names of the rules."""
+        return self.wrapped or (Layout(self.prefix), Layout(""))
 
-        Args:
-          strip: prefix of names that the file leaves out.
-        """
-        sizes = self.sizes(config)
+    @property
+    def auto_class(self) -> str:
+        """Name of the class of transformers that loads the decoder."""
+        return "AutoModelForImageTextToText" if self.wrapped else CAUSAL
+
+    def find_layout(self, names: Iterable[str]) -> Layout:
+        """Returns the layout of a file with tensors of these names."""
+        names = list(names)
+        found = (x for x in self.layouts if any(name.startswith(x.body) for name in names))
+        return next(found, self.layouts[0])
+
+    def rename(self, name: str, layout: Layout) -> str:
+        """Returns the name that `name` of the rules has in a file of this layout."""
+        body = name.startswith(self.prefix)
+        return layout.body + name.removeprefix(self.prefix) if body else layout.head + name
+
+    def names(
+        self, config: ModelConfig, layout: Layout | None = None
+    ) -> dict[TensorRule, dict[Index, str]]:
+        """Returns each rule's names in a file of this layout, by index into the stacked axes."""
+        sizes, layout = self.sizes(config), layout or self.layouts[0]
         return {
-            rule: {i: name.removeprefix(strip) for i, name in rule.names(sizes).items()}
+            rule: {i: self.rename(name, layout) for i, name in rule.names(sizes).items()}
             for rule in self.tensor_rules(config)
         }
 

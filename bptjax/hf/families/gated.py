@@ -1,6 +1,6 @@
-"""Decoders with RMS norms, rotary positions and a gated feed-forward network."""
+"""Decoders with rotary positions and a gated feed-forward network, most with RMS norms."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from bptjax.hf.families.family import activation, require, rotary
@@ -32,10 +32,11 @@ def rmsnorm_glu_decoder(c: Any, *, partial: bool = False, **more: Any) -> dict[s
             num_kv_heads=c.num_key_value_heads,
             head_dim=getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads,
             norm="rms",
-            norm_eps=c.rms_norm_eps,
+            norm_eps=getattr(c, "rms_norm_eps", None),
             gated=True,
-            tied_head=c.tie_word_embeddings,
-            attention_dropout=c.attention_dropout or 0.0,
+            # Text models of multimodal models may leave the key to the outer config.
+            tied_head=getattr(c, "tie_word_embeddings", False),
+            attention_dropout=getattr(c, "attention_dropout", None) or 0.0,
         )
         | rotary(c, partial=partial)
         | more
@@ -44,8 +45,9 @@ def rmsnorm_glu_decoder(c: Any, *, partial: bool = False, **more: Any) -> dict[s
 
 def window_pattern(c: Any) -> dict[str, Any]:
     """Returns the keywords of windows by layer; an empty dict if no layer has a window."""
-    window, types = c.sliding_window, list(c.layer_types)
-    return dict(sliding_window=window, layer_types=types) if "sliding_attention" in types else {}
+    window, types = getattr(c, "sliding_window", None), getattr(c, "layer_types", ())
+    windowed = "sliding_attention" in types
+    return dict(sliding_window=window, layer_types=list(types)) if windowed else {}
 
 
 def read_llama(c: Any) -> dict[str, Any]:
@@ -135,25 +137,109 @@ def read_gemma3(c: Any) -> dict[str, Any]:
     )
 
 
-def rules_rmsnorm_glu(c: ModelConfig) -> Iterator[TensorRule]:
-    """Yields the rules of LlamaForCausalLM's names, with the norms that Qwen 3 and Gemma add. With
-    sandwich norms, post_attention_layernorm is the norm of attention's output."""
+def rules_rmsnorm_glu(c: ModelConfig, order: Sequence[int] | None = None) -> Iterator[TensorRule]:
+    """Yields the rules of LlamaForCausalLM's names, with the norms that Qwen 3 and Gemma add. See
+    `attention` for `order`."""
+    yield from rules_rmsnorm_decoder(c, order)
+    names = (f"model.layers.{{layer}}.mlp.{n}_proj" for n in ("up", "down", "gate"))
+    yield from mlp(c, *names)
+
+
+def rules_rmsnorm_decoder(
+    c: ModelConfig, order: Sequence[int] | None = None
+) -> Iterator[TensorRule]:
+    """Yields these rules without the feed-forward network's. Where outputs are normalized,
+    post_attention_layernorm is the norm of attention's output."""
     layer = "model.layers.{layer}."
     yield from embedding_norm_head(c, "model.embed_tokens", "model.norm")
     names = (f"{layer}self_attn.{n}_proj" for n in "qkvo")
-    yield from attention(c, *names)
+    yield from attention(c, *names, order=order)
     if c.qk_norm:
-        yield from norm(f"{layer}self_attn.q_norm", "layers.query_norm", c, c.H)
-        yield from norm(f"{layer}self_attn.k_norm", "layers.key_norm", c, c.H)
-    yield from mlp(c, f"{layer}mlp.up_proj", f"{layer}mlp.down_proj", f"{layer}mlp.gate_proj")
-    yield from norm(f"{layer}input_layernorm", "layers.attention_norm", c)
+        queries, keys = (c.num_heads, c.K) if c.qk_norm_joint else (1, 1)
+        yield from norm(f"{layer}self_attn.q_norm", "layers.query_norm", c, queries * c.H)
+        yield from norm(f"{layer}self_attn.k_norm", "layers.key_norm", c, keys * c.H)
     after = f"{layer}post_attention_layernorm"
+    if c.norm_position != "output":
+        yield from norm(f"{layer}input_layernorm", "layers.attention_norm", c)
     if c.norm_position == "sandwich":
-        yield from norm(after, "layers.attention_post_norm", c)
         yield from norm(f"{layer}pre_feedforward_layernorm", "layers.mlp_norm", c)
+    if c.norm_position in ("output", "sandwich"):
+        yield from norm(after, "layers.attention_post_norm", c)
         yield from norm(f"{layer}post_feedforward_layernorm", "layers.mlp_post_norm", c)
-    else:
+    elif c.residual != "shared":
         yield from norm(after, "layers.mlp_norm", c)
+
+
+def read_granite(c: Any) -> dict[str, Any]:
+    """Reads GraniteForCausalLM, which has four factors; it divides logits by one of them."""
+    return read_llama(c) | dict(
+        attention_scale=c.attention_multiplier,
+        embedding_scale=c.embedding_multiplier,
+        residual_scale=c.residual_multiplier,
+        logits_scale=1 / c.logits_scaling,
+    )
+
+
+def output_norm_decoder(c: Any, **more: Any) -> dict[str, Any]:
+    """Returns the keywords of families that normalize the outputs of sublayers, and queries and
+    keys."""
+    return rmsnorm_glu_decoder(
+        c, activation=activation(c.hidden_act), norm_position="output", qk_norm=True, **more
+    )
+
+
+def read_olmo2(c: Any) -> dict[str, Any]:
+    """Reads Olmo2ForCausalLM. The norms of queries and keys are over all heads."""
+    bias = c.attention_bias
+    return output_norm_decoder(c, qk_norm_joint=True, qkv_bias=bias, out_bias=bias)
+
+
+def read_olmo3(c: Any) -> dict[str, Any]:
+    """Reads Olmo3ForCausalLM. Windowed and full layers have separate rotary parameters."""
+    return read_olmo2(c) | dict(sliding_window=c.sliding_window, layer_types=list(c.layer_types))
+
+
+def read_exaone4(c: Any) -> dict[str, Any]:
+    """Reads Exaone4ForCausalLM. If there are windows, layers with full attention rotate nothing."""
+    layers = None
+    if c.sliding_window is not None:
+        layers = [kind == "sliding_attention" for kind in c.layer_types]
+    return output_norm_decoder(c, rope_layers=layers, **window_pattern(c))
+
+
+def read_smollm3(c: Any) -> dict[str, Any]:
+    """Reads SmolLM3ForCausalLM. Some layers, every fourth by default, rotate nothing."""
+    rope_layers = [bool(rotates) for rotates in c.no_rope_layers]
+    return read_llama(c) | dict(rope_layers=rope_layers, **window_pattern(c))
+
+
+def read_seed_oss(c: Any) -> dict[str, Any]:
+    """Reads SeedOssForCausalLM. The output projection has a key of its own for its bias."""
+    return rmsnorm_glu_decoder(
+        c,
+        activation=activation(c.hidden_act),
+        qkv_bias=c.attention_bias,
+        out_bias=c.attention_out_bias,
+        mlp_bias=c.mlp_bias,
+        residual_dropout=c.residual_dropout,
+    )
+
+
+def read_stablelm(c: Any) -> dict[str, Any]:
+    """Reads StableLmForCausalLM. Norms are layer norms; a part of each head is rotated."""
+    # transformers applies hidden_dropout to one of two sublayers, and normalizes each head of
+    # queries and keys by weights of its own.
+    require(c, hidden_dropout=0.0, qk_layernorm=False)
+    return rmsnorm_glu_decoder(
+        c,
+        partial=True,
+        norm="layer",
+        norm_eps=c.layer_norm_eps,
+        norm_bias=True,
+        residual="shared" if c.use_parallel_residual else "sequential",
+        activation=activation(c.hidden_act),
+        qkv_bias=c.use_qkv_bias,
+    )
 
 
 def read_phi3(c: Any) -> dict[str, Any]:

@@ -15,15 +15,16 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
+import bptjax.ops.attention.library_kernels as library_kernels
 import bptjax.ops.attention.triton_flash as triton_flash
 from bptjax.ops.attention.contract import QKV, AttentionSpec, AttentionState, Kernel
-from bptjax.ops.attention.documents import (
+from bptjax.ops.attention.library_kernels import (
     document_starts,
     hide_padding,
     single_documents,
     zero_padding,
 )
-from bptjax.ops.mask import Mask, counts_from_zero
+from bptjax.ops.mask import Mask
 from bptjax.ops.softmax import merge_states
 from bptjax.ops.target import capability, is_absent, like, platform, stand_in
 
@@ -40,40 +41,20 @@ FALLBACK: Kernel = triton_flash
 
 def unsupported(x: QKV, spec: AttentionSpec) -> str | None:
     """Returns why cuDNN cannot honor these arguments, or None."""
-    mask, (_, T, _, H), S = spec.mask, x.q.shape, x.k.shape[1]
+    mask, T, S = spec.mask, x.q.shape[1], x.k.shape[1]
     if platform() != "gpu":
         return "needs an NVIDIA GPU"
     if triton_flash.compiler_shards_arrays():
         return "runs on one device, and the mesh has more"
     if missing := _missing_primitives():
         return f"this jax has other primitives: {missing}"
-    if jnp.dtype(x.q.dtype) not in (jnp.float16, jnp.bfloat16):
-        return f"takes float16 and bfloat16, not {jnp.dtype(x.q.dtype).name}"
-    largest = 256 if capability() >= (9, 0) else 128
-    if H % 8 or H > largest:
-        return f"takes head sizes that are multiples of 8 up to {largest}, not {H}"
-    for name, value in (("ALiBi", spec.alibi), ("soft cap", spec.softcap)):
-        if value is not None:
-            return f"has no {name}"
-    if spec.dropout:
-        return "its dropout depends on the implementation"
-    if mask.global_tokens is not None or mask.block_mask is not None:
-        return "has no global tokens and no block masks"
+    if reason := library_kernels.unsupported(x, spec, 256 if capability() >= (9, 0) else 128):
+        return reason
     if min(T, S) < 2:
         return "takes two tokens or more"
     if mask.window and not mask.causal:
         return "has windows in causal attention only"
-    if mask.window and T != S:
-        return "has windows where T = S only"
-    if mask.causal and not (
-        counts_from_zero(mask.positions) and counts_from_zero(mask.k_positions)
-    ):
-        return "counts positions from 0"
-    if mask.segments is not None:
-        if T != S or mask.k_segments is not None:
-            return "takes documents only where queries and keys are the same tokens"
-        return FALLBACK.unsupported(x, spec)
-    return None
+    return None if mask.segments is None else FALLBACK.unsupported(x, spec)
 
 
 def forward(x: QKV, spec: AttentionSpec) -> AttentionState:

@@ -15,15 +15,16 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 
 import bptjax.ops.attention.cudnn as cudnn
+import bptjax.ops.attention.library_kernels as library_kernels
 import bptjax.ops.attention.triton_flash as triton_flash
 from bptjax.ops.attention.contract import QKV, AttentionSpec, AttentionState, Kernel
-from bptjax.ops.attention.documents import (
+from bptjax.ops.attention.library_kernels import (
     document_starts,
     hide_padding,
     single_documents,
     zero_padding,
 )
-from bptjax.ops.mask import Mask, counts_from_zero
+from bptjax.ops.mask import Mask
 from bptjax.ops.target import capability, is_absent, like, platform, stand_in
 
 # Numbers of documents in a batch, padding between them included. A batch takes the first number
@@ -42,7 +43,7 @@ BACKEND = "cute"
 
 def unsupported(x: QKV, spec: AttentionSpec) -> str | None:
     """Returns why FlashAttention-4 cannot honor these arguments, or None."""
-    mask, (_, T, _, H), S = spec.mask, x.q.shape, x.k.shape[1]
+    mask, H = spec.mask, x.q.shape[-1]
     if platform() != "gpu":
         return "needs an NVIDIA GPU"
     major, minor = capability()
@@ -52,31 +53,17 @@ def unsupported(x: QKV, spec: AttentionSpec) -> str | None:
         return "runs on one device, and the mesh has more"
     if not is_absent() and (reason := _missing()):
         return reason
-    if jnp.dtype(x.q.dtype) not in (jnp.float16, jnp.bfloat16):
-        return f"takes float16 and bfloat16, not {jnp.dtype(x.q.dtype).name}"
-    if H % 8 or H > 256:
-        return f"takes head sizes that are multiples of 8 up to 256, not {H}"
+    if reason := library_kernels.unsupported(x, spec, 256):
+        return reason
     if x.q.size >= 2**31:
         return "was not tested on 2³¹ elements"
-    for name, value in (("ALiBi", spec.alibi), ("soft cap", spec.softcap)):
-        if value is not None:
-            return f"has no {name}"
-    if spec.dropout:
-        return "has no dropout"
-    if mask.global_tokens is not None or mask.block_mask is not None:
-        return "has no global tokens and no block masks"
-    if mask.causal or mask.window:
-        if T != S:
-            return "has causal masks and windows where T = S only"
-        if not counts_from_zero(mask.positions, mask.k_positions):
-            return "counts positions from 0"
-    if mask.segments is not None:
-        if T != S or mask.k_segments is not None:
-            return "takes documents only where queries and keys are the same tokens"
-        if H > 128:
-            return f"was tested with documents at head sizes up to 128, not {H}"
-        return FALLBACK.unsupported(x, spec)
-    return None
+    if mask.causal and x.q.shape[1] != x.k.shape[1]:
+        return "has causal masks where T = S only"
+    if mask.segments is None:
+        return None
+    if H > 128:
+        return f"was tested with documents at head sizes up to 128, not {H}"
+    return FALLBACK.unsupported(x, spec)
 
 
 @cache

@@ -9,6 +9,7 @@ not a range, so the kernels get lists of them.
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,7 +21,8 @@ from jaxtyping import Float
 from bptjax.ops.attention.contract import QKV, AttentionSpec, AttentionState
 from bptjax.ops.attention.scores import dropout_keys
 from bptjax.ops.mask import Mask, blocks
-from bptjax.ops.target import is_absent, platform, stand_in
+from bptjax.ops.target import is_absent, like, platform
+from bptjax.ops.triton_call import compiler_shards_arrays, triton_call
 
 # (query block, key block, warps, stages) by kernel and padded head size. The values for 64 and 128
 # were the fastest of three to five candidates on one H200: causal, 32 / 8 heads, bfloat16,
@@ -36,7 +38,6 @@ BLOCKS: dict[str, dict[int, tuple[int, int, int, int]]] = {
     "dkv": {32: (64, 64, 4, 3), 64: (64, 64, 4, 3), 128: (64, 128, 8, 3), 256: (32, 64, 8, 1)},
 }
 
-MANUAL = jax.sharding.AxisType.Manual
 LOG2E = np.float32(np.log2(np.e))
 
 
@@ -92,13 +93,6 @@ def unsupported(x: QKV, spec: AttentionSpec) -> str | None:
     return None
 
 
-def compiler_shards_arrays() -> bool:
-    """Returns whether the compiler itself shards arrays here, which it cannot do for a kernel."""
-    mesh = jax.sharding.get_abstract_mesh()
-    auto = [n for n, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind != MANUAL]
-    return any(mesh.shape[name] > 1 for name in auto)
-
-
 def forward(x: QKV, spec: AttentionSpec) -> AttentionState:
     """Dao 2023, arXiv 2307.08691, Algorithm 1. Uses the kernel's own block sizes, not the
     chunks."""
@@ -119,7 +113,7 @@ def backward(
     delta = (state.out.astype(jnp.float32) * dout.astype(jnp.float32)).sum(-1)
     lse = jnp.where(state.lse == -jnp.inf, jnp.inf, state.lse * LOG2E)
     more = dout, lse.swapaxes(1, 2), delta.swapaxes(1, 2)
-    dq, dk, dv = (jax.ShapeDtypeStruct(y.shape, y.dtype) for y in x)
+    dq, dk, dv = (like(y) for y in x)
     return QKV(*_launch("dq", x, more, spec, (dq,)), *_launch("dkv", x, more, spec, (dk, dv)))
 
 
@@ -200,27 +194,8 @@ def _launch(
     return CALL(name, inputs, shapes, grid, warps, stages, constants)
 
 
-def _call(name, inputs, shapes, grid, warps, stages, constants: Constants) -> tuple[Array, ...]:
-    if is_absent():
-        return stand_in(inputs, shapes)
-    # Imported here because importing jax-triton fails without a GPU.
-    import jax_triton
-
-    import bptjax.ops.attention.triton_kernels as kernels
-
-    return jax_triton.triton_call(
-        *inputs,
-        kernel=getattr(kernels, f"{name}_kernel"),
-        out_shape=shapes,
-        grid=grid,
-        num_warps=warps,
-        num_stages=stages,
-        C=constants,
-    )
-
-
 # Launches a kernel. Tests replace it, to run kernels in Triton's interpreter.
-CALL: Callable[..., tuple[Array, ...]] = _call
+CALL: Callable[..., tuple[Array, ...]] = partial(triton_call, "bptjax.ops.attention.triton_kernels")
 
 
 def block_ranges(mask: Mask, T: int, S: int, q_block: int, k_block: int, *, of_keys: bool) -> Array:

@@ -1,0 +1,87 @@
+"""Kernels of linear layers in 8 bits, for the products of a training step."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from flax import nnx
+from jax import Array
+
+from bptjax.models.linear import AdapterDropout
+from bptjax.models.params import param_path
+from bptjax.ops.float8 import VALUES, Float8, linear, quantize
+from bptjax.quantized_kernels import linear_kernels
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Float8Kernel:
+    """A kernel whose products have 8-bit operands.
+
+    Attributes:
+      kernel: takes the gradient; its values are not read. None if the kernel is frozen.
+      weight: the kernel `[O, I]` with O outputs and I inputs.
+      outputs: shape of the output axes.
+    """
+
+    kernel: nnx.Variable | None
+    weight: Float8
+    outputs: tuple[int, ...] = field(metadata={"static": True})
+
+    def __call__(self, x: Array, in_ndim: int, seeds: AdapterDropout | None = None) -> Array:
+        codes, scale = self.weight
+        x, kernel = x.reshape(*x.shape[:-in_ndim], -1), None
+        if self.kernel is not None:
+            kernel = self.kernel[...].astype(x.dtype).reshape(codes.shape[::-1])
+        y = linear(x, codes, scale, kernel)
+        return y.reshape(*y.shape[:-1], *self.outputs)
+
+
+def float8_kernels(model: Any) -> dict[str, int]:
+    """Returns the number of input axes of each kernel that can have 8-bit products, by path: of
+    linear layers in the model's layers, but not of experts."""
+    return {path: n for path, (stacked, n) in linear_kernels(model).items() if stacked == 1}
+
+
+def quantize_kernels(model: Any) -> dict[str, Float8]:
+    """Rounds the kernels of `float8_kernels` to 8 bits, with one scale per layer. Returns codes
+    `[L, *outputs, *inputs]` and scales `[L]` as variables, by path."""
+    in_ndims = float8_kernels(model)
+
+    def new(v, in_ndim):
+        def one(w):
+            return quantize(w.transpose(*range(in_ndim, w.ndim), *range(in_ndim)), VALUES)
+
+        codes, scale = jax.vmap(one)(v[...])
+        axes = *v.axes[in_ndim:], *v.axes[:in_ndim]
+        return Float8(nnx.Param(codes, axes=axes), nnx.Param(scale, axes=()))
+
+    found = {_path(at): v for at, v in jax.tree.leaves_with_path(model, is_leaf=_is_variable)}
+    return {path: new(found[path], in_ndim) for path, in_ndim in in_ndims.items()}
+
+
+def with_float8(model: Any, weights: Mapping[str, Float8], trained: bool) -> Any:
+    """Returns the model with the products of these weights, from `quantize_kernels`. Their
+    gradients go to the model's own kernels, if those are `trained`."""
+    in_ndims = float8_kernels(model)
+
+    def one(at, v):
+        if (path := _path(at)) not in weights:
+            return v
+        codes, scale = (x[...] for x in weights[path])
+        L, *outputs = codes.shape[: codes.ndim - in_ndims[path]]
+        weight = Float8(codes.reshape(L, math.prod(outputs), -1), scale)
+        return Float8Kernel(v if trained else None, weight, tuple(outputs))
+
+    return jax.tree.map_with_path(one, model, is_leaf=_is_variable)
+
+
+def _path(at: tuple) -> str:
+    """Returns the path of a parameter, or of the kernel whose frozen base it is."""
+    return param_path(at).removesuffix(".base")
+
+
+def _is_variable(x: Any) -> bool:
+    return isinstance(x, nnx.Variable)

@@ -1,0 +1,22 @@
+"""JSON files of checkpoints, tokenizers and datasets."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Reads a JSON object.
+
+    Raises:
+      ValueError: the file does not exist, or does not hold a JSON object.
+    """
+    try:
+        value = json.loads(file.read_text())
+    except OSError as error:
+        raise ValueError(f"{file}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is damaged: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{file}: must hold a JSON object")
+    return value

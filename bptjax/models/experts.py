@@ -1,0 +1,222 @@
+"""A mixture of experts: a router sends each token to a few of many gated feed-forward networks."""
+
+import math
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
+from jaxtyping import Bool, Float, Int, UInt32
+
+from bptjax.models.config import ModelConfig
+from bptjax.models.feed_forward import ACTIVATIONS, Auxiliary, FeedForward
+from bptjax.models.linear import AdapterDropout, new_param
+from bptjax.ops.checkpoint_names import checkpoint_named
+from bptjax.ops.grouped_matmul import Groups, collect, dispatch, group, grouped_matmul
+from bptjax.ops.per_device import REPLICATED, SHARDED, free_axes, per_device
+from bptjax.parallel.sequence import FOLDED_BATCH
+
+# Name of the experts of each token. A remat policy saves them together with the experts'
+# activations: if rounding sent a token to another expert in the backward pass, the saved rows would
+# belong to other tokens.
+ROUTING = "routing"
+
+
+class Router(nnx.Module):
+    """Logits of each token over the experts, in float32."""
+
+    def __init__(self, config: ModelConfig, key: Array, dtype: DTypeLike):
+        D, X = config.hidden_size, config.num_experts or 0
+        self.kernel = new_param(key, (D, X), ("embed", None), config.init_std, dtype)
+        bias = nnx.Param(jnp.zeros(X, dtype), axes=(None,))
+        self.bias = bias if config.router_bias else None
+
+    def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T X"]:
+        kernel = self.kernel[...].astype(x.dtype)
+        logits = jnp.dot(x, kernel, preferred_element_type=jnp.float32)
+        return logits if self.bias is None else logits + self.bias[...].astype(jnp.float32)[None]
+
+
+def apply_expert_kernel(
+    kernel: Any,
+    x: Float[Array, "M I"],
+    experts: Int[Array, "n"],
+    seeds: AdapterDropout | None = None,
+) -> Float[Array, "M O"]:
+    """Computes `grouped_matmul(x, kernel, experts)`. A kernel that is not a parameter, as one with
+    an adapter, computes this itself.
+    """
+    if isinstance(kernel, nnx.Variable):
+        return grouped_matmul(x, kernel[...], experts)
+    return kernel.grouped(x, experts, seeds)
+
+
+class ExpertLinear(nnx.Module):
+    """x · kernel + bias, each row with the matrix of its expert."""
+
+    def __init__(
+        self,
+        key: Array,
+        shape: tuple[int, int, int],
+        axes: tuple[str | None, ...],
+        *,
+        std: float,
+        bias: bool,
+        dtype: DTypeLike,
+    ):
+        self.kernel = new_param(key, shape, ("experts", *axes), std, dtype, matrix=(1, 1))
+        experts, _, outputs = shape
+        zeros = jnp.zeros((experts, outputs), dtype)
+        self.bias = nnx.Param(zeros, axes=("experts", axes[-1])) if bias else None
+
+    def __call__(
+        self, x: Float[Array, "M I"], groups: Groups, seeds: AdapterDropout | None = None
+    ) -> Float[Array, "M O"]:
+        y = apply_expert_kernel(self.kernel, x, groups.experts, seeds)
+        if self.bias is not None:
+            bias = self.bias[...].astype(x.dtype)[groups.experts]
+            y = y + jnp.repeat(bias, len(x) // len(bias), axis=0)
+        return y
+
+
+class Experts(FeedForward):
+    """Σ weight · down(activation(gate(x)) · up(x)) over the experts of each token. No token is
+    dropped.
+
+    The auxiliary sums are `chosen` `[X]`, the tokens of each expert; `probability` `[X]`, the
+    softmax over all experts; and `z`, the square of its log-sum-exp.
+    """
+
+    def __init__(self, config: ModelConfig, key: Array, dtype: DTypeLike):
+        D, F, X = config.hidden_size, config.expert_F, config.num_experts or 0
+        router, gate, up, down = jax.random.split(key, 4)
+        std, bias = config.init_std, config.mlp_bias
+
+        def linear(key, inputs, outputs, axes, std):
+            shape = X, inputs, outputs
+            return ExpertLinear(key, shape, axes, std=std, bias=bias, dtype=dtype)
+
+        self.config = config
+        self.router = Router(config, router, dtype)
+        self.gate = linear(gate, D, F, ("embed", "mlp"), std)
+        self.up = linear(up, D, F, ("embed", "mlp"), std)
+        self.down = linear(down, F, D, ("mlp", "embed"), std / (2 * config.num_layers) ** 0.5)
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        *,
+        counted: Bool[Array, "B T"],
+        seeds: AdapterDropout | None = None,
+        offload: float = 0.0,
+    ) -> tuple[Float[Array, "B T D"], Auxiliary]:
+        # Each device groups its own tokens; a sort of all tokens would gather them. A
+        # generation may have fewer sequences than devices.
+        run, axes = partial(_run, offload=offload), free_axes(FOLDED_BATCH)
+        mesh = jax.sharding.get_abstract_mesh()
+        if x.shape[0] % math.prod(mesh.shape[name] for name in axes):
+            axes = ()
+        key, ids = (None, None) if seeds is None else seeds
+        inputs = REPLICATED, SHARDED, SHARDED, REPLICATED, SHARDED
+        return per_device(run, axes, inputs, SHARDED)(self, x, counted, key, ids)
+
+    def activate(
+        self, gate: Float[Array, "*b F"], up: Float[Array, "*b F"]
+    ) -> Float[Array, "*b F"]:
+        """Computes activation(gate) · up, with the config's limit and offset."""
+        config = self.config
+        if (limit := config.glu_limit) is not None:
+            gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+        return ACTIVATIONS[config.activation](gate) * (up + config.glu_offset)
+
+    @staticmethod
+    def has_auxiliary_loss(config: ModelConfig) -> bool:
+        return bool(config.router_aux_loss or config.router_z_loss)
+
+    @staticmethod
+    def auxiliary_loss(
+        config: ModelConfig, sums: Auxiliary, totals: Auxiliary, tokens: Array
+    ) -> Float[Array, ""]:
+        """Computes the load-balancing loss of Switch Transformers, Fedus et al. 2021, arXiv
+        2101.03961, equation 4, with the shares of the tokens and the probabilities averaged over
+        all layers; and the z-loss of ST-MoE, Zoph et al. 2022, arXiv 2202.08906, equation 5."""
+        layers, experts = totals["chosen"].shape
+        share = totals["chosen"].sum(0) / (layers * tokens)
+        probability = sums["probability"].sum(0) / (layers * tokens)
+        balance = experts * (share * probability).sum()
+        z = sums["z"].sum() / (layers * tokens)
+        return (config.router_aux_loss or 0.0) * balance + config.router_z_loss * z
+
+    @staticmethod
+    def metrics(
+        config: ModelConfig, totals: Auxiliary, tokens: Array
+    ) -> dict[str, Float[Array, ""]]:
+        """Returns the load of the busiest expert of any layer, as a multiple of a balanced load."""
+        chosen = totals["chosen"]
+        balanced = tokens * config.experts_per_token / chosen.shape[1]
+        return {"train/max_expert_load": chosen.max() / balanced}
+
+
+def _run(
+    network: Experts,
+    x: Float[Array, "B T D"],
+    counted: Bool[Array, "B T"],
+    key: UInt32[Array, "2"] | None,
+    ids: Int[Array, "B T"] | None,
+    axes: tuple[str, ...],
+    offload: float,
+) -> tuple[Float[Array, "B T D"], Auxiliary]:
+    """Runs the experts on the tokens of one device. `key` and `ids` are AdapterDropout's."""
+    config, (B, T, D) = network.config, x.shape
+    X, k = config.num_experts or 0, config.experts_per_token
+    tokens = x.reshape(B * T, D)
+    logits = network.router(tokens)
+    _, chosen = jax.lax.top_k(jax.lax.stop_gradient(logits), k)
+    chosen = checkpoint_name(chosen, ROUTING)
+    groups = group(chosen, X)
+    rows = dispatch(tokens, groups)
+    seeds = None
+    if key is not None and ids is not None:
+        # A token has other dropout in each of its experts.
+        each = ids.reshape(-1, 1) * k + jnp.arange(k, dtype=ids.dtype)[None]
+        each = jnp.take(each.reshape(-1), groups.choices, mode="fill", fill_value=0)
+        seeds = AdapterDropout(key, each[None])
+    gate, up = (
+        checkpoint_named(linear(rows, groups, seeds)[None], name, offload)[0]
+        for name, linear in (("gate", network.gate), ("up", network.up))
+    )
+    rows = network.down(network.activate(gate, up), groups, seeds)
+    weights = _weights(logits, chosen, config.router_renormalized).reshape(-1)
+    weights = jnp.take(weights, groups.choices, mode="fill", fill_value=0)
+    y = collect(rows * weights[:, None].astype(rows.dtype), groups)
+    return y.reshape(B, T, D), _sums(logits.reshape(B, T, X), chosen.reshape(B, T, k), counted)
+
+
+def _weights(
+    logits: Float[Array, "T X"], chosen: Int[Array, "T k"], renormalized: bool
+) -> Float[Array, "T k"]:
+    """Returns the softmax over all experts at the chosen ones, or over the chosen ones alone if
+    `renormalized`, which is the same divided by the sum."""
+    found = jnp.take_along_axis(logits, chosen, 1)
+    total = jax.nn.logsumexp(found if renormalized else logits, 1, keepdims=True)
+    return jnp.exp(found - total)
+
+
+def _sums(
+    logits: Float[Array, "B T X"], chosen: Int[Array, "B T k"], counted: Bool[Array, "B T"]
+) -> Auxiliary:
+    """Sums over the counted tokens of each sequence."""
+    B, _, X = logits.shape
+    each = counted.astype(jnp.float32)
+    sequences = jnp.arange(B)[:, None, None]
+    tokens = jnp.zeros((B, X)).at[sequences, chosen].add(each[..., None])
+    lse = jax.nn.logsumexp(logits, 2)
+    return dict(
+        chosen=tokens,
+        probability=jnp.einsum("bt,btx->bx", each, jnp.exp(logits - lse[..., None])),
+        z=(each * jnp.square(lse)).sum(1),
+    )

@@ -1,0 +1,160 @@
+"""Mixture of experts without dropped tokens: tokens grouped by expert, and matrix products of each
+group with the matrix of its expert.
+
+The rows of an expert fill blocks of a fixed size, so each block has one expert. At most one block
+of each expert is not full: memory follows the number of tokens, however they are distributed over
+the experts.
+
+Gale et al. 2022, MegaBlocks, https://arxiv.org/abs/2211.15841, Section 5.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Int
+
+from bptjax.ops import grouped_triton
+
+# Largest and smallest number of rows in a block.
+MOST_ROWS, FEWEST_ROWS = 128, 16
+
+
+class Groups(NamedTuple):
+    """The rows of each expert, in order of the experts. A row holds a choice, a pair of a token and
+    one of its k experts, or is empty.
+
+    Attributes:
+      experts: expert of each block of rows.
+      choices: number of the choice that a row holds, token · k + its place among the token's
+        experts; T · k if the row is empty.
+      rows: row of each choice.
+    """
+
+    experts: Int[Array, "n"]
+    choices: Int[Array, "M"]
+    rows: Int[Array, "T k"]
+
+
+def block_rows(choices: int, experts: int) -> int:
+    """Returns the number of rows in a block: a power of two. On average the blocks that are not
+    full have about a quarter as many empty rows as there are choices, or less, unless an expert has
+    fewer than 2 · FEWEST_ROWS choices.
+    """
+    share = choices // (2 * experts)
+    return max(FEWEST_ROWS, min(MOST_ROWS, 1 << max(share, 1).bit_length() - 1))
+
+
+def group(chosen: Int[Array, "T k"], experts: int, block: int | None = None) -> Groups:
+    """Groups the choices by expert, in order of the tokens.
+
+    Args:
+      chosen: experts of each token, from 0.
+      experts: number of experts.
+      block: rows of a block; `block_rows` if left out.
+    """
+    size = chosen.size
+    block = block_rows(size, experts) if block is None else block
+    # Each expert with a choice has at most block - 1 empty rows.
+    n = (size + min(experts, size) * (block - 1)) // block
+    flat = chosen.reshape(-1).astype(jnp.int32)
+    order = jnp.argsort(flat, stable=True).astype(jnp.int32)
+    counts = jnp.zeros(experts, jnp.int32).at[flat].add(1)
+    ends = jnp.cumsum(-(-counts // block))
+    # Distance of an expert's first row from its first choice in this order.
+    shifts = (ends - -(-counts // block)) * block - (jnp.cumsum(counts) - counts)
+    rows = jnp.arange(size, dtype=jnp.int32) + shifts[flat[order]]
+    # Blocks behind the last expert's are empty.
+    owners = jnp.searchsorted(ends, jnp.arange(n, dtype=jnp.int32), side="right")
+    return Groups(
+        jnp.minimum(owners, experts - 1).astype(jnp.int32),
+        jnp.full(n * block, size, jnp.int32).at[rows].set(order),
+        jnp.zeros(size, jnp.int32).at[order].set(rows).reshape(chosen.shape),
+    )
+
+
+@jax.custom_vjp
+def dispatch(x: Float[Array, "T D"], groups: Groups) -> Float[Array, "M D"]:
+    """Copies each token to the rows of its choices. Empty rows are 0."""
+    k = groups.rows.shape[1]
+    return jnp.take(x, groups.choices // k, axis=0, mode="fill", fill_value=0)
+
+
+@jax.custom_vjp
+def collect(rows: Float[Array, "M D"], groups: Groups) -> Float[Array, "T D"]:
+    """Sums the rows of each token's choices, in float32; the transpose of `dispatch`."""
+    each = rows[groups.rows]
+    return each.sum(1, dtype=jnp.float32).astype(rows.dtype)
+
+
+# Autodiff would scatter, which rounds each sum to the dtype of the tokens.
+dispatch.defvjp(
+    lambda x, groups: (dispatch(x, groups), groups), lambda groups, dy: (collect(dy, groups), None)
+)
+collect.defvjp(
+    lambda rows, groups: (collect(rows, groups), groups),
+    lambda groups, dy: (dispatch(dy, groups), None),
+)
+
+
+@jax.custom_vjp
+def grouped_matmul(
+    x: Float[Array, "M I"], w: Float[Array, "X I O"], experts: Int[Array, "n"]
+) -> Float[Array, "M O"]:
+    """Multiplies each of n blocks of M / n rows by the matrix of its expert, in x's dtype.
+
+    Products and the gradient of each matrix accumulate in float32. The backward pass saves the
+    operands alone. Triton kernels compute it on GPUs, if no mesh axis is left to the compiler; a
+    loop over the blocks computes it elsewhere.
+
+    Args:
+      experts: expert of each block, in ascending order.
+    """
+    return _multiply(x, w, experts, transposed=False)
+
+
+def _multiply(x: Array, w: Array, experts: Array, transposed: bool) -> Array:
+    """Multiplies each block by the matrix of its expert, or by its transpose."""
+    if grouped_triton.available():
+        return grouped_triton.multiply(x, w, experts, transposed)
+    contracted = ((1,), (1 if transposed else 0,)), ((), ())
+
+    def one(_, block):
+        rows, expert = block
+        matrix = jax.lax.dynamic_index_in_dim(w, expert, keepdims=False).astype(rows.dtype)
+        y = jax.lax.dot_general(rows, matrix, contracted, preferred_element_type=jnp.float32)
+        return None, y.astype(rows.dtype)
+
+    _, y = jax.lax.scan(one, None, (x.reshape(len(experts), -1, x.shape[1]), experts))
+    return y.reshape(len(x), -1)
+
+
+def _matrix_gradients(x: Array, dy: Array, w: Array, experts: Array) -> Array:
+    """Sums xᵀ · dy over the blocks of each expert."""
+    if grouped_triton.available():
+        return grouped_triton.matrix_gradients(x, dy, w, experts)
+
+    def add(sums, block):
+        rows, drows, expert = block
+        product = jnp.dot(rows.T, drows, preferred_element_type=jnp.float32)
+        old = jax.lax.dynamic_index_in_dim(sums, expert, keepdims=False)
+        return jax.lax.dynamic_update_index_in_dim(sums, old + product, expert, 0), None
+
+    blocks = (a.reshape(len(experts), -1, a.shape[1]) for a in (x, dy))
+    sums, _ = jax.lax.scan(add, jnp.zeros_like(w, jnp.float32), (*blocks, experts))
+    return sums.astype(w.dtype)
+
+
+def _forward(x, w, experts):
+    return grouped_matmul(x, w, experts), (x, w, experts)
+
+
+def _backward(operands, dy):
+    # The two gradients are separate loops, so that XLA drops the one that nothing reads.
+    x, w, experts = operands
+    dx = _multiply(dy, w, experts, transposed=True)
+    return dx, _matrix_gradients(x, dy, w, experts), None
+
+
+grouped_matmul.defvjp(_forward, _backward)

@@ -1,0 +1,89 @@
+"""The grouped matrix product by Triton kernels through jax-triton, on NVIDIA GPUs."""
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Int
+
+from bptjax.ops.target import capability, is_absent, platform
+from bptjax.ops.triton_call import compiler_shards_arrays, triton_call
+
+# (outputs, inputs, warps, stages) of a tile, by kernel and bytes of an element.
+TILES: dict[str, dict[int, tuple[int, int, int, int]]] = {
+    "multiply": {2: (128, 64, 4, 4), 4: (64, 32, 4, 2)},
+    "gradient": {2: (128, 128, 8, 3), 4: (64, 64, 4, 1)},
+}
+# Compute capabilities of GPUs with 100 KB of shared memory: one stage of the gradient fits into it.
+SMALL = (8, 6), (8, 9), (12, 0)
+# Launches a kernel. Tests replace it, to run kernels in Triton's interpreter.
+CALL: Callable[..., tuple[Array, ...]] = partial(triton_call, "bptjax.ops.grouped_triton_kernels")
+
+
+@dataclass(frozen=True)
+class Constants:
+    """Compile-time constants of a kernel, its one `tl.constexpr` argument.
+
+    Attributes:
+      K, N: contracted size and outputs of the product; inputs and outputs of the gradient.
+      BM, BN, BK: rows, outputs and inputs of a tile.
+      stride_k, stride_n: distances in a matrix between inputs and between outputs.
+    """
+
+    K: int
+    N: int
+    BM: int
+    BN: int
+    BK: int
+    stride_k: int
+    stride_n: int
+
+
+def available() -> bool:
+    """Returns whether the kernels can run here.
+
+    Raises:
+      NotImplementedError: on a GPU without jax-triton, where a loop would be slow without a word.
+    """
+    if platform() != "gpu" or compiler_shards_arrays():
+        return False
+    if not is_absent() and importlib.util.find_spec("jax_triton") is None:
+        raise NotImplementedError(
+            'a mixture of experts needs jax-triton on a GPU; pip install -e ".[gpu]" brings it'
+        )
+    return True
+
+
+def multiply(
+    x: Float[Array, "M I"], w: Float[Array, "X _ _"], experts: Int[Array, "n"], transposed: bool
+) -> Float[Array, "M O"]:
+    """Multiplies each block by the matrix of its expert, or by its transpose."""
+    (M, K), N = x.shape, w.shape[1 if transposed else 2]
+    bn, bk, warps, stages = TILES["multiply"][x.dtype.itemsize]
+    strides = (1, K) if transposed else (N, 1)
+    constants = Constants(K, N, M // len(experts), bn, bk, *strides)
+    grid = len(experts), -(-N // bn)
+    shapes = (jax.ShapeDtypeStruct((M, N), x.dtype),)
+    inputs = x, w, experts
+    return CALL("multiply", inputs, shapes, grid, warps, stages, constants)[0]
+
+
+def matrix_gradients(
+    x: Float[Array, "M I"], dy: Float[Array, "M O"], w: Float[Array, "X I O"], experts: Array
+) -> Float[Array, "X I O"]:
+    """Sums xᵀ · dy over the blocks of each expert, which are contiguous."""
+    (X, K, N), M = w.shape, len(x)
+    bn, bk, warps, stages = TILES["gradient"][x.dtype.itemsize]
+    each = jnp.arange(X, dtype=experts.dtype)
+    ranges = [jnp.searchsorted(experts, each, side=side) for side in ("left", "right")]
+    constants = Constants(K, N, M // len(experts), bn, bk, N, 1)
+    if capability() in SMALL:
+        stages = 1
+    grid = -(-N // bn), -(-K // bk), X
+    shapes = (jax.ShapeDtypeStruct(w.shape, w.dtype),)
+    inputs = x, dy, jnp.stack(ranges, 1).astype(jnp.int32)
+    return CALL("gradient", inputs, shapes, grid, warps, stages, constants)[0]

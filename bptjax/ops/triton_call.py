@@ -1,0 +1,45 @@
+"""Calls of Triton kernels through jax-triton."""
+
+import importlib
+from typing import Any
+
+import jax
+from jax import Array
+
+from bptjax.ops.target import is_absent, stand_in
+
+MANUAL = jax.sharding.AxisType.Manual
+
+
+def compiler_shards_arrays() -> bool:
+    """Returns whether the compiler itself shards arrays here, which it cannot do for a kernel."""
+    mesh = jax.sharding.get_abstract_mesh()
+    auto = [n for n, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind != MANUAL]
+    return any(mesh.shape[name] > 1 for name in auto)
+
+
+def triton_call(
+    module: str,
+    name: str,
+    inputs: tuple[Array, ...],
+    shapes: tuple[jax.ShapeDtypeStruct, ...],
+    grid: tuple[int, ...],
+    warps: int,
+    stages: int,
+    constants: Any,
+) -> tuple[Array, ...]:
+    """Runs `{name}_kernel` of a module over its grid, or stands in for it on absent devices."""
+    if is_absent():
+        return stand_in(inputs, shapes)
+    # Imported here because importing jax-triton fails without a GPU.
+    import jax_triton
+
+    return jax_triton.triton_call(
+        *inputs,
+        kernel=getattr(importlib.import_module(module), f"{name}_kernel"),
+        out_shape=shapes,
+        grid=grid,
+        num_warps=warps,
+        num_stages=stages,
+        C=constants,
+    )

@@ -1,0 +1,83 @@
+"""Checks of a model and of a run's config before weights are loaded."""
+
+from bptjax.hf.config_export import exported
+from bptjax.json_files import read_json
+from bptjax.lora import AdapterConfig
+from bptjax.models.config import ModelConfig
+from bptjax.models.feed_forwards import FEED_FORWARDS
+from bptjax.models.layers import rotary
+from bptjax.ops.target import capability
+from bptjax.pretrained import Pretrained
+from bptjax.training.spec import TrainSpec
+from bptjax.training.state import adapted_kernels, embeddings_in_full, kernel_sizes
+
+
+def check_model(model: ModelConfig, pretrained: Pretrained | None) -> None:
+    """Checks the scaling of rotary positions.
+
+    Raises:
+      ValueError: an unknown feed-forward network; a scaling that is not valid, or that
+        transformers could not read from an export.
+    """
+    if model.feed_forward not in FEED_FORWARDS:
+        names = ", ".join(FEED_FORWARDS)
+        raise ValueError(f"model.feed_forward={model.feed_forward}: must be one of {names}")
+    if model.position_embedding == "rope":
+        for parameters in model.ropes:
+            rotary(model, parameters, None)
+    if pretrained and pretrained.sidecars and pretrained.read_as:
+        exported(read_json(pretrained.sidecars / "config.json"), pretrained.read_as, model)
+
+
+def check_adapter(spec: TrainSpec) -> None:
+    """Checks the adapter against the checkpoint.
+
+    Raises:
+      ValueError: an adapter without a checkpoint, or for layers that the model lacks; a checkpoint
+        that is an adapter, with adapter.type=none or with other settings of the adapter.
+    """
+    config, pretrained = spec.config, spec.pretrained
+    adapter, name = config.adapter, config.model.name_or_path
+    if adapter.type == "none":
+        if pretrained and pretrained.adapters:
+            raise ValueError(
+                f"model.name_or_path={name}: must not be an adapter with adapter.type=none; set "
+                "adapter.type to lora or qlora to continue training it, or merge it first"
+            )
+        return
+    if pretrained is None:
+        raise ValueError(
+            f"adapter.type={adapter.type}: must go with a checkpoint; set model.name_or_path"
+        )
+    for key in ("r", "alpha", "use_rslora", "target_modules", "modules_to_save"):
+        value = getattr(adapter, key)
+        if pretrained.adapters and value != getattr(AdapterConfig(), key):
+            raise ValueError(
+                f"adapter.{key}={value}: must not be set, because model.name_or_path={name} is an "
+                f"adapter, which decides {key}"
+            )
+    adapted_kernels(spec)
+    embeddings_in_full(spec)
+
+
+def check_float8(spec: TrainSpec) -> None:
+    """Checks train.linear=float8 against the devices and the sizes of the linear layers.
+
+    Raises:
+      ValueError: devices that multiply no 8-bit floats, or sizes that cuBLAS does not take.
+    """
+    if spec.config.train.linear is None:
+        return
+    device = spec.mesh.devices.flat[0]
+    if device.platform != "cpu" and capability(device) < (8, 9):
+        raise ValueError(
+            "train.linear=float8: must go with GPUs of compute capability 8.9 or newer, not "
+            f"{device.device_kind}; leave it out"
+        )
+    for path, sizes in kernel_sizes(spec, sharded=False).items():
+        if any(size % 16 for size in sizes):
+            raise ValueError(
+                "train.linear=float8: must go with linear layers whose sizes are multiples of 16; "
+                f"{path} has {sizes[0]} inputs and {sizes[1]} outputs per device; leave it out, or "
+                "change model or parallel.tp"
+            )

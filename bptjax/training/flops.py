@@ -1,0 +1,60 @@
+"""FLOPs of a step, as model FLOPs utilization counts them."""
+
+from collections import Counter
+
+import jax.numpy as jnp
+from jax import Array
+
+from bptjax.models.config import ModelConfig
+from bptjax.training.spec import TrainSpec
+from bptjax.training.state import ParameterCounts, parameter_counts
+
+
+def matmul_parameters(spec: TrainSpec) -> ParameterCounts:
+    """Counts the parameters that a token is multiplied by. Look-up tables do not count: learned
+    positions, and the input embedding unless it is also the head. Experts count only as far as a
+    token is routed to them."""
+    model = spec.model
+    lookups = {"positions"} if model.tied_head else {"positions", "embedding"}
+    total, trained = parameter_counts(spec, lambda path: path not in lookups)
+    if model.num_experts is None:
+        return ParameterCounts(total, trained)
+    others = model.num_experts - model.experts_per_token
+    idle = 3 * model.num_layers * others * model.hidden_size * model.expert_F
+    if spec.config.adapter.type == "none":
+        return ParameterCounts(total - idle, trained - idle)
+    adapters = parameter_counts(spec, lambda path: path.startswith("layers.mlp.")).trained
+    unused = adapters * others // model.num_experts
+    return ParameterCounts(total - idle - unused, trained - unused)
+
+
+def attended_pairs(model: ModelConfig, positions: Array, segments: Array) -> Array:
+    """Returns the number of query-key pairs that the masks of all layers allow, float32: causal,
+    within documents, and within each layer's window or pattern."""
+    layers = Counter((kind.window, kind.pattern) for kind in model.layer_kinds)
+    pairs = jnp.zeros(())
+    for (window, pattern), count in layers.items():
+        keys = positions + 1 if window is None else jnp.minimum(positions + 1, window)
+        if pattern is not None:
+            keys = pattern.keys(positions, positions.shape[1])
+        pairs += count * jnp.where(segments != 0, keys.astype(jnp.float32), 0.0).sum()
+    return pairs
+
+
+def model_flops(
+    model: ModelConfig, parameters: ParameterCounts, tokens: int, pairs: float
+) -> float:
+    """Returns the FLOPs of a step as model FLOPs utilization (MFU) counts them: the forward pass
+    and the gradients of activations and of trained parameters, without recomputation.
+
+    Args:
+      parameters: result of `matmul_parameters`.
+      tokens: number of tokens without padding.
+      pairs: result of `attended_pairs`.
+
+    Chowdhery et al. 2022, arXiv 2204.02311, Appendix B, but only with the pairs that the mask
+    allows.
+    """
+    total, trained = parameters
+    attention = 12.0 * pairs * model.num_heads * model.H
+    return (4.0 * total + 2.0 * trained) * tokens + attention

@@ -1,0 +1,100 @@
+"""Compares steps and losses with linear layers in float8 and in bfloat16, on a GPU.
+
+    python scripts/float8.py steps --out DIRECTORY
+    python scripts/float8.py losses --out DIRECTORY --data.path 'texts/*.txt' --data.tokenizer NAME
+
+`steps` times full fine-tuning steps of the 8B decoder of scripts/step.py, each in a process of its
+own: in bfloat16, in float8, and in float8 with fewer saved activations. `losses` trains a model of
+124M parameters, if the vocabulary has 50,000 tokens, with several seeds in bfloat16 and one in
+float8, and draws the losses. Further options are config keys.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import convergence
+import numpy as np
+
+# Settings of the best steps in bfloat16 by length, and names of fewer activations to save.
+STEPS = {
+    8_192: (["--execution.remat=dots"], "[query,key,value,attended,up]"),
+    32_768: (["--execution.save=[query,key,value,attended]"], "[attended]"),
+}
+MODEL = [
+    "--model.hidden_size=768",
+    "--model.intermediate_size=2048",
+    "--model.num_layers=12",
+    "--model.num_heads=12",
+    "--train.compute_dtype=bfloat16",
+    "--train.seq_len=1024",
+    "--train.per_device_train_batch_size=32",
+    "--optimizer.learning_rate=6e-4",
+    "--optimizer.lr_scheduler_type=cosine",
+    "--optimizer.warmup_ratio=0.05",
+    "--data.packing=concat",
+]
+FLOAT8 = "--train.linear=float8"
+# Steps over which losses are averaged, for comparison and for drawing.
+WINDOW = 50
+
+
+def steps(out: Path, options: list[str], repeats: int) -> None:
+    """Writes `steps.jsonl`, a row per step of scripts/step.py."""
+    file = out / "steps.jsonl"
+    for T, (best, fewer) in STEPS.items():
+        for flags in (best, [*best, FLOAT8], [f"--execution.save={fewer}", FLOAT8]):
+            chunk = f"--execution.ffn_chunk={T}"
+            command = [sys.executable, str(Path(__file__).with_name("step.py")), "8b", str(T)]
+            command += [f"--steps={repeats}", f"--out={file}", chunk, *flags, *options]
+            subprocess.run(command, check=True)
+
+
+def losses(out: Path, options: list[str], count: int, seeds: int) -> None:
+    """Writes `losses.json` and `losses.png`."""
+    defaults = [*MODEL, f"--train.max_steps={count}"]
+    kinds = [(f"bfloat16, seed {seed}", [f"--seed={seed}"]) for seed in range(seeds)]
+    rows = {
+        name: convergence.losses([*options, *flags], count, defaults)
+        for name, flags in [*kinds, ("float8", [FLOAT8])]
+    }
+    (out / "losses.json").write_text(json.dumps(rows) + "\n")
+    *plain, float8 = (float(np.mean(found[-WINDOW:])) for found in rows.values())
+    print(
+        f"mean loss of the last {WINDOW} of {count} steps: float8 {float8:.4f}, bfloat16 "
+        f"{min(plain):.4f} to {max(plain):.4f} with {seeds} seeds"
+    )
+
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4))
+    for name, found in rows.items():
+        smooth = np.convolve(found, np.ones(WINDOW) / WINDOW, "valid")
+        axes.plot(smooth, label=name, linewidth=1.5 if name == "float8" else 0.8)
+    axes.set(xlabel="step", ylabel=f"loss, nats a token, mean of {WINDOW} steps")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(out / "losses.png", dpi=120)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("study", choices=("steps", "losses"))
+    parser.add_argument("--steps", type=int, help="timed steps, by default 5; or of a run, 2000")
+    parser.add_argument("--seeds", type=int, default=3, help="of the losses in bfloat16")
+    parser.add_argument("--out", type=Path, default=Path("runs/float8"))
+    args, options = parser.parse_known_args(argv)
+    args.out.mkdir(parents=True, exist_ok=True)
+    if args.study == "steps":
+        steps(args.out, options, args.steps or 5)
+    else:
+        losses(args.out, options, args.steps or 2000, args.seeds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,254 @@
+"""train.linear=float8: one result on every mesh and under every remat policy, little to gather."""
+
+import re
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_compiler_facts import equations
+
+from bptjax.config import Config, TrainConfig
+from bptjax.devices import absent_devices
+from bptjax.execution import ExecutionConfig
+from bptjax.models.config import ModelConfig
+from bptjax.ops.float8 import VALUES
+from bptjax.optimizer import OptimizerConfig
+from bptjax.parallel.mesh import make_mesh
+from bptjax.train import main
+from bptjax.training.checks import check_float8
+from bptjax.training.hlo import FLOAT8_PRODUCT, check_float8_products
+from bptjax.training.prediction import tracing_for
+from bptjax.training.spec import TrainSpec
+from bptjax.training.state import abstract_state
+from bptjax.training.step import abstract_batch, compile_step, gradients, loss_sums
+from training.specs import assert_same, gradient_sums, initial_state, needs_compiler
+
+T = 32
+MODEL = ModelConfig(
+    vocab_size=96,
+    hidden_size=32,
+    intermediate_size=64,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    tied_head=False,
+    init_std=0.1,
+)
+CONFIG = Config(
+    train=TrainConfig(seq_len=T, max_steps=20, linear="float8"),
+    execution=ExecutionConfig(
+        attention_implementation="reference", q_chunk=16, ffn_chunk=T, ce_chunk=128
+    ),
+    optimizer=OptimizerConfig(learning_rate=1e-2),
+)
+
+
+def make_spec(devices=None, model=MODEL, **groups) -> TrainSpec:
+    """`groups` change keys of CONFIG's."""
+    changed = {name: replace(getattr(CONFIG, name), **keys) for name, keys in groups.items()}
+    config = replace(CONFIG, **changed)
+    mesh = config.parallel
+    count = mesh.dp * mesh.fsdp * mesh.tp * mesh.sp if "parallel" in groups else 1
+    return TrainSpec(config, model, make_mesh(mesh, (devices or jax.devices())[:count]))
+
+
+@pytest.fixture(scope="module")
+def batch():
+    tokens = np.random.default_rng(0).integers(0, 64, (4, T), np.int32)
+    place = np.broadcast_to(np.arange(T, dtype=np.int32), tokens.shape)
+    labels = np.where(place % 3 == 0, -100, np.roll(tokens, -1, 1)).astype(np.int32)
+    return dict(tokens=tokens, labels=labels, segments=np.ones_like(tokens), positions=place)
+
+
+@pytest.fixture(scope="module")
+def one(batch):
+    return gradient_sums(make_spec(), batch)
+
+
+@pytest.mark.parametrize(
+    "execution",
+    [
+        dict(remat="none"),
+        dict(remat="full"),
+        dict(remat="nested(2)"),
+        dict(remat="dots", ffn_chunk=16),
+        dict(schedule="fused"),
+    ],
+    ids=str,
+)
+def test_execution_changes_nothing(batch, one, execution):
+    assert_same(gradient_sums(make_spec(execution=execution), batch), one)
+
+
+def gathered(text):
+    """Dtypes in which devices gather arrays of the size of a kernel."""
+    found = re.findall(r" = (.*?) all-gather(?:-start)?\(", text)
+    arrays = [array for result in found for array in re.findall(r"(\w+)\[([\d,]+)\]", result)]
+    sizes = [(dtype, np.prod([int(n) for n in shape.split(",")])) for dtype, shape in arrays]
+    return {dtype for dtype, size in sizes if size in (32 * 32, 32 * 64)}
+
+
+@pytest.mark.parametrize("ffn_chunk", [T, 16])
+def test_fsdp_gathers_no_kernel_in_float32(batch, one, ffn_chunk):
+    """Also with several chunks, before which every device gathers what its loop reads. XLA on a CPU
+    sends float8 as float16."""
+    spec = make_spec(parallel=dict(fsdp=2), execution=dict(ffn_chunk=ffn_chunk))
+    with jax.set_mesh(spec.mesh):
+        operands = initial_state(spec), spec.layout.put(batch, 1)
+        step = jax.jit(partial(gradients, spec)).lower(*operands).compile()
+    assert_same(step(*operands), one)
+    dtypes = gathered(step.as_text())
+    assert dtypes and dtypes <= {"f16", "f8e4m3fn", "u8"}, dtypes
+
+
+@pytest.mark.parametrize("parallel", [dict(fsdp=1, tp=2), dict(fsdp=1, sp=2)], ids=str)
+def test_other_meshes_and_micro_batches(batch, one, parallel):
+    """A scale is that of all shards, and gradients of several micro-batches add up."""
+    assert_same(gradient_sums(make_spec(parallel=parallel), batch, 2), one)
+
+
+def test_kernels_are_rounded_once():
+    """Before the loops over micro-batches and layers, which only run again."""
+    spec = make_spec(train=dict(gradient_accumulation_steps=2), execution=dict(remat="full"))
+    state, micro_batches = abstract_state(spec), abstract_batch(spec)
+    made = [
+        eqn.outvars[0].aval.shape
+        for eqn in equations(partial(gradients, spec), state, micro_batches)
+        if eqn.primitive.name == "convert_element_type" and eqn.params["new_dtype"] == VALUES
+    ]
+    heads = [(2, 4, 16, 32), (2, 2, 16, 32), (2, 2, 16, 32), (2, 32, 4, 16)]
+    kernels = [*heads, (2, 64, 32), (2, 64, 32), (2, 32, 64)]
+    assert sorted(shape for shape in made if shape[0] == 2) == sorted(kernels)
+    micro_batch = {name: jax.ShapeDtypeStruct((1, T), jnp.int32) for name in micro_batches}
+    loss = partial(loss_sums, spec, key=None, z_loss=0.0)
+    evaluated = jax.make_jaxpr(loss)(state.model, micro_batch)
+    assert "f8" not in str(evaluated)
+
+
+def test_adapters_train_beside_a_base_in_8_bits(batch, one):
+    spec = make_spec(adapter=dict(type="lora", r=4))
+    found = gradient_sums(spec, batch)
+    np.testing.assert_allclose(found[0].loss, one[0].loss, rtol=1e-5)
+    b = found[1].layers.mlp.down.kernel.b[...]
+    assert np.linalg.norm(b) > 0
+    products = [
+        eqn.outvars[0].aval.shape
+        for eqn in equations(partial(gradients, spec), abstract_state(spec), abstract_batch(spec))
+        if eqn.primitive.name == "dot_general" and "float8" in str(eqn.invars[0].aval.dtype)
+    ]
+    # Of tokens, and not of a kernel.
+    assert len(products) > 14 and all(shape[:2] == (1, T) for shape in products)
+
+
+def test_training_is_close_to_bfloat16(batch):
+    def losses(**train):
+        spec = make_spec(train=dict(compute_dtype="bfloat16", **train))
+        state, placed = initial_state(spec), spec.layout.put(batch)
+        step = compile_step(spec, state, placed)
+        found = []
+        for _ in range(20):
+            state, metrics = step(state, placed)
+            found.append(float(metrics["train/loss"]))
+        return found
+
+    float8, plain = losses(), losses(linear=None)
+    assert float8 != plain and float8[-1] < 0.5 * float8[0]
+    np.testing.assert_allclose(float8, plain, rtol=0.1)
+
+
+def test_a_run_keeps_no_state():
+    """Of scales, so that a run goes on from a checkpoint as it would have gone on."""
+    states = (abstract_state(make_spec(train=dict(linear=kind))) for kind in ("float8", None))
+    first, second = ([(x.shape, x.dtype) for x in jax.tree.leaves(state)] for state in states)
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--train.linear=int8"], "train.linear"),
+        (["--train.linear=float8", "--model.hidden_size=24"], "layers.key.kernel has 24 inputs"),
+        (
+            ["--train.linear=float8", "--adapter.type=qlora"],
+            "train.linear=float8: must not go with adapter.type=qlora, whose weights have 4 bits",
+        ),
+    ],
+)
+def test_refusals(arguments, tmp_path, capsys, flags, message):
+    assert main([*arguments, "--run_dir", str(tmp_path / "run"), *flags]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_shards_and_devices_are_checked():
+    check_float8(make_spec(parallel=dict(fsdp=2, tp=2, sp=2)))
+    with pytest.raises(ValueError, match=r"layers.key.kernel has 32 inputs and 8 outputs"):
+        check_float8(make_spec(model=replace(MODEL, head_dim=8), parallel=dict(fsdp=1, tp=2)))
+
+
+HLO = """HloModule jit_step
+
+ENTRY %main (x: f8e4m3fn[32,16], w: f8e4m3fn[16,16], s: f32[]) -> bf16[32,16] {{
+  %x = f8e4m3fn[32,16]{{1,0}} parameter(0)
+  %w = f8e4m3fn[16,16]{{1,0}} parameter(1)
+  %s = f32[] parameter(2)
+  %y = f16[32,16]{{1,0}} convert(%x)
+  %first = bf16[32,16]{{1,0}} custom-call(%x, %w, %s), custom_call_target="{0}", \
+metadata={{op_name="jit(step)/float8/dot_general"}}, backend_config={{"dot_dimension_numbers":{{}}}}
+  ROOT %second = bf16[32,16]{{1,0}} dot({1}, %w), lhs_contracting_dims={{1}}, \
+rhs_contracting_dims={{1}}, metadata={{op_name="jit(step)/transpose(float8)/dot_general"}}
+}}
+"""
+
+
+def test_a_step_without_8_bit_products_stops_the_run():
+    check_float8_products(HLO.format(FLOAT8_PRODUCT, "%x"))
+    with pytest.raises(RuntimeError, match="XLA turned 1 of 2 matrix products"):
+        check_float8_products(HLO.format(FLOAT8_PRODUCT, "%y"))
+    with pytest.raises(RuntimeError, match="train.linear=float8: .* and 0 into"):
+        check_float8_products(HLO.format("__cublas$lt$matmul", "%x"))
+
+
+@needs_compiler
+def test_the_step_of_an_absent_gpu():
+    """XLA recognizes the products of 8 bits, and devices gather kernels in 8 bits; an older GPU is
+    refused."""
+    kind, devices = absent_devices("h100:2")
+    groups = dict(train=dict(compute_dtype="bfloat16"), parallel=dict(fsdp=2))
+    spec = make_spec(devices, replace(MODEL, num_layers=1), **groups)
+    check_float8(spec)
+    with tracing_for(spec, kind.platform):
+        step = compile_step(spec, abstract_state(spec), abstract_batch(spec))
+    check_float8_products(step.as_text())
+    assert gathered(step.as_text()) == {"f8e4m3fn"}
+    _, devices = absent_devices("a100")
+    with pytest.raises(ValueError, match="compute capability 8.9 or newer, not NVIDIA A100"):
+        check_float8(make_spec(devices))
+
+
+@pytest.mark.gpu
+def test_remat_policies_on_a_gpu():
+    """Compiling also checks that XLA recognizes the products. The first loss and the norm of its
+    gradient are those without remat, and close to those in bfloat16."""
+    sizes = dict(hidden_size=256, intermediate_size=512, head_dim=64)
+    tokens = np.random.default_rng(0).integers(0, 96, (2, 257), np.int32)
+    positions = np.broadcast_to(np.arange(256, dtype=np.int32), (2, 256))
+    batch = dict(tokens=tokens[:, :-1], labels=tokens[:, 1:], positions=positions)
+    batch |= dict(segments=np.ones_like(positions))
+
+    def first(linear="float8", **execution):
+        train = dict(seq_len=256, compute_dtype="bfloat16", linear=linear)
+        execution = dict(attention_implementation="auto", ffn_chunk=256) | execution
+        spec = make_spec(model=replace(MODEL, **sizes), train=train, execution=execution)
+        state, placed = initial_state(spec), spec.layout.put(batch)
+        _, metrics = compile_step(spec, state, placed)(state, placed)
+        return [float(metrics[name]) for name in ("train/loss", "train/grad_norm")]
+
+    wanted = first(remat="none")
+    for execution in (dict(remat="full"), dict(remat="dots"), dict(remat="nested(2)")):
+        np.testing.assert_allclose(first(**execution), wanted, rtol=1e-2)
+    np.testing.assert_allclose(first(linear=None), wanted, rtol=5e-2)
