@@ -299,7 +299,9 @@ def resolve_checkpoint(name: str, weights: bool = True) -> Path:
 
     try:
         patterns = ["*.json", "*.txt", "*.model", "*.jinja"] + ["*.safetensors"] * weights
-        return Path(snapshot_download(name, allow_patterns=patterns))
+        # Second copies of the weights, in the formats of other programs.
+        others = ["*/*", "consolidated*"]
+        return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=others))
     except Exception as error:
         # The hub's client lets every exception of its transport through.
         raise ValueError(

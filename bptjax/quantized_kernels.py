@@ -133,7 +133,8 @@ def quantize_model(model: Any, codebook: str, double: bool) -> Any:
 
 def quantizer(model: Any, codebook: str, double: bool) -> Callable[[str, Any, np.ndarray], Any]:
     """Returns a function that replaces `put_param` and quantizes the kernels of linear layers on
-    the devices, one stack at a time, from their dtype on disk.
+    the devices, from their dtype on disk. The devices hold the unquantized kernel of one layer at a
+    time: those of all experts in all layers may be larger than the memory.
 
     Args:
       model: abstract model with shardings.
@@ -143,19 +144,36 @@ def quantizer(model: Any, codebook: str, double: bool) -> Callable[[str, Any, np
     def put_one(path, leaf, array):
         if path not in kernels:
             return put_param(path, leaf, array)
-        kernel, where = put_param(path, leaf, array, array.dtype), leaf.get_value().sharding
+        wanted = leaf.get_value()
         pack = partial(
             quantize_kernels, kernel_axes=kernels[path], codebook=codebook, double=double
         )
-        if isinstance(where, NamedSharding):
-            like = jax.eval_shape(pack, kernel)
+        like = jax.eval_shape(pack, leaf)
+        shardings = wanted.sharding
+        if isinstance(shardings, NamedSharding):
+            mesh = shardings.mesh
             shardings = jax.tree.map(
-                lambda v: v.replace(sharding(where.mesh, v.axes, v.get_value().shape)),
+                lambda v: v.replace(sharding(mesh, v.axes, v.get_value().shape)),
                 like,
                 is_leaf=_is_variable,
             )
-            return jax.jit(pack, out_shardings=shardings)(kernel)
-        return jax.jit(pack)(kernel)
+
+        @partial(jax.jit, out_shardings=shardings)
+        def empty():
+            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+
+        @partial(jax.jit, out_shardings=shardings, donate_argnums=0)
+        def store(found, kernel, layer):
+            start = partial(jax.lax.dynamic_update_slice_in_dim, start_index=layer, axis=0)
+            return jax.tree.map(start, found, pack(kernel))
+
+        found = empty()
+        one = jax.ShapeDtypeStruct((1, *wanted.shape[1:]), wanted.dtype, sharding=wanted.sharding)
+        for layer in range(len(array)):
+            kernel = put_param(path, leaf.replace(one), array[layer : layer + 1], array.dtype)
+            # Otherwise the next kernels are on the devices before this one is quantized.
+            found = jax.block_until_ready(store(found, kernel, layer))
+        return found
 
     return put_one
 

@@ -17,8 +17,8 @@ if find_spec("fa4_jax"):
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS]).strip()
 # Stack traces in compiled programs, which no test reads, are a tenth of the tests' time.
 os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
-# JAX looks for plug-ins once. CUDA's, which the extra `plan` brings, refuses a machine without CUDA's
-# libraries; after a test that asked for devices, none could compile for GPUs that are not there.
+# JAX looks for plug-ins once. CUDA's, which the extra `plan` brings, refuses a machine without
+# CUDA's libraries; after a test that asked for devices, none could compile for absent GPUs.
 os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
 if "PYTEST_XDIST_WORKER" not in os.environ:
     # In the environment, for the workers and the processes that tests start: what one has compiled,

@@ -15,11 +15,24 @@ from bptjax.config import Config, TrainConfig
 from bptjax.execution import ExecutionConfig
 from bptjax.lora import AdapterConfig, LoraKernel, target_kernels
 from bptjax.models.config import ModelConfig
+from bptjax.models.decoder import Decoder
+from bptjax.models.params import put_param
 from bptjax.optimizer import OptimizerConfig
 from bptjax.parallel.mesh import ParallelConfig, make_mesh
-from bptjax.quantized_kernels import QuantizedKernel, linear_kernels
+from bptjax.quantized_kernels import (
+    QuantizedKernel,
+    linear_kernels,
+    quantize_kernels,
+    quantizer,
+)
 from bptjax.training.spec import TrainSpec
-from bptjax.training.state import abstract_state, init_state, parameter_counts, split_trained
+from bptjax.training.state import (
+    abstract_state,
+    init_state,
+    parameter_counts,
+    split_trained,
+    with_shardings,
+)
 from bptjax.training.step import compile_step
 
 T = 32
@@ -245,6 +258,31 @@ def test_adapters_of_experts_in_4_bits(batch):
     kernels = [linear.kernel.base for linear in (mlp.gate, mlp.up, mlp.down)]
     stored = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(kernels))
     assert stored <= 0.53 * (2 * 3 * 3 * 256 * 128)
+
+
+def test_checkpoints_are_quantized_a_layer_at_a_time(monkeypatch):
+    """The devices never hold all layers unquantized; codes and scales are those of the stack."""
+    sizes = dict(num_layers=3, feed_forward="experts", num_experts=2, expert_size=64)
+    config = replace(MODEL, hidden_size=64, **sizes)
+    spec = make_spec(ParallelConfig(dp=2, fsdp=2, tp=2), config)
+    model = Decoder(config, jax.random.key(0), jnp.bfloat16)
+    put = []
+
+    def counted(path, leaf, array, dtype):
+        put.append(array.shape)
+        return put_param(path, leaf, array, dtype)
+
+    monkeypatch.setattr("bptjax.quantized_kernels.put_param", counted)
+    quantize = quantizer(with_shardings(spec, model), "nf4", True)
+    for name, linear in (("mlp.up", model.layers.mlp.up), ("query", model.layers.query)):
+        path, kernel = f"layers.{name}.kernel", linear.kernel
+        wanted = quantize_kernels(kernel, linear_kernels(model)[path], "nf4", True)
+        leaf = with_shardings(spec, kernel)
+        found = quantize(path, leaf, np.asarray(kernel[...]))
+        assert jax.tree.structure(found) == jax.tree.structure(wanted)
+        jax.tree.map(np.testing.assert_array_equal, found, wanted)
+        assert not found.matrix.codes[...].sharding.is_fully_replicated
+    assert {shape[0] for shape in put} == {1} and len(put) == 6
 
 
 def test_targets():

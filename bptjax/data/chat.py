@@ -51,6 +51,18 @@ class Chat:
         return [i for i, message in enumerate(self.messages) if message["role"] == ANSWER]
 
 
+def check_text_alone(row: Mapping[str, Any], where: str) -> None:
+    """Checks that a record has no images, videos or sound, which training would ignore.
+
+    Raises:
+      ValueError: it has; the error names the field.
+    """
+    if media := [name for name in MEDIA if row.get(name)]:
+        raise ValueError(
+            f"{where}: {media[0]!r} must be empty, because models are trained on text alone"
+        )
+
+
 def _text(row: Mapping[str, Any], key: str) -> str:
     if not isinstance(row.get(key), str):
         raise ValueError(f"{key!r} must be text")
@@ -207,11 +219,8 @@ def read_chat(row: Mapping[str, Any], format: Format, where: str) -> Chat:
         )
     used = {*format.fields, *format.optional, "chat_template_kwargs"}
     variables = {k: v for k, v in row.items() if k not in used and v is not None}
+    check_text_alone(row, where)
     try:
-        if media := [name for name in MEDIA if row.get(name)]:
-            raise ValueError(
-                f"{media[0]!r} must be empty, because models are trained on text alone"
-            )
         messages = tuple(format.messages(row))
         if ANSWER not in (message["role"] for message in messages):
             raise ValueError(f"{format.fields[0]!r} must have a message with the role {ANSWER!r}")

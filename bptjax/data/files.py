@@ -13,7 +13,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from bptjax.data.chat import Chat, find_format, from_arrow, read_chat
+from bptjax.data.chat import (
+    MEDIA,
+    Chat,
+    check_text_alone,
+    find_format,
+    from_arrow,
+    read_chat,
+)
 
 
 @dataclass(frozen=True)
@@ -60,6 +67,7 @@ def document(row: object, where: str, *, text_key: str, format: str = "text") ->
     if chat := find_format(fields, format):
         return read_chat(fields, chat, where)
     if isinstance(fields.get(text_key), str):
+        check_text_alone(fields, where)
         return fields[text_key]
     if "input_ids" in fields and (ids := _integers(fields["input_ids"])) is not None:
         return _token_ids(ids, fields.get("labels"), where)
@@ -264,7 +272,7 @@ def record_columns(names: list[str], path: Path, text_key: str, format: str) -> 
     """
     chat = find_format(names, format)
     # Read all columns of a chat, because its template may use any field.
-    text = (text_key,) if text_key in names else ("input_ids", "labels")
+    text = (text_key, *MEDIA) if text_key in names else ("input_ids", "labels")
     columns = tuple(name for name in (names if chat else text) if name in names)
     if repeated := [name for name in columns if names.count(name) > 1]:
         raise ValueError(f"{path}: {repeated[0]!r}: must be the name of one column; rename others")

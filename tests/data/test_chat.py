@@ -220,6 +220,7 @@ def test_bad_templates_are_named(tmp_path, small):
             "record 2: message 1: 'content' has a part of type 'image': must be text",
         ),
         ({"prompt": "a", "answer": "b", "images": ["c"]}, "auto", "record 2: 'images' must be em"),
+        ({"text": "a", "images": ["c"]}, "auto", "record 2: 'images' must be empty, because"),
         ({"other": 1}, "auto", "record 2: must have text in .text.*data.format"),
     ],
 )

@@ -45,6 +45,15 @@ def test_splits_are_named(tmp_path):
     assert list(open_documents(tmp_path / "set" / "train")) == ["train"]
 
 
+def test_text_with_images_in_a_table(tmp_path):
+    table = pa.table({"text": ["a", "b"], "image": [None, b"x"], "id": [1, 2]})
+    pq.write_table(table, tmp_path / "a.parquet")
+    documents = open_documents(tmp_path)
+    assert documents[0] == "a"
+    with pytest.raises(ValueError, match="a.parquet, row group 0, row 2: 'image' must be empty"):
+        documents[1]
+
+
 def test_ipc_files_and_token_ids(tmp_path):
     ids = [[1, 2, 3], [4]]
     table = pa.table({"input_ids": ids, "image": [b"x" * 99] * 2})
