@@ -24,9 +24,8 @@ from bptjax.hf.other_tensors import OTHERS
 from bptjax.hf.tensors import Writer
 from bptjax.json_files import read_json
 from bptjax.lora import merged
+from bptjax.models.architecture import new_model
 from bptjax.models.config import ModelConfig
-from bptjax.models.decoder import Decoder
-from bptjax.models.encoder_config import EncoderConfig
 from bptjax.models.params import Index, resize_param
 from bptjax.output import atomic_directory
 from bptjax.pretrained import Pretrained, open_pretrained, resolve_checkpoint
@@ -99,7 +98,7 @@ def _merging(model: Pretrained) -> Callable[[str, Index], np.ndarray]:
     assert model.adapters is not None
     config, values = model.adapters.config, model.adapters.values
     kernels = linear_kernels(
-        jax.eval_shape(lambda key: Decoder(model.config, key), jax.random.key(0))
+        jax.eval_shape(lambda key: new_model(model.config, key), jax.random.key(0))
     )
     merge = jax.jit(partial(merged, config=config), static_argnames="kernel_axes")
 
@@ -216,9 +215,9 @@ def difference(
 
     kind = getattr(transformers, model.family.auto_class if model.family else CAUSAL)
     config, key, rng = model.config, "input_ids", np.random.default_rng(0)
-    if isinstance(config, EncoderConfig):
+    if not config.causal:
         kind = getattr(transformers, read_json(hf / "config.json")["architectures"][0])
-    if isinstance(config, EncoderConfig) and config.image_size:
+    if config.image_size:
         shape = 2, config.channels, *config.image_size
         inputs, key = rng.normal(size=shape).astype(np.float32), "pixel_values"
     else:
@@ -236,9 +235,8 @@ def difference(
     *layers, stream, last = jax.jit(type(ours).hidden_states)(ours, jnp.asarray(inputs))
     # transformers' last hidden state of a decoder follows the final norm; of an encoder, precedes
     # it.
-    final = stream if isinstance(config, EncoderConfig) else last
-    pooled = isinstance(config, EncoderConfig) and config.pooler
-    got = jax.jit(type(ours).pooled if pooled else type(ours).logits)(ours, last)
+    final = last if config.causal else stream
+    got = jax.jit(type(ours).pooled if config.pooler else type(ours).logits)(ours, last)
     errors = [_relative(a, b) for a, b in zip([*layers, final], states, strict=True)]
     return errors, _relative(got, end)
 

@@ -57,9 +57,9 @@ def _losses(model, tokens, *, dtype, execution):
     labels = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)), constant_values=-100)
     hidden, _ = model(tokens, dtype=dtype, execution=execution)
     hidden, cap = model.for_head(hidden), model.config.logits_softcap
-    return linear_cross_entropy(hidden, model.head_matrix, labels, softcap=cap, reduction="none")[
-        :, :-1
-    ]
+    return linear_cross_entropy(
+        hidden, model.head_matrix, labels, bias=model.logits_bias, softcap=cap, reduction="none"
+    )[:, :-1]
 
 
 def by_position(
@@ -200,7 +200,7 @@ def run(args: Namespace) -> int:
     model, tokenizer, config = load_decoder(
         args.model, tokenizer=args.tokenizer, device=args.device, dtype=args.dtype, warn=warn
     )
-    dtype = model.embedding.get_value().dtype
+    dtype = model.head_matrix.dtype
     longest = max([args.length] * bool(args.data) + args.passkey_lengths, default=0)
     if line := length_warning(config, longest):
         warn(line)

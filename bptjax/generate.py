@@ -106,7 +106,7 @@ def _stream(
     ]
     if line := length_warning(model.config, max(map(len, prompts)) + new_tokens):
         warn(line)
-    dtype = jnp.dtype(dtype or model.embedding.get_value().dtype)
+    dtype = jnp.dtype(dtype or model.head_matrix.dtype)
     return continuations(model, tokenizer, prompts, new_tokens=new_tokens, dtype=dtype, **options)
 
 

@@ -18,7 +18,6 @@ from bptjax.data.tokenizer import (
 from bptjax.models.config import ModelConfig
 from bptjax.models.decoder import Decoder
 from bptjax.models.encoder import Encoder
-from bptjax.models.encoder_config import EncoderConfig
 from bptjax.parallel.mesh import select_devices
 from bptjax.pretrained import Pretrained, open_pretrained, resolve_checkpoint
 
@@ -72,7 +71,7 @@ def load_decoder(
       ValueError: also for an encoder, or a checkpoint without a tokenizer.
     """
     found, text = _open(name, tokenizer, warn)
-    if isinstance(found.config, EncoderConfig):
+    if not found.config.causal:
         raise ValueError(f"{name}: must be a decoder; an encoder generates no text")
     if text is None:
         raise ValueError(f"{name}: must have a tokenizer; choose one with --tokenizer")

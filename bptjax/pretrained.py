@@ -28,10 +28,8 @@ from bptjax.hf.peft import read_peft
 from bptjax.hf.peft_config import ADAPTER_CONFIG, read_base
 from bptjax.hf.tensors import SINGLE, Tensors
 from bptjax.lora import AdapterConfig, Adapters, attach
+from bptjax.models.architecture import new_model
 from bptjax.models.config import ModelConfig
-from bptjax.models.decoder import Decoder
-from bptjax.models.encoder import Encoder
-from bptjax.models.encoder_config import EncoderConfig
 from bptjax.models.params import (
     ArraySpec,
     Index,
@@ -139,18 +137,14 @@ class Pretrained:
             adapters.
         """
 
-        def new():
-            key = jax.random.key(0)
-            if isinstance(self.config, EncoderConfig):
-                return Encoder(self.config, key, dtype)
-            return Decoder(self.config, key, dtype)
-
         def placed(leaf):
             value = leaf.get_value()
             return leaf.replace(jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=where))
 
         model = jax.tree.map(
-            placed, jax.eval_shape(new), is_leaf=lambda x: isinstance(x, nnx.Variable)
+            placed,
+            jax.eval_shape(lambda: new_model(self.config, jax.random.key(0), dtype)),
+            is_leaf=lambda x: isinstance(x, nnx.Variable),
         )
         if params is not None:
             return fill_model(model, params, self.config)

@@ -4,8 +4,8 @@ import json
 import sys
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.text import Text
 
@@ -14,15 +14,16 @@ from bptjax.config import Config
 from bptjax.config_parser import parse
 from bptjax.data.account import Account
 from bptjax.data.chat import Chat
+from bptjax.data.config import DataConfig
 from bptjax.data.encode import IGNORED, encode
 from bptjax.data.files import Document, TokenIds
-from bptjax.data.loader import data_check, train_loader
+from bptjax.data.loader import data_check, token_masking, train_loader
 from bptjax.data.marked import marked
 from bptjax.data.packing import Example
 from bptjax.data.records import readable
 from bptjax.data.tokenizer import Tokenizer
 from bptjax.metrics import printable
-from bptjax.training.data import open_data
+from bptjax.training.data import RunData, open_data
 
 DESCRIPTION = """Shows what a run would train on: counts over the data, one record before and after
 the chat template, and the first packed sequences. Tokens in the loss are green, or in [[ ]] if the
@@ -67,7 +68,8 @@ def preview(config: PreviewConfig, console: Console) -> None:
     data_config = replace(plain.data, bad_records="skip")
     data = open_data(replace(plain, data=data_config))
     seq_len = config.train.seq_len
-    check = data_check(data.train, data.held_out, data.tokenizer, data_config, seq_len=seq_len)
+    how = dict(seq_len=seq_len, objective=data.objective)
+    check = data_check(data.train, data.held_out, data.tokenizer, data_config, **how)
     check.run(config.seconds)
     console.rule("data")
     for line in (*check.lines(), *data.notes, *_steps(config, check.sequences_per_epoch)):
@@ -80,13 +82,13 @@ def preview(config: PreviewConfig, console: Console) -> None:
         _draw_lengths(check.accounts, Path(config.out))
     first = next(readable(data.train, "skip"), None)
     if first is not None:
-        _print_record(first, data.tokenizer, data_config, config.shown_tokens, console)
+        _print_record(first, data, data_config, config.shown_tokens, console)
     shards = data_config.num_shards
     batches = train_loader(
         data.train,
         data.tokenizer,
         data_config,
-        seq_len=seq_len,
+        **how,
         batch_size=-(-config.rows // shards) * shards,
     )
     try:
@@ -95,7 +97,7 @@ def preview(config: PreviewConfig, console: Console) -> None:
         batches.close()
     for i in range(config.rows):
         sequence = {name: x[i] for name, x in batch.items()}
-        _print_sequence(i + 1, sequence, data.tokenizer, config.shown_tokens, console)
+        _print_sequence(i + 1, sequence, data, config.shown_tokens, console)
 
 
 def _steps(config: Config, sequences: int | None) -> list[str]:
@@ -141,7 +143,7 @@ def _draw_lengths(accounts: list[Account], out: Path) -> None:
 
 
 def _print_record(
-    document: Document, tokenizer: Tokenizer, config: Any, shown: int, console: Console
+    document: Document, data: RunData, config: DataConfig, shown: int, console: Console
 ) -> None:
     """Prints a record as it was read, and each of its examples."""
     console.rule("first record, as read")
@@ -155,19 +157,22 @@ def _print_record(
         print(" ".join(map(str, ids[:shown])) + ("…" if len(ids) > shown else ""))
     examples = encode(
         document,
-        tokenizer,
+        data.tokenizer,
         source_max_len=config.source_max_len,
         target_max_len=config.target_max_len,
         train_on_source=config.train_on_source,
+        objective=data.objective,
     )
+    if masking := token_masking(data.tokenizer, config, data.objective):
+        examples = [masking(one, np.random.default_rng(config.seed)) for one in examples]
     for number, example in enumerate(examples, 1):
         of = f", example {number} of {len(examples)}" if len(examples) > 1 else ""
         console.rule(f"first record, as trained on{of}: {_count(example)}")
-        console.print(marked_text(example, tokenizer, shown, console.is_terminal), soft_wrap=True)
+        console.print(_marked(example, data, shown, console), soft_wrap=True)
 
 
 def _print_sequence(
-    number: int, sequence: Example, tokenizer: Tokenizer, shown: int, console: Console
+    number: int, sequence: Example, data: RunData, shown: int, console: Console
 ) -> None:
     """Prints a packed sequence, a document at a time."""
     segments = sequence["segments"]
@@ -179,7 +184,7 @@ def _print_sequence(
         document = {name: x[segments == segment] for name, x in sequence.items()}
         first, last = document["positions"][[0, -1]]
         print(f"document {index}, positions {first:,} to {last:,}: {_count(document)}")
-        console.print(marked_text(document, tokenizer, shown, console.is_terminal), soft_wrap=True)
+        console.print(_marked(document, data, shown, console), soft_wrap=True)
 
 
 def _count(example: Example) -> str:
@@ -187,11 +192,17 @@ def _count(example: Example) -> str:
     return f"{len(labels):,} tokens, {int((labels != IGNORED).sum()):,} labels in the loss"
 
 
-def marked_text(example: Example, tokenizer: Tokenizer, shown: int, colored: bool) -> Text:
+def _marked(example: Example, data: RunData, shown: int, console: Console) -> Text:
+    return marked_text(example, data.tokenizer, shown, console.is_terminal, data.objective)
+
+
+def marked_text(
+    example: Example, tokenizer: Tokenizer, shown: int, colored: bool, objective: str = "next_token"
+) -> Text:
     """Returns the text of an example as `marked` yields it, with the tokens in the loss in color or
     in [[ ]]."""
     text = Text()
-    for piece, in_loss in marked(example, tokenizer, shown):
+    for piece, in_loss in marked(example, tokenizer, shown, objective):
         piece = f"[[{printable(piece)}]]" if in_loss and not colored else printable(piece)
         text.append(piece, "dim" if in_loss is None else IN_LOSS if in_loss and colored else "")
     return text

@@ -29,9 +29,8 @@ from timing import add_row, attempt, milliseconds, needs
 
 from bptjax import Mask
 from bptjax.config_parser import parse
-from bptjax.models.config import Execution
+from bptjax.models.config import Execution, ModelConfig
 from bptjax.models.encoder import Encoder
-from bptjax.models.encoder_config import EncoderConfig
 from bptjax.ops.taylor_attention import taylor_attention
 from bptjax.parallel.mesh import ParallelConfig, constrain, make_mesh, select_devices
 from bptjax.parallel.ring import zigzag
@@ -39,7 +38,8 @@ from bptjax.parallel.sequence import STRATEGIES, attention
 from bptjax.training.flops import matmul_parameters, model_flops
 from bptjax.training.spec import TrainSpec
 
-TRANSFORMER = EncoderConfig(
+TRANSFORMER = ModelConfig(
+    causal=False,
     hidden_size=768,
     num_layers=12,
     num_heads=12,
@@ -63,6 +63,7 @@ ENCODERS = {
         final_norm=False,
         token_types=2,
         masked_head=True,
+        head_bias=True,
     ),
     "vit": replace(TRANSFORMER, image_size=(224, 224), patch_size=(16, 16), classes=1000),
 }
@@ -140,7 +141,8 @@ def encoder_row(args: argparse.Namespace, name: str, rows: int, T: int, n: int, 
         config = replace(config, max_position_embeddings=T)
 
     def loss(model, inputs, labels):
-        hidden = model(inputs, dtype=dtype, execution=Execution(attention_implementation=args.impl))
+        execution = Execution(attention_implementation=args.impl)
+        hidden, _ = model(inputs, dtype=dtype, execution=execution)
         logits = model.logits(hidden)
         picked = jnp.take_along_axis(logits, labels[..., None], -1)[..., 0]
         return (jax.nn.logsumexp(logits, -1) - picked).mean()

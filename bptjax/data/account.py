@@ -18,12 +18,14 @@ class Account:
       name: name of the source.
       seq_len: tokens in a sequence.
       total: number of records of the source; None for a stream that has not reached its end.
+      masked: probability with which a token is masked; None if none is.
       records: number of records read so far.
       bad: number of records that could not be read or tokenized.
       too_long: number of records with a loss mask that exceed `seq_len`.
       too_long_tokens: number of tokens dropped or truncated because a record was too long.
       unlabeled: number of examples left out because they have no token in the loss.
-      examples: number of examples to train on; `tokens` and `loss_tokens` count their tokens.
+      examples: number of examples to train on; `tokens` and `loss_tokens` count their tokens, the
+        latter those that can be in the loss.
       first: the first example to train on.
       longest: tokens of the longest example, before it is truncated or dropped.
       lengths: number of examples to train on by length, rounded up to a power of two.
@@ -34,6 +36,7 @@ class Account:
     name: str
     seq_len: int
     total: int | None = None
+    masked: float | None = None
     records: int = 0
     bad: int = 0
     too_long: int = 0
@@ -136,7 +139,10 @@ def summary(account: Account, too_long: str) -> list[str]:
         of = "" if a.total is None else f" of {a.total:,}"
         read = f"first {a.records:,}{of} records"
     share = a.loss_tokens / max(1, a.tokens)
-    lines = [f"{a.name}: {read}, {a.tokens:,} tokens, {share:.1%} of them in the loss"]
+    of = "of them"
+    if a.masked is not None:
+        share, of = share * a.masked, "of them, but no special tokens,"
+    lines = [f"{a.name}: {read}, {a.tokens:,} tokens, {share:.1%} {of} in the loss"]
     if a.too_long:
         done = {"drop": "were dropped", "truncate_left": "lost their beginning"}.get(too_long, "")
         share = a.too_long_tokens / max(1, a.too_long_tokens + a.tokens)

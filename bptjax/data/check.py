@@ -35,13 +35,15 @@ class DataCheck:
         sources: Sequence[AnyRecords],
         held_out: AnyRecords,
         config: DataConfig,
+        masked: float | None = None,
     ):
+        """Takes the share of the tokens that is masked, or None; see `Account`."""
         self.config = config
         self.accounts = [
-            Account(name, records.reader.seq_len, records.total)
+            Account(name, records.reader.seq_len, records.total, masked)
             for name, records in zip(names, sources, strict=True)
         ]
-        self.held_out = Account("held-out data", held_out.reader.seq_len, held_out.total)
+        self.held_out = Account("held-out data", held_out.reader.seq_len, held_out.total, masked)
         self.bad: list[BadRecord] = []
         self.error: str | None = None
         self._sources, self._held_out = sources, held_out

@@ -63,6 +63,8 @@ class DataConfig:
       packing: how documents fill sequences. concat joins all documents and splits them at seq_len;
         best_fit packs complete documents tightly; none puts one document in each sequence. Packed
         documents do not attend to each other. No packing splits a record with a loss mask.
+      mlm_probability: share of the tokens that a masked language model predicts. Of them, 80 % are
+        replaced with the mask token and 10 % with a random token. Special tokens are never chosen.
       too_long: treatment of records with a loss mask that are longer than train.seq_len. Text
         without a loss mask is split instead.
       bad_records: treatment of records that cannot be read or tokenized. error refuses the run, or
@@ -87,6 +89,7 @@ class DataConfig:
     target_max_len: int | None = None
     tokenizer: str | None = None
     packing: Literal["none", "concat", "best_fit"] = "concat"
+    mlm_probability: float = 0.15
     too_long: Literal["drop", "truncate_left", "error"] = "drop"
     bad_records: Literal["error", "skip"] = "error"
     group_by_length: bool = False
@@ -99,6 +102,8 @@ class DataConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"data.{name}={value}: must be at least 1 token")
+        if not 0.0 < self.mlm_probability <= 1.0:
+            raise ValueError(f"data.mlm_probability={self.mlm_probability}: must be in (0, 1]")
         if self.group_by_length and self.packing != "none":
             raise ValueError(
                 f"data.packing={self.packing}: must be none with data.group_by_length=true"

@@ -21,9 +21,11 @@ def encode(
     source_max_len: int | None = None,
     target_max_len: int | None = None,
     train_on_source: bool = False,
+    objective: str = "next_token",
 ) -> list[Example]:
     """Returns the examples of a document: dicts of `tokens` and `labels`, int32, each one token
-    shorter than the text. A label is the next token, or -100.
+    shorter than the text. A label is the next token, or -100. With objective="masked_tokens", the
+    examples are complete, and a label is the token itself, before it is masked.
 
     Text starts with the tokenizer's `prefix` and ends with EOS if the tokenizer has one. Token ids
     are used unchanged. A chat is one example, or several if its template changes earlier turns;
@@ -37,8 +39,14 @@ def encode(
       train_on_source: count the prompts of chats in the loss too.
 
     Raises:
-      ValueError: ids outside the tokenizer's vocabulary, or a chat that its template refuses.
+      ValueError: ids outside the tokenizer's vocabulary, or a chat that its template refuses, or
+        that is no record for the objective.
     """
+    if isinstance(document, Chat) and objective != "next_token":
+        raise ValueError(
+            f"{document.where}: must have text or token ids, not a chat, to train an encoder; see "
+            "data.format"
+        )
     if isinstance(document, Chat):
         chat = shorten(document, tokenizer, source_max_len, target_max_len)
         rendered = conversations(chat, tokenizer, split=not train_on_source)
@@ -46,11 +54,18 @@ def encode(
     if isinstance(document, str):
         end = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
         ids = np.concatenate([tokenizer.encode_prompt(document), np.array(end, np.int32)])
-        return [{"tokens": ids[:-1], "labels": ids[1:]}]
+        return [_labeled(ids, ids, objective)]
     record = document if isinstance(document, TokenIds) else TokenIds(document, document)
     check_ids(record.ids, tokenizer)
     check_ids(record.labels[record.labels != IGNORED], tokenizer, "labels")
-    return [{"tokens": record.ids[:-1], "labels": record.labels[1:]}]
+    return [_labeled(record.ids, record.labels, objective)]
+
+
+def _labeled(ids: np.ndarray, labels: np.ndarray, objective: str) -> Example:
+    """Returns the example of token ids and their labels, which are not shifted."""
+    if objective == "next_token":
+        ids, labels = ids[:-1], labels[1:]
+    return {"tokens": ids, "labels": labels}
 
 
 def check_ids(ids: np.ndarray, tokenizer: Tokenizer, field: str = "input_ids") -> None:
@@ -80,7 +95,7 @@ def _example(rendered: Rendered, tokenizer: Tokenizer, train_on_source: bool) ->
     for start, stop in answers:
         in_loss[start:stop] = True
     labels = np.where(in_loss, ids, np.int32(IGNORED))
-    return {"tokens": ids[:-1], "labels": labels[1:]}
+    return _labeled(ids, labels, "next_token")
 
 
 def prompt_and_answer(

@@ -39,6 +39,10 @@ class HFTokenizer:
         # `len` counts added tokens; the tokenizer's own `vocab_size` does not.
         self.vocab_size = min(len(found), limit or len(found))
         self.eos_id = found.eos_token_id
+        if self.eos_id is None:
+            # Tokenizers of encoders end a text with the token that also separates two texts.
+            self.eos_id = found.sep_token_id
+        self.mask_id, self.special_ids = found.mask_token_id, found.all_special_ids
         self.special_tokens = dict(found.special_tokens_map)
         self._generation = _generation_config(Path(directory)) or {
             "bos_token_id": found.bos_token_id,
@@ -151,7 +155,8 @@ class HFTokenizer:
         ends = self.stop_ids[0] if len(self.stop_ids) == 1 else self.stop_ids
         config = {k: v for k, v in self._generation.items() if v is not None}
         config |= {"eos_token_id": ends} if self.stop_ids else {}
-        (Path(directory) / GENERATION).write_text(json.dumps(config, indent=2) + "\n")
+        if config:
+            (Path(directory) / GENERATION).write_text(json.dumps(config, indent=2) + "\n")
 
 
 def _generation_config(directory: Path) -> dict[str, Any] | None:

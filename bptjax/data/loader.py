@@ -14,6 +14,7 @@ from bptjax.data.check import DataCheck
 from bptjax.data.config import DataConfig
 from bptjax.data.encode import encode
 from bptjax.data.files import Document
+from bptjax.data.masking import TokenMasking
 from bptjax.data.mixture import MixIterDataset
 from bptjax.data.packing import Example, buffer_sequences, group_by_length, pack
 from bptjax.data.records import RecordReader, Records
@@ -29,16 +30,19 @@ def train_loader(
     *,
     seq_len: int,
     batch_size: int,
+    objective: str = "next_token",
     local: Collection[int] | None = None,
 ) -> Batches:
     """Returns endless batches: dicts of int32 [batch_size, T], packed by `packing.pack` or
     `packing.group_by_length`.
 
-    The order depends on `config.seed` alone and changes in each epoch. Shard i of n reads the
+    The order, and the tokens that are masked, depend on `config.seed` alone and change in each
+    epoch. Shard i of n reads the
     documents [i::n]. Epochs follow one another without a break: a shuffle window, or a packed
     sequence, may hold the end of one epoch and the start of the next.
 
     Args:
+      objective: `ModelConfig.objective`.
       local: indices of the sequences of a batch that this process needs; all if left out. Shards
         with none of these sequences are not read.
 
@@ -52,7 +56,8 @@ def train_loader(
             f"data.num_shards={n}: must divide the {batch_size} sequences of a step; use a divisor"
         )
     mixed = documents if isinstance(documents, Mixture) else Mixture([documents], [""], [1.0])
-    reader, found = _reader(tokenizer, config, seq_len), {}
+    reader, found = _reader(tokenizer, config, seq_len, objective), {}
+    masking = token_masking(tokenizer, config, objective)
     size = batch_size // n
     indices = range(batch_size) if local is None else local
     for i in sorted({index // size for index in indices}):
@@ -60,7 +65,8 @@ def train_loader(
         for number, (name, own) in enumerate(zip(mixed.names, mixed.files, strict=True)):
             # Shards with equal seeds would put neighboring documents into one batch.
             settings = replace(config, seed=config.seed + i + n * number)
-            parts.append(_shard(_records(own, reader), i, settings, size, name and f" of {name}"))
+            part = _shard(_records(own, reader), i, settings, size, name and f" of {name}")
+            parts.append(_masked(part, masking, settings.seed))
         batches = parts[0]
         if isinstance(documents, Mixture):
             batches = MixIterDataset(parts, mixed.weights).batch(size)
@@ -68,6 +74,25 @@ def train_loader(
             batches = batches.batch(size)
         found[i] = TrainIterator(batches)
     return Batches(found, n)
+
+
+def token_masking(tokenizer: Tokenizer, config: DataConfig, objective: str) -> TokenMasking | None:
+    """Returns the masking of an objective; None if it masks no tokens.
+
+    Raises:
+      ValueError: the tokenizer has no mask token.
+    """
+    if objective != "masked_tokens":
+        return None
+    return TokenMasking(tokenizer, config.mlm_probability)
+
+
+def _masked(
+    sequences: grain.IterDataset, masking: TokenMasking | None, seed: int
+) -> grain.IterDataset:
+    """Returns sequences, or batches, with masked tokens. The random numbers of a sequence depend on
+    the seed and on the number of the sequence in the data stream."""
+    return sequences if masking is None else sequences.random_map(masking, seed=seed)
 
 
 def _shard(
@@ -120,14 +145,16 @@ def data_check(
     config: DataConfig,
     *,
     seq_len: int,
+    objective: str = "next_token",
 ) -> DataCheck:
     """Returns a check of all records, which has read none yet. It counts training records by
     source."""
     if not isinstance(documents, Mixture):
         documents = Mixture([documents], ["training data"], [1.0])
-    reader = _reader(tokenizer, config, seq_len)
+    reader = _reader(tokenizer, config, seq_len, objective)
     records = [_records(own, reader) for own in documents.files]
-    return DataCheck(documents.names, records, _records(held_out, reader), config)
+    masked = config.mlm_probability if objective == "masked_tokens" else None
+    return DataCheck(documents.names, records, _records(held_out, reader), config, masked)
 
 
 def eval_loader(
@@ -137,16 +164,18 @@ def eval_loader(
     *,
     seq_len: int,
     batch_size: int,
+    objective: str = "next_token",
     max_batches: int | None = None,
 ) -> grain.IterDataset:
     """Returns the batches of one pass in fixed order, with every label once. Each iteration starts
-    a new pass.
+    a new pass, in which the same tokens are masked.
 
     Sequences of padding complete the last batch. With `max_batches`, the pass ends early.
     """
-    reader = _reader(tokenizer, config, seq_len)
+    reader = _reader(tokenizer, config, seq_len, objective)
     examples = grain.MapDataset.source(Records(documents, reader))
     packed = pack(examples, packing=config.packing, seq_len=seq_len)
+    packed = _masked(packed, token_masking(tokenizer, config, objective), config.seed)
     batches = packed.batch(batch_size, batch_fn=functools.partial(_fill, batch_size=batch_size))
     return batches if max_batches is None else gx.LimitIterDataset(batches, max_batches)
 
@@ -185,7 +214,7 @@ def _records(documents: Sequence[Document] | Stream, reader: RecordReader) -> An
     return Records(documents, reader)
 
 
-def _reader(tokenizer: Tokenizer, config: DataConfig, seq_len: int) -> RecordReader:
+def _reader(tokenizer: Tokenizer, config: DataConfig, seq_len: int, objective: str) -> RecordReader:
     """Returns the reader that converts documents to examples."""
     examples = functools.partial(
         encode,
@@ -193,6 +222,7 @@ def _reader(tokenizer: Tokenizer, config: DataConfig, seq_len: int) -> RecordRea
         source_max_len=config.source_max_len,
         target_max_len=config.target_max_len,
         train_on_source=config.train_on_source,
+        objective=objective,
     )
     return RecordReader(examples, seq_len, config.too_long, config.bad_records)
 

@@ -10,22 +10,26 @@ from bptjax.data.tokenizer import Tokenizer
 
 
 def marked(
-    example: Example, tokenizer: Tokenizer, shown: int
+    example: Example, tokenizer: Tokenizer, shown: int, objective: str = "next_token"
 ) -> Iterator[tuple[str, bool] | tuple[str, None]]:
     """Yields texts of an example, each with whether its tokens are in the loss; None stands for a
     note about tokens that are left out.
 
-    The texts include the last label, which is predicted but not an input.
+    The texts include the last label of a model that predicts next tokens, because it is not an
+    input.
 
     Args:
       example: `tokens` and `labels`, int32 [T].
       shown: largest number of tokens to show; the middle of a longer example is left out.
+      objective: `ModelConfig.objective`.
     """
-    tokens, labels = example["tokens"], example["labels"]
-    predicted = np.r_[False, labels != IGNORED]
-    ids = np.append(tokens, labels[-1])
-    if labels[-1] == IGNORED:
-        ids, predicted = ids[:-1], predicted[:-1]
+    ids, labels = example["tokens"], example["labels"]
+    predicted = labels != IGNORED
+    if objective == "next_token":
+        predicted = np.r_[False, predicted]
+        ids = np.append(ids, labels[-1])
+        if labels[-1] == IGNORED:
+            ids, predicted = ids[:-1], predicted[:-1]
     half = max(1, shown // 2)
     parts = [slice(None)] if len(ids) <= shown else [slice(half), slice(-half, None)]
     for n, part in enumerate(parts):

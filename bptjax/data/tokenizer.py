@@ -31,6 +31,8 @@ class Tokenizer(Protocol):
       start_text: text that stands for `prefix` in a chat template.
       eos_id: id that ends a training document, or None.
       stop_ids: ids that end generated text.
+      mask_id: id of the mask token, or None.
+      special_ids: ids of special tokens, which are never masked.
       chat_template: Jinja source, or None.
       special_tokens: variables of chat templates, such as `eos_token`.
     """
@@ -45,6 +47,10 @@ class Tokenizer(Protocol):
     def eos_id(self) -> int | None: ...
     @property
     def stop_ids(self) -> list[int]: ...
+    @property
+    def mask_id(self) -> int | None: ...
+    @property
+    def special_ids(self) -> Sequence[int]: ...
     @property
     def chat_template(self) -> str | None: ...
     @property
@@ -106,6 +112,8 @@ class _Plain:
     prefix = np.zeros(0, np.int32)
     start_text = ""
     eos_id: int | None = None
+    mask_id: int | None = None
+    special_ids: Sequence[int] = ()
     chat_template: str | None = None
     special_tokens: Mapping[str, Any] = {}
 
@@ -162,10 +170,12 @@ class _Plain:
 
 
 class ByteTokenizer(_Plain):
-    """UTF-8 bytes 0..255, and a separator 256 that starts and ends documents."""
+    """UTF-8 bytes 0..255, and a separator 256 that starts and ends documents. The byte 255, which
+    UTF-8 never has, is the mask token."""
 
     type = "byte"
-    vocab_size, eos_id = 257, 256
+    vocab_size, eos_id, mask_id = 257, 256, 255
+    special_ids = (255, 256)
     prefix = np.array([256], np.int32)
     start_text = SEPARATOR
     special_tokens = {"bos_token": SEPARATOR, "eos_token": SEPARATOR}

@@ -100,7 +100,7 @@ def read_keys(config: Any, raw: dict[str, Any], family: Family) -> ModelConfig:
         rope = values["rope_parameters"]
         values["rope_parameters"] = {k: v for k, v in rope.items() if k not in family.rope_kept}
     # A key of our own exports.
-    return family.config(**values, attention_pattern=raw.get("attention_pattern"))
+    return ModelConfig(**values, attention_pattern=raw.get("attention_pattern"))
 
 
 def merge(pretrained: ModelConfig, wanted: ModelConfig) -> ModelConfig:

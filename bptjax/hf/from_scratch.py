@@ -30,6 +30,7 @@ CLASSES = {
     "opt": "OPTForCausalLM",
     "mpt": "MptForCausalLM",
     "falcon": "FalconForCausalLM",
+    "bert": "BertForMaskedLM",
 }
 # A name of each activation that every family accepts.
 HF_NAMES = ("silu", "gelu", "gelu_pytorch_tanh", "quick_gelu", "relu", "relu2")
@@ -47,7 +48,7 @@ def from_scratch(config: ModelConfig) -> tuple[dict[str, Any], Family]:
     if config.position_embedding == "rope":
         known |= rope_keys(config, FAMILIES[kind]).keys()
     raw = {k: v for k, v in keys.items() if k in known}
-    raw |= dict(architectures=[CLASSES[kind]], model_type=kind)
+    raw["model_type"] = kind
     raw["transformers_version"] = transformers().__version__
     if config.position_embedding == "rope":
         check_rope(raw, replace(config, max_position_embeddings=keys["max_position_embeddings"]))
@@ -137,6 +138,10 @@ def _keys(config: ModelConfig, kind: str) -> dict[str, Any]:
         **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"), c.norm_eps),
         **dict.fromkeys(("hidden_act", "hidden_activation", "activation_function"), act),
         activation=act,
+        architectures=[CLASSES[kind]],
+        type_vocab_size=c.token_types,
+        hidden_dropout_prob=residual,
+        attention_probs_dropout_prob=attention,
         **dict.fromkeys(("attention_bias", "bias", "enable_bias"), c.qkv_bias),
         mlp_bias=c.mlp_bias,
         tie_word_embeddings=c.tied_head,

@@ -3,7 +3,6 @@ elsewhere.
 """
 
 import json
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -12,12 +11,9 @@ from typing import Any, Literal, NamedTuple
 import jax
 
 from bptjax.models.attention_pattern import AttentionPattern
+from bptjax.models.config_checks import check_choices
 from bptjax.models.layer_loops import scan_layers
-from bptjax.ops.arguments import check_softcap
 from bptjax.ops.stacked import save_all_but_slices
-
-# Several times the largest models there are.
-MOST_PARAMETERS = 10**13
 
 
 class LayerKind(NamedTuple):
@@ -27,11 +23,13 @@ class LayerKind(NamedTuple):
       window: tokens that a token attends to, itself included; None for all.
       rope: rotary parameters; None if the layer rotates nothing.
       pattern: sparse pattern in place of full attention.
+      normed: the input of attention is normalized, if norms precede it.
     """
 
     window: int | None
     rope: dict[str, Any] | None
     pattern: AttentionPattern | None = None
+    normed: bool = True
 
 
 @dataclass(frozen=True)
@@ -42,6 +40,7 @@ class ModelConfig:
       name_or_path: directory (or hub id) of a checkpoint to start from. The checkpoint decides all
         other keys here but rope_parameters, max_position_embeddings, attention_pattern, the
         dropouts, the router's losses and init_std.
+      causal: tokens attend to themselves and to earlier tokens only. false makes an encoder.
       vocab_size: vocabulary size V. If not set, the tokenizer's vocabulary size.
       hidden_size: width D of the residual stream.
       intermediate_size: width of the feed-forward network. If not set, 4·D.
@@ -107,8 +106,24 @@ class ModelConfig:
       embedding_size: width of the embeddings. If not set, D. Another width is projected to D.
       embedding_scale: factor on the token embeddings.
       embedding_norm: normalizes the token embeddings.
+      token_types: number of types of tokens, whose learned embedding is added; 0 for none. Encoders
+        only.
+      image_size: height and width in pixels, of an encoder of images. Its tokens are a learned
+        first token and then the patches. bptjax train reads text only.
+      patch_size: height and width of a patch in pixels.
+      channels: channels of an image.
+      first_norm: the first layer normalizes the input of attention, as other layers do.
       final_norm: normalizes the output of the last layer.
+      pooler: size of the pooled output, an activation of a linear layer of the first token; 0 for
+        none. Encoders only.
+      pooler_activation: activation of the pooler.
+      masked_head: a linear layer, activation and norm before the output embedding. An encoder with
+        this head is trained to predict masked tokens; see data.mlm_probability.
+      masked_head_bias: the linear layer of masked_head has a bias.
+      classes: number of classes, of which an encoder with a classifier predicts one for the first
+        token; 0 for none.
       tied_head: the output embedding is the input embedding.
+      head_bias: the output logits have a learned bias.
       logits_scale: factor on the output logits.
       logits_softcap: replaces output logits x by cap · tanh(x / cap).
       embedding_dropout: dropout of the embeddings in training. If not set, that of the checkpoint,
@@ -123,6 +138,7 @@ class ModelConfig:
     """
 
     name_or_path: str | None = None
+    causal: bool = True
     vocab_size: int | None = None
     hidden_size: int = 256
     intermediate_size: int | None = None
@@ -175,8 +191,19 @@ class ModelConfig:
     embedding_size: int | None = None
     embedding_scale: float | None = None
     embedding_norm: bool = False
+    token_types: int = 0
+    image_size: tuple[int, int] | None = None
+    patch_size: tuple[int, int] | None = None
+    channels: int = 3
+    first_norm: bool = True
     final_norm: bool = True
+    pooler: int = 0
+    pooler_activation: Literal["tanh", "gelu", "relu", "silu"] = "tanh"
+    masked_head: bool = False
+    masked_head_bias: bool = True
+    classes: int = 0
     tied_head: bool = True
+    head_bias: bool = False
     logits_scale: float = 1.0
     logits_softcap: float | None = None
     embedding_dropout: float | None = None
@@ -186,115 +213,7 @@ class ModelConfig:
     add_tokens: list[str] = field(default_factory=list)
 
     def __post_init__(self):
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_layers",
-            "num_heads",
-            "num_kv_heads",
-            "head_dim",
-            "embedding_size",
-            "max_position_embeddings",
-            "sliding_window",
-            "query_growth_length",
-            "num_experts",
-            "experts_per_token",
-            "expert_size",
-        ):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"model.{name}={value}: must be at least 1")
-            if value is not None and value >= 2**31:
-                raise ValueError(f"model.{name}={value}: must be less than 2^31")
-        for name in ("attention_softcap", "logits_softcap"):
-            check_softcap(getattr(self, name), f"model.{name}")
-        if self.num_heads % self.K:
-            raise ValueError(
-                f"model.num_kv_heads={self.num_kv_heads}: must divide num_heads={self.num_heads}"
-            )
-        if self.head_dim is None and self.hidden_size % self.num_heads:
-            raise ValueError(
-                f"model.num_heads={self.num_heads}: must divide hidden_size={self.hidden_size}; "
-                "choose another number, or set head_dim"
-            )
-        if self.position_embedding == "rope" and self.H % 2:
-            raise ValueError(f"model.head_dim={self.H}: must be even with rotary positions")
-        if self.position_embedding == "learned" and self.max_position_embeddings is None:
-            raise ValueError(
-                "model.position_embedding=learned: must go with model.max_position_embeddings"
-            )
-        if self.norm_position != "pre" and (self.residual != "sequential" or self.residual_normed):
-            raise ValueError(
-                f"model.norm_position={self.norm_position}: must go with residual=sequential, not "
-                f"{self.residual}, and residual_normed=false"
-            )
-        for name in ("layer_types", "rope_layers"):
-            entries = getattr(self, name)
-            if entries is not None and len(entries) != self.num_layers:
-                raise ValueError(
-                    f"model.{name}: must have num_layers={self.num_layers} entries, not "
-                    f"{len(entries)}"
-                )
-        if self.layer_types is not None:
-            if "sliding_attention" in self.layer_types and self.sliding_window is None:
-                raise ValueError(
-                    "model.sliding_window: must be set with sliding_attention in layer_types"
-                )
-        if self.attention_pattern is not None:
-            AttentionPattern.parse(self.attention_pattern)
-            if all(kind.window is not None for kind in self.layer_kinds):
-                raise ValueError(
-                    "model.attention_pattern: must go with layers of full attention, not with "
-                    f"sliding_window={self.sliding_window} in all layers"
-                )
-        if self.qk_norm_joint and not self.qk_norm:
-            raise ValueError("model.qk_norm_joint=true: must go with model.qk_norm=true")
-        if self.rope_layers is not None and self.position_embedding != "rope":
-            raise ValueError("model.rope_layers: must go with model.position_embedding=rope")
-        for name in ("embedding_dropout", "attention_dropout", "residual_dropout"):
-            if not 0.0 <= (getattr(self, name) or 0.0) < 1.0:
-                raise ValueError(f"model.{name}={getattr(self, name)}: must be in [0, 1)")
-
-        if (self.feed_forward == "experts") != (self.num_experts is not None):
-            raise ValueError(
-                f"model.num_experts={self.num_experts}: must be set with feed_forward=experts, and "
-                f"only then, not with {self.feed_forward}"
-            )
-        for name, (unset, least) in {
-            "experts_per_token": (2, 1),
-            "expert_size": (None, 1),
-            "router_bias": (False, 0),
-            "router_renormalized": (True, 0),
-            "router_aux_loss": (None, 0),
-            "router_z_loss": (0.0, 0),
-            "glu_limit": (None, 0),
-            "glu_offset": (0.0, -math.inf),
-        }.items():
-            value = getattr(self, name)
-            if self.num_experts is None and value != unset:
-                raise ValueError(f"model.{name}={value}: must go with model.feed_forward=experts")
-            if value is not None and not least <= value < math.inf:
-                raise ValueError(f"model.{name}={value}: must be finite and at least {least}")
-        if self.num_experts is not None and self.experts_per_token > self.num_experts:
-            raise ValueError(
-                f"model.experts_per_token={self.experts_per_token}: must be at most "
-                f"num_experts={self.num_experts}"
-            )
-        if self.num_experts is not None and not self.gated:
-            raise ValueError("model.gated=false: must be true with feed_forward=experts")
-
-        # A typing error would otherwise show after minutes, when memory runs out.
-        heads = 2 * (self.num_heads + self.K) * self.H
-        inner = (self.num_experts or 1) * self.expert_F
-        parameters = self.num_layers * self.hidden_size * (2 * inner + heads)
-        parameters += (self.vocab_size or 0) * self.E
-        if parameters > MOST_PARAMETERS:
-            raise ValueError(
-                f"model.num_layers={self.num_layers}, hidden_size={self.hidden_size}, "
-                f"intermediate_size={self.expert_F}, vocab_size={self.vocab_size}: must have at "
-                f"most {MOST_PARAMETERS:.0e} parameters, not {parameters:.0e}"
-            )
+        check_choices(self)
 
     def __hash__(self):
         # A dict and a list are not hashable; modules hold their config as static data.
@@ -333,15 +252,30 @@ class ModelConfig:
         return self.hidden_size // self.num_heads if self.head_dim is None else self.head_dim
 
     @property
+    def objective(self) -> str | None:
+        """What the model is trained to predict: next_token, or masked_tokens; None without a head
+        to train."""
+        if self.causal:
+            return "next_token"
+        return "masked_tokens" if self.masked_head else None
+
+    @property
+    def patches(self) -> int:
+        """Number of patches of an image."""
+        (height, width), (h, w) = self.image_size or (0, 0), self.patch_size or (1, 1)
+        return (height // h) * (width // w)
+
+    @property
     def layer_kinds(self) -> list[LayerKind]:
         """The kind of each layer."""
         types: Sequence[str | None] = self.layer_types or [None] * self.num_layers
         kinds = [self._kind(t) for t in types]
         rotates = self.rope_layers or [True] * self.num_layers
-        return [
+        kinds = [
             kind if own else kind._replace(rope=None)
             for kind, own in zip(kinds, rotates, strict=True)
         ]
+        return [kinds[0]._replace(normed=self.first_norm), *kinds[1:]]
 
     @property
     def ropes(self) -> tuple[dict[str, Any], ...]:

@@ -113,7 +113,7 @@ def resize_param(path: str, array: np.ndarray, config: ModelConfig) -> np.ndarra
     Learned positions are repeated up to `max_position_embeddings`. Embeddings get rows for added
     tokens, the mean of the other rows. Other parameters stay as they are.
     """
-    if path in ("embedding", "head") and len(array) < config.V:
+    if path in ("embedding", "head", "head_bias") and len(array) < config.V:
         mean = array.mean(0, dtype=np.float32, keepdims=True).astype(array.dtype)
         return np.concatenate([array, mean.repeat(config.V - len(array), 0)])
     if path != "positions":

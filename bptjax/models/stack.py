@@ -112,6 +112,8 @@ def run(
         x, past, slots = carry
         layer, slots = read_entry(values, slots, index)
         layer = execution.prepare(layer, x.dtype)
+        if not kind.normed:
+            layer.attention_norm = None
         x = checkpoint_named(x, "layer_input", execution.offload)
         shared = _Shared(layer, _dropout_keys(dropout_key, index))
         k, v = layer.keys_values(x, tokens, kind.rope, shared.keys)

@@ -16,6 +16,13 @@ from bptjax.ops.per_device import REPLICATED, SHARDED, per_device
 from bptjax.ops.softmax import soft_cap
 
 
+class _Head(NamedTuple):
+    """Output embedding `[V, D]`, and the bias `[V]` of the logits, or None."""
+
+    matrix: Any
+    bias: Any
+
+
 class _Options(NamedTuple):
     ignore: int
     z_loss: float
@@ -30,6 +37,7 @@ def linear_cross_entropy(
     labels: Int[Array | np.ndarray, "B T"],
     weights: Float[Array, "B T"] | None = None,
     *,
+    bias: Float[Array, "V"] | None = None,
     ignore: int = -100,
     z_loss: float = 0.0,
     softcap: float | None = None,
@@ -37,11 +45,12 @@ def linear_cross_entropy(
     axes: tuple[str, ...] = (),
     reduction: Literal["sum", "none"] = "sum",
 ) -> Float[Array, ""] | Float[Array, "B T"]:
-    """Cross-entropy of softmax(hidden · headᵀ) against `labels`, in nats, times `weights`; float32.
+    """Cross-entropy of softmax(hidden · headᵀ + bias) against `labels`, in nats, times
+    `weights`; float32.
 
     Logits exist for one chunk of tokens at a time. With reduction="sum", the forward pass computes
-    the gradients too, so each chunk's logits are computed once; the head's gradient accumulates in
-    float32. With reduction="none", the backward pass recomputes the logits.
+    the gradients too, so each chunk's logits are computed once; the gradients of head and bias
+    accumulate in float32. With reduction="none", the backward pass recomputes the logits.
 
     Args:
       head: output embedding, `[V, D]` as Hugging Face stores it, so a tied head is the input
@@ -50,11 +59,12 @@ def linear_cross_entropy(
         outside [0, V) raises if `labels` is a NumPy array, and gives a loss of NaN if it is a JAX
         array, whose values are not known at trace time.
       weights: factor on each token's loss; has no gradient.
+      bias: added to the logits in float32, before the soft cap.
       z_loss: adds z_loss · lse² a token (PaLM, arXiv 2204.02311, Section 5); not negative.
       softcap: logits become softcap · tanh(logits / softcap).
       chunk: number of tokens whose logits exist at once, counted over the batch of a device.
       axes: mesh axes that shard the batch dimension: each device loops over its own chunks, and
-        sums the head's gradient over its own sequences.
+        sums the gradients of head and bias over its own sequences.
       reduction: "sum" returns the sum over tokens, "none" the loss of each token.
 
     Raises:
@@ -65,7 +75,7 @@ def linear_cross_entropy(
     all micro-batches and devices.
     """
     options = dict(ignore=ignore, z_loss=z_loss, softcap=softcap, chunk=chunk, axes=axes)
-    operands = _checked(hidden, head, labels, weights, **options)
+    operands = _checked(hidden, head, labels, weights, bias=bias, **options)
     if reduction == "sum":
         return _sum(*operands)[0]
     if reduction == "none":
@@ -93,12 +103,13 @@ def _checked(
     labels: Array | np.ndarray,
     weights: Array | None,
     *,
+    bias: Array | None = None,
     ignore: int = -100,
     z_loss: float = 0.0,
     softcap: float | None = None,
     chunk: int = 2048,
     axes: tuple[str, ...] = (),
-) -> tuple[_Options, Array, Array, Array, Array]:
+) -> tuple[_Options, Array, _Head, Array, Array]:
     """Checks the arguments of `linear_cross_entropy` and fills in the weights."""
     check_chunk(chunk=chunk)
     check_softcap(softcap)
@@ -108,6 +119,8 @@ def _checked(
         raise ValueError(f"hidden: must be [batch, tokens, features], not {hidden.shape}")
     if head.ndim != 2 or head.shape[1:] != hidden.shape[2:]:
         raise ValueError(f"head: must be [classes, {hidden.shape[2]}], not {head.shape}")
+    if bias is not None and bias.shape != head.shape[:1]:
+        raise ValueError(f"bias: must be [{head.shape[0]}], one per class, not {bias.shape}")
     for name, x in ("labels", labels), ("weights", weights):
         if x is not None and x.shape != hidden.shape[:2]:
             raise ValueError(f"{name}: must be {hidden.shape[:2]}, one per token, not {x.shape}")
@@ -115,7 +128,12 @@ def _checked(
     labels = jnp.asarray(labels)
     weights = jnp.ones_like(labels, jnp.float32) if weights is None else weights
     options = _Options(ignore, z_loss, softcap, chunk, axes)
-    return options, hidden, head, labels, jax.lax.stop_gradient(weights)
+    return options, hidden, _Head(head, bias), labels, jax.lax.stop_gradient(weights)
+
+
+def _cast(head: _Head, dtype: Any) -> _Head:
+    """Returns the head with the matrix in the dtype of the product."""
+    return head._replace(matrix=head.matrix.astype(dtype))
 
 
 def _chunks(options: _Options, hidden: Array, labels: Array, weights: Array):
@@ -131,10 +149,12 @@ def _losses(options: _Options, hidden, head, labels, weights):
     weights = jnp.where(labels == options.ignore, 0.0, weights.astype(jnp.float32))
     # A token of weight 0 must not count even if its hidden state is not finite.
     hidden = jnp.where(weights[..., None] == 0.0, 0.0, hidden)
-    logits = jnp.einsum("btd,vd->btv", hidden, head, preferred_element_type=jnp.float32)
+    logits = jnp.einsum("btd,vd->btv", hidden, head.matrix, preferred_element_type=jnp.float32)
+    if head.bias is not None:
+        logits += head.bias.astype(jnp.float32)[None, None]
     logits, derivative = soft_cap(logits, options.softcap)
     # take_along_axis returns NaN past the last class; below 0 it would count from the end.
-    index = jnp.where(labels < 0, head.shape[0], labels)
+    index = jnp.where(labels < 0, logits.shape[-1], labels)
     index = jnp.where(weights == 0.0, 0, index)[..., None]
     lse = jax.nn.logsumexp(logits, axis=-1)
     picked = jnp.take_along_axis(logits, index, axis=-1)[..., 0]
@@ -148,18 +168,25 @@ def _losses(options: _Options, hidden, head, labels, weights):
 
 def _gradients(options: _Options, head, residuals, scale, frozen=False):
     """Returns one chunk's gradients of Σ scale · losses: for `hidden` in its dtype, for the head in
-    float32, or None if the head is frozen."""
+    float32, without the matrix if it is frozen."""
     hidden, logits, derivative, lse, index, weights = residuals
     factor = (weights * scale)[..., None]
     softmax = jnp.exp(logits - lse[..., None]) * (1.0 + 2.0 * options.z_loss * lse)[..., None]
     chosen = jnp.arange(logits.shape[-1]).reshape(1, 1, -1) == index
     chosen = chosen.astype(jnp.float32)
-    dlogits = ((softmax - chosen) * derivative * factor).astype(hidden.dtype)
-    dhidden = jnp.einsum("btv,vd->btd", dlogits, head, preferred_element_type=jnp.float32)
+    dlogits = (softmax - chosen) * derivative * factor
+    dbias = None if head.bias is None else dlogits.sum((0, 1))
+    dlogits = dlogits.astype(hidden.dtype)
+    dhidden = jnp.einsum("btv,vd->btd", dlogits, head.matrix, preferred_element_type=jnp.float32)
     if frozen:
-        return dhidden.astype(hidden.dtype), None
-    dhead = jnp.einsum("btv,btd->vd", dlogits, hidden, preferred_element_type=jnp.float32)
-    return dhidden.astype(hidden.dtype), dhead
+        return dhidden.astype(hidden.dtype), _Head(None, dbias)
+    dmatrix = jnp.einsum("btv,btd->vd", dlogits, hidden, preferred_element_type=jnp.float32)
+    return dhidden.astype(hidden.dtype), _Head(dmatrix, dbias)
+
+
+def _zeros(head: _Head, frozen: bool = False) -> _Head:
+    head = head._replace(matrix=None) if frozen else head
+    return jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), head)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -169,8 +196,10 @@ def _sum(options, hidden, head, labels, weights):
 
 
 def _sum_forward(options, *operands):
-    frozen = not operands[1].perturbed
-    hidden, head, labels, weights = (x.value for x in operands)
+    frozen = not operands[1].matrix.perturbed
+    hidden, head, labels, weights = jax.tree.map(
+        lambda x: x.value, operands, is_leaf=lambda x: hasattr(x, "perturbed")
+    )
 
     def local(hidden, head, labels, weights, axes):
         def add(sums, chunk):
@@ -178,28 +207,30 @@ def _sum_forward(options, *operands):
             dhidden, d = _gradients(options, head, residuals, 1.0, frozen)
             return jax.tree.map(jnp.add, sums, (losses.sum(), z.sum(), d)), dhidden
 
-        dhead = None if frozen else jnp.zeros_like(head, jnp.float32)
-        start = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32), dhead
+        start = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32), _zeros(head, frozen)
         sums, dhidden = jax.lax.scan(add, start, _chunks(options, hidden, labels, weights))
         return jax.lax.psum(sums, axes), join_chunks(dhidden, hidden.shape[1])
 
     inputs = SHARDED, REPLICATED, SHARDED, SHARDED
     run = per_device(local, options.axes, inputs, (REPLICATED, SHARDED))
-    (total, z, dhead), dhidden = run(hidden, head.astype(hidden.dtype), labels, weights)
-    if not frozen and head.dtype != jnp.float16:
+    (total, z, dhead), dhidden = run(hidden, _cast(head, hidden.dtype), labels, weights)
+    if not frozen and head.matrix.dtype != jnp.float16:
         # Without the barrier, XLA would cast the sums where the gradient is read, and keep them in
         # float32 until then. Sums over many tokens overflow float16 before they are scaled.
-        dhead = jax.lax.optimization_barrier(dhead.astype(head.dtype))
-    # The empty array carries the head's dtype.
-    return (total, z), (dhidden, dhead, jnp.zeros((0,), head.dtype))
+        dmatrix = jax.lax.optimization_barrier(dhead.matrix.astype(head.matrix.dtype))
+        dhead = dhead._replace(matrix=dmatrix)
+    # The empty arrays carry the head's dtypes.
+    like = jax.tree.map(lambda x: jnp.zeros((0,), x.dtype), head)
+    return (total, z), (dhidden, dhead, like)
 
 
 def _sum_backward(options, residuals, cotangents):
-    (dhidden, dhead, head_like), (dtotal, _) = residuals, cotangents
-    scaled = (dtotal * dhidden.astype(jnp.float32)).astype(dhidden.dtype)
-    if dhead is not None:
-        dhead = (dtotal * dhead.astype(jnp.float32)).astype(head_like.dtype)
-    return scaled, dhead, None, None
+    (dhidden, dhead, like), (dtotal, _) = residuals, cotangents
+
+    def scaled(x, like):
+        return None if x is None else (dtotal * x.astype(jnp.float32)).astype(like.dtype)
+
+    return scaled(dhidden, dhidden), _Head(*map(scaled, dhead, like)), None, None
 
 
 _sum.defvjp(_sum_forward, _sum_backward, symbolic_zeros=True)
@@ -216,7 +247,7 @@ def _each(options, hidden, head, labels, weights):
 
     inputs = SHARDED, REPLICATED, SHARDED, SHARDED
     run = per_device(local, options.axes, inputs, (SHARDED, SHARDED))
-    return run(hidden, head.astype(hidden.dtype), labels, weights)
+    return run(hidden, _cast(head, hidden.dtype), labels, weights)
 
 
 def _each_forward(options, *operands):
@@ -225,18 +256,19 @@ def _each_forward(options, *operands):
 
 def _each_backward(options, operands, cotangents):
     (hidden, head, labels, weights), (dlosses, _) = operands, cotangents
-    cast = head.astype(hidden.dtype)
+    cast = _cast(head, hidden.dtype)
 
     def add(dhead, chunk):
         (hidden, labels, weights), scale = chunk
         *_, residuals = _losses(options, hidden, cast, labels, weights)
         dhidden, d = _gradients(options, cast, residuals, scale)
-        return dhead + d, dhidden
+        return jax.tree.map(jnp.add, dhead, d), dhidden
 
     chunks = _chunks(options, hidden, labels, weights)
     scales = _chunks(options, dlosses, labels, weights)[0]
-    dhead, dhidden = jax.lax.scan(add, jnp.zeros_like(head, jnp.float32), (chunks, scales))
-    return join_chunks(dhidden, hidden.shape[1]), dhead.astype(head.dtype), None, None
+    dhead, dhidden = jax.lax.scan(add, _zeros(head), (chunks, scales))
+    dhead = jax.tree.map(lambda x, like: x.astype(like.dtype), dhead, head)
+    return join_chunks(dhidden, hidden.shape[1]), dhead, None, None
 
 
 _each.defvjp(_each_forward, _each_backward)

@@ -7,12 +7,13 @@ from itertools import chain
 import jax
 
 from bptjax.config import Config
+from bptjax.data.config import DataConfig
 from bptjax.data.files import Document
 from bptjax.data.records import readable
 from bptjax.data.sources import Mixture, Training, open_split
 from bptjax.data.survey import survey
 from bptjax.data.tokenizer import Tokenizer, add_tokens, make_tokenizer, vocabulary_warning
-from bptjax.models.encoder_config import EncoderConfig
+from bptjax.models.config import ModelConfig
 from bptjax.pretrained import Pretrained, open_pretrained
 
 
@@ -25,6 +26,7 @@ class RunData:
       pretrained: the checkpoint to start from, whose weights are not read yet; None for a new
         model.
       tokenizer: the tokenizer with added tokens and with the template and stop tokens of the chats.
+      objective: objective of the model.
       added: tokens of model.add_tokens that the tokenizer did not have.
       notes: lines about the tokenizer and the chats, for the log.
     """
@@ -33,6 +35,7 @@ class RunData:
     held_out: Sequence[Document]
     pretrained: Pretrained | None
     tokenizer: Tokenizer
+    objective: str
     added: Sequence[str]
     notes: list[str]
 
@@ -49,11 +52,7 @@ def open_data(config: Config) -> RunData:
     if config.model.name_or_path:
         say(f"reading the checkpoint {config.model.name_or_path}")
         pretrained = open_pretrained(config.model)
-        if isinstance(pretrained.config, EncoderConfig):
-            raise ValueError(
-                f"model.name_or_path={config.model.name_or_path}: must be a decoder, as encoders "
-                "are not trained"
-            )
+    objective = check_objective(pretrained.config if pretrained else config.model, config)
     sidecars = pretrained.sidecars if pretrained else None
     name = config.data.tokenizer or str(sidecars or "byte")
     own = pretrained is not None and name == str(sidecars)
@@ -69,7 +68,40 @@ def open_data(config: Config) -> RunData:
     tokenizer = chats.adapt(tokenizer)
     warning = vocabulary_warning(tokenizer, sidecars) if sidecars and not own else None
     notes = [*([warning] if warning else []), *chats.notes(tokenizer)]
-    return RunData(train, held_out, pretrained, tokenizer, added, notes)
+    return RunData(train, held_out, pretrained, tokenizer, objective, added, notes)
+
+
+def check_objective(model: ModelConfig, config: Config) -> str:
+    """Returns the model's objective.
+
+    Raises:
+      ValueError: the model has no head to train, or the config sets a key that only decoders, or
+        only masked language models, have.
+    """
+    objective = model.objective
+    if objective is None:
+        name = config.model.name_or_path
+        raise ValueError(
+            f"model.name_or_path={name}: must have a head that bptjax trains: a decoder, or an "
+            "encoder for masked language modeling (…ForMaskedLM)"
+            if name
+            else "model.causal=false: must go with model.masked_head=true"
+        )
+    probability = config.data.mlm_probability
+    if objective != "masked_tokens" and probability != DataConfig().mlm_probability:
+        raise ValueError(
+            f"data.mlm_probability={probability}: must go with an encoder that has "
+            "model.masked_head; leave it out"
+        )
+    if not model.causal:
+        for key, value, unset in (
+            ("train.sample_tokens", config.train.sample_tokens, 0),
+            ("train.num_eval_generations", config.train.num_eval_generations, 0),
+            ("adapter.type", config.adapter.type, "none"),
+        ):
+            if value != unset:
+                raise ValueError(f"{key}={value}: must be {unset} for an encoder; leave it out")
+    return objective
 
 
 def say(line: str) -> None:

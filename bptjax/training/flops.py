@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from bptjax.models.config import ModelConfig
+from bptjax.ops.position import document_lengths
 from bptjax.training.spec import TrainSpec
 from bptjax.training.state import ParameterCounts, parameter_counts
 
@@ -15,7 +16,7 @@ def matmul_parameters(spec: TrainSpec) -> ParameterCounts:
     positions, and the input embedding unless it is also the head. Experts count only as far as a
     token is routed to them."""
     model = spec.model
-    lookups = {"positions"} if model.tied_head else {"positions", "embedding"}
+    lookups = {"positions", "types"} | ({"embedding"} if not model.tied_head else set())
     total, trained = parameter_counts(spec, lambda path: path not in lookups)
     if model.num_experts is None:
         return ParameterCounts(total, trained)
@@ -29,13 +30,19 @@ def matmul_parameters(spec: TrainSpec) -> ParameterCounts:
 
 
 def attended_pairs(model: ModelConfig, positions: Array, segments: Array) -> Array:
-    """Returns the number of query-key pairs that the masks of all layers allow, float32: causal,
-    within documents, and within each layer's window or pattern."""
+    """Returns the number of query-key pairs that the masks of all layers allow, float32: causal in
+    decoders, within documents, and within each layer's window or pattern. The patterns of encoders
+    count as full attention."""
+    positions, segments = (x.reshape(-1, x.shape[-1]) for x in (positions, segments))
     layers = Counter((kind.window, kind.pattern) for kind in model.layer_kinds)
-    pairs = jnp.zeros(())
+    pairs, after = jnp.zeros(()), None
+    if not model.causal:
+        after = document_lengths(positions, segments) - 1 - positions
     for (window, pattern), count in layers.items():
         keys = positions + 1 if window is None else jnp.minimum(positions + 1, window)
-        if pattern is not None:
+        if after is not None:
+            keys += after if window is None else jnp.minimum(after, window - 1)
+        elif pattern is not None:
             keys = pattern.keys(positions, positions.shape[1])
         pairs += count * jnp.where(segments != 0, keys.astype(jnp.float32), 0.0).sum()
     return pairs

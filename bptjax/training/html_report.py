@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from bptjax.config import Config, defaults, flatten
 from bptjax.data.encode import IGNORED
+from bptjax.data.loader import token_masking
 from bptjax.data.marked import marked
 from bptjax.metrics import printable, read_metrics
 from bptjax.output import write_atomically
@@ -90,22 +92,26 @@ def describe(run: TrainingRun) -> dict[str, Any]:
     device = mesh.local_devices[0]
     usual = flatten(Config()) | dict.fromkeys(defaults(Config(), device.platform))
     usual |= defaults(config, device.platform)
+    masking = token_masking(run.tokenizer, config.data, run.objective)
+    firsts = [(account.name, account.first) for account in run.check.accounts if account.first]
+    if masking is not None:
+        rng = np.random.default_rng(config.data.seed)
+        firsts = [(name, masking(first, rng)) for name, first in firsts]
     return {
         # Joined where they were wrapped, for narrow screens.
         "data": "\n".join(run.check.lines()).replace("\n    ", " "),
         "notes": run.notes,
         "examples": [
             {
-                "source": account.name,
-                "tokens": len(account.first["tokens"]),
-                "in_loss": int((account.first["labels"] != IGNORED).sum()),
+                "source": name,
+                "tokens": len(first["tokens"]),
+                "in_loss": int((first["labels"] != IGNORED).sum()),
                 "spans": [
                     [printable(text), flag]
-                    for text, flag in marked(account.first, run.tokenizer, SHOWN_TOKENS)
+                    for text, flag in marked(first, run.tokenizer, SHOWN_TOKENS, run.objective)
                 ],
             }
-            for account in run.check.accounts
-            if account.first is not None
+            for name, first in firsts
         ],
         "template": run.tokenizer.chat_template,
         "changed": [key for key, value in flatten(config).items() if value != usual.get(key)],

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Callable
+from typing import cast
 
 import jax
 import numpy as np
@@ -15,6 +16,7 @@ from bptjax.data.text import byte_baselines
 from bptjax.data.tokenizer import ByteTokenizer
 from bptjax.generation import Sampling, generate
 from bptjax.metrics import plot_loss, printable, read_metrics
+from bptjax.models.decoder import Decoder
 from bptjax.output import atomic_directory
 from bptjax.training.setup import TrainingRun
 from bptjax.training.state import TrainState, gather_adapters
@@ -70,6 +72,7 @@ def _held_out_loss(run: TrainingRun, losses: list[float]) -> list[str]:
     other tokens in nats; with a warning if it rose."""
     config, before, after = run.config, losses[0], losses[-1]
     complete = not run.eval_is_partial and run.check.held_out.complete
+    complete &= run.objective == "next_token"
     texts = list(readable(run.held_out, config.data.bad_records)) if complete else []
     only_bytes = isinstance(run.tokenizer, ByteTokenizer) and all(isinstance(x, str) for x in texts)
     if only_bytes and (size := sum(len(run.tokenizer.encode(text)) for text in texts)):
@@ -122,7 +125,7 @@ def predict_answers(run: TrainingRun, state: TrainState) -> list[dict[str, str]]
     stop = run.tokenizer.stop_ids
     with jax.set_mesh(run.spec.mesh):
         new = generate(
-            state.model,
+            cast(Decoder, state.model),
             prompts,
             new_tokens=max(map(len, references)),
             sampling=Sampling(temperature=0.0),
@@ -160,7 +163,7 @@ def sample_text(run: TrainingRun, state: TrainState) -> str:
     with jax.set_mesh(run.spec.mesh):
         new = list(
             generate(
-                state.model,
+                cast(Decoder, state.model),
                 [prompt],
                 new_tokens=min(train.sample_tokens, max(train.seq_len - len(prompt), 1)),
                 sampling=Sampling(temperature=0.8),

@@ -68,6 +68,11 @@ class TrainingRun:
     base_fingerprint: str | None = None
 
     @property
+    def objective(self) -> str:
+        """Objective of the model, which `open_data` has checked."""
+        return str(self.spec.model.objective)
+
+    @property
     def directory(self) -> Path:
         return Path(os.path.expanduser(self.config.run_dir))
 
@@ -79,6 +84,7 @@ class TrainingRun:
             self.config.data,
             seq_len=self.config.train.seq_len,
             batch_size=self.spec.micro_batch_size,
+            objective=self.objective,
             max_batches=self.config.train.eval_batches,
         )
 
@@ -182,6 +188,7 @@ def _open_run(config: Config, devices: list[jax.Device]) -> TrainingRun:
         config.data,
         seq_len=seq_len,
         batch_size=size,
+        objective=data.objective,
         local=spec.layout.addressable_indices(size),
     )
     return TrainingRun(
@@ -190,7 +197,14 @@ def _open_run(config: Config, devices: list[jax.Device]) -> TrainingRun:
         tokenizer=data.tokenizer,
         held_out=data.held_out,
         batches=batches,
-        check=data_check(data.train, data.held_out, data.tokenizer, config.data, seq_len=seq_len),
+        check=data_check(
+            data.train,
+            data.held_out,
+            data.tokenizer,
+            config.data,
+            seq_len=seq_len,
+            objective=data.objective,
+        ),
         eval_prompts=_eval_prompts(config, model, data),
         notes=[*_describe_devices(spec, data), *_describe_model(spec, data), *data.notes],
     )

@@ -32,8 +32,9 @@ from bptjax.lora import (
     train_in_full,
 )
 from bptjax.loss_scale import LossScale
-from bptjax.models.decoder import Decoder
+from bptjax.models.architecture import new_model
 from bptjax.models.params import param_path, put_param
+from bptjax.models.transformer import Transformer
 from bptjax.optimizer import OptState, init_opt_state
 from bptjax.parallel.mesh import STATE_AXES, sharding
 from bptjax.quantized_kernels import linear_kernels, quantize_model, quantizer
@@ -54,7 +55,7 @@ class TrainState:
       loss_scale: loss scale in float16; else None.
     """
 
-    model: Decoder
+    model: Transformer
     opt_state: OptState
     step: Array
     key: Array
@@ -114,7 +115,7 @@ def from_checkpoint(
     return replace(saved, model=join(saved.model, frozen))
 
 
-def split_trained(spec: TrainSpec, model: Decoder) -> tuple[Any, Any]:
+def split_trained(spec: TrainSpec, model: Transformer) -> tuple[Any, Any]:
     """Returns the trained parameters and the frozen ones; `lora.join` is the inverse."""
     if spec.config.adapter.type == "none":
         return split(model, lambda v: True)
@@ -212,22 +213,24 @@ def _loaded_adapters(spec: TrainSpec) -> dict[str, LoraWeights] | None:
     return found.values if found else None
 
 
-def _abstract_model(spec: TrainSpec) -> Decoder:
+def _abstract_model(spec: TrainSpec) -> Transformer:
     """Returns shapes and dtypes of the model without adapters."""
     return jax.eval_shape(partial(_new_model, spec), jax.random.key(0))
 
 
-def _new_model(spec: TrainSpec, key: Array) -> Decoder:
+def _new_model(spec: TrainSpec, key: Array) -> Transformer:
     """Returns a new model without adapters. If it will be frozen beside adapters, its weights have
     the dtype of the computation."""
     train, frozen = spec.config.train, spec.config.adapter.type != "none"
     dtype = spec.compute_dtype if frozen else jnp.dtype(train.param_dtype)
-    model = Decoder(spec.model, key, dtype)
+    model = new_model(spec.model, key, dtype)
     return train_in_full(model, embeddings_in_full(spec), jnp.dtype(train.param_dtype))
 
 
 def _new_state(
-    spec: TrainSpec, model: Decoder | None = None, adapters: dict[str, LoraWeights] | None = None
+    spec: TrainSpec,
+    model: Transformer | None = None,
+    adapters: dict[str, LoraWeights] | None = None,
 ) -> TrainState:
     """Returns the state at step 0 from `model` and `adapters`, which are new if left out."""
     adapter = spec.config.adapter

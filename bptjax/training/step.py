@@ -13,9 +13,9 @@ from jax import Array
 
 from bptjax.float8_kernels import quantize_kernels, with_float8
 from bptjax.lora import join
-from bptjax.models.decoder import Decoder
 from bptjax.models.feed_forward import Auxiliary
 from bptjax.models.feed_forwards import FEED_FORWARDS
+from bptjax.models.transformer import Transformer
 from bptjax.ops.loss import cross_entropy_and_z_loss
 from bptjax.ops.target import compiler_options, is_absent, platform
 from bptjax.optimizer import apply_gradients
@@ -68,7 +68,7 @@ class LossSums(NamedTuple):
 
 
 def _run_model(
-    spec: TrainSpec, model: Decoder, batch: Batch, key: Array | None
+    spec: TrainSpec, model: Transformer, batch: Batch, key: Array | None
 ) -> tuple[Array, Auxiliary]:
     """Returns the hidden states of a micro-batch `[B, T]`, and the sums of the feed-forward
     networks."""
@@ -92,7 +92,7 @@ def _counts(aux: Auxiliary, batch: Batch) -> AuxiliarySums:
 
 def loss_sums(
     spec: TrainSpec,
-    model: Decoder,
+    model: Transformer,
     batch: Batch,
     key: Array | None,
     z_loss: float,
@@ -111,6 +111,7 @@ def loss_sums(
             model.for_head(hidden),
             model.head_matrix,
             labels,
+            bias=model.logits_bias,
             z_loss=z_loss,
             softcap=model.config.logits_softcap,
             chunk=spec.execution.ce_chunk,
@@ -228,6 +229,8 @@ def train_step(
         "train/grad_norm": norm,
         "train/learning_rate": rate,
     }
+    if not spec.model.causal:
+        metrics["train/loss_tokens"] = count
     if config.train.z_loss:
         metrics["train/z_loss"] = losses.z_loss / count
     feed_forward, totals = FEED_FORWARDS[spec.model.feed_forward], losses.counts
@@ -322,7 +325,7 @@ def random_batch(spec: TrainSpec) -> Batch:
     return spec.layout.put(batch, train.gradient_accumulation_steps)
 
 
-def evaluator(spec: TrainSpec) -> Callable[[Decoder, Any, Callable[[], None]], float]:
+def evaluator(spec: TrainSpec) -> Callable[[Transformer, Any, Callable[[], None]], float]:
     """Returns a function from a model and batches `[B, T]` to the mean loss per token, in nats.
 
     Its third argument is called after each finished batch but the last. At most two batches are in

@@ -37,6 +37,10 @@ MODELS = {
     "opt": CLASSIC | dict(position_embedding="learned", position_offset=2, activation="relu"),
     "falcon": dict(norm="layer", norm_bias=True, gated=False, residual="shared", num_kv_heads=2),
     "falcon, old": dict(norm="layer", norm_bias=True, gated=False, activation="gelu"),
+    "bert": CLASSIC
+    | dict(causal=False, norm_position="post", position_embedding="learned", activation="gelu")
+    | dict(embedding_norm=True, token_types=2, final_norm=False, masked_head=True)
+    | dict(head_bias=True, tied_head=True),
     "mpt": dict(norm="layer", gated=False, position_embedding="alibi", activation="gelu"),
 }
 

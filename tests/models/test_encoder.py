@@ -4,20 +4,20 @@ import jax
 import pytest
 from ops.comparing import close, quick
 
-from bptjax.models.config import Execution
+from bptjax.models.config import Execution, ModelConfig
 from bptjax.models.encoder import Encoder
-from bptjax.models.encoder_config import EncoderConfig
 from bptjax.parallel.mesh import ParallelConfig, make_mesh
 
 SIZES = dict(
+    causal=False,
     hidden_size=32,
     num_layers=1,
     num_heads=4,
     position_embedding="learned",
     max_position_embeddings=10,
 )
-TEXT = EncoderConfig(**SIZES, vocab_size=50, masked_head=True)
-IMAGES = EncoderConfig(**SIZES, image_size=(8, 12), patch_size=(4, 4), classes=3)
+TEXT = ModelConfig(**SIZES, vocab_size=50, masked_head=True, head_bias=True)
+IMAGES = ModelConfig(**SIZES, image_size=(8, 12), patch_size=(4, 4), classes=3)
 
 
 @pytest.mark.parametrize("config", [TEXT, IMAGES], ids=["text", "images"])
@@ -32,7 +32,7 @@ def test_tokens_cut_unevenly_give_what_one_device_gives(config):
     @quick
     def run(model, inputs):
         def loss(model):
-            logits = model.logits(model(inputs, execution=execution))
+            logits = model.logits(model(inputs, execution=execution)[0])
             return (logits**2).sum(), (logits, model.hidden_states(inputs, execution=execution))
 
         return jax.value_and_grad(loss, has_aux=True)(model)

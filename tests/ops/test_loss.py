@@ -18,6 +18,7 @@ HIDDEN, HEAD = normal(0, B, T, D), normal(1, V, D) / 2
 LABELS = jnp.asarray(np.random.default_rng(2).integers(0, V, (B, T)))
 SOME = jnp.where(jnp.arange(B * T).reshape(B, T) % 3 == 0, -100, LABELS)
 WEIGHTS = jnp.abs(normal(3, B, T)).at[:, 4].set(0.0)
+BIAS = 2 * normal(6, V)
 CASES = {
     "plain": {},
     "ignored": dict(labels=SOME),
@@ -26,14 +27,16 @@ CASES = {
     "integer weights": dict(weights=(WEIGHTS > 0.5).astype(jnp.float32)),
     "z-loss": dict(z_loss=1e-1),
     "soft cap": dict(softcap=1.5),
-    "everything": dict(labels=SOME, weights=WEIGHTS, z_loss=1e-2, softcap=2.0),
+    "bias": dict(bias=BIAS),
+    "everything": dict(labels=SOME, weights=WEIGHTS, bias=BIAS, z_loss=1e-2, softcap=2.0),
     "all ignored": dict(labels=jnp.full((B, T), -100)),
 }
 
 
-def plain(hidden, head, labels, weights=None, *, ignore=-100, z_loss=0.0, softcap=None):
+def plain(hidden, head, labels, weights=None, *, bias=None, ignore=-100, z_loss=0.0, softcap=None):
     """Each token's loss, from all logits at once, in float32."""
     logits = hidden.astype(jnp.float32) @ head.astype(jnp.float32).T
+    logits += 0.0 if bias is None else bias.reshape(1, 1, -1)
     if softcap is not None:
         logits = softcap * jnp.tanh(logits / softcap)
     losses = optax.softmax_cross_entropy_with_integer_labels(
@@ -104,6 +107,29 @@ def test_tied_head():
         for f in (linear_cross_entropy, plain)
     )
     close(ours, exact)
+
+
+@pytest.mark.parametrize("reduction", UPSTREAM)
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained head", "frozen head"])
+def test_gradient_of_the_bias(reduction, frozen):
+    """With sequences over two devices, and classes over two."""
+    mesh = make_mesh(ParallelConfig(fsdp=2, tp=2), jax.devices()[:4])
+    hidden, labels = jnp.tile(HIDDEN, (4, 1, 1)), jnp.tile(SOME % 18, (4, 1))
+    labels = labels.at[:, 0].set(-100)
+    upstream = jnp.tile(UPSTREAM["none"], (4, 1)) if reduction == "none" else UPSTREAM["sum"]
+
+    def gradients(loss, **options):
+        def total(head, bias):
+            head = jax.lax.stop_gradient(head) if frozen else head
+            return (upstream * loss(hidden, head, labels, bias=bias, **options)).sum()
+
+        return jax.grad(total, argnums=(0, 1))
+
+    wanted = gradients(plain)(HEAD[:18], BIAS[:18])
+    ours = gradients(linear_cross_entropy, chunk=6, reduction=reduction, axes=("fsdp",))
+    with jax.set_mesh(mesh):
+        where = NamedSharding(mesh, PartitionSpec("tp"))
+        close(quick(ours)(*jax.device_put((HEAD[:18], BIAS[:18]), where)), wanted)
 
 
 @pytest.mark.parametrize("reduction", ["sum", "none"])
@@ -199,6 +225,7 @@ BAD = {
     "no batch": (dict(hidden=HIDDEN[:0]), r"hidden: must be .*, not \(0, 13, 8\)"),
     "features": (dict(head=HEAD[:, :-1]), r"head: must be \[classes, 8\], not \(19, 7\)"),
     "fewer labels": (dict(labels=LABELS[:, :-1]), r"labels: must be \(2, 13\), .*not \(2, 12\)"),
+    "bias": (dict(bias=BIAS[1:]), r"bias: must be \[19\], one per class, not \(18,\)"),
     "weights": (dict(weights=WEIGHTS[:1]), r"weights: must be \(2, 13\), .*not \(1, 13\)"),
     "float labels": (
         dict(labels=LABELS.astype(jnp.float32)),

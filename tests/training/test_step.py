@@ -117,6 +117,46 @@ def test_rows_as_long_as_learned_positions(batch):
     assert np.isfinite(losses.loss)
 
 
+@pytest.mark.parametrize(
+    "mesh",
+    [dict(dp=2, fsdp=1, sp=4, sequence_strategy="ring"), dict(dp=1, fsdp=2, tp=2, sp=2)],
+    ids=["ring", "tp"],
+)
+def test_a_masked_language_model_on_a_mesh(batch, mesh, masked):
+    """Packed documents with learned positions, in sequences that the mesh pads; dropout too."""
+    parts, spec, wanted = masked
+    spec = replace(spec, config=replace(spec.config, parallel=ParallelConfig(**mesh)))
+    spec = replace(spec, mesh=make_mesh(spec.config.parallel))
+    assert_same(gradient_sums(spec, parts, 2), wanted)
+
+
+@pytest.fixture(scope="module")
+def masked(batch):
+    """A batch, a spec and the sums of one device."""
+    model = ModelConfig(
+        causal=False,
+        vocab_size=64,
+        hidden_size=32,
+        num_layers=1,
+        num_heads=4,
+        norm="layer",
+        norm_bias=True,
+        position_embedding="learned",
+        max_position_embeddings=T,
+        position_offset=2,
+        token_types=2,
+        embedding_norm=True,
+        masked_head=True,
+        head_bias=True,
+        residual_dropout=0.2,
+    )
+    parts = {name: x[:4, : T - 2] for name, x in batch.items()}
+    chosen = (np.arange(T - 2) % 3 == 1) & (parts["segments"] > 0)
+    parts |= dict(labels=np.where(chosen, parts["tokens"], -100).astype(np.int32))
+    spec = replace(make_spec(seq_len=T - 2), model=model)
+    return parts, spec, gradient_sums(spec, parts, 2)
+
+
 def steps(spec: TrainSpec, batch, n: int) -> tuple[TrainState, list[dict]]:
     state, placed, rows = initial_state(spec), spec.layout.put(batch), []
     step = compile_step(spec, state, placed)
@@ -351,11 +391,20 @@ def test_frozen_parameters_have_no_gradient():
             dict(sliding_window=2, layer_types=["sliding_attention", "full_attention"]),
             (1 + 2 + 2 + 1 + 2) + (1 + 2 + 3 + 1 + 2),
         ),
+        (dict(causal=False), 2 * (9 + 4)),
+        (dict(causal=False, sliding_window=2), 2 * (2 + 3 + 2 + 2 + 2)),
+        (
+            dict(attention_pattern=dict(type="window", window=2, global_tokens=1)),
+            2 * (1 + 2 + 3 + 1 + 2),
+        ),
     ],
-    ids=["packed", "windowed", "a windowed layer"],
+    ids=["packed", "windowed", "a windowed layer", "encoder", "windowed encoder", "pattern"],
 )
 def test_pairs_are_those_that_the_mask_lets_through(changes, pairs):
-    assert attended_pairs(replace(MODEL, **changes), **PACKED) == pairs
+    model = replace(MODEL, **changes)
+    assert attended_pairs(model, **PACKED) == pairs
+    # Micro-batches.
+    assert attended_pairs(model, **{name: x[None] for name, x in PACKED.items()}) == pairs
 
 
 def test_router_losses_are_of_the_global_batch(batch):

@@ -63,7 +63,6 @@ from bptjax.hf.families.interleaved import (
     rules_interleaved_glu,
 )
 from bptjax.hf.families.multimodal import GROWTH, MROPE, read_ministral3, text_model
-from bptjax.models.encoder_config import EncoderConfig
 
 WINDOWS = ("use_sliding_window", "max_window_layers")
 # Buffers that old versions of transformers saved: rotary frequencies and tables, causal masks.
@@ -75,7 +74,7 @@ COPIES = {
     "lm_head.weight": "embedding",
     "embed_out.weight": "embedding",
     "cls.predictions.decoder.weight": "embedding",
-    "cls.predictions.decoder.bias": "masked.bias",
+    "cls.predictions.decoder.bias": "head_bias",
 }
 FAMILIES: dict[str, Family] = {
     "llama": Family(read_llama, rules_rmsnorm_glu, neutral=("pretraining_tp",)),
@@ -159,7 +158,6 @@ FAMILIES: dict[str, Family] = {
         read_bert,
         rules_bert,
         prefix="bert.",
-        config=EncoderConfig,
         ignored=(
             r"(bert\.)?embeddings\.(position|token_type)_ids",
             # Heads that the class named by config.json does not have.
@@ -168,9 +166,7 @@ FAMILIES: dict[str, Family] = {
         ),
         renamed=((".gamma", ".weight"), (".beta", ".bias")),
     ),
-    "vit": Family(
-        read_vit, rules_vit, prefix="vit.", config=EncoderConfig, neutral=("encoder_stride",)
-    ),
+    "vit": Family(read_vit, rules_vit, prefix="vit.", neutral=("encoder_stride",)),
 }
 # The text models that each multimodal model may have, the default first.
 MULTIMODAL: dict[str, dict[str, Family]] = {

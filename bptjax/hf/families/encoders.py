@@ -6,13 +6,13 @@ from typing import Any
 from bptjax.hf.families.family import activation, require
 from bptjax.hf.tensor_rules import TensorRule, attention, conv, identity, linear, mlp, norm
 from bptjax.models.config import ModelConfig
-from bptjax.models.encoder_config import EncoderConfig
 
 
 def layernorm_mlp_encoder(c: Any, **more: Any) -> dict[str, Any]:
     """Returns the keywords that these families share, updated with `more`."""
     return (
         dict(
+            causal=False,
             hidden_size=c.hidden_size,
             intermediate_size=c.intermediate_size,
             num_layers=c.num_hidden_layers,
@@ -57,6 +57,7 @@ def read_bert(c: Any) -> dict[str, Any]:
         final_norm=False,
         pooler=c.hidden_size if kind == "BertModel" else 0,
         masked_head=kind == "BertForMaskedLM",
+        head_bias=kind == "BertForMaskedLM",
     )
 
 
@@ -69,7 +70,7 @@ def rules_encoder_layers(c: ModelConfig, layer: str) -> Iterator[TensorRule]:
     yield from mlp(c, f"{layer}intermediate.dense", f"{layer}output.dense")
 
 
-def rules_bert(c: EncoderConfig) -> Iterator[TensorRule]:
+def rules_bert(c: ModelConfig) -> Iterator[TensorRule]:
     """Yields the rules of BertModel and BertForMaskedLM, whose norms follow the sublayers."""
     root, layer, D = "bert.embeddings.", "bert.encoder.layer.{layer}.", c.hidden_size
     positions = c.max_position_embeddings or 0
@@ -86,7 +87,7 @@ def rules_bert(c: EncoderConfig) -> Iterator[TensorRule]:
         root = "cls.predictions."
         yield from linear(f"{root}transform.dense", "masked.linear", (D,), (D,), bias=True)
         yield from norm(f"{root}transform.LayerNorm", "masked.norm", c)
-        yield identity(f"{root}bias", "masked.bias", (c.V,))
+        yield identity(f"{root}bias", "head_bias", (c.V,))
 
 
 def read_vit(c: Any) -> dict[str, Any]:
@@ -114,7 +115,7 @@ def read_vit(c: Any) -> dict[str, Any]:
     )
 
 
-def rules_vit(c: EncoderConfig) -> Iterator[TensorRule]:
+def rules_vit(c: ModelConfig) -> Iterator[TensorRule]:
     """Yields the rules of ViTModel and ViTForImageClassification. Patches are embedded by a
     convolution, the first token is a parameter, and both have learned positions."""
     root, layer, D = "vit.embeddings.", "vit.encoder.layer.{layer}.", c.hidden_size

@@ -42,8 +42,8 @@ class Family:
     """A model family: the reader of its config, and the rules of its tensors.
 
     Attributes:
-      read: converts the HF config to keywords of `config`; raises ValueError for an unsupported
-        value.
+      read: converts the HF config to keywords of `ModelConfig`; raises ValueError for a value that
+        is not supported.
       tensor_rules: yields the rules of all tensors.
       prefix: prefix of names, which files of the bare model (without a head) leave out.
       wrapped: layouts of files that hold the model as the text model of a multimodal model, the
@@ -54,7 +54,6 @@ class Family:
       positions: config key of the number of positions.
       rope_names: config keys of rope_theta and partial_rotary_factor in transformers 4.
       rope_kept: keys of rope_parameters that rotate no text. Exports keep them.
-      config: class of the config; `read` returns its keywords.
       sizes: returns the number of values of each field of names in the file.
       experts: order of the outputs of gate and up in transformers' parameter of all experts; None
         for families without experts.
@@ -70,7 +69,6 @@ class Family:
     positions: str = "max_position_embeddings"
     rope_names: tuple[str, str] = ("rope_theta", "partial_rotary_factor")
     rope_kept: tuple[str, ...] = ()
-    config: type[ModelConfig] = ModelConfig
     sizes: Callable[[Any], dict[str, int]] = layer_sizes
     experts: Literal["concatenated", "interleaved"] | None = None
 

@@ -1,0 +1,142 @@
+"""Checks of the choices of a model: ranges, and choices that exclude each other."""
+
+import math
+from typing import Any
+
+from bptjax.models.attention_pattern import AttentionPattern
+from bptjax.ops.arguments import check_softcap
+
+# Several times the largest models there are.
+MOST_PARAMETERS = 10**13
+
+
+def check_choices(config: Any) -> None:
+    """Checks a `ModelConfig`.
+
+    Raises:
+      ValueError: a value out of range, or values that exclude each other.
+    """
+    for name in (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_layers",
+        "num_heads",
+        "num_kv_heads",
+        "head_dim",
+        "embedding_size",
+        "max_position_embeddings",
+        "sliding_window",
+        "query_growth_length",
+        "num_experts",
+        "experts_per_token",
+        "expert_size",
+    ):
+        value = getattr(config, name)
+        if value is not None and value < 1:
+            raise ValueError(f"model.{name}={value}: must be at least 1")
+        if value is not None and value >= 2**31:
+            raise ValueError(f"model.{name}={value}: must be less than 2^31")
+    for name in ("attention_softcap", "logits_softcap"):
+        check_softcap(getattr(config, name), f"model.{name}")
+    if config.num_heads % config.K:
+        raise ValueError(
+            f"model.num_kv_heads={config.num_kv_heads}: must divide num_heads={config.num_heads}"
+        )
+    if config.head_dim is None and config.hidden_size % config.num_heads:
+        raise ValueError(
+            f"model.num_heads={config.num_heads}: must divide hidden_size={config.hidden_size}; "
+            "choose another number, or set head_dim"
+        )
+    if config.position_embedding == "rope" and config.H % 2:
+        raise ValueError(f"model.head_dim={config.H}: must be even with rotary positions")
+    if config.position_embedding == "learned" and config.max_position_embeddings is None:
+        raise ValueError(
+            "model.position_embedding=learned: must go with model.max_position_embeddings"
+        )
+    if config.norm_position != "pre" and (
+        config.residual != "sequential" or config.residual_normed
+    ):
+        raise ValueError(
+            f"model.norm_position={config.norm_position}: must go with residual=sequential, not "
+            f"{config.residual}, and residual_normed=false"
+        )
+    for name in ("layer_types", "rope_layers"):
+        entries = getattr(config, name)
+        if entries is not None and len(entries) != config.num_layers:
+            raise ValueError(
+                f"model.{name}: must have num_layers={config.num_layers} entries, not "
+                f"{len(entries)}"
+            )
+    if config.layer_types is not None:
+        if "sliding_attention" in config.layer_types and config.sliding_window is None:
+            raise ValueError(
+                "model.sliding_window: must be set with sliding_attention in layer_types"
+            )
+    if config.attention_pattern is not None:
+        AttentionPattern.parse(config.attention_pattern)
+        if all(kind.window is not None for kind in config.layer_kinds):
+            raise ValueError(
+                "model.attention_pattern: must go with layers of full attention, not with "
+                f"sliding_window={config.sliding_window} in all layers"
+            )
+    for name in ("token_types", "pooler", "classes"):
+        if getattr(config, name) < 0:
+            raise ValueError(f"model.{name}={getattr(config, name)}: must be at least 0")
+    for name in ("token_types", "image_size", "pooler", "masked_head", "classes"):
+        if config.causal and getattr(config, name):
+            raise ValueError(
+                f"model.{name}={getattr(config, name)}: must go with model.causal=false, an encoder"
+            )
+    if not config.first_norm and (config.norm_position, config.residual) != ("pre", "sequential"):
+        raise ValueError(
+            "model.first_norm=false: must go with norm_position=pre and residual=sequential, not "
+            f"{config.norm_position} and {config.residual}"
+        )
+    if config.qk_norm_joint and not config.qk_norm:
+        raise ValueError("model.qk_norm_joint=true: must go with model.qk_norm=true")
+    if config.rope_layers is not None and config.position_embedding != "rope":
+        raise ValueError("model.rope_layers: must go with model.position_embedding=rope")
+    for name in ("embedding_dropout", "attention_dropout", "residual_dropout"):
+        if not 0.0 <= (getattr(config, name) or 0.0) < 1.0:
+            raise ValueError(f"model.{name}={getattr(config, name)}: must be in [0, 1)")
+
+    if (config.feed_forward == "experts") != (config.num_experts is not None):
+        raise ValueError(
+            f"model.num_experts={config.num_experts}: must be set with feed_forward=experts, and "
+            f"only then, not with {config.feed_forward}"
+        )
+    for name, (unset, least) in {
+        "experts_per_token": (2, 1),
+        "expert_size": (None, 1),
+        "router_bias": (False, 0),
+        "router_renormalized": (True, 0),
+        "router_aux_loss": (None, 0),
+        "router_z_loss": (0.0, 0),
+        "glu_limit": (None, 0),
+        "glu_offset": (0.0, -math.inf),
+    }.items():
+        value = getattr(config, name)
+        if config.num_experts is None and value != unset:
+            raise ValueError(f"model.{name}={value}: must go with model.feed_forward=experts")
+        if value is not None and not least <= value < math.inf:
+            raise ValueError(f"model.{name}={value}: must be finite and at least {least}")
+    if config.num_experts is not None and config.experts_per_token > config.num_experts:
+        raise ValueError(
+            f"model.experts_per_token={config.experts_per_token}: must be at most "
+            f"num_experts={config.num_experts}"
+        )
+    if config.num_experts is not None and not config.gated:
+        raise ValueError("model.gated=false: must be true with feed_forward=experts")
+
+    # A typing error would otherwise show after minutes, when memory runs out.
+    heads = 2 * (config.num_heads + config.K) * config.H
+    inner = (config.num_experts or 1) * config.expert_F
+    parameters = config.num_layers * config.hidden_size * (2 * inner + heads)
+    parameters += (config.vocab_size or 0) * config.E
+    if parameters > MOST_PARAMETERS:
+        raise ValueError(
+            f"model.num_layers={config.num_layers}, hidden_size={config.hidden_size}, "
+            f"intermediate_size={config.expert_F}, vocab_size={config.vocab_size}: must have at "
+            f"most {MOST_PARAMETERS:.0e} parameters, not {parameters:.0e}"
+        )

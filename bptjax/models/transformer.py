@@ -1,0 +1,234 @@
+"""A stack of layers between an input and an output embedding: what decoders and encoders share."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+from jax.typing import DTypeLike
+from jaxtyping import Float, Int
+
+from bptjax.models.config import Execution, ModelConfig
+from bptjax.models.feed_forward import Auxiliary
+from bptjax.models.layers import Norm, TokenContext
+from bptjax.models.linear import Linear, new_param
+from bptjax.models.stack import StackOutput, new_layers, run
+from bptjax.ops.dropout import dropout
+from bptjax.ops.mask import Mask
+from bptjax.ops.softmax import soft_cap
+from bptjax.parallel.mesh import constrain, lookup
+from bptjax.parallel.sequence import sequence_shards
+
+
+class Transformer(nnx.Module):
+    """Input embedding, layers, final norm and output embedding. Calls are pure, so `jax.jit`,
+    `grad` and `scan` take the module itself. The parameters of the layers are stacked on axis 0.
+
+    Args:
+      key: for new parameters; `jax.eval_shape` makes none.
+      dtype: dtype of the parameters.
+    """
+
+    def __init__(self, config: ModelConfig, key: Array, dtype: DTypeLike = jnp.float32):
+        keys, std = jax.random.split(key, 6), config.init_std
+        D, E, learned = config.hidden_size, config.E, config.position_embedding == "learned"
+        images = config.image_size is not None
+
+        def project(key, inputs, outputs):
+            if D == E:
+                return None
+            axes = ("embed", None) if inputs == D else (None, "embed")
+            return Linear(key, (inputs,), (outputs,), axes, std=std, bias=False, dtype=dtype)
+
+        def table(key, entries, width, axis):
+            return new_param(key, (entries, width), (axis, "embed"), std, dtype)
+
+        self.config = config
+        self.embedding = None if images else table(keys[0], config.V, E, "vocab")
+        self.project_in = project(keys[4], E, D)
+        entries = config.patches + 1 if images else config.max_position_embeddings or 0
+        entries += config.position_offset
+        self.positions = table(keys[1], entries, D, None) if learned else None
+        self.embedding_norm = Norm(config, dtype) if config.embedding_norm else None
+        self.layers = new_layers(config, keys[2], dtype)
+        self.norm = Norm(config, dtype) if config.final_norm else None
+        self.project_out = project(keys[5], D, E)
+        self.head = None if config.tied_head else table(keys[3], config.V, E, "vocab")
+        bias = config.head_bias
+        self.head_bias = nnx.Param(jnp.zeros(config.V, dtype), axes=("vocab",)) if bias else None
+
+    @property
+    def head_matrix(self) -> Float[Array, "V E"]:
+        """The output embedding; the input embedding if they are tied."""
+        found = self.embedding if self.head is None else self.head
+        if found is None:
+            raise ValueError("the model has no output embedding")
+        return found[...]
+
+    @property
+    def logits_bias(self) -> Float[Array, "V"] | None:
+        """The bias of the logits, if there is one."""
+        return None if self.head_bias is None else self.head_bias[...]
+
+    def for_head(self, hidden: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
+        """Returns vectors whose products with `head_matrix`, plus `logits_bias`, are the logits,
+        before a soft cap."""
+        scale = self.config.logits_scale
+        return hidden if scale == 1 else (scale * hidden.astype(jnp.float32)).astype(hidden.dtype)
+
+    def logits(self, hidden: Float[Array, "B T E"]) -> Float[Array, "B T V"]:
+        """Computes float32 logits of a few tokens. Training uses `linear_cross_entropy`."""
+        logits = jnp.einsum(
+            "btd,vd->btv",
+            self.for_head(hidden),
+            self.head_matrix.astype(hidden.dtype),
+            preferred_element_type=jnp.float32,
+        )
+        if (bias := self.logits_bias) is not None:
+            logits += bias.astype(jnp.float32)[None, None]
+        return soft_cap(logits, self.config.logits_softcap)[0]
+
+    def __call__(
+        self,
+        tokens: Int[Array | np.ndarray, "B T"] | Float[Array | np.ndarray, "B C height width"],
+        *,
+        positions: Int[Array | np.ndarray, "B T"] | None = None,
+        segments: Int[Array | np.ndarray, "B T"] | None = None,
+        order: Int[np.ndarray, "T"] | None = None,
+        token_types: Int[Array | np.ndarray, "B T"] | None = None,
+        dropout_key: Array | None = None,
+        dtype: DTypeLike = jnp.float32,
+        execution: Execution = Execution(),  # noqa: B008 (frozen)
+        sequence_strategy: str = "auto",
+    ) -> tuple[Float[Array, "B tokens E"], Auxiliary]:
+        """Computes the hidden states after the final norm, in `dtype`, and sums for the
+        auxiliary loss, as `FeedForward` says.
+
+        Args:
+          tokens: token ids; images, whose tokens are the first token and then the patches, from
+            left to right and top to bottom.
+          positions: position of each token in its document, for rotary and learned embeddings. If
+            left out, 0..T-1.
+          segments: document numbers, 0 for padding. If left out, a sequence is one document.
+          order: position of each token in its sequence, if the tokens are in another order.
+          token_types: type of each token, in a model with an embedding of types; 0 if left out.
+          dropout_key: None for no dropout.
+          dtype: dtype of the computation. Parameters are cast when they are used.
+          execution: kernels, chunks and remat.
+          sequence_strategy: how attention communicates along the mesh axis sp; see STRATEGIES.
+
+        Raises:
+          ValueError: more tokens than learned positions, and no `positions`.
+        """
+        if positions is not None and segments is not None:
+            # Positions of padding may lie beyond the learned ones.
+            positions = jnp.where(segments == 0, 0, positions)
+        x, context = self._embed(tokens, positions, dropout_key, dtype, order, token_types)
+        output = self._run(
+            x,
+            context,
+            segments,
+            order,
+            dropout_key=dropout_key,
+            execution=execution,
+            sequence_strategy=sequence_strategy,
+        )
+        return self._final(output.x[:, : x.shape[1]]), output.aux
+
+    def hidden_states(
+        self,
+        tokens: Int[Array | np.ndarray, "B T"] | Float[Array | np.ndarray, "B C height width"],
+        *,
+        execution: Execution = Execution(),  # noqa: B008 (frozen)
+    ) -> list[Float[Array, "B tokens _"]]:
+        """Computes the embeddings, the residual stream after each layer, and the hidden states
+        after the final norm, in float32."""
+        x, context = self._embed(tokens, None, None, jnp.float32)
+        output = self._run(x, context, None, None, execution=execution, hidden_states=True)
+        assert output.states is not None
+        states = [state[:, : x.shape[1]] for state in output.states]
+        return [x, *states, self._final(states[-1])]
+
+    def _run(
+        self,
+        x: Float[Array, "B T D"],
+        context: TokenContext,
+        segments: Int[Array | np.ndarray, "B T"] | None,
+        order: Int[np.ndarray, "T"] | None,
+        **options,
+    ) -> StackOutput:
+        """Applies the layers to the embedded tokens. The results are padded to a multiple of the
+        shards of a sequence."""
+        if short := -x.shape[1] % sequence_shards():
+            shape = x.shape[:2]
+            segments = jnp.ones(shape, jnp.int32) if segments is None else jnp.asarray(segments)
+            x = jnp.pad(x, ((0, 0), (0, short), (0, 0)))
+            positions, ids, segments = (
+                jnp.pad(y, ((0, 0), (0, short))) for y in (context.positions, context.ids, segments)
+            )
+            context = context._replace(positions=positions, ids=ids)
+        if segments is not None:
+            context = context._replace(padding=segments == 0)
+        mask = Mask(causal=self.config.causal, segments=segments, positions=order)
+        x = constrain(x, "batch", "sequence", None)
+        return run(self.layers, self.config, x, context, mask=mask, **options)
+
+    def _look_up(self, tokens: Array | np.ndarray, dtype: DTypeLike) -> Float[Array, "B T D"]:
+        """Returns the embedding of each token."""
+        assert self.embedding is not None
+        x = lookup(self.embedding[...], jnp.asarray(tokens), "vocab").astype(dtype)
+        if self.config.embedding_scale is not None:
+            # Checkpoints with a scale were trained with it rounded to the compute dtype.
+            x = x * jnp.asarray(self.config.embedding_scale, dtype)
+        return x if self.project_in is None else self.project_in(x)
+
+    @jax.named_scope("embedding")
+    def _embed(
+        self,
+        tokens: Array | np.ndarray,
+        positions: Int[Array | np.ndarray, "B T"] | None,
+        dropout_key: Array | None,
+        dtype: DTypeLike,
+        order: Int[np.ndarray, "T"] | None = None,
+        token_types: Int[Array | np.ndarray, "B T"] | None = None,
+    ) -> tuple[Float[Array, "B T D"], TokenContext]:
+        config, x = self.config, self._look_up(tokens, dtype)
+        B, T, _ = x.shape
+        counted = positions is None
+        if positions is None:
+            positions = jnp.broadcast_to(jnp.arange(T) if order is None else order, (B, T))
+        positions = jnp.asarray(positions)
+        if self.positions is not None:
+            # Caller-supplied positions restart per document, so T says nothing about the largest
+            # position.
+            learned = self.positions.shape[0] - config.position_offset
+            if counted and learned < T:
+                raise ValueError(
+                    f"{T} tokens: must be at most model.max_position_embeddings={learned}, the "
+                    "number of learned positions"
+                )
+            at = positions + config.position_offset
+            x = x + lookup(self.positions[...], at).astype(dtype)
+        x = self._add_types(x, token_types)
+        if self.embedding_norm is not None:
+            x = self.embedding_norm(x)
+        # Ids do not depend on T: a mesh may need more padding than one device.
+        ids = jnp.arange(B)[:, None] + B * (jnp.arange(T) if order is None else order)[None]
+        if dropout_key is not None:
+            key = jax.random.key_data(jax.random.fold_in(dropout_key, 0))
+            x = dropout(x, key, config.embedding_dropout or 0.0, ids)
+        return constrain(x, "batch", "sequence", None), TokenContext(positions, ids)
+
+    def _add_types(
+        self, x: Float[Array, "B T D"], token_types: Int[Array | np.ndarray, "B T"] | None
+    ) -> Float[Array, "B T D"]:
+        """Returns the embeddings with the embeddings of the types of the tokens added."""
+        if token_types is not None:
+            raise ValueError("token_types: must be left out; the model has no types of tokens")
+        return x
+
+    def _final(self, x: Float[Array, "B T D"]) -> Float[Array, "B T E"]:
+        """Applies the final norm and the projection to the width of the embedding."""
+        if self.norm is not None:
+            x = self.norm(x)
+        return x if self.project_out is None else self.project_out(x)
