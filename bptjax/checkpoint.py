@@ -4,8 +4,12 @@ import json
 import logging
 import math
 import shutil
+import sys
+import warnings
 import zlib
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
 from itertools import count
@@ -17,7 +21,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
-from bptjax.output import write_atomically
+from bptjax.output import explain_full_disk, write_atomically
 
 log = logging.getLogger("bptjax")
 MANIFEST = "manifest.json"
@@ -102,38 +106,47 @@ class Checkpoints:
         self._manager: ocp.CheckpointManager | None = None
         self._step, self._best = -1, _Step()
         self._record: dict[str, Any] | None = None
-        # Orbax logs through absl, which prints to stderr. Its failures are raised as exceptions.
+        # Orbax logs through absl, which prints to stderr. The first failure of a save is raised as
+        # an exception. Asyncio logs the others, of tasks for which nobody waits any more.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
+        logging.getLogger("asyncio").addFilter(_not_of_orbax)
+        warnings.filterwarnings("ignore", "coroutine 'async_serialize.* was never awaited")
 
     def save(self, step: int, state: Any, extra: dict, best: Best | None = None) -> None:
         """Copies `state` from the devices and returns, while a thread writes it.
 
         The caller may donate `state` (a pytree of jax arrays, none of size 0 and none uint4) after
-        the call. `extra` is JSON. Waits for the previous save and raises its error, such as a full
-        disk. Does not write a step again that was just saved or restored. Keeps the checkpoint of
-        `best` in addition to the newest ones, and names it in `best.json` in the run directory.
+        the call. `extra` is JSON. Waits for the previous save and raises its error. Does not write
+        a step again that was just saved or restored. Keeps the checkpoint of `best` in addition to
+        the newest ones, and names it in `best.json` in the run directory.
+
+        Raises:
+          OSError: the previous save or this save failed; `DiskFull` if the disk is full.
         """
         self.wait()
         if step == self._step:
             return
-        self._manager = self._manager or self._open()
-        self._step = step
+        self._step, restored = step, self._step
         self._best.step = best.step if best else None
         self._record = {"step": best.step, "eval/loss": best.loss} if best and best.step else None
         leaves = _leaves(state)
         meta = {"extra": extra, "leaves": {name: _kind(leaf) for name, leaf in leaves.items()}}
         items = {"state": ocp.args.StandardSave(leaves), "meta": ocp.args.JsonSave(meta)}
-        self._manager.save(step, args=ocp.args.Composite(**items), force=True)
+        with self._saving():
+            self._manager = self._manager or self._open(restored)
+            self._manager.save(step, args=ocp.args.Composite(**items), force=True)
 
     def wait(self) -> None:
         """Blocks until the last save is finished, and raises its error."""
         if self._manager:
-            self._manager.wait_until_finished()
+            with self._saving():
+                self._manager.wait_until_finished()
 
     def close(self) -> None:
         """Finishes the last save and ends orbax's threads."""
         if self._manager:
-            self._manager.close()
+            with self._saving():
+                self._manager.close()
 
     def restore(self, abstract_state: Any, step: int | None = None) -> tuple[int, Any, dict] | None:
         """Restores the newest intact checkpoint, or the checkpoint of `step`. Returns (step, state,
@@ -212,12 +225,24 @@ class Checkpoints:
         names = [path.name for path in self.directory.glob(f"*{suffix}")]
         return sorted(int(n) for name in names if (n := name.removesuffix(suffix)).isdecimal())
 
-    def _open(self) -> ocp.CheckpointManager:
+    @contextmanager
+    def _saving(self) -> Iterator[None]:
+        """Raises one kind of error for all failures of a save."""
+        with explain_full_disk(self.directory / str(self._step)):
+            try:
+                yield
+            except ValueError as error:  # Orbax's kind for errors of files.
+                raise OSError(str(error)) from error
+
+    def _open(self, restored: int) -> ocp.CheckpointManager:
+        """Removes and renames what the first save finds after the checkpoint of `restored`."""
+        if not isinstance(sys.unraisablehook, _IgnoreClosedLoops):
+            sys.unraisablehook = _IgnoreClosedLoops(sys.unraisablehook)
         if jax.process_index() == 0:
             for step in self._steps(HALF_WRITTEN):
                 shutil.rmtree(self.directory / f"{step}{HALF_WRITTEN}")
             for step in self._steps():
-                if step > self._step:
+                if step > restored:
                     names = (self.directory / f"{step}.aside{n}" for n in count(1))
                     (self.directory / str(step)).rename(next(n for n in names if not n.exists()))
         options = ocp.CheckpointManagerOptions(
@@ -241,6 +266,22 @@ class Checkpoints:
         (path / MANIFEST).write_text(json.dumps(_checksums(path, files), indent=1))
         if self._record:
             write_atomically(self.directory.parent / BEST, json.dumps(self._record) + "\n")
+
+
+def _not_of_orbax(record: logging.LogRecord) -> bool:
+    return "orbax" not in record.getMessage()
+
+
+class _IgnoreClosedLoops:
+    """Hook for errors in C++ that have no caller. Ignores the errors of writes that were pending
+    when another write of the same save failed: orbax has closed the event loop that they notify."""
+
+    def __init__(self, before: Callable[[Any], Any]):
+        self._before = before
+
+    def __call__(self, found: Any) -> None:
+        if str(found.exc_value) != "Event loop is closed":
+            self._before(found)
 
 
 def _load(path: Path, abstract_state: Any) -> tuple[Any, dict]:

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
+from bptjax.output import full_disk
+
 EXIT_CODES = (
     "Exit codes: 0 done; 1 the command failed while it ran; 2 bad flags, config or data; "
     "130 stopped by Ctrl-C; 143 stopped by SIGTERM."
@@ -51,10 +53,14 @@ def run_command(command: Callable[[list[str]], int], argv: list[str] | None) -> 
         return 1
     except KeyboardInterrupt:
         return 130
-    except (ValueError, NotImplementedError, OSError) as error:
-        return _fail(error, 2, argv)
-    except RuntimeError as error:
-        return _fail(error, 1, argv)
+    except Exception as error:
+        if full_disk(error):
+            return _fail(error, 1, argv)
+        if isinstance(error, ValueError | NotImplementedError | OSError):
+            return _fail(error, 2, argv)
+        if isinstance(error, RuntimeError):
+            return _fail(error, 1, argv)
+        raise
 
 
 def _fail(error: Exception, code: int, argv: list[str]) -> int:

@@ -1,5 +1,6 @@
 """Files and directories that appear complete or not at all, even if the process is killed."""
 
+import errno
 import fcntl
 import os
 import re
@@ -7,6 +8,31 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+# A full disk, a spent quota, and the largest size of a file.
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class DiskFull(OSError):
+    """The disk is full. The message names the file or directory and the remedy."""
+
+
+def full_disk(error: Exception) -> str:
+    """Returns the reason if an error says that the disk is full, else an empty text. Libraries
+    report a full disk by exceptions of many kinds."""
+    return next((text for n in FULL_DISK if (text := os.strerror(n)) in str(error)), "")
+
+
+@contextmanager
+def explain_full_disk(directory: Path) -> Iterator[None]:
+    """Raises `DiskFull` in place of an error of a full disk while `directory` is written."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, DiskFull) or not (reason := full_disk(error)):
+            raise
+        text = f"{directory}: {reason}; make room, then start the same command again"
+        raise DiskFull(text) from error
 
 
 def write_atomically(file: Path, text: str) -> None:
@@ -48,7 +74,8 @@ def atomic_directory(out: Path, *, replace: bool = False) -> Iterator[Path]:
         raise ValueError(f"{out} cannot be written: {error.strerror}") from error
     lock = _locked(hidden)
     try:
-        yield hidden
+        with explain_full_disk(out):
+            yield hidden
         if out.exists():
             out.rename(hidden.with_suffix(".old.tmp"))
         hidden.rename(out)

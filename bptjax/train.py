@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from bptjax.command_line import run_command
+from bptjax.output import explain_full_disk
 
 if TYPE_CHECKING:
     from bptjax.config import Config
@@ -63,7 +64,8 @@ def _loop(run: "TrainingRun", profile: bool) -> int:
     from bptjax.training import loop
 
     try:
-        return loop.train(run, profile=profile)
+        with explain_full_disk(run.directory):
+            return loop.train(run, profile=profile)
     except OSError as error:  # The input was in order: the run failed.
         raise RuntimeError(str(error)) from error
 

@@ -18,6 +18,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from bptjax.checkpoint import CheckpointConfig, Checkpoints, DamagedCheckpointError
+from bptjax.output import DiskFull
 
 
 def mesh(devices):
@@ -261,7 +262,7 @@ def test_failed_save_is_raised(tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
     try:
-        with pytest.raises(Exception, match="File too large"):
+        with pytest.raises(DiskFull, match="/2: File too large; make room, then start the same"):
             checkpoints.save(2, state, {})
             checkpoints.wait()
     finally:
@@ -272,6 +273,35 @@ def test_failed_save_is_raised(tmp_path):
     checkpoints.save(2, state, {})
     checkpoints.close()
     assert Checkpoints(tmp_path).restore(state)[0] == 2
+
+
+FULL = """
+import gc, resource, sys, time
+import jax.numpy as jnp, numpy as np
+from bptjax.checkpoint import Checkpoints
+
+x = np.random.default_rng(0).normal(size=(200, 1 << 14)).astype(np.float32)
+state = {f"x{i}": jnp.asarray(row) for i, row in enumerate(x)}
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), -1))
+checkpoints = Checkpoints(sys.argv[1])
+try:
+    checkpoints.save(1, state, {})
+    checkpoints.close()
+except OSError as error:
+    print(error)
+gc.collect()
+time.sleep(0.5)
+"""
+
+
+@pytest.mark.parametrize("size", [1 << 10, 1 << 15])
+def test_many_failed_writes_are_one_error(tmp_path, size):
+    """The other writes of the save, still under way when one fails, print nothing."""
+    environment = os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", FULL, str(tmp_path), str(size)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"{tmp_path}/checkpoints/1: File too large; make room")
 
 
 def test_config_refuses_zero():

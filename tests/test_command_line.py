@@ -244,6 +244,19 @@ def test_exit_codes(error, code, capsys):
             run_command(command, ["--debug"])
 
 
+@pytest.mark.parametrize("kind", [OSError, ValueError, Exception])
+def test_a_full_disk_is_a_failed_run(kind, capsys):
+    """Of whatever kind: tokenizers raises Exception, tensorstore ValueError."""
+
+    def command(argv):
+        raise kind("No space left on device (os error 28)")
+
+    assert run_command(command, []) == 1
+    assert capsys.readouterr().err == "error: No space left on device (os error 28)\n"
+    with pytest.raises(KeyError):  # Other errors are faults of the program.
+        run_command(lambda argv: {}["a"], [])
+
+
 @pytest.mark.parametrize("argv", [["--help"], ["train", "--help"]])
 def test_a_closed_pipe_is_silent(argv):
     read, write = os.pipe()

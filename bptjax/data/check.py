@@ -142,5 +142,5 @@ class DataCheck:
                 if next(self._rest, self) is self:
                     break
                 self._stopped.wait(time.monotonic() - start)
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             self.error = str(error)

@@ -333,9 +333,14 @@ class TrainLoop:
         self._throughput.resume()
 
     def _save(self) -> None:
-        """Starts to write a checkpoint of the last step, after a check that its metrics are
-        finite."""
+        """Starts to write a checkpoint of the last step.
+
+        Raises:
+          RunFailed: the loss, the gradient or a parameter is not finite.
+        """
         self._flush()
+        if not finite(self.state.model):
+            raise self._diverged(f"step {self.done}: parameters not finite")
         data = self.run.batches.get_state()
         if len(data) > 1:
             data = self.run.batches.merge_states(all_gather_json(data))

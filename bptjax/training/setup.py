@@ -26,6 +26,7 @@ from bptjax.execution import ExecutionConfig
 from bptjax.hf.checkpoint import SIDECARS, copy_sidecar_files
 from bptjax.hf.from_scratch import family_of
 from bptjax.models.config import ModelConfig
+from bptjax.output import explain_full_disk
 from bptjax.parallel.distributed import (
     all_gather_json,
     assert_equal_across_processes,
@@ -128,13 +129,19 @@ def setup(config: Config) -> TrainingRun:
     with raise_together():
         assert_equal_across_processes(settings + "".join(run.notes), "config and data")
         if jax.process_index() == 0:
-            acquire_run_dir(run.directory, config)
-            run.tokenizer.save(run.directory)
-            if run.spec.pretrained and run.spec.pretrained.sidecars:
-                copy_sidecar_files(run.spec.pretrained.sidecars, run.directory / SIDECARS)
-                if run.spec.pretrained.others and config.adapter.type == "none":
-                    run.spec.pretrained.others.save(run.directory / SIDECARS)
+            with explain_full_disk(run.directory):
+                _write_run_dir(run, config)
     return run
+
+
+def _write_run_dir(run: TrainingRun, config: Config) -> None:
+    """Creates the run directory and writes the files that do not change during the run."""
+    acquire_run_dir(run.directory, config)
+    run.tokenizer.save(run.directory)
+    if run.spec.pretrained and run.spec.pretrained.sidecars:
+        copy_sidecar_files(run.spec.pretrained.sidecars, run.directory / SIDECARS)
+        if run.spec.pretrained.others and config.adapter.type == "none":
+            run.spec.pretrained.others.save(run.directory / SIDECARS)
 
 
 def _with_defaults(config: Config, platform: str) -> Config:

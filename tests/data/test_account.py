@@ -123,6 +123,13 @@ def test_the_rest_is_checked_on_a_thread(file, tmp_path):
         time.sleep(0.01)
     skipping.stop()
     assert len((tmp_path / "bad_records.jsonl").read_text().splitlines()) == 3
+    # An error of the disk is an error of the run too.
+    lost = check(file, bad_records="skip")
+    lost.run(seconds=0)
+    lost.start(tmp_path / "gone")
+    while lost.error is None:
+        time.sleep(0.01)
+    assert "bad_records.jsonl" in lost.error
 
 
 def test_sources_are_read_in_turn():

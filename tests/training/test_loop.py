@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -16,7 +17,7 @@ import pytest
 
 from bptjax.data.tokenizer import ByteTokenizer
 from bptjax.devices import KINDS, DeviceKind
-from bptjax.metrics import RunProgress, read_metrics
+from bptjax.metrics import JsonlWriter, RunProgress, read_metrics
 from bptjax.optimizer import OptimizerConfig
 from bptjax.schedule import describe_schedule, learning_rate
 from bptjax.train import main
@@ -264,6 +265,43 @@ def test_an_evaluation_that_is_not_finite(arguments, tmp_path, monkeypatch, caps
     else:
         assert "step 2: eval/loss nan: not finite, but all parameters are" in out
         assert "warning: held-out loss rose from 2.0000 before training to nan" in out
+
+
+def test_parameters_that_are_not_finite_are_not_saved(arguments, tmp_path, capsys):
+    """The loss of the step that breaks them is finite, and no evaluation follows."""
+    extra = ["--optimizer.learning_rate=1e38", "--optimizer.weight_decay=1e38"]
+    extra += ["--train.max_steps=1", "--data.eval_fraction=0", "--train.eval_steps=null"]
+    assert main([*arguments, f"--run_dir={tmp_path / 'run'}", *extra]) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "step 1: parameters not finite (step 1 had loss 5." in error
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_a_full_disk_ends_the_run_in_one_line(
+    arguments, uninterrupted, tmp_path, monkeypatch, capsys, caplog
+):
+    """Files may grow to some bytes only: too few for the metrics, or for a checkpoint."""
+    command, write = [*arguments, f"--run_dir={tmp_path / 'run'}"], JsonlWriter.write
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for size, where in ((1, ""), (4000, "/checkpoints/6")):
+
+        def limited(self, step, metrics, size=size):
+            if step == 4:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+            write(self, step, metrics)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(JsonlWriter, "write", limited)
+            try:
+                assert main(command) == 1
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        text = f"error: {tmp_path / 'run'}{where}: File too large; make room, then start the same "
+        error = capsys.readouterr().err
+        assert error.startswith(text) and error.count("\n") == 1
+    assert main(command) == 0
+    assert rows(tmp_path / "run") == rows(uninterrupted)
+    assert all("half-written" in record.getMessage() for record in caplog.records)
 
 
 def test_start_and_evaluation_log_their_work(arguments, tmp_path, capsys, monkeypatch):
