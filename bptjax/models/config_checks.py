@@ -7,7 +7,7 @@ from bptjax.models.attention_pattern import AttentionPattern
 from bptjax.ops.arguments import check_softcap
 
 # Several times the largest models there are.
-MOST_PARAMETERS = 10**13
+MOST_PARAMETERS, MOST = 10**13, {"num_layers": 10**5, "head_dim": 2**16}
 
 
 def check_choices(config: Any) -> None:
@@ -35,8 +35,8 @@ def check_choices(config: Any) -> None:
         value = getattr(config, name)
         if value is not None and value < 1:
             raise ValueError(f"model.{name}={value}: must be at least 1")
-        if value is not None and value >= 2**31:
-            raise ValueError(f"model.{name}={value}: must be less than 2^31")
+        if value is not None and value > (most := MOST.get(name, 2**31 - 1)):
+            raise ValueError(f"model.{name}={value}: must be at most {most:,}")
     for name in ("attention_softcap", "logits_softcap"):
         check_softcap(getattr(config, name), f"model.{name}")
     if config.num_heads % config.K:
