@@ -222,6 +222,9 @@ def difference(
         inputs, key = rng.normal(size=shape).astype(np.float32), "pixel_values"
     else:
         inputs = rng.integers(0, config.V, (2, min(37, config.max_position_embeddings or 37)))
+        # Some models of transformers count no position for a token of padding.
+        padding = read_json(hf / "config.json").get("pad_token_id")
+        inputs = np.where(inputs == padding, (inputs + 1) % config.V, inputs)
     theirs = kind.from_pretrained(
         str(hf), dtype=torch.float32, local_files_only=True, trust_remote_code=False
     ).eval()
@@ -233,9 +236,8 @@ def difference(
     where = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     ours = model.load(where, params=params)
     *layers, stream, last = jax.jit(type(ours).hidden_states)(ours, jnp.asarray(inputs))
-    # transformers' last hidden state of a decoder follows the final norm; of an encoder, precedes
-    # it.
-    final = last if config.causal else stream
+    # transformers' last hidden state of text follows the final norm; that of images precedes it.
+    final = stream if config.image_size else last
     got = jax.jit(type(ours).pooled if config.pooler else type(ours).logits)(ours, last)
     errors = [_relative(a, b) for a, b in zip([*layers, final], states, strict=True)]
     return errors, _relative(got, end)

@@ -41,7 +41,9 @@ def exported(
         keys = new["text_config"] = dict(raw["text_config"])
     rope, length = now.rope_parameters != read.rope_parameters, now.max_position_embeddings
     if length != read.max_position_embeddings:
-        keys[family.positions] = length
+        # The key may count entries before position 0 too.
+        before = read.max_position_embeddings or 0
+        keys[family.positions] = (length or 0) + keys.get(family.positions, before) - before
     if now.position_embedding == "rope" and (rope or length != read.max_position_embeddings):
         # Write all keys: the default of a missing key may depend on the number of positions.
         kept = keys.get("rope_parameters") or keys.get("rope_scaling") or {}
@@ -71,9 +73,11 @@ def rope_keys(
     full = parameters.get("full_attention", parameters)
     keys = {"rope_parameters": parameters, theta: full["rope_theta"], "rope_scaling": None}
     if "sliding_attention" in parameters:
-        keys["rope_local_base_freq"] = parameters["sliding_attention"]["rope_theta"]
+        keys[family.local_theta] = parameters["sliding_attention"]["rope_theta"]
     if "partial_rotary_factor" in full or partial not in BESIDE:
         keys[partial] = full.get("partial_rotary_factor", 1.0)
+    if not family.scaled:
+        return {key: value for key, value in keys.items() if key != "rope_scaling"}
     kind = full.get("rope_type", "default")
     scaling = {k: v for k, v in full.items() if k not in BESIDE}
     if kind == "default" and not kept:

@@ -30,6 +30,8 @@ class TensorRule:
       split: converts one tensor to the parameters, without the stacked axes.
       join: converts the parameters to the tensor; the exact inverse of `split`.
       inputs: number of input axes of the kernels of a linear layer; 0 for other tensors.
+      first: index of the first layer that has the tensor. Its parameters are 0 in earlier layers,
+        which do not use them.
     """
 
     hf: str
@@ -38,6 +40,7 @@ class TensorRule:
     split: Callable[[np.ndarray], tuple[np.ndarray, ...]]
     join: Callable[..., np.ndarray]
     inputs: int = 0
+    first: int = 0
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -50,10 +53,15 @@ class TensorRule:
         Args:
           sizes: number of values of each field.
         """
-        indices = product(*(range(sizes[field]) for field in self.fields))
         return {
-            index: self.hf.format(**dict(zip(self.fields, index, strict=True))) for index in indices
+            index: self.hf.format(**dict(zip(self.fields, index, strict=True)))
+            for index in self.indices(sizes)
+            if not index or index[0] >= self.first
         }
+
+    def indices(self, sizes: Mapping[str, int]) -> Iterator[Index]:
+        """Yields the indices into the stacked axes, last axis fastest."""
+        return product(*(range(sizes[field]) for field in self.fields))
 
 
 def identity(hf: str, ours: str, shape: Shape, file_shape: Shape | None = None) -> TensorRule:

@@ -541,6 +541,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 BERT = SIZES | dict(intermediate_size=48, max_position_embeddings=64)
+ROBERTA = dict(pad_token_id=1, bos_token_id=0, eos_token_id=2)
+MODERNBERT = SIZES | IDS | dict(intermediate_size=48, max_position_embeddings=64)
+MODERNBERT |= dict(cls_token_id=1, sep_token_id=2)
 VIT = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48) | dict(
     image_size=8, patch_size=2
 )
@@ -552,6 +555,44 @@ ENCODERS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "BertForMaskedLM",
         "BertConfig",
         BERT | dict(type_vocab_size=3, num_attention_heads=8, layer_norm_eps=1e-3),
+    ),
+    "roberta": ("RobertaForMaskedLM", "RobertaConfig", BERT | ROBERTA),
+    "roberta: pooler, one type": (
+        "RobertaModel",
+        "RobertaConfig",
+        BERT | ROBERTA | dict(hidden_act="relu", type_vocab_size=1),
+    ),
+    "roberta: another padding, 8 heads, eps": (
+        "RobertaForMaskedLM",
+        "RobertaConfig",
+        BERT
+        | ROBERTA
+        | dict(pad_token_id=2, eos_token_id=1, num_attention_heads=8, layer_norm_eps=1e-3),
+    ),
+    "modernbert": (
+        "ModernBertForMaskedLM",
+        "ModernBertConfig",
+        MODERNBERT | dict(num_hidden_layers=5, local_attention=6),
+    ),
+    "modernbert: all biases, other rotation": (
+        "ModernBertForMaskedLM",
+        "ModernBertConfig",
+        MODERNBERT
+        | dict(attention_bias=True, mlp_bias=True, norm_bias=True, classifier_bias=True)
+        | dict(norm_eps=1e-3, local_attention=9, layer_types=MIXED[:2])
+        | dict(
+            rope_parameters=dict(
+                full_attention=dict(rope_type="linear", rope_theta=2e4, factor=4.0),
+                sliding_attention=dict(rope_type="default", rope_theta=50.0),
+            )
+        ),
+    ),
+    "modernbert: no bias, full layers alone": (
+        "ModernBertForMaskedLM",
+        "ModernBertConfig",
+        MODERNBERT
+        | dict(decoder_bias=False, layer_types=["full_attention"] * 2)
+        | dict(hidden_activation="silu", classifier_activation="silu"),
     ),
     "vit": ("ViTForImageClassification", "ViTConfig", VIT),
     "vit: pooler, no biases of queries": (
@@ -613,6 +654,11 @@ OLD_BUFFERS: dict[str, list[tuple[str, str, tuple[int, ...]]]] = {
         ("bert.embeddings.position_ids", "int64", (1, 64)),
         ("bert.embeddings.token_type_ids", "int64", (1, 64)),
     ],
+    "roberta": [
+        ("roberta.embeddings.position_ids", "int64", (1, 66)),
+        ("roberta.embeddings.token_type_ids", "int64", (1, 66)),
+    ],
+    "modernbert": [],
     "vit": [],
 }
 

@@ -133,7 +133,7 @@ def test_a_copy_of_the_tied_head_passes_and_another_does_not(llama):
         open_pretrained(ModelConfig(name_or_path=str(llama("other", change=other, **keys))))
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, "bert", "vit"])
+@pytest.mark.parametrize("name", [*FAMILIES, "bert", "roberta", "modernbert", "vit"])
 def test_an_unexpected_tensor_is_named_in_every_family(theirs, tmp_path, capsys, name):
     directory = theirs(name)[1]
     shutil.copyfile(directory / "config.json", tmp_path / "config.json")

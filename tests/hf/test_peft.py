@@ -332,11 +332,19 @@ def test_a_run_resumes_generates_merges_and_exports(
     assert "must have the weights" in capsys.readouterr().err
 
 
-def test_an_encoder_is_not_trained(theirs, arguments, tmp_path, capsys):
-    base = theirs("bert")[1]
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("bert", "adapter.type=lora: must be none for an encoder"),
+        ("vit", "must have a head that bptjax trains"),
+    ],
+)
+def test_an_encoder_gets_no_adapter(theirs, arguments, tmp_path, capsys, name, message):
+    base = theirs(name)[1]
     run = tmp_path / "run"
-    assert main([*arguments, f"--model.name_or_path={base}", f"--run_dir={run}"]) == 2
-    assert "must be a decoder, as encoders are not trained" in capsys.readouterr().err
+    flags = [f"--model.name_or_path={base}", f"--run_dir={run}", "--adapter.type=lora"]
+    assert main([*arguments, *flags]) == 2
+    assert message in capsys.readouterr().err
     assert not run.exists()
 
 

@@ -157,6 +157,30 @@ def masked(batch):
     return parts, spec, gradient_sums(spec, parts, 2)
 
 
+def test_windows_on_both_sides_on_a_mesh(masked):
+    """Rotary positions, a first layer without a norm, and a window in every other layer, whose
+    sequences are in zigzag order."""
+    parts, spec, _ = masked
+    layers = dict(
+        num_layers=2,
+        first_norm=False,
+        sliding_window=4,
+        layer_types=["full_attention", "sliding_attention"],
+        position_embedding="rope",
+        rope_parameters=dict(
+            full_attention=dict(rope_theta=1e4), sliding_attention=dict(rope_theta=50.0)
+        ),
+        position_offset=0,
+        # So that attention matters.
+        init_std=0.3,
+        residual_dropout=0.0,
+    )
+    one = replace(spec, model=replace(spec.model, **layers))
+    parallel = ParallelConfig(dp=2, fsdp=1, sp=4, sequence_strategy="ring")
+    mesh = replace(one, config=replace(one.config, parallel=parallel), mesh=make_mesh(parallel))
+    assert_same(gradient_sums(mesh, parts, 2), gradient_sums(one, parts, 2))
+
+
 def steps(spec: TrainSpec, batch, n: int) -> tuple[TrainState, list[dict]]:
     state, placed, rows = initial_state(spec), spec.layout.put(batch), []
     step = compile_step(spec, state, placed)

@@ -24,7 +24,16 @@ from bptjax.hf.families.classic import (
     rules_opt,
     rules_starcoder2,
 )
-from bptjax.hf.families.encoders import read_bert, read_vit, rules_bert, rules_vit
+from bptjax.hf.families.encoders import (
+    read_bert,
+    read_modernbert,
+    read_roberta,
+    read_vit,
+    rules_bert,
+    rules_modernbert,
+    rules_roberta,
+    rules_vit,
+)
 from bptjax.hf.families.experts import (
     field_sizes,
     read_gpt_oss,
@@ -75,6 +84,9 @@ COPIES = {
     "embed_out.weight": "embedding",
     "cls.predictions.decoder.weight": "embedding",
     "cls.predictions.decoder.bias": "head_bias",
+    "lm_head.decoder.weight": "embedding",
+    "lm_head.decoder.bias": "head_bias",
+    "decoder.weight": "embedding",
 }
 FAMILIES: dict[str, Family] = {
     "llama": Family(read_llama, rules_rmsnorm_glu, neutral=("pretraining_tp",)),
@@ -165,6 +177,33 @@ FAMILIES: dict[str, Family] = {
             r"(bert\.)?pooler\.dense\..*",
         ),
         renamed=((".gamma", ".weight"), (".beta", ".bias")),
+    ),
+    "roberta": Family(
+        read_roberta,
+        rules_roberta,
+        prefix="roberta.",
+        ignored=(
+            r"(roberta\.)?embeddings\.(position|token_type)_ids",
+            # A pooler that the class named by config.json does not have.
+            r"(roberta\.)?pooler\.dense\..*",
+        ),
+    ),
+    "modernbert": Family(
+        read_modernbert,
+        rules_modernbert,
+        neutral=(
+            "classifier_pooling",
+            "classifier_dropout",
+            "cls_token_id",
+            "sep_token_id",
+            "deterministic_flash_attn",
+            "initializer_cutoff_factor",
+            "sparse_prediction",
+            "sparse_pred_ignore_index",
+        ),
+        rope_names=("global_rope_theta", "partial_rotary_factor"),
+        local_theta="local_rope_theta",
+        scaled=False,
     ),
     "vit": Family(read_vit, rules_vit, prefix="vit.", neutral=("encoder_stride",)),
 }

@@ -1,10 +1,21 @@
-"""Encoders of text and images, with layer norms and learned positions."""
+"""Encoders of text and images, with layer norms."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
-from bptjax.hf.families.family import activation, require
-from bptjax.hf.tensor_rules import TensorRule, attention, conv, identity, linear, mlp, norm
+from bptjax.hf.families.family import activation, require, rotary
+from bptjax.hf.tensor_rules import (
+    TensorRule,
+    attention,
+    conv,
+    fused,
+    identity,
+    linear,
+    mlp,
+    norm,
+    qkv,
+)
 from bptjax.models.config import ModelConfig
 
 
@@ -43,22 +54,42 @@ def architecture(c: Any, known: tuple[str, ...]) -> str:
     return names[0]
 
 
-def read_bert(c: Any) -> dict[str, Any]:
-    """Reads BertModel, with a pooler, and BertForMaskedLM, with a head tied to the embedding."""
-    kind = architecture(c, ("BertModel", "BertForMaskedLM"))
+def read_bert(c: Any, offset: int = 0) -> dict[str, Any]:
+    """Reads the bare model, with a pooler, and …ForMaskedLM, with a head tied to the embedding.
+
+    Args:
+      offset: entries of the learned positions before position 0.
+    """
+    model = type_name(c)
+    kind = architecture(c, (f"{model}Model", f"{model}ForMaskedLM"))
+    masked = kind.endswith("ForMaskedLM")
     require(c, tie_word_embeddings=True)
     return layernorm_mlp_encoder(
         c,
         vocab_size=c.vocab_size,
         norm_position="post",
-        max_position_embeddings=c.max_position_embeddings,
+        max_position_embeddings=c.max_position_embeddings - offset,
+        position_offset=offset,
         token_types=c.type_vocab_size,
         embedding_norm=True,
         final_norm=False,
-        pooler=c.hidden_size if kind == "BertModel" else 0,
-        masked_head=kind == "BertForMaskedLM",
-        head_bias=kind == "BertForMaskedLM",
+        pooler=0 if masked else c.hidden_size,
+        masked_head=masked,
+        head_bias=masked,
     )
+
+
+def type_name(c: Any) -> str:
+    """Returns the first part of the names of the classes, such as Bert."""
+    return {"bert": "Bert", "roberta": "Roberta"}[c.model_type]
+
+
+def read_roberta(c: Any) -> dict[str, Any]:
+    """Reads a BERT whose positions follow the entry of padding, and whose masked head has GELU."""
+    values = read_bert(c, c.pad_token_id + 1)
+    if values["masked_head"]:
+        require(c, hidden_act="gelu")
+    return values
 
 
 def rules_encoder_layers(c: ModelConfig, layer: str) -> Iterator[TensorRule]:
@@ -70,10 +101,22 @@ def rules_encoder_layers(c: ModelConfig, layer: str) -> Iterator[TensorRule]:
     yield from mlp(c, f"{layer}intermediate.dense", f"{layer}output.dense")
 
 
-def rules_bert(c: ModelConfig) -> Iterator[TensorRule]:
-    """Yields the rules of BertModel and BertForMaskedLM, whose norms follow the sublayers."""
-    root, layer, D = "bert.embeddings.", "bert.encoder.layer.{layer}.", c.hidden_size
-    positions = c.max_position_embeddings or 0
+def rules_bert(
+    c: ModelConfig,
+    model: str = "bert.",
+    head: tuple[str, str, str] = (
+        "cls.predictions.transform.dense",
+        "cls.predictions.transform.LayerNorm",
+        "cls.predictions.bias",
+    ),
+) -> Iterator[TensorRule]:
+    """Yields the rules of BertModel and BertForMaskedLM, whose norms follow the sublayers.
+
+    Args:
+      head: names of the masked head: linear layer, norm, bias of the logits.
+    """
+    root, layer, D = f"{model}embeddings.", f"{model}encoder.layer.{{layer}}.", c.hidden_size
+    positions = (c.max_position_embeddings or 0) + c.position_offset
     yield identity(f"{root}word_embeddings.weight", "embedding", (c.V, D))
     yield identity(f"{root}position_embeddings.weight", "positions", (positions, D))
     yield identity(f"{root}token_type_embeddings.weight", "types", (c.token_types, D))
@@ -82,12 +125,71 @@ def rules_bert(c: ModelConfig) -> Iterator[TensorRule]:
     yield from norm(f"{layer}attention.output.LayerNorm", "layers.attention_norm", c)
     yield from norm(f"{layer}output.LayerNorm", "layers.mlp_norm", c)
     if c.pooler:
-        yield from linear("bert.pooler.dense", "pooler", (D,), (D,), bias=True)
+        yield from linear(f"{model}pooler.dense", "pooler", (D,), (D,), bias=True)
     if c.masked_head:
-        root = "cls.predictions."
-        yield from linear(f"{root}transform.dense", "masked.linear", (D,), (D,), bias=True)
-        yield from norm(f"{root}transform.LayerNorm", "masked.norm", c)
-        yield identity(f"{root}bias", "head_bias", (c.V,))
+        dense, normed, bias = head
+        yield from linear(dense, "masked.linear", (D,), (D,), bias=True)
+        yield from norm(normed, "masked.norm", c)
+        yield identity(bias, "head_bias", (c.V,))
+
+
+def rules_roberta(c: ModelConfig) -> Iterator[TensorRule]:
+    """Yields the rules of RobertaModel and RobertaForMaskedLM."""
+    names = "lm_head.dense", "lm_head.layer_norm", "lm_head.bias"
+    return rules_bert(c, "roberta.", names)
+
+
+def read_modernbert(c: Any) -> dict[str, Any]:
+    """Reads ModernBertForMaskedLM. A token of a layer with a window attends to half of
+    local_attention on either side."""
+    architecture(c, ("ModernBertForMaskedLM",))
+    # Ours would drop other activations.
+    require(c, tie_word_embeddings=True, mlp_dropout=0.0, attention_dropout=0.0)
+    require(c, classifier_activation=c.hidden_activation)
+    return dict(
+        causal=False,
+        vocab_size=c.vocab_size,
+        hidden_size=c.hidden_size,
+        intermediate_size=c.intermediate_size,
+        num_layers=c.num_hidden_layers,
+        num_heads=c.num_attention_heads,
+        norm="layer",
+        norm_eps=c.norm_eps,
+        norm_bias=c.norm_bias,
+        embedding_norm=True,
+        first_norm=False,
+        sliding_window=c.local_attention // 2 + 1,
+        layer_types=list(c.layer_types),
+        activation=activation(c.hidden_activation),
+        qkv_bias=c.attention_bias,
+        out_bias=c.attention_bias,
+        mlp_bias=c.mlp_bias,
+        masked_head=True,
+        masked_head_bias=c.classifier_bias,
+        head_bias=c.decoder_bias,
+        embedding_dropout=c.embedding_dropout,
+        **rotary(c),
+    )
+
+
+def rules_modernbert(c: ModelConfig) -> Iterator[TensorRule]:
+    """Yields the rules of ModernBertForMaskedLM, whose first layer has no norm before attention."""
+    layer, D, F = "model.layers.{layer}.", c.hidden_size, c.F
+    yield identity("model.embeddings.tok_embeddings.weight", "embedding", (c.V, D))
+    yield from norm("model.embeddings.norm", "embedding_norm", c)
+    for rule in norm(f"{layer}attn_norm", "layers.attention_norm", c):
+        yield replace(rule, first=1)
+    yield from qkv(c, f"{layer}attn.Wqkv")
+    yield from attention(c, "", "", "", f"{layer}attn.Wo")
+    yield from norm(f"{layer}mlp_norm", "layers.mlp_norm", c)
+    names = "layers.mlp.gate", "layers.mlp.up"
+    yield from fused(f"{layer}mlp.Wi", names, D, ((F,), (F,)), bias=c.mlp_bias)
+    yield from mlp(c, "", f"{layer}mlp.Wo")
+    yield from norm("model.final_norm", "norm", c)
+    yield from linear("head.dense", "masked.linear", (D,), (D,), bias=c.masked_head_bias)
+    yield from norm("head.norm", "masked.norm", c)
+    if c.head_bias:
+        yield identity("decoder.bias", "head_bias", (c.V,))
 
 
 def read_vit(c: Any) -> dict[str, Any]:

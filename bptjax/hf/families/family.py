@@ -53,6 +53,8 @@ class Family:
       renamed: (old, new) endings of names in old files.
       positions: config key of the number of positions.
       rope_names: config keys of rope_theta and partial_rotary_factor in transformers 4.
+      local_theta: config key of rope_theta in layers with a window, in transformers 4.
+      scaled: transformers 4 scales the rotary positions of the family.
       rope_kept: keys of rope_parameters that rotate no text. Exports keep them.
       sizes: returns the number of values of each field of names in the file.
       experts: order of the outputs of gate and up in transformers' parameter of all experts; None
@@ -68,6 +70,8 @@ class Family:
     renamed: tuple[tuple[str, str], ...] = ()
     positions: str = "max_position_embeddings"
     rope_names: tuple[str, str] = ("rope_theta", "partial_rotary_factor")
+    local_theta: str = "rope_local_base_freq"
+    scaled: bool = True
     rope_kept: tuple[str, ...] = ()
     sizes: Callable[[Any], dict[str, int]] = layer_sizes
     experts: Literal["concatenated", "interleaved"] | None = None
