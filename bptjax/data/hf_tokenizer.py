@@ -30,6 +30,7 @@ class HFTokenizer:
             found: Any = tokenizers.from_pretrained(
                 str(directory), local_files_only=True, trust_remote_code=False
             )
+            bare, around = found.encode("a", add_special_tokens=False), found.encode("a")
         # Invalid files can raise any exception, such as KeyError.
         except Exception as error:
             raise ValueError(
@@ -50,8 +51,11 @@ class HFTokenizer:
         }
         ends = self._generation.get("eos_token_id", self.eos_id)
         self.stop_ids = [] if ends is None else ends if isinstance(ends, list) else [ends]
-        bare = found.encode("a", add_special_tokens=False)
-        around = found.encode("a")
+        if any(type(i) is not int for i in self.stop_ids):
+            raise ValueError(
+                f"{directory}: eos_token_id={ends!r} of {GENERATION} or config.json: must be an "
+                "integer or a list of integers"
+            )
         starts = (i for i in range(len(around)) if around[i : i + len(bare)] == bare)
         self.prefix = np.array(around[: next(starts, 0)], np.int32)
         start = "".join(found.convert_ids_to_tokens(self.prefix.tolist()))
@@ -167,7 +171,8 @@ def _generation_config(directory: Path) -> dict[str, Any] | None:
         found = read_json(file) if file.exists() else {}
         if found.get("eos_token_id") is None:
             # A multimodal model keeps the keys of its text model apart.
-            found = found.get("text_config") or {}
+            inner = found.get("text_config")
+            found = inner if isinstance(inner, dict) else {}
         if found.get("eos_token_id") is not None:
             return {key: value for key, value in found.items() if re.fullmatch(keys, key)}
     return None

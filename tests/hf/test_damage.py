@@ -5,11 +5,13 @@ import json
 import ml_dtypes  # noqa: F401
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+import tokenizers
+from safetensors.numpy import load_file, save_file
 
 from bptjax import convert
 from bptjax.data.tokenizer import FILE, load_tokenizer
 from bptjax.hf.tensors import Tensors
+from bptjax.lazy_imports import transformers
 from bptjax.models.config import ModelConfig
 from bptjax.pretrained import open_pretrained
 
@@ -62,6 +64,20 @@ def a_directory(directory):
     (directory / "model.safetensors").mkdir()
 
 
+def no_embedding(directory):
+    arrays = load_file(directory / "model.safetensors")
+    del arrays["model.embed_tokens.weight"]
+    save_file(arrays, directory / "model.safetensors")
+
+
+def keys(**changed):
+    def damage(directory):
+        file = directory / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | changed))
+
+    return damage
+
+
 def only_others(directory):
     save_file({"head.weight": np.zeros(3, np.float32)}, directory / "model.safetensors")
 
@@ -112,6 +128,14 @@ def unknown_family(directory):
         (no_tensors, "missing: "),
         (a_directory, "model.safetensors"),
         (only_others, "unexpected: head.weight"),
+        (no_embedding, "missing: model.embed_tokens.weight"),
+        (keys(model_type=["llama"]), "model_type=['llama']: must be one of llama"),
+        (keys(model_type={"a": 1}), "model_type={'a': 1}: must be one of llama"),
+        (keys(model_type="gemma3", text_config=3), "text_config=3: must be a JSON object"),
+        (
+            keys(model_type="gemma3", text_config={"model_type": []}),
+            "text_config.model_type=[]: must be one of",
+        ),
         (torch_list, "pytorch_model.bin: must hold a dict of tensors"),
         (torch_steps, "pytorch_model.bin: must hold a dict of tensors"),
         (torch_numbers, "pytorch_model.bin: must hold a dict of tensors"),
@@ -181,3 +205,30 @@ def test_a_damaged_tokenizer_is_named(tmp_path, text):
     (tmp_path / FILE).write_text(text)
     with pytest.raises(ValueError, match=f"{FILE}.* (is damaged|must hold)"):
         load_tokenizer(tmp_path)
+
+
+def test_a_damaged_hugging_face_tokenizer_is_named(tmp_path):
+    vocabulary = {"a": 0, "<eos>": 1, "<unk>": 2}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, "<unk>"))
+    tokenizer = transformers().PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<eos>", unk_token="<unk>"
+    )
+    tokenizer.save_pretrained(str(tmp_path))
+    assert load_tokenizer(tmp_path).stop_ids == [1]
+    for name, keys, message in (
+        ("generation_config.json", {"eos_token_id": "x"}, "eos_token_id='x' of generation_config"),
+        ("generation_config.json", {"eos_token_id": [1, None]}, "must be an integer or a list"),
+        ("config.json", {"text_config": 3}, None),
+        ("tokenizer_config.json", {"model_max_length": []}, "must hold a Hugging Face tokenizer"),
+        ("tokenizer_config.json", {"eos_token": 3}, "must hold a Hugging Face tokenizer"),
+        ("tokenizer.json", {"added_tokens": 3}, "must hold a Hugging Face tokenizer"),
+    ):
+        file = tmp_path / name
+        before = file.read_text() if file.exists() else "{}"
+        file.write_text(json.dumps(json.loads(before) | keys))
+        if message is None:
+            assert load_tokenizer(tmp_path).stop_ids == [1]
+        else:
+            with pytest.raises(ValueError, match=message):
+                load_tokenizer(tmp_path)
+        file.write_text(before)

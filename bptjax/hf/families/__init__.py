@@ -225,15 +225,18 @@ def find_family(raw: dict[str, Any]) -> Family:
       ValueError: the family is not supported.
     """
     kind, text = raw.get("model_type"), raw.get("text_config") or {}
-    if kind in FAMILIES:
+    if not isinstance(text, dict):
+        raise ValueError(f"text_config={text!r}: must be a JSON object")
+    # Not `in FAMILIES`: a damaged file may hold a value that is not hashable.
+    if kind in tuple(FAMILIES):
         return FAMILIES[kind]
-    if kind not in MULTIMODAL:
+    if kind not in tuple(MULTIMODAL):
         known = ", ".join((*FAMILIES, *MULTIMODAL))
         inner = f" (with the text model {text.get('model_type')!r})" if text else ""
         raise ValueError(f"model_type={kind!r}{inner}: must be one of {known}")
     models = MULTIMODAL[kind]
     own = text.get("model_type", next(iter(models)))
-    if own not in models:
+    if own not in tuple(models):
         known = ", ".join(models)
         raise ValueError(f"text_config.model_type={own!r}: must be one of {known} in a {kind}")
     return models[own]
