@@ -312,7 +312,7 @@ def _rounded(model: Pretrained, dtypes: dict[str, str]) -> Iterator[tuple[str, n
     with Progress("verifying", sum(spec.nbytes for spec in specs.values())) as progress:
         for path, dtype in dtypes.items():
             layered = path.startswith("layers.")
-            layers = range(model.config.num_layers) if layered else ()
+            layers = range(specs[path].shape[0]) if layered else ()
             array = np.stack([read(path, (i,)) for i in layers]) if layered else read(path, ())
             yield path, array.astype(dtype)
             progress.advance(specs[path].nbytes)

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from bptjax.hf.families import COPIES, IGNORED
-from bptjax.hf.families.family import Family
+from bptjax.hf.families.family import Family, field_values
 from bptjax.hf.other_tensors import OtherTensors
 from bptjax.hf.tensor_rules import TensorRule
 from bptjax.hf.tensors import CODES, OTHER_CODES, Tensors, Writer, abridged
@@ -53,7 +53,7 @@ class HFCheckpoint:
 
     def __init__(self, directory: Path, family: Family, config: ModelConfig):
         self._tensors, self.config = Tensors(directory, family.renamed), config
-        self._sizes, specs = family.sizes(config), self._tensors.specs
+        self._values, specs = field_values(config), self._tensors.specs
         self._layout = layout = family.find_layout(specs)
         self._names = family.names(config, layout)
         head = f"{layout.head}lm_head.weight"
@@ -118,7 +118,7 @@ class HFCheckpoint:
             if len(dtypes) > 1:
                 raise ValueError(f"{rule.hf}: must have one dtype, not {', '.join(sorted(dtypes))}")
             (dtype,) = dtypes
-            stacked = tuple(self._sizes[field] for field in rule.fields)
+            stacked = rule.stacked(self._values)
             parts = rule.split(np.broadcast_to(np.int8(0), rule.shape))
             for path, part in zip(rule.ours, parts, strict=True):
                 yield path, ArraySpec(dtype, stacked + part.shape)
@@ -127,7 +127,7 @@ class HFCheckpoint:
         """Yields (path, index, array) of every parameter. Reads one tensor of the file at a
         time."""
         for rule, names in self._names.items():
-            for index in rule.indices(self._sizes):
+            for index in rule.indices(self._values):
                 parts = self._parts(rule, names, index)
                 for path, part in zip(rule.ours, parts, strict=True):
                     yield path, index, part
@@ -145,7 +145,7 @@ class HFCheckpoint:
         rule, names = next(entry for entry in self._names.items() if path in entry[0].ours)
         stacked = len(rule.fields)
         if len(index) < stacked:
-            size = self._sizes[rule.fields[len(index)]]
+            size = rule.stacked(self._values)[len(index)]
             return np.stack([self.read(path, (*index, i)) for i in range(size)])
         parts = self._parts(rule, names, index[:stacked])
         return parts[rule.ours.index(path)][index[stacked:]]

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from bptjax.hf import peft_experts
-from bptjax.hf.families.family import Family
+from bptjax.hf.families.family import Family, field_values
 from bptjax.hf.peft_config import ADAPTER_CONFIG, adapter_settings, is_target, rank_and_scale
 from bptjax.hf.tensor_rules import TensorRule
 from bptjax.json_files import read_json
@@ -53,7 +53,7 @@ def embeddings(config: ModelConfig, family: Family | None) -> dict[str, str]:
 
 def _is_linear(rule: TensorRule) -> bool:
     """Returns whether a rule belongs to the weight of a linear layer in the transformer layers."""
-    return "layer" in rule.fields and rule.inputs > 0
+    return bool(rule.fields) and rule.inputs > 0
 
 
 def read_peft(directory: Path, family: Family, config: ModelConfig) -> Adapters:
@@ -312,7 +312,7 @@ def _linears(family: Family, config: ModelConfig) -> Iterator[Linear]:
     Applies a rule's `split` to the row indices and to the column indices of the file's weight, to
     get the positions of each kernel's inputs and outputs.
     """
-    sizes = family.sizes(config)
+    values = field_values(config)
     for rule in filter(_is_linear, family.tensor_rules(config)):
         rows, columns = (np.arange(n, dtype=np.int32) for n in rule.shape)
         numbers = rows[:, None], columns[None]
@@ -326,8 +326,8 @@ def _linears(family: Family, config: ModelConfig) -> Iterator[Linear]:
             if transposed:
                 one, other = other, one
             parts.append(Part(path, other[inputs], one[outputs], transposed))
-        names = {index: _module(name) for index, name in rule.names(sizes).items()}
-        yield Linear(tuple(sizes[field] for field in rule.fields), names, parts)
+        names = {index: _module(name) for index, name in rule.names(values).items()}
+        yield Linear(rule.stacked(values), names, parts)
 
 
 def _module(name: str) -> str:

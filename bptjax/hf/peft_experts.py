@@ -69,7 +69,7 @@ def read_experts(
     Raises:
       ValueError: a layer without an adapter, or with another shape.
     """
-    X, L = config.num_experts or 0, config.num_layers
+    X = config.num_experts or 0
     chosen = [
         parameter
         for parameter in expert_parameters(family, config)
@@ -78,7 +78,7 @@ def read_experts(
     for depth, parameter in enumerate(reversed(chosen)):
         # PEFT wraps the module once for each parameter, in their order.
         layers = []
-        for layer in range(L):
+        for layer in config.expert_layers:
             module = MODULE.format(layer=layer)
             r, scale = rank_and_scale(f"{module}.{parameter.name}")
             wanted = (r * X, parameter.inputs), (parameter.size, r * X)
@@ -118,15 +118,15 @@ def write_experts(
             for path, outputs in zip(parameter.paths, parameter.outputs, strict=True)
             if path in values
         ]
-        for layer in range(config.num_layers):
-            (first, _, every), X = (x[layer] for x in parts[0][0]), config.num_experts or 0
-            shared = all(np.array_equal(first, a[layer]) for (a, _, _), _ in parts)
+        for i, layer in enumerate(config.expert_layers):
+            (first, _, every), X = (x[i] for x in parts[0][0]), config.num_experts or 0
+            shared = all(np.array_equal(first, a[i]) for (a, _, _), _ in parts)
             r = first.shape[-1] if shared else sum(a.shape[-1] for (a, _, _), _ in parts)
             A = np.zeros((X, r, parameter.inputs), np.float32)
             B = np.zeros((parameter.size, r, X), np.float32)
             start = 0
             for weights, outputs in parts:
-                a, b, scale = (np.asarray(x[layer], np.float32) for x in weights)
+                a, b, scale = (np.asarray(x[i], np.float32) for x in weights)
                 ranks = slice(start, start + a.shape[-1])
                 start += 0 if shared else a.shape[-1]
                 A[:, ranks] = a.swapaxes(1, 2)

@@ -13,7 +13,7 @@ from bptjax.models.params import Index
 
 Shape = tuple[int, ...]
 # Fields of names in the file, in the order of the stacked axes of parameters.
-FIELDS = ("layer", "expert")
+FIELDS = ("layer", "expert_layer", "mlp_layer", "expert")
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,7 @@ class TensorRule:
 
     A name with fields, such as `layers.{layer}.experts.{expert}.up.weight`, stands for one tensor
     per layer and expert. Its parameters are stacked along one leading axis per field.
+    `{expert_layer}` and `{mlp_layer}` are the layers with experts and those with an MLP.
 
     Attributes:
       hf: name in the file.
@@ -47,21 +48,27 @@ class TensorRule:
         """Names of the stacked axes."""
         return tuple(field for field in FIELDS if f"{{{field}}}" in self.hf)
 
-    def names(self, sizes: Mapping[str, int]) -> dict[Index, str]:
+    def stacked(self, values: Mapping[str, Sequence[int]]) -> Shape:
+        """Returns the sizes of the stacked axes; see `names`."""
+        return tuple(len(values[field]) for field in self.fields)
+
+    def names(self, values: Mapping[str, Sequence[int]]) -> dict[Index, str]:
         """Returns the names of the tensors by their index into the stacked axes, last axis fastest.
 
         Args:
-          sizes: number of values of each field.
+          values: numbers that each field takes in names, in the order of its axis.
         """
         return {
-            index: self.hf.format(**dict(zip(self.fields, index, strict=True)))
-            for index in self.indices(sizes)
+            index: self.hf.format(
+                **{f: values[f][i] for f, i in zip(self.fields, index, strict=True)}
+            )
+            for index in self.indices(values)
             if not index or index[0] >= self.first
         }
 
-    def indices(self, sizes: Mapping[str, int]) -> Iterator[Index]:
-        """Yields the indices into the stacked axes, last axis fastest."""
-        return product(*(range(sizes[field]) for field in self.fields))
+    def indices(self, values: Mapping[str, Sequence[int]]) -> Iterator[Index]:
+        """Yields the indices into the stacked axes, last axis fastest; see `names`."""
+        return product(*map(range, self.stacked(values)))
 
 
 def identity(hf: str, ours: str, shape: Shape, file_shape: Shape | None = None) -> TensorRule:
@@ -240,14 +247,20 @@ def attention(
 
 
 def mlp(
-    c: ModelConfig, up: str, down: str, gate: str = "", *, transposed: bool = False
+    c: ModelConfig,
+    up: str,
+    down: str,
+    gate: str = "",
+    *,
+    transposed: bool = False,
+    ours: str = "layers.mlp",
 ) -> Iterator[TensorRule]:
-    """Yields the rules of the feed-forward's linear layers; an empty name leaves one out."""
+    """Yields the rules of the linear layers of the MLP `ours`; an empty name leaves one out."""
     D, F = (c.hidden_size,), (c.F,)
-    for hf, ours, inputs, outputs in ((gate, "gate", D, F), (up, "up", D, F), (down, "down", F, D)):
+    for hf, name, inputs, outputs in ((gate, "gate", D, F), (up, "up", D, F), (down, "down", F, D)):
         if hf:
             yield from linear(
-                hf, f"layers.mlp.{ours}", inputs, outputs, bias=c.mlp_bias, transposed=transposed
+                hf, f"{ours}.{name}", inputs, outputs, bias=c.mlp_bias, transposed=transposed
             )
 
 

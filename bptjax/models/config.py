@@ -24,12 +24,14 @@ class LayerKind(NamedTuple):
       rope: rotary parameters; None if the layer rotates nothing.
       pattern: sparse pattern in place of full attention.
       normed: the input of attention is normalized, if norms precede it.
+      mlp_only: the feed-forward network is an MLP, though other layers have experts.
     """
 
     window: int | None
     rope: dict[str, Any] | None
     pattern: AttentionPattern | None = None
     normed: bool = True
+    mlp_only: bool = False
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,8 @@ class ModelConfig:
       num_experts: number of experts of feed_forward=experts.
       experts_per_token: number of experts that a token is routed to.
       expert_size: feed-forward width of an expert. If not set, intermediate_size.
+      mlp_only_layers: numbers, from 0, of the layers that have an MLP of intermediate_size in place
+        of experts.
       router_bias: the router has a bias.
       router_renormalized: the weights of a token's experts are divided by their sum.
       router_aux_loss: factor on the load-balancing loss of Switch Transformers, over all layers
@@ -178,6 +182,7 @@ class ModelConfig:
     num_experts: int | None = None
     experts_per_token: int = 2
     expert_size: int | None = None
+    mlp_only_layers: list[int] = field(default_factory=list)
     router_bias: bool = False
     router_renormalized: bool = True
     router_aux_loss: float | None = None
@@ -272,10 +277,15 @@ class ModelConfig:
         kinds = [self._kind(t) for t in types]
         rotates = self.rope_layers or [True] * self.num_layers
         kinds = [
-            kind if own else kind._replace(rope=None)
-            for kind, own in zip(kinds, rotates, strict=True)
+            kind._replace(rope=kind.rope if own else None, mlp_only=i in self.mlp_only_layers)
+            for i, (kind, own) in enumerate(zip(kinds, rotates, strict=True))
         ]
         return [kinds[0]._replace(normed=self.first_norm), *kinds[1:]]
+
+    @property
+    def expert_layers(self) -> list[int]:
+        """Numbers of the layers that have the network `feed_forward`."""
+        return [i for i in range(self.num_layers) if i not in self.mlp_only_layers]
 
     @property
     def ropes(self) -> tuple[dict[str, Any], ...]:

@@ -126,6 +126,12 @@ def check_choices(config: Any) -> None:
             f"model.experts_per_token={config.experts_per_token}: must be at most "
             f"num_experts={config.num_experts}"
         )
+    own = set(config.mlp_only_layers)
+    if own and (config.num_experts is None or not own < set(range(config.num_layers))):
+        raise ValueError(
+            f"model.mlp_only_layers={config.mlp_only_layers}: must go with feed_forward=experts, "
+            f"and name some of the layers 0 to {config.num_layers - 1}, but not all"
+        )
     if config.num_experts is not None and not config.gated:
         raise ValueError("model.gated=false: must be true with feed_forward=experts")
 

@@ -134,6 +134,11 @@ class Experts(FeedForward):
         return ACTIVATIONS[config.activation](gate) * (up + config.glu_offset)
 
     @staticmethod
+    def auxiliary_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+        X = (config.num_experts or 0,)
+        return dict(chosen=X, probability=X, z=())
+
+    @staticmethod
     def has_auxiliary_loss(config: ModelConfig) -> bool:
         return bool(config.router_aux_loss or config.router_z_loss)
 

@@ -52,6 +52,11 @@ class FeedForward(nnx.Module):
         raise NotImplementedError
 
     @staticmethod
+    def auxiliary_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+        """Returns the shapes of the auxiliary sums of a sequence, by name."""
+        return {}
+
+    @staticmethod
     def has_auxiliary_loss(config: ModelConfig) -> bool:
         """Returns whether networks of this config have an auxiliary loss."""
         return False

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int, UInt32
 
 from bptjax.models.config import ModelConfig
-from bptjax.models.feed_forward import Auxiliary
+from bptjax.models.feed_forward import Auxiliary, Mlp
 from bptjax.models.feed_forwards import new_feed_forward
 from bptjax.models.linear import AdapterDropout, Linear
 from bptjax.ops.checkpoint_names import checkpoint_named
@@ -117,6 +117,8 @@ class Layer(nnx.Module):
         self.mlp_norm = Norm(config, dtype) if before and config.residual != "shared" else None
         self.mlp_post_norm = Norm(config, dtype) if after else None
         self.mlp = new_feed_forward(config, keys[4], dtype)
+        # In place of `mlp` in some layers.
+        self.dense = Mlp(config, keys[4], dtype) if config.mlp_only_layers else None
 
     @jax.named_scope("attention")
     def queries(

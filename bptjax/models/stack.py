@@ -15,7 +15,9 @@ from jaxtyping import Bool, Float, Int
 from bptjax.models.cache import Cache
 from bptjax.models.config import Execution, LayerKind, ModelConfig
 from bptjax.models.feed_forward import Auxiliary
+from bptjax.models.feed_forwards import FEED_FORWARDS
 from bptjax.models.layers import DropoutKeys, Layer, TokenContext
+from bptjax.models.params import param_path
 from bptjax.ops.attention import attention as attention_on_one_device
 from bptjax.ops.blockwise import blockwise, blockwise_transformer
 from bptjax.ops.checkpoint_names import checkpoint_named
@@ -37,7 +39,8 @@ class StackOutput(NamedTuple):
     Attributes:
       x: the residual stream after the last layer.
       states: the residual stream after each layer; None unless requested.
-      aux: float32 sums of the auxiliary values of each layer over all tokens but padding, by name.
+      aux: float32 sums of the auxiliary values of each layer that has them over all tokens but
+        padding, by name.
       cache: the given cache with these tokens appended; None without a cache.
     """
 
@@ -62,9 +65,14 @@ class _Chunk(NamedTuple):
 
 
 def new_layers(config: ModelConfig, key: Array, dtype: DTypeLike) -> Layer:
-    """Makes new layers, their parameters stacked on axis 0."""
+    """Makes new layers, their parameters stacked on axis 0: those of a feed-forward network over
+    the layers that have it."""
     keys = jax.random.split(key, config.num_layers)
-    return jax.vmap(lambda key: Layer(config, key, dtype))(keys)
+    layers = jax.vmap(lambda key: Layer(config, key, dtype))(keys)
+    for name, own in _own_layers(config).items():
+        stack = jax.tree.map(lambda x, own=own: x[np.array(own)], getattr(layers, name))
+        setattr(layers, name, stack)
+    return layers
 
 
 def run(
@@ -110,7 +118,7 @@ def run(
 
     def step(carry, index, kind):
         x, past, slots = carry
-        layer, slots = read_entry(values, slots, index)
+        layer, slots = _read_layer(config, kind, values, slots, index)
         layer = execution.prepare(layer, x.dtype)
         if not kind.normed:
             layer.attention_norm = None
@@ -137,16 +145,51 @@ def run(
             x, aux = _split(attend, execution, kind, shared, chunk, k, v, cache is None)
         x = constrain(x, "batch", "sequence", None)
         aux = jax.tree.map(lambda sums: sums.sum(0), aux)
+        if kind.mlp_only:
+            shapes = FEED_FORWARDS[config.feed_forward].auxiliary_shapes(config)
+            aux = {name: jnp.zeros(shape) for name, shape in shapes.items()}
         return (x, past, slots), (x if hidden_states else None, aux)
 
     # The loops carry the cache of all layers, so that they write it in place.
     past = None if cache is None else (cache.k, cache.v)
     (x, past, slots), (states, aux) = execution.scan(step, (x, past, slots), config.layer_kinds)
     x = close_slots(x, slots)
+    if config.mlp_only_layers:
+        aux = jax.tree.map(lambda sums: sums[np.array(config.expert_layers)], aux)
     if cache is not None:
         k, v = past
         cache = replace(cache, k=k, v=v, length=cache.length + x.shape[1])
     return StackOutput(x, states, aux, cache)
+
+
+def _own_layers(config: ModelConfig) -> dict[str, list[int]]:
+    """Returns the layers that have each of two feed-forward networks, by its name in `Layer`; empty
+    if all layers have the same."""
+    if not config.mlp_only_layers:
+        return {}
+    return dict(mlp=config.expert_layers, dense=sorted(config.mlp_only_layers))
+
+
+def _read_layer(
+    config: ModelConfig, kind: LayerKind, values: Any, slots: Any, index: Int[Array, ""]
+) -> tuple[Layer, Any]:
+    """Returns the layer with this index, whose `mlp` is its feed-forward network; see `read_entry`
+    for the slots."""
+    places, other = _own_layers(config), "mlp" if kind.mlp_only else "dense"
+
+    def entry(path):
+        name = param_path(path).partition(".")[0]
+        if name not in places:
+            return index
+        if name == other:
+            return None
+        # Number of the layer among those that have this network.
+        return jnp.searchsorted(jnp.array(places[name], index.dtype), index)
+
+    layer, slots = read_entry(values, slots, entry)
+    if places:
+        layer.mlp, layer.dense = layer.dense if kind.mlp_only else layer.mlp, None
+    return layer, slots
 
 
 def _lengths(

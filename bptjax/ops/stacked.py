@@ -5,6 +5,7 @@ XLA copies slices of a stack and concatenates those of its gradient. Here every 
 stack by index, and the gradient is a buffer that the loops hand on and write in place.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,13 +21,22 @@ def split_gradient(stack: PyTree) -> tuple[PyTree, PyTree]:
     return jax.lax.stop_gradient(stack), jax.tree.map(_slots, stack)
 
 
-def read_entry(values: PyTree, slots: PyTree, index: Array) -> tuple[PyTree, PyTree]:
-    """Returns entry `index` of each array, and the slots for the next call.
+def read_entry(
+    values: PyTree, slots: PyTree, index: Callable[[tuple], Array | None]
+) -> tuple[PyTree, PyTree]:
+    """Returns one entry of each array, and the slots for the next call.
 
     The gradient of the entry replaces what is in its slots: read each entry once.
+
+    Args:
+      index: returns the entry of the array with this key path; None for an array that is not read,
+        in whose place stands None.
     """
-    leaves, structure = jax.tree.flatten(values)
-    pairs = [_read(x, s, index) for x, s in zip(leaves, jax.tree.leaves(slots), strict=True)]
+    leaves, structure = jax.tree.flatten_with_path(values)
+    pairs = [
+        (None, s) if (i := index(path)) is None else _read(x, s, i)
+        for (path, x), s in zip(leaves, jax.tree.leaves(slots), strict=True)
+    ]
     return tuple(structure.unflatten(part) for part in zip(*pairs, strict=True))
 
 

@@ -74,7 +74,7 @@ def check_float8(spec: TrainSpec) -> None:
             "train.linear=float8: must go with GPUs of compute capability 8.9 or newer, not "
             f"{device.device_kind}; leave it out"
         )
-    for path, sizes in kernel_sizes(spec, sharded=False).items():
+    for path, (_, *sizes) in kernel_sizes(spec, sharded=False).items():
         if any(size % 16 for size in sizes):
             raise ValueError(
                 "train.linear=float8: must go with linear layers whose sizes are multiples of 16; "

@@ -83,7 +83,7 @@ class Estimator:
         self.float8 = train.linear == "float8" and not self.model.num_experts
         if train.linear == "float8":
             sizes = kernel_sizes(spec, sharded=spec.config.parallel.zero_stage == 3)
-            self.held += self.model.num_layers * sum(math.prod(x) for x in sizes.values())
+            self.held += sum(math.prod(x) for x in sizes.values())
         self.frozen = spec.config.adapter.type != "none"
         self.micro_batches = train.gradient_accumulation_steps
         # Over several micro-batches, gradients are summed in float32.

@@ -21,7 +21,7 @@ def matmul_parameters(spec: TrainSpec) -> ParameterCounts:
     if model.num_experts is None:
         return ParameterCounts(total, trained)
     others = model.num_experts - model.experts_per_token
-    idle = 3 * model.num_layers * others * model.hidden_size * model.expert_F
+    idle = 3 * len(model.expert_layers) * others * model.hidden_size * model.expert_F
     if spec.config.adapter.type == "none":
         return ParameterCounts(total - idle, trained - idle)
     adapters = parameter_counts(spec, lambda path: path.startswith("layers.mlp.")).trained

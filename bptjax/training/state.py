@@ -175,17 +175,17 @@ def adapted_kernels(spec: TrainSpec) -> set[str]:
     return target_kernels(spec.config.adapter.target_modules, modules(spec.model, family) or own)
 
 
-def kernel_sizes(spec: TrainSpec, sharded: bool) -> dict[str, tuple[int, int]]:
-    """Returns the number of inputs and of outputs that a device has of each of `float8_kernels`, by
-    path; see `with_shardings` for `sharded`."""
+def kernel_sizes(spec: TrainSpec, sharded: bool) -> dict[str, tuple[int, int, int]]:
+    """Returns the number of layers, of inputs and of outputs that a device has of each of
+    `float8_kernels`, by path; see `with_shardings` for `sharded`."""
     model = with_shardings(spec, _abstract_model(spec), sharded)
     in_ndims, found = float8_kernels(model), {}
     for at, v in jax.tree.leaves_with_path(model, is_leaf=lambda x: isinstance(x, nnx.Variable)):
         if (path := param_path(at)) in in_ndims:
             x = v.get_value()
-            _, *shape = x.sharding.shard_shape(x.shape)
+            layers, *shape = x.sharding.shard_shape(x.shape)
             n = in_ndims[path]
-            found[path] = math.prod(shape[:n]), math.prod(shape[n:])
+            found[path] = layers, math.prod(shape[:n]), math.prod(shape[n:])
     return found
 
 

@@ -152,7 +152,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3_moe": (
         "Qwen3MoeConfig",
-        MOE | dict(head_dim=16, num_experts=6, moe_intermediate_size=20),
+        MOE
+        | dict(num_hidden_layers=3, mlp_only_layers=[1])
+        | dict(head_dim=16, num_experts=6, moe_intermediate_size=20),
     ),
     "qwen3_moe: renormalized, tied, biases": (
         "Qwen3MoeConfig",
@@ -165,6 +167,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         MOE
         | rope("yarn", 1e6, factor=2.0, original_max_position_embeddings=16)
         | dict(head_dim=8, num_experts=3, num_experts_per_tok=3, moe_intermediate_size=16)
+        | dict(decoder_sparse_step=2)
         | dict(use_sliding_window=True, sliding_window=6),
     ),
     "olmoe": ("OlmoeConfig", MOE | dict(num_experts=4)),

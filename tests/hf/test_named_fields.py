@@ -47,11 +47,7 @@ def rules(c):
 @pytest.fixture
 def family(monkeypatch):
     """Qwen 3 with experts, whose files have a tensor per expert."""
-
-    def sizes(c):
-        return {"layer": c.num_layers, "expert": c.num_experts}
-
-    family = Family(read, rules, sizes=sizes)
+    family = Family(read, rules)
     monkeypatch.setitem(FAMILIES, "qwen3_moe", family)
     return family
 

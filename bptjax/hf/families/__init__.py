@@ -35,7 +35,6 @@ from bptjax.hf.families.encoders import (
     rules_vit,
 )
 from bptjax.hf.families.experts import (
-    field_sizes,
     read_gpt_oss,
     read_mixtral,
     read_olmoe,
@@ -110,19 +109,17 @@ FAMILIES: dict[str, Family] = {
     "olmo3": Family(read_olmo3, rules_rmsnorm_glu),
     "exaone4": Family(read_exaone4, rules_rmsnorm_glu, neutral=("sliding_window_pattern",)),
     "glm4": Family(read_glm4, rules_glm4),
-    "mixtral": Family(read_mixtral, rules_mixtral, sizes=field_sizes, experts="concatenated"),
+    "mixtral": Family(read_mixtral, rules_mixtral, experts="concatenated"),
     "qwen3_moe": Family(
         read_qwen3_moe,
         rules_qwen3_moe,
         neutral=WINDOWS,
-        sizes=field_sizes,
         experts="concatenated",
     ),
-    "olmoe": Family(read_olmoe, rules_qwen3_moe, sizes=field_sizes, experts="concatenated"),
+    "olmoe": Family(read_olmoe, rules_qwen3_moe, experts="concatenated"),
     "gpt_oss": Family(
         read_gpt_oss,
         rules_gpt_oss,
-        sizes=field_sizes,
         experts="interleaved",
         neutral=("hidden_act", "quantization_config"),
     ),

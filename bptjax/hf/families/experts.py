@@ -7,7 +7,7 @@ import numpy as np
 
 from bptjax.hf.families.family import activation, require
 from bptjax.hf.families.gated import rmsnorm_glu_decoder, rules_rmsnorm_decoder, window_pattern
-from bptjax.hf.tensor_rules import TensorRule, identity
+from bptjax.hf.tensor_rules import TensorRule, identity, mlp
 from bptjax.models.config import ModelConfig
 
 
@@ -25,23 +25,18 @@ def experts_decoder(c: Any, **more: Any) -> dict[str, Any]:
     )
 
 
-def field_sizes(config: ModelConfig) -> dict[str, int]:
-    """Returns the sizes of the fields of names in the file."""
-    return {"layer": config.num_layers, "expert": config.num_experts or 0}
-
-
 def read_mixtral(c: Any) -> dict[str, Any]:
     """Reads MixtralForCausalLM. All layers have the same window."""
     return experts_decoder(c, activation=activation(c.hidden_act), sliding_window=c.sliding_window)
 
 
 def read_qwen3_moe(c: Any) -> dict[str, Any]:
-    """Reads Qwen3MoeForCausalLM. Each query and key head is normalized before rotary positions.
-    Layers without experts are not supported."""
-    require(c, mlp_only_layers=[], decoder_sparse_step=1)
-    bias = c.attention_bias
+    """Reads Qwen3MoeForCausalLM. Each query and key head is normalized before rotary positions."""
+    bias, every = c.attention_bias, c.decoder_sparse_step
+    skipped = (i for i in range(c.num_hidden_layers) if (i + 1) % every)
     return experts_decoder(
         c,
+        mlp_only_layers=sorted({*c.mlp_only_layers, *skipped}),
         activation=activation(c.hidden_act),
         expert_size=c.moe_intermediate_size,
         router_renormalized=c.norm_topk_prob,
@@ -98,7 +93,10 @@ def rules_qwen3_moe(c: ModelConfig) -> Iterator[TensorRule]:
     """Yields the rules of Qwen3MoeForCausalLM and OlmoeForCausalLM."""
     yield from rules_rmsnorm_decoder(c)
     names = {name: f"{name}_proj" for name in ("gate", "up", "down")}
-    yield from experts(c, "model.layers.{layer}.mlp.", **names)
+    yield from experts(c, "model.layers.{expert_layer}.mlp.", **names)
+    if c.mlp_only_layers:
+        gate, up, down = (f"model.layers.{{mlp_layer}}.mlp.{name}" for name in names.values())
+        yield from mlp(c, up, down, gate, ours="layers.dense")
 
 
 def rules_gpt_oss(c: ModelConfig) -> Iterator[TensorRule]:

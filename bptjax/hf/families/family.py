@@ -1,6 +1,6 @@
 """The class of a model family, and checks that several families share."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -32,9 +32,14 @@ class Layout(NamedTuple):
     head: str = ""
 
 
-def layer_sizes(config: ModelConfig) -> dict[str, int]:
-    """Returns the sizes of the fields of a model without experts."""
-    return {"layer": config.num_layers}
+def field_values(config: ModelConfig) -> dict[str, Sequence[int]]:
+    """Returns the numbers that each field of `FIELDS` takes in names, in the order of its axis."""
+    return dict(
+        layer=range(config.num_layers),
+        expert_layer=config.expert_layers,
+        mlp_layer=sorted(config.mlp_only_layers),
+        expert=range(config.num_experts or 0),
+    )
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,6 @@ class Family:
       local_theta: config key of rope_theta in layers with a window, in transformers 4.
       scaled: transformers 4 scales the rotary positions of the family.
       rope_kept: keys of rope_parameters that rotate no text. Exports keep them.
-      sizes: returns the number of values of each field of names in the file.
       experts: order of the outputs of gate and up in transformers' parameter of all experts; None
         for families without experts.
     """
@@ -73,7 +77,6 @@ class Family:
     local_theta: str = "rope_local_base_freq"
     scaled: bool = True
     rope_kept: tuple[str, ...] = ()
-    sizes: Callable[[Any], dict[str, int]] = layer_sizes
     experts: Literal["concatenated", "interleaved"] | None = None
 
     @property
@@ -101,9 +104,9 @@ class Family:
         self, config: ModelConfig, layout: Layout | None = None
     ) -> dict[TensorRule, dict[Index, str]]:
         """Returns each rule's names in a file of this layout, by index into the stacked axes."""
-        sizes, layout = self.sizes(config), layout or self.layouts[0]
+        values, layout = field_values(config), layout or self.layouts[0]
         return {
-            rule: {i: self.rename(name, layout) for i, name in rule.names(sizes).items()}
+            rule: {i: self.rename(name, layout) for i, name in rule.names(values).items()}
             for rule in self.tensor_rules(config)
         }
 
