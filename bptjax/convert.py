@@ -143,7 +143,8 @@ def write(
     """Writes the model to `out` in Hugging Face's format, with the tokenizer of `source`. `read`
     returns a parameter by path and index into its stacked axes.
     """
-    own = {spec.dtype for spec in model.source.specs.values()}
+    fixed = _fixed_dtypes(model)
+    own = {spec.dtype for path, spec in model.source.specs.items() if path not in fixed}
     name = dtype or max(own, key=lambda name: jnp.dtype(name).itemsize)
     if model.sidecars is None:
         raw, family = from_scratch(model.config)
@@ -165,9 +166,7 @@ def write(
     # The tensors are written decoded.
     raw.pop("quantization_config", None)
 
-    def name_of(path):
-        return dtype or model.source.specs[path].dtype
-
+    dtypes = _dtypes(model, dtype)
     with atomic_directory(out) as directory:
         if model.sidecars is not None:
             copy_sidecar_files(model.sidecars, directory)
@@ -184,8 +183,8 @@ def write(
         write_hf(
             directory,
             family.names(model.config, layout),
-            lambda path, index: read(path, index).astype(name_of(path), copy=False),
-            name_of,
+            lambda path, index: read(path, index).astype(dtypes[path], copy=False),
+            dtypes.__getitem__,
             max_shard_size,
             model.others,
         )
@@ -295,13 +294,26 @@ def _verify(hf: Path, model: Pretrained, dtype: str | None) -> int:
       dtype: dtype that was written. The parameters are rounded to it first, to check the conversion
         and not the rounding.
     """
-    dtypes = {path: dtype or spec.dtype for path, spec in model.source.specs.items()}
+    dtypes = _dtypes(model, dtype)
     params = None if set(dtypes.values()) == {"float32"} else _rounded(model, dtypes)
     layers, logits = difference(hf, model, params)
     worst = max(*layers, logits)
     text = f"largest relative difference: logits {logits:.1e}, hidden states {max(layers):.1e}"
     print(text + (f", after layer {int(np.argmax(layers))}" if worst > 1e-4 else ""))
     return 0 if worst <= 1e-4 else 1
+
+
+def _dtypes(model: Pretrained, dtype: str | None) -> dict[str, str]:
+    """Returns the dtype of each parameter in Hugging Face files with weights in `dtype`; None for
+    that of the checkpoint."""
+    fixed, specs = _fixed_dtypes(model), model.source.specs.items()
+    return {path: fixed.get(path) or dtype or spec.dtype for path, spec in specs}
+
+
+def _fixed_dtypes(model: Pretrained) -> dict[str, str]:
+    """Returns the dtypes of the parameters that have the same one in all files of the family."""
+    rules = model.family.tensor_rules(model.config) if model.family else ()
+    return {path: rule.dtype for rule in rules if rule.dtype for path in rule.ours}
 
 
 def _rounded(model: Pretrained, dtypes: dict[str, str]) -> Iterator[tuple[str, np.ndarray]]:

@@ -33,6 +33,7 @@ class TensorRule:
       inputs: number of input axes of the kernels of a linear layer; 0 for other tensors.
       first: index of the first layer that has the tensor. Its parameters are 0 in earlier layers,
         which do not use them.
+      dtype: dtype in every file; None for that of the other weights.
     """
 
     hf: str
@@ -42,6 +43,7 @@ class TensorRule:
     join: Callable[..., np.ndarray]
     inputs: int = 0
     first: int = 0
+    dtype: str | None = None
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -254,9 +256,14 @@ def mlp(
     *,
     transposed: bool = False,
     ours: str = "layers.mlp",
+    size: int | None = None,
 ) -> Iterator[TensorRule]:
-    """Yields the rules of the linear layers of the MLP `ours`; an empty name leaves one out."""
-    D, F = (c.hidden_size,), (c.F,)
+    """Yields the rules of the linear layers of the MLP `ours`; an empty name leaves one out.
+
+    Args:
+      size: inner width; the config's by default.
+    """
+    D, F = (c.hidden_size,), (size or c.F,)
     for hf, name, inputs, outputs in ((gate, "gate", D, F), (up, "up", D, F), (down, "down", F, D)):
         if hf:
             yield from linear(

@@ -96,6 +96,15 @@ class ModelConfig:
       mlp_only_layers: numbers, from 0, of the layers that have an MLP of intermediate_size in place
         of experts.
       router_bias: the router has a bias.
+      router_scores: softmax over the experts, or the sigmoid of each expert's logit.
+      router_correction: each expert has a constant that is added to its score when the experts of a
+        token are chosen, but not to its weight. It is not trained.
+      router_groups: the experts are divided into groups of neighbors. The experts of a token are in
+        the router_groups_per_token groups whose two highest scores have the largest sums.
+      router_groups_per_token: number of groups that the experts of a token are in.
+      routed_scale: factor on the weights of a token's experts.
+      shared_expert_size: width of an MLP whose output for every token is added to the experts'. If
+        not set, there is none.
       router_renormalized: the weights of a token's experts are divided by their sum.
       router_aux_loss: factor on the load-balancing loss of Switch Transformers, over all layers
         and the global batch. If not set, the checkpoint's factor if its output_router_logits is
@@ -184,6 +193,12 @@ class ModelConfig:
     expert_size: int | None = None
     mlp_only_layers: list[int] = field(default_factory=list)
     router_bias: bool = False
+    router_scores: Literal["softmax", "sigmoid"] = "softmax"
+    router_correction: bool = False
+    router_groups: int = 1
+    router_groups_per_token: int = 1
+    routed_scale: float = 1.0
+    shared_expert_size: int | None = None
     router_renormalized: bool = True
     router_aux_loss: float | None = None
     router_z_loss: float = 0.0
@@ -245,8 +260,11 @@ class ModelConfig:
 
     @property
     def active_F(self) -> int:
-        """Feed-forward width that each token passes through."""
-        return self.expert_F * (1 if self.num_experts is None else self.experts_per_token)
+        """Feed-forward width that each token passes through, in a layer with experts if there are
+        any."""
+        if self.num_experts is None:
+            return self.F
+        return self.expert_F * self.experts_per_token + (self.shared_expert_size or 0)
 
     @property
     def K(self) -> int:

@@ -110,6 +110,12 @@ def check_choices(config: Any) -> None:
         "experts_per_token": (2, 1),
         "expert_size": (None, 1),
         "router_bias": (False, 0),
+        "router_scores": ("softmax", None),
+        "router_correction": (False, 0),
+        "router_groups": (1, 1),
+        "router_groups_per_token": (1, 1),
+        "routed_scale": (1.0, 0),
+        "shared_expert_size": (None, 1),
         "router_renormalized": (True, 0),
         "router_aux_loss": (None, 0),
         "router_z_loss": (0.0, 0),
@@ -119,13 +125,26 @@ def check_choices(config: Any) -> None:
         value = getattr(config, name)
         if config.num_experts is None and value != unset:
             raise ValueError(f"model.{name}={value}: must go with model.feed_forward=experts")
-        if value is not None and not least <= value < math.inf:
+        if None not in (value, least) and not least <= value < math.inf:
             raise ValueError(f"model.{name}={value}: must be finite and at least {least}")
     if config.num_experts is not None and config.experts_per_token > config.num_experts:
         raise ValueError(
             f"model.experts_per_token={config.experts_per_token}: must be at most "
             f"num_experts={config.num_experts}"
         )
+    if config.num_experts is not None:
+        groups, chosen = config.router_groups, config.router_groups_per_token
+        size, uneven = divmod(config.num_experts, groups)
+        if uneven or chosen > groups or groups > 1 and size < 2:
+            raise ValueError(
+                f"model.router_groups={groups}: must divide num_experts={config.num_experts} into "
+                f"groups of at least 2, and be at least router_groups_per_token={chosen}"
+            )
+        if chosen * size < config.experts_per_token:
+            raise ValueError(
+                f"model.router_groups_per_token={chosen}: must be groups of at least "
+                f"experts_per_token={config.experts_per_token} experts, not {chosen * size}"
+            )
     own = set(config.mlp_only_layers)
     if own and (config.num_experts is None or not own < set(range(config.num_layers))):
         raise ValueError(

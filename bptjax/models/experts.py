@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int, UInt32
 
 from bptjax.models.config import ModelConfig
-from bptjax.models.feed_forward import ACTIVATIONS, Auxiliary, FeedForward
+from bptjax.models.feed_forward import ACTIVATIONS, Auxiliary, FeedForward, Mlp
 from bptjax.models.linear import AdapterDropout, new_param
 from bptjax.ops.checkpoint_names import checkpoint_named
 from bptjax.ops.grouped_matmul import Groups, collect, dispatch, group, grouped_matmul
@@ -26,19 +26,44 @@ from bptjax.parallel.sequence import FOLDED_BATCH
 ROUTING = "routing"
 
 
+class RouterCorrection(nnx.Variable):
+    """Constants that balance the load of the experts, float32 `[X]`. Saved, but not trained."""
+
+
 class Router(nnx.Module):
-    """Logits of each token over the experts, in float32."""
+    """Logits of each token over the experts, in float32, and the choice of its experts."""
 
     def __init__(self, config: ModelConfig, key: Array, dtype: DTypeLike):
         D, X = config.hidden_size, config.num_experts or 0
         self.kernel = new_param(key, (D, X), ("embed", None), config.init_std, dtype)
         bias = nnx.Param(jnp.zeros(X, dtype), axes=(None,))
         self.bias = bias if config.router_bias else None
+        correction = RouterCorrection(jnp.zeros(X, jnp.float32), axes=(None,))
+        self.correction = correction if config.router_correction else None
+        self.config = config
 
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T X"]:
         kernel = self.kernel[...].astype(x.dtype)
         logits = jnp.dot(x, kernel, preferred_element_type=jnp.float32)
         return logits if self.bias is None else logits + self.bias[...].astype(jnp.float32)[None]
+
+    def choose(self, logits: Float[Array, "T X"]) -> Int[Array, "T k"]:
+        """Returns the experts of each token: those with the highest scores in the groups whose two
+        highest scores have the largest sums.
+
+        DeepSeek-V3, 2024, arXiv 2412.19437, section 2.1.2.
+        """
+        config, scores = self.config, jax.lax.stop_gradient(logits)
+        if self.correction is not None:
+            scores = _scores(config, scores) + jax.lax.stop_gradient(self.correction[...])[None]
+        groups, (T, X) = config.router_groups, scores.shape
+        if groups > 1:
+            grouped = scores.reshape(T, groups, X // groups)
+            best, _ = jax.lax.top_k(grouped, 2)
+            _, kept = jax.lax.top_k(best.sum(2), config.router_groups_per_token)
+            allowed = (kept[:, :, None] == jnp.arange(groups)[None, None]).any(1)
+            scores = jnp.where(allowed[:, :, None], grouped, -jnp.inf).reshape(T, X)
+        return jax.lax.top_k(scores, config.experts_per_token)[1]
 
 
 def apply_expert_kernel(
@@ -84,11 +109,11 @@ class ExpertLinear(nnx.Module):
 
 
 class Experts(FeedForward):
-    """Σ weight · down(activation(gate(x)) · up(x)) over the experts of each token. No token is
-    dropped.
+    """Σ weight · down(activation(gate(x)) · up(x)) over the experts of each token, plus the shared
+    expert. No token is dropped.
 
     The auxiliary sums are `chosen` `[X]`, the tokens of each expert; `probability` `[X]`, the
-    softmax over all experts; and `z`, the square of its log-sum-exp.
+    scores of all experts divided by their sum; and `z`, the square of the logits' log-sum-exp.
     """
 
     def __init__(self, config: ModelConfig, key: Array, dtype: DTypeLike):
@@ -105,6 +130,8 @@ class Experts(FeedForward):
         self.gate = linear(gate, D, F, ("embed", "mlp"), std)
         self.up = linear(up, D, F, ("embed", "mlp"), std)
         self.down = linear(down, F, D, ("mlp", "embed"), std / (2 * config.num_layers) ** 0.5)
+        size = config.shared_expert_size
+        self.shared = Mlp(config, jax.random.fold_in(key, 0), dtype, size) if size else None
 
     def __call__(
         self,
@@ -122,7 +149,13 @@ class Experts(FeedForward):
             axes = ()
         key, ids = (None, None) if seeds is None else seeds
         inputs = REPLICATED, SHARDED, SHARDED, REPLICATED, SHARDED
-        return per_device(run, axes, inputs, SHARDED)(self, x, counted, key, ids)
+        # The mesh shards the shared expert as any linear layer.
+        routed = jax.tree.map(lambda leaf: leaf, self)
+        routed.shared = None
+        y, aux = per_device(run, axes, inputs, SHARDED)(routed, x, counted, key, ids)
+        if self.shared is not None:
+            y += self.shared(x, counted=counted, seeds=seeds, offload=offload)[0]
+        return y, aux
 
     def activate(
         self, gate: Float[Array, "*b F"], up: Float[Array, "*b F"]
@@ -180,8 +213,7 @@ def _run(
     X, k = config.num_experts or 0, config.experts_per_token
     tokens = x.reshape(B * T, D)
     logits = network.router(tokens)
-    _, chosen = jax.lax.top_k(jax.lax.stop_gradient(logits), k)
-    chosen = checkpoint_name(chosen, ROUTING)
+    chosen = checkpoint_name(network.router.choose(logits), ROUTING)
     groups = group(chosen, X)
     rows = dispatch(tokens, groups)
     seeds = None
@@ -195,33 +227,47 @@ def _run(
         for name, linear in (("gate", network.gate), ("up", network.up))
     )
     rows = network.down(network.activate(gate, up), groups, seeds)
-    weights = _weights(logits, chosen, config.router_renormalized).reshape(-1)
+    weights = _weights(config, logits, chosen).reshape(-1)
     weights = jnp.take(weights, groups.choices, mode="fill", fill_value=0)
     y = collect(rows * weights[:, None].astype(rows.dtype), groups)
-    return y.reshape(B, T, D), _sums(logits.reshape(B, T, X), chosen.reshape(B, T, k), counted)
+    sums = _sums(config, logits.reshape(B, T, X), chosen.reshape(B, T, k), counted)
+    return y.reshape(B, T, D), sums
+
+
+def _scores(config: ModelConfig, logits: Float[Array, "*b X"]) -> Float[Array, "*b X"]:
+    softmax = config.router_scores == "softmax"
+    return jax.nn.softmax(logits) if softmax else jax.nn.sigmoid(logits)
 
 
 def _weights(
-    logits: Float[Array, "T X"], chosen: Int[Array, "T k"], renormalized: bool
+    config: ModelConfig, logits: Float[Array, "T X"], chosen: Int[Array, "T k"]
 ) -> Float[Array, "T k"]:
-    """Returns the softmax over all experts at the chosen ones, or over the chosen ones alone if
-    `renormalized`, which is the same divided by the sum."""
-    found = jnp.take_along_axis(logits, chosen, 1)
-    total = jax.nn.logsumexp(found if renormalized else logits, 1, keepdims=True)
-    return jnp.exp(found - total)
+    """Returns the scores of the chosen experts, divided by their sum if the config says so, and
+    multiplied by its factor."""
+    if config.router_scores == "softmax" and config.router_renormalized:
+        # The same as the quotient of the softmax over all experts, but no sum vanishes.
+        weights = jax.nn.softmax(jnp.take_along_axis(logits, chosen, 1))
+    else:
+        weights = jnp.take_along_axis(_scores(config, logits), chosen, 1)
+        if config.router_renormalized:
+            weights /= weights.sum(1, keepdims=True) + 1e-20
+    return config.routed_scale * weights
 
 
 def _sums(
-    logits: Float[Array, "B T X"], chosen: Int[Array, "B T k"], counted: Bool[Array, "B T"]
+    config: ModelConfig,
+    logits: Float[Array, "B T X"],
+    chosen: Int[Array, "B T k"],
+    counted: Bool[Array, "B T"],
 ) -> Auxiliary:
     """Sums over the counted tokens of each sequence."""
     B, _, X = logits.shape
     each = counted.astype(jnp.float32)
     sequences = jnp.arange(B)[:, None, None]
     tokens = jnp.zeros((B, X)).at[sequences, chosen].add(each[..., None])
-    lse = jax.nn.logsumexp(logits, 2)
+    scores = _scores(config, logits)
     return dict(
         chosen=tokens,
-        probability=jnp.einsum("bt,btx->bx", each, jnp.exp(logits - lse[..., None])),
-        z=(each * jnp.square(lse)).sum(1),
+        probability=jnp.einsum("bt,btx->bx", each, scores / scores.sum(2, keepdims=True)),
+        z=(each * jnp.square(jax.nn.logsumexp(logits, 2))).sum(1),
     )

@@ -86,8 +86,9 @@ class FeedForward(nnx.Module):
 class Mlp(FeedForward):
     """down(activation(gate(x)) · up(x)) or down(activation(up(x)))."""
 
-    def __init__(self, config: ModelConfig, key: Array, dtype: DTypeLike):
-        D, F, std = (config.hidden_size,), (config.F,), config.init_std
+    def __init__(self, config: ModelConfig, key: Array, dtype: DTypeLike, size: int | None = None):
+        """`size` is the inner width; the config's by default."""
+        D, F, std = (config.hidden_size,), (size or config.F,), config.init_std
         gate, up, down = jax.random.split(key, 3)
         bias = config.mlp_bias
 

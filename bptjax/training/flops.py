@@ -24,7 +24,8 @@ def matmul_parameters(spec: TrainSpec) -> ParameterCounts:
     idle = 3 * len(model.expert_layers) * others * model.hidden_size * model.expert_F
     if spec.config.adapter.type == "none":
         return ParameterCounts(total - idle, trained - idle)
-    adapters = parameter_counts(spec, lambda path: path.startswith("layers.mlp.")).trained
+    experts = tuple(f"layers.mlp.{name}." for name in ("gate", "up", "down"))
+    adapters = parameter_counts(spec, lambda path: path.startswith(experts)).trained
     unused = adapters * others // model.num_experts
     return ParameterCounts(total - idle - unused, trained - unused)
 

@@ -118,7 +118,7 @@ def from_checkpoint(
 def split_trained(spec: TrainSpec, model: Transformer) -> tuple[Any, Any]:
     """Returns the trained parameters and the frozen ones; `lora.join` is the inverse."""
     if spec.config.adapter.type == "none":
-        return split(model, lambda v: True)
+        return split(model, lambda v: isinstance(v, nnx.Param))
     return split(model, is_trained)
 
 

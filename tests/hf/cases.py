@@ -22,6 +22,8 @@ THREE = dict(num_hidden_layers=3)
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 SHORT, LONG = [1.0, 1.1, 1.3, 1.5], [2.0, 3.0, 4.0, 8.0]
 MOE = MODERN | dict(num_experts_per_tok=2, output_router_logits=True, router_aux_loss_coef=0.5)
+GLM_MOE = MODERN | THREE | dict(n_routed_experts=6, num_experts_per_tok=2, use_qk_norm=True)
+GLM_MOE |= dict(moe_intermediate_size=20, head_dim=16)
 GPT2 = dict(vocab_size=61, n_embd=32, n_layer=2, n_head=4, n_positions=64)
 NEOX = SIZES | dict(intermediate_size=48)
 BLOOM = dict(vocab_size=61, hidden_size=32, n_layer=2, n_head=4)
@@ -169,6 +171,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | dict(head_dim=8, num_experts=3, num_experts_per_tok=3, moe_intermediate_size=16)
         | dict(decoder_sparse_step=2)
         | dict(use_sliding_window=True, sliding_window=6),
+    ),
+    "glm4_moe": ("Glm4MoeConfig", GLM_MOE | dict(n_group=2, routed_scaling_factor=1.5)),
+    "glm4_moe: no group, biases, two shared, two layers without experts": (
+        "Glm4MoeConfig",
+        GLM_MOE
+        | dict(n_shared_experts=2, first_k_dense_replace=2, norm_topk_prob=False)
+        | dict(attention_bias=True, use_qk_norm=False, partial_rotary_factor=1.0),
+    ),
+    "glm4_moe: two of three groups, tied, no layer without experts": (
+        "Glm4MoeConfig",
+        GLM_MOE
+        | dict(n_routed_experts=9, n_group=3, topk_group=2, num_experts_per_tok=3)
+        | dict(first_k_dense_replace=0, tie_word_embeddings=True, head_dim=8),
     ),
     "olmoe": ("OlmoeConfig", MOE | dict(num_experts=4)),
     "olmoe: renormalized, biases, three of five": (
@@ -634,6 +649,7 @@ OLD_BUFFERS: dict[str, list[tuple[str, str, tuple[int, ...]]]] = {
     # No version of transformers saved any.
     "mixtral": [],
     "qwen3_moe": [],
+    "glm4_moe": [],
     "olmoe": [],
     "gpt_oss": [],
     "gpt2": [

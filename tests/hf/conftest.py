@@ -34,6 +34,9 @@ def theirs(tmp_path_factory):
                 for parameter in model.parameters():
                     # Biases and norms too are to matter.
                     parameter.add_(0.1 * torch.randn_like(parameter))
+                for key, buffer in model.named_buffers():
+                    if key.endswith("e_score_correction_bias"):
+                        buffer.add_(0.1 * torch.randn_like(buffer))
             directory = tmp_path_factory.mktemp("theirs")
             model.eval().save_pretrained(directory)
             made[name] = model, directory

@@ -35,10 +35,12 @@ from bptjax.hf.families.encoders import (
     rules_vit,
 )
 from bptjax.hf.families.experts import (
+    read_glm4_moe,
     read_gpt_oss,
     read_mixtral,
     read_olmoe,
     read_qwen3_moe,
+    rules_glm4_moe,
     rules_gpt_oss,
     rules_mixtral,
     rules_qwen3_moe,
@@ -114,6 +116,14 @@ FAMILIES: dict[str, Family] = {
         read_qwen3_moe,
         rules_qwen3_moe,
         neutral=WINDOWS,
+        experts="concatenated",
+    ),
+    "glm4_moe": Family(
+        read_glm4_moe,
+        rules_glm4_moe,
+        # The layer that predicts one more token, in transformers too.
+        ignored=(r"model\.layers\.(46|92)\..*",),
+        neutral=("output_router_logits", "num_mtp_layers", "num_nextn_predict_layers"),
         experts="concatenated",
     ),
     "olmoe": Family(read_olmoe, rules_qwen3_moe, experts="concatenated"),

@@ -1,6 +1,7 @@
 """Decoders with a mixture of experts."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -83,6 +84,30 @@ def read_gpt_oss(c: Any) -> dict[str, Any]:
     )
 
 
+def read_glm4_moe(c: Any) -> dict[str, Any]:
+    """Reads Glm4MoeForCausalLM. Part of each head is rotated; the first layers have an MLP; the
+    others choose experts by sigmoids with a correction, and add a shared expert."""
+    return rmsnorm_glu_decoder(
+        c,
+        partial=True,
+        activation=activation(c.hidden_act),
+        qk_norm=c.use_qk_norm,
+        qkv_bias=c.attention_bias,
+        feed_forward="experts",
+        num_experts=c.n_routed_experts,
+        experts_per_token=c.num_experts_per_tok,
+        expert_size=c.moe_intermediate_size,
+        shared_expert_size=c.n_shared_experts * c.moe_intermediate_size,
+        mlp_only_layers=list(range(c.first_k_dense_replace)),
+        router_scores="sigmoid",
+        router_correction=True,
+        router_renormalized=c.norm_topk_prob,
+        router_groups=c.n_group,
+        router_groups_per_token=c.topk_group,
+        routed_scale=c.routed_scaling_factor,
+    )
+
+
 def rules_mixtral(c: ModelConfig) -> Iterator[TensorRule]:
     """Yields the rules of MixtralForCausalLM."""
     yield from rules_rmsnorm_decoder(c)
@@ -97,6 +122,16 @@ def rules_qwen3_moe(c: ModelConfig) -> Iterator[TensorRule]:
     if c.mlp_only_layers:
         gate, up, down = (f"model.layers.{{mlp_layer}}.mlp.{name}" for name in names.values())
         yield from mlp(c, up, down, gate, ours="layers.dense")
+
+
+def rules_glm4_moe(c: ModelConfig) -> Iterator[TensorRule]:
+    """Yields the rules of Glm4MoeForCausalLM."""
+    layer, X, size = "model.layers.{expert_layer}.mlp.", c.num_experts or 0, c.shared_expert_size
+    yield from rules_qwen3_moe(c)
+    correction = f"{layer}gate.e_score_correction_bias", "layers.mlp.router.correction"
+    yield replace(identity(*correction, (X,)), dtype="float32")
+    gate, up, down = (f"{layer}shared_experts.{name}_proj" for name in ("gate", "up", "down"))
+    yield from mlp(c, up, down, gate, ours="layers.mlp.shared", size=size)
 
 
 def rules_gpt_oss(c: ModelConfig) -> Iterator[TensorRule]:
