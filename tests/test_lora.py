@@ -238,8 +238,10 @@ def test_no_dense_copy_of_the_model(remat):
 
 
 def test_adapters_of_experts_in_4_bits(batch):
-    """Each expert has matrices of its own, quantized by itself."""
+    """Each expert has matrices of its own, quantized by itself; so have the shared expert and the
+    layer without experts."""
     model = replace(MODEL, feed_forward="experts", num_experts=3, expert_size=40)
+    model = replace(model, num_layers=3, mlp_only_layers=[0], shared_expert_size=24)
     spec = make_spec(model=model)
     state = moved(init_state(spec))
     got = gradient_sums(spec, batch, state=state)

@@ -31,6 +31,9 @@ def check_choices(config: Any) -> None:
         "num_experts",
         "experts_per_token",
         "expert_size",
+        "shared_expert_size",
+        "router_groups",
+        "router_groups_per_token",
     ):
         value = getattr(config, name)
         if value is not None and value < 1:

@@ -1,5 +1,6 @@
 """Checkpoints that old versions of transformers wrote: names, keys and buffers."""
 
+import re
 import shutil
 
 import jax
@@ -83,7 +84,7 @@ def test_buffers_of_old_versions_are_left_out(theirs, tmp_path, capsys, name, fi
     if buffers:
         assert f"left out {len(buffers)} tensor" in said
         *_, last = OLD_BUFFERS[name][0][0].partition(".")
-        assert last.replace("{}", "*") + (" (2)" if "{}" in last else "") in said
+        assert re.sub(r"\.({}|\d+)\.", ".*.", last) + (" (2)" if "{}" in last else "") in said
     convert.to_hf(str(tmp_path / "ours"), tmp_path / "back", dtype=None, max_shard_size="5GB")
     assert tensors(tmp_path / "back") == tensors(directory)
 

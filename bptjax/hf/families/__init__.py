@@ -122,7 +122,7 @@ FAMILIES: dict[str, Family] = {
         read_glm4_moe,
         rules_glm4_moe,
         # The layer that predicts one more token, in transformers too.
-        ignored=(r"model\.layers\.(46|92)\..*",),
+        ignored=(r"(model\.)?layers\.(46|92)\..*",),
         neutral=("output_router_logits", "num_mtp_layers", "num_nextn_predict_layers"),
         experts="concatenated",
     ),
