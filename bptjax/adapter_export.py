@@ -52,9 +52,16 @@ def write_adapter(model: Pretrained, directory: Path) -> None:
 
 
 def remedy_for_peft(model: Pretrained, out: Path) -> str:
-    """Returns a line on how PEFT can use the base model as the adapter in `out` needs it;
-    empty if training did not change the base model.
+    """Returns a line on what PEFT needs to compute the same with the adapter in `out`; empty if it
+    needs nothing.
     """
+    # As of PEFT 0.21, _convert_peft_config_moe in utils/transformers_weight_conversion.py.
+    adapted = model.adapters.values if model.adapters else ()
+    if any(path.startswith(("layers.dense.", "layers.mlp.shared.")) for path in adapted):
+        return (
+            "PEFT leaves out the adapters of MLPs beside experts, whose names it takes for the "
+            "experts'; write one model of base model and adapter by merge-adapter"
+        )
     assert model.read_as is not None and model.family is not None
     base, new, old = model.config.name_or_path, model.config, model.read_as
     steps = []
