@@ -274,10 +274,12 @@ def mlp(
 def embedding_norm_head(
     c: ModelConfig, embedding: str, final_norm: str, head: str = "lm_head"
 ) -> Iterator[TensorRule]:
-    """Yields the rules of the input embedding, and of the final norm and the output embedding if
-    the config has them."""
+    """Yields the rules of the input embedding, and of the final norm, the output embedding and the
+    bias of the logits if the config has them."""
     yield identity(f"{embedding}.weight", "embedding", (c.V, c.E))
     if c.final_norm:
         yield from norm(final_norm, "norm", c)
     if not c.tied_head:
         yield identity(f"{head}.weight", "head", (c.V, c.E))
+    if c.head_bias:
+        yield identity(f"{head}.bias", "head_bias", (c.V,))

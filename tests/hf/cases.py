@@ -285,6 +285,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Starcoder2Config",
         MODERN | dict(use_bias=False, num_key_value_heads=1, residual_dropout=0.1),
     ),
+    "phi": ("PhiConfig", MODERN),
+    "phi: norms of queries and keys, tied": (
+        "PhiConfig",
+        MODERN | dict(qk_layernorm=True, tie_word_embeddings=True, partial_rotary_factor=0.25),
+    ),
+    "phi: yarn, MQA": (
+        "PhiConfig",
+        MODERN
+        | rope("yarn", factor=4.0, original_max_position_embeddings=16, partial_rotary_factor=0.5)
+        | dict(num_key_value_heads=1, hidden_act="relu", resid_pdrop=0.1),
+    ),
     "ernie4_5": ("Ernie4_5Config", MODERN | dict(head_dim=16)),
     "ernie4_5: biases, untied": (
         "Ernie4_5Config",

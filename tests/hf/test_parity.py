@@ -84,7 +84,12 @@ def test_loss_and_gradients(theirs, tokens, name):
         hidden, sums = decoder(jnp.asarray(tokens), execution=WAYS["scan"])
         hidden, config = decoder.for_head(hidden), decoder.config
         total = linear_cross_entropy(
-            hidden, decoder.head_matrix, labels, softcap=config.logits_softcap, chunk=8
+            hidden,
+            decoder.head_matrix,
+            labels,
+            bias=decoder.logits_bias,
+            softcap=config.logits_softcap,
+            chunk=8,
         )
         loss, network = (
             total / (labels != -100).sum().astype(jnp.float32),

@@ -15,6 +15,7 @@ from bptjax.hf.families.classic import (
     read_gpt_neox,
     read_mpt,
     read_opt,
+    read_phi,
     read_starcoder2,
     rules_bloom,
     rules_falcon,
@@ -22,6 +23,7 @@ from bptjax.hf.families.classic import (
     rules_gpt_neox,
     rules_mpt,
     rules_opt,
+    rules_phi,
     rules_starcoder2,
 )
 from bptjax.hf.families.encoders import (
@@ -104,6 +106,7 @@ FAMILIES: dict[str, Family] = {
     "seed_oss": Family(read_seed_oss, rules_rmsnorm_glu, neutral=("pretraining_tp",)),
     "stablelm": Family(read_stablelm, rules_rmsnorm_glu),
     "starcoder2": Family(read_starcoder2, rules_starcoder2),
+    "phi": Family(read_phi, rules_phi),
     "ernie4_5": Family(read_ernie4_5, rules_interleaved_glu),
     "cohere2": Family(read_cohere2, rules_interleaved_glu),
     "granite": Family(read_granite, rules_rmsnorm_glu),

@@ -279,3 +279,35 @@ def rules_starcoder2(c: ModelConfig) -> Iterator[TensorRule]:
     yield from mlp(c, f"{layer}mlp.c_fc", f"{layer}mlp.c_proj")
     yield from norm(f"{layer}input_layernorm", "layers.attention_norm", c)
     yield from norm(f"{layer}post_attention_layernorm", "layers.mlp_norm", c)
+
+
+def read_phi(c: Any) -> dict[str, Any]:
+    """Reads PhiForCausalLM. A part of each head is rotated; one norm precedes both sublayers; the
+    logits have a bias."""
+    return layernorm_mlp_decoder(
+        c,
+        intermediate_size=c.intermediate_size,
+        num_kv_heads=c.num_key_value_heads,
+        norm_eps=c.layer_norm_eps,
+        residual="shared",
+        qk_norm=c.qk_layernorm,
+        activation=activation(c.hidden_act),
+        head_bias=True,
+        embedding_dropout=c.embd_pdrop,
+        attention_dropout=c.attention_dropout,
+        residual_dropout=c.resid_pdrop,
+        **rotary(c, partial=True),
+    )
+
+
+def rules_phi(c: ModelConfig) -> Iterator[TensorRule]:
+    """Yields the rules of PhiForCausalLM."""
+    layer, H = "model.layers.{layer}.", c.H
+    yield from embedding_norm_head(c, "model.embed_tokens", "model.final_layernorm")
+    names = (f"{layer}self_attn.{n}" for n in ("q_proj", "k_proj", "v_proj", "dense"))
+    yield from attention(c, *names)
+    if c.qk_norm:
+        yield from norm(f"{layer}self_attn.q_layernorm", "layers.query_norm", c, H)
+        yield from norm(f"{layer}self_attn.k_layernorm", "layers.key_norm", c, H)
+    yield from mlp(c, f"{layer}mlp.fc1", f"{layer}mlp.fc2")
+    yield from norm(f"{layer}input_layernorm", "layers.attention_norm", c)
