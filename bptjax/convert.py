@@ -237,7 +237,8 @@ def difference(
     *layers, stream, last = jax.jit(type(ours).hidden_states)(ours, jnp.asarray(inputs))
     # transformers' last hidden state of text follows the final norm; that of images precedes it.
     final = stream if config.image_size else last
-    got = jax.jit(type(ours).pooled if config.pooler else type(ours).logits)(ours, last)
+    headless = config.pooler and not config.classes
+    got = jax.jit(type(ours).pooled if headless else type(ours).logits)(ours, last)
     errors = [_relative(a, b) for a, b in zip([*layers, final], states, strict=True)]
     return errors, _relative(got, end)
 

@@ -16,7 +16,7 @@ from bptjax.data.account import Account
 from bptjax.data.chat import Chat
 from bptjax.data.config import DataConfig
 from bptjax.data.encode import IGNORED, encode
-from bptjax.data.files import Document, TokenIds
+from bptjax.data.files import Document, Labeled, TokenIds
 from bptjax.data.loader import data_check, token_masking, train_loader
 from bptjax.data.marked import marked
 from bptjax.data.packing import Example
@@ -68,7 +68,7 @@ def preview(config: PreviewConfig, console: Console) -> None:
     data_config = replace(plain.data, bad_records="skip")
     data = open_data(replace(plain, data=data_config))
     seq_len = config.train.seq_len
-    how = dict(seq_len=seq_len, objective=data.objective)
+    how = dict(seq_len=seq_len, objective=data.objective, classes=data.classes)
     check = data_check(data.train, data.held_out, data.tokenizer, data_config, **how)
     check.run(config.seconds)
     console.rule("data")
@@ -150,6 +150,8 @@ def _print_record(
     if isinstance(document, Chat):
         record = {"messages": list(document.messages), **document.variables}
         print(printable(json.dumps(record, indent=2, ensure_ascii=False, default=str)))
+    elif isinstance(document, Labeled):
+        print(f"label {document.label}: {printable(document.text[: 4 * shown])}")
     elif isinstance(document, str):
         print(printable(document[: 4 * shown]) + ("…" if len(document) > 4 * shown else ""))
     else:
@@ -162,6 +164,7 @@ def _print_record(
         target_max_len=config.target_max_len,
         train_on_source=config.train_on_source,
         objective=data.objective,
+        classes=data.classes,
     )
     if masking := token_masking(data.tokenizer, config, data.objective):
         examples = [masking(one, np.random.default_rng(config.seed)) for one in examples]

@@ -71,7 +71,7 @@ def results(parallel: ParallelConfig, strategy: Any = "auto") -> tuple[str, Any]
     with jax.set_mesh(spec.mesh):
         jitted = jax.jit(partial(gradients, spec))
         losses, found, _ = jitted(state, spec.layout.put(batch))
-    evaluated = np.asarray(evaluator(spec)(state.model, [batch], lambda: None))
+    evaluated = evaluator(spec)(state.model, [batch], lambda: None)["eval/loss"]
     return spec.layout.strategy[0], jax.tree.map(np.asarray, (losses.loss, found, evaluated))
 
 

@@ -144,12 +144,16 @@ def summary(account: Account, too_long: str) -> list[str]:
         share, of = share * a.masked, "of them, but no special tokens,"
     lines = [f"{a.name}: {read}, {a.tokens:,} tokens, {share:.1%} {of} in the loss"]
     if a.too_long:
-        done = {"drop": "were dropped", "truncate_left": "lost their beginning"}.get(too_long, "")
+        done = {
+            "drop": "were dropped",
+            "truncate_left": "lost their beginning",
+            "truncate_right": "lost their end",
+        }.get(too_long, "")
         share = a.too_long_tokens / max(1, a.too_long_tokens + a.tokens)
         lines += _detail(
             f"{a.too_long:,} of {a.records:,} records ({a.too_long / a.records:.1%}, "
             f"{share:.1%} of the tokens) are longer than train.seq_len={a.seq_len} and {done}; "
-            "data.too_long: drop, truncate_left or error"
+            "data.too_long: drop, truncate_left, truncate_right or error"
         )
     if a.bad:
         lines += _detail(f"{a.bad:,} bad records were skipped; see bad_records.jsonl")

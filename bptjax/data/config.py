@@ -5,7 +5,15 @@ from typing import Literal
 
 SampleBy = Literal["line", "paragraph", "document"]
 Format = Literal[
-    "auto", "text", "messages", "sharegpt", "alpaca", "self_instruct", "prompt_answer", "hh_rlhf"
+    "auto",
+    "text",
+    "messages",
+    "sharegpt",
+    "alpaca",
+    "self_instruct",
+    "prompt_answer",
+    "hh_rlhf",
+    "label",
 ]
 
 
@@ -52,7 +60,8 @@ class DataConfig:
       eval_fraction: share of the documents to hold out. If there is only one, its tail is held out.
       sample_by: unit of a plain-text file that becomes one document.
       text_key: field of a record that holds its text.
-      format: record format. auto takes the first format whose fields a record has, else text.
+      format: record format. auto takes the first format whose fields a record has, else text;
+        for a classifier it is label, text with a number in the field label.
       train_on_source: include prompts in the loss. By default only answers are.
       source_max_len: limit in tokens of a record's prompt, which is everything before its first
         answer. Only contents are truncated, never the chat template's own text.
@@ -65,7 +74,8 @@ class DataConfig:
         documents do not attend to each other. No packing splits a record with a loss mask.
       mlm_probability: share of the tokens that a masked language model predicts. Of them, 80 % are
         replaced with the mask token and 10 % with a random token. Special tokens are never chosen.
-      too_long: treatment of records with a loss mask that are longer than train.seq_len. Text
+      too_long: treatment of records with a loss mask that are longer than train.seq_len;
+        truncate_left keeps their end, truncate_right their start. Text
         without a loss mask is split instead.
       bad_records: treatment of records that cannot be read or tokenized. error refuses the run, or
         saves and ends it if a bad record is found later; skip lists them in bad_records.jsonl.
@@ -90,7 +100,7 @@ class DataConfig:
     tokenizer: str | None = None
     packing: Literal["none", "concat", "best_fit"] = "concat"
     mlm_probability: float = 0.15
-    too_long: Literal["drop", "truncate_left", "error"] = "drop"
+    too_long: Literal["drop", "truncate_left", "truncate_right", "error"] = "drop"
     bad_records: Literal["error", "skip"] = "error"
     group_by_length: bool = False
     num_shards: int = 1

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from bptjax.data.chat import Chat
-from bptjax.data.files import Document, TokenIds
+from bptjax.data.files import Document, Labeled, TokenIds
 from bptjax.data.packing import Example
 from bptjax.data.templates import Rendered, conversations, render, template_of
 from bptjax.data.tokenizer import Tokenizer
@@ -22,10 +22,13 @@ def encode(
     target_max_len: int | None = None,
     train_on_source: bool = False,
     objective: str = "next_token",
+    classes: int = 0,
 ) -> list[Example]:
     """Returns the examples of a document: dicts of `tokens` and `labels`, int32, each one token
     shorter than the text. A label is the next token, or -100. With objective="masked_tokens", the
-    examples are complete, and a label is the token itself, before it is masked.
+    examples are complete, and a label is the token itself, before it is masked. With
+    objective="class", the first token of a complete example has the class of the document as its
+    label, and no other token has one.
 
     Text starts with the tokenizer's `prefix` and ends with EOS if the tokenizer has one. Token ids
     are used unchanged. A chat is one example, or several if its template changes earlier turns;
@@ -37,6 +40,7 @@ def encode(
     Args:
       source_max_len, target_max_len: see `shorten`.
       train_on_source: count the prompts of chats in the loss too.
+      classes: number of classes of objective="class".
 
     Raises:
       ValueError: ids outside the tokenizer's vocabulary, or a chat that its template refuses, or
@@ -51,9 +55,23 @@ def encode(
         chat = shorten(document, tokenizer, source_max_len, target_max_len)
         rendered = conversations(chat, tokenizer, split=not train_on_source)
         return [_example(one, tokenizer, train_on_source) for one in rendered]
+    if isinstance(document, Labeled) != (objective == "class"):
+        raise ValueError("data.format: must be label for a classifier, and for no other model")
+    label = None
+    if isinstance(document, Labeled):
+        label = document.label
+        if not 0 <= label < classes:
+            raise ValueError(
+                f"{document.where}: label={label}: must be in [0, {classes}), the model's classes"
+            )
+        document = document.text
     if isinstance(document, str):
         end = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
         ids = np.concatenate([tokenizer.encode_prompt(document), np.array(end, np.int32)])
+        if label is not None:
+            labels = np.full(len(ids), IGNORED, np.int32)
+            labels[:1] = label
+            return [{"tokens": ids, "labels": labels}]
         return [_labeled(ids, ids, objective)]
     record = document if isinstance(document, TokenIds) else TokenIds(document, document)
     check_ids(record.ids, tokenizer)

@@ -42,7 +42,18 @@ class TokenIds:
         return TokenIds(self.ids[part], self.labels[part])
 
 
-Document = str | np.ndarray | TokenIds | Chat
+@dataclass(frozen=True)
+class Labeled:
+    """A text and its class."""
+
+    text: str
+    label: int
+    where: str
+
+
+Document = str | np.ndarray | TokenIds | Chat | Labeled
+# The record format of `Labeled`.
+LABELED = "label"
 
 TABLES = (".parquet", ".arrow")
 RECORDS = (".jsonl", ".json", *TABLES)
@@ -64,6 +75,8 @@ def document(row: object, where: str, *, text_key: str, format: str = "text") ->
       ValueError: the row holds none of these; the error names the fields of the row.
     """
     fields = row if isinstance(row, dict) else {}
+    if format == LABELED:
+        return _labeled(fields, text_key, where)
     if chat := find_format(fields, format):
         return read_chat(fields, chat, where)
     if isinstance(fields.get(text_key), str):
@@ -124,6 +137,19 @@ def _token_ids(ids: np.ndarray, labels: Any, where: str) -> np.ndarray | TokenId
     if bad.size:
         raise ValueError(f"{where}: labels={bad[0]}: must be token ids, or -100 for no loss")
     return TokenIds(ids, found.astype(np.int32))
+
+
+def _labeled(fields: dict[str, Any], text_key: str, where: str) -> Labeled:
+    check_text_alone(fields, where)
+    text, label = fields.get(text_key), fields.get("label")
+    if not isinstance(text, str) or not isinstance(label, int) or isinstance(label, bool):
+        raise ValueError(
+            f"{where}: must have text in {text_key!r} and the number of a class in 'label'; see "
+            "data.text_key"
+        )
+    if fields.get("text_pair") is not None:
+        raise ValueError(f"{where}: 'text_pair' must be left out; classifiers read one text")
+    return Labeled(text, label, where)
 
 
 def parse(data: bytes, where: str, *, json_lines: bool, first: bool) -> tuple[str, object]:
@@ -273,6 +299,8 @@ def record_columns(names: list[str], path: Path, text_key: str, format: str) -> 
     chat = find_format(names, format)
     # Read all columns of a chat, because its template may use any field.
     text = (text_key, *MEDIA) if text_key in names else ("input_ids", "labels")
+    if format == LABELED:
+        text = text_key, "label", "text_pair", *MEDIA
     columns = tuple(name for name in (names if chat else text) if name in names)
     if repeated := [name for name in columns if names.count(name) > 1]:
         raise ValueError(f"{path}: {repeated[0]!r}: must be the name of one column; rename others")

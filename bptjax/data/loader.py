@@ -31,6 +31,7 @@ def train_loader(
     seq_len: int,
     batch_size: int,
     objective: str = "next_token",
+    classes: int = 0,
     local: Collection[int] | None = None,
 ) -> Batches:
     """Returns endless batches: dicts of int32 [batch_size, T], packed by `packing.pack` or
@@ -42,7 +43,7 @@ def train_loader(
     sequence, may hold the end of one epoch and the start of the next.
 
     Args:
-      objective: `ModelConfig.objective`.
+      objective, classes: `ModelConfig.objective` and `ModelConfig.classes`.
       local: indices of the sequences of a batch that this process needs; all if left out. Shards
         with none of these sequences are not read.
 
@@ -56,7 +57,7 @@ def train_loader(
             f"data.num_shards={n}: must divide the {batch_size} sequences of a step; use a divisor"
         )
     mixed = documents if isinstance(documents, Mixture) else Mixture([documents], [""], [1.0])
-    reader, found = _reader(tokenizer, config, seq_len, objective), {}
+    reader, found = _reader(tokenizer, config, seq_len, objective, classes), {}
     masking = token_masking(tokenizer, config, objective)
     size = batch_size // n
     indices = range(batch_size) if local is None else local
@@ -146,12 +147,13 @@ def data_check(
     *,
     seq_len: int,
     objective: str = "next_token",
+    classes: int = 0,
 ) -> DataCheck:
     """Returns a check of all records, which has read none yet. It counts training records by
     source."""
     if not isinstance(documents, Mixture):
         documents = Mixture([documents], ["training data"], [1.0])
-    reader = _reader(tokenizer, config, seq_len, objective)
+    reader = _reader(tokenizer, config, seq_len, objective, classes)
     records = [_records(own, reader) for own in documents.files]
     masked = config.mlm_probability if objective == "masked_tokens" else None
     return DataCheck(documents.names, records, _records(held_out, reader), config, masked)
@@ -165,6 +167,7 @@ def eval_loader(
     seq_len: int,
     batch_size: int,
     objective: str = "next_token",
+    classes: int = 0,
     max_batches: int | None = None,
 ) -> grain.IterDataset:
     """Returns the batches of one pass in fixed order, with every label once. Each iteration starts
@@ -172,7 +175,7 @@ def eval_loader(
 
     Sequences of padding complete the last batch. With `max_batches`, the pass ends early.
     """
-    reader = _reader(tokenizer, config, seq_len, objective)
+    reader = _reader(tokenizer, config, seq_len, objective, classes)
     examples = grain.MapDataset.source(Records(documents, reader))
     packed = pack(examples, packing=config.packing, seq_len=seq_len)
     packed = _masked(packed, token_masking(tokenizer, config, objective), config.seed)
@@ -214,7 +217,9 @@ def _records(documents: Sequence[Document] | Stream, reader: RecordReader) -> An
     return Records(documents, reader)
 
 
-def _reader(tokenizer: Tokenizer, config: DataConfig, seq_len: int, objective: str) -> RecordReader:
+def _reader(
+    tokenizer: Tokenizer, config: DataConfig, seq_len: int, objective: str, classes: int
+) -> RecordReader:
     """Returns the reader that converts documents to examples."""
     examples = functools.partial(
         encode,
@@ -223,6 +228,7 @@ def _reader(tokenizer: Tokenizer, config: DataConfig, seq_len: int, objective: s
         target_max_len=config.target_max_len,
         train_on_source=config.train_on_source,
         objective=objective,
+        classes=classes,
     )
     return RecordReader(examples, seq_len, config.too_long, config.bad_records)
 

@@ -46,7 +46,8 @@ class RecordReader:
     Attributes:
       encode: returns the examples of a document; raises ValueError if the document is bad.
       seq_len: largest length of examples with a loss mask. Packing splits other examples.
-      too_long: `drop`, `truncate_left` (keep the last `seq_len` tokens) or `error`.
+      too_long: `drop`, `truncate_left` (keep the last `seq_len` tokens), `truncate_right` (keep the
+        first) or `error`.
       bad_records: `error` or `skip`.
     """
 
@@ -80,11 +81,14 @@ class RecordReader:
                         "raise it, or set data.too_long to drop or truncate_left"
                     )
                 too_long.append(length)
-                truncate = self.too_long == "truncate_left"
+                truncate = self.too_long.startswith("truncate")
                 removed_tokens += length - self.seq_len if truncate else length
                 if self.too_long == "drop":
                     continue
-                example = {name: value[-self.seq_len :] for name, value in example.items()}
+                kept_part = slice(-self.seq_len, None)
+                if self.too_long == "truncate_right":
+                    kept_part = slice(self.seq_len)
+                example = {name: value[kept_part] for name, value in example.items()}
             if not length:
                 continue
             if (example["labels"] == -100).all():

@@ -15,10 +15,12 @@ from bptjax.data.datasets import HUB, arrow_batches, download, saved_files
 from bptjax.data.files import (
     CODECS,
     EXTENSIONS,
+    LABELED,
     RECORDS,
     TABLES,
     Document,
     JsonList,
+    Labeled,
     Location,
     TextFile,
     document,
@@ -108,7 +110,7 @@ def open_documents(
     # A file that matches several paths is read once.
     paths = list(dict.fromkeys(p for one in given for p in _paths(one)))
     plain = [p for p in paths if extension(p) not in RECORDS]
-    if plain and format in FORMATS:
+    if plain and format in (*FORMATS, LABELED):
         raise ValueError(f"{plain[0]}: with data.format={format}, must be {', '.join(RECORDS)}")
     read = functools.partial(document, text_key=text_key, format=format)
     files, budget = [], MEMORY_BYTES
@@ -153,7 +155,7 @@ def split_documents(
         return documents.split(eval_fraction)
     if len(documents) == 1:
         only = documents[0]
-        if isinstance(only, Chat):
+        if isinstance(only, Chat | Labeled):
             raise ValueError(
                 f"{only.where}: must not be the only record with data.eval_fraction > 0; set "
                 "data.eval_path or data.eval_fraction=0"

@@ -276,10 +276,12 @@ class ModelConfig:
 
     @property
     def objective(self) -> str | None:
-        """What the model is trained to predict: next_token, or masked_tokens; None without a head
-        to train."""
+        """What the model is trained to predict: next_token, masked_tokens, or the class of a
+        document; None without a head to train."""
         if self.causal:
             return "next_token"
+        if self.image_size is None and self.classes:
+            return "class"
         return "masked_tokens" if self.masked_head else None
 
     @property

@@ -50,10 +50,25 @@ class Encoder(Transformer):
         self.types = table(keys[2], config.token_types) if config.token_types else None
         self.pooler = linear(keys[3], D, config.pooler) if config.pooler else None
         self.masked = MaskedHead(config, keys[4], dtype) if config.masked_head else None
-        self.classes = linear(keys[5], D, config.classes) if config.classes else None
+        pooled, classes = config.pooler or D, config.classes
+        self.classes = linear(keys[5], pooled, classes) if classes else None
 
-    def for_head(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        return super().for_head(hidden if self.masked is None else self.masked(hidden))
+    @property
+    def head_matrix(self) -> Float[Array, "V E"]:
+        return super().head_matrix if self.classes is None else self.classes.kernel[...].T
+
+    @property
+    def logits_bias(self) -> Float[Array, "V"] | None:
+        if self.classes is None or self.classes.bias is None:
+            return super().logits_bias
+        return self.classes.bias[...]
+
+    def for_head(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T P"]:
+        if self.masked is not None:
+            hidden = self.masked(hidden)
+        elif self.pooler is not None:
+            hidden = ACTIVATIONS[self.config.pooler_activation](self.pooler(hidden))
+        return super().for_head(hidden)
 
     def pooled(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B P"]:
         """Computes one vector a sequence.
@@ -63,7 +78,7 @@ class Encoder(Transformer):
         """
         if self.pooler is None:
             raise ValueError("model.pooler=0: must be set for a pooled output")
-        return ACTIVATIONS[self.config.pooler_activation](self.pooler(hidden[:, 0]))
+        return self.for_head(hidden[:, :1])[:, 0]
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Array:
         """Computes float32 logits: `[B, T, V]` of a masked-language head, `[B, classes]` of a
@@ -73,7 +88,7 @@ class Encoder(Transformer):
           ValueError: the model has no head.
         """
         if self.classes is not None:
-            return self.classes(hidden[:, 0]).astype(jnp.float32)
+            return super().logits(hidden[:, :1])[:, 0]
         if self.masked is None:
             raise ValueError("model.masked_head, model.classes: one must be set for logits")
         return super().logits(hidden)

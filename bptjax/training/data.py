@@ -1,14 +1,15 @@
 """Opens the data and the tokenizer of a run, without devices or weights."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
+from typing import get_args
 
 import jax
 
 from bptjax.config import Config
-from bptjax.data.config import DataConfig
-from bptjax.data.files import Document
+from bptjax.data.config import DataConfig, Format
+from bptjax.data.files import LABELED, Document
 from bptjax.data.records import readable
 from bptjax.data.sources import Mixture, Training, open_split
 from bptjax.data.survey import survey
@@ -26,7 +27,7 @@ class RunData:
       pretrained: the checkpoint to start from, whose weights are not read yet; None for a new
         model.
       tokenizer: the tokenizer with added tokens and with the template and stop tokens of the chats.
-      objective: objective of the model.
+      objective, classes: objective and number of classes of the model.
       added: tokens of model.add_tokens that the tokenizer did not have.
       notes: lines about the tokenizer and the chats, for the log.
     """
@@ -37,6 +38,7 @@ class RunData:
     tokenizer: Tokenizer
     objective: str
     added: Sequence[str]
+    classes: int
     notes: list[str]
 
 
@@ -46,13 +48,14 @@ def open_data(config: Config) -> RunData:
     Raises:
       ValueError: one line about the wrong key or file.
     """
-    say("reading data")
-    train, held_out = open_split(config.data)
     pretrained = None
     if config.model.name_or_path:
         say(f"reading the checkpoint {config.model.name_or_path}")
         pretrained = open_pretrained(config.model)
     objective = check_objective(pretrained.config if pretrained else config.model, config)
+    say("reading data")
+    data = replace(config.data, format=LABELED) if objective == "class" else config.data
+    train, held_out = open_split(data)
     sidecars = pretrained.sidecars if pretrained else None
     name = config.data.tokenizer or str(sidecars or "byte")
     own = pretrained is not None and name == str(sidecars)
@@ -68,7 +71,7 @@ def open_data(config: Config) -> RunData:
     tokenizer = chats.adapt(tokenizer)
     warning = vocabulary_warning(tokenizer, sidecars) if sidecars and not own else None
     notes = [*([warning] if warning else []), *chats.notes(tokenizer)]
-    return RunData(train, held_out, pretrained, tokenizer, objective, added, notes)
+    return RunData(train, held_out, pretrained, tokenizer, objective, added, model.classes, notes)
 
 
 def check_objective(model: ModelConfig, config: Config) -> str:
@@ -83,7 +86,8 @@ def check_objective(model: ModelConfig, config: Config) -> str:
         name = config.model.name_or_path
         raise ValueError(
             f"model.name_or_path={name}: must have a head that bptjax trains: a decoder, or an "
-            "encoder for masked language modeling (…ForMaskedLM)"
+            "encoder of text for masked language modeling (…ForMaskedLM) or classification "
+            "(…ForSequenceClassification)"
             if name
             else "model.causal=false: must go with model.masked_head=true"
         )
@@ -92,6 +96,17 @@ def check_objective(model: ModelConfig, config: Config) -> str:
         raise ValueError(
             f"data.mlm_probability={probability}: must go with an encoder that has "
             "model.masked_head; leave it out"
+        )
+    own = ("auto", LABELED) if objective == "class" else set(get_args(Format)) - {LABELED}
+    if config.data.format not in own:
+        raise ValueError(
+            f"data.format={config.data.format}: must be label for a classifier, and for no other "
+            "model; leave it out"
+        )
+    if objective == "class" and config.data.too_long == "truncate_left":
+        raise ValueError(
+            "data.too_long=truncate_left: must keep the first token, which a classifier reads; set "
+            "truncate_right"
         )
     if not model.causal:
         for key, value, unset in (

@@ -306,11 +306,13 @@ class TrainLoop:
             text += plural(total, "batch", "es")
         progress.log(text)
         with Progress("evaluating", batches, progress.status) as shown:
-            loss = self._evaluate(self.state.model, self.run.eval_batches(), shown.advance)
+            found = self._evaluate(self.state.model, self.run.eval_batches(), shown.advance)
+        loss = found["eval/loss"]
         if self.done:
             self.best.add(self.done, loss)
-        metrics = {"eval/loss": loss, "train/tokens_seen": self.tokens_seen}
-        text = f"step {self.done}: eval/loss {loss:.4f}"
+        metrics = found | {"train/tokens_seen": self.tokens_seen}
+        text = f"step {self.done}: "
+        text += ", ".join(f"{name} {value:.4f}" for name, value in found.items())
         if not math.isfinite(loss):
             self.logs.metrics.write(self.done, metrics)
             if not finite(self.state.model):

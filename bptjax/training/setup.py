@@ -86,6 +86,7 @@ class TrainingRun:
             seq_len=self.config.train.seq_len,
             batch_size=self.spec.micro_batch_size,
             objective=self.objective,
+            classes=self.spec.model.classes,
             max_batches=self.config.train.eval_batches,
         )
 
@@ -196,6 +197,7 @@ def _open_run(config: Config, devices: list[jax.Device]) -> TrainingRun:
         seq_len=seq_len,
         batch_size=size,
         objective=data.objective,
+        classes=model.classes,
         local=spec.layout.addressable_indices(size),
     )
     return TrainingRun(
@@ -211,6 +213,7 @@ def _open_run(config: Config, devices: list[jax.Device]) -> TrainingRun:
             config.data,
             seq_len=seq_len,
             objective=data.objective,
+            classes=model.classes,
         ),
         eval_prompts=_eval_prompts(config, model, data),
         notes=[*_describe_devices(spec, data), *_describe_model(spec, data), *data.notes],

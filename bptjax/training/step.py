@@ -57,12 +57,15 @@ class LossSums(NamedTuple):
     Attributes:
       loss: cross-entropy and z-loss.
       z_loss: the part of `loss` that z-loss adds.
+      correct: number of labeled tokens whose class is the most likely one; 0 unless the model is a
+        classifier.
       auxiliary: loss of the feed-forward networks, which is not in `loss`.
       counts: sums that this loss and metrics of the networks need.
     """
 
     loss: Array
     z_loss: Array
+    correct: Array
     auxiliary: Array
     counts: AuxiliarySums
 
@@ -107,8 +110,9 @@ def loss_sums(
     hidden, aux = _run_model(spec, model, batch, key)
     hidden, labels = fold_sequence_shards((hidden, batch["labels"]))
     with jax.named_scope("loss"):
+        hidden = model.for_head(hidden)
         losses = cross_entropy_and_z_loss(
-            model.for_head(hidden),
+            hidden,
             model.head_matrix,
             labels,
             bias=model.logits_bias,
@@ -117,6 +121,9 @@ def loss_sums(
             chunk=spec.execution.ce_chunk,
             axes=FOLDED_BATCH,
         )
+        correct = jnp.zeros(())
+        if spec.model.objective == "class":
+            correct = _correct(jax.lax.stop_gradient(hidden), model, labels)
         auxiliary, counts = jnp.zeros(()), _counts(aux, batch)
         feed_forward = FEED_FORWARDS[spec.model.feed_forward]
         if feed_forward.has_auxiliary_loss(spec.model):
@@ -124,7 +131,16 @@ def loss_sums(
             tokens = jnp.maximum(total.tokens, 1.0)
             share = feed_forward.auxiliary_loss(spec.model, aux, total.sums, tokens)
             auxiliary = total.labeled * share
-    return LossSums(*losses, auxiliary, counts)
+    return LossSums(*losses, correct, auxiliary, counts)
+
+
+def _correct(hidden: Array, model: Transformer, labels: Array) -> Array:
+    """Counts the labeled tokens whose class is the most likely one."""
+    logits = jnp.einsum("btd,vd->btv", hidden, model.head_matrix.astype(hidden.dtype))
+    logits = logits.astype(jnp.float32)
+    if (bias := model.logits_bias) is not None:
+        logits += bias.astype(jnp.float32)[None, None]
+    return (logits.argmax(-1) == labels).sum().astype(jnp.float32)
 
 
 def gradients(spec: TrainSpec, state: TrainState, batch: Batch) -> tuple[LossSums, Any, Array]:
@@ -182,7 +198,7 @@ def gradients(spec: TrainSpec, state: TrainState, batch: Batch) -> tuple[LossSum
             totals = summed(counts, start)
         zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), trained)
         nothing = jnp.zeros(())
-        start = LossSums(nothing, nothing, nothing, start), constrained(zeros)
+        start = LossSums(nothing, nothing, nothing, nothing, start), constrained(zeros)
         losses, found = summed(partial(losses_and_gradients, totals=totals), start)
     return losses, found, (batch["labels"] != -100).sum()
 
@@ -231,6 +247,8 @@ def train_step(
     }
     if not spec.model.causal:
         metrics["train/loss_tokens"] = count
+    if spec.model.objective == "class":
+        metrics["train/accuracy"] = losses.correct / count
     if config.train.z_loss:
         metrics["train/z_loss"] = losses.z_loss / count
     feed_forward, totals = FEED_FORWARDS[spec.model.feed_forward], losses.counts
@@ -325,8 +343,11 @@ def random_batch(spec: TrainSpec) -> Batch:
     return spec.layout.put(batch, train.gradient_accumulation_steps)
 
 
-def evaluator(spec: TrainSpec) -> Callable[[Transformer, Any, Callable[[], None]], float]:
-    """Returns a function from a model and batches `[B, T]` to the mean loss per token, in nats.
+def evaluator(
+    spec: TrainSpec,
+) -> Callable[[Transformer, Any, Callable[[], None]], dict[str, float]]:
+    """Returns a function from a model and batches `[B, T]` to metrics: the mean loss per token, in
+    nats, and of a classifier the accuracy.
 
     Its third argument is called after each finished batch but the last. At most two batches are in
     flight, so that batches do not fill the device's memory.
@@ -336,7 +357,7 @@ def evaluator(spec: TrainSpec) -> Callable[[Transformer, Any, Callable[[], None]
     def one(model, batch):
         batch = jax.tree.map(lambda x: x[0], batch)
         losses = loss_sums(spec, model, batch, None, 0.0)
-        return losses.loss, (batch["labels"] != -100).sum()
+        return losses.loss, losses.correct, (batch["labels"] != -100).sum()
 
     def evaluate(model, batches, progress=lambda: None):
         sums = []
@@ -346,7 +367,10 @@ def evaluator(spec: TrainSpec) -> Callable[[Transformer, Any, Callable[[], None]
                 if len(sums) > 1:
                     jax.block_until_ready(sums[-2])
                     progress()
-        losses, counts = (np.array(jax.device_get(x), np.float64) for x in zip(*sums, strict=True))
-        return float(losses.sum() / max(counts.sum(), 1.0))
+        loss, correct, count = (float(np.sum(jax.device_get(x))) for x in zip(*sums, strict=True))
+        found = {"eval/loss": loss / max(count, 1.0)}
+        if spec.model.objective == "class":
+            found["eval/accuracy"] = correct / max(count, 1.0)
+        return found
 
     return evaluate

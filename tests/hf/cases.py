@@ -598,6 +598,21 @@ ENCODERS: dict[str, tuple[str, str, dict[str, Any]]] = {
         | ROBERTA
         | dict(pad_token_id=2, eos_token_id=1, num_attention_heads=8, layer_norm_eps=1e-3),
     ),
+    "bert: classes": (
+        "BertForSequenceClassification",
+        "BertConfig",
+        BERT | dict(num_labels=3, hidden_act="relu"),
+    ),
+    "roberta: classes": (
+        "RobertaForSequenceClassification",
+        "RobertaConfig",
+        BERT | ROBERTA | dict(num_labels=5),
+    ),
+    "modernbert: classes": (
+        "ModernBertForSequenceClassification",
+        "ModernBertConfig",
+        MODERNBERT | dict(num_labels=2, classifier_bias=True, classifier_pooling="cls"),
+    ),
     "modernbert": (
         "ModernBertForMaskedLM",
         "ModernBertConfig",

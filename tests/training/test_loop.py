@@ -137,7 +137,7 @@ def losses(monkeypatch):
     found = {}
 
     def evaluator(spec):
-        return lambda model, batches, progress: found[loop[0].done]
+        return lambda model, batches, progress: {"eval/loss": found[loop[0].done]}
 
     loop, start = [], TrainLoop.__init__
 
@@ -254,7 +254,11 @@ def test_an_evaluation_that_is_not_finite(arguments, tmp_path, monkeypatch, caps
         extra += ["--optimizer.learning_rate=1e38", "--optimizer.weight_decay=1e38"]
     else:
         nans = iter([2.0, math.nan])
-        monkeypatch.setattr("bptjax.training.loop.evaluator", lambda spec: lambda *_: next(nans))
+
+        def evaluator(spec):
+            return lambda *_: {"eval/loss": next(nans)}
+
+        monkeypatch.setattr("bptjax.training.loop.evaluator", evaluator)
     assert main([*arguments, f"--run_dir={run_dir}", *extra]) == (1 if broken else 0)
     values = [r["eval/loss"] for r in read_metrics(run_dir / "metrics.jsonl") if "eval/loss" in r]
     assert values[0] > 0 and values[1:] == [None]

@@ -18,6 +18,8 @@ from bptjax.hf.tensor_rules import (
 )
 from bptjax.models.config import ModelConfig
 
+CLASSIFIER = "ForSequenceClassification"
+
 
 def layernorm_mlp_encoder(c: Any, **more: Any) -> dict[str, Any]:
     """Returns the keywords that these families share, updated with `more`."""
@@ -54,14 +56,15 @@ def architecture(c: Any, known: tuple[str, ...]) -> str:
     return names[0]
 
 
-def read_bert(c: Any, offset: int = 0) -> dict[str, Any]:
-    """Reads the bare model, with a pooler, and …ForMaskedLM, with a head tied to the embedding.
+def read_bert(c: Any, model: str = "Bert", offset: int = 0) -> dict[str, Any]:
+    """Reads the bare model, with a pooler, …ForMaskedLM, with a head tied to the embedding, and
+    …ForSequenceClassification, whose classes follow a pooler.
 
     Args:
+      model: first part of the names of the classes.
       offset: entries of the learned positions before position 0.
     """
-    model = type_name(c)
-    kind = architecture(c, (f"{model}Model", f"{model}ForMaskedLM"))
+    kind = architecture(c, (f"{model}Model", f"{model}ForMaskedLM", f"{model}{CLASSIFIER}"))
     masked = kind.endswith("ForMaskedLM")
     require(c, tie_word_embeddings=True)
     return layernorm_mlp_encoder(
@@ -74,19 +77,28 @@ def read_bert(c: Any, offset: int = 0) -> dict[str, Any]:
         embedding_norm=True,
         final_norm=False,
         pooler=0 if masked else c.hidden_size,
+        classes=classes(c, kind),
         masked_head=masked,
         head_bias=masked,
     )
 
 
-def type_name(c: Any) -> str:
-    """Returns the first part of the names of the classes, such as Bert."""
-    return {"bert": "Bert", "roberta": "Roberta"}[c.model_type]
+def classes(c: Any, kind: str) -> int:
+    """Returns the number of classes that a class of transformers predicts; 0 if it is no
+    classifier."""
+    if not kind.endswith(CLASSIFIER):
+        return 0
+    if c.num_labels < 2 or c.problem_type not in (None, "single_label_classification"):
+        raise ValueError(
+            f"num_labels={c.num_labels}, problem_type={c.problem_type}: must have at least 2 "
+            "classes, one of which is right"
+        )
+    return c.num_labels
 
 
 def read_roberta(c: Any) -> dict[str, Any]:
     """Reads a BERT whose positions follow the entry of padding, and whose masked head has GELU."""
-    values = read_bert(c, c.pad_token_id + 1)
+    values = read_bert(c, "Roberta", c.pad_token_id + 1)
     if values["masked_head"]:
         require(c, hidden_act="gelu")
     return values
@@ -109,11 +121,14 @@ def rules_bert(
         "cls.predictions.transform.LayerNorm",
         "cls.predictions.bias",
     ),
+    classifier: tuple[str, str] = ("bert.pooler.dense", "classifier"),
 ) -> Iterator[TensorRule]:
-    """Yields the rules of BertModel and BertForMaskedLM, whose norms follow the sublayers.
+    """Yields the rules of BertModel, BertForMaskedLM and BertForSequenceClassification, whose norms
+    follow the sublayers.
 
     Args:
       head: names of the masked head: linear layer, norm, bias of the logits.
+      classifier: names of the pooler of a classifier, and of its classes.
     """
     root, layer, D = f"{model}embeddings.", f"{model}encoder.layer.{{layer}}.", c.hidden_size
     positions = (c.max_position_embeddings or 0) + c.position_offset
@@ -125,7 +140,10 @@ def rules_bert(
     yield from norm(f"{layer}attention.output.LayerNorm", "layers.attention_norm", c)
     yield from norm(f"{layer}output.LayerNorm", "layers.mlp_norm", c)
     if c.pooler:
-        yield from linear(f"{model}pooler.dense", "pooler", (D,), (D,), bias=True)
+        pooler = classifier[0] if c.classes else f"{model}pooler.dense"
+        yield from linear(pooler, "pooler", (D,), (D,), bias=True)
+    if c.classes:
+        yield from linear(classifier[1], "classes", (D,), (c.classes,), bias=True)
     if c.masked_head:
         dense, normed, bias = head
         yield from linear(dense, "masked.linear", (D,), (D,), bias=True)
@@ -134,15 +152,18 @@ def rules_bert(
 
 
 def rules_roberta(c: ModelConfig) -> Iterator[TensorRule]:
-    """Yields the rules of RobertaModel and RobertaForMaskedLM."""
+    """Yields the rules of RobertaModel, RobertaForMaskedLM and RobertaForSequenceClassification."""
     names = "lm_head.dense", "lm_head.layer_norm", "lm_head.bias"
-    return rules_bert(c, "roberta.", names)
+    return rules_bert(c, "roberta.", names, ("classifier.dense", "classifier.out_proj"))
 
 
 def read_modernbert(c: Any) -> dict[str, Any]:
-    """Reads ModernBertForMaskedLM. A token of a layer with a window attends to half of
+    """Reads ModernBertForMaskedLM and ModernBertForSequenceClassification. A token of a layer with
+    a window attends to half of
     local_attention on either side."""
-    architecture(c, ("ModernBertForMaskedLM",))
+    kind = architecture(c, ("ModernBertForMaskedLM", f"ModernBert{CLASSIFIER}"))
+    if number := classes(c, kind):
+        require(c, classifier_pooling="cls")
     # Ours would drop other activations.
     require(c, tie_word_embeddings=True, mlp_dropout=0.0, attention_dropout=0.0)
     require(c, classifier_activation=c.hidden_activation)
@@ -166,14 +187,16 @@ def read_modernbert(c: Any) -> dict[str, Any]:
         mlp_bias=c.mlp_bias,
         masked_head=True,
         masked_head_bias=c.classifier_bias,
-        head_bias=c.decoder_bias,
+        head_bias=c.decoder_bias and not number,
+        classes=number,
         embedding_dropout=c.embedding_dropout,
         **rotary(c),
     )
 
 
 def rules_modernbert(c: ModelConfig) -> Iterator[TensorRule]:
-    """Yields the rules of ModernBertForMaskedLM, whose first layer has no norm before attention."""
+    """Yields the rules of both classes of ModernBERT. The first layer has no norm before
+    attention."""
     layer, D, F = "model.layers.{layer}.", c.hidden_size, c.F
     yield identity("model.embeddings.tok_embeddings.weight", "embedding", (c.V, D))
     yield from norm("model.embeddings.norm", "embedding_norm", c)
@@ -188,6 +211,8 @@ def rules_modernbert(c: ModelConfig) -> Iterator[TensorRule]:
     yield from norm("model.final_norm", "norm", c)
     yield from linear("head.dense", "masked.linear", (D,), (D,), bias=c.masked_head_bias)
     yield from norm("head.norm", "masked.norm", c)
+    if c.classes:
+        yield from linear("classifier", "classes", (D,), (c.classes,), bias=True)
     if c.head_bias:
         yield identity("decoder.bias", "head_bias", (c.V,))
 

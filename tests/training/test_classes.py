@@ -1,0 +1,126 @@
+"""Runs of classifiers: they learn, resume exactly and are exported."""
+
+import json
+import random
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from hf.loading import random_weights
+
+from bptjax.convert import main as convert
+from bptjax.hf.config import read_config
+from bptjax.json_files import read_json
+from bptjax.train import main
+from training.runs import rows, stop_at
+from training.test_setup import CONFIGS
+
+NAMES = {0: "low", 1: "middle", 2: "high"}
+LETTERS = "ab", "mn", "yz"
+
+
+@pytest.fixture(scope="module")
+def command(tmp_path_factory):
+    """Command line of a run without its run directory. The letters of a text tell its class."""
+    from transformers import BertConfig
+
+    folder = tmp_path_factory.mktemp("classes")
+    (folder / "base").mkdir()
+    sizes = dict(vocab_size=257, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
+    raw = BertConfig(**sizes, intermediate_size=32, max_position_embeddings=64, id2label=NAMES)
+    raw.architectures = ["BertForSequenceClassification"]
+    (folder / "base" / "config.json").write_text(raw.to_json_string())
+    random_weights(folder / "base", *read_config(folder / "base"))
+    rng = random.Random(0)
+    labels = [rng.randrange(3) for _ in range(120)]
+    texts = ["".join(rng.choices(LETTERS[n], k=rng.randrange(2, 18))) for n in labels]
+    records = [dict(text=text, label=n) for text, n in zip(texts, labels, strict=True)]
+    (folder / "records.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    config = dict(
+        device="cpu",
+        model=dict(name_or_path=str(folder / "base")),
+        data=dict(path=str(folder / "records.jsonl"), tokenizer="byte"),
+        train=dict(max_steps=24, seq_len=32, per_device_train_batch_size=4, eval_steps=8),
+        optimizer=dict(learning_rate=2e-2, warmup_steps=0),
+        execution=dict(q_chunk=16, k_chunk=16, ffn_chunk=16),
+        checkpoint=dict(save_steps=6),
+    )
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    return ["--config", str(folder / "config.yaml")]
+
+
+def test_a_classifier_learns_resumes_and_is_exported(command, tmp_path, monkeypatch):
+    pytest.importorskip("torch")
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    assert main([*command, f"--run_dir={whole}"]) == 0
+    accuracy = rows(whole, "eval/accuracy")
+    assert accuracy[0] < 0.7 and accuracy[24] > 0.9
+    assert max(rows(whole, "train/accuracy").values()) > 0.9
+    # One label a document.
+    counts, seen = rows(whole, "train/loss_tokens"), rows(whole, "train/tokens_seen")
+    assert 10 < seen[24] / sum(counts.values()) < 14
+    with monkeypatch.context() as patch:
+        stop_at(9, signal.SIGTERM, patch)
+        assert main([*command, f"--run_dir={run}"]) == 143
+    assert main([*command, f"--run_dir={run}"]) == 0
+    for name in ("train/loss", "train/accuracy", "eval/loss", "eval/accuracy"):
+        assert rows(run, name) == rows(whole, name)
+    assert convert(["bptjax-to-hf", str(run), str(tmp_path / "hf"), "--verify"]) == 0
+    exported = read_json(tmp_path / "hf" / "config.json")
+    assert exported["id2label"] == {str(n): name for n, name in NAMES.items()}
+
+    # transformers finds the same loss over the held-out documents, one at a time.
+    import torch
+    import transformers
+
+    kind = transformers.AutoModelForSequenceClassification
+    model = kind.from_pretrained(tmp_path / "hf").eval()
+    records = Path(yaml.safe_load(Path(command[1]).read_text())["data"]["path"]).read_text()
+    losses = []
+    for i, line in enumerate(records.splitlines()):
+        if i % 10 == 5:  # As split_documents holds them out.
+            record = json.loads(line)
+            ids = [256, *record["text"].encode(), 256]
+            with torch.no_grad():
+                found = model(torch.tensor([ids]), labels=torch.tensor([record["label"]]))
+            losses.append(found.loss.item())
+    np.testing.assert_allclose(rows(run, "eval/loss")[24], np.mean(losses), rtol=1e-4)
+
+
+def test_long_documents_keep_their_start(command, tmp_path, capsys):
+    flags = ["--train.seq_len=8", "--train.max_steps=1", f"--run_dir={tmp_path / 'run'}"]
+    assert main([*command, *flags, "--data.too_long=truncate_right"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "are longer than train.seq_len=8 and" in out and "lost their end" in out
+    assert "without a token in the loss" not in out
+
+
+BAD = {
+    "truncated at the start": (
+        ["--data.too_long=truncate_left"],
+        "too_long=truncate_left: must keep",
+    ),
+    "format": (["--data.format=messages"], "data.format=messages: must be label for a classifier"),
+    "format of a source": (
+        ["--data.path=null", "--data.sources=[{path: README.md, format: text}]"],
+        "data.format: must be label for a classifier, and for no other model",
+    ),
+    "class": (dict(text="a", label=3), "label=3: must be in [0, 3), the model's classes"),
+    "no label": (dict(text="a"), "must have text in 'text' and the number of a class in 'label'"),
+    "pair": (dict(text="a", text_pair="b", label=0), "'text_pair' must be left out"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(command, tmp_path, capsys, name, monkeypatch):
+    monkeypatch.chdir(CONFIGS.parent)
+    flags, message = BAD[name]
+    if isinstance(flags, dict):
+        (tmp_path / "bad.jsonl").write_text((json.dumps(flags) + "\n") * 40)
+        flags = [f"--data.path={tmp_path / 'bad.jsonl'}"]
+    assert main([*command, f"--run_dir={tmp_path / 'run'}", *flags]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+    assert not (tmp_path / "run").exists()
