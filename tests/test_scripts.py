@@ -3,8 +3,11 @@ written."""
 
 import csv
 import json
+import subprocess
+import sys
 from dataclasses import replace
 
+import drill
 import jax
 import overlap
 import pytest
@@ -26,6 +29,14 @@ def rows(file) -> list[dict[str, str]]:
     assert file.with_suffix(".png").stat().st_size > 10_000
     with file.open() as lines:
         return list(csv.DictReader(lines))
+
+
+def test_disturbed_runs_go_on_exactly_or_say_why_not():
+    """One run of the drill: a kill, a full disk and a damaged checkpoint."""
+    command = [sys.executable, drill.__file__, "--seconds=0", "--seed=8"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " events, 1 runs, 0 faults" in done.stdout
 
 
 @pytest.fixture
