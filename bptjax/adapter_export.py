@@ -52,8 +52,8 @@ def write_adapter(model: Pretrained, directory: Path) -> None:
 
 
 def remedy_for_peft(model: Pretrained, out: Path) -> str:
-    """Returns a line on what PEFT needs to compute the same with the adapter in `out`; empty if it
-    needs nothing.
+    """Returns a line about a step that PEFT needs to compute the same with the adapter in `out`;
+    empty if it needs none.
     """
     # As of PEFT 0.21, _convert_peft_config_moe in utils/transformers_weight_conversion.py.
     adapted = model.adapters.values if model.adapters else ()

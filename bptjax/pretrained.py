@@ -47,7 +47,8 @@ class ConvertedCheckpoint:
     """The parameters in a directory written by `bptjax convert`; a `ParameterSource`."""
 
     def __init__(self, directory: Path):
-        self._tensors = Tensors(directory)
+        # An older version wrote the first name.
+        self._tensors = Tensors(directory, renamed=(("masked.bias", "head_bias"),))
         self.specs, self.files = self._tensors.specs, tuple(self._tensors.files)
 
     def read(self, path: str, index: Index = ()) -> np.ndarray:

@@ -141,7 +141,7 @@ def summary(account: Account, too_long: str) -> list[str]:
     share = a.loss_tokens / max(1, a.tokens)
     of = "of them"
     if a.masked is not None:
-        share, of = share * a.masked, "of them, but no special tokens,"
+        share, of = share * a.masked, "of the tokens that are not special"
     lines = [f"{a.name}: {read}, {a.tokens:,} tokens, {share:.1%} {of} in the loss"]
     if a.too_long:
         done = {

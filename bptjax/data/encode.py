@@ -30,12 +30,12 @@ def encode(
     objective="class", the first token of a complete example has the class of the document as its
     label, and no other token has one.
 
-    Text starts with the tokenizer's `prefix` and ends with EOS if the tokenizer has one. Token ids
-    are used unchanged. A chat is one example, or several if its template changes earlier turns;
-    see `templates.conversations`. Each conversation is tokenized in one piece, and a token that
-    contains a character of an answer counts in the loss, as in transformers'
-    `return_assistant_tokens_mask`. Labels are shifted before packing, so no label crosses a
-    document boundary.
+    Text starts with the tokenizer's `prefix` and ends with EOS if the tokenizer has one; the text
+    of an encoder otherwise with SEP. Token ids are used unchanged. A chat is one example, or
+    several if its template changes earlier turns; see `templates.conversations`. Each conversation
+    is tokenized in one piece, and a token that contains a character of an answer counts in the
+    loss, as in transformers' `return_assistant_tokens_mask`. Labels are shifted before packing, so
+    no label crosses a document boundary.
 
     Args:
       source_max_len, target_max_len: see `shorten`.
@@ -66,7 +66,10 @@ def encode(
             )
         document = document.text
     if isinstance(document, str):
-        end = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+        last = tokenizer.eos_id
+        if last is None and objective != "next_token":
+            last = tokenizer.sep_id
+        end = [] if last is None else [last]
         ids = np.concatenate([tokenizer.encode_prompt(document), np.array(end, np.int32)])
         if label is not None:
             labels = np.full(len(ids), IGNORED, np.int32)

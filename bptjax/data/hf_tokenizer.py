@@ -39,10 +39,7 @@ class HFTokenizer:
         self._tokenizer: Any = found
         # `len` counts added tokens; the tokenizer's own `vocab_size` does not.
         self.vocab_size = min(len(found), limit or len(found))
-        self.eos_id = found.eos_token_id
-        if self.eos_id is None:
-            # Tokenizers of encoders end a text with the token that also separates two texts.
-            self.eos_id = found.sep_token_id
+        self.eos_id, self.sep_id = found.eos_token_id, found.sep_token_id
         self.mask_id, self.special_ids = found.mask_token_id, found.all_special_ids
         self.special_tokens = dict(found.special_tokens_map)
         self._generation = _generation_config(Path(directory)) or {

@@ -38,9 +38,8 @@ def train_loader(
     `packing.group_by_length`.
 
     The order, and the tokens that are masked, depend on `config.seed` alone and change in each
-    epoch. Shard i of n reads the
-    documents [i::n]. Epochs follow one another without a break: a shuffle window, or a packed
-    sequence, may hold the end of one epoch and the start of the next.
+    epoch. Shard i of n reads the documents [i::n]. Epochs follow one another without a break: a
+    shuffle window, or a packed sequence, may hold the end of one epoch and the start of the next.
 
     Args:
       objective, classes: `ModelConfig.objective` and `ModelConfig.classes`.
@@ -192,7 +191,8 @@ def _check_tokens(labels: int, too_long: int, bad: int, seq_len: int, documents:
     if not labels and too_long:
         raise ValueError(
             f"the {documents}: all {too_long} records with tokens in the loss are longer than "
-            f"train.seq_len={seq_len}; raise it, or set data.too_long=truncate_left"
+            f"train.seq_len={seq_len}; raise it, or set data.too_long to truncate_left or "
+            "truncate_right"
         )
     if not labels and bad:
         raise ValueError(

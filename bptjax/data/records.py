@@ -78,7 +78,7 @@ class RecordReader:
                 if self.too_long == "error":
                     raise ValueError(
                         f"{where}: {length} tokens: must be at most train.seq_len={self.seq_len}; "
-                        "raise it, or set data.too_long to drop or truncate_left"
+                        "raise it, or set data.too_long to drop, truncate_left or truncate_right"
                     )
                 too_long.append(length)
                 truncate = self.too_long.startswith("truncate")

@@ -30,6 +30,7 @@ class Tokenizer(Protocol):
       prefix: ids that the tokenizer puts in front of a text, such as BOS; often empty.
       start_text: text that stands for `prefix` in a chat template.
       eos_id: id that ends a training document, or None.
+      sep_id: id that ends a text of an encoder if there is no EOS, or None.
       stop_ids: ids that end generated text.
       mask_id: id of the mask token, or None.
       special_ids: ids of special tokens, which are never masked.
@@ -45,6 +46,8 @@ class Tokenizer(Protocol):
     def start_text(self) -> str: ...
     @property
     def eos_id(self) -> int | None: ...
+    @property
+    def sep_id(self) -> int | None: ...
     @property
     def stop_ids(self) -> list[int]: ...
     @property
@@ -112,6 +115,7 @@ class _Plain:
     prefix = np.zeros(0, np.int32)
     start_text = ""
     eos_id: int | None = None
+    sep_id: int | None = None
     mask_id: int | None = None
     special_ids: Sequence[int] = ()
     chat_template: str | None = None

@@ -29,7 +29,7 @@ HEADS = "lm_head", "embed_out"
 
 def modules(config: ModelConfig, family: Family | None) -> dict[str, tuple[str, ...]]:
     """Returns the paths of the layers' kernels by the family's names of linear layers, with
-    `{layer}` for the layer's index. Returns an empty dict without a family.
+    the fields of `TensorRule`. Returns an empty dict without a family.
     """
     if family is None:
         return {}

@@ -133,8 +133,8 @@ class ModelConfig:
       masked_head: a linear layer, activation and norm before the output embedding. An encoder with
         this head is trained to predict masked tokens; see data.mlm_probability.
       masked_head_bias: the linear layer of masked_head has a bias.
-      classes: number of classes, of which an encoder with a classifier predicts one for the first
-        token; 0 for none.
+      classes: number of classes of a classifier, which reads the first token; 0 for none. Encoders
+        only.
       tied_head: the output embedding is the input embedding.
       head_bias: the output logits have a learned bias.
       logits_scale: factor on the output logits.
@@ -276,8 +276,8 @@ class ModelConfig:
 
     @property
     def objective(self) -> str | None:
-        """What the model is trained to predict: next_token, masked_tokens, or the class of a
-        document; None without a head to train."""
+        """The training objective: next_token, masked_tokens, or class, that of a document; None
+        without a head to train."""
         if self.causal:
             return "next_token"
         if self.image_size is None and self.classes:

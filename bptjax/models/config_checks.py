@@ -91,6 +91,11 @@ def check_choices(config: Any) -> None:
             raise ValueError(
                 f"model.{name}={getattr(config, name)}: must go with model.causal=false, an encoder"
             )
+    if config.E != config.hidden_size and (config.masked_head or config.pooler or config.classes):
+        raise ValueError(
+            f"model.embedding_size={config.embedding_size}: must be hidden_size="
+            f"{config.hidden_size} with masked_head, pooler or classes"
+        )
     if not config.first_norm and (config.norm_position, config.residual) != ("pre", "sequential"):
         raise ValueError(
             "model.first_norm=false: must go with norm_position=pre and residual=sequential, not "
@@ -149,10 +154,11 @@ def check_choices(config: Any) -> None:
                 f"experts_per_token={config.experts_per_token} experts, not {chosen * size}"
             )
     own = set(config.mlp_only_layers)
-    if own and (config.num_experts is None or not own < set(range(config.num_layers))):
+    some = own < set(range(config.num_layers)) and len(own) == len(config.mlp_only_layers)
+    if own and (config.num_experts is None or not some):
         raise ValueError(
             f"model.mlp_only_layers={config.mlp_only_layers}: must go with feed_forward=experts, "
-            f"and name some of the layers 0 to {config.num_layers - 1}, but not all"
+            f"and name some of the layers 0 to {config.num_layers - 1} once, but not all"
         )
     if config.num_experts is not None and not config.gated:
         raise ValueError("model.gated=false: must be true with feed_forward=experts")

@@ -52,6 +52,9 @@ class Encoder(Transformer):
         self.masked = MaskedHead(config, keys[4], dtype) if config.masked_head else None
         pooled, classes = config.pooler or D, config.classes
         self.classes = linear(keys[5], pooled, classes) if classes else None
+        if self.classes is not None:
+            # An output embedding, which muon leaves to AdamW.
+            self.classes.kernel.set_metadata(matrix=None)
 
     @property
     def head_matrix(self) -> Float[Array, "V E"]:

@@ -54,9 +54,11 @@ class Router(nnx.Module):
         DeepSeek-V3, 2024, arXiv 2412.19437, section 2.1.2.
         """
         config, scores = self.config, jax.lax.stop_gradient(logits)
-        if self.correction is not None:
-            scores = _scores(config, scores) + jax.lax.stop_gradient(self.correction[...])[None]
         groups, (T, X) = config.router_groups, scores.shape
+        if self.correction is not None or groups > 1:
+            scores = _scores(config, scores)
+        if self.correction is not None:
+            scores += jax.lax.stop_gradient(self.correction[...])[None]
         if groups > 1:
             grouped = scores.reshape(T, groups, X // groups)
             best, _ = jax.lax.top_k(grouped, 2)

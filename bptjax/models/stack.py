@@ -175,16 +175,16 @@ def _read_layer(
 ) -> tuple[Layer, Any]:
     """Returns the layer with this index, whose `mlp` is its feed-forward network; see `read_entry`
     for the slots."""
-    places, other = _own_layers(config), "mlp" if kind.mlp_only else "dense"
+    own_layers = _own_layers(config)
+    own, other = ("dense", "mlp") if kind.mlp_only else ("mlp", "dense")
+    places: dict[str, Any] = {}
+    if own_layers:
+        # Number of each layer among those that have this network.
+        numbers = np.searchsorted(own_layers[own], np.arange(config.num_layers))
+        places = {own: jnp.asarray(numbers, index.dtype)[index], other: None}
 
     def entry(path):
-        name = param_path(path).partition(".")[0]
-        if name not in places:
-            return index
-        if name == other:
-            return None
-        # Number of the layer among those that have this network.
-        return jnp.searchsorted(jnp.array(places[name], index.dtype), index)
+        return places.get(param_path(path).partition(".")[0], index)
 
     layer, slots = read_entry(values, slots, entry)
     if places:

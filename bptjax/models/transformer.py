@@ -1,4 +1,4 @@
-"""A stack of layers between an input and an output embedding: what decoders and encoders share."""
+"""Base class of decoders and encoders: layers between an input and an output embedding."""
 
 import jax
 import jax.numpy as jnp
@@ -78,10 +78,14 @@ class Transformer(nnx.Module):
 
     def logits(self, hidden: Float[Array, "B T E"]) -> Float[Array, "B T V"]:
         """Computes float32 logits of a few tokens. Training uses `linear_cross_entropy`."""
+        return self.product(self.for_head(hidden))
+
+    def product(self, vectors: Float[Array, "B T E"]) -> Float[Array, "B T V"]:
+        """Computes float32 logits from the results of `for_head`."""
         logits = jnp.einsum(
             "btd,vd->btv",
-            self.for_head(hidden),
-            self.head_matrix.astype(hidden.dtype),
+            vectors,
+            self.head_matrix.astype(vectors.dtype),
             preferred_element_type=jnp.float32,
         )
         if (bias := self.logits_bias) is not None:

@@ -89,7 +89,7 @@ def check_objective(model: ModelConfig, config: Config) -> str:
             "encoder of text for masked language modeling (…ForMaskedLM) or classification "
             "(…ForSequenceClassification)"
             if name
-            else "model.causal=false: must go with model.masked_head=true"
+            else "model.causal=false: must go with model.masked_head=true or model.classes"
         )
     probability = config.data.mlm_probability
     if objective != "masked_tokens" and probability != DataConfig().mlm_probability:

@@ -101,8 +101,10 @@ class Estimator:
         layers = Counter((kind.window, kind.pattern) for kind in self.model.layer_kinds)
         for (window, pattern), count in layers.items():
             window = min(window or T, T)
-            if pattern is None:
+            if pattern is None and self.model.causal:
                 pairs += count * (window * T - window * window / 2)
+            elif pattern is None:
+                pairs += count * (T * T if window == T else (2 * T - window) * window)
             else:
                 pairs += count * float(pattern.keys(np.arange(T), T).sum())
         batch = self.tokens / train.seq_len
@@ -155,7 +157,8 @@ class Estimator:
         def products(names):
             return 2.0 * n * L * sum(self.products[name][0] for name in names)
 
-        every, kernel, vocab = products(self.products), self.attention, m.V * m.E / tp
+        classes = m.classes or m.V
+        every, kernel, vocab = products(self.products), self.attention, classes * m.E / tp
         again = self.products.keys() - names - {"down"}
         passes = FROZEN if self.frozen else TRAINED
         layers = passes * every + products(again) + (every if nested else 0.0)
@@ -195,7 +198,7 @@ class Estimator:
         stream = STREAM_WORKSPACE * n * m.hidden_size
         stream += FEED_FORWARD_WORKSPACE * chunk * m.active_F / tp
         workspace = size * stream + (4 * weights if chunks > 1 and not self.frozen else 0)
-        loss = 6 * min(execution.ce_chunk, n) * m.V / tp + (0 if self.frozen else 4 * vocab)
+        loss = 6 * min(execution.ce_chunk, n) * classes / tp + (0 if self.frozen else 4 * vocab)
         # Most gradients do not exist yet during the loss.
         workspace = max(workspace, loss - self.gradients) + FRAGMENTED * loss
         flops = self.micro_batches * (layers + head + attention)

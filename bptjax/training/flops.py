@@ -16,7 +16,8 @@ def matmul_parameters(spec: TrainSpec) -> ParameterCounts:
     positions, and the input embedding unless it is also the head. Experts count only as far as a
     token is routed to them."""
     model = spec.model
-    lookups = {"positions", "types"} | ({"embedding"} if not model.tied_head else set())
+    has_head = not model.tied_head or model.classes
+    lookups = {"positions", "types"} | ({"embedding"} if has_head else set())
     total, trained = parameter_counts(spec, lambda path: path not in lookups)
     if model.num_experts is None:
         return ParameterCounts(total, trained)

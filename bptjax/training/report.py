@@ -88,7 +88,10 @@ def _held_out_loss(run: TrainingRun, losses: list[float]) -> list[str]:
     else:
         number = config.train.eval_batches if run.eval_is_partial else None
         limit = f" (first {plural(number, 'batch', 'es')})" if number else ""
-        lines = [f"held-out nats per token{limit}: {before:.4f} before training, {after:.4f} after"]
+        unit = "document" if run.spec.model.objective == "class" else "token"
+        lines = [
+            f"held-out nats per {unit}{limit}: {before:.4f} before training, {after:.4f} after"
+        ]
     if not after <= before:  # True if a loss is NaN, too.
         best = min(filter(math.isfinite, losses), default=math.nan)
         lines.append(

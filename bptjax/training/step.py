@@ -123,7 +123,8 @@ def loss_sums(
         )
         correct = jnp.zeros(())
         if spec.model.objective == "class":
-            correct = _correct(jax.lax.stop_gradient(hidden), model, labels)
+            chosen = model.product(jax.lax.stop_gradient(hidden)).argmax(-1)
+            correct = (chosen == labels).sum().astype(jnp.float32)
         auxiliary, counts = jnp.zeros(()), _counts(aux, batch)
         feed_forward = FEED_FORWARDS[spec.model.feed_forward]
         if feed_forward.has_auxiliary_loss(spec.model):
@@ -132,15 +133,6 @@ def loss_sums(
             share = feed_forward.auxiliary_loss(spec.model, aux, total.sums, tokens)
             auxiliary = total.labeled * share
     return LossSums(*losses, correct, auxiliary, counts)
-
-
-def _correct(hidden: Array, model: Transformer, labels: Array) -> Array:
-    """Counts the labeled tokens whose class is the most likely one."""
-    logits = jnp.einsum("btd,vd->btv", hidden, model.head_matrix.astype(hidden.dtype))
-    logits = logits.astype(jnp.float32)
-    if (bias := model.logits_bias) is not None:
-        logits += bias.astype(jnp.float32)[None, None]
-    return (logits.argmax(-1) == labels).sum().astype(jnp.float32)
 
 
 def gradients(spec: TrainSpec, state: TrainState, batch: Batch) -> tuple[LossSums, Any, Array]:
@@ -367,7 +359,8 @@ def evaluator(
                 if len(sums) > 1:
                     jax.block_until_ready(sums[-2])
                     progress()
-        loss, correct, count = (float(np.sum(jax.device_get(x))) for x in zip(*sums, strict=True))
+        each = (jax.device_get(x) for x in zip(*sums, strict=True))
+        loss, correct, count = (float(np.sum(x, dtype=np.float64)) for x in each)
         found = {"eval/loss": loss / max(count, 1.0)}
         if spec.model.objective == "class":
             found["eval/accuracy"] = correct / max(count, 1.0)

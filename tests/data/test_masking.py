@@ -115,7 +115,10 @@ def test_text_has_the_special_tokens_of_its_tokenizer(wordpiece, tmp_path):
     got = TokenMasking(tokenizer, 1.0)(example, np.random.default_rng(0))
     assert (got["labels"] == -100).tolist() == [True, *[False] * 4, True]
     tokenizer.save(tmp_path)
-    assert make_tokenizer(str(tmp_path)).eos_id == 3 and tokenizer.stop_ids == []
+    saved = make_tokenizer(str(tmp_path))
+    assert (saved.eos_id, saved.sep_id, saved.stop_ids) == (None, 3, [])
+    (example,) = encode("the fox", tokenizer)
+    assert example["labels"].tolist() == [5, 6]  # A decoder's text has no end without EOS.
     assert not (tmp_path / "generation_config.json").exists()
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import ml_dtypes  # noqa: F401
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from bptjax import convert
 from bptjax.hf.config import read_config
@@ -54,6 +54,17 @@ def test_old_names_and_other_heads_of_bert_are_read(theirs, tmp_path):
     one, other = (open_pretrained(ModelConfig(name_or_path=str(d))) for d in (directory, tmp_path))
     for (path, a), (same, b) in zip(stacked(one.source), stacked(other.source), strict=True):
         assert path == same and np.array_equal(a, b)
+
+
+def test_the_old_name_of_the_head_bias_in_a_converted_bert(theirs, tmp_path):
+    name = "bert"
+    assert convert.main(["hf-to-bptjax", str(theirs(name)[1]), str(tmp_path / "ours")]) == 0
+    file = tmp_path / "ours" / "model.safetensors"
+    arrays = load_file(file)
+    arrays["masked.bias"] = arrays.pop("head_bias")
+    save_file(arrays, file)
+    convert.to_hf(str(tmp_path / "ours"), tmp_path / "back", dtype=None, max_shard_size="5GB")
+    assert tensors(tmp_path / "back") == tensors(theirs(name)[1])
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])

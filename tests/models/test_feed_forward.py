@@ -12,9 +12,9 @@ from models.test_decoder import ROTARY, assert_close
 from ops.comparing import quick
 
 from bptjax.generation import Sampling, generate
-from bptjax.models.config import Execution
+from bptjax.models.config import Execution, ModelConfig
 from bptjax.models.decoder import Decoder
-from bptjax.models.experts import Experts
+from bptjax.models.experts import Experts, Router
 from bptjax.ops.blockwise import blockwise
 from bptjax.ops.loss import linear_cross_entropy
 from bptjax.parallel.mesh import ParallelConfig, make_mesh
@@ -146,3 +146,11 @@ def test_fewer_sequences_than_devices(model):
     alone = written()
     with jax.set_mesh(make_mesh(ParallelConfig(1, 2, 1, 1), jax.devices()[:2])):
         assert np.array_equal(written(), alone)
+
+
+def test_groups_are_chosen_by_their_scores():
+    """The logits of the first group have the larger sum, the sigmoids of the second."""
+    groups = dict(router_groups=2, router_groups_per_token=1, router_scores="sigmoid")
+    config = ModelConfig(feed_forward="experts", num_experts=4, experts_per_token=1, **groups)
+    router = Router(config, jax.random.key(0), jnp.float32)
+    assert int(router.choose(jnp.array([[10.0, -5.0, 2.0, 2.5]]))[0, 0]) == 3

@@ -434,7 +434,7 @@ def test_pairs_are_those_that_the_mask_lets_through(changes, pairs):
 def test_router_losses_are_of_the_global_batch(batch):
     """On a mesh whose devices and micro-batches send unequal shares of their tokens to an expert,
     and with gradient accumulation: loss and gradients of one big batch on one device. Also beside a
-    layer without experts, and with a shared expert; what corrects the router is not trained."""
+    layer without experts, and with a shared expert; the router's correction is not trained."""
     routed = dict(feed_forward="experts", num_experts=4, router_aux_loss=0.5, router_z_loss=0.1)
     routed |= dict(mlp_only_layers=[0], shared_expert_size=24)
     routed |= dict(router_scores="sigmoid", router_correction=True)

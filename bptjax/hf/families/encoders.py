@@ -67,6 +67,8 @@ def read_bert(c: Any, model: str = "Bert", offset: int = 0) -> dict[str, Any]:
     kind = architecture(c, (f"{model}Model", f"{model}ForMaskedLM", f"{model}{CLASSIFIER}"))
     masked = kind.endswith("ForMaskedLM")
     require(c, tie_word_embeddings=True)
+    if c.type_vocab_size < 1:
+        raise ValueError(f"type_vocab_size={c.type_vocab_size}: must be at least 1")
     return layernorm_mlp_encoder(
         c,
         vocab_size=c.vocab_size,
