@@ -127,18 +127,10 @@ class HFCheckpoint:
         """Yields (path, index, array) of every parameter. Reads one tensor of the file at a
         time."""
         for rule, names in self._names.items():
-            for index in rule.indices(self._values):
-                parts = self._parts(rule, names, index)
+            for index, name in names.items():
+                parts = rule.split(self._tensors.read(name))
                 for path, part in zip(rule.ours, parts, strict=True):
                     yield path, index, part
-
-    def _parts(
-        self, rule: TensorRule, names: Mapping[Index, str], index: Index
-    ) -> tuple[np.ndarray, ...]:
-        """Reads the parameters of the rule's tensor at `index`."""
-        if index not in names:
-            return rule.split(np.zeros(rule.shape, self.specs[rule.ours[0]].dtype))
-        return rule.split(self._tensors.read(names[index]))
 
     def read(self, path: str, index: Index = ()) -> np.ndarray:
         """Reads a parameter, or the slice of it at `index` into its first axes."""
@@ -147,7 +139,7 @@ class HFCheckpoint:
         if len(index) < stacked:
             size = rule.stacked(self._values)[len(index)]
             return np.stack([self.read(path, (*index, i)) for i in range(size)])
-        parts = self._parts(rule, names, index[:stacked])
+        parts = rule.split(self._tensors.read(names[index[:stacked]]))
         return parts[rule.ours.index(path)][index[stacked:]]
 
 

@@ -13,7 +13,7 @@ from bptjax.models.params import Index
 
 Shape = tuple[int, ...]
 # Fields of names in the file, in the order of the stacked axes of parameters.
-FIELDS = ("layer", "expert_layer", "mlp_layer", "expert")
+FIELDS = ("layer", "normed_layer", "expert_layer", "mlp_layer", "expert")
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,8 @@ class TensorRule:
 
     A name with fields, such as `layers.{layer}.experts.{expert}.up.weight`, stands for one tensor
     per layer and expert. Its parameters are stacked along one leading axis per field.
-    `{expert_layer}` and `{mlp_layer}` are the layers with experts and those with an MLP.
+    `{expert_layer}` stands for the layers with experts, `{mlp_layer}` for the layers with an MLP
+    instead, and `{normed_layer}` for the layers with a norm before attention.
 
     Attributes:
       hf: name in the file.
@@ -31,8 +32,6 @@ class TensorRule:
       split: converts one tensor to the parameters, without the stacked axes.
       join: converts the parameters to the tensor; the exact inverse of `split`.
       inputs: number of input axes of the kernels of a linear layer; 0 for other tensors.
-      first: index of the first layer that has the tensor. Its parameters are 0 in earlier layers,
-        which do not use them.
       dtype: dtype in every file; None for that of the other weights.
     """
 
@@ -42,7 +41,6 @@ class TensorRule:
     split: Callable[[np.ndarray], tuple[np.ndarray, ...]]
     join: Callable[..., np.ndarray]
     inputs: int = 0
-    first: int = 0
     dtype: str | None = None
 
     @property
@@ -60,17 +58,9 @@ class TensorRule:
         Args:
           values: numbers that each field takes in names, in the order of its axis.
         """
-        return {
-            index: self.hf.format(
-                **{f: values[f][i] for f, i in zip(self.fields, index, strict=True)}
-            )
-            for index in self.indices(values)
-            if not index or index[0] >= self.first
-        }
-
-    def indices(self, values: Mapping[str, Sequence[int]]) -> Iterator[Index]:
-        """Yields the indices into the stacked axes, last axis fastest; see `names`."""
-        return product(*map(range, self.stacked(values)))
+        numbers = product(*(values[field] for field in self.fields))
+        names = (self.hf.format(**dict(zip(self.fields, n, strict=True))) for n in numbers)
+        return dict(zip(np.ndindex(self.stacked(values)), names, strict=True))
 
 
 def identity(hf: str, ours: str, shape: Shape, file_shape: Shape | None = None) -> TensorRule:

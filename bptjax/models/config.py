@@ -23,15 +23,13 @@ class LayerKind(NamedTuple):
       window: tokens that a token attends to, itself included; None for all.
       rope: rotary parameters; None if the layer rotates nothing.
       pattern: sparse pattern in place of full attention.
-      normed: the input of attention is normalized, if norms precede it.
-      mlp_only: the feed-forward network is an MLP, though other layers have experts.
+      absent: names of the parts of `Layer` that this layer lacks, though other layers have them.
     """
 
     window: int | None
     rope: dict[str, Any] | None
     pattern: AttentionPattern | None = None
-    normed: bool = True
-    mlp_only: bool = False
+    absent: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -296,11 +294,10 @@ class ModelConfig:
         types: Sequence[str | None] = self.layer_types or [None] * self.num_layers
         kinds = [self._kind(t) for t in types]
         rotates = self.rope_layers or [True] * self.num_layers
-        kinds = [
-            kind._replace(rope=kind.rope if own else None, mlp_only=i in self.mlp_only_layers)
+        return [
+            kind._replace(rope=kind.rope if own else None, absent=self._absent(i))
             for i, (kind, own) in enumerate(zip(kinds, rotates, strict=True))
         ]
-        return [kinds[0]._replace(normed=self.first_norm), *kinds[1:]]
 
     @property
     def expert_layers(self) -> list[int]:
@@ -326,6 +323,12 @@ class ModelConfig:
         """
         scaled = self.position_embedding != "rope" or "dynamic" in self.rope_types
         return not scaled and length > (self.max_position_embeddings or length)
+
+    def _absent(self, layer: int) -> tuple[str, ...]:
+        found = () if layer or self.first_norm else ("attention_norm",)
+        if not self.mlp_only_layers:
+            return found
+        return (*found, "mlp" if layer in self.mlp_only_layers else "dense")
 
     def _kind(self, layer_type: str | None) -> LayerKind:
         window = None if layer_type == "full_attention" else self.sliding_window

@@ -96,10 +96,11 @@ def check_choices(config: Any) -> None:
             f"model.embedding_size={config.embedding_size}: must be hidden_size="
             f"{config.hidden_size} with masked_head, pooler or classes"
         )
-    if not config.first_norm and (config.norm_position, config.residual) != ("pre", "sequential"):
+    shape = config.norm_position, config.residual
+    if not config.first_norm and (shape != ("pre", "sequential") or config.num_layers < 2):
         raise ValueError(
-            "model.first_norm=false: must go with norm_position=pre and residual=sequential, not "
-            f"{config.norm_position} and {config.residual}"
+            "model.first_norm=false: must go with norm_position=pre, residual=sequential and at "
+            f"least 2 layers, not {shape[0]}, {shape[1]} and {config.num_layers}"
         )
     if config.qk_norm_joint and not config.qk_norm:
         raise ValueError("model.qk_norm_joint=true: must go with model.qk_norm=true")

@@ -65,8 +65,8 @@ class _Chunk(NamedTuple):
 
 
 def new_layers(config: ModelConfig, key: Array, dtype: DTypeLike) -> Layer:
-    """Makes new layers, their parameters stacked on axis 0: those of a feed-forward network over
-    the layers that have it."""
+    """Makes new layers, their parameters stacked on axis 0: those of each part over the layers that
+    have it."""
     keys = jax.random.split(key, config.num_layers)
     layers = jax.vmap(lambda key: Layer(config, key, dtype))(keys)
     for name, own in _own_layers(config).items():
@@ -120,8 +120,6 @@ def run(
         x, past, slots = carry
         layer, slots = _read_layer(config, kind, values, slots, index)
         layer = execution.prepare(layer, x.dtype)
-        if not kind.normed:
-            layer.attention_norm = None
         x = checkpoint_named(x, "layer_input", execution.offload)
         shared = _Shared(layer, _dropout_keys(dropout_key, index))
         k, v = layer.keys_values(x, tokens, kind.rope, shared.keys)
@@ -145,7 +143,7 @@ def run(
             x, aux = _split(attend, execution, kind, shared, chunk, k, v, cache is None)
         x = constrain(x, "batch", "sequence", None)
         aux = jax.tree.map(lambda sums: sums.sum(0), aux)
-        if kind.mlp_only:
+        if "mlp" in kind.absent:
             shapes = FEED_FORWARDS[config.feed_forward].auxiliary_shapes(config)
             aux = {name: jnp.zeros(shape) for name, shape in shapes.items()}
         return (x, past, slots), (x if hidden_states else None, aux)
@@ -163,11 +161,11 @@ def run(
 
 
 def _own_layers(config: ModelConfig) -> dict[str, list[int]]:
-    """Returns the layers that have each of two feed-forward networks, by its name in `Layer`; empty
-    if all layers have the same."""
-    if not config.mlp_only_layers:
-        return {}
-    return dict(mlp=config.expert_layers, dense=sorted(config.mlp_only_layers))
+    """Returns the numbers of the layers that have a part, for each part of `Layer` that some layers
+    lack, by its name."""
+    kinds = config.layer_kinds
+    names = {name for kind in kinds for name in kind.absent}
+    return {name: [i for i, kind in enumerate(kinds) if name not in kind.absent] for name in names}
 
 
 def _read_layer(
@@ -175,20 +173,21 @@ def _read_layer(
 ) -> tuple[Layer, Any]:
     """Returns the layer with this index, whose `mlp` is its feed-forward network; see `read_entry`
     for the slots."""
-    own_layers = _own_layers(config)
-    own, other = ("dense", "mlp") if kind.mlp_only else ("mlp", "dense")
-    places: dict[str, Any] = {}
-    if own_layers:
-        # Number of each layer among those that have this network.
-        numbers = np.searchsorted(own_layers[own], np.arange(config.num_layers))
-        places = {own: jnp.asarray(numbers, index.dtype)[index], other: None}
+    places: dict[str, Any] = dict.fromkeys(kind.absent)
+    for name, own in _own_layers(config).items():
+        if name not in kind.absent:
+            # Number of each layer among those that have this part.
+            numbers = np.searchsorted(own, np.arange(config.num_layers))
+            places[name] = jnp.asarray(numbers, index.dtype)[index]
 
     def entry(path):
         return places.get(param_path(path).partition(".")[0], index)
 
     layer, slots = read_entry(values, slots, entry)
-    if places:
-        layer.mlp, layer.dense = layer.dense if kind.mlp_only else layer.mlp, None
+    for name in kind.absent:
+        setattr(layer, name, None)
+    if layer.mlp is None:
+        layer.mlp, layer.dense = layer.dense, None
     return layer, slots
 
 

@@ -39,7 +39,7 @@ from bptjax.training.report import export_adapter, log_summary, predict_answers,
 from bptjax.training.resume import complete_state, find_start
 from bptjax.training.run_directory import write_config
 from bptjax.training.setup import TrainingRun
-from bptjax.training.state import TrainState, checkpoint_view
+from bptjax.training.state import TrainState, checkpoint_view, split_trained
 from bptjax.training.step import evaluator
 from bptjax.training.step_profile import DIRECTORY, TRACED, ProfiledStep
 
@@ -338,10 +338,10 @@ class TrainLoop:
         """Starts to write a checkpoint of the last step.
 
         Raises:
-          RunFailed: the loss, the gradient or a parameter is not finite.
+          RunFailed: the loss, the gradient or a trained parameter is not finite.
         """
         self._flush()
-        if not finite(self.state.model):
+        if not finite(split_trained(self.run.spec, self.state.model)[0]):
             raise self._diverged(f"step {self.done}: parameters not finite")
         data = self.run.batches.get_state()
         if len(data) > 1:

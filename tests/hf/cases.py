@@ -675,7 +675,7 @@ OLD_BUFFERS: dict[str, list[tuple[str, str, tuple[int, ...]]]] = {
     # No version of transformers saved any.
     "mixtral": [],
     "qwen3_moe": [],
-    # Of the layer that predicts one more token, in published files.
+    # Published files also hold a layer for multi-token prediction.
     "glm4_moe": [("model.layers.46.eh_proj.weight", "float32", (32, 64))],
     "olmoe": [],
     "gpt_oss": [],

@@ -80,7 +80,8 @@ def test_old_keys_of_a_modernbert_are_read(theirs, tmp_path):
     read = read_config(tmp_path)[1]
     assert read == read_config(directory)[1]
     assert [kind.window for kind in read.layer_kinds] == [None, 4, 4, None, 4]
-    assert [kind.normed for kind in read.layer_kinds] == [False, True, True, True, True]
+    absent = [kind.absent for kind in read.layer_kinds]
+    assert absent == [("attention_norm",), (), (), (), ()]
     assert read.layer_kinds[1].rope["rope_theta"] == 1e4
 
 

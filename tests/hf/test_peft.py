@@ -15,7 +15,6 @@ from bptjax.data.tokenizer import ByteTokenizer
 from bptjax.generate import main as generate
 from bptjax.hf.peft import WEIGHTS, read_peft, write_peft
 from bptjax.hf.peft_config import ADAPTER_CONFIG, BASE_CONFIG
-from bptjax.lora import AdapterConfig, Adapters
 from bptjax.models.config import ModelConfig
 from bptjax.pretrained import open_pretrained
 from bptjax.train import main
@@ -124,15 +123,6 @@ def test_there_and_back(peft, pretrained, tmp_path, tokens, name):
     for key, x in made.merge_and_unload().state_dict().items():
         y = merged.state_dict()[key]
         assert (x - y).abs().max() <= 1e-6 * x.abs().max(), key
-
-
-def test_peft_leaves_out_mlps_beside_experts(theirs, tmp_path):
-    """An export says so: PEFT takes the names of their linear layers for the experts'."""
-    model = open_pretrained(ModelConfig(name_or_path=str(theirs("glm4_moe")[1])))
-    for path in ("layers.dense.up.kernel", "layers.mlp.shared.up.kernel", "layers.mlp.up.kernel"):
-        adapters = Adapters(AdapterConfig("lora", r=1), {path: (np.zeros(1),) * 3}, {})
-        said = remedy_for_peft(replace(model, adapters=adapters), tmp_path)
-        assert ("merge-adapter" in said) == (path != "layers.mlp.up.kernel")
 
 
 YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=8)

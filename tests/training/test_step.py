@@ -11,14 +11,12 @@ import pytest
 from bptjax.checkpoint import Checkpoints
 from bptjax.config import Config, TrainConfig
 from bptjax.execution import ExecutionConfig
-from bptjax.lora import AdapterConfig
 from bptjax.models.config import ModelConfig
 from bptjax.ops.attention.choices import record_choices
 from bptjax.optimizer import OptimizerConfig
 from bptjax.parallel.mesh import ParallelConfig, make_mesh
-from bptjax.training.flops import attended_pairs, matmul_parameters, model_flops
 from bptjax.training.spec import TrainSpec
-from bptjax.training.state import TrainState, abstract_state, init_state, parameter_counts
+from bptjax.training.state import TrainState, abstract_state, init_state
 from bptjax.training.step import (
     abstract_batch,
     check_kernel,
@@ -366,69 +364,6 @@ def test_no_gradients_of_layers_beside_the_logits():
         needs.append(compiled.memory_analysis().temp_size_in_bytes)
         sizes.append(sum(4 * x.size for x in jax.tree.leaves(state.model)))
     assert needs[1] - needs[0] < 0.5 * (sizes[1] - sizes[0])
-
-
-# A layer's query, key, value and output projections, its gated feed-forward, and two norms.
-LAYER = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 128 + 2 * 32
-PACKED = dict(positions=jnp.array([[0, 1, 2, 0, 1, 0]]), segments=jnp.array([[1, 1, 1, 2, 2, 0]]))
-
-
-@pytest.mark.parametrize(
-    ("changes", "parameters"),
-    [
-        (dict(tied_head=False), 2 * LAYER + 32 + 64 * 32),
-        (dict(tied_head=True), 2 * LAYER + 32 + 64 * 32),
-        (
-            dict(position_embedding="learned", max_position_embeddings=T, rope_parameters={}),
-            2 * LAYER + 32 + 64 * 32,
-        ),
-        # The head is 16 wide, and projections lead there and back.
-        (dict(embedding_size=16), 2 * LAYER + 32 + 64 * 16 + 2 * 16 * 32),
-    ],
-    ids=["untied", "tied", "learned positions", "another width"],
-)
-def test_a_lookup_is_no_matmul(changes, parameters):
-    spec = replace(make_spec(), model=replace(MODEL, **changes))
-    assert matmul_parameters(spec) == (parameters, parameters)
-    flops = model_flops(spec.model, matmul_parameters(spec), 5, 18.0)
-    assert flops == 6 * parameters * 5 + 12 * 18 * 4 * 8
-
-
-def test_frozen_parameters_have_no_gradient():
-    """Rank 2 beside the query kernels; the embedding that is trained in full is a lookup."""
-    spec = make_spec()
-    adapter = AdapterConfig("lora", r=2, target_modules=["query"], modules_to_save=["embedding"])
-    spec = replace(spec, config=replace(spec.config, adapter=adapter))
-    low_rank = 2 * 2 * (32 + 32)
-    total = 2 * LAYER + 32 + 64 * 32 + low_rank
-    assert parameter_counts(spec) == (total + 64 * 32, low_rank + 64 * 32)
-    assert matmul_parameters(spec) == (total, low_rank)
-    assert model_flops(MODEL, matmul_parameters(spec), 1, 0.0) == 4 * total + 2 * low_rank
-
-
-@pytest.mark.parametrize(
-    ("changes", "pairs"),
-    [
-        (dict(), 2 * (1 + 2 + 3 + 1 + 2)),
-        (dict(sliding_window=2), 2 * (1 + 2 + 2 + 1 + 2)),
-        (
-            dict(sliding_window=2, layer_types=["sliding_attention", "full_attention"]),
-            (1 + 2 + 2 + 1 + 2) + (1 + 2 + 3 + 1 + 2),
-        ),
-        (dict(causal=False), 2 * (9 + 4)),
-        (dict(causal=False, sliding_window=2), 2 * (2 + 3 + 2 + 2 + 2)),
-        (
-            dict(attention_pattern=dict(type="window", window=2, global_tokens=1)),
-            2 * (1 + 2 + 3 + 1 + 2),
-        ),
-    ],
-    ids=["packed", "windowed", "a windowed layer", "encoder", "windowed encoder", "pattern"],
-)
-def test_pairs_are_those_that_the_mask_lets_through(changes, pairs):
-    model = replace(MODEL, **changes)
-    assert attended_pairs(model, **PACKED) == pairs
-    # Micro-batches.
-    assert attended_pairs(model, **{name: x[None] for name, x in PACKED.items()}) == pairs
 
 
 def test_router_losses_are_of_the_global_batch(batch):

@@ -124,7 +124,7 @@ FAMILIES: dict[str, Family] = {
     "glm4_moe": Family(
         read_glm4_moe,
         rules_glm4_moe,
-        # The layer that predicts one more token, in transformers too.
+        # The layer for multi-token prediction, which transformers leaves out by the same numbers.
         ignored=(r"(model\.)?layers\.(46|92)\..*",),
         neutral=("output_router_logits", "num_mtp_layers", "num_nextn_predict_layers"),
         experts="concatenated",

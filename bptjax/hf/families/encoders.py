@@ -1,7 +1,6 @@
 """Encoders of text and images, with layer norms."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 from bptjax.hf.families.family import activation, require, rotary
@@ -202,8 +201,7 @@ def rules_modernbert(c: ModelConfig) -> Iterator[TensorRule]:
     layer, D, F = "model.layers.{layer}.", c.hidden_size, c.F
     yield identity("model.embeddings.tok_embeddings.weight", "embedding", (c.V, D))
     yield from norm("model.embeddings.norm", "embedding_norm", c)
-    for rule in norm(f"{layer}attn_norm", "layers.attention_norm", c):
-        yield replace(rule, first=1)
+    yield from norm("model.layers.{normed_layer}.attn_norm", "layers.attention_norm", c)
     yield from qkv(c, f"{layer}attn.Wqkv")
     yield from attention(c, "", "", "", f"{layer}attn.Wo")
     yield from norm(f"{layer}mlp_norm", "layers.mlp_norm", c)

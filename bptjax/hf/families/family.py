@@ -36,6 +36,7 @@ def field_values(config: ModelConfig) -> dict[str, Sequence[int]]:
     """Returns the numbers that each field of `FIELDS` takes in names, in the order of its axis."""
     return dict(
         layer=range(config.num_layers),
+        normed_layer=range(0 if config.first_norm else 1, config.num_layers),
         expert_layer=config.expert_layers,
         mlp_layer=sorted(config.mlp_only_layers),
         expert=range(config.num_experts or 0),
