@@ -1,5 +1,6 @@
 """Times attention on this machine's GPU: causal, ALiBi, soft cap, packed documents of equal and of
-ragged lengths, a window, that window with global tokens, an eighth of the causal blocks, dropout.
+ragged lengths, windows, a window with global tokens, an eighth of the causal blocks, dropout,
+sinks.
 
     python scripts/attention.py --lengths 32768 --head_sizes 128 64 --out rows.json
 
@@ -22,7 +23,7 @@ from timing import add_row, milliseconds, needs
 from bptjax import Mask, attention
 from bptjax.ops.position import alibi_slopes
 
-DOCUMENTS, RAGGED, WINDOW, BLOCK, CALLS = 8, 40, 4096, 128, 5
+DOCUMENTS, RAGGED, WINDOW, SMALL_WINDOW, BLOCK, CALLS = 8, 40, 4096, 128, 128, 5
 
 
 def ragged_lengths(T: int, number: int) -> np.ndarray:
@@ -38,7 +39,8 @@ def cases(T: int, N: int) -> dict[str, tuple[dict, float]]:
     documents = np.repeat(np.arange(1, DOCUMENTS + 1, dtype=np.int32), T // DOCUMENTS)[None]
     lengths = ragged_lengths(T, RAGGED)
     ragged = np.repeat(np.arange(1, RAGGED + 1, dtype=np.int32), lengths)[None]
-    seen = WINDOW * T - WINDOW**2 / 2
+    seen, small = (window * T - window**2 / 2 for window in (WINDOW, SMALL_WINDOW))
+    sinks = np.zeros(N, np.float32)
     first = np.arange(T) < BLOCK
     blocks = np.tril(np.random.default_rng(0).random((T // BLOCK, T // BLOCK)) < 1 / 8)
     live = (blocks.sum() - blocks.trace() / 2) * BLOCK**2
@@ -61,6 +63,11 @@ def cases(T: int, N: int) -> dict[str, tuple[dict, float]]:
             live,
         ),
         "dropout": (dict(mask=causal, dropout=0.1, dropout_key=jax.random.key(0)), square),
+        "sinks": (dict(mask=causal, sinks=sinks), square),
+        f"window {SMALL_WINDOW}, sinks": (
+            dict(mask=replace(causal, window=SMALL_WINDOW), sinks=sinks),
+            small,
+        ),
     }
 
 

@@ -164,11 +164,12 @@ def steps(name: str, peer_name: str) -> str:
 
 
 def attention_rows() -> dict[tuple[str, int], dict[str, Row]]:
-    """Returns the rows of one run by case and head size, then by implementation. Documents were
-    timed over five calls, because their kernels are short."""
+    """Returns the rows by case and head size, then by implementation. Documents were timed over
+    five calls, because their kernels are short; dropout in a later run."""
+    runs = {"8 documents": ("c", 5), "dropout": ("d", 5)}
     found: dict[tuple[str, int], dict[str, Row]] = {(c, H): {} for c in CASES for H in (128, 64)}
     for row in read("attention_h200.json"):
-        run = ("c", 5) if row["case"] == "8 documents" else ("a", None)
+        run = runs.get(row["case"], ("a", None))
         if (row["run"], row.get("calls_in_a_row")) == run and row["implementation"] in SYSTEMS:
             found[row["case"], row["H"]][row["implementation"]] = row
     return found

@@ -105,7 +105,8 @@ class ExpertLinear(nnx.Module):
     ) -> Float[Array, "M O"]:
         y = apply_expert_kernel(self.kernel, x, groups.experts, seeds)
         if self.bias is not None:
-            bias = self.bias[...].astype(x.dtype)[groups.experts]
+            bias = self.bias[...].astype(x.dtype)
+            bias = jnp.take(bias, groups.experts, axis=0, mode="clip")
             y = y + jnp.repeat(bias, len(x) // len(bias), axis=0)
         return y
 

@@ -9,6 +9,9 @@ from jaxtyping import Bool, Float, Int, UInt32
 from bptjax.ops.arguments import check_rate
 
 MULTIPLIER, KEY_STEP, ROUNDS = 0xD256D193, 0x9E3779B9, 7
+# Columns whose numbers differ in this bit alone use the two words of one block. A thread of a GPU
+# has the weights of both, in a tile of attention and in its transpose.
+PAIR = 8
 
 
 def keep(
@@ -16,9 +19,9 @@ def keep(
 ) -> Bool[Array, "*r t s"]:
     """Returns True with probability 1 - rate, independently for each (key, row, column).
 
-    The bit of element (row, column) comes from a Philox-2x32 block of that counter under `key`.
-    So an element gets the same bit in any tile, in the forward and in the backward pass, and no
-    bits are stored.
+    The bit of element (row, column) comes from a Philox-2x32 block under `key` whose counter is the
+    row and the column without bit `PAIR`, which chooses the word. So an element gets the same bit
+    in any tile, in the forward and in the backward pass, and no bits are stored.
 
     Args:
       key: uint32 `[*r, 2]`, key data.
@@ -27,13 +30,15 @@ def keep(
     if key.ndim > 1:
         return jax.vmap(keep, (0, None, 0, 0))(key, rate, rows, columns)
     rows, columns = rows.astype(jnp.uint32)[:, None], columns.astype(jnp.uint32)[None, :]
-    return philox(key, rows, columns) >= jnp.uint32(round(rate * 2**32))
+    first, second = philox(key, rows, columns - (columns & PAIR))
+    words = jnp.where(columns & PAIR != 0, second, first)
+    return words >= jnp.uint32(round(rate * 2**32))
 
 
 def philox(
     key: UInt32[Array, "2"], rows: UInt32[Array, "*#t"], columns: UInt32[Array, "*#t"]
-) -> UInt32[Array, "*t"]:
-    """Returns random numbers for counters: the first words of Philox-2x32's blocks, with the fewest
+) -> tuple[UInt32[Array, "*t"], UInt32[Array, "*t"]]:
+    """Returns random numbers for counters: the two words of Philox-2x32's blocks, with the fewest
     rounds that pass the tests of BigCrush. The key of Philox has one word; the second one enters
     the counter. Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", section 4.
     """
@@ -41,7 +46,7 @@ def philox(
     for step in range(ROUNDS):
         round_key = key[0] + jnp.uint32(step * KEY_STEP % 2**32)
         x, y = _high_word(x) ^ round_key ^ y, x * jnp.uint32(MULTIPLIER)
-    return x
+    return x, y
 
 
 def _high_word(x: UInt32[Array, "*t"]) -> UInt32[Array, "*t"]:

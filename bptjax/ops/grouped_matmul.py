@@ -26,7 +26,7 @@ class Groups(NamedTuple):
     one of its k experts, or is empty.
 
     Attributes:
-      experts: expert of each block of rows.
+      experts: expert of each block of rows; behind the last expert's, their number.
       choices: number of the choice that a row holds, token · k + its place among the token's
         experts; T · k if the row is empty.
       rows: row of each choice.
@@ -68,7 +68,7 @@ def group(chosen: Int[Array, "T k"], experts: int, block: int | None = None) -> 
     # Blocks behind the last expert's are empty.
     owners = jnp.searchsorted(ends, jnp.arange(n, dtype=jnp.int32), side="right")
     return Groups(
-        jnp.minimum(owners, experts - 1).astype(jnp.int32),
+        owners.astype(jnp.int32),
         jnp.full(n * block, size, jnp.int32).at[rows].set(order),
         jnp.zeros(size, jnp.int32).at[order].set(rows).reshape(chosen.shape),
     )
@@ -109,7 +109,7 @@ def grouped_matmul(
     loop over the blocks computes it elsewhere.
 
     Args:
-      experts: expert of each block, in ascending order.
+      experts: expert of each block, in ascending order; X if all its rows are 0.
     """
     return _multiply(x, w, experts, transposed=False)
 

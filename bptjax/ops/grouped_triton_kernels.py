@@ -11,34 +11,40 @@ import triton.language as tl
 
 @triton.jit
 def multiply_kernel(x, w, experts, y, C: tl.constexpr):
-    """y = x · w, a tile [BM, BN] of it: rows of one block, which have one expert."""
-    block = tl.program_id(0)
-    rows = (block * C.BM + tl.arange(0, C.BM)).to(tl.int64)
-    columns = tl.program_id(1) * C.BN + tl.arange(0, C.BN)
-    w += tl.load(experts + block).to(tl.int64) * (C.K * C.N)
+    """y = x · w, a tile [BM, BN] of it: rows of one block, which have one expert, or none."""
+    # Programs that read the same rows follow each other, so that the cache holds the rows.
+    tiles: tl.constexpr = (C.N + C.BN - 1) // C.BN
+    block = tl.program_id(0) // tiles
+    rows = block.to(tl.int64) * C.BM + tl.arange(0, C.BM)
+    columns = tl.program_id(0) % tiles * C.BN + tl.arange(0, C.BN)
+    at = rows[:, None] * C.N + columns[None, :]
+    expert = tl.load(experts + block)
+    if expert >= C.X:
+        tl.store(y + at, 0.0, mask=columns[None, :] < C.N)
+        return
+    w += expert.to(tl.int64) * (C.K * C.N)
     acc = tl.full([C.BM, C.BN], 0.0, tl.float32)
     for start in range(0, C.K, C.BK):
         inner = start + tl.arange(0, C.BK)
         a = tl.load(x + rows[:, None] * C.K + inner[None, :], mask=inner[None, :] < C.K, other=0.0)
-        at = inner[:, None] * C.stride_k + columns[None, :] * C.stride_n
+        matrix = inner[:, None] * C.stride_k + columns[None, :] * C.stride_n
         inside = (inner[:, None] < C.K) & (columns[None, :] < C.N)
-        b = tl.load(w + at, mask=inside, other=0.0)
+        b = tl.load(w + matrix, mask=inside, other=0.0)
         acc = tl.dot(a, b.to(a.dtype), acc, input_precision="ieee")
-    at = rows[:, None] * C.N + columns[None, :]
     tl.store(y + at, acc.to(y.dtype.element_ty), mask=columns[None, :] < C.N)
 
 
 @triton.jit
 def gradient_kernel(x, dy, ranges, dw, C: tl.constexpr):
-    """dw = xᵀ · dy, a tile [BK, BN] of one expert's, summed over its blocks [ranges[e, 0],
-    ranges[e, 1])."""
+    """dw = xᵀ · dy, a tile [BK, BN] of one expert's, summed over its rows from BM · ranges[e, 0]
+    to BM · ranges[e, 1]."""
     expert = tl.program_id(2)
     inner = tl.program_id(1) * C.BK + tl.arange(0, C.BK)
     columns = tl.program_id(0) * C.BN + tl.arange(0, C.BN)
     first, end = tl.load(ranges + 2 * expert), tl.load(ranges + 2 * expert + 1)
     acc = tl.full([C.BK, C.BN], 0.0, tl.float32)
-    for block in range(first, end):
-        rows = (block * C.BM + tl.arange(0, C.BM)).to(tl.int64)
+    for step in range(first, end):
+        rows = (step * C.BM + tl.arange(0, C.BM)).to(tl.int64)
         a = tl.load(x + rows[None, :] * C.K + inner[:, None], mask=inner[:, None] < C.K, other=0.0)
         inside = columns[None, :] < C.N
         b = tl.load(dy + rows[:, None] * C.N + columns[None, :], mask=inside, other=0.0)

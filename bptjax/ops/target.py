@@ -56,15 +56,20 @@ def compiler_options() -> dict[str, bool | str]:
 
 
 def stand_in(
-    operands: Sequence[Array], shapes: Sequence[jax.ShapeDtypeStruct], workspace: int = 0
+    operands: Sequence[Array],
+    shapes: Sequence[jax.ShapeDtypeStruct],
+    workspace: int = 0,
+    aliases: dict[int, int] | None = None,
 ) -> tuple[Array, ...]:
     """Returns arrays of these shapes from a call that no device can run.
 
     Args:
       workspace: bytes of device memory that the real call needs while it runs.
+      aliases: numbers of operands whose memory becomes that of a result, and of those results.
     """
     buffers = [jax.ShapeDtypeStruct((workspace,), jnp.uint8)] * bool(workspace)
-    return tuple(jax.ffi.ffi_call(STAND_IN, (*shapes, *buffers))(*operands))[: len(shapes)]
+    call = jax.ffi.ffi_call(STAND_IN, (*shapes, *buffers), input_output_aliases=aliases)
+    return tuple(call(*operands))[: len(shapes)]
 
 
 def like(x: Array) -> jax.ShapeDtypeStruct:

@@ -27,10 +27,15 @@ def triton_call(
     warps: int,
     stages: int,
     constants: Any,
+    aliases: dict[int, int] | None = None,
 ) -> tuple[Array, ...]:
-    """Runs `{name}_kernel` of a module over its grid, or stands in for it on absent devices."""
+    """Runs `{name}_kernel` of a module over its grid, or stands in for it on absent devices.
+
+    Args:
+      aliases: numbers of inputs whose memory becomes that of an output, and of those outputs.
+    """
     if is_absent():
-        return stand_in(inputs, shapes)
+        return stand_in(inputs, shapes, aliases=aliases)
     # Imported here because importing jax-triton fails without a GPU.
     import jax_triton
 
@@ -41,5 +46,6 @@ def triton_call(
         grid=grid,
         num_warps=warps,
         num_stages=stages,
+        input_output_aliases=aliases,
         C=constants,
     )

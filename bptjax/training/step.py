@@ -281,9 +281,14 @@ def compile_step(
         raise RuntimeError(f"optimizer.state_memory_kind=pinned_host, but the state is in {kinds}")
     shardings = jax.tree.map(lambda x: x.sharding, abstract_state(spec))
     step = jax.jit(partial(train_step, spec), donate_argnums=0, out_shardings=(shardings, None))
+    options = compiler_options() | dict(options)
+    float8 = spec.config.train.linear == "float8" and platform() == "gpu"
+    if float8:
+        # XLA's own kernels, which it may choose over cuBLAS, take wider operands.
+        options["xla_gpu_enable_triton_gemm"] = False
     with jax.set_mesh(spec.mesh):
-        compiled = step.lower(state, batch).compile(compiler_options() | dict(options))
-    if spec.config.train.linear == "float8" and platform() == "gpu" and not is_absent():
+        compiled = step.lower(state, batch).compile(options)
+    if float8 and not is_absent():
         check_float8_products(compiled.as_text() or "")
     # On the CPU backend, host memory is device memory.
     if offloaded and platform() != "cpu":

@@ -3,7 +3,7 @@ interpreter is chosen when triton is imported.
 
     python interpreted.py CASE…   prints each one's name and its largest error against the oracle
 
-A case is one of attention, or 'experts'.
+A case is one of attention, 'experts' or 'over'.
 """
 
 import builtins
@@ -21,7 +21,7 @@ from triton.runtime import interpreter
 
 from bptjax.ops import grouped_triton, grouped_triton_kernels
 from bptjax.ops.attention import attend, reference, triton_flash, triton_kernels
-from bptjax.ops.attention.contract import QKV
+from bptjax.ops.attention.contract import QKV, AttentionState
 from bptjax.ops.grouped_matmul import grouped_matmul
 from ops.attention_cases import CASES, oracle
 from ops.comparing import error, normal
@@ -45,32 +45,36 @@ interpreter._patch_lang = functools.cache(interpreter._patch_lang)
 interpreter._LangPatchScope.restore = lambda self: None
 
 
-def call(module, name, inputs, shapes, grid, warps, stages, constants):
-    """Runs like `triton_flash.CALL`, on torch tensors. Outputs start as NaN, so that an element
-    which is not written is noticed."""
+def call(module, name, inputs, shapes, grid, warps, stages, constants, aliases=None):
+    """Runs like `triton_flash.CALL`, on torch tensors. Outputs start as the inputs whose memory
+    they have, or as NaN, so that an element which is not written is noticed."""
 
     def tensor(x):
         x = np.asarray(x)
         return torch.tensor(x.view(np.int32) if x.dtype == np.uint32 else x)
 
     outputs = [torch.full(s.shape, float("nan"), dtype=torch.float32) for s in shapes]
+    for i, o in (aliases or {}).items():
+        outputs[o] = tensor(inputs[i])
     kernel = getattr(module, f"{name}_kernel")
     kernel[grid](*map(tensor, inputs), *outputs, C=constants)
     return tuple(jnp.asarray(x.numpy()) for x in outputs)
 
 
 def experts():
-    """The grouped product and its gradients, with an empty expert, in tiles that do not divide the
-    matrices."""
+    """The grouped product and its gradients, with an empty expert and a block without one, in tiles
+    that do not divide the matrices."""
     grouped_triton.CALL = functools.partial(call, grouped_triton_kernels)
     grouped_triton.available = lambda: True
     grouped_triton.TILES = dict.fromkeys(grouped_triton.TILES, {4: (4, 8, 4, 1)})
-    x, w, dy = normal(0, 24, 10), normal(1, 4, 10, 6), normal(2, 24, 6)
-    owners = jnp.array([0, 0, 2, 2, 2, 3], jnp.int32)
+    grouped_triton.GRADIENT_ROWS = 2
+    x, w, dy = normal(0, 28, 10), normal(1, 4, 10, 6), normal(2, 28, 6)
+    owners = jnp.array([0, 0, 2, 2, 2, 3, 4], jnp.int32)
+    x, dy = (a.at[24:].set(0) for a in (x, dy))
     y, pull = jax.vjp(lambda x, w: grouped_matmul(x, w, owners), x, w)
 
     def dense(x, w):
-        each = jnp.repeat(w[owners], 4, 0)
+        each = jnp.repeat(w.at[owners].get(mode="clip"), 4, 0)
         return jnp.einsum("mi,mio->mo", x, each, precision="highest")
 
     wanted, pull_dense = jax.vjp(dense, x, w)
@@ -79,14 +83,44 @@ def experts():
     print(f"experts\t{worst}", flush=True)
 
 
+def over():
+    """Documents over the results of another kernel: kept but for padding, or overwritten."""
+    case = CASES["segments"]
+    (*qkv, dout), spec = case.operands(), case.spec()
+    x, padding = QKV(*qkv), np.asarray(spec.mask.segments)[..., None] == 0
+    assert padding.any()
+    (out, lse), gradients = (state := triton_flash.forward(x, spec)), oracle("segments")[1:4]
+    other = (
+        AttentionState(jnp.full_like(out, 7), jnp.full_like(lse, 7)),
+        QKV(*map(jnp.ones_like, x)),
+    )
+    worst = 0.0
+    for keep in (True, False):
+        flag = jnp.asarray(keep)
+        got = triton_flash.forward(x, spec, (flag, other[0]))
+        got = *got, *triton_flash.backward(x, state, dout, spec, (flag, other[1]))
+        for name, a, b, old in zip(
+            "olqkv", got, (out, lse, *gradients), (7, 7, 1, 1, 1), strict=True
+        ):
+            hidden = padding if a.ndim == 3 else padding[..., None]
+            if keep:
+                b = np.where(np.broadcast_to(hidden, a.shape), -np.inf if name == "l" else 0, old)
+            assert np.array_equal(np.isfinite(a), np.isfinite(b))
+            seen = np.isfinite(b)
+            worst = max(worst, float(np.abs(np.where(seen, a, 0) - np.where(seen, b, 0)).max()))
+    print(f"over\t{worst}", flush=True)
+
+
 def main(names):
     triton_flash.CALL = functools.partial(call, triton_kernels)
-    for kernel, blocks in triton_flash.BLOCKS.items():
-        # Small tiles, so that a short sequence has several empty, partial and full ones.
-        triton_flash.BLOCKS[kernel] = dict.fromkeys(blocks, (2, 8, 4, 1))
     for name in names:
-        if name == "experts":
-            experts()
+        # Small tiles, so that a short sequence has several empty, partial and full ones; with room
+        # for pairs of keys.
+        size = 16 if "dropout" in name else 8
+        for kernel, blocks in triton_flash.BLOCKS.items():
+            triton_flash.BLOCKS[kernel] = dict.fromkeys(blocks, (2, size, 4, 1))
+        if name in ("experts", "over"):
+            globals()[name]()
             continue
         case = CASES[name]
         (*qkv, dout), spec = case.operands(), case.spec()

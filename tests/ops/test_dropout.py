@@ -5,7 +5,7 @@ import pytest
 
 from bptjax.ops.attention.contract import AttentionSpec
 from bptjax.ops.attention.scores import dropout_factors
-from bptjax.ops.dropout import dropout, keep, philox
+from bptjax.ops.dropout import PAIR, dropout, keep, philox
 from bptjax.ops.mask import Mask
 
 KEY = jax.random.key_data(jax.random.key(0))
@@ -31,12 +31,13 @@ def test_rate(rate):
 def test_philox():
     """The numbers of its authors' library, Random123."""
     for counter, key, wanted in (
-        ((0, 0), 0, 0x257A3673),
-        ((0xFFFFFFFF, 0xFFFFFFFF), 0xFFFFFFFF, 0xAB302C4D),
-        ((0x243F6A88, 0x85A308D3), 0x13198A2E, 0xBEDBBE6B),
+        ((0, 0), 0, [0x257A3673, 0xCD26BE2A]),
+        ((0xFFFFFFFF, 0xFFFFFFFF), 0xFFFFFFFF, [0xAB302C4D, 0x3DC9D239]),
+        ((0x243F6A88, 0x85A308D3), 0x13198A2E, [0xBEDBBE6B, 0xE4C770B3]),
     ):
         column, row = (jnp.full(1, x, jnp.uint32) for x in counter)
-        assert philox(jnp.array([key, 0], jnp.uint32), row, column).item() == wanted
+        words = philox(jnp.array([key, 0], jnp.uint32), row, column)
+        assert [word.item() for word in words] == wanted
 
 
 def test_independence():
@@ -44,6 +45,7 @@ def test_independence():
     kept = keep(KEY, 0.4, ROWS, ROWS)
     other = keep(jax.random.key_data(jax.random.key(1)), 0.4, ROWS, ROWS)
     pairs = [(kept[1:], kept[:-1]), (kept[:, 1:], kept[:, :-1]), (kept, kept.T), (kept, other)]
+    pairs.append((kept[:, PAIR:], kept[:, :-PAIR]))
     spec = AttentionSpec(Mask(), 1.0, dropout=0.4, dropout_key=KEY)
     heads = dropout_factors(spec, 2, 3, ROWS[None], ROWS[None]).reshape(6, 512, 512)
     pairs += [(heads[i], heads[j]) for i in range(6) for j in range(i)]

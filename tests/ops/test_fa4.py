@@ -46,13 +46,34 @@ def both(x, dout, spec, sinks=None):
     return *state, *fa4.backward(x, state, dout, spec)
 
 
+class Fallback:
+    """Writes over results as Triton's kernels do, with `scan`."""
+
+    unsupported = scan.unsupported
+
+    @staticmethod
+    def forward(x, spec, done):
+        real = (jnp.asarray(spec.mask.segments) != 0)[..., None]
+        kept = jnp.where(real[..., None], done[1].out, 0), jnp.where(real, done[1].lse, -jnp.inf)
+        return jax.tree.map(
+            lambda a, b: jnp.where(done[0], a, b), AttentionState(*kept), scan.forward(x, spec)
+        )
+
+    @staticmethod
+    def backward(x, state, dout, spec, done):
+        real = (jnp.asarray(spec.mask.segments) != 0)[..., None, None]
+        kept = (jnp.where(real, y, 0) for y in done[1])
+        other = scan.backward(x, state, dout, spec)
+        return jax.tree.map(lambda a, b: jnp.where(done[0], a, b), QKV(*kept), other)
+
+
 @pytest.fixture
 def anywhere(monkeypatch):
     """fa4-jax's reference in place of its kernels, and `scan` in place of Triton's."""
     pytest.importorskip("fa4_jax")
     monkeypatch.setattr(fa4, "BACKEND", "reference")
     monkeypatch.setattr(fa4, "TOKENS_PER_DOCUMENT", 1)
-    monkeypatch.setattr(fa4, "FALLBACK", scan)
+    monkeypatch.setattr(fa4, "FALLBACK", Fallback)
 
 
 @pytest.fixture
@@ -127,25 +148,27 @@ print(found)
 
 
 def test_documents():
-    """Padding between documents, and empty runs up to the count, have no length."""
-    starts, lengths = fa4.documents(jnp.asarray(DOCUMENTS), 10)
-    assert starts.tolist() == [0, 100, 131, 140, 200, T, T + 3, T + 50, *[2 * T] * 3]
-    assert lengths.tolist() == [100, 31, 0, 60, 0, 0, 47, 0, 0, 0]
+    """Padding before, between and behind documents is in none, and empty documents fill up."""
+    fit, starts, lengths = fa4.documents(jnp.asarray(DOCUMENTS))
+    assert fit and starts.tolist() == [0, 100, 140, T + 3, *[2 * T] * 13]
+    assert lengths.tolist() == [100, 31, 60, 47, *[0] * 12]
 
 
-def test_branches(monkeypatch):
+def test_documents_that_do_not_fit():
+    """Their number grows with the tokens."""
     short, long = (jnp.ones((2, size), jnp.int32) for size in (256, 16_384))
-    assert fa4._counts(short) == (16,) and fa4._counts(long) == (16, 64)
-    monkeypatch.setattr(fa4, "TOKENS_PER_DOCUMENT", 1)
-
-    def branch(segments, causal=True):
-        return int(fa4._branch(jnp.asarray(segments, jnp.int32), Mask(causal=causal)))
-
-    assert branch(ONE) == 0 and branch(ONE, causal=False) == 1
-    assert branch(DOCUMENTS) == 1 and branch(MANY) == 3
-    assert branch(DOCUMENTS[:, ::-1]) == branch(AROUND_PADDING) == 4
-    for number, wanted in ((16, 1), (17, 2), (64, 2), (256, 3), (257, 4)):
-        assert branch(1 + np.minimum(np.arange(512), number - 1)[None]) == wanted
+    assert fa4.documents(short).lengths.shape == (16,)
+    assert fa4.documents(long).lengths.shape == (128,)
+    assert fa4.documents(jnp.ones((1, 2**17), jnp.int32)).lengths.shape == (256,)
+    for segments, fit in (
+        (ONE, True),
+        (MANY, False),
+        (DOCUMENTS[:, ::-1], False),
+        (AROUND_PADDING, False),
+        *((1 + np.minimum(np.arange(512), n - 1)[None], n <= 16) for n in (16, 17)),
+    ):
+        found = fa4.documents(jnp.asarray(segments, jnp.int32))
+        assert found.fit == fit and (found.lengths.sum() == (segments != 0).sum() * fit)
 
 
 SEGMENTS = {

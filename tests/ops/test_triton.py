@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bptjax.ops.attention import attend, reference, triton_flash
+from bptjax.ops.attention import attend, reference, triton_flash, visits
 from bptjax.ops.attention.contract import QKV, AttentionSpec
 from bptjax.ops.mask import Mask
 from bptjax.ops.position import alibi_slopes
@@ -36,6 +36,7 @@ INTERPRETED = (
     "shard sees nothing",
     "sinks, documents",
     "experts",
+    "over",
 )
 
 
@@ -78,11 +79,9 @@ def test_visits_hold_every_allowed_pair_and_full_tiles_no_other(name, of_keys):
     own, other = (bk, bq) if of_keys else (bq, bk)
     n = -(-(T if of_keys else S) // other)
     if mask.block_mask is not None or mask.global_tokens is not None:
-        ranges, lists = map(
-            np.asarray, triton_flash.block_lists(mask, T, S, bq, bk, of_keys=of_keys)
-        )
+        ranges, lists = map(np.asarray, visits.block_lists(mask, T, S, bq, bk, of_keys=of_keys))
     else:
-        ranges = np.asarray(triton_flash.block_ranges(mask, T, S, bq, bk, of_keys=of_keys))
+        ranges = np.asarray(visits.block_ranges(mask, T, S, bq, bk, of_keys=of_keys))
         lists = np.broadcast_to(np.arange(n), (*ranges.shape[:2], n))
     for b in range(max(len(seen), len(ranges))):
         pairs = seen[min(b, len(seen) - 1)]
@@ -104,10 +103,27 @@ def test_the_program_reduces_no_constant_positions():
 
     def ranges(segments):
         mask = Mask(causal=True, segments=segments).resolve(T, T)
-        return triton_flash.block_ranges(mask, T, T, 128, 64, of_keys=False)
+        return visits.block_ranges(mask, T, T, 128, 64, of_keys=False)
 
     constants = jax.make_jaxpr(ranges)(jnp.ones((1, T), jnp.int32)).consts
     assert max((np.size(x) for x in constants), default=0) <= T // 64
+
+
+@pytest.mark.parametrize(
+    "positions, paired",
+    [
+        (np.arange(37), True),
+        (np.concatenate([np.arange(64, 96), np.arange(32)]), True),
+        (np.stack([np.arange(32), np.arange(32) + 32]), True),
+        (np.arange(32) + 8, False),
+        (np.arange(32)[::-1], False),
+        (np.concatenate([np.arange(64, 88), np.arange(24)]), False),
+        (jnp.arange(32), False),
+    ],
+)
+def test_pairs_of_keys(positions, paired):
+    """Both keys of a pair are in one tile, as far as is known at trace time."""
+    assert triton_flash._paired(positions) == paired
 
 
 EIGHTH = np.random.default_rng(0).random((32, 32)) < 1 / 8
@@ -133,7 +149,7 @@ def test_lists_hold_no_empty_tile(mask, of_keys):
     seen = seen[0].reshape(T // bq, bq, T // bk, bk)
 
     def lists(mask):
-        return triton_flash.block_lists(mask.resolve(T, T), T, T, bq, bk, of_keys=of_keys)
+        return visits.block_lists(mask.resolve(T, T), T, T, bq, bk, of_keys=of_keys)
 
     ranges, tiles = lists(mask)
     assert ranges[..., 3].sum() == seen.any((1, 3)).sum() < seen.shape[0] * seen.shape[2] / 3

@@ -231,6 +231,8 @@ def test_the_step_of_an_absent_gpu():
 
 
 @pytest.mark.gpu
+# Of what compiles FlashAttention-4.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_remat_policies_on_a_gpu():
     """Compiling also checks that XLA recognizes the products. The first loss and the norm of its
     gradient are those without remat, and close to those in bfloat16."""

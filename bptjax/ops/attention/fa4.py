@@ -5,7 +5,7 @@ Zadouri et al. 2026, FlashAttention-4; https://github.com/nshepperd/fa4-jax.
 """
 
 import os
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,26 +17,20 @@ from jaxtyping import Bool, Float, Int
 import bptjax.ops.attention.cudnn as cudnn
 import bptjax.ops.attention.library_kernels as library_kernels
 import bptjax.ops.attention.triton_flash as triton_flash
-from bptjax.ops.attention.contract import QKV, AttentionSpec, AttentionState, Kernel
-from bptjax.ops.attention.library_kernels import (
-    document_starts,
-    hide_padding,
-    single_documents,
-    zero_padding,
-)
-from bptjax.ops.mask import Mask
+from bptjax.ops.attention.contract import QKV, AttentionSpec, AttentionState
+from bptjax.ops.attention.library_kernels import document_starts
 from bptjax.ops.target import capability, is_absent, like, platform, stand_in
 
-# Numbers of documents in a batch, padding between them included. A batch takes the first number
-# that it does not exceed. Each document costs empty blocks and up to 128 tokens of memory, so short
-# batches do not take the larger numbers. With a thousand documents, Triton is faster.
-DOCUMENTS = 16, 64, 256
-TOKENS_PER_DOCUMENT = 256
+# Least and greatest number of documents that the kernels are called for, and tokens per document in
+# between. Each number costs empty blocks and up to 128 tokens of memory. With a thousand documents,
+# Triton is faster.
+DOCUMENTS, TOKENS_PER_DOCUMENT = (16, 256), 256
 # XLA fuses slices into these calls, and then their gradients are wrong.
 XLA_FLAG = "--xla_gpu_enable_dynamic_slice_fusion=false"
-# Takes batches whose documents are not contiguous, or too many. That is decided at run time, so it
-# must support the arguments too.
-FALLBACK: Kernel = triton_flash
+# Takes batches whose documents are not contiguous, or too many. That is known at run time only, so
+# it must support the arguments too. It writes over the results of kernels that were given no
+# documents: a branch would wait for the condition in every layer.
+FALLBACK = triton_flash
 # fa4-jax's implementation. Its other one, "reference", runs on any device.
 BACKEND = "cute"
 
@@ -117,17 +111,8 @@ def forward(x: QKV, spec: AttentionSpec) -> AttentionState:
     """Uses FlashAttention-4's own block sizes, not the chunks."""
     if spec.mask.segments is None:
         return _forward(x, spec)
-    segments = jnp.asarray(spec.mask.segments)
-
-    def plain(x):
-        return zero_padding(segments, _forward(x, spec))
-
-    def packed(count, x):
-        return _forward(x, spec, documents(segments, count))
-
-    general = partial(FALLBACK.forward, spec=spec)
-    branches = [plain, *(partial(packed, n) for n in _counts(segments)), general]
-    return jax.lax.switch(_branch(segments, spec.mask), branches, x)
+    packing = documents(jnp.asarray(spec.mask.segments))
+    return FALLBACK.forward(x, spec, (packing.fit, _forward(x, spec, packing)))
 
 
 def backward(
@@ -136,61 +121,40 @@ def backward(
     """Returns these keys' share of the gradients."""
     if spec.mask.segments is None:
         return _backward(x, state, dout, spec)
-    segments = jnp.asarray(spec.mask.segments)
-
-    def plain(x, state, dout):
-        # The kernel attends from padding too.
-        return zero_padding(segments, _backward(x, hide_padding(segments, state), dout, spec))
-
-    def packed(count, x, state, dout):
-        return _backward(x, state, dout, spec, documents(segments, count))
-
-    general = partial(FALLBACK.backward, spec=spec)
-    branches = [plain, *(partial(packed, n) for n in _counts(segments)), general]
-    return jax.lax.switch(_branch(segments, spec.mask), branches, x, state, dout)
-
-
-def _branch(segments: Int[Array, "B T"], mask: Mask) -> Int[Array, ""]:
-    """Returns the branch for a batch: 0 for causal attention without documents, then the least of
-    `DOCUMENTS`, then the fallback."""
-    runs = _run_starts(segments).sum()
-    # A document is contiguous if its number exceeds all before it, as in packed sequences.
-    before = jnp.pad(jax.lax.cummax(segments, 1), ((0, 0), (1, 0)))[:, :-1]
-    contiguous = (~document_starts(segments) | (segments > before)).all()
-    counts = _counts(segments)
-    number = 1 + sum((runs > n).astype(jnp.int32) for n in counts)
-    number = jnp.where(contiguous, number, 1 + len(counts))
-    return jnp.where(single_documents(segments), 0, number) if mask.causal else number
-
-
-def _counts(segments: Int[Array, "B T"]) -> tuple[int, ...]:
-    """Returns the numbers in `DOCUMENTS` that a batch of this size takes."""
-    return tuple(n for n in DOCUMENTS if n * TOKENS_PER_DOCUMENT <= segments.size) or DOCUMENTS[:1]
-
-
-def _run_starts(segments: Int[Array, "B T"]) -> Bool[Array, "B T"]:
-    """Returns where a run of equal numbers starts; padding counts as a run."""
-    return jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    packing = documents(jnp.asarray(spec.mask.segments))
+    results = _backward(x, state, dout, spec, packing)
+    return FALLBACK.backward(x, state, dout, spec, (packing.fit, results))
 
 
 class Documents(NamedTuple):
-    """Runs of tokens in the concatenated sequences.
+    """Documents in the concatenated sequences.
 
     Attributes:
-      starts: starts of the runs, and the end. Empty runs at the end fill them up to M runs.
-      lengths: tokens that are attended; 0 in padding.
+      fit: whether they are contiguous and at most M. If not, all lengths are 0.
+      starts: their starts, and the end. Empty documents at the end fill them up to M.
+      lengths: their numbers of tokens.
     """
 
+    fit: Bool[Array, ""]
     starts: Int[Array, "M+1"]
     lengths: Int[Array, "M"]
 
 
-def documents(segments: Int[Array, "B T"], count: int) -> Documents:
-    """Returns the first `count` runs of equal numbers."""
-    flat, first = segments.reshape(-1), _run_starts(segments).reshape(-1)
-    starts = jnp.nonzero(first, size=count + 1, fill_value=flat.size)[0].astype(jnp.int32)
-    padding = flat.at[starts[:-1]].get(mode="fill", fill_value=0) == 0
-    return Documents(starts, jnp.where(padding, 0, starts[1:] - starts[:-1]))
+def documents(segments: Int[Array, "B T"]) -> Documents:
+    """Returns the runs of equal numbers that are not padding."""
+    size, (least, most) = segments.size, DOCUMENTS
+    count = min(max(size // TOKENS_PER_DOCUMENT, least), most)
+    starts = document_starts(segments)
+    # A document is contiguous if its number exceeds all before it, as in packed sequences.
+    before = jnp.pad(jax.lax.cummax(segments, 1), ((0, 0), (1, 0)))[:, :-1]
+    fit = (~starts | (segments > before)).all() & (starts.sum() <= count)
+    # The next token that begins a document or padding, for each token.
+    change = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    place = jnp.where(change.reshape(-1), jnp.arange(size, dtype=jnp.int32), size)
+    after = jnp.pad(jax.lax.cummin(place, reverse=True)[1:], (0, 1), constant_values=size)
+    first = jnp.nonzero(starts.reshape(-1), size=count + 1, fill_value=size)[0].astype(jnp.int32)
+    end = after.at[first[:-1]].get(mode="fill", fill_value=size)
+    return Documents(fit, first, jnp.where(fit, end - first[:-1], 0))
 
 
 def _forward(x: QKV, spec: AttentionSpec, packing: Documents | None = None) -> AttentionState:
@@ -265,6 +229,6 @@ def _config(spec: AttentionSpec, varlen: bool) -> Any:
         mask=None,
         backend=BACKEND,
         varlen=varlen,
-        # Padding has an output and gradients of 0, and an lse of -inf.
-        defined_padding=varlen,
+        # The fallback defines it.
+        defined_padding=False,
     )

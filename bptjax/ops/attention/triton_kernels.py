@@ -12,6 +12,9 @@ C is a `triton_flash.Constants`. Logits are in base 2, for exp2: C.unit converts
 its capped form. ALiBi counts positions from the first one of the block that the program owns. In
 causal attention it is linear in both positions; the queries' term is the same for all keys, so it
 is left out of the logits and added to lse. Tokens past the end are loaded as 0 and never stored.
+
+If C.over, the first outputs already hold another kernel's results. Where ranges are -1, those stay;
+only padding, which that kernel left undefined, is stored.
 """
 
 from typing import Any, NamedTuple
@@ -25,6 +28,7 @@ LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 MULTIPLIER: tl.constexpr = tl.constexpr(dropout.MULTIPLIER)
 KEY_STEP: tl.constexpr = tl.constexpr(dropout.KEY_STEP)
 ROUNDS: tl.constexpr = tl.constexpr(dropout.ROUNDS)
+PAIR: tl.constexpr = tl.constexpr(dropout.PAIR)
 
 
 class MaskPointers(NamedTuple):
@@ -95,13 +99,13 @@ def _load_transposed(base, rows, columns, stride, limit, C: tl.constexpr, IN_BOU
 
 @triton.jit
 def _philox(key0, key1, rows, columns):
-    """Returns `ops.dropout.philox`, all uint32."""
+    """Returns the words of `ops.dropout.philox`, all uint32."""
     x, y = columns ^ key1, rows
     for step in tl.static_range(ROUNDS):
-        low = x * MULTIPLIER
-        x = tl.umulhi(x, MULTIPLIER) ^ (key0 + (step * KEY_STEP) % 4294967296) ^ y
-        y = low
-    return x
+        product = x.to(tl.uint64) * MULTIPLIER
+        x = (product >> 32).to(tl.uint32) ^ (key0 + (step * KEY_STEP) % 4294967296) ^ y
+        y = product.to(tl.uint32)
+    return x, y
 
 
 @triton.jit
@@ -176,12 +180,42 @@ def _allowed(
 
 
 @triton.jit
-def _dropout_factors(head, p, s, C: tl.constexpr):
-    """Returns each weight's factor, 0 or 1 / (1 - dropout)."""
-    zero = p * 0 + s * 0
+def _load_counters(positions, first, C: tl.constexpr):
+    """Loads the positions that number the random blocks of the BK keys from `first`: of all, or if
+    C.paired, of the first of each pair."""
+    if C.paired:
+        i = tl.arange(0, C.BK // 2)
+        at = first + i + i // PAIR * PAIR
+    else:
+        at = first + tl.arange(0, C.BK)
+    return tl.load(positions + at, mask=at < C.S, other=0)
+
+
+@triton.jit
+def _dropout_factors(head, p, s, C: tl.constexpr, KEYS_FIRST: tl.constexpr):
+    """Returns each weight's factor, 0 or 1 / (1 - dropout), [queries, keys] or [keys, queries], for
+    positions of queries and `_load_counters` of keys."""
+    if KEYS_FIRST:
+        row, column = p[None, :].to(tl.uint32), s[:, None].to(tl.uint32)
+    else:
+        row, column = p[:, None].to(tl.uint32), s[None, :].to(tl.uint32)
+    zero = row * 0 + column * 0
     key0, key1 = head.key0.to(tl.uint32), head.key1.to(tl.uint32)
-    bits = _philox(key0, key1, (p + zero).to(tl.uint32), (s + zero).to(tl.uint32))
-    return tl.where(bits >= C.dropout_threshold, 1.0 / (1.0 - C.dropout), 0.0)
+    x, y = _philox(key0, key1, row + zero, column - (column & PAIR) + zero)
+    if C.paired:
+        x = tl.where(x >= C.dropout_threshold, 1.0 / (1.0 - C.dropout), 0.0)
+        y = tl.where(y >= C.dropout_threshold, 1.0 / (1.0 - C.dropout), 0.0)
+        # A thread has both keys of a pair, so that nothing of this moves data.
+        if KEYS_FIRST:
+            pairs = tl.reshape(tl.join(x, y), (C.BK // (2 * PAIR), PAIR, C.BQ, 2))
+            factors = tl.reshape(tl.permute(pairs, (0, 3, 1, 2)), (C.BK, C.BQ))
+        else:
+            pairs = tl.reshape(tl.join(x, y), (C.BQ, C.BK // (2 * PAIR), PAIR, 2))
+            factors = tl.reshape(tl.permute(pairs, (0, 1, 3, 2)), (C.BQ, C.BK))
+    else:
+        bits = tl.where((column + zero) & PAIR != 0, y, x)
+        factors = tl.where(bits >= C.dropout_threshold, 1.0 / (1.0 - C.dropout), 0.0)
+    return factors
 
 
 @triton.jit
@@ -210,6 +244,12 @@ def _load_tokens(pointers, first, at, in_bounds, C: tl.constexpr):
     relative = (positions - origin).to(tl.float32)
     segments, global_tokens = _load_labels(pointers, at, in_bounds, C)
     return Tokens(positions, origin, relative, segments, global_tokens, in_bounds)
+
+
+@triton.jit
+def _load_padding(pointers, at, in_bounds):
+    """Loads whether the tokens `at` are padding."""
+    return in_bounds & (tl.load(pointers.segments + at, mask=in_bounds, other=0) == 0)
 
 
 @triton.jit
@@ -253,7 +293,7 @@ def _forward_range(
         k = _load_transposed(k_base + at, local, h, C.K * C.H, C.S - j * C.BK, C, FULL)
         raw = tl.dot(q, k, input_precision="ieee")
         s = columns
-        if C.alibi or C.dropout > 0.0 or not FULL:
+        if C.alibi or not FULL:
             s = tl.load(keys.positions + columns, mask=columns < C.S, other=0)
         capped, _ = _cap(raw, C)
         s_relative = (s - own.origin).to(tl.float32)
@@ -287,7 +327,8 @@ def _forward_range(
         alpha = tl.exp2(row_max - shift)
         row_sum = row_sum * alpha + tl.sum(weights, 1)
         if C.dropout > 0.0:
-            weights *= _dropout_factors(head, own.positions[:, None], s[None, :], C)
+            counters = _load_counters(keys.positions, j * C.BK, C)
+            weights *= _dropout_factors(head, own.positions, counters, C, False)
         acc = acc * alpha[:, None]
         v = _load(v_base + at, local, h, C.K * C.H, C.S - j * C.BK, C, FULL)
         acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
@@ -311,49 +352,66 @@ def forward_kernel(
     globals_ptr,
     k_globals_ptr,
     block_mask_ptr,
+    done_out_ptr,
+    done_lse_ptr,
     out_ptr,
     lse_ptr,
     C: tl.constexpr,
 ):
-    """Stores out `[B, T, N, H]` and lse `[B, T, N]` of a block of queries. Grid (query blocks, N,
-    B)."""
+    """Stores out `[B, T, N, H]` and lse `[B, T, N]` of a block of queries. Grid (query blocks,
+    N / C.heads, B)."""
     blocks: tl.constexpr = (C.T + C.BQ - 1) // C.BQ
     # Late query blocks attend to the most keys, so they start first.
     i = blocks - 1 - tl.program_id(0)
-    n, b = tl.program_id(1), tl.program_id(2)
-    n_k = n // (C.N // C.K)
+    first_head, b = tl.program_id(1) * C.heads, tl.program_id(2)
     b64 = b.to(tl.int64)
     rows, h = i * C.BQ + tl.arange(0, C.BQ), tl.arange(0, C.BH)
     rows64 = rows.to(tl.int64)
     in_bounds = rows < C.T
-    q = _load(q_ptr + (b64 * C.T * C.N + n) * C.H, rows64, h, C.N * C.H, C.T, C, False)
+    stored = in_bounds[:, None] & (h[None, :] < C.H)
+    out_at = b64 * (C.T * C.N * C.H) + rows64[:, None] * (C.N * C.H) + h[None, :]
+    lse_at = b64 * (C.T * C.N) + rows64 * C.N
     queries = _mask_pointers(positions_ptr, segments_ptr, globals_ptr, b64, C.T, C)
-    own = _load_tokens(queries, i * C.BQ, rows, in_bounds, C)
-    head = _load_head(slopes_ptr, keys_ptr, b, n, C)
     visits = _load_visits(ranges_ptr, tiles_ptr, i, b64, blocks, C)
-    k_base = k_ptr + (b64 * C.S * C.K + n_k) * C.H
-    v_base = v_ptr + (b64 * C.S * C.K + n_k) * C.H
+    if C.over:
+        if visits.first < 0:
+            padding = _load_padding(queries, rows, in_bounds)
+            for number in range(C.heads):
+                n = first_head + number
+                tl.store(out_ptr + n * C.H + out_at, 0.0, mask=stored & padding[:, None])
+                tl.store(lse_ptr + n + lse_at, float("-inf"), mask=padding)
+            return
+    own = _load_tokens(queries, i * C.BQ, rows, in_bounds, C)
     keys = _mask_pointers(k_positions_ptr, k_segments_ptr, k_globals_ptr, b64, C.S, C)
-    acc = tl.full([C.BQ, C.BH], 0.0, tl.float32)
-    row_max = tl.full([C.BQ], float("-inf"), tl.float32)
-    row_sum = tl.full([C.BQ], 0.0, tl.float32)
-    # Full blocks first: then a query that has any starts the masked loop with a finite maximum.
-    acc, row_max, row_sum = _forward_range(
-        acc, row_max, row_sum, q, k_base, v_base, own, keys, block_mask_ptr, head, visits, C, True
-    )
-    acc, row_max, row_sum = _forward_range(
-        acc, row_max, row_sum, q, k_base, v_base, own, keys, block_mask_ptr, head, visits, C, False
-    )
-    attends = row_sum > 0.0
-    acc = acc / tl.where(attends, row_sum, 1.0)[:, None]
-    if C.alibi and C.causal:
-        row_max -= own.relative * head.slope
-    lse = tl.where(
-        attends, (row_max + tl.log2(tl.where(attends, row_sum, 1.0))) / LOG2E, float("-inf")
-    )
-    out = out_ptr + (b64 * C.T * C.N + n) * C.H + rows64[:, None] * (C.N * C.H) + h[None, :]
-    tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=in_bounds[:, None] & (h[None, :] < C.H))
-    tl.store(lse_ptr + b64 * C.T * C.N + rows64 * C.N + n, lse, mask=in_bounds)
+    for number in range(C.heads):
+        n = first_head + number
+        n_k = n // (C.N // C.K)
+        q_at = (b64 * C.T * C.N + n) * C.H
+        q = _load(q_ptr + q_at, rows64, h, C.N * C.H, C.T, C, False)
+        head = _load_head(slopes_ptr, keys_ptr, b, n, C)
+        k_base = k_ptr + (b64 * C.S * C.K + n_k) * C.H
+        v_base = v_ptr + (b64 * C.S * C.K + n_k) * C.H
+        acc = tl.full([C.BQ, C.BH], 0.0, tl.float32)
+        row_max = tl.full([C.BQ], float("-inf"), tl.float32)
+        row_sum = tl.full([C.BQ], 0.0, tl.float32)
+        # Full blocks first: then a query that has any starts the masked loop with a finite maximum.
+        acc, row_max, row_sum = _forward_range(
+            acc, row_max, row_sum, q, k_base, v_base, own, keys, block_mask_ptr, head, visits, C,
+            True,
+        )  # fmt: skip
+        acc, row_max, row_sum = _forward_range(
+            acc, row_max, row_sum, q, k_base, v_base, own, keys, block_mask_ptr, head, visits, C,
+            False,
+        )  # fmt: skip
+        attends = row_sum > 0.0
+        acc = acc / tl.where(attends, row_sum, 1.0)[:, None]
+        if C.alibi and C.causal:
+            row_max -= own.relative * head.slope
+        lse = tl.where(
+            attends, (row_max + tl.log2(tl.where(attends, row_sum, 1.0))) / LOG2E, float("-inf")
+        )
+        tl.store(out_ptr + n * C.H + out_at, acc.to(out_ptr.dtype.element_ty), mask=stored)
+        tl.store(lse_ptr + n + lse_at, lse, mask=in_bounds)
 
 
 @triton.jit
@@ -390,7 +448,7 @@ def _dq_range(
         v = _load_transposed(v_base + at, local, h, C.K * C.H, C.S - j * C.BK, C, FULL)
         raw = tl.dot(q, k, input_precision="ieee")
         s = columns
-        if C.alibi or C.dropout > 0.0 or not FULL:
+        if C.alibi or not FULL:
             s = tl.load(keys.positions + columns, mask=columns < C.S, other=0)
         capped, derivative = _cap(raw, C)
         s_relative = (s - own.origin).to(tl.float32)
@@ -414,7 +472,8 @@ def _dq_range(
             weights = tl.where(allowed, weights, 0.0)
         dweights = tl.dot(dout, v, input_precision="ieee")
         if C.dropout > 0.0:
-            dweights *= _dropout_factors(head, own.positions[:, None], s[None, :], C)
+            counters = _load_counters(keys.positions, j * C.BK, C)
+            dweights *= _dropout_factors(head, own.positions, counters, C, False)
         dlogits = weights * (dweights - delta[:, None])
         if C.softcap is not None:
             dlogits *= derivative
@@ -429,7 +488,7 @@ def dq_kernel(
     v_ptr,
     dout_ptr,
     lse_ptr,
-    delta_ptr,
+    out_ptr,
     ranges_ptr,
     positions_ptr,
     k_positions_ptr,
@@ -441,44 +500,61 @@ def dq_kernel(
     globals_ptr,
     k_globals_ptr,
     block_mask_ptr,
+    done_dq_ptr,
     dq_ptr,
+    delta_ptr,
     C: tl.constexpr,
 ):
-    """Stores dq `[B, T, N, H]` of a block of queries. Grid (query blocks, N, B). lse and delta are
-    `[B, N, T]`; lse is in base 2, and +inf where a query attends to no key."""
+    """Stores dq `[B, T, N, H]` of a block of queries, and delta, the sums of out · dout. Grid
+    (query blocks, N / C.heads, B). lse and delta are `[B, N, T]`; lse is in base 2, and +inf where
+    a query attends to no key."""
     blocks: tl.constexpr = (C.T + C.BQ - 1) // C.BQ
     i = blocks - 1 - tl.program_id(0)
-    n, b = tl.program_id(1), tl.program_id(2)
-    n_k = n // (C.N // C.K)
+    first_head, b = tl.program_id(1) * C.heads, tl.program_id(2)
     b64 = b.to(tl.int64)
     rows, h = i * C.BQ + tl.arange(0, C.BQ), tl.arange(0, C.BH)
     rows64 = rows.to(tl.int64)
     in_bounds = rows < C.T
-    q_at = (b64 * C.T * C.N + n) * C.H
-    q = _load(q_ptr + q_at, rows64, h, C.N * C.H, C.T, C, False)
-    dout = _load(dout_ptr + q_at, rows64, h, C.N * C.H, C.T, C, False)
-    at = (b64 * C.N + n) * C.T + rows
-    lse = tl.load(lse_ptr + at, mask=in_bounds, other=float("inf"))
-    delta = tl.load(delta_ptr + at, mask=in_bounds, other=0.0)
+    stored = in_bounds[:, None] & (h[None, :] < C.H)
+    dq_at = b64 * (C.T * C.N * C.H) + rows64[:, None] * (C.N * C.H) + h[None, :]
     queries = _mask_pointers(positions_ptr, segments_ptr, globals_ptr, b64, C.T, C)
-    own = _load_tokens(queries, i * C.BQ, rows, in_bounds, C)
-    head = _load_head(slopes_ptr, keys_ptr, b, n, C)
     visits = _load_visits(ranges_ptr, tiles_ptr, i, b64, blocks, C)
-    k_base = k_ptr + (b64 * C.S * C.K + n_k) * C.H
-    v_base = v_ptr + (b64 * C.S * C.K + n_k) * C.H
+    if C.over:
+        if visits.first < 0:
+            padding = _load_padding(queries, rows, in_bounds)
+            for number in range(C.heads):
+                n = first_head + number
+                tl.store(dq_ptr + n * C.H + dq_at, 0.0, mask=stored & padding[:, None])
+            return
+    own = _load_tokens(queries, i * C.BQ, rows, in_bounds, C)
     keys = _mask_pointers(k_positions_ptr, k_segments_ptr, k_globals_ptr, b64, C.S, C)
-    if C.alibi and C.causal:
-        lse += own.relative * head.slope
-    dq = tl.full([C.BQ, C.BH], 0.0, tl.float32)
-    dq = _dq_range(
-        dq, q, dout, lse, delta, k_base, v_base, own, keys, block_mask_ptr, head, visits, C, True
-    )
-    dq = _dq_range(
-        dq, q, dout, lse, delta, k_base, v_base, own, keys, block_mask_ptr, head, visits, C, False
-    )
-    out = dq_ptr + (b64 * C.T * C.N + n) * C.H + rows64[:, None] * (C.N * C.H) + h[None, :]
-    dq = (dq * C.scale).to(dq_ptr.dtype.element_ty)
-    tl.store(out, dq, mask=in_bounds[:, None] & (h[None, :] < C.H))
+    for number in range(C.heads):
+        n = first_head + number
+        n_k = n // (C.N // C.K)
+        q_at = (b64 * C.T * C.N + n) * C.H
+        q = _load(q_ptr + q_at, rows64, h, C.N * C.H, C.T, C, False)
+        dout = _load(dout_ptr + q_at, rows64, h, C.N * C.H, C.T, C, False)
+        out = _load(out_ptr + q_at, rows64, h, C.N * C.H, C.T, C, False)
+        delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+        at = (b64 * C.N + n) * C.T + rows
+        tl.store(delta_ptr + at, delta, mask=in_bounds)
+        lse = tl.load(lse_ptr + at, mask=in_bounds, other=float("inf"))
+        head = _load_head(slopes_ptr, keys_ptr, b, n, C)
+        k_base = k_ptr + (b64 * C.S * C.K + n_k) * C.H
+        v_base = v_ptr + (b64 * C.S * C.K + n_k) * C.H
+        if C.alibi and C.causal:
+            lse += own.relative * head.slope
+        dq = tl.full([C.BQ, C.BH], 0.0, tl.float32)
+        dq = _dq_range(
+            dq, q, dout, lse, delta, k_base, v_base, own, keys, block_mask_ptr, head, visits, C,
+            True,
+        )  # fmt: skip
+        dq = _dq_range(
+            dq, q, dout, lse, delta, k_base, v_base, own, keys, block_mask_ptr, head, visits, C,
+            False,
+        )  # fmt: skip
+        dq = (dq * C.scale).to(dq_ptr.dtype.element_ty)
+        tl.store(dq_ptr + n * C.H + dq_at, dq, mask=stored)
 
 
 @triton.jit
@@ -492,6 +568,8 @@ def _dkv_range(
     lse_base,
     delta_base,
     own,
+    keys,
+    first,
     queries,
     block_mask,
     head,
@@ -548,7 +626,8 @@ def _dkv_range(
         dweights = tl.dot(v, tl.trans(dout), input_precision="ieee")
         dropped = weights
         if C.dropout > 0.0:
-            factors = _dropout_factors(head, p[None, :], own.positions[:, None], C)
+            counters = _load_counters(keys.positions, first, C)
+            factors = _dropout_factors(head, p, counters, C, True)
             dropped = weights * factors
             dweights *= factors
         dv = tl.dot(dropped.to(dout.dtype), dout, dv, input_precision="ieee")
@@ -578,42 +657,56 @@ def dkv_kernel(
     globals_ptr,
     k_globals_ptr,
     block_mask_ptr,
+    done_dk_ptr,
+    done_dv_ptr,
     dk_ptr,
     dv_ptr,
     C: tl.constexpr,
 ):
-    """Stores dk and dv `[B, S, K, H]` of a block of keys. Grid (key blocks, K, B)."""
+    """Stores dk and dv `[B, S, K, H]` of a block of keys. Grid (key blocks, K / C.heads, B)."""
     blocks: tl.constexpr = (C.S + C.BK - 1) // C.BK
     # Early key blocks are read by the most queries, so they start first.
-    j, n_k, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    j, b = tl.program_id(0), tl.program_id(2)
+    first_head = tl.program_id(1) * C.heads
     b64 = b.to(tl.int64)
     columns, h = j * C.BK + tl.arange(0, C.BK), tl.arange(0, C.BH)
     columns64 = columns.to(tl.int64)
     in_bounds = columns < C.S
-    k = _load(k_ptr + (b64 * C.S * C.K + n_k) * C.H, columns64, h, C.K * C.H, C.S, C, False)
-    v = _load(v_ptr + (b64 * C.S * C.K + n_k) * C.H, columns64, h, C.K * C.H, C.S, C, False)
-    keys = _mask_pointers(k_positions_ptr, k_segments_ptr, k_globals_ptr, b64, C.S, C)
-    own = _load_tokens(keys, j * C.BK, columns, in_bounds, C)
-    visits = _load_visits(ranges_ptr, tiles_ptr, j, b64, blocks, C)
-    queries = _mask_pointers(positions_ptr, segments_ptr, globals_ptr, b64, C.T, C)
-    dk = tl.full([C.BK, C.BH], 0.0, tl.float32)
-    dv = tl.full([C.BK, C.BH], 0.0, tl.float32)
-    for g in range(C.N // C.K):
-        n = n_k * (C.N // C.K) + g
-        q_base = q_ptr + (b64 * C.T * C.N + n) * C.H
-        dout_base = dout_ptr + (b64 * C.T * C.N + n) * C.H
-        lse_base = lse_ptr + (b64 * C.N + n) * C.T
-        delta_base = delta_ptr + (b64 * C.N + n) * C.T
-        head = _load_head(slopes_ptr, keys_ptr, b, n, C)
-        dk, dv = _dkv_range(
-            dk, dv, k, v, q_base, dout_base, lse_base, delta_base, own, queries, block_mask_ptr,
-            head, visits, C, True,
-        )  # fmt: skip
-        dk, dv = _dkv_range(
-            dk, dv, k, v, q_base, dout_base, lse_base, delta_base, own, queries, block_mask_ptr,
-            head, visits, C, False,
-        )  # fmt: skip
-    at = (b64 * C.S * C.K + n_k) * C.H + columns64[:, None] * (C.K * C.H) + h[None, :]
     stored = in_bounds[:, None] & (h[None, :] < C.H)
-    tl.store(dk_ptr + at, (dk * C.scale).to(dk_ptr.dtype.element_ty), mask=stored)
-    tl.store(dv_ptr + at, dv.to(dv_ptr.dtype.element_ty), mask=stored)
+    at = b64 * (C.S * C.K * C.H) + columns64[:, None] * (C.K * C.H) + h[None, :]
+    keys = _mask_pointers(k_positions_ptr, k_segments_ptr, k_globals_ptr, b64, C.S, C)
+    visits = _load_visits(ranges_ptr, tiles_ptr, j, b64, blocks, C)
+    if C.over:
+        if visits.first < 0:
+            padding = stored & _load_padding(keys, columns, in_bounds)[:, None]
+            for number in range(C.heads):
+                n_k = first_head + number
+                tl.store(dk_ptr + n_k * C.H + at, 0.0, mask=padding)
+                tl.store(dv_ptr + n_k * C.H + at, 0.0, mask=padding)
+            return
+    own = _load_tokens(keys, j * C.BK, columns, in_bounds, C)
+    queries = _mask_pointers(positions_ptr, segments_ptr, globals_ptr, b64, C.T, C)
+    for number in range(C.heads):
+        n_k = first_head + number
+        k_at = (b64 * C.S * C.K + n_k) * C.H
+        k = _load(k_ptr + k_at, columns64, h, C.K * C.H, C.S, C, False)
+        v = _load(v_ptr + k_at, columns64, h, C.K * C.H, C.S, C, False)
+        dk = tl.full([C.BK, C.BH], 0.0, tl.float32)
+        dv = tl.full([C.BK, C.BH], 0.0, tl.float32)
+        for g in range(C.N // C.K):
+            n = n_k * (C.N // C.K) + g
+            q_base = q_ptr + (b64 * C.T * C.N + n) * C.H
+            dout_base = dout_ptr + (b64 * C.T * C.N + n) * C.H
+            lse_base = lse_ptr + (b64 * C.N + n) * C.T
+            delta_base = delta_ptr + (b64 * C.N + n) * C.T
+            head = _load_head(slopes_ptr, keys_ptr, b, n, C)
+            dk, dv = _dkv_range(
+                dk, dv, k, v, q_base, dout_base, lse_base, delta_base, own, keys, j * C.BK, queries,
+                block_mask_ptr, head, visits, C, True,
+            )  # fmt: skip
+            dk, dv = _dkv_range(
+                dk, dv, k, v, q_base, dout_base, lse_base, delta_base, own, keys, j * C.BK, queries,
+                block_mask_ptr, head, visits, C, False,
+            )  # fmt: skip
+        tl.store(dk_ptr + n_k * C.H + at, (dk * C.scale).to(dk_ptr.dtype.element_ty), mask=stored)
+        tl.store(dv_ptr + n_k * C.H + at, dv.to(dv_ptr.dtype.element_ty), mask=stored)

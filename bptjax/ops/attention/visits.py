@@ -1,0 +1,117 @@
+"""Which tiles of a mask Triton's kernels visit, from the ranges of positions and segments: at trace
+time where they are static, by XLA elsewhere."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from bptjax.ops.mask import Mask, blocks
+
+
+def block_ranges(mask: Mask, T: int, S: int, q_block: int, k_block: int, *, of_keys: bool) -> Array:
+    """Returns, for each query block, the range of key blocks that it may attend to, and inside it
+    the range of full tiles: int32 `[B or 1, blocks, 4]` of first, first full, end of full, end.
+    With `of_keys`, the query blocks for each key block. `mask` is resolved.
+    """
+    xp, nonempty, full = _classify(mask, T, S, q_block, k_block, of_keys)
+    (first, last), (begin, end) = _ends(xp, nonempty), _ends(xp, full)
+    # Full tiles that are not contiguous are treated as partial ones.
+    contiguous = full.sum(-1) == end - begin
+    begin, end = xp.where(contiguous, begin, first), xp.where(contiguous, end, first)
+    # If there are no full tiles, their range is empty and at the start.
+    empty = end <= begin
+    begin, end = xp.where(empty, first, begin), xp.where(empty, first, end)
+    return jnp.asarray(xp.stack([first, begin, end, last], -1), jnp.int32)
+
+
+def block_lists(
+    mask: Mask, T: int, S: int, q_block: int, k_block: int, *, of_keys: bool
+) -> tuple[Array, Array]:
+    """Returns ranges like those of `block_ranges`, but into a list: int32 `[B or 1, blocks, n]` of
+    the non-empty tiles, full ones first. n is the length of the longest list if the mask is static,
+    else the number of tiles.
+    """
+    xp, nonempty, full = _classify(mask, T, S, q_block, k_block, of_keys)
+    lists = xp.argsort(xp.where(full, 0, xp.where(nonempty, 1, 2)), axis=-1, stable=True)
+    end_full, end = full.sum(-1), nonempty.sum(-1)
+    if xp is np:
+        lists = lists[..., : max(1, end.max(initial=0))]
+    ranges = xp.stack([xp.zeros_like(end_full), xp.zeros_like(end_full), end_full, end], -1)
+    return jnp.asarray(ranges, jnp.int32), jnp.asarray(lists, jnp.int32)
+
+
+def _classify(
+    mask: Mask, T: int, S: int, q_block: int, k_block: int, of_keys: bool
+) -> tuple[Any, Any, Any]:
+    """Returns `(xp, nonempty, full)`: which tiles may hold an allowed pair, and which hold only
+    allowed pairs, bool `[B or 1, query blocks, key blocks]`, transposed with `of_keys`; xp is NumPy
+    where the mask is static."""
+    arrays = (
+        *(mask.positions, mask.k_positions, mask.block_mask),
+        *(mask.global_tokens, mask.k_global_tokens),
+    )
+    static = all(x is None or isinstance(x, np.ndarray) for x in arrays)
+    xp = np if static and mask.segments is None else jnp
+    p_low, p_high = (x[:, :, None] for x in _bounds(xp, mask.positions, q_block))
+    s_low, s_high = (x[:, None] for x in _bounds(xp, mask.k_positions, k_block))
+    nonempty = xp.ones((1, -(-T // q_block), -(-S // k_block)), bool)
+    full = xp.ones_like(nonempty)
+    if mask.window is not None:
+        nonempty = nonempty & (p_low - s_high < mask.window)
+        full = full & (p_high - s_low < mask.window)
+        if not mask.causal:
+            nonempty = nonempty & (s_low - p_high < mask.window)
+            full = full & (s_high - p_low < mask.window)
+    if mask.block_mask is not None:
+        count, size = mask.count_blocks((p_low, p_high), (s_low, s_high))
+        nonempty, full = nonempty & (count > 0), full & (count == size)
+    if mask.global_tokens is not None:
+        p_global, s_global = (
+            xp.asarray(x, bool) for x in (mask.global_tokens, mask.k_global_tokens)
+        )
+        p_all, p_some = (x[:, :, None] for x in _bounds(xp, p_global, q_block))
+        s_all, s_some = (x[:, None] for x in _bounds(xp, s_global, k_block))
+        nonempty, full = nonempty | p_some | s_some, full | p_all | s_all
+    if T % q_block:
+        full = full & (xp.arange(nonempty.shape[1]) < T // q_block)[None, :, None]
+    if S % k_block:
+        full = full & (xp.arange(nonempty.shape[2]) < S // k_block)[None, None, :]
+    if mask.causal:
+        nonempty, full = nonempty & (s_low <= p_high), full & (s_high <= p_low)
+    if mask.segments is not None:
+        p_low, p_high, p_real = (x[:, :, None] for x in _segment_bounds(mask.segments, q_block))
+        s_low, s_high, s_real = (x[:, None] for x in _segment_bounds(mask.k_segments, k_block))
+        nonempty = nonempty & (s_low <= p_high) & (p_low <= s_high)
+        same = (p_low == p_high) & (s_low == s_high) & (p_low == s_low)
+        full = full & same & p_real & s_real
+    full = full & nonempty
+    if of_keys:
+        nonempty, full = nonempty.swapaxes(1, 2), full.swapaxes(1, 2)
+    return xp, nonempty, full
+
+
+def _ends(xp: Any, flags: Any) -> tuple[Any, Any]:
+    """Returns the first set flag of the last axis and one past the last; (0, 0) where none is
+    set."""
+    index = xp.arange(flags.shape[-1]).reshape((1,) * (flags.ndim - 1) + (-1,))
+    last = xp.where(flags, index + 1, 0).max(-1)
+    # Plain reductions: XLA fuses them with their operands.
+    return xp.minimum(xp.where(flags, index, flags.shape[-1]).min(-1), last), last
+
+
+def _bounds(xp: Any, x: Any, block: int) -> tuple[Any, Any]:
+    """Returns the least and the greatest value of each block, `[B or 1, n]`."""
+    # NumPy reduces static positions even if segments are not static: XLA takes seconds to fold each
+    # reduction of 512K constants.
+    x = blocks(x if isinstance(x, np.ndarray) else jnp.asarray(x), block, "edge")
+    return xp.asarray(x.min(-1).T), xp.asarray(x.max(-1).T)
+
+
+def _segment_bounds(x: Any, block: int) -> tuple[Array, Array, Array]:
+    """Returns the least and the greatest segment of each block without padding, and whether the
+    block has no padding."""
+    x = blocks(jnp.asarray(x), block, "constant")
+    top = np.iinfo(np.int32).max
+    return jnp.where(x == 0, top, x).min(-1).T, x.max(-1).T, (x != 0).all(-1).T
