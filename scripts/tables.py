@@ -182,7 +182,7 @@ def attention() -> str:
             name: f"{row['step_tflops']:.0f}" if "step_tflops" in row else f": {row['failed']}"
             for name, row in rows.items()
         }
-        ours = [speeds.pop(name) for name in ("auto", "triton")]
+        ours = [speeds.pop(name, "") for name in ("auto", "triton")]
         peers = [f"{SYSTEMS[name]} {speeds[name]}" for name in SYSTEMS if name in speeds]
         body[case] += [*ours, ", ".join(peers).replace(" :", ":")]
     head = [[f"`auto`, H = {H}", "`triton`", "PyTorch"] for H in (128, 64)]

@@ -26,7 +26,7 @@ class Groups(NamedTuple):
     one of its k experts, or is empty.
 
     Attributes:
-      experts: expert of each block of rows; behind the last expert's, their number.
+      experts: expert of each block of rows; behind the last expert's, the number of experts.
       choices: number of the choice that a row holds, token · k + its place among the token's
         experts; T · k if the row is empty.
       rows: row of each choice.
@@ -109,7 +109,7 @@ def grouped_matmul(
     loop over the blocks computes it elsewhere.
 
     Args:
-      experts: expert of each block, in ascending order; X if all its rows are 0.
+      experts: expert of each block, in ascending order; X if nothing reads its rows.
     """
     return _multiply(x, w, experts, transposed=False)
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from bptjax.ops.target import capability, is_absent, platform
+from bptjax.ops.target import SMALL_MEMORY, capability, is_absent, platform
 from bptjax.ops.triton_call import compiler_shards_arrays, triton_call
 
 # (outputs, inputs, warps, stages) of a tile, by kernel and bytes of an element.
@@ -24,8 +24,6 @@ LARGE = (9, 0), (10, 0)
 LARGE_TILES = {"multiply": (256, 64, 8, 3), "gradient": (256, 128, 8, 3)}
 # Most rows that a step of the gradient takes.
 GRADIENT_ROWS: int = 64
-# Compute capabilities of GPUs with 100 KB of shared memory: one stage of the gradient fits into it.
-SMALL = (8, 6), (8, 9), (12, 0)
 # Launches a kernel. Tests replace it, to run kernels in Triton's interpreter.
 CALL: Callable[..., tuple[Array, ...]] = partial(triton_call, "bptjax.ops.grouped_triton_kernels")
 
@@ -72,7 +70,7 @@ def multiply(
     """Multiplies each block by the matrix of its expert, or by its transpose. The products of
     blocks without an expert are 0."""
     (M, K), N = x.shape, w.shape[1 if transposed else 2]
-    bn, bk, warps, stages = _tile("multiply", x)
+    bn, bk, warps, stages = _tile("multiply", x, w)
     strides = (1, K) if transposed else (N, 1)
     constants = Constants(len(w), K, N, M // len(experts), bn, bk, *strides)
     grid = (len(experts) * -(-N // bn),)
@@ -86,13 +84,13 @@ def matrix_gradients(
 ) -> Float[Array, "X I O"]:
     """Sums xᵀ · dy over the blocks of each expert, which are contiguous."""
     (X, K, N), M = w.shape, len(x)
-    bn, bk, warps, stages = _tile("gradient", x)
+    bn, bk, warps, stages = _tile("gradient", x, dy)
     each = jnp.arange(X, dtype=experts.dtype)
     ranges = [jnp.searchsorted(experts, each, side=side) for side in ("left", "right")]
     block = M // len(experts)
     step = min(block, GRADIENT_ROWS)
     constants = Constants(X, K, N, step, bn, bk, N, 1)
-    if capability() in SMALL:
+    if capability() in SMALL_MEMORY:
         stages = 1
     grid = -(-N // bn), -(-K // bk), X
     shapes = (jax.ShapeDtypeStruct(w.shape, w.dtype),)
@@ -100,7 +98,8 @@ def matrix_gradients(
     return CALL("gradient", inputs, shapes, grid, warps, stages, constants)[0]
 
 
-def _tile(kernel: str, x: Array) -> tuple[int, int, int, int]:
+def _tile(kernel: str, x: Array, other: Array) -> tuple[int, int, int, int]:
+    """Returns the tile of a kernel with these operands."""
     if x.dtype.itemsize == 2 and capability() in LARGE:
         return LARGE_TILES[kernel]
-    return TILES[kernel][x.dtype.itemsize]
+    return TILES[kernel][max(x.dtype.itemsize, other.dtype.itemsize)]

@@ -16,6 +16,8 @@ from jax import Array
 
 # XLA compiles a call only if a handler of its name is registered.
 STAND_IN = "bptjax_stand_in"
+# Compute capabilities of GPUs that give a kernel 99 KB of shared memory.
+SMALL_MEMORY = (8, 6), (8, 9), (12, 0), (12, 1)
 _ABSENT: ContextVar[jax.Device | None] = ContextVar("absent device", default=None)
 
 
@@ -65,7 +67,7 @@ def stand_in(
 
     Args:
       workspace: bytes of device memory that the real call needs while it runs.
-      aliases: numbers of operands whose memory becomes that of a result, and of those results.
+      aliases: number of the result that takes over an operand's memory, by the operand's number.
     """
     buffers = [jax.ShapeDtypeStruct((workspace,), jnp.uint8)] * bool(workspace)
     call = jax.ffi.ffi_call(STAND_IN, (*shapes, *buffers), input_output_aliases=aliases)

@@ -32,7 +32,7 @@ def triton_call(
     """Runs `{name}_kernel` of a module over its grid, or stands in for it on absent devices.
 
     Args:
-      aliases: numbers of inputs whose memory becomes that of an output, and of those outputs.
+      aliases: number of the output that takes over an input's memory, by the input's number.
     """
     if is_absent():
         return stand_in(inputs, shapes, aliases=aliases)

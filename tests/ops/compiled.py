@@ -1,11 +1,11 @@
-"""Compiles Triton's kernels for a Hopper GPU, on any machine: a process of its own,
-because triton may have been imported as an interpreter elsewhere.
+"""Compiles Triton's kernels for NVIDIA GPUs, on any machine: a process of its own, because triton
+may have been imported as an interpreter elsewhere.
 
-    python compiled.py CASE…   prints each kernel's name, and the shared memory it takes in bytes
+Prints for each kernel its name, the GPU's compute capability, and the shared memory it takes in
+bytes.
 """
 
 import functools
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +43,8 @@ CASES = {
     "everything, 32, float32": (32, "float32", EVERYTHING),
     "documents, 256": (256, "float16", dict(mask=Mask(segments=DOCUMENTS))),
 }
+# Those of other GPUs than Hopper's.
+OLDER = "alibi, 128", "documents, 256"
 POINTERS = {
     "bfloat16": "*bf16",
     "float16": "*fp16",
@@ -53,7 +55,7 @@ POINTERS = {
 }
 
 
-def call(module, name, inputs, shapes, grid, warps, stages, constants, aliases=None):
+def call(of, module, name, inputs, shapes, grid, warps, stages, constants, aliases=None):
     """Compiles where the kernels would run, and returns zeros."""
     kernel = getattr(module, f"{name}_kernel")
     types = [POINTERS[np.dtype(x.dtype).name] for x in (*inputs, *shapes)]
@@ -65,16 +67,15 @@ def call(module, name, inputs, shapes, grid, warps, stages, constants, aliases=N
         {(i,): [["tt.divisibility", 16]] for i in range(len(types))},
     )
     options = dict(num_warps=warps, num_stages=stages)
-    made = triton_compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    print(f"{name}\t{made.metadata.shared}", flush=True)
+    target = GPUTarget("cuda", 10 * of[0] + of[1], 32)
+    made = triton_compile(source, target=target, options=options)
+    print(f"{name}\t{of[0]}.{of[1]}\t{made.metadata.shared}", flush=True)
     return tuple(jnp.zeros(s.shape, s.dtype) for s in shapes)
 
 
 def experts():
     """The grouped product and its gradients, also of float32 matrices and bfloat16 tokens."""
-    grouped_triton.CALL = functools.partial(call, grouped_triton_kernels)
     grouped_triton.available = lambda: True
-    grouped_triton.capability = lambda device=None: (9, 0)
     owners = jnp.zeros(2, jnp.int32)
     for tokens, matrices in (("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float32",) * 2):
         x, w = jnp.zeros((256, 768), tokens), jnp.zeros((2, 768, 256), matrices)
@@ -82,15 +83,30 @@ def experts():
         pull(y)
 
 
-def main(names):
-    experts()
-    triton_flash.CALL = functools.partial(call, triton_kernels)
-    for name in names:
-        H, dtype, options = CASES[name]
-        q, k = (jnp.zeros((1, T, heads, H), dtype) for heads in (N, K))
-        x, spec = QKV(q, k, k), AttentionSpec(scale=0.1, **options)
-        triton_flash.backward(x, triton_flash.forward(x, spec), q, spec)
+def attention(name, over=False):
+    H, dtype, options = CASES[name]
+    q, k = (jnp.zeros((1, T, heads, H), dtype) for heads in (N, K))
+    x, spec = QKV(q, k, k), AttentionSpec(scale=0.1, **options)
+    flag = jnp.ones((), bool)
+    state = triton_flash.forward(x, spec)
+    if over:
+        state = triton_flash.forward(x, spec, (flag, state))
+    triton_flash.backward(x, state, q, spec, (flag, x) if over else None)
+
+
+def main():
+    for of in ((9, 0), (8, 0), (8, 9)):
+        for module, kernels in (
+            (grouped_triton, grouped_triton_kernels),
+            (triton_flash, triton_kernels),
+        ):
+            module.CALL = functools.partial(call, of, kernels)
+            module.capability = lambda device=None, of=of: of
+        experts()
+        for name in CASES if of == (9, 0) else OLDER:
+            attention(name)
+        attention("documents, 256", over=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or CASES)
+    main()

@@ -33,6 +33,7 @@ DOCUMENTS[0, :100], DOCUMENTS[0, 100:131], DOCUMENTS[0, 140:200] = 1, 2, 5
 DOCUMENTS[1, 3:50] = 1
 ONE = (np.arange(T)[None] < np.array([[T], [200]])).astype(np.int32)
 MANY = 1 + np.arange(T, dtype=np.int32)[None].repeat(B, 0) // 3
+PADDING_FIRST = DOCUMENTS[::-1]
 AROUND_PADDING = ONE.copy()
 AROUND_PADDING[:, 40:50] = 0
 
@@ -72,7 +73,6 @@ def anywhere(monkeypatch):
     """fa4-jax's reference in place of its kernels, and `scan` in place of Triton's."""
     pytest.importorskip("fa4_jax")
     monkeypatch.setattr(fa4, "BACKEND", "reference")
-    monkeypatch.setattr(fa4, "TOKENS_PER_DOCUMENT", 1)
     monkeypatch.setattr(fa4, "FALLBACK", Fallback)
 
 
@@ -150,24 +150,27 @@ print(found)
 def test_documents():
     """Padding before, between and behind documents is in none, and empty documents fill up."""
     fit, starts, lengths = fa4.documents(jnp.asarray(DOCUMENTS))
-    assert fit and starts.tolist() == [0, 100, 140, T + 3, *[2 * T] * 13]
-    assert lengths.tolist() == [100, 31, 60, 47, *[0] * 12]
+    assert fit and starts.tolist() == [0, 0, 100, 140, T + 3, *[2 * T] * 13]
+    assert lengths.tolist() == [0, 100, 31, 60, 47, *[0] * 12]
 
 
 def test_documents_that_do_not_fit():
     """Their number grows with the tokens."""
     short, long = (jnp.ones((2, size), jnp.int32) for size in (256, 16_384))
-    assert fa4.documents(short).lengths.shape == (16,)
-    assert fa4.documents(long).lengths.shape == (128,)
-    assert fa4.documents(jnp.ones((1, 2**17), jnp.int32)).lengths.shape == (256,)
+    assert fa4.documents(short).lengths.shape == (17,)
+    assert fa4.documents(long).lengths.shape == (129,)
+    assert fa4.documents(jnp.ones((1, 2**17), jnp.int32)).lengths.shape == (257,)
     for segments, fit in (
         (ONE, True),
         (MANY, False),
         (DOCUMENTS[:, ::-1], False),
         (AROUND_PADDING, False),
+        (PADDING_FIRST, True),
+        (np.zeros_like(ONE), True),
         *((1 + np.minimum(np.arange(512), n - 1)[None], n <= 16) for n in (16, 17)),
     ):
         found = fa4.documents(jnp.asarray(segments, jnp.int32))
+        assert found.starts[0] == 0 and found.starts[-1] == np.size(segments)
         assert found.fit == fit and (found.lengths.sum() == (segments != 0).sum() * fit)
 
 
@@ -175,6 +178,8 @@ SEGMENTS = {
     "around padding": AROUND_PADDING,
     "some": DOCUMENTS,
     "one each": ONE,
+    "padding first": PADDING_FIRST,
+    "padding": np.zeros_like(ONE),
     "many": MANY,
     "out of order": DOCUMENTS[:, ::-1],
 }
@@ -231,6 +236,8 @@ ON_GPU = {
     "head size 256": (Mask(causal=True), 1, 640, 4, 2, 256),
     "one each": (Mask(causal=True, segments=ONE), B, T, N, K, H),
     "documents": (Mask(causal=True, segments=DOCUMENTS), B, T, N, K, H),
+    "padding first": (Mask(causal=True, segments=PADDING_FIRST), B, T, N, K, H),
+    "padding": (Mask(causal=True, segments=np.zeros_like(ONE)), B, T, N, K, H),
     "documents, 128": (Mask(causal=True, segments=DOCUMENTS), B, T, N, 1, 128),
     "documents, all": (Mask(segments=DOCUMENTS), B, T, N, K, H),
     "head size 80": (Mask(causal=True), 1, 640, 4, 2, 80),
@@ -246,8 +253,7 @@ ON_GPU = {
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", ON_GPU)
-def test_compiled_equals_oracle(name, dtype, sinks, monkeypatch):
-    monkeypatch.setattr(fa4, "TOKENS_PER_DOCUMENT", 1)
+def test_compiled_equals_oracle(name, dtype, sinks):
     mask, *shape = ON_GPU[name]
     spec = AttentionSpec(mask, shape[-1] ** -0.5)
     *qkv, dout = operands(*shape, dtype=dtype)

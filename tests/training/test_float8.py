@@ -231,7 +231,7 @@ def test_the_step_of_an_absent_gpu():
 
 
 @pytest.mark.gpu
-# Of what compiles FlashAttention-4.
+# CuTe DSL, which compiles FlashAttention-4, uses names of its own that it deprecates.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_remat_policies_on_a_gpu():
     """Compiling also checks that XLA recognizes the products. The first loss and the norm of its

@@ -22,7 +22,7 @@ from bptjax.ops.attention.library_kernels import document_starts
 from bptjax.ops.target import capability, is_absent, like, platform, stand_in
 
 # Least and greatest number of documents that the kernels are called for, and tokens per document in
-# between. Each number costs empty blocks and up to 128 tokens of memory. With a thousand documents,
+# between. Each document costs empty blocks and up to 128 tokens of memory. With a thousand of them,
 # Triton is faster.
 DOCUMENTS, TOKENS_PER_DOCUMENT = (16, 256), 256
 # XLA fuses slices into these calls, and then their gradients are wrong.
@@ -130,8 +130,9 @@ class Documents(NamedTuple):
     """Documents in the concatenated sequences.
 
     Attributes:
-      fit: whether they are contiguous and at most M. If not, all lengths are 0.
-      starts: their starts, and the end. Empty documents at the end fill them up to M.
+      fit: whether they are contiguous and fewer than M. If not, all lengths are 0.
+      starts: an empty document's, theirs, and the end. Empty documents at the end fill them up to
+        M.
       lengths: their numbers of tokens.
     """
 
@@ -153,8 +154,11 @@ def documents(segments: Int[Array, "B T"]) -> Documents:
     place = jnp.where(change.reshape(-1), jnp.arange(size, dtype=jnp.int32), size)
     after = jnp.pad(jax.lax.cummin(place, reverse=True)[1:], (0, 1), constant_values=size)
     first = jnp.nonzero(starts.reshape(-1), size=count + 1, fill_value=size)[0].astype(jnp.int32)
+    first = first.at[-1].set(size)
     end = after.at[first[:-1]].get(mode="fill", fill_value=size)
-    return Documents(fit, first, jnp.where(fit, end - first[:-1], 0))
+    lengths = jnp.where(fit, end - first[:-1], 0)
+    # fa4-jax wants the first document to start at 0, where there may be padding.
+    return Documents(fit, jnp.pad(first, (1, 0)), jnp.pad(lengths, (1, 0)))
 
 
 def _forward(x: QKV, spec: AttentionSpec, packing: Documents | None = None) -> AttentionState:
@@ -229,6 +233,6 @@ def _config(spec: AttentionSpec, varlen: bool) -> Any:
         mask=None,
         backend=BACKEND,
         varlen=varlen,
-        # The fallback defines it.
+        # The fallback writes the padding.
         defined_padding=False,
     )

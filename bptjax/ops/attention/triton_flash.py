@@ -22,7 +22,7 @@ from bptjax.ops.attention.contract import QKV, AttentionSpec, AttentionState
 from bptjax.ops.attention.scores import dropout_keys
 from bptjax.ops.attention.visits import block_lists, block_ranges
 from bptjax.ops.dropout import PAIR
-from bptjax.ops.target import is_absent, like, platform
+from bptjax.ops.target import SMALL_MEMORY, capability, is_absent, like, platform
 from bptjax.ops.triton_call import compiler_shards_arrays, triton_call
 
 # (query block, key block, warps, stages) by kernel and padded head size. The values for 64 and 128
@@ -45,8 +45,15 @@ DROPOUT_BLOCKS: dict[str, dict[int, tuple[int, int, int, int]]] = {
     "dq": {},
     "dkv": {},
 }
-# Heads of a program that may find results of another kernel; a power of two.
-HEADS = 8
+# The same on GPUs with less shared memory, where it differs. Compiled for them, never timed.
+SMALL_BLOCKS: dict[str, dict[int, tuple[int, int, int, int]]] = {
+    "forward": {128: (128, 64, 8, 2)},
+    "dq": {128: (64, 64, 4, 2)},
+    "dkv": {128: (64, 64, 4, 2), 256: (32, 32, 4, 1)},
+}
+# Most heads of a program that may find results of another kernel, a power of two; and the programs
+# that there must be, about two on each multiprocessor of a large GPU.
+HEADS, PROGRAMS = 8, 256
 # Number of outputs that may hold another kernel's results.
 DONE = {"forward": 2, "dq": 1, "dkv": 2}
 LOG2E = np.float32(np.log2(np.e))
@@ -163,6 +170,7 @@ def _launch(
     mask = spec.mask.resolve(T, S)
     padded = max(16, 1 << (H - 1).bit_length())
     table = BLOCKS[name] | DROPOUT_BLOCKS[name] if spec.dropout else BLOCKS[name]
+    table |= SMALL_BLOCKS[name] if capability() in SMALL_MEMORY else {}
     bq, bk, warps, stages = table[max(padded, 32)]
     if x.q.dtype.itemsize > 2:
         # Twice the bytes must still fit in shared memory.
@@ -204,11 +212,18 @@ def _launch(
         ),
         none if mask.block_mask is None else jnp.asarray(mask.block_mask.astype(bool), jnp.int8),
     )
-    aliases = {} if keep is None else {len(inputs) + i: i for i in range(len(done))}
-    inputs += DONE[name] * (none,) if keep is None else done
+    aliases = {len(inputs) + i: i for i in range(len(done))}
+    if keep is None:
+        # dq may take the memory of `out`, the last operand: a program reads only its own part.
+        aliases = {2 + len(more): 0} if name == "dq" and like(more[-1]) == shapes[0] else {}
+        done = DONE[name] * (none,)
+    inputs += done
+    tokens, all_heads = (-(-S // bk), K) if of_keys else (-(-T // bq), N)
     # Few programs, if most batches give them nothing to do.
-    heads = 1 if keep is None else math.gcd(K if of_keys else N, HEADS)
-    grid = (-(-S // bk), K // heads, B) if of_keys else (-(-T // bq), N // heads, B)
+    heads = 1 if keep is None else math.gcd(all_heads, HEADS)
+    while heads > 1 and tokens * all_heads // heads * B < PROGRAMS:
+        heads //= 2
+    grid = tokens, all_heads // heads, B
     constants = Constants(
         T=T,
         S=S,

@@ -1,5 +1,5 @@
-"""Which tiles of a mask Triton's kernels visit, from the ranges of positions and segments: at trace
-time where they are static, by XLA elsewhere."""
+"""The tiles of a mask that Triton's kernels visit, found from the ranges of positions and segments:
+at trace time where these are static, by XLA elsewhere."""
 
 from typing import Any
 
