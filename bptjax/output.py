@@ -54,6 +54,25 @@ def leftovers(file: Path) -> set[Path]:
 
 
 @contextmanager
+def replaced_files(directory: Path) -> Iterator[Path]:
+    """Yields an empty hidden directory inside `directory`. When the block ends, its files replace
+    those of the same paths in `directory`, each complete. One process at a time may do so; what it
+    leaves behind if it is killed, the next call removes."""
+    hidden = directory / ".replaced.tmp"
+    shutil.rmtree(hidden, ignore_errors=True)
+    try:
+        hidden.mkdir()
+        yield hidden
+        for file in hidden.rglob("*"):
+            if file.is_file():
+                target = directory / file.relative_to(hidden)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                file.replace(target)
+    finally:
+        shutil.rmtree(hidden, ignore_errors=True)
+
+
+@contextmanager
 def atomic_directory(out: Path, *, replace: bool = False) -> Iterator[Path]:
     """Yields a hidden directory beside `out`, renames it to `out` when the block ends, and removes
     it when the block raises. A killed process leaves it behind; the next call for `out` removes it.

@@ -20,7 +20,7 @@ from bptjax.parallel.mesh import make_mesh, select_devices
 from bptjax.pretrained import Pretrained, open_config
 from bptjax.progress import Compilations, Progress
 from bptjax.training.auto import absent_room, describe, present_room
-from bptjax.training.checks import check_adapter, check_float8, check_model
+from bptjax.training.checks import check_adapter, check_float8, check_model, check_objective
 from bptjax.training.estimate import Estimator
 from bptjax.training.prediction import Plan, longest_context, plan, remedies
 from bptjax.training.search import choose, smallest, with_execution
@@ -159,6 +159,7 @@ def open_spec(config: Config, devices: list[jax.Device]) -> TrainSpec:
     config = config.on(platform)
     model, pretrained = open_model(config)
     check_model(model, None)
+    check_objective(model, config)
     spec = TrainSpec(config, model, make_mesh(config.parallel, devices), pretrained)
     spec.execution.check(model)
     check_adapter(spec)
@@ -236,8 +237,7 @@ def _duration(spec: TrainSpec) -> str:
         return f"{flops}; duration: no measurement of these devices"
     tokens = spec.global_batch_size * spec.config.train.seq_len
     text = f"{flops}: about {found.seconds:.3g} s, {tokens / found.seconds:,.0f} tokens/s"
-    text += ", if communication costs nothing" if spec.mesh.size > 1 else ""
-    return text + (", an estimate: no step in float8 is measured" if estimator.float8 else "")
+    return text + (", if communication costs nothing" if spec.mesh.size > 1 else "")
 
 
 def _other_remedies(plain: Config) -> Iterator[str]:

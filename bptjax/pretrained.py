@@ -4,9 +4,10 @@ adapter."""
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,14 @@ from bptjax.command_line import new_name
 from bptjax.config import FILE as RUN_CONFIG
 from bptjax.hf.checkpoint import SIDECARS, HFCheckpoint, describe_left_out
 from bptjax.hf.config import merge, read_config
+from bptjax.hf.families.encoders import HEAD, with_classes
 from bptjax.hf.families.family import Family
 from bptjax.hf.fingerprint import fingerprint, sampled
 from bptjax.hf.other_tensors import OtherTensors, open_others
 from bptjax.hf.peft import read_peft
 from bptjax.hf.peft_config import ADAPTER_CONFIG, read_base
 from bptjax.hf.tensors import SINGLE, Tensors
+from bptjax.json_files import read_json
 from bptjax.lora import AdapterConfig, Adapters, attach
 from bptjax.models.architecture import new_model
 from bptjax.models.config import ModelConfig
@@ -109,6 +112,8 @@ class Pretrained:
       adapters: adapters of the parameters, if any.
       left_out: one line about tensors in the files that were not read; empty if all were read.
       others: the tensors beside the text model of a multimodal model; None for other models.
+      new: shapes of the parameters of a classifier's head that the files do not hold, by path.
+      seed: seed of the new parameters.
     """
 
     config: ModelConfig
@@ -119,6 +124,8 @@ class Pretrained:
     adapters: Adapters | None = None
     left_out: str = ""
     others: OtherTensors | None = None
+    new: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    seed: int = 0
 
     @cached_property
     def fingerprint(self) -> str:
@@ -170,7 +177,13 @@ class Pretrained:
         model."""
         own = self.adapters.modules if self.adapters else {}
         params = ((path, own.get(path, array)) for path, array in stacked(self.source, show))
-        return fill_model(model, params, self.config, put)
+        return fill_model(model, chain(params, self._new_params()), self.config, put)
+
+    def _new_params(self) -> Iterator[tuple[str, np.ndarray]]:
+        rng = np.random.default_rng(self.seed)
+        for path, shape in self.new.items():
+            std = 0.0 if path.endswith("bias") else self.config.init_std
+            yield path, rng.normal(0.0, std, shape).astype(np.float32)
 
     def check(self, saved: str | int | None, directory: Path) -> None:
         """Compares the fingerprint with the fingerprint that the run in `directory` saved.
@@ -206,8 +219,12 @@ class Pretrained:
         return replace(self, config=config, adapters=adapters)
 
 
-def open_pretrained(wanted: ModelConfig) -> Pretrained:
+def open_pretrained(wanted: ModelConfig, seed: int = 0) -> Pretrained:
     """Opens the checkpoint `wanted.name_or_path`, with the other keys that `wanted` sets.
+
+    Args:
+      seed: seed of parameters that the checkpoint does not hold: those of the classes that `wanted`
+        gives an encoder without classes.
 
     Raises:
       ValueError: one line about the error in the checkpoint.
@@ -216,8 +233,10 @@ def open_pretrained(wanted: ModelConfig) -> Pretrained:
     if (directory / ADAPTER_CONFIG).exists():
         return _open_peft(directory, wanted)
     if (directory / "config.json").exists():
-        family, config = read_config(directory)
-        found = HFCheckpoint(directory, family, config)
+        family, config = read_config(directory, wanted.classes)
+        raw = read_json(directory / "config.json")
+        added = with_classes(raw, wanted.classes) is not raw
+        found = HFCheckpoint(directory, family, config, HEAD if added else ())
         return Pretrained(
             merge(found.config, wanted),
             found,
@@ -226,6 +245,8 @@ def open_pretrained(wanted: ModelConfig) -> Pretrained:
             sidecars=directory,
             left_out=describe_left_out(found),
             others=found.others,
+            new=found.absent,
+            seed=seed,
         )
     sidecars = directory / SIDECARS if (directory / SIDECARS).is_dir() else None
     family, read_as = read_config(sidecars) if sidecars else (None, None)
@@ -273,7 +294,7 @@ def open_config(wanted: ModelConfig) -> Pretrained:
     directory = resolve_checkpoint(str(wanted.name_or_path), weights=False)
     if (directory / ADAPTER_CONFIG).exists() or not (directory / "config.json").exists():
         return open_pretrained(wanted)
-    family, config = read_config(directory)
+    family, config = read_config(directory, wanted.classes)
     source = NoParameters()
     return Pretrained(merge(config, wanted), source, family, read_as=config, sidecars=directory)
 

@@ -7,14 +7,14 @@ import sys
 import numpy as np
 import pytest
 from hf.cases import config
-from hf.loading import random_base
+from hf.loading import contents, random_base
 from safetensors.numpy import save_file
 
 from bptjax import convert
 from bptjax.adapter_export import export_adapter, open_adapter, write_adapter
 from bptjax.hf.peft import WEIGHTS
 from bptjax.hf.peft_config import ADAPTER_CONFIG
-from bptjax.output import _locked, atomic_directory
+from bptjax.output import _locked, atomic_directory, replaced_files
 
 # Each command is killed in the middle of its output, in a process of its own.
 KILLED = """
@@ -97,3 +97,25 @@ def test_an_earlier_export_is_replaced_at_the_end(tmp_path):
         write_adapter(open_adapter(str(adapter)), directory)
     assert (out / WEIGHTS).read_bytes() == first and not (out / "stale").exists()
     assert {p.name for p in tmp_path.iterdir()} == {"base", "adapter", "out"}
+
+
+def test_files_are_replaced_whole(tmp_path):
+    """In subdirectories too; an error changes nothing, and what a killed process left goes away."""
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text("old")
+    (tmp_path / ".replaced.tmp").mkdir()
+    (tmp_path / ".replaced.tmp" / "vocab.txt").write_text("half")
+
+    def write(fails):
+        with replaced_files(tmp_path) as fresh:
+            (fresh / "hf").mkdir()
+            (fresh / "hf" / "config.json").write_text("new")
+            assert (tmp_path / "hf" / "config.json").read_text() == "old"
+            if fails:
+                raise OSError
+
+    with pytest.raises(OSError):
+        write(True)
+    assert contents(tmp_path) == {"hf/config.json": b"old"}
+    write(False)
+    assert contents(tmp_path) == {"hf/config.json": b"new"}

@@ -46,12 +46,22 @@ class HFCheckpoint:
         buffers that old versions of transformers saved, and heads that the class named by
         config.json does not have.
       decoded: names of tensors that are decoded from MXFP4.
+      absent: shapes of the parameters of `heads` that the files do not hold, by path.
+
+    Args:
+      heads: first parts of the paths of parameters that the files need not hold.
 
     Raises:
       ValueError: missing or unexpected tensors, wrong shapes or dtypes, all in one message.
     """
 
-    def __init__(self, directory: Path, family: Family, config: ModelConfig):
+    def __init__(
+        self,
+        directory: Path,
+        family: Family,
+        config: ModelConfig,
+        heads: tuple[str, ...] = (),
+    ):
         self._tensors, self.config = Tensors(directory, family.renamed), config
         self._values, specs = field_values(config), self._tensors.specs
         self._layout = layout = family.find_layout(specs)
@@ -61,6 +71,12 @@ class HFCheckpoint:
             # As in transformers: the outer config may not say that the text model has a head.
             self.config = replace(config, tied_head=False)
             self._names = family.names(self.config, layout)
+        self.absent: dict[str, tuple[int, ...]] = {}
+        for rule, names in list(self._names.items()):
+            if rule.ours[0].startswith(heads) and not specs.keys() & {*names.values()}:
+                parts = rule.split(np.broadcast_to(np.int8(0), rule.shape))
+                self.absent |= {p: a.shape for p, a in zip(rule.ours, parts, strict=True)}
+                del self._names[rule]
         wanted = {n: rule.shape for rule, names in self._names.items() for n in names.values()}
         missing = sorted(wanted.keys() - specs.keys())
         ignored = re.compile("|".join((IGNORED, *family.ignored)))
@@ -198,6 +214,8 @@ def describe_left_out(found: HFCheckpoint) -> str:
     lines.append(_counted(others, "kept", "beside the text model for exports"))
     decoded = "from MXFP4 to bfloat16, in which exports hold them"
     lines.append(_counted(found.decoded, "decoded", decoded))
+    if found.absent:
+        lines.append(f"new parameters, which the files do not hold: {', '.join(found.absent)}")
     return "; ".join(filter(None, lines))
 
 

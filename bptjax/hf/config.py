@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from bptjax.hf.families import find_family
+from bptjax.hf.families.encoders import with_classes
 from bptjax.hf.families.family import Family
 from bptjax.json_files import read_json
 from bptjax.lazy_imports import transformers
@@ -53,8 +54,11 @@ OVERRIDABLE = (
 )
 
 
-def read_config(directory: Path) -> tuple[Family, ModelConfig]:
+def read_config(directory: Path, classes: int = 0) -> tuple[Family, ModelConfig]:
     """Returns the family and the architecture of the checkpoint in `directory`.
+
+    Args:
+      classes: reads an encoder of text without classes as a classifier with so many.
 
     Raises:
       ValueError: there is no config.json, or its family or one of its keys is not supported.
@@ -66,9 +70,11 @@ def read_config(directory: Path) -> tuple[Family, ModelConfig]:
     except ValueError as error:
         raise ValueError(f"{directory}: {error}") from error
     try:
-        config = transformers().AutoConfig.from_pretrained(
+        config: Any = transformers().AutoConfig.from_pretrained(
             str(directory), local_files_only=True, trust_remote_code=False
         )
+        if (changed := with_classes(raw, classes)) is not raw:
+            raw, config = changed, type(config).from_dict(changed)
         return family, read_keys(config, raw, family)
     except Exception as error:
         # transformers' validators raise classes of their own.
@@ -114,6 +120,8 @@ def merge(pretrained: ModelConfig, wanted: ModelConfig) -> ModelConfig:
     for f in fields(ModelConfig):
         value = getattr(wanted, f.name)
         if value == getattr(default, f.name) or f.name == "name_or_path":
+            continue
+        if f.name == "classes" and value == pretrained.classes:
             continue
         if f.name not in OVERRIDABLE:
             raise ValueError(

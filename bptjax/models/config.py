@@ -39,7 +39,7 @@ class ModelConfig:
     Attributes:
       name_or_path: directory (or hub id) of a checkpoint to start from. The checkpoint decides all
         other keys here but rope_parameters, max_position_embeddings, attention_pattern, the
-        dropouts, the router's losses and init_std.
+        dropouts, the router's losses, init_std and new classes.
       causal: tokens attend to themselves and to earlier tokens only. false makes an encoder.
       vocab_size: vocabulary size V. If not set, the tokenizer's vocabulary size.
       hidden_size: width D of the residual stream.
@@ -132,7 +132,7 @@ class ModelConfig:
         this head is trained to predict masked tokens; see data.mlm_probability.
       masked_head_bias: the linear layer of masked_head has a bias.
       classes: number of classes of a classifier, which reads the first token; 0 for none. Encoders
-        only.
+        only. A checkpoint of an encoder of text that has none gets new ones.
       tied_head: the output embedding is the input embedding.
       head_bias: the output logits have a learned bias.
       logits_scale: factor on the output logits.

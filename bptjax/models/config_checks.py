@@ -86,7 +86,12 @@ def check_choices(config: Any) -> None:
     for name in ("token_types", "pooler", "classes"):
         if getattr(config, name) < 0:
             raise ValueError(f"model.{name}={getattr(config, name)}: must be at least 0")
-    for name in ("token_types", "image_size", "pooler", "masked_head", "classes"):
+    if config.classes == 1:
+        raise ValueError("model.classes=1: must be at least 2, or 0 for none")
+    encoders = ["token_types", "image_size", "pooler", "masked_head"]
+    # A config with a checkpoint may name the classes that an encoder gets.
+    encoders += [] if config.name_or_path else ["classes"]
+    for name in encoders:
         if config.causal and getattr(config, name):
             raise ValueError(
                 f"model.{name}={getattr(config, name)}: must go with model.causal=false, an encoder"

@@ -1,5 +1,10 @@
 """Checks of a model and of a run's config before weights are loaded."""
 
+from typing import get_args
+
+from bptjax.config import Config
+from bptjax.data.config import DataConfig, Format
+from bptjax.data.files import LABELED
 from bptjax.hf.config_export import exported
 from bptjax.json_files import read_json
 from bptjax.lora import AdapterConfig
@@ -81,3 +86,48 @@ def check_float8(spec: TrainSpec) -> None:
                 f"{path} has {sizes[0]} inputs and {sizes[1]} outputs per device; leave it out, or "
                 "change model or parallel.tp"
             )
+
+
+def check_objective(model: ModelConfig, config: Config) -> str:
+    """Returns the model's objective.
+
+    Raises:
+      ValueError: the model has no head to train, or the config sets a key that only decoders, or
+        only masked language models, have.
+    """
+    objective = model.objective
+    if objective is None:
+        name = config.model.name_or_path
+        raise ValueError(
+            f"model.name_or_path={name}: must have a head that bptjax trains: a decoder, or an "
+            "encoder of text for masked language modeling (…ForMaskedLM) or classification "
+            "(…ForSequenceClassification)"
+            if name
+            else "model.causal=false: must go with model.masked_head=true or model.classes"
+        )
+    probability = config.data.mlm_probability
+    if objective != "masked_tokens" and probability != DataConfig().mlm_probability:
+        raise ValueError(
+            f"data.mlm_probability={probability}: must go with an encoder that has "
+            "model.masked_head; leave it out"
+        )
+    own = ("auto", LABELED) if objective == "class" else set(get_args(Format)) - {LABELED}
+    if config.data.format not in own:
+        raise ValueError(
+            f"data.format={config.data.format}: must be label for a classifier, and for no other "
+            "model; leave it out"
+        )
+    if objective == "class" and config.data.too_long == "truncate_left":
+        raise ValueError(
+            "data.too_long=truncate_left: must keep the first token, which a classifier reads; set "
+            "truncate_right"
+        )
+    if not model.causal:
+        for key, value, unset in (
+            ("train.sample_tokens", config.train.sample_tokens, 0),
+            ("train.num_eval_generations", config.train.num_eval_generations, 0),
+            ("adapter.type", config.adapter.type, "none"),
+        ):
+            if value != unset:
+                raise ValueError(f"{key}={value}: must be {unset} for an encoder; leave it out")
+    return objective

@@ -3,19 +3,17 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import get_args
 
 import jax
 
 from bptjax.config import Config
-from bptjax.data.config import DataConfig, Format
 from bptjax.data.files import LABELED, Document
 from bptjax.data.records import readable
 from bptjax.data.sources import Mixture, Training, open_split
 from bptjax.data.survey import survey
 from bptjax.data.tokenizer import Tokenizer, add_tokens, make_tokenizer, vocabulary_warning
-from bptjax.models.config import ModelConfig
 from bptjax.pretrained import Pretrained, open_pretrained
+from bptjax.training.checks import check_objective
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,7 @@ def open_data(config: Config) -> RunData:
     pretrained = None
     if config.model.name_or_path:
         say(f"reading the checkpoint {config.model.name_or_path}")
-        pretrained = open_pretrained(config.model)
+        pretrained = open_pretrained(config.model, config.seed)
     objective = check_objective(pretrained.config if pretrained else config.model, config)
     say("reading data")
     data = replace(config.data, format=LABELED) if objective == "class" else config.data
@@ -72,51 +70,6 @@ def open_data(config: Config) -> RunData:
     warning = vocabulary_warning(tokenizer, sidecars) if sidecars and not own else None
     notes = [*([warning] if warning else []), *chats.notes(tokenizer)]
     return RunData(train, held_out, pretrained, tokenizer, objective, added, model.classes, notes)
-
-
-def check_objective(model: ModelConfig, config: Config) -> str:
-    """Returns the model's objective.
-
-    Raises:
-      ValueError: the model has no head to train, or the config sets a key that only decoders, or
-        only masked language models, have.
-    """
-    objective = model.objective
-    if objective is None:
-        name = config.model.name_or_path
-        raise ValueError(
-            f"model.name_or_path={name}: must have a head that bptjax trains: a decoder, or an "
-            "encoder of text for masked language modeling (…ForMaskedLM) or classification "
-            "(…ForSequenceClassification)"
-            if name
-            else "model.causal=false: must go with model.masked_head=true or model.classes"
-        )
-    probability = config.data.mlm_probability
-    if objective != "masked_tokens" and probability != DataConfig().mlm_probability:
-        raise ValueError(
-            f"data.mlm_probability={probability}: must go with an encoder that has "
-            "model.masked_head; leave it out"
-        )
-    own = ("auto", LABELED) if objective == "class" else set(get_args(Format)) - {LABELED}
-    if config.data.format not in own:
-        raise ValueError(
-            f"data.format={config.data.format}: must be label for a classifier, and for no other "
-            "model; leave it out"
-        )
-    if objective == "class" and config.data.too_long == "truncate_left":
-        raise ValueError(
-            "data.too_long=truncate_left: must keep the first token, which a classifier reads; set "
-            "truncate_right"
-        )
-    if not model.causal:
-        for key, value, unset in (
-            ("train.sample_tokens", config.train.sample_tokens, 0),
-            ("train.num_eval_generations", config.train.num_eval_generations, 0),
-            ("adapter.type", config.adapter.type, "none"),
-        ):
-            if value != unset:
-                raise ValueError(f"{key}={value}: must be {unset} for an encoder; leave it out")
-    return objective
 
 
 def say(line: str) -> None:

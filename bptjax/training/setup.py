@@ -1,5 +1,6 @@
 """Sets up a run from a config: checks everything before it writes anything."""
 
+import json
 import math
 import os
 import textwrap
@@ -24,9 +25,11 @@ from bptjax.data.sources import count
 from bptjax.data.tokenizer import Tokenizer
 from bptjax.execution import ExecutionConfig
 from bptjax.hf.checkpoint import SIDECARS, copy_sidecar_files
+from bptjax.hf.families.encoders import with_classes
 from bptjax.hf.from_scratch import family_of
+from bptjax.json_files import read_json
 from bptjax.models.config import ModelConfig
-from bptjax.output import explain_full_disk
+from bptjax.output import explain_full_disk, replaced_files, write_atomically
 from bptjax.parallel.distributed import (
     all_gather_json,
     assert_equal_across_processes,
@@ -138,11 +141,17 @@ def setup(config: Config) -> TrainingRun:
 def _write_run_dir(run: TrainingRun, config: Config) -> None:
     """Creates the run directory and writes the files that do not change during the run."""
     acquire_run_dir(run.directory, config)
-    run.tokenizer.save(run.directory)
-    if run.spec.pretrained and run.spec.pretrained.sidecars:
-        copy_sidecar_files(run.spec.pretrained.sidecars, run.directory / SIDECARS)
-        if run.spec.pretrained.others and config.adapter.type == "none":
-            run.spec.pretrained.others.save(run.directory / SIDECARS)
+    pretrained = run.spec.pretrained
+    with replaced_files(run.directory) as fresh:
+        run.tokenizer.save(fresh)
+        if pretrained and pretrained.sidecars:
+            copy_sidecar_files(pretrained.sidecars, fresh / SIDECARS)
+        if pretrained and pretrained.new:
+            file = fresh / SIDECARS / "config.json"
+            raw = with_classes(read_json(file), pretrained.config.classes)
+            write_atomically(file, json.dumps(raw, indent=2) + "\n")
+    if pretrained and pretrained.others and config.adapter.type == "none":
+        pretrained.others.save(run.directory / SIDECARS)
 
 
 def _with_defaults(config: Config, platform: str) -> Config:

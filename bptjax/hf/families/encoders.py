@@ -18,6 +18,10 @@ from bptjax.hf.tensor_rules import (
 from bptjax.models.config import ModelConfig
 
 CLASSIFIER = "ForSequenceClassification"
+# First part of the names of the classes of encoders of text, by model_type.
+TEXT = {"bert": "Bert", "roberta": "Roberta", "modernbert": "ModernBert"}
+# Starts of the paths of a classifier's own parameters.
+HEAD = "pooler.", "classes."
 
 
 def layernorm_mlp_encoder(c: Any, **more: Any) -> dict[str, Any]:
@@ -95,6 +99,23 @@ def classes(c: Any, kind: str) -> int:
             "classes, one of which is right"
         )
     return c.num_labels
+
+
+def with_classes(raw: dict[str, Any], number: int) -> dict[str, Any]:
+    """Returns the config.json `raw` of an encoder of text as that of a classifier with this number
+    of classes. Other configs, and those of classifiers, stay."""
+    name, saved = TEXT.get(raw.get("model_type", "")), raw.get("architectures") or [""]
+    if not number or name is None or str(saved[0]).endswith(CLASSIFIER):
+        return raw
+    labels = [f"LABEL_{i}" for i in range(number)]
+    changes = dict(
+        architectures=[name + CLASSIFIER],
+        id2label={str(i): label for i, label in enumerate(labels)},
+        label2id={label: i for i, label in enumerate(labels)},
+    )
+    # The only pooling that we have.
+    pooling = {"classifier_pooling": "cls"} if raw["model_type"] == "modernbert" else {}
+    return raw | changes | pooling
 
 
 def read_roberta(c: Any) -> dict[str, Any]:
