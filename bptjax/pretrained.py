@@ -22,7 +22,7 @@ from bptjax.command_line import new_name
 from bptjax.config import FILE as RUN_CONFIG
 from bptjax.hf.checkpoint import SIDECARS, HFCheckpoint, describe_left_out
 from bptjax.hf.config import merge, read_config
-from bptjax.hf.families.encoders import HEAD, with_classes
+from bptjax.hf.families.encoders import with_classes
 from bptjax.hf.families.family import Family
 from bptjax.hf.fingerprint import fingerprint, sampled
 from bptjax.hf.other_tensors import OtherTensors, open_others
@@ -235,8 +235,8 @@ def open_pretrained(wanted: ModelConfig, seed: int = 0) -> Pretrained:
     if (directory / "config.json").exists():
         family, config = read_config(directory, wanted.classes)
         raw = read_json(directory / "config.json")
-        added = with_classes(raw, wanted.classes) is not raw
-        found = HFCheckpoint(directory, family, config, HEAD if added else ())
+        new_classes = with_classes(raw, wanted.classes) is not raw
+        found = HFCheckpoint(directory, family, config, new_classes)
         return Pretrained(
             merge(found.config, wanted),
             found,

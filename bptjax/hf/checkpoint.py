@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from bptjax.hf.families import COPIES, IGNORED
+from bptjax.hf.families.encoders import HEAD, REPLACED
 from bptjax.hf.families.family import Family, field_values
 from bptjax.hf.other_tensors import OtherTensors
 from bptjax.hf.tensor_rules import TensorRule
@@ -46,10 +47,10 @@ class HFCheckpoint:
         buffers that old versions of transformers saved, and heads that the class named by
         config.json does not have.
       decoded: names of tensors that are decoded from MXFP4.
-      absent: shapes of the parameters of `heads` that the files do not hold, by path.
+      absent: shapes of the parameters of new classes that the files do not hold, by path.
 
     Args:
-      heads: first parts of the paths of parameters that the files need not hold.
+      new_classes: the files need not hold the parameters of `config`'s classifier.
 
     Raises:
       ValueError: missing or unexpected tensors, wrong shapes or dtypes, all in one message.
@@ -60,7 +61,7 @@ class HFCheckpoint:
         directory: Path,
         family: Family,
         config: ModelConfig,
-        heads: tuple[str, ...] = (),
+        new_classes: bool = False,
     ):
         self._tensors, self.config = Tensors(directory, family.renamed), config
         self._values, specs = field_values(config), self._tensors.specs
@@ -72,14 +73,18 @@ class HFCheckpoint:
             self.config = replace(config, tied_head=False)
             self._names = family.names(self.config, layout)
         self.absent: dict[str, tuple[int, ...]] = {}
-        for rule, names in list(self._names.items()):
-            if rule.ours[0].startswith(heads) and not specs.keys() & {*names.values()}:
+        for head in HEAD if new_classes else ():
+            own = {r: n for r, n in self._names.items() if r.ours[0].startswith(head)}
+            if specs.keys() & {name for names in own.values() for name in names.values()}:
+                continue
+            for rule in own:
                 parts = rule.split(np.broadcast_to(np.int8(0), rule.shape))
                 self.absent |= {p: a.shape for p, a in zip(rule.ours, parts, strict=True)}
                 del self._names[rule]
         wanted = {n: rule.shape for rule, names in self._names.items() for n in names.values()}
         missing = sorted(wanted.keys() - specs.keys())
-        ignored = re.compile("|".join((IGNORED, *family.ignored)))
+        ignored = IGNORED, *family.ignored, *([REPLACED] if new_classes else [])
+        ignored = re.compile("|".join(ignored))
         others = sorted(specs.keys() - wanted.keys())
         self.others = None
         if family.wrapped:

@@ -123,6 +123,12 @@ def merge(pretrained: ModelConfig, wanted: ModelConfig) -> ModelConfig:
             continue
         if f.name == "classes" and value == pretrained.classes:
             continue
+        if f.name == "classes" and not pretrained.classes:
+            raise ValueError(
+                f"model.classes={value}: must not be set, because only a Hugging Face directory of "
+                "a BERT, RoBERTa or ModernBERT without a head, or with that of a masked language "
+                f"model, gets new classes, and {wanted.name_or_path} is none; leave it out"
+            )
         if f.name not in OVERRIDABLE:
             raise ValueError(
                 f"model.{f.name}={value}: must not be set, because the checkpoint "

@@ -8,6 +8,7 @@ from bptjax.ops.arguments import check_softcap
 
 # Several times the largest models there are.
 MOST_PARAMETERS, MOST = 10**13, {"num_layers": 10**5, "head_dim": 2**16}
+MOST_CLASSES = 2**20
 
 
 def check_choices(config: Any) -> None:
@@ -86,8 +87,12 @@ def check_choices(config: Any) -> None:
     for name in ("token_types", "pooler", "classes"):
         if getattr(config, name) < 0:
             raise ValueError(f"model.{name}={getattr(config, name)}: must be at least 0")
-    if config.classes == 1:
-        raise ValueError("model.classes=1: must be at least 2, or 0 for none")
+    if config.classes == 1 or config.classes > MOST_CLASSES:
+        raise ValueError(
+            f"model.classes={config.classes}: must be from 2 to {MOST_CLASSES:,}, or 0 for none"
+        )
+    if config.init_std < 0:
+        raise ValueError(f"model.init_std={config.init_std}: must be at least 0")
     encoders = ["token_types", "image_size", "pooler", "masked_head"]
     # A config with a checkpoint may name the classes that an encoder gets.
     encoders += [] if config.name_or_path else ["classes"]

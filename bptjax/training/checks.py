@@ -101,7 +101,8 @@ def check_objective(model: ModelConfig, config: Config) -> str:
         raise ValueError(
             f"model.name_or_path={name}: must have a head that bptjax trains: a decoder, or an "
             "encoder of text for masked language modeling (…ForMaskedLM) or classification "
-            "(…ForSequenceClassification)"
+            "(…ForSequenceClassification); model.classes gives a BERT, RoBERTa or ModernBERT new "
+            "classes"
             if name
             else "model.causal=false: must go with model.masked_head=true or model.classes"
         )

@@ -146,10 +146,10 @@ def _write_run_dir(run: TrainingRun, config: Config) -> None:
         run.tokenizer.save(fresh)
         if pretrained and pretrained.sidecars:
             copy_sidecar_files(pretrained.sidecars, fresh / SIDECARS)
-        if pretrained and pretrained.new:
             file = fresh / SIDECARS / "config.json"
-            raw = with_classes(read_json(file), pretrained.config.classes)
-            write_atomically(file, json.dumps(raw, indent=2) + "\n")
+            raw = read_json(file)
+            if (changed := with_classes(raw, pretrained.config.classes)) is not raw:
+                write_atomically(file, json.dumps(changed, indent=2) + "\n")
     if pretrained and pretrained.others and config.adapter.type == "none":
         pretrained.others.save(run.directory / SIDECARS)
 

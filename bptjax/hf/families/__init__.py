@@ -183,7 +183,7 @@ FAMILIES: dict[str, Family] = {
         ignored=(
             r"(bert\.)?embeddings\.(position|token_type)_ids",
             # Heads that the class named by config.json does not have.
-            r"cls\..*",
+            r"cls\.seq_relationship\..*",
             r"(bert\.)?pooler\.dense\..*",
         ),
         renamed=((".gamma", ".weight"), (".beta", ".bias")),
@@ -194,16 +194,13 @@ FAMILIES: dict[str, Family] = {
         prefix="roberta.",
         ignored=(
             r"(roberta\.)?embeddings\.(position|token_type)_ids",
-            # What the class named by config.json does not have.
+            # A pooler that the class named by config.json does not have.
             r"(roberta\.)?pooler\.dense\..*",
-            r"lm_head\..*",
         ),
     ),
     "modernbert": Family(
         read_modernbert,
         rules_modernbert,
-        # The head of a masked language model.
-        ignored=(r"decoder\.(weight|bias)",),
         neutral=(
             "classifier_pooling",
             "classifier_dropout",

@@ -20,8 +20,10 @@ from bptjax.models.config import ModelConfig
 CLASSIFIER = "ForSequenceClassification"
 # First part of the names of the classes of encoders of text, by model_type.
 TEXT = {"bert": "Bert", "roberta": "Roberta", "modernbert": "ModernBert"}
-# Starts of the paths of a classifier's own parameters.
+# Starts of the paths of a classifier's own parameters, and the names in files of the head of a
+# masked language model, which new classes replace.
 HEAD = "pooler.", "classes."
+REPLACED = r"cls\.predictions\..*|lm_head\..*|decoder\.(weight|bias)"
 
 
 def layernorm_mlp_encoder(c: Any, **more: Any) -> dict[str, Any]:
@@ -103,19 +105,22 @@ def classes(c: Any, kind: str) -> int:
 
 def with_classes(raw: dict[str, Any], number: int) -> dict[str, Any]:
     """Returns the config.json `raw` of an encoder of text as that of a classifier with this number
-    of classes. Other configs, and those of classifiers, stay."""
-    name, saved = TEXT.get(raw.get("model_type", "")), raw.get("architectures") or [""]
-    if not number or name is None or str(saved[0]).endswith(CLASSIFIER):
+    of classes. `raw` itself stays if it has another head, as a classifier has."""
+    name, saved = TEXT.get(raw.get("model_type", "")), raw.get("architectures")
+    bases = [f"{name}{head}" for head in ("Model", "ForMaskedLM", "ForPreTraining")]
+    if not number or name is None or (saved and saved[0] not in bases):
         return raw
     labels = [f"LABEL_{i}" for i in range(number)]
-    changes = dict(
-        architectures=[name + CLASSIFIER],
+    named = dict(
         id2label={str(i): label for i, label in enumerate(labels)},
         label2id={label: i for i, label in enumerate(labels)},
     )
+    if len(raw.get("id2label") or ()) == number:
+        named = {}
+    kept = {k: v for k, v in raw.items() if k not in ("num_labels", "problem_type")}
     # The only pooling that we have.
     pooling = {"classifier_pooling": "cls"} if raw["model_type"] == "modernbert" else {}
-    return raw | changes | pooling
+    return kept | dict(architectures=[name + CLASSIFIER]) | named | pooling
 
 
 def read_roberta(c: Any) -> dict[str, Any]:
