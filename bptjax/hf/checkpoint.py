@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from bptjax.hf.families import COPIES, IGNORED
-from bptjax.hf.families.encoders import HEAD, REPLACED
+from bptjax.hf.families.encoders import CLASSIFIER_HEAD, MASKED_HEAD
 from bptjax.hf.families.family import Family, field_values
 from bptjax.hf.other_tensors import OtherTensors
 from bptjax.hf.tensor_rules import TensorRule
@@ -73,7 +73,7 @@ class HFCheckpoint:
             self.config = replace(config, tied_head=False)
             self._names = family.names(self.config, layout)
         self.absent: dict[str, tuple[int, ...]] = {}
-        for head in HEAD if new_classes else ():
+        for head in CLASSIFIER_HEAD if new_classes else ():
             own = {r: n for r, n in self._names.items() if r.ours[0].startswith(head)}
             if specs.keys() & {name for names in own.values() for name in names.values()}:
                 continue
@@ -83,7 +83,7 @@ class HFCheckpoint:
                 del self._names[rule]
         wanted = {n: rule.shape for rule, names in self._names.items() for n in names.values()}
         missing = sorted(wanted.keys() - specs.keys())
-        ignored = IGNORED, *family.ignored, *([REPLACED] if new_classes else [])
+        ignored = IGNORED, *family.ignored, *([MASKED_HEAD] if new_classes else [])
         ignored = re.compile("|".join(ignored))
         others = sorted(specs.keys() - wanted.keys())
         self.others = None

@@ -119,9 +119,9 @@ def merge(pretrained: ModelConfig, wanted: ModelConfig) -> ModelConfig:
     changes: dict[str, Any] = {"name_or_path": wanted.name_or_path}
     for f in fields(ModelConfig):
         value = getattr(wanted, f.name)
-        if value == getattr(default, f.name) or f.name == "name_or_path":
-            continue
-        if f.name == "classes" and value == pretrained.classes:
+        # The classes of a classifier may be named again, as in the run that made them.
+        same = f.name == "classes" and value == pretrained.classes
+        if value == getattr(default, f.name) or f.name == "name_or_path" or same:
             continue
         if f.name == "classes" and not pretrained.classes:
             raise ValueError(

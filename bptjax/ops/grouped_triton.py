@@ -18,8 +18,8 @@ TILES: dict[str, dict[int, tuple[int, int, int, int]]] = {
     "multiply": {2: (128, 64, 4, 4), 4: (64, 32, 4, 2)},
     "gradient": {2: (128, 128, 8, 3), 4: (64, 64, 4, 1)},
 }
-# Those of 2-byte elements on GPUs with 227 KB of shared memory, by compute capability: the fastest
-# of a dozen on one H200 (128 experts, 2048 x 768, bfloat16).
+# Compute capabilities of GPUs with 227 KB of shared memory, and their tiles for 2-byte elements,
+# the fastest of a dozen on one H200 (128 experts, 2048 x 768, bfloat16).
 LARGE = (9, 0), (10, 0)
 LARGE_TILES = {"multiply": (256, 64, 8, 3), "gradient": (256, 128, 8, 3)}
 # Most rows that a step of the gradient takes.

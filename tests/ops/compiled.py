@@ -43,7 +43,7 @@ CASES = {
     "everything, 32, float32": (32, "float32", EVERYTHING),
     "documents, 256": (256, "float16", dict(mask=Mask(segments=DOCUMENTS))),
 }
-# Those of other GPUs than Hopper's.
+# Cases that are compiled for older GPUs too.
 OLDER = "alibi, 128", "documents, 256"
 POINTERS = {
     "bfloat16": "*bf16",

@@ -20,10 +20,10 @@ from bptjax.models.config import ModelConfig
 CLASSIFIER = "ForSequenceClassification"
 # First part of the names of the classes of encoders of text, by model_type.
 TEXT = {"bert": "Bert", "roberta": "Roberta", "modernbert": "ModernBert"}
-# Starts of the paths of a classifier's own parameters, and the names in files of the head of a
-# masked language model, which new classes replace.
-HEAD = "pooler.", "classes."
-REPLACED = r"cls\.predictions\..*|lm_head\..*|decoder\.(weight|bias)"
+# How paths of a classifier's own parameters start.
+CLASSIFIER_HEAD = "pooler.", "classes."
+# Names in files of the head of a masked language model, which new classes replace.
+MASKED_HEAD = r"cls\.predictions\..*|lm_head\..*|decoder\.(weight|bias)"
 
 
 def layernorm_mlp_encoder(c: Any, **more: Any) -> dict[str, Any]:

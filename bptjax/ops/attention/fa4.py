@@ -28,8 +28,8 @@ DOCUMENTS, TOKENS_PER_DOCUMENT = (16, 256), 256
 # XLA fuses slices into these calls, and then their gradients are wrong.
 XLA_FLAG = "--xla_gpu_enable_dynamic_slice_fusion=false"
 # Takes batches whose documents are not contiguous, or too many. That is known at run time only, so
-# it must support the arguments too. It writes over the results of kernels that were given no
-# documents: a branch would wait for the condition in every layer.
+# it must support the arguments too. For such a batch FlashAttention-4 gets empty documents, and the
+# fallback overwrites its results; a branch would wait for the condition in every layer.
 FALLBACK = triton_flash
 # fa4-jax's implementation. Its other one, "reference", runs on any device.
 BACKEND = "cute"
@@ -131,8 +131,8 @@ class Documents(NamedTuple):
 
     Attributes:
       fit: whether they are contiguous and fewer than M. If not, all lengths are 0.
-      starts: an empty document's, theirs, and the end. Empty documents at the end fill them up to
-        M.
+      starts: start of an empty document at 0, starts of the documents, and the end of the tokens.
+        Empty documents at the end make them M.
       lengths: their numbers of tokens.
     """
 
