@@ -6,7 +6,7 @@ sinks.
 
 One sequence, by default of 32 query and 8 key heads, bfloat16, random data. TFLOP/s count only
 allowed query-key pairs: 4 · H FLOPs per pair, and 2.5 times that for the backward pass. A time is
-the mean of five calls in a row.
+the mean of several calls in a row.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from timing import add_row, milliseconds, needs
 from bptjax import Mask, attention
 from bptjax.ops.position import alibi_slopes
 
-DOCUMENTS, RAGGED, WINDOW, SMALL_WINDOW, BLOCK, CALLS = 8, 40, 4096, 128, 128, 5
+DOCUMENTS, RAGGED, WINDOW, SMALL_WINDOW, BLOCK = 8, 40, 4096, 128, 128
 
 
 def ragged_lengths(T: int, number: int) -> np.ndarray:
@@ -92,9 +92,12 @@ def main() -> None:
     parser.add_argument("--heads", type=int, nargs=2, default=[32, 8], help="of queries, of keys")
     parser.add_argument("--impls", nargs="+", default=["triton", "auto"])
     parser.add_argument("--cases", nargs="+", choices=cases(WINDOW, 32))
+    parser.add_argument("--calls", type=int, default=5, help="in a row, without a wait")
+    parser.add_argument("--seconds", type=float, default=20, help="for a time, at most")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     rows, (N, K) = [], args.heads
+    how = dict(calls=args.calls, seconds=args.seconds)
     for H in args.head_sizes:
         for T in args.lengths:
             keys = jax.random.split(jax.random.key(0), 4)
@@ -116,8 +119,8 @@ def main() -> None:
                 segments = jnp.asarray(f.keywords["mask"].segments) if documents else None
                 one = jax.jit(partial(call, f)).lower(segments, q, k, v).compile()
                 both = jax.jit(partial(gradients, f)).lower(segments, dout, q, k, v).compile()
-                forward, *_ = milliseconds(one, segments, q, k, v, calls=CALLS)
-                step, least, most = milliseconds(both, segments, dout, q, k, v, calls=CALLS)
+                forward, *_ = milliseconds(one, segments, q, k, v, **how)
+                step, least, most = milliseconds(both, segments, dout, q, k, v, **how)
                 flops = 4 * N * H * pairs
                 add_row(
                     rows,
@@ -127,7 +130,7 @@ def main() -> None:
                     T=T,
                     H=H,
                     heads=[N, K],
-                    calls=CALLS,
+                    calls=args.calls,
                     forward_ms=forward,
                     forward_tflops=flops / forward / 1e9,
                     step_ms=step,

@@ -1,27 +1,32 @@
-"""Times full fine-tuning steps of decoders with random weights on this machine's GPUs.
+"""Times training steps of decoders with random weights on this machine's GPUs.
 
     python scripts/step.py 1b 32768 --out rows.json --execution.remat=save_attention
 
-Uses one sequence of random tokens, bfloat16 parameters and AdamW. Every config key can be set; keys
-of execution that are not set are chosen as in a run, except with `--plain`, which takes the values
-that they have on a CPU. Prints a row of measurements, and appends it to `--out`.
+Uses one sequence of random tokens, bfloat16 parameters and AdamW. Every config key can be set, as
+`--adapter.type=qlora`; keys of execution that are not set are chosen as in a run, except with
+`--plain`, which takes the values that they have on a CPU. Prints a row of measurements, and appends
+it to `--out`.
 """
 
 import argparse
 import json
 import sys
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from timing import needs
 
 from bptjax.config import Config, flatten
 from bptjax.config_parser import parse
 from bptjax.models.config import ModelConfig
+from bptjax.models.params import fill_model, param_path
 from bptjax.ops.attention.choices import record_choices
 from bptjax.parallel.mesh import make_mesh, select_devices
 from bptjax.training.auto import complete_execution
@@ -55,6 +60,43 @@ QWEN_14B = ModelConfig(
     rope_parameters={"rope_theta": 1_000_000.0},
 )
 DECODERS = {
+    # Qwen3-30B-A3B.
+    "30b-a3b": replace(
+        QWEN_14B,
+        hidden_size=2048,
+        intermediate_size=6144,
+        num_layers=48,
+        num_heads=32,
+        num_kv_heads=4,
+        feed_forward="experts",
+        num_experts=128,
+        experts_per_token=8,
+        expert_size=768,
+    ),
+    "gpt-oss-20b": ModelConfig(
+        vocab_size=201_088,
+        hidden_size=2880,
+        intermediate_size=2880,
+        num_layers=24,
+        num_heads=64,
+        num_kv_heads=8,
+        head_dim=64,
+        tied_head=False,
+        rope_parameters={"rope_theta": 150_000.0},
+        sliding_window=128,
+        layer_types=list(12 * ("sliding_attention", "full_attention")),
+        attention_sinks=True,
+        activation="quick_gelu",
+        feed_forward="experts",
+        num_experts=32,
+        experts_per_token=4,
+        router_bias=True,
+        glu_limit=7.0,
+        glu_offset=1.0,
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
+    ),
     "1b": replace(
         LLAMA_8B,
         hidden_size=2048,
@@ -92,6 +134,32 @@ DEFAULTS = (
     "--train.param_dtype=bfloat16",
     "--train.max_steps=100",
 )
+
+
+class RandomWeights:
+    """Stands in for a checkpoint whose layers have the same weights, so that QLoRA need not hold
+    the weights of all layers in 16 bits."""
+
+    family = adapters = None
+
+    def __init__(self, config: ModelConfig):
+        self.config = config
+
+    def fill(self, model: Any, put: Callable, show: Any = None) -> Any:
+        """Returns the abstract model with weights."""
+        return fill_model(model, self._weights(model), self.config, put)
+
+    def _weights(self, model: Any) -> Iterator[tuple[str, np.ndarray]]:
+        rng = np.random.default_rng(0)
+        leaves = jax.tree.leaves_with_path(model, is_leaf=lambda x: isinstance(x, nnx.Variable))
+        for at, leaf in leaves:
+            path, shape = param_path(at), leaf.get_value().shape
+            own = shape[1:] if path.startswith("layers.") else shape
+            if len(own) > 1:
+                array = rng.standard_normal(own, np.float32) * np.float32(self.config.init_std)
+            else:
+                array = np.full(own, 1.0 if path.endswith("scale") else 0.0, np.float32)
+            yield path, np.broadcast_to(array.astype(jnp.bfloat16), shape)
 
 
 def measure(
@@ -145,12 +213,16 @@ def main() -> None:
     args, options = parser.parse_known_args()
     default = flatten(Config().on("cpu"))
     T, model = args.length, DECODERS[args.decoder]
-    model = replace(model, num_layers=args.layers or model.num_layers)
+    if args.layers:
+        kinds = model.layer_types and model.layer_types[: args.layers]
+        model = replace(model, num_layers=args.layers, layer_types=kinds)
     config: Config = parse(options, defaults=[*DEFAULTS, f"--train.seq_len={T}"])
+    weights: Any = RandomWeights(model) if config.adapter.type != "none" else None
     spec = TrainSpec(
         replace(config, model=model),
         model,
         make_mesh(config.parallel, select_devices(config.device)),
+        weights,
     )
     start = time.perf_counter()
     if args.plain:

@@ -26,6 +26,7 @@ SYSTEMS = {
     "torch flex_attention": "flex_attention",
 }
 DECODERS = {"bloom-560m": "BLOOM-560m's shape", "1b": "1B", "8b": "8B"}
+MIXTURES = {"30b-a3b": "Qwen3-30B-A3B's shape", "gpt-oss-20b": "gpt-oss-20b's shape"}
 GPUS = {
     "rtx4090": "24 GB (RTX 4090)",
     "l40s": "48 GB (L40S)",
@@ -209,6 +210,43 @@ def kernels() -> str:
     return table(["", "H", *names.values()], body)
 
 
+def windows() -> str:
+    """The speed of attention with narrow windows."""
+    names = ("triton", "fa4", "cudnn")
+    found: dict[tuple[int, int, bool], dict[str, Row]] = {}
+    for row in read("windows_h200.json"):
+        if row.get("implementation") in names:
+            case = row["H"], row["window"], row["sinks"]
+            found.setdefault(case, {})[row["implementation"]] = row
+    body = [
+        [
+            f"{window:,}" + ", sinks" * sinks,
+            str(H),
+            "{} / {}".format(*rows["triton"]["heads"]),
+            *(f"{rows[n]['forward_tflops']:.0f} / {rows[n]['step_tflops']:.0f}" for n in names),
+        ]
+        for (H, window, sinks), rows in found.items()
+    ]
+    return table(["window", "H", "heads", *(f"`{n}`" for n in names)], body)
+
+
+def mixtures() -> str:
+    """Steps of mixtures of experts, beside the peer's."""
+    rows = read("mixture_h200.json")
+    peers = {(r["layers"], r["T"]): r for r in rows if r["system"] != "bptjax"}
+    body = []
+    for row in rows:
+        if row["system"] == "bptjax":
+            adapted = "adapter.type" in row["settings"]
+            work = "QLoRA" if adapted else f"full fine-tuning, {row['layers']} layers"
+            ours = f"{row['tokens_per_second']:,.0f}, {gib(row)}"
+            peer = beside(peers.get((row["layers"], row["T"])), row)
+            cells = [MIXTURES[row["decoder"]], work, tokens(row), settings(row), ours, *peer]
+            body.append([*cells, "", ""][:7])
+    head = ["", "", "tokens", "settings", "bptjax", "transformers + PEFT + Liger", "ratio"]
+    return table(head, body)
+
+
 def sequence() -> str:
     unordered = {
         "ulysses": "`ulysses`",
@@ -363,6 +401,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "compare": compare,
     "attention": attention,
     "kernels": kernels,
+    "windows": windows,
+    "mixtures": mixtures,
     "step": lambda: steps("step_h200.json", "transformers + Liger"),
     "sequence": sequence,
     "several": several,

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from bptjax.ops.attention import KERNELS, attention, choose
+from bptjax.ops.attention import KERNELS, attention, choose, cudnn, fa4, triton_flash
 from bptjax.ops.attention.choices import record_choices
 from bptjax.ops.attention.contract import QKV, AttentionSpec
 from bptjax.ops.mask import Mask
@@ -38,3 +38,12 @@ def test_refusals_and_calls_outside_are_not_recorded():
             choose("cudnn", QKV(X, X, X), spec)
     choose("auto", QKV(X, X, X), spec)
     assert choices == []
+
+
+@pytest.mark.parametrize("window, name", [(None, "fa4"), (256, "triton"), (257, "fa4")])
+def test_auto_takes_triton_for_narrow_windows(window, name, monkeypatch):
+    for kernel in (fa4, cudnn, triton_flash):
+        monkeypatch.setattr(kernel, "unsupported", lambda x, spec: None)
+    spec = AttentionSpec(mask=Mask(causal=True, window=window), scale=1.0)
+    chosen, refusals = choose("auto", QKV(X, X, X), spec)
+    assert chosen == name and set(refusals) == set(KERNELS) - {name}

@@ -14,14 +14,15 @@ from jaxtyping import Float
 from bptjax.ops.arguments import check_chunk, check_qkv, check_rate, check_sinks, check_softcap
 from bptjax.ops.attention import cudnn, fa4, loop, reference, scan, triton_flash
 from bptjax.ops.attention.choices import record
-from bptjax.ops.attention.contract import QKV, AttentionSpec, AttentionState, Kernel
+from bptjax.ops.attention.contract import QKV, AttentionSpec, AttentionState, Kernel, SinkKernel
 from bptjax.ops.checkpoint_names import checkpoint_named
 from bptjax.ops.mask import Mask
 from bptjax.ops.softmax import empty_state, merge_states
 
 # `auto` takes the first kernel that honors the arguments. On one H200, fa4 was faster than cudnn,
 # and cudnn than triton, except for packed documents at head size 64 (attention_fa4_h200.json in
-# scripts/results); triton was faster than scan (compare_h200.json).
+# scripts/results) and for narrow windows, with which `auto` tries triton first (windows_h200.json);
+# triton was faster than scan (compare_h200.json).
 KERNELS: dict[str, Kernel] = {
     "fa4": fa4,
     "cudnn": cudnn,
@@ -52,7 +53,9 @@ def choose(impl: str, x: QKV, spec: AttentionSpec) -> tuple[str, dict[str, str]]
     """
     if impl == "auto":
         chosen, reasons = None, {}
-        for name, kernel in KERNELS.items():
+        narrow = spec.mask.window and spec.mask.window <= triton_flash.NARROW_WINDOW
+        for name in sorted(KERNELS, key=lambda name: name != "triton") if narrow else KERNELS:
+            kernel = KERNELS[name]
             reason = NOT_AUTOMATIC.get(name) or (
                 kernel.unsupported(x, spec) if chosen is None else f"slower than {chosen}"
             )
@@ -205,7 +208,7 @@ def differentiable(
 ) -> Float[Array, "B T N H"]:
     """Returns the kernel's output, with the kernel's backward pass as its gradient.
 
-    `sinks` are merged into the state that the kernel returns, so kernels do not handle sinks.
+    `sinks` are merged into the state that the kernel returns, so few kernels handle sinks.
     `offload` is the share of the tokens whose residuals a remat policy can move to host memory.
     """
     leaves, structure = jax.tree.flatten(spec)
@@ -248,6 +251,8 @@ def attend(
 ) -> AttentionState:
     """Attends to the keys and to the sinks, one extra key per query head. A query that attends to
     no key has out = 0; its lse is the sink, or -inf without sinks."""
+    if sinks is not None and isinstance(kernel, SinkKernel):
+        return kernel.forward_with_sinks(x, spec, sinks)
     state = kernel.forward(x, spec)
     if sinks is None:
         return state

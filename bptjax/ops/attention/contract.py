@@ -26,6 +26,7 @@ __all__ = [
     "SequenceSplit",
     "SequenceStrategy",
     "Shards",
+    "SinkKernel",
 ]
 
 
@@ -84,6 +85,17 @@ class Kernel(Protocol):
         self, x: QKV, state: AttentionState, dout: Float[Array, "B T N H"], spec: AttentionSpec
     ) -> QKV:
         """Returns these keys' share of the gradients. `state` may come from more keys than x.k."""
+        ...
+
+
+@runtime_checkable
+class SinkKernel(Kernel, Protocol):
+    """A kernel that can attend to sinks too."""
+
+    def forward_with_sinks(
+        self, x: QKV, spec: AttentionSpec, sinks: Float[Array, "N"]
+    ) -> AttentionState:
+        """Attends from x.q to x.k, x.v and the sinks, float32; see `attention`."""
         ...
 
 

@@ -45,6 +45,15 @@ DROPOUT_BLOCKS: dict[str, dict[int, tuple[int, int, int, int]]] = {
     "dq": {},
     "dkv": {},
 }
+# The same with windows of up to NARROW_WINDOW tokens, which small tiles fit best, where it differs:
+# the fastest of six to eight candidates with a window of 128 (scripts/results/windows_h200.json).
+# With such windows these kernels are faster than cuDNN's and FlashAttention-4's.
+NARROW_WINDOW = 256
+NARROW_BLOCKS: dict[str, dict[int, tuple[int, int, int, int]]] = {
+    "forward": {64: (64, 32, 4, 3), 128: (64, 32, 4, 3)},
+    "dq": {64: (64, 64, 4, 2), 128: (64, 64, 4, 2)},
+    "dkv": {64: (32, 64, 4, 2), 128: (32, 64, 4, 2)},
+}
 # The same on GPUs with less shared memory, where it differs. Compiled for them, never timed.
 SMALL_BLOCKS: dict[str, dict[int, tuple[int, int, int, int]]] = {
     "forward": {128: (128, 64, 8, 2)},
@@ -85,6 +94,7 @@ class Constants:
     BQ: int
     BK: int
     heads: int
+    sinks: bool
     over: bool
     range_batch: int
     position_batch: int
@@ -127,9 +137,25 @@ def forward(
         they stay, and padding gets an output of 0 and an lse of -inf; else they are overwritten.
         Unlike a branch, this does not wait for the condition.
     """
+    return AttentionState(*_forward(x, spec, None, *(done or (None, ()))))
+
+
+def forward_with_sinks(x: QKV, spec: AttentionSpec, sinks: Float[Array, "N"]) -> AttentionState:
+    """Attends to the sinks too."""
+    return AttentionState(*_forward(x, spec, sinks, None, ()))
+
+
+def _forward(
+    x: QKV,
+    spec: AttentionSpec,
+    sinks: Float[Array, "N"] | None,
+    keep: Bool[Array, ""] | None,
+    done: tuple,
+) -> tuple[Array, ...]:
     B, T, N, _ = x.q.shape
     shapes = like(x.q), jax.ShapeDtypeStruct((B, T, N), jnp.float32)
-    return AttentionState(*_launch("forward", x, (), spec, shapes, *(done or (None, ()))))
+    more = (jnp.zeros(1) if sinks is None else sinks,)
+    return _launch("forward", x, more, spec, shapes, keep, done, sinks is not None)
 
 
 def backward(
@@ -163,13 +189,15 @@ def _launch(
     shapes: tuple,
     keep: Bool[Array, ""] | None,
     done: tuple,
+    sinks: bool = False,
 ) -> tuple[Array, ...]:
-    """Runs a kernel over its grid; `more` are its operands after q, k and v. If `keep` is given, it
-    writes over the arrays in `done`, or leaves them."""
+    """Runs a kernel over its grid; `more` are its operands after q, k and v, with the sinks if
+    `sinks`. If `keep` is given, it writes over the arrays in `done`, or leaves them."""
     (B, T, N, H), (_, S, K, _) = x.q.shape, x.k.shape
     mask = spec.mask.resolve(T, S)
     padded = max(16, 1 << (H - 1).bit_length())
     table = BLOCKS[name] | DROPOUT_BLOCKS[name] if spec.dropout else BLOCKS[name]
+    table |= NARROW_BLOCKS[name] if mask.window and mask.window <= NARROW_WINDOW else {}
     table |= SMALL_BLOCKS[name] if capability() in SMALL_MEMORY else {}
     bq, bk, warps, stages = table[max(padded, 32)]
     if x.q.dtype.itemsize > 2:
@@ -234,6 +262,7 @@ def _launch(
         BQ=bq,
         BK=bk,
         heads=heads,
+        sinks=sinks,
         over=keep is not None,
         range_batch=ranges.shape[0],
         position_batch=positions.shape[0],

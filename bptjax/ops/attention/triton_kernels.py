@@ -341,6 +341,7 @@ def forward_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
+    sinks_ptr,
     ranges_ptr,
     positions_ptr,
     k_positions_ptr,
@@ -394,6 +395,12 @@ def forward_kernel(
         acc = tl.full([C.BQ, C.BH], 0.0, tl.float32)
         row_max = tl.full([C.BQ], float("-inf"), tl.float32)
         row_sum = tl.full([C.BQ], 0.0, tl.float32)
+        if C.sinks:
+            # The first key, with a value of 0.
+            row_max = tl.full([C.BQ], 0.0, tl.float32) + tl.load(sinks_ptr + n) * LOG2E
+            row_sum += 1.0
+            if C.alibi and C.causal:
+                row_max += own.relative * head.slope
         # Full blocks first: then a query that has any starts the masked loop with a finite maximum.
         acc, row_max, row_sum = _forward_range(
             acc, row_max, row_sum, q, k_base, v_base, own, keys, block_mask_ptr, head, visits, C,
