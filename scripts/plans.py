@@ -35,7 +35,8 @@ def main() -> None:
             f"--{key}={value if isinstance(value, str) else json.dumps(value)}"
             for key, value in row["settings"].items()
         ]
-        settings.append(f"--execution.attention_implementation={row['attention']}")
+        if " " not in row["attention"]:  # The same kernel in all layers.
+            settings.append(f"--execution.attention_implementation={row['attention']}")
         kind, devices = absent_devices(text)
         model = replace(DECODERS[row["decoder"]], num_layers=row["layers"])
         config = parse(settings, defaults=DEFAULTS)
@@ -46,9 +47,14 @@ def main() -> None:
         made.append(
             dict(
                 decoder=row["decoder"],
+                layers=model.num_layers,
                 T=row["T"],
                 devices=text,
-                settings={k: v for k, v in row["settings"].items() if not k.startswith("train.")},
+                settings={
+                    k: v
+                    for k, v in row["settings"].items()
+                    if k == "train.linear" or not k.startswith("train.")
+                },
                 attention=row["attention"],
                 planned_gib=found.peak / 2**30,
                 planned_host_gib=found.host / 2**30,

@@ -25,8 +25,13 @@ SYSTEMS = {
     "torch SDPA cudnn": "cuDNN",
     "torch flex_attention": "flex_attention",
 }
-DECODERS = {"bloom-560m": "BLOOM-560m's shape", "1b": "1B", "8b": "8B"}
-MIXTURES = {"30b-a3b": "Qwen3-30B-A3B's shape", "gpt-oss-20b": "gpt-oss-20b's shape"}
+DECODERS = {
+    "bloom-560m": "BLOOM-560m's shape",
+    "1b": "1B",
+    "8b": "8B",
+    "30b-a3b": "Qwen3-30B-A3B's shape",
+    "gpt-oss-20b": "gpt-oss-20b's shape",
+}
 GPUS = {
     "rtx4090": "24 GB (RTX 4090)",
     "l40s": "48 GB (L40S)",
@@ -41,6 +46,8 @@ SIZES = {
     "Qwen3 32B": "32b",
     "Llama-3.1 70B": "70b",
 }
+# Layers of a mixture of experts that was trained in full.
+CUT = 12
 # No longer sequence was planned.
 LONGEST_PLANNED = 4_194_304
 WORKS = {"QLoRA": "qlora_h200.json", "full fine-tuning": "step_h200.json"}
@@ -241,7 +248,7 @@ def mixtures() -> str:
             work = "QLoRA" if adapted else f"full fine-tuning, {row['layers']} layers"
             ours = f"{row['tokens_per_second']:,.0f}, {gib(row)}"
             peer = beside(peers.get((row["layers"], row["T"])), row)
-            cells = [MIXTURES[row["decoder"]], work, tokens(row), settings(row), ours, *peer]
+            cells = [DECODERS[row["decoder"]], work, tokens(row), settings(row), ours, *peer]
             body.append([*cells, "", ""][:7])
     head = ["", "", "tokens", "settings", "bptjax", "transformers + PEFT + Liger", "ratio"]
     return table(head, body)
@@ -298,8 +305,9 @@ def plans() -> str:
         others = [
             f"`{key.partition('.')[2]}: {value}`"
             for key, value in row["settings"].items()
-            if key in ("adapter.type", "parallel.sp")
+            if key in ("adapter.type", "parallel.sp", "train.linear")
         ]
+        others += [f"{row['layers']} layers"] if row.get("layers") == CUT else []
         body.append(
             [
                 DECODERS[row["decoder"]],
