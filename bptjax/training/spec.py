@@ -11,7 +11,7 @@ from bptjax.models.config import ModelConfig
 from bptjax.parallel.layout import Layout
 from bptjax.parallel.mesh import data_shards, num_shards
 from bptjax.pretrained import Pretrained
-from bptjax.remat import TrainingExecution
+from bptjax.remat import OF_EXPERTS, TrainingExecution
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,8 @@ class TrainSpec:
         """Layout of batches on the mesh.
 
         Raises:
-          ValueError: parallel.tp does not divide the model's heads, or the schedule needs
-            unsharded sequences.
+          ValueError: parallel.tp does not divide the model's heads, parallel.ep does not divide
+            its experts, or the execution does not go with the mesh.
           NotImplementedError: the named strategy cannot divide the heads.
         """
         execution, sp = self.execution, num_shards(self.mesh, "sequence")
@@ -84,5 +84,20 @@ class TrainSpec:
             raise ValueError(
                 f"execution.schedule=fused: must not go with parallel.sp={sp}, which shards "
                 "sequences; set schedule=split or sp=1"
+            )
+        ep, experts = num_shards(self.mesh, "experts"), self.model.num_experts
+        if ep > 1 and experts is None:
+            raise ValueError(
+                f"parallel.ep={ep}: must be 1 for a model without experts; use parallel.fsdp"
+            )
+        if experts is not None and experts % ep:
+            fitting = [n for n in range(1, ep) if experts % n == 0]
+            raise ValueError(
+                f"parallel.ep={ep}: must divide num_experts={experts}; use {fitting[-1]}"
+            )
+        if ep > 1 and (hidden := OF_EXPERTS & {*execution.save}):
+            raise ValueError(
+                f"execution.save={', '.join(sorted(hidden))}: must go with parallel.ep=1, because "
+                f"experts on other devices run again in the backward pass; leave it out"
             )
         return Layout(self.mesh, self.model.num_heads, self.config.parallel.sequence_strategy)
