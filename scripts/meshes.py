@@ -23,7 +23,7 @@ from timing import add_row
 from bptjax.config import Config, TrainConfig
 from bptjax.execution import ExecutionConfig
 from bptjax.models.config import ModelConfig
-from bptjax.parallel.mesh import AXES, ParallelConfig, axis_sizes, make_mesh
+from bptjax.parallel.mesh import ParallelConfig, axis_sizes, make_mesh
 from bptjax.parallel.sequence import STRATEGIES
 from bptjax.training.spec import TrainSpec
 from bptjax.training.state import TrainState, abstract_state, init_state
@@ -45,9 +45,9 @@ CONFIG = Config(
 )
 ONE = ParallelConfig(1, 1, 1, 1)
 MESHES = [
-    ParallelConfig(*sizes)
-    for sizes in itertools.product((1, 2, 4, 8), repeat=len(AXES))
-    if math.prod(sizes) == 8
+    ParallelConfig(dp, fsdp, tp, sp, ep)
+    for dp, fsdp, tp, sp, ep in itertools.product((1, 2, 4, 8), repeat=5)
+    if dp * fsdp * tp * sp * ep == 8
 ] + [ParallelConfig(*sizes) for sizes in ((1, 1, 1, 3), (1, 1, 1, 6), (2, 1, 1, 3), (1, 1, 2, 3))]
 
 
