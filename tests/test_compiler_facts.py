@@ -338,12 +338,12 @@ def test_frozen_weights_have_no_gradient_products():
 def test_experts_stay_on_their_devices():
     """Neither they nor their gradients travel, and memory does not grow with the devices, although
     all tokens may choose the experts of one."""
-    routed = dict(feed_forward="experts", num_experts=8, expert_size=48, experts_per_token=4)
+    routed = dict(feed_forward="experts", num_experts=16, expert_size=48)
     model, sizes = replace(MODEL, num_layers=1, **routed), []
     for ep in (2, 8):
         parallel = ParallelConfig(dp=1, fsdp=8 // ep, ep=ep)
         spec = make_spec(
-            parallel, model, train=dict(seq_len=512), execution=dict(ffn_chunk=256, ce_chunk=64)
+            parallel, model, train=dict(seq_len=1024), execution=dict(ffn_chunk=1024, ce_chunk=64)
         )
         spec = replace(spec, config=replace(spec.config, adapter=AdapterConfig()))
         with jax.set_mesh(spec.mesh):
@@ -352,9 +352,9 @@ def test_experts_stay_on_their_devices():
         sizes.append(step.memory_analysis().temp_size_in_bytes)
         shapes = [shape for shape, _ in collectives(step.as_text())]
         # Matrices of all experts, in any layout.
-        every = [s for s in shapes if re.search(r"\b8,(\d+,)*(32,48|48,32)\b", s)]
+        every = [s for s in shapes if re.search(r"\b16,(\d+,)*(32,48|48,32)\b", s)]
         assert not every and shapes
-    assert sizes[1] < 1.2 * sizes[0]
+    assert sizes[1] < 1.5 * sizes[0]
 
 
 # The optimizer

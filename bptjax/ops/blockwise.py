@@ -25,7 +25,7 @@ from bptjax.ops.arguments import check_chunk, check_tokens
 from bptjax.ops.attention import attention
 from bptjax.ops.chunks import join_chunks, split_chunks
 from bptjax.ops.mask import Mask
-from bptjax.ops.per_device import REPLICATED, SHARDED, per_device, sharding_axes
+from bptjax.ops.per_device import REPLICATED, SHARDED, Placement, per_device, sharding_axes
 
 PyTree = Any
 
@@ -224,8 +224,7 @@ def _backward(f, chunk, axes, placements, residuals, cotangents):
         # Padded tokens get a zero cotangent.
         chunks = _split_tree(x, chunk), _split_tree(dy, chunk, mode="constant")
         sums, dx = jax.lax.scan(add, sums, (*chunks, _inside(chunk, T)))
-        replicated = [set(axes).difference(sharding_axes(place, axes)) for place in of_sums]
-        sums = [jax.lax.psum(s, tuple(a)) for s, a in zip(sums, replicated, strict=True)]
+        sums = [_add_up(s, place, axes) for s, place in zip(sums, of_sums, strict=True)]
         return sums, _join_tree(dx, T)
 
     dy, dsums = ([_dense(d) for d in jax.tree.leaves(tree) if _is_float(d)] for tree in cotangents)
@@ -234,6 +233,12 @@ def _backward(f, chunk, axes, placements, residuals, cotangents):
     (floats, with_params), (_, with_x) = _partition(params, differentiated.leaves), _partition(x)
     dparams = [s.astype(p.dtype) for s, p in zip(sums, floats, strict=True)]
     return with_params(dparams, cotangent=True), with_x(dx, cotangent=True)
+
+
+def _add_up(x: Array, placement: Placement, axes: tuple[str, ...]) -> Array:
+    """Sums over those of the mesh axes that do not shard an array with this placement."""
+    own = sharding_axes(placement, axes)
+    return jax.lax.psum(x, tuple(name for name in axes if name not in own))
 
 
 _blockwise.defvjp(_forward, _backward, symbolic_zeros=True)

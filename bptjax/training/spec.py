@@ -11,7 +11,7 @@ from bptjax.models.config import ModelConfig
 from bptjax.parallel.layout import Layout
 from bptjax.parallel.mesh import data_shards, num_shards
 from bptjax.pretrained import Pretrained
-from bptjax.remat import OF_EXPERTS, TrainingExecution
+from bptjax.remat import TrainingExecution
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class TrainSpec:
 
         Raises:
           ValueError: parallel.tp does not divide the model's heads, parallel.ep does not divide
-            its experts, or the execution does not go with the mesh.
+            its experts, or the schedule needs unsharded sequences.
           NotImplementedError: the named strategy cannot divide the heads.
         """
         execution, sp = self.execution, num_shards(self.mesh, "sequence")
@@ -94,10 +94,5 @@ class TrainSpec:
             fitting = [n for n in range(1, ep) if experts % n == 0]
             raise ValueError(
                 f"parallel.ep={ep}: must divide num_experts={experts}; use {fitting[-1]}"
-            )
-        if ep > 1 and (hidden := OF_EXPERTS & {*execution.save}):
-            raise ValueError(
-                f"execution.save={', '.join(sorted(hidden))}: must go with parallel.ep=1, because "
-                f"experts on other devices run again in the backward pass; leave it out"
             )
         return Layout(self.mesh, self.model.num_heads, self.config.parallel.sequence_strategy)

@@ -45,8 +45,8 @@ CASES = {
             qkv_bias=True,
             out_bias=True,
         ),
-        dict(ep=2, tp=2),
-        dict(ffn_chunk=20, remat="none"),
+        dict(ep=2, tp=2, zero_stage=1),
+        dict(schedule="fused", remat="none"),
     ),
     "groups, a shared expert, a layer without experts": (
         replace(
@@ -136,16 +136,15 @@ def test_no_token_is_dropped():
 
 
 @pytest.mark.parametrize(
-    ("model", "execution", "message"),
+    ("model", "message"),
     [
-        (MODEL, {}, "parallel.ep=4: must be 1 for a model without experts; use parallel.fsdp"),
-        (replace(ROUTED, num_experts=6), {}, "parallel.ep=4: must divide num_experts=6; use 3"),
-        (ROUTED, dict(save=("up",), ffn_chunk=20), "execution.save=up: must go with parallel.ep=1"),
+        (MODEL, "parallel.ep=4: must be 1 for a model without experts; use parallel.fsdp"),
+        (replace(ROUTED, num_experts=6), "parallel.ep=4: must divide num_experts=6; use 3"),
     ],
 )
-def test_refusals(model, execution, message):
+def test_refusals(model, message):
     with pytest.raises(ValueError, match=message):
-        _ = make_spec(model, execution, ep=4).layout
+        _ = make_spec(model, ep=4).layout
 
 
 def test_the_estimate_is_that_of_a_device():
