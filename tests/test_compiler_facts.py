@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax import checkpoint_policies
 from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 from jax.interpreters import partial_eval
@@ -33,6 +34,7 @@ from bptjax.ops.taylor_attention import taylor_attention
 from bptjax.optimizer import init_opt_state
 from bptjax.parallel.mesh import ParallelConfig, lookup, make_mesh, sharding
 from bptjax.parallel.sequence import attention, fold_sequence_shards, unfold_sequence_shards
+from bptjax.quantized_kernels import KernelAxes, quantize_kernels
 from bptjax.training.state import abstract_state
 from bptjax.training.step import abstract_batch, gradients
 
@@ -355,6 +357,14 @@ def test_experts_stay_on_their_devices():
         every = [s for s in shapes if re.search(r"\b16,(\d+,)*(32,48|48,32)\b", s)]
         assert not every and shapes
     assert sizes[1] < 1.5 * sizes[0]
+
+
+def test_experts_are_quantized_where_they_are():
+    mesh = make_mesh(ParallelConfig(fsdp=1, ep=4), jax.devices()[:4])
+    kernel = nnx.Param(array((1, 8, 64, 48), None, "ep", mesh=mesh), axes=("experts", None, None))
+    with jax.set_mesh(mesh):
+        step = jax.jit(lambda kernel: quantize_kernels(kernel, KernelAxes(2, 1), "nf4", True))
+        assert not collectives(step.lower(kernel).compile().as_text())
 
 
 # The optimizer
