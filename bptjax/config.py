@@ -31,7 +31,7 @@ class TrainConfig:
         once before the run, to count the sequences of an epoch.
       seq_len: tokens per sequence.
       per_device_train_batch_size: sequences per data shard in one micro-batch. There are dp × fsdp
-        data shards.
+        × ep data shards.
       gradient_accumulation_steps: micro-batches per optimizer step.
       compute_dtype: dtype of the computation. float16 turns on dynamic loss scaling. If not set,
         float32; bfloat16 if a checkpoint is fine-tuned on a GPU.

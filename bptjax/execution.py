@@ -28,7 +28,7 @@ class ExecutionConfig:
         nested(k) saves the input of every k-th layer and recomputes k layers at a time.
       save: activations to save in addition, by name. query, key, value, attended (the stream after
         attention), gate, up. schedule=fused has only key and value. The last three need ffn_chunk
-        of at least seq_len.
+        of at least seq_len. With parallel.ep above 1, gate and up of experts are never saved.
       ffn_chunk: tokens processed at a time by the feed-forward network.
       ce_chunk: tokens per device whose logits exist at the same time.
       offload: share of the tokens whose saved activations move to host memory, 0 to 1.

@@ -108,7 +108,7 @@ def _steps(config: Config, sequences: int | None) -> list[str]:
         return []
     return [
         f"steps: about {-(-sequences // batch):,} per epoch on one device, with a global batch "
-        f"size of {batch} ({batch * train.seq_len:,} tokens); divide by dp × fsdp"
+        f"size of {batch} ({batch * train.seq_len:,} tokens); divide by dp × fsdp × ep"
     ]
 
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -11,15 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
 from bptjax.models.experts import ExpertLinear
 from bptjax.models.linear import AdapterDropout, Linear
 from bptjax.models.params import param_path, put_param
 from bptjax.ops.grouped_matmul import grouped_matmul
+from bptjax.ops.per_device import SHARDED, per_device
 from bptjax.ops.quantize import QuantizedMatrix, dequantize_matrix, quantize_matrix
-from bptjax.parallel.mesh import sharding
+from bptjax.parallel.mesh import RULES, sharding
 
 
 class KernelAxes(NamedTuple):
@@ -51,6 +53,14 @@ class QuantizedKernel:
     codebook: str = field(metadata={"static": True})
     inputs: tuple[int, ...] = field(metadata={"static": True})
     of_experts: bool = field(metadata={"static": True}, default=False)
+
+    @property
+    def axes(self) -> tuple[str | None, ...]:
+        """Logical axes of `dense`; those of the inputs, which are one axis of the codes, are not
+        known."""
+        codes: Any = self.matrix.codes
+        at = int(self.of_experts)
+        return codes.axes[:at] + (None,) * len(self.inputs) + codes.axes[at + 1 :]
 
     def dense(self, dtype: DTypeLike) -> Array:
         """Returns the dequantized kernel `[*inputs, *outputs]`, or those of the experts."""
@@ -102,7 +112,7 @@ def quantize_kernels(
       codebook, double: as in `quantize_matrix`.
     """
     (stacked, n), value = kernel_axes, kernels.get_value()
-    stack, inputs = value.shape[:stacked], value.shape[stacked : stacked + n]
+    inputs = value.shape[stacked : stacked + n]
     # Names of the axes of one layer.
     experts, axes = kernels.axes[: stacked - 1], kernels.axes[stacked - 1 :]
 
@@ -110,8 +120,13 @@ def quantize_kernels(
         w = w.reshape(math.prod(inputs), *w.shape[n:])
         return quantize_matrix(w, codebook, double)
 
-    found = jax.lax.map(one, value.reshape(-1, *value.shape[stacked:]))
-    found = jax.tree.map(lambda x: x.reshape(*stack, *x.shape[1:]), found)
+    def each(w, axes=()):
+        return jax.lax.map(one, w)
+
+    if stacked > 1:
+        # A loop over all experts would gather them.
+        each = partial(jax.lax.map, per_device(each, RULES["experts"], SHARDED, SHARDED))
+    found = each(value)
     outer = (*experts, axes[0], *axes[n:])
     parts = zip(found, (outer, outer, (*experts, None), experts), strict=True)
     variables: list[Any] = [None if x is None else nnx.Param(x, axes=a) for x, a in parts]
@@ -149,9 +164,11 @@ def quantizer(model: Any, codebook: str, double: bool) -> Callable[[str, Any, np
             quantize_kernels, kernel_axes=kernels[path], codebook=codebook, double=double
         )
         like = jax.eval_shape(pack, leaf)
-        shardings = wanted.sharding
+        shardings, on_mesh = wanted.sharding, nullcontext
         if isinstance(shardings, NamedSharding):
             mesh = shardings.mesh
+            assert isinstance(mesh, Mesh)
+            on_mesh = partial(jax.set_mesh, mesh)
             shardings = jax.tree.map(
                 lambda v: v.replace(sharding(mesh, v.axes, v.get_value().shape)),
                 like,
@@ -172,7 +189,8 @@ def quantizer(model: Any, codebook: str, double: bool) -> Callable[[str, Any, np
         for layer in range(len(array)):
             kernel = put_param(path, leaf.replace(one), array[layer : layer + 1], array.dtype)
             # Otherwise the next kernels are on the devices before this one is quantized.
-            found = jax.block_until_ready(store(found, kernel, layer))
+            with on_mesh():
+                found = jax.block_until_ready(store(found, kernel, layer))
         return found
 
     return put_one
@@ -182,7 +200,9 @@ def dequantize_layer(layer: Any, dtype: DTypeLike) -> Any:
     """Returns a layer with its quantized kernels dequantized to `dtype`."""
 
     def one(kernel):
-        return nnx.Param(kernel.dense(dtype)) if isinstance(kernel, QuantizedKernel) else kernel
+        if not isinstance(kernel, QuantizedKernel):
+            return kernel
+        return nnx.Param(kernel.dense(dtype), axes=kernel.axes)
 
     return jax.tree.map(one, layer, is_leaf=lambda x: isinstance(x, QuantizedKernel))
 

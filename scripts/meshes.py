@@ -1,5 +1,6 @@
 """Compares every mesh of eight devices, and some of three and six, with one device: loss, gradients
-and evaluation of a tiny decoder on packed documents, in float32.
+and evaluation of a tiny decoder on packed documents, in float32. Meshes with ep > 1 have a decoder
+with experts.
 
     XLA_FLAGS=--xla_force_host_platform_device_count=8 python scripts/meshes.py --out rows.json
 
@@ -10,7 +11,7 @@ the worst leaf.
 import argparse
 import itertools
 import math
-from dataclasses import astuple, replace
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from timing import add_row
 from bptjax.config import Config, TrainConfig
 from bptjax.execution import ExecutionConfig
 from bptjax.models.config import ModelConfig
-from bptjax.parallel.mesh import ParallelConfig, make_mesh
+from bptjax.parallel.mesh import ParallelConfig, axis_sizes, make_mesh
 from bptjax.parallel.sequence import STRATEGIES
 from bptjax.training.spec import TrainSpec
 from bptjax.training.state import TrainState, abstract_state, init_state
@@ -30,16 +31,29 @@ from bptjax.training.step import evaluator, gradients
 
 T, ROWS = 20, 8
 MODEL = ModelConfig(vocab_size=64, hidden_size=32, num_layers=1, num_heads=8, num_kv_heads=2)
+EXPERTS = replace(
+    MODEL,
+    feed_forward="experts",
+    num_experts=8,
+    expert_size=24,
+    router_aux_loss=1.0,
+    router_z_loss=0.1,
+)
 CONFIG = Config(
     train=TrainConfig(seq_len=T),
     execution=ExecutionConfig(q_chunk=8, k_chunk=8, ffn_chunk=16, ce_chunk=32),
 )
 ONE = ParallelConfig(1, 1, 1, 1)
 MESHES = [
-    ParallelConfig(dp, fsdp, tp, sp)
-    for dp, fsdp, tp, sp in itertools.product((1, 2, 4, 8), repeat=4)
-    if dp * fsdp * tp * sp == 8
+    ParallelConfig(dp, fsdp, tp, sp, ep)
+    for dp, fsdp, tp, sp, ep in itertools.product((1, 2, 4, 8), repeat=5)
+    if dp * fsdp * tp * sp * ep == 8
 ] + [ParallelConfig(*sizes) for sizes in ((1, 1, 1, 3), (1, 1, 1, 6), (2, 1, 1, 3), (1, 1, 2, 3))]
+
+
+def model_of(mesh: ParallelConfig) -> ModelConfig:
+    """Returns the model that is compared on a mesh."""
+    return EXPERTS if mesh.ep > 1 else MODEL
 
 
 def documents() -> dict[str, np.ndarray]:
@@ -57,22 +71,24 @@ def documents() -> dict[str, np.ndarray]:
 
 
 @cache
-def start() -> TrainState:
+def start(model: ModelConfig) -> TrainState:
     """Returns the state at step 0 on one device."""
-    return init_state(TrainSpec(CONFIG, MODEL, make_mesh(ONE, jax.devices()[:1])))
+    return init_state(TrainSpec(CONFIG, model, make_mesh(ONE, jax.devices()[:1])))
 
 
-def results(parallel: ParallelConfig, strategy: Any = "auto") -> tuple[str, Any]:
-    """Returns the strategy, and (loss, gradients, evaluation loss) on a mesh."""
-    devices = jax.devices()[: math.prod(astuple(parallel)[:4])]
+def results(model: ModelConfig, parallel: ParallelConfig, strategy: Any = "auto") -> Any:
+    """Returns (loss, gradients, evaluation loss) on a mesh."""
+    devices = jax.devices()[: math.prod(axis_sizes(parallel).values())]
     config = replace(CONFIG, parallel=replace(parallel, sequence_strategy=strategy))
-    spec, batch = TrainSpec(config, MODEL, make_mesh(parallel, devices)), documents()
-    state = jax.device_put(start(), jax.tree.map(lambda x: x.sharding, abstract_state(spec)))
+    spec, batch = TrainSpec(config, model, make_mesh(parallel, devices)), documents()
+    where = jax.tree.map(lambda x: x.sharding, abstract_state(spec))
+    state = jax.device_put(start(model), where)
     with jax.set_mesh(spec.mesh):
         jitted = jax.jit(partial(gradients, spec))
         losses, found, _ = jitted(state, spec.layout.put(batch))
     evaluated = evaluator(spec)(state.model, [batch], lambda: None)["eval/loss"]
-    return spec.layout.strategy[0], jax.tree.map(np.asarray, (losses.loss, found, evaluated))
+    loss = losses.loss + losses.auxiliary
+    return jax.tree.map(np.asarray, (loss, found, evaluated))
 
 
 def errors(got: Any, wanted: Any) -> dict[str, float]:
@@ -91,16 +107,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    rows, (_, wanted) = [], results(ONE)
+    rows: list[dict[str, Any]] = []
+    wanted = {model: results(model, ONE) for model in (MODEL, EXPERTS)}
     for mesh in MESHES:
+        model = model_of(mesh)
         for strategy in STRATEGIES if mesh.sp > 1 else ("auto",):
             try:
-                _, got = results(mesh, strategy)
+                got = results(model, mesh, strategy)
             except NotImplementedError as refused:
                 found: dict[str, Any] = dict(refused=str(refused))
             else:
-                found = errors(got, wanted)
-            sizes = dict(dp=mesh.dp, fsdp=mesh.fsdp, tp=mesh.tp, sp=mesh.sp)
+                found = errors(got, wanted[model])
+            sizes = axis_sizes(mesh)
             add_row(rows, args.out, **sizes, strategy=strategy if mesh.sp > 1 else None, **found)
 
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax import checkpoint_policies
 from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 from jax.interpreters import partial_eval
@@ -33,8 +34,9 @@ from bptjax.ops.taylor_attention import taylor_attention
 from bptjax.optimizer import init_opt_state
 from bptjax.parallel.mesh import ParallelConfig, lookup, make_mesh, sharding
 from bptjax.parallel.sequence import attention, fold_sequence_shards, unfold_sequence_shards
+from bptjax.quantized_kernels import KernelAxes, quantize_kernels
 from bptjax.training.state import abstract_state
-from bptjax.training.step import gradients
+from bptjax.training.step import abstract_batch, gradients
 
 
 def equations(f: Callable, *operands) -> Iterator[JaxprEqn]:
@@ -333,6 +335,36 @@ def test_frozen_weights_have_no_gradient_products():
 
     assert not made(spec.config)
     assert made(replace(spec.config, adapter=AdapterConfig()))
+
+
+def test_experts_stay_on_their_devices():
+    """Neither they nor their gradients travel, and memory does not grow with the devices, although
+    all tokens may choose the experts of one."""
+    routed = dict(feed_forward="experts", num_experts=16, expert_size=48)
+    model, sizes = replace(MODEL, num_layers=1, **routed), []
+    for ep in (2, 8):
+        parallel = ParallelConfig(dp=1, fsdp=8 // ep, ep=ep)
+        spec = make_spec(
+            parallel, model, train=dict(seq_len=1024), execution=dict(ffn_chunk=1024, ce_chunk=64)
+        )
+        spec = replace(spec, config=replace(spec.config, adapter=AdapterConfig()))
+        with jax.set_mesh(spec.mesh):
+            batch = jax.tree.map(lambda x: x.update(shape=x.shape), abstract_batch(spec))
+            step = quick(partial(gradients, spec)).lower(abstract_state(spec), batch).compile()
+        sizes.append(step.memory_analysis().temp_size_in_bytes)
+        shapes = [shape for shape, _ in collectives(step.as_text())]
+        # Matrices of all experts, in any layout.
+        every = [s for s in shapes if re.search(r"\b16,(\d+,)*(32,48|48,32)\b", s)]
+        assert not every and shapes
+    assert sizes[1] < 1.5 * sizes[0]
+
+
+def test_experts_are_quantized_where_they_are():
+    mesh = make_mesh(ParallelConfig(fsdp=1, ep=4), jax.devices()[:4])
+    kernel = nnx.Param(array((1, 8, 64, 48), None, "ep", mesh=mesh), axes=("experts", None, None))
+    with jax.set_mesh(mesh):
+        step = jax.jit(lambda kernel: quantize_kernels(kernel, KernelAxes(2, 1), "nf4", True))
+        assert not collectives(step.lower(kernel).compile().as_text())
 
 
 # The optimizer

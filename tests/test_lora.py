@@ -97,7 +97,7 @@ def dense(state):
     def one(kernel):
         if not isinstance(kernel, QuantizedKernel):
             return kernel
-        return nnx.Param(jax.lax.map(lambda k: k.dense(jnp.float32), kernel))
+        return nnx.Param(jax.lax.map(lambda k: k.dense(jnp.float32), kernel), axes=kernel.axes)
 
     model = jax.tree.map(one, state.model, is_leaf=lambda x: isinstance(x, QuantizedKernel))
     return replace(state, model=model)
@@ -240,33 +240,37 @@ def test_no_dense_copy_of_the_model(remat):
 def test_adapters_of_experts_in_4_bits(batch):
     """Each expert has matrices of its own, quantized by itself; so have the shared expert and the
     layer without experts."""
-    model = replace(MODEL, feed_forward="experts", num_experts=3, expert_size=40)
+    model = replace(MODEL, feed_forward="experts", num_experts=4, expert_size=40)
     model = replace(model, num_layers=3, mlp_only_layers=[0], shared_expert_size=24)
     spec = make_spec(model=model)
     state = moved(init_state(spec))
     got = gradient_sums(spec, batch, state=state)
     for name, (inputs, outputs) in dict(gate=(32, 40), up=(32, 40), down=(40, 32)).items():
         kernel = getattr(got[1].layers.mlp, name).kernel
-        assert (kernel.a.shape, kernel.b.shape) == ((2, 3, inputs, 4), (2, 3, 4, outputs))
+        assert (kernel.a.shape, kernel.b.shape) == ((2, 4, inputs, 4), (2, 4, 4, outputs))
         assert all(jnp.abs(x[...]).max((2, 3)).min() > 1e-4 for x in (kernel.a, kernel.b))
     lora = make_spec(model=model, adapter=dict(type="lora"))
     assert_same(gradient_sums(lora, batch, state=dense(state)), got)
-    mesh = make_spec(ParallelConfig(dp=2, fsdp=2, tp=2), model)
+    mesh = make_spec(ParallelConfig(dp=1, fsdp=2, tp=2, ep=2), model)
     shardings = jax.tree.map(lambda x: x.sharding, abstract_state(mesh))
-    assert_same(gradient_sums(mesh, batch, state=jax.device_put(state, shardings)), got)
+    placed = jax.device_put(state, shardings)
+    up = placed.model.layers.mlp.up.kernel
+    for x in (*up.base.matrix, up.a, up.b, up.scale):
+        assert x.get_value().sharding.shard_shape(x.shape)[1] == 2
+    assert_same(gradient_sums(mesh, batch, state=placed), got)
 
     wide = make_spec(model=replace(model, hidden_size=256, expert_size=128))
     mlp = abstract_state(wide).model.layers.mlp
     kernels = [linear.kernel.base for linear in (mlp.gate, mlp.up, mlp.down)]
     stored = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(kernels))
-    assert stored <= 0.53 * (2 * 3 * 3 * 256 * 128)
+    assert stored <= 0.53 * (2 * 3 * 4 * 256 * 128)
 
 
 def test_checkpoints_are_quantized_a_layer_at_a_time(monkeypatch):
     """The devices never hold all layers unquantized; codes and scales are those of the stack."""
     sizes = dict(num_layers=3, feed_forward="experts", num_experts=2, expert_size=64)
     config = replace(MODEL, hidden_size=64, **sizes)
-    spec = make_spec(ParallelConfig(dp=2, fsdp=2, tp=2), config)
+    spec = make_spec(ParallelConfig(dp=1, fsdp=2, tp=2, ep=2), config)
     model = Decoder(config, jax.random.key(0), jnp.bfloat16)
     put = []
 

@@ -2,7 +2,7 @@
 
 import math
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +15,18 @@ from jaxtyping import Bool, Float, Int, UInt32
 from bptjax.models.config import ModelConfig
 from bptjax.models.feed_forward import ACTIVATIONS, Auxiliary, FeedForward, Mlp
 from bptjax.models.linear import AdapterDropout, new_param
+from bptjax.models.params import expert_placement
 from bptjax.ops.checkpoint_names import checkpoint_named
-from bptjax.ops.grouped_matmul import Groups, collect, dispatch, group, grouped_matmul
+from bptjax.ops.grouped_matmul import (
+    Groups,
+    block_rows,
+    collect,
+    dispatch,
+    group,
+    grouped_matmul,
+)
 from bptjax.ops.per_device import REPLICATED, SHARDED, free_axes, per_device
+from bptjax.parallel.experts import own_experts, sum_over_devices
 from bptjax.parallel.sequence import FOLDED_BATCH
 
 # Name of the experts of each token. A remat policy saves them together with the experts'
@@ -146,16 +155,16 @@ class Experts(FeedForward):
     ) -> tuple[Float[Array, "B T D"], Auxiliary]:
         # Each device groups its own tokens; a sort of all tokens would gather them. A
         # generation may have fewer sequences than devices.
-        run, axes = partial(_run, offload=offload), free_axes(FOLDED_BATCH)
-        mesh = jax.sharding.get_abstract_mesh()
-        if x.shape[0] % math.prod(mesh.shape[name] for name in axes):
-            axes = ()
+        mesh, axes = jax.sharding.get_abstract_mesh(), free_axes(FOLDED_BATCH)
+        sharded = x.shape[0] % math.prod(mesh.shape[name] for name in axes) == 0
+        tokens = SHARDED if sharded else REPLICATED
         key, ids = (None, None) if seeds is None else seeds
-        inputs = REPLICATED, SHARDED, SHARDED, REPLICATED, SHARDED
         # The mesh shards the shared expert as any linear layer.
         routed = jax.tree.map(lambda leaf: leaf, self)
         routed.shared = None
-        y, aux = per_device(run, axes, inputs, SHARDED)(routed, x, counted, key, ids)
+        run = partial(_run, sharded=sharded, offload=offload)
+        inputs = expert_placement(routed), tokens, tokens, REPLICATED, tokens
+        y, aux = per_device(run, axes, inputs, tokens)(routed, x, counted, key, ids)
         if self.shared is not None:
             y += self.shared(x, counted=counted, seeds=seeds, offload=offload)[0]
         return y, aux
@@ -202,6 +211,15 @@ class Experts(FeedForward):
         return {"train/max_expert_load": chosen.max() / balanced}
 
 
+class _Tokens(NamedTuple):
+    """Tokens with their experts and the weights of these; `ids` are AdapterDropout's."""
+
+    x: Float[Array, "1 T D"]
+    chosen: Int[Array, "1 T k"]
+    weights: Float[Array, "1 T k"]
+    ids: Int[Array, "1 T"] | None
+
+
 def _run(
     network: Experts,
     x: Float[Array, "B T D"],
@@ -209,20 +227,49 @@ def _run(
     key: UInt32[Array, "2"] | None,
     ids: Int[Array, "B T"] | None,
     axes: tuple[str, ...],
+    sharded: bool,
     offload: float,
 ) -> tuple[Float[Array, "B T D"], Auxiliary]:
-    """Runs the experts on the tokens of one device. `key` and `ids` are AdapterDropout's."""
-    config, (B, T, D) = network.config, x.shape
-    X, k = config.num_experts or 0, config.experts_per_token
-    tokens = x.reshape(B * T, D)
-    logits = network.router(tokens)
+    """Runs the router on the tokens of one device, and the experts of all devices. `key` and `ids`
+    are AdapterDropout's; `sharded` is whether the tokens are this device's alone."""
+    config, (B, T, D), X = network.config, x.shape, network.config.num_experts or 0
+    logits = network.router(x.reshape(B * T, D))
     chosen = checkpoint_name(network.router.choose(logits), ROUTING)
-    groups = group(chosen, X)
-    rows = dispatch(tokens, groups)
+    weights = _weights(config, logits, chosen)
+    sums = _sums(config, logits.reshape(B, T, X), chosen.reshape(B, T, -1), counted)
+    experts = jax.tree.map(lambda leaf: leaf, network)
+    experts.router = None
+    tokens = _Tokens(
+        x.reshape(1, B * T, D),
+        chosen[None],
+        weights[None],
+        None if ids is None else ids.reshape(1, B * T),
+    )
+    y = sum_over_devices(
+        partial(_run_experts, offload=offload),
+        (experts, key),
+        tokens,
+        dtype=x.dtype,
+        sharded=sharded,
+    )
+    return y.reshape(B, T, D), sums
+
+
+def _run_experts(
+    experts: tuple[Experts, UInt32[Array, "2"] | None], tokens: _Tokens, *, offload: float
+) -> Float[Array, "1 T D"]:
+    """Sums the weighted results of each token's experts on this device; in float32 if other devices
+    have the other experts."""
+    network, key = experts
+    x, chosen, weights, ids = jax.tree.map(lambda leaf: leaf[0], tokens)
+    X, k = network.config.num_experts or 0, chosen.shape[1]
+    own, size = own_experts(chosen, X)
+    groups = group(own, size, block_rows(chosen.size, X))
+    rows = dispatch(x, groups)
     seeds = None
     if key is not None and ids is not None:
         # A token has other dropout in each of its experts.
-        each = ids.reshape(-1, 1) * k + jnp.arange(k, dtype=ids.dtype)[None]
+        each = ids[:, None] * k + jnp.arange(k, dtype=ids.dtype)[None]
         each = jnp.take(each.reshape(-1), groups.choices, mode="fill", fill_value=0)
         seeds = AdapterDropout(key, each[None])
     gate, up = (
@@ -230,11 +277,9 @@ def _run(
         for name, linear in (("gate", network.gate), ("up", network.up))
     )
     rows = network.down(network.activate(gate, up), groups, seeds)
-    weights = _weights(config, logits, chosen).reshape(-1)
-    weights = jnp.take(weights, groups.choices, mode="fill", fill_value=0)
-    y = collect(rows * weights[:, None].astype(rows.dtype), groups)
-    sums = _sums(config, logits.reshape(B, T, X), chosen.reshape(B, T, k), counted)
-    return y.reshape(B, T, D), sums
+    weights = jnp.take(weights.reshape(-1), groups.choices, mode="fill", fill_value=0)
+    rows *= weights[:, None].astype(rows.dtype)
+    return collect(rows if size == X else rows.astype(jnp.float32), groups)[None]
 
 
 def _scores(config: ModelConfig, logits: Float[Array, "*b X"]) -> Float[Array, "*b X"]:

@@ -10,7 +10,9 @@ import numpy as np
 from flax import nnx
 
 from bptjax.models.config import ModelConfig
+from bptjax.ops.per_device import REPLICATED, ShardedOver
 from bptjax.ops.position import extend_positions
+from bptjax.parallel.mesh import RULES
 from bptjax.progress import Progress
 
 # Position in the first axes of an array: the layer, and the expert. Empty for all of the array.
@@ -121,6 +123,18 @@ def resize_param(path: str, array: np.ndarray, config: ModelConfig) -> np.ndarra
     return np.asarray(
         extend_positions(array, config.max_position_embeddings or 0, config.position_offset)
     )
+
+
+def expert_placement(tree: Any) -> Any:
+    """Returns a prefix of a tree of a layer's parameters, with the placement of each in
+    `per_device`: sharded over the mesh axes of the experts if it has an axis of experts, which is
+    its first, otherwise replicated."""
+
+    def place(v):
+        of_experts = isinstance(v, nnx.Variable) and v.axes[:1] == ("experts",)
+        return ShardedOver(RULES["experts"]) if of_experts else REPLICATED
+
+    return jax.tree.map(place, tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
 
 
 def param_path(path: tuple) -> str:

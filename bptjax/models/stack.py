@@ -17,7 +17,7 @@ from bptjax.models.config import Execution, LayerKind, ModelConfig
 from bptjax.models.feed_forward import Auxiliary
 from bptjax.models.feed_forwards import FEED_FORWARDS
 from bptjax.models.layers import DropoutKeys, Layer, TokenContext
-from bptjax.models.params import param_path
+from bptjax.models.params import expert_placement, param_path
 from bptjax.ops.attention import attention as attention_on_one_device
 from bptjax.ops.blockwise import blockwise, blockwise_transformer
 from bptjax.ops.checkpoint_names import checkpoint_named
@@ -299,6 +299,7 @@ def _split(
         inputs,
         chunk=execution.ffn_chunk,
         axes=axes,
+        placement=expert_placement(shared),
         has_aux=True,
     )
     return (unfold_sequence_shards(x) if sharded else x), aux

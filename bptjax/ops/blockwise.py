@@ -25,7 +25,7 @@ from bptjax.ops.arguments import check_chunk, check_tokens
 from bptjax.ops.attention import attention
 from bptjax.ops.chunks import join_chunks, split_chunks
 from bptjax.ops.mask import Mask
-from bptjax.ops.per_device import REPLICATED, SHARDED, per_device
+from bptjax.ops.per_device import REPLICATED, SHARDED, Placement, per_device, sharding_axes
 
 PyTree = Any
 
@@ -119,6 +119,7 @@ def blockwise(
     *,
     chunk: int,
     axes: tuple[str, ...] = (),
+    placement: PyTree = REPLICATED,
     has_aux: bool = False,
 ) -> PyTree:
     """Computes `f(params, x)` for a position-wise `f`, in the memory of one chunk.
@@ -139,6 +140,8 @@ def blockwise(
         token, and their results are dropped.
       axes: mesh axes that shard the batch dimension: with more than one chunk, each device sums the
         gradients of `params` over its own sequences.
+      placement: of each array of `params` on these mesh axes, a prefix of that tree; see
+        `per_device`.
       has_aux: `f` takes a third argument, `[chunk]`, which is false for copies of the last token,
         and returns a pair: the result, and a pytree of float32 sums `[B, ...]` over the other
         tokens, as for an auxiliary loss.
@@ -157,7 +160,9 @@ def blockwise(
     if chunk >= _tokens(x):
         y, sums = with_aux(params, x, jnp.ones(_tokens(x), bool))
     else:
-        y, sums = _blockwise(with_aux, chunk, axes, *jax.tree.map(jnp.asarray, (params, x)))
+        params, x = jax.tree.map(jnp.asarray, (params, x))
+        placements = tuple(jax.tree.leaves(jax.tree.broadcast(placement, params)))
+        y, sums = _blockwise(with_aux, chunk, axes, placements, params, x)
     return (y, sums) if has_aux else y
 
 
@@ -166,8 +171,8 @@ def _inside(chunk: int, T: int) -> Array:
     return (jnp.arange(-(-T // chunk) * chunk) < T).reshape(-1, chunk)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _blockwise(f, chunk, axes, params, x):
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _blockwise(f, chunk, axes, placements, params, x):
     T = _tokens(x)
 
     def local(params, x, axes):
@@ -175,7 +180,8 @@ def _blockwise(f, chunk, axes, params, x):
         _, (y, sums) = jax.lax.scan(lambda _, chunk: (None, f(params, *chunk)), None, chunks)
         return _join_tree(y, T), jax.tree.map(lambda s: s.sum(0), sums)
 
-    return per_device(local, axes, (REPLICATED, SHARDED), SHARDED)(params, x)
+    placement = jax.tree.unflatten(jax.tree.structure(params), placements)
+    return per_device(local, axes, (placement, SHARDED), SHARDED)(params, x)
 
 
 @jax.tree_util.register_static
@@ -186,15 +192,18 @@ class _Differentiated:
     leaves: tuple[bool, ...]
 
 
-def _forward(f, chunk, axes, params, x):
+def _forward(f, chunk, axes, placements, params, x):
     differentiated = _Differentiated(tuple(p.perturbed for p in jax.tree.leaves(params)))
     params, x = jax.tree.map(lambda p: p.value, (params, x))
-    return _blockwise(f, chunk, axes, params, x), (params, x, differentiated)
+    return _blockwise(f, chunk, axes, placements, params, x), (params, x, differentiated)
 
 
-def _backward(f, chunk, axes, residuals, cotangents):
+def _backward(f, chunk, axes, placements, residuals, cotangents):
     params, x, differentiated = residuals
     T = _tokens(x)
+    placement = jax.tree.unflatten(jax.tree.structure(params), placements)
+    pairs = zip(jax.tree.leaves(params), placements, differentiated.leaves, strict=True)
+    of_sums = [place for p, place, d in pairs if d and jnp.issubdtype(p.dtype, jnp.inexact)]
 
     def local(params, x, dy, dsums, axes):
         floats, with_params = _partition(params, differentiated.leaves)
@@ -215,14 +224,21 @@ def _backward(f, chunk, axes, residuals, cotangents):
         # Padded tokens get a zero cotangent.
         chunks = _split_tree(x, chunk), _split_tree(dy, chunk, mode="constant")
         sums, dx = jax.lax.scan(add, sums, (*chunks, _inside(chunk, T)))
-        return jax.lax.psum(sums, axes), _join_tree(dx, T)
+        sums = [_add_up(s, place, axes) for s, place in zip(sums, of_sums, strict=True)]
+        return sums, _join_tree(dx, T)
 
     dy, dsums = ([_dense(d) for d in jax.tree.leaves(tree) if _is_float(d)] for tree in cotangents)
-    inputs, results = (REPLICATED, SHARDED, SHARDED, SHARDED), (REPLICATED, SHARDED)
+    inputs, results = (placement, SHARDED, SHARDED, SHARDED), (of_sums, SHARDED)
     sums, dx = per_device(local, axes, inputs, results)(params, x, dy, dsums)
     (floats, with_params), (_, with_x) = _partition(params, differentiated.leaves), _partition(x)
     dparams = [s.astype(p.dtype) for s, p in zip(sums, floats, strict=True)]
     return with_params(dparams, cotangent=True), with_x(dx, cotangent=True)
+
+
+def _add_up(x: Array, placement: Placement, axes: tuple[str, ...]) -> Array:
+    """Sums over those of the mesh axes that do not shard an array with this placement."""
+    own = sharding_axes(placement, axes)
+    return jax.lax.psum(x, tuple(name for name in axes if name not in own))
 
 
 _blockwise.defvjp(_forward, _backward, symbolic_zeros=True)

@@ -29,7 +29,7 @@ class Groups(NamedTuple):
       experts: expert of each block of rows; behind the last expert's, the number of experts.
       choices: number of the choice that a row holds, token · k + its place among the token's
         experts; T · k if the row is empty.
-      rows: row of each choice.
+      rows: row of each choice; M for a choice without an expert.
     """
 
     experts: Int[Array, "n"]
@@ -50,21 +50,25 @@ def group(chosen: Int[Array, "T k"], experts: int, block: int | None = None) -> 
     """Groups the choices by expert, in order of the tokens.
 
     Args:
-      chosen: experts of each token, from 0.
+      chosen: different experts of each token, from 0; `experts` for a choice without an expert
+        here, which gets no row.
       experts: number of experts.
       block: rows of a block; `block_rows` if left out.
     """
-    size = chosen.size
+    (T, k), size = chosen.shape, chosen.size
     block = block_rows(size, experts) if block is None else block
-    # Each expert with a choice has at most block - 1 empty rows.
-    n = (size + min(experts, size) * (block - 1)) // block
+    # The most choices that have an expert. Each expert with a choice has at most block - 1 empty
+    # rows.
+    most = T * min(k, experts)
+    n = (most + min(experts, most) * (block - 1)) // block
     flat = chosen.reshape(-1).astype(jnp.int32)
     order = jnp.argsort(flat, stable=True).astype(jnp.int32)
     counts = jnp.zeros(experts, jnp.int32).at[flat].add(1)
     ends = jnp.cumsum(-(-counts // block))
     # Distance of an expert's first row from its first choice in this order.
     shifts = (ends - -(-counts // block)) * block - (jnp.cumsum(counts) - counts)
-    rows = jnp.arange(size, dtype=jnp.int32) + shifts[flat[order]]
+    rows = jnp.arange(size, dtype=jnp.int32) + jnp.take(shifts, flat[order], mode="clip")
+    rows = jnp.where(flat[order] < experts, rows, n * block)
     # Blocks behind the last expert's are empty.
     owners = jnp.searchsorted(ends, jnp.arange(n, dtype=jnp.int32), side="right")
     return Groups(
@@ -84,7 +88,7 @@ def dispatch(x: Float[Array, "T D"], groups: Groups) -> Float[Array, "M D"]:
 @jax.custom_vjp
 def collect(rows: Float[Array, "M D"], groups: Groups) -> Float[Array, "T D"]:
     """Sums the rows of each token's choices, in float32; the transpose of `dispatch`."""
-    each = rows[groups.rows]
+    each = jnp.take(rows, groups.rows, axis=0, mode="fill", fill_value=0)
     return each.sum(1, dtype=jnp.float32).astype(rows.dtype)
 
 

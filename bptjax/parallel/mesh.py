@@ -32,14 +32,15 @@ AXES: dict[str, tuple[str, ...]] = {
     "fsdp": ("batch", "embed"),
     "tp": ("vocab", "heads", "kv_heads", "mlp"),
     "sp": ("sequence", "embed"),
+    "ep": ("batch", "experts", "embed"),
 }
 # The mesh axes of each logical axis. A logical axis without an entry is replicated.
 RULES: dict[str, tuple[str, ...]] = {
     logical: tuple(name for name, sharded in AXES.items() if logical in sharded)
     for logical in dict.fromkeys(itertools.chain(*AXES.values()))
 }
-# Data-parallel mesh axes over which `zero_stage` shards the state instead of replicating it.
-STATE_AXES = RULES["embed"]
+# The logical axis that `zero_stage` shards or replicates.
+STATE_AXIS = "embed"
 
 
 @dataclass(frozen=True)
@@ -48,14 +49,16 @@ class ParallelConfig:
 
     Attributes:
       dp: devices for data parallelism. The batch is sharded, the parameters are replicated. One of
-        the four axes may be -1, which takes all remaining devices.
+        the five axes may be -1, which takes all remaining devices.
       fsdp: devices for fully sharded data parallelism. The batch is sharded, and the state
         according to zero_stage.
       tp: devices for tensor parallelism. Heads, feed-forward network and vocabulary are sharded.
       sp: devices for sequence parallelism. The tokens of a sequence are sharded, and the state
         according to zero_stage.
-      zero_stage: state that fsdp and sp shard. 1 is optimizer state; 2 adds gradients; 3 adds
-        parameters.
+      ep: devices for expert parallelism. The batch and the experts are sharded, and the rest of
+        the state according to zero_stage. It must divide model.num_experts.
+      zero_stage: state that fsdp, sp and ep shard. 1 is optimizer state; 2 adds gradients; 3 adds
+        parameters. Experts are sharded over ep in every stage.
       sequence_strategy: how attention communicates along sp. auto picks the first of ulysses,
         ulysses_ring and ring that the number of heads allows.
       coordinator: host:port of process 0. If not set, taken from the environment.
@@ -69,6 +72,7 @@ class ParallelConfig:
     fsdp: int = -1
     tp: int = 1
     sp: int = 1
+    ep: int = 1
     zero_stage: Literal[1, 2, 3] = 3
     sequence_strategy: Literal["auto", "ulysses", "ulysses_ring", "ring", "gather"] = "auto"
     coordinator: str | None = None
@@ -215,15 +219,17 @@ def sharding(
     """Returns the sharding of an array of this shape. `axes` are the logical names of its last
     axes; leading axes, of stacked layers, are not sharded.
 
-    An axis is sharded over its mesh axes that divide it, except the `replicated` ones.
+    An axis is sharded over its mesh axes that divide it and shard no earlier axis, unless it is
+    among the `replicated` logical axes.
     """
-    partition = []
+    partition, used = [], set()
     for axis, size in zip((None,) * (len(shape) - len(axes)) + axes, shape, strict=True):
         names: tuple[str, ...] = ()
-        for name in RULES.get(axis or "", ()):
+        for name in () if axis in replicated else RULES.get(axis or "", ()):
             devices = mesh.shape[name]
-            if devices > 1 and name not in replicated and size % devices == 0:
+            if devices > 1 and name not in used and size % devices == 0:
                 names, size = (*names, name), size // devices
+        used.update(names)
         partition.append(names or None)
     return NamedSharding(mesh, PartitionSpec(*partition))
 

@@ -16,7 +16,7 @@ import numpy as np
 from bptjax.devices import KINDS, kind_of
 from bptjax.ops.attention import RESIDUAL_NAMES
 from bptjax.parallel.mesh import num_shards
-from bptjax.remat import REMAT, UNCHUNKED, TrainingExecution
+from bptjax.remat import OF_EXPERTS, REMAT, UNCHUNKED, TrainingExecution
 from bptjax.training.prediction import tree_bytes
 from bptjax.training.spec import TrainSpec
 from bptjax.training.state import abstract_state, kernel_sizes, split_trained
@@ -94,7 +94,7 @@ class Estimator:
         # Only the ratios of the rates matter for the order of settings, so the rates of an H200
         # serve for an unknown kind.
         self.rates = KINDS[kind or "h200"].rates
-        self.tp = num_shards(spec.mesh, "heads")
+        self.tp, self.ep = (num_shards(spec.mesh, axis) for axis in ("heads", "experts"))
         self.sequence = -(-train.seq_len // num_shards(spec.mesh, "sequence"))
         self.tokens = train.per_device_train_batch_size * self.sequence
         pairs, T = 0.0, train.seq_len
@@ -134,6 +134,8 @@ class Estimator:
         found = {name: width for name, (_, width) in self.products.items() if name != "down"}
         if self.model.residual != "sequential":
             del found["attended"]
+        if self.ep > 1:
+            found = {name: width for name, width in found.items() if name not in OF_EXPERTS}
         out, lse = RESIDUAL_NAMES
         return found | {out: found["query"], lse: 4 * self.model.num_heads // self.tp}
 
@@ -174,8 +176,8 @@ class Estimator:
         traffic = n * L * size * stream * passes / 2
         chunks = math.ceil(self.sequence / execution.ffn_chunk)
         chunked = self.products.keys() & {*UNCHUNKED, "down"}
-        # Of experts, the matrices of all, not only of those of a token.
-        stored = (m.num_experts or 1) * m.expert_F / m.active_F
+        # Of experts, the matrices of all that a device has, not only of those of a token.
+        stored = (m.num_experts or 1) * m.expert_F / m.active_F / self.ep
         of_mlp = chunked & {"gate", "up", "down"}
         weights = sum(self.products[k][0] * (stored if k in of_mlp else 1) for k in chunked)
         # Each chunk adds to float32 gradients, which are read and written.
@@ -197,6 +199,8 @@ class Estimator:
         chunk = n * min(execution.ffn_chunk / self.sequence, 1.0)
         stream = STREAM_WORKSPACE * n * m.hidden_size
         stream += FEED_FORWARD_WORKSPACE * chunk * m.active_F / tp
+        # Tokens of all devices that share the experts, their gradients, and a float32 sum.
+        stream += (2 + 4 / size) * chunk * m.hidden_size * self.ep if self.ep > 1 else 0
         workspace = size * stream + (4 * weights if chunks > 1 and not self.frozen else 0)
         loss = 6 * min(execution.ce_chunk, n) * classes / tp + (0 if self.frozen else 4 * vocab)
         # Most gradients do not exist yet during the loss.

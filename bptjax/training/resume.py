@@ -48,7 +48,7 @@ def find_start(run: TrainingRun, checkpoints: Checkpoints) -> Start:
         raise ValueError(
             f"global batch size: the checkpoint in {run.directory} has {saved}, this run "
             f"{spec.global_batch_size}; keep per_device_train_batch_size × "
-            f"gradient_accumulation_steps × dp × fsdp = {saved}"
+            f"gradient_accumulation_steps × dp × fsdp × ep = {saved}"
         )
     if start.step > spec.steps:
         name = "max_steps" if config.train.epochs is None else "epochs"

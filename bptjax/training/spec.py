@@ -75,8 +75,8 @@ class TrainSpec:
         """Layout of batches on the mesh.
 
         Raises:
-          ValueError: parallel.tp does not divide the model's heads, or the schedule needs
-            unsharded sequences.
+          ValueError: parallel.tp does not divide the model's heads, parallel.ep does not divide
+            its experts, or the schedule needs unsharded sequences.
           NotImplementedError: the named strategy cannot divide the heads.
         """
         execution, sp = self.execution, num_shards(self.mesh, "sequence")
@@ -84,5 +84,15 @@ class TrainSpec:
             raise ValueError(
                 f"execution.schedule=fused: must not go with parallel.sp={sp}, which shards "
                 "sequences; set schedule=split or sp=1"
+            )
+        ep, experts = num_shards(self.mesh, "experts"), self.model.num_experts
+        if ep > 1 and experts is None:
+            raise ValueError(
+                f"parallel.ep={ep}: must be 1 for a model without experts; use parallel.fsdp"
+            )
+        if experts is not None and experts % ep:
+            fitting = [n for n in range(1, ep) if experts % n == 0]
+            raise ValueError(
+                f"parallel.ep={ep}: must divide num_experts={experts}; use {fitting[-1]}"
             )
         return Layout(self.mesh, self.model.num_heads, self.config.parallel.sequence_strategy)

@@ -36,7 +36,7 @@ from bptjax.models.architecture import new_model
 from bptjax.models.params import param_path, put_param
 from bptjax.models.transformer import Transformer
 from bptjax.optimizer import OptState, init_opt_state
-from bptjax.parallel.mesh import STATE_AXES, sharding
+from bptjax.parallel.mesh import STATE_AXIS, sharding
 from bptjax.quantized_kernels import linear_kernels, quantize_model, quantizer
 from bptjax.training.spec import TrainSpec
 
@@ -259,16 +259,16 @@ def _new_state(
 
 
 def with_shardings(spec: TrainSpec, tree: Any, sharded: bool = True) -> Any:
-    """Returns the abstract leaves with shardings: parameters by their logical axes, over fsdp and
-    sp only if `sharded`; other leaves replicated."""
-    replicated_over = () if sharded else STATE_AXES
+    """Returns the abstract leaves with shardings: parameters by their logical axes, along
+    `STATE_AXIS` only if `sharded`; other leaves replicated."""
+    replicated = () if sharded else (STATE_AXIS,)
 
     def place(leaf):
         if not isinstance(leaf, nnx.Variable):
             where = NamedSharding(spec.mesh, PartitionSpec())
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
         value = leaf.get_value()
-        where = sharding(spec.mesh, leaf.axes, value.shape, replicated_over)
+        where = sharding(spec.mesh, leaf.axes, value.shape, replicated)
         return leaf.replace(jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=where))
 
     return jax.tree.map(place, tree, is_leaf=lambda x: isinstance(x, nnx.Variable))

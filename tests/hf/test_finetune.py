@@ -20,6 +20,8 @@ FAMILIES = {
     "llama": {},
     "gpt_neox": {},
     "bloom": {},
+    # Experts sharded as they are loaded; a sample of one sequence, which four devices cannot share.
+    "qwen3_moe": {"parallel.fsdp": 2, "parallel.ep": 2, "train.sample_tokens": 4},
     # Made longer than it was: its positions are tiled.
     "gpt2": {"model.max_position_embeddings": 100, "model.residual_dropout": 0.0},
 }

@@ -144,7 +144,7 @@ def test_fewer_sequences_than_devices(model):
         return [*generate(model, prompts, new_tokens=3, sampling=sampling, execution=execution)]
 
     alone = written()
-    with jax.set_mesh(make_mesh(ParallelConfig(1, 2, 1, 1), jax.devices()[:2])):
+    with jax.set_mesh(make_mesh(ParallelConfig(1, 2, 1, 1, 2), jax.devices()[:4])):
         assert np.array_equal(written(), alone)
 
 

@@ -13,7 +13,7 @@ from bptjax.parallel import mesh as mesh_module
 from bptjax.parallel.mesh import (
     AXES,
     RULES,
-    STATE_AXES,
+    STATE_AXIS,
     ParallelConfig,
     constrain,
     data_shards,
@@ -27,7 +27,7 @@ from bptjax.parallel.mesh import (
 
 def test_the_open_axis_takes_the_rest():
     mesh = make_mesh(ParallelConfig(dp=2, fsdp=-1, tp=2))
-    assert dict(mesh.shape) == {"dp": 2, "fsdp": 2, "tp": 2, "sp": 1}
+    assert dict(mesh.shape) == {"dp": 2, "fsdp": 2, "tp": 2, "sp": 1, "ep": 1}
 
 
 def test_one_device_is_a_mesh_of_ones():
@@ -38,9 +38,18 @@ def test_one_device_is_a_mesh_of_ones():
 @pytest.mark.parametrize(
     "config, message",
     [
-        (ParallelConfig(dp=3), "dp=3, fsdp=-1, tp=1, sp=1: must multiply to 8 devices; nearest: "),
-        (ParallelConfig(fsdp=4), "dp=1, fsdp=4, tp=1, sp=1: must multiply to 8 devices; nearest: "),
-        (ParallelConfig(dp=-1, fsdp=-1), "dp=-1, fsdp=-1, tp=1, sp=1: must have at most one -1"),
+        (
+            ParallelConfig(dp=3),
+            "dp=3, fsdp=-1, tp=1, sp=1, ep=1: must multiply to 8 devices",
+        ),
+        (
+            ParallelConfig(fsdp=4),
+            "dp=1, fsdp=4, tp=1, sp=1, ep=1: must multiply to 8 devices",
+        ),
+        (
+            ParallelConfig(dp=-1, fsdp=-1),
+            "dp=-1, fsdp=-1, tp=1, sp=1, ep=1: must have at most one",
+        ),
         (ParallelConfig(tp=0), "parallel.tp=0: must be at least 1, or -1 for all remaining"),
         (ParallelConfig(sp=-2), "parallel.sp=-2: must be at least 1, or -1 for all remaining"),
     ],
@@ -53,13 +62,15 @@ def test_a_wrong_mesh_is_refused(config, message):
 def test_the_table_of_axes_is_the_config():
     """A new axis is a line of AXES and a key of ParallelConfig."""
     assert list(AXES) == [f.name for f in fields(ParallelConfig)][: len(AXES)]
-    assert RULES["batch"] == ("dp", "fsdp") and STATE_AXES == RULES["embed"] == ("fsdp", "sp")
-    mesh = make_mesh(ParallelConfig(dp=2, fsdp=2, sp=2))
+    assert RULES["batch"] == ("dp", "fsdp", "ep") and RULES["experts"] == ("ep",)
+    assert RULES[STATE_AXIS] == ("fsdp", "sp", "ep")
+    mesh = make_mesh(ParallelConfig(dp=2, sp=2, ep=2))
     assert data_shards(mesh) == 4 and num_shards(mesh, "sequence") == 2
 
 
 def test_the_nearest_meshes_are_named():
-    with pytest.raises(ValueError, match="nearest: dp=1 fsdp=1 tp=2 sp=4 or dp=1 fsdp=1 tp=4 sp=2"):
+    nearest = "dp=1 fsdp=1 tp=2 sp=4 ep=1 or dp=1 fsdp=1 tp=4 sp=2 ep=1"
+    with pytest.raises(ValueError, match=f"nearest: {nearest}"):
         make_mesh(ParallelConfig(fsdp=1, tp=3, sp=3))
 
 
@@ -72,6 +83,15 @@ def test_an_axis_is_sharded_over_the_mesh_axes_that_divide_it():
     assert sharding(mesh, ("embed",), (18,)).spec == PartitionSpec("fsdp")
     mesh = make_mesh(ParallelConfig(fsdp=3, sp=2), jax.devices()[:6])
     assert sharding(mesh, ("embed",), (16,)).spec == PartitionSpec("sp")
+
+
+def test_a_mesh_axis_shards_one_axis_of_an_array():
+    """Experts come before the width, also if the rest of the state is replicated."""
+    mesh, axes = make_mesh(ParallelConfig(fsdp=2, tp=2, ep=2)), ("experts", "embed", "mlp")
+    assert sharding(mesh, axes, (3, 8, 16, 4)).spec == PartitionSpec(None, "ep", "fsdp", "tp")
+    assert sharding(mesh, axes, (3, 3, 16, 4)).spec[2] == ("fsdp", "ep")
+    spec = sharding(mesh, axes, (3, 8, 16, 4), (STATE_AXIS,)).spec
+    assert spec == PartitionSpec(None, "ep", None, "tp")
 
 
 def test_constrain_does_nothing_without_a_mesh():

@@ -1,0 +1,93 @@
+"""Expert parallelism: each device runs its experts on the tokens of all devices that share them."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+from jaxtyping import Float, Int
+
+from bptjax.ops.blockwise import blockwise
+from bptjax.ops.per_device import divided_axes
+from bptjax.parallel.mesh import RULES
+
+
+def expert_axes() -> tuple[str, ...]:
+    """Returns the mesh axes over which an enclosing `per_device` divides the experts."""
+    return divided_axes(RULES["experts"])
+
+
+def own_experts(chosen: Int[Array, "T k"], experts: int) -> tuple[Int[Array, "T k"], int]:
+    """Returns the choices as numbers of this device's experts, with the number of its experts in
+    place of all others; and this number.
+
+    Args:
+      experts: number of all experts, which the mesh divides.
+    """
+    axes = expert_axes()
+    if not axes:
+        return chosen, experts
+    own = experts // jax.lax.axis_size(axes)
+    chosen = chosen - jax.lax.axis_index(axes) * own
+    return jnp.where((chosen >= 0) & (chosen < own), chosen, own), own
+
+
+def sum_over_devices(
+    f: Callable[[Any, Any], Array], params: Any, tokens: Any, *, dtype: DTypeLike, sharded: bool
+) -> Float[Array, "1 T D"]:
+    """Sums `f(params, tokens)` over the devices that share the experts, and rounds to `dtype`.
+
+    All-gathers the tokens, and runs `f` on the tokens of one device at a time. So its memory does
+    not grow with the number of devices, even if all tokens choose experts of one device. The
+    backward pass saves `params` and this device's tokens alone. Sums over devices are float32.
+
+    Args:
+      f: position-wise, as in `blockwise`, with the `params` of this device; returns float32, if
+        several devices share the experts.
+      tokens: pytree of `[1, T, ...]`.
+      sharded: whether each device has other tokens; otherwise all have the same.
+    """
+    axes = expert_axes()
+    if not axes:
+        return f(params, tokens).astype(dtype)
+    if not sharded:
+        return jax.lax.psum(f(params, tokens), axes).astype(dtype)
+    T = jax.tree.leaves(tokens)[0].shape[1]
+
+    @jax.checkpoint
+    def run(params, tokens):
+        every = jax.tree.map(partial(_gather, axes=axes), tokens)
+        return _scatter(blockwise(f, params, every, chunk=T), dtype, axes)
+
+    return run(params, tokens)
+
+
+def _all_gather(x, axes):
+    return jax.lax.all_gather(x, axes, axis=1, tiled=True)
+
+
+def _gather(x: Array, axes: tuple[str, ...]) -> Array:
+    """All-gathers along axis 1. Unlike autodiff's, the sums of gradients are float32."""
+    return (_gather_floats if jnp.issubdtype(x.dtype, jnp.inexact) else _all_gather)(x, axes)
+
+
+_gather_floats = jax.custom_vjp(_all_gather, nondiff_argnums=(1,))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _scatter(y: Float[Array, "1 S D"], dtype: DTypeLike, axes: tuple[str, ...]) -> Array:
+    """Reduce-scatters along axis 1 and rounds to `dtype`, in which the gradients travel."""
+    return jax.lax.psum_scatter(y, axes, scatter_dimension=1, tiled=True).astype(dtype)
+
+
+_gather_floats.defvjp(
+    lambda x, axes: (_all_gather(x, axes), None),
+    lambda axes, _, dy: (_scatter(dy.astype(jnp.float32), dy.dtype, axes),),
+)
+_scatter.defvjp(
+    lambda y, dtype, axes: (_scatter(y, dtype, axes), None),
+    lambda dtype, axes, _, dy: (_all_gather(dy, axes).astype(jnp.float32),),
+)
