@@ -35,6 +35,7 @@ class Tokenizer(Protocol):
       mask_id: id of the mask token, or None.
       special_ids: ids of special tokens, which are never masked.
       chat_template: Jinja source, or None.
+      template_file: file that holds the chat template, or None.
       special_tokens: variables of chat templates, such as `eos_token`.
     """
 
@@ -56,6 +57,8 @@ class Tokenizer(Protocol):
     def special_ids(self) -> Sequence[int]: ...
     @property
     def chat_template(self) -> str | None: ...
+    @property
+    def template_file(self) -> Path | None: ...
     @property
     def special_tokens(self) -> Mapping[str, Any]: ...
     def template_for(self, tools: bool) -> str | None:
@@ -119,6 +122,7 @@ class _Plain:
     mask_id: int | None = None
     special_ids: Sequence[int] = ()
     chat_template: str | None = None
+    template_file: Path | None = None
     special_tokens: Mapping[str, Any] = {}
 
     @property
@@ -310,7 +314,9 @@ def load_tokenizer(directory: str | Path, limit: int | None = None) -> Tokenizer
         found = CharTokenizer(characters)
     elif saved.get("type") != "byte":
         raise ValueError(f"{directory / FILE} is damaged: it holds no tokenizer of bptjax")
-    return found.with_chat(saved.get("chat_template"), [])
+    found = found.with_chat(saved.get("chat_template"), [])
+    found.template_file = directory / FILE
+    return found
 
 
 def utf8(text: str) -> bytes:
