@@ -9,9 +9,12 @@ import pytest
 from chats import loaded, raw_tokenizer
 from hf.conftest import llama  # noqa: F401
 
-from bptjax import convert
+from bptjax import convert, train
+from bptjax.checkpoint import _damage
 from bptjax.data.tokenizer import load_tokenizer
+from bptjax.links import check_links
 from bptjax.models.config import ModelConfig
+from bptjax.output import write_atomically
 from bptjax.pretrained import open_pretrained
 
 CODE = "import pathlib\npathlib.Path({!r}).touch()\nclass C:\n    pass\n"
@@ -83,3 +86,91 @@ def test_a_class_that_is_no_model_is_not_called(llama, tmp_path, capsys):  # noq
     model = Pretrained(ModelConfig(causal=False, vocab_size=8), source=None)
     with pytest.raises(ValueError, match="architectures: must name a model, not 'pipeline'"):
         difference(directory, model)
+
+
+def linked(path, target):
+    """Makes `path` a link; what was there becomes the target, unless there is a target."""
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        path.rename(target)
+    path.unlink(missing_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.symlink_to(target)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "preprocessor_config.json",
+        "generation_config.json",
+        "additional_chat_templates/tool.jinja",
+        "hf",
+    ],
+)
+def test_links_out_of_a_model_directory_are_refused(llama, tmp_path, capsys, name):  # noqa: F811
+    directory = llama()
+    (tmp_path / "secret").write_text("{}")
+    found = (directory / name).exists()
+    linked(directory / name, tmp_path / ("moved" if found else "secret"))
+    assert convert.main(["hf-to-bptjax", str(directory), str(tmp_path / "out")]) == 2
+    assert f"{directory / name}: must not link to {tmp_path}" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(ValueError, match="must not link to"):
+        load_tokenizer(directory)
+
+
+def test_links_of_the_hubs_cache_are_followed_within_its_entry(llama, tmp_path):  # noqa: F811
+    entry = tmp_path / "models--owner--name"
+    snapshot = entry / "snapshots" / "0123abc"
+    snapshot.mkdir(parents=True)
+    llama().rename(entry / "blobs")
+    for file in (entry / "blobs").iterdir():
+        (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
+    (tmp_path / "model").symlink_to(snapshot)  # The user's own name for it.
+    for name in (snapshot, tmp_path / "model"):
+        assert open_pretrained(ModelConfig(name_or_path=str(name))).config.num_layers == 2
+    other = tmp_path / "models--owner--other" / "blobs" / "x"
+    other.parent.mkdir(parents=True)
+    other.write_text("{}")
+    (snapshot / "x.json").symlink_to(other)
+    with pytest.raises(ValueError, match="must not link to .*models--owner--other"):
+        open_pretrained(ModelConfig(name_or_path=str(snapshot)))
+
+
+@pytest.mark.parametrize("name", ["log.txt", "hf/config.json", "checkpoints/3", "checkpoints/3/x"])
+def test_links_out_of_a_run_are_refused(tmp_path, capsys, name):
+    (tmp_path / "secret").write_text("secret")
+    (tmp_path / "text.txt").write_text("some text " * 50)
+    run = tmp_path / "run"
+    run.mkdir()
+    linked(run / name, tmp_path / "secret")
+    argv = [f"--run_dir={run}", f"--data.path={tmp_path / 'text.txt'}", "--device=cpu"]
+    assert train.main(argv) == 2
+    assert f"{run / name}: must not link to {tmp_path / 'secret'}" in capsys.readouterr().err
+    assert (tmp_path / "secret").read_text() == "secret"
+    with pytest.raises(ValueError, match="must not link"):
+        open_pretrained(ModelConfig(name_or_path=str(run)))
+
+
+def test_links_that_lead_to_each_other_end(tmp_path):
+    for name in ("hf", "checkpoints"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a").symlink_to(tmp_path)
+        (tmp_path / name / "b").symlink_to("b")
+    check_links(tmp_path)
+
+
+def test_a_manifest_lists_no_files_elsewhere(tmp_path):
+    for name in ("../x", "/dev/zero"):
+        (tmp_path / "manifest.json").write_text(json.dumps({name: 0}))
+        assert _damage(tmp_path) == "manifest.json lists files elsewhere"
+
+
+def test_a_planted_link_is_not_written_through(tmp_path):
+    (tmp_path / "secret").write_text("secret")
+    (tmp_path / f".a.{os.getpid()}.tmp").symlink_to(tmp_path / "secret")
+    write_atomically(tmp_path / "a", "new")
+    assert (tmp_path / "secret").read_text() == "secret" and (tmp_path / "a").read_text() == "new"

@@ -12,6 +12,7 @@ import numpy as np
 
 from bptjax.data.hf_tokenizer import HFTokenizer
 from bptjax.json_files import read_json
+from bptjax.links import check_links
 
 FILE = "bptjax_tokenizer.json"
 # A Unicode noncharacter, reserved for internal use. It stands for the byte tokenizer's separator in
@@ -299,6 +300,9 @@ def add_tokens(tokenizer: Tokenizer, tokens: Sequence[str]) -> list[str]:
 def load_tokenizer(directory: str | Path, limit: int | None = None) -> Tokenizer:
     """Loads a tokenizer written by `save`, or a Hugging Face tokenizer for a model with `limit`
     tokens, from a local directory. Never uses the network.
+
+    Raises:
+      ValueError: the directory holds no tokenizer, or a link leads out of it.
     """
     directory = Path(os.path.expanduser(directory))
     if not directory.is_dir():
@@ -306,6 +310,7 @@ def load_tokenizer(directory: str | Path, limit: int | None = None) -> Tokenizer
             f"data.tokenizer={str(directory)!r}: must be byte, char, or a local directory with a "
             "Hugging Face tokenizer"
         )
+    check_links(directory)
     if not (directory / FILE).exists():
         return HFTokenizer(directory, limit)
     saved = read_json(directory / FILE)
