@@ -14,7 +14,8 @@ from bptjax.checkpoint import _damage
 from bptjax.data.tokenizer import load_tokenizer
 from bptjax.links import check_links
 from bptjax.models.config import ModelConfig
-from bptjax.output import write_atomically
+from bptjax.output import atomic_directory, replaced_files, write_atomically
+from bptjax.parallel.mesh import make_cache_directory
 from bptjax.pretrained import open_pretrained
 
 CODE = "import pathlib\npathlib.Path({!r}).touch()\nclass C:\n    pass\n"
@@ -174,3 +175,37 @@ def test_a_planted_link_is_not_written_through(tmp_path):
     (tmp_path / f".a.{os.getpid()}.tmp").symlink_to(tmp_path / "secret")
     write_atomically(tmp_path / "a", "new")
     assert (tmp_path / "secret").read_text() == "secret" and (tmp_path / "a").read_text() == "new"
+
+
+def modes(directory):
+    """Rights of others to the directory and to what is in it."""
+    return {path.stat().st_mode & 0o077 for path in (directory, *directory.rglob("*"))}
+
+
+@pytest.mark.parametrize(("umask", "wanted"), [(0o077, {0}), (0o027, {0o040, 0o050})])
+def test_results_follow_the_umask(tmp_path, umask, wanted):
+    before = os.umask(umask)
+    try:
+        with atomic_directory(tmp_path / "out") as directory:
+            write_atomically(directory / "inner" / "a", "a")
+        with replaced_files(tmp_path / "out") as directory:
+            (directory / "b").write_text("b")
+    finally:
+        os.umask(before)
+    assert modes(tmp_path / "out") == wanted
+
+
+def test_the_cache_and_a_temporary_config_are_private(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "new"))
+    make_cache_directory()
+    assert modes(tmp_path / "new" / "bptjax") == {0}
+    (tmp_path / "new" / "bptjax").chmod(0o775)
+    make_cache_directory()
+    assert modes(tmp_path / "new" / "bptjax") == {0}
+
+    seen = []
+    monkeypatch.setattr(
+        "bptjax.config_parser.parse", lambda argv: seen.append(os.stat(argv[0][9:]))
+    )
+    train._config({"seed": 1})
+    assert seen[0].st_mode & 0o077 == 0

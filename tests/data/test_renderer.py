@@ -97,6 +97,7 @@ def test_a_forked_process_has_a_renderer_of_its_own():
     tokenizer = ByteTokenizer()
     render(TALK, CHATML, tokenizer)
     inherited = templates._RENDERER
+    assert inherited._process is not None
     inherited._owner = -1  # As in a child of this process.
     before = inherited._process
     render(TALK, CHATML, tokenizer)
