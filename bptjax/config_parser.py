@@ -98,7 +98,10 @@ def parse(
             group.basetype = None  # Text is a file, and no class to import.
     for key, hint in hints.items():
         flags[f"--{key}"].metavar = _metavar(hint)
-    parsed = parser.parse_args(_config_first([*defaults, *normalize(rest, parser)]))
+    try:
+        parsed = parser.parse_args(_config_first([*defaults, *normalize(rest, parser)]))
+    except RecursionError as error:
+        raise ValueError("--config: must not be nested so deeply") from error
     for f in fields(kind):
         # jsonargparse accepts a number in place of a group, and fails on it later.
         if dataclasses.is_dataclass(f.type) and not isinstance(parsed[f.name], Namespace):

@@ -17,12 +17,13 @@ from typing import Any
 
 # Limits of one rendering: seconds of CPU time, bytes of memory beyond the process without a
 # template, and characters of text: as many as these and TEXT_FACTOR times the text of the request.
-SECONDS = 10
+SECONDS: float = 10
 MEMORY_BYTES = 2**30
 TEXT_CHARACTERS = 2**20
 TEXT_FACTOR = 16
-# Renderings per request. A request takes 15 to 50 microseconds, a rendering 30 or more.
-PARTS = 32
+# Renderings per request, which together must fit into the memory. A request takes 15 to 50
+# microseconds, a rendering 30 or more.
+PARTS = 8
 
 # Exit code of the process when it is out of memory.
 OUT_OF_MEMORY = 77

@@ -315,11 +315,14 @@ def load_tokenizer(directory: str | Path, limit: int | None = None) -> Tokenizer
         return HFTokenizer(directory, limit)
     saved = read_json(directory / FILE)
     found, characters = ByteTokenizer(), saved.get("characters")
-    if saved.get("type") == "char" and isinstance(characters, str):
+    template = saved.get("chat_template")
+    if saved.get("type") == "char" and isinstance(characters, str) and characters:
         found = CharTokenizer(characters)
     elif saved.get("type") != "byte":
         raise ValueError(f"{directory / FILE} is damaged: it holds no tokenizer of bptjax")
-    found = found.with_chat(saved.get("chat_template"), [])
+    if template is not None and not isinstance(template, str):
+        raise ValueError(f"{directory / FILE} is damaged: its chat_template is no text")
+    found = found.with_chat(template, [])
     found.template_file = directory / FILE
     return found
 
