@@ -332,6 +332,8 @@ def _damage(directory: Path) -> str:
         wanted = json.loads((directory / MANIFEST).read_text())
         if not wanted or not isinstance(wanted, dict):
             return f"{MANIFEST} lists no files"
+        if any(".." in Path(name).parts or Path(name).is_absolute() for name in wanted):
+            return f"{MANIFEST} lists files elsewhere"
         found = _checksums(directory, list(wanted))
     except (OSError, ValueError) as error:
         return f"{MANIFEST}: {error}"

@@ -37,12 +37,14 @@ def parse(
       ValueError: unknown key, repeated key, wrong type, missing file or a value out of range, in
         one line.
     """
+    import yaml
     from jsonargparse import (
         ArgumentParser,
         DefaultHelpFormatter,
         Namespace,
         get_loader,
         set_loader,
+        set_parsing_settings,
     )
 
     hints = _hints(kind)
@@ -64,7 +66,9 @@ def parse(
             found.pop("execution", None)
         return found
 
-    set_loader("execution", load_without_auto)
+    set_loader("execution", load_without_auto, exceptions=(yaml.YAMLError,))
+    # By default jsonargparse imports the module of a `class_path` before it refuses the class.
+    set_parsing_settings(import_path_denylist=["*"], import_path_allowlist=_items(kind))
     parser = Parser(
         parser_mode="execution",
         prog=f"bptjax {command}",
@@ -89,10 +93,15 @@ def parse(
             action.help = f"show the keys of {name.removesuffix('.help')}, and exit"
     for f in fields(kind):
         if dataclasses.is_dataclass(f.type):
-            flags[f"--{f.name}"].help = SUPPRESS  # --group FILE, beside --config.
+            group: Any = flags[f"--{f.name}"]
+            group.help = SUPPRESS  # --group FILE, beside --config.
+            group.basetype = None  # Text is a file, and no class to import.
     for key, hint in hints.items():
         flags[f"--{key}"].metavar = _metavar(hint)
-    parsed = parser.parse_args(_config_first([*defaults, *normalize(rest, parser)]))
+    try:
+        parsed = parser.parse_args(_config_first([*defaults, *normalize(rest, parser)]))
+    except RecursionError as error:
+        raise ValueError("--config: must not be nested so deeply") from error
     for f in fields(kind):
         # jsonargparse accepts a number in place of a group, and fails on it later.
         if dataclasses.is_dataclass(f.type) and not isinstance(parsed[f.name], Namespace):
@@ -177,6 +186,13 @@ def _hints(kind: type, prefix: str = "") -> dict[str, Any]:
         else:
             found[prefix + f.name] = f.type
     return found
+
+
+def _items(kind: type) -> list[str]:
+    """Returns the import paths of the dataclasses that are items of lists."""
+    found = [item for hint in _hints(kind).values() for item in get_args(hint)]
+    found = [item for item in found if dataclasses.is_dataclass(item)]
+    return [f"{item.__module__}.{item.__qualname__}" for item in found]
 
 
 def _metavar(hint: Any) -> str:

@@ -215,7 +215,12 @@ def difference(
     kind = getattr(transformers, model.family.auto_class if model.family else CAUSAL)
     config, key, rng = model.config, "input_ids", np.random.default_rng(0)
     if not config.causal:
-        kind = getattr(transformers, read_json(hf / "config.json")["architectures"][0])
+        name = (read_json(hf / "config.json").get("architectures") or [None])[0]
+        kind = getattr(transformers, str(name), None)
+        if not isinstance(kind, type) or not issubclass(kind, transformers.PreTrainedModel):
+            raise ValueError(
+                f"{hf / 'config.json'}: architectures: must name a model, not {name!r}"
+            )
     if config.image_size:
         shape = 2, config.channels, *config.image_size
         inputs, key = rng.normal(size=shape).astype(np.float32), "pixel_values"

@@ -212,11 +212,10 @@ def _caches() -> Lines:
 
 
 def _processes() -> Lines:
-    from bptjax.parallel.distributed import listen
     from bptjax.parallel.launch import find_process
     from bptjax.parallel.mesh import ParallelConfig
 
-    with listen(0) as server:
+    with socket.create_server(("127.0.0.1", 0)) as server:
         with socket.create_connection(("127.0.0.1", server.getsockname()[1]), timeout=5):
             yield "port for processes", "can be opened"
     process = find_process(ParallelConfig(), os.environ)

@@ -42,7 +42,10 @@ def write_atomically(file: Path, text: str) -> None:
     # Several processes may write the same file.
     fresh = file.with_name(f".{file.name}.{os.getpid()}.tmp")
     try:
-        fresh.write_text(text, encoding="utf-8", errors="replace")
+        # A file of this name that exists may be a link, planted in a directory of several users.
+        fresh.unlink(missing_ok=True)
+        with fresh.open("x", encoding="utf-8", errors="replace") as stream:
+            stream.write(text)
         fresh.replace(file)
     finally:
         fresh.unlink(missing_ok=True)

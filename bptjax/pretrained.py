@@ -30,6 +30,7 @@ from bptjax.hf.peft import read_peft
 from bptjax.hf.peft_config import ADAPTER_CONFIG, read_base
 from bptjax.hf.tensors import SINGLE, Tensors
 from bptjax.json_files import read_json
+from bptjax.links import check_links
 from bptjax.lora import AdapterConfig, Adapters, attach
 from bptjax.models.architecture import new_model
 from bptjax.models.config import ModelConfig
@@ -304,10 +305,12 @@ def resolve_checkpoint(name: str, weights: bool = True) -> Path:
     downloaded, without `weights` only its config and tokenizer.
 
     Raises:
-      ValueError: the name is neither a directory nor a hub id that can be downloaded.
+      ValueError: the name is neither a directory nor a hub id that can be downloaded, or a link
+        leads out of the directory.
     """
     directory = Path(os.path.expanduser(name))
     if directory.is_dir():
+        check_links(directory)
         return directory
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or directory.exists():
         raise ValueError(f"model.name_or_path={name}: must be a directory or a hub id")
@@ -317,13 +320,15 @@ def resolve_checkpoint(name: str, weights: bool = True) -> Path:
         patterns = ["*.json", "*.txt", "*.model", "*.jinja"] + ["*.safetensors"] * weights
         # Second copies of the weights, in the formats of other programs.
         others = ["*/*", "consolidated*"]
-        return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=others))
+        directory = Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=others))
     except Exception as error:
         # The hub's client lets every exception of its transport through.
         raise ValueError(
             f"model.name_or_path={name}: not a directory, and cannot be downloaded from the hub: "
             f"{str(error).splitlines()[0]}"
         ) from error
+    check_links(directory)
+    return directory
 
 
 def _open_peft(directory: Path, wanted: ModelConfig) -> Pretrained:

@@ -66,6 +66,8 @@ def _loop(run: "TrainingRun", profile: bool) -> int:
     try:
         with explain_full_disk(run.directory):
             return loop.train(run, profile=profile)
+    except ChildProcessError:  # Of a chat template, which is input.
+        raise
     except OSError as error:  # The input was in order: the run failed.
         raise RuntimeError(str(error)) from error
 

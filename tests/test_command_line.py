@@ -321,3 +321,28 @@ def test_null_where_a_key_has_no_such_value(tmp_path, key):
     (tmp_path / "a.yaml").write_text(text)
     with pytest.raises(ValueError, match=rf"^{key}=(null|None): must be "):
         parse([f"--config={tmp_path / 'a.yaml'}"])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "data: {sources: [{class_path: NAME.f}]}",
+        "data: {sources: [NAME.f]}",
+        "model: {class_path: NAME.f}",
+        "model: NAME.f",
+        "execution: NAME.f",
+        "model: !!python/object/apply:NAME.f []",
+    ],
+)
+@pytest.mark.parametrize("flag", [False, True])
+def test_no_class_named_by_a_config_is_imported(tmp_path, monkeypatch, capsys, text, flag):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "stranger.py").write_text("f = dict")
+    text = text.replace("NAME", "stranger")
+    group, _, value = text.partition(": ")
+    (tmp_path / "a.yaml").write_text(text)
+    argv = [f"--{group}={value}"] if flag else [f"--config={tmp_path / 'a.yaml'}"]
+    assert run_command(parse, argv) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "Traceback" not in error and "allowlist" not in error
+    assert "stranger" not in sys.modules

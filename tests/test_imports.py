@@ -22,6 +22,7 @@ FLOORS = {
         "progress",
         "output",
         "json_files",
+        "links",
         "lazy_imports",
         "versions",
         "device_check",

@@ -31,12 +31,16 @@ class HFTokenizer:
                 str(directory), local_files_only=True, trust_remote_code=False
             )
             bare, around = found.encode("a", add_special_tokens=False), found.encode("a")
-        # Invalid files can raise any exception, such as KeyError.
-        except Exception as error:
+        # Invalid files can raise any exception, such as KeyError, or a panic of Rust.
+        except BaseException as error:
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
             raise ValueError(
                 f"data.tokenizer={str(directory)!r}: must hold a Hugging Face tokenizer"
             ) from error
         self._tokenizer: Any = found
+        files = Path(directory) / "chat_template.jinja", Path(directory) / "tokenizer_config.json"
+        self.template_file = files[not files[0].exists()]
         # `len` counts added tokens; the tokenizer's own `vocab_size` does not.
         self.vocab_size = min(len(found), limit or len(found))
         self.eos_id, self.sep_id = found.eos_token_id, found.sep_token_id
@@ -54,6 +58,8 @@ class HFTokenizer:
                 "integer or a list of integers"
             )
         starts = (i for i in range(len(around)) if around[i : i + len(bare)] == bare)
+        if max(around, default=0) >= 2**31:
+            raise ValueError(f"{directory}: token ids must be less than 2^31, not {max(around)}")
         self.prefix = np.array(around[: next(starts, 0)], np.int32)
         start = "".join(found.convert_ids_to_tokens(self.prefix.tolist()))
         # Some tokenizers put a space before a text's first word, but not after a special token.
@@ -89,13 +95,13 @@ class HFTokenizer:
         return np.concatenate([self.prefix, self.encode(text)])
 
     def _checked(self, ids: Sequence[int]) -> np.ndarray:
-        found = np.array(ids, np.int32)
+        found = np.array(ids, np.int64)  # A damaged file may hold ids of more than 31 bits.
         if found.max(initial=0) >= self.vocab_size:
             token = self._tokenizer.decode([found.max()])
             raise ValueError(
                 f"token {token!r}: must be in the model's vocabulary of {self.vocab_size}"
             )
-        return found
+        return found.astype(np.int32)
 
     def _offsets(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Returns the ids, and the start and the end of each token in characters."""

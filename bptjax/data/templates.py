@@ -1,16 +1,15 @@
 """Renders chats as text by chat templates, and finds the answers in the text."""
 
 import re
-import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
 from bptjax.data.chat import Chat, Message
+from bptjax.data.renderer import PARTS, Part, Renderer, TemplateLimit, TemplateRefusal, Text
 from bptjax.data.tokenizer import Tokenizer
-from bptjax.lazy_imports import transformers
 
 # Taori et al. 2023, github.com/tatsu-lab/stanford_alpaca.
 ALPACA = (
@@ -114,28 +113,36 @@ def render(
 
     Raises:
       ValueError: the template refuses the messages.
+      TemplateLimit: the template takes too much time or memory; see `renderer`.
     """
-    transformers()
-    from transformers.utils.chat_template_utils import render_jinja_template
+    parts = [(len(messages), answer)]
+    (found,) = renderings(messages, template, tokenizer, variables, parts)
+    return found
 
+
+def renderings(
+    messages: Sequence[Message],
+    template: str,
+    tokenizer: Tokenizer,
+    variables: Mapping[str, Any] | None,
+    parts: Sequence[Part],
+) -> Iterator[Text]:
+    """Yields what `render` returns for several parts of the messages, with fewer requests."""
     given = {k: v for k, v in (variables or {}).items() if k not in _RESERVED}
-    try:
-        # The renderer stores the marks in the compiled template, which all threads share.
-        with _LOCK:
-            texts, marks = cast(Any, render_jinja_template)(
-                conversations=[[dict(message) for message in messages]],
-                chat_template=template,
-                add_generation_prompt=answer,
-                return_assistant_tokens_mask=has_marks(template),
-                **{**tokenizer.special_tokens, **given},
-            )
-    # A template is a program and may raise any exception.
-    except Exception as error:
-        raise ValueError(f"the chat template refuses the messages: {error}") from error
-    return texts[0], marks[0] if marks else []
+    given = {**tokenizer.special_tokens, **given}
+    for start in range(0, len(parts), PARTS):
+        some = parts[start : start + PARTS]
+        try:
+            yield from _RENDERER.render(template, messages, given, some, has_marks(template))
+        except TemplateRefusal as error:
+            raise ValueError(f"the chat template refuses the messages: {error}") from error
+        except TemplateLimit as error:
+            file = tokenizer.template_file
+            name = f"{file}: the chat template" if file else "the chat template"
+            raise TemplateLimit(f"{name} {error} for one chat; replace the template") from error
 
 
-_LOCK = threading.Lock()
+_RENDERER = Renderer()
 
 
 def has_marks(template: str) -> bool:
@@ -163,16 +170,18 @@ def conversations(chat: Chat, tokenizer: Tokenizer, *, split: bool = True) -> li
     """
     template = template_of(chat, tokenizer)
 
-    def text(count: int, answer: bool = False) -> str:
-        return render(chat.messages[:count], template, tokenizer, chat.variables, answer=answer)[0]
-
+    # The complete chat; then each answer's prompt, and the chat up to the end of the answer.
+    parts: list[Part] = [(len(chat.messages), False)]
+    if split and not has_marks(template):
+        parts += [part for i in chat.answers for part in ((i, True), (i + 1, False))]
     try:
-        full, marks = render(chat.messages, template, tokenizer, chat.variables)
-        if has_marks(template) or not split:
+        texts = renderings(chat.messages, template, tokenizer, chat.variables, parts)
+        full, marks = next(texts)
+        if len(parts) == 1:
             return [Rendered(full, tuple(marks))]
         inside, separate = [], []
         for i in chat.answers:
-            before, upto = text(i, answer=True), text(i + 1)
+            (before, _), (upto, _) = next(texts), next(texts)
             if not upto.startswith(before):
                 raise ValueError(
                     f"message {i + 1}: the chat template does not write the answer after its own "

@@ -12,6 +12,7 @@ import numpy as np
 
 from bptjax.data.hf_tokenizer import HFTokenizer
 from bptjax.json_files import read_json
+from bptjax.links import check_links
 
 FILE = "bptjax_tokenizer.json"
 # A Unicode noncharacter, reserved for internal use. It stands for the byte tokenizer's separator in
@@ -35,6 +36,7 @@ class Tokenizer(Protocol):
       mask_id: id of the mask token, or None.
       special_ids: ids of special tokens, which are never masked.
       chat_template: Jinja source, or None.
+      template_file: file that holds the chat template, or None.
       special_tokens: variables of chat templates, such as `eos_token`.
     """
 
@@ -56,6 +58,8 @@ class Tokenizer(Protocol):
     def special_ids(self) -> Sequence[int]: ...
     @property
     def chat_template(self) -> str | None: ...
+    @property
+    def template_file(self) -> Path | None: ...
     @property
     def special_tokens(self) -> Mapping[str, Any]: ...
     def template_for(self, tools: bool) -> str | None:
@@ -119,6 +123,7 @@ class _Plain:
     mask_id: int | None = None
     special_ids: Sequence[int] = ()
     chat_template: str | None = None
+    template_file: Path | None = None
     special_tokens: Mapping[str, Any] = {}
 
     @property
@@ -295,6 +300,9 @@ def add_tokens(tokenizer: Tokenizer, tokens: Sequence[str]) -> list[str]:
 def load_tokenizer(directory: str | Path, limit: int | None = None) -> Tokenizer:
     """Loads a tokenizer written by `save`, or a Hugging Face tokenizer for a model with `limit`
     tokens, from a local directory. Never uses the network.
+
+    Raises:
+      ValueError: the directory holds no tokenizer, or a link leads out of it.
     """
     directory = Path(os.path.expanduser(directory))
     if not directory.is_dir():
@@ -302,15 +310,21 @@ def load_tokenizer(directory: str | Path, limit: int | None = None) -> Tokenizer
             f"data.tokenizer={str(directory)!r}: must be byte, char, or a local directory with a "
             "Hugging Face tokenizer"
         )
+    check_links(directory)
     if not (directory / FILE).exists():
         return HFTokenizer(directory, limit)
     saved = read_json(directory / FILE)
     found, characters = ByteTokenizer(), saved.get("characters")
-    if saved.get("type") == "char" and isinstance(characters, str):
+    template = saved.get("chat_template")
+    if saved.get("type") == "char" and isinstance(characters, str) and characters:
         found = CharTokenizer(characters)
     elif saved.get("type") != "byte":
         raise ValueError(f"{directory / FILE} is damaged: it holds no tokenizer of bptjax")
-    return found.with_chat(saved.get("chat_template"), [])
+    if template is not None and not isinstance(template, str):
+        raise ValueError(f"{directory / FILE} is damaged: its chat_template is no text")
+    found = found.with_chat(template, [])
+    found.template_file = directory / FILE
+    return found
 
 
 def utf8(text: str) -> bytes:

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import time
 import zlib
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from bptjax.output import write_atomically
+from bptjax.parallel.mesh import cache_directory, make_cache_directory
 
 # Threads hash pieces, so that a single large file is hashed on all cores.
 PIECE, BUFFER = 1 << 26, 1 << 22
@@ -84,9 +84,8 @@ def _identity(file: Path) -> list[int]:
 
 def _entry(file: Path) -> Path:
     """Returns the cache's file for a file of weights."""
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     name = hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:32]
-    return Path(cache) / "bptjax" / "fingerprints" / name
+    return cache_directory() / "fingerprints" / name
 
 
 def _cached(file: Path) -> str | None:
@@ -106,4 +105,5 @@ def _store(file: Path, identity: list[int], digest: str) -> None:
     content = json.dumps([identity, digest])
     check = hashlib.sha256(content.encode()).hexdigest()
     with suppress(OSError):
+        make_cache_directory()
         write_atomically(_entry(file), f"{content}\n{check}\n")

@@ -1,10 +1,13 @@
 """Runs of several processes: initialization, detection of lost peers, shutdown, and exchange of
 Python values."""
 
+import errno
 import json
 import os
+import shutil
 import socket
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -18,8 +21,9 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from bptjax.parallel.launch import ProcessInfo, find_process
+from bptjax.parallel.launch import ProcessInfo, find_process, is_loopback
 from bptjax.parallel.mesh import ParallelConfig
+from bptjax.parallel.secret import VARIABLE, WrongSecret, demand_proof, prove, read_secret
 
 # Seconds in which all processes must have connected.
 INIT_TIMEOUT_S = 300
@@ -31,6 +35,10 @@ HEARTBEAT_TIMEOUT_S = 60
 REPORT_TIMEOUT_S = 5
 # Seconds that a failed process may wait for its peers during clean-up.
 CLEANUP_TIMEOUT_S = 30
+# Connections to process 0 at a time that have not proved that they know the secret.
+MAX_PENDING = 64
+# Bytes of the longest path of a socket on Linux.
+MAX_SOCKET_PATH = 107
 
 # State of this process, as jax.distributed has its own.
 _initialized = threading.Event()
@@ -56,14 +64,22 @@ def initialize(config: ParallelConfig) -> None:
     ends with one line and exit code 1.
 
     Raises:
-      ValueError: as `find_process`, or the coordinator's port is taken.
+      ValueError: as `find_process`, or the coordinator's port is taken, or not of process 0's host.
     """
     process = find_process(config, os.environ)
     if process is None or jax.distributed.is_initialized():
         return
     # The service would handle SIGTERM in place of Python.
     jax.config.update("jax_enable_preemption_service", False)
-    address = _start_relay(process)
+    private = tempfile.mkdtemp(prefix="bptjax-")  # With mode 0700.
+    path = os.path.join(private, "socket")
+    if len(path) > MAX_SOCKET_PATH:
+        raise ValueError(f"TMPDIR={os.path.dirname(private)}: must be shorter, for sockets in it")
+    try:
+        address = _start_relay(process, path)
+    except (ValueError, OSError):
+        shutil.rmtree(private, ignore_errors=True)
+        raise
     timeout = TimeoutError(
         f"process {process.index} of {process.count} has waited {INIT_TIMEOUT_S} s for the other "
         f"processes at parallel.coordinator={process.coordinator}"
@@ -84,60 +100,123 @@ def initialize(config: ParallelConfig) -> None:
     )
     timer.cancel()
     _initialized.set()
+    # All are connected.
+    shutil.rmtree(private, ignore_errors=True)
 
 
-def _start_relay(process: ProcessInfo) -> str:
-    """Starts a relay to the coordination service, and returns the relay's address.
+def _start_relay(process: ProcessInfo, path: str) -> str:
+    """Starts a relay to the coordination service, and returns the address for JAX.
 
     When the connection breaks, the service's client aborts its process in C++ at once. With a
     relay, this module notices the break first. The relay of process 0 has the public address, so it
     notices the end of any other process, while the service would wait for missing heartbeats.
+
+    The service lets anybody in. Therefore the relays prove to each other that they know the secret
+    before they forward anything, and the service and the relays of other processes listen on
+    sockets in a directory that is private to the user.
+
+    Args:
+      path: of the private socket: of the service in process 0, of the relay in other processes.
     """
+    secret = read_secret()
     host, _, port = process.coordinator.rpartition(":")
+    host = host.strip("[]")
     if process.index == 0:
         try:
-            listener = listen(int(port))
+            listeners = listen(host, int(port))
         except OSError as error:
             raise ValueError(
                 f"parallel.coordinator={process.coordinator}: {error.strerror or error}"
             ) from error
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            target = address = free.getsockname()
     else:
-        listener = socket.create_server(("127.0.0.1", 0))
-        target, address = (host.strip("[]"), int(port)), listener.getsockname()
+        listeners = [socket.socket(socket.AF_UNIX)]
+        listeners[0].bind(path)
+        listeners[0].listen()
 
-    def accept():
+    def connect(client: socket.socket) -> socket.socket | None:
+        """Returns the connection to which that of the client is forwarded; None for a stranger."""
+        if process.index == 0:
+            if not demand_proof(client, secret):
+                return None
+            server = socket.socket(socket.AF_UNIX)
+            server.connect(path)
+            return server
+        server = socket.create_connection((host, int(port)), REPORT_TIMEOUT_S)
+        try:
+            prove(server, secret)
+        except WrongSecret:
+            text = (
+                f"parallel.coordinator={process.coordinator}: must be process 0 with the secret of "
+                f"this process; set {VARIABLE} to the same text in all processes"
+            )
+            _exit_with(ValueError(text), 2)
+        return server
+
+    # Strangers may open many connections, and send nothing.
+    pending = threading.BoundedSemaphore(MAX_PENDING)
+
+    def accept(listener: socket.socket) -> None:
         while True:
-            client, _ = listener.accept()
+            try:
+                client, _ = listener.accept()
+            except OSError:  # Such as too many open files.
+                time.sleep(0.1)
+                continue
+            if not pending.acquire(blocking=False):
+                client.close()
+                continue
             # A client that connects after initialization is not a process of the run.
-            arguments = client, target, not _initialized.is_set()
+            arguments = client, connect, pending, not _initialized.is_set()
             threading.Thread(target=_serve, args=arguments, daemon=True).start()
 
-    threading.Thread(target=accept, daemon=True).start()
-    return f"127.0.0.1:{address[1]}"
+    for listener in listeners:
+        threading.Thread(target=accept, args=(listener,), daemon=True).start()
+    return f"unix:{path}"
 
 
-def listen(port: int) -> socket.socket:
-    """Returns a socket that listens on all addresses of this host; 0 takes a free port.
+def listen(host: str, port: int) -> list[socket.socket]:
+    """Returns sockets that listen on the addresses of `host`, which must be this host.
+
+    If its name leads only to a loopback address, as Debian's /etc/hosts has it, other hosts may
+    know it by another address, so the sockets listen on all addresses.
 
     Raises:
-      OSError: the port is taken.
+      OSError: the name is unknown, or not that of this host, or the port is taken.
     """
-    both = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both else socket.AF_INET
-    return socket.create_server(("", port), family=family, dualstack_ipv6=both)
+    stream = socket.SOCK_STREAM
+    found = {info[4][0]: info[0] for info in socket.getaddrinfo(host, port, type=stream)}
+    if not is_loopback(host) and all(is_loopback(str(address)) for address in found):
+        found = {"": socket.AF_INET}
+        if socket.has_dualstack_ipv6():
+            both = socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+            return [both]
+    listeners, errors = [], []
+    for address, family in found.items():
+        try:
+            listeners.append(socket.create_server((address, port), family=family))
+        except OSError as error:
+            errors.append(error)
+    if not listeners or any(error.errno == errno.EADDRINUSE for error in errors):
+        for listener in listeners:
+            listener.close()
+        raise errors[0]
+    return listeners
 
 
-def _serve(client: socket.socket, target: tuple[str, int], member: bool) -> None:
+def _serve(
+    client: socket.socket,
+    connect: Callable[[socket.socket], socket.socket | None],
+    pending: threading.BoundedSemaphore,
+    member: bool,
+) -> None:
     try:
-        first = client.recv(1 << 16)
-        if not first:  # A client that sends nothing is not a process of the run either.
-            return client.close()
-        server = socket.create_connection(target, REPORT_TIMEOUT_S)
-        server.sendall(first)
+        server = connect(client)
     except OSError:
-        return client.close()  # The client will retry.
+        server = None  # The client will retry.
+    finally:
+        pending.release()
+    if server is None:
+        return client.close()
     server.settimeout(None)
     threading.Thread(target=_pump, args=(server, client, member), daemon=True).start()
     _pump(client, server, member)
@@ -156,9 +235,9 @@ def _pump(source: socket.socket, sink: socket.socket, member: bool) -> None:
     sink.close()
 
 
-def _exit_with(error: BaseException) -> None:
+def _exit_with(error: BaseException, code: int = 1) -> None:
     os.write(2, f"error: {' '.join(str(error).split())}\n".encode())
-    os._exit(1)
+    os._exit(code)
 
 
 @contextmanager

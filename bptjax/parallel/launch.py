@@ -85,13 +85,17 @@ def find_process(config: ParallelConfig, environment: Mapping[str, str]) -> Proc
         raise ValueError(f"parallel.coordinator={address}: must be host:port")
     if not 0 <= index < count:
         raise ValueError(f"{text}: process_id: must be in [0, num_processes)")
-    loopback = host in ("localhost", "::1", "[::1]") or host.startswith("127.")
-    if loopback and (why := _several_hosts(count, environment)):
+    if is_loopback(host) and (why := _several_hosts(count, environment)):
         raise ValueError(
             f"parallel.coordinator={address}: must not be a loopback address on several hosts "
             f"({why}); give the name of process 0's host"
         )
     return ProcessInfo(address, count, index, local)
+
+
+def is_loopback(host: str) -> bool:
+    """Returns whether a name or an address is that of the loopback interface."""
+    return host in ("localhost", "::1", "[::1]") or host.startswith("127.")
 
 
 def _number(config: ParallelConfig, name: str, environment: Mapping[str, str]) -> int | None:

@@ -3,6 +3,7 @@
 import itertools
 import math
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -105,6 +106,8 @@ def select_devices(device: str) -> list[jax.Device]:
         os.environ["XLA_FLAGS"] = f"{flags} {fa4.XLA_FLAG}".strip()
     devices = _devices(device)
     if devices[0].platform == "gpu" and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        with suppress(OSError):  # JAX goes on without a cache.
+            make_cache_directory()
         jax.config.update("jax_compilation_cache_dir", str(cache_directory() / "xla"))
     return devices
 
@@ -112,6 +115,15 @@ def select_devices(device: str) -> list[jax.Device]:
 def cache_directory() -> Path:
     """Returns the directory of this package in the user's cache directory."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bptjax"
+
+
+def make_cache_directory() -> None:
+    """Makes the directory for the user alone. If it is there, takes the rights of others away:
+    JAX runs the programs in it."""
+    directory = cache_directory()
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if directory.stat().st_mode & 0o077:
+        directory.chmod(0o700)
 
 
 def host_memory() -> int:

@@ -19,7 +19,12 @@ from bptjax.config import flatten
 from bptjax.devices import DeviceKind
 from bptjax.output import write_atomically
 from bptjax.parallel.distributed import all_gather_json
-from bptjax.parallel.mesh import MEMORY_FRACTION, cache_directory, host_memory
+from bptjax.parallel.mesh import (
+    MEMORY_FRACTION,
+    cache_directory,
+    host_memory,
+    make_cache_directory,
+)
 from bptjax.progress import Compilations
 from bptjax.remat import TrainingExecution
 from bptjax.training.prediction import Plan, plan, shortage, tree_bytes
@@ -180,4 +185,5 @@ def _read(file: Path) -> dict[str, Any] | None:
 def _write(file: Path, execution: TrainingExecution) -> None:
     # If the cache cannot be written, the next run searches again.
     with suppress(OSError):
+        make_cache_directory()
         write_atomically(file, json.dumps(dataclasses.asdict(execution)))

@@ -28,6 +28,7 @@ from bptjax.hf.checkpoint import SIDECARS, copy_sidecar_files
 from bptjax.hf.families.encoders import with_classes
 from bptjax.hf.from_scratch import family_of
 from bptjax.json_files import read_json
+from bptjax.links import check_links
 from bptjax.models.config import ModelConfig
 from bptjax.output import explain_full_disk, replaced_files, write_atomically
 from bptjax.parallel.distributed import (
@@ -119,6 +120,8 @@ def setup(config: Config) -> TrainingRun:
     initialize(config.parallel)
     devices = select_devices(config.device)
     with raise_together():
+        if (run_dir := Path(config.run_dir).expanduser()).is_dir():
+            check_links(run_dir)
         config = _with_defaults(config, devices[0].platform)
         run = _open_run(config, devices)
     spec, notes = complete_execution(run.spec, say, first=saved_execution(config))

@@ -1,13 +1,18 @@
 """Runs of several processes: the losses of one, signals, kill -9, and other counts afterwards."""
 
+import collections
+import itertools
 import os
 import random
 import re
 import signal
 import socket
+import struct
 import subprocess
 import sys
+import threading
 import time
+from contextlib import contextmanager, suppress
 
 import jax
 import pytest
@@ -72,14 +77,17 @@ def start():
     """Starts a command in two processes with two devices each; they do not outlive the test."""
     started = []
 
-    def start(*command):
+    def start(*command, secrets=("", "")):
+        start.port = free_port()
         flags = [f for f in os.environ["XLA_FLAGS"].split() if "device_count" not in f]
         flags = " ".join([*flags, "--xla_force_host_platform_device_count=2"])
-        where = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+        where = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(start.port), "WORLD_SIZE": "2"}
         pair = [
             subprocess.Popen(
                 [sys.executable, *command],
-                env=os.environ | where | {"RANK": rank, "XLA_FLAGS": flags},
+                env=os.environ
+                | where
+                | {"RANK": rank, "XLA_FLAGS": flags, "BPTJAX_SECRET": secrets[int(rank)]},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
@@ -102,6 +110,39 @@ def ends(processes):
     return [process.returncode for process in processes], [out for out, _ in said], errors
 
 
+@contextmanager
+def strangers(port):
+    """Connects to the port again and again: sends garbage, the start of a gRPC connection, half a
+    greeting or nothing; closes, resets or keeps the connection."""
+    done, kept, count = threading.Event(), collections.deque(), itertools.count()
+    greetings = os.urandom(5000), b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(9), b"bptjax 1", b""
+
+    def bother():
+        while not done.wait(0.02):
+            try:
+                connection = socket.create_connection(("localhost", port))
+            except OSError:
+                continue
+            number = next(count)
+            with suppress(OSError):
+                connection.sendall(greetings[number % 4])
+            if number % 3 == 0:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            if number % 3 == 2:
+                kept.append(connection)
+                connection = kept.popleft() if len(kept) > 30 else None
+            if connection is not None:
+                connection.close()
+
+    thread = threading.Thread(target=bother)
+    thread.start()
+    yield count
+    done.set()
+    thread.join()
+    for connection in kept:
+        connection.close()
+
+
 def losses(run_dir):
     return {
         (record["step"], name): record[name]
@@ -122,12 +163,15 @@ def strike(pair, number, victim, run_dir, step):
 
 
 def test_the_first_killed(arguments, whole, tmp_path, start):
-    """The other ends; both started again go on with the losses of one process."""
+    """The other ends; both started again go on with the losses of one process, while strangers
+    connect to the first."""
     run_dir = tmp_path / "run"
     command = [*train_process(), *arguments, "--run_dir", str(run_dir)]
     before = kill(start(*command), 0, run_dir)
-    codes, (said, silent), errors = ends(start(*command))
-    assert codes == [0, 0], errors
+    pair = start(*command)
+    with strangers(start.port) as count:
+        codes, (said, silent), errors = ends(pair)
+    assert codes == [0, 0] and next(count) > 50, errors
     assert LAST_SAVED.search(said) and "step" not in silent
     after = losses(run_dir)
     assert {at: after[at] for at in before} == before
@@ -237,6 +281,19 @@ distributed.shutdown()
 """
     codes, _, errors = ends(start("-c", before + JOINED + after))
     assert codes == [0, 0] and not any(errors)
+
+
+def test_another_secret_is_refused(start):
+    """In one line of the process that joins; it sends nothing else to the port."""
+    pair = start("-c", JOINED, secrets=("one", "another"))
+    _, error = pair[1].communicate(timeout=60)
+    assert pair[1].returncode == 2
+    assert re.fullmatch(
+        r"error: parallel.coordinator=localhost:\d+: must be process 0 with the secret of this "
+        r"process; set BPTJAX_SECRET to the same text in all processes\n",
+        error,
+    )
+    assert pair[0].poll() is None
 
 
 def test_a_failure_does_not_wait_long_for_the_others(start):

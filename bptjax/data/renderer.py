@@ -1,0 +1,208 @@
+"""Renders chat templates in a process of its own, whose time and memory are limited.
+
+A template is a program from a checkpoint. transformers runs it in a sandbox, which denies it files,
+modules and private attributes, but does not bound its time and memory. One `*` can take all of
+both, in a call of C that no thread can interrupt. The kernel can end a process.
+"""
+
+import atexit
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+# Limits of one rendering: seconds of CPU time, bytes of memory beyond the process without a
+# template, and characters of text: as many as these and TEXT_FACTOR times the text of the request.
+SECONDS: float = 10
+MEMORY_BYTES = 2**30
+TEXT_CHARACTERS = 2**20
+TEXT_FACTOR = 16
+# Renderings per request, which together must fit into the memory. A request takes 15 to 50
+# microseconds, a rendering 30 or more.
+PARTS = 8
+
+# Exit code of the process when it is out of memory.
+OUT_OF_MEMORY = 77
+
+# The first `count` messages (None for all), with or without the start of an answer.
+Part = tuple[int | None, bool]
+# A text, and the character ranges that the template marks with `{% generation %}`.
+Text = tuple[str, list[tuple[int, int]]]
+
+
+class TemplateLimit(ChildProcessError):
+    """A chat template has taken more time, memory or text than it may.
+
+    No ValueError: a record is not to blame, so `data.bad_records=skip` does not skip it.
+    """
+
+
+class TemplateRefusal(ValueError):
+    """A chat template refuses the messages, or is invalid."""
+
+
+class Renderer:
+    """The process that renders, started by the first call of `render`. Threads share it; it ends
+    with this process."""
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._owner = 0
+
+    def render(
+        self,
+        template: str,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any],
+        parts: Sequence[Part],
+        marks: bool,
+    ) -> list[Text]:
+        """Returns the text of each part.
+
+        Args:
+          marks: return the ranges that the template marks.
+
+        Raises:
+          TemplateRefusal: the template refuses a part.
+          TemplateLimit: the template exceeds a limit. The error does not name its file.
+        """
+        request = [SECONDS, template, list(map(dict, messages)), dict(variables), parts, marks]
+        # As transformers does: a template sees only the type of a value that JSON does not have.
+        try:
+            sent = json.dumps(request, default=lambda value: f"<{type(value).__name__}>").encode()
+        except RecursionError as error:
+            raise TemplateRefusal("they are nested too deeply") from error
+        with self._lock:
+            process = self._started()
+            try:
+                write(process.stdin.fileno(), sent)
+                kind, answer = json.loads(read(process.stdout.fileno()))
+            except (OSError, EOFError):
+                self._process = None
+                with process:  # Closes the pipes, and waits.
+                    pass
+                raise TemplateLimit(_reason(process.returncode)) from None
+        if kind == "limit":
+            raise TemplateLimit(answer)
+        if kind == "refusal":
+            raise TemplateRefusal(answer)
+        return [(text, [(a, b) for a, b in found]) for text, found in answer]
+
+    def _started(self) -> Any:
+        # A forked process must not share the pipes.
+        if self._process is None or self._owner != os.getpid():
+            environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+            # With -P, neither this file's directory nor the current one is searched for modules.
+            command = [sys.executable, "-P", __file__]
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                bufsize=0,
+                env=environment,
+            )
+            self._owner = os.getpid()
+            atexit.register(_end, self._process, self._owner)
+        return self._process
+
+
+def _end(process: subprocess.Popen[bytes], owner: int) -> None:
+    if os.getpid() == owner:
+        with process:
+            process.kill()
+
+
+def _reason(code: int) -> str:
+    if code == -signal.SIGPROF:
+        return f"takes more than {SECONDS} s"
+    if code == OUT_OF_MEMORY:
+        return f"takes more than {MEMORY_BYTES >> 30} GiB of memory"
+    return f"ended the process that renders it (exit code {code})"
+
+
+def write(pipe: int, data: bytes) -> None:
+    """Writes a message, preceded by its length."""
+    view = memoryview(len(data).to_bytes(8, "little") + data)
+    while view:
+        view = view[os.write(pipe, view) :]
+
+
+def read(pipe: int) -> bytes:
+    """Reads a message.
+
+    Raises:
+      EOFError: the other process has ended.
+    """
+    parts, left, header = [], 8, True
+    while left:
+        part = os.read(pipe, min(left, 1 << 20))
+        if not part:
+            raise EOFError
+        parts.append(part)
+        left -= len(part)
+        if header and not left:
+            left, parts, header = int.from_bytes(b"".join(parts), "little"), [], False
+    return b"".join(parts)
+
+
+def serve() -> None:
+    """Answers requests on stdin until it is closed: the body of the process."""
+    import resource
+
+    # A signal to the run's group of processes is for the run, which closes stdin when it ends.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    sys.modules["torch"] = None  # pyrefly: ignore[unsupported-operation]  Not needed, and large.
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    with open("/proc/self/statm") as file:
+        size = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY_BYTES,) * 2)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    while True:
+        try:
+            data = read(0)
+        except EOFError:
+            return
+        try:
+            write(1, json.dumps(_answer(render_jinja_template, data)).encode())
+        except MemoryError:
+            os._exit(OUT_OF_MEMORY)
+
+
+def _answer(render: Any, data: bytes) -> tuple[str, Any]:
+    seconds, template, messages, variables, parts, marks = json.loads(data)
+    most = TEXT_CHARACTERS + TEXT_FACTOR * len(data)
+    found = []
+    for count, answer in parts:
+        # With no handler, the kernel ends this process.
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        try:
+            texts, spans = render(
+                conversations=[messages[:count]],
+                chat_template=template,
+                add_generation_prompt=answer,
+                return_assistant_tokens_mask=marks,
+                **variables,
+            )
+        except MemoryError:
+            raise
+        # A template is a program and may raise any exception.
+        except Exception as error:
+            return "refusal", str(error)[:1000]
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
+        if len(texts[0]) > most:
+            return "limit", f"writes more than {most:,} characters"
+        found.append((texts[0], spans[0] if spans else []))
+    return "texts", found
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,119 @@
+"""The secret that the processes of a run share, and proof of it over a connection."""
+
+import hmac
+import os
+import socket
+import stat
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from bptjax.parallel.mesh import cache_directory, make_cache_directory
+
+VARIABLE = "BPTJAX_SECRET"
+FILE = "secret"
+# The first bytes of a process of a run, and of the answer.
+HELLO = b"bptjax 1"
+BYTES = 32
+# Seconds for the exchange.
+TIMEOUT_S = 5
+
+
+class WrongSecret(ValueError):
+    """The process at the coordinator's port does not know the secret."""
+
+
+def read_secret() -> bytes:
+    """Returns the value of `VARIABLE`, or else the secret in the user's cache directory, which the
+    first call makes.
+
+    Raises:
+      ValueError: other users can read the file, or it belongs to one.
+      OSError: the file cannot be read or made.
+    """
+    if value := os.environ.get(VARIABLE):
+        return value.encode()
+    file = cache_directory() / FILE
+    if not file.exists():
+        _make(file)
+    status = file.stat()
+    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        raise ValueError(
+            f"{file}: must belong to you and be readable by you alone; remove it, or set "
+            f"{VARIABLE} to the same text in all processes"
+        )
+    return file.read_bytes()
+
+
+def _make(file: Path) -> None:
+    """Makes the file complete or not at all; the first of several processes wins."""
+    make_cache_directory()
+    fresh = file.with_name(f".{FILE}.{socket.gethostname()}.{os.getpid()}.tmp")
+    fresh.unlink(missing_ok=True)
+    handle = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(os.urandom(BYTES).hex().encode())
+        with suppress(FileExistsError):
+            os.link(fresh, file)
+    finally:
+        fresh.unlink()
+
+
+def demand_proof(connection: socket.socket, secret: bytes) -> bool:
+    """Returns whether the process that has connected knows the secret, and proves to it that this
+    process does too.
+
+    Each side sends a random number, and the other side returns a digest of both numbers with the
+    secret as its key (RFC 2104), so that neither the secret nor an answer to repeat is sent.
+    """
+    deadline = time.monotonic() + TIMEOUT_S
+    try:
+        first = _receive(connection, len(HELLO) + BYTES, deadline)
+        if not first.startswith(HELLO):
+            return False
+        theirs, ours = first[len(HELLO) :], os.urandom(BYTES)
+        connection.sendall(ours + _digest(secret, b"coordinator", theirs, ours))
+        proof = _receive(connection, BYTES, deadline)
+        connection.settimeout(None)
+    except OSError:
+        return False
+    return hmac.compare_digest(proof, _digest(secret, b"process", theirs, ours))
+
+
+def prove(connection: socket.socket, secret: bytes) -> None:
+    """Proves to the coordinator, to which `connection` leads, that this process knows the secret.
+
+    Raises:
+      WrongSecret: the other side does not know it.
+      OSError: the connection has ended.
+    """
+    deadline = time.monotonic() + TIMEOUT_S
+    ours = os.urandom(BYTES)
+    connection.sendall(HELLO + ours)
+    answer = _receive(connection, 2 * BYTES, deadline)
+    theirs, proof = answer[:BYTES], answer[BYTES:]
+    if not hmac.compare_digest(proof, _digest(secret, b"coordinator", ours, theirs)):
+        raise WrongSecret
+    connection.sendall(_digest(secret, b"process", ours, theirs))
+    connection.settimeout(None)
+
+
+def _digest(secret: bytes, role: bytes, process: bytes, coordinator: bytes) -> bytes:
+    return hmac.digest(secret, role + process + coordinator, "sha256")
+
+
+def _receive(connection: socket.socket, count: int, deadline: float) -> bytes:
+    """Receives `count` bytes.
+
+    Raises:
+      OSError: the connection has ended, or the time is over.
+    """
+    found = b""
+    while len(found) < count:
+        connection.settimeout(max(deadline - time.monotonic(), 1e-3))
+        part = connection.recv(count - len(found))
+        if not part or time.monotonic() > deadline:
+            raise ConnectionError
+        found += part
+    return found

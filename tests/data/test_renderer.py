@@ -1,0 +1,107 @@
+"""Limits of chat templates: time, memory, text; and what templates must not reach."""
+
+import json
+import os
+import signal
+import threading
+
+import pytest
+from chats import CHATML, TALK, loaded, raw_tokenizer
+
+from bptjax import preview
+from bptjax.data import renderer, templates
+from bptjax.data.renderer import TemplateLimit
+from bptjax.data.templates import render
+from bptjax.data.tokenizer import ByteTokenizer
+
+NESTED = (
+    "{% set at = namespace(x=['a']) %}{% for i in range(40) %}"
+    "{% set at.x = [at.x, at.x] %}{% endfor %}{{ at.x }}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ 'a' * 99999999999 }}", "GiB of memory"),
+        ("{{ 'a' * 9999999 }}", "writes more than 1,0"),
+        ("{{ '%1999999999d' % 1 }}", "GiB of memory"),
+        (NESTED, "(GiB of memory|more than 0.5 s)"),
+        ("{{ 9 ** (9 ** 9) }}", "more than 0.5 s"),
+        (
+            "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+            "more than 0.5 s",
+        ),
+    ],
+)
+def test_a_template_has_limits_and_the_next_one_renders(monkeypatch, tmp_path, template, message):
+    monkeypatch.setattr(renderer, "SECONDS", 0.5)
+    tokenizer = ByteTokenizer()
+    tokenizer.template_file = tmp_path / "chat_template.jinja"
+    with pytest.raises(TemplateLimit, match=f"chat_template.jinja: the chat template .*{message}"):
+        render(TALK, template, tokenizer)
+    assert render(TALK[:1], CHATML, tokenizer)[0] == "<|im_start|>system\nBe brief.<|im_end|>\n"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ range(10 ** 9) | length }}",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{% include '/etc/passwd' %}",
+        "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
+        "{% for x in y %}" * 3000,
+    ],
+)
+def test_a_template_is_refused_by_the_sandbox(template):
+    with pytest.raises(ValueError, match="the chat template refuses the messages"):
+        render(TALK, template, ByteTokenizer())
+
+
+def test_threads_share_the_process_and_signals_do_not_end_it():
+    tokenizer = ByteTokenizer()
+    texts: dict[int, str] = {}
+
+    def one(number):
+        for _ in range(20):
+            message = {"role": "user", "content": str(number) * 50_000}
+            texts[number] = render([message], "{{ messages[0].content }}", tokenizer)[0]
+
+    render(TALK, CHATML, tokenizer)
+    process = templates._RENDERER._process
+    for number in (signal.SIGINT, signal.SIGTERM):
+        process.send_signal(number)
+    threads = [threading.Thread(target=one, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert texts == {n: str(n) * 50_000 for n in range(4)}
+    assert templates._RENDERER._process is process and process.poll() is None
+
+
+def test_a_runaway_template_ends_the_command(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(renderer, "SECONDS", 0.5)
+    loaded(raw_tokenizer("bytes")).with_chat(NESTED, []).save(tmp_path / "tokenizer")
+    rows = [{"messages": TALK}] * 4
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    argv = [f"--data.path={tmp_path / 'a.jsonl'}", f"--data.tokenizer={tmp_path / 'tokenizer'}"]
+    assert preview.main([*argv, "--data.bad_records=skip", "--train.seq_len=64"]) == 2
+    error = capsys.readouterr().err
+    assert f"error: {tmp_path}/tokenizer/chat_template.jinja: the chat template takes" in error
+    assert error.count("error") == 1 and "Traceback" not in error
+
+
+def test_a_forked_process_has_a_renderer_of_its_own():
+    tokenizer = ByteTokenizer()
+    render(TALK, CHATML, tokenizer)
+    inherited = templates._RENDERER
+    assert inherited._process is not None
+    inherited._owner = -1  # As in a child of this process.
+    before = inherited._process
+    render(TALK, CHATML, tokenizer)
+    assert inherited._process is not before and inherited._owner == os.getpid()
+    with before:
+        before.stdin.close()
+        assert before.wait(timeout=60) == 0
