@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
+from bptjax.heartbeat import record_error
 from bptjax.output import full_disk
 
 EXIT_CODES = (
@@ -66,7 +67,9 @@ def run_command(command: Callable[[list[str]], int], argv: list[str] | None) -> 
 def _fail(error: Exception, code: int, argv: list[str]) -> int:
     if "--debug" in argv:
         raise error
-    print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+    message = " ".join(str(error).split())
+    record_error(message)
+    print(f"error: {message}", file=sys.stderr)
     return code
 
 

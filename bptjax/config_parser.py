@@ -55,6 +55,8 @@ def parse(
         pass
 
     switches = [*switches, DEBUG]
+    names = [f"[{name}]" for name, _ in switches]
+    wrap = " " if len(names) < 3 else "\n" + " " * len("usage: ")
     rest, load = _without_auto(argv), get_loader("yaml")
 
     def load_without_auto(text: str) -> Any:
@@ -68,9 +70,7 @@ def parse(
     parser = Parser(
         parser_mode="execution",
         prog=f"bptjax {command}",
-        usage=" ".join(
-            ["%(prog)s [--config FILE] [--KEY VALUE ...]", *(f"[{name}]" for name, _ in switches)]
-        ),
+        usage=f"%(prog)s [--config FILE] [--KEY VALUE ...]{wrap}{' '.join(names)}",
         description=description,
         epilog=EXIT_CODES,
         formatter_class=Formatter,

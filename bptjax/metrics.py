@@ -122,7 +122,7 @@ class RunProgress:
         every: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._log = Path(run_dir) / "log.txt"
+        self._run_dir = Path(run_dir)
         self._total = total
         self._every = every
         self._clock = clock
@@ -175,11 +175,16 @@ class RunProgress:
     def log(self, line: str) -> None:
         """Prints a line, above the bar if there is one, and appends it to log.txt."""
         self._print(line)
-        with self._log.open("a", encoding="utf-8") as file:
-            file.write(f"{datetime.now():%Y-%m-%d %H:%M:%S} {line}\n")
+        append_log(self._run_dir, line)
 
     def _print(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False, emoji=False, soft_wrap=True)
+
+
+def append_log(run_dir: Path, line: str) -> None:
+    """Appends a line to log.txt."""
+    with (run_dir / "log.txt").open("a", encoding="utf-8") as file:
+        file.write(f"{datetime.now():%Y-%m-%d %H:%M:%S} {line}\n")
 
 
 class NullLogger:

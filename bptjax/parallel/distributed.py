@@ -18,6 +18,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from bptjax.heartbeat import record_error
 from bptjax.parallel.launch import ProcessInfo, find_process
 from bptjax.parallel.mesh import ParallelConfig
 
@@ -157,7 +158,9 @@ def _pump(source: socket.socket, sink: socket.socket, member: bool) -> None:
 
 
 def _exit_with(error: BaseException) -> None:
-    os.write(2, f"error: {' '.join(str(error).split())}\n".encode())
+    message = " ".join(str(error).split())
+    record_error(message)
+    os.write(2, f"error: {message}\n".encode())
     os._exit(1)
 
 

@@ -14,6 +14,7 @@ from bptjax.checkpoint import Best, Checkpoints
 from bptjax.command_line import plural
 from bptjax.config import to_yaml
 from bptjax.devices import KINDS, kind_of
+from bptjax.heartbeat import beat
 from bptjax.metrics import Throughput
 from bptjax.parallel.distributed import (
     all_gather_json,
@@ -238,6 +239,7 @@ class TrainLoop:
             return
         (done, metrics), self._pending = self._pending, None
         metrics = {name: float(x) for name, x in jax.device_get(metrics).items()}
+        beat("training", done)
         tokens, attended = int(metrics.pop("tokens")), metrics.pop("attended")
         self._throughput.step(tokens)
         self.tokens_seen += tokens
@@ -341,6 +343,7 @@ class TrainLoop:
           RunFailed: the loss, the gradient or a trained parameter is not finite.
         """
         self._flush()
+        beat(f"saving step {self.done}")
         if not finite(split_trained(self.run.spec, self.state.model)[0]):
             raise self._diverged(f"step {self.done}: parameters not finite")
         data = self.run.batches.get_state()
@@ -364,6 +367,7 @@ class TrainLoop:
 def _finish(loop: TrainLoop) -> None:
     """Logs why the run ended. Unless it was stopped, exports its adapter and logs a summary."""
     run, log, best = loop.run, loop.logs.progress.log, loop.best
+    beat("finishing")
     end = f"finished {loop.done:,} steps"
     if loop.patience_is_spent:
         loss = math.nan if best.loss is None else best.loss
