@@ -112,7 +112,9 @@ def test_a_switch_is_no_key(capsys):
     assert "profile" not in capsys.readouterr().out
     assert train.main(["--help"]) == 0
     help = " ".join(capsys.readouterr().out.split())
-    assert "[--profile] [--supervise] [--debug]" in help and "--profile profile the third step" in help
+    assert (
+        "[--profile] [--supervise] [--debug]" in help and "--profile profile the third step" in help
+    )
 
 
 def test_help_of_train_explains_every_key(capsys, monkeypatch):

@@ -28,6 +28,16 @@ class RunFailed(RuntimeError):
     """The run cannot continue. The message says which step is saved and which keys to change."""
 
 
+def diverged(values: str, last_saved: int | None, checkpoints: Path) -> RunFailed:
+    """Returns the error for values that are not finite, with keys to change."""
+    good = f"step {last_saved}" if last_saved else "none yet"
+    return RunFailed(
+        f"{values}; last good checkpoint: {good} in {checkpoints}; start again in another run_dir "
+        "with a lower optimizer.learning_rate, more optimizer.warmup_steps or a lower "
+        "optimizer.max_grad_norm"
+    )
+
+
 @contextmanager
 def exclusive(directory: Path) -> Iterator[None]:
     """Locks the run directory against other processes until the end of this process.
