@@ -69,8 +69,8 @@ def train(run: TrainingRun, *, profile: bool = False) -> int:
         with raise_together():
             if first:
                 stack.enter_context(exclusive(run.directory))
-        limit = run.config.checkpoint.save_total_limit
-        checkpoints = Checkpoints(run.directory, save_total_limit=limit)
+        limit, every = run.config.checkpoint.save_total_limit, run.config.checkpoint.keep_every
+        checkpoints = Checkpoints(run.directory, save_total_limit=limit, keep_every=every)
         stack.callback(checkpoints.close)
         stack.push(exit_after_timeout)
         facts = stack.enter_context(reporting(run))
