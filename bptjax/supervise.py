@@ -52,6 +52,9 @@ class Limits:
     poll: float = 1.0
 
 
+LIMITS = Limits()
+
+
 class Watch:
     """What the signs of life of one process say.
 
@@ -156,7 +159,7 @@ class Supervisor:
             self._child.send_signal(self._signal)
         while not self._ended(self._limits.poll):
             watch.poll()
-            if (hang := watch.hang) and not self._signal:
+            if not self._signal and (hang := watch.hang):
                 hang += self._end_hung()
                 break
         code = self._child.wait()
@@ -225,7 +228,7 @@ class Supervisor:
                 append_log(Path(directory), line)
 
 
-def supervise(command: Sequence[str], limits: Limits = Limits()) -> int:  # noqa: B008
+def supervise(command: Sequence[str], limits: Limits = LIMITS) -> int:
     """Runs a command that trains, and restarts it after a crash, a lost peer or a hang. Passes
     SIGINT and SIGTERM on to it. Returns its exit code; 128 + n if signal n killed it."""
     with TemporaryDirectory(prefix="bptjax-supervisor-") as shared:

@@ -107,7 +107,8 @@ def main(argv: list[str] | None = None) -> int:
         from bptjax.supervise import supervise
 
         rest = (word for word in argv if word != SUPERVISE[0])
-        return supervise([sys.executable, "-m", "bptjax.train", *rest])
+        command = [sys.executable, "-m", "bptjax.train", *rest]
+        return run_command(lambda _: supervise(command), argv)
     dump_stacks_on_signal()
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     # Grain and orbax speak through absl before it is set up; jax warns of a CPU beside no GPU.

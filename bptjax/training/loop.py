@@ -197,6 +197,8 @@ class TrainLoop:
 
     def _step(self) -> None:
         """Starts an optimizer step, and reads the metrics of the previous step."""
+        if self._pending is None:  # Other work is done.
+            beat("training", self.done)
         batch = self.run.spec.layout.put(
             self._next_batch(), self.run.config.train.gradient_accumulation_steps
         )
@@ -264,8 +266,7 @@ class TrainLoop:
         metrics |= {"train/tokens_seen": self.tokens_seen} | self.spikes.metrics()
         metrics |= self._throughput.metrics(self.run.spec.steps - done)
         flops = model_flops(self.run.spec.model, self._matmul_parameters, tokens, attended)
-        seconds = metrics.get("throughput/step_time")
-        metrics |= hardware_metrics(self.run.spec.mesh, flops, seconds)
+        metrics |= hardware_metrics(self.run.spec.mesh, flops, metrics.get("throughput/step_time"))
         if done % config.logging.steps == 0 or done == self.run.spec.steps:
             self.logs.metrics.write(done, metrics)
         self.logs.progress.update(done, metrics)
@@ -293,8 +294,7 @@ class TrainLoop:
             leaf.delete()
         start = find_start(self.run, self.checkpoints)
         self._continue(start)
-        told = f"{spike}; {self.spikes.roll_back(before, start.step, spike.step)}"
-        self.logs.progress.log(told)
+        self.logs.progress.log(f"{spike}; {self.spikes.roll_back(before, start.step, spike.step)}")
         self.state = complete_state(self.run, start, self.logs.progress)
         self.run.batches.set_state(spike.cursor)
         self.logs.rewind(start.step)
