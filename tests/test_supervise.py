@@ -166,7 +166,8 @@ def test_signals_are_passed_on(tmp_path, number):
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, note)
         (run / "ready").touch()
-        signal.pause()
+        while not (run / "got").exists():
+            time.sleep(0.02)
         time.sleep(0.2)
         sys.exit(1)
         """,
