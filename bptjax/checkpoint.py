@@ -37,18 +37,27 @@ class CheckpointConfig:
       save_steps: optimizer steps between checkpoints.
       save_total_limit: number of newest checkpoints to keep. With 1 there is no older checkpoint
         to fall back on if it is damaged.
+      keep_every: also keep the checkpoints of steps that are multiples of this number, itself a
+        multiple of save_steps.
       keep_best: also save and keep the checkpoint with the lowest eval/loss, named in best.json.
         Other commands still use the newest checkpoint.
     """
 
     save_steps: int = 500
     save_total_limit: int = 2
+    keep_every: int | None = None
     keep_best: bool = False
 
     def __post_init__(self):
         for field in ("save_steps", "save_total_limit"):
             if (value := getattr(self, field)) < 1:
                 raise ValueError(f"checkpoint.{field}={value}: must be at least 1")
+        every = self.keep_every
+        if every is not None and (every < 1 or every % self.save_steps):
+            raise ValueError(
+                f"checkpoint.keep_every={every}: must be a multiple of "
+                f"checkpoint.save_steps={self.save_steps}"
+            )
 
 
 @dataclass
@@ -100,9 +109,15 @@ class Checkpoints:
     checkpoints newer than the restored step (damaged or superseded) to `<step>.aside<n>`.
     """
 
-    def __init__(self, run_dir: Path | str, *, save_total_limit: int | None = None):
+    def __init__(
+        self,
+        run_dir: Path | str,
+        *,
+        save_total_limit: int | None = None,
+        keep_every: int | None = None,
+    ):
         self.directory = Path(run_dir).absolute() / "checkpoints"
-        self._limit = save_total_limit
+        self._limit, self._every = save_total_limit, keep_every
         self._manager: ocp.CheckpointManager | None = None
         self._step, self._best = -1, _Step()
         self._record: dict[str, Any] | None = None
@@ -245,10 +260,12 @@ class Checkpoints:
                 if step > restored:
                     names = (self.directory / f"{step}.aside{n}" for n in count(1))
                     (self.directory / str(step)).rename(next(n for n in names if not n.exists()))
+        policies = ocp.checkpoint_managers
+        kept: list[Any] = [policies.LatestN(self._limit), self._best]
+        if self._every is not None:
+            kept.append(policies.EveryNSteps(self._every))
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=ocp.checkpoint_managers.AnyPreservationPolicy(
-                [ocp.checkpoint_managers.LatestN(self._limit), self._best]
-            ),
+            preservation_policy=policies.AnyPreservationPolicy(kept),
             # Asynchronous directories keep a process whose save failed alive for five minutes.
             async_options=ocp.AsyncOptions(
                 post_finalization_callback=self._write_manifest,

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
+from bptjax.heartbeat import record_error
 from bptjax.output import full_disk
 
 EXIT_CODES = (
@@ -16,6 +17,12 @@ EXIT_CODES = (
 )
 # The switch that `run_command` reads.
 DEBUG = "--debug", "show the traceback of an error"
+
+# CUDA's names of errors after which a process can no longer use its GPU.
+LOST_DEVICE = re.compile(
+    "CUDA_ERROR_(ECC_UNCORRECTABLE|NVLINK_UNCORRECTABLE|HARDWARE_STACK_ERROR|DEVICE_UNAVAILABLE|"
+    "ILLEGAL_ADDRESS|ILLEGAL_INSTRUCTION|MISALIGNED_ADDRESS|LAUNCH_FAILED|LAUNCH_TIMEOUT|UNKNOWN)"
+)
 
 # Renamed config keys of version 0.1. Its group `memory` is now `execution`; see `new_name`.
 RENAMED = {
@@ -58,15 +65,37 @@ def run_command(command: Callable[[list[str]], int], argv: list[str] | None) -> 
             return _fail(error, 1, argv)
         if isinstance(error, ValueError | NotImplementedError | OSError):
             return _fail(error, 2, argv)
-        if isinstance(error, RuntimeError):
-            return _fail(error, 1, argv)
+        if isinstance(error, RuntimeError | MemoryError):
+            return _fail(_explained(error), 1, argv)
         raise
+
+
+def _explained(error: Exception) -> Exception:
+    """Returns the error with its cause and a remedy if memory of the host or a GPU failed."""
+    text = " ".join(str(error).split())
+    message = ""
+    if isinstance(error, MemoryError):
+        text = text and f" ({text})"
+        message = f"the host is out of memory{text}; free some memory, or use another host"
+    elif found := LOST_DEVICE.search(text):
+        message = (
+            f"a GPU has failed ({text[found.start() :][:200]}); start the same command again; if "
+            "it fails again, look for lines with Xid in the kernel's log, and leave out the GPU by "
+            "CUDA_VISIBLE_DEVICES"
+        )
+    if not message:
+        return error
+    explained = RuntimeError(message)
+    explained.__cause__ = error
+    return explained
 
 
 def _fail(error: Exception, code: int, argv: list[str]) -> int:
     if "--debug" in argv:
         raise error
-    print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+    message = " ".join(str(error).split())
+    record_error(message)
+    print(f"error: {message}", file=sys.stderr)
     return code
 
 

@@ -21,6 +21,36 @@ FILE = "config.yaml"
 
 
 @dataclass(frozen=True)
+class SpikeConfig:
+    """Rollbacks after spikes: losses or gradient norms not finite, or far above a running median.
+
+    The run goes back to its last checkpoint, and continues with the batch after that of the spike.
+
+    Attributes:
+      max_rollbacks: largest number of rollbacks of the run; the next spike ends it. 0 is off: a
+        value that is not finite ends the run, and no finite value does.
+      factor: multiple of the running median above which a value is a spike.
+      window: steps of the running median. Until there are as many, only values that are not finite
+        are spikes.
+    """
+
+    max_rollbacks: int = 0
+    factor: float = 10.0
+    window: int = 100
+
+    def __post_init__(self):
+        if self.max_rollbacks < 0:
+            raise ValueError(
+                f"train.on_spike.max_rollbacks={self.max_rollbacks}: must not be negative; 0 turns "
+                "it off"
+            )
+        if not 1.0 < self.factor < math.inf:
+            raise ValueError(f"train.on_spike.factor={self.factor}: must be above 1, and finite")
+        if self.window < 1:
+            raise ValueError(f"train.on_spike.window={self.window}: must be at least 1")
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """Steps, batch size and evaluation.
 
@@ -51,6 +81,7 @@ class TrainConfig:
       num_eval_generations: number of held-out chats that the model answers at each evaluation,
         written to predictions.jsonl.
       sample_tokens: tokens of the sample printed at the end, up to seq_len. 0 prints none.
+      on_spike: rollbacks after spikes of the loss or of the gradient norm.
     """
 
     max_steps: int | None = None
@@ -67,6 +98,7 @@ class TrainConfig:
     early_stopping_patience: int = 0
     num_eval_generations: int = 0
     sample_tokens: int = 0
+    on_spike: SpikeConfig = field(default_factory=SpikeConfig)
 
     def __post_init__(self):
         for name, least in (

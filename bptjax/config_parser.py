@@ -57,6 +57,8 @@ def parse(
         pass
 
     switches = [*switches, DEBUG]
+    names = [f"[{name}]" for name, _ in switches]
+    wrap = " " if len(names) < 3 else "\n" + " " * len("usage: ")
     rest, load = _without_auto(argv), get_loader("yaml")
 
     def load_without_auto(text: str) -> Any:
@@ -72,9 +74,7 @@ def parse(
     parser = Parser(
         parser_mode="execution",
         prog=f"bptjax {command}",
-        usage=" ".join(
-            ["%(prog)s [--config FILE] [--KEY VALUE ...]", *(f"[{name}]" for name, _ in switches)]
-        ),
+        usage=f"%(prog)s [--config FILE] [--KEY VALUE ...]{wrap}{' '.join(names)}",
         description=description,
         epilog=EXIT_CODES,
         formatter_class=Formatter,
@@ -91,21 +91,21 @@ def parse(
     for name, action in flags.items():
         if name.endswith(".help"):
             action.help = f"show the keys of {name.removesuffix('.help')}, and exit"
-    for f in fields(kind):
-        if dataclasses.is_dataclass(f.type):
-            group: Any = flags[f"--{f.name}"]
-            group.help = SUPPRESS  # --group FILE, beside --config.
-            group.basetype = None  # Text is a file, and no class to import.
+    groups = _groups(kind)
+    for name in groups:
+        group: Any = flags[f"--{name}"]
+        group.help = SUPPRESS  # --group FILE, beside --config.
+        group.basetype = None  # Text is a file, and no class to import.
     for key, hint in hints.items():
         flags[f"--{key}"].metavar = _metavar(hint)
     try:
         parsed = parser.parse_args(_config_first([*defaults, *normalize(rest, parser)]))
     except RecursionError as error:
         raise ValueError("--config: must not be nested so deeply") from error
-    for f in fields(kind):
+    for name in groups:
         # jsonargparse accepts a number in place of a group, and fails on it later.
-        if dataclasses.is_dataclass(f.type) and not isinstance(parsed[f.name], Namespace):
-            raise ValueError(f"{f.name}={parsed[f.name]}: must be a group of keys")
+        if not isinstance(parsed[name], Namespace):
+            raise ValueError(f"{name}={parsed[name]}: must be a group of keys")
     for key, hint in hints.items():
         _check_value(key, parsed[key], hint)
     values = parser.instantiate(parsed)
@@ -177,6 +177,15 @@ def _check_repeated(file: Path) -> None:
         return  # jsonargparse reports the error.
 
 
+def _groups(kind: type, prefix: str = "") -> list[str]:
+    """Returns the names of the groups of keys, and of the groups in them."""
+    found = []
+    for f in fields(kind):
+        if isinstance(f.type, type) and dataclasses.is_dataclass(f.type):
+            found += [prefix + f.name, *_groups(f.type, f"{prefix}{f.name}.")]
+    return found
+
+
 def _hints(kind: type, prefix: str = "") -> dict[str, Any]:
     """Returns the type of each key, `{"group.key": type}`."""
     found = {}
@@ -239,7 +248,7 @@ def _one_line(message: str, hints: dict[str, Any]) -> str:
             key = ".".join(part for part in (parts.get("group"), parts["key"]) if part)
             groups = ", ".join(dict.fromkeys(name.split(".")[0] for name in hints))
             return f"unknown key {key}{nearest(key, hints) or f'; known: {groups}'}"
-    if found := re.match(r"Parser key \"(\w+)\": Unable to load config '(.*?)'", text):
+    if found := re.match(r"Parser key \"([\w.]+)\": Unable to load config '(.*?)'", text):
         auto = "auto or " if found[1] == "execution" else ""
         return f"{found[1]}={found[2]}: must be {auto}a group of keys"
     found = re.match(r"Parser key \"([\w.]+)\": (.*)", text)

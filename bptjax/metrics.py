@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn
@@ -40,12 +40,20 @@ class JsonlWriter:
     def __init__(
         self, run_dir: Path | str, *, name: str = "metrics.jsonl", resume_step: int | None = None
     ):
-        path = Path(run_dir) / name
+        self._path = Path(run_dir) / name
+        self._file = self._open(resume_step)
+
+    def _open(self, resume_step: int | None) -> TextIO:
         kept = []
-        if resume_step is not None and path.exists():
-            kept = [r for r in read_metrics(path) if r["step"] <= resume_step]
-        write_atomically(path, "".join(json.dumps(record) + "\n" for record in kept))
-        self._file = path.open("a", encoding="utf-8")
+        if resume_step is not None and self._path.exists():
+            kept = [r for r in read_metrics(self._path) if r["step"] <= resume_step]
+        write_atomically(self._path, "".join(json.dumps(record) + "\n" for record in kept))
+        return self._path.open("a", encoding="utf-8")
+
+    def rewind(self, step: int) -> None:
+        """Drops the records of later steps, which the run will repeat."""
+        self._file.close()
+        self._file = self._open(step)
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Writes a record. Values are numbers, arrays with one element, or strings. Values that are
@@ -122,7 +130,7 @@ class RunProgress:
         every: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._log = Path(run_dir) / "log.txt"
+        self._run_dir = Path(run_dir)
         self._total = total
         self._every = every
         self._clock = clock
@@ -175,11 +183,16 @@ class RunProgress:
     def log(self, line: str) -> None:
         """Prints a line, above the bar if there is one, and appends it to log.txt."""
         self._print(line)
-        with self._log.open("a", encoding="utf-8") as file:
-            file.write(f"{datetime.now():%Y-%m-%d %H:%M:%S} {line}\n")
+        append_log(self._run_dir, line)
 
     def _print(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False, emoji=False, soft_wrap=True)
+
+
+def append_log(run_dir: Path, line: str) -> None:
+    """Appends a line to log.txt."""
+    with (run_dir / "log.txt").open("a", encoding="utf-8") as file:
+        file.write(f"{datetime.now():%Y-%m-%d %H:%M:%S} {line}\n")
 
 
 class NullLogger:
@@ -195,6 +208,9 @@ class NullLogger:
         pass
 
     update = write
+
+    def rewind(self, step: int) -> None:
+        pass
 
     def status(self, text: str) -> None:
         pass

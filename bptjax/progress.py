@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+from bptjax.heartbeat import beat
+
 # Seconds before the first line or the bar, so that short work shows none, and between lines.
 FIRST, EVERY = 5.0, 10.0
 
@@ -23,6 +25,7 @@ class Progress:
         self._bar: Any = None
 
     def __enter__(self) -> "Progress":
+        beat(self._description)
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -42,6 +45,7 @@ class Progress:
         self._update()
 
     def _update(self) -> None:
+        beat(self._description)
         now = time.monotonic()
         if self._bar is not None:
             self._move_bar()
@@ -91,6 +95,7 @@ class Compilations:
         """Prints `text` and the duration of the last compilation, and times this compilation."""
         if self.seconds is not None:
             text += f"; the last compilation took {self.seconds:.0f} s"
+        beat(text)
         self._say(text)
         start = time.monotonic()
         yield

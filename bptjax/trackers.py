@@ -40,9 +40,10 @@ class Trackers:
         log: Callable[[str], None],
     ):
         self._writer = writer
-        self._trackers = [
-            _Tracker(name, run_dir, config, resume_step, log) for name in dict.fromkeys(names)
+        self._open = lambda step: [
+            _Tracker(name, run_dir, config, step, log) for name in dict.fromkeys(names)
         ]
+        self._trackers = self._open(resume_step)
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._writer.write(step, metrics)
@@ -51,6 +52,13 @@ class Trackers:
         }
         for tracker in self._trackers:
             tracker.write(step, numbers)
+
+    def rewind(self, step: int) -> None:
+        """Continues after `step` as a resumed run does."""
+        self._writer.rewind(step)
+        for tracker in self._trackers:
+            tracker.close()
+        self._trackers = self._open(step or None)
 
     def close(self) -> None:
         self._writer.close()

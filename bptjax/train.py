@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from bptjax.command_line import run_command
+from bptjax.heartbeat import beat, dump_stacks_on_signal, record_run_dir
 from bptjax.output import explain_full_disk
 
 if TYPE_CHECKING:
@@ -27,6 +28,11 @@ PROFILE = (
     "--profile",
     "profile the third step from the start or the resumption, or the last step of a shorter run, "
     "into profile in run_dir",
+)
+# A flag too: it concerns the process that is started, not the run.
+SUPERVISE = (
+    "--supervise",
+    "restart the run after a crash, a lost peer or a hang, until restarts bring no new checkpoint",
 )
 # Set by launchers; 0 is the process that prints.
 RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "JAX_PROCESS_ID")
@@ -98,6 +104,14 @@ __signature__ = signature(train)
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if SUPERVISE[0] in argv:
+        from bptjax.supervise import supervise
+
+        rest = (word for word in argv if word != SUPERVISE[0])
+        command = [sys.executable, "-m", "bptjax.train", *rest]
+        return run_command(lambda _: supervise(command), argv)
+    dump_stacks_on_signal()
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     # Grain and orbax speak through absl before it is set up; jax warns of a CPU beside no GPU.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -109,14 +123,16 @@ def main(argv: list[str] | None = None) -> int:
 def _train(argv: list[str]) -> int:
     from bptjax.config_parser import parse
 
-    config = parse(argv, DESCRIPTION, switches=[PROFILE])
+    config = parse(argv, DESCRIPTION, switches=[PROFILE, SUPERVISE])
     if all(os.environ.get(rank, "0") == "0" for rank in RANKS):
         print("starting: loading libraries", flush=True)
+    beat("loading libraries")
     interrupted = "interrupted before training; no step is lost"
     try:
         from bptjax.training.setup import setup
 
         run = setup(config)
+        record_run_dir(run.directory)
         interrupted = "interrupted; the same command continues from the last finished checkpoint"
         return _loop(run, PROFILE[0] in argv)
     except KeyboardInterrupt:

@@ -68,13 +68,18 @@ def group(title: str, kind: type) -> Iterator[str]:
     yield f"\n## {title}\n\n{first}\n\n| key | value | default | |\n| --- | --- | --- | --- |\n"
     for field in dataclasses.fields(kind):
         if dataclasses.is_dataclass(field.type):
+            items += [(f"{title}.{field.name}", field.type)] * (title != "the run")
             continue
-        items += [(field.name, x) for x in get_args(field.type) if dataclasses.is_dataclass(x)]
+        items += [
+            (f"{title}.{field.name}, each", x)
+            for x in get_args(field.type)
+            if dataclasses.is_dataclass(x)
+        ]
         text = described[field.name].replace("|", "\\|")
         cells = f"`{field.name}`", describe(field.type), default(field), text
         yield "|" + "|".join(f" {x} " if x else " " for x in cells) + "|\n"
     for name, item in items:
-        yield from group(f"{title}.{name}, each", item)
+        yield from group(name, item)
 
 
 def reference() -> str:

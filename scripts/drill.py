@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from bptjax.metrics import read_metrics
+from bptjax.supervise import Limits, supervise
 
 STEPS = 24
 CONFIG = f"""
@@ -46,6 +47,7 @@ NEVER = 10**9
 DURING = (
     "SIGKILL at a random moment",
     "SIGKILL at a file operation",
+    "SIGKILL of a supervised run",
     "SIGTERM",
     "SIGSTOP for a second",
     "full disk",
@@ -63,7 +65,8 @@ def train(argv: list[str], run: str, errors: Any, kind: str, at: int, size: int)
     """Trains in a process of its own, with its stderr in a pipe, which has no limit of size.
 
     Args:
-      kind: `kill` or `full`, which happens at Python's file operation `at` in the run directory.
+      kind: `supervised` for a run with a supervisor; or `kill` or `full`, which happens at Python's
+        file operation `at` in the run directory.
         Tensorstore's operations, in C++, are reached by kills at a random moment, and by the full
         disk.
       size: bytes to which files may grow on the full disk.
@@ -71,6 +74,9 @@ def train(argv: list[str], run: str, errors: Any, kind: str, at: int, size: int)
     os.dup2(errors.fileno(), 2)
     errors.close()
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    if kind == "supervised":
+        command = [sys.executable, "-m", "bptjax.train", *argv]
+        sys.exit(supervise(command, Limits(pause=0.1, poll=0.1)))
     seen = 0
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
@@ -137,16 +143,19 @@ class Drill:
         return process
 
     def finish(self, process: Any) -> tuple[int, list[str]]:
-        """Waits for the end. Returns the exit code, and the lines on stderr without the warnings
-        that name the checkpoints that are skipped."""
+        """Waits for the end. Returns the exit code, and the lines on stderr without those that name
+        skipped checkpoints and restarts."""
         process.join(300)
         if process.exitcode is None:
             process.kill()
             return -signal.SIGALRM, ["no end in 300 s"]
         with open(os.dup(self.stderr.fileno()), errors="replace") as stream:
             lines = stream.read().splitlines()
-        skipped = re.compile(r"WARNING.*/checkpoints: .*(using|starting from) step \d+")
-        return process.exitcode, [line for line in lines if not skipped.fullmatch(line)]
+        told = re.compile(
+            r"WARNING.*/checkpoints: .*(using|starting from) step \d+|"
+            r"supervisor: restarting after the run was killed by SIGKILL, .*"
+        )
+        return process.exitcode, [line for line in lines if not told.fullmatch(line)]
 
     def result(self, run: Path) -> tuple[list[Any], dict[str, bytes]]:
         """Returns what `read` writes about a run."""
@@ -184,9 +193,13 @@ class Drill:
     def disturb(self, event: str, run: Path) -> bool:
         """Starts the run and disturbs it. Returns whether it may be disturbed again."""
         operation, size = self.rng.randrange(1, 500), self.rng.choice([0, 500, 3000, 9000, 30000])
-        kind = {"SIGKILL at a file operation": "kill", "full disk": "full"}.get(event, "")
+        kind = {
+            "SIGKILL at a file operation": "kill",
+            "SIGKILL of a supervised run": "supervised",
+            "full disk": "full",
+        }.get(event, "")
         process = self.start(run, kind, operation, size)
-        if not kind:
+        if kind in ("", "supervised"):
             last = max((r["step"] for r in metrics(run)), default=0)
             wanted = self.rng.randint(last, STEPS)
             while process.is_alive() and not any(r["step"] >= wanted for r in metrics(run)):
@@ -194,6 +207,9 @@ class Drill:
             time.sleep(self.rng.random() * 0.1)
             if event == "run directory removed":
                 shutil.rmtree(run, ignore_errors=True)
+            elif kind == "supervised":
+                for child in children(process.pid):
+                    os.kill(child, signal.SIGKILL)
             elif event.startswith("SIGSTOP"):
                 os.kill(process.pid, signal.SIGSTOP)
                 time.sleep(1)
@@ -203,6 +219,7 @@ class Drill:
         code, lines = self.finish(process)
         allowed = {"SIGKILL": (0, -signal.SIGKILL), "SIGTERM": (0, 128 + signal.SIGTERM)}
         codes = allowed.get(event.split()[0], (0,) if event.startswith("SIGSTOP") else (0, 1))
+        codes = (0,) if kind == "supervised" else codes
         # A signal before the run handles it, while libraries load, ends the process at once.
         codes += (-signal.SIGTERM,) if event == "SIGTERM" else ()
         if code not in codes or len(lines) != (code == 1):
@@ -216,6 +233,14 @@ class Drill:
         """Formats the outcomes."""
         rows = [f"| {e} | {n} | {o} |" for (e, o), n in sorted(self.outcomes.items())]
         return "\n".join(["| event | number | outcome |", "| --- | --- | --- |", *rows])
+
+
+def children(pid: int) -> list[int]:
+    """Returns the ids of the children of a process; none if it has ended."""
+    try:
+        return [int(x) for x in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:

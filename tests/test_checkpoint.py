@@ -106,6 +106,18 @@ def test_newest_n_kept(tmp_path):
         Checkpoints(tmp_path).restore(abstract(), step=1)
 
 
+def test_every_nth_kept(tmp_path):
+    """Beside the newest one, also by a run that is resumed."""
+    for last in (10, 14):
+        checkpoints = Checkpoints(tmp_path, save_total_limit=1, keep_every=4)
+        found = checkpoints.restore(abstract())
+        for step in range(found[0] + 2 if found else 2, last + 1, 2):
+            checkpoints.save(step, make_state(step), {})
+        checkpoints.close()
+    names = {int(path.name) for path in (tmp_path / "checkpoints").iterdir()}
+    assert names == {4, 8, 12, 14}
+
+
 def test_donation_right_after_save(tmp_path):
     """Step n+1 overwrites the buffers of step n while they are being written."""
     update = jax.jit(lambda x: x + 1, donate_argnums=0)
@@ -304,9 +316,11 @@ def test_many_failed_writes_are_one_error(tmp_path, size):
     assert done.stdout.startswith(f"{tmp_path}/checkpoints/1: File too large; make room")
 
 
-def test_config_refuses_zero():
+def test_config_refuses_bad_values():
     with pytest.raises(ValueError, match="save_total_limit=0: must be at least 1"):
         CheckpointConfig(save_total_limit=0)
+    with pytest.raises(ValueError, match="keep_every=300: must be a multiple of .*save_steps=200"):
+        CheckpointConfig(save_steps=200, keep_every=300)
 
 
 CHILD = """

@@ -5,6 +5,8 @@ import re
 import subprocess
 import sys
 
+import jax
+import numpy as np
 import pytest
 
 from bptjax import cli, compare, convert, doctor, evaluate, generate, plan, preview, profile, train
@@ -74,6 +76,36 @@ def test_the_version_is_that_of_the_package(capsys):
     assert capsys.readouterr().out == f"bptjax {bptjax.__version__}\n"
 
 
+LOST = "INTERNAL: Failed to launch kernel: \nCUDA_ERROR_ECC_UNCORRECTABLE: uncorrectable ECC error"
+
+
+@pytest.mark.parametrize(
+    ("fail", "message"),
+    [
+        (lambda argv: bytearray(2**60), "error: the host is out of memory; free some memory, or"),
+        (lambda argv: np.zeros(2**55), "error: the host is out of memory (Unable to allocate "),
+    ],
+    ids=["python", "numpy"],
+)
+def test_a_host_without_memory_is_one_line(fail, message, capsys):
+    assert run_command(fail, []) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(message) and error.count("\n") == 1
+    with pytest.raises(RuntimeError) as raised:
+        run_command(fail, ["--debug"])
+    assert isinstance(raised.value.__cause__, MemoryError)
+
+
+def test_a_lost_device_is_one_line(capsys):
+    def fail(argv):
+        raise jax.errors.JaxRuntimeError(LOST + " x" * 500)
+
+    assert run_command(fail, []) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: a GPU has failed (CUDA_ERROR_ECC_UNCORRECTABLE: uncorrectable")
+    assert error.count("\n") == 1 and len(error) < 500 and "CUDA_VISIBLE_DEVICES" in error
+
+
 def test_help_and_refusals_of_flags_import_no_jax():
     """Of the commands that read no config: those import the config's modules first."""
     code = (
@@ -112,7 +144,9 @@ def test_a_switch_is_no_key(capsys):
     assert "profile" not in capsys.readouterr().out
     assert train.main(["--help"]) == 0
     help = " ".join(capsys.readouterr().out.split())
-    assert "[--profile] [--debug]" in help and "--profile profile the third step" in help
+    assert (
+        "[--profile] [--supervise] [--debug]" in help and "--profile profile the third step" in help
+    )
 
 
 def test_help_of_train_explains_every_key(capsys, monkeypatch):

@@ -86,6 +86,21 @@ def test_wandb_gets_every_number_and_a_resumed_run_goes_on_in_the_same(run, tmp_
     assert third.opened[0]["id"] != one["id"], "another run in the same directory"
 
 
+def test_a_rollback_continues_as_a_resumed_run(tmp_path, monkeypatch):
+    module = Wandb()
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    both = Trackers(JsonlWriter(tmp_path), ["wandb"], tmp_path, {}, None, print)
+    for step in (1, 2, 3):
+        both.write(step, {"x": step})
+    both.rewind(1)
+    both.write(2, {"x": 2.5})
+    both.close()
+    assert [record["x"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2.5]
+    assert [record["x"] for record in module.logged] == [1, 2, 3, 2.5]
+    first, second = module.opened
+    assert first["id"] == second["id"] and module.finished == 2
+
+
 @pytest.mark.parametrize(
     ("module", "reason"),
     [

@@ -21,6 +21,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from bptjax.heartbeat import record_error
 from bptjax.parallel.launch import ProcessInfo, find_process, is_loopback
 from bptjax.parallel.mesh import ParallelConfig
 from bptjax.parallel.secret import VARIABLE, WrongSecret, demand_proof, prove, read_secret
@@ -236,7 +237,9 @@ def _pump(source: socket.socket, sink: socket.socket, member: bool) -> None:
 
 
 def _exit_with(error: BaseException, code: int = 1) -> None:
-    os.write(2, f"error: {' '.join(str(error).split())}\n".encode())
+    message = " ".join(str(error).split())
+    record_error(message)
+    os.write(2, f"error: {message}\n".encode())
     os._exit(code)
 
 

@@ -12,6 +12,7 @@ from bptjax.data.records import readable
 from bptjax.data.sources import Mixture, Training, open_split
 from bptjax.data.survey import survey
 from bptjax.data.tokenizer import Tokenizer, add_tokens, make_tokenizer, vocabulary_warning
+from bptjax.heartbeat import beat
 from bptjax.pretrained import Pretrained, open_pretrained
 from bptjax.training.checks import check_objective
 
@@ -74,5 +75,6 @@ def open_data(config: Config) -> RunData:
 
 def say(line: str) -> None:
     """Prints a line in the first process, before the log is open."""
+    beat(line)
     if jax.process_index() == 0:
         print(line, flush=True)

@@ -1,14 +1,29 @@
-"""FLOPs of a step, as model FLOPs utilization counts them."""
+"""FLOPs of a step, as model FLOPs utilization counts them; memory and utilization of devices."""
 
 from collections import Counter
 
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import Mesh
 
+from bptjax.devices import KINDS, kind_of
 from bptjax.models.config import ModelConfig
 from bptjax.ops.position import document_lengths
 from bptjax.training.spec import TrainSpec
 from bptjax.training.state import ParameterCounts, parameter_counts
+
+
+def hardware_metrics(mesh: Mesh, flops: float, seconds: float | None) -> dict[str, float]:
+    """Returns the peak memory of a device in GiB, and the utilization of its peak FLOP/s by a step
+    of `flops` in `seconds`, as far as they are known."""
+    found: dict[str, float] = {}
+    stats = mesh.local_devices[0].memory_stats()
+    if stats and "peak_bytes_in_use" in stats:
+        found["memory/peak_gib"] = stats["peak_bytes_in_use"] / 2**30
+    kind = kind_of(mesh.devices.reshape(-1)[0].device_kind)
+    if kind and seconds:
+        found["throughput/mfu"] = flops / seconds / (KINDS[kind].flops * mesh.size)
+    return found
 
 
 def matmul_parameters(spec: TrainSpec) -> ParameterCounts:

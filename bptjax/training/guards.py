@@ -4,6 +4,7 @@ finite."""
 import fcntl
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,9 +20,22 @@ from bptjax.training.prediction import GIB, remedies, tree_bytes
 from bptjax.training.spec import TrainSpec
 from bptjax.training.state import HOST, abstract_state
 
+# Seconds in which a second signal is the first one again.
+REPEATED_S = 1.0
+
 
 class RunFailed(RuntimeError):
     """The run cannot continue. The message says which step is saved and which keys to change."""
+
+
+def diverged(values: str, last_saved: int | None, checkpoints: Path) -> RunFailed:
+    """Returns the error for values that are not finite, with keys to change."""
+    good = f"step {last_saved}" if last_saved else "none yet"
+    return RunFailed(
+        f"{values}; last good checkpoint: {good} in {checkpoints}; start again in another run_dir "
+        "with a lower optimizer.learning_rate, more optimizer.warmup_steps or a lower "
+        "optimizer.max_grad_norm"
+    )
 
 
 @contextmanager
@@ -44,23 +58,32 @@ def exclusive(directory: Path) -> Iterator[None]:
 @contextmanager
 def stop_signals() -> Iterator[list[int]]:
     """Yields a list to which the first SIGINT or SIGTERM is added. A second signal has its usual
-    effect."""
+    effect, but within a second it counts as the first: a scheduler's signal to all processes comes
+    from it and from the supervisor."""
     got: list[int] = []
+    repeated = 0.0
     kinds = (signal.SIGINT, signal.SIGTERM)
     before = {kind: signal.getsignal(kind) for kind in kinds}
 
-    def note(number, frame):
-        got.append(number)
+    def restore():
         for kind, handler in before.items():
             signal.signal(kind, handler)
+
+    def note(number, frame):
+        nonlocal repeated
+        if not got:
+            got.append(number)
+            repeated = time.monotonic() + REPEATED_S
+        elif time.monotonic() > repeated:
+            restore()
+            signal.raise_signal(number)
 
     for kind in kinds:
         signal.signal(kind, note)
     try:
         yield got
     finally:
-        for kind, handler in before.items():
-            signal.signal(kind, handler)
+        restore()
 
 
 @contextmanager

@@ -20,6 +20,11 @@ class Logs:
     predictions: JsonlWriter | NullLogger
     progress: RunProgress | NullLogger
 
+    def rewind(self, step: int) -> None:
+        """Drops the records of later steps, which the run will repeat."""
+        self.metrics.rewind(step)
+        self.predictions.rewind(step)
+
 
 @contextmanager
 def open_logs(run: TrainingRun, start: int) -> Iterator[Logs]:

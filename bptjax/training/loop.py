@@ -13,7 +13,7 @@ import numpy as np
 from bptjax.checkpoint import Best, Checkpoints
 from bptjax.command_line import plural
 from bptjax.config import to_yaml
-from bptjax.devices import KINDS, kind_of
+from bptjax.heartbeat import beat
 from bptjax.metrics import Throughput
 from bptjax.parallel.distributed import (
     all_gather_json,
@@ -25,9 +25,10 @@ from bptjax.parallel.distributed import (
 )
 from bptjax.progress import Progress
 from bptjax.training.compilation import StepCompiler
-from bptjax.training.flops import matmul_parameters, model_flops
+from bptjax.training.flops import hardware_metrics, matmul_parameters, model_flops
 from bptjax.training.guards import (
     RunFailed,
+    diverged,
     exclusive,
     explain_out_of_memory,
     finite,
@@ -36,9 +37,10 @@ from bptjax.training.guards import (
 from bptjax.training.html_report import memory_of, reporting
 from bptjax.training.logs import Logs, open_logs
 from bptjax.training.report import export_adapter, log_summary, predict_answers, sample_text
-from bptjax.training.resume import complete_state, find_start
+from bptjax.training.resume import Start, complete_state, find_start
 from bptjax.training.run_directory import write_config
 from bptjax.training.setup import TrainingRun
+from bptjax.training.spikes import Spike, Spikes
 from bptjax.training.state import TrainState, checkpoint_view, split_trained
 from bptjax.training.step import evaluator
 from bptjax.training.step_profile import DIRECTORY, TRACED, ProfiledStep
@@ -67,8 +69,8 @@ def train(run: TrainingRun, *, profile: bool = False) -> int:
         with raise_together():
             if first:
                 stack.enter_context(exclusive(run.directory))
-        limit = run.config.checkpoint.save_total_limit
-        checkpoints = Checkpoints(run.directory, save_total_limit=limit)
+        limit, every = run.config.checkpoint.save_total_limit, run.config.checkpoint.keep_every
+        checkpoints = Checkpoints(run.directory, save_total_limit=limit, keep_every=every)
         stack.callback(checkpoints.close)
         stack.push(exit_after_timeout)
         facts = stack.enter_context(reporting(run))
@@ -87,7 +89,7 @@ def train(run: TrainingRun, *, profile: bool = False) -> int:
         state = complete_state(run, start, logs.progress)
         # A step is profiled in all processes or in none.
         profile = any(all_gather_json(profile))
-        loop = TrainLoop(run, checkpoints, logs, state, start.step, start.extra, facts, profile)
+        loop = TrainLoop(run, checkpoints, logs, start, state, facts, profile)
         loop.train(stopped)
         _finish(loop)
     shutdown()
@@ -108,47 +110,62 @@ class TrainLoop:
         run: TrainingRun,
         checkpoints: Checkpoints,
         logs: Logs,
+        start: Start,
         state: TrainState,
-        done: int,
-        extra: dict[str, Any],
         facts: dict[str, Any],
         profile: bool = False,
     ):
-        """Continues from a state.
+        """Continues from the state of a start.
 
         Args:
-          extra: values saved beside the state; empty at step 0.
           facts: facts for the report; see `reporting`.
           profile: profile the third step from here, or the last step of a shorter run.
         """
         self.run, self.checkpoints, self.logs = run, checkpoints, logs
-        self.state, self.done, self.stopped, self.facts = state, done, 0, facts
-        self.tokens_seen = extra.get("tokens_seen", 0)
-        self.best = Best(**extra.get("best", {}))
-        self._last_saved = done or None
-        self._pending: tuple[int, dict[str, Any]] | None = None
-        self._last_loss: tuple[int, float] | None = None
+        self.state, self.stopped, self.facts = state, 0, facts
+        self._continue(start)
         self._throughput = Throughput()
         self._evaluate = evaluator(run.spec)
         self._matmul_parameters = matmul_parameters(run.spec)
         self._compiler = StepCompiler(run.spec, logs.progress.log, facts.get("compile_seconds"))
         # The compiled step by shape of the batch.
         self._compiled: dict[tuple[int, ...], Callable[..., Any]] = {}
-        self._profiled = min(done + TRACED, run.spec.steps) if profile else None
+        self._profiled = min(self.done + TRACED, run.spec.steps) if profile else None
+
+    def _continue(self, start: Start) -> None:
+        """Continues from the values beside the state of a start: the first, or of a rollback."""
+        self.done, extra = start.step, start.extra
+        self.tokens_seen = extra.get("tokens_seen", 0)
+        self.best = Best(**extra.get("best", {}))
+        self.spikes = Spikes(self.run.config.train.on_spike, extra.get("spikes", {}))
+        self._last_saved = self.done or None
+        # Step, metrics, and the position in the data after the step's batch.
+        self._pending: tuple[int, dict[str, Any], Any] | None = None
+        self._cursor: Any = None
+        self._last_loss: tuple[int, float] | None = None
 
     def train(self, stopped: list[int]) -> None:
         """Trains to the last step, or until a process gets a signal in `stopped`, and saves the
-        last state. Processes learn of each other's signals one step late, so that no process waits.
+        last state. Rolls back after spikes.
 
         Raises:
           RunFailed: the loss is no longer finite, or a record is bad.
         """
-        config, spec = self.run.config, self.run.spec
-        every = config.train.eval_steps
-        if self.patience_is_spent or self.done >= spec.steps:
+        if self.patience_is_spent or self.done >= self.run.spec.steps:
             return
         if self.done == 0:
             self._eval()
+        while True:
+            try:
+                return self._train(stopped)
+            except Spike as spike:
+                self._roll_back(spike)
+
+    def _train(self, stopped: list[int]) -> None:
+        """Trains as `train` without rollbacks. Processes learn of each other's signals one step
+        late, so that no process waits."""
+        config, spec = self.run.config, self.run.spec
+        every = config.train.eval_steps
         votes: deque[Any] = deque([0] if jax.process_count() > 1 else [])
         while self.done < spec.steps and not self.stopped and not self.patience_is_spent:
             self._step()
@@ -180,6 +197,8 @@ class TrainLoop:
 
     def _step(self) -> None:
         """Starts an optimizer step, and reads the metrics of the previous step."""
+        if self._pending is None:  # Other work is done.
+            beat("training", self.done)
         batch = self.run.spec.layout.put(
             self._next_batch(), self.run.config.train.gradient_accumulation_steps
         )
@@ -213,7 +232,8 @@ class TrainLoop:
         if profiled:
             self._throughput.skip()
         self.done += 1
-        self._pending = (self.done, metrics)
+        cursor = self.run.batches.get_state() if self.spikes.on else None
+        self._pending = (self.done, metrics, cursor)
 
     def _next_batch(self) -> dict[str, np.ndarray]:
         try:
@@ -232,61 +252,53 @@ class TrainLoop:
         """Reads and logs the metrics of the previous step.
 
         Raises:
-          RunFailed: the loss or the gradient is not finite.
+          RunFailed: the loss or the gradient is not finite; Spike if the run may roll back.
         """
         if self._pending is None:
             return
-        (done, metrics), self._pending = self._pending, None
+        (done, metrics, self._cursor), self._pending = self._pending, None
         metrics = {name: float(x) for name, x in jax.device_get(metrics).items()}
+        beat("training", done)
         tokens, attended = int(metrics.pop("tokens")), metrics.pop("attended")
         self._throughput.step(tokens)
         self.tokens_seen += tokens
         config = self.run.config
-        metrics |= {"train/tokens_seen": self.tokens_seen}
+        metrics |= {"train/tokens_seen": self.tokens_seen} | self.spikes.metrics()
         metrics |= self._throughput.metrics(self.run.spec.steps - done)
-        metrics |= self._hardware(metrics, tokens, attended)
+        flops = model_flops(self.run.spec.model, self._matmul_parameters, tokens, attended)
+        metrics |= hardware_metrics(self.run.spec.mesh, flops, metrics.get("throughput/step_time"))
         if done % config.logging.steps == 0 or done == self.run.spec.steps:
             self.logs.metrics.write(done, metrics)
         self.logs.progress.update(done, metrics)
-        loss, norm = metrics["train/loss"], metrics["train/grad_norm"]
-        scale = metrics.get("train/loss_scale")
-        # An overflow in float16 only lowers the loss scale, until the scale is too small.
-        if (
-            not math.isfinite(loss)
-            or (scale is None and not math.isfinite(norm))
-            or (scale and scale < 2**-24)
-        ):
-            values = f"loss {loss:.4g}, gradient norm {norm:.4g}"
-            values += f", learning rate {metrics['train/learning_rate']:.4g}"
-            values += "" if scale is None else f", loss scale {scale:.4g}"
-            raise self._diverged(f"step {done}: {values}")
-        self._last_loss = done, loss
+        if spike := self.spikes.find(metrics):
+            raise self._diverged(done, spike)
+        self._last_loss = done, metrics["train/loss"]
 
-    def _diverged(self, values: str) -> RunFailed:
-        """Returns the error for a loss that is not finite, with keys to change."""
-        good = f"step {self._last_saved}" if self._last_saved else "none yet"
-        before = (
-            "" if self._last_loss is None else " (step {} had loss {:.4f})".format(*self._last_loss)
-        )
-        return RunFailed(
-            f"{values}{before}; last good checkpoint: {good} in {self.checkpoints.directory}; "
-            "start again in another run_dir with a lower optimizer.learning_rate, more "
-            "optimizer.warmup_steps or a lower optimizer.max_grad_norm"
-        )
+    def _diverged(self, step: int, values: str) -> RunFailed:
+        """Returns the error for values of a step that are not finite or a spike: one to roll back
+        after, or one that names keys to change."""
+        values = f"step {step}: {values}"
+        if step and self.spikes.may_roll_back:
+            return Spike(values, step, self._cursor)
+        if self._last_loss is not None:
+            values += " (step {} had loss {:.4f})".format(*self._last_loss)
+        return diverged(values, self._last_saved, self.checkpoints.directory)
 
-    def _hardware(self, metrics: dict, tokens: int, attended: float) -> dict[str, float]:
-        """Returns the peak memory of a device in GiB and the utilization of its peak FLOP/s, if
-        known."""
-        mesh, found = self.run.spec.mesh, {}
-        stats = mesh.local_devices[0].memory_stats()
-        if stats and "peak_bytes_in_use" in stats:
-            found["memory/peak_gib"] = stats["peak_bytes_in_use"] / 2**30
-        kind = kind_of(mesh.devices.reshape(-1)[0].device_kind)
-        seconds = metrics.get("throughput/step_time")
-        if kind and seconds:
-            flops = model_flops(self.run.spec.model, self._matmul_parameters, tokens, attended)
-            found["throughput/mfu"] = flops / seconds / (KINDS[kind].flops * mesh.size)
-        return found
+    def _roll_back(self, spike: Spike) -> None:
+        """Goes back to the last checkpoint, or to step 0 if there is none, and to the batch after
+        that of the spike. A run that is killed before its next checkpoint meets the spike again."""
+        before = self.spikes
+        self.checkpoints.wait()
+        # There may be no memory for two states. The step that runs finishes before.
+        for leaf in jax.tree.leaves(self.state):
+            leaf.delete()
+        start = find_start(self.run, self.checkpoints)
+        self._continue(start)
+        self.logs.progress.log(f"{spike}; {self.spikes.roll_back(before, start.step, spike.step)}")
+        self.state = complete_state(self.run, start, self.logs.progress)
+        self.run.batches.set_state(spike.cursor)
+        self.logs.rewind(start.step)
+        self._throughput.resume()
 
     def _eval(self) -> None:
         """Measures the held-out loss, and lets the model answer held-out chats.
@@ -316,7 +328,7 @@ class TrainLoop:
         if not math.isfinite(loss):
             self.logs.metrics.write(self.done, metrics)
             if not finite(self.state.model):
-                raise self._diverged(f"step {self.done}: eval/loss {loss}, parameters not finite")
+                raise self._diverged(self.done, f"eval/loss {loss}, parameters not finite")
             text += ": not finite, but all parameters are; try another train.compute_dtype"
             progress.log(text)
             return
@@ -341,8 +353,9 @@ class TrainLoop:
           RunFailed: the loss, the gradient or a trained parameter is not finite.
         """
         self._flush()
+        beat(f"saving step {self.done}")
         if not finite(split_trained(self.run.spec, self.state.model)[0]):
-            raise self._diverged(f"step {self.done}: parameters not finite")
+            raise self._diverged(self.done, "parameters not finite")
         data = self.run.batches.get_state()
         if len(data) > 1:
             data = self.run.batches.merge_states(all_gather_json(data))
@@ -354,6 +367,7 @@ class TrainLoop:
             "config": to_yaml(self.run.config),
             "base": self.run.base_fingerprint,
             "best": dict(vars(self.best)),
+            "spikes": self.spikes.state(),
         }
         best = self.best if self.run.config.checkpoint.keep_best else None
         self.checkpoints.save(self.done, checkpoint_view(self.run.spec, self.state), extra, best)
@@ -364,6 +378,7 @@ class TrainLoop:
 def _finish(loop: TrainLoop) -> None:
     """Logs why the run ended. Unless it was stopped, exports its adapter and logs a summary."""
     run, log, best = loop.run, loop.logs.progress.log, loop.best
+    beat("finishing")
     end = f"finished {loop.done:,} steps"
     if loop.patience_is_spent:
         loss = math.nan if best.loss is None else best.loss

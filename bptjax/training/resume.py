@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bptjax.checkpoint import Checkpoints
+from bptjax.heartbeat import beat
 from bptjax.metrics import NullLogger, RunProgress
 from bptjax.schedule import learning_rate
 from bptjax.training.setup import TrainingRun
@@ -40,6 +41,7 @@ def find_start(run: TrainingRun, checkpoints: Checkpoints) -> Start:
         beyond the last step.
     """
     config, spec = run.config, run.spec
+    beat("looking for a checkpoint")
     restored = checkpoints.restore(checkpoint_view(spec, abstract_state(spec)))
     if restored is None:
         return Start(0, None, {})

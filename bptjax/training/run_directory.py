@@ -29,6 +29,7 @@ RESUMABLE_KEYS = (
     "train.eval_",
     "train.num_eval_generations",
     "train.early_stopping_patience",
+    "train.on_spike.",
     "train.sample_tokens",
     "optimizer.state_memory_kind",
 )

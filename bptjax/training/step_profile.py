@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from bptjax.devices import KINDS, DeviceKind, kind_of
+from bptjax.heartbeat import beat
 from bptjax.parallel.distributed import all_gather_json
 from bptjax.profile_report import (
     memory_table,
@@ -129,6 +130,7 @@ class ProfiledStep:
         return profile.step(state, batch)
 
     def _traced(self, profile: StepProfile, state: TrainState, batch: Batch) -> Any:
+        beat("profiling a step")
         jax.block_until_ready((state, batch))
         traces = False
         with ExitStack() as stack:

@@ -13,11 +13,14 @@ import sys
 import threading
 import time
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 from training.runs import train_process
 
+from bptjax.checkpoint import Checkpoints
 from bptjax.metrics import read_metrics
 from bptjax.train import main
 
@@ -99,8 +102,16 @@ def start():
 
     yield start
     for process in started:
+        for child in children(process):
+            os.kill(child, signal.SIGKILL)
         process.kill()
         process.communicate()
+
+
+def children(process):
+    """Process ids of the children; none of a process that has ended."""
+    file = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    return [int(pid) for pid in file.read_text().split()] if file.exists() else []
 
 
 def ends(processes):
@@ -152,30 +163,52 @@ def losses(run_dir):
     }
 
 
-def strike(pair, number, victim, run_dir, step):
+def strike(pair, number, victim, run_dir, step, send=subprocess.Popen.send_signal):
     """Sends the signal to one of the pair when `step` is done."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and pair[0].poll() is pair[1].poll() is None:
         if (run_dir / "metrics.jsonl").exists() and max(losses(run_dir), default=(0,))[0] >= step:
             break
         time.sleep(0.02)
-    pair[victim].send_signal(number)
+    send(pair[victim], number)
 
 
-def test_the_first_killed(arguments, whole, tmp_path, start):
-    """The other ends; both started again go on with the losses of one process, while strangers
-    connect to the first."""
-    run_dir = tmp_path / "run"
-    command = [*train_process(), *arguments, "--run_dir", str(run_dir)]
-    before = kill(start(*command), 0, run_dir)
-    pair = start(*command)
+SUPERVISED = """
+import sys
+from bptjax.supervise import supervise
+sys.exit(supervise([sys.executable, *sys.argv[1:]]))
+"""
+
+
+def test_the_first_killed_under_supervision(arguments, tmp_path, start):
+    """Each process has a supervisor, which restarts it: metrics and the last state are, bit for
+    bit, those of two undisturbed processes, while strangers connect to the first. Both roll back
+    after small spikes."""
+    command = [*train_process(), *arguments, "--train.on_spike.max_rollbacks=19"]
+    command += ["--train.on_spike.factor=1.07", "--train.on_spike.window=3", "--run_dir"]
+    undisturbed, run_dir = tmp_path / "undisturbed", tmp_path / "run"
+    codes, _, errors = ends(start(*command, str(undisturbed)))
+    assert codes == [0, 0], errors
+    pair = start("-c", SUPERVISED, *command, str(run_dir))
+
+    def send(supervisor, number):
+        (child,) = children(supervisor)
+        os.kill(child, number)
+
+    strike(pair, signal.SIGKILL, 0, run_dir, 14, send)
     with strangers(start.port) as count:
         codes, (said, silent), errors = ends(pair)
     assert codes == [0, 0] and next(count) > 50, errors
     assert LAST_SAVED.search(said) and "step" not in silent
-    after = losses(run_dir)
-    assert {at: after[at] for at in before} == before
-    assert after == pytest.approx(losses(whole), rel=1e-6, abs=0)
+    assert errors[0] == [] and len(errors[1]) == 1 and errors[1][0].startswith(LOST)
+    log = (run_dir / "log.txt").read_text()
+    assert log.count("supervisor: restarting after ") == 2
+    assert "killed by SIGKILL" in log and "after exit code 1: a peer process is lost: " in log
+    assert losses(run_dir) == losses(undisturbed)
+    assert "rolling back to step 0, " in log and "rolling back to step 12, " in log
+    first, second = (Checkpoints(directory) for directory in (run_dir, undisturbed))
+    for name in second.specs(24):
+        np.testing.assert_array_equal(first.read(24, name), second.read(24, name), strict=True)
 
 
 def test_the_second_killed_and_other_counts(arguments, whole, tmp_path, start, capsys):

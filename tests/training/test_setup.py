@@ -165,6 +165,8 @@ def test_a_number_does_not_stand_for_a_group(tmp_path, capsys):
     (tmp_path / "config.yaml").write_text("train: 3\n")
     assert main(["--config", str(tmp_path / "config.yaml")]) == 2
     assert capsys.readouterr().err == "error: train=3: must be a group of keys\n"
+    assert main(["--train.on_spike=3"]) == 2
+    assert capsys.readouterr().err == "error: train.on_spike=3: must be a group of keys\n"
     assert main(["--execution=fast"]) == 2
     wanted = "error: execution=fast: must be auto or a group of keys\n"
     assert capsys.readouterr().err == wanted

@@ -1,0 +1,57 @@
+"""Signs of life of a supervised process, in a directory that its supervisor shares with it.
+
+Without a supervisor, all functions return at once. Unlike metrics.jsonl, a sign of life comes from
+every process, at every step, and from work between steps."""
+
+import faulthandler
+import json
+import os
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+
+# Environment variable that names the directory, and the files in it.
+DIRECTORY = "BPTJAX_SUPERVISOR"
+BEAT, ERROR, RUN_DIR, STACKS = "beat", "error", "run_dir", "stacks"
+# Least size of the files in bytes.
+SIZE = 1024
+
+
+def beat(work: str, step: int | None = None) -> None:
+    """Tells the supervisor that this process is alive.
+
+    Args:
+      work: the work that begins, or goes on.
+      step: number of optimizer steps done; None if the work is not a step.
+    """
+    record = {"work": work[:100], "step": step, "time": time.monotonic_ns()}
+    _write(BEAT, json.dumps(record))
+
+
+def record_error(message: str) -> None:
+    """Tells the supervisor why this process ends."""
+    _write(ERROR, message)
+
+
+def record_run_dir(directory: Path) -> None:
+    """Tells the supervisor where log and checkpoints are."""
+    _write(RUN_DIR, str(directory.absolute()))
+
+
+def dump_stacks_on_signal() -> None:
+    """Lets SIGUSR1 write the stacks of all threads for the supervisor, even if no thread can run
+    Python code."""
+    if directory := os.environ.get(DIRECTORY):
+        file = (Path(directory) / STACKS).open("w")
+        faulthandler.register(signal.SIGUSR1, file, all_threads=True)
+
+
+def _write(name: str, text: str) -> None:
+    """Writes a file in place: a rename may wait for the disk. The padding covers a longer text that
+    was there before."""
+    if directory := os.environ.get(DIRECTORY):
+        with suppress(OSError):  # The run matters more than its supervision.
+            file = os.open(os.path.join(directory, name), os.O_WRONLY | os.O_CREAT, 0o600)
+            os.pwrite(file, text.encode(errors="replace").ljust(SIZE), 0)
+            os.close(file)

@@ -1,0 +1,35 @@
+"""Guards of a run: signals, and signs of life for its supervisor."""
+
+import signal
+
+import pytest
+
+from bptjax.train import main
+from bptjax.training import guards
+
+
+def test_a_signal_that_is_sent_twice_at_once_is_one(monkeypatch):
+    """As by a scheduler to the run and to its supervisor, which passes it on. A later one ends the
+    process as usual."""
+    with guards.stop_signals() as got:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        assert got == [signal.SIGINT]
+        monkeypatch.setattr(guards, "REPEATED_S", -1.0)
+    with pytest.raises(KeyboardInterrupt), guards.stop_signals() as got:
+        signal.raise_signal(signal.SIGINT)
+        assert got == [signal.SIGINT]
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_signs_of_life(arguments, tmp_path, monkeypatch):
+    """A step after other work is known to be one when it starts: a supervisor waits less for it."""
+    seen = []
+    monkeypatch.setattr("bptjax.training.loop.beat", lambda *work: seen.append(work))
+    flags = ["--train.max_steps=4", "--checkpoint.save_steps=2", "--data.eval_fraction=0"]
+    flags += ["--train.eval_steps=null", "--train.sample_tokens=0"]
+    assert main([*arguments, *flags, f"--run_dir={tmp_path / 'run'}"]) == 0
+    first = [("training", n) for n in (0, 1, 2)]
+    second = [("training", n) for n in (2, 3, 4)]
+    saved = [(f"saving step {n}",) for n in (2, 4)]
+    assert seen == [*first, saved[0], *second, saved[1], ("finishing",)]
