@@ -15,8 +15,9 @@ from typing import Any
 
 Row = dict[str, Any]
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = tuple(
-    ROOT / name for name in ("README.md", "docs/benchmarks.md", "docs/long_context.md")
+DOCUMENTS = (
+    ROOT / "README.md",
+    *(ROOT / f"docs/{name}.md" for name in ("benchmarks", "hugging_face", "long_context")),
 )
 RESULTS = Path(__file__).parent / "results"
 SYSTEMS = {
@@ -237,6 +238,21 @@ def windows() -> str:
     return table(["window", "H", "heads", *(f"`{n}`" for n in names)], body)
 
 
+def parity() -> str:
+    """The largest difference of each family from transformers."""
+    measures = "hidden", "loss", "gradients"
+    body = [
+        [
+            f"`{row['family']}`",
+            str(row["configurations"]),
+            *(f"{row[name]:.0e}".replace("0e+00", "0") if name in row else "" for name in measures),
+        ]
+        for row in read("parity.json")
+    ]
+    head = ["family", "configurations", "hidden states and logits", "loss", "gradients"]
+    return table(head, body)
+
+
 def mixtures() -> str:
     """Steps of mixtures of experts, beside the peer's."""
     rows = read("mixture_h200.json")
@@ -410,6 +426,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "attention": attention,
     "kernels": kernels,
     "windows": windows,
+    "parity": parity,
     "mixtures": mixtures,
     "step": lambda: steps("step_h200.json", "transformers + Liger"),
     "sequence": sequence,
