@@ -1,5 +1,6 @@
 """The fixed parts of a run: config, model and mesh, with the arithmetic of batches and steps."""
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -91,8 +92,9 @@ class TrainSpec:
                 f"parallel.ep={ep}: must be 1 for a model without experts; use parallel.fsdp"
             )
         if experts is not None and experts % ep:
-            fitting = [n for n in range(1, ep) if experts % n == 0]
+            # Divides the devices too, so that the others can go to fsdp.
             raise ValueError(
-                f"parallel.ep={ep}: must divide num_experts={experts}; use {fitting[-1]}"
+                f"parallel.ep={ep}: must divide num_experts={experts}; use "
+                f"{math.gcd(ep, experts)}, with the other devices on parallel.fsdp"
             )
         return Layout(self.mesh, self.model.num_heads, self.config.parallel.sequence_strategy)

@@ -101,6 +101,22 @@ def test_visits_hold_every_allowed_pair_and_full_tiles_no_other(name, of_keys):
                 assert j not in full or (tile.all() and tile.shape == (own, other))
 
 
+def test_narrow_windows_change_no_tiles_of_other_calls(monkeypatch):
+    """As in a model whose layers alternate."""
+    tiles, x = [], jnp.zeros((1, 8, 2, 64), jnp.bfloat16)
+
+    def call(name, inputs, shapes, grid, warps, stages, constants, aliases):
+        tiles.append((constants.BQ, constants.BK, warps, stages))
+        return tuple(jnp.zeros(s.shape, s.dtype) for s in shapes)
+
+    monkeypatch.setattr(triton_flash, "CALL", call)
+    for window in (None, 128, None):
+        spec = AttentionSpec(mask=Mask(causal=True, window=window), scale=1.0)
+        triton_flash.forward(QKV(x, x, x), spec)
+    of_full, of_window = triton_flash.BLOCKS["forward"], triton_flash.NARROW_BLOCKS["forward"]
+    assert tiles == [of_full[64], of_window[64], of_full[64]] and tiles[0] != tiles[1]
+
+
 def test_the_program_reduces_no_constant_positions():
     """XLA would fold these reductions, in seconds each at 512K tokens."""
     T = 1024

@@ -139,7 +139,7 @@ def test_no_token_is_dropped():
     ("model", "message"),
     [
         (MODEL, "parallel.ep=4: must be 1 for a model without experts; use parallel.fsdp"),
-        (replace(ROUTED, num_experts=6), "parallel.ep=4: must divide num_experts=6; use 3"),
+        (replace(ROUTED, num_experts=6), "parallel.ep=4: must divide num_experts=6; use 2, with"),
     ],
 )
 def test_refusals(model, message):

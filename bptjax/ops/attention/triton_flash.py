@@ -197,8 +197,9 @@ def _launch(
     mask = spec.mask.resolve(T, S)
     padded = max(16, 1 << (H - 1).bit_length())
     table = BLOCKS[name] | DROPOUT_BLOCKS[name] if spec.dropout else BLOCKS[name]
-    table |= NARROW_BLOCKS[name] if mask.window and mask.window <= NARROW_WINDOW else {}
-    table |= SMALL_BLOCKS[name] if capability() in SMALL_MEMORY else {}
+    # Not |=, which would change the tables for later calls.
+    table = table | (NARROW_BLOCKS[name] if mask.window and mask.window <= NARROW_WINDOW else {})
+    table = table | (SMALL_BLOCKS[name] if capability() in SMALL_MEMORY else {})
     bq, bk, warps, stages = table[max(padded, 32)]
     if x.q.dtype.itemsize > 2:
         # Twice the bytes must still fit in shared memory.
