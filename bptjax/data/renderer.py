@@ -82,10 +82,15 @@ class Renderer:
             try:
                 write(process.stdin.fileno(), sent)
                 kind, answer = json.loads(read(process.stdout.fileno()))
-            except (OSError, EOFError):
+            except BaseException as error:
+                # After Ctrl-C, the next request would read the answer to this one.
                 self._process = None
+                ended = isinstance(error, OSError | EOFError)
                 with process:  # Closes the pipes, and waits.
-                    pass
+                    if not ended:
+                        process.kill()
+                if not ended:
+                    raise
                 raise TemplateLimit(_reason(process.returncode)) from None
         if kind == "limit":
             raise TemplateLimit(answer)

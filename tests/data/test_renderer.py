@@ -105,3 +105,16 @@ def test_a_forked_process_has_a_renderer_of_its_own():
     with before:
         before.stdin.close()
         assert before.wait(timeout=60) == 0
+
+
+def test_an_interrupted_request_does_not_answer_the_next_one(monkeypatch):
+    tokenizer = ByteTokenizer()
+    render(TALK, "{{ 'warm' }}", tokenizer)
+
+    def interrupted(pipe):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(renderer, "read", interrupted)
+        render(TALK, "{{ 'first' }}", tokenizer)
+    assert render(TALK, "{{ 'second' }}", tokenizer)[0] == "second"
