@@ -152,6 +152,8 @@ def _print_record(
         print(printable(json.dumps(record, indent=2, ensure_ascii=False, default=str)))
     elif isinstance(document, Labeled):
         print(f"label {document.label}: {printable(document.text[: 4 * shown])}")
+        if document.pair is not None:
+            print(f"second text: {printable(document.pair[: 4 * shown])}")
     elif isinstance(document, str):
         print(printable(document[: 4 * shown]) + ("…" if len(document) > 4 * shown else ""))
     else:

@@ -6,8 +6,10 @@ from typing import Any
 import grain
 import numpy as np
 
-# `tokens` and `labels`, int32 [n] each; a packed sequence also has `segments` and `positions`.
+# Arrays int32 [n]: `tokens`, `labels`, and for classifiers of text `token_types`. A packed sequence
+# also has `segments` and `positions`.
 Example = dict[str, np.ndarray]
+FIELDS = "tokens", "labels"
 
 
 def is_masked(example: Example) -> bool:
@@ -17,14 +19,15 @@ def is_masked(example: Example) -> bool:
 
 def sequence(examples: list[Example], seq_len: int) -> Example:
     """Lays out examples one after the other in one padded sequence, as `packing.pack` describes."""
-    tokens, labels, segments, positions = np.zeros((4, seq_len), np.int32)
-    labels[:] = -100
+    names = *examples[0], "segments", "positions"
+    found = {name: np.full(seq_len, -100 * (name == "labels"), np.int32) for name in names}
     end = 0
     for number, example in enumerate(examples, 1):
         start, end = end, end + len(example["tokens"])
-        tokens[start:end], labels[start:end] = example["tokens"], example["labels"]
-        segments[start:end], positions[start:end] = number, np.arange(end - start)
-    return {"tokens": tokens, "labels": labels, "segments": segments, "positions": positions}
+        own = dict(segments=number, positions=np.arange(end - start))
+        for name, value in (example | own).items():
+            found[name][start:end] = value
+    return found
 
 
 class Bins:

@@ -61,7 +61,8 @@ class DataConfig:
       sample_by: unit of a plain-text file that becomes one document.
       text_key: field of a record that holds its text.
       format: record format. auto takes the first format whose fields a record has, else text;
-        for a classifier it is label, text with a number in the field label.
+        for a classifier it is label, text with a number in the field label, and with a second text
+        in the field text_pair if it is a pair.
       train_on_source: include prompts in the loss. By default only answers are.
       source_max_len: limit in tokens of a record's prompt, which is everything before its first
         answer. Only contents are truncated, never the chat template's own text.
@@ -75,8 +76,8 @@ class DataConfig:
       mlm_probability: share of the tokens that a masked language model predicts. Of them, 80 % are
         replaced with the mask token and 10 % with a random token. Special tokens are never chosen.
       too_long: treatment of records with a loss mask that are longer than train.seq_len;
-        truncate_left keeps their end, truncate_right their start. Text
-        without a loss mask is split instead.
+        truncate_left keeps their end, truncate_right their start, and of a classifier's texts also
+        all special tokens. Text without a loss mask is split instead.
       bad_records: treatment of records that cannot be read or tokenized. error refuses the run, or
         saves and ends it if a bad record is found later; skip lists them in bad_records.jsonl.
       group_by_length: batch sequences of similar length, padded to the longest of each batch; needs

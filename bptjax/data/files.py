@@ -2,6 +2,7 @@
 
 import functools
 import io
+import itertools
 import json
 from array import array
 from collections.abc import Callable, Iterable, Sequence
@@ -44,16 +45,25 @@ class TokenIds:
 
 @dataclass(frozen=True)
 class Labeled:
-    """A text and its class."""
+    """A text, or a pair of texts, and its class."""
 
     text: str
     label: int
     where: str
+    pair: str | None = None
 
 
 Document = str | np.ndarray | TokenIds | Chat | Labeled
 # The record format of `Labeled`.
 LABELED = "label"
+PAIR = "text_pair"
+# Other names of the two fields of a pair: those of GLUE's tasks.
+PAIRS = (
+    ("sentence1", "sentence2"),
+    ("premise", "hypothesis"),
+    ("question1", "question2"),
+    ("question", "sentence"),
+)
 
 TABLES = (".parquet", ".arrow")
 RECORDS = (".jsonl", ".json", *TABLES)
@@ -81,6 +91,8 @@ def document(row: object, where: str, *, text_key: str, format: str = "text") ->
         return read_chat(fields, chat, where)
     if isinstance(fields.get(text_key), str):
         check_text_alone(fields, where)
+        if fields.get(PAIR) is not None:
+            raise ValueError(f"{where}: {PAIR!r} must be left out; only classifiers read pairs")
         return fields[text_key]
     if "input_ids" in fields and (ids := _integers(fields["input_ids"])) is not None:
         return _token_ids(ids, fields.get("labels"), where)
@@ -141,15 +153,20 @@ def _token_ids(ids: np.ndarray, labels: Any, where: str) -> np.ndarray | TokenId
 
 def _labeled(fields: dict[str, Any], text_key: str, where: str) -> Labeled:
     check_text_alone(fields, where)
-    text, label = fields.get(text_key), fields.get("label")
+    first, second = text_key, PAIR
+    if text_key not in fields:
+        found = (names for names in PAIRS if fields.keys() >= set(names))
+        first, second = next(found, (first, second))
+    text, pair, label = fields.get(first), fields.get(second), fields.get("label")
     if not isinstance(text, str) or not isinstance(label, int) or isinstance(label, bool):
         raise ValueError(
-            f"{where}: must have text in {text_key!r} and the number of a class in 'label'; see "
+            f"{where}: must have text in {first!r} and the number of a class in 'label'; see "
             "data.text_key"
         )
-    if fields.get("text_pair") is not None:
-        raise ValueError(f"{where}: 'text_pair' must be left out; classifiers read one text")
-    return Labeled(text, label, where)
+    if not isinstance(pair, str | None) or (pair is None and first != text_key):
+        raise ValueError(f"{where}: {second!r} must be text, the second of a pair")
+    # As in transformers, an empty second text is none.
+    return Labeled(text, label, where, pair or None)
 
 
 def parse(data: bytes, where: str, *, json_lines: bool, first: bool) -> tuple[str, object]:
@@ -298,13 +315,15 @@ def record_columns(names: list[str], path: Path, text_key: str, format: str) -> 
     """
     chat = find_format(names, format)
     # Read all columns of a chat, because its template may use any field.
-    text = (text_key, *MEDIA) if text_key in names else ("input_ids", "labels")
+    text = (text_key, PAIR, *MEDIA) if text_key in names else ("input_ids", "labels")
+    needed = chat.fields if chat else text[:1]
     if format == LABELED:
-        text = text_key, "label", "text_pair", *MEDIA
+        text = text_key, "label", PAIR, *itertools.chain(*PAIRS), *MEDIA
+        needed = text_key, *(first for first, _ in PAIRS)
     columns = tuple(name for name in (names if chat else text) if name in names)
     if repeated := [name for name in columns if names.count(name) > 1]:
         raise ValueError(f"{path}: {repeated[0]!r}: must be the name of one column; rename others")
-    if set(chat.fields if chat else text[:1]).isdisjoint(names):
+    if set(needed).isdisjoint(names):
         document(dict.fromkeys(names), str(path), text_key=text_key, format=format)
     return columns
 

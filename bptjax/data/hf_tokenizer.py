@@ -94,6 +94,22 @@ class HFTokenizer:
     def encode_prompt(self, text: str) -> np.ndarray:
         return np.concatenate([self.prefix, self.encode(text)])
 
+    def encode_pair(self, text: str, pair: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        self._check_fast("the text of each token of a pair")
+        found = self._tokenizer(_scalar_values(text), _scalar_values(pair), verbose=False)
+        ids = self._checked(found["input_ids"])
+        # Tokenizers of models without an embedding of types give none.
+        types = np.array(found.get("token_type_ids", np.zeros(len(ids))), np.int32)
+        texts = [-1 if part is None else part for part in found.sequence_ids()]
+        return ids, types, np.array(texts)
+
+    def _check_fast(self, given: str) -> None:
+        if not self._tokenizer.is_fast:
+            raise ValueError(
+                f"{self._tokenizer.name_or_path}: must be a fast tokenizer, as only these give "
+                f"{given}; give a directory with a tokenizer.json"
+            )
+
     def _checked(self, ids: Sequence[int]) -> np.ndarray:
         found = np.array(ids, np.int64)  # A damaged file may hold ids of more than 31 bits.
         if found.max(initial=0) >= self.vocab_size:
@@ -105,11 +121,7 @@ class HFTokenizer:
 
     def _offsets(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Returns the ids, and the start and the end of each token in characters."""
-        if not self._tokenizer.is_fast:
-            raise ValueError(
-                f"{self._tokenizer.name_or_path}: must be a fast tokenizer, as only these give the "
-                "characters of each token; give a directory with a tokenizer.json"
-            )
+        self._check_fast("the characters of each token")
         found = self._tokenizer(
             text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
         )

@@ -11,6 +11,7 @@ from grain import experimental as gx
 
 from bptjax.data.batches import Batches, TrainIterator
 from bptjax.data.check import DataCheck
+from bptjax.data.concat import FIELDS
 from bptjax.data.config import DataConfig
 from bptjax.data.encode import encode
 from bptjax.data.files import Document
@@ -135,6 +136,7 @@ def _shard(
         seq_len=seq_len,
         window=window if config.shuffle else None,
         seed=config.seed,
+        fields=records.reader.fields,
     )
 
 
@@ -176,7 +178,7 @@ def eval_loader(
     """
     reader = _reader(tokenizer, config, seq_len, objective, classes)
     examples = grain.MapDataset.source(Records(documents, reader))
-    packed = pack(examples, packing=config.packing, seq_len=seq_len)
+    packed = pack(examples, packing=config.packing, seq_len=seq_len, fields=reader.fields)
     packed = _masked(packed, token_masking(tokenizer, config, objective), config.seed)
     batches = packed.batch(batch_size, batch_fn=functools.partial(_fill, batch_size=batch_size))
     return batches if max_batches is None else gx.LimitIterDataset(batches, max_batches)
@@ -230,7 +232,8 @@ def _reader(
         objective=objective,
         classes=classes,
     )
-    return RecordReader(examples, seq_len, config.too_long, config.bad_records)
+    fields = (*FIELDS, "token_types") if objective == "class" else FIELDS
+    return RecordReader(examples, seq_len, config.too_long, config.bad_records, fields)
 
 
 def _fill(batch: Sequence[Example], batch_size: int) -> Example:

@@ -1,12 +1,13 @@
 """Packs documents of any length into sequences of fixed length."""
 
 import functools
+from collections.abc import Sequence
 
 import grain
 import numpy as np
 from grain import experimental as gx
 
-from bptjax.data.concat import ConcatIterDataset, Example, sequence
+from bptjax.data.concat import FIELDS, ConcatIterDataset, Example, sequence
 
 PACKINGS = ("none", "concat", "best_fit")
 BUFFER_TOKENS = 2**22
@@ -51,9 +52,10 @@ def pack(
     seq_len: int,
     window: int | None = None,
     seed: int = 0,
+    fields: Sequence[str] = FIELDS,
 ) -> grain.IterDataset:
-    """Packs each record's list of examples into sequences: dicts of int32 [T] `tokens`, `labels`,
-    `segments`, `positions`.
+    """Packs each record's list of examples into sequences: dicts of int32 [T] `segments`,
+    `positions` and the examples' `fields`.
 
     `labels` are -100 where no token is predicted. `segments` number the documents in a sequence
     from 1; 0 is padding. `positions` restart at 0 in each document, and also in each piece of a
@@ -101,11 +103,11 @@ def pack(
         return shuffled(ConcatIterDataset(pieces, seq_len=seq_len, bins=bins))
     sequences = gx.BestFitPackIterDataset(
         shuffled(pieces),
-        length_struct={"tokens": seq_len, "labels": seq_len},
+        length_struct=dict.fromkeys(fields, seq_len),
         num_packing_bins=bins,
         shuffle_bins=False,
     )
-    return sequences.map(_packed_sequence)
+    return sequences.map(functools.partial(_packed_sequence, fields=fields))
 
 
 def group_by_length(
@@ -165,10 +167,9 @@ class _Flatten(gx.FlatMapTransform):
         return element
 
 
-def _packed_sequence(packed: Example) -> Example:
+def _packed_sequence(packed: Example, fields: Sequence[str]) -> Example:
     segments = packed["tokens_segment_ids"]
-    return {
-        "tokens": packed["tokens"],
+    return {name: packed[name] for name in fields} | {
         "labels": np.where(segments == 0, np.int32(-100), packed["labels"]),
         "segments": segments,
         "positions": packed["tokens_positions"],

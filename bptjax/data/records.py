@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 import grain
 
-from bptjax.data.concat import Example, is_masked
-from bptjax.data.files import Document, Location, location
+from bptjax.data.concat import FIELDS, Example, is_masked
+from bptjax.data.files import Document, Labeled, Location, location
 
 
 @dataclass(frozen=True)
@@ -44,17 +44,20 @@ class RecordReader:
     """Converts documents to examples that fit into sequences.
 
     Attributes:
-      encode: returns the examples of a document; raises ValueError if the document is bad.
+      encode: returns the examples of a document; raises ValueError if the document is bad. For
+        texts with a class, it takes the keyword `limit`, as `encode.encode` does.
       seq_len: largest length of examples with a loss mask. Packing splits other examples.
       too_long: `drop`, `truncate_left` (keep the last `seq_len` tokens), `truncate_right` (keep the
         first) or `error`.
       bad_records: `error` or `skip`.
+      fields: names of the arrays of an example.
     """
 
-    encode: Callable[[Document], list[Example]]
+    encode: Callable[..., list[Example]]
     seq_len: int
     too_long: str = "drop"
     bad_records: str = "error"
+    fields: Sequence[str] = FIELDS
 
     def __call__(self, read: Callable[[], Document], where: Location) -> Record:
         """Reads and tokenizes the document at `where`.
@@ -63,7 +66,8 @@ class RecordReader:
           ValueError: the record is bad or too long, and the setting for it is `error`.
         """
         try:
-            examples = self.encode(read())
+            document = read()
+            examples = self.encode(document)
         except ValueError as error:
             reason = str(error).removeprefix(f"{where}: ")
             if self.bad_records == "skip":
@@ -88,7 +92,10 @@ class RecordReader:
                 kept_part = slice(-self.seq_len, None)
                 if self.too_long == "truncate_right":
                     kept_part = slice(self.seq_len)
-                example = {name: value[kept_part] for name, value in example.items()}
+                if isinstance(document, Labeled):
+                    (example,) = self.encode(document, limit=self.seq_len)
+                else:
+                    example = {name: value[kept_part] for name, value in example.items()}
             if not length:
                 continue
             if (example["labels"] == -100).all():

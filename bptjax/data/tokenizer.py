@@ -79,6 +79,15 @@ class Tokenizer(Protocol):
         """Returns token ids with `prefix`, the start of a document that generation continues."""
         ...
 
+    def encode_pair(self, text: str, pair: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Tokenizes a pair of texts with the special tokens around them.
+
+        Returns:
+          The ids; their types, int32, for a model with an embedding of types; and the text of each
+          token: 0, 1, or -1 for a special token.
+        """
+        ...
+
     def encode_parts(self, parts: Sequence[str]) -> tuple[np.ndarray, list[tuple[int, int]]]:
         """Tokenizes the concatenated parts, including special tokens in them.
 
@@ -147,6 +156,14 @@ class _Plain:
 
     def encode_prompt(self, text: str) -> np.ndarray:
         return np.concatenate([self.prefix, self.encode(text)])
+
+    def encode_pair(self, text: str, pair: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """As BERT does: the separator follows each text, and its type is that of the text."""
+        end = np.array([] if self.eos_id is None else [self.eos_id], np.int32)
+        parts = self.prefix, self.encode(text), end, self.encode(pair), end
+        sizes = [len(part) for part in parts]
+        types = np.repeat(np.array([0, 0, 0, 1, 1], np.int32), sizes)
+        return np.concatenate(parts), types, np.repeat([-1, 0, -1, 1, -1], sizes)
 
     def encode_parts(self, parts: Sequence[str]) -> tuple[np.ndarray, list[tuple[int, int]]]:
         each = [self._encode_special(part) for part in parts]

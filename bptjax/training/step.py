@@ -75,10 +75,13 @@ def _run_model(
 ) -> tuple[Array, Auxiliary]:
     """Returns the hidden states of a micro-batch `[B, T]`, and the sums of the feed-forward
     networks."""
+    # With a single type, tokens of both texts of a pair have it.
+    several = spec.model.token_types > 1
     return model(
         batch["tokens"],
         positions=batch["positions"],
         segments=batch["segments"],
+        token_types=batch.get("token_types") if several else None,
         order=spec.layout.order(batch["tokens"].shape[1]),
         dropout_key=key,
         dtype=spec.compute_dtype,
@@ -326,7 +329,12 @@ def abstract_batch(spec: TrainSpec) -> Batch:
     T = train.seq_len + -train.seq_len % layout.multiple
     shape = train.gradient_accumulation_steps, spec.micro_batch_size, T
     x = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=layout.sharding)
-    return dict.fromkeys(("tokens", "labels", "segments", "positions"), x)
+    return dict.fromkeys(("tokens", "labels", "segments", "positions", *_more_fields(spec)), x)
+
+
+def _more_fields(spec: TrainSpec) -> tuple[str, ...]:
+    """Returns the names of arrays that only batches of some objectives have."""
+    return ("token_types",) if spec.model.objective == "class" else ()
 
 
 def random_batch(spec: TrainSpec) -> Batch:
@@ -337,6 +345,7 @@ def random_batch(spec: TrainSpec) -> Batch:
     positions = np.arange(train.seq_len, dtype=np.int32)[None].repeat(B, 0)
     batch = dict(tokens=tokens[:, :-1], labels=tokens[:, 1:], positions=positions)
     batch |= dict(segments=np.ones_like(positions))
+    batch |= {name: np.zeros_like(positions) for name in _more_fields(spec)}
     return spec.layout.put(batch, train.gradient_accumulation_steps)
 
 

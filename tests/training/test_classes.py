@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import signal
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from hf.loading import random_weights
 from bptjax.convert import main as convert
 from bptjax.hf.config import read_config
 from bptjax.json_files import read_json
+from bptjax.preview import main as preview
 from bptjax.train import main
 from training.runs import rows, stop_at
 from training.test_setup import CONFIGS
@@ -37,6 +39,9 @@ def command(tmp_path_factory):
     labels = [rng.randrange(3) for _ in range(120)]
     texts = ["".join(rng.choices(LETTERS[n], k=rng.randrange(2, 18))) for n in labels]
     records = [dict(text=text, label=n) for text, n in zip(texts, labels, strict=True)]
+    for record in records[::3]:
+        text = record["text"]
+        record |= dict(text=text[: len(text) // 2], text_pair=text[len(text) // 2 :])
     (folder / "records.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     config = dict(
         device="cpu",
@@ -78,14 +83,19 @@ def test_a_classifier_learns_resumes_and_is_exported(command, tmp_path, monkeypa
     kind = transformers.AutoModelForSequenceClassification
     model = kind.from_pretrained(tmp_path / "hf").eval()
     records = Path(yaml.safe_load(Path(command[1]).read_text())["data"]["path"]).read_text()
-    losses = []
+    losses, pairs = [], 0
     for i, line in enumerate(records.splitlines()):
         if i % 10 == 5:  # As split_documents holds them out.
             record = json.loads(line)
-            ids = [256, *record["text"].encode(), 256]
+            texts = [256, *record["text"].encode(), 256], []
+            if pair := record.get("text_pair"):
+                pairs, texts = pairs + 1, (texts[0], [*pair.encode(), 256])
+            ids, types = sum(texts, []), [0] * len(texts[0]) + [1] * len(texts[1])
+            inputs = dict(input_ids=torch.tensor([ids]), token_type_ids=torch.tensor([types]))
             with torch.no_grad():
-                found = model(torch.tensor([ids]), labels=torch.tensor([record["label"]]))
+                found = model(**inputs, labels=torch.tensor([record["label"]]))
             losses.append(found.loss.item())
+    assert 0 < pairs < len(losses)
     np.testing.assert_allclose(rows(run, "eval/loss")[24], np.mean(losses), rtol=1e-4)
 
 
@@ -154,6 +164,12 @@ def test_long_documents_keep_their_start(command, tmp_path, capsys):
     assert "without a token in the loss" not in out
 
 
+def test_a_preview_shows_both_texts(command, capsys):
+    assert preview(command) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"label \d: \w+ second text: \w+ ", out)
+
+
 BAD = {
     "truncated at the start": (
         ["--data.too_long=truncate_left"],
@@ -166,7 +182,7 @@ BAD = {
     ),
     "class": (dict(text="a", label=3), "label=3: must be in [0, 3), the model's classes"),
     "no label": (dict(text="a"), "must have text in 'text' and the number of a class in 'label'"),
-    "pair": (dict(text="a", text_pair="b", label=0), "'text_pair' must be left out"),
+    "pair": (dict(text="a", text_pair=["b"], label=0), "'text_pair' must be text, the second"),
 }
 
 

@@ -151,6 +151,7 @@ def masked(batch):
     parts = {name: x[:4, : T - 2] for name, x in batch.items()}
     chosen = (np.arange(T - 2) % 3 == 1) & (parts["segments"] > 0)
     parts |= dict(labels=np.where(chosen, parts["tokens"], -100).astype(np.int32))
+    parts |= dict(token_types=parts["tokens"] % 2)
     spec = replace(make_spec(seq_len=T - 2), model=model)
     return parts, spec, gradient_sums(spec, parts, 2)
 
