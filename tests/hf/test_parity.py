@@ -103,7 +103,7 @@ def test_loss_and_gradients(theirs, tokens, name, record_property):
             loss += network.auxiliary_loss(config, sums, sums, jnp.float32(tokens.size))
         return loss
 
-    compare_learning(*ours(decoder), loss.item(), wanted, directory, record_property)
+    compare_learning(ours(decoder), loss.item(), wanted, directory, record_property)
 
 
 def each_expert(gradients):
@@ -121,8 +121,9 @@ def each_expert(gradients):
                 yield f"{prefix}.experts.{expert}.{part}.weight", x
 
 
-def compare_learning(value, gradients, loss, wanted, directory, record_property):
+def compare_learning(ours, loss, wanted, directory, record_property):
     """The loss, and the gradient of every parameter by its name in the file."""
+    value, gradients = ours
     apart, worst = abs(float(value) - loss) / loss, 0.0
     assert apart < 1e-5
     flat = {
@@ -248,4 +249,4 @@ def test_encoders_learn_the_same(theirs, tokens, name, record_property):
         ).squeeze(-1)
         return losses.mean()
 
-    compare_learning(*ours(encoder), loss.item(), wanted, directory, record_property)
+    compare_learning(ours(encoder), loss.item(), wanted, directory, record_property)
