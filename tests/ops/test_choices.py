@@ -40,10 +40,14 @@ def test_refusals_and_calls_outside_are_not_recorded():
     assert choices == []
 
 
-@pytest.mark.parametrize("window, name", [(None, "fa4"), (256, "triton"), (257, "fa4")])
-def test_auto_takes_triton_for_narrow_windows(window, name, monkeypatch):
+@pytest.mark.parametrize(
+    "window, size, name",
+    [(None, 64, "fa4"), (256, 64, "triton"), (257, 64, "fa4"), (1, 128, "triton"), (1, 129, "fa4")],
+)
+def test_auto_takes_triton_for_narrow_windows(window, size, name, monkeypatch):
     for kernel in (fa4, cudnn, triton_flash):
         monkeypatch.setattr(kernel, "unsupported", lambda x, spec: None)
     spec = AttentionSpec(mask=Mask(causal=True, window=window), scale=1.0)
-    chosen, refusals = choose("auto", QKV(X, X, X), spec)
+    x = jnp.ones((1, 8, 2, size))
+    chosen, refusals = choose("auto", QKV(x, x, x), spec)
     assert chosen == name and set(refusals) == set(KERNELS) - {name}

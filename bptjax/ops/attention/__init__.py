@@ -53,7 +53,7 @@ def choose(impl: str, x: QKV, spec: AttentionSpec) -> tuple[str, dict[str, str]]
     """
     if impl == "auto":
         chosen, reasons = None, {}
-        narrow = spec.mask.window and spec.mask.window <= triton_flash.NARROW_WINDOW
+        narrow = triton_flash.is_narrow(x, spec)
         for name in sorted(KERNELS, key=lambda name: name != "triton") if narrow else KERNELS:
             kernel = KERNELS[name]
             reason = NOT_AUTOMATIC.get(name) or (

@@ -47,7 +47,7 @@ DROPOUT_BLOCKS: dict[str, dict[int, tuple[int, int, int, int]]] = {
 }
 # The same with windows of up to NARROW_WINDOW tokens, which small tiles fit best, where it differs:
 # the fastest of six to eight candidates with a window of 128 (scripts/results/windows_h200.json).
-# With such windows these kernels are faster than cuDNN's and FlashAttention-4's.
+# With such windows, forward and backward together are faster than cuDNN's and FlashAttention-4's.
 NARROW_WINDOW = 256
 NARROW_BLOCKS: dict[str, dict[int, tuple[int, int, int, int]]] = {
     "forward": {64: (64, 32, 4, 3), 128: (64, 32, 4, 3)},
@@ -127,6 +127,18 @@ def unsupported(x: QKV, spec: AttentionSpec) -> str | None:
     return None
 
 
+def is_narrow(x: QKV, spec: AttentionSpec) -> bool:
+    """Returns whether the window is narrow, at a head size with tiles for it."""
+    window = spec.mask.window
+    narrow = window is not None and window <= NARROW_WINDOW
+    return narrow and _padded(x.q.shape[-1]) in NARROW_BLOCKS["forward"]
+
+
+def _padded(head_size: int) -> int:
+    """Returns the head size in a kernel, a power of two."""
+    return max(16, 1 << (head_size - 1).bit_length())
+
+
 def forward(
     x: QKV, spec: AttentionSpec, done: tuple[Bool[Array, ""], AttentionState] | None = None
 ) -> AttentionState:
@@ -195,10 +207,10 @@ def _launch(
     `sinks`. If `keep` is given, it writes over the arrays in `done`, or leaves them."""
     (B, T, N, H), (_, S, K, _) = x.q.shape, x.k.shape
     mask = spec.mask.resolve(T, S)
-    padded = max(16, 1 << (H - 1).bit_length())
+    padded = _padded(H)
     table = BLOCKS[name] | DROPOUT_BLOCKS[name] if spec.dropout else BLOCKS[name]
     # Not |=, which would change the tables for later calls.
-    table = table | (NARROW_BLOCKS[name] if mask.window and mask.window <= NARROW_WINDOW else {})
+    table = table | (NARROW_BLOCKS[name] if is_narrow(x, spec) else {})
     table = table | (SMALL_BLOCKS[name] if capability() in SMALL_MEMORY else {})
     bq, bk, warps, stages = table[max(padded, 32)]
     if x.q.dtype.itemsize > 2:
