@@ -10,6 +10,7 @@ forked from one that has imported the libraries.
 """
 
 import argparse
+import contextlib
 import multiprocessing
 import os
 import pickle
@@ -209,13 +210,13 @@ class Drill:
                 shutil.rmtree(run, ignore_errors=True)
             elif kind == "supervised":
                 for child in children(process.pid):
-                    os.kill(child, signal.SIGKILL)
+                    send(child, signal.SIGKILL)
             elif event.startswith("SIGSTOP"):
-                os.kill(process.pid, signal.SIGSTOP)
+                send(process.pid, signal.SIGSTOP)
                 time.sleep(1)
-                os.kill(process.pid, signal.SIGCONT)
+                send(process.pid, signal.SIGCONT)
             else:
-                os.kill(process.pid, getattr(signal, event.split()[0]))
+                send(process.pid, getattr(signal, event.split()[0]))
         code, lines = self.finish(process)
         allowed = {"SIGKILL": (0, -signal.SIGKILL), "SIGTERM": (0, 128 + signal.SIGTERM)}
         codes = allowed.get(event.split()[0], (0,) if event.startswith("SIGSTOP") else (0, 1))
@@ -233,6 +234,12 @@ class Drill:
         """Formats the outcomes."""
         rows = [f"| {e} | {n} | {o} |" for (e, o), n in sorted(self.outcomes.items())]
         return "\n".join(["| event | number | outcome |", "| --- | --- | --- |", *rows])
+
+
+def send(pid: int, number: int) -> None:
+    """Sends a signal to a process that may have ended."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
 
 
 def children(pid: int) -> list[int]:
@@ -281,9 +288,10 @@ def main(argv: list[str] | None = None) -> int:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(work / "cache")
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     drill, number = Drill(work, args.seed), 0
-    while number == 0 or time.monotonic() - start < args.seconds:
-        drill.one_run(number)
-        number += 1
+    with contextlib.suppress(KeyboardInterrupt):
+        while number == 0 or time.monotonic() - start < args.seconds:
+            drill.one_run(number)
+            number += 1
     print(drill.table())
     events = sum(drill.outcomes.values())
     print(f"\nseed {args.seed}: {events} events, {number} runs, {len(drill.faults)} faults")
