@@ -1,8 +1,9 @@
 """Attention to a cache of keys and values, on one device or on a mesh.
 
 The mesh axis tp shards the heads of the cache, and sp its tokens: token p is in slot p // sp of
-shard p % sp. So all shards have as many keys of every window of tokens, and a new token is written by
-one device. Each device attends from all queries to its own keys, and the states are merged over sp.
+shard p % sp. So all shards have as many keys of every window of tokens, and a new token is written
+by one device. Each device attends from all queries to its own keys, and the states are merged over
+sp.
 """
 
 from dataclasses import replace
