@@ -85,7 +85,8 @@ def generate(
 ) -> Iterator[Int[np.ndarray, "B"]]:
     """Yields the next token of each prompt, one step at a time; -1 after a sequence's end.
 
-    The tokens that follow a prompt do not depend on the lengths of the other prompts.
+    The tokens that follow a prompt do not depend on the lengths of the other prompts. If the
+    parameters are on a mesh, the tokens are computed there.
 
     Args:
       prompts: token ids, of any lengths.
@@ -262,8 +263,8 @@ def _step(
     """Processes the tokens and samples the next. Returns it, the cache, and the tokens seen so
     far."""
     hidden, cache = model.decode(tokens, cache, length=lengths, dtype=dtype, execution=execution)
-    # All devices draw from all logits.
-    logits = constrain(model.logits(hidden[:, -1:])[:, 0], "batch", None)
+    # Every device draws every token, so that every process has it.
+    logits = constrain(model.logits(hidden[:, -1:])[:, 0], None, None)
     token = sampling.draw(logits, seen, key)
-    seen = constrain(seen.at[jnp.arange(len(token)), token].set(True), "batch", None)
+    seen = constrain(seen.at[jnp.arange(len(token)), token].set(True), None, None)
     return token, cache, seen

@@ -99,7 +99,8 @@ def run(
       length: number of tokens of each sequence, if each sequence is one document. If left out, the
         length of a document is its largest position among these tokens, plus one.
       dropout_key: None for no dropout.
-      cache: keys and values of earlier tokens. These tokens attend to them too.
+      cache: keys and values of earlier tokens. These tokens attend to them too, always with the
+        schedule `split`.
       k_positions: positions in the document of the keys in the cache.
       hidden_states: also return the residual stream after each layer.
     """

@@ -35,7 +35,8 @@ from bptjax.parallel.ulysses import TOKEN_FIELDS
 # Logical axes of a cache.
 AXES = None, "batch", "sequence", "kv_heads", None
 # Key blocks that a kernel gets at a time on a CPU, where a copy of a layer's complete cache takes
-# longer than attention to its tokens. A GPU copies it fast, and starts one kernel instead of many.
+# longer than attention to its tokens. On a GPU, a kernel gets all blocks: a loop would start many
+# kernels for each token.
 BLOCKS_AT_A_TIME = 4
 
 
@@ -57,7 +58,7 @@ def append(
     shards = sequence_shards()
     zero = jnp.zeros_like(held)
 
-    def write(old, new):
+    def write(old, new, index, held):
         new = new[None].astype(old.dtype)
         return jax.lax.dynamic_update_slice(old, new, (index, zero, held, zero, zero))
 
@@ -77,17 +78,14 @@ def append(
     if shards > 1:
         mesh = jax.sharding.get_abstract_mesh()
         of_cache = sharding(mesh, AXES, past[0].shape).spec
-        batch, heads = of_cache[1], of_cache[3]
-        scalar = PartitionSpec()
-        mapped = jax.shard_map(
+        of_new, scalar = PartitionSpec(of_cache[1], None, of_cache[3]), PartitionSpec()
+        write = jax.shard_map(
             write_own,
-            in_specs=(of_cache, PartitionSpec(batch, None, heads), scalar, scalar),
+            in_specs=(of_cache, of_new, scalar, scalar),
             out_specs=of_cache,
             check_vma=False,
         )
-        k, v = (mapped(old, x, index, held) for old, x in zip(past, new, strict=True))
-        return k, v
-    k, v = (write(old, x) for old, x in zip(past, new, strict=True))
+    k, v = (write(old, x, index, held) for old, x in zip(past, new, strict=True))
     return k, v
 
 
@@ -219,7 +217,6 @@ def _merge_shards(state: AttentionState) -> AttentionState:
     shift = jnp.where(largest == -jnp.inf, 0.0, largest)
     weight = jnp.exp(state.lse - shift)
     total = jax.lax.psum(weight, SEQUENCE_AXIS)
-    out = jax.lax.psum(weight[..., None] * state.out, SEQUENCE_AXIS)
-    return AttentionState(
-        out / jnp.where(total == 0.0, 1.0, total)[..., None], shift + jnp.log(total)
-    )
+    out = jax.lax.psum(weight[..., None] * state.out.astype(jnp.float32), SEQUENCE_AXIS)
+    out /= jnp.where(total == 0.0, 1.0, total)[..., None]
+    return AttentionState(out, shift + jnp.log(total))
