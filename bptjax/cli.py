@@ -96,6 +96,11 @@ def generate() -> Parser:
     add("--prompt_file", action="append", default=[], type=Path, help=file)
     add("--chat", action="store_true", help="prompts are user messages, in the chat template")
     add("--prefill_chunk", type=int, default=2048, help="prompt tokens processed at a time")
+    add = parser.add_argument_group("devices").add_argument
+    tp = "devices that shard heads, feed-forward network and vocabulary"
+    add("--tp", type=int, default=1, help=tp)
+    sp = "devices that shard the tokens of the key-value cache"
+    add("--sp", type=int, default=1, help=sp)
     add = parser.add_argument_group("sampling").add_argument
     most = "largest number of tokens in a continuation"
     add("--max_new_tokens", type=int, default=128, help=most)

@@ -144,7 +144,13 @@ def run(args: Namespace) -> int:
         raise ValueError("--prompt or --prompt_file must be given")
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.repetition_penalty)
     model, tokenizer, _ = load_decoder(
-        args.model, tokenizer=args.tokenizer, device=args.device, dtype=args.dtype, warn=warn
+        args.model,
+        tokenizer=args.tokenizer,
+        device=args.device,
+        dtype=args.dtype,
+        tp=args.tp,
+        sp=args.sp,
+        warn=warn,
     )
     stream = _stream(
         model,

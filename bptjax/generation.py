@@ -1,7 +1,8 @@
 """Generates text from a model, one token at a time."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int
 
@@ -17,6 +19,7 @@ from bptjax.data.tokenizer import Tokenizer
 from bptjax.models.cache import Cache
 from bptjax.models.config import Execution, ModelConfig
 from bptjax.models.decoder import Decoder
+from bptjax.parallel.mesh import constrain
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,8 @@ def generate(
 ) -> Iterator[Int[np.ndarray, "B"]]:
     """Yields the next token of each prompt, one step at a time; -1 after a sequence's end.
 
-    The tokens that follow a prompt do not depend on the lengths of the other prompts.
+    The tokens that follow a prompt do not depend on the lengths of the other prompts. If the
+    parameters are on a mesh, the tokens are computed there.
 
     Args:
       prompts: token ids, of any lengths.
@@ -116,17 +120,21 @@ def generate(
     keys = jax.random.split(jax.random.key(seed), new_tokens)
     ended = np.zeros(len(sequences), bool)
     state: tuple[Any, ...] | None = None
+    # For a step at a time: a generator must not leave the mesh set for its caller.
+    on_mesh = _mesh_setter(model)
     for i in range(new_tokens):
         if state is None or (lengths[~ended] == rotation_change + 1).any():
             # Beyond this length, every key of the sequence has a different rotation.
             size = longest + new_tokens
-            chunk, cache = _prefill(
-                model, sequences, size, prefill_chunk, dtype=dtype, execution=execution
-            )
-            flags = jnp.asarray(seen) if state is None else state[2]
-            state = run(model, chunk, cache, flags, keys[i], lengths)
+            with on_mesh():
+                chunk, cache = _prefill(
+                    model, sequences, size, prefill_chunk, dtype=dtype, execution=execution
+                )
+                flags = jnp.asarray(seen) if state is None else state[2]
+                state = run(model, chunk, cache, flags, keys[i], lengths)
         else:
-            state = run(model, state[0][:, None], state[1], state[2], keys[i], lengths)
+            with on_mesh():
+                state = run(model, state[0][:, None], state[1], state[2], keys[i], lengths)
         token = np.where(ended, -1, np.asarray(state[0]))
         for sequence, new in zip(sequences, token, strict=True):
             sequence.append(max(int(new), 0))
@@ -180,6 +188,15 @@ def length_warning(config: ModelConfig, length: int) -> str | None:
         f"warning: {length:,} tokens are beyond the {config.max_position_embeddings:,} positions "
         "that the model was trained for; expect worse text there"
     )
+
+
+def _mesh_setter(model: Decoder) -> Callable[[], AbstractContextManager]:
+    """Returns `jax.set_mesh` for the mesh of the model's parameters, if they are on one."""
+    where = jax.tree.leaves(model)[0].sharding
+    if not isinstance(where, NamedSharding):
+        return nullcontext
+    assert isinstance(where.mesh, Mesh)
+    return partial(jax.set_mesh, where.mesh)
 
 
 def _rotation_change(config: Any) -> float:
@@ -246,5 +263,8 @@ def _step(
     """Processes the tokens and samples the next. Returns it, the cache, and the tokens seen so
     far."""
     hidden, cache = model.decode(tokens, cache, length=lengths, dtype=dtype, execution=execution)
-    token = sampling.draw(model.logits(hidden[:, -1:])[:, 0], seen, key)
-    return token, cache, seen.at[jnp.arange(len(token)), token].set(True)
+    # Every device draws every token, so that every process has it.
+    logits = constrain(model.logits(hidden[:, -1:])[:, 0], None, None)
+    token = sampling.draw(logits, seen, key)
+    seen = constrain(seen.at[jnp.arange(len(token)), token].set(True), None, None)
+    return token, cache, seen

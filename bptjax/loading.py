@@ -1,11 +1,13 @@
-"""Loads a checkpoint with its tokenizer onto a device."""
+"""Loads a checkpoint with its tokenizer onto a device, or sharded over several."""
 
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 from jax.typing import DTypeLike
 
 from bptjax.data.tokenizer import (
@@ -18,7 +20,7 @@ from bptjax.data.tokenizer import (
 from bptjax.models.config import ModelConfig
 from bptjax.models.decoder import Decoder
 from bptjax.models.encoder import Encoder
-from bptjax.parallel.mesh import select_devices
+from bptjax.parallel.mesh import ParallelConfig, make_mesh, select_devices
 from bptjax.pretrained import Pretrained, open_pretrained, resolve_checkpoint
 
 log = logging.getLogger("bptjax")
@@ -32,9 +34,11 @@ def load(
     tokenizer: str | Path | None = None,
     dtype: DTypeLike | None = None,
     device: str | jax.Device = "auto",
+    tp: int = 1,
+    sp: int = 1,
     warn: Callable[[str], None] = log.warning,
 ) -> tuple[Decoder | Encoder, Tokenizer | None, ModelConfig]:
-    """Loads a checkpoint onto one device.
+    """Loads a checkpoint onto one device, or onto the first tp · sp devices.
 
     Args:
       name: Hugging Face directory or hub id, directory of `bptjax convert`, run directory, or PEFT
@@ -43,6 +47,9 @@ def load(
       dtype: dtype of the parameters. By default the dtype of the checkpoint's embedding.
       device: a device, or its kind: gpu, cpu, or auto, which refuses the CPU of a machine with an
         NVIDIA GPU.
+      tp: devices that shard heads, feed-forward network and vocabulary.
+      sp: devices that shard the tokens of the key-value cache in generation. The parameters are
+        replicated over them.
       warn: called with a line about tensors that were not read, or about a tokenizer that differs
         from the checkpoint's.
 
@@ -51,10 +58,10 @@ def load(
       architecture.
 
     Raises:
-      ValueError: one line about the error in the checkpoint.
+      ValueError: one line about the error in the checkpoint, or about devices that are not there.
     """
     found, text = _open(str(name), tokenizer, warn)
-    return _load(found, dtype, device), text, found.config
+    return _load(found, dtype, device, tp, sp), text, found.config
 
 
 def load_decoder(
@@ -64,6 +71,8 @@ def load_decoder(
     dtype: DTypeLike | None,
     device: str,
     warn: Callable[[str], None],
+    tp: int = 1,
+    sp: int = 1,
 ) -> tuple[Decoder, Tokenizer, ModelConfig]:
     """Loads a model that generates text; see `load`.
 
@@ -75,7 +84,7 @@ def load_decoder(
         raise ValueError(f"{name}: must be a decoder; an encoder generates no text")
     if text is None:
         raise ValueError(f"{name}: must have a tokenizer; choose one with --tokenizer")
-    return _load(found, dtype, device), text, found.config
+    return _load(found, dtype, device, tp, sp), text, found.config
 
 
 def tokenizer_directory(name: str, found: Pretrained) -> Path:
@@ -113,11 +122,34 @@ def _has_tokenizer(directory: Path) -> bool:
     return has_tokenizer(directory) or any(file.is_file() for file in files)
 
 
-def _load(found: Pretrained, dtype: DTypeLike | None, device: str | jax.Device):
-    if isinstance(device, str):
-        device = select_devices(device)[0]
+def _load(
+    found: Pretrained, dtype: DTypeLike | None, device: str | jax.Device, tp: int, sp: int
+) -> Any:
+    where = _placement(found.config, device, tp, sp)
     specs = found.source.specs
     # An image encoder has no embedding.
     spec = specs.get("embedding") or next(iter(specs.values()))
-    where = jax.sharding.SingleDeviceSharding(device)
     return found.load(where, jnp.dtype(dtype or spec.dtype))
+
+
+def _placement(config: ModelConfig, device: str | jax.Device, tp: int, sp: int) -> Sharding | Mesh:
+    """Returns the device, or a mesh of several.
+
+    Raises:
+      ValueError: the devices are not there, or do not divide the heads.
+    """
+    for name, size in (("tp", tp), ("sp", sp)):
+        if size < 1:
+            raise ValueError(f"{name}={size}: must be at least 1")
+    devices = select_devices(device) if isinstance(device, str) else [device]
+    if tp * sp == 1:
+        return SingleDeviceSharding(devices[0])
+    if jax.process_count() > 1:
+        raise ValueError(f"tp={tp}, sp={sp}: must be 1 in a run of several processes")
+    if tp * sp > len(devices):
+        raise ValueError(
+            f"tp={tp}, sp={sp}: must multiply to at most {len(devices)}, the number of devices"
+        )
+    if config.num_heads % tp:
+        raise ValueError(f"tp={tp}: must divide the model's {config.num_heads} heads")
+    return make_mesh(ParallelConfig(fsdp=1, tp=tp, sp=sp), devices[: tp * sp])

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jax.typing import DTypeLike
 
 from bptjax.checkpoint import MANIFEST, Checkpoints
@@ -42,6 +43,7 @@ from bptjax.models.params import (
     put_param,
     stacked,
 )
+from bptjax.parallel.mesh import STATE_AXIS, sharding
 from bptjax.quantized_kernels import quantizer
 
 log = logging.getLogger("bptjax")
@@ -135,20 +137,24 @@ class Pretrained:
 
     def load(
         self,
-        where: jax.sharding.Sharding,
+        where: Sharding | Mesh,
         dtype: DTypeLike = jnp.float32,
         params: Iterator[tuple[str, np.ndarray]] | None = None,
     ) -> Any:
-        """Returns the model with its adapters, in `dtype`, with the sharding `where`.
+        """Returns the model with its adapters, in `dtype`.
 
         Args:
+          where: sharding of every parameter; or a mesh, whose axis tp alone shards parameters.
           params: (path, array) of every parameter, in place of the parameters on disk and the
             adapters.
         """
 
         def placed(leaf):
             value = leaf.get_value()
-            return leaf.replace(jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=where))
+            own = where
+            if isinstance(where, Mesh):
+                own = sharding(where, leaf.axes, value.shape, (STATE_AXIS,))
+            return leaf.replace(jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=own))
 
         model = jax.tree.map(
             placed,
@@ -162,8 +168,9 @@ class Pretrained:
         config = self.adapters.config
         put = put_param
         if config.type == "qlora":
-            put = quantizer(model, config.codebook, config.double_quant)
+            put = quantizer(model, config.codebook, config.double_quant, (STATE_AXIS,))
         model = self.fill(model, put)
+        where = NamedSharding(where, PartitionSpec()) if isinstance(where, Mesh) else where
         values = jax.device_put(jax.tree.map(np.asarray, self.adapters.values), where)
         return attach(model, values, config.dropout)
 

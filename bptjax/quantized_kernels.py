@@ -146,13 +146,16 @@ def quantize_model(model: Any, codebook: str, double: bool) -> Any:
     return jax.tree.map_with_path(one, model, is_leaf=_is_variable)
 
 
-def quantizer(model: Any, codebook: str, double: bool) -> Callable[[str, Any, np.ndarray], Any]:
+def quantizer(
+    model: Any, codebook: str, double: bool, replicated: tuple[str, ...] = ()
+) -> Callable[[str, Any, np.ndarray], Any]:
     """Returns a function that replaces `put_param` and quantizes the kernels of linear layers on
     the devices, from their dtype on disk. The devices hold the unquantized kernel of one layer at a
     time: those of all experts in all layers may be larger than the memory.
 
     Args:
       model: abstract model with shardings.
+      replicated: logical axes that are not sharded.
     """
     kernels = linear_kernels(model)
 
@@ -170,7 +173,7 @@ def quantizer(model: Any, codebook: str, double: bool) -> Callable[[str, Any, np
             assert isinstance(mesh, Mesh)
             on_mesh = partial(jax.set_mesh, mesh)
             shardings = jax.tree.map(
-                lambda v: v.replace(sharding(mesh, v.axes, v.get_value().shape)),
+                lambda v: v.replace(sharding(mesh, v.axes, v.get_value().shape, replicated)),
                 like,
                 is_leaf=_is_variable,
             )

@@ -90,6 +90,32 @@ def test_generate_returns_the_text_of_the_tokens(base, capsys):
         assert capsys.readouterr().out == f"{bptjax.generate.printable(text)}\n"
 
 
+def test_load_shards_a_model_that_generates_the_same_text(base, capsys, monkeypatch):
+    whole, tokenizer, config = bptjax.load(base, device="cpu")
+    model, _, _ = bptjax.load(base, device="cpu", tp=2, sp=2)
+    assert_same(model, whole)
+    query, up = model.layers.query.kernel[...], model.layers.mlp.up.kernel[...]
+    assert query.sharding.shard_shape(query.shape)[2] == config.num_heads // 2
+    assert up.sharding.shard_shape(up.shape)[2] == config.F // 2
+    assert len(up.devices()) == 4
+    flags = ["--model", str(base), "--device", "cpu", "--prompt", "one two", "--temperature", "0"]
+    flags += ["--max_new_tokens", "6"]
+    text = bptjax.generate(whole, tokenizer, "one two", max_new_tokens=6, temperature=0.0)
+    assert bptjax.generate.main([*flags, "--tp", "2", "--sp", "2"]) == 0
+    assert capsys.readouterr().out == f"{bptjax.generate.printable(text)}\n"
+    for wrong, message in (
+        (["--tp", "0"], "tp=0: must be at least 1"),
+        (["--tp", "3"], f"tp=3: must divide the model's {config.num_heads} heads"),
+        (["--tp", "4", "--sp", "4"], "tp=4, sp=4: must multiply to at most 8, the number"),
+    ):
+        assert bptjax.generate.main([*flags, *wrong]) == 2
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ValueError, match="tp=1, sp=2: must be 1 in a run of several processes"):
+        bptjax.load(base, device="cpu", sp=2)
+
+
 @pytest.mark.parametrize(
     "options",
     [dict(max_new_tokens=0), dict(prefill_chunk=0), dict(stop=[""]), dict(seed=-1)],

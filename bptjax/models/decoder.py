@@ -10,6 +10,7 @@ from bptjax.models.config import Execution
 from bptjax.models.stack import run
 from bptjax.models.transformer import Transformer
 from bptjax.ops.mask import Mask
+from bptjax.parallel.cached import cache_positions
 
 
 class Decoder(Transformer):
@@ -32,7 +33,8 @@ class Decoder(Transformer):
             a prompt is read in chunks. If left out, the last position of these tokens, plus one.
         """
         B, T = tokens.shape
-        here, there = cache.length + jnp.arange(T)[None], jnp.arange(cache.k.shape[2])[None]
+        here = cache.length + jnp.arange(T)[None]
+        there = jnp.asarray(cache_positions(cache.k.shape[2]))[None]
         start = cache.start[:, None]
         positions = jnp.maximum(here - start, 0)
         x, context = self._embed(tokens, positions, None, dtype)

@@ -18,16 +18,17 @@ from bptjax.models.feed_forward import Auxiliary
 from bptjax.models.feed_forwards import FEED_FORWARDS
 from bptjax.models.layers import DropoutKeys, Layer, TokenContext
 from bptjax.models.params import expert_placement, param_path
-from bptjax.ops.attention import attention as attention_on_one_device
 from bptjax.ops.blockwise import blockwise, blockwise_transformer
 from bptjax.ops.checkpoint_names import checkpoint_named
 from bptjax.ops.mask import Mask
 from bptjax.ops.position import BY_LENGTH, alibi_slopes, document_lengths
 from bptjax.ops.stacked import close_slots, read_entry, split_gradient
+from bptjax.parallel import cached
 from bptjax.parallel.mesh import constrain
 from bptjax.parallel.sequence import (
     FOLDED_BATCH,
     attention,
+    divides,
     fold_sequence_shards,
     unfold_sequence_shards,
 )
@@ -98,7 +99,8 @@ def run(
       length: number of tokens of each sequence, if each sequence is one document. If left out, the
         length of a document is its largest position among these tokens, plus one.
       dropout_key: None for no dropout.
-      cache: keys and values of earlier tokens. These tokens attend to them too.
+      cache: keys and values of earlier tokens. These tokens attend to them too, always with the
+        schedule `split`.
       k_positions: positions in the document of the keys in the cache.
       hidden_states: also return the residual stream after each layer.
     """
@@ -126,21 +128,22 @@ def run(
         k = checkpoint_named(k, "key", execution.offload)
         v = checkpoint_named(v, "value", execution.offload)
         if cache is not None:
-            past, (k, v) = _append(past, (k, v), index, cache.length)
+            past = k, v = cached.append(past, (k, v), index, cache.length)
         of_layer = replace(mask, window=kind.window)
         if kind.pattern is not None:
-            of_layer = kind.pattern.apply(of_layer, positions, k_positions, k.shape[1])
+            of_layer = kind.pattern.apply(of_layer, positions, k_positions, k.shape[-3])
         specify = partial(_specify, config, execution, shared, of_layer, alibi)
-        k, v = k.astype(x.dtype), v.astype(x.dtype)
-        if execution.schedule == "fused":
+        if cache is not None:
+            attend = partial(specify(cached.attention), index=index, held=cache.length)
+            x, aux = _split(attend, execution, kind, shared, _Chunk(x, tokens), k, v)
+        elif execution.schedule == "fused":
+            k, v = k.astype(x.dtype), v.astype(x.dtype)
             transform = specify(blockwise_transformer)
             x, aux = _fused(transform, kind, shared, _Chunk(x, tokens), k, v)
         else:
-            attend = specify(attention_on_one_device)
-            if cache is None:
-                attend = partial(specify(attention), strategy=sequence_strategy)
-            chunk = _Chunk(x, tokens)
-            x, aux = _split(attend, execution, kind, shared, chunk, k, v, cache is None)
+            k, v = k.astype(x.dtype), v.astype(x.dtype)
+            attend = partial(specify(attention), strategy=sequence_strategy)
+            x, aux = _split(attend, execution, kind, shared, _Chunk(x, tokens), k, v)
         x = constrain(x, "batch", "sequence", None)
         aux = jax.tree.map(lambda sums: sums.sum(0), aux)
         if "mlp" in kind.absent:
@@ -155,7 +158,7 @@ def run(
     if config.mlp_only_layers:
         aux = jax.tree.map(lambda sums: sums[np.array(config.expert_layers)], aux)
     if cache is not None:
-        k, v = past
+        k, v = (constrain(x, *cached.AXES) for x in past)
         cache = replace(cache, k=k, v=v, length=cache.length + x.shape[1])
     return StackOutput(x, states, aux, cache)
 
@@ -211,24 +214,6 @@ def _dropout_keys(key: Array | None, index: Int[Array, ""]) -> DropoutKeys | Non
     return DropoutKeys(*(jax.random.key_data(key) for key in keys))
 
 
-def _append(
-    past: tuple[Array, Array], new: tuple[Array, Array], index: Int[Array, ""], held: Int[Array, ""]
-) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-    """Appends keys and values to the `held` tokens in the cache of layer `index`. Returns the
-    caches `[L, B, S, K, H]` of all layers, and all keys and values of this layer."""
-    zero = jnp.zeros_like(held)
-
-    def write(old, new):
-        new = new[None].astype(old.dtype)
-        return jax.lax.dynamic_update_slice(old, new, (index, zero, held, zero, zero))
-
-    def read(cache):
-        return jax.lax.dynamic_index_in_dim(cache, index, keepdims=False)
-
-    k, v = (write(old, x) for old, x in zip(past, new, strict=True))
-    return (k, v), (read(k), read(v))
-
-
 def _specify(
     config: ModelConfig,
     execution: Execution,
@@ -275,19 +260,15 @@ def _split(
     kind: LayerKind,
     shared: _Shared,
     chunk: _Chunk,
-    k: Float[Array, "B S K H"],
-    v: Float[Array, "B S K H"],
-    sharded: bool,
+    k: Float[Array, "*L B S K H"],
+    v: Float[Array, "*L B S K H"],
 ) -> tuple[Float[Array, "B T D"], Auxiliary]:
     """Runs attention on the whole sequence, then the feed-forward network in chunks of tokens.
     Returns the residual stream, and auxiliary sums per sequence or shard of a sequence.
-
-    Args:
-      sharded: the mesh shards the tokens. It does not shard the few tokens of a decoding step.
     """
-    q = _query(kind, shared, chunk)
-    if sharded:
-        q = checkpoint_named(q, "query", execution.offload)
+    # A mesh may not divide the tokens of a decoding step, or its sequences.
+    sharded = divides(chunk.x)
+    q = checkpoint_named(_query(kind, shared, chunk), "query", execution.offload)
     inputs, axes = (chunk, attend(q, k, v)), ()
     if sharded:
         inputs, axes = fold_sequence_shards(inputs), FOLDED_BATCH

@@ -24,7 +24,7 @@ from bptjax.ops.attention.contract import (
     Shards,
 )
 from bptjax.parallel import gather, ring, ulysses, ulysses_ring
-from bptjax.parallel.mesh import RULES, num_shards
+from bptjax.parallel.mesh import RULES, data_shards, num_shards
 from bptjax.parallel.strategy_kernel import StrategyKernel
 from bptjax.parallel.ulysses import TOKEN_FIELDS
 
@@ -79,6 +79,13 @@ def sequence_shards() -> int:
     """Returns the number of devices that share a sequence, in the mesh set by `jax.set_mesh`."""
     mesh = jax.sharding.get_abstract_mesh()
     return 1 if mesh.empty else num_shards(mesh, "sequence")
+
+
+def divides(x: Array) -> bool:
+    """Returns whether the mesh set by `jax.set_mesh` divides the sequences and tokens of an array
+    `[B, T, ...]`."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return mesh.empty or not (x.shape[0] % data_shards(mesh) or x.shape[1] % sequence_shards())
 
 
 def choose_strategy(name: str, heads: int, shards: int) -> tuple[str, str]:
@@ -241,24 +248,18 @@ class _Layout:
             **others,
         )
 
-    def _local_key_heads(self) -> Int[Array, "R"]:
-        """Returns the replicated key heads that this device's query heads read."""
-        heads = self.N // self.tp
-        count = 1 if self.tp % self.K == 0 else heads
-        return (jax.lax.axis_index(HEADS) * heads + jnp.arange(count)) // (self.N // self.K)
-
     def local_qkv(self, x: QKV) -> QKV:
         """Returns this device's arrays with the key heads that its query heads read."""
         if not self.shared_keys:
             return x
-        heads = self._local_key_heads()
+        heads = own_key_heads(self.N, self.K, self.tp)
         return QKV(x.q, jnp.take(x.k, heads, axis=2), jnp.take(x.v, heads, axis=2))
 
     def sum_shared(self, gradients: QKV) -> QKV:
         """Sums the gradients of replicated key heads over tp."""
         if not self.shared_keys:
             return gradients
-        heads = self._local_key_heads()
+        heads = own_key_heads(self.N, self.K, self.tp)
 
         def total(x):
             full = jnp.zeros((*x.shape[:2], self.K, x.shape[3]), jnp.float32)
@@ -266,6 +267,14 @@ class _Layout:
             return jax.lax.psum(full, HEADS).astype(x.dtype)
 
         return QKV(gradients.q, total(gradients.k), total(gradients.v))
+
+
+def own_key_heads(N: int, K: int, tp: int) -> Int[Array, "R"]:
+    """Returns the key heads that this device's query heads read, of K that are replicated over tp
+    devices."""
+    heads = N // tp
+    count = 1 if tp % K == 0 else heads
+    return (jax.lax.axis_index(HEADS) * heads + jnp.arange(count)) // (N // K)
 
 
 @dataclass(frozen=True)

@@ -254,9 +254,14 @@ def attend(
     if sinks is not None and isinstance(kernel, SinkKernel):
         return kernel.forward_with_sinks(x, spec, sinks)
     state = kernel.forward(x, spec)
-    if sinks is None:
-        return state
-    sink = empty_state(x.q)._replace(lse=jnp.broadcast_to(sinks, state.lse.shape))
+    return state if sinks is None else add_sinks(x.q, state, sinks)
+
+
+def add_sinks(
+    q: Float[Array, "B T N H"], state: AttentionState, sinks: Float[Array, "N"]
+) -> AttentionState:
+    """Returns attention of the queries to the sinks and to the keys of the state."""
+    sink = empty_state(q)._replace(lse=jnp.broadcast_to(sinks, state.lse.shape))
     merged = merge_states(state, sink)
     return merged._replace(out=merged.out.astype(state.out.dtype))
 

@@ -1,0 +1,138 @@
+"""Generation on meshes: the tokens of one device, with the cache sharded."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from bptjax.generation import Sampling, _step, generate
+from bptjax.models.cache import Cache
+from bptjax.models.config import Execution, ModelConfig
+from bptjax.models.decoder import Decoder
+from bptjax.parallel.mesh import STATE_AXIS, ParallelConfig, make_mesh, sharding
+
+GREEDY = Sampling(temperature=0.0)
+# Attention reads four keys at a time, and the prompt of 19 tokens is read in four chunks.
+SMALL, CHUNK = Execution(q_chunk=4, k_chunk=1, ffn_chunk=3), 6
+EXPERTS = dict(feed_forward="experts", num_experts=4, experts_per_token=2, expert_size=16)
+MODELS = {
+    "two key heads": dict(num_kv_heads=2),
+    "windows, sinks, experts": dict(
+        num_kv_heads=2,
+        sliding_window=5,
+        layer_types=["sliding_attention", "full_attention"],
+        attention_sinks=True,
+        **EXPERTS,
+    ),
+    "alibi": dict(position_embedding="alibi"),
+    "strided": dict(attention_pattern=dict(type="strided", block_size=2, local=2, stride=3)),
+}
+
+
+@functools.cache
+def make(name):
+    options = dict(vocab_size=60, hidden_size=32, num_layers=2, num_heads=4, init_std=0.3)
+    return Decoder(ModelConfig(**options | MODELS[name]), jax.random.key(0))
+
+
+def mesh_of(tp, sp):
+    return make_mesh(ParallelConfig(fsdp=1, tp=tp, sp=sp), jax.devices()[: tp * sp])
+
+
+def shard(model, mesh):
+    def place(v):
+        where = sharding(mesh, v.axes, v.get_value().shape, (STATE_AXIS,))
+        return v.replace(jax.device_put(v.get_value(), where))
+
+    return jax.tree.map(place, model, is_leaf=lambda x: isinstance(x, nnx.Variable))
+
+
+def tokens_of(model, sampling):
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 60, n) for n in (3, 19)]
+    options = dict(new_tokens=6, prefill_chunk=CHUNK, execution=SMALL, seed=3)
+    return np.stack(list(generate(model, prompts, sampling=sampling, **options)), 1)
+
+
+@functools.cache
+def on_one_device(name, sampling):
+    return tokens_of(make(name), sampling)
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "sp", "sampling"),
+    [
+        ("two key heads", 2, 1, GREEDY),
+        ("two key heads", 4, 1, GREEDY),
+        ("two key heads", 1, 2, GREEDY),
+        ("two key heads", 1, 4, GREEDY),
+        ("two key heads", 2, 2, Sampling(top_k=20, repetition_penalty=1.2)),
+        ("windows, sinks, experts", 2, 2, GREEDY),
+        ("alibi", 2, 2, GREEDY),
+        ("strided", 1, 2, GREEDY),
+    ],
+)
+def test_tokens_are_those_of_one_device(name, tp, sp, sampling):
+    wanted = on_one_device(name, sampling)
+    assert len(np.unique(wanted)) > 3
+    assert np.array_equal(tokens_of(shard(make(name), mesh_of(tp, sp)), sampling), wanted)
+
+
+def test_logits_are_those_of_one_device():
+    """Of a chunk that the devices do not divide, and of single tokens."""
+    tokens = np.random.default_rng(0).integers(0, 60, (2, 9))
+
+    @jax.jit
+    def read(model, tokens, cache):
+        hidden, cache = model.decode(tokens, cache, execution=SMALL)
+        return model.logits(hidden), cache
+
+    def logits_of(model, mesh):
+        with jax.set_mesh(mesh):
+            cache, found = Cache.empty(model.config, 2, 9, jnp.float32), []
+            for part in np.split(tokens, (7, 8), axis=1):
+                logits, cache = read(model, jnp.asarray(part), cache)
+                found.append(np.asarray(logits))
+        return np.concatenate(found, 1)
+
+    model = make("two key heads")
+    wanted = logits_of(model, mesh_of(1, 1))
+    assert np.abs(wanted).max() > 1
+    mesh = mesh_of(2, 2)
+    np.testing.assert_allclose(logits_of(shard(model, mesh), mesh), wanted, atol=1e-5)
+
+
+def compiled(tp, sp, size):
+    """Compiles a decoding step of one token. Returns its memory on a device, and the bytes of the
+    complete cache."""
+    config = ModelConfig(vocab_size=60, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2)
+    with jax.set_mesh(mesh_of(tp, sp)):
+        model = jax.eval_shape(lambda: Decoder(config, jax.random.key(0)))
+        cache = Cache.empty(config, 1, size, jnp.float32)
+        lowered = _step.lower(
+            model,
+            jnp.zeros((1, 1), jnp.int32),
+            cache,
+            jnp.zeros((1, 60), bool),
+            jax.random.key(0),
+            jnp.ones(1, jnp.int32),
+            sampling=GREEDY,
+            dtype=jnp.dtype("float32"),
+            execution=Execution(k_chunk=16),
+        )
+    return lowered.compile().memory_analysis(), cache.k.nbytes + cache.v.nbytes
+
+
+@pytest.mark.parametrize(("tp", "sp", "shards"), [(1, 1, 1), (2, 2, 4), (4, 2, 2)])
+def test_each_device_holds_its_shard_of_the_cache_and_copies_none_of_it(tp, sp, shards):
+    """Two key heads are not sharded over four devices."""
+    (small, few), (large, many) = (compiled(tp, sp, size) for size in (1024, 4096))
+    cached = (many - few) // shards
+    grown = large.argument_size_in_bytes - small.argument_size_in_bytes
+    assert cached <= grown < 1.01 * cached
+    assert large.alias_size_in_bytes - small.alias_size_in_bytes == cached
+    # The mask is all that grows beside the cache; a layer has half of the cache.
+    assert large.temp_size_in_bytes - small.temp_size_in_bytes < cached / 4
