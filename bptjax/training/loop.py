@@ -238,7 +238,7 @@ class TrainLoop:
     def _next_batch(self) -> dict[str, np.ndarray]:
         try:
             return next(self.run.batches)
-        except ValueError as error:
+        except (ValueError, ChildProcessError) as error:  # A bad record or chat template.
             text = f"step {self.done + 1}: {error}"
             # With several shards of data, other processes do not fail here and would not save.
             alone = jax.process_count() > 1 and self.run.config.data.num_shards > 1
