@@ -282,7 +282,7 @@ class TrainLoop:
             return Spike(values, step, self._cursor)
         if self._last_loss is not None:
             values += " (step {} had loss {:.4f})".format(*self._last_loss)
-        return diverged(values, self._last_saved, self.checkpoints.directory)
+        return diverged(values, self._last_saved, self.checkpoints.directory, self.spikes.on)
 
     def _roll_back(self, spike: Spike) -> None:
         """Goes back to the last checkpoint, or to step 0 if there is none, and to the batch after
