@@ -18,8 +18,10 @@ def check_links(directory: Path) -> None:
       ValueError: a link leads out of the directory; the error names both ends.
     """
     root = Path(os.path.realpath(directory))
-    if root.parent.name == "snapshots" and root.parent.parent.name.startswith("models--"):
-        root = root.parent.parent
+    for parent in root.parents:  # Also of a subdirectory of a snapshot.
+        if parent.name == "snapshots" and parent.parent.name.startswith("models--"):
+            root = parent.parent
+            break
     left, seen = [directory, *(directory / name for name in INNER)], set()
     while left:
         here = left.pop()

@@ -21,7 +21,7 @@ from bptjax.command_line import plural
 from bptjax.heartbeat import BEAT, DIRECTORY, ERROR, RUN_DIR, STACKS
 from bptjax.metrics import append_log
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Exit codes that a restart would not change: done, bad input, stopped by a signal.
 FINAL = (0, 2, *(128 + number for number in SIGNALS))
 
@@ -230,7 +230,7 @@ class Supervisor:
 
 def supervise(command: Sequence[str], limits: Limits = LIMITS) -> int:
     """Runs a command that trains, and restarts it after a crash, a lost peer or a hang. Passes
-    SIGINT and SIGTERM on to it. Returns its exit code; 128 + n if signal n killed it."""
+    SIGINT, SIGTERM and SIGHUP on to it. Returns its exit code; 128 + n if signal n killed it."""
     with TemporaryDirectory(prefix="bptjax-supervisor-") as shared:
         supervisor = Supervisor(command, Path(shared), limits)
         with _handled(supervisor):
@@ -239,7 +239,11 @@ def supervise(command: Sequence[str], limits: Limits = LIMITS) -> int:
 
 @contextmanager
 def _handled(supervisor: Supervisor) -> Iterator[None]:
-    before = {kind: signal.signal(kind, supervisor.forward) for kind in SIGNALS}
+    before = {kind: signal.getsignal(kind) for kind in SIGNALS}
+    if before[signal.SIGHUP] == signal.SIG_IGN:  # By nohup; the run ignores it too.
+        del before[signal.SIGHUP]
+    for kind in before:
+        signal.signal(kind, supervisor.forward)
     try:
         yield
     finally:

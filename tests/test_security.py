@@ -133,6 +133,11 @@ def test_links_of_the_hubs_cache_are_followed_within_its_entry(llama, tmp_path):
     (tmp_path / "model").symlink_to(snapshot)  # The user's own name for it.
     for name in (snapshot, tmp_path / "model"):
         assert open_pretrained(ModelConfig(name_or_path=str(name))).config.num_layers == 2
+    inner = snapshot / "epoch-1"  # A subdirectory of the repository, as of an adapter.
+    inner.mkdir()
+    for file in (entry / "blobs").iterdir():
+        (inner / file.name).symlink_to(f"../../../blobs/{file.name}")
+    assert open_pretrained(ModelConfig(name_or_path=str(inner))).config.num_layers == 2
     other = tmp_path / "models--owner--other" / "blobs" / "x"
     other.parent.mkdir(parents=True)
     other.write_text("{}")

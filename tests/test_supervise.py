@@ -77,6 +77,19 @@ def test_codes_that_no_restart_would_change(run, code):
     assert run(f"sys.exit({code})") == (code, 1, [])
 
 
+@pytest.mark.parametrize("nohup", [False, True])
+def test_the_run_ends_with_its_terminal(tmp_path, nohup):
+    kind = signal.SIG_IGN if nohup else signal.SIG_DFL
+    before = signal.signal(signal.SIGHUP, kind)
+    code = "os.kill(os.getppid(), signal.SIGHUP); time.sleep(0.5 if nohup else 60)"
+    try:
+        wanted = 0 if nohup else 128 + signal.SIGHUP
+        assert supervise(command(tmp_path, f"nohup = {nohup}; {code}"), FAST) == wanted
+        assert signal.getsignal(signal.SIGHUP) == kind and starts(tmp_path) == 1
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_a_signal_to_the_run_alone_is_a_request_to_stop(run):
     assert run("os.kill(os.getpid(), signal.SIGTERM)") == (143, 1, [])
 

@@ -107,14 +107,21 @@ def select_devices(device: str) -> list[jax.Device]:
     devices = _devices(device)
     if devices[0].platform == "gpu" and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         with suppress(OSError):  # JAX goes on without a cache.
+            jax.config.update("jax_compilation_cache_dir", str(cache_directory() / "xla"))
             make_cache_directory()
-        jax.config.update("jax_compilation_cache_dir", str(cache_directory() / "xla"))
     return devices
 
 
 def cache_directory() -> Path:
-    """Returns the directory of this package in the user's cache directory."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bptjax"
+    """Returns the directory of this package in the user's cache directory.
+
+    Raises:
+      OSError: the user has no home directory.
+    """
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if cache == "~/.cache":
+        raise OSError("no home directory for a cache; set HOME or XDG_CACHE_HOME")
+    return Path(cache) / "bptjax"
 
 
 def make_cache_directory() -> None:

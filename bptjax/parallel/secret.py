@@ -28,21 +28,26 @@ def read_secret() -> bytes:
     first call makes.
 
     Raises:
-      ValueError: other users can read the file, or it belongs to one.
-      OSError: the file cannot be read or made.
+      ValueError: the file cannot be read or made, is empty, belongs to another user, or other users
+        can read it.
     """
     if value := os.environ.get(VARIABLE):
         return value.encode()
-    file = cache_directory() / FILE
-    if not file.exists():
-        _make(file)
-    status = file.stat()
+    remedy = f"set {VARIABLE} to the same text in all processes"
+    try:
+        file = cache_directory() / FILE
+        if not file.exists():
+            _make(file)
+        status, secret = file.stat(), file.read_bytes()
+    except OSError as error:
+        raise ValueError(f"secret of the processes: {error}; {remedy}") from error
     if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
         raise ValueError(
-            f"{file}: must belong to you and be readable by you alone; remove it, or set "
-            f"{VARIABLE} to the same text in all processes"
+            f"{file}: must belong to you and be readable by you alone; remove it, or {remedy}"
         )
-    return file.read_bytes()
+    if not secret:
+        raise ValueError(f"{file}: must not be empty; remove it, or {remedy}")
+    return secret
 
 
 def _make(file: Path) -> None:

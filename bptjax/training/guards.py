@@ -28,14 +28,23 @@ class RunFailed(RuntimeError):
     """The run cannot continue. The message says which step is saved and which keys to change."""
 
 
-def diverged(values: str, last_saved: int | None, checkpoints: Path) -> RunFailed:
-    """Returns the error for values that are not finite, with keys to change."""
+def diverged(
+    values: str, last_saved: int | None, checkpoints: Path, on_spike: bool = False
+) -> RunFailed:
+    """Returns the error for values that are not finite, or with `on_spike` too large, with keys to
+    change."""
     good = f"step {last_saved}" if last_saved else "none yet"
-    return RunFailed(
+    text = (
         f"{values}; last good checkpoint: {good} in {checkpoints}; start again in another run_dir "
         "with a lower optimizer.learning_rate, more optimizer.warmup_steps or a lower "
         "optimizer.max_grad_norm"
     )
+    if on_spike:
+        text += (
+            "; or go on with the same command and a larger train.on_spike.max_rollbacks or "
+            "train.on_spike.factor"
+        )
+    return RunFailed(text)
 
 
 @contextmanager

@@ -238,7 +238,7 @@ class TrainLoop:
     def _next_batch(self) -> dict[str, np.ndarray]:
         try:
             return next(self.run.batches)
-        except ValueError as error:
+        except (ValueError, ChildProcessError) as error:  # A bad record or chat template.
             text = f"step {self.done + 1}: {error}"
             # With several shards of data, other processes do not fail here and would not save.
             alone = jax.process_count() > 1 and self.run.config.data.num_shards > 1
@@ -282,7 +282,7 @@ class TrainLoop:
             return Spike(values, step, self._cursor)
         if self._last_loss is not None:
             values += " (step {} had loss {:.4f})".format(*self._last_loss)
-        return diverged(values, self._last_saved, self.checkpoints.directory)
+        return diverged(values, self._last_saved, self.checkpoints.directory, self.spikes.on)
 
     def _roll_back(self, spike: Spike) -> None:
         """Goes back to the last checkpoint, or to step 0 if there is none, and to the batch after

@@ -139,6 +139,8 @@ def test_a_cache_that_cannot_be_written_is_skipped(tmp_path, monkeypatch, at_onc
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(file))
     assert fingerprint([file]) == right
+    monkeypatch.setenv("HOME", "~")  # As for a user who has no home directory.
+    assert fingerprint([file]) == right and not (tmp_path / "~").exists()
 
 
 def test_processes_share_the_cache(tmp_path, cache):

@@ -67,6 +67,13 @@ def test_the_file_of_the_secret_is_private(tmp_path, monkeypatch):
     file.chmod(0o640)
     with pytest.raises(ValueError, match="secret: must belong to you and be readable by you alone"):
         read_secret()
+    file.chmod(0o600)
+    file.write_bytes(b"")
+    with pytest.raises(ValueError, match="secret: must not be empty; remove it, or set BPTJAX_SEC"):
+        read_secret()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(file))  # No directory can be made there.
+    with pytest.raises(ValueError, match="Not a directory.*; set BPTJAX_SECRET to the same text"):
+        read_secret()
     monkeypatch.setenv("BPTJAX_SECRET", "mine")
     assert read_secret() == b"mine"
 

@@ -4,6 +4,9 @@ import signal
 
 import pytest
 
+from bptjax.checkpoint import Checkpoints
+from bptjax.data.batches import Batches
+from bptjax.data.renderer import TemplateLimit
 from bptjax.train import main
 from bptjax.training import guards
 
@@ -33,3 +36,21 @@ def test_signs_of_life(arguments, tmp_path, monkeypatch):
     second = [("training", n) for n in (2, 3, 4)]
     saved = [(f"saving step {n}",) for n in (2, 4)]
     assert seen == [*first, saved[0], *second, saved[1], ("finishing",)]
+
+
+def test_a_template_that_exceeds_a_limit_during_training(arguments, tmp_path, monkeypatch, capsys):
+    """The steps before it are saved, as for a bad record."""
+    draw, drawn = Batches.__next__, []
+
+    def exceed(self):
+        drawn.append(0)
+        if len(drawn) == 4:
+            raise TemplateLimit("the chat template takes more than 10 s for one chat")
+        return draw(self)
+
+    monkeypatch.setattr(Batches, "__next__", exceed)
+    flags = ["--data.eval_fraction=0", "--train.eval_steps=null", "--train.sample_tokens=0"]
+    assert main([*arguments, *flags, f"--run_dir={tmp_path / 'run'}"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: step 4: the chat template takes") and "step 3 is saved" in error
+    assert Checkpoints(tmp_path / "run").newest() == 3

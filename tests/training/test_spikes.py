@@ -123,6 +123,7 @@ def test_the_last_rollback_is_followed_by_the_end(command, tmp_path, capsys):
     assert second == "step 0, without batches 1 to 4 of the data (rollback 2 of 2)"
     assert error.count("\n") == 1 and error.startswith("error: step 2: loss ")
     assert "last good checkpoint: none yet in " in error and "optimizer.learning_rate" in error
+    assert "or go on with the same command and a larger train.on_spike.max_rollbacks or" in error
     records = list(read_metrics(tmp_path / "run" / "metrics.jsonl"))
     assert [record["step"] for record in records] == [1, 2]
 
