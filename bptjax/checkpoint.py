@@ -118,6 +118,7 @@ class Checkpoints:
     ):
         self.directory = Path(run_dir).absolute() / "checkpoints"
         self._limit, self._every = save_total_limit, keep_every
+        self._has_run = self.directory.parent.is_dir()
         self._manager: ocp.CheckpointManager | None = None
         self._step, self._best = -1, _Step()
         self._record: dict[str, Any] | None = None
@@ -136,9 +137,13 @@ class Checkpoints:
         the newest ones, and names it in `best.json` in the run directory.
 
         Raises:
-          OSError: the previous save or this save failed; `DiskFull` if the disk is full.
+          OSError: the previous save or this save failed, or the run directory was removed;
+            `DiskFull` if the disk is full.
         """
         self.wait()
+        if self._has_run and not self.directory.parent.is_dir():
+            # Orbax would make it anew, and then it would hold no run.
+            raise FileNotFoundError(f"{self.directory.parent}: was removed")
         if step == self._step:
             return
         self._step, restored = step, self._step

@@ -179,7 +179,7 @@ class Drill:
                 break
         code, lines = self.finish(self.start(run))
         outcome = "went on; metrics and parameters equal"
-        if code == 1 and len(lines) == 1 and "move the directory away" in lines[0]:
+        if refused(code, lines):
             outcome = "refused in one line; equal from step 0"
             shutil.rmtree(run / "checkpoints")
             code, lines = self.finish(self.start(run))
@@ -218,6 +218,8 @@ class Drill:
             else:
                 send(process.pid, getattr(signal, event.split()[0]))
         code, lines = self.finish(process)
+        if refused(code, lines):
+            return False  # The run is started again, and its outcome is told there.
         allowed = {"SIGKILL": (0, -signal.SIGKILL), "SIGTERM": (0, 128 + signal.SIGTERM)}
         codes = allowed.get(event.split()[0], (0,) if event.startswith("SIGSTOP") else (0, 1))
         codes = (0,) if kind == "supervised" else codes
@@ -234,6 +236,11 @@ class Drill:
         """Formats the outcomes."""
         rows = [f"| {e} | {n} | {o} |" for (e, o), n in sorted(self.outcomes.items())]
         return "\n".join(["| event | number | outcome |", "| --- | --- | --- |", *rows])
+
+
+def refused(code: int, lines: list[str]) -> bool:
+    """Returns whether a run was refused because all of its checkpoints are damaged."""
+    return code == 1 and len(lines) == 1 and "move the directory away" in lines[0]
 
 
 def send(pid: int, number: int) -> None:

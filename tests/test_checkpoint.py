@@ -265,6 +265,19 @@ def test_sharding_is_required(run):
         Checkpoints(run).restore(state)
 
 
+def test_a_removed_run_directory_is_not_made_anew(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    checkpoints = Checkpoints(run, save_total_limit=1)
+    checkpoints.save(1, make_state(1), {})
+    checkpoints.wait()
+    shutil.rmtree(run)
+    with pytest.raises(FileNotFoundError, match="run: was removed"):
+        checkpoints.save(2, make_state(2), {})
+    assert not run.exists()
+    checkpoints.close()
+
+
 def test_failed_save_is_raised(tmp_path):
     """Files may grow to 64 KiB only, as on a full disk; afterwards the same step can be saved."""
     checkpoints = Checkpoints(tmp_path, save_total_limit=1)

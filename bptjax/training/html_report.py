@@ -76,6 +76,8 @@ def _recorded(run: TrainingRun) -> dict[str, Any]:
 
 
 def _write(run: TrainingRun, facts: dict[str, Any]) -> None:
+    if not run.directory.is_dir():
+        return  # It was removed, which the error of the run says.
     try:
         text = json.dumps(_recorded(run) | describe(run) | facts, indent=1, default=str)
         write_atomically(run.directory / FACTS, text)
