@@ -43,6 +43,8 @@ MAX_SOCKET_PATH = 107
 
 # State of this process, as jax.distributed has its own.
 _initialized = threading.Event()
+# The directory of its sockets, until all processes are connected.
+_private: list[str] = []
 _peer_lost = threading.Event()
 
 
@@ -73,13 +75,15 @@ def initialize(config: ParallelConfig) -> None:
     # The service would handle SIGTERM in place of Python.
     jax.config.update("jax_enable_preemption_service", False)
     private = tempfile.mkdtemp(prefix="bptjax-")  # With mode 0700.
+    _private.append(private)
     path = os.path.join(private, "socket")
-    if len(path) > MAX_SOCKET_PATH:
-        raise ValueError(f"TMPDIR={os.path.dirname(private)}: must be shorter, for sockets in it")
     try:
+        if len(path) > MAX_SOCKET_PATH:
+            parent = os.path.dirname(private)
+            raise ValueError(f"TMPDIR={parent}: must be shorter, for sockets in it")
         address = _start_relay(process, path)
     except (ValueError, OSError):
-        shutil.rmtree(private, ignore_errors=True)
+        _remove_private()
         raise
     timeout = TimeoutError(
         f"process {process.index} of {process.count} has waited {INIT_TIMEOUT_S} s for the other "
@@ -101,8 +105,7 @@ def initialize(config: ParallelConfig) -> None:
     )
     timer.cancel()
     _initialized.set()
-    # All are connected.
-    shutil.rmtree(private, ignore_errors=True)
+    _remove_private()  # All are connected.
 
 
 def _start_relay(process: ProcessInfo, path: str) -> str:
@@ -236,9 +239,15 @@ def _pump(source: socket.socket, sink: socket.socket, member: bool) -> None:
     sink.close()
 
 
+def _remove_private() -> None:
+    while _private:
+        shutil.rmtree(_private.pop(), ignore_errors=True)
+
+
 def _exit_with(error: BaseException, code: int = 1) -> None:
     message = " ".join(str(error).split())
     record_error(message)
+    _remove_private()
     os.write(2, f"error: {message}\n".encode())
     os._exit(code)
 

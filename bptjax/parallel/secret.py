@@ -1,15 +1,18 @@
 """The secret that the processes of a run share, and proof of it over a connection."""
 
 import hmac
+import logging
 import os
 import socket
 import stat
 import time
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 from bptjax.parallel.mesh import cache_directory, make_cache_directory
 
+log = logging.getLogger("bptjax")
 VARIABLE = "BPTJAX_SECRET"
 FILE = "secret"
 # The first bytes of a process of a run, and of the answer.
@@ -72,18 +75,32 @@ def demand_proof(connection: socket.socket, secret: bytes) -> bool:
     Each side sends a random number, and the other side returns a digest of both numbers with the
     secret as its key (RFC 2104), so that neither the secret nor an answer to repeat is sent.
     """
-    deadline = time.monotonic() + TIMEOUT_S
+    deadline, greeted = time.monotonic() + TIMEOUT_S, False
     try:
         first = _receive(connection, len(HELLO) + BYTES, deadline)
         if not first.startswith(HELLO):
             return False
+        greeted = True
         theirs, ours = first[len(HELLO) :], os.urandom(BYTES)
         connection.sendall(ours + _digest(secret, b"coordinator", theirs, ours))
         proof = _receive(connection, BYTES, deadline)
         connection.settimeout(None)
+        if hmac.compare_digest(proof, _digest(secret, b"process", theirs, ours)):
+            return True
     except OSError:
-        return False
-    return hmac.compare_digest(proof, _digest(secret, b"process", theirs, ours))
+        pass
+    if greeted:
+        _tell_of_another_secret()
+    return False
+
+
+@cache
+def _tell_of_another_secret() -> None:
+    """Warns once: strangers may greet too."""
+    log.warning(
+        "a process with another secret was turned away; set %s to the same text in all processes",
+        VARIABLE,
+    )
 
 
 def prove(connection: socket.socket, secret: bytes) -> None:

@@ -27,9 +27,13 @@ def exchange(coordinators, processes):
     return answer[0], error
 
 
-def test_only_who_knows_the_secret_is_let_in():
+def test_only_who_knows_the_secret_is_let_in(caplog):
+    secret._tell_of_another_secret.cache_clear()
     assert exchange(b"a", b"a") == (True, None)
-    assert exchange(b"a", b"b") == (False, WrongSecret)
+    assert caplog.text == ""
+    for _ in range(2):
+        assert exchange(b"a", b"b") == (False, WrongSecret)
+    assert caplog.text.count("another secret was turned away; set BPTJAX_SECRET") == 1
     # Without the secret, an answer to this process is no proof for that one.
     ours, theirs = socket.socketpair()
     with ours, theirs:
