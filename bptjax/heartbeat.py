@@ -26,7 +26,7 @@ def beat(work: str, step: int | None = None) -> None:
       step: number of optimizer steps done; None if the work is not a step.
     """
     record = {"work": work[:100], "step": step, "time": time.monotonic_ns()}
-    _write(BEAT, json.dumps(record))
+    _write(BEAT, json.dumps(record, ensure_ascii=False))  # Shorter than SIZE.
 
 
 def record_error(message: str) -> None:

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jax.typing import DTypeLike
 
-from bptjax.checkpoint import MANIFEST, Checkpoints
 from bptjax.command_line import new_name
 from bptjax.config import FILE as RUN_CONFIG
 from bptjax.hf.checkpoint import SIDECARS, HFCheckpoint, describe_left_out
@@ -29,7 +28,7 @@ from bptjax.hf.fingerprint import fingerprint, sampled
 from bptjax.hf.other_tensors import OtherTensors, open_others
 from bptjax.hf.peft import read_peft
 from bptjax.hf.peft_config import ADAPTER_CONFIG, read_base
-from bptjax.hf.tensors import SINGLE, Tensors
+from bptjax.hf.tensors import SINGLE
 from bptjax.json_files import read_json
 from bptjax.links import check_links
 from bptjax.lora import AdapterConfig, Adapters, attach
@@ -45,60 +44,9 @@ from bptjax.models.params import (
 )
 from bptjax.parallel.mesh import STATE_AXIS, sharding
 from bptjax.quantized_kernels import quantizer
+from bptjax.saved_parameters import ConvertedCheckpoint, RunCheckpoint
 
 log = logging.getLogger("bptjax")
-
-
-class ConvertedCheckpoint:
-    """The parameters in a directory written by `bptjax convert`; a `ParameterSource`."""
-
-    def __init__(self, directory: Path):
-        # An older version wrote the first name.
-        self._tensors = Tensors(directory, renamed=(("masked.bias", "head_bias"),))
-        self.specs, self.files = self._tensors.specs, tuple(self._tensors.files)
-
-    def read(self, path: str, index: Index = ()) -> np.ndarray:
-        return self._tensors.read(path, index)
-
-    def slices(self) -> Iterator[tuple[str, Index, np.ndarray]]:
-        for path in self.specs:
-            yield path, (), self.read(path)
-
-
-class RunCheckpoint:
-    """The model's arrays in a run's newest finished checkpoint; a `ParameterSource`. For a run that
-    trains adapters, these are the arrays of the adapters.
-
-    Attributes:
-      extra: values that the run saved beside its arrays.
-
-    Raises:
-      ValueError: the run has no finished checkpoint.
-    """
-
-    def __init__(self, directory: Path):
-        checkpoints = Checkpoints(directory)
-        step = checkpoints.newest()
-        if step is None:
-            raise ValueError(f"{checkpoints.directory} has no finished checkpoint")
-        saved = checkpoints.specs(step)
-        names = {
-            name.split("/", 1)[1].removesuffix("/value").replace("/", "."): name
-            for name in saved
-            if name.startswith("model/")
-        }
-        self.specs = {path: ArraySpec(*saved[name]) for path, name in names.items()}
-        self.files: tuple[Path, ...] = (checkpoints.directory / str(step) / MANIFEST,)
-        self.extra = checkpoints.extra(step)
-        # A cache, because the slices of a parameter are read one after the other.
-        self._array = lru_cache(maxsize=3)(lambda path: checkpoints.read(step, names[path]))
-
-    def read(self, path: str, index: Index = ()) -> np.ndarray:
-        return self._array(path)[index]
-
-    def slices(self) -> Iterator[tuple[str, Index, np.ndarray]]:
-        for path in self.specs:
-            yield path, (), self.read(path)
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ LIMITS = Limits()
 
 
 class Watch:
-    """What the signs of life of one process say.
+    """Watches the signs of life of one process, and recognizes a hang.
 
     The time of silence is the sum of the polls that found no new sign, so that a suspended machine
     or a stopped supervisor is no hang of the process.

@@ -47,6 +47,7 @@ FLOORS = {
         "config",
         "execution",
         "config_parser",
+        "saved_parameters",
         "pretrained",
         "adapter_export",
         "loading",

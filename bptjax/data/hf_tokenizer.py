@@ -40,7 +40,7 @@ class HFTokenizer:
             ) from error
         self._tokenizer: Any = found
         files = Path(directory) / "chat_template.jinja", Path(directory) / "tokenizer_config.json"
-        self.template_file = files[not files[0].exists()]
+        self.template_file = files[0] if files[0].exists() else files[1]
         # `len` counts added tokens; the tokenizer's own `vocab_size` does not.
         self.vocab_size = min(len(found), limit or len(found))
         self.eos_id, self.sep_id = found.eos_token_id, found.sep_token_id

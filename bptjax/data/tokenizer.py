@@ -338,7 +338,7 @@ def load_tokenizer(directory: str | Path, limit: int | None = None) -> Tokenizer
     elif saved.get("type") != "byte":
         raise ValueError(f"{directory / FILE} is damaged: it holds no tokenizer of bptjax")
     if template is not None and not isinstance(template, str):
-        raise ValueError(f"{directory / FILE} is damaged: its chat_template is no text")
+        raise ValueError(f"{directory / FILE} is damaged: its chat_template is not a text")
     found = found.with_chat(template, [])
     found.template_file = directory / FILE
     return found

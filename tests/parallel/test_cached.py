@@ -82,7 +82,7 @@ def test_tokens_are_those_of_one_device(name, tp, sp, sampling):
 
 
 def test_logits_are_those_of_one_device():
-    """Of a chunk that the devices do not divide, and of single tokens."""
+    """The devices do not divide the length of the first chunk; single tokens follow it."""
     tokens = np.random.default_rng(0).integers(0, 60, (2, 9))
 
     @jax.jit

@@ -1,0 +1,63 @@
+"""Parameters in bptjax's own files: converted checkpoints, and checkpoints of runs."""
+
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from bptjax.checkpoint import MANIFEST, Checkpoints
+from bptjax.hf.tensors import Tensors
+from bptjax.models.params import ArraySpec, Index
+
+
+class ConvertedCheckpoint:
+    """The parameters in a directory written by `bptjax convert`; a `ParameterSource`."""
+
+    def __init__(self, directory: Path):
+        # An older version wrote the first name.
+        self._tensors = Tensors(directory, renamed=(("masked.bias", "head_bias"),))
+        self.specs, self.files = self._tensors.specs, tuple(self._tensors.files)
+
+    def read(self, path: str, index: Index = ()) -> np.ndarray:
+        return self._tensors.read(path, index)
+
+    def slices(self) -> Iterator[tuple[str, Index, np.ndarray]]:
+        for path in self.specs:
+            yield path, (), self.read(path)
+
+
+class RunCheckpoint:
+    """The model's arrays in a run's newest finished checkpoint; a `ParameterSource`. For a run that
+    trains adapters, these are the arrays of the adapters.
+
+    Attributes:
+      extra: values that the run saved beside its arrays.
+
+    Raises:
+      ValueError: the run has no finished checkpoint.
+    """
+
+    def __init__(self, directory: Path):
+        checkpoints = Checkpoints(directory)
+        step = checkpoints.newest()
+        if step is None:
+            raise ValueError(f"{checkpoints.directory} has no finished checkpoint")
+        saved = checkpoints.specs(step)
+        names = {
+            name.split("/", 1)[1].removesuffix("/value").replace("/", "."): name
+            for name in saved
+            if name.startswith("model/")
+        }
+        self.specs = {path: ArraySpec(*saved[name]) for path, name in names.items()}
+        self.files: tuple[Path, ...] = (checkpoints.directory / str(step) / MANIFEST,)
+        self.extra = checkpoints.extra(step)
+        # A cache, because the slices of a parameter are read one after the other.
+        self._array = lru_cache(maxsize=3)(lambda path: checkpoints.read(step, names[path]))
+
+    def read(self, path: str, index: Index = ()) -> np.ndarray:
+        return self._array(path)[index]
+
+    def slices(self) -> Iterator[tuple[str, Index, np.ndarray]]:
+        for path in self.specs:
+            yield path, (), self.read(path)
