@@ -57,12 +57,13 @@ def remedy_for_peft(model: Pretrained, out: Path) -> str:
     """
     # As of PEFT 0.21, _convert_peft_config_moe in utils/transformers_weight_conversion.py.
     adapted = model.adapters.values if model.adapters else ()
-    if any(path.startswith(("layers.dense.", "layers.mlp.shared.")) for path in adapted):
+    beside = any(path.startswith(("layers.dense.", "layers.mlp.shared.")) for path in adapted)
+    assert model.read_as is not None and model.family is not None
+    if beside and not model.family.peft_keeps_mlps:
         return (
             "PEFT leaves out the adapters of MLPs beside experts, whose names it takes for the "
             "experts'; write one model of base model and adapter by merge-adapter"
         )
-    assert model.read_as is not None and model.family is not None
     base, new, old = model.config.name_or_path, model.config, model.read_as
     steps = []
     if _needs_config(model):

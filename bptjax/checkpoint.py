@@ -3,16 +3,12 @@
 import json
 import logging
 import math
-import shutil
+import os
 import sys
 import warnings
-import zlib
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import reduce
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +17,19 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
+from bptjax.checkpoint_files import (
+    BEST,
+    HALF_WRITTEN,
+    clear_half_written,
+    damage,
+    set_aside,
+    steps_in,
+    write_manifest,
+)
+from bptjax.local_checkpoints import OWNER, Copies
 from bptjax.output import explain_full_disk, write_atomically
 
 log = logging.getLogger("bptjax")
-MANIFEST = "manifest.json"
-BEST = "best.json"
-HALF_WRITTEN = ocp.path.atomicity_types.TMP_DIR_SUFFIX
 
 
 @dataclass(frozen=True)
@@ -41,12 +44,15 @@ class CheckpointConfig:
         multiple of save_steps.
       keep_best: also save and keep the checkpoint with the lowest eval/loss, named in best.json.
         Other commands still use the newest checkpoint.
+      local_dir: directory on a fast local disk. Checkpoints are written to it, and copied from
+        there to the run directory while the run goes on. For processes of one host only.
     """
 
     save_steps: int = 500
     save_total_limit: int = 2
     keep_every: int | None = None
     keep_best: bool = False
+    local_dir: str | None = None
 
     def __post_init__(self):
         for field in ("save_steps", "save_total_limit"):
@@ -58,6 +64,9 @@ class CheckpointConfig:
                 f"checkpoint.keep_every={every}: must be a multiple of "
                 f"checkpoint.save_steps={self.save_steps}"
             )
+        local = self.local_dir
+        if local is not None and (not local or os.path.expanduser(local).startswith("~")):
+            raise ValueError(f"checkpoint.local_dir={local}: must be a directory; give its path")
 
 
 @dataclass
@@ -107,6 +116,9 @@ class Checkpoints:
 
     Nothing is written before the first `save`, which removes half-written directories and renames
     checkpoints newer than the restored step (damaged or superseded) to `<step>.aside<n>`.
+
+    With a local directory, checkpoints are finished there first and then copied; `restore` copies
+    those that a killed process has not copied.
     """
 
     def __init__(
@@ -115,8 +127,13 @@ class Checkpoints:
         *,
         save_total_limit: int | None = None,
         keep_every: int | None = None,
+        local: Path | None = None,
     ):
         self.directory = Path(run_dir).absolute() / "checkpoints"
+        self._written_to = local or self.directory
+        self._copies: Copies | None = None
+        if local and jax.process_index() == 0:
+            self._copies = Copies(local, self.directory, save_total_limit, keep_every)
         self._limit, self._every = save_total_limit, keep_every
         self._has_run = self.directory.parent.is_dir()
         self._manager: ocp.CheckpointManager | None = None
@@ -129,7 +146,7 @@ class Checkpoints:
         warnings.filterwarnings("ignore", "coroutine 'async_serialize.* was never awaited")
 
     def save(self, step: int, state: Any, extra: dict, best: Best | None = None) -> None:
-        """Copies `state` from the devices and returns, while a thread writes it.
+        """Copies `state` from the devices and returns, while threads write it.
 
         The caller may donate `state` (a pytree of jax arrays, none of size 0 and none uint4) after
         the call. `extra` is JSON. Waits for the previous save and raises its error. Does not write
@@ -140,7 +157,7 @@ class Checkpoints:
           OSError: the previous save or this save failed, or the run directory was removed;
             `DiskFull` if the disk is full.
         """
-        self.wait()
+        self._wait_written()
         if self._has_run and not self.directory.parent.is_dir():
             # Orbax would make it anew, and then it would hold no run.
             raise FileNotFoundError(f"{self.directory.parent}: was removed")
@@ -155,18 +172,25 @@ class Checkpoints:
         with self._saving():
             self._manager = self._manager or self._open(restored)
             self._manager.save(step, args=ocp.args.Composite(**items), force=True)
+            if self._copies:
+                is_best = self._best.step == step
+                self._copies.follow(self._manager.wait_until_finished, step, is_best)
 
     def wait(self) -> None:
         """Blocks until the last save is finished, and raises its error."""
-        if self._manager:
-            with self._saving():
-                self._manager.wait_until_finished()
+        self._wait_written()
+        if self._copies:
+            self._copies.wait()
 
     def close(self) -> None:
-        """Finishes the last save and ends orbax's threads."""
-        if self._manager:
-            with self._saving():
-                self._manager.close()
+        """Finishes the last save and ends all threads."""
+        with ExitStack() as stack:
+            if self._copies:
+                stack.callback(self._copies.close)
+            if self._manager:
+                stack.enter_context(self._saving())
+                stack.callback(self._manager.close)
+                self._wait_written()
 
     def restore(self, abstract_state: Any, step: int | None = None) -> tuple[int, Any, dict] | None:
         """Restores the newest intact checkpoint, or the checkpoint of `step`. Returns (step, state,
@@ -179,6 +203,8 @@ class Checkpoints:
           ValueError: the trees, shapes or dtypes differ, or there is no checkpoint of `step`.
           DamagedCheckpointError: all checkpoints are damaged, or the checkpoint of `step` is.
         """
+        if self._copies:
+            self._copies.recover()
         found = self.newest(step) if jax.process_index() == 0 else None
         found = int(multihost_utils.broadcast_one_to_all(np.int32(-1 if found is None else found)))
         if found < 0:
@@ -193,18 +219,21 @@ class Checkpoints:
         Raises:
           ValueError, DamagedCheckpointError: as `restore`.
         """
-        finished, skipped = self._steps(), []
+        finished, skipped = steps_in(self.directory), []
         if step is None:
             newest = max(finished, default=-1)
-            skipped = [f"step {s} is half-written" for s in self._steps(HALF_WRITTEN) if s > newest]
+            half = {
+                s for d in (self.directory, self._written_to) for s in steps_in(d, HALF_WRITTEN)
+            }
+            skipped = [f"step {s} is half-written" for s in sorted(half) if s > newest]
         elif step not in finished:
             raise ValueError(f"step {step}: must be one of {finished} in {self.directory}")
         for found in finished[::-1] if step is None else [step]:
-            if not (damage := _damage(self.directory / str(found))):
+            if not (fault := damage(self.directory / str(found))):
                 if skipped:
                     log.warning("%s: %s; using step %d", self.directory, "; ".join(skipped), found)
                 return found
-            skipped.append(f"step {found} is damaged ({damage})")
+            skipped.append(f"step {found} is damaged ({fault})")
         unusable = f"{self.directory}: {'; '.join(skipped)}; "
         if finished:
             remedy = "restore one from a copy, or move the directory away to start from step 0"
@@ -241,14 +270,19 @@ class Checkpoints:
         with ocp.Checkpointer(handler, multiprocessing_options=alone) as reader:
             return reader.restore(self.directory / str(step) / "state", args=args)[name]
 
-    def _steps(self, suffix: str = "") -> list[int]:
-        names = [path.name for path in self.directory.glob(f"*{suffix}")]
-        return sorted(int(n) for name in names if (n := name.removesuffix(suffix)).isdecimal())
+    def _wait_written(self) -> None:
+        """Waits until the last save has written its files, and raises its error."""
+        if self._copies:
+            with self._saving():
+                self._copies.wait_written()
+        elif self._manager:
+            with self._saving():
+                self._manager.wait_until_finished()
 
     @contextmanager
     def _saving(self) -> Iterator[None]:
         """Raises one kind of error for all failures of a save."""
-        with explain_full_disk(self.directory / str(self._step)):
+        with explain_full_disk(self._written_to / str(self._step)):
             try:
                 yield
             except ValueError as error:  # Orbax's kind for errors of files.
@@ -259,14 +293,18 @@ class Checkpoints:
         if not isinstance(sys.unraisablehook, _IgnoreClosedLoops):
             sys.unraisablehook = _IgnoreClosedLoops(sys.unraisablehook)
         if jax.process_index() == 0:
-            for step in self._steps(HALF_WRITTEN):
-                shutil.rmtree(self.directory / f"{step}{HALF_WRITTEN}")
-            for step in self._steps():
+            for step in steps_in(self.directory, HALF_WRITTEN):
+                clear_half_written(self.directory / str(step))
+            for step in steps_in(self.directory):
                 if step > restored:
-                    names = (self.directory / f"{step}.aside{n}" for n in count(1))
-                    (self.directory / str(step)).rename(next(n for n in names if not n.exists()))
+                    set_aside(self.directory / str(step))
+            if self._copies:
+                self._copies.claim()
+            else:  # Checkpoints left in a local directory are superseded.
+                (self.directory / OWNER).unlink(missing_ok=True)
         policies = ocp.checkpoint_managers
-        kept: list[Any] = [policies.LatestN(self._limit), self._best]
+        limit = self._limit if self._written_to == self.directory else None
+        kept: list[Any] = [policies.LatestN(limit), self._best]
         if self._every is not None:
             kept.append(policies.EveryNSteps(self._every))
         options = ocp.CheckpointManagerOptions(
@@ -278,16 +316,16 @@ class Checkpoints:
             ),
         )
         # This is a barrier: no process lists the steps before process 0 has cleaned up.
-        return ocp.CheckpointManager(self.directory, options=options)
+        return ocp.CheckpointManager(self._written_to, options=options)
 
     def _write_manifest(self) -> None:
         """Writes the manifest. The thread of orbax in process 0 calls it when every file is written
         and the directory is not yet renamed."""
-        path = self.directory / f"{self._step}{HALF_WRITTEN}"
-        files = [str(f.relative_to(path)) for f in path.glob("*/**/*") if f.is_file()]
-        (path / MANIFEST).write_text(json.dumps(_checksums(path, files), indent=1))
+        path = self._written_to / f"{self._step}{HALF_WRITTEN}"
+        write_manifest(path)
         if self._record:
-            write_atomically(self.directory.parent / BEST, json.dumps(self._record) + "\n")
+            best = path if self._copies else self.directory.parent
+            write_atomically(best / BEST, json.dumps(self._record) + "\n")
 
 
 def _not_of_orbax(record: logging.LogRecord) -> bool:
@@ -336,28 +374,3 @@ def _leaves(tree: Any) -> dict[str, Any]:
 
 def _kind(leaf: Any) -> str:
     return f"{leaf.dtype}{list(leaf.shape)}"
-
-
-def _checksums(directory: Path, files: list[str]) -> dict[str, int]:
-    def crc(file: str) -> int:
-        with (directory / file).open("rb") as stream:
-            blocks = iter(lambda: stream.read(1 << 22), b"")
-            return reduce(lambda value, block: zlib.crc32(block, value), blocks, 0)
-
-    with ThreadPoolExecutor() as threads:  # crc32 releases the interpreter lock.
-        return dict(zip(files, threads.map(crc, files), strict=True))
-
-
-def _damage(directory: Path) -> str:
-    """Returns the damage of a finished checkpoint, or an empty text."""
-    try:
-        wanted = json.loads((directory / MANIFEST).read_text())
-        if not wanted or not isinstance(wanted, dict):
-            return f"{MANIFEST} lists no files"
-        if any(".." in Path(name).parts or Path(name).is_absolute() for name in wanted):
-            return f"{MANIFEST} lists files elsewhere"
-        found = _checksums(directory, list(wanted))
-    except (OSError, ValueError) as error:
-        return f"{MANIFEST}: {error}"
-    changed = [file for file in wanted if found[file] != wanted[file]]
-    return f"wrong checksum: {changed[0]}" if changed else ""

@@ -59,7 +59,7 @@ class TrainConfig:
         extends a run.
       epochs: number of passes over the training data, in place of max_steps. Every record is read
         once before the run, to count the sequences of an epoch.
-      seq_len: tokens per sequence.
+      seq_len: tokens per sequence. For a model of images, it follows from the model.
       per_device_train_batch_size: sequences per data shard in one micro-batch. There are dp × fsdp
         × ep data shards.
       gradient_accumulation_steps: micro-batches per optimizer step.

@@ -276,7 +276,8 @@ def run(args: Namespace) -> int:
     else:
         how = to_hf if args.way == "bptjax-to-hf" else merge_adapter
         model = how(args.source, args.out, dtype=args.dtype, max_shard_size=args.max_shard_size)
-    if (pattern := model.config.attention_pattern) is not None and args.way != "hf-to-bptjax":
+    pattern = model.config.attention_pattern
+    if pattern is not None and (verify or args.way != "hf-to-bptjax"):
         notes.append(
             f"transformers computes full attention in place of model.attention_pattern={pattern}; "
             "bptjax reads the pattern" + ("; not verified" if verify else "")

@@ -61,7 +61,8 @@ class DeviceKind:
       clock: GHz of a GPU.
       peers: bytes/s that a device receives from the other devices of its host.
       host: bytes/s between device and host memory, each way.
-      measured: rates measured by the scripts of this repository; None if nobody has.
+      measured: rates measured by the scripts of this repository, or that agree with measured steps;
+        None if nobody has measured.
     """
 
     name: str
@@ -121,6 +122,9 @@ KINDS = {
     "h100": DeviceKind(
         "NVIDIA H100", 81559 * MIB, 989e12, 3.35e12,
         132, (9, 0), 50 * MIB, 228, 1.98, 450e9, PCIE_5,
+        # The H200's in proportion to the data sheets, and a slow link: seven steps of
+        # scripts/results/auto_h100.json run at 0.95 to 1.07 of the speed that follows.
+        Rates(660e12, 975e12, 505e12, 600e12, 3.0e12, 22e9),
     ),
     "h200": DeviceKind(
         "NVIDIA H200", 143155 * MIB, 989e12, 4.8e12,

@@ -25,6 +25,7 @@ from bptjax.config import FILE as RUN_CONFIG
 from bptjax.config import check_seed
 from bptjax.data.encode import check_ids
 from bptjax.data.files import TokenIds
+from bptjax.data.landmarks import ignored
 from bptjax.data.text import open_documents
 from bptjax.data.tokenizer import Tokenizer
 from bptjax.evaluate_report import (
@@ -35,8 +36,8 @@ from bptjax.evaluate_report import (
 )
 from bptjax.generation import Sampling, continuations, length_warning
 from bptjax.loading import load_decoder
-from bptjax.models.config import Execution
 from bptjax.models.decoder import Decoder
+from bptjax.models.layer_loops import Execution
 from bptjax.ops.loss import linear_cross_entropy
 from bptjax.progress import Progress
 
@@ -53,13 +54,12 @@ QUESTION = "What is the pass key? The pass key is"
 
 
 @partial(jax.jit, static_argnames=("dtype", "execution"))
-def _losses(model, tokens, *, dtype, execution):
-    labels = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)), constant_values=-100)
+def _losses(model, tokens, labels, *, dtype, execution):
     hidden, _ = model(tokens, dtype=dtype, execution=execution)
     hidden, cap = model.for_head(hidden), model.config.logits_softcap
     return linear_cross_entropy(
         hidden, model.head_matrix, labels, bias=model.logits_bias, softcap=cap, reduction="none"
-    )[:, :-1]
+    )
 
 
 def by_position(
@@ -90,8 +90,12 @@ def by_position(
             longest = max(longest, len(tokens))
             if len(tokens) < length:
                 continue
-            batch = jnp.asarray(tokens[None, :length])
-            sums += np.asarray(_losses(model, batch, dtype=dtype, execution=execution)[0])
+            batch = {"tokens": tokens[: length - 1], "labels": tokens[1:length]}
+            if (landmarks := model.config.landmarks) is not None:
+                batch = ignored(landmarks.insert(batch))
+            arrays = (jnp.asarray(batch[name][None]) for name in ("tokens", "labels"))
+            losses = _losses(model, *arrays, dtype=dtype, execution=execution)[0]
+            sums += np.asarray(losses)[batch["labels"] != -100]
             seen += 1
             progress.advance()
             if seen == limit:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise, zip_longest
 from typing import Any
 
 import jax
@@ -17,8 +18,9 @@ from jaxtyping import Bool, Float, Int
 
 from bptjax.data.tokenizer import Tokenizer
 from bptjax.models.cache import Cache
-from bptjax.models.config import Execution, ModelConfig
+from bptjax.models.config import ModelConfig
 from bptjax.models.decoder import Decoder
+from bptjax.models.layer_loops import Execution
 from bptjax.parallel.mesh import constrain
 
 
@@ -99,12 +101,25 @@ def generate(
     Raises:
       ValueError: an empty prompt, or more tokens than the model has learned positions.
     """
-    config = model.config
+    config, landmarks = model.config, model.config.landmarks
+    if min(len(prompt) for prompt in prompts) == 0:
+        raise ValueError("prompts: must not be empty")
+    if landmarks is not None and len(prompts) > 1:
+        # Blocks of prompts of several lengths end at different steps.
+        options: Any = dict(new_tokens=new_tokens, sampling=sampling, stop=stop)
+        options |= dict(prefill_chunk=prefill_chunk, dtype=dtype, execution=execution)
+        each = (generate(model, [x], seed=seed + i, **options) for i, x in enumerate(prompts))
+        yield from map(np.concatenate, zip_longest(*each, fillvalue=np.array([-1])))
+        return
+    seen = np.zeros((len(prompts), config.V), bool)
+    for prompt, flags in zip(prompts, seen, strict=True):
+        flags[np.asarray(prompt)] = True
+    room = new_tokens
+    if landmarks is not None:
+        prompts, room = [landmarks.prompt(np.asarray(prompts[0]))], landmarks.longest(new_tokens)
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     longest = int(lengths.max())
-    if lengths.min() == 0:
-        raise ValueError("prompts: must not be empty")
-    if config.position_embedding == "learned" and longest + new_tokens > (
+    if config.position_embedding == "learned" and longest + room > (
         config.max_position_embeddings or 0
     ):
         raise ValueError(
@@ -113,19 +128,17 @@ def generate(
         )
     rotation_change = _rotation_change(config)
     sequences = [list(map(int, prompt)) for prompt in prompts]
-    seen = np.zeros((len(sequences), config.V), bool)
-    for sequence, flags in zip(sequences, seen, strict=True):
-        flags[sequence] = True
     run = partial(_step, sampling=sampling, dtype=dtype, execution=execution)
     keys = jax.random.split(jax.random.key(seed), new_tokens)
-    ended = np.zeros(len(sequences), bool)
+    ended, read, due = np.zeros(len(sequences), bool), lengths, False
     state: tuple[Any, ...] | None = None
     # For a step at a time: a generator must not leave the mesh set for its caller.
     on_mesh = _mesh_setter(model)
     for i in range(new_tokens):
-        if state is None or (lengths[~ended] == rotation_change + 1).any():
+        crossed = (read <= rotation_change) & (lengths > rotation_change)
+        if state is None or crossed[~ended].any():
             # Beyond this length, every key of the sequence has a different rotation.
-            size = longest + new_tokens
+            size = longest + room
             with on_mesh():
                 chunk, cache = _prefill(
                     model, sequences, size, prefill_chunk, dtype=dtype, execution=execution
@@ -134,7 +147,10 @@ def generate(
                 state = run(model, chunk, cache, flags, keys[i], lengths)
         else:
             with on_mesh():
-                state = run(model, state[0][:, None], state[1], state[2], keys[i], lengths)
+                new = state[0][:, None]
+                if landmarks is not None and due:
+                    new = jnp.pad(new, ((0, 0), (0, 1)), constant_values=landmarks.token)
+                state = run(model, new, state[1], state[2], keys[i], lengths)
         token = np.where(ended, -1, np.asarray(state[0]))
         for sequence, new in zip(sequences, token, strict=True):
             sequence.append(max(int(new), 0))
@@ -142,8 +158,11 @@ def generate(
         ended |= np.isin(token, stop)
         if ended.all():
             return
+        due = landmarks is not None and landmarks.is_due(len(sequences[0]))
+        if landmarks is not None and due:
+            sequences[0].append(landmarks.token)
         # Not in place, because a step may still be reading the array.
-        lengths = lengths + 1
+        read, lengths = lengths, lengths + 1 + due
 
 
 def continuations(
@@ -219,19 +238,21 @@ def _prefill(
     model: Decoder, sequences: list[list[int]], size: int, chunk: int, **how: Any
 ) -> tuple[Int[Array, "B T"], Cache]:
     """Aligns the sequences at their ends and processes all chunks but the last. Returns the last
-    chunk and the cache."""
+    chunk and the cache. With landmarks, blocks start at multiples of their size in the cache, so
+    the first chunk is shorter than the others in place of padding."""
     lengths = np.array([len(sequence) for sequence in sequences], np.int32)
     longest = int(lengths.max())
     chunk = min(chunk, longest)
-    padded = -(-longest // chunk) * chunk
+    padded = longest if model.config.landmarks else -(-longest // chunk) * chunk
     tokens = np.zeros((len(sequences), padded), np.int32)
     for row, sequence in zip(tokens, sequences, strict=True):
         row[padded - len(sequence) :] = sequence
     cache = Cache.empty(model.config, len(sequences), size + padded - longest, how["dtype"])
     cache = replace(cache, start=jnp.asarray(padded - lengths))
-    for at in range(0, padded - chunk, chunk):
-        cache = _read(model, jnp.asarray(tokens[:, at : at + chunk]), cache, lengths, **how)
-    return jnp.asarray(tokens[:, padded - chunk :]), cache
+    edges = [0, *range(padded % chunk or chunk, padded + 1, chunk)]
+    for start, stop in pairwise(edges[:-1]):
+        cache = _read(model, jnp.asarray(tokens[:, start:stop]), cache, lengths, **how)
+    return jnp.asarray(tokens[:, edges[-2] :]), cache
 
 
 @partial(jax.jit, static_argnames=("dtype", "execution"), donate_argnums=2)
@@ -265,6 +286,8 @@ def _step(
     hidden, cache = model.decode(tokens, cache, length=lengths, dtype=dtype, execution=execution)
     # Every device draws every token, so that every process has it.
     logits = constrain(model.logits(hidden[:, -1:])[:, 0], None, None)
+    if model.config.landmarks is not None:
+        logits = logits.at[:, model.config.landmarks.token].set(-jnp.inf)
     token = sampling.draw(logits, seen, key)
     seen = constrain(seen.at[jnp.arange(len(token)), token].set(True), None, None)
     return token, cache, seen

@@ -2,6 +2,8 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,10 @@ from bptjax.data.tokenizer import (
     add_tokens,
     has_tokenizer,
     make_tokenizer,
+    token_id,
     vocabulary_warning,
 )
+from bptjax.models.attention_pattern import find_tokens
 from bptjax.models.config import ModelConfig
 from bptjax.models.decoder import Decoder
 from bptjax.models.encoder import Encoder
@@ -112,6 +116,8 @@ def _open(
             f"the tokenizer's vocabulary of {text.vocab_size}: must be at most {size}, the "
             f"vocabulary of {name}"
         )
+    pattern = find_tokens(found.config.attention_pattern, partial(token_id, text))
+    found = replace(found, config=replace(found.config, attention_pattern=pattern))
     if tokenizer and (line := vocabulary_warning(text, directory)):
         warn(line)
     return found, text

@@ -15,16 +15,23 @@ from bptjax.config import Config
 from bptjax.config_parser import parse
 from bptjax.data.tokenizer import make_tokenizer
 from bptjax.devices import absent_devices, parse_devices
+from bptjax.models.attention_pattern import find_tokens
 from bptjax.models.config import ModelConfig
 from bptjax.parallel.mesh import make_mesh, select_devices
 from bptjax.pretrained import Pretrained, open_config
 from bptjax.progress import Compilations, Progress
 from bptjax.training.auto import absent_room, describe, present_room
-from bptjax.training.checks import check_adapter, check_float8, check_model, check_objective
+from bptjax.training.checks import (
+    check_adapter,
+    check_float8,
+    check_landmarks,
+    check_model,
+    check_objective,
+)
 from bptjax.training.estimate import Estimator
 from bptjax.training.prediction import Plan, longest_context, plan, remedies
 from bptjax.training.search import choose, smallest, with_execution
-from bptjax.training.spec import TrainSpec
+from bptjax.training.spec import TrainSpec, fit_to_images
 from bptjax.training.state import parameter_counts
 
 DESCRIPTION = """Compiles the step of a run and prints its memory per device, whether it fits, and
@@ -70,6 +77,9 @@ def open_model(config: Config) -> tuple[ModelConfig, Pretrained | None]:
     """
     if config.model.name_or_path:
         pretrained = open_config(config.model)
+        if pretrained.config.image_size is not None and not pretrained.config.classes:
+            # The data are not read. Their number of classes hardly changes the plan.
+            pretrained = open_config(replace(config.model, classes=2))
         model = pretrained.config
         if model.add_tokens:
             # The vocabulary of most checkpoints has room for a few tokens; assume that it has none.
@@ -158,10 +168,15 @@ def open_spec(config: Config, devices: list[jax.Device]) -> TrainSpec:
     platform = {"cuda": "gpu"}.get(devices[0].platform, devices[0].platform)
     config = config.on(platform)
     model, pretrained = open_model(config)
+    # The ids of markers do not change the plan, and there may be no tokenizer.
+    pattern = find_tokens(model.attention_pattern, lambda text: 0)
+    model = replace(model, attention_pattern=pattern)
     check_model(model, None)
     check_objective(model, config)
+    config = fit_to_images(config, model)
     spec = TrainSpec(config, model, make_mesh(config.parallel, devices), pretrained)
     spec.execution.check(model)
+    check_landmarks(spec)
     check_adapter(spec)
     check_float8(spec)
     _ = spec.layout

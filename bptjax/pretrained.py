@@ -138,8 +138,10 @@ class Pretrained:
     def _new_params(self) -> Iterator[tuple[str, np.ndarray]]:
         rng = np.random.default_rng(self.seed)
         for path, shape in self.new.items():
-            std = 0.0 if path.endswith("bias") else self.config.init_std
-            yield path, rng.normal(0.0, std, shape).astype(np.float32)
+            # The only scale of a head is that of a norm.
+            mean, random = float(path.endswith("scale")), path.endswith("kernel")
+            std = self.config.init_std if random else 0.0
+            yield path, rng.normal(mean, std, shape).astype(np.float32)
 
     def check(self, saved: str | int | None, directory: Path) -> None:
         """Compares the fingerprint with the fingerprint that the run in `directory` saved.
@@ -338,7 +340,8 @@ def _trained_config(
     run: dict[str, Any], read_as: ModelConfig | None, source: ParameterSource
 ) -> ModelConfig:
     """Returns the architecture of a run's checkpoint, with the size of its vocabulary."""
-    vocab_size = source.specs["embedding"].shape[0]
+    embedding = source.specs.get("embedding")  # Encoders of images have none.
+    vocab_size = embedding.shape[0] if embedding else None
     if read_as is None and (base := run["model"].name_or_path):
         # The run started from a run that was trained from scratch.
         read_as = open_pretrained(ModelConfig(name_or_path=base)).config

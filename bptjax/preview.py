@@ -3,7 +3,9 @@
 import json
 import sys
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -17,12 +19,15 @@ from bptjax.data.chat import Chat
 from bptjax.data.config import DataConfig
 from bptjax.data.encode import IGNORED, encode
 from bptjax.data.files import Document, Labeled, TokenIds
+from bptjax.data.images import ImageProcessor
+from bptjax.data.landmarks import Landmarks, ignored
 from bptjax.data.loader import data_check, token_masking, train_loader
 from bptjax.data.marked import marked
 from bptjax.data.packing import Example
 from bptjax.data.records import readable
-from bptjax.data.tokenizer import Tokenizer
+from bptjax.data.tokenizer import Tokenizer, token_id
 from bptjax.metrics import printable
+from bptjax.models.attention_pattern import AttentionPattern, find_tokens
 from bptjax.training.data import RunData, open_data
 
 DESCRIPTION = """Shows what a run would train on: counts over the data, one record before and after
@@ -67,8 +72,17 @@ def preview(config: PreviewConfig, console: Console) -> None:
     # Skip bad records, so that they are counted and the other records are shown.
     data_config = replace(plain.data, bad_records="skip")
     data = open_data(replace(plain, data=data_config))
+    if isinstance(data.processor, ImageProcessor):
+        raise ValueError(
+            f"model.name_or_path={config.model.name_or_path}: must be a model of text; bptjax "
+            "preview shows no images"
+        )
     seq_len = config.train.seq_len
-    how = dict(seq_len=seq_len, objective=data.objective, classes=data.classes)
+    model = data.pretrained.config if data.pretrained else plain.model
+    pattern = find_tokens(model.attention_pattern, partial(token_id, data.tokenizer))
+    landmarks = AttentionPattern.parse(pattern).landmarks if pattern else None
+    how: dict[str, Any] = dict(objective=data.objective, classes=data.classes)
+    how |= dict(seq_len=seq_len, landmarks=landmarks)
     check = data_check(data.train, data.held_out, data.tokenizer, data_config, **how)
     check.run(config.seconds)
     console.rule("data")
@@ -82,7 +96,7 @@ def preview(config: PreviewConfig, console: Console) -> None:
         _draw_lengths(check.accounts, Path(config.out))
     first = next(readable(data.train, "skip"), None)
     if first is not None:
-        _print_record(first, data, data_config, config.shown_tokens, console)
+        _print_record(first, data, data_config, config.shown_tokens, console, landmarks)
     shards = data_config.num_shards
     batches = train_loader(
         data.train,
@@ -143,7 +157,12 @@ def _draw_lengths(accounts: list[Account], out: Path) -> None:
 
 
 def _print_record(
-    document: Document, data: RunData, config: DataConfig, shown: int, console: Console
+    document: Document,
+    data: RunData,
+    config: DataConfig,
+    shown: int,
+    console: Console,
+    landmarks: Landmarks | None,
 ) -> None:
     """Prints a record as it was read, and each of its examples."""
     console.rule("first record, as read")
@@ -168,6 +187,8 @@ def _print_record(
         objective=data.objective,
         classes=data.classes,
     )
+    if landmarks is not None:
+        examples = [ignored(landmarks.insert(one)) for one in examples]
     if masking := token_masking(data.tokenizer, config, data.objective):
         examples = [masking(one, np.random.default_rng(config.seed)) for one in examples]
     for number, example in enumerate(examples, 1):

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from bptjax.checkpoint import MANIFEST, Checkpoints
+from bptjax.checkpoint import Checkpoints
+from bptjax.checkpoint_files import MANIFEST
 from bptjax.hf.tensors import Tensors
 from bptjax.models.params import ArraySpec, Index
 

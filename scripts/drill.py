@@ -4,6 +4,8 @@ bit; a run that cannot go on must say so in one line.
 
     python scripts/drill.py --seconds 600 --seed 0
 
+`--local` writes checkpoints to a local directory first, which must be empty at the end of a run.
+
 Prints a table of events and outcomes, and exits with 1 if an outcome was neither. A start of the
 run takes some seconds, and each disturbed run is started until it has finished. Its processes are
 forked from one that has imported the libraries.
@@ -39,7 +41,7 @@ train: {{max_steps: {STEPS}, seq_len: 32, per_device_train_batch_size: 2, eval_s
   sample_tokens: 0}}
 optimizer: {{learning_rate: 1.0e-2}}
 execution: {{q_chunk: 16, k_chunk: 16, ffn_chunk: 16}}
-checkpoint: {{save_steps: 3}}
+checkpoint: {{save_steps: 3, local_dir: LOCAL}}
 """
 # Metrics that the clock does not change.
 EXACT = ("train/loss", "train/grad_norm", "train/learning_rate", "train/tokens_seen", "eval/loss")
@@ -62,12 +64,14 @@ LIBRARIES = ["bptjax.train", "bptjax.config_parser", "bptjax.training.loop"]
 FILES = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir")
 
 
-def train(argv: list[str], run: str, errors: Any, kind: str, at: int, size: int) -> None:
+def train(
+    argv: list[str], places: tuple[str, ...], errors: Any, kind: str, at: int, size: int
+) -> None:
     """Trains in a process of its own, with its stderr in a pipe, which has no limit of size.
 
     Args:
       kind: `supervised` for a run with a supervisor; or `kill` or `full`, which happens at Python's
-        file operation `at` in the run directory.
+        file operation `at` in `places`.
         Tensorstore's operations, in C++, are reached by kills at a random moment, and by the full
         disk.
       size: bytes to which files may grow on the full disk.
@@ -82,7 +86,7 @@ def train(argv: list[str], run: str, errors: Any, kind: str, at: int, size: int)
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         nonlocal seen
-        if event not in FILES or not any(str(x).startswith(run) for x in arguments[:2]):
+        if event not in FILES or not any(str(x).startswith(places) for x in arguments[:2]):
             return
         seen += 1
         if seen == at and kind == "kill":
@@ -115,8 +119,10 @@ class Drill:
       faults: descriptions of outcomes that must not be.
     """
 
-    def __init__(self, work: Path, seed: int):
+    def __init__(self, work: Path, seed: int, local: bool):
         self.work, self.rng = work, random.Random(seed)
+        self.local, self.copies = work / "local", local
+        self.local.mkdir(parents=True)
         self.outcomes: Counter[tuple[str, str]] = Counter()
         self.faults: list[str] = []
         texts = work / "texts"
@@ -125,7 +131,9 @@ class Drill:
         for i in range(20):
             text = " ".join(self.rng.choices(words, k=self.rng.randrange(5, 60)))
             (texts / f"{i:02}.txt").write_text(text)
-        (work / "config.yaml").write_text(CONFIG.replace("data: {", f"data: {{path: {texts}, "))
+        config = CONFIG.replace("data: {", f"data: {{path: {texts}, ")
+        config = config.replace("LOCAL", str(self.local) if local else "null")
+        (work / "config.yaml").write_text(config)
         self.processes = multiprocessing.get_context("forkserver")
         self.processes.set_forkserver_preload(LIBRARIES)
         code, lines = self.finish(self.start(work / "undisturbed"))
@@ -137,7 +145,7 @@ class Drill:
         """Starts the run, or resumes it."""
         argv = [f"--config={self.work / 'config.yaml'}", f"--run_dir={run}"]
         self.stderr, errors = self.processes.Pipe(duplex=False)
-        arguments = argv, str(run), errors, kind, at, size
+        arguments = argv, (str(run), str(self.local)), errors, kind, at, size
         process = self.processes.Process(target=train, args=arguments)
         process.start()
         errors.close()
@@ -154,6 +162,8 @@ class Drill:
             lines = stream.read().splitlines()
         told = re.compile(
             r"WARNING.*/checkpoints: .*(using|starting from) step \d+|"
+            r"WARNING.*/checkpoints: step \d+ is not copied to it, .*|"
+            r"WARNING.*/local/run.*: removing steps .*|"
             r"supervisor: restarting after the run was killed by SIGKILL, .*"
         )
         return process.exitcode, [line for line in lines if not told.fullmatch(line)]
@@ -174,7 +184,7 @@ class Drill:
             event = self.rng.choice(DURING if during else BETWEEN)
             events.append(event)
             if not during:
-                damage(event, run, self.rng)
+                damage(event, [run / "checkpoints", *self.local.iterdir()], self.rng)
             elif not self.disturb(event, run):
                 break
         code, lines = self.finish(self.start(run))
@@ -183,9 +193,12 @@ class Drill:
             outcome = "refused in one line; equal from step 0"
             shutil.rmtree(run / "checkpoints")
             code, lines = self.finish(self.start(run))
-        if code or lines or self.result(run) != self.wanted:
+        left = list(self.local.iterdir())
+        if code or lines or left or self.result(run) != self.wanted:
             outcome = "FAULT"
-            self.faults.append(f"{events}: exit code {code}, {lines[-1:]}, {run}")
+            self.faults.append(f"{events}: exit code {code}, {lines[-1:]}, {left}, {run}")
+            shutil.rmtree(self.local)
+            self.local.mkdir()
         for event in events:
             self.outcomes[event, outcome] += 1
         if outcome != "FAULT":
@@ -193,7 +206,9 @@ class Drill:
 
     def disturb(self, event: str, run: Path) -> bool:
         """Starts the run and disturbs it. Returns whether it may be disturbed again."""
-        operation, size = self.rng.randrange(1, 500), self.rng.choice([0, 500, 3000, 9000, 30000])
+        # A run has about as many operations.
+        operation = self.rng.randrange(1, 1000 if self.copies else 500)
+        size = self.rng.choice([0, 500, 3000, 9000, 30000])
         kind = {
             "SIGKILL at a file operation": "kill",
             "SIGKILL of a supervised run": "supervised",
@@ -266,9 +281,9 @@ def metrics(run: Path) -> list[dict[str, Any]]:
         return []
 
 
-def damage(event: str, run: Path, rng: random.Random) -> None:
-    """Damages a file of the newest checkpoint."""
-    steps = [path for path in (run / "checkpoints").iterdir() if path.name.isdecimal()]
+def damage(event: str, directories: list[Path], rng: random.Random) -> None:
+    """Damages a file of the newest checkpoint in the directories."""
+    steps = [path for d in directories for path in d.iterdir() if path.name.isdecimal()]
     if not steps:
         return
     newest = max(steps, key=lambda path: int(path.name))
@@ -288,13 +303,15 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=600, help="time after which no run starts")
     parser.add_argument("--seed", type=int, default=0, help="seed of the events")
+    text = "write checkpoints to a local directory first"
+    parser.add_argument("--local", action="store_true", help=text)
     args = parser.parse_args(argv)
     start = time.monotonic()
     work = Path(tempfile.mkdtemp(prefix="bptjax-drill-"))
     os.environ |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(work / "cache")
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-    drill, number = Drill(work, args.seed), 0
+    drill, number = Drill(work, args.seed, args.local), 0
     with contextlib.suppress(KeyboardInterrupt):
         while number == 0 or time.monotonic() - start < args.seconds:
             drill.one_run(number)

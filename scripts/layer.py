@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 from timing import add_row, milliseconds
 
-from bptjax.models.config import Execution, ModelConfig
+from bptjax.models.config import ModelConfig
+from bptjax.models.layer_loops import Execution
 from bptjax.models.layers import TokenContext
 from bptjax.models.stack import new_layers, run
 from bptjax.ops.mask import Mask

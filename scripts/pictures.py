@@ -73,7 +73,7 @@ def draw_memory_curves(file: Path, T: int = 32_768) -> None:
     """Draws the speed over the memory of steps on T tokens: ours within several budgets, and the
     peer's."""
     rows = read("auto_h200.json") + read("memory_speed_h200.json")
-    rows = [r for r in rows if r["T"] == T and r["run"] != "qlora"]
+    rows = [r for r in rows if r["T"] == T and "qlora" not in r["run"]]
     figure = Figure(figsize=(11, 4), layout="constrained")
     decoders = list(dict.fromkeys(r["decoder"] for r in rows))
     for axes, decoder in zip(figure.subplots(1, len(decoders)), decoders, strict=True):

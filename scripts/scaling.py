@@ -29,8 +29,9 @@ from timing import add_row, attempt, milliseconds, needs
 
 from bptjax import Mask
 from bptjax.config_parser import parse
-from bptjax.models.config import Execution, ModelConfig
+from bptjax.models.config import ModelConfig
 from bptjax.models.encoder import Encoder
+from bptjax.models.layer_loops import Execution
 from bptjax.ops.taylor_attention import taylor_attention
 from bptjax.parallel.mesh import ParallelConfig, constrain, make_mesh, select_devices
 from bptjax.parallel.ring import zigzag

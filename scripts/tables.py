@@ -209,7 +209,9 @@ def kernels() -> str:
     }
     found: dict[tuple[int, str], Row] = {}
     for row in read("attention_fa4_h200.json"):
-        found.setdefault((row["H"], row["case"]), {})[row["implementation"]] = row["step_tflops"]
+        if (row["T"], row.get("calls")) == (32_768, 5):
+            speeds = found.setdefault((row["H"], row["case"]), {})
+            speeds[row["implementation"]] = row["step_tflops"]
     cases = CASES | {"40 ragged documents": "40 packed documents of 16 to 3,076 tokens"}
     body = [
         [cases[case], str(H), *(f"{of[n]:.0f}" if n in of else "" for n in names)]
@@ -316,19 +318,19 @@ def compare() -> str:
 def plans() -> str:
     """Predicted beside measured memory."""
     body = []
-    for row in read("plans_h200.json"):
+    for row in read("plans.json"):
         planned, measured = row["planned_gib"], row["measured_gib"]
         others = [
             f"`{key.partition('.')[2]}: {value}`"
             for key, value in row["settings"].items()
-            if key in ("adapter.type", "parallel.sp", "train.linear")
+            if key in ("adapter.type", "parallel.sp", "parallel.ep", "train.linear")
         ]
         others += [f"{row['layers']} layers"] if row.get("layers") == CUT else []
         body.append(
             [
                 DECODERS[row["decoder"]],
                 f"{row['T']:,}",
-                row["devices"].partition(":")[2],
+                "{1} × {0}".format(*row["devices"].upper().split(":")),
                 ", ".join([text for text in (settings(row),) if text] + others),
                 f"{planned:.2f} GiB",
                 f"{measured:.2f} GiB" + " (compiled there)" * (not row["ran"]),
@@ -340,15 +342,15 @@ def plans() -> str:
     return table(head, body)
 
 
-def auto() -> str:
+def auto(name: str) -> str:
     """Steps whose settings were chosen, beside the fastest of the peer's ways."""
     body = []
-    for row, peer in sorted(pairs("auto_h200.json"), key=lambda pair: budget(pair[0]) is not None):
-        name = DECODERS[row["decoder"]]
-        name += ", QLoRA" if row["settings"].get("adapter.type") == "qlora" else ""
+    for row, peer in sorted(pairs(name), key=lambda pair: budget(pair[0]) is not None):
+        work = DECODERS[row["decoder"]]
+        work += ", QLoRA" if row["settings"].get("adapter.type") == "qlora" else ""
         limit = f"{budget(row)} GiB" if budget(row) else ""
         ours = f"{row['tokens_per_second']:,.0f}, {gib(row)}"
-        cells = [name, tokens(row), limit, f"`{row['attention']}`", settings(row)]
+        cells = [work, tokens(row), limit, f"`{row['attention']}`", settings(row)]
         cells += [f"{row['choice_s']:.0f} s", ours]
         body.append([*cells, *beside(peer, row), "", ""][:9])
     head = ["", "tokens", "budget", "attention", "chosen settings", "time to choose"]
@@ -379,7 +381,7 @@ def by_gpu(cell: Callable[[Row], str]) -> str:
 
 def expected(row: Row, key: str) -> str:
     """Formats tokens/s, with ~ and fewer digits if the rates of the GPU have not been measured."""
-    measured = row["devices"].startswith("h200")
+    measured = row["devices"] in ("h100", "h200")
     return "~" * (not measured) + f"{float(f'{row[key]:.{2 + measured}g}'):,.0f}"
 
 
@@ -400,8 +402,9 @@ def longest_planned() -> str:
 def speeds_planned() -> str:
     """The expected speed of steps on 8,192 tokens, and the measured one."""
     found = {
-        r["decoder"]: r["tokens_per_second"]
-        for r in read("auto_h200.json")
+        (r["decoder"], gpu): r["tokens_per_second"]
+        for gpu in ("h100", "h200")
+        for r in read(f"auto_{gpu}.json")
         if r["T"] == 8192
         and r.get("system", "bptjax") == "bptjax"
         and not r["settings"].keys() & {"memory.budget_gib", "adapter.type"}
@@ -411,8 +414,8 @@ def speeds_planned() -> str:
         if "tokens_per_second_8k" not in row:
             return "–"
         text = expected(row, "tokens_per_second_8k")
-        measured = found.get(SIZES[row["model"]])
-        if measured and (row["devices"], row["method"]) == ("h200", "full"):
+        measured = found.get((SIZES[row["model"]], row["devices"]))
+        if measured and row["method"] == "full":
             text += f", measured: **{measured:,.0f}**"
         return text
 
@@ -432,7 +435,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "sequence": sequence,
     "several": several,
     "plans": plans,
-    "auto": auto,
+    "auto": lambda: auto("auto_h200.json"),
+    "auto_h100": lambda: auto("auto_h100.json"),
     "longest_planned": longest_planned,
     "speeds_planned": speeds_planned,
 }

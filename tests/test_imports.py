@@ -39,6 +39,8 @@ FLOORS = {
         "schedule",
         "loss_scale",
         "checkpoint",
+        "checkpoint_files",
+        "local_checkpoints",
         "metrics",
         "trackers",
         "hf",

@@ -10,7 +10,7 @@ from chats import loaded, raw_tokenizer
 from hf.conftest import llama  # noqa: F401
 
 from bptjax import convert, train
-from bptjax.checkpoint import _damage
+from bptjax.checkpoint_files import damage
 from bptjax.data.tokenizer import load_tokenizer
 from bptjax.links import check_links
 from bptjax.models.config import ModelConfig
@@ -172,7 +172,7 @@ def test_links_that_lead_to_each_other_end(tmp_path):
 def test_a_manifest_lists_no_files_elsewhere(tmp_path):
     for name in ("../x", "/dev/zero"):
         (tmp_path / "manifest.json").write_text(json.dumps({name: 0}))
-        assert _damage(tmp_path) == "manifest.json lists files elsewhere"
+        assert damage(tmp_path) == "manifest.json lists files elsewhere"
 
 
 def test_a_planted_link_is_not_written_through(tmp_path):

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from bptjax.command_line import plural
 from bptjax.data.concat import Bins, Example, is_masked
+from bptjax.data.landmarks import ignored
 from bptjax.data.packing import PACKINGS, open_sequences
 from bptjax.data.records import Record
 
@@ -19,6 +20,7 @@ class Account:
       seq_len: tokens in a sequence.
       total: number of records of the source; None for a stream that has not reached its end.
       masked: probability with which a token is masked; None if none is.
+      images: the records are images, which have one sequence each.
       records: number of records read so far.
       bad: number of records that could not be read or tokenized.
       too_long: number of records with a loss mask that exceed `seq_len`.
@@ -37,6 +39,7 @@ class Account:
     seq_len: int
     total: int | None = None
     masked: float | None = None
+    images: bool = False
     records: int = 0
     bad: int = 0
     too_long: int = 0
@@ -85,11 +88,11 @@ class Account:
         self.unlabeled += record.unlabeled
         self.longest = max(self.longest, *record.too_long, 0)
         for example in record.examples:
-            self.first = self.first or example
+            self.first = self.first or ignored(example)
             length = len(example["tokens"])
             self.examples += 1
             self.tokens += length
-            self.loss_tokens += int((example["labels"] != -100).sum())
+            self.loss_tokens += int((example["labels"] >= 0).sum())
             self.longest = max(self.longest, length)
             self.lengths[1 << (length - 1).bit_length()] += 1
             pieces = [self.seq_len] * (length // self.seq_len)
@@ -114,7 +117,7 @@ class Account:
 def describe(account: Account, *, packing: str, too_long: str) -> list[str]:
     """Formats an account in lines of up to 80 columns, unless its name is long."""
     a, lines = account, summary(account, too_long)
-    if not a.records:
+    if not a.records or a.images:
         return lines
     if a.examples:
         shares = [f"{n / a.examples:.1%} to {size:,}" for size, n in sorted(a.lengths.items())]
@@ -131,18 +134,19 @@ def describe(account: Account, *, packing: str, too_long: str) -> list[str]:
 
 def summary(account: Account, too_long: str) -> list[str]:
     """Formats the numbers of records read and left out, in lines of up to 80 columns."""
-    a = account
+    a, kind = account, "images" if account.images else "records"
     if not a.records:
         return [f"{a.name}: no records read"]
-    read = f"{a.records:,} records"
+    read = f"{a.records:,} {kind}"
     if not a.complete:
         of = "" if a.total is None else f" of {a.total:,}"
-        read = f"first {a.records:,}{of} records"
+        read = f"first {a.records:,}{of} {kind}"
     share = a.loss_tokens / max(1, a.tokens)
     of = "of them"
     if a.masked is not None:
         share, of = share * a.masked, "of the tokens that are not special"
-    lines = [f"{a.name}: {read}, {a.tokens:,} tokens, {share:.1%} {of} in the loss"]
+    loss = "" if a.images else f", {share:.1%} {of} in the loss"
+    lines = [f"{a.name}: {read}, {a.tokens:,} tokens{loss}"]
     if a.too_long:
         done = {
             "drop": "were dropped",

@@ -40,10 +40,9 @@ class DataCheck:
         """Takes the share of the tokens that is masked, or None; see `Account`."""
         self.config = config
         self.accounts = [
-            Account(name, records.reader.seq_len, records.total, masked)
-            for name, records in zip(names, sources, strict=True)
+            _account(name, records, masked) for name, records in zip(names, sources, strict=True)
         ]
-        self.held_out = Account("held-out data", held_out.reader.seq_len, held_out.total, masked)
+        self.held_out = _account("held-out data", held_out, masked)
         self.bad: list[BadRecord] = []
         self.error: str | None = None
         self._sources, self._held_out = sources, held_out
@@ -144,3 +143,8 @@ class DataCheck:
                 self._stopped.wait(time.monotonic() - start)
         except (ValueError, OSError) as error:
             self.error = str(error)
+
+
+def _account(name: str, records: AnyRecords, masked: float | None) -> Account:
+    reader = records.reader
+    return Account(name, reader.seq_len, records.total, masked, reader.images)

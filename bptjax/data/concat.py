@@ -7,7 +7,7 @@ import grain
 import numpy as np
 
 # Arrays int32 [n]: `tokens`, `labels`, and for classifiers of text `token_types`. A packed sequence
-# also has `segments` and `positions`.
+# also has `segments` and `positions`. The `tokens` of an image are patches, float32 [n, P].
 Example = dict[str, np.ndarray]
 FIELDS = "tokens", "labels"
 
@@ -19,8 +19,11 @@ def is_masked(example: Example) -> bool:
 
 def sequence(examples: list[Example], seq_len: int) -> Example:
     """Lays out examples one after the other in one padded sequence, as `packing.pack` describes."""
-    names = *examples[0], "segments", "positions"
-    found = {name: np.full(seq_len, -100 * (name == "labels"), np.int32) for name in names}
+    numbers = dict.fromkeys(("segments", "positions"), np.zeros(0, np.int32))
+    found = {
+        name: np.full((seq_len, *x.shape[1:]), -100 * (name == "labels"), x.dtype)
+        for name, x in (examples[0] | numbers).items()
+    }
     end = 0
     for number, example in enumerate(examples, 1):
         start, end = end, end + len(example["tokens"])

@@ -52,7 +52,8 @@ class DataConfig:
 
     Attributes:
       path: file, directory, glob, or python-stdlib (the source files of this Python), or
-        hf://owner/name (parquet files of the hub); or a list of them: one pool of documents.
+        hf://owner/name (parquet files of the hub); or a list of them: one pool of documents. For a
+        model of images, a directory that holds a directory of images for each class.
       sources: several sources in place of path, each with a weight. Each next sequence comes from
         the source that is furthest behind its share of tokens, and holds documents of that
         source only.

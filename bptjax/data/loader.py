@@ -2,7 +2,8 @@
 
 import functools
 import itertools
-from collections.abc import Collection, Sequence
+import os
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 import grain
@@ -15,6 +16,8 @@ from bptjax.data.concat import FIELDS
 from bptjax.data.config import DataConfig
 from bptjax.data.encode import encode
 from bptjax.data.files import Document
+from bptjax.data.images import ImageProcessor
+from bptjax.data.landmarks import Landmarks, ignored
 from bptjax.data.masking import TokenMasking
 from bptjax.data.mixture import MixIterDataset
 from bptjax.data.packing import Example, buffer_sequences, group_by_length, pack
@@ -23,20 +26,26 @@ from bptjax.data.sources import Mixture, Training
 from bptjax.data.stream import AnyRecords, Stream, StreamRecords
 from bptjax.data.tokenizer import Tokenizer
 
+# Threads of a shard, or of an evaluation.
+MOST_THREADS = 16
+# Converts documents to examples.
+Processor = Tokenizer | ImageProcessor
+
 
 def train_loader(
     documents: Training,
-    tokenizer: Tokenizer,
+    processor: Processor,
     config: DataConfig,
     *,
     seq_len: int,
     batch_size: int,
     objective: str = "next_token",
     classes: int = 0,
+    landmarks: Landmarks | None = None,
     local: Collection[int] | None = None,
 ) -> Batches:
     """Returns endless batches: dicts of int32 [batch_size, T], packed by `packing.pack` or
-    `packing.group_by_length`.
+    `packing.group_by_length`. The tokens of images are patches, float32 [batch_size, T, P].
 
     The order, and the tokens that are masked, depend on `config.seed` alone and change in each
     epoch. Shard i of n reads the documents [i::n]. Epochs follow one another without a break: a
@@ -44,6 +53,7 @@ def train_loader(
 
     Args:
       objective, classes: `ModelConfig.objective` and `ModelConfig.classes`.
+      landmarks: landmarks of the documents, in a model with landmark attention.
       local: indices of the sequences of a batch that this process needs; all if left out. Shards
         with none of these sequences are not read.
 
@@ -57,8 +67,8 @@ def train_loader(
             f"data.num_shards={n}: must divide the {batch_size} sequences of a step; use a divisor"
         )
     mixed = documents if isinstance(documents, Mixture) else Mixture([documents], [""], [1.0])
-    reader, found = _reader(tokenizer, config, seq_len, objective, classes), {}
-    masking = token_masking(tokenizer, config, objective)
+    reader, found = _reader(processor, config, seq_len, objective, classes, landmarks), {}
+    masking = token_masking(processor, config, objective)
     size = batch_size // n
     indices = range(batch_size) if local is None else local
     for i in sorted({index // size for index in indices}):
@@ -67,6 +77,7 @@ def train_loader(
             # Shards with equal seeds would put neighboring documents into one batch.
             settings = replace(config, seed=config.seed + i + n * number)
             part = _shard(_records(own, reader), i, settings, size, name and f" of {name}")
+            part = part if landmarks is None else part.map(ignored)
             parts.append(_masked(part, masking, settings.seed))
         batches = parts[0]
         if isinstance(documents, Mixture):
@@ -77,15 +88,15 @@ def train_loader(
     return Batches(found, n)
 
 
-def token_masking(tokenizer: Tokenizer, config: DataConfig, objective: str) -> TokenMasking | None:
+def token_masking(processor: Processor, config: DataConfig, objective: str) -> TokenMasking | None:
     """Returns the masking of an objective; None if it masks no tokens.
 
     Raises:
       ValueError: the tokenizer has no mask token.
     """
-    if objective != "masked_tokens":
+    if objective != "masked_tokens" or isinstance(processor, ImageProcessor):
         return None
-    return TokenMasking(tokenizer, config.mlm_probability)
+    return TokenMasking(processor, config.mlm_probability)
 
 
 def _masked(
@@ -103,7 +114,8 @@ def _shard(
     names the source in errors."""
     n, seq_len = config.num_shards, records.reader.seq_len
     labels = pieces = too_long = bad = 0
-    limit = max(4, buffer_sequences(seq_len) // n)
+    images = records.reader.images
+    limit = 1 if images else max(4, buffer_sequences(seq_len) // n)
     read = 0
     for _, record in records.each(shard, n):
         read += 1
@@ -134,27 +146,31 @@ def _shard(
         records.dataset(shard, n, shuffle=config.shuffle, seed=config.seed),
         packing=config.packing,
         seq_len=seq_len,
-        window=window if config.shuffle else None,
+        # Images are shuffled as records, of which each is one sequence.
+        window=window if config.shuffle and not images else None,
         seed=config.seed,
         fields=records.reader.fields,
+        threads=_threads(records.reader),
+        unit=records.reader.unit,
     )
 
 
 def data_check(
     documents: Training,
     held_out: Sequence[Document],
-    tokenizer: Tokenizer,
+    processor: Processor,
     config: DataConfig,
     *,
     seq_len: int,
     objective: str = "next_token",
     classes: int = 0,
+    landmarks: Landmarks | None = None,
 ) -> DataCheck:
     """Returns a check of all records, which has read none yet. It counts training records by
     source."""
     if not isinstance(documents, Mixture):
         documents = Mixture([documents], ["training data"], [1.0])
-    reader = _reader(tokenizer, config, seq_len, objective, classes)
+    reader = _reader(processor, config, seq_len, objective, classes, landmarks)
     records = [_records(own, reader) for own in documents.files]
     masked = config.mlm_probability if objective == "masked_tokens" else None
     return DataCheck(documents.names, records, _records(held_out, reader), config, masked)
@@ -162,13 +178,14 @@ def data_check(
 
 def eval_loader(
     documents: Sequence[Document],
-    tokenizer: Tokenizer,
+    processor: Processor,
     config: DataConfig,
     *,
     seq_len: int,
     batch_size: int,
     objective: str = "next_token",
     classes: int = 0,
+    landmarks: Landmarks | None = None,
     max_batches: int | None = None,
 ) -> grain.IterDataset:
     """Returns the batches of one pass in fixed order, with every label once. Each iteration starts
@@ -176,10 +193,17 @@ def eval_loader(
 
     Sequences of padding complete the last batch. With `max_batches`, the pass ends early.
     """
-    reader = _reader(tokenizer, config, seq_len, objective, classes)
+    reader = _reader(processor, config, seq_len, objective, classes, landmarks)
     examples = grain.MapDataset.source(Records(documents, reader))
-    packed = pack(examples, packing=config.packing, seq_len=seq_len, fields=reader.fields)
-    packed = _masked(packed, token_masking(tokenizer, config, objective), config.seed)
+    packed = pack(
+        examples,
+        packing=config.packing,
+        seq_len=seq_len,
+        fields=reader.fields,
+        threads=_threads(reader),
+    )
+    packed = packed if landmarks is None else packed.map(ignored)
+    packed = _masked(packed, token_masking(processor, config, objective), config.seed)
     batches = packed.batch(batch_size, batch_fn=functools.partial(_fill, batch_size=batch_size))
     return batches if max_batches is None else gx.LimitIterDataset(batches, max_batches)
 
@@ -220,12 +244,19 @@ def _records(documents: Sequence[Document] | Stream, reader: RecordReader) -> An
 
 
 def _reader(
-    tokenizer: Tokenizer, config: DataConfig, seq_len: int, objective: str, classes: int
+    processor: Processor,
+    config: DataConfig,
+    seq_len: int,
+    objective: str,
+    classes: int,
+    landmarks: Landmarks | None,
 ) -> RecordReader:
     """Returns the reader that converts documents to examples."""
+    if isinstance(processor, ImageProcessor):
+        return RecordReader(processor, seq_len, bad_records=config.bad_records, images=True)
     examples = functools.partial(
         encode,
-        tokenizer=tokenizer,
+        tokenizer=processor,
         source_max_len=config.source_max_len,
         target_max_len=config.target_max_len,
         train_on_source=config.train_on_source,
@@ -233,7 +264,23 @@ def _reader(
         classes=classes,
     )
     fields = (*FIELDS, "token_types") if objective == "class" else FIELDS
-    return RecordReader(examples, seq_len, config.too_long, config.bad_records, fields)
+    how = seq_len, config.too_long, config.bad_records, fields
+    if landmarks is None:
+        return RecordReader(examples, *how)
+    examples = functools.partial(_in_blocks, examples, landmarks)
+    return RecordReader(examples, *how, unit=landmarks.block_size)
+
+
+def _in_blocks(
+    examples: Callable[[Document], list[Example]], landmarks: Landmarks, document: Document
+) -> list[Example]:
+    return [landmarks.insert(example) for example in examples(document)]
+
+
+def _threads(reader: RecordReader) -> int:
+    """Returns the number of threads that read records ahead: images take milliseconds to decode,
+    without Python's lock; text is tokenized faster."""
+    return min(MOST_THREADS, os.cpu_count() or 1) if reader.images else 0
 
 
 def _fill(batch: Sequence[Example], batch_size: int) -> Example:

@@ -26,8 +26,9 @@ def marked(
     ids, labels = example["tokens"], example["labels"]
     predicted = labels != IGNORED
     if objective == "next_token":
+        # The label of a document's last token is not the landmark that completes its block.
+        ids = np.append(ids[:1], np.where(predicted, labels, np.append(ids[1:], labels[-1])))
         predicted = np.r_[False, predicted]
-        ids = np.append(ids, labels[-1])
         if labels[-1] == IGNORED:
             ids, predicted = ids[:-1], predicted[:-1]
     half = max(1, shown // 2)

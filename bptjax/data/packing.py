@@ -18,15 +18,17 @@ GROUPED_BATCHES = 50
 
 
 def split_example(
-    example: Example, seq_len: int, rng: np.random.Generator | None = None
+    example: Example, seq_len: int, rng: np.random.Generator | None = None, unit: int = 1
 ) -> list[Example]:
     """Splits an example into consecutive pieces of up to `seq_len` tokens.
 
-    With `rng`, the first piece has a random length. An example that fits is one piece; an empty
-    example has none.
+    With `rng`, the first piece has a random length, a multiple of `unit`. An example that fits is
+    one piece; an empty example has none.
     """
     length = len(example["tokens"])
-    first = int(rng.integers(1, seq_len + 1)) if rng and length > seq_len else seq_len
+    first = seq_len
+    if rng and length > seq_len:
+        first = unit * int(rng.integers(1, seq_len // unit + 1))
     edges = [0, *range(first, length, seq_len), length]
     return [
         {key: value[start:stop] for key, value in example.items()}
@@ -53,6 +55,8 @@ def pack(
     window: int | None = None,
     seed: int = 0,
     fields: Sequence[str] = FIELDS,
+    threads: int = 0,
+    unit: int = 1,
 ) -> grain.IterDataset:
     """Packs each record's list of examples into sequences: dicts of int32 [T] `segments`,
     `positions` and the examples' `fields`.
@@ -70,7 +74,10 @@ def pack(
     `window` is the number of sequences (`concat`) or pieces (`none`, `best_fit`) that are shuffled
     together, so that a batch does not hold consecutive pieces of one long document. With a window,
     `none` also splits long documents at other tokens in each epoch. Without a window, sequences
-    follow the order of the examples.
+    follow the order of the examples. Examples whose lengths are multiples of `unit`, a divisor of
+    `seq_len`, are split at multiples of it.
+
+    `threads` read the examples of a `MapDataset` ahead. Without threads, the caller's reads them.
     """
     if packing not in PACKINGS:
         raise ValueError(f"data.packing={packing!r}: must be one of {', '.join(PACKINGS)}")
@@ -79,17 +86,19 @@ def pack(
         pieces = examples.map(lambda record: [one for one in record if len(one["tokens"])])
     elif packing == "none" and window:
         pieces = examples.random_map(
-            lambda record, rng: [p for one in record for p in split_example(one, seq_len, rng)],
+            lambda record, rng: [
+                p for one in record for p in split_example(one, seq_len, rng, unit)
+            ],
             seed=seed,
         )
     else:
         pieces = examples.map(
             lambda record: [p for one in record for p in split_example(one, seq_len)]
         )
-    # No prefetch here: the loader has one thread for all of its work.
-    direct = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+    # No prefetch of text: the loader has one thread for all of its work.
+    options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=4 * threads)
     if isinstance(pieces, grain.MapDataset):
-        pieces = pieces.to_iter_dataset(direct)
+        pieces = pieces.to_iter_dataset(options)
     pieces = gx.FlatMapIterDataset(pieces, _Flatten())
 
     def shuffled(dataset):

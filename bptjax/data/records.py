@@ -51,6 +51,8 @@ class RecordReader:
         first) or `error`.
       bad_records: `error` or `skip`.
       fields: names of the arrays of an example.
+      images: the documents are images, each of which has a sequence of its own.
+      unit: examples and their pieces are multiples of this number of tokens.
     """
 
     encode: Callable[..., list[Example]]
@@ -58,6 +60,8 @@ class RecordReader:
     too_long: str = "drop"
     bad_records: str = "error"
     fields: Sequence[str] = FIELDS
+    images: bool = False
+    unit: int = 1
 
     def __call__(self, read: Callable[[], Document], where: Location) -> Record:
         """Reads and tokenizes the document at `where`.
@@ -98,7 +102,7 @@ class RecordReader:
                     example = {name: value[kept_part] for name, value in example.items()}
             if not length:
                 continue
-            if (example["labels"] == -100).all():
+            if (example["labels"] < 0).all():
                 unlabeled += 1
                 continue
             kept.append(example)

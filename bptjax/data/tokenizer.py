@@ -314,6 +314,28 @@ def add_tokens(tokenizer: Tokenizer, tokens: Sequence[str]) -> list[str]:
     return new
 
 
+def token_id(tokenizer: Tokenizer, text: str) -> int:
+    """Returns the id of the token with this text.
+
+    Raises:
+      ValueError: the text is several tokens, or a token that also stands for other text, such as
+        that of unknown words.
+    """
+    known = [i for i, token in tokenizer.vocabulary().items() if token == text]
+    ids = known or tokenizer.encode_parts([text])[0].tolist()
+    if len(ids) != 1:
+        raise ValueError(
+            f"model.attention_pattern: {text!r}: must be one token, not {len(ids)}; choose "
+            "another, or add it by model.add_tokens"
+        )
+    if not known and (read := tokenizer.decode(ids)).strip() != text.strip():
+        raise ValueError(
+            f"model.attention_pattern: {text!r}: must be a token of its own, but the tokenizer "
+            f"reads it as {read!r}; choose another, or add it by model.add_tokens"
+        )
+    return ids[0]
+
+
 def load_tokenizer(directory: str | Path, limit: int | None = None) -> Tokenizer:
     """Loads a tokenizer written by `save`, or a Hugging Face tokenizer for a model with `limit`
     tokens, from a local directory. Never uses the network.

@@ -58,7 +58,7 @@ def read_config(directory: Path, classes: int = 0) -> tuple[Family, ModelConfig]
     """Returns the family and the architecture of the checkpoint in `directory`.
 
     Args:
-      classes: reads an encoder of text without classes as a classifier with so many.
+      classes: reads an encoder without classes as a classifier with this number of classes.
 
     Raises:
       ValueError: there is no config.json, or its family or one of its keys is not supported.
@@ -126,8 +126,9 @@ def merge(pretrained: ModelConfig, wanted: ModelConfig) -> ModelConfig:
         if f.name == "classes" and not pretrained.classes:
             raise ValueError(
                 f"model.classes={value}: must not be set, because only a Hugging Face directory of "
-                "a BERT, RoBERTa or ModernBERT without a head, or with that of a masked language "
-                f"model, gets new classes, and {wanted.name_or_path} is none; leave it out"
+                "a BERT, RoBERTa, ModernBERT or ViT without a head, or with that of a masked "
+                f"language model, gets new classes, and {wanted.name_or_path} is none; start from "
+                "such a directory, or leave model.classes out"
             )
         if f.name not in OVERRIDABLE:
             raise ValueError(

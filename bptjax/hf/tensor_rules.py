@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
-from typing import Literal
 
 import numpy as np
 
@@ -13,7 +12,15 @@ from bptjax.models.params import Index
 
 Shape = tuple[int, ...]
 # Fields of names in the file, in the order of the stacked axes of parameters.
-FIELDS = ("layer", "normed_layer", "expert_layer", "mlp_layer", "expert")
+FIELDS = (
+    "layer",
+    "normed_layer",
+    "attention_layer",
+    "linear_layer",
+    "expert_layer",
+    "mlp_layer",
+    "expert",
+)
 
 
 @dataclass(frozen=True)
@@ -23,7 +30,8 @@ class TensorRule:
     A name with fields, such as `layers.{layer}.experts.{expert}.up.weight`, stands for one tensor
     per layer and expert. Its parameters are stacked along one leading axis per field.
     `{expert_layer}` stands for the layers with experts, `{mlp_layer}` for the layers with an MLP
-    instead, and `{normed_layer}` for the layers with a norm before attention.
+    instead, `{normed_layer}` for the layers with a norm before attention, and `{attention_layer}`
+    and `{linear_layer}` for the layers with attention and with linear attention.
 
     Attributes:
       hf: name in the file.
@@ -120,35 +128,29 @@ def fused(
     outputs: tuple[Shape, ...],
     *,
     bias: bool,
-    layout: Literal["concatenated", "per_kv_head"] = "concatenated",
+    groups: int = 1,
     transposed: bool = False,
 ) -> Iterator[TensorRule]:
     """Yields the rules of several linear layers that the file stores as one. `outputs` are their
     output shapes.
 
     Args:
-      layout: order of the fused outputs. `concatenated` has the layers one after the other.
-        `per_kv_head` has, for each kv head, its query heads, its key head and its value head.
+      groups: groups of heads. The file has the outputs of one group after the other, and each layer
+        has an equal share of every group.
     """
     sizes = [prod(shape) for shape in outputs]
     O = sum(sizes)  # noqa: E741
+    ends = np.cumsum(sizes)[:-1] // groups
 
     def separate(w: np.ndarray) -> list[np.ndarray]:
         """Splits [O, ...] into the outputs of each layer."""
-        if layout == "concatenated":
-            return np.split(w, np.cumsum(sizes)[:-1])
-        K, H = outputs[-1]
-        heads = w.reshape(K, -1, H, *w.shape[1:])
-        layers = heads[:, :-2], heads[:, -2], heads[:, -1]
-        return [x.reshape(-1, *w.shape[1:]) for x in layers]
+        parts = np.split(w.reshape(groups, -1, *w.shape[1:]), ends, axis=1)
+        return [x.reshape(-1, *w.shape[1:]) for x in parts]
 
     def combine(layers: Sequence[np.ndarray]) -> np.ndarray:
         """Inverts `separate`."""
-        if layout == "concatenated":
-            return np.concatenate(layers)
-        K, H = outputs[-1]
-        heads = [x.reshape(K, -1, H, *x.shape[1:]) for x in layers]
-        return np.concatenate(heads, 1).reshape(O, *layers[0].shape[1:])
+        parts = [x.reshape(groups, -1, *x.shape[1:]) for x in layers]
+        return np.concatenate(parts, 1).reshape(O, *layers[0].shape[1:])
 
     def split(w):
         layers = separate(w.T if transposed else w)
@@ -199,14 +201,15 @@ def qkv(
     c: ModelConfig,
     hf: str,
     *,
-    layout: Literal["concatenated", "per_kv_head"] = "concatenated",
+    groups: int = 1,
     transposed: bool = False,
 ) -> Iterator[TensorRule]:
-    """Yields the rules of query, key and value projections that the file stores as one."""
+    """Yields the rules of query, key and value projections that the file stores as one. See `fused`
+    for `groups`."""
     names = "layers.query", "layers.key", "layers.value"
     outputs = (c.num_heads, c.H), (c.K, c.H), (c.K, c.H)
     return fused(
-        hf, names, c.hidden_size, outputs, bias=c.qkv_bias, layout=layout, transposed=transposed
+        hf, names, c.hidden_size, outputs, bias=c.qkv_bias, groups=groups, transposed=transposed
     )
 
 

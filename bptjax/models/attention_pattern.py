@@ -1,5 +1,6 @@
 """Sparse patterns in place of full attention, by name."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal, get_args
@@ -9,17 +10,19 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Int
 
+from bptjax.data.landmarks import Landmarks
 from bptjax.ops.mask import Mask
 
-Type = Literal["window", "strided", "fixed", "bigbird"]
+Type = Literal["window", "strided", "fixed", "bigbird", "landmark"]
 # A block mask has the square of this number of entries.
 MOST_BLOCKS = 2**13
 # Keys that a type has beside the number of local tokens or blocks.
 KEYS = {
-    "window": ("window", "global_tokens"),
+    "window": ("window", "global_tokens", "global_markers"),
     "strided": ("block_size", "local", "stride"),
     "fixed": ("block_size", "local", "stride"),
     "bigbird": ("block_size", "local", "global_blocks", "random"),
+    "landmark": ("block_size", "token"),
 }
 
 
@@ -30,37 +33,42 @@ class AttentionPattern:
     the pattern that it has alone.
 
     Attributes:
-      type: window: the nearest tokens and the first ones, which attend to every token (Beltagy et
-        al. 2020, arXiv 2004.05150, Section 3.1). The others are patterns of blocks, all with the
+      type: window: the nearest tokens and global ones, which attend to every token (Beltagy et al.
+        2020, arXiv 2004.05150, Section 3.1). The others are patterns of blocks, all with the
         nearest blocks: strided adds every stride-th block counted back from the query's; fixed
         adds every stride-th block of the document (Child et al. 2019, arXiv 1904.10509, Section
         4.2); bigbird adds the first blocks, which attend to every block, and random ones (Zaheer et
-        al. 2020, arXiv 2007.14062, Section 2).
+        al. 2020, arXiv 2007.14062, Section 2). landmark is no pattern: in place of plain attention
+        it computes `landmark_attention`, and the last token of every block is the landmark.
       window: tokens, the query's own included.
-      global_tokens: number of first tokens of a document.
-      block_size: tokens in a block.
+      global_tokens: number of first tokens of a document that are global.
+      global_markers: tokens, as text or as ids, that are global wherever they occur.
+      block_size: tokens in a block; with its landmark, if it has one.
       local: nearest blocks, the query's own included.
       stride: distance of two blocks.
       global_blocks: number of first blocks.
       random: random blocks of each block of queries, the same in every layer and run.
+      token: the landmark, as text or as an id.
     """
 
     type: Type
     window: int = 512
     global_tokens: int = 1
+    global_markers: tuple[str | int, ...] = ()
     block_size: int = 128
     local: int = 4
     stride: int = 8
     global_blocks: int = 1
     random: int = 3
+    token: str | int | None = None
 
     @classmethod
     def parse(cls, values: Any) -> "AttentionPattern":
         """Reads the keys of `model.attention_pattern`.
 
         Raises:
-          ValueError: an unknown type, a key that the type does not have, or a value that is not a
-            positive number.
+          ValueError: an unknown type, a key that the type does not have, a value that is not a
+            positive number, or a marker that is neither text nor an id.
         """
         name = "model.attention_pattern"
         if not isinstance(values, dict):
@@ -72,10 +80,52 @@ class AttentionPattern:
             if key != "type" and key not in KEYS[kind]:
                 known = ", ".join(KEYS[kind])
                 raise ValueError(f"{name}.{key}: must be one of {known} with type={kind}")
+            if key in ("type", "global_markers", "token"):
+                continue
             least = 0 if key in ("global_tokens", "global_blocks", "random") else 1
-            if key != "type" and (type(value) is not int or not least <= value < 2**31):
+            if type(value) is not int or not least <= value < 2**31:
                 raise ValueError(f"{name}.{key}={value}: must be a whole number, at least {least}")
-        return cls(**values)
+        markers = values.get("global_markers", [])
+        if not isinstance(markers, list | tuple) or not all(_is_token(x) for x in markers):
+            raise ValueError(
+                f"{name}.global_markers={markers}: must be a list of tokens, as text or as ids"
+            )
+        token, size = values.get("token"), values.get("block_size", cls.block_size)
+        if kind == "landmark" and not _is_token(token):
+            raise ValueError(f"{name}.token={token}: must be the landmark, as text or as an id")
+        if kind == "landmark" and size < 2:
+            raise ValueError(
+                f"{name}.block_size={size}: must be at least 2, a token and its landmark"
+            )
+        return cls(**values | {"global_markers": tuple(markers)})
+
+    @property
+    def landmarks(self) -> Landmarks | None:
+        """Landmarks of landmark attention; None in other patterns.
+
+        Raises:
+          ValueError: the landmark is text, which `find_tokens` turns into its id.
+        """
+        if self.type != "landmark":
+            return None
+        self._check_ids([self.token])
+        return Landmarks(self.block_size, int(self.token or 0))
+
+    @property
+    def landmark_block(self) -> int | None:
+        """Tokens in a block of landmark attention; None in other patterns."""
+        return self.block_size if self.type == "landmark" else None
+
+    def marked(self, tokens: Int[Array | np.ndarray, "B T"]) -> Bool[Array, "B T"] | None:
+        """Returns which tokens are markers; None if the pattern has no markers.
+
+        Raises:
+          ValueError: a marker is text, which `find_tokens` turns into its id.
+        """
+        if not self.global_markers:
+            return None
+        self._check_ids(self.global_markers)
+        return jnp.isin(jnp.asarray(tokens), jnp.asarray(self.global_markers))
 
     def apply(
         self,
@@ -83,22 +133,27 @@ class AttentionPattern:
         positions: Int[Array | np.ndarray, "*B T"],
         k_positions: Int[Array | np.ndarray, "*B S"],
         length: int,
+        marked: Bool[Array, "B T"] | None = None,
+        k_marked: Bool[Array, "B S"] | None = None,
     ) -> Mask:
         """Returns the mask with this pattern.
 
         Args:
           positions, k_positions: of the queries and the keys, in their document.
           length: a number of tokens that no document exceeds.
+          marked, k_marked: results of `marked`; both or neither.
         """
         if self.type == "window":
             mask = replace(mask, window=self.window)
-            if not self.global_tokens:
+            if not self.global_tokens and marked is None:
                 return mask
             return replace(
                 mask,
-                global_tokens=positions < self.global_tokens,
-                k_global_tokens=k_positions < self.global_tokens,
+                global_tokens=self._is_global(positions, marked),
+                k_global_tokens=self._is_global(k_positions, k_marked),
             )
+        if self.type == "landmark":
+            return replace(mask, positions=positions, k_positions=k_positions)
         blocks = self.blocks(self._count(length), mask.causal)
         return replace(
             mask,
@@ -108,19 +163,50 @@ class AttentionPattern:
             block_size=self.block_size,
         )
 
-    def keys(self, positions: Int[Array | np.ndarray, "*B T"], length: int) -> Any:
+    def keys(
+        self,
+        positions: Int[Array | np.ndarray, "*B T"],
+        length: int,
+        marked: Bool[Array, "B T"] | None = None,
+    ) -> Any:
         """Returns the number of keys to which the tokens at these positions of a document attend
-        in causal attention. No document exceeds `length` tokens."""
+        in causal attention.
+
+        Args:
+          length: a number of tokens that no document exceeds.
+          marked: result of `marked` for sequences `[B, T]` in their order; markers do not count if
+            left out.
+        """
         xp = np if isinstance(positions, np.ndarray) else jnp
         keys = positions + 1
+        if marked is not None:
+            is_global, end = self._is_global(positions, marked), jnp.arange(keys.shape[1])[None] + 1
+            before = jnp.pad(jnp.cumsum(is_global, 1), ((0, 0), (1, 0)))
+            # Between the start of the document and the window.
+            first, last = (jnp.maximum(end - x, 0) for x in (keys, jnp.minimum(keys, self.window)))
+            first, last = (jnp.take_along_axis(before, x, 1) for x in (first, last))
+            return jnp.where(is_global, keys, jnp.minimum(keys, self.window) + last - first)
         if self.type == "window":
             far = xp.clip(keys - self.window, 0, self.global_tokens)
             return xp.where(
                 positions < self.global_tokens, keys, xp.minimum(keys, self.window) + far
             )
+        if self.type == "landmark":
+            return keys
         size = self.block_size
         blocks = xp.asarray(self.blocks(self._count(length), True).sum(1))
         return blocks[positions // size] * size - (size - 1 - positions % size)
+
+    def _check_ids(self, tokens: Sequence[Any]) -> None:
+        if texts := [x for x in tokens if isinstance(x, str)]:
+            raise ValueError(
+                f"model.attention_pattern: {texts}: must be token ids in a model without a "
+                "tokenizer"
+            )
+
+    def _is_global(self, positions: Any, marked: Bool[Array, "B T"] | None) -> Any:
+        first = positions < self.global_tokens
+        return first if marked is None else marked | jnp.broadcast_to(first, marked.shape)
 
     def _count(self, length: int) -> int:
         """Returns the number of blocks of `length` tokens.
@@ -154,3 +240,21 @@ class AttentionPattern:
                 )
                 allowed[i, among] = True
         return allowed & (column <= row) if causal else allowed
+
+
+def find_tokens(values: dict[str, Any] | None, find: Callable[[str], int]) -> dict[str, Any] | None:
+    """Returns the keys of `model.attention_pattern` with the id of each token in place of its
+    text."""
+
+    def found(x):
+        if isinstance(x, list | tuple):
+            return [found(one) for one in x]
+        return find(x) if isinstance(x, str) else x
+
+    return values and {
+        key: found(x) if key in ("global_markers", "token") else x for key, x in values.items()
+    }
+
+
+def _is_token(value: Any) -> bool:
+    return value != "" if isinstance(value, str) else type(value) is int and 0 <= value < 2**31

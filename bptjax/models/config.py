@@ -3,33 +3,14 @@ elsewhere.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
-import jax
-
+from bptjax.data.landmarks import Landmarks
 from bptjax.models.attention_pattern import AttentionPattern
 from bptjax.models.config_checks import check_choices
-from bptjax.models.layer_loops import scan_layers
-from bptjax.ops.stacked import save_all_but_slices
-
-
-class LayerKind(NamedTuple):
-    """Static choices in which the layers of a model differ.
-
-    Attributes:
-      window: tokens that a token attends to, itself included; None for all.
-      rope: rotary parameters; None if the layer rotates nothing.
-      pattern: sparse pattern in place of full attention.
-      absent: names of the parts of `Layer` that this layer lacks, though other layers have them.
-    """
-
-    window: int | None
-    rope: dict[str, Any] | None
-    pattern: AttentionPattern | None = None
-    absent: tuple[str, ...] = ()
+from bptjax.models.layer_kinds import ATTENTION_PARTS, LayerKind
 
 
 @dataclass(frozen=True)
@@ -72,15 +53,23 @@ class ModelConfig:
       alibi_interleaved: order of the slopes of ALiBi if the number of heads is not a power of two.
         true takes every other slope of the next larger power, odd ones first.
       sliding_window: number of tokens that a token attends to, itself included. If not set, all.
-      layer_types: full_attention or sliding_attention for each layer. sliding_window applies to the
-        latter.
-      attention_pattern: sparse pattern in layers of full attention: its type and its numbers; see
-        AttentionPattern.
+      layer_types: full_attention, sliding_attention or linear_attention for each layer.
+        sliding_window applies to the second. The third is the gated delta rule behind a short
+        convolution, whose sizes are linear_*.
+      linear_key_heads: query and key heads of linear attention.
+      linear_value_heads: value heads of linear attention, a multiple of linear_key_heads.
+      linear_key_size: size of a query or key head of linear attention.
+      linear_value_size: size of a value head of linear attention.
+      linear_conv_size: tokens that the convolution of linear attention covers.
+      attention_pattern: sparse pattern in layers of full attention: its type and its other keys;
+        see AttentionPattern.
       attention_scale: factor on the dot product of query and key. If not set, 1 / √head_dim.
       query_growth: multiplies queries at position p by
         1 + query_growth · log(1 + ⌊p / query_growth_length⌋).
       query_growth_length: tokens after which queries grow.
       attention_softcap: replaces attention logits x by cap · tanh(x / cap).
+      attention_gate: multiplies the output of each head by the sigmoid of a linear map of the
+        layer's input. Not in layers of linear attention, which have a gate of their own.
       attention_sinks: one learned logit for each query head, of one more key whose value is 0. A
         query that finds nothing may attend to it.
       qk_norm: normalizes the queries and keys of each head before rotary positions.
@@ -103,6 +92,8 @@ class ModelConfig:
       routed_scale: factor on the weights of a token's experts.
       shared_expert_size: width of an MLP whose output for every token is added to the experts'. If
         not set, there is none.
+      shared_expert_gate: multiplies the output of the shared expert by the sigmoid of a product of
+        the token with a learned vector.
       router_renormalized: the weights of a token's experts are divided by their sum.
       router_aux_loss: factor on the load-balancing loss of Switch Transformers, over all layers
         and the global batch. If not set, the checkpoint's factor if its output_router_logits is
@@ -120,7 +111,7 @@ class ModelConfig:
       token_types: number of types of tokens, whose learned embedding is added; 0 for none. Encoders
         only.
       image_size: height and width in pixels, of an encoder of images. Its tokens are a learned
-        first token and then the patches. bptjax train reads text only.
+        first token and then the patches. bptjax train needs a checkpoint of it.
       patch_size: height and width of a patch in pixels.
       channels: channels of an image.
       first_norm: the first layer normalizes the input of attention, as other layers do.
@@ -131,8 +122,11 @@ class ModelConfig:
       masked_head: a linear layer, activation and norm before the output embedding. An encoder with
         this head is trained to predict masked tokens; see data.mlm_probability.
       masked_head_bias: the linear layer of masked_head has a bias.
-      classes: number of classes of a classifier, which reads the first token; 0 for none. Encoders
-        only. A checkpoint of an encoder of text that has none gets new ones.
+      classes: number of classes of a classifier; 0 for none. Encoders only. A checkpoint of an
+        encoder that has none gets new ones. For images, the directories of data.path determine the
+        number.
+      class_pooling: hidden state that a classifier reads: that of the first token, or the mean over
+        the tokens of a document.
       tied_head: the output embedding is the input embedding.
       head_bias: the output logits have a learned bias.
       logits_scale: factor on the output logits.
@@ -174,12 +168,20 @@ class ModelConfig:
     alibi_scale: float = 1.0
     alibi_interleaved: bool = False
     sliding_window: int | None = None
-    layer_types: list[Literal["full_attention", "sliding_attention"]] | None = None
+    layer_types: list[Literal["full_attention", "sliding_attention", "linear_attention"]] | None = (
+        None
+    )
+    linear_key_heads: int | None = None
+    linear_value_heads: int | None = None
+    linear_key_size: int | None = None
+    linear_value_size: int | None = None
+    linear_conv_size: int = 4
     attention_pattern: dict[str, Any] | None = None
     attention_scale: float | None = None
     query_growth: float = 0.0
     query_growth_length: int = 1
     attention_softcap: float | None = None
+    attention_gate: bool = False
     attention_sinks: bool = False
     qk_norm: bool = False
     qk_norm_joint: bool = False
@@ -197,6 +199,7 @@ class ModelConfig:
     router_groups_per_token: int = 1
     routed_scale: float = 1.0
     shared_expert_size: int | None = None
+    shared_expert_gate: bool = False
     router_renormalized: bool = True
     router_aux_loss: float | None = None
     router_z_loss: float = 0.0
@@ -220,6 +223,7 @@ class ModelConfig:
     masked_head: bool = False
     masked_head_bias: bool = True
     classes: int = 0
+    class_pooling: Literal["first", "mean"] = "first"
     tied_head: bool = True
     head_bias: bool = False
     logits_scale: float = 1.0
@@ -273,12 +277,20 @@ class ModelConfig:
         return self.hidden_size // self.num_heads if self.head_dim is None else self.head_dim
 
     @property
+    def linear_heads(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Number and size of the key heads of linear attention, and of its value heads."""
+        sizes = self.linear_key_heads, self.linear_key_size
+        K, H, N, W = *sizes, self.linear_value_heads, self.linear_value_size
+        assert K and H and N and W  # check_choices
+        return (K, H), (N, W)
+
+    @property
     def objective(self) -> str | None:
-        """The training objective: next_token, masked_tokens, or class, that of a document; None
-        without a head to train."""
+        """The training objective: next_token, masked_tokens, or class, that of a document or an
+        image; None without a head to train."""
         if self.causal:
             return "next_token"
-        if self.image_size is None and self.classes:
+        if self.classes:
             return "class"
         return "masked_tokens" if self.masked_head else None
 
@@ -305,6 +317,28 @@ class ModelConfig:
         return [i for i in range(self.num_layers) if i not in self.mlp_only_layers]
 
     @property
+    def pattern(self) -> AttentionPattern | None:
+        """Sparse pattern in place of full attention."""
+        values = self.attention_pattern
+        return None if values is None else AttentionPattern.parse(values)
+
+    @property
+    def landmarks(self) -> Landmarks | None:
+        """Landmarks of the documents; None without landmark attention."""
+        return None if self.pattern is None else self.pattern.landmarks
+
+    @property
+    def linear_layers(self) -> list[int]:
+        """Numbers of the layers with linear attention."""
+        types: Sequence[str] = self.layer_types or ()
+        return [i for i, own in enumerate(types) if own == "linear_attention"]
+
+    @property
+    def attention_layers(self) -> list[int]:
+        """Numbers of the layers with attention."""
+        return [i for i in range(self.num_layers) if i not in self.linear_layers]
+
+    @property
     def ropes(self) -> tuple[dict[str, Any], ...]:
         """Rotary parameters of each layer type, in order of first occurrence."""
         types: Sequence[str | None] = self.layer_types or [None]
@@ -326,44 +360,16 @@ class ModelConfig:
 
     def _absent(self, layer: int) -> tuple[str, ...]:
         found = () if layer or self.first_norm else ("attention_norm",)
+        if linear := self.linear_layers:
+            found += ATTENTION_PARTS if layer in linear else ("linear",)
         if not self.mlp_only_layers:
             return found
         return (*found, "mlp" if layer in self.mlp_only_layers else "dense")
 
     def _kind(self, layer_type: str | None) -> LayerKind:
         window = None if layer_type == "full_attention" else self.sliding_window
-        values = self.attention_pattern if window is None else None
-        pattern = None if values is None else AttentionPattern.parse(values)
-        return LayerKind(window, self._rope(layer_type), pattern)
+        pattern, linear = self.pattern, layer_type == "linear_attention"
+        return LayerKind(window, self._rope(layer_type), None if window else pattern, linear=linear)
 
     def _rope(self, layer_type: str | None) -> dict[str, Any]:
         return self.rope_parameters.get(layer_type or "", self.rope_parameters)
-
-
-@dataclass(frozen=True)
-class Execution:
-    """How a model is computed; `ExecutionConfig` describes the keys. Nothing here changes the
-    result beyond rounding."""
-
-    attention_implementation: str = "auto"
-    schedule: Literal["split", "fused"] = "split"
-    q_chunk: int = 512
-    k_chunk: int = 512
-    ffn_chunk: int = 2048
-    offload: float = 0.0
-
-    def __post_init__(self):
-        if not 0.0 <= self.offload <= 1.0:
-            raise ValueError(f"execution.offload={self.offload}: must be in [0, 1]")
-        for name in ("q_chunk", "k_chunk", "ffn_chunk"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"execution.{name}={getattr(self, name)}: must be at least 1")
-
-    def prepare(self, layer: Any, dtype: jax.typing.DTypeLike) -> Any:
-        """Returns the layer to run. A subclass may dequantize its parameters."""
-        return layer
-
-    def scan(self, step: Callable, carry: Any, kinds: Sequence[Any]) -> tuple[Any, Any]:
-        """`scan_layers`; a subclass may save less for the backward pass."""
-        checkpoint = partial(jax.checkpoint, policy=save_all_but_slices)
-        return scan_layers(step, carry, kinds, checkpoint=checkpoint)

@@ -7,7 +7,9 @@ from bptjax.models.attention_pattern import AttentionPattern
 from bptjax.ops.arguments import check_softcap
 
 # Several times the largest models there are.
-MOST_PARAMETERS, MOST = 10**13, {"num_layers": 10**5, "head_dim": 2**16}
+MOST_PARAMETERS = 10**13
+MOST = {"num_layers": 10**5, "head_dim": 2**16, "linear_conv_size": 2**16}
+MOST |= {"linear_key_size": 2**16, "linear_value_size": 2**16}
 MOST_CLASSES = 2**20
 
 
@@ -28,6 +30,11 @@ def check_choices(config: Any) -> None:
         "embedding_size",
         "max_position_embeddings",
         "sliding_window",
+        "linear_key_heads",
+        "linear_value_heads",
+        "linear_key_size",
+        "linear_value_size",
+        "linear_conv_size",
         "query_growth_length",
         "num_experts",
         "experts_per_token",
@@ -77,8 +84,41 @@ def check_choices(config: Any) -> None:
             raise ValueError(
                 "model.sliding_window: must be set with sliding_attention in layer_types"
             )
+    sizes = [f"linear_{name}" for name in ("key_heads", "value_heads", "key_size", "value_size")]
+    if any((getattr(config, name) is None) == bool(config.linear_layers) for name in sizes):
+        raise ValueError(
+            f"model.{', model.'.join(sizes)}: must be set with linear_attention in layer_types, "
+            "and only then"
+        )
+    if config.linear_layers:
+        (K, _), (N, _) = config.linear_heads
+        if N % K:
+            raise ValueError(
+                f"model.linear_value_heads={N}: must be a multiple of linear_key_heads={K}"
+            )
+        if not config.attention_layers or not config.causal:
+            raise ValueError(
+                "model.layer_types: must have a layer of attention beside linear_attention, and "
+                "causal=true"
+            )
+        shape = config.norm_position, config.residual
+        if shape != ("pre", "sequential"):
+            raise ValueError(
+                "model.layer_types: must have no linear_attention unless norm_position=pre and "
+                f"residual=sequential, not {shape[0]} and {shape[1]}"
+            )
     if config.attention_pattern is not None:
-        AttentionPattern.parse(config.attention_pattern)
+        pattern = AttentionPattern.parse(config.attention_pattern)
+        ids = [x for x in (*pattern.global_markers, pattern.token) if isinstance(x, int)]
+        if config.vocab_size is not None and max(ids, default=-1) >= config.vocab_size:
+            raise ValueError(
+                f"model.attention_pattern: token ids {ids}: must be less than vocab_size="
+                f"{config.vocab_size}"
+            )
+        if pattern.global_markers and config.image_size is not None:
+            raise ValueError("model.attention_pattern.global_markers: must go with a model of text")
+        if pattern.type == "landmark" and not config.causal:
+            raise ValueError("model.attention_pattern.type=landmark: must go with a decoder")
         if all(kind.window is not None for kind in config.layer_kinds):
             raise ValueError(
                 "model.attention_pattern: must go with layers of full attention, not with "
@@ -90,6 +130,10 @@ def check_choices(config: Any) -> None:
     if config.classes == 1 or config.classes > MOST_CLASSES:
         raise ValueError(
             f"model.classes={config.classes}: must be from 2 to {MOST_CLASSES:,}, or 0 for none"
+        )
+    if config.class_pooling != "first" and not config.classes:
+        raise ValueError(
+            f"model.class_pooling={config.class_pooling}: must go with model.classes, a classifier"
         )
     if config.init_std < 0:
         raise ValueError(f"model.init_std={config.init_std}: must be at least 0")
@@ -135,6 +179,7 @@ def check_choices(config: Any) -> None:
         "router_groups_per_token": (1, 1),
         "routed_scale": (1.0, 0),
         "shared_expert_size": (None, 1),
+        "shared_expert_gate": (False, 0),
         "router_renormalized": (True, 0),
         "router_aux_loss": (None, 0),
         "router_z_loss": (0.0, 0),
@@ -146,6 +191,8 @@ def check_choices(config: Any) -> None:
             raise ValueError(f"model.{name}={value}: must go with model.feed_forward=experts")
         if None not in (value, least) and not least <= value < math.inf:
             raise ValueError(f"model.{name}={value}: must be finite and at least {least}")
+    if config.shared_expert_gate and config.shared_expert_size is None:
+        raise ValueError("model.shared_expert_gate=true: must go with model.shared_expert_size")
     if config.num_experts is not None and config.experts_per_token > config.num_experts:
         raise ValueError(
             f"model.experts_per_token={config.experts_per_token}: must be at most "
@@ -176,6 +223,9 @@ def check_choices(config: Any) -> None:
 
     # A typing error would otherwise show after minutes, when memory runs out.
     heads = 2 * (config.num_heads + config.K) * config.H
+    if config.linear_layers:
+        (K, H), (N, W) = config.linear_heads
+        heads += 2 * K * H + 3 * N * W
     inner = (config.num_experts or 1) * config.expert_F
     parameters = config.num_layers * config.hidden_size * (2 * inner + heads)
     parameters += (config.vocab_size or 0) * config.E

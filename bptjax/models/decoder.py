@@ -1,16 +1,19 @@
 """A causal language model: a transformer that decodes with a cache."""
 
+from dataclasses import replace
+
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from bptjax.models.cache import Cache
-from bptjax.models.config import Execution
+from bptjax.models.layer_loops import Execution
 from bptjax.models.stack import run
 from bptjax.models.transformer import Transformer
 from bptjax.ops.mask import Mask
-from bptjax.parallel.cached import cache_positions
+from bptjax.parallel.cached import cache_positions, cache_slots
+from bptjax.parallel.mesh import constrain
 
 
 class Decoder(Transformer):
@@ -38,6 +41,10 @@ class Decoder(Transformer):
         start = cache.start[:, None]
         positions = jnp.maximum(here - start, 0)
         x, context = self._embed(tokens, positions, None, dtype)
+        if cache.marked is not None:
+            slots = cache_slots(here[0], cache.k.shape[2])
+            marked = cache.marked.at[:, slots].set(context.marked)
+            cache = replace(cache, marked=constrain(marked, None, None))
         mask = Mask(
             causal=True,
             positions=here,
@@ -55,6 +62,7 @@ class Decoder(Transformer):
             execution=execution,
             cache=cache,
             k_positions=jnp.maximum(there - start, 0),
+            k_marked=cache.marked,
         )
         assert output.cache is not None
         return self._final(output.x), output.cache

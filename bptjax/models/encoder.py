@@ -13,6 +13,8 @@ from bptjax.models.feed_forward import ACTIVATIONS
 from bptjax.models.layers import Norm
 from bptjax.models.linear import Linear, new_param
 from bptjax.models.transformer import Transformer
+from bptjax.ops.patches import cut_patches
+from bptjax.ops.position import document_means
 from bptjax.parallel.mesh import lookup
 
 
@@ -66,6 +68,13 @@ class Encoder(Transformer):
             return super().logits_bias
         return self.classes.bias[...]
 
+    def pool(
+        self, hidden: Float[Array, "B T D"], segments: Int[Array | np.ndarray, "B T"] | None
+    ) -> Float[Array, "B T D"]:
+        if self.config.class_pooling == "first":
+            return hidden
+        return document_means(hidden, segments)
+
     def for_head(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T P"]:
         if self.masked is not None:
             hidden = self.masked(hidden)
@@ -83,25 +92,43 @@ class Encoder(Transformer):
             raise ValueError("model.pooler=0: must be set for a pooled output")
         return self.for_head(hidden[:, :1])[:, 0]
 
-    def logits(self, hidden: Float[Array, "B T D"]) -> Array:
+    def logits(
+        self,
+        hidden: Float[Array, "B T D"],
+        segments: Int[Array | np.ndarray, "B T"] | None = None,
+    ) -> Array:
         """Computes float32 logits: `[B, T, V]` of a masked-language head, `[B, classes]` of a
         classifier.
+
+        Args:
+          segments: document numbers, if there is padding; a classifier may read the mean of the
+            first document.
 
         Raises:
           ValueError: the model has no head.
         """
         if self.classes is not None:
-            return super().logits(hidden[:, :1])[:, 0]
+            return super().logits(self.pool(hidden, segments)[:, :1])[:, 0]
         if self.masked is None:
             raise ValueError("model.masked_head, model.classes: one must be set for logits")
         return super().logits(hidden)
 
-    def _look_up(self, tokens: Array | np.ndarray, dtype: DTypeLike) -> Float[Array, "B T D"]:
+    def _look_up(
+        self,
+        tokens: Array | np.ndarray,
+        dtype: DTypeLike,
+        positions: Int[Array | np.ndarray, "_ T"] | None = None,
+    ) -> Float[Array, "B T D"]:
         if self.patches is None or self.first is None:
-            return super()._look_up(tokens, dtype)
-        x = self.patches(_patches(jnp.asarray(tokens, dtype), self.config))
-        first = jnp.broadcast_to(self.first[...].astype(dtype), (x.shape[0], 1, x.shape[2]))
-        return jnp.concatenate([first, x], 1)
+            return super()._look_up(tokens, dtype, positions)
+        x = jnp.asarray(tokens, dtype)
+        if x.ndim == 4:
+            _check_size(x, self.config)
+            x = jnp.pad(cut_patches(x, self.config.patch_size or (1, 1)), ((0, 0), (1, 0), (0, 0)))
+        if positions is None:
+            positions = jnp.arange(x.shape[1])[None]
+        first = self.first[...].astype(dtype)[None]
+        return jnp.where(jnp.asarray(positions)[..., None] == 0, first, self.patches(x))
 
     def _add_types(
         self, x: Float[Array, "B T D"], token_types: Int[Array | np.ndarray, "B T"] | None
@@ -113,13 +140,9 @@ class Encoder(Transformer):
         return x + lookup(self.types[...], jnp.asarray(token_types)).astype(x.dtype)
 
 
-def _patches(images: Float[Array, "B C height width"], config: ModelConfig) -> Array:
-    """Cuts images into n patches, from left to right and top to bottom: `[B, n, C · h · w]`."""
-    (height, width), (h, w) = config.image_size or (0, 0), config.patch_size or (1, 1)
-    B, C = images.shape[:2]
-    if images.shape[1:] != (config.channels, height, width):
+def _check_size(images: Float[Array, "B C height width"], config: ModelConfig) -> None:
+    shape = config.channels, *(config.image_size or ())
+    if images.shape[1:] != shape:
         raise ValueError(
-            f"images: must be [batch, {config.channels}, {height}, {width}], not {images.shape}"
+            f"images: must be [batch, {', '.join(map(str, shape))}], not {images.shape}"
         )
-    cut = images.reshape(B, C, height // h, h, width // w, w)
-    return cut.transpose(0, 2, 4, 1, 3, 5).reshape(B, -1, C * h * w)

@@ -144,6 +144,8 @@ class Experts(FeedForward):
         self.down = linear(down, F, D, ("mlp", "embed"), std / (2 * config.num_layers) ** 0.5)
         size = config.shared_expert_size
         self.shared = Mlp(config, jax.random.fold_in(key, 0), dtype, size) if size else None
+        gated, gate_key = config.shared_expert_gate, jax.random.fold_in(key, 1)
+        self.shared_gate = new_param(gate_key, (D,), ("embed",), std, dtype) if gated else None
 
     def __call__(
         self,
@@ -161,13 +163,20 @@ class Experts(FeedForward):
         key, ids = (None, None) if seeds is None else seeds
         # The mesh shards the shared expert as any linear layer.
         routed = jax.tree.map(lambda leaf: leaf, self)
-        routed.shared = None
+        routed.shared = routed.shared_gate = None
         run = partial(_run, sharded=sharded, offload=offload)
         inputs = expert_placement(routed), tokens, tokens, REPLICATED, tokens
         y, aux = per_device(run, axes, inputs, tokens)(routed, x, counted, key, ids)
         if self.shared is not None:
-            y += self.shared(x, counted=counted, seeds=seeds, offload=offload)[0]
+            shared, _ = self.shared(x, counted=counted, seeds=seeds, offload=offload)
+            y += shared if self.shared_gate is None else self._gated(x, shared)
         return y, aux
+
+    def _gated(self, x: Float[Array, "B T D"], y: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        assert self.shared_gate is not None
+        vector = self.shared_gate[...].astype(x.dtype)
+        logits = jnp.einsum("btd,d->bt", x, vector, preferred_element_type=jnp.float32)
+        return (jax.nn.sigmoid(logits)[..., None] * y.astype(jnp.float32)).astype(y.dtype)
 
     def activate(
         self, gate: Float[Array, "*b F"], up: Float[Array, "*b F"]

@@ -14,6 +14,7 @@ from bptjax.models.config import ModelConfig
 from bptjax.models.feed_forward import Auxiliary, Mlp
 from bptjax.models.feed_forwards import new_feed_forward
 from bptjax.models.linear import AdapterDropout, Linear
+from bptjax.models.linear_attention import LinearAttention
 from bptjax.ops.checkpoint_names import checkpoint_named
 from bptjax.ops.dropout import dropout
 from bptjax.ops.norm import layer_norm, rms_norm
@@ -28,12 +29,14 @@ class TokenContext(NamedTuple):
       ids: number of the token in the batch, which seeds its dropout.
       padding: true for padding; None if there is none.
       lengths: number of tokens of the document; None if no rotary scaling depends on it.
+      marked: true for markers of the attention pattern; None if it has none.
     """
 
     positions: Int[Array, "B T"]
     ids: Int[Array, "B T"]
     padding: Bool[Array, "B T"] | None = None
     lengths: Int[Array, "B T"] | None = None
+    marked: Bool[Array, "B T"] | None = None
 
 
 class DropoutKeys(NamedTuple):
@@ -103,6 +106,8 @@ class Layer(nnx.Module):
         self.query_norm = Norm(config, dtype, query_heads * H, None) if config.qk_norm else None
         self.key_norm = Norm(config, dtype, key_heads * H, None) if config.qk_norm else None
         sinks = nnx.Param(jnp.zeros(N, dtype), axes=("heads",))
+        gate_key, linear_key = (jax.random.fold_in(key, i) for i in range(2))
+        self.gate = linear(gate_key, N, "heads") if config.attention_gate else None
         self.sinks = sinks if config.attention_sinks else None
         self.out = Linear(
             keys[3],
@@ -117,6 +122,8 @@ class Layer(nnx.Module):
         self.mlp_norm = Norm(config, dtype) if before and config.residual != "shared" else None
         self.mlp_post_norm = Norm(config, dtype) if after else None
         self.mlp = new_feed_forward(config, keys[4], dtype)
+        # In place of attention in some layers.
+        self.linear = LinearAttention(config, linear_key, dtype) if config.linear_layers else None
         # In place of `mlp` in some layers.
         self.dense = Mlp(config, keys[4], dtype) if config.mlp_only_layers else None
 
@@ -130,7 +137,7 @@ class Layer(nnx.Module):
     ) -> Float[Array, "B T N H"]:
         """Computes the queries of the residual stream, rotated by these rotary parameters if there
         are any."""
-        q = self.query(self._read(x), adapter_dropout(keys, tokens))
+        q = self.query(self.read(x), adapter_dropout(keys, tokens))
         q = self._rotate(self._clip(q), self.query_norm, tokens, rope_parameters)
         if not self.config.query_growth:
             return q
@@ -148,7 +155,7 @@ class Layer(nnx.Module):
     ) -> tuple[Float[Array, "B T K H"], Float[Array, "B T K H"]]:
         """Computes the keys of the residual stream, rotated by these rotary parameters, and the
         values."""
-        x, seeds = self._read(x), adapter_dropout(keys, tokens)
+        x, seeds = self.read(x), adapter_dropout(keys, tokens)
         k = self._rotate(self._clip(self.key(x, seeds)), self.key_norm, tokens, rope_parameters)
         return k, self._clip(self.value(x, seeds))
 
@@ -184,7 +191,7 @@ class Layer(nnx.Module):
             return dropout(y, keys.feed_forward if keys else None, rate, tokens.ids), aux
 
         with jax.named_scope("attention"):
-            attended = self.out(out, seeds)
+            attended = self._attended(x, out, seeds)
             if self.attention_post_norm is not None:
                 attended = self.attention_post_norm(attended)
             attended = self._scale(attended)
@@ -193,7 +200,7 @@ class Layer(nnx.Module):
         if config.residual != "sequential":
             y, aux = feed_forward(_normalized(x, norm))
             return x + attended + y, aux
-        x = (self._read(x) if config.residual_normed else x) + attended
+        x = (self.read(x) if config.residual_normed else x) + attended
         x = checkpoint_named(x, "attended", offload)
         if config.norm_position == "post":
             x = _normalized(x, self.attention_norm)
@@ -203,7 +210,16 @@ class Layer(nnx.Module):
         y, aux = feed_forward(normed, self.mlp_post_norm)
         return (normed if config.residual_normed else x) + y, aux
 
-    def _read(self, x: Array) -> Array:
+    def _attended(self, x: Array, out: Array, seeds: AdapterDropout | None) -> Array:
+        if self.linear is not None:
+            return self.linear.finish(self.read(x), out, seeds)
+        if self.gate is not None:
+            gate = jax.nn.sigmoid(self.gate(self.read(x), seeds).astype(jnp.float32))
+            out = (gate * out.astype(jnp.float32)).astype(out.dtype)
+        return self.out(out, seeds)
+
+    def read(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """Computes the input of attention from the residual stream."""
         return _normalized(x, None if self.config.norm_position == "post" else self.attention_norm)
 
     def _scale(self, y: Array) -> Array:

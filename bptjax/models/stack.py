@@ -13,10 +13,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int
 
 from bptjax.models.cache import Cache
-from bptjax.models.config import Execution, LayerKind, ModelConfig
+from bptjax.models.config import ModelConfig
 from bptjax.models.feed_forward import Auxiliary
 from bptjax.models.feed_forwards import FEED_FORWARDS
-from bptjax.models.layers import DropoutKeys, Layer, TokenContext
+from bptjax.models.layer_kinds import LayerKind
+from bptjax.models.layer_loops import Execution
+from bptjax.models.layers import DropoutKeys, Layer, TokenContext, adapter_dropout
 from bptjax.models.params import expert_placement, param_path
 from bptjax.ops.blockwise import blockwise, blockwise_transformer
 from bptjax.ops.checkpoint_names import checkpoint_named
@@ -89,6 +91,7 @@ def run(
     sequence_strategy: str = "auto",
     cache: Cache | None = None,
     k_positions: Int[Array, "B S"] | None = None,
+    k_marked: Bool[Array, "B S"] | None = None,
     hidden_states: bool = False,
 ) -> StackOutput:
     """Applies the layers to the residual stream.
@@ -101,7 +104,7 @@ def run(
       dropout_key: None for no dropout.
       cache: keys and values of earlier tokens. These tokens attend to them too, always with the
         schedule `split`.
-      k_positions: positions in the document of the keys in the cache.
+      k_positions, k_marked: `positions` in the document and `marked` of the keys in the cache.
       hidden_states: also return the residual stream after each layer.
     """
     tokens = tokens._replace(lengths=_lengths(config, tokens.positions, mask, length))
@@ -117,33 +120,20 @@ def run(
             np.arange(x.shape[1], dtype=np.int32) if mask.positions is None else mask.positions
         )
     k_positions = positions if k_positions is None else k_positions
+    marks = tokens.marked, tokens.marked if k_marked is None else k_marked
+    tokens = tokens._replace(marked=None)
 
     def step(carry, index, kind):
         x, past, slots = carry
         layer, slots = _read_layer(config, kind, values, slots, index)
         layer = execution.prepare(layer, x.dtype)
         x = checkpoint_named(x, "layer_input", execution.offload)
-        shared = _Shared(layer, _dropout_keys(dropout_key, index))
-        k, v = layer.keys_values(x, tokens, kind.rope, shared.keys)
-        k = checkpoint_named(k, "key", execution.offload)
-        v = checkpoint_named(v, "value", execution.offload)
-        if cache is not None:
-            past = k, v = cached.append(past, (k, v), index, cache.length)
-        of_layer = replace(mask, window=kind.window)
-        if kind.pattern is not None:
-            of_layer = kind.pattern.apply(of_layer, positions, k_positions, k.shape[-3])
-        specify = partial(_specify, config, execution, shared, of_layer, alibi)
-        if cache is not None:
-            attend = partial(specify(cached.attention), index=index, held=cache.length)
-            x, aux = _split(attend, execution, kind, shared, _Chunk(x, tokens), k, v)
-        elif execution.schedule == "fused":
-            k, v = k.astype(x.dtype), v.astype(x.dtype)
-            transform = specify(blockwise_transformer)
-            x, aux = _fused(transform, kind, shared, _Chunk(x, tokens), k, v)
+        shared, chunk = _Shared(layer, _dropout_keys(dropout_key, index)), _Chunk(x, tokens)
+        if kind.linear:
+            out, past = _mix(config, execution, shared, chunk, mask, past, index)
+            x, aux = _split(execution, shared, chunk, out)
         else:
-            k, v = k.astype(x.dtype), v.astype(x.dtype)
-            attend = partial(specify(attention), strategy=sequence_strategy)
-            x, aux = _split(attend, execution, kind, shared, _Chunk(x, tokens), k, v)
+            x, aux, past = attend(shared, chunk, past, index, kind)
         x = constrain(x, "batch", "sequence", None)
         aux = jax.tree.map(lambda sums: sums.sum(0), aux)
         if "mlp" in kind.absent:
@@ -151,15 +141,37 @@ def run(
             aux = {name: jnp.zeros(shape) for name, shape in shapes.items()}
         return (x, past, slots), (x if hidden_states else None, aux)
 
+    def attend(shared, chunk, past, index, kind):
+        k, v = shared.layer.keys_values(chunk.x, tokens, kind.rope, shared.keys)
+        k = checkpoint_named(k, "key", execution.offload)
+        v = checkpoint_named(v, "value", execution.offload)
+        if past is not None:
+            index = _number(config, config.attention_layers, index)
+            k, v = cached.append((past.k, past.v), (k, v), index, past.length)
+            past = replace(past, k=k, v=v)
+        of_layer = replace(mask, window=kind.window)
+        if kind.pattern is not None:
+            of_layer = kind.pattern.apply(of_layer, positions, k_positions, k.shape[-3], *marks)
+        specify = partial(_specify, config, execution, kind, shared, of_layer, alibi)
+        if past is not None:
+            function = partial(specify(cached.attention), index=index, held=past.length)
+        else:
+            k, v = k.astype(chunk.x.dtype), v.astype(chunk.x.dtype)
+            if execution.schedule == "fused":
+                transform = specify(blockwise_transformer)
+                return *_fused(transform, kind, shared, chunk, k, v), past
+            function = partial(specify(attention), strategy=sequence_strategy)
+        q = checkpoint_named(_query(kind, shared, chunk), "query", execution.offload)
+        return *_split(execution, shared, chunk, function(q, k, v)), past
+
     # The loops carry the cache of all layers, so that they write it in place.
-    past = None if cache is None else (cache.k, cache.v)
-    (x, past, slots), (states, aux) = execution.scan(step, (x, past, slots), config.layer_kinds)
+    carry = x, cache, slots
+    (x, cache, slots), (states, aux) = execution.scan(step, carry, config.layer_kinds)
     x = close_slots(x, slots)
     if config.mlp_only_layers:
         aux = jax.tree.map(lambda sums: sums[np.array(config.expert_layers)], aux)
     if cache is not None:
-        k, v = (constrain(x, *cached.AXES) for x in past)
-        cache = replace(cache, k=k, v=v, length=cache.length + x.shape[1])
+        cache = replace(cache.constrained(), length=cache.length + x.shape[1])
     return StackOutput(x, states, aux, cache)
 
 
@@ -171,6 +183,13 @@ def _own_layers(config: ModelConfig) -> dict[str, list[int]]:
     return {name: [i for i, kind in enumerate(kinds) if name not in kind.absent] for name in names}
 
 
+def _number(config: ModelConfig, own: list[int], index: Int[Array, ""]) -> Int[Array, ""]:
+    """Returns the number of the layer with this index among the layers `own`."""
+    if len(own) == config.num_layers:
+        return index
+    return jnp.asarray(np.searchsorted(own, np.arange(config.num_layers)), index.dtype)[index]
+
+
 def _read_layer(
     config: ModelConfig, kind: LayerKind, values: Any, slots: Any, index: Int[Array, ""]
 ) -> tuple[Layer, Any]:
@@ -179,9 +198,7 @@ def _read_layer(
     places: dict[str, Any] = dict.fromkeys(kind.absent)
     for name, own in _own_layers(config).items():
         if name not in kind.absent:
-            # Number of each layer among those that have this part.
-            numbers = np.searchsorted(own, np.arange(config.num_layers))
-            places[name] = jnp.asarray(numbers, index.dtype)[index]
+            places[name] = _number(config, own, index)
 
     def entry(path):
         return places.get(param_path(path).partition(".")[0], index)
@@ -217,6 +234,7 @@ def _dropout_keys(key: Array | None, index: Int[Array, ""]) -> DropoutKeys | Non
 def _specify(
     config: ModelConfig,
     execution: Execution,
+    kind: LayerKind,
     shared: _Shared,
     mask: Mask,
     alibi: Float[Array | np.ndarray, "N"] | None,
@@ -224,6 +242,9 @@ def _specify(
 ) -> Callable[..., Any]:
     """Binds the options of this layer to `attend`, which takes the options of `ops.attention`."""
     (layer, keys), rate = shared, config.attention_dropout or 0.0
+    block = kind.pattern.landmark_block if kind.pattern else None
+    if block is not None:
+        attend = partial(attend, landmark_block=block)
     return partial(
         attend,
         mask=mask,
@@ -254,22 +275,43 @@ def _finish(
     return shared.layer.finish(chunk.x, out, chunk.tokens, inside, shared.keys, offload)
 
 
-def _split(
-    attend: Callable[..., Array],
+def _mix(
+    config: ModelConfig,
     execution: Execution,
-    kind: LayerKind,
     shared: _Shared,
     chunk: _Chunk,
-    k: Float[Array, "*L B S K H"],
-    v: Float[Array, "*L B S K H"],
+    mask: Mask,
+    cache: Cache | None,
+    index: Int[Array, ""],
+) -> tuple[Float[Array, "B T N W"], Cache | None]:
+    """Runs linear attention on the whole sequence. Returns the output of its heads."""
+    layer, order = shared.layer, mask.positions
+    assert layer.linear is not None
+    seeds = adapter_dropout(shared.keys, chunk.tokens)
+    options = dict(segments=mask.segments, seeds=seeds, offload=execution.offload)
+    with jax.named_scope("attention"):
+        x = layer.read(chunk.x)
+        if cache is None:
+            assert order is None or isinstance(order, np.ndarray)  # `run` of a model gives them.
+            return layer.linear.heads(x, order=order, **options)[0], None
+        index = _number(config, config.linear_layers, index)
+        # The segment of all tokens of a prompt is 1.
+        previous = (cache.length > cache.start).astype(jnp.int32)
+        out, carried = layer.linear.heads(
+            x, carried=cache.carried(index), previous=previous, **options
+        )
+        return out, cache.carry(index, carried)
+
+
+def _split(
+    execution: Execution, shared: _Shared, chunk: _Chunk, out: Float[Array, "B T N H"]
 ) -> tuple[Float[Array, "B T D"], Auxiliary]:
-    """Runs attention on the whole sequence, then the feed-forward network in chunks of tokens.
-    Returns the residual stream, and auxiliary sums per sequence or shard of a sequence.
+    """Runs everything after attention on the whole sequence, the feed-forward network in chunks of
+    tokens. Returns the residual stream, and auxiliary sums per sequence or shard of a sequence.
     """
     # A mesh may not divide the tokens of a decoding step, or its sequences.
     sharded = divides(chunk.x)
-    q = checkpoint_named(_query(kind, shared, chunk), "query", execution.offload)
-    inputs, axes = (chunk, attend(q, k, v)), ()
+    inputs, axes = (chunk, out), ()
     if sharded:
         inputs, axes = fold_sequence_shards(inputs), FOLDED_BATCH
     x, aux = blockwise(

@@ -8,8 +8,9 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
-from bptjax.models.config import Execution, ModelConfig
+from bptjax.models.config import ModelConfig
 from bptjax.models.feed_forward import Auxiliary
+from bptjax.models.layer_loops import Execution
 from bptjax.models.layers import Norm, TokenContext
 from bptjax.models.linear import Linear, new_param
 from bptjax.models.stack import StackOutput, new_layers, run
@@ -18,6 +19,13 @@ from bptjax.ops.mask import Mask
 from bptjax.ops.softmax import soft_cap
 from bptjax.parallel.mesh import constrain, lookup
 from bptjax.parallel.sequence import sequence_shards
+
+# Token ids, images, or images as patches.
+Tokens = (
+    Int[Array | np.ndarray, "B T"]
+    | Float[Array | np.ndarray, "B C height width"]
+    | Float[Array | np.ndarray, "B T P"]
+)
 
 
 class Transformer(nnx.Module):
@@ -70,6 +78,12 @@ class Transformer(nnx.Module):
         """The bias of the logits, if there is one."""
         return None if self.head_bias is None else self.head_bias[...]
 
+    def pool(
+        self, hidden: Float[Array, "B T E"], segments: Int[Array | np.ndarray, "B T"] | None
+    ) -> Float[Array, "B T E"]:
+        """Returns vectors of which the head reads the first one of each document, or all."""
+        return hidden
+
     def for_head(self, hidden: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
         """Returns vectors whose products with `head_matrix`, plus `logits_bias`, are the logits,
         before a soft cap."""
@@ -94,7 +108,7 @@ class Transformer(nnx.Module):
 
     def __call__(
         self,
-        tokens: Int[Array | np.ndarray, "B T"] | Float[Array | np.ndarray, "B C height width"],
+        tokens: Tokens,
         *,
         positions: Int[Array | np.ndarray, "B T"] | None = None,
         segments: Int[Array | np.ndarray, "B T"] | None = None,
@@ -110,7 +124,8 @@ class Transformer(nnx.Module):
 
         Args:
           tokens: token ids; images, whose tokens are the first token and then the patches, from
-            left to right and top to bottom.
+            left to right and top to bottom; or these tokens, cut as by `cut_patches`, with anything
+            in place of the first token, which is the one at position 0.
           positions: position of each token in its document, for rotary and learned embeddings. If
             left out, 0..T-1.
           segments: document numbers, 0 for padding. If left out, a sequence is one document.
@@ -141,7 +156,7 @@ class Transformer(nnx.Module):
 
     def hidden_states(
         self,
-        tokens: Int[Array | np.ndarray, "B T"] | Float[Array | np.ndarray, "B C height width"],
+        tokens: Tokens,
         *,
         execution: Execution = Execution(),  # noqa: B008 (frozen)
     ) -> list[Float[Array, "B tokens _"]]:
@@ -167,18 +182,22 @@ class Transformer(nnx.Module):
             shape = x.shape[:2]
             segments = jnp.ones(shape, jnp.int32) if segments is None else jnp.asarray(segments)
             x = jnp.pad(x, ((0, 0), (0, short), (0, 0)))
-            positions, ids, segments = (
-                jnp.pad(y, ((0, 0), (0, short))) for y in (context.positions, context.ids, segments)
+            context, segments = jax.tree.map(
+                lambda y: jnp.pad(y, ((0, 0), (0, short))), (context, segments)
             )
-            context = context._replace(positions=positions, ids=ids)
         if segments is not None:
             context = context._replace(padding=segments == 0)
         mask = Mask(causal=self.config.causal, segments=segments, positions=order)
         x = constrain(x, "batch", "sequence", None)
         return run(self.layers, self.config, x, context, mask=mask, **options)
 
-    def _look_up(self, tokens: Array | np.ndarray, dtype: DTypeLike) -> Float[Array, "B T D"]:
-        """Returns the embedding of each token."""
+    def _look_up(
+        self,
+        tokens: Array | np.ndarray,
+        dtype: DTypeLike,
+        positions: Int[Array | np.ndarray, "_ T"] | None = None,
+    ) -> Float[Array, "B T D"]:
+        """Returns the embedding of each token. `positions` are 0..T-1 if left out."""
         assert self.embedding is not None
         x = lookup(self.embedding[...], jnp.asarray(tokens), "vocab").astype(dtype)
         if self.config.embedding_scale is not None:
@@ -196,9 +215,10 @@ class Transformer(nnx.Module):
         order: Int[np.ndarray, "T"] | None = None,
         token_types: Int[Array | np.ndarray, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T D"], TokenContext]:
-        config, x = self.config, self._look_up(tokens, dtype)
+        counted, config = positions is None, self.config
+        ordered = positions if order is None or not counted else order[None]
+        x = self._look_up(tokens, dtype, ordered)
         B, T, _ = x.shape
-        counted = positions is None
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(T) if order is None else order, (B, T))
         positions = jnp.asarray(positions)
@@ -221,7 +241,9 @@ class Transformer(nnx.Module):
         if dropout_key is not None:
             key = jax.random.key_data(jax.random.fold_in(dropout_key, 0))
             x = dropout(x, key, config.embedding_dropout or 0.0, ids)
-        return constrain(x, "batch", "sequence", None), TokenContext(positions, ids)
+        marked = None if config.pattern is None else config.pattern.marked(tokens)
+        context = TokenContext(positions, ids, marked=marked)
+        return constrain(x, "batch", "sequence", None), context
 
     def _add_types(
         self, x: Float[Array, "B T D"], token_types: Int[Array | np.ndarray, "B T"] | None

@@ -29,6 +29,12 @@ def layer_norm(
     return (y if bias is None else y + _broadcast(bias, y)).astype(x.dtype)
 
 
+def l2_norm(x: Float[Array, "*b D"], *, eps: float = 1e-6) -> Float[Array, "*b D"]:
+    """x / sqrt(|x|² + eps)."""
+    y = x.astype(jnp.float32)
+    return (y * jax.lax.rsqrt(jnp.sum(y * y, -1, keepdims=True) + eps)).astype(x.dtype)
+
+
 def _broadcast(v: Array, like: Array) -> Array:
     """Reshapes `v` `[D]` to the number of axes of `like`, in float32."""
     return v.astype(jnp.float32).reshape((1,) * (like.ndim - 1) + v.shape)

@@ -243,6 +243,24 @@ def document_lengths(
     return jax.vmap(one)(positions, segments)
 
 
+def document_means(
+    x: Float[Array, "B T D"], segments: Int[Array | np.ndarray, "B T"] | None
+) -> Float[Array, "B T D"]:
+    """Returns the mean over each token's document, summed in float32. Tokens and `segments` are as
+    in `document_lengths`."""
+    values, T = x.astype(jnp.float32), x.shape[1]
+    if segments is None:
+        return jnp.broadcast_to(values.mean(1, keepdims=True), x.shape).astype(x.dtype)
+
+    def one(values, segments):
+        _, number = jnp.unique(segments, return_inverse=True, size=T)
+        total = jax.ops.segment_sum(values, number, num_segments=T)
+        count = jax.ops.segment_sum(jnp.ones(T), number, num_segments=T)
+        return (total / jnp.maximum(count, 1.0)[:, None])[number]
+
+    return jax.vmap(one)(values, segments).astype(x.dtype)
+
+
 def rope(
     x: Float[Array, "B T N H"],
     positions: Int[Array, "B T"],

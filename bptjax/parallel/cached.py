@@ -6,6 +6,8 @@ by one device. Each device attends from all queries to its own keys, and the sta
 sp.
 """
 
+import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -38,16 +40,28 @@ AXES = None, "batch", "sequence", "kv_heads", None
 # longer than attention to its tokens. On a GPU, a kernel gets all blocks: a loop would start many
 # kernels for each token.
 BLOCKS_AT_A_TIME = 4
+# With up to this number of queries, a GPU's kernel has too few programs to read a long cache fast,
+# and gets this number of parts of the cache at once, as if they were sequences. Dao et al. 2023,
+# "Flash-Decoding for long-context inference".
+FEW_QUERIES, PARTS = 16, 64
 
 
-def cache_size(tokens: int) -> int:
-    """Returns the slots of a cache for this number of tokens, a multiple of sp."""
-    return -(-tokens // sequence_shards()) * sequence_shards()
+def cache_size(tokens: int, block: int = 1) -> int:
+    """Returns the slots of a cache for this number of tokens, a multiple of sp and of `block`."""
+    parts = PARTS if platform() == "gpu" and block == 1 else 1
+    unit = sequence_shards() * block * parts
+    return -(-tokens // unit) * unit
 
 
 def cache_positions(size: int) -> Int[np.ndarray, "{size}"]:
     """Returns the position of the token in each slot of a cache, shard by shard."""
     return np.arange(size, dtype=np.int32).reshape(-1, sequence_shards()).T.reshape(-1)
+
+
+def cache_slots(positions: Int[Array, "T"], size: int) -> Int[Array, "T"]:
+    """Returns the slots of a cache for the tokens at these positions; see `cache_positions`."""
+    shards = sequence_shards()
+    return positions % shards * (size // shards) + positions // shards
 
 
 def append(
@@ -176,6 +190,8 @@ def _attend_locally(
       heads: key heads to read; None for all.
     """
     size, T, mask = k.shape[2], q.shape[1], spec.mask
+    if platform() == "gpu" and T <= FEW_QUERIES and spec.landmark_block is None:
+        return _attend_in_parts(kernel, q, k, v, index, spec, heads)
     chunk = size if platform() == "gpu" else min(BLOCKS_AT_A_TIME * spec.k_chunk, size)
 
     def attend(i):
@@ -211,12 +227,59 @@ def _attend_locally(
     return jax.lax.fori_loop(first, -(-end // chunk), visit, empty_state(q))
 
 
+def _attend_in_parts(
+    kernel: AutoKernel,
+    q: Array,
+    k: Array,
+    v: Array,
+    index: Array,
+    spec: AttentionSpec,
+    heads: Array | None,
+) -> AttentionState:
+    """Attends from few queries to parts of this device's slots at once, and merges the states."""
+    B, size = q.shape[0], k.shape[2]
+    parts = math.gcd(size, PARTS)
+
+    def read(cache):
+        x = jax.lax.dynamic_index_in_dim(cache, index, keepdims=False).astype(q.dtype)
+        x = x if heads is None else jnp.take(x, heads, axis=2)
+        return x.reshape(B * parts, size // parts, *x.shape[2:])
+
+    fields: dict[str, Any] = {}
+    for name in TOKEN_FIELDS:
+        if (field := getattr(spec.mask, name)) is not None:
+            rows = jnp.broadcast_to(jnp.asarray(field), (B, field.shape[-1]))
+            of_keys = name in KEY_FIELDS
+            fields[name] = rows.reshape(B * parts, -1) if of_keys else jnp.repeat(rows, parts, 0)
+    part_spec = replace(spec, mask=replace(spec.mask, **fields))
+    x = QKV(jnp.repeat(q, parts, 0), read(k), read(v))
+    out, lse = (y.reshape(B, parts, *y.shape[1:]) for y in kernel.forward(x, part_spec))
+    merged = _merge(
+        AttentionState(out, lse),
+        lambda y: y.max(1, keepdims=True),
+        lambda y: y.sum(1, keepdims=True),
+    )
+    return AttentionState(*(y[:, 0] for y in merged))
+
+
 def _merge_shards(state: AttentionState) -> AttentionState:
-    """Merges the states of all shards of the keys; see `merge_states`."""
-    largest = jax.lax.pmax(state.lse, SEQUENCE_AXIS)
+    """Merges the states of all shards of the keys."""
+    return _merge(
+        state,
+        lambda y: jax.lax.pmax(y, SEQUENCE_AXIS),
+        lambda y: jax.lax.psum(y, SEQUENCE_AXIS),
+    )
+
+
+def _merge(
+    state: AttentionState, greatest: Callable[[Array], Array], total: Callable[[Array], Array]
+) -> AttentionState:
+    """Merges states of disjoint sets of keys, over which `greatest` and `total` reduce; see
+    `merge_states`."""
+    largest = greatest(state.lse)
     shift = jnp.where(largest == -jnp.inf, 0.0, largest)
     weight = jnp.exp(state.lse - shift)
-    total = jax.lax.psum(weight, SEQUENCE_AXIS)
-    out = jax.lax.psum(weight[..., None] * state.out.astype(jnp.float32), SEQUENCE_AXIS)
-    out /= jnp.where(total == 0.0, 1.0, total)[..., None]
-    return AttentionState(out, shift + jnp.log(total))
+    weights = total(weight)
+    out = total(weight[..., None] * state.out.astype(jnp.float32))
+    out /= jnp.where(weights == 0.0, 1.0, weights)[..., None]
+    return AttentionState(out, shift + jnp.log(weights))

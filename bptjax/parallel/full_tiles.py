@@ -135,8 +135,8 @@ def make_schedule(
     check them.
     """
     mask = spec.mask
-    special = (mask.window, mask.global_tokens, mask.block_mask)
-    if any(x is not None for x in (*special, spec.alibi)) or spec.dropout:
+    special = mask.window, mask.global_tokens, mask.block_mask, spec.alibi, spec.landmark_block
+    if any(x is not None for x in special) or spec.dropout:
         return None
     if not all(isinstance(x, np.ndarray) and x.ndim == 1 for x in positions):
         return None

@@ -68,7 +68,7 @@ class Layout:
 
     @property
     def sharding(self) -> NamedSharding:
-        """Sharding of arrays `[micro_batches, B, T]`."""
+        """Sharding of arrays `[micro_batches, B, T, ...]`."""
         return NamedSharding(self.mesh, partition_spec((None, "batch", "sequence")))
 
     def order(self, T: int) -> Int[np.ndarray, "{T}"] | None:
@@ -84,7 +84,8 @@ class Layout:
         return {index for x in slices if x for index in range(*x[0].indices(batch_size))}
 
     def put(self, batch: dict[str, Any], micro_batches: int = 1) -> dict[str, Any]:
-        """Moves a batch `[B, T]` to the devices, as `[micro_batches, B / micro_batches, T]`.
+        """Moves a batch `[B, T, ...]` to the devices, as
+        `[micro_batches, B / micro_batches, T, ...]`.
 
         T is padded to a `multiple`, and the tokens are put in `order`. Sequence i goes to
         micro-batch i % micro_batches, so a device gets the same sequences for any number of
@@ -93,10 +94,11 @@ class Layout:
         """
         placed = {}
         for name, x in batch.items():
-            padding = -x.shape[1] % self.multiple
-            x = np.pad(x, ((0, 0), (0, padding)), constant_values=FILL.get(name, 0))
+            widths = np.zeros((x.ndim, 2), int)
+            widths[1, 1] = -x.shape[1] % self.multiple
+            x = np.pad(x, widths, constant_values=FILL.get(name, 0))
             order = self.order(x.shape[1])
             x = x if order is None else x[:, order]
-            x = x.reshape(-1, micro_batches, x.shape[1]).swapaxes(0, 1)
+            x = x.reshape(-1, micro_batches, *x.shape[1:]).swapaxes(0, 1)
             placed[name] = jax.make_array_from_process_local_data(self.sharding, x, x.shape)
         return placed

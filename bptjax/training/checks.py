@@ -1,8 +1,8 @@
 """Checks of a model and of a run's config before weights are loaded."""
 
-from typing import get_args
+from typing import Any, get_args
 
-from bptjax.config import Config
+from bptjax.config import Config, TrainConfig, flatten
 from bptjax.data.config import DataConfig, Format
 from bptjax.data.files import LABELED
 from bptjax.hf.config_export import exported
@@ -12,9 +12,26 @@ from bptjax.models.config import ModelConfig
 from bptjax.models.feed_forwards import FEED_FORWARDS
 from bptjax.models.layers import rotary
 from bptjax.ops.target import capability
+from bptjax.parallel.mesh import num_shards
 from bptjax.pretrained import Pretrained
 from bptjax.training.spec import TrainSpec
 from bptjax.training.state import adapted_kernels, embeddings_in_full, kernel_sizes
+
+# Keys of the group data that runs on images read.
+IMAGE_KEYS = {
+    f"data.{key}"
+    for key in (
+        "path",
+        "eval_path",
+        "eval_fraction",
+        "bad_records",
+        "num_shards",
+        "shuffle",
+        "seed",
+    )
+}
+# Keys of `train` by which a run generates text.
+GENERATION = "sample_tokens", "num_eval_generations"
 
 
 def check_model(model: ModelConfig, pretrained: Pretrained | None) -> None:
@@ -32,6 +49,36 @@ def check_model(model: ModelConfig, pretrained: Pretrained | None) -> None:
             rotary(model, parameters, None)
     if pretrained and pretrained.sidecars and pretrained.read_as:
         exported(read_json(pretrained.sidecars / "config.json"), pretrained.read_as, model)
+
+
+def check_landmarks(spec: TrainSpec) -> None:
+    """Checks landmark attention against the settings of the run.
+
+    Raises:
+      ValueError: a setting that it does not work with.
+    """
+    landmarks, config = spec.model.landmarks, spec.config
+    if landmarks is None:
+        return
+    name, train = "model.attention_pattern.type=landmark", config.train
+    sp, tokens = num_shards(spec.mesh, "sequence"), spec.layout.split.tokens
+    keys = [("execution.schedule", config.execution.schedule, "split")]
+    if sp > 1:
+        # The cache of a sharded sequence deals its tokens out one by one.
+        name += f" and parallel.sp={sp}"
+        keys += [(f"train.{key}", getattr(train, key), 0) for key in GENERATION]
+        # Batches of other widths would divide blocks.
+        keys += [("data.group_by_length", config.data.group_by_length, False)]
+    for key, value, only in keys:
+        if value != only:
+            raise ValueError(f"{key}={value}: must be {only} with {name}")
+    # Shards hold complete blocks. With zigzag order, each has two parts of a sequence.
+    unit = landmarks.block_size * (1 if tokens == 1 else 2 * tokens)
+    if train.seq_len % unit:
+        raise ValueError(
+            f"train.seq_len={train.seq_len}: must be a multiple of {unit} with {name} and "
+            f"block_size={landmarks.block_size}"
+        )
 
 
 def check_adapter(spec: TrainSpec) -> None:
@@ -101,8 +148,9 @@ def check_objective(model: ModelConfig, config: Config) -> str:
         raise ValueError(
             f"model.name_or_path={name}: must have a head that bptjax trains: a decoder, or an "
             "encoder of text for masked language modeling (…ForMaskedLM) or classification "
-            "(…ForSequenceClassification); model.classes gives a BERT, RoBERTa or ModernBERT new "
-            "classes"
+            "(…ForSequenceClassification), or one of images for classification "
+            "(ViTForImageClassification); model.classes gives a BERT, RoBERTa, ModernBERT or ViT "
+            "new classes"
             if name
             else "model.causal=false: must go with model.masked_head=true or model.classes"
         )
@@ -112,6 +160,16 @@ def check_objective(model: ModelConfig, config: Config) -> str:
             f"data.mlm_probability={probability}: must go with an encoder that has "
             "model.masked_head; leave it out"
         )
+    if not model.causal:
+        for key, value, unset in (
+            ("train.sample_tokens", config.train.sample_tokens, 0),
+            ("train.num_eval_generations", config.train.num_eval_generations, 0),
+            ("adapter.type", config.adapter.type, "none"),
+        ):
+            if value != unset:
+                raise ValueError(f"{key}={value}: must be {unset} for an encoder; leave it out")
+    if model.image_size is not None:
+        _check_images(model, config)
     own = ("auto", LABELED) if objective == "class" else set(get_args(Format)) - {LABELED}
     if config.data.format not in own:
         raise ValueError(
@@ -123,12 +181,35 @@ def check_objective(model: ModelConfig, config: Config) -> str:
             "data.too_long=truncate_left: must keep the first token, which a classifier reads; set "
             "truncate_right"
         )
-    if not model.causal:
-        for key, value, unset in (
-            ("train.sample_tokens", config.train.sample_tokens, 0),
-            ("train.num_eval_generations", config.train.num_eval_generations, 0),
-            ("adapter.type", config.adapter.type, "none"),
-        ):
-            if value != unset:
-                raise ValueError(f"{key}={value}: must be {unset} for an encoder; leave it out")
     return objective
+
+
+def _check_images(model: ModelConfig, config: Config) -> None:
+    """Checks the config of a model of images.
+
+    Raises:
+      ValueError: the model does not come from a checkpoint, or the config sets a key that only
+        models of text have.
+    """
+    name, tokens = config.model.name_or_path, model.patches + 1
+    if name is None:
+        raise ValueError(
+            f"model.image_size={model.image_size}: must come from a checkpoint; set "
+            "model.name_or_path"
+        )
+    if model.max_position_embeddings != tokens or model.add_tokens:
+        raise ValueError(
+            "model.max_position_embeddings, model.add_tokens: must not be set for a model of "
+            "images; leave them out"
+        )
+    text = f"must be left out for the images of {name}"
+    allowed: dict[str, Any] = {
+        "train.seq_len": (TrainConfig().seq_len, tokens),
+        "data.packing": (DataConfig().packing, "none"),
+    }
+    plain = flatten(DataConfig(), "data.")
+    allowed |= {key: (plain[key],) for key in plain.keys() - IMAGE_KEYS - allowed.keys()}
+    keys = flatten(config)
+    for key, values in allowed.items():
+        if keys[key] not in values:
+            raise ValueError(f"{key}={keys[key]}: {text}")

@@ -40,7 +40,7 @@ class StepCompiler:
           RunFailed: the step does not use the host memory that execution.offload asks for.
         """
         log = self._log
-        A, B, T = batch["tokens"].shape
+        A, B, T = batch["labels"].shape
         text = f"compiling the step for {A} × {plural(B, 'sequence')} of {T} tokens"
         with self.compilations.announce(text), record_choices() as choices:
             compiled = compile_step(self._spec, state, batch)

@@ -3,42 +3,58 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from pathlib import Path
 
 import jax
 
 from bptjax.config import Config
 from bptjax.data.files import LABELED, Document
+from bptjax.data.images import ImageProcessor, open_images
+from bptjax.data.loader import Processor
 from bptjax.data.records import readable
 from bptjax.data.sources import Mixture, Training, open_split
 from bptjax.data.survey import survey
 from bptjax.data.tokenizer import Tokenizer, add_tokens, make_tokenizer, vocabulary_warning
 from bptjax.heartbeat import beat
+from bptjax.hf.checkpoint import SIDECARS
+from bptjax.hf.families.encoders import class_names
+from bptjax.json_files import read_json
 from bptjax.pretrained import Pretrained, open_pretrained
 from bptjax.training.checks import check_objective
+
+# Classes of images named in a line.
+SHOWN_CLASSES = 10
 
 
 @dataclass(frozen=True)
 class RunData:
-    """Documents, and the tokenizer for them.
+    """Documents or images, and the processor for them.
 
     Attributes:
       train, held_out: documents.
       pretrained: the checkpoint to start from, whose weights are not read yet; None for a new
         model.
-      tokenizer: the tokenizer with added tokens and with the template and stop tokens of the chats.
+      processor: the tokenizer with added tokens and with the template and stop tokens of the chats;
+        of images, their processor.
       objective, classes: objective and number of classes of the model.
       added: tokens of model.add_tokens that the tokenizer did not have.
-      notes: lines about the tokenizer and the chats, for the log.
+      notes: lines about the tokenizer and the chats, or the classes, for the log.
     """
 
     train: Training
     held_out: Sequence[Document]
     pretrained: Pretrained | None
-    tokenizer: Tokenizer
+    processor: Processor
     objective: str
     added: Sequence[str]
     classes: int
     notes: list[str]
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The processor of a run on text."""
+        assert not isinstance(self.processor, ImageProcessor)
+        return self.processor
 
 
 def open_data(config: Config) -> RunData:
@@ -51,6 +67,8 @@ def open_data(config: Config) -> RunData:
     if config.model.name_or_path:
         say(f"reading the checkpoint {config.model.name_or_path}")
         pretrained = open_pretrained(config.model, config.seed)
+        if pretrained.config.image_size is not None:
+            return _open_images(config, pretrained)
     objective = check_objective(pretrained.config if pretrained else config.model, config)
     say("reading data")
     data = replace(config.data, format=LABELED) if objective == "class" else config.data
@@ -71,6 +89,64 @@ def open_data(config: Config) -> RunData:
     warning = vocabulary_warning(tokenizer, sidecars) if sidecars and not own else None
     notes = [*([warning] if warning else []), *chats.notes(tokenizer)]
     return RunData(train, held_out, pretrained, tokenizer, objective, added, model.classes, notes)
+
+
+def _open_images(config: Config, pretrained: Pretrained) -> RunData:
+    """Opens the images, whose directories are the classes of a model without classes."""
+    model = pretrained.config
+    # The number of new classes changes no check.
+    objective = check_objective(replace(model, classes=model.classes or 2), config)
+    say("reading data")
+    found, train, held_out = open_images(config.data)
+    if pretrained.new or not pretrained.config.classes:
+        names = found.names
+        if config.model.classes not in (0, len(names)):
+            raise ValueError(
+                f"model.classes={config.model.classes}: must be {len(names)}, the number of "
+                f"classes in data.path={config.data.path}; leave it out"
+            )
+        wanted = replace(config.model, classes=len(names))
+        pretrained = open_pretrained(wanted, config.seed)
+    else:
+        names = _class_names(pretrained, found.names, config)
+    saved = Path(config.run_dir).expanduser() / SIDECARS / "config.json"
+    if saved.exists() and read_json(saved).get("id2label") != class_names(names)["id2label"]:
+        raise ValueError(
+            f"data.path={config.data.path}: must have the classes of the run in {config.run_dir}; "
+            "restore the directories, or choose another run_dir"
+        )
+    model, sidecars = pretrained.config, pretrained.sidecars
+    assert model.image_size and model.patch_size and sidecars
+    size = model.channels, *model.image_size
+    processor = ImageProcessor(sidecars, size, model.patch_size, names)
+    processor.check()
+    counts = [f"{name} ({n:,})" for name, n in zip(found.names, found.counts, strict=True)]
+    shown = ", ".join(counts[:SHOWN_CLASSES]) + ", …" * (len(counts) > SHOWN_CLASSES)
+    notes = [f"classes: {shown}"]
+    return RunData(train, held_out, pretrained, processor, objective, (), len(names), notes)
+
+
+def _class_names(pretrained: Pretrained, found: list[str], config: Config) -> list[str]:
+    """Returns the names of a classifier's classes by number. Classes without names of their own get
+    the names of the directories.
+
+    Raises:
+      ValueError: a directory is none of the classes.
+    """
+    assert pretrained.sidecars is not None
+    labels = read_json(pretrained.sidecars / "config.json").get("id2label") or {}
+    plain = [f"LABEL_{i}" for i in range(pretrained.config.classes)]
+    names = [str(labels.get(str(i), name)) for i, name in enumerate(plain)]
+    if names == plain and len(found) == len(plain):
+        return found
+    if unknown := [name for name in found if name not in names]:
+        known = ", ".join(names[:SHOWN_CLASSES]) + ", …" * (len(names) > SHOWN_CLASSES)
+        raise ValueError(
+            f"data.path={config.data.path}: class {unknown[0]!r}: must be one of the {len(names)} "
+            f"classes of {config.model.name_or_path} ({known}); rename the directories, or start "
+            "from a model without a classifier, which gets new classes"
+        )
+    return names
 
 
 def say(line: str) -> None:

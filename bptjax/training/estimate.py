@@ -14,9 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from bptjax.devices import KINDS, kind_of
-from bptjax.ops.attention import RESIDUAL_NAMES
+from bptjax.ops import attention, delta_rule
 from bptjax.parallel.mesh import num_shards
-from bptjax.remat import OF_EXPERTS, REMAT, UNCHUNKED, TrainingExecution
+from bptjax.remat import OF_EXPERTS, REMAT, RESIDUAL_NAMES, UNCHUNKED, TrainingExecution
+from bptjax.training.flops import linear_attention_flops
 from bptjax.training.prediction import tree_bytes
 from bptjax.training.spec import TrainSpec
 from bptjax.training.state import abstract_state, kernel_sizes, split_trained
@@ -33,6 +34,8 @@ STREAM_WORKSPACE, FEED_FORWARD_WORKSPACE = 12, 3.5
 FLOAT8_TRAFFIC = 4.4
 # Share of the memory of the loss that its buffers take from the layers, because they leave gaps.
 FRAGMENTED = 0.02
+# Products of a layer whose results no policy saves by name.
+NEVER_SAVED = {"down", "gates"}
 # FLOPs of attention, forward and backward, in those of the forward pass.
 ATTENTION = 3.5
 # FLOPs of a linear layer in those of its forward pass: trained, and frozen beside an adapter.
@@ -98,7 +101,8 @@ class Estimator:
         self.sequence = -(-train.seq_len // num_shards(spec.mesh, "sequence"))
         self.tokens = train.per_device_train_batch_size * self.sequence
         pairs, T = 0.0, train.seq_len
-        layers = Counter((kind.window, kind.pattern) for kind in self.model.layer_kinds)
+        kinds = (kind for kind in self.model.layer_kinds if not kind.linear)
+        layers = Counter((kind.window, kind.pattern) for kind in kinds)
         for (window, pattern), count in layers.items():
             window = min(window or T, T)
             if pattern is None and self.model.causal:
@@ -110,34 +114,52 @@ class Estimator:
         batch = self.tokens / train.seq_len
         # FLOPs of the forward pass of attention, over all layers.
         self.attention = 4.0 * batch * pairs * self.model.num_heads * self.model.H / self.tp
+        self.attention += linear_attention_flops(self.model) * self.tokens / self.tp
 
     @cached_property
-    def products(self) -> dict[str, tuple[int, int]]:
+    def products(self) -> dict[str, tuple[float, float]]:
         """Parameters of each matrix product of a layer on a device, and bytes of its result per
-        token, by the name under which the result can be saved."""
+        token, by the name under which the result can be saved, if it can. `gates` are the gates of
+        attention and linear attention."""
         m, size, D = self.model, self.size, self.model.hidden_size
-        F = m.active_F // self.tp
-        heads, kv = m.num_heads * m.H // self.tp, max(m.K * m.H // self.tp, m.H)
-        found = {
-            "query": (D * heads, heads * size),
-            "key": (D * kv, kv * size),
-            "value": (D * kv, kv * size),
-            "attended": (heads * D, D * size),
-            "up": (D * F, F * size),
-            "down": (F * D, D * size),
-        }
+        F, heads = m.active_F // self.tp, m.num_heads * m.H // self.tp
+        kv = max(m.K * m.H // self.tp, m.H)
+        full = {"query": heads, "key": kv, "value": kv, "attended": heads}
+        full |= {"gates": heads} if m.attention_gate else {}
+        linear, share = {}, 0.0
+        if m.linear_layers:
+            (K, H), (N, W) = m.linear_heads
+            keys, values = max(K * H // self.tp, H), N * W // self.tp
+            linear = {"query": keys, "key": keys, "value": values, "attended": values}
+            linear |= {"gates": values + 2 * N // self.tp}
+            share = len(m.linear_layers) / m.num_layers
+        found = {}
+        for name in full | linear:
+            # The mean of the layers.
+            width = share * linear.get(name, 0) + (1 - share) * full.get(name, 0)
+            found[name] = D * width, size * (D if name == "attended" else width)
+        found |= {"up": (D * F, F * size), "down": (F * D, D * size)}
         return found | ({"gate": found["up"]} if m.gated else {})
 
     @cached_property
-    def widths(self) -> dict[str, int]:
+    def widths(self) -> dict[str, float]:
         """Bytes per token and layer of each activation that can be saved."""
-        found = {name: width for name, (_, width) in self.products.items() if name != "down"}
-        if self.model.residual != "sequential":
+        m = self.model
+        found = {name: x for name, (_, x) in self.products.items() if name not in NEVER_SAVED}
+        if m.residual != "sequential":
             del found["attended"]
         if self.ep > 1:
             found = {name: width for name, width in found.items() if name not in OF_EXPERTS}
-        out, lse = RESIDUAL_NAMES
-        return found | {out: found["query"], lse: 4 * self.model.num_heads // self.tp}
+        share = len(m.linear_layers) / m.num_layers
+        heads = (1 - share) * m.num_heads / self.tp
+        names, widths = list(attention.RESIDUAL_NAMES), [heads * m.H * self.size, 4 * heads]
+        if m.linear_layers:
+            (_, H), (N, W) = m.linear_heads
+            heads, group = share * N / self.tp, delta_rule.GROUP * delta_rule.CHUNK
+            names += delta_rule.RESIDUAL_NAMES
+            # A float32 state for each group of chunks.
+            widths += [heads * W * self.size, 4 * heads * H * W / group]
+        return found | dict(zip(names, widths, strict=True))
 
     def saved_names(self, execution: TrainingExecution) -> set[str]:
         """Returns the names of the activations that are saved in each layer."""
@@ -160,14 +182,15 @@ class Estimator:
             return 2.0 * n * L * sum(self.products[name][0] for name in names)
 
         classes = m.classes or m.V
+        none = execution.remat == "none"
         every, kernel, vocab = products(self.products), self.attention, classes * m.E / tp
-        again = self.products.keys() - names - {"down"}
+        again = self.products.keys() - names - (NEVER_SAVED if none else {"down"})
         passes = FROZEN if self.frozen else TRAINED
         layers = passes * every + products(again) + (every if nested else 0.0)
         head = passes * 2.0 * n * vocab
-        attention = ATTENTION * kernel + (0.0 if names >= {*RESIDUAL_NAMES} else kernel)
-        attention += kernel if nested else 0.0
-        seconds = head / rates.products + attention / rates.attention(m.H)
+        attending = ATTENTION * kernel + (0.0 if names >= {*attention.RESIDUAL_NAMES} else kernel)
+        attending += kernel if nested else 0.0
+        seconds = head / rates.products + attending / rates.attention(m.H)
         seconds += layers / (rates.float8 if self.float8 else rates.products)
 
         passes = 1.0 + 0.3 * bool(again) + 0.4 * bool(nested)
@@ -205,5 +228,5 @@ class Estimator:
         loss = 6 * min(execution.ce_chunk, n) * classes / tp + (0 if self.frozen else 4 * vocab)
         # Most gradients do not exist yet during the loss.
         workspace = max(workspace, loss - self.gradients) + FRAGMENTED * loss
-        flops = self.micro_batches * (layers + head + attention)
-        return Estimate(seconds, flops, outer + inner - moved, moved, int(workspace))
+        flops = self.micro_batches * (layers + head + attending)
+        return Estimate(seconds, flops, int(outer + inner - moved), moved, int(workspace))

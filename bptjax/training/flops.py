@@ -3,6 +3,7 @@
 from collections import Counter
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
@@ -46,12 +47,31 @@ def matmul_parameters(spec: TrainSpec) -> ParameterCounts:
     return ParameterCounts(total - idle - unused, trained - unused)
 
 
-def attended_pairs(model: ModelConfig, positions: Array, segments: Array) -> Array:
-    """Returns the number of query-key pairs that the masks of all layers allow, float32: causal in
-    decoders, within documents, and within each layer's window or pattern. The patterns of encoders
-    count as full attention."""
+def attended_pairs(
+    model: ModelConfig,
+    positions: Array,
+    segments: Array,
+    tokens: Array | None = None,
+    order: np.ndarray | None = None,
+) -> Array:
+    """Returns the number of query-key pairs that the masks of all layers of attention allow,
+    float32: causal in decoders, within documents, and within each layer's window or pattern. The
+    patterns of encoders count as full attention.
+
+    Args:
+      tokens: token ids, by which the markers of a pattern count.
+      order: position of each token in its sequence, if the tokens are in another order.
+    """
+    marked = None
+    if tokens is not None and model.pattern is not None:
+        marked = model.pattern.marked(tokens.reshape(-1, tokens.shape[-1]))
     positions, segments = (x.reshape(-1, x.shape[-1]) for x in (positions, segments))
-    layers = Counter((kind.window, kind.pattern) for kind in model.layer_kinds)
+    if marked is not None and order is not None:
+        marked, positions, segments = (
+            x[:, np.argsort(order)] for x in (marked, positions, segments)
+        )
+    kinds = (kind for kind in model.layer_kinds if not kind.linear)
+    layers = Counter((kind.window, kind.pattern) for kind in kinds)
     pairs, after = jnp.zeros(()), None
     if not model.causal:
         after = document_lengths(positions, segments) - 1 - positions
@@ -60,7 +80,7 @@ def attended_pairs(model: ModelConfig, positions: Array, segments: Array) -> Arr
         if after is not None:
             keys += after if window is None else jnp.minimum(after, window - 1)
         elif pattern is not None:
-            keys = pattern.keys(positions, positions.shape[1])
+            keys = pattern.keys(positions, positions.shape[1], marked)
         pairs += count * jnp.where(segments != 0, keys.astype(jnp.float32), 0.0).sum()
     return pairs
 
@@ -81,4 +101,14 @@ def model_flops(
     """
     total, trained = parameters
     attention = 12.0 * pairs * model.num_heads * model.H
+    attention += 3.0 * linear_attention_flops(model) * tokens
     return (4.0 * total + 2.0 * trained) * tokens + attention
+
+
+def linear_attention_flops(model: ModelConfig) -> float:
+    """Returns the FLOPs per token of the forward pass of linear attention, over all layers that
+    have it: a token reads the state for its key, adds a product, and reads it for its query."""
+    if not model.linear_layers:
+        return 0.0
+    (_, H), (N, W) = model.linear_heads
+    return 6.0 * len(model.linear_layers) * N * H * W

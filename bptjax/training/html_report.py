@@ -17,6 +17,7 @@ import numpy as np
 
 from bptjax.config import Config, defaults, flatten
 from bptjax.data.encode import IGNORED
+from bptjax.data.images import ImageProcessor
 from bptjax.data.loader import token_masking
 from bptjax.data.marked import marked
 from bptjax.metrics import printable, read_metrics
@@ -94,8 +95,10 @@ def describe(run: TrainingRun) -> dict[str, Any]:
     device = mesh.local_devices[0]
     usual = flatten(Config()) | dict.fromkeys(defaults(Config(), device.platform))
     usual |= defaults(config, device.platform)
-    masking = token_masking(run.tokenizer, config.data, run.objective)
-    firsts = [(account.name, account.first) for account in run.check.accounts if account.first]
+    masking = token_masking(run.processor, config.data, run.objective)
+    text = not isinstance(run.processor, ImageProcessor)
+    accounts = run.check.accounts if text else []
+    firsts = [(account.name, account.first) for account in accounts if account.first]
     if masking is not None:
         rng = np.random.default_rng(config.data.seed)
         firsts = [(name, masking(first, rng)) for name, first in firsts]
@@ -115,7 +118,7 @@ def describe(run: TrainingRun) -> dict[str, Any]:
             }
             for name, first in firsts
         ],
-        "template": run.tokenizer.chat_template,
+        "template": run.tokenizer.chat_template if text else None,
         "changed": [key for key, value in flatten(config).items() if value != usual.get(key)],
         "environment": {
             "devices": f"{mesh.size} × {device.device_kind}",

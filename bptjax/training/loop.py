@@ -19,7 +19,6 @@ from bptjax.parallel.distributed import (
     all_gather_json,
     all_reduce_max,
     exit_after_timeout,
-    raise_together,
     shutdown,
     translate_peer_errors,
 )
@@ -29,7 +28,6 @@ from bptjax.training.flops import hardware_metrics, matmul_parameters, model_flo
 from bptjax.training.guards import (
     RunFailed,
     diverged,
-    exclusive,
     explain_out_of_memory,
     finite,
     stop_signals,
@@ -37,7 +35,7 @@ from bptjax.training.guards import (
 from bptjax.training.html_report import memory_of, reporting
 from bptjax.training.logs import Logs, open_logs
 from bptjax.training.report import export_adapter, log_summary, predict_answers, sample_text
-from bptjax.training.resume import Start, complete_state, find_start
+from bptjax.training.resume import Start, complete_state, find_start, open_checkpoints
 from bptjax.training.run_directory import write_config
 from bptjax.training.setup import TrainingRun
 from bptjax.training.spikes import Spike, Spikes
@@ -66,12 +64,7 @@ def train(run: TrainingRun, *, profile: bool = False) -> int:
     first = jax.process_index() == 0
     with ExitStack() as stack:
         stack.callback(run.batches.close)
-        with raise_together():
-            if first:
-                stack.enter_context(exclusive(run.directory))
-        limit, every = run.config.checkpoint.save_total_limit, run.config.checkpoint.keep_every
-        checkpoints = Checkpoints(run.directory, save_total_limit=limit, keep_every=every)
-        stack.callback(checkpoints.close)
+        checkpoints = stack.enter_context(open_checkpoints(run))
         stack.push(exit_after_timeout)
         facts = stack.enter_context(reporting(run))
         stack.enter_context(explain_out_of_memory(run.spec))

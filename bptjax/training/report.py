@@ -74,7 +74,7 @@ def _held_out_loss(run: TrainingRun, losses: list[float]) -> list[str]:
     complete = not run.eval_is_partial and run.check.held_out.complete
     complete &= run.objective == "next_token"
     texts = list(readable(run.held_out, config.data.bad_records)) if complete else []
-    only_bytes = isinstance(run.tokenizer, ByteTokenizer) and all(isinstance(x, str) for x in texts)
+    only_bytes = isinstance(run.processor, ByteTokenizer) and all(isinstance(x, str) for x in texts)
     if only_bytes and (size := sum(len(run.tokenizer.encode(text)) for text in texts)):
         labels = run.check.held_out.loss_tokens
         first, last = (loss * labels / size / math.log(2) for loss in (before, after))
@@ -88,7 +88,8 @@ def _held_out_loss(run: TrainingRun, losses: list[float]) -> list[str]:
     else:
         number = config.train.eval_batches if run.eval_is_partial else None
         limit = f" (first {plural(number, 'batch', 'es')})" if number else ""
-        unit = "document" if run.spec.model.objective == "class" else "token"
+        unit = "document" if run.objective == "class" else "token"
+        unit = unit if run.spec.model.image_size is None else "image"
         lines = [
             f"held-out nats per {unit}{limit}: {before:.4f} before training, {after:.4f} after"
         ]

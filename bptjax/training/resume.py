@@ -1,13 +1,19 @@
 """Finds the start of a run: step 0 or its newest checkpoint."""
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from bptjax.checkpoint import Checkpoints
 from bptjax.heartbeat import beat
+from bptjax.local_checkpoints import identity, local_directory, make_local_directory
 from bptjax.metrics import NullLogger, RunProgress
+from bptjax.parallel.distributed import all_gather_json, raise_together
 from bptjax.schedule import learning_rate
+from bptjax.training.guards import exclusive
 from bptjax.training.setup import TrainingRun
 from bptjax.training.spec import TrainSpec
 from bptjax.training.state import (
@@ -31,6 +37,41 @@ class Start(NamedTuple):
     step: int
     state: TrainState | None
     extra: dict[str, Any]
+
+
+@contextmanager
+def open_checkpoints(run: TrainingRun) -> Iterator[Checkpoints]:
+    """Yields the checkpoints of a run, whose directories no other run may use meanwhile, and
+    finishes the last save at the end.
+
+    Raises:
+      ValueError: another process uses the run directory, or checkpoint.local_dir cannot be used.
+    """
+    config, first, local = run.config.checkpoint, jax.process_index() == 0, None
+    with ExitStack() as stack:
+        with raise_together():
+            if first:
+                stack.enter_context(exclusive(run.directory))
+        if config.local_dir is not None:
+            local = local_directory(config.local_dir, run.directory)
+            with raise_together():
+                if first:
+                    make_local_directory(config.local_dir, run.directory)
+                    stack.enter_context(exclusive(local))
+            with raise_together():
+                if (here := identity(local)) != all_gather_json(here)[0]:
+                    raise ValueError(
+                        f"checkpoint.local_dir={config.local_dir}: must be the same directory in "
+                        "all processes, which must be on one host; leave it out for several hosts"
+                    )
+        checkpoints = Checkpoints(
+            run.directory,
+            save_total_limit=config.save_total_limit,
+            keep_every=config.keep_every,
+            local=local,
+        )
+        stack.callback(checkpoints.close)
+        yield checkpoints
 
 
 def find_start(run: TrainingRun, checkpoints: Checkpoints) -> Start:

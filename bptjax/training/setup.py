@@ -3,9 +3,9 @@
 import json
 import math
 import os
-import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,21 +14,21 @@ import jax
 import numpy as np
 
 from bptjax.command_line import plural
-from bptjax.config import Config, defaults, flatten, to_yaml
+from bptjax.config import Config, flatten, to_yaml
 from bptjax.data.batches import Batches
 from bptjax.data.chat import Chat
 from bptjax.data.check import DataCheck
 from bptjax.data.encode import prompt_and_answer
-from bptjax.data.loader import data_check, eval_loader, train_loader
+from bptjax.data.images import ImageProcessor
+from bptjax.data.loader import Processor, data_check, eval_loader, train_loader
 from bptjax.data.records import readable
-from bptjax.data.sources import count
-from bptjax.data.tokenizer import Tokenizer
+from bptjax.data.tokenizer import Tokenizer, token_id
 from bptjax.execution import ExecutionConfig
 from bptjax.hf.checkpoint import SIDECARS, copy_sidecar_files
-from bptjax.hf.families.encoders import with_classes
-from bptjax.hf.from_scratch import family_of
+from bptjax.hf.families.encoders import class_names, with_classes
 from bptjax.json_files import read_json
 from bptjax.links import check_links
+from bptjax.models.attention_pattern import find_tokens
 from bptjax.models.config import ModelConfig
 from bptjax.output import explain_full_disk, replaced_files, write_atomically
 from bptjax.parallel.distributed import (
@@ -38,14 +38,15 @@ from bptjax.parallel.distributed import (
     raise_together,
     translate_peer_errors,
 )
-from bptjax.parallel.mesh import ParallelConfig, make_mesh, num_shards, select_devices
+from bptjax.parallel.mesh import ParallelConfig, make_mesh, select_devices
 from bptjax.pretrained import Pretrained
 from bptjax.schedule import describe_schedule
 from bptjax.training.auto import complete_execution
-from bptjax.training.checks import check_adapter, check_float8, check_model
+from bptjax.training.checks import check_adapter, check_float8, check_landmarks, check_model
 from bptjax.training.data import RunData, open_data, say
+from bptjax.training.notes import describe_devices, describe_model
 from bptjax.training.run_directory import acquire_run_dir, saved_execution, saved_keys
-from bptjax.training.spec import TrainSpec
+from bptjax.training.spec import TrainSpec, fit_to_images
 from bptjax.training.step import check_kernel
 
 
@@ -64,13 +65,19 @@ class TrainingRun:
 
     config: Config
     spec: TrainSpec
-    tokenizer: Tokenizer
+    processor: Processor
     held_out: Any
     batches: Batches
     check: DataCheck
     eval_prompts: Sequence[tuple[np.ndarray, np.ndarray]]
     notes: list[str]
     base_fingerprint: str | None = None
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The processor of a run on text."""
+        assert not isinstance(self.processor, ImageProcessor)
+        return self.processor
 
     @property
     def objective(self) -> str:
@@ -85,12 +92,13 @@ class TrainingRun:
         """Returns the held-out batches `[B, T]` in fixed order, up to train.eval_batches."""
         return eval_loader(
             self.held_out,
-            self.tokenizer,
+            self.processor,
             self.config.data,
             seq_len=self.config.train.seq_len,
             batch_size=self.spec.micro_batch_size,
             objective=self.objective,
             classes=self.spec.model.classes,
+            landmarks=self.spec.model.landmarks,
             max_batches=self.config.train.eval_batches,
         )
 
@@ -124,6 +132,7 @@ def setup(config: Config) -> TrainingRun:
             check_links(run_dir)
         config = _with_defaults(config, devices[0].platform)
         run = _open_run(config, devices)
+        config = fit_to_images(config, run.spec.model)
     spec, notes = complete_execution(run.spec, say, first=saved_execution(config))
     run = replace(run, config=spec.config, spec=spec, notes=[*run.notes, *notes])
     if config.train.epochs is not None:
@@ -146,12 +155,17 @@ def _write_run_dir(run: TrainingRun, config: Config) -> None:
     acquire_run_dir(run.directory, config)
     pretrained = run.spec.pretrained
     with replaced_files(run.directory) as fresh:
-        run.tokenizer.save(fresh)
+        processor = run.processor
+        if not isinstance(processor, ImageProcessor):
+            processor.save(fresh)
         if pretrained and pretrained.sidecars:
             copy_sidecar_files(pretrained.sidecars, fresh / SIDECARS)
             file = fresh / SIDECARS / "config.json"
             raw = read_json(file)
-            if (changed := with_classes(raw, pretrained.config.classes)) is not raw:
+            changed = with_classes(raw, pretrained.config.classes)
+            if isinstance(processor, ImageProcessor):
+                changed = changed | class_names(processor.names)
+            if changed != raw:
                 write_atomically(file, json.dumps(changed, indent=2) + "\n")
     if pretrained and pretrained.others and config.adapter.type == "none":
         pretrained.others.save(run.directory / SIDECARS)
@@ -188,15 +202,17 @@ def _open_run(config: Config, devices: list[jax.Device]) -> TrainingRun:
                 )
     mesh = make_mesh(config.parallel, devices)
     data = open_data(config)
+    model, pretrained = _size_model(config, data)
+    config = fit_to_images(config, model)
     for key in config.needs_evaluations:
         if not len(data.held_out):
             raise ValueError(
                 f"{key}: must go with held-out data; set data.eval_fraction or data.eval_path"
             )
-    model, pretrained = _size_model(config, data)
     check_model(model, pretrained)
     spec = TrainSpec(config, model, mesh, pretrained)
     spec.execution.check(model)
+    check_landmarks(spec)
     check_adapter(spec)
     check_float8(spec)
     if config.execution.attention_implementation != "auto":
@@ -204,51 +220,64 @@ def _open_run(config: Config, devices: list[jax.Device]) -> TrainingRun:
     seq_len, size = config.train.seq_len, spec.global_batch_size
     batches = train_loader(
         data.train,
-        data.tokenizer,
+        data.processor,
         config.data,
         seq_len=seq_len,
         batch_size=size,
         objective=data.objective,
         classes=model.classes,
+        landmarks=model.landmarks,
         local=spec.layout.addressable_indices(size),
     )
     return TrainingRun(
         config=config,
         spec=spec,
-        tokenizer=data.tokenizer,
+        processor=data.processor,
         held_out=data.held_out,
         batches=batches,
         check=data_check(
             data.train,
             data.held_out,
-            data.tokenizer,
+            data.processor,
             config.data,
             seq_len=seq_len,
             objective=data.objective,
             classes=model.classes,
+            landmarks=model.landmarks,
         ),
         eval_prompts=_eval_prompts(config, model, data),
-        notes=[*_describe_devices(spec, data), *_describe_model(spec, data), *data.notes],
+        notes=[*describe_devices(spec, data), *describe_model(spec, data), *data.notes],
     )
 
 
 def _size_model(config: Config, data: RunData) -> tuple[ModelConfig, Pretrained | None]:
-    """Returns the model and the checkpoint, with a vocabulary that fits the tokenizer.
+    """Returns the model and the checkpoint, with a vocabulary and markers that fit the tokenizer of
+    a run on text.
 
     Raises:
-      ValueError: the model has too few token embeddings or learned positions.
+      ValueError: the model has too few token embeddings or learned positions; a marker is not one
+        token, or a landmark ends texts.
     """
-    pretrained, tokenizer = data.pretrained, data.tokenizer
+    pretrained, tokenizer = data.pretrained, data.processor
     model = pretrained.config if pretrained else config.model
+    if isinstance(tokenizer, ImageProcessor):
+        return model, pretrained
     if pretrained and model.V >= tokenizer.vocab_size - len(data.added):
         model = replace(model, vocab_size=max(model.V, tokenizer.vocab_size))
-        pretrained = replace(pretrained, config=model)
     if model.vocab_size is None:
         model = replace(model, vocab_size=tokenizer.vocab_size)
     if model.V < tokenizer.vocab_size:
         raise ValueError(
             f"model.vocab_size={model.V}: must be at least {tokenizer.vocab_size}, the size of the "
             "tokenizer's vocabulary"
+        )
+    pattern = find_tokens(model.attention_pattern, partial(token_id, tokenizer))
+    model = replace(model, attention_pattern=pattern)
+    ends = tokenizer.eos_id, *tokenizer.stop_ids
+    if model.landmarks is not None and model.landmarks.token in ends:
+        raise ValueError(
+            f"model.attention_pattern.token={model.landmarks.token}: must not be a token that ends "
+            "a text, because a landmark is never generated; add a token by model.add_tokens"
         )
     learned = model.position_embedding == "learned"
     if learned and config.train.seq_len > (model.max_position_embeddings or 0):
@@ -257,57 +286,7 @@ def _size_model(config: Config, data: RunData) -> tuple[ModelConfig, Pretrained 
             f"model.max_position_embeddings={model.max_position_embeddings}; set "
             "model.max_position_embeddings to extend the learned positions"
         )
-    return model, pretrained
-
-
-def _describe_devices(spec: TrainSpec, data: RunData) -> list[str]:
-    """Formats the lines about devices and data for the log."""
-    devices, layout = spec.mesh.devices.reshape(-1), spec.layout
-    axes = " ".join(f"{name}={size}" for name, size in spec.mesh.shape.items())
-    if num_shards(spec.mesh, "sequence") > 1:
-        axes += f", the sequence by {': '.join(layout.strategy)}"
-    where = f"{len(devices)} × {devices[0].device_kind}"
-    where += f" of {jax.process_count()} processes" if jax.process_count() > 1 else ""
-    return [
-        f"devices: {where}, jax {jax.__version__}, mesh {axes}",
-        f"data: {count(data.train)} documents, {len(data.held_out):,} held out, "
-        f"vocabulary {spec.model.V}",
-    ]
-
-
-def _describe_model(spec: TrainSpec, data: RunData) -> list[str]:
-    """Formats the lines about the model and its checkpoint for the log."""
-    config, model, pretrained, notes = spec.config, spec.model, spec.pretrained, []
-    if model.add_tokens:
-        known = [token for token in model.add_tokens if token not in data.added]
-        size = data.tokenizer.vocab_size
-        text = f"model.add_tokens: {len(data.added)} new, the vocabulary has {size}"
-        notes.append(text + (f"; in it already: {', '.join(map(repr, known))}" if known else ""))
-    if not pretrained:
-        try:
-            family_of(model)
-        except ValueError as error:
-            notes.append(f"this model cannot be exported to Hugging Face's format: {error}")
-        return notes
-    notes.append(f"model: from {config.model.name_or_path}")
-    own, used = defaults(config, spec.mesh.local_devices[0].platform), flatten(config)
-    own.pop("train.max_steps", None)  # It does not depend on the checkpoint.
-    used_defaults = ", ".join(
-        f"{key}={used[key]}"
-        for key in own
-        if used[key] == own[key] and not key.startswith("execution.")
-    )
-    if used_defaults:
-        text = f"fine-tuning defaults: {used_defaults}"
-        notes += textwrap.wrap(text, 80, subsequent_indent="  ")
-    notes += [pretrained.left_out] * bool(pretrained.left_out)
-    if model.exceeds_positions(config.train.seq_len):
-        notes.append(
-            f"train.seq_len={config.train.seq_len} is beyond the model's "
-            f"{model.max_position_embeddings} positions; scale them by model.rope_parameters, "
-            "and set model.max_position_embeddings to record the new length"
-        )
-    return notes
+    return model, replace(pretrained, config=model) if pretrained else None
 
 
 def _count_epoch(run: TrainingRun) -> TrainingRun:
@@ -317,12 +296,17 @@ def _count_epoch(run: TrainingRun) -> TrainingRun:
       ValueError: a bad record.
     """
     epochs, check, size = run.config.train.epochs or 0.0, run.check, run.spec.global_batch_size
-    say("train.epochs: reading all records, to count the sequences of an epoch")
-    with raise_together():
-        if jax.process_index() == 0:
-            check.run(math.inf)
-    tokens = sum(account.tokens for account in check.accounts)
-    sequences, tokens = all_gather_json([check.sequences_per_epoch, tokens])[0]
+    if run.spec.model.image_size is not None and run.config.data.bad_records == "error":
+        # Each is a sequence, or ends the run.
+        sequences = sum(account.total or 0 for account in check.accounts)
+        tokens = sequences * run.config.train.seq_len
+    else:
+        say("train.epochs: reading all records, to count the sequences of an epoch")
+        with raise_together():
+            if jax.process_index() == 0:
+                check.run(math.inf)
+        tokens = sum(account.tokens for account in check.accounts)
+        sequences, tokens = all_gather_json([check.sequences_per_epoch, tokens])[0]
     steps = max(1, math.ceil(round(epochs * sequences / size, 6)))
     note = f"train.epochs={epochs:g}: {plural(steps, 'step')} of {plural(size, 'sequence')}, "
     note += f"{epochs * tokens:,.0f} tokens; an epoch is {plural(sequences, 'sequence')}, "

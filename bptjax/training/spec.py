@@ -1,7 +1,7 @@
 """The fixed parts of a run: config, model and mesh, with the arithmetic of batches and steps."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import jax.numpy as jnp
@@ -13,6 +13,15 @@ from bptjax.parallel.layout import Layout
 from bptjax.parallel.mesh import data_shards, num_shards
 from bptjax.pretrained import Pretrained
 from bptjax.remat import TrainingExecution
+
+
+def fit_to_images(config: Config, model: ModelConfig) -> Config:
+    """Returns the config of a run on images, each of which is one sequence of its patches. The
+    config of another model stays."""
+    if model.image_size is None:
+        return config
+    train = replace(config.train, seq_len=model.patches + 1)
+    return replace(config, train=train, data=replace(config.data, packing="none"))
 
 
 @dataclass(frozen=True)

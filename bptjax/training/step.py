@@ -111,6 +111,7 @@ def loss_sums(
       totals: sums of the global batch; None if this micro-batch is all of it.
     """
     hidden, aux = _run_model(spec, model, batch, key)
+    hidden = model.pool(hidden, batch["segments"])
     hidden, labels = fold_sequence_shards((hidden, batch["labels"]))
     with jax.named_scope("loss"):
         hidden = model.for_head(hidden)
@@ -233,9 +234,10 @@ def train_step(
     if loss_scale is not None:
         loss_scale = loss_scale.update(jnp.isfinite(norm))
     real = batch["segments"] != 0
+    fields = (batch[name] for name in ("positions", "segments", "tokens"))
     metrics = {
         "tokens": real.sum(),
-        "attended": attended_pairs(spec.model, batch["positions"], batch["segments"]),
+        "attended": attended_pairs(spec.model, *fields, order=spec.layout.order(real.shape[-1])),
         "train/loss": (losses.loss - losses.z_loss if config.train.z_loss else losses.loss) / count,
         "train/grad_norm": norm,
         "train/learning_rate": rate,
@@ -329,21 +331,36 @@ def abstract_batch(spec: TrainSpec) -> Batch:
     T = train.seq_len + -train.seq_len % layout.multiple
     shape = train.gradient_accumulation_steps, spec.micro_batch_size, T
     x = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=layout.sharding)
-    return dict.fromkeys(("tokens", "labels", "segments", "positions", *_more_fields(spec)), x)
+    names = "tokens", "labels", "segments", "positions", *_more_fields(spec)
+    found = dict.fromkeys(names, x)
+    if width := _patch_width(spec):
+        shape = *shape, width
+        found["tokens"] = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=layout.sharding)
+    return found
 
 
 def _more_fields(spec: TrainSpec) -> tuple[str, ...]:
     """Returns the names of arrays that only batches of some objectives have."""
-    return ("token_types",) if spec.model.objective == "class" else ()
+    text = spec.model.image_size is None
+    return ("token_types",) if spec.model.objective == "class" and text else ()
+
+
+def _patch_width(spec: TrainSpec) -> int:
+    """Returns the number of values in a patch; 0 for a model of text."""
+    height, width = spec.model.patch_size or (0, 0)
+    return spec.model.channels * height * width
 
 
 def random_batch(spec: TrainSpec) -> Batch:
     """Returns a training batch `[A, B, T]` of random tokens, each sequence one document."""
-    train, B = spec.config.train, spec.global_batch_size
+    train, B, rng = spec.config.train, spec.global_batch_size, np.random.default_rng(0)
     shape = B, train.seq_len + 1
-    tokens = np.random.default_rng(0).integers(0, spec.model.V, shape, np.int32)
+    tokens = rng.integers(0, spec.model.classes or spec.model.V, shape, np.int32)
     positions = np.arange(train.seq_len, dtype=np.int32)[None].repeat(B, 0)
     batch = dict(tokens=tokens[:, :-1], labels=tokens[:, 1:], positions=positions)
+    if width := _patch_width(spec):
+        shape = B, train.seq_len, width
+        batch |= dict(tokens=rng.standard_normal(shape, np.float32))
     batch |= dict(segments=np.ones_like(positions))
     batch |= {name: np.zeros_like(positions) for name in _more_fields(spec)}
     return spec.layout.put(batch, train.gradient_accumulation_steps)

@@ -24,6 +24,11 @@ SHORT, LONG = [1.0, 1.1, 1.3, 1.5], [2.0, 3.0, 4.0, 8.0]
 MOE = MODERN | dict(num_experts_per_tok=2, output_router_logits=True, router_aux_loss_coef=0.5)
 GLM_MOE = MODERN | THREE | dict(n_routed_experts=6, num_experts_per_tok=2, use_qk_norm=True)
 GLM_MOE |= dict(moe_intermediate_size=20, head_dim=16)
+LINEAR: dict[str, Any] = dict(num_hidden_layers=4, head_dim=16)
+LINEAR |= dict(linear_num_key_heads=2, linear_num_value_heads=4)
+LINEAR |= dict(linear_key_head_dim=8, linear_value_head_dim=12)
+LINEAR_MOE = dict(num_experts=4, moe_intermediate_size=20, shared_expert_intermediate_size=24)
+LINEAR_FULL = dict(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
 GPT2 = dict(vocab_size=61, n_embd=32, n_layer=2, n_head=4, n_positions=64)
 NEOX = SIZES | dict(intermediate_size=48)
 BLOOM = dict(vocab_size=61, hidden_size=32, n_layer=2, n_head=4)
@@ -35,6 +40,8 @@ TOWER |= dict(patch_size=4, image_size=8, head_dim=8)
 QWEN_TOWER = dict(hidden_size=16, intermediate_size=16, depth=1, num_heads=2, patch_size=4) | dict(
     out_hidden_size=32, num_position_embeddings=16, deepstack_visual_indexes=[0]
 )
+
+QWEN3_5_TOWER = {k: v for k, v in QWEN_TOWER.items() if k != "deepstack_visual_indexes"}
 
 
 def multimodal(text: dict, tower: dict, **more: Any) -> dict[str, Any]:
@@ -171,6 +178,76 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | dict(head_dim=8, num_experts=3, num_experts_per_tok=3, moe_intermediate_size=16)
         | dict(decoder_sparse_step=2)
         | dict(use_sliding_window=True, sliding_window=6),
+    ),
+    "qwen3_5_text": (
+        "Qwen3_5TextConfig",
+        MODERN
+        | LINEAR
+        | LINEAR_FULL
+        | mrope(1, 1, 2, mrope_interleaved=True, partial_rotary_factor=0.5),
+    ),
+    "qwen3_5_text: tied, biases, a layer of each kind, other sizes": (
+        "Qwen3_5TextConfig",
+        MODERN
+        | LINEAR
+        | mrope(1, 1, 0, partial_rotary_factor=0.25)
+        | dict(num_hidden_layers=2, layer_types=["full_attention", "linear_attention"])
+        | dict(linear_num_key_heads=3, linear_num_value_heads=3, linear_key_head_dim=6)
+        | dict(linear_conv_kernel_dim=2, attention_bias=True, tie_word_embeddings=True),
+    ),
+    "qwen3_5_text: linear first and last, full rotation, MQA": (
+        "Qwen3_5TextConfig",
+        MODERN
+        | LINEAR
+        | THREE
+        | mrope(2, 1, 1, partial_rotary_factor=1.0)
+        | dict(layer_types=["linear_attention", "full_attention", "linear_attention"], head_dim=8)
+        | dict(linear_num_key_heads=1, num_key_value_heads=1),
+    ),
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        MOE
+        | LINEAR
+        | LINEAR_FULL
+        | rope("default", partial_rotary_factor=0.5)
+        | LINEAR_MOE
+        | dict(norm_topk_prob=False),
+    ),
+    "qwen3_next: an MLP, a tied head, biases": (
+        "Qwen3NextConfig",
+        MOE
+        | LINEAR
+        | LINEAR_MOE
+        | dict(mlp_only_layers=[1], tie_word_embeddings=True, attention_bias=True),
+    ),
+    "qwen3_next: every other layer has experts, as many heads": (
+        "Qwen3NextConfig",
+        MOE
+        | LINEAR
+        | LINEAR_MOE
+        | rope("linear", factor=2.0, partial_rotary_factor=1.0)
+        | dict(decoder_sparse_step=2, linear_num_value_heads=2, output_router_logits=False),
+    ),
+    "qwen3_5_moe_text": (
+        "Qwen3_5MoeTextConfig",
+        MOE | LINEAR | LINEAR_FULL | mrope(1, 1, 2, partial_rotary_factor=0.5) | LINEAR_MOE,
+    ),
+    "qwen3_5_moe_text: tied, biases": (
+        "Qwen3_5MoeTextConfig",
+        MOE
+        | LINEAR
+        | LINEAR_MOE
+        | mrope(1, 1, 0, mrope_interleaved=True, partial_rotary_factor=0.25)
+        | dict(tie_word_embeddings=True, attention_bias=True),
+    ),
+    "qwen3_5_moe_text: one expert, without its loss": (
+        "Qwen3_5MoeTextConfig",
+        MOE
+        | LINEAR
+        | LINEAR_FULL
+        | LINEAR_MOE
+        | mrope(1, 1, 2, partial_rotary_factor=0.5)
+        | dict(num_experts_per_tok=1, output_router_logits=False, num_key_value_heads=1),
     ),
     "glm4_moe": ("Glm4MoeConfig", GLM_MOE | dict(n_group=2, routed_scaling_factor=1.5)),
     "glm4_moe: no group, biases, two shared, two layers without experts": (
@@ -447,6 +524,62 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             QWEN_TOWER,
         ),
     ),
+    "qwen3_5": (
+        "Qwen3_5Config",
+        multimodal(
+            MODERN | LINEAR | mrope(1, 1, 2, mrope_interleaved=True, partial_rotary_factor=0.5),
+            QWEN3_5_TOWER,
+        ),
+    ),
+    "qwen3_5: tied, biases": (
+        "Qwen3_5Config",
+        multimodal(
+            MODERN
+            | LINEAR
+            | mrope(2, 1, 1, partial_rotary_factor=0.5)
+            | dict(attention_bias=True, num_hidden_layers=5),
+            QWEN3_5_TOWER,
+            tie_word_embeddings=True,
+        ),
+    ),
+    "qwen3_5: two layers": (
+        "Qwen3_5Config",
+        multimodal(
+            MODERN
+            | LINEAR
+            | mrope(2, 1, 1, partial_rotary_factor=1.0)
+            | LINEAR_FULL
+            | dict(head_dim=8, linear_value_head_dim=4),
+            QWEN3_5_TOWER,
+        ),
+    ),
+    "qwen3_5_moe": (
+        "Qwen3_5MoeConfig",
+        multimodal(
+            MOE | LINEAR | LINEAR_FULL | LINEAR_MOE | mrope(1, 1, 2, partial_rotary_factor=0.5),
+            QWEN3_5_TOWER,
+        ),
+    ),
+    "qwen3_5_moe: tied": (
+        "Qwen3_5MoeConfig",
+        multimodal(
+            MOE | LINEAR | LINEAR_MOE | mrope(2, 1, 1, partial_rotary_factor=0.5),
+            QWEN3_5_TOWER,
+            tie_word_embeddings=True,
+        ),
+    ),
+    "qwen3_5_moe: three of five, biases": (
+        "Qwen3_5MoeConfig",
+        multimodal(
+            MOE
+            | LINEAR
+            | LINEAR_FULL
+            | LINEAR_MOE
+            | mrope(2, 1, 1, partial_rotary_factor=1.0)
+            | dict(num_experts=5, num_experts_per_tok=3, attention_bias=True),
+            QWEN3_5_TOWER,
+        ),
+    ),
     "gemma3 multimodal": (
         "Gemma3Config",
         multimodal(
@@ -613,6 +746,11 @@ ENCODERS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "ModernBertConfig",
         MODERNBERT | dict(num_labels=2, classifier_bias=True, classifier_pooling="cls"),
     ),
+    "modernbert: classes of the mean": (
+        "ModernBertForSequenceClassification",
+        "ModernBertConfig",
+        MODERNBERT | dict(num_labels=2, classifier_pooling="mean"),
+    ),
     "modernbert": (
         "ModernBertForMaskedLM",
         "ModernBertConfig",
@@ -678,6 +816,10 @@ OLD_BUFFERS: dict[str, list[tuple[str, str, tuple[int, ...]]]] = {
     # Published files also hold a layer for multi-token prediction.
     "glm4_moe": [("model.layers.46.eh_proj.weight", "float32", (32, 64))],
     "olmoe": [],
+    # Published files also hold a layer for multi-token prediction.
+    "qwen3_next": [("mtp.fc.weight", "float32", (32, 64))],
+    "qwen3_5_moe_text": [("mtp.fc.weight", "float32", (32, 64))],
+    "qwen3_5_text": [("mtp.fc.weight", "float32", (32, 64))],
     "gpt_oss": [],
     "gpt2": [
         ("transformer.h.{}.attn.bias", "uint8", (1, 1, 8, 8)),

@@ -16,6 +16,7 @@ from bptjax.hf.peft_config import ADAPTER_CONFIG
 from bptjax.models.config import ModelConfig
 from bptjax.models.params import resize_param
 from bptjax.pretrained import open_pretrained
+from bptjax.preview import main as preview
 from bptjax.train import main
 from hf.cases import config
 from hf.loading import contents, random_base
@@ -253,11 +254,19 @@ def test_a_full_fine_tune_trains_the_new_rows(base, tmp_path, tokens):
     assert generate(["--model", str(run), "--prompt", "<tool>", "--max-new-tokens", "2"]) == 0
 
 
+def landmark(token):
+    pattern = {"type": "landmark", "block_size": 8, "token": token}
+    return {"model.attention_pattern": json.dumps(pattern)}
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"data.tokenizer": "byte"}, "must go with a Hugging Face tokenizer"),
         ({"model.add_tokens": "['']"}, "must not hold an empty string"),
+        (landmark("snow"), "'snow': must be a token of its own, but the tokenizer reads it as '?'"),
+        (landmark("<new>"), "'<new>': must be one token, not 3; choose another, or add it"),
+        (landmark("</s>"), "token=1: must not be a token that ends a text"),
         (
             {"adapter.type": "lora", "adapter.modules_to_save": "[norm]"},
             "adapter.modules_to_save=norm: must be one of embed_tokens, lm_head",
@@ -270,6 +279,17 @@ def test_impossible_options_are_refused(base, tmp_path, capsys, options, message
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
     assert not (tmp_path / "run").exists()
+
+
+def test_a_preview_shows_landmarks(base, tmp_path, capsys):
+    (tmp_path / "text.txt").write_text("one plus two is three and four plus the one is two")
+    options = {"model.add_tokens": "[<l>]", "data.path": tmp_path / "text.txt"} | landmark("<l>")
+    options |= {"data.eval_path": base / "text.txt", "train.seq_len": 16}
+    assert preview(command(base, tmp_path / "run", **options)) == 0
+    first, *sequences = capsys.readouterr().out.split("as trained on")[1].split("sequence ")[:2]
+    # 12 words in 2 blocks, whose last landmarks follow the end of the text.
+    assert "16 tokens" in first and "four]] <l>[[ plus the one is two </s>]] <l> <l>" in first
+    assert "four]] <l>[[ plus" in sequences[0]
 
 
 def test_byte_tokenizers_take_no_tokens():

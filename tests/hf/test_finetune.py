@@ -9,6 +9,7 @@ from bptjax import convert
 from bptjax.data.tokenizer import ByteTokenizer, load_tokenizer
 from bptjax.hf.checkpoint import SIDECARS
 from bptjax.hf.config import read_config
+from bptjax.loading import load
 from bptjax.metrics import read_metrics
 from bptjax.train import main
 from hf.cases import config
@@ -82,7 +83,18 @@ def test_transformers_has_the_same_loss(tmp_path, name):
     assert abs(total / count - losses[-1]) < 1e-4 * losses[-1]
 
 
-def test_a_sparse_pattern_stays_with_the_model(tmp_path, capsys):
+@pytest.mark.parametrize(
+    "pattern, ids",
+    [
+        (
+            {"type": "window", "window": 8, "global_tokens": 2, "global_markers": ["7"]},
+            {"global_markers": [ord("7")]},
+        ),
+        ({"type": "landmark", "block_size": 8, "token": "\0"}, {"token": 0}),
+    ],
+    ids=["window", "landmark"],
+)
+def test_a_sparse_pattern_stays_with_the_model(pattern, ids, tmp_path, capsys):
     """Set on a checkpoint with full attention, in the run and in the export."""
     pytest.importorskip("torch")
     import transformers
@@ -91,7 +103,6 @@ def test_a_sparse_pattern_stays_with_the_model(tmp_path, capsys):
     raw.vocab_size = ByteTokenizer.vocab_size
     transformers.AutoModelForCausalLM.from_config(raw).save_pretrained(tmp_path / "hf")
     (tmp_path / "text.txt").write_text("".join(f"{i} and " for i in range(200)))
-    pattern = {"type": "window", "window": 8, "global_tokens": 2}
 
     def train(base, run, **more):
         options = {
@@ -109,6 +120,7 @@ def test_a_sparse_pattern_stays_with_the_model(tmp_path, capsys):
     first = train(
         tmp_path / "hf", tmp_path / "a", **{"model.attention_pattern": json.dumps(pattern)}
     )
+    assert (tmp_path / "a" / "report.html").exists()
     out = tmp_path / "out"
     capsys.readouterr()
     assert convert.main(["bptjax-to-hf", str(tmp_path / "a"), str(out), "--verify"]) == 0
@@ -116,6 +128,7 @@ def test_a_sparse_pattern_stays_with_the_model(tmp_path, capsys):
     assert "transformers computes full attention in place of" in printed
     assert "bptjax reads the pattern; not verified" in printed
     assert read_config(out)[1].attention_pattern == pattern
+    assert load(out, tokenizer="byte")[2].attention_pattern == pattern | ids
     assert type(transformers.AutoConfig.from_pretrained(out)).__name__ == "LlamaConfig"
     full = train(tmp_path / "hf", tmp_path / "c")
     assert abs(full[0]["eval/loss"] - first[0]["eval/loss"]) > 1e-4

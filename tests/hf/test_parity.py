@@ -10,8 +10,8 @@ import pytest
 from ops.comparing import quick
 
 from bptjax.hf.config import read_config
-from bptjax.models.config import Execution
 from bptjax.models.feed_forwards import FEED_FORWARDS
+from bptjax.models.layer_loops import Execution
 from bptjax.models.params import param_path
 from bptjax.ops.loss import linear_cross_entropy
 from hf.cases import CASES, ENCODERS, FAMILIES
@@ -208,8 +208,22 @@ def test_padding_is_not_seen_by_an_encoder(theirs, tokens):
     assert error(got[mask > 0], wanted.numpy()[mask > 0]) < TOLERANCE
 
 
+def test_padding_is_not_in_the_mean(theirs, tokens):
+    torch = pytest.importorskip("torch")
+    model, directory = theirs("modernbert: classes of the mean")
+    mask = np.ones_like(tokens)
+    mask[0, 15:] = 0
+    with torch.no_grad():
+        wanted = model(torch.tensor(tokens), attention_mask=torch.tensor(mask)).logits
+    encoder, segments = load(directory), jnp.asarray(mask)
+    hidden, _ = encoder(jnp.asarray(tokens), segments=segments)
+    assert error(encoder.logits(hidden, segments), wanted) < TOLERANCE
+    assert error(encoder.logits(hidden), wanted) > 1e-3
+
+
 LEARNERS = ["bert", "roberta", "modernbert", "vit"]
-LEARNERS += ["bert: classes", "roberta: classes", "modernbert: classes"]
+LEARNERS += [f"{name}: classes" for name in ("bert", "roberta", "modernbert")]
+LEARNERS += ["modernbert: classes of the mean"]
 
 
 @pytest.mark.parametrize("name", LEARNERS)
@@ -221,10 +235,10 @@ def test_encoders_learn_the_same(theirs, tokens, name, record_property):
     labels = np.array([0, 1])
     if encoder.config.objective == "masked_tokens":
         labels = np.where(np.arange(tokens.shape[1]) % 5 == 2, tokens, -100)
-    # The first token has the label of a document.
-    first = labels
+    # The first token has the label of a document or an image.
+    first, T = labels, encoder.config.patches + 1 if encoder.config.image_size else tokens.shape[1]
     if labels.ndim == 1:
-        first = np.where(np.arange(tokens.shape[1]) == 0, labels[:, None], -100)
+        first = np.where(np.arange(T) == 0, labels[:, None], -100)
     model.zero_grad()
     loss = model(**{key: torch.tensor(inputs)}, labels=torch.tensor(labels)).loss
     loss.backward()
@@ -234,19 +248,13 @@ def test_encoders_learn_the_same(theirs, tokens, name, record_property):
     @jax.value_and_grad
     def ours(encoder):
         hidden, _ = encoder(jnp.asarray(inputs), execution=WAYS["scan"])
-        if encoder.config.objective is not None:
-            total = linear_cross_entropy(
-                encoder.for_head(hidden),
-                encoder.head_matrix,
-                first,
-                bias=encoder.logits_bias,
-                chunk=8,
-            )
-            return total / float((first != -100).sum())
-        logits = encoder.logits(hidden)
-        losses = jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(
-            logits, jnp.asarray(labels)[..., None], -1
-        ).squeeze(-1)
-        return losses.mean()
+        total = linear_cross_entropy(
+            encoder.for_head(encoder.pool(hidden, None)),
+            encoder.head_matrix,
+            first,
+            bias=encoder.logits_bias,
+            chunk=8,
+        )
+        return total / float((first != -100).sum())
 
     compare_learning(ours(encoder), loss.item(), wanted, directory, record_property)

@@ -332,19 +332,13 @@ def test_a_run_resumes_generates_merges_and_exports(
     assert "must have the weights" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("bert", "adapter.type=lora: must be none for an encoder"),
-        ("vit", "must have a head that bptjax trains"),
-    ],
-)
-def test_an_encoder_gets_no_adapter(theirs, arguments, tmp_path, capsys, name, message):
+@pytest.mark.parametrize("name", ["bert", "vit"])
+def test_an_encoder_gets_no_adapter(theirs, arguments, tmp_path, capsys, name):
     base = theirs(name)[1]
     run = tmp_path / "run"
     flags = [f"--model.name_or_path={base}", f"--run_dir={run}", "--adapter.type=lora"]
     assert main([*arguments, *flags]) == 2
-    assert message in capsys.readouterr().err
+    assert "adapter.type=lora: must be none for an encoder" in capsys.readouterr().err
     assert not run.exists()
 
 

@@ -10,14 +10,16 @@ from ops.comparing import quick
 
 from bptjax.models.attention_pattern import AttentionPattern
 from bptjax.models.cache import Cache
-from bptjax.models.config import Execution, ModelConfig
+from bptjax.models.config import ModelConfig
 from bptjax.models.decoder import Decoder
+from bptjax.models.layer_loops import Execution
 from bptjax.ops.mask import Mask
 from bptjax.parallel.mesh import ParallelConfig, make_mesh
 from bptjax.training.flops import attended_pairs
 
 PATTERNS = {
     "window": dict(type="window", window=5, global_tokens=2),
+    "markers": dict(type="window", window=5, global_tokens=1, global_markers=[7, 30]),
     "window alone": dict(type="window", window=5, global_tokens=0),
     "strided": dict(type="strided", block_size=3, local=2, stride=3),
     "fixed": dict(type="fixed", block_size=3, local=1, stride=2),
@@ -47,7 +49,11 @@ def decoder(name):
 
 @pytest.fixture(scope="module")
 def tokens():
-    return jax.random.randint(jax.random.key(1), (1, T), 0, 61)
+    """No token twice; two are markers."""
+    others = np.setdiff1d(np.arange(61), [7, 30])
+    ids = np.random.default_rng(1).permutation(others)[:T]
+    ids[[12, 29]] = 7, 30
+    return jnp.asarray(ids)[None]
 
 
 @quick
@@ -57,11 +63,14 @@ def hidden(decoder, tokens, **options):
     )[0]
 
 
-def attends(name, p, s):
+def attends(name, p, s, ids):
     """The definition, for one causal pair."""
     x = PATTERNS[name]
     if x["type"] == "window":
-        return p - s < x["window"] or s < x["global_tokens"] or p < x["global_tokens"]
+        markers = x.get("global_markers", [])
+        return p - s < x["window"] or any(
+            at < x["global_tokens"] or ids[at] in markers for at in (p, s)
+        )
     p, s = p // x["block_size"], s // x["block_size"]
     if p - s < x["local"]:
         return True
@@ -74,32 +83,40 @@ def attends(name, p, s):
 
 
 @pytest.mark.parametrize("name", PATTERNS)
-def test_pairs(name):
+def test_pairs(name, tokens):
     """Allowed pairs are those of the definition, and as many as FLOPs are counted for."""
     pattern, at = AttentionPattern.parse(PATTERNS[name]), np.arange(T, dtype=np.int32)
-    mask = pattern.apply(Mask(causal=True), at, at, T).resolve(T, T)
+    marked, ids = pattern.marked(tokens), tokens[0].tolist()
+    assert (marked is None) == (name != "markers")
+    mask = pattern.apply(Mask(causal=True), at, at, T, marked, marked).resolve(T, T)
     marks = mask.global_tokens, mask.k_global_tokens
-    marks = (None if x is None else jnp.asarray(x)[None] for x in marks)
+    marks = (None if x is None else jnp.asarray(x).reshape(1, T) for x in marks)
     each = jnp.asarray(at)[None]
     allowed = np.asarray(mask.allowed(each, each, None, None, *marks))[0]
     for i in range(T):
         for j in range(i + 1):
-            wanted = attends(name, i, j)
+            wanted = attends(name, i, j, ids)
             assert wanted is None or allowed[i, j] == wanted, (i, j)
     assert not np.triu(allowed, 1).any() and 0.1 < allowed.sum() / np.tri(T).sum() < 0.95
-    np.testing.assert_array_equal(pattern.keys(at, T), allowed.sum(1))
+    keys = pattern.keys(at if marked is None else at[None], T, marked)
+    np.testing.assert_array_equal(np.reshape(keys, T), allowed.sum(1))
     longer = pattern.apply(Mask(causal=True), at, at, 3 * T).block_mask
     if longer is not None:
         np.testing.assert_array_equal(
             longer[: len(mask.block_mask), : len(mask.block_mask)], mask.block_mask
         )
     model = decoder(name).config
-    pairs = attended_pairs(model, jnp.asarray(POSITIONS), jnp.asarray(SEGMENTS))
+    # The second document is the start of the first. Tokens in any order.
+    order = np.random.default_rng(0).permutation(T)
+    positions, segments, ids = (
+        jnp.asarray(x[:, order]) for x in (POSITIONS, SEGMENTS, np.asarray(tokens)[:, POSITIONS[0]])
+    )
+    pairs = attended_pairs(model, positions, segments, ids, order)
     window = sum(np.minimum(np.arange(n) + 1, 4).sum() for n in LENGTHS)
     assert float(pairs) == window + sum(allowed[:n, :n].sum() for n in LENGTHS)
 
 
-@pytest.mark.parametrize("name", ["window", "bigbird"])
+@pytest.mark.parametrize("name", ["markers", "bigbird"])
 def test_packed_documents_are_separate(name, tokens):
     model = decoder(name)
     packed = hidden(model, tokens, positions=POSITIONS, segments=SEGMENTS)
@@ -107,7 +124,23 @@ def test_packed_documents_are_separate(name, tokens):
     assert np.abs(packed - np.concatenate([first, second], 1)).max() < 1e-5
 
 
-@pytest.mark.parametrize("name", ["window", "fixed"])
+def test_markers_are_seen_from_afar_but_not_before(tokens):
+    """By the gradient of a hidden state with respect to the embedding of each token."""
+    model, at, execution = decoder("markers"), 31, Execution(**SMALL)
+
+    def seen(tokens):
+        found = quick(jax.grad(lambda m, t: m(t, execution=execution)[0][0, at].sum()))(
+            model, tokens
+        )
+        return np.flatnonzero(np.abs(found.embedding[...][tokens[0]]).max(1)).tolist()
+
+    # The other layer has a window of 4.
+    near = [0, *range(24, at + 1)]
+    assert seen(tokens) == sorted([*near, *range(9, 13)])
+    assert seen(tokens.at[0, jnp.array([12, 35])].set(tokens[0, jnp.array([35, 12])])) == near
+
+
+@pytest.mark.parametrize("name", ["markers", "fixed"])
 def test_schedules_kernels_and_the_cache_agree(name, tokens):
     model = decoder(name)
     wanted = hidden(model, tokens)
@@ -134,7 +167,9 @@ def test_schedules_kernels_and_the_cache_agree(name, tokens):
     assert np.abs(got[1, 7:] - wanted[0, : T - 7]).max() < 1e-5
 
 
-@pytest.mark.parametrize("name, strategy", [("strided", "ring"), ("window", "ulysses")])
+@pytest.mark.parametrize(
+    "name, strategy", [("strided", "ring"), ("markers", "ring"), ("markers", "ulysses")]
+)
 def test_a_sequence_on_two_devices(name, strategy, tokens):
     model = decoder(name)
     wanted = hidden(model, tokens, positions=POSITIONS, segments=SEGMENTS)
@@ -158,7 +193,11 @@ def test_a_sequence_on_two_devices(name, strategy, tokens):
         (dict(window=9), "type=None: must be one of"),
         (dict(type=["window"]), "must be one of"),
         ("window", "must be keys and values"),
-        (dict(type="window", stride=3), "stride: must be one of window, global_tokens with"),
+        (dict(type="window", stride=3), "stride: must be one of window, global_tokens, global_m"),
+        (dict(type="window", global_markers=[""]), "global_markers=.*: must be a list of tokens"),
+        (dict(type="window", global_markers=7), "global_markers=7: must be a list of tokens"),
+        (dict(type="landmark"), "token=None: must be the landmark"),
+        (dict(type="landmark", token="<l>", block_size=1), "block_size=1: must be at least 2"),
         (dict(type="window", window=0), "window=0: must be a whole number, at least 1"),
         (dict(type="fixed", local="2"), "local=2: must be a whole number"),
         (dict(type="bigbird", random=True), "random=True: must be a whole number, at least 0"),

@@ -45,8 +45,20 @@ MODELS = {
         residual_scale=0.3,
         logits_scale=0.5,
     ),
+    "linear attention, gate": replace(
+        ROTARY,
+        layer_types=["linear_attention", "full_attention"],
+        linear_key_heads=2,
+        linear_value_heads=4,
+        linear_key_size=8,
+        linear_value_size=6,
+        attention_gate=True,
+    ),
     "dropout": replace(ROTARY, attention_dropout=0.2, residual_dropout=0.2, embedding_dropout=0.2),
 }
+MIXED = ["linear_attention", "full_attention"]
+SIZES = "key_heads", "value_heads", "key_size", "value_size"
+LINEAR = dict(layer_types=MIXED) | {f"linear_{name}": 2 for name in SIZES}
 SMALL = TrainingExecution(remat="none", q_chunk=8, k_chunk=16, ffn_chunk=10)
 B, T = 2, 37
 
@@ -169,8 +181,11 @@ POLICIES = [
 ]
 
 
-def test_remat_changes_nothing(tokens):
-    model = Decoder(replace(MODELS["dropout"], num_layers=4), jax.random.key(0))
+@pytest.mark.parametrize("name", ["dropout", "linear attention, gate"])
+def test_remat_changes_nothing(tokens, name):
+    config = MODELS[name]
+    types = config.layer_types and 2 * config.layer_types
+    model = Decoder(replace(config, num_layers=4, layer_types=types), jax.random.key(0))
     wanted = loss_and_gradients(model, tokens)
     for how in POLICIES:
         assert_close(loss_and_gradients(model, tokens, **how), wanted, rtol=1e-6)
@@ -305,8 +320,36 @@ def test_half_precision_is_near(tokens, dtype):
         ({"position_embedding": "learned"}, "must go with model.max_position_embeddings"),
         ({"residual_dropout": 1.0}, r"residual_dropout=1.0: must be in \[0, 1\)"),
         ({"num_layers": 0}, "num_layers=0"),
+        ({"linear_key_size": 8}, "linear_value_size: must be set with linear_attention in layer_t"),
+        ({"layer_types": MIXED}, "linear_value_size: must be set with linear_attention in layer_t"),
+        (LINEAR | {"linear_value_heads": 3}, "linear_value_heads=3: must be a multiple of linear_"),
+        (LINEAR | {"layer_types": 2 * MIXED[:1]}, "layer_types: must have a layer of attention"),
+        (LINEAR | {"linear_key_size": 2**24}, "linear_key_size=16777216: must be at most 65,536"),
+        (LINEAR | {"residual": "parallel"}, "layer_types: must have no linear_attention unless"),
     ],
 )
 def test_impossible_models_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         replace(ROTARY, **change)
+
+
+def test_documents_share_no_bit_through_linear_attention():
+    """Other tokens in a document, and in padding, change no bit of the loss and gradients of the
+    documents beside it, which are shorter than the convolution."""
+    model = Decoder(MODELS["linear attention, gate"], jax.random.key(0))
+    segments = jnp.array([[1, 0, 2, 2, 2, 3, 3, 0, 4, 0]])
+    positions = jnp.array([[0, 0, 0, 1, 2, 0, 1, 0, 0, 0]])
+    others = ((segments != 2) & (segments != 0))[..., None]
+
+    @jax.jit
+    def run(tokens):
+        def loss(model):
+            hidden, _ = model(tokens, positions=positions, segments=segments)
+            return jnp.where(others, hidden**3, 0).sum(), jnp.where(others, hidden, 0)
+
+        return jax.value_and_grad(loss, has_aux=True)(model)
+
+    tokens = jnp.arange(3, 13)[None]
+    changed = tokens.at[0, jnp.array([1, 2, 3, 4, 7, 9])].add(7)
+    for x, y in zip(jax.tree.leaves(run(tokens)), jax.tree.leaves(run(changed)), strict=True):
+        assert jnp.array_equal(x, y)

@@ -1,11 +1,14 @@
 """The encoder on a mesh."""
 
 import jax
+import numpy as np
 import pytest
 from ops.comparing import close, quick
 
-from bptjax.models.config import Execution, ModelConfig
+from bptjax.models.config import ModelConfig
 from bptjax.models.encoder import Encoder
+from bptjax.models.layer_loops import Execution
+from bptjax.ops.patches import cut_patches
 from bptjax.parallel.mesh import ParallelConfig, make_mesh
 
 SIZES = dict(
@@ -41,3 +44,22 @@ def test_tokens_cut_unevenly_give_what_one_device_gives(config):
     with jax.set_mesh(make_mesh(ParallelConfig(fsdp=1, sp=4), jax.devices()[:4])):
         (_, got), found = run(model, inputs)
     jax.tree.map(close, (got, found), (wanted, gradients))
+
+
+def test_patches_in_any_order_give_what_images_give():
+    model, images = (
+        Encoder(IMAGES, jax.random.key(0)),
+        np.random.default_rng(0).normal(size=(2, 3, 8, 12)),
+    )
+    images = images.astype(np.float32)
+    order = np.array([3, 1, 0, 6, 2, 5, 4])
+    # Nothing of the blank token counts.
+    tokens = np.pad(cut_patches(images, (4, 4)), ((0, 0), (1, 0), (0, 0)), constant_values=np.nan)
+    wanted, _ = model(images)
+    got, _ = model(
+        tokens[:, order],
+        positions=order[None].repeat(2, 0),
+        segments=np.ones((2, 7), np.int32),
+        order=order,
+    )
+    close(got, wanted[:, order])

@@ -12,9 +12,10 @@ from models.test_decoder import ROTARY, assert_close
 from ops.comparing import quick
 
 from bptjax.generation import Sampling, generate
-from bptjax.models.config import Execution, ModelConfig
+from bptjax.models.config import ModelConfig
 from bptjax.models.decoder import Decoder
 from bptjax.models.experts import Experts, Router
+from bptjax.models.layer_loops import Execution
 from bptjax.ops.blockwise import blockwise
 from bptjax.ops.loss import linear_cross_entropy
 from bptjax.parallel.mesh import ParallelConfig, make_mesh

@@ -76,6 +76,18 @@ CASES = {
     "mqa": Case(K=1),
     "all keys": Case(Mask()),
     "window": Case(Mask(causal=True, window=3)),
+    "window, 3 heads of a key": Case(Mask(causal=True, window=3, segments=DOCUMENTS), N=6),
+    "one query": Case(
+        **sees(
+            [8],
+            range(13),
+            T=1,
+            S=13,
+            causal=True,
+            segments=DOCUMENTS[:, 8:9],
+            k_segments=DOCUMENTS,
+        )
+    ),
     "window of 1": Case(Mask(causal=True, window=1)),
     "window both ways": Case(Mask(window=3)),
     "segments": Case(Mask(causal=True, segments=DOCUMENTS)),
@@ -147,6 +159,7 @@ CASES = {
     ),
     "sinks": Case(sinks=SINKS),
     "sinks, documents": Case(Mask(causal=True, segments=DOCUMENTS), K=1, sinks=SINKS),
+    "sinks, window": Case(Mask(causal=True, window=3), sinks=SINKS),
     "sinks, all padding": Case(
         Mask(causal=True, segments=np.zeros((2, 13), np.int32)), sinks=SINKS
     ),

@@ -83,6 +83,13 @@ def experts():
         pull(y)
 
 
+def one_query():
+    """The forward pass of a decoding step, with seven heads to a key."""
+    q, k = jnp.zeros((2, 1, 7 * K, 128), "bfloat16"), jnp.zeros((2, T, K, 128), "bfloat16")
+    mask = Mask(causal=True, positions=np.array([T - 1]), k_positions=np.arange(T))
+    triton_flash.forward(QKV(q, k, k), AttentionSpec(mask, 0.1))
+
+
 def attention(name, over=False):
     H, dtype, options = CASES[name]
     q, k = (jnp.zeros((1, T, heads, H), dtype) for heads in (N, K))
@@ -106,6 +113,7 @@ def main():
         for name in CASES if of == (9, 0) else OLDER:
             attention(name)
         attention("documents, 256", over=True)
+        one_query()
 
 
 if __name__ == "__main__":

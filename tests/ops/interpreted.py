@@ -119,6 +119,8 @@ def main(names):
         size = 16 if "dropout" in name else 8
         for kernel, blocks in triton_flash.BLOCKS.items():
             triton_flash.BLOCKS[kernel] = dict.fromkeys(blocks, (2, size, 4, 1))
+            # All windows are narrow: two tokens in a tile of the forward pass, for two heads each.
+            triton_flash.NARROW_BLOCKS[kernel] = dict.fromkeys((16, 32), (4, size, 4, 1))
         if name in ("experts", "over"):
             globals()[name]()
             continue

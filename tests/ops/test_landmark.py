@@ -3,6 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from bptjax.ops.attention import attention
 from bptjax.ops.landmark_attention import landmark_attention
 from bptjax.ops.mask import Mask
 from ops.comparing import TOLERANCE, close, error, normal, quick
@@ -93,7 +94,44 @@ def test_queries_of_a_shard():
 
 def test_bad_arguments():
     q, k, v, _ = operands(8)
-    with pytest.raises(ValueError, match="block_size=1: must be at least 2"):
+    with pytest.raises(ValueError, match="landmark_block=1: must be at least 2"):
         landmark_attention(q, k, v, block_size=1)
     with pytest.raises(ValueError, match="3 query heads: must be a multiple of 2"):
         landmark_attention(q[:, :, :3], k, v, block_size=4)
+
+
+def test_with_slopes_a_cap_and_sinks():
+    """The weights are a plain softmax over x_j + l_c - L_c, and the sink is one more key."""
+    T, block, cap = 14, 4, 3.0
+    q, k, v, dout = operands(T)
+    slopes, sinks = np.array([0.5, 0.25, 0.1, 0.05], np.float32), normal(9, 4)
+    i, j = np.arange(T)[:, None], np.arange(T)[None]
+    mark, own = j % block == block - 1, i // block == j // block
+    # Landmarks of a block, one for each of its tokens; a token of the last block has none.
+    at = np.minimum(j[0] // block * block + block - 1, T - 1)
+
+    def dense(q, k, v, sinks):
+        x = jnp.einsum("binh,bjnh->bnij", q, jnp.repeat(k, 2, 2), precision="highest") * 8**-0.5
+        x = cap * jnp.tanh(x / cap) - slopes[None, :, None, None] * np.abs(i - j)[None, None]
+        tokens = jnp.where((j <= i) & ~mark, x, -jnp.inf)
+        same = (j[0][:, None] // block == j[0][None] // block).astype(np.float32)
+        sums = jnp.einsum("bnij,jy->bniy", jnp.exp(tokens), same, precision="highest")
+        far = jnp.where(own | (j > i) | mark, 0.0, 1.0)[None, None]
+        y = tokens + far * (x[..., at] - jnp.log(jnp.where(far > 0, sums, 1.0)))
+        sink = jnp.broadcast_to(sinks[None, :, None, None], (*y.shape[:3], 1))
+        weights = jax.nn.softmax(jnp.concatenate([y, sink], -1), -1)[..., :-1]
+        return jnp.einsum("bnij,bjnh->binh", weights, jnp.repeat(v, 2, 2), precision="highest")
+
+    def ours(q, k, v, sinks):
+        options = dict(alibi=slopes, softcap=cap, sinks=sinks, q_chunk=5, k_chunk=8)
+        return attention(q, k, v, landmark_block=block, **options)
+
+    @quick
+    def run(*operands):
+        found = [jax.vjp(f, *operands) for f in (dense, ours)]
+        return [(out, *pull(dout)) for out, pull in found]
+
+    for a, b in zip(*run(q, k, v, sinks), strict=True):
+        assert error(b, a) <= TOLERANCE["float32"]
+    with pytest.raises(NotImplementedError, match="'loop': no landmark attention"):
+        attention(q, k, v, landmark_block=block, impl="loop")

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 
-from bptjax.ops.norm import layer_norm, rms_norm
+from bptjax.ops.norm import l2_norm, layer_norm, rms_norm
 from ops.comparing import TOLERANCE, error, normal
 
 X, SCALE, BIAS = 3 * normal(0, 2, 5, 16) + 1, normal(1, 16), normal(2, 16)
@@ -24,6 +24,8 @@ def test_values(dtype):
         (rms_norm(x, SCALE, eps=0.5), by_hand(x, SCALE, centre=False, eps=0.5)),
         (layer_norm(x, SCALE), by_hand(x, SCALE, centre=True, eps=1e-5)),
         (layer_norm(x, SCALE, BIAS, eps=0.5), by_hand(x, SCALE, BIAS, centre=True, eps=0.5)),
+        # The mean of squares is 1/16 of their sum.
+        (l2_norm(x, eps=8.0), by_hand(x, np.full(16, 0.25), centre=False, eps=0.5)),
     ]:
         assert a.dtype == dtype
         assert error(a, b) < TOLERANCE[dtype]

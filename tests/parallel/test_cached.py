@@ -10,8 +10,10 @@ from flax import nnx
 
 from bptjax.generation import Sampling, _step, generate
 from bptjax.models.cache import Cache
-from bptjax.models.config import Execution, ModelConfig
+from bptjax.models.config import ModelConfig
 from bptjax.models.decoder import Decoder
+from bptjax.models.layer_loops import Execution
+from bptjax.parallel import cached
 from bptjax.parallel.mesh import STATE_AXIS, ParallelConfig, make_mesh, sharding
 
 GREEDY = Sampling(temperature=0.0)
@@ -28,7 +30,18 @@ MODELS = {
         **EXPERTS,
     ),
     "alibi": dict(position_embedding="alibi"),
+    "linear": dict(
+        layer_types=["linear_attention", "full_attention"],
+        linear_key_heads=2,
+        linear_value_heads=4,
+        linear_key_size=8,
+        linear_value_size=4,
+        attention_gate=True,
+    ),
     "strided": dict(attention_pattern=dict(type="strided", block_size=2, local=2, stride=3)),
+    "markers": dict(
+        attention_pattern=dict(type="window", window=3, global_markers=[*range(0, 60, 9)])
+    ),
 }
 
 
@@ -72,13 +85,30 @@ def on_one_device(name, sampling):
         ("two key heads", 2, 2, Sampling(top_k=20, repetition_penalty=1.2)),
         ("windows, sinks, experts", 2, 2, GREEDY),
         ("alibi", 2, 2, GREEDY),
+        ("linear", 2, 2, GREEDY),
         ("strided", 1, 2, GREEDY),
+        ("markers", 2, 2, GREEDY),
     ],
 )
 def test_tokens_are_those_of_one_device(name, tp, sp, sampling):
     wanted = on_one_device(name, sampling)
     assert len(np.unique(wanted)) > 3
     assert np.array_equal(tokens_of(shard(make(name), mesh_of(tp, sp)), sampling), wanted)
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "sp"),
+    [("two key heads", 1, 1), ("windows, sinks, experts", 2, 2), ("alibi", 1, 1)],
+)
+def test_a_gpu_reads_parts_of_the_cache_at_once(name, tp, sp, monkeypatch):
+    """As on a GPU, with a cache that is longer by empty slots."""
+    wanted, parts = on_one_device(name, GREEDY), []
+    attend = cached._attend_in_parts
+    monkeypatch.setattr(cached, "platform", lambda: "gpu")
+    monkeypatch.setattr(cached, "PARTS", 8)
+    monkeypatch.setattr(cached, "_attend_in_parts", lambda *x: parts.append(x) or attend(*x))
+    assert np.array_equal(tokens_of(shard(make(name), mesh_of(tp, sp)), GREEDY), wanted)
+    assert {q.shape[1] for _, q, *_ in parts} == {1, CHUNK}
 
 
 def test_logits_are_those_of_one_device():

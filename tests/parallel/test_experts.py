@@ -55,6 +55,7 @@ CASES = {
             router_correction=True,
             router_groups=2,
             shared_expert_size=12,
+            shared_expert_gate=True,
             routed_scale=1.5,
             mlp_only_layers=[0],
         ),

@@ -99,9 +99,10 @@ def test_a_classifier_learns_resumes_and_is_exported(command, tmp_path, monkeypa
     np.testing.assert_allclose(rows(run, "eval/loss")[24], np.mean(losses), rtol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["bert", "roberta", "modernbert"])
+@pytest.mark.parametrize("kind", ["bert", "roberta", "modernbert", "modernbert, bare"])
 def test_new_classes(kind, command, tmp_path, capsys):
-    """A masked language model becomes a classifier, which transformers reads with its classes."""
+    """A masked language model, or a bare encoder, becomes a classifier, which transformers reads
+    with its classes."""
     pytest.importorskip("torch")
     import torch
     import transformers
@@ -110,11 +111,13 @@ def test_new_classes(kind, command, tmp_path, capsys):
     sizes = dict(vocab_size=257, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
     sizes |= dict(intermediate_size=32, max_position_embeddings=64)
     tokens = {f"{name}_token_id": 0 for name in ("pad", "bos", "eos", "cls", "sep")}
-    config = transformers.AutoConfig.for_model(kind, **sizes, **tokens)
-    if kind == "modernbert":
-        config.classifier_pooling = "mean"  # As published; a head of ours reads the first token.
+    family, _, bare = kind.partition(", ")
+    config = transformers.AutoConfig.for_model(family, **sizes, **tokens)
+    if family == "modernbert":
+        config.classifier_pooling = "mean"  # As published.
     torch.manual_seed(0)
-    transformers.AutoModelForMaskedLM.from_config(config).save_pretrained(base)
+    start = transformers.AutoModel if bare else transformers.AutoModelForMaskedLM
+    start.from_config(config).save_pretrained(base)
 
     def train(to, *flags, base=base):
         flags = [f"--model.name_or_path={base}", f"--run_dir={tmp_path / to}", *flags]
@@ -122,7 +125,8 @@ def test_new_classes(kind, command, tmp_path, capsys):
 
     assert train("run", "--model.classes=3", "--train.max_steps=4") == 0
     out = " ".join(capsys.readouterr().out.split())
-    new = "classes.kernel, classes.bias" if kind == "modernbert" else "pooler.kernel, pooler.bias"
+    new = "classes.kernel, classes.bias" if family == "modernbert" else "pooler.kernel, pooler.b"
+    new = "masked.linear.kernel, masked.norm.scale, classes.kernel" if bare else new
     assert f"new parameters, which the files do not hold: {new}" in out
     # The run goes on.
     assert train("run", "--model.classes=3", "--train.max_steps=6") == 0
@@ -131,6 +135,8 @@ def test_new_classes(kind, command, tmp_path, capsys):
     assert convert(["bptjax-to-hf", str(tmp_path / "run"), str(hf), "--verify"]) == 0
     classifier = transformers.AutoModelForSequenceClassification.from_pretrained(hf)
     assert classifier.num_labels == 3 and "Classification" in type(classifier).__name__
+    if family == "modernbert":
+        assert classifier.config.classifier_pooling == "mean"
     # The classifier has a number of classes.
     assert train("more", "--model.classes=4", base=hf) == 2
     assert "model.classes=4: must not be set, because the checkpoint" in capsys.readouterr().err

@@ -51,6 +51,16 @@ def test_a_lookup_is_no_matmul(changes, parameters):
     assert flops == 6 * parameters * 5 + 12 * 18 * 4 * 8
 
 
+def test_linear_attention_attends_to_no_pairs():
+    """It reads a state of 8 × 4 numbers twice and writes it once, in each of four heads."""
+    sizes = dict(linear_key_heads=2, linear_value_heads=4, linear_key_size=8, linear_value_size=4)
+    model = replace(MODEL, layer_types=["linear_attention", "full_attention"], **sizes)
+    assert 2 * attended_pairs(model, **PACKED) == attended_pairs(MODEL, **PACKED)
+    counts = matmul_parameters(replace(make_spec(), model=model))
+    flops = model_flops(model, counts, 5, 0.0)
+    assert flops == 6 * counts.total * 5 + 3 * 5 * 4 * (3 * 2 * 8 * 4)
+
+
 def test_frozen_parameters_have_no_gradient():
     """Rank 2 beside the query kernels; the embedding that is trained in full is a lookup."""
     spec = make_spec()

@@ -54,6 +54,8 @@ def test_stop_and_resume_is_exact(
 ):
     run_dir = tmp_path / "run"
     command = [*arguments, "--run_dir", str(run_dir)]
+    if number == signal.SIGTERM:
+        command += ["--checkpoint.local_dir", str(tmp_path / "fast")]
     on_disk = []
     with monkeypatch.context() as patch:
         stop_at(9, number, patch)
@@ -66,8 +68,10 @@ def test_stop_and_resume_is_exact(
 
         patch.setattr(RunProgress, "log", logged)
         assert main(command) == code
-    saved = sorted(p.name for p in (run_dir / "checkpoints").iterdir())
-    assert saved == ["10", "6"]
+    saved = {p.name for p in (run_dir / "checkpoints").iterdir()}
+    # The checkpoint of step 6 may have come too late to be copied from the local directory.
+    assert saved - {"6", ".local"} == {"10"} and (number == signal.SIGTERM or "6" in saved)
+    assert not list(tmp_path.glob("fast/*"))
     name, log = signal.Signals(number).name, (run_dir / "log.txt").read_text()
     assert f"{name}: saving step 10, then stopping" in log
     line = f"saved step 10 in {run_dir / 'checkpoints' / '10'}; the same command continues from th"

@@ -163,15 +163,30 @@ def test_adapters_have_no_gradients_of_frozen_weights():
     assert adapters(execution).saved == full(execution).saved
 
 
-def test_estimated_activations_are_those_of_the_compiler():
+LINEAR = dict(linear_key_heads=2, linear_value_heads=8, linear_key_size=4, linear_value_size=4)
+
+
+# The workspace of the rule depends on its saved results, so linear attention saves projections.
+SAVED = dict(remat="full", save=("query", "key", "value", "gate", "up"))
+
+
+@pytest.mark.parametrize(
+    ("linear", "saving"),
+    [({}, dict(remat="dots")), (LINEAR, SAVED)],
+    ids=["attention", "linear attention"],
+)
+def test_estimated_activations_are_those_of_the_compiler(linear, saving):
     """The difference between two remat policies, on a CPU in float32."""
     model = replace(MODEL, vocab_size=64, hidden_size=16, intermediate_size=64, num_heads=4)
+    if linear:
+        types = ["linear_attention"] * 15 + ["full_attention"]
+        model = replace(model, layer_types=types, **linear)
     spec = make_spec(256, model)
     config = replace(spec.config, train=replace(spec.config.train, compute_dtype="float32"))
     spec = replace(spec, config=config)
     peaks, saved = [], []
-    for remat in ("full", "dots"):
-        execution = ExecutionConfig(remat=remat, ffn_chunk=256).complete()
+    for policy in (dict(remat="full"), saving):
+        execution = ExecutionConfig(**policy, ffn_chunk=256).complete()
         peaks.append(plan(with_execution(spec, execution), "cpu").peak)
         saved.append(Estimator(spec)(execution).saved)
     assert np.diff(peaks) == pytest.approx(np.diff(saved), rel=0.15)

@@ -84,6 +84,23 @@ def test_scalings_by_length_do_not_depend_on_the_batch(batch, kind):
     assert_same(gradient_sums(mesh, batch, 2), gradient_sums(one, batch, 1))
 
 
+@pytest.mark.parametrize(
+    "mesh",
+    [dict(dp=2, fsdp=1, sp=4, sequence_strategy="ring"), dict(dp=1, fsdp=2, tp=2, sp=2)],
+    ids=["ring", "tp"],
+)
+def test_linear_attention_on_a_mesh(batch, mesh):
+    """The state passes through the devices, also in zigzag order, and stops with each document."""
+    sizes = dict(linear_key_heads=2, linear_value_heads=4) | dict(
+        linear_key_size=8, linear_value_size=4, layer_types=["linear_attention", "full_attention"]
+    )
+    model = replace(MODEL, attention_gate=True, init_std=0.3, **sizes)
+    one, mesh = (
+        replace(spec, model=model) for spec in (make_spec(), make_spec(ParallelConfig(**mesh)))
+    )
+    assert_same(gradient_sums(mesh, batch, 2), gradient_sums(one, batch, 1))
+
+
 def test_dropout_is_that_of_one_device(batch):
     """Also where rows are filled up, which one device does not."""
     dropping = replace(MODEL, num_layers=1, residual_dropout=0.3, embedding_dropout=0.2)

@@ -74,6 +74,14 @@ from bptjax.hf.families.interleaved import (
     rules_glm4,
     rules_interleaved_glu,
 )
+from bptjax.hf.families.linear import (
+    read_qwen3_5,
+    read_qwen3_5_moe,
+    read_qwen3_next,
+    rules_qwen3_5,
+    rules_qwen3_5_moe,
+    rules_qwen3_next,
+)
 from bptjax.hf.families.multimodal import GROWTH, MROPE, read_ministral3, text_model
 
 WINDOWS = ("use_sliding_window", "max_window_layers")
@@ -81,6 +89,8 @@ WINDOWS = ("use_sliding_window", "max_window_layers")
 IGNORED = r"(.*\.)?rotary_emb(_local)?\.(\w*inv_freq|cos_cached|sin_cached)"
 CAUSAL_MASKS = r".*\.{}\.(bias|masked_bias)"
 MEGATRON_MASK = r".*\.self_attention\.scale_mask_softmax\.causal_mask"
+# The layer for multi-token prediction.
+MTP = r"mtp\..*"
 # Names of second copies of tied parameters in some files, with the path of the parameter.
 COPIES = {
     "lm_head.weight": "embedding",
@@ -121,6 +131,16 @@ FAMILIES: dict[str, Family] = {
         neutral=WINDOWS,
         experts="concatenated",
     ),
+    "qwen3_5_text": Family(read_qwen3_5, rules_qwen3_5, rope_kept=MROPE, ignored=(MTP,)),
+    "qwen3_5_moe_text": Family(
+        read_qwen3_5_moe,
+        rules_qwen3_5_moe,
+        rope_kept=MROPE,
+        ignored=(MTP,),
+        experts="concatenated",
+        peft_keeps_mlps=True,
+    ),
+    "qwen3_next": Family(read_qwen3_next, rules_qwen3_next, ignored=(MTP,), experts="concatenated"),
     "glm4_moe": Family(
         read_glm4_moe,
         rules_glm4_moe,
@@ -215,7 +235,14 @@ FAMILIES: dict[str, Family] = {
         local_theta="local_rope_theta",
         scaled=False,
     ),
-    "vit": Family(read_vit, rules_vit, prefix="vit.", neutral=("encoder_stride",)),
+    "vit": Family(
+        read_vit,
+        rules_vit,
+        prefix="vit.",
+        # A pooler that the class named by config.json does not have.
+        ignored=(r"(vit\.)?pooler\.dense\..*",),
+        neutral=("encoder_stride",),
+    ),
 }
 # The text models that each multimodal model may have, the default first.
 MULTIMODAL: dict[str, dict[str, Family]] = {
@@ -223,6 +250,8 @@ MULTIMODAL: dict[str, dict[str, Family]] = {
         "qwen2_5_vl_text": text_model(replace(FAMILIES["qwen2"], rope_kept=MROPE)),
     },
     "qwen3_vl": {"qwen3_vl_text": text_model(replace(FAMILIES["qwen3"], rope_kept=MROPE))},
+    "qwen3_5": {"qwen3_5_text": text_model(FAMILIES["qwen3_5_text"])},
+    "qwen3_5_moe": {"qwen3_5_moe_text": text_model(FAMILIES["qwen3_5_moe_text"])},
     "gemma3": {"gemma3_text": text_model(FAMILIES["gemma3_text"])},
     "mistral3": {kind: text_model(FAMILIES[kind]) for kind in ("mistral", "ministral3")},
 }

@@ -89,7 +89,7 @@ def rules_gpt_neox(c: ModelConfig) -> Iterator[TensorRule]:
     """Yields the rules of GPTNeoXForCausalLM, whose output embedding is called embed_out."""
     layer = "gpt_neox.layers.{layer}."
     yield from embedding_norm_head(c, "gpt_neox.embed_in", "gpt_neox.final_layer_norm", "embed_out")
-    yield from qkv(c, f"{layer}attention.query_key_value", layout="per_kv_head")
+    yield from qkv(c, f"{layer}attention.query_key_value", groups=c.K)
     yield from attention(c, "", "", "", f"{layer}attention.dense")
     yield from mlp(c, f"{layer}mlp.dense_h_to_4h", f"{layer}mlp.dense_4h_to_h")
     yield from norm(f"{layer}input_layernorm", "layers.attention_norm", c)
@@ -116,7 +116,7 @@ def rules_bloom(c: ModelConfig) -> Iterator[TensorRule]:
     layer = "transformer.h.{layer}."
     yield from embedding_norm_head(c, "transformer.word_embeddings", "transformer.ln_f")
     yield from norm("transformer.word_embeddings_layernorm", "embedding_norm", c)
-    yield from qkv(c, f"{layer}self_attention.query_key_value", layout="per_kv_head")
+    yield from qkv(c, f"{layer}self_attention.query_key_value", groups=c.K)
     yield from attention(c, "", "", "", f"{layer}self_attention.dense")
     yield from mlp(c, f"{layer}mlp.dense_h_to_4h", f"{layer}mlp.dense_4h_to_h")
     yield from norm(f"{layer}input_layernorm", "layers.attention_norm", c)
@@ -237,7 +237,7 @@ def rules_falcon(c: ModelConfig) -> Iterator[TensorRule]:
     """Yields the rules of FalconForCausalLM, where the names of the norms depend on the layout."""
     layer = "transformer.h.{layer}."
     yield from embedding_norm_head(c, "transformer.word_embeddings", "transformer.ln_f")
-    yield from qkv(c, f"{layer}self_attention.query_key_value", layout="per_kv_head")
+    yield from qkv(c, f"{layer}self_attention.query_key_value", groups=c.K)
     yield from attention(c, "", "", "", f"{layer}self_attention.dense")
     yield from mlp(c, f"{layer}mlp.dense_h_to_4h", f"{layer}mlp.dense_4h_to_h")
     if c.residual == "parallel":

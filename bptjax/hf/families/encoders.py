@@ -1,6 +1,6 @@
 """Encoders of text and images, with layer norms."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from bptjax.hf.families.family import activation, require, rotary
@@ -18,10 +18,19 @@ from bptjax.hf.tensor_rules import (
 from bptjax.models.config import ModelConfig
 
 CLASSIFIER = "ForSequenceClassification"
-# First part of the names of the classes of encoders of text, by model_type.
-TEXT = {"bert": "Bert", "roberta": "Roberta", "modernbert": "ModernBert"}
+IMAGE_CLASSIFIER = "ForImageClassification"
+# First part of the names of the classes of encoders, and last part of that of the classifier, by
+# model_type.
+NAMES = {
+    "bert": ("Bert", CLASSIFIER),
+    "roberta": ("Roberta", CLASSIFIER),
+    "modernbert": ("ModernBert", CLASSIFIER),
+    "vit": ("ViT", IMAGE_CLASSIFIER),
+}
 # How paths of a classifier's own parameters start.
-CLASSIFIER_HEAD = "pooler.", "classes."
+CLASSIFIER_HEAD = "pooler.", "masked.", "classes."
+# Our names for `classifier_pooling` of ModernBERT.
+POOLING = {"cls": "first", "mean": "mean"}
 # Names in files of the head of a masked language model, which new classes replace.
 MASKED_HEAD = r"cls\.predictions\..*|lm_head\..*|decoder\.(weight|bias)"
 
@@ -93,7 +102,7 @@ def read_bert(c: Any, model: str = "Bert", offset: int = 0) -> dict[str, Any]:
 def classes(c: Any, kind: str) -> int:
     """Returns the number of classes that a class of transformers predicts; 0 if it is no
     classifier."""
-    if not kind.endswith(CLASSIFIER):
+    if not kind.endswith((CLASSIFIER, IMAGE_CLASSIFIER)):
         return 0
     if c.num_labels < 2 or c.problem_type not in (None, "single_label_classification"):
         raise ValueError(
@@ -104,23 +113,26 @@ def classes(c: Any, kind: str) -> int:
 
 
 def with_classes(raw: dict[str, Any], number: int) -> dict[str, Any]:
-    """Returns the config.json `raw` of an encoder of text as that of a classifier with this number
-    of classes. `raw` itself stays if it has another head, as a classifier has."""
-    name, saved = TEXT.get(raw.get("model_type", "")), raw.get("architectures")
+    """Returns the config.json `raw` of an encoder as that of a classifier with this number of
+    classes. `raw` itself stays if it has another head, as a classifier has."""
+    name, classifier = NAMES.get(raw.get("model_type", ""), (None, ""))
+    saved = raw.get("architectures")
     bases = [f"{name}{head}" for head in ("Model", "ForMaskedLM", "ForPreTraining")]
     if not number or name is None or (saved and saved[0] not in bases):
         return raw
-    labels = [f"LABEL_{i}" for i in range(number)]
-    named = dict(
-        id2label={str(i): label for i, label in enumerate(labels)},
-        label2id={label: i for i, label in enumerate(labels)},
-    )
+    named = class_names([f"LABEL_{i}" for i in range(number)])
     if len(raw.get("id2label") or ()) == number:
         named = {}
     kept = {k: v for k, v in raw.items() if k not in ("num_labels", "problem_type")}
-    # The only pooling that we have.
-    pooling = {"classifier_pooling": "cls"} if raw["model_type"] == "modernbert" else {}
-    return kept | dict(architectures=[name + CLASSIFIER]) | named | pooling
+    return kept | dict(architectures=[name + classifier]) | named
+
+
+def class_names(names: Sequence[str]) -> dict[str, Any]:
+    """Returns the keys of config.json with the names of the classes."""
+    return dict(
+        id2label={str(i): name for i, name in enumerate(names)},
+        label2id={name: i for i, name in enumerate(names)},
+    )
 
 
 def read_roberta(c: Any) -> dict[str, Any]:
@@ -186,11 +198,11 @@ def rules_roberta(c: ModelConfig) -> Iterator[TensorRule]:
 
 def read_modernbert(c: Any) -> dict[str, Any]:
     """Reads ModernBertForMaskedLM and ModernBertForSequenceClassification. A token of a layer with
-    a window attends to half of
-    local_attention on either side."""
+    a window attends to half of local_attention on either side."""
     kind = architecture(c, ("ModernBertForMaskedLM", f"ModernBert{CLASSIFIER}"))
-    if number := classes(c, kind):
-        require(c, classifier_pooling="cls")
+    number, pooling = classes(c, kind), c.classifier_pooling
+    if number and pooling not in POOLING:
+        raise ValueError(f"classifier_pooling={pooling!r}: must be one of {', '.join(POOLING)}")
     # Ours would drop other activations.
     require(c, tie_word_embeddings=True, mlp_dropout=0.0, attention_dropout=0.0)
     require(c, classifier_activation=c.hidden_activation)
@@ -216,6 +228,7 @@ def read_modernbert(c: Any) -> dict[str, Any]:
         masked_head_bias=c.classifier_bias,
         head_bias=c.decoder_bias and not number,
         classes=number,
+        class_pooling=POOLING[pooling] if number else "first",
         embedding_dropout=c.embedding_dropout,
         **rotary(c),
     )
@@ -252,7 +265,7 @@ def read_vit(c: Any) -> dict[str, Any]:
     )
     if image[0] % patch[0] or image[1] % patch[1]:
         raise ValueError(f"patch_size={patch}: must divide image_size={image}")
-    pooler, labels, act = c.pooler_output_size, c.num_labels, c.pooler_act
+    pooler, act = c.pooler_output_size, c.pooler_act
     if act not in ("tanh", "gelu", "relu", "silu"):
         raise ValueError(f"pooler_act={act!r} is not supported; must be tanh, gelu, relu or silu")
     return layernorm_mlp_encoder(
@@ -264,7 +277,7 @@ def read_vit(c: Any) -> dict[str, Any]:
         qkv_bias=c.qkv_bias,
         pooler=pooler if kind == "ViTModel" else 0,
         pooler_activation=act,
-        classes=labels if kind == "ViTForImageClassification" else 0,
+        classes=classes(c, kind),
     )
 
 

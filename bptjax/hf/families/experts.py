@@ -31,13 +31,19 @@ def read_mixtral(c: Any) -> dict[str, Any]:
     return experts_decoder(c, activation=activation(c.hidden_act), sliding_window=c.sliding_window)
 
 
+def layers_without_experts(c: Any) -> list[int]:
+    """Returns the numbers of the layers that have an MLP instead of experts."""
+    every = c.decoder_sparse_step
+    skipped = (i for i in range(c.num_hidden_layers) if (i + 1) % every)
+    return sorted({*c.mlp_only_layers, *skipped})
+
+
 def read_qwen3_moe(c: Any) -> dict[str, Any]:
     """Reads Qwen3MoeForCausalLM. Each query and key head is normalized before rotary positions."""
-    bias, every = c.attention_bias, c.decoder_sparse_step
-    skipped = (i for i in range(c.num_hidden_layers) if (i + 1) % every)
+    bias = c.attention_bias
     return experts_decoder(
         c,
-        mlp_only_layers=sorted({*c.mlp_only_layers, *skipped}),
+        mlp_only_layers=layers_without_experts(c),
         activation=activation(c.hidden_act),
         expert_size=c.moe_intermediate_size,
         router_renormalized=c.norm_topk_prob,
@@ -117,6 +123,11 @@ def rules_mixtral(c: ModelConfig) -> Iterator[TensorRule]:
 def rules_qwen3_moe(c: ModelConfig) -> Iterator[TensorRule]:
     """Yields the rules of Qwen3MoeForCausalLM and OlmoeForCausalLM."""
     yield from rules_rmsnorm_decoder(c)
+    yield from rules_sparse_mlp(c)
+
+
+def rules_sparse_mlp(c: ModelConfig) -> Iterator[TensorRule]:
+    """Yields the rules of the experts, and of the MLP of layers without experts."""
     names = {name: f"{name}_proj" for name in ("gate", "up", "down")}
     yield from experts(c, "model.layers.{expert_layer}.mlp.", **names)
     if c.mlp_only_layers:

@@ -37,6 +37,8 @@ def field_values(config: ModelConfig) -> dict[str, Sequence[int]]:
     return dict(
         layer=range(config.num_layers),
         normed_layer=range(0 if config.first_norm else 1, config.num_layers),
+        attention_layer=config.attention_layers,
+        linear_layer=config.linear_layers,
         expert_layer=config.expert_layers,
         mlp_layer=sorted(config.mlp_only_layers),
         expert=range(config.num_experts or 0),
@@ -64,6 +66,7 @@ class Family:
       rope_kept: keys of rope_parameters that rotate no text. Exports keep them.
       experts: order of the outputs of gate and up in transformers' parameter of all experts; None
         for families without experts.
+      peft_keeps_mlps: PEFT computes adapters of MLPs beside experts.
     """
 
     read: Callable[[Any], dict[str, Any]]
@@ -79,6 +82,7 @@ class Family:
     scaled: bool = True
     rope_kept: tuple[str, ...] = ()
     experts: Literal["concatenated", "interleaved"] | None = None
+    peft_keeps_mlps: bool = False
 
     @property
     def layouts(self) -> tuple[Layout, ...]:

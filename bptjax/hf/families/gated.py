@@ -26,7 +26,8 @@ def rmsnorm_glu_decoder(c: Any, *, partial: bool = False, **more: Any) -> dict[s
         dict(
             vocab_size=c.vocab_size,
             hidden_size=c.hidden_size,
-            intermediate_size=c.intermediate_size,
+            # Some models with experts in all layers have none.
+            intermediate_size=getattr(c, "intermediate_size", None),
             num_layers=c.num_hidden_layers,
             num_heads=c.num_attention_heads,
             num_kv_heads=c.num_key_value_heads,

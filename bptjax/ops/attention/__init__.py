@@ -51,13 +51,16 @@ def choose(impl: str, x: QKV, spec: AttentionSpec) -> tuple[str, dict[str, str]]
       ValueError: an unknown kernel.
       NotImplementedError: the named kernel cannot honor the arguments.
     """
+    others = "no landmark attention" if spec.landmark_block else None
     if impl == "auto":
         chosen, reasons = None, {}
         narrow = triton_flash.is_narrow(x, spec)
         for name in sorted(KERNELS, key=lambda name: name != "triton") if narrow else KERNELS:
             kernel = KERNELS[name]
-            reason = NOT_AUTOMATIC.get(name) or (
-                kernel.unsupported(x, spec) if chosen is None else f"slower than {chosen}"
+            reason = (
+                (name != "scan" and others)
+                or NOT_AUTOMATIC.get(name)
+                or (kernel.unsupported(x, spec) if chosen is None else f"slower than {chosen}")
             )
             if reason is None:
                 chosen = name
@@ -68,7 +71,7 @@ def choose(impl: str, x: QKV, spec: AttentionSpec) -> tuple[str, dict[str, str]]
         return chosen, reasons
     if impl not in KERNELS:
         raise ValueError(f"attention={impl!r}: must be one of auto, {', '.join(KERNELS)}")
-    if reason := KERNELS[impl].unsupported(x, spec):
+    if reason := (impl != "scan" and others) or KERNELS[impl].unsupported(x, spec):
         raise NotImplementedError(f"attention {impl!r}: {reason}")
     record(impl, {})
     return impl, {}
@@ -89,6 +92,7 @@ def attention(
     impl: str = "auto",
     q_chunk: int = 512,
     k_chunk: int = 512,
+    landmark_block: int | None = None,
     offload: float = 0.0,
 ) -> Float[Array, "B T N H"]:
     """Softmax attention in O(T) memory.
@@ -109,6 +113,8 @@ def attention(
         which weights are dropped, not the kernel or the chunks.
       dropout_key: a JAX random key, required if dropout > 0.
       q_chunk, k_chunk: tokens in a chunk; T and S need not be multiples.
+      landmark_block: computes `landmark_attention` with blocks of this number of tokens; k_chunk is
+        rounded to a multiple of it.
       offload: share of the tokens whose residuals a remat policy can move to host memory.
 
     Raises:
@@ -132,6 +138,7 @@ def attention(
         dropout_key=dropout_key,
         q_chunk=q_chunk,
         k_chunk=k_chunk,
+        landmark_block=landmark_block,
     )
     check_sinks(sinks, q.shape[2])
     name, _ = choose(impl, x, spec)
@@ -149,6 +156,7 @@ def make_spec(
     dropout_key: Array | None = None,
     q_chunk: int = 512,
     k_chunk: int = 512,
+    landmark_block: int | None = None,
 ) -> AttentionSpec:
     """Checks the arguments of `attention` and returns its options as one value.
 
@@ -173,6 +181,12 @@ def make_spec(
         raise ValueError(f"dropout={dropout}: must come with dropout_key")
     if scale is not None and not math.isfinite(scale):
         raise ValueError(f"scale={scale}: must be finite; leave it out for head size ** -0.5")
+    if landmark_block is not None:
+        if landmark_block < 2:
+            raise ValueError(
+                f"landmark_block={landmark_block}: must be at least 2, a token and its landmark"
+            )
+        k_chunk = max(1, round(k_chunk / landmark_block)) * landmark_block
     if alibi is not None and alibi.shape != (N,):
         raise ValueError(f"alibi: must be [{N}], one slope per query head, not {alibi.shape}")
     if alibi is not None and T != S and (mask.positions is None or mask.k_positions is None):
@@ -186,6 +200,7 @@ def make_spec(
         dropout=dropout,
         q_chunk=q_chunk,
         k_chunk=k_chunk,
+        landmark_block=landmark_block,
         alibi=None if alibi is None else jnp.asarray(alibi, jnp.float32),
         dropout_key=_key_data(dropout_key) if dropout and dropout_key is not None else None,
     )

@@ -51,6 +51,8 @@ class AttentionSpec:
       q_chunk, k_chunk: tokens in a block, for kernels that do not choose their own.
       alibi: float32 `[N]` slopes; -alibi · |p - s| is added, p and s being the mask's positions.
         Has no gradient.
+      landmark_block: tokens in a block whose last token is a landmark; see `landmark_attention`.
+        k_chunk is a multiple of it. None for plain attention.
       dropout_key: uint32 `[2]` key data.
       first_sequence, first_head: int32 scalars, the offsets of these arrays in the batch and in
         the heads. Dropout is seeded by sequence and head, so a shard needs both.
@@ -62,6 +64,7 @@ class AttentionSpec:
     dropout: float = field(default=0.0, metadata={"static": True})
     q_chunk: int = field(default=512, metadata={"static": True})
     k_chunk: int = field(default=512, metadata={"static": True})
+    landmark_block: int | None = field(default=None, metadata={"static": True})
     alibi: Array | np.ndarray | None = None
     dropout_key: Array | None = None
     first_sequence: Array | None = None

@@ -6,8 +6,6 @@ non-empty tile (a `fori_loop` with a constant count is a `lax.scan`); with a tra
 positions of a shard) the device counts the steps.
 """
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -15,6 +13,7 @@ from jax.lax import dynamic_index_in_dim, dynamic_update_index_in_dim
 from jaxtyping import Float
 
 from bptjax.ops.attention.contract import QKV, AttentionSpec, AttentionState
+from bptjax.ops.attention.landmark_tile import LandmarkTile
 from bptjax.ops.attention.tile import Tile, from_key_blocks, from_query_blocks
 from bptjax.ops.softmax import OnlineSoftmax
 
@@ -24,12 +23,9 @@ def unsupported(x: QKV, spec: AttentionSpec) -> str | None:
     return None
 
 
-def forward(
-    x: QKV, spec: AttentionSpec, *, make_tile: Callable[[QKV, AttentionSpec], Tile] = Tile
-) -> AttentionState:
-    """Liu & Abbeel 2023, arXiv 2305.19370, Algorithm 1, lines 4 to 9. `make_tile` supplies the
-    arithmetic of a tile."""
-    tile = make_tile(x, spec)
+def forward(x: QKV, spec: AttentionSpec) -> AttentionState:
+    """Liu & Abbeel 2023, arXiv 2305.19370, Algorithm 1, lines 4 to 9."""
+    tile = _make_tile(x, spec)
     qs, ks, vs = tile.forward_blocks(x)
     pairs, count = _nonempty(tile, x.q)
 
@@ -56,11 +52,9 @@ def backward(
     state: AttentionState,
     dout: Float[Array, "B T N H"],
     spec: AttentionSpec,
-    *,
-    make_tile: Callable[[QKV, AttentionSpec], Tile] = Tile,
 ) -> QKV:
     """Recomputes each non-empty tile from the global `state`; accumulates in float32."""
-    tile = make_tile(x, spec)
+    tile = _make_tile(x, spec)
     qs, ks, vs, lses, douts, deltas = tile.backward_blocks(x, state, dout)
     pairs, count = _nonempty(tile, x.q)
 
@@ -83,6 +77,10 @@ def backward(
         from_key_blocks(dk.astype(x.k.dtype), tile.S),
         from_key_blocks(dv.astype(x.v.dtype), tile.S),
     )
+
+
+def _make_tile(x: QKV, spec: AttentionSpec) -> Tile:
+    return (LandmarkTile if spec.landmark_block else Tile)(x, spec)
 
 
 def _nonempty(tile: Tile, q: Array) -> tuple[Array, Array | int]:

@@ -75,7 +75,9 @@ class Constants:
     Attributes:
       BH: head size, padded for matrix products.
       BQ, BK: tokens in a block of queries and of keys.
-      heads: heads of a program, one after the other.
+      heads: heads of a program, or groups of heads, one after the other.
+      group: query heads whose queries are in the same tiles of the forward pass; each tile of keys
+        is then read once for all of them.
       over: the first outputs hold another kernel's results, which stay where ranges are -1.
       range_batch, position_batch: 1 if all sequences share their ranges, or positions; else B.
       list_length: length of the lists of tiles; 0 if the ranges number the blocks themselves.
@@ -94,6 +96,7 @@ class Constants:
     BQ: int
     BK: int
     heads: int
+    group: int
     sinks: bool
     over: bool
     range_batch: int
@@ -132,6 +135,30 @@ def is_narrow(x: QKV, spec: AttentionSpec) -> bool:
     window = spec.mask.window
     narrow = window is not None and window <= NARROW_WINDOW
     return narrow and _padded(x.q.shape[-1]) in NARROW_BLOCKS["forward"]
+
+
+def _tiles(name: str, x: QKV, spec: AttentionSpec) -> tuple[int, int, int, int, int]:
+    """Returns the query block, key block, warps and stages of a kernel, and the query heads whose
+    queries share the tiles of the forward pass: all heads of a key head, if they fill no tile. Each
+    key is then read once for all of them. With a narrow window, tiles of few tokens read few keys
+    in vain, so there the heads share tiles of any size."""
+    table = BLOCKS[name] | DROPOUT_BLOCKS[name] if spec.dropout else BLOCKS[name]
+    # Not |=, which would change the tables for later calls.
+    table = table | (NARROW_BLOCKS[name] if is_narrow(x, spec) else {})
+    table = table | (SMALL_BLOCKS[name] if capability() in SMALL_MEMORY else {})
+    bq, bk, warps, stages = table[max(_padded(x.q.shape[-1]), 32)]
+    if x.q.dtype.itemsize > 2:
+        # Twice the bytes must still fit in shared memory.
+        bq, bk, warps, stages = min(bq, 32), min(bk, 32), 4, 1
+    mask, shared = spec.mask, x.q.shape[2] // x.k.shape[2]
+    one_head = spec.alibi is not None or spec.dropout
+    listed = mask.global_tokens is not None or mask.block_mask is not None
+    rows = x.q.shape[1] * shared
+    if name != "forward" or one_head or listed or shared > bq:
+        return bq, bk, warps, stages, 1
+    if rows <= bq:
+        return max(16, 1 << (rows - 1).bit_length()), bk, 4, stages, shared
+    return bq, bk, warps, stages, shared if is_narrow(x, spec) else 1
 
 
 def _padded(head_size: int) -> int:
@@ -207,15 +234,7 @@ def _launch(
     `sinks`. If `keep` is given, it writes over the arrays in `done`, or leaves them."""
     (B, T, N, H), (_, S, K, _) = x.q.shape, x.k.shape
     mask = spec.mask.resolve(T, S)
-    padded = _padded(H)
-    table = BLOCKS[name] | DROPOUT_BLOCKS[name] if spec.dropout else BLOCKS[name]
-    # Not |=, which would change the tables for later calls.
-    table = table | (NARROW_BLOCKS[name] if is_narrow(x, spec) else {})
-    table = table | (SMALL_BLOCKS[name] if capability() in SMALL_MEMORY else {})
-    bq, bk, warps, stages = table[max(padded, 32)]
-    if x.q.dtype.itemsize > 2:
-        # Twice the bytes must still fit in shared memory.
-        bq, bk, warps, stages = min(bq, 32), min(bk, 32), 4, 1
+    bq, bk, warps, stages, group = _tiles(name, x, spec)
     if mask.block_size:
         # Use tiles no larger than the mask's blocks, so that each masked block is skipped.
         bq, bk = (min(b, max(16, 1 << mask.block_size.bit_length() - 1)) for b in (bq, bk))
@@ -225,7 +244,7 @@ def _launch(
     if listed:
         ranges, tiles = block_lists(mask, T, S, bq, bk, of_keys=of_keys)
     else:
-        ranges, tiles = block_ranges(mask, T, S, bq, bk, of_keys=of_keys), none
+        ranges, tiles = block_ranges(mask, T, S, bq // group, bk, of_keys=of_keys), none
     if keep is not None:
         ranges = jnp.where(keep, -1, ranges)
     positions, k_positions = (
@@ -259,7 +278,7 @@ def _launch(
         aliases = {2 + len(more): 0} if name == "dq" and like(more[-1]) == shapes[0] else {}
         done = DONE[name] * (none,)
     inputs += done
-    tokens, all_heads = (-(-S // bk), K) if of_keys else (-(-T // bq), N)
+    tokens, all_heads = (-(-S // bk), K) if of_keys else (-(-T // (bq // group)), N // group)
     # Few programs, if most batches give them nothing to do.
     heads = 1 if keep is None else math.gcd(all_heads, HEADS)
     while heads > 1 and tokens * all_heads // heads * B < PROGRAMS:
@@ -271,10 +290,11 @@ def _launch(
         N=N,
         K=K,
         H=H,
-        BH=padded,
+        BH=_padded(H),
         BQ=bq,
         BK=bk,
         heads=heads,
+        group=group,
         sinks=sinks,
         over=keep is not None,
         range_batch=ranges.shape[0],

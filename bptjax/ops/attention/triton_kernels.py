@@ -360,35 +360,43 @@ def forward_kernel(
     C: tl.constexpr,
 ):
     """Stores out `[B, T, N, H]` and lse `[B, T, N]` of a block of queries. Grid (query blocks,
-    N / C.heads, B)."""
-    blocks: tl.constexpr = (C.T + C.BQ - 1) // C.BQ
+    N / (C.group · C.heads), B).
+
+    With C.group > 1, a row is a query of one of C.group heads that read the same keys: rows go
+    through the heads of a token before they go on to the next token.
+    """
+    tokens: tl.constexpr = C.BQ // C.group
+    blocks: tl.constexpr = (C.T + tokens - 1) // tokens
     # Late query blocks attend to the most keys, so they start first.
     i = blocks - 1 - tl.program_id(0)
-    first_head, b = tl.program_id(1) * C.heads, tl.program_id(2)
+    first_head, b = tl.program_id(1) * (C.heads * C.group), tl.program_id(2)
     b64 = b.to(tl.int64)
-    rows, h = i * C.BQ + tl.arange(0, C.BQ), tl.arange(0, C.BH)
-    rows64 = rows.to(tl.int64)
-    in_bounds = rows < C.T
+    row, h = tl.arange(0, C.BQ), tl.arange(0, C.BH)
+    member, token = row % C.group, i * tokens + row // C.group
+    # The last rows have no query if C.group does not divide their number.
+    in_bounds = (token < C.T) & (row < tokens * C.group)
     stored = in_bounds[:, None] & (h[None, :] < C.H)
-    out_at = b64 * (C.T * C.N * C.H) + rows64[:, None] * (C.N * C.H) + h[None, :]
-    lse_at = b64 * (C.T * C.N) + rows64 * C.N
+    # Rows of `[T · N, H]`, from the program's first head.
+    heads = token.to(tl.int64) * C.N + member
+    out_at = b64 * (C.T * C.N * C.H) + heads[:, None] * C.H + h[None, :]
+    lse_at = b64 * (C.T * C.N) + heads
     queries = _mask_pointers(positions_ptr, segments_ptr, globals_ptr, b64, C.T, C)
     visits = _load_visits(ranges_ptr, tiles_ptr, i, b64, blocks, C)
     if C.over:
         if visits.first < 0:
-            padding = _load_padding(queries, rows, in_bounds)
+            padding = _load_padding(queries, token, in_bounds)
             for number in range(C.heads):
-                n = first_head + number
+                n = first_head + number * C.group
                 tl.store(out_ptr + n * C.H + out_at, 0.0, mask=stored & padding[:, None])
                 tl.store(lse_ptr + n + lse_at, float("-inf"), mask=padding)
             return
-    own = _load_tokens(queries, i * C.BQ, rows, in_bounds, C)
+    own = _load_tokens(queries, i * tokens, token, in_bounds, C)
     keys = _mask_pointers(k_positions_ptr, k_segments_ptr, k_globals_ptr, b64, C.S, C)
     for number in range(C.heads):
-        n = first_head + number
+        n = first_head + number * C.group
         n_k = n // (C.N // C.K)
         q_at = (b64 * C.T * C.N + n) * C.H
-        q = _load(q_ptr + q_at, rows64, h, C.N * C.H, C.T, C, False)
+        q = _load(q_ptr + q_at, heads, h, C.H, C.T * C.N, C, False)
         head = _load_head(slopes_ptr, keys_ptr, b, n, C)
         k_base = k_ptr + (b64 * C.S * C.K + n_k) * C.H
         v_base = v_ptr + (b64 * C.S * C.K + n_k) * C.H
@@ -397,7 +405,7 @@ def forward_kernel(
         row_sum = tl.full([C.BQ], 0.0, tl.float32)
         if C.sinks:
             # The first key, with a value of 0.
-            row_max = tl.full([C.BQ], 0.0, tl.float32) + tl.load(sinks_ptr + n) * LOG2E
+            row_max = tl.load(sinks_ptr + n + member) * LOG2E
             row_sum += 1.0
             if C.alibi and C.causal:
                 row_max += own.relative * head.slope

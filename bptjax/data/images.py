@@ -1,0 +1,238 @@
+"""Images in one directory for each class, and their patches as examples."""
+
+import io
+import itertools
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bptjax.data.config import DataConfig
+from bptjax.data.encode import IGNORED
+from bptjax.data.files import Location
+from bptjax.data.packing import Example
+from bptjax.data.text import split_documents
+from bptjax.json_files import read_json
+from bptjax.ops.patches import cut_patches
+
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".pgm", ".tif", ".tiff", ".gif")
+# Pillow's names of their formats. It guesses the format from the content, and would run another
+# program for some.
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "PPM", "TIFF", "GIF")
+PROCESSOR = "preprocessor_config.json"
+# Names of one processor in several versions of transformers.
+PROCESSORS = (
+    "ViTImageProcessor",
+    "ViTImageProcessorFast",
+    "ViTImageProcessorPil",
+    "ViTFeatureExtractor",
+)
+# Pillow's modes of more than 8 bits per channel, which it would clip.
+WIDE_MODES = "I", "F"
+
+
+@dataclass(frozen=True)
+class Image:
+    """The file of an image, and the name of its class."""
+
+    path: Path
+    name: str
+
+
+class ImageFolder(Sequence[Any]):
+    """The images of a directory that holds a directory for each class, in the order of the names of
+    classes and files.
+
+    Attributes:
+      names: the names of the classes.
+      counts: number of images of each class.
+
+    Raises:
+      ValueError: there is no directory of a class, one is empty, or an image is elsewhere.
+    """
+
+    def __init__(self, root: str):
+        directory = os.path.expanduser(root)
+        if not os.path.isdir(directory):
+            raise ValueError(f"{root!r}: must be a directory, with a directory for each class")
+        folders = _folders(directory)
+        if not folders:
+            raise ValueError(f"{root!r}: must hold a directory for each class; it has none")
+        self.names, self.counts = [os.path.basename(folder) for folder in folders], []
+        self._files: list[str] = []
+        if strange := [name for name in self.names if not name.isprintable()]:
+            raise ValueError(f"{strange[0]!r}: must be a printable name of a class; rename it")
+        # A directory for each split would otherwise be taken for a class.
+        deeper = (path for folder in folders for inner in _folders(folder) for path in _all(inner))
+        if stray := next(itertools.chain(_images(directory), deeper), None):
+            raise ValueError(
+                f"{stray}: must be in the directory of a class, one level below {root!r}"
+            )
+        for folder in folders:
+            files = _images(folder)
+            if not files:
+                raise ValueError(
+                    f"{folder!r}: must hold an image of its class ({', '.join(EXTENSIONS)}); "
+                    "remove the directory if there is none"
+                )
+            self.counts.append(len(files))
+            self._files += files
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def __getitem__(self, index: int) -> Image:
+        file = Path(self._files[index])
+        return Image(file, file.parent.name)
+
+    def location(self, index: int) -> Location:
+        return Location(self._files[index])
+
+
+def _visible(directory: str) -> Iterator[os.DirEntry[str]]:
+    with os.scandir(directory) as entries:
+        yield from (entry for entry in entries if not entry.name.startswith("."))
+
+
+def _folders(directory: str) -> list[str]:
+    return sorted(entry.path for entry in _visible(directory) if entry.is_dir())
+
+
+def _images(directory: str) -> list[str]:
+    found = (x for x in _visible(directory) if x.name.lower().endswith(EXTENSIONS))
+    # Broken links are bad records, not absent ones.
+    return sorted(entry.path for entry in found if not entry.is_dir())
+
+
+def _all(directory: str) -> Iterator[str]:
+    for folder, _, _ in os.walk(directory):
+        yield from _images(folder)
+
+
+def open_images(config: DataConfig) -> tuple[ImageFolder, Sequence[Any], Sequence[Any]]:
+    """Opens the images at `data.path`. Returns all of them, those to train on and those held out.
+
+    Raises:
+      ValueError: there are no directories of at least two classes.
+    """
+    found = _open("path", config.path)
+    if len(found.names) < 2:
+        raise ValueError(
+            f"data.path={config.path}: must hold the directories of at least 2 classes, not only "
+            f"{found.names[0]!r}"
+        )
+    if config.eval_path is None:
+        train, held_out = split_documents(found, config.eval_fraction)
+        assert isinstance(train, Sequence)
+        return found, train, held_out
+    held_out = _open("eval_path", config.eval_path)
+    if unknown := [name for name in held_out.names if name not in found.names]:
+        raise ValueError(
+            f"data.eval_path={config.eval_path}: class {unknown[0]!r}: must be in "
+            f"data.path={config.path} too"
+        )
+    return found, found, held_out
+
+
+def _open(key: str, path: str | list[str] | None) -> ImageFolder:
+    if not isinstance(path, str):
+        raise ValueError(f"data.{key}={path}: must be a directory, with a directory for each class")
+    try:
+        return ImageFolder(path)
+    except ValueError as error:
+        raise ValueError(f"data.{key}: {error}") from error
+
+
+@dataclass(frozen=True)
+class ImageProcessor:
+    """Converts images to examples, by the settings in a checkpoint's preprocessor_config.json.
+
+    Attributes:
+      directory: directory of the checkpoint.
+      size: channels, height and width of the model's images.
+      patch: height and width of a patch.
+      names: the names of the model's classes, by number.
+    """
+
+    directory: Path
+    size: tuple[int, int, int]
+    patch: tuple[int, int]
+    names: list[str]
+
+    def check(self) -> None:
+        """Checks that the processor makes images of the model's size.
+
+        Raises:
+          ValueError: it does not, or it is another processor than ViT's.
+        """
+        from PIL import Image as pillow
+
+        # Of no special shape.
+        blank = pillow.new("L" if self.size[0] == 1 else "RGB", (37, 23))
+        file = self.directory / PROCESSOR
+        read_json(file)  # Its errors name the file.
+        try:
+            found = self._pixels(blank)
+        except Exception as error:
+            # transformers raises errors of any class for settings that it does not take.
+            raise ValueError(f"{file}: {' '.join(str(error).split())}") from error
+        if found.shape != self.size:
+            raise ValueError(
+                f"{file}: must make images of {_sizes(self.size)}, those of the model, not of "
+                f"{_sizes(found.shape)}; correct size and do_resize"
+            )
+        if not np.isfinite(found).all():
+            raise ValueError(f"{file}: image_std: must not be 0")
+
+    def __call__(self, image: Image) -> list[Example]:
+        """Returns the example of an image: its patches as tokens, after a blank one, whose label is
+        the class.
+
+        Raises:
+          ValueError: the file is damaged, or has more than 8 bits per channel.
+        """
+        from PIL import Image as pillow
+        from PIL import ImageOps, UnidentifiedImageError
+
+        try:
+            data = image.path.read_bytes()
+            with pillow.open(io.BytesIO(data), formats=FORMATS) as found:
+                if found.mode.startswith(WIDE_MODES):
+                    raise ValueError(f"mode {found.mode}: must have 8 bits per channel; convert it")
+                upright = ImageOps.exif_transpose(found)
+                if "transparency" in upright.info:
+                    upright = upright.convert("RGBA")
+                upright = upright.convert("L" if self.size[0] == 1 else "RGB")
+        except Exception as error:
+            # Pillow's decoders raise errors of any class for a damaged file.
+            text = " ".join(str(error).split()) or type(error).__name__
+            if isinstance(error, UnidentifiedImageError):
+                text = f"must be {', '.join(FORMATS)}"
+            raise ValueError(f"cannot be read as an image: {text}") from error
+        patches = cut_patches(self._pixels(upright), self.patch)
+        labels = np.full(len(patches) + 1, IGNORED, np.int32)
+        labels[0] = self.names.index(image.name)
+        return [{"tokens": np.pad(patches, ((1, 0), (0, 0))), "labels": labels}]
+
+    def _pixels(self, image: Any) -> np.ndarray:
+        return self._processor(image, return_tensors="np")["pixel_values"][0].astype(np.float32)
+
+    @cached_property
+    def _processor(self) -> Any:
+        from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
+
+        raw = read_json(self.directory / PROCESSOR)
+        name = raw.get("image_processor_type", raw.get("feature_extractor_type", PROCESSORS[0]))
+        if name not in PROCESSORS:
+            raise ValueError(
+                f"image_processor_type={name!r}: must be one of {', '.join(PROCESSORS)}"
+            )
+        return ViTImageProcessorPil.from_dict(raw)
+
+
+def _sizes(shape: tuple[int, ...]) -> str:
+    return " × ".join(map(str, shape))

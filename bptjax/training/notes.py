@@ -1,0 +1,65 @@
+"""Lines about a run's devices, data and model, for its log."""
+
+import textwrap
+
+import jax
+
+from bptjax.command_line import plural
+from bptjax.config import defaults, flatten
+from bptjax.data.sources import count
+from bptjax.hf.from_scratch import family_of
+from bptjax.parallel.mesh import num_shards
+from bptjax.training.data import RunData
+from bptjax.training.spec import TrainSpec
+
+
+def describe_devices(spec: TrainSpec, data: RunData) -> list[str]:
+    """Formats the lines about devices and data for the log."""
+    devices, layout, model = spec.mesh.devices.reshape(-1), spec.layout, spec.model
+    axes = " ".join(f"{name}={size}" for name, size in spec.mesh.shape.items())
+    if num_shards(spec.mesh, "sequence") > 1:
+        axes += f", the sequence by {': '.join(layout.strategy)}"
+    where = f"{len(devices)} × {devices[0].device_kind}"
+    where += f" of {jax.process_count()} processes" if jax.process_count() > 1 else ""
+    kind, size = "documents", f"vocabulary {model.vocab_size}"
+    if model.image_size is not None:
+        kind, size = "images", plural(model.classes, "class", "es")
+    return [
+        f"devices: {where}, jax {jax.__version__}, mesh {axes}",
+        f"data: {count(data.train)} {kind}, {len(data.held_out):,} held out, {size}",
+    ]
+
+
+def describe_model(spec: TrainSpec, data: RunData) -> list[str]:
+    """Formats the lines about the model and its checkpoint for the log."""
+    config, model, pretrained, notes = spec.config, spec.model, spec.pretrained, []
+    if model.add_tokens:
+        known = [token for token in model.add_tokens if token not in data.added]
+        size = data.tokenizer.vocab_size
+        text = f"model.add_tokens: {len(data.added)} new, the vocabulary has {size}"
+        notes.append(text + (f"; in it already: {', '.join(map(repr, known))}" if known else ""))
+    if not pretrained:
+        try:
+            family_of(model)
+        except ValueError as error:
+            notes.append(f"this model cannot be exported to Hugging Face's format: {error}")
+        return notes
+    notes.append(f"model: from {config.model.name_or_path}")
+    own, used = defaults(config, spec.mesh.local_devices[0].platform), flatten(config)
+    own.pop("train.max_steps", None)  # It does not depend on the checkpoint.
+    used_defaults = ", ".join(
+        f"{key}={used[key]}"
+        for key in own
+        if used[key] == own[key] and not key.startswith("execution.")
+    )
+    if used_defaults:
+        text = f"fine-tuning defaults: {used_defaults}"
+        notes += textwrap.wrap(text, 80, subsequent_indent="  ")
+    notes += [pretrained.left_out] * bool(pretrained.left_out)
+    if model.exceeds_positions(config.train.seq_len):
+        notes.append(
+            f"train.seq_len={config.train.seq_len} is beyond the model's "
+            f"{model.max_position_embeddings} positions; scale them by model.rope_parameters, "
+            "and set model.max_position_embeddings to record the new length"
+        )
+    return notes
