@@ -8,10 +8,12 @@ from importlib.metadata import version
 from importlib.util import find_spec
 
 FLAGS = ["--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=0"]
+FLAGS += ["--xla_cpu_parallel_codegen_split_count=1"]  # A program has one module for LLVM.
 if version("jaxlib").startswith("0.10."):
     # The older emitters compile in a third of the time. Later versions have neither them nor the
     # flag, and take an unknown flag for an error.
     FLAGS += ["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_opt_preset=FAST_COMPILE"]
+    FLAGS += ["--xla_llvm_force_inline_before_split=false"]
 if find_spec("fa4_jax"):
     FLAGS.append("--xla_gpu_enable_dynamic_slice_fusion=false")  # `fa4.XLA_FLAG`
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS]).strip()
