@@ -33,6 +33,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["XDG_CACHE_HOME"] = f"{CACHE.name}/home"
 
 import jax  # noqa: E402
+import pytest  # noqa: E402
 from jaxtyping import install_import_hook  # noqa: E402
 from ops.shapes import check  # noqa: E402
 
@@ -47,10 +48,41 @@ checked = hook.should_instrument
 # But for what Triton compiles from its source.
 hook.should_instrument = lambda name: checked(name) and not name.endswith("triton_kernels")
 from bptjax.data import packing  # noqa: E402
+from bptjax.ops import dropout  # noqa: E402
 
 # The loader fills a window of sequences before the first batch, for which it shuffles the few
 # records of a test hundreds of times: seconds of each run.
 packing.BUFFER_TOKENS = 2**11
+# Each round is a dozen operations, in every layer: half of a program with dropout.
+dropout.ROUNDS = 3
+
+
+@pytest.fixture(autouse=True, scope="session")
+def steps_are_compiled_once():
+    """Runs in one process that differ in their files alone share a compiled step: tracing it is
+    half of the time of a tiny run."""
+    from bptjax.ops.attention.choices import record, record_choices
+    from bptjax.training import compilation
+
+    compiled = {}
+
+    def compile_once(spec, state, batch):
+        files = "run_dir", "data", "checkpoint", "logging"
+        config = {k: v for k, v in vars(spec.config).items() if k not in files}
+        arrays = [(x.shape, x.dtype, x.sharding) for x in jax.tree.leaves((state, batch))]
+        structure = jax.tree.structure((state, batch))
+        key = repr((config, spec.model, spec.mesh, spec.epoch_steps, arrays, structure))
+        if key not in compiled:
+            with record_choices() as choices:
+                compiled[key] = compile_step(spec, state, batch), choices
+        step, choices = compiled[key]
+        for choice in choices:
+            record(choice.name, dict(choice.refusals))
+        return step
+
+    compile_step, compilation.compile_step = compilation.compile_step, compile_once
+    yield
+    compilation.compile_step = compile_step
 
 
 def pytest_collection_finish():

@@ -12,6 +12,14 @@ KEY = jax.random.key_data(jax.random.key(0))
 ROWS = jnp.arange(512)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def all_rounds():
+    """The numbers as users get them; conftest.py takes fewer rounds for all other tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("bptjax.ops.dropout.ROUNDS", 7)
+        yield
+
+
 def correlation(a, b):
     """In standard deviations of chance."""
     a, b = (np.asarray(x, np.float64).ravel() for x in (a, b))

@@ -5,6 +5,7 @@ import random
 
 from bptjax.data import packing
 from bptjax.metrics import JsonlWriter, read_metrics
+from bptjax.ops import dropout
 
 TINY = """
 device: cpu
@@ -37,10 +38,13 @@ def write_config(folder):
 
 
 def train_process():
-    """Returns Python's arguments for `-m bptjax.train` with the shuffle window of this process."""
+    """Returns Python's arguments for `-m bptjax.train`, with this process's shuffle window and
+    rounds of random numbers."""
     code = f"""
 import runpy
 from bptjax.data import packing
+from bptjax.ops import dropout
+dropout.ROUNDS = {dropout.ROUNDS}
 packing.BUFFER_TOKENS = {packing.BUFFER_TOKENS}
 runpy.run_module("bptjax.train", run_name="__main__", alter_sys=True)
 """
