@@ -1,6 +1,7 @@
-"""The tiny run, once a session, and one device for all runs of these tests."""
+"""The tiny run, once a session, one device for all runs of these tests, and a batch."""
 
 import jax
+import numpy as np
 import pytest
 
 from bptjax.train import main
@@ -26,3 +27,17 @@ def uninterrupted(arguments, tmp_path_factory):
         patch.setattr("bptjax.training.setup.select_devices", lambda device: jax.devices()[:1])
         assert main([*arguments, "--run_dir", str(run_dir)]) == 0
     return run_dir
+
+
+@pytest.fixture(scope="session")
+def batch():
+    """Eight sequences of 24 tokens: packed documents, with unequal numbers of labels."""
+    T = 24
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 64, (8, T), dtype=np.int32)
+    ends = rng.integers(2, T + 1, (8, 1))
+    place = np.arange(T, dtype=np.int32)[None]
+    segments = np.where(place < ends, 1 + (place >= ends // 2), 0).astype(np.int32)
+    positions = np.where(segments == 2, place - ends // 2, place).astype(np.int32)
+    labels = np.where(segments > 0, np.roll(tokens, -1, 1), -100).astype(np.int32)
+    return {"tokens": tokens, "labels": labels, "segments": segments, "positions": positions}
