@@ -13,7 +13,7 @@ from bptjax.models.config import ModelConfig
 
 def _module(family: Family) -> str:
     """Returns the name of the module of a layer's experts."""
-    return f"model.layers.{{layer}}.{family.experts_module}"
+    return f"{family.prefix}layers.{{layer}}.{family.experts_module}"
 
 
 class ExpertParameter(NamedTuple):

@@ -658,7 +658,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             TOWER | dict(position_embedding_size=16),
         ),
     ),
-    "gemma4: experts": (
+    "gemma4 with experts": (
         "Gemma4Config",
         multimodal(MODERN | GEMMA4 | GEMMA4_MOE | dict(layer_types=MIXED[:2]), None),
     ),

@@ -100,10 +100,11 @@ def test_there_and_back(peft, pretrained, tmp_path, tokens, name):
     """Theirs read here; written again and read by them; merged here, and by them."""
     model, base = pretrained(name)
     plain = logits(model, tokens)
-    experts = any(getattr(model.config, key, 0) for key in ("num_experts", "n_routed_experts"))
+    text = model.config.get_text_config()
+    experts = any(getattr(text, key, 0) for key in ("num_experts", "n_routed_experts"))
     # A map for all layers at once, which takes no adapter here.
     settings = EXPERTS if experts else {}
-    if getattr(model.config.get_text_config(), "hidden_size_per_layer_input", 0):
+    if getattr(text, "hidden_size_per_layer_input", 0):
         settings = settings | dict(exclude_modules=["per_layer_model_projection"])
     made = adapted(peft, model, tmp_path / "theirs", **settings)
     wanted = logits(made, tokens)
