@@ -105,8 +105,13 @@ COPIES = {
 GEMMA4 = Family(
     read_gemma4,
     rules_gemma4,
-    # Read through per_layer_config.
-    neutral=("head_dim", "num_key_value_heads"),
+    neutral=(
+        # Read through per_layer_config.
+        *("head_dim", "num_key_value_heads"),
+        # Read if they have an effect; text is causal unless is_causal says otherwise.
+        *("num_experts", "top_k_experts", "moe_intermediate_size", "vocab_size_per_layer_input"),
+        "use_bidirectional_attention",
+    ),
     rope_names=(),
     unused=unused_gemma4,
     experts_module="experts",

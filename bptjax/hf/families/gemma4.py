@@ -17,8 +17,6 @@ PER_LAYER = {"head_dim", "num_key_value_heads"}
 
 def read_gemma4(c: Any) -> dict[str, Any]:
     """Reads Gemma4ForCausalLM and Gemma4UnifiedForCausalLM."""
-    if c.use_bidirectional_attention == "all":
-        raise ValueError("use_bidirectional_attention='all': must be null or 'vision'")
     # A projection for the values of some layers would have a bias that their keys have too.
     require(c, attention_bias=False)
     types = list(c.layer_types)
@@ -26,7 +24,7 @@ def read_gemma4(c: Any) -> dict[str, Any]:
     size, K = heads["sliding_attention"]
     full_size, full_K = heads["full_attention"]
     shared = c.num_kv_shared_layers
-    double = shared and c.use_double_wide_mlp
+    double = c.use_double_wide_mlp and shared > 0
     return (
         dict(
             vocab_size=c.vocab_size,
