@@ -145,7 +145,9 @@ def run(
             out, past = _mix(config, execution, shared, chunk, mask, past, index)
             x, aux = _split(execution, shared, chunk, out)
         else:
-            kv = None if shared_kv is None else shared_kv[kind.full]
+            kv = None
+            if shared_kv is not None:
+                kv = jax.tree.map(lambda y: y.astype(x.dtype), shared_kv[kind.full])
             x, aux, past, kv = attend(shared, chunk, past, index, kind, kv)
             if made is not None:
                 made = made | {kind.full: kv}
@@ -190,8 +192,10 @@ def run(
     own = config.num_layers - config.shared_kv_layers
     carry, (states, aux) = execution.scan(step, carry, kinds[:own])
     if own < config.num_layers:
-        # The other layers have the final ones, which their loops do not save again.
+        # The other layers read the final ones, which their loops do not save again, and whose
+        # gradients they sum in float32.
         *rest, made = carry
+        made = jax.tree.map(lambda y: y.astype(jnp.float32), made)
 
         def later(carry, index, kind):
             return step(carry, index + own, kind, made)
