@@ -660,7 +660,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gemma4 with experts": (
         "Gemma4Config",
-        multimodal(MODERN | GEMMA4 | GEMMA4_MOE | dict(layer_types=MIXED[:2]), None),
+        multimodal(
+            MODERN
+            | GEMMA4
+            | GEMMA4_MOE
+            | LAYER_EMBEDDINGS
+            | dict(num_hidden_layers=4, num_kv_shared_layers=2, layer_types=2 * MIXED[:2]),
+            None,
+        ),
     ),
     "gemma4_unified": (
         "Gemma4UnifiedConfig",
