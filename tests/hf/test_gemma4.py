@@ -11,6 +11,7 @@ from safetensors.numpy import load_file, save_file
 from bptjax import convert
 from bptjax.generate import main as generate
 from bptjax.hf.config import merge, read_config
+from bptjax.hf.config_export import exported
 from bptjax.metrics import read_metrics
 from bptjax.models.config import ModelConfig
 from bptjax.pretrained import open_pretrained
@@ -138,3 +139,33 @@ def test_added_tokens_are_refused_with_embeddings_of_layers(tmp_path):
     (tmp_path / "config.json").write_text(config("gemma4_text with shared keys").to_json_string())
     with pytest.raises(ValueError, match="model.add_tokens: must be empty with"):
         merge(read_config(tmp_path)[1], ModelConfig(add_tokens=["<x>"]))
+
+
+def test_longer_positions_of_full_layers(tmp_path):
+    """By the factor of their own type of rotation; other types are refused before a run starts."""
+    raw = json.loads(config("gemma4_text").to_json_string())
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    _, read = read_config(tmp_path)
+    now = merge(read, ModelConfig(rope_parameters=dict(factor=8.0)))
+    new = exported(raw, read, now)
+    assert new["rope_parameters"]["full_attention"]["factor"] == 8.0
+    (tmp_path / "config.json").write_text(json.dumps(new))
+    assert read_config(tmp_path)[1].rope_parameters == now.rope_parameters
+    other = merge(read, ModelConfig(rope_parameters=dict(rope_type="linear", factor=8.0)))
+    with pytest.raises(ValueError, match="a gemma4_text cannot be exported with it"):
+        exported(raw, read, other)
+
+
+def test_an_adapter_of_all_layers_embeddings_is_refused(tmp_path):
+    base = random_base(tmp_path / "hf", config("gemma4_text with shared keys"))
+    raw = dict(peft_type="LORA", r=2, lora_alpha=2, base_model_name_or_path=str(base))
+    name = "per_layer_model_projection"
+    (tmp_path / "adapter_config.json").write_text(json.dumps(raw | dict(target_modules=[name])))
+    shapes = dict(A=(2, 32), B=(30, 2))
+    file = {
+        f"base_model.model.model.{name}.lora_{part}.weight": np.ones(shape, np.float32)
+        for part, shape in shapes.items()
+    }
+    save_file(file, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match="adapters of linear layers of the model only, not base_"):
+        open_pretrained(ModelConfig(name_or_path=str(tmp_path)))
