@@ -117,7 +117,7 @@ class ModelConfig:
       embedding_size: width of the embeddings. If not set, D. Another width is projected to D.
       embedding_scale: factor on the token embeddings.
       embedding_norm: normalizes the token embeddings.
-      layer_embedding_size: size P of a token embedding of each layer's own, added to its output.
+      layer_embedding_size: size of a token embedding of each layer's own; 0 for none.
       layer_scale: the output of each layer is multiplied by a constant. It is not trained.
       token_types: number of types of tokens, whose learned embedding is added; 0 for none. Encoders
         only.
