@@ -41,7 +41,7 @@ class Rates:
     bandwidth: float
     link: float
 
-    def attention(self, head_size: int) -> float:
+    def attention(self, head_size: float) -> float:
         return self.attention_64 if head_size <= 64 else self.attention_128
 
 

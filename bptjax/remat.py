@@ -76,7 +76,9 @@ class TrainingExecution(Execution):
         Raises:
           ValueError: as `groups`, or a name to save that the layers do not have.
         """
-        self.groups(model.num_layers)
+        # The layers without keys of their own have loops of their own.
+        for layers in (model.num_layers - model.shared_kv_layers, model.shared_kv_layers):
+            self.groups(layers)
         has = {"gate": model.gated, "attended": model.residual == "sequential"}
         has |= dict.fromkeys(delta_rule.RESIDUAL_NAMES, bool(model.linear_layers))
         for name in self.save:

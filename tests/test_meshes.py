@@ -1,6 +1,8 @@
 """A mesh is one device: loss, gradients and evaluation of packed documents. All factorisations of
 eight devices, and every strategy on each, are in scripts/meshes.py."""
 
+from dataclasses import replace
+
 import pytest
 from meshes import EXPERTS, MESHES, MODEL, ONE, errors, model_of, results
 
@@ -24,6 +26,24 @@ SOME = [
 ]
 
 
+# Layers with heads of two sizes, of which one key head that tp does not divide.
+HEADS = replace(
+    MODEL,
+    num_layers=4,
+    layer_types=2 * ["sliding_attention", "full_attention"],
+    sliding_window=6,
+    full_head_dim=8,
+    full_kv_heads=1,
+    shared_kv_layers=2,
+    layer_embedding_size=8,
+    layer_scale=True,
+    norm_position="sandwich",
+)
+NORMED = replace(
+    EXPERTS, expert_norms=True, shared_expert_size=16, norm_position="sandwich", num_kv_heads=4
+)
+
+
 @pytest.fixture(scope="module")
 def wanted():
     return {model: results(model, ONE) for model in (MODEL, EXPERTS)}
@@ -33,6 +53,16 @@ def wanted():
 def test_a_mesh_is_one_device(mesh, wanted):
     model = model_of(mesh)
     assert max(errors(results(model, mesh), wanted[model]).values()) <= 2e-6
+
+
+@pytest.mark.parametrize(
+    ("model", "sizes"),
+    [(HEADS, (1, 2, 2, 2, 1)), (NORMED, (1, 2, 1, 2, 2))],
+    ids=["heads", "norms"],
+)
+def test_other_models(model, sizes):
+    mesh = ParallelConfig(*sizes)
+    assert max(errors(results(model, mesh), results(model, ONE)).values()) <= 2e-6
 
 
 def test_all_there_are():

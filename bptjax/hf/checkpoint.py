@@ -83,7 +83,8 @@ class HFCheckpoint:
                 del self._names[rule]
         wanted = {n: rule.shape for rule, names in self._names.items() for n in names.values()}
         missing = sorted(wanted.keys() - specs.keys())
-        ignored = IGNORED, *family.ignored, *([MASKED_HEAD] if new_classes else [])
+        ignored = [IGNORED, *family.ignored, *([MASKED_HEAD] if new_classes else [])]
+        ignored += family.unused(config) if family.unused else ()
         ignored = re.compile("|".join(ignored))
         others = sorted(specs.keys() - wanted.keys())
         self.others = None

@@ -14,7 +14,7 @@ from bptjax.hf.families import FAMILIES, find_family
 from bptjax.hf.families.family import Family
 from bptjax.lazy_imports import transformers
 from bptjax.models.config import ModelConfig
-from bptjax.ops.position import LONG, rope_frequencies
+from bptjax.ops.position import LONG, rope_frequencies, rotated_features
 
 # Keys of rope_parameters that transformers 4 keeps beside its rope_scaling.
 BESIDE = ("rope_theta", "partial_rotary_factor", "rope_type", "type")
@@ -68,6 +68,8 @@ def rope_keys(
       kept: other keys of rope_parameters; see `Family.rope_kept`.
     """
     parameters = {**config.rope_parameters, **kept}
+    if not family.rope_names:
+        return {"rope_parameters": parameters}
     theta, partial = family.rope_names
     # Version 4 has a single scaling, which Gemma 3 uses in layers with full attention.
     full = parameters.get("full_attention", parameters)
@@ -96,7 +98,7 @@ def rope_keys(
 
 
 def _frequencies(config: ModelConfig, parameters: dict, length: int | None = None):
-    dim = int(config.H * parameters.get("partial_rotary_factor", 1.0))
+    dim = rotated_features(config.full_head_dim or config.H, parameters)
     return rope_frequencies(
         dim, parameters, max_position_embeddings=config.max_position_embeddings, length=length
     )

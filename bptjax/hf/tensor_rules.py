@@ -19,6 +19,10 @@ FIELDS = (
     "linear_layer",
     "expert_layer",
     "mlp_layer",
+    "full_layer",
+    "windowed_layer",
+    "full_kv_layer",
+    "windowed_kv_layer",
     "expert",
 )
 
@@ -31,7 +35,9 @@ class TensorRule:
     per layer and expert. Its parameters are stacked along one leading axis per field.
     `{expert_layer}` stands for the layers with experts, `{mlp_layer}` for the layers with an MLP
     instead, `{normed_layer}` for the layers with a norm before attention, and `{attention_layer}`
-    and `{linear_layer}` for the layers with attention and with linear attention.
+    and `{linear_layer}` for the layers with attention and with linear attention. `{full_layer}`
+    stands for the layers with heads of full_head_dim, `{windowed_layer}` for the others, and
+    `{full_kv_layer}` and `{windowed_kv_layer}` for those of them with keys and values of their own.
 
     Attributes:
       hf: name in the file.

@@ -25,10 +25,11 @@ class Cache:
 
     Attributes:
       k, v: `[L, B, S, K, H]`, of the layers of attention; `parallel.cached` says which token is in
-        which slot.
+        which slot. Layers that attend to the keys and values of another layer have none.
       length: int32 scalar, number of tokens held.
       start: int32 `[B]`, index of the first token of each sequence; before it is padding.
       marked: bool `[B, S]`, markers of the attention pattern; None if it has none.
+      full: `k` and `v` of the layers with heads of full_head_dim, which `k` and `v` then leave out.
       linear: what the layers of linear attention carry, stacked; None without such layers.
     """
 
@@ -37,6 +38,7 @@ class Cache:
     length: Array
     start: Array
     marked: Array | None = None
+    full: tuple[Array, Array] | None = None
     linear: tuple[Array, Array] | None = None
 
     @classmethod
@@ -51,7 +53,11 @@ class Cache:
                 f"sp={sequence_shards()}: must be 1 with model.attention_pattern.type=landmark"
             )
         slots = cache_size(size, block)
-        shape = len(config.attention_layers), batch, slots, config.K, config.H
+
+        def room(full):
+            shape = len(config.kv_layers(full)), batch, slots, *config.heads(full)
+            return _zeros(shape, AXES, dtype), _zeros(shape, AXES, dtype)
+
         has_markers = pattern is not None and pattern.global_markers
         marked = jnp.zeros((batch, slots), bool) if has_markers else None
         linear = None
@@ -60,9 +66,17 @@ class Cache:
             history = L, batch, config.linear_conv_size - 1, 2 * K * H + N * W
             state = _zeros((L, batch, N, H, W), STATE_AXES, jnp.float32)
             linear = state, _zeros(history, HISTORY_AXES, dtype)
-        k, v = (_zeros(shape, AXES, dtype) for _ in range(2))
         start, length = jnp.zeros(batch, jnp.int32), jnp.zeros((), jnp.int32)
-        return cls(k, v, length, start, marked, linear)
+        full = room(True) if config.full_layers else None
+        return cls(*room(False), length, start, marked, full, linear)
+
+    def keys_values(self, full: bool) -> tuple[Array, Array]:
+        """Returns `k` and `v` of the layers with heads of full_head_dim, or of the others."""
+        return self.full if full and self.full is not None else (self.k, self.v)
+
+    def with_keys_values(self, full: bool, k: Array, v: Array) -> "Cache":
+        """Replaces the result of `keys_values`."""
+        return replace(self, full=(k, v)) if full else replace(self, k=k, v=v)
 
     def carried(self, index: Array) -> Carried:
         """Returns what the layer of linear attention with this number carries."""
@@ -80,12 +94,12 @@ class Cache:
 
     def constrained(self) -> "Cache":
         """Constrains the sharding of the arrays to their logical axes."""
-        k, v = (constrain(x, *AXES) for x in (self.k, self.v))
+        k, v, full = jax.tree.map(lambda x: constrain(x, *AXES), (self.k, self.v, self.full))
         if self.linear is None:
-            return replace(self, k=k, v=v)
+            return replace(self, k=k, v=v, full=full)
         state, history = self.linear
         linear = constrain(state, *STATE_AXES), constrain(history, *HISTORY_AXES)
-        return replace(self, k=k, v=v, linear=linear)
+        return replace(self, k=k, v=v, full=full, linear=linear)
 
 
 def _zeros(shape: tuple[int, ...], axes: tuple[str | None, ...], dtype: DTypeLike) -> Array:

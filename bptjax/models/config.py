@@ -10,7 +10,7 @@ from typing import Any, Literal
 from bptjax.data.landmarks import Landmarks
 from bptjax.models.attention_pattern import AttentionPattern
 from bptjax.models.config_checks import check_choices
-from bptjax.models.layer_kinds import ATTENTION_PARTS, LayerKind
+from bptjax.models.layer_kinds import LayerKind, layer_kinds
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,12 @@ class ModelConfig:
       layer_types: full_attention, sliding_attention or linear_attention for each layer.
         sliding_window applies to the second. The third is the gated delta rule behind a short
         convolution, whose sizes are linear_*.
+      full_head_dim: size of a head in layers of full attention, if these have heads of their own.
+      full_kv_heads: key and value heads of these layers. If not set, num_kv_heads.
+      full_keys_as_values: their values are their keys before norm and rotary positions.
+      shared_kv_layers: number of last layers without keys and values of their own. They attend to
+        those of the last earlier layer of the same type.
+      shared_kv_intermediate_size: feed-forward width of these last layers, if it differs.
       linear_key_heads: query and key heads of linear attention.
       linear_value_heads: value heads of linear attention, a multiple of linear_key_heads.
       linear_key_size: size of a query or key head of linear attention.
@@ -74,6 +80,7 @@ class ModelConfig:
         query that finds nothing may attend to it.
       qk_norm: normalizes the queries and keys of each head before rotary positions.
       qk_norm_joint: qk_norm normalizes all heads of a token together.
+      value_norm: normalizes the values of each head, without a scale.
       clip_qkv: clips queries, keys and values to ± this value.
       activation: activation of the feed-forward network. gelu_tanh is the tanh approximation.
       feed_forward: name of the feed-forward network; see FEED_FORWARDS.
@@ -94,6 +101,8 @@ class ModelConfig:
         not set, there is none.
       shared_expert_gate: multiplies the output of the shared expert by the sigmoid of a product of
         the token with a learned vector.
+      expert_norms: router and experts each have a norm of the residual stream, and the outputs of
+        experts and shared expert have norms; each expert has a learned factor on its weight.
       router_renormalized: the weights of a token's experts are divided by their sum.
       router_aux_loss: factor on the load-balancing loss of Switch Transformers, over all layers
         and the global batch. If not set, the checkpoint's factor if its output_router_logits is
@@ -108,6 +117,8 @@ class ModelConfig:
       embedding_size: width of the embeddings. If not set, D. Another width is projected to D.
       embedding_scale: factor on the token embeddings.
       embedding_norm: normalizes the token embeddings.
+      layer_embedding_size: size of a token embedding of each layer's own; 0 for none.
+      layer_scale: the output of each layer is multiplied by a constant. It is not trained.
       token_types: number of types of tokens, whose learned embedding is added; 0 for none. Encoders
         only.
       image_size: height and width in pixels, of an encoder of images. Its tokens are a learned
@@ -171,6 +182,11 @@ class ModelConfig:
     layer_types: list[Literal["full_attention", "sliding_attention", "linear_attention"]] | None = (
         None
     )
+    full_head_dim: int | None = None
+    full_kv_heads: int | None = None
+    full_keys_as_values: bool = False
+    shared_kv_layers: int = 0
+    shared_kv_intermediate_size: int | None = None
     linear_key_heads: int | None = None
     linear_value_heads: int | None = None
     linear_key_size: int | None = None
@@ -185,6 +201,7 @@ class ModelConfig:
     attention_sinks: bool = False
     qk_norm: bool = False
     qk_norm_joint: bool = False
+    value_norm: bool = False
     clip_qkv: float | None = None
     activation: Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu_squared"] = "silu"
     feed_forward: str = "mlp"
@@ -200,6 +217,7 @@ class ModelConfig:
     routed_scale: float = 1.0
     shared_expert_size: int | None = None
     shared_expert_gate: bool = False
+    expert_norms: bool = False
     router_renormalized: bool = True
     router_aux_loss: float | None = None
     router_z_loss: float = 0.0
@@ -212,6 +230,8 @@ class ModelConfig:
     embedding_size: int | None = None
     embedding_scale: float | None = None
     embedding_norm: bool = False
+    layer_embedding_size: int = 0
+    layer_scale: bool = False
     token_types: int = 0
     image_size: tuple[int, int] | None = None
     patch_size: tuple[int, int] | None = None
@@ -303,18 +323,19 @@ class ModelConfig:
     @property
     def layer_kinds(self) -> list[LayerKind]:
         """The kind of each layer."""
-        types: Sequence[str | None] = self.layer_types or [None] * self.num_layers
-        kinds = [self._kind(t) for t in types]
-        rotates = self.rope_layers or [True] * self.num_layers
-        return [
-            kind._replace(rope=kind.rope if own else None, absent=self._absent(i))
-            for i, (kind, own) in enumerate(zip(kinds, rotates, strict=True))
-        ]
+        return layer_kinds(self)
 
     @property
     def expert_layers(self) -> list[int]:
         """Numbers of the layers that have the network `feed_forward`."""
-        return [i for i in range(self.num_layers) if i not in self.mlp_only_layers]
+        return [i for i in range(self.num_layers) if i not in self.dense_layers]
+
+    @property
+    def dense_layers(self) -> list[int]:
+        """Numbers of the layers that have the MLP `dense` in place of that network."""
+        if self.shared_kv_intermediate_size is None:
+            return sorted(self.mlp_only_layers)
+        return list(range(self.num_layers - self.shared_kv_layers, self.num_layers))
 
     @property
     def pattern(self) -> AttentionPattern | None:
@@ -339,10 +360,26 @@ class ModelConfig:
         return [i for i in range(self.num_layers) if i not in self.linear_layers]
 
     @property
+    def full_layers(self) -> list[int]:
+        """Numbers of the layers with heads of full_head_dim."""
+        types: Sequence[str] = () if self.full_head_dim is None else self.layer_types or ()
+        return [i for i, own in enumerate(types) if own == "full_attention"]
+
+    def kv_layers(self, full: bool) -> list[int]:
+        """Numbers of the layers with keys and values of their own, of full_layers or the others."""
+        kept = self.num_layers - self.shared_kv_layers
+        return [i for i in self.attention_layers[:kept] if (i in self.full_layers) == full]
+
+    def heads(self, full: bool) -> tuple[int, int]:
+        """Number and size of the key heads in full_layers, or in the others."""
+        size = self.full_head_dim if full else None
+        return (self.K, self.H) if size is None else (self.full_kv_heads or self.K, size)
+
+    @property
     def ropes(self) -> tuple[dict[str, Any], ...]:
         """Rotary parameters of each layer type, in order of first occurrence."""
         types: Sequence[str | None] = self.layer_types or [None]
-        return tuple(self._rope(t) for t in dict.fromkeys(types))
+        return tuple(self.rope(t) for t in dict.fromkeys(types))
 
     @property
     def rope_types(self) -> list[str]:
@@ -358,18 +395,6 @@ class ModelConfig:
         scaled = self.position_embedding != "rope" or "dynamic" in self.rope_types
         return not scaled and length > (self.max_position_embeddings or length)
 
-    def _absent(self, layer: int) -> tuple[str, ...]:
-        found = () if layer or self.first_norm else ("attention_norm",)
-        if linear := self.linear_layers:
-            found += ATTENTION_PARTS if layer in linear else ("linear",)
-        if not self.mlp_only_layers:
-            return found
-        return (*found, "mlp" if layer in self.mlp_only_layers else "dense")
-
-    def _kind(self, layer_type: str | None) -> LayerKind:
-        window = None if layer_type == "full_attention" else self.sliding_window
-        pattern, linear = self.pattern, layer_type == "linear_attention"
-        return LayerKind(window, self._rope(layer_type), None if window else pattern, linear=linear)
-
-    def _rope(self, layer_type: str | None) -> dict[str, Any]:
+    def rope(self, layer_type: str | None) -> dict[str, Any]:
+        """Returns the rotary parameters of layers of this type."""
         return self.rope_parameters.get(layer_type or "", self.rope_parameters)

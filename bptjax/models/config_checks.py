@@ -9,7 +9,7 @@ from bptjax.ops.arguments import check_softcap
 # Several times the largest models there are.
 MOST_PARAMETERS = 10**13
 MOST = {"num_layers": 10**5, "head_dim": 2**16, "linear_conv_size": 2**16}
-MOST |= {"linear_key_size": 2**16, "linear_value_size": 2**16}
+MOST |= {"full_head_dim": 2**16, "linear_key_size": 2**16, "linear_value_size": 2**16}
 MOST_CLASSES = 2**20
 
 
@@ -30,6 +30,9 @@ def check_choices(config: Any) -> None:
         "embedding_size",
         "max_position_embeddings",
         "sliding_window",
+        "full_head_dim",
+        "full_kv_heads",
+        "shared_kv_intermediate_size",
         "linear_key_heads",
         "linear_value_heads",
         "linear_key_size",
@@ -107,6 +110,7 @@ def check_choices(config: Any) -> None:
                 "model.layer_types: must have no linear_attention unless norm_position=pre and "
                 f"residual=sequential, not {shape[0]} and {shape[1]}"
             )
+    _check_full_heads(config)
     if config.attention_pattern is not None:
         pattern = AttentionPattern.parse(config.attention_pattern)
         ids = [x for x in (*pattern.global_markers, pattern.token) if isinstance(x, int)]
@@ -124,7 +128,7 @@ def check_choices(config: Any) -> None:
                 "model.attention_pattern: must go with layers of full attention, not with "
                 f"sliding_window={config.sliding_window} in all layers"
             )
-    for name in ("token_types", "pooler", "classes"):
+    for name in ("token_types", "pooler", "classes", "layer_embedding_size", "shared_kv_layers"):
         if getattr(config, name) < 0:
             raise ValueError(f"model.{name}={getattr(config, name)}: must be at least 0")
     if config.classes == 1 or config.classes > MOST_CLASSES:
@@ -180,6 +184,7 @@ def check_choices(config: Any) -> None:
         "routed_scale": (1.0, 0),
         "shared_expert_size": (None, 1),
         "shared_expert_gate": (False, 0),
+        "expert_norms": (False, 0),
         "router_renormalized": (True, 0),
         "router_aux_loss": (None, 0),
         "router_z_loss": (0.0, 0),
@@ -193,6 +198,13 @@ def check_choices(config: Any) -> None:
             raise ValueError(f"model.{name}={value}: must be finite and at least {least}")
     if config.shared_expert_gate and config.shared_expert_size is None:
         raise ValueError("model.shared_expert_gate=true: must go with model.shared_expert_size")
+    if config.expert_norms and (
+        config.shared_expert_size is None or config.norm_position != "sandwich"
+    ):
+        raise ValueError(
+            "model.expert_norms=true: must go with model.shared_expert_size and "
+            "norm_position=sandwich"
+        )
     if config.num_experts is not None and config.experts_per_token > config.num_experts:
         raise ValueError(
             f"model.experts_per_token={config.experts_per_token}: must be at most "
@@ -218,6 +230,11 @@ def check_choices(config: Any) -> None:
             f"model.mlp_only_layers={config.mlp_only_layers}: must go with feed_forward=experts, "
             f"and name some of the layers 0 to {config.num_layers - 1} once, but not all"
         )
+    if config.shared_kv_intermediate_size is not None and (own or not config.shared_kv_layers):
+        raise ValueError(
+            f"model.shared_kv_intermediate_size={config.shared_kv_intermediate_size}: must go with "
+            "model.shared_kv_layers, and not with mlp_only_layers"
+        )
     if config.num_experts is not None and not config.gated:
         raise ValueError("model.gated=false: must be true with feed_forward=experts")
 
@@ -228,10 +245,55 @@ def check_choices(config: Any) -> None:
         heads += 2 * K * H + 3 * N * W
     inner = (config.num_experts or 1) * config.expert_F
     parameters = config.num_layers * config.hidden_size * (2 * inner + heads)
-    parameters += (config.vocab_size or 0) * config.E
+    widths = config.E + config.num_layers * config.layer_embedding_size
+    parameters += (config.vocab_size or 0) * widths
     if parameters > MOST_PARAMETERS:
         raise ValueError(
             f"model.num_layers={config.num_layers}, hidden_size={config.hidden_size}, "
             f"intermediate_size={config.expert_F}, vocab_size={config.vocab_size}: must have at "
             f"most {MOST_PARAMETERS:.0e} parameters, not {parameters:.0e}"
         )
+
+
+def _check_full_heads(config: Any) -> None:
+    """Checks the heads of layers of full attention, and the layers that have no keys of their own.
+
+    Raises:
+      ValueError: as `check_choices`.
+    """
+    size, (K, _) = config.full_head_dim, config.heads(True)
+    names = ("full_kv_heads", "full_keys_as_values", "shared_kv_layers")
+    for name in names if size is None else ():
+        if getattr(config, name):
+            raise ValueError(
+                f"model.{name}={getattr(config, name)}: must go with model.full_head_dim"
+            )
+    for name in ("layer_embedding_size", "layer_scale"):
+        shape = config.norm_position, config.residual
+        if getattr(config, name) and (
+            shape != ("sandwich", "sequential") or not config.causal or config.first_norm is False
+        ):
+            raise ValueError(
+                f"model.{name}={getattr(config, name)}: must go with norm_position=sandwich, "
+                "residual=sequential and causal=true"
+            )
+    if config.layer_embedding_size and config.add_tokens:
+        raise ValueError(
+            "model.add_tokens: must be empty with model.layer_embedding_size, the layers' own "
+            "embeddings of the tokens"
+        )
+    if size is None:
+        return
+    own = (config.layer_types or [])[: config.num_layers - config.shared_kv_layers]
+    if {*own} != {"full_attention", "sliding_attention"}:
+        raise ValueError(
+            f"model.full_head_dim={size}: must go with full_attention and sliding_attention in "
+            "layer_types, both before the last model.shared_kv_layers="
+            f"{config.shared_kv_layers} layers"
+        )
+    if config.num_heads % K:
+        raise ValueError(f"model.full_kv_heads={K}: must divide num_heads={config.num_heads}")
+    if size % 2:
+        raise ValueError(f"model.full_head_dim={size}: must be even")
+    if config.attention_gate:
+        raise ValueError("model.attention_gate=true: must not go with model.full_head_dim")

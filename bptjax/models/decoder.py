@@ -63,6 +63,7 @@ class Decoder(Transformer):
             cache=cache,
             k_positions=jnp.maximum(there - start, 0),
             k_marked=cache.marked,
+            embedding_norm=self.layer_embedding_norm,
         )
         assert output.cache is not None
         return self._final(output.x), output.cache

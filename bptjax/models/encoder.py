@@ -10,8 +10,8 @@ from jaxtyping import Float, Int
 
 from bptjax.models.config import ModelConfig
 from bptjax.models.feed_forward import ACTIVATIONS
-from bptjax.models.layers import Norm
 from bptjax.models.linear import Linear, new_param
+from bptjax.models.norm import Norm
 from bptjax.models.transformer import Transformer
 from bptjax.ops.patches import cut_patches
 from bptjax.ops.position import document_means

@@ -15,6 +15,7 @@ from jaxtyping import Bool, Float, Int, UInt32
 from bptjax.models.config import ModelConfig
 from bptjax.models.feed_forward import ACTIVATIONS, Auxiliary, FeedForward, Mlp
 from bptjax.models.linear import AdapterDropout, new_param
+from bptjax.models.norm import Norm
 from bptjax.models.params import expert_placement
 from bptjax.ops.checkpoint_names import checkpoint_named
 from bptjax.ops.grouped_matmul import (
@@ -25,6 +26,7 @@ from bptjax.ops.grouped_matmul import (
     group,
     grouped_matmul,
 )
+from bptjax.ops.norm import rms_norm
 from bptjax.ops.per_device import REPLICATED, SHARDED, free_axes, per_device
 from bptjax.parallel.experts import own_experts, sum_over_devices
 from bptjax.parallel.sequence import FOLDED_BATCH
@@ -49,9 +51,17 @@ class Router(nnx.Module):
         self.bias = bias if config.router_bias else None
         correction = RouterCorrection(jnp.zeros(X, jnp.float32), axes=(None,))
         self.correction = correction if config.router_correction else None
+        scale = nnx.Param(jnp.ones(D, dtype), axes=("embed",))
+        factors = nnx.Param(jnp.ones(X, dtype), axes=(None,))
+        # Of the norm of the router's input, and of the experts' weights.
+        self.scale = scale if config.expert_norms else None
+        self.factors = factors if config.expert_norms else None
         self.config = config
 
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T X"]:
+        if self.scale is not None:
+            scale = self.scale[...].astype(jnp.float32) * x.shape[1] ** -0.5
+            x = rms_norm(x, scale, eps=self.config.norm_eps)
         kernel = self.kernel[...].astype(x.dtype)
         logits = jnp.dot(x, kernel, preferred_element_type=jnp.float32)
         return logits if self.bias is None else logits + self.bias[...].astype(jnp.float32)[None]
@@ -144,6 +154,8 @@ class Experts(FeedForward):
         self.down = linear(down, F, D, ("mlp", "embed"), std / (2 * config.num_layers) ** 0.5)
         size = config.shared_expert_size
         self.shared = Mlp(config, jax.random.fold_in(key, 0), dtype, size) if size else None
+        norms = [Norm(config, dtype) if config.expert_norms else None for _ in range(3)]
+        self.norm, self.routed_norm, self.shared_norm = norms
         gated, gate_key = config.shared_expert_gate, jax.random.fold_in(key, 1)
         self.shared_gate = new_param(gate_key, (D,), ("embed",), std, dtype) if gated else None
 
@@ -154,7 +166,10 @@ class Experts(FeedForward):
         counted: Bool[Array, "B T"],
         seeds: AdapterDropout | None = None,
         offload: float = 0.0,
+        residual: Float[Array, "B T D"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Auxiliary]:
+        """As `FeedForward`. With norms of its own, router and experts read `residual`, which the
+        caller normalized to `x`."""
         # Each device groups its own tokens; a sort of all tokens would gather them. A
         # generation may have fewer sequences than devices.
         mesh, axes = jax.sharding.get_abstract_mesh(), free_axes(FOLDED_BATCH)
@@ -163,12 +178,16 @@ class Experts(FeedForward):
         key, ids = (None, None) if seeds is None else seeds
         # The mesh shards the shared expert as any linear layer.
         routed = jax.tree.map(lambda leaf: leaf, self)
-        routed.shared = routed.shared_gate = None
+        routed.shared = routed.shared_gate = routed.routed_norm = routed.shared_norm = None
         run = partial(_run, sharded=sharded, offload=offload)
         inputs = expert_placement(routed), tokens, tokens, REPLICATED, tokens
-        y, aux = per_device(run, axes, inputs, tokens)(routed, x, counted, key, ids)
+        y, aux = per_device(run, axes, inputs, tokens)(
+            routed, x if residual is None else residual, counted, key, ids
+        )
+        y = y if self.routed_norm is None else self.routed_norm(y)
         if self.shared is not None:
             shared, _ = self.shared(x, counted=counted, seeds=seeds, offload=offload)
+            shared = shared if self.shared_norm is None else self.shared_norm(shared)
             y += shared if self.shared_gate is None else self._gated(x, shared)
         return y, aux
 
@@ -245,9 +264,12 @@ def _run(
     logits = network.router(x.reshape(B * T, D))
     chosen = checkpoint_name(network.router.choose(logits), ROUTING)
     weights = _weights(config, logits, chosen)
+    if (factors := network.router.factors) is not None:
+        weights *= factors[...].astype(jnp.float32)[chosen]
     sums = _sums(config, logits.reshape(B, T, X), chosen.reshape(B, T, -1), counted)
     experts = jax.tree.map(lambda leaf: leaf, network)
-    experts.router = None
+    experts.router = experts.norm = None
+    x = x if network.norm is None else network.norm(x)
     tokens = _Tokens(
         x.reshape(1, B * T, D),
         chosen[None],

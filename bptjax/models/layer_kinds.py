@@ -4,8 +4,14 @@ from typing import Any, NamedTuple
 
 from bptjax.models.attention_pattern import AttentionPattern
 
-# Parts of `Layer` that a layer of linear attention lacks.
-ATTENTION_PARTS = ("query", "key", "value", "query_norm", "key_norm", "gate", "sinks", "out")
+# Parts of `Layer` that depend on the number and size of its heads. Layers of full attention may
+# have other ones, whose names begin with FULL.
+PROJECTIONS = ("query", "key", "value", "query_norm", "key_norm", "out")
+FULL = "full_"
+# Parts that a layer lacks if it attends to the keys and values of another one.
+KEY_PARTS = ("key", "value", "key_norm")
+# Parts that a layer of linear attention lacks.
+ATTENTION_PARTS = (*PROJECTIONS, "gate", "sinks")
 
 
 class LayerKind(NamedTuple):
@@ -17,6 +23,8 @@ class LayerKind(NamedTuple):
       pattern: sparse pattern in place of full attention.
       absent: names of the parts of `Layer` that this layer lacks, though other layers have them.
       linear: the layer has linear attention.
+      full: the layer has heads of full_head_dim.
+      shares: the layer attends to the keys and values of an earlier one.
     """
 
     window: int | None
@@ -24,3 +32,38 @@ class LayerKind(NamedTuple):
     pattern: AttentionPattern | None = None
     absent: tuple[str, ...] = ()
     linear: bool = False
+    full: bool = False
+    shares: bool = False
+
+
+def layer_kinds(config: Any) -> list[LayerKind]:
+    """Returns the kind of each layer of a `ModelConfig`."""
+    types = config.layer_types or [None] * config.num_layers
+    rotates = config.rope_layers or [True] * config.num_layers
+    linear, full, dense = (
+        {*numbers} for numbers in (config.linear_layers, config.full_layers, config.dense_layers)
+    )
+    own = config.num_layers - config.shared_kv_layers
+
+    def kind(i: int) -> LayerKind:
+        window = None if types[i] == "full_attention" else config.sliding_window
+        absent: tuple[str, ...] = () if i or config.first_norm else ("attention_norm",)
+        if linear:
+            absent += ATTENTION_PARTS if i in linear else ("linear",)
+        if full:
+            absent += tuple(name if i in full else FULL + name for name in PROJECTIONS)
+        if i >= own:
+            absent += tuple(FULL + name if i in full else name for name in KEY_PARTS)
+        if dense:
+            absent += ("mlp" if i in dense else "dense",)
+        return LayerKind(
+            window,
+            config.rope(types[i]) if rotates[i] else None,
+            None if window else config.pattern,
+            absent,
+            linear=i in linear,
+            full=i in full,
+            shares=i >= own,
+        )
+
+    return [kind(i) for i in range(config.num_layers)]

@@ -13,12 +13,15 @@ from jaxtyping import Bool, Float, Int, UInt32
 from bptjax.models.config import ModelConfig
 from bptjax.models.feed_forward import Auxiliary, Mlp
 from bptjax.models.feed_forwards import new_feed_forward
+from bptjax.models.layer_embedding import LayerEmbedding
+from bptjax.models.layer_kinds import PROJECTIONS
 from bptjax.models.linear import AdapterDropout, Linear
 from bptjax.models.linear_attention import LinearAttention
+from bptjax.models.norm import Norm
 from bptjax.ops.checkpoint_names import checkpoint_named
 from bptjax.ops.dropout import dropout
-from bptjax.ops.norm import layer_norm, rms_norm
-from bptjax.ops.position import rope, rope_frequencies
+from bptjax.ops.norm import rms_norm
+from bptjax.ops.position import rope, rope_frequencies, rotated_features
 
 
 class TokenContext(NamedTuple):
@@ -30,6 +33,8 @@ class TokenContext(NamedTuple):
       padding: true for padding; None if there is none.
       lengths: number of tokens of the document; None if no rotary scaling depends on it.
       marked: true for markers of the attention pattern; None if it has none.
+      tokens: token ids; None if layers have no embedding of their own.
+      embedded: what this layer adds for each token; None without such an embedding.
     """
 
     positions: Int[Array, "B T"]
@@ -37,6 +42,8 @@ class TokenContext(NamedTuple):
     padding: Bool[Array, "B T"] | None = None
     lengths: Int[Array, "B T"] | None = None
     marked: Bool[Array, "B T"] | None = None
+    tokens: Int[Array, "B T"] | None = None
+    embedded: Float[Array, "B T P"] | None = None
 
 
 class DropoutKeys(NamedTuple):
@@ -54,32 +61,8 @@ def adapter_dropout(keys: DropoutKeys | None, tokens: TokenContext) -> AdapterDr
     return None if keys is None else AdapterDropout(keys.adapters, tokens.ids)
 
 
-class Norm(nnx.Module):
-    """The config's norm over the last axis, of `size` features; by default the residual stream's.
-    Its parameters have the logical axis `axis`.
-    """
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        dtype: DTypeLike,
-        size: int | None = None,
-        axis: str | None = "embed",
-    ):
-        shape = (config.hidden_size if size is None else size,)
-        self.kind, self.eps, self.offset = config.norm, config.norm_eps, config.norm_unit_offset
-        start = jnp.zeros if config.norm_unit_offset else jnp.ones
-        self.scale = nnx.Param(start(shape, dtype), axes=(axis,)) if config.norm_scale else None
-        self.bias = nnx.Param(jnp.zeros(shape, dtype), axes=(axis,)) if config.norm_bias else None
-
-    def __call__(self, x: Float[Array, "*b D"]) -> Float[Array, "*b D"]:
-        scale = jnp.ones(x.shape[-1]) if self.scale is None else self.scale[...]
-        if self.offset:
-            scale = 1.0 + scale.astype(jnp.float32)
-        if self.kind == "rms":
-            return rms_norm(x, scale, eps=self.eps)
-        bias = None if self.bias is None else self.bias[...]
-        return layer_norm(x, scale, bias, eps=self.eps)
+class LayerScale(nnx.Variable):
+    """The constant that multiplies the output of each layer, `[L, 1]`. Saved, but not trained."""
 
 
 class Layer(nnx.Module):
@@ -88,44 +71,39 @@ class Layer(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig, key: Array, dtype: DTypeLike):
-        D, N, K, H = config.hidden_size, config.num_heads, config.K, config.H
-        keys, std = jax.random.split(key, 5), config.init_std
-
-        def linear(key, heads, axis):
-            axes = ("embed", axis, None)
-            return Linear(key, (D,), (heads, H), axes, std=std, bias=config.qkv_bias, dtype=dtype)
-
+        keys, norm = jax.random.split(key, 5), lambda: Norm(config, dtype)
+        gate_key, linear_key, full_key, wide_key, own_key = (
+            jax.random.fold_in(key, i) for i in range(5)
+        )
         before = config.norm_position != "output"
         after = config.norm_position in ("output", "sandwich")
         self.config = config
-        self.attention_norm = Norm(config, dtype) if before else None
-        self.query = linear(keys[0], N, "heads")
-        self.key = linear(keys[1], K, "kv_heads")
-        self.value = linear(keys[2], K, "kv_heads")
-        query_heads, key_heads = (N, K) if config.qk_norm_joint else (1, 1)
-        self.query_norm = Norm(config, dtype, query_heads * H, None) if config.qk_norm else None
-        self.key_norm = Norm(config, dtype, key_heads * H, None) if config.qk_norm else None
-        sinks = nnx.Param(jnp.zeros(N, dtype), axes=("heads",))
-        gate_key, linear_key = (jax.random.fold_in(key, i) for i in range(2))
-        self.gate = linear(gate_key, N, "heads") if config.attention_gate else None
+        self.attention_norm = norm() if before else None
+        own: Any = _projections(config, keys, dtype, full=False)
+        self.query, self.key, self.value, self.query_norm, self.key_norm, self.out = own
+        # In place of these six in some layers.
+        own = (None,) * len(PROJECTIONS)
+        if config.full_layers:
+            own = _projections(config, jax.random.split(full_key, 4), dtype, full=True)
+        self.full_query, self.full_key, self.full_value = own[:3]
+        self.full_query_norm, self.full_key_norm, self.full_out = own[3:]
+        sinks = nnx.Param(jnp.zeros(config.num_heads, dtype), axes=("heads",))
+        gated = config.attention_gate
+        self.gate = _heads(config, gate_key, dtype, config.num_heads, config.H) if gated else None
         self.sinks = sinks if config.attention_sinks else None
-        self.out = Linear(
-            keys[3],
-            (N, H),
-            (D,),
-            ("heads", None, "embed"),
-            std=std / (2 * config.num_layers) ** 0.5,
-            bias=config.out_bias,
-            dtype=dtype,
-        )
-        self.attention_post_norm = Norm(config, dtype) if after else None
-        self.mlp_norm = Norm(config, dtype) if before and config.residual != "shared" else None
-        self.mlp_post_norm = Norm(config, dtype) if after else None
+        self.attention_post_norm = norm() if after else None
+        self.mlp_norm = norm() if before and config.residual != "shared" else None
+        self.mlp_post_norm = norm() if after else None
         self.mlp = new_feed_forward(config, keys[4], dtype)
         # In place of attention in some layers.
         self.linear = LinearAttention(config, linear_key, dtype) if config.linear_layers else None
         # In place of `mlp` in some layers.
-        self.dense = Mlp(config, keys[4], dtype) if config.mlp_only_layers else None
+        wide = config.shared_kv_intermediate_size
+        dense_key = wide_key if wide else keys[4]
+        self.dense = Mlp(config, dense_key, dtype, wide) if config.dense_layers else None
+        has_own = config.layer_embedding_size > 0
+        self.embedding = LayerEmbedding(config, own_key, dtype) if has_own else None
+        self.scale = LayerScale(jnp.ones(1, dtype), axes=(None,)) if config.layer_scale else None
 
     @jax.named_scope("attention")
     def queries(
@@ -156,8 +134,11 @@ class Layer(nnx.Module):
         """Computes the keys of the residual stream, rotated by these rotary parameters, and the
         values."""
         x, seeds = self.read(x), adapter_dropout(keys, tokens)
-        k = self._rotate(self._clip(self.key(x, seeds)), self.key_norm, tokens, rope_parameters)
-        return k, self._clip(self.value(x, seeds))
+        k = self._clip(self.key(x, seeds))
+        v = k if self.value is None else self._clip(self.value(x, seeds))
+        if self.config.value_norm:
+            v = rms_norm(v, jnp.ones(v.shape[-1]), eps=self.config.norm_eps)
+        return self._rotate(k, self.key_norm, tokens, rope_parameters), v
 
     def finish(
         self,
@@ -184,9 +165,9 @@ class Layer(nnx.Module):
         if tokens.padding is not None:
             counted &= ~tokens.padding
 
-        def feed_forward(x, post_norm=None):
+        def feed_forward(x, post_norm=None, **more):
             with jax.named_scope("feed_forward"):
-                y, aux = self.mlp(x, counted=counted, seeds=seeds, offload=offload)
+                y, aux = self.mlp(x, counted=counted, seeds=seeds, offload=offload, **more)
             y = self._scale(y if post_norm is None else post_norm(y))
             return dropout(y, keys.feed_forward if keys else None, rate, tokens.ids), aux
 
@@ -207,8 +188,14 @@ class Layer(nnx.Module):
             y, aux = feed_forward(x)
             return _normalized(x + y, norm), aux
         normed = _normalized(x, norm)
-        y, aux = feed_forward(normed, self.mlp_post_norm)
-        return (normed if config.residual_normed else x) + y, aux
+        more = {"residual": x} if config.expert_norms else {}
+        y, aux = feed_forward(normed, self.mlp_post_norm, **more)
+        x = (normed if config.residual_normed else x) + y
+        if self.embedding is not None and tokens.embedded is not None:
+            x = x + self.embedding(x, tokens.embedded, seeds)
+        if self.scale is not None:
+            x = x * jax.lax.stop_gradient(self.scale[0]).astype(x.dtype)
+        return x, aux
 
     def _attended(self, x: Array, out: Array, seeds: AdapterDropout | None) -> Array:
         if self.linear is not None:
@@ -238,7 +225,7 @@ class Layer(nnx.Module):
             x = norm(x.reshape(*x.shape[:2], -1)).reshape(x.shape) if joint else norm(x)
         if self.config.position_embedding != "rope" or parameters is None:
             return x
-        frequencies, factor = rotary(self.config, parameters, tokens.lengths)
+        frequencies, factor = rotary(self.config, parameters, tokens.lengths, x.shape[-1])
         return rope(x, tokens.positions, frequencies, factor)
 
 
@@ -246,13 +233,49 @@ def _normalized(x: Array, norm: Norm | None) -> Array:
     return x if norm is None else norm(x)
 
 
+def _heads(
+    config: ModelConfig, key: Array, dtype: DTypeLike, heads: int, size: int, axis: str = "heads"
+) -> Linear:
+    """Makes a projection of the residual stream to heads of this size."""
+    shape, axes = ((config.hidden_size,), (heads, size)), ("embed", axis, None)
+    return Linear(key, *shape, axes, std=config.init_std, bias=config.qkv_bias, dtype=dtype)
+
+
+def _projections(
+    config: ModelConfig, keys: Array, dtype: DTypeLike, *, full: bool
+) -> tuple[nnx.Module | None, ...]:
+    """Makes the parts `PROJECTIONS` of layers with heads of full_head_dim, or of the others."""
+    N, (K, H) = config.num_heads, config.heads(full)
+    query_heads, key_heads = (N, K) if config.qk_norm_joint else (1, 1)
+    has_value = not (full and config.full_keys_as_values)
+    return (
+        _heads(config, keys[0], dtype, N, H),
+        _heads(config, keys[1], dtype, K, H, "kv_heads"),
+        _heads(config, keys[2], dtype, K, H, "kv_heads") if has_value else None,
+        Norm(config, dtype, query_heads * H, None) if config.qk_norm else None,
+        Norm(config, dtype, key_heads * H, None) if config.qk_norm else None,
+        Linear(
+            keys[3],
+            (N, H),
+            (config.hidden_size,),
+            ("heads", None, "embed"),
+            std=config.init_std / (2 * config.num_layers) ** 0.5,
+            bias=config.out_bias,
+            dtype=dtype,
+        ),
+    )
+
+
 def rotary(
-    config: ModelConfig, parameters: dict[str, Any], length: Int[Array, "B T"] | None
+    config: ModelConfig,
+    parameters: dict[str, Any],
+    length: Int[Array, "B T"] | None,
+    size: int | None = None,
 ) -> tuple[Float[Array | np.ndarray, "... R"], float]:
-    """Returns the frequencies of a layer with these rotary parameters, and the factor on cos and
-    sin."""
+    """Returns the frequencies of heads of this size, or head_dim, with these rotary parameters, and
+    the factor on cos and sin."""
     return rope_frequencies(
-        int(config.H * parameters.get("partial_rotary_factor", 1.0)),
+        rotated_features(size or config.H, parameters),
         parameters,
         max_position_embeddings=config.max_position_embeddings,
         length=length,

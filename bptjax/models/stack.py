@@ -16,9 +16,10 @@ from bptjax.models.cache import Cache
 from bptjax.models.config import ModelConfig
 from bptjax.models.feed_forward import Auxiliary
 from bptjax.models.feed_forwards import FEED_FORWARDS
-from bptjax.models.layer_kinds import LayerKind
+from bptjax.models.layer_kinds import FULL, PROJECTIONS, LayerKind
 from bptjax.models.layer_loops import Execution
 from bptjax.models.layers import DropoutKeys, Layer, TokenContext, adapter_dropout
+from bptjax.models.norm import Norm
 from bptjax.models.params import expert_placement, param_path
 from bptjax.ops.blockwise import blockwise, blockwise_transformer
 from bptjax.ops.checkpoint_names import checkpoint_named
@@ -92,6 +93,7 @@ def run(
     cache: Cache | None = None,
     k_positions: Int[Array, "B S"] | None = None,
     k_marked: Bool[Array, "B S"] | None = None,
+    embedding_norm: Norm | None = None,
     hidden_states: bool = False,
 ) -> StackOutput:
     """Applies the layers to the residual stream.
@@ -105,6 +107,7 @@ def run(
       cache: keys and values of earlier tokens. These tokens attend to them too, always with the
         schedule `split`.
       k_positions, k_marked: `positions` in the document and `marked` of the keys in the cache.
+      embedding_norm: `norm` of `LayerEmbedding.read`.
       hidden_states: also return the residual stream after each layer.
     """
     tokens = tokens._replace(lengths=_lengths(config, tokens.positions, mask, length))
@@ -123,52 +126,85 @@ def run(
     marks = tokens.marked, tokens.marked if k_marked is None else k_marked
     tokens = tokens._replace(marked=None)
 
-    def step(carry, index, kind):
-        x, past, slots = carry
+    first, made = x, None
+    if config.shared_kv_layers and cache is None:
+        made = _room(config, x)
+
+    def step(carry, index, kind, shared_kv=None):
+        x, past, slots, made = carry
         layer, slots = _read_layer(config, kind, values, slots, index)
         layer = execution.prepare(layer, x.dtype)
         x = checkpoint_named(x, "layer_input", execution.offload)
-        shared, chunk = _Shared(layer, _dropout_keys(dropout_key, index)), _Chunk(x, tokens)
+        context = tokens
+        if layer.embedding is not None:
+            assert tokens.tokens is not None and embedding_norm is not None
+            embedded = layer.embedding.read(tokens.tokens, first, embedding_norm)
+            context = tokens._replace(embedded=embedded, tokens=None)
+        shared, chunk = _Shared(layer, _dropout_keys(dropout_key, index)), _Chunk(x, context)
         if kind.linear:
             out, past = _mix(config, execution, shared, chunk, mask, past, index)
             x, aux = _split(execution, shared, chunk, out)
         else:
-            x, aux, past = attend(shared, chunk, past, index, kind)
+            kv = None
+            if shared_kv is not None:
+                kv = jax.tree.map(lambda y: y.astype(x.dtype), shared_kv[kind.full])
+            x, aux, past, kv = attend(shared, chunk, past, index, kind, kv)
+            if made is not None:
+                made = made | {kind.full: kv}
         x = constrain(x, "batch", "sequence", None)
         aux = jax.tree.map(lambda sums: sums.sum(0), aux)
         if "mlp" in kind.absent:
             shapes = FEED_FORWARDS[config.feed_forward].auxiliary_shapes(config)
             aux = {name: jnp.zeros(shape) for name, shape in shapes.items()}
-        return (x, past, slots), (x if hidden_states else None, aux)
+        return (x, past, slots, made), (x if hidden_states else None, aux)
 
-    def attend(shared, chunk, past, index, kind):
-        k, v = shared.layer.keys_values(chunk.x, tokens, kind.rope, shared.keys)
-        k = checkpoint_named(k, "key", execution.offload)
-        v = checkpoint_named(v, "value", execution.offload)
+    def attend(shared, chunk, past, index, kind, kv):
         if past is not None:
-            index = _number(config, config.attention_layers, index)
-            k, v = cached.append((past.k, past.v), (k, v), index, past.length)
-            past = replace(past, k=k, v=v)
+            own = config.kv_layers(kind.full)
+            index = jnp.asarray(len(own) - 1) if kind.shares else _number(config, own, index)
+        if not kind.shares:
+            k, v = shared.layer.keys_values(chunk.x, tokens, kind.rope, shared.keys)
+            k = checkpoint_named(k, "key", execution.offload)
+            v = checkpoint_named(v, "value", execution.offload)
+            if past is not None:
+                kv = cached.append(past.keys_values(kind.full), (k, v), index, past.length)
+                past = past.with_keys_values(kind.full, *kv)
+            else:
+                kv = k.astype(chunk.x.dtype), v.astype(chunk.x.dtype)
+        k, v = kv if past is None else past.keys_values(kind.full)
         of_layer = replace(mask, window=kind.window)
         if kind.pattern is not None:
             of_layer = kind.pattern.apply(of_layer, positions, k_positions, k.shape[-3], *marks)
         specify = partial(_specify, config, execution, kind, shared, of_layer, alibi)
         if past is not None:
             function = partial(specify(cached.attention), index=index, held=past.length)
+        elif execution.schedule == "fused":
+            transform = specify(blockwise_transformer)
+            return *_fused(transform, kind, shared, chunk, k, v), past, kv
         else:
-            k, v = k.astype(chunk.x.dtype), v.astype(chunk.x.dtype)
-            if execution.schedule == "fused":
-                transform = specify(blockwise_transformer)
-                return *_fused(transform, kind, shared, chunk, k, v), past
             function = partial(specify(attention), strategy=sequence_strategy)
         q = checkpoint_named(_query(kind, shared, chunk), "query", execution.offload)
-        return *_split(execution, shared, chunk, function(q, k, v)), past
+        return *_split(execution, shared, chunk, function(q, k, v)), past, kv
 
-    # The loops carry the cache of all layers, so that they write it in place.
-    carry = x, cache, slots
-    (x, cache, slots), (states, aux) = execution.scan(step, carry, config.layer_kinds)
+    # The loops carry the cache of all layers, so that they write it in place. `made` are the keys
+    # and values of the last layer of each type so far.
+    carry, kinds = (x, cache, slots, made), config.layer_kinds
+    own = config.num_layers - config.shared_kv_layers
+    carry, (states, aux) = execution.scan(step, carry, kinds[:own])
+    if own < config.num_layers:
+        # The other layers read the final ones, which their loops do not save again, and whose
+        # gradients they sum in float32.
+        *rest, made = carry
+        made = jax.tree.map(lambda y: y.astype(jnp.float32), made)
+
+        def later(carry, index, kind):
+            return step(carry, index + own, kind, made)
+
+        carry, outputs = execution.scan(later, (*rest, None), kinds[own:])
+        states, aux = jax.tree.map(lambda *x: jnp.concatenate(x), (states, aux), outputs)
+    x, cache, slots, _ = carry
     x = close_slots(x, slots)
-    if config.mlp_only_layers:
+    if config.dense_layers:
         aux = jax.tree.map(lambda sums: sums[np.array(config.expert_layers)], aux)
     if cache is not None:
         cache = replace(cache.constrained(), length=cache.length + x.shape[1])
@@ -193,8 +229,8 @@ def _number(config: ModelConfig, own: list[int], index: Int[Array, ""]) -> Int[A
 def _read_layer(
     config: ModelConfig, kind: LayerKind, values: Any, slots: Any, index: Int[Array, ""]
 ) -> tuple[Layer, Any]:
-    """Returns the layer with this index, whose `mlp` is its feed-forward network; see `read_entry`
-    for the slots."""
+    """Returns the layer with this index, whose `mlp` is its feed-forward network, and whose
+    `PROJECTIONS` have the sizes of its heads; see `read_entry` for the slots."""
     places: dict[str, Any] = dict.fromkeys(kind.absent)
     for name, own in _own_layers(config).items():
         if name not in kind.absent:
@@ -208,7 +244,20 @@ def _read_layer(
         setattr(layer, name, None)
     if layer.mlp is None:
         layer.mlp, layer.dense = layer.dense, None
+    for name in PROJECTIONS if kind.full else ():
+        setattr(layer, name, getattr(layer, FULL + name))
+        setattr(layer, FULL + name, None)
     return layer, slots
+
+
+def _room(config: ModelConfig, x: Float[Array, "B T D"]) -> dict[bool, tuple[Array, Array]]:
+    """Returns zeros in place of the keys and values of each type of layers."""
+
+    def zeros(full):
+        shape = *x.shape[:2], *config.heads(full)
+        return constrain(jnp.zeros(shape, x.dtype), "batch", "sequence", "kv_heads", None)
+
+    return {full: (zeros(full), zeros(full)) for full in (False, True)}
 
 
 def _lengths(

@@ -11,8 +11,9 @@ from jaxtyping import Float, Int
 from bptjax.models.config import ModelConfig
 from bptjax.models.feed_forward import Auxiliary
 from bptjax.models.layer_loops import Execution
-from bptjax.models.layers import Norm, TokenContext
+from bptjax.models.layers import TokenContext
 from bptjax.models.linear import Linear, new_param
+from bptjax.models.norm import Norm
 from bptjax.models.stack import StackOutput, new_layers, run
 from bptjax.ops.dropout import dropout
 from bptjax.ops.mask import Mask
@@ -59,6 +60,8 @@ class Transformer(nnx.Module):
         self.positions = table(keys[1], entries, D, None) if learned else None
         self.embedding_norm = Norm(config, dtype) if config.embedding_norm else None
         self.layers = new_layers(config, keys[2], dtype)
+        own = config.layer_embedding_size
+        self.layer_embedding_norm = Norm(config, dtype, own, None) if own else None
         self.norm = Norm(config, dtype) if config.final_norm else None
         self.project_out = project(keys[5], D, E)
         self.head = None if config.tied_head else table(keys[3], config.V, E, "vocab")
@@ -189,7 +192,8 @@ class Transformer(nnx.Module):
             context = context._replace(padding=segments == 0)
         mask = Mask(causal=self.config.causal, segments=segments, positions=order)
         x = constrain(x, "batch", "sequence", None)
-        return run(self.layers, self.config, x, context, mask=mask, **options)
+        options |= dict(mask=mask, embedding_norm=self.layer_embedding_norm)
+        return run(self.layers, self.config, x, context, **options)
 
     def _look_up(
         self,
@@ -242,7 +246,8 @@ class Transformer(nnx.Module):
             key = jax.random.key_data(jax.random.fold_in(dropout_key, 0))
             x = dropout(x, key, config.embedding_dropout or 0.0, ids)
         marked = None if config.pattern is None else config.pattern.marked(tokens)
-        context = TokenContext(positions, ids, marked=marked)
+        own = jnp.asarray(tokens) if config.layer_embedding_size else None
+        context = TokenContext(positions, ids, marked=marked, tokens=own)
         return constrain(x, "batch", "sequence", None), context
 
     def _add_types(

@@ -18,6 +18,7 @@ LONG = ("original_max_position_embeddings",)
 KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
     "linear": (("factor",), ()),
+    "proportional": ((), ("factor",)),
     "dynamic": (("factor",), LONG),
     "yarn": (
         (),
@@ -37,6 +38,15 @@ KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 
 
+def rotated_features(size: int, parameters: Mapping[str, Any]) -> int:
+    """Returns the number of features of a head of this size that `rope_frequencies` is asked for.
+    With `proportional`, all features are paired, and the pairs beyond partial_rotary_factor do not
+    turn; otherwise only that part of a head is paired."""
+    if parameters.get("rope_type") == "proportional":
+        return size
+    return int(size * parameters.get("partial_rotary_factor", 1.0))
+
+
 def rope_frequencies(
     dim: int,
     parameters: Mapping[str, Any],
@@ -47,8 +57,8 @@ def rope_frequencies(
     """Returns the float32 radians per token of each rotated pair, and the factor on cos and sin.
 
     Args:
-      dim: rotated features of a head, 2R. The caller has applied partial_rotary_factor, which is
-        not read here.
+      dim: rotated features of a head, 2R, from `rotated_features`. partial_rotary_factor is read
+        with `proportional` alone.
       parameters: rope_theta, rope_type and the keys of that type, in Hugging Face's schema. A key
         that is None counts as left out.
       max_position_embeddings: the model's context length in tokens. It replaces a missing
@@ -82,6 +92,9 @@ def rope_frequencies(
         return plain, 1.0
     if kind == "linear":
         return plain / np.float32(p["factor"]), 1.0
+    if kind == "proportional":
+        turning = np.arange(dim // 2) < int(p.get("partial_rotary_factor", 1.0) * dim // 2)
+        return np.where(turning, plain, np.float32(0)) / np.float32(p.get("factor", 1.0)), 1.0
     if kind == "dynamic":
         longest = _needed(
             kind, "max_position_embeddings (max_position_embeddings)", max_position_embeddings

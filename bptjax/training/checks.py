@@ -45,8 +45,9 @@ def check_model(model: ModelConfig, pretrained: Pretrained | None) -> None:
         names = ", ".join(FEED_FORWARDS)
         raise ValueError(f"model.feed_forward={model.feed_forward}: must be one of {names}")
     if model.position_embedding == "rope":
-        for parameters in model.ropes:
-            rotary(model, parameters, None)
+        for kind in model.layer_kinds:
+            if kind.rope is not None:
+                rotary(model, kind.rope, None, model.heads(kind.full)[1])
     if pretrained and pretrained.sidecars and pretrained.read_as:
         exported(read_json(pretrained.sidecars / "config.json"), pretrained.read_as, model)
 

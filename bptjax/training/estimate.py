@@ -102,8 +102,10 @@ class Estimator:
         self.tokens = train.per_device_train_batch_size * self.sequence
         pairs, T = 0.0, train.seq_len
         kinds = (kind for kind in self.model.layer_kinds if not kind.linear)
-        layers = Counter((kind.window, kind.pattern) for kind in kinds)
-        for (window, pattern), count in layers.items():
+        layers = Counter((kind.window, kind.pattern, kind.full) for kind in kinds)
+        for (window, pattern, full), count in layers.items():
+            # In units of head_dim.
+            count *= self.model.heads(full)[1] / self.model.H
             window = min(window or T, T)
             if pattern is None and self.model.causal:
                 pairs += count * (window * T - window * window / 2)
@@ -117,13 +119,29 @@ class Estimator:
         self.attention += linear_attention_flops(self.model) * self.tokens / self.tp
 
     @cached_property
+    def active_F(self) -> int:
+        """Mean over the layers of the feed-forward width that a token passes through."""
+        m = self.model
+        wide = (m.shared_kv_intermediate_size or m.F) - m.F
+        return m.active_F + wide * m.shared_kv_layers // m.num_layers
+
+    @cached_property
+    def head_dim(self) -> float:
+        """Mean size of a head of the layers of attention."""
+        full = len(self.model.full_layers) / max(len(self.model.attention_layers), 1)
+        return full * self.model.heads(True)[1] + (1 - full) * self.model.H
+
+    @cached_property
     def products(self) -> dict[str, tuple[float, float]]:
         """Parameters of each matrix product of a layer on a device, and bytes of its result per
         token, by the name under which the result can be saved, if it can. `gates` are the gates of
         attention and linear attention."""
         m, size, D = self.model, self.size, self.model.hidden_size
-        F, heads = m.active_F // self.tp, m.num_heads * m.H // self.tp
-        kv = max(m.K * m.H // self.tp, m.H)
+        F, heads = self.active_F // self.tp, m.num_heads * self.head_dim / self.tp
+        kv = 0.0
+        for own in (False, True):
+            K, H = m.heads(own)
+            kv += len(m.kv_layers(own)) / len(m.attention_layers) * max(K * H // self.tp, H)
         full = {"query": heads, "key": kv, "value": kv, "attended": heads}
         full |= {"gates": heads} if m.attention_gate else {}
         linear, share = {}, 0.0
@@ -152,7 +170,8 @@ class Estimator:
             found = {name: width for name, width in found.items() if name not in OF_EXPERTS}
         share = len(m.linear_layers) / m.num_layers
         heads = (1 - share) * m.num_heads / self.tp
-        names, widths = list(attention.RESIDUAL_NAMES), [heads * m.H * self.size, 4 * heads]
+        own = heads * self.head_dim * self.size
+        names, widths = list(attention.RESIDUAL_NAMES), [own, 4 * heads]
         if m.linear_layers:
             (_, H), (N, W) = m.linear_heads
             heads, group = share * N / self.tp, delta_rule.GROUP * delta_rule.CHUNK
@@ -190,17 +209,17 @@ class Estimator:
         head = passes * 2.0 * n * vocab
         attending = ATTENTION * kernel + (0.0 if names >= {*attention.RESIDUAL_NAMES} else kernel)
         attending += kernel if nested else 0.0
-        seconds = head / rates.products + attending / rates.attention(m.H)
+        seconds = head / rates.products + attending / rates.attention(self.head_dim)
         seconds += layers / (rates.float8 if self.float8 else rates.products)
 
         passes = 1.0 + 0.3 * bool(again) + 0.4 * bool(nested)
-        gates = (2 + m.gated) * m.active_F / tp
+        gates = (2 + m.gated) * self.active_F / tp
         stream = STREAM_TRAFFIC * m.hidden_size + FEED_FORWARD_TRAFFIC * gates
         traffic = n * L * size * stream * passes / 2
         chunks = math.ceil(self.sequence / execution.ffn_chunk)
         chunked = self.products.keys() & {*UNCHUNKED, "down"}
         # Of experts, the matrices of all that a device has, not only of those of a token.
-        stored = (m.num_experts or 1) * m.expert_F / m.active_F / self.ep
+        stored = (m.num_experts or 1) * m.expert_F / self.active_F / self.ep
         of_mlp = chunked & {"gate", "up", "down"}
         weights = sum(self.products[k][0] * (stored if k in of_mlp else 1) for k in chunked)
         # Each chunk adds to float32 gradients, which are read and written.
@@ -221,7 +240,7 @@ class Estimator:
 
         chunk = n * min(execution.ffn_chunk / self.sequence, 1.0)
         stream = STREAM_WORKSPACE * n * m.hidden_size
-        stream += FEED_FORWARD_WORKSPACE * chunk * m.active_F / tp
+        stream += FEED_FORWARD_WORKSPACE * chunk * self.active_F / tp
         # Tokens of all devices that share the experts, their gradients, and a float32 sum.
         stream += (2 + 4 / size) * chunk * m.hidden_size * self.ep if self.ep > 1 else 0
         workspace = size * stream + (4 * weights if chunks > 1 and not self.frozen else 0)

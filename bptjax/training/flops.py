@@ -29,11 +29,12 @@ def hardware_metrics(mesh: Mesh, flops: float, seconds: float | None) -> dict[st
 
 def matmul_parameters(spec: TrainSpec) -> ParameterCounts:
     """Counts the parameters that a token is multiplied by. Look-up tables do not count: learned
-    positions, and the input embedding unless it is also the head. Experts count only as far as a
-    token is routed to them."""
+    positions, the layers' own embeddings, and the input embedding unless it is also the head.
+    Experts count only as far as a token is routed to them."""
     model = spec.model
     has_head = not model.tied_head or model.classes
-    lookups = {"positions", "types"} | ({"embedding"} if has_head else set())
+    lookups = {"positions", "types", "layers.embedding.table"}
+    lookups |= {"embedding"} if has_head else set()
     total, trained = parameter_counts(spec, lambda path: path not in lookups)
     if model.num_experts is None:
         return ParameterCounts(total, trained)
@@ -56,7 +57,8 @@ def attended_pairs(
 ) -> Array:
     """Returns the number of query-key pairs that the masks of all layers of attention allow,
     float32: causal in decoders, within documents, and within each layer's window or pattern. The
-    patterns of encoders count as full attention.
+    patterns of encoders count as full attention. A pair of heads of full_head_dim counts
+    full_head_dim / head_dim times, as it has that multiple of the FLOPs.
 
     Args:
       tokens: token ids, by which the markers of a pattern count.
@@ -71,17 +73,18 @@ def attended_pairs(
             x[:, np.argsort(order)] for x in (marked, positions, segments)
         )
     kinds = (kind for kind in model.layer_kinds if not kind.linear)
-    layers = Counter((kind.window, kind.pattern) for kind in kinds)
+    layers = Counter((kind.window, kind.pattern, model.heads(kind.full)[1]) for kind in kinds)
     pairs, after = jnp.zeros(()), None
     if not model.causal:
         after = document_lengths(positions, segments) - 1 - positions
-    for (window, pattern), count in layers.items():
+    for (window, pattern, size), count in layers.items():
         keys = positions + 1 if window is None else jnp.minimum(positions + 1, window)
         if after is not None:
             keys += after if window is None else jnp.minimum(after, window - 1)
         elif pattern is not None:
             keys = pattern.keys(positions, positions.shape[1], marked)
-        pairs += count * jnp.where(segments != 0, keys.astype(jnp.float32), 0.0).sum()
+        each = jnp.where(segments != 0, keys.astype(jnp.float32), 0.0).sum()
+        pairs += count * size / model.H * each
     return pairs
 
 

@@ -29,6 +29,14 @@ LINEAR |= dict(linear_num_key_heads=2, linear_num_value_heads=4)
 LINEAR |= dict(linear_key_head_dim=8, linear_value_head_dim=12)
 LINEAR_MOE = dict(num_experts=4, moe_intermediate_size=20, shared_expert_intermediate_size=24)
 LINEAR_FULL = dict(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
+GEMMA4: dict[str, Any] = dict(head_dim=8, global_head_dim=16, sliding_window=5)
+GEMMA4 |= dict(hidden_size_per_layer_input=0)
+UNIFIED = {k: v for k, v in GEMMA4.items() if k != "hidden_size_per_layer_input"}
+KEYS_AS_VALUES = dict(attention_k_eq_v=True, num_global_key_value_heads=1)
+GEMMA4_MOE = dict(enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=20)
+SHARED_KEYS: dict[str, Any] = dict(num_hidden_layers=5, num_kv_shared_layers=2)
+SHARED_KEYS |= dict(layer_types=[MIXED[0], *2 * MIXED[:2]], use_double_wide_mlp=True)
+LAYER_EMBEDDINGS = dict(hidden_size_per_layer_input=6, vocab_size_per_layer_input=61)
 GPT2 = dict(vocab_size=61, n_embd=32, n_layer=2, n_head=4, n_positions=64)
 NEOX = SIZES | dict(intermediate_size=48)
 BLOOM = dict(vocab_size=61, hidden_size=32, n_layer=2, n_head=4)
@@ -44,7 +52,7 @@ QWEN_TOWER = dict(hidden_size=16, intermediate_size=16, depth=1, num_heads=2, pa
 QWEN3_5_TOWER = {k: v for k, v in QWEN_TOWER.items() if k != "deepstack_visual_indexes"}
 
 
-def multimodal(text: dict, tower: dict, **more: Any) -> dict[str, Any]:
+def multimodal(text: dict, tower: dict | None, **more: Any) -> dict[str, Any]:
     return dict(text_config=text, vision_config=tower) | more
 
 
@@ -469,6 +477,41 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | rope("linear", factor=2.0, partial_rotary_factor=1.0)
         | dict(head_dim=8, num_key_value_heads=1),
     ),
+    "gemma4_text": (
+        "Gemma4TextConfig",
+        MODERN | GEMMA4 | KEYS_AS_VALUES | dict(layer_types=MIXED[:2]),
+    ),
+    "gemma4_text: soft cap, untied, factor, as many key heads": (
+        "Gemma4TextConfig",
+        MODERN
+        | GEMMA4
+        | THREE
+        | dict(layer_types=[*MIXED[1:], "full_attention"], final_logit_softcapping=2.0)
+        | dict(tie_word_embeddings=False, num_global_key_value_heads=1)
+        | dict(
+            rope_parameters=dict(
+                full_attention=dict(
+                    rope_type="proportional",
+                    rope_theta=1e6,
+                    partial_rotary_factor=0.5,
+                    factor=8.0,
+                ),
+                sliding_attention=dict(rope_type="default", rope_theta=1e4),
+            )
+        ),
+    ),
+    "gemma4_text with experts": (
+        "Gemma4TextConfig",
+        MODERN | GEMMA4 | GEMMA4_MOE | KEYS_AS_VALUES | dict(layer_types=MIXED[:2]),
+    ),
+    "gemma4_text with shared keys": (
+        "Gemma4TextConfig",
+        MODERN | GEMMA4 | SHARED_KEYS | LAYER_EMBEDDINGS,
+    ),
+    "gemma4_unified_text": (
+        "Gemma4UnifiedTextConfig",
+        MODERN | UNIFIED | KEYS_AS_VALUES | dict(layer_types=MIXED[:2], head_dim=12),
+    ),
     "ministral3": ("Ministral3Config", MODERN | rope("yarn", 1e6, **GROWTH) | dict(head_dim=16)),
     "ministral3: window, tied": (
         "Ministral3Config",
@@ -607,6 +650,28 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             mm_tokens_per_image=4,
             tie_word_embeddings=False,
         ),
+    ),
+    "gemma4": (
+        "Gemma4Config",
+        multimodal(
+            MODERN | GEMMA4 | SHARED_KEYS | LAYER_EMBEDDINGS,
+            TOWER | dict(position_embedding_size=16),
+        ),
+    ),
+    "gemma4 with experts": (
+        "Gemma4Config",
+        multimodal(
+            MODERN
+            | GEMMA4
+            | GEMMA4_MOE
+            | LAYER_EMBEDDINGS
+            | dict(num_hidden_layers=4, num_kv_shared_layers=2, layer_types=2 * MIXED[:2]),
+            None,
+        ),
+    ),
+    "gemma4_unified": (
+        "Gemma4UnifiedConfig",
+        multimodal(MODERN | UNIFIED | KEYS_AS_VALUES | dict(layer_types=MIXED[:2]), None),
     ),
     "mistral3": (
         "Mistral3Config",

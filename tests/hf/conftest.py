@@ -35,7 +35,7 @@ def theirs(tmp_path_factory):
                     # Biases and norms too are to matter.
                     parameter.add_(0.1 * torch.randn_like(parameter))
                 for key, buffer in model.named_buffers():
-                    if key.endswith("e_score_correction_bias"):
+                    if key.endswith(("e_score_correction_bias", "layer_scalar")):
                         buffer.add_(0.1 * torch.randn_like(buffer))
             directory = tmp_path_factory.mktemp("theirs")
             model.eval().save_pretrained(directory)

@@ -48,7 +48,8 @@ def checkpoint(directory, name="mistral3", layout=LAYOUTS[1], beside=BESIDE, **k
     """A checkpoint with text of bytes, random and in float32, made without torch."""
     directory.mkdir()
     raw = config(name).to_dict() | dict(dtype="float32")
-    raw["text_config"] |= dict(vocab_size=257)
+    own = {"vocab_size", "vocab_size_per_layer_input"} & raw["text_config"].keys()
+    raw["text_config"] |= dict.fromkeys(own, 257)
     (directory / "config.json").write_text(json.dumps(raw | keys, default=str))
     for file, text in FILES.items():
         (directory / file).write_text(text)

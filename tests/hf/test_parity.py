@@ -102,7 +102,8 @@ def each_expert(gradients):
     """Yields the experts' gradients by names of a tensor each, as the files have them."""
     for name, gradient in gradients.items():
         prefix, fused, suffix = name.partition(".experts.")
-        if not fused or prefix + ".experts.down_proj_bias" in gradients:
+        together = prefix + ".experts.down_proj_bias" in gradients or not prefix.endswith("mlp")
+        if not fused or together:
             yield name, gradient
             continue
         for expert, matrix in enumerate(gradient):
@@ -130,7 +131,7 @@ def compare_learning(ours, loss, wanted, directory, record_property):
                 tensor = re.sub(old, new, tensor)
             parts = [flat[path][index] for path in rule.ours]
             got = rule.join(*parts)
-            if tensor.endswith("e_score_correction_bias"):
+            if tensor.endswith(("e_score_correction_bias", "layer_scalar")):
                 assert not got.any()  # Not trained.
                 continue
             true = wanted.pop(tensor)

@@ -54,6 +54,21 @@ MODELS = {
         linear_value_size=6,
         attention_gate=True,
     ),
+    "full heads, shared keys, layers' embeddings": replace(
+        ROTARY,
+        num_layers=4,
+        layer_types=2 * ["sliding_attention", "full_attention"],
+        sliding_window=6,
+        full_head_dim=12,
+        full_kv_heads=1,
+        full_keys_as_values=True,
+        value_norm=True,
+        shared_kv_layers=2,
+        shared_kv_intermediate_size=40,
+        layer_embedding_size=6,
+        layer_scale=True,
+        norm_position="sandwich",
+    ),
     "dropout": replace(ROTARY, attention_dropout=0.2, residual_dropout=0.2, embedding_dropout=0.2),
 }
 MIXED = ["linear_attention", "full_attention"]
@@ -182,11 +197,16 @@ POLICIES = [
 
 
 @pytest.mark.parametrize(
-    "name, policies", [("dropout", POLICIES), ("linear attention, gate", POLICIES[1::2])]
+    "name, policies",
+    [
+        ("dropout", POLICIES),
+        ("linear attention, gate", POLICIES[1::2]),
+        ("full heads, shared keys, layers' embeddings", POLICIES[::2]),
+    ],
 )
 def test_remat_changes_nothing(tokens, name, policies):
     config = MODELS[name]
-    types = config.layer_types and 2 * config.layer_types
+    types = config.layer_types and (2 * config.layer_types)[:4]
     model = Decoder(replace(config, num_layers=4, layer_types=types), jax.random.key(0))
     wanted = loss_and_gradients(model, tokens)
     for how in policies:
@@ -220,6 +240,36 @@ def test_remat_saves_memory():
     ]
     sizes = [bytes_of(dict(ffn_chunk=1024) | how) for how in policies]
     assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == len(sizes), sizes
+
+
+def test_keys_that_layers_share_are_saved_once():
+    """Another layer without keys of its own adds its input to the memory of a step, and less than
+    keys and values."""
+    T = 1024
+    wide = dict(head_dim=64, full_head_dim=64, num_kv_heads=4, full_keys_as_values=False)
+
+    def bytes_of(layers):
+        config = replace(
+            MODELS["full heads, shared keys, layers' embeddings"],
+            num_layers=layers,
+            layer_types=(layers // 2) * ["sliding_attention", "full_attention"],
+            shared_kv_layers=layers - 2,
+            full_kv_heads=4,
+            **wide,
+        )
+        model = jax.eval_shape(lambda: Decoder(config, jax.random.key(0)))
+
+        def loss(model, tokens):
+            how = TrainingExecution(remat="full", q_chunk=64, k_chunk=64, ffn_chunk=64)
+            return model(tokens, execution=how)[0].sum()
+
+        tokens = jax.ShapeDtypeStruct((1, T), jnp.int32)
+        compiled = jax.jit(jax.grad(loss)).lower(model, tokens).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    each = (bytes_of(24) - bytes_of(8)) / 16
+    stream, keys_and_values = 4 * T * 32, 4 * T * 2 * 4 * 64
+    assert each < 2 * stream < keys_and_values
 
 
 def test_impossible_remat_policies_are_refused():
@@ -327,6 +377,10 @@ def test_half_precision_is_near(tokens, dtype):
         (LINEAR | {"linear_value_heads": 3}, "linear_value_heads=3: must be a multiple of linear_"),
         (LINEAR | {"layer_types": 2 * MIXED[:1]}, "layer_types: must have a layer of attention"),
         (LINEAR | {"linear_key_size": 2**24}, "linear_key_size=16777216: must be at most 65,536"),
+        ({"full_kv_heads": 1}, "full_kv_heads=1: must go with model.full_head_dim"),
+        ({"full_head_dim": 8}, "full_head_dim=8: must go with full_attention and sliding_att"),
+        ({"layer_scale": True}, "layer_scale=True: must go with norm_position=sandwich"),
+        ({"expert_norms": True}, "expert_norms=True: must go with model.feed_forward=experts"),
         (LINEAR | {"residual": "parallel"}, "layer_types: must have no linear_attention unless"),
     ],
 )

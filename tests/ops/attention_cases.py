@@ -41,9 +41,10 @@ class Case(NamedTuple):
     k_chunk: int = 5
     sinks: np.ndarray | None = None
     options: dict = {}
+    H: int = 8
 
     def operands(self, dtype="float32"):
-        B, H = 2, 8
+        B, H = 2, self.H
         T, S, N, K = self.T, self.S or self.T, self.N, self.K
         shapes = (B, T, N, H), (B, S, K, H), (B, S, K, H), (B, T, N, H)
         return [normal(i, *shape).astype(dtype) for i, shape in enumerate(shapes)]
@@ -75,6 +76,7 @@ CASES = {
     "gqa": Case(),
     "mqa": Case(K=1),
     "all keys": Case(Mask()),
+    "wide heads": Case(N=2, K=1, options=dict(scale=0.1), H=260),
     "window": Case(Mask(causal=True, window=3)),
     "window, 3 heads of a key": Case(Mask(causal=True, window=3, segments=DOCUMENTS), N=6),
     "one query": Case(

@@ -42,10 +42,11 @@ CASES = {
     "everything, 64": (64, "bfloat16", EVERYTHING),
     "everything, 32, float32": (32, "float32", EVERYTHING),
     "documents, 256": (256, "float16", dict(mask=Mask(segments=DOCUMENTS))),
+    "documents, 512": (512, "bfloat16", dict(mask=Mask(causal=True, segments=DOCUMENTS))),
 }
 DTYPES = ("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float32", "float32")
 # What needs most memory, which is compiled for older GPUs too.
-OLDER = "alibi, 128", "documents, 256"
+OLDER = "alibi, 128", "documents, 256", "documents, 512"
 POINTERS = {
     "bfloat16": "*bf16",
     "float16": "*fp16",

@@ -41,6 +41,26 @@ def test_refusals_and_calls_outside_are_not_recorded():
 
 
 @pytest.mark.parametrize(
+    ("size", "dtype", "of", "name"),
+    [
+        (512, "bfloat16", (9, 0), "triton"),
+        (512, "float32", (9, 0), "triton"),
+        (512, "bfloat16", (8, 9), "triton"),
+        (512, "float32", (8, 9), "scan"),
+        (513, "bfloat16", (9, 0), "scan"),
+    ],
+)
+def test_auto_with_large_heads(size, dtype, of, name, monkeypatch):
+    for module in (fa4, cudnn, triton_flash):
+        monkeypatch.setattr(module, "platform", lambda: "gpu")
+        monkeypatch.setattr(module, "capability", lambda: of, raising=False)
+    monkeypatch.setattr(triton_flash, "is_absent", lambda: True)
+    monkeypatch.setattr(fa4, "is_absent", lambda: True)
+    spec, x = AttentionSpec(mask=Mask(causal=True), scale=1.0), jnp.ones((1, 8, 2, size), dtype)
+    assert choose("auto", QKV(x, x, x), spec)[0] == name
+
+
+@pytest.mark.parametrize(
     "window, size, name",
     [(None, 64, "fa4"), (256, 64, "triton"), (257, 64, "fa4"), (1, 128, "triton"), (1, 129, "fa4")],
 )

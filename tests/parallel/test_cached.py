@@ -38,6 +38,16 @@ MODELS = {
         linear_value_size=4,
         attention_gate=True,
     ),
+    "full heads, shared keys": dict(
+        num_layers=4,
+        layer_types=2 * ["sliding_attention", "full_attention"],
+        sliding_window=5,
+        full_head_dim=16,
+        full_kv_heads=1,
+        shared_kv_layers=2,
+        layer_embedding_size=8,
+        norm_position="sandwich",
+    ),
     "strided": dict(attention_pattern=dict(type="strided", block_size=2, local=2, stride=3)),
     "markers": dict(
         attention_pattern=dict(type="window", window=3, global_markers=[*range(0, 60, 9)])
@@ -86,6 +96,7 @@ def on_one_device(name, sampling):
         ("windows, sinks, experts", 2, 2, GREEDY),
         ("alibi", 2, 2, GREEDY),
         ("linear", 2, 2, GREEDY),
+        ("full heads, shared keys", 2, 2, GREEDY),
         ("strided", 1, 2, GREEDY),
         ("markers", 2, 2, GREEDY),
     ],

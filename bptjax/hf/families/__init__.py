@@ -67,6 +67,7 @@ from bptjax.hf.families.gated import (
     rules_phi3,
     rules_rmsnorm_glu,
 )
+from bptjax.hf.families.gemma4 import read_gemma4, rules_gemma4, unused_gemma4
 from bptjax.hf.families.interleaved import (
     read_cohere2,
     read_ernie4_5,
@@ -101,6 +102,22 @@ COPIES = {
     "lm_head.decoder.bias": "head_bias",
     "decoder.weight": "embedding",
 }
+GEMMA4 = Family(
+    read_gemma4,
+    rules_gemma4,
+    neutral=(
+        # Read through per_layer_config.
+        *("head_dim", "num_key_value_heads"),
+        # Read if they have an effect; text is causal unless is_causal says otherwise.
+        *("num_experts", "top_k_experts", "moe_intermediate_size", "vocab_size_per_layer_input"),
+        "use_bidirectional_attention",
+    ),
+    rope_names=(),
+    unused=unused_gemma4,
+    experts_module="experts",
+    experts="concatenated",
+    peft_keeps_mlps=True,
+)
 FAMILIES: dict[str, Family] = {
     "llama": Family(read_llama, rules_rmsnorm_glu, neutral=("pretraining_tp",)),
     "mistral": Family(read_mistral, rules_rmsnorm_glu),
@@ -109,6 +126,8 @@ FAMILIES: dict[str, Family] = {
     "gemma": Family(read_gemma, rules_rmsnorm_glu),
     "gemma2": Family(read_gemma2, rules_rmsnorm_glu),
     "gemma3_text": Family(read_gemma3, rules_rmsnorm_glu),
+    "gemma4_text": GEMMA4,
+    "gemma4_unified_text": GEMMA4,
     "ministral3": Family(read_ministral3, rules_rmsnorm_glu, rope_kept=GROWTH),
     "smollm3": Family(
         read_smollm3, rules_rmsnorm_glu, neutral=(*WINDOWS, "no_rope_layer_interval")
@@ -253,6 +272,8 @@ MULTIMODAL: dict[str, dict[str, Family]] = {
     "qwen3_5": {"qwen3_5_text": text_model(FAMILIES["qwen3_5_text"])},
     "qwen3_5_moe": {"qwen3_5_moe_text": text_model(FAMILIES["qwen3_5_moe_text"])},
     "gemma3": {"gemma3_text": text_model(FAMILIES["gemma3_text"])},
+    "gemma4": {"gemma4_text": text_model(GEMMA4)},
+    "gemma4_unified": {"gemma4_unified_text": text_model(GEMMA4)},
     "mistral3": {kind: text_model(FAMILIES[kind]) for kind in ("mistral", "ministral3")},
 }
 

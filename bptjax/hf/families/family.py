@@ -40,7 +40,11 @@ def field_values(config: ModelConfig) -> dict[str, Sequence[int]]:
         attention_layer=config.attention_layers,
         linear_layer=config.linear_layers,
         expert_layer=config.expert_layers,
-        mlp_layer=sorted(config.mlp_only_layers),
+        mlp_layer=config.dense_layers,
+        full_layer=config.full_layers,
+        windowed_layer=[i for i in range(config.num_layers) if i not in config.full_layers],
+        full_kv_layer=config.kv_layers(True),
+        windowed_kv_layer=config.kv_layers(False),
         expert=range(config.num_experts or 0),
     )
 
@@ -60,10 +64,14 @@ class Family:
       ignored: patterns of names of tensors that are not read, beside `IGNORED`.
       renamed: (old, new) endings of names in old files.
       positions: config key of the number of positions.
-      rope_names: config keys of rope_theta and partial_rotary_factor in transformers 4.
+      rope_names: config keys of rope_theta and partial_rotary_factor in transformers 4; empty for
+        families that it does not have.
       local_theta: config key of rope_theta in layers with a window, in transformers 4.
       scaled: transformers 4 scales the rotary positions of the family.
       rope_kept: keys of rope_parameters that rotate no text. Exports keep them.
+      unused: returns patterns of further names of tensors that a model of this config does not
+        read; None for none.
+      experts_module: name of transformers' module of all experts within a layer.
       experts: order of the outputs of gate and up in transformers' parameter of all experts; None
         for families without experts.
       peft_keeps_mlps: PEFT computes adapters of MLPs beside experts.
@@ -77,10 +85,12 @@ class Family:
     ignored: tuple[str, ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
     positions: str = "max_position_embeddings"
-    rope_names: tuple[str, str] = ("rope_theta", "partial_rotary_factor")
+    rope_names: tuple[str, str] | tuple[()] = ("rope_theta", "partial_rotary_factor")
     local_theta: str = "rope_local_base_freq"
     scaled: bool = True
     rope_kept: tuple[str, ...] = ()
+    unused: Callable[[ModelConfig], tuple[str, ...]] | None = None
+    experts_module: str = "mlp.experts"
     experts: Literal["concatenated", "interleaved"] | None = None
     peft_keeps_mlps: bool = False
 
@@ -145,7 +155,9 @@ def rotary(c: Any, *, partial: bool = False) -> dict[str, Any]:
         applies it for some scalings only, so it is refused.
     """
     each = [p for p in c.rope_parameters.values() if isinstance(p, dict)] or [c.rope_parameters]
-    if not partial and any(p.get("partial_rotary_factor", 1.0) != 1.0 for p in each):
+    # The part is in the frequencies of this type.
+    others = (p for p in each if p.get("rope_type") != "proportional")
+    if not partial and any(p.get("partial_rotary_factor", 1.0) != 1.0 for p in others):
         raise ValueError("partial_rotary_factor: must be 1 in this family")
     return dict(
         position_embedding="rope",

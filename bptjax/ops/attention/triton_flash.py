@@ -27,17 +27,32 @@ from bptjax.ops.triton_call import compiler_shards_arrays, triton_call
 
 # (query block, key block, warps, stages) by kernel and padded head size. The values for 64 and 128
 # were the fastest of three to five candidates on one H200: causal, 32 / 8 heads, bfloat16,
-# T = 32,768 (scripts/results/blocks_h200.json).
+# T = 32,768 (scripts/results/blocks_h200.json). Those for 512 are the largest candidates that
+# compile with few spilled registers for compute capabilities 9.0 and 8.0; they were never timed.
 BLOCKS: dict[str, dict[int, tuple[int, int, int, int]]] = {
     "forward": {
         32: (128, 64, 4, 3),
         64: (128, 64, 8, 3),
         128: (256, 64, 8, 3),
         256: (64, 32, 4, 2),
+        512: (64, 32, 8, 2),
     },
-    "dq": {32: (128, 64, 8, 3), 64: (128, 64, 8, 3), 128: (128, 64, 8, 4), 256: (64, 32, 8, 1)},
-    "dkv": {32: (64, 64, 4, 3), 64: (64, 64, 4, 3), 128: (64, 128, 8, 3), 256: (32, 64, 8, 1)},
+    "dq": {
+        32: (128, 64, 8, 3),
+        64: (128, 64, 8, 3),
+        128: (128, 64, 8, 4),
+        256: (64, 32, 8, 1),
+        512: (32, 32, 8, 2),
+    },
+    "dkv": {
+        32: (64, 64, 4, 3),
+        64: (64, 64, 4, 3),
+        128: (64, 128, 8, 3),
+        256: (32, 64, 8, 1),
+        512: (32, 32, 8, 2),
+    },
 }
+LARGEST = 512
 
 # The same with dropout, which takes registers, where it differs.
 DROPOUT_BLOCKS: dict[str, dict[int, tuple[int, int, int, int]]] = {
@@ -56,9 +71,9 @@ NARROW_BLOCKS: dict[str, dict[int, tuple[int, int, int, int]]] = {
 }
 # The same on GPUs with less shared memory, where it differs. Compiled for them, never timed.
 SMALL_BLOCKS: dict[str, dict[int, tuple[int, int, int, int]]] = {
-    "forward": {128: (128, 64, 8, 2)},
-    "dq": {128: (64, 64, 4, 2)},
-    "dkv": {128: (64, 64, 4, 2), 256: (32, 32, 4, 1)},
+    "forward": {128: (128, 64, 8, 2), 512: (32, 32, 8, 1)},
+    "dq": {128: (64, 64, 4, 2), 512: (16, 16, 8, 1)},
+    "dkv": {128: (64, 64, 4, 2), 256: (32, 32, 4, 1), 512: (16, 16, 8, 1)},
 }
 # Most heads of a program that may find results of another kernel, a power of two; and the programs
 # that there must be, about two on each multiprocessor of a large GPU.
@@ -125,6 +140,11 @@ def unsupported(x: QKV, spec: AttentionSpec) -> str | None:
         return "needs an NVIDIA GPU"
     if compiler_shards_arrays():
         return "runs on one device, and the mesh has more"
+    H, wide = x.q.shape[-1], x.q.dtype.itemsize > 2
+    if H > LARGEST:
+        return f"takes head sizes up to {LARGEST}, not {H}"
+    if H > 256 and wide and capability() in SMALL_MEMORY:
+        return f"needs more shared memory than this GPU has, in float32 with heads of {H}"
     if not is_absent() and importlib.util.find_spec("jax_triton") is None:
         return 'jax-triton is not installed; pip install -e ".[gpu]" brings it'
     return None
@@ -149,7 +169,8 @@ def _tiles(name: str, x: QKV, spec: AttentionSpec) -> tuple[int, int, int, int, 
     bq, bk, warps, stages = table[max(_padded(x.q.shape[-1]), 32)]
     if x.q.dtype.itemsize > 2:
         # Twice the bytes must still fit in shared memory.
-        bq, bk, warps, stages = min(bq, 32), min(bk, 32), 4, 1
+        most = 16 if x.q.shape[-1] > 256 else 32
+        bq, bk, warps, stages = min(bq, most), min(bk, most), 4, 1
     mask, shared = spec.mask, x.q.shape[2] // x.k.shape[2]
     one_head = spec.alibi is not None or spec.dropout
     listed = mask.global_tokens is not None or mask.block_mask is not None

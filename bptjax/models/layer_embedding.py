@@ -1,0 +1,62 @@
+"""An embedding of the tokens that each layer has for itself."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.typing import DTypeLike
+from jaxtyping import Float, Int
+
+from bptjax.models.config import ModelConfig
+from bptjax.models.feed_forward import ACTIVATIONS
+from bptjax.models.linear import AdapterDropout, Linear, new_param
+from bptjax.models.norm import Norm
+from bptjax.parallel.mesh import lookup
+
+
+class LayerEmbedding(nnx.Module):
+    """A layer's own embedding of the tokens: gate(x) · (entry + norm(context(x_0))) / √2, where x_0
+    is the input of the first layer, projected and normalized for the residual stream."""
+
+    def __init__(self, config: ModelConfig, key: Array, dtype: DTypeLike):
+        D, P, std = config.hidden_size, config.layer_embedding_size, config.init_std
+        keys = jax.random.split(key, 4)
+
+        def linear(key, inputs, outputs, axes):
+            return Linear(key, (inputs,), (outputs,), axes, std=std, bias=False, dtype=dtype)
+
+        self.activation = config.activation
+        self.table = new_param(keys[0], (config.V, P), ("vocab", "embed"), std, dtype)
+        # No linear layer of its own in files, where it is a part of that of all layers.
+        self.context = new_param(keys[1], (D, P), ("embed", None), std, dtype)
+        self.gate = linear(keys[2], D, P, ("embed", None))
+        self.out = linear(keys[3], P, D, (None, "embed"))
+        self.norm = Norm(config, dtype)
+
+    def read(
+        self, tokens: Int[Array, "B T"], x: Float[Array, "B T D"], norm: Norm
+    ) -> Float[Array, "B T P"]:
+        """Computes the features of each token.
+
+        Args:
+          x: input of the first layer.
+          norm: norm of the context, the same in all layers.
+        """
+        P, D = self.table.shape[-1], x.shape[-1]
+        entry = lookup(self.table[...], tokens, "vocab").astype(x.dtype)
+        # Checkpoints were trained with this factor rounded to the compute dtype.
+        entry = entry * jnp.asarray(P**0.5, x.dtype)
+        kernel = self.context[...].astype(x.dtype)
+        context = jnp.einsum("btd,dp->btp", x, kernel, preferred_element_type=jnp.float32)
+        context = norm(context * D**-0.5)
+        return ((context + entry.astype(jnp.float32)) * 2**-0.5).astype(x.dtype)
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        embedded: Float[Array, "B T P"],
+        seeds: AdapterDropout | None = None,
+    ) -> Float[Array, "B T D"]:
+        """Computes what is added to the residual stream. `embedded` is the result of `read`."""
+        gate = ACTIVATIONS[self.activation](self.gate(x, seeds))
+        return self.norm(self.out(gate * embedded, seeds))
