@@ -80,9 +80,10 @@ def steps_are_compiled_once():
             record(choice.name, dict(choice.refusals))
         return step
 
-    compile_step, compilation.compile_step = compilation.compile_step, compile_once
-    yield
-    compilation.compile_step = compile_step
+    compile_step = compilation.compile_step
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compilation, "compile_step", compile_once)
+        yield
 
 
 def pytest_collection_finish():

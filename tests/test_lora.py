@@ -242,16 +242,16 @@ def test_adapters_of_experts_in_4_bits(batch):
     layer without experts."""
     model = replace(MODEL, feed_forward="experts", num_experts=4, expert_size=40)
     model = replace(model, num_layers=3, mlp_only_layers=[0], shared_expert_size=24)
-    spec = make_spec(model=model)
+    spec = make_spec(model=model, adapter=dict(dropout=0.0))
     state = moved(init_state(spec))
     got = gradient_sums(spec, batch, state=state)
     for name, (inputs, outputs) in dict(gate=(32, 40), up=(32, 40), down=(40, 32)).items():
         kernel = getattr(got[1].layers.mlp, name).kernel
         assert (kernel.a.shape, kernel.b.shape) == ((2, 4, inputs, 4), (2, 4, 4, outputs))
         assert all(jnp.abs(x[...]).max((2, 3)).min() > 1e-4 for x in (kernel.a, kernel.b))
-    lora = make_spec(model=model, adapter=dict(type="lora"))
+    lora = make_spec(model=model, adapter=dict(type="lora", dropout=0.0))
     assert_same(gradient_sums(lora, batch, state=dense(state)), got)
-    mesh = make_spec(ParallelConfig(dp=1, fsdp=2, tp=2, ep=2), model)
+    mesh = make_spec(ParallelConfig(dp=1, fsdp=2, tp=2, ep=2), model, adapter=dict(dropout=0.0))
     shardings = jax.tree.map(lambda x: x.sharding, abstract_state(mesh))
     placed = jax.device_put(state, shardings)
     up = placed.model.layers.mlp.up.kernel

@@ -8,7 +8,8 @@ from jaxtyping import Bool, Float, Int, UInt32
 
 from bptjax.ops.arguments import check_rate
 
-MULTIPLIER, KEY_STEP, ROUNDS = 0xD256D193, 0x9E3779B9, 7
+MULTIPLIER, KEY_STEP = 0xD256D193, 0x9E3779B9
+ROUNDS: int = 7
 # Columns whose numbers differ in this bit alone use the two words of one block. A thread of a GPU
 # has the weights of both, in a tile of attention and in its transpose.
 PAIR = 8
