@@ -140,6 +140,8 @@ def test_layers_without_keys_have_groups_of_their_own():
     for execution in found:
         execution.check(spec.model)
     assert "nested(2)" in {x.remat for x in found}
+    with pytest.raises(ValueError, match="both the 16 layers and the last 6 of them"):
+        replace(found[0], remat="nested(4)", save=()).check(spec.model)
 
 
 def test_the_smallest_settings_do_not_depend_on_the_device_memory():
