@@ -77,8 +77,13 @@ class TrainingExecution(Execution):
           ValueError: as `groups`, or a name to save that the layers do not have.
         """
         # The layers without keys of their own have loops of their own.
-        for layers in (model.num_layers - model.shared_kv_layers, model.shared_kv_layers):
-            self.groups(layers)
+        shared, k = model.shared_kv_layers, self.nested or 1
+        if shared and (shared % k or model.num_layers % k):
+            raise ValueError(
+                f"execution.remat={self.remat}: k must divide both the {model.num_layers} layers "
+                f"and the last {shared} of them, which have no keys of their own"
+            )
+        self.groups(model.num_layers)
         has = {"gate": model.gated, "attended": model.residual == "sequential"}
         has |= dict.fromkeys(delta_rule.RESIDUAL_NAMES, bool(model.linear_layers))
         for name in self.save:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -186,7 +187,7 @@ def _policies(
     spec: TrainSpec, estimator: Estimator, chunked: bool
 ) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yields values of remat and save. `none` is left out: on an H200 it was slower than `dots`."""
-    group, layers = spec.config.execution, spec.model.num_layers
+    group, model = spec.config.execution, spec.model
     if group.remat is not None or group.save is not None:
         plain = group.complete()
         yield plain.remat, plain.save
@@ -202,8 +203,10 @@ def _policies(
             everything = size == len(parts) and not chunked
             yield ("dots", ()) if everything else ("save_attention", saved)
             yield "full", saved
+    # Layers without keys of their own have groups of their own.
+    layers = math.gcd(model.num_layers, model.shared_kv_layers)
     for size in GROUPS:
-        if size < layers and layers % size == 0:
+        if size < model.num_layers and layers % size == 0:
             yield f"nested({size})", ()
 
 

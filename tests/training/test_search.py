@@ -132,6 +132,18 @@ def test_what_does_not_fit_is_the_least():
     assert choice.plan.peak <= 1.01 * min(memory.peak(x) for x in every)
 
 
+def test_layers_without_keys_have_groups_of_their_own():
+    types = 8 * ["sliding_attention", "full_attention"]
+    model = replace(MODEL, full_head_dim=256, sliding_window=512, layer_types=types)
+    spec = make_spec(model=replace(model, shared_kv_layers=6))
+    found = [*_settings(spec, Estimator(spec), Room(64 * GIB, 0), {})]
+    for execution in found:
+        execution.check(spec.model)
+    assert "nested(2)" in {x.remat for x in found}
+    with pytest.raises(ValueError, match="both the 16 layers and the last 6 of them"):
+        replace(found[0], remat="nested(4)", save=()).check(spec.model)
+
+
 def test_the_smallest_settings_do_not_depend_on_the_device_memory():
     """An offload that just fits would be no help if the estimate is too low."""
     spec = make_spec(262_144)
