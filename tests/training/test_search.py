@@ -191,8 +191,8 @@ def test_estimated_activations_are_those_of_the_compiler(linear, saving):
     """The difference between two remat policies, on a CPU in float32."""
     model = replace(MODEL, vocab_size=64, hidden_size=16, intermediate_size=64, num_heads=4)
     if linear:
-        types = 2 * [*["linear_attention"] * 3, "full_attention"]
-        model = replace(model, num_layers=8, layer_types=types, **linear)
+        types = ["linear_attention"] * 15 + ["full_attention"]
+        model = replace(model, layer_types=types, **linear)
     spec = make_spec(256, model)
     config = replace(spec.config, train=replace(spec.config.train, compute_dtype="float32"))
     spec = replace(spec, config=config)
