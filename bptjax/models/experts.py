@@ -53,7 +53,7 @@ class Router(nnx.Module):
         self.correction = correction if config.router_correction else None
         scale = nnx.Param(jnp.ones(D, dtype), axes=("embed",))
         factors = nnx.Param(jnp.ones(X, dtype), axes=(None,))
-        # Of the norm of the router's input, and of the experts' weights.
+        # They multiply the router's normalized input, and the weights of the chosen experts.
         self.scale = scale if config.expert_norms else None
         self.factors = factors if config.expert_norms else None
         self.config = config

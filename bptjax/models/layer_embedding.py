@@ -16,7 +16,8 @@ from bptjax.parallel.mesh import lookup
 
 class LayerEmbedding(nnx.Module):
     """A layer's own embedding of the tokens: gate(x) · (entry + norm(context(x_0))) / √2, where x_0
-    is the input of the first layer, projected and normalized for the residual stream."""
+    is the input of the first layer; the result is projected and normalized for the residual stream.
+    As in Gemma 4's small models. `table` is `[V, P]`, `context` `[D, P]`."""
 
     def __init__(self, config: ModelConfig, key: Array, dtype: DTypeLike):
         D, P, std = config.hidden_size, config.layer_embedding_size, config.init_std

@@ -45,7 +45,7 @@ CASES = {
     "documents, 512": (512, "bfloat16", dict(mask=Mask(causal=True, segments=DOCUMENTS))),
 }
 DTYPES = ("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float32", "float32")
-# What needs most memory, which is compiled for older GPUs too.
+# The cases that need the most memory; they are compiled for older GPUs too.
 OLDER = "alibi, 128", "documents, 256", "documents, 512"
 POINTERS = {
     "bfloat16": "*bf16",

@@ -8,16 +8,9 @@ from bptjax.ops.attention.scores import dropout_factors
 from bptjax.ops.dropout import PAIR, dropout, keep, philox
 from bptjax.ops.mask import Mask
 
+pytestmark = pytest.mark.usefixtures("all_rounds")
 KEY = jax.random.key_data(jax.random.key(0))
 ROWS = jnp.arange(512)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def all_rounds():
-    """The numbers as users get them; conftest.py takes fewer rounds for all other tests."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("bptjax.ops.dropout.ROUNDS", 7)
-        yield
 
 
 def correlation(a, b):
