@@ -58,6 +58,30 @@ packing.BUFFER_TOKENS = 2**11
 ALL_ROUNDS, dropout.ROUNDS = dropout.ROUNDS, 3
 
 
+# Files that take longest, in this order. They run first, so that no process ends with one of them
+# while the others have nothing left to do.
+LONGEST = """
+hf/test_parity models/test_decoder parallel/test_distributed test_generation hf/test_peft
+training/test_step_on_meshes test_lora ops/test_attention ops/test_triton parallel/test_cached
+test_meshes hf/test_finetune parallel/test_sequence training/test_classes test_instructions
+test_scripts hf/test_gemma4 training/test_loop_failures training/test_step test_optimizer
+parallel/test_experts
+""".split()
+
+
+def pytest_collection_modifyitems(items):
+    places = {f"tests/{name}.py": i for i, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))
+
+
+def pytest_xdist_auto_num_workers():
+    """One process more than there are cores, because tests wait for processes and disks; each takes
+    up to 3 GB of memory."""
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return max(1, min(cores + 1, memory // 3_000_000_000))
+
+
 @pytest.fixture(scope="module")
 def all_rounds():
     """The random numbers that users get, for tests that depend on them."""

@@ -1,5 +1,6 @@
 """The decoder: schedules, remat, decoding and packing give one and the same model."""
 
+import functools
 from dataclasses import replace
 
 import jax
@@ -91,31 +92,35 @@ def tokens():
 SEGMENTS = jnp.array([[1] * 20 + [2] * 17, [1] * 30 + [0] * 7])
 
 
-def loss_and_gradients(model, tokens, segments=SEGMENTS, positions=None, **how):
-    def loss(model):
-        hidden, _ = model(
-            tokens,
-            segments=segments,
-            positions=positions,
-            dropout_key=jax.random.key(2),
-            execution=replace(SMALL, **how),
-        )
+@functools.cache
+def step(execution):
+    def loss(model, tokens, segments, positions):
+        options = dict(segments=segments, positions=positions, dropout_key=jax.random.key(2))
+        hidden, _ = model(tokens, execution=execution, **options)
         labels = jnp.where(segments > 0, tokens, -100)
         return linear_cross_entropy(hidden, model.head_matrix, labels, chunk=16)
 
-    return jax.jit(jax.value_and_grad(loss))(model)
+    return jax.jit(jax.value_and_grad(loss))
+
+
+def loss_and_gradients(model, tokens, segments=SEGMENTS, positions=None, **how):
+    return step(replace(SMALL, **how))(model, tokens, segments, positions)
+
+
+def norm(x):
+    return float(np.linalg.norm(x))
 
 
 def assert_close(got, wanted, rtol=2e-5):
     (loss, gradients), (true_loss, true_gradients) = got, wanted
     np.testing.assert_allclose(loss, true_loss, rtol=1e-6)
-    size = max(float(jnp.linalg.norm(g)) for g in jax.tree.leaves(true_gradients))
+    gradients, true_gradients = jax.device_get((gradients, true_gradients))
+    size = max(map(norm, jax.tree.leaves(true_gradients)))
     for (path, a), b in zip(
         jax.tree.leaves_with_path(gradients), jax.tree.leaves(true_gradients), strict=True
     ):
-        error = float(jnp.linalg.norm(a - b))
         # Some gradients are 0 but for rounding (key biases): they are held to the largest one.
-        assert error <= rtol * max(float(jnp.linalg.norm(b)), 1e-2 * size), (path, error)
+        assert norm(a - b) <= rtol * max(norm(b), 1e-2 * size), (path, norm(a - b))
 
 
 def test_schedules_and_implementations_agree(model, tokens):
@@ -238,20 +243,19 @@ def test_packed_equals_separate(model, tokens):
     """Two documents in one row, with restarting positions, give the loss and gradients of two."""
     if model.config.residual_dropout:
         return  # Dropout differs by a token's place in the row.
-    cut = 20
-    one = jnp.ones((1, T), jnp.int32)
-    row = tokens[:1]
-    segments = one.at[:, cut:].set(2)
-    positions = jnp.concatenate([jnp.arange(cut), jnp.arange(T - cut)])[None]
-    packed = loss_and_gradients(model, row, segments, positions)
-    first = loss_and_gradients(model, row[:, :cut], one[:, :cut])
-    second = loss_and_gradients(model, row[:, cut:], one[:, cut:])
-    assert_close(packed, jax.tree.map(lambda a, b: a + b, first, second))
+    (first, second), length = np.asarray(tokens)[:, :19], 19
+    one, order = np.ones((1, length), np.int32), np.arange(length)[None]
+    row, segments = np.concatenate([first, second])[None], np.concatenate([one, 2 * one], 1)
+    packed = loss_and_gradients(model, row, segments, np.concatenate([order, order], 1))
+    apart = [loss_and_gradients(model, x[None], one) for x in (first, second)]
+    assert_close(packed, jax.tree.map(np.add, *jax.device_get(apart)))
 
 
 def test_later_tokens_and_other_documents_do_not_reach_a_token(model, tokens):
     """By gradient with respect to the embedded tokens, each of which occurs once."""
 
+    @jax.jit
+    @jax.grad
     def two_tokens(table):
         changed = jax.tree.map(lambda x: x, model)
         changed.embedding = changed.embedding.replace(table)
@@ -259,7 +263,7 @@ def test_later_tokens_and_other_documents_do_not_reach_a_token(model, tokens):
         # Weighted, because a layer norm's plain sum is constant.
         return (hidden[0, jnp.array([10, 25])] * jnp.arange(32.0)[None]).sum()
 
-    reach = jnp.abs(jax.grad(two_tokens)(model.embedding[...])).sum(-1)[:T]
+    reach = np.abs(two_tokens(model.embedding[...])).sum(-1)[:T]
     reached = np.flatnonzero(reach > 0)
     assert set(reached) == {*range(11), *range(20, 26)}
 

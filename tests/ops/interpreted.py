@@ -24,7 +24,7 @@ from bptjax.ops.attention import attend, reference, triton_flash, triton_kernels
 from bptjax.ops.attention.contract import QKV, AttentionState
 from bptjax.ops.grouped_matmul import grouped_matmul
 from ops.attention_cases import CASES, oracle
-from ops.comparing import error, normal
+from ops.comparing import error, normal, quick
 
 
 class _AnyInt(type):
@@ -118,7 +118,7 @@ def main(names):
         # for pairs of keys.
         size = 16 if "dropout" in name else 8
         for kernel, blocks in triton_flash.BLOCKS.items():
-            triton_flash.BLOCKS[kernel] = dict.fromkeys(blocks, (2, size, 4, 1))
+            triton_flash.BLOCKS[kernel] = dict.fromkeys(blocks, (4, size, 4, 1))
             # All windows are narrow: two tokens in a tile of the forward pass, for two heads each.
             triton_flash.NARROW_BLOCKS[kernel] = dict.fromkeys((16, 32), (4, size, 4, 1))
         if name in ("experts", "over"):
@@ -131,7 +131,7 @@ def main(names):
         out, lse = state = attend(triton_flash, x, spec, sinks)
         got = out, *triton_flash.backward(x, state, dout, spec)
         worst = max(error(a, b) for a, b in zip(got, oracle(name)[:4], strict=True))
-        true = np.asarray(attend(reference, x, spec, sinks).lse)
+        true = np.asarray(quick(lambda: attend(reference, x, spec, sinks).lse)())  # noqa: B023
         attends = np.isfinite(true)
         assert np.array_equal(np.isneginf(lse), ~attends)
         worst = max(worst, float(np.abs(np.asarray(lse) - true)[attends].max(initial=0.0)))
