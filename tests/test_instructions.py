@@ -64,7 +64,7 @@ def arguments(base, run, **more):
         "data.eval_fraction": 0.05,
         "train.max_steps": STEPS,
         "train.seq_len": 64,
-        "train.per_device_train_batch_size": 8,
+        "train.per_device_train_batch_size": 4,
         "train.eval_batches": 4,
         "train.num_eval_generations": ASKED,
         "optimizer.learning_rate": 0.005,
