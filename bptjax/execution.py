@@ -16,8 +16,8 @@ class ExecutionConfig:
     save_attention, [], 2048, 2048 and 0.
 
     Attributes:
-      attention_implementation: fa4, cudnn, triton, scan, loop or reference. auto picks by device
-        and supported features.
+      attention_implementation: fa4, cudnn, triton, scan, products, loop or reference. auto picks by
+        device and supported features.
       schedule: split runs attention on the full sequence, then the feed-forward network in chunks;
         fused runs both on one chunk of queries at a time (Algorithm 1 of the paper).
       q_chunk: query tokens processed at a time by attention.

@@ -61,12 +61,16 @@ def losses(out: Path, options: list[str], count: int, seeds: int) -> None:
         for name, flags in [*kinds, ("float8", [FLOAT8])]
     }
     (out / "losses.json").write_text(json.dumps(rows) + "\n")
+    draw(rows, out / "losses.png")
     *plain, float8 = (float(np.mean(found[-WINDOW:])) for found in rows.values())
     print(
         f"mean loss of the last {WINDOW} of {count} steps: float8 {float8:.4f}, bfloat16 "
         f"{min(plain):.4f} to {max(plain):.4f} with {seeds} seeds"
     )
 
+
+def draw(rows: dict[str, list[float]], path: Path) -> None:
+    """Draws smoothed losses by step."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -79,7 +83,7 @@ def losses(out: Path, options: list[str], count: int, seeds: int) -> None:
     axes.set(xlabel="step", ylabel=f"loss, nats a token, mean of {WINDOW} steps")
     axes.legend()
     figure.tight_layout()
-    figure.savefig(out / "losses.png", dpi=120)
+    figure.savefig(path, dpi=120)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -73,6 +73,69 @@ DECODERS = {
         experts_per_token=8,
         expert_size=768,
     ),
+    # Gemma 4 26B-A4B. An MLP beside the experts; every sixth layer has full attention.
+    "26b-a4b": ModelConfig(
+        vocab_size=262_144,
+        hidden_size=2816,
+        intermediate_size=2112,
+        num_layers=30,
+        num_heads=16,
+        num_kv_heads=8,
+        head_dim=256,
+        full_head_dim=512,
+        full_kv_heads=2,
+        full_keys_as_values=True,
+        layer_types=list(5 * (*(5 * ("sliding_attention",)), "full_attention")),
+        sliding_window=1024,
+        norm_eps=1e-6,
+        norm_position="sandwich",
+        qk_norm=True,
+        value_norm=True,
+        attention_scale=1.0,
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            "full_attention": {
+                "rope_type": "proportional",
+                "partial_rotary_factor": 0.25,
+                "rope_theta": 1_000_000.0,
+            },
+        },
+        activation="gelu_tanh",
+        embedding_scale=2816**0.5,
+        layer_scale=True,
+        logits_softcap=30.0,
+        feed_forward="experts",
+        num_experts=128,
+        experts_per_token=8,
+        expert_size=704,
+        shared_expert_size=2112,
+        expert_norms=True,
+    ),
+    # Qwen3.5-9B, whose layers of linear attention and of attention take turns.
+    "qwen3.5-9b": ModelConfig(
+        vocab_size=248_320,
+        hidden_size=4096,
+        intermediate_size=12_288,
+        num_layers=32,
+        num_heads=16,
+        num_kv_heads=4,
+        head_dim=256,
+        layer_types=list(8 * (*(3 * ("linear_attention",)), "full_attention")),
+        linear_key_heads=16,
+        linear_value_heads=32,
+        linear_key_size=128,
+        linear_value_size=128,
+        norm_eps=1e-6,
+        norm_unit_offset=True,
+        qk_norm=True,
+        attention_gate=True,
+        tied_head=False,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 10_000_000.0,
+            "partial_rotary_factor": 0.25,
+        },
+    ),
     "gpt-oss-20b": ModelConfig(
         vocab_size=201_088,
         hidden_size=2880,
@@ -158,7 +221,8 @@ class RandomWeights:
             if len(own) > 1:
                 array = rng.standard_normal(own, np.float32) * np.float32(self.config.init_std)
             else:
-                array = np.full(own, 1.0 if path.endswith("scale") else 0.0, np.float32)
+                ones = path.endswith(("scale", "factors"))
+                array = np.full(own, 1.0 if ones else 0.0, np.float32)
             yield path, np.broadcast_to(array.astype(jnp.bfloat16), shape)
 
 

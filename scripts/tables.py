@@ -32,6 +32,7 @@ DECODERS = {
     "8b": "8B",
     "30b-a3b": "Qwen3-30B-A3B's shape",
     "gpt-oss-20b": "gpt-oss-20b's shape",
+    "26b-a4b": "Gemma 4 26B-A4B's shape",
 }
 GPUS = {
     "rtx4090": "24 GB (RTX 4090)",
@@ -218,6 +219,27 @@ def kernels() -> str:
         for (H, case), of in found.items()
     ]
     return table(["", "H", *names.values()], body)
+
+
+def wide() -> str:
+    """The speed of attention with heads of 512, in one run."""
+    names = ("products", "torch flex_attention", "torch SDPA efficient")
+    found: dict[tuple[int, int, int], dict[str, float]] = {}
+    for row in read("attention_wide_h200.json"):
+        if row["run"] == "b":
+            case = row["T"], *row["heads"]
+            found.setdefault(case, {})[row["implementation"]] = row["step_tflops"]
+    body = [
+        [
+            f"{T:,}",
+            f"{N} / {K}",
+            *(f"{speeds[n]:.0f}" if n in speeds else "" for n in names),
+            f"{speeds[names[0]] / max(speeds.get(n, 0.0) for n in names[1:]):.2f}",
+        ]
+        for (T, N, K), speeds in sorted(found.items(), reverse=True)
+    ]
+    head = ["tokens", "heads", "`products`", "flex_attention", "SDPA, efficient", "ratio"]
+    return table(head, body)
 
 
 def windows() -> str:
@@ -428,6 +450,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "compare": compare,
     "attention": attention,
     "kernels": kernels,
+    "wide": wide,
     "windows": windows,
     "parity": parity,
     "mixtures": mixtures,

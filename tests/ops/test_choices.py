@@ -4,9 +4,19 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from bptjax.ops.attention import KERNELS, attention, choose, cudnn, fa4, triton_flash
+from bptjax.ops import attention as attention_package
+from bptjax.ops.attention import (
+    KERNELS,
+    attention,
+    choose,
+    cudnn,
+    fa4,
+    products,
+    scan,
+    triton_flash,
+)
 from bptjax.ops.attention.choices import record_choices
-from bptjax.ops.attention.contract import QKV, AttentionSpec
+from bptjax.ops.attention.contract import QKV, AttentionSpec, AttentionState
 from bptjax.ops.mask import Mask
 
 X = jnp.ones((1, 8, 2, 4))
@@ -41,22 +51,27 @@ def test_refusals_and_calls_outside_are_not_recorded():
 
 
 @pytest.mark.parametrize(
-    ("size", "dtype", "of", "name"),
+    ("size", "dtype", "of", "T", "window", "name"),
     [
-        (512, "bfloat16", (9, 0), "triton"),
-        (512, "float32", (9, 0), "triton"),
-        (512, "bfloat16", (8, 9), "triton"),
-        (512, "float32", (8, 9), "scan"),
-        (513, "bfloat16", (9, 0), "scan"),
+        (512, "bfloat16", (9, 0), 256, None, "products"),
+        (512, "float32", (8, 9), 256, 4096, "products"),
+        (512, "bfloat16", (9, 0), 256, 4095, "triton"),
+        (512, "bfloat16", (9, 0), 255, None, "triton"),
+        (512, "float32", (9, 0), 8, None, "triton"),
+        (512, "bfloat16", (8, 9), 8, None, "triton"),
+        (512, "float32", (8, 9), 8, None, "scan"),
+        (513, "bfloat16", (9, 0), 8, None, "scan"),
     ],
 )
-def test_auto_with_large_heads(size, dtype, of, name, monkeypatch):
+def test_auto_with_large_heads(size, dtype, of, T, window, name, monkeypatch):
+    monkeypatch.setattr(attention_package, "platform", lambda: "gpu")
     for module in (fa4, cudnn, triton_flash):
         monkeypatch.setattr(module, "platform", lambda: "gpu")
         monkeypatch.setattr(module, "capability", lambda: of, raising=False)
     monkeypatch.setattr(triton_flash, "is_absent", lambda: True)
     monkeypatch.setattr(fa4, "is_absent", lambda: True)
-    spec, x = AttentionSpec(mask=Mask(causal=True), scale=1.0), jnp.ones((1, 8, 2, size), dtype)
+    spec = AttentionSpec(mask=Mask(causal=True, window=window), scale=1.0)
+    x = jnp.ones((1, T, 2, size), dtype)
     assert choose("auto", QKV(x, x, x), spec)[0] == name
 
 
@@ -71,3 +86,20 @@ def test_auto_takes_triton_for_narrow_windows(window, size, name, monkeypatch):
     x = jnp.ones((1, 8, 2, size))
     chosen, refusals = choose("auto", QKV(x, x, x), spec)
     assert chosen == name and set(refusals) == set(KERNELS) - {name}
+
+
+@pytest.mark.parametrize(
+    "batch, heads, chunk", [(1, 16, 2048), (1, 8, 2048), (8, 16, 512), (1, 1, 4096), (64, 64, 256)]
+)
+def test_products_take_tiles_of_a_bounded_size(batch, heads, chunk, monkeypatch):
+    """Whatever chunks the caller gives."""
+    chunks = []
+
+    def forward(x, spec):
+        chunks.append((spec.q_chunk, spec.k_chunk))
+        return AttentionState(x.q, x.q[..., 0])
+
+    monkeypatch.setattr(scan, "forward", forward)
+    x = jnp.ones((batch, 8, heads, 2))
+    products.forward(QKV(x, x, x), AttentionSpec(mask=Mask(), scale=1.0, q_chunk=3, k_chunk=5))
+    assert chunks == [(chunk, chunk)]

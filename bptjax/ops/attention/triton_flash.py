@@ -27,8 +27,8 @@ from bptjax.ops.triton_call import compiler_shards_arrays, triton_call
 
 # (query block, key block, warps, stages) by kernel and padded head size. The values for 64 and 128
 # were the fastest of three to five candidates on one H200: causal, 32 / 8 heads, bfloat16,
-# T = 32,768 (scripts/results/blocks_h200.json). Those for 512 are the largest candidates that
-# compile with few spilled registers for compute capabilities 9.0 and 8.0; they were never timed.
+# T = 32,768 (scripts/results/blocks_h200.json). Those for 512 were the fastest of two to five
+# candidates that fit into the memory of an A100 (blocks_512_h200.json).
 BLOCKS: dict[str, dict[int, tuple[int, int, int, int]]] = {
     "forward": {
         32: (128, 64, 4, 3),
@@ -74,6 +74,14 @@ SMALL_BLOCKS: dict[str, dict[int, tuple[int, int, int, int]]] = {
     "forward": {128: (128, 64, 8, 2), 512: (32, 32, 8, 1)},
     "dq": {128: (64, 64, 4, 2), 512: (16, 16, 8, 1)},
     "dkv": {128: (64, 64, 4, 2), 256: (32, 32, 4, 1), 512: (16, 16, 8, 1)},
+}
+# The same on Hopper GPUs, where it differs: a tile of 64 queries fills their matrix units, and fits
+# into no smaller memory (blocks_512_h200.json).
+HOPPER = 9, 0
+HOPPER_BLOCKS: dict[str, dict[int, tuple[int, int, int, int]]] = {
+    "forward": {},
+    "dq": {512: (64, 32, 8, 1)},
+    "dkv": {},
 }
 # Most heads of a program that may find results of another kernel, a power of two; and the programs
 # that there must be, about two on each multiprocessor of a large GPU.
@@ -166,6 +174,7 @@ def _tiles(name: str, x: QKV, spec: AttentionSpec) -> tuple[int, int, int, int, 
     # Not |=, which would change the tables for later calls.
     table = table | (NARROW_BLOCKS[name] if is_narrow(x, spec) else {})
     table = table | (SMALL_BLOCKS[name] if capability() in SMALL_MEMORY else {})
+    table = table | (HOPPER_BLOCKS[name] if capability() == HOPPER else {})
     bq, bk, warps, stages = table[max(_padded(x.q.shape[-1]), 32)]
     if x.q.dtype.itemsize > 2:
         # Twice the bytes must still fit in shared memory.
