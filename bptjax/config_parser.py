@@ -58,6 +58,8 @@ def parse(
         parsed = parser.parse_args(_config_first([*defaults, *normalize(rest, parser)]))
     except RecursionError as error:
         raise ValueError("--config: must not be nested so deeply") from error
+    except OverflowError as error:  # Of the conversion of an integer to float.
+        raise ValueError("--config: every number must be below 1.8e308") from error
     for name in _groups(kind):
         # jsonargparse accepts a number in place of a group, and fails on it later.
         if not isinstance(parsed[name], Namespace):
