@@ -169,9 +169,10 @@ def test_a_full_disk_ends_the_run_in_one_line(
     assert all("half-written" in record.getMessage() for record in caplog.records)
 
 
-def test_out_of_memory_names_the_largest_uses(arguments, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("text", ["RESOURCE_EXHAUSTED: of a GPU", "INTERNAL: Out of memory"])
+def test_out_of_memory_names_the_largest_uses(arguments, tmp_path, monkeypatch, capsys, text):
     def refuse(*_):
-        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating")
+        raise jax.errors.JaxRuntimeError(text)
 
     monkeypatch.setattr("bptjax.training.compilation.compile_step", refuse)
     assert main([*arguments, "--run_dir", str(tmp_path / "run")]) == 1
