@@ -80,7 +80,7 @@ class Subset(Sequence[Document]):
 class Part(list[Document]):
     """A part of the only one of some documents, which stays in memory."""
 
-    def __init__(self, documents: Documents, part: Document):
+    def __init__(self, documents: Sequence[Document], part: Document):
         super().__init__([part])
         self.documents = documents
 
