@@ -1,6 +1,7 @@
 """Parses a config from a YAML file and flags, with errors in the form `key=value: must be …`."""
 
 import dataclasses
+import math
 import os
 import re
 from argparse import SUPPRESS
@@ -59,7 +60,7 @@ def parse(
     except RecursionError as error:
         raise ValueError("--config: must not be nested so deeply") from error
     except OverflowError as error:  # Of the conversion of an integer to float.
-        raise ValueError("--config: every number must be below 1.8e308") from error
+        raise ValueError("--config: every number must be below 3.4e38") from error
     for name in _groups(kind):
         # jsonargparse accepts a number in place of a group, and fails on it later.
         if not isinstance(parsed[name], Namespace):
@@ -122,13 +123,17 @@ def _check_value(key: str, value: Any, hint: Any) -> None:
     """Refuses what jsonargparse lets through.
 
     Raises:
-      ValueError: null for a key that has no such value; an integer that needs more than 32 bits.
+      ValueError: null for a key that has no such value; an integer that needs more than 32 bits;
+        NaN, or a number beyond float32.
     """
     if value is None and type(None) not in get_args(hint):
         raise ValueError(f"{key}=null: must be {_expected(hint)}")
     numbers = float in (hint, *get_args(hint)) or key.endswith("seed")
     if type(value) is int and abs(value) >= 2**31 and not numbers:
         raise ValueError(f"{key}={value}: must be less than 2^31")
+    # Runs compute in float32.
+    if isinstance(value, float) and not (abs(value) < 3.4e38 or math.isinf(value)):
+        raise ValueError(f"{key}={value}: must be a number below 3.4e38")
 
 
 def _without_auto(argv: list[str]) -> list[str]:
