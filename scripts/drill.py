@@ -26,7 +26,7 @@ from typing import Any
 import disturbances
 from conversions import Conversions
 from disturbances import NEVER, Started, call, damage, file_of_newest, fork
-from tiny_run import ADAPTERS, RUNS, STEPS, config, metrics, read, write_base, write_texts
+from tiny_run import ADAPTERS, RUNS, STEPS, config, metrics, write_base, write_result, write_texts
 
 CONVERSIONS = "conversions"
 DURING = {
@@ -87,9 +87,9 @@ class Drill:
         self.between = BETWEEN + OF_DATA + OF_BASE * (kind in ADAPTERS)
 
     def result(self, run: Path) -> tuple[list[Any], dict[str, bytes]]:
-        """Returns what `read` writes about a run."""
+        """Returns the result of a run."""
         file = self.work / "result"
-        call(read, run, file)
+        call(write_result, run, file)
         return pickle.loads(file.read_bytes())
 
     def start(

@@ -22,21 +22,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from tiny_run import EXACT, metrics, write_texts
+from tiny_run import config, result, write_texts
 
-from bptjax.checkpoint import Checkpoints
-
-CONFIG = """
-device: cpu
-parallel: {{fsdp: 1}}
-model: {{hidden_size: 16, num_layers: 1, num_heads: 2, attention_dropout: 0.1}}
-data: {{path: {texts}, eval_fraction: 0.1}}
-train: {{max_steps: {steps}, seq_len: 32, per_device_train_batch_size: 2, eval_steps: 500,
-  sample_tokens: 0}}
-optimizer: {{learning_rate: 1.0e-3}}
-execution: {{q_chunk: 16, k_chunk: 16, ffn_chunk: 16}}
-checkpoint: {{save_steps: 250}}
-"""
+FLAGS = ("--train.eval_steps=500", "--checkpoint.save_steps=250", "--optimizer.learning_rate=1e-3")
 # Share of the steps that warm up: caches of the allocator and of JAX fill.
 WARM_UP = 0.2
 
@@ -64,14 +52,15 @@ def sample(pid: int, run: Path, scratch: Path) -> dict[str, int]:
     }
 
 
-def start(work: Path, run: Path) -> subprocess.Popen:
-    command = [sys.executable, "-m", "bptjax.train", f"--config={work / 'config.yaml'}"]
-    return subprocess.Popen([*command, f"--run_dir={run}"], stdout=subprocess.DEVNULL)
+def start(work: Path, run: Path, steps: int) -> subprocess.Popen:
+    command = [sys.executable, "-m", "bptjax.train", f"--config={work / 'config.yaml'}", *FLAGS]
+    command += [f"--run_dir={run}", f"--train.max_steps={steps}"]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL)
 
 
-def watched(work: Path, run: Path, seconds: float) -> list[dict[str, int]]:
+def watched(work: Path, run: Path, steps: int, seconds: float) -> list[dict[str, int]]:
     """Trains without a disturbance. Returns a sample every so many seconds."""
-    process, samples = start(work, run), []
+    process, samples = start(work, run, steps), []
     while process.poll() is None:
         try:
             samples.append(sample(process.pid, run, work / "tmp"))
@@ -83,15 +72,15 @@ def watched(work: Path, run: Path, seconds: float) -> list[dict[str, int]]:
     return samples
 
 
-def stopped(work: Path, run: Path, stops: list[int]) -> None:
-    """Trains, and stops the run after each of the steps, by SIGTERM and SIGKILL in turn."""
+def stopped(work: Path, run: Path, steps: int, stops: list[int]) -> None:
+    """Trains, and stops the run after each of the stops, by SIGTERM and SIGKILL in turn."""
     for i, step in enumerate(stops):
-        process = start(work, run)
+        process = start(work, run, steps)
         while process.poll() is None and latest(run) < step:
             time.sleep(0.1)
         process.send_signal((signal.SIGTERM, signal.SIGKILL)[i % 2])
         process.wait()
-    if code := start(work, run).wait():
+    if code := start(work, run, steps).wait():
         raise RuntimeError(f"exit code {code}")
 
 
@@ -99,14 +88,6 @@ def latest(run: Path) -> int:
     """Returns the step of the last checkpoint, which takes no time to find."""
     names = [path.name for path in run.glob("checkpoints/*")]
     return max((int(name) for name in names if name.isdecimal()), default=0)
-
-
-def result(run: Path, step: int) -> tuple[list[Any], dict[str, bytes]]:
-    """Returns the exact metrics by step, and the arrays of a checkpoint."""
-    rows = [(r["step"], {name: r[name] for name in EXACT if name in r}) for r in metrics(run)]
-    checkpoints = Checkpoints(run)
-    names = checkpoints.specs(step)
-    return rows, {name: checkpoints.read(step, name).tobytes() for name in names}
 
 
 def slopes(samples: list[dict[str, int]], steps: int) -> dict[str, float]:
@@ -129,14 +110,14 @@ def main() -> int:
     args = parser.parse_args()
     work, rng = Path(tempfile.mkdtemp(prefix="bptjax-soak-")), random.Random(args.seed)
     write_texts(work / "texts", rng)
-    (work / "config.yaml").write_text(CONFIG.format(texts=work / "texts", steps=args.steps))
+    (work / "config.yaml").write_text(config("plain", work))
     (work / "tmp").mkdir()
     os.environ |= {"TMPDIR": str(work / "tmp"), "JAX_PLATFORMS": "cpu"}
     begin = time.monotonic()
-    samples = watched(work, work / "whole", args.seconds)
+    samples = watched(work, work / "whole", args.steps, args.seconds)
     seconds = time.monotonic() - begin
     stops = sorted(rng.sample(range(args.steps), args.stops))
-    stopped(work, work / "stopped", stops)
+    stopped(work, work / "stopped", args.steps, stops)
     row: dict[str, Any] = {"steps": args.steps, "seed": args.seed, "seconds": round(seconds)}
     row |= {"samples": len(samples), "slopes_per_1000_steps": slopes(samples, args.steps)}
     row["first"] = next(x for x in samples if x["step"] >= WARM_UP * args.steps)

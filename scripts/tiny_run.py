@@ -77,15 +77,20 @@ def write_base(directory: Path) -> None:
     shutil.rmtree(made)
 
 
-def read(run: Path, file: Path) -> None:
-    """Writes the metrics by step, and the bytes of each array of the last checkpoint, to `file`."""
+def result(run: Path, step: int = STEPS) -> tuple[list[Any], dict[str, bytes]]:
+    """Returns the exact metrics by step, and the bytes of each array of the checkpoint of `step`,
+    which is the last. Starts JAX."""
     from bptjax.checkpoint import Checkpoints
 
     rows = [[(r["step"], name, r[name]) for name in EXACT if name in r] for r in metrics(run)]
     checkpoints, arrays = Checkpoints(run), {}
-    if checkpoints.newest() == STEPS:
-        arrays = {x: checkpoints.read(STEPS, x).tobytes() for x in checkpoints.specs(STEPS)}
-    file.write_bytes(pickle.dumps((rows, arrays)))
+    if checkpoints.newest() == step:
+        arrays = {x: checkpoints.read(step, x).tobytes() for x in checkpoints.specs(step)}
+    return rows, arrays
+
+
+def write_result(run: Path, file: Path) -> None:
+    file.write_bytes(pickle.dumps(result(run)))
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
