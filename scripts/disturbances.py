@@ -37,14 +37,15 @@ TOLD = re.compile(
     r"WARNING.*/local/run.*: removing steps .*"
 )
 RESTARTED = re.compile(
-    r"supervisor: restarting after (the run was killed by SIGKILL|exit code 1: a peer|no new step)"
+    r"supervisor: restarting after (the run was killed by SIGKILL|exit code 1: a peer|no )"
     r".*|error: a peer process is lost: .*"
 )
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(LIBRARIES)
 FILES = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir")
-# A hang is found after 5 s without a step, where the default is 120 s.
-LIMITS = Limits(pause=0.1, poll=0.1, step=5.0, end=5.0)
+# A hang is found after 5 s without a step, where the default is 120 s, and after 90 s of other
+# work, where the default is an hour.
+LIMITS = Limits(pause=0.1, poll=0.1, step=5.0, work=90.0, end=5.0)
 DAY_S = 86_400
 # Flags of Linux.
 CLONE_NEWNS = 0x20000
@@ -64,13 +65,13 @@ class Started:
 
     def finish(self) -> tuple[list[int], list[list[str]]]:
         """Waits for the end. Returns the exit codes, and the errors on each stderr."""
-        deadline = time.monotonic() + 300
+        deadline = time.monotonic() + 600
         for process in self.processes:
             process.join(max(0, deadline - time.monotonic()))
         if any(process.exitcode is None for process in self.processes):
             for process in self.processes:
                 process.kill()
-            return [-signal.SIGALRM], [["no end in 300 s"]]
+            return [-signal.SIGALRM], [["no end in 600 s"]]
         found = []
         for pipe in self.pipes:
             with open(os.dup(pipe.fileno()), errors="replace") as stream:
