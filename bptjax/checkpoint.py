@@ -31,6 +31,10 @@ from bptjax.output import explain_full_disk, write_atomically
 
 log = logging.getLogger("bptjax")
 
+# Seconds that a save may take. Orbax's 600 s end a run whose disk is slow, or whose clock is set
+# forward; a save that hangs is a matter of the supervisor.
+SAVE_TIMEOUT_S = 365 * 86_400
+
 
 @dataclass(frozen=True)
 class CheckpointConfig:
@@ -313,6 +317,7 @@ class Checkpoints:
             async_options=ocp.AsyncOptions(
                 post_finalization_callback=self._write_manifest,
                 create_directories_asynchronously=False,
+                timeout_secs=SAVE_TIMEOUT_S,
             ),
         )
         # This is a barrier: no process lists the steps before process 0 has cleaned up.

@@ -1,11 +1,13 @@
 """Parses a config from a YAML file and flags, with errors in the form `key=value: must be …`."""
 
 import dataclasses
+import math
 import os
 import re
 from argparse import SUPPRESS
 from collections.abc import Sequence
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
@@ -38,27 +40,8 @@ def parse(
         one line.
     """
     import yaml
-    from jsonargparse import (
-        ArgumentParser,
-        DefaultHelpFormatter,
-        Namespace,
-        get_loader,
-        set_loader,
-        set_parsing_settings,
-    )
+    from jsonargparse import Namespace, get_loader, set_loader, set_parsing_settings
 
-    hints = _hints(kind)
-
-    class Parser(ArgumentParser):
-        def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-            raise ValueError(_one_line(one_line(message), hints))
-
-    class Formatter(Help, DefaultHelpFormatter):
-        pass
-
-    switches = [*switches, DEBUG]
-    names = [f"[{name}]" for name, _ in switches]
-    wrap = " " if len(names) < 3 else "\n" + " " * len("usage: ")
     rest, load = _without_auto(argv), get_loader("yaml")
 
     def load_without_auto(text: str) -> Any:
@@ -71,6 +54,42 @@ def parse(
     set_loader("execution", load_without_auto, exceptions=(yaml.YAMLError,))
     # By default jsonargparse imports the module of a `class_path` before it refuses the class.
     set_parsing_settings(import_path_denylist=["*"], import_path_allowlist=_items(kind))
+    parser = _parser(kind, command, description, tuple(switches))
+    try:
+        parsed = parser.parse_args(_config_first([*defaults, *normalize(rest, parser)]))
+    except RecursionError as error:
+        raise ValueError("--config: must not be nested so deeply") from error
+    except OverflowError as error:  # Of the conversion of an integer to float.
+        raise ValueError("--config: every number must be below 3.4e38") from error
+    for name in _groups(kind):
+        # jsonargparse accepts a number in place of a group, and fails on it later.
+        if not isinstance(parsed[name], Namespace):
+            raise ValueError(f"{name}={parsed[name]}: must be a group of keys")
+    for key, hint in _hints(kind).items():
+        _check_value(key, parsed[key], hint)
+    values = parser.instantiate(parsed)
+    return kind(**{f.name: values[f.name] for f in fields(kind)})
+
+
+@cache
+def _parser(
+    kind: type, command: str, description: str, switches: tuple[tuple[str, str], ...]
+) -> Any:
+    """Builds the parser of a command. Building takes longer than parsing."""
+    from jsonargparse import ArgumentParser, DefaultHelpFormatter
+
+    hints = _hints(kind)
+
+    class Parser(ArgumentParser):
+        def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+            raise ValueError(_one_line(one_line(message), hints))
+
+    class Formatter(Help, DefaultHelpFormatter):
+        pass
+
+    switches = *switches, DEBUG
+    names = [f"[{name}]" for name, _ in switches]
+    wrap = " " if len(names) < 3 else "\n" + " " * len("usage: ")
     parser = Parser(
         parser_mode="execution",
         prog=f"bptjax {command}",
@@ -91,38 +110,30 @@ def parse(
     for name, action in flags.items():
         if name.endswith(".help"):
             action.help = f"show the keys of {name.removesuffix('.help')}, and exit"
-    groups = _groups(kind)
-    for name in groups:
+    for name in _groups(kind):
         group: Any = flags[f"--{name}"]
         group.help = SUPPRESS  # --group FILE, beside --config.
         group.basetype = None  # Text is a file, and no class to import.
     for key, hint in hints.items():
         flags[f"--{key}"].metavar = _metavar(hint)
-    try:
-        parsed = parser.parse_args(_config_first([*defaults, *normalize(rest, parser)]))
-    except RecursionError as error:
-        raise ValueError("--config: must not be nested so deeply") from error
-    for name in groups:
-        # jsonargparse accepts a number in place of a group, and fails on it later.
-        if not isinstance(parsed[name], Namespace):
-            raise ValueError(f"{name}={parsed[name]}: must be a group of keys")
-    for key, hint in hints.items():
-        _check_value(key, parsed[key], hint)
-    values = parser.instantiate(parsed)
-    return kind(**{f.name: values[f.name] for f in fields(kind)})
+    return parser
 
 
 def _check_value(key: str, value: Any, hint: Any) -> None:
     """Refuses what jsonargparse lets through.
 
     Raises:
-      ValueError: null for a key that has no such value; an integer that needs more than 32 bits.
+      ValueError: null for a key that has no such value; an integer that needs more than 32 bits;
+        NaN, or a number beyond float32.
     """
     if value is None and type(None) not in get_args(hint):
         raise ValueError(f"{key}=null: must be {_expected(hint)}")
     numbers = float in (hint, *get_args(hint)) or key.endswith("seed")
     if type(value) is int and abs(value) >= 2**31 and not numbers:
         raise ValueError(f"{key}={value}: must be less than 2^31")
+    # Runs compute in float32.
+    if isinstance(value, float) and not (abs(value) < 3.4e38 or math.isinf(value)):
+        raise ValueError(f"{key}={value}: must be a number below 3.4e38")
 
 
 def _without_auto(argv: list[str]) -> list[str]:

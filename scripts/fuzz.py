@@ -110,9 +110,9 @@ def text(value: Any) -> bytes:
     return json.dumps(value).encode()
 
 
-def model(directory: Path, shards: int = 1) -> Kind:
+def model(directory: Path, shards: int = 1, vocab_size: int = 64) -> Kind:
     """Returns a tiny checkpoint of Llama; its check reads all tensors."""
-    (directory / "config.json").write_bytes(text(LLAMA))
+    (directory / "config.json").write_bytes(text(LLAMA | {"vocab_size": vocab_size}))
     family, config = read_config(directory)
     rng = np.random.default_rng(0)
     arrays = {

@@ -1,5 +1,6 @@
 """Checkpoints: other meshes, damage in every file, another model, and kill -9."""
 
+import itertools
 import json
 import logging
 import os
@@ -276,6 +277,16 @@ def test_a_removed_run_directory_is_not_made_anew(tmp_path):
         checkpoints.save(2, make_state(2), {})
     assert not run.exists()
     checkpoints.close()
+
+
+def test_a_clock_that_is_set_forward_ends_no_save(tmp_path, monkeypatch):
+    """By an hour at each look at it."""
+    looks, real = itertools.count(), time.time
+    monkeypatch.setattr(time, "time", lambda: real() + 3600.0 * next(looks))
+    write(tmp_path, (10, 20))
+    step, state, _ = Checkpoints(tmp_path).restore(make_state(0))
+    assert step == 20 and next(looks) > 10
+    assert_same(state, make_state(20))
 
 
 def test_failed_save_is_raised(tmp_path):

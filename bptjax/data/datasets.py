@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from bptjax.data.changes import Identity, check_unchanged, identity
 from bptjax.data.files import RowGroup, document, record_columns
 from bptjax.json_files import read_json
 
@@ -19,16 +20,22 @@ def arrow_batches(paths: Sequence[Path], text_key: str, format: str) -> list[Row
     found = []
     for path in paths:
         try:
-            table = _table(path)
+            before, table = identity(path), _table(path)
         except (OSError, pa.ArrowInvalid) as error:
             raise ValueError(f"{path}: not an Arrow file ({error})") from error
         columns = record_columns(table.schema.names, path, text_key, format)
         for number, batch in enumerate(table.select(list(columns)).to_batches()):
             decoded = columns, [batch.column(name) for name in columns]
             # The values stay in the mapped file until a record is read.
-            decode = functools.partial(tuple, decoded)
+            decode = functools.partial(_unchanged, path, before, decoded)
             found.append(RowGroup(path, number, batch.num_rows, decode, read))
     return found
+
+
+def _unchanged(path: Path, before: Identity, decoded: tuple) -> tuple:
+    # A file that is shorter than its mapping would end the process by SIGBUS.
+    check_unchanged(path, before)
+    return decoded
 
 
 def _table(path: Path) -> pa.Table:

@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from bptjax.data.changes import Identity, check_unchanged, identity
 from bptjax.data.chat import (
     MEDIA,
     Chat,
@@ -199,6 +200,7 @@ class TextFile(Sequence[Document]):
         data: bytes | None = None,
     ):
         self.path, self.read, self.data = path, read, data
+        self.identity = identity(path)
         self.json = extension(path) == ".jsonl"
         self.single = sample_by == "document" and not self.json
         if self.single:
@@ -222,6 +224,8 @@ class TextFile(Sequence[Document]):
         with self._open() as file:
             file.seek(start)
             data = file.read(-1 if self.single else stop - start)
+        if self.data is None:
+            check_unchanged(self.path, self.identity)
         text, row = parse(data, where, json_lines=self.json, first=not start)
         if self.json:
             return self.read(row, where)
@@ -330,27 +334,28 @@ def record_columns(names: list[str], path: Path, text_key: str, format: str) -> 
 
 def row_groups(paths: Sequence[Path], text_key: str, format: str) -> list[RowGroup]:
     """Opens the row groups of parquet files, with one cache of about 1 GiB of decoded groups."""
-    found: list[tuple[Path, int, int, tuple[str, ...]]] = []
+    found: list[tuple[Path, Identity, int, int, tuple[str, ...]]] = []
     largest = 1
     for path in paths:
         try:
-            metadata = pq.read_metadata(path)
+            before, metadata = identity(path), pq.read_metadata(path)
         except (OSError, pa.ArrowInvalid) as error:
             raise ValueError(f"{path}: not a parquet file ({error})") from error
         names = metadata.schema.to_arrow_schema().names
         columns = record_columns(names, path, text_key, format)
         for group in range(metadata.num_row_groups):
             largest = max(largest, metadata.row_group(group).total_byte_size)
-            found.append((path, group, metadata.row_group(group).num_rows, columns))
+            found.append((path, before, group, metadata.row_group(group).num_rows, columns))
     decode = functools.lru_cache(max(2, PARQUET_CACHE_BYTES // largest))(_read_row_group)
     read = functools.partial(document, text_key=text_key, format=format)
     return [
-        RowGroup(path, group, rows, functools.partial(decode, path, group, columns), read)
-        for path, group, rows, columns in found
+        RowGroup(path, group, rows, functools.partial(decode, path, before, group, columns), read)
+        for path, before, group, rows, columns in found
     ]
 
 
-def _read_row_group(path: Path, group: int, columns: tuple[str, ...]) -> tuple:
+def _read_row_group(path: Path, before: Identity, group: int, columns: tuple[str, ...]) -> tuple:
+    check_unchanged(path, before)
     with pq.ParquetFile(path, memory_map=True) as file:
         table = file.read_row_group(group, columns=list(columns))
     return columns, [table.column(name) for name in columns]

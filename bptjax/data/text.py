@@ -77,6 +77,14 @@ class Subset(Sequence[Document]):
         return location(self.documents, int(self.indices[index]))
 
 
+class Part(list[Document]):
+    """A part of the only one of some documents, which stays in memory."""
+
+    def __init__(self, documents: Sequence[Document], part: Document):
+        super().__init__([part])
+        self.documents = documents
+
+
 def open_documents(
     path: str | Path | Sequence[str],
     *,
@@ -161,7 +169,7 @@ def split_documents(
                 "data.eval_path or data.eval_fraction=0"
             )
         end = int(len(only) * (1 - eval_fraction))
-        return [only[:end]], [only[end:]]
+        return Part(documents, only[:end]), Part(documents, only[end:])
     count = min(max(1, round(len(documents) * eval_fraction)), len(documents) - 1)
     held_out = [(2 * i + 1) * len(documents) // (2 * count) for i in range(count)]
     training = np.setdiff1d(np.arange(len(documents)), held_out)

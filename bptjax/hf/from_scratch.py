@@ -153,7 +153,8 @@ def _keys(config: ModelConfig, kind: str) -> dict[str, Any]:
         sliding_window=c.sliding_window,
         use_sliding_window=c.sliding_window is not None,
         layer_types=types,
-        query_pre_attn_scalar=round(_attention_scale(c) ** -2),
+        # Within the range of families that have it; they compute something else beyond it.
+        query_pre_attn_scalar=round(1 / min(max(_attention_scale(c) ** 2, 2**-31), 1)),
         attn_logit_softcapping=c.attention_softcap,
         final_logit_softcapping=c.logits_softcap,
         scale_attn_weights=c.attention_scale is None,

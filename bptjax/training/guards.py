@@ -105,7 +105,8 @@ def explain_out_of_memory(spec: TrainSpec) -> Iterator[None]:
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
+        # A CPU reports it as an internal error.
+        if not any(text in str(error) for text in ("RESOURCE_EXHAUSTED", "Out of memory")):
             raise
         train, state = spec.config.train, abstract_state(spec)
         settings = describe(spec.execution, ExecutionConfig().unset)

@@ -231,7 +231,7 @@ class TrainLoop:
     def _next_batch(self) -> dict[str, np.ndarray]:
         try:
             return next(self.run.batches)
-        except (ValueError, ChildProcessError) as error:  # A bad record or chat template.
+        except (ValueError, OSError) as error:  # A bad record, chat template or disk.
             text = f"step {self.done + 1}: {error}"
             # With several shards of data, other processes do not fail here and would not save.
             alone = jax.process_count() > 1 and self.run.config.data.num_shards > 1
@@ -354,6 +354,7 @@ class TrainLoop:
             data = self.run.batches.merge_states(all_gather_json(data))
         extra = {
             "data": data,
+            "data_size": self.run.data_size,
             "tokens_seen": self.tokens_seen,
             "rows": self.run.spec.global_batch_size,
             "steps": self.run.spec.steps,

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from bptjax.checkpoint import Checkpoints
+from bptjax.command_line import plural
 from bptjax.heartbeat import beat
 from bptjax.local_checkpoints import identity, local_directory, make_local_directory
 from bptjax.metrics import NullLogger, RunProgress
@@ -78,8 +79,8 @@ def find_start(run: TrainingRun, checkpoints: Checkpoints) -> Start:
     """Restores the newest checkpoint, if there is one, and the position in the data.
 
     Raises:
-      ValueError: the checkpoint has another configuration, global batch size or base model, or is
-        beyond the last step.
+      ValueError: the checkpoint has another configuration, global batch size, data or base model,
+        or is beyond the last step.
     """
     config, spec = run.config, run.spec
     beat("looking for a checkpoint")
@@ -101,6 +102,13 @@ def find_start(run: TrainingRun, checkpoints: Checkpoints) -> Start:
         )
     if run.base_fingerprint is not None and spec.pretrained is not None:
         spec.pretrained.check(start.extra.get("base"), run.directory)
+    if (then := start.extra.get("data_size", run.data_size)) != run.data_size:
+        files, size = then
+        raise ValueError(
+            f"data: must be the {plural(files, 'file')} of {size:,} bytes of the run in "
+            f"{run.directory}, not {run.data_size[0]:,} of {run.data_size[1]:,} bytes; restore the "
+            "files, or choose another run_dir"
+        )
     run.batches.set_state(start.extra["data"])
     return start
 

@@ -16,6 +16,7 @@ import numpy as np
 from bptjax.command_line import plural
 from bptjax.config import Config, flatten, to_yaml
 from bptjax.data.batches import Batches
+from bptjax.data.changes import total_size
 from bptjax.data.chat import Chat
 from bptjax.data.check import DataCheck
 from bptjax.data.encode import prompt_and_answer
@@ -60,6 +61,7 @@ class TrainingRun:
       check: check of the records.
       eval_prompts: token ids (prompt, answer) of the chats that the model answers in evaluations.
       notes: lines for the log.
+      data_size: number of files of training data, and their bytes.
       base_fingerprint: hash of the base model's weights; None without adapters.
     """
 
@@ -71,6 +73,7 @@ class TrainingRun:
     check: DataCheck
     eval_prompts: Sequence[tuple[np.ndarray, np.ndarray]]
     notes: list[str]
+    data_size: list[int]
     base_fingerprint: str | None = None
 
     @property
@@ -247,6 +250,7 @@ def _open_run(config: Config, devices: list[jax.Device]) -> TrainingRun:
         ),
         eval_prompts=_eval_prompts(config, model, data),
         notes=[*describe_devices(spec, data), *describe_model(spec, data), *data.notes],
+        data_size=total_size(data.train),
     )
 
 

@@ -4,10 +4,12 @@ import json
 import math
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import jax
 import pytest
@@ -111,6 +113,35 @@ def test_parameters_that_are_not_finite_are_not_saved(arguments, tmp_path, capsy
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
+def test_changed_data_end_a_run(arguments, tmp_path, monkeypatch, capsys):
+    """During the run, whose last step is saved, and between two starts. Restored data continue."""
+    arguments = [*arguments, "--data.shuffle=false", "--data.packing=concat"]
+    command, write = [*arguments, f"--run_dir={tmp_path / 'run'}"], JsonlWriter.write
+    shutil.copytree(Path(arguments[1]).parent / "texts", tmp_path / "texts")
+    files = list((tmp_path / "texts").iterdir())
+    command += [f"--data.path={tmp_path / 'texts'}", "--train.eval_steps=null"]
+
+    def changing(self, step, metrics):
+        for file in files if step == 4 and "train/loss" in metrics else ():
+            file.touch()
+        write(self, step, metrics)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(JsonlWriter, "write", changing)
+        assert main(command) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and ": must not change during the run; restore it" in error
+    assert " is saved" in error
+    before = files[0].read_bytes()
+    files[0].write_bytes(before + b" more")
+    assert main(command) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "error: data: must be the 20 files of " in error
+    files[0].write_bytes(before)
+    assert main(command) == 0
+    assert list(rows(tmp_path / "run")) == list(range(1, 21))
+
+
 def test_a_full_disk_ends_the_run_in_one_line(
     arguments, uninterrupted, tmp_path, monkeypatch, capsys, caplog
 ):
@@ -138,9 +169,10 @@ def test_a_full_disk_ends_the_run_in_one_line(
     assert all("half-written" in record.getMessage() for record in caplog.records)
 
 
-def test_out_of_memory_names_the_largest_uses(arguments, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("text", ["RESOURCE_EXHAUSTED: of a GPU", "INTERNAL: Out of memory"])
+def test_out_of_memory_names_the_largest_uses(arguments, tmp_path, monkeypatch, capsys, text):
     def refuse(*_):
-        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating")
+        raise jax.errors.JaxRuntimeError(text)
 
     monkeypatch.setattr("bptjax.training.compilation.compile_step", refuse)
     assert main([*arguments, "--run_dir", str(tmp_path / "run")]) == 1

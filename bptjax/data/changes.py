@@ -1,0 +1,43 @@
+"""Detects data files that change during a run, or between two starts of a run."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+# Size in bytes, and time of the last modification in nanoseconds.
+Identity = tuple[int, int]
+
+
+class ChangedFile(OSError):
+    """A data file has changed since the run opened it."""
+
+
+def identity(path: Path) -> Identity:
+    stat = path.stat()
+    return stat.st_size, stat.st_mtime_ns
+
+
+def check_unchanged(path: Path, before: Identity) -> None:
+    """Checks a file that has just been read, or is about to be.
+
+    Raises:
+      OSError: the file is not the one that the run opened, or cannot be found.
+    """
+    if identity(path) != before:
+        raise ChangedFile(
+            f"{path}: must not change during the run; restore it, then start the same command again"
+        )
+
+
+def total_size(documents: Any) -> list[int]:
+    """Returns the number of files of training documents, and the sum of their sizes in bytes."""
+    sizes = [path.stat().st_size for path in dict.fromkeys(_paths(documents))]
+    return [len(sizes), sum(sizes)]
+
+
+def _paths(documents: Any) -> Iterator[Path]:
+    """Yields the paths of the files that documents are read from."""
+    if (path := getattr(documents, "path", None)) is not None:
+        yield path
+    for part in getattr(documents, "files", [getattr(documents, "documents", None)]):
+        yield from _paths(part) if part is not None else ()
