@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+import triton.language as tl
 from triton.runtime import interpreter
 
 from bptjax.ops import grouped_triton, grouped_triton_kernels
@@ -43,6 +44,21 @@ interpreter.int = _Int
 # Nothing else runs here: the language is patched once, not at each call of a function.
 interpreter._patch_lang = functools.cache(interpreter._patch_lang)
 interpreter._LangPatchScope.restore = lambda self: None
+
+
+def _dot(self, a, b, d, *_):
+    """The interpreter's own multiplies the bits of bfloat16 as integers."""
+
+    def numbers(x):
+        if x.dtype.scalar != tl.bfloat16:
+            return x.data
+        return (x.data.astype(np.uint32) << 16).view(np.float32)
+
+    product = np.matmul(numbers(a), numbers(b), dtype=d.data.dtype)
+    return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
+
+
+interpreter.InterpreterBuilder.create_dot = _dot
 
 
 def call(module, name, inputs, shapes, grid, warps, stages, constants, aliases=None):

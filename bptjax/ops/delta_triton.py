@@ -1,0 +1,170 @@
+"""The gated delta rule by Triton kernels through jax-triton, on NVIDIA GPUs.
+
+One kernel solves the systems of all chunks at once. A program of the next one visits the chunks in
+order, with a tile of the value columns of one head's state in its registers. The backward pass
+computes the states of the chunks again, from those before groups of chunks and for all groups at
+once, visits the chunks in reverse for the gradients of the states, and then computes all other
+gradients of all chunks at once.
+"""
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Int
+
+from bptjax.ops.target import is_absent, like, platform
+from bptjax.ops.triton_call import compiler_shards_arrays, triton_call
+
+# (value columns, warps, stages) of a program, by kernel.
+TILES: dict[str, tuple[int, int, int]] = {
+    "systems": (64, 4, 1),
+    "forward": (64, 4, 2),
+    "again": (64, 4, 2),
+    "backward": (64, 4, 2),
+    "gradient": (64, 8, 1),
+}
+# Kernels whose programs share the value columns of a head.
+COLUMNS = "forward", "again", "backward"
+# Precision of the products that solve the systems. 16 bits of a float32 operand count.
+PRECISION = "bf16x3"
+HEAD_SIZES = 64, 128
+# Launches a kernel. Tests replace it, to run kernels in Triton's interpreter.
+CALL: Callable[..., tuple[Array, ...]] = partial(triton_call, "bptjax.ops.delta_triton_kernels")
+
+
+@dataclass(frozen=True)
+class Constants:
+    """Compile-time constants of a kernel, its one `tl.constexpr` argument.
+
+    Attributes:
+      C: tokens of a chunk, which divides T; a power of two.
+      BW: value columns of a program.
+      group: chunks between two saved states.
+      levels: base-2 logarithm of C.
+      precision: of products of float32 operands that solve the systems.
+    """
+
+    T: int
+    K: int
+    N: int
+    H: int
+    W: int
+    C: int
+    BW: int
+    group: int
+    levels: int
+    scale: float
+    precision: str
+
+
+def unsupported(q: Array, k: Array, v: Array) -> str | None:
+    """Returns why the kernels cannot honor these arguments, or None."""
+    if platform() != "gpu":
+        return "needs an NVIDIA GPU"
+    if compiler_shards_arrays():
+        return "runs on one device, and the mesh has more"
+    if q.dtype != jnp.bfloat16 or k.dtype != jnp.bfloat16:
+        return f"takes queries and keys in bfloat16, not {q.dtype} and {k.dtype}"
+    (H, W), columns = (q.shape[-1], v.shape[-1]), TILES["forward"][0]
+    if H not in HEAD_SIZES or W % columns:
+        sizes = " or ".join(map(str, HEAD_SIZES))
+        return f"takes keys of {sizes} and values of a multiple of {columns}, not {H} and {W}"
+    if not is_absent() and importlib.util.find_spec("jax_triton") is None:
+        return 'jax-triton is not installed; pip install -e ".[gpu]" brings it'
+    return None
+
+
+def forward(
+    q: Float[Array, "B T K H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T N W"],
+    g: Float[Array, "B T N"],
+    beta: Float[Array, "B T N"],
+    documents: Int[Array, "B T"],
+    start: Float[Array, "B N H W"],
+    *,
+    scale: float,
+    chunk: int,
+    group: int,
+) -> tuple[Array, Array, Array]:
+    """Returns the output, the last state, and the state before each group of chunks.
+
+    Args:
+      documents: number of each token's document; 0 continues the one of `start`.
+      chunk: tokens of a chunk, which divides T.
+      group: chunks of a group.
+    """
+    constants = _constants(q, v, scale, chunk, group)
+    (B, _, N, W), (K, H), chunks = v.shape, q.shape[2:], constants.T // chunk
+    g, beta = g.swapaxes(1, 2), beta.swapaxes(1, 2)
+    systems = _systems(constants, q, k, g, beta, documents)
+    states = jax.ShapeDtypeStruct((B, -(-chunks // group), N, W, H), jnp.float32)
+    inputs, shapes = (q, k, v, beta, *systems, start), (like(v), states, like(start))
+    out, states, end = _launch("forward", inputs, shapes, constants, (N, B))
+    return out, end, states
+
+
+def backward(
+    q: Float[Array, "B T K H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T N W"],
+    g: Float[Array, "B T N"],
+    beta: Float[Array, "B T N"],
+    documents: Int[Array, "B T"],
+    states: Float[Array, "B n N W H"],
+    dout: Float[Array, "B T N W"],
+    dend: Float[Array, "B N H W"],
+    *,
+    scale: float,
+    chunk: int,
+    group: int,
+) -> tuple[tuple[Array, ...], Array]:
+    """Returns the gradients of the five inputs, and of the first state."""
+    constants = _constants(q, v, scale, chunk, group)
+    (B, _, N, W), (K, H), chunks = v.shape, q.shape[2:], constants.T // chunk
+    g, beta = g.swapaxes(1, 2), beta.swapaxes(1, 2)
+    inverses, scores, starts, ends = _systems(constants, q, k, g, beta, documents)
+    each, tokens = (jax.ShapeDtypeStruct(s, q.dtype) for s in ((B, chunks, N, W, H), v.shape))
+    inputs = k, v, beta, inverses, starts, ends, states
+    grid = N, states.shape[1], B
+    chunk_states, writes = _launch("again", inputs, (each, tokens), constants, grid)
+    inputs = q, k, dout, beta, inverses, scores, starts, ends, dend
+    shapes = tokens, each, like(dend)
+    dright, dstates, dstart = _launch("backward", inputs, shapes, constants, (N, B))
+    inputs = q, k, v, g, beta, documents, starts, ends, chunk_states, writes, dout, dright, dstates
+    shapes = tuple(map(like, (q, k, v, g, beta)))
+    dq, dk, dv, dg, dbeta = _launch("gradient", inputs, shapes, constants, (K, chunks, B))
+    return (dq, dk, dv, dg.swapaxes(1, 2), dbeta.swapaxes(1, 2)), dstart
+
+
+def _systems(
+    constants: Constants, q: Array, k: Array, g: Array, beta: Array, documents: Array
+) -> tuple[Array, ...]:
+    """Returns the inverse of each chunk's system, its products of queries and keys, and the decays
+    of its tokens from its start and to its end."""
+    (B, N, T), C, K = g.shape, constants.C, constants.K
+    square = jax.ShapeDtypeStruct((B, T // C, N, C, C), q.dtype)
+    shapes = square, square, like(g), like(g)
+    return _launch("systems", (q, k, g, beta, documents), shapes, constants, (K, T // C, B))
+
+
+def _constants(q: Array, v: Array, scale: float, chunk: int, group: int) -> Constants:
+    (_, T, K, H), (N, W) = q.shape, v.shape[2:]
+    levels = chunk.bit_length() - 1
+    return Constants(T, K, N, H, W, chunk, 0, group, levels, float(scale), PRECISION)
+
+
+def _launch(
+    name: str, inputs: tuple, shapes: tuple, constants: Constants, grid: tuple[int, ...]
+) -> tuple[Array, ...]:
+    """Runs a kernel. Where programs share the value columns, each head has one for every tile."""
+    columns, warps, stages = TILES[name]
+    columns = min(columns, constants.W)
+    if name in COLUMNS:
+        grid = constants.W // columns * grid[0], *grid[1:]
+    return CALL(name, inputs, shapes, grid, warps, stages, replace(constants, BW=columns))
