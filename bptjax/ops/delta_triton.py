@@ -26,12 +26,15 @@ TILES: dict[str, tuple[int, int, int]] = {
     "forward": (64, 4, 2),
     "again": (64, 4, 2),
     "backward": (64, 4, 2),
-    "gradient": (64, 8, 1),
+    "queries": (64, 4, 3),
+    "keys": (64, 8, 3),
 }
 # Kernels whose programs share the value columns of a head.
 COLUMNS = "forward", "again", "backward"
 # Precision of the products that solve the systems. 16 bits of a float32 operand count.
 PRECISION = "bf16x3"
+# Base-2 logarithm of the tokens of the blocks of a system that are inverted first.
+SMALL = 4
 HEAD_SIZES = 64, 128
 # Launches a kernel. Tests replace it, to run kernels in Triton's interpreter.
 CALL: Callable[..., tuple[Array, ...]] = partial(triton_call, "bptjax.ops.delta_triton_kernels")
@@ -45,7 +48,9 @@ class Constants:
       C: tokens of a chunk, which divides T; a power of two.
       BW: value columns of a program.
       group: chunks between two saved states.
-      levels: base-2 logarithm of C.
+      levels, small: base-2 logarithms of C, and of the tokens of the blocks on the diagonal of a
+        system that are inverted first.
+      scaled: multiply the columns of the inverses by beta.
       precision: of products of float32 operands that solve the systems.
     """
 
@@ -58,8 +63,10 @@ class Constants:
     BW: int
     group: int
     levels: int
+    small: int
     scale: float
     precision: str
+    scaled: bool = False
 
 
 def unsupported(q: Array, k: Array, v: Array) -> str | None:
@@ -99,12 +106,12 @@ def forward(
       chunk: tokens of a chunk, which divides T.
       group: chunks of a group.
     """
-    constants = _constants(q, v, scale, chunk, group)
-    (B, _, N, W), (K, H), chunks = v.shape, q.shape[2:], constants.T // chunk
+    constants = replace(_constants(q, v, scale, chunk, group), scaled=True)
+    (B, _, N, W), H, chunks = v.shape, q.shape[3], constants.T // chunk
     g, beta = g.swapaxes(1, 2), beta.swapaxes(1, 2)
     systems = _systems(constants, q, k, g, beta, documents)
     states = jax.ShapeDtypeStruct((B, -(-chunks // group), N, W, H), jnp.float32)
-    inputs, shapes = (q, k, v, beta, *systems, start), (like(v), states, like(start))
+    inputs, shapes = (q, k, v, *systems, start), (like(v), states, like(start))
     out, states, end = _launch("forward", inputs, shapes, constants, (N, B))
     return out, end, states
 
@@ -133,12 +140,15 @@ def backward(
     inputs = k, v, beta, inverses, starts, ends, states
     grid = N, states.shape[1], B
     chunk_states, writes = _launch("again", inputs, (each, tokens), constants, grid)
-    inputs = q, k, dout, beta, inverses, scores, starts, ends, dend
+    inputs = q, k, dout, -beta * starts, inverses, scores, starts, ends, dend
     shapes = tokens, each, like(dend)
     dright, dstates, dstart = _launch("backward", inputs, shapes, constants, (N, B))
-    inputs = q, k, v, g, beta, documents, starts, ends, chunk_states, writes, dout, dright, dstates
-    shapes = tuple(map(like, (q, k, v, g, beta)))
-    dq, dk, dv, dg, dbeta = _launch("gradient", inputs, shapes, constants, (K, chunks, B))
+    inputs = q, k, g, documents, starts, chunk_states, writes, dout
+    shapes, grid = (like(q), like(scores), like(g)), (K, chunks, B)
+    dq, *rest = _launch("queries", inputs, shapes, constants, grid)
+    inputs = q, k, v, g, beta, documents, starts, ends, chunk_states, writes, dright, dstates
+    shapes = tuple(map(like, (k, v, g, beta)))
+    dk, dv, dg, dbeta = _launch("keys", (*inputs, *rest), shapes, constants, grid)
     return (dq, dk, dv, dg.swapaxes(1, 2), dbeta.swapaxes(1, 2)), dstart
 
 
@@ -147,16 +157,17 @@ def _systems(
 ) -> tuple[Array, ...]:
     """Returns the inverse of each chunk's system, its products of queries and keys, and the decays
     of its tokens from its start and to its end."""
-    (B, N, T), C, K = g.shape, constants.C, constants.K
+    (B, N, T), C = g.shape, constants.C
     square = jax.ShapeDtypeStruct((B, T // C, N, C, C), q.dtype)
     shapes = square, square, like(g), like(g)
-    return _launch("systems", (q, k, g, beta, documents), shapes, constants, (K, T // C, B))
+    return _launch("systems", (q, k, g, beta, documents), shapes, constants, (N, T // C, B))
 
 
 def _constants(q: Array, v: Array, scale: float, chunk: int, group: int) -> Constants:
     (_, T, K, H), (N, W) = q.shape, v.shape[2:]
     levels = chunk.bit_length() - 1
-    return Constants(T, K, N, H, W, chunk, 0, group, levels, float(scale), PRECISION)
+    sizes = dict(T=T, K=K, N=N, H=H, W=W, C=chunk, BW=0, group=group, levels=levels)
+    return Constants(**sizes, small=min(SMALL, levels), scale=float(scale), precision=PRECISION)
 
 
 def _launch(
