@@ -14,7 +14,9 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
+from jax.lax import Precision
 from jaxtyping import Float, Int
 
 from bptjax.ops.target import is_absent, like, platform
@@ -23,18 +25,15 @@ from bptjax.ops.triton_call import compiler_shards_arrays, triton_call
 # (value columns, warps, stages) of a program, by kernel.
 TILES: dict[str, tuple[int, int, int]] = {
     "systems": (64, 4, 1),
-    "forward": (64, 4, 2),
+    "forward": (64, 4, 3),
     "again": (64, 4, 2),
-    "backward": (64, 4, 2),
-    "queries": (64, 4, 3),
-    "keys": (64, 8, 3),
+    "backward": (64, 4, 3),
+    "scores": (64, 4, 2),
+    "queries": (64, 4, 2),
+    "keys": (64, 4, 2),
 }
 # Kernels whose programs share the value columns of a head.
 COLUMNS = "forward", "again", "backward"
-# Precision of the products that solve the systems. 16 bits of a float32 operand count.
-PRECISION = "bf16x3"
-# Base-2 logarithm of the tokens of the blocks of a system that are inverted first.
-SMALL = 4
 HEAD_SIZES = 64, 128
 # Launches a kernel. Tests replace it, to run kernels in Triton's interpreter.
 CALL: Callable[..., tuple[Array, ...]] = partial(triton_call, "bptjax.ops.delta_triton_kernels")
@@ -48,10 +47,9 @@ class Constants:
       C: tokens of a chunk, which divides T; a power of two.
       BW: value columns of a program.
       group: chunks between two saved states.
-      levels, small: base-2 logarithms of C, and of the tokens of the blocks on the diagonal of a
-        system that are inverted first.
+      levels: base-2 logarithm of C.
       scaled: multiply the columns of the inverses by beta.
-      precision: of products of float32 operands that solve the systems.
+      halved: solve the systems by products of operands rounded to 16 bits, not 24.
     """
 
     T: int
@@ -63,9 +61,8 @@ class Constants:
     BW: int
     group: int
     levels: int
-    small: int
     scale: float
-    precision: str
+    halved: bool
     scaled: bool = False
 
 
@@ -137,19 +134,50 @@ def backward(
     g, beta = g.swapaxes(1, 2), beta.swapaxes(1, 2)
     inverses, scores, starts, ends = _systems(constants, q, k, g, beta, documents)
     each, tokens = (jax.ShapeDtypeStruct(s, q.dtype) for s in ((B, chunks, N, W, H), v.shape))
-    inputs = k, v, beta, inverses, starts, ends, states
-    grid = N, states.shape[1], B
-    chunk_states, writes = _launch("again", inputs, (each, tokens), constants, grid)
     inputs = q, k, dout, -beta * starts, inverses, scores, starts, ends, dend
     shapes = tokens, each, like(dend)
     dright, dstates, dstart = _launch("backward", inputs, shapes, constants, (N, B))
-    inputs = q, k, g, documents, starts, chunk_states, writes, dout
-    shapes, grid = (like(q), like(scores), like(g)), (K, chunks, B)
-    dq, *rest = _launch("queries", inputs, shapes, constants, grid)
-    inputs = q, k, v, g, beta, documents, starts, ends, chunk_states, writes, dright, dstates
-    shapes = tuple(map(like, (k, v, g, beta)))
-    dk, dv, dg, dbeta = _launch("keys", (*inputs, *rest), shapes, constants, grid)
-    return (dq, dk, dv, dg.swapaxes(1, 2), dbeta.swapaxes(1, 2)), dstart
+    inputs = k, v, beta, inverses, starts, ends, states, dstates
+    tiles = jax.ShapeDtypeStruct((B, chunks, N, W // min(W, TILES["again"][0])), jnp.float32)
+    shapes, grid = (each, tokens, tiles), (N, states.shape[1], B)
+    chunk_states, writes, dkept = _launch("again", inputs, shapes, constants, grid)
+    inputs = q, k, v, g, beta, documents, writes, dout, dright
+    shapes = like(scores), like(scores), like(v), like(g), like(g)
+    grid = N, chunks, B
+    dscores, dsystems, dv, dlogs, dbeta = _launch("scores", inputs, shapes, constants, grid)
+    inputs, grid = (q, k, starts, chunk_states, dout, dscores), (K, chunks, B)
+    dq, dstarts = _launch("queries", inputs, (like(q), like(g)), constants, grid)
+    inputs = q, k, beta, starts, ends, chunk_states, writes, dright, dstates, dscores, dsystems
+    dk, dheld, dends = _launch("keys", inputs, (like(k), like(g), like(g)), constants, grid)
+    dg = _decay_gradients(documents, dlogs + dstarts + beta * dheld, dends, dkept.sum(-1), chunk)
+    return (dq, dk, dv, dg.swapaxes(1, 2), (dbeta + dheld).swapaxes(1, 2)), dstart
+
+
+def _decay_gradients(
+    documents: Int[Array, "B T"],
+    through: Float[Array, "B N T"],
+    to_end: Float[Array, "B N T"],
+    kept: Float[Array, "B n N"],
+    chunk: int,
+) -> Float[Array, "B N T"]:
+    """Returns the gradients of g. A token's g is a part of the sums over g up to each later token,
+    and from each earlier one on, of its document and chunk.
+
+    Args:
+      through: gradients of the sums of a document up to each token.
+      to_end: gradients of the sums from the token after each on.
+      kept: gradients of the sums over whole chunks.
+    """
+    own = documents.reshape(len(documents), 1, -1, chunk)
+    own = own[..., :, None] == own[..., None, :]
+    later = np.tri(chunk, dtype=bool)
+    through, to_end = (x.reshape(*x.shape[:2], -1, 1, chunk) for x in (through, to_end))
+
+    def add(x, tokens):
+        return jnp.matmul(x, (own & tokens).astype(jnp.float32), precision=Precision.HIGHEST)
+
+    dg = add(through, later) + add(to_end, ~later) + kept.swapaxes(1, 2)[..., None, None]
+    return dg.reshape(*dg.shape[:2], -1)
 
 
 def _systems(
@@ -167,7 +195,7 @@ def _constants(q: Array, v: Array, scale: float, chunk: int, group: int) -> Cons
     (_, T, K, H), (N, W) = q.shape, v.shape[2:]
     levels = chunk.bit_length() - 1
     sizes = dict(T=T, K=K, N=N, H=H, W=W, C=chunk, BW=0, group=group, levels=levels)
-    return Constants(**sizes, small=min(SMALL, levels), scale=float(scale), precision=PRECISION)
+    return Constants(**sizes, scale=float(scale), halved=q.dtype.itemsize == 2)
 
 
 def _launch(

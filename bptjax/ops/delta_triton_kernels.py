@@ -13,95 +13,107 @@ import triton.language as tl
 
 
 @triton.jit
-def sums(ones, x):
-    """ones · x, for a matrix of ones and zeros, to the 24 bits of float32 that three bfloat16
-    hold."""
-    ones = ones.to(tl.bfloat16)
-    high = x.to(tl.bfloat16)
-    x -= high.to(tl.float32)
-    middle = x.to(tl.bfloat16)
-    low = (x - middle.to(tl.float32)).to(tl.bfloat16)
-    return tl.dot(ones, high, tl.dot(ones, middle, tl.dot(ones, low)))
+def add_segments(x, x_document, y, y_document):
+    """Combines sums over tokens of one document each, the last one."""
+    return tl.where(x_document == y_document, x, 0.0) + y, y_document
 
 
 @triton.jit
-def decays(g, documents, C: tl.constexpr):
-    """d_ij, and 0 for j > i. Differences of running sums would lose the small decays that follow a
-    strong one, and make a document's decays depend on the documents before it."""
-    i, t = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    logs = sums(tl.where(i >= t, 1.0, 0.0), tl.where(i > t, g[:, None], 0.0))
-    return tl.where((i >= t) & (documents[:, None] == documents[None, :]), tl.exp(logs), 0.0)
+def log_decays(g, documents):
+    """The sum of g of a token's document up to each token, as two float32 numbers: in one, their
+    differences would lose the small decays that follow a strong one. No bit depends on another
+    document."""
+    total, _ = tl.associative_scan((g.to(tl.float64), documents), 0, add_segments)
+    high = total.to(tl.float32)
+    return high, (total - high.to(tl.float64)).to(tl.float32)
+
+
+@triton.jit
+def decays(high, low, documents, C: tl.constexpr):
+    """d_ij, and 0 for j > i."""
+    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    past = (i >= j) & (documents[:, None] == documents[None, :])
+    logs = (high[:, None] - high[None, :]) + (low[:, None] - low[None, :])
+    return tl.where(past, tl.exp(logs), 0.0)
 
 
 @triton.jit
 def tile(rows, stride, columns):
-    """Offsets of a tile, whose columns are contiguous, from its first element."""
-    return rows[:, None] * stride + columns[None, :]
+    """Offsets of a tile, whose columns are contiguous, from its first element. With 64 bits, the
+    compiler keeps one of them in a register, and not all."""
+    return rows[:, None].to(tl.int64) * stride + columns[None, :]
 
 
 @triton.jit
 def transposed(rows, stride, columns):
     """The same of the transposed tile."""
-    return rows[None, :] * stride + columns[:, None]
+    return rows[None, :].to(tl.int64) * stride + columns[:, None]
 
 
 @triton.jit
-def double(a, x, level: tl.constexpr, size: tl.constexpr, precision: tl.constexpr):
-    """From the inverses x of the blocks of 2^level on the diagonal of 1 + a, those of the blocks of
-    twice the size. Of (y 0; b z) the inverse is (y⁻¹ 0; -z⁻¹ b y⁻¹ z⁻¹)."""
-    i, j = tl.arange(0, size)[:, None], tl.arange(0, size)[None, :]
-    pair = (i >> (level + 1)) == (j >> (level + 1))
-    corner = tl.where(pair & ((i >> level) != (j >> level)), a, 0.0)
-    corner = tl.dot(corner, x, input_precision=precision)
-    return x - tl.dot(x, corner, input_precision=precision)
+def halves(x):
+    """x as the sum of two bfloat16 matrices, which hold 16 of its bits: the first is the upper half
+    of the bits of x."""
+    high = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+    return high.to(tl.bfloat16), (x - high).to(tl.bfloat16)
 
 
 @triton.jit
-def invert(a, levels: tl.constexpr, small: tl.constexpr, precision: tl.constexpr):
-    """(1 + a)⁻¹ for a strictly lower triangular a of 2^levels rows: first of the blocks of 2^small
-    on the diagonal. As stable as substitution, and consists of matrix products."""
+def multiply(x_high, x_low, y_high, y_low, z):
+    """x · y + z, for x and y in halves."""
+    return tl.dot(x_high, y_high, tl.dot(x_high, y_low, tl.dot(x_low, y_high, z)))
+
+
+@triton.jit
+def invert(a, levels: tl.constexpr, halved: tl.constexpr):
+    """(1 + a)⁻¹ for a strictly lower triangular a of 2^levels rows: from the inverses of the blocks
+    of one size on the diagonal, those of twice the size. Of (x 0; b y) the inverse is
+    (x⁻¹ 0; -y⁻¹ b x⁻¹ y⁻¹): as stable as substitution, and consists of matrix products."""
     size: tl.constexpr = 2**levels
-    block: tl.constexpr = 2**small
-    blocks: tl.constexpr = size // block
-    own = tl.arange(0, blocks)[:, None, None, None] == tl.arange(0, blocks)[None, None, :, None]
-    on_diagonal = tl.sum(tl.where(own, tl.reshape(a, [blocks, block, blocks, block]), 0.0), 2)
-    i, j = tl.arange(0, block)[None, :, None], tl.arange(0, block)[None, None, :]
-    x = tl.where(i == j, 1.0, 0.0) - tl.where((i >> 1) == (j >> 1), on_diagonal, 0.0)
-    for level in tl.static_range(1, small):
-        x = double(on_diagonal, x, level, block, precision)
-    x = tl.reshape(tl.where(own, x[:, :, None, :], 0.0), [size, size])
-    for level in tl.static_range(small, levels):
-        x = double(a, x, level, size, precision)
+    i, j = tl.arange(0, size)[:, None], tl.arange(0, size)[None, :]
+    x = tl.where(i == j, 1.0, tl.where((i >> 1) == (j >> 1), -a, 0.0))
+    for level in tl.static_range(1, levels):
+        corner = ((i >> (level + 1)) == (j >> (level + 1))) & ((i >> level) != (j >> level))
+        y = tl.where(corner, -a, 0.0)
+        if halved:
+            x_high, x_low = halves(x)
+            y_high, y_low = halves(y)
+            y = tl.full([size, size], 0.0, tl.float32)
+            y_high, y_low = halves(multiply(y_high, y_low, x_high, x_low, y))
+            x = multiply(x_high, x_low, y_high, y_low, x)
+        else:
+            x = tl.dot(x, tl.dot(y, x, input_precision="ieee"), x, input_precision="ieee")
     return x
 
 
 @triton.jit
 def systems_kernel(q, k, g, beta, documents, inverses, scores, starts, ends, C: tl.constexpr):
-    """(1 + A)⁻¹, if `scaled` times β_j, scale · d_ij q_i·k_j, c and the decays d to the end of a
-    chunk, for a value head."""
+    """(1 + A)⁻¹, if `scaled` times β_j, d_ij q_i·k_j, c and the decays d to the end of a chunk, for
+    a value head."""
     n, chunk, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     at = tl.arange(0, C.C)
     i, j = at[:, None], at[None, :]
     chunks: tl.constexpr = C.T // C.C
-    precision: tl.constexpr = C.precision
     first = batch * C.T + chunk * C.C
     vector = (batch * C.N + n) * C.T + chunk * C.C
     square = ((batch * chunks + chunk) * C.N + n) * (C.C * C.C)
     own = tl.load(documents + first + at)
     before = tl.load(documents + first - 1, mask=chunk > 0, other=0)
-    decay = tl.load(g + vector + at)
-    start = tl.where(own == before, tl.exp(tl.cumsum(decay, 0)), 0.0)
-    tl.store(starts + vector + at, start)
-    d = decays(decay, own, C.C)
-    tl.store(ends + vector + at, tl.sum(tl.where(i == C.C - 1, d, 0.0), 0))
+    last = tl.load(documents + first + C.C - 1)
+    high, low = log_decays(tl.load(g + vector + at), own)
+    tl.store(starts + vector + at, tl.where(own == before, tl.exp(high + low), 0.0))
+    to_end = tl.sum(tl.where(at == C.C - 1, high, 0.0)) - high
+    to_end += tl.sum(tl.where(at == C.C - 1, low, 0.0)) - low
+    tl.store(ends + vector + at, tl.where(own == last, tl.exp(to_end), 0.0))
+    d = decays(high, low, own, C.C)
     row = (first * C.K + n // (C.N // C.K)) * C.H
     rows = tile(at, C.K * C.H, tl.arange(0, C.H))
     keys = tl.load(k + row + rows)
     qk = tl.dot(tl.load(q + row + rows), tl.trans(keys), input_precision="ieee")
-    tl.store(scores + square + tile(at, C.C, at), (C.scale * d * qk).to(scores.dtype.element_ty))
+    tl.store(scores + square + tile(at, C.C, at), (d * qk).to(scores.dtype.element_ty))
     kk = tl.dot(keys, tl.trans(keys), input_precision="ieee")
     a = tl.where(i > j, tl.load(beta + vector + at)[:, None] * d * kk, 0.0)
-    x = invert(a, C.levels, C.small, precision)
+    x = invert(a, C.levels, C.halved)
     if C.scaled:
         x *= tl.load(beta + vector + at)[None, :]
     tl.store(inverses + square + tile(at, C.C, at), x.to(inverses.dtype.element_ty))
@@ -136,15 +148,15 @@ def forward_kernel(
         vector = (batch * C.N + n) * C.T + chunk * C.C
         start, end = tl.load(starts + vector + at), tl.load(ends + vector + at)
         next_kept = tl.load(lasts + (chunk + 1) * C.C, mask=chunk + 1 < chunks, other=0.0)
+        held = tl.dot(state.to(keys.dtype), tl.trans(keys), input_precision="ieee")
         u = tl.trans(tl.load(v + value + values)).to(keys.dtype)
         u = tl.dot(u, tl.trans(inverse), input_precision="ieee")
-        held = tl.dot(state.to(keys.dtype), tl.trans(keys), input_precision="ieee")
         held = (-start[None, :] * held).to(keys.dtype)
         u = tl.dot(held, tl.trans(inverse), u, input_precision="ieee")
         read = tl.dot(state.to(keys.dtype), tl.trans(queries), input_precision="ieee")
-        read *= C.scale * start[None, :]
+        read *= start[None, :]
         read = tl.dot(u.to(keys.dtype), tl.trans(score), read, input_precision="ieee")
-        tl.store(out + value + values, tl.trans(read).to(out.dtype.element_ty))
+        tl.store(out + value + values, tl.trans(C.scale * read).to(out.dtype.element_ty))
         u = (u * end[None, :]).to(keys.dtype)
         state = tl.dot(u, keys, kept * state, input_precision="ieee")
         kept = next_kept
@@ -156,9 +168,11 @@ def forward_kernel(
 
 @triton.jit
 def again_kernel(
-    k, v, beta, inverses, starts, ends, states, chunk_states, writes, C: tl.constexpr
-):
-    """The state before each chunk of a group, and its writes, from the state before the group."""
+    k, v, beta, inverses, starts, ends, states, dstates, chunk_states, writes, dkept,
+    C: tl.constexpr,
+):  # fmt: skip
+    """The state before each chunk of a group, and its writes, from the state before the group; and
+    the gradient of the logarithm of the state's decay in the chunk."""
     n, batch = tl.program_id(0) // (C.W // C.BW), tl.program_id(2).to(tl.int64)
     column, group = tl.program_id(0) % (C.W // C.BW) * C.BW, tl.program_id(1)
     at, size, wide = tl.arange(0, C.C), tl.arange(0, C.H), tl.arange(0, C.BW)
@@ -170,15 +184,18 @@ def again_kernel(
     state = tl.load(states + (of_group * C.W + column) * C.H + of_state)
     for chunk in range(group * C.group, min((group + 1) * C.group, chunks)):
         of_chunk = (batch * chunks + chunk) * C.N + n
-        before = state.to(chunk_states.dtype.element_ty)
-        tl.store(chunk_states + (of_chunk * C.W + column) * C.H + of_state, before)
+        kept = tl.load(starts + (batch * C.N + n) * C.T + chunk * C.C + C.C - 1)
+        before, square = state.to(chunk_states.dtype.element_ty), (of_chunk * C.W + column) * C.H
+        tl.store(chunk_states + square + of_state, before)
+        dlog = before.to(tl.float32) * tl.load(dstates + square + of_state).to(tl.float32)
+        tl.store(dkept + (of_chunk * C.W + column) // C.BW, kept * tl.sum(dlog))
         first = batch * C.T + chunk * C.C
         row, value = (first * C.K + n // (C.N // C.K)) * C.H, (first * C.N + n) * C.W + column
         keys = tl.load(k + row + rows)
         inverse = tl.load(inverses + of_chunk * (C.C * C.C) + squares)
         vector = (batch * C.N + n) * C.T + chunk * C.C
         start, end = tl.load(starts + vector + at), tl.load(ends + vector + at)
-        kept, write = tl.load(starts + vector + C.C - 1), tl.load(beta + vector + at)
+        write = tl.load(beta + vector + at)
         held = tl.dot(state.to(keys.dtype), tl.trans(keys), input_precision="ieee")
         right = tl.load(v + value + transposed(at, C.N * C.W, wide)).to(tl.float32)
         right = (write[None, :] * (right - start[None, :] * held)).to(keys.dtype)
@@ -222,7 +239,9 @@ def backward_kernel(
         fade = tl.load(fades + vector + at)
         next_kept = tl.load(lasts + (chunk - 1) * C.C, mask=chunk > 0, other=0.0)
         du = tl.dot(dstate.to(keys.dtype), tl.trans(keys), input_precision="ieee") * end[None, :]
-        du = tl.dot(douts, score, du, input_precision="ieee")
+        # The factor keeps the compiler from adding the two sums within the product, where it would
+        # not prefetch `end`.
+        du += C.scale * tl.dot(douts, score, input_precision="ieee")
         dr = tl.dot(du.to(keys.dtype), inverse, input_precision="ieee")
         tl.store(dright + value + values, tl.trans(dr).to(dright.dtype.element_ty))
         read = (douts.to(tl.float32) * (C.scale * start[None, :])).to(keys.dtype)
@@ -234,88 +253,92 @@ def backward_kernel(
 
 
 @triton.jit
-def queries_kernel(
-    q, k, g, documents, starts, states, writes, dout, dq, dscores, dstarts, C: tl.constexpr
-):
-    """Gradients of the queries of a chunk and a key head; for its value heads, of q_i·k_j times
-    d_ij, and the part of the queries in that of log c."""
+def scores_kernel(
+    q, k, v, g, beta, documents, writes, dout, dright, dscores, dsystems, dv, dlogs, dbeta,
+    C: tl.constexpr,
+):  # fmt: skip
+    """For a chunk and a value head, the gradients of v, and of q_i·k_j and k_i·k_j in the outputs
+    and in the system; a part of that of beta; and the sums over j of the gradients of log d_ij less
+    those of log d_ji."""
+    n, chunk, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    at, size, wide = tl.arange(0, C.C), tl.arange(0, C.H), tl.arange(0, C.BW)
+    i, j = at[:, None], at[None, :]
+    first = batch * C.T + chunk * C.C
+    vector = (batch * C.N + n) * C.T + chunk * C.C
+    write = tl.load(beta + vector + at)
+    dscore = tl.full([C.C, C.C], 0.0, tl.float32)
+    da = tl.full([C.C, C.C], 0.0, tl.float32)
+    dwrite = tl.full([C.C], 0.0, tl.float32)
+    for w in range(0, C.W, C.BW):
+        value = (first * C.N + n) * C.W + w
+        y = tl.load(dright + value + tile(at, C.N * C.W, wide))
+        u = tl.load(writes + value + tile(at, C.N * C.W, wide))
+        douts = tl.load(dout + value + tile(at, C.N * C.W, wide)).to(u.dtype)
+        da = tl.dot(y, tl.trans(u), da, input_precision="ieee")
+        dscore = tl.dot(douts, tl.trans(u), dscore, input_precision="ieee")
+        values = tl.load(v + value + tile(at, C.N * C.W, wide)).to(tl.float32)
+        dwrite += tl.sum(y.to(tl.float32) * values, 1)
+        y = (write[:, None] * y.to(tl.float32)).to(dv.dtype.element_ty)
+        tl.store(dv + value + tile(at, C.N * C.W, wide), y)
+    own = tl.load(documents + first + at)
+    high, low = log_decays(tl.load(g + vector + at), own)
+    d = decays(high, low, own, C.C)
+    da = tl.where(i > j, -da * d, 0.0)
+    dscore *= C.scale * d
+    row = (first * C.K + n // (C.N // C.K)) * C.H
+    keys = tl.load(k + row + tile(at, C.K * C.H, size))
+    dd = da * tl.dot(keys, tl.trans(keys), input_precision="ieee")
+    tl.store(dbeta + vector + at, dwrite + tl.sum(dd, 1))
+    queries = tl.load(q + row + tile(at, C.K * C.H, size))
+    dd = write[:, None] * dd + dscore * tl.dot(queries, tl.trans(keys), input_precision="ieee")
+    square = ((batch * (C.T // C.C) + chunk) * C.N + n) * (C.C * C.C)
+    tl.store(dscores + square + tile(at, C.C, at), dscore.to(dscores.dtype.element_ty))
+    da = (da * write[:, None]).to(dsystems.dtype.element_ty)
+    tl.store(dsystems + square + tile(at, C.C, at), da)
+    tl.store(dlogs + vector + at, tl.sum(dd, 1) - tl.sum(dd, 0))
+
+
+@triton.jit
+def queries_kernel(q, k, starts, states, dout, dscores, dq, dstarts, C: tl.constexpr):
+    """Gradients of the queries of a chunk and a key head, and their part in that of log c."""
     head, chunk, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     at, size, wide = tl.arange(0, C.C), tl.arange(0, C.H), tl.arange(0, C.BW)
     first = batch * C.T + chunk * C.C
-    rows = tile(at, C.K * C.H, size)
+    row = (first * C.K + head) * C.H
     dqueries = tl.full([C.C, C.H], 0.0, tl.float32)
     for n in range(head * (C.N // C.K), (head + 1) * (C.N // C.K)):
-        vector = (batch * C.N + n) * C.T + chunk * C.C + at
         of_chunk = (batch * (C.T // C.C) + chunk) * C.N + n
-        # Loaded for each head: registers do not suffice to hold them.
-        row = (first * C.K + n // (C.N // C.K)) * C.H
-        keys = tl.load(k + row + rows)
         part = tl.full([C.C, C.H], 0.0, tl.float32)
-        dscore = tl.full([C.C, C.C], 0.0, tl.float32)
         for w in range(0, C.W, C.BW):
-            value = (first * C.N + n) * C.W + w
-            y = tl.load(dout + value + tile(at, C.N * C.W, wide)).to(keys.dtype)
-            u = tl.load(writes + value + tile(at, C.N * C.W, wide))
+            y = tl.load(dout + (first * C.N + n) * C.W + w + tile(at, C.N * C.W, wide))
             state = tl.load(states + (of_chunk * C.W + w) * C.H + tile(wide, C.H, size))
-            dscore = tl.dot(y, tl.trans(u), dscore, input_precision="ieee")
-            part = tl.dot(y, state, part, input_precision="ieee")
-        own = tl.load(documents + first + at)
-        dscore *= C.scale * decays(tl.load(g + vector), own, C.C)
-        product = dscore.to(keys.dtype)
-        tl.store(dscores + of_chunk * (C.C * C.C) + tile(at, C.C, at), product)
-        part *= C.scale * tl.load(starts + vector)[:, None]
-        tl.store(dstarts + vector, tl.sum(tl.load(q + row + rows).to(tl.float32) * part, 1))
+            part = tl.dot(y.to(state.dtype), state, part, input_precision="ieee")
+        vector = (batch * C.N + n) * C.T + chunk * C.C
+        part *= C.scale * tl.load(starts + vector + at)[:, None]
         dqueries += part
-        dqueries = tl.dot(product, keys, dqueries, input_precision="ieee")
-    tl.store(dq + (first * C.K + head) * C.H + rows, dqueries.to(dq.dtype.element_ty))
+        part *= tl.load(q + row + tile(at, C.K * C.H, size)).to(tl.float32)
+        tl.store(dstarts + vector + at, tl.sum(part, 1))
+        dscore = tl.load(dscores + of_chunk * (C.C * C.C) + tile(at, C.C, at))
+        keys = tl.load(k + row + tile(at, C.K * C.H, size))
+        dqueries = tl.dot(dscore, keys, dqueries, input_precision="ieee")
+    tl.store(dq + row + tile(at, C.K * C.H, size), dqueries.to(dq.dtype.element_ty))
 
 
 @triton.jit
 def keys_kernel(
-    q, k, v, g, beta, documents, starts, ends, states, writes, dright, dstates, dscores, dstarts,
-    dk, dv, dg, dbeta, C: tl.constexpr,
+    q, k, beta, starts, ends, states, writes, dright, dstates, dscores, dsystems,
+    dk, dstarts, dends, C: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the keys of a chunk and a key head; for its value heads, of v, g and beta."""
+    """Gradients of the keys of a chunk and a key head, and their parts in those of log c, over
+    beta, and of the log decays to the end of the chunk."""
     head, chunk, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     at, size, wide = tl.arange(0, C.C), tl.arange(0, C.H), tl.arange(0, C.BW)
-    i, j = at[:, None], at[None, :]
     first = batch * C.T + chunk * C.C
-    rows = tile(at, C.K * C.H, size)
+    row = (first * C.K + head) * C.H
     dkeys = tl.full([C.C, C.H], 0.0, tl.float32)
     for n in range(head * (C.N // C.K), (head + 1) * (C.N // C.K)):
-        vector = (batch * C.N + n) * C.T + chunk * C.C
         of_chunk = (batch * (C.T // C.C) + chunk) * C.N + n
-        row = (first * C.K + n // (C.N // C.K)) * C.H
-
-        # Of the system, of the products q·k, and of the log decays in both.
-        da = tl.full([C.C, C.C], 0.0, tl.float32)
-        dwrite = tl.full([C.C], 0.0, tl.float32)
-        write = tl.load(beta + vector + at)
-        for w in range(0, C.W, C.BW):
-            value = (first * C.N + n) * C.W + w
-            y = tl.load(dright + value + tile(at, C.N * C.W, wide))
-            u = tl.load(writes + value + tile(at, C.N * C.W, wide))
-            da = tl.dot(y, tl.trans(u), da, input_precision="ieee")
-            values = tl.load(v + value + tile(at, C.N * C.W, wide)).to(tl.float32)
-            dwrite += tl.sum(y.to(tl.float32) * values, 1)
-            y = (write[:, None] * y.to(tl.float32)).to(dv.dtype.element_ty)
-            tl.store(dv + value + tile(at, C.N * C.W, wide), y)
-        own = tl.load(documents + first + at)
-        da = tl.where(i > j, -da * decays(tl.load(g + vector + at), own, C.C), 0.0)
-        keys = tl.load(k + row + rows)
-        dd = da * tl.dot(keys, tl.trans(keys), input_precision="ieee")
-        dwrite += tl.sum(dd, 1)
-        dd *= write[:, None]
-        da = (da * write[:, None]).to(keys.dtype)
-        dscore = tl.load(dscores + of_chunk * (C.C * C.C) + tile(at, C.C, at))
-        queries = tl.load(q + row + rows)
-        dd += dscore * tl.dot(queries, tl.trans(keys), input_precision="ieee")
-        # A part of d_ij is of token t with j < t ≤ i. As with d, differences of sums would mix
-        # documents.
-        dlog = tl.sum(tl.where(i > j, sums(tl.where(i <= j, 1.0, 0.0), dd), 0.0), 1)
-        dkeys = tl.dot(da, keys, dkeys, input_precision="ieee")
-        dkeys = tl.dot(tl.trans(da), keys, dkeys, input_precision="ieee")
-        dkeys = tl.dot(tl.trans(dscore), queries, dkeys, input_precision="ieee")
+        vector = (batch * C.N + n) * C.T + chunk * C.C
 
         # Of the state before the chunk.
         part = tl.full([C.C, C.H], 0.0, tl.float32)
@@ -323,26 +346,28 @@ def keys_kernel(
             y = tl.load(dright + (first * C.N + n) * C.W + w + tile(at, C.N * C.W, wide))
             state = tl.load(states + (of_chunk * C.W + w) * C.H + tile(wide, C.H, size))
             part = tl.dot(y, state, part, input_precision="ieee")
-        part *= tl.load(starts + vector + at)[:, None]
-        held = tl.sum(tl.load(k + row + rows).to(tl.float32) * part, 1)
-        write = tl.load(beta + vector + at)
-        dkeys -= write[:, None] * part
-        tl.store(dbeta + vector + at, dwrite - held)
-        dlog += tl.cumsum(tl.load(dstarts + vector + at) - write * held, 0, reverse=True)
+        part *= -tl.load(starts + vector + at)[:, None]
+        dkeys += tl.load(beta + vector + at)[:, None] * part
+        part *= tl.load(k + row + tile(at, C.K * C.H, size)).to(tl.float32)
+        tl.store(dstarts + vector + at, tl.sum(part, 1))
 
         # Of the state after the chunk.
         part = tl.full([C.C, C.H], 0.0, tl.float32)
-        dkept = 0.0
         for w in range(0, C.W, C.BW):
-            y = tl.load(dstates + (of_chunk * C.W + w) * C.H + tile(wide, C.H, size))
             u = tl.load(writes + (first * C.N + n) * C.W + w + tile(at, C.N * C.W, wide))
+            y = tl.load(dstates + (of_chunk * C.W + w) * C.H + tile(wide, C.H, size))
             part = tl.dot(u, y, part, input_precision="ieee")
-            state = tl.load(states + (of_chunk * C.W + w) * C.H + tile(wide, C.H, size))
-            dkept += tl.sum(state.to(tl.float32) * y.to(tl.float32))
         part *= tl.load(ends + vector + at)[:, None]
         dkeys += part
-        dend = tl.sum(tl.load(k + row + rows).to(tl.float32) * part, 1)
-        dlog += tl.cumsum(dend, 0) - dend
-        dlog += tl.load(starts + vector + C.C - 1) * dkept
-        tl.store(dg + vector + at, dlog)
-    tl.store(dk + (first * C.K + head) * C.H + rows, dkeys.to(dk.dtype.element_ty))
+        part *= tl.load(k + row + tile(at, C.K * C.H, size)).to(tl.float32)
+        tl.store(dends + vector + at, tl.sum(part, 1))
+
+        # Of the products with queries and keys.
+        dscore = tl.load(dscores + of_chunk * (C.C * C.C) + tile(at, C.C, at))
+        queries = tl.load(q + row + tile(at, C.K * C.H, size))
+        dkeys = tl.dot(tl.trans(dscore), queries, dkeys, input_precision="ieee")
+        da = tl.load(dsystems + of_chunk * (C.C * C.C) + tile(at, C.C, at))
+        keys = tl.load(k + row + tile(at, C.K * C.H, size))
+        dkeys = tl.dot(da, keys, dkeys, input_precision="ieee")
+        dkeys = tl.dot(tl.trans(da), keys, dkeys, input_precision="ieee")
+    tl.store(dk + row + tile(at, C.K * C.H, size), dkeys.to(dk.dtype.element_ty))
