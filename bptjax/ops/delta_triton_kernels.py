@@ -72,7 +72,7 @@ def invert(a, levels: tl.constexpr, halved: tl.constexpr):
     size: tl.constexpr = 2**levels
     i, j = tl.arange(0, size)[:, None], tl.arange(0, size)[None, :]
     x = tl.where(i == j, 1.0, tl.where((i >> 1) == (j >> 1), -a, 0.0))
-    for level in tl.static_range(1, levels):
+    for level in range(1, levels):
         corner = ((i >> (level + 1)) == (j >> (level + 1))) & ((i >> level) != (j >> level))
         y = tl.where(corner, -a, 0.0)
         if halved:
@@ -97,22 +97,22 @@ def systems_kernel(q, k, g, beta, documents, inverses, scores, starts, ends, C: 
     first = batch * C.T + chunk * C.C
     vector = (batch * C.N + n) * C.T + chunk * C.C
     square = ((batch * chunks + chunk) * C.N + n) * (C.C * C.C)
-    own = tl.load(documents + first + at)
+    own, g = tl.load(documents + first + at), tl.load(g + vector + at)
     before = tl.load(documents + first - 1, mask=chunk > 0, other=0)
-    last = tl.load(documents + first + C.C - 1)
-    high, low = log_decays(tl.load(g + vector + at), own)
+    last, write = tl.load(documents + first + C.C - 1), tl.load(beta + vector + at)
+    row = (first * C.K + n // (C.N // C.K)) * C.H
+    rows = tile(at, C.K * C.H, tl.arange(0, C.H))
+    keys, queries = tl.load(k + row + rows), tl.load(q + row + rows)
+    kk = tl.dot(keys, tl.trans(keys), input_precision="ieee")
+    qk = tl.dot(queries, tl.trans(keys), input_precision="ieee")
+    high, low = log_decays(g, own)
     tl.store(starts + vector + at, tl.where(own == before, tl.exp(high + low), 0.0))
     to_end = tl.sum(tl.where(at == C.C - 1, high, 0.0)) - high
     to_end += tl.sum(tl.where(at == C.C - 1, low, 0.0)) - low
     tl.store(ends + vector + at, tl.where(own == last, tl.exp(to_end), 0.0))
     d = decays(high, low, own, C.C)
-    row = (first * C.K + n // (C.N // C.K)) * C.H
-    rows = tile(at, C.K * C.H, tl.arange(0, C.H))
-    keys = tl.load(k + row + rows)
-    qk = tl.dot(tl.load(q + row + rows), tl.trans(keys), input_precision="ieee")
     tl.store(scores + square + tile(at, C.C, at), (d * qk).to(scores.dtype.element_ty))
-    kk = tl.dot(keys, tl.trans(keys), input_precision="ieee")
-    a = tl.where(i > j, tl.load(beta + vector + at)[:, None] * d * kk, 0.0)
+    a = tl.where(i > j, write[:, None] * d * kk, 0.0)
     x = invert(a, C.levels, C.halved)
     if C.scaled:
         x *= tl.load(beta + vector + at)[None, :]
@@ -265,7 +265,8 @@ def scores_kernel(
     i, j = at[:, None], at[None, :]
     first = batch * C.T + chunk * C.C
     vector = (batch * C.N + n) * C.T + chunk * C.C
-    write = tl.load(beta + vector + at)
+    write, own = tl.load(beta + vector + at), tl.load(documents + first + at)
+    high, low = log_decays(tl.load(g + vector + at), own)
     dscore = tl.full([C.C, C.C], 0.0, tl.float32)
     da = tl.full([C.C, C.C], 0.0, tl.float32)
     dwrite = tl.full([C.C], 0.0, tl.float32)
@@ -280,8 +281,6 @@ def scores_kernel(
         dwrite += tl.sum(y.to(tl.float32) * values, 1)
         y = (write[:, None] * y.to(tl.float32)).to(dv.dtype.element_ty)
         tl.store(dv + value + tile(at, C.N * C.W, wide), y)
-    own = tl.load(documents + first + at)
-    high, low = log_decays(tl.load(g + vector + at), own)
     d = decays(high, low, own, C.C)
     da = tl.where(i > j, -da * d, 0.0)
     dscore *= C.scale * d
@@ -308,13 +307,14 @@ def queries_kernel(q, k, starts, states, dout, dscores, dq, dstarts, C: tl.const
     dqueries = tl.full([C.C, C.H], 0.0, tl.float32)
     for n in range(head * (C.N // C.K), (head + 1) * (C.N // C.K)):
         of_chunk = (batch * (C.T // C.C) + chunk) * C.N + n
+        vector = (batch * C.N + n) * C.T + chunk * C.C
+        start = C.scale * tl.load(starts + vector + at)
         part = tl.full([C.C, C.H], 0.0, tl.float32)
         for w in range(0, C.W, C.BW):
             y = tl.load(dout + (first * C.N + n) * C.W + w + tile(at, C.N * C.W, wide))
             state = tl.load(states + (of_chunk * C.W + w) * C.H + tile(wide, C.H, size))
             part = tl.dot(y.to(state.dtype), state, part, input_precision="ieee")
-        vector = (batch * C.N + n) * C.T + chunk * C.C
-        part *= C.scale * tl.load(starts + vector + at)[:, None]
+        part *= start[:, None]
         dqueries += part
         part *= tl.load(q + row + tile(at, C.K * C.H, size)).to(tl.float32)
         tl.store(dstarts + vector + at, tl.sum(part, 1))
@@ -340,14 +340,25 @@ def keys_kernel(
         of_chunk = (batch * (C.T // C.C) + chunk) * C.N + n
         vector = (batch * C.N + n) * C.T + chunk * C.C
 
+        # Of the products with queries and keys.
+        dscore = tl.load(dscores + of_chunk * (C.C * C.C) + tile(at, C.C, at))
+        queries = tl.load(q + row + tile(at, C.K * C.H, size))
+        dkeys = tl.dot(tl.trans(dscore), queries, dkeys, input_precision="ieee")
+        da = tl.load(dsystems + of_chunk * (C.C * C.C) + tile(at, C.C, at))
+        keys = tl.load(k + row + tile(at, C.K * C.H, size))
+        dkeys = tl.dot(da, keys, dkeys, input_precision="ieee")
+        dkeys = tl.dot(tl.trans(da), keys, dkeys, input_precision="ieee")
+
         # Of the state before the chunk.
+        start, end = -tl.load(starts + vector + at), tl.load(ends + vector + at)
+        write = tl.load(beta + vector + at)
         part = tl.full([C.C, C.H], 0.0, tl.float32)
         for w in range(0, C.W, C.BW):
             y = tl.load(dright + (first * C.N + n) * C.W + w + tile(at, C.N * C.W, wide))
             state = tl.load(states + (of_chunk * C.W + w) * C.H + tile(wide, C.H, size))
             part = tl.dot(y, state, part, input_precision="ieee")
-        part *= -tl.load(starts + vector + at)[:, None]
-        dkeys += tl.load(beta + vector + at)[:, None] * part
+        part *= start[:, None]
+        dkeys += write[:, None] * part
         part *= tl.load(k + row + tile(at, C.K * C.H, size)).to(tl.float32)
         tl.store(dstarts + vector + at, tl.sum(part, 1))
 
@@ -357,17 +368,8 @@ def keys_kernel(
             u = tl.load(writes + (first * C.N + n) * C.W + w + tile(at, C.N * C.W, wide))
             y = tl.load(dstates + (of_chunk * C.W + w) * C.H + tile(wide, C.H, size))
             part = tl.dot(u, y, part, input_precision="ieee")
-        part *= tl.load(ends + vector + at)[:, None]
+        part *= end[:, None]
         dkeys += part
         part *= tl.load(k + row + tile(at, C.K * C.H, size)).to(tl.float32)
         tl.store(dends + vector + at, tl.sum(part, 1))
-
-        # Of the products with queries and keys.
-        dscore = tl.load(dscores + of_chunk * (C.C * C.C) + tile(at, C.C, at))
-        queries = tl.load(q + row + tile(at, C.K * C.H, size))
-        dkeys = tl.dot(tl.trans(dscore), queries, dkeys, input_precision="ieee")
-        da = tl.load(dsystems + of_chunk * (C.C * C.C) + tile(at, C.C, at))
-        keys = tl.load(k + row + tile(at, C.K * C.H, size))
-        dkeys = tl.dot(da, keys, dkeys, input_precision="ieee")
-        dkeys = tl.dot(tl.trans(da), keys, dkeys, input_precision="ieee")
     tl.store(dk + row + tile(at, C.K * C.H, size), dkeys.to(dk.dtype.element_ty))
