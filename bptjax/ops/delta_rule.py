@@ -98,7 +98,7 @@ def gated_delta_rule(
     check_chunk(chunk=chunk)
     check_delta_rule(q, k, v, g, beta, state)
     check_previous(segments, previous, state)
-    (B, T, K, H), (N, W) = q.shape, v.shape[2:]
+    (B, T, _, H), (N, W) = q.shape, v.shape[2:]
     g, beta = g.astype(jnp.float32), beta.astype(jnp.float32)
     documents, padding = number_documents(B, T, segments, previous)
     if padding is not None:

@@ -19,7 +19,7 @@ from jax import Array
 from jax.lax import Precision
 from jaxtyping import Float, Int
 
-from bptjax.ops.target import is_absent, like, platform
+from bptjax.ops.target import capability, is_absent, like, platform
 from bptjax.ops.triton_call import compiler_shards_arrays, triton_call
 
 # (value columns, warps, stages) of a program, by kernel.
@@ -35,6 +35,8 @@ TILES: dict[str, tuple[int, int, int]] = {
 # Kernels whose programs share the value columns of a head.
 COLUMNS = "forward", "again", "backward"
 HEAD_SIZES = 64, 128
+# Compute capabilities of GPUs with the shared memory for three stages.
+LARGE = (9, 0), (10, 0)
 # Launches a kernel. Tests replace it, to run kernels in Triton's interpreter.
 CALL: Callable[..., tuple[Array, ...]] = partial(triton_call, "bptjax.ops.delta_triton_kernels")
 
@@ -204,6 +206,8 @@ def _launch(
     """Runs a kernel. Where programs share the value columns, each head has one for every tile."""
     columns, warps, stages = TILES[name]
     columns = min(columns, constants.W)
+    if capability() not in LARGE:
+        stages = min(stages, 2)
     if name in COLUMNS:
         grid = constants.W // columns * grid[0], *grid[1:]
     return CALL(name, inputs, shapes, grid, warps, stages, replace(constants, BW=columns))

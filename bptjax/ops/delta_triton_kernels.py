@@ -1,9 +1,10 @@
 """The gated delta rule and its gradients as Triton kernels: the work of one program.
 `delta_triton` launches them; `delta_rule` has the equations and their letters.
 
-Here a chunk has the system (1 + A) u = r with r_i = β_i (v_i - c_i Sᵀ k_i) and A_ij = β_i d_ij k_i·k_j
-for j < i. States are transposed, `[W, H]`, as are the tiles [BW, C] of u and r in registers: each
-product of a chain over chunks takes its left operand from the registers that hold the one before.
+Here a chunk has the system (1 + A) u = r with r_i = β_i (v_i - c_i Sᵀ k_i), and for j < i
+A_ij = β_i d_ij k_i·k_j. States are transposed, `[W, H]`, as are the tiles [BW, C] of u and r in
+registers: each product of a chain over chunks takes its left operand from the registers that hold
+the one before.
 
 C is a `delta_triton.Constants`. Offsets have 64 bits: long sequences have more than 2³¹ elements.
 """

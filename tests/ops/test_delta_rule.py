@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bptjax.ops.delta_rule import RESIDUAL_NAMES, gated_delta_rule
+from bptjax.ops import delta_triton
+from bptjax.ops.delta_rule import RESIDUAL_NAMES, choose, gated_delta_rule
 from bptjax.ops.documents import count_documents, last_segment
 from bptjax.ops.norm import l2_norm
 from ops.comparing import close, error, normal, quick, temp_bytes
@@ -250,6 +251,81 @@ def test_a_remat_policy_saves_the_rule():
         for f in (layer, jax.checkpoint(layer, policy=save), jax.checkpoint(layer))
     )
     assert plain == saved < again
+
+
+def kernels(*x, **options):
+    return chunked(*x, impl="triton", **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes, dtype", [((128, 128), "bfloat16"), ((64, 192), "float32")])
+def test_kernels_equal_recurrence(sizes, dtype):
+    """Also with values in float32, as shards of a sequence have them."""
+    (q, k, v, *rest), cotangents = operands(H=sizes[0], W=sizes[1])
+    x = q.astype(jnp.bfloat16), k.astype(jnp.bfloat16), v.astype(dtype), *rest
+    options = dict(segments=SEGMENTS, previous=PREVIOUS)
+    got = results(kernels, x, cotangents, **options)
+    exact = tuple(y.astype(jnp.float32) for y in x)
+    close(got, results(recurrence, exact, cotangents, **options), "bfloat16")
+    inside = jnp.asarray(SEGMENTS == 3)
+
+    def change(y):
+        mask = inside.reshape(*inside.shape, *(1,) * (y.ndim - 2))
+        return jnp.where(mask, 2 * y[:, ::-1], y)
+
+    other = *map(change, x[:5]), x[5]
+    other = results(kernels, other, (change(cotangents[0]), cotangents[1]), **options)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(other), strict=True):
+        if a.shape[:2] == inside.shape:
+            assert not np.array_equal(a[inside], b[inside])
+            a, b = a[~inside], b[~inside]
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.gpu
+def test_kernels_through_a_loop_of_layers():
+    """Of which a remat policy saves the rule's residuals: XLA must not fuse the slices of a stack
+    into the kernels."""
+    (q, k, v, g, beta, _), _ = operands(T=600, H=128, W=128)
+    save = jax.checkpoint_policies.save_only_these_names(*RESIDUAL_NAMES)
+
+    def loss(scales, impl, *x):
+        @partial(jax.checkpoint, policy=save)
+        def layer(v, scale):
+            out, _ = gated_delta_rule(*x[:2], scale * v, *x[2:], impl=impl)
+            return v + out, None
+
+        return jnp.square(jax.lax.scan(layer, v.astype(x[0].dtype), scales)[0]).sum()
+
+    f = jax.jit(jax.value_and_grad(loss), static_argnums=1)
+    scales = jnp.array([0.5, 1.0, 1.5])
+    short = [y.astype(jnp.bfloat16) for y in (q, k)]
+    got = f(scales.astype(jnp.bfloat16), "triton", *short, g, beta)
+    close(got, f(scales, "scan", *(y.astype(jnp.float32) for y in short), g, beta), "bfloat16")
+
+
+def test_auto_takes_the_kernels_where_they_can_run(monkeypatch):
+    """A named implementation is used or raises."""
+    q, v = (jax.ShapeDtypeStruct((1, 64, n, 128), jnp.bfloat16) for n in (2, 4))
+    assert choose("auto", q, q, v) == "scan"
+    with pytest.raises(NotImplementedError, match="'triton': needs an NVIDIA GPU"):
+        choose("triton", q, q, v)
+    with pytest.raises(ValueError, match="impl='fla': must be one of auto, scan, triton"):
+        choose("fla", q, q, v)
+    monkeypatch.setattr(delta_triton, "platform", lambda: "gpu")
+    monkeypatch.setattr(delta_triton, "is_absent", lambda: True)
+    assert choose("auto", q, q, v) == choose("triton", q, q, v) == "triton"
+    assert choose("scan", q, q, v) == "scan"
+    few = q.update(shape=(1, 63, 2, 128))
+    assert choose("auto", few, few, v) == "scan" and choose("triton", few, few, v) == "triton"
+    for change, message in (
+        (dict(dtype=jnp.float32), "bfloat16, not float32"),
+        (dict(shape=(1, 64, 2, 96)), "keys of 64 or 128 .* not 96"),
+    ):
+        other = q.update(**change)
+        assert choose("auto", other, other, v) == "scan"
+        with pytest.raises(NotImplementedError, match=message):
+            choose("triton", other, other, v)
 
 
 @pytest.mark.parametrize(

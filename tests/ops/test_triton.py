@@ -42,6 +42,7 @@ INTERPRETED = (
     "sinks, window",
     "experts",
     "over",
+    "delta rule",
 )
 
 
