@@ -73,11 +73,16 @@ def gated_delta_rule(
     """Gated delta rule in O(T) memory. Returns the output, in v's dtype, and the float32 state
     after the last token.
 
-    `impl="auto"` takes the Triton kernels where they support the arguments and a chunk is full, and
-    else `scan`, XLA's loop over the chunks; a named `impl` is used or raises. Value head n reads query and key head n // (N / K). The state, the decays and the systems are
-    float32; products take their operands in float32, and round them to what the device prefers
-    only where q is of a shorter dtype. The caller normalizes q and k (`l2_norm`). The backward
-    pass saves the inputs and a state for every `GROUP` chunks.
+    `impl="auto"` takes the Triton kernels where they support the arguments and a chunk is full,
+    else `scan`, XLA's loop over the chunks; a named `impl` is used or raises.
+
+    Value head n reads query and key head n // (N / K). The state, the decays and the systems are
+    float32. Products take their operands in float32, and round them only where q is of a shorter
+    dtype: to what the device prefers, or in the kernels to q's dtype, and to 16 bits where they
+    solve the systems. The caller normalizes q and k (`l2_norm`).
+
+    The backward pass saves the inputs and a state for every `GROUP` chunks. The kernels also save
+    2 · CHUNK numbers in q's dtype for each token and value head, which are cheap to compute again.
 
     Args:
       g: log of the decay, finite and at most 0.
@@ -176,20 +181,21 @@ def _run(impl, scale, chunk, inputs, documents, start):
 def _forward(impl, scale, chunk, inputs, documents, start):
     if impl == "triton":
         sizes = dict(scale=scale, chunk=chunk, group=GROUP)
-        out, end, states = delta_triton.forward(*inputs, documents, start, **sizes)
+        out, end, states, systems = delta_triton.forward(*inputs, documents, start, **sizes)
     else:
         out, end, states = _scan_forward(scale, chunk, inputs, documents, start)
+        systems = ()
     out, states = map(checkpoint_name, (out, states), RESIDUAL_NAMES)
-    return (out, end), (inputs, documents, states)
+    return (out, end), (inputs, documents, states, systems)
 
 
 def _backward(impl, scale, chunk, residuals, cotangents):
-    (inputs, documents, states), (dout, dend) = residuals, cotangents
+    (inputs, documents, states, systems), (dout, dend) = residuals, cotangents
     if impl == "triton":
         sizes = dict(scale=scale, chunk=chunk, group=GROUP)
-        found = delta_triton.backward(*inputs, documents, states, dout, dend, **sizes)
+        found = delta_triton.backward(*inputs, documents, states, systems, dout, dend, **sizes)
         return _Inputs(*found[0]), None, found[1]
-    dinputs, dstart = _scan_backward(scale, chunk, *residuals, dout, dend)
+    dinputs, dstart = _scan_backward(scale, chunk, inputs, documents, states, dout, dend)
     return dinputs, None, dstart
 
 

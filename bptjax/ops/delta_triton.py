@@ -1,6 +1,6 @@
 """The gated delta rule by Triton kernels through jax-triton, on NVIDIA GPUs.
 
-One kernel solves the systems of all chunks at once. A program of the next one visits the chunks in
+One kernel inverts the systems of all chunks at once. A program of the next one visits the chunks in
 order, with a tile of the value columns of one head's state in its registers. The backward pass
 computes the states of the chunks again, from those before groups of chunks and for all groups at
 once, visits the chunks in reverse for the gradients of the states, and then computes all other
@@ -22,15 +22,16 @@ from jaxtyping import Float, Int
 from bptjax.ops.target import capability, is_absent, like, platform
 from bptjax.ops.triton_call import compiler_shards_arrays, triton_call
 
-# (value columns, warps, stages) of a program, by kernel.
+# (value columns, warps, stages) of a program, by kernel: the fastest of two to four candidates on one
+# H200 (16 key and 32 value heads of 128, 32,768 tokens). The products of four warps have 64 rows.
 TILES: dict[str, tuple[int, int, int]] = {
     "systems": (64, 4, 1),
     "forward": (64, 4, 3),
     "again": (64, 4, 2),
     "backward": (64, 4, 3),
     "scores": (64, 4, 2),
-    "queries": (64, 4, 2),
-    "keys": (64, 4, 2),
+    "queries": (64, 4, 3),
+    "keys": (64, 4, 3),
 }
 # Kernels whose programs share the value columns of a head.
 COLUMNS = "forward", "again", "backward"
@@ -50,7 +51,6 @@ class Constants:
       BW: value columns of a program.
       group: chunks between two saved states.
       levels: base-2 logarithm of C.
-      scaled: multiply the columns of the inverses by beta.
       halved: solve the systems by products of operands rounded to 16 bits, not 24.
     """
 
@@ -65,7 +65,6 @@ class Constants:
     levels: int
     scale: float
     halved: bool
-    scaled: bool = False
 
 
 def unsupported(q: Array, k: Array, v: Array) -> str | None:
@@ -97,22 +96,27 @@ def forward(
     scale: float,
     chunk: int,
     group: int,
-) -> tuple[Array, Array, Array]:
-    """Returns the output, the last state, and the state before each group of chunks.
+) -> tuple[Array, Array, Array, tuple[Array, ...]]:
+    """Returns the output, the last state, the state before each group of chunks, and the chunks'
+    systems. The backward pass needs states and systems. A remat policy can save the states, whose
+    kernel then does not run again; without it, that of the systems does.
 
     Args:
       documents: number of each token's document; 0 continues the one of `start`.
       chunk: tokens of a chunk, which divides T.
       group: chunks of a group.
     """
-    constants = replace(_constants(q, v, scale, chunk, group), scaled=True)
+    constants = _constants(q, v, scale, chunk, group)
     (B, _, N, W), H, chunks = v.shape, q.shape[3], constants.T // chunk
     g, beta = g.swapaxes(1, 2), beta.swapaxes(1, 2)
-    systems = _systems(constants, q, k, g, beta, documents)
+    square = jax.ShapeDtypeStruct((B, chunks, N, chunk, chunk), q.dtype)
+    shapes = square, square, square, like(g), like(g)
+    inputs = q, k, g, beta, documents
+    solutions, *systems = _launch("systems", inputs, shapes, constants, (N, chunks, B))
     states = jax.ShapeDtypeStruct((B, -(-chunks // group), N, W, H), jnp.float32)
-    inputs, shapes = (q, k, v, *systems, start), (like(v), states, like(start))
+    inputs, shapes = (q, k, v, solutions, *systems[1:], start), (like(v), states, like(start))
     out, states, end = _launch("forward", inputs, shapes, constants, (N, B))
-    return out, end, states
+    return out, end, states, tuple(systems)
 
 
 def backward(
@@ -123,6 +127,7 @@ def backward(
     beta: Float[Array, "B T N"],
     documents: Int[Array, "B T"],
     states: Float[Array, "B n N W H"],
+    systems: tuple[Array, ...],
     dout: Float[Array, "B T N W"],
     dend: Float[Array, "B N H W"],
     *,
@@ -134,7 +139,7 @@ def backward(
     constants = _constants(q, v, scale, chunk, group)
     (B, _, N, W), (K, H), chunks = v.shape, q.shape[2:], constants.T // chunk
     g, beta = g.swapaxes(1, 2), beta.swapaxes(1, 2)
-    inverses, scores, starts, ends = _systems(constants, q, k, g, beta, documents)
+    inverses, scores, starts, ends = systems
     each, tokens = (jax.ShapeDtypeStruct(s, q.dtype) for s in ((B, chunks, N, W, H), v.shape))
     inputs = q, k, dout, -beta * starts, inverses, scores, starts, ends, dend
     shapes = tokens, each, like(dend)
@@ -172,7 +177,7 @@ def _decay_gradients(
     """
     own = documents.reshape(len(documents), 1, -1, chunk)
     own = own[..., :, None] == own[..., None, :]
-    later = np.tri(chunk, dtype=bool)
+    later = np.tri(chunk, dtype=bool)[(None,) * 3]
     through, to_end = (x.reshape(*x.shape[:2], -1, 1, chunk) for x in (through, to_end))
 
     def add(x, tokens):
@@ -180,17 +185,6 @@ def _decay_gradients(
 
     dg = add(through, later) + add(to_end, ~later) + kept.swapaxes(1, 2)[..., None, None]
     return dg.reshape(*dg.shape[:2], -1)
-
-
-def _systems(
-    constants: Constants, q: Array, k: Array, g: Array, beta: Array, documents: Array
-) -> tuple[Array, ...]:
-    """Returns the inverse of each chunk's system, its products of queries and keys, and the decays
-    of its tokens from its start and to its end."""
-    (B, N, T), C = g.shape, constants.C
-    square = jax.ShapeDtypeStruct((B, T // C, N, C, C), q.dtype)
-    shapes = square, square, like(g), like(g)
-    return _launch("systems", (q, k, g, beta, documents), shapes, constants, (N, T // C, B))
 
 
 def _constants(q: Array, v: Array, scale: float, chunk: int, group: int) -> Constants:

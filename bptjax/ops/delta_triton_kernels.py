@@ -73,7 +73,7 @@ def invert(a, levels: tl.constexpr, halved: tl.constexpr):
     size: tl.constexpr = 2**levels
     i, j = tl.arange(0, size)[:, None], tl.arange(0, size)[None, :]
     x = tl.where(i == j, 1.0, tl.where((i >> 1) == (j >> 1), -a, 0.0))
-    for level in range(1, levels):
+    for level in tl.static_range(1, levels):
         corner = ((i >> (level + 1)) == (j >> (level + 1))) & ((i >> level) != (j >> level))
         y = tl.where(corner, -a, 0.0)
         if halved:
@@ -88,9 +88,11 @@ def invert(a, levels: tl.constexpr, halved: tl.constexpr):
 
 
 @triton.jit
-def systems_kernel(q, k, g, beta, documents, inverses, scores, starts, ends, C: tl.constexpr):
-    """(1 + A)⁻¹, if `scaled` times β_j, d_ij q_i·k_j, c and the decays d to the end of a chunk, for
-    a value head."""
+def systems_kernel(
+    q, k, g, beta, documents, solutions, inverses, scores, starts, ends, C: tl.constexpr
+):
+    """(1 + A)⁻¹ and its product with diag(β), d_ij q_i·k_j, c and the decays d to the end of a
+    chunk, for a value head."""
     n, chunk, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     at = tl.arange(0, C.C)
     i, j = at[:, None], at[None, :]
@@ -115,17 +117,16 @@ def systems_kernel(q, k, g, beta, documents, inverses, scores, starts, ends, C: 
     tl.store(scores + square + tile(at, C.C, at), (d * qk).to(scores.dtype.element_ty))
     a = tl.where(i > j, write[:, None] * d * kk, 0.0)
     x = invert(a, C.levels, C.halved)
-    if C.scaled:
-        x *= tl.load(beta + vector + at)[None, :]
     tl.store(inverses + square + tile(at, C.C, at), x.to(inverses.dtype.element_ty))
+    x *= tl.load(beta + vector + at)[None, :]
+    tl.store(solutions + square + tile(at, C.C, at), x.to(solutions.dtype.element_ty))
 
 
 @triton.jit
 def forward_kernel(
-    q, k, v, inverses, scores, starts, ends, initial, out, states, last, C: tl.constexpr
+    q, k, v, solutions, scores, starts, ends, initial, out, states, last, C: tl.constexpr
 ):
-    """Outputs of a tile of value columns, the states before groups of chunks, and the last. The
-    inverses are scaled."""
+    """Outputs of a tile of value columns, the states before groups of chunks, and the last."""
     n, batch = tl.program_id(0) // (C.W // C.BW), tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) % (C.W // C.BW) * C.BW
     at, size, wide = tl.arange(0, C.C), tl.arange(0, C.H), tl.arange(0, C.BW)
@@ -144,16 +145,16 @@ def forward_kernel(
         row, value = (first * C.K + n // (C.N // C.K)) * C.H, (first * C.N + n) * C.W + column
         keys, queries = tl.load(k + row + rows), tl.load(q + row + rows)
         square = ((batch * chunks + chunk) * C.N + n) * (C.C * C.C)
-        inverse = tl.load(inverses + square + squares)
+        solution = tl.load(solutions + square + squares)
         score = tl.load(scores + square + squares)
         vector = (batch * C.N + n) * C.T + chunk * C.C
         start, end = tl.load(starts + vector + at), tl.load(ends + vector + at)
         next_kept = tl.load(lasts + (chunk + 1) * C.C, mask=chunk + 1 < chunks, other=0.0)
         held = tl.dot(state.to(keys.dtype), tl.trans(keys), input_precision="ieee")
         u = tl.trans(tl.load(v + value + values)).to(keys.dtype)
-        u = tl.dot(u, tl.trans(inverse), input_precision="ieee")
+        u = tl.dot(u, tl.trans(solution), input_precision="ieee")
         held = (-start[None, :] * held).to(keys.dtype)
-        u = tl.dot(held, tl.trans(inverse), u, input_precision="ieee")
+        u = tl.dot(held, tl.trans(solution), u, input_precision="ieee")
         read = tl.dot(state.to(keys.dtype), tl.trans(queries), input_precision="ieee")
         read *= start[None, :]
         read = tl.dot(u.to(keys.dtype), tl.trans(score), read, input_precision="ieee")

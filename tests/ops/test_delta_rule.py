@@ -284,24 +284,50 @@ def test_kernels_equal_recurrence(sizes, dtype):
 
 @pytest.mark.gpu
 def test_kernels_through_a_loop_of_layers():
-    """Of which a remat policy saves the rule's residuals: XLA must not fuse the slices of a stack
-    into the kernels."""
-    (q, k, v, g, beta, _), _ = operands(T=600, H=128, W=128)
+    """XLA must not fuse the slices of a stack into the kernels, whose operands and residuals they
+    are."""
+    (q, k, v, g, beta, _), _ = operands(T=200, H=128, W=128)
+    q, k = (jnp.stack([y, y[:, ::-1], -y]) for y in (q, k))
     save = jax.checkpoint_policies.save_only_these_names(*RESIDUAL_NAMES)
 
-    def loss(scales, impl, *x):
+    def loss(q, k, v, impl):
         @partial(jax.checkpoint, policy=save)
-        def layer(v, scale):
-            out, _ = gated_delta_rule(*x[:2], scale * v, *x[2:], impl=impl)
-            return v + out, None
+        def layer(v, keys):
+            return jnp.cos(v + gated_delta_rule(*keys, v, g, beta, impl=impl)[0]), None
 
-        return jnp.square(jax.lax.scan(layer, v.astype(x[0].dtype), scales)[0]).sum()
+        return (jnp.cos(v) * jax.lax.scan(layer, v, (q, k))[0]).sum()
 
-    f = jax.jit(jax.value_and_grad(loss), static_argnums=1)
-    scales = jnp.array([0.5, 1.0, 1.5])
-    short = [y.astype(jnp.bfloat16) for y in (q, k)]
-    got = f(scales.astype(jnp.bfloat16), "triton", *short, g, beta)
-    close(got, f(scales, "scan", *(y.astype(jnp.float32) for y in short), g, beta), "bfloat16")
+    f = jax.jit(jax.value_and_grad(loss, (0, 1, 2)), static_argnums=3)
+    q, k = (y.astype(jnp.bfloat16) for y in (q, k))
+    wanted = f(q.astype(jnp.float32), k.astype(jnp.float32), v, "scan")
+    close(f(q, k, v, "triton"), wanted, "bfloat16")
+
+
+def test_a_remat_policy_saves_the_kernels(monkeypatch):
+    """With the saved names, the loop over chunks does not run again; the systems may."""
+
+    def call(name, inputs, shapes, *_):
+        def kernel(*inputs):
+            total = sum(x.astype(jnp.float32).sum() for x in inputs)
+            return tuple(jnp.full(s.shape, total.astype(s.dtype)) for s in shapes)
+
+        kernel.__name__ = f"{name}_kernel"
+        return jax.jit(kernel)(*inputs)
+
+    monkeypatch.setattr(delta_triton, "CALL", call)
+    monkeypatch.setattr(delta_triton, "unsupported", lambda *_: None)
+    x, _ = operands(B=1)
+
+    def layer(q, *rest):
+        return jnp.cos(kernels(jnp.sin(q), *rest)[0]).sum()
+
+    save = jax.checkpoint_policies.save_only_these_names(*RESIDUAL_NAMES)
+    counts = []
+    for f in (layer, jax.checkpoint(layer, policy=save), jax.checkpoint(layer)):
+        text = str(jax.make_jaxpr(jax.grad(f, (0, 1)))(*x))
+        names = ("systems", "forward", "backward", "keys")
+        counts.append([text.count(f"name={name}_kernel") for name in names])
+    assert counts == [[1, 1, 1, 1], [2, 1, 1, 1], [2, 2, 1, 1]]
 
 
 def test_auto_takes_the_kernels_where_they_can_run(monkeypatch):
