@@ -181,7 +181,9 @@ def _run(impl, scale, chunk, inputs, documents, start):
 def _forward(impl, scale, chunk, inputs, documents, start):
     if impl == "triton":
         sizes = dict(scale=scale, chunk=chunk, group=GROUP)
-        out, end, states, systems = delta_triton.forward(*inputs, documents, start, **sizes)
+        q, k, v, g, beta = inputs
+        given = q, k, v, g, beta, documents
+        out, end, states, systems = delta_triton.forward(*given, start, **sizes)
     else:
         out, end, states = _scan_forward(scale, chunk, inputs, documents, start)
         systems = ()
@@ -193,8 +195,10 @@ def _backward(impl, scale, chunk, residuals, cotangents):
     (inputs, documents, states, systems), (dout, dend) = residuals, cotangents
     if impl == "triton":
         sizes = dict(scale=scale, chunk=chunk, group=GROUP)
-        found = delta_triton.backward(*inputs, documents, states, systems, dout, dend, **sizes)
-        return _Inputs(*found[0]), None, found[1]
+        q, k, v, g, beta = inputs
+        given = q, k, v, g, beta, documents
+        dinputs, dstart = delta_triton.backward(*given, states, systems, dout, dend, **sizes)
+        return _Inputs(*dinputs), None, dstart
     dinputs, dstart = _scan_backward(scale, chunk, inputs, documents, states, dout, dend)
     return dinputs, None, dstart
 

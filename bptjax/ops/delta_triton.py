@@ -22,8 +22,8 @@ from jaxtyping import Float, Int
 from bptjax.ops.target import capability, is_absent, like, platform
 from bptjax.ops.triton_call import compiler_shards_arrays, triton_call
 
-# (value columns, warps, stages) of a program, by kernel: the fastest of two to four candidates on one
-# H200 (16 key and 32 value heads of 128, 32,768 tokens). The products of four warps have 64 rows.
+# (value columns, warps, stages) of a program, by kernel: the fastest of one to four candidates on
+# one H200 (16 key and 32 value heads of 128, 32,768 tokens). A product of four warps has 64 rows.
 TILES: dict[str, tuple[int, int, int]] = {
     "systems": (64, 4, 1),
     "forward": (64, 4, 3),

@@ -65,7 +65,7 @@ def _dot(self, a, b, d, *_):
     return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
 
 
-interpreter.InterpreterBuilder.create_dot = _dot
+vars(interpreter)["InterpreterBuilder"].create_dot = _dot
 
 
 def call(module, name, inputs, shapes, grid, warps, stages, constants, aliases=None):
@@ -147,9 +147,9 @@ def rule():
     not full, and several tiles of values; and in bfloat16, relative to its tolerance. Another
     document moves no bit."""
     delta_triton.CALL = functools.partial(call, delta_triton_kernels)
-    delta_triton.unsupported = lambda *_: None
+    delta_triton.unsupported = lambda q, k, v: None
     delta_triton.TILES = dict.fromkeys(delta_triton.TILES, (8, 4, 1))
-    delta_rule.CHUNK, delta_rule.GROUP = 16, 2
+    vars(delta_rule).update(CHUNK=16, GROUP=2)
     x, cotangents = operands(W=16)
     segments = np.array([[1] * 20 + [2] + [3] * 30 + [0] * 4 + [4] * 20, [0] * 5 + [1] * 70])
     options = dict(segments=segments.astype(np.int32), previous=jnp.array([1, 7], jnp.int32))

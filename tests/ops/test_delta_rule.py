@@ -293,7 +293,8 @@ def test_kernels_through_a_loop_of_layers():
     def loss(q, k, v, impl):
         @partial(jax.checkpoint, policy=save)
         def layer(v, keys):
-            return jnp.cos(v + gated_delta_rule(*keys, v, g, beta, impl=impl)[0]), None
+            q, k = keys
+            return jnp.cos(v + gated_delta_rule(q, k, v, g, beta, impl=impl)[0]), None
 
         return (jnp.cos(v) * jax.lax.scan(layer, v, (q, k))[0]).sum()
 
