@@ -294,6 +294,22 @@ def mixtures() -> str:
     return table(head, body)
 
 
+def rules() -> str:
+    """The gated delta rule's implementations, in one run."""
+    body = [
+        [
+            row["implementation"],
+            f"{row['forward_ms']:.2f} ms",
+            f"{row['step_ms']:.2f} ms",
+            f"{row['temporary_gib']:.2f} GiB" if "temporary_gib" in row else "",
+            f"{row['error']:.1e}",
+        ]
+        for row in read("delta_rule_h200.json")
+    ]
+    head = ["", "forward", "forward and backward", "temporary memory", "error"]
+    return table(head, body)
+
+
 def sequence() -> str:
     unordered = {
         "ulysses": "`ulysses`",
@@ -454,6 +470,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "windows": windows,
     "parity": parity,
     "mixtures": mixtures,
+    "rules": rules,
     "step": lambda: steps("step_h200.json", "transformers + Liger"),
     "sequence": sequence,
     "several": several,

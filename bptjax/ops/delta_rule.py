@@ -33,6 +33,7 @@ from jax.lax import Precision
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
+from bptjax.ops import delta_triton
 from bptjax.ops.arguments import check_chunk
 from bptjax.ops.chunks import join_chunks, split_chunks
 from bptjax.ops.documents import check_previous, number_documents
@@ -67,14 +68,21 @@ def gated_delta_rule(
     previous: Int[Array, "B"] | None = None,
     scale: float | None = None,
     chunk: int = CHUNK,
+    impl: str = "auto",
 ) -> tuple[Float[Array, "B T N W"], Float[Array, "B N H W"]]:
     """Gated delta rule in O(T) memory. Returns the output, in v's dtype, and the float32 state
     after the last token.
 
+    `impl="auto"` takes the Triton kernels where they support the arguments and a chunk is full,
+    else `scan`, XLA's loop over the chunks; a named `impl` is used or raises.
+
     Value head n reads query and key head n // (N / K). The state, the decays and the systems are
-    float32; products take their operands in float32, and round them to what the device prefers
-    only where q is of a shorter dtype. The caller normalizes q and k (`l2_norm`). The backward
-    pass saves the inputs and a state for every `GROUP` chunks.
+    float32. Products take their operands in float32, and round them only where q is of a shorter
+    dtype: to what the device prefers, or in the kernels to q's dtype, and to 16 bits where they
+    solve the systems. The caller normalizes q and k (`l2_norm`).
+
+    The backward pass saves the inputs and a state for every `GROUP` chunks. The kernels also save
+    2 · CHUNK numbers in q's dtype for each token and value head, which are cheap to compute again.
 
     Args:
       g: log of the decay, finite and at most 0.
@@ -85,16 +93,17 @@ def gated_delta_rule(
       previous: segment of the document that `state` belongs to, which may go on here; no other
         document reads the state. Goes with segments and state.
       scale: factor on the output; H^-0.5 if left out.
-      chunk: tokens in a chunk; T need not be a multiple.
+      chunk: tokens in a chunk; T need not be a multiple. The kernels always take `CHUNK`.
 
     Raises:
+      NotImplementedError: the named implementation cannot honor the arguments.
       ValueError: shapes that do not match, N is not a multiple of K, or a chunk below 1; a state
-        and segments without `previous`, or `previous` without segments.
+        and segments without `previous`, or `previous` without segments; an unknown `impl`.
     """
     check_chunk(chunk=chunk)
     check_delta_rule(q, k, v, g, beta, state)
     check_previous(segments, previous, state)
-    (B, T, K, H), (N, W) = q.shape, v.shape[2:]
+    (B, T, _, H), (N, W) = q.shape, v.shape[2:]
     g, beta = g.astype(jnp.float32), beta.astype(jnp.float32)
     documents, padding = number_documents(B, T, segments, previous)
     if padding is not None:
@@ -102,16 +111,35 @@ def gated_delta_rule(
     if state is None:
         state = jnp.zeros((B, N, H, W))
     scale = H**-0.5 if scale is None else scale
-    start = state.astype(jnp.float32).reshape(B, K, N // K, H, W)
-    chunk = min(chunk, T)
+    impl = choose(impl, q, k, v)
+    chunk = CHUNK if impl == "triton" else min(chunk, T)
     inputs, width = _Inputs(q, k, v, g, beta), (0, -T % chunk)
     inputs = jax.tree.map(lambda x: jnp.pad(x, [(0, 0), width] + [(0, 0)] * (x.ndim - 2)), inputs)
     documents = jnp.pad(documents, ((0, 0), width), mode="edge")
-    out, end = _run(scale, chunk, inputs, documents, start)
+    out, end = _run(impl, scale, chunk, inputs, documents, state.astype(jnp.float32))
     out = out[:, :T]
     if padding is not None:
         out = jnp.where(padding[..., None, None], jnp.zeros((), out.dtype), out)
-    return out, end.reshape(B, N, H, W)
+    return out, end
+
+
+def choose(impl: str, q: Array, k: Array, v: Array) -> str:
+    """Returns the implementation to use for `impl`: scan or triton. Reads only shapes and dtypes.
+
+    Raises:
+      ValueError: an unknown implementation.
+      NotImplementedError: the named implementation cannot honor the arguments.
+    """
+    if impl not in ("auto", "scan", "triton"):
+        raise ValueError(f"impl={impl!r}: must be one of auto, scan, triton")
+    if impl == "scan":
+        return impl
+    reason = delta_triton.unsupported(q, k, v)
+    if impl == "auto":
+        return "scan" if reason or q.shape[1] < CHUNK else "triton"
+    if reason:
+        raise NotImplementedError(f"gated delta rule {impl!r}: {reason}")
+    return impl
 
 
 def precision_of(dtype: DTypeLike) -> Precision:
@@ -145,25 +173,55 @@ def check_delta_rule(
         raise ValueError(f"{N} value heads: must be a multiple of {K} key heads")
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _run(scale, chunk, inputs, documents, start):
-    return _forward(scale, chunk, inputs, documents, start)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _run(impl, scale, chunk, inputs, documents, start):
+    return _forward(impl, scale, chunk, inputs, documents, start)[0]
 
 
-def _forward(scale, chunk, inputs, documents, start):
+def _forward(impl, scale, chunk, inputs, documents, start):
+    if impl == "triton":
+        sizes = dict(scale=scale, chunk=chunk, group=GROUP)
+        q, k, v, g, beta = inputs
+        given = q, k, v, g, beta, documents
+        out, end, states, systems = delta_triton.forward(*given, start, **sizes)
+    else:
+        out, end, states = _scan_forward(scale, chunk, inputs, documents, start)
+        systems = ()
+    out, states = map(checkpoint_name, (out, states), RESIDUAL_NAMES)
+    return (out, end), (inputs, documents, states, systems)
+
+
+def _backward(impl, scale, chunk, residuals, cotangents):
+    (inputs, documents, states, systems), (dout, dend) = residuals, cotangents
+    if impl == "triton":
+        sizes = dict(scale=scale, chunk=chunk, group=GROUP)
+        q, k, v, g, beta = inputs
+        given = q, k, v, g, beta, documents
+        dinputs, dstart = delta_triton.backward(*given, states, systems, dout, dend, **sizes)
+        return _Inputs(*dinputs), None, dstart
+    dinputs, dstart = _scan_backward(scale, chunk, inputs, documents, states, dout, dend)
+    return dinputs, None, dstart
+
+
+_run.defvjp(_forward, _backward)
+
+
+def _scan_forward(scale, chunk, inputs, documents, start):
+    """Returns the output, the last state, and the state before each group."""
+
     def visit(state, group):
         inputs, documents, before = group
         out, after = _group(inputs, documents, before, state, scale=scale, chunk=chunk)
         return after, (out, state)
 
-    T = documents.shape[1]
+    (B, T), (N, H, W), K = documents.shape, start.shape[1:], inputs.q.shape[2]
+    start = start.reshape(B, K, N // K, H, W)
     end, (out, states) = jax.lax.scan(visit, start, _split(chunk, inputs, documents))
-    out, states = map(checkpoint_name, (join_chunks(out, T), states), RESIDUAL_NAMES)
-    return (out, end), (inputs, documents, states)
+    return join_chunks(out, T), end.reshape(B, N, H, W), states
 
 
-def _backward(scale, chunk, residuals, cotangents):
-    (inputs, documents, states), (dout, dend) = residuals, cotangents
+def _scan_backward(scale, chunk, inputs, documents, states, dout, dend):
+    """Returns the gradients of the inputs and of the first state."""
 
     def visit(dafter, group):
         (inputs, documents, before), state, dout = group
@@ -179,11 +237,8 @@ def _backward(scale, chunk, residuals, cotangents):
 
     T = documents.shape[1]
     groups = _split(chunk, inputs, documents), states, split_chunks(dout, _length(T, chunk))
-    dstart, dinputs = jax.lax.scan(visit, dend, groups, reverse=True)
-    return jax.tree.map(lambda x: join_chunks(x, T), dinputs), None, dstart
-
-
-_run.defvjp(_forward, _backward)
+    dstart, dinputs = jax.lax.scan(visit, dend.reshape(states.shape[1:]), groups, reverse=True)
+    return jax.tree.map(lambda x: join_chunks(x, T), dinputs), dstart.reshape(dend.shape)
 
 
 def _length(T: int, chunk: int) -> int:

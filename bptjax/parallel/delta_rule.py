@@ -37,6 +37,7 @@ def gated_delta_rule(
     order: Int[np.ndarray, "T"] | None = None,
     scale: float | None = None,
     chunk: int = delta_rule.CHUNK,
+    impl: str = "auto",
 ) -> tuple[Float[Array, "B T N W"], Float[Array, "B N H W"]]:
     """Computes `ops.gated_delta_rule` on the mesh set by `jax.set_mesh`. On one device, or without
     a mesh, it is that function itself.
@@ -47,9 +48,10 @@ def gated_delta_rule(
 
     Args:
       order: position of each token in its sequence, if the tokens are in another order.
-      segments, state, previous, scale, chunk: as in `ops.gated_delta_rule`.
+      segments, state, previous, scale, chunk, impl: as in `ops.gated_delta_rule`.
 
     Raises:
+      NotImplementedError: as `ops.gated_delta_rule`.
       ValueError: as `ops.gated_delta_rule`; an order that does not leave each device one or two
         pieces.
     """
@@ -58,7 +60,8 @@ def gated_delta_rule(
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         carried: dict[str, Any] = dict(segments=segments, state=state, previous=previous)
-        return delta_rule.gated_delta_rule(q, k, v, g, beta, scale=scale, chunk=chunk, **carried)
+        carried |= dict(scale=scale, chunk=chunk, impl=impl)
+        return delta_rule.gated_delta_rule(q, k, v, g, beta, **carried)
     (B, T, K, _), N = q.shape, v.shape[2]
     tokens = sharding(mesh, ("batch", "sequence", "heads"), (B, T, N)).spec
     states, shards = PartitionSpec(tokens[0], tokens[2]), axis_devices(tokens[1])
@@ -76,7 +79,7 @@ def gated_delta_rule(
     pieces = Pieces.of(order if order is not None else np.arange(T), shards)
     run = delta_rule.gated_delta_rule if pieces.ranks.size == 1 else partial(_run, pieces)
     mapped = jax.shard_map(
-        lambda arrays: run(**arrays, scale=scale, chunk=chunk),
+        lambda arrays: run(**arrays, scale=scale, chunk=chunk, impl=impl),
         in_specs=(specs,),
         out_specs=(tokens, states),
         check_vma=False,

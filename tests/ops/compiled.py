@@ -14,9 +14,10 @@ from triton import compile as triton_compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from bptjax.ops import grouped_triton, grouped_triton_kernels
+from bptjax.ops import delta_triton, delta_triton_kernels, grouped_triton, grouped_triton_kernels
 from bptjax.ops.attention import triton_flash, triton_kernels
 from bptjax.ops.attention.contract import QKV, AttentionSpec
+from bptjax.ops.delta_rule import gated_delta_rule
 from bptjax.ops.grouped_matmul import grouped_matmul
 from bptjax.ops.mask import Mask
 
@@ -85,6 +86,19 @@ def experts(dtypes):
         pull(y)
 
 
+def rule(H, W, dtype="bfloat16"):
+    """The gated delta rule with values of this dtype, and its gradients."""
+    delta_triton.unsupported = lambda q, k, v: None
+    q, v, g = (
+        jnp.zeros((1, T, 1, H), "bfloat16"),
+        jnp.zeros((1, T, 2, W), dtype),
+        jnp.zeros((1, T, 2)),
+    )
+    f = functools.partial(gated_delta_rule, impl="triton")
+    (out, state), pull = jax.vjp(f, q, q, v, g, g)
+    pull((out, state))
+
+
 def one_query():
     """The forward pass of a decoding step, with seven heads to a key."""
     q, k = jnp.zeros((2, 1, 7 * K, 128), "bfloat16"), jnp.zeros((2, T, K, 128), "bfloat16")
@@ -108,6 +122,7 @@ def main():
         for module, kernels in (
             (grouped_triton, grouped_triton_kernels),
             (triton_flash, triton_kernels),
+            (delta_triton, delta_triton_kernels),
         ):
             module.CALL = functools.partial(call, of, kernels)
             module.capability = lambda device=None, of=of: of
@@ -118,6 +133,9 @@ def main():
         if newest:
             attention("documents, 256", over=True)
         one_query()
+        rule(128, 128)
+        if newest:
+            rule(64, 192, "float32")
 
 
 if __name__ == "__main__":

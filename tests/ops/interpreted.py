@@ -3,7 +3,7 @@ interpreter is chosen when triton is imported.
 
     python interpreted.py CASE…   prints each one's name and its largest error against the oracle
 
-A case is one of attention, 'experts' or 'over'.
+A case is one of attention, 'experts', 'over' or 'delta rule'.
 """
 
 import builtins
@@ -17,14 +17,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+import triton.language as tl
 from triton.runtime import interpreter
 
-from bptjax.ops import grouped_triton, grouped_triton_kernels
+from bptjax.ops import (
+    delta_rule,
+    delta_triton,
+    delta_triton_kernels,
+    grouped_triton,
+    grouped_triton_kernels,
+)
 from bptjax.ops.attention import attend, reference, triton_flash, triton_kernels
 from bptjax.ops.attention.contract import QKV, AttentionState
 from bptjax.ops.grouped_matmul import grouped_matmul
 from ops.attention_cases import CASES, oracle
-from ops.comparing import error, normal, quick
+from ops.comparing import TOLERANCE, error, normal, quick
+from ops.test_delta_rule import operands, recurrence, results
 
 
 class _AnyInt(type):
@@ -45,20 +53,43 @@ interpreter._patch_lang = functools.cache(interpreter._patch_lang)
 interpreter._LangPatchScope.restore = lambda self: None
 
 
+def _dot(self, a, b, d, *_):
+    """The interpreter's own multiplies the bits of bfloat16 as integers."""
+
+    def numbers(x):
+        if x.dtype.scalar != tl.bfloat16:
+            return x.data
+        return (x.data.astype(np.uint32) << 16).view(np.float32)
+
+    product = np.matmul(numbers(a), numbers(b), dtype=d.data.dtype)
+    return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
+
+
+vars(interpreter)["InterpreterBuilder"].create_dot = _dot
+
+
 def call(module, name, inputs, shapes, grid, warps, stages, constants, aliases=None):
     """Runs like `triton_flash.CALL`, on torch tensors. Outputs start as the inputs whose memory
     they have, or as NaN, so that an element which is not written is noticed."""
 
     def tensor(x):
         x = np.asarray(x)
+        if x.dtype == jnp.bfloat16:
+            return torch.tensor(x.view(np.int16)).view(torch.bfloat16)
         return torch.tensor(x.view(np.int32) if x.dtype == np.uint32 else x)
 
-    outputs = [torch.full(s.shape, float("nan"), dtype=torch.float32) for s in shapes]
+    wide = dict.fromkeys((s.dtype for s in shapes), torch.float32)
+    wide |= {np.dtype(jnp.bfloat16): torch.bfloat16}
+    outputs = [torch.full(s.shape, float("nan"), dtype=wide[s.dtype]) for s in shapes]
     for i, o in (aliases or {}).items():
         outputs[o] = tensor(inputs[i])
     kernel = getattr(module, f"{name}_kernel")
     kernel[grid](*map(tensor, inputs), *outputs, C=constants)
-    return tuple(jnp.asarray(x.numpy()) for x in outputs)
+    numbers = (x.float() if x.dtype == torch.bfloat16 else x for x in outputs)
+    return tuple(
+        jnp.asarray(x.numpy(), s.dtype if s.dtype == jnp.bfloat16 else None)
+        for x, s in zip(numbers, shapes, strict=True)
+    )
 
 
 def experts():
@@ -111,6 +142,49 @@ def over():
     print(f"over\t{worst}", flush=True)
 
 
+def rule():
+    """The gated delta rule on documents, in several groups of chunks, with the last chunk and group
+    not full, and several tiles of values; and in bfloat16, relative to its tolerance. Another
+    document moves no bit."""
+    delta_triton.CALL = functools.partial(call, delta_triton_kernels)
+    delta_triton.unsupported = lambda q, k, v: None
+    delta_triton.TILES = dict.fromkeys(delta_triton.TILES, (8, 4, 1))
+    vars(delta_rule).update(CHUNK=16, GROUP=2)
+    x, cotangents = operands(W=16)
+    segments = np.array([[1] * 20 + [2] + [3] * 30 + [0] * 4 + [4] * 20, [0] * 5 + [1] * 70])
+    options = dict(segments=segments.astype(np.int32), previous=jnp.array([1, 7], jnp.int32))
+
+    def run(x, cotangents):
+        def kernels(q, k, v, g, beta, state):
+            given = dict(options, state=state, impl="triton")
+            return delta_rule.gated_delta_rule(q, k, v, g, beta, **given)
+
+        (out, state), pull = jax.vjp(kernels, *x)
+        return out, *pull((cotangents[0].astype(out.dtype), cotangents[1])), state
+
+    (out, state), gradients = results(recurrence, x, cotangents, **options)
+    wanted = out, *(gradients[n] for n in ("q", "k", "v", "g", "beta", "state")), state
+    got = run(x, cotangents)
+    worst = max(error(a, b) for a, b in zip(got, wanted, strict=True))
+    short = run((*(y.astype(jnp.bfloat16) for y in x[:3]), *x[3:]), cotangents)
+    assert short[0].dtype == jnp.bfloat16
+    # The interpreter rounds towards 0, with errors twice as large as those of a GPU.
+    allowed = 2 * TOLERANCE["bfloat16"] / TOLERANCE["float32"]
+    worst = max(worst, *(error(a, b) / allowed for a, b in zip(short, wanted, strict=True)))
+    inside = segments == 3
+    changed = [y.at[inside].set(2 * y[inside][::-1]) for y in (*x[:5], cotangents[0])]
+    other = run((*changed[:5], x[5]), (changed[5], cotangents[1]))
+    for a, b in zip(got, other, strict=True):
+        if a.shape[:2] == inside.shape:
+            assert not np.array_equal(a[inside], b[inside])
+            a, b = a[~inside], b[~inside]
+        assert np.array_equal(a, b)
+    print(f"delta rule\t{worst}", flush=True)
+
+
+OTHERS = {"experts": experts, "over": over, "delta rule": rule}
+
+
 def main(names):
     triton_flash.CALL = functools.partial(call, triton_kernels)
     for name in names:
@@ -121,8 +195,8 @@ def main(names):
             triton_flash.BLOCKS[kernel] = dict.fromkeys(blocks, (4, size, 4, 1))
             # All windows are narrow: two tokens in a tile of the forward pass, for two heads each.
             triton_flash.NARROW_BLOCKS[kernel] = dict.fromkeys((16, 32), (4, size, 4, 1))
-        if name in ("experts", "over"):
-            globals()[name]()
+        if name in OTHERS:
+            OTHERS[name]()
             continue
         case = CASES[name]
         (*qkv, dout), spec = case.operands(), case.spec()

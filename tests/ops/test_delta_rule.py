@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bptjax.ops.delta_rule import RESIDUAL_NAMES, gated_delta_rule
+from bptjax.ops import delta_triton
+from bptjax.ops.delta_rule import RESIDUAL_NAMES, choose, gated_delta_rule
 from bptjax.ops.documents import count_documents, last_segment
 from bptjax.ops.norm import l2_norm
 from ops.comparing import close, error, normal, quick, temp_bytes
@@ -250,6 +251,108 @@ def test_a_remat_policy_saves_the_rule():
         for f in (layer, jax.checkpoint(layer, policy=save), jax.checkpoint(layer))
     )
     assert plain == saved < again
+
+
+def kernels(*x, **options):
+    return chunked(*x, impl="triton", **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes, dtype", [((128, 128), "bfloat16"), ((64, 192), "float32")])
+def test_kernels_equal_recurrence(sizes, dtype):
+    """Also with values in float32, as shards of a sequence have them."""
+    (q, k, v, *rest), cotangents = operands(H=sizes[0], W=sizes[1])
+    x = q.astype(jnp.bfloat16), k.astype(jnp.bfloat16), v.astype(dtype), *rest
+    options = dict(segments=SEGMENTS, previous=PREVIOUS)
+    got = results(kernels, x, cotangents, **options)
+    exact = tuple(y.astype(jnp.float32) for y in x)
+    close(got, results(recurrence, exact, cotangents, **options), "bfloat16")
+    inside = jnp.asarray(SEGMENTS == 3)
+
+    def change(y):
+        mask = inside.reshape(*inside.shape, *(1,) * (y.ndim - 2))
+        return jnp.where(mask, 2 * y[:, ::-1], y)
+
+    other = *map(change, x[:5]), x[5]
+    other = results(kernels, other, (change(cotangents[0]), cotangents[1]), **options)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(other), strict=True):
+        if a.shape[:2] == inside.shape:
+            assert not np.array_equal(a[inside], b[inside])
+            a, b = a[~inside], b[~inside]
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.gpu
+def test_kernels_through_a_loop_of_layers():
+    """XLA must not fuse the slices of a stack into the kernels, whose operands and residuals they
+    are."""
+    (q, k, v, g, beta, _), _ = operands(T=200, H=128, W=128)
+    q, k = (jnp.stack([y, y[:, ::-1], -y]) for y in (q, k))
+    save = jax.checkpoint_policies.save_only_these_names(*RESIDUAL_NAMES)
+
+    def loss(q, k, v, impl):
+        @partial(jax.checkpoint, policy=save)
+        def layer(v, keys):
+            q, k = keys
+            return jnp.cos(v + gated_delta_rule(q, k, v, g, beta, impl=impl)[0]), None
+
+        return (jnp.cos(v) * jax.lax.scan(layer, v, (q, k))[0]).sum()
+
+    f = jax.jit(jax.value_and_grad(loss, (0, 1, 2)), static_argnums=3)
+    q, k = (y.astype(jnp.bfloat16) for y in (q, k))
+    wanted = f(q.astype(jnp.float32), k.astype(jnp.float32), v, "scan")
+    close(f(q, k, v, "triton"), wanted, "bfloat16")
+
+
+def test_a_remat_policy_saves_the_kernels(monkeypatch):
+    """With the saved names, the loop over chunks does not run again; the systems may."""
+
+    def call(name, inputs, shapes, *_):
+        def kernel(*inputs):
+            total = sum(x.astype(jnp.float32).sum() for x in inputs)
+            return tuple(jnp.full(s.shape, total.astype(s.dtype)) for s in shapes)
+
+        kernel.__name__ = f"{name}_kernel"
+        return jax.jit(kernel)(*inputs)
+
+    monkeypatch.setattr(delta_triton, "CALL", call)
+    monkeypatch.setattr(delta_triton, "unsupported", lambda *_: None)
+    x, _ = operands(B=1)
+
+    def layer(q, *rest):
+        return jnp.cos(kernels(jnp.sin(q), *rest)[0]).sum()
+
+    save = jax.checkpoint_policies.save_only_these_names(*RESIDUAL_NAMES)
+    counts = []
+    for f in (layer, jax.checkpoint(layer, policy=save), jax.checkpoint(layer)):
+        text = str(jax.make_jaxpr(jax.grad(f, (0, 1)))(*x))
+        names = ("systems", "forward", "backward", "keys")
+        counts.append([text.count(f"name={name}_kernel") for name in names])
+    assert counts == [[1, 1, 1, 1], [2, 1, 1, 1], [2, 2, 1, 1]]
+
+
+def test_auto_takes_the_kernels_where_they_can_run(monkeypatch):
+    """A named implementation is used or raises."""
+    q, v = (jax.ShapeDtypeStruct((1, 64, n, 128), jnp.bfloat16) for n in (2, 4))
+    assert choose("auto", q, q, v) == "scan"
+    with pytest.raises(NotImplementedError, match="'triton': needs an NVIDIA GPU"):
+        choose("triton", q, q, v)
+    with pytest.raises(ValueError, match="impl='fla': must be one of auto, scan, triton"):
+        choose("fla", q, q, v)
+    monkeypatch.setattr(delta_triton, "platform", lambda: "gpu")
+    monkeypatch.setattr(delta_triton, "is_absent", lambda: True)
+    assert choose("auto", q, q, v) == choose("triton", q, q, v) == "triton"
+    assert choose("scan", q, q, v) == "scan"
+    few = q.update(shape=(1, 63, 2, 128))
+    assert choose("auto", few, few, v) == "scan" and choose("triton", few, few, v) == "triton"
+    for change, message in (
+        (dict(dtype=jnp.float32), "bfloat16, not float32"),
+        (dict(shape=(1, 64, 2, 96)), "keys of 64 or 128 .* not 96"),
+    ):
+        other = q.update(**change)
+        assert choose("auto", other, other, v) == "scan"
+        with pytest.raises(NotImplementedError, match=message):
+            choose("triton", other, other, v)
 
 
 @pytest.mark.parametrize(

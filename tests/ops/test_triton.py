@@ -42,6 +42,7 @@ INTERPRETED = (
     "sinks, window",
     "experts",
     "over",
+    "delta rule",
 )
 
 
@@ -66,7 +67,7 @@ def test_kernels_compile():
     assert done.returncode == 0, done.stderr[-2000:]
     lines = [line.split("\t") for line in done.stdout.splitlines()]
     sizes = {of: [int(size) for _, each, size in lines if each == of] for _, of, _ in lines}
-    assert {of: len(each) for of, each in sizes.items()} == {"9.0": 32, "8.0": 13, "8.9": 13}
+    assert {of: len(each) for of, each in sizes.items()} == {"9.0": 46, "8.0": 20, "8.9": 20}
     for of, limit in (("9.0", 227), ("8.0", 163), ("8.9", 99)):
         assert max(sizes[of]) <= limit * 1024, sizes
 
