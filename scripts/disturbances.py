@@ -138,7 +138,7 @@ def execute(
         if event not in FILES or not any(str(x).startswith(places) for x in arguments[:2]):
             return
         seen += 1
-        if seen == at:
+        if kind and seen == at:
             effects[kind]()
 
     sys.addaudithook(hook)

@@ -36,6 +36,7 @@ from jaxtyping import Float, Int
 from bptjax.ops import delta_triton
 from bptjax.ops.arguments import check_chunk
 from bptjax.ops.chunks import join_chunks, split_chunks
+from bptjax.ops.delta_triton import Shaped
 from bptjax.ops.documents import check_previous, number_documents
 
 # Names of the output and of the saved states. A remat policy that saves them does not run the rule
@@ -123,8 +124,8 @@ def gated_delta_rule(
     return out, end
 
 
-def choose(impl: str, q: Array, k: Array, v: Array) -> str:
-    """Returns the implementation to use for `impl`: scan or triton. Reads only shapes and dtypes.
+def choose(impl: str, q: Shaped, k: Shaped, v: Shaped) -> str:
+    """Returns the implementation to use for `impl`: scan or triton.
 
     Raises:
       ValueError: an unknown implementation.

@@ -22,6 +22,9 @@ from jaxtyping import Float, Int
 from bptjax.ops.target import capability, is_absent, like, platform
 from bptjax.ops.triton_call import compiler_shards_arrays, triton_call
 
+# Arrays of which only shapes and dtypes are read.
+Shaped = Array | jax.ShapeDtypeStruct
+
 # (value columns, warps, stages) of a program, by kernel: the fastest of one to four candidates on
 # one H200 (16 key and 32 value heads of 128, 32,768 tokens). A product of four warps has 64 rows.
 TILES: dict[str, tuple[int, int, int]] = {
@@ -67,7 +70,7 @@ class Constants:
     halved: bool
 
 
-def unsupported(q: Array, k: Array, v: Array) -> str | None:
+def unsupported(q: Shaped, k: Shaped, v: Shaped) -> str | None:
     """Returns why the kernels cannot honor these arguments, or None."""
     if platform() != "gpu":
         return "needs an NVIDIA GPU"
