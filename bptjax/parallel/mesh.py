@@ -3,6 +3,7 @@
 import itertools
 import math
 import os
+import warnings
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -15,6 +16,7 @@ from jax import Array
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from bptjax.ops.attention import fa4
+from bptjax.output import FULL_DISK
 
 # Fraction of a GPU's memory for JAX. Libraries, contexts and other programs need little.
 MEMORY_FRACTION = "0.93"
@@ -104,6 +106,10 @@ def select_devices(device: str) -> list[jax.Device]:
     takes_more = not flags or (flags.startswith("-") and name not in flags)
     if takes_more and device != "cpu" and os.path.exists(NVIDIA) and find_spec("fa4_jax"):
         os.environ["XLA_FLAGS"] = f"{flags} {fa4.XLA_FLAG}".strip()
+    for number in FULL_DISK:
+        # JAX goes on without its cache, and what the run writes says that the disk is full.
+        message = f"Error (reading|writing) persistent compilation cache .*{os.strerror(number)}"
+        warnings.filterwarnings("ignore", message)
     devices = _devices(device)
     if devices[0].platform == "gpu" and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         with suppress(OSError):  # JAX goes on without a cache.

@@ -1,6 +1,7 @@
 """The mesh, and where arrays live on it."""
 
 import os
+import warnings
 from dataclasses import fields
 
 import jax
@@ -141,3 +142,15 @@ def test_host_memory_is_that_of_the_container(monkeypatch, tmp_path):
             mesh_module, "CONTAINER_LIMITS", (tmp_path / "none", tmp_path / "limit")
         )
         assert host_memory() == size
+
+
+def test_a_full_disk_of_the_compilation_cache_is_silent(monkeypatch):
+    """What the run itself writes names the full disk. Other errors of the cache are warnings."""
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    error = "Error writing persistent compilation cache entry for 'f': OSError: [Errno"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        select_devices("cpu")
+        warnings.warn(f"{error} 28] No space left on device", stacklevel=1)
+        with pytest.raises(UserWarning, match="Permission denied"):
+            warnings.warn(f"{error} 13] Permission denied", stacklevel=1)
