@@ -50,7 +50,7 @@ DAY_S = 86_400
 # Flags of Linux.
 CLONE_NEWNS = 0x20000
 MS_RDONLY, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 32, 1 << 12, 1 << 14, 1 << 18
-# What strangers send: garbage, the start of a gRPC connection, half a greeting, or nothing.
+# Bytes that strangers send: garbage, the start of a gRPC connection, half a greeting, or nothing.
 GREETINGS = (b"\xff\x00" * 2500, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"bptjax 1", b"")
 
 

@@ -342,7 +342,7 @@ def keys_kernel(
         of_chunk = (batch * (C.T // C.C) + chunk) * C.N + n
         vector = (batch * C.N + n) * C.T + chunk * C.C
 
-        # Of the products with queries and keys.
+        # The part through the products with queries and keys.
         dscore = tl.load(dscores + of_chunk * (C.C * C.C) + tile(at, C.C, at))
         queries = tl.load(q + row + tile(at, C.K * C.H, size))
         dkeys = tl.dot(tl.trans(dscore), queries, dkeys, input_precision="ieee")
@@ -351,7 +351,7 @@ def keys_kernel(
         dkeys = tl.dot(da, keys, dkeys, input_precision="ieee")
         dkeys = tl.dot(tl.trans(da), keys, dkeys, input_precision="ieee")
 
-        # Of the state before the chunk.
+        # The part through the state before the chunk.
         start, end = -tl.load(starts + vector + at), tl.load(ends + vector + at)
         write = tl.load(beta + vector + at)
         part = tl.full([C.C, C.H], 0.0, tl.float32)
@@ -364,7 +364,7 @@ def keys_kernel(
         part *= tl.load(k + row + tile(at, C.K * C.H, size)).to(tl.float32)
         tl.store(dstarts + vector + at, tl.sum(part, 1))
 
-        # Of the state after the chunk.
+        # The part through the state after the chunk.
         part = tl.full([C.C, C.H], 0.0, tl.float32)
         for w in range(0, C.W, C.BW):
             u = tl.load(writes + (first * C.N + n) * C.W + w + tile(at, C.N * C.W, wide))

@@ -145,7 +145,7 @@ def test_host_memory_is_that_of_the_container(monkeypatch, tmp_path):
 
 
 def test_a_full_disk_of_the_compilation_cache_is_silent(monkeypatch):
-    """What the run itself writes names the full disk. Other errors of the cache are warnings."""
+    """A save names the full disk, and other errors of the cache are warnings."""
     monkeypatch.setattr(os, "environ", dict(os.environ))
     error = "Error writing persistent compilation cache entry for 'f': OSError: [Errno"
     with warnings.catch_warnings():
