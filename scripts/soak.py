@@ -59,7 +59,7 @@ def start(work: Path, run: Path, steps: int) -> subprocess.Popen:
 
 
 def watched(work: Path, run: Path, steps: int, seconds: float) -> list[dict[str, int]]:
-    """Trains without a disturbance. Returns a sample every so many seconds."""
+    """Trains without a disturbance. Returns samples, `seconds` apart."""
     process, samples = start(work, run, steps), []
     while process.poll() is None:
         try:

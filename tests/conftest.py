@@ -70,8 +70,8 @@ parallel/test_experts
 
 
 def pytest_collection_modifyitems(items):
-    places = {f"tests/{name}.py": i for i, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))
+    order = {f"tests/{name}.py": i for i, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.nodeid.partition("::")[0], len(order)))
 
 
 def pytest_xdist_auto_num_workers():

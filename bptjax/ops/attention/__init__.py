@@ -40,9 +40,9 @@ NOT_AUTOMATIC = {
     "reference": "[T, T] memory; for tests only",
 }
 
-# `auto` takes `products` on a GPU for larger heads, if there are at least so many queries, and no
-# window that leaves most of a large tile empty. On one H200 it was 2.5 times as fast as triton for
-# heads of 512 (attention_wide_h200.json).
+# `auto` takes `products` on a GPU for heads larger than WIDE, if there are at least MANY_QUERIES
+# queries and no window below WIDE_WINDOW, which would leave most of a large tile empty. On one H200
+# it was 2.5 times as fast as triton for heads of 512 (attention_wide_h200.json).
 WIDE, MANY_QUERIES, WIDE_WINDOW = 256, 256, 4096
 
 # Names of the residuals of the backward pass. A remat policy that saves them does not run the
