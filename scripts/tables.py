@@ -33,6 +33,7 @@ DECODERS = {
     "30b-a3b": "Qwen3-30B-A3B's shape",
     "gpt-oss-20b": "gpt-oss-20b's shape",
     "26b-a4b": "Gemma 4 26B-A4B's shape",
+    "qwen3.5-9b": "Qwen3.5-9B's shape",
 }
 GPUS = {
     "rtx4090": "24 GB (RTX 4090)",
@@ -53,6 +54,7 @@ CUT = 12
 # No longer sequence was planned.
 LONGEST_PLANNED = 4_194_304
 WORKS = {"QLoRA": "qlora_h200.json", "full fine-tuning": "step_h200.json"}
+ADAPTERS = {"lora": "LoRA", "qlora": "QLoRA"}
 CASES = {
     "causal": "causal",
     "alibi": "ALiBi",
@@ -277,36 +279,39 @@ def parity() -> str:
     return table(head, body)
 
 
-def mixtures() -> str:
-    """Steps of mixtures of experts, beside the peer's."""
-    rows = read("mixture_h200.json")
+def shapes(name: str, peer_name: str) -> str:
+    """Steps of the models of a file, beside the peer's."""
+    rows = read(name)
     peers = {(r["layers"], r["T"]): r for r in rows if r["system"] != "bptjax"}
     body = []
     for row in rows:
         if row["system"] == "bptjax":
-            adapted = "adapter.type" in row["settings"]
-            work = "QLoRA" if adapted else f"full fine-tuning, {row['layers']} layers"
+            full = f"full fine-tuning, {row['layers']} layers"
+            work = ADAPTERS.get(row["settings"].get("adapter.type"), full)
             ours = f"{row['tokens_per_second']:,.0f}, {gib(row)}"
             peer = beside(peers.get((row["layers"], row["T"])), row)
             cells = [DECODERS[row["decoder"]], work, tokens(row), settings(row), ours, *peer]
             body.append([*cells, "", ""][:7])
-    head = ["", "", "tokens", "settings", "bptjax", "transformers + PEFT + Liger", "ratio"]
+    head = ["", "", "tokens", "settings", "bptjax", peer_name, "ratio"]
     return table(head, body)
 
 
 def rules() -> str:
     """The gated delta rule's implementations, in one run."""
+    rows = read("delta_rule_h200.json")
+    ours = rows[0]["step_ms"]
     body = [
         [
             row["implementation"],
             f"{row['forward_ms']:.2f} ms",
             f"{row['step_ms']:.2f} ms",
+            f"{row['step_ms'] / ours:.2f}",
             f"{row['temporary_gib']:.2f} GiB" if "temporary_gib" in row else "",
             f"{row['error']:.1e}",
         ]
-        for row in read("delta_rule_h200.json")
+        for row in rows
     ]
-    head = ["", "forward", "forward and backward", "temporary memory", "error"]
+    head = ["", "forward", "forward and backward", "ratio", "temporary memory", "error"]
     return table(head, body)
 
 
@@ -469,7 +474,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "wide": wide,
     "windows": windows,
     "parity": parity,
-    "mixtures": mixtures,
+    "mixtures": lambda: shapes("mixture_h200.json", "transformers + PEFT + Liger"),
+    "hybrids": lambda: shapes("hybrid_h200.json", "transformers + PEFT + fla + Liger"),
     "rules": rules,
     "step": lambda: steps("step_h200.json", "transformers + Liger"),
     "sequence": sequence,
