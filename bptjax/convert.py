@@ -152,13 +152,13 @@ def write(
         raw, family = read_json(model.sidecars / "config.json"), model.family
     assert family is not None
     layout = Layout("") if is_bare(raw) else family.layouts[0]
-    if family.wrapped:
-        if model.others is None:
-            raise ValueError(
-                f"{source}: must hold the tensors beside its text model in {SIDECARS}/{OTHERS}; "
-                "restore the directory"
-            )
+    if model.others is not None:
         layout = model.others.layout
+    elif family.wrapped:
+        raise ValueError(
+            f"{source}: must hold the tensors beside its text model in {SIDECARS}/{OTHERS}; "
+            "restore the directory"
+        )
     if model.read_as is not None:
         raw = exported(raw, model.read_as, model.config, name)
     if model.config.attention_pattern is not None:

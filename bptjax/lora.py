@@ -147,7 +147,8 @@ class LoraKernel:
             return x
         key = jax.random.fold_in(jax.random.wrap_key_data(seeds.key), self.number)
         flat = x.reshape(*seeds.ids.shape, -1)
-        return dropout(flat, jax.random.key_data(key), self.dropout, seeds.ids).reshape(x.shape)
+        key = jax.random.key_data(key)
+        return dropout(flat, key, self.dropout, seeds.ids, seeds.first).reshape(x.shape)
 
 
 def embeddings_to_train(

@@ -62,7 +62,7 @@ class Pretrained:
         scratch.
       adapters: adapters of the parameters, if any.
       left_out: one line about tensors in the files that were not read; empty if all were read.
-      others: the tensors beside the text model of a multimodal model; None for other models.
+      others: the tensors beside the model that exports hold; None if there are none.
       new: shapes of the parameters of a classifier's head that the files do not hold, by path.
       seed: seed of the new parameters.
     """

@@ -56,11 +56,10 @@ class QuantizedKernel:
 
     @property
     def axes(self) -> tuple[str | None, ...]:
-        """Logical axes of `dense`; those of the inputs, which are one axis of the codes, are not
-        known."""
+        """Logical axes of `dense`; of the inputs, which are one axis of the codes, the first."""
         codes: Any = self.matrix.codes
-        at = int(self.of_experts)
-        return codes.axes[:at] + (None,) * len(self.inputs) + codes.axes[at + 1 :]
+        end = 1 + int(self.of_experts)
+        return codes.axes[:end] + (None,) * (len(self.inputs) - 1) + codes.axes[end:]
 
     def dense(self, dtype: DTypeLike) -> Array:
         """Returns the dequantized kernel `[*inputs, *outputs]`, or those of the experts."""

@@ -266,6 +266,24 @@ def test_adapters_of_experts_in_4_bits(batch):
     assert stored <= 0.53 * (2 * 3 * 4 * 256 * 128)
 
 
+@pytest.mark.parametrize(
+    ("parallel", "remat"),
+    [
+        (ParallelConfig(dp=1, fsdp=2, tp=2, ep=2), "none"),
+        (ParallelConfig(dp=1, fsdp=1, tp=4, sp=2), "save_attention"),
+    ],
+    ids=str,
+)
+def test_adapters_of_slices_of_experts(batch, parallel, remat):
+    """With dropout, and kernels in 4 bits."""
+    model = replace(MODEL, feed_forward="experts", num_experts=4, expert_size=40)
+    one, mesh = (make_spec(p, model, execution=dict(remat=remat)) for p in (None, parallel))
+    state = moved(init_state(one))
+    placed = jax.device_put(state, jax.tree.map(lambda x: x.sharding, abstract_state(mesh)))
+    wanted = gradient_sums(one, batch, state=state)
+    assert_same(gradient_sums(mesh, batch, state=placed), wanted)
+
+
 def test_checkpoints_are_quantized_a_layer_at_a_time(monkeypatch):
     """The devices never hold all layers unquantized; codes and scales are those of the stack."""
     sizes = dict(num_layers=3, feed_forward="experts", num_experts=2, expert_size=64)

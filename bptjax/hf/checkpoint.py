@@ -42,7 +42,8 @@ class HFCheckpoint:
       specs: dtype and shape of each parameter by path, with its stacked axes.
       files: the files of weights.
       config: the architecture; its embeddings are not tied if the file has a head of its own.
-      others: the tensors beside the text model of a multimodal model; None for other models.
+      others: the tensors that are not read, and that exports hold: those beside the text model of a
+        multimodal model, and those of layers for multi-token prediction; None if neither is there.
       left_out: names of tensors that are not read, because they hold no parameters of this model:
         buffers that old versions of transformers saved, and heads that the class named by
         config.json does not have.
@@ -87,12 +88,14 @@ class HFCheckpoint:
         ignored += family.unused(config) if family.unused else ()
         ignored = re.compile("|".join(ignored))
         others = sorted(specs.keys() - wanted.keys())
+        # Prefixes of the names of the model itself; every name starts with the empty prefix.
+        own = (layout.body, layout.head or layout.body, "lm_head.") if family.wrapped else ""
+        patterns = re.compile("|".join(family.kept))
+        kept = [n for n in others if not n.startswith(own) or patterns.fullmatch(n)]
         self.others = None
-        if family.wrapped:
-            own = layout.body, layout.head or layout.body, "lm_head."
-            kept = tuple(name for name in others if not name.startswith(own))
-            self.others = OtherTensors(self._tensors, kept, layout)
-            others = [name for name in others if name.startswith(own)]
+        if family.wrapped or kept:
+            self.others = OtherTensors(self._tensors, tuple(kept), layout)
+            others = [n for n in others if n not in kept]
         self.left_out = [n for n in others if ignored.fullmatch(n)]
         others = [n for n in others if not ignored.fullmatch(n) and not self._is_copy(n)]
         found = {n: (*specs[n], shape) for n, shape in wanted.items() if n in specs}
@@ -217,7 +220,7 @@ def describe_left_out(found: HFCheckpoint) -> str:
     empty if there are none."""
     names, others = found.left_out, found.others.names if found.others else ()
     lines = [_counted(names, "left out", "of the files that hold no parameters of this model")]
-    lines.append(_counted(others, "kept", "beside the text model for exports"))
+    lines.append(_counted(others, "kept", "for exports, which are not trained"))
     decoded = "from MXFP4 to bfloat16, in which exports hold them"
     lines.append(_counted(found.decoded, "decoded", decoded))
     if found.absent:

@@ -1,4 +1,5 @@
-"""The tensors of a multimodal checkpoint beside its text model. Exports keep them byte for byte."""
+"""The tensors of a checkpoint that the model does not read, and that exports keep byte for byte: of
+a vision model, or of layers for multi-token prediction."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +18,12 @@ OTHERS = "other_tensors"
 
 @dataclass(frozen=True)
 class OtherTensors:
-    """Tensors beside the text model, on disk.
+    """Tensors beside the model, on disk.
 
     Attributes:
       tensors: the files that hold them.
       names: their names.
-      layout: names of the text model in the checkpoint.
+      layout: names of the model in the checkpoint.
     """
 
     tensors: Tensors

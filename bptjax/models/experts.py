@@ -1,6 +1,7 @@
 """A mixture of experts: a router sends each token to a few of many gated feed-forward networks."""
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from bptjax.models.config import ModelConfig
 from bptjax.models.feed_forward import ACTIVATIONS, Auxiliary, FeedForward, Mlp
 from bptjax.models.linear import AdapterDropout, new_param
 from bptjax.models.norm import Norm
-from bptjax.models.params import expert_placement
+from bptjax.models.params import expert_placement, slice_placement
 from bptjax.ops.checkpoint_names import checkpoint_named
 from bptjax.ops.grouped_matmul import (
     Groups,
@@ -28,7 +29,13 @@ from bptjax.ops.grouped_matmul import (
 )
 from bptjax.ops.norm import rms_norm
 from bptjax.ops.per_device import REPLICATED, SHARDED, free_axes, per_device
-from bptjax.parallel.experts import own_experts, sum_over_devices
+from bptjax.parallel.experts import (
+    own_experts,
+    slice_axes,
+    slice_index,
+    sum_over_devices,
+    sum_over_slices,
+)
 from bptjax.parallel.sequence import FOLDED_BATCH
 
 # Name of the experts of each token. A remat policy saves them together with the experts'
@@ -125,6 +132,9 @@ class ExpertLinear(nnx.Module):
         y = apply_expert_kernel(self.kernel, x, groups.experts, seeds)
         if self.bias is not None:
             bias = self.bias[...].astype(x.dtype)
+            if self.bias.axes[-1] != "mlp":
+                # One of the devices whose results are summed adds it.
+                bias = jnp.where(slice_index() == 0, bias, 0)
             bias = jnp.take(bias, groups.experts, axis=0, mode="clip")
             y = y + jnp.repeat(bias, len(x) // len(bias), axis=0)
         return y
@@ -175,7 +185,7 @@ class Experts(FeedForward):
         mesh, axes = jax.sharding.get_abstract_mesh(), free_axes(FOLDED_BATCH)
         sharded = x.shape[0] % math.prod(mesh.shape[name] for name in axes) == 0
         tokens = SHARDED if sharded else REPLICATED
-        key, ids = (None, None) if seeds is None else seeds
+        key, ids = (None, None) if seeds is None else (seeds.key, seeds.ids)
         # The mesh shards the shared expert as any linear layer.
         routed = jax.tree.map(lambda leaf: leaf, self)
         routed.shared = routed.shared_gate = routed.routed_norm = routed.shared_norm = None
@@ -276,14 +286,35 @@ def _run(
         weights[None],
         None if ids is None else ids.reshape(1, B * T),
     )
-    y = sum_over_devices(
-        partial(_run_experts, offload=offload),
-        (experts, key),
-        tokens,
-        dtype=x.dtype,
-        sharded=sharded,
+    run = partial(
+        sum_over_devices, partial(_run_experts, offload=offload), dtype=x.dtype, sharded=sharded
     )
-    return y.reshape(B, T, D), sums
+    if axes := slice_axes(config.expert_F):
+        run = partial(_run_slices, run, axes=axes)
+    return run((experts, key), tokens).reshape(B, T, D), sums
+
+
+def _run_slices(
+    run: Callable[[Any, Any], Array],
+    experts: tuple[Experts, UInt32[Array, "2"] | None],
+    tokens: _Tokens,
+    *,
+    axes: tuple[str, ...],
+) -> Float[Array, "1 T D"]:
+    """Runs `run` on each device of `axes` with its slice of the experts' width."""
+
+    def quantized(kernel):
+        return hasattr(kernel, "dense")
+
+    # Scales that are themselves quantized in blocks cannot be sliced along the width.
+    def dense(kernel):
+        if not quantized(kernel):
+            return kernel
+        return nnx.Param(kernel.dense(tokens.x.dtype), axes=kernel.axes)
+
+    experts = jax.tree.map(dense, experts, is_leaf=quantized)
+    placement = slice_placement(experts)
+    return sum_over_slices(run, experts, tokens, placement=placement, axes=axes)
 
 
 def _run_experts(
@@ -307,7 +338,10 @@ def _run_experts(
         checkpoint_named(linear(rows, groups, seeds)[None], name, offload)[0]
         for name, linear in (("gate", network.gate), ("up", network.up))
     )
-    rows = network.down(network.activate(gate, up), groups, seeds)
+    rows = network.activate(gate, up)
+    if seeds is not None:
+        seeds = seeds._replace(first=slice_index() * rows.shape[1])
+    rows = network.down(rows, groups, seeds)
     weights = jnp.take(weights.reshape(-1), groups.choices, mode="fill", fill_value=0)
     rows *= weights[:, None].astype(rows.dtype)
     return collect(rows if size == X else rows.astype(jnp.float32), groups)[None]

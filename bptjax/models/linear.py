@@ -24,10 +24,12 @@ def new_param(
 
 
 class AdapterDropout(NamedTuple):
-    """Seeds of the dropout of an adapter's input: key data, and ids of the tokens."""
+    """Seeds of the dropout of an adapter's input: key data, ids of the tokens, and the number of
+    the input's first column."""
 
     key: UInt32[Array, "2"]
     ids: Int[Array, "B T"]
+    first: Int[Array, ""] | int = 0
 
 
 def apply_kernel(kernel: Any, x: Array, in_ndim: int, seeds: AdapterDropout | None = None) -> Array:

@@ -137,6 +137,19 @@ def expert_placement(tree: Any) -> Any:
     return jax.tree.map(place, tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
 
 
+def slice_placement(tree: Any) -> Any:
+    """Returns a prefix of a tree of a layer's parameters, with the placement of each in
+    `parallel.experts.sum_over_slices`: sharded along the width of the experts if it has that axis,
+    otherwise replicated."""
+
+    def place(v):
+        if not isinstance(v, nnx.Variable) or "mlp" not in v.axes:
+            return REPLICATED
+        return ShardedOver(RULES["mlp"], v.axes.index("mlp"))
+
+    return jax.tree.map(place, tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
+
+
 def param_path(path: tuple) -> str:
     """Returns a key path of the model as a dotted string, such as `layers.query.kernel`."""
     return jax.tree_util.keystr(path, simple=True, separator=".")

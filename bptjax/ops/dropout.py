@@ -65,15 +65,18 @@ def dropout(
     key: Array | None,
     rate: float,
     rows: Int[Array, "B T"],
+    first: Int[Array, ""] | int = 0,
 ) -> Float[Array, "B T D"]:
     """Drops elements of `x` and scales the rest by 1 / (1 - rate).
 
     Args:
       key: uint32 `[2]` key data; None drops nothing.
       rows: a number for each token, unique in the batch. The same numbers drop the same elements.
+      first: number of the first column, if a device has some of the columns.
     """
     check_rate(rate=rate)
     if key is None or rate == 0.0:
         return x
-    kept = keep(key, rate, rows.reshape(-1), jnp.arange(x.shape[-1])).reshape(x.shape)
+    columns = first + jnp.arange(x.shape[-1])
+    kept = keep(key, rate, rows.reshape(-1), columns).reshape(x.shape)
     return jnp.where(kept, x / (1.0 - rate), 0.0).astype(x.dtype)

@@ -13,9 +13,10 @@ SHARDED, REPLICATED = "sharded", "replicated"
 
 @dataclass(frozen=True)
 class ShardedOver:
-    """Sharded along axis 0 over these mesh axes alone, and replicated over the others."""
+    """Sharded along one axis over these mesh axes alone, and replicated over the others."""
 
     names: tuple[str, ...]
+    axis: int = 0
 
 
 Placement = str | ShardedOver
@@ -55,17 +56,23 @@ def per_device(f: Callable, axes: tuple[str, ...], inputs: Any, results: Any) ->
         device, to sum over, except the axes of an enclosing call.
       inputs, results: prefixes of the trees that `f` takes and returns. `SHARDED` leaves are
         sharded along axis 0, `REPLICATED` leaves are replicated over `axes`, and `ShardedOver`
-        leaves are sharded over some of them; other mesh axes may shard any.
+        leaves are sharded along any one axis over some of them; other mesh axes may shard any.
     """
     axes = free_axes(axes)
     f = partial(f, axes=axes)
     if not axes:
         return f
 
+    # With the axes of one device, nested calls divide all axes. If an axis is left to the compiler,
+    # XLA of jax 0.11 aborts unless the calls divide the others in the order of the mesh.
+    mesh = jax.sharding.get_abstract_mesh()
+    single = tuple(n for n in mesh.axis_names if mesh.shape[n] == 1 and n not in mesh.manual_axes)
+
     def spec(placement):
         names = sharding_axes(placement, axes)
-        return PartitionSpec(names) if names else PartitionSpec()
+        first = placement.axis if isinstance(placement, ShardedOver) else 0
+        return PartitionSpec(*(None,) * first, (*names, *single)) if names else PartitionSpec()
 
     inputs, results = (jax.tree.map(spec, tree) for tree in (inputs, results))
-    names = dict(axis_names=set(axes), check_vma=False)
+    names = dict(axis_names={*axes, *single}, check_vma=False)
     return jax.shard_map(f, in_specs=inputs, out_specs=results, **names)

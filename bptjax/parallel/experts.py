@@ -1,5 +1,7 @@
-"""Expert parallelism: each device runs its experts on the tokens of all devices that share them."""
+"""Experts on several devices: each device runs its experts, or its slices of them, on the tokens of
+all devices that share them."""
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,7 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from bptjax.ops.blockwise import blockwise
-from bptjax.ops.per_device import divided_axes
+from bptjax.ops.per_device import REPLICATED, SHARDED, divided_axes, free_axes, per_device
 from bptjax.parallel.mesh import RULES
 
 
@@ -33,6 +35,58 @@ def own_experts(chosen: Int[Array, "T k"], experts: int) -> tuple[Int[Array, "T 
     own = experts // jax.lax.axis_size(axes)
     chosen = chosen - jax.lax.axis_index(axes) * own
     return jnp.where((chosen >= 0) & (chosen < own), chosen, own), own
+
+
+def slice_axes(width: int) -> tuple[str, ...]:
+    """Returns the mesh axes that shard the matrices of experts of this width along it, and that no
+    enclosing `per_device` divides."""
+    mesh, axes = jax.sharding.get_abstract_mesh(), free_axes(RULES["mlp"])
+    return () if width % math.prod(mesh.shape[name] for name in axes) else axes
+
+
+def slice_index() -> Array | int:
+    """Returns the number of this device among those that an enclosing `sum_over_slices` gives
+    slices of the same matrices."""
+    axes = divided_axes(RULES["mlp"])
+    return jax.lax.axis_index(axes) if axes else 0
+
+
+def sum_over_slices(
+    f: Callable[[Any, Any], Array],
+    params: Any,
+    tokens: Any,
+    *,
+    placement: Any,
+    axes: tuple[str, ...],
+) -> Float[Array, "1 T D"]:
+    """Sums `f(params, tokens)` over the devices along `axes`, which have slices of the same
+    matrices. Sums over devices are float32.
+
+    Args:
+      placement: a prefix of the tree `params`. `ShardedOver` leaves are a device's slices,
+        `REPLICATED` leaves are the same on all devices, and so are `tokens`.
+      axes: from `slice_axes`.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    devices = math.prod(mesh.shape[name] for name in axes)
+    placement = jax.tree.broadcast((placement, REPLICATED), (params, tokens))
+
+    # Autodiff sums the gradients of copies once, in float32; it would sum those of replicated
+    # inputs in their dtype, and the result's over devices that already have the same.
+    def copies(x, place):
+        if place != REPLICATED:
+            return x
+        wide = jnp.float32 if jnp.issubdtype(x.dtype, jnp.inexact) else x.dtype
+        return jnp.broadcast_to(x.astype(wide)[None], (devices, *x.shape)).astype(x.dtype)
+
+    def run(given, axes):
+        own = jax.tree.map(lambda x, place: x[0] if place == REPLICATED else x, given, placement)
+        return f(*own)[None]
+
+    inputs = jax.tree.map(lambda place: SHARDED if place == REPLICATED else place, placement)
+    given = jax.tree.map(copies, (params, tokens), placement)
+    y = per_device(run, axes, (inputs,), SHARDED)(given)
+    return y.sum(0, dtype=jnp.float32).astype(y.dtype)
 
 
 def sum_over_devices(

@@ -878,13 +878,11 @@ OLD_BUFFERS: dict[str, list[tuple[str, str, tuple[int, ...]]]] = {
     # No version of transformers saved any.
     "mixtral": [],
     "qwen3_moe": [],
-    # Published files also hold a layer for multi-token prediction.
-    "glm4_moe": [("model.layers.46.eh_proj.weight", "float32", (32, 64))],
+    "glm4_moe": [],
     "olmoe": [],
-    # Published files also hold a layer for multi-token prediction.
-    "qwen3_next": [("mtp.fc.weight", "float32", (32, 64))],
-    "qwen3_5_moe_text": [("mtp.fc.weight", "float32", (32, 64))],
-    "qwen3_5_text": [("mtp.fc.weight", "float32", (32, 64))],
+    "qwen3_next": [],
+    "qwen3_5_moe_text": [],
+    "qwen3_5_text": [],
     "gpt_oss": [],
     "gpt2": [
         ("transformer.h.{}.attn.bias", "uint8", (1, 1, 8, 8)),

@@ -69,7 +69,7 @@ def test_every_layout_is_read_and_written_again(tmp_path, layout):
     directory = checkpoint(tmp_path / "hf", layout=layout)
     model = open_pretrained(ModelConfig(name_or_path=str(directory)))
     assert model.others.names == tuple(sorted(BESIDE))
-    assert "kept 5 tensors beside the text model for exports: m" in model.left_out
+    assert "kept 5 tensors for exports, which are not trained: m" in model.left_out
     other = open_pretrained(ModelConfig(name_or_path=str(checkpoint(tmp_path / "same"))))
     for (path, a), (same, b) in zip(stacked(model.source), stacked(other.source), strict=True):
         assert path == same and np.array_equal(a, b)

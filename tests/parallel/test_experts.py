@@ -3,6 +3,7 @@ checkpoints and settings."""
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -14,14 +15,16 @@ from ops.comparing import quick
 from training.specs import initial_state, with_optimizer
 
 from bptjax.checkpoint import Checkpoints
+from bptjax.lora import AdapterConfig
 from bptjax.models.config import ModelConfig
 from bptjax.models.experts import Experts
+from bptjax.ops import grouped_triton
 from bptjax.parallel.mesh import ParallelConfig, axis_sizes, make_mesh
 from bptjax.remat import TrainingExecution
 from bptjax.training.estimate import Estimator
 from bptjax.training.spec import TrainSpec
 from bptjax.training.state import abstract_state, with_shardings
-from bptjax.training.step import compile_step
+from bptjax.training.step import compile_step, gradients
 
 ROUTED = replace(
     MODEL, num_layers=2, feed_forward="experts", num_experts=4, expert_size=20, router_z_loss=0.1
@@ -62,6 +65,12 @@ CASES = {
         dict(ep=2, fsdp=2, sp=2),
         dict(ffn_chunk=20, remat="dots"),
     ),
+    "slices of experts with biases": (
+        replace(ROUTED, router_bias=True, mlp_bias=True, shared_expert_size=12),
+        dict(tp=2, fsdp=2, sp=2),
+        dict(ffn_chunk=20, remat="dots"),
+    ),
+    "a width that tp does not divide": (replace(ROUTED, expert_size=21), dict(tp=2), {}),
 }
 
 
@@ -102,7 +111,7 @@ def test_a_step_is_that_of_one_device(case, tmp_path):
     assert max(relative_errors(*moments)) < 5e-6
     assert max(relative_errors((got.model, of_mesh), (wanted.model, of_one))) < 2e-6
     up = got.model.layers.mlp.up.kernel.get_value()
-    assert up.sharding.shard_shape(up.shape)[1] == 4 // sizes["ep"]
+    assert up.sharding.shard_shape(up.shape)[1] == 4 // sizes.get("ep", 1)
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(1, got, {})
     checkpoints.close()
@@ -134,6 +143,33 @@ def test_no_token_is_dropped():
     with jax.set_mesh(mesh):
         (got, _), of_mesh = run(on_devices(network, mesh), x)
     assert_close((got, of_mesh), (wanted, gradients))
+
+
+@pytest.mark.parametrize("sizes", [dict(tp=4), dict(tp=2, ep=2), dict(tp=2, fsdp=2, sp=2)], ids=str)
+@pytest.mark.parametrize(
+    "adapter", [AdapterConfig(), AdapterConfig("qlora", r=3)], ids=lambda a: a.type
+)
+def test_each_gpu_runs_kernels_on_its_slices(adapter, sizes, monkeypatch):
+    """Triton's, without a loop over blocks."""
+    found, chosen, available = set(), [], grouped_triton.available
+
+    def call(name, inputs, shapes, *_):
+        found.add((shapes[0] if name == "gradient" else inputs[1]).shape)
+        return tuple(jnp.zeros(x.shape, x.dtype) for x in shapes)
+
+    monkeypatch.setattr(grouped_triton, "platform", lambda: "gpu")
+    monkeypatch.setattr(grouped_triton, "is_absent", lambda: True)
+    monkeypatch.setattr(grouped_triton, "available", lambda: chosen.append(available()) or True)
+    monkeypatch.setattr(grouped_triton, "CALL", call)
+    spec = make_spec(ROUTED, dict(remat="none"), **sizes)
+    config = replace(spec.config, adapter=adapter)
+    spec = replace(spec, config=config)
+    with jax.set_mesh(spec.mesh):
+        inputs = abstract_state(spec), spec.layout.put(documents())
+        jax.eval_shape(partial(gradients, spec), *inputs)
+    X, D, F = 4 // sizes.get("ep", 1), 32, 20 // sizes["tp"]
+    low = {(X, D, 3), (X, 3, F), (X, F, 3), (X, 3, D)} if adapter.type == "qlora" else set()
+    assert all(chosen) and found == {(X, D, F), (X, F, D)} | low
 
 
 @pytest.mark.parametrize(

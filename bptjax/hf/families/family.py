@@ -62,6 +62,7 @@ class Family:
         layout of transformers' modules first; empty if the model is not wrapped.
       neutral: config keys that change no result.
       ignored: patterns of names of tensors that are not read, beside `IGNORED`.
+      kept: patterns of names of tensors that are not read, and that exports hold.
       renamed: (old, new) endings of names in old files.
       positions: config key of the number of positions.
       rope_names: config keys of rope_theta and partial_rotary_factor in transformers 4; empty for
@@ -83,6 +84,7 @@ class Family:
     wrapped: tuple[Layout, ...] = ()
     neutral: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
     positions: str = "max_position_embeddings"
     rope_names: tuple[str, str] | tuple[()] = ("rope_theta", "partial_rotary_factor")
