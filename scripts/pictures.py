@@ -7,7 +7,7 @@ from pathlib import Path
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from tables import (
+from measurements import (
     CASES,
     DECODERS,
     RESULTS,

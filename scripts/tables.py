@@ -5,36 +5,33 @@
 A table stands below a line `<!-- table: NAME -->`, NAME being one of `TABLES`.
 """
 
-import csv
 import itertools
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-Row = dict[str, Any]
+from measurements import (
+    CASES,
+    DECODERS,
+    SYSTEMS,
+    Row,
+    attention_rows,
+    budget,
+    gib,
+    in_less_memory,
+    longest,
+    pairs,
+    read,
+    settings,
+    speed,
+    tokens,
+)
+
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = (
     ROOT / "README.md",
     *(ROOT / f"docs/{name}.md" for name in ("benchmarks", "hugging_face", "long_context")),
 )
-RESULTS = Path(__file__).parent / "results"
-SYSTEMS = {
-    "auto": "auto",
-    "triton": "triton",
-    "torch SDPA cudnn": "cuDNN",
-    "torch flex_attention": "flex_attention",
-}
-DECODERS = {
-    "bloom-560m": "BLOOM-560m's shape",
-    "1b": "1B",
-    "8b": "8B",
-    "30b-a3b": "Qwen3-30B-A3B's shape",
-    "gpt-oss-20b": "gpt-oss-20b's shape",
-    "26b-a4b": "Gemma 4 26B-A4B's shape",
-    "qwen3.5-9b": "Qwen3.5-9B's shape",
-}
 GPUS = {
     "rtx4090": "24 GB (RTX 4090)",
     "l40s": "48 GB (L40S)",
@@ -53,93 +50,12 @@ SIZES = {
 CUT = 12
 # No longer sequence was planned.
 LONGEST_PLANNED = 4_194_304
-WORKS = {"QLoRA": "qlora_h200.json", "full fine-tuning": "step_h200.json"}
 ADAPTERS = {"lora": "LoRA", "qlora": "QLoRA"}
-CASES = {
-    "causal": "causal",
-    "alibi": "ALiBi",
-    "softcap": "soft cap 50",
-    "8 documents": "8 packed documents",
-    "window 4096": "window 4,096",
-    "window 4096, 128 global": "window 4,096, 128 global tokens",
-    "dropout": "dropout",
-}
-
-
-def read(name: str) -> list[Row]:
-    with (RESULTS / name).open(newline="") as file:
-        if name.endswith(".jsonl"):
-            return [json.loads(line) for line in file]
-        return json.load(file) if name.endswith(".json") else list(csv.DictReader(file))
 
 
 def table(head: list[str], body: list[list[str]]) -> str:
     lines = head, ["---"] * len(head), *body
     return "".join("|" + "|".join(f" {x} " if x else " " for x in cells) + "|\n" for cells in lines)
-
-
-def memory_gib(row: Row) -> float:
-    """Returns the memory of a step. The peak of a process may be of work before the step."""
-    return float(row.get("program_gib") or row["peak_gib"])
-
-
-def gib(row: Row) -> str:
-    """Formats the memory of a step: the device's, and the host's if activations are offloaded."""
-    size = float(row.get("host_gib") or 0)
-    host = f" + {size:.0f} GiB host" if size else ""
-    return f"{memory_gib(row):#.3g}".rstrip(".") + " GiB" + host
-
-
-def settings(row: Row) -> str:
-    """Formats settings as a config does. An ffn_chunk that is the full sequence is left out."""
-    said = []
-    for key, value in row["settings"].items():
-        group, name = key.split(".")
-        if group == "execution" and (name, value) != ("ffn_chunk", row["T"]):
-            said.append(f"`{name}: {value}`".replace("'", ""))
-        elif key == "optimizer.state_dtype":
-            said.append(f"`state_dtype: {value}`")
-    return ", ".join(said)
-
-
-def pairs(name: str) -> list[tuple[Row, Row | None]]:
-    """Returns the measured steps of full decoders on one GPU, each with the peer's fastest row of
-    the same run and length, if there is one."""
-    rows = sorted(read(name), key=lambda r: (list(DECODERS).index(r["decoder"]), r["T"]))
-    peers = sorted((r for r in rows if r["system"] != "bptjax"), key=speed)
-    peers = {(r["run"], r["decoder"], r["T"]): r for r in peers}
-    ours = [r for r in rows if r["system"] == "bptjax" and r.get("devices", 1) == 1]
-    layers = {r["decoder"]: r["layers"] for r in sorted(ours, key=lambda r: r["layers"])}
-    ran = [r for r in ours if "step_s" in r and r["layers"] == layers[r["decoder"]]]
-    return [(r, peers.get((r["run"], r["decoder"], r["T"]))) for r in ran]
-
-
-def speed(row: Row) -> float:
-    return row.get("tokens_per_second", 0.0)
-
-
-def in_less_memory() -> list[tuple[str, Row, Row]]:
-    """Returns the pairs of one run in which bptjax needs at most the GPU memory of the peer, each
-    with the name of the work."""
-    return [
-        (f"{work}, {DECODERS[row['decoder']]}", row, peer)
-        for work, name in WORKS.items()
-        for row, peer in pairs(name)
-        if peer and "note" not in peer and memory_gib(row) <= memory_gib(peer)
-    ]
-
-
-def longest() -> list[tuple[str, Row, None]]:
-    """Returns the longest measured step of the 8B for each kind of work and number of GPUs, with
-    the name of the work."""
-    found = {}
-    for work, name in WORKS.items():
-        rows = [r for r in read(name) if r["decoder"] == "8b" and r["system"] == "bptjax"]
-        layers = max(r["layers"] for r in rows)
-        for row in sorted(rows, key=lambda r: r["T"]):
-            if "step_s" in row and row["layers"] == layers:
-                found[work, row.get("devices", 1)] = f"{work}, 8B", row, None
-    return list(found.values())
 
 
 def headline() -> str:
@@ -155,13 +71,6 @@ def headline() -> str:
     return table([*head, "PyTorch, tokens/s", "memory", "ratio"], body)
 
 
-def tokens(row: Row) -> str:
-    """Formats the micro-batches of a step × sequences in each × tokens in a sequence."""
-    train = "train.gradient_accumulation_steps", "train.per_device_train_batch_size"
-    counts = [str(row["settings"][key]) for key in train if key in row["settings"]]
-    return " × ".join([*counts, f"{row['T']:,}"])
-
-
 def steps(name: str, peer_name: str) -> str:
     body = []
     for row, peer in pairs(name):
@@ -173,18 +82,6 @@ def steps(name: str, peer_name: str) -> str:
             cells += [tiled + theirs, ratio + " (two runs)" * ("note" in peer)]
         body.append([*cells, "", ""][:6])
     return table(["", "tokens", "settings", "bptjax", peer_name, "ratio"], body)
-
-
-def attention_rows() -> dict[tuple[str, int], dict[str, Row]]:
-    """Returns the rows by case and head size, then by implementation. Documents were timed over
-    five calls, because their kernels are short; dropout in a later run."""
-    runs = {"8 documents": ("c", 5), "dropout": ("d", 5)}
-    found: dict[tuple[str, int], dict[str, Row]] = {(c, H): {} for c in CASES for H in (128, 64)}
-    for row in read("attention_h200.json"):
-        run = runs.get(row["case"], ("a", None))
-        if (row["run"], row.get("calls_in_a_row")) == run and row["implementation"] in SYSTEMS:
-            found[row["case"], row["H"]][row["implementation"]] = row
-    return found
 
 
 def attention() -> str:
@@ -405,10 +302,6 @@ def beside(peer: Row | None, row: Row) -> list[str]:
     if peer is None:
         return []
     return [f"{speed(peer):,.0f}, {gib(peer)}", f"{speed(row) / speed(peer):.2f}"]
-
-
-def budget(row: Row) -> float | None:
-    return row["settings"].get("memory.budget_gib")
 
 
 def by_gpu(cell: Callable[[Row], str]) -> str:

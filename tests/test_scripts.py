@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import drill
 import jax
+import measurements
 import overlap
 import pytest
 import scaling
@@ -127,11 +128,11 @@ def test_the_tables_of_the_documents_match_the_rows():
 
 
 def test_the_picture_of_the_readme_shows_no_more_memory_than_the_peer():
-    found = tables.in_less_memory()
+    found = measurements.in_less_memory()
     assert len(found) > 2
     for _, row, peer in found:
         assert row["run"] == peer["run"]
-        assert tables.memory_gib(row) <= tables.memory_gib(peer)
+        assert measurements.memory_gib(row) <= measurements.memory_gib(peer)
 
 
 @pytest.fixture
