@@ -214,6 +214,11 @@ class Checkpoints:
         if found < 0:
             return None
         self._step = found
+        if self._manager:
+            # The next save opens another one, and sets newer checkpoints aside before.
+            with self._saving():
+                self._manager.close()
+            self._manager = None
         return found, *_load(self.directory / str(found), abstract_state)
 
     def newest(self, step: int | None = None) -> int | None:

@@ -197,6 +197,21 @@ def test_damaged_step_is_saved_again(run, caplog, damage):
     assert not caplog.records
 
 
+def test_a_process_that_saved_a_damaged_step_saves_it_again(run, caplog):
+    """As after a rollback past a damaged checkpoint."""
+    checkpoints = Checkpoints(run, save_total_limit=2)
+    checkpoints.restore(abstract())
+    checkpoints.save(30, make_state(30), {})
+    checkpoints.wait()
+    DAMAGE["array flipped"](run / "checkpoints" / "30")
+    assert checkpoints.restore(abstract())[0] == 20
+    checkpoints.save(30, make_state(30), {})
+    checkpoints.close()
+    names = sorted(p.name for p in (run / "checkpoints").iterdir())
+    assert names == ["20", "30", "30.aside1"]
+    assert "step 30 is damaged" in caplog.text
+
+
 def test_damaged_does_not_push_out_a_good_one(run):
     """A damaged newer checkpoint does not count among the two kept."""
     DAMAGE["array cut"](run / "checkpoints" / "20")
