@@ -11,8 +11,8 @@ from jax.sharding import SingleDeviceSharding
 
 from bptjax.devices import KINDS, kind_of
 from bptjax.ops.attention import KERNELS, NOT_AUTOMATIC, attention, make_spec
-from bptjax.ops.attention.choices import record_choices
 from bptjax.ops.attention.contract import QKV
+from bptjax.ops.choices import record_choices
 from bptjax.ops.mask import Mask
 
 # Largest relative error of the output and of each gradient.

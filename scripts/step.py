@@ -27,7 +27,7 @@ from bptjax.config import Config, flatten
 from bptjax.config_parser import parse
 from bptjax.models.config import ModelConfig
 from bptjax.models.params import fill_model, param_path
-from bptjax.ops.attention.choices import record_choices
+from bptjax.ops.choices import record_choices
 from bptjax.parallel.mesh import make_mesh, select_devices
 from bptjax.training.auto import complete_execution
 from bptjax.training.search import with_execution
@@ -236,8 +236,9 @@ def measure(
     start = time.perf_counter()
     with record_choices() as choices:
         step = compile_step(spec, abstract_state(spec), batch)
+    names = dict.fromkeys(c.name for c in choices if c.operation == "attention")
     row: dict[str, Any] = dict(
-        attention=" ".join(dict.fromkeys(choice.name for choice in choices)),
+        attention=" ".join(names),
         compile_s=time.perf_counter() - start,
         **needs(step),
     )

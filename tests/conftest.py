@@ -94,7 +94,7 @@ def all_rounds():
 def steps_are_compiled_once():
     """Runs in one process that differ in their files alone share a compiled step: tracing it again
     is a fifth of the time of a tiny run."""
-    from bptjax.ops.attention.choices import record, record_choices
+    from bptjax.ops.choices import record, record_choices
     from bptjax.training import compilation
 
     compiled = {}
@@ -111,7 +111,7 @@ def steps_are_compiled_once():
                 compiled[key] = compile_step(spec, state, batch), choices
         step, choices = compiled[key]
         for choice in choices:
-            record(choice.name, dict(choice.refusals))
+            record(choice.operation, choice.name, dict(choice.refusals))
         return step
 
     compile_step = compilation.compile_step

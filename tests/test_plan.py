@@ -16,7 +16,7 @@ from bptjax.devices import KINDS, absent_devices, parse_devices
 from bptjax.execution import ExecutionConfig
 from bptjax.lora import AdapterConfig
 from bptjax.models.config import ModelConfig
-from bptjax.ops.attention.choices import record_choices
+from bptjax.ops.choices import record_choices
 from bptjax.optimizer import OptimizerConfig
 from bptjax.parallel.mesh import ParallelConfig, make_mesh
 from bptjax.training.prediction import Plan, longest_context, plan, remedies, tree_bytes

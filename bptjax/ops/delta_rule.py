@@ -14,8 +14,7 @@ and c_i the decay from the start of the chunk to token i. The writes u solve the
 
 Its right-hand side is affine in S, so the systems of many chunks are solved at once, before the
 loop over the chunks, and the loop has three matrix products for each chunk. Where a document
-starts, d and c are exactly 0: no number of one document is in a sum of another, except times 0, so
-none moves a bit of another document as long as all are finite.
+starts, d and c are exactly 0, so finite values of one document never change a bit of another.
 
 Yang et al. 2024, https://arxiv.org/abs/2412.06464, Section 3.3, and
 https://arxiv.org/abs/2406.06484, Section 3.2 (there T is the inverse of the system).
@@ -35,6 +34,7 @@ from jaxtyping import Float, Int
 
 from bptjax.ops import delta_triton
 from bptjax.ops.arguments import check_chunk
+from bptjax.ops.choices import record
 from bptjax.ops.chunks import join_chunks, split_chunks
 from bptjax.ops.delta_triton import Shaped
 from bptjax.ops.documents import check_previous, number_documents
@@ -78,9 +78,9 @@ def gated_delta_rule(
     else `scan`, XLA's loop over the chunks; a named `impl` is used or raises.
 
     Value head n reads query and key head n // (N / K). The state, the decays and the systems are
-    float32. Products take their operands in float32, and round them only where q is of a shorter
-    dtype: to what the device prefers, or in the kernels to q's dtype, and to 16 bits where they
-    solve the systems. The caller normalizes q and k (`l2_norm`).
+    float32. With float32 q, products are float32. With a shorter q, `scan` uses the device's
+    default precision, and the kernels round operands to q's dtype, and to 16 bits when they invert
+    the systems. The caller normalizes q and k (`l2_norm`).
 
     The backward pass saves the inputs and a state for every `GROUP` chunks. The kernels also save
     2 · CHUNK numbers in q's dtype for each token and value head, which are cheap to compute again.
@@ -125,7 +125,8 @@ def gated_delta_rule(
 
 
 def choose(impl: str, q: Shaped, k: Shaped, v: Shaped) -> str:
-    """Returns the implementation to use for `impl`: scan or triton.
+    """Returns the implementation to use for `impl`: scan or triton. An open `record_choices`
+    records it.
 
     Raises:
       ValueError: an unknown implementation.
@@ -133,14 +134,17 @@ def choose(impl: str, q: Shaped, k: Shaped, v: Shaped) -> str:
     """
     if impl not in ("auto", "scan", "triton"):
         raise ValueError(f"impl={impl!r}: must be one of auto, scan, triton")
-    if impl == "scan":
-        return impl
-    reason = delta_triton.unsupported(q, k, v)
-    if impl == "auto":
-        return "scan" if reason or q.shape[1] < CHUNK else "triton"
-    if reason:
-        raise NotImplementedError(f"gated delta rule {impl!r}: {reason}")
-    return impl
+    chosen, refusals = impl, {}
+    if impl != "scan":
+        reason = delta_triton.unsupported(q, k, v)
+        if impl == "triton" and reason:
+            raise NotImplementedError(f"gated delta rule {impl!r}: {reason}")
+        if impl == "auto":
+            if q.shape[1] < CHUNK:
+                reason = reason or f"computes {CHUNK} tokens at once, and there are fewer"
+            chosen, refusals = ("scan", {"triton": reason}) if reason else ("triton", {})
+    record("gated delta rule", chosen, refusals)
+    return chosen
 
 
 def precision_of(dtype: DTypeLike) -> Precision:
@@ -251,10 +255,14 @@ def _length(T: int, chunk: int) -> int:
 def _split(chunk: int, inputs: _Inputs, documents: Array) -> tuple[_Inputs, Array, Array]:
     """Splits the tokens into groups of chunks: inputs, document of each token, and document of the
     token before each."""
-    length = _length(documents.shape[1], chunk)
+    T = documents.shape[1]
+    length = _length(T, chunk)
+    # Padding belongs to the last document, so that it leaves the state as it is.
+    documents = jnp.pad(documents, ((0, 0), (0, -T % length)), mode="edge")
     before = jnp.pad(documents, ((0, 0), (1, 0)))[:, :-1]
-    inputs = jax.tree.map(lambda x: split_chunks(x, length), inputs)
-    documents, before = (split_chunks(x, length, mode="edge") for x in (documents, before))
+    inputs, documents, before = jax.tree.map(
+        lambda x: split_chunks(x, length), (inputs, documents, before)
+    )
     return inputs, documents, before
 
 
@@ -267,7 +275,7 @@ def _group(
     scale: float,
     chunk: int,
 ) -> tuple[Float[Array, "B T N W"], Float[Array, "B K G H W"]]:
-    """Returns the output of a group of whole chunks, and the state after it."""
+    """Returns the output of a group of full chunks, and the state after it."""
     dtype, (B, T, K, _) = inputs.v.dtype, inputs.q.shape
     precision = precision_of(inputs.q.dtype)
     multiply = partial(jnp.matmul, precision=precision)

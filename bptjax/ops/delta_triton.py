@@ -39,6 +39,8 @@ TILES: dict[str, tuple[int, int, int]] = {
 # Kernels whose programs share the value columns of a head.
 COLUMNS = "forward", "again", "backward"
 HEAD_SIZES = 64, 128
+# CUDA takes at most 65,535 programs along the second axis of a grid, which has those of the chunks.
+MOST_TOKENS = 64 * 65_535
 # Compute capabilities of GPUs with the shared memory for three stages.
 LARGE = (9, 0), (10, 0)
 # Launches a kernel. Tests replace it, to run kernels in Triton's interpreter.
@@ -82,6 +84,8 @@ def unsupported(q: Shaped, k: Shaped, v: Shaped) -> str | None:
     if H not in HEAD_SIZES or W % columns:
         sizes = " or ".join(map(str, HEAD_SIZES))
         return f"takes keys of {sizes} and values of a multiple of {columns}, not {H} and {W}"
+    if q.shape[1] > MOST_TOKENS:
+        return f"takes at most {MOST_TOKENS} tokens per device, not {q.shape[1]}"
     if not is_absent() and importlib.util.find_spec("jax_triton") is None:
         return 'jax-triton is not installed; pip install -e ".[gpu]" brings it'
     return None
@@ -176,7 +180,7 @@ def _decay_gradients(
     Args:
       through: gradients of the sums of a document up to each token.
       to_end: gradients of the sums from the token after each on.
-      kept: gradients of the sums over whole chunks.
+      kept: gradients of the sums over full chunks.
     """
     own = documents.reshape(len(documents), 1, -1, chunk)
     own = own[..., :, None] == own[..., None, :]

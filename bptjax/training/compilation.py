@@ -5,7 +5,7 @@ from collections.abc import Callable
 import jax
 
 from bptjax.command_line import plural
-from bptjax.ops.attention.choices import Choice, record_choices
+from bptjax.ops.choices import Choice, record_choices
 from bptjax.progress import Compilations
 from bptjax.training.guards import RunFailed
 from bptjax.training.spec import TrainSpec
@@ -14,8 +14,8 @@ from bptjax.training.step import Batch, compile_step
 
 
 class StepCompiler:
-    """Compiles the step of a run. Logs the kernels that attention uses; the first time also memory
-    and number of parameters.
+    """Compiles the step of a run. Logs the kernels that it uses; the first time also memory and
+    number of parameters.
 
     Attributes:
       compilations: announces compilations, with the duration of the last one.
@@ -25,12 +25,12 @@ class StepCompiler:
         """Takes the duration of the last compilation of an earlier part of the run."""
         self._spec, self._log = spec, log
         self.compilations = Compilations(log, seconds)
-        self._choices: set[Choice] = set()
+        self._choices: dict[Choice, None] = {}
         self._described = False
 
     @property
     def kernels(self) -> list[str]:
-        """The lines about the kernels that attention uses."""
+        """The lines about the kernels that the step uses."""
         return [line for choice in self._choices for line in choice.lines()]
 
     def compile(self, state: TrainState, batch: Batch) -> jax.stages.Compiled:
@@ -48,7 +48,7 @@ class StepCompiler:
             if choice not in self._choices:
                 for line in choice.lines():
                     log(line)
-                self._choices.add(choice)
+                self._choices[choice] = None
         needs = compiled.memory_analysis()
         offload = self._spec.execution.offload
         if offload and not (needs and needs.host_temp_size_in_bytes):

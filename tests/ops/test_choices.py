@@ -15,8 +15,8 @@ from bptjax.ops.attention import (
     scan,
     triton_flash,
 )
-from bptjax.ops.attention.choices import record_choices
 from bptjax.ops.attention.contract import QKV, AttentionSpec, AttentionState
+from bptjax.ops.choices import record_choices
 from bptjax.ops.mask import Mask
 
 X = jnp.ones((1, 8, 2, 4))

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from bptjax.ops import delta_triton
+from bptjax.ops.choices import record_choices
 from bptjax.ops.delta_rule import RESIDUAL_NAMES, choose, gated_delta_rule
+from bptjax.ops.delta_triton import MOST_TOKENS
 from bptjax.ops.documents import count_documents, last_segment
 from bptjax.ops.norm import l2_norm
 from ops.comparing import close, error, normal, quick, temp_bytes
@@ -24,11 +26,15 @@ SEGMENTS = np.array(
     ],
     np.int32,
 )
+# A document starts at the last token.
+LATE = np.where(np.arange(T) == T - 1, 9, SEGMENTS)
 PREVIOUS = jnp.array([1, 7], jnp.int32)
 CASES = {
     "one document": dict(chunk=16),
     "documents": dict(chunk=16, segments=SEGMENTS, previous=jnp.array([2, 1], jnp.int32)),
     "documents, odd chunk": dict(chunk=7, segments=SEGMENTS, previous=PREVIOUS),
+    # The last of two groups of chunks has a chunk of padding.
+    "a late document": dict(chunk=5, segments=LATE, previous=PREVIOUS),
     "one chunk": dict(chunk=128, segments=SEGMENTS, previous=PREVIOUS),
     "a token at a time": dict(chunk=1),
 }
@@ -344,10 +350,19 @@ def test_auto_takes_the_kernels_where_they_can_run(monkeypatch):
     assert choose("auto", q, q, v) == choose("triton", q, q, v) == "triton"
     assert choose("scan", q, q, v) == "scan"
     few = q.update(shape=(1, 63, 2, 128))
-    assert choose("auto", few, few, v) == "scan" and choose("triton", few, few, v) == "triton"
+    with record_choices() as choices:
+        assert choose("auto", few, few, v) == "scan" and choose("triton", few, few, v) == "triton"
+    assert [choice.lines() for choice in choices] == [
+        [
+            "gated delta rule: scan",
+            "  not triton: computes 64 tokens at once, and there are fewer",
+        ],
+        ["gated delta rule: triton"],
+    ]
     for change, message in (
         (dict(dtype=jnp.float32), "bfloat16, not float32"),
         (dict(shape=(1, 64, 2, 96)), "keys of 64 or 128 .* not 96"),
+        (dict(shape=(1, MOST_TOKENS + 1, 2, 128)), "at most 4194240 tokens per device"),
     ):
         other = q.update(**change)
         assert choose("auto", other, other, v) == "scan"

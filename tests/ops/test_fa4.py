@@ -17,8 +17,8 @@ from bptjax.config import Config, TrainConfig
 from bptjax.execution import ExecutionConfig
 from bptjax.models.config import ModelConfig
 from bptjax.ops.attention import attend, fa4, reference, scan, triton_flash
-from bptjax.ops.attention.choices import record_choices
 from bptjax.ops.attention.contract import QKV, AttentionSpec, AttentionState
+from bptjax.ops.choices import record_choices
 from bptjax.ops.mask import Mask
 from bptjax.ops.softmax import merge_states
 from bptjax.parallel.mesh import ParallelConfig, make_mesh

@@ -13,9 +13,9 @@ from jaxtyping import Float
 
 from bptjax.ops.arguments import check_chunk, check_qkv, check_rate, check_sinks, check_softcap
 from bptjax.ops.attention import cudnn, fa4, loop, products, reference, scan, triton_flash
-from bptjax.ops.attention.choices import record
 from bptjax.ops.attention.contract import QKV, AttentionSpec, AttentionState, Kernel, SinkKernel
 from bptjax.ops.checkpoint_names import checkpoint_named
+from bptjax.ops.choices import record
 from bptjax.ops.mask import Mask
 from bptjax.ops.softmax import empty_state, merge_states
 from bptjax.ops.target import platform
@@ -74,13 +74,13 @@ def choose(impl: str, x: QKV, spec: AttentionSpec) -> tuple[str, dict[str, str]]
             else:
                 reasons[name] = reason
         assert chosen is not None  # scan honors everything.
-        record(chosen, reasons)
+        record("attention", chosen, reasons)
         return chosen, reasons
     if impl not in KERNELS:
         raise ValueError(f"attention={impl!r}: must be one of auto, {', '.join(KERNELS)}")
     if reason := (impl != "scan" and others) or KERNELS[impl].unsupported(x, spec):
         raise NotImplementedError(f"attention {impl!r}: {reason}")
-    record(impl, {})
+    record("attention", impl, {})
     return impl, {}
 
 

@@ -1,4 +1,4 @@
-"""A record of the kernels that attention chooses while a program is traced."""
+"""A record of the implementations that operations choose while a program is traced."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -8,23 +8,25 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Choice:
-    """A chosen kernel.
+    """A chosen implementation.
 
     Attributes:
-      name: name of the kernel.
-      refusals: (name, reason) of each kernel that was considered and not chosen.
+      operation: what it computes.
+      name: name of the implementation.
+      refusals: (name, reason) of each implementation that was considered and not chosen.
     """
 
+    operation: str
     name: str
     refusals: tuple[tuple[str, str], ...]
 
     def lines(self) -> list[str]:
-        """Formats the choice for the log: the kernel, then the other kernels by reason."""
+        """Formats the choice for the log: the implementation, then the others by reason."""
         reasons: dict[str, list[str]] = {}
         for name, reason in self.refusals:
             reasons.setdefault(reason, []).append(name)
         refused = (f"  not {', '.join(names)}: {reason}" for reason, names in reasons.items())
-        return [f"attention: {self.name}", *refused]
+        return [f"{self.operation}: {self.name}", *refused]
 
 
 _open_record: ContextVar[list[Choice] | None] = ContextVar("open_record", default=None)
@@ -42,8 +44,8 @@ def record_choices() -> Iterator[list[Choice]]:
         _open_record.reset(token)
 
 
-def record(name: str, refusals: Mapping[str, str]) -> None:
+def record(operation: str, name: str, refusals: Mapping[str, str]) -> None:
     """Adds a choice to the open record, if there is one."""
-    choices, choice = _open_record.get(), Choice(name, tuple(refusals.items()))
+    choices, choice = _open_record.get(), Choice(operation, name, tuple(refusals.items()))
     if choices is not None and choice not in choices:
         choices.append(choice)
