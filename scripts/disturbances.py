@@ -84,7 +84,7 @@ def fork(module: str, argv: list[str], places: tuple[str, ...], *how: Any) -> An
     """Starts a command in a process. Returns the process, and the pipe of its stderr."""
     pipe, errors = PROCESSES.Pipe(duplex=False)
     arguments = module, argv, places, errors, *how
-    process = PROCESSES.Process(target=execute, args=arguments)
+    process = PROCESSES.Process(target=execute, args=arguments, daemon=True)
     process.start()
     errors.close()
     return process, pipe
@@ -112,9 +112,11 @@ def execute(
 
     Args:
       module: the module of the command, such as `bptjax.train`.
-      kind: `supervised` for a run with a supervisor; or what happens at Python's file operation
-        `at` in `places`: `kill`, `full` (disk), `read-only` (disk), `clock` (steps by days).
-        Tensorstore's operations, in C++, are reached by kills at a random moment, and by the disks.
+      kind: `supervised` for a run with a supervisor; `small` for a disk of `at` KiB as the last of
+        `places`, which is lost with the process; or what happens at Python's file operation `at`
+        in `places`: `kill`, `interrupt`, `terminate`, `full` (disk), `read-only` (disk), `clock`
+        (steps by days). Tensorstore's operations, in C++, are reached by kills at a random moment,
+        and by the disks.
       size: bytes to which files may grow on the full disk.
     """
     os.environ |= environment
@@ -123,10 +125,15 @@ def execute(
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     if kind == "supervised":
         sys.exit(supervise([sys.executable, "-m", module, *argv], LIMITS))
-    if kind == "read-only":
+    if kind in ("read-only", "small"):
         own_mounts()
+    if kind == "small":
+        mount("none", places[-1], 0, "tmpfs", f"size={at}k")
+        at = NEVER
     effects: dict[str, Callable[[], None]] = {
         "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+        "interrupt": lambda: os.kill(os.getpid(), signal.SIGINT),
+        "terminate": lambda: os.kill(os.getpid(), signal.SIGTERM),
         "full": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, -1)),
         "read-only": lambda: make_read_only(places[0]),
         "clock": lambda: step_clock(random.Random(at)),
@@ -145,10 +152,11 @@ def execute(
     sys.exit(importlib.import_module(module).main(argv))
 
 
-def mount(source: str | None, target: str, flags: int) -> None:
+def mount(source: str | None, target: str, flags: int, kind: str = "", options: str = "") -> None:
     """Calls mount(2). Raises OSError."""
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.mount(source and source.encode(), target.encode(), None, flags, None):
+    texts = kind.encode() or None, flags, options.encode() or None
+    if libc.mount(source and source.encode(), target.encode(), *texts):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 

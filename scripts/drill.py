@@ -5,12 +5,14 @@ cannot go on must say so in one line.
 
     python scripts/drill.py --seconds 600 --seed 0 --runs plain pair
 
-Prints a table of events and outcomes, and exits with 1 if an outcome was neither. A start of the
-run takes some seconds, and each disturbed run is started until it has finished.
+Prints each outcome, and at the end or after Ctrl-C a table of events and outcomes. Exits with 1 if
+an outcome was neither. A start of the run takes some seconds, and each disturbed run is started
+until it has finished.
 """
 
 import argparse
 import contextlib
+import multiprocessing
 import os
 import pickle
 import random
@@ -19,13 +21,13 @@ import signal
 import sys
 import tempfile
 import time
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import disturbances
 from conversions import Conversions
 from disturbances import NEVER, Started, call, damage, file_of_newest, fork
+from outcomes import Outcomes
 from tiny_run import ADAPTERS, RUNS, STEPS, config, metrics, write_base, write_result, write_texts
 
 CONVERSIONS = "conversions"
@@ -41,6 +43,12 @@ DURING = {
     "steps of the clock": "clock",
     "data changed during the run": "",
 }
+COPYING = "SIGKILL between a local save and the end of its copy"
+DURING_LOCAL = DURING | {
+    COPYING: "kill",
+    "local directory removed": "",
+    "small local disk, lost with the process": "small",
+}
 DURING_PAIR = {
     "SIGKILL of one of two processes": "",
     "SIGKILL of one of two processes at a file operation": "kill",
@@ -53,6 +61,12 @@ DURING_PAIR = {
     "another config in one of two processes": "",
 }
 BETWEEN = ("bit flipped in the newest checkpoint", "file cut", "file removed")
+OF_LOCAL = (
+    "bit flipped in the newest local checkpoint",
+    "file of the newest local checkpoint cut",
+    "file of the newest local checkpoint removed",
+    "local directory lost",
+)
 OF_DATA = ("data changed between starts",)
 OF_BASE = ("bit flipped in the base model", "file of the base model cut")
 ON, STEP_0 = "went on; metrics and parameters equal", "refused in one line; equal from step 0"
@@ -60,18 +74,11 @@ REFUSED = "refused in one line; equal once it was undone"
 
 
 class Drill:
-    """Runs of one kind that are disturbed, and the run that is not.
+    """Runs of one kind that are disturbed, and the run that is not."""
 
-    Attributes:
-      outcomes: number of each (event, outcome).
-      faults: descriptions of outcomes that must not be.
-    """
-
-    def __init__(self, work: Path, kind: str, rng: random.Random):
-        self.work, self.kind, self.rng = work, kind, rng
+    def __init__(self, work: Path, kind: str, rng: random.Random, outcomes: Outcomes):
+        self.work, self.kind, self.rng, self.outcomes = work, kind, rng, outcomes
         self.local, self.texts, self.base = work / "local", work / "texts", work / "base"
-        self.outcomes: Counter[tuple[str, str]] = Counter()
-        self.faults: list[str] = []
         self.local.mkdir(parents=True)
         write_texts(self.texts, rng)
         (work / "config.yaml").write_text(config(kind, work))
@@ -81,9 +88,10 @@ class Drill:
         if any(code) or any(lines):
             raise RuntimeError(f"the undisturbed run failed: {lines}")
         self.wanted = self.result(work / "undisturbed")
-        self.during = dict(DURING_PAIR if kind == "pair" else DURING)
+        self.during = {"pair": DURING_PAIR, "local": DURING_LOCAL}.get(kind, DURING)
         if not disturbances.can_mount():
-            self.during.pop("read-only disk", None)
+            mounts = ("read-only", "small")
+            self.during = {x: how for x, how in self.during.items() if how not in mounts}
         self.between = BETWEEN + OF_DATA + OF_BASE * (kind in ADAPTERS)
 
     def result(self, run: Path) -> tuple[list[Any], dict[str, bytes]]:
@@ -93,7 +101,13 @@ class Drill:
         return pickle.loads(file.read_bytes())
 
     def start(
-        self, run: Path, kind: str = "", at: int = NEVER, size: int = 0, odd: str = ""
+        self,
+        run: Path,
+        kind: str = "",
+        at: int = NEVER,
+        size: int = 0,
+        odd: str = "",
+        places: tuple[Path, ...] = (),
     ) -> Started:
         """Starts the run, or resumes it. Only one process of two, the last, is disturbed inside, or
         has the flag `odd`."""
@@ -107,7 +121,7 @@ class Drill:
             where = where | {"WORLD_SIZE": "2", "RANK": str(rank)} if count > 1 else {}
             inside = kind if last or kind == "supervised" else ""
             process, pipe = fork(
-                *("bptjax.train", argv, (str(run), str(self.local)), where),
+                *("bptjax.train", argv, tuple(map(str, places or (run, self.local))), where),
                 *(inside, at if inside else NEVER, size),
             )
             started.append(process)
@@ -120,12 +134,17 @@ class Drill:
         for _ in range(self.rng.randrange(1, 4)):
             during = not (run / "checkpoints").exists() or self.rng.random() < 0.6
             event = self.rng.choice(list(self.during) if during else self.between)
+            if self.local_checkpoints() and self.rng.random() < 0.5:
+                during, event = False, self.rng.choice(OF_LOCAL)
             if event in OF_DATA + OF_BASE:
                 self.undone(event, run)
                 continue
             events.append(event)
-            if not during:
-                if file := file_of_newest([run / "checkpoints", *self.local.iterdir()], self.rng):
+            if event == "local directory lost":
+                self.remove_local()
+            elif not during:
+                places = [run / "checkpoints"] * (event not in OF_LOCAL) + [*self.local.iterdir()]
+                if file := file_of_newest(places, self.rng):
                     damage(event, file, self.rng)
             elif not self.disturb(event, run):
                 break
@@ -139,11 +158,11 @@ class Drill:
         if any(codes) or any(lines) or left or self.result(run) != self.wanted:
             outcome = "FAULT"
             last = [x[-1:] for x in lines]
-            self.faults.append(f"{events}: exit codes {codes}, {last}, {left}, {run}")
+            self.outcomes.fault(f"{events}: exit codes {codes}, {last}, {left}, {run}")
             shutil.rmtree(self.local)
             self.local.mkdir()
         for event in events:
-            self.outcomes[event, outcome] += 1
+            self.outcomes.add(self.kind, event, outcome)
         if outcome != "FAULT":
             shutil.rmtree(run)
 
@@ -160,11 +179,20 @@ class Drill:
         file.write_bytes(before)
         one = all(code in (1, 2) for code in codes) and all(len(x) == 1 for x in lines)
         if not any(codes) and not any(lines) and self.result(run) == self.wanted:
-            self.outcomes[event, ON] += 1  # The file has no effect.
+            self.outcomes.add(self.kind, event, ON)  # The file has no effect.
         else:
-            self.outcomes[event, REFUSED if one else "FAULT"] += 1
+            self.outcomes.add(self.kind, event, REFUSED if one else "FAULT")
             if not one:
-                self.faults.append(f"{event}, {file.name}: exit codes {codes}, {lines}, {run}")
+                self.outcomes.fault(f"{event}, {file.name}: exit codes {codes}, {lines}, {run}")
+
+    def local_checkpoints(self) -> list[Path]:
+        """Returns the checkpoints in the local directory."""
+        return [path for path in self.local.glob("*/*") if path.name.isdecimal()]
+
+    def remove_local(self) -> None:
+        """Removes the local directory of the run."""
+        for path in self.local.iterdir():
+            shutil.rmtree(path, ignore_errors=True)
 
     def disturb(self, event: str, run: Path) -> bool:
         """Starts the run and disturbs it. Returns whether it may be disturbed again."""
@@ -173,7 +201,8 @@ class Drill:
         size = self.rng.choice([0, 500, 3000, 9000, 30000])
         kind = self.during[event]
         odd = "--seed=1" if event.startswith("another config") else ""
-        started = self.start(run, kind, operation, size, odd)
+        places = (run / "checkpoints",) if event == COPYING else ()
+        started = self.start(run, kind, operation // (2 if places else 1), size, odd, places)
         if kind in ("", "supervised") and not odd:
             with contextlib.ExitStack() as stack:
                 if event.startswith("strangers"):
@@ -185,8 +214,8 @@ class Drill:
         if refused(codes, lines):
             return False  # The run is started again, and its outcome is told there.
         if self.wrong(event, codes, lines):
-            self.faults.append(f"{event}: exit codes {codes}, {[x[-3:] for x in lines]}")
-            self.outcomes[event, "FAULT"] += 1
+            self.outcomes.fault(f"{event}: exit codes {codes}, {[x[-3:] for x in lines]}")
+            self.outcomes.add(self.kind, event, "FAULT")
             return False
         if event == "run directory removed":
             shutil.rmtree(run, ignore_errors=True)  # What the run wrote after the removal.
@@ -205,6 +234,8 @@ class Drill:
         time.sleep(self.rng.random() * 0.1)
         if event == "run directory removed":
             shutil.rmtree(run, ignore_errors=True)
+        elif event == "local directory removed":
+            self.remove_local()
         elif event.startswith("data"):
             with disturbances.changed_file(self.texts, self.rng):
                 started.processes[0].join(300)
@@ -234,7 +265,8 @@ class Drill:
         elif event.startswith("another config"):
             allowed = {2}
         else:
-            allowed |= {1, 2} if kind == "read-only" or event.startswith("data") else {1}
+            starts = kind == "read-only" or event.startswith(("data", "local"))
+            allowed |= {1, 2} if starts else {1}
         return any(
             code not in allowed or len(own) != (code in (1, 2))
             for code, own in zip(codes, lines, strict=True)
@@ -261,12 +293,6 @@ def children(pid: int) -> list[int]:
         return []
 
 
-def table(outcomes: Counter[tuple[str, str]]) -> str:
-    """Formats the outcomes."""
-    rows = [f"| {event} | {n} | {outcome} |" for (event, outcome), n in sorted(outcomes.items())]
-    return "\n".join(["| event | number | outcome |", "| --- | --- | --- |", *rows])
-
-
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -274,7 +300,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="seed of the events")
     text = "kinds of runs"
     parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS), help=text)
+    parser.add_argument("--out", type=Path, help="file to which each outcome is appended")
     args = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     start, rng = time.monotonic(), random.Random(args.seed)
     work = Path(tempfile.mkdtemp(prefix="bptjax-drill-"))
     os.environ |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
@@ -282,24 +310,25 @@ def main(argv: list[str] | None = None) -> int:
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["XDG_CACHE_HOME"] = str(work / "home")  # The secret and fingerprints.
     drills: dict[str, Any] = {}
-    number = 0
+    number, outcomes = 0, Outcomes(args.seed, args.out)
     with contextlib.suppress(KeyboardInterrupt):
         while number == 0 or time.monotonic() - start < args.seconds:
             kind = args.runs[number % len(args.runs)]
             if kind not in drills:
-                drills[kind] = drill = Drill(work / kind, kind, rng)
+                drills[kind] = drill = Drill(work / kind, kind, rng, outcomes)
                 if kind == CONVERSIONS:
-                    drills[kind] = Conversions(work / kind / "undisturbed", drill.base, rng)
+                    run = work / kind / "undisturbed"
+                    drills[kind] = Conversions(run, drill.base, rng, outcomes)
             drills[kind].one_run(number)
             number += 1
-    outcomes = sum((drill.outcomes for drill in drills.values()), Counter())
-    faults = [fault for drill in drills.values() for fault in drill.faults]
-    print(table(outcomes))
-    events = sum(outcomes.values())
-    print(f"\nseed {args.seed}: {events} events, {number} runs, {len(faults)} faults")
-    print("\n".join(faults))
+    for process in multiprocessing.active_children():
+        process.terminate()  # A supervisor ends its run.
+        process.join(30)
+    events, faults = outcomes.numbers.total(), outcomes.faults
+    print(f"\n{outcomes.table()}\n\nseed {args.seed}: {events} events, {number} runs, ", end="")
+    print(f"{len(faults)} faults", *faults, sep="\n")
     if not faults:
-        shutil.rmtree(work)
+        shutil.rmtree(work, ignore_errors=True)
     return 1 if faults else 0
 
 

@@ -8,9 +8,13 @@ from bptjax.ops.arguments import check_softcap
 
 # Several times the largest models there are.
 MOST_PARAMETERS = 10**13
-MOST = {"num_layers": 10**5, "head_dim": 2**16, "linear_conv_size": 2**16}
+MOST_SIZE, MOST_CLASSES = 2**24, 2**20
+MOST = {"num_layers": 2**11, "num_experts": 2**16, "head_dim": 2**16, "linear_conv_size": 2**16}
 MOST |= {"full_head_dim": 2**16, "linear_key_size": 2**16, "linear_value_size": 2**16}
-MOST_CLASSES = 2**20
+# Numbers of tokens, which may stand for no limit.
+MOST |= dict.fromkeys(
+    ["max_position_embeddings", "sliding_window", "query_growth_length"], 2**31 - 1
+)
 
 
 def check_choices(config: Any) -> None:
@@ -49,7 +53,7 @@ def check_choices(config: Any) -> None:
         value = getattr(config, name)
         if value is not None and value < 1:
             raise ValueError(f"model.{name}={value}: must be at least 1")
-        if value is not None and value > (most := MOST.get(name, 2**31 - 1)):
+        if value is not None and value > (most := MOST.get(name, MOST_SIZE)):
             raise ValueError(f"model.{name}={value}: must be at most {most:,}")
     for name in ("attention_softcap", "logits_softcap"):
         check_softcap(getattr(config, name), f"model.{name}")
@@ -249,10 +253,20 @@ def check_choices(config: Any) -> None:
     parameters += (config.vocab_size or 0) * widths
     if parameters > MOST_PARAMETERS:
         raise ValueError(
-            f"model.num_layers={config.num_layers}, hidden_size={config.hidden_size}, "
-            f"intermediate_size={config.expert_F}, vocab_size={config.vocab_size}: must have at "
-            f"most {MOST_PARAMETERS:.0e} parameters, not {parameters:.0e}"
+            f"{sizes_of(config)}: must have at most {MOST_PARAMETERS:.0e} parameters, not "
+            f"{parameters:.0e}"
         )
+
+
+def sizes_of(config: Any) -> str:
+    """Formats the sizes that decide the number of parameters of a `ModelConfig`."""
+    text = (
+        f"model.num_layers={config.num_layers}, hidden_size={config.hidden_size}, "
+        f"intermediate_size={config.expert_F}, vocab_size={config.vocab_size}"
+    )
+    if config.position_embedding == "learned":
+        text += f", max_position_embeddings={config.max_position_embeddings}"
+    return text
 
 
 def _check_full_heads(config: Any) -> None:

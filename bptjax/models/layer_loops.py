@@ -26,20 +26,30 @@ def layer_loops(kinds: Sequence[Any]) -> list[LayerLoop]:
 
     26 layers of which every sixth is of kind B: `AAAAAB` 4 times, then `A` twice.
     """
-    # From each layer on: total length of the patterns, number of loops, loops.
-    best: dict[int, tuple[int, int, list[LayerLoop]]] = {len(kinds): (0, 0, [])}
+    # Numbers compare faster than kinds.
+    numbers = [kinds.index(kind) for kind in kinds]
+    # From each layer on: total length of the patterns, number of loops, size of the first pattern,
+    # end of the first loop.
+    best: dict[int, tuple[int, int, int, int]] = {len(kinds): (0, 0, 0, 0)}
     for start in reversed(range(len(kinds))):
-        options = []
-        for size in range(1, len(kinds) - start + 1):
-            pattern, end = kinds[start : start + size], start
-            while kinds[end : end + size] == pattern:
+        size, found = 1, None
+        # A pattern that is longer than a known division is in no better one.
+        while found is None or size <= found[0] and start + size <= len(kinds):
+            pattern, end = numbers[start : start + size], start
+            while numbers[end : end + size] == pattern:
                 end += size
-                length, count, rest = best[end]
-                loop = LayerLoop(tuple(pattern), (end - start) // size)
-                options.append((length + size, count + 1, [loop, *rest]))
-        # Of equal divisions the one whose first pattern is the longest, which comes last.
-        best[start] = min(reversed(options), key=lambda option: option[:2])
-    return best[0][2]
+                total, count = best[end][0] + size, best[end][1] + 1
+                # Of equal divisions the one whose first pattern is the longest, which comes last.
+                if found is None or (total, count) <= found[:2]:
+                    found = total, count, size, end
+            size += 1
+        best[start] = found
+    loops, start = [], 0
+    while start < len(kinds):
+        *_, size, end = best[start]
+        loops.append(LayerLoop(tuple(kinds[start : start + size]), (end - start) // size))
+        start = end
+    return loops
 
 
 def scan_layers(

@@ -9,13 +9,15 @@ from bptjax.hf.config_export import exported
 from bptjax.json_files import read_json
 from bptjax.lora import AdapterConfig
 from bptjax.models.config import ModelConfig
+from bptjax.models.config_checks import sizes_of
 from bptjax.models.feed_forwards import FEED_FORWARDS
 from bptjax.models.layers import rotary
 from bptjax.ops.target import capability
-from bptjax.parallel.mesh import num_shards
+from bptjax.parallel.mesh import host_memory, num_shards
 from bptjax.pretrained import Pretrained
+from bptjax.training.prediction import GIB, tree_bytes
 from bptjax.training.spec import TrainSpec
-from bptjax.training.state import adapted_kernels, embeddings_in_full, kernel_sizes
+from bptjax.training.state import abstract_state, adapted_kernels, embeddings_in_full, kernel_sizes
 
 # Keys of the group data that runs on images read.
 IMAGE_KEYS = {
@@ -111,6 +113,26 @@ def check_adapter(spec: TrainSpec) -> None:
             )
     adapted_kernels(spec)
     embeddings_in_full(spec)
+
+
+def check_host_memory(spec: TrainSpec) -> None:
+    """Checks that the state of a run on a CPU fits into its memory. On other devices, the step is
+    compiled first.
+
+    Raises:
+      ValueError: the state is larger.
+    """
+    devices = spec.mesh.local_devices
+    if devices[0].platform != "cpu":
+        return
+    state, most = abstract_state(spec), host_memory()
+    needed = len(devices) * (tree_bytes(state.model) + tree_bytes(state.opt_state))
+    if needed > most:
+        raise ValueError(
+            f"{sizes_of(spec.model)}: must fit into the {most / GIB:.2f} GiB of this host, but "
+            f"parameters and optimizer state take {needed / GIB:.2f} GiB; choose smaller sizes, "
+            "or a host with more memory"
+        )
 
 
 def check_float8(spec: TrainSpec) -> None:

@@ -43,7 +43,13 @@ from bptjax.parallel.mesh import ParallelConfig, make_mesh, select_devices
 from bptjax.pretrained import Pretrained
 from bptjax.schedule import describe_schedule
 from bptjax.training.auto import complete_execution
-from bptjax.training.checks import check_adapter, check_float8, check_landmarks, check_model
+from bptjax.training.checks import (
+    check_adapter,
+    check_float8,
+    check_host_memory,
+    check_landmarks,
+    check_model,
+)
 from bptjax.training.data import RunData, open_data, say
 from bptjax.training.notes import describe_devices, describe_model
 from bptjax.training.run_directory import acquire_run_dir, saved_execution, saved_keys
@@ -218,6 +224,7 @@ def _open_run(config: Config, devices: list[jax.Device]) -> TrainingRun:
     check_landmarks(spec)
     check_adapter(spec)
     check_float8(spec)
+    check_host_memory(spec)
     if config.execution.attention_implementation != "auto":
         check_kernel(spec)
     seq_len, size = config.train.seq_len, spec.global_batch_size

@@ -1,5 +1,6 @@
 """Layers of several kinds: loops over patterns give what the layers give one after another."""
 
+import time
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -31,6 +32,12 @@ DIVISIONS = {
 def test_the_shortest_patterns(kinds):
     found = layer_loops(list(kinds))
     assert found == [LayerLoop(tuple(pattern), n) for pattern, n in DIVISIONS[kinds]]
+
+
+def test_thousands_of_layers_are_divided_at_once():
+    start = time.perf_counter()
+    assert layer_loops(["A"] * 2048) == [LayerLoop(("A",), 2048)]
+    assert time.perf_counter() - start < 10
 
 
 S, F = "sliding_attention", "full_attention"

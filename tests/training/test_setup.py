@@ -111,6 +111,13 @@ BAD = {
         "dp=3",
     ),
     "vocabulary": (["--model.vocab_size", "100"], "model.vocab_size=100"),
+    "no memory": (
+        [
+            *("--model.position_embedding=learned", "--model.max_position_embeddings=2147483647"),
+            "--model.hidden_size=1024",
+        ],
+        "GiB of this host, but parameters and optimizer state take",
+    ),
     "positions": (
         ["--model.position_embedding", "learned", "--model.max_position_embeddings", "8"],
         "model.max_position_embeddings=8",
