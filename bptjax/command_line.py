@@ -6,6 +6,8 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable
+from inspect import signature
+from types import ModuleType
 from typing import Any, NoReturn
 
 from bptjax.heartbeat import record_error
@@ -97,6 +99,17 @@ def _fail(error: Exception, code: int, argv: list[str]) -> int:
     record_error(message)
     print(f"error: {message}", file=sys.stderr)
     return code
+
+
+def make_callable(module: str, function: Callable) -> None:
+    """Makes the module of a command callable like the command's function, because module and
+    function have one name in the package."""
+
+    class CallableModule(ModuleType):
+        __call__ = staticmethod(function)
+        __signature__ = signature(function)
+
+    sys.modules[module].__class__ = CallableModule
 
 
 def plural(number: int, noun: str, ending: str = "s") -> str:

@@ -14,7 +14,7 @@ from jax.experimental import topologies
 
 from bptjax.ops.target import STAND_IN
 
-MIB = 2**20
+MIB, GIB = 2**20, 2**30
 # Bytes/s of 16 lanes, each way.
 PCIE_4, PCIE_5 = 31.5e9, 63e9
 # FLOP/s of cuDNN's attention on an H200 (scripts/results/attention_fa4_h200.json).

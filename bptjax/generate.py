@@ -6,15 +6,14 @@ import logging
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
-from inspect import signature
 from pathlib import Path
-from types import ModuleType
 from typing import Any, TypeVar, cast
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from bptjax.cli import launch, warn
+from bptjax.command_line import make_callable
 from bptjax.config import check_seed
 from bptjax.data.templates import chat_prompt
 from bptjax.data.tokenizer import Tokenizer
@@ -79,14 +78,7 @@ def generate(
     return cast(Prompts, found[0] if isinstance(prompts, str) else found)
 
 
-class _Callable(ModuleType):
-    """This module, made callable, because module and function share a name in the package."""
-
-    __call__ = staticmethod(generate)
-
-
-sys.modules[__name__].__class__ = _Callable
-__signature__ = signature(generate)
+make_callable(__name__, generate)
 
 
 def _stream(

@@ -14,7 +14,7 @@ from bptjax.command_line import plural, run_command
 from bptjax.config import Config
 from bptjax.config_parser import parse
 from bptjax.data.tokenizer import make_tokenizer
-from bptjax.devices import absent_devices, parse_devices
+from bptjax.devices import GIB, absent_devices, parse_devices
 from bptjax.models.attention_pattern import find_tokens
 from bptjax.models.config import ModelConfig
 from bptjax.parallel.mesh import make_mesh, select_devices
@@ -37,7 +37,6 @@ from bptjax.training.state import parameter_counts
 DESCRIPTION = """Compiles the step of a run and prints its memory per device, whether it fits, and
 which keys to change if it does not. The devices need not be on this machine, and the weights need
 not be there either: config.json is enough. Takes the keys of bptjax train."""
-GIB = 2**30
 EXECUTION_KEYS = "remat", "save", "ffn_chunk", "ce_chunk", "offload"
 
 

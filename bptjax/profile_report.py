@@ -9,7 +9,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-GIB = 2**30
+from bptjax.devices import GIB
+
 Row = dict[str, Any]
 COLORS = {
     "parameters": "#4c72b0",

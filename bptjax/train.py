@@ -7,13 +7,11 @@ import logging
 import os
 import sys
 from collections.abc import Mapping
-from inspect import signature
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from bptjax.command_line import run_command
+from bptjax.command_line import make_callable, run_command
 from bptjax.heartbeat import beat, dump_stacks_on_signal, record_run_dir
 from bptjax.output import explain_full_disk
 
@@ -92,14 +90,7 @@ def _config(config: "Config | Mapping[str, Any] | str | Path") -> "Config":
         return parse([f"--config={file.name}"])
 
 
-class _Callable(ModuleType):
-    """This module, which can be called: module and function have one name in the package."""
-
-    __call__ = staticmethod(train)
-
-
-sys.modules[__name__].__class__ = _Callable
-__signature__ = signature(train)
+make_callable(__name__, train)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -16,7 +16,7 @@ import jax
 
 from bptjax.command_line import plural
 from bptjax.config import flatten
-from bptjax.devices import DeviceKind
+from bptjax.devices import GIB, DeviceKind
 from bptjax.output import write_atomically
 from bptjax.parallel.distributed import all_gather_json
 from bptjax.parallel.mesh import (
@@ -32,7 +32,6 @@ from bptjax.training.search import Room, choose, with_execution
 from bptjax.training.spec import TrainSpec
 from bptjax.training.state import abstract_state
 
-GIB = 2**30
 # Share of the device memory that a step may take, because the parameters may leave gaps; and share
 # of the host memory that activations may take.
 SAFE, HOST_SHARE = 0.985, 0.6

@@ -5,6 +5,7 @@ from typing import Any, get_args
 from bptjax.config import Config, TrainConfig, flatten
 from bptjax.data.config import DataConfig, Format
 from bptjax.data.files import LABELED
+from bptjax.devices import GIB
 from bptjax.hf.config_export import exported
 from bptjax.json_files import read_json
 from bptjax.lora import AdapterConfig
@@ -15,7 +16,7 @@ from bptjax.models.layers import rotary
 from bptjax.ops.target import capability
 from bptjax.parallel.mesh import host_memory, num_shards
 from bptjax.pretrained import Pretrained
-from bptjax.training.prediction import GIB, tree_bytes
+from bptjax.training.prediction import tree_bytes
 from bptjax.training.spec import TrainSpec
 from bptjax.training.state import abstract_state, adapted_kernels, embeddings_in_full, kernel_sizes
 

@@ -7,7 +7,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
-from bptjax.devices import KINDS, kind_of
+from bptjax.devices import GIB, KINDS, kind_of
 from bptjax.models.config import ModelConfig
 from bptjax.ops.position import document_lengths
 from bptjax.training.spec import TrainSpec
@@ -20,7 +20,7 @@ def hardware_metrics(mesh: Mesh, flops: float, seconds: float | None) -> dict[st
     found: dict[str, float] = {}
     stats = mesh.local_devices[0].memory_stats()
     if stats and "peak_bytes_in_use" in stats:
-        found["memory/peak_gib"] = stats["peak_bytes_in_use"] / 2**30
+        found["memory/peak_gib"] = stats["peak_bytes_in_use"] / GIB
     kind = kind_of(mesh.devices.reshape(-1)[0].device_kind)
     if kind and seconds:
         found["throughput/mfu"] = flops / seconds / (KINDS[kind].flops * mesh.size)

@@ -20,6 +20,7 @@ from bptjax.data.encode import IGNORED
 from bptjax.data.images import ImageProcessor
 from bptjax.data.loader import token_masking
 from bptjax.data.marked import marked
+from bptjax.devices import GIB
 from bptjax.metrics import printable, read_metrics
 from bptjax.output import write_atomically
 from bptjax.training.data import say
@@ -193,7 +194,7 @@ def _charts(records: list[dict[str, Any]], memory: dict[str, Any] | None) -> Ite
         lines = {name: _values(records, name) for name in names}
         if any(lines.values()):
             planned = memory if memory and names == ("memory/peak_gib",) else None
-            levels = {"predicted": planned["peak"] / 2**30} if planned else {}
+            levels = {"predicted": planned["peak"] / GIB} if planned else {}
             yield line_chart(title, lines, levels=levels, from_zero=from_zero)
 
 
@@ -221,7 +222,7 @@ def _figures(
     if shares := _values(records, "throughput/mfu"):
         yield "MFU, median", f"{statistics.median(x for _, x in shares):.1%}"
     for _, value in last("memory/peak_gib"):
-        yield "memory of a device, peak", _size(value * 2**30)
+        yield "memory of a device, peak", _size(value * GIB)
     if memory:
         yield "memory of a device, predicted", _size(memory["peak"])
 
@@ -252,7 +253,7 @@ def _memory(
         if memory:
             yield label, _size(memory[name])
     if measured := [value for _, value in _values(records, "memory/peak_gib")]:
-        yield "measured peak", _size(max(measured) * 2**30)
+        yield "measured peak", _size(max(measured) * GIB)
     for name, label in (("available", "available"), ("host", "host memory, predicted")):
         if memory and memory[name]:
             yield label, _size(memory[name])

@@ -1,5 +1,6 @@
 """The memory of a training step, predicted by compiling it for devices that need not be there."""
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -8,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from bptjax.devices import GIB
 from bptjax.ops.target import absent
 from bptjax.optimizer import init_opt_state
 from bptjax.remat import UNCHUNKED
@@ -18,7 +20,6 @@ from bptjax.training.step import abstract_batch, compile_step
 
 # Lengths that `longest_context` tells apart, as a share of the length.
 PRECISION = 1 / 64
-GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -213,18 +214,11 @@ def tree_bytes(tree: Any, host: bool = False) -> int:
     """Returns the bytes of device memory, or of host memory, that the arrays of a tree take per
     device."""
     return sum(
-        jnp.dtype(x.dtype).itemsize * _size(x.sharding.shard_shape(x.shape))
+        jnp.dtype(x.dtype).itemsize * math.prod(x.sharding.shard_shape(x.shape))
         for x in jax.tree.leaves(tree)
         if (x.sharding.memory_kind == HOST) == host
     )
 
 
 def _total(tree: Any) -> int:
-    return sum(jnp.dtype(x.dtype).itemsize * _size(x.shape) for x in jax.tree.leaves(tree))
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    size = 1
-    for n in shape:
-        size *= n
-    return size
+    return sum(jnp.dtype(x.dtype).itemsize * math.prod(x.shape) for x in jax.tree.leaves(tree))

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from bptjax.devices import KINDS, DeviceKind, kind_of
+from bptjax.devices import GIB, KINDS, DeviceKind, kind_of
 from bptjax.heartbeat import beat
 from bptjax.parallel.distributed import all_gather_json
 from bptjax.profile_report import (
@@ -65,7 +65,7 @@ class StepProfile:
 
     def write_memory(self) -> list[str]:
         """Writes and plots the memory over the step. Returns the lines of a table."""
-        rows, reserved = self._timeline.rows(), self._timeline.reserved / 2**30
+        rows, reserved = self._timeline.rows(), self._timeline.reserved / GIB
         self._directory.mkdir(parents=True, exist_ok=True)
         write_csv(rows, self._directory / "memory.csv")
         plot_memory({self._title: rows}, self._directory / "memory.png")
