@@ -60,7 +60,7 @@ def make_local_directory(local_dir: str, run_dir: Path) -> None:
         raise ValueError(f"{refused} private in {directory}; remove that, or choose another")
 
 
-def identity(directory: Path) -> list[int] | None:
+def directory_id(directory: Path) -> list[int] | None:
     """Returns numbers that another directory of the same path on another host does not have; None
     if there is no directory."""
     try:

@@ -41,21 +41,21 @@ class PreviewConfig(Config):
     """A training config, and how much of its data to show.
 
     Attributes:
-      rows: number of packed sequences to show.
+      sequences: number of packed sequences to show.
       shown_tokens: tokens to show of each document. The middle of a longer document is left out.
       seconds: time for counting records. If it ends early, the counts are extrapolated and the
         output says so.
       out: directory of lengths.png. If not set, no plot is drawn.
     """
 
-    rows: int = 3
+    sequences: int = 3
     shown_tokens: int = 400
     seconds: float = 60.0
     out: str | None = None
 
     def __post_init__(self):
         super().__post_init__()
-        for name in ("rows", "shown_tokens"):
+        for name in ("sequences", "shown_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
         if not 0 < self.seconds < float("inf"):
@@ -103,13 +103,13 @@ def preview(config: PreviewConfig, console: Console) -> None:
         data.tokenizer,
         data_config,
         **how,
-        batch_size=-(-config.rows // shards) * shards,
+        batch_size=-(-config.sequences // shards) * shards,
     )
     try:
         batch = next(batches)
     finally:
         batches.close()
-    for i in range(config.rows):
+    for i in range(config.sequences):
         sequence = {name: x[i] for name, x in batch.items()}
         _print_sequence(i + 1, sequence, data, config.shown_tokens, console)
 

@@ -51,7 +51,7 @@ def run(capsys, rows, tmp_path, *flags, seq_len=64):
 def test_tokens_in_the_loss_are_marked(name, tmp_path, capsys):
     """The first record, and the packed sequences, of every record format."""
     row, wanted = FORMATS[name]
-    flags = ["--rows=2", "--data.packing=best_fit"]
+    flags = ["--sequences=2", "--data.packing=best_fit"]
     code, out, _ = run(capsys, [row] * 60, tmp_path, *flags, seq_len=256)
     assert code == 0
     first, *sequences = out.split("first record, as trained on")[1].split("─ sequence ")
@@ -67,7 +67,7 @@ def test_tools_and_reasoning(tmp_path, capsys):
     raw = raw_tokenizer("bytes", THINKING_MARKED)
     raw.save_pretrained(tmp_path / "tokenizer")
     row = {"messages": CALLS, "tools": TOOLS, "source": "a"}
-    flags = [f"--data.tokenizer={tmp_path / 'tokenizer'}", "--rows=1"]
+    flags = [f"--data.tokenizer={tmp_path / 'tokenizer'}", "--sequences=1"]
     code, out, _ = run(capsys, [row] * 20, tmp_path, *flags, seq_len=512)
     assert code == 0
     assert "the chat template does not read source (20)" in out
@@ -88,7 +88,7 @@ def test_counts_and_plot(tmp_path, capsys):
     """Bad, too long and unlabeled records are counted, not shown as a traceback."""
     good = {"prompt": "ab:", "answer": "cd"}
     rows = [good] * 40 + [{"prompt": "x" * 100, "answer": "y"}, {"prompt": "no answer"}]
-    code, out, _ = run(capsys, rows, tmp_path, f"--out={tmp_path / 'plots'}", "--rows=1")
+    code, out, _ = run(capsys, rows, tmp_path, f"--out={tmp_path / 'plots'}", "--sequences=1")
     assert code == 0
     account = " ".join(out.split())
     assert "1 of 42 records" in out and "longer than train.seq_len=64 and were dropped" in account
@@ -101,9 +101,9 @@ def test_counts_and_plot(tmp_path, capsys):
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (["--rows=0"], "rows=0: must be at least 1"),
+        (["--sequences=0"], "sequences=0: must be at least 1"),
         (["--seconds=0"], "seconds=0.0: must be positive"),
-        (["--rowz=1"], "unknown flag --rowz; nearest: --rows"),
+        (["--sequencez=1"], "unknown flag --sequencez; nearest: --sequences"),
         (["--data.tokenizer=/nowhere"], "data.tokenizer='/nowhere'"),
     ],
 )

@@ -5,31 +5,36 @@ from pathlib import Path
 from typing import Any
 
 # Size in bytes, and time of the last modification in nanoseconds.
-Identity = tuple[int, int]
+FileVersion = tuple[int, int]
 
 
 class ChangedFile(OSError):
     """A data file has changed since the run opened it."""
 
 
-def identity(path: Path) -> Identity:
+def file_version(path: Path) -> FileVersion:
+    """Returns the size of a file and the time of its last modification.
+
+    Raises:
+      OSError: the file cannot be found.
+    """
     stat = path.stat()
     return stat.st_size, stat.st_mtime_ns
 
 
-def check_unchanged(path: Path, before: Identity) -> None:
+def check_unchanged(path: Path, before: FileVersion) -> None:
     """Checks a file that has just been read, or is about to be.
 
     Raises:
       OSError: the file is not the one that the run opened, or cannot be found.
     """
-    if identity(path) != before:
+    if file_version(path) != before:
         raise ChangedFile(
             f"{path}: must not change during the run; restore it, then start the same command again"
         )
 
 
-def total_size(documents: Any) -> list[int]:
+def count_and_size(documents: Any) -> list[int]:
     """Returns the number of files of training documents, and the sum of their sizes in bytes."""
     sizes = [path.stat().st_size for path in dict.fromkeys(_paths(documents))]
     return [len(sizes), sum(sizes)]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from bptjax.data.changes import Identity, check_unchanged, identity
+from bptjax.data.changes import FileVersion, check_unchanged, file_version
 from bptjax.data.files import RowGroup, document, record_columns
 from bptjax.json_files import read_json
 
@@ -20,7 +20,7 @@ def arrow_batches(paths: Sequence[Path], text_key: str, format: str) -> list[Row
     found = []
     for path in paths:
         try:
-            before, table = identity(path), _table(path)
+            before, table = file_version(path), _table(path)
         except (OSError, pa.ArrowInvalid) as error:
             raise ValueError(f"{path}: not an Arrow file ({error})") from error
         columns = record_columns(table.schema.names, path, text_key, format)
@@ -32,7 +32,7 @@ def arrow_batches(paths: Sequence[Path], text_key: str, format: str) -> list[Row
     return found
 
 
-def _unchanged(path: Path, before: Identity, decoded: tuple) -> tuple:
+def _unchanged(path: Path, before: FileVersion, decoded: tuple) -> tuple:
     # A file that is shorter than its mapping would end the process by SIGBUS.
     check_unchanged(path, before)
     return decoded

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from bptjax.data.changes import Identity, check_unchanged, identity
+from bptjax.data.changes import FileVersion, check_unchanged, file_version
 from bptjax.data.chat import (
     MEDIA,
     Chat,
@@ -200,7 +200,7 @@ class TextFile(Sequence[Document]):
         data: bytes | None = None,
     ):
         self.path, self.read, self.data = path, read, data
-        self.identity = identity(path)
+        self.version = file_version(path)
         self.json = extension(path) == ".jsonl"
         self.single = sample_by == "document" and not self.json
         if self.single:
@@ -225,7 +225,7 @@ class TextFile(Sequence[Document]):
             file.seek(start)
             data = file.read(-1 if self.single else stop - start)
         if self.data is None:
-            check_unchanged(self.path, self.identity)
+            check_unchanged(self.path, self.version)
         text, row = parse(data, where, json_lines=self.json, first=not start)
         if self.json:
             return self.read(row, where)
@@ -334,11 +334,11 @@ def record_columns(names: list[str], path: Path, text_key: str, format: str) -> 
 
 def row_groups(paths: Sequence[Path], text_key: str, format: str) -> list[RowGroup]:
     """Opens the row groups of parquet files, with one cache of about 1 GiB of decoded groups."""
-    found: list[tuple[Path, Identity, int, int, tuple[str, ...]]] = []
+    found: list[tuple[Path, FileVersion, int, int, tuple[str, ...]]] = []
     largest = 1
     for path in paths:
         try:
-            before, metadata = identity(path), pq.read_metadata(path)
+            before, metadata = file_version(path), pq.read_metadata(path)
         except (OSError, pa.ArrowInvalid) as error:
             raise ValueError(f"{path}: not a parquet file ({error})") from error
         names = metadata.schema.to_arrow_schema().names
@@ -354,7 +354,7 @@ def row_groups(paths: Sequence[Path], text_key: str, format: str) -> list[RowGro
     ]
 
 
-def _read_row_group(path: Path, before: Identity, group: int, columns: tuple[str, ...]) -> tuple:
+def _read_row_group(path: Path, before: FileVersion, group: int, columns: tuple[str, ...]) -> tuple:
     check_unchanged(path, before)
     with pq.ParquetFile(path, memory_map=True) as file:
         table = file.read_row_group(group, columns=list(columns))

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 from grain import experimental as gx
 
-from bptjax.data.changes import check_unchanged, identity
+from bptjax.data.changes import check_unchanged, file_version
 from bptjax.data.files import CODECS, Document, Location, extension, location, parse
 from bptjax.data.records import Record, RecordReader, Records
 
@@ -60,13 +60,13 @@ class Lines:
     """The records of a compressed text file, in order. A place in it is (byte offset, number)."""
 
     def __init__(self, path: Path, sample_by: str, read: Callable[[object, str], Document]):
-        self.path, self.read, self.identity = path, read, identity(path)
+        self.path, self.read, self.version = path, read, file_version(path)
         self.json = extension(path) == ".jsonl"
         self.paragraphs = sample_by == "paragraph" and not self.json
 
     def entries(self, place: Sequence[int]) -> Iterator[Entry]:
         """Yields the records from `place` on."""
-        check_unchanged(self.path, self.identity)
+        check_unchanged(self.path, self.version)
         try:
             with pa.input_stream(self.path, compression=CODECS[self.path.suffix]) as stream:
                 left = place[0]

@@ -392,8 +392,8 @@ class ModelConfig:
         """Whether text of `length` tokens goes beyond the rotary positions that the model was made
         for. `dynamic` adapts to any length.
         """
-        scaled = self.position_embedding != "rope" or "dynamic" in self.rope_types
-        return not scaled and length > (self.max_position_embeddings or length)
+        unlimited = self.position_embedding != "rope" or "dynamic" in self.rope_types
+        return not unlimited and length > (self.max_position_embeddings or length)
 
     def rope(self, layer_type: str | None) -> dict[str, Any]:
         """Returns the rotary parameters of layers of this type."""

@@ -10,7 +10,7 @@ import numpy as np
 from bptjax.checkpoint import Checkpoints
 from bptjax.command_line import plural
 from bptjax.heartbeat import beat
-from bptjax.local_checkpoints import identity, local_directory, make_local_directory
+from bptjax.local_checkpoints import directory_id, local_directory, make_local_directory
 from bptjax.metrics import NullLogger, RunProgress
 from bptjax.parallel.distributed import all_gather_json, raise_together
 from bptjax.schedule import learning_rate
@@ -60,7 +60,7 @@ def open_checkpoints(run: TrainingRun) -> Iterator[Checkpoints]:
                     make_local_directory(config.local_dir, run.directory)
                     stack.enter_context(exclusive(local))
             with raise_together():
-                if (here := identity(local)) != all_gather_json(here)[0]:
+                if (here := directory_id(local)) != all_gather_json(here)[0]:
                     raise ValueError(
                         f"checkpoint.local_dir={config.local_dir}: must be the same directory in "
                         "all processes, which must be on one host; leave it out for several hosts"

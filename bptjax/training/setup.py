@@ -16,7 +16,7 @@ import numpy as np
 from bptjax.command_line import plural
 from bptjax.config import Config, flatten, to_yaml
 from bptjax.data.batches import Batches
-from bptjax.data.changes import total_size
+from bptjax.data.changes import count_and_size
 from bptjax.data.chat import Chat
 from bptjax.data.check import DataCheck
 from bptjax.data.encode import prompt_and_answer
@@ -257,7 +257,7 @@ def _open_run(config: Config, devices: list[jax.Device]) -> TrainingRun:
         ),
         eval_prompts=_eval_prompts(config, model, data),
         notes=[*describe_devices(spec, data), *describe_model(spec, data), *data.notes],
-        data_size=total_size(data.train),
+        data_size=count_and_size(data.train),
     )
 
 

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from bptjax.data.changes import ChangedFile, total_size
+from bptjax.data.changes import ChangedFile, count_and_size
 from bptjax.data.config import DataConfig, SourceConfig
 from bptjax.data.files import location
 from bptjax.data.records import RecordReader, reads
@@ -77,4 +77,4 @@ def test_the_sizes_of_training_files(tmp_path):
     ):
         for fraction in (0, 0.3):
             train, _ = open_split(DataConfig(**vars(config) | {"eval_fraction": fraction}))
-            assert total_size(train) == wanted
+            assert count_and_size(train) == wanted
