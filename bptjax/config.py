@@ -173,7 +173,9 @@ class Config:
         check_seed("seed", self.seed)
         check_seed("data.seed", self.data.seed)
         if os.path.expanduser(self.run_dir).startswith("~"):
-            raise ValueError(f"run_dir={self.run_dir}: there is no such user; give the full path")
+            raise ValueError(
+                f"run_dir={self.run_dir}: must not name an unknown user; give the full path"
+            )
         train = self.train
         sequences = train.per_device_train_batch_size * train.gradient_accumulation_steps
         # Positions are int32, and every process holds its batch in memory.

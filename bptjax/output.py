@@ -87,13 +87,13 @@ def atomic_directory(out: Path, *, replace: bool = False) -> Iterator[Path]:
       ValueError: `out` exists and is not empty, or cannot be written.
     """
     if out.exists() and not replace and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out} exists; choose another directory")
+        raise ValueError(f"{out}: must be new or empty; choose another directory")
     _remove_leftovers(out)
     hidden = out.parent / f".{out.name}.{os.getpid()}.tmp"
     try:
         hidden.mkdir(parents=True)
     except OSError as error:
-        raise ValueError(f"{out} cannot be written: {error.strerror}") from error
+        raise ValueError(f"{out}: must be writable ({error.strerror}); choose another") from error
     lock = _locked(hidden)
     try:
         with explain_full_disk(out):

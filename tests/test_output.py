@@ -88,7 +88,7 @@ def test_an_earlier_export_is_replaced_at_the_end(tmp_path):
     export_adapter(str(adapter), out)
     first = (out / WEIGHTS).read_bytes()
     (out / "stale").write_text("")
-    with pytest.raises(ValueError, match="exists; choose another"):
+    with pytest.raises(ValueError, match="must be new or empty; choose another"):
         export_adapter(str(adapter), out)
     with pytest.raises(OSError), atomic_directory(out, replace=True):
         raise OSError("the disk is full")

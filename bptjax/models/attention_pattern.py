@@ -84,7 +84,7 @@ class AttentionPattern:
                 continue
             least = 0 if key in ("global_tokens", "global_blocks", "random") else 1
             if type(value) is not int or not least <= value < 2**31:
-                raise ValueError(f"{name}.{key}={value}: must be a whole number, at least {least}")
+                raise ValueError(f"{name}.{key}={value}: must be an integer, at least {least}")
         markers = values.get("global_markers", [])
         if not isinstance(markers, list | tuple) or not all(_is_token(x) for x in markers):
             raise ValueError(

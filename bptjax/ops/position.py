@@ -96,9 +96,7 @@ def rope_frequencies(
         turning = np.arange(dim // 2) < int(p.get("partial_rotary_factor", 1.0) * dim // 2)
         return np.where(turning, plain, np.float32(0)) / np.float32(p.get("factor", 1.0)), 1.0
     if kind == "dynamic":
-        longest = _needed(
-            kind, "max_position_embeddings (max_position_embeddings)", max_position_embeddings
-        )
+        longest = _needed(kind, "max_position_embeddings", max_position_embeddings)
         if p.get(LONG[0], longest) != longest:
             raise ValueError(
                 f"rope_parameters.{LONG[0]}={p[LONG[0]]}: rope_type=dynamic scales beyond "
@@ -130,13 +128,11 @@ def _check_keys(kind: str, p: Mapping[str, Any]) -> None:
     needed, optional = KEYS[kind]
     for key in ("rope_theta", *needed):
         if key not in p:
-            raise ValueError(f"rope_type={kind} needs rope_parameters.{key}; set it")
+            raise ValueError(f"rope_parameters.{key}: must be set with rope_type={kind}")
     known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *needed, *optional}
     unknown = sorted(p.keys() - known)
     if unknown:
-        raise ValueError(
-            f"rope_type={kind} does not use rope_parameters.{unknown[0]}; leave it out"
-        )
+        raise ValueError(f"rope_parameters.{unknown[0]}: must be left out with rope_type={kind}")
     for key in sorted(p.keys() - {"rope_type", "type", "truncate"}):
         values = np.asarray(p[key])
         number = values.dtype.kind in "iuf"
@@ -149,7 +145,7 @@ def _check_keys(kind: str, p: Mapping[str, Any]) -> None:
 
 def _needed(kind: str, name: str, value: Any) -> Any:
     if value is None:
-        raise ValueError(f"rope_type={kind} needs {name}; set it")
+        raise ValueError(f"{name}: must be set with rope_type={kind}")
     return value
 
 

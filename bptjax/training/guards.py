@@ -60,7 +60,10 @@ def exclusive(directory: Path) -> Iterator[None]:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
     except BlockingIOError as error:
-        raise ValueError(f"another process is running in {directory}") from error
+        raise ValueError(
+            f"{directory}: must not be in use by another process; stop that process, or choose "
+            "another directory"
+        ) from error
     finally:
         os.close(handle)
 

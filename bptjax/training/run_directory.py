@@ -106,7 +106,8 @@ def write_config(run_dir: Path, config: Config) -> None:
     try:
         write_atomically(run_dir / FILE, to_yaml(config))
     except OSError as error:
-        raise OSError(f"run_dir={run_dir} cannot be written: {error.strerror}") from error
+        text = f"run_dir={run_dir}: must be writable ({error.strerror}); choose another"
+        raise OSError(text) from error
 
 
 def _flat(tree: dict, leaves: Container[str], prefix: str = "") -> dict[str, Any]:

@@ -196,7 +196,7 @@ def test_out_is_not_written_over(llama, tmp_path, capsys):
     out.mkdir()
     (out / "precious").write_text("kept")
     assert convert.main(["hf-to-bptjax", str(directory), str(out)]) == 2
-    assert "exists; choose another" in capsys.readouterr().err
+    assert "must be new or empty; choose another" in capsys.readouterr().err
     assert (out / "precious").read_text() == "kept"
 
 

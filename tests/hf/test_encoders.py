@@ -103,6 +103,7 @@ def test_longer_rotary_positions_of_a_modernbert(theirs, tmp_path):
         ("modernbert", dict(attention_dropout=0.1), "attention_dropout=0.1: must be 0.0"),
         ("modernbert", dict(classifier_activation="relu"), "classifier_activation='relu': must be"),
         ("roberta", dict(hidden_act="relu"), "hidden_act='relu': must be 'gelu'"),
+        ("vit", dict(pooler_act="elu"), "pooler_act='elu': must be one of tanh, gelu, relu, silu"),
         ("bert", dict(is_decoder=True), "is_decoder=True: must be False"),
         ("bert", dict(architectures=["BertForTokenClassification"]), "must be one of BertModel, B"),
     ],

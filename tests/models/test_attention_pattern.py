@@ -198,9 +198,9 @@ def test_a_sequence_on_two_devices(name, strategy, tokens):
         (dict(type="window", global_markers=7), "global_markers=7: must be a list of tokens"),
         (dict(type="landmark"), "token=None: must be the landmark"),
         (dict(type="landmark", token="<l>", block_size=1), "block_size=1: must be at least 2"),
-        (dict(type="window", window=0), "window=0: must be a whole number, at least 1"),
-        (dict(type="fixed", local="2"), "local=2: must be a whole number"),
-        (dict(type="bigbird", random=True), "random=True: must be a whole number, at least 0"),
+        (dict(type="window", window=0), "window=0: must be an integer, at least 1"),
+        (dict(type="fixed", local="2"), "local=2: must be an integer"),
+        (dict(type="bigbird", random=True), "random=True: must be an integer, at least 0"),
     ],
 )
 def test_refusals(values, text):

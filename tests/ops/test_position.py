@@ -233,19 +233,19 @@ LISTS = dict(rope_type="longrope", original_max_position_embeddings=8, factor=2.
     [
         (dict(rope_type="su"), "rope_type='su': must be one of default"),
         (dict(type="su"), "rope_type='su': must be one of default"),
-        (dict(rope_theta=None), "rope_type=default needs rope_parameters.rope_theta; set it"),
-        (dict(rope_type="linear"), "rope_type=linear needs rope_parameters.factor; set it"),
-        (dict(rope_type="llama3", factor=8.0), "needs rope_parameters.low_freq_factor; set it"),
-        (dict(factor=2.0), "default does not use rope_parameters.factor; leave it out"),
-        (dict(mrope_section=[2, 1, 1]), "does not use rope_parameters.mrope_section"),
-        (dict(rope_type="dynamic", factor=2.0), "needs max_position_embeddings"),
+        (dict(rope_theta=None), "rope_parameters.rope_theta: must be set with rope_type=default"),
+        (dict(rope_type="linear"), "rope_parameters.factor: must be set with rope_type=linear"),
+        (dict(rope_type="llama3", factor=8.0), "rope_parameters.low_freq_factor: must be set with"),
+        (dict(factor=2.0), "rope_parameters.factor: must be left out with rope_type=default"),
+        (dict(mrope_section=[2, 1, 1]), "rope_parameters.mrope_section: must be left out"),
+        (dict(rope_type="dynamic", factor=2.0), "max_position_embeddings: must be set with"),
         (
             dict(rope_type="yarn", factor=2.0),
             "original_max_position_embeddings or max_position_embeddings",
         ),
         (
             dict(rope_type="yarn", original_max_position_embeddings=8),
-            "rope_type=yarn needs rope_parameters.factor or max_position_embeddings",
+            "rope_parameters.factor or max_position_embeddings: must be set with rope_type=yarn",
         ),
         (
             LISTS | dict(short_factor=[1.0], long_factor=[1.0] * 4),

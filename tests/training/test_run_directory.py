@@ -38,7 +38,7 @@ def test_two_processes_do_not_share_a_run(arguments, tmp_path, capsys):
     handle = os.open(run_dir, os.O_RDONLY)
     fcntl.flock(handle, fcntl.LOCK_EX)
     assert main([*arguments, "--run_dir", str(run_dir)]) == 2
-    assert "another process is running in" in capsys.readouterr().err
+    assert "must not be in use by another process" in capsys.readouterr().err
     os.close(handle)
 
 

@@ -143,7 +143,7 @@ BAD = {
         ["--logging.report_to=[comet]"],
         "logging.report_to=comet: must be a list, each item one of tensorboard, wandb",
     ),
-    "not writable": (["--run_dir", "/proc/run"], "run_dir=/proc/run cannot be written"),
+    "not writable": (["--run_dir", "/proc/run"], "run_dir=/proc/run: must be writable"),
 }
 
 
@@ -233,7 +233,7 @@ def test_a_refused_start_leaves_the_config_as_it_was(arguments, uninterrupted, c
     fcntl.flock(handle, fcntl.LOCK_EX)
     assert main([*command, "--execution.ffn_chunk", "7"]) == 2
     os.close(handle)
-    assert "another process is running in" in capsys.readouterr().err
+    assert "must not be in use by another process" in capsys.readouterr().err
     assert (uninterrupted / "config.yaml").read_bytes() == before
 
 

@@ -267,7 +267,7 @@ def read_vit(c: Any) -> dict[str, Any]:
         raise ValueError(f"patch_size={patch}: must divide image_size={image}")
     pooler, act = c.pooler_output_size, c.pooler_act
     if act not in ("tanh", "gelu", "relu", "silu"):
-        raise ValueError(f"pooler_act={act!r} is not supported; must be tanh, gelu, relu or silu")
+        raise ValueError(f"pooler_act={act!r}: must be one of tanh, gelu, relu, silu")
     return layernorm_mlp_encoder(
         c,
         max_position_embeddings=image[0] // patch[0] * (image[1] // patch[1]) + 1,
