@@ -39,7 +39,7 @@ def clear_half_written(path: Path) -> Path:
 
 
 def discard(path: Path) -> None:
-    """Removes a checkpoint. A killed process leaves it whole or as a half-written one."""
+    """Removes a checkpoint. A killed process leaves it complete or half-written."""
     shutil.rmtree(path.rename(clear_half_written(path)))
 
 

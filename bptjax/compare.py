@@ -45,7 +45,7 @@ class CompareConfig:
 
     Attributes:
       implementations: implementations to compare. loop, unrolled, fused, or an attention
-        implementation: scan, reference, cudnn, triton.
+        implementation: fa4, cudnn, triton, scan, products, reference.
       lengths: tokens per sequence, one measurement for each.
       chunks: chunk sizes, in tokens, of queries, keys and the feed-forward network.
       sweep: measure every pair of query and key chunks, and name the fastest.

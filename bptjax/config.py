@@ -30,8 +30,8 @@ class SpikeConfig:
       max_rollbacks: largest number of rollbacks of the run; the next spike ends it. 0 is off: a
         value that is not finite ends the run, and no finite value does.
       factor: multiple of the running median above which a value is a spike.
-      window: steps of the running median. Until there are as many, only values that are not finite
-        are spikes.
+      window: steps of the running median. Until `window` steps are known, only values that are
+        not finite are spikes.
     """
 
     max_rollbacks: int = 0
@@ -66,10 +66,9 @@ class TrainConfig:
       compute_dtype: dtype of the computation. float16 turns on dynamic loss scaling. If not set,
         float32; bfloat16 if a checkpoint is fine-tuned on a GPU.
       param_dtype: dtype of the parameters.
-      linear: float8 computes the linear layers of attention and feed-forward network, but not of
-        experts, in training
-        with 8-bit operands, on GPUs of compute capability 8.9 or newer. If not set, they have
-        compute_dtype.
+      linear: float8 trains with 8-bit operands in the linear layers of attention and of the
+        feed-forward network, but not of experts; needs GPUs of compute capability 8.9 or newer. If
+        not set, operands have compute_dtype.
       z_loss: weight of the squared log-normalizer in the loss. train/loss does not include it;
         train/z_loss is the weighted term alone.
       eval_steps: steps between evaluations during the run. Every run also evaluates before and

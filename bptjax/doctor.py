@@ -1,4 +1,4 @@
-"""`bptjax doctor`: shows whether training would run on this machine, and what a bug report needs.
+"""`bptjax doctor`: shows whether training would run on this machine, and facts for a bug report.
 
 The output holds no user name, no host name, and no value of the environment but those of `SHOWN`.
 Every import of jax or of another package is inside a probe, so that a missing package is a line.

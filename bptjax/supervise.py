@@ -32,14 +32,14 @@ class Limits:
 
     Attributes:
       restarts: number of restarts without a new checkpoint, after which the supervisor gives up.
-      step: least duration without a new step that is a hang.
-      step_factor: the same, as a multiple of the median duration of a step.
+      step: duration without a new step after which the process counts as hung, if it is also more
+        than step_factor times the median duration of a step.
       work: duration without a sign of life that is a hang while the process does other work than
         steps: loading, compiling, evaluating, saving.
-      stacks: longest wait for the stacks of a process that hangs.
+      stacks: wait for a hung process to write its stacks.
       end: wait after SIGTERM before SIGKILL.
       pause: pause before a restart, for peers and devices to notice the end.
-      poll: interval of looking at the process.
+      poll: time between polls of the process.
     """
 
     restarts: int = 3

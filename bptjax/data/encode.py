@@ -33,11 +33,11 @@ def encode(
 
     Text starts with the tokenizer's `prefix` and ends with EOS if the tokenizer has one; the text
     of an encoder otherwise with SEP. A pair of texts has the special tokens that the tokenizer puts
-    around a pair. Token ids are used unchanged. A chat is one example, or
-    several if its template changes earlier turns; see `templates.conversations`. Each conversation
-    is tokenized in one piece, and a token that contains a character of an answer counts in the
-    loss, as in transformers' `return_assistant_tokens_mask`. Labels are shifted before packing, so
-    no label crosses a document boundary.
+    around a pair. Token ids are used unchanged. A chat is one example, or several if its template
+    changes earlier turns; see `templates.conversations`. Each conversation is tokenized in one
+    piece, and a token that contains a character of an answer counts in the loss, as in
+    transformers' `return_assistant_tokens_mask`. Labels are shifted before packing, so no label
+    crosses a document boundary.
 
     Args:
       source_max_len, target_max_len: see `shorten`.

@@ -30,7 +30,8 @@ class Cache:
       start: int32 `[B]`, index of the first token of each sequence; before it is padding.
       marked: bool `[B, S]`, markers of the attention pattern; None if it has none.
       full: `k` and `v` of the layers with heads of full_head_dim, which `k` and `v` then leave out.
-      linear: what the layers of linear attention carry, stacked; None without such layers.
+      linear: the state and history of the layers of linear attention, stacked; None without such
+        layers.
     """
 
     k: Array
@@ -79,12 +80,12 @@ class Cache:
         return replace(self, full=(k, v)) if full else replace(self, k=k, v=v)
 
     def carried(self, index: Array) -> Carried:
-        """Returns what the layer of linear attention with this number carries."""
+        """Returns the state and history of the layer of linear attention with this number."""
         assert self.linear is not None
         return Carried(*(x[index] for x in self.linear))
 
     def carry(self, index: Array, carried: Carried) -> "Cache":
-        """Replaces what the layer of linear attention with this number carries."""
+        """Replaces the state and history of the layer of linear attention with this number."""
         assert self.linear is not None
         state, history = (
             jax.lax.dynamic_update_index_in_dim(old, new.astype(old.dtype), index, 0)

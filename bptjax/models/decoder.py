@@ -32,8 +32,9 @@ class Decoder(Transformer):
         and the cache with the T tokens in it. Tokens before `cache.start` are padding.
 
         Args:
-          length: number of tokens of each whole prompt, for rotary scalings that depend on it, when
-            a prompt is read in chunks. If left out, the last position of these tokens, plus one.
+          length: number of tokens of each complete prompt, for rotary scalings that depend on it,
+            when a prompt is read in chunks. If left out, the last position of these tokens, plus
+            one.
         """
         B, T = tokens.shape
         here = cache.length + jnp.arange(T)[None]

@@ -58,6 +58,6 @@ class LayerEmbedding(nnx.Module):
         embedded: Float[Array, "B T P"],
         seeds: AdapterDropout | None = None,
     ) -> Float[Array, "B T D"]:
-        """Computes what is added to the residual stream. `embedded` is the result of `read`."""
+        """Computes the contribution to the residual stream. `embedded` is the result of `read`."""
         gate = ACTIVATIONS[self.activation](self.gate(x, seeds))
         return self.norm(self.out(gate * embedded, seeds))

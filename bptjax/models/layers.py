@@ -34,7 +34,7 @@ class TokenContext(NamedTuple):
       lengths: number of tokens of the document; None if no rotary scaling depends on it.
       marked: true for markers of the attention pattern; None if it has none.
       tokens: token ids; None if layers have no embedding of their own.
-      embedded: what this layer adds for each token; None without such an embedding.
+      embedded: features of the layer's own embedding; None without such an embedding.
     """
 
     positions: Int[Array, "B T"]

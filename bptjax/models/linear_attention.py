@@ -31,8 +31,8 @@ class Carried(NamedTuple):
 
 
 class LinearAttention(nnx.Module):
-    """Queries, keys and values pass a convolution and SiLU; the rule reads queries and keys of
-    length 1; the output of each head is normalized and gated.
+    """Queries, keys and values pass a convolution and SiLU; the rule reads L2-normalized queries
+    and keys; the output of each head is normalized and gated.
 
     Yang et al. 2024, arXiv 2412.06464, Section 3.4.
     """

@@ -333,7 +333,7 @@ def _mix(
     cache: Cache | None,
     index: Int[Array, ""],
 ) -> tuple[Float[Array, "B T N W"], Cache | None]:
-    """Runs linear attention on the whole sequence. Returns the output of its heads."""
+    """Runs linear attention on the full sequence. Returns the output of its heads."""
     layer, order = shared.layer, mask.positions
     assert layer.linear is not None
     seeds = adapter_dropout(shared.keys, chunk.tokens)
@@ -355,7 +355,7 @@ def _mix(
 def _split(
     execution: Execution, shared: _Shared, chunk: _Chunk, out: Float[Array, "B T N H"]
 ) -> tuple[Float[Array, "B T D"], Auxiliary]:
-    """Runs everything after attention on the whole sequence, the feed-forward network in chunks of
+    """Runs everything after attention on the full sequence, the feed-forward network in chunks of
     tokens. Returns the residual stream, and auxiliary sums per sequence or shard of a sequence.
     """
     # A mesh may not divide the tokens of a decoding step, or its sequences.

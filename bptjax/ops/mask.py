@@ -37,8 +37,8 @@ class Mask:
       positions: int32 `[T]` or `[B, T]`, absolute positions of the queries in the sequence; in the
         document, if `block_mask` counts from its start. `0..T-1` if left out.
       k_positions: int32 `[S]` or `[B, S]`, positions of the keys; by default the queries'
-      positions. global_tokens: bool `[T]` or `[B, T]`, queries that ignore window and block mask:
-      they attend
+        positions.
+      global_tokens: bool `[T]` or `[B, T]`, queries that ignore window and block mask: they attend
         to every key that the other conditions allow. Beltagy et al. 2020, arXiv 2004.05150.
       k_global_tokens: bool `[S]` or `[B, S]`, keys that every query may attend to in the same way;
         by default the queries' global tokens.

@@ -119,8 +119,7 @@ class QuantizedMatrix(NamedTuple):
       codes: uint8 `[I, *o]`; with 4 bits `[⌈I / 2⌉, *o]`, two codes per byte, the first in the high
         bits.
       absmax: absolute maximum of each 64 inputs of an output, `[⌈I / 64⌉, *o]`, float32; with
-      double
-        quantization, uint8 codes.
+        double quantization, uint8 codes.
       second: float32, with double quantization: absolute maximum of each 256 values of `absmax`
         minus `mean`, in the order of the outputs.
       mean: float32 scalar, with double quantization: mean of `absmax`.

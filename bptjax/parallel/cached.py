@@ -1,9 +1,9 @@
 """Attention to a cache of keys and values, on one device or on a mesh.
 
 The mesh axis tp shards the heads of the cache, and sp its tokens: token p is in slot p // sp of
-shard p % sp. So all shards have as many keys of every window of tokens, and a new token is written
-by one device. Each device attends from all queries to its own keys, and the states are merged over
-sp.
+shard p % sp. So all shards have the same number of keys of every window of tokens, and a new token
+is written by one device. Each device attends from all queries to its own keys, and the states are
+merged over sp.
 """
 
 import math
@@ -77,8 +77,8 @@ def append(
         return jax.lax.dynamic_update_slice(old, new, (index, zero, held, zero, zero))
 
     def write_own(old, new, index, held):
-        """Writes the new tokens whose slots are on this device. The slots that may be written are
-        as many on each device; those of other tokens keep their values."""
+        """Writes the new tokens whose slots are on this device. The same number of slots may be
+        written on each device; slots of other tokens keep their values."""
         T, size = new.shape[1], old.shape[2]
         count = min((T + shards - 2) // shards + 1, size)
         first = jnp.minimum(held // shards, size - count)

@@ -38,7 +38,7 @@ GENERATION = "sample_tokens", "num_eval_generations"
 
 
 def check_model(model: ModelConfig, pretrained: Pretrained | None) -> None:
-    """Checks the scaling of rotary positions.
+    """Checks the feed-forward network, the rotary scaling and the export.
 
     Raises:
       ValueError: an unknown feed-forward network; a scaling that is not valid, or that

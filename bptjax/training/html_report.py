@@ -1,6 +1,6 @@
 """report.html, one file about a run: its data, curves, memory, results, settings and environment.
 
-`reporting` writes what the other files of the run directory do not say to run.json.
+`reporting` writes to run.json the facts that the other files of the run directory lack.
 `write_report` reads the files of the run directory only, so the report covers a resumed run too.
 """
 

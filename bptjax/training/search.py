@@ -13,7 +13,7 @@ from bptjax.training.estimate import Estimate, Estimator
 from bptjax.training.prediction import Plan
 from bptjax.training.spec import TrainSpec
 
-# Settings to compile at most once one has been found that fits, and until one has been found.
+# Largest number of settings to compile: after one fits, and while none fits.
 MOST_COMPILED, MOST_FAILED = 3, 8
 # A setting must promise this share of the best setting's time to be compiled too.
 WORTHWHILE = 0.993
@@ -59,7 +59,8 @@ def choose(
     """Chooses values for the keys of `execution` that are not set.
 
     Compiles settings in the order of their estimated time, until one fits into the memory and none
-    that may fit is faster.
+    that may fit is faster, or `MOST_COMPILED` settings (`MOST_FAILED` while none fits) have been
+    compiled.
 
     Args:
       measure: compiles a step; see `plan`.

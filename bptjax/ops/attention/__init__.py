@@ -185,14 +185,14 @@ def make_spec(
     check_softcap(softcap)
     (B, T, N, H), S = x.q.shape, x.k.shape[1]
     mask.check(B, T, S)
-    # One row stands for all sequences; kernels read a row for each.
+    # Segments `[1, T]` apply to every sequence; kernels read `[B, T]`.
     of_one = [("segments", mask.segments), ("k_segments", mask.k_segments)]
-    rows: dict[str, Any] = {
+    segments: dict[str, Any] = {
         name: jnp.broadcast_to(y, (B, y.shape[1]))
         for name, y in of_one
         if y is not None and y.shape[0] != B
     }
-    mask = replace(mask, **rows)
+    mask = replace(mask, **segments)
     if dropout and dropout_key is None:
         raise ValueError(f"dropout={dropout}: must come with dropout_key")
     if scale is not None and not math.isfinite(scale):

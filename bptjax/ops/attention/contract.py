@@ -73,7 +73,7 @@ class AttentionSpec:
 
 @runtime_checkable
 class Kernel(Protocol):
-    """A fused attention implementation: a module, or an object with state."""
+    """An attention implementation with its backward pass: a module, or an object with state."""
 
     def unsupported(self, x: QKV, spec: AttentionSpec) -> str | None:
         """Returns why the kernel cannot honor these arguments, or None. Reads only the shapes and
@@ -110,7 +110,7 @@ class Shards:
       axis: mesh axis.
       size: number of shards.
       stride: distance of two neighboring shards along the axis.
-      positions: `[T]` and `[S]`, positions of the queries and keys of the whole sequence in the
+      positions: `[T]` and `[S]`, positions of the queries and keys of the full sequence in the
         order of the shards. NumPy arrays where static.
     """
 
