@@ -115,14 +115,16 @@ class TrainConfig:
             if value is not None and value < least:
                 raise ValueError(f"train.{name}={value}: must be at least {least}")
         if self.epochs is not None and not 0.0 < self.epochs < math.inf:
-            raise ValueError(f"train.epochs={self.epochs}: must be positive")
+            raise ValueError(f"train.epochs={self.epochs}: must be finite and positive")
         if self.epochs is not None and self.max_steps is not None:
             raise ValueError(
                 f"train.epochs={self.epochs}: must not be set beside "
                 f"train.max_steps={self.max_steps}; set one of them"
             )
         if not 0.0 <= self.z_loss < math.inf:
-            raise ValueError(f"train.z_loss={self.z_loss}: must not be negative; 0 turns it off")
+            raise ValueError(
+                f"train.z_loss={self.z_loss}: must be finite and not negative; 0 turns it off"
+            )
 
 
 @dataclass(frozen=True)

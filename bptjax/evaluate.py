@@ -26,6 +26,7 @@ from bptjax.config import check_seed
 from bptjax.data.encode import check_ids
 from bptjax.data.files import TokenIds
 from bptjax.data.landmarks import ignored
+from bptjax.data.stream import Stream
 from bptjax.data.text import open_documents
 from bptjax.data.tokenizer import Tokenizer
 from bptjax.evaluate_report import (
@@ -80,7 +81,8 @@ def by_position(
       ValueError: no document has `length` tokens.
     """
     sums, seen, longest = np.zeros(length - 1), 0, 0
-    with Progress("perplexity by position", min(limit, len(documents))) as progress:
+    total = limit if isinstance(documents, Stream) else min(limit, len(documents))
+    with Progress("perplexity by position", total) as progress:
         for document in documents:
             if isinstance(document, str):
                 tokens = tokenizer.encode_prompt(document)

@@ -76,4 +76,4 @@ class MemoryConfig:
 
     def __post_init__(self):
         if self.budget_gib is not None and not 0 < self.budget_gib < math.inf:
-            raise ValueError(f"memory.budget_gib={self.budget_gib}: must be positive")
+            raise ValueError(f"memory.budget_gib={self.budget_gib}: must be finite and positive")

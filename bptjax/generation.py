@@ -21,6 +21,7 @@ from bptjax.models.cache import Cache
 from bptjax.models.config import ModelConfig
 from bptjax.models.decoder import Decoder
 from bptjax.models.layer_loops import Execution
+from bptjax.ops.arguments import check_chunk
 from bptjax.parallel.mesh import constrain
 
 
@@ -44,11 +45,13 @@ class Sampling:
 
     def __post_init__(self):
         if not 0 <= self.temperature < math.inf:
-            raise ValueError(f"temperature={self.temperature}: must not be negative")
+            raise ValueError(f"temperature={self.temperature}: must be finite and not negative")
         if self.top_k < 0:
             raise ValueError(f"top_k={self.top_k}: must not be negative; 0 turns it off")
         if not 0 < self.repetition_penalty < math.inf:
-            raise ValueError(f"repetition_penalty={self.repetition_penalty}: must be positive")
+            raise ValueError(
+                f"repetition_penalty={self.repetition_penalty}: must be finite and positive"
+            )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p}: must be in (0, 1]")
 
@@ -99,11 +102,19 @@ def generate(
       dtype: dtype of the computation and the cache.
 
     Raises:
-      ValueError: an empty prompt, or more tokens than the model has learned positions.
+      ValueError: no prompt, an empty one, or one with an id that is not in the vocabulary; a
+        negative `new_tokens`; a `prefill_chunk` below 1; more tokens than the model has learned
+        positions.
     """
     config, landmarks = model.config, model.config.landmarks
-    if min(len(prompt) for prompt in prompts) == 0:
+    check_chunk(prefill_chunk=prefill_chunk)
+    if new_tokens < 0:
+        raise ValueError(f"new_tokens={new_tokens}: must not be negative")
+    if min((len(prompt) for prompt in prompts), default=0) == 0:
         raise ValueError("prompts: must not be empty")
+    for ids in map(np.asarray, prompts):
+        if (bad := ids[(ids < 0) | (ids >= config.V)]).size:
+            raise ValueError(f"prompts: must be token ids in [0, {config.V}), not {bad[0]}")
     if landmarks is not None and len(prompts) > 1:
         # Blocks of prompts of several lengths end at different steps.
         options: Any = dict(new_tokens=new_tokens, sampling=sampling, stop=stop)

@@ -53,5 +53,7 @@ def _write(name: str, text: str) -> None:
     if directory := os.environ.get(DIRECTORY):
         with suppress(OSError):  # The run matters more than its supervision.
             file = os.open(os.path.join(directory, name), os.O_WRONLY | os.O_CREAT, 0o600)
-            os.pwrite(file, text.encode(errors="replace").ljust(SIZE), 0)
-            os.close(file)
+            try:
+                os.pwrite(file, text.encode(errors="replace").ljust(SIZE), 0)
+            finally:
+                os.close(file)

@@ -83,12 +83,13 @@ class OptimizerConfig:
 
     def __post_init__(self):
         for name in ("warmup_steps", "weight_decay", "max_grad_norm"):
-            if (getattr(self, name) or 0) < 0:
-                raise ValueError(f"optimizer.{name}={getattr(self, name)}: must not be negative")
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < math.inf:
+                raise ValueError(f"optimizer.{name}={value}: must be finite and not negative")
         for name in ("learning_rate", "adam_epsilon"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"optimizer.{name}={value}: must be positive")
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"optimizer.{name}={value}: must be finite and positive")
         if self.type not in OPTIMIZERS:
             names = ", ".join(OPTIMIZERS)
             raise ValueError(f"optimizer.type={self.type}: must be one of {names}")

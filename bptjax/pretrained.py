@@ -210,7 +210,7 @@ def open_pretrained(wanted: ModelConfig, seed: int = 0) -> Pretrained:
     family, read_as = read_config(sidecars) if sidecars else (None, None)
     if (directory / "checkpoints").is_dir():
         run = _run_config(directory)
-        adapter = AdapterConfig(**run.get("adapter", {}))
+        adapter = run["adapter"]
         if adapter.type != "none":
             return _open_adapters(directory, run["model"], adapter, wanted)
         source = RunCheckpoint(directory)
@@ -304,7 +304,8 @@ def _open_peft(directory: Path, wanted: ModelConfig) -> Pretrained:
 
 
 def _run_config(directory: Path) -> dict[str, Any]:
-    """Returns the config of the run in `directory`, with its group `model` as a ModelConfig.
+    """Returns the groups `model` and `adapter` of the config of the run in `directory`, as a
+    ModelConfig and an AdapterConfig, and its `train.seq_len`.
 
     Raises:
       ValueError: the file is not the config of a run.
@@ -316,8 +317,12 @@ def _run_config(directory: Path) -> dict[str, Any]:
         config = yaml.safe_load(file.read_text())
         model = {new_name(f"model.{key}"): value for key, value in config["model"].items()}
         model = {key.removeprefix("model."): value for key, value in model.items()}
-        return config | {"model": ModelConfig(**model)}
-    except (OSError, TypeError, KeyError, yaml.YAMLError) as error:
+        return {
+            "model": ModelConfig(**model),
+            "adapter": AdapterConfig(**config.get("adapter", {})),
+            "seq_len": config["train"]["seq_len"],
+        }
+    except (OSError, TypeError, KeyError, AttributeError, yaml.YAMLError) as error:
         raise ValueError(f"{file}: must be the config of a run: {error}") from error
 
 
@@ -350,5 +355,5 @@ def _trained_config(
     config = replace(run["model"], vocab_size=vocab_size)
     if config.position_embedding == "rope" and config.max_position_embeddings is None:
         # Rotary positions are valid up to the length that the model was trained on.
-        config = replace(config, max_position_embeddings=run["train"]["seq_len"])
+        config = replace(config, max_position_embeddings=run["seq_len"])
     return config

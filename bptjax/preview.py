@@ -59,7 +59,7 @@ class PreviewConfig(Config):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
         if not 0 < self.seconds < float("inf"):
-            raise ValueError(f"seconds={self.seconds}: must be positive")
+            raise ValueError(f"seconds={self.seconds}: must be finite and positive")
 
 
 def preview(config: PreviewConfig, console: Console) -> None:
@@ -90,10 +90,11 @@ def preview(config: PreviewConfig, console: Console) -> None:
         console.print(line, markup=False, soft_wrap=not console.is_terminal)
     for bad in check.bad[:3]:
         print(f"bad record: {bad.file}, {bad.record}: {bad.reason}")
-    for account in check.accounts:
+    counted = [account for account in check.accounts if account.lengths]
+    for account in counted:
         _print_lengths(account, console)
-    if config.out is not None:
-        _draw_lengths(check.accounts, Path(config.out))
+    if config.out is not None and counted:
+        _draw_lengths(counted, Path(config.out))
     first = next(readable(data.train, "skip"), None)
     if first is not None:
         _print_record(first, data, data_config, config.shown_tokens, console, landmarks)
@@ -128,8 +129,6 @@ def _steps(config: Config, sequences: int | None) -> list[str]:
 
 def _print_lengths(account: Account, console: Console) -> None:
     """Prints a bar for each length in `account.lengths`."""
-    if not account.lengths:
-        return
     console.rule(f"lengths in tokens: {account.name}")
     most = max(account.lengths.values())
     for size, count in sorted(account.lengths.items()):

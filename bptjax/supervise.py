@@ -167,7 +167,9 @@ class Supervisor:
         if hang and code:
             return 1, hang
         if code < 0:
-            name = signal.Signals(-code).name
+            # Most real-time signals have no name.
+            names = {each.value: each.name for each in signal.Signals}
+            name = names.get(-code, f"signal {-code}")
             if code == -signal.SIGKILL:
                 # The kernel's log would say so for certain, but only to root.
                 name += ", probably by the kernel because the host ran out of memory"

@@ -1,5 +1,6 @@
 """Evaluation of long text: by position, and pass keys."""
 
+import gzip
 import io
 import json
 import re
@@ -12,6 +13,8 @@ from chats import loaded, raw_tokenizer
 from rich.console import Console
 
 from bptjax import evaluate, evaluate_report
+from bptjax.data.stream import Stream
+from bptjax.data.text import open_documents
 from bptjax.data.tokenizer import ByteTokenizer
 from bptjax.models.config import ModelConfig
 from bptjax.models.decoder import Decoder
@@ -43,6 +46,17 @@ def test_buckets_are_the_loss_cut_in_pieces(model):
     for row, part in zip(rows, np.array_split(means, 3), strict=True):
         assert row["loss"] == pytest.approx(part.mean(), rel=1e-5)
         assert row["perplexity"] == pytest.approx(np.exp(part.mean()), rel=1e-4)
+
+
+def test_a_stream_is_read_up_to_the_limit(tmp_path, model, monkeypatch):
+    monkeypatch.setattr("bptjax.data.text.MEMORY_BYTES", 10)
+    with gzip.open(tmp_path / "a.jsonl.gz", "wt") as file:
+        file.write('{"text": "a text of some length"}\n' * 5)
+    documents = open_documents(tmp_path / "a.jsonl.gz")
+    assert isinstance(documents, Stream)
+    how = dict(length=16, buckets=2, limit=3, dtype=jnp.float32)
+    rows = evaluate.by_position(model, BYTES, documents, **how)
+    assert [row["documents"] for row in rows] == [3, 3]
 
 
 def test_too_short_documents_are_refused(model):

@@ -175,15 +175,31 @@ def test_sampling_draws_from_the_distribution_of_transformers(options, warpers):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(temperature=-1.0), "temperature"),
+        (dict(temperature=-1.0), "temperature=-1.0: must be finite and not negative"),
         (dict(top_p=0.0), r"top_p=0.0: must be in \(0, 1\]"),
-        (dict(repetition_penalty=0.0), "repetition_penalty"),
-        (dict(temperature=float("nan")), "temperature"),
+        (dict(repetition_penalty=0.0), "repetition_penalty=0.0: must be finite and positive"),
+        (dict(temperature=float("nan")), "temperature=nan: must be finite and not negative"),
     ],
 )
 def test_impossible_sampling_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
         Sampling(**options)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "message"),
+    [
+        ([], {}, "prompts: must not be empty"),
+        ([[1], []], {}, "prompts: must not be empty"),
+        ([[1, 61]], {}, r"prompts: must be token ids in \[0, 61\), not 61"),
+        ([[1], [2, -3]], {}, r"prompts: must be token ids in \[0, 61\), not -3"),
+        ([[1, 2]], dict(prefill_chunk=0), "prefill_chunk=0: must be at least 1 token"),
+        ([[1, 2]], dict(new_tokens=-1), "new_tokens=-1: must not be negative"),
+    ],
+)
+def test_impossible_prompts_and_options_are_refused(model, prompts, options, message):
+    with pytest.raises(ValueError, match=message):
+        run(model, prompts, **options)
 
 
 def test_prefill_memory_does_not_grow_with_the_prompt():

@@ -340,6 +340,7 @@ def test_targets():
         ),
         (dict(type="lora", r=0), "adapter.r=0: must be at least 1"),
         (dict(type="lora", dropout=1.0), "adapter.dropout=1.0: must be in"),
+        (dict(type="lora", alpha=float("inf")), "adapter.alpha=inf: must be finite"),
         (dict(type="lora", target_modules="q_proj"), "must be all-linear or a list of names"),
     ],
     ids=str,

@@ -98,11 +98,22 @@ def test_counts_and_plot(tmp_path, capsys):
     assert (tmp_path / "plots" / "lengths.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("names", [["good.jsonl", "bad.jsonl"], ["bad.jsonl"]])
+def test_a_source_without_an_example_is_not_drawn(names, tmp_path, capsys):
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "no answer"}\n')
+    (tmp_path / "good.jsonl").write_text('{"prompt": "ab:", "answer": "cd"}\n' * 40)
+    sources = [{"path": str(tmp_path / name)} for name in names]
+    flags = [f"--data.sources={json.dumps(sources)}", f"--out={tmp_path / 'plots'}"]
+    assert main(["preview", *flags, "--data.eval_fraction=0", "--train.seq_len=64"]) == 2
+    assert "no other record has a token that counts in the loss" in capsys.readouterr().err
+    assert (tmp_path / "plots" / "lengths.png").exists() == ("good.jsonl" in names)
+
+
 @pytest.mark.parametrize(
     "flags, message",
     [
         (["--sequences=0"], "sequences=0: must be at least 1"),
-        (["--seconds=0"], "seconds=0.0: must be positive"),
+        (["--seconds=0"], "seconds=0.0: must be finite and positive"),
         (["--sequencez=1"], "unknown flag --sequencez; nearest: --sequences"),
         (["--data.tokenizer=/nowhere"], "data.tokenizer='/nowhere'"),
     ],

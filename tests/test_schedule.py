@@ -1,5 +1,6 @@
 """Learning rate and loss scale over the steps of a run."""
 
+import math
 from dataclasses import replace
 
 import jax.numpy as jnp
@@ -47,6 +48,11 @@ def test_learning_rate_rises_and_falls():
         (dict(decay_ratio=0.5), "decay_ratio=0.5: must not be set with lr_scheduler_type=cosine"),
         (dict(warmup_ratio=1.5), r"warmup_ratio=1.5: must be in \[0, 1\]"),
         (dict(learning_rate=None), "optimizer.learning_rate: must be set"),
+        (dict(learning_rate=math.inf), "learning_rate=inf: must be finite and positive"),
+        (dict(adam_epsilon=math.inf), "adam_epsilon=inf: must be finite and positive"),
+        (dict(weight_decay=math.nan), "weight_decay=nan: must be finite and not negative"),
+        (dict(weight_decay=math.inf), "weight_decay=inf: must be finite and not negative"),
+        (dict(max_grad_norm=math.nan), "max_grad_norm=nan: must be finite and not negative"),
     ],
 )
 def test_impossible_schedules_are_refused(changes, message):

@@ -1,5 +1,6 @@
 """The supervisor of runs, on processes that only pretend to train, and its command."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -53,7 +54,8 @@ def run(tmp_path, capfd):
 
 
 def test_a_crash_is_followed_by_a_restart(run):
-    code, number, told = run("""
+    code, number, told = run(
+        """
         if start == 0:
             record_error("a peer process is lost")
             sys.exit(1)
@@ -61,15 +63,20 @@ def test_a_crash_is_followed_by_a_restart(run):
             os.kill(os.getpid(), signal.SIGSEGV)
         if start == 2:
             os.kill(os.getpid(), signal.SIGKILL)
-    """)
-    assert (code, number) == (0, 4)
-    first, second, third = told
+        if start == 3:
+            os.kill(os.getpid(), 40)
+    """,
+        restarts=4,
+    )
+    assert (code, number) == (0, 5)
+    first, second, third, fourth = told
     assert first == (
-        "supervisor: restarting after exit code 1: a peer process is lost (restart 1 of 3 without "
+        "supervisor: restarting after exit code 1: a peer process is lost (restart 1 of 4 without "
         "a new checkpoint)"
     )
-    assert "the run was killed by SIGSEGV (restart 2 of 3" in second
+    assert "the run was killed by SIGSEGV (restart 2 of 4" in second
     assert "by SIGKILL, probably by the kernel because the host ran out of memory (" in third
+    assert "the run was killed by signal 40 (restart 4 of 4" in fourth  # A real-time signal.
 
 
 @pytest.mark.parametrize("code", [0, 2, 130, 143])
@@ -200,6 +207,14 @@ def test_without_a_supervisor_nothing_is_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     beat("training", 1)
     assert not list(tmp_path.rglob(BEAT))
+
+
+def test_signs_of_life_that_cannot_be_written_leave_no_file_open(tmp_path, monkeypatch):
+    monkeypatch.setenv(DIRECTORY, str(tmp_path))
+    (tmp_path / BEAT).symlink_to("/dev/full")
+    before = os.listdir("/proc/self/fd")
+    beat("training", 1)
+    assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
 def test_the_command_passes_its_flags_on(tmp_path, capfd):

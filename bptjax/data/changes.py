@@ -1,5 +1,6 @@
 """Detects data files that change during a run, or between two starts of a run."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,14 +36,23 @@ def check_unchanged(path: Path, before: FileVersion) -> None:
 
 
 def count_and_size(documents: Any) -> list[int]:
-    """Returns the number of files of training documents, and the sum of their sizes in bytes."""
-    sizes = [path.stat().st_size for path in dict.fromkeys(_paths(documents))]
+    """Returns the number of files of training documents or images, and the sum of their sizes in
+    bytes."""
+    sizes = [_size(path) for path in dict.fromkeys(_paths(documents))]
     return [len(sizes), sum(sizes)]
 
 
-def _paths(documents: Any) -> Iterator[Path]:
+def _size(path: str | Path) -> int:
+    try:
+        return os.stat(path).st_size
+    except OSError:  # A broken link among images is a bad record.
+        return 0
+
+
+def _paths(documents: Any) -> Iterator[str | Path]:
     """Yields the paths of the files that documents are read from."""
     if (path := getattr(documents, "path", None)) is not None:
         yield path
+    yield from getattr(documents, "paths", ())  # Of images.
     for part in getattr(documents, "files", [getattr(documents, "documents", None)]):
         yield from _paths(part) if part is not None else ()

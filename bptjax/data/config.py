@@ -38,7 +38,7 @@ class SourceConfig:
     def __post_init__(self):
         # jsonargparse accepts null for a number here.
         if self.weight is None or not 0 < self.weight < float("inf"):
-            raise ValueError(f"data.sources: weight={self.weight}: must be positive")
+            raise ValueError(f"data.sources: weight={self.weight}: must be finite and positive")
 
     @property
     def name(self) -> str:

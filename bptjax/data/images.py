@@ -50,6 +50,7 @@ class ImageFolder(Sequence[Any]):
     Attributes:
       names: the names of the classes.
       counts: number of images of each class.
+      paths: the files of the images.
 
     Raises:
       ValueError: there is no directory of a class, one is empty, or an image is elsewhere.
@@ -63,7 +64,7 @@ class ImageFolder(Sequence[Any]):
         if not folders:
             raise ValueError(f"{root!r}: must hold a directory for each class; it has none")
         self.names, self.counts = [os.path.basename(folder) for folder in folders], []
-        self._files: list[str] = []
+        self.paths: list[str] = []
         if strange := [name for name in self.names if not name.isprintable()]:
             raise ValueError(f"{strange[0]!r}: must be a printable name of a class; rename it")
         # A directory for each split would otherwise be taken for a class.
@@ -80,17 +81,17 @@ class ImageFolder(Sequence[Any]):
                     "remove the directory if there is none"
                 )
             self.counts.append(len(files))
-            self._files += files
+            self.paths += files
 
     def __len__(self) -> int:
-        return len(self._files)
+        return len(self.paths)
 
     def __getitem__(self, index: int) -> Image:
-        file = Path(self._files[index])
+        file = Path(self.paths[index])
         return Image(file, file.parent.name)
 
     def location(self, index: int) -> Location:
-        return Location(self._files[index])
+        return Location(self.paths[index])
 
 
 def _visible(directory: str) -> Iterator[os.DirEntry[str]]:

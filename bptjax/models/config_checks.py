@@ -49,12 +49,28 @@ def check_choices(config: Any) -> None:
         "shared_expert_size",
         "router_groups",
         "router_groups_per_token",
+        "channels",
     ):
         value = getattr(config, name)
         if value is not None and value < 1:
             raise ValueError(f"model.{name}={value}: must be at least 1")
         if value is not None and value > (most := MOST.get(name, MOST_SIZE)):
             raise ValueError(f"model.{name}={value}: must be at most {most:,}")
+    for name, positive in {
+        "norm_eps": False,
+        "query_growth": False,
+        "init_std": False,
+        "residual_scale": True,
+        "alibi_scale": True,
+        "attention_scale": True,
+        "clip_qkv": True,
+        "embedding_scale": True,
+        "logits_scale": True,
+    }.items():
+        value = getattr(config, name)
+        if value is not None and (not 0 <= value < math.inf or positive and value == 0):
+            bound = "positive" if positive else "not negative"
+            raise ValueError(f"model.{name}={value}: must be finite and {bound}")
     for name in ("attention_softcap", "logits_softcap"):
         check_softcap(getattr(config, name), f"model.{name}")
     if config.num_heads % config.K:
@@ -132,7 +148,14 @@ def check_choices(config: Any) -> None:
                 "model.attention_pattern: must go with layers of full attention, not with "
                 f"sliding_window={config.sliding_window} in all layers"
             )
-    for name in ("token_types", "pooler", "classes", "layer_embedding_size", "shared_kv_layers"):
+    for name in (
+        "token_types",
+        "pooler",
+        "classes",
+        "layer_embedding_size",
+        "shared_kv_layers",
+        "position_offset",
+    ):
         if getattr(config, name) < 0:
             raise ValueError(f"model.{name}={getattr(config, name)}: must be at least 0")
     if config.classes == 1 or config.classes > MOST_CLASSES:
@@ -143,8 +166,15 @@ def check_choices(config: Any) -> None:
         raise ValueError(
             f"model.class_pooling={config.class_pooling}: must go with model.classes, a classifier"
         )
-    if config.init_std < 0:
-        raise ValueError(f"model.init_std={config.init_std}: must be at least 0")
+    image, patch = config.image_size, config.patch_size
+    if (image is None) != (patch is None):
+        raise ValueError(f"model.image_size={image}, patch_size={patch}: must be set together")
+    if image is not None and (
+        min(*image, *patch) < 1 or image[0] % patch[0] or image[1] % patch[1]
+    ):
+        raise ValueError(
+            f"model.patch_size={patch}: must divide image_size={image}, both of at least 1"
+        )
     encoders = ["token_types", "image_size", "pooler", "masked_head"]
     # A config with a checkpoint may name the classes that an encoder gets.
     encoders += [] if config.name_or_path else ["classes"]

@@ -114,7 +114,7 @@ def _checked(
     check_chunk(chunk=chunk)
     check_softcap(softcap)
     if not 0.0 <= z_loss < math.inf:
-        raise ValueError(f"z_loss={z_loss}: must not be negative; 0 turns it off")
+        raise ValueError(f"z_loss={z_loss}: must be finite and not negative; 0 turns it off")
     if hidden.ndim != 3 or 0 in hidden.shape:
         raise ValueError(f"hidden: must be [batch, tokens, features], not {hidden.shape}")
     if head.ndim != 2 or head.shape[1:] != hidden.shape[2:]:

@@ -57,13 +57,14 @@ def exclusive(directory: Path) -> Iterator[None]:
     """
     handle = os.open(directory, os.O_RDONLY)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(
+                f"{directory}: must not be in use by another process; stop that process, or choose "
+                "another directory"
+            ) from error
         yield
-    except BlockingIOError as error:
-        raise ValueError(
-            f"{directory}: must not be in use by another process; stop that process, or choose "
-            "another directory"
-        ) from error
     finally:
         os.close(handle)
 

@@ -324,6 +324,7 @@ class TrainLoop:
                 raise self._diverged(self.done, f"eval/loss {loss}, parameters not finite")
             text += ": not finite, but all parameters are; try another train.compute_dtype"
             progress.log(text)
+            self._throughput.resume()
             return
         if self.run.eval_prompts:
             answers = predict_answers(self.run, self.state)

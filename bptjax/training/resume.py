@@ -102,7 +102,9 @@ def find_start(run: TrainingRun, checkpoints: Checkpoints) -> Start:
         )
     if run.base_fingerprint is not None and spec.pretrained is not None:
         spec.pretrained.check(start.extra.get("base"), run.directory)
-    if (then := start.extra.get("data_size", run.data_size)) != run.data_size:
+    then = start.extra.get("data_size", run.data_size)
+    # Earlier versions saved [0, 0] for images.
+    if then not in (run.data_size, [0, 0]):
         files, size = then
         raise ValueError(
             f"data: must be the {plural(files, 'file')} of {size:,} bytes of the run in "

@@ -10,6 +10,7 @@ import pytest
 from bptjax.data.changes import ChangedFile, count_and_size
 from bptjax.data.config import DataConfig, SourceConfig
 from bptjax.data.files import location
+from bptjax.data.images import open_images
 from bptjax.data.records import RecordReader, reads
 from bptjax.data.sources import open_split
 from bptjax.data.text import open_documents
@@ -78,3 +79,15 @@ def test_the_sizes_of_training_files(tmp_path):
         for fraction in (0, 0.3):
             train, _ = open_split(DataConfig(**vars(config) | {"eval_fraction": fraction}))
             assert count_and_size(train) == wanted
+
+
+def test_the_sizes_of_training_images(tmp_path):
+    """A broken link is a bad record of no size."""
+    for name in ("blue", "red"):
+        (tmp_path / name).mkdir()
+        for size in (10, 20):
+            (tmp_path / name / f"{size}.png").write_bytes(bytes(size))
+    (tmp_path / "red" / "link.png").symlink_to("nowhere.png")
+    for fraction in (0, 0.3):
+        _, train, _ = open_images(DataConfig(str(tmp_path), eval_fraction=fraction))
+        assert count_and_size(train) == [5, 60]

@@ -165,7 +165,7 @@ def test_sources_from_the_command_line(tmp_path):
         ("{path: a.txt}", "data.sources={'path': 'a.txt'}: must be a list"),
         ("[{path: a.txt, weigth: 1}]", "data.sources: unknown key weigth; nearest: weight"),
         ("[{path: a.txt, weight: x}]", "data.sources: weight=x: must be a number"),
-        ("[{path: a.txt, weight: null}]", "data.sources: weight=None: must be positive"),
+        ("[{path: a.txt, weight: null}]", "data.sources: weight=None: must be finite and positive"),
         ("[{path: a.txt, format: chat}]", "data.sources: format=chat: must be one of auto, text"),
         ("[{weight: 1}]", "data.sources: path must be given"),
     ],
@@ -176,7 +176,7 @@ def test_errors_name_the_key_of_a_source(text, message):
 
 
 def test_impossible_sources_are_refused(folder):
-    with pytest.raises(ValueError, match="data.sources.*weight=0: must be positive"):
+    with pytest.raises(ValueError, match="data.sources.*weight=0: must be finite and positive"):
         SourceConfig("a", weight=0)
     with pytest.raises(ValueError, match="data.path and data.sources"):
         config(folder, path="a")

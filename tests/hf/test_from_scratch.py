@@ -66,7 +66,7 @@ def test_transformers_computes_the_same(tmp_path, name):
         (dict(position_embedding="none"), "model.position_embedding=none with"),
         (dict(qkv_bias=True, qk_norm=True), "model.qk_norm=True with"),
         (dict(clip_qkv=1.0), "model.clip_qkv=1.0 with"),
-        (dict(attention_scale=0.0), "model.attention_scale=0.0 with"),
+        (dict(attention_scale=1e-200), "model.attention_scale=1e-200 with"),
         (dict(attention_scale=2.0), "model.attention_scale=2.0 with"),
         (dict(attention_sinks=True), "model.attention_sinks=True with"),
     ],

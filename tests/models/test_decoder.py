@@ -1,6 +1,7 @@
 """The decoder: schedules, remat, decoding and packing give one and the same model."""
 
 import functools
+import math
 from dataclasses import replace
 
 import jax
@@ -75,6 +76,7 @@ MODELS = {
 MIXED = ["linear_attention", "full_attention"]
 SIZES = "key_heads", "value_heads", "key_size", "value_size"
 LINEAR = dict(layer_types=MIXED) | {f"linear_{name}": 2 for name in SIZES}
+IMAGES = dict(causal=False, image_size=(8, 8), patch_size=(4, 4))
 SMALL = TrainingExecution(remat="none", q_chunk=8, k_chunk=16, ffn_chunk=10)
 B, T = 2, 37
 
@@ -322,6 +324,23 @@ def test_half_precision_is_near(tokens, dtype):
         ({"layer_scale": True}, "layer_scale=True: must go with norm_position=sandwich"),
         ({"expert_norms": True}, "expert_norms=True: must go with model.feed_forward=experts"),
         (LINEAR | {"residual": "parallel"}, "layer_types: must have no linear_attention unless"),
+        ({"image_size": (8, 8)}, r"image_size=\(8, 8\), patch_size=None: must be set together"),
+        ({"patch_size": (4, 4)}, r"image_size=None, patch_size=\(4, 4\): must be set"),
+        (IMAGES | {"patch_size": (0, 4)}, r"patch_size=\(0, 4\): must divide image_size="),
+        (IMAGES | {"patch_size": (4, 3)}, r"patch_size=\(4, 3\): must divide image_size=\(8, 8\)"),
+        (IMAGES | {"image_size": (0, 8)}, r"divide image_size=\(0, 8\), both of at least 1"),
+        (IMAGES | {"channels": 0}, "channels=0: must be at least 1"),
+        ({"position_offset": -3}, "position_offset=-3: must be at least 0"),
+        ({"norm_eps": -1.0}, "norm_eps=-1.0: must be finite and not negative"),
+        ({"norm_eps": math.nan}, "norm_eps=nan: must be finite and not negative"),
+        ({"query_growth": -0.1}, "query_growth=-0.1: must be finite and not negative"),
+        ({"init_std": math.nan}, "init_std=nan: must be finite and not negative"),
+        ({"residual_scale": math.nan}, "residual_scale=nan: must be finite and positive"),
+        ({"alibi_scale": 0.0}, "alibi_scale=0.0: must be finite and positive"),
+        ({"attention_scale": math.nan}, "attention_scale=nan: must be finite and positive"),
+        ({"clip_qkv": -1.0}, "clip_qkv=-1.0: must be finite and positive"),
+        ({"embedding_scale": math.inf}, "embedding_scale=inf: must be finite and positive"),
+        ({"logits_scale": 0.0}, "logits_scale=0.0: must be finite and positive"),
     ],
 )
 def test_impossible_models_are_refused(change, message):

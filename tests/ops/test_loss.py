@@ -220,7 +220,7 @@ BAD = {
     ),
     "softcap < 0": (dict(softcap=-30.0), "softcap=-30.0: must be positive"),
     "softcap NaN": (dict(softcap=float("nan")), "softcap=nan: must be positive"),
-    "z-loss": (dict(z_loss=-1e-4), "z_loss=-0.0001: must not be negative"),
+    "z-loss": (dict(z_loss=-1e-4), "z_loss=-0.0001: must be finite and not"),
     "no tokens": (dict(hidden=HIDDEN[:, :0]), r"hidden: must be .*, not \(2, 0, 8\)"),
     "no batch": (dict(hidden=HIDDEN[:0]), r"hidden: must be .*, not \(0, 13, 8\)"),
     "features": (dict(head=HEAD[:, :-1]), r"head: must be \[classes, 8\], not \(19, 7\)"),

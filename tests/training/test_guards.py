@@ -25,6 +25,15 @@ def test_a_signal_that_is_sent_twice_at_once_is_one(monkeypatch):
         signal.raise_signal(signal.SIGINT)
 
 
+def test_an_error_of_the_run_is_not_that_of_its_lock(tmp_path):
+    with pytest.raises(BlockingIOError, match="in the run"), guards.exclusive(tmp_path):
+        with pytest.raises(ValueError, match="another process"), guards.exclusive(tmp_path):
+            pass
+        raise BlockingIOError("in the run")
+    with guards.exclusive(tmp_path):
+        pass
+
+
 def test_signs_of_life(arguments, tmp_path, monkeypatch):
     """A step after other work is known to be one when it starts: a supervisor waits less for it."""
     seen = []

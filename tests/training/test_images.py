@@ -82,6 +82,8 @@ def test_a_run_learns_resumes_and_is_exported(folder, tmp_path, monkeypatch, cap
     assert "data: 38 images, 4 held out, 3 classes" in capsys.readouterr().out
     with monkeypatch.context() as patch:
         stop_at(9, signal.SIGTERM, patch)
+        # As earlier versions did.
+        patch.setattr("bptjax.training.setup.total_size", lambda images: [0, 0])
         assert train(folder, run) == 143
     # A directory with another name is no class of the run.
     shutil.copytree(folder / "data", tmp_path / "data")
@@ -93,6 +95,10 @@ def test_a_run_learns_resumes_and_is_exported(folder, tmp_path, monkeypatch, cap
     assert train(folder, run) == 0
     for name in ("train/loss", "train/accuracy", "train/grad_norm", "eval/loss", "eval/accuracy"):
         assert rows(run, name) == rows(whole, name)
+    more = shutil.copy(folder / "data" / "red" / "00.png", folder / "data" / "red" / "14.png")
+    assert train(folder, run) == 2
+    more.unlink()
+    assert "data: must be the 42 files of" in capsys.readouterr().err
 
     # Two devices have images, and two more each the other half of an image's tokens.
     flags = ["parallel.dp=2", "parallel.fsdp=1", "parallel.sp=2"]

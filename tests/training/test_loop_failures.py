@@ -14,7 +14,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from bptjax.metrics import JsonlWriter, read_metrics
+from bptjax.metrics import JsonlWriter, Throughput, read_metrics
 from bptjax.train import main
 from training.runs import rows, stop_at, train_process
 
@@ -79,7 +79,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(arguments, tmp_path, capsys):
 def test_an_evaluation_that_is_not_finite(arguments, tmp_path, monkeypatch, capsys, broken):
     """Ends the run where parameters are broken. Else, as after an overflow of float16 in the
     forward pass, the run goes on and its report says so."""
-    run_dir = tmp_path / "run"
+    run_dir, resumed = tmp_path / "run", []
     extra = ["--train.eval_steps=null", "--train.sample_tokens=0"]
     extra.append(f"--train.max_steps={1 if broken else 2}")
     if broken:
@@ -91,6 +91,7 @@ def test_an_evaluation_that_is_not_finite(arguments, tmp_path, monkeypatch, caps
             return lambda *_: {"eval/loss": next(nans)}
 
         monkeypatch.setattr("bptjax.training.loop.evaluator", evaluator)
+        monkeypatch.setattr(Throughput, "resume", lambda self: resumed.append(1))
     assert main([*arguments, f"--run_dir={run_dir}", *extra]) == (1 if broken else 0)
     values = [r["eval/loss"] for r in read_metrics(run_dir / "metrics.jsonl") if "eval/loss" in r]
     assert values[0] > 0 and values[1:] == [None]
@@ -101,6 +102,8 @@ def test_an_evaluation_that_is_not_finite(arguments, tmp_path, monkeypatch, caps
     else:
         assert "step 2: eval/loss nan: not finite, but all parameters are" in out
         assert "warning: held-out loss rose from 2.0000 before training to nan" in out
+        # After each of two evaluations, the compilation and the save.
+        assert len(resumed) == 4
 
 
 def test_parameters_that_are_not_finite_are_not_saved(arguments, tmp_path, capsys):

@@ -8,11 +8,14 @@ import sys
 from dataclasses import replace
 
 import pytest
+import yaml
 
 from bptjax.config import Config, flatten, to_yaml
 from bptjax.config_parser import parse
 from bptjax.execution import ExecutionConfig
+from bptjax.models.config import ModelConfig
 from bptjax.output import leftovers
+from bptjax.pretrained import open_pretrained
 from bptjax.train import main
 from bptjax.training.run_directory import acquire_run_dir, saved_execution, saved_keys
 from bptjax.training.setup import _with_defaults
@@ -30,6 +33,24 @@ def test_a_damaged_config_of_a_run_is_said(arguments, tmp_path, capsys):
         (tmp_path / "config.yaml").write_text(text)
         assert main([*arguments, "--run_dir", str(tmp_path)]) == 2
         assert "config.yaml is damaged" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"adapter": {"rank": 4}},
+        {"adapter": None},
+        {"model": None},
+        {"train": None},
+        {"model": {"num_layers": None}},
+    ],
+    ids=str,
+)
+def test_a_damaged_config_of_a_checkpoint_is_said(tmp_path, changes):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"model": {}, "train": {}} | changes))
+    with pytest.raises(ValueError, match="config.yaml: must be the config of a run"):
+        open_pretrained(ModelConfig(name_or_path=str(tmp_path)))
 
 
 def test_two_processes_do_not_share_a_run(arguments, tmp_path, capsys):

@@ -319,7 +319,7 @@ def test_the_budget_limits_the_room():
     spec = make_spec(memory=MemoryConfig(budget_gib=10.0))
     assert auto.room(spec, 80 * GIB, GIB).device == 10 * GIB
     assert auto.room(spec, 8 * GIB, GIB).device == int(auto.SAFE * 8 * GIB)
-    with pytest.raises(ValueError, match=r"memory\.budget_gib=-1: must be positive"):
+    with pytest.raises(ValueError, match=r"memory\.budget_gib=-1: must be finite and positive"):
         MemoryConfig(budget_gib=-1)
 
 

@@ -101,7 +101,7 @@ BAD = {
         "error: model.logits_softcap=0.0: must be positive and finite; leave it out for no cap\n",
     ),
     "no key heads": (["--model.num_kv_heads", "0"], "model.num_kv_heads=0: must be at least 1"),
-    "negative z-loss": (["--train.z_loss", "-1"], "train.z_loss=-1.0: must not be negative"),
+    "negative z-loss": (["--train.z_loss", "-1"], "train.z_loss=-1.0: must be finite and not"),
     "no batches to evaluate on": (
         ["--train.eval_batches", "0"],
         "train.eval_batches=0: must be at least",
@@ -126,7 +126,7 @@ BAD = {
         ["--train.epochs", "2"],
         "train.epochs=2.0: must not be set beside train.max_steps=20; set one of them",
     ),
-    "no epochs": (["--train.epochs", "0"], "train.epochs=0.0: must be positive"),
+    "no epochs": (["--train.epochs", "0"], "train.epochs=0.0: must be finite and positive"),
     "warm-up beyond the run": (
         ["--optimizer.warmup_steps", "21"],
         "optimizer.warmup_steps=21: the warm-up must end within the 20 steps of the run",

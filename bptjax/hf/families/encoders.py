@@ -263,8 +263,8 @@ def read_vit(c: Any) -> dict[str, Any]:
         tuple(size) if isinstance(size, list | tuple) else (size, size)
         for size in (c.image_size, c.patch_size)
     )
-    if image[0] % patch[0] or image[1] % patch[1]:
-        raise ValueError(f"patch_size={patch}: must divide image_size={image}")
+    if min(*image, *patch) < 1 or image[0] % patch[0] or image[1] % patch[1]:
+        raise ValueError(f"patch_size={patch}: must divide image_size={image}, both of at least 1")
     pooler, act = c.pooler_output_size, c.pooler_act
     if act not in ("tanh", "gelu", "relu", "silu"):
         raise ValueError(f"pooler_act={act!r}: must be one of tanh, gelu, relu, silu")
