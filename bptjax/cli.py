@@ -9,7 +9,13 @@ from importlib import import_module
 from pathlib import Path
 from textwrap import fill
 
-from bptjax.command_line import EXIT_CODES, Parser, nearest, run_command
+from bptjax.command_line import (
+    EXIT_CODES,
+    Parser,
+    end_imports_at_interrupts,
+    nearest,
+    run_command,
+)
 
 COMMANDS = {
     "train": "train or fine-tune a model, or resume a run",
@@ -27,6 +33,7 @@ DTYPES = ["float32", "bfloat16", "float16"]
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command named in `argv`. Returns its exit code."""
+    end_imports_at_interrupts()
     argv = list(sys.argv[1:] if argv is None else argv)
     name = argv[0] if argv else ""
     if name in PARSERS:

@@ -4,10 +4,12 @@ import argparse
 import difflib
 import os
 import re
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterable
 from inspect import signature
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any, NoReturn
 
 from bptjax.heartbeat import record_error
@@ -70,6 +72,24 @@ def run_command(command: Callable[[list[str]], int], argv: list[str] | None) -> 
         if isinstance(error, RuntimeError | MemoryError):
             return _fail(_explained(error), 1, argv)
         raise
+
+
+def end_imports_at_interrupts() -> None:
+    """Lets Ctrl-C end the process at once while a module is imported. There an extension may lose
+    the exception that Python raises otherwise, or replace it."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        return
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        while frame is not None:
+            if frame.f_code.co_filename.startswith("<frozen importlib"):
+                os._exit(130)
+            frame = frame.f_back
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, handle)
 
 
 def _explained(error: Exception) -> Exception:

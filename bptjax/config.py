@@ -30,7 +30,7 @@ class SpikeConfig:
       max_rollbacks: largest number of rollbacks of the run; the next spike ends it. 0 is off: a
         value that is not finite ends the run, and no finite value does.
       factor: multiple of the running median above which a value is a spike.
-      window: steps of the running median. Until `window` steps are known, only values that are
+      window: steps of the running median. Until that many steps are known, only values that are
         not finite are spikes.
     """
 

@@ -152,7 +152,8 @@ def _config_first(argv: list[str]) -> list[str]:
     wins.
 
     Raises:
-      ValueError: the file has a key twice. YAML would silently take the last one.
+      ValueError: the file cannot be read, or has a key twice, of which YAML would silently take
+        the last one.
     """
     files, rest, tokens = [], [], iter(argv)
     for token in tokens:
@@ -164,11 +165,16 @@ def _config_first(argv: list[str]) -> list[str]:
         else:
             rest.append(token)
     for file in files:
-        _check_repeated(Path(os.path.expanduser(file)))
+        _check_file(Path(os.path.expanduser(file)))
     return [f"--config={file}" for file in files] + rest
 
 
-def _check_repeated(file: Path) -> None:
+def _check_file(file: Path) -> None:
+    """Checks what jsonargparse would report without the name of the file, and keys given twice.
+
+    Raises:
+      ValueError: what is wrong.
+    """
     import yaml
 
     def check(node: Any, prefix: str) -> None:
@@ -183,9 +189,17 @@ def _check_repeated(file: Path) -> None:
             check(value, f"{name}.")
 
     try:
-        check(yaml.compose(file.read_text()), "")
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
-        return  # jsonargparse reports the error.
+        tree = yaml.compose(file.read_text("utf-8"))
+    except OSError as error:
+        raise ValueError(f"--config={file}: must be a file ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--config={file}: must be in UTF-8; byte {error.start} is not") from error
+    except yaml.YAMLError as error:
+        problem = " ".join(str(error).replace(' in "<unicode string>"', "").split())
+        raise ValueError(f"--config={file}: must be YAML; {problem}") from error
+    if not isinstance(tree, yaml.MappingNode):
+        raise ValueError(f"--config={file}: must hold keys with values, such as seed: 1")
+    check(tree, "")
 
 
 def _groups(kind: type, prefix: str = "") -> list[str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Any
 
-from bptjax.command_line import make_callable, run_command
+from bptjax.command_line import end_imports_at_interrupts, make_callable, run_command
 from bptjax.heartbeat import beat, dump_stacks_on_signal, record_run_dir
 from bptjax.output import explain_full_disk
 
@@ -95,6 +95,7 @@ make_callable(__name__, train)
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
+    end_imports_at_interrupts()
     argv = list(sys.argv[1:] if argv is None else argv)
     if SUPERVISE[0] in argv:
         from bptjax.supervise import supervise

@@ -253,6 +253,44 @@ def test_a_key_that_a_file_has_twice_is_refused(tmp_path, capsys):
     assert error == f"{file}, line 4: train.max_steps is given twice; give it once"
 
 
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (b"", "must hold keys with values"),
+        (b"- a\n- b\n", "must hold keys with values"),
+        (b"run_dir: caf\xe9\n", "must be in UTF-8; byte 12 is not"),
+        (b"train:\n\tmax_steps: 1\n", "must be YAML; while scanning .* line 2, column 1"),
+        (None, r"must be a file \(No such file or directory\)"),
+    ],
+)
+def test_a_bad_file_of_keys_is_named(tmp_path, capsys, content, message):
+    file = tmp_path / "config.yaml"
+    if content is not None:
+        file.write_bytes(content)
+    error = error_of(train.main, ["--config", str(file)], capsys)
+    assert re.fullmatch(f"--config={re.escape(str(file))}: {message}.*", error)
+
+
+@pytest.mark.parametrize("during_import", [True, False])
+def test_an_interrupt_ends_an_import_that_would_lose_it(tmp_path, during_import):
+    lost = (
+        "import os, signal\ntry: os.kill(os.getpid(), signal.SIGINT)\nexcept BaseException: pass\n"
+    )
+    (tmp_path / "extension.py").write_text(lost if during_import else "import os, signal\n")
+    code = (
+        "from bptjax.command_line import end_imports_at_interrupts, run_command\n"
+        "end_imports_at_interrupts()\n"
+        "def command(argv):\n"
+        "    import extension as x\n"
+        "    x.os.kill(x.os.getpid(), x.signal.SIGINT)\n"
+        "    print('goes on')\n"
+        "raise SystemExit(run_command(command, []))\n"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment)
+    assert (found.returncode, found.stdout, found.stderr) == (130, b"", b"")
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_debug_shows_the_traceback(name):
     flag = "--nothing_like_this"

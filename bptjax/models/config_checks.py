@@ -58,7 +58,6 @@ def check_choices(config: Any) -> None:
             raise ValueError(f"model.{name}={value}: must be at most {most:,}")
     for name, positive in {
         "norm_eps": False,
-        "query_growth": False,
         "init_std": False,
         "residual_scale": True,
         "alibi_scale": True,
@@ -71,6 +70,8 @@ def check_choices(config: Any) -> None:
         if value is not None and (not 0 <= value < math.inf or positive and value == 0):
             bound = "positive" if positive else "not negative"
             raise ValueError(f"model.{name}={value}: must be finite and {bound}")
+    if not math.isfinite(config.query_growth):
+        raise ValueError(f"model.query_growth={config.query_growth}: must be finite")
     for name in ("attention_softcap", "logits_softcap"):
         check_softcap(getattr(config, name), f"model.{name}")
     if config.num_heads % config.K:

@@ -1,6 +1,7 @@
 """The mesh and the table of its axes."""
 
 import itertools
+import logging
 import math
 import os
 import warnings
@@ -110,12 +111,19 @@ def select_devices(device: str) -> list[jax.Device]:
         # JAX goes on without its cache, and what the run writes says that the disk is full.
         message = f"Error (reading|writing) persistent compilation cache .*{os.strerror(number)}"
         warnings.filterwarnings("ignore", message)
+    if not os.path.exists(NVIDIA):
+        # JAX prints a traceback if the plugin for CUDA, which plans need, finds no GPU.
+        logging.getLogger("jax._src.xla_bridge").addFilter(_is_about_no_plugin)
     devices = _devices(device)
     if devices[0].platform == "gpu" and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         with suppress(OSError):  # JAX goes on without a cache.
             jax.config.update("jax_compilation_cache_dir", str(cache_directory() / "xla"))
             make_cache_directory()
     return devices
+
+
+def _is_about_no_plugin(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith("Jax plugin configuration error")
 
 
 def cache_directory() -> Path:

@@ -83,7 +83,7 @@ def test_a_run_learns_resumes_and_is_exported(folder, tmp_path, monkeypatch, cap
     with monkeypatch.context() as patch:
         stop_at(9, signal.SIGTERM, patch)
         # As earlier versions did.
-        patch.setattr("bptjax.training.setup.total_size", lambda images: [0, 0])
+        patch.setattr("bptjax.training.setup.count_and_size", lambda images: [0, 0])
         assert train(folder, run) == 143
     # A directory with another name is no class of the run.
     shutil.copytree(folder / "data", tmp_path / "data")
@@ -330,7 +330,8 @@ def test_bad_input(folder, tmp_path, capsys, name, monkeypatch):
 def test_text_and_images_do_not_mix(folder, tmp_path, capsys):
     assert preview(["--config", str(folder / "config.yaml")]) == 2
     assert "must be a model of text; bptjax preview shows no images" in capsys.readouterr().err
-    scratch = "--model.image_size=[8, 8]", "--model.causal=false", "--model.classes=2"
+    sizes = "--model.image_size=[8, 8]", "--model.patch_size=[4, 4]"
+    scratch = *sizes, "--model.causal=false", "--model.classes=2"
     flags = "--device=cpu", f"--data.path={folder / 'data'}", f"--run_dir={tmp_path / 'run'}"
     assert main([*flags, *scratch]) == 2
     assert "model.image_size=(8, 8): must come from a checkpoint" in capsys.readouterr().err
