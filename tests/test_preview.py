@@ -92,10 +92,27 @@ def test_counts_and_plot(tmp_path, capsys):
     assert code == 0
     account = " ".join(out.split())
     assert "1 of 42 records" in out and "longer than train.seq_len=64 and were dropped" in account
-    assert "1 bad records were skipped" in out and "bad record: " in out and "record 42" in out
+    assert "1 bad record left out\n" in out and "bad record: " in out and "record 42" in out
+    assert "bptjax train stops at bad records unless data.bad_records=skip" in out
+    assert "bad_records.jsonl" not in out
     assert "up to         8 ████" in out
     assert "steps: about " in out
     assert (tmp_path / "plots" / "lengths.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_bad_files_are_named_with_the_effect_on_training(tmp_path, capsys):
+    (tmp_path / "latin1.txt").write_bytes("Käse".encode("latin-1"))
+    (tmp_path / "good.txt").write_text("some text " * 40)
+    command = ["preview", f"--data.path={tmp_path}/*.txt", "--train.seq_len=64"]
+    command.append("--data.eval_fraction=0")
+    for flags, stops in (([], True), (["--data.bad_records=skip"], False)):
+        assert main([*command, *flags]) == 0
+        out = capsys.readouterr().out
+        assert f"bad record: {tmp_path / 'latin1.txt'}: " in out
+        assert ("train stops at bad records" in out) == stops
+    code, out, err = run(capsys, [{"other": "a"}] * 9, tmp_path)
+    assert code == 2 and "9 bad records left out\n" in out
+    assert "correct the bad records above" in err and err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
