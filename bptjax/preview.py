@@ -18,7 +18,7 @@ from bptjax.data.account import Account
 from bptjax.data.chat import Chat
 from bptjax.data.config import DataConfig
 from bptjax.data.encode import IGNORED, encode
-from bptjax.data.files import Document, Labeled, TokenIds
+from bptjax.data.files import Document, Labeled, Location, TokenIds
 from bptjax.data.images import ImageProcessor
 from bptjax.data.landmarks import Landmarks, ignored
 from bptjax.data.loader import data_check, token_masking, train_loader
@@ -89,7 +89,15 @@ def preview(config: PreviewConfig, console: Console) -> None:
     for line in (*check.lines(), *data.notes, *_steps(config, check.sequences_per_epoch)):
         console.print(line, markup=False, soft_wrap=not console.is_terminal)
     for bad in check.bad[:3]:
-        print(f"bad record: {bad.file}, {bad.record}: {bad.reason}")
+        print(f"bad record: {Location(bad.file, bad.record)}: {bad.reason}")
+    if check.bad and plain.data.bad_records == "error":
+        print("bptjax train stops at bad records unless data.bad_records=skip")
+    found = check.accounts
+    if any(a.bad for a in found) and not any(a.examples or a.too_long for a in found):
+        raise ValueError(
+            "training data: must have a token that counts in the loss; correct the bad "
+            "records above"
+        )
     counted = [account for account in check.accounts if account.lengths]
     for account in counted:
         _print_lengths(account, console)

@@ -92,12 +92,15 @@ def test_counts_and_plot(tmp_path, capsys):
     assert code == 0
     account = " ".join(out.split())
     assert "1 of 42 records" in out and "longer than train.seq_len=64 and were dropped" in account
-    assert "1 bad records were skipped" in out and "bad record: " in out and "record 42" in out
+    assert "1 bad record left out\n" in out and "bad record: " in out and "record 42" in out
+    assert "bptjax train stops at bad records unless data.bad_records=skip" in out
+    assert "bad_records.jsonl" not in out
     assert "up to         8 ████" in out
     assert "steps: about " in out
     assert (tmp_path / "plots" / "lengths.png").read_bytes().startswith(b"\x89PNG")
 
 
+<<<<<<< HEAD
 @pytest.mark.parametrize("names", [["good.jsonl", "bad.jsonl"], ["bad.jsonl"]])
 def test_a_source_without_an_example_is_not_drawn(names, tmp_path, capsys):
     (tmp_path / "bad.jsonl").write_text('{"prompt": "no answer"}\n')
@@ -107,6 +110,21 @@ def test_a_source_without_an_example_is_not_drawn(names, tmp_path, capsys):
     assert main(["preview", *flags, "--data.eval_fraction=0", "--train.seq_len=64"]) == 2
     assert "no other record has a token that counts in the loss" in capsys.readouterr().err
     assert (tmp_path / "plots" / "lengths.png").exists() == ("good.jsonl" in names)
+=======
+def test_bad_files_are_named_with_the_effect_on_training(tmp_path, capsys):
+    (tmp_path / "latin1.txt").write_bytes("Käse".encode("latin-1"))
+    (tmp_path / "good.txt").write_text("some text " * 40)
+    command = ["preview", f"--data.path={tmp_path}/*.txt", "--train.seq_len=64"]
+    command.append("--data.eval_fraction=0")
+    for flags, stops in (([], True), (["--data.bad_records=skip"], False)):
+        assert main([*command, *flags]) == 0
+        out = capsys.readouterr().out
+        assert f"bad record: {tmp_path / 'latin1.txt'}: " in out
+        assert ("train stops at bad records" in out) == stops
+    code, out, err = run(capsys, [{"other": "a"}] * 9, tmp_path)
+    assert code == 2 and "9 bad records left out\n" in out
+    assert "correct the bad records above" in err and err.count("\n") == 1
+>>>>>>> mend3
 
 
 @pytest.mark.parametrize(

@@ -114,9 +114,10 @@ class Account:
             self._open[packing].find(length)
 
 
-def describe(account: Account, *, packing: str, too_long: str) -> list[str]:
-    """Formats an account in lines of up to 80 columns, unless its name is long."""
-    a, lines = account, summary(account, too_long)
+def describe(account: Account, *, packing: str, too_long: str, listed: bool = False) -> list[str]:
+    """Formats an account in lines of up to 80 columns, unless its name is long. For `listed`, see
+    `summary`."""
+    a, lines = account, summary(account, too_long, listed)
     if not a.records or a.images:
         return lines
     if a.examples:
@@ -132,8 +133,12 @@ def describe(account: Account, *, packing: str, too_long: str) -> list[str]:
     return lines + _detail(f"{sequences} with packing={packing}, {padding}")
 
 
-def summary(account: Account, too_long: str) -> list[str]:
-    """Formats the numbers of records read and left out, in lines of up to 80 columns."""
+def summary(account: Account, too_long: str, listed: bool = False) -> list[str]:
+    """Formats the numbers of records read and left out, in lines of up to 80 columns.
+
+    Args:
+      listed: name the file in the run directory that lists the bad records.
+    """
     a, kind = account, "images" if account.images else "records"
     if not a.records:
         return [f"{a.name}: no records read"]
@@ -160,7 +165,8 @@ def summary(account: Account, too_long: str) -> list[str]:
             "data.too_long: drop, truncate_left, truncate_right or error"
         )
     if a.bad:
-        lines += _detail(f"{a.bad:,} bad records were skipped; see bad_records.jsonl")
+        file = "; see bad_records.jsonl" * listed
+        lines += _detail(f"{plural(a.bad, 'bad record')} left out{file}")
     if a.unlabeled:
         lines += _detail(f"{a.unlabeled:,} examples without a token in the loss were left out")
     return lines

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from bptjax.data.account import Account, describe, summary
 from bptjax.data.config import DataConfig
@@ -98,12 +99,17 @@ class DataCheck:
 
     def lines(self) -> list[str]:
         """Formats the counts so far, for messages."""
-        own = {"packing": self.config.packing, "too_long": self.config.too_long}
+        own: dict[str, Any] = {"too_long": self.config.too_long, "listed": self._listed}
+        own["packing"] = self.config.packing
         return [line for account in self._used for line in describe(account, **own)]
 
     def summary(self) -> list[str]:
         """Formats the number of records read and left out so far, for messages."""
-        return [line for a in self._used for line in summary(a, self.config.too_long)]
+        return [line for a in self._used for line in summary(a, self.config.too_long, self._listed)]
+
+    @property
+    def _listed(self) -> bool:
+        return self._directory is not None
 
     @property
     def _used(self) -> list[Account]:

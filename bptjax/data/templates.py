@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from bptjax.data.chat import Chat, Message
+from bptjax.data.chat import SHAREGPT_ROLES, Chat, Message
 from bptjax.data.renderer import PARTS, Part, Renderer, TemplateLimit, TemplateRefusal, Text
 from bptjax.data.tokenizer import Tokenizer
 
@@ -165,8 +165,8 @@ def conversations(chat: Chat, tokenizer: Tokenizer, *, split: bool = True) -> li
       split: find the answers. If False, the chat is rendered once, without them.
 
     Raises:
-      ValueError: the template refuses the chat, or an answer does not start with the template's
-        generation prompt.
+      ValueError: the template refuses the chat, a built-in template lacks a role of the chat, or an
+        answer does not start with the template's generation prompt.
     """
     template = template_of(chat, tokenizer)
 
@@ -175,6 +175,7 @@ def conversations(chat: Chat, tokenizer: Tokenizer, *, split: bool = True) -> li
     if split and not has_marks(template):
         parts += [part for i in chat.answers for part in ((i, True), (i + 1, False))]
     try:
+        _check_roles(chat, template)
         texts = renderings(chat.messages, template, tokenizer, chat.variables, parts)
         full, marks = next(texts)
         if len(parts) == 1:
@@ -199,6 +200,22 @@ def conversations(chat: Chat, tokenizer: Tokenizer, *, split: bool = True) -> li
         numbers, spans = zip(*inside, strict=True)
         separate.append(Rendered(full, spans, numbers))
     return sorted(separate, key=lambda one: one.messages)
+
+
+def _check_roles(chat: Chat, template: str) -> None:
+    """Checks the roles of a chat that a built-in template renders, because the template would write
+    a mistyped role as text.
+
+    Raises:
+      ValueError: a role is unknown.
+    """
+    roles = dict.fromkeys(SHAREGPT_ROLES.values())
+    for number, message in enumerate(chat.messages, 1):
+        if message["role"] not in roles and template.endswith(tuple(FORMS.values())):
+            raise ValueError(
+                f"message {number}: role={message['role']!r}: must be one of {', '.join(roles)}, "
+                "because the tokenizer has no chat template of its own"
+            )
 
 
 def chat_prompt(text: str, tokenizer: Tokenizer) -> np.ndarray:

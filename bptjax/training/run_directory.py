@@ -35,6 +35,19 @@ RESUMABLE_KEYS = (
 )
 
 
+def check_run_dir(run_dir: Path) -> None:
+    """Checks that `run_dir` does not exist, is empty or holds a run. Writes nothing.
+
+    Raises:
+      ValueError: it is a file, or holds other files.
+    """
+    file = run_dir / FILE
+    if run_dir.exists() and not run_dir.is_dir():
+        raise ValueError(f"run_dir={run_dir}: must be a directory, not a file; choose another")
+    if run_dir.exists() and not file.exists() and {*run_dir.iterdir()} - leftovers(file):
+        raise ValueError(f"run_dir={run_dir}: must be empty or hold a run; choose another run_dir")
+
+
 def acquire_run_dir(run_dir: Path, config: Config) -> None:
     """Creates `run_dir` for this config, or checks that it already belongs to it.
 
@@ -42,10 +55,8 @@ def acquire_run_dir(run_dir: Path, config: Config) -> None:
       ValueError: the directory belongs to another config, or holds other files.
       OSError: the directory cannot be written.
     """
-    file = run_dir / FILE
-    if run_dir.exists() and not run_dir.is_dir():
-        raise ValueError(f"run_dir={run_dir}: must be a directory, not a file; choose another")
-    if file.exists():
+    check_run_dir(run_dir)
+    if (run_dir / FILE).exists():
         ours = flatten(config)
         # The config of an older version lacks newer keys. Their defaults keep its behavior.
         theirs = flatten(Config()) | saved_keys(run_dir)
@@ -57,8 +68,6 @@ def acquire_run_dir(run_dir: Path, config: Config) -> None:
                 f"{ours.get(key)}; choose another run_dir"
             )
         return
-    if run_dir.exists() and {*run_dir.iterdir()} - leftovers(file):
-        raise ValueError(f"run_dir={run_dir}: must be empty or hold a run; choose another run_dir")
     write_config(run_dir, config)
 
 

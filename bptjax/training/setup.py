@@ -52,7 +52,12 @@ from bptjax.training.checks import (
 )
 from bptjax.training.data import RunData, open_data, say
 from bptjax.training.notes import describe_devices, describe_model
-from bptjax.training.run_directory import acquire_run_dir, saved_execution, saved_keys
+from bptjax.training.run_directory import (
+    acquire_run_dir,
+    check_run_dir,
+    saved_execution,
+    saved_keys,
+)
 from bptjax.training.spec import TrainSpec, fit_to_images
 from bptjax.training.step import check_kernel
 
@@ -139,6 +144,8 @@ def setup(config: Config) -> TrainingRun:
     with raise_together():
         if (run_dir := Path(config.run_dir).expanduser()).is_dir():
             check_links(run_dir)
+        if jax.process_index() == 0:  # Only the first process writes the config.
+            check_run_dir(run_dir)
         config = _with_defaults(config, devices[0].platform)
         run = _open_run(config, devices)
         config = fit_to_images(config, run.spec.model)

@@ -12,6 +12,7 @@ from bptjax.data.encode import encode, prompt_and_answer
 from bptjax.data.loader import eval_loader, train_loader
 from bptjax.data.packing import PACKINGS
 from bptjax.data.sources import open_split
+from bptjax.data.survey import survey
 from bptjax.data.text import open_documents
 from bptjax.data.tokenizer import ByteTokenizer, CharTokenizer, load_tokenizer
 
@@ -180,6 +181,22 @@ def test_chat_template(tmp_path, small):
     (got,) = encode(chat, tokenizer)
     same([got], worked(tokenizer, texts, eos=False))
     assert tokenizer.decode([*got["tokens"], got["labels"][-1]]) == "".join(texts)
+
+
+def test_unknown_roles_are_bad_records_for_built_in_prompts(tmp_path, small):
+    talk = [{"role": "usr", "content": "Hi"}, *TALK[1:]]
+    (chat, good) = opened(tmp_path, [{"messages": talk}, {"messages": TALK}])
+    adapted = survey([[good]], BYTE).adapt(BYTE)
+    assert adapted.chat_template
+    message = (
+        "a.jsonl, record 1: message 1: role='usr': must be one of system, user, assistant, tool"
+    )
+    for tokenizer in (BYTE, adapted, small(None)):
+        for more in ({}, {"train_on_source": True}):
+            with pytest.raises(ValueError, match=message):
+                encode(chat, tokenizer, **more)
+            assert encode(good, tokenizer, **more)
+    assert encode(chat, small(CHATML))
 
 
 def test_bad_templates_are_named(tmp_path, small):

@@ -102,7 +102,9 @@ def test_a_resumed_run_keeps_the_execution_that_its_keys_allow(tmp_path):
     assert _with_defaults(config, "cpu").execution.offload == 1.0
 
 
-def test_a_directory_with_something_else_is_not_taken(arguments, tmp_path, capsys):
+def test_a_directory_with_something_else_is_not_taken(arguments, tmp_path, capsys, monkeypatch):
+    """The directory is checked before data and weights are read."""
+    monkeypatch.setattr("bptjax.training.setup._open_run", None)
     (tmp_path / "thesis.tex").write_text("dear reader")
     assert main([*arguments, "--run_dir", str(tmp_path)]) == 2
     assert "must be empty or hold a run" in capsys.readouterr().err
