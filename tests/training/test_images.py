@@ -251,6 +251,11 @@ def settings(**changes):
     return change
 
 
+def no_patches(folder):
+    file = folder / "base" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"patch_size": 0}))
+
+
 def copied(source, target):
     return lambda folder: shutil.copytree(folder / "data" / source, folder / target)
 
@@ -266,6 +271,7 @@ BAD = {
         "red/00.png: cannot be read as an image: Image size (190000000 pixels",
     ),
     "16 bits": ({}, deep, "red/00.png: cannot be read as an image: mode I;16: must have 8 bits"),
+    "no patches": ({}, no_patches, "patch_size=(0, 0): must divide image_size=(16, 16), both of"),
     "empty class": ({}, lambda x: (x / "data" / "sky").mkdir(), "data/sky': must hold an image of"),
     "name": (
         {},
