@@ -50,7 +50,7 @@ def diverged(
 
 @contextmanager
 def exclusive(directory: Path) -> Iterator[None]:
-    """Locks the run directory against other processes until the end of this process.
+    """Locks a directory against other processes.
 
     Raises:
       ValueError: another process has the lock.
