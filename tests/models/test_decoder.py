@@ -333,7 +333,7 @@ def test_half_precision_is_near(tokens, dtype):
         ({"position_offset": -3}, "position_offset=-3: must be at least 0"),
         ({"norm_eps": -1.0}, "norm_eps=-1.0: must be finite and not negative"),
         ({"norm_eps": math.nan}, "norm_eps=nan: must be finite and not negative"),
-        ({"query_growth": -0.1}, "query_growth=-0.1: must be finite and not negative"),
+        ({"query_growth": float("inf")}, "query_growth=inf: must be finite"),
         ({"init_std": math.nan}, "init_std=nan: must be finite and not negative"),
         ({"residual_scale": math.nan}, "residual_scale=nan: must be finite and positive"),
         ({"alibi_scale": 0.0}, "alibi_scale=0.0: must be finite and positive"),
