@@ -79,7 +79,7 @@ def test_a_conversion_keeps_them(tmp_path, theirs, name):
 
 
 def test_names_without_the_prefix_of_the_model_stay(tmp_path):
-    """Of a model that was saved without its head, whose class config.json does not name."""
+    """The checkpoint has no head, and its config.json names no class."""
     directory = checkpoint(tmp_path / "hf", "glm4_moe")
     file = directory / "model.safetensors"
     save_file({n.removeprefix("model."): x for n, x in load_file(file).items()}, file)
