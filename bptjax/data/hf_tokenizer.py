@@ -135,11 +135,7 @@ class HFTokenizer:
         ranges = []
         for start, stop in itertools.pairwise(edges):
             inside = np.flatnonzero((starts < stop) & (stops > start))
-            # As in transformers, the range ends with the first token of the last character.
-            reach = np.minimum(stops[inside], stop)
-            ranges.append(
-                (int(inside[0]), int(inside[reach.argmax()]) + 1) if inside.size else (0, 0)
-            )
+            ranges.append((int(inside[0]), int(inside[-1]) + 1) if inside.size else (0, 0))
         return ids, ranges
 
     def shorten(self, text: str, count: int) -> str:

@@ -92,9 +92,8 @@ class Tokenizer(Protocol):
         """Tokenizes the concatenated parts, including special tokens in them.
 
         Returns:
-          The ids, and for each part the token range [start, stop) from the first token of the
-          part's first character up to and including the first token of its last character. A token
-          that spans two parts is in both ranges.
+          The ids, and for each part the token range [start, stop) of the tokens that contain a
+          character of the part, or (0, 0). A token that spans two parts is in both ranges.
 
         Raises:
           ValueError: the tokenizer gives no character offsets.

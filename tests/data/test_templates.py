@@ -102,6 +102,18 @@ def test_answers_are_found_with_and_without_marks(tmp_path, tokenizers, kind):
     check(got, expected(raw, TALK, CHATML_MARKED))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_tokens_of_a_part_are_in_its_range(tokenizers, kind):
+    """Also if its last character has several: the bytes of an emoji, a space before a line end."""
+    _, ours = tokenizers(kind)
+    parts = ["Hi<|im_end|>", "\n", "🙂"]
+    ids, ranges = ours.encode_parts(parts)
+    assert ranges[0][0] == 0 and ranges[-1][1] == len(ids)
+    assert [a for a, _ in ranges[1:]] == [b for _, b in ranges[:-1]]
+    counts = {"bytes": [3, 1, 4], "metaspace": [4, 1, 1], "prepend": [4, 2, 1]}
+    assert [b - a for a, b in ranges] == counts[kind]
+
+
 FORMATS = {
     "alpaca": {"instruction": "Name a bird", "output": "Hello there"},
     "bare": {"prompt": "One, ", "completion": "two"},
