@@ -4,7 +4,7 @@ import dataclasses
 import math
 import os
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin
 
 from bptjax.checkpoint import CheckpointConfig
 from bptjax.data.config import DataConfig
@@ -171,6 +171,7 @@ class Config:
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 
     def __post_init__(self):
+        _check_literals(self)
         check_seed("seed", self.seed)
         check_seed("data.seed", self.data.seed)
         if os.path.expanduser(self.run_dir).startswith("~"):
@@ -262,6 +263,33 @@ def defaults(config: Config, platform: str | None = None) -> dict[str, Any]:
             "bfloat16" if fine_tuning and platform == "gpu" else "float32"
         )
     return found
+
+
+def _check_literals(config: Any, prefix: str = "") -> None:
+    """Checks the keys that have a few values by name, also of a config that was made in Python.
+
+    Raises:
+      ValueError: a key has another value.
+    """
+    for f in fields(config):
+        key, value = prefix + f.name, getattr(config, f.name)
+        if dataclasses.is_dataclass(value):
+            _check_literals(value, f"{key}.")
+            continue
+        choices = _choices(f.type)
+        for item in value if isinstance(value, list) else [value]:
+            if choices and item not in choices:
+                names = ", ".join("null" if x is None else str(x) for x in choices)
+                raise ValueError(f"{key}={item}: must be one of {names}")
+
+
+def _choices(hint: Any) -> list[Any]:
+    """Returns the values by name that a type allows; none for other types."""
+    arguments = get_args(hint)
+    if get_origin(hint) is Literal:
+        return list(arguments)
+    found = [x for argument in arguments for x in _choices(argument)]
+    return found + [None] * bool(found and type(None) in arguments)
 
 
 def check_seed(name: str, seed: int) -> None:

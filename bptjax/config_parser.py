@@ -1,11 +1,12 @@
-"""Parses a config from a YAML file and flags, with errors in the form `key=value: must be …`."""
+"""Parses a config from a YAML file and flags, or from a tree of keys, with errors in the form
+`key=value: must be …`."""
 
 import dataclasses
 import math
 import os
 import re
 from argparse import SUPPRESS
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -40,7 +41,7 @@ def parse(
         one line.
     """
     import yaml
-    from jsonargparse import Namespace, get_loader, set_loader, set_parsing_settings
+    from jsonargparse import get_loader, set_loader
 
     rest, load = _without_auto(argv), get_loader("yaml")
 
@@ -52,15 +53,45 @@ def parse(
         return found
 
     set_loader("execution", load_without_auto, exceptions=(yaml.YAMLError,))
-    # By default jsonargparse imports the module of a `class_path` before it refuses the class.
-    set_parsing_settings(import_path_denylist=["*"], import_path_allowlist=_items(kind))
+    _refuse_imports(kind)
     parser = _parser(kind, command, description, tuple(switches))
+    parser.parser_mode = "execution"
     try:
         parsed = parser.parse_args(_config_first([*defaults, *normalize(rest, parser)]))
     except RecursionError as error:
         raise ValueError("--config: must not be nested so deeply") from error
     except OverflowError as error:  # Of the conversion of an integer to float.
         raise ValueError("--config: every number must be below 3.4e38") from error
+    return _instantiate(kind, parser, parsed)
+
+
+def parse_tree(tree: Mapping[str, Any], kind: type = Config) -> Any:
+    """Returns a dataclass of type `kind` from the tree of its keys.
+
+    Raises:
+      ValueError: unknown key, wrong type or a value out of range, in one line.
+    """
+    _refuse_imports(kind)
+    parser = _parser(kind, "", "", ())
+    tree = {key: x for key, x in tree.items() if (key, x) != ("execution", AUTO)}
+    return _instantiate(kind, parser, parser.parse_object(tree))
+
+
+def _refuse_imports(kind: type) -> None:
+    """By default jsonargparse imports the module of a `class_path` before it refuses the class."""
+    from jsonargparse import set_parsing_settings
+
+    set_parsing_settings(import_path_denylist=["*"], import_path_allowlist=_items(kind))
+
+
+def _instantiate(kind: type, parser: Any, parsed: Any) -> Any:
+    """Returns the dataclass of parsed keys.
+
+    Raises:
+      ValueError: a value is out of range.
+    """
+    from jsonargparse import Namespace
+
     for name in _groups(kind):
         # jsonargparse accepts a number in place of a group, and fails on it later.
         if not isinstance(parsed[name], Namespace):
@@ -91,7 +122,6 @@ def _parser(
     names = [f"[{name}]" for name, _ in switches]
     wrap = " " if len(names) < 3 else "\n" + " " * len("usage: ")
     parser = Parser(
-        parser_mode="execution",
         prog=f"bptjax {command}",
         usage=f"%(prog)s [--config FILE] [--KEY VALUE ...]{wrap}{' '.join(names)}",
         description=description,

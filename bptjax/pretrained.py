@@ -20,6 +20,7 @@ from jax.typing import DTypeLike
 
 from bptjax.command_line import new_name
 from bptjax.config import FILE as RUN_CONFIG
+from bptjax.config_parser import parse_tree
 from bptjax.hf.checkpoint import SIDECARS, HFCheckpoint, describe_left_out
 from bptjax.hf.config import merge, read_config
 from bptjax.hf.families.encoders import with_classes
@@ -210,9 +211,8 @@ def open_pretrained(wanted: ModelConfig, seed: int = 0) -> Pretrained:
     family, read_as = read_config(sidecars) if sidecars else (None, None)
     if (directory / "checkpoints").is_dir():
         run = _run_config(directory)
-        adapter = run["adapter"]
-        if adapter.type != "none":
-            return _open_adapters(directory, run["model"], adapter, wanted)
+        if run.adapter.type != "none":
+            return _open_adapters(directory, run.model, run.adapter, wanted)
         source = RunCheckpoint(directory)
         config = _trained_config(run, read_as, source)
     elif read_as is not None and (directory / SINGLE).exists():
@@ -303,9 +303,17 @@ def _open_peft(directory: Path, wanted: ModelConfig) -> Pretrained:
     return base.changed(wanted).adapted(adapters)
 
 
-def _run_config(directory: Path) -> dict[str, Any]:
-    """Returns the groups `model` and `adapter` of the config of the run in `directory`, as a
-    ModelConfig and an AdapterConfig, and its `train.seq_len`.
+@dataclass(frozen=True)
+class _RunConfig:
+    """The part of a run's config that determines its model."""
+
+    model: ModelConfig
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
+    seq_len: int = 0
+
+
+def _run_config(directory: Path) -> _RunConfig:
+    """Reads the config of the run in `directory`.
 
     Raises:
       ValueError: the file is not the config of a run.
@@ -314,15 +322,12 @@ def _run_config(directory: Path) -> dict[str, Any]:
 
     file = directory / RUN_CONFIG
     try:
-        config = yaml.safe_load(file.read_text())
-        model = {new_name(f"model.{key}"): value for key, value in config["model"].items()}
+        tree = yaml.safe_load(file.read_text())
+        model = {new_name(f"model.{key}"): value for key, value in tree["model"].items()}
         model = {key.removeprefix("model."): value for key, value in model.items()}
-        return {
-            "model": ModelConfig(**model),
-            "adapter": AdapterConfig(**config.get("adapter", {})),
-            "seq_len": config["train"]["seq_len"],
-        }
-    except (OSError, TypeError, KeyError, AttributeError, yaml.YAMLError) as error:
+        groups = {"model": model, "adapter": tree.get("adapter", {})}
+        return parse_tree(groups | {"seq_len": tree["train"]["seq_len"]}, _RunConfig)
+    except (OSError, TypeError, KeyError, AttributeError, ValueError, yaml.YAMLError) as error:
         raise ValueError(f"{file}: must be the config of a run: {error}") from error
 
 
@@ -342,18 +347,18 @@ def _open_adapters(
 
 
 def _trained_config(
-    run: dict[str, Any], read_as: ModelConfig | None, source: ParameterSource
+    run: _RunConfig, read_as: ModelConfig | None, source: ParameterSource
 ) -> ModelConfig:
     """Returns the architecture of a run's checkpoint, with the size of its vocabulary."""
     embedding = source.specs.get("embedding")  # Encoders of images have none.
     vocab_size = embedding.shape[0] if embedding else None
-    if read_as is None and (base := run["model"].name_or_path):
+    if read_as is None and (base := run.model.name_or_path):
         # The run started from a run that was trained from scratch.
         read_as = open_pretrained(ModelConfig(name_or_path=base)).config
     if read_as is not None:
-        return replace(merge(read_as, run["model"]), vocab_size=vocab_size)
-    config = replace(run["model"], vocab_size=vocab_size)
+        return replace(merge(read_as, run.model), vocab_size=vocab_size)
+    config = replace(run.model, vocab_size=vocab_size)
     if config.position_embedding == "rope" and config.max_position_embeddings is None:
         # Rotary positions are valid up to the length that the model was trained on.
-        config = replace(config, max_position_embeddings=run["seq_len"])
+        config = replace(config, max_position_embeddings=run.seq_len)
     return config

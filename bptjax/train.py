@@ -8,7 +8,6 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Any
 
 from bptjax.command_line import end_imports_at_interrupts, make_callable, run_command
@@ -78,16 +77,14 @@ def _loop(run: "TrainingRun", profile: bool) -> int:
 
 def _config(config: "Config | Mapping[str, Any] | str | Path") -> "Config":
     from bptjax.config import Config
-    from bptjax.config_parser import parse
+    from bptjax.config_parser import parse, parse_tree
 
     if isinstance(config, Config):
         return config
     if isinstance(config, str | Path):
         return parse([f"--config={config}"])
-    with NamedTemporaryFile("w", suffix=".yaml") as file:
-        json.dump(dict(config), file, default=str)  # JSON is YAML.
-        file.flush()
-        return parse([f"--config={file.name}"])
+    # Paths become text.
+    return parse_tree(json.loads(json.dumps(dict(config), default=str)))
 
 
 make_callable(__name__, train)

@@ -327,7 +327,7 @@ class TrainLoop:
             self._throughput.resume()
             return
         if self.run.eval_prompts:
-            answers = predict_answers(self.run, self.state)
+            answers = predict_answers(self.run, self.state, progress.status)
             for answer in answers:
                 self.logs.predictions.write(self.done, answer)
             right = [answer["prediction"] == answer["reference"] for answer in answers]

@@ -18,6 +18,7 @@ from bptjax.generation import Sampling, generate
 from bptjax.metrics import plot_loss, printable, read_metrics
 from bptjax.models.decoder import Decoder
 from bptjax.output import atomic_directory
+from bptjax.progress import Progress
 from bptjax.training.setup import TrainingRun
 from bptjax.training.state import TrainState, gather_adapters
 
@@ -119,24 +120,30 @@ def _log_files(run: TrainingRun, step: int, log: Log) -> None:
     log(f"plot:       {directory / 'loss.png'}")
 
 
-def predict_answers(run: TrainingRun, state: TrainState) -> list[dict[str, str]]:
+def predict_answers(
+    run: TrainingRun, state: TrainState, show: Callable[[str], None] | None = None
+) -> list[dict[str, str]]:
     """Returns `prompt`, `prediction` and `reference` of each of the run's eval_prompts.
 
     A prediction ends at a stop token, or at the length of the longest reference. If its own
-    reference has no stop token, it is truncated to the length of that reference.
+    reference has no stop token, it is truncated to the length of that reference. Lines of progress
+    go to `show`.
     """
     prompts, references = zip(*run.eval_prompts, strict=True)
-    stop = run.tokenizer.stop_ids
-    with jax.set_mesh(run.spec.mesh):
-        new = generate(
+    stop, longest = run.tokenizer.stop_ids, max(map(len, references))
+    steps = []
+    with jax.set_mesh(run.spec.mesh), Progress("answering", longest, show) as progress:
+        for tokens in generate(
             cast(Decoder, state.model),
             prompts,
-            new_tokens=max(map(len, references)),
+            new_tokens=longest,
             sampling=Sampling(temperature=0.0),
             stop=stop,
             dtype=run.spec.compute_dtype,
-        )
-        predictions = np.stack(list(new), axis=1)
+        ):
+            steps.append(tokens)
+            progress.advance()
+    predictions = np.stack(steps, axis=1)
 
     def text(ids):
         ends = np.flatnonzero(np.isin(ids, stop) | (ids < 0))

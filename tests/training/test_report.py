@@ -52,5 +52,8 @@ def test_complete_answers_are_compared(monkeypatch, end):
     run = SimpleNamespace(eval_prompts=prompts, tokenizer=tokenizer, spec=spec)
     written = np.stack([tokenizer.encode(text) for text in ("no. On", "never.")], 1)
     monkeypatch.setattr("bptjax.training.report.generate", lambda *a, **k: iter(written))
-    found = predict_answers(cast(TrainingRun, run), cast(TrainState, SimpleNamespace(model=None)))
+    monkeypatch.setattr("bptjax.progress.FIRST", 0.0)
+    state, shown = cast(TrainState, SimpleNamespace(model=None)), []
+    found = predict_answers(cast(TrainingRun, run), state, shown.append)
+    assert shown[0].startswith(f"answering: {1 / len(max((x for _, x in prompts), key=len)):.0%}, ")
     assert [one["prediction"] for one in found] == ["no. On" if end else "no.", "never."]

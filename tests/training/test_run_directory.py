@@ -43,6 +43,9 @@ def test_a_damaged_config_of_a_run_is_said(arguments, tmp_path, capsys):
         {"model": None},
         {"train": None},
         {"model": {"num_layers": None}},
+        {"model": {"norm_position": "middle"}},
+        {"model": {"add_tokens": 3}},
+        {"train": {"seq_len": "long"}},
     ],
     ids=str,
 )
