@@ -164,8 +164,10 @@ def run(args: Namespace) -> int:
 def _text(file: Path) -> str:
     try:
         return file.read_text()
+    except OSError as error:
+        raise ValueError(f"--prompt_file={file}: must be a file ({error.strerror})") from error
     except ValueError as error:
-        raise ValueError(f"{file}: {error}") from error
+        raise ValueError(f"--prompt_file={file}: must be in UTF-8 ({error})") from error
 
 
 def _show(stream: Iterator[list[str]], prompts: list[str], stops: list[str]) -> None:

@@ -207,6 +207,7 @@ def test_an_unknown_flag_names_the_nearest(name, flag, wanted, capsys):
         ("generate", ["--model=~nosuch/x", "--prompt=x"], "~nosuch/x: must be a directory"),
         ("generate", ["--max_new_tokens", "x"], "--max_new_tokens=x: must be an integer"),
         ("generate", ["--dtype", "int8"], "--dtype=int8: must be one of float32, bfloat16"),
+        ("generate", ["--prompt_file=/nowhere"], "--prompt_file=/nowhere: must be a file (No such"),
         ("generate", ["--seed"], "--seed: expected one argument"),
         ("compare", ["--repeats", "[1]"], "repeats=[1]: must be an integer"),
         ("compare", ["--chunks", "[a]"], "chunks=a: must be a list, each item an integer"),
