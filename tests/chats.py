@@ -1,6 +1,12 @@
-"""Short chat templates and small tokenizers for tests."""
+"""Short chat templates, small tokenizers and files of records for tests."""
 
+import json
 import tempfile
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from bptjax.data.text import open_documents
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -142,3 +148,12 @@ def loaded(raw, directory=None):
     directory = directory or tempfile.mkdtemp()
     raw.save_pretrained(directory)
     return load_tokenizer(directory)
+
+
+def read_records(tmp_path, *rows, name="a.jsonl", format="auto"):
+    """The documents of a file with these records."""
+    if name.endswith(".parquet"):
+        pq.write_table(pa.Table.from_pylist(list(rows)), tmp_path / name)
+    else:
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return list(open_documents(tmp_path / name, format=format))

@@ -3,8 +3,6 @@
 import json
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from chats import (
     CALLS,
@@ -16,41 +14,15 @@ from chats import (
     THINKING,
     THINKING_MARKED,
     TOOLS,
-    loaded,
-    raw_tokenizer,
+    read_records,
 )
 
 from bptjax.data.encode import encode, prompt_and_answer
 from bptjax.data.survey import survey
 from bptjax.data.templates import chat_prompt, conversations, form_template
-from bptjax.data.text import open_documents
 from bptjax.data.tokenizer import ByteTokenizer
 
 KINDS = ["bytes", "metaspace", "prepend"]
-
-
-@pytest.fixture(scope="module")
-def tokenizers():
-    """A function from kind and template to (transformers' tokenizer, ours)."""
-    pytest.importorskip("tokenizers")
-    cache = {}
-
-    def make(kind, template=None, bos=True):
-        if (kind, bos) not in cache:
-            cache[kind, bos] = raw_tokenizer(kind, bos=bos)
-        raw = cache[kind, bos]
-        raw.chat_template = template
-        return raw, loaded(raw)
-
-    return make
-
-
-def read(tmp_path, *rows, name="a.jsonl", format="auto"):
-    if name.endswith(".parquet"):
-        pq.write_table(pa.Table.from_pylist(list(rows)), tmp_path / name)
-    else:
-        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return list(open_documents(tmp_path / name, format=format))
 
 
 def expected(raw, messages, template=None, **variables):
@@ -89,7 +61,7 @@ def texts_in_loss(tokenizer, examples):
 )
 def test_marks_decide_as_in_transformers(tmp_path, tokenizers, kind, template, row):
     raw, ours = tokenizers(kind, template)
-    (chat,) = read(tmp_path, row)
+    (chat,) = read_records(tmp_path, row)
     (got,) = encode(chat, ours)
     check(got, expected(raw, **row))
 
@@ -97,7 +69,7 @@ def test_marks_decide_as_in_transformers(tmp_path, tokenizers, kind, template, r
 @pytest.mark.parametrize("kind", KINDS)
 def test_answers_are_found_with_and_without_marks(tmp_path, tokenizers, kind):
     raw, ours = tokenizers(kind, CHATML)
-    (chat,) = read(tmp_path, {"messages": TALK})
+    (chat,) = read_records(tmp_path, {"messages": TALK})
     (got,) = encode(chat, ours)
     check(got, expected(raw, TALK, CHATML_MARKED))
 
@@ -127,7 +99,7 @@ FORMATS = {
 def test_written_formats_as_in_transformers(tmp_path, tokenizers, kind, form):
     """No space is added before an answer, and the exported template is the training prompt."""
     raw, ours = tokenizers(kind)
-    (chat,) = read(tmp_path, FORMATS[form])
+    (chat,) = read_records(tmp_path, FORMATS[form])
     (got,) = encode(chat, ours)
     template = form_template(form, ours)
     check(got, expected(raw, chat.messages, template))
@@ -147,7 +119,7 @@ def test_chat_feeds_the_training_prompt(tmp_path, tokenizers, kind, form):
         "plain": {"messages": TALK[1:3]},
         "bare": {"prompt": "One,", "completion": " two"},
     }.get(form, FORMATS[form])
-    chats = read(tmp_path, row)
+    chats = read_records(tmp_path, row)
     adapted = survey([chats], ours).adapt(ours)
     adapted.save(tmp_path / "run")
     from bptjax.data.tokenizer import load_tokenizer
@@ -169,7 +141,7 @@ def test_chat_feeds_the_training_prompt(tmp_path, tokenizers, kind, form):
 def test_templates_that_rewrite_earlier_turns(tmp_path, tokenizers):
     """Each answer follows what the model reads when it writes that answer."""
     raw, ours = tokenizers("bytes", THINKING)
-    (chat,) = read(tmp_path, {"messages": CALLS, "tools": TOOLS})
+    (chat,) = read_records(tmp_path, {"messages": CALLS, "tools": TOOLS})
     examples = encode(chat, ours)
     call = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
     assert texts_in_loss(ours, examples) == [
@@ -188,12 +160,12 @@ def test_templates_that_rewrite_earlier_turns(tmp_path, tokenizers):
 
 def test_a_system_prompt_that_moves(tmp_path, tokenizers):
     _, ours = tokenizers("metaspace", INST)
-    (chat,) = read(tmp_path, {"messages": TALK})
+    (chat,) = read_records(tmp_path, {"messages": TALK})
     assert [one.text for one in conversations(chat, ours)] == [
         "<s>[INST] Be brief. Hi [/INST] Hello there</s>",
         "<s>[INST] Hi [/INST] Hello there</s>[INST] Be brief. One, two? [/INST] π 🙂</s>",
     ]
-    (chat,) = read(tmp_path, {"messages": TALK[1:]})
+    (chat,) = read_records(tmp_path, {"messages": TALK[1:]})
     (one,) = conversations(chat, ours)
     assert [one.text[a:b] for a, b in one.answers] == [" Hello there</s>", " π 🙂</s>"]
 
@@ -209,14 +181,14 @@ def test_every_field_reaches_the_template(tmp_path, tokenizers):
     ]
     variables = {"documents": [{"title": "t", "text": "x"}], "lang": "en", "tools": TOOLS}
     row = {"messages": messages, **variables, "chat_template_kwargs": {"deep": True}}
-    (chat,) = read(tmp_path, row)
+    (chat,) = read_records(tmp_path, row)
     check(encode(chat, ours)[0], expected(raw, messages, deep=True, **variables))
     # Parquet fills missing fields with nulls; TRL stores tools and arguments as JSON.
     for message in messages:
         for call in message.get("tool_calls", []):
             call["function"] |= {"arguments": json.dumps({"a": 1})}
     stored = [row | {"tools": json.dumps(TOOLS)}, {"messages": TALK}]
-    found = read(tmp_path, *stored, name="a.parquet")
+    found = read_records(tmp_path, *stored, name="a.parquet")
     calls = [{"function": {"name": "f", "arguments": {"a": 1}}}]
     assert found[0].messages == (messages[0], {"role": "assistant", "tool_calls": calls})
     assert found[0].variables == variables | {"deep": True}
@@ -226,13 +198,13 @@ def test_every_field_reaches_the_template(tmp_path, tokenizers):
 def test_content_in_parts(tmp_path):
     part = {"type": "text", "text": "a"}
     parts = [{"role": "user", "content": [part, {"type": "text", "text": "b"}]}, TALK[2]]
-    (chat,) = read(tmp_path, {"messages": parts})
+    (chat,) = read_records(tmp_path, {"messages": parts})
     assert chat.messages[0]["content"] == "ab"
     parts[0]["content"].append({"type": "image", "url": "x"})
     with pytest.raises(ValueError, match="record 1: message 1: .* type 'image': must be text"):
-        read(tmp_path, {"messages": parts})
+        read_records(tmp_path, {"messages": parts})
     with pytest.raises(ValueError, match="record 1: 'tools' must be JSON"):
-        read(tmp_path, {"messages": TALK, "tools": "{"})
+        read_records(tmp_path, {"messages": TALK, "tools": "{"})
 
 
 def test_sharegpt(tmp_path):
@@ -248,7 +220,7 @@ def test_sharegpt(tmp_path):
     row = {"conversations": conversations, "tools": json.dumps(TOOLS)}
     for name in ("a.jsonl", "a.parquet"):
         for format in ("auto", "sharegpt"):
-            (chat,) = read(tmp_path, row, name=name, format=format)
+            (chat,) = read_records(tmp_path, row, name=name, format=format)
             assert [m["role"] for m in chat.messages] == [
                 "system",
                 "user",
@@ -259,7 +231,7 @@ def test_sharegpt(tmp_path):
             assert chat.messages[2]["tool_calls"][0]["function"] == json.loads(call)
             assert chat.messages[4]["content"] == "It is 3." and chat.variables["tools"] == TOOLS
     row = {"system": "S", "conversations": row["conversations"][1:2] + row["conversations"][4:]}
-    (chat,) = read(tmp_path, row)
+    (chat,) = read_records(tmp_path, row)
     assert chat.messages[0] == {"role": "system", "content": "S"} and not chat.variables
     for turn, message in (
         ({"from": "robot", "value": "x"}, "message 1: from='robot': must be one of"),
@@ -267,61 +239,7 @@ def test_sharegpt(tmp_path):
         ({"from": "human"}, "message 1: 'value' must be text"),
     ):
         with pytest.raises(ValueError, match=message):
-            read(tmp_path, {"conversations": [turn]})
-
-
-def test_unread_fields_are_counted(tmp_path, tokenizers):
-    rows = [{"messages": CALLS, "tools": TOOLS, "id": 1}] * 2 + [{"messages": TALK, "id": 0}]
-    rows[0] = rows[0] | {"documents": []}
-    chats = read(tmp_path, *rows)
-    _, chatml = tokenizers("bytes", CHATML)
-    found = survey([chats], chatml)
-    assert found.records == 3 and found.unread == {
-        "id": 3,
-        "tools": 2,
-        "tool_calls of assistant messages": 2,
-        "reasoning_content of assistant messages": 2,
-    }
-    (note, *_) = found.notes(chatml)
-    assert "does not read" in note and "tools (2)" in note and "of 3 records" in note
-    # Reasoning is read, though only of the last answers.
-    assert survey([chats], tokenizers("bytes", THINKING)[1]).unread == {"id": 3}
-    assert survey([["text"]], chatml).notes(chatml) == []
-
-
-class UpTo(list):
-    """A list whose items from `stop` on must not be read."""
-
-    def __init__(self, items, stop):
-        super().__init__(items)
-        self.stop = stop
-
-    def __getitem__(self, index):
-        assert isinstance(index, slice) or index < self.stop
-        return super().__getitem__(index)
-
-
-def test_endings_stop_generation(tmp_path, tokenizers):
-    raw, ours = tokenizers("bytes", THINKING)
-    chats = read(tmp_path, {"messages": CALLS}, {"messages": TALK[:3]})
-    end = raw.convert_tokens_to_ids("<|im_end|>")
-    # `</tool_call>` before it is no end, and the line's end after it neither.
-    assert set(survey([chats], ours).endings) == {end}
-    adapted = survey([chats], ours).adapt(ours)
-    assert adapted.stop_ids == [2, end] and ours.stop_ids == [2]
-    adapted.save(tmp_path)
-    assert json.loads((tmp_path / "generation_config.json").read_text())["eos_token_id"] == [2, end]
-    # In a long chat, no token after the one that ends the answer is looked at.
-    ids = [20, end, *[20] * 9]
-    assert ours.ending(UpTo(ids, 2), 0, 2) == ours.ending(UpTo(ids, 2), 0, 1) == end
-    # Marks that leave out the end, and answers without one.
-    unmarked = CHATML_MARKED.replace("<|im_end|>\n{% endgen", "{% endgen").replace(
-        "{% endgeneration %}", "{% endgeneration %}<|im_end|>\n"
-    )
-    assert set(survey([chats], tokenizers("bytes", unmarked)[1]).endings) == {end}
-    bare = CHATML.replace("<|im_end|>", "").replace("<|im_start|>", "")
-    found = survey([chats], tokenizers("bytes", bare)[1])
-    assert set(found.endings) == {None} and "no special token ends 4 of 4" in found.notes(ours)[-1]
+            read_records(tmp_path, {"conversations": [turn]})
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -333,7 +251,7 @@ def test_truncation_keeps_the_text_of_the_template(tmp_path, tokenizers, kind):
         {"role": "user", "content": "and"},
         {"role": "assistant", "content": "eleven"},
     ]
-    (chat,) = read(tmp_path, {"messages": messages})
+    (chat,) = read_records(tmp_path, {"messages": messages})
     prompt, answer = prompt_and_answer(chat, ours, None)
     frame, end = (
         raw(text, add_special_tokens=False)["input_ids"]
@@ -374,7 +292,7 @@ def test_one_rule_for_the_start_of_a_text(tokenizers):
 
 def test_slow_tokenizers_are_refused_for_chats(tmp_path, tokenizers, monkeypatch):
     _, ours = tokenizers("bytes", CHATML)
-    (chat,) = read(tmp_path, {"messages": TALK})
+    (chat,) = read_records(tmp_path, {"messages": TALK})
     monkeypatch.setattr(type(ours._tokenizer), "is_fast", False)
     with pytest.raises(ValueError, match="must be a fast tokenizer"):
         encode(chat, ours)
@@ -387,7 +305,7 @@ def test_labels_of_token_ids(tmp_path):
         {"input_ids": [5, 6], "labels": None},
     ]
     for name in ("a.jsonl", "a.parquet"):
-        documents = read(tmp_path, *rows, name=name, format="text")
+        documents = read_records(tmp_path, *rows, name=name, format="text")
         (got,) = encode(documents[0], tokenizer)
         np.testing.assert_array_equal(got["tokens"], np.array([5, 6], np.int32), strict=True)
         np.testing.assert_array_equal(got["labels"], np.array([6, 9], np.int32), strict=True)
@@ -397,7 +315,11 @@ def test_labels_of_token_ids(tmp_path):
             ([1, 2, -3], "labels=-3: must be token ids, or -100"),
         ):
             with pytest.raises(ValueError, match=f"{name}.*{message}"):
-                read(tmp_path, {"input_ids": [1, 2, 3], "labels": labels}, name=name, format="text")
-        (far,) = read(tmp_path, {"input_ids": [1], "labels": [300]}, name=name, format="text")
+                read_records(
+                    tmp_path, {"input_ids": [1, 2, 3], "labels": labels}, name=name, format="text"
+                )
+        (far,) = read_records(
+            tmp_path, {"input_ids": [1], "labels": [300]}, name=name, format="text"
+        )
         with pytest.raises(ValueError, match=r"labels from 300 to 300: must be in \[0, 257\)"):
             encode(far, tokenizer)
