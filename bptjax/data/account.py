@@ -21,6 +21,8 @@ class Account:
       total: number of records of the source; None for a stream that has not reached its end.
       masked: probability with which a token is masked; None if none is.
       images: the records are images, which have one sequence each.
+      random_unit: packing=none splits long examples at random multiples of this number of tokens;
+        0 if it splits them into sequences that are full but for the last.
       records: number of records read so far.
       bad: number of records that could not be read or tokenized.
       too_long: number of records with a loss mask that exceed `seq_len`.
@@ -32,7 +34,7 @@ class Account:
       longest: tokens of the longest example, before it is truncated or dropped.
       lengths: number of examples to train on by length, rounded up to a power of two.
       sequences: number of packed sequences in one epoch with each packing. The order of the records
-        can change it slightly.
+        can change it slightly, and random splits around their mean.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Account:
     total: int | None = None
     masked: float | None = None
     images: bool = False
+    random_unit: int = 0
     records: int = 0
     bad: int = 0
     too_long: int = 0
@@ -54,6 +57,7 @@ class Account:
     _closed: Counter[str] = field(default_factory=Counter)
     _open: dict[str, Bins] = field(default_factory=dict)
     _text_tokens: int = 0
+    _random_pieces: float = 0.0
 
     @property
     def complete(self) -> bool:
@@ -66,6 +70,7 @@ class Account:
         for name, bins in self._open.items():
             found[name] += len(bins.room)
         found["concat"] += -(-self._text_tokens // self.seq_len)
+        found["none"] += round(self._random_pieces)
         return found
 
     def padding(self, packing: str) -> float:
@@ -98,6 +103,10 @@ class Account:
             pieces = [self.seq_len] * (length // self.seq_len)
             pieces += [length % self.seq_len] * (length % self.seq_len > 0)
             self._closed["none"] += len(pieces)
+            if self.random_unit and length > self.seq_len:
+                # A first piece shorter than the last of full ones makes one piece more.
+                shorter = (pieces[-1] - 1) // self.random_unit
+                self._random_pieces += shorter / (self.seq_len // self.random_unit)
             for piece in pieces:
                 self._place("best_fit", piece)
             if is_masked(example):

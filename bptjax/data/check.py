@@ -40,8 +40,10 @@ class DataCheck:
     ):
         """Takes the share of the tokens that is masked, or None; see `Account`."""
         self.config = config
+        random = config.shuffle and not config.group_by_length
         self.accounts = [
-            _account(name, records, masked) for name, records in zip(names, sources, strict=True)
+            _account(name, records, masked, random)
+            for name, records in zip(names, sources, strict=True)
         ]
         self.held_out = _account("held-out data", held_out, masked)
         self.bad: list[BadRecord] = []
@@ -151,6 +153,8 @@ class DataCheck:
             self.error = str(error)
 
 
-def _account(name: str, records: AnyRecords, masked: float | None) -> Account:
+def _account(name: str, records: AnyRecords, masked: float | None, random: bool = False) -> Account:
+    """Makes an account; `random` is whether packing=none splits texts at random."""
     reader = records.reader
-    return Account(name, reader.seq_len, records.total, masked, reader.images)
+    unit = reader.unit if random and not reader.images else 0
+    return Account(name, reader.seq_len, records.total, masked, reader.images, unit)

@@ -77,7 +77,7 @@ def blockwise_transformer(
     resolved = mask.resolve(T, S)
     of_queries = {
         "positions": _per_sequence(resolved.positions, B),
-        "segments": resolved.segments,
+        "segments": _per_sequence(resolved.segments, B),
         "global_tokens": _per_sequence(resolved.global_tokens, B),
     }
     of_keys = {

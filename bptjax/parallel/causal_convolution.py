@@ -58,7 +58,9 @@ def causal_convolution(
             arrays[name], specs[name] = jnp.asarray(y), spec
     order = np.arange(x.shape[1]) if order is None else order
     pieces = Pieces.of(order, axis_devices(tokens))
-    run = on_one_device.causal_convolution if pieces.ranks.size == 1 else partial(_run, pieces)
+    # A kernel of one token reads no other token.
+    alone = pieces.ranks.size == 1 or kernel.shape[0] == 1
+    run = on_one_device.causal_convolution if alone else partial(_run, pieces)
     mapped = jax.shard_map(
         lambda arrays: run(**arrays),
         in_specs=(specs,),
@@ -85,6 +87,8 @@ def _run(
         segments, previous = jnp.ones((B, T), jnp.int32), jnp.ones(B, jnp.int32)
     elif previous is None:
         previous = jnp.zeros(B, segments.dtype)
+    # Padding may count as the document `previous=0`, whose tokens the histories keep.
+    x = jnp.where((segments == 0)[..., None], jnp.zeros((), x.dtype), x)
     x, segments = pieces.fold(x), pieces.fold(segments)
     before, after = pieces.owners(segments, previous)
     # The last tokens of all pieces, in order: a piece may be shorter than the history.

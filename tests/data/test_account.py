@@ -62,6 +62,20 @@ def test_account_is_that_of_the_packed_sequences():
     assert f"{account.unlabeled:,} examples without a token in the loss" in text
 
 
+@pytest.mark.parametrize("unit", [1, 8])
+def test_random_splits_of_long_texts_make_more_sequences(unit):
+    """With packing=none and a shuffle window, on average over epochs."""
+    text = {name: np.ones(2 * T, np.int32) for name in ("tokens", "labels")}
+    account, epochs = Account("data", T, 40, random_unit=unit), 20
+    reader = RecordReader(lambda record: record, T, unit=unit)
+    for _, record in Records([[text]] * 40, reader).each():
+        account.add(record)
+    source = grain.MapDataset.source([[text]] * 40).repeat(epochs)
+    rows = list(pack(source, packing="none", seq_len=T, window=30, unit=unit))
+    assert 80 < account.sequences["none"] <= 120
+    assert account.sequences["none"] == pytest.approx(len(rows) / epochs, rel=0.02)
+
+
 def test_part_of_the_records_is_extrapolated():
     own = Records(records(), RecordReader(lambda record: record, T))
     whole, part = Account("a", T, 300), Account("a", T, 300)
@@ -91,6 +105,18 @@ def check(file, **more):
     config = DataConfig(str(file), **{"eval_fraction": 0.1} | more)
     train, held_out = open_split(config)
     return data_check(train, held_out, CharTokenizer("abc"), config, seq_len=T)
+
+
+@pytest.mark.parametrize(
+    "more, sequences",
+    [({}, 119), ({"shuffle": False}, 80), ({"group_by_length": True}, 80)],
+    ids=["shuffled", "in order", "grouped"],
+)
+def test_an_epoch_counts_random_splits_of_shuffled_texts(more, sequences, tmp_path):
+    (tmp_path / "a.jsonl").write_text("\n".join([json.dumps({"text": "a" * (2 * T + 1)})] * 40))
+    found = check(tmp_path / "a.jsonl", packing="none", eval_fraction=0, **more)
+    found.run()
+    assert found.sequences_per_epoch == sequences
 
 
 def test_bad_records_are_refused_or_listed(file, tmp_path):

@@ -31,6 +31,7 @@ CASES = {
     "causal": {},
     "window": dict(mask=Mask(window=3)),
     "segments": dict(mask=Mask(causal=True, segments=DOCUMENTS)),
+    "segments of all sequences": dict(mask=Mask(causal=True, segments=DOCUMENTS[:1])),
     "positions": dict(mask=Mask(causal=True, positions=np.arange(T, dtype=np.int32)[::-1].copy())),
     "alibi": dict(alibi=alibi_slopes(N)),
     "sinks": dict(sinks=normal(10, N), mask=Mask(causal=True, segments=DOCUMENTS)),

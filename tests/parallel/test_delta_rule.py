@@ -124,6 +124,27 @@ def test_pieces_shorter_than_the_history():
     close(got, convolution_on_one(**x, **options))
 
 
+def test_a_convolution_of_one_token_has_no_history():
+    x, (dout, dend) = convolution()
+    x, cotangents = (
+        x | dict(kernel=x["kernel"][:1], history=x["history"][:, :0]),
+        (dout, dend[:, :0]),
+    )
+    with jax.set_mesh(mesh_of(MESHES["sp 3"])):
+        got = results(causal_convolution, x, cotangents, **OPTIONS)
+    close(got, results(convolution_on_one, x, cotangents, **OPTIONS))
+
+
+def test_padding_leaves_no_history():
+    """In a prompt that starts later, before which there is no document."""
+    x, cotangents = convolution()
+    options = dict(segments=np.zeros_like(SEGMENTS), previous=jnp.zeros(B, jnp.int32))
+    with jax.set_mesh(mesh_of(MESHES["sp 3"])):
+        got = results(causal_convolution, x, cotangents, **options)
+    assert not np.any(got[0][1]) and not np.any(got[1]["x"])
+    close(got, results(convolution_on_one, x, cotangents, **options))
+
+
 def test_other_documents_do_not_move_a_bit():
     """Documents 2 and 3 over the devices that document 1 ends on."""
     x, (dout, dend) = rule()
