@@ -29,8 +29,8 @@ KEYS = {
 @dataclass(frozen=True)
 class AttentionPattern:
     """Tokens that a token may attend to, where causality and documents allow it too. Tokens and
-    blocks are counted from the start of the document, so in causal attention a packed document has
-    the pattern that it has alone.
+    blocks are counted from the start of the document, so a packed document has the pattern that it
+    has alone.
 
     Attributes:
       type: window: the nearest tokens and global ones, which attend to every token (Beltagy et al.
@@ -47,7 +47,8 @@ class AttentionPattern:
       local: nearest blocks, the query's own included.
       stride: distance of two blocks.
       global_blocks: number of first blocks.
-      random: random blocks of each block of queries, the same in every layer and run.
+      random: random earlier blocks of each block of queries, the same in every layer and run. In
+        encoders, an earlier block also attends to the later blocks that have it as a random one.
       token: the landmark, as text or as an id.
     """
 
@@ -223,8 +224,8 @@ class AttentionPattern:
 
     @lru_cache(maxsize=4)  # noqa: B019 (large, and few at a time)
     def blocks(self, count: int, causal: bool) -> Bool[np.ndarray, "n n"]:
-        """Returns which of the first `count` blocks attends to which. The rows of a document do not
-        depend on its length if the pattern is causal."""
+        """Returns which of the first `count` blocks attends to which. It does not depend on
+        `count`, so that neither padding nor other documents change a document's pattern."""
         row, column = np.arange(count)[:, None], np.arange(count)[None]
         allowed = np.abs(row - column) < self.local
         if self.type == "strided":
@@ -233,12 +234,10 @@ class AttentionPattern:
             allowed |= column % self.stride == self.stride - 1
         else:
             allowed |= (column < self.global_blocks) | (row < self.global_blocks)
+            drawn = np.zeros_like(allowed)
             for i in range(count):
-                # Seeded by row.
-                among = np.random.default_rng(i).integers(
-                    0, i + 1 if causal else count, self.random
-                )
-                allowed[i, among] = True
+                drawn[i, np.random.default_rng(i).integers(0, i + 1, self.random)] = True
+            allowed |= drawn | drawn.T
         return allowed & (column <= row) if causal else allowed
 
 

@@ -116,6 +116,17 @@ def test_pairs(name, tokens):
     assert float(pairs) == window + sum(allowed[:n, :n].sum() for n in LENGTHS)
 
 
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("name", ["strided", "fixed", "bigbird"])
+def test_blocks_do_not_depend_on_the_length(name, causal):
+    """A sequence may be padded to a multiple of the devices, or packed with others."""
+    pattern = AttentionPattern(**PATTERNS[name])
+    found = pattern.blocks(20, causal)
+    np.testing.assert_array_equal(pattern.blocks(23, causal)[:20, :20], found)
+    later = np.triu(found, pattern.local)[1:]  # The first blocks attend to every block.
+    assert np.any(later) != causal
+
+
 @pytest.mark.parametrize("name", ["markers", "bigbird"])
 def test_packed_documents_are_separate(name, tokens):
     model = decoder(name)
