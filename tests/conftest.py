@@ -20,12 +20,14 @@ if find_spec("fa4_jax"):
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS]).strip()
 # Stack traces in compiled programs, which no test reads, are a tenth of the tests' time.
 os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
+# Matrices of tests are so small that torch's threads spend their time waiting for each other.
+os.environ["OMP_NUM_THREADS"] = "1"
 # JAX looks for plug-ins once. CUDA's, which the extra `plan` brings, refuses a machine without
 # CUDA's libraries; after a test that asked for devices, none could compile for absent GPUs.
 os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
 if "PYTEST_XDIST_WORKER" not in os.environ:
-    # In the environment, for the workers and the processes that tests start: what one has compiled,
-    # the others load.
+    # In the environment, for the processes that tests start: what one has compiled, the others
+    # load.
     CACHE = tempfile.TemporaryDirectory(prefix="bptjax-test-cache-")
     os.environ["JAX_COMPILATION_CACHE_DIR"] = CACHE.name
     # With a largest size JAX locks the cache, so that no process reads half an entry.
@@ -120,8 +122,30 @@ def steps_are_compiled_once():
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def programs():
+    """Equal programs of a process, by their keys in JAX's cache, are compiled once. A file for each
+    of them, as other processes have it, takes longer to write than all files save."""
+    from jax._src import compilation_cache
+
+    compiled = {}
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            compilation_cache,
+            "get_executable_and_time",
+            lambda key, *_: (compiled[key], 0) if key in compiled else (None, None),
+        )
+        patch.setattr(
+            compilation_cache,
+            "put_executable_and_time",
+            lambda key, name, program, *_: compiled.update({key: program}),
+        )
+        yield compiled
+
+
 @pytest.fixture(autouse=True, scope="module")
-def few_programs():
+def few_programs(programs):
     """Forgets all programs when there are many: each has several of the 65,530 memory maps that
     Linux gives a process, and compiling another one without a map ends the process."""
     yield
@@ -129,11 +153,13 @@ def few_programs():
         with open("/proc/self/maps") as maps:
             many = sum(1 for _ in maps) > 16_000
         if many:
+            programs.clear()
             jax.clear_caches()
 
 
 def pytest_collection_finish():
-    """Leaves modules and tests out of garbage collections, which tracing starts by the thousand."""
+    """Leaves modules and tests out of garbage collections, which tracing starts by the thousand
+    and which find little."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000, 20, 50)
+    gc.set_threshold(500_000, 20, 50)
