@@ -124,24 +124,28 @@ def steps_are_compiled_once():
 
 @pytest.fixture(autouse=True, scope="session")
 def programs():
-    """Equal programs of a process, by their keys in JAX's cache, are compiled once. A file for each
-    of them, as other processes have it, takes longer to write than all files save."""
+    """Keeps the last programs, by their keys in JAX's cache, so that equal ones are compiled once.
+    Writing all programs to files takes longer than it saves."""
     from jax._src import compilation_cache
 
-    compiled = {}
+    programs = {}
+
+    def get(key, *_):
+        if key not in programs:
+            return None, None
+        programs[key] = programs.pop(key)
+        return programs[key], 0
+
+    def put(key, name, program, *_):
+        programs[key] = program
+        if len(programs) > 64:  # Of up to 10 MB each.
+            del programs[next(iter(programs))]
+
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            compilation_cache,
-            "get_executable_and_time",
-            lambda key, *_: (compiled[key], 0) if key in compiled else (None, None),
-        )
-        patch.setattr(
-            compilation_cache,
-            "put_executable_and_time",
-            lambda key, name, program, *_: compiled.update({key: program}),
-        )
-        yield compiled
+        patch.setattr(compilation_cache, "get_executable_and_time", get)
+        patch.setattr(compilation_cache, "put_executable_and_time", put)
+        yield programs
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -158,8 +162,7 @@ def few_programs(programs):
 
 
 def pytest_collection_finish():
-    """Leaves modules and tests out of garbage collections, which tracing starts by the thousand
-    and which find little."""
+    """Leaves modules and tests out of garbage collections, which tracing starts by the thousand."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(500_000, 20, 50)
+    gc.set_threshold(50_000, 20, 50)
