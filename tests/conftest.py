@@ -20,12 +20,14 @@ if find_spec("fa4_jax"):
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS]).strip()
 # Stack traces in compiled programs, which no test reads, are a tenth of the tests' time.
 os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
+# Matrices of tests are so small that torch's threads spend their time waiting for each other.
+os.environ["OMP_NUM_THREADS"] = "1"
 # JAX looks for plug-ins once. CUDA's, which the extra `plan` brings, refuses a machine without
 # CUDA's libraries; after a test that asked for devices, none could compile for absent GPUs.
 os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
 if "PYTEST_XDIST_WORKER" not in os.environ:
-    # In the environment, for the workers and the processes that tests start: what one has compiled,
-    # the others load.
+    # In the environment, for the processes that tests start: what one has compiled, the others
+    # load.
     CACHE = tempfile.TemporaryDirectory(prefix="bptjax-test-cache-")
     os.environ["JAX_COMPILATION_CACHE_DIR"] = CACHE.name
     # With a largest size JAX locks the cache, so that no process reads half an entry.
@@ -120,8 +122,34 @@ def steps_are_compiled_once():
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def programs():
+    """Keeps the last programs, by their keys in JAX's cache, so that equal ones are compiled once.
+    Writing all programs to files takes longer than it saves."""
+    from jax._src import compilation_cache
+
+    programs = {}
+
+    def get(key, *_):
+        if key not in programs:
+            return None, None
+        programs[key] = programs.pop(key)
+        return programs[key], 0
+
+    def put(key, name, program, *_):
+        programs[key] = program
+        if len(programs) > 64:  # Of up to 10 MB each.
+            del programs[next(iter(programs))]
+
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compilation_cache, "get_executable_and_time", get)
+        patch.setattr(compilation_cache, "put_executable_and_time", put)
+        yield programs
+
+
 @pytest.fixture(autouse=True, scope="module")
-def few_programs():
+def few_programs(programs):
     """Forgets all programs when there are many: each has several of the 65,530 memory maps that
     Linux gives a process, and compiling another one without a map ends the process."""
     yield
@@ -129,6 +157,7 @@ def few_programs():
         with open("/proc/self/maps") as maps:
             many = sum(1 for _ in maps) > 16_000
         if many:
+            programs.clear()
             jax.clear_caches()
 
 

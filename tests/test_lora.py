@@ -266,6 +266,16 @@ def test_adapters_of_experts_in_4_bits(batch):
     assert stored <= 0.53 * (2 * 3 * 4 * 256 * 128)
 
 
+@pytest.fixture(scope="module")
+def experts(batch):
+    """A model with experts, a state, and the sums of one device, with dropout and kernels in 4
+    bits."""
+    model = replace(MODEL, feed_forward="experts", num_experts=4, expert_size=40)
+    spec = make_spec(model=model, execution=dict(remat="none"))
+    state = moved(init_state(spec))
+    return model, state, gradient_sums(spec, batch, state=state)
+
+
 @pytest.mark.parametrize(
     ("parallel", "remat"),
     [
@@ -274,14 +284,11 @@ def test_adapters_of_experts_in_4_bits(batch):
     ],
     ids=str,
 )
-def test_adapters_of_slices_of_experts(batch, parallel, remat):
-    """With dropout, and kernels in 4 bits."""
-    model = replace(MODEL, feed_forward="experts", num_experts=4, expert_size=40)
-    one, mesh = (make_spec(p, model, execution=dict(remat=remat)) for p in (None, parallel))
-    state = moved(init_state(one))
-    placed = jax.device_put(state, jax.tree.map(lambda x: x.sharding, abstract_state(mesh)))
-    wanted = gradient_sums(one, batch, state=state)
-    assert_same(gradient_sums(mesh, batch, state=placed), wanted)
+def test_adapters_of_slices_of_experts(batch, experts, parallel, remat):
+    model, state, wanted = experts
+    spec = make_spec(parallel, model, execution=dict(remat=remat))
+    placed = jax.device_put(state, jax.tree.map(lambda x: x.sharding, abstract_state(spec)))
+    assert_same(gradient_sums(spec, batch, state=placed), wanted)
 
 
 def test_checkpoints_are_quantized_a_layer_at_a_time(monkeypatch):

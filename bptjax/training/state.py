@@ -63,7 +63,15 @@ class TrainState:
 
 
 def abstract_state(spec: TrainSpec) -> TrainState:
-    """Returns shapes, dtypes and shardings of the state, without allocating it."""
+    """Returns shapes, dtypes and shardings of the state, without allocating it. The spec keeps
+    them, because the start of a run needs them several times and tracing takes long."""
+    kept = vars(spec)
+    if "abstract_state" not in kept:
+        kept["abstract_state"] = _abstract_state(spec)
+    return kept["abstract_state"]
+
+
+def _abstract_state(spec: TrainSpec) -> TrainState:
     state = jax.eval_shape(partial(_new_state, spec), None, _loaded_adapters(spec))
     model = with_shardings(spec, state.model, sharded=spec.config.parallel.zero_stage == 3)
     state = replace(with_shardings(spec, state), model=model)

@@ -79,6 +79,7 @@ LINEAR = dict(layer_types=MIXED) | {f"linear_{name}": 2 for name in SIZES}
 IMAGES = dict(causal=False, image_size=(8, 8), patch_size=(4, 4))
 SMALL = TrainingExecution(remat="none", q_chunk=8, k_chunk=16, ffn_chunk=10)
 B, T = 2, 37
+REFERENCE = dict(attention_implementation="reference", ffn_chunk=T)
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -126,7 +127,7 @@ def assert_close(got, wanted, rtol=2e-5):
 
 
 def test_schedules_and_implementations_agree(model, tokens):
-    wanted = loss_and_gradients(model, tokens, attention_implementation="reference", ffn_chunk=T)
+    wanted = loss_and_gradients(model, tokens, **REFERENCE)
     for how in ({"q_chunk": 64}, {"schedule": "fused"}):
         assert_close(loss_and_gradients(model, tokens, **how), wanted)
 
@@ -234,7 +235,8 @@ def test_decoding_with_a_cache_equals_reading_at_once(model, tokens):
     cache = Cache.empty(model.config, B, T + 3, jnp.float32)
     parts = []
     decode = jax.jit(lambda m, t, c: m.decode(t, c, execution=SMALL))
-    for part in (tokens[:, :20], tokens[:, 20:21], tokens[:, 21:22], tokens[:, 22:]):
+    # Each length is a program.
+    for part in jnp.split(tokens, (17, 18, 19, 20), 1):
         hidden, cache = decode(model, part, cache)
         parts.append(hidden)
     np.testing.assert_allclose(jnp.concatenate(parts, 1), wanted, atol=2e-5)
@@ -242,15 +244,21 @@ def test_decoding_with_a_cache_equals_reading_at_once(model, tokens):
 
 
 def test_packed_equals_separate(model, tokens):
-    """Two documents in one row, with restarting positions, give the loss and gradients of two."""
+    """Two documents in one sequence, with restarting positions, give the loss and gradients of two
+    sequences of the reference implementation."""
     if model.config.residual_dropout:
-        return  # Dropout differs by a token's place in the row.
-    (first, second), length = np.asarray(tokens)[:, :19], 19
-    one, order = np.ones((1, length), np.int32), np.arange(length)[None]
-    row, segments = np.concatenate([first, second])[None], np.concatenate([one, 2 * one], 1)
-    packed = loss_and_gradients(model, row, segments, np.concatenate([order, order], 1))
-    apart = [loss_and_gradients(model, x[None], one) for x in (first, second)]
-    assert_close(packed, jax.tree.map(np.add, *jax.device_get(apart)))
+        return  # Dropout differs by a token's place in the sequence.
+    order = np.arange(T)
+    first = order < 19
+    positions, documents = np.where(first, order, order - 19), np.where(first, 1, 2)
+    # The second sequence is padding.
+    segments = np.stack([documents, 0 * order]).astype(np.int32)
+    packed = loss_and_gradients(model, tokens, segments, np.stack([positions, order]))
+    both = np.asarray(tokens)[0]
+    apart = np.stack([both, np.concatenate([both[19:], both[:19]])])
+    lengths = np.array([[19], [T - 19]])
+    wanted = loss_and_gradients(model, apart, (order < lengths).astype(np.int32), **REFERENCE)
+    assert_close(packed, wanted)
 
 
 def test_later_tokens_and_other_documents_do_not_reach_a_token(model, tokens):

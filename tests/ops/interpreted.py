@@ -7,6 +7,7 @@ A case is one of attention, 'experts', 'over' or 'delta rule'.
 """
 
 import builtins
+import dataclasses
 import functools
 import os
 import sys
@@ -51,6 +52,17 @@ interpreter.int = _Int
 # Nothing else runs here: the language is patched once, not at each call of a function.
 interpreter._patch_lang = functools.cache(interpreter._patch_lang)
 interpreter._LangPatchScope.restore = lambda self: None
+# It looks for overflows of integers and, outside of its debug mode, drops what it finds.
+options = dataclasses.replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
+interpreter.interpreter_builder.options = options
+
+
+def _without_name(self, types, fields=None):
+    """Every tensor has a type of its shape, whose name nobody reads."""
+    self.types, self.fields = types, fields or [""] * len(types)
+
+
+tl.tuple_type.__init__ = _without_name
 
 
 def _dot(self, a, b, d, *_):

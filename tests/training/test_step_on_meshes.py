@@ -35,16 +35,21 @@ def test_scalings_by_length_do_not_depend_on_the_batch(batch, kind):
     [dict(dp=2, fsdp=1, sp=4, sequence_strategy="ring"), dict(dp=1, fsdp=2, tp=2, sp=2)],
     ids=["ring", "tp"],
 )
-def test_linear_attention_on_a_mesh(batch, mesh):
+def test_linear_attention_on_a_mesh(batch, mesh, linear):
     """The state passes through the devices, also in zigzag order, and stops with each document."""
+    model, wanted = linear
+    spec = replace(make_spec(ParallelConfig(**mesh)), model=model)
+    assert_same(gradient_sums(spec, batch, 2), wanted)
+
+
+@pytest.fixture(scope="module")
+def linear(batch):
+    """A model with linear attention, and the sums of one device."""
     sizes = dict(linear_key_heads=2, linear_value_heads=4) | dict(
         linear_key_size=8, linear_value_size=4, layer_types=["linear_attention", "full_attention"]
     )
     model = replace(MODEL, attention_gate=True, init_std=0.3, **sizes)
-    one, mesh = (
-        replace(spec, model=model) for spec in (make_spec(), make_spec(ParallelConfig(**mesh)))
-    )
-    assert_same(gradient_sums(mesh, batch, 2), gradient_sums(one, batch, 1))
+    return model, gradient_sums(replace(make_spec(), model=model), batch, 1)
 
 
 def test_dropout_is_that_of_one_device(batch):
