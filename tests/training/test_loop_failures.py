@@ -14,6 +14,7 @@ from pathlib import Path
 import jax
 import pytest
 
+from bptjax.data.check import DataCheck
 from bptjax.metrics import JsonlWriter, Throughput, read_metrics
 from bptjax.train import main
 from training.runs import rows, stop_at, train_process
@@ -213,7 +214,14 @@ def test_a_bad_record_deep_in_the_data(arguments, tmp_path, capsys, monkeypatch)
     assert json.loads(listed)["record"] == "record 21"
     log = (tmp_path / "other" / "log.txt").read_text()
     assert "left out; see bad_records.jsonl" in log or "sequences per epoch" in log
-    # The check on its thread is ahead of the iterator.
+    # The check on its thread is ahead of the iterator, here at its end before the first step.
+    start = DataCheck.start
+
+    def start_and_wait(self, directory):
+        start(self, directory)
+        self._thread.join()
+
+    monkeypatch.setattr(DataCheck, "start", start_and_wait)
     lines[20], lines[380] = lines[0], "{"
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     capsys.readouterr()
