@@ -7,7 +7,6 @@ once, visits the chunks in reverse for the gradients of the states, and then com
 gradients of all chunks at once.
 """
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,8 +18,8 @@ from jax import Array
 from jax.lax import Precision
 from jaxtyping import Float, Int
 
-from bptjax.ops.target import capability, is_absent, like, platform
-from bptjax.ops.triton_call import compiler_shards_arrays, triton_call
+from bptjax.ops.target import capability, like, platform
+from bptjax.ops.triton_call import compiler_shards_arrays, triton_call, unusable
 
 # Arrays of which only shapes and dtypes are read.
 Shaped = Array | jax.ShapeDtypeStruct
@@ -86,9 +85,7 @@ def unsupported(q: Shaped, k: Shaped, v: Shaped) -> str | None:
         return f"takes keys of {sizes} and values of a multiple of {columns}, not {H} and {W}"
     if q.shape[1] > MOST_TOKENS:
         return f"takes at most {MOST_TOKENS} tokens per device, not {q.shape[1]}"
-    if not is_absent() and importlib.util.find_spec("jax_triton") is None:
-        return 'jax-triton is not installed; pip install -e ".[gpu]" brings it'
-    return None
+    return unusable()
 
 
 def forward(

@@ -1,6 +1,5 @@
 """The grouped matrix product by Triton kernels through jax-triton, on NVIDIA GPUs."""
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -10,8 +9,8 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from bptjax.ops.target import SMALL_MEMORY, capability, is_absent, platform
-from bptjax.ops.triton_call import compiler_shards_arrays, triton_call
+from bptjax.ops.target import SMALL_MEMORY, capability, platform
+from bptjax.ops.triton_call import compiler_shards_arrays, triton_call, unusable
 
 # (outputs, inputs, warps, stages) of a tile, by kernel and bytes of an element.
 TILES: dict[str, dict[int, tuple[int, int, int, int]]] = {
@@ -53,14 +52,13 @@ def available() -> bool:
     """Returns whether the kernels can run here.
 
     Raises:
-      NotImplementedError: on a GPU without jax-triton, where a loop would be slow without a word.
+      NotImplementedError: on a GPU where jax-triton is missing or too new; a loop would be slow
+        without a word.
     """
     if platform() != "gpu" or compiler_shards_arrays():
         return False
-    if not is_absent() and importlib.util.find_spec("jax_triton") is None:
-        raise NotImplementedError(
-            'a mixture of experts needs jax-triton on a GPU; pip install -e ".[gpu]" brings it'
-        )
+    if reason := unusable():
+        raise NotImplementedError(f"a mixture of experts needs Triton kernels on a GPU: {reason}")
     return True
 
 

@@ -1,6 +1,7 @@
 """Calls of Triton kernels through jax-triton."""
 
 import importlib
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import jax
@@ -9,6 +10,22 @@ from jax import Array
 from bptjax.ops.target import is_absent, stand_in
 
 MANUAL = jax.sharding.AxisType.Manual
+# The first version of jax-triton that passes a kernel one pointer, not two, for an input and the
+# output that takes over its memory.
+TOO_NEW = (0, 4)
+
+
+def unusable() -> str | None:
+    """Returns why jax-triton cannot be called here, or None."""
+    if is_absent():
+        return None
+    try:
+        installed = version("jax-triton")
+    except PackageNotFoundError:
+        return 'jax-triton is not installed; pip install -e ".[gpu]" brings it'
+    if tuple(map(int, installed.split(".")[:2])) >= TOO_NEW:
+        return f'jax-triton {installed} is too new; pip install -e ".[gpu]" brings an older one'
+    return None
 
 
 def compiler_shards_arrays() -> bool:

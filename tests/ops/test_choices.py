@@ -68,7 +68,7 @@ def test_auto_with_large_heads(size, dtype, of, T, window, name, monkeypatch):
     for module in (fa4, cudnn, triton_flash):
         monkeypatch.setattr(module, "platform", lambda: "gpu")
         monkeypatch.setattr(module, "capability", lambda: of, raising=False)
-    monkeypatch.setattr(triton_flash, "is_absent", lambda: True)
+    monkeypatch.setattr(triton_flash, "unusable", lambda: None)
     monkeypatch.setattr(fa4, "is_absent", lambda: True)
     spec = AttentionSpec(mask=Mask(causal=True, window=window), scale=1.0)
     x = jnp.ones((1, T, 2, size), dtype)

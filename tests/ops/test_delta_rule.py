@@ -346,7 +346,7 @@ def test_auto_takes_the_kernels_where_they_can_run(monkeypatch):
     with pytest.raises(ValueError, match="impl='fla': must be one of auto, scan, triton"):
         choose("fla", q, q, v)
     monkeypatch.setattr(delta_triton, "platform", lambda: "gpu")
-    monkeypatch.setattr(delta_triton, "is_absent", lambda: True)
+    monkeypatch.setattr(delta_triton, "unusable", lambda: None)
     assert choose("auto", q, q, v) == choose("triton", q, q, v) == "triton"
     assert choose("scan", q, q, v) == "scan"
     few = q.update(shape=(1, 63, 2, 128))

@@ -1,9 +1,11 @@
 """Triton's kernels: their logic in the interpreter, and compiled on a GPU."""
 
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import jax
@@ -11,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from bptjax.ops import grouped_triton, triton_call
 from bptjax.ops.attention import attend, reference, triton_flash, visits
 from bptjax.ops.attention.contract import QKV, AttentionSpec
 from bptjax.ops.mask import Mask
@@ -44,6 +47,33 @@ INTERPRETED = (
     "over",
     "delta rule",
 )
+
+
+@pytest.mark.parametrize(
+    "installed, reason",
+    [
+        ("0.3.1", None),
+        ("0.4.1", r"jax-triton 0.4.1 is too new; pip install .*\[gpu\]"),
+        (None, "jax-triton is not installed"),
+    ],
+)
+def test_versions_of_jax_triton(installed, reason, monkeypatch):
+    def version(name):
+        if installed is None:
+            raise PackageNotFoundError(name)
+        return installed
+
+    monkeypatch.setattr(triton_call, "version", version)
+    for kernel in (triton_flash, grouped_triton):
+        monkeypatch.setattr(kernel, "platform", lambda: "gpu")
+    x = jnp.ones((1, 4, 1, 64), jnp.bfloat16)
+    found = triton_flash.unsupported(QKV(x, x, x), AttentionSpec(Mask(), 1.0))
+    if reason is None:
+        assert found is None and grouped_triton.available()
+        return
+    assert re.match(reason, found)
+    with pytest.raises(NotImplementedError, match=f"mixture of experts needs .*: {reason}"):
+        grouped_triton.available()
 
 
 def test_kernels_in_the_interpreter():

@@ -158,7 +158,7 @@ def test_each_gpu_runs_kernels_on_its_slices(adapter, sizes, monkeypatch):
         return tuple(jnp.zeros(x.shape, x.dtype) for x in shapes)
 
     monkeypatch.setattr(grouped_triton, "platform", lambda: "gpu")
-    monkeypatch.setattr(grouped_triton, "is_absent", lambda: True)
+    monkeypatch.setattr(grouped_triton, "unusable", lambda: None)
     monkeypatch.setattr(grouped_triton, "available", lambda: chosen.append(available()) or True)
     monkeypatch.setattr(grouped_triton, "CALL", call)
     spec = make_spec(ROUTED, dict(remat="none"), **sizes)

@@ -5,7 +5,6 @@ applies the mask only to partial ones. With block masks and global tokens, the n
 not a range, so the kernels get lists of them.
 """
 
-import importlib.util
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,8 +21,8 @@ from bptjax.ops.attention.contract import QKV, AttentionSpec, AttentionState
 from bptjax.ops.attention.scores import dropout_keys
 from bptjax.ops.attention.visits import block_lists, block_ranges
 from bptjax.ops.dropout import PAIR
-from bptjax.ops.target import SMALL_MEMORY, capability, is_absent, like, platform
-from bptjax.ops.triton_call import compiler_shards_arrays, triton_call
+from bptjax.ops.target import SMALL_MEMORY, capability, like, platform
+from bptjax.ops.triton_call import compiler_shards_arrays, triton_call, unusable
 
 # (query block, key block, warps, stages) by kernel and padded head size. The values for 64 and 128
 # were the fastest of three to five candidates on one H200: causal, 32 / 8 heads, bfloat16,
@@ -153,9 +152,7 @@ def unsupported(x: QKV, spec: AttentionSpec) -> str | None:
         return f"takes head sizes up to {LARGEST}, not {H}"
     if H > 256 and wide and capability() in SMALL_MEMORY:
         return f"needs more shared memory than this GPU has, in float32 with heads of {H}"
-    if not is_absent() and importlib.util.find_spec("jax_triton") is None:
-        return 'jax-triton is not installed; pip install -e ".[gpu]" brings it'
-    return None
+    return unusable()
 
 
 def is_narrow(x: QKV, spec: AttentionSpec) -> bool:
