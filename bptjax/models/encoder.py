@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 
 from bptjax.models.config import ModelConfig
 from bptjax.models.feed_forward import ACTIVATIONS
-from bptjax.models.linear import Linear, new_param
+from bptjax.models.linear import Linear, new_param, spread
 from bptjax.models.norm import Norm
 from bptjax.models.transformer import Transformer
 from bptjax.ops.patches import cut_patches
@@ -127,8 +127,9 @@ class Encoder(Transformer):
             x = jnp.pad(cut_patches(x, self.config.patch_size or (1, 1)), ((0, 0), (1, 0), (0, 0)))
         if positions is None:
             positions = jnp.arange(x.shape[1])[None]
-        first = self.first[...].astype(dtype)[None]
-        return jnp.where(jnp.asarray(positions)[..., None] == 0, first, self.patches(x))
+        x = self.patches(x)
+        first = spread(self.first[...], x.shape, x.dtype)
+        return jnp.where(jnp.asarray(positions)[..., None] == 0, first, x)
 
     def _add_types(
         self, x: Float[Array, "B T D"], token_types: Int[Array | np.ndarray, "B T"] | None
@@ -136,7 +137,7 @@ class Encoder(Transformer):
         if self.types is None:
             return super()._add_types(x, token_types)
         if token_types is None:
-            return x + self.types[...][None, :1].astype(x.dtype)
+            return x + spread(self.types[0], x.shape, x.dtype)
         return x + lookup(self.types[...], jnp.asarray(token_types)).astype(x.dtype)
 
 

@@ -131,12 +131,13 @@ class ExpertLinear(nnx.Module):
     ) -> Float[Array, "M O"]:
         y = apply_expert_kernel(self.kernel, x, groups.experts, seeds)
         if self.bias is not None:
-            bias = self.bias[...].astype(x.dtype)
+            # Rounded behind the copies, so that gradients of all rows are summed in float32.
+            bias = self.bias[...].astype(jnp.float32)
             if self.bias.axes[-1] != "mlp":
                 # One of the devices whose results are summed adds it.
                 bias = jnp.where(slice_index() == 0, bias, 0)
             bias = jnp.take(bias, groups.experts, axis=0, mode="clip")
-            y = y + jnp.repeat(bias, len(x) // len(bias), axis=0)
+            y = y + jnp.repeat(bias, len(x) // len(bias), axis=0).astype(x.dtype)
         return y
 
 

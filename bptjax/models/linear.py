@@ -23,6 +23,12 @@ def new_param(
     return nnx.Param(value, axes=axes, **metadata)
 
 
+def spread(v: Array, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
+    """Broadcasts a parameter to all tokens, in `dtype`. Its gradient is summed over the tokens in
+    float32: in 16 bits, a sum over thousands of tokens stops growing."""
+    return jnp.broadcast_to(v.astype(jnp.float32), shape).astype(dtype)
+
+
 class AdapterDropout(NamedTuple):
     """Seeds of the dropout of an adapter's input: key data, ids of the tokens, and the number of
     the input's first column."""
@@ -63,6 +69,5 @@ class Linear(nnx.Module):
     def __call__(self, x: Array, seeds: AdapterDropout | None = None) -> Array:
         y = apply_kernel(self.kernel, x, self.in_ndim, seeds)
         if self.bias is not None:
-            bias = self.bias[...].astype(x.dtype)
-            y = y + bias.reshape((1,) * (y.ndim - bias.ndim) + bias.shape)
+            y = y + spread(self.bias[...], y.shape, y.dtype)
         return y

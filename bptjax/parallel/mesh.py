@@ -281,7 +281,8 @@ def lookup(table: Array, indices: Array, axis: str | None = None) -> Array:
     """Returns the entries of a table `[R, D]` at the indices. `axis` is the logical name of axis R.
 
     The table's axis D is all-gathered first. If D were sharded over the mesh axes that shard the
-    indices, XLA would replicate the result on every device.
+    indices, XLA would replicate the result on every device. The gradient of each entry is summed in
+    float32: in 16 bits, the sum over a frequent token stops growing.
     """
     return _take(constrain(table, axis, None), indices)
 
@@ -295,8 +296,9 @@ def _take_backward(residuals, cotangent):
     table, indices = residuals
     # The zeros come from the cotangent, or XLA would make them before the backward pass of the
     # layers and keep an array like the table until the end of that pass.
-    cotangent, zero = jax.lax.optimization_barrier((cotangent, jnp.zeros((), table.dtype)))
-    return jnp.full(table.shape, zero).at[indices].add(cotangent), None
+    cotangent, zero = jax.lax.optimization_barrier((cotangent, jnp.zeros((), jnp.float32)))
+    sums = jnp.full(table.shape, zero).at[indices].add(cotangent.astype(jnp.float32))
+    return sums.astype(table.dtype), None
 
 
 _take.defvjp(lambda table, indices: (_take(table, indices), (table, indices)), _take_backward)

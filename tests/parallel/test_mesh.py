@@ -19,6 +19,7 @@ from bptjax.parallel.mesh import (
     constrain,
     data_shards,
     host_memory,
+    lookup,
     make_mesh,
     num_shards,
     select_devices,
@@ -154,3 +155,12 @@ def test_a_full_disk_of_the_compilation_cache_is_silent(monkeypatch):
         warnings.warn(f"{error} 28] No space left on device", stacklevel=1)
         with pytest.raises(UserWarning, match="Permission denied"):
             warnings.warn(f"{error} 13] Permission denied", stacklevel=1)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_the_gradient_of_an_embedding_is_a_sum_in_float32(dtype):
+    """In 16 bits, a sum of ones stops growing at 256 or 2048."""
+    tokens = jnp.zeros((1, 4096), jnp.int32)
+    table = jnp.zeros((2, 3), dtype)
+    found = jax.grad(lambda x: lookup(x, tokens).astype(jnp.float32).sum())(table)
+    assert found.dtype == dtype and found.tolist() == [[4096] * 3, [0] * 3]

@@ -1,0 +1,53 @@
+"""Gradients of parameters that every token adds are sums in float32, also with 16-bit tokens."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from bptjax.models.config import ModelConfig
+from bptjax.models.encoder import Encoder
+from bptjax.models.experts import ExpertLinear
+from bptjax.models.linear import Linear
+from bptjax.ops.grouped_matmul import group
+
+# A sum of ones stops at 256 in bfloat16, and at 2048 in float16.
+T = 4096
+OPTIONS = dict(std=0.1, bias=True, dtype=jnp.float32)
+
+
+def gradients(call, module):
+    """Gradients of the sum of all elements of `call(module)`."""
+    graph, params = nnx.split(module)
+    return jax.grad(lambda p: call(nnx.merge(graph, p)).astype(jnp.float32).sum())(params)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_a_bias(dtype):
+    linear = Linear(jax.random.key(0), (2,), (8,), ("embed", "mlp"), **OPTIONS)
+    found = gradients(lambda m: m(jnp.zeros((64, T // 64, 2), dtype)), linear)
+    assert np.asarray(found["bias"][...]).tolist() == [T] * 8
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_a_bias_of_experts(dtype):
+    experts = ExpertLinear(jax.random.key(0), (2, 2, 8), ("embed", "mlp"), **OPTIONS)
+    groups = group(jnp.zeros((T, 1), jnp.int32), 2, block=1)
+    rows = jnp.zeros((len(groups.choices), 2), dtype)
+    found = gradients(lambda m: m(rows, groups), experts)
+    assert np.asarray(found["bias"][...])[0].tolist() == [T] * 8
+
+
+def test_embeddings_of_all_tokens():
+    """The type of all tokens, and the first token of each image."""
+    small = dict(causal=False, hidden_size=8, num_heads=1, num_layers=1, position_embedding="none")
+    text = Encoder(ModelConfig(**small, vocab_size=3, token_types=2), jax.random.key(0))
+    tokens = jnp.zeros((64, T // 64, 8), jnp.bfloat16)
+    found = gradients(lambda m: m._add_types(tokens, None), text)
+    assert np.asarray(found["types"][...]).tolist() == [[T] * 8, [0] * 8]
+    sizes = dict(image_size=(1, 1), patch_size=(1, 1), classes=2)
+    images = Encoder(ModelConfig(**small, **sizes), jax.random.key(0))
+    patches, first = jnp.zeros((64, T // 64, 3)), jnp.zeros((64, T // 64), jnp.int32)
+    found = gradients(lambda m: m._look_up(patches, jnp.bfloat16, first), images)
+    assert np.asarray(found["first"][...]).tolist() == [[T] * 8]
