@@ -116,8 +116,8 @@ def read_peft(directory: Path, family: Family, config: ModelConfig) -> Adapters:
         raise ValueError(f"{directory / WEIGHTS}: {error}") from error
     if tensors or not values:
         raise ValueError(
-            f"{directory / WEIGHTS}: must hold adapters of linear layers of {base} only, not "
-            f"{', '.join(sorted(tensors)[:8]) or 'nothing'}"
+            f"{directory / WEIGHTS}: must hold adapters of linear layers of the model only, not "
+            f"{', '.join(sorted(tensors)[:8]) or 'nothing'}; the model is {base}"
         )
     return Adapters(AdapterConfig(type="lora", **settings), values, in_full)
 

@@ -371,7 +371,7 @@ def test_an_encoder_gets_no_adapter(theirs, arguments, tmp_path, capsys, name):
             "adapters of model.layers.1.self_attn.q_proj; check base_model_name_or_path='.*base'",
         ),
         (dict(base_model_name_or_path=None), "must have base_model_name_or_path"),
-        ("lm_head", "of base_model_name_or_path='.*base' only, not .*lm_head.lora_A.weight"),
+        ("lm_head", "lm_head.lora_A.weight.*; the model is base_model_name_or_path='.*base'"),
     ],
     ids=str,
 )
