@@ -69,6 +69,7 @@ def read_peft(directory: Path, family: Family, config: ModelConfig) -> Adapters:
     settings = adapter_settings(raw, directory / ADAPTER_CONFIG)
     tensors = _tensors(directory / WEIGHTS)
     in_full, values = _read_embeddings(raw, tensors, family, config, directory), {}
+    base = f"base_model_name_or_path={raw.get('base_model_name_or_path')!r}"
     for sizes, names, parts in _linears(family, config):
         pairs = [_pair(tensors, name, family) for name in names.values()]
         missing = [
@@ -76,7 +77,8 @@ def read_peft(directory: Path, family: Family, config: ModelConfig) -> Adapters:
         ]
         if missing:
             raise ValueError(
-                f"{directory / WEIGHTS}: must hold adapters of {', '.join(missing[:8])}"
+                f"{directory / WEIGHTS}: must hold adapters of {', '.join(missing[:8])}; "
+                f"check {base}"
             )
         r = max((a.shape[0] for a, _ in filter(None, pairs)), default=0)
         if r == 0:
@@ -91,7 +93,7 @@ def read_peft(directory: Path, family: Family, config: ModelConfig) -> Adapters:
             if [x.shape for x in pair] != [(rank, I), (O, rank)]:
                 raise ValueError(
                     f"{directory / WEIGHTS}: {name}: must be {(rank, I)} and {(O, rank)}, not "
-                    f"{pair[0].shape} and {pair[1].shape}"
+                    f"{pair[0].shape} and {pair[1].shape}; check r={rank} and {base}"
                 )
             A[i, :rank], B[i, :, :rank] = pair
         for part in parts:
@@ -115,7 +117,7 @@ def read_peft(directory: Path, family: Family, config: ModelConfig) -> Adapters:
     if tensors or not values:
         raise ValueError(
             f"{directory / WEIGHTS}: must hold adapters of linear layers of the model only, not "
-            f"{', '.join(sorted(tensors)[:8]) or 'nothing'}"
+            f"{', '.join(sorted(tensors)[:8]) or 'nothing'}; the model is {base}"
         )
     return Adapters(AdapterConfig(type="lora", **settings), values, in_full)
 

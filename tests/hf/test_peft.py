@@ -365,10 +365,13 @@ def test_an_encoder_gets_no_adapter(theirs, arguments, tmp_path, capsys, name):
             dict(base_model_name_or_path="adapter"),
             "base_model_name_or_path=adapter: must be a checkpoint of a supported family",
         ),
-        (dict(r=3), "must be .*, not"),
-        (dict(layers_to_transform=None), "must hold adapters of model.layers.1.self_attn.q_proj"),
+        (dict(r=3), "must be .*, not .*; check r=3 and base_model_name_or_path='.*base'"),
+        (
+            dict(layers_to_transform=None),
+            "adapters of model.layers.1.self_attn.q_proj; check base_model_name_or_path='.*base'",
+        ),
         (dict(base_model_name_or_path=None), "must have base_model_name_or_path"),
-        ("lm_head", "lm_head.lora_A.weight"),
+        ("lm_head", "lm_head.lora_A.weight.*; the model is base_model_name_or_path='.*base'"),
     ],
     ids=str,
 )
