@@ -107,7 +107,7 @@ def open_adapter(source: str) -> Pretrained:
     """
     model = open_pretrained(ModelConfig(name_or_path=source))
     if model.adapters is None:
-        raise ValueError(f"{source}: must be an adapter")
+        raise ValueError(f"{source}: must be an adapter, of PEFT or of a run with adapter.type")
     if model.family is None:
         raise ValueError(f"{source}: the base model must be of a Hugging Face family")
     return model
