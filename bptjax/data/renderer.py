@@ -34,15 +34,15 @@ Part = tuple[int | None, bool]
 Text = tuple[str, list[tuple[int, int]]]
 
 
-class TemplateLimit(ChildProcessError):
-    """A chat template has taken more time, memory or text than it may.
+class TemplateFault(ChildProcessError):
+    """A chat template cannot be parsed, or has taken more time, memory or text than it may.
 
     No ValueError: a record is not to blame, so `data.bad_records=skip` does not skip it.
     """
 
 
 class TemplateRefusal(ValueError):
-    """A chat template refuses the messages, or is invalid."""
+    """A chat template refuses the messages."""
 
 
 class Renderer:
@@ -69,7 +69,8 @@ class Renderer:
 
         Raises:
           TemplateRefusal: the template refuses a part.
-          TemplateLimit: the template exceeds a limit. The error does not name its file.
+          TemplateFault: the template cannot be parsed or exceeds a limit. The error does not name
+            its file.
         """
         request = [SECONDS, template, list(map(dict, messages)), dict(variables), parts, marks]
         # As transformers does: a template sees only the type of a value that JSON does not have.
@@ -91,9 +92,9 @@ class Renderer:
                         process.kill()
                 if not ended:
                     raise
-                raise TemplateLimit(_reason(process.returncode)) from None
-        if kind == "limit":
-            raise TemplateLimit(answer)
+                raise TemplateFault(_reason(process.returncode)) from None
+        if kind == "fault":
+            raise TemplateFault(answer)
         if kind == "refusal":
             raise TemplateRefusal(answer)
         return [(text, [(a, b) for a, b in found]) for text, found in answer]
@@ -125,9 +126,9 @@ def _end(process: subprocess.Popen[bytes], owner: int) -> None:
 
 def _reason(code: int) -> str:
     if code == -signal.SIGPROF:
-        return f"takes more than {SECONDS} s"
+        return f"takes more than {SECONDS} s for one chat"
     if code == OUT_OF_MEMORY:
-        return f"takes more than {MEMORY_BYTES >> 30} GiB of memory"
+        return f"takes more than {MEMORY_BYTES >> 30} GiB of memory for one chat"
     return f"ended the process that renders it (exit code {code})"
 
 
@@ -182,6 +183,8 @@ def serve() -> None:
 
 
 def _answer(render: Any, data: bytes) -> tuple[str, Any]:
+    from jinja2 import TemplateSyntaxError
+
     seconds, template, messages, variables, parts, marks = json.loads(data)
     most = TEXT_CHARACTERS + TEXT_FACTOR * len(data)
     found = []
@@ -198,13 +201,17 @@ def _answer(render: Any, data: bytes) -> tuple[str, Any]:
             )
         except MemoryError:
             raise
+        except TemplateSyntaxError as error:
+            return "fault", f"is invalid: line {error.lineno}: {error.message}"[:1000]
+        except SyntaxError as error:  # Of the Python code that jinja generates.
+            return "fault", f"is invalid: {error.msg}"
         # A template is a program and may raise any exception.
         except Exception as error:
             return "refusal", str(error)[:1000]
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0)
         if len(texts[0]) > most:
-            return "limit", f"writes more than {most:,} characters"
+            return "fault", f"writes more than {most:,} characters for one chat"
         found.append((texts[0], spans[0] if spans else []))
     return "texts", found
 

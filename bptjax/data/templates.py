@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from bptjax.data.chat import SHAREGPT_ROLES, Chat, Message
-from bptjax.data.renderer import PARTS, Part, Renderer, TemplateLimit, TemplateRefusal, Text
+from bptjax.data.renderer import PARTS, Part, Renderer, TemplateFault, TemplateRefusal, Text
 from bptjax.data.tokenizer import Tokenizer
 
 # Taori et al. 2023, github.com/tatsu-lab/stanford_alpaca.
@@ -113,7 +113,8 @@ def render(
 
     Raises:
       ValueError: the template refuses the messages.
-      TemplateLimit: the template takes too much time or memory; see `renderer`.
+      TemplateFault: the template cannot be parsed, or takes too much time or memory; see
+        `renderer`.
     """
     parts = [(len(messages), answer)]
     (found,) = renderings(messages, template, tokenizer, variables, parts)
@@ -136,10 +137,10 @@ def renderings(
             yield from _RENDERER.render(template, messages, given, some, has_marks(template))
         except TemplateRefusal as error:
             raise ValueError(f"the chat template refuses the messages: {error}") from error
-        except TemplateLimit as error:
+        except TemplateFault as error:
             file = tokenizer.template_file
             name = f"{file}: the chat template" if file else "the chat template"
-            raise TemplateLimit(f"{name} {error} for one chat; replace the template") from error
+            raise TemplateFault(f"{name} {error}; correct or replace the template") from error
 
 
 _RENDERER = Renderer()

@@ -2,16 +2,17 @@
 
 import json
 import os
+import re
 import signal
 import threading
 
 import pytest
 from chats import CHATML, TALK, loaded, raw_tokenizer
 
-from bptjax import preview
+from bptjax import preview, train
 from bptjax.data import renderer, templates
-from bptjax.data.renderer import TemplateLimit
-from bptjax.data.templates import render
+from bptjax.data.renderer import TemplateFault
+from bptjax.data.templates import chat_prompt, render
 from bptjax.data.tokenizer import ByteTokenizer
 
 NESTED = (
@@ -38,7 +39,7 @@ def test_a_template_has_limits_and_the_next_one_renders(monkeypatch, tmp_path, t
     monkeypatch.setattr(renderer, "SECONDS", 0.5)
     tokenizer = ByteTokenizer()
     tokenizer.template_file = tmp_path / "chat_template.jinja"
-    with pytest.raises(TemplateLimit, match=f"chat_template.jinja: the chat template .*{message}"):
+    with pytest.raises(TemplateFault, match=f"chat_template.jinja: the chat template .*{message}"):
         render(TALK, template, tokenizer)
     assert render(TALK[:1], CHATML, tokenizer)[0] == "<|im_start|>system\nBe brief.<|im_end|>\n"
 
@@ -81,16 +82,41 @@ def test_threads_share_the_process_and_signals_do_not_end_it():
     assert templates._RENDERER._process is process and process.poll() is None
 
 
-def test_a_runaway_template_ends_the_command(tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("command", [preview, train])
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [(NESTED, "takes"), ("{% if x %}\n{{ a b }}{% endif %}", "is invalid: line 2: expected token")],
+)
+@pytest.mark.parametrize("bad_records", ["error", "skip"])
+def test_a_faulty_template_ends_the_command(
+    tmp_path, capsys, monkeypatch, command, template, message, bad_records
+):
     monkeypatch.setattr(renderer, "SECONDS", 0.5)
-    loaded(raw_tokenizer("bytes")).with_chat(NESTED, []).save(tmp_path / "tokenizer")
+    loaded(raw_tokenizer("bytes")).with_chat(template, []).save(tmp_path / "tokenizer")
     rows = [{"messages": TALK}] * 4
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     argv = [f"--data.path={tmp_path / 'a.jsonl'}", f"--data.tokenizer={tmp_path / 'tokenizer'}"]
-    assert preview.main([*argv, "--data.bad_records=skip", "--train.seq_len=64"]) == 2
+    argv += [f"--data.bad_records={bad_records}", "--train.seq_len=64"]
+    assert command.main([*argv, f"--run_dir={tmp_path / 'run'}"]) == 2
     error = capsys.readouterr().err
-    assert f"error: {tmp_path}/tokenizer/chat_template.jinja: the chat template takes" in error
-    assert error.count("error") == 1 and "Traceback" not in error
+    start = f"error: {tmp_path}/tokenizer/chat_template.jinja: the chat template {message}"
+    assert error.startswith(start) and error.count("\n") == 1 and "bad_records" not in error
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ messages }", "line 1: unexpected '}'"),
+        ("{{ messages | nofilter }}", "line 1: No filter named 'nofilter'"),
+        ("{% break %}", "'break' outside loop"),
+    ],
+)
+def test_an_invalid_template_is_no_fault_of_the_messages(tmp_path, template, message):
+    tokenizer = ByteTokenizer().with_chat(template, [])
+    tokenizer.template_file = tmp_path / "chat_template.jinja"
+    start = f"{tokenizer.template_file}: the chat template is invalid: "
+    with pytest.raises(TemplateFault, match=re.escape(start + message)):
+        chat_prompt("Hi", tokenizer)
 
 
 def test_a_forked_process_has_a_renderer_of_its_own():

@@ -6,7 +6,7 @@ import pytest
 
 from bptjax.checkpoint import Checkpoints
 from bptjax.data.batches import Batches
-from bptjax.data.renderer import TemplateLimit
+from bptjax.data.renderer import TemplateFault
 from bptjax.train import main
 from bptjax.training import guards
 
@@ -54,7 +54,7 @@ def test_a_template_that_exceeds_a_limit_during_training(arguments, tmp_path, mo
     def exceed(self):
         drawn.append(0)
         if len(drawn) == 4:
-            raise TemplateLimit("the chat template takes more than 10 s for one chat")
+            raise TemplateFault("the chat template takes more than 10 s for one chat")
         return draw(self)
 
     monkeypatch.setattr(Batches, "__next__", exceed)
