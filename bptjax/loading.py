@@ -13,10 +13,11 @@ from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 from jax.typing import DTypeLike
 
 from bptjax.data.tokenizer import (
+    ByteTokenizer,
     Tokenizer,
     add_tokens,
     has_tokenizer,
-    make_tokenizer,
+    load_tokenizer,
     token_id,
     vocabulary_warning,
 )
@@ -64,7 +65,7 @@ def load(
     Raises:
       ValueError: one line about the error in the checkpoint, or about devices that are not there.
     """
-    found, text = _open(str(name), tokenizer, warn)
+    found, text = _open(str(name), tokenizer, warn, "tokenizer=")
     return _load(found, dtype, device, tp, sp), text, found.config
 
 
@@ -83,7 +84,7 @@ def load_decoder(
     Raises:
       ValueError: also for an encoder, or a checkpoint without a tokenizer.
     """
-    found, text = _open(name, tokenizer, warn)
+    found, text = _open(name, tokenizer, warn, "--tokenizer=")
     if not found.config.causal:
         raise ValueError(f"{name}: must be a decoder; an encoder generates no text")
     if text is None:
@@ -99,9 +100,10 @@ def tokenizer_directory(name: str, found: Pretrained) -> Path:
 
 
 def _open(
-    name: str, tokenizer: str | Path | None, warn: Callable[[str], None]
+    name: str, tokenizer: str | Path | None, warn: Callable[[str], None], prefix: str
 ) -> tuple[Pretrained, Tokenizer | None]:
-    """Opens the checkpoint, and loads the tokenizer."""
+    """Opens the checkpoint, and loads the tokenizer. `prefix` precedes the name of a chosen
+    tokenizer in errors."""
     found = open_pretrained(ModelConfig(name_or_path=name))
     if found.left_out:
         warn(found.left_out)
@@ -109,7 +111,12 @@ def _open(
     if tokenizer is None and not _has_tokenizer(directory):
         return found, None
     size = found.config.vocab_size
-    text = make_tokenizer(str(tokenizer or directory), limit=None if tokenizer else size)
+    if tokenizer is None:
+        text = load_tokenizer(directory, size)
+    elif str(tokenizer) == "byte":
+        text = ByteTokenizer()
+    else:
+        text = load_tokenizer(tokenizer, prefix=prefix)
     add_tokens(text, found.config.add_tokens)
     if size is not None and size < text.vocab_size:
         raise ValueError(

@@ -302,6 +302,9 @@ def test_a_run_from_scratch_is_exported_with_its_tokenizer(run_directory, tmp_pa
         (["--prompt", "x", "--seed", "-1"], "--seed=-1: must be in"),
         (["--prompt", "x", "--top-p", "2"], "top_p=2.0: must be in"),
         (["--prompt", "x", "--model", "/nowhere"], "/nowhere: must be a directory"),
+        (["--prompt", "x", "--tokenizer", "no"], "error: --tokenizer='no': must be byte, a local"),
+        (["--prompt", "x", "--tokenizer", "char"], "error: --tokenizer='char': must be byte, a"),
+        (["--prompt", "x", "--tokenizer", "/"], "error: --tokenizer='/': must hold a Hugging"),
     ],
 )
 def test_bad_input_is_one_line(run_directory, capsys, options, message):

@@ -22,9 +22,10 @@ class HFTokenizer:
     Args:
       limit: number of rows of the model's embedding. Some tokenizers have tokens beyond it, such as
         image tokens.
+      prefix: precedes the directory in an error about it.
     """
 
-    def __init__(self, directory: str | Path, limit: int | None = None):
+    def __init__(self, directory: str | Path, limit: int | None = None, prefix: str = ""):
         tokenizers = transformers().AutoTokenizer
         try:
             found: Any = tokenizers.from_pretrained(
@@ -36,7 +37,7 @@ class HFTokenizer:
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             raise ValueError(
-                f"data.tokenizer={str(directory)!r}: must hold a Hugging Face tokenizer"
+                f"{prefix}{str(directory)!r}: must hold a Hugging Face tokenizer"
             ) from error
         self._tokenizer: Any = found
         files = Path(directory) / "chat_template.jinja", Path(directory) / "tokenizer_config.json"

@@ -280,7 +280,7 @@ def make_tokenizer(
     if name == "byte":
         return ByteTokenizer()
     if name != "char":
-        return load_tokenizer(name, limit)
+        return load_tokenizer(name, limit, "data.tokenizer=")
     characters: set[str] = set()
     for text in documents:
         if not isinstance(text, str):
@@ -335,9 +335,10 @@ def token_id(tokenizer: Tokenizer, text: str) -> int:
     return ids[0]
 
 
-def load_tokenizer(directory: str | Path, limit: int | None = None) -> Tokenizer:
+def load_tokenizer(directory: str | Path, limit: int | None = None, prefix: str = "") -> Tokenizer:
     """Loads a tokenizer written by `save`, or a Hugging Face tokenizer for a model with `limit`
-    tokens, from a local directory. Never uses the network.
+    tokens, from a local directory. Never uses the network. `prefix` precedes the directory in
+    errors.
 
     Raises:
       ValueError: the directory holds no tokenizer, or a link leads out of it.
@@ -345,12 +346,12 @@ def load_tokenizer(directory: str | Path, limit: int | None = None) -> Tokenizer
     directory = Path(os.path.expanduser(directory))
     if not directory.is_dir():
         raise ValueError(
-            f"data.tokenizer={str(directory)!r}: must be byte, char, or a local directory with a "
-            "Hugging Face tokenizer"
+            f"{prefix}{str(directory)!r}: must be byte, a local directory with a Hugging Face "
+            "tokenizer, or, for training, char"
         )
     check_links(directory)
     if not (directory / FILE).exists():
-        return HFTokenizer(directory, limit)
+        return HFTokenizer(directory, limit, prefix)
     saved = read_json(directory / FILE)
     found, characters = ByteTokenizer(), saved.get("characters")
     template = saved.get("chat_template")
