@@ -51,15 +51,20 @@ def update_in_slices(
             unsliced = placed.shard_shape(shape)[-1]
         names = {n for axis in spec for n in ((axis,) if isinstance(axis, str) else axis or ())}
 
-    def local(state, inputs, key):
-        for name in sorted(names):
-            key = jax.random.fold_in(key, jax.lax.axis_index(name))
+    def local(state, inputs, key, indices):
+        for index in indices:
+            key = jax.random.fold_in(key, index[0])
         return _loop(f, when, sliced_axes, unsliced, state, inputs, key)
 
     if not names:
-        return local(state, inputs, key)
-    specs = dict(in_specs=(spec, spec, PartitionSpec()), out_specs=spec)
-    return jax.shard_map(local, **specs, axis_names=names, check_vma=False)(state, inputs, key)
+        return local(state, inputs, key, ())
+    # Each device's own, because XLA cannot always partition `axis_index` if the compiler shards
+    # over other axes of the mesh.
+    indices = tuple(jnp.arange(mesh.shape[name]) for name in sorted(names))
+    ids = tuple(PartitionSpec(name) for name in sorted(names))
+    specs = dict(in_specs=(spec, spec, PartitionSpec(), ids), out_specs=spec)
+    mapped = jax.shard_map(local, **specs, axis_names=names, check_vma=False)
+    return mapped(state, inputs, key, indices)
 
 
 def _loop(

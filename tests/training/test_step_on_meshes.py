@@ -9,8 +9,8 @@ import pytest
 
 from bptjax.models.config import ModelConfig
 from bptjax.parallel.mesh import ParallelConfig, make_mesh
-from bptjax.training.state import init_state
-from bptjax.training.step import compile_step, gradients
+from bptjax.training.state import abstract_state, init_state
+from bptjax.training.step import abstract_batch, compile_step, gradients
 from training.specs import assert_same, gradient_sums, with_optimizer
 from training.test_step import MODEL, T, make_spec, steps
 
@@ -40,6 +40,17 @@ def test_linear_attention_on_a_mesh(batch, mesh, linear):
     model, wanted = linear
     spec = replace(make_spec(ParallelConfig(**mesh)), model=model)
     assert_same(gradient_sums(spec, batch, 2), wanted)
+
+
+def test_int8_states_of_linear_attention_and_experts_compile():
+    """XLA cannot partition a device's index in the update if it shards over other axes itself."""
+    sizes = dict(linear_key_heads=2, linear_value_heads=4, linear_key_size=8, linear_value_size=8)
+    kinds = ["linear_attention", "full_attention", "linear_attention"]
+    experts = dict(feed_forward="experts", num_experts=4, experts_per_token=1, expert_size=512)
+    model = replace(MODEL, num_layers=3, num_heads=4, layer_types=kinds, **sizes, **experts)
+    spec = make_spec(ParallelConfig(dp=1, fsdp=1, tp=4, ep=2))
+    spec = with_optimizer(replace(spec, model=model), type="lion", state_dtype="int8")
+    compile_step(spec, abstract_state(spec), abstract_batch(spec))
 
 
 @pytest.fixture(scope="module")
