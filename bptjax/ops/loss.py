@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from bptjax.ops.arguments import check_chunk, check_labels, check_softcap
 from bptjax.ops.chunks import join_chunks, split_chunks
 from bptjax.ops.per_device import REPLICATED, SHARDED, per_device
-from bptjax.ops.softmax import soft_cap
+from bptjax.ops.softmax import logsumexp, soft_cap
 
 
 class _Head(NamedTuple):
@@ -156,7 +156,7 @@ def _losses(options: _Options, hidden, head, labels, weights):
     # take_along_axis returns NaN past the last class; below 0 it would count from the end.
     index = jnp.where(labels < 0, logits.shape[-1], labels)
     index = jnp.where(weights == 0.0, 0, index)[..., None]
-    lse = jax.nn.logsumexp(logits, axis=-1)
+    lse = logsumexp(logits)
     picked = jnp.take_along_axis(logits, index, axis=-1)[..., 0]
     z = options.z_loss * lse * lse
     return (

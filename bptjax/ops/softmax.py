@@ -3,9 +3,12 @@ another."""
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
+
+from bptjax.ops.target import platform
 
 
 class AttentionState(NamedTuple):
@@ -26,6 +29,29 @@ def soft_cap(logits: Array, cap: float | None) -> tuple[Array, Array | float]:
         return logits, 1.0
     tanh = jnp.tanh(logits / cap)
     return cap * tanh, 1.0 - tanh * tanh
+
+
+def logsumexp(logits: Float[Array, "*B V"]) -> Float[Array, "*B"]:
+    """Returns the log-sum-exp over the last axis. Has no gradient."""
+    # A GPU waits for the memory, so there it reads them once. Elsewhere the additional exponentials
+    # would cost more.
+    return _in_one_pass(logits) if platform() == "gpu" else jax.nn.logsumexp(logits, -1)
+
+
+def _in_one_pass(logits: Array) -> Array:
+    """`logsumexp` by one reduction to the largest logit and the sum of exp(logit - largest)."""
+
+    def merge(a, b):
+        (i, m), (j, n) = a, b
+        top = jnp.maximum(i, j)
+        smaller, larger = jnp.where(i < j, m, n), jnp.where(i < j, n, m)
+        return top, larger + smaller * jnp.exp(jnp.minimum(i, j) - top)
+
+    # Not -inf, whose difference from itself is NaN.
+    start = jnp.finfo(logits.dtype).min, jnp.zeros((), logits.dtype)
+    operands = logits, jnp.ones_like(logits)
+    top, total = jax.lax.reduce(operands, start, merge, (logits.ndim - 1,))
+    return top + jnp.log(total)
 
 
 def empty_state(q: Float[Array, "B T N H"]) -> AttentionState:

@@ -1,7 +1,9 @@
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from bptjax.ops import softmax
 from bptjax.ops.softmax import AttentionState, OnlineSoftmax, empty_state, merge_states
 from ops.comparing import close, normal
 
@@ -29,6 +31,18 @@ def test_empty_is_the_unit():
     close(merge_states(union, EMPTY), union)
     both = merge_states(EMPTY, EMPTY)
     assert not both.out.any() and jnp.isneginf(both.lse).all()
+
+
+def test_logsumexp_in_one_pass(monkeypatch):
+    """As on GPUs, also of logits that are not finite."""
+    monkeypatch.setattr(softmax, "platform", lambda: "gpu")
+    logits = 30 * normal(0, 5, 7, 1000)
+    for place, bad in ((0, -jnp.inf), (1, jnp.nan), (2, jnp.inf)):
+        logits = logits.at[place, 0, 5].set(bad)
+    logits = logits.at[3, 0].set(-jnp.inf)
+    np.testing.assert_allclose(
+        jax.jit(softmax.logsumexp)(logits), jax.nn.logsumexp(logits, -1), rtol=1e-6
+    )
 
 
 def test_merge_accumulates_in_float32():
