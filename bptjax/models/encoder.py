@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from bptjax.models.config import ModelConfig
-from bptjax.models.feed_forward import ACTIVATIONS
+from bptjax.models.feed_forward import activate
 from bptjax.models.linear import Linear, new_param, spread
 from bptjax.models.norm import Norm
 from bptjax.models.transformer import Transformer
@@ -28,7 +28,7 @@ class MaskedHead(nnx.Module):
         self.norm = Norm(config, dtype)
 
     def __call__(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        return self.norm(ACTIVATIONS[self.activation](self.linear(hidden)))
+        return self.norm(activate(self.activation, self.linear(hidden)))
 
 
 class Encoder(Transformer):
@@ -79,7 +79,7 @@ class Encoder(Transformer):
         if self.masked is not None:
             hidden = self.masked(hidden)
         elif self.pooler is not None:
-            hidden = ACTIVATIONS[self.config.pooler_activation](self.pooler(hidden))
+            hidden = activate(self.config.pooler_activation, self.pooler(hidden))
         return super().for_head(hidden)
 
     def pooled(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B P"]:

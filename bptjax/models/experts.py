@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int, UInt32
 
 from bptjax.models.config import ModelConfig
-from bptjax.models.feed_forward import ACTIVATIONS, Auxiliary, FeedForward, Mlp
+from bptjax.models.feed_forward import Auxiliary, FeedForward, Mlp, activate
 from bptjax.models.linear import AdapterDropout, new_param
 from bptjax.models.norm import Norm
 from bptjax.models.params import expert_placement, slice_placement
@@ -215,7 +215,7 @@ class Experts(FeedForward):
         config = self.config
         if (limit := config.glu_limit) is not None:
             gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
-        return ACTIVATIONS[config.activation](gate) * (up + config.glu_offset)
+        return activate(config.activation, gate, up + config.glu_offset)
 
     @staticmethod
     def auxiliary_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -8,7 +8,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from bptjax.models.config import ModelConfig
-from bptjax.models.feed_forward import ACTIVATIONS
+from bptjax.models.feed_forward import activate
 from bptjax.models.linear import AdapterDropout, Linear, new_param
 from bptjax.models.norm import Norm
 from bptjax.parallel.mesh import lookup
@@ -59,5 +59,5 @@ class LayerEmbedding(nnx.Module):
         seeds: AdapterDropout | None = None,
     ) -> Float[Array, "B T D"]:
         """Computes the contribution to the residual stream. `embedded` is the result of `read`."""
-        gate = ACTIVATIONS[self.activation](self.gate(x, seeds))
-        return self.norm(self.out(gate * embedded, seeds))
+        gate = self.gate(x, seeds)
+        return self.norm(self.out(activate(self.activation, gate, embedded), seeds))

@@ -9,12 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from models.test_decoder import ROTARY, assert_close
-from ops.comparing import quick
+from ops.comparing import close, normal, quick
 
 from bptjax.generation import Sampling, generate
 from bptjax.models.config import ModelConfig
 from bptjax.models.decoder import Decoder
 from bptjax.models.experts import Experts, Router
+from bptjax.models.feed_forward import ACTIVATIONS, activate
 from bptjax.models.layer_loops import Execution
 from bptjax.ops.blockwise import blockwise
 from bptjax.ops.loss import linear_cross_entropy
@@ -55,6 +56,27 @@ def loss_and_gradients(**how):
         return cross_entropy + factor * auxiliary
 
     return quick(jax.value_and_grad(loss))
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations(name):
+    """In bfloat16 they are rounded once, and their inputs alone wait for the backward pass."""
+    known = dict(gelu_tanh=functools.partial(jax.nn.gelu, approximate=True))
+    f = known.get(name, ACTIVATIONS[name])
+    gate, up, dy = (normal(i, 500) for i in range(3))
+
+    def product(gate, up):
+        return f(gate) * up
+
+    wanted, pull = jax.vjp(product, gate, up)
+    got, own = jax.vjp(functools.partial(activate, name), gate, up)
+    close((got, own(dy)), (wanted, pull(dy)))
+    assert len(jax.tree.leaves(own)) == 2
+    alone, own = jax.vjp(functools.partial(activate, name), gate)
+    close((alone, own(dy)[0]), (f(gate), jax.vjp(f, gate)[1](dy)[0]))
+    half = [x.astype(jnp.bfloat16) for x in (gate, up)]
+    wide = product(*(x.astype(jnp.float32) for x in half))
+    assert (activate(name, *half) == wide.astype(jnp.bfloat16)).all()
 
 
 def test_equals_all_experts():
