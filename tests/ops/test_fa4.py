@@ -23,6 +23,7 @@ from bptjax.ops.mask import Mask
 from bptjax.ops.softmax import merge_states
 from bptjax.parallel.mesh import ParallelConfig, make_mesh
 from bptjax.training.spec import TrainSpec
+from bptjax.training.trace import read_events
 from ops.attention_cases import CASES, oracle
 from ops.comparing import TOLERANCE, error, normal
 
@@ -304,9 +305,10 @@ def test_halves_merge():
     ],
     ids=lambda execution: " ".join(map(str, execution.values())),
 )
-def test_gradients_through_the_layer_loop(execution):
+def test_gradients_through_the_layer_loop(execution, tmp_path):
     """Gradients of a model are those of cuDNN: XLA must not fuse the slices of stacked layers into
-    the kernels."""
+    the kernels. The forward kernel runs once a layer, and once more only if its results are not
+    saved."""
     T = 1024
     train = TrainConfig(seq_len=T, max_steps=2, compute_dtype="bfloat16", param_dtype="bfloat16")
     model = ModelConfig(
@@ -321,6 +323,13 @@ def test_gradients_through_the_layer_loop(execution):
         group = ExecutionConfig(attention_implementation=name, ffn_chunk=T, **execution)
         spec = TrainSpec(Config(train=train, execution=group), model, mesh)
         with record_choices() as choices:
-            found[name] = gradient_sums(spec, batch)
+            with jax.profiler.trace(tmp_path / name):
+                found[name] = jax.block_until_ready(gradient_sums(spec, batch))
         assert {choice.name for choice in choices} == {name}
     assert_same(found["fa4"], found["cudnn"], rtol=2e-2)
+    kernels = [event.kernel for event in read_events(tmp_path / "fa4")]
+    forward, backward = (
+        sum(f"flash_{way}_sm90" in kernel for kernel in kernels) for way in ("fwd", "bwd")
+    )
+    again = execution["remat"] in ("full", "nested(2)")
+    assert (forward, backward) == (model.num_layers * (1 + again), model.num_layers)
