@@ -255,6 +255,21 @@ def compare() -> str:
     return table(["tokens", *ways.values()], lines)
 
 
+def loss() -> str:
+    """The fused loss by chunk, beside Liger's."""
+    body: dict[tuple[int, int], dict[str, str]] = {}
+    rows = [row for row in read("loss_h200.json") if "run" not in row]
+    for row in rows:
+        cell = f"{row['ms']:.1f} ms, {row['extra_gib']:.2f} GiB"
+        body.setdefault((row["T"], row["D"]), {})[row["loss"]] = cell
+    ways = list(dict.fromkeys(row["loss"] for row in rows))
+    lines = [
+        [f"{T:,}", f"{D:,}", *(cells.get(w, "") for w in ways)] for (T, D), cells in body.items()
+    ]
+    chunks = [re.sub(r"chunk (\d+)", r"`ce_chunk: \1`", way) for way in ways]
+    return table(["tokens", "width", *chunks], lines)
+
+
 def plans() -> str:
     """Predicted beside measured memory."""
     body = []
@@ -362,6 +377,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "headline": headline,
     "qlora": lambda: steps("qlora_h200.json", "transformers + PEFT"),
     "compare": compare,
+    "loss": loss,
     "attention": attention,
     "kernels": kernels,
     "wide": wide,
