@@ -104,6 +104,7 @@ def _open(
 ) -> tuple[Pretrained, Tokenizer | None]:
     """Opens the checkpoint, and loads the tokenizer. `prefix` precedes the name of a chosen
     tokenizer in errors."""
+    tokenizer = tokenizer or None
     found = open_pretrained(ModelConfig(name_or_path=name))
     if found.left_out:
         warn(found.left_out)

@@ -35,7 +35,7 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def activate(
     name: str, gate: Float[Array, "*b F"], up: Float[Array, "*b F"] | None = None
-) -> Array:
+) -> Float[Array, "*b F"]:
     """Computes activation(gate) · up, or the activation alone, in float32, rounded once. For the
     backward pass `gate` and `up` are saved, and nothing between them and the result."""
     y = ACTIVATIONS[name](gate.astype(jnp.float32))
@@ -43,8 +43,12 @@ def activate(
 
 
 def _activate_backward(name: str, inputs: tuple[Array, Array | None], dy: Array):
-    # A bias sums these gradients: with them in one kernel, it would be twice as slow as without.
-    return jax.lax.optimization_barrier(jax.vjp(partial(activate.fun, name), *inputs)[1](dy))
+    dgate, dup = jax.vjp(partial(activate.fun, name), *inputs)[1](dy)
+    if dup is None:
+        # Networks without `up` have a bias, whose gradient is the sum of these: in one kernel, both
+        # would take twice as long as in two.
+        dgate = jax.lax.optimization_barrier(dgate)
+    return dgate, dup
 
 
 activate.defvjp(lambda name, *inputs: (activate.fun(name, *inputs), inputs), _activate_backward)

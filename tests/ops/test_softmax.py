@@ -34,7 +34,7 @@ def test_empty_is_the_unit():
 
 
 def test_logsumexp_in_one_pass(monkeypatch):
-    """As on GPUs, also of logits that are not finite."""
+    """As on GPUs, also of rows with a logit that is not finite."""
     monkeypatch.setattr(softmax, "platform", lambda: "gpu")
     logits = 30 * normal(0, 5, 7, 1000)
     for place, bad in ((0, -jnp.inf), (1, jnp.nan), (2, jnp.inf)):
