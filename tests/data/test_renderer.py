@@ -97,6 +97,7 @@ def test_a_faulty_template_ends_the_command(
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     argv = [f"--data.path={tmp_path / 'a.jsonl'}", f"--data.tokenizer={tmp_path / 'tokenizer'}"]
     argv += [f"--data.bad_records={bad_records}", "--train.seq_len=64"]
+    capsys.readouterr()  # Without torch, transformers writes a line when it is first imported.
     assert command.main([*argv, f"--run_dir={tmp_path / 'run'}"]) == 2
     error = capsys.readouterr().err
     start = f"error: {tmp_path}/tokenizer/chat_template.jinja: the chat template {message}"
