@@ -237,7 +237,8 @@ def defaults(config: Config, platform: str | None = None) -> dict[str, Any]:
     """Returns the defaults that depend on other keys, `{"group.key": value}`: defaults for
     fine-tuning if the model comes from a checkpoint, else for pre-training.
 
-    Without a platform, train.compute_dtype is left out if it depends on the platform.
+    Without a platform, train.compute_dtype is left out if it depends on the platform, and
+    adapter.alpha, which a resumed run keeps.
     """
     optimizer = config.optimizer
     fine_tuning, adapter = config.model.name_or_path is not None, config.adapter.type != "none"
@@ -262,6 +263,8 @@ def defaults(config: Config, platform: str | None = None) -> dict[str, Any]:
         found["train.compute_dtype"] = (
             "bfloat16" if fine_tuning and platform == "gpu" else "float32"
         )
+    if adapter and platform is not None:
+        found["adapter.alpha"] = config.adapter.unit_alpha
     return found
 
 

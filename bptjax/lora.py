@@ -37,7 +37,7 @@ class AdapterConfig:
       type: none trains the model itself; lora trains low-rank adapters of its linear layers; qlora
         also quantizes those layers.
       r: rank of the adapters.
-      alpha: adapters are scaled by alpha / r.
+      alpha: adapters are scaled by alpha / r. If not set, r, or √r with use_rslora: a scale of 1.
       dropout: dropout of the input of the adapters in training.
       target_modules: all-linear for every linear layer except head and routers, or a list of the
         checkpoint's module names, such as [q_proj, v_proj].
@@ -56,7 +56,7 @@ class AdapterConfig:
 
     type: Literal["none", "lora", "qlora"] = "none"
     r: int = 8
-    alpha: float = 8.0
+    alpha: float | None = None
     dropout: float = 0.0
     target_modules: str | list[str] = ALL_LINEAR
     use_rslora: bool = False
@@ -70,14 +70,17 @@ class AdapterConfig:
         read = {"none": set(), "lora": {f.name for f in fields(self)} - of_quantization}
         for f in fields(self):
             value, used = getattr(self, f.name), read.get(self.type)
-            if used is not None and f.name not in used | {"type"} and value != f.default:
+            # Saved configs of earlier versions name the alpha of scale 1 where nothing reads it.
+            usual = [f.default, self.unit_alpha] if f.name == "alpha" else [f.default]
+            if used is not None and f.name not in used | {"type"} and value not in usual:
+                default = "null" if f.default is None else f.default
                 raise ValueError(
-                    f"adapter.{f.name}={value}: must be {f.default} with adapter.type={self.type}, "
+                    f"adapter.{f.name}={value}: must be {default} with adapter.type={self.type}, "
                     "which does not read it"
                 )
         if self.r < 1:
             raise ValueError(f"adapter.r={self.r}: must be at least 1")
-        if not math.isfinite(self.alpha):
+        if self.alpha is not None and not math.isfinite(self.alpha):
             raise ValueError(f"adapter.alpha={self.alpha}: must be finite")
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"adapter.dropout={self.dropout}: must be in [0, 1)")
@@ -98,9 +101,14 @@ class AdapterConfig:
         return self.quant_type or ("nf4" if self.bits == 4 else "int8")
 
     @property
+    def unit_alpha(self) -> float:
+        """The alpha that gives scale 1, which is the default."""
+        return math.sqrt(self.r) if self.use_rslora else float(self.r)
+
+    @property
     def scale(self) -> float:
         """Factor on the low-rank product."""
-        return self.alpha / (self.r**0.5 if self.use_rslora else self.r)
+        return 1.0 if self.alpha is None else self.alpha / self.unit_alpha
 
 
 class LoraScale(nnx.Variable):

@@ -29,6 +29,7 @@ from bptjax.data.tokenizer import Tokenizer, token_id
 from bptjax.metrics import printable
 from bptjax.models.attention_pattern import AttentionPattern, find_tokens
 from bptjax.training.data import RunData, open_data
+from bptjax.training.notes import describe_adapter
 
 DESCRIPTION = """Shows what a run would train on: counts over the data, one record before and after
 the chat template, and the first packed sequences. Tokens in the loss are green, or in [[ ]] if the
@@ -86,7 +87,9 @@ def preview(config: PreviewConfig, console: Console) -> None:
     check = data_check(data.train, data.held_out, data.tokenizer, data_config, **how)
     check.run(config.seconds)
     console.rule("data")
-    for line in (*check.lines(), *data.notes, *_steps(config, check.sequences_per_epoch)):
+    adapter = describe_adapter(config, data.pretrained)
+    steps = _steps(config, check.sequences_per_epoch)
+    for line in (*check.lines(), *data.notes, *adapter, *steps):
         console.print(line, markup=False, soft_wrap=not console.is_terminal)
     for bad in check.bad[:3]:
         print(f"bad record: {Location(bad.file, bad.record)}: {bad.reason}")

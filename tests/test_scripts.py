@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import adapter_strength
 import drill
 import jax
 import measurements
@@ -16,8 +17,11 @@ import scaling
 import settings
 import strategies
 import tables
+from hf.cases import config
+from hf.loading import random_base
 from step import DECODERS
 
+from bptjax.data.tokenizer import ByteTokenizer
 from bptjax.devices import KINDS
 from bptjax.models.config import ModelConfig
 from bptjax.training.estimate import Estimator
@@ -38,6 +42,28 @@ def test_disturbed_runs_go_on_exactly_or_say_why_not():
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert " events, 1 runs, 0 faults" in done.stdout
+
+
+def test_the_strength_of_adapters_is_measured(tmp_path):
+    """A killed measurement goes on where it was; alpha r and rsLoRA's root of r are one scale."""
+    raw = config("llama")
+    raw.vocab_size = ByteTokenizer.vocab_size
+    ByteTokenizer().save(random_base(tmp_path / "base", raw))
+    (tmp_path / "text.txt").write_text("".join(f"{i} plus one is {i + 1}. " for i in range(200)))
+    out = tmp_path / "rows.jsonl"
+    command = [f"--model={tmp_path / 'base'}", f"--data={tmp_path / 'text.txt'}", f"--out={out}"]
+    command += ["--r=16", "--steps=2", "--train.seq_len=16", "--device=cpu"]
+    command += ["--train.per_device_train_batch_size=1", "--train.eval_batches=1"]
+    adapter_strength.main([*command, "--rates", "1e-2", "--cases", "8", "r"])
+    first = out.read_text()
+    out.write_text(first + '{"case": "rslora:')
+    adapter_strength.main([*command, "--rates", "1e-2", "--cases", "8", "r", "rslora:sqrt"])
+    assert out.read_text().startswith(first)
+    weak, unit, root = map(json.loads, out.read_text().splitlines())
+    assert (weak["scale"], unit["scale"], root["scale"], root["alpha"]) == (0.5, 1.0, 1.0, 4.0)
+    assert weak["eval_loss_before"] == unit["eval_loss_before"] == root["eval_loss_before"]
+    assert weak["eval_loss"] != unit["eval_loss"] == root["eval_loss"]
+    assert unit["device"] and unit["commit"] and unit["versions"]["jax"]
 
 
 @pytest.fixture

@@ -105,9 +105,11 @@ def check_adapter(spec: TrainSpec) -> None:
         raise ValueError(
             f"adapter.type={adapter.type}: must go with a checkpoint; set model.name_or_path"
         )
+    plain = AdapterConfig()
     for key in ("r", "alpha", "use_rslora", "target_modules", "modules_to_save"):
         value = getattr(adapter, key)
-        if pretrained.adapters and value != getattr(AdapterConfig(), key):
+        usual = [getattr(plain, key)] + [plain.unit_alpha] * (key == "alpha")
+        if pretrained.adapters and value not in usual:
             raise ValueError(
                 f"adapter.{key}={value}: must not be set, because model.name_or_path={name} is an "
                 f"adapter, which decides {key}"

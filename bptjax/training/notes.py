@@ -1,14 +1,17 @@
 """Lines about a run's devices, data and model, for its log."""
 
 import textwrap
+from collections.abc import Collection
 
 import jax
+import numpy as np
 
 from bptjax.command_line import plural
-from bptjax.config import defaults, flatten
+from bptjax.config import Config, defaults, flatten
 from bptjax.data.sources import count
 from bptjax.hf.from_scratch import family_of
 from bptjax.parallel.mesh import num_shards
+from bptjax.pretrained import Pretrained
 from bptjax.training.data import RunData
 from bptjax.training.spec import TrainSpec
 
@@ -45,8 +48,11 @@ def describe_model(spec: TrainSpec, data: RunData) -> list[str]:
             notes.append(f"this model cannot be exported to Hugging Face's format: {error}")
         return notes
     notes.append(f"model: from {config.model.name_or_path}")
+    notes += describe_adapter(config, pretrained)
     own, used = defaults(config, spec.mesh.local_devices[0].platform), flatten(config)
-    own.pop("train.max_steps", None)  # It does not depend on the checkpoint.
+    # The first does not depend on the checkpoint; `describe_adapter` says the second.
+    for key in ("train.max_steps", "adapter.alpha"):
+        own.pop(key, None)
     used_defaults = ", ".join(
         f"{key}={used[key]}"
         for key in own
@@ -63,3 +69,33 @@ def describe_model(spec: TrainSpec, data: RunData) -> list[str]:
             "and set model.max_position_embeddings to record the new length"
         )
     return notes
+
+
+def describe_adapter(config: Config, pretrained: Pretrained | None) -> list[str]:
+    """Formats the line about the strength of the adapters; none without adapters."""
+    adapter = config.adapter
+    if adapter.type == "none":
+        return []
+    if pretrained is not None and pretrained.adapters is not None:
+        values = pretrained.adapters.values.values()
+        ranks = {a.shape[-1] for a, _, _ in values}
+        # Layers without an adapter have scale 0.
+        scales = {x for _, _, scale in values for x in np.unique(scale).tolist() if x}
+        name = f"rank {_range(ranks)}, as in {config.model.name_or_path}"
+        return [f"adapter: {adapter.type}, {name}: adapter scale {_range(scales)}"]
+    alpha = adapter.unit_alpha if adapter.alpha is None else adapter.alpha
+    line = f"adapter: {adapter.type}, rank {adapter.r}, alpha {alpha:g}"
+    line += " with use_rslora" * adapter.use_rslora + f": adapter scale {_number(adapter.scale)}"
+    if adapter.scale < 1:
+        line += f"; adapter.alpha={adapter.unit_alpha:g}, the default, gives 1.0"
+    return [line]
+
+
+def _range(values: Collection[float]) -> str:
+    """Formats the least and the greatest of the values."""
+    return " to ".join(dict.fromkeys(_number(x) for x in (min(values), max(values))))
+
+
+def _number(value: float) -> str:
+    """Formats a number with up to 4 digits, a float at least as `1.0`."""
+    return str(value if isinstance(value, int) else float(f"{value:.4g}"))

@@ -188,15 +188,20 @@ def _write_run_dir(run: TrainingRun, config: Config) -> None:
 
 
 def _with_defaults(config: Config, platform: str) -> Config:
-    """Returns the config with every default. A run resumed on another platform keeps its dtype,
-    and on a CPU its execution; for other devices see `complete_execution`.
+    """Returns the config with every default. A resumed run keeps the alpha of its adapters, on
+    another platform its dtype, and on a CPU its execution; for other devices see
+    `complete_execution`.
 
     Raises:
       ValueError: the config in the run directory is damaged.
     """
+    saved = saved_keys(Path(config.run_dir).expanduser())
     if config.train.compute_dtype is None:
-        dtype = saved_keys(Path(config.run_dir).expanduser()).get("train.compute_dtype")
+        dtype = saved.get("train.compute_dtype")
         config = replace(config, train=replace(config.train, compute_dtype=dtype))
+    if config.adapter.alpha is None and saved.get("adapter.type") == config.adapter.type:
+        alpha = saved.get("adapter.alpha")
+        config = replace(config, adapter=replace(config.adapter, alpha=alpha))
     if platform == "cpu" and (execution := saved_execution(config)):
         offload = config.execution.offload or 0.0
         group = ExecutionConfig(**asdict(replace(execution, offload=offload)))
