@@ -137,13 +137,13 @@ def evaluate() -> Parser:
     add("--data", help="file, directory or glob of long documents")
     add("--length", type=int, default=4096, help="tokens read of each document")
     add("--buckets", type=int, default=8, help="number of ranges of positions")
-    add("--documents", type=int, default=16, help="largest number of documents")
+    add("--documents", type=int, default=16, help="largest number of documents, chosen at random")
     add = parser.add_argument_group("pass-key retrieval").add_argument
     add("--passkey_lengths", type=int, nargs="+", default=[], help="prompt lengths in tokens")
     depths = "positions of the key in the prompt, 0 the start and 1 the end"
     add("--depths", type=float, nargs="+", default=[0.0, 0.25, 0.5, 0.75, 1.0], help=depths)
     add("--trials", type=int, default=5, help="number of keys for each length and depth")
-    add("--seed", type=int, default=0, help="seed of the keys")
+    add("--seed", type=int, default=0, help="seed of the documents and keys")
     add = parser.add_argument_group("output").add_argument
     add("--out", type=Path, default=Path("evaluation"), help="directory of JSON and plots")
     return parser

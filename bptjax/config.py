@@ -73,12 +73,13 @@ class TrainConfig:
         train/z_loss is the weighted term alone.
       eval_steps: steps between evaluations during the run. Every run also evaluates before and
         after training, and with null only then.
-      eval_batches: largest number of batches per evaluation. null evaluates all held-out data;
-        padding completes the last batch.
+      eval_batches: largest number of batches per evaluation, but at least one for each of
+        data.sources. If there are more held-out data, they are a sample in proportion to sources,
+        loss masks and lengths, the same at every evaluation. null evaluates all held-out data.
       early_stopping_patience: ends the run after this many evaluations in a row without a lower
         eval/loss than before. 0 is off.
-      num_eval_generations: number of held-out chats that the model answers at each evaluation,
-        written to predictions.jsonl.
+      num_eval_generations: number of held-out chats, chosen at random, that the model answers at
+        each evaluation, written to predictions.jsonl.
       sample_tokens: tokens of the sample printed at the end, up to seq_len. 0 prints none.
       on_spike: rollbacks after spikes of the loss or of the gradient norm.
     """

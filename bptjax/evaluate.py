@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +26,9 @@ from bptjax.config import check_seed
 from bptjax.data.encode import check_ids
 from bptjax.data.files import TokenIds
 from bptjax.data.landmarks import ignored
+from bptjax.data.sample import random_order
 from bptjax.data.stream import Stream
-from bptjax.data.text import open_documents
+from bptjax.data.text import Subset, open_documents
 from bptjax.data.tokenizer import Tokenizer
 from bptjax.evaluate_report import (
     passkey_table,
@@ -72,18 +73,23 @@ def by_position(
     buckets: int,
     limit: int,
     dtype: DTypeLike,
+    seed: int = 0,
     execution: Execution = Execution(),  # noqa: B008 (frozen)
 ) -> list[dict]:
     """Returns rows of loss (nats per token) and perplexity in each of `buckets` equal ranges of
-    positions, over the first `length` tokens of up to `limit` documents of at least that length.
+    positions, over the first `length` tokens of up to `limit` documents of at least that length, in
+    an order that `seed` decides. Documents that are streamed keep their order.
 
     Raises:
       ValueError: no document has `length` tokens.
     """
     sums, seen, longest = np.zeros(length - 1), 0, 0
-    total = limit if isinstance(documents, Stream) else min(limit, len(documents))
+    total, chosen = limit, documents
+    if not isinstance(documents, Stream):
+        total = min(limit, len(documents))
+        chosen = cast(Any, Subset(documents, random_order(len(documents), seed)))
     with Progress("perplexity by position", total) as progress:
-        for document in documents:
+        for document in chosen:
             if isinstance(document, str):
                 tokens = tokenizer.encode_prompt(document)
             else:
@@ -222,6 +228,7 @@ def run(args: Namespace) -> int:
             length=args.length,
             buckets=args.buckets,
             limit=args.documents,
+            seed=args.seed,
             dtype=dtype,
         )
         file = args.out / "perplexity"

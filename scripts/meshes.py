@@ -86,7 +86,7 @@ def results(model: ModelConfig, parallel: ParallelConfig, strategy: Any = "auto"
     with jax.set_mesh(spec.mesh):
         jitted = jax.jit(partial(gradients, spec))
         losses, found, _ = jitted(state, spec.layout.put(batch))
-    evaluated = evaluator(spec)(state.model, [batch], lambda: None)["eval/loss"]
+    evaluated = evaluator(spec)(state.model, {"": [batch]}, lambda: None)["eval/loss"]
     loss = losses.loss + losses.auxiliary
     return jax.tree.map(np.asarray, (loss, found, evaluated))
 

@@ -1,14 +1,13 @@
-"""Loads batches: endless and shuffled for training, one pass in order for evaluation."""
+"""Loads batches: endless and shuffled for training, one pass or a sample for evaluation."""
 
 import functools
 import itertools
 import os
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import grain
 import numpy as np
-from grain import experimental as gx
 
 from bptjax.data.batches import Batches, TrainIterator
 from bptjax.data.check import DataCheck
@@ -22,7 +21,8 @@ from bptjax.data.masking import TokenMasking
 from bptjax.data.mixture import MixIterDataset
 from bptjax.data.packing import Example, buffer_sequences, group_by_length, pack
 from bptjax.data.records import RecordReader, Records
-from bptjax.data.sources import Mixture, Training
+from bptjax.data.sample import Sample, sample
+from bptjax.data.sources import HeldOutSources, Mixture, Training
 from bptjax.data.stream import AnyRecords, Stream, StreamRecords
 from bptjax.data.tokenizer import Tokenizer
 
@@ -176,6 +176,23 @@ def data_check(
     return DataCheck(documents.names, records, _records(held_out, reader), config, masked)
 
 
+@dataclass(frozen=True)
+class Evaluation:
+    """The held-out batches of each source, in fixed order. Each iteration over a source starts a
+    new pass, in which the same tokens are masked.
+
+    Attributes:
+      sources: batches `[B, T]` by name of the source.
+      sample: the sample that they hold; None if they hold every label once.
+    """
+
+    sources: dict[str, grain.IterDataset]
+    sample: Sample | None = None
+
+    def __iter__(self) -> Iterator[Example]:
+        return itertools.chain.from_iterable(self.sources.values())
+
+
 def eval_loader(
     documents: Sequence[Document],
     processor: Processor,
@@ -187,25 +204,41 @@ def eval_loader(
     classes: int = 0,
     landmarks: Landmarks | None = None,
     max_batches: int | None = None,
-) -> grain.IterDataset:
-    """Returns the batches of one pass in fixed order, with every label once. Each iteration starts
-    a new pass, in which the same tokens are masked.
+) -> Evaluation:
+    """Returns the batches of an evaluation. A batch holds documents of one source, and sequences of
+    padding complete the last batch of each.
 
-    Sequences of padding complete the last batch. With `max_batches`, the pass ends early.
+    With `max_batches`, they hold a sample; see `sample.sample`.
     """
     reader = _reader(processor, config, seq_len, objective, classes, landmarks)
-    examples = grain.MapDataset.source(Records(documents, reader))
-    packed = pack(
-        examples,
-        packing=config.packing,
-        seq_len=seq_len,
-        fields=reader.fields,
-        threads=_threads(reader),
-    )
-    packed = packed if landmarks is None else packed.map(ignored)
-    packed = _masked(packed, token_masking(processor, config, objective), config.seed)
-    batches = packed.batch(batch_size, batch_fn=functools.partial(_fill, batch_size=batch_size))
-    return batches if max_batches is None else gx.LimitIterDataset(batches, max_batches)
+    names, files = [""], [documents]
+    if isinstance(documents, HeldOutSources):
+        names, files = documents.names, documents.files
+    masking = token_masking(processor, config, objective)
+    found, drawn = [Records(own, reader) for own in files], None
+    if max_batches is not None:
+        drawn = sample(
+            found,
+            packing=config.packing,
+            batches=max_batches,
+            batch_size=batch_size,
+            seed=config.seed,
+        )
+        found = drawn.sources
+    batches = {}
+    for name, records in zip(names, found, strict=True):
+        packed = pack(
+            grain.MapDataset.source(records),
+            packing=config.packing,
+            seq_len=seq_len,
+            fields=reader.fields,
+            threads=_threads(reader),
+        )
+        packed = packed if landmarks is None else packed.map(ignored)
+        packed = _masked(packed, masking, config.seed)
+        fill = functools.partial(_fill, batch_size=batch_size)
+        batches[name] = packed.batch(batch_size, batch_fn=fill)
+    return Evaluation(batches, drawn)
 
 
 def _check_tokens(labels: int, too_long: int, bad: int, seq_len: int, documents: str) -> None:

@@ -1,8 +1,10 @@
 """Opens the training and held-out documents of a data configuration."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
 
 from bptjax.data.config import DataConfig, SourceConfig
 from bptjax.data.files import Document
@@ -33,6 +35,18 @@ class Mixture:
 Training = Sequence[Document] | Stream | Mixture
 
 
+class HeldOutSources(Documents):
+    """The held-out documents of several sources as one sequence.
+
+    Attributes:
+      names: short name of each source.
+    """
+
+    def __init__(self, files: Sequence[Sequence[Document]], names: Sequence[str]):
+        super().__init__(files)
+        self.names = names
+
+
 def count(documents: Training) -> str:
     """Formats the number of documents for messages."""
     if isinstance(documents, Mixture):
@@ -44,9 +58,10 @@ def open_split(config: DataConfig) -> tuple[Training, Sequence[Document]]:
     """Opens the training and the held-out documents. The former are a `Mixture` if `data.sources`
     is set.
 
-    Without `data.eval_path`, `data.eval_fraction` of each source is held out, and all held-out
-    documents are evaluated together. For a stream, up to about `stream.HELD_OUT` records near the
-    beginning of its files are held out. There are none if the fraction is 0.
+    Without `data.eval_path`, `data.eval_fraction` of each source is held out, and the held-out
+    documents are `HeldOutSources` if there are several sources. For a stream, up to about
+    `stream.HELD_OUT` records near the beginning of its files are held out. There are none if the
+    fraction is 0.
 
     Raises:
       ValueError: no path, or documents that cannot be opened.
@@ -70,7 +85,16 @@ def open_split(config: DataConfig) -> tuple[Training, Sequence[Document]]:
         return train[0], held_out[0]
     weights = [source.weight for source in config.sources]
     names = [source.name for source in config.sources]
-    return Mixture(train, names, weights), Documents(held_out)
+    own = HeldOutSources(held_out, short_names(names)) if len(held_out) > 1 else held_out[0]
+    return Mixture(train, names, weights), own
+
+
+def short_names(names: Sequence[str]) -> list[str]:
+    """Shortens names of sources, which hold paths, for metrics: to names of files and directories,
+    with a number if they are equal."""
+    short = [", ".join(Path(path).name for path in name.split(", ")) for name in names]
+    again = Counter(short)
+    return [f"{one} ({n})" if again[one] > 1 else one for n, one in enumerate(short, 1)]
 
 
 def _open(config: DataConfig, key: str, source: SourceConfig) -> Documents | Stream:

@@ -229,13 +229,15 @@ def _figures(
 
 def _evaluations(records: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]] | None:
     """Returns the heads and the rows of the table of evaluations; None if there are none."""
-    names = [n for n in ("eval/loss", "eval/exact_match") if any(n in r for r in records)]
-    rows = [
-        [f"{r['step']:,}", *("not finite" if r.get(n) is None else f"{r[n]:.4f}" for n in names)]
-        for r in records
-        if "eval/loss" in r
-    ]
+    evaluations = [r for r in records if "eval/loss" in r]
+    names = list(dict.fromkeys(n for r in evaluations for n in r if n.startswith("eval/")))
+    rows = [[f"{r['step']:,}", *(_cell(r.get(n, "")) for n in names)] for r in evaluations]
     return (["step", *names], rows) if rows else None
+
+
+def _cell(value: float | str | None) -> str:
+    """Formats a value of metrics.jsonl, in which null is not finite."""
+    return "not finite" if value is None else value if isinstance(value, str) else f"{value:.4f}"
 
 
 def _memory(

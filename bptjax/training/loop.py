@@ -302,16 +302,14 @@ class TrainLoop:
         if not len(self.run.held_out):
             return
         progress = self.logs.progress
-        total, batches = self.run.eval_total, self.run.eval_total
-        text = f"step {self.done}: evaluating on "
-        if self.run.eval_is_partial:
-            batches = self.run.config.train.eval_batches or total
-            text += f"{batches:,} of {total:,} batches; train.eval_batches: null evaluates all"
-        else:
-            text += plural(total, "batch", "es")
+        total, drawn = self.run.eval_total, self.run.evaluation.sample
+        text = f"step {self.done}: evaluating on {plural(total, 'batch', 'es')}"
+        if drawn is not None and not drawn.complete:
+            text += f", a sample of {drawn.documents:,} of {len(self.run.held_out):,} held-out "
+            text += "documents; train.eval_batches: null evaluates all"
         progress.log(text)
-        with Progress("evaluating", batches, progress.status) as shown:
-            found = self._evaluate(self.state.model, self.run.eval_batches(), shown.advance)
+        with Progress("evaluating", total, progress.status) as shown:
+            found = self._evaluate(self.state.model, self.run.evaluation.sources, shown.advance)
         loss = found["eval/loss"]
         if self.done:
             self.best.add(self.done, loss)

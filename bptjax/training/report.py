@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -47,12 +47,8 @@ def export_adapter(run: TrainingRun, state: TrainState, log: Log) -> None:
 def log_summary(run: TrainingRun, state: TrainState, sample: str, log: Log) -> list[str]:
     """Draws the loss curve; logs the held-out loss, the sources, the sample and the files. Returns
     the lines about the held-out loss and the sources."""
-    losses = [
-        math.nan if r["eval/loss"] is None else r["eval/loss"]
-        for r in read_metrics(run.directory / "metrics.jsonl")
-        if "eval/loss" in r
-    ]
-    held_out, sources = _held_out_loss(run, losses) if losses else [], []
+    records = [r for r in read_metrics(run.directory / "metrics.jsonl") if "eval/loss" in r]
+    held_out, sources = _held_out_loss(run, records) if records else [], []
     if shares := run.batches.token_shares():
         weights = [source.weight for source in run.config.data.sources]
         each = zip(run.config.data.sources, shares, weights, strict=True)
@@ -68,10 +64,14 @@ def log_summary(run: TrainingRun, state: TrainState, sample: str, log: Log) -> l
     return held_out + sources
 
 
-def _held_out_loss(run: TrainingRun, losses: list[float]) -> list[str]:
-    """Formats the held-out loss before and after training: for bytes in bits, with baselines; for
-    other tokens in nats; with a warning if it rose."""
-    config, before, after = run.config, losses[0], losses[-1]
+def _held_out_loss(run: TrainingRun, records: list[dict[str, Any]]) -> list[str]:
+    """Formats the held-out loss of the first and the last evaluation: for bytes in bits, with
+    baselines; for other tokens in nats, by source if there are several; with a warning if it
+    rose."""
+    losses, config = _values(records, "eval/loss"), run.config
+    before, after = losses[0], losses[-1]
+    # The first records of a resumed run may be lost.
+    then = "before training" if records[0]["step"] == 0 else f"at step {records[0]['step']:,}"
     complete = not run.eval_is_partial and run.check.held_out.complete
     complete &= run.objective == "next_token"
     texts = list(readable(run.held_out, config.data.bad_records)) if complete else []
@@ -82,26 +82,33 @@ def _held_out_loss(run: TrainingRun, losses: list[float]) -> list[str]:
         baselines = byte_baselines(texts)
         lines = [
             f"held-out text: {size:,} bytes",
-            f"bits per byte: {first:.3f} before training, {last:.3f} after",
+            f"bits per byte: {first:.3f} {then}, {last:.3f} after",
             "baselines on the same bytes: "
             + ", ".join(f"{name} {x:.3f}" for name, x in baselines.items()),
         ]
     else:
-        number = config.train.eval_batches if run.eval_is_partial else None
-        limit = f" (first {plural(number, 'batch', 'es')})" if number else ""
+        limit = f" (sample of {plural(run.eval_total, 'batch', 'es')})" * run.eval_is_partial
         unit = "document" if run.objective == "class" else "token"
         unit = unit if run.spec.model.image_size is None else "image"
-        lines = [
-            f"held-out nats per {unit}{limit}: {before:.4f} before training, {after:.4f} after"
-        ]
+        lines = [f"held-out nats per {unit}{limit}: {before:.4f} {then}, {after:.4f} after"]
+    for name in (name for name in records[-1] if name.startswith("eval/loss/")):
+        own = _values(records, name)
+        lines.append(
+            f"  {name.removeprefix('eval/loss/')}: {own[0]:.4f} {then}, {own[-1]:.4f} after"
+        )
     if not after <= before:  # True if a loss is NaN, too.
         best = min(filter(math.isfinite, losses), default=math.nan)
         lines.append(
-            f"warning: held-out loss rose from {before:.4f} before training to {after:.4f} after "
+            f"warning: held-out loss rose from {before:.4f} {then} to {after:.4f} after "
             f"it (best {best:.4f}): lower optimizer.learning_rate="
             f"{config.optimizer.learning_rate:g}, or train for fewer steps if it overfits"
         )
     return lines
+
+
+def _values(records: list[dict[str, Any]], name: str) -> list[float]:
+    """Returns the values of a metric in the records that have it."""
+    return [math.nan if r[name] is None else r[name] for r in records if name in r]
 
 
 def _log_files(run: TrainingRun, step: int, log: Log) -> None:

@@ -5,7 +5,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,10 @@ from bptjax.data.chat import Chat
 from bptjax.data.check import DataCheck
 from bptjax.data.encode import prompt_and_answer
 from bptjax.data.images import ImageProcessor
-from bptjax.data.loader import Processor, data_check, eval_loader, train_loader
+from bptjax.data.loader import Evaluation, Processor, data_check, eval_loader, train_loader
 from bptjax.data.records import readable
+from bptjax.data.sample import SEARCHED, random_order
+from bptjax.data.text import Subset
 from bptjax.data.tokenizer import Tokenizer, token_id
 from bptjax.execution import ExecutionConfig
 from bptjax.hf.checkpoint import SIDECARS, copy_sidecar_files
@@ -102,8 +104,10 @@ class TrainingRun:
     def directory(self) -> Path:
         return Path(os.path.expanduser(self.config.run_dir))
 
-    def eval_batches(self) -> Any:
-        """Returns the held-out batches `[B, T]` in fixed order, up to train.eval_batches."""
+    @cached_property
+    def evaluation(self) -> Evaluation:
+        """The held-out batches `[B, T]`: all, or a sample of train.eval_batches. Reads the
+        documents of the sample."""
         return eval_loader(
             self.held_out,
             self.processor,
@@ -118,16 +122,17 @@ class TrainingRun:
 
     @property
     def eval_total(self) -> int:
-        """Number of batches that hold all held-out data, known in process 0. An estimate until all
-        records are checked."""
+        """Number of batches of an evaluation. Without a sample it is known in process 0, and an
+        estimate until all records are checked."""
+        if self.evaluation.sample is not None:
+            return self.evaluation.sample.batches
         sequences = self.check.held_out.epoch(self.config.data.packing) or 0
         return -(-sequences // self.spec.micro_batch_size)
 
     @property
     def eval_is_partial(self) -> bool:
         """Whether train.eval_batches leaves out held-out data."""
-        limit = self.config.train.eval_batches
-        return limit is not None and limit < self.eval_total
+        return self.evaluation.sample is not None and not self.evaluation.sample.complete
 
 
 @translate_peer_errors()
@@ -341,15 +346,17 @@ def _count_epoch(run: TrainingRun) -> TrainingRun:
 def _eval_prompts(
     config: Config, model: ModelConfig, data: RunData
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Returns (prompt, answer) of the first `train.num_eval_generations` held-out chats. They are
-    tokenized now, so that a bad chat fails at the start and not at the first evaluation.
+    """Returns (prompt, answer) of `train.num_eval_generations` held-out chats, in random order.
+    They are tokenized now, so that a bad chat fails at the start and not at the first evaluation.
 
     Raises:
       ValueError: the held-out documents are not chats, or exceed the model's positions.
     """
     number = config.train.num_eval_generations
-    chats = list(islice(readable(data.held_out, config.data.bad_records), number))
-    if number and not all(isinstance(chat, Chat) for chat in chats or [None]):
+    order = random_order(len(data.held_out), config.data.seed)[: SEARCHED if number else 0]
+    found = readable(Subset(data.held_out, order), config.data.bad_records)
+    chats = list(islice((one for one in found if isinstance(one, Chat)), number))
+    if number and len(data.held_out) and not chats:
         raise ValueError(
             f"train.num_eval_generations={number}: must go with held-out chats; see data.format "
             "and data.eval_fraction"

@@ -368,9 +368,10 @@ def random_batch(spec: TrainSpec) -> Batch:
 
 def evaluator(
     spec: TrainSpec,
-) -> Callable[[Transformer, Any, Callable[[], None]], dict[str, float]]:
-    """Returns a function from a model and batches `[B, T]` to metrics: the mean loss per token, in
-    nats, and of a classifier the accuracy.
+) -> Callable[..., dict[str, float]]:
+    """Returns a function from a model and the batches `[B, T]` of each source to metrics: the mean
+    loss per token over all sources, in nats, and of a classifier the accuracy; with several
+    sources, also the mean loss of each source that has labels.
 
     Its third argument is called after each finished batch but the last. At most two batches are in
     flight, so that batches do not fill the device's memory.
@@ -382,19 +383,26 @@ def evaluator(
         losses = loss_sums(spec, model, batch, None, 0.0)
         return losses.loss, losses.correct, (batch["labels"] != -100).sum()
 
-    def evaluate(model, batches, progress=lambda: None):
-        sums = []
+    def evaluate(model, sources, progress=lambda: None):
+        sums, names = [], []
         with jax.set_mesh(spec.mesh):
-            for batch in batches:
-                sums.append(one(model, spec.layout.put(batch)))
-                if len(sums) > 1:
-                    jax.block_until_ready(sums[-2])
-                    progress()
-        each = (jax.device_get(x) for x in zip(*sums, strict=True))
+            for name, batches in sources.items():
+                for batch in batches:
+                    sums.append(one(model, spec.layout.put(batch)))
+                    names.append(name)
+                    if len(sums) > 1:
+                        jax.block_until_ready(sums[-2])
+                        progress()
+        each = [jax.device_get(x) for x in zip(*sums, strict=True)]
         loss, correct, count = (float(np.sum(x, dtype=np.float64)) for x in each)
         found = {"eval/loss": loss / max(count, 1.0)}
         if spec.model.objective == "class":
             found["eval/accuracy"] = correct / max(count, 1.0)
+        for source in sources if len(sources) > 1 else ():
+            own = np.array(names) == source
+            loss, _, count = (np.sum(np.array(x)[own], dtype=np.float64) for x in each)
+            if count:
+                found[f"eval/loss/{source}"] = float(loss / count)
         return found
 
     return evaluate

@@ -218,6 +218,9 @@ def test_batches(folder, tmp_path):
     evaluated = list(eval_loader(held_out, processor(folder), config, **how, batch_size=3))
     labels = np.concatenate([batch["labels"] for batch in evaluated])
     assert sorted(labels[labels >= 0].tolist()) == sorted(NAMES.index(x.name) for x in held_out)
+    # Not the first images, which are of one class.
+    (batch,) = eval_loader(held_out, processor(folder), config, **how, batch_size=3, max_batches=1)
+    assert len(np.unique(batch["labels"][batch["labels"] >= 0])) > 1
 
 
 def without_text(folder):

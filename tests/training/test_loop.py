@@ -197,14 +197,14 @@ def test_start_and_evaluation_log_their_work(arguments, tmp_path, capsys, monkey
         "reading data",
         "checking the records",
         "model: initializing",
-        "step 0: evaluating on 1 of ",
+        "step 0: evaluating on 1 batch, a sample of ",
         "compiling the step for 1 × 2 sequences of 32 tokens",
         "compiled in ",
     )
     found = [next(i for i, line in enumerate(lines) if line.startswith(w)) for w in wanted]
     assert found == sorted(found)
-    assert " batches; train.eval_batches: null evaluates all" in lines[found[4]]
-    assert any(line.startswith("held-out nats per token (first 1 batch): ") for line in lines)
+    assert " documents; train.eval_batches: null evaluates all" in lines[found[4]]
+    assert any(line.startswith("held-out nats per token (sample of 1 batch): ") for line in lines)
     (warning,) = [line for line in lines if line.startswith("warning")]
     assert "wandb failed (" in warning and warning.endswith("; the run continues without it")
     # What is left out is not reported as bits per byte of all.
