@@ -28,6 +28,7 @@ from bptjax.models.architecture import new_model
 from bptjax.models.config import ModelConfig
 from bptjax.models.params import Index, resize_param
 from bptjax.output import atomic_directory
+from bptjax.parallel.mesh import select_devices
 from bptjax.pretrained import Pretrained, open_pretrained, resolve_checkpoint
 from bptjax.progress import Progress
 from bptjax.quantized_kernels import linear_kernels
@@ -267,6 +268,7 @@ def run(args: Namespace) -> int:
     verify = args.way != "export-adapter" and args.verify
     if verify and importlib.util.find_spec("torch") is None:
         raise ValueError("--verify: must have torch, which is not installed; pip install torch")
+    select_devices("cpu")
     notes: list[str] = []
     if args.way == "hf-to-bptjax":
         model = to_bptjax(args.source, args.out)

@@ -28,6 +28,7 @@ from bptjax.data.records import readable
 from bptjax.data.tokenizer import Tokenizer, token_id
 from bptjax.metrics import printable
 from bptjax.models.attention_pattern import AttentionPattern, find_tokens
+from bptjax.parallel.mesh import select_devices
 from bptjax.training.data import RunData, open_data
 from bptjax.training.notes import describe_adapter
 
@@ -249,6 +250,7 @@ def main(argv: list[str] | None = None) -> int:
 
     def command(argv: list[str]) -> int:
         config = parse(argv, DESCRIPTION, PreviewConfig, "preview")
+        select_devices("cpu")
         preview(config, Console(highlight=False))
         return 0
 
