@@ -1,10 +1,13 @@
 """Hugging Face tokenizers."""
 
+import contextlib
 import copy
 import itertools
 import json
+import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -14,6 +17,9 @@ from bptjax.json_files import read_json
 from bptjax.lazy_imports import transformers
 
 GENERATION = "generation_config.json"
+# Class of a panic of Rust, which has no module to import it from.
+PANIC = "PanicException"
+CANNOT_ENCODE = "the tokenizer cannot encode the text"
 
 
 class HFTokenizer:
@@ -27,18 +33,13 @@ class HFTokenizer:
 
     def __init__(self, directory: str | Path, limit: int | None = None, prefix: str = ""):
         tokenizers = transformers().AutoTokenizer
-        try:
+        refusal = f"{prefix}{str(directory)!r}: must hold a Hugging Face tokenizer"
+        # Invalid files can raise any exception, such as KeyError.
+        with _without_report(), _faults(refusal):
             found: Any = tokenizers.from_pretrained(
                 str(directory), local_files_only=True, trust_remote_code=False
             )
             bare, around = found.encode("a", add_special_tokens=False), found.encode("a")
-        # Invalid files can raise any exception, such as KeyError, or a panic of Rust.
-        except BaseException as error:
-            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-                raise
-            raise ValueError(
-                f"{prefix}{str(directory)!r}: must hold a Hugging Face tokenizer"
-            ) from error
         self._tokenizer: Any = found
         files = Path(directory) / "chat_template.jinja", Path(directory) / "tokenizer_config.json"
         self.template_file = files[0] if files[0].exists() else files[1]
@@ -62,10 +63,11 @@ class HFTokenizer:
         if max(around, default=0) >= 2**31:
             raise ValueError(f"{directory}: token ids must be less than 2^31, not {max(around)}")
         self.prefix = np.array(around[: next(starts, 0)], np.int32)
-        start = "".join(found.convert_ids_to_tokens(self.prefix.tolist()))
-        # Some tokenizers put a space before a text's first word, but not after a special token.
-        joined = found.encode(f"{start} a", add_special_tokens=False)
-        plain = found.encode(f"{start}a", add_special_tokens=False)
+        with _without_report(), _faults(refusal):
+            start = "".join(found.convert_ids_to_tokens(self.prefix.tolist()))
+            # Some tokenizers put a space before a text's first word, but not after a special token.
+            joined = found.encode(f"{start} a", add_special_tokens=False)
+            plain = found.encode(f"{start}a", add_special_tokens=False)
         wanted = [*self.prefix.tolist(), *bare]
         self.start_text = f"{start} " if start and joined == wanted != plain else start
 
@@ -88,16 +90,18 @@ class HFTokenizer:
         return found
 
     def encode(self, text: str) -> np.ndarray:
-        return self._checked(
-            self._tokenizer.encode(_scalar_values(text), verbose=False, add_special_tokens=False)
-        )
+        text = _scalar_values(text)
+        with _faults(CANNOT_ENCODE, cause=True):
+            ids = self._tokenizer.encode(text, verbose=False, add_special_tokens=False)
+        return self._checked(ids)
 
     def encode_prompt(self, text: str) -> np.ndarray:
         return np.concatenate([self.prefix, self.encode(text)])
 
     def encode_pair(self, text: str, pair: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         self._check_fast("the text of each token of a pair")
-        found = self._tokenizer(_scalar_values(text), _scalar_values(pair), verbose=False)
+        with _faults(CANNOT_ENCODE, cause=True):
+            found = self._tokenizer(_scalar_values(text), _scalar_values(pair), verbose=False)
         ids = self._checked(found["input_ids"])
         # Tokenizers of models without an embedding of types give none.
         types = np.array(found.get("token_type_ids", np.zeros(len(ids))), np.int32)
@@ -114,7 +118,7 @@ class HFTokenizer:
     def _checked(self, ids: Sequence[int]) -> np.ndarray:
         found = np.array(ids, np.int64)  # A damaged file may hold ids of more than 31 bits.
         if found.max(initial=0) >= self.vocab_size:
-            token = self._tokenizer.decode([found.max()])
+            token = self.decode([found.max()])
             raise ValueError(
                 f"token {token!r}: must be in the model's vocabulary of {self.vocab_size}"
             )
@@ -123,9 +127,10 @@ class HFTokenizer:
     def _offsets(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Returns the ids, and the start and the end of each token in characters."""
         self._check_fast("the characters of each token")
-        found = self._tokenizer(
-            text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
-        )
+        with _faults(CANNOT_ENCODE, cause=True):
+            found = self._tokenizer(
+                text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+            )
         starts, stops = np.array(found["offset_mapping"], np.int64).reshape(-1, 2).T
         return self._checked(found["input_ids"]), starts, stops
 
@@ -162,7 +167,8 @@ class HFTokenizer:
         return {i: token for token, i in self._tokenizer.get_vocab().items()}
 
     def decode(self, ids: Iterable[int]) -> str:
-        return self._tokenizer.decode([int(i) for i in ids])
+        with _faults("the tokenizer cannot decode the tokens", cause=True):
+            return self._tokenizer.decode([int(i) for i in ids])
 
     def save(self, directory: str | Path) -> None:
         """Writes the tokenizer with its chat template, and generation_config.json with the stop
@@ -173,6 +179,51 @@ class HFTokenizer:
         config |= {"eos_token_id": ends} if self.stop_ids else {}
         if config:
             (Path(directory) / GENERATION).write_text(json.dumps(config, indent=2) + "\n")
+
+
+@contextlib.contextmanager
+def _faults(message: str, cause: bool = False) -> Iterator[None]:
+    """Raises a ValueError with this message for any error of the tokenizers library: its panics of
+    Rust are no `Exception`, and its other errors are nothing more.
+
+    Args:
+      cause: add the message of the library.
+    """
+    try:
+        yield
+    except MemoryError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != PANIC:
+            raise
+        text = f": {' '.join(str(error).split())}" if cause else ""
+        raise ValueError(message + text) from error
+
+
+@contextlib.contextmanager
+def _without_report() -> Iterator[None]:
+    """Leaves out of stderr the report of a panic, which Rust writes to its file descriptor. Not for
+    encoding: meanwhile, a crash of the process could not say why."""
+    try:
+        kept = os.dup(2)
+    except OSError:  # There is no stderr.
+        yield
+        return
+    held, panicked = os.memfd_create("stderr"), False
+    sys.stderr.flush()
+    os.dup2(held, 2)
+    try:
+        yield
+    except ValueError as error:
+        panicked = type(error.__cause__).__name__ == PANIC
+        raise
+    finally:
+        sys.stderr.flush()
+        os.dup2(kept, 2)
+        with os.fdopen(kept, "wb"), os.fdopen(held, "rb") as file:
+            file.seek(0)
+            if not panicked and (text := file.read()):
+                os.write(2, text)
 
 
 def _generation_config(directory: Path) -> dict[str, Any] | None:
