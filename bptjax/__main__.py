@@ -1,8 +1,13 @@
 """`python -m bptjax COMMAND …`: the same as `bptjax COMMAND …`."""
 
 import sys
+from pathlib import Path
 
-from bptjax.cli import main
+# Python searches the current directory first, which may be one that others have written.
+if not sys.flags.safe_path and Path(sys.path[0]) != Path(__file__).parents[1]:
+    del sys.path[0]
+
+from bptjax.cli import main  # noqa: E402
 
 if __name__ == "__main__":
     sys.exit(main())

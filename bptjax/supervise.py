@@ -2,7 +2,6 @@
 lost peer or a hang. This process does not import JAX."""
 
 import json
-import os
 import signal
 import socket
 import statistics
@@ -17,6 +16,7 @@ from datetime import datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from bptjax.child_python import python_environment
 from bptjax.command_line import plural
 from bptjax.heartbeat import BEAT, DIRECTORY, ERROR, RUN_DIR, STACKS
 from bptjax.metrics import append_log
@@ -151,7 +151,7 @@ class Supervisor:
         # In a process group of its own, so that Ctrl-C reaches it once, from here.
         self._child = subprocess.Popen(
             self._command,
-            env=os.environ | {DIRECTORY: str(self._shared)},
+            env=python_environment() | {DIRECTORY: str(self._shared)},
             stdin=subprocess.DEVNULL,
             process_group=0,
         )

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bptjax.child_python import PYTHON
 from bptjax.command_line import end_imports_at_interrupts, make_callable, run_command
 from bptjax.heartbeat import beat, dump_stacks_on_signal, record_run_dir
 from bptjax.output import explain_full_disk
@@ -98,7 +99,7 @@ def main(argv: list[str] | None = None) -> int:
         from bptjax.supervise import supervise
 
         rest = (word for word in argv if word != SUPERVISE[0])
-        command = [sys.executable, "-m", "bptjax.train", *rest]
+        command = [*PYTHON, "-m", "bptjax.train", *rest]
         return run_command(lambda _: supervise(command), argv)
     dump_stacks_on_signal()
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)

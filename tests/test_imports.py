@@ -19,6 +19,7 @@ FLOORS = {
         "parallel",
         "data",
         "command_line",
+        "child_python",
         "progress",
         "heartbeat",
         "output",

@@ -15,6 +15,8 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from bptjax.child_python import PYTHON, python_environment
+
 # Limits of one rendering: seconds of CPU time, bytes of memory beyond the process without a
 # template, and characters of text: as many as these and TEXT_FACTOR times the text of the request.
 SECONDS: float = 10
@@ -102,16 +104,13 @@ class Renderer:
     def _started(self) -> Any:
         # A forked process must not share the pipes.
         if self._process is None or self._owner != os.getpid():
-            environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-            # With -P, neither this file's directory nor the current one is searched for modules.
-            command = [sys.executable, "-P", __file__]
             self._process = subprocess.Popen(
-                command,
+                [*PYTHON, __file__],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 bufsize=0,
-                env=environment,
+                env=python_environment(),
             )
             self._owner = os.getpid()
             atexit.register(_end, self._process, self._owner)
