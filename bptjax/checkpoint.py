@@ -20,6 +20,7 @@ from jax.experimental import multihost_utils
 from bptjax.checkpoint_files import (
     BEST,
     HALF_WRITTEN,
+    check_step,
     clear_half_written,
     damage,
     set_aside,
@@ -113,10 +114,10 @@ class Checkpoints:
     """The checkpoints of one run, `<run_dir>/checkpoints/<step>/`.
 
     A checkpoint holds `state` (arrays by the path of the leaf), `meta` (JSON) and a manifest with
-    the CRC-32 of every file, because orbax does not notice a flipped byte. A directory gets its
-    final name when all files are on disk; older checkpoints are deleted afterwards. Each process
-    writes the arrays of its own devices into one shared directory, and process 0 decides which
-    checkpoint all processes restore.
+    its step and the CRC-32 of every file, because orbax does not notice a flipped byte. A directory
+    gets its final name when all files are on disk; older checkpoints are deleted afterwards. Each
+    process writes the arrays of its own devices into one shared directory, and process 0 decides
+    which checkpoint all processes restore.
 
     Nothing is written before the first `save`, which removes half-written directories and renames
     checkpoints newer than the restored step (damaged or superseded) to `<step>.aside<n>`.
@@ -204,7 +205,8 @@ class Checkpoints:
         mesh. Skips half-written and damaged checkpoints with a warning.
 
         Raises:
-          ValueError: the trees, shapes or dtypes differ, or there is no checkpoint of `step`.
+          ValueError: the trees, shapes or dtypes differ, there is no checkpoint of `step`, or the
+            checkpoint was renamed.
           DamagedCheckpointError: all checkpoints are damaged, or the checkpoint of `step` is.
         """
         if self._copies:
@@ -239,6 +241,7 @@ class Checkpoints:
             raise ValueError(f"step {step}: must be one of {finished} in {self.directory}")
         for found in finished[::-1] if step is None else [step]:
             if not (fault := damage(self.directory / str(found))):
+                check_step(self.directory / str(found))
                 if skipped:
                     log.warning("%s: %s; using step %d", self.directory, "; ".join(skipped), found)
                 return found

@@ -1,6 +1,7 @@
 """Names, checksums and removal of the directories that hold one checkpoint each."""
 
 import json
+import re
 import shutil
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +10,8 @@ from itertools import count
 from pathlib import Path
 
 MANIFEST = "manifest.json"
+# Key of the manifest beside the names of files, all of which hold a slash.
+STEP = "step"
 BEST = "best.json"
 # Suffix of the names that orbax gives.
 HALF_WRITTEN = ".orbax-checkpoint-tmp"
@@ -20,8 +23,9 @@ def steps_in(directory: Path, suffix: str = "") -> list[int]:
     Args:
       suffix: of the names; `HALF_WRITTEN` for checkpoints that are not finished, or half removed.
     """
-    names = [path.name for path in directory.glob(f"*{suffix}")]
-    return sorted(int(n) for name in names if (n := name.removesuffix(suffix)).isdecimal())
+    names = [path.name.removesuffix(suffix) for path in directory.glob(f"*{suffix}")]
+    # Of at most 9 digits, because steps are int32.
+    return sorted(int(name) for name in names if re.fullmatch("0|[1-9][0-9]{,8}", name))
 
 
 def set_aside(path: Path) -> None:
@@ -33,8 +37,9 @@ def set_aside(path: Path) -> None:
 def clear_half_written(path: Path) -> Path:
     """Returns the name of a checkpoint before it is finished, and removes what has that name."""
     hidden = path.with_name(path.name + HALF_WRITTEN)
-    if hidden.exists():
+    if hidden.is_dir():
         shutil.rmtree(hidden)
+    hidden.unlink(missing_ok=True)
     return hidden
 
 
@@ -44,21 +49,43 @@ def discard(path: Path) -> None:
 
 
 def write_manifest(path: Path) -> None:
-    """Writes the CRC-32 of every file of a checkpoint."""
+    """Writes the step of a checkpoint that is not finished, and the CRC-32 of its every file."""
     files = [str(f.relative_to(path)) for f in path.glob("*/**/*") if f.is_file()]
-    (path / MANIFEST).write_text(json.dumps(_checksums(path, files), indent=1))
+    wanted = {STEP: int(path.name.removesuffix(HALF_WRITTEN))} | _checksums(path, files)
+    (path / MANIFEST).write_text(json.dumps(wanted, indent=1))
+
+
+def check_step(directory: Path) -> None:
+    """Checks that an intact checkpoint is of the step of its name. Earlier versions of bptjax wrote
+    no step into the manifest.
+
+    Raises:
+      ValueError: it was renamed.
+    """
+    saved = json.loads((directory / MANIFEST).read_text()).get(STEP, directory.name)
+    if str(saved) != directory.name:
+        raise ValueError(renamed(directory, saved))
+
+
+def renamed(directory: Path, saved: object) -> str:
+    """Formats the error of a checkpoint whose name is not its step."""
+    step = directory.name
+    return f"{directory}: must hold the checkpoint of step {step}, not of step {saved}; rename it"
 
 
 def damage(directory: Path) -> str:
     """Returns the damage of a finished checkpoint, or an empty text."""
     try:
         wanted = json.loads((directory / MANIFEST).read_text())
-        if not wanted or not isinstance(wanted, dict):
+        if not isinstance(wanted, dict) or not wanted.keys() - {STEP}:
             return f"{MANIFEST} lists no files"
+        wanted.pop(STEP, None)
         if any(".." in Path(name).parts or Path(name).is_absolute() for name in wanted):
             return f"{MANIFEST} lists files elsewhere"
+        if strange := [name for name in wanted if not (directory / name).is_file()]:
+            return f"no file: {strange[0]}"
         found = _checksums(directory, list(wanted))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         return f"{MANIFEST}: {error}"
     changed = [file for file in wanted if found[file] != wanted[file]]
     return f"wrong checksum: {changed[0]}" if changed else ""

@@ -1,21 +1,31 @@
-"""Symbolic links in directories that others have written."""
+"""Links, special files and names of files in directories that others have written."""
 
+import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-# Directories of a model or a run whose files are read too.
-INNER = "hf", "checkpoints", "additional_chat_templates"
+# Directories of a model or a run whose files are read or written too.
+INNER = "hf", "checkpoints", "additional_chat_templates", "profile", "stacks"
+# Files of a model whose keys transformers takes for names of files, and the keys that it so takes.
+NAMING = "tokenizer_config.json", "special_tokens_map.json", "config.json"
+NAMES = "_file", "_files", "vocab", "merges", "init_inputs"
+# Old tokenizers hold the path that their author had. transformers does not read it.
+IGNORED = "special_tokens_map_file"
 
 
 def check_links(directory: Path) -> None:
-    """Checks that no link in a model, tokenizer, adapter or run directory leads out of it.
+    """Checks that no link in a model, tokenizer, adapter or run directory leads out of it, that it
+    holds only files and directories, and that its configs name no file outside of it.
 
     A snapshot of the hub's cache, `models--owner--name/snapshots/…`, consists of links to files of
     `models--owner--name/blobs`, so its links may lead to all of `models--owner--name`. Other
     subdirectories than `INNER` are not searched.
 
     Raises:
-      ValueError: a link leads out of the directory; the error names both ends.
+      ValueError: a link or a name leads out of the directory, and the error names both ends; or
+        an entry is a pipe, a socket or a device.
     """
     root = Path(os.path.realpath(directory))
     for parent in root.parents:  # Also of a subdirectory of a snapshot.
@@ -29,6 +39,7 @@ def check_links(directory: Path) -> None:
         if real in seen or not os.path.isdir(real):
             continue
         seen.add(real)
+        _check_names(Path(here), root)
         with os.scandir(here) as entries:
             for entry in entries:
                 if entry.is_symlink():
@@ -38,5 +49,41 @@ def check_links(directory: Path) -> None:
                             f"{entry.path}: must not link to {target}, outside of {root}; put the "
                             "file itself there"
                         )
-                if here != directory and os.path.isdir(entry.path):
+                is_directory = os.path.isdir(entry.path)
+                # Opening a pipe waits for ever, and a device may have no end.
+                if not is_directory and os.path.exists(entry.path) and not entry.is_file():
+                    raise ValueError(f"{entry.path}: must be a file or a directory; remove it")
+                if here != directory and is_directory:
                     left.append(Path(entry.path))
+
+
+def _check_names(directory: Path, root: Path) -> None:
+    for name in NAMING:
+        file = directory / name
+        try:
+            found = json.loads(file.read_text()) if file.is_file() else {}
+        except (OSError, ValueError, RecursionError):  # Its reader says so.
+            continue
+        for key, text in _names(found):
+            # transformers opens some relative to the current directory.
+            for path in (directory / text, Path(text)):
+                if os.path.exists(path) and not os.path.isdir(path):
+                    target = Path(os.path.realpath(path))
+                    if not target.is_relative_to(root):
+                        raise ValueError(
+                            f"{file}: {key}={text!r}: must not name {target}, outside of {root}; "
+                            "remove the key"
+                        )
+
+
+def _names(tree: Any) -> Iterator[tuple[str, str]]:
+    """Yields the keys and the texts that transformers may take for names of files."""
+    left: list[tuple[str, Any]] = [("", tree)]
+    while left:
+        key, value = left.pop()
+        if isinstance(value, dict):
+            left += [(k if k.endswith(NAMES) else key, v) for k, v in value.items()]
+        elif isinstance(value, list):
+            left += [(key, item) for item in value]
+        elif isinstance(value, str) and key.endswith(NAMES) and key != IGNORED:
+            yield key, value

@@ -181,6 +181,47 @@ def test_damaged_newest_is_named_and_skipped(run, caplog, damage):
     assert "\n" not in record.getMessage()
 
 
+@pytest.mark.parametrize("step", [None, 30])
+def test_a_renamed_checkpoint_is_refused(run, step):
+    (run / "checkpoints" / "20").rename(run / "checkpoints" / "30")
+    with pytest.raises(
+        ValueError, match="/30: must hold the checkpoint of step 30, not of step 20"
+    ):
+        Checkpoints(run).restore(abstract(), step)
+    (run / "checkpoints" / "10").rename(run / "checkpoints" / "20")
+    (run / "checkpoints" / "30").rename(run / "checkpoints" / "10")
+    with pytest.raises(
+        ValueError, match="/20: must hold the checkpoint of step 20, not of step 10"
+    ):
+        Checkpoints(run).restore(abstract())
+
+
+def test_a_checkpoint_without_its_step_is_restored(run):
+    """Of an earlier version of bptjax."""
+    file = run / "checkpoints" / "20" / "manifest.json"
+    file.write_text(
+        json.dumps({k: v for k, v in json.loads(file.read_text()).items() if k != "step"})
+    )
+    assert Checkpoints(run).restore(abstract())[0] == 20
+
+
+@pytest.mark.parametrize("name", ["30", "30.orbax-checkpoint-tmp", "9" * 20, "020", "٣"])
+def test_other_files_are_no_checkpoints(run, name):
+    (run / "checkpoints" / name).touch()
+    checkpoints = Checkpoints(run)
+    assert checkpoints.restore(abstract())[0] == 20
+    checkpoints.save(30, make_state(30), {})
+    checkpoints.close()
+    assert Checkpoints(run).restore(abstract())[0] == 30
+
+
+def test_a_pipe_in_the_manifest_is_damage(run):
+    os.mkfifo(run / "checkpoints" / "20" / "pipe")
+    file = run / "checkpoints" / "20" / "manifest.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"pipe": 0}))
+    assert Checkpoints(run).restore(abstract())[0] == 10
+
+
 @pytest.mark.parametrize("damage", ["array flipped", "empty", "half-written"])
 def test_damaged_step_is_saved_again(run, caplog, damage):
     DAMAGE[damage](run / "checkpoints" / "20")

@@ -4,9 +4,12 @@ files."""
 import json
 import os
 import pickle
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
-from chats import loaded, raw_tokenizer
+from chats import TALK, loaded, raw_tokenizer
 from hf.conftest import llama  # noqa: F401
 
 from bptjax import convert, train
@@ -57,6 +60,27 @@ def test_code_beside_a_tokenizer_is_not_run(tmp_path, touched):
             assert "must hold a Hugging Face tokenizer" in str(error)
 
 
+@pytest.mark.parametrize(
+    "start", [["-m", "bptjax"], ["-c", "import sys, bptjax.cli as c; sys.exit(c.main())"]]
+)
+@pytest.mark.parametrize("flags", [[], ["--supervise"]])
+def test_modules_in_the_current_directory_are_not_imported(tmp_path, touched, start, flags):
+    """By the run, by the child of its supervisor, or by the process of the chat templates."""
+    model = tmp_path / "model"
+    loaded(raw_tokenizer("bytes", "{{ raise_exception('rendered and refused') }}"), model)
+    for name in ("yaml", "jsonargparse", "transformers", "numpy", "jinja2"):
+        (model / f"{name}.py").write_text(CODE.format(str(touched)))
+    line = json.dumps({"messages": TALK}) + "\n"
+    (model / "chats.jsonl").write_text(line * 9)
+    command = [sys.executable, *start, "train", *flags, "--data.path=chats.jsonl", "--device=cpu"]
+    command += ["--data.tokenizer=.", "--run_dir=run", "--data.eval_fraction=0"]
+    if start[0] == "-c":  # As the script that pip installs.
+        command[1:1] = ["-P"]
+    environment = os.environ | {"PYTHONPATH": str(Path(train.__file__).parents[1])}
+    done = subprocess.run(command, cwd=model, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2 and "rendered and refused" in done.stderr, done.stderr
+
+
 class Touch:
     def __init__(self, file):
         self.file = file
@@ -87,6 +111,38 @@ def test_a_class_that_is_no_model_is_not_called(llama, tmp_path, capsys):  # noq
     model = Pretrained(ModelConfig(causal=False, vocab_size=8), source=None)
     with pytest.raises(ValueError, match="architectures: must name a model, not 'pipeline'"):
         difference(directory, model)
+
+
+@pytest.mark.parametrize("key", ["fast_tokenizer_files", "merges_file", "gguf_file", "vocab"])
+def test_names_out_of_a_tokenizers_directory_are_refused(tmp_path, key):
+    directory = tmp_path / "tokenizer"
+    loaded(raw_tokenizer("bytes"), directory)
+    file = directory / "tokenizer_config.json"
+    raw = json.loads(file.read_text())
+    (directory / "tokenizer.json").rename(tmp_path / "tokenizer.4.0.json")
+    for name in ("../tokenizer.4.0.json", str(tmp_path / "tokenizer.4.0.json")):
+        value = [name] if key.endswith("s") else name
+        for tree in ({key: value}, {"init_kwargs": [{key: value}]}):
+            file.write_text(json.dumps(raw | tree))
+            with pytest.raises(
+                ValueError, match=f"_config.json: {key}='.*must not name {tmp_path}"
+            ):
+                load_tokenizer(directory)
+    (tmp_path / "tokenizer.4.0.json").rename(directory / "tokenizer.json")
+    # A path of its author's machine.
+    file.write_text(json.dumps(raw | {"tokenizer_file": "/none/tokenizer.json"}))
+    assert load_tokenizer(directory).vocab_size
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "additional_chat_templates/a", "hf/a", "profile/a"]
+)
+def test_pipes_in_a_directory_are_refused(tmp_path, name):
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    os.mkfifo(path)
+    with pytest.raises(ValueError, match=f"{path}: must be a file or a directory"):
+        check_links(tmp_path)
 
 
 def linked(path, target):
@@ -146,7 +202,10 @@ def test_links_of_the_hubs_cache_are_followed_within_its_entry(llama, tmp_path):
         open_pretrained(ModelConfig(name_or_path=str(snapshot)))
 
 
-@pytest.mark.parametrize("name", ["log.txt", "hf/config.json", "checkpoints/3", "checkpoints/3/x"])
+@pytest.mark.parametrize(
+    "name",
+    ["log.txt", "hf/config.json", "checkpoints/3", "checkpoints/3/x", "profile/a/x", "stacks"],
+)
 def test_links_out_of_a_run_are_refused(tmp_path, capsys, name):
     (tmp_path / "secret").write_text("secret")
     (tmp_path / "text.txt").write_text("some text " * 50)

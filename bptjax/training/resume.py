@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from bptjax.checkpoint import Checkpoints
+from bptjax.checkpoint_files import renamed
 from bptjax.command_line import plural
 from bptjax.heartbeat import beat
 from bptjax.local_checkpoints import directory_id, local_directory, make_local_directory
@@ -87,7 +88,9 @@ def find_start(run: TrainingRun, checkpoints: Checkpoints) -> Start:
     restored = checkpoints.restore(checkpoint_view(spec, abstract_state(spec)))
     if restored is None:
         return Start(0, None, {})
-    start = Start(*restored)
+    start, saved = Start(*restored), int(restored[1].step)
+    if saved != start.step:
+        raise ValueError(renamed(checkpoints.directory / str(start.step), saved))
     if (saved := start.extra.get("rows", spec.global_batch_size)) != spec.global_batch_size:
         raise ValueError(
             f"global batch size: the checkpoint in {run.directory} has {saved}, this run "

@@ -1,7 +1,9 @@
 """The directory of a run: who may take it, and which keys and settings of a run stay."""
 
 import fcntl
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -33,6 +35,20 @@ def test_a_damaged_config_of_a_run_is_said(arguments, tmp_path, capsys):
         (tmp_path / "config.yaml").write_text(text)
         assert main([*arguments, "--run_dir", str(tmp_path)]) == 2
         assert "config.yaml is damaged" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_a_renamed_checkpoint_is_not_resumed(arguments, uninterrupted, tmp_path, capsys, old):
+    """Nor if it is of an earlier version, which wrote no step into the manifest."""
+    run_dir = shutil.copytree(uninterrupted, tmp_path / "run")
+    step = (run_dir / "checkpoints" / "20").rename(run_dir / "checkpoints" / "19")
+    if old:
+        manifest = json.loads((step / "manifest.json").read_text())
+        del manifest["step"]
+        (step / "manifest.json").write_text(json.dumps(manifest))
+    assert main([*arguments, f"--run_dir={run_dir}"]) == 2
+    error = f"error: {step}: must hold the checkpoint of step 19, not of step 20; rename it\n"
+    assert capsys.readouterr().err.endswith(error) and step.exists()
 
 
 @pytest.mark.parametrize(
