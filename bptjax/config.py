@@ -18,6 +18,8 @@ from bptjax.trackers import Name
 
 # The copy of the config in a run directory.
 FILE = "config.yaml"
+# train.max_steps if neither it nor train.epochs is set.
+DEFAULT_STEPS = 1000
 
 
 @dataclass(frozen=True)
@@ -250,7 +252,7 @@ def defaults(config: Config, platform: str | None = None) -> dict[str, Any]:
         "optimizer.weight_decay": 0.0 if fine_tuning else 0.1 * factor,
     }
     if config.train.epochs is None:
-        found["train.max_steps"] = 1000
+        found["train.max_steps"] = DEFAULT_STEPS
     if fine_tuning and optimizer.warmup_steps is None:
         found["optimizer.warmup_ratio"] = 0.03
     if not fine_tuning and optimizer.warmup_ratio is None:

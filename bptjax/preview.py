@@ -12,18 +12,19 @@ from rich.console import Console
 from rich.text import Text
 
 from bptjax.command_line import run_command
-from bptjax.config import Config
+from bptjax.config import DEFAULT_STEPS, Config
 from bptjax.config_parser import parse
 from bptjax.data.account import Account
 from bptjax.data.chat import Chat
+from bptjax.data.check import DataCheck
 from bptjax.data.config import DataConfig
 from bptjax.data.encode import IGNORED, encode
+from bptjax.data.examples import Example
 from bptjax.data.files import Document, Labeled, Location, TokenIds
 from bptjax.data.images import ImageProcessor
 from bptjax.data.landmarks import Landmarks, ignored
 from bptjax.data.loader import data_check, token_masking, train_loader
 from bptjax.data.marked import marked
-from bptjax.data.packing import Example
 from bptjax.data.records import readable
 from bptjax.data.tokenizer import Tokenizer, token_id
 from bptjax.metrics import printable
@@ -89,7 +90,7 @@ def preview(config: PreviewConfig, console: Console) -> None:
     check.run(config.seconds)
     console.rule("data")
     adapter = describe_adapter(config, data.pretrained)
-    steps = _steps(config, check.sequences_per_epoch)
+    steps = _steps(config, check)
     for line in (*check.lines(), *data.notes, *adapter, *steps):
         console.print(line, markup=False, soft_wrap=not console.is_terminal)
     for bad in check.bad[:3]:
@@ -127,15 +128,19 @@ def preview(config: PreviewConfig, console: Console) -> None:
         _print_sequence(i + 1, sequence, data, config.shown_tokens, console)
 
 
-def _steps(config: Config, sequences: int | None) -> list[str]:
-    """Formats the number of steps in an epoch on one device."""
-    train = config.train
+def _steps(config: Config, check: DataCheck) -> list[str]:
+    """Formats the number of steps in an epoch, and the passes over the data, on one device."""
+    train, sequences = config.train, check.sequences_per_epoch
     batch = train.per_device_train_batch_size * train.gradient_accumulation_steps
+    passes = check.describe_passes(
+        epochs=train.epochs, sequences=batch * (train.max_steps or DEFAULT_STEPS)
+    )
     if sequences is None:
-        return []
+        return passes
     return [
         f"steps: about {-(-sequences // batch):,} per epoch on one device, with a global batch "
-        f"size of {batch} ({batch * train.seq_len:,} tokens); divide by dp × fsdp × ep"
+        f"size of {batch} ({batch * train.seq_len:,} tokens); divide by dp × fsdp × ep",
+        *passes,
     ]
 
 

@@ -1,14 +1,51 @@
 """Counts the records, tokens, lengths, omissions and sequences per epoch of a data source."""
 
 import textwrap
+from array import array
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from bptjax.command_line import plural
-from bptjax.data.concat import Bins, Example, is_masked
+from bptjax.data.examples import Example, is_masked
 from bptjax.data.landmarks import ignored
-from bptjax.data.packing import PACKINGS, open_sequences
+from bptjax.data.packing import PACKINGS, Packer, buffer_sequences
 from bptjax.data.records import Record
+
+
+class Sizes(Sequence[list[Example]]):
+    """The examples of each record, of which only the lengths and the masks are right. An example
+    takes four bytes, and a record eight."""
+
+    def __init__(self):
+        self._lengths, self._ends = array("i"), array("q", [0])
+        self._text = np.zeros(1, np.int8)
+        self._masked = np.full(1, -100, np.int8)
+
+    def append(self, examples: Sequence[Example]) -> None:
+        for example in examples:
+            length = len(example["tokens"])
+            self._lengths.append(-length if is_masked(example) else length)
+            if length > len(self._text):
+                self._text = np.zeros(2 * length, np.int8)
+                self._masked = np.full(2 * length, -100, np.int8)
+        self._ends.append(len(self._lengths))
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    def __getitem__(self, index: int) -> list[Example]:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        return [
+            {
+                "tokens": self._text[: abs(n)],
+                "labels": (self._masked if n < 0 else self._text)[: abs(n)],
+            }
+            for n in self._lengths[self._ends[index] : self._ends[index + 1]]
+        ]
 
 
 @dataclass
@@ -33,8 +70,9 @@ class Account:
       first: the first example to train on.
       longest: tokens of the longest example, before it is truncated or dropped.
       lengths: number of examples to train on by length, rounded up to a power of two.
-      sequences: number of packed sequences in one epoch with each packing. The order of the records
-        can change it slightly, and random splits around their mean.
+      sizes: the examples' lengths; None if they are not kept.
+      sequences: number of packed sequences in one epoch with each packing, in the order of the
+        records; another order changes it slightly.
     """
 
     name: str
@@ -54,10 +92,15 @@ class Account:
     first: Example | None = field(default=None, compare=False)
     longest: int = 0
     lengths: Counter[int] = field(default_factory=Counter)
+    sizes: Sequence[list[Example]] | None = field(default_factory=Sizes, compare=False)
     _closed: Counter[str] = field(default_factory=Counter)
-    _open: dict[str, Bins] = field(default_factory=dict)
-    _text_tokens: int = 0
-    _random_pieces: float = 0.0
+
+    def __post_init__(self):
+        seeds, unit = (0,) if self.random_unit else None, self.random_unit or 1
+        limit = buffer_sequences(self.seq_len)
+        self._packers = {
+            name: Packer(name, self.seq_len, limit, seeds=seeds, unit=unit) for name in PACKINGS
+        }
 
     @property
     def complete(self) -> bool:
@@ -66,12 +109,9 @@ class Account:
 
     @property
     def sequences(self) -> dict[str, int]:
-        found = {name: self._closed[name] for name in PACKINGS}
-        for name, bins in self._open.items():
-            found[name] += len(bins.room)
-        found["concat"] += -(-self._text_tokens // self.seq_len)
-        found["none"] += round(self._random_pieces)
-        return found
+        return {
+            name: self._closed[name] + len(own.sequences) for name, own in self._packers.items()
+        }
 
     def padding(self, packing: str) -> float:
         """Returns the fraction of padding in the sequences of an epoch."""
@@ -92,6 +132,12 @@ class Account:
         self.too_long_tokens += record.removed_tokens
         self.unlabeled += record.unlabeled
         self.longest = max(self.longest, *record.too_long, 0)
+        if isinstance(self.sizes, Sizes):
+            self.sizes.append(record.examples)
+        for name, packer in self._packers.items():
+            packer.add(self.records, record.examples, None)
+            if packer.is_full:
+                self._closed[name] += len(packer.close(False))
         for example in record.examples:
             self.first = self.first or ignored(example)
             length = len(example["tokens"])
@@ -100,32 +146,22 @@ class Account:
             self.loss_tokens += int((example["labels"] >= 0).sum())
             self.longest = max(self.longest, length)
             self.lengths[1 << (length - 1).bit_length()] += 1
-            pieces = [self.seq_len] * (length // self.seq_len)
-            pieces += [length % self.seq_len] * (length % self.seq_len > 0)
-            self._closed["none"] += len(pieces)
-            if self.random_unit and length > self.seq_len:
-                # A first piece shorter than the last of full ones makes one piece more.
-                shorter = (pieces[-1] - 1) // self.random_unit
-                self._random_pieces += shorter / (self.seq_len // self.random_unit)
-            for piece in pieces:
-                self._place("best_fit", piece)
-            if is_masked(example):
-                self._place("concat", length)
-            else:
-                self._text_tokens += length
-
-    def _place(self, packing: str, length: int) -> None:
-        limit = open_sequences(self.seq_len)
-        bins = self._open.setdefault(packing, Bins(limit, self.seq_len))
-        if bins.find(length) is None:
-            self._closed[packing] += len(bins.room)
-            self._open[packing] = Bins(limit, self.seq_len)
-            self._open[packing].find(length)
 
 
-def describe(account: Account, *, packing: str, too_long: str, listed: bool = False) -> list[str]:
-    """Formats an account in lines of up to 80 columns, unless its name is long. For `listed`, see
-    `summary`."""
+def describe(
+    account: Account,
+    *,
+    packing: str,
+    too_long: str,
+    listed: bool = False,
+    epoch: int | None = None,
+) -> list[str]:
+    """Formats an account in lines of up to 80 columns, unless its name is long.
+
+    Args:
+      listed: as in `summary`.
+      epoch: exact number of sequences per epoch; left out, `Account.epoch` estimates it.
+    """
     a, lines = account, summary(account, too_long, listed)
     if not a.records or a.images:
         return lines
@@ -133,13 +169,19 @@ def describe(account: Account, *, packing: str, too_long: str, listed: bool = Fa
         shares = [f"{n / a.examples:.1%} to {size:,}" for size, n in sorted(a.lengths.items())]
         lines += _detail(f"lengths in tokens: {', '.join(shares)}; longest {a.longest:,}")
     others = [f"{other} {a.padding(other):.1%}" for other in PACKINGS if other != packing]
-    epoch = a.epoch(packing)
+    epoch = epoch or a.epoch(packing)
     if epoch is None:
         sequences = f"{plural(a.sequences[packing], 'sequence')} from these records"
     else:
         sequences = f"{'' if a.complete else 'about '}{plural(epoch, 'sequence')} per epoch"
     padding = f"{a.padding(packing):.1%} padding ({', '.join(others)})"
-    return lines + _detail(f"{sequences} with packing={packing}, {padding}")
+    lines += _detail(f"{sequences} with packing={packing}, {padding}")
+    if a.complete and a.tokens < a.seq_len:
+        lines += _detail(
+            f"warning: {plural(a.tokens, 'token')}, fewer than train.seq_len={a.seq_len}: padding "
+            "completes the sequences of an epoch; set a smaller train.seq_len"
+        )
+    return lines
 
 
 def summary(account: Account, too_long: str, listed: bool = False) -> list[str]:

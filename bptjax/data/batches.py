@@ -1,17 +1,20 @@
 """Endless batches of a run, prefetched on a thread, shard by shard."""
 
 import atexit
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import grain
 import numpy as np
 from grain import experimental as gx
 
-from bptjax.data.concat import Example
+from bptjax.data.epochs import Limit
+from bptjax.data.examples import Example
 
 # Enough for the run to continue while the next shuffle window fills.
 PREFETCH_BATCHES = 8
+# Of the states: states of another version continue with other sequences.
+VERSION = 2
 
 
 class TrainIterator(gx.ThreadPrefetchDatasetIterator):
@@ -35,13 +38,96 @@ class TrainIterator(gx.ThreadPrefetchDatasetIterator):
             super().close()
 
 
-class Batches:
-    """Endless batches `[B, T]`. Each shard of the documents provides an equal number of consecutive
-    sequences; the sequences of shards without an iterator are blank.
+class ShardIterDataset(grain.IterDataset):
+    """Endless batches of one shard's sequences.
+
+    Args:
+      parent: endless dataset of sequences.
+      size: number of sequences in a batch.
+      stack: makes a batch of a list of sequences.
+      blank: a sequence of padding.
+      sequences, steps: number of sequences of the run, after which the shard provides blank
+        sequences, and number of batches of the run; None for all. A run that leaves out batches
+        after a spike takes more batches, which continue with the parent's sequences.
     """
 
-    def __init__(self, iterators: dict[int, TrainIterator], shards: int):
-        self._iterators, self._shards = iterators, shards
+    def __init__(
+        self,
+        parent: grain.IterDataset,
+        *,
+        size: int,
+        stack: Callable[[list[Example]], Example],
+        blank: Example,
+        sequences: int | None = None,
+        steps: int = 0,
+    ):
+        super().__init__(parent)
+        self._how = dict(size=size, stack=stack, blank=blank, sequences=sequences, steps=steps)
+
+    def __iter__(self) -> grain.DatasetIterator:
+        return _Shard(iter(self._parent), **self._how)
+
+
+class _Shard(grain.DatasetIterator):
+    def __init__(
+        self,
+        parent: grain.DatasetIterator,
+        size: int,
+        stack: Callable[[list[Example]], Example],
+        blank: Example,
+        sequences: int | None,
+        steps: int,
+    ):
+        super().__init__(parent)
+        self._size, self._stack, self._blank = size, stack, blank
+        self._sequences, self._steps = sequences, steps
+        # Sequences taken from the parent, and batches.
+        self._taken = self._batches = 0
+
+    def __next__(self) -> Example:
+        count = self._size
+        if self._sequences is not None and self._batches < self._steps:
+            count = max(0, min(count, self._sequences - self._taken))
+        found = [next(self._parent) for _ in range(count)]
+        self._taken, self._batches = self._taken + count, self._batches + 1
+        return self._stack([*found, *[self._blank] * (self._size - count)])
+
+    def get_state(self) -> dict[str, Any]:
+        own = {"version": VERSION, "taken": self._taken, "batches": self._batches}
+        return own | {"parent": self._parent.get_state()}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self._taken, self._batches = state["taken"], state["batches"]
+        self._parent.set_state(state["parent"])
+
+
+class Batches:
+    """Endless batches `[B, T]`. Each shard of the documents provides an equal number of consecutive
+    sequences; the sequences of shards that are not read are blank.
+
+    Args:
+      shards: the datasets of the shards that are read, without a limit, or with the limits and the
+        number of steps of `limit`.
+      count: number of all shards.
+    """
+
+    def __init__(
+        self,
+        shards: Callable[[Sequence[Limit] | None, int], dict[int, grain.IterDataset]],
+        count: int,
+    ):
+        self._datasets, self._shards = shards, count
+        self._open(None, 0)
+
+    def _open(self, limits: Sequence[Limit] | None, steps: int) -> None:
+        found = self._datasets(limits, steps)
+        self._iterators = {shard: TrainIterator(dataset) for shard, dataset in found.items()}
+
+    def limit(self, limits: Sequence[Limit], steps: int) -> None:
+        """Limits the run to the sequences of each shard, in a number of steps: blank sequences
+        complete its batches."""
+        self.close()
+        self._open(limits, steps)
 
     def __iter__(self) -> Iterator[Example]:
         return self
@@ -66,7 +152,13 @@ class Batches:
         return [next(x for x in of_shard if x) for of_shard in zip(*states, strict=True)]
 
     def set_state(self, states: Sequence[dict[str, Any]]) -> None:
-        """Continues from the states of all shards, saved by this or another process."""
+        """Continues from the states of all shards, saved by this or another process.
+
+        Raises:
+          ValueError: an earlier version of bptjax saved the states.
+        """
+        if any(state.get("version") != VERSION for state in states):
+            raise ValueError("saved by a version of bptjax that packs the data in another order")
         for shard, batches in self._iterators.items():
             batches.set_state(states[shard])
 
@@ -74,7 +166,8 @@ class Batches:
         """Returns the share of each source of a mixture in the tokens so far, without padding, over
         the shards that this process reads; empty if there is one source."""
         states = [batches.get_state() for batches in self._iterators.values()]
-        counts = np.array([state["tokens"] for state in states if "tokens" in state])
+        parents = [state["parent"] for state in states]
+        counts = np.array([parent["tokens"] for parent in parents if "tokens" in parent])
         return (counts.sum(0) / max(1, counts.sum())).tolist() if counts.size else []
 
     def close(self) -> None:

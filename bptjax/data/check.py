@@ -7,13 +7,19 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from bptjax.command_line import plural
 from bptjax.data.account import Account, describe, summary
 from bptjax.data.config import DataConfig
+from bptjax.data.epochs import Counted, Limit, limit
 from bptjax.data.records import BadRecord
 from bptjax.data.stream import AnyRecords
 
 # Seconds that a run waits for the check of its data. A large stream would not finish in either.
 FIRST_SECONDS, FIRST_STREAM_SECONDS = 60.0, 10.0
+# More passes over a source are worth a warning.
+MOST_PASSES = 4
 BAD_RECORDS = "bad_records.jsonl"
 
 
@@ -37,15 +43,22 @@ class DataCheck:
         held_out: AnyRecords,
         config: DataConfig,
         masked: float | None = None,
+        weights: Sequence[float] | None = None,
     ):
-        """Takes the share of the tokens that is masked, or None; see `Account`."""
-        self.config = config
+        """Takes the share of the tokens that is masked, or None; see `Account`.
+
+        Args:
+          weights: weight of each source.
+        """
+        self.config, self.weights = config, weights or [1.0] * len(names)
         random = config.shuffle and not config.group_by_length
         self.accounts = [
             _account(name, records, masked, random)
             for name, records in zip(names, sources, strict=True)
         ]
         self.held_out = _account("held-out data", held_out, masked)
+        self.held_out.sizes = None
+        self._epochs: dict[int, int] = {}
         self.bad: list[BadRecord] = []
         self.error: str | None = None
         self._sources, self._held_out = sources, held_out
@@ -60,10 +73,86 @@ class DataCheck:
 
     @property
     def sequences_per_epoch(self) -> int | None:
-        """Number of sequences that hold every training record once. An estimate until the check is
-        complete; None if the number of records of a stream is not known."""
-        epochs = [account.epoch(self.config.packing) for account in self.accounts]
-        return None if None in epochs else sum(n for n in epochs if n is not None)
+        """Number of sequences that hold every training record once; with several sources, those of
+        one pass over the source that runs out first. An estimate until the check is complete; None
+        if the number of records of a stream is not known."""
+        epochs = [self._epoch(number) for number in range(len(self.accounts))]
+        if None in epochs or len(epochs) == 1 or not all(a.tokens for a in self.accounts):
+            return None if None in epochs else sum(n for n in epochs if n is not None)
+        return round(float(np.dot([n or 0 for n in epochs], self.passes(epochs=1))))
+
+    @property
+    def tokens_per_epoch(self) -> float:
+        """Number of tokens in the sequences of `sequences_per_epoch`."""
+        if len(self.accounts) == 1:
+            (account,) = self.accounts
+            return account.tokens or (account.total or 0) * account.seq_len  # Of images not read.
+        return float(np.dot([a.tokens for a in self.accounts], self.passes(epochs=1)))
+
+    def _epoch(self, number: int) -> int | None:
+        """Returns the number of sequences of a source in its first epoch."""
+        account = self.accounts[number]
+        if account.sizes is None or len(account.sizes) != account.total:
+            return account.epoch(self.config.packing)
+        if number not in self._epochs:
+            shards = range(self.config.num_shards)
+            counted = self._counted[number]
+            found = [limit([counted], self.config, shard, 1.0, 1) for shard in shards]
+            self._epochs[number] = sum(one.sequences for one in found)
+        return self._epochs[number]
+
+    def limits(self, epochs: float, batch_size: int) -> list[Limit]:
+        """Returns the limit of each shard in a run over `epochs`, after a complete check.
+
+        With several sources, the source that runs out first is passed `epochs` times.
+        """
+        shards = range(self.config.num_shards)
+        size = batch_size // len(shards)
+        return [limit(self._counted, self.config, shard, epochs, size) for shard in shards]
+
+    @property
+    def _counted(self) -> list[Counted]:
+        each = zip(self._sources, self.accounts, self.weights, strict=True)
+        return [
+            Counted(number, records, account.sizes or [], weight)
+            for number, (records, account, weight) in enumerate(each)
+        ]
+
+    def count_images(self) -> None:
+        """Counts every image as one sequence, without reading it."""
+        (account,) = self.accounts
+        one = {"tokens": np.zeros(account.seq_len), "labels": np.full(account.seq_len, -100)}
+        account.sizes = [[one]] * (account.total or 0)
+
+    def passes(self, *, epochs: float | None = None, sequences: int = 0) -> list[float]:
+        """Returns the number of passes over each source, in a run over `epochs` or over a number of
+        packed sequences. An estimate until the check is complete."""
+        weights = np.array(self.weights) / sum(self.weights)
+        tokens = np.array([a.tokens * (a.total or a.records) / a.records for a in self.accounts])
+        if epochs is not None:
+            each = weights / tokens
+            return (epochs * each / each.max()).tolist()
+        packed = [a.tokens / max(1, a.sequences[self.config.packing]) for a in self.accounts]
+        return (sequences / (weights / packed).sum() * weights / tokens).tolist()
+
+    def describe_passes(self, *, epochs: float | None = None, sequences: int = 0) -> list[str]:
+        """Formats the passes over each source, with a warning about a source of a mixture that is
+        passed more than `MOST_PASSES` times; nothing if a source has no example yet."""
+        if not all(account.examples for account in self.accounts):
+            return []
+        if len(self.accounts) == 1 and epochs is not None:
+            return []
+        found = self.passes(epochs=epochs, sequences=sequences)
+        each = list(zip([account.name for account in self.accounts], found, strict=True))
+        of = f"train.epochs={epochs:g}" if epochs is not None else plural(sequences, "sequence")
+        lines = [f"passes in {of}: " + ", ".join(f"{name} {n:.3g}" for name, n in each)]
+        for name, n in each:
+            if n > MOST_PASSES and len(each) > 1:
+                lines.append(
+                    f"warning: {n:.3g} passes over {name}, more than {MOST_PASSES}: lower its "
+                    "weight or the number of steps"
+                )
+        return lines
 
     def run(self, seconds: float | None = None) -> None:
         """Checks records for up to `seconds`, by default `FIRST_SECONDS`, or `FIRST_STREAM_SECONDS`
@@ -90,6 +179,8 @@ class DataCheck:
         for bad in found:
             self._note(bad)
         if not self.complete:
+            for account in self.accounts:
+                account.sizes = None
             self._thread = threading.Thread(target=self._background, daemon=True)
             self._thread.start()
 
@@ -103,7 +194,9 @@ class DataCheck:
         """Formats the counts so far, for messages."""
         own: dict[str, Any] = {"too_long": self.config.too_long, "listed": self._listed}
         own["packing"] = self.config.packing
-        return [line for account in self._used for line in describe(account, **own)]
+        epochs = [self._epoch(number) for number in range(len(self.accounts))]
+        found = zip(self._used, [*epochs, None], strict=False)
+        return [line for account, epoch in found for line in describe(account, **own, epoch=epoch)]
 
     def summary(self) -> list[str]:
         """Formats the number of records read and left out so far, for messages."""

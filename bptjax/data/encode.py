@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from bptjax.data.chat import Chat
+from bptjax.data.examples import Example
 from bptjax.data.files import Document, Labeled, TokenIds
-from bptjax.data.packing import Example
 from bptjax.data.templates import Rendered, conversations, render, template_of
 from bptjax.data.tokenizer import Tokenizer
 

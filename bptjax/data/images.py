@@ -13,8 +13,8 @@ import numpy as np
 
 from bptjax.data.config import DataConfig
 from bptjax.data.encode import IGNORED
+from bptjax.data.examples import Example
 from bptjax.data.files import Location
-from bptjax.data.packing import Example
 from bptjax.data.text import split_documents
 from bptjax.json_files import read_json
 from bptjax.ops.patches import cut_patches

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# As in `concat`, without the packages that packing needs.
+# As in `examples`, without the packages that packing needs.
 Example = dict[str, np.ndarray]
 # Label of a token that predicts a landmark. Unlike -100, it lets packing split a text.
 BEFORE_LANDMARK = -1

@@ -9,17 +9,19 @@ from dataclasses import dataclass, replace
 import grain
 import numpy as np
 
-from bptjax.data.batches import Batches, TrainIterator
+from bptjax.data.batches import Batches, ShardIterDataset
 from bptjax.data.check import DataCheck
-from bptjax.data.concat import FIELDS
 from bptjax.data.config import DataConfig
 from bptjax.data.encode import encode
+from bptjax.data.epochs import Epoch, EpochsIterDataset, Limit, epochs_of, shard_seed
+from bptjax.data.examples import FIELDS, Example, blank, sequence
 from bptjax.data.files import Document
+from bptjax.data.grouping import grouped_batch, stacked
 from bptjax.data.images import ImageProcessor
 from bptjax.data.landmarks import Landmarks, ignored
 from bptjax.data.masking import TokenMasking
 from bptjax.data.mixture import MixIterDataset
-from bptjax.data.packing import Example, buffer_sequences, group_by_length, pack
+from bptjax.data.packing import pack
 from bptjax.data.records import RecordReader, Records
 from bptjax.data.sample import Sample, sample
 from bptjax.data.sources import HeldOutSources, Mixture, Training
@@ -48,8 +50,8 @@ def train_loader(
     `packing.group_by_length`. The tokens of images are patches, float32 [batch_size, T, P].
 
     The order, and the tokens that are masked, depend on `config.seed` alone and change in each
-    epoch. Shard i of n reads the documents [i::n]. Epochs follow one another without a break: a
-    shuffle window, or a packed sequence, may hold the end of one epoch and the start of the next.
+    epoch. Shard i of n reads the documents [i::n]. In each epoch a shard has every record once: no
+    sequence holds records of two epochs, and padding completes the last sequences of an epoch.
 
     Args:
       objective, classes: `ModelConfig.objective` and `ModelConfig.classes`.
@@ -58,8 +60,8 @@ def train_loader(
         with none of these sequences are not read.
 
     Raises:
-      ValueError: a shard's documents have fewer than `seq_len` labels or none that counts in the
-        loss, a bad packing, or `config.num_shards` does not divide `batch_size`.
+      ValueError: no token of a shard's documents counts in the loss, or `config.num_shards` does
+        not divide `batch_size`.
     """
     n = config.num_shards
     if batch_size % n:
@@ -67,25 +69,45 @@ def train_loader(
             f"data.num_shards={n}: must divide the {batch_size} sequences of a step; use a divisor"
         )
     mixed = documents if isinstance(documents, Mixture) else Mixture([documents], [""], [1.0])
-    reader, found = _reader(processor, config, seq_len, objective, classes, landmarks), {}
+    reader = _reader(processor, config, seq_len, objective, classes, landmarks)
     masking = token_masking(processor, config, objective)
-    size = batch_size // n
+    size, grouped = batch_size // n, config.group_by_length
     indices = range(batch_size) if local is None else local
+    # Epochs of each source, and an example, of each shard that is read.
+    found: dict[int, tuple[list[Epoch], Example]] = {}
     for i in sorted({index // size for index in indices}):
-        parts = []
+        sources, first = [], {}
         for number, (name, own) in enumerate(zip(mixed.names, mixed.files, strict=True)):
-            # Shards with equal seeds would put neighboring documents into one batch.
-            settings = replace(config, seed=config.seed + i + n * number)
-            part = _shard(_records(own, reader), i, settings, size, name and f" of {name}")
+            settings = replace(config, seed=shard_seed(config, i, number))
+            records = _records(own, reader)
+            first = _first_example(records, i, n, name and f" of {name}")
+            sources.append(epochs_of(records, i, settings, size, threads=_threads(reader)))
+        found[i] = sources, first
+
+    def shard(i: int, limit: Limit | None, steps: int) -> grain.IterDataset:
+        sources, first = found[i]
+        parts = []
+        for number, epoch in enumerate(sources):
+            divided = (limit.epoch, limit.stop[number]) if limit else None
+            part = EpochsIterDataset(epoch, divided)
             part = part if landmarks is None else part.map(ignored)
-            parts.append(_masked(part, masking, settings.seed))
-        batches = parts[0]
-        if isinstance(documents, Mixture):
-            batches = MixIterDataset(parts, mixed.weights).batch(size)
-        elif not config.group_by_length:
-            batches = batches.batch(size)
-        found[i] = TrainIterator(batches)
-    return Batches(found, n)
+            parts.append(_masked(part, masking, shard_seed(config, i, number)))
+        several = isinstance(documents, Mixture)
+        sequences = MixIterDataset(parts, mixed.weights) if several else parts[0]
+        first = blank(first)
+        return ShardIterDataset(
+            sequences,
+            size=size,
+            stack=functools.partial(grouped_batch, seq_len=seq_len) if grouped else stacked,
+            blank=first if grouped else sequence([first], seq_len),
+            sequences=limit.sequences if limit else None,
+            steps=steps,
+        )
+
+    def shards(limits: Sequence[Limit] | None, steps: int) -> dict[int, grain.IterDataset]:
+        return {i: shard(i, limits[i] if limits else None, steps) for i in found}
+
+    return Batches(shards, n)
 
 
 def token_masking(processor: Processor, config: DataConfig, objective: str) -> TokenMasking | None:
@@ -102,56 +124,39 @@ def token_masking(processor: Processor, config: DataConfig, objective: str) -> T
 def _masked(
     sequences: grain.IterDataset, masking: TokenMasking | None, seed: int
 ) -> grain.IterDataset:
-    """Returns sequences, or batches, with masked tokens. The random numbers of a sequence depend on
+    """Returns sequences with masked tokens. The random numbers of a sequence depend on
     the seed and on the number of the sequence in the data stream."""
     return sequences if masking is None else sequences.random_map(masking, seed=seed)
 
 
-def _shard(
-    records: AnyRecords, shard: int, config: DataConfig, batch_size: int, of: str
-) -> grain.IterDataset:
-    """Returns an endless dataset of one shard's sequences; of batches, if grouped by length. `of`
-    names the source in errors."""
-    n, seq_len = config.num_shards, records.reader.seq_len
-    labels = pieces = too_long = bad = 0
-    images = records.reader.images
-    limit = 1 if images else max(4, buffer_sequences(seq_len) // n)
-    read = 0
-    for _, record in records.each(shard, n):
+def _first_example(records: AnyRecords, shard: int, shards: int, of: str) -> Example:
+    """Returns the first example of a shard. `of` names the source in errors.
+
+    Raises:
+      ValueError: no token of the shard counts in the loss.
+    """
+    too_long = bad = read = 0
+    for _, record in records.each(shard, shards):
+        if record.examples:
+            return record.examples[0]
         read += 1
-        for one in record.examples:
-            length = len(one["labels"])
-            labels, pieces = labels + length, pieces + -(-length // seq_len)
         too_long += bool(record.too_long)
         bad += record.error is not None
-        if labels >= seq_len and pieces >= limit:
-            break
-    _check_tokens(labels, too_long, bad, seq_len, f"{read} documents{of} in shard {shard} of {n}")
-    if config.group_by_length:
-        if isinstance(records, StreamRecords):
-            raise ValueError(
-                "data.group_by_length=true: must be false, as the data are too large for memory"
-            )
-        examples = grain.MapDataset.source(records)
-        return group_by_length(
-            examples,
-            seq_len=seq_len,
-            batch_size=batch_size,
-            shuffle=config.shuffle,
-            seed=config.seed,
+    documents = f"{read} documents{of} in shard {shard} of {shards}"
+    if too_long:
+        raise ValueError(
+            f"the {documents}: all {too_long} records with tokens in the loss are longer than "
+            f"train.seq_len={records.reader.seq_len}; raise it, or set data.too_long to "
+            "truncate_left or truncate_right"
         )
-    # Limit the window to about an epoch, and to a few thousand documents.
-    window = min(limit, labels // seq_len if config.packing == "concat" else pieces)
-    return pack(
-        records.dataset(shard, n, shuffle=config.shuffle, seed=config.seed),
-        packing=config.packing,
-        seq_len=seq_len,
-        # Images are shuffled as records, of which each is one sequence.
-        window=window if config.shuffle and not images else None,
-        seed=config.seed,
-        fields=records.reader.fields,
-        threads=_threads(records.reader),
-        unit=records.reader.unit,
+    if bad:
+        raise ValueError(
+            f"the {documents}: {bad} records are bad, and no other record has a token that counts "
+            "in the loss; set data.bad_records=error to see why"
+        )
+    raise ValueError(
+        f"the {documents}: must have a token that counts in the loss; all documents, or all "
+        "answers, are empty"
     )
 
 
@@ -173,7 +178,8 @@ def data_check(
     reader = _reader(processor, config, seq_len, objective, classes, landmarks)
     records = [_records(own, reader) for own in documents.files]
     masked = config.mlm_probability if objective == "masked_tokens" else None
-    return DataCheck(documents.names, records, _records(held_out, reader), config, masked)
+    held = _records(held_out, reader)
+    return DataCheck(documents.names, records, held, config, masked, documents.weights)
 
 
 @dataclass(frozen=True)
@@ -231,7 +237,6 @@ def eval_loader(
             grain.MapDataset.source(records),
             packing=config.packing,
             seq_len=seq_len,
-            fields=reader.fields,
             threads=_threads(reader),
         )
         packed = packed if landmarks is None else packed.map(ignored)
@@ -239,35 +244,6 @@ def eval_loader(
         fill = functools.partial(_fill, batch_size=batch_size)
         batches[name] = packed.batch(batch_size, batch_fn=fill)
     return Evaluation(batches, drawn)
-
-
-def _check_tokens(labels: int, too_long: int, bad: int, seq_len: int, documents: str) -> None:
-    """Checks that a shard can fill a sequence. `documents` describes the shard in errors.
-
-    Raises:
-      ValueError: the shard has too few tokens that count in the loss.
-    """
-    if not labels and too_long:
-        raise ValueError(
-            f"the {documents}: all {too_long} records with tokens in the loss are longer than "
-            f"train.seq_len={seq_len}; raise it, or set data.too_long to truncate_left or "
-            "truncate_right"
-        )
-    if not labels and bad:
-        raise ValueError(
-            f"the {documents}: {bad} records are bad, and no other record has a token that counts "
-            "in the loss; set data.bad_records=error to see why"
-        )
-    if not labels:
-        raise ValueError(
-            f"the {documents}: must have a token that counts in the loss; all documents, or all "
-            "answers, are empty"
-        )
-    if labels < seq_len:
-        raise ValueError(
-            f"the {documents}: {labels} tokens to train on: must be at least "
-            f"train.seq_len={seq_len}; use a shorter one, more text or fewer data.num_shards"
-        )
 
 
 def _records(documents: Sequence[Document] | Stream, reader: RecordReader) -> AnyRecords:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from bptjax.data.encode import IGNORED
-from bptjax.data.packing import Example
+from bptjax.data.examples import Example
 from bptjax.data.tokenizer import Tokenizer
 
 

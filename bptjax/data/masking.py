@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bptjax.data.concat import Example
 from bptjax.data.encode import IGNORED
+from bptjax.data.examples import Example
 from bptjax.data.tokenizer import Tokenizer
 
 

@@ -1,11 +1,16 @@
 """Mixes sequences of several sources so that their shares of the tokens follow their weights."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import grain
 
-from bptjax.data.concat import Example
+from bptjax.data.examples import Example
+
+
+def tokens_of(sequence: Example) -> int:
+    """Returns the number of tokens of a sequence, without padding."""
+    return int((sequence["segments"] > 0).sum())
 
 
 class MixIterDataset(grain.IterDataset):
@@ -17,31 +22,42 @@ class MixIterDataset(grain.IterDataset):
     share, so the shares are exact over any long range, not only on average.
 
     Args:
-      parents: endless datasets of packed sequences.
+      parents: datasets of packed sequences. The sequences end with the first dataset that ends.
       weights: positive weight of each dataset; their sum may be any number.
+      tokens: returns the number of tokens of a sequence.
     """
 
-    def __init__(self, parents: Sequence[grain.IterDataset], weights: Sequence[float]):
+    def __init__(
+        self,
+        parents: Sequence[grain.IterDataset],
+        weights: Sequence[float],
+        tokens: Callable[[Any], int] = tokens_of,
+    ):
         super().__init__(parents)
-        self._sources = parents
+        self._sources, self._count = parents, tokens
         self._weights = [weight / sum(weights) for weight in weights]
 
     def __iter__(self) -> grain.DatasetIterator:
-        return _Mix([iter(parent) for parent in self._sources], self._weights)
+        return _Mix([iter(parent) for parent in self._sources], self._weights, self._count)
 
 
 class _Mix(grain.DatasetIterator):
-    def __init__(self, parents: Sequence[grain.DatasetIterator], weights: Sequence[float]):
+    def __init__(
+        self,
+        parents: Sequence[grain.DatasetIterator],
+        weights: Sequence[float],
+        tokens: Callable[[Any], int],
+    ):
         super().__init__(parents)
-        self._weights = weights
+        self._weights, self._count = weights, tokens
         self._tokens = [0] * len(weights)
 
-    def __next__(self) -> Example:
+    def __next__(self) -> Any:
         total = sum(self._tokens)
         lag = [w * total - n for w, n in zip(self._weights, self._tokens, strict=True)]
         number = lag.index(max(lag))
         sequence = next(self._parents[number])
-        self._tokens[number] += int((sequence["segments"] > 0).sum())
+        self._tokens[number] += self._count(sequence)
         return sequence
 
     def get_state(self) -> dict[str, Any]:

@@ -1,20 +1,21 @@
-"""Packs documents of any length into sequences of fixed length."""
+"""Packs documents of any length into sequences of fixed length, a window at a time."""
 
+import bisect
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import grain
 import numpy as np
-from grain import experimental as gx
 
-from bptjax.data.concat import FIELDS, ConcatIterDataset, Example, sequence
+from bptjax.data.examples import Example, is_masked, sequence
 
 PACKINGS = ("none", "concat", "best_fit")
 BUFFER_TOKENS = 2**22
-# With data.group_by_length: number of different batch widths, each of which is compiled once, and
-# number of batches that are sorted together.
-WIDTHS = 8
-GROUPED_BATCHES = 50
+# Most pieces in a window, whose arrays take about half a KiB each beside their tokens.
+MOST_PIECES = 2**16
+# Sequences after which a partial sequence no longer waits for more documents, in short windows.
+LONGEST_WAIT = 64
 
 
 def split_example(
@@ -25,26 +26,194 @@ def split_example(
     With `rng`, the first piece has a random length, a multiple of `unit`. An example that fits is
     one piece; an empty example has none.
     """
-    length = len(example["tokens"])
+    return [part(example, a, b) for a, b in _edges(len(example["tokens"]), seq_len, rng, unit)]
+
+
+def part(example: Example, start: int, stop: int) -> Example:
+    return {name: value[start:stop] for name, value in example.items()}
+
+
+def _edges(
+    length: int, seq_len: int, rng: np.random.Generator | None, unit: int
+) -> list[tuple[int, int]]:
     first = seq_len
     if rng and length > seq_len:
         first = unit * int(rng.integers(1, seq_len // unit + 1))
     edges = [0, *range(first, length, seq_len), length]
-    return [
-        {key: value[start:stop] for key, value in example.items()}
-        for start, stop in zip(edges, edges[1:], strict=False)
-        if stop > start
-    ]
+    return [(a, b) for a, b in zip(edges, edges[1:], strict=False) if b > a]
 
 
 def buffer_sequences(seq_len: int) -> int:
-    """Returns the largest number of sequences to hold for shuffling and best-fit packing."""
+    """Returns the number of sequences of a window: the sequences that are packed and shuffled
+    together."""
     return max(4, min(4096, BUFFER_TOKENS // seq_len))
 
 
-def open_sequences(seq_len: int) -> int:
-    """Returns the number of sequences that best-fit packing fills at a time."""
-    return min(128, buffer_sequences(seq_len))
+class Open:
+    """A sequence that is being filled.
+
+    Attributes:
+      pieces: (record, example, start, arrays) of each piece: its place in the records of the epoch.
+      room: number of free tokens.
+      splits: whether its examples are split where it is full.
+      state: state of the iterator of records before the first piece's record.
+      waited: number of windows that the sequence has waited for more pieces.
+    """
+
+    __slots__ = ("pieces", "room", "splits", "state", "waited")
+
+    def __init__(self, room: int, splits: bool, state: Any, waited: int = 0):
+        self.pieces: list[tuple[int, int, int, Example]] = []
+        self.room, self.splits, self.state, self.waited = room, splits, state, waited
+
+    def add(self, record: int, example: int, start: int, arrays: Example) -> None:
+        self.pieces.append((record, example, start, arrays))
+        self.room -= len(arrays["tokens"])
+
+
+class Packer:
+    """Packs examples into the sequences of one window after the other; see `pack`.
+
+    Args:
+      limit: number of sequences in a window.
+      seeds: seeds of random splits; None for none.
+    """
+
+    def __init__(
+        self,
+        packing: str,
+        seq_len: int,
+        limit: int,
+        *,
+        seeds: Sequence[int] | None = None,
+        unit: int = 1,
+    ):
+        self._packing, self._seq_len, self._limit = packing, seq_len, limit
+        self._seeds, self._unit = seeds, unit
+        self._patience = max(1, LONGEST_WAIT // limit)
+        self._start([])
+
+    def _start(self, sequences: list[Open]) -> None:
+        """Starts a window with the open sequences of the previous one."""
+        self.sequences, self._pieces, self._before = sequences, 0, len(sequences)
+        splits = [one for one in sequences if one.splits]
+        self._text = splits[0] if splits else None
+        # Room and number of each sequence for pieces that are not split, in order.
+        self._rooms = [(one.room, n) for n, one in enumerate(sequences) if not one.splits]
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.sequences) > self._limit + self._before or self._pieces >= MOST_PIECES
+
+    def add(self, record: int, examples: Sequence[Example], state: Any) -> None:
+        """Adds the examples of the record with this number. `state` is the state of the iterator of
+        records before it.
+
+        Raises:
+          ValueError: an example with a loss mask is longer than a sequence, with packing=concat.
+        """
+        for number, example in enumerate(examples):
+            length = len(example["tokens"])
+            whole = self._packing == "concat" and is_masked(example)
+            if whole and length > self._seq_len:
+                raise ValueError(
+                    f"record of {length} tokens: must be at most seq_len={self._seq_len}"
+                )
+            if self._packing == "concat" and not whole:
+                self._append(record, number, example, state)
+                continue
+            rng = None
+            if self._seeds is not None and self._packing == "none" and length > self._seq_len:
+                rng = np.random.default_rng((*self._seeds, record))
+            for start, stop in _edges(length, self._seq_len, rng, self._unit):
+                self._place(record, number, start, part(example, start, stop), state)
+
+    def _open(self, splits: bool, state: Any) -> Open:
+        self.sequences.append(Open(self._seq_len, splits, state))
+        return self.sequences[-1]
+
+    def _append(self, record: int, number: int, example: Example, state: Any) -> None:
+        """Splits the example where a sequence is full."""
+        start, length = 0, len(example["tokens"])
+        while start < length:
+            own = self._text or self._open(True, state)
+            stop = min(length, start + own.room)
+            own.add(record, number, start, part(example, start, stop))
+            self._text, start = own if own.room else None, stop
+            self._pieces += 1
+
+    def _place(self, record: int, number: int, start: int, piece: Example, state: Any) -> None:
+        """Puts the piece into the fullest sequence that has room, or else into a new one."""
+        rooms, self._pieces = self._rooms, self._pieces + 1
+        found = bisect.bisect_left(rooms, (len(piece["tokens"]), -1))
+        if found < len(rooms) and self._packing != "none":
+            index = rooms.pop(found)[1]
+            own = self.sequences[index]
+        else:
+            index, own = len(self.sequences), self._open(False, state)
+        own.add(record, number, start, piece)
+        if own.room:
+            bisect.insort(rooms, (own.room, index))
+
+    def close(self, last: bool) -> list[Open]:
+        """Ends the window, and returns its sequences in the order in which they were opened.
+
+        Unless the window is the last of the epoch, the open sequence of examples that are split and
+        the emptiest of the others wait for the next window. So that no document waits for long,
+        they wait once, or, in windows of few sequences, for about `LONGEST_WAIT` sequences.
+        """
+        wait = [] if last or self._packing == "none" else [self._text]
+        if wait:
+            emptiest = self._rooms[-max(1, self._limit // 4) :]
+            numbers = [number for room, number in emptiest if room > self._seq_len // 8]
+            wait += [self.sequences[number] for number in numbers]
+        wait = [one for one in wait if one is not None and one.waited < self._patience]
+        for one in wait:
+            one.waited += 1
+        found = [one for one in self.sequences if one not in wait]
+        self._start(wait)
+        return found
+
+    def waiting(self, record: int) -> dict[str, Any] | None:
+        """Returns the state of the sequences that wait, as JSON, before the record with this
+        number; None if no sequence waits."""
+        if not self.sequences:
+            return None
+        first = min(self.sequences, key=lambda one: one.pieces[0][0])
+        start = first.pieces[0][0]
+        return {
+            "parent": first.state,
+            "record": start,
+            "records": record - start,
+            "open": [
+                {
+                    "splits": one.splits,
+                    "waited": one.waited,
+                    "pieces": [[record - start, n, at] for record, n, at, _ in one.pieces],
+                }
+                for one in self.sequences
+            ],
+        }
+
+    def wait(self, state: dict[str, Any], records: list[tuple[list[Example], Any]]) -> None:
+        """Restores the sequences of `waiting` from the examples of its records, each with the state
+        of the iterator before it."""
+        found = []
+        for own in state["open"]:
+            first = records[own["pieces"][0][0]][1]
+            one = Open(self._seq_len, own["splits"], first, own["waited"])
+            for record, number, start in own["pieces"]:
+                example = records[record][0][number]
+                piece = part(example, start, start + self._seq_len)
+                one.add(state["record"] + record, number, start, piece)
+            found.append(one)
+        self._start(found)
+
+
+def read_options(threads: int) -> grain.ReadOptions:
+    """Returns the options of reading with `threads`. Text is not prefetched: the loader has one
+    thread for all of its work."""
+    return grain.ReadOptions(num_threads=threads, prefetch_buffer_size=4 * threads)
 
 
 def pack(
@@ -54,12 +223,13 @@ def pack(
     seq_len: int,
     window: int | None = None,
     seed: int = 0,
-    fields: Sequence[str] = FIELDS,
+    epoch: int = 0,
     threads: int = 0,
     unit: int = 1,
+    layout: Callable[[list[Example]], Any] | None = None,
 ) -> grain.IterDataset:
     """Packs each record's list of examples into sequences: dicts of int32 [T] `segments`,
-    `positions` and the examples' `fields`.
+    `positions` and the examples' own arrays.
 
     `labels` are -100 where no token is predicted. `segments` number the documents in a sequence
     from 1; 0 is padding. `positions` restart at 0 in each document, and also in each piece of a
@@ -67,119 +237,119 @@ def pack(
 
     - `none`: one document, or one piece of a document, per sequence.
     - `concat`: documents one after the other, split wherever a sequence is full. Only examples with
-      a loss mask are never split; see `concat.ConcatIterDataset`.
+      a loss mask are never split, or their answers would lose their prompts: they are packed into
+      sequences of their own, as by `best_fit`.
     - `best_fit`: complete documents, each in the fullest open sequence that has room; documents
       longer than `seq_len` are split first.
 
-    `window` is the number of sequences (`concat`) or pieces (`none`, `best_fit`) that are shuffled
-    together, so that a batch does not hold consecutive pieces of one long document. With a window,
+    Sequences are packed in windows: records are read until they make a number of sequences, which
+    `window` gives. Its sequences are then shuffled together, so that neither a batch holds
+    consecutive pieces of one long document nor one kind of records is kept back. With a window,
     `none` also splits long documents at other tokens in each epoch. Without a window, sequences
     follow the order of the examples. Examples whose lengths are multiples of `unit`, a divisor of
     `seq_len`, are split at multiples of it.
 
     `threads` read the examples of a `MapDataset` ahead. Without threads, the caller's reads them.
+    `layout` makes the sequence of its list of pieces; left out, it is `examples.sequence`.
     """
     if packing not in PACKINGS:
         raise ValueError(f"data.packing={packing!r}: must be one of {', '.join(PACKINGS)}")
-    bins = min(open_sequences(seq_len), window or buffer_sequences(seq_len))
-    if packing == "concat":
-        pieces = examples.map(lambda record: [one for one in record if len(one["tokens"])])
-    elif packing == "none" and window:
-        pieces = examples.random_map(
-            lambda record, rng: [
-                p for one in record for p in split_example(one, seq_len, rng, unit)
-            ],
-            seed=seed,
-        )
-    else:
-        pieces = examples.map(
-            lambda record: [p for one in record for p in split_example(one, seq_len)]
-        )
-    # No prefetch of text: the loader has one thread for all of its work.
-    options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=4 * threads)
-    if isinstance(pieces, grain.MapDataset):
-        pieces = pieces.to_iter_dataset(options)
-    pieces = gx.FlatMapIterDataset(pieces, _Flatten())
-
-    def shuffled(dataset):
-        if not window:
-            return dataset
-        return gx.WindowShuffleIterDataset(dataset, window_size=window, seed=seed)
-
-    if packing == "none":
-        return shuffled(pieces).map(lambda piece: sequence([piece], seq_len))
-    if packing == "concat":
-        return shuffled(ConcatIterDataset(pieces, seq_len=seq_len, bins=bins))
-    sequences = gx.BestFitPackIterDataset(
-        shuffled(pieces),
-        length_struct=dict.fromkeys(fields, seq_len),
-        num_packing_bins=bins,
-        shuffle_bins=False,
+    if isinstance(examples, grain.MapDataset):
+        examples = examples.to_iter_dataset(read_options(threads))
+    seeds = (seed, epoch) if window else None
+    packer = functools.partial(
+        Packer, packing, seq_len, window or buffer_sequences(seq_len), seeds=seeds, unit=unit
     )
-    return sequences.map(functools.partial(_packed_sequence, fields=fields))
+    return PackIterDataset(
+        examples, packer, layout or functools.partial(sequence, seq_len=seq_len), seeds
+    )
 
 
-def group_by_length(
-    examples: grain.MapDataset, *, seq_len: int, batch_size: int, shuffle: bool, seed: int
-) -> grain.IterDataset:
-    """Returns endless batches `[batch_size, T]` of sequences of similar length, packed as by `pack`
-    with `none`. T is the least of `WIDTHS` widths up to `seq_len` that fits the longest sequence.
+class PackIterDataset(grain.IterDataset):
+    """Packed sequences. Its arguments are those of `_Packed`."""
 
-    In every epoch the sequences are shuffled, and each group of `GROUPED_BATCHES` batches is sorted
-    by length, longest first, as in Hugging Face's Trainer. The longest sequence of all is in the
-    first batch, so that a run which needs too much memory fails at once. Every example is read once
-    before the first batch.
-    """
-    pieces = [
-        (index, number, start, min(start + seq_len, len(one["tokens"])))
-        for index in range(len(examples))
-        for number, one in enumerate(examples[index] or [])
-        for start in range(0, len(one["tokens"]), seq_len)
-    ]
-    sizes, n = np.array([stop - start for _, _, start, stop in pieces]), len(pieces)
-    # Make several groups even of few batches: a single group would not be shuffled.
-    group = batch_size * max(1, min(n // (4 * batch_size), GROUPED_BATCHES))
-    width = -(-seq_len // WIDTHS)
+    def __init__(self, parent: grain.IterDataset, *arguments: Any):
+        super().__init__(parent)
+        self._arguments = arguments
 
-    @functools.lru_cache(2)
-    def order(epoch):
-        found = np.arange(n)
-        if shuffle:
-            np.random.default_rng((seed, epoch)).shuffle(found)
-        # The sequences that complete the previous epoch's last batch are a group of their own.
-        parts = np.split(found, range(-epoch * n % batch_size, n, group))
-        found = np.concatenate([part[np.argsort(-sizes[part], kind="stable")] for part in parts])
-        if epoch == 0:
-            longest = int(sizes[found].argmax())
-            found[[0, longest]] = found[[longest, 0]]
+    def __iter__(self) -> grain.DatasetIterator:
+        return _Packed(iter(self._parent), *self._arguments)
+
+
+class _Packed(grain.DatasetIterator):
+    """The iterator. Its state is the parent's state before the first record of the window, or of a
+    sequence that waits at its start, and the number of sequences to skip from there."""
+
+    def __init__(
+        self,
+        parent: grain.DatasetIterator,
+        packer: Callable[[], Packer],
+        layout: Callable[[list[Example]], Any],
+        seeds: Sequence[int] | None,
+    ):
+        super().__init__(parent)
+        self._new, self._layout, self._seeds = packer, layout, seeds
+        self._packer, self._record, self._window = packer(), 0, 0
+        self._mark()
+
+    def _mark(self) -> None:
+        """Keeps the state before the next window."""
+        waiting = self._packer.waiting(self._record) or {
+            "parent": self._parent.get_state(),
+            "record": self._record,
+            "records": 0,
+            "open": [],
+        }
+        self._before, self._ready, self._emitted = waiting, [], 0
+
+    def _fill(self) -> None:
+        """Packs a window.
+
+        Raises:
+          StopIteration: no record is left.
+        """
+        packer, last = self._packer, False
+        found: list[Open] = []
+        while not found and not last:
+            while not packer.is_full and not last:
+                state = self._parent.get_state()
+                try:
+                    packer.add(self._record, next(self._parent), state)
+                    self._record += 1
+                except StopIteration:
+                    last = True
+            found = packer.close(last)
+        if not found:
+            raise StopIteration
+        if self._seeds is not None:
+            order = np.random.default_rng((*self._seeds, self._window)).permutation(len(found))
+            found = [found[index] for index in order]
+        self._ready = found[::-1]
+
+    def __next__(self) -> Any:
+        if not self._ready:
+            self._fill()
+        found = self._layout([piece for *_, piece in self._ready.pop().pieces])
+        self._emitted += 1
+        if not self._ready:
+            self._window += 1
+            self._mark()
         return found
 
-    def piece(i, _):
-        index, number, start, stop = pieces[order(i // n)[i % n]]
-        return {key: value[start:stop] for key, value in (examples[index] or [])[number].items()}
+    def get_state(self) -> dict[str, Any]:
+        return self._before | {"window": self._window, "emitted": self._emitted}
 
-    def batch(found):
-        longest = max(len(each["tokens"]) for each in found)
-        T = min(-(-longest // width) * width, seq_len)
-        each = [sequence([one], T) for one in found]
-        return {key: np.stack([one[key] for one in each]) for key in each[0]}
-
-    direct = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
-    endless = grain.MapDataset.range(n).repeat().map_with_index(piece)
-    return endless.to_iter_dataset(direct).batch(batch_size, batch_fn=batch)
-
-
-class _Flatten(gx.FlatMapTransform):
-    max_fan_out = 0  # Only grain's random-access variant reads it.
-
-    def flat_map(self, element):
-        return element
-
-
-def _packed_sequence(packed: Example, fields: Sequence[str]) -> Example:
-    segments = packed["tokens_segment_ids"]
-    return {name: packed[name] for name in fields} | {
-        "labels": np.where(segments == 0, np.int32(-100), packed["labels"]),
-        "segments": segments,
-        "positions": packed["tokens_positions"],
-    }
+    def set_state(self, state: dict[str, Any]) -> None:
+        self._parent.set_state(state["parent"])
+        records = []
+        for _ in range(state["records"]):
+            before = self._parent.get_state()
+            records.append((next(self._parent), before))
+        self._packer, self._window = self._new(), state["window"]
+        self._packer.wait(state, records)
+        self._record = state["record"] + state["records"]
+        self._mark()
+        if state["emitted"]:
+            self._fill()
+            del self._ready[-state["emitted"] :]
+            self._emitted = state["emitted"]

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import grain
 
-from bptjax.data.concat import FIELDS, Example, is_masked
+from bptjax.data.examples import FIELDS, Example, is_masked
 from bptjax.data.files import Document, Labeled, Location, location
 
 
@@ -136,11 +136,19 @@ class Records(Sequence[list[Example]]):
         for index in range(shard, len(self), shards):
             yield location(self.documents, index), self.inspect(index)
 
-    def dataset(self, shard: int, shards: int, *, shuffle: bool, seed: int) -> grain.MapDataset:
-        """Returns an endless dataset of one shard's lists of examples. With `shuffle`, the order
-        changes each epoch."""
-        found = grain.MapDataset.source(self)[shard::shards]
-        return (found.shuffle(seed=seed) if shuffle else found).repeat()
+    def epoch(
+        self,
+        number: int,
+        shard: int,
+        shards: int,
+        *,
+        seed: int | None,
+        sizes: Sequence[list[Example]] | None = None,
+    ) -> grain.MapDataset:
+        """Returns the lists of examples of one shard in an epoch, or their `sizes`, shuffled with
+        `seed`."""
+        found = grain.MapDataset.source(self if sizes is None else sizes)[shard::shards]
+        return found if seed is None else found.shuffle(seed=(seed + number) % 2**32)
 
 
 class Readable(Protocol):

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 from bptjax.data.account import Account
-from bptjax.data.concat import Example, is_masked
 from bptjax.data.encode import IGNORED
+from bptjax.data.examples import Example, is_masked
 from bptjax.data.packing import split_example
 from bptjax.data.records import Record, Records
 from bptjax.heartbeat import beat

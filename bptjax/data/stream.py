@@ -15,6 +15,7 @@ import pyarrow as pa
 from grain import experimental as gx
 
 from bptjax.data.changes import check_unchanged, file_version
+from bptjax.data.examples import Example
 from bptjax.data.files import CODECS, Document, Location, extension, location, parse
 from bptjax.data.records import Record, RecordReader, Records
 
@@ -130,14 +131,15 @@ class Stream:
             number % self.every == self.every // 2 and number < self.every * self.held
         )
 
-    def training(self) -> Iterator[Entry]:
-        """Yields each training record once, in the order of the files."""
+    def training(self) -> Iterator[tuple[int, Entry]]:
+        """Yields each training record once with the number of its file, in the order of the
+        files."""
         for file in range(len(self.files)):
-            yield from (e for e in self.entries(file) if not self.is_held_out(e.number))
+            yield from ((file, e) for e in self.entries(file) if not self.is_held_out(e.number))
 
     def reads(self) -> Iterator[Callable[[], Document]]:
         """Yields a function for each training record that reads the record."""
-        return (entry.read for entry in self.training())
+        return (entry.read for _, entry in self.training())
 
     def __iter__(self) -> Iterator[Document]:
         return (read() for read in self.reads())
@@ -177,10 +179,15 @@ class HeldOut(Sequence[Document]):
 
 
 class StreamRecords:
-    """The examples of a stream's training records, in order."""
+    """The examples of a stream's training records, in order.
+
+    Attributes:
+      counts: number of training records of each file that `each` has read of all shards.
+    """
 
     def __init__(self, stream: Stream, reader: RecordReader):
         self.stream, self.reader = stream, reader
+        self.counts = [0] * len(stream.files)
 
     @property
     def total(self) -> int | None:
@@ -189,24 +196,53 @@ class StreamRecords:
 
     def each(self, shard: int = 0, shards: int = 1) -> Iterator[tuple[Location, Record]]:
         """Reads every record of a shard, in order."""
-        for entry in self.stream.training():
+        counts = [0] * len(self.counts)
+        for file, entry in self.stream.training():
+            counts[file] += 1
             if entry.number % shards == shard:
                 yield entry.where, self.reader(entry.read, entry.where)
+        self.counts = counts
 
-    def dataset(self, shard: int, shards: int, *, shuffle: bool, seed: int) -> grain.IterDataset:
-        """Returns an endless dataset of one shard's lists of examples. With `shuffle`, the order of
-        the files changes each epoch, and records are shuffled in a window."""
-        found = _StreamDataset(self.stream, shard, shards, seed if shuffle else None)
-        if shuffle:
-            found = gx.WindowShuffleIterDataset(found, window_size=self.stream.window, seed=seed)
+    def epoch(
+        self,
+        number: int,
+        shard: int,
+        shards: int,
+        *,
+        seed: int | None,
+        sizes: Sequence[list[Example]] | None = None,
+    ) -> grain.IterDataset:
+        """Returns the lists of examples of one shard in an epoch, or their `sizes`. With `seed`,
+        the order of the files changes each epoch, and records are shuffled in a window."""
+        stream = self.stream if sizes is None else self._counted()
+        found = _StreamDataset(stream, shard, shards, None if seed is None else (seed, number))
+        if seed is not None:
+            own = int(np.random.default_rng((seed, number)).integers(2**31))
+            found = gx.WindowShuffleIterDataset(found, window_size=self.window, seed=own)
+        if sizes is not None:
+            return found.map(lambda entry: sizes[int(entry.read())])
         return found.map(lambda entry: self.reader(entry.read, entry.where).examples)
+
+    @functools.cached_property
+    def window(self) -> int:
+        return self.stream.window
+
+    def _counted(self) -> Stream:
+        """Returns a stream with the indices of the training records as documents."""
+        starts = np.cumsum([0, *self.counts])
+        files: list[Any] = []
+        for start, count in zip(starts, self.counts, strict=False):
+            own, held = np.arange(start, start + count), self.stream
+            places = [held.every // 2 + i * (held.every - 1) for i in range(held.held)]
+            files.append(np.insert(own, [p for p in places if p <= count], -1))
+        return replace(self.stream, files=tuple(files))
 
 
 AnyRecords = Records | StreamRecords
 
 
 class _StreamDataset(grain.IterDataset):
-    def __init__(self, stream: Stream, shard: int, shards: int, seed: int | None):
+    def __init__(self, stream: Stream, shard: int, shards: int, seed: Sequence[int] | None):
         super().__init__()
         self._arguments = stream, shard, shards, seed
 
@@ -215,40 +251,30 @@ class _StreamDataset(grain.IterDataset):
 
 
 class _StreamIterator(grain.DatasetIterator):
-    def __init__(self, stream: Stream, shard: int, shards: int, seed: int | None):
+    def __init__(self, stream: Stream, shard: int, shards: int, seed: Sequence[int] | None):
         super().__init__()
-        self._stream, self._shard, self._shards, self._seed = stream, shard, shards, seed
-        self.set_state({"epoch": 0, "turn": 0, "place": (0, 0)})
+        self._stream, self._shard, self._shards = stream, shard, shards
+        count = len(stream.files)
+        self._order = range(count)
+        if seed is not None:
+            self._order = np.random.default_rng(seed).permutation(count).tolist()
+        self.set_state({"turn": 0, "place": (0, 0)})
 
     def __next__(self) -> Entry:
-        ends = 0
-        while True:
+        while self._turn < len(self._order):
             if self._entries is None:
-                file = self._order()[self._turn]
-                self._entries = self._stream.entries(int(file), self._place)
+                self._entries = self._stream.entries(self._order[self._turn], self._place)
             for entry in self._entries:
                 self._place = entry.after
                 own = entry.number % self._shards == self._shard
                 if own and not self._stream.is_held_out(entry.number):
                     return entry
             self._entries, self._turn, self._place = None, self._turn + 1, (0, 0)
-            if self._turn == len(self._stream.files):
-                self._epoch, self._turn, ends = self._epoch + 1, 0, ends + 1
-                if ends == 2:
-                    raise ValueError(
-                        "data: must hold a record to train on; one epoch passed without any"
-                    )
-
-    def _order(self) -> np.ndarray:
-        count = len(self._stream.files)
-        if self._seed is None:
-            return np.arange(count)
-        return np.random.default_rng((self._seed, self._epoch)).permutation(count)
+        raise StopIteration
 
     def get_state(self) -> dict[str, Any]:
-        return {"epoch": self._epoch, "turn": self._turn, "place": tuple(self._place)}
+        return {"turn": self._turn, "place": tuple(self._place)}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        self._epoch, self._turn = state["epoch"], state["turn"]
-        self._place = tuple(state["place"])
+        self._turn, self._place = state["turn"], tuple(state["place"])
         self._entries: Iterator[Entry] | None = None

@@ -114,7 +114,13 @@ def find_start(run: TrainingRun, checkpoints: Checkpoints) -> Start:
             f"{run.directory}, not {run.data_size[0]:,} of {run.data_size[1]:,} bytes; restore the "
             "files, or choose another run_dir"
         )
-    run.batches.set_state(start.extra["data"])
+    try:
+        run.batches.set_state(start.extra["data"])
+    except ValueError as error:
+        raise ValueError(
+            f"the checkpoint in {run.directory}: {error}; finish the run with that version, or "
+            "choose another run_dir"
+        ) from error
     return start
 
 

@@ -20,6 +20,7 @@ from bptjax.data.changes import count_and_size
 from bptjax.data.chat import Chat
 from bptjax.data.check import DataCheck
 from bptjax.data.encode import prompt_and_answer
+from bptjax.data.epochs import Limit
 from bptjax.data.images import ImageProcessor
 from bptjax.data.loader import Evaluation, Processor, data_check, eval_loader, train_loader
 from bptjax.data.records import readable
@@ -161,7 +162,8 @@ def setup(config: Config) -> TrainingRun:
     with raise_together():
         run.notes.extend(describe_schedule(config.optimizer, run.spec.steps))
         run = replace(run, base_fingerprint=_fingerprint(run.spec))
-        _check_records(run)
+        passes = _check_records(run)
+    run.notes.extend(all_gather_json(passes)[0])
     settings = to_yaml(replace(config, parallel=ParallelConfig()))
     with raise_together():
         assert_equal_across_processes(settings + "".join(run.notes), "config and data")
@@ -324,21 +326,26 @@ def _count_epoch(run: TrainingRun) -> TrainingRun:
       ValueError: a bad record.
     """
     epochs, check, size = run.config.train.epochs or 0.0, run.check, run.spec.global_batch_size
-    if run.spec.model.image_size is not None and run.config.data.bad_records == "error":
+    if images := run.spec.model.image_size is not None and run.config.data.bad_records == "error":
         # Each is a sequence, or ends the run.
-        sequences = sum(account.total or 0 for account in check.accounts)
-        tokens = sequences * run.config.train.seq_len
+        check.count_images()
     else:
         say("train.epochs: reading all records, to count the sequences of an epoch")
-        with raise_together():
-            if jax.process_index() == 0:
+    with raise_together():
+        counts = None
+        if jax.process_index() == 0:
+            if not images:
                 check.run(math.inf)
-        tokens = sum(account.tokens for account in check.accounts)
-        sequences, tokens = all_gather_json([check.sequences_per_epoch, tokens])[0]
-    steps = max(1, math.ceil(round(epochs * sequences / size, 6)))
+            limits = [asdict(limit) for limit in check.limits(epochs, size)]
+            counts = limits, check.sequences_per_epoch, check.tokens_per_epoch
+    limits, sequences, tokens = all_gather_json(counts)[0]
+    limits = [Limit(**limit) for limit in limits]
+    shard = size // len(limits)
+    steps = max(-(-limit.sequences // shard) for limit in limits)
+    run.batches.limit(limits, steps)
     note = f"train.epochs={epochs:g}: {plural(steps, 'step')} of {plural(size, 'sequence')}, "
     note += f"{epochs * tokens:,.0f} tokens; an epoch is {plural(sequences, 'sequence')}, "
-    note += f"{tokens:,} tokens"
+    note += f"{tokens:,.0f} tokens"
     spec = replace(run.spec, epoch_steps=steps)
     return replace(run, spec=spec, notes=[*run.notes, note])
 
@@ -381,14 +388,15 @@ def _fingerprint(spec: TrainSpec) -> str | None:
     return spec.pretrained.fingerprint
 
 
-def _check_records(run: TrainingRun) -> None:
-    """Checks records for up to a minute, in the first process.
+def _check_records(run: TrainingRun) -> list[str]:
+    """Checks records for up to a minute, in the first process. Returns lines about the passes over
+    the data.
 
     Raises:
       ValueError: a bad record, or held-out documents without a token in the loss.
     """
     if jax.process_index() != 0:
-        return
+        return []
     say("checking the records: up to a minute now, the rest during training")
     run.check.run()
     held_out = run.check.held_out
@@ -397,3 +405,7 @@ def _check_records(run: TrainingRun) -> None:
             "held-out documents: must have a token that counts in the loss; see data.eval_path, "
             "data.eval_fraction and data.too_long"
         )
+    size = run.spec.global_batch_size
+    return run.check.describe_passes(
+        epochs=run.config.train.epochs, sequences=run.spec.steps * size
+    )

@@ -198,13 +198,17 @@ def test_split_by_path_or_fraction(tmp_path):
         open_split(DataConfig())
 
 
-@pytest.mark.parametrize(
-    ("documents", "message"),
-    [(["ab", "c"], "must be at least train.seq_len=8"), ([], "must have a token")],
-)
-def test_too_few_tokens(documents, message):
-    with pytest.raises(ValueError, match=message):
-        train_loader(documents, ByteTokenizer(), DataConfig(), seq_len=8, batch_size=1)
+def test_documents_without_a_label_are_refused():
+    with pytest.raises(ValueError, match="must have a token"):
+        train_loader([], ByteTokenizer(), DataConfig(), seq_len=8, batch_size=1)
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_fewer_tokens_than_a_sequence_are_padded(train, packing):
+    config = DataConfig(packing=packing)
+    for batch in take(train(["ab", "c"], config, ByteTokenizer(), batch_size=2), 3):
+        found = sorted(batch["labels"][batch["segments"] > 0].tolist())
+        assert set(found) == {97, 98, 99, 256}
 
 
 def test_exactly_one_sequence_is_enough(train):

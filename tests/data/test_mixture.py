@@ -184,6 +184,7 @@ def test_impossible_sources_are_refused(folder):
         config(folder, group_by_length=True, packing="none")
     with pytest.raises(ValueError, match=r"data.sources\[1\].path: .*no such file"):
         open_split(DataConfig(sources=[config(folder).sources[0], SourceConfig("/none.txt")]))
+    (folder / "small.jsonl").write_text('{"input_ids": [1]}\n' * 3)
     own = config(folder)
-    with pytest.raises(ValueError, match=r"small.jsonl .*must be at least train.seq_len=99"):
+    with pytest.raises(ValueError, match=r"small.jsonl .*must have a token that counts in the l"):
         train_loader(open_split(own)[0], TOKENIZER, own, seq_len=99, batch_size=1)

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from grain import experimental as gx
 
-from bptjax.data.concat import ConcatIterDataset
 from bptjax.data.config import DataConfig
 from bptjax.data.loader import eval_loader, train_loader
 from bptjax.data.packing import PACKINGS, pack
@@ -67,10 +66,11 @@ def flat(records):
     return gx.FlatMapIterDataset(source, Flat())
 
 
-@pytest.mark.parametrize("bins", [1, 3, 100])
-def test_concat_does_not_split_masked_records(bins):
+@pytest.mark.parametrize("window", [1, 3, 100, None])
+def test_concat_does_not_split_masked_records(window):
     records = mixed()
-    rows = list(ConcatIterDataset(flat(records), seq_len=T, bins=bins))
+    source = grain.MapDataset.source(records)
+    rows = list(pack(source, packing="concat", seq_len=T, window=window))
     found = sorted(tuple(labels) for tokens, labels in pieces(rows) if (labels == -100).any())
     wanted = [one for record in records for one in record if (one["labels"] == -100).any()]
     assert found == sorted(tuple(one["labels"]) for one in wanted)
@@ -84,7 +84,7 @@ def test_concat_of_text_is_that_of_grain():
     records = [[text(number, length)] for number, length in enumerate((5, 31, 32, 33, 1, 99, 64))]
     lengths = {"tokens": T, "labels": T}
     theirs = list(gx.ConcatThenSplitIterDataset(flat(records), length_struct=lengths))
-    ours = list(ConcatIterDataset(flat(records), seq_len=T, bins=4))
+    ours = list(pack(grain.MapDataset.source(records), packing="concat", seq_len=T))
     assert len(ours) == len(theirs)
     for a, b in zip(ours, theirs, strict=True):
         np.testing.assert_array_equal(a["tokens"], b["tokens"])
@@ -92,9 +92,11 @@ def test_concat_of_text_is_that_of_grain():
         np.testing.assert_array_equal(a["positions"], b["tokens_positions"])
 
 
-@pytest.mark.parametrize("bins", [1, 3, 100])
-def test_concat_resumes_exactly(bins):
-    dataset = ConcatIterDataset(flat(mixed()), seq_len=T, bins=bins)
+@pytest.mark.parametrize("window", [1, 2, 3, 20, 100, None])
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_every_packing_resumes_exactly(packing, window):
+    source = grain.MapDataset.source(mixed())
+    dataset = pack(source, packing=packing, seq_len=T, window=window)
     iterator, states, rows = iter(dataset), [], []
     while True:
         states.append(json.dumps(iterator.get_state()))

@@ -85,7 +85,6 @@ BAD = {
     "missing config": (["--config", "nowhere.yaml"], "nowhere.yaml"),
     "missing file": (["--data.path", "/nowhere.txt"], "/nowhere.txt"),
     "no heads": (["--model.num_heads", "3"], "num_heads=3"),
-    "too few tokens": (["--train.seq_len", "100000"], "100000"),
     "no gpu": (["--device", "gpu"], 'pip install -e ".[gpu]"'),
     "offload from a CPU": (
         ["--execution.offload", "0.5"],

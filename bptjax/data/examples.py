@@ -1,0 +1,34 @@
+"""Training examples: arrays of tokens and labels, and their layout in a sequence."""
+
+import numpy as np
+
+# Arrays int32 [n]: `tokens`, `labels`, and for classifiers of text `token_types`. A packed sequence
+# also has `segments` and `positions`. The `tokens` of an image are patches, float32 [n, P].
+Example = dict[str, np.ndarray]
+FIELDS = "tokens", "labels"
+
+
+def is_masked(example: Example) -> bool:
+    """Returns whether the example has a token that does not count in the loss."""
+    return bool((example["labels"] == -100).any())
+
+
+def sequence(examples: list[Example], seq_len: int) -> Example:
+    """Lays out examples one after the other in one padded sequence, as `packing.pack` describes."""
+    numbers = dict.fromkeys(("segments", "positions"), np.zeros(0, np.int32))
+    found = {
+        name: np.full((seq_len, *x.shape[1:]), -100 * (name == "labels"), x.dtype)
+        for name, x in (examples[0] | numbers).items()
+    }
+    end = 0
+    for number, example in enumerate(examples, 1):
+        start, end = end, end + len(example["tokens"])
+        own = dict(segments=number, positions=np.arange(end - start))
+        for name, value in (example | own).items():
+            found[name][start:end] = value
+    return found
+
+
+def blank(example: Example) -> Example:
+    """Returns an example of no tokens, with the arrays of `example`."""
+    return {name: value[:0] for name, value in example.items()}
