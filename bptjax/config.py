@@ -59,8 +59,9 @@ class TrainConfig:
     Attributes:
       max_steps: number of optimizer steps. If neither this nor epochs is set, 1000. A larger number
         extends a run.
-      epochs: number of passes over the training data, in place of max_steps. Every record is read
-        once before the run, to count the sequences of an epoch.
+      epochs: number of passes over the training data, in place of max_steps; of several sources,
+        over the source that runs out first. Every record is read once before the run, to count the
+        sequences of an epoch.
       seq_len: tokens per sequence. For a model of images, it follows from the model.
       per_device_train_batch_size: sequences per data shard in one micro-batch. There are dp × fsdp
         × ep data shards.

@@ -30,7 +30,7 @@ from measurements import (
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = (
     ROOT / "README.md",
-    *(ROOT / f"docs/{name}.md" for name in ("benchmarks", "hugging_face", "long_context")),
+    *(ROOT / f"docs/{name}.md" for name in ("benchmarks", "data", "hugging_face", "long_context")),
 )
 GPUS = {
     "rtx4090": "24 GB (RTX 4090)",
@@ -330,6 +330,23 @@ def by_gpu(cell: Callable[[Row], str]) -> str:
     return table(["model", "method", *GPUS.values()], body)
 
 
+def passes() -> str:
+    rows = read("passes.json")
+    found: dict[tuple[str, ...], list[str]] = {}
+    for row in rows:
+        case = (
+            f"`{row['packing']}`".replace(", ", "`, `"),
+            f"{row['seq_len']:,}",
+            str(row["shards"]),
+        )
+        text = f"{row['texts']:.2f} / {row['chats']:.2f}, {row['padding']:.1%}"
+        found.setdefault(case, []).append(text)
+    shares = [f"{share:.0%} chats" for share in dict.fromkeys(row["share"] for row in rows)]
+    return table(
+        ["packing", "`train.seq_len`", "shards", *shares], [[*k, *v] for k, v in found.items()]
+    )
+
+
 def expected(row: Row, key: str) -> str:
     """Formats tokens/s, with ~ and fewer digits if the rates of the GPU have not been measured."""
     measured = row["devices"] in ("h100", "h200")
@@ -394,6 +411,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "auto_h100": lambda: auto("auto_h100.json"),
     "longest_planned": longest_planned,
     "speeds_planned": speeds_planned,
+    "passes": passes,
 }
 MARK = re.compile(r"(<!-- table: (\w+) -->\n)((?:\|.*\n)*)")
 

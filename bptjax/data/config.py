@@ -71,7 +71,7 @@ class DataConfig:
         truncated before its end token, and no message follows it.
       tokenizer: byte, char, or a directory with a Hugging Face tokenizer. If not set, the tokenizer
         of the checkpoint, or byte without one.
-      packing: how documents fill sequences. concat joins all documents and splits them at seq_len;
+      packing: how documents fill sequences. concat joins texts and splits them at seq_len;
         best_fit packs complete documents tightly; none puts one document in each sequence. Packed
         documents do not attend to each other. No packing splits a record with a loss mask.
       mlm_probability: share of the tokens that a masked language model predicts. Of them, 80 % are
@@ -84,7 +84,8 @@ class DataConfig:
       group_by_length: batch sequences of similar length, padded to the longest of each batch; needs
         packing=none.
       num_shards: number of equal shards of the documents, read by different processes. Each shard
-        provides the same number of sequences per step.
+        provides the same number of sequences per step; with train.epochs, blank ones after its last
+        record.
       shuffle: shuffle documents and sequences anew in each epoch.
       seed: shuffle seed.
     """

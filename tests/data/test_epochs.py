@@ -1,5 +1,6 @@
 """Passes over the data: every record and every kind of records, at the product's buffer sizes."""
 
+import json
 import math
 from collections import Counter
 from types import SimpleNamespace
@@ -72,3 +73,109 @@ def test_every_record_is_passed_as_often_as_asked(packing, seq_len, shards, epoc
         assert found == pytest.approx(epochs, rel=0.02), kind
     # No step trains nothing, and only the last sequences of a shard are blank.
     assert all((batch["labels"] != -100).any() for batch in batches)
+
+
+def test_few_chats_among_texts_are_trained_on_in_an_epoch():
+    """400 texts and 60 chats, one epoch at the default packing; also a run of half of its steps."""
+    records, config = pool(400, 60), DataConfig()
+    seen, batches = passes_of(records, config, 1, seq_len=4096, batch_size=2)
+    assert set(seen.values()) == {1}
+    tokens = np.concatenate([b["tokens"][b["segments"] > 0] for b in batches[: len(batches) // 2]])
+    chats = [n for n, one in enumerate(records) if is_chat(one)]
+    lengths = [len(one) - 1 for one in records]
+    share = sum(lengths[n] for n in chats) / sum(lengths)
+    assert np.isin(tokens, chats).mean() == pytest.approx(share, rel=0.5)
+
+
+def sources(sizes, weights, chats=0.2):
+    files = [
+        pool(n - int(chats * n), int(chats * n), seed=k, first=10_000 * k)
+        for k, n in enumerate(sizes)
+    ]
+    return Mixture(files, [f"source {k}" for k in range(len(sizes))], weights)
+
+
+@pytest.mark.parametrize("epochs", [1, 2.5])
+@pytest.mark.parametrize("packing", ["none", "concat", "best_fit"])
+def test_weighted_sources_pass_the_one_that_runs_out_first(packing, epochs):
+    """The passes that are told are those of the run; the others keep their weights."""
+    mixture, config = sources([40, 400], [0.5, 0.5]), DataConfig(packing=packing)
+    seen, _ = passes_of(mixture, config, epochs, seq_len=1024, batch_size=4)
+    check = data_check(mixture, [], TOKENIZER, config, seq_len=1024)
+    check.run(math.inf)
+    told = check.passes(epochs=epochs)
+    assert told[0] == epochs and told[1] < 0.2 * epochs
+    for k, passes in enumerate(told):
+        own = [x for n, x in seen.items() if n // 10_000 == k]
+        weights = [len(one) - 1 for one in mixture.files[k]]
+        assert np.average(own, weights=weights) == pytest.approx(passes, rel=0.05), k
+    first = [x for n, x in seen.items() if n < 10_000]
+    assert set(first) <= {math.floor(epochs), math.ceil(epochs)}
+    assert np.mean(first) == pytest.approx(epochs, rel=0.02)
+    sequences = 100 * check.sequences_per_epoch
+    assert check.passes(sequences=sequences)[0] == pytest.approx(100, rel=0.03)
+    line, warning, *_ = check.describe_passes(sequences=sequences)
+    assert line.startswith(f"passes in {sequences:,} sequences: source 0 ")
+    assert warning.startswith("warning: ") and "passes over source 0, more than 4: " in warning
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("packing", ["none", "concat", "best_fit"])
+def test_sequences_of_an_epoch_are_exact(packing, shards):
+    records, config = pool(255, 45, seed=3), DataConfig(packing=packing, num_shards=shards)
+    check = data_check(records, [], TOKENIZER, config, seq_len=1024)
+    check.run(math.inf)
+    _, batches = passes_of(records, config, 1, seq_len=1024, batch_size=shards)
+    used = sum(int((batch["segments"].max(1) > 0).sum()) for batch in batches)
+    assert check.sequences_per_epoch == used
+    estimate = check.accounts[0].epoch(packing)
+    assert estimate == pytest.approx(used, rel=0.02)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_limited_runs_resume_exactly(grouped):
+    """Through the blank sequences at the end, and into the batches that replace left-out ones."""
+    packing = "none" if grouped else "concat"
+    config = DataConfig(packing=packing, group_by_length=grouped, num_shards=1 if grouped else 3)
+    records, how = pool(30, 17), dict(seq_len=512, batch_size=9)
+    check = data_check(records, [], TOKENIZER, config, seq_len=512)
+    check.run(math.inf)
+
+    def loader(epochs):
+        found = train_loader(records, TOKENIZER, config, **how)
+        limits = check.limits(epochs, 9)
+        steps = max(-(-limit.sequences * config.num_shards // 9) for limit in limits)
+        found.limit(limits, steps)
+        return found, steps
+
+    one, steps = loader(1.5)
+    states, batches = [], []
+    for _ in range(steps + 2):
+        states.append(json.dumps(one.get_state()))
+        batches.append(next(one))
+    one.close()
+    assert (batches[steps - 1]["segments"].max(1) == 0).any()
+    assert (batches[steps]["segments"].max(1) > 0).all()
+    for stop in range(0, steps + 2, 3):
+        again, _ = loader(1.5)
+        again.set_state(json.loads(states[stop]))
+        for wanted in batches[stop : stop + 3]:
+            found = next(again)
+            assert all(np.array_equal(found[name], wanted[name]) for name in wanted), stop
+        again.close()
+    # A longer run continues with the other records of the epoch.
+    longer, more = loader(2)
+    longer.set_state(json.loads(states[steps]))
+    batches = [*batches[:steps], *(next(longer) for _ in range(more - steps))]
+    longer.close()
+    tokens = np.concatenate([b["tokens"][b["segments"] > 0] for b in batches])
+    counts = np.bincount(tokens, minlength=len(records))
+    wanted = np.array([2 * (len(one) - 1) for one in records])
+    assert (counts <= wanted).all() and counts.sum() > 0.98 * wanted.sum()
+
+
+def test_states_of_other_versions_are_refused():
+    loader = train_loader(pool(9, 1), TOKENIZER, DataConfig(), seq_len=64, batch_size=1)
+    with pytest.raises(ValueError, match="^saved by a version of bptjax that packs the data in an"):
+        loader.set_state([{"parent_window_start_state": {}, "window_index": 0}])
+    loader.close()
