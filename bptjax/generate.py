@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from bptjax.cli import launch, warn
 from bptjax.command_line import make_callable
 from bptjax.config import check_seed
-from bptjax.data.templates import chat_prompt
+from bptjax.data.templates import chat_prompt, describe_clock_and_chance
 from bptjax.data.tokenizer import Tokenizer
 from bptjax.generation import Sampling, continuations, length_warning
 from bptjax.loading import load_decoder
@@ -96,6 +96,8 @@ def _stream(
     prompts = [
         chat_prompt(text, tokenizer) if chat else tokenizer.encode_prompt(text) for text in texts
     ]
+    for line in describe_clock_and_chance(tokenizer) if chat else ():
+        warn(line)
     if line := length_warning(model.config, max(map(len, prompts)) + new_tokens):
         warn(line)
     dtype = jnp.dtype(dtype or model.head_matrix.dtype)

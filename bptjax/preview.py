@@ -32,6 +32,7 @@ from bptjax.models.attention_pattern import AttentionPattern, find_tokens
 from bptjax.parallel.mesh import select_devices
 from bptjax.training.data import RunData, open_data
 from bptjax.training.notes import describe_adapter
+from bptjax.training.run_directory import saved_start
 
 DESCRIPTION = """Shows what a run would train on: counts over the data, one record before and after
 the chat template, and the first packed sequences. Tokens in the loss are green, or in [[ ]] if the
@@ -74,7 +75,8 @@ def preview(config: PreviewConfig, console: Console) -> None:
     plain = Config(**{f.name: getattr(config, f.name) for f in fields(Config)})
     # Skip bad records, so that they are counted and the other records are shown.
     data_config = replace(plain.data, bad_records="skip")
-    data = open_data(replace(plain, data=data_config))
+    now = saved_start(Path(plain.run_dir).expanduser())
+    data = open_data(replace(plain, data=data_config), now)
     if isinstance(data.processor, ImageProcessor):
         raise ValueError(
             f"model.name_or_path={config.model.name_or_path}: must be a model of text; bptjax "

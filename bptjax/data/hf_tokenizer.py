@@ -41,6 +41,7 @@ class HFTokenizer:
             )
             bare, around = found.encode("a", add_special_tokens=False), found.encode("a")
         self._tokenizer: Any = found
+        self.now: str | None = None
         files = Path(directory) / "chat_template.jinja", Path(directory) / "tokenizer_config.json"
         self.template_file = files[0] if files[0].exists() else files[1]
         # `len` counts added tokens; the tokenizer's own `vocab_size` does not.

@@ -8,11 +8,14 @@ both, in a call of C that no thread can interrupt. The kernel can end a process.
 import atexit
 import json
 import os
+import random
+import re
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from typing import Any
 
 from bptjax.child_python import PYTHON, python_environment
@@ -29,6 +32,10 @@ PARTS = 8
 
 # Exit code of the process when it is out of memory.
 OUT_OF_MEMORY = 77
+
+# What a template reads the date and draws random values with.
+CLOCK = re.compile(r"\bstrftime_now\b")
+CHANCE = re.compile(r"\|\s*random\b|['\"]random['\"]|\blipsum\b")
 
 # The first `count` messages (None for all), with or without the start of an answer.
 Part = tuple[int | None, bool]
@@ -63,18 +70,22 @@ class Renderer:
         variables: Mapping[str, Any],
         parts: Sequence[Part],
         marks: bool,
+        now: str | None = None,
     ) -> list[Text]:
-        """Returns the text of each part.
+        """Returns the text of each part. Random values depend on the other arguments alone, and are
+        equal in all parts.
 
         Args:
           marks: return the ranges that the template marks.
+          now: date and time that the template reads, in ISO 8601; None for the present.
 
         Raises:
           TemplateRefusal: the template refuses a part.
           TemplateFault: the template cannot be parsed or exceeds a limit. The error does not name
             its file.
         """
-        request = [SECONDS, template, list(map(dict, messages)), dict(variables), parts, marks]
+        now = now or datetime.now().isoformat()
+        request = [SECONDS, template, list(map(dict, messages)), dict(variables), parts, marks, now]
         # As transformers does: a template sees only the type of a value that JSON does not have.
         try:
             sent = json.dumps(request, default=lambda value: f"<{type(value).__name__}>").encode()
@@ -104,13 +115,15 @@ class Renderer:
     def _started(self) -> Any:
         # A forked process must not share the pipes.
         if self._process is None or self._owner != os.getpid():
+            # The order of sets and the seconds since 1970 (%s) are then equal in every process.
+            fixed = {"PYTHONHASHSEED": "0", "TZ": "UTC"}
             self._process = subprocess.Popen(
                 [*PYTHON, __file__],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 bufsize=0,
-                env=python_environment(),
+                env=python_environment() | fixed,
             )
             self._owner = os.getpid()
             atexit.register(_end, self._process, self._owner)
@@ -164,8 +177,12 @@ def serve() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     sys.modules["torch"] = None  # pyrefly: ignore[unsupported-operation]  Not needed, and large.
-    from transformers.utils.chat_template_utils import render_jinja_template
+    from transformers.utils import chat_template_utils
 
+    # Its `strftime_now` asks this name for the date.
+    clock = _Clock()
+    vars(chat_template_utils)["datetime"] = clock
+    render = chat_template_utils.render_jinja_template
     with open("/proc/self/statm") as file:
         size = int(file.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY_BYTES,) * 2)
@@ -176,18 +193,31 @@ def serve() -> None:
         except EOFError:
             return
         try:
-            write(1, json.dumps(_answer(render_jinja_template, data)).encode())
+            write(1, json.dumps(_answer(render, clock, data)).encode())
         except MemoryError:
             os._exit(OUT_OF_MEMORY)
 
 
-def _answer(render: Any, data: bytes) -> tuple[str, Any]:
+class _Clock:
+    """A `datetime` whose present is a date that is set."""
+
+    date = datetime.min
+
+    def now(self) -> datetime:
+        return self.date
+
+
+def _answer(render: Any, clock: _Clock, data: bytes) -> tuple[str, Any]:
     from jinja2 import TemplateSyntaxError
 
-    seconds, template, messages, variables, parts, marks = json.loads(data)
+    seconds, template, messages, variables, parts, marks, now = json.loads(data)
+    clock.date = datetime.fromisoformat(now)
+    seed = json.dumps([template, messages, variables]) if CHANCE.search(template) else None
     most = TEXT_CHARACTERS + TEXT_FACTOR * len(data)
     found = []
     for count, answer in parts:
+        if seed is not None:
+            random.seed(seed)
         # With no handler, the kernel ends this process.
         signal.setitimer(signal.ITIMER_PROF, seconds)
         try:

@@ -11,7 +11,13 @@ from bptjax.data.chat import Chat
 from bptjax.data.encode import tokenize
 from bptjax.data.files import Document
 from bptjax.data.records import Readable, reads
-from bptjax.data.templates import conversations, form_template, render, template_of
+from bptjax.data.templates import (
+    conversations,
+    describe_clock_and_chance,
+    form_template,
+    render,
+    template_of,
+)
 from bptjax.data.tokenizer import Tokenizer
 
 # Counting the fields of a record takes microseconds; rendering and tokenizing it, milliseconds.
@@ -45,7 +51,7 @@ class Survey:
 
     def notes(self, tokenizer: Tokenizer) -> list[str]:
         """Returns notes for the log of a run, one line each."""
-        found = []
+        found = describe_clock_and_chance(tokenizer) if self.forms[None] else []
         if self.unread:
             fields = ", ".join(f"{name} ({n})" for name, n in sorted(self.unread.items()))
             found.append(

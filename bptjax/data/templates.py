@@ -8,7 +8,16 @@ from typing import Any
 import numpy as np
 
 from bptjax.data.chat import SHAREGPT_ROLES, Chat, Message
-from bptjax.data.renderer import PARTS, Part, Renderer, TemplateFault, TemplateRefusal, Text
+from bptjax.data.renderer import (
+    CHANCE,
+    CLOCK,
+    PARTS,
+    Part,
+    Renderer,
+    TemplateFault,
+    TemplateRefusal,
+    Text,
+)
 from bptjax.data.tokenizer import Tokenizer
 
 # Taori et al. 2023, github.com/tatsu-lab/stanford_alpaca.
@@ -134,7 +143,8 @@ def renderings(
     for start in range(0, len(parts), PARTS):
         some = parts[start : start + PARTS]
         try:
-            yield from _RENDERER.render(template, messages, given, some, has_marks(template))
+            marks, now = has_marks(template), tokenizer.now
+            yield from _RENDERER.render(template, messages, given, some, marks, now)
         except TemplateRefusal as error:
             raise ValueError(f"the chat template refuses the messages: {error}") from error
         except TemplateFault as error:
@@ -149,6 +159,24 @@ _RENDERER = Renderer()
 def has_marks(template: str) -> bool:
     """Returns whether the template marks the tokens that the assistant writes."""
     return _GENERATION.search(template) is not None
+
+
+def reads(tokenizer: Tokenizer, pattern: re.Pattern[str]) -> bool:
+    """Returns whether a chat template of the tokenizer contains `CLOCK` or `CHANCE`."""
+    return any(pattern.search(tokenizer.template_for(tools) or "") for tools in (False, True))
+
+
+def describe_clock_and_chance(tokenizer: Tokenizer) -> list[str]:
+    """Formats what the tokenizer's chat templates read beside the chat: the date, random values."""
+    lines = []
+    if reads(tokenizer, CLOCK):
+        date = (
+            f"{tokenizer.now.replace('T', ' ')}, the start of the run" if tokenizer.now else "now"
+        )
+        lines.append(f"chats: the chat template reads the date: {date}")
+    if reads(tokenizer, CHANCE):
+        lines.append("chats: the chat template draws random values, the same for equal chats")
+    return lines
 
 
 def conversations(chat: Chat, tokenizer: Tokenizer, *, split: bool = True) -> list[Rendered]:

@@ -38,7 +38,10 @@ class Tokenizer(Protocol):
       chat_template: Jinja source, or None.
       template_file: file that holds the chat template, or None.
       special_tokens: variables of chat templates, such as `eos_token`.
+      now: date and time that chat templates read, in ISO 8601; None for the present.
     """
+
+    now: str | None
 
     @property
     def vocab_size(self) -> int: ...
@@ -133,6 +136,7 @@ class _Plain:
     chat_template: str | None = None
     template_file: Path | None = None
     special_tokens: Mapping[str, Any] = {}
+    now: str | None = None
 
     @property
     def stop_ids(self) -> list[int]:

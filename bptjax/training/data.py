@@ -57,8 +57,11 @@ class RunData:
         return self.processor
 
 
-def open_data(config: Config) -> RunData:
+def open_data(config: Config, now: str | None = None) -> RunData:
     """Opens the documents, the checkpoint's config and the tokenizer.
+
+    Args:
+      now: `Tokenizer.now`.
 
     Raises:
       ValueError: one line about the wrong key or file.
@@ -82,6 +85,7 @@ def open_data(config: Config) -> RunData:
         chain(readable(train, bad), readable(held_out, bad)),
         pretrained.config.V if pretrained and own else None,
     )
+    tokenizer.now = now
     model = pretrained.config if pretrained else config.model
     added = add_tokens(tokenizer, model.add_tokens)
     chats = survey(train.files if isinstance(train, Mixture) else [train], tokenizer)

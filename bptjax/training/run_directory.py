@@ -1,16 +1,21 @@
 """The run directory, which belongs to one config and holds a copy of it."""
 
+import json
 from collections.abc import Container
 from dataclasses import asdict, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from bptjax.command_line import new_name
 from bptjax.config import FILE, Config, flatten, to_yaml
 from bptjax.execution import ExecutionConfig
+from bptjax.json_files import read_json
 from bptjax.output import leftovers, write_atomically
 from bptjax.remat import TrainingExecution
 
+# The date of a run's start, which chat templates may read.
+START = "start.json"
 # Keys that may change on resume. `find_start` checks that the global batch size stays the same, and
 # that the run does not end before its checkpoint.
 RESUMABLE_KEYS = (
@@ -104,6 +109,31 @@ def saved_execution(config: Config) -> TrainingExecution | None:
     except ValueError:
         return None
     return execution
+
+
+def saved_start(run_dir: Path) -> str | None:
+    """Returns the date and time at which a run started, in ISO 8601; None if it has not, or was
+    started by version 0.1.
+
+    Raises:
+      ValueError: the file is damaged.
+    """
+    file = run_dir / START
+    if not file.exists():
+        return None
+    found = read_json(file).get("date")
+    try:
+        return datetime.fromisoformat(str(found)).isoformat()
+    except ValueError as error:
+        raise ValueError(
+            f"{file}: date={found!r}: must be a date and time in ISO 8601; correct it, or choose "
+            "another run_dir"
+        ) from error
+
+
+def write_start(run_dir: Path, date: str) -> None:
+    """Writes the date and time at which the run started."""
+    write_atomically(run_dir / START, json.dumps({"date": date}) + "\n")
 
 
 def write_config(run_dir: Path, config: Config) -> None:

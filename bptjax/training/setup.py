@@ -5,6 +5,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from datetime import datetime
 from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
@@ -25,6 +26,7 @@ from bptjax.data.images import ImageProcessor
 from bptjax.data.loader import Evaluation, Processor, data_check, eval_loader, train_loader
 from bptjax.data.records import readable
 from bptjax.data.sample import SEARCHED, random_order
+from bptjax.data.templates import CLOCK, reads
 from bptjax.data.text import Subset
 from bptjax.data.tokenizer import Tokenizer, token_id
 from bptjax.execution import ExecutionConfig
@@ -56,10 +58,13 @@ from bptjax.training.checks import (
 from bptjax.training.data import RunData, open_data, say
 from bptjax.training.notes import describe_devices, describe_model
 from bptjax.training.run_directory import (
+    START,
     acquire_run_dir,
     check_run_dir,
     saved_execution,
     saved_keys,
+    saved_start,
+    write_start,
 )
 from bptjax.training.spec import TrainSpec, fit_to_images
 from bptjax.training.step import check_kernel
@@ -137,9 +142,13 @@ class TrainingRun:
 
 
 @translate_peer_errors()
-def setup(config: Config) -> TrainingRun:
+def setup(config: Config, now: datetime | None = None) -> TrainingRun:
     """Checks everything, then creates the run directory or continues in the directory of this
     config. A refused config writes nothing. Only the first process writes.
+
+    Args:
+      now: date and time at which a new run starts; the present if left out. Chat templates read it
+        in process 0, in a resumed run that of its first start.
 
     Raises:
       ValueError, NotImplementedError, OSError: one line about the wrong key or file.
@@ -152,9 +161,19 @@ def setup(config: Config) -> TrainingRun:
             check_links(run_dir)
         if jax.process_index() == 0:  # Only the first process writes the config.
             check_run_dir(run_dir)
+        date = saved_start(run_dir)
+        lost = date is None and (run_dir / "checkpoints").exists()
+        date = date or (now or datetime.now()).isoformat(timespec="seconds")
+    date, lost = all_gather_json([date, lost])[0]
+    with raise_together():
         config = _with_defaults(config, devices[0].platform)
-        run = _open_run(config, devices)
+        run = _open_run(config, devices, date)
         config = fit_to_images(config, run.spec.model)
+        if lost and not isinstance(run.processor, ImageProcessor) and reads(run.tokenizer, CLOCK):
+            run.notes.append(
+                f"warning: {START} of this run is missing, with the date that its chats read; from "
+                f"here on they read {date}"
+            )
     spec, notes = complete_execution(run.spec, say, first=saved_execution(config))
     run = replace(run, config=spec.config, spec=spec, notes=[*run.notes, *notes])
     if config.train.epochs is not None:
@@ -170,6 +189,7 @@ def setup(config: Config) -> TrainingRun:
         if jax.process_index() == 0:
             with explain_full_disk(run.directory):
                 _write_run_dir(run, config)
+                write_start(run.directory, date)
     return run
 
 
@@ -216,8 +236,9 @@ def _with_defaults(config: Config, platform: str) -> Config:
     return config.on(platform)
 
 
-def _open_run(config: Config, devices: list[jax.Device]) -> TrainingRun:
-    """Opens data and checkpoint, and checks them against the config; writes nothing.
+def _open_run(config: Config, devices: list[jax.Device], date: str) -> TrainingRun:
+    """Opens data and checkpoint, and checks them against the config; writes nothing. `date` is that
+    of the run's start.
 
     Raises:
       ValueError, NotImplementedError, OSError: as `setup`.
@@ -229,7 +250,7 @@ def _open_run(config: Config, devices: list[jax.Device]) -> TrainingRun:
                     f"{key}={value}: must be {none} on a CPU, whose memory is the host's"
                 )
     mesh = make_mesh(config.parallel, devices)
-    data = open_data(config)
+    data = open_data(config, date)
     model, pretrained = _size_model(config, data)
     config = fit_to_images(config, model)
     for key in config.needs_evaluations:
