@@ -117,6 +117,7 @@ def main(argv: list[str] | None = None) -> None:
                     learning_rate=rate,
                     **measure(config),
                     model=Path(args.model).name,
+                    data=Path(args.data).stem,
                     seed=config.seed,
                     seq_len=config.train.seq_len,
                     per_device_train_batch_size=config.train.per_device_train_batch_size,

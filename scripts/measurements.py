@@ -22,6 +22,8 @@ DECODERS = {
     "26b-a4b": "Gemma 4 26B-A4B's shape",
     "qwen3.5-9b": "Qwen3.5-9B's shape",
 }
+# Names of peers, by a word of `system` in their rows.
+PEERS = {"Unsloth": "Unsloth", "PEFT": "transformers + PEFT", "Liger": "transformers + Liger"}
 WORKS = {"QLoRA": "qlora_h200.json", "full fine-tuning": "step_h200.json"}
 CASES = {
     "causal": "causal",
@@ -67,14 +69,22 @@ def settings(row: Row) -> str:
 
 def pairs(name: str) -> list[tuple[Row, Row | None]]:
     """Returns the measured steps of full decoders on one GPU, each with the peer's fastest row of
-    the same run and length, if there is one."""
+    the same run and length, if there is one. If another peer is faster at the same work in another
+    run, only the pairs with this peer are returned."""
     rows = sorted(read(name), key=lambda r: (list(DECODERS).index(r["decoder"]), r["T"]))
     peers = sorted((r for r in rows if r["system"] != "bptjax"), key=speed)
+    strongest = {(r["decoder"], r["T"]): peer_name(r) for r in peers}
     peers = {(r["run"], r["decoder"], r["T"]): r for r in peers}
     ours = [r for r in rows if r["system"] == "bptjax" and r.get("devices", 1) == 1]
     layers = {r["decoder"]: r["layers"] for r in sorted(ours, key=lambda r: r["layers"])}
     ran = [r for r in ours if "step_s" in r and r["layers"] == layers[r["decoder"]]]
-    return [(r, peers.get((r["run"], r["decoder"], r["T"]))) for r in ran]
+    found = [(r, peers.get((r["run"], r["decoder"], r["T"]))) for r in ran]
+    return [(r, p) for r, p in found if not p or peer_name(p) == strongest[p["decoder"], p["T"]]]
+
+
+def peer_name(row: Row) -> str:
+    """Returns the name of the peer of a row."""
+    return next(name for word, name in PEERS.items() if word in row["system"])
 
 
 def speed(row: Row) -> float:
@@ -82,14 +92,17 @@ def speed(row: Row) -> float:
 
 
 def in_less_memory() -> list[tuple[str, Row, Row]]:
-    """Returns the pairs of one run in which bptjax needs at most the GPU memory of the peer, each
-    with the name of the work."""
-    return [
-        (f"{work}, {DECODERS[row['decoder']]}", row, peer)
-        for work, name in WORKS.items()
-        for row, peer in pairs(name)
-        if peer and "note" not in peer and memory_gib(row) <= memory_gib(peer)
-    ]
+    """Returns the fastest step of each work that needs at most the GPU memory of the peer, with the
+    name of the work and the peer of the same run."""
+    found = {}
+    for work, name in WORKS.items():
+        for row, peer in sorted(pairs(name), key=lambda pair: speed(pair[0])):
+            if peer and "note" not in peer and memory_gib(row) <= memory_gib(peer):
+                decoder = row["decoder"]
+                found[work, decoder, row["T"]] = f"{work}, {DECODERS[decoder]}", row, peer
+    order = list(WORKS), list(DECODERS)
+    keys = sorted(found, key=lambda k: (order[0].index(k[0]), order[1].index(k[1]), k[2]))
+    return [found[key] for key in keys]
 
 
 def longest() -> list[tuple[str, Row, None]]:

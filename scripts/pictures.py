@@ -13,9 +13,11 @@ from measurements import (
     RESULTS,
     SYSTEMS,
     attention_rows,
+    gib,
     in_less_memory,
     memory_gib,
     pairs,
+    peer_name,
     read,
     speed,
     tokens,
@@ -44,22 +46,22 @@ def draw(file: Path, names: list[str], panels: dict[str, list[dict[str, float]]]
 
 
 def draw_in_less_memory(file: Path) -> None:
-    """Draws the speed of each pair of `in_less_memory`, the peer's as 1, with memory beside it."""
+    """Draws the speed and memory of each pair of `in_less_memory`, with the peer's speed as 1."""
     found = in_less_memory()
     figure = Figure(figsize=(10, 0.9 * len(found) + 1.2), layout="constrained")
     axes = figure.add_subplot(
-        title="Training steps on one H200 in less GPU memory than PyTorch's",
-        xlabel="tokens/s, PyTorch = 1",
+        title="Training steps on one H200 within the GPU memory of the strongest peer",
+        xlabel="tokens/s, peer = 1",
     )
     for n, (_, row, peer) in enumerate(found):
-        for system, r, at, color in (
-            ("bptjax", row, n, "tab:blue"),
-            ("PyTorch", peer, n + 0.4, "0.7"),
+        for system, by, r, at, color in (
+            ("bptjax", "", row, n, "tab:blue"),
+            ("strongest peer", f"{peer_name(peer)}: ", peer, n + 0.4, "0.7"),
         ):
             ratio = r["tokens_per_second"] / peer["tokens_per_second"]
             axes.barh(at, ratio, 0.38, align="edge", color=color, label=None if n else system)
-            text = f"{r['tokens_per_second']:,.0f} tokens/s in {memory_gib(r):#.3g} GiB"
-            axes.text(ratio + 0.05, at + 0.19, text.replace(". ", " "), va="center", fontsize=9)
+            text = f"{by}{speed(r):,.0f} tokens/s in {gib(r)}"
+            axes.text(ratio + 0.05, at + 0.19, text, va="center", fontsize=9)
     names = [f"{name}\n{tokens(row)} tokens" for name, row, _ in found]
     axes.set_yticks([n + 0.4 for n in range(len(found))], names)
     axes.invert_yaxis()

@@ -21,6 +21,7 @@ from measurements import (
     in_less_memory,
     longest,
     pairs,
+    peer_name,
     read,
     settings,
     speed,
@@ -30,7 +31,10 @@ from measurements import (
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = (
     ROOT / "README.md",
-    *(ROOT / f"docs/{name}.md" for name in ("benchmarks", "data", "hugging_face", "long_context")),
+    *(
+        ROOT / f"docs/{name}.md"
+        for name in ("benchmarks", "data", "hugging_face", "long_context", "lora")
+    ),
 )
 GPUS = {
     "rtx4090": "24 GB (RTX 4090)",
@@ -64,24 +68,25 @@ def headline() -> str:
         cells = [name, tokens(row), str(row.get("devices", 1))]
         cells += [f"{row['tokens_per_second']:,.0f}", gib(row)]
         if peer:
-            cells += [f"{peer['tokens_per_second']:,.0f}", gib(peer)]
-            cells += [f"{row['tokens_per_second'] / peer['tokens_per_second']:.2f}"]
+            cells += [f"{peer_name(peer)}: {speed(peer):,.0f}", gib(peer)]
+            cells += [f"{speed(row) / speed(peer):.2f}"]
         body.append([*cells, "", "", ""][:8])
     head = ["", "tokens", "GPUs", "bptjax, tokens/s", "memory per GPU"]
-    return table([*head, "PyTorch, tokens/s", "memory", "ratio"], body)
+    return table([*head, "strongest peer, tokens/s", "memory", "ratio"], body)
 
 
-def steps(name: str, peer_name: str) -> str:
+def steps(name: str) -> str:
     body = []
     for row, peer in pairs(name):
         cells = [DECODERS[row["decoder"]], tokens(row), settings(row)]
         cells += [f"{row['tokens_per_second']:,.0f}, {gib(row)}"]
         if peer:
             theirs, ratio = beside(peer, row)
-            tiled = "offload, tiled: " if "tiled" in peer["system"] else ""
-            cells += [tiled + theirs, ratio + " (two runs)" * ("note" in peer)]
+            tiled = ", offload, tiled" if "tiled" in peer["system"] else ""
+            theirs = f"{peer_name(peer)}{tiled}: {theirs}"
+            cells += [theirs, ratio + " (two runs)" * ("note" in peer)]
         body.append([*cells, "", ""][:6])
-    return table(["", "tokens", "settings", "bptjax", peer_name, "ratio"], body)
+    return table(["", "tokens", "settings", "bptjax", "strongest peer", "ratio"], body)
 
 
 def attention() -> str:
@@ -270,6 +275,21 @@ def loss() -> str:
     return table(["tokens", "width", *chunks], lines)
 
 
+def strength() -> str:
+    """The change of the held-out loss by the scale of adapters, in nats per token."""
+    rows = read("adapter_strength_h100.jsonl")
+    rates = sorted({row["learning_rate"] for row in rows})
+    body: dict[tuple[str, float], dict[float, str]] = {}
+    for row in sorted(rows, key=lambda row: row["scale"]):
+        cells = body.setdefault((row["data"], row["scale"]), {})
+        cells[row["learning_rate"]] = f"{row['change']:.3f}"
+    lines = [
+        [data, f"{scale:g}", *(cells[rate] for rate in rates)]
+        for (data, scale), cells in sorted(body.items())
+    ]
+    return table(["data", "scale", *(f"{rate:.0e}".replace("e-0", "e-") for rate in rates)], lines)
+
+
 def plans() -> str:
     """Predicted beside measured memory."""
     body = []
@@ -392,7 +412,7 @@ def speeds_planned() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "headline": headline,
-    "qlora": lambda: steps("qlora_h200.json", "transformers + PEFT"),
+    "qlora": lambda: steps("qlora_h200.json"),
     "compare": compare,
     "loss": loss,
     "attention": attention,
@@ -403,10 +423,11 @@ TABLES: dict[str, Callable[[], str]] = {
     "mixtures": lambda: shapes("mixture_h200.json", "transformers + PEFT + Liger"),
     "hybrids": lambda: shapes("hybrid_h200.json", "transformers + PEFT + fla + Liger"),
     "rules": rules,
-    "step": lambda: steps("step_h200.json", "transformers + Liger"),
+    "step": lambda: steps("step_h200.json"),
     "sequence": sequence,
     "several": several,
     "plans": plans,
+    "strength": strength,
     "auto": lambda: auto("auto_h200.json"),
     "auto_h100": lambda: auto("auto_h100.json"),
     "longest_planned": longest_planned,
