@@ -14,6 +14,7 @@ from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from bptjax.command_line import DEBUG, EXIT_CODES, Help, Switch, nearest, normalize, one_line
 from bptjax.config import Config
+from bptjax.yaml_files import compose
 
 # In place of a group's keys: `execution: auto` sets none of them.
 AUTO = "auto"
@@ -219,16 +220,9 @@ def _check_file(file: Path) -> None:
             check(value, f"{name}.")
 
     try:
-        tree = yaml.compose(file.read_text("utf-8"))
-    except OSError as error:
-        raise ValueError(f"--config={file}: must be a file ({error.strerror})") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"--config={file}: must be in UTF-8; byte {error.start} is not") from error
-    except yaml.YAMLError as error:
-        problem = " ".join(str(error).replace(' in "<unicode string>"', "").split())
-        raise ValueError(f"--config={file}: must be YAML; {problem}") from error
-    if not isinstance(tree, yaml.MappingNode):
-        raise ValueError(f"--config={file}: must hold keys with values, such as seed: 1")
+        tree = compose(file)
+    except ValueError as error:
+        raise ValueError(f"--config={file}: {error}") from error
     check(tree, "")
 
 

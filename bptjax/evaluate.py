@@ -42,6 +42,7 @@ from bptjax.models.decoder import Decoder
 from bptjax.models.layer_loops import Execution
 from bptjax.ops.loss import linear_cross_entropy
 from bptjax.progress import Progress
+from bptjax.yaml_files import read_yaml
 
 # Mohtashami & Jaggi 2023, arXiv 2305.16300, Section 4.2.
 INTRODUCTION = (
@@ -265,11 +266,9 @@ def _check(args: Namespace) -> None:
 
 def trained_length(name: str, model: Decoder) -> int | None:
     """Returns the tokens per sequence of a run, or the number of positions of a checkpoint."""
-    import yaml
-
     file = Path(os.path.expanduser(name)) / RUN_CONFIG
     if file.exists():
-        return yaml.safe_load(file.read_text())["train"]["seq_len"]
+        return read_yaml(file)["train"]["seq_len"]
     return model.config.max_position_embeddings
 
 

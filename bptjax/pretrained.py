@@ -46,6 +46,7 @@ from bptjax.models.params import (
 from bptjax.parallel.mesh import STATE_AXIS, sharding
 from bptjax.quantized_kernels import quantizer
 from bptjax.saved_parameters import ConvertedCheckpoint, RunCheckpoint
+from bptjax.yaml_files import read_yaml
 
 log = logging.getLogger("bptjax")
 
@@ -318,16 +319,14 @@ def _run_config(directory: Path) -> _RunConfig:
     Raises:
       ValueError: the file is not the config of a run.
     """
-    import yaml
-
     file = directory / RUN_CONFIG
     try:
-        tree = yaml.safe_load(file.read_text())
+        tree = read_yaml(file)
         model = {new_name(f"model.{key}"): value for key, value in tree["model"].items()}
         model = {key.removeprefix("model."): value for key, value in model.items()}
-        groups = {"model": model, "adapter": tree.get("adapter", {})}
+        groups = {"model": model, "adapter": dict(tree.get("adapter", {}).items())}
         return parse_tree(groups | {"seq_len": tree["train"]["seq_len"]}, _RunConfig)
-    except (OSError, TypeError, KeyError, AttributeError, ValueError, yaml.YAMLError) as error:
+    except (TypeError, KeyError, AttributeError, ValueError, OverflowError) as error:
         raise ValueError(f"{file}: must be the config of a run: {error}") from error
 
 

@@ -24,6 +24,7 @@ FLOORS = {
         "heartbeat",
         "output",
         "json_files",
+        "yaml_files",
         "links",
         "lazy_imports",
         "versions",

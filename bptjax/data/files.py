@@ -4,14 +4,17 @@ import functools
 import io
 import itertools
 import json
+import threading
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from bptjax.data.changes import FileVersion, check_unchanged, file_version
@@ -71,6 +74,13 @@ RECORDS = (".jsonl", ".json", *TABLES)
 EXTENSIONS = (".txt", ".md", ".py", *RECORDS)
 CODECS = {".gz": "gzip", ".zst": "zstd"}
 PARQUET_CACHE_BYTES = 2**30
+# A compressed file may expand to EXPANSION times its size, or to these numbers of bytes if they are
+# more: a text file, and a row group of a parquet file.
+EXPANSION, TEXT_BYTES, GROUP_BYTES = 100, 2**26, 2**30
+# Bytes of text and rows of parquet files that are read at a time.
+BLOCK, BATCH = 2**22, 2**16
+# Bytes of a value. Texts are read as numbers of texts in a dictionary.
+WIDTHS = {"BOOLEAN": 1, "INT64": 8, "DOUBLE": 8, "INT96": 12, "FIXED_LEN_BYTE_ARRAY": 64}
 
 
 def extension(path: Path) -> str:
@@ -259,11 +269,48 @@ class JsonList(Sequence[Document]):
 def _opened(path: Path) -> BinaryIO:
     if path.suffix not in CODECS:
         return open(path, "rb")
+    with decompressed(path) as stream:
+        return io.BytesIO(stream.read())
+
+
+@contextmanager
+def decompressed(path: Path) -> Iterator[BinaryIO]:
+    """Opens a compressed file, which is decompressed as it is read.
+
+    Raises:
+      ValueError: the file cannot be decompressed, or expands beyond its limit.
+    """
     try:
         with pa.input_stream(path, compression=CODECS[path.suffix]) as stream:
-            return io.BytesIO(stream.read())
+            yield io.BufferedReader(_Bounded(stream, path), BLOCK)
     except OSError as error:
         raise ValueError(f"{path}: cannot be decompressed ({error})") from error
+
+
+class _Bounded(io.RawIOBase):
+    """The bytes of a stream, up to the limit of a compressed file."""
+
+    def __init__(self, stream: Any, path: Path):
+        self._stream, self._path, self._left = stream, path, allowed_bytes(path, TEXT_BYTES)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._stream.read(len(buffer))
+        self._left -= len(data)
+        if self._left < 0:
+            raise ValueError(
+                f"{self._path}: must expand to at most {EXPANSION} times its size or "
+                f"{TEXT_BYTES:,} bytes; decompress it"
+            )
+        buffer[: len(data)] = data
+        return len(data)
+
+
+def allowed_bytes(path: Path, least: int) -> int:
+    """Returns the largest number of bytes that a file may expand to."""
+    return max(least, EXPANSION * path.stat().st_size)
 
 
 def _spans(file: Iterable[bytes], *, paragraphs: bool) -> np.ndarray:
@@ -334,8 +381,9 @@ def record_columns(names: list[str], path: Path, text_key: str, format: str) -> 
 
 def row_groups(paths: Sequence[Path], text_key: str, format: str) -> list[RowGroup]:
     """Opens the row groups of parquet files, with one cache of about 1 GiB of decoded groups."""
-    found: list[tuple[Path, FileVersion, int, int, tuple[str, ...]]] = []
-    largest = 1
+    found: list[RowGroup] = []
+    cache = _Cache(PARQUET_CACHE_BYTES)
+    read = functools.partial(document, text_key=text_key, format=format)
     for path in paths:
         try:
             before, metadata = file_version(path), pq.read_metadata(path)
@@ -344,18 +392,74 @@ def row_groups(paths: Sequence[Path], text_key: str, format: str) -> list[RowGro
         names = metadata.schema.to_arrow_schema().names
         columns = record_columns(names, path, text_key, format)
         for group in range(metadata.num_row_groups):
-            largest = max(largest, metadata.row_group(group).total_byte_size)
-            found.append((path, before, group, metadata.row_group(group).num_rows, columns))
-    decode = functools.lru_cache(max(2, PARQUET_CACHE_BYTES // largest))(_read_row_group)
-    read = functools.partial(document, text_key=text_key, format=format)
-    return [
-        RowGroup(path, group, rows, functools.partial(decode, path, before, group, columns), read)
-        for path, before, group, rows, columns in found
-    ]
+            decode = functools.partial(cache.get, path, before, group, columns)
+            found.append(RowGroup(path, group, metadata.row_group(group).num_rows, decode, read))
+    return found
 
 
-def _read_row_group(path: Path, before: FileVersion, group: int, columns: tuple[str, ...]) -> tuple:
-    check_unchanged(path, before)
-    with pq.ParquetFile(path, memory_map=True) as file:
-        table = file.read_row_group(group, columns=list(columns))
-    return columns, [table.column(name) for name in columns]
+class _Cache:
+    """The decoded row groups that were used last, up to a number of bytes, but at least two."""
+
+    def __init__(self, limit: int):
+        self._limit, self._lock = limit, threading.Lock()
+        self._groups: dict[tuple, tuple] = {}
+
+    def get(self, path: Path, before: FileVersion, group: int, columns: tuple[str, ...]) -> tuple:
+        key = path, before, group, columns
+        with self._lock:
+            decoded = self._groups.pop(key, None)
+        if decoded is None:
+            check_unchanged(path, before)
+            decoded = columns, _read_row_group(path, group, columns)
+        with self._lock:
+            self._groups[key] = decoded
+            total = sum(column.nbytes for _, each in self._groups.values() for column in each)
+            while total > self._limit and len(self._groups) > 2:
+                _, oldest = self._groups.pop(next(iter(self._groups)))
+                total -= sum(column.nbytes for column in oldest)
+        return decoded
+
+
+def _read_row_group(path: Path, group: int, columns: tuple[str, ...]) -> list[pa.ChunkedArray]:
+    """Reads a row group. Its texts stay numbers of texts in a dictionary, as they are in the file.
+
+    Raises:
+      OSError: the row group expands beyond its limit.
+    """
+    metadata = pq.read_metadata(path).row_group(group)
+    leaves = [metadata.column(n) for n in range(metadata.num_columns)]
+    leaves = [leaf for leaf in leaves if leaf.path_in_schema.split(".")[0] in columns]
+    texts = [leaf.path_in_schema for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"]
+    limit = allowed_bytes(path, GROUP_BYTES)
+    size = sum(leaf.num_values * WIDTHS.get(leaf.physical_type, 4) for leaf in leaves)
+    batches: list[pa.RecordBatch] = []
+    if size <= limit:
+        with pq.ParquetFile(path, memory_map=True, read_dictionary=texts) as file:
+            for batch in file.iter_batches(BATCH, row_groups=[group], columns=list(columns)):
+                batches.append(batch)
+                size += sum(_text_bytes(column) for column in batch.columns)
+                if size > limit:
+                    break
+    if size > limit:
+        # No ValueError: `data.bad_records=skip` would read the row group again for each record.
+        raise OSError(
+            f"{path}, row group {group}: must expand to at most {EXPANSION} times the size of the "
+            f"file or {GROUP_BYTES:,} bytes; write smaller row groups"
+        )
+    table = pa.Table.from_batches(batches)
+    return [table.column(name) for name in columns]
+
+
+def _text_bytes(array: pa.Array) -> int:
+    """Returns the bytes of the texts in an array, each as often as it occurs."""
+    kind = array.type
+    if pa.types.is_dictionary(kind):
+        lengths = pc.call_function("binary_length", [array.dictionary]).take(array.indices)
+        return pc.call_function("sum", [lengths.cast(pa.int64())]).as_py() or 0
+    if pa.types.is_struct(kind):
+        return sum(_text_bytes(field) for field in array.flatten())
+    if pa.types.is_map(kind):
+        return _text_bytes(array.keys) + _text_bytes(array.items)
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return _text_bytes(array.flatten())
+    return 0

@@ -1,7 +1,6 @@
 """Compressed files too large for memory, read in order, shuffled in a window, resumed by offset."""
 
 import functools
-import io
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -11,19 +10,25 @@ from typing import Any
 
 import grain
 import numpy as np
-import pyarrow as pa
 from grain import experimental as gx
 
 from bptjax.data.changes import check_unchanged, file_version
 from bptjax.data.examples import Example
-from bptjax.data.files import CODECS, Document, Location, extension, location, parse
+from bptjax.data.files import (
+    BLOCK,
+    Document,
+    Location,
+    decompressed,
+    extension,
+    location,
+    parse,
+)
 from bptjax.data.records import Record, RecordReader, Records
 
 # Number of held-out records of a stream, which are read at the start and stay in memory.
 HELD_OUT = 512
 # Bytes of the records in a shuffle window, and the number of records that estimate their size.
 WINDOW_BYTES, WINDOW_SAMPLE = 2**26, 256
-BLOCK = 2**22
 
 
 @dataclass(frozen=True)
@@ -47,14 +52,9 @@ def decompress(path: Path, limit: int) -> bytes | None:
     Raises:
       ValueError: the file cannot be decompressed.
     """
-    data = bytearray()
-    try:
-        with pa.input_stream(path, compression=CODECS[path.suffix]) as stream:
-            while len(data) <= limit and (block := stream.read(BLOCK)):
-                data += block
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be decompressed ({error})") from error
-    return bytes(data) if len(data) <= limit else None
+    with decompressed(path) as stream:
+        data = stream.read(limit + 1)
+    return data if len(data) <= limit else None
 
 
 class Lines:
@@ -68,14 +68,11 @@ class Lines:
     def entries(self, place: Sequence[int]) -> Iterator[Entry]:
         """Yields the records from `place` on."""
         check_unchanged(self.path, self.version)
-        try:
-            with pa.input_stream(self.path, compression=CODECS[self.path.suffix]) as stream:
-                left = place[0]
-                while left > 0 and (block := stream.read(min(left, BLOCK))):
-                    left -= len(block)
-                yield from self._entries(io.BufferedReader(stream, BLOCK), *place)
-        except OSError as error:
-            raise ValueError(f"{self.path}: cannot be decompressed ({error})") from error
+        with decompressed(self.path) as stream:
+            left = place[0]
+            while left > 0 and (block := stream.read(min(left, BLOCK))):
+                left -= len(block)
+            yield from self._entries(stream, *place)
 
     def _entries(self, file: Iterator[bytes], offset: int, number: int) -> Iterator[Entry]:
         lines: list[bytes] = []

@@ -2,6 +2,7 @@
 
 import math
 import re
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,9 @@ NEUTRAL = {
     ),
     *("fan_in_fan_out", "megatron_core", "qalora_group_size", "ensure_weight_tying"),
 }
+# Names of modules, which PEFT writes as patterns. Largest number and length of other patterns.
+_NAME = re.compile(r"[\w.]+")
+PATTERNS, PATTERN_LENGTH = 100, 1000
 # Initializations of A and B that do not change the base model.
 INITIALIZATIONS = (True, False, None, "gaussian", "orthogonal")
 
@@ -90,6 +94,7 @@ def _is_supported(key: str, value: Any) -> bool:
             return (
                 not value
                 or type(value) is dict
+                and sum(not _NAME.fullmatch(name) for name in value) <= PATTERNS
                 and all(_is_pattern(name) and _is_supported(own, x) for name, x in value.items())
             )
     return not value or key in NEUTRAL | KNOWN
@@ -97,9 +102,32 @@ def _is_supported(key: str, value: Any) -> bool:
 
 def _is_pattern(text: str) -> bool:
     try:
-        return bool(re.compile(text))
-    except re.error:
+        _matches(text, "")
+    except ValueError:
         return False
+    return True
+
+
+@lru_cache(2**16)
+def _matches(pattern: str, module: str) -> bool:
+    """Returns whether a pattern matches a module's name, or the end of it from a dot on.
+
+    Raises:
+      ValueError: the pattern is too long, or RE2 does not take it.
+    """
+    if _NAME.fullmatch(pattern):
+        return f".{module}".endswith(f".{pattern}")
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if len(pattern) > PATTERN_LENGTH:
+        raise ValueError(f"must have at most {PATTERN_LENGTH} characters")
+    # RE2 takes linear time; Python's `re` may take exponential time. The pattern alone comes first,
+    # because its parentheses must pair without those around it.
+    for text in (pattern, rf"\A(?:.*\.)?(?:{pattern})\z"):
+        options = pc.MatchSubstringOptions(text)
+        (found,) = pc.call_function("match_substring_regex", [pa.array([module])], options)
+    return found.as_py()
 
 
 def is_target(raw: dict[str, Any], module: str) -> bool:
@@ -116,7 +144,7 @@ def rank_and_scale(raw: dict[str, Any], module: str) -> tuple[int, float]:
     name applies."""
 
     def of(patterns, default):
-        found = (v for k, v in (patterns or {}).items() if re.fullmatch(rf"(.*\.)?({k})", module))
+        found = (v for k, v in (patterns or {}).items() if _matches(k, module))
         return next(found, default)
 
     r = of(raw.get("rank_pattern"), raw["r"])

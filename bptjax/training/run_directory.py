@@ -13,6 +13,7 @@ from bptjax.execution import ExecutionConfig
 from bptjax.json_files import read_json
 from bptjax.output import leftovers, write_atomically
 from bptjax.remat import TrainingExecution
+from bptjax.yaml_files import read_yaml
 
 # The date of a run's start, which chat templates may read.
 START = "start.json"
@@ -82,16 +83,14 @@ def saved_keys(run_dir: Path) -> dict[str, Any]:
     Raises:
       ValueError: the file is damaged.
     """
-    import yaml
-
     file = run_dir / FILE
     if not file.exists():
         return {}
     try:
-        found = _flat(yaml.safe_load(file.read_text()), flatten(Config()).keys())
-        return {new_name(key): value for key, value in found.items()}
-    except (yaml.YAMLError, AttributeError, ValueError) as error:
-        raise ValueError(f"{file} is damaged; choose another run_dir") from error
+        found = _flat(read_yaml(file), flatten(Config()).keys())
+    except ValueError as error:
+        raise ValueError(f"{file} is damaged: {error}; choose another run_dir") from error
+    return {new_name(key): value for key, value in found.items()}
 
 
 def saved_execution(config: Config) -> TrainingExecution | None:
