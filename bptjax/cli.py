@@ -48,6 +48,8 @@ def launch(name: str, argv: list[str] | None) -> int:
 
     def command(argv: list[str]) -> int:
         arguments = PARSERS[name]().parse_args(argv)
+        if name == "generate":
+            warn("starting: loading libraries")
         return import_module(f"bptjax.{name}").run(arguments)
 
     return run_command(command, argv)
@@ -83,7 +85,8 @@ def _model_flags(parser: Parser) -> None:
     add = parser.add_argument_group("model").add_argument
     add("--model", required=True, help="Hugging Face, converted or run directory, or a hub id")
     add("--tokenizer", help="byte or a directory. If not set, the tokenizer of the model.")
-    dtype = "dtype of the computation. If not set, the dtype of the model."
+    dtype = "dtype of the computation. If not set, float32 on a CPU with memory for it, else the "
+    dtype += "dtype of the model."
     add("--dtype", choices=DTYPES, help=dtype)
     device = "device to run on. auto refuses the CPU of a machine with an NVIDIA GPU."
     add("--device", choices=["auto", "cpu", "gpu"], default="auto", help=device)
@@ -108,15 +111,18 @@ def generate() -> Parser:
     add("--tp", type=int, default=1, help=tp)
     sp = "devices that shard the tokens of the key-value cache"
     add("--sp", type=int, default=1, help=sp)
-    add = parser.add_argument_group("sampling").add_argument
+    defaults = "By default as generation_config.json says, or else temperature 0.7 with --chat."
+    add = parser.add_argument_group("sampling", defaults).add_argument
     most = "largest number of tokens in a continuation"
     add("--max_new_tokens", type=int, default=128, help=most)
-    add("--temperature", type=float, default=1.0, help="0 takes the most likely token")
-    add("--top_k", type=int, default=0, help="sample from the k most likely tokens; 0 for all")
+    add("--temperature", type=float, help="0 takes the most likely token")
+    add("--top_k", type=int, help="sample from the k most likely tokens; 0 for all")
     top_p = "sample from the most likely tokens that together have this probability"
-    add("--top_p", type=float, default=1.0, help=top_p)
+    add("--top_p", type=float, help=top_p)
+    min_p = "sample from tokens with at least this share of the largest probability"
+    add("--min_p", type=float, help=min_p)
     penalty = "divides the logits of tokens that have occurred; 1 turns it off"
-    add("--repetition_penalty", type=float, default=1.0, help=penalty)
+    add("--repetition_penalty", type=float, help=penalty)
     stop = "string that ends a continuation. May be repeated."
     add("--stop", action="append", default=[], help=stop)
     add("--seed", type=int, default=0, help="sampling seed")

@@ -14,6 +14,7 @@ import numpy as np
 
 from bptjax.adapter_export import export_adapter, open_adapter, remedy_for_peft
 from bptjax.cli import launch
+from bptjax.data.hf_tokenizer import read_generation_config
 from bptjax.data.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 from bptjax.hf.checkpoint import SIDECARS, copy_sidecar_files, write_hf
 from bptjax.hf.config import is_bare
@@ -33,7 +34,8 @@ from bptjax.pretrained import Pretrained, open_pretrained, resolve_checkpoint
 from bptjax.progress import Progress
 from bptjax.quantized_kernels import linear_kernels
 
-# The files of a tokenizer in a Hugging Face directory; generation_config.json holds token ids.
+# The files of a tokenizer in a Hugging Face directory. `save` writes the other fields of
+# generation_config.json, too.
 TOKENIZER = (
     "tokenizer*",
     "vocab.*",
@@ -124,6 +126,7 @@ def _tokenizer(source: str, model: Pretrained) -> Tokenizer | None:
     own = load_tokenizer(here, model.config.V)
     if model.sidecars is None:
         return own
+    own.generation_config = read_generation_config(model.sidecars)
     try:
         other = load_tokenizer(model.sidecars, model.config.V)
     except ValueError:

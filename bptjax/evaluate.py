@@ -36,12 +36,13 @@ from bptjax.evaluate_report import (
     plot_passkey,
     plot_perplexity,
 )
-from bptjax.generation import Sampling, continuations, length_warning
-from bptjax.loading import load_decoder
+from bptjax.generation import continuations, length_warning
+from bptjax.loading import load_opened, open_decoder
 from bptjax.models.decoder import Decoder
 from bptjax.models.layer_loops import Execution
 from bptjax.ops.loss import linear_cross_entropy
 from bptjax.progress import Progress
+from bptjax.sampling import Sampling
 from bptjax.yaml_files import read_yaml
 
 # Mohtashami & Jaggi 2023, arXiv 2305.16300, Section 4.2.
@@ -210,16 +211,15 @@ def run(args: Namespace) -> int:
     """
     _check(args)
     documents = open_documents(args.data) if args.data else None
-    model, tokenizer, config = load_decoder(
-        args.model, tokenizer=args.tokenizer, device=args.device, dtype=args.dtype, warn=warn
-    )
-    dtype = model.head_matrix.dtype
+    found, tokenizer = open_decoder(args.model, args.tokenizer, warn)
     longest = max([args.length] * bool(args.data) + args.passkey_lengths, default=0)
-    if line := length_warning(config, longest):
+    if line := length_warning(found.config, longest):
         warn(line)
     for length in args.passkey_lengths:
         # Refuse a length that is too short before any evaluation.
         passkey_prompt(tokenizer, length, 0.0, 99_999)
+    model = load_opened(found, args.dtype, args.device, warn, cached=(1, longest))
+    dtype = model.head_matrix.dtype
     trained = trained_length(args.model, model)
     if documents is not None:
         rows = by_position(

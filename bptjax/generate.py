@@ -6,21 +6,25 @@ import logging
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from bptjax.cli import launch, warn
-from bptjax.command_line import make_callable
+from bptjax.command_line import make_callable, plural
 from bptjax.config import check_seed
 from bptjax.data.templates import chat_prompt, describe_clock_and_chance
 from bptjax.data.tokenizer import Tokenizer
-from bptjax.generation import Sampling, continuations, length_warning
-from bptjax.loading import load_decoder
+from bptjax.generation import continuations, length_warning
+from bptjax.loading import load_opened, open_decoder
 from bptjax.metrics import printable
+from bptjax.models.config import ModelConfig
 from bptjax.models.decoder import Decoder
+from bptjax.sampling import Sampling, choose_sampling
 
 log = logging.getLogger("bptjax")
 Prompts = TypeVar("Prompts", str, list[str])
@@ -33,10 +37,11 @@ def generate(
     *,
     chat: bool = False,
     max_new_tokens: int = 128,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    repetition_penalty: float = 1.0,
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float | None = None,
     stop: Sequence[str] = (),
     seed: int = 0,
     prefill_chunk: int = 2048,
@@ -50,7 +55,8 @@ def generate(
       model, tokenizer: results of `bptjax.load`.
       chat: whether the prompts are user messages for the chat template.
       max_new_tokens: largest number of new tokens per text.
-      temperature, top_k, top_p, repetition_penalty: see `generation.Sampling`.
+      temperature, top_k, top_p, min_p, repetition_penalty: see `sampling.Sampling`. By default
+        those of the checkpoint's generation_config.json; see `sampling.choose_sampling`.
       stop: strings that end a text and are not part of it.
       seed: sampling seed.
       prefill_chunk: prompt tokens processed at a time.
@@ -61,47 +67,58 @@ def generate(
     """
     stop = [stop] if isinstance(stop, str) else stop
     _check(max_new_tokens, prefill_chunk, stop, seed)
-    texts = _stream(
-        model,
-        tokenizer,
-        [prompts] if isinstance(prompts, str) else prompts,
+    sampling, line = choose_sampling(
+        tokenizer.generation_config,
         log.warning,
         chat=chat,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+    )
+    log.info(line)
+    encoded = _encode(
+        [prompts] if isinstance(prompts, str) else prompts, tokenizer, chat, log.warning
+    )
+    _warn_of_length(model.config, encoded, max_new_tokens, log.warning)
+    *_, found = continuations(
+        model,
+        tokenizer,
+        encoded,
         new_tokens=max_new_tokens,
-        sampling=Sampling(temperature, top_k, top_p, repetition_penalty),
+        sampling=sampling,
         stop_strings=stop,
         seed=seed,
         prefill_chunk=prefill_chunk,
-        dtype=dtype,
+        dtype=jnp.dtype(dtype or model.head_matrix.dtype),
     )
-    *_, found = texts
     return cast(Prompts, found[0] if isinstance(prompts, str) else found)
 
 
 make_callable(__name__, generate)
 
 
-def _stream(
-    model: Decoder,
-    tokenizer: Tokenizer,
-    texts: list[str],
-    warn: Callable[[str], None],
-    *,
-    chat: bool,
-    new_tokens: int,
-    dtype: DTypeLike | None,
-    **options: Any,
-) -> Iterator[list[str]]:
-    """Returns `continuations` of the texts. Warns if they may get too long for the model."""
-    prompts = [
-        chat_prompt(text, tokenizer) if chat else tokenizer.encode_prompt(text) for text in texts
-    ]
-    for line in describe_clock_and_chance(tokenizer) if chat else ():
+def _encode(
+    texts: list[str], tokenizer: Tokenizer, chat: bool, warn: Callable[[str], None]
+) -> list[np.ndarray]:
+    """Returns the token ids of the prompts. Warns if a chat template reads the clock."""
+    if not chat:
+        return [tokenizer.encode_prompt(text) for text in texts]
+    prompts = [chat_prompt(text, tokenizer) for text in texts]
+    for line in describe_clock_and_chance(tokenizer):
         warn(line)
-    if line := length_warning(model.config, max(map(len, prompts)) + new_tokens):
+    return prompts
+
+
+def _warn_of_length(
+    config: ModelConfig, prompts: list[np.ndarray], new_tokens: int, warn: Callable[[str], None]
+) -> int:
+    """Returns the largest number of tokens of a text. Warns if it is too large for the model."""
+    longest = max(map(len, prompts), default=0) + new_tokens
+    if line := length_warning(config, longest):
         warn(line)
-    dtype = jnp.dtype(dtype or model.head_matrix.dtype)
-    return continuations(model, tokenizer, prompts, new_tokens=new_tokens, dtype=dtype, **options)
+    return longest
 
 
 def _check(
@@ -136,28 +153,28 @@ def run(args: Namespace) -> int:
     texts = args.prompt + [_text(file) for file in args.prompt_file]
     if not texts:
         raise ValueError("--prompt or --prompt_file must be given")
-    sampling = Sampling(args.temperature, args.top_k, args.top_p, args.repetition_penalty)
-    model, tokenizer, _ = load_decoder(
-        args.model,
-        tokenizer=args.tokenizer,
-        device=args.device,
-        dtype=args.dtype,
-        tp=args.tp,
-        sp=args.sp,
-        warn=warn,
-    )
-    stream = _stream(
+    found, tokenizer = open_decoder(args.model, args.tokenizer, warn)
+    chosen = {f.name: getattr(args, f.name) for f in fields(Sampling)}
+    sampling, line = choose_sampling(tokenizer.generation_config, warn, chat=args.chat, **chosen)
+    warn(line)
+    prompts = _encode(texts, tokenizer, args.chat, warn)
+    longest = _warn_of_length(found.config, prompts, args.max_new_tokens, warn)
+    warn(f"loading {args.model}")
+    cached = len(prompts), longest
+    model = load_opened(found, args.dtype, args.device, warn, tp=args.tp, sp=args.sp, cached=cached)
+    dtype = jnp.dtype(args.dtype or model.head_matrix.dtype)
+    tokens = sum(map(len, prompts))
+    warn(f"compiling, then reading {plural(tokens, 'token')} of prompts, in {dtype}")
+    stream = continuations(
         model,
         tokenizer,
-        texts,
-        warn,
-        chat=args.chat,
+        prompts,
         new_tokens=args.max_new_tokens,
         sampling=sampling,
         stop_strings=args.stop,
         seed=args.seed,
         prefill_chunk=args.prefill_chunk,
-        dtype=args.dtype,
+        dtype=dtype,
     )
     _show(stream, texts, args.stop)
     return 0

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise, zip_longest
 from typing import Any
@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 
 from bptjax.data.tokenizer import Tokenizer
 from bptjax.models.cache import Cache
@@ -23,57 +23,7 @@ from bptjax.models.decoder import Decoder
 from bptjax.models.layer_loops import Execution
 from bptjax.ops.arguments import check_chunk
 from bptjax.parallel.mesh import constrain
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """Sampling of a token from logits. The steps apply in this order, as in `transformers`.
-
-    Attributes:
-      repetition_penalty: divides the logits of tokens that have occurred; negative logits are
-        multiplied by it. Keskar et al. 2019, arXiv 1909.05858.
-      temperature: divides the logits; 0 takes the most likely token.
-      top_k: sample from the k most likely tokens; 0 from all.
-      top_p: sample from the most likely tokens that together have this probability. Holtzman et al.
-        2019, arXiv 1904.09751.
-    """
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    repetition_penalty: float = 1.0
-
-    def __post_init__(self):
-        if not 0 <= self.temperature < math.inf:
-            raise ValueError(f"temperature={self.temperature}: must be finite and not negative")
-        if self.top_k < 0:
-            raise ValueError(f"top_k={self.top_k}: must not be negative; 0 turns it off")
-        if not 0 < self.repetition_penalty < math.inf:
-            raise ValueError(
-                f"repetition_penalty={self.repetition_penalty}: must be finite and positive"
-            )
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p}: must be in (0, 1]")
-
-    def draw(
-        self, logits: Float[Array, "B V"], seen: Bool[Array, "B V"], key: Array
-    ) -> Int[Array, "B"]:
-        """Returns a token for each sequence; `seen` marks the tokens that have occurred in it."""
-        if self.repetition_penalty != 1.0:
-            factor = jnp.where(logits > 0, 1 / self.repetition_penalty, self.repetition_penalty)
-            logits = jnp.where(seen, logits * factor, logits)
-        if self.temperature == 0.0:
-            return logits.argmax(-1)
-        logits = logits / self.temperature
-        if self.top_k:
-            least = jax.lax.top_k(logits, min(self.top_k, logits.shape[-1]))[0][:, -1:]
-            logits = jnp.where(logits < least, -jnp.inf, logits)
-        if self.top_p < 1.0:
-            falling = jnp.sort(logits, axis=-1, descending=True)
-            before = jnp.cumsum(jax.nn.softmax(falling), -1) - jax.nn.softmax(falling)
-            least = jnp.where(before < self.top_p, falling, jnp.inf).min(-1, keepdims=True)
-            logits = jnp.where(logits < least, -jnp.inf, logits)
-        return jax.random.categorical(key, logits)
+from bptjax.sampling import Sampling
 
 
 def generate(

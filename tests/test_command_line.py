@@ -34,7 +34,7 @@ NEEDED = {
 
 def error_of(main, argv, capsys):
     assert main(argv) == 2
-    error = capsys.readouterr().err
+    error = capsys.readouterr().err.removeprefix("starting: loading libraries\n")
     assert error.startswith("error: ") and error.count("\n") == 1
     return error.removeprefix("error: ").strip()
 

@@ -112,7 +112,8 @@ def test_the_first_number_that_is_given_counts(model, monkeypatch):
 def test_command_line(tmp_path, capsys, model, monkeypatch):
     text = tmp_path / "long.txt"
     text.write_text("it was a dark and stormy night. " * 40)
-    monkeypatch.setattr(evaluate, "load_decoder", lambda *a, **k: (model, BYTES, model.config))
+    monkeypatch.setattr(evaluate, "open_decoder", lambda *a, **k: (model, BYTES))
+    monkeypatch.setattr(evaluate, "load_opened", lambda found, *a, **k: found)
     options = ["--model", "it", "--data", str(text), "--length", "64", "--buckets", "2"]
     options += ["--passkey-lengths", "500", "--depths", "0.5", "--trials", "1"]
     assert evaluate.main([*options, "--out", str(tmp_path / "out")]) == 0

@@ -56,7 +56,13 @@ FLOORS = {
         "adapter_export",
         "loading",
     ],
-    "generation and reports": ["generation", "evaluate_report", "compare_report", "profile_report"],
+    "generation and reports": [
+        "sampling",
+        "generation",
+        "evaluate_report",
+        "compare_report",
+        "profile_report",
+    ],
     "training": ["training"],
     "commands": [
         "__main__",

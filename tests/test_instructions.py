@@ -11,8 +11,9 @@ import pytest
 from hf.loading import load, random_base
 
 from bptjax.data.tokenizer import load_tokenizer
-from bptjax.generation import Sampling, continuations
+from bptjax.generation import continuations
 from bptjax.metrics import read_metrics
+from bptjax.sampling import Sampling
 from bptjax.train import main
 
 STEPS, ASKED = 150, 60

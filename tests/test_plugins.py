@@ -1,4 +1,4 @@
-"""Commands on a machine without a GPU where JAX's plugin for CUDA is installed, as `.[plan]` does."""
+"""Commands where JAX's plugin for CUDA is installed, as by `.[plan]`, and no GPU is there."""
 
 import os
 import subprocess

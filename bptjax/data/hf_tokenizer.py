@@ -49,11 +49,12 @@ class HFTokenizer:
         self.eos_id, self.sep_id = found.eos_token_id, found.sep_token_id
         self.mask_id, self.special_ids = found.mask_token_id, found.all_special_ids
         self.special_tokens = dict(found.special_tokens_map)
-        self._generation = _generation_config(Path(directory)) or {
+        self.generation_config = read_generation_config(Path(directory))
+        self._token_ids = _token_ids(Path(directory)) or {
             "bos_token_id": found.bos_token_id,
             "eos_token_id": found.eos_token_id,
         }
-        ends = self._generation.get("eos_token_id", self.eos_id)
+        ends = self._token_ids.get("eos_token_id", self.eos_id)
         self.stop_ids = [] if ends is None else ends if isinstance(ends, list) else [ends]
         if any(type(i) is not int for i in self.stop_ids):
             raise ValueError(
@@ -176,10 +177,9 @@ class HFTokenizer:
         ids."""
         self._tokenizer.save_pretrained(str(directory))
         ends = self.stop_ids[0] if len(self.stop_ids) == 1 else self.stop_ids
-        config = {k: v for k, v in self._generation.items() if v is not None}
-        config |= {"eos_token_id": ends} if self.stop_ids else {}
-        if config:
-            (Path(directory) / GENERATION).write_text(json.dumps(config, indent=2) + "\n")
+        ids = {k: v for k, v in self._token_ids.items() if v is not None}
+        ids |= {"eos_token_id": ends} if self.stop_ids else {}
+        write_generation_config(Path(directory), self.generation_config | ids)
 
 
 @contextlib.contextmanager
@@ -227,10 +227,23 @@ def _without_report() -> Iterator[None]:
                 os.write(2, text)
 
 
-def _generation_config(directory: Path) -> dict[str, Any] | None:
-    """Reads generation_config.json, or else the token ids of config.json. Returns None if neither
-    has eos_token_id."""
-    for name, keys in ((GENERATION, ".*"), ("config.json", "(bos|eos|pad)_token_id")):
+def read_generation_config(directory: Path) -> dict[str, Any]:
+    """Reads the fields of generation_config.json other than token ids; empty without the file."""
+    file = directory / GENERATION
+    found = read_json(file) if file.exists() else {}
+    return {key: value for key, value in found.items() if not key.endswith("_token_id")}
+
+
+def write_generation_config(directory: Path, fields: Mapping[str, Any]) -> None:
+    """Writes generation_config.json, unless it would be empty."""
+    if fields:
+        (directory / GENERATION).write_text(json.dumps(fields, indent=2) + "\n")
+
+
+def _token_ids(directory: Path) -> dict[str, Any] | None:
+    """Reads the token ids of generation_config.json, or else of config.json. Returns None if
+    neither has eos_token_id."""
+    for name, keys in ((GENERATION, ".*_token_id"), ("config.json", "(bos|eos|pad)_token_id")):
         file = directory / name
         found = read_json(file) if file.exists() else {}
         if found.get("eos_token_id") is None:

@@ -10,7 +10,11 @@ from typing import Any, Protocol, Self, runtime_checkable
 
 import numpy as np
 
-from bptjax.data.hf_tokenizer import HFTokenizer
+from bptjax.data.hf_tokenizer import (
+    HFTokenizer,
+    read_generation_config,
+    write_generation_config,
+)
 from bptjax.json_files import read_json
 from bptjax.links import check_links
 
@@ -39,9 +43,11 @@ class Tokenizer(Protocol):
       template_file: file that holds the chat template, or None.
       special_tokens: variables of chat templates, such as `eos_token`.
       now: date and time that chat templates read, in ISO 8601; None for the present.
+      generation_config: fields of the model's generation_config.json, other than token ids.
     """
 
     now: str | None
+    generation_config: dict[str, Any]
 
     @property
     def vocab_size(self) -> int: ...
@@ -137,6 +143,7 @@ class _Plain:
     template_file: Path | None = None
     special_tokens: Mapping[str, Any] = {}
     now: str | None = None
+    generation_config: dict[str, Any] = {}
 
     @property
     def stop_ids(self) -> list[int]:
@@ -196,6 +203,7 @@ class _Plain:
             content["chat_template"] = self.chat_template
         Path(directory).mkdir(parents=True, exist_ok=True)
         (Path(directory) / FILE).write_text(json.dumps({"type": self.type} | content))
+        write_generation_config(Path(directory), self.generation_config)
 
 
 class ByteTokenizer(_Plain):
@@ -367,6 +375,7 @@ def load_tokenizer(directory: str | Path, limit: int | None = None, prefix: str 
         raise ValueError(f"{directory / FILE} is damaged: its chat_template is not a text")
     found = found.with_chat(template, [])
     found.template_file = directory / FILE
+    found.generation_config = read_generation_config(directory)
     return found
 
 

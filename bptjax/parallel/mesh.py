@@ -4,6 +4,7 @@ import itertools
 import logging
 import math
 import os
+import re
 import warnings
 from contextlib import suppress
 from dataclasses import dataclass
@@ -156,6 +157,16 @@ def host_memory() -> int:
         except (OSError, ValueError):
             continue  # No file, or "max".
     return min(sizes)
+
+
+def available_memory() -> int:
+    """Returns the bytes of memory that programs may still take without swapping, as Linux estimates
+    them, and at most the limit of this container."""
+    try:
+        found = re.search(r"MemAvailable: +(\d+)", Path("/proc/meminfo").read_text())
+    except OSError:  # Another system than Linux.
+        found = None
+    return min(host_memory(), int(found[1]) * 1024) if found else host_memory()
 
 
 def _devices(device: str) -> list[jax.Device]:

@@ -14,11 +14,12 @@ from bptjax.command_line import plural
 from bptjax.data.records import readable
 from bptjax.data.text import byte_baselines
 from bptjax.data.tokenizer import ByteTokenizer
-from bptjax.generation import Sampling, generate
+from bptjax.generation import generate
 from bptjax.metrics import plot_loss, printable, read_metrics
 from bptjax.models.decoder import Decoder
 from bptjax.output import atomic_directory
 from bptjax.progress import Progress
+from bptjax.sampling import Sampling
 from bptjax.training.setup import TrainingRun
 from bptjax.training.state import TrainState, gather_adapters
 

@@ -4,6 +4,7 @@ import json
 
 from chats import CALLS, CHATML, CHATML_MARKED, TALK, THINKING, TOOLS, read_records
 
+from bptjax.data.hf_tokenizer import GENERATION, HFTokenizer
 from bptjax.data.survey import survey
 
 
@@ -59,3 +60,12 @@ def test_endings_stop_generation(tmp_path, tokenizers):
     bare = CHATML.replace("<|im_end|>", "").replace("<|im_start|>", "")
     found = survey([chats], tokenizers("bytes", bare)[1])
     assert set(found.endings) == {None} and "no special token ends 4 of 4" in found.notes(ours)[-1]
+
+
+def test_a_tokenizer_keeps_sampling_without_an_end_of_text(tmp_path, tokenizers):
+    _, ours = tokenizers("bytes", "{{ messages }}")
+    ours.save(tmp_path / "one")
+    (tmp_path / "one" / GENERATION).write_text(json.dumps({"temperature": 0.5}))
+    HFTokenizer(tmp_path / "one").save(tmp_path / "two")
+    saved = json.loads((tmp_path / "two" / GENERATION).read_text())
+    assert saved["temperature"] == 0.5 and saved["eos_token_id"] == ours.stop_ids[0]

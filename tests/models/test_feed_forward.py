@@ -11,7 +11,7 @@ import pytest
 from models.test_decoder import ROTARY, assert_close
 from ops.comparing import close, normal, quick
 
-from bptjax.generation import Sampling, generate
+from bptjax.generation import generate
 from bptjax.models.config import ModelConfig
 from bptjax.models.decoder import Decoder
 from bptjax.models.experts import Experts, Router
@@ -21,6 +21,7 @@ from bptjax.ops.blockwise import blockwise
 from bptjax.ops.loss import linear_cross_entropy
 from bptjax.parallel.mesh import ParallelConfig, make_mesh
 from bptjax.remat import TrainingExecution
+from bptjax.sampling import Sampling
 
 ROUTED = replace(
     ROTARY,

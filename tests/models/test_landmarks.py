@@ -15,7 +15,7 @@ from bptjax.data.landmarks import Landmarks, ignored
 from bptjax.data.loader import eval_loader, train_loader
 from bptjax.data.tokenizer import ByteTokenizer
 from bptjax.execution import ExecutionConfig
-from bptjax.generation import Sampling, generate
+from bptjax.generation import generate
 from bptjax.models import stack
 from bptjax.models.cache import Cache
 from bptjax.models.config import ModelConfig
@@ -23,6 +23,7 @@ from bptjax.models.decoder import Decoder
 from bptjax.models.layer_loops import Execution
 from bptjax.parallel.mesh import ParallelConfig, make_mesh
 from bptjax.parallel.ring import zigzag
+from bptjax.sampling import Sampling
 from bptjax.training.checks import check_landmarks
 from bptjax.training.spec import TrainSpec
 

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from bptjax.generation import Sampling, _step, generate
+from bptjax.generation import _step, generate
 from bptjax.models.cache import Cache
 from bptjax.models.config import ModelConfig
 from bptjax.models.decoder import Decoder
 from bptjax.models.layer_loops import Execution
 from bptjax.parallel import cached
 from bptjax.parallel.mesh import STATE_AXIS, ParallelConfig, make_mesh, sharding
+from bptjax.sampling import Sampling
 
 GREEDY = Sampling(temperature=0.0)
 # Attention reads four keys at a time, and the prompt of 19 tokens is read in four chunks.
