@@ -19,6 +19,13 @@ PACKAGES = (
     "fa4-jax",
     "nvidia-cutlass-dsl",
 )
+# Raised by each change of bptjax after which a run computes other bits from the same state.
+ARITHMETIC = 1
+# Packages that compute steps, and packages that make tokens of data.
+COMPUTING = (
+    *("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cudnn-cu13", "jax-triton"),
+    *("triton", "fa4-jax", "nvidia-cutlass-dsl", "transformers", "tokenizers"),
+)
 
 
 @dataclass(frozen=True)
@@ -62,6 +69,29 @@ def is_tested(device: str) -> bool:
 def versions() -> dict[str, str | None]:
     """Returns the version of Python and of each package; None if the package is not installed."""
     return {"Python": platform.python_version()} | {name: installed(name) for name in PACKAGES}
+
+
+def computing_versions() -> dict[str, str]:
+    """Returns the versions on which the bits of a run depend, for its checkpoints."""
+    found = {name: installed(name) for name in ("bptjax", *COMPUTING)}
+    return {"arithmetic": str(ARITHMETIC)} | {name: v for name, v in found.items() if v}
+
+
+def describe_changes(saved: object) -> str:
+    """Formats how the versions differ from those that a checkpoint saved; empty if they do not.
+    The number of bptjax's version itself changes no bits."""
+    if not isinstance(saved, dict):
+        return "an earlier bptjax, which did not record versions"
+    own = computing_versions()
+    changed = {name: (saved.get(name), own.get(name)) for name in saved | own}
+    changed = {name: pair for name, pair in changed.items() if pair[0] != pair[1]}
+    bptjax = changed.pop("bptjax", (own["bptjax"],) * 2)
+    lines = [
+        f"{name} {then or 'absent'} → {now or 'absent'}" for name, (then, now) in changed.items()
+    ]
+    if "arithmetic" in changed:
+        lines[0] = f"bptjax {bptjax[0]} → {bptjax[1]} ({lines[0]})"
+    return ", ".join(lines)
 
 
 def installed(package: str) -> str | None:

@@ -42,6 +42,7 @@ from bptjax.training.spikes import Spike, Spikes
 from bptjax.training.state import TrainState, checkpoint_view, split_trained
 from bptjax.training.step import evaluator
 from bptjax.training.step_profile import DIRECTORY, TRACED, ProfiledStep
+from bptjax.versions import computing_versions
 
 # Stands for a failed data check among the signal numbers that processes vote on.
 BAD_DATA = 1
@@ -361,6 +362,7 @@ class TrainLoop:
             "base": self.run.base_fingerprint,
             "best": dict(vars(self.best)),
             "spikes": self.spikes.state(),
+            "versions": computing_versions(),
         }
         best = self.best if self.run.config.checkpoint.keep_best else None
         self.checkpoints.save(self.done, checkpoint_view(self.run.spec, self.state), extra, best)

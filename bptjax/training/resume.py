@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from bptjax.checkpoint import Checkpoints
+from bptjax.checkpoint import Best, Checkpoints
 from bptjax.checkpoint_files import renamed
 from bptjax.command_line import plural
 from bptjax.heartbeat import beat
@@ -18,6 +18,7 @@ from bptjax.schedule import learning_rate
 from bptjax.training.guards import exclusive
 from bptjax.training.setup import TrainingRun
 from bptjax.training.spec import TrainSpec
+from bptjax.training.spikes import Spikes
 from bptjax.training.state import (
     TrainState,
     abstract_state,
@@ -25,6 +26,7 @@ from bptjax.training.state import (
     from_checkpoint,
     init_state,
 )
+from bptjax.versions import describe_changes
 
 
 class Start(NamedTuple):
@@ -116,10 +118,14 @@ def find_start(run: TrainingRun, checkpoints: Checkpoints) -> Start:
         )
     try:
         run.batches.set_state(start.extra["data"])
-    except ValueError as error:
+        Best(**start.extra.get("best", {}))
+        Spikes(config.train.on_spike, start.extra.get("spikes", {}))
+    # Values of another version, or of a person, can raise any exception.
+    except Exception as error:
+        reason = error if isinstance(error, ValueError) else repr(error)
         raise ValueError(
-            f"the checkpoint in {run.directory}: {error}; finish the run with that version, or "
-            "choose another run_dir"
+            f"the checkpoint in {run.directory}: must be of this version of bptjax ({reason}); "
+            "finish the run with the version that saved it, or choose another run_dir"
         ) from error
     return start
 
@@ -131,6 +137,9 @@ def complete_state(
     spec, log = run.spec, progress.log
     if start.state is not None:
         log(f"resumed at step {start.step} of {spec.steps} in {run.directory}")
+        if changes := describe_changes(start.extra.get("versions")):
+            text = f"step {start.step} was saved by other versions, so that the run is no longer "
+            log(f"{text}exact to the bit: {changes}")
         if (before := start.extra.get("steps", spec.steps)) != spec.steps:
             log(describe_extension(spec, start.step, before))
     if start.state is None or run.config.adapter.type != "none":

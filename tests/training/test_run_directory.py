@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from dataclasses import replace
 import pytest
 import yaml
 
+from bptjax.checkpoint_files import HALF_WRITTEN, write_manifest
 from bptjax.config import Config, flatten, to_yaml
 from bptjax.config_parser import parse
 from bptjax.execution import ExecutionConfig
@@ -49,6 +51,59 @@ def test_a_renamed_checkpoint_is_not_resumed(arguments, uninterrupted, tmp_path,
     assert main([*arguments, f"--run_dir={run_dir}"]) == 2
     error = f"error: {step}: must hold the checkpoint of step 19, not of step 20; rename it\n"
     assert capsys.readouterr().err.endswith(error) and step.exists()
+
+
+def resaved(uninterrupted, run_dir, change):
+    """Copies a run, with other values beside the arrays of its checkpoint."""
+    shutil.copytree(uninterrupted, run_dir)
+    step = run_dir / "checkpoints" / "20"
+    file = step / "meta" / "metadata"
+    meta = json.loads(file.read_text())
+    change(meta["extra"])
+    file.write_text(json.dumps(meta))
+    step.rename(f"{step}{HALF_WRITTEN}")
+    write_manifest(step.with_name(f"20{HALF_WRITTEN}"))
+    step.with_name(f"20{HALF_WRITTEN}").rename(step)
+    return run_dir
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda extra: extra["versions"].update(bptjax="9"), None),
+        (lambda extra: extra["versions"].update(jax="0.1", arithmetic="0", x="1"),
+         r"bptjax 0.2.0 → 0.2.0 \(arithmetic 0 → 1\), jax 0.1 → [\d.]+, x 1 → absent"),
+        (lambda extra: extra.pop("versions"), "an earlier bptjax, which did not record versions"),
+    ],
+)  # fmt: skip
+def test_a_resumed_run_says_which_versions_have_changed(
+    arguments, uninterrupted, tmp_path, capsys, change, reason
+):
+    run_dir = resaved(uninterrupted, tmp_path / "run", change)
+    assert main([*arguments, f"--run_dir={run_dir}", "--train.max_steps=21"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    text = "step 20 was saved by other versions, so that the run is no longer exact to the bit: "
+    assert re.search(text + reason, out) if reason else text not in out
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda extra: extra.pop("data"),
+        lambda extra: extra.update(data=[{"row": 0}]),
+        lambda extra: extra.update(data=[{"parent": {"next_index": 3}, "offset": 1}]),
+        lambda extra: extra.update(best={"epoch": 1}),
+        lambda extra: extra.update(best=3),
+        lambda extra: extra.update(spikes=[]),
+    ],
+)
+def test_a_checkpoint_of_another_version_is_refused(
+    arguments, uninterrupted, tmp_path, capsys, change
+):
+    run_dir = resaved(uninterrupted, tmp_path / "run", change)
+    assert main([*arguments, f"--run_dir={run_dir}", "--train.max_steps=21"]) == 2
+    error = capsys.readouterr().err
+    assert "must be of this version of bptjax (" in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize(
