@@ -1,5 +1,6 @@
 """Outputs of a run: metrics.jsonl, progress on the terminal, tokens per second, the loss curve."""
 
+import itertools
 import json
 import math
 import sys
@@ -30,11 +31,35 @@ def read_metrics(path: Path | str) -> Iterator[dict[str, Any]]:
                 yield record
 
 
+def lost_records(file: Path, step: int, saved: int | None) -> str | None:
+    """Returns a warning if a file of records lacks records up to a step; None if it does not.
+
+    Args:
+      saved: number of records when the step was saved; None if it is not known, which asks for one.
+    """
+    records = [r for r in read_metrics(file) if r["step"] <= step] if file.exists() else []
+    wanted = 1 if saved is None else saved
+    if len(records) >= wanted:
+        return None
+    steps = {r["step"] for r in records if "train/loss" in r} or {r["step"] for r in records}
+    edges = sorted({0, step + 1} | steps)
+    every = min((b - a for a, b in itertools.pairwise(sorted(steps))), default=1)
+    gaps = [(a + 1, b - 1) for a, b in itertools.pairwise(edges) if b - a > every]
+    ranges = [f"{a:,}" if a == b else f"{a:,} to {b:,}" for a, b in gaps]
+    shown = ", ".join(ranges[:3]) + f" and {len(ranges) - 3} more" * (len(ranges) > 3)
+    count = f"{wanted - len(records):,} of {wanted:,} records" if saved else "the records"
+    of = f" of steps {shown}" if ranges else ""
+    return f"warning: {file.name} lacks {count} up to step {step:,}{of}; the run continues"
+
+
 class JsonlWriter:
     """Writer of `<run_dir>/<name>`, one JSON object per record, on disk when `write` returns.
 
     Continues after `resume_step`: drops the records of later steps, which the run will repeat. None
     starts an empty file.
+
+    Attributes:
+      count: number of records in the file.
     """
 
     def __init__(
@@ -47,6 +72,7 @@ class JsonlWriter:
         kept = []
         if resume_step is not None and self._path.exists():
             kept = [r for r in read_metrics(self._path) if r["step"] <= resume_step]
+        self.count = len(kept)
         write_atomically(self._path, "".join(json.dumps(record) + "\n" for record in kept))
         return self._path.open("a", encoding="utf-8")
 
@@ -62,6 +88,7 @@ class JsonlWriter:
         record = {name: _plain(value) for name, value in metrics.items()}
         self._file.write(json.dumps({"step": step, **record}, allow_nan=False) + "\n")
         self._file.flush()
+        self.count += 1
 
     def close(self) -> None:
         self._file.close()

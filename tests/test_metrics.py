@@ -12,7 +12,14 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from bptjax.metrics import JsonlWriter, RunProgress, Throughput, plot_loss, read_metrics
+from bptjax.metrics import (
+    JsonlWriter,
+    RunProgress,
+    Throughput,
+    lost_records,
+    plot_loss,
+    read_metrics,
+)
 
 SEEN = {"train/loss": 2.5, "throughput/tokens_per_second": 12345.6, "run/eta_seconds": 3725.4}
 
@@ -196,3 +203,29 @@ def test_plot_without_records(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("")
     plot_loss(tmp_path / "metrics.jsonl", tmp_path / "loss.png")
     assert (tmp_path / "loss.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("kept", "every", "saved", "wanted"),
+    [
+        (range(1, 21), 1, 20, None),
+        (range(0), 1, 20, "20 of 20 records up to step 20 of steps 1 to 20;"),
+        (range(8), 1, 20, "13 of 20 records up to step 20 of steps 8 to 20;"),
+        (range(6, 21), 1, 20, "5 of 20 records up to step 20 of steps 1 to 5;"),
+        ([*range(1, 4), *range(5, 21)], 1, 20, "1 of 20 records up to step 20 of steps 4;"),
+        ([1, 5, 6, 9, 12, 20], 1, 20, "of steps 2 to 4, 7 to 8, 10 to 11 and 1 more;"),
+        (range(3, 21), 3, 6, None),
+        ([3, 6, 12, 18], 3, 6, "2 of 6 records up to step 20 of steps 7 to 11, 13 to 17;"),
+        (range(20, 21), 1, None, None),
+        (range(0), 1, None, "the records up to step 20 of steps 1 to 20;"),
+        (range(0), 1, 0, None),
+    ],
+)
+def test_lost_records_are_named(tmp_path, kept, every, saved, wanted):
+    file = tmp_path / "metrics.jsonl"
+    if len(kept):
+        lines = (json.dumps({"step": n, "train/loss": 1.0}) for n in kept if n and n % every == 0)
+        # Later steps do not count, and neither does half a line.
+        file.write_text("\n".join(lines) + '\n{"step": 21, "train/loss": 1}\n{"step": 20, "tr')
+    found = lost_records(file, 20, saved)
+    assert found is None if wanted is None else wanted in (found or "")

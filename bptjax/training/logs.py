@@ -1,24 +1,32 @@
 """Logs of a run: metrics, predictions, progress."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import jax
 
 from bptjax.config import flatten
-from bptjax.metrics import JsonlWriter, NullLogger, RunProgress
+from bptjax.metrics import JsonlWriter, NullLogger, RunProgress, lost_records
 from bptjax.trackers import Trackers
 from bptjax.training.setup import TrainingRun
+
+METRICS, PREDICTIONS, LOG = "metrics.jsonl", "predictions.jsonl", "log.txt"
 
 
 @dataclass(frozen=True)
 class Logs:
-    """Logs of a run. Only the first process writes them."""
+    """Logs of a run. Only the first process writes them.
+
+    Attributes:
+      sizes: returns the number of records of each file, and the bytes of log.txt.
+    """
 
     metrics: JsonlWriter | Trackers | NullLogger
     predictions: JsonlWriter | NullLogger
     progress: RunProgress | NullLogger
+    sizes: Callable[[], dict[str, int]] = dict
 
     def rewind(self, step: int) -> None:
         """Drops the records of later steps, which the run will repeat."""
@@ -27,17 +35,25 @@ class Logs:
 
 
 @contextmanager
-def open_logs(run: TrainingRun, start: int) -> Iterator[Logs]:
-    """Opens the logs of a run that starts or resumes at step `start`."""
+def open_logs(run: TrainingRun, start: int, saved: Mapping[str, int]) -> Iterator[Logs]:
+    """Opens the logs of a run that starts or resumes at step `start`, and warns if they lack a
+    part. `saved` are the `Logs.sizes` of this step, empty if they are not known."""
     null = NullLogger()
     if jax.process_index() != 0:
         yield Logs(null, null, null)
         return
     config, directory, resume_step = run.config, run.directory, start or None
+    lost = list(_lost(directory, start, saved)) if start else []
     writer = JsonlWriter(directory, resume_step=resume_step)
     predictions: JsonlWriter | NullLogger = null
+    files = {METRICS: writer}
     if run.eval_prompts:
-        predictions = JsonlWriter(directory, name="predictions.jsonl", resume_step=resume_step)
+        predictions = JsonlWriter(directory, name=PREDICTIONS, resume_step=resume_step)
+        files[PREDICTIONS] = predictions
+
+    def sizes():
+        return {name: file.count for name, file in files.items()} | {LOG: _size(directory / LOG)}
+
     progress = RunProgress(directory, run.spec.steps)
     metrics: JsonlWriter | Trackers = writer
     if config.logging.report_to and start < run.spec.steps:
@@ -47,4 +63,21 @@ def open_logs(run: TrainingRun, start: int) -> Iterator[Logs]:
         stack.callback(metrics.close)
         stack.callback(predictions.close)
         stack.enter_context(progress)
-        yield Logs(metrics, predictions, progress)
+        for line in lost:
+            progress.log(line)
+        yield Logs(metrics, predictions, progress, sizes)
+
+
+def _lost(directory: Path, step: int, saved: Mapping[str, int]) -> Iterator[str]:
+    """Yields a warning for each log that lacks a part."""
+    for name, least in ((METRICS, None), (PREDICTIONS, 0)):
+        if line := lost_records(directory / name, step, saved.get(name, least)):
+            yield line
+    size, then = _size(directory / LOG), saved.get(LOG, 0)
+    if size < then:
+        yield f"warning: {LOG} lacks {then - size:,} of {then:,} bytes up to step {step:,}"
+
+
+def _size(file: Path) -> int:
+    """Returns the size of a file in bytes; 0 if there is none."""
+    return file.stat().st_size if file.exists() else 0

@@ -73,7 +73,7 @@ def train(run: TrainingRun, *, profile: bool = False) -> int:
         if first:
             # Only after every check has passed: a refused start must not touch the run directory.
             write_config(run.directory, run.config)
-        logs = stack.enter_context(open_logs(run, start.step))
+        logs = stack.enter_context(open_logs(run, start.step, start.extra.get("logged", {})))
         stopped = stack.enter_context(stop_signals())
         if first and start.step < run.spec.steps:
             stack.callback(run.check.stop)
@@ -363,6 +363,7 @@ class TrainLoop:
             "best": dict(vars(self.best)),
             "spikes": self.spikes.state(),
             "versions": computing_versions(),
+            "logged": self.logs.sizes(),
         }
         best = self.best if self.run.config.checkpoint.keep_best else None
         self.checkpoints.save(self.done, checkpoint_view(self.run.spec, self.state), extra, best)
