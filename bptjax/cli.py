@@ -26,6 +26,7 @@ COMMANDS = {
     "evaluate": "measure perplexity by position and pass-key retrieval",
     "convert": "convert checkpoints and adapters from and to Hugging Face",
     "compare": "time implementations of a transformer layer",
+    "configs": "list the configs that come with bptjax, or copy one",
     "doctor": "check this machine: versions, devices, kernels, speed",
 }
 DTYPES = ["float32", "bfloat16", "float16"]
@@ -192,6 +193,19 @@ def convert() -> Parser:
     return parser
 
 
+def configs() -> Parser:
+    """Returns the flags of `bptjax configs`."""
+    parser = Parser(
+        prog="bptjax configs",
+        usage="%(prog)s [NAME] [DEST]",
+        description="Lists the configs that come with bptjax, or copies one to start from.",
+    )
+    parser.add_argument("name", nargs="?", metavar="NAME", help="config to copy")
+    dest = "new file, or a directory. If not set, the current directory."
+    parser.add_argument("dest", nargs="?", metavar="DEST", type=Path, default=Path(), help=dest)
+    return parser
+
+
 def doctor() -> Parser:
     """Returns the flags of `bptjax doctor`."""
     parser = Parser(
@@ -205,4 +219,10 @@ def doctor() -> Parser:
     return parser
 
 
-PARSERS = {"generate": generate, "evaluate": evaluate, "convert": convert, "doctor": doctor}
+PARSERS = {
+    "generate": generate,
+    "evaluate": evaluate,
+    "convert": convert,
+    "configs": configs,
+    "doctor": doctor,
+}

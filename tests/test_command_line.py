@@ -9,7 +9,19 @@ import jax
 import numpy as np
 import pytest
 
-from bptjax import cli, compare, convert, doctor, evaluate, generate, plan, preview, profile, train
+from bptjax import (
+    cli,
+    compare,
+    configs,
+    convert,
+    doctor,
+    evaluate,
+    generate,
+    plan,
+    preview,
+    profile,
+    train,
+)
 from bptjax.command_line import EXIT_CODES, plural, run_command
 from bptjax.config import Config, flatten
 
@@ -22,6 +34,7 @@ COMMANDS = {
     "evaluate": evaluate.main,
     "convert": convert.main,
     "compare": compare.main,
+    "configs": configs.main,
     "doctor": doctor.main,
 }
 # Flags that each command needs before it looks at the others.

@@ -76,6 +76,7 @@ FLOORS = {
         "evaluate",
         "convert",
         "compare",
+        "configs",
         "doctor",
     ],
     "package": ["__init__"],
