@@ -10,6 +10,7 @@ and the share of padding. Needs no device.
 import json
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 
@@ -37,9 +38,8 @@ def pool(share: float) -> list[np.ndarray | TokenIds]:
 
 def case(packing: str, share: float, seq_len: int, shards: int) -> dict[str, object]:
     records, grouped = pool(share), packing == GROUPED
-    config = DataConfig(
-        packing="none" if grouped else packing, group_by_length=grouped, num_shards=shards
-    )
+    how: dict[str, Any] = dict(packing="none" if grouped else packing, group_by_length=grouped)
+    config = DataConfig(num_shards=shards, **how)
     check = data_check(records, [], TOKENIZER, config, seq_len=seq_len)
     check.run(math.inf)
     limits = check.limits(EPOCHS, shards)

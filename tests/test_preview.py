@@ -145,3 +145,28 @@ def test_the_middle_of_a_long_document_is_left_out(tmp_path):
     (example,) = encode(open_documents(tmp_path / "a.txt")[0], ByteTokenizer())
     text = marked_text(example, ByteTokenizer(), 100, colored=False).plain
     assert text == "[[" + "a" * 49 + "]] … 902 tokens … [[" + "c" * 49 + "]]"
+
+
+def test_few_tokens_are_padded_with_a_warning(tmp_path, capsys):
+    row = {"prompt": "ab:", "answer": "cd"}
+    code, out, _ = run(capsys, [row] * 3, tmp_path, "--sequences=1", seq_len=4096)
+    assert code == 0 and "document 3, positions 0 to 5" in out
+    wanted = "warning: 18 tokens, fewer than train.seq_len=4096: padding completes the sequences"
+    assert wanted in " ".join(out.split())
+
+
+def test_passes_over_each_source_are_told(tmp_path, capsys):
+    sources = []
+    for name, count, weight in (("few", 4, 0.5), ("many", 200, 0.5)):
+        rows = "".join(json.dumps({"text": "some text " * 20}) + "\n" for _ in range(count))
+        (tmp_path / f"{name}.jsonl").write_text(rows)
+        sources.append({"path": str(tmp_path / f"{name}.jsonl"), "weight": weight})
+    command = ["preview", f"--data.sources={json.dumps(sources)}", "--data.eval_fraction=0"]
+    command.append("--train.seq_len=64")
+    assert main([*command, "--train.epochs=5"]) == 0
+    out = capsys.readouterr().out
+    assert f"passes in train.epochs=5: {tmp_path / 'few.jsonl'} 5, " in out
+    assert f"{tmp_path / 'many.jsonl'} 0.1" in out
+    assert f"warning: 5 passes over {tmp_path / 'few.jsonl'}, more than 4: lower its weight" in out
+    assert main([*command, "--train.max_steps=10"]) == 0
+    assert "warning" not in capsys.readouterr().out

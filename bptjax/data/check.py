@@ -137,8 +137,8 @@ class DataCheck:
 
     def describe_passes(self, *, epochs: float | None = None, sequences: int = 0) -> list[str]:
         """Formats the passes over each source, with a warning about a source of a mixture that is
-        passed more than `MOST_PASSES` times; nothing if a source has no example yet."""
-        if not all(account.examples for account in self.accounts):
+        passed more than `MOST_PASSES` times; nothing if the size of a source is not known."""
+        if not all(account.examples and account.total for account in self.accounts):
             return []
         if len(self.accounts) == 1 and epochs is not None:
             return []

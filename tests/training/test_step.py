@@ -54,6 +54,27 @@ def test_accumulated_micro_batches_are_one_big_batch(batch, whole):
     assert_same(gradient_sums(make_spec(), batch, 4), whole)
 
 
+@pytest.mark.parametrize("kind", ["decoder", "experts", "classifier"])
+def test_blank_sequences_are_neutral(batch, kind):
+    """A shard without further records provides them: here two of three micro-batches are blank."""
+    spec = make_spec()
+    if kind == "experts":
+        routed = dict(feed_forward="experts", num_experts=4, router_aux_loss=0.5, router_z_loss=0.1)
+        spec = replace(spec, model=replace(MODEL, **routed))
+    if kind == "classifier":
+        spec = replace(
+            spec, model=replace(MODEL, causal=False, classes=3, position_embedding="rope")
+        )
+        first = np.arange(T) == 0
+        labels = np.where(first, np.arange(8)[:, None] % 3, -100).astype(np.int32)
+        batch = batch | {"labels": labels, "segments": np.minimum(batch["segments"], 1)}
+    blank = {k: np.full((16, T), -100 * (k == "labels"), np.int32) for k in batch}
+    more = {name: np.concatenate([x, blank[name]]) for name, x in batch.items()}
+    wanted = gradient_sums(spec, batch)
+    assert_same(gradient_sums(spec, more, 3), wanted)
+    assert_same(gradient_sums(spec, more), wanted)
+
+
 def steps(spec: TrainSpec, batch, n: int) -> tuple[TrainState, list[dict]]:
     state, placed, rows = initial_state(spec), spec.layout.put(batch), []
     step = compile_step(spec, state, placed)
