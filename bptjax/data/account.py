@@ -160,7 +160,7 @@ def describe(
 
     Args:
       listed: as in `summary`.
-      epoch: exact number of sequences per epoch; left out, `Account.epoch` estimates it.
+      epoch: number of sequences per epoch; left out, `Account.epoch` estimates it.
     """
     a, lines = account, summary(account, too_long, listed)
     if not a.records or a.images:

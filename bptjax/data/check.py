@@ -194,7 +194,7 @@ class DataCheck:
         """Formats the counts so far, for messages."""
         own: dict[str, Any] = {"too_long": self.config.too_long, "listed": self._listed}
         own["packing"] = self.config.packing
-        epochs = [self._epoch(number) for number in range(len(self.accounts))]
+        epochs = [self._epochs.get(number) for number in range(len(self.accounts))]
         found = zip(self._used, [*epochs, None], strict=False)
         return [line for account, epoch in found for line in describe(account, **own, epoch=epoch)]
 

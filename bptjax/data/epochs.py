@@ -234,6 +234,8 @@ def limit(
         epoch = epochs_of(own.records, shard, settings, batch_size, own.sizes)
         counts, longest = [0, 0], 0
         order = own.records.epoch(0, shard, config.num_shards, seed=None, sizes=own.sizes)
+        if isinstance(order, grain.MapDataset):
+            order = order.to_iter_dataset(read_options(0))
         for record in filter(None, order):
             counts[kind_of(record)] += 1
             longest = max(longest, *(len(one["tokens"]) for one in record))

@@ -2,6 +2,7 @@
 
 import collections
 import itertools
+import json
 import os
 import random
 import re
@@ -394,15 +395,16 @@ distributed.shutdown()
 
 def test_an_error_of_one_process_ends_all(arguments, tmp_path, start):
     """Here the shard that it alone reads."""
-    texts = [("a" * 99, "b")[i % 2] for i in range(4)]
-    (tmp_path / "texts.jsonl").write_text("".join(f'{{"text": "{text}"}}\n' for text in texts))
+    records = [{"text": "a" * 99}, {"prompt": "b" * 99, "answer": "c"}] * 2
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
     data = ["--data.path", str(tmp_path / "texts.jsonl"), "--data.eval_fraction", "0"]
     run_dir = tmp_path / "run"
     command = [*train_process(), *arguments, *data, "--run_dir", str(run_dir)]
     codes, _, errors = ends(start(*command))
     assert codes == [2, 2] and not run_dir.exists()
     message = (
-        "the 2 documents in shard 1 of 2: 4 tokens to train on: must be at least train.seq_len=32; "
+        "the 2 documents in shard 1 of 2: all 2 records with tokens in the loss are longer than "
+        "train.seq_len=32; "
     )
     assert errors[0][0].startswith(f"error: process 1: {message}")
     assert errors[1][0].startswith(f"error: {message}")
