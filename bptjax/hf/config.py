@@ -137,6 +137,12 @@ def merge(pretrained: ModelConfig, wanted: ModelConfig) -> ModelConfig:
                 f"({getattr(pretrained, f.name)}); leave it out"
             )
         changes[f.name] = value
+    for key in ("router_aux_loss", "router_z_loss"):
+        if key in changes and pretrained.num_experts is None:
+            raise ValueError(
+                f"model.{key}={changes[key]}: must not be set, because {wanted.name_or_path} has "
+                "no experts; leave it out"
+            )
     # The ids of new tokens follow the ids of tokens that were added before.
     changes["add_tokens"] = [*dict.fromkeys([*pretrained.add_tokens, *wanted.add_tokens])]
     if "rope_parameters" in changes:

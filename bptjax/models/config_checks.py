@@ -227,7 +227,9 @@ def check_choices(config: Any) -> None:
         "glu_offset": (0.0, -math.inf),
     }.items():
         value = getattr(config, name)
-        if config.num_experts is None and value != unset:
+        # The checkpoint that a config names may have the experts; see `hf.config.merge`.
+        settable = config.name_or_path and name in ("router_aux_loss", "router_z_loss")
+        if config.num_experts is None and value != unset and not settable:
             raise ValueError(f"model.{name}={value}: must go with model.feed_forward=experts")
         if None not in (value, least) and not least <= value < math.inf:
             raise ValueError(f"model.{name}={value}: must be finite and at least {least}")

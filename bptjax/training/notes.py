@@ -10,6 +10,8 @@ from bptjax.command_line import plural
 from bptjax.config import Config, defaults, flatten
 from bptjax.data.sources import count
 from bptjax.hf.from_scratch import family_of
+from bptjax.json_files import read_json
+from bptjax.models.config import ModelConfig
 from bptjax.parallel.mesh import num_shards
 from bptjax.pretrained import Pretrained
 from bptjax.training.data import RunData
@@ -61,6 +63,7 @@ def describe_model(spec: TrainSpec, data: RunData) -> list[str]:
     if used_defaults:
         text = f"fine-tuning defaults: {used_defaults}"
         notes += textwrap.wrap(text, 80, subsequent_indent="  ")
+    notes += _describe_routers(config, model, pretrained)
     notes += [pretrained.left_out] * bool(pretrained.left_out)
     if model.exceeds_positions(config.train.seq_len):
         notes.append(
@@ -89,6 +92,25 @@ def describe_adapter(config: Config, pretrained: Pretrained | None) -> list[str]
     if adapter.scale < 1:
         line += f"; adapter.alpha={adapter.unit_alpha:g}, the default, gives 1.0"
     return [line]
+
+
+def _describe_routers(config: Config, model: ModelConfig, pretrained: Pretrained) -> list[str]:
+    """Formats the line about a checkpoint whose experts are trained without its load-balancing
+    loss; none for other runs. Adapters leave routers frozen."""
+    if (
+        model.router_aux_loss is not None
+        or not pretrained.sidecars
+        or config.adapter.type != "none"
+    ):
+        return []
+    raw = read_json(pretrained.sidecars / "config.json")
+    factor = raw.get("text_config", raw).get("router_aux_loss_coef")
+    if not factor:
+        return []
+    return [
+        "experts: no load-balancing loss, as in transformers without output_router_logits; "
+        f"model.router_aux_loss={factor} sets the checkpoint's router_aux_loss_coef"
+    ]
 
 
 def _range(values: Collection[float]) -> str:
