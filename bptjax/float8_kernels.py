@@ -9,10 +9,9 @@ import jax
 from flax import nnx
 from jax import Array
 
-from bptjax.models.linear import AdapterDropout
+from bptjax.models.linear import AdapterDropout, Linear
 from bptjax.models.params import param_path
 from bptjax.ops.float8 import VALUES, Float8, linear, quantize
-from bptjax.quantized_kernels import linear_kernels
 
 
 @jax.tree_util.register_dataclass
@@ -41,8 +40,15 @@ class Float8Kernel:
 
 def float8_kernels(model: Any) -> dict[str, int]:
     """Returns the number of input axes of each kernel that can have 8-bit products, by path: of
-    linear layers in the model's layers, but not of experts."""
-    return {path: n for path, (stacked, n) in linear_kernels(model).items() if stacked == 1}
+    linear layers in the model's layers with more than one output, but not of experts."""
+    found = jax.tree.leaves_with_path(model, is_leaf=lambda x: isinstance(x, Linear))
+    return {
+        f"{param_path(at)}.kernel": linear.in_ndim
+        for at, linear in found
+        if isinstance(linear, Linear)
+        and linear.outputs > 1
+        and param_path(at).startswith("layers.")
+    }
 
 
 def quantize_kernels(model: Any) -> dict[str, Float8]:

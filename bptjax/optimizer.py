@@ -146,6 +146,13 @@ def _muon(config: OptimizerConfig, p: nnx.Variable) -> UpdateRule:
     return Muon(config.muon_momentum, inputs, outputs, config.muon_dtype)
 
 
+def is_decayed(p: nnx.Variable) -> bool:
+    """Returns whether weight decay applies to a parameter: to weights of linear layers, with
+    low-rank factors and routers, which shapes do not distinguish from biases."""
+    metadata = p.get_metadata()
+    return "matrix" in metadata or metadata.get("decayed", False)
+
+
 @dataclass(frozen=True)
 class Optimizer:
     """A value of `optimizer.type`.
@@ -261,7 +268,7 @@ def apply_gradients(
         before clipping.
       key: key of the rounding. On another mesh, the same key rounds differently.
     """
-    parameters, treedef = jax.tree.flatten_with_path(model, is_leaf=_is_variable)
+    parameters, treedef = jax.tree.flatten(model, is_leaf=_is_variable)
     scale = 1 / jnp.asarray(divisor, jnp.float32)
     squares = [jnp.square(g.astype(jnp.float32) * scale).sum() for g in jax.tree.leaves(gradients)]
     norm = jnp.sqrt(sum(squares))
@@ -276,11 +283,8 @@ def apply_gradients(
         or platform() == "cpu"
     )
     new, trees = [], map(treedef.flatten_up_to, (gradients, *state.slots.values()))
-    for number, ((path, p), g, *values) in enumerate(zip(parameters, *trees, strict=True)):
-        # Weight decay applies to kernels of linear layers, which shapes do not distinguish from
-        # biases.
-        names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
-        decay = config.known("weight_decay") * ("kernel" in names)
+    for number, (p, g, *values) in enumerate(zip(parameters, *trees, strict=True)):
+        decay = config.known("weight_decay") * is_decayed(p)
         rule = OPTIMIZERS[config.type].rule(config, p)
         step = partial(_step, rule, scale, rate, decay, state.count + 1)
         leaf_key = jax.random.fold_in(key, number)

@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int, UInt32
 
 from bptjax.models.config import ModelConfig
 from bptjax.models.feed_forward import Auxiliary, FeedForward, Mlp, activate
-from bptjax.models.linear import AdapterDropout, new_param
+from bptjax.models.linear import AdapterDropout, Linear, new_param
 from bptjax.models.norm import Norm
 from bptjax.models.params import expert_placement, slice_placement
 from bptjax.ops.checkpoint_names import checkpoint_named
@@ -53,7 +53,8 @@ class Router(nnx.Module):
 
     def __init__(self, config: ModelConfig, key: Array, dtype: DTypeLike):
         D, X = config.hidden_size, config.num_experts or 0
-        self.kernel = new_param(key, (D, X), ("embed", None), config.init_std, dtype)
+        std, axes = config.init_std, ("embed", None)
+        self.kernel = new_param(key, (D, X), axes, std, dtype, decayed=True)
         bias = nnx.Param(jnp.zeros(X, dtype), axes=(None,))
         self.bias = bias if config.router_bias else None
         correction = RouterCorrection(jnp.zeros(X, jnp.float32), axes=(None,))
@@ -167,8 +168,9 @@ class Experts(FeedForward):
         self.shared = Mlp(config, jax.random.fold_in(key, 0), dtype, size) if size else None
         norms = [Norm(config, dtype) if config.expert_norms else None for _ in range(3)]
         self.norm, self.routed_norm, self.shared_norm = norms
-        gated, gate_key = config.shared_expert_gate, jax.random.fold_in(key, 1)
-        self.shared_gate = new_param(gate_key, (D,), ("embed",), std, dtype) if gated else None
+        sizes, options = ((D,), (1,), ("embed", None)), dict(std=std, bias=False, dtype=dtype)
+        shared_gate = Linear(jax.random.fold_in(key, 1), *sizes, **options)
+        self.shared_gate = shared_gate if config.shared_expert_gate else None
 
     def __call__(
         self,
@@ -199,14 +201,11 @@ class Experts(FeedForward):
         if self.shared is not None:
             shared, _ = self.shared(x, counted=counted, seeds=seeds, offload=offload)
             shared = shared if self.shared_norm is None else self.shared_norm(shared)
-            y += shared if self.shared_gate is None else self._gated(x, shared)
+            if self.shared_gate is not None:
+                gate = jax.nn.sigmoid(self.shared_gate(x, seeds).astype(jnp.float32))
+                shared = (gate * shared.astype(jnp.float32)).astype(shared.dtype)
+            y += shared
         return y, aux
-
-    def _gated(self, x: Float[Array, "B T D"], y: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        assert self.shared_gate is not None
-        vector = self.shared_gate[...].astype(x.dtype)
-        logits = jnp.einsum("btd,d->bt", x, vector, preferred_element_type=jnp.float32)
-        return (jax.nn.sigmoid(logits)[..., None] * y.astype(jnp.float32)).astype(y.dtype)
 
     def activate(
         self, gate: Float[Array, "*b F"], up: Float[Array, "*b F"]

@@ -29,7 +29,8 @@ class LayerEmbedding(nnx.Module):
         self.activation = config.activation
         self.table = new_param(keys[0], (config.V, P), ("vocab", "embed"), std, dtype)
         # No linear layer of its own in files, where it is a part of that of all layers.
-        self.context = new_param(keys[1], (D, P), ("embed", None), std, dtype)
+        shape, axes = (D, P), ("embed", None)
+        self.context = new_param(keys[1], shape, axes, std, dtype, matrix=(1, 1))
         self.gate = linear(keys[2], D, P, ("embed", None))
         self.out = linear(keys[3], P, D, (None, "embed"))
         self.norm = Norm(config, dtype)

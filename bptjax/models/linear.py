@@ -1,5 +1,6 @@
 """Linear maps: modules that hold parameters; their calls are pure."""
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +19,12 @@ def new_param(
     dtype: DTypeLike,
     **metadata: Any,
 ) -> nnx.Param:
-    """Draws a normal parameter with this standard deviation, in float32."""
+    """Draws a normal parameter with this standard deviation, in float32.
+
+    Args:
+      metadata: `matrix`, numbers of input and output axes of the weight of a linear layer, which
+        muon may update; `decayed` of another weight that weight decay applies to.
+    """
     value = (std * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
     return nnx.Param(value, axes=axes, **metadata)
 
@@ -64,7 +70,7 @@ class Linear(nnx.Module):
         matrix = len(inputs), len(outputs)
         self.kernel = new_param(key, inputs + outputs, axes, std, dtype, matrix=matrix)
         self.bias = nnx.Param(jnp.zeros(outputs, dtype), axes=axes[len(inputs) :]) if bias else None
-        self.in_ndim = len(inputs)
+        self.in_ndim, self.outputs = len(inputs), math.prod(outputs)
 
     def __call__(self, x: Array, seeds: AdapterDropout | None = None) -> Array:
         y = apply_kernel(self.kernel, x, self.in_ndim, seeds)

@@ -38,14 +38,11 @@ def matmul_parameters(spec: TrainSpec) -> ParameterCounts:
     total, trained = parameter_counts(spec, lambda path: path not in lookups)
     if model.num_experts is None:
         return ParameterCounts(total, trained)
-    others = model.num_experts - model.experts_per_token
-    idle = 3 * len(model.expert_layers) * others * model.hidden_size * model.expert_F
-    if spec.config.adapter.type == "none":
-        return ParameterCounts(total - idle, trained - idle)
-    experts = tuple(f"layers.mlp.{name}." for name in ("gate", "up", "down"))
-    adapters = parameter_counts(spec, lambda path: path.startswith(experts)).trained
-    unused = adapters * others // model.num_experts
-    return ParameterCounts(total - idle - unused, trained - unused)
+    X, others = model.num_experts, model.num_experts - model.experts_per_token
+    names = tuple(f"layers.mlp.{name}." for name in ("gate", "up", "down"))
+    experts = parameter_counts(spec, lambda path: path.startswith(names))
+    idle = ParameterCounts(*(count * others // X for count in experts))
+    return ParameterCounts(total - idle.total, trained - idle.trained)
 
 
 def attended_pairs(

@@ -73,6 +73,29 @@ def test_frozen_parameters_have_no_gradient():
     assert model_flops(MODEL, matmul_parameters(spec), 1, 0.0) == 4 * total + 2 * low_rank
 
 
+@pytest.mark.parametrize("adapter", [AdapterConfig(), AdapterConfig("lora", r=2)], ids=["", "lora"])
+def test_idle_experts_count_with_their_biases(adapter):
+    """A token passes 2 of 4 experts: it needs the parameters of a model with 2, and routers."""
+    spec = make_spec()
+    spec = replace(spec, config=replace(spec.config, adapter=adapter))
+    many, few = (
+        replace(
+            MODEL,
+            feed_forward="experts",
+            num_experts=X,
+            expert_size=20,
+            mlp_bias=True,
+            shared_expert_size=12,
+            shared_expert_gate=True,
+        )
+        for X in (4, 2)
+    )
+    found, wanted = (matmul_parameters(replace(spec, model=model)) for model in (many, few))
+    routers = 2 * 2 * 32
+    assert found.total == wanted.total + routers
+    assert found.trained == wanted.trained + routers * (adapter.type == "none")
+
+
 @pytest.mark.parametrize(
     ("changes", "pairs"),
     [

@@ -160,7 +160,7 @@ def _rules_experts(c: ModelConfig) -> Iterator[TensorRule]:
     names = (f"{layer}shared_expert.{name}_proj" for name in ("up", "down", "gate"))
     yield from mlp(c, *names, ours=shared, size=c.shared_expert_size)
     D = c.hidden_size
-    yield identity(f"{layer}shared_expert_gate.weight", f"{shared}_gate", (D,), (1, D))
+    yield from linear(f"{layer}shared_expert_gate", f"{shared}_gate", (D,), (1,), bias=False)
 
 
 def _convolution(
