@@ -16,6 +16,7 @@ from bptjax.command_line import (
     nearest,
     run_command,
 )
+from bptjax.other_names import with_flags
 
 COMMANDS = {
     "train": "train or fine-tune a model, or resume a run",
@@ -48,10 +49,17 @@ def launch(name: str, argv: list[str] | None) -> int:
     """Parses the flags of a command in `PARSERS` and runs it. Returns its exit code."""
 
     def command(argv: list[str]) -> int:
-        arguments = PARSERS[name]().parse_args(argv)
+        parser = PARSERS[name]()
+        arguments = parser.parse_args(argv)
         if name == "generate":
             warn("starting: loading libraries")
-        return import_module(f"bptjax.{name}").run(arguments)
+        try:
+            return import_module(f"bptjax.{name}").run(arguments)
+        except ValueError as error:
+            text = with_flags(str(error), parser._option_string_actions)
+            if text == str(error):
+                raise
+            raise ValueError(text) from error
 
     return run_command(command, argv)
 
@@ -142,6 +150,7 @@ def evaluate() -> Parser:
     _model_flags(parser)
     add = parser.add_argument_group("perplexity by position").add_argument
     add("--data", help="file, directory or glob of long documents")
+    add("--text_key", default="text", help="field of a record that holds its text")
     add("--length", type=int, default=4096, help="tokens read of each document")
     add("--buckets", type=int, default=8, help="number of ranges of positions")
     add("--documents", type=int, default=16, help="largest number of documents, chosen at random")
@@ -186,7 +195,8 @@ def convert() -> Parser:
         verify = "compare the result with transformers; needs torch"
         command.add_argument("--verify", action="store_true", help=verify)
         if way != "hf-to-bptjax":
-            dtype = "dtype to write. If not set, the dtype of the parameters."
+            dtype = "dtype to write. If not set, that of the checkpoint that was trained, or else "
+            dtype += "of the parameters."
             command.add_argument("--dtype", choices=DTYPES, help=dtype)
             size = "largest size of a file"
             command.add_argument("--max_shard_size", default="5GB", help=size)

@@ -13,6 +13,7 @@ from types import FrameType, ModuleType
 from typing import Any, NoReturn
 
 from bptjax.heartbeat import record_error
+from bptjax.other_names import own_name
 from bptjax.output import full_disk
 
 EXIT_CODES = (
@@ -144,13 +145,16 @@ def new_name(key: str) -> str:
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """Returns "; now called …" for a renamed key, "; nearest: …" for any other unknown name, or an
-    empty text if no name is similar.
+    """Returns "; now called …" for a renamed key, "; use …" for a key of another program,
+    "; nearest: …" for any other unknown name, or an empty text if no name is similar.
     """
-    key = name.removeprefix("--")
-    if new_name(key) != key:
+    key, names = name.removeprefix("--"), list(names)
+    known = [own.removeprefix("--") for own in names]
+    if new_name(key) != key and new_name(key) in known:
         return f"; now called {new_name(key)}"
-    found = difflib.get_close_matches(name, list(names), 1, 0.5)
+    if own := own_name(key, known):
+        return f"; use {'--' * name.startswith('--')}{own}"
+    found = difflib.get_close_matches(name, names, 1, 0.5)
     return f"; nearest: {found[0]}" if found else ""
 
 
@@ -177,7 +181,7 @@ def normalize(argv: list[str], parser: argparse.ArgumentParser) -> list[str]:
         name = "--" + name[2:].replace("-", "_")
         action = actions.get(name)
         # A flag may set one key of a dict: --model.rope_parameters.factor. Groups have hidden help.
-        mapping = actions.get(name.rpartition(".")[0])
+        mapping = None if isinstance(parser, Parser) else actions.get(name.rpartition(".")[0])
         if action is None and mapping is not None and mapping.help != argparse.SUPPRESS:
             action = mapping
         if action is None:

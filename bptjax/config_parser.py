@@ -14,6 +14,7 @@ from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from bptjax.command_line import DEBUG, EXIT_CODES, Help, Switch, nearest, normalize, one_line
 from bptjax.config import Config
+from bptjax.other_names import MAIN_KEYS
 from bptjax.yaml_files import compose
 
 # In place of a group's keys: `execution: auto` sets none of them.
@@ -96,7 +97,7 @@ def _instantiate(kind: type, parser: Any, parsed: Any) -> Any:
     for name in _groups(kind):
         # jsonargparse accepts a number in place of a group, and fails on it later.
         if not isinstance(parsed[name], Namespace):
-            raise ValueError(f"{name}={parsed[name]}: must be a group of keys")
+            raise ValueError(f"{name}={parsed[name]}: must be a group of keys{_main_key(name)}")
     for key, hint in _hints(kind).items():
         _check_value(key, parsed[key], hint)
     values = parser.instantiate(parsed)
@@ -284,6 +285,11 @@ def _expected(hint: Any) -> str:
     return names.get(hint, "null")
 
 
+def _main_key(group: str) -> str:
+    """Formats the remedy for a value in place of a group."""
+    return f"; use {MAIN_KEYS[group]}" if group in MAIN_KEYS else ""
+
+
 def _one_line(message: str, hints: dict[str, Any]) -> str:
     """Rewrites an error of jsonargparse in the form `key=value: must be …`."""
     text = " ".join(message.split())
@@ -299,7 +305,7 @@ def _one_line(message: str, hints: dict[str, Any]) -> str:
             return f"unknown key {key}{nearest(key, hints) or f'; known: {groups}'}"
     if found := re.match(r"Parser key \"([\w.]+)\": Unable to load config '(.*?)'", text):
         auto = "auto or " if found[1] == "execution" else ""
-        return f"{found[1]}={found[2]}: must be {auto}a group of keys"
+        return f"{found[1]}={found[2]}: must be {auto}a group of keys{_main_key(found[1])}"
     found = re.match(r"Parser key \"([\w.]+)\": (.*)", text)
     if not found or found[1] not in hints:
         return text

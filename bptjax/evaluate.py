@@ -210,7 +210,7 @@ def run(args: Namespace) -> int:
       ValueError, OSError: one line about the wrong flag, data or checkpoint.
     """
     _check(args)
-    documents = open_documents(args.data) if args.data else None
+    documents = open_documents(args.data, text_key=args.text_key) if args.data else None
     found, tokenizer = open_decoder(args.model, args.tokenizer, warn)
     longest = max([args.length] * bool(args.data) + args.passkey_lengths, default=0)
     if line := length_warning(found.config, longest):

@@ -20,6 +20,7 @@ FLOORS = {
         "data",
         "command_line",
         "child_python",
+        "other_names",
         "progress",
         "heartbeat",
         "output",
