@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bptjax.adapter_export import export_adapter, open_adapter, remedy_for_peft
-from bptjax.cli import launch
+from bptjax.cli import DTYPES, launch, warn
 from bptjax.data.hf_tokenizer import read_generation_config
 from bptjax.data.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 from bptjax.hf.checkpoint import SIDECARS, copy_sidecar_files, write_hf
@@ -24,7 +24,7 @@ from bptjax.hf.from_scratch import from_scratch
 from bptjax.hf.other_tensors import OTHERS
 from bptjax.hf.tensors import Writer
 from bptjax.json_files import read_json
-from bptjax.lora import merged
+from bptjax.lora import merged, product_square
 from bptjax.models.architecture import new_model
 from bptjax.models.config import ModelConfig
 from bptjax.models.params import Index, resize_param
@@ -33,6 +33,7 @@ from bptjax.parallel.mesh import select_devices
 from bptjax.pretrained import Pretrained, open_pretrained, resolve_checkpoint
 from bptjax.progress import Progress
 from bptjax.quantized_kernels import linear_kernels
+from bptjax.saved_parameters import RunCheckpoint
 
 # The files of a tokenizer in a Hugging Face directory. `save` writes the other fields of
 # generation_config.json, too.
@@ -46,6 +47,8 @@ TOKENIZER = (
     "chat_template.*",
     "generation_config.json",
 )
+# transformers' keys for the dtype of the weights, now and before version 5.
+DTYPE_KEYS = "dtype", "torch_dtype"
 
 
 def to_bptjax(source: str, out: Path) -> Pretrained:
@@ -86,13 +89,32 @@ def to_hf(source: str, out: Path, *, dtype: str | None, max_shard_size: str) -> 
 
 def merge_adapter(source: str, out: Path, *, dtype: str | None, max_shard_size: str) -> Pretrained:
     """Writes the adapter of a run or of PEFT, merged into its base model, in Hugging Face's format.
-    The sum is computed in float32, after quantized kernels are dequantized.
+    The sum is computed in float32, after quantized kernels are dequantized. Warns how much the
+    rounding to a dtype of 16 bits takes from the adapter.
 
     Raises:
       ValueError: one line about the error in the adapter; `out` is not created.
     """
     model = open_adapter(source)
-    write(model, source, out, _merging(model), dtype, max_shard_size)
+    merge, dtypes, lost, changed = _merging(model), _dtypes(model, dtype), 0.0, 0.0
+    values = model.adapters.values if model.adapters else {}
+
+    def read(path, index):
+        nonlocal lost, changed
+        w = merge(path, index)
+        if path in values and dtypes[path] != "float32":
+            lost += float(np.square(w.astype(dtypes[path]).astype(np.float32) - w).sum())
+            a, b, scale = (np.asarray(x[index]) for x in values[path])
+            changed += product_square((a, b, scale))
+        return w
+
+    write(model, source, out, read, dtype, max_shard_size)
+    if changed:
+        name = dtype or "the base model's dtype"
+        warn(
+            f"rounding to {name} changed the adapted weights by {(lost / changed) ** 0.5:.1%} of "
+            "what the adapter changed them by (root mean square); --dtype float32 does not round"
+        )
     return model
 
 
@@ -147,7 +169,7 @@ def write(
     """Writes the model to `out` in Hugging Face's format, with the tokenizer of `source`. `read`
     returns a parameter by path and index into its stacked axes.
     """
-    fixed = _fixed_dtypes(model)
+    dtype, fixed = dtype or _checkpoint_dtype(model), _fixed_dtypes(model)
     own = {spec.dtype for path, spec in model.source.specs.items() if path not in fixed}
     name = dtype or max(own, key=lambda name: jnp.dtype(name).itemsize)
     if model.sidecars is None:
@@ -288,6 +310,8 @@ def run(args: Namespace) -> int:
             "bptjax reads the pattern" + ("; not verified" if verify else "")
         )
         verify = False
+    if args.way == "bptjax-to-hf" and not args.dtype and (name := _checkpoint_dtype(model)):
+        notes.append(f"weights in {name}, as in the checkpoint; --dtype float32 keeps the run's")
     notes = [model.left_out, *notes, f"written: {args.out}"]
     print("\n".join(note for note in notes if note))
     if not verify:
@@ -319,7 +343,20 @@ def _dtypes(model: Pretrained, dtype: str | None) -> dict[str, str]:
     """Returns the dtype of each parameter in Hugging Face files with weights in `dtype`; None for
     that of the checkpoint."""
     fixed, specs = _fixed_dtypes(model), model.source.specs.items()
+    dtype = dtype or _checkpoint_dtype(model)
     return {path: fixed.get(path) or dtype or spec.dtype for path, spec in specs}
+
+
+def _checkpoint_dtype(model: Pretrained) -> str | None:
+    """Returns the dtype of the checkpoint that a run trained in full, from its config.json; None if
+    the run's parameters are not wider, and for other models, whose files have their own dtypes."""
+    if not isinstance(model.source, RunCheckpoint) or model.sidecars is None:
+        return None
+    raw = read_json(model.sidecars / "config.json")
+    found = (x.get(key) for x in (raw, raw.get("text_config", {})) for key in DTYPE_KEYS)
+    name = next((name for name in found if name in DTYPES), None)
+    widest = max(jnp.dtype(spec.dtype).itemsize for spec in model.source.specs.values())
+    return name if name and jnp.dtype(name).itemsize < widest else None
 
 
 def _fixed_dtypes(model: Pretrained) -> dict[str, str]:

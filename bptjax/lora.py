@@ -311,6 +311,15 @@ def merged(
     return w + scale * jnp.tensordot(a.astype(jnp.float32), b.astype(jnp.float32), axes=1)
 
 
+def product_square(adapter: LoraWeights) -> float:
+    """Returns the sum of the squares of scale · a · b over all axes, without the product."""
+    a, b, scale = (np.asarray(x, np.float32) for x in adapter)
+    r, stack = a.shape[-1], scale.shape
+    a, b = a.reshape(*stack, -1, r), b.reshape(*stack, r, -1)
+    grams = a.swapaxes(-1, -2) @ a, b @ b.swapaxes(-1, -2)
+    return float((np.square(scale) * (grams[0] * grams[1]).sum((-1, -2))).sum())
+
+
 def is_trained(v: nnx.Variable) -> bool:
     """Returns whether a variable of a model with adapters is trained."""
     return isinstance(v, nnx.LoRAParam | TrainedEmbedding)
