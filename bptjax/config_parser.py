@@ -74,6 +74,8 @@ def parse_tree(tree: Mapping[str, Any], kind: type = Config) -> Any:
       ValueError: unknown key, wrong type or a value out of range, in one line.
     """
     _refuse_imports(kind)
+    if "config" in tree:
+        raise ValueError("unknown key config")
     parser = _parser(kind, "", "", ())
     tree = {key: x for key, x in tree.items() if (key, x) != ("execution", AUTO)}
     return _instantiate(kind, parser, parser.parse_object(tree))
@@ -224,6 +226,8 @@ def _check_file(file: Path) -> None:
         tree = compose(file)
     except ValueError as error:
         raise ValueError(f"--config={file}: {error}") from error
+    if "config" in (key.value for key, _ in tree.value):
+        raise ValueError(f"--config={file}: unknown key config")  # jsonargparse would open a file.
     check(tree, "")
 
 

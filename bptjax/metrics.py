@@ -20,15 +20,30 @@ from bptjax.output import write_atomically
 
 
 def read_metrics(path: Path | str) -> Iterator[dict[str, Any]]:
-    """Yields the records of a metrics.jsonl in order, without half-written lines."""
+    """Yields the records of a metrics.jsonl in order, without half-written or damaged lines."""
     with open(path, encoding="utf-8", errors="replace") as lines:
         for line in lines:
             try:
                 record = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
-            if isinstance(record, dict) and "step" in record:
+            if isinstance(record, dict) and _is_record(record):
                 yield record
+
+
+def _is_record(record: dict[str, Any]) -> bool:
+    """Returns whether the step and the metrics, whose names hold a slash, have values that a run
+    writes."""
+    step = record.get("step")
+    return (
+        type(step) is int
+        and 0 <= step < 2**31
+        and all(
+            value is None or type(value) in (int, float) and abs(value) < 1e300
+            for name, value in record.items()
+            if "/" in name
+        )
+    )
 
 
 def lost_records(file: Path, step: int, saved: int | None) -> str | None:

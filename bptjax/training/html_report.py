@@ -21,6 +21,7 @@ from bptjax.data.images import ImageProcessor
 from bptjax.data.loader import token_masking
 from bptjax.data.marked import marked
 from bptjax.devices import GIB
+from bptjax.json_files import read_json
 from bptjax.metrics import printable, read_metrics
 from bptjax.output import write_atomically
 from bptjax.training.data import say
@@ -56,7 +57,7 @@ def reporting(run: TrainingRun) -> Iterator[dict[str, Any]]:
     `compile_seconds`, which has the value of an earlier part of the run until the step is compiled.
     """
     facts: dict[str, Any] = {"failed": False}
-    if seconds := _recorded(run).get("compile_seconds"):
+    if isinstance(seconds := _recorded(run).get("compile_seconds"), float):
         facts["compile_seconds"] = seconds
     try:
         yield facts
@@ -72,8 +73,8 @@ def reporting(run: TrainingRun) -> Iterator[dict[str, Any]]:
 def _recorded(run: TrainingRun) -> dict[str, Any]:
     """Returns the facts of earlier parts of the run; empty if there are none."""
     try:
-        return json.loads((run.directory / FACTS).read_text())
-    except (OSError, ValueError):
+        return read_json(run.directory / FACTS)
+    except ValueError:
         return {}
 
 
@@ -151,7 +152,7 @@ def write_report(directory: Path) -> None:
         key: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         for key, value in saved_keys(directory).items()
     }
-    log = (directory / "log.txt").read_text().splitlines()
+    log = (directory / "log.txt").read_text(errors="replace").splitlines()
     changed = set(facts["changed"])
     answers = directory / "predictions.jsonl"
     answers = list(read_metrics(answers)) if answers.exists() else []
