@@ -163,7 +163,8 @@ def test_limited_runs_resume_exactly(grouped):
             found = next(again)
             assert all(np.array_equal(found[name], wanted[name]) for name in wanted), stop
         again.close()
-    # A longer run continues with the other records of the epoch.
+    # A longer run continues with the other records of the epoch. It may leave out two sequences of
+    # each shard, because the parts of the epoch were packed by themselves.
     longer, more = loader(2)
     longer.set_state(json.loads(states[steps]))
     batches = [*batches[:steps], *(next(longer) for _ in range(more - steps))]
@@ -171,7 +172,8 @@ def test_limited_runs_resume_exactly(grouped):
     tokens = np.concatenate([b["tokens"][b["segments"] > 0] for b in batches])
     counts = np.bincount(tokens, minlength=len(records))
     wanted = np.array([2 * (len(one) - 1) for one in records])
-    assert (counts <= wanted).all() and counts.sum() > 0.98 * wanted.sum()
+    left = wanted - counts
+    assert (left >= 0).all() and left.sum() <= config.num_shards * 2 * 512
 
 
 def test_states_of_other_versions_are_refused():
