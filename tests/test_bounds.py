@@ -16,7 +16,7 @@ from bptjax.yaml_files import read_yaml
 # A command in a process of bounded memory, beyond the memory of its libraries.
 COMMAND = """
 import resource, sys
-import jax, transformers, bptjax.preview, bptjax.data.text
+import jax, bptjax.preview, bptjax.data.text
 from bptjax.cli import main
 with open("/proc/self/statm") as file:
     size = int(file.read().split()[0]) * resource.getpagesize()
