@@ -15,22 +15,32 @@ from bptjax.data.packing import PACKINGS, Packer, buffer_sequences
 from bptjax.data.records import Record
 
 
-class Sizes(Sequence[list[Example]]):
-    """The examples of each record, of which only the lengths and the masks are right. An example
-    takes four bytes, and a record eight."""
+class Blanks:
+    """Makes examples of which only the lengths and the masks are right. They share their memory."""
 
     def __init__(self):
-        self._lengths, self._ends = array("i"), array("q", [0])
-        self._text = np.zeros(1, np.int8)
-        self._masked = np.full(1, -100, np.int8)
+        self._labels = _labels(1)
+
+    def __call__(self, length: int, masked: bool) -> Example:
+        if length > len(self._labels[0]):
+            self._labels = _labels(2 * length)
+        return {"tokens": self._labels[0][:length], "labels": self._labels[masked][:length]}
+
+
+def _labels(length: int) -> tuple[np.ndarray, np.ndarray]:
+    return np.zeros(length, np.int8), np.full(length, -100, np.int8)
+
+
+class Sizes(Sequence[list[Example]]):
+    """The `Blanks` of each record. An example takes four bytes, and a record eight."""
+
+    def __init__(self):
+        self._lengths, self._ends, self._blanks = array("i"), array("q", [0]), Blanks()
 
     def append(self, examples: Sequence[Example]) -> None:
-        for example in examples:
-            length = len(example["tokens"])
-            self._lengths.append(-length if is_masked(example) else length)
-            if length > len(self._text):
-                self._text = np.zeros(2 * length, np.int8)
-                self._masked = np.full(2 * length, -100, np.int8)
+        for one in examples:
+            length = len(one["tokens"])
+            self._lengths.append(-length if is_masked(one) else length)
         self._ends.append(len(self._lengths))
 
     def __len__(self) -> int:
@@ -39,13 +49,8 @@ class Sizes(Sequence[list[Example]]):
     def __getitem__(self, index: int) -> list[Example]:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        return [
-            {
-                "tokens": self._text[: abs(n)],
-                "labels": (self._masked if n < 0 else self._text)[: abs(n)],
-            }
-            for n in self._lengths[self._ends[index] : self._ends[index + 1]]
-        ]
+        own = self._lengths[self._ends[index] : self._ends[index + 1]]
+        return [self._blanks(abs(n), n < 0) for n in own]
 
 
 @dataclass
@@ -94,6 +99,7 @@ class Account:
     lengths: Counter[int] = field(default_factory=Counter)
     sizes: Sequence[list[Example]] | None = field(default_factory=Sizes, compare=False)
     _closed: Counter[str] = field(default_factory=Counter)
+    _blanks: Blanks = field(default_factory=Blanks, compare=False)
 
     def __post_init__(self):
         seeds, unit = (0,) if self.random_unit else None, self.random_unit or 1
@@ -132,10 +138,12 @@ class Account:
         self.too_long_tokens += record.removed_tokens
         self.unlabeled += record.unlabeled
         self.longest = max(self.longest, *record.too_long, 0)
+        # Packers hold thousands of examples, which would be gigabytes of images.
+        blanks = [self._blanks(len(one["tokens"]), is_masked(one)) for one in record.examples]
         if isinstance(self.sizes, Sizes):
-            self.sizes.append(record.examples)
+            self.sizes.append(blanks)
         for name, packer in self._packers.items():
-            packer.add(self.records, record.examples, None)
+            packer.add(self.records, blanks, None)
             if packer.is_full:
                 self._closed[name] += len(packer.close(False))
         for example in record.examples:

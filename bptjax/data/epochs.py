@@ -10,7 +10,7 @@ from bptjax.data.config import DataConfig
 from bptjax.data.examples import Example, is_masked
 from bptjax.data.grouping import Grouped
 from bptjax.data.mixture import MixIterDataset
-from bptjax.data.packing import buffer_sequences, pack, read_options
+from bptjax.data.packing import buffer_sequences, in_order, pack
 from bptjax.data.stream import AnyRecords, StreamRecords
 
 # Numbers of records without and with a loss mask, in the order of an epoch.
@@ -184,9 +184,7 @@ def epochs_of(
             number, shard, n, seed=config.seed if shuffle else None, sizes=sizes
         )
         if start is not None or stop is not None:
-            if isinstance(examples, grain.MapDataset):
-                examples = examples.to_iter_dataset(read_options(threads))
-            examples = _PartIterDataset(examples, start, stop)
+            examples = _PartIterDataset(in_order(examples, threads), start, stop)
         return pack(
             examples,
             packing=config.packing,
@@ -234,9 +232,7 @@ def limit(
         epoch = epochs_of(own.records, shard, settings, batch_size, own.sizes)
         counts, longest = [0, 0], 0
         order = own.records.epoch(0, shard, config.num_shards, seed=None, sizes=own.sizes)
-        if isinstance(order, grain.MapDataset):
-            order = order.to_iter_dataset(read_options(0))
-        for record in filter(None, order):
+        for record in filter(None, in_order(order)):
             counts[kind_of(record)] += 1
             longest = max(longest, *(len(one["tokens"]) for one in record))
         # Shards of as many records round differently, so that their sum is right.

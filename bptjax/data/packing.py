@@ -210,10 +210,14 @@ class Packer:
         self._start(found)
 
 
-def read_options(threads: int) -> grain.ReadOptions:
-    """Returns the options of reading with `threads`. Text is not prefetched: the loader has one
+def in_order(examples: grain.MapDataset | grain.IterDataset, threads: int = 0) -> grain.IterDataset:
+    """Returns the examples as an iterable, read ahead with `threads`. Without threads nothing is
+    read ahead, as grain does by default, at hundreds of microseconds per record: the loader has one
     thread for all of its work."""
-    return grain.ReadOptions(num_threads=threads, prefetch_buffer_size=4 * threads)
+    if isinstance(examples, grain.IterDataset):
+        return examples
+    options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=4 * threads)
+    return examples.to_iter_dataset(options)
 
 
 def pack(
@@ -254,14 +258,15 @@ def pack(
     """
     if packing not in PACKINGS:
         raise ValueError(f"data.packing={packing!r}: must be one of {', '.join(PACKINGS)}")
-    if isinstance(examples, grain.MapDataset):
-        examples = examples.to_iter_dataset(read_options(threads))
     seeds = (seed, epoch) if window else None
-    packer = functools.partial(
-        Packer, packing, seq_len, window or buffer_sequences(seq_len), seeds=seeds, unit=unit
-    )
+    # Sequences that are neither packed nor shuffled do not wait: images take gigabytes.
+    limit = window or (1 if packing == "none" else buffer_sequences(seq_len))
+    packer = functools.partial(Packer, packing, seq_len, limit, seeds=seeds, unit=unit)
     return PackIterDataset(
-        examples, packer, layout or functools.partial(sequence, seq_len=seq_len), seeds
+        in_order(examples, threads),
+        packer,
+        layout or functools.partial(sequence, seq_len=seq_len),
+        seeds,
     )
 
 

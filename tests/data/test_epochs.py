@@ -2,15 +2,22 @@
 
 import json
 import math
+import time
+import weakref
 from collections import Counter
+from collections.abc import Sequence
 from types import SimpleNamespace
 
+import grain
 import numpy as np
 import pytest
 
+from bptjax.data.account import Account
 from bptjax.data.config import DataConfig
 from bptjax.data.files import TokenIds
 from bptjax.data.loader import data_check, train_loader
+from bptjax.data.packing import pack
+from bptjax.data.records import Record
 from bptjax.data.sources import Mixture
 
 TOKENIZER = SimpleNamespace(vocab_size=10**6, eos_id=None)
@@ -181,3 +188,38 @@ def test_states_of_other_versions_are_refused():
     with pytest.raises(ValueError, match="^saved by a version of bptjax that packs the data in an"):
         loader.set_state([{"parent_window_start_state": {}, "window_index": 0}])
     loader.close()
+
+
+def test_images_do_not_wait_for_others_in_memory():
+    """A window of images would take gigabytes: in the loader, the evaluation and the check."""
+    read, arrays = [], []
+
+    class Images(Sequence):
+        def __len__(self):
+            return 5000
+
+        def __getitem__(self, index):
+            read.append(index)
+            tokens = np.zeros((17, 3), np.float32)
+            arrays.append(weakref.ref(tokens))
+            return [{"tokens": tokens, "labels": np.array([1] + [-100] * 16, np.int32)}]
+
+    sequences = pack(grain.MapDataset.source(Images()), packing="none", seq_len=17, threads=2)
+    next(iter(sequences))
+    assert len(read) < 100
+    account = Account("images", 17, images=True)
+    for index in range(100):
+        account.add(Record(Images()[index]))
+    assert account.sequences["none"] == 100
+    assert sum(one() is not None for one in arrays[-99:]) <= 1
+
+
+def test_epochs_of_many_records_are_counted_in_time():
+    """Grain's default of reading ahead took 50 times as long as the rest."""
+    records = [np.zeros(20, np.int32)] * 20_000
+    check = data_check(records, [], TOKENIZER, DataConfig(), seq_len=1024)
+    start = time.process_time()
+    check.run(math.inf)
+    read, start = time.process_time() - start, time.process_time()
+    assert check.sequences_per_epoch == -(-20_000 * 19 // 1024)
+    assert time.process_time() - start < 6 * read
