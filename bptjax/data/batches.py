@@ -151,13 +151,14 @@ class Batches:
         """Merges the states of processes that together read every shard."""
         return [next(x for x in of_shard if x) for of_shard in zip(*states, strict=True)]
 
-    def set_state(self, states: Sequence[dict[str, Any]]) -> None:
-        """Continues from the states of all shards, saved by this or another process.
+    def set_state(self, states: Sequence[Any]) -> None:
+        """Continues from the states of all shards, or of those that this process reads, saved by
+        this or another process.
 
         Raises:
           ValueError: an earlier version of bptjax saved the states.
         """
-        if any(state.get("version") != VERSION for state in states):
+        if any(states[shard].get("version") != VERSION for shard in self._iterators):
             raise ValueError("saved by a version of bptjax that packs the data in another order")
         for shard, batches in self._iterators.items():
             batches.set_state(states[shard])

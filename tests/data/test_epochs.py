@@ -183,6 +183,20 @@ def test_limited_runs_resume_exactly(grouped):
     assert (left >= 0).all() and left.sum() <= config.num_shards * 2 * 512
 
 
+def test_a_process_continues_from_its_own_states():
+    """After a spike, a process that reads one of two shards returns to its own states."""
+    config = DataConfig(num_shards=2)
+    how = dict(seq_len=64, batch_size=2, local=[1])
+    loader = train_loader(pool(9, 2), TOKENIZER, config, **how)
+    state = loader.get_state()
+    assert state[0] is None
+    wanted = next(loader)
+    loader.set_state(state)
+    found = next(loader)
+    loader.close()
+    assert all(np.array_equal(found[name], wanted[name]) for name in wanted)
+
+
 def test_states_of_other_versions_are_refused():
     loader = train_loader(pool(9, 1), TOKENIZER, DataConfig(), seq_len=64, batch_size=1)
     with pytest.raises(ValueError, match="^saved by a version of bptjax that packs the data in an"):
