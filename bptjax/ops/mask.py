@@ -10,6 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+# The fields of a mask that have an entry for each key.
+KEY_FIELDS = ("k_segments", "k_positions", "k_global_tokens")
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -120,6 +123,15 @@ class Mask:
                 )
         full._check_block_mask()
         return full
+
+    def keys(self, start: int, stop: int) -> "Mask":
+        """Returns a resolved mask for its keys from `start` up to `stop` alone."""
+        fields: dict[str, Any] = {
+            name: field[..., start:stop]
+            for name in KEY_FIELDS
+            if (field := getattr(self, name)) is not None
+        }
+        return replace(self, **fields)
 
     def _check_block_mask(self):
         if (self.block_mask is None) != (self.block_size is None):

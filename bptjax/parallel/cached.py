@@ -21,10 +21,10 @@ from jaxtyping import Float, Int
 from bptjax.ops.arguments import check_sinks
 from bptjax.ops.attention import add_sinks, make_spec
 from bptjax.ops.attention.contract import QKV, AttentionSpec, AttentionState
+from bptjax.ops.mask import KEY_FIELDS
 from bptjax.ops.softmax import empty_state, merge_states
 from bptjax.ops.target import platform
 from bptjax.parallel.mesh import num_shards, sharding
-from bptjax.parallel.ring import KEY_FIELDS
 from bptjax.parallel.sequence import (
     HEADS,
     SEQUENCE_AXIS,

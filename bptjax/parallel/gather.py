@@ -20,6 +20,7 @@ from bptjax.ops.attention.contract import (
     Kernel,
     Shards,
 )
+from bptjax.ops.mask import KEY_FIELDS
 from bptjax.parallel.full_tiles import (
     Attend,
     Sums,
@@ -28,7 +29,7 @@ from bptjax.parallel.full_tiles import (
     make_schedule,
     several_documents,
 )
-from bptjax.parallel.ring import KEY_FIELDS, split, unsupported
+from bptjax.parallel.ring import split, unsupported
 
 __all__ = ["backward", "forward", "split", "unsupported"]
 

@@ -23,7 +23,7 @@ from bptjax.ops.attention.contract import (
     SequenceSplit,
     Shards,
 )
-from bptjax.ops.mask import Tiles
+from bptjax.ops.mask import KEY_FIELDS, Tiles
 from bptjax.ops.softmax import empty_state
 from bptjax.parallel.full_tiles import (
     Attend,
@@ -33,8 +33,6 @@ from bptjax.parallel.full_tiles import (
     make_schedule,
     several_documents,
 )
-
-KEY_FIELDS = ("k_segments", "k_positions", "k_global_tokens")
 
 
 def unsupported(heads: int, shards: int) -> str | None:

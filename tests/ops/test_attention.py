@@ -160,12 +160,8 @@ def test_key_blocks_merge(name, impl):
     mask = case.mask.resolve(case.T, S)
 
     def part(start, stop):
-        keys = dict(k_positions=mask.k_positions[start:stop])
-        if mask.k_segments is not None:
-            keys["k_segments"] = mask.k_segments[:, start:stop]
-        positions = dict(positions=mask.positions, segments=mask.segments)
-        m = Mask(causal=mask.causal, window=mask.window, **positions, **keys)
-        return QKV(q, k[:, start:stop], v[:, start:stop]), case._replace(mask=m).spec()
+        spec = case._replace(mask=mask.keys(start, stop)).spec()
+        return QKV(q, k[:, start:stop], v[:, start:stop]), spec
 
     def run():
         parts = [part(0, 6), part(6, S)]

@@ -73,7 +73,13 @@ class AttentionSpec:
 
 @runtime_checkable
 class Kernel(Protocol):
-    """An attention implementation with its backward pass: a module, or an object with state."""
+    """An attention implementation with its backward pass: a module, or an object with state.
+
+    Arrays of any length, grouped heads, and float32, bfloat16 and float16 are taken, unless
+    `unsupported` says otherwise. Sums over keys, heads of a group and queries are float32. A kernel
+    that calls another on some of the keys takes `Mask.keys`, because `mask.KEY_FIELDS` have an
+    entry for each key.
+    """
 
     def unsupported(self, x: QKV, spec: AttentionSpec) -> str | None:
         """Returns why the kernel cannot honor these arguments, or None. Reads only the shapes and
@@ -81,13 +87,15 @@ class Kernel(Protocol):
         ...
 
     def forward(self, x: QKV, spec: AttentionSpec) -> AttentionState:
-        """Attends from x.q to x.k and x.v."""
+        """Attends from x.q to x.k and x.v. `out` has the dtype of x.q, and `lse` is float32. A
+        query that attends to no key has `out` 0 and `lse` -inf, never NaN."""
         ...
 
     def backward(
         self, x: QKV, state: AttentionState, dout: Float[Array, "B T N H"], spec: AttentionSpec
     ) -> QKV:
-        """Returns these keys' share of the gradients. `state` may come from more keys than x.k."""
+        """Returns these keys' share of the gradients, in the dtypes of x. `state` may come from
+        more keys than x.k. A query that attends to no key, in `state` or here, has gradient 0."""
         ...
 
 

@@ -1,0 +1,56 @@
+"""The kernel that docs/extending.md prints passes all that other kernels are tested with."""
+
+import itertools
+import re
+from pathlib import Path
+
+import jax
+import pytest
+from parallel import test_sequence as on_meshes
+
+from bptjax.ops.attention import KERNELS
+from bptjax.parallel.sequence import STRATEGIES
+from bptjax.parallel.sequence import attention as on_mesh
+from ops import test_attention as on_one_device
+from ops.attention_cases import CASES, refuses
+from ops.comparing import close
+
+NAME = "halves"
+PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernel():
+    (code,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.M | re.S)
+    names = {}
+    exec(compile(code, PAGE.name, "exec"), names)
+    KERNELS[NAME] = names["Halves"]()
+    yield
+    del KERNELS[NAME]
+
+
+@pytest.mark.parametrize("case, dtype", [*itertools.product(CASES, ("float32", "bfloat16"))])
+def test_equals_oracle(case, dtype):
+    on_one_device.test_equals_oracle(case, NAME, dtype)
+
+
+def test_one_key_is_refused():
+    refused = [name for name, case in CASES.items() if refuses(NAME, case, case.operands())]
+    assert refused == ["one token"]
+
+
+def test_gradients_add_up():
+    on_one_device.test_causality(NAME)
+    on_one_device.test_packed_is_separate(NAME)
+    on_one_device.test_every_tile_empty(NAME)
+    for case in ("everything", "cross, segments"):
+        on_one_device.test_key_blocks_merge(case, NAME)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("case", on_meshes.CASES)
+def test_every_strategy(strategy, case):
+    options, arrays = on_meshes.CASES[case], on_meshes.operands()
+    with jax.set_mesh(on_meshes.mesh_of(on_meshes.MESHES["sp 4"])):
+        found = on_meshes.results(on_mesh, *arrays, strategy=strategy, impl=NAME, **options)
+    close(found, on_meshes.results(on_meshes.on_one, *arrays, **options), scale=2.0)
