@@ -186,7 +186,7 @@ def test_the_first_killed_under_supervision(arguments, tmp_path, start):
     bit, those of two undisturbed processes, while strangers connect to the first. Both roll back
     after small spikes. The disturbed run writes checkpoints to a local directory first."""
     command = [*train_process(), *arguments, "--train.on_spike.max_rollbacks=19"]
-    command += ["--train.on_spike.factor=1.07", "--train.on_spike.window=3", "--run_dir"]
+    command += ["--train.on_spike.factor=1.03", "--train.on_spike.window=3", "--run_dir"]
     undisturbed, run_dir = tmp_path / "undisturbed", tmp_path / "run"
     codes, _, errors = ends(start(*command, str(undisturbed)))
     assert codes == [0, 0], errors
