@@ -11,13 +11,15 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from bptjax import convert
+from bptjax.checkpoint import Checkpoints
 from bptjax.hf.config import read_config
 from bptjax.hf.tensors import Tensors
 from bptjax.models.config import ModelConfig
 from bptjax.models.params import stacked
 from bptjax.pretrained import open_pretrained
-from hf.cases import OLD_BUFFERS
-from hf.loading import tensors
+from bptjax.saved_parameters import RunCheckpoint
+from hf.cases import OLD_BUFFERS, config
+from hf.loading import random_base, tensors
 
 
 def test_old_configs_are_read(llama):
@@ -65,6 +67,29 @@ def test_the_old_name_of_the_head_bias_in_a_converted_bert(theirs, tmp_path):
     save_file(arrays, file)
     convert.to_hf(str(tmp_path / "ours"), tmp_path / "back", dtype=None, max_shard_size="5GB")
     assert tensors(tmp_path / "back") == tensors(theirs(name)[1])
+
+
+def test_the_old_gate_of_a_shared_expert_in_a_converted_checkpoint(tmp_path):
+    """It was a vector, not a linear layer with one output."""
+    base, ours = random_base(tmp_path / "base", config("qwen3_next")), tmp_path / "ours"
+    assert convert.main(["hf-to-bptjax", str(base), str(ours)]) == 0
+    file = ours / "model.safetensors"
+    arrays = load_file(file)
+    gate = arrays.pop("layers.mlp.shared_gate.kernel")
+    save_file(arrays | {"layers.mlp.shared_gate": gate[..., 0]}, file)
+    convert.to_hf(str(ours), tmp_path / "back", dtype=None, max_shard_size="5GB")
+    assert tensors(tmp_path / "back") == tensors(base)
+
+
+def test_the_old_gate_of_a_shared_expert_in_a_run(tmp_path):
+    gate = np.arange(6, dtype=np.float32).reshape(2, 3)
+    old = {"model": {"layers": {"mlp": {"shared_gate": {"value": jnp.asarray(gate)}}}}}
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, old, {})
+    checkpoints.close()
+    source, path = RunCheckpoint(tmp_path), "layers.mlp.shared_gate.kernel"
+    assert source.specs == {path: ("float32", (2, 3, 1))}
+    assert np.array_equal(source.read(path, (1,)), gate[1][:, None])
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
