@@ -320,6 +320,16 @@ def product_square(adapter: LoraWeights) -> float:
     return float((np.square(scale) * (grams[0] * grams[1]).sum((-1, -2))).sum())
 
 
+def product_dot(adapter: LoraWeights, w: np.ndarray) -> float:
+    """Returns the sum over all axes of scale · a · b times `w` of the same shape, without the
+    product."""
+    a, b, scale = (np.asarray(x, np.float32) for x in adapter)
+    r, stack = a.shape[-1], scale.shape
+    a, b = a.reshape(*stack, -1, r), b.reshape(*stack, r, -1)
+    w = w.reshape(*stack, a.shape[-2], b.shape[-1])
+    return float((scale * ((a.swapaxes(-1, -2) @ w) * b).sum((-1, -2))).sum())
+
+
 def is_trained(v: nnx.Variable) -> bool:
     """Returns whether a variable of a model with adapters is trained."""
     return isinstance(v, nnx.LoRAParam | TrainedEmbedding)

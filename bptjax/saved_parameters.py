@@ -11,7 +11,6 @@ from bptjax.checkpoint_files import MANIFEST
 from bptjax.hf.tensors import Tensors
 from bptjax.models.params import ArraySpec, Index
 
-
 # (old, new) endings of paths. Older versions wrote the old ones, and the gate as a vector.
 _VECTOR, _GATE = ".shared_gate", ".shared_gate.kernel"
 _RENAMED = (("masked.bias", "head_bias"), (_VECTOR, _GATE))

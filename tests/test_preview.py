@@ -165,7 +165,7 @@ def test_passes_over_each_source_are_told(tmp_path, capsys):
     command.append("--train.seq_len=64")
     assert main([*command, "--train.epochs=5"]) == 0
     out = capsys.readouterr().out
-    assert f"passes in train.epochs=5: {tmp_path / 'few.jsonl'} 5, " in out
+    assert f"passes over the data in train.epochs=5: {tmp_path / 'few.jsonl'} 5, " in out
     assert f"{tmp_path / 'many.jsonl'} 0.1" in out
     assert f"warning: 5 passes over {tmp_path / 'few.jsonl'}, more than 4: lower its weight" in out
     assert main([*command, "--train.max_steps=10"]) == 0

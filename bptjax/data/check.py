@@ -145,7 +145,9 @@ class DataCheck:
         found = self.passes(epochs=epochs, sequences=sequences)
         each = list(zip([account.name for account in self.accounts], found, strict=True))
         of = f"train.epochs={epochs:g}" if epochs is not None else plural(sequences, "sequence")
-        lines = [f"passes in {of}: " + ", ".join(f"{name} {n:.3g}" for name, n in each)]
+        lines = [
+            f"passes over the data in {of}: " + ", ".join(f"{name} {n:.3g}" for name, n in each)
+        ]
         for name, n in each:
             if n > MOST_PASSES and len(each) > 1:
                 lines.append(

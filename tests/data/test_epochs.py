@@ -122,7 +122,7 @@ def test_weighted_sources_pass_the_one_that_runs_out_first(packing, epochs):
     sequences = 100 * check.sequences_per_epoch
     assert check.passes(sequences=sequences)[0] == pytest.approx(100, rel=0.03)
     line, warning, *_ = check.describe_passes(sequences=sequences)
-    assert line.startswith(f"passes in {sequences:,} sequences: source 0 ")
+    assert line.startswith(f"passes over the data in {sequences:,} sequences: source 0 ")
     assert warning.startswith("warning: ") and "passes over source 0, more than 4: " in warning
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from bptjax import convert
 from bptjax.data.tokenizer import ByteTokenizer
-from bptjax.lora import product_square
+from bptjax.lora import product_dot, product_square
 from bptjax.train import main
 from hf.loading import tensors
 
@@ -73,7 +73,7 @@ def test_a_run_from_scratch_is_exported_in_its_own_dtype(tmp_path):
 
 def test_merging_says_what_rounding_takes_from_the_adapter(trained, tmp_path, capsys):
     more = {"adapter.type": "lora", "optimizer.learning_rate": 0.1, "optimizer.warmup_ratio": 0}
-    run, kernels, share = trained("bfloat16", **more), {}, 0.0
+    run, kernels, taken, noise = trained("bfloat16", **more), {}, 0.0, 0.0
     for dtype in ("bfloat16", "float32"):
         capsys.readouterr()
         flags = [f"--dtype={dtype}"] * (dtype == "float32")
@@ -84,7 +84,8 @@ def test_merging_says_what_rounding_takes_from_the_adapter(trained, tmp_path, ca
             assert not told
         else:
             assert "--dtype float32 does not round" in told
-            share = float(re.findall(r"by ([\d.]+)% of what the adapter", told)[0]) / 100
+            taken = float(re.findall(r"takes ([\d.]+)% of the adapter", told)[0]) / 100
+            noise = float(re.findall(r"errors are ([\d.]+) times", told)[0])
     for name in ("bfloat16", "merged-bfloat16", "merged-float32"):
         kernels[name] = np.concatenate(
             [
@@ -94,8 +95,11 @@ def test_merging_says_what_rounding_takes_from_the_adapter(trained, tmp_path, ca
             ]
         )
     base, rounded, exact = kernels.values()
-    lost, changed = (np.square(x - exact).sum() for x in (rounded, base))
-    assert share > 0.001 and share == pytest.approx((lost / changed) ** 0.5, abs=0.001)
+    error, change = rounded - exact, exact - base
+    ratio = (np.square(error).sum() / np.square(change).sum()) ** 0.5
+    assert noise > 0.001 and noise == pytest.approx(ratio, rel=0.01)
+    share = -(error @ change) / (change @ change)
+    assert taken == pytest.approx(max(share, 0), abs=0.001)
 
 
 def test_the_square_of_a_product_needs_no_product():
@@ -103,3 +107,5 @@ def test_the_square_of_a_product_needs_no_product():
     a, b, scale = (rng.normal(size=s) for s in ((3, 2, 4, 5), (3, 2, 5, 6, 2), (3, 2)))
     wanted = np.einsum("lxir,lxron,lx->lxion", a, b, scale)
     assert product_square((a, b, scale)) == pytest.approx(np.square(wanted).sum(), rel=1e-5)
+    w = rng.normal(size=wanted.shape).astype(np.float32)
+    assert product_dot((a, b, scale), w) == pytest.approx((w * wanted).sum(), rel=1e-4, abs=1e-3)
