@@ -30,7 +30,7 @@ from bptjax.data.tokenizer import Tokenizer, token_id
 from bptjax.metrics import printable
 from bptjax.models.attention_pattern import AttentionPattern, find_tokens
 from bptjax.parallel.mesh import select_devices
-from bptjax.training.data import RunData, open_data
+from bptjax.training.data import RunData, open_data, say
 from bptjax.training.notes import describe_adapter
 from bptjax.training.run_directory import saved_start
 
@@ -89,6 +89,7 @@ def preview(config: PreviewConfig, console: Console) -> None:
     how: dict[str, Any] = dict(objective=data.objective, classes=data.classes)
     how |= dict(seq_len=seq_len, landmarks=landmarks)
     check = data_check(data.train, data.held_out, data.tokenizer, data_config, **how)
+    say(f"checking the records for up to {config.seconds:g} s")
     check.run(config.seconds)
     console.rule("data")
     adapter = describe_adapter(config, data.pretrained)
