@@ -233,14 +233,18 @@ class TrainLoop:
         try:
             return next(self.run.batches)
         except (ValueError, OSError) as error:  # A bad record, chat template or disk.
-            text = f"step {self.done + 1}: {error}"
             # With several shards of data, other processes do not fail here and would not save.
             alone = jax.process_count() > 1 and self.run.config.data.num_shards > 1
-            if self.done > (self._last_saved or 0) and not alone:
-                self._save()
-                self.checkpoints.wait()
-                text += f"; step {self.done} is saved"
-            raise RunFailed(text) from error
+            raise self._saved(f"step {self.done + 1}: {error}", alone) from error
+
+    def _saved(self, text: str, alone: bool) -> RunFailed:
+        """Returns the failure of a run that cannot read its data. First saves the last step, unless
+        only this process failed."""
+        if self.done > (self._last_saved or 0) and not alone:
+            self._save()
+            self.checkpoints.wait()
+            text += f"; step {self.done} is saved"
+        return RunFailed(text)
 
     def _flush(self) -> None:
         """Reads and logs the metrics of the previous step.
@@ -298,7 +302,8 @@ class TrainLoop:
         """Measures the held-out loss, and lets the model answer held-out chats.
 
         Raises:
-          RunFailed: the loss is not finite, and a parameter is not finite either.
+          RunFailed: the loss is not finite, and a parameter is not finite either; held-out data
+            cannot be read.
         """
         if not len(self.run.held_out):
             return
@@ -309,8 +314,12 @@ class TrainLoop:
             text += f", a sample of {drawn.documents:,} of {len(self.run.held_out):,} held-out "
             text += "documents; train.eval_batches: null evaluates all"
         progress.log(text)
-        with Progress("evaluating", total, progress.status) as shown:
-            found = self._evaluate(self.state.model, self.run.evaluation.sources, shown.advance)
+        try:
+            with Progress("evaluating", total, progress.status) as shown:
+                found = self._evaluate(self.state.model, self.run.evaluation.sources, shown.advance)
+        except (ValueError, OSError) as error:
+            text = f"step {self.done}: evaluating: {error}"
+            raise self._saved(text, jax.process_count() > 1) from error
         loss = found["eval/loss"]
         if self.done:
             self.best.add(self.done, loss)
