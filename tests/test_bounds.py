@@ -49,14 +49,14 @@ def messages(text, count):
 
 @pytest.mark.parametrize("kind", ["text", "messages", "input_ids"])
 def test_a_small_parquet_file_of_much_data(tmp_path, kind):
-    """The same text 6,144 times, in records or in one record, and a billion token ids."""
+    """The same text 6,144 times, in records or in one record, and 1.25 GiB of token ids."""
     file = tmp_path / "data.parquet"
     if kind == "input_ids":
         with pq.ParquetWriter(file, pa.schema({kind: pa.list_(pa.int32())})) as writer:
             ids = pa.array([7] * 2**20, pa.int32())
             row = pa.ListArray.from_arrays(pa.array([0, 2**20], pa.int32()), ids)
             batch = pa.RecordBatch.from_arrays(
-                [pa.chunked_array([row] * 1024).combine_chunks()], [kind]
+                [pa.chunked_array([row] * 320).combine_chunks()], [kind]
             )
             writer.write_batch(batch)
     else:
