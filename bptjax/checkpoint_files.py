@@ -10,7 +10,7 @@ from itertools import count
 from pathlib import Path
 
 MANIFEST = "manifest.json"
-# Key of the manifest beside the names of files, all of which hold a slash.
+# Key of the manifest for the step. The other keys are names of files, which contain a slash.
 STEP = "step"
 BEST = "best.json"
 # Suffix of the names that orbax gives.

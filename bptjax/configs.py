@@ -8,7 +8,7 @@ from pathlib import Path
 from bptjax.cli import launch
 from bptjax.command_line import nearest
 
-# Where a wheel has the configs, and where a clone of the repository has them.
+# Directories of the configs in a wheel and in a clone of the repository.
 PLACES = (Path(__file__).with_name("config_files"), Path(__file__).parents[1] / "configs")
 
 

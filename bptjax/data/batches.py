@@ -13,7 +13,7 @@ from bptjax.data.examples import Example
 
 # Enough for the run to continue while the next shuffle window fills.
 PREFETCH_BATCHES = 8
-# Of the states: states of another version continue with other sequences.
+# Version of saved states. States of another version would continue with other sequences.
 VERSION = 2
 
 

@@ -12,7 +12,7 @@ from bptjax.data.examples import Example, is_masked, sequence
 
 PACKINGS = ("none", "concat", "best_fit")
 BUFFER_TOKENS = 2**22
-# Most pieces in a window, whose arrays take about half a KiB each beside their tokens.
+# Maximum pieces in a window. Besides its tokens, a piece takes about half a KiB.
 MOST_PIECES = 2**16
 # Sequences after which a partial sequence no longer waits for more documents, in short windows.
 LONGEST_WAIT = 64
