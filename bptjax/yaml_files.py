@@ -66,6 +66,7 @@ def _count(node: Any, counted: dict[int, int]) -> int:
     import yaml
 
     if isinstance(node, yaml.ScalarNode):
+        _check_scalar(node)
         return 1
     if id(node) in counted:
         if not counted[id(node)]:
@@ -82,6 +83,19 @@ def _count(node: Any, counted: dict[int, int]) -> int:
         values = [value for _, value in values]
     counted[id(node)] = 1 + sum(_count(value, counted) for value in values)
     return counted[id(node)]
+
+
+def _check_scalar(node: Any) -> None:
+    """Refuses a value that its tag does not take, or an integer of too many digits."""
+    import yaml
+
+    try:
+        yaml.SafeLoader("").construct_object(node)
+    # YAML's constructors let the errors of their conversions through.
+    except (ValueError, KeyError, AttributeError, yaml.YAMLError) as error:
+        tag = node.tag.removeprefix("tag:yaml.org,2002:")
+        text = f"line {node.start_mark.line + 1}: {node.value[:40]!r}: must be of the type {tag}"
+        raise ValueError(f"{text}, of at most 4,300 digits; put text in quotes") from error
 
 
 def _problem(error: Exception) -> str:

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -82,6 +83,24 @@ def test_a_small_compressed_file_of_one_long_line(tmp_path, name):
     assert f"{file}: must expand to at most 100 times its size or 67,108,864 bytes" in line
 
 
+OFFSETS = pa.py_buffer(np.array([0, 2**30, 5], np.int32).tobytes())
+DAMAGED = {
+    "offset": pa.Array.from_buffers(pa.string(), 2, [None, OFFSETS, pa.py_buffer(b"texts")]),
+    "index": pa.DictionaryArray.from_arrays(pa.array([2**30]), pa.array(["a"]), safe=False),
+}
+
+
+@pytest.mark.parametrize("name", [*DAMAGED])
+@pytest.mark.parametrize("bad_records", ["error", "skip"])
+def test_an_arrow_file_that_points_beyond_its_end(tmp_path, name, bad_records):
+    """pyarrow would follow an offset, and end the process by SIGBUS or read other memory."""
+    file, table = tmp_path / "a.arrow", pa.table({"text": DAMAGED[name]})
+    with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    line = refused(["preview", f"--data.path={file}", f"--data.bad_records={bad_records}"])
+    assert f"{file}, row group 0: must be valid Arrow data (" in line
+
+
 def bomb(levels=9):
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
     for n in range(1, levels):
@@ -113,7 +132,13 @@ def test_aliases_of_a_run_are_counted(tmp_path):
         ("a: b\n" * 300_000, "must have at most 1,048,576 bytes"),
         ("1: 2", "line 1: each key must be text"),
         ("a: {null: 2}", "line 1: each key must be text"),
-        ("a: !!python/name:os.system", "must be YAML"),
+        ("a: !!python/name:os.system", "line 1: .* must be of the type python/name:os.system"),
+        ("b: 1\na: !!timestamp x", "line 2: .x.: must be of the type timestamp"),
+        ("a: !!bool x", "line 1: .x.: must be of the type bool"),
+        ("a: !!float x", "line 1: .x.: must be of the type float"),
+        ("a: [2001-13-45]", "line 1: .2001-13-45.: must be of the type timestamp"),
+        ("a: " + "9" * 5000, "line 1: .9*.: must be of the type int, of at most 4,300 digits"),
+        ("a: =", "line 1: .=.: must be of the type value"),
         ("[a]", "must hold keys with values"),
         ("a: \xff", "must be in UTF-8"),
     ],

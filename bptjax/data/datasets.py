@@ -1,7 +1,7 @@
 """Hugging Face datasets: Arrow files saved by `datasets`, and parquet files of the hub."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -25,17 +25,32 @@ def arrow_batches(paths: Sequence[Path], text_key: str, format: str) -> list[Row
             raise ValueError(f"{path}: not an Arrow file ({error})") from error
         columns = record_columns(table.schema.names, path, text_key, format)
         for number, batch in enumerate(table.select(list(columns)).to_batches()):
-            decoded = columns, [batch.column(name) for name in columns]
             # The values stay in the mapped file until a record is read.
-            decode = functools.partial(_unchanged, path, before, decoded)
+            check = functools.cache(functools.partial(_check, f"{path}, row group {number}", batch))
+            decoded = columns, [batch.column(name) for name in columns]
+            decode = functools.partial(_unchanged, path, before, check, decoded)
             found.append(RowGroup(path, number, batch.num_rows, decode, read))
     return found
 
 
-def _unchanged(path: Path, before: FileVersion, decoded: tuple) -> tuple:
+def _unchanged(path: Path, before: FileVersion, check: Callable, decoded: tuple) -> tuple:
     # A file that is shorter than its mapping would end the process by SIGBUS.
     check_unchanged(path, before)
+    check()
     return decoded
+
+
+def _check(where: str, batch: pa.RecordBatch) -> None:
+    """Checks the offsets and indices of a record batch, which pyarrow follows out of the file.
+
+    Raises:
+      OSError: the record batch is damaged.
+    """
+    try:
+        batch.validate(full=True)
+    except pa.ArrowInvalid as error:
+        # No ValueError: `data.bad_records=skip` would check the batch again for each record.
+        raise OSError(f"{where}: must be valid Arrow data ({error}); write it again") from error
 
 
 def _table(path: Path) -> pa.Table:
