@@ -13,7 +13,7 @@ from types import FrameType, ModuleType
 from typing import Any, NoReturn
 
 from bptjax.heartbeat import record_error
-from bptjax.other_names import own_name
+from bptjax.other_names import OTHER_NAMES, own_name
 from bptjax.output import full_disk
 
 EXIT_CODES = (
@@ -154,6 +154,8 @@ def nearest(name: str, names: Iterable[str]) -> str:
         return f"; now called {new_name(key)}"
     if own := own_name(key, known):
         return f"; use {'--' * name.startswith('--')}{own}"
+    if key.rpartition(".")[2] in OTHER_NAMES:  # The command has no such flag.
+        return ""
     found = difflib.get_close_matches(name, names, 1, 0.5)
     return f"; nearest: {found[0]}" if found else ""
 

@@ -98,6 +98,14 @@ def test_commands_name_their_own_flags(command, name, own, capsys):
     assert capsys.readouterr().err == f"error: unknown flag --{name}; use --{own}\n"
 
 
+@pytest.mark.parametrize("name", ["batch_size", "optim", "num_epochs", "lora_r"])
+def test_commands_guess_no_flag_for_a_key_that_they_lack(name, capsys):
+    """--optim was answered by "nearest: --prompt"."""
+    for command in ("generate", "evaluate"):
+        assert cli.main([command, "--model=x", f"--{name}=1"]) == 2
+        assert capsys.readouterr().err == f"error: unknown flag --{name}; see --help\n"
+
+
 def test_errors_of_evaluate_name_its_flags(tmp_path, capsys):
     raw = config("llama")
     raw.vocab_size = ByteTokenizer.vocab_size
