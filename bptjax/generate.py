@@ -7,6 +7,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -102,11 +103,16 @@ make_callable(__name__, generate)
 def _encode(
     texts: list[str], tokenizer: Tokenizer, chat: bool, warn: Callable[[str], None]
 ) -> list[np.ndarray]:
-    """Returns the token ids of the prompts. Warns if a chat template reads the clock."""
-    if not chat:
-        return [tokenizer.encode_prompt(text) for text in texts]
-    prompts = [chat_prompt(text, tokenizer) for text in texts]
-    for line in describe_clock_and_chance(tokenizer):
+    """Returns the token ids of the prompts. Warns if a chat template reads the clock.
+
+    Raises:
+      ValueError: a prompt has no tokens.
+    """
+    encode = partial(chat_prompt, tokenizer=tokenizer) if chat else tokenizer.encode_prompt
+    prompts = [encode(text) for text in texts]
+    if not all(map(len, prompts)):
+        raise ValueError(f"prompt {list(map(len, prompts)).index(0) + 1}: must not be empty")
+    for line in describe_clock_and_chance(tokenizer) if chat else ():
         warn(line)
     return prompts
 

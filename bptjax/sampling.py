@@ -17,6 +17,8 @@ RANDOM = {"temperature", "top_k", "top_p", "min_p"}
 # transformers' defaults with do_sample.
 SAMPLED = {"temperature": 1.0, "top_k": 50}
 CHAT_TEMPERATURE = 0.7
+# Factors that keep logits finite in float32.
+BOUNDS = 1e-6, 1e6
 # Other fields that change the text of transformers. bptjax does not read them. Null, false and 0
 # change nothing, nor does 1 in the first line.
 FACTORS = "num_beams num_beam_groups typical_p encoder_repetition_penalty guidance_scale"
@@ -50,13 +52,16 @@ class Sampling:
     repetition_penalty: float = 1.0
 
     def __post_init__(self):
-        if not 0 <= self.temperature < math.inf:
-            raise ValueError(f"temperature={self.temperature}: must be finite and not negative")
+        least, largest = BOUNDS
+        if self.temperature != 0 and not least <= self.temperature <= largest:
+            raise ValueError(
+                f"temperature={self.temperature}: must be 0 or in [{least:g}, {largest:g}]"
+            )
         if self.top_k < 0:
             raise ValueError(f"top_k={self.top_k}: must not be negative; 0 turns it off")
-        if not 0 < self.repetition_penalty < math.inf:
+        if not least <= self.repetition_penalty <= largest:
             raise ValueError(
-                f"repetition_penalty={self.repetition_penalty}: must be finite and positive"
+                f"repetition_penalty={self.repetition_penalty}: must be in [{least:g}, {largest:g}]"
             )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p}: must be in (0, 1]")
@@ -133,7 +138,11 @@ def choose_sampling(
     if sampling.temperature == 0:
         origins = {x: y for x, y in origins.items() if x not in RANDOM - {"temperature"}}
     texts = [
-        ", ".join(f"{x}={getattr(sampling, x):g}" for x in origins if origins[x] == origin)
+        ", ".join(
+            f"{x}={getattr(sampling, x):{'d' if x == 'top_k' else 'g'}}"
+            for x in origins
+            if origins[x] == origin
+        )
         + f" ({origin})"
         for origin in dict.fromkeys(origins.values())
     ]

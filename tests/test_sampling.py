@@ -6,6 +6,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hf.cases import config as hf_config
 from hf.loading import random_base
@@ -57,6 +58,18 @@ FILE = "generation_config.json"
             f"temperature=0.6 ({FILE}), top_k=50 (default of transformers), top_p=0.5 (chosen)",
         ),
         ({"do_sample": True}, {"temperature": 0.0}, Sampling(0.0, 50), "temperature=0 (chosen)"),
+        (
+            {},
+            {"top_k": 1234567},
+            Sampling(1.0, 1234567),
+            "temperature=1 (default of text), top_k=1234567 (chosen)",
+        ),
+        (
+            {},
+            {"top_k": 10**400},
+            Sampling(1.0, 10**400),
+            f"temperature=1 (default of text), top_k={10**400} (chosen)",
+        ),
     ],
 )
 def test_flags_precede_the_file_and_the_file_the_defaults(config, chosen, sampling, line):
@@ -95,6 +108,11 @@ def test_fields_without_support_are_named():
         ({"temperature": "hot"}, "temperature='hot': must be a number; correct the file, or"),
         ({"temperature": True}, "temperature=True: must be a number"),
         ({"top_k": 1.5}, "top_k=1.5: must be an integer"),
+        # float32 rounds the first to 0 and the second to infinity; no float holds the third.
+        ({"temperature": 1e-50}, "temperature=1e-50: must be 0 or in"),
+        ({"temperature": 1e300}, r"temperature=1e\+300: must be 0 or in"),
+        ({"temperature": 10**400}, "temperature=10+: must be 0 or in"),
+        ({"repetition_penalty": 1e-50}, "repetition_penalty=1e-50: must be in"),
         ({"top_p": 2}, r"top_p=2: must be in \(0, 1\]; correct the file, or choose top_p"),
     ],
 )
@@ -195,3 +213,10 @@ def test_other_devices_take_the_dtype_of_the_checkpoint(base):
     found, _ = loading.open_decoder(str(base), None, pytest.fail)
     assert loading._default_dtype(found, "gpu", 1, (1, 8), pytest.fail) == jnp.bfloat16
     assert loading._default_dtype(found, "cpu", 1, (1, 8), pytest.fail) == jnp.float32
+
+
+def test_a_prompt_without_tokens_is_met_before_the_weights():
+    tokenizer = ByteTokenizer()
+    tokenizer.encode_prompt = lambda text: np.frombuffer(text.encode(), np.uint8)
+    with pytest.raises(ValueError, match="^prompt 2: must not be empty"):
+        command._encode(["x", ""], tokenizer, False, pytest.fail)
