@@ -27,6 +27,7 @@ from bptjax.checkpoint_files import (
     steps_in,
     write_manifest,
 )
+from bptjax.json_files import read_json
 from bptjax.local_checkpoints import OWNER, Copies
 from bptjax.output import explain_full_disk, write_atomically
 
@@ -376,7 +377,11 @@ def _load(path: Path, abstract_state: Any) -> tuple[Any, dict]:
 
 
 def _meta(path: Path) -> dict:
-    return json.loads((path / "meta" / "metadata").read_text())
+    file = path / "meta" / "metadata"
+    found = read_json(file)
+    if not all(isinstance(found.get(name), dict) for name in ("extra", "leaves")):
+        raise ValueError(f"{file}: must hold the objects extra and leaves; use another checkpoint")
+    return found
 
 
 def _leaves(tree: Any) -> dict[str, Any]:

@@ -455,3 +455,12 @@ def test_kill_at_any_moment_resumes(tmp_path):
     kept = [p for p in (tmp_path / "checkpoints").iterdir() if p.name.isdecimal()]
     assert sorted(int(p.name) for p in kept) == [last + 1, last + 2]
     assert json.loads((kept[0] / "manifest.json").read_text())
+
+
+@pytest.mark.parametrize("meta", ["[]", '{"extra": [], "leaves": {}}', '{"extra": {}}'])
+def test_metadata_of_other_types_are_refused(tmp_path, meta):
+    file = tmp_path / "checkpoints" / "1" / "meta" / "metadata"
+    file.parent.mkdir(parents=True)
+    file.write_text(meta)
+    with pytest.raises(ValueError, match="metadata: must hold"):
+        Checkpoints(tmp_path).extra(1)

@@ -108,26 +108,34 @@ def find_start(run: TrainingRun, checkpoints: Checkpoints) -> Start:
     if run.base_fingerprint is not None and spec.pretrained is not None:
         spec.pretrained.check(start.extra.get("base"), run.directory)
     then = start.extra.get("data_size", run.data_size)
+    with _of_this_version(run):
+        files, size = map(int, then)
+        int(start.extra.get("steps", spec.steps))
     # Earlier versions saved [0, 0] for images.
     if then not in (run.data_size, [0, 0]):
-        files, size = then
         raise ValueError(
             f"data: must be the {plural(files, 'file')} of {size:,} bytes of the run in "
             f"{run.directory}, not {run.data_size[0]:,} of {run.data_size[1]:,} bytes; restore the "
             "files, or choose another run_dir"
         )
-    try:
+    with _of_this_version(run):
         run.batches.set_state(start.extra["data"])
         Best(**start.extra.get("best", {}))
         Spikes(config.train.on_spike, start.extra.get("spikes", {}))
-    # Values of another version, or of a person, can raise any exception.
+    return start
+
+
+@contextmanager
+def _of_this_version(run: TrainingRun) -> Iterator[None]:
+    """Refuses saved values of another version, or of a person, which can raise any exception."""
+    try:
+        yield
     except Exception as error:
         reason = error if isinstance(error, ValueError) else repr(error)
         raise ValueError(
             f"the checkpoint in {run.directory}: must be of this version of bptjax ({reason}); "
             "finish the run with the version that saved it, or choose another run_dir"
         ) from error
-    return start
 
 
 def complete_state(

@@ -95,6 +95,9 @@ def test_a_resumed_run_says_which_versions_have_changed(
         lambda extra: extra.update(best={"epoch": 1}),
         lambda extra: extra.update(best=3),
         lambda extra: extra.update(spikes=[]),
+        lambda extra: extra.update(steps=None),
+        lambda extra: extra.update(data_size=None),
+        lambda extra: extra.update(data_size=["a", 1]),
     ],
 )
 def test_a_checkpoint_of_another_version_is_refused(
