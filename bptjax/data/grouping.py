@@ -79,7 +79,7 @@ class Grouped:
         # Make several groups even of few batches: a single group would not be shuffled.
         n, size = len(found), self._batch_size
         group = size * max(1, min(n // (4 * size), GROUPED_BATCHES))
-        # The sequences that complete the previous epoch's last batch are a group of their own.
+        # The first sequences complete the last batch of the previous epoch. They form one group.
         parts = np.split(found, range(-epoch * len(sizes) % size, n, group))
         found = np.concatenate([one[np.argsort(-sizes[one], kind="stable")] for one in parts])
         if epoch == 0 and n:

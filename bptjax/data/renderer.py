@@ -33,7 +33,7 @@ PARTS = 8
 # Exit code of the process when it is out of memory.
 OUT_OF_MEMORY = 77
 
-# What a template reads the date and draws random values with.
+# Names by which a template reads the date, and by which it draws random values.
 CLOCK = re.compile(r"\bstrftime_now\b")
 CHANCE = re.compile(r"\|\s*random\b|['\"]random['\"]|\blipsum\b")
 

@@ -167,7 +167,7 @@ def reads(tokenizer: Tokenizer, pattern: re.Pattern[str]) -> bool:
 
 
 def describe_clock_and_chance(tokenizer: Tokenizer) -> list[str]:
-    """Formats what the tokenizer's chat templates read beside the chat: the date, random values."""
+    """Formats the notes for chat templates that read the date or draw random values."""
     lines = []
     if reads(tokenizer, CLOCK):
         date = (
