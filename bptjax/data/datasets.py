@@ -46,8 +46,11 @@ def _check(where: str, batch: pa.RecordBatch) -> None:
     Raises:
       OSError: the record batch is damaged.
     """
+    # Text that is not UTF-8 is a bad record, and not a bad record batch.
+    binary = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary()}
     try:
-        batch.validate(full=True)
+        for column in batch.columns:
+            column.view(binary.get(column.type, column.type)).validate(full=True)
     except pa.ArrowInvalid as error:
         # No ValueError: `data.bad_records=skip` would check the batch again for each record.
         raise OSError(f"{where}: must be valid Arrow data ({error}); write it again") from error

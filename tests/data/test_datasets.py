@@ -68,6 +68,17 @@ def test_ipc_files_and_token_ids(tmp_path):
         open_documents(tmp_path / "bad.arrow")
 
 
+def test_text_that_is_not_utf8_is_one_bad_record(tmp_path):
+    texts = pa.array([b"ab", b"\xff\xfe", b"cd"]).view(pa.string())
+    table = pa.table({"text": texts})
+    with pa.ipc.new_file(str(tmp_path / "a.arrow"), table.schema) as writer:
+        writer.write_table(table)
+    documents = open_documents(tmp_path / "a.arrow")
+    assert [documents[0], documents[2]] == ["ab", "cd"]
+    with pytest.raises(ValueError, match="utf-8"):
+        documents[1]
+
+
 def test_a_directory_of_every_format(tmp_path):
     (tmp_path / "a.txt").write_text("txt")
     (tmp_path / "b.jsonl").write_text('{"text": "jsonl"}')
