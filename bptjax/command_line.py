@@ -13,7 +13,7 @@ from types import FrameType, ModuleType
 from typing import Any, NoReturn
 
 from bptjax.heartbeat import record_error
-from bptjax.other_names import OTHER_NAMES, own_name
+from bptjax.other_names import NO_COUNTERPART, OTHER_NAMES, own_name
 from bptjax.output import full_disk
 
 EXIT_CODES = (
@@ -146,18 +146,23 @@ def new_name(key: str) -> str:
 
 def nearest(name: str, names: Iterable[str]) -> str:
     """Returns "; now called …" for a renamed key, "; use …" for a key of another program,
-    "; nearest: …" for any other unknown name, or an empty text if no name is similar.
+    or the reason why there is none, "; nearest: …" for any other unknown name, or an empty text if
+    no name is similar.
     """
-    key, names = name.removeprefix("--"), list(names)
-    known = [own.removeprefix("--") for own in names]
+    key, known = name.removeprefix("--"), [own.removeprefix("--") for own in names]
+    dashes = "--" * name.startswith("--")
     if new_name(key) != key and new_name(key) in known:
         return f"; now called {new_name(key)}"
     if own := own_name(key, known):
-        return f"; use {'--' * name.startswith('--')}{own}"
-    if key.rpartition(".")[2] in OTHER_NAMES:  # The command has no such flag.
+        return f"; use {dashes}{own}"
+    if (last := key.rpartition(".")[2]) in NO_COUNTERPART:
+        return f"; {NO_COUNTERPART[last]}"
+    if last in OTHER_NAMES:  # The command has no such flag.
         return ""
-    found = difflib.get_close_matches(name, names, 1, 0.5)
-    return f"; nearest: {found[0]}" if found else ""
+    # A name without its group is compared with the last parts.
+    guesses = {own.rpartition(".")[2]: own for own in known} | {own: own for own in known}
+    found = difflib.get_close_matches(key, guesses, 1, 0.75)
+    return f"; nearest: {dashes}{guesses[found[0]]}" if found else ""
 
 
 def normalize(argv: list[str], parser: argparse.ArgumentParser) -> list[str]:

@@ -1,6 +1,7 @@
 """Keys and flags by the names of other programs lead to the right key, in a command that has it."""
 
 import json
+from itertools import product
 
 import pytest
 from hf.cases import config
@@ -10,7 +11,7 @@ from bptjax import cli
 from bptjax.config import Config, flatten
 from bptjax.config_parser import parse
 from bptjax.data.tokenizer import ByteTokenizer
-from bptjax.other_names import FLAGS, MAIN_KEYS, OTHER_NAMES
+from bptjax.other_names import FLAGS, MAIN_KEYS, NO_COUNTERPART, OTHER_NAMES
 
 KEYS = flatten(Config())
 # Keys that need no table: the last part of the name has one group.
@@ -48,7 +49,8 @@ def test_every_target_is_a_key_with_a_value_of_its_type():
             more = ["--adapter.type=qlora"] * (key != "adapter.type" and key.startswith("adapter."))
             more += ["--train.eval_steps=1"] * (key == "checkpoint.keep_best")
             parse([f"--{key}={value}", "--model.name_or_path=x", *more])
-    assert {*FLAGS, *MAIN_KEYS.values()} <= KEYS.keys()
+    assert {*FLAGS, *MAIN_KEYS.values()} <= KEYS.keys() | OTHER_NAMES.keys()
+    assert not NO_COUNTERPART.keys() & (KEYS.keys() | OTHER_NAMES.keys())
     flags = {
         flag
         for name in ("generate", "evaluate")
@@ -87,7 +89,10 @@ def test_a_value_in_place_of_a_group_names_its_key(group, key, tmp_path):
         ("evaluate", "model_name_or_path", "model"),
         ("evaluate", "data.path", "data"),
         ("evaluate", "dataset", "data"),
-        ("evaluate", "run_dir", "out"),
+        ("evaluate", "run_dir", "model"),
+        ("evaluate", "resume_from_checkpoint", "model"),
+        ("evaluate", "output_dir", "out"),
+        ("generate", "run_dir", "model"),
         ("generate", "parallel.tp", "tp"),
         ("generate", "tokenizer_name", "tokenizer"),
         ("generate", "torch_dtype", "dtype"),
@@ -98,12 +103,42 @@ def test_commands_name_their_own_flags(command, name, own, capsys):
     assert capsys.readouterr().err == f"error: unknown flag --{name}; use --{own}\n"
 
 
-@pytest.mark.parametrize("name", ["batch_size", "optim", "num_epochs", "lora_r"])
-def test_commands_guess_no_flag_for_a_key_that_they_lack(name, capsys):
+@pytest.mark.parametrize(("name", "reason"), NO_COUNTERPART.items())
+def test_a_name_without_a_counterpart_says_why(name, reason, capsys):
+    """--trust_remote_code was answered by "nearest: --optimizer.state_dtype"."""
+    with pytest.raises(ValueError, match=f"^unknown flag --{name}; {reason}$"):
+        parse([f"--{name}=1"])
+    assert cli.main(["evaluate", "--model=x", f"--{name}=1"]) == 2
+    assert capsys.readouterr().err == f"error: unknown flag --{name}; {reason}\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("do_predict", "see --help"),
+        ("hub_strategy", "see --help"),
+        ("ddp_timeout", "see --help"),
+        ("seqlen", "nearest: --train.seq_len"),
+        ("model.hiden_size", "nearest: --model.hidden_size"),
+    ],
+)
+def test_a_guess_is_similar(name, answer):
+    """--do_train was answered by --train.z_loss, --hub_token by --model.add_tokens."""
+    with pytest.raises(ValueError, match=f"^unknown flag --{name}; {answer}$"):
+        parse([f"--{name}=1"])
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        *product(["generate", "evaluate"], ["batch_size", "optim", "num_epochs", "lora_r"]),
+        ("generate", "output_dir"),
+    ],
+)
+def test_commands_guess_no_flag_for_a_key_that_they_lack(command, name, capsys):
     """--optim was answered by "nearest: --prompt"."""
-    for command in ("generate", "evaluate"):
-        assert cli.main([command, "--model=x", f"--{name}=1"]) == 2
-        assert capsys.readouterr().err == f"error: unknown flag --{name}; see --help\n"
+    assert cli.main([command, "--model=x", f"--{name}=1"]) == 2
+    assert capsys.readouterr().err == f"error: unknown flag --{name}; see --help\n"
 
 
 def test_errors_of_evaluate_name_its_flags(tmp_path, capsys):
