@@ -4,15 +4,17 @@ import json
 import logging
 import math
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
@@ -256,20 +258,24 @@ class Checkpoints:
         return None
 
     def specs(self, step: int) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Returns (dtype, shape) of each array of the state, by the path of its leaf."""
-        meta = _meta(self.directory / str(step))
-        each = {name: kind.removesuffix("]").split("[") for name, kind in meta["leaves"].items()}
-        return {
-            name: (dtype, tuple(int(n) for n in shape.split(",") if n.strip()))
-            for name, (dtype, shape) in each.items()
-        }
+        """Returns (dtype, shape) of each array of the state, by the path of its leaf.
+
+        Raises:
+          ValueError: the metadata is damaged.
+        """
+        path = self.directory / str(step)
+        return {name: _parsed(path, name, kind) for name, kind in _meta(path)["leaves"].items()}
 
     def extra(self, step: int) -> dict:
         """Returns the values saved beside the state."""
         return _meta(self.directory / str(step))["extra"]
 
     def read(self, step: int, name: str) -> np.ndarray:
-        """Reads one array of the state into host memory, in this process alone."""
+        """Reads one array of the state into host memory, in this process alone.
+
+        Raises:
+          ValueError: the array has another dtype or shape than the metadata says, or is missing.
+        """
         here = jax.process_index()
         alone = ocp.options.MultiprocessingOptions(
             primary_host=here, active_processes={here}, barrier_sync_key_prefix=f"read{here}"
@@ -281,7 +287,16 @@ class Checkpoints:
             partial_restore=True,
         )
         with ocp.Checkpointer(handler, multiprocessing_options=alone) as reader:
-            return reader.restore(self.directory / str(step) / "state", args=args)[name]
+            array = reader.restore(self.directory / str(step) / "state", args=args)[name]
+        path = self.directory / str(step)
+        # A missing array comes back as `item`.
+        found, wanted = _kind(np.asarray(array)), _meta(path)["leaves"][name]
+        if found != wanted:
+            raise ValueError(
+                f"{path}: {name} is {found} in its file and {wanted} in the metadata: must be the "
+                "same; use another checkpoint"
+            )
+        return array
 
     def _wait_written(self) -> None:
         """Waits until the last save has written its files, and raises its error."""
@@ -382,6 +397,19 @@ def _meta(path: Path) -> dict:
     if not all(isinstance(found.get(name), dict) for name in ("extra", "leaves")):
         raise ValueError(f"{file}: must hold the objects extra and leaves; use another checkpoint")
     return found
+
+
+def _parsed(path: Path, name: str, kind: Any) -> tuple[str, tuple[int, ...]]:
+    """Returns the dtype and the shape that `_kind` formatted."""
+    found = re.fullmatch(r"(\w+)\[(\d{1,9}(?:, \d{1,9})*)?\]", str(kind), re.ASCII)
+    with suppress(TypeError):  # Of a dtype that does not exist.
+        if found is not None:
+            shape = found[2].split(", ") if found[2] else ()
+            return str(jnp.dtype(found[1])), tuple(map(int, shape))
+    raise ValueError(
+        f"{path}: {name}={kind!r:.99} in the metadata: must be a dtype and a shape; use another "
+        "checkpoint"
+    )
 
 
 def _leaves(tree: Any) -> dict[str, Any]:

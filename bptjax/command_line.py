@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from bptjax.heartbeat import record_error
 from bptjax.other_names import NO_COUNTERPART, OTHER_NAMES, own_name
-from bptjax.output import full_disk
+from bptjax.output import describe, full_disk
 
 EXIT_CODES = (
     "Exit codes: 0 done; 1 the command failed while it ran; 2 bad flags, config or data; "
@@ -116,7 +116,7 @@ def _explained(error: Exception) -> Exception:
 def _fail(error: Exception, code: int, argv: list[str]) -> int:
     if "--debug" in argv:
         raise error
-    message = " ".join(str(error).split())
+    message = describe(error)
     record_error(message)
     print(f"error: {message}", file=sys.stderr)
     return code

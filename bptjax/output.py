@@ -23,6 +23,14 @@ def full_disk(error: Exception) -> str:
     return next((text for n in FULL_DISK if (text := os.strerror(n)) in str(error)), "")
 
 
+def describe(error: Exception) -> str:
+    """Formats an error in one line: one of a file by its name and the reason, without the number of
+    the reason."""
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{os.fsdecode(error.filename)}: {error.strerror}"
+    return " ".join(str(error).split())
+
+
 @contextmanager
 def explain_full_disk(directory: Path) -> Iterator[None]:
     """Raises `DiskFull` in place of an error of a full disk while `directory` is written."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from bptjax.child_python import PYTHON
 from bptjax.command_line import end_imports_at_interrupts, make_callable, run_command
 from bptjax.heartbeat import beat, dump_stacks_on_signal, record_run_dir
-from bptjax.output import explain_full_disk
+from bptjax.output import describe, explain_full_disk
 
 if TYPE_CHECKING:
     from bptjax.config import Config
@@ -73,7 +73,7 @@ def _loop(run: "TrainingRun", profile: bool) -> int:
     except ChildProcessError:  # Of a chat template, which is input.
         raise
     except OSError as error:  # The input was in order: the run failed.
-        raise RuntimeError(str(error)) from error
+        raise RuntimeError(describe(error)) from error
 
 
 def _config(config: "Config | Mapping[str, Any] | str | Path") -> "Config":

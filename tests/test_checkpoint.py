@@ -464,3 +464,49 @@ def test_metadata_of_other_types_are_refused(tmp_path, meta):
     file.write_text(meta)
     with pytest.raises(ValueError, match="metadata: must hold"):
         Checkpoints(tmp_path).extra(1)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        None,
+        3,
+        "",
+        "float32",
+        "float32[a]",
+        "float32[-1]",
+        "float32[2][2]",
+        "float32[\u00b2]",
+        "x[2]",
+    ]
+    + ["float32[" + "9" * 5000 + "]"],
+)
+def test_a_damaged_kind_of_a_leaf_names_its_checkpoint(tmp_path, kind):
+    """It ended in "invalid literal for int()", or in a traceback."""
+    file = tmp_path / "checkpoints" / "1" / "meta" / "metadata"
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps({"extra": {}, "leaves": {"w": kind}}))
+    with pytest.raises(
+        ValueError, match="checkpoints/1: w=.* must be a dtype and a shape"
+    ) as error:
+        Checkpoints(tmp_path).specs(1)
+    assert len(str(error.value)) < 500
+
+
+@pytest.mark.parametrize(
+    ("leaves", "name"),
+    [
+        ({"w": "int8[2]"}, "w"),
+        ({"w": "float32[3]"}, "w"),
+        ({"w": "float32[2]", "more": "float32[2]"}, "more"),
+    ],
+)
+def test_arrays_are_those_of_the_metadata(tmp_path, leaves, name):
+    """Another dtype was ignored, another shape or a missing array ended in a traceback."""
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, {"w": jnp.ones(2)}, {})
+    checkpoints.close()
+    file = tmp_path / "checkpoints" / "1" / "meta" / "metadata"
+    file.write_text(json.dumps({"extra": {}, "leaves": leaves}))
+    with pytest.raises(ValueError, match=f"checkpoints/1: {name} is .* must be the same"):
+        Checkpoints(tmp_path).read(1, name)

@@ -87,7 +87,7 @@ def test_configs_are_listed_and_copied(tmp_path, monkeypatch, capsys):
         (["quickstar"], "unknown config quickstar; nearest: quickstart"),
         (["xyz"], "unknown config xyz; bptjax configs lists the names"),
         (["quickstart", "there.yaml"], "DEST=there.yaml: must not exist yet; choose another file"),
-        (["quickstart", "no/where.yaml"], "No such file or directory: 'no/where.yaml'"),
+        (["quickstart", "no/where.yaml"], "error: no/where.yaml: No such file or directory\n"),
     ],
 )
 def test_a_config_that_cannot_be_copied_is_one_line(tmp_path, monkeypatch, capsys, argv, message):

@@ -17,6 +17,8 @@ from bptjax.yaml_files import read_yaml
 
 # The date of a run's start, which chat templates may read.
 START = "start.json"
+# Extensions of the files of a run.
+FILES = ".html", ".json", ".jsonl", ".png", ".txt", ".yaml"
 # Keys that may change on resume. `find_start` checks that the global batch size stays the same, and
 # that the run does not end before its checkpoint.
 RESUMABLE_KEYS = (
@@ -45,13 +47,18 @@ def check_run_dir(run_dir: Path) -> None:
     """Checks that `run_dir` does not exist, is empty or holds a run. Writes nothing.
 
     Raises:
-      ValueError: it is a file, or holds other files.
+      ValueError: it is a file, or holds other files, or directories with the names of files.
     """
     file = run_dir / FILE
     if run_dir.exists() and not run_dir.is_dir():
         raise ValueError(f"run_dir={run_dir}: must be a directory, not a file; choose another")
     if run_dir.exists() and not file.exists() and {*run_dir.iterdir()} - leftovers(file):
         raise ValueError(f"run_dir={run_dir}: must be empty or hold a run; choose another run_dir")
+    for path in sorted(run_dir.glob("*")):
+        if path.suffix in FILES and path.is_dir():
+            raise ValueError(f"{path}: must be a file, not a directory; remove it")
+        if path.name == "checkpoints" and not path.is_dir():
+            raise ValueError(f"{path}: must be a directory, not a file; remove it")
 
 
 def acquire_run_dir(run_dir: Path, config: Config) -> None:

@@ -53,6 +53,23 @@ def test_a_renamed_checkpoint_is_not_resumed(arguments, uninterrupted, tmp_path,
     assert capsys.readouterr().err.endswith(error) and step.exists()
 
 
+@pytest.mark.parametrize(
+    "name", ["log.txt", "metrics.jsonl", "loss.png", "bad_records.jsonl", "checkpoints"]
+)
+def test_a_directory_in_place_of_a_file_is_refused(
+    arguments, uninterrupted, tmp_path, capsys, name
+):
+    """Or a file in place of a directory. They ended the run, after it had loaded its model."""
+    run_dir = shutil.copytree(uninterrupted, tmp_path / "run")
+    path = run_dir / name
+    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    kind, other = ("directory", "file") if name == "checkpoints" else ("file", "directory")
+    path.touch() if kind == "directory" else path.mkdir()
+    assert main([*arguments, f"--run_dir={run_dir}"]) == 2
+    error = f"error: {path}: must be a {kind}, not a {other}; remove it\n"
+    assert capsys.readouterr().err == error
+
+
 def resaved(uninterrupted, run_dir, change):
     """Copies a run, with other values beside the arrays of its checkpoint."""
     shutil.copytree(uninterrupted, run_dir)
