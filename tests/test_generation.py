@@ -343,7 +343,7 @@ def test_bad_tokenizers_and_models_give_one_line(run_directory, tmp_path, capsys
     )
 
 
-def test_chat_template_and_stop_tokens(tmp_path):
+def test_chat_template_and_stop_tokens(tmp_path, caplog):
     """A tokenizer directory with a template; several end-of-text tokens."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -364,7 +364,11 @@ def test_chat_template_and_stop_tokens(tmp_path):
     tokenizer = load_tokenizer(tmp_path)
     ids = chat_prompt("hello", tokenizer).tolist()
     assert ids == [words.index(w) for w in ("user", ":", "hello", "assistant", ":")]
-    assert tokenizer.stop_ids == [1, 2]
+    assert tokenizer.stop_ids == [1, 2] and not caplog.messages
+    # Ids that no token has were ignored in silence.
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [-1, 2, 8]}))
+    load_tokenizer(tmp_path)
+    assert "eos_token_id=-1, 8 of generation_config.json or config.json: ends no" in caplog.text
 
 
 def test_stop_strings_may_span_tokens(model):

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import itertools
 import json
+import logging
 import os
 import re
 import sys
@@ -16,6 +17,7 @@ import numpy as np
 from bptjax.json_files import read_json
 from bptjax.lazy_imports import transformers
 
+log = logging.getLogger("bptjax")
 GENERATION = "generation_config.json"
 # Class of a panic of Rust, which has no module to import it from.
 PANIC = "PanicException"
@@ -61,6 +63,9 @@ class HFTokenizer:
                 f"{directory}: eos_token_id={ends!r} of {GENERATION} or config.json: must be an "
                 "integer or a list of integers"
             )
+        if none := [i for i in self.stop_ids if not 0 <= i < (limit or self.vocab_size)]:
+            text = "%s: eos_token_id=%s of %s or config.json: ends no text, as no token has this id"
+            log.warning(text, directory, ", ".join(map(str, none)), GENERATION)
         starts = (i for i in range(len(around)) if around[i : i + len(bare)] == bare)
         if max(around, default=0) >= 2**31:
             raise ValueError(f"{directory}: token ids must be less than 2^31, not {max(around)}")
