@@ -13,6 +13,7 @@ from types import FrameType, ModuleType
 from typing import Any, NoReturn
 
 from bptjax.heartbeat import record_error
+from bptjax.keys import new_name
 from bptjax.other_names import NO_COUNTERPART, OTHER_NAMES, own_name
 from bptjax.output import describe, full_disk
 
@@ -28,22 +29,6 @@ LOST_DEVICE = re.compile(
     "CUDA_ERROR_(ECC_UNCORRECTABLE|NVLINK_UNCORRECTABLE|HARDWARE_STACK_ERROR|DEVICE_UNAVAILABLE|"
     "ILLEGAL_ADDRESS|ILLEGAL_INSTRUCTION|MISALIGNED_ADDRESS|LAUNCH_FAILED|LAUNCH_TIMEOUT|UNKNOWN)"
 )
-
-# Renamed config keys of version 0.1. Its group `memory` is now `execution`; see `new_name`.
-RENAMED = {
-    "memory.attention": "execution.attention_implementation",
-    "memory.sequence": "parallel.sequence_strategy",
-    "parallel.zero": "parallel.zero_stage",
-    "train.dtype": "train.compute_dtype",
-    "train.eval_predictions": "train.num_eval_generations",
-    "data.shards": "data.num_shards",
-    "optimizer.state_memory": "optimizer.state_memory_kind",
-    "model.window": "model.sliding_window",
-    "model.max_positions": "model.max_position_embeddings",
-    "model.position": "model.position_embedding",
-    "model.norm_offset": "model.norm_unit_offset",
-    "model.norm_place": "model.norm_position",
-}
 
 
 def run_command(command: Callable[[list[str]], int], argv: list[str] | None) -> int:
@@ -136,12 +121,6 @@ def make_callable(module: str, function: Callable) -> None:
 def plural(number: int, noun: str, ending: str = "s") -> str:
     """Formats a number and its noun, with the ending of the plural unless the number is 1."""
     return f"{number:,} {noun}{ending * (number != 1)}"
-
-
-def new_name(key: str) -> str:
-    """Returns the new name of a config key of version 0.1. Other keys stay the same."""
-    # Version 0.1 had no memory.budget_gib, so this key is the new one.
-    return RENAMED.get(key) or re.sub(r"^memory\.(?!budget_gib)", "execution.", key)
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args, get_origin
 from bptjax.checkpoint import CheckpointConfig
 from bptjax.data.config import DataConfig
 from bptjax.execution import ExecutionConfig, MemoryConfig
+from bptjax.keys import flatten, nest
 from bptjax.lora import AdapterConfig
 from bptjax.models.config import ModelConfig
 from bptjax.optimizer import OPTIMIZERS, OptimizerConfig
@@ -309,22 +310,6 @@ def check_seed(name: str, seed: int) -> None:
         raise ValueError(f"{name}={seed}: must be in [0, 2^32)")
 
 
-def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
-    """Flattens nested dataclasses to `{"group.key": value}`."""
-    flat = {}
-    for f in fields(config):
-        value = getattr(config, f.name)
-        if dataclasses.is_dataclass(value):
-            flat |= flatten(value, f"{prefix}{f.name}.")
-        elif isinstance(value, list):
-            flat[prefix + f.name] = [
-                dataclasses.asdict(x) if dataclasses.is_dataclass(x) else x for x in value
-            ]
-        else:
-            flat[prefix + f.name] = value
-    return flat
-
-
 def to_yaml(config: Config) -> str:
     """Formats the config as YAML. With a checkpoint, a key of the model that has its default is
     left out, because the checkpoint determines its value."""
@@ -332,6 +317,6 @@ def to_yaml(config: Config) -> str:
 
     tree = dataclasses.asdict(config)
     if config.model.name_or_path is not None:
-        own = dataclasses.asdict(ModelConfig())
-        tree["model"] = {key: x for key, x in tree["model"].items() if x != own[key]}
+        usual = flatten(ModelConfig())
+        tree["model"] = nest({k: x for k, x in flatten(config.model).items() if x != usual[k]})
     return yaml.safe_dump(tree, sort_keys=False)

@@ -18,7 +18,6 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jax.typing import DTypeLike
 
-from bptjax.command_line import new_name
 from bptjax.config import FILE as RUN_CONFIG
 from bptjax.config_parser import parse_tree
 from bptjax.hf.checkpoint import SIDECARS, HFCheckpoint, describe_left_out
@@ -31,6 +30,7 @@ from bptjax.hf.peft import read_peft
 from bptjax.hf.peft_config import ADAPTER_CONFIG, read_base
 from bptjax.hf.tensors import SINGLE
 from bptjax.json_files import read_json
+from bptjax.keys import rename_keys
 from bptjax.links import check_links
 from bptjax.lora import AdapterConfig, Adapters, attach
 from bptjax.models.architecture import new_model
@@ -321,10 +321,8 @@ def _run_config(directory: Path) -> _RunConfig:
     """
     file = directory / RUN_CONFIG
     try:
-        tree = read_yaml(file)
-        model = {new_name(f"model.{key}"): value for key, value in tree["model"].items()}
-        model = {key.removeprefix("model."): value for key, value in model.items()}
-        groups = {"model": model, "adapter": dict(tree.get("adapter", {}).items())}
+        tree = rename_keys(read_yaml(file))
+        groups = {"model": tree["model"], "adapter": dict(tree.get("adapter", {}).items())}
         return parse_tree(groups | {"seq_len": tree["train"]["seq_len"]}, _RunConfig)
     except (TypeError, KeyError, AttributeError, ValueError, OverflowError) as error:
         raise ValueError(f"{file}: must be the config of a run: {error}") from error

@@ -23,6 +23,7 @@ from timing import add_row
 from bptjax.config import Config, TrainConfig
 from bptjax.execution import ExecutionConfig
 from bptjax.models.config import ModelConfig
+from bptjax.models.groups.experts import ExpertsConfig
 from bptjax.parallel.mesh import ParallelConfig, axis_sizes, make_mesh
 from bptjax.parallel.sequence import STRATEGIES
 from bptjax.training.spec import TrainSpec
@@ -34,10 +35,7 @@ MODEL = ModelConfig(vocab_size=64, hidden_size=32, num_layers=1, num_heads=8, nu
 EXPERTS = replace(
     MODEL,
     feed_forward="experts",
-    num_experts=8,
-    expert_size=24,
-    router_aux_loss=1.0,
-    router_z_loss=0.1,
+    experts=ExpertsConfig(count=8, size=24, aux_loss=1.0, z_loss=0.1),
 )
 CONFIG = Config(
     train=TrainConfig(seq_len=T),

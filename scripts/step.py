@@ -23,9 +23,11 @@ import numpy as np
 from flax import nnx
 from timing import needs
 
-from bptjax.config import Config, flatten
+from bptjax.config import Config
 from bptjax.config_parser import parse
+from bptjax.keys import flatten
 from bptjax.models.config import ModelConfig
+from bptjax.models.groups.experts import ExpertsConfig
 from bptjax.models.params import fill_model, param_path
 from bptjax.ops.choices import record_choices
 from bptjax.parallel.mesh import make_mesh, select_devices
@@ -69,9 +71,7 @@ DECODERS = {
         num_heads=32,
         num_kv_heads=4,
         feed_forward="experts",
-        num_experts=128,
-        experts_per_token=8,
-        expert_size=768,
+        experts=ExpertsConfig(count=128, per_token=8, size=768),
     ),
     # Gemma 4 26B-A4B. An MLP beside the experts; every sixth layer has full attention.
     "26b-a4b": ModelConfig(
@@ -105,11 +105,7 @@ DECODERS = {
         layer_scale=True,
         logits_softcap=30.0,
         feed_forward="experts",
-        num_experts=128,
-        experts_per_token=8,
-        expert_size=704,
-        shared_expert_size=2112,
-        expert_norms=True,
+        experts=ExpertsConfig(count=128, per_token=8, size=704, shared_size=2112, norms=True),
     ),
     # Qwen3.5-9B, whose layers of linear attention and of attention take turns.
     "qwen3.5-9b": ModelConfig(
@@ -151,11 +147,9 @@ DECODERS = {
         attention_sinks=True,
         activation="quick_gelu",
         feed_forward="experts",
-        num_experts=32,
-        experts_per_token=4,
-        router_bias=True,
-        glu_limit=7.0,
-        glu_offset=1.0,
+        experts=ExpertsConfig(
+            count=32, per_token=4, router_bias=True, glu_limit=7.0, glu_offset=1.0
+        ),
         qkv_bias=True,
         out_bias=True,
         mlp_bias=True,

@@ -23,7 +23,8 @@ from bptjax import (
     train,
 )
 from bptjax.command_line import EXIT_CODES, plural, run_command
-from bptjax.config import Config, flatten
+from bptjax.config import Config
+from bptjax.keys import flatten
 
 COMMANDS = {
     "train": train.main,

@@ -24,6 +24,7 @@ from test_optimizer import CONFIG, Model, on, update
 
 import bptjax.parallel.sliced_update
 from bptjax.lora import AdapterConfig
+from bptjax.models.groups.experts import ExpertsConfig
 from bptjax.ops.attention import RESIDUAL_NAMES, cudnn
 from bptjax.ops.attention import attention as attention_on_one
 from bptjax.ops.attention.contract import AttentionSpec
@@ -340,7 +341,7 @@ def test_frozen_weights_have_no_gradient_products():
 def test_experts_stay_on_their_devices():
     """Neither they nor their gradients travel, and memory does not grow with the devices, although
     all tokens may choose the experts of one."""
-    routed = dict(feed_forward="experts", num_experts=16, expert_size=48)
+    routed = dict(feed_forward="experts", experts=ExpertsConfig(count=16, size=48))
     model, sizes = replace(MODEL, num_layers=1, **routed), []
     for ep in (2, 8):
         parallel = ParallelConfig(dp=1, fsdp=8 // ep, ep=ep)

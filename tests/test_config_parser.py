@@ -7,9 +7,10 @@ import pytest
 import yaml
 
 from bptjax import cli, train
-from bptjax.command_line import RENAMED, new_name, run_command
-from bptjax.config import Config, TrainConfig, flatten
+from bptjax.command_line import run_command
+from bptjax.config import Config, TrainConfig
 from bptjax.config_parser import parse, parse_tree
+from bptjax.keys import RENAMED, flatten, nest, new_name
 from bptjax.models.config import ModelConfig
 from bptjax.parallel.mesh import ParallelConfig
 
@@ -76,9 +77,8 @@ def test_renamed_keys_are_refused_by_their_new_name(old, tmp_path):
     assert new != old and new in flatten(Config())
     with pytest.raises(ValueError, match=f"unknown flag --{old}; now called {new}$"):
         parse([f"--{old}=1"])
-    group, key = old.split(".")
     file = tmp_path / "old.yaml"
-    file.write_text(f"{group}: {{{key}: 1}}\n")
+    file.write_text(yaml.safe_dump(nest({old: 1})))
     with pytest.raises(ValueError, match=f"unknown key {old}; now called {new}$"):
         parse(["--config", str(file)])
 

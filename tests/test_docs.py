@@ -15,12 +15,12 @@ from hf.loading import random_base
 
 import bptjax
 from bptjax import cli
-from bptjax.command_line import RENAMED
 from bptjax.compare import CompareConfig
-from bptjax.config import Config, flatten
+from bptjax.config import Config
 from bptjax.config_parser import parse
 from bptjax.data.tokenizer import ByteTokenizer
 from bptjax.hf.families import FAMILIES, MULTIMODAL
+from bptjax.keys import RENAMED, flatten
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"

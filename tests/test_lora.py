@@ -16,6 +16,7 @@ from bptjax.execution import ExecutionConfig
 from bptjax.lora import AdapterConfig, LoraKernel, target_kernels
 from bptjax.models.config import ModelConfig
 from bptjax.models.decoder import Decoder
+from bptjax.models.groups.experts import ExpertsConfig
 from bptjax.models.params import put_param
 from bptjax.optimizer import OptimizerConfig
 from bptjax.parallel.mesh import ParallelConfig, make_mesh
@@ -240,8 +241,10 @@ def test_no_dense_copy_of_the_model(remat):
 def test_adapters_of_experts_in_4_bits(batch):
     """Each expert has matrices of its own, quantized by itself; so have the shared expert and the
     layer without experts."""
-    model = replace(MODEL, feed_forward="experts", num_experts=4, expert_size=40)
-    model = replace(model, num_layers=3, mlp_only_layers=[0], shared_expert_size=24)
+    model = replace(MODEL, feed_forward="experts", experts=ExpertsConfig(count=4, size=40))
+    model = replace(
+        model, num_layers=3, experts=replace(model.experts, mlp_only_layers=[0], shared_size=24)
+    )
     spec = make_spec(model=model, adapter=dict(dropout=0.0))
     state = moved(init_state(spec))
     got = gradient_sums(spec, batch, state=state)
@@ -259,7 +262,9 @@ def test_adapters_of_experts_in_4_bits(batch):
         assert x.get_value().sharding.shard_shape(x.shape)[1] == 2
     assert_same(gradient_sums(mesh, batch, state=placed), got)
 
-    wide = make_spec(model=replace(model, hidden_size=256, expert_size=128))
+    wide = make_spec(
+        model=replace(model, hidden_size=256, experts=replace(model.experts, size=128))
+    )
     mlp = abstract_state(wide).model.layers.mlp
     kernels = [linear.kernel.base for linear in (mlp.gate, mlp.up, mlp.down)]
     stored = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(kernels))
@@ -270,7 +275,7 @@ def test_adapters_of_experts_in_4_bits(batch):
 def experts(batch):
     """A model with experts, a state, and the sums of one device, with dropout and kernels in 4
     bits."""
-    model = replace(MODEL, feed_forward="experts", num_experts=4, expert_size=40)
+    model = replace(MODEL, feed_forward="experts", experts=ExpertsConfig(count=4, size=40))
     spec = make_spec(model=model, execution=dict(remat="none"))
     state = moved(init_state(spec))
     return model, state, gradient_sums(spec, batch, state=state)
@@ -293,7 +298,7 @@ def test_adapters_of_slices_of_experts(batch, experts, parallel, remat):
 
 def test_checkpoints_are_quantized_a_layer_at_a_time(monkeypatch):
     """The devices never hold all layers unquantized; codes and scales are those of the stack."""
-    sizes = dict(num_layers=3, feed_forward="experts", num_experts=2, expert_size=64)
+    sizes = dict(num_layers=3, feed_forward="experts", experts=ExpertsConfig(count=2, size=64))
     config = replace(MODEL, hidden_size=64, **sizes)
     spec = make_spec(ParallelConfig(dp=1, fsdp=2, tp=2, ep=2), config)
     model = Decoder(config, jax.random.key(0), jnp.bfloat16)

@@ -40,7 +40,10 @@ HEADS = replace(
     norm_position="sandwich",
 )
 NORMED = replace(
-    EXPERTS, expert_norms=True, shared_expert_size=16, norm_position="sandwich", num_kv_heads=4
+    EXPERTS,
+    experts=replace(EXPERTS.experts, norms=True, shared_size=16),
+    norm_position="sandwich",
+    num_kv_heads=4,
 )
 
 

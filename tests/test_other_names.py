@@ -8,9 +8,10 @@ from hf.cases import config
 from hf.loading import random_base
 
 from bptjax import cli
-from bptjax.config import Config, flatten
+from bptjax.config import Config
 from bptjax.config_parser import parse
 from bptjax.data.tokenizer import ByteTokenizer
+from bptjax.keys import flatten
 from bptjax.other_names import FLAGS, MAIN_KEYS, NO_COUNTERPART, OTHER_NAMES
 
 KEYS = flatten(Config())

@@ -1,7 +1,6 @@
 """Reads a Hugging Face config.json as a ModelConfig, with the keys that a training config
 overrides."""
 
-from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +8,10 @@ from bptjax.hf.families import find_family
 from bptjax.hf.families.encoders import with_classes
 from bptjax.hf.families.family import Family
 from bptjax.json_files import read_json
+from bptjax.keys import flatten, replace_keys
 from bptjax.lazy_imports import transformers
 from bptjax.models.config import ModelConfig
+from bptjax.models.config_checks import OVERRIDABLE
 from bptjax.ops.position import LONG
 
 # Keys that change no result in any family.
@@ -37,21 +38,6 @@ NEUTRAL = {
     "transformers_version",
     "use_cache",
 }
-
-# Keys that a training config may set beside model.name_or_path.
-OVERRIDABLE = (
-    "name_or_path",
-    "rope_parameters",
-    "max_position_embeddings",
-    "attention_pattern",
-    "embedding_dropout",
-    "attention_dropout",
-    "residual_dropout",
-    "router_aux_loss",
-    "router_z_loss",
-    "init_std",
-    "add_tokens",
-)
 
 
 def read_config(directory: Path, classes: int = 0) -> tuple[Family, ModelConfig]:
@@ -115,34 +101,33 @@ def merge(pretrained: ModelConfig, wanted: ModelConfig) -> ModelConfig:
     Raises:
       ValueError: the training config sets a key that the checkpoint determines.
     """
-    default = ModelConfig()
-    changes: dict[str, Any] = {"name_or_path": wanted.name_or_path}
-    for f in fields(ModelConfig):
-        value = getattr(wanted, f.name)
+    own, default = flatten(pretrained), flatten(ModelConfig())
+    changes: dict[str, Any] = {}
+    for key, value in flatten(wanted).items():
         # The classes of a classifier may be named again, as in the run that made them.
-        same = f.name == "classes" and value == pretrained.classes
-        if value == getattr(default, f.name) or f.name == "name_or_path" or same:
+        if value == default[key] or key == "classes" and value == pretrained.classes:
             continue
-        if f.name == "classes" and not pretrained.classes:
+        if key == "classes" and not pretrained.classes:
             raise ValueError(
                 f"model.classes={value}: must not be set, because only a Hugging Face directory of "
                 "a BERT, RoBERTa, ModernBERT or ViT without a head, or with that of a masked "
                 f"language model, gets new classes, and {wanted.name_or_path} is none; start from "
                 "such a directory, or leave model.classes out"
             )
-        if f.name not in OVERRIDABLE:
+        if key not in OVERRIDABLE:
             raise ValueError(
-                f"model.{f.name}={value}: must not be set, because the checkpoint "
+                f"model.{key}={value}: must not be set, because the checkpoint "
                 f"model.name_or_path={wanted.name_or_path} determines it "
-                f"({getattr(pretrained, f.name)}); leave it out"
+                f"({own[key]}); leave it out"
             )
-        changes[f.name] = value
-    for key in ("router_aux_loss", "router_z_loss"):
-        if key in changes and pretrained.num_experts is None:
+        group = pretrained.groups.get(key.partition(".")[0])
+        if group is not None and not group.on:
             raise ValueError(
-                f"model.{key}={changes[key]}: must not be set, because {wanted.name_or_path} has "
-                "no experts; leave it out"
+                f"model.{key}={value}: must not be set, because {wanted.name_or_path} has no "
+                f"{key.partition('.')[0]}; leave it out"
             )
+        changes[key] = value
+    changes["name_or_path"] = wanted.name_or_path
     # The ids of new tokens follow the ids of tokens that were added before.
     changes["add_tokens"] = [*dict.fromkeys([*pretrained.add_tokens, *wanted.add_tokens])]
     if "rope_parameters" in changes:
@@ -153,7 +138,7 @@ def merge(pretrained: ModelConfig, wanted: ModelConfig) -> ModelConfig:
             )
         length = changes.get("max_position_embeddings", pretrained.max_position_embeddings)
         changes["rope_parameters"] = _merge_rope(pretrained, changes["rope_parameters"], length)
-    merged = replace(pretrained, **changes)
+    merged = replace_keys(pretrained, changes)
     if (
         merged.max_position_embeddings != pretrained.max_position_embeddings
         and "dynamic" in merged.rope_types
@@ -220,8 +205,9 @@ def complete_rope(
 
 def changes(read: ModelConfig, now: ModelConfig) -> dict[str, Any]:
     """Returns the keys and values in which `now` differs from the checkpoint's config `read`."""
+    before, after = flatten(read), flatten(now)
     keys = (key for key in OVERRIDABLE if key != "name_or_path")
-    return {key: getattr(now, key) for key in keys if getattr(now, key) != getattr(read, key)}
+    return {key: after[key] for key in keys if after[key] != before[key]}
 
 
 def is_bare(raw: dict[str, Any]) -> bool:

@@ -1,16 +1,18 @@
 """Builds a config.json for a model that was trained from scratch."""
 
 import math
-from dataclasses import asdict, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from bptjax.hf.config import OVERRIDABLE, complete_rope
+from bptjax.hf.config import complete_rope
 from bptjax.hf.config_export import check_rope, rope_keys
 from bptjax.hf.families import FAMILIES
 from bptjax.hf.families.family import ACTIVATIONS, Family
+from bptjax.keys import flatten
 from bptjax.lazy_imports import transformers
 from bptjax.models.config import ModelConfig
+from bptjax.models.config_checks import OVERRIDABLE
 from bptjax.ops.position import alibi_slopes
 
 # Families to which a model trained from scratch can be exported, best-known first, and their
@@ -75,7 +77,8 @@ def family_of(config: ModelConfig) -> str:
         if nearest is None or len(others) < len(nearest[1]):
             nearest = kind, others
     assert nearest is not None
-    differing = ", ".join(f"model.{key}={getattr(config, key)}" for key in nearest[1])
+    values = flatten(config)
+    differing = ", ".join(f"model.{key}={values[key]}" for key in nearest[1])
     raise ValueError(f"no Hugging Face family has {differing} with the other keys of the model")
 
 
@@ -87,7 +90,7 @@ def _same(a: Any, b: Any) -> bool:
 def _computed(config: ModelConfig) -> dict[str, Any]:
     """Returns the values that determine the function of an architecture, with defaults filled
     in."""
-    values = {k: v for k, v in asdict(config).items() if k not in OVERRIDABLE}
+    values = {k: v for k, v in flatten(config).items() if k not in OVERRIDABLE}
     for key in ("layer_types", "position_offset", "alibi_scale", "alibi_interleaved"):
         del values[key]
     values |= dict(

@@ -156,7 +156,7 @@ def write_peft(
                 B[part.outputs, ranks] = share * np.moveaxis(b, 0, -1)
             tensors |= {f"{PREFIX}{name}.lora_A.weight": A, f"{PREFIX}{name}.lora_B.weight": B}
             kinds[name] = r, _alpha(scales[0], r, adapters.config)
-    linears, X = list(kinds), config.num_experts or 1
+    linears, X = list(kinds), config.experts.count or 1
     written = peft_experts.write_experts(adapters.values, family, config)
     for name, module, A, B, scale in written:
         tensors |= {f"{PREFIX}{module}.lora_A.weight": A, f"{PREFIX}{module}.lora_B.weight": B}

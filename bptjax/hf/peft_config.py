@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bptjax.json_files import read_json
+from bptjax.keys import new_name, replace_keys
 from bptjax.models.config import ModelConfig
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -50,8 +51,9 @@ def read_base(directory: Path) -> ModelConfig:
     try:
         if not isinstance(changed.get("rope_parameters", {}), dict):
             raise TypeError(f"rope_parameters={changed['rope_parameters']!r}")
-        return ModelConfig(**changed | {"name_or_path": name})
-    except (TypeError, ValueError) as error:
+        keys = {new_name(f"model.{key}").removeprefix("model."): x for key, x in changed.items()}
+        return replace_keys(ModelConfig(), keys | {"name_or_path": name})
+    except (AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"{file} is damaged: {error}") from error
 
 

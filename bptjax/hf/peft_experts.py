@@ -37,7 +37,7 @@ class ExpertParameter(NamedTuple):
 
 def expert_parameters(family: Family, config: ModelConfig) -> list[ExpertParameter]:
     """Returns the parameters of a layer's experts, in transformers' order."""
-    if family.experts is None or config.num_experts is None:
+    if family.experts is None or not config.experts.on:
         return []
     D, F = config.hidden_size, config.expert_F
     both = np.arange(2 * F)
@@ -72,7 +72,7 @@ def read_experts(
     Raises:
       ValueError: a layer without an adapter, or with another shape.
     """
-    X = config.num_experts or 0
+    X = config.experts.count
     chosen = [
         parameter
         for parameter in expert_parameters(family, config)
@@ -122,7 +122,7 @@ def write_experts(
             if path in values
         ]
         for i, layer in enumerate(config.expert_layers):
-            (first, _, every), X = (x[i] for x in parts[0][0]), config.num_experts or 0
+            (first, _, every), X = (x[i] for x in parts[0][0]), config.experts.count
             shared = all(np.array_equal(first, a[i]) for (a, _, _), _ in parts)
             r = first.shape[-1] if shared else sum(a.shape[-1] for (a, _, _), _ in parts)
             A = np.zeros((X, r, parameter.inputs), np.float32)

@@ -3,14 +3,20 @@ elsewhere.
 """
 
 import json
+import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 from bptjax.data.landmarks import Landmarks
 from bptjax.models.attention_pattern import AttentionPattern
 from bptjax.models.config_checks import check_choices
+from bptjax.models.groups.experts import ExpertsConfig
+from bptjax.models.groups.group import MOST_HEAD, Group, integer, number
 from bptjax.models.layer_kinds import LayerKind, layer_kinds
+
+# Bound of a number of tokens that may stand for no limit.
+UNLIMITED = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -20,7 +26,7 @@ class ModelConfig:
     Attributes:
       name_or_path: directory (or hub id) of a checkpoint to start from. The checkpoint decides all
         other keys here but rope_parameters, max_position_embeddings, attention_pattern, the
-        dropouts, the router's losses, init_std and new classes.
+        dropouts, the losses of experts, init_std and new classes.
       causal: tokens attend to themselves and to earlier tokens only. false makes an encoder.
       vocab_size: vocabulary size V. If not set, the tokenizer's vocabulary size.
       hidden_size: width D of the residual stream.
@@ -84,32 +90,6 @@ class ModelConfig:
       clip_qkv: clips queries, keys and values to ± this value.
       activation: activation of the feed-forward network. gelu_tanh is the tanh approximation.
       feed_forward: name of the feed-forward network; see FEED_FORWARDS.
-      num_experts: number of experts of feed_forward=experts.
-      experts_per_token: number of experts that a token is routed to.
-      expert_size: feed-forward width of an expert. If not set, intermediate_size.
-      mlp_only_layers: numbers, from 0, of the layers that have an MLP of intermediate_size in place
-        of experts.
-      router_bias: the router has a bias.
-      router_scores: softmax over the experts, or the sigmoid of each expert's logit.
-      router_correction: each expert has a constant that is added to its score when the experts of a
-        token are chosen, but not to its weight. It is not trained.
-      router_groups: the experts are divided into groups of neighbors. The experts of a token are in
-        the router_groups_per_token groups whose two highest scores have the largest sums.
-      router_groups_per_token: number of groups that the experts of a token are in.
-      routed_scale: factor on the weights of a token's experts.
-      shared_expert_size: width of an MLP whose output for every token is added to the experts'. If
-        not set, there is none.
-      shared_expert_gate: multiplies the output of the shared expert by the sigmoid of a product of
-        the token with a learned vector.
-      expert_norms: router and experts each have a norm of the residual stream, and the outputs of
-        experts and shared expert have norms; each expert has a learned factor on its weight.
-      router_renormalized: the weights of a token's experts are divided by their sum.
-      router_aux_loss: factor on the load-balancing loss of Switch Transformers, over all layers
-        and the global batch. If not set, the checkpoint's factor if its output_router_logits is
-        set, else 0.
-      router_z_loss: factor on the mean square of the log-sum-exp of the router's logits.
-      glu_limit: clips the output of gate to at most this value, and that of up to ± this value.
-      glu_offset: constant added to up.
       gated: the feed-forward network is down(activation(gate(x)) · up(x)).
       qkv_bias: query, key and value projections have a bias.
       out_bias: the output projection of attention has a bias.
@@ -151,94 +131,77 @@ class ModelConfig:
       add_tokens: tokens that are added to the tokenizer's vocabulary. The embedding of
         a new token starts at the mean of the existing embeddings. With new tokens, an adapter run
         trains the embeddings too.
+      experts: mixture of experts.
     """
 
     name_or_path: str | None = None
     causal: bool = True
-    vocab_size: int | None = None
-    hidden_size: int = 256
-    intermediate_size: int | None = None
-    num_layers: int = 4
-    num_heads: int = 4
-    num_kv_heads: int | None = None
-    head_dim: int | None = None
+    vocab_size: int | None = integer(None)
+    hidden_size: int = integer(256)
+    intermediate_size: int | None = integer(None)
+    num_layers: int = integer(4, most=2**11)
+    num_heads: int = integer(4)
+    num_kv_heads: int | None = integer(None)
+    head_dim: int | None = integer(None, most=MOST_HEAD)
     norm: Literal["rms", "layer"] = "rms"
-    norm_eps: float = 1e-5
+    norm_eps: float = number(1e-5)
     norm_position: Literal["pre", "post", "output", "sandwich"] = "pre"
     norm_scale: bool = True
     norm_bias: bool = False
     norm_unit_offset: bool = False
     residual: Literal["sequential", "parallel", "shared"] = "sequential"
-    residual_scale: float = 1.0
+    residual_scale: float = number(1.0, positive=True)
     residual_normed: bool = False
     position_embedding: Literal["rope", "alibi", "learned", "none"] = "rope"
     rope_parameters: dict[str, Any] = field(default_factory=lambda: {"rope_theta": 10_000.0})
     rope_layers: list[bool] | None = None
-    max_position_embeddings: int | None = None
-    position_offset: int = 0
-    alibi_scale: float = 1.0
+    max_position_embeddings: int | None = integer(None, most=UNLIMITED)
+    position_offset: int = integer(0, 0)
+    alibi_scale: float = number(1.0, positive=True)
     alibi_interleaved: bool = False
-    sliding_window: int | None = None
+    sliding_window: int | None = integer(None, most=UNLIMITED)
     layer_types: list[Literal["full_attention", "sliding_attention", "linear_attention"]] | None = (
         None
     )
-    full_head_dim: int | None = None
-    full_kv_heads: int | None = None
+    full_head_dim: int | None = integer(None, most=MOST_HEAD)
+    full_kv_heads: int | None = integer(None)
     full_keys_as_values: bool = False
-    shared_kv_layers: int = 0
-    shared_kv_intermediate_size: int | None = None
-    linear_key_heads: int | None = None
-    linear_value_heads: int | None = None
-    linear_key_size: int | None = None
-    linear_value_size: int | None = None
-    linear_conv_size: int = 4
+    shared_kv_layers: int = integer(0, 0)
+    shared_kv_intermediate_size: int | None = integer(None)
+    linear_key_heads: int | None = integer(None)
+    linear_value_heads: int | None = integer(None)
+    linear_key_size: int | None = integer(None, most=MOST_HEAD)
+    linear_value_size: int | None = integer(None, most=MOST_HEAD)
+    linear_conv_size: int = integer(4, most=2**16)
     attention_pattern: dict[str, Any] | None = None
-    attention_scale: float | None = None
-    query_growth: float = 0.0
-    query_growth_length: int = 1
+    attention_scale: float | None = number(None, positive=True)
+    query_growth: float = number(0.0, -math.inf)
+    query_growth_length: int = integer(1, most=UNLIMITED)
     attention_softcap: float | None = None
     attention_gate: bool = False
     attention_sinks: bool = False
     qk_norm: bool = False
     qk_norm_joint: bool = False
     value_norm: bool = False
-    clip_qkv: float | None = None
+    clip_qkv: float | None = number(None, positive=True)
     activation: Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu_squared"] = "silu"
     feed_forward: str = "mlp"
-    num_experts: int | None = None
-    experts_per_token: int = 2
-    expert_size: int | None = None
-    mlp_only_layers: list[int] = field(default_factory=list)
-    router_bias: bool = False
-    router_scores: Literal["softmax", "sigmoid"] = "softmax"
-    router_correction: bool = False
-    router_groups: int = 1
-    router_groups_per_token: int = 1
-    routed_scale: float = 1.0
-    shared_expert_size: int | None = None
-    shared_expert_gate: bool = False
-    expert_norms: bool = False
-    router_renormalized: bool = True
-    router_aux_loss: float | None = None
-    router_z_loss: float = 0.0
-    glu_limit: float | None = None
-    glu_offset: float = 0.0
     gated: bool = True
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
-    embedding_size: int | None = None
-    embedding_scale: float | None = None
+    embedding_size: int | None = integer(None)
+    embedding_scale: float | None = number(None, positive=True)
     embedding_norm: bool = False
-    layer_embedding_size: int = 0
+    layer_embedding_size: int = integer(0, 0)
     layer_scale: bool = False
-    token_types: int = 0
+    token_types: int = integer(0, 0)
     image_size: tuple[int, int] | None = None
     patch_size: tuple[int, int] | None = None
-    channels: int = 3
+    channels: int = integer(3)
     first_norm: bool = True
     final_norm: bool = True
-    pooler: int = 0
+    pooler: int = integer(0, 0)
     pooler_activation: Literal["tanh", "gelu", "relu", "silu"] = "tanh"
     masked_head: bool = False
     masked_head_bias: bool = True
@@ -246,13 +209,14 @@ class ModelConfig:
     class_pooling: Literal["first", "mean"] = "first"
     tied_head: bool = True
     head_bias: bool = False
-    logits_scale: float = 1.0
+    logits_scale: float = number(1.0, positive=True)
     logits_softcap: float | None = None
     embedding_dropout: float | None = None
     attention_dropout: float | None = None
     residual_dropout: float | None = None
-    init_std: float = 0.02
+    init_std: float = number(0.02)
     add_tokens: list[str] = field(default_factory=list)
+    experts: ExpertsConfig = field(default_factory=ExpertsConfig)
 
     def __post_init__(self):
         check_choices(self)
@@ -260,6 +224,12 @@ class ModelConfig:
     def __hash__(self):
         # A dict and a list are not hashable; modules hold their config as static data.
         return hash(json.dumps(asdict(self), sort_keys=True))
+
+    @property
+    def groups(self) -> dict[str, Group]:
+        """The groups of choices of parts that not all models have, by name."""
+        each = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: value for name, value in each.items() if isinstance(value, Group)}
 
     @property
     def V(self) -> int:
@@ -278,15 +248,15 @@ class ModelConfig:
     @property
     def expert_F(self) -> int:
         """Feed-forward width of an expert; without experts, of the network."""
-        return self.F if self.expert_size is None else self.expert_size
+        return self.experts.size or self.F
 
     @property
     def active_F(self) -> int:
         """Feed-forward width that each token passes through, in a layer with experts if there are
         any."""
-        if self.num_experts is None:
+        if not self.experts.on:
             return self.F
-        return self.expert_F * self.experts_per_token + (self.shared_expert_size or 0)
+        return self.expert_F * self.experts.per_token + self.experts.shared_size
 
     @property
     def K(self) -> int:
@@ -334,7 +304,7 @@ class ModelConfig:
     def dense_layers(self) -> list[int]:
         """Numbers of the layers that have the MLP `dense` in place of that network."""
         if self.shared_kv_intermediate_size is None:
-            return sorted(self.mlp_only_layers)
+            return sorted(self.experts.mlp_only_layers)
         return list(range(self.num_layers - self.shared_kv_layers, self.num_layers))
 
     @property

@@ -1,19 +1,27 @@
 """Checks of the choices of a model: ranges, and choices that exclude each other."""
 
-import math
 from typing import Any
 
 from bptjax.models.attention_pattern import AttentionPattern
+from bptjax.models.groups.group import check_bounds
 from bptjax.ops.arguments import check_softcap
 
 # Several times the largest models there are.
 MOST_PARAMETERS = 10**13
-MOST_SIZE, MOST_CLASSES = 2**24, 2**20
-MOST = {"num_layers": 2**11, "num_experts": 2**16, "head_dim": 2**16, "linear_conv_size": 2**16}
-MOST |= {"full_head_dim": 2**16, "linear_key_size": 2**16, "linear_value_size": 2**16}
-# Numbers of tokens, which may stand for no limit.
-MOST |= dict.fromkeys(
-    ["max_position_embeddings", "sliding_window", "query_growth_length"], 2**31 - 1
+MOST_CLASSES = 2**20
+# Keys that a config may set beside name_or_path.
+OVERRIDABLE = (
+    "name_or_path",
+    "rope_parameters",
+    "max_position_embeddings",
+    "attention_pattern",
+    "embedding_dropout",
+    "attention_dropout",
+    "residual_dropout",
+    "experts.aux_loss",
+    "experts.z_loss",
+    "init_std",
+    "add_tokens",
 )
 
 
@@ -23,55 +31,7 @@ def check_choices(config: Any) -> None:
     Raises:
       ValueError: a value out of range, or values that exclude each other.
     """
-    for name in (
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "num_layers",
-        "num_heads",
-        "num_kv_heads",
-        "head_dim",
-        "embedding_size",
-        "max_position_embeddings",
-        "sliding_window",
-        "full_head_dim",
-        "full_kv_heads",
-        "shared_kv_intermediate_size",
-        "linear_key_heads",
-        "linear_value_heads",
-        "linear_key_size",
-        "linear_value_size",
-        "linear_conv_size",
-        "query_growth_length",
-        "num_experts",
-        "experts_per_token",
-        "expert_size",
-        "shared_expert_size",
-        "router_groups",
-        "router_groups_per_token",
-        "channels",
-    ):
-        value = getattr(config, name)
-        if value is not None and value < 1:
-            raise ValueError(f"model.{name}={value}: must be at least 1")
-        if value is not None and value > (most := MOST.get(name, MOST_SIZE)):
-            raise ValueError(f"model.{name}={value}: must be at most {most:,}")
-    for name, positive in {
-        "norm_eps": False,
-        "init_std": False,
-        "residual_scale": True,
-        "alibi_scale": True,
-        "attention_scale": True,
-        "clip_qkv": True,
-        "embedding_scale": True,
-        "logits_scale": True,
-    }.items():
-        value = getattr(config, name)
-        if value is not None and (not 0 <= value < math.inf or positive and value == 0):
-            bound = "positive" if positive else "not negative"
-            raise ValueError(f"model.{name}={value}: must be finite and {bound}")
-    if not math.isfinite(config.query_growth):
-        raise ValueError(f"model.query_growth={config.query_growth}: must be finite")
+    check_bounds(config, "model.")
     for name in ("attention_softcap", "logits_softcap"):
         check_softcap(getattr(config, name), f"model.{name}")
     if config.num_heads % config.K:
@@ -149,16 +109,6 @@ def check_choices(config: Any) -> None:
                 "model.attention_pattern: must go with layers of full attention, not with "
                 f"sliding_window={config.sliding_window} in all layers"
             )
-    for name in (
-        "token_types",
-        "pooler",
-        "classes",
-        "layer_embedding_size",
-        "shared_kv_layers",
-        "position_offset",
-    ):
-        if getattr(config, name) < 0:
-            raise ValueError(f"model.{name}={getattr(config, name)}: must be at least 0")
     if config.classes == 1 or config.classes > MOST_CLASSES:
         raise ValueError(
             f"model.classes={config.classes}: must be from 2 to {MOST_CLASSES:,}, or 0 for none"
@@ -203,84 +153,33 @@ def check_choices(config: Any) -> None:
         if not 0.0 <= (getattr(config, name) or 0.0) < 1.0:
             raise ValueError(f"model.{name}={getattr(config, name)}: must be in [0, 1)")
 
-    if (config.feed_forward == "experts") != (config.num_experts is not None):
+    if (config.feed_forward == "experts") != config.experts.on:
         raise ValueError(
-            f"model.num_experts={config.num_experts}: must be set with feed_forward=experts, and "
-            f"only then, not with {config.feed_forward}"
+            f"model.experts.count={config.experts.count}: must be set with feed_forward=experts, "
+            f"and only then, not with {config.feed_forward}"
         )
-    for name, (unset, least) in {
-        "experts_per_token": (2, 1),
-        "expert_size": (None, 1),
-        "router_bias": (False, 0),
-        "router_scores": ("softmax", None),
-        "router_correction": (False, 0),
-        "router_groups": (1, 1),
-        "router_groups_per_token": (1, 1),
-        "routed_scale": (1.0, 0),
-        "shared_expert_size": (None, 1),
-        "shared_expert_gate": (False, 0),
-        "expert_norms": (False, 0),
-        "router_renormalized": (True, 0),
-        "router_aux_loss": (None, 0),
-        "router_z_loss": (0.0, 0),
-        "glu_limit": (None, 0),
-        "glu_offset": (0.0, -math.inf),
-    }.items():
-        value = getattr(config, name)
-        # The checkpoint that a config names may have the experts; see `hf.config.merge`.
-        settable = config.name_or_path and name in ("router_aux_loss", "router_z_loss")
-        if config.num_experts is None and value != unset and not settable:
-            raise ValueError(f"model.{name}={value}: must go with model.feed_forward=experts")
-        if None not in (value, least) and not least <= value < math.inf:
-            raise ValueError(f"model.{name}={value}: must be finite and at least {least}")
-    if config.shared_expert_gate and config.shared_expert_size is None:
-        raise ValueError("model.shared_expert_gate=true: must go with model.shared_expert_size")
-    if config.expert_norms and (
-        config.shared_expert_size is None or config.norm_position != "sandwich"
-    ):
-        raise ValueError(
-            "model.expert_norms=true: must go with model.shared_expert_size and "
-            "norm_position=sandwich"
-        )
-    if config.num_experts is not None and config.experts_per_token > config.num_experts:
-        raise ValueError(
-            f"model.experts_per_token={config.experts_per_token}: must be at most "
-            f"num_experts={config.num_experts}"
-        )
-    if config.num_experts is not None:
-        groups, chosen = config.router_groups, config.router_groups_per_token
-        size, uneven = divmod(config.num_experts, groups)
-        if uneven or chosen > groups or groups > 1 and size < 2:
-            raise ValueError(
-                f"model.router_groups={groups}: must divide num_experts={config.num_experts} into "
-                f"groups of at least 2, and be at least router_groups_per_token={chosen}"
-            )
-        if chosen * size < config.experts_per_token:
-            raise ValueError(
-                f"model.router_groups_per_token={chosen}: must be groups of at least "
-                f"experts_per_token={config.experts_per_token} experts, not {chosen * size}"
-            )
-    own = set(config.mlp_only_layers)
-    some = own < set(range(config.num_layers)) and len(own) == len(config.mlp_only_layers)
-    if own and (config.num_experts is None or not some):
-        raise ValueError(
-            f"model.mlp_only_layers={config.mlp_only_layers}: must go with feed_forward=experts, "
-            f"and name some of the layers 0 to {config.num_layers - 1} once, but not all"
-        )
+    for name, group in config.groups.items():
+        check_bounds(group, f"model.{name}.")
+        if group.on:
+            group.check(config)
+            continue
+        for key, value in group.changed.items():
+            # The checkpoint that a config names may have the part; see `hf.config.merge`.
+            if not (config.name_or_path and f"{name}.{key}" in OVERRIDABLE):
+                raise ValueError(f"model.{name}.{key}={value}: must go with {group.NEEDS}")
+    own = config.experts.mlp_only_layers
     if config.shared_kv_intermediate_size is not None and (own or not config.shared_kv_layers):
         raise ValueError(
             f"model.shared_kv_intermediate_size={config.shared_kv_intermediate_size}: must go with "
             "model.shared_kv_layers, and not with mlp_only_layers"
         )
-    if config.num_experts is not None and not config.gated:
-        raise ValueError("model.gated=false: must be true with feed_forward=experts")
 
     # A typing error would otherwise show after minutes, when memory runs out.
     heads = 2 * (config.num_heads + config.K) * config.H
     if config.linear_layers:
         (K, H), (N, W) = config.linear_heads
         heads += 2 * K * H + 3 * N * W
-    inner = (config.num_experts or 1) * config.expert_F
+    inner = (config.experts.count or 1) * config.expert_F
     parameters = config.num_layers * config.hidden_size * (2 * inner + heads)
     widths = config.E + config.num_layers * config.layer_embedding_size
     parameters += (config.vocab_size or 0) * widths

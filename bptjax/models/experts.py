@@ -52,18 +52,18 @@ class Router(nnx.Module):
     """Logits of each token over the experts, in float32, and the choice of its experts."""
 
     def __init__(self, config: ModelConfig, key: Array, dtype: DTypeLike):
-        D, X = config.hidden_size, config.num_experts or 0
+        D, X = config.hidden_size, config.experts.count
         std, axes = config.init_std, ("embed", None)
         self.kernel = new_param(key, (D, X), axes, std, dtype, decayed=True)
         bias = nnx.Param(jnp.zeros(X, dtype), axes=(None,))
-        self.bias = bias if config.router_bias else None
+        self.bias = bias if config.experts.router_bias else None
         correction = RouterCorrection(jnp.zeros(X, jnp.float32), axes=(None,))
-        self.correction = correction if config.router_correction else None
+        self.correction = correction if config.experts.correction else None
         scale = nnx.Param(jnp.ones(D, dtype), axes=("embed",))
         factors = nnx.Param(jnp.ones(X, dtype), axes=(None,))
         # They multiply the router's normalized input, and the weights of the chosen experts.
-        self.scale = scale if config.expert_norms else None
-        self.factors = factors if config.expert_norms else None
+        self.scale = scale if config.experts.norms else None
+        self.factors = factors if config.experts.norms else None
         self.config = config
 
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T X"]:
@@ -81,7 +81,7 @@ class Router(nnx.Module):
         DeepSeek-V3, 2024, arXiv 2412.19437, section 2.1.2.
         """
         config, scores = self.config, jax.lax.stop_gradient(logits)
-        groups, (T, X) = config.router_groups, scores.shape
+        groups, (T, X) = config.experts.groups, scores.shape
         if self.correction is not None or groups > 1:
             scores = _scores(config, scores)
         if self.correction is not None:
@@ -89,10 +89,10 @@ class Router(nnx.Module):
         if groups > 1:
             grouped = scores.reshape(T, groups, X // groups)
             best, _ = jax.lax.top_k(grouped, 2)
-            _, kept = jax.lax.top_k(best.sum(2), config.router_groups_per_token)
+            _, kept = jax.lax.top_k(best.sum(2), config.experts.groups_per_token)
             allowed = (kept[:, :, None] == jnp.arange(groups)[None, None]).any(1)
             scores = jnp.where(allowed[:, :, None], grouped, -jnp.inf).reshape(T, X)
-        return jax.lax.top_k(scores, config.experts_per_token)[1]
+        return jax.lax.top_k(scores, config.experts.per_token)[1]
 
 
 def apply_expert_kernel(
@@ -151,7 +151,7 @@ class Experts(FeedForward):
     """
 
     def __init__(self, config: ModelConfig, key: Array, dtype: DTypeLike):
-        D, F, X = config.hidden_size, config.expert_F, config.num_experts or 0
+        D, F, X = config.hidden_size, config.expert_F, config.experts.count
         router, gate, up, down = jax.random.split(key, 4)
         std, bias = config.init_std, config.mlp_bias
 
@@ -164,13 +164,13 @@ class Experts(FeedForward):
         self.gate = linear(gate, D, F, ("embed", "mlp"), std)
         self.up = linear(up, D, F, ("embed", "mlp"), std)
         self.down = linear(down, F, D, ("mlp", "embed"), std / (2 * config.num_layers) ** 0.5)
-        size = config.shared_expert_size
+        size = config.experts.shared_size
         self.shared = Mlp(config, jax.random.fold_in(key, 0), dtype, size) if size else None
-        norms = [Norm(config, dtype) if config.expert_norms else None for _ in range(3)]
+        norms = [Norm(config, dtype) if config.experts.norms else None for _ in range(3)]
         self.norm, self.routed_norm, self.shared_norm = norms
         sizes, options = ((D,), (1,), ("embed", None)), dict(std=std, bias=False, dtype=dtype)
         shared_gate = Linear(jax.random.fold_in(key, 1), *sizes, **options)
-        self.shared_gate = shared_gate if config.shared_expert_gate else None
+        self.shared_gate = shared_gate if config.experts.shared_gate else None
 
     def __call__(
         self,
@@ -212,18 +212,18 @@ class Experts(FeedForward):
     ) -> Float[Array, "*b F"]:
         """Computes activation(gate) · up, with the config's limit and offset."""
         config = self.config
-        if (limit := config.glu_limit) is not None:
+        if (limit := config.experts.glu_limit) is not None:
             gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
-        return activate(config.activation, gate, up + config.glu_offset)
+        return activate(config.activation, gate, up + config.experts.glu_offset)
 
     @staticmethod
     def auxiliary_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-        X = (config.num_experts or 0,)
+        X = (config.experts.count,)
         return dict(chosen=X, probability=X, z=())
 
     @staticmethod
     def has_auxiliary_loss(config: ModelConfig) -> bool:
-        return bool(config.router_aux_loss or config.router_z_loss)
+        return bool(config.experts.aux_loss or config.experts.z_loss)
 
     @staticmethod
     def auxiliary_loss(
@@ -237,7 +237,7 @@ class Experts(FeedForward):
         probability = sums["probability"].sum(0) / (layers * tokens)
         balance = experts * (share * probability).sum()
         z = sums["z"].sum() / (layers * tokens)
-        return (config.router_aux_loss or 0.0) * balance + config.router_z_loss * z
+        return (config.experts.aux_loss or 0.0) * balance + config.experts.z_loss * z
 
     @staticmethod
     def metrics(
@@ -245,7 +245,7 @@ class Experts(FeedForward):
     ) -> dict[str, Float[Array, ""]]:
         """Returns the load of the busiest expert of any layer, as a multiple of a balanced load."""
         chosen = totals["chosen"]
-        balanced = tokens * config.experts_per_token / chosen.shape[1]
+        balanced = tokens * config.experts.per_token / chosen.shape[1]
         return {"train/max_expert_load": chosen.max() / balanced}
 
 
@@ -270,7 +270,7 @@ def _run(
 ) -> tuple[Float[Array, "B T D"], Auxiliary]:
     """Runs the router on the tokens of one device, and the experts of all devices. `key` and `ids`
     are AdapterDropout's; `sharded` is whether the tokens are this device's alone."""
-    config, (B, T, D), X = network.config, x.shape, network.config.num_experts or 0
+    config, (B, T, D), X = network.config, x.shape, network.config.experts.count
     logits = network.router(x.reshape(B * T, D))
     chosen = checkpoint_name(network.router.choose(logits), ROUTING)
     weights = _weights(config, logits, chosen)
@@ -324,7 +324,7 @@ def _run_experts(
     have the other experts."""
     network, key = experts
     x, chosen, weights, ids = jax.tree.map(lambda leaf: leaf[0], tokens)
-    X, k = network.config.num_experts or 0, chosen.shape[1]
+    X, k = network.config.experts.count, chosen.shape[1]
     own, size = own_experts(chosen, X)
     groups = group(own, size, block_rows(chosen.size, X))
     rows = dispatch(x, groups)
@@ -348,7 +348,7 @@ def _run_experts(
 
 
 def _scores(config: ModelConfig, logits: Float[Array, "*b X"]) -> Float[Array, "*b X"]:
-    softmax = config.router_scores == "softmax"
+    softmax = config.experts.scores == "softmax"
     return jax.nn.softmax(logits) if softmax else jax.nn.sigmoid(logits)
 
 
@@ -357,14 +357,14 @@ def _weights(
 ) -> Float[Array, "T k"]:
     """Returns the scores of the chosen experts, divided by their sum if the config says so, and
     multiplied by its factor."""
-    if config.router_scores == "softmax" and config.router_renormalized:
+    if config.experts.scores == "softmax" and config.experts.renormalized:
         # The same as the quotient of the softmax over all experts, but no sum vanishes.
         weights = jax.nn.softmax(jnp.take_along_axis(logits, chosen, 1))
     else:
         weights = jnp.take_along_axis(_scores(config, logits), chosen, 1)
-        if config.router_renormalized:
+        if config.experts.renormalized:
             weights /= weights.sum(1, keepdims=True) + 1e-20
-    return config.routed_scale * weights
+    return config.experts.scale * weights
 
 
 def _sums(

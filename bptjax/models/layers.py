@@ -188,7 +188,7 @@ class Layer(nnx.Module):
             y, aux = feed_forward(x)
             return _normalized(x + y, norm), aux
         normed = _normalized(x, norm)
-        more = {"residual": x} if config.expert_norms else {}
+        more = {"residual": x} if config.experts.norms else {}
         y, aux = feed_forward(normed, self.mlp_post_norm, **more)
         x = (normed if config.residual_normed else x) + y
         if self.embedding is not None and tokens.embedded is not None:

@@ -61,7 +61,7 @@ class ParallelConfig:
       sp: devices for sequence parallelism. The tokens of a sequence are sharded, and the state
         according to zero_stage.
       ep: devices for expert parallelism. The batch and the experts are sharded, and the rest of
-        the state according to zero_stage. It must divide model.num_experts.
+        the state according to zero_stage. It must divide model.experts.count.
       zero_stage: state that fsdp, sp and ep shard. 1 is optimizer state; 2 adds gradients; 3 adds
         parameters. Experts are sharded over ep in every stage.
       sequence_strategy: how attention communicates along sp. auto picks the first of ulysses,

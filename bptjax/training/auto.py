@@ -15,8 +15,8 @@ from typing import Any
 import jax
 
 from bptjax.command_line import plural
-from bptjax.config import flatten
 from bptjax.devices import GIB, DeviceKind
+from bptjax.keys import flatten
 from bptjax.output import write_atomically
 from bptjax.parallel.distributed import all_gather_json
 from bptjax.parallel.mesh import (

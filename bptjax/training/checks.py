@@ -2,12 +2,13 @@
 
 from typing import Any, get_args
 
-from bptjax.config import Config, TrainConfig, flatten
+from bptjax.config import Config, TrainConfig
 from bptjax.data.config import DataConfig, Format
 from bptjax.data.files import LABELED
 from bptjax.devices import GIB
 from bptjax.hf.config_export import exported
 from bptjax.json_files import read_json
+from bptjax.keys import flatten
 from bptjax.lora import AdapterConfig
 from bptjax.models.config import ModelConfig
 from bptjax.models.config_checks import sizes_of

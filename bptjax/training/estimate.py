@@ -83,7 +83,7 @@ class Estimator:
         self.trained = tree_bytes(split_trained(spec, state.model)[0])
         self.held = tree_bytes(state.model) + tree_bytes(state.opt_state)
         # Experts stay as they are, and take most of a step.
-        self.float8 = train.linear == "float8" and not self.model.num_experts
+        self.float8 = train.linear == "float8" and not self.model.experts.on
         if train.linear == "float8":
             sizes = kernel_sizes(spec, sharded=spec.config.parallel.zero_stage == 3)
             self.held += sum(math.prod(x) for x in sizes.values())
@@ -219,7 +219,7 @@ class Estimator:
         chunks = math.ceil(self.sequence / execution.ffn_chunk)
         chunked = self.products.keys() & {*UNCHUNKED, "down"}
         # Of experts, the matrices of all that a device has, not only of those of a token.
-        stored = (m.num_experts or 1) * m.expert_F / self.active_F / self.ep
+        stored = (m.experts.count or 1) * m.expert_F / self.active_F / self.ep
         of_mlp = chunked & {"gate", "up", "down"}
         weights = sum(self.products[k][0] * (stored if k in of_mlp else 1) for k in chunked)
         # Each chunk adds to float32 gradients, which are read and written.

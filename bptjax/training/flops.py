@@ -1,6 +1,8 @@
 """FLOPs of a step, as model FLOPs utilization counts them; memory and utilization of devices."""
 
+import math
 from collections import Counter
+from fractions import Fraction
 
 import jax.numpy as jnp
 import numpy as np
@@ -35,14 +37,12 @@ def matmul_parameters(spec: TrainSpec) -> ParameterCounts:
     has_head = not model.tied_head or model.classes
     lookups = {"positions", "types", "layers.embedding.table"}
     lookups |= {"embedding"} if has_head else set()
-    total, trained = parameter_counts(spec, lambda path: path not in lookups)
-    if model.num_experts is None:
-        return ParameterCounts(total, trained)
-    X, others = model.num_experts, model.num_experts - model.experts_per_token
-    names = tuple(f"layers.mlp.{name}." for name in ("gate", "up", "down"))
-    experts = parameter_counts(spec, lambda path: path.startswith(names))
-    idle = ParameterCounts(*(count * others // X for count in experts))
-    return ParameterCounts(total - idle.total, trained - idle.trained)
+
+    def share(path):
+        shares = (group.share(path) for group in model.groups.values())
+        return math.prod(shares, start=Fraction(path not in lookups))
+
+    return parameter_counts(spec, share)
 
 
 def attended_pairs(

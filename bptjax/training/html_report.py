@@ -15,13 +15,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from bptjax.config import Config, defaults, flatten
+from bptjax.config import Config, defaults
 from bptjax.data.encode import IGNORED
 from bptjax.data.images import ImageProcessor
 from bptjax.data.loader import token_masking
 from bptjax.data.marked import marked
 from bptjax.devices import GIB
 from bptjax.json_files import read_json
+from bptjax.keys import flatten
 from bptjax.metrics import printable, read_metrics
 from bptjax.output import write_atomically
 from bptjax.training.data import say

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import jax
 
-from bptjax.config import flatten
+from bptjax.keys import flatten
 from bptjax.metrics import JsonlWriter, NullLogger, RunProgress, lost_records
 from bptjax.trackers import Trackers
 from bptjax.training.setup import TrainingRun

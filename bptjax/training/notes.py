@@ -7,10 +7,11 @@ import jax
 import numpy as np
 
 from bptjax.command_line import plural
-from bptjax.config import Config, defaults, flatten
+from bptjax.config import Config, defaults
 from bptjax.data.sources import count
 from bptjax.hf.from_scratch import family_of
 from bptjax.json_files import read_json
+from bptjax.keys import flatten
 from bptjax.models.config import ModelConfig
 from bptjax.parallel.mesh import num_shards
 from bptjax.pretrained import Pretrained
@@ -98,7 +99,7 @@ def _describe_routers(config: Config, model: ModelConfig, pretrained: Pretrained
     """Formats the line about a checkpoint whose experts are trained without its load-balancing
     loss; none for other runs. Adapters leave routers frozen."""
     if (
-        model.router_aux_loss is not None
+        model.experts.aux_loss is not None
         or not pretrained.sidecars
         or config.adapter.type != "none"
     ):
@@ -109,7 +110,7 @@ def _describe_routers(config: Config, model: ModelConfig, pretrained: Pretrained
         return []
     return [
         "experts: no load-balancing loss, as in transformers without output_router_logits; "
-        f"model.router_aux_loss={factor} sets the checkpoint's router_aux_loss_coef"
+        f"model.experts.aux_loss={factor} sets the checkpoint's router_aux_loss_coef"
     ]
 
 

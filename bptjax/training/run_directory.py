@@ -7,10 +7,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from bptjax.command_line import new_name
-from bptjax.config import FILE, Config, flatten, to_yaml
+from bptjax.config import FILE, Config, to_yaml
 from bptjax.execution import ExecutionConfig
 from bptjax.json_files import read_json
+from bptjax.keys import flatten, rename_keys
 from bptjax.output import leftovers, write_atomically
 from bptjax.remat import TrainingExecution
 from bptjax.yaml_files import read_yaml
@@ -94,10 +94,9 @@ def saved_keys(run_dir: Path) -> dict[str, Any]:
     if not file.exists():
         return {}
     try:
-        found = _flat(read_yaml(file), flatten(Config()).keys())
+        return _flat(rename_keys(read_yaml(file)), flatten(Config()).keys())
     except ValueError as error:
         raise ValueError(f"{file} is damaged: {error}; choose another run_dir") from error
-    return {new_name(key): value for key, value in found.items()}
 
 
 def saved_execution(config: Config) -> TrainingExecution | None:

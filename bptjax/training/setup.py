@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from bptjax.command_line import plural
-from bptjax.config import Config, flatten, to_yaml
+from bptjax.config import Config, to_yaml
 from bptjax.data.batches import Batches
 from bptjax.data.changes import count_and_size
 from bptjax.data.chat import Chat
@@ -33,6 +33,7 @@ from bptjax.execution import ExecutionConfig
 from bptjax.hf.checkpoint import SIDECARS, copy_sidecar_files
 from bptjax.hf.families.encoders import class_names, with_classes
 from bptjax.json_files import read_json
+from bptjax.keys import flatten
 from bptjax.links import check_links
 from bptjax.models.attention_pattern import find_tokens
 from bptjax.models.config import ModelConfig

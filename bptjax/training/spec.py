@@ -95,15 +95,15 @@ class TrainSpec:
                 f"execution.schedule=fused: must not go with parallel.sp={sp}, which shards "
                 "sequences; set schedule=split or sp=1"
             )
-        ep, experts = num_shards(self.mesh, "experts"), self.model.num_experts
-        if ep > 1 and experts is None:
+        ep, experts = num_shards(self.mesh, "experts"), self.model.experts.count
+        if ep > 1 and not experts:
             raise ValueError(
                 f"parallel.ep={ep}: must be 1 for a model without experts; use parallel.fsdp"
             )
-        if experts is not None and experts % ep:
+        if experts % ep:
             # Divides the devices too, so that the others can go to fsdp.
             raise ValueError(
-                f"parallel.ep={ep}: must divide num_experts={experts}; use "
+                f"parallel.ep={ep}: must divide model.experts.count={experts}; use "
                 f"{math.gcd(ep, experts)}, with the other devices on parallel.fsdp"
             )
         return Layout(self.mesh, self.model.num_heads, self.config.parallel.sequence_strategy)

@@ -4,6 +4,7 @@ sharding and the memory of each array."""
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -154,13 +155,13 @@ class ParameterCounts(NamedTuple):
 
 
 def parameter_counts(
-    spec: TrainSpec, counted: Callable[[str], bool] = lambda path: True
+    spec: TrainSpec, share: Callable[[str], Fraction | int] = lambda path: 1
 ) -> ParameterCounts:
-    """Counts the parameters whose paths are `counted`."""
+    """Counts the parameters, each only to the `share` of its path."""
 
     def size(tree):
         leaves = jax.tree.leaves_with_path(tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
-        return sum(v.get_value().size for path, v in leaves if counted(param_path(path)))
+        return int(sum(v.get_value().size * share(param_path(path)) for path, v in leaves))
 
     base = size(_abstract_model(spec))
     if spec.config.adapter.type == "none":

@@ -7,13 +7,14 @@ import grain
 import numpy as np
 import pytest
 
-from bptjax.config import flatten, to_yaml
+from bptjax.config import to_yaml
 from bptjax.config_parser import parse
 from bptjax.data.config import DataConfig, SourceConfig
 from bptjax.data.loader import eval_loader, train_loader
 from bptjax.data.mixture import MixIterDataset
 from bptjax.data.packing import PACKINGS
 from bptjax.data.sources import open_split
+from bptjax.keys import flatten
 
 TOKENIZER = SimpleNamespace(vocab_size=10**6, eos_id=None)
 T = 16

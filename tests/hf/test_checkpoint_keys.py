@@ -7,9 +7,11 @@ import pytest
 from bptjax import convert
 from bptjax.config_parser import parse
 from bptjax.data.tokenizer import ByteTokenizer
-from bptjax.hf.config import OVERRIDABLE
+from bptjax.hf.peft_config import BASE_CONFIG
+from bptjax.keys import flatten, replace_keys
 from bptjax.metrics import read_metrics
 from bptjax.models.config import ModelConfig
+from bptjax.models.config_checks import OVERRIDABLE
 from bptjax.pretrained import open_pretrained
 from bptjax.train import main
 from hf.cases import config
@@ -23,12 +25,12 @@ VALUES = {
     "embedding_dropout": 0.25,
     "attention_dropout": 0.25,
     "residual_dropout": 0.25,
-    "router_aux_loss": 0.125,
-    "router_z_loss": 0.125,
+    "experts.aux_loss": 0.125,
+    "experts.z_loss": 0.125,
     "init_std": 0.5,
     "add_tokens": ["<tool>"],
 }
-OF_EXPERTS = "router_aux_loss", "router_z_loss"
+OF_EXPERTS = "experts.aux_loss", "experts.z_loss"
 
 
 @pytest.fixture(scope="module")
@@ -55,14 +57,14 @@ def test_every_key_can_be_set_where_the_checkpoint_has_its_part(key, name, bases
         with pytest.raises(ValueError, match=f"model.{key}=0.125: .* has no experts; leave it out"):
             open_pretrained(wanted)
         return
-    found = getattr(open_pretrained(wanted).config, key)
+    found = flatten(open_pretrained(wanted).config)[key]
     assert found == value or key == "rope_parameters" and value.items() <= found.items()
 
 
 @pytest.mark.parametrize("key", OF_EXPERTS)
 def test_router_losses_of_a_new_model_go_with_experts(key):
     with pytest.raises(ValueError, match=f"model.{key}=0.125: must go with model.feed_forward"):
-        ModelConfig(**{key: 0.125})
+        replace_keys(ModelConfig(), {key: 0.125})
 
 
 @pytest.mark.parametrize("kind", ["none", "lora"])
@@ -76,18 +78,22 @@ def test_a_run_trains_with_the_router_losses_that_it_sets(kind, bases, tmp_path,
         "adapter.type": kind,
     }
     command = [f"--{key}={value}" for key, value in options.items()]
-    told = "model.router_aux_loss=0.5 sets the checkpoint's router_aux_loss_coef"
+    told = "model.experts.aux_loss=0.5 sets the checkpoint's router_aux_loss_coef"
     assert main([*command, f"--run_dir={tmp_path / 'plain'}"]) == 0
     assert (told in capsys.readouterr().out) == (kind == "none")
-    flags = ["--model.router_aux_loss=0.5", "--model.router_z_loss=0.125"]
+    flags = ["--model.experts.aux_loss=0.5", "--model.experts.z_loss=0.125"]
     assert main([*command, *flags, f"--run_dir={tmp_path / 'run'}"]) == 0
     assert told not in capsys.readouterr().out
     losses = [r.get("train/auxiliary_loss") for r in read_metrics(tmp_path / "run/metrics.jsonl")]
     assert max(filter(None, losses)) > 0.1
     # The run's directory and its export are models again.
     found = open_pretrained(ModelConfig(name_or_path=str(tmp_path / "run"))).config
-    assert (found.router_aux_loss, found.router_z_loss) == (0.5, 0.125)
+    assert (found.experts.aux_loss, found.experts.z_loss) == (0.5, 0.125)
     if kind == "lora":
         out = tmp_path / "adapter"
         assert convert.main(["export-adapter", str(tmp_path / "run"), str(out)]) == 0
-        assert open_pretrained(ModelConfig(name_or_path=str(out))).config.router_aux_loss == 0.5
+        for text in (None, '{"router_aux_loss": 0.5, "router_z_loss": 0.125}'):
+            if text:  # The names of earlier versions.
+                (out / BASE_CONFIG).write_text(text)
+            again = open_pretrained(ModelConfig(name_or_path=str(out))).config
+            assert again.experts == found.experts

@@ -78,7 +78,7 @@ def test_weights_of_linear_layers_decay(theirs, name):
     linears = [(name, m) for name, m in model.named_modules() if isinstance(m, kinds)]
     linears = {f"{name}.weight" for name, m in linears if m is not model.get_output_embeddings()}
     wanted = {path for each in expert_parameters(family, model_config) for path in each.paths}
-    wanted |= {"layers.mlp.router.kernel"} if model_config.num_experts else set()
+    wanted |= {"layers.mlp.router.kernel"} if model_config.experts.count else set()
     for rule in family.tensor_rules(model_config):
         if linears.issuperset(rule.names(field_values(model_config)).values()):
             wanted |= {*rule.ours}

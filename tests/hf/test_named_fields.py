@@ -16,6 +16,7 @@ from bptjax.hf.tensor_rules import linear
 from bptjax.hf.tensors import Tensors
 from bptjax.lora import AdapterConfig, Adapters
 from bptjax.models.config import ModelConfig
+from bptjax.models.groups.experts import ExpertsConfig
 from bptjax.models.params import stacked
 from bptjax.pretrained import open_pretrained
 
@@ -30,14 +31,14 @@ def read(c):
         qk_norm=True,
         intermediate_size=c.moe_intermediate_size,
         feed_forward="experts",
-        num_experts=c.num_experts,
+        experts=ExpertsConfig(count=c.num_experts),
     )
 
 
 def rules(c):
     mlp = "model.layers.{layer}.mlp."
     yield from (rule for rule in rules_rmsnorm_glu(c) if not rule.hf.startswith(mlp))
-    D, F, E = (c.hidden_size,), (c.F,), (c.num_experts,)
+    D, F, E = (c.hidden_size,), (c.F,), (c.experts.count,)
     yield from linear(f"{mlp}gate", "layers.mlp.router", D, E, bias=False)
     for name, shapes in (("gate", (D, F)), ("up", (D, F)), ("down", (F, D))):
         hf = f"{mlp}experts.{{expert}}.{name}_proj"

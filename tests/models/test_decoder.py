@@ -12,6 +12,7 @@ import pytest
 from bptjax.models.cache import Cache
 from bptjax.models.config import ModelConfig
 from bptjax.models.decoder import Decoder
+from bptjax.models.groups.experts import ExpertsConfig
 from bptjax.ops.loss import linear_cross_entropy
 from bptjax.remat import TrainingExecution
 
@@ -330,7 +331,7 @@ def test_half_precision_is_near(tokens, dtype):
         ({"full_kv_heads": 1}, "full_kv_heads=1: must go with model.full_head_dim"),
         ({"full_head_dim": 8}, "full_head_dim=8: must go with full_attention and sliding_att"),
         ({"layer_scale": True}, "layer_scale=True: must go with norm_position=sandwich"),
-        ({"expert_norms": True}, "expert_norms=True: must go with model.feed_forward=experts"),
+        ({"experts": ExpertsConfig(norms=True)}, "experts.norms=True: must go with model.feed_f"),
         (LINEAR | {"residual": "parallel"}, "layer_types: must have no linear_attention unless"),
         ({"image_size": (8, 8)}, r"image_size=\(8, 8\), patch_size=None: must be set together"),
         ({"patch_size": (4, 4)}, r"image_size=None, patch_size=\(4, 4\): must be set"),

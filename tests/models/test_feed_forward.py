@@ -16,6 +16,7 @@ from bptjax.models.config import ModelConfig
 from bptjax.models.decoder import Decoder
 from bptjax.models.experts import Experts, Router
 from bptjax.models.feed_forward import ACTIVATIONS, activate
+from bptjax.models.groups.experts import ExpertsConfig
 from bptjax.models.layer_loops import Execution
 from bptjax.ops.blockwise import blockwise
 from bptjax.ops.loss import linear_cross_entropy
@@ -26,10 +27,7 @@ from bptjax.sampling import Sampling
 ROUTED = replace(
     ROTARY,
     feed_forward="experts",
-    num_experts=6,
-    expert_size=20,
-    router_aux_loss=1.0,
-    router_z_loss=0.1,
+    experts=ExpertsConfig(count=6, size=20, aux_loss=1.0, z_loss=0.1),
 )
 
 
@@ -82,10 +80,9 @@ def test_activations(name):
 
 def test_equals_all_experts():
     """Each token through every expert, weighted by 0 unless it is among its k."""
-    biases = dict(mlp_bias=True, router_bias=True, router_renormalized=False)
-    config = replace(
-        ROUTED, init_std=0.5, glu_limit=0.5, glu_offset=1.0, experts_per_token=3, **biases
-    )
+    choices = dict(glu_limit=0.5, glu_offset=1.0, per_token=3, router_bias=True, renormalized=False)
+    experts = replace(ROUTED.experts, **choices)
+    config = replace(ROUTED, init_std=0.5, mlp_bias=True, experts=experts)
     network = Experts(config, jax.random.key(0), jnp.float32)
     structure = jax.tree.structure(network)
     keys = jax.random.split(jax.random.key(1), structure.num_leaves)
@@ -104,7 +101,7 @@ def test_equals_all_experts():
         probability = jax.nn.softmax(x @ network.router.kernel[...] + bias)
         least = jnp.sort(probability, -1)[..., -3, None]
         weights = jnp.where(probability >= least, probability, 0)
-        each = jnp.repeat(x[:, :, None], config.num_experts, 2)
+        each = jnp.repeat(x[:, :, None], config.experts.count, 2)
         each = network.activate(linear(network.gate, each), linear(network.up, each))
         return jnp.einsum("btx,btxd->btd", weights, linear(network.down, each))
 
@@ -138,7 +135,9 @@ def test_chunks_and_remat_change_nothing(model):
 def test_memory_follows_the_chunk():
     """With 37 experts too, there are no numbers for each expert and token, or for each expert and
     choice of a token in a chunk."""
-    network = Experts(replace(ROUTED, num_experts=37), jax.random.key(0), jnp.float32)
+    network = Experts(
+        replace(ROUTED, experts=replace(ROUTED.experts, count=37)), jax.random.key(0), jnp.float32
+    )
 
     def loss(network, x, chunk):
         def f(network, x, inside):
@@ -174,7 +173,8 @@ def test_fewer_sequences_than_devices(model):
 
 def test_groups_are_chosen_by_their_scores():
     """The logits of the first group have the larger sum, the sigmoids of the second."""
-    groups = dict(router_groups=2, router_groups_per_token=1, router_scores="sigmoid")
-    config = ModelConfig(feed_forward="experts", num_experts=4, experts_per_token=1, **groups)
+    groups = dict(groups=2, groups_per_token=1, scores="sigmoid")
+    experts = ExpertsConfig(count=4, per_token=1, **groups)
+    config = ModelConfig(feed_forward="experts", experts=experts)
     router = Router(config, jax.random.key(0), jnp.float32)
     assert int(router.choose(jnp.array([[10.0, -5.0, 2.0, 2.5]]))[0, 0]) == 3

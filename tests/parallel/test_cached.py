@@ -12,6 +12,7 @@ from bptjax.generation import _step, generate
 from bptjax.models.cache import Cache
 from bptjax.models.config import ModelConfig
 from bptjax.models.decoder import Decoder
+from bptjax.models.groups.experts import ExpertsConfig
 from bptjax.models.layer_loops import Execution
 from bptjax.parallel import cached
 from bptjax.parallel.mesh import STATE_AXIS, ParallelConfig, make_mesh, sharding
@@ -20,7 +21,7 @@ from bptjax.sampling import Sampling
 GREEDY = Sampling(temperature=0.0)
 # Attention reads four keys at a time, and the prompt of 19 tokens is read in four chunks.
 SMALL, CHUNK = Execution(q_chunk=4, k_chunk=1, ffn_chunk=3), 6
-EXPERTS = dict(feed_forward="experts", num_experts=4, experts_per_token=2, expert_size=16)
+EXPERTS = dict(feed_forward="experts", experts=ExpertsConfig(count=4, per_token=2, size=16))
 MODELS = {
     "two key heads": dict(num_kv_heads=2),
     "windows, sinks, experts": dict(

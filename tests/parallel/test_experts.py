@@ -18,6 +18,7 @@ from bptjax.checkpoint import Checkpoints
 from bptjax.lora import AdapterConfig
 from bptjax.models.config import ModelConfig
 from bptjax.models.experts import Experts
+from bptjax.models.groups.experts import ExpertsConfig
 from bptjax.ops import grouped_triton
 from bptjax.parallel.mesh import ParallelConfig, axis_sizes, make_mesh
 from bptjax.remat import TrainingExecution
@@ -27,12 +28,12 @@ from bptjax.training.state import abstract_state, with_shardings
 from bptjax.training.step import compile_step, gradients
 
 ROUTED = replace(
-    MODEL, num_layers=2, feed_forward="experts", num_experts=4, expert_size=20, router_z_loss=0.1
+    MODEL, num_layers=2, feed_forward="experts", experts=ExpertsConfig(count=4, size=20, z_loss=0.1)
 )
 # A model, a mesh and the keys of its execution.
 CASES = {
     "norms of queries and keys": (
-        replace(ROUTED, qk_norm=True, router_aux_loss=1.0, experts_per_token=3),
+        replace(ROUTED, qk_norm=True, experts=replace(ROUTED.experts, aux_loss=1.0, per_token=3)),
         dict(ep=4),
         dict(ffn_chunk=8, remat="nested(2)"),
     ),
@@ -40,9 +41,7 @@ CASES = {
         replace(
             ROUTED,
             activation="quick_gelu",
-            glu_limit=7.0,
-            glu_offset=1.0,
-            router_bias=True,
+            experts=replace(ROUTED.experts, glu_limit=7.0, glu_offset=1.0, router_bias=True),
             mlp_bias=True,
             attention_sinks=True,
             qkv_bias=True,
@@ -54,23 +53,32 @@ CASES = {
     "groups, a shared expert, a layer without experts": (
         replace(
             ROUTED,
-            router_scores="sigmoid",
-            router_correction=True,
-            router_groups=2,
-            shared_expert_size=12,
-            shared_expert_gate=True,
-            routed_scale=1.5,
-            mlp_only_layers=[0],
+            experts=replace(
+                ROUTED.experts,
+                scores="sigmoid",
+                correction=True,
+                groups=2,
+                shared_size=12,
+                shared_gate=True,
+                scale=1.5,
+                mlp_only_layers=[0],
+            ),
         ),
         dict(ep=2, fsdp=2, sp=2),
         dict(ffn_chunk=20, remat="dots"),
     ),
     "slices of experts with biases": (
-        replace(ROUTED, router_bias=True, mlp_bias=True, shared_expert_size=12),
+        replace(
+            ROUTED, experts=replace(ROUTED.experts, router_bias=True, shared_size=12), mlp_bias=True
+        ),
         dict(tp=2, fsdp=2, sp=2),
         dict(ffn_chunk=20, remat="dots"),
     ),
-    "a width that tp does not divide": (replace(ROUTED, expert_size=21), dict(tp=2), {}),
+    "a width that tp does not divide": (
+        replace(ROUTED, experts=replace(ROUTED.experts, size=21)),
+        dict(tp=2),
+        {},
+    ),
 }
 
 
@@ -127,7 +135,9 @@ def on_devices(network: Experts, mesh) -> Experts:
 
 def test_no_token_is_dropped():
     """All tokens of all devices choose the experts of the first one."""
-    config = replace(ROUTED, num_experts=8, router_bias=True, init_std=0.5)
+    config = replace(
+        ROUTED, experts=replace(ROUTED.experts, count=8, router_bias=True), init_std=0.5
+    )
     network = Experts(config, jax.random.key(0), jnp.float32)
     network.router.bias[...] = jnp.where(jnp.arange(8) < 2, 99.0, 0.0)
     x, counted = jax.random.normal(jax.random.key(1), (4, 37, 32)), jnp.ones((4, 37), bool)
@@ -176,7 +186,10 @@ def test_each_gpu_runs_kernels_on_its_slices(adapter, sizes, monkeypatch):
     ("model", "message"),
     [
         (MODEL, "parallel.ep=4: must be 1 for a model without experts; use parallel.fsdp"),
-        (replace(ROUTED, num_experts=6), "parallel.ep=4: must divide num_experts=6; use 2, with"),
+        (
+            replace(ROUTED, experts=replace(ROUTED.experts, count=6)),
+            "parallel.ep=4: must divide model.experts.count=6; use 2, with",
+        ),
     ],
 )
 def test_refusals(model, message):

@@ -9,6 +9,7 @@ import pytest
 from bptjax.config import Config, TrainConfig
 from bptjax.lora import AdapterConfig
 from bptjax.models.config import ModelConfig
+from bptjax.models.groups.experts import ExpertsConfig
 from bptjax.parallel.mesh import ParallelConfig, make_mesh
 from bptjax.training.flops import attended_pairs, matmul_parameters, model_flops
 from bptjax.training.spec import TrainSpec
@@ -82,11 +83,8 @@ def test_idle_experts_count_with_their_biases(adapter):
         replace(
             MODEL,
             feed_forward="experts",
-            num_experts=X,
-            expert_size=20,
+            experts=ExpertsConfig(count=X, size=20, shared_size=12, shared_gate=True),
             mlp_bias=True,
-            shared_expert_size=12,
-            shared_expert_gate=True,
         )
         for X in (4, 2)
     )

@@ -14,12 +14,13 @@ import pytest
 import yaml
 
 from bptjax.checkpoint_files import HALF_WRITTEN, write_manifest
-from bptjax.config import Config, flatten, to_yaml
+from bptjax.config import Config, to_yaml
 from bptjax.config_parser import parse
 from bptjax.execution import ExecutionConfig
+from bptjax.keys import RENAMED, flatten, nest
 from bptjax.models.config import ModelConfig
 from bptjax.output import leftovers
-from bptjax.pretrained import open_pretrained
+from bptjax.pretrained import _run_config, open_pretrained
 from bptjax.train import main
 from bptjax.training.run_directory import acquire_run_dir, saved_execution, saved_keys
 from bptjax.training.setup import _with_defaults
@@ -174,6 +175,24 @@ def test_a_run_of_an_older_version_goes_on_with_the_defaults_of_new_keys(argumen
         acquire_run_dir(tmp_path, parse(tuned))
     acquire_run_dir(tmp_path, parse([*tuned, "--optimizer.weight_decay=0.1"]))
     assert [file.name for file in tmp_path.iterdir()] == ["config.yaml"]
+
+
+def test_a_run_with_the_old_keys_of_the_model_is_resumed_and_read(tmp_path):
+    """Old keys that were not set are null; here each renamed key of the model has its value."""
+    experts = ["count=4", "size=24", "mlp_only_layers=[1]", "scores=sigmoid", "z_loss=0.25"]
+    flags = [f"--model.experts.{flag}" for flag in experts]
+    command = [f"--run_dir={tmp_path}", "--model.feed_forward=experts", *flags]
+    config = parse(command)
+    old = {new: old for old, new in RENAMED.items() if old.startswith("model.")}
+    keys = {old.get(key, key): value for key, value in flatten(config).items()}
+    assert keys["model.num_experts"] == 4 and "model.experts.count" not in keys
+    keys["model.shared_expert_size"] = None
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(nest(keys)))
+    acquire_run_dir(tmp_path, config)
+    other = parse([flag.replace("count=4", "count=5") for flag in command])
+    with pytest.raises(ValueError, match="a run with model.experts.count=4, and this run has 5"):
+        acquire_run_dir(tmp_path, other)
+    assert _run_config(tmp_path).model == config.model
 
 
 def test_a_resumed_run_keeps_the_execution_that_its_keys_allow(tmp_path):

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from bptjax.config import flatten, to_yaml
+from bptjax.config import to_yaml
 from bptjax.config_parser import parse
 from bptjax.execution import ExecutionConfig
+from bptjax.keys import flatten
 from bptjax.models.config import ModelConfig
 from bptjax.pretrained import open_pretrained
 from bptjax.train import main

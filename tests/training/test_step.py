@@ -11,6 +11,7 @@ from bptjax.checkpoint import Checkpoints
 from bptjax.config import Config, TrainConfig
 from bptjax.execution import ExecutionConfig
 from bptjax.models.config import ModelConfig
+from bptjax.models.groups.experts import ExpertsConfig
 from bptjax.ops.choices import record_choices
 from bptjax.optimizer import OptimizerConfig
 from bptjax.parallel.mesh import ParallelConfig, make_mesh
@@ -59,7 +60,9 @@ def test_blank_sequences_are_neutral(batch, kind):
     """A shard without further records provides them: here two of three micro-batches are blank."""
     spec = make_spec()
     if kind == "experts":
-        routed = dict(feed_forward="experts", num_experts=4, router_aux_loss=0.5, router_z_loss=0.1)
+        routed = dict(
+            feed_forward="experts", experts=ExpertsConfig(count=4, aux_loss=0.5, z_loss=0.1)
+        )
         spec = replace(spec, model=replace(MODEL, **routed))
     if kind == "classifier":
         spec = replace(

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from bptjax.models.config import ModelConfig
+from bptjax.models.groups.experts import ExpertsConfig
 from bptjax.parallel.mesh import ParallelConfig, make_mesh
 from bptjax.training.state import abstract_state, init_state
 from bptjax.training.step import abstract_batch, compile_step, gradients
@@ -46,7 +47,7 @@ def test_int8_states_of_linear_attention_and_experts_compile():
     """XLA cannot partition a device's index in the update if it shards over other axes itself."""
     sizes = dict(linear_key_heads=2, linear_value_heads=4, linear_key_size=8, linear_value_size=8)
     kinds = ["linear_attention", "full_attention", "linear_attention"]
-    experts = dict(feed_forward="experts", num_experts=4, experts_per_token=1, expert_size=512)
+    experts = dict(feed_forward="experts", experts=ExpertsConfig(count=4, per_token=1, size=512))
     model = replace(MODEL, num_layers=3, num_heads=4, layer_types=kinds, **sizes, **experts)
     spec = make_spec(ParallelConfig(dp=1, fsdp=1, tp=4, ep=2))
     spec = with_optimizer(replace(spec, model=model), type="lion", state_dtype="int8")
@@ -220,12 +221,12 @@ def test_router_losses_are_of_the_global_batch(batch):
     """On a mesh whose devices and micro-batches send unequal shares of their tokens to an expert,
     and with gradient accumulation: loss and gradients of one big batch on one device. Also beside a
     layer without experts, and with a shared expert; the router's correction is not trained."""
-    routed = dict(feed_forward="experts", num_experts=4, router_aux_loss=0.5, router_z_loss=0.1)
-    routed |= dict(mlp_only_layers=[0], shared_expert_size=24)
-    routed |= dict(router_scores="sigmoid", router_correction=True)
+    routed = dict(count=4, aux_loss=0.5, z_loss=0.1, mlp_only_layers=[0], shared_size=24)
+    experts = ExpertsConfig(**routed, scores="sigmoid", correction=True)
 
     def spec(parallel=None):
-        return replace(make_spec(parallel), model=replace(MODEL, **routed))
+        model = replace(MODEL, feed_forward="experts", experts=experts)
+        return replace(make_spec(parallel), model=model)
 
     one, mesh = spec(), spec(ParallelConfig(dp=2, fsdp=1, tp=2, sp=2, sequence_strategy="ring"))
     wanted = gradient_sums(one, batch, 1)

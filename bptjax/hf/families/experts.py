@@ -10,25 +10,31 @@ from bptjax.hf.families.family import activation, require
 from bptjax.hf.families.gated import rmsnorm_glu_decoder, rules_rmsnorm_decoder, window_pattern
 from bptjax.hf.tensor_rules import TensorRule, identity, mlp
 from bptjax.models.config import ModelConfig
+from bptjax.models.groups.experts import ExpertsConfig
 
 
-def experts_decoder(c: Any, **more: Any) -> dict[str, Any]:
-    """Returns the keywords that these families share, updated with `more`. transformers adds the
+def new_experts(c: Any, **more: Any) -> ExpertsConfig:
+    """Returns the experts of these families, with the keywords `more`. transformers adds the
     load-balancing loss only if output_router_logits is set."""
     factor = c.router_aux_loss_coef
-    return rmsnorm_glu_decoder(
-        c,
-        feed_forward="experts",
-        num_experts=c.num_experts,
-        experts_per_token=c.num_experts_per_tok,
-        router_aux_loss=factor if c.output_router_logits else None,
+    return ExpertsConfig(
+        count=c.num_experts,
+        per_token=c.num_experts_per_tok,
+        aux_loss=factor if c.output_router_logits else None,
         **more,
     )
 
 
+def experts_decoder(c: Any, experts: ExpertsConfig, **more: Any) -> dict[str, Any]:
+    """Returns the keywords that these families share, updated with `more`."""
+    return rmsnorm_glu_decoder(c, feed_forward="experts", experts=experts, **more)
+
+
 def read_mixtral(c: Any) -> dict[str, Any]:
     """Reads MixtralForCausalLM. All layers have the same window."""
-    return experts_decoder(c, activation=activation(c.hidden_act), sliding_window=c.sliding_window)
+    return experts_decoder(
+        c, new_experts(c), activation=activation(c.hidden_act), sliding_window=c.sliding_window
+    )
 
 
 def layers_without_experts(c: Any) -> list[int]:
@@ -43,10 +49,13 @@ def read_qwen3_moe(c: Any) -> dict[str, Any]:
     bias = c.attention_bias
     return experts_decoder(
         c,
-        mlp_only_layers=layers_without_experts(c),
+        new_experts(
+            c,
+            mlp_only_layers=layers_without_experts(c),
+            size=c.moe_intermediate_size,
+            renormalized=c.norm_topk_prob,
+        ),
         activation=activation(c.hidden_act),
-        expert_size=c.moe_intermediate_size,
-        router_renormalized=c.norm_topk_prob,
         qk_norm=True,
         qkv_bias=bias,
         out_bias=bias,
@@ -59,8 +68,8 @@ def read_olmoe(c: Any) -> dict[str, Any]:
     bias = c.attention_bias
     return experts_decoder(
         c,
+        new_experts(c, renormalized=c.norm_topk_prob),
         activation=activation(c.hidden_act),
-        router_renormalized=c.norm_topk_prob,
         qk_norm=True,
         qk_norm_joint=True,
         qkv_bias=bias,
@@ -78,10 +87,8 @@ def read_gpt_oss(c: Any) -> dict[str, Any]:
     bias = c.attention_bias
     return experts_decoder(
         c,
+        new_experts(c, glu_limit=c.swiglu_limit, glu_offset=1.0, router_bias=True),
         activation="quick_gelu",
-        glu_limit=c.swiglu_limit,
-        glu_offset=1.0,
-        router_bias=True,
         mlp_bias=True,
         attention_sinks=True,
         qkv_bias=bias,
@@ -93,24 +100,25 @@ def read_gpt_oss(c: Any) -> dict[str, Any]:
 def read_glm4_moe(c: Any) -> dict[str, Any]:
     """Reads Glm4MoeForCausalLM. Part of each head is rotated; the first layers have an MLP; the
     others choose experts by sigmoids with a correction, and add a shared expert."""
-    return rmsnorm_glu_decoder(
+    return experts_decoder(
         c,
+        ExpertsConfig(
+            count=c.n_routed_experts,
+            per_token=c.num_experts_per_tok,
+            size=c.moe_intermediate_size,
+            shared_size=c.n_shared_experts * c.moe_intermediate_size,
+            mlp_only_layers=list(range(c.first_k_dense_replace)),
+            scores="sigmoid",
+            correction=True,
+            renormalized=c.norm_topk_prob,
+            groups=c.n_group,
+            groups_per_token=c.topk_group,
+            scale=c.routed_scaling_factor,
+        ),
         partial=True,
         activation=activation(c.hidden_act),
         qk_norm=c.use_qk_norm,
         qkv_bias=c.attention_bias,
-        feed_forward="experts",
-        num_experts=c.n_routed_experts,
-        experts_per_token=c.num_experts_per_tok,
-        expert_size=c.moe_intermediate_size,
-        shared_expert_size=c.n_shared_experts * c.moe_intermediate_size,
-        mlp_only_layers=list(range(c.first_k_dense_replace)),
-        router_scores="sigmoid",
-        router_correction=True,
-        router_renormalized=c.norm_topk_prob,
-        router_groups=c.n_group,
-        router_groups_per_token=c.topk_group,
-        routed_scale=c.routed_scaling_factor,
     )
 
 
@@ -130,14 +138,14 @@ def rules_sparse_mlp(c: ModelConfig) -> Iterator[TensorRule]:
     """Yields the rules of the experts, and of the MLP of layers without experts."""
     names = {name: f"{name}_proj" for name in ("gate", "up", "down")}
     yield from experts(c, "model.layers.{expert_layer}.mlp.", **names)
-    if c.mlp_only_layers:
+    if c.experts.mlp_only_layers:
         gate, up, down = (f"model.layers.{{mlp_layer}}.mlp.{name}" for name in names.values())
         yield from mlp(c, up, down, gate, ours="layers.dense")
 
 
 def rules_glm4_moe(c: ModelConfig) -> Iterator[TensorRule]:
     """Yields the rules of Glm4MoeForCausalLM."""
-    layer, X, size = "model.layers.{expert_layer}.mlp.", c.num_experts or 0, c.shared_expert_size
+    layer, X, size = "model.layers.{expert_layer}.mlp.", c.experts.count, c.experts.shared_size
     yield from rules_qwen3_moe(c)
     correction = f"{layer}gate.e_score_correction_bias", "layers.mlp.router.correction"
     yield replace(identity(*correction, (X,)), dtype="float32")
@@ -148,7 +156,7 @@ def rules_glm4_moe(c: ModelConfig) -> Iterator[TensorRule]:
 def rules_gpt_oss(c: ModelConfig) -> Iterator[TensorRule]:
     """Yields the rules of GptOssForCausalLM. A tensor of a layer holds gate and up of all experts,
     their outputs interleaved."""
-    layer, (D, F, X) = "model.layers.{layer}.", (c.hidden_size, c.expert_F, c.num_experts or 0)
+    layer, (D, F, X) = "model.layers.{layer}.", (c.hidden_size, c.expert_F, c.experts.count)
     yield from rules_rmsnorm_decoder(c)
     yield identity(f"{layer}self_attn.sinks", "layers.sinks", (c.num_heads,))
     yield _transposed(f"{layer}mlp.router.weight", "router", (X, D))
@@ -178,7 +186,7 @@ def experts(c: ModelConfig, hf: str, **names: str) -> Iterator[TensorRule]:
       hf: prefix of their names.
       names: names of gate, up and down in the file.
     """
-    yield _transposed(f"{hf}gate.weight", "router", (c.num_experts or 0, c.hidden_size))
+    yield _transposed(f"{hf}gate.weight", "router", (c.experts.count, c.hidden_size))
     for ours, name in names.items():
         shape = (c.expert_F, c.hidden_size)
         shape = shape[::-1] if ours == "down" else shape

@@ -45,7 +45,7 @@ def field_values(config: ModelConfig) -> dict[str, Sequence[int]]:
         windowed_layer=[i for i in range(config.num_layers) if i not in config.full_layers],
         full_kv_layer=config.kv_layers(True),
         windowed_kv_layer=config.kv_layers(False),
-        expert=range(config.num_experts or 0),
+        expert=range(config.experts.count),
     )
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from bptjax.hf.families.family import activation, require, rotary
 from bptjax.hf.tensor_rules import TensorRule, embedding_norm_head, identity, linear, mlp, norm
 from bptjax.models.config import ModelConfig
+from bptjax.models.groups.experts import ExpertsConfig
 
 LAYER = "model.layers.{layer}."
 # Keys that a layer's config may change.
@@ -102,11 +103,13 @@ def _experts(c: Any, double: bool) -> dict[str, Any]:
         raise ValueError("use_double_wide_mlp=True: must be false with enable_moe_block")
     return dict(
         feed_forward="experts",
-        num_experts=c.num_experts,
-        experts_per_token=c.top_k_experts,
-        expert_size=c.moe_intermediate_size,
-        shared_expert_size=c.intermediate_size,
-        expert_norms=True,
+        experts=ExpertsConfig(
+            count=c.num_experts,
+            per_token=c.top_k_experts,
+            size=c.moe_intermediate_size,
+            shared_size=c.intermediate_size,
+            norms=True,
+        ),
     )
 
 
@@ -129,7 +132,7 @@ def rules_gemma4(c: ModelConfig) -> Iterator[TensorRule]:
     ):
         yield from norm(f"{LAYER}{hf}_layernorm", f"layers.{ours}", c)
     yield identity(f"{LAYER}layer_scalar", "layers.scale", (1,))
-    if c.num_experts is not None:
+    if c.experts.on:
         yield from _rules_experts(c)
     else:
         yield from mlp(c, *_mlp_names("model.layers.{expert_layer}."))
@@ -164,8 +167,8 @@ def _rules_attention(c: ModelConfig) -> Iterator[TensorRule]:
 def _rules_experts(c: ModelConfig) -> Iterator[TensorRule]:
     """Yields the rules of the router, the experts and the MLP beside them. A tensor of a layer
     holds gate and up of all experts, one after the other."""
-    D, F, X = c.hidden_size, c.expert_F, c.num_experts or 0
-    yield from mlp(c, *_mlp_names(LAYER), ours="layers.mlp.shared", size=c.shared_expert_size)
+    D, F, X = c.hidden_size, c.expert_F, c.experts.count
+    yield from mlp(c, *_mlp_names(LAYER), ours="layers.mlp.shared", size=c.experts.shared_size)
     for hf, ours in (
         ("post_feedforward_layernorm_1", "shared_norm"),
         ("post_feedforward_layernorm_2", "routed_norm"),

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from bptjax.hf.families.experts import layers_without_experts, rules_sparse_mlp
+from bptjax.hf.families.experts import layers_without_experts, new_experts, rules_sparse_mlp
 from bptjax.hf.families.family import require
 from bptjax.hf.families.gated import rmsnorm_glu_decoder
 from bptjax.hf.tensor_rules import (
@@ -55,26 +55,22 @@ def read_qwen3_5(c: Any) -> dict[str, Any]:
 
 
 def read_qwen3_5_moe(c: Any, **more: Any) -> dict[str, Any]:
-    """Reads Qwen3_5MoeForCausalLM, and updates the keywords with `more`. A shared expert has a
-    gate."""
-    factor = c.router_aux_loss_coef
-    return hybrid_decoder(
+    """Reads Qwen3_5MoeForCausalLM, and updates the choices of experts with `more`. A shared expert
+    has a gate."""
+    experts = new_experts(
         c,
-        feed_forward="experts",
-        num_experts=c.num_experts,
-        experts_per_token=c.num_experts_per_tok,
-        expert_size=c.moe_intermediate_size,
-        shared_expert_size=c.shared_expert_intermediate_size,
-        shared_expert_gate=True,
-        router_aux_loss=factor if c.output_router_logits else None,
+        size=c.moe_intermediate_size,
+        shared_size=c.shared_expert_intermediate_size,
+        shared_gate=True,
         **more,
     )
+    return hybrid_decoder(c, feed_forward="experts", experts=experts)
 
 
 def read_qwen3_next(c: Any) -> dict[str, Any]:
     """Reads Qwen3NextForCausalLM. Some layers may have an MLP instead of experts."""
     return read_qwen3_5_moe(
-        c, mlp_only_layers=layers_without_experts(c), router_renormalized=c.norm_topk_prob
+        c, mlp_only_layers=layers_without_experts(c), renormalized=c.norm_topk_prob
     )
 
 
@@ -158,7 +154,7 @@ def _rules_experts(c: ModelConfig) -> Iterator[TensorRule]:
     layer, shared = "model.layers.{expert_layer}.mlp.", "layers.mlp.shared"
     yield from rules_sparse_mlp(c)
     names = (f"{layer}shared_expert.{name}_proj" for name in ("up", "down", "gate"))
-    yield from mlp(c, *names, ours=shared, size=c.shared_expert_size)
+    yield from mlp(c, *names, ours=shared, size=c.experts.shared_size)
     D = c.hidden_size
     yield from linear(f"{layer}shared_expert_gate", f"{shared}_gate", (D,), (1,), bias=False)
 

@@ -1,0 +1,80 @@
+"""The base class of groups of choices of the model, and bounds of values."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from fractions import Fraction
+from typing import Any, ClassVar
+
+# Several times the sizes of the largest models there are.
+MOST_SIZE, MOST_HEAD = 2**24, 2**16
+
+
+def integer(default: int | None, least: int = 1, most: int = MOST_SIZE) -> Any:
+    """Declares an integer in these bounds."""
+    return field(default=default, metadata=dict(least=least, most=most))
+
+
+def number(default: float | None, least: float = 0.0, *, positive: bool = False) -> Any:
+    """Declares a finite number of at least this value, or a positive one."""
+    return field(default=default, metadata=dict(least=least, positive=positive))
+
+
+def check_bounds(config: Any, prefix: str) -> None:
+    """Checks the fields of a dataclass that are declared with bounds.
+
+    Args:
+      prefix: precedes the names of fields in errors.
+
+    Raises:
+      ValueError: a value is out of bounds.
+    """
+    for f in fields(config):
+        value, key = getattr(config, f.name), f"{prefix}{f.name}"
+        if not f.metadata or value is None:
+            continue
+        least, most = f.metadata["least"], f.metadata.get("most")
+        if most is None:
+            bound = {0.0: " and not negative", -math.inf: ""}[least]
+            bound = " and positive" if (positive := f.metadata["positive"]) else bound
+            if not least <= value < math.inf or positive and value == 0 or value == -math.inf:
+                raise ValueError(f"{key}={value}: must be finite{bound}")
+        elif value < least:
+            raise ValueError(f"{key}={value}: must be at least {least}")
+        elif value > most:
+            raise ValueError(f"{key}={value}: must be at most {most:,}")
+
+
+@dataclass(frozen=True)
+class Group:
+    """Choices of a part of the model that not all models have. The defaults are those of a model
+    without the part."""
+
+    # The key and value that turn the part on.
+    NEEDS: ClassVar[str]
+
+    @property
+    def on(self) -> bool:
+        """Whether the model has the part."""
+        raise NotImplementedError
+
+    @property
+    def changed(self) -> Mapping[str, Any]:
+        """The values that differ from their defaults."""
+        found = {}
+        for f in fields(self):
+            usual = f.default if f.default_factory is MISSING else f.default_factory()
+            if (value := getattr(self, f.name)) != usual:
+                found[f.name] = value
+        return found
+
+    def check(self, model: Any) -> None:
+        """Checks the choices of a part that a `ModelConfig` has, each of which is in its bounds.
+
+        Raises:
+          ValueError: choices that exclude each other, or other choices of the model.
+        """
+
+    def share(self, path: str) -> Fraction:
+        """Returns the share of the parameter at `path` that a token is multiplied by."""
+        return Fraction(1)
