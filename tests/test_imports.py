@@ -20,6 +20,7 @@ FLOORS = {
         "data",
         "command_line",
         "child_python",
+        "keys",
         "other_names",
         "progress",
         "heartbeat",
