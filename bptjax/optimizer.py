@@ -22,7 +22,7 @@ from bptjax.ops.quantize import (
     stochastic_round,
 )
 from bptjax.ops.target import platform
-from bptjax.parallel.sliced_update import update_in_slices
+from bptjax.parallel.sliced_update import SLICE_ELEMENTS, update_in_slices
 from bptjax.update_rules import AdamW, Lion, Muon, UpdateRule
 
 
@@ -248,6 +248,7 @@ def apply_gradients(
     rate: ArrayLike,
     divisor: ArrayLike,
     key: Array,
+    slice_elements: int = SLICE_ELEMENTS,
 ) -> tuple[Any, OptState, Array]:
     """Clips the gradients and takes one step. Returns (model, state, norm).
 
@@ -267,6 +268,7 @@ def apply_gradients(
       divisor: divisor of the gradients. The returned global norm is computed after the division and
         before clipping.
       key: key of the rounding. On another mesh, the same key rounds differently.
+      slice_elements: see `update_in_slices`.
     """
     parameters, treedef = jax.tree.flatten(model, is_leaf=_is_variable)
     scale = 1 / jnp.asarray(divisor, jnp.float32)
@@ -292,6 +294,7 @@ def apply_gradients(
         old = p, {name: slots[name] for name in rule.slots}
         if sliced or rule.unsliced_axes > 1:
             options = dict(axes=p.axes, when=finite, unsliced_axes=rule.unsliced_axes)
+            options["slice_elements"] = slice_elements
             new.append(update_in_slices(step, old, g, leaf_key, **options))
         else:
             chosen = partial(jnp.where, finite)

@@ -1,10 +1,10 @@
 """Progress of long work, with the time left; announcements of compilations, which have none."""
 
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from time import monotonic
 from typing import Any
 
 from bptjax.heartbeat import beat
@@ -20,7 +20,7 @@ class Progress:
     def __init__(self, description: str, total: float, show: Callable[[str], None] | None = None):
         self._description, self._total, self._done = description, total, 0.0
         self._show = show
-        self._start = time.monotonic()
+        self._start = monotonic()
         self._next_line = self._start + FIRST
         self._bar: Any = None
 
@@ -46,7 +46,7 @@ class Progress:
 
     def _update(self) -> None:
         beat(self._description)
-        now = time.monotonic()
+        now = monotonic()
         if self._bar is not None:
             self._move_bar()
         elif now >= self._next_line and self._done < self._total:
@@ -97,6 +97,6 @@ class Compilations:
             text += f"; the last compilation took {self.seconds:.0f} s"
         beat(text)
         self._say(text)
-        start = time.monotonic()
+        start = monotonic()
         yield
-        self.seconds = time.monotonic() - start
+        self.seconds = monotonic() - start

@@ -50,15 +50,6 @@ hook = install_import_hook(
 checked = hook.should_instrument
 # But for what Triton compiles from its source.
 hook.should_instrument = lambda name: checked(name) and not name.endswith("triton_kernels")
-from bptjax.data import packing  # noqa: E402
-from bptjax.ops import dropout  # noqa: E402
-
-# The loader fills a window of sequences before the first batch, for which it shuffles the few
-# records of a test hundreds of times: seconds of each run.
-packing.BUFFER_TOKENS = 2**11
-# Each round is a dozen operations, in every layer: half of a program with dropout.
-ALL_ROUNDS, dropout.ROUNDS = dropout.ROUNDS, 3
-
 
 # Files that take longest, in this order. They run first, so that no process ends with one of them
 # while the others have nothing left to do.
@@ -84,14 +75,6 @@ def pytest_xdist_auto_num_workers():
     return max(1, min(cores + 1, memory // 3_000_000_000))
 
 
-@pytest.fixture(scope="module")
-def all_rounds():
-    """The random numbers that users get, for tests that depend on them."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dropout, "ROUNDS", ALL_ROUNDS)
-        yield
-
-
 @pytest.fixture(autouse=True, scope="session")
 def steps_are_compiled_once():
     """Runs in one process that differ in their files alone share a compiled step: tracing it again
@@ -107,7 +90,7 @@ def steps_are_compiled_once():
         arrays = [(x.shape, x.dtype, x.sharding) for x in jax.tree.leaves((state, batch))]
         structure = jax.tree.structure((state, batch))
         key = spec.model, spec.mesh, spec.epoch_steps, arrays, structure
-        key = repr((config, dropout.ROUNDS, *key))
+        key = repr((config, *key))
         if key not in compiled:
             with record_choices() as choices:
                 compiled[key] = compile_step(spec, state, batch), choices

@@ -13,7 +13,7 @@ from chats import loaded, raw_tokenizer
 from rich.console import Console
 
 from bptjax import evaluate, evaluate_report
-from bptjax.data.stream import Stream
+from bptjax.data.stream import Stream, StreamSizes
 from bptjax.data.text import open_documents
 from bptjax.data.tokenizer import ByteTokenizer
 from bptjax.models.config import ModelConfig
@@ -48,11 +48,10 @@ def test_buckets_are_the_loss_cut_in_pieces(model):
         assert row["perplexity"] == pytest.approx(np.exp(part.mean()), rel=1e-4)
 
 
-def test_a_stream_is_read_up_to_the_limit(tmp_path, model, monkeypatch):
-    monkeypatch.setattr("bptjax.data.text.MEMORY_BYTES", 10)
+def test_a_stream_is_read_up_to_the_limit(tmp_path, model):
     with gzip.open(tmp_path / "a.jsonl.gz", "wt") as file:
         file.write('{"text": "a text of some length"}\n' * 5)
-    documents = open_documents(tmp_path / "a.jsonl.gz")
+    documents = open_documents(tmp_path / "a.jsonl.gz", sizes=StreamSizes(memory=10))
     assert isinstance(documents, Stream)
     how = dict(length=16, buckets=2, limit=3, dtype=jnp.float32)
     rows = evaluate.by_position(model, BYTES, documents, **how)

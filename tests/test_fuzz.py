@@ -10,11 +10,6 @@ CORPUS = Path(__file__).parent / "fuzz_corpus.json"
 NUMBERS = {"configs": 10, "template": 40}
 
 
-@pytest.fixture(autouse=True)
-def time_limit(monkeypatch):
-    monkeypatch.setattr(fuzz.renderer, "SECONDS", 1)
-
-
 @pytest.mark.parametrize("kind", fuzz.KINDS)
 def test_damaged_input_is_accepted_or_refused(kind):
     number = NUMBERS.get(kind, 60)
@@ -40,8 +35,7 @@ def test_a_traceback_and_a_hang_are_faults(monkeypatch, tmp_path):
         raise KeyError(1) if content == b"key" else RecursionError
 
     kind = fuzz.Kind(tmp_path, {"a": [b"key"]}, check)
-    monkeypatch.setattr(fuzz, "HANG_S", 1)
     monkeypatch.setitem(fuzz.KINDS, "own", lambda directory: kind)
     cases = [{"kind": "own", "file": "a", "content": text} for text in ("hang", "key", "other")]
-    found = [fault["error"] for fault in fuzz.replay(cases).faults]
+    found = [fault["error"] for fault in fuzz.replay(cases, hang_s=1).faults]
     assert [error.split(":")[0] for error in found] == ["Hang", "KeyError", "exit code 1"]

@@ -13,9 +13,9 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-import bptjax.parallel.sliced_update
 from bptjax.optimizer import OptimizerConfig, _load, apply_gradients, init_opt_state
 from bptjax.parallel.mesh import ParallelConfig, make_mesh, sharding
+from bptjax.parallel.sliced_update import SLICE_ELEMENTS
 
 CONFIG = OptimizerConfig(learning_rate=1e-2, lr_scheduler_type="constant", weight_decay=0.5)
 STATES = ["float32", "bfloat16", "int8"]
@@ -49,15 +49,15 @@ def gradients(step, model):
     )
 
 
-def update(config, g, model, state, key, divisor=1.0):
+def update(config, g, model, state, key, divisor=1.0, slice_elements=SLICE_ELEMENTS):
     """Returns (model, state, norm) after one update."""
-    rate = config.learning_rate
-    return apply_gradients(config, g, state, model, rate=rate, divisor=divisor, key=key)
+    options = dict(rate=config.learning_rate, divisor=divisor, slice_elements=slice_elements)
+    return apply_gradients(config, g, state, model, key=key, **options)
 
 
-def run(config, model, steps=4, divisor=1.0):
+def run(config, model, steps=4, **options):
     """Returns (model, state, norm) after some updates in one program."""
-    step, state = jax.jit(partial(update, config, divisor=divisor)), init_opt_state(config, model)
+    step, state = jax.jit(partial(update, config, **options)), init_opt_state(config, model)
     norm = None
     for number in range(steps):
         key = jax.random.fold_in(jax.random.key(7), number)
@@ -86,8 +86,7 @@ def test_float32_is_optax(kind, at_once, monkeypatch):
     """Without slices, as on a GPU, and in slices, the last of which overlaps the one before."""
     if at_once is None:
         monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    else:
-        monkeypatch.setattr(bptjax.parallel.sliced_update, "SLICE_ELEMENTS", at_once)
+    options = {} if at_once is None else {"slice_elements": at_once}
     model = Model(jax.random.key(0))
     decayed = jax.tree.map_with_path(lambda path, p: "kernel" in str(path), model)
     oracle = optax.chain(
@@ -100,7 +99,7 @@ def test_float32_is_optax(kind, at_once, monkeypatch):
         with jax.numpy_dtype_promotion("standard"):
             updates, state = oracle.update(g, state, wanted)
         wanted = optax.apply_updates(wanted, updates)
-    got, kept, norm = run(replace(CONFIG, type=kind), model, divisor=1 / 3)
+    got, kept, norm = run(replace(CONFIG, type=kind), model, divisor=1 / 3, **options)
     assert_close(got, wanted, 2e-6)
     assert {"count", *kept.slots} == {"count", *state[1][0]._fields}
     for name, slot in kept.slots.items():
@@ -274,7 +273,7 @@ def test_temporary_memory_does_not_grow_with_the_model(optimizer, kind):
     held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((model, state)))
     assert needs.alias_size_in_bytes >= held
     # Sixteen float32 arrays of a slice, which for muon is a kernel.
-    slice_elements = bptjax.parallel.sliced_update.SLICE_ELEMENTS
+    slice_elements = SLICE_ELEMENTS
     if optimizer == "muon":
         slice_elements = math.prod(model.kernel.shape[1:])
     assert needs.temp_size_in_bytes < 16 * 4 * slice_elements
@@ -318,15 +317,14 @@ def test_eight_devices_round_blocks_as_one(monkeypatch):
 @pytest.mark.parametrize(
     ("optimizer", "kind"), [*(("adamw", kind) for kind in STATES), ("muon", "int8")]
 )
-def test_moments_stay_in_host_memory_on_a_gpu(optimizer, kind, monkeypatch):
-    monkeypatch.setattr(bptjax.parallel.sliced_update, "SLICE_ELEMENTS", 2**16)
+def test_moments_stay_in_host_memory_on_a_gpu(optimizer, kind):
     config = replace(CONFIG, type=optimizer, state_dtype=kind, state_memory_kind="pinned_host")
     # Muon works on whole matrices: more layers show that it holds those of one layer at a time.
     L = 64 if optimizer == "muon" else 8
     model = Model(jax.random.key(0), L=L, D=512, F=1024, V=2048)
     there = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
 
-    step = jax.jit(partial(update, config), donate_argnums=(1, 2))
+    step = jax.jit(partial(update, config, slice_elements=2**16), donate_argnums=(1, 2))
 
     def updated(move):
         start, state = jax.tree.map(jnp.copy, model), init_opt_state(config, model)

@@ -285,7 +285,7 @@ def test_plans_for_several_devices_show_the_time_left(monkeypatch, capsys):
         now[0] += 30.0
         return True
 
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(progress, "monotonic", lambda: now[0])
     monkeypatch.setattr("bptjax.plan._run_on", planned)
     command = ["plan", *FLAGS, "--devices=h100,h200,b200"]
     assert main(command) == 0

@@ -15,7 +15,7 @@ from bptjax.progress import Compilations, Progress
 @pytest.fixture
 def clock(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(progress, "monotonic", lambda: now[0])
     return now
 
 
@@ -70,7 +70,7 @@ def test_a_bar_on_a_terminal_of_80_columns(seconds):
     code = (
         "import sys; from bptjax import progress\n"
         "now = iter([0.0] + [float(sys.argv[1])] * 99)\n"
-        "progress.time.monotonic = lambda: next(now)\n"
+        "progress.monotonic = lambda: next(now)\n"
         "with progress.Progress('writing tensors', 4) as p: p.advance(2)"
     )
     leader, follower = pty.openpty()

@@ -13,7 +13,6 @@ from flax import nnx
 from optax.contrib import MuonDimensionNumbers, muon
 from test_optimizer import CONFIG, Model, assert_close, on, run, update
 
-import bptjax.parallel.sliced_update
 from bptjax.optimizer import init_opt_state
 from bptjax.parallel.mesh import ParallelConfig, make_mesh
 from bptjax.update_rules import orthogonalize
@@ -38,9 +37,8 @@ def kernels(key):
 
 
 @pytest.mark.parametrize("parallel", [None, ParallelConfig(dp=2, fsdp=2, tp=2)])
-def test_muon_is_optax(parallel, monkeypatch):
+def test_muon_is_optax(parallel):
     """On each layer by itself, with heads merged; on a mesh too, where kernels are sharded."""
-    monkeypatch.setattr(bptjax.parallel.sliced_update, "SLICE_ELEMENTS", 1024)
     dims = {name: {"kernel": row[-1]} for name, row in KERNELS.items()}
     oracle = muon(1e-2, weight_decay=0.5, consistent_rms=0.2, muon_weight_dimension_numbers=dims)
     model = wanted = kernels(jax.random.key(0))
@@ -48,7 +46,10 @@ def test_muon_is_optax(parallel, monkeypatch):
     with jax.set_mesh(mesh) if mesh else nullcontext():
         placed = jax.tree.map(lambda x: x.sharding, on(mesh, model)) if mesh else None
         model = jax.device_put(model, placed)
-        step, state = jax.jit(partial(update, MUON)), init_opt_state(MUON, model)
+        step, state = (
+            jax.jit(partial(update, MUON, slice_elements=1024)),
+            init_opt_state(MUON, model),
+        )
         oracle_state = oracle.init(jax.tree.map(jnp.asarray, wanted))
         for number in range(4):
             g = kernels(jax.random.key(10 + number))

@@ -56,10 +56,14 @@ class TemplateRefusal(ValueError):
 
 class Renderer:
     """The process that renders, started by the first call of `render`. Threads share it; it ends
-    with this process."""
+    with this process.
 
-    def __init__(self):
-        self._lock = threading.Lock()
+    Args:
+      seconds: CPU time of one rendering.
+    """
+
+    def __init__(self, seconds: float = SECONDS):
+        self._seconds, self._lock = seconds, threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._owner = 0
 
@@ -85,7 +89,8 @@ class Renderer:
             its file.
         """
         now = now or datetime.now().isoformat()
-        request = [SECONDS, template, list(map(dict, messages)), dict(variables), parts, marks, now]
+        request = [self._seconds, template, list(map(dict, messages)), dict(variables)]
+        request += [parts, marks, now]
         # As transformers does: a template sees only the type of a value that JSON does not have.
         try:
             sent = json.dumps(request, default=lambda value: f"<{type(value).__name__}>").encode()
@@ -105,7 +110,7 @@ class Renderer:
                         process.kill()
                 if not ended:
                     raise
-                raise TemplateFault(_reason(process.returncode)) from None
+                raise TemplateFault(self._reason(process.returncode)) from None
         if kind == "fault":
             raise TemplateFault(answer)
         if kind == "refusal":
@@ -129,19 +134,18 @@ class Renderer:
             atexit.register(_end, self._process, self._owner)
         return self._process
 
+    def _reason(self, code: int) -> str:
+        if code == -signal.SIGPROF:
+            return f"takes more than {self._seconds} s for one chat"
+        if code == OUT_OF_MEMORY:
+            return f"takes more than {MEMORY_BYTES >> 30} GiB of memory for one chat"
+        return f"ended the process that renders it (exit code {code})"
+
 
 def _end(process: subprocess.Popen[bytes], owner: int) -> None:
     if os.getpid() == owner:
         with process:
             process.kill()
-
-
-def _reason(code: int) -> str:
-    if code == -signal.SIGPROF:
-        return f"takes more than {SECONDS} s for one chat"
-    if code == OUT_OF_MEMORY:
-        return f"takes more than {MEMORY_BYTES >> 30} GiB of memory for one chat"
-    return f"ended the process that renders it (exit code {code})"
 
 
 def write(pipe: int, data: bytes) -> None:

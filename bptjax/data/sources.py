@@ -9,7 +9,7 @@ from pathlib import Path
 from bptjax.data.config import DataConfig, SourceConfig
 from bptjax.data.files import Document
 from bptjax.data.records import reads
-from bptjax.data.stream import Stream
+from bptjax.data.stream import SIZES, Stream, StreamSizes
 from bptjax.data.text import Documents, open_documents, split_documents
 
 
@@ -54,13 +54,15 @@ def count(documents: Training) -> str:
     return "streamed" if isinstance(documents, Stream) else f"{len(documents):,}"
 
 
-def open_split(config: DataConfig) -> tuple[Training, Sequence[Document]]:
+def open_split(
+    config: DataConfig, sizes: StreamSizes = SIZES
+) -> tuple[Training, Sequence[Document]]:
     """Opens the training and the held-out documents. The former are a `Mixture` if `data.sources`
     is set.
 
     Without `data.eval_path`, `data.eval_fraction` of each source is held out, and the held-out
     documents are `HeldOutSources` if there are several sources. For a stream, up to about
-    `stream.HELD_OUT` records near the beginning of its files are held out. There are none if the
+    `sizes.held_out` records near the beginning of its files are held out. There are none if the
     fraction is 0.
 
     Raises:
@@ -70,9 +72,9 @@ def open_split(config: DataConfig) -> tuple[Training, Sequence[Document]]:
         raise ValueError("data.path: must be set; give a file, directory, glob or python-stdlib")
     sources = {f"sources[{i}].path": source for i, source in enumerate(config.sources)}
     sources = sources or {"path": SourceConfig(config.path or "")}
-    opened = [_open(config, key, source) for key, source in sources.items()]
+    opened = [_open(config, key, source, sizes) for key, source in sources.items()]
     if config.eval_path is not None:
-        held = _open(config, "eval_path", SourceConfig(config.eval_path))
+        held = _open(config, "eval_path", SourceConfig(config.eval_path), sizes)
         if isinstance(held, Stream):
             raise ValueError(
                 "data.eval_path: compressed files must fit into memory; give a part of them"
@@ -97,7 +99,9 @@ def short_names(names: Sequence[str]) -> list[str]:
     return [f"{one} ({n})" if again[one] > 1 else one for n, one in enumerate(short, 1)]
 
 
-def _open(config: DataConfig, key: str, source: SourceConfig) -> Documents | Stream:
+def _open(
+    config: DataConfig, key: str, source: SourceConfig, sizes: StreamSizes
+) -> Documents | Stream:
     try:
         return open_documents(
             source.path,
@@ -105,6 +109,7 @@ def _open(config: DataConfig, key: str, source: SourceConfig) -> Documents | Str
             text_key=source.text_key or config.text_key,
             format=source.format or config.format,
             check_first=config.bad_records == "error",
+            sizes=sizes,
         )
     except ValueError as error:
         raise ValueError(f"data.{key}: {error}") from error

@@ -25,10 +25,30 @@ from bptjax.data.files import (
 )
 from bptjax.data.records import Record, RecordReader, Records
 
-# Number of held-out records of a stream, which are read at the start and stay in memory.
-HELD_OUT = 512
-# Bytes of the records in a shuffle window, and the number of records that estimate their size.
-WINDOW_BYTES, WINDOW_SAMPLE = 2**26, 256
+# Number of records that estimate the size of a record.
+WINDOW_SAMPLE = 256
+
+
+@dataclass(frozen=True)
+class StreamSizes:
+    """Sizes that decide which files are a stream, and how much of a stream is in memory.
+
+    Attributes:
+      memory: bytes of decompressed files of records that stay in memory; files with more are a
+        stream.
+      held_out: number of held-out records of a stream, which are read at the start and stay in
+        memory.
+      window: bytes of the records in a shuffle window.
+      block: bytes that are read at a time to get to a place in a file.
+    """
+
+    memory: int = 2**28
+    held_out: int = 512
+    window: int = 2**26
+    block: int = BLOCK
+
+
+SIZES = StreamSizes()
 
 
 @dataclass(frozen=True)
@@ -60,8 +80,15 @@ def decompress(path: Path, limit: int) -> bytes | None:
 class Lines:
     """The records of a compressed text file, in order. A place in it is (byte offset, number)."""
 
-    def __init__(self, path: Path, sample_by: str, read: Callable[[object, str], Document]):
+    def __init__(
+        self,
+        path: Path,
+        sample_by: str,
+        read: Callable[[object, str], Document],
+        sizes: StreamSizes,
+    ):
         self.path, self.read, self.version = path, read, file_version(path)
+        self.sizes = sizes
         self.json = extension(path) == ".jsonl"
         self.paragraphs = sample_by == "paragraph" and not self.json
 
@@ -70,7 +97,7 @@ class Lines:
         check_unchanged(self.path, self.version)
         with decompressed(self.path) as stream:
             left = place[0]
-            while left > 0 and (block := stream.read(min(left, BLOCK))):
+            while left > 0 and (block := stream.read(min(left, self.sizes.block))):
                 left -= len(block)
             yield from self._entries(stream, *place)
 
@@ -109,6 +136,7 @@ class Stream:
     """
 
     files: tuple[Sequence[Document] | Lines, ...]
+    sizes: StreamSizes
     every: int = 0
     held: int = 0
 
@@ -143,11 +171,11 @@ class Stream:
 
     def split(self, eval_fraction: float) -> tuple["Stream", "HeldOut"]:
         """Returns the training and the held-out records. The latter are spread evenly over the
-        beginning of each file, up to about `HELD_OUT` of all files together."""
+        beginning of each file, up to about `sizes.held_out` of all files together."""
         if not 0 < eval_fraction < 1:
             return self, HeldOut([])
         own = replace(self, every=max(2, round(1 / eval_fraction)))
-        own = replace(own, held=math.ceil(HELD_OUT / len(self.files)))
+        own = replace(own, held=math.ceil(self.sizes.held_out / len(self.files)))
         heads = (islice(own.entries(n), own.every * own.held) for n in range(len(self.files)))
         return own, HeldOut([e for head in heads for e in head if own.is_held_out(e.number)])
 
@@ -156,7 +184,7 @@ class Stream:
         """Number of records in the shuffle window."""
         first = [entry.after[0] for entry in islice(self.entries(0), WINDOW_SAMPLE)]
         mean = max(1, first[-1] // len(first)) if isinstance(self.files[0], Lines) and first else 1
-        return max(16, min(4096, WINDOW_BYTES // mean))
+        return max(16, min(4096, self.sizes.window // mean))
 
 
 class HeldOut(Sequence[Document]):

@@ -107,6 +107,9 @@ def template_of(chat: Chat, tokenizer: Tokenizer) -> str:
     return form_template(chat.form or "plain", tokenizer)
 
 
+_RENDERER = Renderer()
+
+
 def render(
     messages: Sequence[Message],
     template: str,
@@ -114,11 +117,13 @@ def render(
     variables: Mapping[str, Any] | None = None,
     *,
     answer: bool = False,
+    renderer: Renderer = _RENDERER,
 ) -> tuple[str, list[tuple[int, int]]]:
     """Returns the text, and the character ranges that the template marks with `{% generation %}`.
 
     Args:
       answer: append the start of an answer (the generation prompt).
+      renderer: the process that renders.
 
     Raises:
       ValueError: the template refuses the messages.
@@ -126,7 +131,7 @@ def render(
         `renderer`.
     """
     parts = [(len(messages), answer)]
-    (found,) = renderings(messages, template, tokenizer, variables, parts)
+    (found,) = renderings(messages, template, tokenizer, variables, parts, renderer)
     return found
 
 
@@ -136,6 +141,7 @@ def renderings(
     tokenizer: Tokenizer,
     variables: Mapping[str, Any] | None,
     parts: Sequence[Part],
+    renderer: Renderer = _RENDERER,
 ) -> Iterator[Text]:
     """Yields what `render` returns for several parts of the messages, with fewer requests."""
     given = {k: v for k, v in (variables or {}).items() if k not in _RESERVED}
@@ -144,16 +150,13 @@ def renderings(
         some = parts[start : start + PARTS]
         try:
             marks, now = has_marks(template), tokenizer.now
-            yield from _RENDERER.render(template, messages, given, some, marks, now)
+            yield from renderer.render(template, messages, given, some, marks, now)
         except TemplateRefusal as error:
             raise ValueError(f"the chat template refuses the messages: {error}") from error
         except TemplateFault as error:
             file = tokenizer.template_file
             name = f"{file}: the chat template" if file else "the chat template"
             raise TemplateFault(f"{name} {error}; correct or replace the template") from error
-
-
-_RENDERER = Renderer()
 
 
 def has_marks(template: str) -> bool:

@@ -28,11 +28,10 @@ from bptjax.data.files import (
     location,
     row_groups,
 )
-from bptjax.data.stream import Lines, Stream, decompress
+from bptjax.data.stream import SIZES, Lines, Stream, StreamSizes, decompress
 from bptjax.data.tokenizer import utf8
 
 STDLIB = "python-stdlib"
-MEMORY_BYTES = 2**28
 # Third-party packages, and test files, some of which are invalid on purpose.
 STDLIB_SKIPS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
@@ -92,6 +91,7 @@ def open_documents(
     text_key: str = "text",
     format: str = "text",
     check_first: bool = True,
+    sizes: StreamSizes = SIZES,
 ) -> Documents | Stream:
     """Opens the documents at `path`, in a fixed order: text files by name, then parquet files, then
     Arrow files.
@@ -104,9 +104,9 @@ def open_documents(
     record holds text in `text_key`, or else token ids in `input_ids`, or is a chat in a `format` of
     `chat.FORMATS`; `auto` detects the format from its fields.
 
-    Memory holds two offsets per record, up to `MEMORY_BYTES` of decompressed files of records, and
+    Memory holds two offsets per record, up to `sizes.memory` of decompressed files of records, and
     about 1 GiB of decoded parquet row groups. If compressed files of records take more than
-    `MEMORY_BYTES`, the result is a `Stream`, which is read in order.
+    `sizes.memory`, the result is a `Stream`, which is read in order.
 
     Raises:
       ValueError: no file at `path`, an unknown extension, no documents, or, with `check_first`, a
@@ -121,7 +121,7 @@ def open_documents(
     if plain and format in (*FORMATS, LABELED):
         raise ValueError(f"{plain[0]}: with data.format={format}, must be {', '.join(RECORDS)}")
     read = functools.partial(document, text_key=text_key, format=format)
-    files, budget = [], MEMORY_BYTES
+    files, budget = [], sizes.memory
     for p in paths:
         if p.suffix in TABLES:
             continue
@@ -134,11 +134,11 @@ def open_documents(
             budget -= len(data)
             files.append(TextFile(p, sample_by, read, data))
         else:
-            files.append(Lines(p, sample_by, read))
+            files.append(Lines(p, sample_by, read, sizes))
     files += row_groups([p for p in paths if p.suffix == ".parquet"], text_key, format)
     files += arrow_batches([p for p in paths if p.suffix == ".arrow"], text_key, format)
     streamed = any(isinstance(file, Lines) for file in files)
-    documents = Stream(tuple(files)) if streamed else Documents(files)
+    documents = Stream(tuple(files), sizes) if streamed else Documents(files)
     if isinstance(documents, Documents) and not len(documents):
         raise ValueError(f"{str(path)!r} holds no documents: its {len(paths)} files are empty")
     if check_first:

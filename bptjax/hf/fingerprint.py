@@ -48,12 +48,16 @@ def sampled(directory: Path) -> int:
     return value
 
 
-def _hashed(file: Path) -> str:
-    """Returns the digest of a file, and caches it."""
+def _hashed(file: Path, piece_size: int = PIECE) -> str:
+    """Returns the digest of a file, which is hashed in pieces of `piece_size` bytes, and caches
+    it."""
     start, before = time.time(), _identity(file)
     size = before[0]
     with ThreadPoolExecutor() as threads:  # hashlib releases the interpreter lock.
-        pieces = threads.map(lambda at: _piece(file, at, size), range(0, max(size, 1), PIECE))
+        pieces = threads.map(
+            lambda at: _piece(file, at, min(piece_size, size - at)),
+            range(0, max(size, 1), piece_size),
+        )
         digest = hashlib.sha256(b"".join(pieces)).hexdigest()
     if _identity(file) != before:
         raise OSError(f"{file} changed while it was read")
@@ -63,8 +67,8 @@ def _hashed(file: Path) -> str:
 
 
 def _piece(file: Path, start: int, size: int) -> bytes:
-    """Returns the digest of up to `PIECE` bytes from `start` on."""
-    value, left = hashlib.sha256(), min(PIECE, size - start)
+    """Returns the digest of `size` bytes from `start` on."""
+    value, left = hashlib.sha256(), size
     buffer = memoryview(bytearray(min(BUFFER, left)))
     with file.open("rb", buffering=0) as stream:
         stream.seek(start)

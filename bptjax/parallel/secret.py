@@ -68,14 +68,17 @@ def _make(file: Path) -> None:
         fresh.unlink()
 
 
-def demand_proof(connection: socket.socket, secret: bytes) -> bool:
+def demand_proof(connection: socket.socket, secret: bytes, timeout: float = TIMEOUT_S) -> bool:
     """Returns whether the process that has connected knows the secret, and proves to it that this
     process does too.
 
     Each side sends a random number, and the other side returns a digest of both numbers with the
     secret as its key (RFC 2104), so that neither the secret nor an answer to repeat is sent.
+
+    Args:
+      timeout: seconds for the exchange.
     """
-    deadline, greeted = time.monotonic() + TIMEOUT_S, False
+    deadline, greeted = time.monotonic() + timeout, False
     try:
         first = _receive(connection, len(HELLO) + BYTES, deadline)
         if not first.startswith(HELLO):

@@ -11,8 +11,7 @@ from jax.sharding import PartitionSpec
 
 from bptjax.parallel.mesh import sharding
 
-# Number of elements in a slice; more if the unsliced axes are larger. Smaller slices would spend
-# most of their time on kernel launches.
+# Smaller slices would spend most of their time on kernel launches.
 SLICE_ELEMENTS = 2**24
 
 
@@ -25,6 +24,7 @@ def update_in_slices(
     axes: tuple[str | None, ...],
     when: Array,
     unsliced_axes: int = 1,
+    slice_elements: int = SLICE_ELEMENTS,
 ) -> Any:
     """Returns `f(state, inputs, key)` if `when` is true, else `state`.
 
@@ -38,6 +38,7 @@ def update_in_slices(
       axes: logical names of the last axes, as in `nnx.Variable.axes` of a parameter.
       when: bool scalar.
       unsliced_axes: 1, or the number of axes of a matrix that `f` needs unsharded.
+      slice_elements: number of elements in a slice; more if the unsliced axes are larger.
     """
     shape = jax.tree.leaves(inputs)[0].shape
     sliced_axes = len(shape) - unsliced_axes
@@ -54,7 +55,7 @@ def update_in_slices(
     def local(state, inputs, key, indices):
         for index in indices:
             key = jax.random.fold_in(key, index[0])
-        return _loop(f, when, sliced_axes, unsliced, state, inputs, key)
+        return _loop(f, when, sliced_axes, unsliced, slice_elements, state, inputs, key)
 
     if not names:
         return local(state, inputs, key, ())
@@ -72,6 +73,7 @@ def _loop(
     when: Array,
     sliced_axes: int,
     unsliced: int,
+    slice_elements: int,
     state: Any,
     inputs: Any,
     key: Array,
@@ -81,7 +83,7 @@ def _loop(
     shape = jax.tree.leaves(inputs)[0].shape
     sizes, ones = shape[:sliced_axes], (1,) * (len(shape) - sliced_axes)
     below = [math.prod((*sizes[axis + 1 :], unsliced)) for axis in range(len(sizes))]
-    counts = [_ceil_div(n, max(1, SLICE_ELEMENTS // m)) for n, m in zip(sizes, below, strict=True)]
+    counts = [_ceil_div(n, max(1, slice_elements // m)) for n, m in zip(sizes, below, strict=True)]
     lengths = [_ceil_div(n, count) for n, count in zip(sizes, counts, strict=True)]
     ragged = [axis for axis, (n, r) in enumerate(zip(sizes, lengths, strict=True)) if n % r]
 

@@ -13,6 +13,7 @@ from bptjax.data.files import location
 from bptjax.data.images import open_images
 from bptjax.data.records import RecordReader, reads
 from bptjax.data.sources import open_split
+from bptjax.data.stream import StreamSizes
 from bptjax.data.text import open_documents
 
 TEXTS = ["one text", "another text", "a third"]
@@ -35,16 +36,16 @@ def write(file):
 
 @pytest.mark.parametrize("way", ["rewritten", "replaced", "removed"])
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.parquet", "a.arrow", "a.jsonl.zst"])
-def test_a_file_that_changes_is_noticed(name, way, tmp_path, monkeypatch):
+def test_a_file_that_changes_is_noticed(name, way, tmp_path):
     """Even if its content, and thus its size, stays the same."""
-    monkeypatch.setattr("bptjax.data.text.MEMORY_BYTES", 10)
     file = tmp_path / name
     write(file)
     os.utime(file, ns=(1, 1))
-    documents = open_documents(file)
+    sizes = StreamSizes(memory=10)
+    documents = open_documents(file, sizes=sizes)
     assert next(reads(documents))()
     # A row group that is decoded stays in memory.
-    documents = open_documents(file, check_first=False)
+    documents = open_documents(file, check_first=False, sizes=sizes)
     if way == "rewritten":
         write(file)
     elif way == "replaced":

@@ -55,9 +55,8 @@ def labels_of(batches):
 
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("packing", PACKINGS)
-def test_resume_is_exact(train, packing, shuffle, monkeypatch):
-    # A small window, so that states lie in, between and across windows and epochs.
-    monkeypatch.setattr("bptjax.data.packing.BUFFER_TOKENS", 5 * T)
+def test_resume_is_exact(train, packing, shuffle):
+    """Across epochs, each of which is a window; see `test_packing.test_windows_resume_exactly`."""
     config = DataConfig(packing=packing, shuffle=shuffle, seed=5)
     loader, states, batches = train(config=config), [], []
     for _ in range(45):
@@ -100,9 +99,7 @@ def test_order_depends_on_seed(train):
     assert order(dataclasses.replace(config, shuffle=False)) == [*range(20), *range(20)]
 
 
-@pytest.mark.parametrize("buffer_tokens", [2**22, 0])
-def test_epochs_are_shuffled_anew(train, monkeypatch, buffer_tokens):
-    monkeypatch.setattr("bptjax.data.packing.BUFFER_TOKENS", buffer_tokens)
+def test_epochs_are_shuffled_anew(train):
     documents = [np.full(T + 1, i, np.int32) for i in range(20)]
     batches = take(train(documents, DataConfig(packing="none"), batch_size=20), 3)
     orders = [tuple(batch["tokens"][:, 0].tolist()) for batch in batches]
@@ -216,8 +213,7 @@ def test_exactly_one_sequence_is_enough(train):
     assert (batch["segments"] == 1).all() and batch["labels"][0, -1] == 256
 
 
-def test_errors_cross_the_thread(train, monkeypatch):
-    monkeypatch.setattr("bptjax.data.packing.BUFFER_TOKENS", 0)
+def test_errors_cross_the_thread(train):
     loader = train(["a" * 50, "b" * 50], tokenizer=make_tokenizer("char", ["a"]))
     with pytest.raises(ValueError, match="character 'b'"):
         take(loader, 20)

@@ -1,5 +1,7 @@
 """Packing: every label once, segments and positions, documents rebuilt."""
 
+import itertools
+import json
 from types import SimpleNamespace
 
 import grain
@@ -18,10 +20,14 @@ TOKENIZER = SimpleNamespace(vocab_size=2000, eos_id=None)
 T = 8
 
 
-def rows_of(documents=DOCUMENTS, seq_len=T, epochs=1, **kwargs):
+def packed_of(documents=DOCUMENTS, seq_len=T, epochs=1, **kwargs):
     source = grain.MapDataset.source(documents).repeat(epochs)
     examples = source.map(lambda document: encode(document, TOKENIZER))
-    return list(pack(examples, seq_len=seq_len, **kwargs))
+    return pack(examples, seq_len=seq_len, **kwargs)
+
+
+def rows_of(*args, **kwargs):
+    return list(packed_of(*args, **kwargs))
 
 
 def pieces_of(rows):
@@ -61,6 +67,34 @@ def test_other_lengths(packing, seq_len):
     rows = rows_of(packing=packing, seq_len=seq_len)
     check_rows(rows, seq_len)
     assert sum((row["segments"] > 0).sum() for row in rows) == LABELS.size
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_windows_resume_exactly(packing):
+    """States lie in, between and across small windows."""
+    packed = packed_of(epochs=4, packing=packing, window=5, seed=5)
+    iterator, states = iter(packed), []
+    rows = []
+    for row in iterator:
+        rows.append(row)
+        states.append(json.dumps(iterator.get_state()))
+    assert json.loads(states[-1])["window"] > 3
+    for stop, state in enumerate(states, 1):
+        resumed = iter(packed)
+        resumed.set_state(json.loads(state))
+        found = list(itertools.islice(resumed, 7))
+        assert len(found) == len(rows[stop : stop + 7])
+        for got, wanted in zip(found, rows[stop:], strict=False):
+            assert all(np.array_equal(got[name], wanted[name]) for name in wanted), f"{stop=}"
+
+
+def test_small_windows_are_shuffled_anew_in_each_epoch():
+    documents = [np.full(T + 1, i, np.int32) for i in range(20)]
+    how = dict(packing="none", window=4, seed=5)
+    epochs = [rows_of(documents, epoch=n, **how) for n in range(3)]
+    orders = [tuple(int(row["tokens"][0]) for row in rows) for rows in epochs]
+    assert all(sorted(order) == list(range(20)) for order in orders)
+    assert len({*orders, tuple(range(20))}) == 4
 
 
 def test_concat_runs_on_in_order():

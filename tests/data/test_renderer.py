@@ -11,20 +11,26 @@ from chats import CHATML, TALK, loaded, raw_tokenizer
 
 from bptjax import preview, train
 from bptjax.data import renderer, templates
-from bptjax.data.renderer import TemplateFault
+from bptjax.data.renderer import Renderer, TemplateFault
 from bptjax.data.templates import chat_prompt, render
 from bptjax.data.tokenizer import ByteTokenizer
 
+LARGE = "{{ 'a' * 99999999999 }}"
 NESTED = (
     "{% set at = namespace(x=['a']) %}{% for i in range(40) %}"
     "{% set at.x = [at.x, at.x] %}{% endfor %}{{ at.x }}"
 )
 
 
+@pytest.fixture(scope="module")
+def half_a_second():
+    return Renderer(seconds=0.5)
+
+
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("{{ 'a' * 99999999999 }}", "GiB of memory"),
+        (LARGE, "GiB of memory"),
         ("{{ 'a' * 9999999 }}", "writes more than 1,0"),
         ("{{ '%1999999999d' % 1 }}", "GiB of memory"),
         (NESTED, "(GiB of memory|more than 0.5 s)"),
@@ -35,13 +41,13 @@ NESTED = (
         ),
     ],
 )
-def test_a_template_has_limits_and_the_next_one_renders(monkeypatch, tmp_path, template, message):
-    monkeypatch.setattr(renderer, "SECONDS", 0.5)
+def test_a_template_has_limits_and_the_next_one_renders(half_a_second, tmp_path, template, message):
     tokenizer = ByteTokenizer()
     tokenizer.template_file = tmp_path / "chat_template.jinja"
     with pytest.raises(TemplateFault, match=f"chat_template.jinja: the chat template .*{message}"):
-        render(TALK, template, tokenizer)
-    assert render(TALK[:1], CHATML, tokenizer)[0] == "<|im_start|>system\nBe brief.<|im_end|>\n"
+        render(TALK, template, tokenizer, renderer=half_a_second)
+    found, _ = render(TALK[:1], CHATML, tokenizer, renderer=half_a_second)
+    assert found == "<|im_start|>system\nBe brief.<|im_end|>\n"
 
 
 @pytest.mark.parametrize(
@@ -85,13 +91,12 @@ def test_threads_share_the_process_and_signals_do_not_end_it():
 @pytest.mark.parametrize("command", [preview, train])
 @pytest.mark.parametrize(
     ("template", "message"),
-    [(NESTED, "takes"), ("{% if x %}\n{{ a b }}{% endif %}", "is invalid: line 2: expected token")],
+    [(LARGE, "takes"), ("{% if x %}\n{{ a b }}{% endif %}", "is invalid: line 2: expected token")],
 )
 @pytest.mark.parametrize("bad_records", ["error", "skip"])
 def test_a_faulty_template_ends_the_command(
-    tmp_path, capsys, monkeypatch, command, template, message, bad_records
+    tmp_path, capsys, command, template, message, bad_records
 ):
-    monkeypatch.setattr(renderer, "SECONDS", 0.5)
     loaded(raw_tokenizer("bytes")).with_chat(template, []).save(tmp_path / "tokenizer")
     rows = [{"messages": TALK}] * 4
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

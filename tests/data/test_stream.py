@@ -1,27 +1,23 @@
 """Streams: compressed files beyond memory are read in order, shuffled, and resumed by offset."""
 
+import functools
 import json
 
 import numpy as np
 import pyarrow as pa
 import pytest
 
+from bptjax.data import sources as data_sources
+from bptjax.data import text as data_text
 from bptjax.data.config import DataConfig, SourceConfig
 from bptjax.data.loader import data_check, train_loader
-from bptjax.data.sources import open_split
-from bptjax.data.stream import Stream
-from bptjax.data.text import open_documents
+from bptjax.data.stream import Stream, StreamSizes
 from bptjax.data.tokenizer import ByteTokenizer
 
 T = 16
-
-
-@pytest.fixture(autouse=True)
-def little_memory(monkeypatch):
-    monkeypatch.setattr("bptjax.data.text.MEMORY_BYTES", 400)
-    monkeypatch.setattr("bptjax.data.stream.HELD_OUT", 8)
-    monkeypatch.setattr("bptjax.data.stream.WINDOW_BYTES", 500)
-    monkeypatch.setattr("bptjax.data.stream.BLOCK", 64)
+SIZES = StreamSizes(memory=400, held_out=8, window=500, block=64)
+open_documents = functools.partial(data_text.open_documents, sizes=SIZES)
+open_split = functools.partial(data_sources.open_split, sizes=SIZES)
 
 
 def write(path, text):

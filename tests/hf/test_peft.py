@@ -1,5 +1,6 @@
 """PEFT's adapters: read and written, they give PEFT's logits, alone and merged."""
 
+import itertools
 import json
 from dataclasses import replace
 
@@ -274,8 +275,8 @@ def test_a_run_resumes_generates_merges_and_exports(
 ):
     monkeypatch.setattr("bptjax.training.setup.select_devices", lambda device: jax.devices()[:1])
     monkeypatch.setenv("HOME", str(tmp_path))
-    for name in ("FIRST", "EVERY"):
-        monkeypatch.setattr(progress, name, 0.0)
+    clock = itertools.count(0.0, progress.EVERY)
+    monkeypatch.setattr(progress, "monotonic", lambda: next(clock))
     base = random_base(tmp_path / "base", of_bytes("llama"))
     command = [*arguments, f"--model.name_or_path={base}", "--adapter.type=qlora"]
     command += ['--model.rope_parameters={"rope_type": "linear", "factor": 4.0}']

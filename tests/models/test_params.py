@@ -24,7 +24,7 @@ class Source:
 def test_stacking_shows_the_time_left(monkeypatch):
     """With the time that the caller spends on each parameter, such as to quantize it."""
     now, lines, found = [0.0], [], {}
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(progress, "monotonic", lambda: now[0])
     for path, array in stacked(Source(), lines.append):
         found[path] = array.tolist()
         now[0] += 12.0

@@ -110,14 +110,14 @@ def experts():
     grouped_triton.CALL = functools.partial(call, grouped_triton_kernels)
     grouped_triton.available = lambda: True
     grouped_triton.TILES = dict.fromkeys(grouped_triton.TILES, {4: (4, 8, 4, 1)})
-    grouped_triton.GRADIENT_ROWS = 2
-    x, w, dy = normal(0, 28, 10), normal(1, 4, 10, 6), normal(2, 28, 6)
+    size = 2 * grouped_triton.GRADIENT_ROWS
+    x, w, dy = normal(0, 7 * size, 10), normal(1, 4, 10, 6), normal(2, 7 * size, 6)
     owners = jnp.array([0, 0, 2, 2, 2, 3, 4], jnp.int32)
-    x, dy = (a.at[24:].set(0) for a in (x, dy))
+    x, dy = (a.at[6 * size :].set(0) for a in (x, dy))
     y, pull = jax.vjp(lambda x, w: grouped_matmul(x, w, owners), x, w)
 
     def dense(x, w):
-        each = jnp.repeat(w.at[owners].get(mode="clip"), 4, 0)
+        each = jnp.repeat(w.at[owners].get(mode="clip"), size, 0)
         return jnp.einsum("mi,mio->mo", x, each, precision="highest")
 
     wanted, pull_dense = jax.vjp(dense, x, w)
@@ -161,9 +161,9 @@ def rule():
     delta_triton.CALL = functools.partial(call, delta_triton_kernels)
     delta_triton.unsupported = lambda q, k, v: None
     delta_triton.TILES = dict.fromkeys(delta_triton.TILES, (8, 4, 1))
-    vars(delta_rule).update(CHUNK=16, GROUP=2)
-    x, cotangents = operands(W=16)
-    segments = np.array([[1] * 20 + [2] + [3] * 30 + [0] * 4 + [4] * 20, [0] * 5 + [1] * 70])
+    x, cotangents = operands(T=560, N=2, K=1, W=16)
+    lengths = [160, 1, 240, 39, 120], [40, 460, 60]
+    segments = np.stack([np.repeat([1, 2, 3, 0, 4], lengths[0]), np.repeat([0, 1, 2], lengths[1])])
     options = dict(segments=segments.astype(np.int32), previous=jnp.array([1, 7], jnp.int32))
 
     def run(x, cotangents):

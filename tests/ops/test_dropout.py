@@ -8,7 +8,6 @@ from bptjax.ops.attention.scores import dropout_factors
 from bptjax.ops.dropout import PAIR, dropout, keep, philox
 from bptjax.ops.mask import Mask
 
-pytestmark = pytest.mark.usefixtures("all_rounds")
 KEY = jax.random.key_data(jax.random.key(0))
 ROWS = jnp.arange(512)
 

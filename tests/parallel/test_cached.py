@@ -118,7 +118,6 @@ def test_a_gpu_reads_parts_of_the_cache_at_once(name, tp, sp, monkeypatch):
     wanted, parts = on_one_device(name, GREEDY), []
     attend = cached._attend_in_parts
     monkeypatch.setattr(cached, "platform", lambda: "gpu")
-    monkeypatch.setattr(cached, "PARTS", 8)
     monkeypatch.setattr(cached, "_attend_in_parts", lambda *x: parts.append(x) or attend(*x))
     assert np.array_equal(tokens_of(shard(make(name), mesh_of(tp, sp)), GREEDY), wanted)
     assert {q.shape[1] for _, q, *_ in parts} == {1, CHUNK}

@@ -19,7 +19,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from training.runs import train_process
+from training.runs import TRAIN
 
 from bptjax.checkpoint import Checkpoints
 from bptjax.metrics import read_metrics
@@ -185,7 +185,7 @@ def test_the_first_killed_under_supervision(arguments, tmp_path, start):
     """Each process has a supervisor, which restarts it: metrics and the last state are, bit for
     bit, those of two undisturbed processes, while strangers connect to the first. Both roll back
     after small spikes. The disturbed run writes checkpoints to a local directory first."""
-    command = [*train_process(), *arguments, "--train.on_spike.max_rollbacks=19"]
+    command = [*TRAIN, *arguments, "--train.on_spike.max_rollbacks=19"]
     command += ["--train.on_spike.factor=1.03", "--train.on_spike.window=3", "--run_dir"]
     undisturbed, run_dir = tmp_path / "undisturbed", tmp_path / "run"
     codes, _, errors = ends(start(*command, str(undisturbed)))
@@ -217,7 +217,7 @@ def test_the_second_killed_and_other_counts(arguments, whole, tmp_path, start, c
     """Two processes that share all rows; then one with eight devices, and one with one."""
     run_dir = tmp_path / "run"
     command = [*arguments, "--run_dir", str(run_dir), "--train.per_device_train_batch_size"]
-    kill(start(*train_process(), *command, "8", "--parallel.sp", "4"), 1, run_dir)
+    kill(start(*TRAIN, *command, "8", "--parallel.sp", "4"), 1, run_dir)
     with pytest.MonkeyPatch.context() as patch:
         stop_at(17, patch)
         assert alone(8, *command, "1") == 143
@@ -243,7 +243,7 @@ def test_a_signal_to_one_stops_all_at_one_step(arguments, whole, tmp_path, start
     the processes share."""
     run_dir = tmp_path / "run"
     local = f"--checkpoint.local_dir={tmp_path / 'fast'}"
-    pair = start(*train_process(), *arguments, "--run_dir", str(run_dir), "--profile", local)
+    pair = start(*TRAIN, *arguments, "--run_dir", str(run_dir), "--profile", local)
     strike(pair, signal.SIGTERM, 1, run_dir, 7)
     codes, (said, silent), errors = ends(pair)
     assert codes == [143, 143] and not any(errors)
@@ -399,7 +399,7 @@ def test_an_error_of_one_process_ends_all(arguments, tmp_path, start):
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
     data = ["--data.path", str(tmp_path / "texts.jsonl"), "--data.eval_fraction", "0"]
     run_dir = tmp_path / "run"
-    command = [*train_process(), *arguments, *data, "--run_dir", str(run_dir)]
+    command = [*TRAIN, *arguments, *data, "--run_dir", str(run_dir)]
     codes, _, errors = ends(start(*command))
     assert codes == [2, 2] and not run_dir.exists()
     message = (

@@ -3,9 +3,7 @@
 import os
 import random
 
-from bptjax.data import packing
 from bptjax.metrics import JsonlWriter, read_metrics
-from bptjax.ops import dropout
 
 TINY = """
 device: cpu
@@ -16,6 +14,8 @@ optimizer: {learning_rate: 1.0e-2}
 execution: {q_chunk: 16, k_chunk: 16, ffn_chunk: 16}
 checkpoint: {save_steps: 6}
 """
+# Python's arguments for a process that trains.
+TRAIN = "-m", "bptjax.train"
 # The model of a tiny BERT, in place of the model of the tiny run.
 ENCODER = """model:
   {causal: false, hidden_size: 16, num_layers: 1, num_heads: 2, norm: layer, norm_bias: true,
@@ -35,20 +35,6 @@ def write_config(folder):
     for i in range(20):
         (texts / f"{i:02}.txt").write_text(" ".join(rng.choices(words, k=rng.randrange(5, 60))))
     return ["--config", str(folder / "config.yaml")]
-
-
-def train_process():
-    """Returns Python's arguments for `-m bptjax.train`, with this process's shuffle window and
-    rounds of random numbers."""
-    code = f"""
-import runpy
-from bptjax.data import packing
-from bptjax.ops import dropout
-dropout.ROUNDS = {dropout.ROUNDS}
-packing.BUFFER_TOKENS = {packing.BUFFER_TOKENS}
-runpy.run_module("bptjax.train", run_name="__main__", alter_sys=True)
-"""
-    return "-c", code
 
 
 def rows(run_dir, name="train/loss"):

@@ -19,7 +19,6 @@ from bptjax.train import main
 from training.runs import rows, stop_at
 from training.test_setup import CONFIGS
 
-pytestmark = pytest.mark.usefixtures("all_rounds")
 NAMES = {0: "low", 1: "middle", 2: "high"}
 LETTERS = "ab", "mn", "yz"
 

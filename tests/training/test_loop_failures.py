@@ -17,7 +17,7 @@ import pytest
 from bptjax.data.check import DataCheck
 from bptjax.metrics import JsonlWriter, Throughput, read_metrics
 from bptjax.train import main
-from training.runs import rows, stop_at, train_process
+from training.runs import TRAIN, rows, stop_at
 
 
 def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_used(
@@ -42,7 +42,7 @@ def test_kill_9_loses_at_most_the_steps_since_the_last_checkpoint(
 ):
     """A real process, killed twice wherever it happens to be."""
     run_dir = tmp_path / "run"
-    command = [sys.executable, *train_process(), *arguments, "--run_dir", str(run_dir)]
+    command = [sys.executable, *TRAIN, *arguments, "--run_dir", str(run_dir)]
     command += ["--checkpoint.save_steps", "1"]
     flags = os.environ["XLA_FLAGS"].split()
     # One device, and else as here.
@@ -188,16 +188,18 @@ def test_out_of_memory_names_the_largest_uses(arguments, tmp_path, monkeypatch, 
 
 def test_a_bad_record_deep_in_the_data(arguments, tmp_path, capsys, monkeypatch):
     """Refused at the start if found in time; else the run saves, ends, and can go on without it."""
-    lines = [json.dumps({"text": "the quick brown fox " * 2})] * 400
+    lines = [json.dumps({"text": "the quick brown fox"})] * 400
     lines[20] = "{"
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    command = [*arguments, f"--data.path={tmp_path / 'a.jsonl'}", "--data.shuffle=false"]
+    # So that the iterator reads no record before its step.
+    command = [*arguments, "--data.packing=none", "--data.shuffle=false"]
+    command += [f"--data.path={tmp_path / 'a.jsonl'}"]
     command += ["--data.eval_fraction=0.01", "--train.eval_steps=null", "--train.sample_tokens=0"]
     assert main([*command, f"--run_dir={tmp_path / 'run'}"]) == 2
     assert "a.jsonl, record 21: " in capsys.readouterr().err and not (tmp_path / "run").exists()
     # The data are too many to be checked beforehand: the iterator meets the record.
-    monkeypatch.setattr("bptjax.data.check.FIRST_SECONDS", 0)
-    monkeypatch.setattr("bptjax.data.packing.BUFFER_TOKENS", 0)
+    run = DataCheck.run
+    monkeypatch.setattr(DataCheck, "run", lambda self: run(self, 0.0))
     with monkeypatch.context() as patch:
         patch.setattr("bptjax.data.check.DataCheck.start", lambda self, directory: None)
         for _ in range(2):

@@ -1,5 +1,6 @@
 """The files and the summary of a run."""
 
+import itertools
 import json
 from types import SimpleNamespace
 from typing import cast
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from bptjax.data.tokenizer import ByteTokenizer
+from bptjax.progress import FIRST
 from bptjax.train import main
 from bptjax.training.report import predict_answers
 from bptjax.training.setup import TrainingRun
@@ -52,7 +54,8 @@ def test_complete_answers_are_compared(monkeypatch, end):
     run = SimpleNamespace(eval_prompts=prompts, tokenizer=tokenizer, spec=spec)
     written = np.stack([tokenizer.encode(text) for text in ("no. On", "never.")], 1)
     monkeypatch.setattr("bptjax.training.report.generate", lambda *a, **k: iter(written))
-    monkeypatch.setattr("bptjax.progress.FIRST", 0.0)
+    clock = itertools.count(0.0, FIRST)
+    monkeypatch.setattr("bptjax.progress.monotonic", lambda: next(clock))
     state, shown = cast(TrainState, SimpleNamespace(model=None)), []
     found = predict_answers(cast(TrainingRun, run), state, shown.append)
     assert shown[0].startswith(f"answering: {1 / len(max((x for _, x in prompts), key=len)):.0%}, ")

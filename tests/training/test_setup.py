@@ -11,6 +11,7 @@ import yaml
 
 from bptjax.config import to_yaml
 from bptjax.config_parser import parse
+from bptjax.data.check import DataCheck
 from bptjax.execution import ExecutionConfig
 from bptjax.keys import flatten
 from bptjax.models.config import ModelConfig
@@ -186,7 +187,8 @@ def test_every_config_is_read(file):
 
 def test_epochs(arguments, tmp_path, capsys, monkeypatch):
     """Every record is counted, however long that takes."""
-    monkeypatch.setattr("bptjax.data.check.FIRST_SECONDS", 0)
+    check = DataCheck.run
+    monkeypatch.setattr(DataCheck, "run", lambda self, seconds=0.0: check(self, seconds))
     lines = "".join(json.dumps({"input_ids": [7] * n}) + "\n" for n in (11, 21, 33, 34) * 3)
     (tmp_path / "ids.jsonl").write_text(lines)
     command = [*arguments, f"--data.path={tmp_path / 'ids.jsonl'}", "--data.packing=none"]

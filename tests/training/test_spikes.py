@@ -14,7 +14,6 @@ from bptjax.train import main
 from bptjax.training.spikes import Spikes
 from training.runs import rows, write_config
 
-pytestmark = pytest.mark.usefixtures("all_rounds")
 ROLLS_BACK = ["--train.on_spike.max_rollbacks=3", "--train.on_spike.factor=1.3"]
 ROLLS_BACK += ["--train.on_spike.window=4"]
 

@@ -134,11 +134,16 @@ def _forward(
     x: QKV, spec: AttentionSpec, packing: tuple[Array, Array] | None = None
 ) -> AttentionState:
     mask, (q, k, _) = spec.mask, x
-    pieces = -(-2 * k.nbytes // (k.shape[0] * k.shape[2] * CACHE_BYTES))
+    pieces = _count_pieces(k)
     square = q.shape[1] == k.shape[1]
     if pieces > 1 and mask.causal and mask.window is None and square and packing is None:
         return _forward_in_pieces(x, spec, pieces)
     return _call_forward(x, spec, packing)
+
+
+def _count_pieces(k: Array) -> int:
+    """Returns the number of pieces of keys and values that each fit into the cache."""
+    return -(-2 * k.nbytes // (k.shape[0] * k.shape[2] * CACHE_BYTES))
 
 
 def _forward_in_pieces(x: QKV, spec: AttentionSpec, n: int) -> AttentionState:
