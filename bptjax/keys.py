@@ -39,6 +39,11 @@ RENAMED = {
     "model.router_z_loss": "model.experts.z_loss",
     "model.glu_limit": "model.experts.glu_limit",
     "model.glu_offset": "model.experts.glu_offset",
+    "model.linear_key_heads": "model.linear_attention.key_heads",
+    "model.linear_value_heads": "model.linear_attention.value_heads",
+    "model.linear_key_size": "model.linear_attention.key_size",
+    "model.linear_value_size": "model.linear_attention.value_size",
+    "model.linear_conv_size": "model.linear_attention.conv_size",
 }
 
 

@@ -12,12 +12,16 @@ from jax import checkpoint_policies as policies
 from bptjax.models.config import ModelConfig
 from bptjax.models.experts import ROUTING
 from bptjax.models.layer_loops import Execution, scan_layers
-from bptjax.ops import attention, delta_rule
+from bptjax.models.mixers import MIXERS
+from bptjax.ops import attention
 from bptjax.ops.checkpoint_names import ON_HOST, checkpoint_named
 from bptjax.quantized_kernels import dequantize_layer
 
-# Names of the results of attention, and of linear attention.
-RESIDUAL_NAMES = (*attention.RESIDUAL_NAMES, *delta_rule.RESIDUAL_NAMES)
+# Names of the results of attention, and of other kinds of layers.
+RESIDUAL_NAMES = (
+    *attention.RESIDUAL_NAMES,
+    *(name for mixer in MIXERS.values() for name in mixer.RESIDUAL_NAMES),
+)
 # Names of the activations of a layer that can be saved: outputs of matrix products and attention.
 NAMES = ("query", "key", "value", *RESIDUAL_NAMES, "attended", "gate", "up")
 # Activations of a mixture of experts, which are of use only with the experts of each token.
@@ -85,7 +89,8 @@ class TrainingExecution(Execution):
             )
         self.groups(model.num_layers)
         has = {"gate": model.gated, "attended": model.residual == "sequential"}
-        has |= dict.fromkeys(delta_rule.RESIDUAL_NAMES, bool(model.linear_layers))
+        for kind, mixer in MIXERS.items():
+            has |= dict.fromkeys(mixer.RESIDUAL_NAMES, kind in model.mixers)
         for name in self.save:
             if not has.get(name, True):
                 raise ValueError(f"execution.save={name}: must exist in the model's layers")

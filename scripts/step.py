@@ -28,6 +28,7 @@ from bptjax.config_parser import parse
 from bptjax.keys import flatten
 from bptjax.models.config import ModelConfig
 from bptjax.models.groups.experts import ExpertsConfig
+from bptjax.models.groups.linear_attention import LinearAttentionConfig
 from bptjax.models.params import fill_model, param_path
 from bptjax.ops.choices import record_choices
 from bptjax.parallel.mesh import make_mesh, select_devices
@@ -117,10 +118,9 @@ DECODERS = {
         num_kv_heads=4,
         head_dim=256,
         layer_types=list(8 * (*(3 * ("linear_attention",)), "full_attention")),
-        linear_key_heads=16,
-        linear_value_heads=32,
-        linear_key_size=128,
-        linear_value_size=128,
+        linear_attention=LinearAttentionConfig(
+            key_heads=16, value_heads=32, key_size=128, value_size=128
+        ),
         norm_eps=1e-6,
         norm_unit_offset=True,
         qk_norm=True,

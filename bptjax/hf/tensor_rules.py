@@ -1,5 +1,6 @@
 """Rules that convert tensors of Hugging Face files to our parameters, and back."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -11,20 +12,6 @@ from bptjax.models.config import ModelConfig
 from bptjax.models.params import Index
 
 Shape = tuple[int, ...]
-# Fields of names in the file, in the order of the stacked axes of parameters.
-FIELDS = (
-    "layer",
-    "normed_layer",
-    "attention_layer",
-    "linear_layer",
-    "expert_layer",
-    "mlp_layer",
-    "full_layer",
-    "windowed_layer",
-    "full_kv_layer",
-    "windowed_kv_layer",
-    "expert",
-)
 
 
 @dataclass(frozen=True)
@@ -32,12 +19,8 @@ class TensorRule:
     """A tensor of the file and the parameters that it holds.
 
     A name with fields, such as `layers.{layer}.experts.{expert}.up.weight`, stands for one tensor
-    per layer and expert. Its parameters are stacked along one leading axis per field.
-    `{expert_layer}` stands for the layers with experts, `{mlp_layer}` for the layers with an MLP
-    instead, `{normed_layer}` for the layers with a norm before attention, and `{attention_layer}`
-    and `{linear_layer}` for the layers with attention and with linear attention. `{full_layer}`
-    stands for the layers with heads of full_head_dim, `{windowed_layer}` for the others, and
-    `{full_kv_layer}` and `{windowed_kv_layer}` for those of them with keys and values of their own.
+    per layer and expert. Its parameters are stacked along one leading axis per field, in this
+    order. `families.family.field_values` lists the fields.
 
     Attributes:
       hf: name in the file.
@@ -60,7 +43,7 @@ class TensorRule:
     @property
     def fields(self) -> tuple[str, ...]:
         """Names of the stacked axes."""
-        return tuple(field for field in FIELDS if f"{{{field}}}" in self.hf)
+        return tuple(re.findall(r"{(\w+)}", self.hf))
 
     def stacked(self, values: Mapping[str, Sequence[int]]) -> Shape:
         """Returns the sizes of the stacked axes; see `names`."""

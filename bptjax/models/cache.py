@@ -1,6 +1,6 @@
-"""Keys, values and states of linear attention of earlier tokens, for decoding."""
+"""Keys and values of earlier tokens, and arrays that other kinds of layers carry, for decoding."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import jax
@@ -9,13 +9,10 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from bptjax.models.config import ModelConfig
-from bptjax.models.linear_attention import Carried
+from bptjax.models.mixers import MIXERS
 from bptjax.parallel.cached import AXES, cache_size
 from bptjax.parallel.mesh import constrain, sharding
 from bptjax.parallel.sequence import sequence_shards
-
-STATE_AXES = None, "batch", "heads", None, None
-HISTORY_AXES = None, "batch", None, None
 
 
 @jax.tree_util.register_dataclass
@@ -30,8 +27,7 @@ class Cache:
       start: int32 `[B]`, index of the first token of each sequence; before it is padding.
       marked: bool `[B, S]`, markers of the attention pattern; None if it has none.
       full: `k` and `v` of the layers with heads of full_head_dim, which `k` and `v` then leave out.
-      linear: the state and history of the layers of linear attention, stacked; None without such
-        layers.
+      mixed: arrays that layers without attention carry, stacked, by kind in `layer_types`.
     """
 
     k: Array
@@ -40,7 +36,7 @@ class Cache:
     start: Array
     marked: Array | None = None
     full: tuple[Array, Array] | None = None
-    linear: tuple[Array, Array] | None = None
+    mixed: dict[str, tuple[Array, ...]] = field(default_factory=dict)
 
     @classmethod
     def empty(cls, config: ModelConfig, batch: int, size: int, dtype: DTypeLike) -> "Cache":
@@ -61,15 +57,16 @@ class Cache:
 
         has_markers = pattern is not None and pattern.global_markers
         marked = jnp.zeros((batch, slots), bool) if has_markers else None
-        linear = None
-        if L := len(config.linear_layers):
-            (K, H), (N, W) = config.linear_heads
-            history = L, batch, config.linear_conv_size - 1, 2 * K * H + N * W
-            state = _zeros((L, batch, N, H, W), STATE_AXES, jnp.float32)
-            linear = state, _zeros(history, HISTORY_AXES, dtype)
+
+        def carried(kind):
+            L, shapes = len(config.layers_of(kind)), MIXERS[kind].room(config, batch, dtype)
+            pairs = zip(shapes, _stacked_axes(kind), strict=True)
+            return tuple(_zeros((L, *x.shape), axes, x.dtype) for x, axes in pairs)
+
         start, length = jnp.zeros(batch, jnp.int32), jnp.zeros((), jnp.int32)
         full = room(True) if config.full_layers else None
-        return cls(*room(False), length, start, marked, full, linear)
+        mixed = {kind: carried(kind) for kind in config.mixers}
+        return cls(*room(False), length, start, marked, full, mixed)
 
     def keys_values(self, full: bool) -> tuple[Array, Array]:
         """Returns `k` and `v` of the layers with heads of full_head_dim, or of the others."""
@@ -79,28 +76,31 @@ class Cache:
         """Replaces the result of `keys_values`."""
         return replace(self, full=(k, v)) if full else replace(self, k=k, v=v)
 
-    def carried(self, index: Array) -> Carried:
-        """Returns the state and history of the layer of linear attention with this number."""
-        assert self.linear is not None
-        return Carried(*(x[index] for x in self.linear))
+    def carried(self, kind: str, index: Array) -> tuple[Array, ...]:
+        """Returns the arrays of the layer with this number among those of the kind."""
+        return tuple(x[index] for x in self.mixed[kind])
 
-    def carry(self, index: Array, carried: Carried) -> "Cache":
-        """Replaces the state and history of the layer of linear attention with this number."""
-        assert self.linear is not None
-        state, history = (
-            jax.lax.dynamic_update_index_in_dim(old, new.astype(old.dtype), index, 0)
-            for old, new in zip(self.linear, carried, strict=True)
+    def carry(self, kind: str, index: Array, carried: tuple[Array, ...]) -> "Cache":
+        """Replaces the result of `carried`."""
+        new = tuple(
+            jax.lax.dynamic_update_index_in_dim(old, x.astype(old.dtype), index, 0)
+            for old, x in zip(self.mixed[kind], carried, strict=True)
         )
-        return replace(self, linear=(state, history))
+        return replace(self, mixed=self.mixed | {kind: new})
 
     def constrained(self) -> "Cache":
         """Constrains the sharding of the arrays to their logical axes."""
         k, v, full = jax.tree.map(lambda x: constrain(x, *AXES), (self.k, self.v, self.full))
-        if self.linear is None:
-            return replace(self, k=k, v=v, full=full)
-        state, history = self.linear
-        linear = constrain(state, *STATE_AXES), constrain(history, *HISTORY_AXES)
-        return replace(self, k=k, v=v, full=full, linear=linear)
+        mixed = {
+            kind: tuple(constrain(x, *a) for x, a in zip(each, _stacked_axes(kind), strict=True))
+            for kind, each in self.mixed.items()
+        }
+        return replace(self, k=k, v=v, full=full, mixed=mixed)
+
+
+def _stacked_axes(kind: str) -> list[tuple[str | None, ...]]:
+    """Returns the logical axes of the arrays that layers of this kind carry, stacked."""
+    return [(None, *axes) for axes in MIXERS[kind].AXES]
 
 
 def _zeros(shape: tuple[int, ...], axes: tuple[str | None, ...], dtype: DTypeLike) -> Array:

@@ -13,6 +13,8 @@ from bptjax.models.attention_pattern import AttentionPattern
 from bptjax.models.config_checks import check_choices
 from bptjax.models.groups.experts import ExpertsConfig
 from bptjax.models.groups.group import MOST_HEAD, Group, integer, number
+from bptjax.models.groups.linear_attention import LinearAttentionConfig
+from bptjax.models.groups.mixer import MixerGroup
 from bptjax.models.layer_kinds import LayerKind, layer_kinds
 
 # Bound of a number of tokens that may stand for no limit.
@@ -59,20 +61,14 @@ class ModelConfig:
       alibi_interleaved: order of the slopes of ALiBi if the number of heads is not a power of two.
         true takes every other slope of the next larger power, odd ones first.
       sliding_window: number of tokens that a token attends to, itself included. If not set, all.
-      layer_types: full_attention, sliding_attention or linear_attention for each layer.
-        sliding_window applies to the second. The third is the gated delta rule behind a short
-        convolution, whose sizes are linear_*.
+      layer_types: full_attention, sliding_attention or another kind for each layer.
+        sliding_window applies to the second. Each other kind has a group of keys of its name.
       full_head_dim: size of a head in layers of full attention, if these have heads of their own.
       full_kv_heads: key and value heads of these layers. If not set, num_kv_heads.
       full_keys_as_values: their values are their keys before norm and rotary positions.
       shared_kv_layers: number of last layers without keys and values of their own. They attend to
         those of the last earlier layer of the same type.
       shared_kv_intermediate_size: feed-forward width of these last layers, if it differs.
-      linear_key_heads: query and key heads of linear attention.
-      linear_value_heads: value heads of linear attention, a multiple of linear_key_heads.
-      linear_key_size: size of a query or key head of linear attention.
-      linear_value_size: size of a value head of linear attention.
-      linear_conv_size: tokens that the convolution of linear attention covers.
       attention_pattern: sparse pattern in layers of full attention: its type and its other keys;
         see AttentionPattern.
       attention_scale: factor on the dot product of query and key. If not set, 1 / √head_dim.
@@ -131,6 +127,7 @@ class ModelConfig:
       add_tokens: tokens that are added to the tokenizer's vocabulary. The embedding of
         a new token starts at the mean of the existing embeddings. With new tokens, an adapter run
         trains the embeddings too.
+      linear_attention: linear attention, a kind of layer.
       experts: mixture of experts.
     """
 
@@ -168,11 +165,6 @@ class ModelConfig:
     full_keys_as_values: bool = False
     shared_kv_layers: int = integer(0, 0)
     shared_kv_intermediate_size: int | None = integer(None)
-    linear_key_heads: int | None = integer(None)
-    linear_value_heads: int | None = integer(None)
-    linear_key_size: int | None = integer(None, most=MOST_HEAD)
-    linear_value_size: int | None = integer(None, most=MOST_HEAD)
-    linear_conv_size: int = integer(4, most=2**16)
     attention_pattern: dict[str, Any] | None = None
     attention_scale: float | None = number(None, positive=True)
     query_growth: float = number(0.0, -math.inf)
@@ -216,6 +208,7 @@ class ModelConfig:
     residual_dropout: float | None = None
     init_std: float = number(0.02)
     add_tokens: list[str] = field(default_factory=list)
+    linear_attention: LinearAttentionConfig = field(default_factory=LinearAttentionConfig)
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
 
     def __post_init__(self):
@@ -267,14 +260,6 @@ class ModelConfig:
         return self.hidden_size // self.num_heads if self.head_dim is None else self.head_dim
 
     @property
-    def linear_heads(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Number and size of the key heads of linear attention, and of its value heads."""
-        sizes = self.linear_key_heads, self.linear_key_size
-        K, H, N, W = *sizes, self.linear_value_heads, self.linear_value_size
-        assert K and H and N and W  # check_choices
-        return (K, H), (N, W)
-
-    @property
     def objective(self) -> str | None:
         """The training objective: next_token, masked_tokens, or class, that of a document or an
         image; None without a head to train."""
@@ -319,21 +304,26 @@ class ModelConfig:
         return None if self.pattern is None else self.pattern.landmarks
 
     @property
-    def linear_layers(self) -> list[int]:
-        """Numbers of the layers with linear attention."""
+    def mixers(self) -> dict[str, MixerGroup]:
+        """The choices of the kinds of layers without attention that the model has, by kind."""
+        groups = self.groups.items()
+        return {kind: x for kind, x in groups if isinstance(x, MixerGroup) and x.on}
+
+    def layers_of(self, kind: str) -> list[int]:
+        """Numbers of the layers of this kind in `layer_types`."""
         types: Sequence[str] = self.layer_types or ()
-        return [i for i, own in enumerate(types) if own == "linear_attention"]
+        return [i for i, own in enumerate(types) if own == kind]
 
     @property
     def attention_layers(self) -> list[int]:
         """Numbers of the layers with attention."""
-        return [i for i in range(self.num_layers) if i not in self.linear_layers]
+        mixing = {i for kind in self.mixers for i in self.layers_of(kind)}
+        return [i for i in range(self.num_layers) if i not in mixing]
 
     @property
     def full_layers(self) -> list[int]:
         """Numbers of the layers with heads of full_head_dim."""
-        types: Sequence[str] = () if self.full_head_dim is None else self.layer_types or ()
-        return [i for i, own in enumerate(types) if own == "full_attention"]
+        return [] if self.full_head_dim is None else self.layers_of("full_attention")
 
     def kv_layers(self, full: bool) -> list[int]:
         """Numbers of the layers with keys and values of their own, of full_layers or the others."""

@@ -4,6 +4,7 @@ from typing import Any
 
 from bptjax.models.attention_pattern import AttentionPattern
 from bptjax.models.groups.group import check_bounds
+from bptjax.models.groups.mixer import MixerGroup
 from bptjax.ops.arguments import check_softcap
 
 # Several times the largest models there are.
@@ -68,27 +69,21 @@ def check_choices(config: Any) -> None:
             raise ValueError(
                 "model.sliding_window: must be set with sliding_attention in layer_types"
             )
-    sizes = [f"linear_{name}" for name in ("key_heads", "value_heads", "key_size", "value_size")]
-    if any((getattr(config, name) is None) == bool(config.linear_layers) for name in sizes):
-        raise ValueError(
-            f"model.{', model.'.join(sizes)}: must be set with linear_attention in layer_types, "
-            "and only then"
-        )
-    if config.linear_layers:
-        (K, _), (N, _) = config.linear_heads
-        if N % K:
+    for kind, group in config.groups.items():
+        if isinstance(group, MixerGroup) and group.on != bool(config.layers_of(kind)):
             raise ValueError(
-                f"model.linear_value_heads={N}: must be a multiple of linear_key_heads={K}"
+                f"model.{kind}: must have its sizes with {kind} in model.layer_types, and only then"
             )
+    if config.mixers:
+        kinds = ", ".join(config.mixers)
         if not config.attention_layers or not config.causal:
             raise ValueError(
-                "model.layer_types: must have a layer of attention beside linear_attention, and "
-                "causal=true"
+                f"model.layer_types: must have a layer of attention beside {kinds}, and causal=true"
             )
         shape = config.norm_position, config.residual
         if shape != ("pre", "sequential"):
             raise ValueError(
-                "model.layer_types: must have no linear_attention unless norm_position=pre and "
+                f"model.layer_types: must have no {kinds} unless norm_position=pre and "
                 f"residual=sequential, not {shape[0]} and {shape[1]}"
             )
     _check_full_heads(config)
@@ -176,9 +171,7 @@ def check_choices(config: Any) -> None:
 
     # A typing error would otherwise show after minutes, when memory runs out.
     heads = 2 * (config.num_heads + config.K) * config.H
-    if config.linear_layers:
-        (K, H), (N, W) = config.linear_heads
-        heads += 2 * K * H + 3 * N * W
+    heads += sum(sum(group.widths(config).values()) for group in config.mixers.values())
     inner = (config.experts.count or 1) * config.expert_F
     parameters = config.num_layers * config.hidden_size * (2 * inner + heads)
     widths = config.E + config.num_layers * config.layer_embedding_size

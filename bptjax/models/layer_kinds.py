@@ -10,7 +10,7 @@ PROJECTIONS = ("query", "key", "value", "query_norm", "key_norm", "out")
 FULL = "full_"
 # Parts that a layer lacks if it attends to the keys and values of another one.
 KEY_PARTS = ("key", "value", "key_norm")
-# Parts that a layer of linear attention lacks.
+# Parts that a layer without attention lacks.
 ATTENTION_PARTS = (*PROJECTIONS, "gate", "sinks")
 
 
@@ -22,7 +22,7 @@ class LayerKind(NamedTuple):
       rope: rotary parameters; None if the layer rotates nothing.
       pattern: sparse pattern in place of full attention.
       absent: names of the parts of `Layer` that this layer lacks, though other layers have them.
-      linear: the layer has linear attention.
+      mixer: type of the layer, if it has no attention; see `MIXERS`.
       full: the layer has heads of full_head_dim.
       shares: the layer attends to the keys and values of an earlier one.
     """
@@ -31,7 +31,7 @@ class LayerKind(NamedTuple):
     rope: dict[str, Any] | None
     pattern: AttentionPattern | None = None
     absent: tuple[str, ...] = ()
-    linear: bool = False
+    mixer: str | None = None
     full: bool = False
     shares: bool = False
 
@@ -40,16 +40,15 @@ def layer_kinds(config: Any) -> list[LayerKind]:
     """Returns the kind of each layer of a `ModelConfig`."""
     types = config.layer_types or [None] * config.num_layers
     rotates = config.rope_layers or [True] * config.num_layers
-    linear, full, dense = (
-        {*numbers} for numbers in (config.linear_layers, config.full_layers, config.dense_layers)
-    )
-    own = config.num_layers - config.shared_kv_layers
+    full, dense = ({*numbers} for numbers in (config.full_layers, config.dense_layers))
+    own, mixers = config.num_layers - config.shared_kv_layers, config.mixers
 
     def kind(i: int) -> LayerKind:
         window = None if types[i] == "full_attention" else config.sliding_window
         absent: tuple[str, ...] = () if i or config.first_norm else ("attention_norm",)
-        if linear:
-            absent += ATTENTION_PARTS if i in linear else ("linear",)
+        mixer = types[i] if types[i] in mixers else None
+        absent += ATTENTION_PARTS if mixer else ()
+        absent += tuple(group.PART for kind, group in mixers.items() if kind != mixer)
         if full:
             absent += tuple(name if i in full else FULL + name for name in PROJECTIONS)
         if i >= own:
@@ -61,7 +60,7 @@ def layer_kinds(config: Any) -> list[LayerKind]:
             config.rope(types[i]) if rotates[i] else None,
             None if window else config.pattern,
             absent,
-            linear=i in linear,
+            mixer=mixer,
             full=i in full,
             shares=i >= own,
         )

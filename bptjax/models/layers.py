@@ -16,7 +16,8 @@ from bptjax.models.feed_forwards import new_feed_forward
 from bptjax.models.layer_embedding import LayerEmbedding
 from bptjax.models.layer_kinds import PROJECTIONS
 from bptjax.models.linear import AdapterDropout, Linear
-from bptjax.models.linear_attention import LinearAttention
+from bptjax.models.mixer import Mixer
+from bptjax.models.mixers import MIXERS
 from bptjax.models.norm import Norm
 from bptjax.ops.checkpoint_names import checkpoint_named
 from bptjax.ops.dropout import dropout
@@ -72,9 +73,7 @@ class Layer(nnx.Module):
 
     def __init__(self, config: ModelConfig, key: Array, dtype: DTypeLike):
         keys, norm = jax.random.split(key, 5), lambda: Norm(config, dtype)
-        gate_key, linear_key, full_key, wide_key, own_key = (
-            jax.random.fold_in(key, i) for i in range(5)
-        )
+        gate_key, full_key, wide_key, own_key = (jax.random.fold_in(key, i) for i in (0, 2, 3, 4))
         before = config.norm_position != "output"
         after = config.norm_position in ("output", "sandwich")
         self.config = config
@@ -96,7 +95,10 @@ class Layer(nnx.Module):
         self.mlp_post_norm = norm() if after else None
         self.mlp = new_feed_forward(config, keys[4], dtype)
         # In place of attention in some layers.
-        self.linear = LinearAttention(config, linear_key, dtype) if config.linear_layers else None
+        for kind, mixer in MIXERS.items():
+            stream = jax.random.fold_in(key, mixer.STREAM)
+            part = mixer(config, stream, dtype) if kind in config.mixers else None
+            setattr(self, getattr(config, kind).PART, part)
         # In place of `mlp` in some layers.
         wide = config.shared_kv_intermediate_size
         dense_key = wide_key if wide else keys[4]
@@ -104,6 +106,12 @@ class Layer(nnx.Module):
         has_own = config.layer_embedding_size > 0
         self.embedding = LayerEmbedding(config, own_key, dtype) if has_own else None
         self.scale = LayerScale(jnp.ones(1, dtype), axes=(None,)) if config.layer_scale else None
+
+    @property
+    def mixer(self) -> Mixer | None:
+        """The part in place of attention, of a layer without the parts that it lacks."""
+        parts = (getattr(self, group.PART) for group in self.config.mixers.values())
+        return next((part for part in parts if part is not None), None)
 
     @jax.named_scope("attention")
     def queries(
@@ -143,7 +151,7 @@ class Layer(nnx.Module):
     def finish(
         self,
         x: Float[Array, "B T D"],
-        out: Float[Array, "B T N H"],
+        out: Float[Array, "B T *heads"],
         tokens: TokenContext,
         inside: Bool[Array, "T"],
         keys: DropoutKeys | None = None,
@@ -198,8 +206,8 @@ class Layer(nnx.Module):
         return x, aux
 
     def _attended(self, x: Array, out: Array, seeds: AdapterDropout | None) -> Array:
-        if self.linear is not None:
-            return self.linear.finish(self.read(x), out, seeds)
+        if (mixer := self.mixer) is not None:
+            return mixer.finish(self.read(x), out, seeds)
         if self.gate is not None:
             gate = jax.nn.sigmoid(self.gate(self.read(x), seeds).astype(jnp.float32))
             out = (gate * out.astype(jnp.float32)).astype(out.dtype)

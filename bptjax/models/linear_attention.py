@@ -1,6 +1,6 @@
 """Linear attention: the gated delta rule behind a short convolution, in place of attention."""
 
-from typing import NamedTuple
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -12,34 +12,29 @@ from jaxtyping import Float, Int
 
 from bptjax.models.config import ModelConfig
 from bptjax.models.linear import AdapterDropout, Linear, new_param
+from bptjax.models.mixer import Mixer
+from bptjax.ops import delta_rule
 from bptjax.ops.checkpoint_names import checkpoint_named
 from bptjax.ops.norm import l2_norm, rms_norm
 from bptjax.parallel.causal_convolution import causal_convolution
 from bptjax.parallel.delta_rule import gated_delta_rule
 
 
-class Carried(NamedTuple):
-    """A layer of linear attention after some tokens.
-
-    Attributes:
-      state: float32 state of each head.
-      history: the last inputs of the convolution: queries, then keys, then values.
-    """
-
-    state: Float[Array, "B N H W"]
-    history: Float[Array, "B J C"]
-
-
-class LinearAttention(nnx.Module):
+class LinearAttention(Mixer):
     """Queries, keys and values pass a convolution and SiLU; the rule reads L2-normalized queries
-    and keys; the output of each head is normalized and gated.
+    and keys; the output of each head is normalized and gated. A layer carries the float32 state of
+    each head, and the last inputs of the convolution: queries, then keys, then values.
 
     Yang et al. 2024, arXiv 2412.06464, Section 3.4.
     """
 
+    AXES: ClassVar = ("batch", "heads", None, None), ("batch", None, None)
+    RESIDUAL_NAMES: ClassVar = delta_rule.RESIDUAL_NAMES
+    STREAM: ClassVar = 1
+
     def __init__(self, config: ModelConfig, key: Array, dtype: DTypeLike):
-        D, std, J = config.hidden_size, config.init_std, config.linear_conv_size
-        (K, H), (N, W) = config.linear_heads
+        D, std, J = config.hidden_size, config.init_std, config.linear_attention.conv_size
+        (K, H), (N, W) = config.linear_attention.heads
         keys = jax.random.split(key, 11)
 
         def linear(key, heads, axis, *size):
@@ -73,25 +68,25 @@ class LinearAttention(nnx.Module):
             dtype=dtype,
         )
 
+    @staticmethod
+    def room(config: ModelConfig, batch: int, dtype: DTypeLike) -> tuple[jax.ShapeDtypeStruct, ...]:
+        group = config.linear_attention
+        (K, H), (N, W) = group.heads
+        history = batch, group.conv_size - 1, 2 * K * H + N * W
+        state = jax.ShapeDtypeStruct((batch, N, H, W), jnp.float32)
+        return state, jax.ShapeDtypeStruct(history, dtype)
+
     def heads(
         self,
         x: Float[Array, "B T D"],
         *,
         segments: Int[Array | np.ndarray, "B T"] | None,
         order: Int[np.ndarray, "T"] | None = None,
-        carried: Carried | None = None,
+        carried: tuple[Array, ...] | None = None,
         previous: Int[Array, "B"] | None = None,
         seeds: AdapterDropout | None = None,
         offload: float = 0.0,
-    ) -> tuple[Float[Array, "B T N W"], Carried]:
-        """Computes the output of the heads for the layer's normalized input, and what it carries to
-        later tokens.
-
-        Args:
-          segments, order, previous: as in `parallel.gated_delta_rule`; `previous` is the document
-            of `carried`.
-          offload: share of the tokens whose saved activations go to host memory.
-        """
+    ) -> tuple[Float[Array, "B T N W"], tuple[Array, ...]]:
         where = dict(segments=segments, order=order, previous=previous)
         inputs = [
             checkpoint_named(projection(x, seeds), name, offload)
@@ -102,7 +97,8 @@ class LinearAttention(nnx.Module):
             )
         ]
         sizes = np.cumsum([y.shape[2] * y.shape[3] for y in inputs])[:-1]
-        histories = [None] * 3 if carried is None else jnp.split(carried.history, sizes, axis=2)
+        state, history = carried or (None, None)
+        histories = [None] * 3 if history is None else jnp.split(history, sizes, axis=2)
         kernels = self.query_convolution, self.key_convolution, self.value_convolution
         outputs, ends = [], []
         for y, kernel, history in zip(inputs, kernels, histories, strict=True):
@@ -123,10 +119,10 @@ class LinearAttention(nnx.Module):
             v,
             -jnp.exp(log_rate) * jax.nn.softplus(decay),
             jax.nn.sigmoid(self.write(x, seeds).astype(jnp.float32)),
-            state=None if carried is None else carried.state,
+            state=state,
             **where,
         )
-        return out, Carried(state, jnp.concatenate(ends, 2))
+        return out, (state, jnp.concatenate(ends, 2))
 
     def finish(
         self,
@@ -134,7 +130,6 @@ class LinearAttention(nnx.Module):
         out: Float[Array, "B T N W"],
         seeds: AdapterDropout | None = None,
     ) -> Float[Array, "B T D"]:
-        """Computes the layer's output from its normalized input and the output of the heads."""
         normed = rms_norm(out, self.norm_scale[...], eps=self.eps).astype(jnp.float32)
         gate = jax.nn.silu(self.gate(x, seeds).astype(jnp.float32))
         return self.out((normed * gate).astype(x.dtype), seeds)

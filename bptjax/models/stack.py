@@ -141,8 +141,8 @@ def run(
             embedded = layer.embedding.read(tokens.tokens, first, embedding_norm)
             context = tokens._replace(embedded=embedded, tokens=None)
         shared, chunk = _Shared(layer, _dropout_keys(dropout_key, index)), _Chunk(x, context)
-        if kind.linear:
-            out, past = _mix(config, execution, shared, chunk, mask, past, index)
+        if kind.mixer is not None:
+            out, past = _mix(config, execution, kind.mixer, shared, chunk, mask, past, index)
             x, aux = _split(execution, shared, chunk, out)
         else:
             kv = None
@@ -317,7 +317,7 @@ def _query(kind: LayerKind, shared: _Shared, chunk: _Chunk) -> Float[Array, "B T
 def _finish(
     shared: _Shared,
     chunk: _Chunk,
-    out: Float[Array, "B T N H"],
+    out: Float[Array, "B T *heads"],
     inside: Bool[Array, "T"],
     offload: float = 0.0,
 ) -> tuple[Float[Array, "B T D"], Auxiliary]:
@@ -327,33 +327,34 @@ def _finish(
 def _mix(
     config: ModelConfig,
     execution: Execution,
+    kind: str,
     shared: _Shared,
     chunk: _Chunk,
     mask: Mask,
     cache: Cache | None,
     index: Int[Array, ""],
-) -> tuple[Float[Array, "B T N W"], Cache | None]:
-    """Runs linear attention on the full sequence. Returns the output of its heads."""
+) -> tuple[Float[Array, "B T *heads"], Cache | None]:
+    """Runs `heads` of a layer of this type on the full sequence."""
     layer, order = shared.layer, mask.positions
-    assert layer.linear is not None
+    assert layer.mixer is not None
     seeds = adapter_dropout(shared.keys, chunk.tokens)
     options = dict(segments=mask.segments, seeds=seeds, offload=execution.offload)
     with jax.named_scope("attention"):
         x = layer.read(chunk.x)
         if cache is None:
             assert order is None or isinstance(order, np.ndarray)  # `run` of a model gives them.
-            return layer.linear.heads(x, order=order, **options)[0], None
-        index = _number(config, config.linear_layers, index)
+            return layer.mixer.heads(x, order=order, **options)[0], None
+        index = _number(config, config.layers_of(kind), index)
         # The segment of all tokens of a prompt is 1.
         previous = (cache.length > cache.start).astype(jnp.int32)
-        out, carried = layer.linear.heads(
-            x, carried=cache.carried(index), previous=previous, **options
+        out, carried = layer.mixer.heads(
+            x, carried=cache.carried(kind, index), previous=previous, **options
         )
-        return out, cache.carry(index, carried)
+        return out, cache.carry(kind, index, carried)
 
 
 def _split(
-    execution: Execution, shared: _Shared, chunk: _Chunk, out: Float[Array, "B T N H"]
+    execution: Execution, shared: _Shared, chunk: _Chunk, out: Float[Array, "B T *heads"]
 ) -> tuple[Float[Array, "B T D"], Auxiliary]:
     """Runs everything after attention on the full sequence, the feed-forward network in chunks of
     tokens. Returns the residual stream, and auxiliary sums per sequence or shard of a sequence.

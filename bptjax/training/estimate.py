@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from bptjax.devices import KINDS, kind_of
-from bptjax.ops import attention, delta_rule
+from bptjax.ops import attention
 from bptjax.parallel.mesh import num_shards
 from bptjax.remat import OF_EXPERTS, REMAT, RESIDUAL_NAMES, UNCHUNKED, TrainingExecution
-from bptjax.training.flops import linear_attention_flops
+from bptjax.training.flops import mixing_flops
 from bptjax.training.prediction import tree_bytes
 from bptjax.training.spec import TrainSpec
 from bptjax.training.state import abstract_state, kernel_sizes, split_trained
@@ -101,7 +101,7 @@ class Estimator:
         self.sequence = -(-train.seq_len // num_shards(spec.mesh, "sequence"))
         self.tokens = train.per_device_train_batch_size * self.sequence
         pairs, T = 0.0, train.seq_len
-        kinds = (kind for kind in self.model.layer_kinds if not kind.linear)
+        kinds = (kind for kind in self.model.layer_kinds if kind.mixer is None)
         layers = Counter((kind.window, kind.pattern, kind.full) for kind in kinds)
         for (window, pattern, full), count in layers.items():
             # In units of head_dim.
@@ -116,7 +116,7 @@ class Estimator:
         batch = self.tokens / train.seq_len
         # FLOPs of the forward pass of attention, over all layers.
         self.attention = 4.0 * batch * pairs * self.model.num_heads * self.model.H / self.tp
-        self.attention += linear_attention_flops(self.model) * self.tokens / self.tp
+        self.attention += mixing_flops(self.model) * self.tokens / self.tp
 
     @cached_property
     def active_F(self) -> int:
@@ -131,11 +131,16 @@ class Estimator:
         full = len(self.model.full_layers) / max(len(self.model.attention_layers), 1)
         return full * self.model.heads(True)[1] + (1 - full) * self.model.H
 
+    def share(self, kind: str | None) -> float:
+        """Share of the layers of this kind in `layer_types`; of attention if None."""
+        m = self.model
+        return len(m.attention_layers if kind is None else m.layers_of(kind)) / m.num_layers
+
     @cached_property
     def products(self) -> dict[str, tuple[float, float]]:
         """Parameters of each matrix product of a layer on a device, and bytes of its result per
         token, by the name under which the result can be saved, if it can. `gates` are the gates of
-        attention and linear attention."""
+        attention, and other results of mixers."""
         m, size, D = self.model, self.size, self.model.hidden_size
         F, heads = self.active_F // self.tp, m.num_heads * self.head_dim / self.tp
         kv = 0.0
@@ -144,18 +149,15 @@ class Estimator:
             kv += len(m.kv_layers(own)) / len(m.attention_layers) * max(K * H // self.tp, H)
         full = {"query": heads, "key": kv, "value": kv, "attended": heads}
         full |= {"gates": heads} if m.attention_gate else {}
-        linear, share = {}, 0.0
-        if m.linear_layers:
-            (K, H), (N, W) = m.linear_heads
-            keys, values = max(K * H // self.tp, H), N * W // self.tp
-            linear = {"query": keys, "key": keys, "value": values, "attended": values}
-            linear |= {"gates": values + 2 * N // self.tp}
-            share = len(m.linear_layers) / m.num_layers
-        found = {}
-        for name in full | linear:
-            # The mean of the layers.
-            width = share * linear.get(name, 0) + (1 - share) * full.get(name, 0)
-            found[name] = D * width, size * (D if name == "attended" else width)
+        # The mean of the layers.
+        mean = {name: self.share(None) * width for name, width in full.items()}
+        for kind, group in m.mixers.items():
+            for name, width in group.widths(m, self.tp).items():
+                mean[name] = mean.get(name, 0.0) + self.share(kind) * width
+        found = {
+            name: (D * width, size * (D if name == "attended" else width))
+            for name, width in mean.items()
+        }
         found |= {"up": (D * F, F * size), "down": (F * D, D * size)}
         return found | ({"gate": found["up"]} if m.gated else {})
 
@@ -168,17 +170,13 @@ class Estimator:
             del found["attended"]
         if self.ep > 1:
             found = {name: width for name, width in found.items() if name not in OF_EXPERTS}
-        share = len(m.linear_layers) / m.num_layers
-        heads = (1 - share) * m.num_heads / self.tp
-        own = heads * self.head_dim * self.size
-        names, widths = list(attention.RESIDUAL_NAMES), [own, 4 * heads]
-        if m.linear_layers:
-            (_, H), (N, W) = m.linear_heads
-            heads, group = share * N / self.tp, delta_rule.GROUP * delta_rule.CHUNK
-            names += delta_rule.RESIDUAL_NAMES
-            # A float32 state for each group of chunks.
-            widths += [heads * W * self.size, 4 * heads * H * W / group]
-        return found | dict(zip(names, widths, strict=True))
+        heads = self.share(None) * m.num_heads / self.tp
+        widths = heads * self.head_dim * self.size, 4 * heads
+        found |= dict(zip(attention.RESIDUAL_NAMES, widths, strict=True))
+        for kind, group in m.mixers.items():
+            for name, width in group.saved(self.size).items():
+                found[name] = self.share(kind) * width / self.tp
+        return found
 
     def saved_names(self, execution: TrainingExecution) -> set[str]:
         """Returns the names of the activations that are saved in each layer."""

@@ -69,7 +69,7 @@ def attended_pairs(
         marked, positions, segments = (
             x[:, np.argsort(order)] for x in (marked, positions, segments)
         )
-    kinds = (kind for kind in model.layer_kinds if not kind.linear)
+    kinds = (kind for kind in model.layer_kinds if kind.mixer is None)
     layers = Counter((kind.window, kind.pattern, model.heads(kind.full)[1]) for kind in kinds)
     pairs, after = jnp.zeros(()), None
     if not model.causal:
@@ -101,14 +101,12 @@ def model_flops(
     """
     total, trained = parameters
     attention = 12.0 * pairs * model.num_heads * model.H
-    attention += 3.0 * linear_attention_flops(model) * tokens
+    attention += 3.0 * mixing_flops(model) * tokens
     return (4.0 * total + 2.0 * trained) * tokens + attention
 
 
-def linear_attention_flops(model: ModelConfig) -> float:
-    """Returns the FLOPs per token of the forward pass of linear attention, over all layers that
-    have it: a token reads the state for its key, adds a product, and reads it for its query."""
-    if not model.linear_layers:
-        return 0.0
-    (_, H), (N, W) = model.linear_heads
-    return 6.0 * len(model.linear_layers) * N * H * W
+def mixing_flops(model: ModelConfig) -> float:
+    """Returns the FLOPs per token of the forward pass of all layers without attention, beside their
+    products with matrices."""
+    each = ((len(model.layers_of(kind)), group) for kind, group in model.mixers.items())
+    return sum((layers * group.flops(model) for layers, group in each), 0.0)

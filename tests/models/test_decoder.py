@@ -13,6 +13,7 @@ from bptjax.models.cache import Cache
 from bptjax.models.config import ModelConfig
 from bptjax.models.decoder import Decoder
 from bptjax.models.groups.experts import ExpertsConfig
+from bptjax.models.groups.linear_attention import LinearAttentionConfig
 from bptjax.ops.loss import linear_cross_entropy
 from bptjax.remat import TrainingExecution
 
@@ -51,10 +52,9 @@ MODELS = {
     "linear attention, gate": replace(
         ROTARY,
         layer_types=["linear_attention", "full_attention"],
-        linear_key_heads=2,
-        linear_value_heads=4,
-        linear_key_size=8,
-        linear_value_size=6,
+        linear_attention=LinearAttentionConfig(
+            key_heads=2, value_heads=4, key_size=8, value_size=6
+        ),
         attention_gate=True,
     ),
     "full heads, shared keys, layers' embeddings": replace(
@@ -75,8 +75,14 @@ MODELS = {
     "dropout": replace(ROTARY, attention_dropout=0.2, residual_dropout=0.2, embedding_dropout=0.2),
 }
 MIXED = ["linear_attention", "full_attention"]
-SIZES = "key_heads", "value_heads", "key_size", "value_size"
-LINEAR = dict(layer_types=MIXED) | {f"linear_{name}": 2 for name in SIZES}
+SIZES = LinearAttentionConfig(2, 2, 2, 2)
+LINEAR = dict(layer_types=MIXED, linear_attention=SIZES)
+
+
+def linear(*sizes, **more):
+    return dict(linear_attention=LinearAttentionConfig(*sizes, **more))
+
+
 IMAGES = dict(causal=False, image_size=(8, 8), patch_size=(4, 4))
 SMALL = TrainingExecution(remat="none", q_chunk=8, k_chunk=16, ffn_chunk=10)
 B, T = 2, 37
@@ -323,11 +329,15 @@ def test_half_precision_is_near(tokens, dtype):
         ({"position_embedding": "learned"}, "must go with model.max_position_embeddings"),
         ({"residual_dropout": 1.0}, r"residual_dropout=1.0: must be in \[0, 1\)"),
         ({"num_layers": 0}, "num_layers=0"),
-        ({"linear_key_size": 8}, "linear_value_size: must be set with linear_attention in layer_t"),
-        ({"layer_types": MIXED}, "linear_value_size: must be set with linear_attention in layer_t"),
-        (LINEAR | {"linear_value_heads": 3}, "linear_value_heads=3: must be a multiple of linear_"),
+        (linear(key_size=8), "linear_attention.key_size=8: must go with a layer of this kind"),
+        (
+            {"linear_attention": SIZES},
+            "linear_attention: must have its sizes with linear_attention",
+        ),
+        ({"layer_types": MIXED}, "linear_attention: must have its sizes with linear_attention in"),
+        (LINEAR | linear(2, 3, 2, 2), "value_heads=3: must be a multiple of key_heads=2"),
         (LINEAR | {"layer_types": 2 * MIXED[:1]}, "layer_types: must have a layer of attention"),
-        (LINEAR | {"linear_key_size": 2**24}, "linear_key_size=16777216: must be at most 65,536"),
+        (linear(key_size=2**24), "attention.key_size=16777216: must be at most 65,536"),
         ({"full_kv_heads": 1}, "full_kv_heads=1: must go with model.full_head_dim"),
         ({"full_head_dim": 8}, "full_head_dim=8: must go with full_attention and sliding_att"),
         ({"layer_scale": True}, "layer_scale=True: must go with norm_position=sandwich"),

@@ -13,6 +13,7 @@ from bptjax.models.cache import Cache
 from bptjax.models.config import ModelConfig
 from bptjax.models.decoder import Decoder
 from bptjax.models.groups.experts import ExpertsConfig
+from bptjax.models.groups.linear_attention import LinearAttentionConfig
 from bptjax.models.layer_loops import Execution
 from bptjax.parallel import cached
 from bptjax.parallel.mesh import STATE_AXIS, ParallelConfig, make_mesh, sharding
@@ -34,10 +35,9 @@ MODELS = {
     "alibi": dict(position_embedding="alibi"),
     "linear": dict(
         layer_types=["linear_attention", "full_attention"],
-        linear_key_heads=2,
-        linear_value_heads=4,
-        linear_key_size=8,
-        linear_value_size=4,
+        linear_attention=LinearAttentionConfig(
+            key_heads=2, value_heads=4, key_size=8, value_size=4
+        ),
         attention_gate=True,
     ),
     "full heads, shared keys": dict(

@@ -10,6 +10,7 @@ from bptjax.config import Config, TrainConfig
 from bptjax.lora import AdapterConfig
 from bptjax.models.config import ModelConfig
 from bptjax.models.groups.experts import ExpertsConfig
+from bptjax.models.groups.linear_attention import LinearAttentionConfig
 from bptjax.parallel.mesh import ParallelConfig, make_mesh
 from bptjax.training.flops import attended_pairs, matmul_parameters, model_flops
 from bptjax.training.spec import TrainSpec
@@ -54,8 +55,9 @@ def test_a_lookup_is_no_matmul(changes, parameters):
 
 def test_linear_attention_attends_to_no_pairs():
     """It reads a state of 8 × 4 numbers twice and writes it once, in each of four heads."""
-    sizes = dict(linear_key_heads=2, linear_value_heads=4, linear_key_size=8, linear_value_size=4)
-    model = replace(MODEL, layer_types=["linear_attention", "full_attention"], **sizes)
+    sizes = LinearAttentionConfig(key_heads=2, value_heads=4, key_size=8, value_size=4)
+    types = ["linear_attention", "full_attention"]
+    model = replace(MODEL, layer_types=types, linear_attention=sizes)
     assert 2 * attended_pairs(model, **PACKED) == attended_pairs(MODEL, **PACKED)
     counts = matmul_parameters(replace(make_spec(), model=model))
     flops = model_flops(model, counts, 5, 0.0)

@@ -10,6 +10,7 @@ from bptjax.config import Config, TrainConfig
 from bptjax.execution import ExecutionConfig, MemoryConfig
 from bptjax.lora import AdapterConfig
 from bptjax.models.config import ModelConfig
+from bptjax.models.groups.linear_attention import LinearAttentionConfig
 from bptjax.parallel.mesh import ParallelConfig, make_mesh
 from bptjax.remat import UNCHUNKED
 from bptjax.training import auto
@@ -175,7 +176,7 @@ def test_adapters_have_no_gradients_of_frozen_weights():
     assert adapters(execution).saved == full(execution).saved
 
 
-LINEAR = dict(linear_key_heads=2, linear_value_heads=8, linear_key_size=4, linear_value_size=4)
+LINEAR = LinearAttentionConfig(key_heads=2, value_heads=8, key_size=4, value_size=4)
 
 
 # The workspace of the rule depends on its saved results, so linear attention saves projections.
@@ -184,7 +185,7 @@ SAVED = dict(remat="full", save=("query", "key", "value", "gate", "up"))
 
 @pytest.mark.parametrize(
     ("linear", "saving"),
-    [({}, dict(remat="dots")), (LINEAR, SAVED)],
+    [(None, dict(remat="dots")), (LINEAR, SAVED)],
     ids=["attention", "linear attention"],
 )
 def test_estimated_activations_are_those_of_the_compiler(linear, saving):
@@ -192,7 +193,7 @@ def test_estimated_activations_are_those_of_the_compiler(linear, saving):
     model = replace(MODEL, vocab_size=64, hidden_size=16, intermediate_size=64, num_heads=4)
     if linear:
         types = ["linear_attention"] * 15 + ["full_attention"]
-        model = replace(model, layer_types=types, **linear)
+        model = replace(model, layer_types=types, linear_attention=linear)
     spec = make_spec(256, model)
     config = replace(spec.config, train=replace(spec.config.train, compute_dtype="float32"))
     spec = replace(spec, config=config)

@@ -9,6 +9,7 @@ import pytest
 
 from bptjax.models.config import ModelConfig
 from bptjax.models.groups.experts import ExpertsConfig
+from bptjax.models.groups.linear_attention import LinearAttentionConfig
 from bptjax.parallel.mesh import ParallelConfig, make_mesh
 from bptjax.training.state import abstract_state, init_state
 from bptjax.training.step import abstract_batch, compile_step, gradients
@@ -45,10 +46,11 @@ def test_linear_attention_on_a_mesh(batch, mesh, linear):
 
 def test_int8_states_of_linear_attention_and_experts_compile():
     """XLA cannot partition a device's index in the update if it shards over other axes itself."""
-    sizes = dict(linear_key_heads=2, linear_value_heads=4, linear_key_size=8, linear_value_size=8)
+    sizes = LinearAttentionConfig(key_heads=2, value_heads=4, key_size=8, value_size=8)
     kinds = ["linear_attention", "full_attention", "linear_attention"]
     experts = dict(feed_forward="experts", experts=ExpertsConfig(count=4, per_token=1, size=512))
-    model = replace(MODEL, num_layers=3, num_heads=4, layer_types=kinds, **sizes, **experts)
+    mixing = dict(num_layers=3, layer_types=kinds, linear_attention=sizes)
+    model = replace(MODEL, num_heads=4, **mixing, **experts)
     spec = make_spec(ParallelConfig(dp=1, fsdp=1, tp=4, ep=2))
     spec = with_optimizer(replace(spec, model=model), type="lion", state_dtype="int8")
     compile_step(spec, abstract_state(spec), abstract_batch(spec))
@@ -57,10 +59,10 @@ def test_int8_states_of_linear_attention_and_experts_compile():
 @pytest.fixture(scope="module")
 def linear(batch):
     """A model with linear attention, and the sums of one device."""
-    sizes = dict(linear_key_heads=2, linear_value_heads=4) | dict(
-        linear_key_size=8, linear_value_size=4, layer_types=["linear_attention", "full_attention"]
-    )
-    model = replace(MODEL, attention_gate=True, init_std=0.3, **sizes)
+    sizes = LinearAttentionConfig(key_heads=2, value_heads=4, key_size=8, value_size=4)
+    types = ["linear_attention", "full_attention"]
+    mixing = dict(layer_types=types, linear_attention=sizes)
+    model = replace(MODEL, attention_gate=True, init_std=0.3, **mixing)
     return model, gradient_sums(replace(make_spec(), model=model), batch, 1)
 
 

@@ -33,12 +33,19 @@ class Layout(NamedTuple):
 
 
 def field_values(config: ModelConfig) -> dict[str, Sequence[int]]:
-    """Returns the numbers that each field of `FIELDS` takes in names, in the order of its axis."""
+    """Returns the numbers that each field of a rule takes in names, in the order of its axis.
+
+    `{expert_layer}` stands for the layers with experts, `{mlp_layer}` for the layers with an MLP
+    instead, `{normed_layer}` for the layers with a norm before attention, `{attention_layer}` for
+    the layers with attention, and `{PART_layer}` for those of a kind without; see `MixerGroup`.
+    `{full_layer}` stands for the layers with heads of full_head_dim, `{windowed_layer}` for the
+    others, and `{full_kv_layer}` and `{windowed_kv_layer}` for those of them with keys and values
+    of their own.
+    """
     return dict(
         layer=range(config.num_layers),
         normed_layer=range(0 if config.first_norm else 1, config.num_layers),
         attention_layer=config.attention_layers,
-        linear_layer=config.linear_layers,
         expert_layer=config.expert_layers,
         mlp_layer=config.dense_layers,
         full_layer=config.full_layers,
@@ -46,6 +53,7 @@ def field_values(config: ModelConfig) -> dict[str, Sequence[int]]:
         full_kv_layer=config.kv_layers(True),
         windowed_kv_layer=config.kv_layers(False),
         expert=range(config.experts.count),
+        **{f"{x.PART}_layer": config.layers_of(kind) for kind, x in config.mixers.items()},
     )
 
 

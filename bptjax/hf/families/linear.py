@@ -19,6 +19,7 @@ from bptjax.hf.tensor_rules import (
     norm,
 )
 from bptjax.models.config import ModelConfig
+from bptjax.models.groups.linear_attention import LinearAttentionConfig
 
 # Prefixes of the names of linear attention, in files and here.
 LINEAR, OURS = "model.layers.{linear_layer}.linear_attn.", "layers.linear."
@@ -40,11 +41,13 @@ def hybrid_decoder(c: Any, **more: Any) -> dict[str, Any]:
         out_bias=bias,
         attention_gate=True,
         layer_types=list(c.layer_types),
-        linear_key_heads=c.linear_num_key_heads,
-        linear_value_heads=c.linear_num_value_heads,
-        linear_key_size=c.linear_key_head_dim,
-        linear_value_size=c.linear_value_head_dim,
-        linear_conv_size=c.linear_conv_kernel_dim,
+        linear_attention=LinearAttentionConfig(
+            key_heads=c.linear_num_key_heads,
+            value_heads=c.linear_num_value_heads,
+            key_size=c.linear_key_head_dim,
+            value_size=c.linear_value_head_dim,
+            conv_size=c.linear_conv_kernel_dim,
+        ),
         **more,
     )
 
@@ -92,7 +95,7 @@ def rules_qwen3_next(c: ModelConfig) -> Iterator[TensorRule]:
     """Yields the rules of Qwen3NextForCausalLM, whose projections are fused by key head."""
     yield from _rules_attention(c)
     yield from _rules_linear_attention(c)
-    D, (keys, values) = c.hidden_size, c.linear_heads
+    D, (keys, values) = c.hidden_size, c.linear_attention.heads
     (K, _), (N, _) = keys, values
     for hf, names, outputs in (
         ("qkvz", ("query", "key", "value", "gate"), (keys, keys, values, values)),
@@ -125,10 +128,10 @@ def _rules_attention(c: ModelConfig) -> Iterator[TensorRule]:
 
 def _rules_linear_attention(c: ModelConfig) -> Iterator[TensorRule]:
     """Yields the rules of linear attention but those of its input projections."""
-    keys, values = c.linear_heads
+    (keys, values), size = c.linear_attention.heads, c.linear_attention.conv_size
     parts = {"query": keys, "key": keys, "value": values}
     names = tuple(f"{OURS}{name}" for name in parts)
-    yield _convolution(f"{LINEAR}conv1d.weight", names, tuple(parts.values()), c.linear_conv_size)
+    yield _convolution(f"{LINEAR}conv1d.weight", names, tuple(parts.values()), size)
     yield identity(f"{LINEAR}A_log", f"{OURS}log_rate", values[:1])
     yield identity(f"{LINEAR}dt_bias", f"{OURS}decay_bias", values[:1])
     yield identity(f"{LINEAR}norm.weight", f"{OURS}norm_scale", values[1:])
@@ -137,7 +140,7 @@ def _rules_linear_attention(c: ModelConfig) -> Iterator[TensorRule]:
 
 def _rules_split(c: ModelConfig) -> Iterator[TensorRule]:
     """Yields the rules of linear attention with an input projection for each of its uses."""
-    D, (keys, values) = c.hidden_size, c.linear_heads
+    D, (keys, values) = c.hidden_size, c.linear_attention.heads
     yield from _rules_linear_attention(c)
     names = tuple(f"{OURS}{name}" for name in ("query", "key", "value"))
     yield from fused(f"{LINEAR}in_proj_qkv", names, D, (keys, keys, values), bias=False)
