@@ -6,6 +6,7 @@ import jax
 import pytest
 from chats import CHATML, raw_tokenizer
 from hf.loading import random_base
+from tiers import fast
 
 from bptjax import convert
 from bptjax.data.templates import chat_prompt
@@ -53,8 +54,8 @@ def train(base, run, row, **more):
     return main([f"--{key}={value}" for key, value in (options | more).items()])
 
 
-@pytest.mark.parametrize("adapter", ["none", "lora"])
-@pytest.mark.parametrize("form", ["template", "bare"])
+@pytest.mark.parametrize("adapter", fast(["none", "lora"], ["lora"]))
+@pytest.mark.parametrize("form", fast(["template", "bare"], ["template"]))
 def test_exports_stop_and_ask_as_trained(base, tmp_path, monkeypatch, capsys, form, adapter):
     from transformers import AutoTokenizer, GenerationConfig
 

@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hf.cases import CASES
+from hf.cases import CASES, DIFFERENT
 from hf.conftest import theirs  # noqa: F401 (a fixture)
 from hf.loading import load
+from tiers import fast
 
 from bptjax import generate as command
 from bptjax.generation import continuations, generate
@@ -30,7 +31,7 @@ DECODED = [
 ]
 
 
-@pytest.mark.parametrize("name", DECODED)
+@pytest.mark.parametrize("name", fast(DECODED, DIFFERENT))
 def test_greedy_tokens_match_transformers(theirs, name, monkeypatch):  # noqa: F811
     """Prompts of three lengths at once, beyond every window and threshold of the cases."""
     torch = pytest.importorskip("torch")
@@ -104,7 +105,7 @@ def scaled(kind):
     return Decoder(config, jax.random.key(0))
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+@pytest.mark.parametrize("kind", fast(["dynamic", "longrope"], ["longrope"]))
 def test_prompts_of_different_lengths_are_independent(kind):
     """Two of them pass the original length, each at a step of its own."""
     rng, model = np.random.default_rng(0), scaled(kind)

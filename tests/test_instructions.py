@@ -93,6 +93,7 @@ def predictions(run, step):
     return [row for row in rows if row["step"] == step]
 
 
+@pytest.mark.thorough
 def test_it_learns_the_rule(run):
     found = {r["step"]: r for r in read_metrics(run / "metrics.jsonl") if "eval/loss" in r}
     assert sorted(found) == [0, STEPS]
@@ -108,6 +109,7 @@ def test_it_learns_the_rule(run):
 
 
 # Of PEFT with this transformers.
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 @pytest.mark.filterwarnings("ignore:.*fan_in_fan_out.*:UserWarning")
 def test_peft_gives_the_same_answers(run, base):
@@ -172,6 +174,7 @@ def test_held_out_that_is_refused(base, tmp_path, capsys, row, count, message):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.thorough
 def test_grouped_sequences_resume_exactly(base, tmp_path, monkeypatch):
     """Batches of several widths, some not met before the run goes on."""
     monkeypatch.setattr("bptjax.training.setup.select_devices", lambda device: jax.devices()[:1])

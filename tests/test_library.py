@@ -70,6 +70,7 @@ def test_load_takes_encoders(tmp_path):
     assert_same(model, opened(tmp_path))
 
 
+@pytest.mark.thorough
 def test_generate_returns_the_text_of_the_tokens(base, capsys):
     model, tokenizer, _ = bptjax.load(base, device="cpu")
     prompts = ["one two", "a longer prompt than that"]

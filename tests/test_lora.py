@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from tiers import fast
 from training.specs import assert_same, gradient_sums
 
 from bptjax.config import Config, TrainConfig
@@ -154,13 +155,16 @@ def got_of(gradients, name):
 
 @pytest.mark.parametrize(
     "execution",
-    [
-        dict(remat="none"),
-        dict(remat="dots"),
-        dict(remat="full"),
-        dict(remat="nested(2)", ffn_chunk=64),
-        dict(schedule="fused"),
-    ],
+    fast(
+        [
+            dict(remat="none"),
+            dict(remat="dots"),
+            dict(remat="full"),
+            dict(remat="nested(2)", ffn_chunk=64),
+            dict(schedule="fused"),
+        ],
+        [dict(remat="dots"), dict(schedule="fused")],
+    ),
     ids=str,
 )
 def test_remat_and_schedule_change_nothing(batch, state, whole, execution):
@@ -177,7 +181,7 @@ def test_accumulated_micro_batches_are_one_big_batch(batch):
 @pytest.mark.parametrize(
     "parallel",
     [
-        ParallelConfig(dp=2, fsdp=2, tp=2),
+        pytest.param(ParallelConfig(dp=2, fsdp=2, tp=2), marks=pytest.mark.thorough),
         ParallelConfig(dp=1, fsdp=2, tp=2, sp=2, sequence_strategy="ring"),
     ],
     ids=str,
@@ -191,7 +195,10 @@ def test_eight_devices_are_one(batch, whole, parallel):
         assert x.get_value().addressable_shards[0].data.size < x.size
 
 
-@pytest.mark.parametrize(("optimizer", "rate"), [("adamw", 1e-2), ("lion", 1e-2), ("muon", 5e-2)])
+@pytest.mark.parametrize(
+    ("optimizer", "rate"),
+    fast([("adamw", 1e-2), ("lion", 1e-2), ("muon", 5e-2)], [("adamw", 1e-2)]),
+)
 def test_only_adapters_learn(batch, optimizer, rate):
     spec = make_spec(
         train=dict(compute_dtype="float16"),
@@ -214,7 +221,7 @@ def test_only_adapters_learn(batch, optimizer, rate):
     assert parameter_counts(spec).trained == trained
 
 
-@pytest.mark.parametrize("remat", ["none", "save_attention"])
+@pytest.mark.parametrize("remat", fast(["none", "save_attention"], ["none"]))
 def test_no_dense_copy_of_the_model(remat):
     """A step's memory: 4.13 bits a parameter, and no more beside than a few layers' kernels."""
     L, D = 16, 256
@@ -238,6 +245,7 @@ def test_no_dense_copy_of_the_model(remat):
     assert needs.temp_size_in_bytes < 0.5 * 2 * count
 
 
+@pytest.mark.thorough
 def test_adapters_of_experts_in_4_bits(batch):
     """Each expert has matrices of its own, quantized by itself; so have the shared expert and the
     layer without experts."""
@@ -283,10 +291,13 @@ def experts(batch):
 
 @pytest.mark.parametrize(
     ("parallel", "remat"),
-    [
-        (ParallelConfig(dp=1, fsdp=2, tp=2, ep=2), "none"),
-        (ParallelConfig(dp=1, fsdp=1, tp=4, sp=2), "save_attention"),
-    ],
+    fast(
+        [
+            (ParallelConfig(dp=1, fsdp=2, tp=2, ep=2), "none"),
+            (ParallelConfig(dp=1, fsdp=1, tp=4, sp=2), "save_attention"),
+        ],
+        lambda _, remat: remat == "none",
+    ),
     ids=str,
 )
 def test_adapters_of_slices_of_experts(batch, experts, parallel, remat):

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 from meshes import EXPERTS, MESHES, MODEL, ONE, errors, model_of, results
+from tiers import fast
 
 from bptjax.parallel.mesh import ParallelConfig, axis_sizes
 
@@ -52,12 +53,18 @@ def wanted():
     return {model: results(model, ONE) for model in (MODEL, EXPERTS)}
 
 
-@pytest.mark.parametrize("mesh", SOME, ids=lambda m: " ".join(map(str, axis_sizes(m).values())))
+FEW = [mesh for mesh in SOME if sum(size > 1 for size in axis_sizes(mesh).values()) > 2][:4]
+
+
+@pytest.mark.parametrize(
+    "mesh", fast(SOME, FEW), ids=lambda m: " ".join(map(str, axis_sizes(m).values()))
+)
 def test_a_mesh_is_one_device(mesh, wanted):
     model = model_of(mesh)
     assert max(errors(results(model, mesh), wanted[model]).values()) <= 2e-6
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("model", "sizes"),
     [(HEADS, (1, 2, 2, 2, 1)), (NORMED, (1, 2, 1, 2, 2))],

@@ -48,6 +48,7 @@ def adapter_of(base, directory):
     return directory
 
 
+@pytest.mark.thorough
 def test_a_killed_command_leaves_nothing_under_its_name(tmp_path):
     base = random_base(tmp_path / "base", config("llama"))
     adapter = adapter_of(base, tmp_path / "adapter")

@@ -36,6 +36,7 @@ def rows(file) -> list[dict[str, str]]:
         return list(csv.DictReader(lines))
 
 
+@pytest.mark.thorough
 def test_disturbed_runs_go_on_exactly_or_say_why_not():
     """One run of the drill: a kill, a full disk and a damaged checkpoint."""
     command = [sys.executable, drill.__file__, "--seconds=0", "--seed=38264", "--runs=plain"]
@@ -44,6 +45,7 @@ def test_disturbed_runs_go_on_exactly_or_say_why_not():
     assert " events, 1 runs, 0 faults" in done.stdout
 
 
+@pytest.mark.thorough
 def test_the_strength_of_adapters_is_measured(tmp_path):
     """A killed measurement goes on where it was; alpha r and rsLoRA's root of r are one scale."""
     raw = config("llama")
@@ -84,6 +86,7 @@ def test_attention_is_scaled(scale):
     assert all(r["status"] == "ok" and float(r["tflops_a_device"]) > 0 for r in found)
 
 
+@pytest.mark.thorough
 def test_overlap_is_measured(tmp_path, monkeypatch):
     seen = [(0.0, 1.0), (1.01, 2.0)], [(0.5, 5.0)]
     monkeypatch.setattr(overlap, "spans", lambda profile: seen)
@@ -95,6 +98,7 @@ def test_overlap_is_measured(tmp_path, monkeypatch):
     assert (tmp_path / "overlap.png").stat().st_size > 5_000
 
 
+@pytest.mark.thorough
 def test_encoders_are_scaled(scale, monkeypatch):
     small = dict(hidden_size=16, num_heads=2)
     bert, vit = scaling.ENCODERS["bert"], scaling.ENCODERS["vit"]
@@ -104,6 +108,7 @@ def test_encoders_are_scaled(scale, monkeypatch):
     assert [r["status"] for r in found] == ["ok"] * 4
 
 
+@pytest.mark.thorough
 def test_steps_are_scaled(scale, monkeypatch):
     monkeypatch.setitem(DECODERS, "1b", TINY)
     sizes = "--lengths=32", "--rows=2", "--devices", "2", "4", "--splits=dp"
@@ -116,6 +121,7 @@ def test_steps_are_scaled(scale, monkeypatch):
     assert float(found[0]["tflops_a_device"]) * 1e12 == pytest.approx(speed * each)
 
 
+@pytest.mark.thorough
 def test_strategies_are_weighed(tmp_path, monkeypatch):
     monkeypatch.setitem(DECODERS, "1b", TINY)
     some = "data parallel", "ZeRO-1", "ZeRO-3", "ZeRO-3 + both"

@@ -854,6 +854,8 @@ ENCODERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
 }
 FAMILIES = {name.split(":")[0]: name for name in reversed(CASES)}
+# Families of different structure, by which the fast tier tests what all families share.
+DIFFERENT = "llama", "gemma2", "gpt_neox", "bloom", "mixtral", "qwen3_next", "gemma4_text"
 
 # Buffers that old versions of transformers saved beside a family's parameters: name (`{}` counts
 # the layers), dtype, shape.

@@ -84,6 +84,7 @@ def test_a_run_says_its_scale_and_exports_its_alpha(use_rslora, arguments, tmp_p
     assert (raw["lora_alpha"], raw["use_rslora"]) == (alpha, use_rslora)
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_keeps_its_alpha(arguments, tmp_path, capsys):
     """Version 0.1 wrote alpha 8, the default of every rank, into the run's config."""
     run = tmp_path / "run"
@@ -107,6 +108,7 @@ def test_a_resumed_run_keeps_its_alpha(arguments, tmp_path, capsys):
     assert "with adapter.alpha=8.0, and this run has 64.0" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_a_run_without_adapters_ignores_a_saved_alpha(arguments, tmp_path, capsys):
     run = tmp_path / "run"
     command = [*arguments, f"--run_dir={run}"]
@@ -121,6 +123,7 @@ def test_a_run_without_adapters_ignores_a_saved_alpha(arguments, tmp_path, capsy
     assert "adapter.alpha=4.0: must be null with adapter.type=none" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_adapters_trained_further_keep_their_scale(arguments, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("bptjax.training.setup.select_devices", lambda device: jax.devices()[:1])
     arguments = [x.replace("dp=8", "dp=1") for x in arguments]

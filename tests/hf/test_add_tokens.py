@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from tiers import fast
 
 from bptjax import convert
 from bptjax.adapter_export import remedy_for_peft, write_adapter
@@ -57,7 +58,10 @@ def randomized(made, tied):
     return names
 
 
-@pytest.mark.parametrize(("name", "added"), [("llama", 0), ("gpt2", 0), *((n, 3) for n in ENDS)])
+@pytest.mark.parametrize(
+    ("name", "added"),
+    fast([("llama", 0), ("gpt2", 0), *((n, 3) for n in ENDS)], [("llama", 3), ("gpt2", 0)]),
+)
 def test_embeddings_of_peft_there_and_back(peft, pretrained, tmp_path, tokens, name, added):  # noqa: F811
     model, base = pretrained(name)
     V, tied = model.config.vocab_size, model.config.tie_word_embeddings
@@ -229,6 +233,7 @@ def test_a_run_of_adapters_trains_the_new_rows(base, tmp_path, tokens, monkeypat
     assert later.adapters.modules["embedding"].shape == (15, 32)
 
 
+@pytest.mark.thorough
 def test_peft_has_the_logits_of_a_run(base, peft, tmp_path, tokens, monkeypatch):  # noqa: F811
     import transformers
 
@@ -243,6 +248,7 @@ def test_peft_has_the_logits_of_a_run(base, peft, tmp_path, tokens, monkeypatch)
     close(logits(made, tokens), ours(tmp_path / "run", tokens))
 
 
+@pytest.mark.thorough
 def test_a_full_fine_tune_trains_the_new_rows(base, tmp_path, tokens):
     run = tmp_path / "run"
     assert main(command(base, run)) == 0

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from tiers import fast
 
 from bptjax import convert
 from bptjax.data.tokenizer import ByteTokenizer, load_tokenizer
@@ -28,7 +29,7 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", fast(FAMILIES, ["llama"]))
 def test_transformers_has_the_same_loss(tmp_path, name):
     torch = pytest.importorskip("torch")
     import transformers
@@ -83,6 +84,7 @@ def test_transformers_has_the_same_loss(tmp_path, name):
     assert abs(total / count - losses[-1]) < 1e-4 * losses[-1]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "pattern, ids",
     [

@@ -21,6 +21,7 @@ from hf.loading import random_base, tensors
 from hf.test_multimodal import BESIDE, checkpoint
 
 
+@pytest.mark.thorough
 def test_an_adapter_of_quantized_weights(tmp_path, monkeypatch):
     """Trained, used, and merged: only weights with adapters change."""
     monkeypatch.setattr("bptjax.training.setup.select_devices", lambda device: jax.devices()[:1])

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from safetensors.numpy import load_file
+from tiers import fast
 
 from bptjax import convert
 from bptjax.data.tokenizer import ByteTokenizer
@@ -23,7 +24,7 @@ from bptjax.optimizer import is_decayed
 from bptjax.pretrained import open_pretrained
 from bptjax.quantized_kernels import linear_kernels
 from bptjax.train import main
-from hf.cases import FAMILIES, config
+from hf.cases import DIFFERENT, FAMILIES, config
 from hf.loading import load, random_base
 from hf.test_peft import ours
 
@@ -47,7 +48,7 @@ def opened(theirs, name):
     return model, pretrained, made
 
 
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("name", fast(DECODERS, DIFFERENT))
 def test_all_linear_is_that_of_peft(theirs, name):
     model, pretrained, made = opened(theirs, name)
     peft = pytest.importorskip("peft")
@@ -67,7 +68,7 @@ def test_all_linear_is_that_of_peft(theirs, name):
     assert paths == linear_kernels(made).keys()
 
 
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("name", fast(DECODERS, DIFFERENT))
 def test_weights_of_linear_layers_decay(theirs, name):
     model, pretrained, made = opened(theirs, name)
     import torch

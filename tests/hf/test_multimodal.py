@@ -207,6 +207,7 @@ def arguments(tmp_path, monkeypatch):
     return [f"--{key}={value}" for key, value in options.items()]
 
 
+@pytest.mark.thorough
 def test_a_run_keeps_the_tensors_beside_the_text_model(tmp_path, arguments, capsys):
     """Planned, trained, opened again, exported when the base model is gone, used."""
     run, base, out = tmp_path / "run", tmp_path / "base", tmp_path / "out"

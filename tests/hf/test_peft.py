@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from tiers import fast
 
 from bptjax import convert, progress
 from bptjax.adapter_export import remedy_for_peft, write_adapter
@@ -19,7 +20,7 @@ from bptjax.hf.peft_config import ADAPTER_CONFIG, BASE_CONFIG
 from bptjax.models.config import ModelConfig
 from bptjax.pretrained import open_pretrained
 from bptjax.train import main
-from hf.cases import FAMILIES, LONG, SHORT, auto_model, config
+from hf.cases import DIFFERENT, FAMILIES, LONG, SHORT, auto_model, config
 from hf.loading import contents, load, random_base
 
 # Of PEFT with this transformers, and where it corrects a default.
@@ -96,7 +97,7 @@ def pretrained(theirs):
     return make
 
 
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("name", fast(DECODERS, DIFFERENT))
 def test_there_and_back(peft, pretrained, tmp_path, tokens, name):
     """Theirs read here; written again and read by them; merged here, and by them."""
     model, base = pretrained(name)
@@ -155,7 +156,7 @@ CHANGED = {
 }
 
 
-@pytest.mark.parametrize("name", CHANGED)
+@pytest.mark.parametrize("name", fast(CHANGED, ["llama", "bloom"]))
 def test_a_base_with_a_changed_config(peft, pretrained, tmp_path, tokens, name):
     """The export holds the changed config: PEFT with it, and our own reading, give our logits."""
     import transformers

@@ -115,6 +115,7 @@ def assert_kept(out, before):
     assert all(after[name] == before[name] for name in beside)
 
 
+@pytest.mark.thorough
 def test_a_run_keeps_them(tmp_path, arguments):
     """The export needs no base model."""
     assert train(arguments) == 0
@@ -124,6 +125,7 @@ def test_a_run_keeps_them(tmp_path, arguments):
     assert_kept(tmp_path / "out", before)
 
 
+@pytest.mark.thorough
 def test_a_merged_adapter_keeps_them(tmp_path, arguments):
     assert train([*arguments, "--adapter.type=lora"]) == 0
     assert not (tmp_path / "run" / SIDECARS / OTHERS).exists()

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import rope_exports
 from rope_exports import FAMILIES, MORE, OVERRIDES, TOKENS, TRAINED
+from tiers import fast
 
 from bptjax.hf.config import merge, read_config
 from bptjax.hf.config_export import exported, same_rope
@@ -78,7 +79,7 @@ def ours(config: ModelConfig, length: int) -> list[np.ndarray]:
     return found
 
 
-@pytest.mark.parametrize("override", OVERRIDES)
+@pytest.mark.parametrize("override", fast(OVERRIDES, ["yarn, original"]))
 def test_transformers_rotates_alike(family, override, tmp_path):
     pytest.importorskip("torch")
     name, directory = family

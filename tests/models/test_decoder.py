@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiers import fast
 
 from bptjax.models.cache import Cache
 from bptjax.models.config import ModelConfig
@@ -89,7 +90,10 @@ B, T = 2, 37
 REFERENCE = dict(attention_implementation="reference", ffn_chunk=T)
 
 
-@pytest.fixture(scope="module", params=MODELS)
+LATEST = "linear attention, gate", "full heads, shared keys, layers' embeddings"
+
+
+@pytest.fixture(scope="module", params=fast(MODELS, ["rotary", LATEST[0]]))
 def model(request):
     return Decoder(MODELS[request.param], jax.random.key(0))
 
@@ -150,9 +154,9 @@ POLICIES = [
 @pytest.mark.parametrize(
     "name, policies",
     [
-        ("dropout", POLICIES),
-        ("linear attention, gate", POLICIES[1::2]),
-        ("full heads, shared keys, layers' embeddings", POLICIES[::2]),
+        pytest.param("dropout", POLICIES, marks=pytest.mark.thorough),
+        (LATEST[0], POLICIES[1::2]),
+        pytest.param(LATEST[1], POLICIES[::2], marks=pytest.mark.thorough),
     ],
 )
 def test_remat_changes_nothing(tokens, name, policies):
@@ -193,6 +197,7 @@ def test_remat_saves_memory():
     assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == len(sizes), sizes
 
 
+@pytest.mark.thorough
 def test_keys_that_layers_share_are_saved_once():
     """Another layer without keys of its own adds its input to the memory of a step, and less than
     keys and values."""

@@ -23,6 +23,7 @@ TEXT = ModelConfig(**SIZES, vocab_size=50, masked_head=True, head_bias=True)
 IMAGES = ModelConfig(**SIZES, image_size=(8, 12), patch_size=(4, 4), classes=3)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("config", [TEXT, IMAGES], ids=["text", "images"])
 def test_tokens_cut_unevenly_give_what_one_device_gives(config):
     """10 tokens, and a first token and 6 patches, over 4 devices."""

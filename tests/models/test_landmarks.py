@@ -112,6 +112,7 @@ def test_generation_equals_the_model_on_the_text_with_landmarks(model):
     assert len(np.unique(found)) > 5
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("strategy", "documents"), [("ring", 2), ("ring", 1), ("gather", 2), ("ulysses", 2)]
 )

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiers import fast
 
 from bptjax.ops.attention import (
     KERNELS,
@@ -46,7 +47,14 @@ GRID = [
 ]
 
 
-@pytest.mark.parametrize("name, impl, dtype", GRID)
+# A kernel that this machine cannot run refuses every case alike.
+ONE_REFUSAL = FEW[0], "float32"
+
+
+@pytest.mark.parametrize(
+    "name, impl, dtype",
+    fast(GRID, lambda name, impl, dtype: impl in HERE or (name, dtype) == ONE_REFUSAL),
+)
 def test_equals_oracle(name, impl, dtype):
     case = CASES[name]
     operands = case.operands(dtype)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiers import fast
 
 from bptjax.ops import grouped_triton, triton_call
 from bptjax.ops.attention import attend, reference, triton_flash, visits
@@ -76,18 +77,27 @@ def test_versions_of_jax_triton(installed, reason, monkeypatch):
         grouped_triton.available()
 
 
-def test_kernels_in_the_interpreter():
+SOME = ["segments", "everything", "sinks, window", "experts"]
+
+
+@pytest.mark.parametrize(
+    "names",
+    fast([SOME, [name for name in INTERPRETED if name not in SOME]], [SOME]),
+    ids=["some", "others"],
+)
+def test_kernels_in_the_interpreter(names):
     for module in ("torch", "triton"):
         pytest.importorskip(module, reason="the interpreter works on torch's tensors")
     environment = os.environ | {"PYTHONPATH": f"{TESTS}:{TESTS.parent}"}
-    command = [sys.executable, str(TESTS / "ops" / "interpreted.py"), *INTERPRETED]
+    command = [sys.executable, str(TESTS / "ops" / "interpreted.py"), *names]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     errors = dict(line.split("\t") for line in done.stdout.splitlines())
-    assert errors.keys() == set(INTERPRETED)
+    assert errors.keys() == set(names)
     assert max(map(float, errors.values())) < TOLERANCE["float32"], errors
 
 
+@pytest.mark.thorough
 def test_kernels_compile():
     """Down to machine code, and into the shared memory of an H100, an A100 and an RTX 4090."""
     pytest.importorskip("triton")

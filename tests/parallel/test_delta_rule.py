@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from ops.comparing import close, normal, quick
+from tiers import fast
 
 from bptjax.ops.causal_convolution import causal_convolution as convolution_on_one
 from bptjax.ops.delta_rule import gated_delta_rule as rule_on_one
@@ -94,7 +95,7 @@ def wanted():
     }
 
 
-@pytest.mark.parametrize("mesh, ring", CASES)
+@pytest.mark.parametrize("mesh, ring", fast(CASES, [("sp 8", 2), ("dp 2, tp 2, sp 2", 2)]))
 @pytest.mark.parametrize("f, make", [(gated_delta_rule, rule), (causal_convolution, convolution)])
 def test_equals_one_device(f, make, mesh, ring, wanted):
     order = None if ring is None else zigzag(T, ring)

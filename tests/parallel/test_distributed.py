@@ -181,6 +181,7 @@ sys.exit(supervise([sys.executable, *sys.argv[1:]]))
 """
 
 
+@pytest.mark.thorough
 def test_the_first_killed_under_supervision(arguments, tmp_path, start):
     """Each process has a supervisor, which restarts it: metrics and the last state are, bit for
     bit, those of two undisturbed processes, while strangers connect to the first. Both roll back
@@ -213,6 +214,7 @@ def test_the_first_killed_under_supervision(arguments, tmp_path, start):
         np.testing.assert_array_equal(first.read(24, name), second.read(24, name), strict=True)
 
 
+@pytest.mark.thorough
 def test_the_second_killed_and_other_counts(arguments, whole, tmp_path, start, capsys):
     """Two processes that share all rows; then one with eight devices, and one with one."""
     run_dir = tmp_path / "run"
@@ -271,6 +273,7 @@ def stop_at(step, patch):
     patch.setattr(JsonlWriter, "write", signalled)
 
 
+@pytest.mark.thorough
 def test_another_global_batch_size_is_refused(arguments, whole, capsys):
     assert alone(2, *arguments, "--run_dir", str(whole)) == 2
     assert "has 8, this run 4; keep per_device_train_batch_size" in capsys.readouterr().err
@@ -297,6 +300,7 @@ def test_a_lost_peer_ends_blocked_processes(start, victim):
     assert codes[1 - victim] == 1 and errors[1 - victim][0].startswith(LOST)
 
 
+@pytest.mark.thorough
 def test_unknown_connections_are_ignored(start):
     """One that came before all had joined, and one after."""
     before = """
@@ -354,6 +358,7 @@ def test_processes_that_do_not_connect_time_out(start):
         assert f"process {rank} of 3 has waited 1 s for the other processes" in errors[rank][0]
 
 
+@pytest.mark.thorough
 def test_another_config_in_one_process_is_refused(arguments, tmp_path, start):
     """Before the run directory is made."""
     run_dir = tmp_path / "run"
@@ -368,6 +373,7 @@ def test_another_config_in_one_process_is_refused(arguments, tmp_path, start):
     assert not run_dir.exists()
 
 
+@pytest.mark.thorough
 def test_one_process_can_read_a_checkpoint_alone(start, tmp_path):
     """As each process does that starts from another run."""
     code = """
@@ -393,6 +399,7 @@ distributed.shutdown()
     assert said[0].endswith("[0 1 2 3 4 5 6 7]\n")
 
 
+@pytest.mark.thorough
 def test_an_error_of_one_process_ends_all(arguments, tmp_path, start):
     """Here the shard that it alone reads."""
     records = [{"text": "a" * 99}, {"prompt": "b" * 99, "answer": "c"}] * 2
@@ -435,6 +442,7 @@ def gathered(devices):
 """
 
 
+@pytest.mark.thorough
 def test_adapters_are_gathered_from_all_processes(start):
     code = (
         GATHERED

@@ -12,6 +12,7 @@ import pytest
 from meshes import CONFIG, MODEL, documents
 from models.test_decoder import assert_close
 from ops.comparing import quick
+from tiers import fast
 from training.specs import initial_state, with_optimizer
 
 from bptjax.checkpoint import Checkpoints
@@ -108,7 +109,7 @@ def relative_errors(got, wanted) -> list[float]:
     return [float(np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-5)) for a, b in pairs]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", fast(CASES, ["groups, a shared expert, a layer without experts"]))
 def test_a_step_is_that_of_one_device(case, tmp_path):
     """The first moment after a step is a multiple of the gradient. Another mesh reads the
     checkpoint bit for bit."""

@@ -56,6 +56,7 @@ def command(tmp_path_factory):
     return ["--config", str(folder / "config.yaml")]
 
 
+@pytest.mark.thorough
 def test_a_classifier_learns_resumes_and_is_exported(command, tmp_path, monkeypatch):
     pytest.importorskip("torch")
     whole, run = tmp_path / "whole", tmp_path / "run"
@@ -99,6 +100,7 @@ def test_a_classifier_learns_resumes_and_is_exported(command, tmp_path, monkeypa
     np.testing.assert_allclose(rows(run, "eval/loss")[24], np.mean(losses), rtol=1e-4)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["bert", "roberta", "modernbert", "modernbert, bare"])
 def test_new_classes(kind, command, tmp_path, capsys):
     """A masked language model, or a bare encoder, becomes a classifier, which transformers reads
@@ -162,6 +164,7 @@ def test_new_classes(kind, command, tmp_path, capsys):
         assert first != other
 
 
+@pytest.mark.thorough
 def test_long_documents_keep_their_start(command, tmp_path, capsys):
     flags = ["--train.seq_len=8", "--train.max_steps=1", f"--run_dir={tmp_path / 'run'}"]
     assert main([*command, *flags, "--data.too_long=truncate_right"]) == 0

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_compiler_facts import equations
+from tiers import fast
 
 from bptjax.config import Config, TrainConfig
 from bptjax.devices import absent_devices
@@ -71,13 +72,16 @@ def one(batch):
 
 @pytest.mark.parametrize(
     "execution",
-    [
-        dict(remat="none"),
-        dict(remat="full"),
-        dict(remat="nested(2)"),
-        dict(remat="dots", ffn_chunk=16),
-        dict(schedule="fused"),
-    ],
+    fast(
+        [
+            dict(remat="none"),
+            dict(remat="full"),
+            dict(remat="nested(2)"),
+            dict(remat="dots", ffn_chunk=16),
+            dict(schedule="fused"),
+        ],
+        [dict(remat="dots", ffn_chunk=16)],
+    ),
     ids=str,
 )
 def test_execution_changes_nothing(batch, one, execution):
@@ -92,6 +96,7 @@ def gathered(text):
     return {dtype for dtype, size in sizes if size in (32 * 32, 32 * 64)}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ffn_chunk", [T, 16])
 def test_fsdp_gathers_no_kernel_in_float32(batch, one, ffn_chunk):
     """Also with several chunks, before which every device gathers what its loop reads. XLA on a CPU
@@ -105,6 +110,7 @@ def test_fsdp_gathers_no_kernel_in_float32(batch, one, ffn_chunk):
     assert dtypes and dtypes <= {"f16", "f8e4m3fn", "u8"}, dtypes
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("parallel", [dict(fsdp=1, tp=2), dict(fsdp=1, sp=2)], ids=str)
 def test_other_meshes_and_micro_batches(batch, one, parallel):
     """A scale is that of all shards, and gradients of several micro-batches add up."""
@@ -129,6 +135,7 @@ def test_kernels_are_rounded_once():
     assert "f8" not in str(evaluated)
 
 
+@pytest.mark.thorough
 def test_adapters_train_beside_a_base_in_8_bits(batch, one):
     spec = make_spec(adapter=dict(type="lora", r=4))
     found = gradient_sums(spec, batch)
@@ -144,6 +151,7 @@ def test_adapters_train_beside_a_base_in_8_bits(batch, one):
     assert len(products) > 14 and all(shape[:2] == (1, T) for shape in products)
 
 
+@pytest.mark.thorough
 def test_training_is_close_to_bfloat16(batch):
     def losses(**train):
         spec = make_spec(train=dict(compute_dtype="bfloat16", **train))

@@ -75,6 +75,7 @@ def processor(folder, size=(3, 16, 16)):
     return ImageProcessor(folder / "base", size, (4, 4), NAMES)
 
 
+@pytest.mark.thorough
 def test_a_run_learns_resumes_and_is_exported(folder, tmp_path, monkeypatch, capsys):
     whole, run, mesh, hf = (tmp_path / name for name in ("whole", "run", "mesh", "hf"))
     assert train(folder, whole) == 0

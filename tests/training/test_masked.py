@@ -35,6 +35,7 @@ def finished(encoder, tmp_path_factory):
     return run_dir
 
 
+@pytest.mark.thorough
 def test_a_masked_language_model_learns(finished):
     losses = rows(finished)
     assert losses[20] < losses[1] - 0.5
@@ -48,6 +49,7 @@ def test_a_masked_language_model_learns(finished):
     assert 0 < example["in_loss"] < 0.5 * example["tokens"]
 
 
+@pytest.mark.thorough
 def test_stop_and_resume_is_exact(encoder, finished, tmp_path, monkeypatch):
     command = [*encoder, f"--run_dir={tmp_path / 'run'}"]
     with monkeypatch.context() as patch:
@@ -58,6 +60,7 @@ def test_stop_and_resume_is_exact(encoder, finished, tmp_path, monkeypatch):
         assert rows(tmp_path / "run", name) == rows(finished, name)
 
 
+@pytest.mark.thorough
 def test_export_and_fine_tuning_of_the_export(encoder, finished, tmp_path):
     """transformers computes the same with the export, and a run that starts from it starts with its
     loss."""

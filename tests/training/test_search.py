@@ -183,6 +183,7 @@ LINEAR = LinearAttentionConfig(key_heads=2, value_heads=8, key_size=4, value_siz
 SAVED = dict(remat="full", save=("query", "key", "value", "gate", "up"))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("linear", "saving"),
     [(None, dict(remat="dots")), (LINEAR, SAVED)],

@@ -90,6 +90,7 @@ def test_a_run_without_the_batches_that_are_left_out(command, undisturbed, tmp_p
     assert_equal_runs(undisturbed, tmp_path / "run")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("step", [14, 19], ids=["before its next checkpoint", "after it"])
 def test_a_run_killed_after_a_rollback(command, undisturbed, tmp_path, monkeypatch, step):
     run_dir, write = tmp_path / "run", JsonlWriter.write

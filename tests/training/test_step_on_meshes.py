@@ -6,6 +6,7 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
+from tiers import fast
 
 from bptjax.models.config import ModelConfig
 from bptjax.models.groups.experts import ExpertsConfig
@@ -16,7 +17,10 @@ from bptjax.training.step import abstract_batch, compile_step, gradients
 from training.specs import assert_same, gradient_sums, with_optimizer
 from training.test_step import MODEL, T, make_spec, steps
 
+MESHES = [dict(dp=2, fsdp=1, sp=4, sequence_strategy="ring"), dict(dp=1, fsdp=2, tp=2, sp=2)]
 
+
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_scalings_by_length_do_not_depend_on_the_batch(batch, kind):
     """Micro-batches on a mesh with the sequence in zigzag order give the loss and gradients of one
@@ -32,11 +36,7 @@ def test_scalings_by_length_do_not_depend_on_the_batch(batch, kind):
     assert_same(gradient_sums(mesh, batch, 2), gradient_sums(one, batch, 1))
 
 
-@pytest.mark.parametrize(
-    "mesh",
-    [dict(dp=2, fsdp=1, sp=4, sequence_strategy="ring"), dict(dp=1, fsdp=2, tp=2, sp=2)],
-    ids=["ring", "tp"],
-)
+@pytest.mark.parametrize("mesh", fast(MESHES, MESHES[1:]), ids=["ring", "tp"])
 def test_linear_attention_on_a_mesh(batch, mesh, linear):
     """The state passes through the devices, also in zigzag order, and stops with each document."""
     model, wanted = linear
@@ -44,6 +44,7 @@ def test_linear_attention_on_a_mesh(batch, mesh, linear):
     assert_same(gradient_sums(spec, batch, 2), wanted)
 
 
+@pytest.mark.thorough
 def test_int8_states_of_linear_attention_and_experts_compile():
     """XLA cannot partition a device's index in the update if it shards over other axes itself."""
     sizes = LinearAttentionConfig(key_heads=2, value_heads=4, key_size=8, value_size=8)
@@ -86,6 +87,7 @@ def test_dropout_is_that_of_one_device(batch):
     assert_same(gradient_sums(cut, parts, 1), wanted)
 
 
+@pytest.mark.thorough
 def test_rows_as_long_as_learned_positions(batch):
     """On a mesh that fills them up."""
     spec = make_spec(ParallelConfig(dp=1, fsdp=1, sp=8), seq_len=T - 2)
@@ -97,11 +99,8 @@ def test_rows_as_long_as_learned_positions(batch):
     assert np.isfinite(losses.loss)
 
 
-@pytest.mark.parametrize(
-    "mesh",
-    [dict(dp=2, fsdp=1, sp=4, sequence_strategy="ring"), dict(dp=1, fsdp=2, tp=2, sp=2)],
-    ids=["ring", "tp"],
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("mesh", fast(MESHES, MESHES[1:]), ids=["ring", "tp"])
 def test_a_masked_language_model_on_a_mesh(batch, mesh, masked):
     """Packed documents with learned positions, in sequences that the mesh pads; dropout too."""
     parts, spec, wanted = masked
@@ -138,6 +137,7 @@ def masked(batch):
     return parts, spec, gradient_sums(spec, parts, 2)
 
 
+@pytest.mark.thorough
 def test_windows_on_both_sides_on_a_mesh(masked):
     """Rotary positions, a first layer without a norm, and a window in every other layer, whose
     sequences are in zigzag order."""
@@ -205,6 +205,7 @@ def test_zero_says_what_fsdp_and_sp_cut(batch, two_steps):
     assert whole == 4 * cut and most - least == whole - cut
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["lion", "muon"])
 def test_optimizers_on_a_mesh_are_those_of_one_device(batch, kind):
     options = dict(type=kind, learning_rate=1e-3)
