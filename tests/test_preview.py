@@ -8,6 +8,7 @@ from chats import CALLS, THINKING_MARKED, TOOLS, raw_tokenizer
 
 from bptjax.cli import main
 from bptjax.data.encode import encode
+from bptjax.data.marked import marked
 from bptjax.data.text import open_documents
 from bptjax.data.tokenizer import ByteTokenizer
 from bptjax.preview import marked_text
@@ -145,6 +146,33 @@ def test_the_middle_of_a_long_document_is_left_out(tmp_path):
     (example,) = encode(open_documents(tmp_path / "a.txt")[0], ByteTokenizer())
     text = marked_text(example, ByteTokenizer(), 100, colored=False).plain
     assert text == "[[" + "a" * 49 + "]] … 902 tokens … [[" + "c" * 49 + "]]"
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"input_ids": []},
+        {"input_ids": [5]},
+        {"input_ids": [5, 6], "labels": [-100, -100]},
+        {"input_ids": [5, 6], "labels": [5, -100]},
+    ],
+)
+def test_records_without_a_label_are_refused(row, tmp_path, capsys):
+    """An empty example ended in a traceback."""
+    file = tmp_path / "data.jsonl"
+    file.write_text(json.dumps(row) + "\n")
+    flags = [f"--data.path={file}", "--data.eval_fraction=0", "--train.seq_len=64"]
+    assert main(["preview", *flags]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: the 1 document in shard 0 of 1: must have a token that counts")
+    assert error.endswith("all texts and answers are empty, or all labels are -100\n")
+
+
+@pytest.mark.parametrize("objective", ["next_token", "masked_tokens"])
+def test_an_empty_example_has_no_text(objective):
+    empty = np.array([], np.int32)
+    example = {"tokens": empty, "labels": empty}
+    assert not list(marked(example, ByteTokenizer(), 9, objective))
 
 
 def test_few_tokens_are_padded_with_a_warning(tmp_path, capsys):

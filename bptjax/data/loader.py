@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import grain
 import numpy as np
 
+from bptjax.command_line import plural
 from bptjax.data.batches import Batches, ShardIterDataset
 from bptjax.data.check import DataCheck
 from bptjax.data.config import DataConfig
@@ -142,7 +143,7 @@ def _first_example(records: AnyRecords, shard: int, shards: int, of: str) -> Exa
         read += 1
         too_long += bool(record.too_long)
         bad += record.error is not None
-    documents = f"{read} documents{of} in shard {shard} of {shards}"
+    documents = f"{plural(read, 'document')}{of} in shard {shard} of {shards}"
     if too_long:
         raise ValueError(
             f"the {documents}: all {too_long} records with tokens in the loss are longer than "
@@ -155,8 +156,8 @@ def _first_example(records: AnyRecords, shard: int, shards: int, of: str) -> Exa
             "in the loss; set data.bad_records=error to see why"
         )
     raise ValueError(
-        f"the {documents}: must have a token that counts in the loss; all documents, or all "
-        "answers, are empty"
+        f"the {documents}: must have a token that counts in the loss; all texts and "
+        "answers are empty, or all labels are -100"
     )
 
 

@@ -1,6 +1,7 @@
 """The text of a training example, split where tokens start or stop to count in the loss."""
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import numpy as np
 
@@ -27,9 +28,9 @@ def marked(
     predicted = labels != IGNORED
     if objective == "next_token":
         # The label of a document's last token is not the landmark that completes its block.
-        ids = np.append(ids[:1], np.where(predicted, labels, np.append(ids[1:], labels[-1])))
+        ids = np.append(ids[:1], np.where(predicted, labels, np.append(ids[1:], labels[-1:])))
         predicted = np.r_[False, predicted]
-        if labels[-1] == IGNORED:
+        if not predicted[-1]:
             ids, predicted = ids[:-1], predicted[:-1]
     half = max(1, shown // 2)
     parts = [slice(None)] if len(ids) <= shown else [slice(half), slice(-half, None)]
@@ -43,9 +44,9 @@ def _runs(ids: np.ndarray, flags: np.ndarray, tokenizer: Tokenizer) -> Iterator[
     """Yields runs of tokens with the same flag, as text. The text of a run is the difference
     between decoding all ids up to its end and up to its start, because a tokenizer may decode a
     token differently at the start of a text."""
-    edges = [0, *(np.flatnonzero(np.diff(flags)) + 1).tolist(), len(ids)]
+    edges = sorted({0, *(np.flatnonzero(np.diff(flags)) + 1).tolist(), len(ids)})
     before = ""
-    for start, stop in zip(edges, edges[1:], strict=False):
+    for start, stop in pairwise(edges):
         after = tokenizer.decode(ids[:stop])
         yield after[len(before) :], bool(flags[start])
         before = after

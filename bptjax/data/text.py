@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from bptjax.command_line import plural
 from bptjax.data.chat import FORMATS, Chat
 from bptjax.data.datasets import HUB, arrow_batches, download, saved_files
 from bptjax.data.files import (
@@ -140,7 +141,8 @@ def open_documents(
     streamed = any(isinstance(file, Lines) for file in files)
     documents = Stream(tuple(files), sizes) if streamed else Documents(files)
     if isinstance(documents, Documents) and not len(documents):
-        raise ValueError(f"{str(path)!r} holds no documents: its {len(paths)} files are empty")
+        found = plural(len(paths), "empty file")
+        raise ValueError(f"{str(path)!r}: must hold documents, not only {found}")
     if check_first:
         next(iter(documents))  # Fails on a wrong text_key now rather than during the run.
     return documents

@@ -212,7 +212,7 @@ def test_an_empty_data_set_is_refused(arguments, tmp_path, capsys):
     (tmp_path / "empty.jsonl").write_text("")
     command = [*arguments, "--data.path", str(tmp_path / "empty.jsonl")]
     assert main([*command, "--run_dir", str(tmp_path / "run")]) == 2
-    assert "holds no documents" in capsys.readouterr().err
+    assert "must hold documents, not only 1 empty file" in capsys.readouterr().err
 
 
 def test_ctrl_c_before_the_first_step(arguments, tmp_path, monkeypatch, capsys):
