@@ -54,6 +54,8 @@ FILLER = (
     "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n"
 )
 KEY = "The pass key is {0}. Remember it. {0} is the pass key.\n"
+# Largest number of any flag. Its losses take 128 MiB.
+MOST = 2**24
 QUESTION = "What is the pass key? The pass key is"
 
 
@@ -253,11 +255,16 @@ def run(args: Namespace) -> int:
 def _check(args: Namespace) -> None:
     if not args.data and not args.passkey_lengths:
         raise ValueError("--data (perplexity) or --passkey_lengths (retrieval) must be given")
-    for name, least in (("length", 2), ("buckets", 1), ("documents", 1), ("trials", 1)):
-        if getattr(args, name) < least:
-            raise ValueError(f"--{name}={getattr(args, name)}: must be at least {least}")
+    numbers = [(name, getattr(args, name)) for name in ("length", "buckets", "documents", "trials")]
+    for name, number in [*numbers, *(("passkey_lengths", n) for n in args.passkey_lengths)]:
+        least = 2 if name == "length" else 1
+        if not least <= number <= MOST:
+            raise ValueError(f"--{name}={number}: must be in [{least}, {MOST}]")
     if args.buckets >= args.length:
         raise ValueError(f"--buckets={args.buckets}: must be less than --length={args.length}")
+    there = next(path for path in (args.out, *args.out.parents) if path.exists())
+    if not there.is_dir():
+        raise ValueError(f"--out={args.out}: must be a directory, but {there} is a file")
     check_seed("--seed", args.seed)
     for depth in args.depths:
         if not 0.0 <= depth <= 1.0:

@@ -134,6 +134,13 @@ def test_command_line(tmp_path, capsys, model, monkeypatch):
             ["--data", "python-stdlib", "--length", "4", "--buckets", "4"],
             "--buckets=4: must be less than --length=4",
         ),
+        # These ended in numpy's "Maximum allowed dimension exceeded".
+        (
+            ["--data", "python-stdlib", "--length", "9" * 30],
+            r"--length=9+: must be in \[2, 16777216",
+        ),
+        (["--passkey-lengths", "9" * 30], r"--passkey_lengths=9+: must be in \[1, 16777216"),
+        (["--data", "python-stdlib", "--trials", "0"], r"--trials=0: must be in \[1, 16777216"),
     ],
 )
 def test_bad_input_is_one_line(tmp_path, capsys, options, message):
@@ -141,6 +148,16 @@ def test_bad_input_is_one_line(tmp_path, capsys, options, message):
     assert evaluate.main(["--model", "nowhere/it", *options, "--out", str(out)]) == 2
     error = capsys.readouterr().err
     assert re.search(message, error) and error.count("\n") == 1 and not out.exists()
+
+
+def test_a_file_in_place_of_the_output_is_refused_first(tmp_path, capsys):
+    """It was found after the evaluation."""
+    (tmp_path / "file").touch()
+    for out in (tmp_path / "file", tmp_path / "file" / "more"):
+        command = ["--model=nowhere/it", "--passkey_lengths=500", f"--out={out}"]
+        assert evaluate.main(command) == 2
+        error = f"error: --out={out}: must be a directory, but {tmp_path / 'file'} is a file\n"
+        assert capsys.readouterr().err == error
 
 
 def keys(lengths, depths):
