@@ -15,8 +15,10 @@ from bptjax.models.groups.experts import ExpertsConfig
 from bptjax.models.groups.group import MOST_HEAD, Group, integer, number
 from bptjax.models.groups.linear_attention import LinearAttentionConfig
 from bptjax.models.groups.mixer import MixerGroup
+from bptjax.models.groups.short_convolution import ShortConvolutionConfig
 from bptjax.models.layer_kinds import LayerKind, layer_kinds
 
+LayerType = Literal["full_attention", "sliding_attention", "linear_attention", "short_convolution"]
 # Bound of a number of tokens that may stand for no limit.
 UNLIMITED = 2**31 - 1
 
@@ -128,6 +130,7 @@ class ModelConfig:
         a new token starts at the mean of the existing embeddings. With new tokens, an adapter run
         trains the embeddings too.
       linear_attention: linear attention, a kind of layer.
+      short_convolution: short convolution, a kind of layer.
       experts: mixture of experts.
     """
 
@@ -157,9 +160,7 @@ class ModelConfig:
     alibi_scale: float = number(1.0, positive=True)
     alibi_interleaved: bool = False
     sliding_window: int | None = integer(None, most=UNLIMITED)
-    layer_types: list[Literal["full_attention", "sliding_attention", "linear_attention"]] | None = (
-        None
-    )
+    layer_types: list[LayerType] | None = None
     full_head_dim: int | None = integer(None, most=MOST_HEAD)
     full_kv_heads: int | None = integer(None)
     full_keys_as_values: bool = False
@@ -209,6 +210,7 @@ class ModelConfig:
     init_std: float = number(0.02)
     add_tokens: list[str] = field(default_factory=list)
     linear_attention: LinearAttentionConfig = field(default_factory=LinearAttentionConfig)
+    short_convolution: ShortConvolutionConfig = field(default_factory=ShortConvolutionConfig)
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
 
     def __post_init__(self):

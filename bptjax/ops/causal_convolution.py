@@ -1,5 +1,7 @@
 """Short causal convolution of each channel, within documents."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,11 +15,12 @@ def causal_convolution(
     x: Float[Array, "B T C"],
     kernel: Float[Array, "J C"],
     *,
+    silu: bool = True,
     segments: Int[Array | np.ndarray, "B T"] | None = None,
     history: Float[Array, "B J-1 C"] | None = None,
     previous: Int[Array, "B"] | None = None,
 ) -> tuple[Float[Array, "B T C"], Float[Array, "B J-1 C"]]:
-    """SiLU of the sum of kernel[J-1-i] · x_{t-i} over 0 ≤ i < J, for each channel by itself.
+    """Sum of kernel[J-1-i] · x_{t-i} over 0 ≤ i < J, or its SiLU, for each channel by itself.
     Computes in float32; saves its arguments for the backward pass. Returns the output, in x's
     dtype, and the history after the last token.
 
@@ -42,13 +45,13 @@ def causal_convolution(
     zero = jnp.zeros((), x.dtype)
     x = jnp.concatenate([history.astype(x.dtype), jnp.where(padding, zero, x)], 1)
     documents = jnp.pad(documents, ((0, 0), (J - 1, 0)))
-    out = jnp.where(padding, zero, _convolve(x, kernel, documents))
+    out = jnp.where(padding, zero, _convolve(x, kernel, documents, silu))
     own = documents[:, T:] == documents[:, -1:]
     return out, jnp.where(own[..., None], x[:, T:], zero)
 
 
-@jax.checkpoint
-def _convolve(x: Array, kernel: Array, documents: Array) -> Array:
+@partial(jax.checkpoint, static_argnums=3)
+def _convolve(x: Array, kernel: Array, documents: Array, silu: bool) -> Array:
     """Convolves all tokens but the first J - 1."""
     J = kernel.shape[0]
     T = x.shape[1] - J + 1
@@ -59,7 +62,8 @@ def _convolve(x: Array, kernel: Array, documents: Array) -> Array:
         before = jnp.where(same[..., None], x[:, j : j + T], jnp.zeros((), x.dtype))
         return kernel[j][None, None] * before.astype(jnp.float32)
 
-    return jax.nn.silu(sum(map(term, range(1, J)), term(0))).astype(x.dtype)
+    y = sum(map(term, range(1, J)), term(0))
+    return (jax.nn.silu(y) if silu else y).astype(x.dtype)
 
 
 def check_convolution(x: Array, kernel: Array, history: Array | None) -> None:

@@ -20,6 +20,7 @@ def causal_convolution(
     x: Float[Array, "B T C"],
     kernel: Float[Array, "J C"],
     *,
+    silu: bool = True,
     segments: Int[Array | np.ndarray, "B T"] | None = None,
     history: Float[Array, "B J-1 C"] | None = None,
     previous: Int[Array, "B"] | None = None,
@@ -31,7 +32,7 @@ def causal_convolution(
 
     Args:
       order: position of each token in its sequence, if the tokens are in another order.
-      segments, history, previous: as in `ops.causal_convolution`.
+      silu, segments, history, previous: as in `ops.causal_convolution`.
 
     Raises:
       ValueError: as `ops.causal_convolution`; an order that does not leave each device one or two
@@ -42,7 +43,7 @@ def causal_convolution(
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return on_one_device.causal_convolution(
-            x, kernel, segments=segments, history=history, previous=previous
+            x, kernel, silu=silu, segments=segments, history=history, previous=previous
         )
     batch, tokens, channels = sharding(mesh, ("batch", "sequence", "heads"), x.shape).spec
     # In float32, so that the devices sum its gradient in float32.
@@ -62,7 +63,7 @@ def causal_convolution(
     alone = pieces.ranks.size == 1 or kernel.shape[0] == 1
     run = on_one_device.causal_convolution if alone else partial(_run, pieces)
     mapped = jax.shard_map(
-        lambda arrays: run(**arrays),
+        lambda arrays: run(silu=silu, **arrays),
         in_specs=(specs,),
         out_specs=(specs["x"], histories),
         check_vma=False,
@@ -75,6 +76,7 @@ def _run(
     x: Float[Array, "B T C"],
     kernel: Float[Array, "J C"],
     *,
+    silu: bool,
     segments: Int[Array, "B T"] | None = None,
     history: Float[Array, "B J-1 C"] | None = None,
     previous: Int[Array, "B"] | None = None,
@@ -115,6 +117,7 @@ def _run(
     out, _ = on_one_device.causal_convolution(
         x,
         kernel,
+        silu=silu,
         segments=segments,
         history=pieces.own(histories[:-1]),
         previous=pieces.own(before),

@@ -28,6 +28,7 @@ LINEAR: dict[str, Any] = dict(num_hidden_layers=4, head_dim=16)
 LINEAR |= dict(linear_num_key_heads=2, linear_num_value_heads=4)
 LINEAR |= dict(linear_key_head_dim=8, linear_value_head_dim=12)
 LINEAR_MOE = dict(num_experts=4, moe_intermediate_size=20, shared_expert_intermediate_size=24)
+CONVOLUTIONS = ["conv", "full_attention", "conv"]
 LINEAR_FULL = dict(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
 GEMMA4: dict[str, Any] = dict(head_dim=8, global_head_dim=16, sliding_window=5)
 GEMMA4 |= dict(hidden_size_per_layer_input=0)
@@ -256,6 +257,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | LINEAR_MOE
         | mrope(1, 1, 2, partial_rotary_factor=0.5)
         | dict(num_experts_per_tok=1, output_router_logits=False, num_key_value_heads=1),
+    ),
+    "lfm2": ("Lfm2Config", MODERN | IDS | THREE | dict(layer_types=CONVOLUTIONS)),
+    "lfm2: four tokens, another width, untied, MQA": (
+        "Lfm2Config",
+        MODERN
+        | IDS
+        | dict(layer_types=CONVOLUTIONS[:2], conv_L_cache=4, num_key_value_heads=1)
+        | dict(block_multiple_of=10, block_ffn_dim_multiplier=1.5, tie_word_embeddings=False),
+    ),
+    "lfm2: attention alone, yarn": (
+        "Lfm2Config",
+        MODERN
+        | IDS
+        | rope("yarn", factor=4.0, original_max_position_embeddings=16)
+        | dict(block_auto_adjust_ff_dim=False, norm_eps=1e-3),
     ),
     "glm4_moe": ("Glm4MoeConfig", GLM_MOE | dict(n_group=2, routed_scaling_factor=1.5)),
     "glm4_moe: no group, biases, two shared, two layers without experts": (
@@ -880,6 +896,7 @@ OLD_BUFFERS: dict[str, list[tuple[str, str, tuple[int, ...]]]] = {
     # No version of transformers saved any.
     "mixtral": [],
     "qwen3_moe": [],
+    "lfm2": [],
     "glm4_moe": [],
     "olmoe": [],
     "qwen3_next": [],

@@ -15,6 +15,7 @@ from bptjax.models.config import ModelConfig
 from bptjax.models.decoder import Decoder
 from bptjax.models.groups.experts import ExpertsConfig
 from bptjax.models.groups.linear_attention import LinearAttentionConfig
+from bptjax.models.groups.short_convolution import ShortConvolutionConfig
 from bptjax.ops.loss import linear_cross_entropy
 from bptjax.remat import TrainingExecution
 
@@ -57,6 +58,11 @@ MODELS = {
             key_heads=2, value_heads=4, key_size=8, value_size=6
         ),
         attention_gate=True,
+    ),
+    "short convolution": replace(
+        ROTARY,
+        layer_types=["short_convolution", "full_attention"],
+        short_convolution=ShortConvolutionConfig(3),
     ),
     "full heads, shared keys, layers' embeddings": replace(
         ROTARY,

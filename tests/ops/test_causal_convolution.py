@@ -96,9 +96,10 @@ def test_equals_transformers():
     from transformers.models.qwen3_next import modeling_qwen3_next as theirs
 
     x, kernel, _ = operands()
-    arrays = (torch.tensor(np.asarray(y)) for y in (x.mT, kernel.T))
-    expected = theirs.causal_conv1d_fn(*arrays, activation="silu")
-    close(causal_convolution(x, kernel)[0], expected.mT.numpy())
+    arrays = [torch.tensor(np.asarray(y)) for y in (x.mT, kernel.T)]
+    for silu, name in ((True, "silu"), (False, None)):
+        expected = theirs.causal_conv1d_fn(*arrays, activation=name)
+        close(causal_convolution(x, kernel, silu=silu)[0], expected.mT.numpy())
 
 
 def test_refuses():

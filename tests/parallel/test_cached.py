@@ -15,6 +15,7 @@ from bptjax.models.config import ModelConfig
 from bptjax.models.decoder import Decoder
 from bptjax.models.groups.experts import ExpertsConfig
 from bptjax.models.groups.linear_attention import LinearAttentionConfig
+from bptjax.models.groups.short_convolution import ShortConvolutionConfig
 from bptjax.models.layer_loops import Execution
 from bptjax.parallel import cached
 from bptjax.parallel.mesh import STATE_AXIS, ParallelConfig, make_mesh, sharding
@@ -40,6 +41,10 @@ MODELS = {
             key_heads=2, value_heads=4, key_size=8, value_size=4
         ),
         attention_gate=True,
+    ),
+    "convolution": dict(
+        layer_types=["short_convolution", "full_attention"],
+        short_convolution=ShortConvolutionConfig(4),
     ),
     "full heads, shared keys": dict(
         num_layers=4,
@@ -100,6 +105,7 @@ def on_one_device(name, sampling):
             ("windows, sinks, experts", 2, 2, GREEDY),
             ("alibi", 2, 2, GREEDY),
             ("linear", 2, 2, GREEDY),
+            ("convolution", 2, 2, GREEDY),
             ("full heads, shared keys", 2, 2, GREEDY),
             ("strided", 1, 2, GREEDY),
             ("markers", 2, 2, GREEDY),

@@ -11,6 +11,7 @@ from tiers import fast
 from bptjax.models.config import ModelConfig
 from bptjax.models.groups.experts import ExpertsConfig
 from bptjax.models.groups.linear_attention import LinearAttentionConfig
+from bptjax.models.groups.short_convolution import ShortConvolutionConfig
 from bptjax.parallel.mesh import ParallelConfig, make_mesh
 from bptjax.training.state import abstract_state, init_state
 from bptjax.training.step import abstract_batch, compile_step, gradients
@@ -37,9 +38,9 @@ def test_scalings_by_length_do_not_depend_on_the_batch(batch, kind):
 
 
 @pytest.mark.parametrize("mesh", fast(MESHES, MESHES[1:]), ids=["ring", "tp"])
-def test_linear_attention_on_a_mesh(batch, mesh, linear):
-    """The state passes through the devices, also in zigzag order, and stops with each document."""
-    model, wanted = linear
+def test_layers_without_attention_on_a_mesh(batch, mesh, mixing):
+    """Their state passes through the devices, also in zigzag order, and ends with each document."""
+    model, wanted = mixing
     spec = replace(make_spec(ParallelConfig(**mesh)), model=model)
     assert_same(gradient_sums(spec, batch, 2), wanted)
 
@@ -57,12 +58,14 @@ def test_int8_states_of_linear_attention_and_experts_compile():
     compile_step(spec, abstract_state(spec), abstract_batch(spec))
 
 
-@pytest.fixture(scope="module")
-def linear(batch):
-    """A model with linear attention, and the sums of one device."""
-    sizes = LinearAttentionConfig(key_heads=2, value_heads=4, key_size=8, value_size=4)
-    types = ["linear_attention", "full_attention"]
-    mixing = dict(layer_types=types, linear_attention=sizes)
+@pytest.fixture(scope="module", params=["linear_attention", "short_convolution"])
+def mixing(batch, request):
+    """A model with a layer without attention, and the sums of one device."""
+    sizes = dict(
+        linear_attention=LinearAttentionConfig(2, 4, 8, 4),
+        short_convolution=ShortConvolutionConfig(4),
+    )
+    mixing = {"layer_types": [request.param, "full_attention"], request.param: sizes[request.param]}
     model = replace(MODEL, attention_gate=True, init_std=0.3, **mixing)
     return model, gradient_sums(replace(make_spec(), model=model), batch, 1)
 

@@ -26,6 +26,7 @@ from bptjax.hf.families.classic import (
     rules_phi,
     rules_starcoder2,
 )
+from bptjax.hf.families.convolution import read_lfm2, rules_lfm2
 from bptjax.hf.families.encoders import (
     read_bert,
     read_modernbert,
@@ -160,6 +161,7 @@ FAMILIES: dict[str, Family] = {
         peft_keeps_mlps=True,
     ),
     "qwen3_next": Family(read_qwen3_next, rules_qwen3_next, kept=(MTP,), experts="concatenated"),
+    "lfm2": Family(read_lfm2, rules_lfm2, neutral=("full_attn_idxs",)),
     "glm4_moe": Family(
         read_glm4_moe,
         rules_glm4_moe,
