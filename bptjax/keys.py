@@ -44,6 +44,14 @@ RENAMED = {
     "model.linear_key_size": "model.linear_attention.key_size",
     "model.linear_value_size": "model.linear_attention.value_size",
     "model.linear_conv_size": "model.linear_attention.conv_size",
+    "model.full_head_dim": "model.full_attention.head_dim",
+    "model.full_kv_heads": "model.full_attention.kv_heads",
+    "model.full_keys_as_values": "model.full_attention.keys_as_values",
+    "model.shared_kv_layers": "model.shared_kv.layers",
+    "model.shared_kv_intermediate_size": "model.shared_kv.intermediate_size",
+    "model.layer_embedding_size": "model.layer_embedding.size",
+    "model.alibi_scale": "model.alibi.scale",
+    "model.alibi_interleaved": "model.alibi.interleaved",
 }
 
 

@@ -81,7 +81,7 @@ class TrainingExecution(Execution):
           ValueError: as `groups`, or a name to save that the layers do not have.
         """
         # The layers without keys of their own have loops of their own.
-        shared, k = model.shared_kv_layers, self.nested or 1
+        shared, k = model.shared_kv.layers, self.nested or 1
         if shared and (shared % k or model.num_layers % k):
             raise ValueError(
                 f"execution.remat={self.remat}: k must divide both the {model.num_layers} layers "

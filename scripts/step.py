@@ -28,6 +28,7 @@ from bptjax.config_parser import parse
 from bptjax.keys import flatten
 from bptjax.models.config import ModelConfig
 from bptjax.models.groups.experts import ExpertsConfig
+from bptjax.models.groups.full_attention import FullAttentionConfig
 from bptjax.models.groups.linear_attention import LinearAttentionConfig
 from bptjax.models.params import fill_model, param_path
 from bptjax.ops.choices import record_choices
@@ -83,9 +84,7 @@ DECODERS = {
         num_heads=16,
         num_kv_heads=8,
         head_dim=256,
-        full_head_dim=512,
-        full_kv_heads=2,
-        full_keys_as_values=True,
+        full_attention=FullAttentionConfig(head_dim=512, kv_heads=2, keys_as_values=True),
         layer_types=list(5 * (*(5 * ("sliding_attention",)), "full_attention")),
         sliding_window=1024,
         norm_eps=1e-6,

@@ -7,6 +7,8 @@ import pytest
 from meshes import EXPERTS, MESHES, MODEL, ONE, errors, model_of, results
 from tiers import fast
 
+from bptjax.models.groups.full_attention import FullAttentionConfig, SharedKvConfig
+from bptjax.models.groups.layer_embedding import LayerEmbeddingConfig
 from bptjax.parallel.mesh import ParallelConfig, axis_sizes
 
 SOME = [
@@ -33,10 +35,9 @@ HEADS = replace(
     num_layers=4,
     layer_types=2 * ["sliding_attention", "full_attention"],
     sliding_window=6,
-    full_head_dim=8,
-    full_kv_heads=1,
-    shared_kv_layers=2,
-    layer_embedding_size=8,
+    full_attention=FullAttentionConfig(head_dim=8, kv_heads=1),
+    shared_kv=SharedKvConfig(layers=2),
+    layer_embedding=LayerEmbeddingConfig(size=8),
     layer_scale=True,
     norm_position="sandwich",
 )

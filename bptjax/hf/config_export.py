@@ -98,7 +98,7 @@ def rope_keys(
 
 
 def _frequencies(config: ModelConfig, parameters: dict, length: int | None = None):
-    dim = rotated_features(config.full_head_dim or config.H, parameters)
+    dim = rotated_features(config.full_attention.head_dim or config.H, parameters)
     return rope_frequencies(
         dim, parameters, max_position_embeddings=config.max_position_embeddings, length=length
     )

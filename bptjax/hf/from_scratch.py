@@ -91,7 +91,7 @@ def _computed(config: ModelConfig) -> dict[str, Any]:
     """Returns the values that determine the function of an architecture, with defaults filled
     in."""
     values = {k: v for k, v in flatten(config).items() if k not in OVERRIDABLE}
-    for key in ("layer_types", "position_offset", "alibi_scale", "alibi_interleaved"):
+    for key in ("layer_types", "position_offset", "alibi.scale", "alibi.interleaved"):
         del values[key]
     values |= dict(
         intermediate_size=config.F,
@@ -108,8 +108,8 @@ def _computed(config: ModelConfig) -> dict[str, Any]:
     if config.position_embedding == "learned":
         values["position_offset"] = config.position_offset
     if config.position_embedding == "alibi":
-        slopes = alibi_slopes(config.num_heads, interleaved=config.alibi_interleaved)
-        values["alibi_interleaved"] = (config.alibi_scale * slopes).tolist()
+        slopes = alibi_slopes(config.num_heads, interleaved=config.alibi.interleaved)
+        values["alibi.interleaved"] = (config.alibi.scale * slopes).tolist()
     return values
 
 

@@ -26,7 +26,8 @@ class Cache:
       length: int32 scalar, number of tokens held.
       start: int32 `[B]`, index of the first token of each sequence; before it is padding.
       marked: bool `[B, S]`, markers of the attention pattern; None if it has none.
-      full: `k` and `v` of the layers with heads of full_head_dim, which `k` and `v` then leave out.
+      full: `k` and `v` of the layers with heads of `full_attention`, which `k` and `v` then leave
+        out.
       mixed: arrays that layers without attention carry, stacked, by kind in `layer_types`.
     """
 
@@ -69,7 +70,7 @@ class Cache:
         return cls(*room(False), length, start, marked, full, mixed)
 
     def keys_values(self, full: bool) -> tuple[Array, Array]:
-        """Returns `k` and `v` of the layers with heads of full_head_dim, or of the others."""
+        """Returns `k` and `v` of the layers with heads of `full_attention`, or of the others."""
         return self.full if full and self.full is not None else (self.k, self.v)
 
     def with_keys_values(self, full: bool, k: Array, v: Array) -> "Cache":

@@ -11,8 +11,11 @@ from typing import Any, Literal
 from bptjax.data.landmarks import Landmarks
 from bptjax.models.attention_pattern import AttentionPattern
 from bptjax.models.config_checks import check_choices
+from bptjax.models.groups.alibi import AlibiConfig
 from bptjax.models.groups.experts import ExpertsConfig
+from bptjax.models.groups.full_attention import FullAttentionConfig, SharedKvConfig
 from bptjax.models.groups.group import MOST_HEAD, Group, integer, number
+from bptjax.models.groups.layer_embedding import LayerEmbeddingConfig
 from bptjax.models.groups.linear_attention import LinearAttentionConfig
 from bptjax.models.groups.mixer import MixerGroup
 from bptjax.models.groups.short_convolution import ShortConvolutionConfig
@@ -59,18 +62,9 @@ class ModelConfig:
       max_position_embeddings: number of positions that the model is made for. Learned
         positions end there.
       position_offset: unused entries of the learned embedding before position 0.
-      alibi_scale: factor on the slopes of ALiBi.
-      alibi_interleaved: order of the slopes of ALiBi if the number of heads is not a power of two.
-        true takes every other slope of the next larger power, odd ones first.
       sliding_window: number of tokens that a token attends to, itself included. If not set, all.
       layer_types: full_attention, sliding_attention or another kind for each layer.
         sliding_window applies to the second. Each other kind has a group of keys of its name.
-      full_head_dim: size of a head in layers of full attention, if these have heads of their own.
-      full_kv_heads: key and value heads of these layers. If not set, num_kv_heads.
-      full_keys_as_values: their values are their keys before norm and rotary positions.
-      shared_kv_layers: number of last layers without keys and values of their own. They attend to
-        those of the last earlier layer of the same type.
-      shared_kv_intermediate_size: feed-forward width of these last layers, if it differs.
       attention_pattern: sparse pattern in layers of full attention: its type and its other keys;
         see AttentionPattern.
       attention_scale: factor on the dot product of query and key. If not set, 1 / √head_dim.
@@ -95,7 +89,6 @@ class ModelConfig:
       embedding_size: width of the embeddings. If not set, D. Another width is projected to D.
       embedding_scale: factor on the token embeddings.
       embedding_norm: normalizes the token embeddings.
-      layer_embedding_size: size of a token embedding of each layer's own; 0 for none.
       layer_scale: the output of each layer is multiplied by a constant. It is not trained.
       token_types: number of types of tokens, whose learned embedding is added; 0 for none. Encoders
         only.
@@ -129,6 +122,10 @@ class ModelConfig:
       add_tokens: tokens that are added to the tokenizer's vocabulary. The embedding of
         a new token starts at the mean of the existing embeddings. With new tokens, an adapter run
         trains the embeddings too.
+      full_attention: heads of layers of full attention.
+      shared_kv: last layers without keys and values of their own.
+      alibi: slopes of ALiBi.
+      layer_embedding: token embeddings of each layer's own.
       linear_attention: linear attention, a kind of layer.
       short_convolution: short convolution, a kind of layer.
       experts: mixture of experts.
@@ -157,15 +154,8 @@ class ModelConfig:
     rope_layers: list[bool] | None = None
     max_position_embeddings: int | None = integer(None, most=UNLIMITED)
     position_offset: int = integer(0, 0)
-    alibi_scale: float = number(1.0, positive=True)
-    alibi_interleaved: bool = False
     sliding_window: int | None = integer(None, most=UNLIMITED)
     layer_types: list[LayerType] | None = None
-    full_head_dim: int | None = integer(None, most=MOST_HEAD)
-    full_kv_heads: int | None = integer(None)
-    full_keys_as_values: bool = False
-    shared_kv_layers: int = integer(0, 0)
-    shared_kv_intermediate_size: int | None = integer(None)
     attention_pattern: dict[str, Any] | None = None
     attention_scale: float | None = number(None, positive=True)
     query_growth: float = number(0.0, -math.inf)
@@ -186,7 +176,6 @@ class ModelConfig:
     embedding_size: int | None = integer(None)
     embedding_scale: float | None = number(None, positive=True)
     embedding_norm: bool = False
-    layer_embedding_size: int = integer(0, 0)
     layer_scale: bool = False
     token_types: int = integer(0, 0)
     image_size: tuple[int, int] | None = None
@@ -209,6 +198,10 @@ class ModelConfig:
     residual_dropout: float | None = None
     init_std: float = number(0.02)
     add_tokens: list[str] = field(default_factory=list)
+    full_attention: FullAttentionConfig = field(default_factory=FullAttentionConfig)
+    shared_kv: SharedKvConfig = field(default_factory=SharedKvConfig)
+    alibi: AlibiConfig = field(default_factory=AlibiConfig)
+    layer_embedding: LayerEmbeddingConfig = field(default_factory=LayerEmbeddingConfig)
     linear_attention: LinearAttentionConfig = field(default_factory=LinearAttentionConfig)
     short_convolution: ShortConvolutionConfig = field(default_factory=ShortConvolutionConfig)
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
@@ -222,7 +215,7 @@ class ModelConfig:
 
     @property
     def groups(self) -> dict[str, Group]:
-        """The groups of choices of parts that not all models have, by name."""
+        """The groups of choices of parts, by name."""
         each = {f.name: getattr(self, f.name) for f in fields(self)}
         return {name: value for name, value in each.items() if isinstance(value, Group)}
 
@@ -290,9 +283,9 @@ class ModelConfig:
     @property
     def dense_layers(self) -> list[int]:
         """Numbers of the layers that have the MLP `dense` in place of that network."""
-        if self.shared_kv_intermediate_size is None:
+        if not self.shared_kv.intermediate_size:
             return sorted(self.experts.mlp_only_layers)
-        return list(range(self.num_layers - self.shared_kv_layers, self.num_layers))
+        return list(range(self.num_layers - self.shared_kv.layers, self.num_layers))
 
     @property
     def pattern(self) -> AttentionPattern | None:
@@ -324,18 +317,18 @@ class ModelConfig:
 
     @property
     def full_layers(self) -> list[int]:
-        """Numbers of the layers with heads of full_head_dim."""
-        return [] if self.full_head_dim is None else self.layers_of("full_attention")
+        """Numbers of the layers with heads of `full_attention`."""
+        return self.layers_of("full_attention") if self.full_attention.on else []
 
     def kv_layers(self, full: bool) -> list[int]:
         """Numbers of the layers with keys and values of their own, of full_layers or the others."""
-        kept = self.num_layers - self.shared_kv_layers
+        kept = self.num_layers - self.shared_kv.layers
         return [i for i in self.attention_layers[:kept] if (i in self.full_layers) == full]
 
     def heads(self, full: bool) -> tuple[int, int]:
         """Number and size of the key heads in full_layers, or in the others."""
-        size = self.full_head_dim if full else None
-        return (self.K, self.H) if size is None else (self.full_kv_heads or self.K, size)
+        own = self.full_attention
+        return (own.kv_heads or self.K, own.head_dim) if full and own.on else (self.K, self.H)
 
     @property
     def ropes(self) -> tuple[dict[str, Any], ...]:

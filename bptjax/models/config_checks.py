@@ -3,7 +3,7 @@
 from typing import Any
 
 from bptjax.models.attention_pattern import AttentionPattern
-from bptjax.models.groups.group import check_bounds
+from bptjax.models.groups.group import check_bounds, check_sandwich
 from bptjax.models.groups.mixer import MixerGroup
 from bptjax.ops.arguments import check_softcap
 
@@ -86,7 +86,8 @@ def check_choices(config: Any) -> None:
                 f"model.layer_types: must have no {kinds} unless norm_position=pre and "
                 f"residual=sequential, not {shape[0]} and {shape[1]}"
             )
-    _check_full_heads(config)
+    if config.layer_scale:
+        check_sandwich(config, "layer_scale=True")
     if config.attention_pattern is not None:
         pattern = AttentionPattern.parse(config.attention_pattern)
         ids = [x for x in (*pattern.global_markers, pattern.token) if isinstance(x, int)]
@@ -162,19 +163,13 @@ def check_choices(config: Any) -> None:
             # The checkpoint that a config names may have the part; see `hf.config.merge`.
             if not (config.name_or_path and f"{name}.{key}" in OVERRIDABLE):
                 raise ValueError(f"model.{name}.{key}={value}: must go with {group.NEEDS}")
-    own = config.experts.mlp_only_layers
-    if config.shared_kv_intermediate_size is not None and (own or not config.shared_kv_layers):
-        raise ValueError(
-            f"model.shared_kv_intermediate_size={config.shared_kv_intermediate_size}: must go with "
-            "model.shared_kv_layers, and not with mlp_only_layers"
-        )
 
     # A typing error would otherwise show after minutes, when memory runs out.
     heads = 2 * (config.num_heads + config.K) * config.H
     heads += sum(sum(group.widths(config).values()) for group in config.mixers.values())
     inner = (config.experts.count or 1) * config.expert_F
     parameters = config.num_layers * config.hidden_size * (2 * inner + heads)
-    widths = config.E + config.num_layers * config.layer_embedding_size
+    widths = config.E + config.num_layers * config.layer_embedding.size
     parameters += (config.vocab_size or 0) * widths
     if parameters > MOST_PARAMETERS:
         raise ValueError(
@@ -192,47 +187,3 @@ def sizes_of(config: Any) -> str:
     if config.position_embedding == "learned":
         text += f", max_position_embeddings={config.max_position_embeddings}"
     return text
-
-
-def _check_full_heads(config: Any) -> None:
-    """Checks the heads of layers of full attention, and the layers that have no keys of their own.
-
-    Raises:
-      ValueError: as `check_choices`.
-    """
-    size, (K, _) = config.full_head_dim, config.heads(True)
-    names = ("full_kv_heads", "full_keys_as_values", "shared_kv_layers")
-    for name in names if size is None else ():
-        if getattr(config, name):
-            raise ValueError(
-                f"model.{name}={getattr(config, name)}: must go with model.full_head_dim"
-            )
-    for name in ("layer_embedding_size", "layer_scale"):
-        shape = config.norm_position, config.residual
-        if getattr(config, name) and (
-            shape != ("sandwich", "sequential") or not config.causal or config.first_norm is False
-        ):
-            raise ValueError(
-                f"model.{name}={getattr(config, name)}: must go with norm_position=sandwich, "
-                "residual=sequential and causal=true"
-            )
-    if config.layer_embedding_size and config.add_tokens:
-        raise ValueError(
-            "model.add_tokens: must be empty with model.layer_embedding_size, the layers' own "
-            "embeddings of the tokens"
-        )
-    if size is None:
-        return
-    own = (config.layer_types or [])[: config.num_layers - config.shared_kv_layers]
-    if {*own} != {"full_attention", "sliding_attention"}:
-        raise ValueError(
-            f"model.full_head_dim={size}: must go with full_attention and sliding_attention in "
-            "layer_types, both before the last model.shared_kv_layers="
-            f"{config.shared_kv_layers} layers"
-        )
-    if config.num_heads % K:
-        raise ValueError(f"model.full_kv_heads={K}: must divide num_heads={config.num_heads}")
-    if size % 2:
-        raise ValueError(f"model.full_head_dim={size}: must be even")
-    if config.attention_gate:
-        raise ValueError("model.attention_gate=true: must not go with model.full_head_dim")

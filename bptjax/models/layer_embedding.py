@@ -20,7 +20,7 @@ class LayerEmbedding(nnx.Module):
     As in Gemma 4's small models. `table` is `[V, P]`, `context` `[D, P]`."""
 
     def __init__(self, config: ModelConfig, key: Array, dtype: DTypeLike):
-        D, P, std = config.hidden_size, config.layer_embedding_size, config.init_std
+        D, P, std = config.hidden_size, config.layer_embedding.size, config.init_std
         keys = jax.random.split(key, 4)
 
         def linear(key, inputs, outputs, axes):

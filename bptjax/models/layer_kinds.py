@@ -23,7 +23,7 @@ class LayerKind(NamedTuple):
       pattern: sparse pattern in place of full attention.
       absent: names of the parts of `Layer` that this layer lacks, though other layers have them.
       mixer: type of the layer, if it has no attention; see `MIXERS`.
-      full: the layer has heads of full_head_dim.
+      full: the layer has heads of `full_attention`.
       shares: the layer attends to the keys and values of an earlier one.
     """
 
@@ -41,7 +41,7 @@ def layer_kinds(config: Any) -> list[LayerKind]:
     types = config.layer_types or [None] * config.num_layers
     rotates = config.rope_layers or [True] * config.num_layers
     full, dense = ({*numbers} for numbers in (config.full_layers, config.dense_layers))
-    own, mixers = config.num_layers - config.shared_kv_layers, config.mixers
+    own, mixers = config.num_layers - config.shared_kv.layers, config.mixers
 
     def kind(i: int) -> LayerKind:
         window = None if types[i] == "full_attention" else config.sliding_window

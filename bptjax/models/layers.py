@@ -100,10 +100,10 @@ class Layer(nnx.Module):
             part = mixer(config, stream, dtype) if kind in config.mixers else None
             setattr(self, getattr(config, kind).PART, part)
         # In place of `mlp` in some layers.
-        wide = config.shared_kv_intermediate_size
+        wide = config.shared_kv.intermediate_size
         dense_key = wide_key if wide else keys[4]
         self.dense = Mlp(config, dense_key, dtype, wide) if config.dense_layers else None
-        has_own = config.layer_embedding_size > 0
+        has_own = config.layer_embedding.size > 0
         self.embedding = LayerEmbedding(config, own_key, dtype) if has_own else None
         self.scale = LayerScale(jnp.ones(1, dtype), axes=(None,)) if config.layer_scale else None
 
@@ -252,10 +252,10 @@ def _heads(
 def _projections(
     config: ModelConfig, keys: Array, dtype: DTypeLike, *, full: bool
 ) -> tuple[nnx.Module | None, ...]:
-    """Makes the parts `PROJECTIONS` of layers with heads of full_head_dim, or of the others."""
+    """Makes the parts `PROJECTIONS` of layers with heads of `full_attention`, or of the others."""
     N, (K, H) = config.num_heads, config.heads(full)
     query_heads, key_heads = (N, K) if config.qk_norm_joint else (1, 1)
-    has_value = not (full and config.full_keys_as_values)
+    has_value = not (full and config.full_attention.keys_as_values)
     return (
         _heads(config, keys[0], dtype, N, H),
         _heads(config, keys[1], dtype, K, H, "kv_heads"),

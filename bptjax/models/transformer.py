@@ -60,7 +60,7 @@ class Transformer(nnx.Module):
         self.positions = table(keys[1], entries, D, None) if learned else None
         self.embedding_norm = Norm(config, dtype) if config.embedding_norm else None
         self.layers = new_layers(config, keys[2], dtype)
-        own = config.layer_embedding_size
+        own = config.layer_embedding.size
         self.layer_embedding_norm = Norm(config, dtype, own, None) if own else None
         self.norm = Norm(config, dtype) if config.final_norm else None
         self.project_out = project(keys[5], D, E)
@@ -246,7 +246,7 @@ class Transformer(nnx.Module):
             key = jax.random.key_data(jax.random.fold_in(dropout_key, 0))
             x = dropout(x, key, config.embedding_dropout or 0.0, ids)
         marked = None if config.pattern is None else config.pattern.marked(tokens)
-        own = jnp.asarray(tokens) if config.layer_embedding_size else None
+        own = jnp.asarray(tokens) if config.layer_embedding.size else None
         context = TokenContext(positions, ids, marked=marked, tokens=own)
         return constrain(x, "batch", "sequence", None), context
 

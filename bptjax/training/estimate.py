@@ -122,8 +122,8 @@ class Estimator:
     def active_F(self) -> int:
         """Mean over the layers of the feed-forward width that a token passes through."""
         m = self.model
-        wide = (m.shared_kv_intermediate_size or m.F) - m.F
-        return m.active_F + wide * m.shared_kv_layers // m.num_layers
+        wide = (m.shared_kv.intermediate_size or m.F) - m.F
+        return m.active_F + wide * m.shared_kv.layers // m.num_layers
 
     @cached_property
     def head_dim(self) -> float:

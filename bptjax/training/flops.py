@@ -35,7 +35,7 @@ def matmul_parameters(spec: TrainSpec) -> ParameterCounts:
     Experts count only as far as a token is routed to them."""
     model = spec.model
     has_head = not model.tied_head or model.classes
-    lookups = {"positions", "types", "layers.embedding.table"}
+    lookups = {"positions", "types"}
     lookups |= {"embedding"} if has_head else set()
 
     def share(path):
@@ -54,8 +54,8 @@ def attended_pairs(
 ) -> Array:
     """Returns the number of query-key pairs that the masks of all layers of attention allow,
     float32: causal in decoders, within documents, and within each layer's window or pattern. The
-    patterns of encoders count as full attention. A pair of heads of full_head_dim counts
-    full_head_dim / head_dim times, as it has that multiple of the FLOPs.
+    patterns of encoders count as full attention. A pair of heads of `full_attention` counts
+    in the ratio of its head_dim to the model's, as its FLOPs do.
 
     Args:
       tokens: token ids, by which the markers of a pattern count.

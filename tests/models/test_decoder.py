@@ -13,7 +13,10 @@ from tiers import fast
 from bptjax.models.cache import Cache
 from bptjax.models.config import ModelConfig
 from bptjax.models.decoder import Decoder
+from bptjax.models.groups.alibi import AlibiConfig
 from bptjax.models.groups.experts import ExpertsConfig
+from bptjax.models.groups.full_attention import FullAttentionConfig, SharedKvConfig
+from bptjax.models.groups.layer_embedding import LayerEmbeddingConfig
 from bptjax.models.groups.linear_attention import LinearAttentionConfig
 from bptjax.models.groups.short_convolution import ShortConvolutionConfig
 from bptjax.ops.loss import linear_cross_entropy
@@ -69,13 +72,10 @@ MODELS = {
         num_layers=4,
         layer_types=2 * ["sliding_attention", "full_attention"],
         sliding_window=6,
-        full_head_dim=12,
-        full_kv_heads=1,
-        full_keys_as_values=True,
+        full_attention=FullAttentionConfig(head_dim=12, kv_heads=1, keys_as_values=True),
         value_norm=True,
-        shared_kv_layers=2,
-        shared_kv_intermediate_size=40,
-        layer_embedding_size=6,
+        shared_kv=SharedKvConfig(layers=2, intermediate_size=40),
+        layer_embedding=LayerEmbeddingConfig(size=6),
         layer_scale=True,
         norm_position="sandwich",
     ),
@@ -208,15 +208,15 @@ def test_keys_that_layers_share_are_saved_once():
     """Another layer without keys of its own adds its input to the memory of a step, and less than
     keys and values."""
     T = 1024
-    wide = dict(head_dim=64, full_head_dim=64, num_kv_heads=4, full_keys_as_values=False)
+    full = FullAttentionConfig(head_dim=64, kv_heads=4)
+    wide = dict(head_dim=64, num_kv_heads=4, full_attention=full)
 
     def bytes_of(layers):
         config = replace(
             MODELS["full heads, shared keys, layers' embeddings"],
             num_layers=layers,
             layer_types=(layers // 2) * ["sliding_attention", "full_attention"],
-            shared_kv_layers=layers - 2,
-            full_kv_heads=4,
+            shared_kv=SharedKvConfig(layers=layers - 2),
             **wide,
         )
         model = jax.eval_shape(lambda: Decoder(config, jax.random.key(0)))
@@ -349,8 +349,8 @@ def test_half_precision_is_near(tokens, dtype):
         (LINEAR | linear(2, 3, 2, 2), "value_heads=3: must be a multiple of key_heads=2"),
         (LINEAR | {"layer_types": 2 * MIXED[:1]}, "layer_types: must have a layer of attention"),
         (linear(key_size=2**24), "attention.key_size=16777216: must be at most 65,536"),
-        ({"full_kv_heads": 1}, "full_kv_heads=1: must go with model.full_head_dim"),
-        ({"full_head_dim": 8}, "full_head_dim=8: must go with full_attention and sliding_att"),
+        ({"full_attention": FullAttentionConfig(0, 1)}, "kv_heads=1: must go with model.full_att"),
+        ({"full_attention": FullAttentionConfig(8)}, "head_dim=8: must go with full_attention and"),
         ({"layer_scale": True}, "layer_scale=True: must go with norm_position=sandwich"),
         ({"experts": ExpertsConfig(norms=True)}, "experts.norms=True: must go with model.feed_f"),
         (LINEAR | {"residual": "parallel"}, "layer_types: must have no linear_attention unless"),
@@ -366,7 +366,7 @@ def test_half_precision_is_near(tokens, dtype):
         ({"query_growth": float("inf")}, "query_growth=inf: must be finite"),
         ({"init_std": math.nan}, "init_std=nan: must be finite and not negative"),
         ({"residual_scale": math.nan}, "residual_scale=nan: must be finite and positive"),
-        ({"alibi_scale": 0.0}, "alibi_scale=0.0: must be finite and positive"),
+        ({"alibi": AlibiConfig(0.0)}, "alibi.scale=0.0: must be finite and positive"),
         ({"attention_scale": math.nan}, "attention_scale=nan: must be finite and positive"),
         ({"clip_qkv": -1.0}, "clip_qkv=-1.0: must be finite and positive"),
         ({"embedding_scale": math.inf}, "embedding_scale=inf: must be finite and positive"),

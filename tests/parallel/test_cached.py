@@ -14,6 +14,8 @@ from bptjax.models.cache import Cache
 from bptjax.models.config import ModelConfig
 from bptjax.models.decoder import Decoder
 from bptjax.models.groups.experts import ExpertsConfig
+from bptjax.models.groups.full_attention import FullAttentionConfig, SharedKvConfig
+from bptjax.models.groups.layer_embedding import LayerEmbeddingConfig
 from bptjax.models.groups.linear_attention import LinearAttentionConfig
 from bptjax.models.groups.short_convolution import ShortConvolutionConfig
 from bptjax.models.layer_loops import Execution
@@ -50,10 +52,9 @@ MODELS = {
         num_layers=4,
         layer_types=2 * ["sliding_attention", "full_attention"],
         sliding_window=5,
-        full_head_dim=16,
-        full_kv_heads=1,
-        shared_kv_layers=2,
-        layer_embedding_size=8,
+        full_attention=FullAttentionConfig(head_dim=16, kv_heads=1),
+        shared_kv=SharedKvConfig(layers=2),
+        layer_embedding=LayerEmbeddingConfig(size=8),
         norm_position="sandwich",
     ),
     "strided": dict(attention_pattern=dict(type="strided", block_size=2, local=2, stride=3)),

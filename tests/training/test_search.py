@@ -10,6 +10,7 @@ from bptjax.config import Config, TrainConfig
 from bptjax.execution import ExecutionConfig, MemoryConfig
 from bptjax.lora import AdapterConfig
 from bptjax.models.config import ModelConfig
+from bptjax.models.groups.full_attention import FullAttentionConfig, SharedKvConfig
 from bptjax.models.groups.linear_attention import LinearAttentionConfig
 from bptjax.parallel.mesh import ParallelConfig, make_mesh
 from bptjax.remat import UNCHUNKED
@@ -135,8 +136,9 @@ def test_what_does_not_fit_is_the_least():
 
 def test_layers_without_keys_have_groups_of_their_own():
     types = 8 * ["sliding_attention", "full_attention"]
-    model = replace(MODEL, full_head_dim=256, sliding_window=512, layer_types=types)
-    spec = make_spec(model=replace(model, shared_kv_layers=6))
+    model = replace(MODEL, layer_types=types, sliding_window=512)
+    parts = dict(full_attention=FullAttentionConfig(256), shared_kv=SharedKvConfig(6))
+    spec = make_spec(model=replace(model, **parts))
     found = [*_settings(spec, Estimator(spec), Room(64 * GIB, 0), {})]
     for execution in found:
         execution.check(spec.model)

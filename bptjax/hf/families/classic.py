@@ -15,6 +15,7 @@ from bptjax.hf.tensor_rules import (
     qkv,
 )
 from bptjax.models.config import ModelConfig
+from bptjax.models.groups.alibi import AlibiConfig
 
 
 def layernorm_mlp_decoder(c: Any, **more: Any) -> dict[str, Any]:
@@ -180,7 +181,7 @@ def read_mpt(c: Any) -> dict[str, Any]:
         norm_bias=False,
         position_embedding="alibi",
         max_position_embeddings=c.max_seq_len,
-        alibi_interleaved=True,
+        alibi=AlibiConfig(interleaved=True),
         attention_scale=a.softmax_scale,
         clip_qkv=a.clip_qkv,
         activation="gelu",
@@ -228,7 +229,9 @@ def read_falcon(c: Any) -> dict[str, Any]:
         mlp_bias=c.bias,
         # transformers rounds slopes and their products with positions to bfloat16; we do not.
         **(
-            dict(position_embedding="alibi", alibi_scale=c.head_dim**-0.5) if c.alibi else rotary(c)
+            dict(position_embedding="alibi", alibi=AlibiConfig(c.head_dim**-0.5))
+            if c.alibi
+            else rotary(c)
         ),
     )
 

@@ -38,7 +38,7 @@ def field_values(config: ModelConfig) -> dict[str, Sequence[int]]:
     `{expert_layer}` stands for the layers with experts, `{mlp_layer}` for the layers with an MLP
     instead, `{normed_layer}` for the layers with a norm before attention, `{attention_layer}` for
     the layers with attention, and `{PART_layer}` for those of a kind without; see `MixerGroup`.
-    `{full_layer}` stands for the layers with heads of full_head_dim, `{windowed_layer}` for the
+    `{full_layer}` stands for the layers with heads of `full_attention`, `{windowed_layer}` for the
     others, and `{full_kv_layer}` and `{windowed_kv_layer}` for those of them with keys and values
     of their own.
     """

@@ -10,6 +10,8 @@ from bptjax.hf.families.family import activation, require, rotary
 from bptjax.hf.tensor_rules import TensorRule, embedding_norm_head, identity, linear, mlp, norm
 from bptjax.models.config import ModelConfig
 from bptjax.models.groups.experts import ExpertsConfig
+from bptjax.models.groups.full_attention import FullAttentionConfig, SharedKvConfig
+from bptjax.models.groups.layer_embedding import LayerEmbeddingConfig
 
 LAYER = "model.layers.{layer}."
 # Keys that a layer's config may change.
@@ -35,11 +37,8 @@ def read_gemma4(c: Any) -> dict[str, Any]:
             num_heads=c.num_attention_heads,
             num_kv_heads=K,
             head_dim=size,
-            full_head_dim=full_size,
-            full_kv_heads=full_K,
-            full_keys_as_values=c.attention_k_eq_v,
-            shared_kv_layers=shared,
-            shared_kv_intermediate_size=2 * c.intermediate_size if double else None,
+            full_attention=FullAttentionConfig(full_size, full_K, c.attention_k_eq_v),
+            shared_kv=SharedKvConfig(shared, 2 * c.intermediate_size if double else 0),
             layer_types=types,
             sliding_window=c.sliding_window,
             norm="rms",
@@ -52,7 +51,7 @@ def read_gemma4(c: Any) -> dict[str, Any]:
             activation=activation(c.hidden_activation),
             gated=True,
             embedding_scale=c.hidden_size**0.5,
-            layer_embedding_size=_layer_embedding_size(c),
+            layer_embedding=LayerEmbeddingConfig(_layer_embedding_size(c)),
             layer_scale=True,
             tied_head=c.tie_word_embeddings,
             logits_softcap=c.final_logit_softcapping,
@@ -115,7 +114,7 @@ def _experts(c: Any, double: bool) -> dict[str, Any]:
 
 def unused_gemma4(c: ModelConfig) -> tuple[str, ...]:
     """Returns patterns of keys and values in files, of layers that have none of their own."""
-    layers = "|".join(map(str, range(c.num_layers - c.shared_kv_layers, c.num_layers)))
+    layers = "|".join(map(str, range(c.num_layers - c.shared_kv.layers, c.num_layers)))
     name = rf".*layers\.({layers})\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.weight"
     return (name,) if layers else ()
 
@@ -137,9 +136,9 @@ def rules_gemma4(c: ModelConfig) -> Iterator[TensorRule]:
     else:
         yield from mlp(c, *_mlp_names("model.layers.{expert_layer}."))
     if c.dense_layers:
-        names, size = _mlp_names("model.layers.{mlp_layer}."), c.shared_kv_intermediate_size
+        names, size = _mlp_names("model.layers.{mlp_layer}."), c.shared_kv.intermediate_size
         yield from mlp(c, *names, ours="layers.dense", size=size)
-    if c.layer_embedding_size:
+    if c.layer_embedding.size:
         yield from _rules_layer_embedding(c)
 
 
@@ -157,7 +156,7 @@ def _rules_attention(c: ModelConfig) -> Iterator[TensorRule]:
         )
         yield from linear(f"{own}q_proj", f"{ours}query", D, (N, H), bias=False)
         yield from linear(f"{of_keys}k_proj", f"{ours}key", D, (K, H), bias=False)
-        if not (full and c.full_keys_as_values):
+        if not (full and c.full_attention.keys_as_values):
             yield from linear(f"{of_keys}v_proj", f"{ours}value", D, (K, H), bias=False)
         yield from linear(f"{own}o_proj", f"{ours}out", (N, H), D, bias=False)
         yield from norm(f"{own}q_norm", f"{ours}query_norm", c, H)
@@ -200,7 +199,7 @@ def _rules_experts(c: ModelConfig) -> Iterator[TensorRule]:
 
 def _rules_layer_embedding(c: ModelConfig) -> Iterator[TensorRule]:
     """Yields the rules of the layers' own embeddings. Two tensors hold a part of each layer."""
-    D, P, L = c.hidden_size, c.layer_embedding_size, c.num_layers
+    D, P, L = c.hidden_size, c.layer_embedding.size, c.num_layers
     ours = "layers.embedding."
     yield TensorRule(
         "model.embed_tokens_per_layer.weight",

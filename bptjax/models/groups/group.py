@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from typing import Any, ClassVar
 
@@ -45,28 +45,36 @@ def check_bounds(config: Any, prefix: str) -> None:
             raise ValueError(f"{key}={value}: must be at most {most:,}")
 
 
+def check_sandwich(model: Any, key: str) -> None:
+    """Checks that a `ModelConfig` whose `key` is set has the layers that can have this part.
+
+    Raises:
+      ValueError: it has other layers.
+    """
+    shape = model.norm_position, model.residual
+    if shape != ("sandwich", "sequential") or not model.causal or not model.first_norm:
+        raise ValueError(
+            f"model.{key}: must go with norm_position=sandwich, residual=sequential and causal=true"
+        )
+
+
 @dataclass(frozen=True)
 class Group:
-    """Choices of a part of the model that not all models have. The defaults are those of a model
-    without the part."""
+    """Choices of a part of the model. The defaults are those of a model without the part."""
 
-    # The key and value that turn the part on.
+    # The key, and value, that turns on a part that not all models have.
     NEEDS: ClassVar[str]
 
     @property
     def on(self) -> bool:
         """Whether the model has the part."""
-        raise NotImplementedError
+        return True
 
     @property
     def changed(self) -> Mapping[str, Any]:
         """The values that differ from their defaults."""
-        found = {}
-        for f in fields(self):
-            usual = f.default if f.default_factory is MISSING else f.default_factory()
-            if (value := getattr(self, f.name)) != usual:
-                found[f.name] = value
-        return found
+        usual = vars(type(self)())
+        return {name: value for name, value in vars(self).items() if value != usual[name]}
 
     def check(self, model: Any) -> None:
         """Checks the choices of a part that a `ModelConfig` has, each of which is in its bounds.

@@ -1,0 +1,78 @@
+"""Choices of layers of full attention with heads of their own, and of layers that share keys."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from bptjax.models.groups.group import MOST_HEAD, Group, integer
+
+
+@dataclass(frozen=True)
+class FullAttentionConfig(Group):
+    """Heads of layers of full attention, if they differ from those of layers with a window.
+
+    Attributes:
+      head_dim: size of a head; 0 for that of the other layers.
+      kv_heads: key and value heads; 0 for num_kv_heads.
+      keys_as_values: values are the keys before norm and rotary positions.
+    """
+
+    NEEDS: ClassVar[str] = "model.full_attention.head_dim"
+
+    head_dim: int = integer(0, 0, MOST_HEAD)
+    kv_heads: int = integer(0, 0)
+    keys_as_values: bool = False
+
+    @property
+    def on(self) -> bool:
+        return self.head_dim > 0
+
+    def check(self, model: Any) -> None:
+        shared, (K, size) = model.shared_kv.layers, model.heads(True)
+        own = (model.layer_types or [])[: model.num_layers - shared]
+        if {*own} != {"full_attention", "sliding_attention"}:
+            raise ValueError(
+                f"model.full_attention.head_dim={size}: must go with full_attention and "
+                "sliding_attention in layer_types, both before the last model.shared_kv.layers="
+                f"{shared} layers"
+            )
+        if model.num_heads % K:
+            raise ValueError(
+                f"model.full_attention.kv_heads={K}: must divide num_heads={model.num_heads}"
+            )
+        if size % 2:
+            raise ValueError(f"model.full_attention.head_dim={size}: must be even")
+        if model.attention_gate:
+            raise ValueError(
+                "model.attention_gate=true: must not go with model.full_attention.head_dim"
+            )
+
+
+@dataclass(frozen=True)
+class SharedKvConfig(Group):
+    """Last layers without keys and values of their own. They attend to those of the last earlier
+    layer of the same type.
+
+    Attributes:
+      layers: number of these layers.
+      intermediate_size: feed-forward width of these layers; 0 for that of the others.
+    """
+
+    NEEDS: ClassVar[str] = "model.shared_kv.layers"
+
+    layers: int = integer(0, 0)
+    intermediate_size: int = integer(0, 0)
+
+    @property
+    def on(self) -> bool:
+        return self.layers > 0
+
+    def check(self, model: Any) -> None:
+        if not model.full_attention.on:
+            raise ValueError(
+                f"model.shared_kv.layers={self.layers}: must go with model.full_attention.head_dim"
+            )
+        if self.intermediate_size and model.experts.mlp_only_layers:
+            raise ValueError(
+                f"model.shared_kv.intermediate_size={self.intermediate_size}: must not go with "
+                "model.experts.mlp_only_layers"
+            )

@@ -1,0 +1,33 @@
+"""Choices of the layers' own embeddings of the tokens."""
+
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from bptjax.models.groups.group import Group, check_sandwich, integer
+
+
+@dataclass(frozen=True)
+class LayerEmbeddingConfig(Group):
+    """Token embeddings of each layer's own.
+
+    Attributes:
+      size: size of the embedding of a token; 0 for none.
+    """
+
+    size: int = integer(0, 0)
+
+    @property
+    def on(self) -> bool:
+        return self.size > 0
+
+    def check(self, model: Any) -> None:
+        check_sandwich(model, f"layer_embedding.size={self.size}")
+        if model.add_tokens:
+            raise ValueError(
+                "model.add_tokens: must be empty with model.layer_embedding.size, the layers' own "
+                "embeddings of the tokens"
+            )
+
+    def share(self, path: str) -> Fraction:
+        return Fraction(path != "layers.embedding.table")
