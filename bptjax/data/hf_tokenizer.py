@@ -42,14 +42,14 @@ class HFTokenizer:
                 str(directory), local_files_only=True, trust_remote_code=False
             )
             bare, around = found.encode("a", add_special_tokens=False), found.encode("a")
+            self.eos_id, self.sep_id = found.eos_token_id, found.sep_token_id
+            self.mask_id, self.special_ids = found.mask_token_id, found.all_special_ids
         self._tokenizer: Any = found
         self.now: str | None = None
         files = Path(directory) / "chat_template.jinja", Path(directory) / "tokenizer_config.json"
         self.template_file = files[0] if files[0].exists() else files[1]
         # `len` counts added tokens; the tokenizer's own `vocab_size` does not.
         self.vocab_size = min(len(found), limit or len(found))
-        self.eos_id, self.sep_id = found.eos_token_id, found.sep_token_id
-        self.mask_id, self.special_ids = found.mask_token_id, found.all_special_ids
         self.special_tokens = dict(found.special_tokens_map)
         self.generation_config = read_generation_config(Path(directory))
         self._token_ids = _token_ids(Path(directory)) or {

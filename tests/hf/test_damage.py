@@ -221,6 +221,7 @@ def test_a_damaged_hugging_face_tokenizer_is_named(tmp_path):
         ("config.json", {"text_config": 3}, None),
         ("tokenizer_config.json", {"model_max_length": []}, "must hold a Hugging Face tokenizer"),
         ("tokenizer_config.json", {"eos_token": 3}, "must hold a Hugging Face tokenizer"),
+        ("tokenizer_config.json", {"unk_token": ""}, "must hold a Hugging Face tokenizer"),
         ("tokenizer.json", {"added_tokens": 3}, "must hold a Hugging Face tokenizer"),
     ):
         file = tmp_path / name
