@@ -289,15 +289,13 @@ def experts(batch):
     return model, state, gradient_sums(spec, batch, state=state)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("parallel", "remat"),
-    fast(
-        [
-            (ParallelConfig(dp=1, fsdp=2, tp=2, ep=2), "none"),
-            (ParallelConfig(dp=1, fsdp=1, tp=4, sp=2), "save_attention"),
-        ],
-        lambda _, remat: remat == "none",
-    ),
+    [
+        (ParallelConfig(dp=1, fsdp=2, tp=2, ep=2), "none"),
+        (ParallelConfig(dp=1, fsdp=1, tp=4, sp=2), "save_attention"),
+    ],
     ids=str,
 )
 def test_adapters_of_slices_of_experts(batch, experts, parallel, remat):

@@ -223,6 +223,7 @@ def test_optimizers_on_a_mesh_are_those_of_one_device(batch, kind):
     assert rows[-1]["train/loss"] < rows[0]["train/loss"]
 
 
+@pytest.mark.thorough
 def test_router_losses_are_of_the_global_batch(batch):
     """On a mesh whose devices and micro-batches send unequal shares of their tokens to an expert,
     and with gradient accumulation: loss and gradients of one big batch on one device. Also beside a
