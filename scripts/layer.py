@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from timing import add_row, milliseconds
 
 from bptjax.models.config import ModelConfig
+from bptjax.models.groups.attention import AttentionConfig
 from bptjax.models.layer_loops import Execution
 from bptjax.models.layers import TokenContext
 from bptjax.models.stack import new_layers, run
@@ -30,8 +31,7 @@ LAYER = ModelConfig(
     position_embedding="alibi",
     activation="gelu_tanh",
     gated=False,
-    qkv_bias=True,
-    out_bias=True,
+    attention=AttentionConfig(qkv_bias=True, out_bias=True),
     mlp_bias=True,
 )
 MASK = Mask(causal=True)

@@ -31,6 +31,7 @@ from bptjax import Mask
 from bptjax.config_parser import parse
 from bptjax.models.config import ModelConfig
 from bptjax.models.encoder import Encoder
+from bptjax.models.groups.attention import AttentionConfig
 from bptjax.models.layer_loops import Execution
 from bptjax.ops.taylor_attention import taylor_attention
 from bptjax.parallel.mesh import ParallelConfig, constrain, make_mesh, select_devices
@@ -50,8 +51,7 @@ TRANSFORMER = ModelConfig(
     max_position_embeddings=512,
     activation="gelu",
     gated=False,
-    qkv_bias=True,
-    out_bias=True,
+    attention=AttentionConfig(qkv_bias=True, out_bias=True),
     mlp_bias=True,
 )
 # The shapes of BERT-base and ViT-B/16.

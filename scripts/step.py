@@ -27,6 +27,7 @@ from bptjax.config import Config
 from bptjax.config_parser import parse
 from bptjax.keys import flatten
 from bptjax.models.config import ModelConfig
+from bptjax.models.groups.attention import AttentionConfig
 from bptjax.models.groups.experts import ExpertsConfig
 from bptjax.models.groups.full_attention import FullAttentionConfig
 from bptjax.models.groups.linear_attention import LinearAttentionConfig
@@ -60,7 +61,7 @@ QWEN_14B = ModelConfig(
     head_dim=128,
     tied_head=False,
     norm_eps=1e-6,
-    qk_norm=True,
+    attention=AttentionConfig(qk_norm=True),
     rope_parameters={"rope_theta": 1_000_000.0},
 )
 DECODERS = {
@@ -89,9 +90,7 @@ DECODERS = {
         sliding_window=1024,
         norm_eps=1e-6,
         norm_position="sandwich",
-        qk_norm=True,
-        value_norm=True,
-        attention_scale=1.0,
+        attention=AttentionConfig(qk_norm=True, value_norm=True, scale=1.0),
         rope_parameters={
             "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
             "full_attention": {
@@ -122,8 +121,7 @@ DECODERS = {
         ),
         norm_eps=1e-6,
         norm_unit_offset=True,
-        qk_norm=True,
-        attention_gate=True,
+        attention=AttentionConfig(qk_norm=True, gate=True),
         tied_head=False,
         rope_parameters={
             "rope_type": "default",
@@ -143,14 +141,12 @@ DECODERS = {
         rope_parameters={"rope_theta": 150_000.0},
         sliding_window=128,
         layer_types=list(12 * ("sliding_attention", "full_attention")),
-        attention_sinks=True,
+        attention=AttentionConfig(sinks=True, qkv_bias=True, out_bias=True),
         activation="quick_gelu",
         feed_forward="experts",
         experts=ExpertsConfig(
             count=32, per_token=4, router_bias=True, glu_limit=7.0, glu_offset=1.0
         ),
-        qkv_bias=True,
-        out_bias=True,
         mlp_bias=True,
     ),
     "1b": replace(
@@ -178,8 +174,7 @@ DECODERS = {
         position_embedding="alibi",
         activation="gelu_tanh",
         gated=False,
-        qkv_bias=True,
-        out_bias=True,
+        attention=AttentionConfig(qkv_bias=True, out_bias=True),
         mlp_bias=True,
     ),
 }

@@ -215,7 +215,7 @@ def test_an_unknown_flag_names_the_nearest(name, flag, wanted, capsys):
         ("train", ["--model.vocab_size=2147483647"], "must be at most 16,777,216"),
         ("train", ["--model.head_dim=2000000000"], "2000000000: must be at most 65,536"),
         ("train", ["--model.vocab_size=99999999999"], "99999999999: must be less than 2^31"),
-        ("train", ["--model.attention_scale=.nan"], "scale=nan: must be a number below 3.4e38"),
+        ("train", ["--model.attention.scale=.nan"], "scale=nan: must be a number below 3.4e38"),
         ("train", ["--optimizer.learning_rate=1e39"], "rate=1e+39: must be a number below 3.4e38"),
         ("train", ["--train.per_device_train_batch_size=9999999"], "must be less than 2^31 tokens"),
         ("generate", ["--model=~nosuch/x", "--prompt=x"], "~nosuch/x: must be a directory"),

@@ -126,8 +126,8 @@ def check_rope(raw: dict[str, Any], config: ModelConfig) -> None:
 def same_rope(one: ModelConfig, other: ModelConfig) -> bool:
     """Returns whether both have the same number of positions, and the same rotation below and above
     every length at which the frequencies change."""
-    lengths = "max_position_embeddings", "query_growth_length"
-    if any(getattr(one, key) != getattr(other, key) for key in lengths):
+    lengths = ((c.max_position_embeddings, c.attention.query_growth_length) for c in (one, other))
+    if len({*lengths}) > 1:
         return False
     if len(one.ropes) != len(other.ropes):
         return False

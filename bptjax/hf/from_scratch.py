@@ -99,10 +99,8 @@ def _computed(config: ModelConfig) -> dict[str, Any]:
         head_dim=config.H,
         embedding_size=config.E,
         window=[kind.window for kind in config.layer_kinds],
-        attention_scale=config.H**-0.5
-        if config.attention_scale is None
-        else config.attention_scale,
     )
+    values["attention.scale"] = _attention_scale(config)
     if config.position_embedding == "rope":
         values["rope_parameters"] = [kind.rope for kind in config.layer_kinds]
     if config.position_embedding == "learned":
@@ -114,7 +112,7 @@ def _computed(config: ModelConfig) -> dict[str, Any]:
 
 
 def _attention_scale(config: ModelConfig) -> float:
-    return config.H**-0.5 if config.attention_scale is None else config.attention_scale
+    return config.H**-0.5 if config.attention.scale is None else config.attention.scale
 
 
 def _namespace(keys: dict[str, Any]) -> SimpleNamespace:
@@ -145,7 +143,7 @@ def _keys(config: ModelConfig, kind: str) -> dict[str, Any]:
         type_vocab_size=c.token_types,
         hidden_dropout_prob=residual,
         attention_probs_dropout_prob=attention,
-        **dict.fromkeys(("attention_bias", "bias", "enable_bias"), c.qkv_bias),
+        **dict.fromkeys(("attention_bias", "bias", "enable_bias"), c.attention.qkv_bias),
         mlp_bias=c.mlp_bias,
         tie_word_embeddings=c.tied_head,
         # None, because the defaults may be outside the vocabulary.
@@ -158,9 +156,9 @@ def _keys(config: ModelConfig, kind: str) -> dict[str, Any]:
         layer_types=types,
         # Within the range of families that have it; they compute something else beyond it.
         query_pre_attn_scalar=round(1 / min(max(_attention_scale(c) ** 2, 2**-31), 1)),
-        attn_logit_softcapping=c.attention_softcap,
+        attn_logit_softcapping=c.attention.softcap,
         final_logit_softcapping=c.logits_softcap,
-        scale_attn_weights=c.attention_scale is None,
+        scale_attn_weights=c.attention.scale is None,
         use_parallel_residual=parallel,
         parallel_attn=parallel,
         new_decoder_architecture=parallel,
@@ -181,10 +179,10 @@ def _keys(config: ModelConfig, kind: str) -> dict[str, Any]:
             attn_pdrop=attention or 0,
             attn_uses_sequence_id=False,
             alibi_bias_max=8,
-            clip_qkv=c.clip_qkv,
+            clip_qkv=c.attention.clip,
             prefix_lm=False,
             qk_ln=False,
-            softmax_scale=c.attention_scale,
+            softmax_scale=c.attention.scale,
         ),
     )
     rope = c.rope_parameters

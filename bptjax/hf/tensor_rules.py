@@ -197,9 +197,8 @@ def qkv(
     for `groups`."""
     names = "layers.query", "layers.key", "layers.value"
     outputs = (c.num_heads, c.H), (c.K, c.H), (c.K, c.H)
-    return fused(
-        hf, names, c.hidden_size, outputs, bias=c.qkv_bias, groups=groups, transposed=transposed
-    )
+    bias, D = c.attention.qkv_bias, c.hidden_size
+    return fused(hf, names, D, outputs, bias=bias, groups=groups, transposed=transposed)
 
 
 def attention(
@@ -224,10 +223,10 @@ def attention(
         (value, "value", c.K),
     ):
         if hf:
-            places = None if ours == "value" else order
-            yield from linear(hf, f"layers.{ours}", D, (heads, H), bias=c.qkv_bias, order=places)
+            places, bias = None if ours == "value" else order, c.attention.qkv_bias
+            yield from linear(hf, f"layers.{ours}", D, (heads, H), bias=bias, order=places)
     heads = (c.num_heads, H)
-    yield from linear(out, "layers.out", heads, D, bias=c.out_bias, transposed=transposed)
+    yield from linear(out, "layers.out", heads, D, bias=c.attention.out_bias, transposed=transposed)
 
 
 def mlp(

@@ -3,7 +3,6 @@ elsewhere.
 """
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
@@ -12,9 +11,10 @@ from bptjax.data.landmarks import Landmarks
 from bptjax.models.attention_pattern import AttentionPattern
 from bptjax.models.config_checks import check_choices
 from bptjax.models.groups.alibi import AlibiConfig
+from bptjax.models.groups.attention import AttentionConfig
 from bptjax.models.groups.experts import ExpertsConfig
 from bptjax.models.groups.full_attention import FullAttentionConfig, SharedKvConfig
-from bptjax.models.groups.group import MOST_HEAD, Group, integer, number
+from bptjax.models.groups.group import MOST_HEAD, UNLIMITED, Group, integer, number
 from bptjax.models.groups.layer_embedding import LayerEmbeddingConfig
 from bptjax.models.groups.linear_attention import LinearAttentionConfig
 from bptjax.models.groups.mixer import MixerGroup
@@ -22,8 +22,6 @@ from bptjax.models.groups.short_convolution import ShortConvolutionConfig
 from bptjax.models.layer_kinds import LayerKind, layer_kinds
 
 LayerType = Literal["full_attention", "sliding_attention", "linear_attention", "short_convolution"]
-# Bound of a number of tokens that may stand for no limit.
-UNLIMITED = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -67,24 +65,9 @@ class ModelConfig:
         sliding_window applies to the second. Each other kind has a group of keys of its name.
       attention_pattern: sparse pattern in layers of full attention: its type and its other keys;
         see AttentionPattern.
-      attention_scale: factor on the dot product of query and key. If not set, 1 / √head_dim.
-      query_growth: multiplies queries at position p by
-        1 + query_growth · log(1 + ⌊p / query_growth_length⌋).
-      query_growth_length: tokens after which queries grow.
-      attention_softcap: replaces attention logits x by cap · tanh(x / cap).
-      attention_gate: multiplies the output of each head by the sigmoid of a linear map of the
-        layer's input. Not in layers of linear attention, which have a gate of their own.
-      attention_sinks: one learned logit for each query head, of one more key whose value is 0. A
-        query that finds nothing may attend to it.
-      qk_norm: normalizes the queries and keys of each head before rotary positions.
-      qk_norm_joint: qk_norm normalizes all heads of a token together.
-      value_norm: normalizes the values of each head, without a scale.
-      clip_qkv: clips queries, keys and values to ± this value.
       activation: activation of the feed-forward network. gelu_tanh is the tanh approximation.
       feed_forward: name of the feed-forward network; see FEED_FORWARDS.
       gated: the feed-forward network is down(activation(gate(x)) · up(x)).
-      qkv_bias: query, key and value projections have a bias.
-      out_bias: the output projection of attention has a bias.
       mlp_bias: the linear layers of the feed-forward network have a bias.
       embedding_size: width of the embeddings. If not set, D. Another width is projected to D.
       embedding_scale: factor on the token embeddings.
@@ -122,6 +105,7 @@ class ModelConfig:
       add_tokens: tokens that are added to the tokenizer's vocabulary. The embedding of
         a new token starts at the mean of the existing embeddings. With new tokens, an adapter run
         trains the embeddings too.
+      attention: attention.
       full_attention: heads of layers of full attention.
       shared_kv: last layers without keys and values of their own.
       alibi: slopes of ALiBi.
@@ -157,21 +141,9 @@ class ModelConfig:
     sliding_window: int | None = integer(None, most=UNLIMITED)
     layer_types: list[LayerType] | None = None
     attention_pattern: dict[str, Any] | None = None
-    attention_scale: float | None = number(None, positive=True)
-    query_growth: float = number(0.0, -math.inf)
-    query_growth_length: int = integer(1, most=UNLIMITED)
-    attention_softcap: float | None = None
-    attention_gate: bool = False
-    attention_sinks: bool = False
-    qk_norm: bool = False
-    qk_norm_joint: bool = False
-    value_norm: bool = False
-    clip_qkv: float | None = number(None, positive=True)
     activation: Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu_squared"] = "silu"
     feed_forward: str = "mlp"
     gated: bool = True
-    qkv_bias: bool = False
-    out_bias: bool = False
     mlp_bias: bool = False
     embedding_size: int | None = integer(None)
     embedding_scale: float | None = number(None, positive=True)
@@ -198,6 +170,7 @@ class ModelConfig:
     residual_dropout: float | None = None
     init_std: float = number(0.02)
     add_tokens: list[str] = field(default_factory=list)
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
     full_attention: FullAttentionConfig = field(default_factory=FullAttentionConfig)
     shared_kv: SharedKvConfig = field(default_factory=SharedKvConfig)
     alibi: AlibiConfig = field(default_factory=AlibiConfig)

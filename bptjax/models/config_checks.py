@@ -33,8 +33,7 @@ def check_choices(config: Any) -> None:
       ValueError: a value out of range, or values that exclude each other.
     """
     check_bounds(config, "model.")
-    for name in ("attention_softcap", "logits_softcap"):
-        check_softcap(getattr(config, name), f"model.{name}")
+    check_softcap(config.logits_softcap, "model.logits_softcap")
     if config.num_heads % config.K:
         raise ValueError(
             f"model.num_kv_heads={config.num_kv_heads}: must divide num_heads={config.num_heads}"
@@ -141,8 +140,6 @@ def check_choices(config: Any) -> None:
             "model.first_norm=false: must go with norm_position=pre, residual=sequential and at "
             f"least 2 layers, not {shape[0]}, {shape[1]} and {config.num_layers}"
         )
-    if config.qk_norm_joint and not config.qk_norm:
-        raise ValueError("model.qk_norm_joint=true: must go with model.qk_norm=true")
     if config.rope_layers is not None and config.position_embedding != "rope":
         raise ValueError("model.rope_layers: must go with model.position_embedding=rope")
     for name in ("embedding_dropout", "attention_dropout", "residual_dropout"):

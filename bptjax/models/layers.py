@@ -87,9 +87,9 @@ class Layer(nnx.Module):
         self.full_query, self.full_key, self.full_value = own[:3]
         self.full_query_norm, self.full_key_norm, self.full_out = own[3:]
         sinks = nnx.Param(jnp.zeros(config.num_heads, dtype), axes=("heads",))
-        gated = config.attention_gate
+        gated = config.attention.gate
         self.gate = _heads(config, gate_key, dtype, config.num_heads, config.H) if gated else None
-        self.sinks = sinks if config.attention_sinks else None
+        self.sinks = sinks if config.attention.sinks else None
         self.attention_post_norm = norm() if after else None
         self.mlp_norm = norm() if before and config.residual != "shared" else None
         self.mlp_post_norm = norm() if after else None
@@ -125,10 +125,10 @@ class Layer(nnx.Module):
         are any."""
         q = self.query(self.read(x), adapter_dropout(keys, tokens))
         q = self._rotate(self._clip(q), self.query_norm, tokens, rope_parameters)
-        if not self.config.query_growth:
+        if not self.config.attention.query_growth:
             return q
-        steps = tokens.positions // self.config.query_growth_length
-        growth = 1 + self.config.query_growth * jnp.log1p(steps.astype(jnp.float32))
+        steps = tokens.positions // self.config.attention.query_growth_length
+        growth = 1 + self.config.attention.query_growth * jnp.log1p(steps.astype(jnp.float32))
         return q * growth[..., None, None].astype(q.dtype)
 
     @jax.named_scope("attention")
@@ -144,7 +144,7 @@ class Layer(nnx.Module):
         x, seeds = self.read(x), adapter_dropout(keys, tokens)
         k = self._clip(self.key(x, seeds))
         v = k if self.value is None else self._clip(self.value(x, seeds))
-        if self.config.value_norm:
+        if self.config.attention.value_norm:
             v = rms_norm(v, jnp.ones(v.shape[-1]), eps=self.config.norm_eps)
         return self._rotate(k, self.key_norm, tokens, rope_parameters), v
 
@@ -222,14 +222,14 @@ class Layer(nnx.Module):
         return y if factor == 1 else (factor * y.astype(jnp.float32)).astype(y.dtype)
 
     def _clip(self, x: Array) -> Array:
-        limit = self.config.clip_qkv
+        limit = self.config.attention.clip
         return x if limit is None else jnp.clip(x, -limit, limit)
 
     def _rotate(
         self, x: Array, norm: Norm | None, tokens: TokenContext, parameters: dict[str, Any] | None
     ) -> Array:
         if norm is not None:
-            joint = self.config.qk_norm_joint
+            joint = self.config.attention.qk_norm_joint
             x = norm(x.reshape(*x.shape[:2], -1)).reshape(x.shape) if joint else norm(x)
         if self.config.position_embedding != "rope" or parameters is None:
             return x
@@ -246,7 +246,8 @@ def _heads(
 ) -> Linear:
     """Makes a projection of the residual stream to heads of this size."""
     shape, axes = ((config.hidden_size,), (heads, size)), ("embed", axis, None)
-    return Linear(key, *shape, axes, std=config.init_std, bias=config.qkv_bias, dtype=dtype)
+    bias = config.attention.qkv_bias
+    return Linear(key, *shape, axes, std=config.init_std, bias=bias, dtype=dtype)
 
 
 def _projections(
@@ -254,21 +255,21 @@ def _projections(
 ) -> tuple[nnx.Module | None, ...]:
     """Makes the parts `PROJECTIONS` of layers with heads of `full_attention`, or of the others."""
     N, (K, H) = config.num_heads, config.heads(full)
-    query_heads, key_heads = (N, K) if config.qk_norm_joint else (1, 1)
+    query_heads, key_heads = (N, K) if config.attention.qk_norm_joint else (1, 1)
     has_value = not (full and config.full_attention.keys_as_values)
     return (
         _heads(config, keys[0], dtype, N, H),
         _heads(config, keys[1], dtype, K, H, "kv_heads"),
         _heads(config, keys[2], dtype, K, H, "kv_heads") if has_value else None,
-        Norm(config, dtype, query_heads * H, None) if config.qk_norm else None,
-        Norm(config, dtype, key_heads * H, None) if config.qk_norm else None,
+        Norm(config, dtype, query_heads * H, None) if config.attention.qk_norm else None,
+        Norm(config, dtype, key_heads * H, None) if config.attention.qk_norm else None,
         Linear(
             keys[3],
             (N, H),
             (config.hidden_size,),
             ("heads", None, "embed"),
             std=config.init_std / (2 * config.num_layers) ** 0.5,
-            bias=config.out_bias,
+            bias=config.attention.out_bias,
             dtype=dtype,
         ),
     )

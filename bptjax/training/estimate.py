@@ -148,7 +148,7 @@ class Estimator:
             K, H = m.heads(own)
             kv += len(m.kv_layers(own)) / len(m.attention_layers) * max(K * H // self.tp, H)
         full = {"query": heads, "key": kv, "value": kv, "attended": heads}
-        full |= {"gates": heads} if m.attention_gate else {}
+        full |= {"gates": heads} if m.attention.gate else {}
         # The mean of the layers.
         mean = {name: self.share(None) * width for name, width in full.items()}
         for kind, group in m.mixers.items():

@@ -9,29 +9,31 @@ import pytest
 from bptjax.convert import difference
 from bptjax.hf.from_scratch import family_of, from_scratch
 from bptjax.models.config import ModelConfig
+from bptjax.models.groups.attention import AttentionConfig
 from bptjax.pretrained import open_pretrained
 from hf.loading import random_weights
 
 SIZES = dict(vocab_size=61, hidden_size=32, num_layers=2, num_heads=4, max_position_embeddings=64)
-CLASSIC = dict(norm="layer", norm_bias=True, gated=False, tied_head=False) | dict.fromkeys(
-    ("qkv_bias", "out_bias", "mlp_bias"), True
-)
+CLASSIC = dict(norm="layer", norm_bias=True, gated=False, tied_head=False, mlp_bias=True)
+CLASSIC |= dict(attention=AttentionConfig(qkv_bias=True, out_bias=True))
+NORMED = dict(attention=AttentionConfig(qk_norm=True))
 LAYERS = dict(sliding_window=5, layer_types=["sliding_attention", "full_attention"])
 MODELS = {
     "llama": dict(activation="gelu_tanh", num_kv_heads=2),
     "llama, relu": dict(activation="relu_squared", head_dim=16),
-    "qwen3": dict(qk_norm=True, activation="quick_gelu") | LAYERS,
+    "qwen3": NORMED | dict(activation="quick_gelu") | LAYERS,
     "phi3": dict(rope_parameters=dict(rope_theta=1e4, partial_rotary_factor=0.5)),
     "gemma3_text": LAYERS
-    | dict(norm_position="sandwich", norm_unit_offset=True, embedding_scale=32**0.5, qk_norm=True),
+    | NORMED
+    | dict(norm_position="sandwich", norm_unit_offset=True, embedding_scale=32**0.5),
     "gpt2": CLASSIC | dict(position_embedding="learned", activation="gelu_tanh"),
     "gpt_neox": CLASSIC | dict(residual="parallel", activation="gelu"),
     "mistral": dict(sliding_window=5, num_kv_heads=1),
-    "qwen2": dict(qkv_bias=True) | LAYERS,
+    "qwen2": dict(attention=AttentionConfig(qkv_bias=True)) | LAYERS,
     "gemma": dict(norm_unit_offset=True, embedding_scale=32**0.5, activation="gelu_tanh"),
     "gemma2": LAYERS
     | dict(norm_position="sandwich", norm_unit_offset=True, embedding_scale=32**0.5)
-    | dict(attention_softcap=50.0, logits_softcap=30.0, attention_scale=0.25),
+    | dict(attention=AttentionConfig(softcap=50.0, scale=0.25), logits_softcap=30.0),
     "bloom": CLASSIC
     | dict(position_embedding="alibi", embedding_norm=True, activation="gelu_tanh"),
     "opt": CLASSIC | dict(position_embedding="learned", position_offset=2, activation="relu"),
@@ -43,6 +45,10 @@ MODELS = {
     | dict(head_bias=True, tied_head=True),
     "mpt": dict(norm="layer", gated=False, position_embedding="alibi", activation="gelu"),
 }
+
+
+def attention(**choices):
+    return dict(attention=AttentionConfig(**choices))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -64,11 +70,11 @@ def test_transformers_computes_the_same(tmp_path, name):
     [
         (dict(norm="layer"), "model.norm=layer with"),
         (dict(position_embedding="none"), "model.position_embedding=none with"),
-        (dict(qkv_bias=True, qk_norm=True), "model.qk_norm=True with"),
-        (dict(clip_qkv=1.0), "model.clip_qkv=1.0 with"),
-        (dict(attention_scale=1e-200), "model.attention_scale=1e-200 with"),
-        (dict(attention_scale=2.0), "model.attention_scale=2.0 with"),
-        (dict(attention_sinks=True), "model.attention_sinks=True with"),
+        (attention(qkv_bias=True, qk_norm=True), "model.attention.qk_norm=True with"),
+        (attention(clip=1.0), "model.attention.clip=1.0 with"),
+        (attention(scale=1e-200), "model.attention.scale=1e-200 with"),
+        (attention(scale=2.0), "model.attention.scale=2.0 with"),
+        (attention(sinks=True), "model.attention.sinks=True with"),
     ],
 )
 def test_keys_that_no_family_has_are_named(choice, message):

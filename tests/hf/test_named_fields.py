@@ -16,6 +16,7 @@ from bptjax.hf.tensor_rules import linear
 from bptjax.hf.tensors import Tensors
 from bptjax.lora import AdapterConfig, Adapters
 from bptjax.models.config import ModelConfig
+from bptjax.models.groups.attention import AttentionConfig
 from bptjax.models.groups.experts import ExpertsConfig
 from bptjax.models.params import stacked
 from bptjax.pretrained import open_pretrained
@@ -28,7 +29,7 @@ def read(c):
     return rmsnorm_glu_decoder(
         c,
         activation=activation(c.hidden_act),
-        qk_norm=True,
+        attention=AttentionConfig(qk_norm=True),
         intermediate_size=c.moe_intermediate_size,
         feed_forward="experts",
         experts=ExpertsConfig(count=c.num_experts),

@@ -14,6 +14,7 @@ from bptjax.models.cache import Cache
 from bptjax.models.config import ModelConfig
 from bptjax.models.decoder import Decoder
 from bptjax.models.groups.alibi import AlibiConfig
+from bptjax.models.groups.attention import AttentionConfig
 from bptjax.models.groups.experts import ExpertsConfig
 from bptjax.models.groups.full_attention import FullAttentionConfig, SharedKvConfig
 from bptjax.models.groups.layer_embedding import LayerEmbeddingConfig
@@ -33,24 +34,20 @@ MODELS = {
         activation="gelu_tanh",
         gated=False,
         norm_bias=True,
-        qkv_bias=True,
-        out_bias=True,
+        attention=AttentionConfig(qkv_bias=True, out_bias=True),
         mlp_bias=True,
         num_kv_heads=None,
     ),
     "alibi": replace(ROTARY, position_embedding="alibi", tied_head=False, num_heads=6, head_dim=8),
     "sinks, growth, a layer without rotation": replace(
         ROTARY,
-        attention_sinks=True,
-        query_growth=0.5,
-        query_growth_length=4,
+        attention=AttentionConfig(sinks=True, query_growth=0.5, query_growth_length=4),
         rope_layers=[True, False],
     ),
     "normalized outputs, factors": replace(
         ROTARY,
         norm_position="output",
-        qk_norm=True,
-        qk_norm_joint=True,
+        attention=AttentionConfig(qk_norm=True, qk_norm_joint=True),
         residual_scale=0.3,
         logits_scale=0.5,
     ),
@@ -60,7 +57,7 @@ MODELS = {
         linear_attention=LinearAttentionConfig(
             key_heads=2, value_heads=4, key_size=8, value_size=6
         ),
-        attention_gate=True,
+        attention=AttentionConfig(gate=True),
     ),
     "short convolution": replace(
         ROTARY,
@@ -73,7 +70,7 @@ MODELS = {
         layer_types=2 * ["sliding_attention", "full_attention"],
         sliding_window=6,
         full_attention=FullAttentionConfig(head_dim=12, kv_heads=1, keys_as_values=True),
-        value_norm=True,
+        attention=AttentionConfig(value_norm=True),
         shared_kv=SharedKvConfig(layers=2, intermediate_size=40),
         layer_embedding=LayerEmbeddingConfig(size=6),
         layer_scale=True,
@@ -84,6 +81,10 @@ MODELS = {
 MIXED = ["linear_attention", "full_attention"]
 SIZES = LinearAttentionConfig(2, 2, 2, 2)
 LINEAR = dict(layer_types=MIXED, linear_attention=SIZES)
+
+
+def attention(**choices):
+    return dict(attention=AttentionConfig(**choices))
 
 
 def linear(*sizes, **more):
@@ -363,12 +364,12 @@ def test_half_precision_is_near(tokens, dtype):
         ({"position_offset": -3}, "position_offset=-3: must be at least 0"),
         ({"norm_eps": -1.0}, "norm_eps=-1.0: must be finite and not negative"),
         ({"norm_eps": math.nan}, "norm_eps=nan: must be finite and not negative"),
-        ({"query_growth": float("inf")}, "query_growth=inf: must be finite"),
+        (attention(query_growth=math.inf), "query_growth=inf: must be finite"),
         ({"init_std": math.nan}, "init_std=nan: must be finite and not negative"),
         ({"residual_scale": math.nan}, "residual_scale=nan: must be finite and positive"),
         ({"alibi": AlibiConfig(0.0)}, "alibi.scale=0.0: must be finite and positive"),
-        ({"attention_scale": math.nan}, "attention_scale=nan: must be finite and positive"),
-        ({"clip_qkv": -1.0}, "clip_qkv=-1.0: must be finite and positive"),
+        (attention(scale=math.nan), "attention.scale=nan: must be finite and positive"),
+        (attention(clip=-1.0), "attention.clip=-1.0: must be finite and positive"),
         ({"embedding_scale": math.inf}, "embedding_scale=inf: must be finite and positive"),
         ({"logits_scale": 0.0}, "logits_scale=0.0: must be finite and positive"),
     ],

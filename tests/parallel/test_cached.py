@@ -13,6 +13,7 @@ from bptjax.generation import _step, generate
 from bptjax.models.cache import Cache
 from bptjax.models.config import ModelConfig
 from bptjax.models.decoder import Decoder
+from bptjax.models.groups.attention import AttentionConfig
 from bptjax.models.groups.experts import ExpertsConfig
 from bptjax.models.groups.full_attention import FullAttentionConfig, SharedKvConfig
 from bptjax.models.groups.layer_embedding import LayerEmbeddingConfig
@@ -33,7 +34,7 @@ MODELS = {
         num_kv_heads=2,
         sliding_window=5,
         layer_types=["sliding_attention", "full_attention"],
-        attention_sinks=True,
+        attention=AttentionConfig(sinks=True),
         **EXPERTS,
     ),
     "alibi": dict(position_embedding="alibi"),
@@ -42,7 +43,7 @@ MODELS = {
         linear_attention=LinearAttentionConfig(
             key_heads=2, value_heads=4, key_size=8, value_size=4
         ),
-        attention_gate=True,
+        attention=AttentionConfig(gate=True),
     ),
     "convolution": dict(
         layer_types=["short_convolution", "full_attention"],

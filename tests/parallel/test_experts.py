@@ -34,7 +34,11 @@ ROUTED = replace(
 # A model, a mesh and the keys of its execution.
 CASES = {
     "norms of queries and keys": (
-        replace(ROUTED, qk_norm=True, experts=replace(ROUTED.experts, aux_loss=1.0, per_token=3)),
+        replace(
+            ROUTED,
+            attention=replace(ROUTED.attention, qk_norm=True),
+            experts=replace(ROUTED.experts, aux_loss=1.0, per_token=3),
+        ),
         dict(ep=4),
         dict(ffn_chunk=8, remat="nested(2)"),
     ),
@@ -44,9 +48,7 @@ CASES = {
             activation="quick_gelu",
             experts=replace(ROUTED.experts, glu_limit=7.0, glu_offset=1.0, router_bias=True),
             mlp_bias=True,
-            attention_sinks=True,
-            qkv_bias=True,
-            out_bias=True,
+            attention=replace(ROUTED.attention, sinks=True, qkv_bias=True, out_bias=True),
         ),
         dict(ep=2, tp=2, zero_stage=1),
         dict(schedule="fused", remat="none"),

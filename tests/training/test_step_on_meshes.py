@@ -66,7 +66,7 @@ def mixing(batch, request):
         short_convolution=ShortConvolutionConfig(4),
     )
     mixing = {"layer_types": [request.param, "full_attention"], request.param: sizes[request.param]}
-    model = replace(MODEL, attention_gate=True, init_std=0.3, **mixing)
+    model = replace(MODEL, attention=replace(MODEL.attention, gate=True), init_std=0.3, **mixing)
     return model, gradient_sums(replace(make_spec(), model=model), batch, 1)
 
 

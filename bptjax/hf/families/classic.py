@@ -16,6 +16,7 @@ from bptjax.hf.tensor_rules import (
 )
 from bptjax.models.config import ModelConfig
 from bptjax.models.groups.alibi import AlibiConfig
+from bptjax.models.groups.attention import AttentionConfig
 
 
 def layernorm_mlp_decoder(c: Any, **more: Any) -> dict[str, Any]:
@@ -29,8 +30,7 @@ def layernorm_mlp_decoder(c: Any, **more: Any) -> dict[str, Any]:
             norm="layer",
             norm_bias=True,
             gated=False,
-            qkv_bias=True,
-            out_bias=True,
+            attention=AttentionConfig(qkv_bias=True, out_bias=True),
             mlp_bias=True,
             tied_head=c.tie_word_embeddings,
         )
@@ -46,7 +46,9 @@ def read_gpt2(c: Any) -> dict[str, Any]:
         norm_eps=c.layer_norm_epsilon,
         position_embedding="learned",
         max_position_embeddings=c.max_position_embeddings,
-        attention_scale=None if c.scale_attn_weights else 1.0,
+        attention=AttentionConfig(
+            scale=None if c.scale_attn_weights else 1.0, qkv_bias=True, out_bias=True
+        ),
         activation=activation(c.activation_function),
         embedding_dropout=c.embd_pdrop,
         attention_dropout=c.attn_pdrop,
@@ -77,8 +79,7 @@ def read_gpt_neox(c: Any) -> dict[str, Any]:
         norm_eps=c.layer_norm_eps,
         residual="parallel" if c.use_parallel_residual else "sequential",
         activation=activation(c.hidden_act),
-        qkv_bias=c.attention_bias,
-        out_bias=c.attention_bias,
+        attention=AttentionConfig(qkv_bias=c.attention_bias, out_bias=c.attention_bias),
         embedding_dropout=c.hidden_dropout,
         attention_dropout=c.attention_dropout,
         residual_dropout=c.hidden_dropout,
@@ -140,8 +141,7 @@ def read_opt(c: Any) -> dict[str, Any]:
         max_position_embeddings=c.max_position_embeddings,
         position_offset=2,
         activation=activation(c.activation_function),
-        qkv_bias=bias,
-        out_bias=bias,
+        attention=AttentionConfig(qkv_bias=bias, out_bias=bias),
         mlp_bias=bias,
         embedding_size=c.word_embed_proj_dim if narrow else None,
         final_norm=c.do_layer_norm_before and not c._remove_final_layer_norm,
@@ -182,11 +182,10 @@ def read_mpt(c: Any) -> dict[str, Any]:
         position_embedding="alibi",
         max_position_embeddings=c.max_seq_len,
         alibi=AlibiConfig(interleaved=True),
-        attention_scale=a.softmax_scale,
-        clip_qkv=a.clip_qkv,
+        attention=AttentionConfig(
+            scale=a.softmax_scale, clip=a.clip_qkv, qkv_bias=False, out_bias=False
+        ),
         activation="gelu",
-        qkv_bias=False,
-        out_bias=False,
         mlp_bias=False,
         attention_dropout=float(a.attn_pdrop),
         residual_dropout=float(a.attn_pdrop),
@@ -224,8 +223,7 @@ def read_falcon(c: Any) -> dict[str, Any]:
         norm_eps=c.layer_norm_epsilon,
         residual=residual,
         activation=activation(c.activation),
-        qkv_bias=c.bias,
-        out_bias=c.bias,
+        attention=AttentionConfig(qkv_bias=c.bias, out_bias=c.bias),
         mlp_bias=c.bias,
         # transformers rounds slopes and their products with positions to bfloat16; we do not.
         **(
@@ -262,8 +260,7 @@ def read_starcoder2(c: Any) -> dict[str, Any]:
         norm_eps=c.norm_epsilon,
         sliding_window=c.sliding_window,
         activation=activation(c.hidden_act),
-        qkv_bias=bias,
-        out_bias=bias,
+        attention=AttentionConfig(qkv_bias=bias, out_bias=bias),
         mlp_bias=bias,
         embedding_dropout=c.embedding_dropout,
         attention_dropout=c.attention_dropout,
@@ -293,7 +290,7 @@ def read_phi(c: Any) -> dict[str, Any]:
         num_kv_heads=c.num_key_value_heads,
         norm_eps=c.layer_norm_eps,
         residual="shared",
-        qk_norm=c.qk_layernorm,
+        attention=AttentionConfig(qk_norm=c.qk_layernorm, qkv_bias=True, out_bias=True),
         activation=activation(c.hidden_act),
         head_bias=True,
         embedding_dropout=c.embd_pdrop,
@@ -309,7 +306,7 @@ def rules_phi(c: ModelConfig) -> Iterator[TensorRule]:
     yield from embedding_norm_head(c, "model.embed_tokens", "model.final_layernorm")
     names = (f"{layer}self_attn.{n}" for n in ("q_proj", "k_proj", "v_proj", "dense"))
     yield from attention(c, *names)
-    if c.qk_norm:
+    if c.attention.qk_norm:
         yield from norm(f"{layer}self_attn.q_layernorm", "layers.query_norm", c, H)
         yield from norm(f"{layer}self_attn.k_layernorm", "layers.key_norm", c, H)
     yield from mlp(c, f"{layer}mlp.fc1", f"{layer}mlp.fc2")

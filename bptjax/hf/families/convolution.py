@@ -15,6 +15,7 @@ from bptjax.hf.tensor_rules import (
     norm,
 )
 from bptjax.models.config import ModelConfig
+from bptjax.models.groups.attention import AttentionConfig
 from bptjax.models.groups.short_convolution import ShortConvolutionConfig
 
 
@@ -28,7 +29,7 @@ def read_lfm2(c: Any) -> dict[str, Any]:
         intermediate_size=_feed_forward_width(c),
         norm_eps=c.norm_eps,
         activation="silu",
-        qk_norm=True,
+        attention=AttentionConfig(qk_norm=True),
         layer_types=types,
         short_convolution=ShortConvolutionConfig(size if "short_convolution" in types else 0),
     )

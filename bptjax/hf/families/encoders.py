@@ -16,6 +16,7 @@ from bptjax.hf.tensor_rules import (
     qkv,
 )
 from bptjax.models.config import ModelConfig
+from bptjax.models.groups.attention import AttentionConfig
 
 CLASSIFIER = "ForSequenceClassification"
 IMAGE_CLASSIFIER = "ForImageClassification"
@@ -50,8 +51,7 @@ def layernorm_mlp_encoder(c: Any, **more: Any) -> dict[str, Any]:
             position_embedding="learned",
             activation=activation(c.hidden_act),
             gated=False,
-            qkv_bias=True,
-            out_bias=True,
+            attention=AttentionConfig(qkv_bias=True, out_bias=True),
             mlp_bias=True,
             embedding_dropout=c.hidden_dropout_prob,
             attention_dropout=c.attention_probs_dropout_prob,
@@ -221,8 +221,7 @@ def read_modernbert(c: Any) -> dict[str, Any]:
         sliding_window=c.local_attention // 2 + 1,
         layer_types=list(c.layer_types),
         activation=activation(c.hidden_activation),
-        qkv_bias=c.attention_bias,
-        out_bias=c.attention_bias,
+        attention=AttentionConfig(qkv_bias=c.attention_bias, out_bias=c.attention_bias),
         mlp_bias=c.mlp_bias,
         masked_head=True,
         masked_head_bias=c.classifier_bias,
@@ -274,7 +273,7 @@ def read_vit(c: Any) -> dict[str, Any]:
         image_size=image,
         patch_size=patch,
         channels=c.num_channels,
-        qkv_bias=c.qkv_bias,
+        attention=AttentionConfig(qkv_bias=c.qkv_bias, out_bias=True),
         pooler=pooler if kind == "ViTModel" else 0,
         pooler_activation=act,
         classes=classes(c, kind),

@@ -10,6 +10,7 @@ from bptjax.hf.families.family import activation, require
 from bptjax.hf.families.gated import rmsnorm_glu_decoder, rules_rmsnorm_decoder, window_pattern
 from bptjax.hf.tensor_rules import TensorRule, identity, mlp
 from bptjax.models.config import ModelConfig
+from bptjax.models.groups.attention import AttentionConfig
 from bptjax.models.groups.experts import ExpertsConfig
 
 
@@ -56,9 +57,7 @@ def read_qwen3_moe(c: Any) -> dict[str, Any]:
             renormalized=c.norm_topk_prob,
         ),
         activation=activation(c.hidden_act),
-        qk_norm=True,
-        qkv_bias=bias,
-        out_bias=bias,
+        attention=AttentionConfig(qk_norm=True, qkv_bias=bias, out_bias=bias),
         sliding_window=c.sliding_window,
     )
 
@@ -70,10 +69,7 @@ def read_olmoe(c: Any) -> dict[str, Any]:
         c,
         new_experts(c, renormalized=c.norm_topk_prob),
         activation=activation(c.hidden_act),
-        qk_norm=True,
-        qk_norm_joint=True,
-        qkv_bias=bias,
-        out_bias=bias,
+        attention=AttentionConfig(qk_norm=True, qk_norm_joint=True, qkv_bias=bias, out_bias=bias),
     )
 
 
@@ -90,9 +86,7 @@ def read_gpt_oss(c: Any) -> dict[str, Any]:
         new_experts(c, glu_limit=c.swiglu_limit, glu_offset=1.0, router_bias=True),
         activation="quick_gelu",
         mlp_bias=True,
-        attention_sinks=True,
-        qkv_bias=bias,
-        out_bias=bias,
+        attention=AttentionConfig(sinks=True, qkv_bias=bias, out_bias=bias),
         **window_pattern(c),
     )
 
@@ -117,8 +111,7 @@ def read_glm4_moe(c: Any) -> dict[str, Any]:
         ),
         partial=True,
         activation=activation(c.hidden_act),
-        qk_norm=c.use_qk_norm,
-        qkv_bias=c.attention_bias,
+        attention=AttentionConfig(qk_norm=c.use_qk_norm, qkv_bias=c.attention_bias),
     )
 
 

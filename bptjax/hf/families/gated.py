@@ -1,6 +1,8 @@
 """Decoders with rotary positions and a gated feed-forward network, most with RMS norms."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from bptjax.hf.families.family import activation, require, rotary
@@ -14,6 +16,7 @@ from bptjax.hf.tensor_rules import (
     qkv,
 )
 from bptjax.models.config import ModelConfig
+from bptjax.models.groups.attention import AttentionConfig
 
 
 def rmsnorm_glu_decoder(c: Any, *, partial: bool = False, **more: Any) -> dict[str, Any]:
@@ -57,8 +60,7 @@ def read_llama(c: Any) -> dict[str, Any]:
     return rmsnorm_glu_decoder(
         c,
         activation=activation(c.hidden_act),
-        qkv_bias=bias,
-        out_bias=bias,
+        attention=AttentionConfig(qkv_bias=bias, out_bias=bias),
         mlp_bias=c.mlp_bias,
     )
 
@@ -73,7 +75,10 @@ def read_mistral(c: Any) -> dict[str, Any]:
 def read_qwen2(c: Any) -> dict[str, Any]:
     """Reads Qwen2ForCausalLM. Queries, keys and values always have biases."""
     return rmsnorm_glu_decoder(
-        c, activation=activation(c.hidden_act), qkv_bias=True, **window_pattern(c)
+        c,
+        activation=activation(c.hidden_act),
+        attention=AttentionConfig(qkv_bias=True),
+        **window_pattern(c),
     )
 
 
@@ -83,22 +88,25 @@ def read_qwen3(c: Any) -> dict[str, Any]:
     return rmsnorm_glu_decoder(
         c,
         activation=activation(c.hidden_act),
-        qk_norm=True,
-        qkv_bias=bias,
-        out_bias=bias,
+        attention=AttentionConfig(qk_norm=True, qkv_bias=bias, out_bias=bias),
         **window_pattern(c),
     )
 
 
-def gemma_decoder(c: Any, act: str, **more: Any) -> dict[str, Any]:
+def gemma_decoder(
+    c: Any, act: str, choices: Mapping[str, Any] = MappingProxyType({}), **more: Any
+) -> dict[str, Any]:
     """Returns the keywords that the Gemma families share: norms multiply by 1 + scale, and
-    embeddings are scaled by √D."""
+    embeddings are scaled by √D.
+
+    Args:
+      choices: further choices of attention.
+    """
     return rmsnorm_glu_decoder(
         c,
         activation=activation(act),
         norm_unit_offset=True,
-        qkv_bias=c.attention_bias,
-        out_bias=c.attention_bias,
+        attention=AttentionConfig(qkv_bias=c.attention_bias, out_bias=c.attention_bias, **choices),
         embedding_scale=c.hidden_size**0.5,
         **more,
     )
@@ -114,9 +122,8 @@ def read_gemma2(c: Any) -> dict[str, Any]:
     return gemma_decoder(
         c,
         c.hidden_activation,
+        dict(scale=c.query_pre_attn_scalar**-0.5, softcap=c.attn_logit_softcapping),
         norm_position="sandwich",
-        attention_scale=c.query_pre_attn_scalar**-0.5,
-        attention_softcap=c.attn_logit_softcapping,
         logits_softcap=c.final_logit_softcapping,
         **window_pattern(c),
     )
@@ -129,9 +136,8 @@ def read_gemma3(c: Any) -> dict[str, Any]:
     return gemma_decoder(
         c,
         c.hidden_activation,
+        dict(scale=c.query_pre_attn_scalar**-0.5, qk_norm=True),
         norm_position="sandwich",
-        qk_norm=True,
-        attention_scale=c.query_pre_attn_scalar**-0.5,
         logits_softcap=c.final_logit_softcapping,
         sliding_window=c.sliding_window,
         layer_types=list(c.layer_types),
@@ -155,8 +161,8 @@ def rules_rmsnorm_decoder(
     yield from embedding_norm_head(c, "model.embed_tokens", "model.norm")
     names = (f"{layer}self_attn.{n}_proj" for n in "qkvo")
     yield from attention(c, *names, order=order)
-    if c.qk_norm:
-        queries, keys = (c.num_heads, c.K) if c.qk_norm_joint else (1, 1)
+    if c.attention.qk_norm:
+        queries, keys = (c.num_heads, c.K) if c.attention.qk_norm_joint else (1, 1)
         yield from norm(f"{layer}self_attn.q_norm", "layers.query_norm", c, queries * c.H)
         yield from norm(f"{layer}self_attn.k_norm", "layers.key_norm", c, keys * c.H)
     after = f"{layer}post_attention_layernorm"
@@ -173,8 +179,9 @@ def rules_rmsnorm_decoder(
 
 def read_granite(c: Any) -> dict[str, Any]:
     """Reads GraniteForCausalLM, which has four factors; it divides logits by one of them."""
-    return read_llama(c) | dict(
-        attention_scale=c.attention_multiplier,
+    llama = read_llama(c)
+    return llama | dict(
+        attention=replace(llama["attention"], scale=c.attention_multiplier),
         embedding_scale=c.embedding_multiplier,
         residual_scale=c.residual_multiplier,
         logits_scale=1 / c.logits_scaling,
@@ -182,17 +189,17 @@ def read_granite(c: Any) -> dict[str, Any]:
 
 
 def output_norm_decoder(c: Any, **more: Any) -> dict[str, Any]:
-    """Returns the keywords of families that normalize the outputs of sublayers, and queries and
-    keys."""
+    """Returns the keywords of families that normalize the outputs of sublayers."""
     return rmsnorm_glu_decoder(
-        c, activation=activation(c.hidden_act), norm_position="output", qk_norm=True, **more
+        c, activation=activation(c.hidden_act), norm_position="output", **more
     )
 
 
 def read_olmo2(c: Any) -> dict[str, Any]:
     """Reads Olmo2ForCausalLM. The norms of queries and keys are over all heads."""
     bias = c.attention_bias
-    return output_norm_decoder(c, qk_norm_joint=True, qkv_bias=bias, out_bias=bias)
+    heads = AttentionConfig(qk_norm=True, qk_norm_joint=True, qkv_bias=bias, out_bias=bias)
+    return output_norm_decoder(c, attention=heads)
 
 
 def read_olmo3(c: Any) -> dict[str, Any]:
@@ -205,7 +212,8 @@ def read_exaone4(c: Any) -> dict[str, Any]:
     layers = None
     if c.sliding_window is not None:
         layers = [kind == "sliding_attention" for kind in c.layer_types]
-    return output_norm_decoder(c, rope_layers=layers, **window_pattern(c))
+    heads = AttentionConfig(qk_norm=True)
+    return output_norm_decoder(c, attention=heads, rope_layers=layers, **window_pattern(c))
 
 
 def read_smollm3(c: Any) -> dict[str, Any]:
@@ -219,8 +227,7 @@ def read_seed_oss(c: Any) -> dict[str, Any]:
     return rmsnorm_glu_decoder(
         c,
         activation=activation(c.hidden_act),
-        qkv_bias=c.attention_bias,
-        out_bias=c.attention_out_bias,
+        attention=AttentionConfig(qkv_bias=c.attention_bias, out_bias=c.attention_out_bias),
         mlp_bias=c.mlp_bias,
         residual_dropout=c.residual_dropout,
     )
@@ -239,7 +246,7 @@ def read_stablelm(c: Any) -> dict[str, Any]:
         norm_bias=True,
         residual="shared" if c.use_parallel_residual else "sequential",
         activation=activation(c.hidden_act),
-        qkv_bias=c.use_qkv_bias,
+        attention=AttentionConfig(qkv_bias=c.use_qkv_bias),
     )
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from bptjax.hf.families.family import activation, require, rotary
 from bptjax.hf.tensor_rules import TensorRule, embedding_norm_head, identity, linear, mlp, norm
 from bptjax.models.config import ModelConfig
+from bptjax.models.groups.attention import AttentionConfig
 from bptjax.models.groups.experts import ExpertsConfig
 from bptjax.models.groups.full_attention import FullAttentionConfig, SharedKvConfig
 from bptjax.models.groups.layer_embedding import LayerEmbeddingConfig
@@ -44,9 +45,7 @@ def read_gemma4(c: Any) -> dict[str, Any]:
             norm="rms",
             norm_eps=c.rms_norm_eps,
             norm_position="sandwich",
-            qk_norm=True,
-            value_norm=True,
-            attention_scale=1.0,
+            attention=AttentionConfig(qk_norm=True, value_norm=True, scale=1.0),
             attention_dropout=c.attention_dropout or 0.0,
             activation=activation(c.hidden_activation),
             gated=True,

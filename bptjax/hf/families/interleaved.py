@@ -11,6 +11,7 @@ from bptjax.hf.families.family import activation
 from bptjax.hf.families.gated import rmsnorm_glu_decoder, rules_rmsnorm_glu
 from bptjax.hf.tensor_rules import TensorRule, attention, embedding_norm_head, fused, mlp, norm
 from bptjax.models.config import ModelConfig
+from bptjax.models.groups.attention import AttentionConfig
 
 
 def halves(c: ModelConfig) -> list[int]:
@@ -30,8 +31,7 @@ def read_ernie4_5(c: Any) -> dict[str, Any]:
     return rmsnorm_glu_decoder(
         c,
         activation=activation(c.hidden_act),
-        qkv_bias=bias,
-        out_bias=bias,
+        attention=AttentionConfig(qkv_bias=bias, out_bias=bias),
         mlp_bias=bias,
     )
 
@@ -44,7 +44,7 @@ def read_glm4(c: Any) -> dict[str, Any]:
         partial=True,
         activation=activation(c.hidden_act),
         norm_position="sandwich",
-        qkv_bias=c.attention_bias,
+        attention=AttentionConfig(qkv_bias=c.attention_bias),
     )
 
 
@@ -74,8 +74,7 @@ def read_cohere2(c: Any) -> dict[str, Any]:
         norm="layer",
         norm_eps=c.layer_norm_eps,
         residual="shared",
-        qkv_bias=bias,
-        out_bias=bias,
+        attention=AttentionConfig(qkv_bias=bias, out_bias=bias),
         sliding_window=c.sliding_window,
         layer_types=list(c.layer_types),
         rope_layers=[kind == "sliding_attention" for kind in c.layer_types],

@@ -19,6 +19,7 @@ from bptjax.hf.tensor_rules import (
     norm,
 )
 from bptjax.models.config import ModelConfig
+from bptjax.models.groups.attention import AttentionConfig
 from bptjax.models.groups.linear_attention import LinearAttentionConfig
 
 # Prefixes of the names of linear attention, in files and here.
@@ -36,10 +37,7 @@ def hybrid_decoder(c: Any, **more: Any) -> dict[str, Any]:
         c,
         partial=True,
         norm_unit_offset=True,
-        qk_norm=True,
-        qkv_bias=bias,
-        out_bias=bias,
-        attention_gate=True,
+        attention=AttentionConfig(qk_norm=True, qkv_bias=bias, out_bias=bias, gate=True),
         layer_types=list(c.layer_types),
         linear_attention=LinearAttentionConfig(
             key_heads=c.linear_num_key_heads,
@@ -114,14 +112,11 @@ def _rules_attention(c: ModelConfig) -> Iterator[TensorRule]:
     yield from norm(f"{layer}post_attention_layernorm", "layers.mlp_norm", c)
     attention, heads = "model.layers.{attention_layer}.self_attn.", (c.num_heads, c.H)
     names = "layers.query", "layers.gate"
-    yield from fused(
-        f"{attention}q_proj", names, D, (heads, heads), bias=c.qkv_bias, groups=c.num_heads
-    )
+    bias, N = c.attention.qkv_bias, c.num_heads
+    yield from fused(f"{attention}q_proj", names, D, (heads, heads), bias=bias, groups=N)
     for name, ours in (("k", "key"), ("v", "value")):
-        yield from linear(
-            f"{attention}{name}_proj", f"layers.{ours}", (D,), (c.K, c.H), bias=c.qkv_bias
-        )
-    yield from linear(f"{attention}o_proj", "layers.out", heads, (D,), bias=c.out_bias)
+        yield from linear(f"{attention}{name}_proj", f"layers.{ours}", (D,), (c.K, c.H), bias=bias)
+    yield from linear(f"{attention}o_proj", "layers.out", heads, (D,), bias=c.attention.out_bias)
     for name, ours in (("q", "query"), ("k", "key")):
         yield from norm(f"{attention}{name}_norm", f"layers.{ours}_norm", c, c.H)
 

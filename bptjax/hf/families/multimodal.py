@@ -9,6 +9,7 @@ from bptjax.hf.families.family import Family, Layout, activation
 from bptjax.hf.families.gated import rmsnorm_glu_decoder
 from bptjax.hf.tensor_rules import TensorRule
 from bptjax.models.config import ModelConfig
+from bptjax.models.groups.attention import AttentionConfig
 
 # Layouts of files, most specific first: transformers' modules; earlier modules, as most files of
 # the hub have them; a model saved without its head; Qwen 2.5, whose vision model is beside `model`.
@@ -45,6 +46,8 @@ def read_ministral3(c: Any) -> dict[str, Any]:
         c,
         activation=activation(c.hidden_act),
         sliding_window=c.sliding_window,
-        query_growth=rope[GROWTH[0]],
-        query_growth_length=rope["original_max_position_embeddings"],
+        attention=AttentionConfig(
+            query_growth=rope[GROWTH[0]],
+            query_growth_length=rope["original_max_position_embeddings"],
+        ),
     )

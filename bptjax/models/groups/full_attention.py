@@ -41,9 +41,9 @@ class FullAttentionConfig(Group):
             )
         if size % 2:
             raise ValueError(f"model.full_attention.head_dim={size}: must be even")
-        if model.attention_gate:
+        if model.attention.gate:
             raise ValueError(
-                "model.attention_gate=true: must not go with model.full_attention.head_dim"
+                "model.attention.gate=true: must not go with model.full_attention.head_dim"
             )
 
 

@@ -8,6 +8,8 @@ from typing import Any, ClassVar
 
 # Several times the sizes of the largest models there are.
 MOST_SIZE, MOST_HEAD = 2**24, 2**16
+# Of a number of tokens, which may stand for no limit.
+UNLIMITED = 2**31 - 1
 
 
 def integer(default: int | None, least: int = 1, most: int = MOST_SIZE) -> Any:

@@ -1,0 +1,47 @@
+"""Choices of attention."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from bptjax.models.groups.group import UNLIMITED, Group, integer, number
+from bptjax.ops.arguments import check_softcap
+
+
+@dataclass(frozen=True)
+class AttentionConfig(Group):
+    """Attention.
+
+    Attributes:
+      scale: factor on the dot product of query and key. If not set, 1 / √head_dim.
+      softcap: replaces attention logits x by cap · tanh(x / cap).
+      gate: multiplies the output of each head by the sigmoid of a linear map of the layer's input.
+      sinks: one learned logit for each query head, of one more key whose value is 0. A query that
+        finds nothing may attend to it.
+      qk_norm: normalizes the queries and keys of each head before rotary positions.
+      qk_norm_joint: qk_norm normalizes all heads of a token together.
+      value_norm: normalizes the values of each head, without a scale.
+      clip: clips queries, keys and values to ± this value.
+      qkv_bias: query, key and value projections have a bias.
+      out_bias: the output projection has a bias.
+      query_growth: multiplies queries at position p by
+        1 + query_growth · log(1 + ⌊p / query_growth_length⌋).
+      query_growth_length: tokens after which queries grow.
+    """
+
+    scale: float | None = number(None, positive=True)
+    softcap: float | None = None
+    gate: bool = False
+    sinks: bool = False
+    qk_norm: bool = False
+    qk_norm_joint: bool = False
+    value_norm: bool = False
+    clip: float | None = number(None, positive=True)
+    qkv_bias: bool = False
+    out_bias: bool = False
+    query_growth: float = number(0.0, float("-inf"))
+    query_growth_length: int = integer(1, most=UNLIMITED)
+
+    def check(self, model: Any) -> None:
+        check_softcap(self.softcap, "model.attention.softcap")
+        if self.qk_norm_joint and not self.qk_norm:
+            raise ValueError("model.attention.qk_norm_joint=true: must go with qk_norm=true")
