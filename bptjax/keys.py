@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
-# Old names of config keys, with their new names. Those of model stood in version 0.2 before the
-# model had groups of keys, all others in 0.1, whose group `memory` is now `execution`.
+# Old names of config keys, with their new names: those of version 0.1, whose group `memory` is now
+# `execution`, and those of the model before it had groups.
 RENAMED = {
     "memory.attention": "execution.attention_implementation",
     "memory.sequence": "parallel.sequence_strategy",

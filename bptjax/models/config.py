@@ -131,7 +131,7 @@ class ModelConfig:
     norm_bias: bool = False
     norm_unit_offset: bool = False
     residual: Literal["sequential", "parallel", "shared"] = "sequential"
-    residual_scale: float = number(1.0, positive=True)
+    residual_scale: float = number(1.0, "positive")
     residual_normed: bool = False
     position_embedding: Literal["rope", "alibi", "learned", "none"] = "rope"
     rope_parameters: dict[str, Any] = field(default_factory=lambda: {"rope_theta": 10_000.0})
@@ -146,7 +146,7 @@ class ModelConfig:
     gated: bool = True
     mlp_bias: bool = False
     embedding_size: int | None = integer(None)
-    embedding_scale: float | None = number(None, positive=True)
+    embedding_scale: float | None = number(None, "positive")
     embedding_norm: bool = False
     layer_scale: bool = False
     token_types: int = integer(0, 0)
@@ -163,7 +163,7 @@ class ModelConfig:
     class_pooling: Literal["first", "mean"] = "first"
     tied_head: bool = True
     head_bias: bool = False
-    logits_scale: float = number(1.0, positive=True)
+    logits_scale: float = number(1.0, "positive")
     logits_softcap: float | None = None
     embedding_dropout: float | None = None
     attention_dropout: float | None = None

@@ -156,10 +156,11 @@ def check_choices(config: Any) -> None:
         if group.on:
             group.check(config)
             continue
+        switch = f"model.{name}.{group.SWITCH}" if group.SWITCH else f"{name} in model.layer_types"
         for key, value in group.changed.items():
             # The checkpoint that a config names may have the part; see `hf.config.merge`.
             if not (config.name_or_path and f"{name}.{key}" in OVERRIDABLE):
-                raise ValueError(f"model.{name}.{key}={value}: must go with {group.NEEDS}")
+                raise ValueError(f"model.{name}.{key}={value}: must go with {switch}")
 
     # A typing error would otherwise show after minutes, when memory runs out.
     heads = 2 * (config.num_heads + config.K) * config.H

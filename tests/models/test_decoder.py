@@ -341,7 +341,7 @@ def test_half_precision_is_near(tokens, dtype):
         ({"position_embedding": "learned"}, "must go with model.max_position_embeddings"),
         ({"residual_dropout": 1.0}, r"residual_dropout=1.0: must be in \[0, 1\)"),
         ({"num_layers": 0}, "num_layers=0"),
-        (linear(key_size=8), "linear_attention.key_size=8: must go with a layer of this kind"),
+        (linear(key_size=8), "attention.key_size=8: must go with linear_attention in model"),
         (
             {"linear_attention": SIZES},
             "linear_attention: must have its sizes with linear_attention",
@@ -353,7 +353,7 @@ def test_half_precision_is_near(tokens, dtype):
         ({"full_attention": FullAttentionConfig(0, 1)}, "kv_heads=1: must go with model.full_att"),
         ({"full_attention": FullAttentionConfig(8)}, "head_dim=8: must go with full_attention and"),
         ({"layer_scale": True}, "layer_scale=True: must go with norm_position=sandwich"),
-        ({"experts": ExpertsConfig(norms=True)}, "experts.norms=True: must go with model.feed_f"),
+        ({"experts": ExpertsConfig(norms=True)}, "experts.norms=True: must go with model.experts"),
         (LINEAR | {"residual": "parallel"}, "layer_types: must have no linear_attention unless"),
         ({"image_size": (8, 8)}, r"image_size=\(8, 8\), patch_size=None: must be set together"),
         ({"patch_size": (4, 4)}, r"image_size=None, patch_size=\(4, 4\): must be set"),

@@ -15,5 +15,5 @@ class AlibiConfig(Group):
         every other slope of the next larger power, odd ones first.
     """
 
-    scale: float = number(1.0, positive=True)
+    scale: float = number(1.0, "positive")
     interleaved: bool = False

@@ -28,17 +28,17 @@ class AttentionConfig(Group):
       query_growth_length: tokens after which queries grow.
     """
 
-    scale: float | None = number(None, positive=True)
+    scale: float | None = number(None, "positive")
     softcap: float | None = None
     gate: bool = False
     sinks: bool = False
     qk_norm: bool = False
     qk_norm_joint: bool = False
     value_norm: bool = False
-    clip: float | None = number(None, positive=True)
+    clip: float | None = number(None, "positive")
     qkv_bias: bool = False
     out_bias: bool = False
-    query_growth: float = number(0.0, float("-inf"))
+    query_growth: float = number(0.0, "")
     query_growth_length: int = integer(1, most=UNLIMITED)
 
     def check(self, model: Any) -> None:

@@ -40,7 +40,7 @@ class ExpertsConfig(Group):
       glu_offset: constant added to up.
     """
 
-    NEEDS: ClassVar[str] = "model.feed_forward=experts"
+    SWITCH: ClassVar[str] = "count"
 
     count: int = integer(0, 0, 2**16)
     per_token: int = integer(2)
@@ -59,11 +59,7 @@ class ExpertsConfig(Group):
     aux_loss: float | None = number(None)
     z_loss: float = number(0.0)
     glu_limit: float | None = number(None)
-    glu_offset: float = number(0.0, float("-inf"))
-
-    @property
-    def on(self) -> bool:
-        return self.count > 0
+    glu_offset: float = number(0.0, "")
 
     def check(self, model: Any) -> None:
         if not model.gated:

@@ -16,15 +16,11 @@ class FullAttentionConfig(Group):
       keys_as_values: values are the keys before norm and rotary positions.
     """
 
-    NEEDS: ClassVar[str] = "model.full_attention.head_dim"
+    SWITCH: ClassVar[str] = "head_dim"
 
     head_dim: int = integer(0, 0, MOST_HEAD)
     kv_heads: int = integer(0, 0)
     keys_as_values: bool = False
-
-    @property
-    def on(self) -> bool:
-        return self.head_dim > 0
 
     def check(self, model: Any) -> None:
         shared, (K, size) = model.shared_kv.layers, model.heads(True)
@@ -57,14 +53,10 @@ class SharedKvConfig(Group):
       intermediate_size: feed-forward width of these layers; 0 for that of the others.
     """
 
-    NEEDS: ClassVar[str] = "model.shared_kv.layers"
+    SWITCH: ClassVar[str] = "layers"
 
     layers: int = integer(0, 0)
     intermediate_size: int = integer(0, 0)
-
-    @property
-    def on(self) -> bool:
-        return self.layers > 0
 
     def check(self, model: Any) -> None:
         if not model.full_attention.on:

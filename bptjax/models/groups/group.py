@@ -14,12 +14,12 @@ UNLIMITED = 2**31 - 1
 
 def integer(default: int | None, least: int = 1, most: int = MOST_SIZE) -> Any:
     """Declares an integer in these bounds."""
-    return field(default=default, metadata=dict(least=least, most=most))
+    return field(default=default, metadata=dict(bounds=(least, most)))
 
 
-def number(default: float | None, least: float = 0.0, *, positive: bool = False) -> Any:
-    """Declares a finite number of at least this value, or a positive one."""
-    return field(default=default, metadata=dict(least=least, positive=positive))
+def number(default: float | None, sign: str = "not negative") -> Any:
+    """Declares a finite number that is positive, not negative, or of any sign if empty."""
+    return field(default=default, metadata=dict(sign=sign))
 
 
 def check_bounds(config: Any, prefix: str) -> None:
@@ -35,15 +35,15 @@ def check_bounds(config: Any, prefix: str) -> None:
         value, key = getattr(config, f.name), f"{prefix}{f.name}"
         if not f.metadata or value is None:
             continue
-        least, most = f.metadata["least"], f.metadata.get("most")
-        if most is None:
-            bound = {0.0: " and not negative", -math.inf: ""}[least]
-            bound = " and positive" if (positive := f.metadata["positive"]) else bound
-            if not least <= value < math.inf or positive and value == 0 or value == -math.inf:
-                raise ValueError(f"{key}={value}: must be finite{bound}")
-        elif value < least:
+        if (sign := f.metadata.get("sign")) is not None:
+            wrong = value < 0 or value == 0 and sign == "positive"
+            if not math.isfinite(value) or sign and wrong:
+                raise ValueError(f"{key}={value}: must be finite{' and ' * bool(sign)}{sign}")
+            continue
+        least, most = f.metadata["bounds"]
+        if value < least:
             raise ValueError(f"{key}={value}: must be at least {least}")
-        elif value > most:
+        if value > most:
             raise ValueError(f"{key}={value}: must be at most {most:,}")
 
 
@@ -64,13 +64,13 @@ def check_sandwich(model: Any, key: str) -> None:
 class Group:
     """Choices of a part of the model. The defaults are those of a model without the part."""
 
-    # The key, and value, that turns on a part that not all models have.
-    NEEDS: ClassVar[str]
+    # The key that turns on a part that not all models have.
+    SWITCH: ClassVar[str] = ""
 
     @property
     def on(self) -> bool:
         """Whether the model has the part."""
-        return True
+        return not self.SWITCH or bool(getattr(self, self.SWITCH))
 
     @property
     def changed(self) -> Mapping[str, Any]:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Any, ClassVar
 
 from bptjax.models.groups.group import Group, check_sandwich, integer
 
@@ -15,11 +15,9 @@ class LayerEmbeddingConfig(Group):
       size: size of the embedding of a token; 0 for none.
     """
 
-    size: int = integer(0, 0)
+    SWITCH: ClassVar[str] = "size"
 
-    @property
-    def on(self) -> bool:
-        return self.size > 0
+    size: int = integer(0, 0)
 
     def check(self, model: Any) -> None:
         check_sandwich(model, f"layer_embedding.size={self.size}")

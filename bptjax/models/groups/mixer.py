@@ -10,7 +10,6 @@ from bptjax.models.groups.group import Group
 class MixerGroup(Group):
     """Choices of a kind of layer. The group has the name of the kind in `layer_types`."""
 
-    NEEDS: ClassVar[str] = "a layer of this kind in model.layer_types"
     # Name of the part of `Layer` that such layers have in place of attention; PART_layer is the
     # field of their numbers in names of tensors.
     PART: ClassVar[str]

@@ -17,11 +17,9 @@ class ShortConvolutionConfig(MixerGroup):
 
     PART: ClassVar[str] = "convolution"
 
-    size: int = integer(0, 0, MOST_HEAD)
+    SWITCH: ClassVar[str] = "size"
 
-    @property
-    def on(self) -> bool:
-        return self.size > 0
+    size: int = integer(0, 0, MOST_HEAD)
 
     def widths(self, model: Any, tp: int = 1) -> dict[str, int]:
         return dict.fromkeys(("key", "value", "attended", "gates"), model.hidden_size // tp)
