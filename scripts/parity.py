@@ -43,7 +43,9 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         report = Path(directory) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}"]
+        # The default family of reports has no properties of tests.
+        command = [sys.executable, "-m", "pytest", "-q", "-o", "junit_family=xunit1"]
+        command += [f"--junitxml={report}"]
         command += ["-m", "not gpu and not timing"]
         subprocess.run([*command, "tests/hf/test_parity.py"], cwd=ROOT, check=True)
         made = rows(report)
