@@ -12,6 +12,7 @@ from bptjax.execution import ExecutionConfig, MemoryConfig
 from bptjax.keys import flatten, nest
 from bptjax.lora import AdapterConfig
 from bptjax.models.config import ModelConfig
+from bptjax.objectives import ObjectiveConfig
 from bptjax.optimizer import OPTIMIZERS, OptimizerConfig
 from bptjax.parallel.mesh import ParallelConfig
 from bptjax.remat import UNCHUNKED
@@ -165,6 +166,7 @@ class Config:
     seed: int = 0
     device: Literal["auto", "cpu", "gpu"] = "auto"
     model: ModelConfig = field(default_factory=ModelConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

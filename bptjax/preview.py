@@ -2,8 +2,8 @@
 
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +18,15 @@ from bptjax.data.account import Account
 from bptjax.data.chat import Chat
 from bptjax.data.check import DataCheck
 from bptjax.data.config import DataConfig
-from bptjax.data.encode import IGNORED, encode
+from bptjax.data.encode import IGNORED
 from bptjax.data.examples import Example
-from bptjax.data.files import Document, Labeled, Location, TokenIds
+from bptjax.data.files import Compound, Document, Location, TokenIds
 from bptjax.data.images import ImageProcessor
-from bptjax.data.landmarks import Landmarks, ignored
-from bptjax.data.loader import data_check, token_masking, train_loader
+from bptjax.data.landmarks import ignored
+from bptjax.data.loader import data_check, train_loader
 from bptjax.data.marked import marked
 from bptjax.data.records import readable
-from bptjax.data.tokenizer import Tokenizer, token_id
 from bptjax.metrics import printable
-from bptjax.models.attention_pattern import AttentionPattern, find_tokens
 from bptjax.parallel.mesh import select_devices
 from bptjax.training.data import RunData, open_data, say
 from bptjax.training.notes import describe_adapter
@@ -83,11 +81,7 @@ def preview(config: PreviewConfig, console: Console) -> None:
             "preview shows no images"
         )
     seq_len = config.train.seq_len
-    model = data.pretrained.config if data.pretrained else plain.model
-    pattern = find_tokens(model.attention_pattern, partial(token_id, data.tokenizer))
-    landmarks = AttentionPattern.parse(pattern).landmarks if pattern else None
-    how: dict[str, Any] = dict(objective=data.objective, classes=data.classes)
-    how |= dict(seq_len=seq_len, landmarks=landmarks)
+    how: dict[str, Any] = dict(seq_len=seq_len, encoding=data.encoding)
     check = data_check(data.train, data.held_out, data.tokenizer, data_config, **how)
     say(f"checking the records for up to {config.seconds:g} s")
     check.run(config.seconds)
@@ -113,7 +107,7 @@ def preview(config: PreviewConfig, console: Console) -> None:
         _draw_lengths(counted, Path(config.out))
     first = next(readable(data.train, "skip"), None)
     if first is not None:
-        _print_record(first, data, data_config, config.shown_tokens, console, landmarks)
+        _print_record(first, data, data_config, config.shown_tokens, console)
     shards = data_config.num_shards
     batches = train_loader(
         data.train,
@@ -176,39 +170,24 @@ def _draw_lengths(accounts: list[Account], out: Path) -> None:
 
 
 def _print_record(
-    document: Document,
-    data: RunData,
-    config: DataConfig,
-    shown: int,
-    console: Console,
-    landmarks: Landmarks | None,
+    document: Document, data: RunData, config: DataConfig, shown: int, console: Console
 ) -> None:
     """Prints a record as it was read, and each of its examples."""
     console.rule("first record, as read")
     if isinstance(document, Chat):
         record = {"messages": list(document.messages), **document.variables}
         print(printable(json.dumps(record, indent=2, ensure_ascii=False, default=str)))
-    elif isinstance(document, Labeled):
-        print(f"label {document.label}: {printable(document.text[: 4 * shown])}")
-        if document.pair is not None:
-            print(f"second text: {printable(document.pair[: 4 * shown])}")
+    elif isinstance(document, Compound):
+        for name, text in document.parts():
+            print(f"{name}: {printable(text[: 4 * shown])}")
     elif isinstance(document, str):
         print(printable(document[: 4 * shown]) + ("…" if len(document) > 4 * shown else ""))
     else:
         ids = document.ids if isinstance(document, TokenIds) else document
         print(" ".join(map(str, ids[:shown])) + ("…" if len(ids) > shown else ""))
-    examples = encode(
-        document,
-        data.tokenizer,
-        source_max_len=config.source_max_len,
-        target_max_len=config.target_max_len,
-        train_on_source=config.train_on_source,
-        objective=data.objective,
-        classes=data.classes,
-    )
-    if landmarks is not None:
-        examples = [ignored(landmarks.insert(one)) for one in examples]
-    if masking := token_masking(data.tokenizer, config, data.objective):
+    examples = data.encoding.examples(document, tokenizer=data.tokenizer, config=config)
+    examples = [ignored(one) for one in examples]
+    if masking := data.encoding.masks(data.tokenizer, config):
         examples = [masking(one, np.random.default_rng(config.seed)) for one in examples]
     for number, example in enumerate(examples, 1):
         of = f", example {number} of {len(examples)}" if len(examples) > 1 else ""
@@ -238,16 +217,15 @@ def _count(example: Example) -> str:
 
 
 def _marked(example: Example, data: RunData, shown: int, console: Console) -> Text:
-    return marked_text(example, data.tokenizer, shown, console.is_terminal, data.objective)
+    pieces = marked(example, data.tokenizer, shown, data.encoding.text)
+    return marked_text(pieces, console.is_terminal)
 
 
-def marked_text(
-    example: Example, tokenizer: Tokenizer, shown: int, colored: bool, objective: str = "next_token"
-) -> Text:
-    """Returns the text of an example as `marked` yields it, with the tokens in the loss in color or
+def marked_text(pieces: Iterator[tuple[str, bool] | tuple[str, None]], colored: bool) -> Text:
+    """Returns the text of the pieces that `marked` yields, with the tokens in the loss in color or
     in [[ ]]."""
     text = Text()
-    for piece, in_loss in marked(example, tokenizer, shown, objective):
+    for piece, in_loss in pieces:
         piece = f"[[{printable(piece)}]]" if in_loss and not colored else printable(piece)
         text.append(piece, "dim" if in_loss is None else IN_LOSS if in_loss and colored else "")
     return text

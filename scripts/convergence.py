@@ -15,10 +15,11 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-import bptjax.training.step
+import bptjax.objectives.cross_entropy
 from bptjax.config_parser import parse
 from bptjax.training.setup import setup
 from bptjax.training.state import init_state
+from bptjax.training.step import compile_step
 
 
 def plain(hidden, head, labels, weights=None, **_):
@@ -39,7 +40,7 @@ def losses(argv: list[str], steps: int, defaults: Sequence[str] = ()) -> list[fl
         step = None
         for _ in range(steps):
             batch = spec.layout.put(next(run.batches), accumulate)
-            step = step or bptjax.training.step.compile_step(spec, state, batch)
+            step = step or compile_step(spec, state, batch)
             state, metrics = step(state, batch)
             told.append(float(metrics["train/loss"]))
         run.batches.close()
@@ -53,7 +54,7 @@ def main() -> None:
     args, options = parser.parse_known_args()
     argv = ["--config=configs/quickstart.yaml", *options]
     fused = losses(argv, args.steps)
-    bptjax.training.step.cross_entropy_and_z_loss = plain
+    bptjax.objectives.cross_entropy.cross_entropy_and_z_loss = plain
     rows = dict(fused=fused, plain=losses(argv, args.steps))
     apart = max(abs(a - b) for a, b in zip(*rows.values(), strict=True))
     print(f"{args.steps} steps; last {fused[-1]:.4f}; never more than {apart:.1e} nats apart")

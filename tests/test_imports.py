@@ -49,6 +49,7 @@ FLOORS = {
         "trackers",
         "hf",
     ],
+    "objectives": ["objectives"],
     "configs and checkpoints": [
         "config",
         "execution",

@@ -8,7 +8,7 @@ from chats import CALLS, THINKING_MARKED, TOOLS, raw_tokenizer
 
 from bptjax.cli import main
 from bptjax.data.encode import encode
-from bptjax.data.marked import marked
+from bptjax.data.marked import marked, next_tokens, own_tokens
 from bptjax.data.text import open_documents
 from bptjax.data.tokenizer import ByteTokenizer
 from bptjax.preview import marked_text
@@ -144,7 +144,7 @@ def test_bad_input_is_one_line(flags, message, tmp_path, capsys):
 def test_the_middle_of_a_long_document_is_left_out(tmp_path):
     (tmp_path / "a.txt").write_text("a" * 50 + "b" * 900 + "c" * 50)
     (example,) = encode(open_documents(tmp_path / "a.txt")[0], ByteTokenizer())
-    text = marked_text(example, ByteTokenizer(), 100, colored=False).plain
+    text = marked_text(marked(example, ByteTokenizer(), 100), colored=False).plain
     assert text == "[[" + "a" * 49 + "]] … 902 tokens … [[" + "c" * 49 + "]]"
 
 
@@ -168,11 +168,11 @@ def test_records_without_a_label_are_refused(row, tmp_path, capsys):
     assert error.endswith("all texts and answers are empty, or all labels are -100\n")
 
 
-@pytest.mark.parametrize("objective", ["next_token", "masked_tokens"])
-def test_an_empty_example_has_no_text(objective):
+@pytest.mark.parametrize("text", [next_tokens, own_tokens])
+def test_an_empty_example_has_no_text(text):
     empty = np.array([], np.int32)
     example = {"tokens": empty, "labels": empty}
-    assert not list(marked(example, ByteTokenizer(), 9, objective))
+    assert not list(marked(example, ByteTokenizer(), 9, text))
 
 
 def test_few_tokens_are_padded_with_a_warning(tmp_path, capsys):

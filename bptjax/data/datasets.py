@@ -8,13 +8,15 @@ from pathlib import Path
 import pyarrow as pa
 
 from bptjax.data.changes import FileVersion, check_unchanged, file_version
-from bptjax.data.files import RowGroup, document, record_columns
+from bptjax.data.files import RecordFormat, RowGroup, document, record_columns
 from bptjax.json_files import read_json
 
 HUB = "hf://"
 
 
-def arrow_batches(paths: Sequence[Path], text_key: str, format: str) -> list[RowGroup]:
+def arrow_batches(
+    paths: Sequence[Path], text_key: str, format: str | RecordFormat
+) -> list[RowGroup]:
     """Opens the record batches of Arrow files, IPC streams or files, mapped into memory."""
     read = functools.partial(document, text_key=text_key, format=format)
     found = []

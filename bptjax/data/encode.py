@@ -7,7 +7,7 @@ import numpy as np
 
 from bptjax.data.chat import Chat
 from bptjax.data.examples import Example
-from bptjax.data.files import Document, Labeled, TokenIds
+from bptjax.data.files import Compound, Document, TokenIds
 from bptjax.data.templates import Rendered, conversations, render, template_of
 from bptjax.data.tokenizer import Tokenizer
 
@@ -21,118 +21,58 @@ def encode(
     source_max_len: int | None = None,
     target_max_len: int | None = None,
     train_on_source: bool = False,
-    objective: str = "next_token",
-    classes: int = 0,
-    limit: int | None = None,
 ) -> list[Example]:
     """Returns the examples of a document: dicts of `tokens` and `labels`, int32, each one token
-    shorter than the text. A label is the next token, or -100. With objective="masked_tokens", the
-    examples are complete, and a label is the token itself, before it is masked. With
-    objective="class", the first token of a complete example has the class of the document as its
-    label, no other token has one, and `token_types` are those of the tokenizer.
+    shorter than the text. A label is the next token, or -100.
 
-    Text starts with the tokenizer's `prefix` and ends with EOS if the tokenizer has one; the text
-    of an encoder otherwise with SEP. A pair of texts has the special tokens that the tokenizer puts
-    around a pair. Token ids are used unchanged. A chat is one example, or several if its template
-    changes earlier turns; see `templates.conversations`. Each conversation is tokenized in one
-    piece, and a token that contains a character of an answer counts in the loss, as in
-    transformers' `return_assistant_tokens_mask`. Labels are shifted before packing, so no label
-    crosses a document boundary.
+    Text starts with the tokenizer's `prefix` and ends with EOS if the tokenizer has one. Token ids
+    are used unchanged. A chat is one example, or several if its template changes earlier turns; see
+    `templates.conversations`. Each conversation is tokenized in one piece, and a token that
+    contains a character of an answer counts in the loss, as in transformers'
+    `return_assistant_tokens_mask`. Labels are shifted before packing, so no label crosses a
+    document boundary.
 
     Args:
       source_max_len, target_max_len: see `shorten`.
       train_on_source: count the prompts of chats in the loss too.
-      classes: number of classes of objective="class".
-      limit: largest number of tokens of a text with a class. The longer text of a pair is truncated
-        first, at its end, and special tokens stay, as in transformers.
 
     Raises:
-      ValueError: ids outside the tokenizer's vocabulary, or a chat that its template refuses, or
-        that is no record for the objective.
+      ValueError: ids outside the tokenizer's vocabulary, or a chat that its template refuses.
     """
-    if isinstance(document, Chat) and objective != "next_token":
-        raise ValueError(
-            f"{document.where}: must have text or token ids, not a chat, to train an encoder; see "
-            "data.format"
-        )
     if isinstance(document, Chat):
         chat = shorten(document, tokenizer, source_max_len, target_max_len)
         rendered = conversations(chat, tokenizer, split=not train_on_source)
         return [_example(one, tokenizer, train_on_source) for one in rendered]
-    if isinstance(document, Labeled) != (objective == "class"):
-        raise ValueError("data.format: must be label for a classifier, and for no other model")
-    if isinstance(document, Labeled):
-        return [_classified(document, tokenizer, classes, limit)]
+    return [_shifted(token_ids(document, tokenizer))]
+
+
+def _shifted(record: TokenIds) -> Example:
+    """Returns the example in which each token predicts the next one."""
+    return {"tokens": record.ids[:-1], "labels": record.labels[1:]}
+
+
+def end_of_text(tokenizer: Tokenizer, sep: bool = False) -> list[int]:
+    """Returns the token that ends a text: EOS, or with `sep` otherwise SEP, if there is one."""
+    last = tokenizer.sep_id if sep and tokenizer.eos_id is None else tokenizer.eos_id
+    return [] if last is None else [last]
+
+
+def token_ids(document: Document, tokenizer: Tokenizer, sep: bool = False) -> TokenIds:
+    """Returns the tokens of a text, from `prefix` to `end_of_text`, or those of a tokenized record.
+
+    Raises:
+      ValueError: ids outside the tokenizer's vocabulary, or a record of several parts.
+    """
     if isinstance(document, str):
-        ids = np.concatenate([tokenizer.encode_prompt(document), _end(tokenizer, objective)])
-        return [_labeled(ids, ids, objective)]
+        end = np.array(end_of_text(tokenizer, sep), np.int32)
+        ids = np.concatenate([tokenizer.encode_prompt(document), end])
+        return TokenIds(ids, ids)
+    if isinstance(document, Chat | Compound):
+        raise ValueError(f"{document.where}: must have text or token ids; see data.format")
     record = document if isinstance(document, TokenIds) else TokenIds(document, document)
     check_ids(record.ids, tokenizer)
     check_ids(record.labels[record.labels != IGNORED], tokenizer, "labels")
-    return [_labeled(record.ids, record.labels, objective)]
-
-
-def _labeled(ids: np.ndarray, labels: np.ndarray, objective: str) -> Example:
-    """Returns the example of token ids and their labels, which are not shifted."""
-    if objective == "next_token":
-        ids, labels = ids[:-1], labels[1:]
-    return {"tokens": ids, "labels": labels}
-
-
-def _end(tokenizer: Tokenizer, objective: str) -> np.ndarray:
-    """Returns the special token that ends a text, or nothing."""
-    last = tokenizer.eos_id
-    if last is None and objective != "next_token":
-        last = tokenizer.sep_id
-    return np.array([] if last is None else [last], np.int32)
-
-
-def _classified(
-    document: Labeled, tokenizer: Tokenizer, classes: int, limit: int | None
-) -> Example:
-    """Returns the example of a text, or of a pair of texts, with a class."""
-    if not 0 <= document.label < classes:
-        raise ValueError(
-            f"{document.where}: label={document.label}: must be in [0, {classes}), the model's "
-            "classes"
-        )
-    if document.pair is not None:
-        ids, types, texts = tokenizer.encode_pair(document.text, document.pair)
-    else:
-        end = _end(tokenizer, "class")
-        parts = tokenizer.prefix, tokenizer.encode(document.text), end
-        ids, types = np.concatenate(parts), np.zeros(sum(map(len, parts)), np.int32)
-        texts = np.repeat([-1, 0, -1], [len(part) for part in parts])
-    labels = np.full(len(ids), IGNORED, np.int32)
-    example = {"tokens": ids, "labels": labels, "token_types": types}
-    if limit is not None and len(ids) > limit:
-        kept = _kept(texts, limit)
-        example = {name: value[kept] for name, value in example.items()}
-    example["labels"][:1] = document.label
-    return example
-
-
-def _kept(texts: np.ndarray, limit: int) -> np.ndarray:
-    """Returns the indices of the tokens that a truncated example keeps.
-
-    Args:
-      texts: 0 or 1, the text of each token; -1 for special tokens.
-
-    Raises:
-      ValueError: there are more special tokens than `limit`.
-    """
-    special = int((texts < 0).sum())
-    if special > limit:
-        raise ValueError(
-            f"train.seq_len={limit}: must be at least {special}, the number of special tokens of a "
-            "document"
-        )
-    found = [np.flatnonzero(texts == text) for text in (0, 1)]
-    shorter, longer = sorted(found, key=len)
-    room = limit - special
-    kept = min(len(shorter), room // 2)
-    parts = np.flatnonzero(texts < 0), shorter[:kept], longer[: room - kept]
-    return np.sort(np.concatenate(parts))
+    return record
 
 
 def check_ids(ids: np.ndarray, tokenizer: Tokenizer, field: str = "input_ids") -> None:
@@ -161,8 +101,7 @@ def _example(rendered: Rendered, tokenizer: Tokenizer, train_on_source: bool) ->
     in_loss = np.full(len(ids), train_on_source)
     for start, stop in answers:
         in_loss[start:stop] = True
-    labels = np.where(in_loss, ids, np.int32(IGNORED))
-    return _labeled(ids, labels, "next_token")
+    return _shifted(TokenIds(ids, np.where(in_loss, ids, np.int32(IGNORED))))
 
 
 def prompt_and_answer(

@@ -2,10 +2,16 @@
 
 import numpy as np
 
-# Arrays int32 [n]: `tokens`, `labels`, and for classifiers of text `token_types`. A packed sequence
-# also has `segments` and `positions`. The `tokens` of an image are patches, float32 [n, P].
+# Arrays int32 [n]: `tokens`, `labels`, and others that an objective reads, such as `token_types`. A
+# packed sequence also has `segments` and `positions`. The `tokens` of an image are patches, float32
+# [n, P].
 Example = dict[str, np.ndarray]
 FIELDS = "tokens", "labels"
+
+
+def padding(name: str) -> int:
+    """Returns the value of padding in an array of this name."""
+    return -100 if name.endswith("labels") else 0
 
 
 def is_masked(example: Example) -> bool:
@@ -17,7 +23,7 @@ def sequence(examples: list[Example], seq_len: int) -> Example:
     """Lays out examples one after the other in one padded sequence, as `packing.pack` describes."""
     numbers = dict.fromkeys(("segments", "positions"), np.zeros(0, np.int32))
     found = {
-        name: np.full((seq_len, *x.shape[1:]), -100 * (name == "labels"), x.dtype)
+        name: np.full((seq_len, *x.shape[1:]), padding(name), x.dtype)
         for name, x in (examples[0] | numbers).items()
     }
     end = 0

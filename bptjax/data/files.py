@@ -2,7 +2,6 @@
 
 import functools
 import io
-import itertools
 import json
 import threading
 from array import array
@@ -48,26 +47,51 @@ class TokenIds:
 
 
 @dataclass(frozen=True)
-class Labeled:
-    """A text, or a pair of texts, and its class."""
+class Compound:
+    """A record of several parts, which only one objective reads; see `RecordFormat`.
 
-    text: str
-    label: int
+    Attributes:
+      where: file and record, for errors.
+    """
+
     where: str
-    pair: str | None = None
+
+    @property
+    def chats(self) -> Sequence[Chat]:
+        """The chats among the parts, by which the tokenizer's template is inspected."""
+        return ()
+
+    def parts(self) -> Iterator[tuple[str, str]]:
+        """Yields the name and the text of each part, for previews."""
+        raise NotImplementedError
 
 
-Document = str | np.ndarray | TokenIds | Chat | Labeled
-# The record format of `Labeled`.
-LABELED = "label"
+Document = str | np.ndarray | TokenIds | Chat | Compound
+
+
+@dataclass(frozen=True)
+class RecordFormat:
+    """A record format that only one objective reads.
+
+    Attributes:
+      name: value of data.format.
+      read: returns the document of a row, from its fields, data.text_key and its place in the data;
+        raises ValueError if the row is not of the format.
+      fields: a record has the field data.text_key or one of these.
+      optional: other fields that `read` reads.
+    """
+
+    name: str
+    read: Callable[[dict[str, Any], str, str], Compound]
+    fields: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return self.name
+
+
+# The field of a second text, which only classifiers read.
 PAIR = "text_pair"
-# Other names of the two fields of a pair: those of GLUE's tasks.
-PAIRS = (
-    ("sentence1", "sentence2"),
-    ("premise", "hypothesis"),
-    ("question1", "question2"),
-    ("question", "sentence"),
-)
 
 TABLES = (".parquet", ".arrow")
 RECORDS = (".jsonl", ".json", *TABLES)
@@ -88,16 +112,18 @@ def extension(path: Path) -> str:
     return Path(path.stem).suffix if path.suffix in CODECS else path.suffix
 
 
-def document(row: object, where: str, *, text_key: str, format: str = "text") -> Document:
+def document(
+    row: object, where: str, *, text_key: str, format: str | RecordFormat = "text"
+) -> Document:
     """Returns a row's chat if it has such a `format` (`auto`: the fields of one), else its text, or
-    else its token ids as int32, with labels if it has them.
+    else its token ids as int32, with labels if it has them. A `RecordFormat` reads it by itself.
 
     Raises:
       ValueError: the row holds none of these; the error names the fields of the row.
     """
     fields = row if isinstance(row, dict) else {}
-    if format == LABELED:
-        return _labeled(fields, text_key, where)
+    if isinstance(format, RecordFormat):
+        return format.read(fields, text_key, where)
     if chat := find_format(fields, format):
         return read_chat(fields, chat, where)
     if isinstance(fields.get(text_key), str):
@@ -160,24 +186,6 @@ def _token_ids(ids: np.ndarray, labels: Any, where: str) -> np.ndarray | TokenId
     if bad.size:
         raise ValueError(f"{where}: labels={bad[0]}: must be token ids, or -100 for no loss")
     return TokenIds(ids, found.astype(np.int32))
-
-
-def _labeled(fields: dict[str, Any], text_key: str, where: str) -> Labeled:
-    check_text_alone(fields, where)
-    first, second = text_key, PAIR
-    if text_key not in fields:
-        found = (names for names in PAIRS if fields.keys() >= set(names))
-        first, second = next(found, (first, second))
-    text, pair, label = fields.get(first), fields.get(second), fields.get("label")
-    if not isinstance(text, str) or not isinstance(label, int) or isinstance(label, bool):
-        raise ValueError(
-            f"{where}: must have text in {first!r} and the number of a class in 'label'; see "
-            "data.text_key"
-        )
-    if not isinstance(pair, str | None) or (pair is None and first != text_key):
-        raise ValueError(f"{where}: {second!r} must be text, the second of a pair")
-    # As in transformers, an empty second text is none.
-    return Labeled(text, label, where, pair or None)
 
 
 def parse(data: bytes, where: str, *, json_lines: bool, first: bool) -> tuple[str, object]:
@@ -358,19 +366,22 @@ class RowGroup(Sequence[Document]):
         return self.read(row, str(self.location(index)))
 
 
-def record_columns(names: list[str], path: Path, text_key: str, format: str) -> tuple[str, ...]:
+def record_columns(
+    names: list[str], path: Path, text_key: str, format: str | RecordFormat
+) -> tuple[str, ...]:
     """Returns the names of a table's columns that a record is read from.
 
     Raises:
       ValueError: the table has no such column, or two with the same name.
     """
-    chat = find_format(names, format)
+    own = format if isinstance(format, RecordFormat) else None
+    chat = find_format(names, str(format))
     # Read all columns of a chat, because its template may use any field.
     text = (text_key, PAIR, *MEDIA) if text_key in names else ("input_ids", "labels")
     needed = chat.fields if chat else text[:1]
-    if format == LABELED:
-        text = text_key, "label", PAIR, *itertools.chain(*PAIRS), *MEDIA
-        needed = text_key, *(first for first, _ in PAIRS)
+    if own is not None:
+        needed = text_key, *own.fields
+        text = *needed, *own.optional, *MEDIA
     columns = tuple(name for name in (names if chat else text) if name in names)
     if repeated := [name for name in columns if names.count(name) > 1]:
         raise ValueError(f"{path}: {repeated[0]!r}: must be the name of one column; rename others")
@@ -379,7 +390,7 @@ def record_columns(names: list[str], path: Path, text_key: str, format: str) -> 
     return columns
 
 
-def row_groups(paths: Sequence[Path], text_key: str, format: str) -> list[RowGroup]:
+def row_groups(paths: Sequence[Path], text_key: str, format: str | RecordFormat) -> list[RowGroup]:
     """Opens the row groups of parquet files, with one cache of about 1 GiB of decoded groups."""
     found: list[RowGroup] = []
     cache = _Cache(PARQUET_CACHE_BYTES)

@@ -3,7 +3,7 @@
 import functools
 import itertools
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import grain
@@ -13,26 +13,21 @@ from bptjax.command_line import plural
 from bptjax.data.batches import Batches, ShardIterDataset
 from bptjax.data.check import DataCheck
 from bptjax.data.config import DataConfig
-from bptjax.data.encode import encode
+from bptjax.data.encoding import Encoding, Masking, Processor
 from bptjax.data.epochs import Epoch, EpochsIterDataset, Limit, epochs_of, shard_seed
-from bptjax.data.examples import FIELDS, Example, blank, sequence
+from bptjax.data.examples import Example, blank, padding, sequence
 from bptjax.data.files import Document
 from bptjax.data.grouping import grouped_batch, stacked
-from bptjax.data.images import ImageProcessor
-from bptjax.data.landmarks import Landmarks, ignored
-from bptjax.data.masking import TokenMasking
+from bptjax.data.landmarks import ignored
 from bptjax.data.mixture import MixIterDataset
 from bptjax.data.packing import pack
 from bptjax.data.records import RecordReader, Records
 from bptjax.data.sample import Sample, sample
 from bptjax.data.sources import HeldOutSources, Mixture, Training
 from bptjax.data.stream import AnyRecords, Stream, StreamRecords
-from bptjax.data.tokenizer import Tokenizer
 
 # Threads of a shard, or of an evaluation.
 MOST_THREADS = 16
-# Converts documents to examples.
-Processor = Tokenizer | ImageProcessor
 
 
 def train_loader(
@@ -42,9 +37,7 @@ def train_loader(
     *,
     seq_len: int,
     batch_size: int,
-    objective: str = "next_token",
-    classes: int = 0,
-    landmarks: Landmarks | None = None,
+    encoding: Encoding = Encoding(),  # noqa: B008 (frozen)
     local: Collection[int] | None = None,
 ) -> Batches:
     """Returns endless batches: dicts of int32 [batch_size, T], packed by `packing.pack` or
@@ -55,8 +48,7 @@ def train_loader(
     sequence holds records of two epochs, and padding completes the last sequences of an epoch.
 
     Args:
-      objective, classes: `ModelConfig.objective` and `ModelConfig.classes`.
-      landmarks: landmarks of the documents, in a model with landmark attention.
+      encoding: how documents become examples of the model's objective.
       local: indices of the sequences of a batch that this process needs; all if left out. Shards
         with none of these sequences are not read.
 
@@ -70,8 +62,8 @@ def train_loader(
             f"data.num_shards={n}: must divide the {batch_size} sequences of a step; use a divisor"
         )
     mixed = documents if isinstance(documents, Mixture) else Mixture([documents], [""], [1.0])
-    reader = _reader(processor, config, seq_len, objective, classes, landmarks)
-    masking = token_masking(processor, config, objective)
+    reader = encoding.reader(processor, config, seq_len)
+    masking = encoding.masks(processor, config)
     size, grouped = batch_size // n, config.group_by_length
     indices = range(batch_size) if local is None else local
     # Epochs of each source, and an example, of each shard that is read.
@@ -91,7 +83,7 @@ def train_loader(
         for number, epoch in enumerate(sources):
             divided = (limit.epoch, limit.stop[number]) if limit else None
             part = EpochsIterDataset(epoch, divided)
-            part = part if landmarks is None else part.map(ignored)
+            part = part if encoding.landmarks is None else part.map(ignored)
             parts.append(_masked(part, masking, shard_seed(config, i, number)))
         several = isinstance(documents, Mixture)
         sequences = MixIterDataset(parts, mixed.weights) if several else parts[0]
@@ -111,20 +103,7 @@ def train_loader(
     return Batches(shards, n)
 
 
-def token_masking(processor: Processor, config: DataConfig, objective: str) -> TokenMasking | None:
-    """Returns the masking of an objective; None if it masks no tokens.
-
-    Raises:
-      ValueError: the tokenizer has no mask token.
-    """
-    if objective != "masked_tokens" or isinstance(processor, ImageProcessor):
-        return None
-    return TokenMasking(processor, config.mlm_probability)
-
-
-def _masked(
-    sequences: grain.IterDataset, masking: TokenMasking | None, seed: int
-) -> grain.IterDataset:
+def _masked(sequences: grain.IterDataset, masking: Masking | None, seed: int) -> grain.IterDataset:
     """Returns sequences with masked tokens. The random numbers of a sequence depend on
     the seed and on the number of the sequence in the data stream."""
     return sequences if masking is None else sequences.random_map(masking, seed=seed)
@@ -168,17 +147,16 @@ def data_check(
     config: DataConfig,
     *,
     seq_len: int,
-    objective: str = "next_token",
-    classes: int = 0,
-    landmarks: Landmarks | None = None,
+    encoding: Encoding = Encoding(),  # noqa: B008 (frozen)
 ) -> DataCheck:
     """Returns a check of all records, which has read none yet. It counts training records by
     source."""
     if not isinstance(documents, Mixture):
         documents = Mixture([documents], ["training data"], [1.0])
-    reader = _reader(processor, config, seq_len, objective, classes, landmarks)
+    reader = encoding.reader(processor, config, seq_len)
     records = [_records(own, reader) for own in documents.files]
-    masked = config.mlm_probability if objective == "masked_tokens" else None
+    masking = encoding.masks(processor, config)
+    masked = None if masking is None else masking.probability
     held = _records(held_out, reader)
     return DataCheck(documents.names, records, held, config, masked, documents.weights)
 
@@ -207,9 +185,7 @@ def eval_loader(
     *,
     seq_len: int,
     batch_size: int,
-    objective: str = "next_token",
-    classes: int = 0,
-    landmarks: Landmarks | None = None,
+    encoding: Encoding = Encoding(),  # noqa: B008 (frozen)
     max_batches: int | None = None,
 ) -> Evaluation:
     """Returns the batches of an evaluation. A batch holds documents of one source, and sequences of
@@ -217,11 +193,11 @@ def eval_loader(
 
     With `max_batches`, they hold a sample; see `sample.sample`.
     """
-    reader = _reader(processor, config, seq_len, objective, classes, landmarks)
+    reader = encoding.reader(processor, config, seq_len)
     names, files = [""], [documents]
     if isinstance(documents, HeldOutSources):
         names, files = documents.names, documents.files
-    masking = token_masking(processor, config, objective)
+    masking = encoding.masks(processor, config)
     found, drawn = [Records(own, reader) for own in files], None
     if max_batches is not None:
         drawn = sample(
@@ -240,7 +216,7 @@ def eval_loader(
             seq_len=seq_len,
             threads=_threads(reader),
         )
-        packed = packed if landmarks is None else packed.map(ignored)
+        packed = packed if encoding.landmarks is None else packed.map(ignored)
         packed = _masked(packed, masking, config.seed)
         fill = functools.partial(_fill, batch_size=batch_size)
         batches[name] = packed.batch(batch_size, batch_fn=fill)
@@ -253,40 +229,6 @@ def _records(documents: Sequence[Document] | Stream, reader: RecordReader) -> An
     return Records(documents, reader)
 
 
-def _reader(
-    processor: Processor,
-    config: DataConfig,
-    seq_len: int,
-    objective: str,
-    classes: int,
-    landmarks: Landmarks | None,
-) -> RecordReader:
-    """Returns the reader that converts documents to examples."""
-    if isinstance(processor, ImageProcessor):
-        return RecordReader(processor, seq_len, bad_records=config.bad_records, images=True)
-    examples = functools.partial(
-        encode,
-        tokenizer=processor,
-        source_max_len=config.source_max_len,
-        target_max_len=config.target_max_len,
-        train_on_source=config.train_on_source,
-        objective=objective,
-        classes=classes,
-    )
-    fields = (*FIELDS, "token_types") if objective == "class" else FIELDS
-    how = seq_len, config.too_long, config.bad_records, fields
-    if landmarks is None:
-        return RecordReader(examples, *how)
-    examples = functools.partial(_in_blocks, examples, landmarks)
-    return RecordReader(examples, *how, unit=landmarks.block_size)
-
-
-def _in_blocks(
-    examples: Callable[[Document], list[Example]], landmarks: Landmarks, document: Document
-) -> list[Example]:
-    return [landmarks.insert(example) for example in examples(document)]
-
-
 def _threads(reader: RecordReader) -> int:
     """Returns the number of threads that read records ahead: images take milliseconds to decode,
     without Python's lock; text is tokenized faster."""
@@ -295,6 +237,6 @@ def _threads(reader: RecordReader) -> int:
 
 def _fill(batch: Sequence[Example], batch_size: int) -> Example:
     """Stacks sequences to a batch, and completes it with sequences of padding."""
-    blank = {key: np.full_like(value, -100 * (key == "labels")) for key, value in batch[0].items()}
+    blank = {key: np.full_like(value, padding(key)) for key, value in batch[0].items()}
     full = [*batch, *itertools.repeat(blank, batch_size - len(batch))]
     return {key: np.stack([one[key] for one in full]) for key in blank}

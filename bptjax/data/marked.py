@@ -1,6 +1,6 @@
 """The text of a training example, split where tokens start or stop to count in the loss."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 import numpy as np
@@ -10,28 +10,37 @@ from bptjax.data.examples import Example
 from bptjax.data.tokenizer import Tokenizer
 
 
+def next_tokens(example: Example) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the text of an example whose labels are the next tokens, with the last label, which
+    is not an input; and whether each token of it is in the loss."""
+    ids, labels = example["tokens"], example["labels"]
+    predicted = labels != IGNORED
+    # The label of a document's last token is not the landmark that completes its block.
+    ids = np.append(ids[:1], np.where(predicted, labels, np.append(ids[1:], labels[-1:])))
+    predicted = np.r_[False, predicted]
+    return (ids, predicted) if predicted[-1] else (ids[:-1], predicted[:-1])
+
+
+def own_tokens(example: Example) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the tokens of an example, and whether each has a label in the loss."""
+    return example["tokens"], example["labels"] != IGNORED
+
+
 def marked(
-    example: Example, tokenizer: Tokenizer, shown: int, objective: str = "next_token"
+    example: Example,
+    tokenizer: Tokenizer,
+    shown: int,
+    text: Callable[[Example], tuple[np.ndarray, np.ndarray]] = next_tokens,
 ) -> Iterator[tuple[str, bool] | tuple[str, None]]:
     """Yields texts of an example, each with whether its tokens are in the loss; None stands for a
     note about tokens that are left out.
 
-    The texts include the last label of a model that predicts next tokens, because it is not an
-    input.
-
     Args:
       example: `tokens` and `labels`, int32 [T].
       shown: largest number of tokens to show; the middle of a longer example is left out.
-      objective: `ModelConfig.objective`.
+      text: returns the tokens of the example, and whether each is in the loss.
     """
-    ids, labels = example["tokens"], example["labels"]
-    predicted = labels != IGNORED
-    if objective == "next_token":
-        # The label of a document's last token is not the landmark that completes its block.
-        ids = np.append(ids[:1], np.where(predicted, labels, np.append(ids[1:], labels[-1:])))
-        predicted = np.r_[False, predicted]
-        if not predicted[-1]:
-            ids, predicted = ids[:-1], predicted[:-1]
+    ids, predicted = text(example)
     half = max(1, shown // 2)
     parts = [slice(None)] if len(ids) <= shown else [slice(half), slice(-half, None)]
     for n, part in enumerate(parts):

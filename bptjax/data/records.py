@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import grain
 import numpy as np
 
-from bptjax.data.examples import FIELDS, Example, is_masked
-from bptjax.data.files import Document, Labeled, Location, location
+from bptjax.data.examples import Example, is_masked
+from bptjax.data.files import Document, Location, location
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,13 @@ class RecordReader:
     """Converts documents to examples that fit into sequences.
 
     Attributes:
-      encode: returns the examples of a document; raises ValueError if the document is bad. For
-        texts with a class, it takes the keyword `limit`, as `encode.encode` does.
+      encode: returns the examples of a document; raises ValueError if the document is bad.
       seq_len: largest length of examples with a loss mask. Packing splits other examples.
       too_long: `drop`, `truncate_left` (keep the last `seq_len` tokens), `truncate_right` (keep the
         first) or `error`.
       bad_records: `error` or `skip`.
-      fields: names of the arrays of an example.
+      truncates: `encode` takes the keyword `limit`, a number of tokens, and truncates the document
+        to it.
       images: the documents are images, each of which has a sequence of its own.
       unit: examples and their pieces are multiples of this number of tokens.
     """
@@ -60,7 +60,7 @@ class RecordReader:
     seq_len: int
     too_long: str = "drop"
     bad_records: str = "error"
-    fields: Sequence[str] = FIELDS
+    truncates: bool = False
     images: bool = False
     unit: int = 1
 
@@ -97,7 +97,7 @@ class RecordReader:
                 kept_part = slice(-self.seq_len, None)
                 if self.too_long == "truncate_right":
                     kept_part = slice(self.seq_len)
-                if isinstance(document, Labeled):
+                if self.truncates:
                     (example,) = self.encode(document, limit=self.seq_len)
                 else:
                     example = {name: value[kept_part] for name, value in example.items()}

@@ -7,7 +7,7 @@ from itertools import chain
 from pathlib import Path
 
 from bptjax.data.config import DataConfig, SourceConfig
-from bptjax.data.files import Document
+from bptjax.data.files import Document, RecordFormat
 from bptjax.data.records import reads
 from bptjax.data.stream import SIZES, Stream, StreamSizes
 from bptjax.data.text import Documents, open_documents, split_documents
@@ -55,7 +55,7 @@ def count(documents: Training) -> str:
 
 
 def open_split(
-    config: DataConfig, sizes: StreamSizes = SIZES
+    config: DataConfig, record: RecordFormat | None = None, sizes: StreamSizes = SIZES
 ) -> tuple[Training, Sequence[Document]]:
     """Opens the training and the held-out documents. The former are a `Mixture` if `data.sources`
     is set.
@@ -63,7 +63,7 @@ def open_split(
     Without `data.eval_path`, `data.eval_fraction` of each source is held out, and the held-out
     documents are `HeldOutSources` if there are several sources. For a stream, up to about
     `sizes.held_out` records near the beginning of its files are held out. There are none if the
-    fraction is 0.
+    fraction is 0. Records are read by `record` if it is given, whatever data.format is.
 
     Raises:
       ValueError: no path, or documents that cannot be opened.
@@ -72,9 +72,9 @@ def open_split(
         raise ValueError("data.path: must be set; give a file, directory, glob or python-stdlib")
     sources = {f"sources[{i}].path": source for i, source in enumerate(config.sources)}
     sources = sources or {"path": SourceConfig(config.path or "")}
-    opened = [_open(config, key, source, sizes) for key, source in sources.items()]
+    opened = [_open(config, key, source, record, sizes) for key, source in sources.items()]
     if config.eval_path is not None:
-        held = _open(config, "eval_path", SourceConfig(config.eval_path), sizes)
+        held = _open(config, "eval_path", SourceConfig(config.eval_path), record, sizes)
         if isinstance(held, Stream):
             raise ValueError(
                 "data.eval_path: compressed files must fit into memory; give a part of them"
@@ -100,14 +100,18 @@ def short_names(names: Sequence[str]) -> list[str]:
 
 
 def _open(
-    config: DataConfig, key: str, source: SourceConfig, sizes: StreamSizes
+    config: DataConfig,
+    key: str,
+    source: SourceConfig,
+    record: RecordFormat | None,
+    sizes: StreamSizes,
 ) -> Documents | Stream:
     try:
         return open_documents(
             source.path,
             sample_by=source.sample_by or config.sample_by,
             text_key=source.text_key or config.text_key,
-            format=source.format or config.format,
+            format=record or source.format or config.format,
             check_first=config.bad_records == "error",
             sizes=sizes,
         )

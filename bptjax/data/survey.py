@@ -9,7 +9,7 @@ from typing import Any
 
 from bptjax.data.chat import Chat
 from bptjax.data.encode import tokenize
-from bptjax.data.files import Document
+from bptjax.data.files import Compound, Document
 from bptjax.data.records import Readable, reads
 from bptjax.data.templates import (
     conversations,
@@ -123,9 +123,10 @@ def _chats(documents: Sequence[Document] | Readable, limit: int) -> Iterator[Cha
             document = read()
         except ValueError:
             continue
-        if isinstance(document, Chat):
-            chats += 1
-            yield document
+        own = document.chats if isinstance(document, Compound) else [document]
+        found = [one for one in own if isinstance(one, Chat)]
+        chats += len(found)
+        yield from found
 
 
 def _endings(chat: Chat, tokenizer: Tokenizer) -> Iterator[int | None]:

@@ -16,13 +16,13 @@ from bptjax.data.datasets import HUB, arrow_batches, download, saved_files
 from bptjax.data.files import (
     CODECS,
     EXTENSIONS,
-    LABELED,
     RECORDS,
     TABLES,
+    Compound,
     Document,
     JsonList,
-    Labeled,
     Location,
+    RecordFormat,
     TextFile,
     document,
     extension,
@@ -90,7 +90,7 @@ def open_documents(
     *,
     sample_by: str = "document",
     text_key: str = "text",
-    format: str = "text",
+    format: str | RecordFormat = "text",
     check_first: bool = True,
     sizes: StreamSizes = SIZES,
 ) -> Documents | Stream:
@@ -103,7 +103,7 @@ def open_documents(
     each also with `.gz` or `.zst`; `.parquet`, `.arrow`. `sample_by` divides plain text: one
     document per `line`, `paragraph` (separated by blank lines) or `document` (the complete file). A
     record holds text in `text_key`, or else token ids in `input_ids`, or is a chat in a `format` of
-    `chat.FORMATS`; `auto` detects the format from its fields.
+    `chat.FORMATS`; `auto` detects the format from its fields. A `RecordFormat` reads other records.
 
     Memory holds two offsets per record, up to `sizes.memory` of decompressed files of records, and
     about 1 GiB of decoded parquet row groups. If compressed files of records take more than
@@ -119,7 +119,7 @@ def open_documents(
     # A file that matches several paths is read once.
     paths = list(dict.fromkeys(p for one in given for p in _paths(one)))
     plain = [p for p in paths if extension(p) not in RECORDS]
-    if plain and format in (*FORMATS, LABELED):
+    if plain and (format in FORMATS or isinstance(format, RecordFormat)):
         raise ValueError(f"{plain[0]}: with data.format={format}, must be {', '.join(RECORDS)}")
     read = functools.partial(document, text_key=text_key, format=format)
     files, budget = [], sizes.memory
@@ -165,7 +165,7 @@ def split_documents(
         return documents.split(eval_fraction)
     if len(documents) == 1:
         only = documents[0]
-        if isinstance(only, Chat | Labeled):
+        if isinstance(only, Chat | Compound):
             raise ValueError(
                 f"{only.where}: must not be the only record with data.eval_fraction > 0; set "
                 "data.eval_path or data.eval_fraction=0"

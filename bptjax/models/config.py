@@ -228,16 +228,6 @@ class ModelConfig:
         return self.hidden_size // self.num_heads if self.head_dim is None else self.head_dim
 
     @property
-    def objective(self) -> str | None:
-        """The training objective: next_token, masked_tokens, or class, that of a document or an
-        image; None without a head to train."""
-        if self.causal:
-            return "next_token"
-        if self.classes:
-            return "class"
-        return "masked_tokens" if self.masked_head else None
-
-    @property
     def patches(self) -> int:
         """Number of patches of an image."""
         (height, width), (h, w) = self.image_size or (0, 0), self.patch_size or (1, 1)

@@ -10,13 +10,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Int
 
+from bptjax.data.examples import padding
 from bptjax.ops.attention.contract import SequenceSplit
 from bptjax.parallel.mesh import num_shards, partition_spec
 from bptjax.parallel.ring import zigzag
 from bptjax.parallel.sequence import STRATEGIES, choose_strategy
-
-# Values of padding; all other fields are padded with 0.
-FILL = {"labels": -100}
 
 
 @dataclass(frozen=True)
@@ -96,7 +94,7 @@ class Layout:
         for name, x in batch.items():
             widths = np.zeros((x.ndim, 2), int)
             widths[1, 1] = -x.shape[1] % self.multiple
-            x = np.pad(x, widths, constant_values=FILL.get(name, 0))
+            x = np.pad(x, widths, constant_values=padding(name))
             order = self.order(x.shape[1])
             x = x if order is None else x[:, order]
             x = x.reshape(-1, micro_batches, *x.shape[1:]).swapaxes(0, 1)

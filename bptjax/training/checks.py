@@ -1,10 +1,9 @@
 """Checks of a model and of a run's config before weights are loaded."""
 
-from typing import Any, get_args
+from typing import Any
 
 from bptjax.config import Config, TrainConfig
-from bptjax.data.config import DataConfig, Format
-from bptjax.data.files import LABELED
+from bptjax.data.config import DataConfig
 from bptjax.devices import GIB
 from bptjax.hf.config_export import exported
 from bptjax.json_files import read_json
@@ -14,6 +13,8 @@ from bptjax.models.config import ModelConfig
 from bptjax.models.config_checks import sizes_of
 from bptjax.models.feed_forwards import FEED_FORWARDS
 from bptjax.models.layers import rotary
+from bptjax.objectives import OBJECTIVES, check, choose
+from bptjax.objectives.objective import Objective
 from bptjax.ops.target import capability
 from bptjax.parallel.mesh import host_memory, num_shards
 from bptjax.pretrained import Pretrained
@@ -34,6 +35,8 @@ IMAGE_KEYS = {
         "seed",
     )
 }
+# Keys that do not work for encoders, with the only value.
+ENCODER_KEYS = {"train.sample_tokens": 0, "train.num_eval_generations": 0, "adapter.type": "none"}
 # Keys of `train` by which a run generates text.
 GENERATION = "sample_tokens", "num_eval_generations"
 
@@ -162,52 +165,30 @@ def check_float8(spec: TrainSpec) -> None:
             )
 
 
-def check_objective(model: ModelConfig, config: Config) -> str:
-    """Returns the model's objective.
+def check_objective(model: ModelConfig, config: Config) -> Objective:
+    """Returns the objective of a run.
 
     Raises:
-      ValueError: the model has no head to train, or the config sets a key that only decoders, or
-        only masked language models, have.
+      ValueError: the model has no head for it, or the config sets a key that only other models or
+        objectives have.
     """
-    objective = model.objective
-    if objective is None:
-        name = config.model.name_or_path
+    name, keys = config.model.name_or_path, flatten(config)
+    if name and not any(row.fits(model) for row in OBJECTIVES.values()):
         raise ValueError(
             f"model.name_or_path={name}: must have a head that bptjax trains: a decoder, or an "
             "encoder of text for masked language modeling (…ForMaskedLM) or classification "
             "(…ForSequenceClassification), or one of images for classification "
             "(ViTForImageClassification); model.classes gives a BERT, RoBERTa, ModernBERT or ViT "
             "new classes"
-            if name
-            else "model.causal=false: must go with model.masked_head=true or model.classes"
         )
-    probability = config.data.mlm_probability
-    if objective != "masked_tokens" and probability != DataConfig().mlm_probability:
-        raise ValueError(
-            f"data.mlm_probability={probability}: must go with an encoder that has "
-            "model.masked_head; leave it out"
-        )
+    objective = choose(config.objective, model)
     if not model.causal:
-        for key, value, unset in (
-            ("train.sample_tokens", config.train.sample_tokens, 0),
-            ("train.num_eval_generations", config.train.num_eval_generations, 0),
-            ("adapter.type", config.adapter.type, "none"),
-        ):
-            if value != unset:
-                raise ValueError(f"{key}={value}: must be {unset} for an encoder; leave it out")
+        for key, unset in ENCODER_KEYS.items():
+            if keys[key] != unset:
+                raise ValueError(f"{key}={keys[key]}: must be {unset} for an encoder; leave it out")
     if model.image_size is not None:
         _check_images(model, config)
-    own = ("auto", LABELED) if objective == "class" else set(get_args(Format)) - {LABELED}
-    if config.data.format not in own:
-        raise ValueError(
-            f"data.format={config.data.format}: must be label for a classifier, and for no other "
-            "model; leave it out"
-        )
-    if objective == "class" and config.data.too_long == "truncate_left":
-        raise ValueError(
-            "data.too_long=truncate_left: must keep the first token, which a classifier reads; set "
-            "truncate_right"
-        )
+    check(objective, model, keys, flatten(Config()))
     return objective
 
 

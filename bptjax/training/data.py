@@ -2,23 +2,31 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
 import jax
 
 from bptjax.config import Config
-from bptjax.data.files import LABELED, Document
+from bptjax.data.encoding import Encoding, Processor
+from bptjax.data.files import Document
 from bptjax.data.images import ImageProcessor, open_images
-from bptjax.data.loader import Processor
 from bptjax.data.records import readable
 from bptjax.data.sources import Mixture, Training, open_split
 from bptjax.data.survey import survey
-from bptjax.data.tokenizer import Tokenizer, add_tokens, make_tokenizer, vocabulary_warning
+from bptjax.data.tokenizer import (
+    Tokenizer,
+    add_tokens,
+    make_tokenizer,
+    token_id,
+    vocabulary_warning,
+)
 from bptjax.heartbeat import beat
 from bptjax.hf.checkpoint import SIDECARS
 from bptjax.hf.families.encoders import class_names
 from bptjax.json_files import read_json
+from bptjax.models.attention_pattern import find_tokens
 from bptjax.pretrained import Pretrained, open_pretrained
 from bptjax.training.checks import check_objective
 
@@ -36,7 +44,7 @@ class RunData:
         model.
       processor: the tokenizer with added tokens and with the template and stop tokens of the chats;
         of images, their processor.
-      objective, classes: objective and number of classes of the model.
+      encoding: how documents become examples of the model's objective.
       added: tokens of model.add_tokens that the tokenizer did not have.
       notes: lines about the tokenizer and the chats, or the classes, for the log.
     """
@@ -45,9 +53,8 @@ class RunData:
     held_out: Sequence[Document]
     pretrained: Pretrained | None
     processor: Processor
-    objective: str
+    encoding: Encoding
     added: Sequence[str]
-    classes: int
     notes: list[str]
 
     @property
@@ -74,8 +81,7 @@ def open_data(config: Config, now: str | None = None) -> RunData:
             return _open_images(config, pretrained)
     objective = check_objective(pretrained.config if pretrained else config.model, config)
     say("reading data")
-    data = replace(config.data, format=LABELED) if objective == "class" else config.data
-    train, held_out = open_split(data)
+    train, held_out = open_split(config.data, objective.record)
     sidecars = pretrained.sidecars if pretrained else None
     name = config.data.tokenizer or str(sidecars or "byte")
     own = pretrained is not None and name == str(sidecars)
@@ -88,11 +94,13 @@ def open_data(config: Config, now: str | None = None) -> RunData:
     tokenizer.now = now
     model = pretrained.config if pretrained else config.model
     added = add_tokens(tokenizer, model.add_tokens)
+    pattern = find_tokens(model.attention_pattern, partial(token_id, tokenizer))
+    encoding = objective.encoding(replace(model, attention_pattern=pattern))
     chats = survey(train.files if isinstance(train, Mixture) else [train], tokenizer)
     tokenizer = chats.adapt(tokenizer)
     warning = vocabulary_warning(tokenizer, sidecars) if sidecars and not own else None
     notes = [*([warning] if warning else []), *chats.notes(tokenizer)]
-    return RunData(train, held_out, pretrained, tokenizer, objective, added, model.classes, notes)
+    return RunData(train, held_out, pretrained, tokenizer, encoding, added, notes)
 
 
 def _open_images(config: Config, pretrained: Pretrained) -> RunData:
@@ -127,7 +135,8 @@ def _open_images(config: Config, pretrained: Pretrained) -> RunData:
     counts = [f"{name} ({n:,})" for name, n in zip(found.names, found.counts, strict=True)]
     shown = ", ".join(counts[:SHOWN_CLASSES]) + ", …" * (len(counts) > SHOWN_CLASSES)
     notes = [f"classes: {shown}"]
-    return RunData(train, held_out, pretrained, processor, objective, (), len(names), notes)
+    encoding = objective.encoding(model)
+    return RunData(train, held_out, pretrained, processor, encoding, (), notes)
 
 
 def _class_names(pretrained: Pretrained, found: list[str], config: Config) -> list[str]:

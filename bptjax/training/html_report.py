@@ -18,7 +18,6 @@ import numpy as np
 from bptjax.config import Config, defaults
 from bptjax.data.encode import IGNORED
 from bptjax.data.images import ImageProcessor
-from bptjax.data.loader import token_masking
 from bptjax.data.marked import marked
 from bptjax.devices import GIB
 from bptjax.json_files import read_json
@@ -98,7 +97,8 @@ def describe(run: TrainingRun) -> dict[str, Any]:
     device = mesh.local_devices[0]
     usual = flatten(Config()) | dict.fromkeys(defaults(Config(), device.platform))
     usual |= defaults(config, device.platform)
-    masking = token_masking(run.processor, config.data, run.objective)
+    encoding = run.spec.encoding
+    masking = encoding.masks(run.processor, config.data)
     text = not isinstance(run.processor, ImageProcessor)
     accounts = run.check.accounts if text else []
     firsts = [(account.name, account.first) for account in accounts if account.first]
@@ -116,7 +116,7 @@ def describe(run: TrainingRun) -> dict[str, Any]:
                 "in_loss": int((first["labels"] != IGNORED).sum()),
                 "spans": [
                     [printable(text), flag]
-                    for text, flag in marked(first, run.tokenizer, SHOWN_TOKENS, run.objective)
+                    for text, flag in marked(first, run.tokenizer, SHOWN_TOKENS, encoding.text)
                 ],
             }
             for name, first in firsts

@@ -74,7 +74,7 @@ def _held_out_loss(run: TrainingRun, records: list[dict[str, Any]]) -> list[str]
     # The first records of a resumed run may be lost.
     then = "before training" if records[0]["step"] == 0 else f"at step {records[0]['step']:,}"
     complete = not run.eval_is_partial and run.check.held_out.complete
-    complete &= run.objective == "next_token"
+    complete &= run.spec.objective.likelihood
     texts = list(readable(run.held_out, config.data.bad_records)) if complete else []
     only_bytes = isinstance(run.processor, ByteTokenizer) and all(isinstance(x, str) for x in texts)
     if only_bytes and (size := sum(len(run.tokenizer.encode(text)) for text in texts)):
@@ -89,8 +89,7 @@ def _held_out_loss(run: TrainingRun, records: list[dict[str, Any]]) -> list[str]
         ]
     else:
         limit = f" (sample of {plural(run.eval_total, 'batch', 'es')})" * run.eval_is_partial
-        unit = "document" if run.objective == "class" else "token"
-        unit = unit if run.spec.model.image_size is None else "image"
+        unit = run.spec.objective.unit if run.spec.model.image_size is None else "image"
         lines = [f"held-out nats per {unit}{limit}: {before:.4f} {then}, {after:.4f} after"]
     for name in (name for name in records[-1] if name.startswith("eval/loss/")):
         own = _values(records, name)

@@ -21,9 +21,10 @@ from bptjax.data.changes import count_and_size
 from bptjax.data.chat import Chat
 from bptjax.data.check import DataCheck
 from bptjax.data.encode import prompt_and_answer
+from bptjax.data.encoding import Processor
 from bptjax.data.epochs import Limit
 from bptjax.data.images import ImageProcessor
-from bptjax.data.loader import Evaluation, Processor, data_check, eval_loader, train_loader
+from bptjax.data.loader import Evaluation, data_check, eval_loader, train_loader
 from bptjax.data.records import readable
 from bptjax.data.sample import SEARCHED, random_order
 from bptjax.data.templates import CLOCK, reads
@@ -103,11 +104,6 @@ class TrainingRun:
         return self.processor
 
     @property
-    def objective(self) -> str:
-        """Objective of the model, which `open_data` has checked."""
-        return str(self.spec.model.objective)
-
-    @property
     def directory(self) -> Path:
         return Path(os.path.expanduser(self.config.run_dir))
 
@@ -121,9 +117,7 @@ class TrainingRun:
             self.config.data,
             seq_len=self.config.train.seq_len,
             batch_size=self.spec.micro_batch_size,
-            objective=self.objective,
-            classes=self.spec.model.classes,
-            landmarks=self.spec.model.landmarks,
+            encoding=self.spec.encoding,
             max_batches=self.config.train.eval_batches,
         )
 
@@ -275,9 +269,7 @@ def _open_run(config: Config, devices: list[jax.Device], date: str) -> TrainingR
         config.data,
         seq_len=seq_len,
         batch_size=size,
-        objective=data.objective,
-        classes=model.classes,
-        landmarks=model.landmarks,
+        encoding=spec.encoding,
         local=spec.layout.addressable_indices(size),
     )
     return TrainingRun(
@@ -292,9 +284,7 @@ def _open_run(config: Config, devices: list[jax.Device], date: str) -> TrainingR
             data.processor,
             config.data,
             seq_len=seq_len,
-            objective=data.objective,
-            classes=model.classes,
-            landmarks=model.landmarks,
+            encoding=spec.encoding,
         ),
         eval_prompts=_eval_prompts(config, model, data),
         notes=[*describe_devices(spec, data), *describe_model(spec, data), *data.notes],

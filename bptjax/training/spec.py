@@ -8,7 +8,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from bptjax.config import Config
+from bptjax.data.encoding import Encoding
 from bptjax.models.config import ModelConfig
+from bptjax.objectives import choose
+from bptjax.objectives.objective import Objective
 from bptjax.parallel.layout import Layout
 from bptjax.parallel.mesh import data_shards, num_shards
 from bptjax.pretrained import Pretrained
@@ -44,6 +47,20 @@ class TrainSpec:
     def execution(self) -> TrainingExecution:
         """How a step is computed; keys that are not set have their defaults."""
         return self.config.execution.complete()
+
+    @cached_property
+    def objective(self) -> Objective:
+        """What the model is trained to do.
+
+        Raises:
+          ValueError: the model has no head for it.
+        """
+        return choose(self.config.objective, self.model)
+
+    @cached_property
+    def encoding(self) -> Encoding:
+        """How documents become examples."""
+        return self.objective.encoding(self.model)
 
     @property
     def micro_batch_size(self) -> int:

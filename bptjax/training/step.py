@@ -16,10 +16,9 @@ from bptjax.lora import join
 from bptjax.models.feed_forward import Auxiliary
 from bptjax.models.feed_forwards import FEED_FORWARDS
 from bptjax.models.transformer import Transformer
-from bptjax.ops.loss import cross_entropy_and_z_loss
+from bptjax.objectives.cross_entropy import ForwardPass
 from bptjax.ops.target import compiler_options, is_absent, platform
 from bptjax.optimizer import apply_gradients
-from bptjax.parallel.sequence import FOLDED_BATCH, fold_sequence_shards
 from bptjax.schedule import learning_rate
 from bptjax.training.flops import attended_pairs
 from bptjax.training.hlo import check_float8_products
@@ -43,7 +42,7 @@ class AuxiliarySums(NamedTuple):
     Attributes:
       sums: sums of the feed-forward networks over tokens without padding.
       tokens: number of these tokens.
-      labeled: number of labeled tokens.
+      labeled: `Objective.count` of the batch.
     """
 
     sums: Auxiliary
@@ -52,20 +51,17 @@ class AuxiliarySums(NamedTuple):
 
 
 class LossSums(NamedTuple):
-    """Sums over labeled tokens, in nats.
+    """Sums over a batch, in nats.
 
     Attributes:
-      loss: cross-entropy and z-loss.
-      z_loss: the part of `loss` that z-loss adds.
-      correct: number of labeled tokens whose class is the most likely one; 0 unless the model is a
-        classifier.
+      loss, z_loss, metrics: those of `Losses`.
       auxiliary: loss of the feed-forward networks, which is not in `loss`.
       counts: sums that this loss and metrics of the networks need.
     """
 
     loss: Array
     z_loss: Array
-    correct: Array
+    metrics: dict[str, Array]
     auxiliary: Array
     counts: AuxiliarySums
 
@@ -73,16 +69,17 @@ class LossSums(NamedTuple):
 def _run_model(
     spec: TrainSpec, model: Transformer, batch: Batch, key: Array | None
 ) -> tuple[Array, Auxiliary]:
-    """Returns the hidden states of a micro-batch `[B, T]`, and the sums of the feed-forward
-    networks."""
+    """Returns the hidden states of the inputs of a micro-batch `[B, T]`, and the sums of the
+    feed-forward networks."""
+    inputs = spec.objective.inputs(batch)
     # With a single type, tokens of both texts of a pair have it.
     several = spec.model.token_types > 1
     return model(
-        batch["tokens"],
-        positions=batch["positions"],
-        segments=batch["segments"],
-        token_types=batch.get("token_types") if several else None,
-        order=spec.layout.order(batch["tokens"].shape[1]),
+        inputs["tokens"],
+        positions=inputs["positions"],
+        segments=inputs["segments"],
+        token_types=inputs.get("token_types") if several else None,
+        order=spec.layout.order(inputs["tokens"].shape[1]),
         dropout_key=key,
         dtype=spec.compute_dtype,
         execution=spec.execution,
@@ -90,8 +87,9 @@ def _run_model(
     )
 
 
-def _counts(aux: Auxiliary, batch: Batch) -> AuxiliarySums:
-    tokens, labeled = (batch["segments"] != 0).sum(), (batch["labels"] != -100).sum()
+def _counts(spec: TrainSpec, aux: Auxiliary, batch: Batch) -> AuxiliarySums:
+    objective = spec.objective
+    tokens, labeled = (objective.inputs(batch)["segments"] != 0).sum(), objective.count(batch)
     aux = jax.lax.stop_gradient(aux)
     return AuxiliarySums(aux, tokens.astype(jnp.float32), labeled.astype(jnp.float32))
 
@@ -104,43 +102,32 @@ def loss_sums(
     z_loss: float,
     totals: AuxiliarySums | None = None,
 ) -> LossSums:
-    """Sums the losses over the labeled tokens of a micro-batch `[B, T]`.
+    """Sums the losses over a micro-batch `[B, T]`.
 
     Args:
       key: dropout key; None turns dropout off.
       totals: sums of the global batch; None if this micro-batch is all of it.
     """
     hidden, aux = _run_model(spec, model, batch, key)
-    hidden = model.pool(hidden, batch["segments"])
-    hidden, labels = fold_sequence_shards((hidden, batch["labels"]))
+
+    def again(other):
+        return _run_model(spec, other, batch, None)[0]
+
+    chunk = spec.execution.ce_chunk
+    losses = spec.objective.loss(ForwardPass(model, batch, hidden, again, z_loss, chunk))
     with jax.named_scope("loss"):
-        hidden = model.for_head(hidden)
-        losses = cross_entropy_and_z_loss(
-            hidden,
-            model.head_matrix,
-            labels,
-            bias=model.logits_bias,
-            z_loss=z_loss,
-            softcap=model.config.logits_softcap,
-            chunk=spec.execution.ce_chunk,
-            axes=FOLDED_BATCH,
-        )
-        correct = jnp.zeros(())
-        if spec.model.objective == "class":
-            chosen = model.product(jax.lax.stop_gradient(hidden)).argmax(-1)
-            correct = (chosen == labels).sum().astype(jnp.float32)
-        auxiliary, counts = jnp.zeros(()), _counts(aux, batch)
+        auxiliary, counts = jnp.zeros(()), _counts(spec, aux, batch)
         feed_forward = FEED_FORWARDS[spec.model.feed_forward]
         if feed_forward.has_auxiliary_loss(spec.model):
             total = counts if totals is None else totals
             tokens = jnp.maximum(total.tokens, 1.0)
             share = feed_forward.auxiliary_loss(spec.model, aux, total.sums, tokens)
             auxiliary = total.labeled * share
-    return LossSums(*losses, correct, auxiliary, counts)
+    return LossSums(*losses, auxiliary, counts)
 
 
 def gradients(spec: TrainSpec, state: TrainState, batch: Batch) -> tuple[LossSums, Any, Array]:
-    """Computes (Σ losses, gradients of Σ losses, count of labeled tokens) over micro-batches
+    """Computes (Σ losses, gradients of Σ losses, `Objective.count`) over micro-batches
     `[A, B, T]`: sums, to be divided once.
 
     The gradients are with respect to the trained parameters; over several micro-batches they are
@@ -181,7 +168,7 @@ def gradients(spec: TrainSpec, state: TrainState, batch: Batch) -> tuple[LossSum
     def counts(micro_batch, number):
         micro_key = jax.random.fold_in(key, number)
         _, aux = _run_model(spec, in_float8(state.model), micro_batch, micro_key)
-        return _counts(aux, micro_batch)
+        return _counts(spec, aux, micro_batch)
 
     A = batch["labels"].shape[0]
     if A == 1:
@@ -194,9 +181,10 @@ def gradients(spec: TrainSpec, state: TrainState, batch: Batch) -> tuple[LossSum
             totals = summed(counts, start)
         zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), trained)
         nothing = jnp.zeros(())
-        start = LossSums(nothing, nothing, nothing, nothing, start), constrained(zeros)
+        metrics = dict.fromkeys(spec.objective.metrics, nothing)
+        start = LossSums(nothing, nothing, metrics, nothing, start), constrained(zeros)
         losses, found = summed(partial(losses_and_gradients, totals=totals), start)
-    return losses, found, (batch["labels"] != -100).sum()
+    return losses, found, spec.objective.count(batch)
 
 
 def _step_key(state: TrainState) -> Array:
@@ -209,8 +197,8 @@ def train_step(
 ) -> tuple[TrainState, dict[str, Array]]:
     """Takes one optimizer step over micro-batches `[A, B, T]`.
 
-    Metrics are means per labeled token; `train/loss` is the cross-entropy alone. `tokens` counts
-    the tokens that are not padding; for `attended` see `attended_pairs`.
+    Metrics are means per labeled token, or what else the objective counts; `train/loss` has no
+    z-loss. `tokens` counts the tokens that are not padding; for `attended` see `attended_pairs`.
     """
     config = spec.config
     losses, found, count = gradients(spec, state, batch)
@@ -233,8 +221,9 @@ def train_step(
         )
     if loss_scale is not None:
         loss_scale = loss_scale.update(jnp.isfinite(norm))
-    real = batch["segments"] != 0
-    fields = (batch[name] for name in ("positions", "segments", "tokens"))
+    inputs = spec.objective.inputs(batch)
+    real = inputs["segments"] != 0
+    fields = (inputs[name] for name in ("positions", "segments", "tokens"))
     metrics = {
         "tokens": real.sum(),
         "attended": attended_pairs(spec.model, *fields, order=spec.layout.order(real.shape[-1])),
@@ -244,8 +233,7 @@ def train_step(
     }
     if not spec.model.causal:
         metrics["train/loss_tokens"] = count
-    if spec.model.objective == "class":
-        metrics["train/accuracy"] = losses.correct / count
+    metrics |= {f"train/{name}": x / count for name, x in losses.metrics.items()}
     if config.train.z_loss:
         metrics["train/z_loss"] = losses.z_loss / count
     feed_forward, totals = FEED_FORWARDS[spec.model.feed_forward], losses.counts
@@ -331,18 +319,11 @@ def abstract_batch(spec: TrainSpec) -> Batch:
     T = train.seq_len + -train.seq_len % layout.multiple
     shape = train.gradient_accumulation_steps, spec.micro_batch_size, T
     x = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=layout.sharding)
-    names = "tokens", "labels", "segments", "positions", *_more_fields(spec)
-    found = dict.fromkeys(names, x)
+    found = dict.fromkeys((*spec.encoding.fields, "segments", "positions"), x)
     if width := _patch_width(spec):
         shape = *shape, width
         found["tokens"] = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=layout.sharding)
     return found
-
-
-def _more_fields(spec: TrainSpec) -> tuple[str, ...]:
-    """Returns the names of arrays that only batches of some objectives have."""
-    text = spec.model.image_size is None
-    return ("token_types",) if spec.model.objective == "class" and text else ()
 
 
 def _patch_width(spec: TrainSpec) -> int:
@@ -362,7 +343,7 @@ def random_batch(spec: TrainSpec) -> Batch:
         shape = B, train.seq_len, width
         batch |= dict(tokens=rng.standard_normal(shape, np.float32))
     batch |= dict(segments=np.ones_like(positions))
-    batch |= {name: np.zeros_like(positions) for name in _more_fields(spec)}
+    batch = {name: np.zeros_like(positions) for name in spec.encoding.fields} | batch
     return spec.layout.put(batch, train.gradient_accumulation_steps)
 
 
@@ -370,8 +351,8 @@ def evaluator(
     spec: TrainSpec,
 ) -> Callable[..., dict[str, float]]:
     """Returns a function from a model and the batches `[B, T]` of each source to metrics: the mean
-    loss per token over all sources, in nats, and of a classifier the accuracy; with several
-    sources, also the mean loss of each source that has labels.
+    loss over all sources, in nats, and those of the objective; with several sources, also the mean
+    loss of each source that has labels.
 
     Its third argument is called after each finished batch but the last. At most two batches are in
     flight, so that batches do not fill the device's memory.
@@ -381,7 +362,7 @@ def evaluator(
     def one(model, batch):
         batch = jax.tree.map(lambda x: x[0], batch)
         losses = loss_sums(spec, model, batch, None, 0.0)
-        return losses.loss, losses.correct, (batch["labels"] != -100).sum()
+        return losses.loss, losses.metrics, spec.objective.count(batch)
 
     def evaluate(model, sources, progress=lambda: None):
         sums, names = [], []
@@ -393,14 +374,14 @@ def evaluator(
                     if len(sums) > 1:
                         jax.block_until_ready(sums[-2])
                         progress()
-        each = [jax.device_get(x) for x in zip(*sums, strict=True)]
-        loss, correct, count = (float(np.sum(x, dtype=np.float64)) for x in each)
-        found = {"eval/loss": loss / max(count, 1.0)}
-        if spec.model.objective == "class":
-            found["eval/accuracy"] = correct / max(count, 1.0)
+        losses, others, counts = zip(*jax.device_get(sums), strict=True)
+        each = {"eval/loss": losses}
+        each |= {f"eval/{name}": [x[name] for x in others] for name in spec.objective.metrics}
+        count = max(np.sum(counts, dtype=np.float64), 1.0)
+        found = {name: float(np.sum(x, dtype=np.float64) / count) for name, x in each.items()}
         for source in sources if len(sources) > 1 else ():
             own = np.array(names) == source
-            loss, _, count = (np.sum(np.array(x)[own], dtype=np.float64) for x in each)
+            loss, count = (np.sum(np.array(x)[own], dtype=np.float64) for x in (losses, counts))
             if count:
                 found[f"eval/loss/{source}"] = float(loss / count)
         return found

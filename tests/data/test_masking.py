@@ -1,6 +1,7 @@
 """Masked tokens: their distribution, and the same ones after a stop and for any batch size."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,13 +9,15 @@ import pytest
 from bptjax.data.config import DataConfig
 from bptjax.data.encode import encode
 from bptjax.data.loader import eval_loader, train_loader
-from bptjax.data.masking import TokenMasking
 from bptjax.data.tokenizer import ByteTokenizer, make_tokenizer
+from bptjax.models.config import ModelConfig
+from bptjax.objectives.masked_tokens import MaskedTokens, TokenMasking
 
 TOKENIZER = SimpleNamespace(vocab_size=1000, eos_id=None, mask_id=3, special_ids=[0, 1, 2, 3])
 LENGTHS = (5, 1, 18, 9, 2, 0, 8, 31, 3, 10, 17)
 DOCUMENTS = [np.arange(n, dtype=np.int32) + 50 * i for i, n in enumerate(LENGTHS, 1)]
-HOW = dict(seq_len=8, objective="masked_tokens")
+MODEL = ModelConfig(causal=False, masked_head=True)
+HOW: dict[str, Any] = dict(seq_len=8, encoding=MaskedTokens().encoding(MODEL))
 # Fields, and the values above which they count.
 COUNTED = ("labels", -100), ("segments", 0)
 
@@ -109,7 +112,7 @@ def wordpiece(tmp_path_factory):
 
 def test_text_has_the_special_tokens_of_its_tokenizer(wordpiece, tmp_path):
     tokenizer = make_tokenizer(str(wordpiece))
-    (example,) = encode("the foxes run", tokenizer, objective="masked_tokens")
+    (example,) = MaskedTokens().encode("the foxes run", tokenizer, DataConfig())
     assert example["tokens"].tolist() == [2, 5, 6, 7, 8, 3]
     assert example["labels"].tolist() == example["tokens"].tolist()
     got = TokenMasking(tokenizer, 1.0)(example, np.random.default_rng(0))
@@ -125,7 +128,7 @@ def test_text_has_the_special_tokens_of_its_tokenizer(wordpiece, tmp_path):
 def test_bytes_are_masked_by_a_byte_that_text_never_has():
     tokenizer = ByteTokenizer()
     assert 255 not in tokenizer.encode("".join(map(chr, range(0x11000))))
-    (example,) = encode("ab", tokenizer, objective="masked_tokens")
+    (example,) = MaskedTokens().encode("ab", tokenizer, DataConfig())
     assert example["tokens"].tolist() == [256, 97, 98, 256]
     assert TokenMasking(tokenizer, 1.0)(example, np.random.default_rng(0))["labels"].tolist() == [
         -100, 97, 98, -100,

@@ -11,12 +11,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from bptjax.data.config import DataConfig
-from bptjax.data.encode import encode
-from bptjax.data.files import LABELED, Labeled
 from bptjax.data.loader import eval_loader
 from bptjax.data.packing import PACKINGS
 from bptjax.data.sources import open_split
 from bptjax.data.tokenizer import ByteTokenizer, load_tokenizer
+from bptjax.objectives.classes import LABELED, Classes, Labeled, encode_labeled
 from hf.loading import load
 
 WORDS = [f"w{i}" for i in range(56)]
@@ -77,9 +76,9 @@ def test_tokens_are_those_of_transformers(family):
     theirs: Any = AutoTokenizer.from_pretrained(folder)
     for record in records():
         texts = record["text"], record.get("text_pair") or None
-        document = Labeled(texts[0], 0, "here", texts[1])
+        document = Labeled("here", texts[0], 0, texts[1])
         for limit in (None, *range(5, 20)):
-            (got,) = encode(document, ours, objective="class", classes=2, limit=limit)
+            (got,) = encode_labeled(document, ours, DataConfig(), classes=2, limit=limit)
             short = dict(truncation=True, max_length=limit) if limit else {}
             wanted = theirs(*texts, **short)
             assert got["tokens"].tolist() == wanted["input_ids"]
@@ -88,7 +87,7 @@ def test_tokens_are_those_of_transformers(family):
             assert {value.dtype for value in got.values()} == {np.dtype(np.int32)}
             assert got["labels"].tolist() == [0] + [-100] * (len(types) - 1)
     with pytest.raises(ValueError, match="seq_len=2: must be at least [34], the number of special"):
-        encode(Labeled("w1", 0, "here", "w2"), ours, objective="class", classes=2, limit=2)
+        encode_labeled(Labeled("here", "w1", 0, "w2"), ours, DataConfig(), classes=2, limit=2)
 
 
 def test_logits_of_packed_pairs_are_those_of_transformers(family, theirs, tmp_path):
@@ -100,11 +99,10 @@ def test_logits_of_packed_pairs_are_those_of_transformers(family, theirs, tmp_pa
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records()))
     config = DataConfig(
         path=str(tmp_path / "data.jsonl"),
-        format=LABELED,
         eval_fraction=0,
         too_long="truncate_right",
     )
-    documents, _ = open_split(config)
+    documents, _ = open_split(config, LABELED)
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     T, wanted = 16, {}
     for record in records():
@@ -112,7 +110,8 @@ def test_logits_of_packed_pairs_are_those_of_transformers(family, theirs, tmp_pa
         inputs = tokenizer(*texts, truncation=True, max_length=T, return_tensors="pt")
         with torch.no_grad():
             wanted[tuple(inputs["input_ids"][0].tolist())] = model(**inputs).logits[0].numpy()
-    encoder, how = load(directory), dict(seq_len=T, batch_size=8, objective="class", classes=2)
+    encoder, how = load(directory), dict(seq_len=T, batch_size=8)
+    how |= dict(encoding=Classes().encoding(encoder.config))
 
     @jax.jit
     def run(batch, types):
@@ -144,26 +143,26 @@ def test_names_of_the_fields(names, file, tmp_path):
         (tmp_path / file).write_text("".join(json.dumps(row) + "\n" for row in rows))
     else:
         pq.write_table(pa.Table.from_pylist(rows), tmp_path / file)
-    config = DataConfig(path=str(tmp_path / file), format=LABELED)
-    document = open_split(config)[0][0]
+    config = DataConfig(path=str(tmp_path / file))
+    document = open_split(config, LABELED)[0][0]
     assert (document.text, document.pair, document.label) == ("one", "two", 1)
-    (got,) = encode(document, ByteTokenizer(), objective="class", classes=2, limit=8)
+    (got,) = encode_labeled(document, ByteTokenizer(), DataConfig(), classes=2, limit=8)
     assert got["tokens"].tolist() == [256, *b"on", 256, *b"two", 256]
     assert got["token_types"].tolist() == [0] * 4 + [1] * 4
-    alone = DataConfig(path=str(tmp_path / file), format=LABELED, text_key=names[0])
-    assert open_split(alone)[0][0].pair == ("two" if names[0] == "text" else None)
+    alone = DataConfig(path=str(tmp_path / file), text_key=names[0])
+    assert open_split(alone, LABELED)[0][0].pair == ("two" if names[0] == "text" else None)
 
 
 @pytest.mark.parametrize(
-    ("row", "format", "message"),
+    ("row", "record", "message"),
     [
         (dict(text="a", text_pair=3, label=0), LABELED, "'text_pair' must be text, the second"),
         (dict(premise="a", label=0), LABELED, "must have text in 'text' and the number of a class"),
         (dict(premise="a", hypothesis=None, label=0), LABELED, "'hypothesis' must be text"),
-        (dict(text="a", text_pair="b"), "auto", "'text_pair' must be left out; only classifiers"),
+        (dict(text="a", text_pair="b"), None, "'text_pair' must be left out; only classifiers"),
     ],
 )
-def test_bad_pairs(row, format, message, tmp_path):
+def test_bad_pairs(row, record, message, tmp_path):
     (tmp_path / "data.jsonl").write_text(json.dumps(row) + "\n")
     with pytest.raises(ValueError, match=message):
-        open_split(DataConfig(path=str(tmp_path / "data.jsonl"), format=format))
+        open_split(DataConfig(path=str(tmp_path / "data.jsonl")), record)

@@ -14,6 +14,7 @@ from bptjax.hf.config import read_config
 from bptjax.models.feed_forwards import FEED_FORWARDS
 from bptjax.models.layer_loops import Execution
 from bptjax.models.params import param_path
+from bptjax.objectives.masked_tokens import MaskedTokens
 from bptjax.ops.loss import linear_cross_entropy
 from hf.cases import CASES, DIFFERENT, ENCODERS, FAMILIES
 from hf.loading import load
@@ -225,7 +226,7 @@ def test_encoders_learn_the_same(theirs, tokens, name, record_property):
     encoder = load(directory)
     inputs, key = encoder_inputs(encoder.config, tokens)
     labels = np.array([0, 1])
-    if encoder.config.objective == "masked_tokens":
+    if MaskedTokens().fits(encoder.config):
         labels = np.where(np.arange(tokens.shape[1]) % 5 == 2, tokens, -100)
     # The first token has the label of a document or an image.
     first, T = labels, encoder.config.patches + 1 if encoder.config.image_size else tokens.shape[1]

@@ -11,6 +11,7 @@ from ops.test_landmark import definition
 
 from bptjax.config import Config, TrainConfig
 from bptjax.data.config import DataConfig
+from bptjax.data.encoding import Encoding
 from bptjax.data.landmarks import Landmarks, ignored
 from bptjax.data.loader import eval_loader, train_loader
 from bptjax.data.tokenizer import ByteTokenizer
@@ -144,7 +145,7 @@ def test_a_sequence_on_two_devices(strategy, documents, model):
 def test_blocks_start_documents_and_pieces_in_every_packing(packing):
     marks, tokenizer = Landmarks(BLOCK, 300), ByteTokenizer()
     texts = ["".join(map(chr, range(65, 65 + n))) for n in (50, 3, 11, 24, 1)]
-    how = dict(seq_len=16, batch_size=2, landmarks=marks)
+    how = dict(seq_len=16, batch_size=2, encoding=Encoding(landmarks=marks))
     config = DataConfig(packing=packing, num_shards=1)
     batches = train_loader(texts, tokenizer, config, **how)
     shuffled = [next(batches) for _ in range(8)]

@@ -1,11 +1,10 @@
 """The kernel that docs/extending.md prints passes all that other kernels are tested with."""
 
 import itertools
-import re
-from pathlib import Path
 
 import jax
 import pytest
+from documented import example
 from parallel import test_sequence as on_meshes
 from tiers import fast
 
@@ -17,15 +16,11 @@ from ops.attention_cases import CASES, refuses
 from ops.comparing import close
 
 NAME = "halves"
-PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
 
 
 @pytest.fixture(scope="module", autouse=True)
 def kernel():
-    (code,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.M | re.S)
-    names = {}
-    exec(compile(code, PAGE.name, "exec"), names)
-    KERNELS[NAME] = names["Halves"]()
+    KERNELS[NAME] = example("An attention kernel")["Halves"]()
     yield
     del KERNELS[NAME]
 

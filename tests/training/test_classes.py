@@ -184,10 +184,13 @@ BAD = {
         ["--data.too_long=truncate_left"],
         "too_long=truncate_left: must keep",
     ),
-    "format": (["--data.format=messages"], "data.format=messages: must be label for a classifier"),
+    "format": (
+        ["--data.format=messages"],
+        "data.format=messages: must be label with objective.type=class",
+    ),
     "format of a source": (
         ["--data.path=null", "--data.sources=[{path: README.md, format: text}]"],
-        "data.format: must be label for a classifier, and for no other model",
+        "data.sources: format=text: must be label with objective.type=class",
     ),
     "class": (dict(text="a", label=3), "label=3: must be in [0, 3), the model's classes"),
     "no label": (dict(text="a"), "must have text in 'text' and the number of a class in 'label'"),

@@ -21,6 +21,7 @@ from bptjax.data.images import Image, ImageProcessor, open_images
 from bptjax.data.loader import data_check, eval_loader, train_loader
 from bptjax.hf.config import read_config
 from bptjax.models.config import ModelConfig
+from bptjax.objectives.classes import Classes
 from bptjax.ops.patches import cut_patches
 from bptjax.parallel.mesh import ParallelConfig, make_mesh
 from bptjax.plan import open_spec
@@ -179,7 +180,7 @@ def test_a_plan_does_not_read_the_images(folder):
     """The number of classes is not known then, and is left out."""
     config = Config(model=ModelConfig(name_or_path=str(folder / "base")))
     spec = open_spec(replace(config, data=DataConfig("absent")), jax.devices()[:1])
-    assert spec.model.objective == "class" and spec.config.train.seq_len == 17
+    assert spec.objective == Classes() and spec.config.train.seq_len == 17
 
 
 def test_a_model_of_gray_images(folder, tmp_path):
@@ -198,7 +199,7 @@ def test_batches(folder, tmp_path):
     config = DataConfig(str(tmp_path / "data"), packing="none", eval_fraction=0.2)
     config = replace(config, bad_records="skip", num_shards=2)
     _, images, held_out = open_images(config)
-    how = dict(seq_len=17, objective="class", classes=3)
+    how = dict(seq_len=17, encoding=Classes().encoding(ModelConfig(causal=False, classes=3)))
     check: DataCheck = data_check(images, held_out, processor(folder), config, **how)
     check.run()
     assert [each.file for each in check.bad] == [str(bad)]

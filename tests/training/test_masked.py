@@ -104,7 +104,10 @@ def test_records_and_keys_of_decoders(arguments, encoder, tmp_path, capsys):
     assert main(command) == 2
     assert "must have text or token ids, not a chat, to train an encoder" in capsys.readouterr().err
     assert main([*arguments, f"--run_dir={tmp_path / 'run'}", "--data.mlm_probability=0.3"]) == 2
-    assert "data.mlm_probability=0.3: must go with an encoder" in capsys.readouterr().err
+    assert (
+        "data.mlm_probability=0.3: must go with objective.type=masked_tokens"
+        in capsys.readouterr().err
+    )
 
 
 def test_the_config_in_the_repository(tmp_path, capsys):

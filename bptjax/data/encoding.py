@@ -1,0 +1,104 @@
+"""How documents become the examples of an objective: what the data have to know of a model."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+
+from bptjax.data.config import DataConfig
+from bptjax.data.encode import encode
+from bptjax.data.examples import FIELDS, Example
+from bptjax.data.files import Document
+from bptjax.data.images import ImageProcessor
+from bptjax.data.landmarks import Landmarks
+from bptjax.data.marked import next_tokens
+from bptjax.data.records import RecordReader
+from bptjax.data.tokenizer import Tokenizer
+
+# Converts documents to examples.
+Processor = Tokenizer | ImageProcessor
+
+
+class Masking(Protocol):
+    """Changes the tokens and labels of a sequence at random."""
+
+    @property
+    def probability(self) -> float:
+        """Share of the tokens, but for special ones, that keep their labels."""
+        ...
+
+    def __call__(self, sequence: Example, rng: np.random.Generator) -> Example: ...
+
+
+def _encode(document: Document, tokenizer: Tokenizer, config: DataConfig) -> list[Example]:
+    return encode(
+        document,
+        tokenizer,
+        source_max_len=config.source_max_len,
+        target_max_len=config.target_max_len,
+        train_on_source=config.train_on_source,
+    )
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """How documents become examples; by default those of a model that predicts next tokens.
+
+    A packer never splits an example that has a label of -100, and may split any other.
+
+    Attributes:
+      encode: returns the examples of a document, given the tokenizer and the config of the data;
+        raises ValueError if the document is bad.
+      truncates: `encode` takes the keyword `limit`, a number of tokens, and truncates the document
+        to it. Examples are cut at an end otherwise; see data.too_long.
+      fields: names of the arrays of an example of text.
+      text: returns the text of an example as tokens, and whether each is in the loss.
+      masking: makes the masking of sequences; None for none.
+      landmarks: landmarks of the documents, in a model with landmark attention.
+    """
+
+    encode: Callable[..., list[Example]] = _encode
+    truncates: bool = False
+    fields: tuple[str, ...] = FIELDS
+    text: Callable[[Example], tuple[np.ndarray, np.ndarray]] = next_tokens
+    masking: Callable[[Tokenizer, DataConfig], Masking] | None = None
+    landmarks: Landmarks | None = None
+
+    def __post_init__(self):
+        if self.landmarks is not None and self.fields != FIELDS:
+            raise ValueError(
+                "model.attention_pattern.type=landmark: must go with an objective whose examples "
+                f"have no other fields than {' and '.join(FIELDS)}"
+            )
+
+    def examples(
+        self, document: Document, *, tokenizer: Tokenizer, config: DataConfig, **limit: int
+    ) -> list[Example]:
+        """Returns the examples of a document, with landmarks."""
+        found = self.encode(document, tokenizer, config, **limit)
+        return found if self.landmarks is None else [self.landmarks.insert(one) for one in found]
+
+    def masks(self, processor: Processor, config: DataConfig) -> Masking | None:
+        """Returns the masking of sequences; None if no tokens are masked.
+
+        Raises:
+          ValueError: the tokenizer has no mask token.
+        """
+        if self.masking is None or isinstance(processor, ImageProcessor):
+            return None
+        return self.masking(processor, config)
+
+    def reader(self, processor: Processor, config: DataConfig, seq_len: int) -> RecordReader:
+        """Returns the reader that converts documents to examples of up to `seq_len` tokens."""
+        if isinstance(processor, ImageProcessor):
+            return RecordReader(processor, seq_len, bad_records=config.bad_records, images=True)
+        return RecordReader(
+            partial(self.examples, tokenizer=processor, config=config),
+            seq_len,
+            config.too_long,
+            config.bad_records,
+            truncates=self.truncates,
+            unit=1 if self.landmarks is None else self.landmarks.block_size,
+        )

@@ -1,0 +1,82 @@
+"""What models are trained to do: one objective a file, and the table of them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from bptjax.models.config import ModelConfig
+from bptjax.objectives.classes import Classes
+from bptjax.objectives.masked_tokens import MaskedTokens
+from bptjax.objectives.next_token import NextToken
+from bptjax.objectives.objective import Objective
+
+AUTO = "auto"
+# AUTO takes the first that fits the model.
+OBJECTIVES: dict[str, Objective] = {
+    row.name: row for row in (NextToken(), MaskedTokens(), Classes())
+}
+
+
+@dataclass(frozen=True)
+class ObjectiveConfig:
+    """What the model is trained to do.
+
+    Attributes:
+      type: next_token trains decoders to predict the next token; masked_tokens encoders with
+        masked_head to predict tokens that are masked; class encoders with classes to predict the
+        class of a text or an image. auto takes the objective that the model has a head for.
+    """
+
+    type: str = AUTO
+
+    def __post_init__(self):
+        if self.type not in (names := (AUTO, *OBJECTIVES)):
+            raise ValueError(f"objective.type={self.type}: must be one of {', '.join(names)}")
+
+
+def choose(config: ObjectiveConfig, model: ModelConfig) -> Objective:
+    """Returns the objective of a run, with its own keys.
+
+    Raises:
+      ValueError: the model has no head for it.
+    """
+    name = config.type
+    if name == AUTO:
+        name = next((name for name, row in OBJECTIVES.items() if row.fits(model)), None)
+    if name is None:
+        raise ValueError("model.causal=false: must go with model.masked_head=true or model.classes")
+    # An objective with keys of its own is a field of the config.
+    chosen = getattr(config, name, OBJECTIVES[name])
+    if not chosen.fits(model):
+        raise ValueError(f"objective.type={name}: must go with {chosen.needs}")
+    return chosen
+
+
+def check(
+    objective: Objective,
+    model: ModelConfig,
+    keys: Mapping[str, Any],
+    defaults: Mapping[str, Any],
+) -> None:
+    """Checks the config of a run, `{"group.key": value}`, against its objective.
+
+    Raises:
+      ValueError: a key that only another objective reads is set, a record format that the objective
+        does not read, or a value that it does not work with.
+    """
+    formats = [("data.format", keys["data.format"])]
+    formats += [("data.sources: format", each["format"]) for each in keys["data.sources"]]
+    only = objective.record
+    for key, value in formats:
+        if only is not None and value not in (None, AUTO, only.name):
+            text = f"must be {only} with objective.type={objective.name}"
+            raise ValueError(f"{key}={value}: {text}; leave it out")
+    changed = [(key, value) for key, value in keys.items() if value != defaults[key]]
+    for row in OBJECTIVES.values():
+        prefixes = f"objective.{row.name}.", *row.keys
+        own = [(key, value) for key, value in changed if key.startswith(prefixes)]
+        own += [(key, value) for key, value in formats if row.record and value == row.record.name]
+        for key, value in own if row.name != objective.name else ():
+            text = f"must go with objective.type={row.name}"
+            raise ValueError(f"{key}={value}: {text}; leave it out")
+    objective.check(model, keys)

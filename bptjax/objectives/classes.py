@@ -1,0 +1,182 @@
+"""Predicts the class of a text, of a pair of texts or of an image."""
+
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bptjax.data.chat import check_text_alone
+from bptjax.data.config import DataConfig
+from bptjax.data.encode import IGNORED, end_of_text
+from bptjax.data.encoding import Encoding
+from bptjax.data.examples import FIELDS, Example
+from bptjax.data.files import PAIR, Compound, Document, RecordFormat
+from bptjax.data.marked import own_tokens
+from bptjax.data.tokenizer import Tokenizer
+from bptjax.models.config import ModelConfig
+from bptjax.objectives.cross_entropy import ForwardPass, Losses, cross_entropy, head_inputs
+from bptjax.objectives.objective import Objective
+
+# Other names of the two fields of a pair: those of GLUE's tasks.
+PAIRS = (
+    ("sentence1", "sentence2"),
+    ("premise", "hypothesis"),
+    ("question1", "question2"),
+    ("question", "sentence"),
+)
+
+
+@dataclass(frozen=True)
+class Labeled(Compound):
+    """A text, or a pair of texts, and its class."""
+
+    text: str
+    label: int
+    pair: str | None = None
+
+    def parts(self) -> Iterator[tuple[str, str]]:
+        yield f"label {self.label}", self.text
+        if self.pair is not None:
+            yield "second text", self.pair
+
+
+def read_labeled(fields: Mapping[str, Any], text_key: str, where: str) -> Labeled:
+    """Reads a record: a text and its class, or a pair of texts.
+
+    Raises:
+      ValueError: the record is none; the error names the field.
+    """
+    check_text_alone(fields, where)
+    first, second = text_key, PAIR
+    if text_key not in fields:
+        found = (names for names in PAIRS if fields.keys() >= set(names))
+        first, second = next(found, (first, second))
+    text, pair, label = fields.get(first), fields.get(second), fields.get("label")
+    if not isinstance(text, str) or not isinstance(label, int) or isinstance(label, bool):
+        raise ValueError(
+            f"{where}: must have text in {first!r} and the number of a class in 'label'; see "
+            "data.text_key"
+        )
+    if not isinstance(pair, str | None) or (pair is None and first != text_key):
+        raise ValueError(f"{where}: {second!r} must be text, the second of a pair")
+    # As in transformers, an empty second text is none.
+    return Labeled(where, text, label, pair or None)
+
+
+LABELED = RecordFormat(
+    "label",
+    read_labeled,
+    fields=tuple(first for first, _ in PAIRS),
+    optional=("label", PAIR, *(second for _, second in PAIRS)),
+)
+
+
+@dataclass(frozen=True)
+class Classes(Objective):
+    """The objective of classifiers, of texts or images."""
+
+    name = "class"
+    needs = "an encoder that has model.classes"
+    record = LABELED
+    unit = "document"
+    metrics = ("accuracy",)
+
+    def fits(self, model: ModelConfig) -> bool:
+        return bool(model.classes) and not model.causal
+
+    def check(self, model: ModelConfig, keys: Mapping[str, Any]) -> None:
+        if keys["data.too_long"] == "truncate_left":
+            raise ValueError(
+                "data.too_long=truncate_left: must keep the first token, which a classifier reads; "
+                "set truncate_right"
+            )
+
+    def encoding(self, model: ModelConfig) -> Encoding:
+        return replace(
+            super().encoding(model),
+            encode=functools.partial(encode_labeled, classes=model.classes),
+            truncates=True,
+            fields=(*FIELDS, "token_types") if model.image_size is None else FIELDS,
+            text=own_tokens,
+        )
+
+    def loss(self, forward: ForwardPass) -> Losses:
+        vectors, labels = head_inputs(forward)
+        loss, z_loss = cross_entropy(forward, vectors, labels)
+        with jax.named_scope("loss"):
+            chosen = forward.model.product(jax.lax.stop_gradient(vectors)).argmax(-1)
+            correct = (chosen == labels).sum().astype(jnp.float32)
+        return Losses(loss, z_loss, {"accuracy": correct})
+
+
+def encode_labeled(
+    document: Document,
+    tokenizer: Tokenizer,
+    config: DataConfig,
+    *,
+    classes: int,
+    limit: int | None = None,
+) -> list[Example]:
+    """Returns the example of a text, or of a pair of texts, with a class: the label of the first
+    token. `token_types` are those of the tokenizer.
+
+    A text starts with the tokenizer's `prefix` and ends with EOS, or with SEP if there is no EOS. A
+    pair has the special tokens that the tokenizer puts around a pair.
+
+    Args:
+      classes: number of classes.
+      limit: largest number of tokens. The longer text of a pair is truncated first, at its end, and
+        special tokens stay, as in transformers.
+
+    Raises:
+      ValueError: the document has no class of the model, or `limit` is below the number of special
+        tokens.
+    """
+    if not isinstance(document, Labeled):
+        raise ValueError("data.format: must be label for a classifier")
+    if not 0 <= document.label < classes:
+        raise ValueError(
+            f"{document.where}: label={document.label}: must be in [0, {classes}), the model's "
+            "classes"
+        )
+    if document.pair is not None:
+        ids, types, texts = tokenizer.encode_pair(document.text, document.pair)
+    else:
+        end = np.array(end_of_text(tokenizer, sep=True), np.int32)
+        parts = tokenizer.prefix, tokenizer.encode(document.text), end
+        ids, types = np.concatenate(parts), np.zeros(sum(map(len, parts)), np.int32)
+        texts = np.repeat([-1, 0, -1], [len(part) for part in parts])
+    labels = np.full(len(ids), IGNORED, np.int32)
+    example = {"tokens": ids, "labels": labels, "token_types": types}
+    if limit is not None and len(ids) > limit:
+        kept = _kept(texts, limit)
+        example = {name: value[kept] for name, value in example.items()}
+    example["labels"][:1] = document.label
+    return [example]
+
+
+def _kept(texts: np.ndarray, limit: int) -> np.ndarray:
+    """Returns the indices of the tokens that a truncated example keeps.
+
+    Args:
+      texts: 0 or 1, the text of each token; -1 for special tokens.
+
+    Raises:
+      ValueError: there are more special tokens than `limit`.
+    """
+    special = int((texts < 0).sum())
+    if special > limit:
+        raise ValueError(
+            f"train.seq_len={limit}: must be at least {special}, the number of special tokens of a "
+            "document"
+        )
+    found = [np.flatnonzero(texts == text) for text in (0, 1)]
+    shorter, longer = sorted(found, key=len)
+    room = limit - special
+    kept = min(len(shorter), room // 2)
+    parts = np.flatnonzero(texts < 0), shorter[:kept], longer[: room - kept]
+    return np.sort(np.concatenate(parts))

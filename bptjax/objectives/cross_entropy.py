@@ -1,0 +1,83 @@
+"""The sums of a loss, and the cross-entropy that most objectives sum up."""
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import jax
+from jax import Array
+from jaxtyping import Float, Int
+
+from bptjax.models.transformer import Transformer
+from bptjax.ops.loss import cross_entropy_and_z_loss
+from bptjax.parallel.sequence import FOLDED_BATCH, fold_sequence_shards
+
+
+class ForwardPass(NamedTuple):
+    """A forward pass of a micro-batch.
+
+    Attributes:
+      batch: the micro-batch `[B, T]`, with the fields of the objective's encoding, `segments` and
+        `positions`.
+      hidden: hidden states of `Objective.inputs(batch)`, `[B, T, E]`.
+      again: returns the hidden states of the same inputs in another model, without dropout.
+      z_loss: train.z_loss; 0 in evaluations.
+      chunk: number of tokens whose logits exist at once.
+    """
+
+    model: Transformer
+    batch: Mapping[str, Array]
+    hidden: Float[Array, "B T E"]
+    again: Callable[[Transformer], Array]
+    z_loss: float
+    chunk: int
+
+
+class Losses(NamedTuple):
+    """Sums over a micro-batch, float32, to be divided once by `Objective.count` of all of them.
+
+    Attributes:
+      loss: what is minimized, in nats, with z-loss.
+      z_loss: the part of `loss` that z-loss adds, without a gradient.
+      metrics: sums of other metrics, without a gradient, by the names in `Objective.metrics`.
+    """
+
+    loss: Float[Array, ""]
+    z_loss: Float[Array, ""]
+    metrics: dict[str, Float[Array, ""]]
+
+
+def head_inputs(forward: ForwardPass) -> tuple[Float[Array, "B T E"], Int[Array, "B T"]]:
+    """Returns the vectors that the head multiplies, and their labels. The tokens of each shard of a
+    sequence are sequences of their own; see `fold_sequence_shards`."""
+    model, batch = forward.model, forward.batch
+    hidden = model.pool(forward.hidden, batch["segments"])
+    hidden, labels = fold_sequence_shards((hidden, batch["labels"]))
+    with jax.named_scope("loss"):
+        return model.for_head(hidden), labels
+
+
+def cross_entropy(
+    forward: ForwardPass,
+    vectors: Float[Array, "B T E"],
+    labels: Int[Array, "B T"],
+    weights: Float[Array, "B T"] | None = None,
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """Returns the sum of the cross-entropy and of z-loss over the labels, and z-loss alone.
+
+    Args:
+      vectors, labels: results of `head_inputs`.
+      weights: factor on the loss of each token, folded as the labels are; 1 if left out.
+    """
+    model = forward.model
+    with jax.named_scope("loss"):
+        return cross_entropy_and_z_loss(
+            vectors,
+            model.head_matrix,
+            labels,
+            weights,
+            bias=model.logits_bias,
+            z_loss=forward.z_loss,
+            softcap=model.config.logits_softcap,
+            chunk=forward.chunk,
+            axes=FOLDED_BATCH,
+        )

@@ -1,0 +1,225 @@
+"""Every objective: its name stays in its room, and its sums do not depend on how a batch is laid
+out."""
+
+import ast
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import yaml
+from tiers import fast
+
+import bptjax
+from bptjax.config import Config, TrainConfig
+from bptjax.config_parser import parse
+from bptjax.data.config import DataConfig
+from bptjax.data.encoding import Encoding
+from bptjax.data.landmarks import Landmarks
+from bptjax.data.loader import eval_loader, train_loader
+from bptjax.data.tokenizer import ByteTokenizer
+from bptjax.execution import ExecutionConfig
+from bptjax.keys import flatten
+from bptjax.models.config import ModelConfig
+from bptjax.objectives import OBJECTIVES, ObjectiveConfig, check, choose
+from bptjax.objectives.classes import Labeled
+from bptjax.objectives.next_token import NextToken
+from bptjax.parallel.mesh import ParallelConfig, make_mesh
+from bptjax.train import main
+from bptjax.training.spec import TrainSpec
+from bptjax.training.step import abstract_batch, evaluator, random_batch
+from training.runs import rows
+from training.specs import assert_same, gradient_sums, initial_state
+
+T, TEXTS = 32, [chr(97 + n) * n for n in (3, 9, 14, 2, 30, 7, 11, 5, 6, 20)]
+SIZES: dict[str, Any] = dict(vocab_size=257, hidden_size=16, num_layers=1, num_heads=2)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model of an objective, and documents."""
+
+    model: ModelConfig
+    documents: Sequence[Any]
+
+
+CASES = {
+    "next_token": Case(ModelConfig(**SIZES), TEXTS),
+    "masked_tokens": Case(ModelConfig(**SIZES, causal=False, masked_head=True), TEXTS),
+    "class": Case(
+        ModelConfig(**SIZES, causal=False, classes=3),
+        [Labeled("here", text, n % 3) for n, text in enumerate(TEXTS)],
+    ),
+}
+
+
+def make_spec(model: ModelConfig, objective: str = "auto", parallel: ParallelConfig | None = None):
+    execution = ExecutionConfig(q_chunk=8, k_chunk=8, ffn_chunk=16, ce_chunk=32)
+    config = Config(
+        objective=ObjectiveConfig(objective),
+        train=TrainConfig(seq_len=T, max_steps=1, per_device_train_batch_size=2),
+        execution=execution,
+    ).on("cpu")
+    devices = jax.devices()[: 4 if parallel else 1]
+    return TrainSpec(config, model, make_mesh(parallel or ParallelConfig(), devices))
+
+
+def batches(spec: TrainSpec, documents: Sequence[Any], packing: str, batch_size: int):
+    """Returns all documents. Tokens are not masked at random, which would depend on the packing."""
+    how: dict[str, Any] = dict(seq_len=T, encoding=replace(spec.encoding, masking=None))
+    config = DataConfig(packing=packing)
+    return list(eval_loader(documents, ByteTokenizer(), config, **how, batch_size=batch_size))
+
+
+def assert_layouts_agree(case: Case, name: str, packings=("best_fit", "none")):
+    """Sums over one batch, over micro-batches with blank sequences, and on a mesh are the same; so
+    are those of packed and of separate documents, and those that an evaluation divides."""
+    spec = make_spec(case.model, name)
+    (separate,) = batches(spec, case.documents, "none", 16)
+    state, wanted = initial_state(spec), gradient_sums(spec, separate)
+    assert int(wanted[2]) == int(spec.objective.count(jax.tree.map(np.asarray, separate))) > 0
+    assert set(wanted[0].metrics) == set(spec.objective.metrics)
+    for packing in packings:
+        (batch,) = batches(spec, case.documents, packing, 16)
+        assert (batch["segments"].max() > 1) == (packing != "none")
+        assert_same(gradient_sums(spec, batch, 4), wanted)
+        on_mesh = make_spec(case.model, name, ParallelConfig(fsdp=2, sp=2))
+        assert_same(gradient_sums(on_mesh, batch, 2), wanted)
+        found = evaluator(spec)(state.model, {"": batches(spec, case.documents, packing, 2)})
+        sums = {"loss": wanted[0].loss, **wanted[0].metrics}
+        assert found.keys() == {f"eval/{name}" for name in sums}
+        for name_, x in sums.items():
+            np.testing.assert_allclose(found[f"eval/{name_}"], np.divide(x, wanted[2]), rtol=1e-5)
+
+
+def assert_shapes_agree(case: Case, name: str):
+    """The step is compiled for the arrays that the loader makes, before it has made any."""
+    spec = make_spec(case.model, name)
+    config = DataConfig(packing="none")
+    how: dict[str, Any] = dict(seq_len=T, batch_size=2, encoding=spec.encoding)
+    loader = train_loader(case.documents, ByteTokenizer(), config, **how)
+    found = spec.layout.put(next(loader))
+    loader.close()
+    for batch in (found, random_batch(spec)):
+        shapes = {name: (x.shape, x.dtype) for name, x in batch.items()}
+        assert shapes == {name: (x.shape, x.dtype) for name, x in abstract_batch(spec).items()}
+
+
+@pytest.mark.parametrize("name", fast(OBJECTIVES, ["class"]))
+def test_layouts_agree(name):
+    assert_layouts_agree(CASES[name], name)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_shapes_agree(name):
+    assert_shapes_agree(CASES[name], name)
+
+
+def test_names_stay_in_the_room():
+    root, found = Path(bptjax.__file__).parent, set()
+    for path in root.rglob("*.py"):
+        if path.parent.name != "objectives":
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Constant) and node.value in OBJECTIVES:
+                    found.add((str(path.relative_to(root)), node.value))
+    assert found == {("training/notes.py", "class")}  # A word of a line about images.
+
+
+def test_auto_takes_the_objective_of_the_model():
+    for name, case in CASES.items():
+        assert choose(ObjectiveConfig(), case.model) is OBJECTIVES[name]
+        assert choose(ObjectiveConfig(name), case.model) is OBJECTIVES[name]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            ["--objective.type=class"],
+            "objective.type=class: must go with an encoder that has model.",
+        ),
+        (
+            ["--objective.type=masked_tokens"],
+            "objective.type=masked_tokens: must go with an encoder",
+        ),
+        (
+            ["--objective.type=dance"],
+            "objective.type=dance: must be one of auto, next_token, masked",
+        ),
+        (["--model.causal=false"], "model.causal=false: must go with model.masked_head=true or"),
+        (
+            ["--data.format=label"],
+            "data.format=label: must go with objective.type=class",
+        ),
+        (
+            ["--data.path=null", "--data.sources=[{path: README.md, format: label}]"],
+            "data.sources: format=label: must go with objective.type=class",
+        ),
+    ],
+)
+def test_refusals(arguments, flags, message, tmp_path, capsys):
+    assert main([*arguments, f"--run_dir={tmp_path / 'run'}", *flags]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_of_before_is_resumed(arguments, uninterrupted, tmp_path):
+    """Its config.yaml has no objective."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(uninterrupted, run_dir)
+    saved = yaml.safe_load((run_dir / "config.yaml").read_text())
+    assert saved.pop("objective") == {"type": "auto"}
+    (run_dir / "config.yaml").write_text(yaml.safe_dump(saved))
+    assert main([*arguments, f"--run_dir={run_dir}", "--train.max_steps=21"]) == 0
+    assert {n: x for n, x in rows(run_dir).items() if n <= 20} == rows(uninterrupted)
+    assert 21 in rows(run_dir)
+
+
+@dataclass(frozen=True)
+class Scaled(NextToken):
+    """An objective with a key of its own.
+
+    Attributes:
+      factor: factor.
+    """
+
+    name = "scaled"
+    factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class WithScaled(ObjectiveConfig):
+    scaled: Scaled = field(default_factory=Scaled)
+
+
+@dataclass(frozen=True)
+class ScaledConfig(Config):
+    objective: WithScaled = field(default_factory=WithScaled)
+
+
+def test_an_objective_has_keys_of_its_own(monkeypatch):
+    flags = ["--objective.type=scaled", "--objective.scaled.factor=2"]
+    with pytest.raises(ValueError, match="objective.type=scaled: must be one of auto"):
+        parse(flags, kind=ScaledConfig)
+    monkeypatch.setitem(OBJECTIVES, "scaled", Scaled())
+    config, model = parse(flags, kind=ScaledConfig), CASES["next_token"].model
+    assert choose(config.objective, model) == Scaled(2.0)
+    assert choose(WithScaled(), model) == NextToken()
+    defaults = flatten(ScaledConfig())
+    check(Scaled(2.0), model, flatten(config), defaults)
+    with pytest.raises(
+        ValueError, match="objective.scaled.factor=2.0: must go with objective.type=scaled"
+    ):
+        check(NextToken(), model, flatten(config), defaults)
+    with pytest.raises(ValueError, match="unknown flag --objective.scaled.factors"):
+        parse(["--objective.scaled.factors=2"], kind=ScaledConfig)
+
+
+def test_landmarks_have_no_other_fields():
+    with pytest.raises(ValueError, match="landmark: must go with an objective whose examples have"):
+        Encoding(fields=("tokens", "labels", "weights"), landmarks=Landmarks(4, 256))
