@@ -76,7 +76,7 @@ class Encoding:
     def examples(
         self, document: Document, *, tokenizer: Tokenizer, config: DataConfig, **limit: int
     ) -> list[Example]:
-        """Returns the examples of a document, with landmarks."""
+        """Returns the examples of a document, with landmarks; see `truncates` for `limit`."""
         found = self.encode(document, tokenizer, config, **limit)
         return found if self.landmarks is None else [self.landmarks.insert(one) for one in found]
 

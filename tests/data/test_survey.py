@@ -1,9 +1,13 @@
 """A survey of the data: fields that the template does not read, and endings of answers."""
 
 import json
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from chats import CALLS, CHATML, CHATML_MARKED, TALK, THINKING, TOOLS, read_records
 
+from bptjax.data.chat import Chat
+from bptjax.data.files import Compound
 from bptjax.data.hf_tokenizer import GENERATION, HFTokenizer
 from bptjax.data.survey import survey
 
@@ -25,6 +29,20 @@ def test_unread_fields_are_counted(tmp_path, tokenizers):
     # Reasoning is read, though only of the last answers.
     assert survey([chats], tokenizers("bytes", THINKING)[1]).unread == {"id": 3}
     assert survey([["text"]], chatml).notes(chatml) == []
+
+
+@dataclass(frozen=True)
+class Chats(Compound):
+    """A record of several chats."""
+
+    chats: Sequence[Chat] = ()
+
+
+def test_chats_of_a_compound_record_count(tmp_path, tokenizers):
+    chats = read_records(tmp_path, {"messages": CALLS, "id": 1}, {"messages": TALK[:3]})
+    _, ours = tokenizers("bytes", CHATML)
+    found = survey([[Chats("here", list(chats))]], ours)
+    assert found == survey([chats], ours) and found.records == 2
 
 
 class UpTo(list):

@@ -41,10 +41,11 @@ SIZES: dict[str, Any] = dict(vocab_size=257, hidden_size=16, num_layers=1, num_h
 
 @dataclass(frozen=True)
 class Case:
-    """A model of an objective, and documents."""
+    """A model of an objective, documents, and how they may be packed beside separately."""
 
     model: ModelConfig
     documents: Sequence[Any]
+    packings: Sequence[str] = ("best_fit", "none")
 
 
 CASES = {
@@ -75,7 +76,7 @@ def batches(spec: TrainSpec, documents: Sequence[Any], packing: str, batch_size:
     return list(eval_loader(documents, ByteTokenizer(), config, **how, batch_size=batch_size))
 
 
-def assert_layouts_agree(case: Case, name: str, packings=("best_fit", "none")):
+def assert_layouts_agree(case: Case, name: str):
     """Sums over one batch, over micro-batches with blank sequences, and on a mesh are the same; so
     are those of packed and of separate documents, and those that an evaluation divides."""
     spec = make_spec(case.model, name)
@@ -83,7 +84,7 @@ def assert_layouts_agree(case: Case, name: str, packings=("best_fit", "none")):
     state, wanted = initial_state(spec), gradient_sums(spec, separate)
     assert int(wanted[2]) == int(spec.objective.count(jax.tree.map(np.asarray, separate))) > 0
     assert set(wanted[0].metrics) == set(spec.objective.metrics)
-    for packing in packings:
+    for packing in case.packings:
         (batch,) = batches(spec, case.documents, packing, 16)
         assert (batch["segments"].max() > 1) == (packing != "none")
         assert_same(gradient_sums(spec, batch, 4), wanted)
