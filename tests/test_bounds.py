@@ -168,6 +168,13 @@ def test_patterns_of_an_adapter_take_linear_time(tmp_path):
     assert rank_and_scale(raw, "model.layers.1.q") == rank_and_scale(raw, "layers.0.q") == (2, 4)
 
 
+@pytest.mark.parametrize("value", [True, -1, 1e308, "embed_tokens", {"a": 1}, [3], [[]]])
+def test_modules_to_save_are_names(tmp_path, value):
+    """A number ended in a traceback."""
+    with pytest.raises(ValueError, match="modules_to_save=.* is not supported"):
+        adapter_settings(ADAPTER | {"modules_to_save": value}, tmp_path)
+
+
 @pytest.mark.parametrize(
     "patterns", [["(?=a)b"], ["a" * 999 + "()"], [f"a{n}*" for n in range(101)]]
 )

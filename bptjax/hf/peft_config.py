@@ -91,6 +91,8 @@ def _is_supported(key: str, value: Any) -> bool:
             return type(value) is int and value > 0
         case "lora_alpha" | "lora_dropout":
             return type(value) in (int, float)
+        case "modules_to_save":
+            return not value or type(value) is list and all(type(name) is str for name in value)
         case "rank_pattern" | "alpha_pattern":
             own = "r" if key == "rank_pattern" else "lora_alpha"
             return (
