@@ -146,7 +146,7 @@ def test_bad_sources(tmp_path):
         "a.csv": "extension '.csv': must be one of",
         "a.parquet.gz": "extension '.parquet.gz': must be one of",
         "*.none": "no such file",
-        "empty.txt": "no documents",
+        "empty.txt": "must hold documents",
         "latin.txt": "latin.txt: .*utf-8",
         "no.parquet": "not a parquet file",
         "no.txt.gz": "cannot be decompressed",
