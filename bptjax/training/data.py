@@ -95,7 +95,8 @@ def open_data(config: Config, now: str | None = None) -> RunData:
     model = pretrained.config if pretrained else config.model
     added = add_tokens(tokenizer, model.add_tokens)
     pattern = find_tokens(model.attention_pattern, partial(token_id, tokenizer))
-    encoding = objective.encoding(replace(model, attention_pattern=pattern))
+    # The vocabulary lacks added tokens until `setup` enlarges it.
+    encoding = objective.encoding(replace(model, attention_pattern=pattern, vocab_size=None))
     chats = survey(train.files if isinstance(train, Mixture) else [train], tokenizer)
     tokenizer = chats.adapt(tokenizer)
     warning = vocabulary_warning(tokenizer, sidecars) if sidecars and not own else None
