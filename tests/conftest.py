@@ -51,21 +51,6 @@ checked = hook.should_instrument
 # But for what Triton compiles from its source.
 hook.should_instrument = lambda name: checked(name) and not name.endswith("triton_kernels")
 
-# Files that take longest, in this order. They run first, so that no process ends with one of them
-# while the others have nothing left to do.
-LONGEST = """
-hf/test_parity models/test_decoder parallel/test_distributed test_generation hf/test_peft
-training/test_step_on_meshes test_lora ops/test_attention ops/test_triton parallel/test_cached
-test_meshes hf/test_finetune parallel/test_sequence training/test_classes test_instructions
-test_scripts hf/test_gemma4 training/test_loop_failures training/test_step test_optimizer
-parallel/test_experts
-""".split()
-
-
-def pytest_collection_modifyitems(items):
-    order = {f"tests/{name}.py": i for i, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: order.get(item.nodeid.partition("::")[0], len(order)))
-
 
 def pytest_xdist_auto_num_workers():
     """One process more than there are cores, because tests wait for processes and disks; each takes

@@ -111,6 +111,7 @@ def test_qlora_is_lora_on_the_dequantised_base(batch, state, whole):
     )
 
 
+@pytest.mark.thorough
 def test_so_it_is_in_8_bits(batch):
     few = dict(bits=8, double_quant=False, target_modules=["query", "mlp.down"])
     spec = make_spec(adapter=few)
@@ -171,6 +172,7 @@ def test_remat_and_schedule_change_nothing(batch, state, whole, execution):
     assert_same(gradient_sums(make_spec(execution=execution), batch, state=state), whole)
 
 
+@pytest.mark.thorough
 def test_accumulated_micro_batches_are_one_big_batch(batch):
     """But for dropout, whose key is the micro-batch's own."""
     spec = make_spec(adapter=dict(dropout=0.0, target_modules=["value", "mlp.up"]))

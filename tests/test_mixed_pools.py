@@ -3,6 +3,8 @@
 import json
 import random
 
+import pytest
+
 import bptjax
 from bptjax.config import Config, TrainConfig
 from bptjax.data.config import DataConfig
@@ -11,6 +13,7 @@ from bptjax.models.config import ModelConfig
 from bptjax.optimizer import OptimizerConfig
 
 
+@pytest.mark.thorough
 def test_chats_pooled_with_texts_are_learned(tmp_path):
     """One epoch of 400 texts and 60 chats, at the default packing and the product's windows."""
     rng = random.Random(0)

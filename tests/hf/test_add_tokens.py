@@ -185,6 +185,7 @@ def command(base, run, **more):
     return [f"--{key}={value}" for key, value in options.items()]
 
 
+@pytest.mark.thorough
 def test_a_run_of_adapters_trains_the_new_rows(base, tmp_path, tokens, monkeypatch, capsys):
     monkeypatch.setattr("bptjax.training.setup.select_devices", lambda device: jax.devices()[:1])
     run = tmp_path / "run"

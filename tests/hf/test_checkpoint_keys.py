@@ -67,6 +67,7 @@ def test_router_losses_of_a_new_model_go_with_experts(key):
         replace_keys(ModelConfig(), {key: 0.125})
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["none", "lora"])
 def test_a_run_trains_with_the_router_losses_that_it_sets(kind, bases, tmp_path, capsys):
     options = {

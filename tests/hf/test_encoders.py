@@ -34,6 +34,7 @@ def test_positions_follow_the_entry_of_padding(theirs):
         assert np.abs(got[:, part] - wanted).max() < 1e-5 * np.abs(wanted).max()
 
 
+@pytest.mark.thorough
 def test_more_positions_than_the_checkpoint(theirs, tmp_path):
     """A run with longer sequences: transformers reads the export with the same logits."""
     pytest.importorskip("torch")

@@ -6,6 +6,7 @@ import re
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiers import fast
 
 from bptjax import convert
 from bptjax.data.tokenizer import ByteTokenizer
@@ -40,14 +41,17 @@ def trained(llama, tmp_path):
 
 @pytest.mark.parametrize(
     ("dtype", "run_dtype", "flags", "wanted"),
-    [
-        ("bfloat16", "float32", [], "bfloat16"),
-        ("float16", "float32", [], "float16"),
-        ("bfloat16", "float32", ["--dtype=float32"], "float32"),
-        ("float32", "float32", [], "float32"),
-        ("float32", "bfloat16", [], "bfloat16"),
-        ("float16", "bfloat16", [], "bfloat16"),
-    ],
+    fast(
+        [
+            ("bfloat16", "float32", [], "bfloat16"),
+            ("float16", "float32", [], "float16"),
+            ("bfloat16", "float32", ["--dtype=float32"], "float32"),
+            ("float32", "float32", [], "float32"),
+            ("float32", "bfloat16", [], "bfloat16"),
+            ("float16", "bfloat16", [], "bfloat16"),
+        ],
+        lambda dtype, run_dtype, *_: (dtype, run_dtype) == ("float16", "bfloat16"),
+    ),
 )
 def test_a_run_is_exported_in_the_dtype_of_its_checkpoint(
     dtype, run_dtype, flags, wanted, trained, tmp_path, capsys
@@ -71,6 +75,7 @@ def test_a_run_from_scratch_is_exported_in_its_own_dtype(tmp_path):
     assert {spec.dtype for spec, _ in tensors(tmp_path / "out").values()} == {"float32"}
 
 
+@pytest.mark.thorough
 def test_merging_says_what_rounding_takes_from_the_adapter(trained, tmp_path, capsys):
     more = {"adapter.type": "lora", "optimizer.learning_rate": 0.1, "optimizer.warmup_ratio": 0}
     run, kernels, taken, noise = trained("bfloat16", **more), {}, 0.0, 0.0

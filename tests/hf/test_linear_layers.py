@@ -91,6 +91,7 @@ def test_weights_of_linear_layers_decay(theirs, name):
     assert found == wanted
 
 
+@pytest.mark.thorough
 def test_the_gate_of_a_shared_expert_trains_in_4_bits(tmp_path):
     """It has one output, which no device shares and no product of 8-bit floats can have."""
     raw = config("qwen3_next")

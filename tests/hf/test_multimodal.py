@@ -236,6 +236,7 @@ def test_a_run_keeps_the_tensors_beside_the_text_model(tmp_path, arguments, caps
     assert all(np.array_equal(one[path], other[path]) for path in one)
 
 
+@pytest.mark.thorough
 def test_an_adapter_is_of_the_text_model_alone(tmp_path, arguments):
     run, adapter = tmp_path / "run", tmp_path / "run" / "adapter"
     assert train([*arguments, f"--run_dir={run}", "--adapter.type=qlora"]) == 0

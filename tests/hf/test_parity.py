@@ -44,7 +44,7 @@ def error(got, wanted):
     return np.abs(got - wanted).max() / max(np.abs(wanted).max(), 1e-30)
 
 
-@pytest.mark.parametrize("name", fast(CASES, FAMILIES.values()))
+@pytest.mark.parametrize("name", fast(CASES, [*FAMILIES.values(), "falcon: ALiBi, sequential"]))
 def test_hidden_states_and_logits(theirs, tokens, name, record_property):
     torch = pytest.importorskip("torch")
     model, directory = theirs(name)

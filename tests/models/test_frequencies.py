@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from models.test_decoder import ROTARY, SMALL, assert_close
+from tiers import fast
 
 from bptjax.models.decoder import Decoder
 from bptjax.ops.loss import linear_cross_entropy
@@ -37,7 +38,7 @@ def by_length(kind: str) -> Decoder:
     return Decoder(config, jax.random.key(0))
 
 
-@pytest.mark.parametrize("kind", BY_LENGTH)
+@pytest.mark.parametrize("kind", fast(BY_LENGTH, ["in some layers"]))
 def test_frequencies_follow_each_document(kind):
     """Documents on both sides of the original length, packed, give the values and gradients of
     each document alone."""

@@ -6,6 +6,7 @@ import random
 import shutil
 
 import pytest
+from tiers import fast
 
 from bptjax.train import main
 
@@ -48,7 +49,7 @@ def mutated(uninterrupted, name, seed):
     return data
 
 
-@pytest.mark.parametrize("name", [*CASES])
+@pytest.mark.parametrize("name", fast(CASES, [*CASES][:2]))
 def test_damaged_files_of_a_run(arguments, uninterrupted, tmp_path, capsys, name):
     cases = [*CASES[name]]
     if (uninterrupted / name).exists():

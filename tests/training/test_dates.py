@@ -57,6 +57,7 @@ def logged(run_dir):
     return [{name: r.get(name) for name in LOGGED} for r in records], predictions
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("template", [DATED, DRAWN], ids=["date", "random"])
 def test_a_run_resumed_on_another_day_trains_on_the_same_tokens(
     start, tmp_path, monkeypatch, template
@@ -79,6 +80,7 @@ def test_a_run_resumed_on_another_day_trains_on_the_same_tokens(
         assert logged(tmp_path / "later") != logged(tmp_path / "whole")
 
 
+@pytest.mark.thorough
 def test_a_missing_date_is_said_and_a_damaged_one_refused(start, tmp_path, monkeypatch):
     assert start("run", FIRST, steps=2) == 0
     file = tmp_path / "run" / "start.json"

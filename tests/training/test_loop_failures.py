@@ -20,6 +20,7 @@ from bptjax.train import main
 from training.runs import TRAIN, rows, stop_at
 
 
+@pytest.mark.thorough
 def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_used(
     arguments, uninterrupted, tmp_path, monkeypatch, caplog
 ):

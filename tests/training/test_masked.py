@@ -110,6 +110,7 @@ def test_records_and_keys_of_decoders(arguments, encoder, tmp_path, capsys):
     )
 
 
+@pytest.mark.thorough
 def test_the_config_in_the_repository(tmp_path, capsys):
     """A step of it."""
     command = [f"--config={CONFIGS / 'bert_mlm.yaml'}", f"--run_dir={tmp_path / 'run'}"]

@@ -24,6 +24,7 @@ def test_a_loss_that_got_worse_is_said(arguments, tmp_path, capsys):
     assert "held-out loss rose from 5." in line and "lower optimizer.learning_rate=3" in line
 
 
+@pytest.mark.thorough
 def test_the_report_takes_any_held_out_data(arguments, tmp_path):
     """Held-out documents without a byte, or beside token ids; characters without a line's end."""
     files = {

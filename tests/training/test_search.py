@@ -87,6 +87,13 @@ def test_the_choice_is_close_to_an_exhaustive_search(options, scale):
         assert estimator(choice.execution).seconds < 1.04 * best
 
 
+def test_every_key_is_searched():
+    spec = make_spec()
+    found = [*_settings(spec, Estimator(spec), Room(64 * GIB, 64 * GIB), {})]
+    for key in ("remat", "save", "ffn_chunk", "ce_chunk"):
+        assert len({getattr(execution, key) for execution in found}) > 1, key
+
+
 def test_more_memory_is_never_slower():
     spec = make_spec()
     estimator, times = Estimator(spec), []

@@ -113,6 +113,7 @@ def test_a_run_killed_after_a_rollback(command, undisturbed, tmp_path, monkeypat
     assert rows(run_dir, "train/rollbacks") == rows(undisturbed, "train/rollbacks")
 
 
+@pytest.mark.thorough
 def test_the_last_rollback_is_followed_by_the_end(command, tmp_path, capsys):
     """Here of a run without a checkpoint, which goes back to step 0."""
     rate = ["--optimizer.learning_rate=1e38", "--train.on_spike.max_rollbacks=2"]

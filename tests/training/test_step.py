@@ -137,6 +137,7 @@ def test_an_overflow_changes_the_scale_alone(batch):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.thorough
 def test_moments_in_host_memory(batch, tmp_path):
     """The same steps as with moments on the device, also after a checkpoint."""
     small = replace(make_spec(), model=replace(MODEL, num_layers=1, gated=False, norm_scale=False))

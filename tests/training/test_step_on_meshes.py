@@ -70,6 +70,7 @@ def mixing(batch, request):
     return model, gradient_sums(replace(make_spec(), model=model), batch, 1)
 
 
+@pytest.mark.thorough
 def test_dropout_is_that_of_one_device(batch):
     """Also where rows are filled up, which one device does not."""
     dropping = replace(MODEL, num_layers=1, residual_dropout=0.3, embedding_dropout=0.2)

@@ -15,6 +15,7 @@ from training.runs import rows
 
 
 # jaxlib 0.12 aborts the process if this warning is an error.
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:builtin type event_stats:DeprecationWarning")
 def test_a_profile_changes_no_losses_and_no_checkpoints(arguments, tmp_path):
     """In a resumed run with gradient accumulation, which ends before its third step."""
