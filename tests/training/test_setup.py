@@ -216,7 +216,7 @@ def test_an_empty_data_set_is_refused(arguments, tmp_path, capsys):
 
 
 def test_ctrl_c_before_the_first_step(arguments, tmp_path, monkeypatch, capsys):
-    def interrupted(config):
+    def interrupted(*_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("bptjax.training.data.open_split", interrupted)
@@ -323,7 +323,7 @@ def test_a_fine_tuning_run_logs_its_defaults_and_keeps_them(
         assert text in saved
     assert rows(tmp_path / "run", "train/learning_rate")[1] == pytest.approx(2e-5)
     # The checkpoint determines the architecture, in place of the defaults of a new model.
-    assert f"model:\n  name_or_path: {uninterrupted}\ndata:" in saved
+    assert f"model:\n  name_or_path: {uninterrupted}\nobjective:" in saved
     assert open_pretrained(ModelConfig(name_or_path=str(tmp_path / "run"))).config.hidden_size == 16
     # Older versions wrote the defaults. The run goes on, and its model is found.
     old = yaml.safe_load(saved)
