@@ -89,6 +89,7 @@ def test_exports_stop_and_ask_as_trained(base, tmp_path, monkeypatch, capsys, fo
         assert config.eos_token_id == ([2, 4] if form == "template" else 2)
 
 
+@pytest.mark.thorough
 def test_other_vocabularies_are_named(base, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("bptjax.training.setup.select_devices", lambda device: jax.devices()[:1])
     row = {"text": "Hello there, be brief. " * 30}

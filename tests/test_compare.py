@@ -33,6 +33,7 @@ def test_every_way_does_the_same_work(tmp_path, capsys):
     assert max(map(len, printed.split("At 48")[0].splitlines())) <= 80
 
 
+@pytest.mark.thorough
 def test_a_sweep_names_the_best_chunks(tmp_path, capsys):
     rows = run(
         tmp_path,
@@ -105,6 +106,7 @@ def test_sentences_answer_from_the_rows():
     )
 
 
+@pytest.mark.thorough
 def test_the_table_fits_80_columns():
     console = Console(width=80, file=io.StringIO())
     console.print(table(WIDE))

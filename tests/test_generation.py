@@ -105,7 +105,8 @@ def scaled(kind):
     return Decoder(config, jax.random.key(0))
 
 
-@pytest.mark.parametrize("kind", fast(["dynamic", "longrope"], ["longrope"]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_prompts_of_different_lengths_are_independent(kind):
     """Two of them pass the original length, each at a step of its own."""
     rng, model = np.random.default_rng(0), scaled(kind)

@@ -142,6 +142,7 @@ def test_commands_guess_no_flag_for_a_key_that_they_lack(command, name, capsys):
     assert capsys.readouterr().err == f"error: unknown flag --{name}; see --help\n"
 
 
+@pytest.mark.thorough
 def test_errors_of_evaluate_name_its_flags(tmp_path, capsys):
     raw = config("llama")
     raw.vocab_size = ByteTokenizer.vocab_size

@@ -94,6 +94,7 @@ def test_this_machine(capsys):
     assert "max_context=true: the memory of 8 x cpu is not known" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_weights_need_not_be_there(tmp_path, capsys):
     raw = hf_config("llama").to_dict() | dict(architectures=["LlamaForCausalLM"])
     (tmp_path / "config.json").write_text(json.dumps(raw))

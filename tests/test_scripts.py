@@ -77,6 +77,7 @@ def scale(tmp_path):
     return run
 
 
+@pytest.mark.thorough
 def test_attention_is_scaled(scale):
     sizes = "--lengths=64", "--heads", "4", "2", "--head_size=8", "--devices", "1", "2"
     found = scale("attention", *sizes, "--scaling", "strong", "weak", "--strategies=ring")
@@ -189,6 +190,7 @@ def room_for(monkeypatch, tmp_path):
     return run
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("factor", [0.8, 1.0, 1.2])
 def test_the_longest_planned_length_fits_and_the_next_does_not(factor, room_for):
     found = room_for(factor, "Llama-3.1 8B", "full")
@@ -199,11 +201,13 @@ def test_the_longest_planned_length_fits_and_the_next_does_not(factor, room_for)
     assert found["tokens_per_second"] > 0 and len(found["compiled"]) <= settings.MOST_COMPILED
 
 
+@pytest.mark.thorough
 def test_sequences_are_sharded_over_eight_gpus(room_for):
     found = room_for(1.0, "Llama-3.1 8B", "LoRA", "h100:8", 0)
     assert found["T"] and not found["compiled"]
     assert (found["mesh"], found["mesh_8k"]) == ("fsdp=1 sp=8", "fsdp=8 sp=1")
 
 
+@pytest.mark.thorough
 def test_nothing_is_compiled_for_state_that_does_not_fit(room_for):
     assert "T" not in room_for(1.0, "Llama-3.1 70B", "full")

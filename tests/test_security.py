@@ -62,7 +62,11 @@ def test_code_beside_a_tokenizer_is_not_run(tmp_path, touched):
 
 
 @pytest.mark.parametrize(
-    "start", [["-m", "bptjax"], ["-c", "import sys, bptjax.cli as c; sys.exit(c.main())"]]
+    "start",
+    fast(
+        [["-m", "bptjax"], ["-c", "import sys, bptjax.cli as c; sys.exit(c.main())"]],
+        [["-m", "bptjax"]],
+    ),
 )
 @pytest.mark.parametrize("flags", fast([[], ["--supervise"]], [[]]))
 def test_modules_in_the_current_directory_are_not_imported(tmp_path, touched, start, flags):

@@ -7,7 +7,6 @@ from math import sqrt
 import jax
 import numpy as np
 import pytest
-from tiers import fast
 
 from bptjax.config_parser import parse
 from bptjax.data.tokenizer import ByteTokenizer
@@ -65,7 +64,8 @@ def test_the_default_scale_is_1_at_every_rank(kind, use_rslora, alpha):
     assert parse([]).on("gpu").adapter.alpha is None
 
 
-@pytest.mark.parametrize("use_rslora", fast([False, True], [True]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("use_rslora", [False, True])
 def test_a_run_says_its_scale_and_exports_its_alpha(use_rslora, arguments, tmp_path, capsys):
     run = tmp_path / "run"
     command = [*arguments, f"--run_dir={run}", "--adapter.type=qlora", "--adapter.r=16"]

@@ -219,6 +219,7 @@ def test_headers_are_valid_safetensors(llama, tmp_path):
         assert file.metadata() == {"format": "pt"}
 
 
+@pytest.mark.thorough
 def test_a_model_from_scratch_becomes_a_llama(tmp_path, capsys):
     pytest.importorskip("torch")
     from bptjax.train import main

@@ -66,6 +66,7 @@ def test_a_run_is_exported_in_the_dtype_of_its_checkpoint(
     assert json.loads((out / "config.json").read_text())["dtype"] == wanted
 
 
+@pytest.mark.thorough
 def test_a_run_from_scratch_is_exported_in_its_own_dtype(tmp_path):
     (tmp_path / "text.txt").write_text("".join(f"{i} plus one is {i + 1}. " for i in range(99)))
     command = ["--model.hidden_size=16", "--model.num_layers=1", "--device=cpu"]

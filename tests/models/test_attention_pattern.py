@@ -178,6 +178,7 @@ def test_schedules_kernels_and_the_cache_agree(name, tokens):
     assert np.abs(got[1, 7:] - wanted[0, : T - 7]).max() < 1e-5
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name, strategy", [("strided", "ring"), ("markers", "ring"), ("markers", "ulysses")]
 )

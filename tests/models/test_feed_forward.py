@@ -115,6 +115,7 @@ def test_equals_all_experts():
     assert all(jnp.abs(g).max() > 1e-3 for g in jax.tree.leaves(wanted))
 
 
+@pytest.mark.thorough
 def test_chunks_and_remat_change_nothing(model):
     """37 tokens in chunks of 10: copies of the last token fill up the last chunk, and count not.
     Nor does padding."""

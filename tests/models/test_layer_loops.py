@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 from models.test_decoder import ROTARY, assert_close
-from tiers import fast
 
 from bptjax.models.cache import Cache
 from bptjax.models.decoder import Decoder
@@ -87,16 +86,14 @@ def wanted(model):
     return loss_and_gradients(model, OneByOne(remat="none", **SMALL))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "how",
-    fast(
-        [
-            dict(remat="none"),
-            dict(remat="full", schedule="fused"),
-            dict(remat="nested(5)"),
-        ],
-        [dict(remat="nested(5)")],
-    ),
+    [
+        dict(remat="none"),
+        dict(remat="full", schedule="fused"),
+        dict(remat="nested(5)"),
+    ],
     ids=str,
 )
 def test_loops_give_what_the_layers_give(model, wanted, how):

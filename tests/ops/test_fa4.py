@@ -156,6 +156,7 @@ def test_documents():
     assert lengths.tolist() == [0, 100, 31, 60, 47, *[0] * 12]
 
 
+@pytest.mark.thorough
 def test_documents_that_do_not_fit():
     """Their number grows with the tokens."""
     short, long = (jnp.ones((2, size), jnp.int32) for size in (256, 16_384))

@@ -111,7 +111,8 @@ def relative_errors(got, wanted) -> list[float]:
     return [float(np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-5)) for a, b in pairs]
 
 
-@pytest.mark.parametrize("case", fast(CASES, ["groups, a shared expert, a layer without experts"]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("case", CASES)
 def test_a_step_is_that_of_one_device(case, tmp_path):
     """The first moment after a step is a multiple of the gradient. Another mesh reads the
     checkpoint bit for bit."""
@@ -158,7 +159,11 @@ def test_no_token_is_dropped():
     assert_close((got, of_mesh), (wanted, gradients))
 
 
-@pytest.mark.parametrize("sizes", [dict(tp=4), dict(tp=2, ep=2), dict(tp=2, fsdp=2, sp=2)], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    fast([dict(tp=4), dict(tp=2, ep=2), dict(tp=2, fsdp=2, sp=2)], [dict(tp=2, ep=2)]),
+    ids=str,
+)
 @pytest.mark.parametrize(
     "adapter", [AdapterConfig(), AdapterConfig("qlora", r=3)], ids=lambda a: a.type
 )

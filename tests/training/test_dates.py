@@ -97,6 +97,7 @@ def test_a_missing_date_is_said_and_a_damaged_one_refused(start, tmp_path, monke
     )
 
 
+@pytest.mark.thorough
 def test_a_preview_reads_the_date_of_its_run(start, tmp_path, capsys):
     assert start("run", FIRST, steps=1) == 0
     argv = [f"--data.path={tmp_path / 'a.jsonl'}", f"--data.tokenizer={tmp_path}/run-tokenizer"]

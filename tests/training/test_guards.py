@@ -49,6 +49,7 @@ def test_signs_of_life(arguments, tmp_path, monkeypatch):
     assert seen == [*first, saved[0], *second, saved[1], ("finishing",)]
 
 
+@pytest.mark.thorough
 def test_a_template_that_exceeds_a_limit_during_training(arguments, tmp_path, monkeypatch, capsys):
     """The steps before it are saved, as for a bad record."""
     draw, drawn = Batches.__next__, []

@@ -149,6 +149,7 @@ def losses(monkeypatch):
     return found
 
 
+@pytest.mark.thorough
 def test_early_stopping_and_the_best_checkpoint(
     arguments, tmp_path, monkeypatch, capsys, losses, caplog
 ):
@@ -186,6 +187,7 @@ def test_early_stopping_and_the_best_checkpoint(
     assert not caplog.text
 
 
+@pytest.mark.thorough
 def test_start_and_evaluation_log_their_work(arguments, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     command = [*arguments, f"--run_dir={tmp_path / 'run'}", "--train.max_steps=1"]
@@ -211,6 +213,7 @@ def test_start_and_evaluation_log_their_work(arguments, tmp_path, capsys, monkey
     assert not any("bits per byte" in line for line in lines)
 
 
+@pytest.mark.thorough
 def test_utilization_is_model_flops_over_the_peak(arguments, tmp_path, monkeypatch):
     """On documents that fill their sequences."""
     monkeypatch.setitem(KINDS, "cpu", DeviceKind("cpu", 0, 1e9, 0))

@@ -77,6 +77,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(arguments, tmp_path, capsys):
     assert "failed: step 2: loss" in (tmp_path / "run" / "report.html").read_text()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("broken", [True, False], ids=["parameters", "loss alone"])
 def test_an_evaluation_that_is_not_finite(arguments, tmp_path, monkeypatch, capsys, broken):
     """Ends the run where parameters are broken. Else, as after an overflow of float16 in the
@@ -118,6 +119,7 @@ def test_parameters_that_are_not_finite_are_not_saved(arguments, tmp_path, capsy
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
+@pytest.mark.thorough
 def test_changed_data_end_a_run(arguments, tmp_path, monkeypatch, capsys):
     """During the run, whose last step is saved, and between two starts. Restored data continue."""
     arguments = [*arguments, "--data.shuffle=false", "--data.packing=concat"]
@@ -147,6 +149,7 @@ def test_changed_data_end_a_run(arguments, tmp_path, monkeypatch, capsys):
     assert list(rows(tmp_path / "run")) == list(range(1, 21))
 
 
+@pytest.mark.thorough
 def test_a_full_disk_ends_the_run_in_one_line(
     arguments, uninterrupted, tmp_path, monkeypatch, capsys, caplog
 ):

@@ -17,6 +17,7 @@ from bptjax.training.setup import TrainingRun
 from bptjax.training.state import TrainState
 
 
+@pytest.mark.thorough
 def test_a_loss_that_got_worse_is_said(arguments, tmp_path, capsys):
     command = [*arguments, f"--run_dir={tmp_path / 'run'}", "--train.max_steps=2"]
     assert main([*command, "--optimizer.learning_rate=3.0"]) == 0

@@ -85,6 +85,7 @@ def resaved(uninterrupted, run_dir, change):
     return run_dir
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
