@@ -80,8 +80,8 @@ class AdapterConfig:
                 )
         if self.r < 1:
             raise ValueError(f"adapter.r={self.r}: must be at least 1")
-        if self.alpha is not None and not math.isfinite(self.alpha):
-            raise ValueError(f"adapter.alpha={self.alpha}: must be finite")
+        if self.alpha is not None and not 0.0 < self.alpha < math.inf:
+            raise ValueError(f"adapter.alpha={self.alpha}: must be positive and finite")
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"adapter.dropout={self.dropout}: must be in [0, 1)")
         if isinstance(self.target_modules, str) and self.target_modules != ALL_LINEAR:

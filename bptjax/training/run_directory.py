@@ -94,7 +94,11 @@ def saved_keys(run_dir: Path) -> dict[str, Any]:
     if not file.exists():
         return {}
     try:
-        return _flat(rename_keys(read_yaml(file)), flatten(Config()).keys())
+        saved = _flat(rename_keys(read_yaml(file)), flatten(Config()).keys())
+        alpha = saved.get("adapter.alpha")
+        if not isinstance(alpha, int | float | None):
+            raise ValueError(f"adapter.alpha={alpha}: must be a number")
+        return saved
     except ValueError as error:
         raise ValueError(f"{file} is damaged: {error}; choose another run_dir") from error
 

@@ -34,9 +34,9 @@ def test_another_config_does_not_write_over_a_run(arguments, uninterrupted, caps
 
 
 def test_a_damaged_config_of_a_run_is_said(arguments, tmp_path, capsys):
-    for text in ("", "train: ["):
+    for text in ("", "train: [", "adapter: {type: lora, alpha: a}", "adapter: {alpha: 1e400}"):
         (tmp_path / "config.yaml").write_text(text)
-        assert main([*arguments, "--run_dir", str(tmp_path)]) == 2
+        assert main([*arguments, "--run_dir", str(tmp_path), "--adapter.type=lora"]) == 2
         assert "config.yaml is damaged" in capsys.readouterr().err
 
 
