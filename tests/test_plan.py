@@ -136,6 +136,7 @@ ABSENT_TPUS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "devices",
     [
@@ -162,6 +163,7 @@ def test_absent_devices(devices):
     assert bool(result.link) == (spec.mesh.size > 1) and bool(result.host) == (devices == "h200")
 
 
+@pytest.mark.thorough
 @needs_compiler
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_the_embeddings_have_one_gradient(tied):
@@ -178,6 +180,7 @@ def test_the_embeddings_have_one_gradient(tied):
     assert found.gradients + found.activations < 2.5 * head
 
 
+@pytest.mark.thorough
 @needs_compiler
 def test_settings_are_chosen_for_absent_gpus(capsys):
     """Keys that are not set are in the plan, with an expected time where rates are measured."""
@@ -188,6 +191,7 @@ def test_settings_are_chosen_for_absent_gpus(capsys):
     assert row["seconds"] > 0 and row["flops"] > 0 and row["link"] > 0
 
 
+@pytest.mark.thorough
 @needs_compiler
 def test_host_memory_of_absent_devices_is_refused():
     _, devices = absent_devices("h100")

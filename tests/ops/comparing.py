@@ -39,7 +39,7 @@ def normal(seed: int, *shape: int) -> Array:
     """Normal float32 numbers, rounded so that bfloat16 and float16 hold them exactly: one oracle
     serves all three."""
     x = np.random.default_rng(seed).normal(size=shape)
-    return jnp.asarray((np.round(x * 32) / 32).clip(-4, 4), jnp.float32)
+    return jnp.asarray((np.round(x * 32) / 32).clip(-4, 4).astype(np.float32))
 
 
 def temp_bytes(f: Callable, *operands) -> int:

@@ -221,6 +221,7 @@ def test_a_step_without_8_bit_products_stops_the_run():
         check_float8_products(HLO.format("__cublas$lt$matmul", "%x"))
 
 
+@pytest.mark.thorough
 @needs_compiler
 def test_the_step_of_an_absent_gpu():
     """XLA recognizes the products of 8 bits, and devices gather kernels in 8 bits; an older GPU is
