@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from tiers import fast
 
 from bptjax.checkpoint import CheckpointConfig, Checkpoints, DamagedCheckpointError
 from bptjax.output import DiskFull
@@ -386,7 +387,7 @@ time.sleep(0.5)
 """
 
 
-@pytest.mark.parametrize("size", [1 << 10, 1 << 15])
+@pytest.mark.parametrize("size", fast([1 << 10, 1 << 15], [1 << 15]))
 def test_many_failed_writes_are_one_error(tmp_path, size):
     """The other writes of the save, still under way when one fails, print nothing."""
     environment = os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
