@@ -164,7 +164,7 @@ def got_of(gradients, name):
             dict(remat="nested(2)", ffn_chunk=64),
             dict(schedule="fused"),
         ],
-        [dict(remat="dots"), dict(schedule="fused")],
+        [dict(schedule="fused")],
     ),
     ids=str,
 )

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from chats import TALK, loaded, raw_tokenizer
 from hf.conftest import llama  # noqa: F401
-from tiers import fast
 
 from bptjax import convert, train
 from bptjax.checkpoint_files import damage
@@ -61,14 +60,11 @@ def test_code_beside_a_tokenizer_is_not_run(tmp_path, touched):
             assert "must hold a Hugging Face tokenizer" in str(error)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
-    "start",
-    fast(
-        [["-m", "bptjax"], ["-c", "import sys, bptjax.cli as c; sys.exit(c.main())"]],
-        [["-m", "bptjax"]],
-    ),
+    "start", [["-m", "bptjax"], ["-c", "import sys, bptjax.cli as c; sys.exit(c.main())"]]
 )
-@pytest.mark.parametrize("flags", fast([[], ["--supervise"]], [[]]))
+@pytest.mark.parametrize("flags", [[], ["--supervise"]])
 def test_modules_in_the_current_directory_are_not_imported(tmp_path, touched, start, flags):
     """By the run, by the child of its supervisor, or by the process of the chat templates."""
     model = tmp_path / "model"

@@ -19,6 +19,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from tiers import fast
 from training.runs import TRAIN
 
 from bptjax.checkpoint import Checkpoints
@@ -290,7 +291,7 @@ print("joined", flush=True)
 """
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", fast([0, 1], [1]))
 def test_a_lost_peer_ends_blocked_processes(start, victim):
     """As a collective of GPUs would be."""
     pair = start("-c", JOINED + "time.sleep(120)")
@@ -325,6 +326,7 @@ distributed.shutdown()
     assert codes == [0, 0] and not any(errors)
 
 
+@pytest.mark.thorough
 def test_another_secret_is_refused(start):
     """In one line of the process that joins; it sends nothing else to the port."""
     pair = start("-c", JOINED, secrets=("one", "another"))
@@ -338,6 +340,7 @@ def test_another_secret_is_refused(start):
     assert pair[0].poll() is None
 
 
+@pytest.mark.thorough
 def test_a_failure_does_not_wait_long_for_the_others(start):
     code = """
 with ExitStack() as stack:
@@ -349,6 +352,7 @@ with ExitStack() as stack:
     assert 1 in codes and ["error: no more ink"] in errors
 
 
+@pytest.mark.thorough
 def test_processes_that_do_not_connect_time_out(start):
     code = JOINED.replace("REPORT", "INIT")
     code = code.replace("Config()", "Config(num_processes=3)")

@@ -9,6 +9,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from tiers import fast
 
 from bptjax.data.tokenizer import ByteTokenizer
 from bptjax.devices import KINDS, DeviceKind
@@ -43,7 +44,9 @@ def test_a_run_learns_and_leaves_its_files(uninterrupted):
     assert len(short) > 12 and max(map(len, short)) <= 80
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"), fast([(signal.SIGTERM, 143), (signal.SIGINT, 130)], [(signal.SIGTERM, 143)])
+)
 def test_stop_and_resume_is_exact(
     arguments, uninterrupted, tmp_path, monkeypatch, number, code, capsys
 ):

@@ -58,7 +58,10 @@ def test_int8_states_of_linear_attention_and_experts_compile():
     compile_step(spec, abstract_state(spec), abstract_batch(spec))
 
 
-@pytest.fixture(scope="module", params=["linear_attention", "short_convolution"])
+KINDS = ["linear_attention", "short_convolution"]
+
+
+@pytest.fixture(scope="module", params=fast(KINDS, KINDS[1:]))
 def mixing(batch, request):
     """A model with a layer without attention, and the sums of one device."""
     sizes = dict(
