@@ -19,8 +19,8 @@ RENAMED = {
     "model.window": "model.sliding_window",
     "model.max_positions": "model.max_position_embeddings",
     "model.position": "model.position_embedding",
-    "model.norm_offset": "model.norm_unit_offset",
-    "model.norm_place": "model.norm_position",
+    "model.norm_offset": "model.norms.unit_offset",
+    "model.norm_place": "model.norms.position",
     "model.num_experts": "model.experts.count",
     "model.experts_per_token": "model.experts.per_token",
     "model.expert_size": "model.experts.size",
@@ -64,6 +64,15 @@ RENAMED = {
     "model.layer_embedding_size": "model.layer_embedding.size",
     "model.alibi_scale": "model.alibi.scale",
     "model.alibi_interleaved": "model.alibi.interleaved",
+    "model.norm": "model.norms.type",
+    "model.norm_eps": "model.norms.eps",
+    "model.norm_position": "model.norms.position",
+    "model.norm_scale": "model.norms.scale",
+    "model.norm_bias": "model.norms.bias",
+    "model.norm_unit_offset": "model.norms.unit_offset",
+    "model.first_norm": "model.norms.first",
+    "model.final_norm": "model.norms.final",
+    "model.embedding_norm": "model.norms.embedding",
 }
 
 

@@ -17,6 +17,7 @@ from timing import add_row, milliseconds
 
 from bptjax.models.config import ModelConfig
 from bptjax.models.groups.attention import AttentionConfig
+from bptjax.models.groups.norms import NormsConfig
 from bptjax.models.layer_loops import Execution
 from bptjax.models.layers import TokenContext
 from bptjax.models.stack import new_layers, run
@@ -26,8 +27,7 @@ LAYER = ModelConfig(
     hidden_size=1024,
     num_layers=1,
     num_heads=16,
-    norm="layer",
-    norm_bias=True,
+    norms=NormsConfig("layer", bias=True),
     position_embedding="alibi",
     activation="gelu_tanh",
     gated=False,

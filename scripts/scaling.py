@@ -32,6 +32,7 @@ from bptjax.config_parser import parse
 from bptjax.models.config import ModelConfig
 from bptjax.models.encoder import Encoder
 from bptjax.models.groups.attention import AttentionConfig
+from bptjax.models.groups.norms import NormsConfig
 from bptjax.models.layer_loops import Execution
 from bptjax.ops.taylor_attention import taylor_attention
 from bptjax.parallel.mesh import ParallelConfig, constrain, make_mesh, select_devices
@@ -45,8 +46,7 @@ TRANSFORMER = ModelConfig(
     hidden_size=768,
     num_layers=12,
     num_heads=12,
-    norm="layer",
-    norm_bias=True,
+    norms=NormsConfig("layer", bias=True),
     position_embedding="learned",
     max_position_embeddings=512,
     activation="gelu",
@@ -59,9 +59,7 @@ ENCODERS = {
     "bert": replace(
         TRANSFORMER,
         vocab_size=30_522,
-        norm_position="post",
-        embedding_norm=True,
-        final_norm=False,
+        norms=NormsConfig("layer", position="post", bias=True, embedding=True, final=False),
         token_types=2,
         masked_head=True,
         head_bias=True,

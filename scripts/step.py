@@ -31,6 +31,7 @@ from bptjax.models.groups.attention import AttentionConfig
 from bptjax.models.groups.experts import ExpertsConfig
 from bptjax.models.groups.full_attention import FullAttentionConfig
 from bptjax.models.groups.linear_attention import LinearAttentionConfig
+from bptjax.models.groups.norms import NormsConfig
 from bptjax.models.params import fill_model, param_path
 from bptjax.ops.choices import record_choices
 from bptjax.parallel.mesh import make_mesh, select_devices
@@ -60,7 +61,7 @@ QWEN_14B = ModelConfig(
     num_kv_heads=8,
     head_dim=128,
     tied_head=False,
-    norm_eps=1e-6,
+    norms=NormsConfig(eps=1e-6),
     attention=AttentionConfig(qk_norm=True),
     rope_parameters={"rope_theta": 1_000_000.0},
 )
@@ -88,8 +89,7 @@ DECODERS = {
         full_attention=FullAttentionConfig(head_dim=512, kv_heads=2, keys_as_values=True),
         layer_types=list(5 * (*(5 * ("sliding_attention",)), "full_attention")),
         sliding_window=1024,
-        norm_eps=1e-6,
-        norm_position="sandwich",
+        norms=NormsConfig(eps=1e-6, position="sandwich"),
         attention=AttentionConfig(qk_norm=True, value_norm=True, scale=1.0),
         rope_parameters={
             "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
@@ -119,8 +119,7 @@ DECODERS = {
         linear_attention=LinearAttentionConfig(
             key_heads=16, value_heads=32, key_size=128, value_size=128
         ),
-        norm_eps=1e-6,
-        norm_unit_offset=True,
+        norms=NormsConfig(eps=1e-6, unit_offset=True),
         attention=AttentionConfig(qk_norm=True, gate=True),
         tied_head=False,
         rope_parameters={
@@ -168,9 +167,7 @@ DECODERS = {
         hidden_size=1024,
         num_layers=24,
         num_heads=16,
-        norm="layer",
-        norm_bias=True,
-        embedding_norm=True,
+        norms=NormsConfig("layer", bias=True, embedding=True),
         position_embedding="alibi",
         activation="gelu_tanh",
         gated=False,

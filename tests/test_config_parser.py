@@ -13,6 +13,7 @@ from bptjax.config import Config, TrainConfig
 from bptjax.config_parser import parse, parse_tree
 from bptjax.keys import RENAMED, flatten, nest, new_name
 from bptjax.models.config import ModelConfig
+from bptjax.models.groups.norms import NormsConfig
 from bptjax.parallel.mesh import ParallelConfig
 
 
@@ -165,7 +166,11 @@ def test_a_tree_of_keys_is_read_as_a_file_is():
     "group, value, message",
     [
         ("train", TrainConfig(linear="fp8"), "train.linear=fp8: must be one of float8, null"),
-        ("model", ModelConfig(norm="rmsnorm"), "model.norm=rmsnorm: must be one of rms, layer"),
+        (
+            "model",
+            ModelConfig(norms=NormsConfig("rmsnorm")),
+            "model.norms.type=rmsnorm: must be one of rms, layer",
+        ),
         ("parallel", ParallelConfig(zero_stage=4), "parallel.zero_stage=4: must be one of 1, 2, 3"),
         ("device", "tpu", "device=tpu: must be one of auto, cpu, gpu"),
     ],

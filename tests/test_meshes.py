@@ -9,6 +9,7 @@ from tiers import fast
 
 from bptjax.models.groups.full_attention import FullAttentionConfig, SharedKvConfig
 from bptjax.models.groups.layer_embedding import LayerEmbeddingConfig
+from bptjax.models.groups.norms import NormsConfig
 from bptjax.parallel.mesh import ParallelConfig, axis_sizes
 
 SOME = [
@@ -39,12 +40,12 @@ HEADS = replace(
     shared_kv=SharedKvConfig(layers=2),
     layer_embedding=LayerEmbeddingConfig(size=8),
     layer_scale=True,
-    norm_position="sandwich",
+    norms=NormsConfig(position="sandwich"),
 )
 NORMED = replace(
     EXPERTS,
     experts=replace(EXPERTS.experts, norms=True, shared_size=16),
-    norm_position="sandwich",
+    norms=NormsConfig(position="sandwich"),
     num_kv_heads=4,
 )
 

@@ -180,9 +180,9 @@ def conv(hf: str, ours: str, patch: Shape, outputs: int) -> Iterator[TensorRule]
 def norm(hf: str, ours: str, c: ModelConfig, size: int | None = None) -> Iterator[TensorRule]:
     """Yields the rules of a norm's scale and bias, if the config has them."""
     shape = (c.hidden_size if size is None else size,)
-    if c.norm_scale:
+    if c.norms.scale:
         yield identity(f"{hf}.weight", f"{ours}.scale", shape)
-    if c.norm_bias:
+    if c.norms.bias:
         yield identity(f"{hf}.bias", f"{ours}.bias", shape)
 
 
@@ -258,7 +258,7 @@ def embedding_norm_head(
     """Yields the rules of the input embedding, and of the final norm, the output embedding and the
     bias of the logits if the config has them."""
     yield identity(f"{embedding}.weight", "embedding", (c.V, c.E))
-    if c.final_norm:
+    if c.norms.final:
         yield from norm(final_norm, "norm", c)
     if not c.tied_head:
         yield identity(f"{head}.weight", "head", (c.V, c.E))

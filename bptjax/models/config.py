@@ -18,6 +18,7 @@ from bptjax.models.groups.group import MOST_HEAD, UNLIMITED, Group, integer, num
 from bptjax.models.groups.layer_embedding import LayerEmbeddingConfig
 from bptjax.models.groups.linear_attention import LinearAttentionConfig
 from bptjax.models.groups.mixer import MixerGroup
+from bptjax.models.groups.norms import NormsConfig
 from bptjax.models.groups.short_convolution import ShortConvolutionConfig
 from bptjax.models.layer_kinds import LayerKind, layer_kinds
 
@@ -40,14 +41,6 @@ class ModelConfig:
       num_heads: number of query heads N.
       num_kv_heads: number of key and value heads, a divisor of N. If not set, N.
       head_dim: size of a head. If not set, D / N.
-      norm: RMS norm or layer norm.
-      norm_eps: constant added to the variance in a norm.
-      norm_position: position of the norms. pre normalizes the input of a sublayer; post normalizes
-        the sum of its output and the residual; output normalizes its output before it is added;
-        sandwich normalizes its input and its output.
-      norm_scale: norms have a learned scale.
-      norm_bias: norms have a learned bias.
-      norm_unit_offset: norms multiply by 1 + scale.
       residual: sequential feeds the sum with attention to the feed-forward network; parallel feeds
         the input of the layer to both, each through a norm of its own; shared through one norm.
       residual_scale: factor on the output of each sublayer.
@@ -71,7 +64,6 @@ class ModelConfig:
       mlp_bias: the linear layers of the feed-forward network have a bias.
       embedding_size: width of the embeddings. If not set, D. Another width is projected to D.
       embedding_scale: factor on the token embeddings.
-      embedding_norm: normalizes the token embeddings.
       layer_scale: the output of each layer is multiplied by a constant. It is not trained.
       token_types: number of types of tokens, whose learned embedding is added; 0 for none. Encoders
         only.
@@ -79,8 +71,6 @@ class ModelConfig:
         first token and then the patches. bptjax train needs a checkpoint of it.
       patch_size: height and width of a patch in pixels.
       channels: channels of an image.
-      first_norm: the first layer normalizes the input of attention, as other layers do.
-      final_norm: normalizes the output of the last layer.
       pooler: size of the pooled output, an activation of a linear layer of the first token; 0 for
         none. Encoders only.
       pooler_activation: activation of the pooler.
@@ -105,6 +95,7 @@ class ModelConfig:
       add_tokens: tokens that are added to the tokenizer's vocabulary. The embedding of
         a new token starts at the mean of the existing embeddings. With new tokens, an adapter run
         trains the embeddings too.
+      norms: norms.
       attention: attention.
       full_attention: heads of layers of full attention.
       shared_kv: last layers without keys and values of their own.
@@ -124,12 +115,6 @@ class ModelConfig:
     num_heads: int = integer(4)
     num_kv_heads: int | None = integer(None)
     head_dim: int | None = integer(None, most=MOST_HEAD)
-    norm: Literal["rms", "layer"] = "rms"
-    norm_eps: float = number(1e-5)
-    norm_position: Literal["pre", "post", "output", "sandwich"] = "pre"
-    norm_scale: bool = True
-    norm_bias: bool = False
-    norm_unit_offset: bool = False
     residual: Literal["sequential", "parallel", "shared"] = "sequential"
     residual_scale: float = number(1.0, "positive")
     residual_normed: bool = False
@@ -147,14 +132,11 @@ class ModelConfig:
     mlp_bias: bool = False
     embedding_size: int | None = integer(None)
     embedding_scale: float | None = number(None, "positive")
-    embedding_norm: bool = False
     layer_scale: bool = False
     token_types: int = integer(0, 0)
     image_size: tuple[int, int] | None = None
     patch_size: tuple[int, int] | None = None
     channels: int = integer(3)
-    first_norm: bool = True
-    final_norm: bool = True
     pooler: int = integer(0, 0)
     pooler_activation: Literal["tanh", "gelu", "relu", "silu"] = "tanh"
     masked_head: bool = False
@@ -170,6 +152,7 @@ class ModelConfig:
     residual_dropout: float | None = None
     init_std: float = number(0.02)
     add_tokens: list[str] = field(default_factory=list)
+    norms: NormsConfig = field(default_factory=NormsConfig)
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     full_attention: FullAttentionConfig = field(default_factory=FullAttentionConfig)
     shared_kv: SharedKvConfig = field(default_factory=SharedKvConfig)

@@ -49,13 +49,6 @@ def check_choices(config: Any) -> None:
         raise ValueError(
             "model.position_embedding=learned: must go with model.max_position_embeddings"
         )
-    if config.norm_position != "pre" and (
-        config.residual != "sequential" or config.residual_normed
-    ):
-        raise ValueError(
-            f"model.norm_position={config.norm_position}: must go with residual=sequential, not "
-            f"{config.residual}, and residual_normed=false"
-        )
     for name in ("layer_types", "rope_layers"):
         entries = getattr(config, name)
         if entries is not None and len(entries) != config.num_layers:
@@ -79,10 +72,10 @@ def check_choices(config: Any) -> None:
             raise ValueError(
                 f"model.layer_types: must have a layer of attention beside {kinds}, and causal=true"
             )
-        shape = config.norm_position, config.residual
+        shape = config.norms.position, config.residual
         if shape != ("pre", "sequential"):
             raise ValueError(
-                f"model.layer_types: must have no {kinds} unless norm_position=pre and "
+                f"model.layer_types: must have no {kinds} unless norms.position=pre and "
                 f"residual=sequential, not {shape[0]} and {shape[1]}"
             )
     if config.layer_scale:
@@ -133,12 +126,6 @@ def check_choices(config: Any) -> None:
         raise ValueError(
             f"model.embedding_size={config.embedding_size}: must be hidden_size="
             f"{config.hidden_size} with masked_head, pooler or classes"
-        )
-    shape = config.norm_position, config.residual
-    if not config.first_norm and (shape != ("pre", "sequential") or config.num_layers < 2):
-        raise ValueError(
-            "model.first_norm=false: must go with norm_position=pre, residual=sequential and at "
-            f"least 2 layers, not {shape[0]}, {shape[1]} and {config.num_layers}"
         )
     if config.rope_layers is not None and config.position_embedding != "rope":
         raise ValueError("model.rope_layers: must go with model.position_embedding=rope")

@@ -69,7 +69,7 @@ class Router(nnx.Module):
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T X"]:
         if self.scale is not None:
             scale = self.scale[...].astype(jnp.float32) * x.shape[1] ** -0.5
-            x = rms_norm(x, scale, eps=self.config.norm_eps)
+            x = rms_norm(x, scale, eps=self.config.norms.eps)
         kernel = self.kernel[...].astype(x.dtype)
         logits = jnp.dot(x, kernel, preferred_element_type=jnp.float32)
         return logits if self.bias is None else logits + self.bias[...].astype(jnp.float32)[None]

@@ -45,7 +45,7 @@ def layer_kinds(config: Any) -> list[LayerKind]:
 
     def kind(i: int) -> LayerKind:
         window = None if types[i] == "full_attention" else config.sliding_window
-        absent: tuple[str, ...] = () if i or config.first_norm else ("attention_norm",)
+        absent: tuple[str, ...] = () if i or config.norms.first else ("attention_norm",)
         mixer = types[i] if types[i] in mixers else None
         absent += ATTENTION_PARTS if mixer else ()
         absent += tuple(group.PART for kind, group in mixers.items() if kind != mixer)

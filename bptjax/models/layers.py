@@ -74,8 +74,8 @@ class Layer(nnx.Module):
     def __init__(self, config: ModelConfig, key: Array, dtype: DTypeLike):
         keys, norm = jax.random.split(key, 5), lambda: Norm(config, dtype)
         gate_key, full_key, wide_key, own_key = (jax.random.fold_in(key, i) for i in (0, 2, 3, 4))
-        before = config.norm_position != "output"
-        after = config.norm_position in ("output", "sandwich")
+        before = config.norms.position != "output"
+        after = config.norms.position in ("output", "sandwich")
         self.config = config
         self.attention_norm = norm() if before else None
         own: Any = _projections(config, keys, dtype, full=False)
@@ -145,7 +145,7 @@ class Layer(nnx.Module):
         k = self._clip(self.key(x, seeds))
         v = k if self.value is None else self._clip(self.value(x, seeds))
         if self.config.attention.value_norm:
-            v = rms_norm(v, jnp.ones(v.shape[-1]), eps=self.config.norm_eps)
+            v = rms_norm(v, jnp.ones(v.shape[-1]), eps=self.config.norms.eps)
         return self._rotate(k, self.key_norm, tokens, rope_parameters), v
 
     def finish(
@@ -191,7 +191,7 @@ class Layer(nnx.Module):
             return x + attended + y, aux
         x = (self.read(x) if config.residual_normed else x) + attended
         x = checkpoint_named(x, "attended", offload)
-        if config.norm_position == "post":
+        if config.norms.position == "post":
             x = _normalized(x, self.attention_norm)
             y, aux = feed_forward(x)
             return _normalized(x + y, norm), aux
@@ -215,7 +215,8 @@ class Layer(nnx.Module):
 
     def read(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Computes the input of attention from the residual stream."""
-        return _normalized(x, None if self.config.norm_position == "post" else self.attention_norm)
+        post = self.config.norms.position == "post"
+        return _normalized(x, None if post else self.attention_norm)
 
     def _scale(self, y: Array) -> Array:
         factor = self.config.residual_scale

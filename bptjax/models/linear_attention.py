@@ -44,7 +44,7 @@ class LinearAttention(Mixer):
         def convolution(key, heads, axis, size):
             return new_param(key, (J, heads, size), (None, axis, None), std, dtype)
 
-        self.eps = config.norm_eps
+        self.eps = config.norms.eps
         self.query = linear(keys[0], K, "kv_heads", H)
         self.key = linear(keys[1], K, "kv_heads", H)
         self.value = linear(keys[2], N, "heads", W)

@@ -23,16 +23,16 @@ class Norm(nnx.Module):
         axis: str | None = "embed",
     ):
         shape = (config.hidden_size if size is None else size,)
-        self.kind, self.eps, self.offset = config.norm, config.norm_eps, config.norm_unit_offset
-        start = jnp.zeros if config.norm_unit_offset else jnp.ones
-        self.scale = nnx.Param(start(shape, dtype), axes=(axis,)) if config.norm_scale else None
-        self.bias = nnx.Param(jnp.zeros(shape, dtype), axes=(axis,)) if config.norm_bias else None
+        own = self.choices = config.norms
+        start = jnp.zeros if own.unit_offset else jnp.ones
+        self.scale = nnx.Param(start(shape, dtype), axes=(axis,)) if own.scale else None
+        self.bias = nnx.Param(jnp.zeros(shape, dtype), axes=(axis,)) if own.bias else None
 
     def __call__(self, x: Float[Array, "*b D"]) -> Float[Array, "*b D"]:
         scale = jnp.ones(x.shape[-1]) if self.scale is None else self.scale[...]
-        if self.offset:
+        if self.choices.unit_offset:
             scale = 1.0 + scale.astype(jnp.float32)
-        if self.kind == "rms":
-            return rms_norm(x, scale, eps=self.eps)
+        if self.choices.type == "rms":
+            return rms_norm(x, scale, eps=self.choices.eps)
         bias = None if self.bias is None else self.bias[...]
-        return layer_norm(x, scale, bias, eps=self.eps)
+        return layer_norm(x, scale, bias, eps=self.choices.eps)

@@ -58,11 +58,11 @@ class Transformer(nnx.Module):
         entries = config.patches + 1 if images else config.max_position_embeddings or 0
         entries += config.position_offset
         self.positions = table(keys[1], entries, D, None) if learned else None
-        self.embedding_norm = Norm(config, dtype) if config.embedding_norm else None
+        self.embedding_norm = Norm(config, dtype) if config.norms.embedding else None
         self.layers = new_layers(config, keys[2], dtype)
         own = config.layer_embedding.size
         self.layer_embedding_norm = Norm(config, dtype, own, None) if own else None
-        self.norm = Norm(config, dtype) if config.final_norm else None
+        self.norm = Norm(config, dtype) if config.norms.final else None
         self.project_out = project(keys[5], D, E)
         self.head = None if config.tied_head else table(keys[3], config.V, E, "vocab")
         bias = config.head_bias

@@ -239,11 +239,11 @@ def test_a_model_from_scratch_becomes_a_llama(tmp_path, capsys):
     command = ["bptjax-to-hf", str(tmp_path / "run")]
     assert convert.main([*command, str(tmp_path / "out"), "--verify"]) == 0
     # And one that no family is like.
-    run = ["--run_dir", str(tmp_path / "odd"), "--model.norm", "layer"]
+    run = ["--run_dir", str(tmp_path / "odd"), "--model.norms.type", "layer"]
     assert main([*(f"--{k}={v}" for k, v in options.items() if k != "run_dir"), *run]) == 0
     assert "cannot be exported to Hugging Face's format: no" in capsys.readouterr().out
     assert convert.main(["bptjax-to-hf", str(tmp_path / "odd"), str(tmp_path / "no")]) == 2
-    assert "no Hugging Face family has model.norm=layer" in capsys.readouterr().err
+    assert "no Hugging Face family has model.norms.type=layer" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -10,12 +10,14 @@ from bptjax.convert import difference
 from bptjax.hf.from_scratch import family_of, from_scratch
 from bptjax.models.config import ModelConfig
 from bptjax.models.groups.attention import AttentionConfig
+from bptjax.models.groups.norms import NormsConfig
 from bptjax.pretrained import open_pretrained
 from hf.loading import random_weights
 
 SIZES = dict(vocab_size=61, hidden_size=32, num_layers=2, num_heads=4, max_position_embeddings=64)
-CLASSIC = dict(norm="layer", norm_bias=True, gated=False, tied_head=False, mlp_bias=True)
+CLASSIC = dict(norms=NormsConfig("layer", bias=True), gated=False, tied_head=False, mlp_bias=True)
 CLASSIC |= dict(attention=AttentionConfig(qkv_bias=True, out_bias=True))
+SANDWICH = NormsConfig(position="sandwich", unit_offset=True)
 NORMED = dict(attention=AttentionConfig(qk_norm=True))
 LAYERS = dict(sliding_window=5, layer_types=["sliding_attention", "full_attention"])
 MODELS = {
@@ -23,27 +25,33 @@ MODELS = {
     "llama, relu": dict(activation="relu_squared", head_dim=16),
     "qwen3": NORMED | dict(activation="quick_gelu") | LAYERS,
     "phi3": dict(rope_parameters=dict(rope_theta=1e4, partial_rotary_factor=0.5)),
-    "gemma3_text": LAYERS
-    | NORMED
-    | dict(norm_position="sandwich", norm_unit_offset=True, embedding_scale=32**0.5),
+    "gemma3_text": LAYERS | NORMED | dict(norms=SANDWICH, embedding_scale=32**0.5),
     "gpt2": CLASSIC | dict(position_embedding="learned", activation="gelu_tanh"),
     "gpt_neox": CLASSIC | dict(residual="parallel", activation="gelu"),
     "mistral": dict(sliding_window=5, num_kv_heads=1),
     "qwen2": dict(attention=AttentionConfig(qkv_bias=True)) | LAYERS,
-    "gemma": dict(norm_unit_offset=True, embedding_scale=32**0.5, activation="gelu_tanh"),
+    "gemma": dict(
+        norms=NormsConfig(unit_offset=True), embedding_scale=32**0.5, activation="gelu_tanh"
+    ),
     "gemma2": LAYERS
-    | dict(norm_position="sandwich", norm_unit_offset=True, embedding_scale=32**0.5)
+    | dict(norms=SANDWICH, embedding_scale=32**0.5)
     | dict(attention=AttentionConfig(softcap=50.0, scale=0.25), logits_softcap=30.0),
     "bloom": CLASSIC
-    | dict(position_embedding="alibi", embedding_norm=True, activation="gelu_tanh"),
+    | dict(norms=NormsConfig("layer", bias=True, embedding=True))
+    | dict(position_embedding="alibi", activation="gelu_tanh"),
     "opt": CLASSIC | dict(position_embedding="learned", position_offset=2, activation="relu"),
-    "falcon": dict(norm="layer", norm_bias=True, gated=False, residual="shared", num_kv_heads=2),
-    "falcon, old": dict(norm="layer", norm_bias=True, gated=False, activation="gelu"),
+    "falcon": dict(
+        norms=NormsConfig("layer", bias=True), gated=False, residual="shared", num_kv_heads=2
+    ),
+    "falcon, old": dict(norms=NormsConfig("layer", bias=True), gated=False, activation="gelu"),
     "bert": CLASSIC
-    | dict(causal=False, norm_position="post", position_embedding="learned", activation="gelu")
-    | dict(embedding_norm=True, token_types=2, final_norm=False, masked_head=True)
+    | dict(norms=NormsConfig("layer", position="post", bias=True, embedding=True, final=False))
+    | dict(causal=False, position_embedding="learned", activation="gelu")
+    | dict(token_types=2, masked_head=True)
     | dict(head_bias=True, tied_head=True),
-    "mpt": dict(norm="layer", gated=False, position_embedding="alibi", activation="gelu"),
+    "mpt": dict(
+        norms=NormsConfig("layer"), gated=False, position_embedding="alibi", activation="gelu"
+    ),
 }
 
 
@@ -68,7 +76,7 @@ def test_transformers_computes_the_same(tmp_path, name):
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
-        (dict(norm="layer"), "model.norm=layer with"),
+        (dict(norms=NormsConfig("layer")), "model.norms.type=layer with"),
         (dict(position_embedding="none"), "model.position_embedding=none with"),
         (attention(qkv_bias=True, qk_norm=True), "model.attention.qk_norm=True with"),
         (attention(clip=1.0), "model.attention.clip=1.0 with"),

@@ -19,6 +19,7 @@ from bptjax.models.groups.experts import ExpertsConfig
 from bptjax.models.groups.full_attention import FullAttentionConfig, SharedKvConfig
 from bptjax.models.groups.layer_embedding import LayerEmbeddingConfig
 from bptjax.models.groups.linear_attention import LinearAttentionConfig
+from bptjax.models.groups.norms import NormsConfig
 from bptjax.models.groups.short_convolution import ShortConvolutionConfig
 from bptjax.ops.loss import linear_cross_entropy
 from bptjax.remat import TrainingExecution
@@ -28,12 +29,11 @@ MODELS = {
     "rotary": ROTARY,
     "learned": replace(
         ROTARY,
-        norm="layer",
+        norms=NormsConfig("layer", bias=True),
         position_embedding="learned",
         max_position_embeddings=48,
         activation="gelu_tanh",
         gated=False,
-        norm_bias=True,
         attention=AttentionConfig(qkv_bias=True, out_bias=True),
         mlp_bias=True,
         num_kv_heads=None,
@@ -46,7 +46,7 @@ MODELS = {
     ),
     "normalized outputs, factors": replace(
         ROTARY,
-        norm_position="output",
+        norms=NormsConfig(position="output"),
         attention=AttentionConfig(qk_norm=True, qk_norm_joint=True),
         residual_scale=0.3,
         logits_scale=0.5,
@@ -74,7 +74,7 @@ MODELS = {
         shared_kv=SharedKvConfig(layers=2, intermediate_size=40),
         layer_embedding=LayerEmbeddingConfig(size=6),
         layer_scale=True,
-        norm_position="sandwich",
+        norms=NormsConfig(position="sandwich"),
     ),
     "dropout": replace(ROTARY, attention_dropout=0.2, residual_dropout=0.2, embedding_dropout=0.2),
 }
@@ -353,7 +353,7 @@ def test_half_precision_is_near(tokens, dtype):
         (linear(key_size=2**24), "attention.key_size=16777216: must be at most 65,536"),
         ({"full_attention": FullAttentionConfig(0, 1)}, "kv_heads=1: must go with model.full_att"),
         ({"full_attention": FullAttentionConfig(8)}, "head_dim=8: must go with full_attention and"),
-        ({"layer_scale": True}, "layer_scale=True: must go with norm_position=sandwich"),
+        ({"layer_scale": True}, "layer_scale=True: must go with norms.position=sandwich"),
         ({"experts": ExpertsConfig(norms=True)}, "experts.norms=True: must go with model.experts"),
         (LINEAR | {"residual": "parallel"}, "layer_types: must have no linear_attention unless"),
         ({"image_size": (8, 8)}, r"image_size=\(8, 8\), patch_size=None: must be set together"),
@@ -363,8 +363,8 @@ def test_half_precision_is_near(tokens, dtype):
         (IMAGES | {"image_size": (0, 8)}, r"divide image_size=\(0, 8\), both of at least 1"),
         (IMAGES | {"channels": 0}, "channels=0: must be at least 1"),
         ({"position_offset": -3}, "position_offset=-3: must be at least 0"),
-        ({"norm_eps": -1.0}, "norm_eps=-1.0: must be finite and not negative"),
-        ({"norm_eps": math.nan}, "norm_eps=nan: must be finite and not negative"),
+        ({"norms": NormsConfig(eps=-1.0)}, "norms.eps=-1.0: must be finite and not negative"),
+        ({"norms": NormsConfig(eps=math.nan)}, "norms.eps=nan: must be finite and not negative"),
         (attention(query_growth=math.inf), "query_growth=inf: must be finite"),
         ({"init_std": math.nan}, "init_std=nan: must be finite and not negative"),
         ({"residual_scale": math.nan}, "residual_scale=nan: must be finite and positive"),

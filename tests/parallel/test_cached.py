@@ -18,6 +18,7 @@ from bptjax.models.groups.experts import ExpertsConfig
 from bptjax.models.groups.full_attention import FullAttentionConfig, SharedKvConfig
 from bptjax.models.groups.layer_embedding import LayerEmbeddingConfig
 from bptjax.models.groups.linear_attention import LinearAttentionConfig
+from bptjax.models.groups.norms import NormsConfig
 from bptjax.models.groups.short_convolution import ShortConvolutionConfig
 from bptjax.models.layer_loops import Execution
 from bptjax.parallel import cached
@@ -56,7 +57,7 @@ MODELS = {
         full_attention=FullAttentionConfig(head_dim=16, kv_heads=1),
         shared_kv=SharedKvConfig(layers=2),
         layer_embedding=LayerEmbeddingConfig(size=8),
-        norm_position="sandwich",
+        norms=NormsConfig(position="sandwich"),
     ),
     "strided": dict(attention_pattern=dict(type="strided", block_size=2, local=2, stride=3)),
     "markers": dict(

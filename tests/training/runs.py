@@ -18,10 +18,11 @@ checkpoint: {save_steps: 6}
 TRAIN = "-m", "bptjax.train"
 # The model of a tiny BERT, in place of the model of the tiny run.
 ENCODER = """model:
-  {causal: false, hidden_size: 16, num_layers: 1, num_heads: 2, norm: layer, norm_bias: true,
-  norm_position: post, position_embedding: learned, max_position_embeddings: 32, activation: gelu,
+  {causal: false, hidden_size: 16, num_layers: 1, num_heads: 2,
+  norms: {type: layer, bias: true, position: post, embedding: true, final: false},
+  position_embedding: learned, max_position_embeddings: 32, activation: gelu,
   gated: false, attention: {qkv_bias: true, out_bias: true}, mlp_bias: true, token_types: 2,
-  final_norm: false, embedding_norm: true, masked_head: true, head_bias: true,
+  masked_head: true, head_bias: true,
   residual_dropout: 0.1}
 """
 

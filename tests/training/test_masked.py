@@ -84,7 +84,10 @@ BAD = {
     "characters": (["--data.tokenizer=char"], "data.tokenizer: must have a mask token"),
     "types": (["--model.causal=true"], "model.token_types=2: must go with model.causal=false"),
     "probability": (["--data.mlm_probability=0"], "data.mlm_probability=0.0: must be in (0, 1]"),
-    "first norm": (["--model.first_norm=false"], "model.first_norm=false: must go with norm_pos"),
+    "first norm": (
+        ["--model.norms.first=false"],
+        "model.norms.first=false: must go with norms.pos",
+    ),
 }
 
 

@@ -136,7 +136,7 @@ def test_a_checkpoint_of_another_version_is_refused(
         {"model": None},
         {"train": None},
         {"model": {"num_layers": None}},
-        {"model": {"norm_position": "middle"}},
+        {"model": {"norms": {"position": "middle"}}},
         {"model": {"add_tokens": 3}},
         {"train": {"seq_len": "long"}},
     ],

@@ -33,7 +33,10 @@ BAD = {
         ["--optimizer.warmup_steps", "3000000000"],
         "optimizer.warmup_steps=3000000000: must be less than 2^31",
     ),
-    "wrong choice": (["--model.norm", "batch"], "model.norm=batch: must be one of rms, layer"),
+    "wrong choice": (
+        ["--model.norms.type", "batch"],
+        "model.norms.type=batch: must be one of rms, layer",
+    ),
     "wrong choice of an optional key": (
         ["--optimizer.state_dtype", "int4"],
         "error: optimizer.state_dtype=int4: must be one of float32, bfloat16, int8 or null\n",

@@ -13,6 +13,7 @@ from bptjax.config import Config, TrainConfig
 from bptjax.execution import ExecutionConfig
 from bptjax.models.config import ModelConfig
 from bptjax.models.groups.experts import ExpertsConfig
+from bptjax.models.groups.norms import NormsConfig
 from bptjax.ops.choices import record_choices
 from bptjax.optimizer import OptimizerConfig
 from bptjax.parallel.mesh import ParallelConfig, make_mesh
@@ -140,7 +141,9 @@ def test_an_overflow_changes_the_scale_alone(batch):
 @pytest.mark.thorough
 def test_moments_in_host_memory(batch, tmp_path):
     """The same steps as with moments on the device, also after a checkpoint."""
-    small = replace(make_spec(), model=replace(MODEL, num_layers=1, gated=False, norm_scale=False))
+    small = replace(
+        make_spec(), model=replace(MODEL, num_layers=1, gated=False, norms=NormsConfig(scale=False))
+    )
     device, host = (
         with_optimizer(small, state_dtype="int8", state_memory_kind=kind)
         for kind in ("device", "pinned_host")

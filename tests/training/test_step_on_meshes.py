@@ -11,6 +11,7 @@ from tiers import fast
 from bptjax.models.config import ModelConfig
 from bptjax.models.groups.experts import ExpertsConfig
 from bptjax.models.groups.linear_attention import LinearAttentionConfig
+from bptjax.models.groups.norms import NormsConfig
 from bptjax.models.groups.short_convolution import ShortConvolutionConfig
 from bptjax.parallel.mesh import ParallelConfig, make_mesh
 from bptjax.training.state import abstract_state, init_state
@@ -125,13 +126,11 @@ def masked(batch):
         hidden_size=32,
         num_layers=1,
         num_heads=4,
-        norm="layer",
-        norm_bias=True,
+        norms=NormsConfig("layer", bias=True, embedding=True),
         position_embedding="learned",
         max_position_embeddings=T,
         position_offset=2,
         token_types=2,
-        embedding_norm=True,
         masked_head=True,
         head_bias=True,
         residual_dropout=0.2,
@@ -151,7 +150,7 @@ def test_windows_on_both_sides_on_a_mesh(masked):
     parts, spec, _ = masked
     layers = dict(
         num_layers=2,
-        first_norm=False,
+        norms=replace(spec.model.norms, first=False),
         sliding_window=4,
         layer_types=["full_attention", "sliding_attention"],
         position_embedding="rope",
@@ -177,7 +176,9 @@ def shard_bytes(tree) -> int:
 def small(parallel=None):
     # If a gradient is only rounding noise, the direction of AdamW's step is noise too.
     spec = with_optimizer(make_spec(parallel), learning_rate=1e-3)
-    return replace(spec, model=replace(MODEL, num_layers=1, gated=False, norm_scale=False))
+    return replace(
+        spec, model=replace(MODEL, num_layers=1, gated=False, norms=NormsConfig(scale=False))
+    )
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ from bptjax.hf.tensor_rules import (
 from bptjax.models.config import ModelConfig
 from bptjax.models.groups.alibi import AlibiConfig
 from bptjax.models.groups.attention import AttentionConfig
+from bptjax.models.groups.norms import NormsConfig
 
 
 def layernorm_mlp_decoder(c: Any, **more: Any) -> dict[str, Any]:
@@ -27,8 +28,6 @@ def layernorm_mlp_decoder(c: Any, **more: Any) -> dict[str, Any]:
             hidden_size=c.hidden_size,
             num_layers=c.num_hidden_layers,
             num_heads=c.num_attention_heads,
-            norm="layer",
-            norm_bias=True,
             gated=False,
             attention=AttentionConfig(qkv_bias=True, out_bias=True),
             mlp_bias=True,
@@ -43,7 +42,7 @@ def read_gpt2(c: Any) -> dict[str, Any]:
     return layernorm_mlp_decoder(
         c,
         intermediate_size=c.n_inner,
-        norm_eps=c.layer_norm_epsilon,
+        norms=NormsConfig("layer", c.layer_norm_epsilon, bias=True),
         position_embedding="learned",
         max_position_embeddings=c.max_position_embeddings,
         attention=AttentionConfig(
@@ -76,7 +75,7 @@ def read_gpt_neox(c: Any) -> dict[str, Any]:
     return layernorm_mlp_decoder(
         c,
         intermediate_size=c.intermediate_size,
-        norm_eps=c.layer_norm_eps,
+        norms=NormsConfig("layer", c.layer_norm_eps, bias=True),
         residual="parallel" if c.use_parallel_residual else "sequential",
         activation=activation(c.hidden_act),
         attention=AttentionConfig(qkv_bias=c.attention_bias, out_bias=c.attention_bias),
@@ -103,11 +102,10 @@ def read_bloom(c: Any) -> dict[str, Any]:
     start at the normalized input."""
     return layernorm_mlp_decoder(
         c,
-        norm_eps=c.layer_norm_epsilon,
+        norms=NormsConfig("layer", c.layer_norm_epsilon, bias=True, embedding=True),
         residual_normed=c.apply_residual_connection_post_layernorm,
         position_embedding="alibi",
         activation="gelu_tanh",
-        embedding_norm=True,
         attention_dropout=c.attention_dropout,
         residual_dropout=c.hidden_dropout,
     )
@@ -134,9 +132,13 @@ def read_opt(c: Any) -> dict[str, Any]:
     return layernorm_mlp_decoder(
         c,
         intermediate_size=c.ffn_dim,
-        norm_position="pre" if c.do_layer_norm_before else "post",
-        norm_scale=affine,
-        norm_bias=affine,
+        norms=NormsConfig(
+            "layer",
+            position="pre" if c.do_layer_norm_before else "post",
+            scale=affine,
+            bias=affine,
+            final=c.do_layer_norm_before and not c._remove_final_layer_norm,
+        ),
         position_embedding="learned",
         max_position_embeddings=c.max_position_embeddings,
         position_offset=2,
@@ -144,7 +146,6 @@ def read_opt(c: Any) -> dict[str, Any]:
         attention=AttentionConfig(qkv_bias=bias, out_bias=bias),
         mlp_bias=bias,
         embedding_size=c.word_embed_proj_dim if narrow else None,
-        final_norm=c.do_layer_norm_before and not c._remove_final_layer_norm,
         attention_dropout=c.attention_dropout,
         residual_dropout=c.dropout,
     )
@@ -177,8 +178,7 @@ def read_mpt(c: Any) -> dict[str, Any]:
     require(a, attn_uses_sequence_id=False, alibi_bias_max=8)
     return layernorm_mlp_decoder(
         c,
-        norm_eps=c.layer_norm_epsilon,
-        norm_bias=False,
+        norms=NormsConfig("layer", c.layer_norm_epsilon),
         position_embedding="alibi",
         max_position_embeddings=c.max_seq_len,
         alibi=AlibiConfig(interleaved=True),
@@ -220,7 +220,7 @@ def read_falcon(c: Any) -> dict[str, Any]:
         c,
         intermediate_size=c.ffn_hidden_size,
         num_kv_heads=1 if c.multi_query and not new else kv_heads,
-        norm_eps=c.layer_norm_epsilon,
+        norms=NormsConfig("layer", c.layer_norm_epsilon, bias=True),
         residual=residual,
         activation=activation(c.activation),
         attention=AttentionConfig(qkv_bias=c.bias, out_bias=c.bias),
@@ -257,7 +257,7 @@ def read_starcoder2(c: Any) -> dict[str, Any]:
         c,
         intermediate_size=c.intermediate_size,
         num_kv_heads=c.num_key_value_heads,
-        norm_eps=c.norm_epsilon,
+        norms=NormsConfig("layer", c.norm_epsilon, bias=True),
         sliding_window=c.sliding_window,
         activation=activation(c.hidden_act),
         attention=AttentionConfig(qkv_bias=bias, out_bias=bias),
@@ -288,7 +288,7 @@ def read_phi(c: Any) -> dict[str, Any]:
         c,
         intermediate_size=c.intermediate_size,
         num_kv_heads=c.num_key_value_heads,
-        norm_eps=c.layer_norm_eps,
+        norms=NormsConfig("layer", c.layer_norm_eps, bias=True),
         residual="shared",
         attention=AttentionConfig(qk_norm=c.qk_layernorm, qkv_bias=True, out_bias=True),
         activation=activation(c.hidden_act),

@@ -27,7 +27,7 @@ def read_lfm2(c: Any) -> dict[str, Any]:
     return rmsnorm_glu_decoder(
         c,
         intermediate_size=_feed_forward_width(c),
-        norm_eps=c.norm_eps,
+        norms=dict(eps=c.norm_eps),
         activation="silu",
         attention=AttentionConfig(qk_norm=True),
         layer_types=types,

@@ -17,6 +17,7 @@ from bptjax.hf.tensor_rules import (
 )
 from bptjax.models.config import ModelConfig
 from bptjax.models.groups.attention import AttentionConfig
+from bptjax.models.groups.norms import NormsConfig
 
 CLASSIFIER = "ForSequenceClassification"
 IMAGE_CLASSIFIER = "ForImageClassification"
@@ -45,9 +46,7 @@ def layernorm_mlp_encoder(c: Any, **more: Any) -> dict[str, Any]:
             intermediate_size=c.intermediate_size,
             num_layers=c.num_hidden_layers,
             num_heads=c.num_attention_heads,
-            norm="layer",
-            norm_eps=c.layer_norm_eps,
-            norm_bias=True,
+            norms=NormsConfig("layer", c.layer_norm_eps, bias=True),
             position_embedding="learned",
             activation=activation(c.hidden_act),
             gated=False,
@@ -86,12 +85,12 @@ def read_bert(c: Any, model: str = "Bert", offset: int = 0) -> dict[str, Any]:
     return layernorm_mlp_encoder(
         c,
         vocab_size=c.vocab_size,
-        norm_position="post",
+        norms=NormsConfig(
+            "layer", c.layer_norm_eps, "post", bias=True, embedding=True, final=False
+        ),
         max_position_embeddings=c.max_position_embeddings - offset,
         position_offset=offset,
         token_types=c.type_vocab_size,
-        embedding_norm=True,
-        final_norm=False,
         pooler=0 if masked else c.hidden_size,
         classes=classes(c, kind),
         masked_head=masked,
@@ -146,7 +145,7 @@ def read_roberta(c: Any) -> dict[str, Any]:
 def rules_encoder_layers(c: ModelConfig, layer: str) -> Iterator[TensorRule]:
     """Yields the rules that BERT and ViT share: the linear layers, `attention.self` in BERT and
     `attention.attention` in ViT."""
-    inner = "self" if c.norm_position == "post" else "attention"
+    inner = "self" if c.norms.position == "post" else "attention"
     q, k, v = (f"{layer}attention.{inner}.{name}" for name in ("query", "key", "value"))
     yield from attention(c, q, k, v, f"{layer}attention.output.dense")
     yield from mlp(c, f"{layer}intermediate.dense", f"{layer}output.dense")
@@ -213,11 +212,7 @@ def read_modernbert(c: Any) -> dict[str, Any]:
         intermediate_size=c.intermediate_size,
         num_layers=c.num_hidden_layers,
         num_heads=c.num_attention_heads,
-        norm="layer",
-        norm_eps=c.norm_eps,
-        norm_bias=c.norm_bias,
-        embedding_norm=True,
-        first_norm=False,
+        norms=NormsConfig("layer", c.norm_eps, bias=c.norm_bias, embedding=True, first=False),
         sliding_window=c.local_attention // 2 + 1,
         layer_types=list(c.layer_types),
         activation=activation(c.hidden_activation),

@@ -44,7 +44,7 @@ def field_values(config: ModelConfig) -> dict[str, Sequence[int]]:
     """
     return dict(
         layer=range(config.num_layers),
-        normed_layer=range(0 if config.first_norm else 1, config.num_layers),
+        normed_layer=range(0 if config.norms.first else 1, config.num_layers),
         attention_layer=config.attention_layers,
         expert_layer=config.expert_layers,
         mlp_layer=config.dense_layers,

@@ -17,14 +17,19 @@ from bptjax.hf.tensor_rules import (
 )
 from bptjax.models.config import ModelConfig
 from bptjax.models.groups.attention import AttentionConfig
+from bptjax.models.groups.norms import NormsConfig
 
 
-def rmsnorm_glu_decoder(c: Any, *, partial: bool = False, **more: Any) -> dict[str, Any]:
+def rmsnorm_glu_decoder(
+    c: Any, *, partial: bool = False, norms: Mapping[str, Any] = MappingProxyType({}), **more: Any
+) -> dict[str, Any]:
     """Returns the keywords that these families share, updated with `more`.
 
     Args:
       partial: whether the family rotates a part of each head.
+      norms: choices of norms.
     """
+    own: dict[str, Any] = {"eps": getattr(c, "rms_norm_eps", None), **norms}
     return (
         dict(
             vocab_size=c.vocab_size,
@@ -35,8 +40,7 @@ def rmsnorm_glu_decoder(c: Any, *, partial: bool = False, **more: Any) -> dict[s
             num_heads=c.num_attention_heads,
             num_kv_heads=c.num_key_value_heads,
             head_dim=getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads,
-            norm="rms",
-            norm_eps=getattr(c, "rms_norm_eps", None),
+            norms=NormsConfig(**own),
             gated=True,
             # Text models of multimodal models may leave the key to the outer config.
             tied_head=getattr(c, "tie_word_embeddings", False),
@@ -94,18 +98,23 @@ def read_qwen3(c: Any) -> dict[str, Any]:
 
 
 def gemma_decoder(
-    c: Any, act: str, choices: Mapping[str, Any] = MappingProxyType({}), **more: Any
+    c: Any,
+    act: str,
+    choices: Mapping[str, Any] = MappingProxyType({}),
+    position: str = "pre",
+    **more: Any,
 ) -> dict[str, Any]:
     """Returns the keywords that the Gemma families share: norms multiply by 1 + scale, and
     embeddings are scaled by √D.
 
     Args:
       choices: further choices of attention.
+      position: that of norms.
     """
     return rmsnorm_glu_decoder(
         c,
         activation=activation(act),
-        norm_unit_offset=True,
+        norms=dict(unit_offset=True, position=position),
         attention=AttentionConfig(qkv_bias=c.attention_bias, out_bias=c.attention_bias, **choices),
         embedding_scale=c.hidden_size**0.5,
         **more,
@@ -123,7 +132,7 @@ def read_gemma2(c: Any) -> dict[str, Any]:
         c,
         c.hidden_activation,
         dict(scale=c.query_pre_attn_scalar**-0.5, softcap=c.attn_logit_softcapping),
-        norm_position="sandwich",
+        "sandwich",
         logits_softcap=c.final_logit_softcapping,
         **window_pattern(c),
     )
@@ -137,7 +146,7 @@ def read_gemma3(c: Any) -> dict[str, Any]:
         c,
         c.hidden_activation,
         dict(scale=c.query_pre_attn_scalar**-0.5, qk_norm=True),
-        norm_position="sandwich",
+        "sandwich",
         logits_softcap=c.final_logit_softcapping,
         sliding_window=c.sliding_window,
         layer_types=list(c.layer_types),
@@ -166,11 +175,11 @@ def rules_rmsnorm_decoder(
         yield from norm(f"{layer}self_attn.q_norm", "layers.query_norm", c, queries * c.H)
         yield from norm(f"{layer}self_attn.k_norm", "layers.key_norm", c, keys * c.H)
     after = f"{layer}post_attention_layernorm"
-    if c.norm_position != "output":
+    if c.norms.position != "output":
         yield from norm(f"{layer}input_layernorm", "layers.attention_norm", c)
-    if c.norm_position == "sandwich":
+    if c.norms.position == "sandwich":
         yield from norm(f"{layer}pre_feedforward_layernorm", "layers.mlp_norm", c)
-    if c.norm_position in ("output", "sandwich"):
+    if c.norms.position in ("output", "sandwich"):
         yield from norm(after, "layers.attention_post_norm", c)
         yield from norm(f"{layer}post_feedforward_layernorm", "layers.mlp_post_norm", c)
     elif c.residual != "shared":
@@ -191,7 +200,7 @@ def read_granite(c: Any) -> dict[str, Any]:
 def output_norm_decoder(c: Any, **more: Any) -> dict[str, Any]:
     """Returns the keywords of families that normalize the outputs of sublayers."""
     return rmsnorm_glu_decoder(
-        c, activation=activation(c.hidden_act), norm_position="output", **more
+        c, activation=activation(c.hidden_act), norms=dict(position="output"), **more
     )
 
 
@@ -241,9 +250,7 @@ def read_stablelm(c: Any) -> dict[str, Any]:
     return rmsnorm_glu_decoder(
         c,
         partial=True,
-        norm="layer",
-        norm_eps=c.layer_norm_eps,
-        norm_bias=True,
+        norms=dict(type="layer", eps=c.layer_norm_eps, bias=True),
         residual="shared" if c.use_parallel_residual else "sequential",
         activation=activation(c.hidden_act),
         attention=AttentionConfig(qkv_bias=c.use_qkv_bias),

@@ -13,6 +13,7 @@ from bptjax.models.groups.attention import AttentionConfig
 from bptjax.models.groups.experts import ExpertsConfig
 from bptjax.models.groups.full_attention import FullAttentionConfig, SharedKvConfig
 from bptjax.models.groups.layer_embedding import LayerEmbeddingConfig
+from bptjax.models.groups.norms import NormsConfig
 
 LAYER = "model.layers.{layer}."
 # Keys that a layer's config may change.
@@ -42,9 +43,7 @@ def read_gemma4(c: Any) -> dict[str, Any]:
             shared_kv=SharedKvConfig(shared, 2 * c.intermediate_size if double else 0),
             layer_types=types,
             sliding_window=c.sliding_window,
-            norm="rms",
-            norm_eps=c.rms_norm_eps,
-            norm_position="sandwich",
+            norms=NormsConfig(eps=c.rms_norm_eps, position="sandwich"),
             attention=AttentionConfig(qk_norm=True, value_norm=True, scale=1.0),
             attention_dropout=c.attention_dropout or 0.0,
             activation=activation(c.hidden_activation),

@@ -43,7 +43,7 @@ def read_glm4(c: Any) -> dict[str, Any]:
         c,
         partial=True,
         activation=activation(c.hidden_act),
-        norm_position="sandwich",
+        norms=dict(position="sandwich"),
         attention=AttentionConfig(qkv_bias=c.attention_bias),
     )
 
@@ -71,8 +71,7 @@ def read_cohere2(c: Any) -> dict[str, Any]:
     return rmsnorm_glu_decoder(
         c,
         activation=activation(c.hidden_act),
-        norm="layer",
-        norm_eps=c.layer_norm_eps,
+        norms=dict(type="layer", eps=c.layer_norm_eps),
         residual="shared",
         attention=AttentionConfig(qkv_bias=bias, out_bias=bias),
         sliding_window=c.sliding_window,

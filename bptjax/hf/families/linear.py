@@ -36,7 +36,7 @@ def hybrid_decoder(c: Any, **more: Any) -> dict[str, Any]:
     return rmsnorm_glu_decoder(
         c,
         partial=True,
-        norm_unit_offset=True,
+        norms=dict(unit_offset=True),
         attention=AttentionConfig(qk_norm=True, qkv_bias=bias, out_bias=bias, gate=True),
         layer_types=list(c.layer_types),
         linear_attention=LinearAttentionConfig(

@@ -53,10 +53,11 @@ def check_sandwich(model: Any, key: str) -> None:
     Raises:
       ValueError: it has other layers.
     """
-    shape = model.norm_position, model.residual
-    if shape != ("sandwich", "sequential") or not model.causal or not model.first_norm:
+    shape = model.norms.position, model.residual
+    if shape != ("sandwich", "sequential") or not model.causal or not model.norms.first:
         raise ValueError(
-            f"model.{key}: must go with norm_position=sandwich, residual=sequential and causal=true"
+            f"model.{key}: must go with norms.position=sandwich, residual=sequential and "
+            "causal=true"
         )
 
 
