@@ -21,6 +21,7 @@ from ops.comparing import quick
 from ops.test_cudnn import DOCUMENTS, both, run_scan_as_triton
 from test_lora import MODEL, make_spec
 from test_optimizer import CONFIG, Model, on, update
+from tiers import fast
 
 from bptjax.lora import AdapterConfig
 from bptjax.models.groups.experts import ExpertsConfig
@@ -370,7 +371,7 @@ def test_experts_are_quantized_where_they_are():
 # The optimizer
 
 
-@pytest.mark.parametrize("kind", ["float32", "int8"])
+@pytest.mark.parametrize("kind", fast(["float32", "int8"], ["int8"]))
 def test_each_device_updates_its_own(kind):
     """If every shard holds full blocks, devices exchange only the norm of the gradients."""
     mesh = make_mesh(ParallelConfig(dp=2, fsdp=2, tp=2))

@@ -12,6 +12,7 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
+from tiers import fast
 
 from bptjax.optimizer import OptimizerConfig, _load, apply_gradients, init_opt_state
 from bptjax.parallel.mesh import ParallelConfig, make_mesh, sharding
@@ -80,7 +81,10 @@ ORACLES = {
 
 @pytest.mark.parametrize(
     ("kind", "at_once"),
-    [*product(ORACLES, (None, 2048)), ("adamw", 2**22), ("adamw", 100)],
+    fast(
+        [*product(ORACLES, (None, 2048)), ("adamw", 2**22), ("adamw", 100)],
+        lambda _, at_once: at_once in (None, 2048),
+    ),
 )
 def test_float32_is_optax(kind, at_once, monkeypatch):
     """Without slices, as on a GPU, and in slices, the last of which overlaps the one before."""
@@ -262,7 +266,8 @@ def test_fewer_bits_train_as_well(optimizer, rate):
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "kind"), [*(("adamw", kind) for kind in STATES), ("muon", "int8")]
+    ("optimizer", "kind"),
+    fast([*(("adamw", kind) for kind in STATES), ("muon", "int8")], [("adamw", "int8")]),
 )
 def test_temporary_memory_does_not_grow_with_the_model(optimizer, kind):
     """Of the feed-forward kernels and the embedding of an 8B model, 9 GiB: compiled only."""

@@ -8,6 +8,7 @@ import threading
 
 import pytest
 from chats import CHATML, TALK, loaded, raw_tokenizer
+from tiers import fast
 
 from bptjax import preview, train
 from bptjax.data import renderer, templates
@@ -29,17 +30,20 @@ def half_a_second():
 
 @pytest.mark.parametrize(
     ("template", "message"),
-    [
-        (LARGE, "GiB of memory"),
-        ("{{ 'a' * 9999999 }}", "writes more than 1,0"),
-        ("{{ '%1999999999d' % 1 }}", "GiB of memory"),
-        (NESTED, "(GiB of memory|more than 0.5 s)"),
-        ("{{ 9 ** (9 ** 9) }}", "more than 0.5 s"),
-        (
-            "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-            "more than 0.5 s",
-        ),
-    ],
+    fast(
+        [
+            (LARGE, "GiB of memory"),
+            ("{{ 'a' * 9999999 }}", "writes more than 1,0"),
+            ("{{ '%1999999999d' % 1 }}", "GiB of memory"),
+            (NESTED, "(GiB of memory|more than 0.5 s)"),
+            ("{{ 9 ** (9 ** 9) }}", "more than 0.5 s"),
+            (
+                "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+                "more than 0.5 s",
+            ),
+        ],
+        lambda template, _: "'a' *" in template or "9 **" in template,
+    ),
 )
 def test_a_template_has_limits_and_the_next_one_renders(half_a_second, tmp_path, template, message):
     tokenizer = ByteTokenizer()
@@ -93,7 +97,7 @@ def test_threads_share_the_process_and_signals_do_not_end_it():
     ("template", "message"),
     [(LARGE, "takes"), ("{% if x %}\n{{ a b }}{% endif %}", "is invalid: line 2: expected token")],
 )
-@pytest.mark.parametrize("bad_records", ["error", "skip"])
+@pytest.mark.parametrize("bad_records", fast(["error", "skip"], ["skip"]))
 def test_a_faulty_template_ends_the_command(
     tmp_path, capsys, command, template, message, bad_records
 ):

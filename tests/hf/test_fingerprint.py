@@ -143,6 +143,7 @@ def test_a_cache_that_cannot_be_written_is_skipped(tmp_path, monkeypatch, at_onc
     assert fingerprint([file]) == right and not (tmp_path / "~").exists()
 
 
+@pytest.mark.thorough
 def test_processes_share_the_cache(tmp_path, cache):
     """Several hash and cache the same files at once; each gets the same answer."""
     files = [tmp_path / str(i) for i in range(20)]

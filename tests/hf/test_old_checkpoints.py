@@ -135,6 +135,7 @@ def test_the_dtype_of_a_tensor_that_is_read_is_checked(llama, dtype):
         open_pretrained(ModelConfig(name_or_path=str(llama(change=change))))
 
 
+@pytest.mark.thorough
 def test_a_run_logs_unread_tensors_once(llama, tmp_path, capsys):
     from bptjax.generate import main as generate
     from bptjax.train import main

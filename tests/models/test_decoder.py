@@ -380,6 +380,7 @@ def test_impossible_models_are_refused(change, message):
         replace(ROTARY, **change)
 
 
+@pytest.mark.thorough
 def test_documents_share_no_bit_through_linear_attention():
     """Other tokens in a document, and in padding, change no bit of the loss and gradients of the
     documents beside it, which are shorter than the convolution."""

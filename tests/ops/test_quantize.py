@@ -141,7 +141,11 @@ def test_weights_by_hand(kind, wanted):
     np.testing.assert_allclose(got, 2 * np.array(list(wanted.values())), rtol=1e-6)
 
 
-@pytest.mark.parametrize("shape", [(128, 24), (70, 2, 3), (33, 5)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    fast([((128, 24),), ((70, 2, 3),), ((33, 5),)], lambda shape: shape == (70, 2, 3)),
+    ids=str,
+)
 @pytest.mark.parametrize("kind", CODEBOOKS)
 @pytest.mark.parametrize("double", [False, True])
 def test_weights(shape, kind, double):
