@@ -338,6 +338,7 @@ def test_frozen_weights_have_no_gradient_products():
     assert made(replace(spec.config, adapter=AdapterConfig()))
 
 
+@pytest.mark.thorough
 def test_experts_stay_on_their_devices():
     """Neither they nor their gradients travel, and memory does not grow with the devices, although
     all tokens may choose the experts of one."""

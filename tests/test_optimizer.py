@@ -297,6 +297,7 @@ def on(mesh, tree):
     return jax.tree.map(place, tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
 
 
+@pytest.mark.thorough
 def test_eight_devices_round_blocks_as_one(monkeypatch):
     """Shards that hold whole blocks (the kernel's), and that cut them (the embedding's). Rounded to
     the nearest, because noise is each device's own.

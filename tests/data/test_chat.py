@@ -6,6 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tiers import fast
 
 from bptjax.data.config import DataConfig
 from bptjax.data.encode import encode, prompt_and_answer
@@ -292,7 +293,7 @@ def talks(count, seed=0):
     return [{"prompt": a, "answer": b} for a, b in zip(texts[::2], texts[1::2], strict=True)]
 
 
-@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("packing", fast(PACKINGS, ["best_fit"]))
 def test_packed_is_separate(tmp_path, packing):
     """Whatever shares a row, each chat has its own labels and segment, and the losses add up."""
     import jax

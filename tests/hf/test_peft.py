@@ -271,6 +271,7 @@ def of_bytes(name):
     return raw
 
 
+@pytest.mark.thorough
 def test_a_run_resumes_generates_merges_and_exports(
     arguments, tmp_path, tokens, monkeypatch, capsys
 ):

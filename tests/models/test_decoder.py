@@ -186,6 +186,7 @@ def gradient_of(**how):
     return jax.jit(jax.grad(loss)), (model, jax.ShapeDtypeStruct((1, 1024), jnp.int32))
 
 
+@pytest.mark.thorough
 def test_remat_saves_memory():
     """Each policy keeps less than the one before."""
 

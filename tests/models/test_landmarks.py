@@ -98,6 +98,7 @@ def test_packed_documents_are_separate_and_equal_the_definition(model, monkeypat
     assert np.abs(np.concatenate(wanted) - alone).max() < 1e-5
 
 
+@pytest.mark.thorough
 def test_generation_equals_the_model_on_the_text_with_landmarks(model):
     prompts = [TEXTS[0][:9], TEXTS[1][:1], TEXTS[0][:12]]
     options = dict(new_tokens=7, sampling=Sampling(temperature=0.0), execution=SMALL)

@@ -77,7 +77,7 @@ def test_versions_of_jax_triton(installed, reason, monkeypatch):
         grouped_triton.available()
 
 
-SOME = ["segments", "everything", "sinks, window", "experts"]
+SOME = ["everything", "sinks, window", "experts"]
 
 
 @pytest.mark.parametrize(

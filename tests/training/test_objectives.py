@@ -169,6 +169,7 @@ def test_refusals(arguments, flags, message, tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.thorough
 def test_a_run_of_before_is_resumed(arguments, uninterrupted, tmp_path):
     """Its config.yaml has no objective."""
     run_dir = tmp_path / "run"

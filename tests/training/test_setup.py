@@ -305,6 +305,7 @@ def test_defaults_follow_the_work(flags, platform, wanted, tmp_path):
     assert again == config == again.on("cpu") == again.on("gpu")
 
 
+@pytest.mark.thorough
 def test_a_fine_tuning_run_logs_its_defaults_and_keeps_them(
     arguments, uninterrupted, tmp_path, capsys
 ):
