@@ -253,8 +253,8 @@ def difference(
             raise ValueError(
                 f"{hf / 'config.json'}: architectures: must name a model, not {name!r}"
             )
-    if config.image_size:
-        shape = 2, config.channels, *config.image_size
+    if config.encoder.image_size:
+        shape = 2, config.encoder.channels, *config.encoder.image_size
         inputs, key = rng.normal(size=shape).astype(np.float32), "pixel_values"
     else:
         inputs = rng.integers(0, config.V, (2, min(37, config.max_position_embeddings or 37)))
@@ -273,8 +273,8 @@ def difference(
     ours = model.load(where, params=params)
     *layers, stream, last = jax.jit(type(ours).hidden_states)(ours, jnp.asarray(inputs))
     # transformers' last hidden state of text follows the final norm; that of images precedes it.
-    final = stream if config.image_size else last
-    headless = config.pooler and not config.classes
+    final = stream if config.encoder.image_size else last
+    headless = config.encoder.pooler and not config.encoder.classes
     got = jax.jit(type(ours).pooled if headless else type(ours).logits)(ours, last)
     errors = [_relative(a, b) for a, b in zip([*layers, final], states, strict=True)]
     return errors, _relative(got, end)

@@ -19,60 +19,46 @@ RENAMED = {
     "model.window": "model.sliding_window",
     "model.max_positions": "model.max_position_embeddings",
     "model.position": "model.position_embedding",
-    "model.norm_offset": "model.norms.unit_offset",
-    "model.norm_place": "model.norms.position",
-    "model.num_experts": "model.experts.count",
-    "model.experts_per_token": "model.experts.per_token",
-    "model.expert_size": "model.experts.size",
-    "model.mlp_only_layers": "model.experts.mlp_only_layers",
-    "model.router_bias": "model.experts.router_bias",
-    "model.router_scores": "model.experts.scores",
-    "model.router_correction": "model.experts.correction",
-    "model.router_groups": "model.experts.groups",
-    "model.router_groups_per_token": "model.experts.groups_per_token",
-    "model.routed_scale": "model.experts.scale",
-    "model.shared_expert_size": "model.experts.shared_size",
-    "model.shared_expert_gate": "model.experts.shared_gate",
-    "model.expert_norms": "model.experts.norms",
-    "model.router_renormalized": "model.experts.renormalized",
-    "model.router_aux_loss": "model.experts.aux_loss",
-    "model.router_z_loss": "model.experts.z_loss",
-    "model.glu_limit": "model.experts.glu_limit",
-    "model.glu_offset": "model.experts.glu_offset",
-    "model.linear_key_heads": "model.linear_attention.key_heads",
-    "model.linear_value_heads": "model.linear_attention.value_heads",
-    "model.linear_key_size": "model.linear_attention.key_size",
-    "model.linear_value_size": "model.linear_attention.value_size",
-    "model.linear_conv_size": "model.linear_attention.conv_size",
-    "model.attention_scale": "model.attention.scale",
-    "model.attention_softcap": "model.attention.softcap",
-    "model.attention_gate": "model.attention.gate",
-    "model.attention_sinks": "model.attention.sinks",
-    "model.qk_norm": "model.attention.qk_norm",
-    "model.qk_norm_joint": "model.attention.qk_norm_joint",
-    "model.value_norm": "model.attention.value_norm",
-    "model.clip_qkv": "model.attention.clip",
-    "model.qkv_bias": "model.attention.qkv_bias",
-    "model.out_bias": "model.attention.out_bias",
-    "model.query_growth": "model.attention.query_growth",
-    "model.query_growth_length": "model.attention.query_growth_length",
-    "model.full_head_dim": "model.full_attention.head_dim",
-    "model.full_kv_heads": "model.full_attention.kv_heads",
-    "model.full_keys_as_values": "model.full_attention.keys_as_values",
-    "model.shared_kv_layers": "model.shared_kv.layers",
-    "model.shared_kv_intermediate_size": "model.shared_kv.intermediate_size",
-    "model.layer_embedding_size": "model.layer_embedding.size",
-    "model.alibi_scale": "model.alibi.scale",
-    "model.alibi_interleaved": "model.alibi.interleaved",
-    "model.norm": "model.norms.type",
-    "model.norm_eps": "model.norms.eps",
-    "model.norm_position": "model.norms.position",
-    "model.norm_scale": "model.norms.scale",
-    "model.norm_bias": "model.norms.bias",
-    "model.norm_unit_offset": "model.norms.unit_offset",
-    "model.first_norm": "model.norms.first",
-    "model.final_norm": "model.norms.final",
-    "model.embedding_norm": "model.norms.embedding",
+}
+# Keys of the model that are now in a group: `old:new`, or one name if it is still the same.
+_GROUPED = {
+    "alibi": "alibi_scale:scale alibi_interleaved:interleaved",
+    "attention": (
+        "attention_scale:scale attention_softcap:softcap attention_gate:gate attention_sinks:sinks "
+        "qk_norm qk_norm_joint value_norm clip_qkv:clip qkv_bias out_bias query_growth "
+        "query_growth_length"
+    ),
+    "encoder": (
+        "token_types image_size patch_size channels pooler pooler_activation masked_head "
+        "masked_head_bias classes class_pooling"
+    ),
+    "experts": (
+        "num_experts:count experts_per_token:per_token expert_size:size mlp_only_layers "
+        "router_bias router_scores:scores router_correction:correction router_groups:groups "
+        "router_groups_per_token:groups_per_token routed_scale:scale "
+        "shared_expert_size:shared_size shared_expert_gate:shared_gate expert_norms:norms "
+        "router_renormalized:renormalized router_aux_loss:aux_loss router_z_loss:z_loss glu_limit "
+        "glu_offset"
+    ),
+    "full_attention": (
+        "full_head_dim:head_dim full_kv_heads:kv_heads full_keys_as_values:keys_as_values"
+    ),
+    "layer_embedding": "layer_embedding_size:size",
+    "linear_attention": (
+        "linear_key_heads:key_heads linear_value_heads:value_heads linear_key_size:key_size "
+        "linear_value_size:value_size linear_conv_size:conv_size"
+    ),
+    "norms": (
+        "norm_offset:unit_offset norm_place:position norm:type norm_eps:eps norm_position:position "
+        "norm_scale:scale norm_bias:bias norm_unit_offset:unit_offset first_norm:first "
+        "final_norm:final embedding_norm:embedding"
+    ),
+    "shared_kv": "shared_kv_layers:layers shared_kv_intermediate_size:intermediate_size",
+}
+RENAMED |= {
+    f"model.{old}": f"model.{group}.{new or old}"
+    for group, names in _GROUPED.items()
+    for old, _, new in (name.partition(":") for name in names.split())
 }
 
 

@@ -15,6 +15,7 @@ from bptjax.config import Config
 from bptjax.config_parser import parse
 from bptjax.data.tokenizer import make_tokenizer
 from bptjax.devices import GIB, absent_devices, parse_devices
+from bptjax.keys import replace_keys
 from bptjax.models.attention_pattern import find_tokens
 from bptjax.models.config import ModelConfig
 from bptjax.parallel.mesh import make_mesh, select_devices
@@ -76,9 +77,10 @@ def open_model(config: Config) -> tuple[ModelConfig, Pretrained | None]:
     """
     if config.model.name_or_path:
         pretrained = open_config(config.model)
-        if pretrained.config.image_size is not None and not pretrained.config.classes:
+        encoder = pretrained.config.encoder
+        if encoder.image_size is not None and not encoder.classes:
             # The data are not read. Their number of classes hardly changes the plan.
-            pretrained = open_config(replace(config.model, classes=2))
+            pretrained = open_config(replace_keys(config.model, {"encoder.classes": 2}))
         model = pretrained.config
         if model.add_tokens:
             # The vocabulary of most checkpoints has room for a few tokens; assume that it has none.

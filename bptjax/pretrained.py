@@ -193,9 +193,9 @@ def open_pretrained(wanted: ModelConfig, seed: int = 0) -> Pretrained:
     if (directory / ADAPTER_CONFIG).exists():
         return _open_peft(directory, wanted)
     if (directory / "config.json").exists():
-        family, config = read_config(directory, wanted.classes)
+        family, config = read_config(directory, wanted.encoder.classes)
         raw = read_json(directory / "config.json")
-        new_classes = with_classes(raw, wanted.classes) is not raw
+        new_classes = with_classes(raw, wanted.encoder.classes) is not raw
         found = HFCheckpoint(directory, family, config, new_classes)
         return Pretrained(
             merge(found.config, wanted),
@@ -253,7 +253,7 @@ def open_config(wanted: ModelConfig) -> Pretrained:
     directory = resolve_checkpoint(str(wanted.name_or_path), weights=False)
     if (directory / ADAPTER_CONFIG).exists() or not (directory / "config.json").exists():
         return open_pretrained(wanted)
-    family, config = read_config(directory, wanted.classes)
+    family, config = read_config(directory, wanted.encoder.classes)
     source = NoParameters()
     return Pretrained(merge(config, wanted), source, family, read_as=config, sidecars=directory)
 

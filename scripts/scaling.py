@@ -32,6 +32,7 @@ from bptjax.config_parser import parse
 from bptjax.models.config import ModelConfig
 from bptjax.models.encoder import Encoder
 from bptjax.models.groups.attention import AttentionConfig
+from bptjax.models.groups.encoder import EncoderConfig
 from bptjax.models.groups.norms import NormsConfig
 from bptjax.models.layer_loops import Execution
 from bptjax.ops.taylor_attention import taylor_attention
@@ -60,11 +61,13 @@ ENCODERS = {
         TRANSFORMER,
         vocab_size=30_522,
         norms=NormsConfig("layer", position="post", bias=True, embedding=True, final=False),
-        token_types=2,
-        masked_head=True,
+        encoder=EncoderConfig(token_types=2, masked_head=True),
         head_bias=True,
     ),
-    "vit": replace(TRANSFORMER, image_size=(224, 224), patch_size=(16, 16), classes=1000),
+    "vit": replace(
+        TRANSFORMER,
+        encoder=EncoderConfig(image_size=(224, 224), patch_size=(16, 16), classes=1000),
+    ),
 }
 SPLITS = ("dp", "sp")
 # Strategies that shard keys, whose order over the devices may be balanced or not.
@@ -136,7 +139,7 @@ def encoder_row(args: argparse.Namespace, name: str, rows: int, T: int, n: int, 
     config, mesh, dtype = ENCODERS[name], mesh_of(split, n), jnp.dtype(args.dtype)
     if args.layers:
         config = replace(config, num_layers=args.layers)
-    if config.image_size is None:
+    if config.encoder.image_size is None:
         config = replace(config, max_position_embeddings=T)
 
     def loss(model, inputs, labels):
@@ -147,10 +150,11 @@ def encoder_row(args: argparse.Namespace, name: str, rows: int, T: int, n: int, 
         return (jax.nn.logsumexp(logits, -1) - picked).mean()
 
     def data(key):
-        if config.image_size is None:
+        if config.encoder.image_size is None:
             tokens = constrain(jax.random.randint(key, (rows, T), 0, config.V), "batch", "sequence")
             return tokens, tokens
-        images = jax.random.normal(key, (rows, config.channels, *config.image_size), dtype)
+        shape = rows, config.encoder.channels, *config.encoder.image_size
+        images = jax.random.normal(key, shape, dtype)
         return constrain(images, "batch"), jnp.zeros(rows, jnp.int32)
 
     with jax.set_mesh(mesh):
@@ -275,10 +279,10 @@ def main(argv: list[str] | None = None) -> None:
         measured = encoder_row if args.study == "encoder" else step_row
         models = args.encoders if args.study == "encoder" else [args.decoder]
         for model, split in itertools.product(models, args.splits):
-            images = args.study == "encoder" and ENCODERS[model].image_size is not None
+            images = args.study == "encoder" and ENCODERS[model].encoder.image_size is not None
             if images and scaling == "weak" and split == "sp":
                 continue  # An image has a fixed number of tokens.
-            tokens = ENCODERS[model].patches + 1 if images else base
+            tokens = ENCODERS[model].encoder.patches + 1 if images else base
             line = f"{model} {split}, {batch} × {tokens:,}{each}"
             count, T = (batch * times, tokens) if split == "dp" else (batch, tokens * times)
             about = dict(line=line, model=model, split=split, batch=count)

@@ -66,7 +66,7 @@ def test_load_takes_encoders(tmp_path):
     (tmp_path / "config.json").write_text(raw.to_json_string())
     random_weights(tmp_path, *read_config(tmp_path))
     model, tokenizer, config = bptjax.load(tmp_path, device="cpu")
-    assert tokenizer is None and config.pooler
+    assert tokenizer is None and config.encoder.pooler
     assert_same(model, opened(tmp_path))
 
 

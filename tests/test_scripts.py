@@ -104,7 +104,11 @@ def test_encoders_are_scaled(scale, monkeypatch):
     small = dict(hidden_size=16, num_heads=2)
     bert, vit = scaling.ENCODERS["bert"], scaling.ENCODERS["vit"]
     monkeypatch.setitem(scaling.ENCODERS, "bert", replace(bert, vocab_size=64, **small))
-    monkeypatch.setitem(scaling.ENCODERS, "vit", replace(vit, image_size=(32, 32), **small))
+    monkeypatch.setitem(
+        scaling.ENCODERS,
+        "vit",
+        replace(vit, encoder=replace(vit.encoder, image_size=(32, 32)), **small),
+    )
     found = scale("encoder", "--lengths=32", "--rows=2", "--layers=1", "--devices", "2")
     assert [r["status"] for r in found] == ["ok"] * 4
 

@@ -14,6 +14,8 @@ from bptjax.models.config import ModelConfig
 from bptjax.models.config_checks import OVERRIDABLE
 from bptjax.ops.position import LONG
 
+# A key that only an encoder without classes takes from a training config.
+CLASSES = "encoder.classes"
 # Keys that change no result in any family.
 NEUTRAL = {
     "_name_or_path",
@@ -105,14 +107,14 @@ def merge(pretrained: ModelConfig, wanted: ModelConfig) -> ModelConfig:
     changes: dict[str, Any] = {}
     for key, value in flatten(wanted).items():
         # The classes of a classifier may be named again, as in the run that made them.
-        if value == default[key] or key == "classes" and value == pretrained.classes:
+        if value == default[key] or key == CLASSES and value == pretrained.encoder.classes:
             continue
-        if key == "classes" and not pretrained.classes:
+        if key == CLASSES and not pretrained.encoder.classes:
             raise ValueError(
-                f"model.classes={value}: must not be set, because only a Hugging Face directory of "
-                "a BERT, RoBERTa, ModernBERT or ViT without a head, or with that of a masked "
+                f"model.{key}={value}: must not be set, because only a Hugging Face directory of a "
+                "BERT, RoBERTa, ModernBERT or ViT without a head, or with that of a masked "
                 f"language model, gets new classes, and {wanted.name_or_path} is none; start from "
-                "such a directory, or leave model.classes out"
+                f"such a directory, or leave model.{key} out"
             )
         if key not in OVERRIDABLE:
             raise ValueError(

@@ -140,7 +140,7 @@ def _keys(config: ModelConfig, kind: str) -> dict[str, Any]:
         **dict.fromkeys(("hidden_act", "hidden_activation", "activation_function"), act),
         activation=act,
         architectures=[CLASSES[kind]],
-        type_vocab_size=c.token_types,
+        type_vocab_size=c.encoder.token_types,
         hidden_dropout_prob=residual,
         attention_probs_dropout_prob=attention,
         **dict.fromkeys(("attention_bias", "bias", "enable_bias"), c.attention.qkv_bias),

@@ -12,6 +12,7 @@ from bptjax.models.attention_pattern import AttentionPattern
 from bptjax.models.config_checks import check_choices
 from bptjax.models.groups.alibi import AlibiConfig
 from bptjax.models.groups.attention import AttentionConfig
+from bptjax.models.groups.encoder import EncoderConfig
 from bptjax.models.groups.experts import ExpertsConfig
 from bptjax.models.groups.full_attention import FullAttentionConfig, SharedKvConfig
 from bptjax.models.groups.group import MOST_HEAD, UNLIMITED, Group, integer, number
@@ -65,23 +66,6 @@ class ModelConfig:
       embedding_size: width of the embeddings. If not set, D. Another width is projected to D.
       embedding_scale: factor on the token embeddings.
       layer_scale: the output of each layer is multiplied by a constant. It is not trained.
-      token_types: number of types of tokens, whose learned embedding is added; 0 for none. Encoders
-        only.
-      image_size: height and width in pixels, of an encoder of images. Its tokens are a learned
-        first token and then the patches. bptjax train needs a checkpoint of it.
-      patch_size: height and width of a patch in pixels.
-      channels: channels of an image.
-      pooler: size of the pooled output, an activation of a linear layer of the first token; 0 for
-        none. Encoders only.
-      pooler_activation: activation of the pooler.
-      masked_head: a linear layer, activation and norm before the output embedding. An encoder with
-        this head is trained to predict masked tokens; see data.mlm_probability.
-      masked_head_bias: the linear layer of masked_head has a bias.
-      classes: number of classes of a classifier; 0 for none. Encoders only. A checkpoint of an
-        encoder that has none gets new ones. For images, the directories of data.path determine the
-        number.
-      class_pooling: hidden state that a classifier reads: that of the first token, or the mean over
-        the tokens of a document.
       tied_head: the output embedding is the input embedding.
       head_bias: the output logits have a learned bias.
       logits_scale: factor on the output logits.
@@ -95,6 +79,7 @@ class ModelConfig:
       add_tokens: tokens that are added to the tokenizer's vocabulary. The embedding of
         a new token starts at the mean of the existing embeddings. With new tokens, an adapter run
         trains the embeddings too.
+      encoder: inputs and heads of encoders.
       norms: norms.
       attention: attention.
       full_attention: heads of layers of full attention.
@@ -133,16 +118,6 @@ class ModelConfig:
     embedding_size: int | None = integer(None)
     embedding_scale: float | None = number(None, "positive")
     layer_scale: bool = False
-    token_types: int = integer(0, 0)
-    image_size: tuple[int, int] | None = None
-    patch_size: tuple[int, int] | None = None
-    channels: int = integer(3)
-    pooler: int = integer(0, 0)
-    pooler_activation: Literal["tanh", "gelu", "relu", "silu"] = "tanh"
-    masked_head: bool = False
-    masked_head_bias: bool = True
-    classes: int = 0
-    class_pooling: Literal["first", "mean"] = "first"
     tied_head: bool = True
     head_bias: bool = False
     logits_scale: float = number(1.0, "positive")
@@ -152,6 +127,7 @@ class ModelConfig:
     residual_dropout: float | None = None
     init_std: float = number(0.02)
     add_tokens: list[str] = field(default_factory=list)
+    encoder: EncoderConfig = field(default_factory=EncoderConfig)
     norms: NormsConfig = field(default_factory=NormsConfig)
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     full_attention: FullAttentionConfig = field(default_factory=FullAttentionConfig)
@@ -209,12 +185,6 @@ class ModelConfig:
     @property
     def H(self) -> int:
         return self.hidden_size // self.num_heads if self.head_dim is None else self.head_dim
-
-    @property
-    def patches(self) -> int:
-        """Number of patches of an image."""
-        (height, width), (h, w) = self.image_size or (0, 0), self.patch_size or (1, 1)
-        return (height // h) * (width // w)
 
     @property
     def layer_kinds(self) -> list[LayerKind]:

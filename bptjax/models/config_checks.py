@@ -9,7 +9,6 @@ from bptjax.ops.arguments import check_softcap
 
 # Several times the largest models there are.
 MOST_PARAMETERS = 10**13
-MOST_CLASSES = 2**20
 # Keys that a config may set beside name_or_path.
 OVERRIDABLE = (
     "name_or_path",
@@ -88,7 +87,7 @@ def check_choices(config: Any) -> None:
                 f"model.attention_pattern: token ids {ids}: must be less than vocab_size="
                 f"{config.vocab_size}"
             )
-        if pattern.global_markers and config.image_size is not None:
+        if pattern.global_markers and config.encoder.image_size is not None:
             raise ValueError("model.attention_pattern.global_markers: must go with a model of text")
         if pattern.type == "landmark" and not config.causal:
             raise ValueError("model.attention_pattern.type=landmark: must go with a decoder")
@@ -97,36 +96,6 @@ def check_choices(config: Any) -> None:
                 "model.attention_pattern: must go with layers of full attention, not with "
                 f"sliding_window={config.sliding_window} in all layers"
             )
-    if config.classes == 1 or config.classes > MOST_CLASSES:
-        raise ValueError(
-            f"model.classes={config.classes}: must be from 2 to {MOST_CLASSES:,}, or 0 for none"
-        )
-    if config.class_pooling != "first" and not config.classes:
-        raise ValueError(
-            f"model.class_pooling={config.class_pooling}: must go with model.classes, a classifier"
-        )
-    image, patch = config.image_size, config.patch_size
-    if (image is None) != (patch is None):
-        raise ValueError(f"model.image_size={image}, patch_size={patch}: must be set together")
-    if image is not None and (
-        min(*image, *patch) < 1 or image[0] % patch[0] or image[1] % patch[1]
-    ):
-        raise ValueError(
-            f"model.patch_size={patch}: must divide image_size={image}, both of at least 1"
-        )
-    encoders = ["token_types", "image_size", "pooler", "masked_head"]
-    # A config with a checkpoint may name the classes that an encoder gets.
-    encoders += [] if config.name_or_path else ["classes"]
-    for name in encoders:
-        if config.causal and getattr(config, name):
-            raise ValueError(
-                f"model.{name}={getattr(config, name)}: must go with model.causal=false, an encoder"
-            )
-    if config.E != config.hidden_size and (config.masked_head or config.pooler or config.classes):
-        raise ValueError(
-            f"model.embedding_size={config.embedding_size}: must be hidden_size="
-            f"{config.hidden_size} with masked_head, pooler or classes"
-        )
     if config.rope_layers is not None and config.position_embedding != "rope":
         raise ValueError("model.rope_layers: must go with model.position_embedding=rope")
     for name in ("embedding_dropout", "attention_dropout", "residual_dropout"):

@@ -22,7 +22,7 @@ class MaskedHead(nnx.Module):
     """A linear layer, activation and norm before the product with the output embedding."""
 
     def __init__(self, config: ModelConfig, key: Array, dtype: DTypeLike):
-        D, std, bias = (config.hidden_size,), config.init_std, config.masked_head_bias
+        D, std, bias = (config.hidden_size,), config.init_std, config.encoder.masked_head_bias
         self.activation = config.activation
         self.linear = Linear(key, D, D, ("embed", None), std=std, bias=bias, dtype=dtype)
         self.norm = Norm(config, dtype)
@@ -36,7 +36,7 @@ class Encoder(Transformer):
 
     def __init__(self, config: ModelConfig, key: Array, dtype: DTypeLike = jnp.float32):
         super().__init__(config, key, dtype)
-        D, std, images = config.hidden_size, config.init_std, config.image_size is not None
+        D, std, own = config.hidden_size, config.init_std, config.encoder
         keys = jax.random.split(jax.random.fold_in(key, 0), 6)
 
         def table(key, entries):
@@ -46,14 +46,13 @@ class Encoder(Transformer):
             axes = (None, "embed") if outputs == D else ("embed", None)
             return Linear(key, (inputs,), (outputs,), axes, std=std, bias=True, dtype=dtype)
 
-        h, w = config.patch_size or (0, 0)
-        self.patches = linear(keys[0], config.channels * h * w, D) if images else None
-        self.first = table(keys[1], 1) if images else None
-        self.types = table(keys[2], config.token_types) if config.token_types else None
-        self.pooler = linear(keys[3], D, config.pooler) if config.pooler else None
-        self.masked = MaskedHead(config, keys[4], dtype) if config.masked_head else None
-        pooled, classes = config.pooler or D, config.classes
-        self.classes = linear(keys[5], pooled, classes) if classes else None
+        h, w = own.patch_size or (0, 0)
+        self.patches = linear(keys[0], own.channels * h * w, D) if own.image_size else None
+        self.first = table(keys[1], 1) if own.image_size else None
+        self.types = table(keys[2], own.token_types) if own.token_types else None
+        self.pooler = linear(keys[3], D, own.pooler) if own.pooler else None
+        self.masked = MaskedHead(config, keys[4], dtype) if own.masked_head else None
+        self.classes = linear(keys[5], own.pooler or D, own.classes) if own.classes else None
         if self.classes is not None:
             # An output embedding, which muon leaves to AdamW.
             self.classes.kernel.set_metadata(matrix=None)
@@ -71,7 +70,7 @@ class Encoder(Transformer):
     def pool(
         self, hidden: Float[Array, "B T D"], segments: Int[Array | np.ndarray, "B T"] | None
     ) -> Float[Array, "B T D"]:
-        if self.config.class_pooling == "first":
+        if self.config.encoder.class_pooling == "first":
             return hidden
         return document_means(hidden, segments)
 
@@ -79,7 +78,7 @@ class Encoder(Transformer):
         if self.masked is not None:
             hidden = self.masked(hidden)
         elif self.pooler is not None:
-            hidden = activate(self.config.pooler_activation, self.pooler(hidden))
+            hidden = activate(self.config.encoder.pooler_activation, self.pooler(hidden))
         return super().for_head(hidden)
 
     def pooled(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B P"]:
@@ -89,7 +88,7 @@ class Encoder(Transformer):
           ValueError: the model has no pooler.
         """
         if self.pooler is None:
-            raise ValueError("model.pooler=0: must be set for a pooled output")
+            raise ValueError("model.encoder.pooler=0: must be set for a pooled output")
         return self.for_head(hidden[:, :1])[:, 0]
 
     def logits(
@@ -110,7 +109,7 @@ class Encoder(Transformer):
         if self.classes is not None:
             return super().logits(self.pool(hidden, segments)[:, :1])[:, 0]
         if self.masked is None:
-            raise ValueError("model.masked_head, model.classes: one must be set for logits")
+            raise ValueError("model.encoder: masked_head or classes must be set for logits")
         return super().logits(hidden)
 
     def _look_up(
@@ -124,7 +123,8 @@ class Encoder(Transformer):
         x = jnp.asarray(tokens, dtype)
         if x.ndim == 4:
             _check_size(x, self.config)
-            x = jnp.pad(cut_patches(x, self.config.patch_size or (1, 1)), ((0, 0), (1, 0), (0, 0)))
+            patches = cut_patches(x, self.config.encoder.patch_size or (1, 1))
+            x = jnp.pad(patches, ((0, 0), (1, 0), (0, 0)))
         if positions is None:
             positions = jnp.arange(x.shape[1])[None]
         x = self.patches(x)
@@ -142,7 +142,7 @@ class Encoder(Transformer):
 
 
 def _check_size(images: Float[Array, "B C height width"], config: ModelConfig) -> None:
-    shape = config.channels, *(config.image_size or ())
+    shape = config.encoder.channels, *(config.encoder.image_size or ())
     if images.shape[1:] != shape:
         raise ValueError(
             f"images: must be [batch, {', '.join(map(str, shape))}], not {images.shape}"

@@ -41,7 +41,7 @@ class Transformer(nnx.Module):
     def __init__(self, config: ModelConfig, key: Array, dtype: DTypeLike = jnp.float32):
         keys, std = jax.random.split(key, 6), config.init_std
         D, E, learned = config.hidden_size, config.E, config.position_embedding == "learned"
-        images = config.image_size is not None
+        images = config.encoder.image_size is not None
 
         def project(key, inputs, outputs):
             if D == E:
@@ -55,7 +55,7 @@ class Transformer(nnx.Module):
         self.config = config
         self.embedding = None if images else table(keys[0], config.V, E, "vocab")
         self.project_in = project(keys[4], E, D)
-        entries = config.patches + 1 if images else config.max_position_embeddings or 0
+        entries = config.encoder.patches + 1 if images else config.max_position_embeddings or 0
         entries += config.position_offset
         self.positions = table(keys[1], entries, D, None) if learned else None
         self.embedding_norm = Norm(config, dtype) if config.norms.embedding else None

@@ -44,7 +44,7 @@ def choose(config: ObjectiveConfig, model: ModelConfig) -> Objective:
     if name == AUTO:
         name = next((name for name, row in OBJECTIVES.items() if row.fits(model)), None)
     if name is None:
-        raise ValueError("model.causal=false: must go with model.masked_head=true or model.classes")
+        raise ValueError("model.causal=false: must go with masked_head or classes in model.encoder")
     # An objective with keys of its own is a field of the config.
     chosen = getattr(config, name, OBJECTIVES[name])
     if not chosen.fits(model):

@@ -80,13 +80,13 @@ class Classes(Objective):
     """The objective of classifiers, of texts or images."""
 
     name = "class"
-    needs = "an encoder that has model.classes"
+    needs = "an encoder that has model.encoder.classes"
     record = LABELED
     unit = "document"
     metrics = ("accuracy",)
 
     def fits(self, model: ModelConfig) -> bool:
-        return bool(model.classes) and not model.causal
+        return bool(model.encoder.classes) and not model.causal
 
     def check(self, model: ModelConfig, keys: Mapping[str, Any]) -> None:
         if keys["data.too_long"] == "truncate_left":
@@ -98,9 +98,9 @@ class Classes(Objective):
     def encoding(self, model: ModelConfig) -> Encoding:
         return replace(
             super().encoding(model),
-            encode=functools.partial(encode_labeled, classes=model.classes),
+            encode=functools.partial(encode_labeled, classes=model.encoder.classes),
             truncates=True,
-            fields=(*FIELDS, "token_types") if model.image_size is None else FIELDS,
+            fields=(*FIELDS, "token_types") if model.encoder.image_size is None else FIELDS,
             text=own_tokens,
         )
 

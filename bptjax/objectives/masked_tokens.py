@@ -21,11 +21,11 @@ class MaskedTokens(Objective):
     """The objective of encoders with a masked-language head."""
 
     name = "masked_tokens"
-    needs = "an encoder that has model.masked_head"
+    needs = "an encoder that has model.encoder.masked_head"
     keys = ("data.mlm_probability",)
 
     def fits(self, model: ModelConfig) -> bool:
-        return model.masked_head and not (model.causal or model.classes)
+        return model.encoder.masked_head and not (model.causal or model.encoder.classes)
 
     def encoding(self, model: ModelConfig) -> Encoding:
         return replace(

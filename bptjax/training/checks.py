@@ -178,15 +178,15 @@ def check_objective(model: ModelConfig, config: Config) -> Objective:
             f"model.name_or_path={name}: must have a head that bptjax trains: a decoder, or an "
             "encoder of text for masked language modeling (…ForMaskedLM) or classification "
             "(…ForSequenceClassification), or one of images for classification "
-            "(ViTForImageClassification); model.classes gives a BERT, RoBERTa, ModernBERT or ViT "
-            "new classes"
+            "(ViTForImageClassification); model.encoder.classes gives a BERT, RoBERTa, ModernBERT "
+            "or ViT new classes"
         )
     objective = choose(config.objective, model)
     if not model.causal:
         for key, unset in ENCODER_KEYS.items():
             if keys[key] != unset:
                 raise ValueError(f"{key}={keys[key]}: must be {unset} for an encoder; leave it out")
-    if model.image_size is not None:
+    if model.encoder.image_size is not None:
         _check_images(model, config)
     check(objective, model, keys, flatten(Config()))
     return objective
@@ -199,11 +199,11 @@ def _check_images(model: ModelConfig, config: Config) -> None:
       ValueError: the model does not come from a checkpoint, or the config sets a key that only
         models of text have.
     """
-    name, tokens = config.model.name_or_path, model.patches + 1
+    name, tokens = config.model.name_or_path, model.encoder.patches + 1
     if name is None:
         raise ValueError(
-            f"model.image_size={model.image_size}: must come from a checkpoint; set "
-            "model.name_or_path"
+            f"model.encoder.image_size={model.encoder.image_size}: must come from a checkpoint; "
+            "set model.name_or_path"
         )
     if model.max_position_embeddings != tokens or model.add_tokens:
         raise ValueError(

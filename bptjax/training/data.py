@@ -26,6 +26,7 @@ from bptjax.heartbeat import beat
 from bptjax.hf.checkpoint import SIDECARS
 from bptjax.hf.families.encoders import class_names
 from bptjax.json_files import read_json
+from bptjax.keys import replace_keys
 from bptjax.models.attention_pattern import find_tokens
 from bptjax.pretrained import Pretrained, open_pretrained
 from bptjax.training.checks import check_objective
@@ -77,7 +78,7 @@ def open_data(config: Config, now: str | None = None) -> RunData:
     if config.model.name_or_path:
         say(f"reading the checkpoint {config.model.name_or_path}")
         pretrained = open_pretrained(config.model, config.seed)
-        if pretrained.config.image_size is not None:
+        if pretrained.config.encoder.image_size is not None:
             return _open_images(config, pretrained)
     objective = check_objective(pretrained.config if pretrained else config.model, config)
     say("reading data")
@@ -108,17 +109,18 @@ def _open_images(config: Config, pretrained: Pretrained) -> RunData:
     """Opens the images, whose directories are the classes of a model without classes."""
     model = pretrained.config
     # The number of new classes changes no check.
-    objective = check_objective(replace(model, classes=model.classes or 2), config)
+    some = replace_keys(model, {"encoder.classes": model.encoder.classes or 2})
+    objective = check_objective(some, config)
     say("reading data")
     found, train, held_out = open_images(config.data)
-    if pretrained.new or not pretrained.config.classes:
+    if pretrained.new or not pretrained.config.encoder.classes:
         names = found.names
-        if config.model.classes not in (0, len(names)):
+        if config.model.encoder.classes not in (0, len(names)):
             raise ValueError(
-                f"model.classes={config.model.classes}: must be {len(names)}, the number of "
-                f"classes in data.path={config.data.path}; leave it out"
+                f"model.encoder.classes={config.model.encoder.classes}: must be {len(names)}, the "
+                f"number of classes in data.path={config.data.path}; leave it out"
             )
-        wanted = replace(config.model, classes=len(names))
+        wanted = replace_keys(config.model, {"encoder.classes": len(names)})
         pretrained = open_pretrained(wanted, config.seed)
     else:
         names = _class_names(pretrained, found.names, config)
@@ -129,9 +131,10 @@ def _open_images(config: Config, pretrained: Pretrained) -> RunData:
             "restore the directories, or choose another run_dir"
         )
     model, sidecars = pretrained.config, pretrained.sidecars
-    assert model.image_size and model.patch_size and sidecars
-    size = model.channels, *model.image_size
-    processor = ImageProcessor(sidecars, size, model.patch_size, names)
+    own = model.encoder
+    assert own.image_size and own.patch_size and sidecars
+    size = own.channels, *own.image_size
+    processor = ImageProcessor(sidecars, size, own.patch_size, names)
     processor.check()
     counts = [f"{name} ({n:,})" for name, n in zip(found.names, found.counts, strict=True)]
     shown = ", ".join(counts[:SHOWN_CLASSES]) + ", …" * (len(counts) > SHOWN_CLASSES)
@@ -149,7 +152,7 @@ def _class_names(pretrained: Pretrained, found: list[str], config: Config) -> li
     """
     assert pretrained.sidecars is not None
     labels = read_json(pretrained.sidecars / "config.json").get("id2label") or {}
-    plain = [f"LABEL_{i}" for i in range(pretrained.config.classes)]
+    plain = [f"LABEL_{i}" for i in range(pretrained.config.encoder.classes)]
     names = [str(labels.get(str(i), name)) for i, name in enumerate(plain)]
     if names == plain and len(found) == len(plain):
         return found

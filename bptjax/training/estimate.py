@@ -198,7 +198,7 @@ class Estimator:
         def products(names):
             return 2.0 * n * L * sum(self.products[name][0] for name in names)
 
-        classes = m.classes or m.V
+        classes = m.encoder.classes or m.V
         none = execution.remat == "none"
         every, kernel, vocab = products(self.products), self.attention, classes * m.E / tp
         again = self.products.keys() - names - (NEVER_SAVED if none else {"down"})

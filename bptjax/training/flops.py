@@ -34,9 +34,7 @@ def matmul_parameters(spec: TrainSpec) -> ParameterCounts:
     positions, the layers' own embeddings, and the input embedding unless it is also the head.
     Experts count only as far as a token is routed to them."""
     model = spec.model
-    has_head = not model.tied_head or model.classes
-    lookups = {"positions", "types"}
-    lookups |= {"embedding"} if has_head else set()
+    lookups = {"positions"} if model.tied_head else {"positions", "embedding"}
 
     def share(path):
         shares = (group.share(path) for group in model.groups.values())

@@ -28,8 +28,8 @@ def describe_devices(spec: TrainSpec, data: RunData) -> list[str]:
     where = f"{len(devices)} × {devices[0].device_kind}"
     where += f" of {jax.process_count()} processes" if jax.process_count() > 1 else ""
     kind, size = "documents", f"vocabulary {model.vocab_size}"
-    if model.image_size is not None:
-        kind, size = "images", plural(model.classes, "class", "es")
+    if model.encoder.image_size is not None:
+        kind, size = "images", plural(model.encoder.classes, "class", "es")
     return [
         f"devices: {where}, jax {jax.__version__}, mesh {axes}",
         f"data: {count(data.train)} {kind}, {len(data.held_out):,} held out, {size}",

@@ -89,7 +89,7 @@ def _held_out_loss(run: TrainingRun, records: list[dict[str, Any]]) -> list[str]
         ]
     else:
         limit = f" (sample of {plural(run.eval_total, 'batch', 'es')})" * run.eval_is_partial
-        unit = run.spec.objective.unit if run.spec.model.image_size is None else "image"
+        unit = run.spec.objective.unit if run.spec.model.encoder.image_size is None else "image"
         lines = [f"held-out nats per {unit}{limit}: {before:.4f} {then}, {after:.4f} after"]
     for name in (name for name in records[-1] if name.startswith("eval/loss/")):
         own = _values(records, name)

@@ -200,7 +200,7 @@ def _write_run_dir(run: TrainingRun, config: Config) -> None:
             copy_sidecar_files(pretrained.sidecars, fresh / SIDECARS)
             file = fresh / SIDECARS / "config.json"
             raw = read_json(file)
-            changed = with_classes(raw, pretrained.config.classes)
+            changed = with_classes(raw, pretrained.config.encoder.classes)
             if isinstance(processor, ImageProcessor):
                 changed = changed | class_names(processor.names)
             if changed != raw:
@@ -338,7 +338,8 @@ def _count_epoch(run: TrainingRun) -> TrainingRun:
       ValueError: a bad record.
     """
     epochs, check, size = run.config.train.epochs or 0.0, run.check, run.spec.global_batch_size
-    if images := run.spec.model.image_size is not None and run.config.data.bad_records == "error":
+    pixels = run.spec.model.encoder.image_size
+    if images := pixels is not None and run.config.data.bad_records == "error":
         # Each is a sequence, or ends the run.
         check.count_images()
     else:

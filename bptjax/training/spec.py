@@ -21,9 +21,9 @@ from bptjax.remat import TrainingExecution
 def fit_to_images(config: Config, model: ModelConfig) -> Config:
     """Returns the config of a run on images, each of which is one sequence of its patches. The
     config of another model stays."""
-    if model.image_size is None:
+    if model.encoder.image_size is None:
         return config
-    train = replace(config.train, seq_len=model.patches + 1)
+    train = replace(config.train, seq_len=model.encoder.patches + 1)
     return replace(config, train=train, data=replace(config.data, packing="none"))
 
 

@@ -73,7 +73,7 @@ def _run_model(
     feed-forward networks."""
     inputs = spec.objective.inputs(batch)
     # With a single type, tokens of both texts of a pair have it.
-    several = spec.model.token_types > 1
+    several = spec.model.encoder.token_types > 1
     return model(
         inputs["tokens"],
         positions=inputs["positions"],
@@ -328,15 +328,16 @@ def abstract_batch(spec: TrainSpec) -> Batch:
 
 def _patch_width(spec: TrainSpec) -> int:
     """Returns the number of values in a patch; 0 for a model of text."""
-    height, width = spec.model.patch_size or (0, 0)
-    return spec.model.channels * height * width
+    own = spec.model.encoder
+    height, width = own.patch_size or (0, 0)
+    return own.channels * height * width
 
 
 def random_batch(spec: TrainSpec) -> Batch:
     """Returns a training batch `[A, B, T]` of random tokens, each sequence one document."""
     train, B, rng = spec.config.train, spec.global_batch_size, np.random.default_rng(0)
     shape = B, train.seq_len + 1
-    tokens = rng.integers(0, spec.model.classes or spec.model.V, shape, np.int32)
+    tokens = rng.integers(0, spec.model.encoder.classes or spec.model.V, shape, np.int32)
     positions = np.arange(train.seq_len, dtype=np.int32)[None].repeat(B, 0)
     batch = dict(tokens=tokens[:, :-1], labels=tokens[:, 1:], positions=positions)
     if width := _patch_width(spec):

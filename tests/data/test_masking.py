@@ -11,12 +11,13 @@ from bptjax.data.encode import encode
 from bptjax.data.loader import eval_loader, train_loader
 from bptjax.data.tokenizer import ByteTokenizer, make_tokenizer
 from bptjax.models.config import ModelConfig
+from bptjax.models.groups.encoder import EncoderConfig
 from bptjax.objectives.masked_tokens import MaskedTokens, TokenMasking
 
 TOKENIZER = SimpleNamespace(vocab_size=1000, eos_id=None, mask_id=3, special_ids=[0, 1, 2, 3])
 LENGTHS = (5, 1, 18, 9, 2, 0, 8, 31, 3, 10, 17)
 DOCUMENTS = [np.arange(n, dtype=np.int32) + 50 * i for i, n in enumerate(LENGTHS, 1)]
-MODEL = ModelConfig(causal=False, masked_head=True)
+MODEL = ModelConfig(causal=False, encoder=EncoderConfig(masked_head=True))
 HOW: dict[str, Any] = dict(seq_len=8, encoding=MaskedTokens().encoding(MODEL))
 # Fields, and the values above which they count.
 COUNTED = ("labels", -100), ("segments", 0)

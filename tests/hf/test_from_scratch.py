@@ -11,6 +11,7 @@ from bptjax.convert import difference
 from bptjax.hf.from_scratch import family_of, from_scratch
 from bptjax.models.config import ModelConfig
 from bptjax.models.groups.attention import AttentionConfig
+from bptjax.models.groups.encoder import EncoderConfig
 from bptjax.models.groups.norms import NormsConfig
 from bptjax.pretrained import open_pretrained
 from hf.loading import random_weights
@@ -48,7 +49,7 @@ MODELS = {
     "bert": CLASSIC
     | dict(norms=NormsConfig("layer", position="post", bias=True, embedding=True, final=False))
     | dict(causal=False, position_embedding="learned", activation="gelu")
-    | dict(token_types=2, masked_head=True)
+    | dict(encoder=EncoderConfig(token_types=2, masked_head=True))
     | dict(head_bias=True, tied_head=True),
     "mpt": dict(
         norms=NormsConfig("layer"), gated=False, position_embedding="alibi", activation="gelu"

@@ -148,9 +148,9 @@ def compare_learning(ours, loss, wanted, directory, record_property):
 
 
 def encoder_inputs(config, tokens):
-    if config.image_size is None:
+    if config.encoder.image_size is None:
         return tokens, "input_ids"
-    shape = 2, config.channels, *config.image_size
+    shape = 2, config.encoder.channels, *config.encoder.image_size
     return np.random.default_rng(0).normal(size=shape).astype(np.float32), "pixel_values"
 
 
@@ -162,13 +162,13 @@ def test_encoders(theirs, tokens, name, record_property):
     inputs, key = encoder_inputs(encoder.config, tokens)
     with torch.no_grad():
         out = model(**{key: torch.tensor(inputs)}, output_hidden_states=True)
-    headless = encoder.config.pooler and not encoder.config.classes
+    headless = encoder.config.encoder.pooler and not encoder.config.encoder.classes
     wanted = [*out.hidden_states, out.pooler_output if headless else out.logits]
 
     @quick
     def run(encoder):
         *states, last = encoder.hidden_states(jnp.asarray(inputs), execution=FUSED)
-        if encoder.config.image_size is None:
+        if encoder.config.encoder.image_size is None:
             # Theirs has the last state of text after the final norm only.
             states[-1] = last
         return [*states, encoder.pooled(last) if headless else encoder.logits(last)], last
@@ -229,7 +229,12 @@ def test_encoders_learn_the_same(theirs, tokens, name, record_property):
     if MaskedTokens().fits(encoder.config):
         labels = np.where(np.arange(tokens.shape[1]) % 5 == 2, tokens, -100)
     # The first token has the label of a document or an image.
-    first, T = labels, encoder.config.patches + 1 if encoder.config.image_size else tokens.shape[1]
+    first, T = (
+        labels,
+        encoder.config.encoder.patches + 1
+        if encoder.config.encoder.image_size
+        else tokens.shape[1],
+    )
     if labels.ndim == 1:
         first = np.where(np.arange(T) == 0, labels[:, None], -100)
     model.zero_grad()

@@ -15,6 +15,7 @@ from bptjax.models.config import ModelConfig
 from bptjax.models.decoder import Decoder
 from bptjax.models.groups.alibi import AlibiConfig
 from bptjax.models.groups.attention import AttentionConfig
+from bptjax.models.groups.encoder import EncoderConfig
 from bptjax.models.groups.experts import ExpertsConfig
 from bptjax.models.groups.full_attention import FullAttentionConfig, SharedKvConfig
 from bptjax.models.groups.layer_embedding import LayerEmbeddingConfig
@@ -91,7 +92,11 @@ def linear(*sizes, **more):
     return dict(linear_attention=LinearAttentionConfig(*sizes, **more))
 
 
-IMAGES = dict(causal=False, image_size=(8, 8), patch_size=(4, 4))
+def images(**choices):
+    sizes = dict(image_size=(8, 8), patch_size=(4, 4))
+    return dict(causal=False, encoder=EncoderConfig(**sizes | choices))
+
+
 SMALL = TrainingExecution(remat="none", q_chunk=8, k_chunk=16, ffn_chunk=10)
 B, T = 2, 37
 REFERENCE = dict(attention_implementation="reference", ffn_chunk=T)
@@ -357,12 +362,12 @@ def test_half_precision_is_near(tokens, dtype):
         ({"layer_scale": True}, "layer_scale=True: must go with norms.position=sandwich"),
         ({"experts": ExpertsConfig(norms=True)}, "experts.norms=True: must go with model.experts"),
         (LINEAR | {"residual": "parallel"}, "layer_types: must have no linear_attention unless"),
-        ({"image_size": (8, 8)}, r"image_size=\(8, 8\), patch_size=None: must be set together"),
-        ({"patch_size": (4, 4)}, r"image_size=None, patch_size=\(4, 4\): must be set"),
-        (IMAGES | {"patch_size": (0, 4)}, r"patch_size=\(0, 4\): must divide image_size="),
-        (IMAGES | {"patch_size": (4, 3)}, r"patch_size=\(4, 3\): must divide image_size=\(8, 8\)"),
-        (IMAGES | {"image_size": (0, 8)}, r"divide image_size=\(0, 8\), both of at least 1"),
-        (IMAGES | {"channels": 0}, "channels=0: must be at least 1"),
+        (images(patch_size=None), r"image_size=\(8, 8\), patch_size=None: must be set together"),
+        (images(image_size=None), r"image_size=None, patch_size=\(4, 4\): must be set"),
+        (images(patch_size=(0, 4)), r"patch_size=\(0, 4\): must divide image_size="),
+        (images(patch_size=(4, 3)), r"patch_size=\(4, 3\): must divide image_size=\(8, 8\)"),
+        (images(image_size=(0, 8)), r"divide image_size=\(0, 8\), both of at least 1"),
+        (images(channels=0), "channels=0: must be at least 1"),
         ({"position_offset": -3}, "position_offset=-3: must be at least 0"),
         ({"norms": NormsConfig(eps=-1.0)}, "norms.eps=-1.0: must be finite and not negative"),
         ({"norms": NormsConfig(eps=math.nan)}, "norms.eps=nan: must be finite and not negative"),

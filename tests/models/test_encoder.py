@@ -7,6 +7,7 @@ from ops.comparing import close, quick
 
 from bptjax.models.config import ModelConfig
 from bptjax.models.encoder import Encoder
+from bptjax.models.groups.encoder import EncoderConfig
 from bptjax.models.layer_loops import Execution
 from bptjax.ops.patches import cut_patches
 from bptjax.parallel.mesh import ParallelConfig, make_mesh
@@ -19,8 +20,9 @@ SIZES = dict(
     position_embedding="learned",
     max_position_embeddings=10,
 )
-TEXT = ModelConfig(**SIZES, vocab_size=50, masked_head=True, head_bias=True)
-IMAGES = ModelConfig(**SIZES, image_size=(8, 12), patch_size=(4, 4), classes=3)
+TEXT = ModelConfig(**SIZES, vocab_size=50, encoder=EncoderConfig(masked_head=True), head_bias=True)
+CLASSIFIER = EncoderConfig(image_size=(8, 12), patch_size=(4, 4), classes=3)
+IMAGES = ModelConfig(**SIZES, encoder=CLASSIFIER)
 
 
 @pytest.mark.thorough

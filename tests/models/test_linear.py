@@ -9,6 +9,7 @@ from flax import nnx
 from bptjax.models.config import ModelConfig
 from bptjax.models.encoder import Encoder
 from bptjax.models.experts import ExpertLinear
+from bptjax.models.groups.encoder import EncoderConfig
 from bptjax.models.linear import Linear
 from bptjax.ops.grouped_matmul import group
 
@@ -42,12 +43,12 @@ def test_a_bias_of_experts(dtype):
 def test_embeddings_of_all_tokens():
     """The type of all tokens, and the first token of each image."""
     small = dict(causal=False, hidden_size=8, num_heads=1, num_layers=1, position_embedding="none")
-    text = Encoder(ModelConfig(**small, vocab_size=3, token_types=2), jax.random.key(0))
+    text = Encoder(ModelConfig(**small, vocab_size=3, encoder=EncoderConfig(2)), jax.random.key(0))
     tokens = jnp.zeros((64, T // 64, 8), jnp.bfloat16)
     found = gradients(lambda m: m._add_types(tokens, None), text)
     assert np.asarray(found["types"][...]).tolist() == [[T] * 8, [0] * 8]
-    sizes = dict(image_size=(1, 1), patch_size=(1, 1), classes=2)
-    images = Encoder(ModelConfig(**small, **sizes), jax.random.key(0))
+    own = EncoderConfig(image_size=(1, 1), patch_size=(1, 1), classes=2)
+    images = Encoder(ModelConfig(**small, encoder=own), jax.random.key(0))
     patches, first = jnp.zeros((64, T // 64, 3)), jnp.zeros((64, T // 64), jnp.int32)
     found = gradients(lambda m: m._look_up(patches, jnp.bfloat16, first), images)
     assert np.asarray(found["first"][...]).tolist() == [[T] * 8]

@@ -21,8 +21,8 @@ ENCODER = """model:
   {causal: false, hidden_size: 16, num_layers: 1, num_heads: 2,
   norms: {type: layer, bias: true, position: post, embedding: true, final: false},
   position_embedding: learned, max_position_embeddings: 32, activation: gelu,
-  gated: false, attention: {qkv_bias: true, out_bias: true}, mlp_bias: true, token_types: 2,
-  masked_head: true, head_bias: true,
+  gated: false, attention: {qkv_bias: true, out_bias: true}, mlp_bias: true,
+  encoder: {token_types: 2, masked_head: true}, head_bias: true,
   residual_dropout: 0.1}
 """
 

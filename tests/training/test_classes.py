@@ -125,7 +125,7 @@ def test_new_classes(kind, command, tmp_path, capsys):
         flags = [f"--model.name_or_path={base}", f"--run_dir={tmp_path / to}", *flags]
         return main([*command, "--checkpoint.save_steps=2", *flags])
 
-    assert train("run", "--model.classes=3", "--train.max_steps=4") == 0
+    assert train("run", "--model.encoder.classes=3", "--train.max_steps=4") == 0
     out = " ".join(capsys.readouterr().out.split())
     new = "classes.kernel, classes.bias" if family == "modernbert" else "pooler.kernel, pooler.b"
     new = "masked.linear.kernel, masked.norm.scale, classes.kernel" if bare else new
@@ -137,29 +137,36 @@ def test_new_classes(kind, command, tmp_path, capsys):
     if family == "modernbert":
         assert classifier.config.classifier_pooling == "mean"
     # The classifier has a number of classes.
-    assert train("more", "--model.classes=4", base=hf) == 2
-    assert "model.classes=4: must not be set, because the checkpoint" in capsys.readouterr().err
-    for flag in ("--model.classes=1", "--model.classes=2000000", "--model.init_std=-1"):
+    assert train("more", "--model.encoder.classes=4", base=hf) == 2
+    assert (
+        "model.encoder.classes=4: must not be set, because the checkpoint"
+        in capsys.readouterr().err
+    )
+    for flag in (
+        "--model.encoder.classes=1",
+        "--model.encoder.classes=2000000",
+        "--model.init_std=-1",
+    ):
         assert train("bad", flag) == 2 and not (tmp_path / "bad").exists()
     if kind == "bert":
         # The run goes on.
-        assert train("run", "--model.classes=3", "--train.max_steps=6") == 0
+        assert train("run", "--model.encoder.classes=3", "--train.max_steps=6") == 0
         assert rows(tmp_path / "run", "eval/accuracy").keys() >= {0, 6}
         # A classifier whose config names no class keeps the names of its classes.
         raw = read_json(hf / "config.json")
         del raw["architectures"]
         raw["id2label"] = {str(n): name for n, name in NAMES.items()}
         (hf / "config.json").write_text(json.dumps(raw))
-        assert train("unnamed", "--model.classes=3", "--train.max_steps=1", base=hf) == 0
+        assert train("unnamed", "--model.encoder.classes=3", "--train.max_steps=1", base=hf) == 0
         again = tmp_path / "again"
         assert convert(["bptjax-to-hf", str(tmp_path / "unnamed"), str(again)]) == 0
         assert read_json(again / "config.json")["id2label"] == raw["id2label"]
         # A head for other work is not taken for that of a classifier.
         raw["architectures"] = ["BertForTokenClassification"]
         (hf / "config.json").write_text(json.dumps(raw))
-        assert train("tokens", "--model.classes=3", base=hf) == 2
+        assert train("tokens", "--model.encoder.classes=3", base=hf) == 2
         assert "must be one of BertModel" in capsys.readouterr().err
-        assert train("other", "--model.classes=3", "--train.max_steps=1", "--seed=1") == 0
+        assert train("other", "--model.encoder.classes=3", "--train.max_steps=1", "--seed=1") == 0
         first, other = (rows(tmp_path / name, "train/loss")[1] for name in ("run", "other"))
         assert first != other
 

@@ -21,6 +21,7 @@ from bptjax.data.images import Image, ImageProcessor, open_images
 from bptjax.data.loader import data_check, eval_loader, train_loader
 from bptjax.hf.config import read_config
 from bptjax.models.config import ModelConfig
+from bptjax.models.groups.encoder import EncoderConfig
 from bptjax.objectives.classes import Classes
 from bptjax.ops.patches import cut_patches
 from bptjax.parallel.mesh import ParallelConfig, make_mesh
@@ -163,7 +164,10 @@ def test_images_of_any_mode_are_those_of_transformers(folder, tmp_path):
 
 
 def test_random_batches_have_the_shapes_of_a_run():
-    model = ModelConfig(causal=False, image_size=(8, 12), patch_size=(4, 2), channels=1, classes=3)
+    model = ModelConfig(
+        causal=False,
+        encoder=EncoderConfig(image_size=(8, 12), patch_size=(4, 2), channels=1, classes=3),
+    )
     config = fit_to_images(Config(model=model), model)
     assert config.train.seq_len == 13
     mesh = make_mesh(ParallelConfig(fsdp=1, sp=2), jax.devices()[:2])
@@ -199,7 +203,10 @@ def test_batches(folder, tmp_path):
     config = DataConfig(str(tmp_path / "data"), packing="none", eval_fraction=0.2)
     config = replace(config, bad_records="skip", num_shards=2)
     _, images, held_out = open_images(config)
-    how = dict(seq_len=17, encoding=Classes().encoding(ModelConfig(causal=False, classes=3)))
+    how = dict(
+        seq_len=17,
+        encoding=Classes().encoding(ModelConfig(causal=False, encoder=EncoderConfig(classes=3))),
+    )
     check: DataCheck = data_check(images, held_out, processor(folder), config, **how)
     check.run()
     assert [each.file for each in check.bad] == [str(bad)]
@@ -297,7 +304,11 @@ BAD = {
         copied("red", "held/rose"),
         "data.eval_path=held: class 'rose': must be in data.path=data too",
     ),
-    "classes": ({"model.classes": 4}, None, "model.classes=4: must be 3, the number of classes"),
+    "classes": (
+        {"model.encoder.classes": 4},
+        None,
+        "model.encoder.classes=4: must be 3, the number of classes",
+    ),
     "length": ({"train.seq_len": 32}, None, "train.seq_len=32: must be left out for the images"),
     "format": ({"data.format": "label"}, None, "data.format=label: must be left out for the"),
     "packing": ({"data.packing": "best_fit"}, None, "data.packing=best_fit: must be left out"),
@@ -341,11 +352,11 @@ def test_bad_input(folder, tmp_path, capsys, name, monkeypatch):
 def test_text_and_images_do_not_mix(folder, tmp_path, capsys):
     assert preview(["--config", str(folder / "config.yaml")]) == 2
     assert "must be a model of text; bptjax preview shows no images" in capsys.readouterr().err
-    sizes = "--model.image_size=[8, 8]", "--model.patch_size=[4, 4]"
-    scratch = *sizes, "--model.causal=false", "--model.classes=2"
+    sizes = "--model.encoder.image_size=[8, 8]", "--model.encoder.patch_size=[4, 4]"
+    scratch = *sizes, "--model.causal=false", "--model.encoder.classes=2"
     flags = "--device=cpu", f"--data.path={folder / 'data'}", f"--run_dir={tmp_path / 'run'}"
     assert main([*flags, *scratch]) == 2
-    assert "model.image_size=(8, 8): must come from a checkpoint" in capsys.readouterr().err
+    assert "model.encoder.image_size=(8, 8): must come from a checkpoint" in capsys.readouterr().err
     # A model of text.
     assert main([*flags]) == 2
     assert "the directory must hold .txt" in capsys.readouterr().err

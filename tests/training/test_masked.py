@@ -78,11 +78,17 @@ def test_export_and_fine_tuning_of_the_export(encoder, finished, tmp_path):
 
 
 BAD = {
-    "no head": (["--model.masked_head=false"], "model.causal=false: must go with model.masked_he"),
+    "no head": (
+        ["--model.encoder.masked_head=false"],
+        "model.causal=false: must go with masked_head or",
+    ),
     "sample": (["--train.sample_tokens=8"], "train.sample_tokens=8: must be 0 for an encoder"),
     "adapter": (["--adapter.type=lora"], "adapter.type=lora: must be none for an encoder"),
     "characters": (["--data.tokenizer=char"], "data.tokenizer: must have a mask token"),
-    "types": (["--model.causal=true"], "model.token_types=2: must go with model.causal=false"),
+    "types": (
+        ["--model.causal=true"],
+        "model.encoder.token_types=2: must go with model.causal=false",
+    ),
     "probability": (["--data.mlm_probability=0"], "data.mlm_probability=0.0: must be in (0, 1]"),
     "first norm": (
         ["--model.norms.first=false"],

@@ -25,6 +25,7 @@ from bptjax.data.tokenizer import ByteTokenizer
 from bptjax.execution import ExecutionConfig
 from bptjax.keys import flatten
 from bptjax.models.config import ModelConfig
+from bptjax.models.groups.encoder import EncoderConfig
 from bptjax.objectives import OBJECTIVES, ObjectiveConfig, check, choose
 from bptjax.objectives.classes import Labeled
 from bptjax.objectives.next_token import NextToken
@@ -50,9 +51,11 @@ class Case:
 
 CASES = {
     "next_token": Case(ModelConfig(**SIZES), TEXTS),
-    "masked_tokens": Case(ModelConfig(**SIZES, causal=False, masked_head=True), TEXTS),
+    "masked_tokens": Case(
+        ModelConfig(**SIZES, causal=False, encoder=EncoderConfig(masked_head=True)), TEXTS
+    ),
     "class": Case(
-        ModelConfig(**SIZES, causal=False, classes=3),
+        ModelConfig(**SIZES, causal=False, encoder=EncoderConfig(classes=3)),
         [Labeled("here", text, n % 3) for n, text in enumerate(TEXTS)],
     ),
 }
@@ -151,7 +154,7 @@ def test_auto_takes_the_objective_of_the_model():
             ["--objective.type=dance"],
             "objective.type=dance: must be one of auto, next_token, masked",
         ),
-        (["--model.causal=false"], "model.causal=false: must go with model.masked_head=true or"),
+        (["--model.causal=false"], "model.causal=false: must go with masked_head or classes in"),
         (
             ["--data.format=label"],
             "data.format=label: must go with objective.type=class",

@@ -12,6 +12,7 @@ from bptjax.checkpoint import Checkpoints
 from bptjax.config import Config, TrainConfig
 from bptjax.execution import ExecutionConfig
 from bptjax.models.config import ModelConfig
+from bptjax.models.groups.encoder import EncoderConfig
 from bptjax.models.groups.experts import ExpertsConfig
 from bptjax.models.groups.norms import NormsConfig
 from bptjax.ops.choices import record_choices
@@ -70,7 +71,10 @@ def test_blank_sequences_are_neutral(batch, kind):
         spec = replace(spec, model=replace(MODEL, **routed))
     if kind == "classifier":
         spec = replace(
-            spec, model=replace(MODEL, causal=False, classes=3, position_embedding="rope")
+            spec,
+            model=replace(
+                MODEL, causal=False, encoder=EncoderConfig(classes=3), position_embedding="rope"
+            ),
         )
         first = np.arange(T) == 0
         labels = np.where(first, np.arange(8)[:, None] % 3, -100).astype(np.int32)

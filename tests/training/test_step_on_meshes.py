@@ -9,6 +9,7 @@ import pytest
 from tiers import fast
 
 from bptjax.models.config import ModelConfig
+from bptjax.models.groups.encoder import EncoderConfig
 from bptjax.models.groups.experts import ExpertsConfig
 from bptjax.models.groups.linear_attention import LinearAttentionConfig
 from bptjax.models.groups.norms import NormsConfig
@@ -130,8 +131,7 @@ def masked(batch):
         position_embedding="learned",
         max_position_embeddings=T,
         position_offset=2,
-        token_types=2,
-        masked_head=True,
+        encoder=EncoderConfig(token_types=2, masked_head=True),
         head_bias=True,
         residual_dropout=0.2,
     )

@@ -1,7 +1,7 @@
 """Encoders of text and images, with layer norms."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from bptjax.hf.families.family import activation, require, rotary
 from bptjax.hf.tensor_rules import (
@@ -17,6 +17,7 @@ from bptjax.hf.tensor_rules import (
 )
 from bptjax.models.config import ModelConfig
 from bptjax.models.groups.attention import AttentionConfig
+from bptjax.models.groups.encoder import EncoderConfig
 from bptjax.models.groups.norms import NormsConfig
 
 CLASSIFIER = "ForSequenceClassification"
@@ -32,7 +33,7 @@ NAMES = {
 # How paths of a classifier's own parameters start.
 CLASSIFIER_HEAD = "pooler.", "masked.", "classes."
 # Our names for `classifier_pooling` of ModernBERT.
-POOLING = {"cls": "first", "mean": "mean"}
+POOLING: dict[str, Literal["first", "mean"]] = {"cls": "first", "mean": "mean"}
 # Names in files of the head of a masked language model, which new classes replace.
 MASKED_HEAD = r"cls\.predictions\..*|lm_head\..*|decoder\.(weight|bias)"
 
@@ -90,10 +91,12 @@ def read_bert(c: Any, model: str = "Bert", offset: int = 0) -> dict[str, Any]:
         ),
         max_position_embeddings=c.max_position_embeddings - offset,
         position_offset=offset,
-        token_types=c.type_vocab_size,
-        pooler=0 if masked else c.hidden_size,
-        classes=classes(c, kind),
-        masked_head=masked,
+        encoder=EncoderConfig(
+            token_types=c.type_vocab_size,
+            pooler=0 if masked else c.hidden_size,
+            masked_head=masked,
+            classes=classes(c, kind),
+        ),
         head_bias=masked,
     )
 
@@ -137,7 +140,7 @@ def class_names(names: Sequence[str]) -> dict[str, Any]:
 def read_roberta(c: Any) -> dict[str, Any]:
     """Reads a BERT whose positions follow the entry of padding, and whose masked head has GELU."""
     values = read_bert(c, "Roberta", c.pad_token_id + 1)
-    if values["masked_head"]:
+    if values["encoder"].masked_head:
         require(c, hidden_act="gelu")
     return values
 
@@ -172,17 +175,17 @@ def rules_bert(
     positions = (c.max_position_embeddings or 0) + c.position_offset
     yield identity(f"{root}word_embeddings.weight", "embedding", (c.V, D))
     yield identity(f"{root}position_embeddings.weight", "positions", (positions, D))
-    yield identity(f"{root}token_type_embeddings.weight", "types", (c.token_types, D))
+    yield identity(f"{root}token_type_embeddings.weight", "types", (c.encoder.token_types, D))
     yield from norm(f"{root}LayerNorm", "embedding_norm", c)
     yield from rules_encoder_layers(c, layer)
     yield from norm(f"{layer}attention.output.LayerNorm", "layers.attention_norm", c)
     yield from norm(f"{layer}output.LayerNorm", "layers.mlp_norm", c)
-    if c.pooler:
-        pooler = classifier[0] if c.classes else f"{model}pooler.dense"
+    if c.encoder.pooler:
+        pooler = classifier[0] if c.encoder.classes else f"{model}pooler.dense"
         yield from linear(pooler, "pooler", (D,), (D,), bias=True)
-    if c.classes:
-        yield from linear(classifier[1], "classes", (D,), (c.classes,), bias=True)
-    if c.masked_head:
+    if c.encoder.classes:
+        yield from linear(classifier[1], "classes", (D,), (c.encoder.classes,), bias=True)
+    if c.encoder.masked_head:
         dense, normed, bias = head
         yield from linear(dense, "masked.linear", (D,), (D,), bias=True)
         yield from norm(normed, "masked.norm", c)
@@ -218,11 +221,13 @@ def read_modernbert(c: Any) -> dict[str, Any]:
         activation=activation(c.hidden_activation),
         attention=AttentionConfig(qkv_bias=c.attention_bias, out_bias=c.attention_bias),
         mlp_bias=c.mlp_bias,
-        masked_head=True,
-        masked_head_bias=c.classifier_bias,
+        encoder=EncoderConfig(
+            masked_head=True,
+            masked_head_bias=c.classifier_bias,
+            classes=number,
+            class_pooling=POOLING[pooling] if number else "first",
+        ),
         head_bias=c.decoder_bias and not number,
-        classes=number,
-        class_pooling=POOLING[pooling] if number else "first",
         embedding_dropout=c.embedding_dropout,
         **rotary(c),
     )
@@ -242,10 +247,10 @@ def rules_modernbert(c: ModelConfig) -> Iterator[TensorRule]:
     yield from fused(f"{layer}mlp.Wi", names, D, ((F,), (F,)), bias=c.mlp_bias)
     yield from mlp(c, "", f"{layer}mlp.Wo")
     yield from norm("model.final_norm", "norm", c)
-    yield from linear("head.dense", "masked.linear", (D,), (D,), bias=c.masked_head_bias)
+    yield from linear("head.dense", "masked.linear", (D,), (D,), bias=c.encoder.masked_head_bias)
     yield from norm("head.norm", "masked.norm", c)
-    if c.classes:
-        yield from linear("classifier", "classes", (D,), (c.classes,), bias=True)
+    if c.encoder.classes:
+        yield from linear("classifier", "classes", (D,), (c.encoder.classes,), bias=True)
     if c.head_bias:
         yield identity("decoder.bias", "head_bias", (c.V,))
 
@@ -265,13 +270,15 @@ def read_vit(c: Any) -> dict[str, Any]:
     return layernorm_mlp_encoder(
         c,
         max_position_embeddings=image[0] // patch[0] * (image[1] // patch[1]) + 1,
-        image_size=image,
-        patch_size=patch,
-        channels=c.num_channels,
+        encoder=EncoderConfig(
+            image_size=image,
+            patch_size=patch,
+            channels=c.num_channels,
+            pooler=pooler if kind == "ViTModel" else 0,
+            pooler_activation=act,
+            classes=classes(c, kind),
+        ),
         attention=AttentionConfig(qkv_bias=c.qkv_bias, out_bias=True),
-        pooler=pooler if kind == "ViTModel" else 0,
-        pooler_activation=act,
-        classes=classes(c, kind),
     )
 
 
@@ -280,15 +287,15 @@ def rules_vit(c: ModelConfig) -> Iterator[TensorRule]:
     convolution, the first token is a parameter, and both have learned positions."""
     root, layer, D = "vit.embeddings.", "vit.encoder.layer.{layer}.", c.hidden_size
     yield identity(f"{root}cls_token", "first", (1, D), (1, 1, D))
-    tokens = c.patches + 1
+    tokens = c.encoder.patches + 1
     yield identity(f"{root}position_embeddings", "positions", (tokens, D), (1, tokens, D))
-    patch = (c.channels, *(c.patch_size or ()))
+    patch = (c.encoder.channels, *(c.encoder.patch_size or ()))
     yield from conv(f"{root}patch_embeddings.projection", "patches", patch, D)
     yield from rules_encoder_layers(c, layer)
     yield from norm(f"{layer}layernorm_before", "layers.attention_norm", c)
     yield from norm(f"{layer}layernorm_after", "layers.mlp_norm", c)
     yield from norm("vit.layernorm", "norm", c)
-    if c.pooler:
-        yield from linear("vit.pooler.dense", "pooler", (D,), (c.pooler,), bias=True)
-    if c.classes:
-        yield from linear("classifier", "classes", (D,), (c.classes,), bias=True)
+    if c.encoder.pooler:
+        yield from linear("vit.pooler.dense", "pooler", (D,), (c.encoder.pooler,), bias=True)
+    if c.encoder.classes:
+        yield from linear("classifier", "classes", (D,), (c.encoder.classes,), bias=True)
