@@ -10,7 +10,8 @@ import jax
 from jax import checkpoint_policies as policies
 
 from bptjax.models.config import ModelConfig
-from bptjax.models.experts import ROUTING
+from bptjax.models.feed_forward import FeedForward
+from bptjax.models.feed_forwards import FEED_FORWARDS
 from bptjax.models.layer_loops import Execution, scan_layers
 from bptjax.models.mixers import MIXERS
 from bptjax.ops import attention
@@ -23,11 +24,9 @@ RESIDUAL_NAMES = (
     *(name for mixer in MIXERS.values() for name in mixer.RESIDUAL_NAMES),
 )
 # Names of the activations of a layer that can be saved: outputs of matrix products and attention.
-NAMES = ("query", "key", "value", *RESIDUAL_NAMES, "attended", "gate", "up")
-# Activations of a mixture of experts, which are of use only with the experts of each token.
-OF_EXPERTS = {"gate", "up"}
+NAMES = ("query", "key", "value", *RESIDUAL_NAMES, "attended", *FeedForward.RESIDUAL_NAMES)
 # Activations that exist only if the feed-forward network runs in a single chunk.
-UNCHUNKED = {"attended", "gate", "up"}
+UNCHUNKED = {"attended", *FeedForward.RESIDUAL_NAMES}
 # Activations that each policy saves in addition to the input of a layer. None means no remat.
 REMAT: dict[str, tuple[str, ...] | None] = {
     "none": None,
@@ -80,12 +79,11 @@ class TrainingExecution(Execution):
         Raises:
           ValueError: as `groups`, or a name to save that the layers do not have.
         """
-        # The layers without keys of their own have loops of their own.
-        shared, k = model.shared_kv.layers, self.nested or 1
-        if shared and (shared % k or model.num_layers % k):
+        later, k = model.later_layers, self.nested or 1
+        if later and (later % k or model.num_layers % k):
             raise ValueError(
                 f"execution.remat={self.remat}: k must divide both the {model.num_layers} layers "
-                f"and the last {shared} of them, which have no keys of their own"
+                f"and the last {later} of them, which have no keys of their own"
             )
         self.groups(model.num_layers)
         has = {"gate": model.gated, "attended": model.residual == "sequential"}
@@ -141,8 +139,8 @@ class TrainingExecution(Execution):
         """`jax.checkpoint` that saves the input of a function, whose name is `given`, and the
         activations named `saved`."""
         names = [given, *saved, *self.save]
-        if OF_EXPERTS & {*names}:
-            names.append(ROUTING)
+        if {*FeedForward.RESIDUAL_NAMES} & {*names}:
+            names += [name for kind in FEED_FORWARDS.values() for name in kind.SAVED_WITH]
         on_host = [name + ON_HOST for name in names]
         # Without offload, activations with a name for host memory are saved on the device.
         policy = policies.save_only_these_names(*names[1:], *on_host[1:])

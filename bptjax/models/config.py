@@ -3,6 +3,7 @@ elsewhere.
 """
 
 import json
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
@@ -171,12 +172,18 @@ class ModelConfig:
         return self.experts.size or self.F
 
     @property
+    def stored_F(self) -> int:
+        """Feed-forward width of all experts of a layer; without experts, of the network."""
+        return (self.experts.count or 1) * self.expert_F
+
+    @property
     def active_F(self) -> int:
-        """Feed-forward width that each token passes through, in a layer with experts if there are
-        any."""
-        if not self.experts.on:
-            return self.F
-        return self.expert_F * self.experts.per_token + self.experts.shared_size
+        """Mean over the layers of the feed-forward width that a token passes through, as if none
+        were in `experts.mlp_only_layers`."""
+        own, later = self.experts, self.shared_kv
+        width = self.expert_F * own.per_token + own.shared_size if own.on else self.F
+        wider = (later.intermediate_size or self.F) - self.F
+        return width + wider * later.layers // self.num_layers
 
     @property
     def K(self) -> int:
@@ -201,7 +208,7 @@ class ModelConfig:
         """Numbers of the layers that have the MLP `dense` in place of that network."""
         if not self.shared_kv.intermediate_size:
             return sorted(self.experts.mlp_only_layers)
-        return list(range(self.num_layers - self.shared_kv.layers, self.num_layers))
+        return list(range(self.num_layers - self.later_layers, self.num_layers))
 
     @property
     def pattern(self) -> AttentionPattern | None:
@@ -232,19 +239,48 @@ class ModelConfig:
         return [i for i in range(self.num_layers) if i not in mixing]
 
     @property
+    def mixing(self) -> list[tuple[list[int], Group]]:
+        """The choices of attention and of the other kinds of layers, with the numbers of their
+        layers."""
+        others = [(self.layers_of(kind), group) for kind, group in self.mixers.items()]
+        return [(self.attention_layers, self.attention), *others]
+
+    @property
+    def attended(self) -> dict[tuple[int | None, AttentionPattern | None], float]:
+        """Number of layers of attention of each window and pattern. A layer counts in the ratio of
+        the size of its heads to head_dim."""
+        found: dict = defaultdict(float)
+        for kind in self.layer_kinds:
+            if kind.mixer is None:
+                found[kind.window, kind.pattern] += self.heads(kind.full)[1] / self.H
+        return found
+
+    @property
+    def later_layers(self) -> int:
+        """Number of the last layers, which have no keys of their own and run in loops of their
+        own."""
+        return self.shared_kv.layers
+
+    @property
     def full_layers(self) -> list[int]:
         """Numbers of the layers with heads of `full_attention`."""
         return self.layers_of("full_attention") if self.full_attention.on else []
 
     def kv_layers(self, full: bool) -> list[int]:
         """Numbers of the layers with keys and values of their own, of full_layers or the others."""
-        kept = self.num_layers - self.shared_kv.layers
+        kept = self.num_layers - self.later_layers
         return [i for i in self.attention_layers[:kept] if (i in self.full_layers) == full]
 
     def heads(self, full: bool) -> tuple[int, int]:
         """Number and size of the key heads in full_layers, or in the others."""
         own = self.full_attention
         return (own.kv_heads or self.K, own.head_dim) if full and own.on else (self.K, self.H)
+
+    @property
+    def mean_head_dim(self) -> float:
+        """Mean size of a head of the layers of attention."""
+        full = len(self.full_layers) / len(self.attention_layers)
+        return full * self.heads(True)[1] + (1 - full) * self.H
 
     @property
     def ropes(self) -> tuple[dict[str, Any], ...]:

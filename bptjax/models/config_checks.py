@@ -119,12 +119,10 @@ def check_choices(config: Any) -> None:
                 raise ValueError(f"model.{name}.{key}={value}: must go with {switch}")
 
     # A typing error would otherwise show after minutes, when memory runs out.
-    heads = 2 * (config.num_heads + config.K) * config.H
-    heads += sum(sum(group.widths(config).values()) for group in config.mixers.values())
-    inner = (config.experts.count or 1) * config.expert_F
-    parameters = config.num_layers * config.hidden_size * (2 * inner + heads)
-    widths = config.E + config.num_layers * config.layer_embedding.size
-    parameters += (config.vocab_size or 0) * widths
+    width = 2 * config.stored_F
+    width += sum(sum(group.widths(config).values()) for _, group in config.mixing)
+    entry = config.E + sum(group.entry(config) for group in config.groups.values())
+    parameters = config.num_layers * config.hidden_size * width + (config.vocab_size or 0) * entry
     if parameters > MOST_PARAMETERS:
         raise ValueError(
             f"{sizes_of(config)}: must have at most {MOST_PARAMETERS:.0e} parameters, not "

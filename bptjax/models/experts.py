@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,9 +38,7 @@ from bptjax.parallel.experts import (
 )
 from bptjax.parallel.sequence import FOLDED_BATCH
 
-# Name of the experts of each token. A remat policy saves them together with the experts'
-# activations: if rounding sent a token to another expert in the backward pass, the saved rows would
-# belong to other tokens.
+# Name of the experts of each token.
 ROUTING = "routing"
 
 
@@ -149,6 +147,11 @@ class Experts(FeedForward):
     The auxiliary sums are `chosen` `[X]`, the tokens of each expert; `probability` `[X]`, the
     scores of all experts divided by their sum; and `z`, the square of the logits' log-sum-exp.
     """
+
+    # If rounding sent a token to another expert in the backward pass, the saved rows would belong
+    # to other tokens.
+    SAVED_WITH: ClassVar = (ROUTING,)
+    LINEAR: ClassVar = False
 
     def __init__(self, config: ModelConfig, key: Array, dtype: DTypeLike):
         D, F, X = config.hidden_size, config.expert_F, config.experts.count

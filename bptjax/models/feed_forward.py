@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -60,6 +61,13 @@ Auxiliary = dict[str, Array]
 
 class FeedForward(nnx.Module):
     """A position-wise network of a layer."""
+
+    # Names of its activations that a remat policy can save, which exist only in a single chunk.
+    RESIDUAL_NAMES: ClassVar[tuple[str, ...]] = ("gate", "up")
+    # Names of results that a remat policy saves together with them.
+    SAVED_WITH: ClassVar[tuple[str, ...]] = ()
+    # Whether its matrices are those of linear layers, which `train.linear` applies to.
+    LINEAR: ClassVar[bool] = True
 
     def __init__(self, config: ModelConfig, key: Array, dtype: DTypeLike):
         raise NotImplementedError

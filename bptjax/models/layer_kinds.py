@@ -41,7 +41,7 @@ def layer_kinds(config: Any) -> list[LayerKind]:
     types = config.layer_types or [None] * config.num_layers
     rotates = config.rope_layers or [True] * config.num_layers
     full, dense = ({*numbers} for numbers in (config.full_layers, config.dense_layers))
-    own, mixers = config.num_layers - config.shared_kv.layers, config.mixers
+    own, mixers = config.num_layers - config.later_layers, config.mixers
 
     def kind(i: int) -> LayerKind:
         window = None if types[i] == "full_attention" else config.sliding_window

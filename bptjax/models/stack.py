@@ -127,7 +127,7 @@ def run(
     tokens = tokens._replace(marked=None)
 
     first, made = x, None
-    if config.shared_kv.layers and cache is None:
+    if config.later_layers and cache is None:
         made = _room(config, x)
 
     def step(carry, index, kind, shared_kv=None):
@@ -189,7 +189,7 @@ def run(
     # The loops carry the cache of all layers, so that they write it in place. `made` are the keys
     # and values of the last layer of each type so far.
     carry, kinds = (x, cache, slots, made), config.layer_kinds
-    own = config.num_layers - config.shared_kv.layers
+    own = config.num_layers - config.later_layers
     carry, (states, aux) = execution.scan(step, carry, kinds[:own])
     if own < config.num_layers:
         # The other layers read the final ones, which their loops do not save again, and whose

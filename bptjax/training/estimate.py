@@ -6,7 +6,7 @@ them by the results.
 """
 
 import math
-from collections import Counter
+from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,9 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from bptjax.devices import KINDS, kind_of
+from bptjax.models.feed_forward import FeedForward
+from bptjax.models.feed_forwards import FEED_FORWARDS
 from bptjax.ops import attention
 from bptjax.parallel.mesh import num_shards
-from bptjax.remat import OF_EXPERTS, REMAT, RESIDUAL_NAMES, UNCHUNKED, TrainingExecution
+from bptjax.remat import REMAT, RESIDUAL_NAMES, UNCHUNKED, TrainingExecution
 from bptjax.training.flops import mixing_flops
 from bptjax.training.prediction import tree_bytes
 from bptjax.training.spec import TrainSpec
@@ -83,7 +85,8 @@ class Estimator:
         self.trained = tree_bytes(split_trained(spec, state.model)[0])
         self.held = tree_bytes(state.model) + tree_bytes(state.opt_state)
         # Experts stay as they are, and take most of a step.
-        self.float8 = train.linear == "float8" and not self.model.experts.on
+        linear = FEED_FORWARDS[self.model.feed_forward].LINEAR
+        self.float8 = train.linear == "float8" and linear
         if train.linear == "float8":
             sizes = kernel_sizes(spec, sharded=spec.config.parallel.zero_stage == 3)
             self.held += sum(math.prod(x) for x in sizes.values())
@@ -101,11 +104,7 @@ class Estimator:
         self.sequence = -(-train.seq_len // num_shards(spec.mesh, "sequence"))
         self.tokens = train.per_device_train_batch_size * self.sequence
         pairs, T = 0.0, train.seq_len
-        kinds = (kind for kind in self.model.layer_kinds if kind.mixer is None)
-        layers = Counter((kind.window, kind.pattern, kind.full) for kind in kinds)
-        for (window, pattern, full), count in layers.items():
-            # In units of head_dim.
-            count *= self.model.heads(full)[1] / self.model.H
+        for (window, pattern), count in self.model.attended.items():
             window = min(window or T, T)
             if pattern is None and self.model.causal:
                 pairs += count * (window * T - window * window / 2)
@@ -119,41 +118,17 @@ class Estimator:
         self.attention += mixing_flops(self.model) * self.tokens / self.tp
 
     @cached_property
-    def active_F(self) -> int:
-        """Mean over the layers of the feed-forward width that a token passes through."""
-        m = self.model
-        wide = (m.shared_kv.intermediate_size or m.F) - m.F
-        return m.active_F + wide * m.shared_kv.layers // m.num_layers
-
-    @cached_property
-    def head_dim(self) -> float:
-        """Mean size of a head of the layers of attention."""
-        full = len(self.model.full_layers) / max(len(self.model.attention_layers), 1)
-        return full * self.model.heads(True)[1] + (1 - full) * self.model.H
-
-    def share(self, kind: str | None) -> float:
-        """Share of the layers of this kind in `layer_types`; of attention if None."""
-        m = self.model
-        return len(m.attention_layers if kind is None else m.layers_of(kind)) / m.num_layers
-
-    @cached_property
     def products(self) -> dict[str, tuple[float, float]]:
         """Parameters of each matrix product of a layer on a device, and bytes of its result per
         token, by the name under which the result can be saved, if it can. `gates` are the gates of
         attention, and other results of mixers."""
         m, size, D = self.model, self.size, self.model.hidden_size
-        F, heads = self.active_F // self.tp, m.num_heads * self.head_dim / self.tp
-        kv = 0.0
-        for own in (False, True):
-            K, H = m.heads(own)
-            kv += len(m.kv_layers(own)) / len(m.attention_layers) * max(K * H // self.tp, H)
-        full = {"query": heads, "key": kv, "value": kv, "attended": heads}
-        full |= {"gates": heads} if m.attention.gate else {}
+        F = m.active_F // self.tp
         # The mean of the layers.
-        mean = {name: self.share(None) * width for name, width in full.items()}
-        for kind, group in m.mixers.items():
+        mean: dict[str, float] = defaultdict(float)
+        for layers, group in m.mixing:
             for name, width in group.widths(m, self.tp).items():
-                mean[name] = mean.get(name, 0.0) + self.share(kind) * width
+                mean[name] += len(layers) / m.num_layers * width
         found = {
             name: (D * width, size * (D if name == "attended" else width))
             for name, width in mean.items()
@@ -169,13 +144,10 @@ class Estimator:
         if m.residual != "sequential":
             del found["attended"]
         if self.ep > 1:
-            found = {name: width for name, width in found.items() if name not in OF_EXPERTS}
-        heads = self.share(None) * m.num_heads / self.tp
-        widths = heads * self.head_dim * self.size, 4 * heads
-        found |= dict(zip(attention.RESIDUAL_NAMES, widths, strict=True))
-        for kind, group in m.mixers.items():
-            for name, width in group.saved(self.size).items():
-                found[name] = self.share(kind) * width / self.tp
+            found = {k: x for k, x in found.items() if k not in FeedForward.RESIDUAL_NAMES}
+        for layers, group in m.mixing:
+            for name, width in group.saved(m, self.size).items():
+                found[name] = len(layers) / m.num_layers * width / self.tp
         return found
 
     def saved_names(self, execution: TrainingExecution) -> set[str]:
@@ -207,17 +179,17 @@ class Estimator:
         head = passes * 2.0 * n * vocab
         attending = ATTENTION * kernel + (0.0 if names >= {*attention.RESIDUAL_NAMES} else kernel)
         attending += kernel if nested else 0.0
-        seconds = head / rates.products + attending / rates.attention(self.head_dim)
+        seconds = head / rates.products + attending / rates.attention(m.mean_head_dim)
         seconds += layers / (rates.float8 if self.float8 else rates.products)
 
         passes = 1.0 + 0.3 * bool(again) + 0.4 * bool(nested)
-        gates = (2 + m.gated) * self.active_F / tp
+        gates = (2 + m.gated) * m.active_F / tp
         stream = STREAM_TRAFFIC * m.hidden_size + FEED_FORWARD_TRAFFIC * gates
         traffic = n * L * size * stream * passes / 2
         chunks = math.ceil(self.sequence / execution.ffn_chunk)
         chunked = self.products.keys() & {*UNCHUNKED, "down"}
         # Of experts, the matrices of all that a device has, not only of those of a token.
-        stored = (m.experts.count or 1) * m.expert_F / self.active_F / self.ep
+        stored = m.stored_F / m.active_F / self.ep
         of_mlp = chunked & {"gate", "up", "down"}
         weights = sum(self.products[k][0] * (stored if k in of_mlp else 1) for k in chunked)
         # Each chunk adds to float32 gradients, which are read and written.
@@ -238,7 +210,7 @@ class Estimator:
 
         chunk = n * min(execution.ffn_chunk / self.sequence, 1.0)
         stream = STREAM_WORKSPACE * n * m.hidden_size
-        stream += FEED_FORWARD_WORKSPACE * chunk * self.active_F / tp
+        stream += FEED_FORWARD_WORKSPACE * chunk * m.active_F / tp
         # Tokens of all devices that share the experts, their gradients, and a float32 sum.
         stream += (2 + 4 / size) * chunk * m.hidden_size * self.ep if self.ep > 1 else 0
         workspace = size * stream + (4 * weights if chunks > 1 and not self.frozen else 0)

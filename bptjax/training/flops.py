@@ -1,7 +1,6 @@
 """FLOPs of a step, as model FLOPs utilization counts them; memory and utilization of devices."""
 
 import math
-from collections import Counter
 from fractions import Fraction
 
 import jax.numpy as jnp
@@ -52,8 +51,8 @@ def attended_pairs(
 ) -> Array:
     """Returns the number of query-key pairs that the masks of all layers of attention allow,
     float32: causal in decoders, within documents, and within each layer's window or pattern. The
-    patterns of encoders count as full attention. A pair of heads of `full_attention` counts
-    in the ratio of its head_dim to the model's, as its FLOPs do.
+    patterns of encoders count as full attention. Pairs of layers whose heads have another size
+    than head_dim count in the ratio of the sizes, as their FLOPs do.
 
     Args:
       tokens: token ids, by which the markers of a pattern count.
@@ -67,19 +66,17 @@ def attended_pairs(
         marked, positions, segments = (
             x[:, np.argsort(order)] for x in (marked, positions, segments)
         )
-    kinds = (kind for kind in model.layer_kinds if kind.mixer is None)
-    layers = Counter((kind.window, kind.pattern, model.heads(kind.full)[1]) for kind in kinds)
     pairs, after = jnp.zeros(()), None
     if not model.causal:
         after = document_lengths(positions, segments) - 1 - positions
-    for (window, pattern, size), count in layers.items():
+    for (window, pattern), count in model.attended.items():
         keys = positions + 1 if window is None else jnp.minimum(positions + 1, window)
         if after is not None:
             keys += after if window is None else jnp.minimum(after, window - 1)
         elif pattern is not None:
             keys = pattern.keys(positions, positions.shape[1], marked)
         each = jnp.where(segments != 0, keys.astype(jnp.float32), 0.0).sum()
-        pairs += count * size / model.H * each
+        pairs += count * each
     return pairs
 
 
@@ -106,5 +103,4 @@ def model_flops(
 def mixing_flops(model: ModelConfig) -> float:
     """Returns the FLOPs per token of the forward pass of all layers without attention, beside their
     products with matrices."""
-    each = ((len(model.layers_of(kind)), group) for kind, group in model.mixers.items())
-    return sum((layers * group.flops(model) for layers, group in each), 0.0)
+    return sum(len(layers) * group.flops(model) for layers, group in model.mixing)

@@ -204,8 +204,7 @@ def _policies(
             everything = size == len(parts) and not chunked
             yield ("dots", ()) if everything else ("save_attention", saved)
             yield "full", saved
-    # Layers without keys of their own have groups of their own.
-    layers = math.gcd(model.num_layers, model.shared_kv.layers)
+    layers = math.gcd(model.num_layers, model.later_layers)
     for size in GROUPS:
         if size < model.num_layers and layers % size == 0:
             yield f"nested({size})", ()

@@ -5,6 +5,7 @@ from typing import Any
 
 from bptjax.models.groups.group import UNLIMITED, Group, integer, number
 from bptjax.ops.arguments import check_softcap
+from bptjax.ops.attention import RESIDUAL_NAMES
 
 
 @dataclass(frozen=True)
@@ -45,3 +46,20 @@ class AttentionConfig(Group):
         check_softcap(self.softcap, "model.attention.softcap")
         if self.qk_norm_joint and not self.qk_norm:
             raise ValueError("model.attention.qk_norm_joint=true: must go with qk_norm=true")
+
+    def widths(self, model: Any, tp: int = 1) -> dict[str, float]:
+        """The mean over the layers of attention."""
+        heads, keys, layers = (
+            model.num_heads * model.mean_head_dim / tp,
+            0.0,
+            model.attention_layers,
+        )
+        for full in (False, True):
+            K, H = model.heads(full)
+            keys += len(model.kv_layers(full)) / len(layers) * max(K * H // tp, H)
+        widths = {"query": heads, "key": keys, "value": keys, "attended": heads}
+        return widths | ({"gates": heads} if self.gate else {})
+
+    def saved(self, model: Any, size: int) -> dict[str, float]:
+        N, H = model.num_heads, model.mean_head_dim
+        return dict(zip(RESIDUAL_NAMES, (N * H * size, 4.0 * N), strict=True))

@@ -89,3 +89,26 @@ class Group:
     def share(self, path: str) -> Fraction:
         """Returns the share of the parameter at `path` that a token is multiplied by."""
         return Fraction(1)
+
+    def entry(self, model: Any) -> int:
+        """Returns the numbers of each token of the vocabulary in look-up tables of the part."""
+        return 0
+
+    def widths(self, model: Any, tp: int = 1) -> Mapping[str, float]:
+        """Returns the elements per token of the result of each matrix product of the part, which
+        mixes tokens, on one of `tp` devices, by the name under which the result can be saved.
+        `attended` is the input of the output projection; `gates` are not saved."""
+        return {}
+
+    def flops(self, model: Any) -> float:
+        """Returns the FLOPs per token of the forward pass of a layer beside products with matrices
+        and pairs of tokens."""
+        return 0.0
+
+    def saved(self, model: Any, size: int) -> Mapping[str, float]:
+        """Returns the bytes per token of other results that can be saved, by name.
+
+        Args:
+          size: bytes of an element in the dtype of the computation.
+        """
+        return {}

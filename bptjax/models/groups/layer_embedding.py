@@ -27,5 +27,8 @@ class LayerEmbeddingConfig(Group):
                 "embeddings of the tokens"
             )
 
+    def entry(self, model: Any) -> int:
+        return model.num_layers * self.size
+
     def share(self, path: str) -> Fraction:
         return Fraction(path != "layers.embedding.table")

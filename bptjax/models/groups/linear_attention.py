@@ -55,7 +55,7 @@ class LinearAttentionConfig(MixerGroup):
         (_, H), (N, W) = self.heads
         return 6.0 * N * H * W
 
-    def saved(self, size: int) -> dict[str, float]:
+    def saved(self, model: Any, size: int) -> dict[str, float]:
         (_, H), (N, W) = self.heads
         # A float32 state for each group of chunks.
         tokens = delta_rule.GROUP * delta_rule.CHUNK
