@@ -16,10 +16,9 @@ from bptjax.models.groups.attention import AttentionConfig
 from bptjax.models.groups.encoder import EncoderConfig
 from bptjax.models.groups.experts import ExpertsConfig
 from bptjax.models.groups.full_attention import FullAttentionConfig, SharedKvConfig
-from bptjax.models.groups.group import MOST_HEAD, UNLIMITED, Group, integer, number
+from bptjax.models.groups.group import MOST_HEAD, UNLIMITED, Group, MixerGroup, integer, number
 from bptjax.models.groups.layer_embedding import LayerEmbeddingConfig
 from bptjax.models.groups.linear_attention import LinearAttentionConfig
-from bptjax.models.groups.mixer import MixerGroup
 from bptjax.models.groups.norms import NormsConfig
 from bptjax.models.groups.short_convolution import ShortConvolutionConfig
 from bptjax.models.layer_kinds import LayerKind, layer_kinds

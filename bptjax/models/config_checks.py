@@ -3,8 +3,7 @@
 from typing import Any
 
 from bptjax.models.attention_pattern import AttentionPattern
-from bptjax.models.groups.group import check_bounds, check_sandwich
-from bptjax.models.groups.mixer import MixerGroup
+from bptjax.models.groups.group import MixerGroup, check_bounds, check_sandwich
 from bptjax.ops.arguments import check_softcap
 
 # Several times the largest models there are.

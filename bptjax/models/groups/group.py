@@ -112,3 +112,13 @@ class Group:
           size: bytes of an element in the dtype of the computation.
         """
         return {}
+
+
+@dataclass(frozen=True)
+class MixerGroup(Group):
+    """Choices of a kind of layer that mixes tokens otherwise than attention does. The group has the
+    name of the kind in `layer_types`."""
+
+    # Name of the part of `Layer` that such layers have in place of attention; PART_layer is the
+    # field of their numbers in names of tensors.
+    PART: ClassVar[str]

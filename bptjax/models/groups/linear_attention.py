@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from bptjax.models.groups.group import MOST_HEAD, integer
-from bptjax.models.groups.mixer import MixerGroup
+from bptjax.models.groups.group import MOST_HEAD, MixerGroup, integer
 from bptjax.ops import delta_rule
 
 
