@@ -186,7 +186,9 @@ def own_name(name: str, names: Iterable[str]) -> str | None:
     flag = FLAGS.get(name) or FLAGS.get(last) or FLAGS.get(key)
     if own := next((own for own in (key, flag) if own in keys), None):
         return own + equals + value
-    same = [own for own in keys if own.rpartition(".")[2] == last]
+    # A name without a counterpart is a key only together with the key's group.
+    end = f".{name}" if last in NO_COUNTERPART else f".{last}"
+    same = [own for own in keys if f".{own}".endswith(end) and name not in NO_COUNTERPART]
     return same[0] if len(same) == 1 else None
 
 

@@ -38,6 +38,7 @@ GROUPED = {
     "lora.rank": "adapter.r",
     "peft.lora_alpha": "adapter.alpha",
     "model.base_model": "model.name_or_path",
+    "norms.bias": "model.norms.bias",
     "optimizer.lr": "optimizer.learning_rate",
     "training_args.num_train_epochs": "train.epochs",
 }
@@ -108,7 +109,9 @@ def test_commands_name_their_own_flags(command, name, own, capsys):
     assert capsys.readouterr().err == f"error: unknown flag --{name}; use --{own}\n"
 
 
-@pytest.mark.parametrize(("name", "reason"), NO_COUNTERPART.items())
+@pytest.mark.parametrize(
+    ("name", "reason"), [*NO_COUNTERPART.items(), ("lora.bias", NO_COUNTERPART["bias"])]
+)
 def test_a_name_without_a_counterpart_says_why(name, reason, capsys):
     """--trust_remote_code was answered by "nearest: --optimizer.state_dtype"."""
     with pytest.raises(ValueError, match=f"^unknown flag --{name}; {reason}$"):
