@@ -19,6 +19,7 @@ def run(tmp_path, *extra):
     return json.loads((tmp_path / "rows.json").read_text())
 
 
+@pytest.mark.thorough
 def test_every_way_does_the_same_work(tmp_path, capsys):
     ways = '["loop","unrolled","scan","fused","reference"]'
     rows = run(tmp_path, "--implementations", ways, "--lengths", "[48]", "--chunks", "[32]")

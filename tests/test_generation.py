@@ -271,6 +271,7 @@ def test_command_line(run_directory, capsys):
     assert said.startswith(f"== the cat \n{text}") and "== on\n" in said
 
 
+@pytest.mark.thorough
 def test_text_beyond_the_positions_of_the_model_warns(run_directory, tmp_path, capsys):
     from bptjax import evaluate
 

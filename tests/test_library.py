@@ -128,6 +128,7 @@ def test_generate_names_a_bad_option(options):
         bptjax.generate(None, ByteTokenizer(), "x", **options)
 
 
+@pytest.mark.thorough
 def test_train_is_the_command(base, tmp_path, monkeypatch):
     """A run of adapters, from a dict and from the command line; the run and its export load."""
     monkeypatch.setattr("bptjax.training.setup.select_devices", lambda device: jax.devices()[:1])

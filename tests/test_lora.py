@@ -178,10 +178,11 @@ def test_accumulated_micro_batches_are_one_big_batch(batch):
     assert_same(gradient_sums(spec, batch, 4, state), gradient_sums(spec, batch, state=state))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "parallel",
     [
-        pytest.param(ParallelConfig(dp=2, fsdp=2, tp=2), marks=pytest.mark.thorough),
+        ParallelConfig(dp=2, fsdp=2, tp=2),
         ParallelConfig(dp=1, fsdp=2, tp=2, sp=2, sequence_strategy="ring"),
     ],
     ids=str,

@@ -6,7 +6,6 @@ import random
 import shutil
 
 import pytest
-from tiers import fast
 
 from bptjax.train import main
 
@@ -49,7 +48,8 @@ def mutated(uninterrupted, name, seed):
     return data
 
 
-@pytest.mark.parametrize("name", fast(CASES, ["metrics.jsonl"]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", CASES)
 def test_damaged_files_of_a_run(arguments, uninterrupted, tmp_path, capsys, name):
     cases = [*CASES[name]]
     if (uninterrupted / name).exists():

@@ -39,6 +39,7 @@ def command(arguments, sources, run_dir):
     return [*found, "--train.eval_batches=12", "--train.seq_len=64", f"--run_dir={run_dir}"]
 
 
+@pytest.mark.thorough
 def test_losses_by_source_of_a_limited_evaluation(
     arguments, sources, tmp_path, monkeypatch, capsys
 ):

@@ -190,6 +190,7 @@ def test_out_of_memory_names_the_largest_uses(arguments, tmp_path, monkeypatch, 
     assert "execution.remat=full" in message and "pinned_host" not in message
 
 
+@pytest.mark.thorough
 def test_a_bad_record_deep_in_the_data(arguments, tmp_path, capsys, monkeypatch):
     """Refused at the start if found in time; else the run saves, ends, and can go on without it."""
     lines = [json.dumps({"text": "the quick brown fox"})] * 400

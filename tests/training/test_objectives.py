@@ -12,7 +12,6 @@ import jax
 import numpy as np
 import pytest
 import yaml
-from tiers import fast
 
 import bptjax
 from bptjax.config import Config, TrainConfig
@@ -113,7 +112,8 @@ def assert_shapes_agree(case: Case, name: str):
         assert shapes == {name: (x.shape, x.dtype) for name, x in abstract_batch(spec).items()}
 
 
-@pytest.mark.parametrize("name", fast(OBJECTIVES, ["class"]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", OBJECTIVES)
 def test_layouts_agree(name):
     assert_layouts_agree(CASES[name], name)
 

@@ -188,6 +188,7 @@ def test_every_config_is_read(file):
     assert parse(["--config", str(file)], "").run_dir == f"runs/{file.stem}"
 
 
+@pytest.mark.thorough
 def test_epochs(arguments, tmp_path, capsys, monkeypatch):
     """Every record is counted, however long that takes."""
     check = DataCheck.run

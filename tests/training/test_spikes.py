@@ -58,6 +58,7 @@ def assert_equal_runs(left, right):
         np.testing.assert_array_equal(value, right[name], strict=True)
 
 
+@pytest.mark.thorough
 def test_a_run_without_the_batches_that_are_left_out(command, undisturbed, tmp_path, monkeypatch):
     """All rollbacks start from the same checkpoint."""
     log = (undisturbed / "log.txt").read_text()
