@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 from optax.contrib import MuonDimensionNumbers, muon
 from test_optimizer import CONFIG, Model, assert_close, on, run, update
+from tiers import fast
 
 from bptjax.optimizer import init_opt_state
 from bptjax.parallel.mesh import ParallelConfig, make_mesh
@@ -36,7 +37,7 @@ def kernels(key):
     }
 
 
-@pytest.mark.parametrize("parallel", [None, ParallelConfig(dp=2, fsdp=2, tp=2)])
+@pytest.mark.parametrize("parallel", fast([None, ParallelConfig(dp=2, fsdp=2, tp=2)], [None]))
 def test_muon_is_optax(parallel):
     """On each layer by itself, with heads merged; on a mesh too, where kernels are sharded."""
     dims = {name: {"kernel": row[-1]} for name, row in KERNELS.items()}

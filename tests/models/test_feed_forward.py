@@ -158,6 +158,7 @@ def test_memory_follows_the_chunk():
     assert "64,37" in shapes and not shapes & {"8192,37", "1,8192,37", "64,2,37", "128,37"}
 
 
+@pytest.mark.thorough
 def test_fewer_sequences_than_devices(model):
     """A generation on a mesh that cannot divide its sequences."""
 
@@ -172,6 +173,7 @@ def test_fewer_sequences_than_devices(model):
         assert np.array_equal(written(), alone)
 
 
+@pytest.mark.thorough
 def test_groups_are_chosen_by_their_scores():
     """The logits of the first group have the larger sum, the sigmoids of the second."""
     groups = dict(groups=2, groups_per_token=1, scores="sigmoid")

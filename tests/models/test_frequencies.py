@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from models.test_decoder import ROTARY, SMALL, assert_close
-from tiers import fast
 
 from bptjax.models.decoder import Decoder
 from bptjax.ops.loss import linear_cross_entropy
@@ -38,7 +37,8 @@ def by_length(kind: str) -> Decoder:
     return Decoder(config, jax.random.key(0))
 
 
-@pytest.mark.parametrize("kind", fast(BY_LENGTH, ["in some layers"]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", BY_LENGTH)
 def test_frequencies_follow_each_document(kind):
     """Documents on both sides of the original length, packed, give the values and gradients of
     each document alone."""
