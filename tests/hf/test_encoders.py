@@ -106,6 +106,7 @@ def test_longer_rotary_positions_of_a_modernbert(theirs, tmp_path):
         ("roberta", dict(hidden_act="relu"), "hidden_act='relu': must be 'gelu'"),
         ("vit", dict(pooler_act="elu"), "pooler_act='elu': must be one of tanh, gelu, relu, silu"),
         ("bert", dict(is_decoder=True), "is_decoder=True: must be False"),
+        ("bert", dict(type_vocab_size=0), "type_vocab_size=0: must be at least 1"),
         ("bert", dict(architectures=["BertForTokenClassification"]), "must be one of BertModel, B"),
     ],
 )

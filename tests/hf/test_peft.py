@@ -13,13 +13,18 @@ from tiers import fast
 
 from bptjax import convert, progress
 from bptjax.adapter_export import remedy_for_peft, write_adapter
+from bptjax.config import Config
 from bptjax.data.tokenizer import ByteTokenizer
 from bptjax.generate import main as generate
 from bptjax.hf.peft import WEIGHTS, read_peft, write_peft
 from bptjax.hf.peft_config import ADAPTER_CONFIG, BASE_CONFIG
+from bptjax.lora import AdapterConfig
 from bptjax.models.config import ModelConfig
+from bptjax.parallel.mesh import ParallelConfig, make_mesh
 from bptjax.pretrained import open_pretrained
 from bptjax.train import main
+from bptjax.training.checks import check_adapter
+from bptjax.training.spec import TrainSpec
 from hf.cases import FAMILIES, LONG, SHORT, auto_model, config
 from hf.loading import contents, load, random_base
 
@@ -380,6 +385,13 @@ def test_an_encoder_gets_no_adapter(theirs, arguments, tmp_path, capsys, name):
 )
 def test_refused(tmp_path, monkeypatch, change, message):
     monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        open_small_adapter(tmp_path, change)
+
+
+def open_small_adapter(tmp_path, change):
+    """Opens an adapter of a llama's first query projection, with changed keys of its config, or, if
+    `change` is "lm_head", with low-rank matrices of the head too."""
     base = random_base(tmp_path / "base", of_bytes("llama"))
     raw = dict(peft_type="LORA", r=2, lora_alpha=2, bias="none", base_model_name_or_path=str(base))
     raw |= dict(target_modules=["q_proj"], layers_to_transform=[0])
@@ -392,5 +404,27 @@ def test_refused(tmp_path, monkeypatch, change, message):
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / ADAPTER_CONFIG).write_text(json.dumps(raw, sort_keys=True))
     save_file(arrays, tmp_path / "adapter" / WEIGHTS)
-    with pytest.raises(ValueError, match=message):
-        open_pretrained(ModelConfig(name_or_path=str(tmp_path / "adapter")))
+    return open_pretrained(ModelConfig(name_or_path=str(tmp_path / "adapter")))
+
+
+def test_an_adapter_decides_its_settings(tmp_path):
+    """Settings left at their defaults are accepted, and so is the alpha of scale 1 that saved
+    configs of earlier versions name."""
+    pretrained = open_small_adapter(tmp_path, {})
+
+    def check(**settings):
+        config = Config(adapter=AdapterConfig(type="lora", **settings))
+        mesh = make_mesh(ParallelConfig(), jax.devices()[:1])
+        check_adapter(TrainSpec(config, pretrained.config, mesh, pretrained))
+
+    check()
+    check(alpha=8.0)
+    for settings in (
+        dict(r=2),
+        dict(alpha=2.0),
+        dict(use_rslora=True),
+        dict(target_modules=["q_proj"]),
+        dict(modules_to_save=["embed_tokens"]),
+    ):
+        with pytest.raises(ValueError, match=f"adapter.{[*settings][0]}=.*: must not be set"):
+            check(**settings)

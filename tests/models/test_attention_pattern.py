@@ -64,6 +64,11 @@ def hidden(decoder, tokens, **options):
     )[0]
 
 
+@pytest.mark.parametrize("name", PATTERNS)
+def test_other_patterns_than_landmark_attention_have_no_landmarks(name):
+    assert ModelConfig(attention_pattern=PATTERNS[name]).landmarks is None
+
+
 def attends(name, p, s, ids):
     """The definition, for one causal pair."""
     x = PATTERNS[name]

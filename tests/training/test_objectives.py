@@ -5,6 +5,7 @@ import ast
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,8 @@ from bptjax.objectives.next_token import NextToken
 from bptjax.parallel.mesh import ParallelConfig, make_mesh
 from bptjax.train import main
 from bptjax.training.spec import TrainSpec
-from bptjax.training.step import abstract_batch, evaluator, random_batch
+from bptjax.training.state import abstract_state
+from bptjax.training.step import abstract_batch, evaluator, gradients, random_batch
 from training.runs import rows
 from training.specs import assert_same, gradient_sums, initial_state
 
@@ -100,7 +102,8 @@ def assert_layouts_agree(case: Case, name: str):
 
 
 def assert_shapes_agree(case: Case, name: str):
-    """The step is compiled for the arrays that the loader makes, before it has made any."""
+    """The step is compiled for the arrays that the loader makes, before it has made any. Its sums
+    are float32."""
     spec = make_spec(case.model, name)
     config = DataConfig(packing="none")
     how: dict[str, Any] = dict(seq_len=T, batch_size=2, encoding=spec.encoding)
@@ -110,6 +113,9 @@ def assert_shapes_agree(case: Case, name: str):
     for batch in (found, random_batch(spec)):
         shapes = {name: (x.shape, x.dtype) for name, x in batch.items()}
         assert shapes == {name: (x.shape, x.dtype) for name, x in abstract_batch(spec).items()}
+    with jax.set_mesh(spec.mesh):
+        sums, _, _ = jax.eval_shape(partial(gradients, spec), abstract_state(spec), found)
+    assert {x.dtype for x in jax.tree.leaves(sums)} == {np.dtype("float32")}
 
 
 @pytest.mark.thorough
