@@ -3,10 +3,11 @@ the tests on each until one fails.
 
     python scripts/seed_faults.py --out scripts/results/seeded_faults.jsonl
 
-Faults are drawn by seed from the syntax trees of all rooms of bptjax, and a row is written for
-each. A fault that has a row is not run again. The tests that import the module run first, then
-those of its room, then the rest of the fast tier. `--tier thorough` runs the thorough tier on the
-faults that the fast tier missed. `--equivalent NUMBER REASON` notes that no test can find a fault.
+Faults are drawn by seed from the syntax trees of all rooms of bptjax. A row is written for each,
+and a fault that has a row is not run again. The tests that name the module run first, then those of
+its room, then the rest of the fast tier. `--tier thorough` runs the thorough tier on the faults
+that the fast tier missed. `--faults 3 4 --tests TEST…` runs only these tests on these faults, and
+notes a test that finds one. `--reason NUMBER TEXT` notes why no test finds a fault.
 """
 
 import argparse
@@ -19,11 +20,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +31,6 @@ TIERS = {
     "fast": "not gpu and not timing and not thorough",
     "thorough": "thorough and not gpu and not timing",
 }
-# Groups of tests that run one after the other on all faults, those of `relevant` first.
-GROUPS = {"fast": (0, 1, 2), "thorough": (3,)}
 # A run of tests that takes longer does not end.
 TIMEOUT_S = 3600
 COMPARISONS: dict[type, tuple[str, str]] = {
@@ -189,9 +186,10 @@ def changes(fault: Fault, source: str) -> bool:
 
 
 def apply(source: str, fault: Fault) -> str:
+    """Seeds a fault in its line, or in the next equal one if the file has changed."""
     lines = source.split("\n")
-    assert lines[fault.line - 1] == fault.before
-    lines[fault.line - 1] = fault.after
+    equal = (i for i, line in enumerate(lines, 1) if line == fault.before)
+    lines[min(equal, key=lambda i: abs(i - fault.line)) - 1] = fault.after
     return "\n".join(lines)
 
 
@@ -213,26 +211,25 @@ def draw(seed: int, number: int, root: Path = ROOT) -> list[Fault]:
     return list(drawn)
 
 
-def relevant(file: str, root: Path = ROOT) -> list[list[str]]:
-    """Returns the test files in groups that run one after the other: those that name the module,
-    those of its room, and all others."""
+def relevant(file: str, root: Path = ROOT) -> list[str]:
+    """Returns all test files: that of the module, those that name it, those of its room, and the
+    others."""
     module = Path(file).with_suffix("")
     name = module.parent.name if module.name == "__init__" else module.name
-    dotted = ".".join(module.parts)
-    package = re.escape(".".join(module.parts[:-1]))
+    dotted, package = ".".join(module.parts), re.escape(".".join(module.parts[:-1]))
     named = re.compile(rf"{re.escape(dotted)}\b|from {package} import [^\n]*\b{name}\b")
-    groups: list[list[str]] = [[], [], []]
-    for path in sorted((root / "tests").rglob("test_*.py")):
-        test = str(path.relative_to(root))
+
+    def order(test: str) -> tuple[bool, ...]:
         room = Path(test).parent.parts[1:2] == module.parts[1:-1][:1]
-        own = path.stem == f"test_{name}"
-        groups[0 if own or named.search(path.read_text()) else 1 if room else 2].append(test)
-    groups[0].sort(key=lambda test: Path(test).stem != f"test_{name}")
-    return groups
+        own = Path(test).stem == f"test_{name}"
+        return not own, not named.search((root / test).read_text()), not room
+
+    tests = (str(path.relative_to(root)) for path in (root / "tests").rglob("test_*.py"))
+    return sorted(sorted(tests), key=order)
 
 
-def copy(directory: Path) -> None:
-    """Copies the repository's files, and checks that the copy imports itself and that its tests are
+def copy(directory: Path, tests: Sequence[str]) -> None:
+    """Copies the repository's files, and checks that the copy imports itself and that the tests are
     collected."""
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listed, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
@@ -241,7 +238,8 @@ def copy(directory: Path) -> None:
             (directory / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, directory / name)
     code = "import bptjax; print(bptjax.__file__)"
-    for command in (["-c", code], ["-m", "pytest", "-q", "-n0", "--collect-only", "tests"]):
+    collect = ["-m", "pytest", "-q", "-n0", "-m", "", "--collect-only", *tests]
+    for command in (["-c", code], collect):
         how = dict(cwd=directory, env=environment(directory), stdin=subprocess.DEVNULL)
         done = subprocess.run([sys.executable, *command], **how, capture_output=True, text=True)
         if done.returncode or not done.stdout.startswith((str(directory / "bptjax"), "tests/")):
@@ -253,35 +251,26 @@ def environment(directory: Path) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": ":".join(map(str, paths)), "PYTHONDONTWRITEBYTECODE": "1"}
 
 
-def find(fault: Fault, group: int, directory: Path) -> dict[str, Any]:
-    """Runs a group of tests on a fault. Returns the first test that fails because of the fault, and
-    the time taken. A test that fails without the fault too is left out."""
-    path, files = directory / fault.file, relevant(fault.file, directory)
-    source, start = path.read_text(), time.monotonic()
-    tier = "fast" if group < len(files) else "thorough"
-    tests = files[group] if tier == "fast" else sum(files, [])
-    left_out: list[str] = []
+def find(fault: Fault, tests: Sequence[str], tier: str, directory: Path) -> str | None:
+    """Returns the first test of the tier that fails because of the fault. A test that fails without
+    the fault too is left out."""
+    path = directory / fault.file
+    source, left_out = path.read_text(), []
     while True:
         path.write_text(apply(source, fault))
         try:
-            found = first_failure(tests, TIERS[tier], directory, left_out)
+            found = first_failure([*tests, *left_out], TIERS[tier], directory)
         finally:
             path.write_text(source)
         if not found or "::" not in found or not first_failure([found], TIERS[tier], directory):
-            break
-        left_out.append(found)
-    return {"found": found, "group": group, "seconds": round(time.monotonic() - start)}
+            return found
+        left_out.append(f"--deselect={found}")
 
 
-def first_failure(
-    tests: list[str], marked: str, directory: Path, left_out: Sequence[str] = ()
-) -> str | None:
+def first_failure(tests: Sequence[str], marked: str, directory: Path) -> str | None:
     """Returns the first of the marked tests that fails."""
-    if not tests:
-        return None
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-n0", "-m", marked]
     command += ["-p", "no:cacheprovider", "-rfE", *tests]
-    command += [f"--deselect={test}" for test in left_out]
     how = dict(cwd=directory, env=environment(directory), stdin=subprocess.DEVNULL)
     try:
         done = subprocess.run(command, **how, capture_output=True, text=True, timeout=TIMEOUT_S)
@@ -289,7 +278,7 @@ def first_failure(
         return f"{tests[0]}: no end in {TIMEOUT_S} s"
     if done.returncode in (0, 5):  # 5: no test of the tier.
         return None
-    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", done.stdout, re.M)
+    failed = re.search(r"^(?:FAILED|ERROR) ([^\[\n]*?(?:\[.*?\])?)(?: - .*)?$", done.stdout, re.M)
     return failed[1] if failed else f"exit code {done.returncode}: {done.stderr[-200:]}"
 
 
@@ -297,11 +286,9 @@ def read(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
-def is_due(row: dict[str, Any] | None, group: int) -> bool:
-    """Returns whether the groups before have run, and none of them has found the fault."""
-    if row is None:
-        return group == 0
-    return not row["found"] and "equivalent" not in row and row["group"] == group - 1
+def is_due(row: dict[str, Any], tier: str) -> bool:
+    """Returns whether the tier before has missed the fault, and this one has not run on it."""
+    return not row.get("found") and row.get("tier") == (None if tier == "fast" else "fast")
 
 
 def main() -> None:
@@ -310,48 +297,35 @@ def main() -> None:
     parser.add_argument("--number", type=int, default=40, help="number of faults")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tier", choices=TIERS, default="fast")
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--equivalent", nargs=2, metavar=("NUMBER", "REASON"))
+    parser.add_argument(
+        "--faults", type=int, nargs="+", help="numbers; all that are due if not set"
+    )
+    parser.add_argument("--tests", nargs="+", help="run only these")
+    parser.add_argument("--reason", nargs=2, metavar=("NUMBER", "TEXT"))
     args = parser.parse_args()
-    rows = {row["number"]: row for row in read(args.out)}
-    lock = threading.Lock()
+    drawn = enumerate(draw(args.seed, args.number))
+    rows: dict[int, dict[str, Any]] = {
+        n: {"number": n, "seed": args.seed} | asdict(fault) for n, fault in drawn
+    }
+    rows |= {row["number"]: row for row in read(args.out)}
 
-    def write(row: dict[str, Any]) -> None:
-        with lock:
-            rows[row["number"]] = row
-            ordered = [rows[number] for number in sorted(rows)]
-            args.out.write_text("".join(json.dumps(row) + "\n" for row in ordered))
+    def write(number: int, **found: Any) -> None:
+        rows[number] |= found
+        known = [row for _, row in sorted(rows.items()) if "tier" in row]
+        args.out.write_text("".join(json.dumps(row) + "\n" for row in known))
 
-    if args.equivalent:
-        number, reason = args.equivalent
-        return write(rows[int(number)] | {"equivalent": reason})
-    drawn = list(enumerate(draw(args.seed, args.number)))
-    for number, fault in drawn:  # In a program that has changed, another fault is drawn.
-        row = rows.get(number)
-        if row and not row["found"] and (row["file"], row["before"]) != (fault.file, fault.before):
-            del rows[number]
-    directories: list[Path] = []
-
-    def run(number: int, fault: Fault, group: int) -> None:
-        with lock:
-            directory = directories.pop()
-        row = {"number": number, "seed": args.seed} | asdict(fault)
-        row |= find(fault, group, directory)
-        write(row)
-        with lock:
-            directories.append(directory)
-        print(json.dumps(row), flush=True)
-
+    if args.reason:
+        return write(int(args.reason[0]), reason=args.reason[1])
     with tempfile.TemporaryDirectory(prefix="bptjax-faults-") as scratch:
-        copy(Path(scratch) / "0")
-        for worker in range(args.workers):
-            directories.append(Path(scratch) / str(worker))
-            if worker:
-                shutil.copytree(directories[0], directories[-1])
-        with ThreadPoolExecutor(args.workers) as threads:
-            for group in GROUPS[args.tier]:
-                todo = [(n, fault, group) for n, fault in drawn if is_due(rows.get(n), group)]
-                list(threads.map(run, *zip(*todo, strict=True)) if todo else ())
+        copy(Path(scratch), args.tests or ["tests"])
+        for n in args.faults or [n for n, row in rows.items() if is_due(row, args.tier)]:
+            fault = Fault(**{f.name: rows[n][f.name] for f in fields(Fault)})
+            tests, start = args.tests or relevant(fault.file), time.monotonic()
+            found = find(fault, tests, args.tier, Path(scratch))
+            seconds = round(time.monotonic() - start)
+            if found or not args.tests:
+                write(n, found=found, tier=args.tier, seconds=seconds)
+            print(n, fault.file, fault.kind, found, f"{seconds} s", sep="\t", flush=True)
 
 
 if __name__ == "__main__":

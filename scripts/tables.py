@@ -35,6 +35,7 @@ DOCUMENTS = (
         ROOT / f"docs/{name}.md"
         for name in ("benchmarks", "data", "hugging_face", "long_context", "lora")
     ),
+    ROOT / "CONTRIBUTING.md",
 )
 GPUS = {
     "rtx4090": "24 GB (RTX 4090)",
@@ -410,6 +411,29 @@ def speeds_planned() -> str:
     return by_gpu(cell)
 
 
+def faults() -> str:
+    """Which tier of tests found the seeded faults of each room."""
+    body: dict[str, list[int]] = {}
+    for row in read("seeded_faults.jsonl"):
+        for room in (f"`{row['room']}`", "all"):
+            counts = body.setdefault(room, [0] * 3)
+            counts[("fast", "thorough").index(row["tier"]) if row["found"] else 2] += 1
+    ordered = sorted(body, key=lambda room: (room == "all", room))
+    cells = [[room, *(str(n) if n else "" for n in body[room])] for room in ordered]
+    return table(["", "fast tier", "thorough tier", "no test"], cells)
+
+
+def missed_faults() -> str:
+    """The seeded faults that the fast tier did not find."""
+    body = []
+    for row in read("seeded_faults.jsonl"):
+        if not row["found"] or row["tier"] != "fast":
+            test = f"`{row['found']}`" if row["found"] else f"no test: {row['reason']}"
+            line = f"`{row['after'].strip()}`".replace("|", "\\|")
+            body.append([f"`{row['file']}`, {row['kind']}", line, test])
+    return table(["fault", "the line", "found by"], body)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "headline": headline,
     "qlora": lambda: steps("qlora_h200.json"),
@@ -433,6 +457,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "longest_planned": longest_planned,
     "speeds_planned": speeds_planned,
     "passes": passes,
+    "faults": faults,
+    "missed_faults": missed_faults,
 }
 MARK = re.compile(r"(<!-- table: (\w+) -->\n)((?:\|.*\n)*)")
 

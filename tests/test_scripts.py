@@ -14,6 +14,7 @@ import measurements
 import overlap
 import pytest
 import scaling
+import seed_faults
 import settings
 import strategies
 import tables
@@ -215,3 +216,47 @@ def test_sequences_are_sharded_over_eight_gpus(room_for):
 @pytest.mark.thorough
 def test_nothing_is_compiled_for_state_that_does_not_fit(room_for):
     assert "T" not in room_for(1.0, "Llama-3.1 70B", "full")
+
+
+FAULTS = {
+    "if x < n: return f(x, y=1, z=2)": {
+        ("comparison", "if x <= n: return f(x, y=1, z=2)"),
+        ("skipped branch", "if False: return f(x, y=1, z=2)"),
+        ("dropped argument", "if x < n: return f(x, z=2)"),
+        ("dropped argument", "if x < n: return f(x, y=1)"),
+        ("off by one", "if x < n: return f(x, y=2, z=2)"),
+        ("off by one", "if x < n: return f(x, y=1, z=3)"),
+    },
+    "return -x // n + jnp.float32": {
+        ("sign", "return x // n + jnp.float32"),
+        ("sign", "return -x * n + jnp.float32"),
+        ("sign", "return -x // n - jnp.float32"),
+        ("dtype", "return -x // n + jnp.float16"),
+    },
+    "return jax.lax.psum(x.astype(n), axes)": {
+        ("missing reduction", "return x.astype(n)"),
+        ("dtype", "return jax.lax.psum(x, axes)"),
+    },
+    "raise ValueError(f'{x + 1} < {n}')": set(),
+    "x: Float[Array, 3] = n": set(),
+}
+
+
+@pytest.mark.parametrize("line", FAULTS)
+def test_faults_of_a_line(line):
+    source = f"def g(x, n):\n    {line}\n"
+    found = list(seed_faults.faults("bptjax/ops/a.py", source))
+    assert {(fault.kind, fault.after.strip()) for fault in found} == FAULTS[line]
+    assert {fault.room for fault in found} <= {"bptjax/ops"}
+    for fault in found:
+        assert seed_faults.changes(fault, source)
+        assert seed_faults.apply(source, fault) == f"def g(x, n):\n{fault.after}\n"
+
+
+def test_the_tests_of_a_module_run_first():
+    tests = seed_faults.relevant("bptjax/ops/mask.py")
+    named = "tests/ops/test_dropout.py", "tests/parallel/test_sequence.py"
+    room, other = "tests/ops/test_norm.py", "tests/test_schedule.py"
+    assert tests[0] == "tests/ops/test_mask.py" and len(tests) == len(set(tests))
+    places = [max(map(tests.index, named)), tests.index(room), tests.index(other)]
+    assert places == sorted(places)
