@@ -8,14 +8,13 @@ from typing import Any, Literal, get_args, get_origin
 
 from bptjax.checkpoint import CheckpointConfig
 from bptjax.data.config import DataConfig
-from bptjax.execution import ExecutionConfig, MemoryConfig
 from bptjax.keys import flatten, nest
 from bptjax.lora import AdapterConfig
 from bptjax.models.config import ModelConfig
+from bptjax.models.execution import UNCHUNKED, ExecutionConfig, MemoryConfig
 from bptjax.objectives import ObjectiveConfig
 from bptjax.optimizer import OPTIMIZERS, OptimizerConfig
 from bptjax.parallel.mesh import ParallelConfig
-from bptjax.remat import UNCHUNKED
 from bptjax.trackers import Name
 
 # The copy of the config in a run directory.

@@ -39,7 +39,7 @@ from bptjax.evaluate_report import (
 from bptjax.generation import continuations, length_warning
 from bptjax.loading import load_opened, open_decoder
 from bptjax.models.decoder import Decoder
-from bptjax.models.layer_loops import Execution
+from bptjax.models.execution import Execution
 from bptjax.ops.loss import linear_cross_entropy
 from bptjax.progress import Progress
 from bptjax.sampling import Sampling

@@ -20,7 +20,7 @@ from bptjax.data.tokenizer import Tokenizer
 from bptjax.models.cache import Cache
 from bptjax.models.config import ModelConfig
 from bptjax.models.decoder import Decoder
-from bptjax.models.layer_loops import Execution
+from bptjax.models.execution import Execution
 from bptjax.ops.arguments import check_chunk
 from bptjax.parallel.mesh import constrain
 from bptjax.sampling import Sampling

@@ -198,16 +198,5 @@ def quantizer(
     return put_one
 
 
-def dequantize_layer(layer: Any, dtype: DTypeLike) -> Any:
-    """Returns a layer with its quantized kernels dequantized to `dtype`."""
-
-    def one(kernel):
-        if not isinstance(kernel, QuantizedKernel):
-            return kernel
-        return nnx.Param(kernel.dense(dtype), axes=kernel.axes)
-
-    return jax.tree.map(one, layer, is_leaf=lambda x: isinstance(x, QuantizedKernel))
-
-
 def _is_variable(x: Any) -> bool:
     return isinstance(x, nnx.Variable)

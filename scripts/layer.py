@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from timing import add_row, milliseconds
 
 from bptjax.models.config import ModelConfig
+from bptjax.models.execution import Execution
 from bptjax.models.groups.attention import AttentionConfig
 from bptjax.models.groups.norms import NormsConfig
-from bptjax.models.layer_loops import Execution
 from bptjax.models.layers import TokenContext
 from bptjax.models.stack import new_layers, run
 from bptjax.ops.mask import Mask

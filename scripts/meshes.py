@@ -21,8 +21,8 @@ import numpy as np
 from timing import add_row
 
 from bptjax.config import Config, TrainConfig
-from bptjax.execution import ExecutionConfig
 from bptjax.models.config import ModelConfig
+from bptjax.models.execution import ExecutionConfig
 from bptjax.models.groups.experts import ExpertsConfig
 from bptjax.parallel.mesh import ParallelConfig, axis_sizes, make_mesh
 from bptjax.parallel.sequence import STRATEGIES

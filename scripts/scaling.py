@@ -31,10 +31,10 @@ from bptjax import Mask
 from bptjax.config_parser import parse
 from bptjax.models.config import ModelConfig
 from bptjax.models.encoder import Encoder
+from bptjax.models.execution import Execution
 from bptjax.models.groups.attention import AttentionConfig
 from bptjax.models.groups.encoder import EncoderConfig
 from bptjax.models.groups.norms import NormsConfig
-from bptjax.models.layer_loops import Execution
 from bptjax.ops.taylor_attention import taylor_attention
 from bptjax.parallel.mesh import ParallelConfig, constrain, make_mesh, select_devices
 from bptjax.parallel.ring import zigzag

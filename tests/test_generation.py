@@ -17,7 +17,7 @@ from bptjax import generate as command
 from bptjax.generation import continuations, generate
 from bptjax.models.config import ModelConfig
 from bptjax.models.decoder import Decoder
-from bptjax.models.layer_loops import Execution
+from bptjax.models.execution import Execution
 from bptjax.sampling import Sampling
 
 SMALL = Execution(q_chunk=8, k_chunk=8, ffn_chunk=10)

@@ -37,7 +37,6 @@ FLOORS = {
         "lora",
         "quantized_kernels",
         "float8_kernels",
-        "remat",
         "optimizer",
         "update_rules",
         "schedule",
@@ -52,7 +51,6 @@ FLOORS = {
     "objectives": ["objectives"],
     "configs and checkpoints": [
         "config",
-        "execution",
         "config_parser",
         "saved_parameters",
         "pretrained",

@@ -13,10 +13,10 @@ from tiers import fast
 from training.specs import assert_same, gradient_sums
 
 from bptjax.config import Config, TrainConfig
-from bptjax.execution import ExecutionConfig
 from bptjax.lora import AdapterConfig, LoraKernel, target_kernels
 from bptjax.models.config import ModelConfig
 from bptjax.models.decoder import Decoder
+from bptjax.models.execution import ExecutionConfig
 from bptjax.models.groups.experts import ExpertsConfig
 from bptjax.models.params import put_param
 from bptjax.optimizer import OptimizerConfig

@@ -13,9 +13,9 @@ from bptjax import progress
 from bptjax.cli import main
 from bptjax.config import Config, TrainConfig
 from bptjax.devices import KINDS, absent_devices, parse_devices
-from bptjax.execution import ExecutionConfig
 from bptjax.lora import AdapterConfig
 from bptjax.models.config import ModelConfig
+from bptjax.models.execution import ExecutionConfig
 from bptjax.ops.choices import record_choices
 from bptjax.optimizer import OptimizerConfig
 from bptjax.parallel.mesh import ParallelConfig, make_mesh

@@ -8,7 +8,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from bptjax.models.cache import Cache
-from bptjax.models.layer_loops import Execution
+from bptjax.models.execution import Execution
 from bptjax.models.stack import run
 from bptjax.models.transformer import Transformer
 from bptjax.ops.mask import Mask

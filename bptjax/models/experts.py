@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int, UInt32
 
 from bptjax.models.config import ModelConfig
 from bptjax.models.feed_forward import Auxiliary, FeedForward, Mlp, activate
-from bptjax.models.linear import AdapterDropout, Linear, new_param
+from bptjax.models.linear import AdapterDropout, Linear, dequantize, new_param
 from bptjax.models.norm import Norm
 from bptjax.models.params import expert_placement, slice_placement
 from bptjax.ops.checkpoint_names import checkpoint_named
@@ -305,17 +305,8 @@ def _run_slices(
     axes: tuple[str, ...],
 ) -> Float[Array, "1 T D"]:
     """Runs `run` on each device of `axes` with its slice of the experts' width."""
-
-    def quantized(kernel):
-        return hasattr(kernel, "dense")
-
     # Scales that are themselves quantized in blocks cannot be sliced along the width.
-    def dense(kernel):
-        if not quantized(kernel):
-            return kernel
-        return nnx.Param(kernel.dense(tokens.x.dtype), axes=kernel.axes)
-
-    experts = jax.tree.map(dense, experts, is_leaf=quantized)
+    experts = dequantize(experts, tokens.x.dtype)
     placement = slice_placement(experts)
     return sum_over_slices(run, experts, tokens, placement=placement, axes=axes)
 

@@ -1,16 +1,12 @@
-"""Layers of several kinds as loops over repeated patterns, and options of their computation. The
-kind of a layer is static."""
+"""Layers of several kinds as loops over repeated patterns. The kind of a layer is static."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
-
-from bptjax.ops.stacked import save_all_but_slices
 
 
 class LayerLoop(NamedTuple):
@@ -98,32 +94,3 @@ def scan_layers(
         outputs.append(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), output))
         first += len(pattern) * repeats
     return carry, jax.tree.map(lambda *each: jnp.concatenate(each), *outputs)
-
-
-@dataclass(frozen=True)
-class Execution:
-    """How a model is computed; `ExecutionConfig` describes the keys. Nothing here changes the
-    result beyond rounding."""
-
-    attention_implementation: str = "auto"
-    schedule: Literal["split", "fused"] = "split"
-    q_chunk: int = 512
-    k_chunk: int = 512
-    ffn_chunk: int = 2048
-    offload: float = 0.0
-
-    def __post_init__(self):
-        if not 0.0 <= self.offload <= 1.0:
-            raise ValueError(f"execution.offload={self.offload}: must be in [0, 1]")
-        for name in ("q_chunk", "k_chunk", "ffn_chunk"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"execution.{name}={getattr(self, name)}: must be at least 1")
-
-    def prepare(self, layer: Any, dtype: jax.typing.DTypeLike) -> Any:
-        """Returns the layer to run. A subclass may dequantize its parameters."""
-        return layer
-
-    def scan(self, step: Callable, carry: Any, kinds: Sequence[Any]) -> tuple[Any, Any]:
-        """`scan_layers`; a subclass may save less for the backward pass."""
-        checkpoint = partial(jax.checkpoint, policy=save_all_but_slices)
-        return scan_layers(step, carry, kinds, checkpoint=checkpoint)

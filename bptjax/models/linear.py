@@ -53,6 +53,18 @@ def apply_kernel(kernel: Any, x: Array, in_ndim: int, seeds: AdapterDropout | No
     return kernel(x, in_ndim, seeds)
 
 
+def dequantize(tree: Any, dtype: DTypeLike) -> Any:
+    """Returns modules with their quantized kernels dequantized to `dtype`."""
+
+    def quantized(kernel):
+        return hasattr(kernel, "dense") and not isinstance(kernel, nnx.Module)
+
+    def dense(kernel):
+        return nnx.Param(kernel.dense(dtype), axes=kernel.axes) if quantized(kernel) else kernel
+
+    return jax.tree.map(dense, tree, is_leaf=quantized)
+
+
 class Linear(nnx.Module):
     """x · kernel + bias over the last axes of x, in x's dtype."""
 

@@ -14,10 +14,10 @@ from jaxtyping import Bool, Float, Int
 
 from bptjax.models.cache import Cache
 from bptjax.models.config import ModelConfig
+from bptjax.models.execution import Execution
 from bptjax.models.feed_forward import Auxiliary
 from bptjax.models.feed_forwards import FEED_FORWARDS
 from bptjax.models.layer_kinds import FULL, PROJECTIONS, LayerKind
-from bptjax.models.layer_loops import Execution
 from bptjax.models.layers import DropoutKeys, Layer, TokenContext, adapter_dropout
 from bptjax.models.norm import Norm
 from bptjax.models.params import expert_placement, param_path

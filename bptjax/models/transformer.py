@@ -9,8 +9,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from bptjax.models.config import ModelConfig
+from bptjax.models.execution import Execution
 from bptjax.models.feed_forward import Auxiliary
-from bptjax.models.layer_loops import Execution
 from bptjax.models.layers import TokenContext
 from bptjax.models.linear import Linear, new_param
 from bptjax.models.norm import Norm

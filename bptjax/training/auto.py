@@ -17,6 +17,7 @@ import jax
 from bptjax.command_line import plural
 from bptjax.devices import GIB, DeviceKind
 from bptjax.keys import flatten
+from bptjax.models.execution import Execution
 from bptjax.output import write_atomically
 from bptjax.parallel.distributed import all_gather_json
 from bptjax.parallel.mesh import (
@@ -26,7 +27,6 @@ from bptjax.parallel.mesh import (
     make_cache_directory,
 )
 from bptjax.progress import Compilations
-from bptjax.remat import TrainingExecution
 from bptjax.training.prediction import Plan, plan, shortage, tree_bytes
 from bptjax.training.search import Room, choose, with_execution
 from bptjax.training.spec import TrainSpec
@@ -62,7 +62,7 @@ def complete_execution(
     spec: TrainSpec,
     say: Callable[[str], None],
     *,
-    first: TrainingExecution | None = None,
+    first: Execution | None = None,
     absent: DeviceKind | None = None,
 ) -> tuple[TrainSpec, list[str]]:
     """Returns the spec with all keys of `execution` set, and lines for the log. Compiles steps if
@@ -79,7 +79,7 @@ def complete_execution(
     unset, start = spec.config.execution.unset, time.perf_counter()
     if not unset and spec.config.memory.budget_gib is None:
         return spec, []
-    unset = unset or tuple(f.name for f in dataclasses.fields(TrainingExecution))
+    unset = unset or tuple(f.name for f in dataclasses.fields(Execution))
     space = absent_room(spec, absent) if absent else present_room(spec)
     if space is None:
         return spec, []
@@ -113,7 +113,7 @@ def complete_execution(
     return chosen, all_gather_json([note])[0]
 
 
-def describe(execution: TrainingExecution, keys: tuple[str, ...]) -> str:
+def describe(execution: Execution, keys: tuple[str, ...]) -> str:
     """Formats keys of the execution as YAML."""
 
     def text(value):
@@ -168,9 +168,9 @@ def _cache_file(spec: TrainSpec, room: Room) -> Path:
     return cache_directory() / "execution" / f"{name}.json"
 
 
-def _execution(values: dict[str, Any]) -> TrainingExecution:
+def _execution(values: dict[str, Any]) -> Execution:
     # JSON has no tuples.
-    return TrainingExecution(**values | {"save": tuple(values["save"])})
+    return Execution(**values | {"save": tuple(values["save"])})
 
 
 def _read(file: Path) -> dict[str, Any] | None:
@@ -181,7 +181,7 @@ def _read(file: Path) -> dict[str, Any] | None:
         return None
 
 
-def _write(file: Path, execution: TrainingExecution) -> None:
+def _write(file: Path, execution: Execution) -> None:
     # If the cache cannot be written, the next run searches again.
     with suppress(OSError):
         make_cache_directory()

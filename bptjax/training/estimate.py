@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from bptjax.devices import KINDS, kind_of
+from bptjax.models.execution import REMAT, RESIDUAL_NAMES, UNCHUNKED, Execution
 from bptjax.models.feed_forward import FeedForward
 from bptjax.models.feed_forwards import FEED_FORWARDS
 from bptjax.ops import attention
 from bptjax.parallel.mesh import num_shards
-from bptjax.remat import REMAT, RESIDUAL_NAMES, UNCHUNKED, TrainingExecution
 from bptjax.training.flops import mixing_flops
 from bptjax.training.prediction import tree_bytes
 from bptjax.training.spec import TrainSpec
@@ -150,7 +150,7 @@ class Estimator:
                 found[name] = len(layers) / m.num_layers * width / self.tp
         return found
 
-    def saved_names(self, execution: TrainingExecution) -> set[str]:
+    def saved_names(self, execution: Execution) -> set[str]:
         """Returns the names of the activations that are saved in each layer."""
         policy = RESIDUAL_NAMES if execution.nested else REMAT[execution.remat]
         names = set(self.widths) if policy is None else {*policy, *execution.save}
@@ -158,7 +158,7 @@ class Estimator:
             names -= UNCHUNKED
         return names & self.widths.keys()
 
-    def __call__(self, execution: TrainingExecution) -> Estimate:
+    def __call__(self, execution: Execution) -> Estimate:
         m, n, rates, L = self.model, self.tokens, self.rates, self.model.num_layers
         names, size, tp, nested = self.saved_names(execution), self.size, self.tp, execution.nested
         layer = n * (m.hidden_size * size + sum(self.widths[name] for name in names))

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from bptjax.devices import GIB
-from bptjax.execution import ExecutionConfig
+from bptjax.models.execution import ExecutionConfig
 from bptjax.training.auto import describe
 from bptjax.training.prediction import remedies, tree_bytes
 from bptjax.training.spec import TrainSpec

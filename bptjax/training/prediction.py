@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from bptjax.devices import GIB
+from bptjax.models.execution import UNCHUNKED
 from bptjax.ops.target import absent
 from bptjax.optimizer import init_opt_state
-from bptjax.remat import UNCHUNKED
 from bptjax.training.hlo import Program
 from bptjax.training.spec import TrainSpec
 from bptjax.training.state import HOST, TrainState, abstract_state, split_trained

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from bptjax.config import FILE, Config, to_yaml
-from bptjax.execution import ExecutionConfig
 from bptjax.json_files import read_json
 from bptjax.keys import flatten, rename_keys
+from bptjax.models.execution import Execution, ExecutionConfig
 from bptjax.output import leftovers, write_atomically
-from bptjax.remat import TrainingExecution
 from bptjax.yaml_files import read_yaml
 
 # The date of a run's start, which chat templates may read.
@@ -103,7 +102,7 @@ def saved_keys(run_dir: Path) -> dict[str, Any]:
         raise ValueError(f"{file} is damaged: {error}; choose another run_dir") from error
 
 
-def saved_execution(config: Config) -> TrainingExecution | None:
+def saved_execution(config: Config) -> Execution | None:
     """Returns the execution of a run that is resumed, with the keys that are set now; None for a
     new run, or if the keys that are set now exclude the others."""
     saved = saved_keys(Path(config.run_dir).expanduser())

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from bptjax.execution import ExecutionConfig
-from bptjax.remat import UNCHUNKED, TrainingExecution
+from bptjax.models.execution import UNCHUNKED, Execution, ExecutionConfig
 from bptjax.training.estimate import Estimate, Estimator
 from bptjax.training.prediction import Plan
 from bptjax.training.spec import TrainSpec
@@ -38,12 +37,12 @@ class Choice:
       compiled: number of settings that were compiled.
     """
 
-    execution: TrainingExecution
+    execution: Execution
     plan: Plan
     compiled: int
 
 
-def with_execution(spec: TrainSpec, execution: TrainingExecution) -> TrainSpec:
+def with_execution(spec: TrainSpec, execution: Execution) -> TrainSpec:
     """Returns the spec with all keys of `execution` set."""
     group = ExecutionConfig(**dataclasses.asdict(execution))
     return replace(spec, config=replace(spec.config, execution=group))
@@ -54,7 +53,7 @@ def choose(
     room: Room,
     measure: Callable[[TrainSpec], Plan],
     *,
-    first: TrainingExecution | None = None,
+    first: Execution | None = None,
 ) -> Choice:
     """Chooses values for the keys of `execution` that are not set.
 
@@ -71,10 +70,10 @@ def choose(
       need the least memory.
     """
     estimator = Estimator(spec)
-    tried: dict[TrainingExecution, Plan] = {}
+    tried: dict[Execution, Plan] = {}
     scales: dict[bool, float] = {}
     options = [] if first is None else [first]
-    best: TrainingExecution | None = None
+    best: Execution | None = None
     while True:
         if options:
             tried[options[0]] = found = measure(with_execution(spec, options[0]))
@@ -95,7 +94,7 @@ def choose(
     return Choice(chosen, tried[chosen], len(tried))
 
 
-def smallest(spec: TrainSpec, room: Room) -> TrainingExecution:
+def smallest(spec: TrainSpec, room: Room) -> Execution:
     """Returns the settings that are estimated to need the least memory, with all offload that the
     host memory allows, whether the estimates need it or not."""
     estimator, room = Estimator(spec), room._replace(device=0)
@@ -105,7 +104,7 @@ def smallest(spec: TrainSpec, room: Room) -> TrainingExecution:
 
 @dataclass(frozen=True)
 class _Option:
-    execution: TrainingExecution
+    execution: Execution
     seconds: float
     peak: float
     host: int
@@ -116,9 +115,9 @@ def _options(
     estimator: Estimator,
     room: Room,
     scales: dict[bool, float],
-    tried: dict[TrainingExecution, Plan],
-    best: TrainingExecution | None,
-) -> list[TrainingExecution]:
+    tried: dict[Execution, Plan],
+    best: Execution | None,
+) -> list[Execution]:
     """Returns the settings to compile next, the best first."""
     found = [_estimated(estimator, x, scales) for x in _settings(spec, estimator, room, scales)]
     # An offload that is set may exceed the host memory with all settings.
@@ -136,21 +135,19 @@ def _options(
     return [x.execution for x in fitting]
 
 
-def _estimated(
-    estimator: Estimator, execution: TrainingExecution, scales: dict[bool, float]
-) -> _Option:
+def _estimated(estimator: Estimator, execution: Execution, scales: dict[bool, float]) -> _Option:
     found = estimator(execution)
     peak = _peak(estimator, execution, found, scales)
     return _Option(execution, found.seconds, peak, found.host)
 
 
-def _in_chunks(estimator: Estimator, execution: TrainingExecution) -> bool:
+def _in_chunks(estimator: Estimator, execution: Execution) -> bool:
     return execution.ffn_chunk < estimator.sequence
 
 
 def _peak(
     estimator: Estimator,
-    execution: TrainingExecution,
+    execution: Execution,
     estimate: Estimate,
     scales: dict[bool, float],
 ) -> float:
@@ -161,7 +158,7 @@ def _peak(
 
 def _settings(
     spec: TrainSpec, estimator: Estimator, room: Room, scales: dict[bool, float]
-) -> Iterator[TrainingExecution]:
+) -> Iterator[Execution]:
     """Yields the settings that agree with the keys that are set. Where saved activations exceed
     the room, an offload that just fits is among them."""
     group, T = spec.config.execution, estimator.sequence
@@ -211,7 +208,7 @@ def _policies(
 
 
 def _least_offload(
-    estimator: Estimator, plain: TrainingExecution, room: Room, scales: dict[bool, float]
+    estimator: Estimator, plain: Execution, room: Room, scales: dict[bool, float]
 ) -> float | None:
     """Returns the smallest execution.offload, in steps of 0.05, with which the settings fit, or the
     largest that host memory allows. None if they fit without."""

@@ -30,7 +30,6 @@ from bptjax.data.sample import SEARCHED, random_order
 from bptjax.data.templates import CLOCK, reads
 from bptjax.data.text import Subset
 from bptjax.data.tokenizer import Tokenizer, token_id
-from bptjax.execution import ExecutionConfig
 from bptjax.hf.checkpoint import SIDECARS, copy_sidecar_files
 from bptjax.hf.families.encoders import class_names, with_classes
 from bptjax.json_files import read_json
@@ -38,6 +37,7 @@ from bptjax.keys import flatten
 from bptjax.links import check_links
 from bptjax.models.attention_pattern import find_tokens
 from bptjax.models.config import ModelConfig
+from bptjax.models.execution import ExecutionConfig
 from bptjax.output import explain_full_disk, replaced_files, write_atomically
 from bptjax.parallel.distributed import (
     all_gather_json,

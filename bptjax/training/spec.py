@@ -10,12 +10,12 @@ from jax.sharding import Mesh
 from bptjax.config import Config
 from bptjax.data.encoding import Encoding
 from bptjax.models.config import ModelConfig
+from bptjax.models.execution import Execution
 from bptjax.objectives import choose
 from bptjax.objectives.objective import Objective
 from bptjax.parallel.layout import Layout
 from bptjax.parallel.mesh import data_shards, num_shards
 from bptjax.pretrained import Pretrained
-from bptjax.remat import TrainingExecution
 
 
 def fit_to_images(config: Config, model: ModelConfig) -> Config:
@@ -44,7 +44,7 @@ class TrainSpec:
     epoch_steps: int | None = None
 
     @cached_property
-    def execution(self) -> TrainingExecution:
+    def execution(self) -> Execution:
         """How a step is computed; keys that are not set have their defaults."""
         return self.config.execution.complete()
 

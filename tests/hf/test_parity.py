@@ -11,8 +11,8 @@ from ops.comparing import quick
 from tiers import fast
 
 from bptjax.hf.config import read_config
+from bptjax.models.execution import Execution
 from bptjax.models.feed_forwards import FEED_FORWARDS
-from bptjax.models.layer_loops import Execution
 from bptjax.models.params import param_path
 from bptjax.objectives.masked_tokens import MaskedTokens
 from bptjax.ops.loss import linear_cross_entropy

@@ -13,7 +13,7 @@ from bptjax.models.attention_pattern import AttentionPattern
 from bptjax.models.cache import Cache
 from bptjax.models.config import ModelConfig
 from bptjax.models.decoder import Decoder
-from bptjax.models.layer_loops import Execution
+from bptjax.models.execution import Execution
 from bptjax.ops.mask import Mask
 from bptjax.parallel.mesh import ParallelConfig, make_mesh
 from bptjax.training.flops import attended_pairs

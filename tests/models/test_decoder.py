@@ -13,6 +13,7 @@ from tiers import fast
 from bptjax.models.cache import Cache
 from bptjax.models.config import ModelConfig
 from bptjax.models.decoder import Decoder
+from bptjax.models.execution import Execution
 from bptjax.models.groups.alibi import AlibiConfig
 from bptjax.models.groups.attention import AttentionConfig
 from bptjax.models.groups.encoder import EncoderConfig
@@ -23,7 +24,6 @@ from bptjax.models.groups.linear_attention import LinearAttentionConfig
 from bptjax.models.groups.norms import NormsConfig
 from bptjax.models.groups.short_convolution import ShortConvolutionConfig
 from bptjax.ops.loss import linear_cross_entropy
-from bptjax.remat import TrainingExecution
 
 ROTARY = ModelConfig(vocab_size=61, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2)
 MODELS = {
@@ -97,7 +97,7 @@ def images(**choices):
     return dict(causal=False, encoder=EncoderConfig(**sizes | choices))
 
 
-SMALL = TrainingExecution(remat="none", q_chunk=8, k_chunk=16, ffn_chunk=10)
+SMALL = Execution(remat="none", q_chunk=8, k_chunk=16, ffn_chunk=10)
 B, T = 2, 37
 REFERENCE = dict(attention_implementation="reference", ffn_chunk=T)
 
@@ -186,7 +186,8 @@ def gradient_of(**how):
     model = jax.eval_shape(lambda: Decoder(replace(ROTARY, num_layers=24), jax.random.key(0)))
 
     def loss(model, tokens):
-        return model(tokens, execution=TrainingExecution(**how))[0].sum()
+        execution = Execution(**{"remat": "save_attention"} | how)
+        return model(tokens, execution=execution)[0].sum()
 
     return jax.jit(jax.grad(loss)), (model, jax.ShapeDtypeStruct((1, 1024), jnp.int32))
 
@@ -230,7 +231,7 @@ def test_keys_that_layers_share_are_saved_once():
         model = jax.eval_shape(lambda: Decoder(config, jax.random.key(0)))
 
         def loss(model, tokens):
-            how = TrainingExecution(remat="full", q_chunk=64, k_chunk=64, ffn_chunk=64)
+            how = Execution(remat="full", q_chunk=64, k_chunk=64, ffn_chunk=64)
             return model(tokens, execution=how)[0].sum()
 
         tokens = jax.ShapeDtypeStruct((1, T), jnp.int32)
@@ -244,13 +245,13 @@ def test_keys_that_layers_share_are_saved_once():
 
 def test_impossible_remat_policies_are_refused():
     with pytest.raises(ValueError, match=r"remat=nested\(1\): must be one of none, dots"):
-        TrainingExecution(remat="nested(1)")
+        Execution(remat="nested(1)")
     with pytest.raises(ValueError, match="save=down: must be among query"):
-        TrainingExecution(save=("down",))
+        Execution(save=("down",))
     with pytest.raises(ValueError, match="save=query: must be empty with remat=none"):
-        TrainingExecution(remat="none", save=("query",))
+        Execution(remat="none", save=("query",))
     with pytest.raises(ValueError, match="offload=0.5: must be 0 with remat=none"):
-        TrainingExecution(remat="none", offload=0.5)
+        Execution(remat="none", offload=0.5)
     f, operands = gradient_of(remat="nested(5)")
     with pytest.raises(ValueError, match="k must divide the 24 layers"):
         f.lower(*operands)

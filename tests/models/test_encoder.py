@@ -7,8 +7,8 @@ from ops.comparing import close, quick
 
 from bptjax.models.config import ModelConfig
 from bptjax.models.encoder import Encoder
+from bptjax.models.execution import Execution
 from bptjax.models.groups.encoder import EncoderConfig
-from bptjax.models.layer_loops import Execution
 from bptjax.ops.patches import cut_patches
 from bptjax.parallel.mesh import ParallelConfig, make_mesh
 

@@ -14,14 +14,13 @@ from ops.comparing import close, normal, quick
 from bptjax.generation import generate
 from bptjax.models.config import ModelConfig
 from bptjax.models.decoder import Decoder
+from bptjax.models.execution import Execution
 from bptjax.models.experts import Experts, Router
 from bptjax.models.feed_forward import ACTIVATIONS, activate
 from bptjax.models.groups.experts import ExpertsConfig
-from bptjax.models.layer_loops import Execution
 from bptjax.ops.blockwise import blockwise
 from bptjax.ops.loss import linear_cross_entropy
 from bptjax.parallel.mesh import ParallelConfig, make_mesh
-from bptjax.remat import TrainingExecution
 from bptjax.sampling import Sampling
 
 ROUTED = replace(
@@ -42,7 +41,8 @@ SEGMENTS = jnp.array([[1] * 20 + [2] * 17, [1] * 30 + [0] * 7])
 
 def loss_and_gradients(**how):
     """A compiled function of the model, the tokens and a factor on the auxiliary loss."""
-    execution = TrainingExecution(**(dict(q_chunk=8, k_chunk=16) | how))
+    options = dict(remat="save_attention", q_chunk=8, k_chunk=16)
+    execution = Execution(**(options | how))
 
     def loss(model, tokens, factor):
         hidden, sums = model(

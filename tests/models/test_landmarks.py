@@ -15,13 +15,12 @@ from bptjax.data.encoding import Encoding
 from bptjax.data.landmarks import Landmarks, ignored
 from bptjax.data.loader import eval_loader, train_loader
 from bptjax.data.tokenizer import ByteTokenizer
-from bptjax.execution import ExecutionConfig
 from bptjax.generation import generate
 from bptjax.models import stack
 from bptjax.models.cache import Cache
 from bptjax.models.config import ModelConfig
 from bptjax.models.decoder import Decoder
-from bptjax.models.layer_loops import Execution
+from bptjax.models.execution import Execution, ExecutionConfig
 from bptjax.parallel.mesh import ParallelConfig, make_mesh
 from bptjax.parallel.ring import zigzag
 from bptjax.sampling import Sampling

@@ -11,9 +11,9 @@ from models.test_decoder import ROTARY, assert_close
 
 from bptjax.models.cache import Cache
 from bptjax.models.decoder import Decoder
+from bptjax.models.execution import Execution
 from bptjax.models.layer_loops import LayerLoop, layer_loops
 from bptjax.ops.loss import linear_cross_entropy
-from bptjax.remat import TrainingExecution
 
 DIVISIONS = {
     "A" * 24: [("A", 24)],
@@ -57,7 +57,7 @@ TOKENS = jax.random.randint(jax.random.key(1), (2, 37), 0, 61)
 
 
 @dataclass(frozen=True)
-class OneByOne(TrainingExecution):
+class OneByOne(Execution):
     """Without loops and remat."""
 
     def scan(self, step, carry, kinds):
@@ -97,12 +97,12 @@ def wanted(model):
     ids=str,
 )
 def test_loops_give_what_the_layers_give(model, wanted, how):
-    assert_close(loss_and_gradients(model, TrainingExecution(**SMALL, **how)), wanted)
+    assert_close(loss_and_gradients(model, Execution(**SMALL, **how)), wanted)
 
 
 def test_decoding_and_hidden_states(model):
     """Every output of a loop is that of its layer: the cache, and the stream after each layer."""
-    one, loops = (kind(remat="none", **SMALL) for kind in (OneByOne, TrainingExecution))
+    one, loops = (kind(remat="none", **SMALL) for kind in (OneByOne, Execution))
 
     @jax.jit
     def decoded(model):
@@ -133,7 +133,7 @@ def test_no_copy_of_the_parameters():
         model = jax.eval_shape(new, jax.random.key(0))
 
         def loss(model):
-            execution = TrainingExecution(remat="none", ffn_chunk=16)
+            execution = Execution(remat="none", ffn_chunk=16)
             return model(jnp.zeros((1, 16), jnp.int32), execution=execution)[0].sum()
 
         compiled = jax.jit(jax.grad(loss)).lower(model).compile()

@@ -15,8 +15,8 @@ from tiers import fast
 from training.specs import assert_same, gradient_sums
 
 from bptjax.config import Config, TrainConfig
-from bptjax.execution import ExecutionConfig
 from bptjax.models.config import ModelConfig
+from bptjax.models.execution import ExecutionConfig
 from bptjax.ops.attention import attend, fa4, reference, scan, triton_flash
 from bptjax.ops.attention.contract import QKV, AttentionSpec, AttentionState
 from bptjax.ops.choices import record_choices

@@ -18,11 +18,11 @@ from training.specs import initial_state, with_optimizer
 from bptjax.checkpoint import Checkpoints
 from bptjax.lora import AdapterConfig
 from bptjax.models.config import ModelConfig
+from bptjax.models.execution import Execution
 from bptjax.models.experts import Experts
 from bptjax.models.groups.experts import ExpertsConfig
 from bptjax.ops import grouped_triton
 from bptjax.parallel.mesh import ParallelConfig, axis_sizes, make_mesh
-from bptjax.remat import TrainingExecution
 from bptjax.training.estimate import Estimator
 from bptjax.training.spec import TrainSpec
 from bptjax.training.state import abstract_state, with_shardings
@@ -211,6 +211,6 @@ def test_the_estimate_is_that_of_a_device():
     one, two = (Estimator(make_spec(ROUTED, ep=ep, fsdp=2 // ep)) for ep in (1, 2))
     assert one.held == two.held and one.tokens == two.tokens
     assert {"gate", "up"} <= one.widths.keys() and not {"gate", "up"} & two.widths.keys()
-    execution = TrainingExecution(ffn_chunk=20, remat="dots")
+    execution = Execution(ffn_chunk=20, remat="dots")
     assert two(execution).saved < one(execution).saved
     assert two(execution).flops > one(execution).flops

@@ -13,8 +13,8 @@ from tiers import fast
 
 from bptjax.config import Config, TrainConfig
 from bptjax.devices import absent_devices
-from bptjax.execution import ExecutionConfig
 from bptjax.models.config import ModelConfig
+from bptjax.models.execution import ExecutionConfig
 from bptjax.ops.float8 import VALUES
 from bptjax.optimizer import OptimizerConfig
 from bptjax.parallel.mesh import make_mesh

@@ -22,9 +22,9 @@ from bptjax.data.encoding import Encoding
 from bptjax.data.landmarks import Landmarks
 from bptjax.data.loader import eval_loader, train_loader
 from bptjax.data.tokenizer import ByteTokenizer
-from bptjax.execution import ExecutionConfig
 from bptjax.keys import flatten
 from bptjax.models.config import ModelConfig
+from bptjax.models.execution import ExecutionConfig
 from bptjax.models.groups.encoder import EncoderConfig
 from bptjax.objectives import OBJECTIVES, ObjectiveConfig, check, choose
 from bptjax.objectives.classes import Labeled

@@ -17,9 +17,9 @@ from tiers import fast
 from bptjax.checkpoint_files import HALF_WRITTEN, write_manifest
 from bptjax.config import Config, to_yaml
 from bptjax.config_parser import parse
-from bptjax.execution import ExecutionConfig
 from bptjax.keys import RENAMED, flatten, nest
 from bptjax.models.config import ModelConfig
+from bptjax.models.execution import ExecutionConfig
 from bptjax.output import leftovers
 from bptjax.pretrained import _run_config, open_pretrained
 from bptjax.train import main

@@ -8,13 +8,12 @@ import pytest
 from tiers import fast
 
 from bptjax.config import Config, TrainConfig
-from bptjax.execution import ExecutionConfig, MemoryConfig
 from bptjax.lora import AdapterConfig
 from bptjax.models.config import ModelConfig
+from bptjax.models.execution import UNCHUNKED, ExecutionConfig, MemoryConfig
 from bptjax.models.groups.full_attention import FullAttentionConfig, SharedKvConfig
 from bptjax.models.groups.linear_attention import LinearAttentionConfig
 from bptjax.parallel.mesh import ParallelConfig, make_mesh
-from bptjax.remat import UNCHUNKED
 from bptjax.training import auto
 from bptjax.training.estimate import Estimator
 from bptjax.training.guards import advice

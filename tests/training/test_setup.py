@@ -12,9 +12,9 @@ import yaml
 from bptjax.config import to_yaml
 from bptjax.config_parser import parse
 from bptjax.data.check import DataCheck
-from bptjax.execution import ExecutionConfig
 from bptjax.keys import flatten
 from bptjax.models.config import ModelConfig
+from bptjax.models.execution import ExecutionConfig
 from bptjax.pretrained import open_pretrained
 from bptjax.train import main
 from bptjax.training.setup import _with_defaults

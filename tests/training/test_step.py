@@ -10,8 +10,8 @@ from tiers import fast
 
 from bptjax.checkpoint import Checkpoints
 from bptjax.config import Config, TrainConfig
-from bptjax.execution import ExecutionConfig
 from bptjax.models.config import ModelConfig
+from bptjax.models.execution import ExecutionConfig
 from bptjax.models.groups.encoder import EncoderConfig
 from bptjax.models.groups.experts import ExpertsConfig
 from bptjax.models.groups.norms import NormsConfig

@@ -1,10 +1,12 @@
-"""Remat policies: the activations that are saved for the backward pass, and where."""
+"""How a model is computed: kernels, chunk sizes, and activations that are saved for the backward
+pass. The config groups `execution` and `memory`."""
 
+import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax import checkpoint_policies as policies
@@ -12,11 +14,12 @@ from jax import checkpoint_policies as policies
 from bptjax.models.config import ModelConfig
 from bptjax.models.feed_forward import FeedForward
 from bptjax.models.feed_forwards import FEED_FORWARDS
-from bptjax.models.layer_loops import Execution, scan_layers
+from bptjax.models.layer_loops import scan_layers
+from bptjax.models.linear import dequantize
 from bptjax.models.mixers import MIXERS
 from bptjax.ops import attention
 from bptjax.ops.checkpoint_names import ON_HOST, checkpoint_named
-from bptjax.quantized_kernels import dequantize_layer
+from bptjax.ops.stacked import save_all_but_slices
 
 # Names of the results of attention, and of other kinds of layers.
 RESIDUAL_NAMES = (
@@ -37,17 +40,26 @@ REMAT: dict[str, tuple[str, ...] | None] = {
 
 
 @dataclass(frozen=True)
-class TrainingExecution(Execution):
-    """How a training step is computed; `ExecutionConfig` describes the keys."""
+class Execution:
+    """How a model is computed; `ExecutionConfig` describes the keys. Nothing here changes the
+    result beyond rounding."""
 
-    remat: str = "save_attention"
+    attention_implementation: str = "auto"
+    schedule: Literal["split", "fused"] = "split"
+    q_chunk: int = 512
+    k_chunk: int = 512
+    ffn_chunk: int = 2048
+    offload: float = 0.0
+    remat: str = "none"
     save: tuple[str, ...] = ()
     ce_chunk: int = 2048
 
     def __post_init__(self):
-        super().__post_init__()
-        if self.ce_chunk < 1:
-            raise ValueError(f"execution.ce_chunk={self.ce_chunk}: must be at least 1")
+        if not 0.0 <= self.offload <= 1.0:
+            raise ValueError(f"execution.offload={self.offload}: must be in [0, 1]")
+        for name in ("q_chunk", "k_chunk", "ffn_chunk", "ce_chunk"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"execution.{name}={getattr(self, name)}: must be at least 1")
         if self.remat not in REMAT and not self.nested:
             raise ValueError(
                 f"execution.remat={self.remat}: must be one of {', '.join(REMAT)}, or nested(k) "
@@ -104,9 +116,10 @@ class TrainingExecution(Execution):
         return layers // (self.nested or 1)
 
     def prepare(self, layer: Any, dtype: jax.typing.DTypeLike) -> Any:
+        """Returns the layer to run, with its quantized kernels dequantized if that is cheaper."""
         # Dequantize once for all chunks, and again in the backward pass. Without remat, the results
         # of all layers would be saved for it, so each product dequantizes by itself.
-        return layer if self.remat == "none" else dequantize_layer(layer, dtype)
+        return layer if self.remat == "none" else dequantize(layer, dtype)
 
     def scan(self, step: Callable, carry: Any, kinds: Sequence[Any]) -> tuple[Any, Any]:
         """Runs `scan_layers`, and saves the activations that the policy names.
@@ -115,7 +128,8 @@ class TrainingExecution(Execution):
           ValueError: as `groups`.
         """
         if self.remat == "none":
-            return super().scan(step, carry, kinds)
+            checkpoint = partial(jax.checkpoint, policy=save_all_but_slices)
+            return scan_layers(step, carry, kinds, checkpoint=checkpoint)
         if self.nested is None:
             checkpoint = self._checkpoint(REMAT[self.remat] or ())
             return scan_layers(step, carry, kinds, checkpoint=checkpoint)
@@ -153,3 +167,76 @@ class TrainingExecution(Execution):
                 offload_dst="pinned_host",
             )
         return partial(jax.checkpoint, policy=policy)
+
+
+@dataclass(frozen=True)
+class ExecutionConfig:
+    """Implementations, chunk sizes and activation memory.
+
+    On a GPU, the keys that are not set, or all with `execution: auto`, take the fastest values that
+    fit into its memory. The run prints the values and writes them to its config. On a CPU they are
+    save_attention, [], 2048, 2048 and 0.
+
+    Attributes:
+      attention_implementation: fa4, cudnn, triton, scan, products, loop or reference. auto picks by
+        device and supported features.
+      schedule: split runs attention on the full sequence, then the feed-forward network in chunks;
+        fused runs both on one chunk of queries at a time (Algorithm 1 of the paper).
+      q_chunk: query tokens processed at a time by attention.
+      k_chunk: key tokens processed at a time by attention.
+      remat: activations of each layer that are saved for the backward pass. none saves all; dots
+        saves the outputs of matrix products and attention; save_attention saves the output of
+        attention, so that its kernel does not run again; full saves the input of the layer;
+        nested(k) saves the input of every k-th layer and recomputes k layers at a time.
+      save: activations to save in addition, by name. query, key, value, attended (the stream after
+        attention), gate, up. schedule=fused has only key and value. The last three need ffn_chunk
+        of at least seq_len. With parallel.ep above 1, gate and up of experts are never saved.
+      ffn_chunk: tokens processed at a time by the feed-forward network.
+      ce_chunk: tokens per device whose logits exist at the same time.
+      offload: share of the tokens whose saved activations move to host memory, 0 to 1.
+    """
+
+    attention_implementation: str = "auto"
+    schedule: Literal["split", "fused"] = "split"
+    q_chunk: int = 512
+    k_chunk: int = 512
+    remat: str | None = None
+    save: tuple[str, ...] | None = None
+    ffn_chunk: int | None = None
+    ce_chunk: int | None = None
+    offload: float | None = None
+
+    def __post_init__(self):
+        self.complete()
+
+    @property
+    def unset(self) -> tuple[str, ...]:
+        """Names of the keys that are not set."""
+        return tuple(f.name for f in fields(self) if getattr(self, f.name) is None)
+
+    def complete(self, **values: Any) -> Execution:
+        """Returns the execution with these values, or else the defaults, of the keys that are not
+        set.
+
+        Raises:
+          ValueError: a value out of range, or values that exclude each other.
+        """
+        chosen: dict[str, Any] = {"remat": "save_attention"} | values
+        keys = (f.name for f in fields(self))
+        return Execution(**chosen | {k: getattr(self, k) for k in keys if k not in self.unset})
+
+
+@dataclass(frozen=True)
+class MemoryConfig:
+    """Device memory that a run may use.
+
+    Attributes:
+      budget_gib: GiB per device that a training step may take at its peak. The keys of execution
+        that are not set take the fastest values within it. If not set, all of a device's memory.
+    """
+
+    budget_gib: float | None = None
+
+    def __post_init__(self):
+        if self.budget_gib is not None and not 0 < self.budget_gib < math.inf:
+            raise ValueError(f"memory.budget_gib={self.budget_gib}: must be finite and positive")
