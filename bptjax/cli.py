@@ -9,14 +9,9 @@ from importlib import import_module
 from pathlib import Path
 from textwrap import fill
 
-from bptjax.command_line import (
-    EXIT_CODES,
-    Parser,
-    end_imports_at_interrupts,
-    nearest,
-    run_command,
-)
+from bptjax.command_line import EXIT_CODES, Parser, nearest
 from bptjax.other_names import with_flags
+from bptjax.run_command import end_imports_at_interrupts, run_command
 
 COMMANDS = {
     "train": "train or fine-tune a model, or resume a run",

@@ -23,7 +23,6 @@ import jax.numpy as jnp
 from jax import Array
 from rich.console import Console
 
-from bptjax.command_line import run_command
 from bptjax.compare_report import best_chunks, conclusions, plot, table
 from bptjax.config_parser import parse
 from bptjax.models.config import ModelConfig
@@ -32,6 +31,7 @@ from bptjax.ops.attention import KERNELS, attention
 from bptjax.ops.blockwise import blockwise, blockwise_transformer
 from bptjax.parallel.mesh import select_devices
 from bptjax.progress import Progress
+from bptjax.run_command import run_command
 
 DESCRIPTION = """Times one transformer layer, forward and backward, with each implementation of its
 loops over chunks: a Python loop, the same loop unrolled under jit, a scan, and the fused scan.

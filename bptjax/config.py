@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from bptjax.checkpoint import CheckpointConfig
 from bptjax.data.config import DataConfig
-from bptjax.keys import flatten, nest
+from bptjax.keys import check_seed, flatten, nest
 from bptjax.lora import AdapterConfig
 from bptjax.models.config import ModelConfig
 from bptjax.models.execution import UNCHUNKED, ExecutionConfig, MemoryConfig
@@ -17,8 +17,6 @@ from bptjax.optimizer import OPTIMIZERS, OptimizerConfig
 from bptjax.parallel.mesh import ParallelConfig
 from bptjax.trackers import Name
 
-# The copy of the config in a run directory.
-FILE = "config.yaml"
 # train.max_steps if neither it nor train.epochs is set.
 DEFAULT_STEPS = 1000
 
@@ -299,16 +297,6 @@ def _choices(hint: Any) -> list[Any]:
         return list(arguments)
     found = [x for argument in arguments for x in _choices(argument)]
     return found + [None] * bool(found and type(None) in arguments)
-
-
-def check_seed(name: str, seed: int) -> None:
-    """Checks a seed.
-
-    Raises:
-      ValueError: the seed is negative or has more than 32 bits.
-    """
-    if not 0 <= seed < 2**32:
-        raise ValueError(f"{name}={seed}: must be in [0, 2^32)")
 
 
 def to_yaml(config: Config) -> str:

@@ -21,8 +21,6 @@ from rich.console import Console
 from rich.table import Table
 
 from bptjax.cli import launch, warn
-from bptjax.config import FILE as RUN_CONFIG
-from bptjax.config import check_seed
 from bptjax.data.encode import check_ids
 from bptjax.data.files import TokenIds
 from bptjax.data.landmarks import ignored
@@ -37,13 +35,14 @@ from bptjax.evaluate_report import (
     plot_perplexity,
 )
 from bptjax.generation import continuations, length_warning
+from bptjax.keys import check_seed
 from bptjax.loading import load_opened, open_decoder
 from bptjax.models.decoder import Decoder
 from bptjax.models.execution import Execution
 from bptjax.ops.loss import linear_cross_entropy
 from bptjax.progress import Progress
 from bptjax.sampling import Sampling
-from bptjax.yaml_files import read_yaml
+from bptjax.yaml_files import RUN_CONFIG, read_yaml
 
 # Mohtashami & Jaggi 2023, arXiv 2305.16300, Section 4.2.
 INTRODUCTION = (

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from bptjax.command_line import plural
+from bptjax.output import plural
 
 
 def perplexity_table(rows: list[dict[str, Any]]) -> Table:

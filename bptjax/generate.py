@@ -16,15 +16,16 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from bptjax.cli import launch, warn
-from bptjax.command_line import make_callable, plural
-from bptjax.config import check_seed
+from bptjax.command_line import make_callable
 from bptjax.data.templates import chat_prompt, describe_clock_and_chance
 from bptjax.data.tokenizer import Tokenizer
 from bptjax.generation import continuations, length_warning
+from bptjax.keys import check_seed
 from bptjax.loading import load_opened, open_decoder
 from bptjax.metrics import printable
 from bptjax.models.config import ModelConfig
 from bptjax.models.decoder import Decoder
+from bptjax.output import plural
 from bptjax.sampling import Sampling, choose_sampling
 
 log = logging.getLogger("bptjax")

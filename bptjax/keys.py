@@ -122,3 +122,13 @@ def replace_keys(config: Any, changes: Mapping[str, Any]) -> Any:
         inner = dataclasses.is_dataclass(own) and isinstance(value, dict)
         values[name] = replace_keys(own, value) if inner else value
     return replace(config, **values)
+
+
+def check_seed(name: str, seed: int) -> None:
+    """Checks a seed.
+
+    Raises:
+      ValueError: the seed is negative or has more than 32 bits.
+    """
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"{name}={seed}: must be in [0, 2^32)")

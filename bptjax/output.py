@@ -1,4 +1,5 @@
-"""Files and directories that appear complete or not at all, even if the process is killed."""
+"""Files and directories that appear complete or not at all, even if the process is killed; texts of
+errors."""
 
 import errno
 import fcntl
@@ -29,6 +30,11 @@ def describe(error: Exception) -> str:
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{os.fsdecode(error.filename)}: {error.strerror}"
     return " ".join(str(error).split())
+
+
+def plural(number: int, noun: str, ending: str = "s") -> str:
+    """Formats a number and its noun, with the ending of the plural unless the number is 1."""
+    return f"{number:,} {noun}{ending * (number != 1)}"
 
 
 @contextmanager

@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 
-from bptjax.command_line import plural, run_command
 from bptjax.config import Config
 from bptjax.config_parser import parse
 from bptjax.data.tokenizer import make_tokenizer
@@ -18,9 +17,11 @@ from bptjax.devices import GIB, absent_devices, parse_devices
 from bptjax.keys import replace_keys
 from bptjax.models.attention_pattern import find_tokens
 from bptjax.models.config import ModelConfig
+from bptjax.output import plural
 from bptjax.parallel.mesh import make_mesh, select_devices
 from bptjax.pretrained import Pretrained, open_config
 from bptjax.progress import Compilations, Progress
+from bptjax.run_command import run_command
 from bptjax.training.auto import absent_room, describe, present_room
 from bptjax.training.checks import (
     check_adapter,

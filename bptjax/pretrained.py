@@ -18,8 +18,6 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jax.typing import DTypeLike
 
-from bptjax.config import FILE as RUN_CONFIG
-from bptjax.config_parser import parse_tree
 from bptjax.hf.checkpoint import SIDECARS, HFCheckpoint, describe_left_out
 from bptjax.hf.config import merge, read_config
 from bptjax.hf.families.encoders import with_classes
@@ -46,7 +44,8 @@ from bptjax.models.params import (
 from bptjax.parallel.mesh import STATE_AXIS, sharding
 from bptjax.quantized_kernels import quantizer
 from bptjax.saved_parameters import ConvertedCheckpoint, RunCheckpoint
-from bptjax.yaml_files import read_yaml
+from bptjax.tree_parser import parse_tree
+from bptjax.yaml_files import RUN_CONFIG, read_yaml
 
 log = logging.getLogger("bptjax")
 

@@ -11,7 +11,6 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from bptjax.command_line import run_command
 from bptjax.config import DEFAULT_STEPS, Config
 from bptjax.config_parser import parse
 from bptjax.data.account import Account
@@ -28,6 +27,7 @@ from bptjax.data.marked import marked
 from bptjax.data.records import readable
 from bptjax.metrics import printable
 from bptjax.parallel.mesh import select_devices
+from bptjax.run_command import run_command
 from bptjax.training.data import RunData, open_data, say
 from bptjax.training.notes import describe_adapter
 from bptjax.training.run_directory import saved_start

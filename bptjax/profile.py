@@ -8,12 +8,12 @@ from pathlib import Path
 
 import jax
 
-from bptjax.command_line import run_command
 from bptjax.config import Config
 from bptjax.config_parser import parse
 from bptjax.devices import KINDS, absent_devices, kind_of, parse_devices
 from bptjax.parallel.mesh import select_devices
 from bptjax.plan import open_spec
+from bptjax.run_command import run_command
 from bptjax.training.auto import complete_execution
 from bptjax.training.prediction import tracing_for
 from bptjax.training.spec import TrainSpec

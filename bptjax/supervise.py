@@ -17,9 +17,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from bptjax.child_python import python_environment
-from bptjax.command_line import plural
 from bptjax.heartbeat import BEAT, DIRECTORY, ERROR, RUN_DIR, STACKS
 from bptjax.metrics import append_log
+from bptjax.output import plural
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Exit codes that a restart would not change: done, bad input, stopped by a signal.

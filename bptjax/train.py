@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bptjax.child_python import PYTHON
-from bptjax.command_line import end_imports_at_interrupts, make_callable, run_command
+from bptjax.command_line import make_callable
 from bptjax.heartbeat import beat, dump_stacks_on_signal, record_run_dir
 from bptjax.output import describe, explain_full_disk
+from bptjax.run_command import end_imports_at_interrupts, run_command
 
 if TYPE_CHECKING:
     from bptjax.config import Config
@@ -78,14 +79,15 @@ def _loop(run: "TrainingRun", profile: bool) -> int:
 
 def _config(config: "Config | Mapping[str, Any] | str | Path") -> "Config":
     from bptjax.config import Config
-    from bptjax.config_parser import parse, parse_tree
+    from bptjax.config_parser import parse
+    from bptjax.tree_parser import parse_tree
 
     if isinstance(config, Config):
         return config
     if isinstance(config, str | Path):
         return parse([f"--config={config}"])
     # Paths become text.
-    return parse_tree(json.loads(json.dumps(dict(config), default=str)))
+    return parse_tree(json.loads(json.dumps(dict(config), default=str)), Config)
 
 
 make_callable(__name__, train)

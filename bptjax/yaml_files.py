@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+# The copy of the config in a run directory.
+RUN_CONFIG = "config.yaml"
 # Limits of a file. `&name` and `*name` can repeat 10 values a billion times in a few lines.
 FILE_BYTES = 2**20
 VALUES = 100_000

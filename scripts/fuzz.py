@@ -28,7 +28,6 @@ import numpy as np
 from mutations import changed
 from safetensors.numpy import save_file
 
-from bptjax.command_line import run_command
 from bptjax.config_parser import parse
 from bptjax.data.encode import encode
 from bptjax.data.hf_tokenizer import GENERATION
@@ -43,6 +42,7 @@ from bptjax.hf.peft import read_peft
 from bptjax.hf.peft_config import ADAPTER_CONFIG, BASE_CONFIG, read_base
 from bptjax.hf.tensors import INDEX, SINGLE
 from bptjax.lazy_imports import transformers
+from bptjax.run_command import run_command
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 # Seconds that a case may take, and bytes of memory beyond the start.

@@ -23,9 +23,11 @@ from bptjax import (
     profile,
     train,
 )
-from bptjax.command_line import EXIT_CODES, plural, run_command
+from bptjax.command_line import EXIT_CODES
 from bptjax.config import Config
 from bptjax.keys import flatten
+from bptjax.output import plural
+from bptjax.run_command import run_command
 
 COMMANDS = {
     "train": train.main,
@@ -243,7 +245,7 @@ def test_an_interrupt_ends_an_import_that_would_lose_it(tmp_path, during_import)
     )
     (tmp_path / "extension.py").write_text(lost if during_import else "import os, signal\n")
     code = (
-        "from bptjax.command_line import end_imports_at_interrupts, run_command\n"
+        "from bptjax.run_command import end_imports_at_interrupts, run_command\n"
         "end_imports_at_interrupts()\n"
         "def command(argv):\n"
         "    import extension as x\n"

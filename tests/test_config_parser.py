@@ -8,13 +8,14 @@ import yaml
 from tiers import fast
 
 from bptjax import cli, train
-from bptjax.command_line import run_command
 from bptjax.config import Config, TrainConfig
-from bptjax.config_parser import parse, parse_tree
+from bptjax.config_parser import parse
 from bptjax.keys import RENAMED, flatten, nest, new_name
 from bptjax.models.config import ModelConfig
 from bptjax.models.groups.norms import NormsConfig
 from bptjax.parallel.mesh import ParallelConfig
+from bptjax.run_command import run_command
+from bptjax.tree_parser import parse_tree
 
 
 def test_flags_may_repeat_with_one_value_or_as_lists():
@@ -142,7 +143,7 @@ def test_no_class_named_by_a_config_is_imported(tmp_path, monkeypatch, capsys, t
     (tmp_path / "a.yaml").write_text(text)
     argv = [f"--{group}={value}"] if given == "flag" else [f"--config={tmp_path / 'a.yaml'}"]
     if given == "tree":
-        assert run_command(lambda _: parse_tree(yaml.load(text, yaml.BaseLoader)), []) == 2
+        assert run_command(lambda _: parse_tree(yaml.load(text, yaml.BaseLoader), Config), []) == 2
     else:
         assert run_command(parse, argv) == 2
     error = capsys.readouterr().err
@@ -151,7 +152,7 @@ def test_no_class_named_by_a_config_is_imported(tmp_path, monkeypatch, capsys, t
 
 
 def test_a_tree_of_keys_is_read_as_a_file_is():
-    assert parse_tree({"execution": "auto", "train": {"seq_len": 5}}).train.seq_len == 5
+    assert parse_tree({"execution": "auto", "train": {"seq_len": 5}}, Config).train.seq_len == 5
     for tree, message in (
         ({"train": {"seq_len": "x"}}, "train.seq_len=x: must be an integer"),
         ({"train": {"seq_le": 1}}, "unknown key train.seq_le; nearest: train.seq_len"),
@@ -159,7 +160,7 @@ def test_a_tree_of_keys_is_read_as_a_file_is():
         ({"model": {"num_heads": None}}, "model.num_heads=null: must be an integer"),
     ):
         with pytest.raises(ValueError, match=f"^{message}$"):
-            parse_tree(tree)
+            parse_tree(tree, Config)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,8 @@ FLOORS = {
         "parallel",
         "data",
         "command_line",
+        "run_command",
+        "tree_parser",
         "child_python",
         "keys",
         "other_names",

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from bptjax.command_line import plural
 from bptjax.data.examples import Example, is_masked
 from bptjax.data.landmarks import ignored
 from bptjax.data.packing import PACKINGS, Packer, buffer_sequences
 from bptjax.data.records import Record
+from bptjax.output import plural
 
 
 class Blanks:

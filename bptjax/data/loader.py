@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 import grain
 import numpy as np
 
-from bptjax.command_line import plural
 from bptjax.data.batches import Batches, ShardIterDataset
 from bptjax.data.check import DataCheck
 from bptjax.data.config import DataConfig
@@ -25,6 +24,7 @@ from bptjax.data.records import RecordReader, Records
 from bptjax.data.sample import Sample, sample
 from bptjax.data.sources import HeldOutSources, Mixture, Training
 from bptjax.data.stream import AnyRecords, Stream, StreamRecords
+from bptjax.output import plural
 
 # Threads of a shard, or of an evaluation.
 MOST_THREADS = 16

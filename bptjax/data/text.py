@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 
-from bptjax.command_line import plural
 from bptjax.data.chat import FORMATS, Chat
 from bptjax.data.datasets import HUB, arrow_batches, download, saved_files
 from bptjax.data.files import (
@@ -31,6 +30,7 @@ from bptjax.data.files import (
 )
 from bptjax.data.stream import SIZES, Lines, Stream, StreamSizes, decompress
 from bptjax.data.tokenizer import utf8
+from bptjax.output import plural
 
 STDLIB = "python-stdlib"
 # Third-party packages, and test files, some of which are invalid on purpose.

@@ -14,11 +14,10 @@ from typing import Any
 
 import jax
 
-from bptjax.command_line import plural
 from bptjax.devices import GIB, DeviceKind
 from bptjax.keys import flatten
 from bptjax.models.execution import Execution
-from bptjax.output import write_atomically
+from bptjax.output import plural, write_atomically
 from bptjax.parallel.distributed import all_gather_json
 from bptjax.parallel.mesh import (
     MEMORY_FRACTION,

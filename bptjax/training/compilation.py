@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import jax
 
-from bptjax.command_line import plural
 from bptjax.ops.choices import Choice, record_choices
+from bptjax.output import plural
 from bptjax.progress import Compilations
 from bptjax.training.guards import RunFailed
 from bptjax.training.spec import TrainSpec

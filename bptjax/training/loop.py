@@ -11,10 +11,10 @@ import jax
 import numpy as np
 
 from bptjax.checkpoint import Best, Checkpoints
-from bptjax.command_line import plural
 from bptjax.config import to_yaml
 from bptjax.heartbeat import beat
 from bptjax.metrics import Throughput
+from bptjax.output import plural
 from bptjax.parallel.distributed import (
     all_gather_json,
     all_reduce_max,

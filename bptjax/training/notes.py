@@ -6,13 +6,13 @@ from collections.abc import Collection
 import jax
 import numpy as np
 
-from bptjax.command_line import plural
 from bptjax.config import Config, defaults
 from bptjax.data.sources import count
 from bptjax.hf.from_scratch import family_of
 from bptjax.json_files import read_json
 from bptjax.keys import flatten
 from bptjax.models.config import ModelConfig
+from bptjax.output import plural
 from bptjax.parallel.mesh import num_shards
 from bptjax.pretrained import Pretrained
 from bptjax.training.data import RunData

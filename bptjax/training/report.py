@@ -10,14 +10,13 @@ import numpy as np
 
 from bptjax.adapter_export import remedy_for_peft, write_adapter
 from bptjax.checkpoint import BEST
-from bptjax.command_line import plural
 from bptjax.data.records import readable
 from bptjax.data.text import byte_baselines
 from bptjax.data.tokenizer import ByteTokenizer
 from bptjax.generation import generate
 from bptjax.metrics import plot_loss, printable, read_metrics
 from bptjax.models.decoder import Decoder
-from bptjax.output import atomic_directory
+from bptjax.output import atomic_directory, plural
 from bptjax.progress import Progress
 from bptjax.sampling import Sampling
 from bptjax.training.setup import TrainingRun

@@ -9,10 +9,10 @@ import numpy as np
 
 from bptjax.checkpoint import Best, Checkpoints
 from bptjax.checkpoint_files import renamed
-from bptjax.command_line import plural
 from bptjax.heartbeat import beat
 from bptjax.local_checkpoints import directory_id, local_directory, make_local_directory
 from bptjax.metrics import NullLogger, RunProgress
+from bptjax.output import plural
 from bptjax.parallel.distributed import all_gather_json, raise_together
 from bptjax.schedule import learning_rate
 from bptjax.training.guards import exclusive

@@ -7,12 +7,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from bptjax.config import FILE, Config, to_yaml
+from bptjax.config import Config, to_yaml
 from bptjax.json_files import read_json
 from bptjax.keys import flatten, rename_keys
 from bptjax.models.execution import Execution, ExecutionConfig
 from bptjax.output import leftovers, write_atomically
-from bptjax.yaml_files import read_yaml
+from bptjax.yaml_files import RUN_CONFIG, read_yaml
 
 # The date of a run's start, which chat templates may read.
 START = "start.json"
@@ -48,7 +48,7 @@ def check_run_dir(run_dir: Path) -> None:
     Raises:
       ValueError: it is a file, or holds other files, or directories with the names of files.
     """
-    file = run_dir / FILE
+    file = run_dir / RUN_CONFIG
     if run_dir.exists() and not run_dir.is_dir():
         raise ValueError(f"run_dir={run_dir}: must be a directory, not a file; choose another")
     if run_dir.exists() and not file.exists() and {*run_dir.iterdir()} - leftovers(file):
@@ -68,7 +68,7 @@ def acquire_run_dir(run_dir: Path, config: Config) -> None:
       OSError: the directory cannot be written.
     """
     check_run_dir(run_dir)
-    if (run_dir / FILE).exists():
+    if (run_dir / RUN_CONFIG).exists():
         ours = flatten(config)
         # The config of an older version lacks newer keys. Their defaults keep its behavior.
         theirs = flatten(Config()) | saved_keys(run_dir)
@@ -89,7 +89,7 @@ def saved_keys(run_dir: Path) -> dict[str, Any]:
     Raises:
       ValueError: the file is damaged.
     """
-    file = run_dir / FILE
+    file = run_dir / RUN_CONFIG
     if not file.exists():
         return {}
     try:
@@ -151,7 +151,7 @@ def write_config(run_dir: Path, config: Config) -> None:
       OSError: the file cannot be written.
     """
     try:
-        write_atomically(run_dir / FILE, to_yaml(config))
+        write_atomically(run_dir / RUN_CONFIG, to_yaml(config))
     except OSError as error:
         text = f"run_dir={run_dir}: must be writable ({error.strerror}); choose another"
         raise OSError(text) from error

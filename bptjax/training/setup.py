@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from bptjax.command_line import plural
 from bptjax.config import Config, to_yaml
 from bptjax.data.batches import Batches
 from bptjax.data.changes import count_and_size
@@ -38,7 +37,7 @@ from bptjax.links import check_links
 from bptjax.models.attention_pattern import find_tokens
 from bptjax.models.config import ModelConfig
 from bptjax.models.execution import ExecutionConfig
-from bptjax.output import explain_full_disk, replaced_files, write_atomically
+from bptjax.output import explain_full_disk, plural, replaced_files, write_atomically
 from bptjax.parallel.distributed import (
     all_gather_json,
     assert_equal_across_processes,
