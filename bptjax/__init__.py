@@ -17,14 +17,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from bptjax.generate import generate
-    from bptjax.loading import load
+    from bptjax.cli.generate import generate
+    from bptjax.cli.train import train
     from bptjax.ops.attention import attention
     from bptjax.ops.blockwise import blockwise, blockwise_transformer
     from bptjax.ops.landmark_attention import landmark_attention
     from bptjax.ops.loss import linear_cross_entropy
     from bptjax.ops.mask import Mask
-    from bptjax.train import train
+    from bptjax.weights.loading import load
 
 __all__ = [
     "Mask",
@@ -45,11 +45,11 @@ MODULES = {
     "attention": "ops.attention",
     "blockwise": "ops.blockwise",
     "blockwise_transformer": "ops.blockwise",
-    "generate": "generate",
+    "generate": "cli.generate",
     "landmark_attention": "ops.landmark_attention",
     "linear_cross_entropy": "ops.loss",
-    "load": "loading",
-    "train": "train",
+    "load": "weights.loading",
+    "train": "cli.train",
 }
 
 
@@ -61,6 +61,4 @@ def __getattr__(name: str) -> Any:
         return version("bptjax")
     if name not in MODULES:
         raise AttributeError(f"module 'bptjax' has no attribute {name!r}")
-    module = import_module(f"bptjax.{MODULES[name]}")
-    # `bptjax.train` and `bptjax.generate` are modules that can be called.
-    return module if MODULES[name] == name else getattr(module, name)
+    return getattr(import_module(f"bptjax.{MODULES[name]}"), name)

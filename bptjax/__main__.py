@@ -7,7 +7,7 @@ from pathlib import Path
 if not sys.flags.safe_path and Path(sys.path[0]) != Path(__file__).parents[1]:
     del sys.path[0]
 
-from bptjax.cli import main  # noqa: E402
+from bptjax.cli.main import main  # noqa: E402
 
 if __name__ == "__main__":
     sys.exit(main())

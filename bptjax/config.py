@@ -6,16 +6,16 @@ import os
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args, get_origin
 
-from bptjax.checkpoint import CheckpointConfig
 from bptjax.data.config import DataConfig
-from bptjax.keys import check_seed, flatten, nest
-from bptjax.lora import AdapterConfig
 from bptjax.models.config import ModelConfig
 from bptjax.models.execution import UNCHUNKED, ExecutionConfig, MemoryConfig
 from bptjax.objectives import ObjectiveConfig
-from bptjax.optimizer import OPTIMIZERS, OptimizerConfig
+from bptjax.optim.optimizer import OPTIMIZERS, OptimizerConfig
 from bptjax.parallel.mesh import ParallelConfig
-from bptjax.trackers import Name
+from bptjax.parsing.keys import check_seed, flatten, nest
+from bptjax.run.checkpoint import CheckpointConfig
+from bptjax.run.trackers import Name
+from bptjax.weights.lora import AdapterConfig
 
 # train.max_steps if neither it nor train.epochs is set.
 DEFAULT_STEPS = 1000

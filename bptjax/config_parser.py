@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bptjax.command_line import normalize
 from bptjax.config import Config
-from bptjax.tree_parser import AUTO, instantiate, make_parser, refuse_imports
-from bptjax.yaml_files import compose
+from bptjax.parsing.flags import normalize
+from bptjax.parsing.tree_parser import AUTO, instantiate, make_parser, refuse_imports
+from bptjax.run.yaml_files import compose
 
 
 def parse(

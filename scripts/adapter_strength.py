@@ -26,8 +26,8 @@ import jax
 import bptjax
 from bptjax.config import Config
 from bptjax.config_parser import parse
-from bptjax.metrics import read_metrics
-from bptjax.versions import versions
+from bptjax.run.metrics import read_metrics
+from bptjax.run.versions import versions
 
 CASES = "8", "r", "2r", "rslora:sqrt", "rslora:r"
 RATES = 5e-5, 1e-4, 2e-4, 5e-4, 1e-3

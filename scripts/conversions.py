@@ -59,7 +59,7 @@ class Conversions:
     ) -> tuple[int, list[str]]:
         """Returns the exit code and the errors of a conversion, killed after some seconds."""
         argv = [way, str(self.sources[way]), str(self.directory / "out")]
-        process, pipe = fork("bptjax.convert", argv, (str(self.directory),), {}, kind, at, size)
+        process, pipe = fork("bptjax.cli.convert", argv, (str(self.directory),), {}, kind, at, size)
         process.join(after)
         if process.exitcode is None:
             process.kill()

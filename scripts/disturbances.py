@@ -21,13 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bptjax.supervise import Limits, supervise
+from bptjax.run.supervise import Limits, supervise
 
 # An operation beyond the last one of a run, at which nothing happens.
 NEVER = 10**9
 # Imported once, before the processes are forked. None of them starts a JAX backend.
 LIBRARIES = [
-    *("bptjax.train", "bptjax.config_parser", "bptjax.training.loop", "bptjax.convert"),
+    *("bptjax.cli.train", "bptjax.config_parser", "bptjax.training.loop", "bptjax.cli.convert"),
     "disturbances",
 ]
 # Lines that are no errors: they name skipped checkpoints and restarts.
@@ -111,7 +111,7 @@ def execute(
     size.
 
     Args:
-      module: the module of the command, such as `bptjax.train`.
+      module: the module of the command, such as `bptjax.cli.train`.
       kind: `supervised` for a run with a supervisor; `small` for a disk of `at` KiB as the last of
         `places`, which is lost with the process; or what happens at Python's file operation `at`
         in `places`: `kill`, `interrupt`, `terminate`, `full` (disk), `read-only` (disk), `clock`
@@ -124,7 +124,7 @@ def execute(
     errors.close()
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     if kind == "supervised":
-        sys.exit(supervise([sys.executable, "-m", module, *argv], LIMITS))
+        sys.exit(supervise([sys.executable, "-m", "bptjax", "train", *argv], LIMITS))
     if kind in ("read-only", "small"):
         own_mounts()
     if kind == "small":

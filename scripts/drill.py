@@ -121,7 +121,7 @@ class Drill:
             where = where | {"WORLD_SIZE": "2", "RANK": str(rank)} if count > 1 else {}
             inside = kind if last or kind == "supervised" else ""
             process, pipe = fork(
-                *("bptjax.train", argv, tuple(map(str, places or (run, self.local))), where),
+                *("bptjax.cli.train", argv, tuple(map(str, places or (run, self.local))), where),
                 *(inside, at if inside else NEVER, size),
             )
             started.append(process)

@@ -28,6 +28,7 @@ import numpy as np
 from mutations import changed
 from safetensors.numpy import save_file
 
+from bptjax.cli.run_command import run_command
 from bptjax.config_parser import parse
 from bptjax.data.encode import encode
 from bptjax.data.hf_tokenizer import GENERATION
@@ -35,14 +36,13 @@ from bptjax.data.renderer import Renderer
 from bptjax.data.templates import render
 from bptjax.data.text import open_documents
 from bptjax.data.tokenizer import FILE, ByteTokenizer, load_tokenizer
-from bptjax.hf.checkpoint import HFCheckpoint
-from bptjax.hf.config import read_config
-from bptjax.hf.families import FAMILIES
-from bptjax.hf.peft import read_peft
-from bptjax.hf.peft_config import ADAPTER_CONFIG, BASE_CONFIG, read_base
-from bptjax.hf.tensors import INDEX, SINGLE
-from bptjax.lazy_imports import transformers
-from bptjax.run_command import run_command
+from bptjax.run.lazy_imports import transformers
+from bptjax.weights.hf.checkpoint import HFCheckpoint
+from bptjax.weights.hf.config import read_config
+from bptjax.weights.hf.families import FAMILIES
+from bptjax.weights.hf.peft import read_peft
+from bptjax.weights.hf.peft_config import ADAPTER_CONFIG, BASE_CONFIG, read_base
+from bptjax.weights.hf.tensors import INDEX, SINGLE
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 # Seconds that a case may take, and bytes of memory beyond the start.

@@ -2,9 +2,9 @@
 
     python scripts/parity.py --out scripts/results/parity.json
 
-Runs tests/hf/test_parity.py: float32 on a CPU, tiny configurations of each family. Differences are
-relative to the largest value; of a gradient, to the larger of its largest value and a thousandth of
-the largest value of all gradients.
+Runs tests/weights/hf/test_parity.py: float32 on a CPU, tiny configurations of each family.
+Differences are relative to the largest value; of a gradient, to the larger of its largest value and
+a thousandth of the largest value of all gradients.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def main() -> None:
         command = [sys.executable, "-m", "pytest", "-q", "-o", "junit_family=xunit1"]
         command += [f"--junitxml={report}"]
         command += ["-m", "not gpu and not timing"]
-        subprocess.run([*command, "tests/hf/test_parity.py"], cwd=ROOT, check=True)
+        subprocess.run([*command, "tests/weights/hf/test_parity.py"], cwd=ROOT, check=True)
         made = rows(report)
     args.out.write_text(json.dumps(made, indent=1) + "\n")
 

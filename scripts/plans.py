@@ -16,9 +16,9 @@ import jax
 from step import DECODERS, DEFAULTS
 
 from bptjax.config_parser import parse
-from bptjax.devices import absent_devices, kind_of
+from bptjax.cost.devices import absent_devices, kind_of
+from bptjax.cost.memory import plan
 from bptjax.parallel.mesh import make_mesh
-from bptjax.training.prediction import plan
 from bptjax.training.spec import TrainSpec
 
 

@@ -112,10 +112,10 @@ def export(directory: Path, override: dict, out: Path, tokens: np.ndarray) -> np
     """
     import jax
 
-    from bptjax.convert import write
+    from bptjax.cli.convert import write
     from bptjax.models.config import ModelConfig
-    from bptjax.pretrained import open_pretrained
     from bptjax.training.checks import check_model
+    from bptjax.weights.pretrained import open_pretrained
 
     model = open_pretrained(ModelConfig(name_or_path=str(directory), **override))
     check_model(model.config, model)
@@ -128,7 +128,7 @@ def read_back(out: Path, tokens: np.ndarray) -> np.ndarray:
     import jax
 
     from bptjax.models.config import ModelConfig
-    from bptjax.pretrained import open_pretrained
+    from bptjax.weights.pretrained import open_pretrained
 
     model = open_pretrained(ModelConfig(name_or_path=str(out)))
     return logits(model.load(jax.sharding.SingleDeviceSharding(jax.devices()[0])), tokens)

@@ -29,6 +29,7 @@ from timing import add_row, attempt, milliseconds, needs
 
 from bptjax import Mask
 from bptjax.config_parser import parse
+from bptjax.cost.flops import matmul_parameters, model_flops
 from bptjax.models.config import ModelConfig
 from bptjax.models.encoder import Encoder
 from bptjax.models.execution import Execution
@@ -39,7 +40,6 @@ from bptjax.ops.taylor_attention import taylor_attention
 from bptjax.parallel.mesh import ParallelConfig, constrain, make_mesh, select_devices
 from bptjax.parallel.ring import zigzag
 from bptjax.parallel.sequence import STRATEGIES, attention
-from bptjax.training.flops import matmul_parameters, model_flops
 from bptjax.training.spec import TrainSpec
 
 TRANSFORMER = ModelConfig(

@@ -22,12 +22,12 @@ from step import DECODERS, DEFAULTS
 from tables import GPUS, LONGEST_PLANNED, SIZES
 
 from bptjax.config_parser import parse
-from bptjax.devices import absent_devices
+from bptjax.cost.auto import absent_room
+from bptjax.cost.devices import absent_devices
+from bptjax.cost.estimate import Estimator
+from bptjax.cost.memory import Plan, plan
+from bptjax.cost.search import choose, smallest, with_execution
 from bptjax.parallel.mesh import make_mesh
-from bptjax.training.auto import absent_room
-from bptjax.training.estimate import Estimator
-from bptjax.training.prediction import Plan, plan
-from bptjax.training.search import choose, smallest, with_execution
 from bptjax.training.spec import TrainSpec
 
 GIB = 2**30

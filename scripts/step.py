@@ -25,7 +25,8 @@ from timing import needs
 
 from bptjax.config import Config
 from bptjax.config_parser import parse
-from bptjax.keys import flatten
+from bptjax.cost.auto import complete_execution
+from bptjax.cost.search import with_execution
 from bptjax.models.config import ModelConfig
 from bptjax.models.groups.attention import AttentionConfig
 from bptjax.models.groups.experts import ExpertsConfig
@@ -35,8 +36,7 @@ from bptjax.models.groups.norms import NormsConfig
 from bptjax.models.params import fill_model, param_path
 from bptjax.ops.choices import record_choices
 from bptjax.parallel.mesh import make_mesh, select_devices
-from bptjax.training.auto import complete_execution
-from bptjax.training.search import with_execution
+from bptjax.parsing.keys import flatten
 from bptjax.training.spec import TrainSpec
 from bptjax.training.state import abstract_state, init_state
 from bptjax.training.step import compile_step, random_batch

@@ -415,7 +415,7 @@ def faults() -> str:
     """Which tier of tests found the seeded faults of each room."""
     body: dict[str, list[int]] = {}
     for row in read("seeded_faults.jsonl"):
-        for room in (f"`{row['room']}`", "all"):
+        for room in (f"`{row['room'].removeprefix('bptjax/')}`", "all"):
             counts = body.setdefault(room, [0] * 3)
             counts[("fast", "thorough").index(row["tier"]) if row["found"] else 2] += 1
     ordered = sorted(body, key=lambda room: (room == "all", room))
@@ -430,7 +430,8 @@ def missed_faults() -> str:
         if not row["found"] or row["tier"] != "fast":
             test = f"`{row['found']}`" if row["found"] else f"no test: {row['reason']}"
             line = f"`{row['after'].strip()}`".replace("|", "\\|")
-            body.append([f"`{row['file']}`, {row['kind']}", line, test])
+            file = row["file"].removeprefix("bptjax/")
+            body.append([f"`{file}`, {row['kind']}", line, test])
     return table(["fault", "the line", "found by"], body)
 
 

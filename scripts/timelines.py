@@ -13,14 +13,14 @@ from typing import Any
 from step import DECODERS, DEFAULTS
 
 from bptjax.config_parser import parse
-from bptjax.devices import absent_devices
+from bptjax.cost.devices import absent_devices
+from bptjax.cost.memory import tracing_for
+from bptjax.cost.profile_report import plot_memory
+from bptjax.cost.timeline import compile_with_timeline
 from bptjax.parallel.mesh import make_mesh
-from bptjax.profile_report import plot_memory
-from bptjax.training.prediction import tracing_for
 from bptjax.training.spec import TrainSpec
 from bptjax.training.state import abstract_state
 from bptjax.training.step import abstract_batch
-from bptjax.training.timeline import compile_with_timeline
 
 # Pictures: the decoder, and the settings of each panel.
 PICTURES: dict[str, tuple[str, dict[str, list[str]]]] = {

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from bptjax.metrics import read_metrics
+from bptjax.run.metrics import read_metrics
 
 STEPS = 24
 CONFIG = f"""
@@ -80,7 +80,7 @@ def write_base(directory: Path) -> None:
 def result(run: Path, step: int = STEPS) -> tuple[list[Any], dict[str, bytes]]:
     """Returns the exact metrics by step, and the bytes of each array of the checkpoint of `step`,
     which is the last. Starts JAX."""
-    from bptjax.checkpoint import Checkpoints
+    from bptjax.run.checkpoint import Checkpoints
 
     rows = [[(r["step"], name, r[name]) for name in EXACT if name in r] for r in metrics(run)]
     checkpoints, arrays = Checkpoints(run), {}

@@ -44,7 +44,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 # Before the first import: shapes and dtypes in these packages are checked at every call.
 hook = install_import_hook(
-    ["bptjax.ops", "bptjax.parallel", "bptjax.models", "bptjax.sampling", "bptjax.generation"],
+    ["bptjax.ops", "bptjax.parallel", "bptjax.models"],
     f"{check.__module__}.{check.__name__}",
 ).hook
 checked = hook.should_instrument

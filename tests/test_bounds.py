@@ -12,14 +12,14 @@ import yaml
 from tiers import fast
 
 from bptjax.config import Config, to_yaml
-from bptjax.hf.peft_config import adapter_settings, rank_and_scale
-from bptjax.yaml_files import read_yaml
+from bptjax.run.yaml_files import read_yaml
+from bptjax.weights.hf.peft_config import adapter_settings, rank_and_scale
 
 # A command in a process of bounded memory, beyond the memory of its libraries.
 COMMAND = """
 import resource, sys
-import jax, bptjax.preview, bptjax.data.text
-from bptjax.cli import main
+import jax, bptjax.cli.preview, bptjax.data.text
+from bptjax.cli.main import main
 with open("/proc/self/statm") as file:
     size = int(file.read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (size + int(sys.argv[1]),) * 2)

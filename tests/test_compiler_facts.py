@@ -19,11 +19,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from models.test_decoder import gradient_of
 from ops.comparing import quick
 from ops.test_cudnn import DOCUMENTS, both, run_scan_as_triton
-from test_lora import MODEL, make_spec
-from test_optimizer import CONFIG, Model, on, update
+from optim.test_optimizer import CONFIG, Model, on, update
 from tiers import fast
+from weights.test_lora import MODEL, make_spec
 
-from bptjax.lora import AdapterConfig
 from bptjax.models.groups.experts import ExpertsConfig
 from bptjax.ops.attention import RESIDUAL_NAMES, cudnn
 from bptjax.ops.attention import attention as attention_on_one
@@ -32,12 +31,13 @@ from bptjax.ops.blockwise import blockwise
 from bptjax.ops.loss import linear_cross_entropy
 from bptjax.ops.mask import Mask
 from bptjax.ops.taylor_attention import taylor_attention
-from bptjax.optimizer import init_opt_state
+from bptjax.optim.optimizer import init_opt_state
 from bptjax.parallel.mesh import ParallelConfig, lookup, make_mesh, sharding
 from bptjax.parallel.sequence import attention, fold_sequence_shards, unfold_sequence_shards
-from bptjax.quantized_kernels import KernelAxes, quantize_kernels
 from bptjax.training.state import abstract_state
 from bptjax.training.step import abstract_batch, gradients
+from bptjax.weights.lora import AdapterConfig
+from bptjax.weights.quantized_kernels import KernelAxes, quantize_kernels
 
 
 def equations(f: Callable, *operands) -> Iterator[JaxprEqn]:

@@ -9,18 +9,18 @@ from pathlib import Path
 import config_reference
 import pytest
 import tables
-from hf.cases import ENCODERS
-from hf.cases import config as hf_config
-from hf.loading import random_base
+from weights.hf.cases import ENCODERS
+from weights.hf.cases import config as hf_config
+from weights.hf.loading import random_base
 
 import bptjax
-from bptjax import cli
-from bptjax.compare import CompareConfig
+from bptjax.cli import main as cli
+from bptjax.cli.compare import CompareConfig
 from bptjax.config import Config
 from bptjax.config_parser import parse
 from bptjax.data.tokenizer import ByteTokenizer
-from bptjax.hf.families import FAMILIES, MULTIMODAL
-from bptjax.keys import RENAMED, flatten
+from bptjax.parsing.keys import RENAMED, flatten
+from bptjax.weights.hf.families import FAMILIES, MULTIMODAL
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"

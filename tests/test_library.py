@@ -9,19 +9,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hf.cases import config as hf_config
-from hf.loading import random_base, random_weights
+from weights.hf.cases import config as hf_config
+from weights.hf.loading import random_base, random_weights
 
 import bptjax
-from bptjax import convert
+from bptjax.cli import convert
+from bptjax.cli import generate as command
+from bptjax.cli import train as command_of_runs
 from bptjax.config import Config, TrainConfig
 from bptjax.data.config import DataConfig
 from bptjax.data.tokenizer import ByteTokenizer
-from bptjax.generation import generate as tokens_of
-from bptjax.hf.config import read_config
 from bptjax.models.config import ModelConfig
-from bptjax.pretrained import open_pretrained
-from bptjax.sampling import Sampling
+from bptjax.models.generation import generate as tokens_of
+from bptjax.models.sampling import Sampling
+from bptjax.weights.hf.config import read_config
+from bptjax.weights.pretrained import open_pretrained
 
 
 @pytest.fixture(scope="module")
@@ -86,9 +88,9 @@ def test_generate_returns_the_text_of_the_tokens(base, capsys):
     assert bptjax.generate(model, tokenizer, prompts[0], stop=stop, **options) == before
     for seed in (1, 2):
         flags = ["--model", str(base), "--prompt", "one two", "--max_new_tokens", "6"]
-        assert bptjax.generate.main([*flags, "--seed", str(seed)]) == 0
+        assert command.main([*flags, "--seed", str(seed)]) == 0
         text = bptjax.generate(model, tokenizer, "one two", max_new_tokens=6, seed=seed)
-        assert capsys.readouterr().out == f"{bptjax.generate.printable(text)}\n"
+        assert capsys.readouterr().out == f"{command.printable(text)}\n"
 
 
 def test_load_shards_a_model_that_generates_the_same_text(base, capsys, monkeypatch):
@@ -102,14 +104,14 @@ def test_load_shards_a_model_that_generates_the_same_text(base, capsys, monkeypa
     flags = ["--model", str(base), "--device", "cpu", "--prompt", "one two", "--temperature", "0"]
     flags += ["--max_new_tokens", "6"]
     text = bptjax.generate(whole, tokenizer, "one two", max_new_tokens=6, temperature=0.0)
-    assert bptjax.generate.main([*flags, "--tp", "2", "--sp", "2"]) == 0
-    assert capsys.readouterr().out == f"{bptjax.generate.printable(text)}\n"
+    assert command.main([*flags, "--tp", "2", "--sp", "2"]) == 0
+    assert capsys.readouterr().out == f"{command.printable(text)}\n"
     for wrong, message in (
         (["--tp", "0"], "tp=0: must be at least 1"),
         (["--tp", "3"], f"tp=3: must divide the model's {config.num_heads} heads"),
         (["--tp", "4", "--sp", "4"], "tp=4, sp=4: must multiply to at most 8, the number"),
     ):
-        assert bptjax.generate.main([*flags, *wrong]) == 2
+        assert command.main([*flags, *wrong]) == 2
         *_, error = capsys.readouterr().err.splitlines()
         assert error.startswith("error: ") and message in error
     monkeypatch.setattr(jax, "process_count", lambda: 2)
@@ -146,7 +148,7 @@ def test_train_is_the_command(base, tmp_path, monkeypatch):
     assert run == tmp_path / "run"
     flags = {f"{k}.{n}": v for k, vs in settings.items() if type(vs) is dict for n, v in vs.items()}
     flags |= {"device": "cpu", "run_dir": str(tmp_path / "other")}
-    assert bptjax.train.main([f"--{key}={value}" for key, value in flags.items()]) == 0
+    assert command_of_runs.main([f"--{key}={value}" for key, value in flags.items()]) == 0
     logs = [(tmp_path / name / "metrics.jsonl").read_text() for name in ("run", "other")]
     first, second = ([json.loads(line) for line in log.splitlines()] for log in logs)
     losses = [row["train/loss"] for row in first if "train/loss" in row]
@@ -166,7 +168,7 @@ def test_train_reads_a_file_a_dict_and_a_config(tmp_path):
     wanted = Config(
         run_dir=str(tmp_path), data=DataConfig(path="x.txt"), train=TrainConfig(max_steps=2)
     )
-    read = bptjax.train._config
+    read = command_of_runs._config
     for config in (settings, str(tmp_path / "run.yaml"), tmp_path / "run.yaml", wanted):
         assert read(config) == wanted
     with pytest.raises(ValueError, match="unknown key train.max_step; nearest: train.max_steps"):
@@ -177,8 +179,7 @@ def test_the_package_is_light_and_typed():
     """Neither the package nor its version nor `train` imports jax, whatever was imported before."""
     code = (
         "import sys, bptjax; bptjax.__version__, bptjax.train; assert 'jax' not in sys.modules\n"
-        "import bptjax.train as command; assert bptjax.train is command is bptjax.train\n"
-        "from bptjax import train; assert train is command and callable(train)\n"
+        "import bptjax.cli.train as command; assert bptjax.train is command.train\n"
         "from inspect import signature\n"
         "assert [*signature(bptjax.train).parameters] == ['config', 'profile']\n"
         "assert [*signature(bptjax.generate).parameters][:3] == ['model', 'tokenizer', 'prompts']\n"

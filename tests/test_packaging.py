@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import bptjax
-from bptjax import configs
+from bptjax.cli import configs
 from bptjax.config_parser import parse
 
 ROOT = Path(bptjax.__file__).parents[1]

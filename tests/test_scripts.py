@@ -18,15 +18,15 @@ import seed_faults
 import settings
 import strategies
 import tables
-from hf.cases import config
-from hf.loading import random_base
 from step import DECODERS
+from weights.hf.cases import config
+from weights.hf.loading import random_base
 
+from bptjax.cost.devices import KINDS
+from bptjax.cost.estimate import Estimator
+from bptjax.cost.memory import Plan
 from bptjax.data.tokenizer import ByteTokenizer
-from bptjax.devices import KINDS
 from bptjax.models.config import ModelConfig
-from bptjax.training.estimate import Estimator
-from bptjax.training.prediction import Plan
 
 TINY = ModelConfig(vocab_size=64, hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1)
 
@@ -256,7 +256,7 @@ def test_faults_of_a_line(line):
 def test_the_tests_of_a_module_run_first():
     tests = seed_faults.relevant("bptjax/ops/mask.py")
     named = "tests/ops/test_dropout.py", "tests/parallel/test_sequence.py"
-    room, other = "tests/ops/test_norm.py", "tests/test_schedule.py"
+    room, other = "tests/ops/test_norm.py", "tests/optim/test_schedule.py"
     assert tests[0] == "tests/ops/test_mask.py" and len(tests) == len(set(tests))
     places = [max(map(tests.index, named)), tests.index(room), tests.index(other)]
     assert places == sorted(places)

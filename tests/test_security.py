@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 from chats import TALK, loaded, raw_tokenizer
-from hf.conftest import llama  # noqa: F401
+from weights.hf.conftest import llama  # noqa: F401
 
-from bptjax import convert, train
-from bptjax.checkpoint_files import damage
+from bptjax.cli import convert, train
 from bptjax.data.tokenizer import load_tokenizer
-from bptjax.links import check_links
 from bptjax.models.config import ModelConfig
-from bptjax.output import atomic_directory, replaced_files, write_atomically
 from bptjax.parallel.mesh import make_cache_directory
-from bptjax.pretrained import open_pretrained
+from bptjax.run.checkpoint_files import damage
+from bptjax.run.links import check_links
+from bptjax.run.output import atomic_directory, replaced_files, write_atomically
+from bptjax.weights.pretrained import open_pretrained
 
 CODE = "import pathlib\npathlib.Path({!r}).touch()\nclass C:\n    pass\n"
 
@@ -62,7 +62,7 @@ def test_code_beside_a_tokenizer_is_not_run(tmp_path, touched):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "start", [["-m", "bptjax"], ["-c", "import sys, bptjax.cli as c; sys.exit(c.main())"]]
+    "start", [["-m", "bptjax"], ["-c", "import sys, bptjax.cli.main as c; sys.exit(c.main())"]]
 )
 @pytest.mark.parametrize("flags", [[], ["--supervise"]])
 def test_modules_in_the_current_directory_are_not_imported(tmp_path, touched, start, flags):
@@ -77,7 +77,7 @@ def test_modules_in_the_current_directory_are_not_imported(tmp_path, touched, st
     command += ["--data.tokenizer=.", "--run_dir=run", "--data.eval_fraction=0"]
     if start[0] == "-c":  # As the script that pip installs.
         command[1:1] = ["-P"]
-    environment = os.environ | {"PYTHONPATH": str(Path(train.__file__).parents[1])}
+    environment = os.environ | {"PYTHONPATH": str(Path(train.__file__).parents[2])}
     done = subprocess.run(command, cwd=model, env=environment, capture_output=True, text=True)
     assert done.returncode == 2 and "rendered and refused" in done.stderr, done.stderr
 
@@ -103,8 +103,8 @@ def test_a_pickle_is_not_run(llama, touched):  # noqa: F811
 
 def test_a_class_that_is_no_model_is_not_called(llama, tmp_path, capsys):  # noqa: F811
     pytest.importorskip("torch")
-    from bptjax.convert import difference
-    from bptjax.pretrained import Pretrained
+    from bptjax.cli.convert import difference
+    from bptjax.weights.pretrained import Pretrained
 
     directory = llama()
     raw = json.loads((directory / "config.json").read_text())

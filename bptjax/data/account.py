@@ -12,7 +12,7 @@ from bptjax.data.examples import Example, is_masked
 from bptjax.data.landmarks import ignored
 from bptjax.data.packing import PACKINGS, Packer, buffer_sequences
 from bptjax.data.records import Record
-from bptjax.output import plural
+from bptjax.run.output import plural
 
 
 class Blanks:

@@ -14,7 +14,7 @@ from bptjax.data.config import DataConfig
 from bptjax.data.epochs import Counted, Limit, limit
 from bptjax.data.records import BadRecord
 from bptjax.data.stream import AnyRecords
-from bptjax.output import plural
+from bptjax.run.output import plural
 
 # Seconds that a run waits for the check of its data. A large stream would not finish in either.
 FIRST_SECONDS, FIRST_STREAM_SECONDS = 60.0, 10.0

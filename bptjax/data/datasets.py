@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from bptjax.data.changes import FileVersion, check_unchanged, file_version
 from bptjax.data.files import RecordFormat, RowGroup, document, record_columns
-from bptjax.json_files import read_json
+from bptjax.run.json_files import read_json
 
 HUB = "hf://"
 

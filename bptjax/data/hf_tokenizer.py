@@ -14,8 +14,8 @@ from typing import Any, Self
 
 import numpy as np
 
-from bptjax.json_files import read_json
-from bptjax.lazy_imports import transformers
+from bptjax.run.json_files import read_json
+from bptjax.run.lazy_imports import transformers
 
 log = logging.getLogger("bptjax")
 GENERATION = "generation_config.json"

@@ -16,8 +16,8 @@ from bptjax.data.encode import IGNORED
 from bptjax.data.examples import Example
 from bptjax.data.files import Location
 from bptjax.data.text import split_documents
-from bptjax.json_files import read_json
 from bptjax.ops.patches import cut_patches
+from bptjax.run.json_files import read_json
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".pgm", ".tif", ".tiff", ".gif")
 # Pillow's names of their formats. It guesses the format from the content, and would run another

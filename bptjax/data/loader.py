@@ -24,7 +24,7 @@ from bptjax.data.records import RecordReader, Records
 from bptjax.data.sample import Sample, sample
 from bptjax.data.sources import HeldOutSources, Mixture, Training
 from bptjax.data.stream import AnyRecords, Stream, StreamRecords
-from bptjax.output import plural
+from bptjax.run.output import plural
 
 # Threads of a shard, or of an evaluation.
 MOST_THREADS = 16

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from bptjax.child_python import PYTHON, python_environment
+from bptjax.run.child_python import PYTHON, python_environment
 
 # Limits of one rendering: seconds of CPU time, bytes of memory beyond the process without a
 # template, and characters of text: as many as these and TEXT_FACTOR times the text of the request.

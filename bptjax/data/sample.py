@@ -13,7 +13,7 @@ from bptjax.data.encode import IGNORED
 from bptjax.data.examples import Example, is_masked
 from bptjax.data.packing import split_example
 from bptjax.data.records import Record, Records
-from bptjax.heartbeat import beat
+from bptjax.run.heartbeat import beat
 
 # Documents are read in random order until they fill this many times the sequences of the sample,
 # and have this many tokens. The pieces of a long document are thus a part of a sample that one such

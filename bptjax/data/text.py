@@ -30,7 +30,7 @@ from bptjax.data.files import (
 )
 from bptjax.data.stream import SIZES, Lines, Stream, StreamSizes, decompress
 from bptjax.data.tokenizer import utf8
-from bptjax.output import plural
+from bptjax.run.output import plural
 
 STDLIB = "python-stdlib"
 # Third-party packages, and test files, some of which are invalid on purpose.

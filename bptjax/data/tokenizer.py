@@ -15,8 +15,8 @@ from bptjax.data.hf_tokenizer import (
     read_generation_config,
     write_generation_config,
 )
-from bptjax.json_files import read_json
-from bptjax.links import check_links
+from bptjax.run.json_files import read_json
+from bptjax.run.links import check_links
 
 FILE = "bptjax_tokenizer.json"
 # A Unicode noncharacter, reserved for internal use. It stands for the byte tokenizer's separator in

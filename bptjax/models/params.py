@@ -13,7 +13,7 @@ from bptjax.models.config import ModelConfig
 from bptjax.ops.per_device import REPLICATED, ShardedOver
 from bptjax.ops.position import extend_positions
 from bptjax.parallel.mesh import RULES
-from bptjax.progress import Progress
+from bptjax.run.progress import Progress
 
 # Position in the first axes of an array: the layer, and the expert. Empty for all of the array.
 Index = tuple[int, ...]

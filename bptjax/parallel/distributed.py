@@ -21,10 +21,10 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from bptjax.heartbeat import record_error
 from bptjax.parallel.launch import ProcessInfo, find_process, is_loopback
 from bptjax.parallel.mesh import ParallelConfig
 from bptjax.parallel.secret import VARIABLE, WrongSecret, demand_proof, prove, read_secret
+from bptjax.run.heartbeat import record_error
 
 # Seconds in which all processes must have connected.
 INIT_TIMEOUT_S = 300

@@ -18,7 +18,7 @@ from jax import Array
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from bptjax.ops.attention import fa4
-from bptjax.output import FULL_DISK
+from bptjax.run.output import FULL_DISK
 
 # Fraction of a GPU's memory for JAX. Libraries, contexts and other programs need little.
 MEMORY_FRACTION = "0.93"

@@ -3,12 +3,9 @@
 from typing import Any
 
 from bptjax.config import Config, TrainConfig
+from bptjax.cost.devices import GIB
+from bptjax.cost.memory import tree_bytes
 from bptjax.data.config import DataConfig
-from bptjax.devices import GIB
-from bptjax.hf.config_export import exported
-from bptjax.json_files import read_json
-from bptjax.keys import flatten
-from bptjax.lora import AdapterConfig
 from bptjax.models.config import ModelConfig
 from bptjax.models.config_checks import sizes_of
 from bptjax.models.feed_forwards import FEED_FORWARDS
@@ -17,10 +14,13 @@ from bptjax.objectives import OBJECTIVES, check, choose
 from bptjax.objectives.objective import Objective
 from bptjax.ops.target import capability
 from bptjax.parallel.mesh import host_memory, num_shards
-from bptjax.pretrained import Pretrained
-from bptjax.training.prediction import tree_bytes
+from bptjax.parsing.keys import flatten
+from bptjax.run.json_files import read_json
 from bptjax.training.spec import TrainSpec
 from bptjax.training.state import abstract_state, adapted_kernels, embeddings_in_full, kernel_sizes
+from bptjax.weights.hf.config_export import exported
+from bptjax.weights.lora import AdapterConfig
+from bptjax.weights.pretrained import Pretrained
 
 # Keys of the group data that runs on images read.
 IMAGE_KEYS = {

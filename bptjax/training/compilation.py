@@ -5,8 +5,8 @@ from collections.abc import Callable
 import jax
 
 from bptjax.ops.choices import Choice, record_choices
-from bptjax.output import plural
-from bptjax.progress import Compilations
+from bptjax.run.output import plural
+from bptjax.run.progress import Compilations
 from bptjax.training.guards import RunFailed
 from bptjax.training.spec import TrainSpec
 from bptjax.training.state import TrainState, parameter_counts

@@ -22,14 +22,14 @@ from bptjax.data.tokenizer import (
     token_id,
     vocabulary_warning,
 )
-from bptjax.heartbeat import beat
-from bptjax.hf.checkpoint import SIDECARS
-from bptjax.hf.families.encoders import class_names
-from bptjax.json_files import read_json
-from bptjax.keys import replace_keys
 from bptjax.models.attention_pattern import find_tokens
-from bptjax.pretrained import Pretrained, open_pretrained
+from bptjax.parsing.keys import replace_keys
+from bptjax.run.heartbeat import beat
+from bptjax.run.json_files import read_json
 from bptjax.training.checks import check_objective
+from bptjax.weights.hf.checkpoint import SIDECARS
+from bptjax.weights.hf.families.encoders import class_names
+from bptjax.weights.pretrained import Pretrained, open_pretrained
 
 # Classes of images named in a line.
 SHOWN_CLASSES = 10

@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from bptjax.devices import GIB
+from bptjax.cost.auto import describe
+from bptjax.cost.devices import GIB
+from bptjax.cost.memory import remedies, tree_bytes
 from bptjax.models.execution import ExecutionConfig
-from bptjax.training.auto import describe
-from bptjax.training.prediction import remedies, tree_bytes
 from bptjax.training.spec import TrainSpec
 from bptjax.training.state import HOST, abstract_state
 

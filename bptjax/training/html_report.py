@@ -16,21 +16,21 @@ import jax
 import numpy as np
 
 from bptjax.config import Config, defaults
+from bptjax.cost.devices import GIB
+from bptjax.cost.memory import predict
 from bptjax.data.encode import IGNORED
 from bptjax.data.images import ImageProcessor
 from bptjax.data.marked import marked
-from bptjax.devices import GIB
-from bptjax.json_files import read_json
-from bptjax.keys import flatten
-from bptjax.metrics import printable, read_metrics
-from bptjax.output import write_atomically
+from bptjax.parsing.keys import flatten
+from bptjax.run.json_files import read_json
+from bptjax.run.metrics import printable, read_metrics
+from bptjax.run.output import write_atomically
+from bptjax.run.versions import versions
 from bptjax.training.data import say
 from bptjax.training.line_chart import POINTS, Chart, line_chart
-from bptjax.training.prediction import predict
 from bptjax.training.run_directory import saved_keys
 from bptjax.training.setup import TrainingRun
 from bptjax.training.state import TrainState
-from bptjax.versions import versions
 
 FACTS, FILE = "run.json", "report.html"
 TEMPLATE = Path(__file__).with_name("report_template.html")

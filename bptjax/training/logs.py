@@ -7,9 +7,9 @@ from pathlib import Path
 
 import jax
 
-from bptjax.keys import flatten
-from bptjax.metrics import JsonlWriter, NullLogger, RunProgress, lost_records
-from bptjax.trackers import Trackers
+from bptjax.parsing.keys import flatten
+from bptjax.run.metrics import JsonlWriter, NullLogger, RunProgress, lost_records
+from bptjax.run.trackers import Trackers
 from bptjax.training.setup import TrainingRun
 
 METRICS, PREDICTIONS, LOG = "metrics.jsonl", "predictions.jsonl", "log.txt"

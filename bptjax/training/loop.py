@@ -10,11 +10,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from bptjax.checkpoint import Best, Checkpoints
 from bptjax.config import to_yaml
-from bptjax.heartbeat import beat
-from bptjax.metrics import Throughput
-from bptjax.output import plural
+from bptjax.cost.flops import hardware_metrics, matmul_parameters, model_flops
+from bptjax.cost.step_profile import DIRECTORY, TRACED, ProfiledStep
 from bptjax.parallel.distributed import (
     all_gather_json,
     all_reduce_max,
@@ -22,9 +20,13 @@ from bptjax.parallel.distributed import (
     shutdown,
     translate_peer_errors,
 )
-from bptjax.progress import Progress
+from bptjax.run.checkpoint import Best, Checkpoints
+from bptjax.run.heartbeat import beat
+from bptjax.run.metrics import Throughput
+from bptjax.run.output import plural
+from bptjax.run.progress import Progress
+from bptjax.run.versions import computing_versions
 from bptjax.training.compilation import StepCompiler
-from bptjax.training.flops import hardware_metrics, matmul_parameters, model_flops
 from bptjax.training.guards import (
     RunFailed,
     diverged,
@@ -41,8 +43,6 @@ from bptjax.training.setup import TrainingRun
 from bptjax.training.spikes import Spike, Spikes
 from bptjax.training.state import TrainState, checkpoint_view, split_trained
 from bptjax.training.step import evaluator
-from bptjax.training.step_profile import DIRECTORY, TRACED, ProfiledStep
-from bptjax.versions import computing_versions
 
 # Stands for a failed data check among the signal numbers that processes vote on.
 BAD_DATA = 1

@@ -8,15 +8,15 @@ import numpy as np
 
 from bptjax.config import Config, defaults
 from bptjax.data.sources import count
-from bptjax.hf.from_scratch import family_of
-from bptjax.json_files import read_json
-from bptjax.keys import flatten
 from bptjax.models.config import ModelConfig
-from bptjax.output import plural
 from bptjax.parallel.mesh import num_shards
-from bptjax.pretrained import Pretrained
+from bptjax.parsing.keys import flatten
+from bptjax.run.json_files import read_json
+from bptjax.run.output import plural
 from bptjax.training.data import RunData
 from bptjax.training.spec import TrainSpec
+from bptjax.weights.hf.from_scratch import family_of
+from bptjax.weights.pretrained import Pretrained
 
 
 def describe_devices(spec: TrainSpec, data: RunData) -> list[str]:

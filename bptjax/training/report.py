@@ -8,19 +8,19 @@ from typing import Any, cast
 import jax
 import numpy as np
 
-from bptjax.adapter_export import remedy_for_peft, write_adapter
-from bptjax.checkpoint import BEST
 from bptjax.data.records import readable
 from bptjax.data.text import byte_baselines
 from bptjax.data.tokenizer import ByteTokenizer
-from bptjax.generation import generate
-from bptjax.metrics import plot_loss, printable, read_metrics
 from bptjax.models.decoder import Decoder
-from bptjax.output import atomic_directory, plural
-from bptjax.progress import Progress
-from bptjax.sampling import Sampling
+from bptjax.models.generation import generate
+from bptjax.models.sampling import Sampling
+from bptjax.run.checkpoint import BEST
+from bptjax.run.metrics import plot_loss, printable, read_metrics
+from bptjax.run.output import atomic_directory, plural
+from bptjax.run.progress import Progress
 from bptjax.training.setup import TrainingRun
 from bptjax.training.state import TrainState, gather_adapters
+from bptjax.weights.adapter_export import remedy_for_peft, write_adapter
 
 Log = Callable[[str], None]
 # Directory of the adapter for PEFT.

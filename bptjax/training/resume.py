@@ -7,14 +7,15 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from bptjax.checkpoint import Best, Checkpoints
-from bptjax.checkpoint_files import renamed
-from bptjax.heartbeat import beat
-from bptjax.local_checkpoints import directory_id, local_directory, make_local_directory
-from bptjax.metrics import NullLogger, RunProgress
-from bptjax.output import plural
+from bptjax.optim.schedule import learning_rate
 from bptjax.parallel.distributed import all_gather_json, raise_together
-from bptjax.schedule import learning_rate
+from bptjax.run.checkpoint import Best, Checkpoints
+from bptjax.run.checkpoint_files import renamed
+from bptjax.run.heartbeat import beat
+from bptjax.run.local_checkpoints import directory_id, local_directory, make_local_directory
+from bptjax.run.metrics import NullLogger, RunProgress
+from bptjax.run.output import plural
+from bptjax.run.versions import describe_changes
 from bptjax.training.guards import exclusive
 from bptjax.training.setup import TrainingRun
 from bptjax.training.spec import TrainSpec
@@ -26,7 +27,6 @@ from bptjax.training.state import (
     from_checkpoint,
     init_state,
 )
-from bptjax.versions import describe_changes
 
 
 class Start(NamedTuple):

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from bptjax.config import Config, to_yaml
-from bptjax.json_files import read_json
-from bptjax.keys import flatten, rename_keys
 from bptjax.models.execution import Execution, ExecutionConfig
-from bptjax.output import leftovers, write_atomically
-from bptjax.yaml_files import RUN_CONFIG, read_yaml
+from bptjax.parsing.keys import flatten, rename_keys
+from bptjax.run.json_files import read_json
+from bptjax.run.output import leftovers, write_atomically
+from bptjax.run.yaml_files import RUN_CONFIG, read_yaml
 
 # The date of a run's start, which chat templates may read.
 START = "start.json"

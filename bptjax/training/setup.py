@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from bptjax.config import Config, to_yaml
+from bptjax.cost.auto import complete_execution
 from bptjax.data.batches import Batches
 from bptjax.data.changes import count_and_size
 from bptjax.data.chat import Chat
@@ -29,15 +30,10 @@ from bptjax.data.sample import SEARCHED, random_order
 from bptjax.data.templates import CLOCK, reads
 from bptjax.data.text import Subset
 from bptjax.data.tokenizer import Tokenizer, token_id
-from bptjax.hf.checkpoint import SIDECARS, copy_sidecar_files
-from bptjax.hf.families.encoders import class_names, with_classes
-from bptjax.json_files import read_json
-from bptjax.keys import flatten
-from bptjax.links import check_links
 from bptjax.models.attention_pattern import find_tokens
 from bptjax.models.config import ModelConfig
 from bptjax.models.execution import ExecutionConfig
-from bptjax.output import explain_full_disk, plural, replaced_files, write_atomically
+from bptjax.optim.schedule import describe_schedule
 from bptjax.parallel.distributed import (
     all_gather_json,
     assert_equal_across_processes,
@@ -46,9 +42,10 @@ from bptjax.parallel.distributed import (
     translate_peer_errors,
 )
 from bptjax.parallel.mesh import ParallelConfig, make_mesh, select_devices
-from bptjax.pretrained import Pretrained
-from bptjax.schedule import describe_schedule
-from bptjax.training.auto import complete_execution
+from bptjax.parsing.keys import flatten
+from bptjax.run.json_files import read_json
+from bptjax.run.links import check_links
+from bptjax.run.output import explain_full_disk, plural, replaced_files, write_atomically
 from bptjax.training.checks import (
     check_adapter,
     check_float8,
@@ -69,6 +66,9 @@ from bptjax.training.run_directory import (
 )
 from bptjax.training.spec import TrainSpec, fit_to_images
 from bptjax.training.step import check_kernel
+from bptjax.weights.hf.checkpoint import SIDECARS, copy_sidecar_files
+from bptjax.weights.hf.families.encoders import class_names, with_classes
+from bptjax.weights.pretrained import Pretrained
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from bptjax.objectives import choose
 from bptjax.objectives.objective import Objective
 from bptjax.parallel.layout import Layout
 from bptjax.parallel.mesh import data_shards, num_shards
-from bptjax.pretrained import Pretrained
+from bptjax.weights.pretrained import Pretrained
 
 
 def fit_to_images(config: Config, model: ModelConfig) -> Config:

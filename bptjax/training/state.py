@@ -15,9 +15,16 @@ from jax import Array
 from jax.experimental.multihost_utils import process_allgather
 from jax.sharding import NamedSharding, PartitionSpec
 
-from bptjax.float8_kernels import float8_kernels
-from bptjax.hf.peft import embeddings, modules
-from bptjax.lora import (
+from bptjax.models.architecture import new_model
+from bptjax.models.params import param_path, put_param
+from bptjax.models.transformer import Transformer
+from bptjax.optim.loss_scale import LossScale
+from bptjax.optim.optimizer import OptState, init_opt_state
+from bptjax.parallel.mesh import STATE_AXIS, sharding
+from bptjax.training.spec import TrainSpec
+from bptjax.weights.float8_kernels import float8_kernels
+from bptjax.weights.hf.peft import embeddings, modules
+from bptjax.weights.lora import (
     Adapters,
     LoraKernel,
     LoraWeights,
@@ -32,14 +39,7 @@ from bptjax.lora import (
     target_kernels,
     train_in_full,
 )
-from bptjax.loss_scale import LossScale
-from bptjax.models.architecture import new_model
-from bptjax.models.params import param_path, put_param
-from bptjax.models.transformer import Transformer
-from bptjax.optimizer import OptState, init_opt_state
-from bptjax.parallel.mesh import STATE_AXIS, sharding
-from bptjax.quantized_kernels import linear_kernels, quantize_model, quantizer
-from bptjax.training.spec import TrainSpec
+from bptjax.weights.quantized_kernels import linear_kernels, quantize_model, quantizer
 
 # Host memory that devices can access directly.
 HOST = "pinned_host"

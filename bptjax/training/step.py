@@ -11,17 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from bptjax.float8_kernels import quantize_kernels, with_float8
-from bptjax.lora import join
+from bptjax.cost.flops import attended_pairs
+from bptjax.cost.hlo import check_float8_products
 from bptjax.models.feed_forward import Auxiliary
 from bptjax.models.feed_forwards import FEED_FORWARDS
 from bptjax.models.transformer import Transformer
 from bptjax.objectives.cross_entropy import ForwardPass
 from bptjax.ops.target import compiler_options, is_absent, platform
-from bptjax.optimizer import apply_gradients
-from bptjax.schedule import learning_rate
-from bptjax.training.flops import attended_pairs
-from bptjax.training.hlo import check_float8_products
+from bptjax.optim.optimizer import apply_gradients
+from bptjax.optim.schedule import learning_rate
 from bptjax.training.spec import TrainSpec
 from bptjax.training.state import (
     HOST,
@@ -30,6 +28,8 @@ from bptjax.training.state import (
     constrain,
     split_trained,
 )
+from bptjax.weights.float8_kernels import quantize_kernels, with_float8
+from bptjax.weights.lora import join
 
 Batch = dict[str, Any]
 # fold_in constant for the key of stochastic rounding. It exceeds every index of a micro-batch.

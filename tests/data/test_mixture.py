@@ -14,7 +14,7 @@ from bptjax.data.loader import eval_loader, train_loader
 from bptjax.data.mixture import MixIterDataset
 from bptjax.data.packing import PACKINGS
 from bptjax.data.sources import open_split
-from bptjax.keys import flatten
+from bptjax.parsing.keys import flatten
 
 TOKENIZER = SimpleNamespace(vocab_size=10**6, eos_id=None)
 T = 16

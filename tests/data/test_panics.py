@@ -6,7 +6,7 @@ from unittest.mock import Mock
 import pytest
 from tiers import fast
 
-from bptjax import preview, train
+from bptjax.cli import preview, train
 from bptjax.data.tokenizer import make_tokenizer
 
 

@@ -10,7 +10,7 @@ import pytest
 from chats import CHATML, TALK, loaded, raw_tokenizer
 from tiers import fast
 
-from bptjax import preview, train
+from bptjax.cli import preview, train
 from bptjax.data import renderer, templates
 from bptjax.data.renderer import Renderer, TemplateFault
 from bptjax.data.templates import chat_prompt, render

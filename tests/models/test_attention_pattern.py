@@ -9,6 +9,7 @@ import pytest
 from ops.comparing import quick
 from tiers import fast
 
+from bptjax.cost.flops import attended_pairs
 from bptjax.models.attention_pattern import AttentionPattern
 from bptjax.models.cache import Cache
 from bptjax.models.config import ModelConfig
@@ -16,7 +17,6 @@ from bptjax.models.decoder import Decoder
 from bptjax.models.execution import Execution
 from bptjax.ops.mask import Mask
 from bptjax.parallel.mesh import ParallelConfig, make_mesh
-from bptjax.training.flops import attended_pairs
 
 PATTERNS = {
     "window": dict(type="window", window=5, global_tokens=2),

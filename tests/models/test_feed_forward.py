@@ -11,17 +11,17 @@ import pytest
 from models.test_decoder import ROTARY, assert_close
 from ops.comparing import close, normal, quick
 
-from bptjax.generation import generate
 from bptjax.models.config import ModelConfig
 from bptjax.models.decoder import Decoder
 from bptjax.models.execution import Execution
 from bptjax.models.experts import Experts, Router
 from bptjax.models.feed_forward import ACTIVATIONS, activate
+from bptjax.models.generation import generate
 from bptjax.models.groups.experts import ExpertsConfig
+from bptjax.models.sampling import Sampling
 from bptjax.ops.blockwise import blockwise
 from bptjax.ops.loss import linear_cross_entropy
 from bptjax.parallel.mesh import ParallelConfig, make_mesh
-from bptjax.sampling import Sampling
 
 ROUTED = replace(
     ROTARY,

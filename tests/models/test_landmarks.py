@@ -15,15 +15,15 @@ from bptjax.data.encoding import Encoding
 from bptjax.data.landmarks import Landmarks, ignored
 from bptjax.data.loader import eval_loader, train_loader
 from bptjax.data.tokenizer import ByteTokenizer
-from bptjax.generation import generate
 from bptjax.models import stack
 from bptjax.models.cache import Cache
 from bptjax.models.config import ModelConfig
 from bptjax.models.decoder import Decoder
 from bptjax.models.execution import Execution, ExecutionConfig
+from bptjax.models.generation import generate
+from bptjax.models.sampling import Sampling
 from bptjax.parallel.mesh import ParallelConfig, make_mesh
 from bptjax.parallel.ring import zigzag
-from bptjax.sampling import Sampling
 from bptjax.training.checks import check_landmarks
 from bptjax.training.spec import TrainSpec
 

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from bptjax import progress
 from bptjax.models.params import ArraySpec, stacked
+from bptjax.run import progress
 
 
 class Source:

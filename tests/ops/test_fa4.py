@@ -15,6 +15,7 @@ from tiers import fast
 from training.specs import assert_same, gradient_sums
 
 from bptjax.config import Config, TrainConfig
+from bptjax.cost.trace import read_events
 from bptjax.models.config import ModelConfig
 from bptjax.models.execution import ExecutionConfig
 from bptjax.ops.attention import attend, fa4, reference, scan, triton_flash
@@ -24,7 +25,6 @@ from bptjax.ops.mask import Mask
 from bptjax.ops.softmax import merge_states
 from bptjax.parallel.mesh import ParallelConfig, make_mesh
 from bptjax.training.spec import TrainSpec
-from bptjax.training.trace import read_events
 from ops.attention_cases import CASES, oracle
 from ops.comparing import TOLERANCE, error, normal
 

@@ -9,11 +9,11 @@ import pytest
 from flax import nnx
 from tiers import fast
 
-from bptjax.generation import _step, generate
 from bptjax.models.cache import Cache
 from bptjax.models.config import ModelConfig
 from bptjax.models.decoder import Decoder
 from bptjax.models.execution import Execution
+from bptjax.models.generation import _step, generate
 from bptjax.models.groups.attention import AttentionConfig
 from bptjax.models.groups.experts import ExpertsConfig
 from bptjax.models.groups.full_attention import FullAttentionConfig, SharedKvConfig
@@ -21,9 +21,9 @@ from bptjax.models.groups.layer_embedding import LayerEmbeddingConfig
 from bptjax.models.groups.linear_attention import LinearAttentionConfig
 from bptjax.models.groups.norms import NormsConfig
 from bptjax.models.groups.short_convolution import ShortConvolutionConfig
+from bptjax.models.sampling import Sampling
 from bptjax.parallel import cached
 from bptjax.parallel.mesh import STATE_AXIS, ParallelConfig, make_mesh, sharding
-from bptjax.sampling import Sampling
 
 GREEDY = Sampling(temperature=0.0)
 # Attention reads four keys at a time, and the prompt of 19 tokens is read in four chunks.

@@ -22,9 +22,9 @@ import pytest
 from tiers import fast
 from training.runs import TRAIN
 
-from bptjax.checkpoint import Checkpoints
-from bptjax.metrics import read_metrics
-from bptjax.train import main
+from bptjax.cli.train import main
+from bptjax.run.checkpoint import Checkpoints
+from bptjax.run.metrics import read_metrics
 
 TINY = """
 device: cpu
@@ -177,7 +177,7 @@ def strike(pair, number, victim, run_dir, step, send=subprocess.Popen.send_signa
 
 SUPERVISED = """
 import sys
-from bptjax.supervise import supervise
+from bptjax.run.supervise import supervise
 sys.exit(supervise([sys.executable, *sys.argv[1:]]))
 """
 
@@ -262,7 +262,7 @@ def test_a_signal_to_one_stops_all_at_one_step(arguments, whole, tmp_path, start
 
 
 def stop_at(step, patch):
-    from bptjax.metrics import JsonlWriter
+    from bptjax.run.metrics import JsonlWriter
 
     write = JsonlWriter.write
 
@@ -367,7 +367,7 @@ def test_another_config_in_one_process_is_refused(arguments, tmp_path, start):
     """Before the run directory is made."""
     run_dir = tmp_path / "run"
     code = (
-        "import os, sys; from bptjax.train import main; "
+        "import os, sys; from bptjax.cli.train import main; "
         "sys.exit(main([*sys.argv[1:], '--seed', os.environ['RANK']]))"
     )
     codes, _, errors = ends(start("-c", code, *arguments, "--run_dir", str(run_dir)))
@@ -385,7 +385,7 @@ import sys
 import jax
 import numpy as np
 from jax.sharding import PartitionSpec
-from bptjax.checkpoint import Checkpoints
+from bptjax.run.checkpoint import Checkpoints
 from bptjax.parallel.mesh import make_mesh, select_devices
 mesh = make_mesh(ParallelConfig(), select_devices("cpu"))
 where = jax.sharding.NamedSharding(mesh, PartitionSpec("fsdp"))
@@ -425,7 +425,7 @@ def test_an_error_of_one_process_ends_all(arguments, tmp_path, start):
 GATHERED = """
 import jax
 from bptjax.config import Config, TrainConfig
-from bptjax.lora import AdapterConfig
+from bptjax.weights.lora import AdapterConfig
 from bptjax.models.config import ModelConfig
 from bptjax.parallel.mesh import ParallelConfig, make_mesh, select_devices
 from bptjax.training.spec import TrainSpec

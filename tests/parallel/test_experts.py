@@ -15,18 +15,18 @@ from ops.comparing import quick
 from tiers import fast
 from training.specs import initial_state, with_optimizer
 
-from bptjax.checkpoint import Checkpoints
-from bptjax.lora import AdapterConfig
+from bptjax.cost.estimate import Estimator
 from bptjax.models.config import ModelConfig
 from bptjax.models.execution import Execution
 from bptjax.models.experts import Experts
 from bptjax.models.groups.experts import ExpertsConfig
 from bptjax.ops import grouped_triton
 from bptjax.parallel.mesh import ParallelConfig, axis_sizes, make_mesh
-from bptjax.training.estimate import Estimator
+from bptjax.run.checkpoint import Checkpoints
 from bptjax.training.spec import TrainSpec
 from bptjax.training.state import abstract_state, with_shardings
 from bptjax.training.step import compile_step, gradients
+from bptjax.weights.lora import AdapterConfig
 
 ROUTED = replace(
     MODEL, num_layers=2, feed_forward="experts", experts=ExpertsConfig(count=4, size=20, z_loss=0.1)

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from bptjax.train import main
+from bptjax.cli.train import main
 from training.runs import write_config
 
 

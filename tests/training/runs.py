@@ -3,7 +3,7 @@
 import os
 import random
 
-from bptjax.metrics import JsonlWriter, read_metrics
+from bptjax.run.metrics import JsonlWriter, read_metrics
 
 TINY = """
 device: cpu

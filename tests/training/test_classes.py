@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from hf.loading import random_weights
+from weights.hf.loading import random_weights
 
-from bptjax.convert import main as convert
-from bptjax.hf.config import read_config
-from bptjax.json_files import read_json
-from bptjax.preview import main as preview
-from bptjax.train import main
+from bptjax.cli.convert import main as convert
+from bptjax.cli.preview import main as preview
+from bptjax.cli.train import main
+from bptjax.run.json_files import read_json
+from bptjax.weights.hf.config import read_config
 from training.runs import rows, stop_at
 from training.test_setup import CONFIGS
 

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from bptjax.train import main
+from bptjax.cli.train import main
 
 CASES = {
     "config.yaml": [

@@ -10,11 +10,11 @@ import pytest
 from chats import CHATML, loaded, raw_tokenizer
 from rich.console import Console
 
+from bptjax.cli.generate import generate
+from bptjax.cli.preview import PreviewConfig, preview
 from bptjax.config_parser import parse
 from bptjax.data.renderer import Renderer
-from bptjax.generate import generate
-from bptjax.metrics import read_metrics
-from bptjax.preview import PreviewConfig, preview
+from bptjax.run.metrics import read_metrics
 from bptjax.training.loop import train
 from bptjax.training.setup import setup
 from training.runs import stop_at

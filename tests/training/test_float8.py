@@ -11,17 +11,17 @@ import pytest
 from test_compiler_facts import equations
 from tiers import fast
 
+from bptjax.cli.train import main
 from bptjax.config import Config, TrainConfig
-from bptjax.devices import absent_devices
+from bptjax.cost.devices import absent_devices
+from bptjax.cost.hlo import FLOAT8_PRODUCT, check_float8_products
+from bptjax.cost.memory import tracing_for
 from bptjax.models.config import ModelConfig
 from bptjax.models.execution import ExecutionConfig
 from bptjax.ops.float8 import VALUES
-from bptjax.optimizer import OptimizerConfig
+from bptjax.optim.optimizer import OptimizerConfig
 from bptjax.parallel.mesh import make_mesh
-from bptjax.train import main
 from bptjax.training.checks import check_float8
-from bptjax.training.hlo import FLOAT8_PRODUCT, check_float8_products
-from bptjax.training.prediction import tracing_for
 from bptjax.training.spec import TrainSpec
 from bptjax.training.state import abstract_state
 from bptjax.training.step import abstract_batch, compile_step, gradients, loss_sums

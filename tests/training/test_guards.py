@@ -4,10 +4,10 @@ import signal
 
 import pytest
 
-from bptjax.checkpoint import Checkpoints
+from bptjax.cli.train import main
 from bptjax.data.batches import Batches
 from bptjax.data.renderer import TemplateFault
-from bptjax.train import main
+from bptjax.run.checkpoint import Checkpoints
 from bptjax.training import guards
 
 

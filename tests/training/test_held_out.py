@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from bptjax.cli.train import main
 from bptjax.config import Config
 from bptjax.data.config import DataConfig, SourceConfig
-from bptjax.metrics import read_metrics
-from bptjax.train import main
+from bptjax.run.metrics import read_metrics
 from bptjax.training.html_report import FILE
 from bptjax.training.setup import setup
 from bptjax.training.state import init_state

@@ -10,26 +10,26 @@ import jax
 import numpy as np
 import pytest
 import yaml
-from hf.loading import random_weights
 from PIL import Image as pillow
+from weights.hf.loading import random_weights
 
+from bptjax.cli.convert import main as convert
+from bptjax.cli.plan import open_spec
+from bptjax.cli.preview import main as preview
+from bptjax.cli.train import main
 from bptjax.config import Config
-from bptjax.convert import main as convert
 from bptjax.data.check import DataCheck
 from bptjax.data.config import DataConfig
 from bptjax.data.images import Image, ImageProcessor, open_images
 from bptjax.data.loader import data_check, eval_loader, train_loader
-from bptjax.hf.config import read_config
 from bptjax.models.config import ModelConfig
 from bptjax.models.groups.encoder import EncoderConfig
 from bptjax.objectives.classes import Classes
 from bptjax.ops.patches import cut_patches
 from bptjax.parallel.mesh import ParallelConfig, make_mesh
-from bptjax.plan import open_spec
-from bptjax.preview import main as preview
-from bptjax.train import main
 from bptjax.training.spec import TrainSpec, fit_to_images
 from bptjax.training.step import abstract_batch, random_batch
+from bptjax.weights.hf.config import read_config
 from training.runs import rows, stop_at
 
 COLORS = {"blue": (40, 60, 200), "green": (30, 180, 60), "red": (210, 50, 40)}

@@ -11,12 +11,12 @@ from types import SimpleNamespace
 import pytest
 from tiers import fast
 
+from bptjax.cli.train import main
+from bptjax.cost.devices import KINDS, DeviceKind
 from bptjax.data.tokenizer import ByteTokenizer
-from bptjax.devices import KINDS, DeviceKind
-from bptjax.metrics import RunProgress, read_metrics
-from bptjax.optimizer import OptimizerConfig
-from bptjax.schedule import describe_schedule, learning_rate
-from bptjax.train import main
+from bptjax.optim.optimizer import OptimizerConfig
+from bptjax.optim.schedule import describe_schedule, learning_rate
+from bptjax.run.metrics import RunProgress, read_metrics
 from bptjax.training.loop import TrainLoop
 from bptjax.training.resume import describe_extension
 from training.runs import rows, saved_steps, stop_at

@@ -14,9 +14,9 @@ from pathlib import Path
 import jax
 import pytest
 
+from bptjax.cli.train import main
 from bptjax.data.check import DataCheck
-from bptjax.metrics import JsonlWriter, Throughput, read_metrics
-from bptjax.train import main
+from bptjax.run.metrics import JsonlWriter, Throughput, read_metrics
 from training.runs import TRAIN, rows, stop_at
 
 

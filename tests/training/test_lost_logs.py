@@ -5,7 +5,7 @@ import shutil
 import pytest
 from tiers import fast
 
-from bptjax.train import main
+from bptjax.cli.train import main
 from bptjax.training.html_report import FILE
 from training.runs import rows
 

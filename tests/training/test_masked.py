@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import yaml
 
-from bptjax.convert import main as convert
-from bptjax.train import main
+from bptjax.cli.convert import main as convert
+from bptjax.cli.train import main
 from training.runs import ENCODER, rows, stop_at
 from training.test_setup import CONFIGS
 

@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 import bptjax
+from bptjax.cli.train import main
 from bptjax.config import Config, TrainConfig
 from bptjax.config_parser import parse
 from bptjax.data.config import DataConfig
@@ -22,7 +23,6 @@ from bptjax.data.encoding import Encoding
 from bptjax.data.landmarks import Landmarks
 from bptjax.data.loader import eval_loader, train_loader
 from bptjax.data.tokenizer import ByteTokenizer
-from bptjax.keys import flatten
 from bptjax.models.config import ModelConfig
 from bptjax.models.execution import ExecutionConfig
 from bptjax.models.groups.encoder import EncoderConfig
@@ -30,7 +30,7 @@ from bptjax.objectives import OBJECTIVES, ObjectiveConfig, check, choose
 from bptjax.objectives.classes import Labeled
 from bptjax.objectives.next_token import NextToken
 from bptjax.parallel.mesh import ParallelConfig, make_mesh
-from bptjax.train import main
+from bptjax.parsing.keys import flatten
 from bptjax.training.spec import TrainSpec
 from bptjax.training.state import abstract_state
 from bptjax.training.step import abstract_batch, evaluator, gradients, random_batch

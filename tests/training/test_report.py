@@ -9,9 +9,9 @@ import jax
 import numpy as np
 import pytest
 
+from bptjax.cli.train import main
 from bptjax.data.tokenizer import ByteTokenizer
-from bptjax.progress import FIRST
-from bptjax.train import main
+from bptjax.run.progress import FIRST
 from bptjax.training.report import predict_answers
 from bptjax.training.setup import TrainingRun
 from bptjax.training.state import TrainState
@@ -57,7 +57,7 @@ def test_complete_answers_are_compared(monkeypatch, end):
     written = np.stack([tokenizer.encode(text) for text in ("no. On", "never.")], 1)
     monkeypatch.setattr("bptjax.training.report.generate", lambda *a, **k: iter(written))
     clock = itertools.count(0.0, FIRST)
-    monkeypatch.setattr("bptjax.progress.monotonic", lambda: next(clock))
+    monkeypatch.setattr("bptjax.run.progress.monotonic", lambda: next(clock))
     state, shown = cast(TrainState, SimpleNamespace(model=None)), []
     found = predict_answers(cast(TrainingRun, run), state, shown.append)
     assert shown[0].startswith(f"answering: {1 / len(max((x for _, x in prompts), key=len)):.0%}, ")

@@ -14,17 +14,17 @@ import pytest
 import yaml
 from tiers import fast
 
-from bptjax.checkpoint_files import HALF_WRITTEN, write_manifest
+from bptjax.cli.train import main
 from bptjax.config import Config, to_yaml
 from bptjax.config_parser import parse
-from bptjax.keys import RENAMED, flatten, nest
 from bptjax.models.config import ModelConfig
 from bptjax.models.execution import ExecutionConfig
-from bptjax.output import leftovers
-from bptjax.pretrained import _run_config, open_pretrained
-from bptjax.train import main
+from bptjax.parsing.keys import RENAMED, flatten, nest
+from bptjax.run.checkpoint_files import HALF_WRITTEN, write_manifest
+from bptjax.run.output import leftovers
 from bptjax.training.run_directory import acquire_run_dir, saved_execution, saved_keys
 from bptjax.training.setup import _with_defaults
+from bptjax.weights.pretrained import _run_config, open_pretrained
 
 
 def test_another_config_does_not_write_over_a_run(arguments, uninterrupted, capsys):
@@ -233,7 +233,7 @@ def test_a_killed_start_does_not_take_the_directory(tmp_path):
     """A process that is killed while it writes the config leaves a temporary file."""
     killed = """
 import os, pathlib, signal, sys
-from bptjax.output import write_atomically
+from bptjax.run.output import write_atomically
 pathlib.Path.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 write_atomically(pathlib.Path(sys.argv[1]), "seed: 1")
 """

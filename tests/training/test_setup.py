@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 import yaml
 
+from bptjax.cli.train import main
 from bptjax.config import to_yaml
 from bptjax.config_parser import parse
 from bptjax.data.check import DataCheck
-from bptjax.keys import flatten
 from bptjax.models.config import ModelConfig
 from bptjax.models.execution import ExecutionConfig
-from bptjax.pretrained import open_pretrained
-from bptjax.train import main
+from bptjax.parsing.keys import flatten
 from bptjax.training.setup import _with_defaults
+from bptjax.weights.pretrained import open_pretrained
 from training.runs import rows
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -6,11 +6,11 @@ import random
 import numpy as np
 import pytest
 
-from bptjax.checkpoint import Checkpoints
+from bptjax.cli.train import main
 from bptjax.config import SpikeConfig
 from bptjax.data.batches import Batches
-from bptjax.metrics import JsonlWriter, read_metrics
-from bptjax.train import main
+from bptjax.run.checkpoint import Checkpoints
+from bptjax.run.metrics import JsonlWriter, read_metrics
 from bptjax.training.spikes import Spikes
 from training.runs import rows, write_config
 

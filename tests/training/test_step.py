@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from tiers import fast
 
-from bptjax.checkpoint import Checkpoints
 from bptjax.config import Config, TrainConfig
 from bptjax.models.config import ModelConfig
 from bptjax.models.execution import ExecutionConfig
@@ -16,8 +15,9 @@ from bptjax.models.groups.encoder import EncoderConfig
 from bptjax.models.groups.experts import ExpertsConfig
 from bptjax.models.groups.norms import NormsConfig
 from bptjax.ops.choices import record_choices
-from bptjax.optimizer import OptimizerConfig
+from bptjax.optim.optimizer import OptimizerConfig
 from bptjax.parallel.mesh import ParallelConfig, make_mesh
+from bptjax.run.checkpoint import Checkpoints
 from bptjax.training.spec import TrainSpec
 from bptjax.training.state import TrainState, abstract_state, init_state
 from bptjax.training.step import (

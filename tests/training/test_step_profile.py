@@ -6,11 +6,10 @@ import jax
 import numpy as np
 import pytest
 
-from bptjax import profile_report
-from bptjax.checkpoint import Checkpoints
-from bptjax.train import main
-from bptjax.training import step_profile
-from bptjax.training.step_profile import ProfiledStep
+from bptjax.cli.train import main
+from bptjax.cost import profile_report, step_profile
+from bptjax.cost.step_profile import ProfiledStep
+from bptjax.run.checkpoint import Checkpoints
 from training.runs import rows
 
 

@@ -1,0 +1,233 @@
+"""`bptjax COMMAND …`: the commands, and the flags of commands that read no config.
+
+A command is imported after its flags are parsed, because importing jax takes most of a second.
+"""
+
+import sys
+from argparse import RawDescriptionHelpFormatter
+from importlib import import_module
+from pathlib import Path
+from textwrap import fill
+
+from bptjax.cli.run_command import end_imports_at_interrupts, run_command
+from bptjax.parsing.flags import EXIT_CODES, Parser, nearest
+from bptjax.parsing.other_names import with_flags
+
+COMMANDS = {
+    "train": "train or fine-tune a model, or resume a run",
+    "preview": "show what a run would train on, without its model",
+    "plan": "predict the memory of a run's step on any GPU, without one",
+    "profile": "show the time of a step by part, and its memory over the step",
+    "generate": "continue prompts with a model",
+    "evaluate": "measure perplexity by position and pass-key retrieval",
+    "convert": "convert checkpoints and adapters from and to Hugging Face",
+    "compare": "time implementations of a transformer layer",
+    "configs": "list the configs that come with bptjax, or copy one",
+    "doctor": "check this machine: versions, devices, kernels, speed",
+}
+DTYPES = ["float32", "bfloat16", "float16"]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command named in `argv`. Returns its exit code."""
+    end_imports_at_interrupts()
+    argv = list(sys.argv[1:] if argv is None else argv)
+    name = argv[0] if argv else ""
+    if name in PARSERS:
+        return launch(name, argv[1:])
+    if name in COMMANDS:
+        return import_module(f"bptjax.cli.{name}").main(argv[1:])
+    return run_command(_overview, argv)
+
+
+def launch(name: str, argv: list[str] | None) -> int:
+    """Parses the flags of a command in `PARSERS` and runs it. Returns its exit code."""
+
+    def command(argv: list[str]) -> int:
+        parser = PARSERS[name]()
+        arguments = parser.parse_args(argv)
+        if name == "generate":
+            warn("starting: loading libraries")
+        try:
+            return import_module(f"bptjax.cli.{name}").run(arguments)
+        except ValueError as error:
+            text = with_flags(str(error), parser._option_string_actions)
+            if text == str(error):
+                raise
+            raise ValueError(text) from error
+
+    return run_command(command, argv)
+
+
+def warn(line: str) -> None:
+    """Prints a line on stderr."""
+    print(line, file=sys.stderr)
+
+
+def _overview(argv: list[str]) -> int:
+    if argv and not argv[0].startswith("-"):
+        known = nearest(argv[0], COMMANDS) or f"; known: {', '.join(COMMANDS)}"
+        raise ValueError(f"unknown command {argv[0]}{known}")
+    lines = [f"  {name:<10}{text}" for name, text in COMMANDS.items()]
+    parser = Parser(
+        prog="bptjax",
+        usage="%(prog)s COMMAND [--FLAG VALUE ...]",
+        description="Long-context training in JAX.\n\ncommands:\n" + "\n".join(lines),
+        epilog=f"`bptjax COMMAND --help` lists the flags of a command.\n\n{fill(EXIT_CODES, 78)}",
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="store_true", help="show the version and exit")
+    if not parser.parse_args(argv).version:
+        raise ValueError(f"a command must be given: {', '.join(COMMANDS)}; see bptjax --help")
+    from importlib.metadata import version
+
+    print(f"bptjax {version('bptjax')}")
+    return 0
+
+
+def _model_flags(parser: Parser) -> None:
+    add = parser.add_argument_group("model").add_argument
+    add("--model", required=True, help="Hugging Face, converted or run directory, or a hub id")
+    add("--tokenizer", help="byte or a directory. If not set, the tokenizer of the model.")
+    dtype = "dtype of the computation. If not set, float32 on a CPU with memory for it, else the "
+    dtype += "dtype of the model."
+    add("--dtype", choices=DTYPES, help=dtype)
+    device = "device to run on. auto refuses the CPU of a machine with an NVIDIA GPU."
+    add("--device", choices=["auto", "cpu", "gpu"], default="auto", help=device)
+
+
+def generate() -> Parser:
+    """Returns the flags of `bptjax generate`."""
+    parser = Parser(
+        prog="bptjax generate",
+        usage="%(prog)s --model MODEL --prompt TEXT [--FLAG VALUE ...]",
+        description="Continues prompts with a Hugging Face checkpoint, a converted one, or a run.",
+    )
+    _model_flags(parser)
+    add = parser.add_argument_group("prompts").add_argument
+    add("--prompt", action="append", default=[], help="text to continue. May be repeated.")
+    file = "text file that holds one prompt. May be repeated."
+    add("--prompt_file", action="append", default=[], type=Path, help=file)
+    add("--chat", action="store_true", help="prompts are user messages, in the chat template")
+    add("--prefill_chunk", type=int, default=2048, help="prompt tokens processed at a time")
+    add = parser.add_argument_group("devices").add_argument
+    tp = "devices that shard heads, feed-forward network and vocabulary"
+    add("--tp", type=int, default=1, help=tp)
+    sp = "devices that shard the tokens of the key-value cache"
+    add("--sp", type=int, default=1, help=sp)
+    defaults = "By default as generation_config.json says, or else temperature 0.7 with --chat."
+    add = parser.add_argument_group("sampling", defaults).add_argument
+    most = "largest number of tokens in a continuation"
+    add("--max_new_tokens", type=int, default=128, help=most)
+    add("--temperature", type=float, help="0 takes the most likely token")
+    add("--top_k", type=int, help="sample from the k most likely tokens; 0 for all")
+    top_p = "sample from the most likely tokens that together have this probability"
+    add("--top_p", type=float, help=top_p)
+    min_p = "sample from tokens with at least this share of the largest probability"
+    add("--min_p", type=float, help=min_p)
+    penalty = "divides the logits of tokens that have occurred; 1 turns it off"
+    add("--repetition_penalty", type=float, help=penalty)
+    stop = "string that ends a continuation. May be repeated."
+    add("--stop", action="append", default=[], help=stop)
+    add("--seed", type=int, default=0, help="sampling seed")
+    return parser
+
+
+def evaluate() -> Parser:
+    """Returns the flags of `bptjax evaluate`."""
+    parser = Parser(
+        prog="bptjax evaluate",
+        usage="%(prog)s --model MODEL [--data PATH] [--passkey_lengths INT ...]",
+        description="Measures a model on long text: perplexity by position in --data, and how "
+        "often it finds a pass key hidden in --passkey_lengths tokens. Prints tables and writes "
+        "JSON and plots.",
+    )
+    _model_flags(parser)
+    add = parser.add_argument_group("perplexity by position").add_argument
+    add("--data", help="file, directory or glob of long documents")
+    add("--text_key", default="text", help="field of a record that holds its text")
+    add("--length", type=int, default=4096, help="tokens read of each document")
+    add("--buckets", type=int, default=8, help="number of ranges of positions")
+    add("--documents", type=int, default=16, help="largest number of documents, chosen at random")
+    add = parser.add_argument_group("pass-key retrieval").add_argument
+    add("--passkey_lengths", type=int, nargs="+", default=[], help="prompt lengths in tokens")
+    depths = "positions of the key in the prompt, 0 the start and 1 the end"
+    add("--depths", type=float, nargs="+", default=[0.0, 0.25, 0.5, 0.75, 1.0], help=depths)
+    add("--trials", type=int, default=5, help="number of keys for each length and depth")
+    add("--seed", type=int, default=0, help="seed of the documents and keys")
+    add = parser.add_argument_group("output").add_argument
+    add("--out", type=Path, default=Path("evaluation"), help="directory of JSON and plots")
+    return parser
+
+
+def convert() -> Parser:
+    """Returns the flags of `bptjax convert`."""
+    parser = Parser(
+        prog="bptjax convert",
+        usage="%(prog)s WAY SOURCE OUT [--FLAG VALUE ...]",
+        description="Converts checkpoints and adapters from and to Hugging Face and PEFT.",
+    )
+    ways = parser.add_subparsers(dest="way", metavar="WAY", required=True)
+    for way, source, text in (
+        ("hf-to-bptjax", "DIR", "Hugging Face directory to a bptjax one, layers stacked"),
+        ("bptjax-to-hf", "RUN", "newest checkpoint of a run, or a converted directory, to a "
+         "Hugging Face directory"),
+        ("merge-adapter", "RUN", "adapter of a run or of PEFT, and its base model, to one "
+         "Hugging Face directory"),
+        ("export-adapter", "RUN", "adapter of a run to a PEFT directory"),
+    ):  # fmt: skip
+        command = ways.add_parser(
+            way,
+            prog=f"bptjax convert {way}",
+            usage=f"%(prog)s {source} OUT [--FLAG VALUE ...]",
+            help=text,
+            description=f"Converts: {text}.",
+        )
+        command.add_argument("source", metavar=source, help="checkpoint or adapter to convert")
+        command.add_argument("out", metavar="OUT", type=Path, help="new directory to write")
+        if way == "export-adapter":
+            continue
+        verify = "compare the result with transformers; needs torch"
+        command.add_argument("--verify", action="store_true", help=verify)
+        if way != "hf-to-bptjax":
+            dtype = "dtype to write. If not set, that of the checkpoint that was trained, or else "
+            dtype += "of the parameters."
+            command.add_argument("--dtype", choices=DTYPES, help=dtype)
+            size = "largest size of a file"
+            command.add_argument("--max_shard_size", default="5GB", help=size)
+    return parser
+
+
+def configs() -> Parser:
+    """Returns the flags of `bptjax configs`."""
+    parser = Parser(
+        prog="bptjax configs",
+        usage="%(prog)s [NAME] [DEST]",
+        description="Lists the configs that come with bptjax, or copies one to start from.",
+    )
+    parser.add_argument("name", nargs="?", metavar="NAME", help="config to copy")
+    dest = "new file, or a directory. If not set, the current directory."
+    parser.add_argument("dest", nargs="?", metavar="DEST", type=Path, default=Path(), help=dest)
+    return parser
+
+
+def doctor() -> Parser:
+    """Returns the flags of `bptjax doctor`."""
+    parser = Parser(
+        prog="bptjax doctor",
+        usage="%(prog)s [--json]",
+        description="Shows versions, devices, attention kernels, speed and caches, in less than a "
+        "minute, and exits with 0 if training would run on this machine. The output is for bug "
+        "reports: it holds no user name, no host name and no secrets.",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+PARSERS = {
+    "generate": generate,
+    "evaluate": evaluate,
+    "convert": convert,
+    "configs": configs,
+    "doctor": doctor,
+}

@@ -1,0 +1,298 @@
+"""`bptjax plan --config FILE`: the memory of a run's step on devices that need not be there."""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any
+
+import jax
+
+from bptjax.cli.run_command import run_command
+from bptjax.config import Config
+from bptjax.config_parser import parse
+from bptjax.cost.auto import absent_room, describe, present_room
+from bptjax.cost.devices import GIB, absent_devices, parse_devices
+from bptjax.cost.estimate import Estimator
+from bptjax.cost.memory import Plan, longest_context, plan, remedies
+from bptjax.cost.search import choose, smallest, with_execution
+from bptjax.data.tokenizer import make_tokenizer
+from bptjax.models.attention_pattern import find_tokens
+from bptjax.models.config import ModelConfig
+from bptjax.parallel.mesh import make_mesh, select_devices
+from bptjax.parsing.keys import replace_keys
+from bptjax.run.output import plural
+from bptjax.run.progress import Compilations, Progress
+from bptjax.training.checks import (
+    check_adapter,
+    check_float8,
+    check_landmarks,
+    check_model,
+    check_objective,
+)
+from bptjax.training.spec import TrainSpec, fit_to_images
+from bptjax.training.state import parameter_counts
+from bptjax.weights.pretrained import Pretrained, open_config
+
+DESCRIPTION = """Compiles the step of a run and prints its memory per device, whether it fits, and
+which keys to change if it does not. The devices need not be on this machine, and the weights need
+not be there either: config.json is enough. Takes the keys of bptjax train."""
+EXECUTION_KEYS = "remat", "save", "ffn_chunk", "ce_chunk", "offload"
+
+
+@dataclass(frozen=True)
+class PlanConfig(Config):
+    """A training config, and the devices to plan for.
+
+    Attributes:
+      devices: devices to plan for, which need not be on this machine: KIND, KIND:GPUS or
+        KIND:HOSTSxGPUS, with a kind such as a100-40gb, a100, h100, h200, b200, l40s or rtx4090; or
+        a slice of TPUs, such as v5p:2x2x2. Several, separated by commas, are planned for one after
+        the other. If not set, this machine's.
+      max_context: search the longest train.seq_len that fits.
+      json: print a JSON object for each of the devices.
+    """
+
+    devices: str | None = None
+    max_context: bool = False
+    json: bool = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        for text in self.each:
+            parse_devices(text)
+
+    @property
+    def each(self) -> list[str]:
+        """The devices to plan for one after the other; empty for this machine's."""
+        return [text.strip() for text in self.devices.split(",")] if self.devices else []
+
+
+def open_model(config: Config) -> tuple[ModelConfig, Pretrained | None]:
+    """Returns the architecture of a run, from config.json or from the config and the tokenizer.
+
+    Raises:
+      ValueError: one line about the error in the checkpoint or the tokenizer.
+    """
+    if config.model.name_or_path:
+        pretrained = open_config(config.model)
+        encoder = pretrained.config.encoder
+        if encoder.image_size is not None and not encoder.classes:
+            # The data are not read. Their number of classes hardly changes the plan.
+            pretrained = open_config(replace_keys(config.model, {"encoder.classes": 2}))
+        model = pretrained.config
+        if model.add_tokens:
+            # The vocabulary of most checkpoints has room for a few tokens; assume that it has none.
+            model = replace(model, vocab_size=model.V + len(model.add_tokens))
+        return model, replace(pretrained, config=model)
+    model = config.model
+    if model.vocab_size is None:
+        name = config.data.tokenizer or "byte"
+        if name == "char":
+            raise ValueError(
+                "model.vocab_size: must be set with data.tokenizer=char, because the data are not "
+                "read"
+            )
+        model = replace(model, vocab_size=make_tokenizer(name).vocab_size)
+    return model, None
+
+
+def run(config: PlanConfig) -> int:
+    """Plans for each of the devices, and prints the plans. Returns 0 if a plan fits, else 1."""
+    plain = Config(**{f.name: getattr(config, f.name) for f in fields(Config)})
+    good, each = False, config.each or [None]
+    say = (lambda line: None) if config.json else partial(print, file=sys.stderr, flush=True)
+    with Progress("planning", len(each), say) as progress:
+        for text in each:
+            good |= _run_on(plain, text, config, say)
+            progress.advance()
+    return 0 if good else 1
+
+
+def _run_on(
+    plain: Config, text: str | None, options: PlanConfig, say: Callable[[str], None]
+) -> bool:
+    """Plans for the devices named by `text`, or for this machine's, and prints the plan. Returns
+    whether it fits."""
+    if text is None:
+        devices, platform = select_devices(plain.device), None
+        name = f"{len(devices)} x {devices[0].device_kind}"
+        spec = open_spec(plain, devices)
+        space = present_room(spec)
+    else:
+        kind, devices = absent_devices(text)
+        name, platform, spec = text, kind.platform, open_spec(plain, devices)
+        space = absent_room(spec, kind)
+
+    compilations = Compilations(say)
+
+    def measure(spec: TrainSpec) -> Plan:
+        keys = plain.execution.unset
+        line = f"compiling for {name}" + (f": {describe(spec.execution, keys)}" if keys else "")
+        with compilations.announce(line):
+            found = plan(spec, name, space.device if space else None, platform)
+        say(f"  {found.seq_len:,} tokens: {found.peak / GIB:.2f} GiB")
+        return found
+
+    def measure_smallest(spec: TrainSpec) -> Plan:
+        assert space is not None
+        return measure(with_execution(spec, smallest(spec, space)))
+
+    if space is not None and spec.config.execution.unset:
+        choice = choose(spec, space, measure)
+        chosen, found = with_execution(spec, choice.execution), choice.plan
+    else:
+        chosen, found = spec, measure(spec)
+    longest = None
+    if options.max_context:
+        if space is None:
+            raise ValueError(f"max_context=true: the memory of {name} is not known; set devices")
+        say("max_context: searching the longest train.seq_len, in up to about ten compilations")
+        if spec.config.execution.unset:
+            longest = longest_context(spec, measure_smallest, measure_smallest(spec))
+        else:
+            longest = longest_context(spec, measure, found)
+    lines = _json if options.json else partial(_lines, plain)
+    for line in lines(chosen, found, longest, options.max_context):
+        print(line, flush=True)
+    return found.fits is not False
+
+
+def open_spec(config: Config, devices: list[jax.Device]) -> TrainSpec:
+    """Returns the fixed parts of a run, whose weights need not be there. Checks the config against
+    the model and the devices.
+
+    Raises:
+      ValueError, NotImplementedError: one line about the wrong key.
+    """
+    platform = {"cuda": "gpu"}.get(devices[0].platform, devices[0].platform)
+    config = config.on(platform)
+    model, pretrained = open_model(config)
+    # The ids of markers do not change the plan, and there may be no tokenizer.
+    pattern = find_tokens(model.attention_pattern, lambda text: 0)
+    model = replace(model, attention_pattern=pattern)
+    check_model(model, None)
+    check_objective(model, config)
+    config = fit_to_images(config, model)
+    spec = TrainSpec(config, model, make_mesh(config.parallel, devices), pretrained)
+    spec.execution.check(model)
+    check_landmarks(spec)
+    check_adapter(spec)
+    check_float8(spec)
+    _ = spec.layout
+    return spec
+
+
+def _lines(
+    plain: Config, spec: TrainSpec, found: Plan, longest: Plan | None, searched: bool
+) -> Iterator[str]:
+    """Formats a plan. `plain` is the config as it was given."""
+    total, trained = parameter_counts(spec)
+    axes = " ".join(f"{name}={size}" for name, size in spec.mesh.shape.items() if size > 1)
+    yield f"{found.devices}{', ' * bool(axes)}{axes}: {total:,} parameters, {trained:,} trained"
+    yield f"{plural(spec.global_batch_size, 'sequence')} of {found.seq_len:,} tokens per step"
+    yield f"execution: {describe(spec.execution, EXECUTION_KEYS)}"
+    saved = _saved(spec, found)
+    for name, size in (
+        ("parameters", found.parameters),
+        ("optimizer state", found.optimizer),
+        ("batch", found.batch),
+        ("gradients", found.gradients),
+        ("saved activations", saved),
+        ("workspace", found.activations - saved),
+        ("peak", found.peak),
+    ):
+        yield f"  {name:<28}{size / GIB:>10.2f} GiB per device"
+    if found.host:
+        yield f"  {'host memory':<28}{found.host / GIB:>10.2f} GiB per device"
+    if found.link:
+        yield f"  {'from other devices':<28}{found.link / GIB:>10.2f} GiB per device and step"
+    yield _duration(spec)
+    if found.available is None:
+        yield (
+            f"the memory of {found.devices} is not known: a run would start, and fail if its step "
+            "does not fit"
+        )
+    elif found.fits:
+        spare = (found.available - found.peak) / GIB
+        yield f"fits: {found.available / GIB:.2f} GiB are available, {spare:.2f} GiB are left"
+    else:
+        over = (found.peak - found.available) / GIB
+        yield (
+            f"does not fit: {found.available / GIB:.2f} GiB are available, {over:.2f} GiB too few"
+        )
+        for key, saved in remedies(spec):
+            yield f"  {key} saves {saved / GIB:.2f} GiB"
+        yield from (f"  {line}" for line in _other_remedies(plain))
+    if searched:
+        text = "not even 1,024 tokens fit" if longest is None else f"{longest.seq_len:,} tokens fit"
+        yield f"longest context: {text}"
+    model, length = spec.model, longest.seq_len if longest else 0
+    learned = model.position_embedding == "learned"
+    if model.exceeds_positions(length) or (
+        learned and length > (model.max_position_embeddings or length)
+    ):
+        yield (
+            f"warning: model.max_position_embeddings={model.max_position_embeddings}: longer "
+            "sequences fit into the memory, but the model was not made for them"
+        )
+
+
+def _saved(spec: TrainSpec, found: Plan) -> int:
+    """Returns the bytes of saved activations, counted from shapes."""
+    return min(Estimator(spec)(spec.execution).saved, found.activations)
+
+
+def _duration(spec: TrainSpec) -> str:
+    """Formats the expected duration of a step."""
+    estimator = Estimator(spec)
+    found = estimator(spec.execution)
+    flops = f"{found.flops:.3g} FLOPs per device and step, with recomputation"
+    if not estimator.measured:
+        return f"{flops}; duration: no measurement of these devices"
+    tokens = spec.global_batch_size * spec.config.train.seq_len
+    text = f"{flops}: about {found.seconds:.3g} s, {tokens / found.seconds:,.0f} tokens/s"
+    return text + (", if communication costs nothing" if spec.mesh.size > 1 else "")
+
+
+def _other_remedies(plain: Config) -> Iterator[str]:
+    """Formats changes whose savings are not known without a compilation."""
+    if plain.train.per_device_train_batch_size > 1:
+        yield "train.per_device_train_batch_size=1 divides the activations"
+    if keys := [key for key in EXECUTION_KEYS if key not in plain.execution.unset]:
+        names = ", ".join(f"execution.{key}" for key in keys)
+        yield f"without {names}, bptjax chooses values that need less memory if it has to"
+    if plain.adapter.type == "none":
+        yield "adapter.type=qlora trains adapters beside a base model in 4 bits"
+
+
+def _json(spec: TrainSpec, found: Plan, longest: Plan | None, searched: bool) -> Iterator[str]:
+    row: dict[str, Any] = {f.name: getattr(found, f.name) for f in fields(Plan)}
+    estimator = Estimator(spec)
+    estimate = estimator(spec.execution)
+    row |= dict(peak=found.peak, saved=_saved(spec, found), fits=found.fits, flops=estimate.flops)
+    row |= dict(execution=dataclasses.asdict(spec.execution))
+    row |= dict(seconds=estimate.seconds if estimator.measured else None)
+    if searched:
+        row["longest_seq_len"] = None if longest is None else longest.seq_len
+    if found.fits is False:
+        row["remedies"] = dict(remedies(spec))
+    yield json.dumps(row)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code."""
+
+    def command(argv: list[str]) -> int:
+        # Flags without a value, as a shell user writes them.
+        switches = "--json", "--max-context", "--max_context"
+        argv = [f"{token}=true" if token in switches else token for token in argv]
+        return run(parse(argv, DESCRIPTION, PlanConfig, "plan"))
+
+    return run_command(command, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

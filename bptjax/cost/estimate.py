@@ -1,0 +1,221 @@
+"""Time and memory of a training step, estimated from shapes.
+
+The compiler knows the memory of a step exactly, but takes seconds to minutes for each setting.
+These estimates take microseconds. They order the settings that `auto` compiles, and `auto` corrects
+them by the results.
+"""
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import cached_property
+
+import jax.numpy as jnp
+import numpy as np
+
+from bptjax.cost.devices import KINDS, kind_of
+from bptjax.cost.flops import mixing_flops
+from bptjax.cost.memory import tree_bytes
+from bptjax.models.execution import REMAT, RESIDUAL_NAMES, UNCHUNKED, Execution
+from bptjax.models.feed_forward import FeedForward
+from bptjax.models.feed_forwards import FEED_FORWARDS
+from bptjax.ops import attention
+from bptjax.parallel.mesh import num_shards
+from bptjax.training.spec import TrainSpec
+from bptjax.training.state import abstract_state, kernel_sizes, split_trained
+
+# These constants are fitted to the steps in scripts/results/step_h200.json and qlora_h200.json.
+# Elements that norms, rotations and residuals move per token, layer and element of the residual
+# stream; and activation functions per element of the feed-forward network.
+STREAM_TRAFFIC, FEED_FORWARD_TRAFFIC = 80, 19
+# Elements per token that live while a layer runs: per element of the residual stream, and of the
+# feed-forward network.
+STREAM_WORKSPACE, FEED_FORWARD_WORKSPACE = 12, 3.5
+# Bytes that rounding to 8 bits moves, per element of the inputs and outputs of linear layers, in a
+# compiled step of an 8B decoder.
+FLOAT8_TRAFFIC = 4.4
+# Share of the memory of the loss that its buffers take from the layers, because they leave gaps.
+FRAGMENTED = 0.02
+# Products of a layer whose results no policy saves by name.
+NEVER_SAVED = {"down", "gates"}
+# FLOPs of attention, forward and backward, in those of the forward pass.
+ATTENTION = 3.5
+# FLOPs of a linear layer in those of its forward pass: trained, and frozen beside an adapter.
+TRAINED, FROZEN = 3.0, 2.25
+# Bytes moved per byte of saved activations that are divided between device and host.
+SPLIT = 8
+# Share of a transfer to host memory that computation does not hide.
+EXPOSED = 0.3
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Estimate of a step on one device.
+
+    Attributes:
+      seconds: duration.
+      flops: FLOPs of matrix products and attention, with recomputation.
+      saved: bytes of saved activations in device memory.
+      host: bytes of saved activations in host memory.
+      workspace: bytes that a layer, or a chunk of the loss, needs while it runs.
+    """
+
+    seconds: float
+    flops: float
+    saved: int
+    host: int
+    workspace: int
+
+
+class Estimator:
+    """Estimates the steps of a run that differ in `execution`. Sequences are assumed to be single
+    documents.
+
+    Attributes:
+      held: bytes of parameters and optimizer state on a device; with float8, also of the linear
+        layers in 8 bits.
+      gradients: bytes of gradients on a device.
+      tokens: tokens of a micro-batch on a device.
+      sequence: tokens of a sequence on a device.
+    """
+
+    def __init__(self, spec: TrainSpec):
+        self.model, self.size = spec.model, spec.compute_dtype.itemsize
+        train, state = spec.config.train, abstract_state(spec)
+        self.trained = tree_bytes(split_trained(spec, state.model)[0])
+        self.held = tree_bytes(state.model) + tree_bytes(state.opt_state)
+        # Experts stay as they are, and take most of a step.
+        linear = FEED_FORWARDS[self.model.feed_forward].LINEAR
+        self.float8 = train.linear == "float8" and linear
+        if train.linear == "float8":
+            sizes = kernel_sizes(spec, sharded=spec.config.parallel.zero_stage == 3)
+            self.held += sum(math.prod(x) for x in sizes.values())
+        self.frozen = spec.config.adapter.type != "none"
+        self.micro_batches = train.gradient_accumulation_steps
+        # Over several micro-batches, gradients are summed in float32.
+        sums = 4 / jnp.dtype(train.param_dtype).itemsize if self.micro_batches > 1 else 0
+        self.gradients = int(self.trained * (1 + sums))
+        kind = kind_of(spec.mesh.devices.reshape(-1)[0].device_kind)
+        self.measured = kind is not None and KINDS[kind].measured is not None
+        # Only the ratios of the rates matter for the order of settings, so the rates of an H200
+        # serve for an unknown kind.
+        self.rates = KINDS[kind or "h200"].rates
+        self.tp, self.ep = (num_shards(spec.mesh, axis) for axis in ("heads", "experts"))
+        self.sequence = -(-train.seq_len // num_shards(spec.mesh, "sequence"))
+        self.tokens = train.per_device_train_batch_size * self.sequence
+        pairs, T = 0.0, train.seq_len
+        for (window, pattern), count in self.model.attended.items():
+            window = min(window or T, T)
+            if pattern is None and self.model.causal:
+                pairs += count * (window * T - window * window / 2)
+            elif pattern is None:
+                pairs += count * (T * T if window == T else (2 * T - window) * window)
+            else:
+                pairs += count * float(pattern.keys(np.arange(T), T).sum())
+        batch = self.tokens / train.seq_len
+        # FLOPs of the forward pass of attention, over all layers.
+        self.attention = 4.0 * batch * pairs * self.model.num_heads * self.model.H / self.tp
+        self.attention += mixing_flops(self.model) * self.tokens / self.tp
+
+    @cached_property
+    def products(self) -> dict[str, tuple[float, float]]:
+        """Parameters of each matrix product of a layer on a device, and bytes of its result per
+        token, by the name under which the result can be saved, if it can. `gates` are the gates of
+        attention, and other results of mixers."""
+        m, size, D = self.model, self.size, self.model.hidden_size
+        F = m.active_F // self.tp
+        # The mean of the layers.
+        mean: dict[str, float] = defaultdict(float)
+        for layers, group in m.mixing:
+            for name, width in group.widths(m, self.tp).items():
+                mean[name] += len(layers) / m.num_layers * width
+        found = {
+            name: (D * width, size * (D if name == "attended" else width))
+            for name, width in mean.items()
+        }
+        found |= {"up": (D * F, F * size), "down": (F * D, D * size)}
+        return found | ({"gate": found["up"]} if m.gated else {})
+
+    @cached_property
+    def widths(self) -> dict[str, float]:
+        """Bytes per token and layer of each activation that can be saved."""
+        m = self.model
+        found = {name: x for name, (_, x) in self.products.items() if name not in NEVER_SAVED}
+        if m.residual != "sequential":
+            del found["attended"]
+        if self.ep > 1:
+            found = {k: x for k, x in found.items() if k not in FeedForward.RESIDUAL_NAMES}
+        for layers, group in m.mixing:
+            for name, width in group.saved(m, self.size).items():
+                found[name] = len(layers) / m.num_layers * width / self.tp
+        return found
+
+    def saved_names(self, execution: Execution) -> set[str]:
+        """Returns the names of the activations that are saved in each layer."""
+        policy = RESIDUAL_NAMES if execution.nested else REMAT[execution.remat]
+        names = set(self.widths) if policy is None else {*policy, *execution.save}
+        if execution.ffn_chunk < self.sequence:
+            names -= UNCHUNKED
+        return names & self.widths.keys()
+
+    def __call__(self, execution: Execution) -> Estimate:
+        m, n, rates, L = self.model, self.tokens, self.rates, self.model.num_layers
+        names, size, tp, nested = self.saved_names(execution), self.size, self.tp, execution.nested
+        layer = n * (m.hidden_size * size + sum(self.widths[name] for name in names))
+        # nested(k) saves the inputs of groups, and saves the layers of one group at a time.
+        outer = n * m.hidden_size * size * (L // nested) if nested else 0
+        inner = layer * (nested or L)
+        moved = int(execution.offload * (outer or inner))
+
+        def products(names):
+            return 2.0 * n * L * sum(self.products[name][0] for name in names)
+
+        classes = m.encoder.classes or m.V
+        none = execution.remat == "none"
+        every, kernel, vocab = products(self.products), self.attention, classes * m.E / tp
+        again = self.products.keys() - names - (NEVER_SAVED if none else {"down"})
+        passes = FROZEN if self.frozen else TRAINED
+        layers = passes * every + products(again) + (every if nested else 0.0)
+        head = passes * 2.0 * n * vocab
+        attending = ATTENTION * kernel + (0.0 if names >= {*attention.RESIDUAL_NAMES} else kernel)
+        attending += kernel if nested else 0.0
+        seconds = head / rates.products + attending / rates.attention(m.mean_head_dim)
+        seconds += layers / (rates.float8 if self.float8 else rates.products)
+
+        passes = 1.0 + 0.3 * bool(again) + 0.4 * bool(nested)
+        gates = (2 + m.gated) * m.active_F / tp
+        stream = STREAM_TRAFFIC * m.hidden_size + FEED_FORWARD_TRAFFIC * gates
+        traffic = n * L * size * stream * passes / 2
+        chunks = math.ceil(self.sequence / execution.ffn_chunk)
+        chunked = self.products.keys() & {*UNCHUNKED, "down"}
+        # Of experts, the matrices of all that a device has, not only of those of a token.
+        stored = m.stored_F / m.active_F / self.ep
+        of_mlp = chunked & {"gate", "up", "down"}
+        weights = sum(self.products[k][0] * (stored if k in of_mlp else 1) for k in chunked)
+        # Each chunk adds to float32 gradients, which are read and written.
+        if not self.frozen:
+            traffic += 8 * vocab * math.ceil(n / execution.ce_chunk)
+            traffic += 8 * L * weights * chunks if chunks > 1 else 0
+        if self.float8:
+            widths = ((p, width / size) for p, width in self.products.values())
+            traffic += FLOAT8_TRAFFIC * n * L * sum(p / width + width for p, width in widths)
+        if 0.0 < execution.offload < 1.0:
+            traffic += SPLIT * (outer or inner)
+        seconds += traffic / rates.bandwidth
+        # A transfer runs beside the forward pass, and another one beside the backward pass.
+        transfer = moved / rates.link
+        seconds += 2 * EXPOSED * transfer + 2 * max(0.0, transfer - seconds / 4)
+        seconds *= self.micro_batches
+        seconds += 2 * (self.trained + self.held) / rates.bandwidth
+
+        chunk = n * min(execution.ffn_chunk / self.sequence, 1.0)
+        stream = STREAM_WORKSPACE * n * m.hidden_size
+        stream += FEED_FORWARD_WORKSPACE * chunk * m.active_F / tp
+        # Tokens of all devices that share the experts, their gradients, and a float32 sum.
+        stream += (2 + 4 / size) * chunk * m.hidden_size * self.ep if self.ep > 1 else 0
+        workspace = size * stream + (4 * weights if chunks > 1 and not self.frozen else 0)
+        loss = 6 * min(execution.ce_chunk, n) * classes / tp + (0 if self.frozen else 4 * vocab)
+        # Most gradients do not exist yet during the loss.
+        workspace = max(workspace, loss - self.gradients) + FRAGMENTED * loss
+        flops = self.micro_batches * (layers + head + attending)
+        return Estimate(seconds, flops, int(outer + inner - moved), moved, int(workspace))

@@ -1,0 +1,224 @@
+"""The memory of a training step, predicted by compiling it for devices that need not be there."""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from bptjax.cost.devices import GIB
+from bptjax.cost.hlo import Program
+from bptjax.models.execution import UNCHUNKED
+from bptjax.ops.target import absent
+from bptjax.optim.optimizer import init_opt_state
+from bptjax.training.spec import TrainSpec
+from bptjax.training.state import HOST, TrainState, abstract_state, split_trained
+from bptjax.training.step import abstract_batch, compile_step
+
+# Lengths that `longest_context` tells apart, as a share of the length.
+PRECISION = 1 / 64
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Predicted memory of a step per device, in bytes.
+
+    Attributes:
+      devices: name and number of the devices.
+      seq_len: train.seq_len.
+      parameters, optimizer, batch: held between steps.
+      gradients: gradients of the trained parameters.
+      activations: all else that exists at the peak: saved activations, logits, workspaces.
+      host: host memory.
+      link: bytes that a device receives from other devices in a step.
+      available: memory of a device that a run may use; None if it is not known.
+    """
+
+    devices: str
+    seq_len: int
+    parameters: int
+    optimizer: int
+    batch: int
+    gradients: int
+    activations: int
+    host: int
+    link: int
+    available: int | None
+
+    @property
+    def peak(self) -> int:
+        held = self.parameters + self.optimizer + self.batch
+        return held + self.gradients + self.activations
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the step fits; None if the memory of the devices is not known."""
+        return None if self.available is None else self.peak <= self.available
+
+
+def tracing_for(spec: TrainSpec, platform: str | None) -> AbstractContextManager[None]:
+    """Returns a context that traces functions for the devices of the mesh.
+
+    Args:
+      platform: gpu or tpu if the devices are not on this machine.
+
+    Raises:
+      NotImplementedError: the optimizer state is in the host memory of absent devices, which jax
+        does not describe.
+    """
+    optimizer = spec.config.optimizer
+    if platform and optimizer.state_memory_kind != "device":
+        raise NotImplementedError(
+            f"optimizer.state_memory_kind={optimizer.state_memory_kind}: can only be planned on "
+            "the devices of this machine; leave out devices"
+        )
+    return absent(spec.mesh.devices.flat[0]) if platform else nullcontext()
+
+
+def plan(
+    spec: TrainSpec, name: str, available: int | None = None, platform: str | None = None
+) -> Plan:
+    """Compiles the step and returns its memory.
+
+    Args:
+      available: see `Plan`.
+      platform: gpu or tpu if the devices of the mesh are not on this machine.
+
+    Raises:
+      NotImplementedError: see `tracing_for`.
+    """
+    with tracing_for(spec, platform):
+        state = abstract_state(spec)
+        compiled = compile_step(spec, state, abstract_batch(spec))
+    return predict(spec, state, compiled, name, available)
+
+
+def predict(
+    spec: TrainSpec,
+    state: TrainState,
+    compiled: jax.stages.Compiled,
+    name: str,
+    available: int | None,
+) -> Plan:
+    """Returns the memory of a compiled step; see `Plan`."""
+    needs = compiled.memory_analysis()
+    assert needs is not None
+    # The new state takes the place of the donated one; the only other results are metrics.
+    more = needs.temp_size_in_bytes + needs.output_size_in_bytes - needs.alias_size_in_bytes
+    trained, _ = split_trained(spec, state.model)
+    gradients = min(tree_bytes(trained), more)
+    parameters, optimizer = tree_bytes(state.model), tree_bytes(state.opt_state)
+    return Plan(
+        devices=name,
+        seq_len=spec.config.train.seq_len,
+        parameters=parameters,
+        optimizer=optimizer,
+        batch=needs.argument_size_in_bytes - parameters - optimizer,
+        gradients=gradients,
+        activations=more - gradients,
+        host=needs.host_argument_size_in_bytes + needs.host_temp_size_in_bytes,
+        link=int(Program(compiled.as_text() or "").link_bytes()) if spec.mesh.size > 1 else 0,
+        available=available,
+    )
+
+
+def longest_context(
+    spec: TrainSpec, plan_length: Callable[[TrainSpec], Plan], first: Plan
+) -> Plan | None:
+    """Returns the plan of the longest train.seq_len that fits, to within `PRECISION`, or None if
+    not even 1,024 tokens fit. Memory is close to linear in the length, so few compilations find it.
+    """
+    fits, fails = (first, None) if first.fits else (None, first)
+    assert first.available is not None
+    while fits is None or fails is None or _apart(fits, fails):
+        known = [p for p in (fits, fails) if p is not None]
+        if len(known) == 2:
+            (a, b), room = known, first.available
+            share = (room - a.peak) / max(b.peak - a.peak, 1)
+            # Stay off the ends, so that each compilation narrows the interval.
+            length = a.seq_len + (b.seq_len - a.seq_len) * min(max(share, 0.1), 0.9)
+        elif fits is not None:
+            spare = first.available - fits.peak
+            length = fits.seq_len * min(8.0, max(1.25, 1 + 1.05 * spare / fits.activations))
+        else:
+            length = fails.seq_len / 4 if fails is not None else 0
+        step = 1024 if length > 16384 else 128
+        length = int(length) // step * step
+        # Rounding must not lead back to a length that is known.
+        if fits is not None:
+            length = max(length, fits.seq_len + step)
+        if fails is not None:
+            length = min(length, fails.seq_len - step)
+        if length < 1024:
+            return None
+        train = replace(spec.config.train, seq_len=length)
+        execution = spec.config.execution
+        if set(execution.save or ()) & UNCHUNKED:
+            execution = replace(execution, ffn_chunk=None)  # `Config` sets it to the new length.
+        config = replace(spec.config, train=train, execution=execution)
+        found = plan_length(replace(spec, config=config))
+        fits, fails = (found, fails) if found.fits else (fits, found)
+    return fits
+
+
+def _apart(fits: Plan, fails: Plan) -> bool:
+    return fails.seq_len - fits.seq_len > max(1024, PRECISION * fits.seq_len)
+
+
+def shortage(spec: TrainSpec, found: Plan) -> str:
+    """Formats the error for a step that does not fit: by how much, and the least changes that make
+    it fit."""
+    assert found.available is not None
+    over, train = found.peak - found.available, spec.config.train
+    limit, budget = f"the {found.available / GIB:.2f} GiB that it may take", spec.config.memory
+    if budget.budget_gib and int(budget.budget_gib * GIB) == found.available:
+        limit = f"memory.budget_gib={budget.budget_gib}"
+    keys = [(key, saved) for key, saved in remedies(spec) if saved]
+    # The smallest change that is enough by itself.
+    enough = sorted((k for k in keys if k[1] >= over), key=lambda k: k[1])[:1]
+    texts = [f"{key} saves {saved / GIB:.2f} GiB" for key, saved in enough or keys]
+    # Activations are close to linear in the length.
+    length = int(train.seq_len * (1 - 1.1 * over / max(found.activations, 1))) // 1024 * 1024
+    texts += [f"train.seq_len={length} may fit"] * (length > 0)
+    if spec.config.adapter.type == "none":
+        texts.append("adapter.type=qlora trains adapters beside a base model in 4 bits")
+    return (
+        f"memory: a step on {found.devices} needs at least {found.peak / GIB:.2f} GiB per device, "
+        f"{over / GIB:.2f} GiB more than {limit}" + "; " * bool(texts) + ", ".join(texts)
+    )
+
+
+def remedies(spec: TrainSpec) -> Iterator[tuple[str, int]]:
+    """Yields keys of the optimizer and of the parameters, and the bytes per device that each
+    saves."""
+    config, state = spec.config, abstract_state(spec)
+    optimizer = config.optimizer
+    held = tree_bytes(state.opt_state)
+    if optimizer.state_memory_kind == "device":
+        trained, _ = split_trained(spec, state.model)
+        if optimizer.state_dtype != "int8":
+            smaller = replace(optimizer, state_dtype="int8")
+            slots = jax.eval_shape(lambda model: init_opt_state(smaller, model), trained)
+            share = _total(slots) / max(_total(state.opt_state), 1)
+            yield "optimizer.state_dtype=int8", int(held * (1 - share))
+        yield "optimizer.state_memory_kind=pinned_host", held
+    if config.train.param_dtype == "float32":
+        # Parameters, their gradients, and the moments in the dtype of the parameters.
+        yield "train.param_dtype=bfloat16", tree_bytes(state.model) // 2
+
+
+def tree_bytes(tree: Any, host: bool = False) -> int:
+    """Returns the bytes of device memory, or of host memory, that the arrays of a tree take per
+    device."""
+    return sum(
+        jnp.dtype(x.dtype).itemsize * math.prod(x.sharding.shard_shape(x.shape))
+        for x in jax.tree.leaves(tree)
+        if (x.sharding.memory_kind == HOST) == host
+    )
+
+
+def _total(tree: Any) -> int:
+    return sum(jnp.dtype(x.dtype).itemsize * math.prod(x.shape) for x in jax.tree.leaves(tree))

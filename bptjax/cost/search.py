@@ -1,0 +1,221 @@
+"""Searches the fastest values for the keys of `execution` that are not set."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from bptjax.cost.estimate import Estimate, Estimator
+from bptjax.cost.memory import Plan
+from bptjax.models.execution import UNCHUNKED, Execution, ExecutionConfig
+from bptjax.training.spec import TrainSpec
+
+# Largest number of settings to compile: after one fits, and while none fits.
+MOST_COMPILED, MOST_FAILED = 3, 8
+# A setting must promise this share of the best setting's time to be compiled too.
+WORTHWHILE = 0.993
+FFN_CHUNKS = 32768, 16384, 8192, 4096, 2048, 1024
+CE_CHUNKS = 8192, 2048, 512
+GROUPS = 2, 4, 8
+
+
+class Room(NamedTuple):
+    """Bytes per device that a step may take in device memory and in host memory."""
+
+    device: int
+    host: int
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Settings and their plan.
+
+    Attributes:
+      plan: memory of the compiled step.
+      compiled: number of settings that were compiled.
+    """
+
+    execution: Execution
+    plan: Plan
+    compiled: int
+
+
+def with_execution(spec: TrainSpec, execution: Execution) -> TrainSpec:
+    """Returns the spec with all keys of `execution` set."""
+    group = ExecutionConfig(**dataclasses.asdict(execution))
+    return replace(spec, config=replace(spec.config, execution=group))
+
+
+def choose(
+    spec: TrainSpec,
+    room: Room,
+    measure: Callable[[TrainSpec], Plan],
+    *,
+    first: Execution | None = None,
+) -> Choice:
+    """Chooses values for the keys of `execution` that are not set.
+
+    Compiles settings in the order of their estimated time, until one fits into the memory and none
+    that may fit is faster, or `MOST_COMPILED` settings (`MOST_FAILED` while none fits) have been
+    compiled.
+
+    Args:
+      measure: compiles a step; see `plan`.
+      first: settings that are taken if they fit, as those of a run that is resumed.
+
+    Returns:
+      A choice, whose plan does not fit if nothing fits: then it is the plan of the settings that
+      need the least memory.
+    """
+    estimator = Estimator(spec)
+    tried: dict[Execution, Plan] = {}
+    scales: dict[bool, float] = {}
+    options = [] if first is None else [first]
+    best: Execution | None = None
+    while True:
+        if options:
+            tried[options[0]] = found = measure(with_execution(spec, options[0]))
+            estimate = estimator(options[0])
+            known = estimator.held + estimator.gradients + estimate.saved
+            scale = (found.peak - known) / estimate.workspace
+            scales[_in_chunks(estimator, options[0])] = min(max(scale, 0.25), 8.0)
+            if found.peak <= room.device:
+                best = min((x for x in (best, options[0]) if x), key=lambda x: estimator(x).seconds)
+                if best == first:
+                    break
+        options = _options(spec, estimator, room, scales, tried, best)
+        if best is None and len(tried) >= MOST_FAILED:
+            options = [x for x in [smallest(spec, room)] if x not in tried]
+        if not options or (best is not None and len(tried) >= MOST_COMPILED):
+            break
+    chosen = best or min(tried, key=lambda x: tried[x].peak)
+    return Choice(chosen, tried[chosen], len(tried))
+
+
+def smallest(spec: TrainSpec, room: Room) -> Execution:
+    """Returns the settings that are estimated to need the least memory, with all offload that the
+    host memory allows, whether the estimates need it or not."""
+    estimator, room = Estimator(spec), room._replace(device=0)
+    found = [_estimated(estimator, x, {}) for x in _settings(spec, estimator, room, {})]
+    return min(found, key=lambda x: (x.peak, x.seconds)).execution
+
+
+@dataclass(frozen=True)
+class _Option:
+    execution: Execution
+    seconds: float
+    peak: float
+    host: int
+
+
+def _options(
+    spec: TrainSpec,
+    estimator: Estimator,
+    room: Room,
+    scales: dict[bool, float],
+    tried: dict[Execution, Plan],
+    best: Execution | None,
+) -> list[Execution]:
+    """Returns the settings to compile next, the best first."""
+    found = [_estimated(estimator, x, scales) for x in _settings(spec, estimator, room, scales)]
+    # An offload that is set may exceed the host memory with all settings.
+    found = [x for x in found if x.host <= room.host] or found
+    found = [x for x in found if x.execution not in tried]
+    fitting = sorted((x for x in found if x.peak <= room.device), key=lambda x: x.seconds)
+    if best is not None:
+        limit = WORTHWHILE * estimator(best).seconds
+        fitting = [x for x in fitting if x.seconds < limit]
+    elif not fitting and found:
+        # The estimate may be too high: compile the smallest, unless a smaller one did not fit.
+        least = min(found, key=lambda x: (x.peak, x.seconds))
+        known = (_estimated(estimator, x, scales).peak for x in tried)
+        fitting = [least] if least.peak < min(known, default=float("inf")) else []
+    return [x.execution for x in fitting]
+
+
+def _estimated(estimator: Estimator, execution: Execution, scales: dict[bool, float]) -> _Option:
+    found = estimator(execution)
+    peak = _peak(estimator, execution, found, scales)
+    return _Option(execution, found.seconds, peak, found.host)
+
+
+def _in_chunks(estimator: Estimator, execution: Execution) -> bool:
+    return execution.ffn_chunk < estimator.sequence
+
+
+def _peak(
+    estimator: Estimator,
+    execution: Execution,
+    estimate: Estimate,
+    scales: dict[bool, float],
+) -> float:
+    """Returns the estimated peak in bytes; `scales` correct the workspace."""
+    scale = scales.get(_in_chunks(estimator, execution), max(scales.values(), default=1.0))
+    return estimator.held + estimator.gradients + estimate.saved + scale * estimate.workspace
+
+
+def _settings(
+    spec: TrainSpec, estimator: Estimator, room: Room, scales: dict[bool, float]
+) -> Iterator[Execution]:
+    """Yields the settings that agree with the keys that are set. Where saved activations exceed
+    the room, an offload that just fits is among them."""
+    group, T = spec.config.execution, estimator.sequence
+    if group.schedule == "fused":
+        # Algorithm 1 has no other settings.
+        yield group.complete()
+        return
+    whole = spec.config.train.seq_len
+    ffn_chunks = [whole, *(size for size in FFN_CHUNKS if size < T)]
+    ce_chunks = [x for x in CE_CHUNKS if x < 2 * estimator.tokens] or [estimator.tokens]
+    for ffn_chunk in [group.ffn_chunk] if group.ffn_chunk else ffn_chunks:
+        for remat, save in _policies(spec, estimator, ffn_chunk < whole):
+            for ce_chunk in [group.ce_chunk] if group.ce_chunk else ce_chunks:
+                values = dict(remat=remat, save=save, ffn_chunk=ffn_chunk, ce_chunk=ce_chunk)
+                plain = group.complete(**values)
+                yield plain
+                if group.offload is None and plain.remat != "none":
+                    share = _least_offload(estimator, plain, room, scales)
+                    if share:
+                        yield replace(plain, offload=share)
+
+
+def _policies(
+    spec: TrainSpec, estimator: Estimator, chunked: bool
+) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yields values of remat and save. `none` is left out: on an H200 it was slower than `dots`."""
+    group, model = spec.config.execution, spec.model
+    if group.remat is not None or group.save is not None:
+        plain = group.complete()
+        yield plain.remat, plain.save
+        return
+    # Keys and values are of one size, and save the same time.
+    parts = [("query",), ("key", "value"), ("attended",), ("up",), ("gate",)]
+    if chunked:
+        parts = [part for part in parts if not UNCHUNKED & set(part)]
+    parts = [part for part in parts if part[0] in estimator.widths]
+    for size in range(len(parts) + 1):
+        for subset in itertools.combinations(parts, size):
+            saved = tuple(name for part in subset for name in part)
+            everything = size == len(parts) and not chunked
+            yield ("dots", ()) if everything else ("save_attention", saved)
+            yield "full", saved
+    layers = math.gcd(model.num_layers, model.later_layers)
+    for size in GROUPS:
+        if size < model.num_layers and layers % size == 0:
+            yield f"nested({size})", ()
+
+
+def _least_offload(
+    estimator: Estimator, plain: Execution, room: Room, scales: dict[bool, float]
+) -> float | None:
+    """Returns the smallest execution.offload, in steps of 0.05, with which the settings fit, or the
+    largest that host memory allows. None if they fit without."""
+    estimate = estimator(plain)
+    over = _peak(estimator, plain, estimate, scales) - room.device
+    if over <= 0:
+        return None
+    whole = estimator(replace(plain, offload=1.0)).host
+    steps = min(-(-20 * over // whole), 20, 20 * room.host // whole)
+    return steps / 20 if steps >= 1 else None

@@ -1,0 +1,254 @@
+"""Generates text from a model, one token at a time."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise, zip_longest
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh, NamedSharding
+from jax.typing import DTypeLike
+from jaxtyping import Bool, Int
+
+from bptjax.data.tokenizer import Tokenizer
+from bptjax.models.cache import Cache
+from bptjax.models.config import ModelConfig
+from bptjax.models.decoder import Decoder
+from bptjax.models.execution import Execution
+from bptjax.models.sampling import Sampling
+from bptjax.ops.arguments import check_chunk
+from bptjax.parallel.mesh import constrain
+
+
+def generate(
+    model: Decoder,
+    prompts: Sequence[Sequence[int] | np.ndarray],
+    *,
+    new_tokens: int,
+    sampling: Sampling = Sampling(),  # noqa: B008 (frozen)
+    seed: int = 0,
+    stop: Sequence[int] = (),
+    prefill_chunk: int = 2048,
+    dtype: DTypeLike = jnp.float32,
+    execution: Execution = Execution(),  # noqa: B008 (frozen)
+) -> Iterator[Int[np.ndarray, "B"]]:
+    """Yields the next token of each prompt, one step at a time; -1 after a sequence's end.
+
+    The tokens that follow a prompt do not depend on the lengths of the other prompts. If the
+    parameters are on a mesh, the tokens are computed there.
+
+    Args:
+      prompts: token ids, of any lengths.
+      new_tokens: largest number of new tokens per prompt.
+      stop: tokens that end a sequence; they are yielded too.
+      prefill_chunk: prompt tokens processed at a time. Memory beside the cache does not grow with
+        the length of the prompts.
+      dtype: dtype of the computation and the cache.
+
+    Raises:
+      ValueError: no prompt, an empty one, or one with an id that is not in the vocabulary; a
+        negative `new_tokens`; a `prefill_chunk` below 1; more tokens than the model has learned
+        positions.
+    """
+    config, landmarks = model.config, model.config.landmarks
+    check_chunk(prefill_chunk=prefill_chunk)
+    if new_tokens < 0:
+        raise ValueError(f"new_tokens={new_tokens}: must not be negative")
+    if min((len(prompt) for prompt in prompts), default=0) == 0:
+        raise ValueError("prompts: must not be empty")
+    for ids in map(np.asarray, prompts):
+        if (bad := ids[(ids < 0) | (ids >= config.V)]).size:
+            raise ValueError(f"prompts: must be token ids in [0, {config.V}), not {bad[0]}")
+    if landmarks is not None and len(prompts) > 1:
+        # Blocks of prompts of several lengths end at different steps.
+        options: Any = dict(new_tokens=new_tokens, sampling=sampling, stop=stop)
+        options |= dict(prefill_chunk=prefill_chunk, dtype=dtype, execution=execution)
+        each = (generate(model, [x], seed=seed + i, **options) for i, x in enumerate(prompts))
+        yield from map(np.concatenate, zip_longest(*each, fillvalue=np.array([-1])))
+        return
+    seen = np.zeros((len(prompts), config.V), bool)
+    for prompt, flags in zip(prompts, seen, strict=True):
+        flags[np.asarray(prompt)] = True
+    room = new_tokens
+    if landmarks is not None:
+        prompts, room = [landmarks.prompt(np.asarray(prompts[0]))], landmarks.longest(new_tokens)
+    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+    longest = int(lengths.max())
+    if config.position_embedding == "learned" and longest + room > (
+        config.max_position_embeddings or 0
+    ):
+        raise ValueError(
+            f"a prompt of {longest} tokens and {new_tokens} new tokens: must fit into the model's "
+            f"max_position_embeddings={config.max_position_embeddings}; shorten them"
+        )
+    rotation_change = _rotation_change(config)
+    sequences = [list(map(int, prompt)) for prompt in prompts]
+    run = partial(_step, sampling=sampling, dtype=dtype, execution=execution)
+    keys = jax.random.split(jax.random.key(seed), new_tokens)
+    ended, read, due = np.zeros(len(sequences), bool), lengths, False
+    state: tuple[Any, ...] | None = None
+    # For a step at a time: a generator must not leave the mesh set for its caller.
+    on_mesh = _mesh_setter(model)
+    for i in range(new_tokens):
+        crossed = (read <= rotation_change) & (lengths > rotation_change)
+        if state is None or crossed[~ended].any():
+            # Beyond this length, every key of the sequence has a different rotation.
+            size = longest + room
+            with on_mesh():
+                chunk, cache = _prefill(
+                    model, sequences, size, prefill_chunk, dtype=dtype, execution=execution
+                )
+                flags = jnp.asarray(seen) if state is None else state[2]
+                state = run(model, chunk, cache, flags, keys[i], lengths)
+        else:
+            with on_mesh():
+                new = state[0][:, None]
+                if landmarks is not None and due:
+                    new = jnp.pad(new, ((0, 0), (0, 1)), constant_values=landmarks.token)
+                state = run(model, new, state[1], state[2], keys[i], lengths)
+        token = np.where(ended, -1, np.asarray(state[0]))
+        for sequence, new in zip(sequences, token, strict=True):
+            sequence.append(max(int(new), 0))
+        yield token
+        ended |= np.isin(token, stop)
+        if ended.all():
+            return
+        due = landmarks is not None and landmarks.is_due(len(sequences[0]))
+        if landmarks is not None and due:
+            sequences[0].append(landmarks.token)
+        # Not in place, because a step may still be reading the array.
+        read, lengths = lengths, lengths + 1 + due
+
+
+def continuations(
+    model: Decoder,
+    tokenizer: Tokenizer,
+    prompts: Sequence[np.ndarray],
+    *,
+    stop_strings: Sequence[str] = (),
+    **options: Any,
+) -> Iterator[list[str]]:
+    """Yields, after each token, the texts generated so far. A text ends before a stop string or an
+    end-of-text token.
+
+    Args:
+      options: options of `generate`.
+    """
+    stop = tokenizer.stop_ids
+    tokens: list[list[int]] = [[] for _ in prompts]
+    texts, ended = ["" for _ in prompts], [False] * len(prompts)
+    for new in generate(model, prompts, stop=stop, **options):
+        for i, token in enumerate(new.tolist()):
+            if ended[i] or token < 0:
+                continue
+            if token in stop:
+                ended[i] = True
+                continue
+            tokens[i].append(token)
+            texts[i] = tokenizer.decode(tokens[i])
+            found = [at for s in stop_strings if (at := texts[i].find(s)) >= 0]
+            if found:
+                texts[i], ended[i] = texts[i][: min(found)], True
+        yield list(texts)
+        if all(ended):
+            return
+
+
+def length_warning(config: ModelConfig, length: int) -> str | None:
+    """Returns a warning if `length` tokens exceed the model's positions, else None."""
+    if not config.exceeds_positions(length):
+        return None
+    return (
+        f"warning: {length:,} tokens are beyond the {config.max_position_embeddings:,} positions "
+        "that the model was trained for; expect worse text there"
+    )
+
+
+def _mesh_setter(model: Decoder) -> Callable[[], AbstractContextManager]:
+    """Returns `jax.set_mesh` for the mesh of the model's parameters, if they are on one."""
+    where = jax.tree.leaves(model)[0].sharding
+    if not isinstance(where, NamedSharding):
+        return nullcontext
+    assert isinstance(where.mesh, Mesh)
+    return partial(jax.set_mesh, where.mesh)
+
+
+def _rotation_change(config: Any) -> float:
+    """Returns the length beyond which longrope rotates all keys by other frequencies.
+
+    There the cached keys of a sequence are computed again, so that its tokens are the same as
+    without a cache. transformers does so for Phi-3; for other models it mixes keys of both
+    rotations. With `dynamic`, whose frequencies change with every token, cached keys keep their
+    rotation, as in transformers.
+    """
+    lengths = [
+        p.get("original_max_position_embeddings") or config.max_position_embeddings
+        for p, kind in zip(config.ropes, config.rope_types, strict=False)
+        if kind == "longrope"
+    ]
+    return float(min(lengths, default=math.inf))
+
+
+def _prefill(
+    model: Decoder, sequences: list[list[int]], size: int, chunk: int, **how: Any
+) -> tuple[Int[Array, "B T"], Cache]:
+    """Aligns the sequences at their ends and processes all chunks but the last. Returns the last
+    chunk and the cache. With landmarks, blocks start at multiples of their size in the cache, so
+    the first chunk is shorter than the others in place of padding."""
+    lengths = np.array([len(sequence) for sequence in sequences], np.int32)
+    longest = int(lengths.max())
+    chunk = min(chunk, longest)
+    padded = longest if model.config.landmarks else -(-longest // chunk) * chunk
+    tokens = np.zeros((len(sequences), padded), np.int32)
+    for row, sequence in zip(tokens, sequences, strict=True):
+        row[padded - len(sequence) :] = sequence
+    cache = Cache.empty(model.config, len(sequences), size + padded - longest, how["dtype"])
+    cache = replace(cache, start=jnp.asarray(padded - lengths))
+    edges = [0, *range(padded % chunk or chunk, padded + 1, chunk)]
+    for start, stop in pairwise(edges[:-1]):
+        cache = _read(model, jnp.asarray(tokens[:, start:stop]), cache, lengths, **how)
+    return jnp.asarray(tokens[:, edges[-2] :]), cache
+
+
+@partial(jax.jit, static_argnames=("dtype", "execution"), donate_argnums=2)
+def _read(
+    model: Decoder,
+    tokens: Int[Array, "B T"],
+    cache: Cache,
+    lengths: Int[Array, "B"],
+    *,
+    dtype: DTypeLike,
+    execution: Execution,
+) -> Cache:
+    return model.decode(tokens, cache, length=lengths, dtype=dtype, execution=execution)[1]
+
+
+@partial(jax.jit, static_argnames=("sampling", "dtype", "execution"), donate_argnums=(2, 3))
+def _step(
+    model: Decoder,
+    tokens: Int[Array, "B T"],
+    cache: Cache,
+    seen: Bool[Array, "B V"],
+    key: Array,
+    lengths: Int[Array, "B"],
+    *,
+    sampling: Sampling,
+    dtype: DTypeLike,
+    execution: Execution,
+) -> tuple[Int[Array, "B"], Cache, Bool[Array, "B V"]]:
+    """Processes the tokens and samples the next. Returns it, the cache, and the tokens seen so
+    far."""
+    hidden, cache = model.decode(tokens, cache, length=lengths, dtype=dtype, execution=execution)
+    # Every device draws every token, so that every process has it.
+    logits = constrain(model.logits(hidden[:, -1:])[:, 0], None, None)
+    if model.config.landmarks is not None:
+        logits = logits.at[:, model.config.landmarks.token].set(-jnp.inf)
+    token = sampling.draw(logits, seen, key)
+    seen = constrain(seen.at[jnp.arange(len(token)), token].set(True), None, None)
+    return token, cache, seen

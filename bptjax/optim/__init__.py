@@ -1,0 +1,1 @@
+"""The optimizer: update rules, schedules, the loss scale of float16."""

@@ -1,0 +1,350 @@
+"""Optimizer steps: in-place updates of parameters and optimizer state, in float32, bfloat16 or
+int8, on the device or in host memory."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.typing import ArrayLike
+
+from bptjax.ops.quantize import (
+    BLOCK,
+    dequantize,
+    dynamic_codebook,
+    quantize,
+    random_bits,
+    stochastic_round,
+)
+from bptjax.ops.target import platform
+from bptjax.optim.update_rules import AdamW, Lion, Muon, UpdateRule
+from bptjax.parallel.sliced_update import SLICE_ELEMENTS, update_in_slices
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """Optimizer and learning-rate schedule, in the terms of Hugging Face.
+
+    Attributes:
+      type: adamw, lion or muon. adamw keeps two slots of state per parameter, lion one. muon keeps
+        one per weight matrix of a linear layer, including low-rank factors of adapters, and updates
+        all other parameters like adamw.
+      learning_rate: highest learning rate of the schedule. If not set, 3e-4 for pre-training, 2e-5
+        for fine-tuning, and 2e-4 for adapters; lion takes a quarter of these.
+      lr_scheduler_type: schedule after the warm-up. linear and cosine decay to the end of the run;
+        wsd (warmup, stable, decay) is constant, then decays linearly over the last decay_ratio.
+      warmup_steps: steps of linear rise from 0. If neither this nor warmup_ratio is set, 0 for
+        pre-training.
+      warmup_ratio: warm-up as a share of the steps, rounded up, instead of warmup_steps. If
+        neither is set, 0.03 for fine-tuning.
+      min_lr_ratio: learning rate at the end of the decay, as a share of learning_rate. constant has
+        no decay.
+      decay_ratio: share of the run over which wsd decays. If not set, 0.1.
+      adam_beta1: decay rate of the first moment.
+      adam_beta2: decay rate of the second moment.
+      adam_epsilon: constant added to the denominator.
+      lion_beta1: weight of the momentum in the average whose sign is lion's step.
+      lion_beta2: decay rate of the momentum.
+      muon_momentum: decay rate of the momentum.
+      muon_dtype: dtype in which muon orthogonalizes the momentum of a weight matrix.
+      weight_decay: weight decay of linear layers. Norms, biases and embeddings have none. If not
+        set, 0.1 (0.4 for lion) for pre-training and 0 for fine-tuning.
+      max_grad_norm: largest global norm of the gradients; larger ones are scaled down. 0 turns this
+        off.
+      state_dtype: dtype of the optimizer state. Each slot takes 4 bytes per parameter in float32, 2
+        in bfloat16, 1.02 in int8. If not set, the dtype of the parameters.
+      state_memory_kind: memory that holds the optimizer state between steps. pinned_host frees
+        device memory, and each step moves the state there and back.
+    """
+
+    type: str = "adamw"
+    learning_rate: float | None = None
+    lr_scheduler_type: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    warmup_steps: int | None = None
+    warmup_ratio: float | None = None
+    min_lr_ratio: float = 0.1
+    decay_ratio: float | None = None
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.95
+    adam_epsilon: float = 1e-8
+    lion_beta1: float = 0.9
+    lion_beta2: float = 0.99
+    muon_momentum: float = 0.95
+    muon_dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    weight_decay: float | None = None
+    max_grad_norm: float = 1.0
+    state_dtype: Literal["float32", "bfloat16", "int8"] | None = None
+    state_memory_kind: Literal["device", "pinned_host"] = "device"
+
+    def __post_init__(self):
+        for name in ("warmup_steps", "weight_decay", "max_grad_norm"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < math.inf:
+                raise ValueError(f"optimizer.{name}={value}: must be finite and not negative")
+        for name in ("learning_rate", "adam_epsilon"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"optimizer.{name}={value}: must be finite and positive")
+        if self.type not in OPTIMIZERS:
+            names = ", ".join(OPTIMIZERS)
+            raise ValueError(f"optimizer.type={self.type}: must be one of {names}")
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.name.endswith(("_beta1", "_beta2", "_momentum")) and not 0 <= value < 1:
+                raise ValueError(f"optimizer.{f.name}={value}: must be in [0, 1)")
+            readers = [name for name, row in OPTIMIZERS.items() if f.name in row.keys]
+            if readers and self.type not in readers and value != f.default:
+                raise ValueError(
+                    f"optimizer.{f.name}={value}: must be {f.default} with "
+                    f"optimizer.type={self.type}, which does not read it"
+                )
+        if self.warmup_steps is not None and self.warmup_ratio is not None:
+            raise ValueError(
+                f"optimizer.warmup_ratio={self.warmup_ratio}: must not be set beside "
+                f"optimizer.warmup_steps={self.warmup_steps}; set one of them"
+            )
+        for name in ("warmup_ratio", "min_lr_ratio", "decay_ratio"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= 1:
+                raise ValueError(f"optimizer.{name}={value}: must be in [0, 1]")
+        if self.decay_ratio is not None and self.lr_scheduler_type != "wsd":
+            raise ValueError(
+                f"optimizer.decay_ratio={self.decay_ratio}: must not be set with "
+                f"lr_scheduler_type={self.lr_scheduler_type}; only wsd reads it"
+            )
+
+    def known(self, name: str) -> float:
+        """Returns the value of a key whose default `Config` sets.
+
+        Raises:
+          ValueError: the key has no value yet.
+        """
+        value = getattr(self, name)
+        if value is None:
+            raise ValueError(f"optimizer.{name}: must be set; a `Config` sets its default")
+        return value
+
+
+def _adamw(config: OptimizerConfig, p: nnx.Variable) -> UpdateRule:
+    return AdamW(config.adam_beta1, config.adam_beta2, config.adam_epsilon)
+
+
+def _muon(config: OptimizerConfig, p: nnx.Variable) -> UpdateRule:
+    """Returns Muon for hidden matrices, which include low-rank factors. Embeddings, head, norms and
+    biases use AdamW, as Jordan et al. advise.
+    """
+    # (number of input axes, number of output axes). Only kernels have it.
+    matrix = p.get_metadata().get("matrix")
+    if matrix is None:
+        return _adamw(config, p)
+    inputs, outputs = matrix
+    return Muon(config.muon_momentum, inputs, outputs, config.muon_dtype)
+
+
+def is_decayed(p: nnx.Variable) -> bool:
+    """Returns whether weight decay applies to a parameter: to weights of linear layers, with
+    low-rank factors and routers, which shapes do not distinguish from biases."""
+    metadata = p.get_metadata()
+    return "matrix" in metadata or metadata.get("decayed", False)
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """A value of `optimizer.type`.
+
+    Attributes:
+      rule: returns the update rule of a parameter.
+      keys: names of the `OptimizerConfig` fields that not every optimizer reads, but this one does.
+      rate_divisor: divides AdamW's default learning rate and multiplies its default weight decay.
+    """
+
+    rule: Callable[[OptimizerConfig, nnx.Variable], UpdateRule]
+    keys: tuple[str, ...] = ()
+    rate_divisor: float = 1.0
+
+
+ADAM_KEYS = ("adam_beta1", "adam_beta2", "adam_epsilon")
+OPTIMIZERS = {
+    "adamw": Optimizer(_adamw, ADAM_KEYS),
+    # Chen et al. 2023, arXiv 2302.06675, Section 5: Lion takes a learning rate 3 to 10 times lower
+    # than AdamW, and a weight decay higher by the same factor.
+    "lion": Optimizer(
+        lambda config, _: Lion(config.lion_beta1, config.lion_beta2),
+        ("lion_beta1", "lion_beta2"),
+        rate_divisor=4.0,
+    ),
+    "muon": Optimizer(_muon, (*ADAM_KEYS, "muon_momentum", "muon_dtype")),
+}
+
+
+@jax.tree_util.register_pytree_with_keys_class
+@dataclass(frozen=True)
+class OptState:
+    """Optimizer state.
+
+    Attributes:
+      count: int32 scalar, number of updates done.
+      slots: trees like the model's, by the names of `UpdateRule.slots`. In int8, a dict of `codes`
+        and the `absmax` of each block takes the place of a parameter; None takes the place of a
+        parameter whose rule has no such slot.
+    """
+
+    count: Array
+    slots: dict[str, Any]
+
+    # The keys leave out "slots", so that names of arrays in checkpoints stay as in version 0.1.
+    def tree_flatten_with_keys(self):
+        children = {"count": self.count, **self.slots}
+        keyed = [(jax.tree_util.GetAttrKey(name), child) for name, child in children.items()]
+        return keyed, tuple(self.slots)
+
+    @classmethod
+    def tree_unflatten(cls, names, children):
+        count, *slots = children
+        return cls(count, dict(zip(names, slots, strict=True)))
+
+
+def init_opt_state(config: OptimizerConfig, model: Any) -> OptState:
+    """Returns the state before the first update of `model`, a tree of `nnx.Variable`."""
+    parameters, treedef = jax.tree.flatten(model, is_leaf=_is_variable)
+    each = [
+        {name: _zeros(config, p) for name in OPTIMIZERS[config.type].rule(config, p).slots}
+        for p in parameters
+    ]
+    return OptState(jnp.zeros((), jnp.int32), _by_name(each, treedef))
+
+
+def _by_name(each: list[dict[str, Any]], treedef: Any) -> dict[str, Any]:
+    """Returns the tree of each slot, given the slots of each parameter."""
+    names = sorted({name for slots in each for name in slots})
+    return {name: treedef.unflatten([slots.get(name) for slots in each]) for name in names}
+
+
+def _zeros(config: OptimizerConfig, p: nnx.Variable) -> Any:
+    """Returns a slot of zeros, stored as config.state_dtype."""
+    value = p.get_value()
+    if config.state_dtype != "int8":
+        return p.replace(jnp.zeros_like(value, config.state_dtype))
+    *rest, S = value.shape
+    # Shard the maxima only if shards of the last axis hold full blocks; else replicate them.
+    axes = (*p.axes[:-1], None if S % BLOCK else p.axes[-1])
+    return {
+        "codes": p.replace(jnp.zeros_like(value, jnp.uint8)),
+        "absmax": nnx.Param(jnp.zeros((*rest, math.ceil(S / BLOCK)), jnp.float32), axes=axes),
+    }
+
+
+def apply_gradients(
+    config: OptimizerConfig,
+    gradients: Any,
+    state: OptState,
+    model: Any,
+    *,
+    rate: ArrayLike,
+    divisor: ArrayLike,
+    key: Array,
+    slice_elements: int = SLICE_ELEMENTS,
+) -> tuple[Any, OptState, Array]:
+    """Clips the gradients and takes one step. Returns (model, state, norm).
+
+    This is not an `optax.GradientTransformation`, which returns the updates of the complete model:
+    here the updates never exist all at once. Under jit with donated model and state, these are
+    overwritten; int8 state, and state in host memory, slice by slice. If the norm is not finite,
+    model and state do not change.
+
+    The arithmetic is float32. Values stored in fewer bits, parameters included, are rounded
+    stochastically. Rounding to nearest would drop every update below half an ulp; with beta2 =
+    0.999 that is nearly every update of the second moment. int8 uses the blocks and codebooks of
+    Dettmers et al. 2021, arXiv 2110.02861.
+
+    Args:
+      gradients, model: trees of `nnx.Variable`, gradients in any float dtype.
+      rate: learning rate.
+      divisor: divisor of the gradients. The returned global norm is computed after the division and
+        before clipping.
+      key: key of the rounding. On another mesh, the same key rounds differently.
+      slice_elements: see `update_in_slices`.
+    """
+    parameters, treedef = jax.tree.flatten(model, is_leaf=_is_variable)
+    scale = 1 / jnp.asarray(divisor, jnp.float32)
+    squares = [jnp.square(g.astype(jnp.float32) * scale).sum() for g in jax.tree.leaves(gradients)]
+    norm = jnp.sqrt(sum(squares))
+    finite = jnp.isfinite(norm)
+    if config.max_grad_norm:
+        scale *= jnp.minimum(1, config.max_grad_norm / jnp.maximum(norm, 1e-30))
+    # int8 blocks, host transfers and matrix products need leaf-sized temporaries, so update them
+    # slice by slice. Everything else XLA fuses into one in-place kernel (except on CPU).
+    sliced = (
+        config.state_dtype == "int8"
+        or config.state_memory_kind == "pinned_host"
+        or platform() == "cpu"
+    )
+    new, trees = [], map(treedef.flatten_up_to, (gradients, *state.slots.values()))
+    for number, (p, g, *values) in enumerate(zip(parameters, *trees, strict=True)):
+        decay = config.known("weight_decay") * is_decayed(p)
+        rule = OPTIMIZERS[config.type].rule(config, p)
+        step = partial(_step, rule, scale, rate, decay, state.count + 1)
+        leaf_key = jax.random.fold_in(key, number)
+        slots = dict(zip(state.slots, values, strict=True))
+        old = p, {name: slots[name] for name in rule.slots}
+        if sliced or rule.unsliced_axes > 1:
+            options = dict(axes=p.axes, when=finite, unsliced_axes=rule.unsliced_axes)
+            options["slice_elements"] = slice_elements
+            new.append(update_in_slices(step, old, g, leaf_key, **options))
+        else:
+            chosen = partial(jnp.where, finite)
+            new.append(jax.tree.map(chosen, step(old, g, leaf_key), old))
+    model = treedef.unflatten([p for p, _ in new])
+    slots = _by_name([slots for _, slots in new], treedef)
+    return model, OptState(state.count + finite.astype(jnp.int32), slots), norm
+
+
+def _step(rule, scale, rate, decay, count, old, g, key):
+    """Returns (parameter, slots) after a step with gradient `g`; all may be slices."""
+    p, slots = old
+    g = g.get_value().astype(jnp.float32) * scale
+    loaded = {name: _load(slots[name], squared) for name, squared in rule.slots.items()}
+    direction, loaded = rule.update(loaded, g, count=count)
+    x = p.get_value().astype(jnp.float32)
+    # XLA would create the zeros of a product with 0 together with those that the loss starts from,
+    # and keep an array as large as the output embedding from there to here.
+    x -= rate * (direction + decay * x if decay else direction)
+    first, second = random_bits(key, x.shape)
+    noises = (first >> 16, first, second >> 16)
+    slots = {
+        name: _store(loaded[name], slots[name], noise.astype(jnp.uint16), squared)
+        for (name, squared), noise in zip(rule.slots.items(), noises, strict=False)
+    }
+    return _store(x, p, second.astype(jnp.uint16)), slots
+
+
+def _load(stored: Any, squared: bool = False) -> Array:
+    """Returns a slot in float32."""
+    if not isinstance(stored, dict):
+        return stored.get_value().astype(jnp.float32)
+    codes, absmax = stored["codes"].get_value(), stored["absmax"].get_value()
+    x = dequantize(codes, absmax, dynamic_codebook(signed=not squared))
+    return jnp.square(x) if squared else x
+
+
+def _store(x: Array, like: Any, noise: Array, squared: bool = False) -> Any:
+    """Returns float32 `x`, stored like `like`. int8 stores the root of a mean of squares, which has
+    the range of the first moment and the precision that the update needs.
+    """
+    if not isinstance(like, dict):
+        return like.replace(stochastic_round(x, noise) if like.dtype == jnp.bfloat16 else x)
+    book = dynamic_codebook(signed=not squared)
+    codes, absmax = quantize(jnp.sqrt(x) if squared else x, book, noise)
+    if squared:
+        # Avoid zero: the first moment divided by epsilon alone would be huge.
+        codes = jnp.maximum(codes, 1)
+    return {"codes": like["codes"].replace(codes), "absmax": like["absmax"].replace(absmax)}
+
+
+def _is_variable(x: Any) -> bool:
+    return isinstance(x, nnx.Variable)

@@ -1,0 +1,1 @@
+"""Flags and config keys: their names, their values, and errors in one line."""

@@ -1,0 +1,184 @@
+"""Flags of every command: spelling, help text, errors in one line."""
+
+import argparse
+import difflib
+import re
+import sys
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+from bptjax.parsing.keys import new_name
+from bptjax.parsing.other_names import NO_COUNTERPART, OTHER_NAMES, own_name
+
+EXIT_CODES = (
+    "Exit codes: 0 done; 1 the command failed while it ran; 2 bad flags, config or data; "
+    "130 stopped by Ctrl-C; 143 stopped by SIGTERM."
+)
+# The switch that `run_command` reads.
+DEBUG = "--debug", "show the traceback of an error"
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """Returns "; now called …" for a renamed key, "; use …" for a key of another program,
+    or the reason why there is none, "; nearest: …" for any other unknown name, or an empty text if
+    no name is similar.
+    """
+    key, known = name.removeprefix("--"), [own.removeprefix("--") for own in names]
+    dashes = "--" * name.startswith("--")
+    if new_name(key) != key and new_name(key) in known:
+        return f"; now called {new_name(key)}"
+    if own := own_name(key, known):
+        return f"; use {dashes}{own}"
+    if (last := key.rpartition(".")[2]) in NO_COUNTERPART:
+        return f"; {NO_COUNTERPART[last]}"
+    if last in OTHER_NAMES:  # The command has no such flag.
+        return ""
+    # A name without its group is compared with the last parts.
+    guesses = {own.rpartition(".")[2]: own for own in known} | {own: own for own in known}
+    found = difflib.get_close_matches(key, guesses, 1, 0.75)
+    return f"; nearest: {dashes}{guesses[found[0]]}" if found else ""
+
+
+def normalize(argv: list[str], parser: argparse.ArgumentParser) -> list[str]:
+    """Returns `argv` with underscores in place of hyphens in names of flags, up to a sub-command.
+
+    Raises:
+      ValueError: a flag is unknown, or given twice with different values.
+    """
+    actions = parser._option_string_actions
+    flags = [name for name in actions if name.startswith("--") and not name.endswith("+")]
+    commands = {name for action in parser._actions for name in _commands(action)}
+    result, given = [], {}
+    for index, token in enumerate(argv):
+        if token == "--":
+            return result + argv[index:]
+        if token.replace("_", "-") in commands:
+            return [*result, token.replace("_", "-"), *argv[index + 1 :]]
+        name, equals, value = token.partition("=")
+        # argparse treats a token with a space as a value.
+        if not name.startswith("--") or " " in name:
+            result.append(token)
+            continue
+        name = "--" + name[2:].replace("-", "_")
+        action = actions.get(name)
+        # A flag may set one key of a dict: --model.rope_parameters.factor. Groups have hidden help.
+        mapping = None if isinstance(parser, Parser) else actions.get(name.rpartition(".")[0])
+        if action is None and mapping is not None and mapping.help != argparse.SUPPRESS:
+            action = mapping
+        if action is None:
+            raise ValueError(f"unknown flag {name}{nearest(name, flags) or '; see --help'}")
+        result.append(name + equals + value)
+        if action.nargs == 0 or isinstance(action, argparse._AppendAction) or name.endswith("+"):
+            continue
+        values = [value] if equals else _values(argv[index + 1 :], action.nargs)
+        if given.setdefault(name, values) != values:
+            first, second = " ".join(given[name]), " ".join(values)
+            raise ValueError(f"{name} is given twice, as {first} and as {second}; give it once")
+    return result
+
+
+def _values(following: list[str], nargs: int | str | None) -> list[str]:
+    """Returns the values of a flag among the tokens that follow it."""
+    end = next((i for i, token in enumerate(following) if token.startswith("--")), len(following))
+    return following[: end if nargs in ("+", "*") else min(end, 1)]
+
+
+def _commands(action: argparse.Action) -> Iterable[str]:
+    return (action.choices or ()) if isinstance(action, argparse._SubParsersAction) else ()
+
+
+class Help(argparse.HelpFormatter):
+    """Formatter of help text with defaults, and with types in place of upper-case flag names."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text, default = action.help or "", action.default
+        if choices := self._choices(action):
+            text += f" One of {choices.strip('{}').replace(',', ', ')}."
+        if action.required and action.option_strings:
+            return f"{text} (required)"
+        if not action.option_strings or action.nargs == 0 or default in (None, [], "==SUPPRESS=="):
+            return text
+        several = action.nargs == "+"
+        return f"{text} (default: {' '.join(map(str, default)) if several else _shown(default)})"
+
+    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
+        names = {"int": "INT", "float": "NUMBER", "Path": "PATH"}
+        return names.get(getattr(action.type, "__name__", ""), "TEXT")
+
+    def _choices(self, action: argparse.Action) -> str:
+        """Returns "{a,b,c}" for a flag whose choices do not fit beside its name, else an empty
+        text."""
+        values = self._format_args(action, self._get_default_metavar_for_optional(action))
+        fits = len(f"  {', '.join(action.option_strings)} {values}") <= self._width
+        return "" if fits else values
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings:
+            return super()._format_action_invocation(action)
+        values = self._format_args(action, self._get_default_metavar_for_optional(action))
+        values = "NAME" if self._choices(action) else values
+        # Leave out the form with +, which appends to a list.
+        names = [name for name in action.option_strings if not name.endswith("+")]
+        return f"{', '.join(names)} {values}".rstrip()
+
+
+class Switch(argparse._HelpAction):
+    """A flag without a value, which its reader looks up in the arguments. A subclass of `--help`'s
+    action, so that it is not a key of a config."""
+
+    def __init__(self, name: str, help: str):
+        super().__init__([name], help=help)
+
+    def __call__(self, *_):
+        pass
+
+
+class Parser(argparse.ArgumentParser):
+    """Parser of a command's flags. Raises errors as ValueErrors of one line; refuses
+    abbreviations."""
+
+    def __init__(self, **options: Any):
+        options.setdefault("epilog", EXIT_CODES)
+        options.setdefault("formatter_class", Help)
+        super().__init__(allow_abbrev=False, **options)
+        self._add_action(Switch(*DEBUG))
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        # argparse calls this method for a sub-command too.
+        args = normalize(list(sys.argv[1:] if args is None else args), self)
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(one_line(message))
+
+
+def _shown(value: Any) -> str:
+    """Formats a default value as YAML."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_shown(item)}" for key, item in value.items()) + "}"
+    return (
+        "[" + ", ".join(map(_shown, value)) + "]" if isinstance(value, list | tuple) else str(value)
+    )
+
+
+def one_line(message: str) -> str:
+    """Rewrites an error of argparse in the form `flag=value: must be …`."""
+    if found := re.match(r"argument (\S+): invalid (\w+) value: '(.*)'", message):
+        kind = {"int": "an integer", "float": "a number"}.get(found[2], found[2])
+        return f"{found[1]}={found[3]}: must be {kind}"
+    if found := re.match(
+        r"argument (\S+): invalid choice: '?(.*?)'? \(choose from (.*)\)", message
+    ):
+        choices = found[3].replace("'", "").split(", ")
+        if found[1].startswith("-"):
+            return f"{found[1]}={found[2]}: must be one of {', '.join(choices)}"
+        return f"unknown command {found[2]}{nearest(found[2], choices)}"
+    if found := re.match(r"the following arguments are required: (.*)", message):
+        return f"{found[1]} must be given; see --help"
+    if found := re.match(r"argument (\S+): (expected .*)", message):
+        return f"{found[1]}: {found[2]}"
+    if found := re.match(r"unrecognized arguments: (.*)", message):
+        return f"unexpected argument {found[1]}; see --help"
+    return message

@@ -1,0 +1,1 @@
+"""Files, processes, checkpoints and metrics of a run. Imports no other room."""

@@ -1,0 +1,422 @@
+"""Checkpoints: saved in the background, checked before use, restored on any number of devices."""
+
+import json
+import logging
+import math
+import os
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
+
+from bptjax.run.checkpoint_files import (
+    BEST,
+    HALF_WRITTEN,
+    check_step,
+    clear_half_written,
+    damage,
+    set_aside,
+    steps_in,
+    write_manifest,
+)
+from bptjax.run.json_files import read_json
+from bptjax.run.local_checkpoints import OWNER, Copies
+from bptjax.run.output import explain_full_disk, write_atomically
+
+log = logging.getLogger("bptjax")
+
+# Seconds that a save may take. Orbax's 600 s end a run whose disk is slow, or whose clock is set
+# forward; a save that hangs is a matter of the supervisor.
+SAVE_TIMEOUT_S = 365 * 86_400
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """How often checkpoints are written and how many are kept.
+
+    Attributes:
+      save_steps: optimizer steps between checkpoints.
+      save_total_limit: number of newest checkpoints to keep. With 1 there is no older checkpoint
+        to fall back on if it is damaged.
+      keep_every: also keep the checkpoints of steps that are multiples of this number, itself a
+        multiple of save_steps.
+      keep_best: also save and keep the checkpoint with the lowest eval/loss, named in best.json.
+        Other commands still use the newest checkpoint.
+      local_dir: directory on a fast local disk. Checkpoints are written to it, and copied from
+        there to the run directory while the run goes on. For processes of one host only.
+    """
+
+    save_steps: int = 500
+    save_total_limit: int = 2
+    keep_every: int | None = None
+    keep_best: bool = False
+    local_dir: str | None = None
+
+    def __post_init__(self):
+        for field in ("save_steps", "save_total_limit"):
+            if (value := getattr(self, field)) < 1:
+                raise ValueError(f"checkpoint.{field}={value}: must be at least 1")
+        every = self.keep_every
+        if every is not None and (every < 1 or every % self.save_steps):
+            raise ValueError(
+                f"checkpoint.keep_every={every}: must be a multiple of "
+                f"checkpoint.save_steps={self.save_steps}"
+            )
+        local = self.local_dir
+        if local is not None and (not local or os.path.expanduser(local).startswith("~")):
+            raise ValueError(f"checkpoint.local_dir={local}: must be a directory; give its path")
+
+
+@dataclass
+class Best:
+    """Lowest eval/loss of a run after step 0.
+
+    Attributes:
+      step: step of the lowest loss; 0 before the first evaluation.
+      loss: lowest loss, in nats per token.
+      since: number of evaluations since then without a lower loss.
+    """
+
+    step: int = 0
+    loss: float | None = None
+    since: int = 0
+
+    def add(self, step: int, loss: float) -> None:
+        """Adds an evaluation. A loss that is not finite does not count as an improvement."""
+        if math.isfinite(loss) and (self.loss is None or loss < self.loss):
+            self.step, self.loss, self.since = step, loss, 0
+        else:
+            self.since += 1
+
+
+@dataclass
+class _Step:
+    """Preservation policy of orbax that keeps one step, which may change."""
+
+    step: int | None = None
+
+    def should_preserve(self, checkpoints, *, context) -> list[bool]:
+        return [each.step == self.step for each in checkpoints]
+
+
+class DamagedCheckpointError(RuntimeError):
+    """All finished checkpoints are damaged."""
+
+
+class Checkpoints:
+    """The checkpoints of one run, `<run_dir>/checkpoints/<step>/`.
+
+    A checkpoint holds `state` (arrays by the path of the leaf), `meta` (JSON) and a manifest with
+    its step and the CRC-32 of every file, because orbax does not notice a flipped byte. A directory
+    gets its final name when all files are on disk; older checkpoints are deleted afterwards. Each
+    process writes the arrays of its own devices into one shared directory, and process 0 decides
+    which checkpoint all processes restore.
+
+    Nothing is written before the first `save`, which removes half-written directories and renames
+    checkpoints newer than the restored step (damaged or superseded) to `<step>.aside<n>`.
+
+    With a local directory, checkpoints are finished there first and then copied; `restore` copies
+    those that a killed process has not copied.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path | str,
+        *,
+        save_total_limit: int | None = None,
+        keep_every: int | None = None,
+        local: Path | None = None,
+    ):
+        self.directory = Path(run_dir).absolute() / "checkpoints"
+        self._written_to = local or self.directory
+        self._copies: Copies | None = None
+        if local and jax.process_index() == 0:
+            self._copies = Copies(local, self.directory, save_total_limit, keep_every)
+        self._limit, self._every = save_total_limit, keep_every
+        self._has_run = self.directory.parent.is_dir()
+        self._manager: ocp.CheckpointManager | None = None
+        self._step, self._best = -1, _Step()
+        self._record: dict[str, Any] | None = None
+        # Orbax logs through absl, which prints to stderr. The first failure of a save is raised as
+        # an exception. Asyncio logs the others, of tasks for which nobody waits any more.
+        logging.getLogger("absl").setLevel(logging.CRITICAL)
+        logging.getLogger("asyncio").addFilter(_not_of_orbax)
+        warnings.filterwarnings("ignore", "coroutine 'async_serialize.* was never awaited")
+
+    def save(self, step: int, state: Any, extra: dict, best: Best | None = None) -> None:
+        """Copies `state` from the devices and returns, while threads write it.
+
+        The caller may donate `state` (a pytree of jax arrays, none of size 0 and none uint4) after
+        the call. `extra` is JSON. Waits for the previous save and raises its error. Does not write
+        a step again that was just saved or restored. Keeps the checkpoint of `best` in addition to
+        the newest ones, and names it in `best.json` in the run directory.
+
+        Raises:
+          OSError: the previous save or this save failed, or the run directory was removed;
+            `DiskFull` if the disk is full.
+        """
+        self._wait_written()
+        if self._has_run and not self.directory.parent.is_dir():
+            # Orbax would make it anew, and then it would hold no run.
+            raise FileNotFoundError(f"{self.directory.parent}: was removed")
+        if step == self._step:
+            return
+        self._step, restored = step, self._step
+        self._best.step = best.step if best else None
+        self._record = {"step": best.step, "eval/loss": best.loss} if best and best.step else None
+        leaves = _leaves(state)
+        meta = {"extra": extra, "leaves": {name: _kind(leaf) for name, leaf in leaves.items()}}
+        items = {"state": ocp.args.StandardSave(leaves), "meta": ocp.args.JsonSave(meta)}
+        with self._saving():
+            self._manager = self._manager or self._open(restored)
+            self._manager.save(step, args=ocp.args.Composite(**items), force=True)
+            if self._copies:
+                is_best = self._best.step == step
+                self._copies.follow(self._manager.wait_until_finished, step, is_best)
+
+    def wait(self) -> None:
+        """Blocks until the last save is finished, and raises its error."""
+        self._wait_written()
+        if self._copies:
+            self._copies.wait()
+
+    def close(self) -> None:
+        """Finishes the last save and ends all threads."""
+        with ExitStack() as stack:
+            if self._copies:
+                stack.callback(self._copies.close)
+            if self._manager:
+                stack.enter_context(self._saving())
+                stack.callback(self._manager.close)
+                self._wait_written()
+
+    def restore(self, abstract_state: Any, step: int | None = None) -> tuple[int, Any, dict] | None:
+        """Restores the newest intact checkpoint, or the checkpoint of `step`. Returns (step, state,
+        extra), or None if no checkpoint was ever finished.
+
+        `abstract_state` is a tree of `jax.ShapeDtypeStruct` with shardings, or of arrays, on any
+        mesh. Skips half-written and damaged checkpoints with a warning.
+
+        Raises:
+          ValueError: the trees, shapes or dtypes differ, there is no checkpoint of `step`, or the
+            checkpoint was renamed.
+          DamagedCheckpointError: all checkpoints are damaged, or the checkpoint of `step` is.
+        """
+        if self._copies:
+            self._copies.recover()
+        found = self.newest(step) if jax.process_index() == 0 else None
+        found = int(multihost_utils.broadcast_one_to_all(np.int32(-1 if found is None else found)))
+        if found < 0:
+            return None
+        self._step = found
+        if self._manager:
+            # The next save opens another one, and sets newer checkpoints aside before.
+            with self._saving():
+                self._manager.close()
+            self._manager = None
+        return found, *_load(self.directory / str(found), abstract_state)
+
+    def newest(self, step: int | None = None) -> int | None:
+        """Returns the step of the newest intact checkpoint, or `step` if its checkpoint is intact.
+        Names skipped checkpoints in a warning. Returns None if none was ever finished.
+
+        Raises:
+          ValueError, DamagedCheckpointError: as `restore`.
+        """
+        finished, skipped = steps_in(self.directory), []
+        if step is None:
+            newest = max(finished, default=-1)
+            half = {
+                s for d in (self.directory, self._written_to) for s in steps_in(d, HALF_WRITTEN)
+            }
+            skipped = [f"step {s} is half-written" for s in sorted(half) if s > newest]
+        elif step not in finished:
+            raise ValueError(f"step {step}: must be one of {finished} in {self.directory}")
+        for found in finished[::-1] if step is None else [step]:
+            if not (fault := damage(self.directory / str(found))):
+                check_step(self.directory / str(found))
+                if skipped:
+                    log.warning("%s: %s; using step %d", self.directory, "; ".join(skipped), found)
+                return found
+            skipped.append(f"step {found} is damaged ({fault})")
+        unusable = f"{self.directory}: {'; '.join(skipped)}; "
+        if finished:
+            remedy = "restore one from a copy, or move the directory away to start from step 0"
+            raise DamagedCheckpointError(unusable + remedy)
+        if skipped:
+            log.warning("%sstarting from step 0", unusable)
+        return None
+
+    def specs(self, step: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Returns (dtype, shape) of each array of the state, by the path of its leaf.
+
+        Raises:
+          ValueError: the metadata is damaged.
+        """
+        path = self.directory / str(step)
+        return {name: _parsed(path, name, kind) for name, kind in _meta(path)["leaves"].items()}
+
+    def extra(self, step: int) -> dict:
+        """Returns the values saved beside the state."""
+        return _meta(self.directory / str(step))["extra"]
+
+    def read(self, step: int, name: str) -> np.ndarray:
+        """Reads one array of the state into host memory, in this process alone.
+
+        Raises:
+          ValueError: the array has another dtype or shape than the metadata says, or is missing.
+        """
+        here = jax.process_index()
+        alone = ocp.options.MultiprocessingOptions(
+            primary_host=here, active_processes={here}, barrier_sync_key_prefix=f"read{here}"
+        )
+        handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)
+        args = ocp.args.PyTreeRestore(
+            item={name: 0},
+            restore_args={name: ocp.RestoreArgs(restore_type=np.ndarray)},
+            partial_restore=True,
+        )
+        with ocp.Checkpointer(handler, multiprocessing_options=alone) as reader:
+            array = reader.restore(self.directory / str(step) / "state", args=args)[name]
+        path = self.directory / str(step)
+        # A missing array comes back as `item`.
+        found, wanted = _kind(np.asarray(array)), _meta(path)["leaves"][name]
+        if found != wanted:
+            raise ValueError(
+                f"{path}: {name} is {found} in its file and {wanted} in the metadata: must be the "
+                "same; use another checkpoint"
+            )
+        return array
+
+    def _wait_written(self) -> None:
+        """Waits until the last save has written its files, and raises its error."""
+        if self._copies:
+            with self._saving():
+                self._copies.wait_written()
+        elif self._manager:
+            with self._saving():
+                self._manager.wait_until_finished()
+
+    @contextmanager
+    def _saving(self) -> Iterator[None]:
+        """Raises one kind of error for all failures of a save."""
+        with explain_full_disk(self._written_to / str(self._step)):
+            try:
+                yield
+            except ValueError as error:  # Orbax's kind for errors of files.
+                raise OSError(str(error)) from error
+
+    def _open(self, restored: int) -> ocp.CheckpointManager:
+        """Removes and renames what the first save finds after the checkpoint of `restored`."""
+        if not isinstance(sys.unraisablehook, _IgnoreClosedLoops):
+            sys.unraisablehook = _IgnoreClosedLoops(sys.unraisablehook)
+        if jax.process_index() == 0:
+            for step in steps_in(self.directory, HALF_WRITTEN):
+                clear_half_written(self.directory / str(step))
+            for step in steps_in(self.directory):
+                if step > restored:
+                    set_aside(self.directory / str(step))
+            if self._copies:
+                self._copies.claim()
+            else:  # Checkpoints left in a local directory are superseded.
+                (self.directory / OWNER).unlink(missing_ok=True)
+        policies = ocp.checkpoint_managers
+        limit = self._limit if self._written_to == self.directory else None
+        kept: list[Any] = [policies.LatestN(limit), self._best]
+        if self._every is not None:
+            kept.append(policies.EveryNSteps(self._every))
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=policies.AnyPreservationPolicy(kept),
+            # Asynchronous directories keep a process whose save failed alive for five minutes.
+            async_options=ocp.AsyncOptions(
+                post_finalization_callback=self._write_manifest,
+                create_directories_asynchronously=False,
+                timeout_secs=SAVE_TIMEOUT_S,
+            ),
+        )
+        # This is a barrier: no process lists the steps before process 0 has cleaned up.
+        return ocp.CheckpointManager(self._written_to, options=options)
+
+    def _write_manifest(self) -> None:
+        """Writes the manifest. The thread of orbax in process 0 calls it when every file is written
+        and the directory is not yet renamed."""
+        path = self._written_to / f"{self._step}{HALF_WRITTEN}"
+        write_manifest(path)
+        if self._record:
+            best = path if self._copies else self.directory.parent
+            write_atomically(best / BEST, json.dumps(self._record) + "\n")
+
+
+def _not_of_orbax(record: logging.LogRecord) -> bool:
+    return "orbax" not in record.getMessage()
+
+
+class _IgnoreClosedLoops:
+    """Hook for errors in C++ that have no caller. Ignores the errors of writes that were pending
+    when another write of the same save failed: orbax has closed the event loop that they notify."""
+
+    def __init__(self, before: Callable[[Any], Any]):
+        self._before = before
+
+    def __call__(self, found: Any) -> None:
+        if str(found.exc_value) != "Event loop is closed":
+            self._before(found)
+
+
+def _load(path: Path, abstract_state: Any) -> tuple[Any, dict]:
+    meta = _meta(path)
+    wanted, saved = _leaves(abstract_state), meta["leaves"]
+    for name in dict.fromkeys([*wanted, *saved]):
+        here = _kind(wanted[name]) if name in wanted else "absent"
+        if (there := saved.get(name, "absent")) != here:
+            raise ValueError(
+                f"{path}: {name} is {there} in the checkpoint and {here} in this run: must be the "
+                "same; use the config of the checkpoint, or a new run directory"
+            )
+        if wanted[name].sharding is None:
+            raise ValueError(f"abstract_state: {name}: must have a sharding")
+    with ocp.StandardCheckpointer() as reader:
+        state = reader.restore(path / "state", wanted)
+    leaves = [state[name] for name in wanted]
+    return jax.tree.unflatten(jax.tree.structure(abstract_state), leaves), meta["extra"]
+
+
+def _meta(path: Path) -> dict:
+    file = path / "meta" / "metadata"
+    found = read_json(file)
+    if not all(isinstance(found.get(name), dict) for name in ("extra", "leaves")):
+        raise ValueError(f"{file}: must hold the objects extra and leaves; use another checkpoint")
+    return found
+
+
+def _parsed(path: Path, name: str, kind: Any) -> tuple[str, tuple[int, ...]]:
+    """Returns the dtype and the shape that `_kind` formatted."""
+    found = re.fullmatch(r"(\w+)\[(\d{1,9}(?:, \d{1,9})*)?\]", str(kind), re.ASCII)
+    with suppress(TypeError):  # Of a dtype that does not exist.
+        if found is not None:
+            shape = found[2].split(", ") if found[2] else ()
+            return str(jnp.dtype(found[1])), tuple(map(int, shape))
+    raise ValueError(
+        f"{path}: {name}={kind!r:.99} in the metadata: must be a dtype and a shape; use another "
+        "checkpoint"
+    )
+
+
+def _leaves(tree: Any) -> dict[str, Any]:
+    """Returns the leaves by path. Orbax sees this flat dict, whatever the classes of the tree."""
+    leaves = jax.tree.leaves_with_path(tree)
+    return {jax.tree_util.keystr(at, simple=True, separator="/"): leaf for at, leaf in leaves}
+
+
+def _kind(leaf: Any) -> str:
+    return f"{leaf.dtype}{list(leaf.shape)}"

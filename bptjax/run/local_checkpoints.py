@@ -1,0 +1,256 @@
+"""Checkpoints in a fast local directory, and the thread that copies them to the run directory."""
+
+import hashlib
+import json
+import logging
+import os
+import secrets
+import shutil
+import stat
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+from bptjax.run.checkpoint_files import (
+    BEST,
+    HALF_WRITTEN,
+    clear_half_written,
+    damage,
+    discard,
+    set_aside,
+    steps_in,
+)
+from bptjax.run.output import explain_full_disk, leftovers, write_atomically
+
+log = logging.getLogger("bptjax")
+# Holds the same text in the local directory and in that of the run while they belong together.
+OWNER = ".local"
+
+
+def local_directory(local_dir: str, run_dir: Path) -> Path:
+    """Returns the directory inside `local_dir` for the checkpoints of one run."""
+    run_dir = run_dir.resolve()
+    code = hashlib.sha256(os.fsencode(run_dir)).hexdigest()[:12]
+    return Path(os.path.expanduser(local_dir)).resolve() / f"{run_dir.name}-{code}"
+
+
+def make_local_directory(local_dir: str, run_dir: Path) -> None:
+    """Makes the local directory of a run, private to the user.
+
+    Raises:
+      ValueError: `local_dir` is inside the run directory or cannot be written, or the directory
+        belongs to somebody else.
+    """
+    directory = local_directory(local_dir, run_dir)
+    refused = f"checkpoint.local_dir={local_dir}: must be"
+    if directory.is_relative_to(run_dir.resolve()):
+        raise ValueError(f"{refused} outside of the run directory {run_dir}; choose another")
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(mode=0o700, exist_ok=True)
+        found = directory.lstat()
+    except OSError as error:
+        text = f"{refused} a directory that can be written ({error.strerror}); choose another"
+        raise ValueError(text) from error
+    private = stat.S_ISDIR(found.st_mode) and not stat.S_IMODE(found.st_mode) & 0o077
+    if not private or found.st_uid != os.geteuid() or not os.access(directory, os.W_OK | os.X_OK):
+        raise ValueError(f"{refused} private in {directory}; remove that, or choose another")
+
+
+def directory_id(directory: Path) -> list[int] | None:
+    """Returns numbers that another directory of the same path on another host does not have; None
+    if there is no directory."""
+    try:
+        found = directory.stat()
+    except OSError:
+        return None
+    return [found.st_ino, found.st_ctime_ns]
+
+
+class Copies:
+    """Copies finished checkpoints of a local directory to the run directory, one at a time.
+
+    A copy gets its final name when all of its files are on disk and have the checksums of the
+    manifest; then the local checkpoint is removed. If a checkpoint is finished while another one
+    still waits for its copy, the older one is removed, unless it must be kept.
+    """
+
+    def __init__(self, local: Path, directory: Path, limit: int | None, every: int | None):
+        """Names the local and the final directory of the checkpoints.
+
+        Args:
+          limit: number of newest checkpoints to keep in the final directory; None for all.
+          every: also keep the multiples of this step.
+        """
+        self._local, self._directory = local, directory
+        self._limit, self._every = limit, every
+        self._writing, self._copying = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+        self._written: Future[None] | None = None
+        self._jobs: deque[Future[None]] = deque()
+        self._lock = threading.Lock()
+        # Steps that wait for their copy, and whether they must be kept.
+        self._waiting: list[tuple[int, bool]] = []
+        self._warned = False
+
+    def recover(self) -> None:
+        """Copies the checkpoints that a killed process has finished and not copied. Damaged ones
+        too: `Checkpoints` names those."""
+        if self._is_owner():
+            for step in steps_in(self._local):
+                self._copy(step)
+                discard(self._local / str(step))
+
+    def claim(self) -> None:
+        """Removes everything from the local directory before the first save of a process. What it
+        holds after `recover` is half-written, or of a run that was removed."""
+        finished = steps_in(self._local)
+        if finished:
+            text = "%s: removing steps %s, which are not of the run in %s or superseded"
+            log.warning(text, self._local, finished, self._directory.parent)
+        for step in finished:
+            discard(self._local / str(step))
+        self._clear()
+        for directory in (self._local, self._directory):
+            for file in leftovers(directory / OWNER):
+                file.unlink()
+        if not self._is_owner():
+            owner = secrets.token_hex(8)
+            for directory in (self._local, self._directory):
+                write_atomically(directory / OWNER, owner)
+                _flush(directory / OWNER)
+
+    def follow(self, wait: Callable[[], None], step: int, best: bool) -> None:
+        """Copies the checkpoint of a step as soon as `wait` returns, in other threads.
+
+        Args:
+          best: whether the checkpoint is the best one, which must be kept.
+        """
+        keep = best or (self._every is not None and step % self._every == 0)
+        self._written = self._writing.submit(self._add, wait, step, keep)
+
+    def wait_written(self) -> None:
+        """Waits until the last local checkpoint is finished, and until none that must be kept waits
+        for its copy. Raises the first error of these threads."""
+        written, self._written = self._written, None
+        if written is not None:
+            written.result()
+        while self._jobs and (self._jobs[0].done() or any(keep for _, keep in self._waiting)):
+            self._jobs.popleft().result()
+
+    def wait(self) -> None:
+        """Waits until the last checkpoint is in the run directory. Raises the first error."""
+        self.wait_written()
+        while self._jobs:
+            self._jobs.popleft().result()
+
+    def close(self) -> None:
+        """Waits as `wait`, and removes the local directory if it is empty."""
+        try:
+            self.wait()
+        finally:
+            self._writing.shutdown()
+            self._copying.shutdown()
+        self._clear()
+        if {path.name for path in self._local.glob("*")} <= {OWNER}:
+            (self._local / OWNER).unlink(missing_ok=True)
+            with suppress(OSError):
+                self._local.rmdir()
+
+    def _clear(self) -> None:
+        for step in steps_in(self._local, HALF_WRITTEN):
+            clear_half_written(self._local / str(step))
+
+    def _is_owner(self) -> bool:
+        """Returns whether the local checkpoints are of the run in the run directory."""
+        with suppress(FileNotFoundError):  # Other errors must not remove what is there.
+            return (self._local / OWNER).read_bytes() == (self._directory / OWNER).read_bytes()
+        return False
+
+    def _add(self, wait: Callable[[], None], step: int, keep: bool) -> None:
+        wait()
+        with self._lock:
+            late = [waiting for waiting, kept in self._waiting if not kept]
+            self._waiting = [each for each in self._waiting if each[1]] + [(step, keep)]
+        for old in late:
+            discard(self._local / str(old))
+        if late and not self._warned:
+            self._warned = True
+            log.warning(
+                "%s: step %d is not copied to it, as step %d was saved before the copy of an "
+                "earlier one was finished; this may happen again",
+                self._directory,
+                late[0],
+                step,
+            )
+        self._jobs.append(self._copying.submit(self._copy_next))
+
+    def _copy_next(self) -> None:
+        with self._lock:
+            if not self._waiting:  # A newer step was copied in place of several.
+                return
+            step, _ = self._waiting.pop(0)
+        self._copy(step)
+        best = self._local / str(step) / BEST
+        kept = {json.loads(best.read_text())["step"]} if best.exists() else set()
+        discard(self._local / str(step))
+        if self._limit is not None:
+            steps = steps_in(self._directory)
+            kept |= {*steps[-self._limit :]}
+            kept |= {old for old in steps if self._every and old % self._every == 0}
+            for old in set(steps) - kept:
+                discard(self._directory / str(old))
+
+    def _copy(self, step: int) -> None:
+        """Moves a finished local checkpoint to the run directory."""
+        source, target = self._local / str(step), self._directory / str(step)
+        try:
+            with explain_full_disk(target):
+                if target.exists() and damage(target):
+                    set_aside(target)
+                if not target.exists():
+                    _copy_directory(source, target)
+                if (source / BEST).exists():
+                    write_atomically(self._directory.parent / BEST, (source / BEST).read_text())
+        except FileNotFoundError as error:
+            if self._directory.parent.is_dir():
+                raise
+            raise FileNotFoundError(f"{self._directory.parent}: was removed") from error
+
+
+def _copy_directory(source: Path, target: Path) -> None:
+    """Copies a finished checkpoint, which appears complete or not at all.
+
+    Raises:
+      OSError: a file cannot be written, or the copy has other checksums than the source.
+    """
+    hidden = clear_half_written(target)
+    try:
+        hidden.mkdir()
+        paths = [path for path in sorted(source.rglob("*")) if path != source / BEST]
+        for path in paths:
+            copy = hidden / path.relative_to(source)
+            if path.is_dir():
+                copy.mkdir()
+            else:
+                shutil.copyfile(path, copy)
+        for path in (*paths, source):
+            _flush(hidden / path.relative_to(source))
+        if (found := damage(hidden)) and not damage(source):
+            raise OSError(f"{target}: the copy of {source} is damaged ({found})")
+        hidden.rename(target)
+    except OSError:
+        shutil.rmtree(hidden, ignore_errors=True)
+        raise
+    _flush(target.parent)
+
+
+def _flush(path: Path) -> None:
+    """Writes a file or directory to its disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

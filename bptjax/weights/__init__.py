@@ -1,0 +1,1 @@
+"""Models on disk: formats in both directions, adapters, kernels in few bits, loading."""

@@ -1,0 +1,113 @@
+"""Writes adapters for PEFT, with the base model's config if training changed it."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from bptjax.data.tokenizer import add_tokens, has_tokenizer, load_tokenizer
+from bptjax.models.config import ModelConfig
+from bptjax.run.json_files import read_json
+from bptjax.run.output import atomic_directory
+from bptjax.weights.hf.config import changes
+from bptjax.weights.hf.config_export import exported
+from bptjax.weights.hf.peft import write_peft
+from bptjax.weights.hf.peft_config import BASE_CONFIG
+from bptjax.weights.pretrained import Pretrained, open_pretrained, resolve_checkpoint
+
+
+def export_adapter(source: str, out: Path) -> Pretrained:
+    """Writes the adapters of a run's newest checkpoint in PEFT's format.
+
+    Raises:
+      ValueError: one line about the error in the run; `out` is not created.
+    """
+    model = open_adapter(source)
+    with atomic_directory(out) as directory:
+        write_adapter(model, directory)
+        here, added = resolve_checkpoint(source), model.config.add_tokens
+        if has_tokenizer(here) or added and model.sidecars:
+            # Its chat template and stop tokens are the ones that the adapter was trained with.
+            own = here if has_tokenizer(here) else model.sidecars
+            tokenizer = load_tokenizer(str(own), model.config.V)
+            add_tokens(tokenizer, added)
+            tokenizer.save(directory)
+    return model
+
+
+def write_adapter(model: Pretrained, directory: Path) -> None:
+    """Writes PEFT's files to `directory`, and the base model's config if training changed it: the
+    changed keys for `open_pretrained`, and a config.json for transformers.
+    """
+    assert model.adapters and model.family and model.read_as and model.sidecars
+    base = str(model.config.name_or_path)
+    write_peft(directory, model.adapters, model.family, model.config, base)
+    if changed := changes(model.read_as, model.config):
+        (directory / BASE_CONFIG).write_text(json.dumps(changed, indent=2) + "\n")
+    if _needs_config(model):
+        raw = read_json(model.sidecars / "config.json")
+        # Leave out added tokens: transformers reads the base model's embeddings with this config.
+        config = replace(model.config, vocab_size=model.read_as.vocab_size)
+        raw = exported(raw, model.read_as, config)
+        (directory / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
+
+
+def remedy_for_peft(model: Pretrained, out: Path) -> str:
+    """Returns a line about a step that PEFT needs to compute the same with the adapter in `out`;
+    empty if it needs none.
+    """
+    # As of PEFT 0.21, _convert_peft_config_moe in utils/transformers_weight_conversion.py.
+    adapted = model.adapters.values if model.adapters else ()
+    beside = any(path.startswith(("layers.dense.", "layers.mlp.shared.")) for path in adapted)
+    assert model.read_as is not None and model.family is not None
+    if beside and not model.family.peft_keeps_mlps:
+        return (
+            "PEFT leaves out the adapters of MLPs beside experts, whose names it takes for the "
+            "experts'; write one model of base model and adapter by merge-adapter"
+        )
+    base, new, old = model.config.name_or_path, model.config, model.read_as
+    steps = []
+    if _needs_config(model):
+        steps.append(
+            f"load it with the config of training, {model.family.auto_class}.from_pretrained("
+            f"{str(base)!r}, config=AutoConfig.from_pretrained({str(out)!r}))"
+        )
+    if new.V > old.V:
+        steps.append(f"give it rows for the added tokens, model.resize_token_embeddings({new.V})")
+    if new.position_embedding == "learned" and (new.max_position_embeddings or 0) > (
+        old.max_position_embeddings or 0
+    ):
+        steps.append(
+            f"use only its {old.max_position_embeddings} positions, of "
+            f"{new.max_position_embeddings} that the adapter was trained on"
+        )
+    if not steps:
+        return ""
+    return (
+        f"the adapter was trained with a changed base model; in PEFT, {', then '.join(steps)}; or "
+        "write one model of both by merge-adapter"
+    )
+
+
+def _needs_config(model: Pretrained) -> bool:
+    """Returns whether config keys alone change the base model's function. A config cannot extend a
+    table of learned positions: transformers would refuse the base model's table by its shape.
+    """
+    assert model.read_as is not None
+    changed = changes(model.read_as, model.config)
+    return model.config.position_embedding != "learned" and bool(
+        changed.keys() & {"rope_parameters", "max_position_embeddings"}
+    )
+
+
+def open_adapter(source: str) -> Pretrained:
+    """Opens the adapter of a run or of PEFT with its base model, which is of a Hugging Face family.
+
+    Raises:
+      ValueError: the source is not such an adapter.
+    """
+    model = open_pretrained(ModelConfig(name_or_path=source))
+    if model.adapters is None:
+        raise ValueError(f"{source}: must be an adapter, of PEFT or of a run with adapter.type")
+    if model.family is None:
+        raise ValueError(f"{source}: the base model must be of a Hugging Face family")
+    return model

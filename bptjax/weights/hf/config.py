@@ -1,0 +1,243 @@
+"""Reads a Hugging Face config.json as a ModelConfig, with the keys that a training config
+overrides."""
+
+from pathlib import Path
+from typing import Any
+
+from bptjax.models.config import ModelConfig
+from bptjax.models.config_checks import OVERRIDABLE
+from bptjax.ops.position import LONG
+from bptjax.parsing.keys import flatten, replace_keys
+from bptjax.run.json_files import read_json
+from bptjax.run.lazy_imports import transformers
+from bptjax.weights.hf.families import find_family
+from bptjax.weights.hf.families.encoders import with_classes
+from bptjax.weights.hf.families.family import Family
+
+# A key that only an encoder without classes takes from a training config.
+CLASSES = "encoder.classes"
+# Keys that change no result in any family.
+NEUTRAL = {
+    "_name_or_path",
+    "_sliding_window_pattern",
+    "architectures",
+    "bos_token_id",
+    "chunk_size_feed_forward",
+    "classifier_dropout",
+    "dtype",
+    "eos_token_id",
+    "id2label",
+    "initializer_range",
+    "init_std",
+    "label2id",
+    "model_type",
+    "output_attentions",
+    "output_hidden_states",
+    "pad_token_id",
+    "problem_type",
+    "return_dict",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+}
+
+
+def read_config(directory: Path, classes: int = 0) -> tuple[Family, ModelConfig]:
+    """Returns the family and the architecture of the checkpoint in `directory`.
+
+    Args:
+      classes: reads an encoder without classes as a classifier with this number of classes.
+
+    Raises:
+      ValueError: there is no config.json, or its family or one of its keys is not supported.
+    """
+    raw = read_json(directory / "config.json")
+    kind = raw.get("model_type")
+    try:
+        family = find_family(raw)
+    except ValueError as error:
+        raise ValueError(f"{directory}: {error}") from error
+    try:
+        config: Any = transformers().AutoConfig.from_pretrained(
+            str(directory), local_files_only=True, trust_remote_code=False
+        )
+        if (changed := with_classes(raw, classes)) is not raw:
+            raw, config = changed, type(config).from_dict(changed)
+        return family, read_keys(config, raw, family)
+    except Exception as error:
+        # transformers' validators raise classes of their own.
+        text = " ".join(str(error).split())
+        raise ValueError(f"{directory / 'config.json'} ({kind}): {text}") from error
+
+
+def read_keys(config: Any, raw: dict[str, Any], family: Family) -> ModelConfig:
+    """Returns the architecture of `config`, which transformers read from `raw`.
+
+    Raises:
+      ValueError: a key is not supported.
+    """
+    quantized = getattr(config, "quantization_config", None) is not None
+    if quantized and "quantization_config" not in family.neutral:
+        raise ValueError(
+            "quantization_config: must not be set; quantized weights are not supported"
+        )
+    text = config.text_config if family.wrapped else config
+    if getattr(text, "is_causal", True) is False:
+        raise ValueError("is_causal=False: must be true; decoders are causal")
+    seen = _Seen(text)
+    values = family.read(seen)
+    _refuse_others(text, type(text)().to_dict(), seen.keys, family.neutral)
+    if family.wrapped and "tie_word_embeddings" in raw:
+        # transformers reads this key of the outer config, and the text model's only without it.
+        values["tied_head"] = config.tie_word_embeddings
+    if family.rope_kept:
+        rope = values["rope_parameters"]
+        values["rope_parameters"] = {k: v for k, v in rope.items() if k not in family.rope_kept}
+    # A key of our own exports.
+    return ModelConfig(**values, attention_pattern=raw.get("attention_pattern"))
+
+
+def merge(pretrained: ModelConfig, wanted: ModelConfig) -> ModelConfig:
+    """Returns the checkpoint's architecture with the keys that the training config sets.
+
+    Raises:
+      ValueError: the training config sets a key that the checkpoint determines.
+    """
+    own, default = flatten(pretrained), flatten(ModelConfig())
+    changes: dict[str, Any] = {}
+    for key, value in flatten(wanted).items():
+        # The classes of a classifier may be named again, as in the run that made them.
+        if value == default[key] or key == CLASSES and value == pretrained.encoder.classes:
+            continue
+        if key == CLASSES and not pretrained.encoder.classes:
+            raise ValueError(
+                f"model.{key}={value}: must not be set, because only a Hugging Face directory of a "
+                "BERT, RoBERTa, ModernBERT or ViT without a head, or with that of a masked "
+                f"language model, gets new classes, and {wanted.name_or_path} is none; start from "
+                f"such a directory, or leave model.{key} out"
+            )
+        if key not in OVERRIDABLE:
+            raise ValueError(
+                f"model.{key}={value}: must not be set, because the checkpoint "
+                f"model.name_or_path={wanted.name_or_path} determines it "
+                f"({own[key]}); leave it out"
+            )
+        group = pretrained.groups.get(key.partition(".")[0])
+        if group is not None and not group.on:
+            raise ValueError(
+                f"model.{key}={value}: must not be set, because {wanted.name_or_path} has no "
+                f"{key.partition('.')[0]}; leave it out"
+            )
+        changes[key] = value
+    changes["name_or_path"] = wanted.name_or_path
+    # The ids of new tokens follow the ids of tokens that were added before.
+    changes["add_tokens"] = [*dict.fromkeys([*pretrained.add_tokens, *wanted.add_tokens])]
+    if "rope_parameters" in changes:
+        if pretrained.position_embedding != "rope":
+            raise ValueError(
+                f"model.rope_parameters: must not be set, because {wanted.name_or_path} has "
+                f"position_embedding={pretrained.position_embedding}; leave it out"
+            )
+        length = changes.get("max_position_embeddings", pretrained.max_position_embeddings)
+        changes["rope_parameters"] = _merge_rope(pretrained, changes["rope_parameters"], length)
+    merged = replace_keys(pretrained, changes)
+    if (
+        merged.max_position_embeddings != pretrained.max_position_embeddings
+        and "dynamic" in merged.rope_types
+    ):
+        raise ValueError(
+            f"model.max_position_embeddings={merged.max_position_embeddings}: must stay "
+            f"{pretrained.max_position_embeddings} with rope_type=dynamic, which scales longer "
+            "texts itself; leave it out"
+        )
+    return merged
+
+
+def _merge_rope(
+    pretrained: ModelConfig, wanted: dict, max_position_embeddings: int
+) -> dict[str, Any]:
+    """Returns the checkpoint's rotary parameters with the wanted scaling.
+
+    If each layer type has its own parameters and `wanted` names no type, `wanted` applies to full
+    attention, because other layers attend only within a window.
+    """
+    old, trained = pretrained.rope_parameters, pretrained.max_position_embeddings
+    if isinstance(old.get("full_attention"), dict):
+        if not any(isinstance(value, dict) for value in wanted.values()):
+            wanted = {"full_attention": wanted}
+        unknown = wanted.keys() - old.keys()
+        if unknown:
+            raise ValueError(
+                f"model.rope_parameters: {sorted(unknown)}: must be layer types of the model, "
+                f"{sorted(old)}"
+            )
+        each = {
+            t: complete_rope(old[t], p, trained, max_position_embeddings) for t, p in wanted.items()
+        }
+        return old | each
+    return complete_rope(old, wanted, trained, max_position_embeddings)
+
+
+def complete_rope(
+    old: dict, wanted: dict, trained: int | None, max_position_embeddings: int | None
+) -> dict[str, Any]:
+    """Returns the wanted rotary parameters, completed from the checkpoint's `old` parameters and
+    the length that it was `trained` on, so that readers of a run or an export need no defaults.
+
+    Raises:
+      ValueError: a factor is missing and cannot be derived.
+    """
+    kind = wanted.get("rope_type", wanted.get("type", old.get("rope_type", "default")))
+    inherited = old
+    if kind != old.get("rope_type", "default"):
+        inherited = {k: old[k] for k in ("rope_theta", "partial_rotary_factor") if k in old}
+    new = {k: v for k, v in (inherited | wanted).items() if k != "type"} | {"rope_type": kind}
+    (original,) = LONG
+    if kind in ("yarn", "llama3", "longrope") and new.get(original) is None:
+        new[original] = old.get(original, trained)
+    if kind == "yarn" and new.get("factor") is None:
+        if (max_position_embeddings or 0) <= new[original]:
+            raise ValueError(
+                "model.rope_parameters: rope_type=yarn needs a factor; set factor, or "
+                f"model.max_position_embeddings above the original {new[original]}"
+            )
+        new["factor"] = max_position_embeddings / new[original]
+    return new
+
+
+def changes(read: ModelConfig, now: ModelConfig) -> dict[str, Any]:
+    """Returns the keys and values in which `now` differs from the checkpoint's config `read`."""
+    before, after = flatten(read), flatten(now)
+    keys = (key for key in OVERRIDABLE if key != "name_or_path")
+    return {key: after[key] for key in keys if after[key] != before[key]}
+
+
+def is_bare(raw: dict[str, Any]) -> bool:
+    """Returns whether the class named in config.json has no head. Its files leave out the
+    prefix."""
+    name = (raw.get("architectures") or [""])[0]
+    return name.endswith("Model") and not name.endswith("LMHeadModel")
+
+
+class _Seen:
+    """A config that remembers which of its keys were read."""
+
+    def __init__(self, config: Any):
+        self._config, self.keys = config, set()
+
+    def __getattr__(self, key: str) -> Any:
+        self.keys.add(self._config.attribute_map.get(key, key))
+        return getattr(self._config, key)
+
+
+def _refuse_others(config: Any, default: dict, seen: set[str], neutral: tuple[str, ...]) -> None:
+    """Refuses other keys than those read.
+
+    Raises:
+      ValueError: a key was not read, is not neutral and does not have its default value.
+    """
+    for key, value in config.to_dict().items():
+        if key in default and value != default[key] and key not in NEUTRAL.union(seen, neutral):
+            raise ValueError(
+                f"{key}={value!r}: must be {default[key]!r}; no other value is supported"
+            )

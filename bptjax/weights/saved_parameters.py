@@ -1,0 +1,78 @@
+"""Parameters in bptjax's own files: converted checkpoints, and checkpoints of runs."""
+
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from bptjax.models.params import ArraySpec, Index
+from bptjax.run.checkpoint import Checkpoints
+from bptjax.run.checkpoint_files import MANIFEST
+from bptjax.weights.hf.tensors import Tensors
+
+# (old, new) endings of paths. Older versions wrote the old ones, and the gate as a vector.
+_VECTOR, _GATE = ".shared_gate", ".shared_gate.kernel"
+_RENAMED = (("masked.bias", "head_bias"), (_VECTOR, _GATE))
+
+
+def _shaped(path: str, spec: ArraySpec) -> ArraySpec:
+    """Returns the spec with the axis for outputs that an old gate of a shared expert lacks."""
+    vector = path.endswith(_GATE) and spec.shape[-1] != 1
+    return ArraySpec(spec.dtype, (*spec.shape, 1)) if vector else spec
+
+
+class ConvertedCheckpoint:
+    """The parameters in a directory written by `bptjax convert`; a `ParameterSource`."""
+
+    def __init__(self, directory: Path):
+        self._tensors = Tensors(directory, renamed=_RENAMED)
+        self.specs = {path: _shaped(path, spec) for path, spec in self._tensors.specs.items()}
+        self.files = tuple(self._tensors.files)
+
+    def read(self, path: str, index: Index = ()) -> np.ndarray:
+        return self._tensors.read(path, index).reshape(self.specs[path].shape[len(index) :])
+
+    def slices(self) -> Iterator[tuple[str, Index, np.ndarray]]:
+        for path in self.specs:
+            yield path, (), self.read(path)
+
+
+class RunCheckpoint:
+    """The model's arrays in a run's newest finished checkpoint; a `ParameterSource`. For a run that
+    trains adapters, these are the arrays of the adapters.
+
+    Attributes:
+      extra: values that the run saved beside its arrays.
+
+    Raises:
+      ValueError: the run has no finished checkpoint.
+    """
+
+    def __init__(self, directory: Path):
+        checkpoints = Checkpoints(directory)
+        step = checkpoints.newest()
+        if step is None:
+            raise ValueError(f"{checkpoints.directory} has no finished checkpoint")
+        saved = checkpoints.specs(step)
+        names = {
+            name.split("/", 1)[1].removesuffix("/value").replace("/", "."): name
+            for name in saved
+            if name.startswith("model/")
+        }
+        names = {
+            path.removesuffix(_VECTOR) + _GATE if path.endswith(_VECTOR) else path: name
+            for path, name in names.items()
+        }
+        self.specs = {path: _shaped(path, ArraySpec(*saved[n])) for path, n in names.items()}
+        self.files: tuple[Path, ...] = (checkpoints.directory / str(step) / MANIFEST,)
+        self.extra = checkpoints.extra(step)
+        # A cache, because the slices of a parameter are read one after the other.
+        self._array = lru_cache(maxsize=3)(lambda path: checkpoints.read(step, names[path]))
+
+    def read(self, path: str, index: Index = ()) -> np.ndarray:
+        return self._array(path).reshape(self.specs[path].shape)[index]
+
+    def slices(self) -> Iterator[tuple[str, Index, np.ndarray]]:
+        for path in self.specs:
+            yield path, (), self.read(path)

@@ -1,0 +1,200 @@
+"""`bptjax preview`: what it says of the data is what a run trains on."""
+
+import json
+
+import numpy as np
+import pytest
+from chats import CALLS, THINKING_MARKED, TOOLS, raw_tokenizer
+
+from bptjax.cli.main import main
+from bptjax.cli.preview import marked_text
+from bptjax.data.encode import encode
+from bptjax.data.marked import marked, next_tokens, own_tokens
+from bptjax.data.text import open_documents
+from bptjax.data.tokenizer import ByteTokenizer
+
+FORMATS = {
+    "messages": (
+        {
+            "messages": [
+                {"role": "user", "content": "1 + 1?"},
+                {"role": "assistant", "content": "Two"},
+            ]
+        },
+        "### Human: 1 + 1?\n### Assistant:[[ Two]]",
+    ),
+    "sharegpt": (
+        {"conversations": [{"from": "human", "value": "A?"}, {"from": "gpt", "value": "B"}]},
+        "### Human: A?\n### Assistant:[[ B]]",
+    ),
+    "alpaca": ({"instruction": "Add", "input": "1 2", "output": "3"}, "### Response:[[3]]"),
+    "self_instruct": ({"prompt": "Q: ", "completion": "A"}, "Q: [[A]]"),
+    "prompt_answer": ({"prompt": "Q= ", "answer": "A"}, "Q= [[A]]"),
+    "hh_rlhf": (
+        {"chosen": "\n\nHuman: Hi\n\nAssistant: Yes\n\nHuman: Bye\n\nAssistant: No"},
+        "\n\nHuman: Hi\n\nAssistant:[[ Yes]]\n\nHuman: Bye\n\nAssistant:[[ No]]",
+    ),
+    "text": ({"text": "plain text"}, "[[plain text]]"),
+}
+
+
+def run(capsys, rows, tmp_path, *flags, seq_len=64):
+    """(exit code, output, errors) of a preview of these records."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    defaults = [f"--data.path={path}", f"--train.seq_len={seq_len}", "--data.eval_fraction=0"]
+    code = main(["preview", *defaults, *flags])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_tokens_in_the_loss_are_marked(name, tmp_path, capsys):
+    """The first record, and the packed sequences, of every record format."""
+    row, wanted = FORMATS[name]
+    flags = ["--sequences=2", "--data.packing=best_fit"]
+    code, out, _ = run(capsys, [row] * 60, tmp_path, *flags, seq_len=256)
+    assert code == 0
+    first, *sequences = out.split("first record, as trained on")[1].split("─ sequence ")
+    assert wanted in first
+    assert len(sequences) == 2
+    for sequence in sequences:
+        assert sequence.count(wanted) == sequence.count("\ndocument ") >= 1
+    assert "60 records" in out and "positions 0 to " in out
+
+
+def test_tools_and_reasoning(tmp_path, capsys):
+    """Through a chat template with marks: the marked text is transformers' assistant mask."""
+    raw = raw_tokenizer("bytes", THINKING_MARKED)
+    raw.save_pretrained(tmp_path / "tokenizer")
+    row = {"messages": CALLS, "tools": TOOLS, "source": "a"}
+    flags = [f"--data.tokenizer={tmp_path / 'tokenizer'}", "--sequences=1"]
+    code, out, _ = run(capsys, [row] * 20, tmp_path, *flags, seq_len=512)
+    assert code == 0
+    assert "the chat template does not read source (20)" in out
+    found = raw.apply_chat_template(
+        CALLS, tools=TOOLS, return_assistant_tokens_mask=True, return_dict=True
+    )
+    ids, mask = np.array(found["input_ids"]), np.array(found["assistant_masks"], bool)
+    edges = [0, *(np.flatnonzero(np.diff(mask)) + 1), len(ids)]
+    wanted = ""
+    for start, stop in zip(edges, edges[1:], strict=False):
+        text = raw.decode(ids[start:stop])
+        wanted += f"[[{text}]]" if mask[start] else text
+    assert wanted in out.split("as trained on")[1]
+    assert '"tool_calls"' in out.split("as read")[1]
+
+
+def test_counts_and_plot(tmp_path, capsys):
+    """Bad, too long and unlabeled records are counted, not shown as a traceback."""
+    good = {"prompt": "ab:", "answer": "cd"}
+    rows = [good] * 40 + [{"prompt": "x" * 100, "answer": "y"}, {"prompt": "no answer"}]
+    code, out, _ = run(capsys, rows, tmp_path, f"--out={tmp_path / 'plots'}", "--sequences=1")
+    assert code == 0
+    account = " ".join(out.split())
+    assert "1 of 42 records" in out and "longer than train.seq_len=64 and were dropped" in account
+    assert "1 bad record left out\n" in out and "bad record: " in out and "record 42" in out
+    assert "bptjax train stops at bad records unless data.bad_records=skip" in out
+    assert "bad_records.jsonl" not in out
+    assert "up to         8 ████" in out
+    assert "steps: about " in out
+    assert (tmp_path / "plots" / "lengths.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("names", [["good.jsonl", "bad.jsonl"], ["bad.jsonl"]])
+def test_a_source_without_an_example_is_not_drawn(names, tmp_path, capsys):
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "no answer"}\n')
+    (tmp_path / "good.jsonl").write_text('{"prompt": "ab:", "answer": "cd"}\n' * 40)
+    sources = [{"path": str(tmp_path / name)} for name in names]
+    flags = [f"--data.sources={json.dumps(sources)}", f"--out={tmp_path / 'plots'}"]
+    assert main(["preview", *flags, "--data.eval_fraction=0", "--train.seq_len=64"]) == 2
+    assert "a token that counts in the loss" in capsys.readouterr().err
+    assert (tmp_path / "plots" / "lengths.png").exists() == ("good.jsonl" in names)
+
+
+def test_bad_files_are_named_with_the_effect_on_training(tmp_path, capsys):
+    (tmp_path / "latin1.txt").write_bytes("Käse".encode("latin-1"))
+    (tmp_path / "good.txt").write_text("some text " * 40)
+    command = ["preview", f"--data.path={tmp_path}/*.txt", "--train.seq_len=64"]
+    command.append("--data.eval_fraction=0")
+    for flags, stops in (([], True), (["--data.bad_records=skip"], False)):
+        assert main([*command, *flags]) == 0
+        out = capsys.readouterr().out
+        assert f"bad record: {tmp_path / 'latin1.txt'}: " in out
+        assert ("train stops at bad records" in out) == stops
+    code, out, err = run(capsys, [{"other": "a"}] * 9, tmp_path)
+    assert code == 2 and "9 bad records left out\n" in out
+    assert "correct the bad records above" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--sequences=0"], "sequences=0: must be at least 1"),
+        (["--seconds=0"], "seconds=0.0: must be finite and positive"),
+        (["--sequencez=1"], "unknown flag --sequencez; nearest: --sequences"),
+        (["--data.tokenizer=/nowhere"], "data.tokenizer='/nowhere'"),
+    ],
+)
+def test_bad_input_is_one_line(flags, message, tmp_path, capsys):
+    code, _, err = run(capsys, [{"text": "some text " * 40}], tmp_path, *flags)
+    assert code == 2 and message in err and len(err.splitlines()) == 1
+
+
+def test_the_middle_of_a_long_document_is_left_out(tmp_path):
+    (tmp_path / "a.txt").write_text("a" * 50 + "b" * 900 + "c" * 50)
+    (example,) = encode(open_documents(tmp_path / "a.txt")[0], ByteTokenizer())
+    text = marked_text(marked(example, ByteTokenizer(), 100), colored=False).plain
+    assert text == "[[" + "a" * 49 + "]] … 902 tokens … [[" + "c" * 49 + "]]"
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"input_ids": []},
+        {"input_ids": [5]},
+        {"input_ids": [5, 6], "labels": [-100, -100]},
+        {"input_ids": [5, 6], "labels": [5, -100]},
+    ],
+)
+def test_records_without_a_label_are_refused(row, tmp_path, capsys):
+    """An empty example ended in a traceback."""
+    file = tmp_path / "data.jsonl"
+    file.write_text(json.dumps(row) + "\n")
+    flags = [f"--data.path={file}", "--data.eval_fraction=0", "--train.seq_len=64"]
+    assert main(["preview", *flags]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: the 1 document in shard 0 of 1: must have a token that counts")
+    assert error.endswith("all texts and answers are empty, or all labels are -100\n")
+
+
+@pytest.mark.parametrize("text", [next_tokens, own_tokens])
+def test_an_empty_example_has_no_text(text):
+    empty = np.array([], np.int32)
+    example = {"tokens": empty, "labels": empty}
+    assert not list(marked(example, ByteTokenizer(), 9, text))
+
+
+def test_few_tokens_are_padded_with_a_warning(tmp_path, capsys):
+    row = {"prompt": "ab:", "answer": "cd"}
+    code, out, _ = run(capsys, [row] * 3, tmp_path, "--sequences=1", seq_len=4096)
+    assert code == 0 and "document 3, positions 0 to 5" in out
+    wanted = "warning: 18 tokens, fewer than train.seq_len=4096: padding completes the sequences"
+    assert wanted in " ".join(out.split())
+
+
+def test_passes_over_each_source_are_told(tmp_path, capsys):
+    sources = []
+    for name, count, weight in (("few", 4, 0.5), ("many", 200, 0.5)):
+        rows = "".join(json.dumps({"text": "some text " * 20}) + "\n" for _ in range(count))
+        (tmp_path / f"{name}.jsonl").write_text(rows)
+        sources.append({"path": str(tmp_path / f"{name}.jsonl"), "weight": weight})
+    command = ["preview", f"--data.sources={json.dumps(sources)}", "--data.eval_fraction=0"]
+    command.append("--train.seq_len=64")
+    assert main([*command, "--train.epochs=5"]) == 0
+    out = capsys.readouterr().out
+    assert f"passes over the data in train.epochs=5: {tmp_path / 'few.jsonl'} 5, " in out
+    assert f"{tmp_path / 'many.jsonl'} 0.1" in out
+    assert f"warning: 5 passes over {tmp_path / 'few.jsonl'}, more than 4: lower its weight" in out
+    assert main([*command, "--train.max_steps=10"]) == 0
+    assert "warning" not in capsys.readouterr().out

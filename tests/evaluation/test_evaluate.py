@@ -1,0 +1,213 @@
+"""Evaluation of long text: by position, and pass keys."""
+
+import gzip
+import io
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from chats import loaded, raw_tokenizer
+from rich.console import Console
+
+from bptjax.cli import evaluate, evaluate_report
+from bptjax.data.stream import Stream, StreamSizes
+from bptjax.data.text import open_documents
+from bptjax.data.tokenizer import ByteTokenizer
+from bptjax.models.config import ModelConfig
+from bptjax.models.decoder import Decoder
+from bptjax.ops.loss import linear_cross_entropy
+
+BYTES = ByteTokenizer()
+
+
+@pytest.fixture(scope="module")
+def model():
+    config = ModelConfig(vocab_size=257, hidden_size=32, num_layers=1, num_heads=2, init_std=0.3)
+    return Decoder(config, jax.random.key(0))
+
+
+def test_buckets_are_the_loss_cut_in_pieces(model):
+    documents = ["a short one", "abcdefg" * 10, "the quick brown fox " * 5]
+    rows = evaluate.by_position(
+        model, BYTES, documents, length=41, buckets=3, limit=9, dtype=jnp.float32
+    )
+    assert [(r["start"], r["end"]) for r in rows] == [(1, 14), (15, 27), (28, 40)]
+    assert rows[0]["documents"] == 2
+    wanted = []
+    for text in documents[1:]:
+        tokens = jnp.asarray(BYTES.encode_prompt(text)[None, :41])
+        labels = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)), constant_values=-100)
+        loss = linear_cross_entropy(model(tokens)[0], model.head_matrix, labels, reduction="none")
+        wanted.append(loss[0, :40])
+    means = np.mean(wanted, 0)
+    for row, part in zip(rows, np.array_split(means, 3), strict=True):
+        assert row["loss"] == pytest.approx(part.mean(), rel=1e-5)
+        assert row["perplexity"] == pytest.approx(np.exp(part.mean()), rel=1e-4)
+
+
+def test_a_stream_is_read_up_to_the_limit(tmp_path, model):
+    with gzip.open(tmp_path / "a.jsonl.gz", "wt") as file:
+        file.write('{"text": "a text of some length"}\n' * 5)
+    documents = open_documents(tmp_path / "a.jsonl.gz", sizes=StreamSizes(memory=10))
+    assert isinstance(documents, Stream)
+    how = dict(length=16, buckets=2, limit=3, dtype=jnp.float32)
+    rows = evaluate.by_position(model, BYTES, documents, **how)
+    assert [row["documents"] for row in rows] == [3, 3]
+
+
+def test_too_short_documents_are_refused(model):
+    with pytest.raises(ValueError, match="--length=400: must be at most 12"):
+        evaluate.by_position(
+            model, BYTES, ["a short one"], length=400, buckets=3, limit=9, dtype=jnp.float32
+        )
+
+
+@pytest.mark.parametrize("depth", [0.0, 0.5, 1.0])
+def test_the_key_stands_at_its_depth(depth):
+    prompt = evaluate.passkey_prompt(BYTES, 2000, depth, 54_321)
+    assert 1900 < len(prompt) <= 2000
+    text = BYTES.decode(prompt.tolist())
+    assert text.startswith(evaluate.INTRODUCTION) and text.endswith(evaluate.QUESTION)
+    before, after = text.split(evaluate.KEY.format(54_321))
+    fillers = [part.count(evaluate.FILLER) for part in (before, after)]
+    assert fillers[0] / sum(fillers) == pytest.approx(depth, abs=0.05)
+
+
+def test_parts_of_a_prompt_are_tokenized_at_once():
+    """A tokenizer that puts a space before every text puts one before the whole prompt alone."""
+    tokenizer = loaded(raw_tokenizer("prepend"))
+    prompt = evaluate.passkey_prompt(tokenizer, 900, 0.5, 54_321)
+    text = tokenizer.decode(prompt.tolist())
+    assert 800 < len(prompt) <= 900 and "\nThe pass key is 54321" in text and "\n " not in text
+
+
+def test_the_first_number_that_is_given_counts(model, monkeypatch):
+    """A model that finds the key, one that gives another number, and one that gives none."""
+    asked = []
+
+    def answers(model, tokenizer, prompts, **options):
+        text = tokenizer.decode(prompts[0].tolist())
+        key = text.split("The pass key is ")[1][:5]
+        asked.append(len(prompts[0]) + options["new_tokens"])
+        yield [[f" {key}. 1", f" 1 {key}", " none"][len(asked) % 3]]
+
+    monkeypatch.setattr(evaluate, "continuations", answers)
+    rows = evaluate.passkey(
+        model,
+        BYTES,
+        lengths=[600],
+        depths=[0.0, 1.0],
+        trials=3,
+        seed=0,
+        dtype=jnp.float32,
+    )
+    assert [row["accuracy"] for row in rows] == [1 / 3, 1 / 3]
+    assert max(asked) <= 600
+
+
+def test_command_line(tmp_path, capsys, model, monkeypatch):
+    text = tmp_path / "long.txt"
+    text.write_text("it was a dark and stormy night. " * 40)
+    monkeypatch.setattr(evaluate, "open_decoder", lambda *a, **k: (model, BYTES))
+    monkeypatch.setattr(evaluate, "load_opened", lambda found, *a, **k: found)
+    options = ["--model", "it", "--data", str(text), "--length", "64", "--buckets", "2"]
+    options += ["--passkey-lengths", "500", "--depths", "0.5", "--trials", "1"]
+    assert evaluate.main([*options, "--out", str(tmp_path / "out")]) == 0
+    said = capsys.readouterr().out
+    assert "Perplexity by position (1 document)" in said and "Pass keys found, by" in said
+    assert re.search(r"0\.5 .* 0/1 ", said) and "trained length" not in said
+    for name, count in (("perplexity", 2), ("passkey", 1)):
+        assert len(json.loads((tmp_path / "out" / f"{name}.json").read_text())) == count
+        assert (tmp_path / "out" / f"{name}.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "--data .perplexity. or --passkey_lengths"),
+        (["--passkey-lengths", "500", "--depths", "2"], "--depths=2.0: must be between 0 and 1"),
+        (["--data", "/nowhere"], "/nowhere"),
+        (
+            ["--data", "python-stdlib", "--length", "4", "--buckets", "4"],
+            "--buckets=4: must be less than --length=4",
+        ),
+        # These ended in numpy's "Maximum allowed dimension exceeded".
+        (
+            ["--data", "python-stdlib", "--length", "9" * 30],
+            r"--length=9+: must be in \[2, 16777216",
+        ),
+        (["--passkey-lengths", "9" * 30], r"--passkey_lengths=9+: must be in \[1, 16777216"),
+        (["--data", "python-stdlib", "--trials", "0"], r"--trials=0: must be in \[1, 16777216"),
+    ],
+)
+def test_bad_input_is_one_line(tmp_path, capsys, options, message):
+    out = tmp_path / "out"
+    assert evaluate.main(["--model", "nowhere/it", *options, "--out", str(out)]) == 2
+    error = capsys.readouterr().err
+    assert re.search(message, error) and error.count("\n") == 1 and not out.exists()
+
+
+def test_a_file_in_place_of_the_output_is_refused_first(tmp_path, capsys):
+    """It was found after the evaluation."""
+    (tmp_path / "file").touch()
+    for out in (tmp_path / "file", tmp_path / "file" / "more"):
+        command = ["--model=nowhere/it", "--passkey_lengths=500", f"--out={out}"]
+        assert evaluate.main(command) == 2
+        error = f"error: --out={out}: must be a directory, but {tmp_path / 'file'} is a file\n"
+        assert capsys.readouterr().err == error
+
+
+def keys(lengths, depths):
+    return [
+        dict(length=n, depth=d, trials=8, accuracy=(i + j) % 9 / 8)
+        for i, n in enumerate(lengths)
+        for j, d in enumerate(depths)
+    ]
+
+
+def printed(table):
+    console = Console(width=80, file=io.StringIO())
+    console.print(table)
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_tables_hold_counts_in_80_columns(turned):
+    lengths, depths = [2**i for i in range(14, 20)], [0.0, 0.25, 0.5, 0.75, 1.0]
+    lengths = lengths if turned else lengths[:5]
+    text = printed(evaluate_report.passkey_table(keys(lengths, depths)))
+    assert max(map(len, text.splitlines())) <= 80 and "…" not in text
+    first = "16,384" if turned else "0.25"
+    (line,) = (line for line in text.splitlines() if f" {first} " in line and "\\" not in line)
+    wanted = [f"{(j if turned else j + 1) % 9}/8" for j in range(5)]
+    assert re.findall(r"\d/\d", line) == wanted
+    row = dict(start=1, end=524_288, documents=16, loss=12.3456, perplexity=230_000.0)
+    assert "1 to 524,288" in printed(evaluate_report.perplexity_table([row]))
+
+
+def test_plots_mark_the_trained_length(tmp_path, monkeypatch):
+    """As a line; keys as numbers."""
+    from matplotlib.figure import Figure
+
+    saved = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *_, **__: saved.append(self.axes[0]))
+    rows = [dict(start=1, end=50, documents=1, perplexity=3.0)]
+    for trained in (None, 40, 4000):
+        evaluate_report.plot_perplexity(rows, tmp_path, trained)
+    none, marked, beyond = saved
+    assert [len(axes.lines) for axes in (none, beyond)] == [0, 0]
+    assert list(marked.lines[0].get_xdata()) == [40, 40]
+    assert marked.get_legend().get_texts()[0].get_text() == "trained length, 40"
+    evaluate_report.plot_passkey(keys([32, 64, 128], [0.0, 1.0]), tmp_path, 64)
+    axes = saved[-1]
+    assert list(axes.lines[0].get_xdata()) == [1.5, 1.5]
+    assert [text.get_text() for text in axes.texts] == ["0/8", "1/8", "1/8", "2/8", "2/8", "3/8"]
+
+
+def test_the_trained_length_is_that_of_the_run_or_the_checkpoint(tmp_path, model):
+    assert evaluate.trained_length("some/hub-id", model) is None
+    (tmp_path / "config.yaml").write_text("train: {seq_len: 77}")
+    assert evaluate.trained_length(str(tmp_path), model) == 77

@@ -1,0 +1,345 @@
+"""Checkpoints in a local directory: copies, slow and full disks, and states that kills leave."""
+
+import json
+import resource
+import shutil
+import subprocess
+import sys
+import threading
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from bptjax.run import local_checkpoints
+from bptjax.run.checkpoint import Best, CheckpointConfig, Checkpoints, DamagedCheckpointError
+from bptjax.run.checkpoint_files import HALF_WRITTEN, damage
+from bptjax.run.local_checkpoints import OWNER, local_directory, make_local_directory
+from bptjax.run.output import DiskFull
+from bptjax.training import resume
+
+
+def state(step):
+    return {"w": jnp.arange(1.0, 8.0) * step, "step": jnp.int32(step)}
+
+
+def open_run(tmp_path, **options):
+    """Opens the checkpoints of tmp_path/run with the local directory tmp_path/fast."""
+    run, fast = tmp_path / "run", str(tmp_path / "fast")
+    run.mkdir(exist_ok=True)
+    make_local_directory(fast, run)
+    options = {"save_total_limit": 2} | options
+    return Checkpoints(run, local=local_directory(fast, run), **options)
+
+
+def names(directory):
+    return sorted(p.name for p in directory.iterdir() if p.name != OWNER)
+
+
+def local(tmp_path):
+    return local_directory(str(tmp_path / "fast"), tmp_path / "run")
+
+
+def final(tmp_path):
+    return tmp_path / "run" / "checkpoints"
+
+
+def assert_restores(checkpoints, step):
+    found, restored, extra = checkpoints.restore(state(0))
+    assert (found, extra) == (step, {"cursor": step})
+    np.testing.assert_array_equal(restored["w"], state(step)["w"])
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+    """A run killed after the copy of step 10, when step 20 is finished in the local directory."""
+    tmp_path = tmp_path_factory.mktemp("killed")
+    checkpoints = open_run(tmp_path)
+    checkpoints.save(10, state(10), {"cursor": 10})
+    checkpoints.wait()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoints._copies, "_copy_next", lambda: None)
+        checkpoints.save(20, state(20), {"cursor": 20}, Best(20, 0.5))
+        checkpoints.close()
+    assert (names(final(tmp_path)), names(local(tmp_path))) == (["10"], ["20"])
+    return tmp_path
+
+
+@pytest.fixture
+def after_kill(killed, tmp_path):
+    shutil.copytree(killed / "run", tmp_path / "run")
+    make_local_directory(str(tmp_path / "fast"), tmp_path / "run")
+    shutil.copytree(local(killed), local(tmp_path), dirs_exist_ok=True)
+    return tmp_path
+
+
+def test_half_written_checkpoints_have_the_name_that_orbax_gives():
+    assert ocp.path.atomicity_types.TMP_DIR_SUFFIX == HALF_WRITTEN
+
+
+def test_copies_are_kept_as_without_a_local_directory(tmp_path):
+    checkpoints = open_run(tmp_path, save_total_limit=1, keep_every=4)
+    assert local(tmp_path).stat().st_mode & 0o777 == 0o700
+    best = Best()
+    for step, loss in enumerate([3.0, 2.0, 1.0, 2.0, 2.0, 2.0], 1):
+        best.add(step, loss)
+        checkpoints.save(step, state(step), {"cursor": step}, best)
+        checkpoints.wait()
+        assert names(final(tmp_path))[-1] == str(step) and not names(local(tmp_path))
+    checkpoints.close()
+    assert names(final(tmp_path)) == ["3", "4", "6"]
+    assert json.loads((tmp_path / "run" / "best.json").read_text()) == {"step": 3, "eval/loss": 1.0}
+    assert not list((tmp_path / "fast").iterdir())
+    assert not (final(tmp_path) / "3" / "best.json").exists()
+    assert_restores(Checkpoints(tmp_path / "run"), 6)
+
+
+def test_a_slow_run_directory_holds_up_only_checkpoints_that_must_be_kept(
+    tmp_path, monkeypatch, caplog
+):
+    go_on, copy = threading.Event(), local_checkpoints._copy_directory
+    monkeypatch.setattr(
+        local_checkpoints, "_copy_directory", lambda *paths: go_on.wait(60) and copy(*paths)
+    )
+    checkpoints = open_run(tmp_path, save_total_limit=5, keep_every=6)
+    for step in range(1, 7):
+        checkpoints.save(step, state(step), {"cursor": step})
+    checkpoints._copies._written.result()
+    # Step 1 is being copied, step 6 must be kept.
+    assert (names(final(tmp_path)), names(local(tmp_path))) == ([], ["1", "6"])
+    threading.Timer(0.2, go_on.set).start()
+    checkpoints.save(7, state(7), {"cursor": 7})
+    assert go_on.is_set() and "1" in names(final(tmp_path))
+    checkpoints.close()
+    assert names(final(tmp_path)) == ["1", "6", "7"]
+    (record,) = caplog.records
+    assert "step 2 is not copied to it, as step 3 was saved before" in record.getMessage()
+
+
+def half_copied(tmp_path):
+    hidden = final(tmp_path) / "20.orbax-checkpoint-tmp"
+    shutil.copytree(local(tmp_path) / "20", hidden)
+    (hidden / "manifest.json").unlink()
+
+
+def renamed(tmp_path):
+    shutil.copytree(local(tmp_path) / "20", final(tmp_path) / "20")
+
+
+def half_removed(tmp_path):
+    renamed(tmp_path)
+    hidden = (local(tmp_path) / "20").rename(local(tmp_path) / "20.orbax-checkpoint-tmp")
+    (hidden / "manifest.json").unlink()
+    (tmp_path / "run" / "best.json").write_text('{"step": 20, "eval/loss": 0.5}\n')
+
+
+def damaged_copy(tmp_path):
+    renamed(tmp_path)
+    flip(final(tmp_path) / "20")
+
+
+def untouched(tmp_path):
+    pass
+
+
+def flip(checkpoint):
+    file = max(checkpoint.rglob("d/*"), key=lambda path: path.stat().st_size)
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("kill", [untouched, half_copied, renamed, half_removed, damaged_copy])
+def test_a_kill_loses_nothing_and_leaves_nothing(after_kill, kill):
+    kill(after_kill)
+    checkpoints = open_run(after_kill)
+    assert_restores(checkpoints, 20)
+    best = json.loads((after_kill / "run" / "best.json").read_text())
+    assert best == {"step": 20, "eval/loss": 0.5}
+    checkpoints.save(30, state(30), {"cursor": 30})
+    checkpoints.close()
+    left = ["20", "20.aside1", "30"] if kill is damaged_copy else ["20", "30"]
+    assert names(final(after_kill)) == left
+    assert not list((after_kill / "fast").iterdir())
+
+
+def test_a_damaged_local_checkpoint_is_named_and_skipped(after_kill, caplog):
+    flip(local(after_kill) / "20")
+    checkpoints = open_run(after_kill)
+    assert_restores(checkpoints, 10)
+    assert "step 20 is damaged (wrong checksum" in caplog.text and "using step 10" in caplog.text
+    checkpoints.save(20, state(20), {"cursor": 20})
+    checkpoints.close()
+    assert names(final(after_kill)) == ["10", "20", "20.aside1"]
+
+
+def test_a_single_damaged_local_checkpoint_is_an_error(after_kill):
+    flip(local(after_kill) / "20")
+    shutil.rmtree(final(after_kill) / "10")
+    with pytest.raises(DamagedCheckpointError, match="step 20 is damaged"):
+        open_run(after_kill).restore(state(0))
+
+
+def other_machine(tmp_path):
+    """The run went on without the local directory."""
+    checkpoints = Checkpoints(tmp_path / "run")
+    assert_restores(checkpoints, 10)
+    checkpoints.save(15, state(15), {"cursor": 15})
+    checkpoints.close()
+
+
+def removed(tmp_path):
+    shutil.rmtree(final(tmp_path))
+
+
+@pytest.mark.parametrize("change, found", [(other_machine, 15), (removed, None)])
+def test_local_checkpoints_of_another_run_are_not_used(after_kill, caplog, change, found):
+    change(after_kill)
+    checkpoints = open_run(after_kill)
+    if found:
+        assert_restores(checkpoints, found)
+    else:
+        assert checkpoints.restore(state(0)) is None
+    assert names(local(after_kill)) == ["20"] and not caplog.records
+    checkpoints.save(17, state(17), {"cursor": 17})
+    assert "removing steps [20], which are not of the run in" in caplog.text
+    checkpoints.close()
+    assert names(final(after_kill)) == (["15", "17"] if found else ["17"])
+    assert not list((after_kill / "fast").iterdir())
+
+
+def test_errors_of_the_copy_are_raised(tmp_path, monkeypatch):
+    """A full disk, then a removed run directory. The local checkpoint is not lost."""
+    checkpoints = open_run(tmp_path)
+    big = {"x": jnp.asarray(np.random.default_rng(0).normal(size=1 << 16))}
+    go_on, copy = threading.Event(), local_checkpoints._copy_directory
+    monkeypatch.setattr(
+        local_checkpoints, "_copy_directory", lambda *paths: go_on.wait(60) and copy(*paths)
+    )
+    checkpoints.save(1, big, {})
+    checkpoints._wait_written()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
+    try:
+        go_on.set()
+        with pytest.raises(DiskFull, match="run/checkpoints/1: File too large; make room"):
+            checkpoints.wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    checkpoints.close()
+    assert (names(final(tmp_path)), names(local(tmp_path))) == ([], ["1"])
+    checkpoints = open_run(tmp_path)
+    assert checkpoints.restore(big)[0] == 1
+    go_on.clear()
+    checkpoints.save(2, big, {})
+    checkpoints._wait_written()
+    shutil.rmtree(tmp_path / "run")
+    go_on.set()
+    with pytest.raises(FileNotFoundError, match="run: was removed"):
+        checkpoints.close()
+    assert not (tmp_path / "run").exists() and not damage(local(tmp_path) / "2")
+
+
+def test_bad_local_directories_are_refused(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    with pytest.raises(ValueError, match=r"local_dir=.*run/checkpoints: must be outside of the"):
+        make_local_directory(str(run / "checkpoints"), run)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"local_dir=.*file: must be a directory that can be wr"):
+        make_local_directory(str(tmp_path / "file"), run)
+    local(tmp_path).mkdir(parents=True, mode=0o755)
+    with pytest.raises(ValueError, match=r"local_dir=.*fast: must be private in .*fast/run-"):
+        make_local_directory(str(tmp_path / "fast"), run)
+    with pytest.raises(ValueError, match="local_dir=~nosuchuser/x: must be a directory"):
+        CheckpointConfig(local_dir="~nosuchuser/x")
+
+
+def test_a_directory_that_processes_do_not_share_is_refused(tmp_path, monkeypatch):
+    """A process on another host sees another directory of the same path."""
+    monkeypatch.setattr(resume, "all_gather_json", lambda here: [[here[0] + 1, here[1]]])
+    (tmp_path / "run").mkdir()
+    config = CheckpointConfig(local_dir=str(tmp_path / "fast"))
+    run = SimpleNamespace(directory=tmp_path / "run", config=SimpleNamespace(checkpoint=config))
+    with pytest.raises(ValueError, match="fast: must be the same directory in all processes, wh"):
+        with resume.open_checkpoints(run):
+            pass
+
+
+KILLS = """
+import os, signal, sys
+from pathlib import Path
+from bptjax.run.checkpoint_files import (
+    HALF_WRITTEN, clear_half_written, damage, steps_in, write_manifest
+)
+from bptjax.run.local_checkpoints import Copies, local_directory, make_local_directory
+
+FILES = "open", "os.rename", "os.mkdir", "os.remove", "os.rmdir"
+
+def write(local, step):
+    hidden = local / f"{step}{HALF_WRITTEN}"
+    (hidden / "state").mkdir(parents=True)
+    for name in "ab":
+        (hidden / "state" / name).write_text(name * step)
+    write_manifest(hidden)
+    hidden.rename(local / str(step))
+
+def one(place, operation):
+    run, fast = place / "run", str(place / "fast")
+    run.mkdir(parents=True)
+    final = run / "checkpoints"
+
+    def train(*steps):
+        make_local_directory(fast, run)
+        copies = Copies(local_directory(fast, run), final, 1, 2)
+        copies.recover()
+        for step in steps_in(final, HALF_WRITTEN):  # As Checkpoints does.
+            clear_half_written(final / str(step))
+        copies.claim()
+        for step in steps:
+            copies.follow(lambda: write(local_directory(fast, run), step), step, False)
+            copies.wait()
+        copies.close()
+
+    def killed():
+        left, prefix = operation, str(place)
+        def hook(event, arguments):
+            nonlocal left
+            if event in FILES and any(str(x).startswith(prefix) for x in arguments[:2]):
+                left -= 1
+                if left == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+        sys.addaudithook(hook)
+        train(1, 2, 3)
+
+    child = os.fork()
+    if not child:
+        killed()
+        os._exit(0)
+    status = os.waitpid(child, 0)[1]
+    assert status in (0, signal.SIGKILL), status
+    local = local_directory(fast, run)
+    complete = {*steps_in(final), *steps_in(local)}
+    train()
+    found = steps_in(final)
+    assert max(found, default=0) == max(complete, default=0), (operation, found, complete)
+    assert (2 in found) == (2 in complete) and not any(damage(final / str(n)) for n in found)
+    assert not list(Path(fast).iterdir()), operation
+    train(5)
+    assert steps_in(final) == [2, 5][2 not in complete:], operation
+    assert not steps_in(final, HALF_WRITTEN), operation
+    return status == 0
+
+number = 1
+while not one(Path(sys.argv[1], str(number)), number):
+    number += 1
+print(number)
+"""
+
+
+def test_kill_at_every_file_operation(tmp_path):
+    command = [sys.executable, "-c", KILLS, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0 and int(done.stdout) > 50, done.stderr

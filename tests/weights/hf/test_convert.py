@@ -1,0 +1,265 @@
+"""Conversion: every tensor comes back bit for bit, and errors are one line."""
+
+import json
+import shutil
+
+import jax
+import ml_dtypes  # noqa: F401
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import save_file
+from tiers import fast
+
+from bptjax.cli import convert
+from bptjax.models.config import ModelConfig
+from bptjax.models.params import stacked
+from bptjax.weights.hf.checkpoint import SIDECARS, sidecar_files
+from bptjax.weights.hf.config import merge, read_config
+from bptjax.weights.hf.tensors import Tensors
+from bptjax.weights.loading import tokenizer_directory
+from bptjax.weights.pretrained import open_pretrained
+from weights.hf.cases import CASES, DIFFERENT, ENCODERS, FAMILIES, config, rope
+from weights.hf.loading import tensors
+
+
+def there_and_back(directory, tmp_path, **how):
+    convert.to_bptjax(str(directory), tmp_path / "ours")
+    options = dict(dtype=None, max_shard_size="5GB") | how
+    convert.to_hf(str(tmp_path / "ours"), tmp_path / "back", **options)
+    return tmp_path / "back"
+
+
+@pytest.mark.parametrize("name", fast([*CASES, *ENCODERS], [*DIFFERENT, "modernbert"]))
+def test_every_tensor_comes_back(theirs, tmp_path, name):
+    _, directory = theirs(name)
+    back = there_and_back(directory, tmp_path)
+    assert tensors(back) == tensors(directory)
+    assert json.loads((back / "config.json").read_text()) == json.loads(
+        (directory / "config.json").read_text()
+    )
+    assert [f.name for f in sidecar_files(back)] == [f.name for f in sidecar_files(directory)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_dtypes_and_shards(llama, tmp_path, dtype):
+    directory = llama(dtype=dtype)
+    back = there_and_back(directory, tmp_path, max_shard_size="20KB")
+    assert len(list(back.glob("model-*.safetensors"))) > 2
+    assert tensors(back) == tensors(directory)
+    # From the shards once more.
+    again = tmp_path / "again"
+    again.mkdir()
+    assert tensors(there_and_back(back, again)) == tensors(directory)
+
+
+def test_an_invalid_shard_size_is_refused(llama, tmp_path, capsys):
+    convert.to_bptjax(str(llama()), tmp_path / "ours")
+    command = ["bptjax-to-hf", str(tmp_path / "ours"), str(tmp_path / "out")]
+    assert convert.main([*command, "--max_shard_size", "abc"]) == 2
+    error = capsys.readouterr().err
+    assert "max_shard_size=abc" in error and error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_sidecar_files_are_copied(llama, tmp_path):
+    directory = llama(something_new={"a": [1, 2]})
+    for name in ("tokenizer.json", "chat_template.jinja", "generation_config.json"):
+        (directory / name).write_text(f'{{"of": "{name}"}}')
+    back = there_and_back(directory, tmp_path)
+    assert json.loads((back / "config.json").read_text())["something_new"] == {"a": [1, 2]}
+    for name in ("tokenizer.json", "chat_template.jinja", "generation_config.json"):
+        assert (back / name).read_bytes() == (directory / name).read_bytes()
+
+
+def test_text_is_written_with_the_tokenizer_that_came_along(llama, tmp_path):
+    convert.to_bptjax(str(llama()), tmp_path / "ours")
+    name = str(tmp_path / "ours")
+    model = open_pretrained(ModelConfig(name_or_path=name))
+    assert tokenizer_directory(name, model) == tmp_path / "ours" / SIDECARS
+
+
+def test_transformers_loads_the_exported_model(theirs, tmp_path, capfd):
+    torch = pytest.importorskip("torch")
+    import transformers
+
+    model, directory = theirs("llama")
+    back = there_and_back(directory, tmp_path, max_shard_size="20KB")
+    capfd.readouterr()
+    transformers.utils.logging.set_verbosity_warning()
+    again, info = transformers.AutoModelForCausalLM.from_pretrained(back, output_loading_info=True)
+    transformers.utils.logging.set_verbosity_error()
+    assert not any(info.values()), info
+    assert not capfd.readouterr().err
+    for a, b in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_vl"])
+def test_command_line(theirs, tmp_path, capsys, name):
+    pytest.importorskip("torch")
+    _, directory = theirs(name)
+    out, back = str(tmp_path / "out"), str(tmp_path / "back")
+    assert convert.main(["hf-to-bptjax", str(directory), out, "--verify"]) == 0
+    assert convert.main(["bptjax-to-hf", out, back, "--dtype", "bfloat16", "--verify"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("largest relative difference: logits ") == 2
+    found = Tensors(tmp_path / "back").specs
+    assert {kind for n, (kind, _) in found.items() if "visual" not in n} == {"bfloat16"}
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_bare_model_files_are_read(llama, tmp_path):
+    """Files saved without the head leave out the prefix of names."""
+    keys = dict(tie_word_embeddings=True)
+    whole = llama(**keys)
+    bare = llama(
+        "bare", change=lambda a: {n.removeprefix("model."): x for n, x in a.items()}, **keys
+    )
+    one, other = (open_pretrained(ModelConfig(name_or_path=str(d))) for d in (whole, bare))
+    for (path, a), (same, b) in zip(stacked(one.source), stacked(other.source), strict=True):
+        assert path == same and a.tobytes() == b.tobytes()
+
+
+def test_a_copy_of_the_tied_head_passes_and_another_does_not(llama):
+    def copied(arrays):
+        return arrays | {"lm_head.weight": arrays["model.embed_tokens.weight"]}
+
+    def other(arrays):
+        return arrays | {"lm_head.weight": arrays["model.embed_tokens.weight"] * 2}
+
+    keys = dict(tie_word_embeddings=True)
+    open_pretrained(ModelConfig(name_or_path=str(llama("copied", change=copied, **keys))))
+    with pytest.raises(ValueError, match="unexpected: lm_head.weight"):
+        open_pretrained(ModelConfig(name_or_path=str(llama("other", change=other, **keys))))
+
+
+@pytest.mark.parametrize(
+    "name", fast([*FAMILIES, "bert", "roberta", "modernbert", "vit"], DIFFERENT)
+)
+def test_an_unexpected_tensor_is_named_in_every_family(theirs, tmp_path, capsys, name):
+    directory = theirs(name)[1]
+    shutil.copyfile(directory / "config.json", tmp_path / "config.json")
+    found = Tensors(directory)
+    # Beside a text model, any name may be another model's.
+    extra = f"{read_config(directory)[0].find_layout(found.specs).body}extra"
+    strange = {"lm_head.weight": np.zeros(3, np.float32), extra: np.zeros(3, bool)}
+    arrays = {n: found.read(n) for n in found.specs} | strange
+    save_file(arrays, tmp_path / "model.safetensors")
+    assert convert.main(["hf-to-bptjax", str(tmp_path), str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert "unexpected: " in error and extra in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("gpt2", dict(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx"),
+        ("gpt2", dict(add_cross_attention=True), "add_cross_attention"),
+        ("gpt2", dict(activation_function="tanh"), "activation 'tanh': must be one of"),
+        ("gemma2", dict(use_bidirectional_attention=True), "use_bidirectional_attention"),
+        ("gemma3", dict(attn_logit_softcapping=30.0), "attn_logit_softcapping"),
+        ("mpt", dict(attn_config=dict(qk_ln=True)), "qk_ln"),
+        ("mpt", dict(attn_config=dict(alibi=False)), "alibi"),
+        ("mpt", dict(logit_scale=0.5), "logit_scale"),
+        ("opt", dict(layerdrop=0.1), "layerdrop"),
+        ("falcon", dict(hidden_dropout=0.1), "hidden_dropout"),
+        ("stablelm", dict(hidden_dropout=0.1), "hidden_dropout"),
+        ("stablelm", dict(qk_layernorm=True), "qk_layernorm"),
+        ("falcon", dict(num_ln_in_parallel_attn=2), "must go with new_decoder_architecture"),
+        ("llama", rope("default", partial_rotary_factor=0.5), "partial_rotary_factor"),
+        ("llama", dict(quantization_config={"quant_method": "gptq"}), "quantization_config"),
+        ("bert", dict(is_decoder=True), "is_decoder"),
+        ("bert", dict(architectures=["BertForPreTraining"]), "BertForPreTraining"),
+        ("vit", dict(image_size=9), "must divide"),
+    ],
+)
+def test_unsupported_keys_are_refused_by_name(tmp_path, name, change, message):
+    raw = config(name).to_dict() | change
+    (tmp_path / "config.json").write_text(json.dumps(raw, default=str))
+    with pytest.raises(ValueError, match=message):
+        read_config(tmp_path)
+
+
+def test_keys_that_a_training_config_may_set(llama):
+    _, read = read_config(llama(rope_parameters={"rope_type": "default", "rope_theta": 5e5}))
+    scaled = merge(read, ModelConfig(rope_parameters={"rope_type": "yarn", "factor": 4.0}))
+    assert scaled.rope_parameters == dict(
+        rope_type="yarn", factor=4.0, rope_theta=5e5, original_max_position_embeddings=2048
+    )
+    assert merge(read, ModelConfig(attention_dropout=0.1)).attention_dropout == 0.1
+    with pytest.raises(ValueError, match=r"model.hidden_size=64.*determines it \(32\)"):
+        merge(read, ModelConfig(hidden_size=64))
+
+
+def test_the_scaling_is_that_of_full_attention(tmp_path):
+    raw = config("gemma3").to_dict() | dict(model_type="gemma3_text")
+    (tmp_path / "config.json").write_text(json.dumps(raw, default=str))
+    _, read = read_config(tmp_path)
+    scaled = merge(read, ModelConfig(rope_parameters={"rope_type": "linear", "factor": 8.0}))
+    assert scaled.rope_parameters["full_attention"]["factor"] == 8.0
+    assert scaled.rope_parameters["sliding_attention"] == read.rope_parameters["sliding_attention"]
+
+
+def test_learned_positions_are_extended(theirs, tmp_path):
+    _, directory = theirs("opt")
+    model = open_pretrained(ModelConfig(name_or_path=str(directory), max_position_embeddings=100))
+    assert model.config.max_position_embeddings == 100
+
+    decoder = model.load(jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    table = np.asarray(decoder.positions[...])
+    old = Tensors(directory).read("model.decoder.embed_positions.weight")
+    assert np.array_equal(table[:66], old) and np.array_equal(table[66:102], old[2:38])
+    shutil.rmtree(tmp_path)
+
+
+def test_headers_are_valid_safetensors(llama, tmp_path):
+    back = there_and_back(llama(), tmp_path)
+    with safe_open(back / "model.safetensors", "numpy") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+@pytest.mark.thorough
+def test_a_model_from_scratch_becomes_a_llama(tmp_path, capsys):
+    pytest.importorskip("torch")
+    from bptjax.cli.train import main
+
+    (tmp_path / "text.txt").write_text("one two three four. " * 50)
+    options = {
+        "run_dir": tmp_path / "run",
+        "device": "cpu",
+        "data.path": tmp_path / "text.txt",
+        "model.hidden_size": 32,
+        "model.num_layers": 2,
+        "model.num_kv_heads": 2,
+        "train.max_steps": 2,
+        "train.seq_len": 16,
+    }
+    assert main([f"--{key}={value}" for key, value in options.items()]) == 0
+    command = ["bptjax-to-hf", str(tmp_path / "run")]
+    assert convert.main([*command, str(tmp_path / "out"), "--verify"]) == 0
+    # And one that no family is like.
+    run = ["--run_dir", str(tmp_path / "odd"), "--model.norms.type", "layer"]
+    assert main([*(f"--{k}={v}" for k, v in options.items() if k != "run_dir"), *run]) == 0
+    assert "cannot be exported to Hugging Face's format: no" in capsys.readouterr().out
+    assert convert.main(["bptjax-to-hf", str(tmp_path / "odd"), str(tmp_path / "no")]) == 2
+    assert "no Hugging Face family has model.norms.type=layer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_torch_files_are_read_where_torch_is(llama, tmp_path, monkeypatch, dtype):
+    torch = pytest.importorskip("torch")
+    directory = llama(dtype=dtype)
+    old = tmp_path / "old"
+    shutil.copytree(directory, old)
+    found = Tensors(directory)
+    state = {
+        n: torch.tensor(found.read(n).astype(np.float32)).to(getattr(torch, dtype))
+        for n in found.specs
+    }
+    (old / "model.safetensors").unlink()
+    torch.save(state, old / "pytorch_model.bin")
+    assert tensors(there_and_back(old, tmp_path)) == tensors(directory)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="pytorch_model.bin needs torch, which is not installed"):
+        Tensors(old)
