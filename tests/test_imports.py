@@ -1,10 +1,13 @@
-"""The floors of the house: imports point down only, and never in a circle."""
+"""The rooms of the house: imports point down only and never in a circle; few modules are at top;
+few take the root config."""
 
 import ast
 import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 import bptjax
 
@@ -101,6 +104,49 @@ def test_no_circles():
 
     for node in graph:
         visit(node)
+
+
+def test_few_modules_stand_at_the_top():
+    assert len({path.stem for path in ROOT.glob("*.py")} - {"__init__", "__main__"}) <= 4
+
+
+def test_nothing_imports_the_module_of_the_command_line():
+    """As an attribute of the package, it would replace the function `bptjax.train`."""
+    assert not [a for a, b in arrows() if b == "bptjax.train"]
+
+
+def takes_the_root_config(tree):
+    """Whether a module names `Config` or `TrainSpec` in a signature, or reads `spec.config`."""
+    for node in ast.walk(tree):
+        hints = [getattr(node, "annotation", None), getattr(node, "returns", None)]
+        if any(re.search(r"\b(Config|TrainSpec)\b", ast.unparse(x)) for x in hints if x):
+            return True
+        if isinstance(node, ast.Attribute) and node.attr == "config":
+            if ast.unparse(node.value).endswith("spec"):
+                return True
+    return False
+
+
+@pytest.mark.parametrize(
+    ("line", "takes"),
+    [
+        ("def f(config: 'Config | None'): ...", True),
+        ("def f(*specs: TrainSpec): ...", True),
+        ("def f() -> Config: ...", True),
+        ("x: TrainSpec", True),
+        ("self._spec.config.train", True),
+        ("def f(config: ModelConfig, spec: Spec): model.config", False),
+    ],
+)
+def test_a_module_that_takes_the_root_config_is_noticed(line, takes):
+    assert takes_the_root_config(ast.parse(line)) == takes
+
+
+def test_few_modules_take_the_root_config():
+    found = [
+        n for n, path in modules().items() if takes_the_root_config(ast.parse(path.read_text()))
+    ]
+    assert 0 < len(found) <= 30, found
 
 
 def test_ops_import_only_arrays():

@@ -1,6 +1,7 @@
 """The library's calls give what the long way gives: load, generate, train."""
 
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -132,7 +133,8 @@ def test_generate_names_a_bad_option(options):
 
 @pytest.mark.thorough
 def test_train_is_the_command(base, tmp_path, monkeypatch):
-    """A run of adapters, from a dict and from the command line; the run and its export load."""
+    """A run of adapters, from a dict and from `python -m bptjax.train` in the same process; the run
+    and its export load."""
     monkeypatch.setattr("bptjax.training.setup.select_devices", lambda device: jax.devices()[:1])
     (tmp_path / "text.txt").write_text("one two three four. " * 40)
     settings = {
@@ -148,7 +150,10 @@ def test_train_is_the_command(base, tmp_path, monkeypatch):
     assert run == tmp_path / "run"
     flags = {f"{k}.{n}": v for k, vs in settings.items() if type(vs) is dict for n, v in vs.items()}
     flags |= {"device": "cpu", "run_dir": str(tmp_path / "other")}
-    assert command_of_runs.main([f"--{key}={value}" for key, value in flags.items()]) == 0
+    monkeypatch.setattr(sys, "argv", ["train", *(f"--{k}={x}" for k, x in flags.items())])
+    with pytest.raises(SystemExit) as done:
+        runpy.run_module("bptjax.train", run_name="__main__")
+    assert done.value.code == 0
     logs = [(tmp_path / name / "metrics.jsonl").read_text() for name in ("run", "other")]
     first, second = ([json.loads(line) for line in log.splitlines()] for log in logs)
     losses = [row["train/loss"] for row in first if "train/loss" in row]

@@ -10,7 +10,6 @@ import json
 import platform
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -276,7 +275,3 @@ def main(argv: list[str] | None = None) -> int:
         return 0
 
     return run_command(command, argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

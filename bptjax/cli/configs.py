@@ -1,7 +1,6 @@
 """`bptjax configs`: lists the configs that come with the package, and copies one to start from."""
 
 import re
-import sys
 from argparse import Namespace
 from pathlib import Path
 
@@ -47,7 +46,3 @@ def _purpose(text: str) -> str:
     comment = re.match(r"(#.*\n)*", text)
     words = comment[0].replace("#", "").split() if comment else []
     return re.split(r"[.:;] ", f"{' '.join(words)} ")[0]
-
-
-if __name__ == "__main__":
-    sys.exit(main())

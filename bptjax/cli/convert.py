@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -383,7 +382,3 @@ def _rounded(model: Pretrained, dtypes: dict[str, str]) -> Iterator[tuple[str, n
             array = np.stack([read(path, (i,)) for i in layers]) if layered else read(path, ())
             yield path, array.astype(dtype)
             progress.advance(specs[path].nbytes)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

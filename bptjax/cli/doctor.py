@@ -11,7 +11,6 @@ import re
 import shutil
 import socket
 import subprocess
-import sys
 import time
 from argparse import Namespace
 from collections.abc import Iterator
@@ -249,7 +248,3 @@ def _total(directory: Path) -> str:
         if time.monotonic() > end:
             return f"more than {_size(size)}"
     return _size(size)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -5,7 +5,6 @@ by depth and length, as tables, rows and plots.
 import json
 import os
 import re
-import sys
 from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
@@ -286,7 +285,3 @@ def _report(
     file.with_suffix(".json").write_text(json.dumps(rows, indent=1) + "\n")
     plot(rows, file.with_suffix(".png"), trained)
     print(f"rows: {file}.json\nplot: {file}.png")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -3,7 +3,6 @@ the command line, `bptjax.generate` in Python.
 """
 
 import logging
-import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
@@ -207,7 +206,3 @@ def _show(stream: Iterator[list[str]], prompts: list[str], stops: list[str]) -> 
         return
     for prompt, text in zip(prompts, texts, strict=True):
         print(f"== {printable(prompt[:60])}\n{printable(text)}")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -292,7 +292,3 @@ def main(argv: list[str] | None = None) -> int:
         return run(parse(argv, DESCRIPTION, PlanConfig, "plan"))
 
     return run_command(command, argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,7 +1,6 @@
 """`bptjax preview --config FILE`: shows what a run would train on, without its model."""
 
 import json
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -241,7 +240,3 @@ def main(argv: list[str] | None = None) -> int:
         return 0
 
     return run_command(command, argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -93,7 +93,3 @@ def _trace(spec: TrainSpec, profile: StepProfile) -> float:
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
     return run_command(lambda argv: run(parse(argv, DESCRIPTION, ProfileConfig, "profile")), argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

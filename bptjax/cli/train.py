@@ -126,7 +126,3 @@ def _train(argv: list[str]) -> int:
     except KeyboardInterrupt:
         print(interrupted, file=sys.stderr)
         return 130
-
-
-if __name__ == "__main__":
-    sys.exit(main())
