@@ -26,6 +26,7 @@ FLOORS = {
     "objectives": ["objectives"],
     "root config": ["config", "config_parser"],
     "training": ["cost", "training"],
+    "evaluation": ["evaluation"],
     "commands": ["cli"],
     "package": ["__init__", "__main__", "train"],
 }

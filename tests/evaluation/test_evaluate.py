@@ -12,10 +12,11 @@ import pytest
 from chats import loaded, raw_tokenizer
 from rich.console import Console
 
-from bptjax.cli import evaluate, evaluate_report
+from bptjax.cli import evaluate
 from bptjax.data.stream import Stream, StreamSizes
 from bptjax.data.text import open_documents
 from bptjax.data.tokenizer import ByteTokenizer
+from bptjax.evaluation import passkey, perplexity
 from bptjax.models.config import ModelConfig
 from bptjax.models.decoder import Decoder
 from bptjax.ops.loss import linear_cross_entropy
@@ -31,7 +32,7 @@ def model():
 
 def test_buckets_are_the_loss_cut_in_pieces(model):
     documents = ["a short one", "abcdefg" * 10, "the quick brown fox " * 5]
-    rows = evaluate.by_position(
+    rows = perplexity.by_position(
         model, BYTES, documents, length=41, buckets=3, limit=9, dtype=jnp.float32
     )
     assert [(r["start"], r["end"]) for r in rows] == [(1, 14), (15, 27), (28, 40)]
@@ -54,32 +55,32 @@ def test_a_stream_is_read_up_to_the_limit(tmp_path, model):
     documents = open_documents(tmp_path / "a.jsonl.gz", sizes=StreamSizes(memory=10))
     assert isinstance(documents, Stream)
     how = dict(length=16, buckets=2, limit=3, dtype=jnp.float32)
-    rows = evaluate.by_position(model, BYTES, documents, **how)
+    rows = perplexity.by_position(model, BYTES, documents, **how)
     assert [row["documents"] for row in rows] == [3, 3]
 
 
 def test_too_short_documents_are_refused(model):
     with pytest.raises(ValueError, match="--length=400: must be at most 12"):
-        evaluate.by_position(
+        perplexity.by_position(
             model, BYTES, ["a short one"], length=400, buckets=3, limit=9, dtype=jnp.float32
         )
 
 
 @pytest.mark.parametrize("depth", [0.0, 0.5, 1.0])
 def test_the_key_stands_at_its_depth(depth):
-    prompt = evaluate.passkey_prompt(BYTES, 2000, depth, 54_321)
+    prompt = passkey.passkey_prompt(BYTES, 2000, depth, 54_321)
     assert 1900 < len(prompt) <= 2000
     text = BYTES.decode(prompt.tolist())
-    assert text.startswith(evaluate.INTRODUCTION) and text.endswith(evaluate.QUESTION)
-    before, after = text.split(evaluate.KEY.format(54_321))
-    fillers = [part.count(evaluate.FILLER) for part in (before, after)]
+    assert text.startswith(passkey.INTRODUCTION) and text.endswith(passkey.QUESTION)
+    before, after = text.split(passkey.KEY.format(54_321))
+    fillers = [part.count(passkey.FILLER) for part in (before, after)]
     assert fillers[0] / sum(fillers) == pytest.approx(depth, abs=0.05)
 
 
 def test_parts_of_a_prompt_are_tokenized_at_once():
     """A tokenizer that puts a space before every text puts one before the whole prompt alone."""
     tokenizer = loaded(raw_tokenizer("prepend"))
-    prompt = evaluate.passkey_prompt(tokenizer, 900, 0.5, 54_321)
+    prompt = passkey.passkey_prompt(tokenizer, 900, 0.5, 54_321)
     text = tokenizer.decode(prompt.tolist())
     assert 800 < len(prompt) <= 900 and "\nThe pass key is 54321" in text and "\n " not in text
 
@@ -94,8 +95,8 @@ def test_the_first_number_that_is_given_counts(model, monkeypatch):
         asked.append(len(prompts[0]) + options["new_tokens"])
         yield [[f" {key}. 1", f" 1 {key}", " none"][len(asked) % 3]]
 
-    monkeypatch.setattr(evaluate, "continuations", answers)
-    rows = evaluate.passkey(
+    monkeypatch.setattr(passkey, "continuations", answers)
+    rows = passkey.passkey(
         model,
         BYTES,
         lengths=[600],
@@ -178,14 +179,14 @@ def printed(table):
 def test_tables_hold_counts_in_80_columns(turned):
     lengths, depths = [2**i for i in range(14, 20)], [0.0, 0.25, 0.5, 0.75, 1.0]
     lengths = lengths if turned else lengths[:5]
-    text = printed(evaluate_report.passkey_table(keys(lengths, depths)))
+    text = printed(passkey.passkey_table(keys(lengths, depths)))
     assert max(map(len, text.splitlines())) <= 80 and "…" not in text
     first = "16,384" if turned else "0.25"
     (line,) = (line for line in text.splitlines() if f" {first} " in line and "\\" not in line)
     wanted = [f"{(j if turned else j + 1) % 9}/8" for j in range(5)]
     assert re.findall(r"\d/\d", line) == wanted
     row = dict(start=1, end=524_288, documents=16, loss=12.3456, perplexity=230_000.0)
-    assert "1 to 524,288" in printed(evaluate_report.perplexity_table([row]))
+    assert "1 to 524,288" in printed(perplexity.perplexity_table([row]))
 
 
 def test_plots_mark_the_trained_length(tmp_path, monkeypatch):
@@ -196,12 +197,12 @@ def test_plots_mark_the_trained_length(tmp_path, monkeypatch):
     monkeypatch.setattr(Figure, "savefig", lambda self, *_, **__: saved.append(self.axes[0]))
     rows = [dict(start=1, end=50, documents=1, perplexity=3.0)]
     for trained in (None, 40, 4000):
-        evaluate_report.plot_perplexity(rows, tmp_path, trained)
+        perplexity.plot_perplexity(rows, tmp_path, trained)
     none, marked, beyond = saved
     assert [len(axes.lines) for axes in (none, beyond)] == [0, 0]
     assert list(marked.lines[0].get_xdata()) == [40, 40]
     assert marked.get_legend().get_texts()[0].get_text() == "trained length, 40"
-    evaluate_report.plot_passkey(keys([32, 64, 128], [0.0, 1.0]), tmp_path, 64)
+    passkey.plot_passkey(keys([32, 64, 128], [0.0, 1.0]), tmp_path, 64)
     axes = saved[-1]
     assert list(axes.lines[0].get_xdata()) == [1.5, 1.5]
     assert [text.get_text() for text in axes.texts] == ["0/8", "1/8", "1/8", "2/8", "2/8", "3/8"]
