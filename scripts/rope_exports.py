@@ -112,9 +112,9 @@ def export(directory: Path, override: dict, out: Path, tokens: np.ndarray) -> np
     """
     import jax
 
-    from bptjax.cli.convert import write
     from bptjax.models.config import ModelConfig
     from bptjax.training.checks import check_model
+    from bptjax.weights.conversion import write
     from bptjax.weights.pretrained import open_pretrained
 
     model = open_pretrained(ModelConfig(name_or_path=str(directory), **override))

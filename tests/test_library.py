@@ -14,7 +14,6 @@ from weights.hf.cases import config as hf_config
 from weights.hf.loading import random_base, random_weights
 
 import bptjax
-from bptjax.cli import convert
 from bptjax.cli import generate as command
 from bptjax.cli import train as command_of_runs
 from bptjax.config import Config, TrainConfig
@@ -23,6 +22,7 @@ from bptjax.data.tokenizer import ByteTokenizer
 from bptjax.models.config import ModelConfig
 from bptjax.models.generation import generate as tokens_of
 from bptjax.models.sampling import Sampling
+from bptjax.weights import conversion
 from bptjax.weights.hf.config import read_config
 from bptjax.weights.pretrained import open_pretrained
 
@@ -49,7 +49,7 @@ def assert_same(got, wanted):
 
 
 def test_load_takes_every_kind_of_checkpoint(base, tmp_path):
-    convert.to_bptjax(str(base), tmp_path / "converted")
+    conversion.to_bptjax(str(base), tmp_path / "converted")
     for name in (str(base), base, tmp_path / "converted"):
         model, tokenizer, config = bptjax.load(name, device="cpu")
         assert_same(model, opened(base))

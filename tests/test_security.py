@@ -103,8 +103,8 @@ def test_a_pickle_is_not_run(llama, touched):  # noqa: F811
 
 def test_a_class_that_is_no_model_is_not_called(llama, tmp_path, capsys):  # noqa: F811
     pytest.importorskip("torch")
-    from bptjax.cli.convert import difference
     from bptjax.weights.pretrained import Pretrained
+    from bptjax.weights.verification import difference
 
     directory = llama()
     raw = json.loads((directory / "config.json").read_text())

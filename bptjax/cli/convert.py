@@ -1,286 +1,52 @@
 """`bptjax convert`: converts checkpoints and adapters from and to Hugging Face and PEFT."""
 
 import importlib.util
-import json
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
-from bptjax.cli.main import DTYPES, launch, warn
-from bptjax.data.hf_tokenizer import read_generation_config
-from bptjax.data.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
-from bptjax.models.architecture import new_model
+from bptjax.cli.main import launch, warn
 from bptjax.models.config import ModelConfig
-from bptjax.models.params import Index, resize_param
 from bptjax.parallel.mesh import select_devices
-from bptjax.run.json_files import read_json
-from bptjax.run.output import atomic_directory
-from bptjax.run.progress import Progress
-from bptjax.weights.adapter_export import export_adapter, open_adapter, remedy_for_peft
-from bptjax.weights.hf.checkpoint import SIDECARS, copy_sidecar_files, write_hf
-from bptjax.weights.hf.config import is_bare
-from bptjax.weights.hf.config_export import exported
-from bptjax.weights.hf.families.family import CAUSAL, Layout
-from bptjax.weights.hf.from_scratch import from_scratch
-from bptjax.weights.hf.other_tensors import OTHERS
-from bptjax.weights.hf.tensors import Writer
-from bptjax.weights.lora import merged, product_dot, product_square
+from bptjax.weights.adapter_export import export_adapter, remedy_for_peft
+from bptjax.weights.conversion import merge_adapter, to_bptjax, to_hf, trained_dtype
 from bptjax.weights.pretrained import Pretrained, open_pretrained, resolve_checkpoint
-from bptjax.weights.quantized_kernels import linear_kernels
-from bptjax.weights.saved_parameters import RunCheckpoint
+from bptjax.weights.verification import verify
 
-# The files of a tokenizer in a Hugging Face directory. `save` writes the other fields of
-# generation_config.json, too.
-TOKENIZER = (
-    "tokenizer*",
-    "vocab.*",
-    "merges.txt",
-    "*.model",
-    "added_tokens.json",
-    "special_tokens_map.json",
-    "chat_template.*",
-    "generation_config.json",
-)
-# transformers' keys for the dtype of the weights, now and before version 5.
-DTYPE_KEYS = "dtype", "torch_dtype"
+Note = Callable[[Pretrained, Namespace], str]
 
 
-def to_bptjax(source: str, out: Path) -> Pretrained:
-    """Writes the checkpoint with our parameter names, with stacked layers and the same dtypes.
+@dataclass(frozen=True)
+class Way:
+    """A conversion.
 
-    Raises:
-      ValueError: one line about the error in the checkpoint; `out` is not created.
+    Attributes:
+      convert: writes the directory; takes the way's own flags by name.
+      note: returns a line about the result; may be empty.
+      exports: writes files of Hugging Face or PEFT, which cannot name an attention pattern.
+      options: names of the flags that `convert` takes.
     """
-    model = open_pretrained(ModelConfig(name_or_path=source))
-    if model.sidecars != resolve_checkpoint(source):
-        raise ValueError(f"{source}: must be a Hugging Face checkpoint")
-    with atomic_directory(out) as directory:
-        copy_sidecar_files(resolve_checkpoint(source), directory / SIDECARS)
-        if model.others is not None:
-            model.others.save(directory / SIDECARS)
-        with Writer(directory, model.source.specs, max_shard_size="1000TB") as writer:
-            for path, index, array in model.source.slices():
-                writer.write(path, array, index)
-    return model
+
+    convert: Callable[..., Pretrained]
+    note: Note = lambda model, args: ""
+    exports: bool = True
+    options: tuple[str, ...] = ()
 
 
-def to_hf(source: str, out: Path, *, dtype: str | None, max_shard_size: str) -> Pretrained:
-    """Writes a run's newest checkpoint, or a converted directory, in Hugging Face's format, with
-    the other files of the original model and the tokenizer of the run. Only bptjax reads the
-    tokenizers `byte` and `char`.
-
-    Raises:
-      ValueError: one line about the error in the checkpoint; `out` is not created.
-    """
-    model = open_pretrained(ModelConfig(name_or_path=source))
-    if model.adapters is not None:
-        raise ValueError(f"{source}: must not be an adapter; use merge-adapter or export-adapter")
-    if model.sidecars == resolve_checkpoint(source):
-        raise ValueError(f"{source}: must not be a Hugging Face checkpoint already")
-    write(model, source, out, model.source.read, dtype, max_shard_size)
-    return model
+def _kept_dtype(model: Pretrained, args: Namespace) -> str:
+    name = None if args.dtype else trained_dtype(model)
+    text = "as in the checkpoint; --dtype float32 keeps the run's"
+    return f"weights in {name}, {text}" if name else ""
 
 
-def merge_adapter(source: str, out: Path, *, dtype: str | None, max_shard_size: str) -> Pretrained:
-    """Writes the adapter of a run or of PEFT, merged into its base model, in Hugging Face's format.
-    The sum is computed in float32, after quantized kernels are dequantized. Warns how much the
-    rounding to a dtype of 16 bits takes from the adapter: of the component along the adapter's
-    change. Other errors of rounding largely average out in products with many weights.
-
-    Raises:
-      ValueError: one line about the error in the adapter; `out` is not created.
-    """
-    model = open_adapter(source)
-    merge, dtypes = _merging(model), _dtypes(model, dtype)
-    # Sums of squares of the rounding and of the adapter's change, and of their product.
-    rounding, changed, along = 0.0, 0.0, 0.0
-    values = model.adapters.values if model.adapters else {}
-
-    def read(path, index):
-        nonlocal rounding, changed, along
-        w = merge(path, index)
-        if path in values and dtypes[path] != "float32":
-            error = w.astype(dtypes[path]).astype(np.float32) - w
-            a, b, scale = (np.asarray(x[index]) for x in values[path])
-            rounding += float(np.square(error).sum())
-            changed += product_square((a, b, scale))
-            along += product_dot((a, b, scale), error)
-        return w
-
-    write(model, source, out, read, dtype, max_shard_size)
-    if changed:
-        name = dtype or "the base model's dtype"
-        warn(
-            f"rounding to {name} takes {max(-along / changed, 0.0):.1%} of the adapter's change of "
-            f"the weights, and its errors are {(rounding / changed) ** 0.5:.3g} times as large as "
-            "the change (root mean square); --dtype float32 does not round"
-        )
-    return model
-
-
-def _merging(model: Pretrained) -> Callable[[str, Index], np.ndarray]:
-    """Returns a function that reads a parameter, or a slice of it, with its adapter merged."""
-    assert model.adapters is not None
-    config, values = model.adapters.config, model.adapters.values
-    kernels = linear_kernels(
-        jax.eval_shape(lambda key: new_model(model.config, key), jax.random.key(0))
-    )
-    merge = jax.jit(partial(merged, config=config), static_argnames="kernel_axes")
-
-    def read(path, index):
-        w = model.adapters.modules.get(path) if model.adapters else None
-        w = resize_param(path, model.source.read(path, index), model.config) if w is None else w
-        if path not in kernels or (path not in values and config.type != "qlora"):
-            return w
-        adapter = tuple(x[index] for x in values[path]) if path in values else None
-        left = kernels[path]._replace(stacked=kernels[path].stacked - len(index))
-        return np.asarray(merge(jnp.asarray(w), adapter, kernel_axes=left))
-
-    return read
-
-
-def _tokenizer(source: str, model: Pretrained) -> Tokenizer | None:
-    """Returns the tokenizer of a run or an adapter; None if the original model has the same
-    tokenizer with the same chat template and stop ids."""
-    here = resolve_checkpoint(source)
-    if here == model.sidecars or not has_tokenizer(here):
-        return None
-    own = load_tokenizer(here, model.config.V)
-    if model.sidecars is None:
-        return own
-    own.generation_config = read_generation_config(model.sidecars)
-    try:
-        other = load_tokenizer(model.sidecars, model.config.V)
-    except ValueError:
-        return own
-    same = type(own) is type(other) and own.vocabulary() == other.vocabulary()
-    chat = (own.chat_template, own.stop_ids) == (other.chat_template, other.stop_ids)
-    return None if same and chat else own
-
-
-def write(
-    model: Pretrained,
-    source: str,
-    out: Path,
-    read: Callable[[str, Index], np.ndarray],
-    dtype: str | None,
-    max_shard_size: str,
-) -> None:
-    """Writes the model to `out` in Hugging Face's format, with the tokenizer of `source`. `read`
-    returns a parameter by path and index into its stacked axes.
-    """
-    dtype, fixed = dtype or _checkpoint_dtype(model), _fixed_dtypes(model)
-    own = {spec.dtype for path, spec in model.source.specs.items() if path not in fixed}
-    name = dtype or max(own, key=lambda name: jnp.dtype(name).itemsize)
-    if model.sidecars is None:
-        raw, family = from_scratch(model.config)
-    else:
-        raw, family = read_json(model.sidecars / "config.json"), model.family
-    assert family is not None
-    layout = Layout("") if is_bare(raw) else family.layouts[0]
-    if model.others is not None:
-        layout = model.others.layout
-    elif family.wrapped:
-        raise ValueError(
-            f"{source}: must hold the tensors beside its text model in {SIDECARS}/{OTHERS}; "
-            "restore the directory"
-        )
-    if model.read_as is not None:
-        raw = exported(raw, model.read_as, model.config, name)
-    if model.config.attention_pattern is not None:
-        raw = raw | {"attention_pattern": model.config.attention_pattern}
-    # The tensors are written decoded.
-    raw.pop("quantization_config", None)
-
-    dtypes = _dtypes(model, dtype)
-    with atomic_directory(out) as directory:
-        if model.sidecars is not None:
-            copy_sidecar_files(model.sidecars, directory)
-        if (tokenizer := _tokenizer(source, model)) is not None:
-            for file in (file for name in TOKENIZER for file in directory.glob(name)):
-                file.unlink()
-            tokenizer.save(directory)
-        if (
-            model.read_as is None
-            or model.config.max_position_embeddings != model.read_as.max_position_embeddings
-        ):
-            _raise_model_max_length(directory, model.config.max_position_embeddings or 0)
-        (directory / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
-        write_hf(
-            directory,
-            family.names(model.config, layout),
-            lambda path, index: read(path, index).astype(dtypes[path], copy=False),
-            dtypes.__getitem__,
-            max_shard_size,
-            model.others,
-        )
-
-
-def _raise_model_max_length(directory: Path, length: int) -> None:
-    """Raises the length limit of the directory's tokenizer, if there is one, to the model's."""
-    file = directory / "tokenizer_config.json"
-    config = read_json(file) if file.exists() else {}
-    if config.get("model_max_length", length) < length:
-        config["model_max_length"] = length
-        file.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
-
-
-def difference(
-    hf: Path, model: Pretrained, params: Iterator[tuple[str, np.ndarray]] | None = None
-) -> tuple[list[float], float]:
-    """Returns the largest difference from `transformers`, relative to the largest value, in
-    float32: for each hidden state, embeddings first, and for the logits, or for the pooled output
-    of a model without a head.
-
-    Args:
-      params: (path, array) of every parameter, in place of the model's parameters.
-    """
-    import torch
-    import transformers
-
-    kind = getattr(transformers, model.family.auto_class if model.family else CAUSAL)
-    config, key, rng = model.config, "input_ids", np.random.default_rng(0)
-    if not config.causal:
-        name = (read_json(hf / "config.json").get("architectures") or [None])[0]
-        kind = getattr(transformers, str(name), None)
-        if not isinstance(kind, type) or not issubclass(kind, transformers.PreTrainedModel):
-            raise ValueError(
-                f"{hf / 'config.json'}: architectures: must name a model, not {name!r}"
-            )
-    if config.encoder.image_size:
-        shape = 2, config.encoder.channels, *config.encoder.image_size
-        inputs, key = rng.normal(size=shape).astype(np.float32), "pixel_values"
-    else:
-        inputs = rng.integers(0, config.V, (2, min(37, config.max_position_embeddings or 37)))
-        # Some models of transformers count no position for a token of padding.
-        padding = read_json(hf / "config.json").get("pad_token_id")
-        inputs = np.where(inputs == padding, (inputs + 1) % config.V, inputs)
-    theirs = kind.from_pretrained(
-        str(hf), dtype=torch.float32, local_files_only=True, trust_remote_code=False
-    ).eval()
-    with torch.no_grad():
-        out = theirs(**{key: torch.tensor(inputs)}, output_hidden_states=True)
-    end = out.logits if "logits" in out else out.pooler_output
-    states, end = [x.numpy() for x in out.hidden_states], end.numpy()
-    del theirs, out
-    where = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    ours = model.load(where, params=params)
-    *layers, stream, last = jax.jit(type(ours).hidden_states)(ours, jnp.asarray(inputs))
-    # transformers' last hidden state of text follows the final norm; that of images precedes it.
-    final = stream if config.encoder.image_size else last
-    headless = config.encoder.pooler and not config.encoder.classes
-    got = jax.jit(type(ours).pooled if headless else type(ours).logits)(ours, last)
-    errors = [_relative(a, b) for a, b in zip([*layers, final], states, strict=True)]
-    return errors, _relative(got, end)
-
-
-def _relative(got: jax.Array, wanted: np.ndarray) -> float:
-    return float(np.abs(np.asarray(got) - wanted).max() / np.abs(wanted).max())
+# The ways of `main.convert`, by name.
+WAYS = {
+    "hf-to-bptjax": Way(to_bptjax, exports=False),
+    "bptjax-to-hf": Way(to_hf, _kept_dtype, options=("dtype", "max_shard_size")),
+    "merge-adapter": Way(partial(merge_adapter, warn=warn), options=("dtype", "max_shard_size")),
+    "export-adapter": Way(export_adapter, lambda model, args: remedy_for_peft(model, args.out)),
+}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -295,90 +61,28 @@ def run(args: Namespace) -> int:
     Raises:
       ValueError, OSError: one line about the wrong flag or source; nothing is written.
     """
-    verify = args.way != "export-adapter" and args.verify
-    if verify and importlib.util.find_spec("torch") is None:
+    way, verified = WAYS[args.way], getattr(args, "verify", False)
+    if verified and importlib.util.find_spec("torch") is None:
         raise ValueError("--verify: must have torch, which is not installed; pip install torch")
     select_devices("cpu")
-    notes: list[str] = []
-    if args.way == "hf-to-bptjax":
-        model = to_bptjax(args.source, args.out)
-    elif args.way == "export-adapter":
-        model = export_adapter(args.source, args.out)
-        notes = [remedy_for_peft(model, args.out)]
-    else:
-        how = to_hf if args.way == "bptjax-to-hf" else merge_adapter
-        model = how(args.source, args.out, dtype=args.dtype, max_shard_size=args.max_shard_size)
+    options = {name: getattr(args, name) for name in way.options}
+    model = way.convert(args.source, args.out, **options)
+    notes = [model.left_out]
     pattern = model.config.attention_pattern
-    if pattern is not None and (verify or args.way != "hf-to-bptjax"):
+    if pattern is not None and (verified or way.exports):
         notes.append(
             f"transformers computes full attention in place of model.attention_pattern={pattern}; "
-            "bptjax reads the pattern" + ("; not verified" if verify else "")
+            "bptjax reads the pattern" + ("; not verified" if verified else "")
         )
-        verify = False
-    if args.way == "bptjax-to-hf" and not args.dtype and (name := _checkpoint_dtype(model)):
-        notes.append(f"weights in {name}, as in the checkpoint; --dtype float32 keeps the run's")
-    notes = [model.left_out, *notes, f"written: {args.out}"]
+        verified = False
+    notes += [way.note(model, args), f"written: {args.out}"]
     print("\n".join(note for note in notes if note))
-    if not verify:
+    if not verified:
         return 0
     hf, ours = resolve_checkpoint(args.source), args.out
-    if args.way != "hf-to-bptjax":
+    if way.exports:
         hf, ours = args.out, args.source
     model = open_pretrained(ModelConfig(name_or_path=str(ours)))
-    return _verify(hf, model, getattr(args, "dtype", None))
-
-
-def _verify(hf: Path, model: Pretrained, dtype: str | None) -> int:
-    """Compares the model with transformers' model of `hf`. Returns the exit code.
-
-    Args:
-      dtype: dtype that was written. The parameters are rounded to it first, to check the conversion
-        and not the rounding.
-    """
-    dtypes = _dtypes(model, dtype)
-    params = None if set(dtypes.values()) == {"float32"} else _rounded(model, dtypes)
-    layers, logits = difference(hf, model, params)
-    worst = max(*layers, logits)
-    text = f"largest relative difference: logits {logits:.1e}, hidden states {max(layers):.1e}"
-    print(text + (f", after layer {int(np.argmax(layers))}" if worst > 1e-4 else ""))
-    return 0 if worst <= 1e-4 else 1
-
-
-def _dtypes(model: Pretrained, dtype: str | None) -> dict[str, str]:
-    """Returns the dtype of each parameter in Hugging Face files with weights in `dtype`; None for
-    that of the checkpoint."""
-    fixed, specs = _fixed_dtypes(model), model.source.specs.items()
-    dtype = dtype or _checkpoint_dtype(model)
-    return {path: fixed.get(path) or dtype or spec.dtype for path, spec in specs}
-
-
-def _checkpoint_dtype(model: Pretrained) -> str | None:
-    """Returns the dtype of the checkpoint that a run trained in full, from its config.json; None if
-    the run's parameters are not wider, and for other models, whose files have their own dtypes."""
-    if not isinstance(model.source, RunCheckpoint) or model.sidecars is None:
-        return None
-    raw = read_json(model.sidecars / "config.json")
-    found = (x.get(key) for x in (raw, raw.get("text_config", {})) for key in DTYPE_KEYS)
-    name = next((name for name in found if name in DTYPES), None)
-    widest = max(jnp.dtype(spec.dtype).itemsize for spec in model.source.specs.values())
-    return name if name and jnp.dtype(name).itemsize < widest else None
-
-
-def _fixed_dtypes(model: Pretrained) -> dict[str, str]:
-    """Returns the dtypes of the parameters that have the same one in all files of the family."""
-    rules = model.family.tensor_rules(model.config) if model.family else ()
-    return {path: rule.dtype for rule in rules if rule.dtype for path in rule.ours}
-
-
-def _rounded(model: Pretrained, dtypes: dict[str, str]) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields (path, array) of every parameter in the dtype that was written, with adapters
-    merged."""
-    specs = model.source.specs
-    read = model.source.read if model.adapters is None else _merging(model)
-    with Progress("verifying", sum(spec.nbytes for spec in specs.values())) as progress:
-        for path, dtype in dtypes.items():
-            layered = path.startswith("layers.")
-            layers = range(specs[path].shape[0]) if layered else ()
-            array = np.stack([read(path, (i,)) for i in layers]) if layered else read(path, ())
-            yield path, array.astype(dtype)
-            progress.advance(specs[path].nbytes)
+    same, line = verify(hf, model, getattr(args, "dtype", None))
+    print(line)
+    return 0 if same else 1

@@ -10,7 +10,7 @@ from pathlib import Path
 from textwrap import fill
 
 from bptjax.cli.run_command import end_imports_at_interrupts, run_command
-from bptjax.parsing.flags import EXIT_CODES, Parser, nearest
+from bptjax.parsing.flags import DTYPES, EXIT_CODES, Parser, nearest
 from bptjax.parsing.other_names import with_flags
 
 COMMANDS = {
@@ -25,7 +25,6 @@ COMMANDS = {
     "configs": "list the configs that come with bptjax, or copy one",
     "doctor": "check this machine: versions, devices, kernels, speed",
 }
-DTYPES = ["float32", "bfloat16", "float16"]
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -14,6 +14,8 @@ EXIT_CODES = (
     "Exit codes: 0 done; 1 the command failed while it ran; 2 bad flags, config or data; "
     "130 stopped by Ctrl-C; 143 stopped by SIGTERM."
 )
+# Dtypes of weights and of computations.
+DTYPES = ["float32", "bfloat16", "float16"]
 # The switch that `run_command` reads.
 DEBUG = "--debug", "show the traceback of an error"
 

@@ -12,11 +12,10 @@ from weights.hf.cases import config as hf_config
 from weights.hf.loading import random_base
 
 import bptjax
-from bptjax.cli import convert
 from bptjax.cli import generate as command
 from bptjax.data.tokenizer import ByteTokenizer
 from bptjax.models.sampling import Sampling, choose_sampling
-from bptjax.weights import loading
+from bptjax.weights import conversion, loading
 from bptjax.weights.lora import AdapterConfig, Adapters
 
 FILE = "generation_config.json"
@@ -131,9 +130,9 @@ def base(tmp_path):
     raw = hf_config("llama")
     raw.vocab_size = 257
     directory = random_base(tmp_path / "base", raw)
-    convert.to_bptjax(str(directory), tmp_path / "ours")
+    conversion.to_bptjax(str(directory), tmp_path / "ours")
     how = dict(dtype="bfloat16", max_shard_size="5GB")
-    convert.to_hf(str(tmp_path / "ours"), tmp_path / "hf", **how)
+    conversion.to_hf(str(tmp_path / "ours"), tmp_path / "hf", **how)
     ByteTokenizer().with_chat("{{ messages[0].content }}", []).save(tmp_path / "hf")
     fields = {"do_sample": True, "temperature": 0.25, "eos_token_id": 3, "num_beams": 2}
     (tmp_path / "hf" / FILE).write_text(json.dumps(fields))
@@ -167,12 +166,12 @@ def test_generate_takes_the_generation_config_of_the_model(base, capsys):
 
 def test_exports_keep_the_generation_config(base, tmp_path):
     """With the tokenizer of the checkpoint, and with the tokenizer of a run, whose ids differ."""
-    convert.to_bptjax(str(base), tmp_path / "again")
+    conversion.to_bptjax(str(base), tmp_path / "again")
     for tokenizer, kept in ((None, {"eos_token_id": 3}), (ByteTokenizer(), {})):
         if tokenizer is not None:
             tokenizer.save(tmp_path / "again")
         out = tmp_path / f"out{tokenizer is None}"
-        convert.to_hf(str(tmp_path / "again"), out, dtype=None, max_shard_size="5GB")
+        conversion.to_hf(str(tmp_path / "again"), out, dtype=None, max_shard_size="5GB")
         fields = {"do_sample": True, "temperature": 0.25, "num_beams": 2}
         assert json.loads((out / FILE).read_text()) == fields | kept
 

@@ -12,6 +12,7 @@ from weights.hf.loading import contents, random_base
 
 from bptjax.cli import convert
 from bptjax.run.output import _locked, atomic_directory, replaced_files
+from bptjax.weights import conversion
 from bptjax.weights.adapter_export import export_adapter, open_adapter, write_adapter
 from bptjax.weights.hf.peft import WEIGHTS
 from bptjax.weights.hf.peft_config import ADAPTER_CONFIG
@@ -52,7 +53,7 @@ def adapter_of(base, directory):
 def test_a_killed_command_leaves_nothing_under_its_name(tmp_path):
     base = random_base(tmp_path / "base", config("llama"))
     adapter = adapter_of(base, tmp_path / "adapter")
-    convert.to_bptjax(str(base), tmp_path / "ours")
+    conversion.to_bptjax(str(base), tmp_path / "ours")
     before = sorted(tmp_path.iterdir())
     commands = [
         ["hf-to-bptjax", str(base), str(tmp_path / "a")],

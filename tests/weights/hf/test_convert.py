@@ -14,6 +14,7 @@ from tiers import fast
 from bptjax.cli import convert
 from bptjax.models.config import ModelConfig
 from bptjax.models.params import stacked
+from bptjax.weights import conversion
 from bptjax.weights.hf.checkpoint import SIDECARS, sidecar_files
 from bptjax.weights.hf.config import merge, read_config
 from bptjax.weights.hf.tensors import Tensors
@@ -24,9 +25,9 @@ from weights.hf.loading import tensors
 
 
 def there_and_back(directory, tmp_path, **how):
-    convert.to_bptjax(str(directory), tmp_path / "ours")
+    conversion.to_bptjax(str(directory), tmp_path / "ours")
     options = dict(dtype=None, max_shard_size="5GB") | how
-    convert.to_hf(str(tmp_path / "ours"), tmp_path / "back", **options)
+    conversion.to_hf(str(tmp_path / "ours"), tmp_path / "back", **options)
     return tmp_path / "back"
 
 
@@ -54,7 +55,7 @@ def test_dtypes_and_shards(llama, tmp_path, dtype):
 
 
 def test_an_invalid_shard_size_is_refused(llama, tmp_path, capsys):
-    convert.to_bptjax(str(llama()), tmp_path / "ours")
+    conversion.to_bptjax(str(llama()), tmp_path / "ours")
     command = ["bptjax-to-hf", str(tmp_path / "ours"), str(tmp_path / "out")]
     assert convert.main([*command, "--max_shard_size", "abc"]) == 2
     error = capsys.readouterr().err
@@ -73,7 +74,7 @@ def test_sidecar_files_are_copied(llama, tmp_path):
 
 
 def test_text_is_written_with_the_tokenizer_that_came_along(llama, tmp_path):
-    convert.to_bptjax(str(llama()), tmp_path / "ours")
+    conversion.to_bptjax(str(llama()), tmp_path / "ours")
     name = str(tmp_path / "ours")
     model = open_pretrained(ModelConfig(name_or_path=name))
     assert tokenizer_directory(name, model) == tmp_path / "ours" / SIDECARS

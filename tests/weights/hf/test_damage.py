@@ -12,6 +12,7 @@ from bptjax.cli import convert
 from bptjax.data.tokenizer import FILE, load_tokenizer
 from bptjax.models.config import ModelConfig
 from bptjax.run.lazy_imports import transformers
+from bptjax.weights import conversion
 from bptjax.weights.hf.tensors import Tensors
 from bptjax.weights.pretrained import open_pretrained
 
@@ -171,7 +172,7 @@ def test_failure_half_way_leaves_nothing(llama, tmp_path, monkeypatch):
 
     monkeypatch.setattr(Tensors, "read", fails)
     with pytest.raises(OSError):
-        convert.to_bptjax(str(directory), tmp_path / "out")
+        conversion.to_bptjax(str(directory), tmp_path / "out")
     assert sorted(tmp_path.iterdir()) == before
 
 

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 from tiers import fast
 
-from bptjax.cli.convert import difference
 from bptjax.models.config import ModelConfig
 from bptjax.models.groups.attention import AttentionConfig
 from bptjax.models.groups.encoder import EncoderConfig
 from bptjax.models.groups.norms import NormsConfig
 from bptjax.weights.hf.from_scratch import family_of, from_scratch
 from bptjax.weights.pretrained import open_pretrained
+from bptjax.weights.verification import difference
 from weights.hf.loading import random_weights
 
 SIZES = dict(vocab_size=61, hidden_size=32, num_layers=2, num_heads=4, max_position_embeddings=64)

@@ -13,6 +13,7 @@ from bptjax.cli.generate import main as generate
 from bptjax.cli.train import main as train
 from bptjax.models.config import ModelConfig
 from bptjax.run.metrics import read_metrics
+from bptjax.weights import conversion
 from bptjax.weights.hf.config import merge, read_config
 from bptjax.weights.hf.config_export import exported
 from bptjax.weights.pretrained import open_pretrained
@@ -69,8 +70,8 @@ def test_keys_of_layers_without_keys_are_left_out(tmp_path):
     save_file(load_file(file) | extra, file)
     found = open_pretrained(ModelConfig(name_or_path=str(directory)))
     assert "left out 4 tensors" in found.left_out
-    convert.to_bptjax(str(directory), tmp_path / "ours")
-    convert.to_hf(str(tmp_path / "ours"), tmp_path / "back", dtype=None, max_shard_size="5GB")
+    conversion.to_bptjax(str(directory), tmp_path / "ours")
+    conversion.to_hf(str(tmp_path / "ours"), tmp_path / "back", dtype=None, max_shard_size="5GB")
     assert tensors(tmp_path / "back") == before
     extra = {name.replace("layers.4", "layers.2"): x for name, x in extra.items()}
     save_file(load_file(file) | extra, file)

@@ -18,6 +18,7 @@ from bptjax.cli.train import main as train
 from bptjax.models.config import ModelConfig
 from bptjax.models.params import stacked
 from bptjax.run.json_files import read_json
+from bptjax.weights import conversion
 from bptjax.weights.hf.checkpoint import SIDECARS
 from bptjax.weights.hf.config import merge, read_config
 from bptjax.weights.hf.config_export import exported
@@ -73,8 +74,8 @@ def test_every_layout_is_read_and_written_again(tmp_path, layout):
     other = open_pretrained(ModelConfig(name_or_path=str(checkpoint(tmp_path / "same"))))
     for (path, a), (same, b) in zip(stacked(model.source), stacked(other.source), strict=True):
         assert path == same and np.array_equal(a, b)
-    convert.to_bptjax(str(directory), tmp_path / "ours")
-    convert.to_hf(str(tmp_path / "ours"), tmp_path / "back", dtype=None, max_shard_size="9KB")
+    conversion.to_bptjax(str(directory), tmp_path / "ours")
+    conversion.to_hf(str(tmp_path / "ours"), tmp_path / "back", dtype=None, max_shard_size="9KB")
     assert len(list((tmp_path / "back").glob("model-*.safetensors"))) > 2
     assert tensors(tmp_path / "back") == tensors(directory)
     before, after = contents(directory), contents(tmp_path / "back")
@@ -85,7 +86,7 @@ def test_every_layout_is_read_and_written_again(tmp_path, layout):
 def test_nothing_beside_the_text_model(tmp_path):
     """A checkpoint from which the vision model was removed."""
     directory = checkpoint(tmp_path / "hf", beside={})
-    convert.to_bptjax(str(directory), tmp_path / "ours")
+    conversion.to_bptjax(str(directory), tmp_path / "ours")
     assert open_pretrained(ModelConfig(name_or_path=str(tmp_path / "ours"))).others.names == ()
     arguments = ["bptjax-to-hf", str(tmp_path / "ours"), str(tmp_path / "out")]
     assert convert.main(arguments) == 0
@@ -94,7 +95,7 @@ def test_nothing_beside_the_text_model(tmp_path):
 
 
 def test_a_dtype_is_of_the_text_model_alone(tmp_path):
-    convert.to_bptjax(str(checkpoint(tmp_path / "hf")), tmp_path / "ours")
+    conversion.to_bptjax(str(checkpoint(tmp_path / "hf")), tmp_path / "ours")
     shutil.rmtree(tmp_path / "hf")
     arguments = ["bptjax-to-hf", str(tmp_path / "ours"), str(tmp_path / "back")]
     assert convert.main([*arguments, "--dtype", "bfloat16"]) == 0
@@ -107,7 +108,7 @@ def test_a_dtype_is_of_the_text_model_alone(tmp_path):
     assert read_json(tmp_path / "back" / "config.json")["dtype"] == "bfloat16"
     shutil.rmtree(tmp_path / "ours" / SIDECARS / OTHERS)
     with pytest.raises(ValueError, match="must hold the tensors beside its text model in hf/oth"):
-        convert.to_hf(str(tmp_path / "ours"), tmp_path / "no", dtype=None, max_shard_size="5GB")
+        conversion.to_hf(str(tmp_path / "ours"), tmp_path / "no", dtype=None, max_shard_size="5GB")
 
 
 def test_conversion_holds_one_other_tensor_in_memory(tmp_path):
@@ -116,8 +117,10 @@ def test_conversion_holds_one_other_tensor_in_memory(tmp_path):
     directory = str(checkpoint(tmp_path / "hf", beside=beside))
     tracemalloc.start()
     try:
-        convert.to_bptjax(directory, tmp_path / "ours")
-        convert.to_hf(str(tmp_path / "ours"), tmp_path / "back", dtype=None, max_shard_size="5GB")
+        conversion.to_bptjax(directory, tmp_path / "ours")
+        conversion.to_hf(
+            str(tmp_path / "ours"), tmp_path / "back", dtype=None, max_shard_size="5GB"
+        )
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -131,7 +134,7 @@ def test_a_head_in_the_file_is_not_tied(tmp_path):
     (directory / "config.json").write_text(json.dumps(raw))
     wanted = ModelConfig(name_or_path=str(directory))
     assert open_config(wanted).config.tied_head and not open_pretrained(wanted).config.tied_head
-    convert.to_bptjax(str(directory), tmp_path / "ours")
+    conversion.to_bptjax(str(directory), tmp_path / "ours")
     model = open_pretrained(ModelConfig(name_or_path=str(tmp_path / "ours")))
     assert not model.config.tied_head and "head" in model.source.specs
     # Without the outer key, the text model's counts.

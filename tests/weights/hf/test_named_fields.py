@@ -12,6 +12,7 @@ from bptjax.models.config import ModelConfig
 from bptjax.models.groups.attention import AttentionConfig
 from bptjax.models.groups.experts import ExpertsConfig
 from bptjax.models.params import stacked
+from bptjax.weights import conversion
 from bptjax.weights.hf.families import FAMILIES
 from bptjax.weights.hf.families.family import Family, activation
 from bptjax.weights.hf.families.gated import rmsnorm_glu_decoder, rules_rmsnorm_glu
@@ -102,9 +103,9 @@ def test_experts_are_stacked_behind_layers(checkpoint):
 
 def test_experts_come_back_bit_for_bit(checkpoint, tmp_path):
     directory = checkpoint()
-    convert.to_bptjax(str(directory), tmp_path / "ours")
+    conversion.to_bptjax(str(directory), tmp_path / "ours")
     assert Tensors(tmp_path / "ours").specs["layers.mlp.down.kernel"][1] == (L, E, F, D)
-    convert.to_hf(str(tmp_path / "ours"), tmp_path / "back", dtype=None, max_shard_size="30KB")
+    conversion.to_hf(str(tmp_path / "ours"), tmp_path / "back", dtype=None, max_shard_size="30KB")
     assert len(list((tmp_path / "back").glob("model-*.safetensors"))) > 2
     before, after = Tensors(directory), Tensors(tmp_path / "back")
     assert before.specs == after.specs and UP.format(1, 2) in before.specs
@@ -135,10 +136,12 @@ def test_conversion_holds_one_expert_in_memory(checkpoint, tmp_path):
     one = 4 * D * inner
     tracemalloc.start()
     try:
-        convert.to_bptjax(str(directory), tmp_path / "ours")
+        conversion.to_bptjax(str(directory), tmp_path / "ours")
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.reset_peak()
-        convert.to_hf(str(tmp_path / "ours"), tmp_path / "back", dtype=None, max_shard_size="5GB")
+        conversion.to_hf(
+            str(tmp_path / "ours"), tmp_path / "back", dtype=None, max_shard_size="5GB"
+        )
         _, peak_back = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

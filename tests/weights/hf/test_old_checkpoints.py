@@ -15,6 +15,7 @@ from bptjax.cli import convert
 from bptjax.models.config import ModelConfig
 from bptjax.models.params import stacked
 from bptjax.run.checkpoint import Checkpoints
+from bptjax.weights import conversion
 from bptjax.weights.hf.config import read_config
 from bptjax.weights.hf.tensors import Tensors
 from bptjax.weights.pretrained import open_pretrained
@@ -66,7 +67,7 @@ def test_the_old_name_of_the_head_bias_in_a_converted_bert(theirs, tmp_path):
     arrays = load_file(file)
     arrays["masked.bias"] = arrays.pop("head_bias")
     save_file(arrays, file)
-    convert.to_hf(str(tmp_path / "ours"), tmp_path / "back", dtype=None, max_shard_size="5GB")
+    conversion.to_hf(str(tmp_path / "ours"), tmp_path / "back", dtype=None, max_shard_size="5GB")
     assert tensors(tmp_path / "back") == tensors(theirs(name)[1])
 
 
@@ -78,7 +79,7 @@ def test_the_old_gate_of_a_shared_expert_in_a_converted_checkpoint(tmp_path):
     arrays = load_file(file)
     gate = arrays.pop("layers.mlp.shared_gate.kernel")
     save_file(arrays | {"layers.mlp.shared_gate": gate[..., 0]}, file)
-    convert.to_hf(str(ours), tmp_path / "back", dtype=None, max_shard_size="5GB")
+    conversion.to_hf(str(ours), tmp_path / "back", dtype=None, max_shard_size="5GB")
     assert tensors(tmp_path / "back") == tensors(base)
 
 
@@ -122,7 +123,7 @@ def test_buffers_of_old_versions_are_left_out(theirs, tmp_path, capsys, name, fi
         assert f"left out {len(buffers)} tensor" in said
         *_, last = OLD_BUFFERS[name][0][0].partition(".")
         assert re.sub(r"\.({}|\d+)\.", ".*.", last) + (" (2)" if "{}" in last else "") in said
-    convert.to_hf(str(tmp_path / "ours"), tmp_path / "back", dtype=None, max_shard_size="5GB")
+    conversion.to_hf(str(tmp_path / "ours"), tmp_path / "back", dtype=None, max_shard_size="5GB")
     assert tensors(tmp_path / "back") == tensors(directory)
 
 

@@ -11,6 +11,7 @@ from safetensors.numpy import load_file, save_file
 from bptjax.cli import convert
 from bptjax.cli.train import main as train
 from bptjax.models.config import ModelConfig
+from bptjax.weights import conversion
 from bptjax.weights.hf.checkpoint import SIDECARS
 from bptjax.weights.hf.other_tensors import OTHERS
 from bptjax.weights.pretrained import open_pretrained
@@ -57,8 +58,8 @@ def test_a_conversion_keeps_them(tmp_path, theirs, name):
     left_out = open_pretrained(ModelConfig(name_or_path=str(tmp_path / "hf"))).left_out
     assert left_out.startswith("left out 1 tensor of the files that hold no parameters of")
     assert "kept 3 tensors for exports, which are not trained: " in left_out
-    convert.to_bptjax(str(tmp_path / "hf"), tmp_path / "ours")
-    convert.to_hf(str(tmp_path / "ours"), tmp_path / "back", dtype=None, max_shard_size="5GB")
+    conversion.to_bptjax(str(tmp_path / "hf"), tmp_path / "ours")
+    conversion.to_hf(str(tmp_path / "ours"), tmp_path / "back", dtype=None, max_shard_size="5GB")
     wanted = tensors(tmp_path / "hf")
     del wanted[next(iter(buffer))]
     assert tensors(tmp_path / "back") == wanted
@@ -68,7 +69,7 @@ def test_a_conversion_keeps_them(tmp_path, theirs, name):
     found = tensors(tmp_path / "half")
     assert all(found[n] == wanted[n] for n in beside)
     shutil.rmtree(tmp_path / "ours" / SIDECARS / OTHERS)
-    convert.to_hf(str(tmp_path / "ours"), tmp_path / "old", dtype=None, max_shard_size="5GB")
+    conversion.to_hf(str(tmp_path / "ours"), tmp_path / "old", dtype=None, max_shard_size="5GB")
     assert tensors(tmp_path / "old").keys() == wanted.keys() - beside.keys()
     again, report = auto_model(name).from_pretrained(
         tmp_path / "back", dtype=torch.float32, output_loading_info=True
@@ -83,8 +84,8 @@ def test_names_without_the_prefix_of_the_model_stay(tmp_path):
     directory = checkpoint(tmp_path / "hf", "glm4_moe")
     file = directory / "model.safetensors"
     save_file({n.removeprefix("model."): x for n, x in load_file(file).items()}, file)
-    convert.to_bptjax(str(directory), tmp_path / "ours")
-    convert.to_hf(str(tmp_path / "ours"), tmp_path / "back", dtype=None, max_shard_size="5GB")
+    conversion.to_bptjax(str(directory), tmp_path / "ours")
+    conversion.to_hf(str(tmp_path / "ours"), tmp_path / "back", dtype=None, max_shard_size="5GB")
     assert "layers.46.norm.weight" in tensors(directory)
     assert tensors(tmp_path / "back") == tensors(directory)
 

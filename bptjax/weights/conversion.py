@@ -1,0 +1,261 @@
+"""Conversion of checkpoints and adapters from and to Hugging Face's format."""
+
+import json
+import logging
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bptjax.data.hf_tokenizer import read_generation_config
+from bptjax.data.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
+from bptjax.models.architecture import new_model
+from bptjax.models.config import ModelConfig
+from bptjax.models.params import Index, resize_param
+from bptjax.parsing.flags import DTYPES
+from bptjax.run.json_files import read_json
+from bptjax.run.output import atomic_directory
+from bptjax.weights.adapter_export import open_adapter
+from bptjax.weights.hf.checkpoint import SIDECARS, copy_sidecar_files, write_hf
+from bptjax.weights.hf.config import is_bare
+from bptjax.weights.hf.config_export import exported
+from bptjax.weights.hf.families.family import Layout
+from bptjax.weights.hf.from_scratch import from_scratch
+from bptjax.weights.hf.other_tensors import OTHERS
+from bptjax.weights.hf.tensors import Writer
+from bptjax.weights.lora import merged, product_dot, product_square
+from bptjax.weights.pretrained import Pretrained, open_pretrained, resolve_checkpoint
+from bptjax.weights.quantized_kernels import linear_kernels
+from bptjax.weights.saved_parameters import RunCheckpoint
+
+log = logging.getLogger("bptjax")
+# The files of a tokenizer in a Hugging Face directory. `save` writes the other fields of
+# generation_config.json, too.
+TOKENIZER = (
+    "tokenizer*",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "chat_template.*",
+    "generation_config.json",
+)
+# transformers' keys for the dtype of the weights, now and before version 5.
+DTYPE_KEYS = "dtype", "torch_dtype"
+
+
+def to_bptjax(source: str, out: Path) -> Pretrained:
+    """Writes the checkpoint with our parameter names, with stacked layers and the same dtypes.
+
+    Raises:
+      ValueError: one line about the error in the checkpoint; `out` is not created.
+    """
+    model = open_pretrained(ModelConfig(name_or_path=source))
+    if model.sidecars != resolve_checkpoint(source):
+        raise ValueError(f"{source}: must be a Hugging Face checkpoint")
+    with atomic_directory(out) as directory:
+        copy_sidecar_files(resolve_checkpoint(source), directory / SIDECARS)
+        if model.others is not None:
+            model.others.save(directory / SIDECARS)
+        with Writer(directory, model.source.specs, max_shard_size="1000TB") as writer:
+            for path, index, array in model.source.slices():
+                writer.write(path, array, index)
+    return model
+
+
+def to_hf(source: str, out: Path, *, dtype: str | None, max_shard_size: str) -> Pretrained:
+    """Writes a run's newest checkpoint, or a converted directory, in Hugging Face's format, with
+    the other files of the original model and the tokenizer of the run. Only bptjax reads the
+    tokenizers `byte` and `char`.
+
+    Raises:
+      ValueError: one line about the error in the checkpoint; `out` is not created.
+    """
+    model = open_pretrained(ModelConfig(name_or_path=source))
+    if model.adapters is not None:
+        raise ValueError(f"{source}: must not be an adapter; use merge-adapter or export-adapter")
+    if model.sidecars == resolve_checkpoint(source):
+        raise ValueError(f"{source}: must not be a Hugging Face checkpoint already")
+    write(model, source, out, model.source.read, dtype, max_shard_size)
+    return model
+
+
+def merge_adapter(
+    source: str,
+    out: Path,
+    *,
+    dtype: str | None,
+    max_shard_size: str,
+    warn: Callable[[str], None] = log.warning,
+) -> Pretrained:
+    """Writes the adapter of a run or of PEFT, merged into its base model, in Hugging Face's format.
+    The sum is computed in float32, after quantized kernels are dequantized. Warns how much the
+    rounding to a dtype of 16 bits takes from the adapter: of the component along the adapter's
+    change. Other errors of rounding largely average out in products with many weights.
+
+    Raises:
+      ValueError: one line about the error in the adapter; `out` is not created.
+    """
+    model = open_adapter(source)
+    merge, dtypes = merging(model), written_dtypes(model, dtype)
+    # Sums of squares of the rounding and of the adapter's change, and of their product.
+    rounding, changed, along = 0.0, 0.0, 0.0
+    values = model.adapters.values if model.adapters else {}
+
+    def read(path, index):
+        nonlocal rounding, changed, along
+        w = merge(path, index)
+        if path in values and dtypes[path] != "float32":
+            error = w.astype(dtypes[path]).astype(np.float32) - w
+            a, b, scale = (np.asarray(x[index]) for x in values[path])
+            rounding += float(np.square(error).sum())
+            changed += product_square((a, b, scale))
+            along += product_dot((a, b, scale), error)
+        return w
+
+    write(model, source, out, read, dtype, max_shard_size)
+    if changed:
+        name = dtype or "the base model's dtype"
+        warn(
+            f"rounding to {name} takes {max(-along / changed, 0.0):.1%} of the adapter's change of "
+            f"the weights, and its errors are {(rounding / changed) ** 0.5:.3g} times as large as "
+            "the change (root mean square); --dtype float32 does not round"
+        )
+    return model
+
+
+def merging(model: Pretrained) -> Callable[[str, Index], np.ndarray]:
+    """Returns a function that reads a parameter, or a slice of it, with its adapter merged."""
+    assert model.adapters is not None
+    config, values = model.adapters.config, model.adapters.values
+    kernels = linear_kernels(
+        jax.eval_shape(lambda key: new_model(model.config, key), jax.random.key(0))
+    )
+    merge = jax.jit(partial(merged, config=config), static_argnames="kernel_axes")
+
+    def read(path, index):
+        w = model.adapters.modules.get(path) if model.adapters else None
+        w = resize_param(path, model.source.read(path, index), model.config) if w is None else w
+        if path not in kernels or (path not in values and config.type != "qlora"):
+            return w
+        adapter = tuple(x[index] for x in values[path]) if path in values else None
+        left = kernels[path]._replace(stacked=kernels[path].stacked - len(index))
+        return np.asarray(merge(jnp.asarray(w), adapter, kernel_axes=left))
+
+    return read
+
+
+def _tokenizer(source: str, model: Pretrained) -> Tokenizer | None:
+    """Returns the tokenizer of a run or an adapter; None if the original model has the same
+    tokenizer with the same chat template and stop ids."""
+    here = resolve_checkpoint(source)
+    if here == model.sidecars or not has_tokenizer(here):
+        return None
+    own = load_tokenizer(here, model.config.V)
+    if model.sidecars is None:
+        return own
+    own.generation_config = read_generation_config(model.sidecars)
+    try:
+        other = load_tokenizer(model.sidecars, model.config.V)
+    except ValueError:
+        return own
+    same = type(own) is type(other) and own.vocabulary() == other.vocabulary()
+    chat = (own.chat_template, own.stop_ids) == (other.chat_template, other.stop_ids)
+    return None if same and chat else own
+
+
+def write(
+    model: Pretrained,
+    source: str,
+    out: Path,
+    read: Callable[[str, Index], np.ndarray],
+    dtype: str | None,
+    max_shard_size: str,
+) -> None:
+    """Writes the model to `out` in Hugging Face's format, with the tokenizer of `source`. `read`
+    returns a parameter by path and index into its stacked axes.
+    """
+    dtype, fixed = dtype or trained_dtype(model), _fixed_dtypes(model)
+    own = {spec.dtype for path, spec in model.source.specs.items() if path not in fixed}
+    name = dtype or max(own, key=lambda name: jnp.dtype(name).itemsize)
+    if model.sidecars is None:
+        raw, family = from_scratch(model.config)
+    else:
+        raw, family = read_json(model.sidecars / "config.json"), model.family
+    assert family is not None
+    layout = Layout("") if is_bare(raw) else family.layouts[0]
+    if model.others is not None:
+        layout = model.others.layout
+    elif family.wrapped:
+        raise ValueError(
+            f"{source}: must hold the tensors beside its text model in {SIDECARS}/{OTHERS}; "
+            "restore the directory"
+        )
+    if model.read_as is not None:
+        raw = exported(raw, model.read_as, model.config, name)
+    if model.config.attention_pattern is not None:
+        raw = raw | {"attention_pattern": model.config.attention_pattern}
+    # The tensors are written decoded.
+    raw.pop("quantization_config", None)
+
+    dtypes = written_dtypes(model, dtype)
+    with atomic_directory(out) as directory:
+        if model.sidecars is not None:
+            copy_sidecar_files(model.sidecars, directory)
+        if (tokenizer := _tokenizer(source, model)) is not None:
+            for file in (file for name in TOKENIZER for file in directory.glob(name)):
+                file.unlink()
+            tokenizer.save(directory)
+        if (
+            model.read_as is None
+            or model.config.max_position_embeddings != model.read_as.max_position_embeddings
+        ):
+            _raise_model_max_length(directory, model.config.max_position_embeddings or 0)
+        (directory / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
+        write_hf(
+            directory,
+            family.names(model.config, layout),
+            lambda path, index: read(path, index).astype(dtypes[path], copy=False),
+            dtypes.__getitem__,
+            max_shard_size,
+            model.others,
+        )
+
+
+def _raise_model_max_length(directory: Path, length: int) -> None:
+    """Raises the length limit of the directory's tokenizer, if there is one, to the model's."""
+    file = directory / "tokenizer_config.json"
+    config = read_json(file) if file.exists() else {}
+    if config.get("model_max_length", length) < length:
+        config["model_max_length"] = length
+        file.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+
+
+def written_dtypes(model: Pretrained, dtype: str | None) -> dict[str, str]:
+    """Returns the dtype of each parameter in Hugging Face files with weights in `dtype`; None for
+    that of the checkpoint."""
+    fixed, specs = _fixed_dtypes(model), model.source.specs.items()
+    dtype = dtype or trained_dtype(model)
+    return {path: fixed.get(path) or dtype or spec.dtype for path, spec in specs}
+
+
+def trained_dtype(model: Pretrained) -> str | None:
+    """Returns the dtype of the checkpoint that a run trained in full, from its config.json; None if
+    the run's parameters are not wider, and for other models, whose files have their own dtypes."""
+    if not isinstance(model.source, RunCheckpoint) or model.sidecars is None:
+        return None
+    raw = read_json(model.sidecars / "config.json")
+    found = (x.get(key) for x in (raw, raw.get("text_config", {})) for key in DTYPE_KEYS)
+    name = next((name for name in found if name in DTYPES), None)
+    widest = max(jnp.dtype(spec.dtype).itemsize for spec in model.source.specs.values())
+    return name if name and jnp.dtype(name).itemsize < widest else None
+
+
+def _fixed_dtypes(model: Pretrained) -> dict[str, str]:
+    """Returns the dtypes of the parameters that have the same one in all files of the family."""
+    rules = model.family.tensor_rules(model.config) if model.family else ()
+    return {path: rule.dtype for rule in rules if rule.dtype for path in rule.ours}
