@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args, get_origin
 from bptjax.data.config import DataConfig
 from bptjax.models.config import ModelConfig
 from bptjax.models.execution import UNCHUNKED, ExecutionConfig, MemoryConfig
-from bptjax.objectives import ObjectiveConfig
+from bptjax.objectives import ObjectiveConfig, check_formats
 from bptjax.optim.optimizer import OPTIMIZERS, OptimizerConfig
 from bptjax.parallel.mesh import ParallelConfig
 from bptjax.parsing.keys import check_seed, flatten, nest
@@ -178,6 +178,7 @@ class Config:
         _check_literals(self)
         check_seed("seed", self.seed)
         check_seed("data.seed", self.data.seed)
+        check_formats(self.data)
         if os.path.expanduser(self.run_dir).startswith("~"):
             raise ValueError(
                 f"run_dir={self.run_dir}: must not name an unknown user; give the full path"

@@ -4,17 +4,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 SampleBy = Literal["line", "paragraph", "document"]
-Format = Literal[
-    "auto",
-    "text",
-    "messages",
-    "sharegpt",
-    "alpaca",
-    "self_instruct",
-    "prompt_answer",
-    "hh_rlhf",
-    "label",
-]
 
 
 @dataclass(frozen=True)
@@ -31,7 +20,7 @@ class SourceConfig:
 
     path: str | list[str]
     weight: float = 1.0
-    format: Format | None = None
+    format: str | None = None
     text_key: str | None = None
     sample_by: SampleBy | None = None
 
@@ -61,9 +50,10 @@ class DataConfig:
       eval_fraction: share of the documents to hold out. If there is only one, its tail is held out.
       sample_by: unit of a plain-text file that becomes one document.
       text_key: field of a record that holds its text.
-      format: record format. auto takes the first format whose fields a record has, else text;
-        for a classifier it is label, text with a number in the field label, and with a second text
-        in the field text_pair if it is a pair.
+      format: record format: text; messages, sharegpt, alpaca, self_instruct, prompt_answer or
+        hh_rlhf, which are chats; or for a classifier label, text with a number in the field label,
+        and with a second text in the field text_pair if it is a pair. auto takes the first format
+        whose fields a record has, else text; for a classifier label.
       train_on_source: include prompts in the loss. By default only answers are.
       source_max_len: limit in tokens of a record's prompt, which is everything before its first
         answer. Only contents are truncated, never the chat template's own text.
@@ -96,7 +86,7 @@ class DataConfig:
     eval_fraction: float = 0.1
     sample_by: SampleBy = "document"
     text_key: str = "text"
-    format: Format = "auto"
+    format: str = "auto"
     train_on_source: bool = False
     source_max_len: int | None = None
     target_max_len: int | None = None

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from bptjax.data.chat import FORMATS as CHATS
+from bptjax.data.config import DataConfig
 from bptjax.models.config import ModelConfig
 from bptjax.objectives.classes import Classes
 from bptjax.objectives.masked_tokens import MaskedTokens
@@ -15,6 +17,9 @@ AUTO = "auto"
 OBJECTIVES: dict[str, Objective] = {
     row.name: row for row in (NextToken(), MaskedTokens(), Classes())
 }
+
+# Values of data.format.
+FORMATS = AUTO, "text", *CHATS, *(row.record.name for row in OBJECTIVES.values() if row.record)
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,19 @@ def choose(config: ObjectiveConfig, model: ModelConfig) -> Objective:
     if not chosen.fits(model):
         raise ValueError(f"objective.type={name}: must go with {chosen.needs}")
     return chosen
+
+
+def check_formats(data: DataConfig) -> None:
+    """Checks the names of record formats.
+
+    Raises:
+      ValueError: a name is unknown.
+    """
+    found = [("data.format", data.format)]
+    found += [("data.sources: format", each.format) for each in data.sources if each.format]
+    for key, value in found:
+        if value not in FORMATS:
+            raise ValueError(f"{key}={value}: must be one of {', '.join(FORMATS)}")
 
 
 def check(
