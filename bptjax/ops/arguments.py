@@ -1,4 +1,4 @@
-"""Checks of the arguments of public operations, as far as they are static."""
+"""Checks of public operations' arguments, as far as the arguments are static."""
 
 import math
 from typing import Any
@@ -8,7 +8,7 @@ import numpy as np
 
 
 def check_chunk(**chunks: int) -> None:
-    """Checks the size of chunks.
+    """Checks chunk sizes.
 
     Raises:
       ValueError: a chunk is below 1 token.
@@ -22,7 +22,7 @@ def check_softcap(softcap: float | None, name: str = "softcap") -> None:
     """Checks a soft cap.
 
     Raises:
-      ValueError: the cap is not positive and finite, so logits would become 0 or NaN.
+        ValueError: the cap is not positive and finite; logits would become 0 or NaN.
     """
     if softcap is not None and not 0.0 < softcap < math.inf:
         raise ValueError(f"{name}={softcap}: must be positive and finite; leave it out for no cap")
@@ -43,7 +43,7 @@ def check_qkv(q: Any, k: Any, v: Any) -> None:
     """Checks shapes and dtypes of queries `[B, T, N, H]`, keys and values `[B, S, K, H]`.
 
     Raises:
-      ValueError: shapes or dtypes that do not match, or an empty array.
+        ValueError: mismatched shapes or dtypes, or an empty array.
     """
     arrays = {"q": q, "k": k, "v": v}
     for name, x in arrays.items():

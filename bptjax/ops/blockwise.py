@@ -48,25 +48,25 @@ def blockwise_transformer(
 ) -> PyTree:
     """Computes `finish(params, x, attention(query(params, x), k, v))` one query block at a time.
 
-    Keys and values alone exist at full length; queries, attention output and the activations of the
+    Only keys and values exist at full length; queries, attention output and the activations of the
     feed-forward exist for one block. The backward pass recomputes each block; gradients of
     `params`, `k`, `v` and `sinks` accumulate in float32.
 
     Args:
-      query: position-wise, (params, chunk of x) to `[B, chunk, N, H]`.
-      finish: position-wise, (params, chunk of x, attention output `[B, chunk, N, H]`) to a pytree
-        of `[B, chunk, ...]`: output projection, residual, norm, feed-forward. Neither function may
-        close over traced values.
+      query: position-wise, maps (params, chunk of x) to `[B, chunk, N, H]`.
+      finish: position-wise, maps (params, chunk of x, attention output `[B, chunk, N, H]`) to a
+        pytree of `[B, chunk, ...]`: output projection, residual, norm, feed-forward. Neither
+        function may close over traced values.
       params: pytree shared by all chunks.
       x: pytree of `[B, T, ...]`.
       mask, alibi, sinks, dropout_key, options: as in `attention`.
-      has_aux: `finish` takes one argument more and returns a pair, as `f` of `blockwise` does.
+      has_aux: `finish` takes one more argument and returns a pair, like `f` of `blockwise`.
 
     Returns:
-      pytree of `[B, T, ...]`; with `has_aux`, that and the sums, as `blockwise`.
+      pytree of `[B, T, ...]`; with `has_aux`, also the sums, as in `blockwise`.
 
     Raises:
-      ValueError, NotImplementedError: as `attention` and `blockwise`.
+      ValueError, NotImplementedError: as in `attention` and `blockwise`.
 
     Liu & Abbeel 2023, https://arxiv.org/abs/2305.19370, Algorithm 1.
     """
@@ -124,27 +124,26 @@ def blockwise(
 ) -> PyTree:
     """Computes `f(params, x)` for a position-wise `f`, in the memory of one chunk.
 
-    A single chunk is `f(params, x)` itself, and a remat policy sees into it.
+    A single chunk is computed as plain `f(params, x)`, and remat policies see its activations.
 
-    The residuals of the backward pass are `params` and `x` alone. It runs `f` again chunk by chunk,
-    and accumulates in float32 the gradients of those `params` that are differentiated. Put norm and
+    The residuals of the backward pass are only `params` and `x`. The backward pass reruns `f` chunk
+    by chunk, and accumulates the gradients of differentiated `params` in float32. Put norm and
     residual inside `f`: then nothing wider than `x` exists at full length.
 
     Args:
       f: takes `params` and a chunk of `x`, returns a pytree of `[B, chunk, ...]`. It must not close
-        over traced values; pass them in `params` (shared by all chunks) or `x`. Integer leaves are
-        allowed in both and in the result.
+        over traced values; pass them in `params` (shared by all chunks) or `x`. Both and the result
+        may have integer leaves.
       params: pytree of arrays.
       x: pytree of `[B, T, ...]` arrays.
-      chunk: tokens; T need not be a multiple. Where it is not, `f` also runs on copies of the last
-        token, and their results are dropped.
+      chunk: tokens; T need not be a multiple. If it is not, `f` also runs on copies of the last
+        token, whose results are dropped.
       axes: mesh axes that shard the batch dimension: with more than one chunk, each device sums the
         gradients of `params` over its own sequences.
-      placement: of each array of `params` on these mesh axes, a prefix of that tree; see
-        `per_device`.
+      placement: of each array of `params` on these mesh axes, as a tree prefix; see `per_device`.
       has_aux: `f` takes a third argument, `[chunk]`, which is false for copies of the last token,
         and returns a pair: the result, and a pytree of float32 sums `[B, ...]` over the other
-        tokens, as for an auxiliary loss.
+        tokens, for example for an auxiliary loss.
 
     Returns:
       pytree of `[B, T, ...]` arrays; with `has_aux`, also the sums over all chunks.
@@ -167,7 +166,7 @@ def blockwise(
 
 
 def _inside(chunk: int, T: int) -> Array:
-    """Returns, for the tokens of each chunk, whether they are among the T tokens."""
+    """Returns which tokens of each chunk are among the T tokens; the others are padding."""
     return (jnp.arange(-(-T // chunk) * chunk) < T).reshape(-1, chunk)
 
 
@@ -236,7 +235,7 @@ def _backward(f, chunk, axes, placements, residuals, cotangents):
 
 
 def _add_up(x: Array, placement: Placement, axes: tuple[str, ...]) -> Array:
-    """Sums over those of the mesh axes that do not shard an array with this placement."""
+    """Sums over the mesh axes that do not shard an array with this placement."""
     own = sharding_axes(placement, axes)
     return jax.lax.psum(x, tuple(name for name in axes if name not in own))
 
@@ -256,8 +255,8 @@ def _dense(cotangent: Any) -> Array:
 def _partition(
     tree: PyTree, differentiated: tuple[bool, ...] | None = None
 ) -> tuple[list[Array], Callable[..., PyTree]]:
-    """Returns the float leaves (those that are `differentiated`), and the function that puts such a
-    list back among the other leaves; in a `cotangent` the others are None, which stands for 0."""
+    """Returns the float leaves (only the `differentiated` ones), and a function that puts such
+    leaves back into the tree; in a `cotangent` all other leaves are None, which stands for 0."""
     leaves, structure = jax.tree.flatten(tree)
     selected = [jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves]
     if differentiated is not None:

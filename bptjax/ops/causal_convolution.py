@@ -1,4 +1,4 @@
-"""Short causal convolution of each channel, within documents."""
+"""Short causal convolution per channel, within documents."""
 
 from functools import partial
 
@@ -20,20 +20,20 @@ def causal_convolution(
     history: Float[Array, "B J-1 C"] | None = None,
     previous: Int[Array, "B"] | None = None,
 ) -> tuple[Float[Array, "B T C"], Float[Array, "B J-1 C"]]:
-    """Sum of kernel[J-1-i] · x_{t-i} over 0 ≤ i < J, or its SiLU, for each channel by itself.
-    Computes in float32; saves its arguments for the backward pass. Returns the output, in x's
-    dtype, and the history after the last token.
+    """Computes the sum of kernel[J-1-i] · x_{t-i} over 0 ≤ i < J, or its SiLU, for each channel
+    separately, in float32. Saves only its arguments for the backward pass. Returns the output, in
+    x's dtype, and the history after the last token.
 
     Args:
-      segments: document numbers, 0 for padding. A token before its document's first one counts
-        as 0, and so does padding, which gives 0. If left out, a sequence is one document.
+      segments: document numbers, 0 for padding. Tokens before the start of a document count as 0,
+        and so does padding, whose output is 0. If left out, a sequence is one document.
       history: the J-1 tokens before the first; 0 if left out, and before the document's start.
-      previous: segment of the document that `history` belongs to, which may go on here; no other
-        document reads the history. Goes with segments and history.
+      previous: segment of the document that `history` belongs to, which may continue here; no other
+        document reads the history. Required with segments and history.
 
     Raises:
-      ValueError: shapes that do not match; a history and segments without `previous`, or
-        `previous` without segments.
+      ValueError: mismatched shapes; a history and segments without `previous`, or `previous`
+        without segments.
     """
     check_convolution(x, kernel, history)
     check_previous(segments, previous, history)
@@ -52,7 +52,7 @@ def causal_convolution(
 
 @partial(jax.checkpoint, static_argnums=3)
 def _convolve(x: Array, kernel: Array, documents: Array, silu: bool) -> Array:
-    """Convolves all tokens but the first J - 1."""
+    """Convolves all tokens except the first J - 1."""
     J = kernel.shape[0]
     T = x.shape[1] - J + 1
     kernel = kernel.astype(jnp.float32)
@@ -70,7 +70,7 @@ def check_convolution(x: Array, kernel: Array, history: Array | None) -> None:
     """Checks the shapes.
 
     Raises:
-      ValueError: shapes that do not match, or an empty array.
+      ValueError: mismatched shapes, or an empty array.
     """
     if x.ndim != 3 or 0 in x.shape:
         raise ValueError(f"x: must be [batch, tokens, channels], not empty, not {x.shape}")

@@ -1,5 +1,4 @@
-"""Names under which a remat policy finds activations, to save them on the device or in host
-memory."""
+"""Names by which a remat policy selects activations to save on the device or in host memory."""
 
 import jax.numpy as jnp
 from jax import Array
@@ -9,8 +8,8 @@ ON_HOST = "_on_host"
 
 
 def checkpoint_named(x: Array, name: str, offload: float = 0.0) -> Array:
-    """Names `x` `[B, T, ...]`. The first `offload` share of its tokens gets `name + ON_HOST`, the
-    rest `name`."""
+    """Names the first `offload` share of x's tokens `[B, T, ...]` `name + ON_HOST`, the rest
+    `name`."""
     split = round(offload * x.shape[1])
     if split == 0:
         return checkpoint_name(x, name)

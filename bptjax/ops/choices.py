@@ -11,9 +11,9 @@ class Choice:
     """A chosen implementation.
 
     Attributes:
-      operation: what it computes.
+      operation: what the implementation computes.
       name: name of the implementation.
-      refusals: (name, reason) of each implementation that was considered and not chosen.
+      refusals: (name, reason) of each rejected implementation.
     """
 
     operation: str
@@ -21,7 +21,7 @@ class Choice:
     refusals: tuple[tuple[str, str], ...]
 
     def lines(self) -> list[str]:
-        """Formats the choice for the log: the implementation, then the others by reason."""
+        """Formats the choice for the log: the implementation, then the rejected ones by reason."""
         reasons: dict[str, list[str]] = {}
         for name, reason in self.refusals:
             reasons.setdefault(reason, []).append(name)
@@ -34,8 +34,8 @@ _open_record: ContextVar[list[Choice] | None] = ContextVar("open_record", defaul
 
 @contextmanager
 def record_choices() -> Iterator[list[Choice]]:
-    """Yields a list to which each distinct choice made inside is added, in order. A choice is made
-    when a function is traced, so a function that jax has traced before adds none."""
+    """Yields a list of the distinct choices made inside, in order. Operations choose when they are
+    traced, so a function that jax has already traced adds none."""
     choices: list[Choice] = []
     token = _open_record.set(choices)
     try:

@@ -1,12 +1,11 @@
-"""Sequences divided into chunks of equal length, and back."""
+"""Divides sequences into chunks of equal length, and joins them."""
 
 import jax.numpy as jnp
 from jax import Array
 
 
 def split_chunks(x: Array, chunk: int, **pad) -> Array:
-    """Reshapes `[B, T, ...]` to `[n, B, chunk, ...]`, the last chunk padded as `jnp.pad` with these
-    options does."""
+    """Reshapes `[B, T, ...]` to `[n, B, chunk, ...]`; `pad` goes to `jnp.pad`."""
     chunk = min(chunk, x.shape[1])
     x = jnp.pad(x, [(0, 0), (0, -x.shape[1] % chunk)] + [(0, 0)] * (x.ndim - 2), **pad)
     return jnp.moveaxis(x.reshape(x.shape[0], -1, chunk, *x.shape[2:]), 1, 0)

@@ -1,7 +1,7 @@
 """The gated delta rule: linear attention whose state forgets and corrects itself.
 
-The state S of a head maps keys to values. Token t lets it decay, and moves the value that it holds
-for the token's key towards the token's value:
+The state S of a head maps keys to values. Token t decays the state, and moves the value stored for
+the token's key toward the token's value:
 
   S ← exp(g_t) · S
   S ← S + k_t u_tᵀ     with u_t = β_t (v_t - Sᵀ k_t)
@@ -12,9 +12,9 @@ and c_i the decay from the start of the chunk to token i. The writes u solve the
 
   u_i + β_i Σ_{j<i} d_ij (k_i·k_j) u_j = β_i (v_i - c_i Sᵀ k_i).
 
-Its right-hand side is affine in S, so the systems of many chunks are solved at once, before the
-loop over the chunks, and the loop has three matrix products for each chunk. Where a document
-starts, d and c are exactly 0, so finite values of one document never change a bit of another.
+Its right-hand side is affine in S, so the systems of many chunks are solved at once before the loop
+over the chunks, which has three matrix products per chunk. Where a document starts, d and c are
+exactly 0, so finite values in one document never change a bit of another.
 
 Yang et al. 2024, https://arxiv.org/abs/2412.06464, Section 3.3, and
 https://arxiv.org/abs/2406.06484, Section 3.2 (there T is the inverse of the system).
@@ -39,11 +39,11 @@ from bptjax.ops.chunks import join_chunks, split_chunks
 from bptjax.ops.delta_triton import Shaped
 from bptjax.ops.documents import check_previous, number_documents
 
-# Names of the output and of the saved states. A remat policy that saves them does not run the rule
+# Names of the output and of the saved states. If a remat policy saves them, the rule does not run
 # again.
 RESIDUAL_NAMES = ("delta_rule_out", "delta_rule_states")
-# Tokens in a chunk, and chunks whose systems are solved at once. The forward pass saves the state
-# before each group.
+# Tokens per chunk, and chunks whose systems are solved at once. The forward pass saves the state
+# before each such group.
 CHUNK, GROUP = 64, 8
 
 
@@ -74,32 +74,32 @@ def gated_delta_rule(
     """Gated delta rule in O(T) memory. Returns the output, in v's dtype, and the float32 state
     after the last token.
 
-    `impl="auto"` takes the Triton kernels where they support the arguments and a chunk is full,
-    else `scan`, XLA's loop over the chunks; a named `impl` is used or raises.
+    `impl="auto"` takes the Triton kernels if they support the arguments and a chunk is full,
+    otherwise `scan`, XLA's loop over the chunks; a named `impl` is used or raises.
 
     Value head n reads query and key head n // (N / K). The state, the decays and the systems are
     float32. With float32 q, products are float32. With a shorter q, `scan` uses the device's
     default precision, and the kernels round operands to q's dtype, and to 16 bits when they invert
     the systems. The caller normalizes q and k (`l2_norm`).
 
-    The backward pass saves the inputs and a state for every `GROUP` chunks. The kernels also save
-    2 · CHUNK numbers in q's dtype for each token and value head, which are cheap to compute again.
+    The backward pass saves the inputs and one state per `GROUP` chunks. The kernels also save
+    2 · CHUNK numbers in q's dtype per token and value head, which are cheap to recompute.
 
     Args:
       g: log of the decay, finite and at most 0.
       beta: share of the difference that is written, 0 to 1 (to 2 with negative eigenvalues).
       segments: document numbers, 0 for padding. The state starts at 0 in each document. Padding
-        gives 0, and leaves the state as it is. If left out, a sequence is one document.
+        gives 0, and does not change the state. If left out, a sequence is one document.
       state: state before the first token; 0 if left out.
-      previous: segment of the document that `state` belongs to, which may go on here; no other
-        document reads the state. Goes with segments and state.
+      previous: segment of the document that `state` belongs to, which may continue here; no other
+        document reads the state. Required with segments and state.
       scale: factor on the output; H^-0.5 if left out.
-      chunk: tokens in a chunk; T need not be a multiple. The kernels always take `CHUNK`.
+      chunk: tokens per chunk; T need not be a multiple. The kernels always use `CHUNK`.
 
     Raises:
       NotImplementedError: the named implementation cannot honor the arguments.
-      ValueError: shapes that do not match, N is not a multiple of K, or a chunk below 1; a state
-        and segments without `previous`, or `previous` without segments; an unknown `impl`.
+      ValueError: mismatched shapes, N is not a multiple of K, or a chunk below 1; a state and
+        segments without `previous`, or `previous` without segments; an unknown `impl`.
     """
     check_chunk(chunk=chunk)
     check_delta_rule(q, k, v, g, beta, state)
@@ -125,7 +125,7 @@ def gated_delta_rule(
 
 
 def choose(impl: str, q: Shaped, k: Shaped, v: Shaped) -> str:
-    """Returns the implementation to use for `impl`: scan or triton. An open `record_choices`
+    """Returns the implementation to use for `impl`, scan or triton. An open `record_choices`
     records it.
 
     Raises:
@@ -148,7 +148,7 @@ def choose(impl: str, q: Shaped, k: Shaped, v: Shaped) -> str:
 
 
 def precision_of(dtype: DTypeLike) -> Precision:
-    """Returns the precision of the products, whose operands are float32, for q of this dtype."""
+    """Returns the precision of products of float32 operands, for q of this dtype."""
     return Precision.HIGHEST if dtype == jnp.float32 else Precision.DEFAULT
 
 
@@ -158,7 +158,7 @@ def check_delta_rule(
     """Checks the shapes.
 
     Raises:
-      ValueError: shapes that do not match, or an empty array.
+      ValueError: mismatched shapes, or an empty array.
     """
     if q.ndim != 4 or v.ndim != 4 or 0 in (*q.shape, *v.shape):
         raise ValueError(
@@ -247,17 +247,17 @@ def _scan_backward(scale, chunk, inputs, documents, states, dout, dend):
 
 
 def _length(T: int, chunk: int) -> int:
-    """Returns the number of tokens in a group, so that the last one needs little padding."""
+    """Returns the tokens per group, chosen so that the last group needs little padding."""
     chunks = T // chunk
     return chunk * -(-chunks // -(-chunks // GROUP))
 
 
 def _split(chunk: int, inputs: _Inputs, documents: Array) -> tuple[_Inputs, Array, Array]:
-    """Splits the tokens into groups of chunks: inputs, document of each token, and document of the
-    token before each."""
+    """Splits the tokens into groups of chunks: inputs, each token's document, and the document of
+    the token before it."""
     T = documents.shape[1]
     length = _length(T, chunk)
-    # Padding belongs to the last document, so that it leaves the state as it is.
+    # Padding joins the last document, so it does not change the state.
     documents = jnp.pad(documents, ((0, 0), (0, -T % length)), mode="edge")
     before = jnp.pad(documents, ((0, 0), (1, 0)))[:, :-1]
     inputs, documents, before = jax.tree.map(
@@ -281,7 +281,7 @@ def _group(
     multiply = partial(jnp.matmul, precision=precision)
 
     def by_head(x):
-        """`[B, T, heads, ...]` to `[B, chunks, K, heads / K, chunk, ...]`, in float32."""
+        """Reshapes `[B, T, heads, ...]` to float32 `[B, chunks, K, heads / K, chunk, ...]`."""
         x = x.reshape(B, -1, chunk, K, x.shape[2] // K, *x.shape[3:])
         return jnp.moveaxis(x, 2, 4).astype(jnp.float32)
 
@@ -290,10 +290,10 @@ def _group(
     own = documents[..., :, None] == documents[..., None, :]
     carried = documents == before.reshape(B, -1, 1, 1, chunk)[..., :1]
     keys = k.mT
-    # With the axes of the arrays that they multiply.
+    # Leading axes as in the arrays that they multiply.
     lower, below = (np.tri(chunk, k=k, dtype=np.float32)[(None,) * 4] for k in (0, -1))
-    # Sums over the tokens after j up to i. Differences of running sums would lose the small decays
-    # that follow a strong one, and make a document's decays depend on the documents before it.
+    # Sums over the tokens after j up to i. Differences of running sums would lose small decays
+    # after a strong one, and make a document's decays depend on the documents before it.
     sums = jnp.matmul(lower, g[..., None] * below, precision=Precision.HIGHEST)
     decay = jnp.where(own & (lower > 0), jnp.exp(sums), 0.0)
     from_start = jnp.where(carried, jnp.exp(jnp.cumsum(g, -1)), 0.0)[..., None]
@@ -319,7 +319,7 @@ def _group(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _solve(precision, system, right):
-    """Solves (1 + system) u = right, for a strictly lower triangular system."""
+    """Solves (1 + system) u = right for a strictly lower triangular system."""
     return jnp.matmul(_inverse(system), right, precision=precision)
 
 
@@ -339,11 +339,11 @@ _solve.defvjp(_solve_forward, _solve_backward)
 
 
 def _inverse(system: Float[Array, "*b C C"]) -> Float[Array, "*b C C"]:
-    """Inverts 1 + system, for a strictly lower triangular system. Of the blocks (a 0; b c) the
-    inverse is (a⁻¹ 0; -c⁻¹ b a⁻¹ c⁻¹).
+    """Inverts 1 + system for a strictly lower triangular system. The inverse of the blocks (a 0; b
+    c) is (a⁻¹ 0; -c⁻¹ b a⁻¹ c⁻¹).
 
-    As stable as substitution, and consists of matrix products. The batched triangular solver of
-    jaxlib waits for threads of the pool that it runs in: on CPUs, two at a time may never end.
+    Matrix products only, and as stable as substitution. jaxlib's batched triangular solver waits
+    for threads of the pool that it runs in: on CPUs, two solves at a time may deadlock.
     """
     size = system.shape[-1]
     if size == 1:

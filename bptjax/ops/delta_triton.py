@@ -1,10 +1,10 @@
 """The gated delta rule by Triton kernels through jax-triton, on NVIDIA GPUs.
 
-One kernel inverts the systems of all chunks at once. A program of the next one visits the chunks in
-order, with a tile of the value columns of one head's state in its registers. The backward pass
-computes the states of the chunks again, from those before groups of chunks and for all groups at
-once, visits the chunks in reverse for the gradients of the states, and then computes all other
-gradients of all chunks at once.
+One kernel inverts the systems of all chunks at once. The next kernel's programs visit the chunks in
+order, each with a tile of the value columns of one head's state in registers. The backward pass
+recomputes the states of the chunks from the saved state of each group, for all groups at once,
+visits the chunks in reverse for the gradients of the states, and then computes all other gradients
+of all chunks at once.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from jaxtyping import Float, Int
 from bptjax.ops.target import capability, like, platform
 from bptjax.ops.triton_call import compiler_shards_arrays, triton_call, unusable
 
-# Arrays of which only shapes and dtypes are read.
+# Arrays whose shapes and dtypes alone are read.
 Shaped = Array | jax.ShapeDtypeStruct
 
 # (value columns, warps, stages) of a program, by kernel: the fastest of one to four candidates on
@@ -38,11 +38,11 @@ TILES: dict[str, tuple[int, int, int]] = {
 # Kernels whose programs share the value columns of a head.
 COLUMNS = "forward", "again", "backward"
 HEAD_SIZES = 64, 128
-# CUDA takes at most 65,535 programs along the second axis of a grid, which has those of the chunks.
+# CUDA allows 65,535 programs along the second axis of a grid, which counts the chunks.
 MOST_TOKENS = 64 * 65_535
-# Compute capabilities of GPUs with the shared memory for three stages.
+# Compute capabilities of GPUs whose shared memory fits three stages.
 LARGE = (9, 0), (10, 0)
-# Launches a kernel. Tests replace it, to run kernels in Triton's interpreter.
+# Launches a kernel. Tests replace it to run kernels in Triton's interpreter.
 CALL: Callable[..., tuple[Array, ...]] = partial(triton_call, "bptjax.ops.delta_triton_kernels")
 
 
@@ -51,11 +51,11 @@ class Constants:
     """Compile-time constants of a kernel, its one `tl.constexpr` argument.
 
     Attributes:
-      C: tokens of a chunk, which divides T; a power of two.
-      BW: value columns of a program.
+      C: tokens per chunk, which divides T; a power of two.
+      BW: value columns per program.
       group: chunks between two saved states.
       levels: base-2 logarithm of C.
-      halved: solve the systems by products of operands rounded to 16 bits, not 24.
+      halved: solve the systems by products of operands rounded to 16 bits instead of 24.
     """
 
     T: int
@@ -72,7 +72,7 @@ class Constants:
 
 
 def unsupported(q: Shaped, k: Shaped, v: Shaped) -> str | None:
-    """Returns why the kernels cannot honor these arguments, or None."""
+    """Returns why the kernels cannot honor these arguments, or None if they can."""
     if platform() != "gpu":
         return "needs an NVIDIA GPU"
     if compiler_shards_arrays():
@@ -102,13 +102,13 @@ def forward(
     group: int,
 ) -> tuple[Array, Array, Array, tuple[Array, ...]]:
     """Returns the output, the last state, the state before each group of chunks, and the chunks'
-    systems. The backward pass needs states and systems. A remat policy can save the states, whose
-    kernel then does not run again; without it, that of the systems does.
+    systems. The backward pass needs states and systems. If a remat policy saves the states, their
+    kernel does not run again; the kernel of the systems does.
 
     Args:
-      documents: number of each token's document; 0 continues the one of `start`.
-      chunk: tokens of a chunk, which divides T.
-      group: chunks of a group.
+      documents: number of each token's document; 0 continues the document of `start`.
+      chunk: tokens per chunk, which divides T.
+      group: chunks per group.
     """
     constants = _constants(q, v, scale, chunk, group)
     (B, _, N, W), H, chunks = v.shape, q.shape[3], constants.T // chunk
@@ -139,7 +139,7 @@ def backward(
     chunk: int,
     group: int,
 ) -> tuple[tuple[Array, ...], Array]:
-    """Returns the gradients of the five inputs, and of the first state."""
+    """Returns the gradients of the five inputs and of the first state."""
     constants = _constants(q, v, scale, chunk, group)
     (B, _, N, W), (K, H), chunks = v.shape, q.shape[2:], constants.T // chunk
     g, beta = g.swapaxes(1, 2), beta.swapaxes(1, 2)
@@ -171,12 +171,12 @@ def _decay_gradients(
     kept: Float[Array, "B n N"],
     chunk: int,
 ) -> Float[Array, "B N T"]:
-    """Returns the gradients of g. A token's g is a part of the sums over g up to each later token,
-    and from each earlier one on, of its document and chunk.
+    """Returns the gradients of g. Within a document and chunk, a token's g is an addend of the sums
+    up to each later token, and of the sums that start at an earlier token.
 
     Args:
-      through: gradients of the sums of a document up to each token.
-      to_end: gradients of the sums from the token after each on.
+      through: gradients of a document's sums up to each token.
+      to_end: gradients of the sums from the token after each to the end.
       kept: gradients of the sums over full chunks.
     """
     own = documents.reshape(len(documents), 1, -1, chunk)
@@ -201,7 +201,7 @@ def _constants(q: Array, v: Array, scale: float, chunk: int, group: int) -> Cons
 def _launch(
     name: str, inputs: tuple, shapes: tuple, constants: Constants, grid: tuple[int, ...]
 ) -> tuple[Array, ...]:
-    """Runs a kernel. Where programs share the value columns, each head has one for every tile."""
+    """Runs a kernel. If programs share the value columns, each head has one program per tile."""
     columns, warps, stages = TILES[name]
     columns = min(columns, constants.W)
     if capability() not in LARGE:

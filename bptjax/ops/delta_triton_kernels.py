@@ -1,10 +1,10 @@
 """The gated delta rule and its gradients as Triton kernels: the work of one program.
-`delta_triton` launches them; `delta_rule` has the equations and their letters.
+`delta_triton` launches them; `delta_rule` has the equations and their notation.
 
-Here a chunk has the system (1 + A) u = r with r_i = β_i (v_i - c_i Sᵀ k_i), and for j < i
-A_ij = β_i d_ij k_i·k_j. States are transposed, `[W, H]`, as are the tiles [BW, C] of u and r in
-registers: each product of a chain over chunks takes its left operand from the registers that hold
-the one before.
+A chunk has the system (1 + A) u = r with r_i = β_i (v_i - c_i Sᵀ k_i), and for j < i
+A_ij = β_i d_ij k_i·k_j. States are transposed, `[W, H]`, and so are the tiles [BW, C] of u and r in
+registers: each product in a chain over chunks then takes its left operand from the registers of the
+previous product.
 
 C is a `delta_triton.Constants`. Offsets have 64 bits: long sequences have more than 2³¹ elements.
 """
@@ -15,14 +15,14 @@ import triton.language as tl
 
 @triton.jit
 def add_segments(x, x_document, y, y_document):
-    """Combines sums over tokens of one document each, the last one."""
+    """Combines two adjacent sums over tokens, each restricted to the document of its last token."""
     return tl.where(x_document == y_document, x, 0.0) + y, y_document
 
 
 @triton.jit
 def log_decays(g, documents):
-    """The sum of g of a token's document up to each token, as two float32 numbers: in one, their
-    differences would lose the small decays that follow a strong one. No bit depends on another
+    """Returns the sum of g within a token's document up to each token, as two float32 numbers: with
+    one, differences would lose small decays after a strong one. No bit depends on another
     document."""
     total, _ = tl.associative_scan((g.to(tl.float64), documents), 0, add_segments)
     high = total.to(tl.float32)
@@ -31,7 +31,7 @@ def log_decays(g, documents):
 
 @triton.jit
 def decays(high, low, documents, C: tl.constexpr):
-    """d_ij, and 0 for j > i."""
+    """Returns d_ij, and 0 for j > i."""
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     past = (i >= j) & (documents[:, None] == documents[None, :])
     logs = (high[:, None] - high[None, :]) + (low[:, None] - low[None, :])
@@ -40,36 +40,36 @@ def decays(high, low, documents, C: tl.constexpr):
 
 @triton.jit
 def tile(rows, stride, columns):
-    """Offsets of a tile, whose columns are contiguous, from its first element. With 64 bits, the
-    compiler keeps one of them in a register, and not all."""
+    """Returns the offsets of a tile with contiguous columns, from its first element. With 64 bits,
+    the compiler keeps one offset in a register instead of all."""
     return rows[:, None].to(tl.int64) * stride + columns[None, :]
 
 
 @triton.jit
 def transposed(rows, stride, columns):
-    """The same of the transposed tile."""
+    """Returns the offsets of the transposed tile."""
     return rows[None, :].to(tl.int64) * stride + columns[:, None]
 
 
 @triton.jit
 def halves(x):
-    """x as the sum of two bfloat16 matrices, which hold 16 of its bits: the first is the upper half
-    of the bits of x."""
+    """Splits x into the sum of two bfloat16 matrices, which hold 16 of its bits: the first is the
+    upper half of the bits of x."""
     high = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
     return high.to(tl.bfloat16), (x - high).to(tl.bfloat16)
 
 
 @triton.jit
 def multiply(x_high, x_low, y_high, y_low, z):
-    """x · y + z, for x and y in halves."""
+    """Computes x · y + z, for x and y as returned by `halves`."""
     return tl.dot(x_high, y_high, tl.dot(x_high, y_low, tl.dot(x_low, y_high, z)))
 
 
 @triton.jit
 def invert(a, levels: tl.constexpr, halved: tl.constexpr):
-    """(1 + a)⁻¹ for a strictly lower triangular a of 2^levels rows: from the inverses of the blocks
-    of one size on the diagonal, those of twice the size. Of (x 0; b y) the inverse is
-    (x⁻¹ 0; -y⁻¹ b x⁻¹ y⁻¹): as stable as substitution, and consists of matrix products."""
+    """Computes (1 + a)⁻¹ for a strictly lower triangular a of 2^levels rows: diagonal blocks of one
+    size give the diagonal blocks of twice the size. The inverse of (x 0; b y) is
+    (x⁻¹ 0; -y⁻¹ b x⁻¹ y⁻¹). Matrix products only, and as stable as substitution."""
     size: tl.constexpr = 2**levels
     i, j = tl.arange(0, size)[:, None], tl.arange(0, size)[None, :]
     x = tl.where(i == j, 1.0, tl.where((i >> 1) == (j >> 1), -a, 0.0))
@@ -91,8 +91,8 @@ def invert(a, levels: tl.constexpr, halved: tl.constexpr):
 def systems_kernel(
     q, k, g, beta, documents, solutions, inverses, scores, starts, ends, C: tl.constexpr
 ):
-    """(1 + A)⁻¹ and its product with diag(β), d_ij q_i·k_j, c and the decays d to the end of a
-    chunk, for a value head."""
+    """Stores (1 + A)⁻¹ and its product with diag(β), d_ij q_i·k_j, c and the decays d to the end of
+    a chunk, for one value head."""
     n, chunk, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     at = tl.arange(0, C.C)
     i, j = at[:, None], at[None, :]
@@ -126,7 +126,8 @@ def systems_kernel(
 def forward_kernel(
     q, k, v, solutions, scores, starts, ends, initial, out, states, last, C: tl.constexpr
 ):
-    """Outputs of a tile of value columns, the states before groups of chunks, and the last."""
+    """Stores outputs of a tile of value columns, states before groups of chunks, and the last
+    state."""
     n, batch = tl.program_id(0) // (C.W // C.BW), tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) % (C.W // C.BW) * C.BW
     at, size, wide = tl.arange(0, C.C), tl.arange(0, C.H), tl.arange(0, C.BW)
@@ -137,7 +138,7 @@ def forward_kernel(
     of_state = tile(wide, C.H, size)
     state = tl.load(initial + edge + edges)
     tl.store(states + ((batch * groups * C.N + n) * C.W + column) * C.H + of_state, state)
-    # Scalars are not prefetched by the compiler.
+    # The compiler does not prefetch scalars.
     lasts = starts + (batch * C.N + n) * C.T + C.C - 1
     kept = tl.load(lasts)
     for chunk in range(0, chunks):
@@ -173,8 +174,8 @@ def again_kernel(
     k, v, beta, inverses, starts, ends, states, dstates, chunk_states, writes, dkept,
     C: tl.constexpr,
 ):  # fmt: skip
-    """The state before each chunk of a group, and its writes, from the state before the group; and
-    the gradient of the logarithm of the state's decay in the chunk."""
+    """Stores the state before each chunk of a group, and the chunk's writes, from the state before
+    the group; and the gradient of the log of the state's decay in the chunk."""
     n, batch = tl.program_id(0) // (C.W // C.BW), tl.program_id(2).to(tl.int64)
     column, group = tl.program_id(0) % (C.W // C.BW) * C.BW, tl.program_id(1)
     at, size, wide = tl.arange(0, C.C), tl.arange(0, C.H), tl.arange(0, C.BW)
@@ -212,8 +213,8 @@ def backward_kernel(
     q, k, dout, fades, inverses, scores, starts, ends, dlast, dright, dstates, dinitial,
     C: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of a tile of value columns: of r, of the state after each chunk, and of the first
-    state. `fades` are -β_i c_i."""
+    """Stores gradients of a tile of value columns: of r, of the state after each chunk, and of the
+    first state. `fades` are -β_i c_i."""
     n, batch = tl.program_id(0) // (C.W // C.BW), tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) % (C.W // C.BW) * C.BW
     at, size, wide = tl.arange(0, C.C), tl.arange(0, C.H), tl.arange(0, C.BW)
@@ -259,9 +260,9 @@ def scores_kernel(
     q, k, v, g, beta, documents, writes, dout, dright, dscores, dsystems, dv, dlogs, dbeta,
     C: tl.constexpr,
 ):  # fmt: skip
-    """For a chunk and a value head, the gradients of v, and of q_i·k_j and k_i·k_j in the outputs
-    and in the system; a part of that of beta; and the sums over j of the gradients of log d_ij less
-    those of log d_ji."""
+    """Stores for a chunk and a value head the gradients of v, and of q_i·k_j and k_i·k_j in the
+    outputs and in the system; part of the gradient of beta; and the sums over j of the gradients of
+    log d_ij minus the gradients of log d_ji."""
     n, chunk, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     at, size, wide = tl.arange(0, C.C), tl.arange(0, C.H), tl.arange(0, C.BW)
     i, j = at[:, None], at[None, :]
@@ -301,7 +302,7 @@ def scores_kernel(
 
 @triton.jit
 def queries_kernel(q, k, starts, states, dout, dscores, dq, dstarts, C: tl.constexpr):
-    """Gradients of the queries of a chunk and a key head, and their part in that of log c."""
+    """Stores gradients of the queries of a chunk and a key head, and their part of d log c."""
     head, chunk, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     at, size, wide = tl.arange(0, C.C), tl.arange(0, C.H), tl.arange(0, C.BW)
     first = batch * C.T + chunk * C.C
@@ -331,8 +332,8 @@ def keys_kernel(
     q, k, beta, starts, ends, states, writes, dright, dstates, dscores, dsystems,
     dk, dstarts, dends, C: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the keys of a chunk and a key head, and their parts in those of log c, over
-    beta, and of the log decays to the end of the chunk."""
+    """Stores the gradients of the keys of a chunk and a key head, and their parts of the gradients
+    of log c, over beta, and of the log decays to the end of the chunk."""
     head, chunk, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     at, size, wide = tl.arange(0, C.C), tl.arange(0, C.H), tl.arange(0, C.BW)
     first = batch * C.T + chunk * C.C
@@ -342,7 +343,7 @@ def keys_kernel(
         of_chunk = (batch * (C.T // C.C) + chunk) * C.N + n
         vector = (batch * C.N + n) * C.T + chunk * C.C
 
-        # The part through the products with queries and keys.
+        # Part through the products with queries and keys.
         dscore = tl.load(dscores + of_chunk * (C.C * C.C) + tile(at, C.C, at))
         queries = tl.load(q + row + tile(at, C.K * C.H, size))
         dkeys = tl.dot(tl.trans(dscore), queries, dkeys, input_precision="ieee")
@@ -351,7 +352,7 @@ def keys_kernel(
         dkeys = tl.dot(da, keys, dkeys, input_precision="ieee")
         dkeys = tl.dot(tl.trans(da), keys, dkeys, input_precision="ieee")
 
-        # The part through the state before the chunk.
+        # Part through the state before the chunk.
         start, end = -tl.load(starts + vector + at), tl.load(ends + vector + at)
         write = tl.load(beta + vector + at)
         part = tl.full([C.C, C.H], 0.0, tl.float32)
@@ -364,7 +365,7 @@ def keys_kernel(
         part *= tl.load(k + row + tile(at, C.K * C.H, size)).to(tl.float32)
         tl.store(dstarts + vector + at, tl.sum(part, 1))
 
-        # The part through the state after the chunk.
+        # Part through the state after the chunk.
         part = tl.full([C.C, C.H], 0.0, tl.float32)
         for w in range(0, C.W, C.BW):
             u = tl.load(writes + (first * C.N + n) * C.W + w + tile(at, C.N * C.W, wide))

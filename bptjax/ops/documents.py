@@ -1,4 +1,4 @@
-"""Documents of a sequence, for operations that carry something from token to token."""
+"""Documents of a sequence, for operations that carry a state from token to token."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ from jaxtyping import Bool, Int
 
 
 def check_previous(segments: object, previous: object, carried: object) -> None:
-    """Checks that whoever carries something on, says which document it belongs to.
+    """Checks that a carried state comes with the document that it belongs to.
 
     Raises:
       ValueError: `carried` and segments without `previous`, or `previous` without segments.
@@ -25,12 +25,12 @@ def number_documents(
     segments: Int[Array | np.ndarray, "B T"] | None,
     previous: Int[Array, "B"] | None,
 ) -> tuple[Int[Array, "{B} {T}"], Bool[Array, "{B} {T}"] | None]:
-    """Returns the number of each token's document, see `count_documents`, and which tokens are
-    padding, if any may be.
+    """Returns each token's document as numbered by `count_documents`, and which tokens are padding;
+    None if there is none.
 
     Args:
       segments: None if a sequence is one document.
-      previous: None if nothing is carried on.
+      previous: None without a carried state.
     """
     if segments is None:
         return jnp.zeros((B, T), jnp.int32), None
@@ -45,14 +45,14 @@ def count_documents(segments: Int[Array, "B T"], previous: Int[Array, "B"]) -> I
     """
     segments = jnp.concatenate([previous[:, None].astype(segments.dtype), segments], 1)
     indices = jnp.arange(segments.shape[1], dtype=jnp.int32)[None]
-    # Index of the last token so far that is not padding.
+    # Index of the last token so far other than padding.
     last = jax.lax.cummax(jnp.where(segments != 0, indices, 0), axis=1)
     owners = jnp.take_along_axis(segments, last, 1)
     return jnp.cumsum(owners[:, 1:] != owners[:, :-1], axis=1, dtype=jnp.int32)
 
 
 def last_segment(segments: Int[Array, "B T"], previous: Int[Array, "B"]) -> Int[Array, "B"]:
-    """Returns the segment of the last token that is not padding; `previous` if all are."""
+    """Returns the segment of the last token other than padding; `previous` if all are padding."""
     last = segments.shape[1] - 1 - jnp.argmax(segments[:, ::-1] != 0, axis=1, keepdims=True)
     found = jnp.take_along_axis(segments, last, 1)[:, 0]
     return jnp.where(found == 0, previous.astype(found.dtype), found)

@@ -1,5 +1,4 @@
-"""Dropout that depends on an element's row and column alone, not on how the work is divided into
-chunks or shards."""
+"""Dropout that depends only on an element's row and column, not on chunks or shards."""
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +9,8 @@ from bptjax.ops.arguments import check_rate
 
 MULTIPLIER, KEY_STEP = 0xD256D193, 0x9E3779B9
 ROUNDS: int = 7
-# Columns whose numbers differ in this bit alone use the two words of one block. A thread of a GPU
-# has the weights of both, in a tile of attention and in its transpose.
+# Columns that differ only in this bit use the two words of one block. One GPU thread holds the
+# weights of both columns, in a tile of attention and in its transpose.
 PAIR = 8
 
 
@@ -21,8 +20,8 @@ def keep(
     """Returns True with probability 1 - rate, independently for each (key, row, column).
 
     The bit of element (row, column) comes from a Philox-2x32 block under `key` whose counter is the
-    row and the column without bit `PAIR`, which chooses the word. So an element gets the same bit
-    in any tile, in the forward and in the backward pass, and no bits are stored.
+    row and the column without bit `PAIR`; that bit selects the word. So an element gets the same
+    bit in any tile, in the forward and in the backward pass, and no bits are stored.
 
     Args:
       key: uint32 `[*r, 2]`, key data.
@@ -39,9 +38,9 @@ def keep(
 def philox(
     key: UInt32[Array, "2"], rows: UInt32[Array, "*#t"], columns: UInt32[Array, "*#t"]
 ) -> tuple[UInt32[Array, "*t"], UInt32[Array, "*t"]]:
-    """Returns random numbers for counters: the two words of Philox-2x32's blocks, with the fewest
-    rounds that pass the tests of BigCrush. The key of Philox has one word; the second one enters
-    the counter. Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", section 4.
+    """Returns the two random words of Philox-2x32 for each counter, with the fewest rounds that
+    pass BigCrush. Philox's key has one word; the second word of `key` enters the counter. Salmon et
+    al. 2011, "Parallel random numbers: as easy as 1, 2, 3", section 4.
     """
     x, y = columns ^ key[1], rows
     for step in range(ROUNDS):
@@ -51,7 +50,7 @@ def philox(
 
 
 def _high_word(x: UInt32[Array, "*t"]) -> UInt32[Array, "*t"]:
-    """Returns the upper 32 of the 64 bits of x · MULTIPLIER, from products of 16 bits."""
+    """Returns the upper 32 of the 64 bits of x · MULTIPLIER, from 16-bit products."""
     half = jnp.uint32(0xFFFF)
     low, high = x & half, x >> 16
     m_low, m_high = jnp.uint32(MULTIPLIER & 0xFFFF), jnp.uint32(MULTIPLIER >> 16)
@@ -71,8 +70,8 @@ def dropout(
 
     Args:
       key: uint32 `[2]` key data; None drops nothing.
-      rows: a number for each token, unique in the batch. The same numbers drop the same elements.
-      first: number of the first column, if a device has some of the columns.
+      rows: a number per token, unique in the batch. Equal numbers drop equal elements.
+      first: index of the first column, if a device has only some of the columns.
     """
     check_rate(rate=rate)
     if key is None or rate == 0.0:

@@ -1,4 +1,4 @@
-"""Linear maps whose operands have 8 bits, with one scale per tensor."""
+"""Linear maps with 8-bit operands and one scale per tensor."""
 
 from typing import Any, NamedTuple
 
@@ -9,9 +9,9 @@ from jax.lax import Precision
 from jax.typing import DTypeLike
 from jaxtyping import Float, UInt8
 
-# Three mantissa bits for values and weights, two for gradients, which need more range.
+# Three mantissa bits for activations and weights, two for gradients, which need more range.
 VALUES, GRADIENTS = jnp.float8_e4m3fn, jnp.float8_e5m2
-# Named scope of the matrix products.
+# Named scope of the 8-bit matrix products.
 SCOPE = "float8"
 
 
@@ -19,8 +19,8 @@ class Float8(NamedTuple):
     """An array scale · codes, or a stack of such arrays.
 
     Attributes:
-      codes: bits of float8 numbers, uint8. XLA on a CPU may turn float8 numbers above 240 into NaN
-        when it copies them, so that arrays are float8 only inside products.
+      codes: bits of float8 numbers as uint8, because XLA on a CPU may turn float8 numbers above 240
+        into NaN when it copies them. Arrays are float8 only inside products.
       scale: float32 scalar.
     """
 
@@ -31,13 +31,13 @@ class Float8(NamedTuple):
 def quantize(x: Float[Array, "*b"], dtype: DTypeLike) -> Float8:
     """Rounds `x` to a float8 dtype, with one scale for all shards.
 
-    The scale is the least power of two above (the largest magnitude of `x`) / (the largest float8).
-    So no element overflows, and the scale itself rounds nothing in any dtype. If an element is not
+    The scale is the smallest power of two above (the largest magnitude of `x`) / (the largest
+    float8), so no element overflows and the scale rounds nothing in any dtype. If an element is not
     finite, the scale is infinite, and no product with the result is finite.
     """
     largest, tiny = float(jnp.finfo(dtype).max), float(jnp.finfo(jnp.float32).tiny)
     ratio = jnp.maximum(jnp.abs(x).max().astype(jnp.float32) / largest, tiny)
-    # These bits are the greatest power of two up to the ratio; infinity for NaN.
+    # These bits are the largest power of two up to the ratio; infinity for NaN.
     exponent = jax.lax.bitcast_convert_type(ratio, jnp.uint32) & jnp.uint32(0x7F800000)
     scale = 2 * jax.lax.bitcast_convert_type(exponent, jnp.float32)
     rounded = (x.astype(jnp.float32) / scale).astype(dtype)
@@ -54,13 +54,13 @@ def linear(
     """Computes x · (scale · codes)ᵀ in x's dtype, with 8-bit operands.
 
     Rounds `x` here, and its cotangent in the backward pass. The saved activation is `x` in 8 bits.
-    Gradients accumulate in float32. The forward product does so too, but with 14 bits on Hopper
+    Gradients accumulate in float32, and so does the forward product, but with 14 bits on Hopper
     GPUs, as is usual for float8.
 
     Args:
-      codes, scale: the weight, from `quantize`; it has no gradient. Its outputs come first, because
+      codes, scale: the weight, from `quantize`; it has no gradient. Outputs come first because
         cuBLAS reads both operands along the contracted axis, and the forward pass may run twice.
-      kernel: takes the gradient of the weight, in x's dtype; its values are not read. None for a
+      kernel: receives the gradient of the weight, in x's dtype; its values are not read. None for a
         frozen weight.
 
     Micikevicius et al. 2022, "FP8 Formats for Deep Learning", arXiv 2209.05433.
@@ -79,7 +79,7 @@ def _backward(residuals, dy):
     x8, weight = residuals
     dy8, tokens, last = quantize(dy, GRADIENTS), tuple(range(dy.ndim - 1)), (dy.ndim - 1,)
     floats, dkernel = _floats(dy8.codes, GRADIENTS), None
-    # By default, XLA has cuBLAS use the fast sums of 14 bits.
+    # By default, XLA lets cuBLAS use fast 14-bit sums.
     exact = Precision.HIGHEST
     operands = floats, _floats(weight.codes, VALUES)
     dx = _product(*operands, (last, (0,)), dy8.scale * weight.scale, dy.dtype, exact)
@@ -102,7 +102,7 @@ def _product(
     precision: Precision,
 ) -> Array:
     """Computes scale · (a · b) over the contracted axes. XLA moves the scale into cuBLAS's product,
-    before the result is rounded. float16 has no room for the result without the scale."""
+    before the result is rounded; the unscaled result overflows float16."""
     wide = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
     with jax.named_scope(SCOPE):
         y = jax.lax.dot_general(

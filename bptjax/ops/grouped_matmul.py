@@ -1,9 +1,9 @@
-"""Mixture of experts without dropped tokens: tokens grouped by expert, and matrix products of each
-group with the matrix of its expert.
+"""Mixture of experts without dropped tokens: groups tokens by expert, and multiplies each group by
+its expert's matrix.
 
 The rows of an expert fill blocks of a fixed size, so each block has one expert. At most one block
-of each expert is not full: memory follows the number of tokens, however they are distributed over
-the experts.
+per expert is not full: memory depends on the number of tokens, not on their distribution over the
+experts.
 
 Gale et al. 2022, MegaBlocks, https://arxiv.org/abs/2211.15841, Section 5.
 """
@@ -17,17 +17,18 @@ from jaxtyping import Float, Int
 
 from bptjax.ops import grouped_triton
 
-# Largest and smallest number of rows in a block.
+# Bounds on the number of rows per block.
 MOST_ROWS, FEWEST_ROWS = 128, 16
 
 
 class Groups(NamedTuple):
-    """The rows of each expert, in order of the experts. A row holds a choice, a pair of a token and
-    one of its k experts, or is empty.
+    """Rows sorted by expert. A row holds a choice, i.e. a pair of a token and one of its k experts,
+    or is empty.
 
     Attributes:
-      experts: expert of each block of rows; behind the last expert's, the number of experts.
-      choices: number of the choice that a row holds, token · k + its place among the token's
+      experts: expert of each block of rows; the number of experts for blocks past the last
+        expert's.
+      choices: index of the choice that a row holds, token · k + its index among the token's
         experts; T · k if the row is empty.
       rows: row of each choice; M for a choice without an expert.
     """
@@ -38,9 +39,8 @@ class Groups(NamedTuple):
 
 
 def block_rows(choices: int, experts: int) -> int:
-    """Returns the number of rows in a block: a power of two. On average the blocks that are not
-    full have about a quarter as many empty rows as there are choices, or less, unless an expert has
-    fewer than 2 · FEWEST_ROWS choices.
+    """Returns the number of rows per block, a power of two. On average, empty rows are at most
+    about a quarter of the choices, unless an expert has fewer than 2 · FEWEST_ROWS choices.
     """
     share = choices // (2 * experts)
     return max(FEWEST_ROWS, min(MOST_ROWS, 1 << max(share, 1).bit_length() - 1))
@@ -50,26 +50,26 @@ def group(chosen: Int[Array, "T k"], experts: int, block: int | None = None) -> 
     """Groups the choices by expert, in order of the tokens.
 
     Args:
-      chosen: different experts of each token, from 0; `experts` for a choice without an expert
+      chosen: each token's distinct experts, from 0; `experts` for a choice whose expert is not
         here, which gets no row.
       experts: number of experts.
-      block: rows of a block; `block_rows` if left out.
+      block: rows per block; `block_rows` if left out.
     """
     (T, k), size = chosen.shape, chosen.size
     block = block_rows(size, experts) if block is None else block
-    # The most choices that have an expert. Each expert with a choice has at most block - 1 empty
-    # rows.
+    # Maximum number of choices with an expert. Each expert with a choice has at most block - 1
+    # empty rows.
     most = T * min(k, experts)
     n = (most + min(experts, most) * (block - 1)) // block
     flat = chosen.reshape(-1).astype(jnp.int32)
     order = jnp.argsort(flat, stable=True).astype(jnp.int32)
     counts = jnp.zeros(experts, jnp.int32).at[flat].add(1)
     ends = jnp.cumsum(-(-counts // block))
-    # Distance of an expert's first row from its first choice in this order.
+    # Offset of an expert's first row from its first choice in this order.
     shifts = (ends - -(-counts // block)) * block - (jnp.cumsum(counts) - counts)
     rows = jnp.arange(size, dtype=jnp.int32) + jnp.take(shifts, flat[order], mode="clip")
     rows = jnp.where(flat[order] < experts, rows, n * block)
-    # Blocks behind the last expert's are empty.
+    # Blocks past the last expert's are empty.
     owners = jnp.searchsorted(ends, jnp.arange(n, dtype=jnp.int32), side="right")
     return Groups(
         owners.astype(jnp.int32),
@@ -92,7 +92,7 @@ def collect(rows: Float[Array, "M D"], groups: Groups) -> Float[Array, "T D"]:
     return each.sum(1, dtype=jnp.float32).astype(rows.dtype)
 
 
-# Autodiff would scatter, which rounds each sum to the dtype of the tokens.
+# Autodiff would scatter, rounding each partial sum to the dtype of the tokens.
 dispatch.defvjp(
     lambda x, groups: (dispatch(x, groups), groups), lambda groups, dy: (collect(dy, groups), None)
 )
@@ -108,18 +108,18 @@ def grouped_matmul(
 ) -> Float[Array, "M O"]:
     """Multiplies each of n blocks of M / n rows by the matrix of its expert, in x's dtype.
 
-    Products and the gradient of each matrix accumulate in float32. The backward pass saves the
-    operands alone. Triton kernels compute it on GPUs, if no mesh axis is left to the compiler; a
-    loop over the blocks computes it elsewhere.
+    Products and the gradient of each matrix accumulate in float32. The backward pass saves only the
+    operands. Runs as Triton kernels on GPUs, unless a mesh axis is left to the compiler; otherwise
+    as a loop over the blocks.
 
     Args:
-      experts: expert of each block, in ascending order; X if nothing reads its rows.
+      experts: expert of each block, in ascending order; X for blocks whose rows nothing reads.
     """
     return _multiply(x, w, experts, transposed=False)
 
 
 def _multiply(x: Array, w: Array, experts: Array, transposed: bool) -> Array:
-    """Multiplies each block by the matrix of its expert, or by its transpose."""
+    """Multiplies each block by its expert's matrix, transposed if `transposed`."""
     if grouped_triton.available():
         return grouped_triton.multiply(x, w, experts, transposed)
     contracted = ((1,), (1 if transposed else 0,)), ((), ())
@@ -155,7 +155,7 @@ def _forward(x, w, experts):
 
 
 def _backward(operands, dy):
-    # The two gradients are separate loops, so that XLA drops the one that nothing reads.
+    # Two separate loops, so that XLA drops a gradient that nothing reads.
     x, w, experts = operands
     dx = _multiply(dy, w, experts, transposed=True)
     return dx, _matrix_gradients(x, dy, w, experts), None

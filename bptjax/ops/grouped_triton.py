@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from bptjax.ops.target import SMALL_MEMORY, capability, platform
 from bptjax.ops.triton_call import compiler_shards_arrays, triton_call, unusable
 
-# (outputs, inputs, warps, stages) of a tile, by kernel and bytes of an element.
+# (outputs, inputs, warps, stages) of a tile, by kernel and bytes per element.
 TILES: dict[str, dict[int, tuple[int, int, int, int]]] = {
     "multiply": {2: (128, 64, 4, 4), 4: (64, 32, 4, 2)},
     "gradient": {2: (128, 128, 8, 3), 4: (64, 64, 4, 1)},
@@ -21,9 +21,9 @@ TILES: dict[str, dict[int, tuple[int, int, int, int]]] = {
 # the fastest of a dozen on one H200 (128 experts, 2048 x 768, bfloat16).
 LARGE = (9, 0), (10, 0)
 LARGE_TILES = {"multiply": (256, 64, 8, 3), "gradient": (256, 128, 8, 3)}
-# Most rows that a step of the gradient takes.
+# Maximum rows per step of the gradient.
 GRADIENT_ROWS: int = 64
-# Launches a kernel. Tests replace it, to run kernels in Triton's interpreter.
+# Launches a kernel. Tests replace it to run kernels in Triton's interpreter.
 CALL: Callable[..., tuple[Array, ...]] = partial(triton_call, "bptjax.ops.grouped_triton_kernels")
 
 
@@ -32,9 +32,9 @@ class Constants:
     """Compile-time constants of a kernel, its one `tl.constexpr` argument.
 
     Attributes:
-      X: experts.
+      X: number of experts.
       K, N: contracted size and outputs of the product; inputs and outputs of the gradient.
-      BM, BN, BK: rows, outputs and inputs of a tile.
+      BM, BN, BK: rows, outputs and inputs per tile.
       stride_k, stride_n: distances in a matrix between inputs and between outputs.
     """
 
@@ -52,8 +52,8 @@ def available() -> bool:
     """Returns whether the kernels can run here.
 
     Raises:
-      NotImplementedError: on a GPU where jax-triton is missing or too new; a loop would be slow
-        without a word.
+      NotImplementedError: on a GPU with jax-triton missing or too new, because the loop would be
+        slow without notice.
     """
     if platform() != "gpu" or compiler_shards_arrays():
         return False
@@ -65,8 +65,8 @@ def available() -> bool:
 def multiply(
     x: Float[Array, "M I"], w: Float[Array, "X _ _"], experts: Int[Array, "n"], transposed: bool
 ) -> Float[Array, "M O"]:
-    """Multiplies each block by the matrix of its expert, or by its transpose. The products of
-    blocks without an expert are 0."""
+    """Multiplies each block by its expert's matrix, transposed if `transposed`. Blocks without an
+    expert give 0."""
     (M, K), N = x.shape, w.shape[1 if transposed else 2]
     bn, bk, warps, stages = _tile("multiply", x, w)
     strides = (1, K) if transposed else (N, 1)
@@ -80,7 +80,7 @@ def multiply(
 def matrix_gradients(
     x: Float[Array, "M I"], dy: Float[Array, "M O"], w: Float[Array, "X I O"], experts: Array
 ) -> Float[Array, "X I O"]:
-    """Sums xᵀ · dy over the blocks of each expert, which are contiguous."""
+    """Sums xᵀ · dy over each expert's blocks, which are contiguous."""
     (X, K, N), M = w.shape, len(x)
     bn, bk, warps, stages = _tile("gradient", x, dy)
     each = jnp.arange(X, dtype=experts.dtype)
@@ -97,7 +97,7 @@ def matrix_gradients(
 
 
 def _tile(kernel: str, x: Array, other: Array) -> tuple[int, int, int, int]:
-    """Returns the tile of a kernel with these operands."""
+    """Returns the tile of a kernel for these operands."""
     if x.dtype.itemsize == 2 and capability() in LARGE:
         return LARGE_TILES[kernel]
     return TILES[kernel][max(x.dtype.itemsize, other.dtype.itemsize)]

@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def multiply_kernel(x, w, experts, y, C: tl.constexpr):
-    """y = x · w, a tile [BM, BN] of it: rows of one block, which have one expert, or none."""
+    """Stores a tile [BM, BN] of y = x · w. Its rows are one block, which has one expert or none."""
     # Programs that read the same rows follow each other, so that the cache holds the rows.
     tiles: tl.constexpr = (C.N + C.BN - 1) // C.BN
     block = tl.program_id(0) // tiles
@@ -36,8 +36,8 @@ def multiply_kernel(x, w, experts, y, C: tl.constexpr):
 
 @triton.jit
 def gradient_kernel(x, dy, ranges, dw, C: tl.constexpr):
-    """dw = xᵀ · dy, a tile [BK, BN] of one expert's, summed over its rows from BM · ranges[e, 0]
-    to BM · ranges[e, 1]."""
+    """Stores a tile [BK, BN] of one expert's dw = xᵀ · dy, summed over its rows from
+    BM · ranges[e, 0] to BM · ranges[e, 1]."""
     expert = tl.program_id(2)
     inner = tl.program_id(1) * C.BK + tl.arange(0, C.BK)
     columns = tl.program_id(0) * C.BN + tl.arange(0, C.BN)

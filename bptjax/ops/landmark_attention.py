@@ -1,5 +1,5 @@
-"""Landmark attention: the last token of every block is a landmark; its attention weight is divided
-among the block's other tokens. `bptjax/ops/attention/landmark_tile.py` has the arithmetic.
+"""Landmark attention: the last token of every block is a landmark, whose attention weight is
+divided among the block's other tokens. `ops.attention.landmark_tile` has the arithmetic.
 """
 
 from jax import Array
@@ -23,7 +23,8 @@ def landmark_attention(
     """Attention by grouped softmax, in O(T) memory; a `lax.scan` on any device.
 
     Block c holds the positions from c · block_size to its last one, the landmark, inclusive. With
-    x_j = scale · q·k_j, a query at position p gives key j of block c the weight
+    x_j = scale · q·k_j and l_c the logit of block c's landmark, a query at position p gives key j
+    of block c the weight
 
       exp(x_j) / Z                                 in its own block, c = p // block_size;
       exp(l_c) / Z · exp(x_j) / Σ_{i in c} exp(x_i)     in another block;
@@ -32,16 +33,16 @@ def landmark_attention(
 
     All sums run over the keys that `mask` allows; sums over i leave out landmarks. The weights sum
     to 1. A block whose landmark is masked gets no attention from other blocks, and a landmark
-    counts only if some token of its block is allowed. The incomplete last block of a text has no
-    landmark. The value of a landmark is not read.
+    counts only if some token of its block is allowed. An incomplete last block has no landmark.
+    Values of landmarks are not read.
 
     Args:
-      block_size: tokens in a block, the landmark included.
+      block_size: tokens per block, including the landmark.
       mask: which query may attend to which key. Keys come in blocks: the `k_positions` at indices
         that are multiples of block_size are multiples of block_size too, and positions are
         consecutive up to the block's end.
       scale: factor on q·k; H^-0.5 if left out.
-      q_chunk, k_chunk: tokens in a chunk; k_chunk is rounded to a multiple of block_size.
+      q_chunk, k_chunk: tokens per chunk; k_chunk is rounded to a multiple of block_size.
 
     Raises:
       ValueError: block_size below 2; arguments that `attention` refuses.

@@ -17,7 +17,7 @@ from bptjax.ops.softmax import logsumexp, soft_cap
 
 
 class _Head(NamedTuple):
-    """Output embedding `[V, D]`, and the bias `[V]` of the logits, or None."""
+    """Output embedding `[V, D]` and logits' bias `[V]`, or None."""
 
     matrix: Any
     bias: Any
@@ -48,28 +48,28 @@ def linear_cross_entropy(
     """Cross-entropy of softmax(hidden · headᵀ + bias) against `labels`, in nats, times
     `weights`; float32.
 
-    Logits exist for one chunk of tokens at a time. With reduction="sum", the forward pass computes
-    the gradients too, so each chunk's logits are computed once; the gradients of head and bias
+    Logits exist for one chunk of tokens at a time. With reduction="sum", the forward pass also
+    computes the gradients, so each chunk's logits are computed once; the gradients of head and bias
     accumulate in float32. With reduction="none", the backward pass recomputes the logits.
 
     Args:
       head: output embedding, `[V, D]` as Hugging Face stores it, so a tied head is the input
         embedding itself. Cast to `hidden`'s dtype for the product; its gradient has its own dtype.
-      labels: class of each token; a label of `ignore` has loss and gradients 0. Any other label
-        outside [0, V) raises if `labels` is a NumPy array, and gives a loss of NaN if it is a JAX
-        array, whose values are not known at trace time.
+      labels: class of each token; tokens labeled `ignore` have loss and gradients 0. Any other
+        label outside [0, V) raises if `labels` is a NumPy array, and gives a loss of NaN if it is a
+        JAX array, whose values are not known at trace time.
       weights: factor on each token's loss; has no gradient.
       bias: added to the logits in float32, before the soft cap.
-      z_loss: adds z_loss · lse² a token (PaLM, arXiv 2204.02311, Section 5); not negative.
+      z_loss: adds z_loss · lse² per token (PaLM, arXiv 2204.02311, Section 5); not negative.
       softcap: logits become softcap · tanh(logits / softcap).
-      chunk: number of tokens whose logits exist at once, counted over the batch of a device.
+      chunk: tokens per device whose logits exist at once, counted over the device's batch.
       axes: mesh axes that shard the batch dimension: each device loops over its own chunks, and
         sums the gradients of head and bias over its own sequences.
       reduction: "sum" returns the sum over tokens, "none" the loss of each token.
 
     Raises:
-      ValueError: shapes that do not match, or an empty array; labels that are not integers; a chunk
-        below 1, a soft cap that is not positive, a negative z_loss; an unknown reduction.
+      ValueError: mismatched shapes, or an empty array; labels that are not integers; a chunk below
+        1, a soft cap that is not positive, a negative z_loss; an unknown reduction.
 
     The result is a sum over tokens, not a mean: divide it once, by the number of weighted tokens of
     all micro-batches and devices.
@@ -90,8 +90,8 @@ def cross_entropy_and_z_loss(
     weights: Float[Array, "B T"] | None = None,
     **options: Any,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Returns the sum of `linear_cross_entropy`, and the part of it that `z_loss` adds, without a
-    gradient. Takes the same arguments, except for `reduction`.
+    """Returns the sum of `linear_cross_entropy`, and the part of the sum that `z_loss` adds,
+    without a gradient. Takes the same arguments except `reduction`.
     """
     total, z = _sum(*_checked(hidden, head, labels, weights, **options))
     return total, jax.lax.stop_gradient(z)
@@ -132,28 +132,27 @@ def _checked(
 
 
 def _cast(head: _Head, dtype: Any) -> _Head:
-    """Returns the head with the matrix in the dtype of the product."""
+    """Casts the matrix to the dtype of the product."""
     return head._replace(matrix=head.matrix.astype(dtype))
 
 
 def _chunks(options: _Options, hidden: Array, labels: Array, weights: Array):
-    """Splits the tokens into chunks; padded tokens are ignored."""
+    """Splits the tokens into chunks; padding gets the label `ignore`."""
     chunk = max(1, options.chunk // hidden.shape[0])
     operands = (hidden, 0.0), (labels, options.ignore), (weights, 0.0)
     return tuple(split_chunks(x, chunk, constant_values=fill) for x, fill in operands)
 
 
 def _losses(options: _Options, hidden, head, labels, weights):
-    """Returns one chunk's weighted losses `[B, c]`, the z-loss's part of them, and residuals for
-    the gradient."""
+    """Returns a chunk's weighted losses `[B, c]`, their z-loss part, and residuals."""
     weights = jnp.where(labels == options.ignore, 0.0, weights.astype(jnp.float32))
-    # A token of weight 0 must not count even if its hidden state is not finite.
+    # Tokens of weight 0 must not count even if their hidden states are not finite.
     hidden = jnp.where(weights[..., None] == 0.0, 0.0, hidden)
     logits = jnp.einsum("btd,vd->btv", hidden, head.matrix, preferred_element_type=jnp.float32)
     if head.bias is not None:
         logits += head.bias.astype(jnp.float32)[None, None]
     logits, derivative = soft_cap(logits, options.softcap)
-    # take_along_axis returns NaN past the last class; below 0 it would count from the end.
+    # take_along_axis gives NaN past the last class, but counts from the end below 0.
     index = jnp.where(labels < 0, logits.shape[-1], labels)
     index = jnp.where(weights == 0.0, 0, index)[..., None]
     lse = logsumexp(logits)
@@ -215,11 +214,11 @@ def _sum_forward(options, *operands):
     run = per_device(local, options.axes, inputs, (REPLICATED, SHARDED))
     (total, z, dhead), dhidden = run(hidden, _cast(head, hidden.dtype), labels, weights)
     if not frozen and head.matrix.dtype != jnp.float16:
-        # Without the barrier, XLA would cast the sums where the gradient is read, and keep them in
-        # float32 until then. Sums over many tokens overflow float16 before they are scaled.
+        # Without the barrier, XLA would cast the sums where the gradient is read, and hold them in
+        # float32 until then. float16 stays float32: its sums overflow before they are scaled.
         dmatrix = jax.lax.optimization_barrier(dhead.matrix.astype(head.matrix.dtype))
         dhead = dhead._replace(matrix=dmatrix)
-    # The empty arrays carry the head's dtypes.
+    # Empty arrays carry the head's dtypes.
     like = jax.tree.map(lambda x: jnp.zeros((0,), x.dtype), head)
     return (total, z), (dhidden, dhead, like)
 

@@ -1,4 +1,4 @@
-"""Attention masks: values evaluated a tile at a time, which also tell which tiles are empty."""
+"""Attention masks: evaluated a tile at a time, and aware of which tiles are empty."""
 
 from dataclasses import dataclass, field, replace
 from functools import reduce
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-# The fields of a mask that have an entry for each key.
+# Fields of a mask with one entry per key.
 KEY_FIELDS = ("k_segments", "k_positions", "k_global_tokens")
 
 
@@ -33,12 +33,12 @@ class Mask:
 
     Attributes:
       causal: s <= p.
-      window: p - s < window; if not causal, |p - s| < window. In tokens, the query's own included.
+      window: p - s < window; if not causal, |p - s| < window. In tokens, including the query.
       segments: int32 `[B, T]`, the queries' documents. Attention stays inside a document. Segment 0
         is padding: it attends to nothing, and nothing attends to it.
       k_segments: int32 `[B, S]`, the keys' documents; by default the queries' documents.
-      positions: int32 `[T]` or `[B, T]`, absolute positions of the queries in the sequence; in the
-        document, if `block_mask` counts from its start. `0..T-1` if left out.
+      positions: int32 `[T]` or `[B, T]`, absolute positions of the queries in the sequence, or in
+        the document if `block_mask` counts from its start. `0..T-1` if left out.
       k_positions: int32 `[S]` or `[B, S]`, positions of the keys; by default the queries'
         positions.
       global_tokens: bool `[T]` or `[B, T]`, queries that ignore window and block mask: they attend
@@ -46,8 +46,9 @@ class Mask:
       k_global_tokens: bool `[S]` or `[B, S]`, keys that every query may attend to in the same way;
         by default the queries' global tokens.
       block_mask: bool `[P, R]`: block_mask[p // block_size, s // block_size]. Positions beyond it
-        attend to nothing, and nothing attends to them. Chunks no longer than a block skip the most.
-      block_size: tokens in a block of `block_mask`.
+        attend to nothing, and nothing attends to them. Chunks no longer than a block skip the most
+        tiles.
+      block_size: tokens per block of `block_mask`.
 
     NumPy arrays are static: if all are, a loop over the non-empty tiles has a fixed length.
     """
@@ -67,7 +68,7 @@ class Mask:
         """Checks the mask for B sequences of T queries and S keys.
 
         Raises:
-          ValueError: as `resolve`; an array of another rank, batch or dtype than documented.
+          ValueError: as in `resolve`; an array of another rank, batch or dtype than documented.
         """
         for group, shape, ranks, kind in (
             ("segments", "[batch, tokens]", (2,), jnp.integer),
@@ -85,12 +86,11 @@ class Mask:
         self.resolve(T, S)
 
     def resolve(self, T: int, S: int) -> "Mask":
-        """Returns the mask with every default filled in. Positions that were left out become NumPy
-        arrays, which are static.
+        """Returns the mask with all defaults filled in; default positions are static NumPy arrays.
 
         Raises:
           ValueError: T ≠ S with positions, segments or global tokens given for one side only, or a
-            wrong length; a block mask that static positions exceed.
+            wrong length; static positions beyond the block mask.
         """
         ordered = self.causal or self.window is not None or self.block_mask is not None
         if self.window is not None and self.window < 1:
@@ -125,7 +125,7 @@ class Mask:
         return full
 
     def keys(self, start: int, stop: int) -> "Mask":
-        """Returns a resolved mask for its keys from `start` up to `stop` alone."""
+        """Slices a resolved mask to the keys from `start` up to `stop`."""
         fields: dict[str, Any] = {
             name: field[..., start:stop]
             for name in KEY_FIELDS
@@ -169,7 +169,7 @@ class Mask:
             if not self.causal:
                 local.append(s - p < self.window)
         if self.block_mask is not None and self.block_size is not None:
-            # Below 0 an index would count from the end.
+            # Negative indices would count from the end.
             row, column = (
                 jnp.where(x < 0, n, x // self.block_size)
                 for x, n in zip((p, s), self.block_mask.shape, strict=True)
@@ -187,8 +187,8 @@ class Mask:
         return reduce(and_, conditions) if conditions else None
 
     def count_blocks(self, rows: tuple[Any, Any], columns: tuple[Any, Any]) -> tuple[Any, Any]:
-        """Returns the number of set blocks and of all blocks of `block_mask` between the positions,
-        (first, last) of rows and of columns."""
+        """Counts the set blocks and all blocks of `block_mask` between (first, last) positions of
+        rows and of columns."""
         block_mask: Any = self.block_mask
         static = all(isinstance(x, np.ndarray) for x in (block_mask, *rows, *columns))
         xp = np if static else jnp
@@ -206,8 +206,8 @@ class Mask:
 
 
 class Tiles:
-    """A mask over T queries and S keys in `q_chunk` × `k_chunk` tiles; tile (i, j) starts at
-    (i·q_chunk, j·k_chunk)."""
+    """A mask over T queries and S keys, divided into `q_chunk` × `k_chunk` tiles; tile (i, j)
+    starts at (i·q_chunk, j·k_chunk)."""
 
     def __init__(self, mask: Mask, T: int, S: int, q_chunk: int, k_chunk: int):
         self.mask = mask = mask.resolve(T, S)
@@ -243,11 +243,11 @@ class Tiles:
         return _at(self.q_positions, i), _at(self.k_positions, j)
 
     def nonempty(self) -> tuple[np.ndarray | Array, int | Array]:
-        """Returns the tiles with an allowed pair: `(pairs, count)`, pairs int32 `[n, 2]` of (i, j)
-        by query block, the first `count` of which are non-empty; an int if the mask is static.
+        """Returns the tiles with an allowed pair: `(pairs, count)`, int32 pairs `[n, 2]` of (i, j)
+        ordered by query block. The first `count` pairs are non-empty; an int if the mask is static.
 
-        The ranges of a tile's positions and segments, or a global token in it, decide. So a tile
-        that is kept may still be empty; one that is dropped never holds an allowed pair.
+        Decides by the ranges of a tile's positions and segments, and by its global tokens. A
+        returned tile may still be empty; a dropped tile never holds an allowed pair.
         """
         mask = self.mask
         q_low, q_high = (x[:, None] for x in _range(self.q_positions))
@@ -267,7 +267,7 @@ class Tiles:
         if mask.causal:
             conditions.append(k_low <= q_high)
         if self.q_segments is not None:
-            # The ranges of segments other than padding overlap in some sequence.
+            # The ranges of segments, ignoring padding, overlap in some sequence.
             q_low, q_high = _segments(self.q_segments)
             k_low, k_high = _segments(self.k_segments)
             overlap = (k_low[None] <= q_high[:, None]) & (q_low[:, None] <= k_high[None])
@@ -301,12 +301,12 @@ def _at(blocks, i) -> Any:
 
 
 def _range(blocks):
-    """Returns the least and the greatest value of each block, over batch and tokens, each `[n]`."""
+    """Returns the minimum and maximum of each block, over batch and tokens, each `[n]`."""
     return blocks.min((1, 2)), blocks.max((1, 2))
 
 
 def _segments(blocks):
-    """Returns the least and the greatest segment of each block and sequence without padding: two
+    """Returns the minimum and maximum segment of each block and sequence, ignoring padding: two
     `[n, B]`; an empty range if all is padding."""
     xp = np if isinstance(blocks, np.ndarray) else jnp
     blocks, top = blocks.astype(np.int32), np.iinfo(np.int32).max
@@ -314,7 +314,7 @@ def _segments(blocks):
 
 
 def counts_from_zero(*positions: Any) -> bool:
-    """Returns whether each of the positions is left out, or is statically 0, 1, 2, …"""
+    """Returns whether each of the positions is left out or statically 0, 1, 2, …"""
     return all(
         isinstance(p, np.ndarray)
         and np.array_equal(p, np.broadcast_to(np.arange(p.shape[-1]), p.shape))

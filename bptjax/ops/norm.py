@@ -9,7 +9,7 @@ from jaxtyping import Float
 def rms_norm(
     x: Float[Array, "*b D"], scale: Float[Array, "D"], *, eps: float = 1e-6
 ) -> Float[Array, "*b D"]:
-    """x / rms(x) · scale. Zhang & Sennrich 2019, arXiv 1910.07467."""
+    """Computes x / rms(x) · scale. Zhang & Sennrich 2019, arXiv 1910.07467."""
     y = x.astype(jnp.float32)
     y = y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + eps)
     return (y * _broadcast(scale, y)).astype(x.dtype)
@@ -22,7 +22,7 @@ def layer_norm(
     *,
     eps: float = 1e-5,
 ) -> Float[Array, "*b D"]:
-    """(x - mean) / std · scale + bias. Ba et al. 2016, arXiv 1607.06450."""
+    """Computes (x - mean) / std · scale + bias. Ba et al. 2016, arXiv 1607.06450."""
     y = x.astype(jnp.float32)
     y = y - jnp.mean(y, -1, keepdims=True)
     y = y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + eps) * _broadcast(scale, y)
@@ -30,7 +30,7 @@ def layer_norm(
 
 
 def l2_norm(x: Float[Array, "*b D"], *, eps: float = 1e-6) -> Float[Array, "*b D"]:
-    """x / sqrt(|x|² + eps)."""
+    """Computes x / sqrt(|x|² + eps)."""
     y = x.astype(jnp.float32)
     return (y * jax.lax.rsqrt(jnp.sum(y * y, -1, keepdims=True) + eps)).astype(x.dtype)
 

@@ -1,4 +1,4 @@
-"""Cuts images into patches, the tokens of an encoder of images."""
+"""Cuts images into patches, the tokens of an image encoder."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from numpy import ndarray
 def cut_patches(
     images: Shaped[Array | ndarray, "*batch C height width"], size: tuple[int, int]
 ) -> Any:
-    """Cuts images into n patches of `size` (h, w), which divides height and width, from left to
+    """Cuts images into n patches of `size` (h, w), a divisor of height and width, from left to
     right and top to bottom: `[*batch, n, C · h · w]`."""
     *batch, C, height, width = images.shape
     (h, w), n = size, len(batch)

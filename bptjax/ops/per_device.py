@@ -13,7 +13,7 @@ SHARDED, REPLICATED = "sharded", "replicated"
 
 @dataclass(frozen=True)
 class ShardedOver:
-    """Sharded along one axis over these mesh axes alone, and replicated over the others."""
+    """Sharded along one array axis over these mesh axes, and replicated over the others."""
 
     names: tuple[str, ...]
     axis: int = 0
@@ -23,8 +23,7 @@ Placement = str | ShardedOver
 
 
 def free_axes(axes: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns those of the mesh axes that have more than one device and that no enclosing call
-    divides already."""
+    """Returns the axes that have more than one device and that no enclosing call divides."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return ()
@@ -32,14 +31,13 @@ def free_axes(axes: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def divided_axes(axes: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns those of the mesh axes that have more than one device and that an enclosing call
-    divides."""
+    """Returns the axes that have more than one device and that an enclosing call divides."""
     mesh = jax.sharding.get_abstract_mesh()
     return tuple(n for n in axes if n in mesh.manual_axes and mesh.shape[n] > 1)
 
 
 def sharding_axes(placement: Placement, axes: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns those of the mesh axes that shard an array with this placement."""
+    """Returns the axes that shard an array with this placement."""
     if isinstance(placement, ShardedOver):
         return tuple(name for name in axes if name in placement.names)
     return axes if placement == SHARDED else ()
@@ -48,23 +46,24 @@ def sharding_axes(placement: Placement, axes: tuple[str, ...]) -> tuple[str, ...
 def per_device(f: Callable, axes: tuple[str, ...], inputs: Any, results: Any) -> Callable:
     """Returns a function that runs `f(*arrays, axes)` on each device with its own sequences.
 
-    If the compiler partitioned a loop over chunks of sequences itself, devices would exchange
+    If the compiler itself partitioned a loop over chunks of sequences, devices would exchange
     shards of the parameters in every step of the loop.
 
     Args:
-      axes: mesh axes that shard the batch dimension. `f` gets the axes that have more than one
-        device, to sum over, except the axes of an enclosing call.
+      axes: mesh axes that shard the batch dimension. `f` gets the axes to sum over: the ones with
+        more than one device, except axes of an enclosing call.
       inputs, results: prefixes of the trees that `f` takes and returns. `SHARDED` leaves are
-        sharded along axis 0, `REPLICATED` leaves are replicated over `axes`, and `ShardedOver`
-        leaves are sharded along any one axis over some of them; other mesh axes may shard any.
+        sharded along array axis 0, `REPLICATED` leaves are replicated over `axes`, and
+        `ShardedOver` leaves are sharded along one array axis over some of `axes`; other mesh axes
+        may shard any leaf.
     """
     axes = free_axes(axes)
     f = partial(f, axes=axes)
     if not axes:
         return f
 
-    # With the axes of one device, nested calls divide all axes. If an axis is left to the compiler,
-    # XLA of jax 0.11 aborts unless the calls divide the others in the order of the mesh.
+    # Including one-device axes, nested calls divide all axes. If an axis is left to the compiler,
+    # XLA of jax 0.11 aborts unless the calls divide the other axes in mesh order.
     mesh = jax.sharding.get_abstract_mesh()
     single = tuple(n for n in mesh.axis_names if mesh.shape[n] == 1 and n not in mesh.manual_axes)
 

@@ -10,10 +10,10 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Int
 
-# Scalings whose frequencies depend on the length of the document.
+# Scalings whose frequencies depend on the document's length.
 BY_LENGTH = ("dynamic", "longrope")
 
-# Required and optional keys of each scaling, beside rope_theta.
+# Required and optional keys of each scaling, apart from rope_theta.
 LONG = ("original_max_position_embeddings",)
 KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
@@ -39,9 +39,9 @@ KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 
 def rotated_features(size: int, parameters: Mapping[str, Any]) -> int:
-    """Returns the number of features of a head of this size that `rope_frequencies` is asked for.
-    With `proportional`, all features are paired, and the pairs beyond partial_rotary_factor do not
-    turn; otherwise only that part of a head is paired."""
+    """Returns the number of features to request from `rope_frequencies` for a head of this size.
+    With `proportional`, all features are paired, and pairs beyond partial_rotary_factor do not
+    rotate; otherwise only that part of a head is paired."""
     if parameters.get("rope_type") == "proportional":
         return size
     return int(size * parameters.get("partial_rotary_factor", 1.0))
@@ -57,24 +57,24 @@ def rope_frequencies(
     """Returns the float32 radians per token of each rotated pair, and the factor on cos and sin.
 
     Args:
-      dim: rotated features of a head, 2R, from `rotated_features`. partial_rotary_factor is read
-        with `proportional` alone.
-      parameters: rope_theta, rope_type and the keys of that type, in Hugging Face's schema. A key
-        that is None counts as left out.
-      max_position_embeddings: the model's context length in tokens. It replaces a missing
+      dim: rotated features of a head, 2R, from `rotated_features`. Only `proportional` reads
+        partial_rotary_factor.
+      parameters: rope_theta, rope_type and the keys of that type, in Hugging Face's schema. None
+        means a key is left out.
+      max_position_embeddings: the model's context length in tokens. Replaces a missing
         original_max_position_embeddings; for yarn and longrope, its ratio to that length replaces a
         missing factor.
-      length: tokens of the document, an int or an array with one per token, for `dynamic` and
+      length: document length in tokens, an int or an array with one per token, for `dynamic` and
         `longrope`; if left out, within the original length. May be traced. The result is a NumPy
         array unless `length` is given and the type is one of these two.
 
     Raises:
-      ValueError: an unknown rope_type or key, or one that is missing or not positive; `dim` is
-        odd; a list of longrope does not have R entries.
+      ValueError: an unknown rope_type or key, or a key that is missing or not positive; an odd
+        `dim`; a longrope list without R entries.
 
     theta^(-2i / dim): Su et al. 2021, arXiv 2104.09864, Section 3.2.2. yarn: Peng et al. 2023,
-    arXiv 2309.00071. longrope: Ding et al. 2024, arXiv 2402.13753. All as `transformers` defines
-    them in `modeling_rope_utils`, and rounded as there.
+    arXiv 2309.00071. longrope: Ding et al. 2024, arXiv 2402.13753. All as defined, and rounded, in
+    `modeling_rope_utils` of `transformers`.
     """
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind not in KEYS:
@@ -119,7 +119,7 @@ def rope_frequencies(
             / original
         )
     if kind == "yarn":
-        # Pass the None values too: to transformers an explicit truncate=None is false.
+        # Pass None values too: an explicit truncate=None means false to transformers.
         return _yarn(powers, float(factor), original, parameters)
     return _longrope(powers, float(factor), original, length, p)
 
@@ -136,7 +136,7 @@ def _check_keys(kind: str, p: Mapping[str, Any]) -> None:
     for key in sorted(p.keys() - {"rope_type", "type", "truncate"}):
         values = np.asarray(p[key])
         number = values.dtype.kind in "iuf"
-        # Yarn's mscale weights may be 0, which turns them off.
+        # Yarn's mscale weights may be 0, which disables them.
         least = 0 if key.startswith("mscale") else np.finfo(float).tiny
         if not number or not ((values >= least) & np.isfinite(values)).all():
             bound = "not negative" if least == 0 else "positive"
@@ -152,8 +152,7 @@ def _needed(kind: str, name: str, value: Any) -> Any:
 def _dynamic(
     plain: np.ndarray, longest: int, length: Array | int, p: Mapping[str, Any]
 ) -> Float[Array, "... R"]:
-    """Replaces theta by theta · growth^(dim / (dim - 2)): this slows the slowest pair by
-    `growth`."""
+    """Replaces theta by theta · growth^(dim / (dim - 2)): the slowest pair slows by `growth`."""
     beyond = jnp.maximum(jnp.asarray(length) - longest, 0).astype(jnp.float32)
     growth = (1 + p["factor"] * (beyond / longest))[..., None]
     R = len(plain)
@@ -167,7 +166,7 @@ def _like(x: Array, table: np.ndarray) -> np.ndarray:
 
 
 def _llama3(plain: np.ndarray, original: int, p: Mapping[str, Any]) -> np.ndarray:
-    """Slows long waves by `factor`, leaves short ones as they are and blends those in between."""
+    """Slows long waves by `factor`, keeps short ones, and blends between."""
     low, high = p["low_freq_factor"], p["high_freq_factor"]
     waves = np.float32(2 * math.pi) / plain
     slowed = np.where(waves > original / low, plain / np.float32(p["factor"]), plain)
@@ -180,23 +179,23 @@ def _llama3(plain: np.ndarray, original: int, p: Mapping[str, Any]) -> np.ndarra
 def _yarn(
     powers: np.ndarray, factor: float, original: int, p: Mapping[str, Any]
 ) -> tuple[np.ndarray, float]:
-    """Slows pairs that turn less than beta_slow times in the original length by `factor`, leaves
-    pairs that turn more than beta_fast times as they are, and blends those in between."""
+    """Slows pairs with fewer than beta_slow turns in the original length by `factor`, keeps pairs
+    with more than beta_fast turns, and blends between."""
 
     def stretch(weight=1.0):
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
     def pair(turns):
-        """Returns the pair that makes `turns` turns in the original length, as a float."""
+        """Returns the (fractional) pair that makes `turns` turns in the original length."""
         return R * math.log(original / (turns * 2 * math.pi)) / math.log(p["rope_theta"])
 
     R = len(powers)
     low, high = pair(p.get("beta_fast") or 32), pair(p.get("beta_slow") or 1)
     if p.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
-    # The limit is 2R - 1 in transformers and in the paper's code, although there are R pairs.
+    # transformers and the paper's code limit it to 2R - 1, although there are R pairs.
     low, high = max(low, 0), min(high, 2 * R - 1)
-    # transformers avoids an empty ramp in the same way.
+    # As in transformers, to avoid an empty ramp.
     width = (high - low) or 0.001
     unscaled = 1 - np.clip((np.arange(R, dtype=np.float32) - low) / width, 0, 1)
     frequencies = 1 / (factor * powers) * (1 - unscaled) + 1 / powers * unscaled
@@ -236,7 +235,7 @@ def _longrope(
 def document_lengths(
     positions: Int[Array, "B T"], segments: Int[Array | np.ndarray, "B T"] | None
 ) -> Int[Array, "B T"]:
-    """Returns the length of each token's document: its largest position, plus one.
+    """Returns the length of each token's document: its largest position plus one.
 
     Works for tokens in any order. `segments` may hold any numbers; without it, a sequence is one
     document.
@@ -278,7 +277,7 @@ def rope(
 ) -> Float[Array, "B T N H"]:
     """Rotates the first 2R of the H features by position · frequency and scales them by `factor`;
     the other features pass unchanged. Uses Hugging Face's half-split layout: feature i is paired
-    with feature i + R. The frequencies are `[R]`, or `[B, T, R]` if they differ between tokens."""
+    with feature i + R. Frequencies are `[R]`, or `[B, T, R]` if they differ between tokens."""
     *tokens, R = frequencies.shape
     angle = positions.astype(jnp.float32)[..., None, None] * jnp.asarray(frequencies).reshape(
         *(tokens or (1, 1)), 1, R
@@ -290,7 +289,7 @@ def rope(
 
 
 def alibi_slopes(heads: int, *, interleaved: bool = False) -> Float[np.ndarray, "heads"]:
-    """Returns ALiBi's slope of each of N heads, float32.
+    """Returns the float32 ALiBi slope of each of N heads.
 
     For N a power of two, the slopes are 2^(-8 · i / N), i = 1..N. For any other N, the slopes of
     the next smaller power are followed by every second slope of the next larger power. With
@@ -316,7 +315,7 @@ def alibi_slopes(heads: int, *, interleaved: bool = False) -> Float[np.ndarray, 
 def extend_positions(
     table: Float[Array | np.ndarray, "P D"], rows: int, offset: int = 0
 ) -> Float[Array | np.ndarray, "Q D"]:
-    """Returns a learned embedding of `rows` positions: the table's rows, repeated or truncated,
+    """Resizes a learned embedding to `rows` positions by repeating or truncating the table's rows
     after the `offset` rows that precede position 0. A NumPy table gives a NumPy array.
 
     Raises:

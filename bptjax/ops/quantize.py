@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, UInt8, UInt16, UInt32
 
-# Elements that share one absolute maximum, in optimizer state and statistics, and in weights.
+# Elements that share one absolute maximum: in optimizer state and statistics, and in weights.
 BLOCK, WEIGHT_BLOCK = 256, 64
 # Values of a weight's codes, ascending, as fractions of the block's absolute maximum.
 CODEBOOKS: dict[str, np.ndarray] = {
@@ -37,7 +37,7 @@ CODEBOOKS: dict[str, np.ndarray] = {
         ],
         np.float32,
     ),
-    # One sign bit, two exponent bits and one mantissa bit, as in bitsandbytes; there are two zeros.
+    # One sign bit, two exponent bits and one mantissa bit, as in bitsandbytes; zero occurs twice.
     "fp4": np.asarray(
         [
             *(-1.0, -2 / 3, -0.5, -1 / 3, -0.25, -1 / 6, -1 / 192, 0.0),
@@ -55,7 +55,7 @@ def dynamic_codebook(signed: bool) -> np.ndarray:
     Each decade from 1e-7 to 1 has twice as many values as the decade below.
 
     Dettmers et al. 2021, "8-bit Optimizers via Block-wise Quantization", arXiv 2110.02861, Section
-    1.3; the unsigned codebook uses the sign bit as one more bit of the fraction (Section 2.2).
+    1.3; the unsigned codebook uses the sign bit as an extra fraction bit (Section 2.2).
     """
     values = [0.0, 1.0]
     for decade in range(7):
@@ -77,8 +77,8 @@ def quantize(
 
     Args:
       codebook: ascending `[2**n]`, n ≤ 8, within [-1, 1].
-      noise: uniform random bits, for stochastic rounding: the expected result of `dequantize` is
-        `x`. None rounds to the nearest value.
+      noise: uniform random bits for stochastic rounding, which makes `x` the expected result of
+        `dequantize`. None rounds to the nearest value.
     """
     x = x.astype(jnp.float32)
     S, short = x.shape[-1], -x.shape[-1] % block
@@ -108,7 +108,7 @@ def _look_up(codebook: np.ndarray, codes: UInt8[Array, "*b"]) -> Float[Array, "*
 
 
 def _each(blocks: Float[Array, "*b C"], size: int, block: int) -> Float[Array, "*b S"]:
-    """Repeats each block's number for the elements of the block, `size` in all."""
+    """Repeats each block's number for every element of the block, `size` elements in total."""
     return jnp.repeat(blocks, block, axis=-1)[..., :size]
 
 
@@ -118,10 +118,10 @@ class QuantizedMatrix(NamedTuple):
     Attributes:
       codes: uint8 `[I, *o]`; with 4 bits `[⌈I / 2⌉, *o]`, two codes per byte, the first in the high
         bits.
-      absmax: absolute maximum of each 64 inputs of an output, `[⌈I / 64⌉, *o]`, float32; with
-        double quantization, uint8 codes.
-      second: float32, with double quantization: absolute maximum of each 256 values of `absmax`
-        minus `mean`, in the order of the outputs.
+      absmax: absolute maximum per 64 inputs of an output, `[⌈I / 64⌉, *o]`, float32; with double
+        quantization, uint8 codes.
+      second: float32, with double quantization: absolute maximum per 256 values of `absmax` minus
+        `mean`, ordered by output.
       mean: float32 scalar, with double quantization: mean of `absmax`.
     """
 
@@ -135,8 +135,8 @@ def quantize_matrix(w: Float[Array, "I *o"], kind: str, double: bool) -> Quantiz
     """Quantizes `w` with the codebook `kind`, rounding to the nearest value. With `double`, the
     absolute maxima are quantized to 8 bits too (double quantization).
 
-    Dettmers et al. 2023, arXiv 2305.14314, Section 3. Blocks and order are the same as in
-    bitsandbytes for a weight `[outputs, inputs]` whose inputs are a multiple of 64.
+    Dettmers et al. 2023, arXiv 2305.14314, Section 3. Blocks and order equal bitsandbytes' for a
+    weight `[outputs, inputs]` whose inputs are a multiple of 64.
     """
     I, *outputs = w.shape  # noqa: E741
     book = CODEBOOKS[kind]
@@ -173,7 +173,7 @@ def dequantize_matrix(matrix: QuantizedMatrix, kind: str, inputs: int) -> Float[
 def random_bits(
     key: Array, shape: tuple[int, ...]
 ) -> tuple[UInt32[Array, "*b"], UInt32[Array, "*b"]]:
-    """Returns two random words for each element, at a tenth of the cost of `jax.random.bits`. Good
+    """Returns two random words per element, at a tenth of the cost of `jax.random.bits`. Good
     enough for rounding, not for sampling.
 
     Applies Murmur3's finalizer (Appleby 2011) to the element's index and the key. The index has 32
@@ -192,7 +192,7 @@ def random_bits(
 
 
 def stochastic_round(x: Float[Array, "*b"], noise: UInt16[Array, "*b"]) -> Float[Array, "*b"]:
-    """Rounds float32 up or down to bfloat16, at random, so that the expected result is `x`.
+    """Rounds float32 up or down to bfloat16 at random, so that the expected result is `x`.
 
     Args:
       noise: uniform random bits.

@@ -1,5 +1,5 @@
 """Soft-capped logits, and online softmax: attention to one set of keys, merged with attention to
-another."""
+another set."""
 
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ class AttentionState(NamedTuple):
 
 
 def soft_cap(logits: Array, cap: float | None) -> tuple[Array, Array | float]:
-    """Returns soft-capped logits and their derivative with respect to the uncapped ones."""
+    """Returns soft-capped logits and their derivative with respect to the uncapped logits."""
     if cap is None:
         return logits, 1.0
     tanh = jnp.tanh(logits / cap)
@@ -33,13 +33,13 @@ def soft_cap(logits: Array, cap: float | None) -> tuple[Array, Array | float]:
 
 def logsumexp(logits: Float[Array, "*B V"]) -> Float[Array, "*B"]:
     """Returns the log-sum-exp over the last axis. Has no gradient."""
-    # A GPU waits for the memory, so there it reads them once. Elsewhere the additional exponentials
+    # A GPU is bound by memory, so it reads the logits once. Elsewhere the additional exponentials
     # would cost more.
     return _in_one_pass(logits) if platform() == "gpu" else jax.nn.logsumexp(logits, -1)
 
 
 def _in_one_pass(logits: Array) -> Array:
-    """`logsumexp` by one reduction to the largest logit and the sum of exp(logit - largest)."""
+    """Computes `logsumexp` in one reduction to the maximum and the sum of exp(logit - maximum)."""
 
     def merge(a, b):
         (i, m), (j, n) = a, b
@@ -47,7 +47,7 @@ def _in_one_pass(logits: Array) -> Array:
         smaller, larger = jnp.where(i < j, m, n), jnp.where(i < j, n, m)
         return top, larger + smaller * jnp.exp(jnp.minimum(i, j) - top)
 
-    # Not -inf, whose difference from itself is NaN.
+    # Not -inf: its difference from itself is NaN.
     start = jnp.finfo(logits.dtype).min, jnp.zeros((), logits.dtype)
     operands = logits, jnp.ones_like(logits)
     top, total = jax.lax.reduce(operands, start, merge, (logits.ndim - 1,))
@@ -91,7 +91,7 @@ class OnlineSoftmax(NamedTuple):
 
     def update(self, logits: Array) -> tuple["OnlineSoftmax", Array]:
         """Adds keys with logits `[..., t, s]`. Returns the softmax with `acc` rescaled, and the new
-        keys' weights exp(logits - row_max); the caller adds their product with the values to `acc`.
+        keys' weights exp(logits - row_max), whose product with the values the caller adds to `acc`.
         """
         row_max = jnp.maximum(self.row_max, logits.max(-1))
         shift = jnp.where(row_max == -jnp.inf, 0.0, row_max)

@@ -1,8 +1,8 @@
 """Entries of stacked arrays, read one at a time, whose gradients are written into one stack.
 
-`jax.lax.scan` over the stack itself fits a single loop. Several loops would each scan a slice, and
-XLA copies slices of a stack and concatenates those of its gradient. Here every loop reads the whole
-stack by index, and the gradient is a buffer that the loops hand on and write in place.
+`jax.lax.scan` over the stack itself suits a single loop. Several loops would each scan a slice: XLA
+copies slices of a stack and concatenates their gradients. Here every loop reads the full stack by
+index, and the loops pass on a gradient buffer that they write in place.
 """
 
 from collections.abc import Callable
@@ -16,8 +16,8 @@ PyTree = Any
 
 
 def split_gradient(stack: PyTree) -> tuple[PyTree, PyTree]:
-    """Returns the values of a stack of arrays `[L, ...]`, without a gradient, and slots that take
-    the gradient in their place: zeros, which are never read, so that XLA makes none."""
+    """Returns the values of a stack of arrays `[L, ...]`, without a gradient, and slots that
+    receive its gradient; slots are never read, so never materialized."""
     return jax.lax.stop_gradient(stack), jax.tree.map(_slots, stack)
 
 
@@ -26,11 +26,11 @@ def read_entry(
 ) -> tuple[PyTree, PyTree]:
     """Returns one entry of each array, and the slots for the next call.
 
-    The gradient of the entry replaces what is in its slots: read each entry once.
+    The gradient of the entry replaces the contents of its slots: read each entry once.
 
     Args:
-      index: returns the entry of the array with this key path; None for an array that is not read,
-        in whose place stands None.
+      index: returns the entry of the array with this key path; None for arrays that are not read,
+        which become None.
     """
     leaves, structure = jax.tree.flatten_with_path(values)
     pairs = [
@@ -42,14 +42,14 @@ def read_entry(
 
 @jax.custom_vjp
 def close_slots(x: Array, slots: PyTree) -> Array:
-    """Returns `x`, a result of the last loop. XLA makes the zeros with which the slots begin after
-    the gradient of `x`; without this call it may make them earlier."""
+    """Returns `x`, a result of the last loop. With this call, XLA materializes the slots' zeros
+    after the gradient of `x`; without it, possibly earlier."""
     return x
 
 
 def save_all_but_slices(primitive: Any, *_: Any, **__: Any) -> bool:
-    """Remat policy that saves everything but slices: an entry is read again. The read of an entry
-    without a gradient is still a call of its own."""
+    """Remat policy that saves everything except slices, so that entries are read again. Reading an
+    entry without a gradient is still a separate call."""
     return primitive.name not in ("dynamic_slice", "squeeze", "custom_vjp_call")
 
 

@@ -1,8 +1,9 @@
-"""The platform that functions are traced for: the default backend's, or that of devices that are
-not on this machine.
+"""The platform that functions are traced for: the default backend, or devices that this machine
+lacks.
 
-Programs for absent devices are compiled to read their memory, and never run. Their fused kernels
-cannot be built here, so a call with the same operands, results and workspace stands in for each.
+Programs for absent devices are compiled to find their memory use, and never run. Their fused
+kernels cannot be built here, so a call with the same operands, results and workspace replaces each
+kernel.
 """
 
 import re
@@ -14,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-# XLA compiles a call only if a handler of its name is registered.
+# XLA compiles a call only if a handler is registered under its name.
 STAND_IN = "bptjax_stand_in"
 # Compute capabilities of GPUs that give a kernel 99 KB of shared memory.
 SMALL_MEMORY = (8, 6), (8, 9), (12, 0), (12, 1)
@@ -28,7 +29,7 @@ def platform() -> str:
 
 
 def capability(device: jax.Device | None = None) -> tuple[int, int]:
-    """Returns the compute capability of an NVIDIA GPU, by default one that functions are traced
+    """Returns the compute capability of an NVIDIA GPU, by default of one that functions are traced
     for; (0, 0) for other devices."""
     device = device or _ABSENT.get() or jax.devices()[0]
     found = re.match(r"(\d+)\.(\d+)", getattr(device, "compute_capability", ""))
@@ -36,13 +37,13 @@ def capability(device: jax.Device | None = None) -> tuple[int, int]:
 
 
 def is_absent() -> bool:
-    """Returns whether functions are traced for devices that are not on this machine."""
+    """Returns whether functions are traced for devices that this machine lacks."""
     return _ABSENT.get() is not None
 
 
 @contextmanager
 def absent(device: jax.Device) -> Iterator[None]:
-    """Traces functions for absent devices like this one."""
+    """Traces functions for absent devices of this type."""
     token = _ABSENT.set(device)
     try:
         yield
@@ -51,9 +52,9 @@ def absent(device: jax.Device) -> Iterator[None]:
 
 
 def compiler_options() -> dict[str, bool | str]:
-    """Returns options of XLA for the target. Without a GPU it cannot measure which of its own
-    matrix products beats cuBLAS, so it takes cuBLAS for all; the memory differs by 0.1 % at most,
-    with adapters by up to 4 %.
+    """Returns XLA options for the target. Without a GPU, XLA cannot measure which of its matrix
+    products beat cuBLAS, so it uses cuBLAS for all; memory differs by at most 0.1 %, with adapters
+    by up to 4 %.
     """
     return {"xla_gpu_enable_triton_gemm": False} if is_absent() and platform() == "gpu" else {}
 
@@ -68,7 +69,7 @@ def stand_in(
 
     Args:
       workspace: bytes of device memory that the real call needs while it runs.
-      aliases: number of the result that takes over an operand's memory, by the operand's number.
+      aliases: maps an operand's index to the index of the result that reuses its memory.
     """
     buffers = [jax.ShapeDtypeStruct((workspace,), jnp.uint8)] * bool(workspace)
     call = jax.ffi.ffi_call(STAND_IN, (*shapes, *buffers), input_output_aliases=aliases)

@@ -1,5 +1,5 @@
-"""First-order Taylor attention: exp(x) ≈ 1 + x. The keys are summed once, in arrays whose size does
-not depend on their number."""
+"""First-order Taylor attention: exp(x) ≈ 1 + x. The keys are summed once, into arrays whose size
+does not depend on the number of keys."""
 
 import jax
 import jax.numpy as jnp
@@ -19,14 +19,14 @@ def taylor_attention(
     """Attention in which query i gives key j the weight 1 + q_i·k_j / (|q_i| |k_j|), divided by the
     sum of its weights; not causal, O(T) time and memory. Computes in float32.
 
-    On a mesh that shards the tokens, devices exchange `[K, H, H + 1]` sums per sequence; their size
-    does not depend on T.
+    On a mesh that shards the tokens, devices exchange `[K, H, H + 1]` sums per sequence,
+    independent of T.
 
     Args:
-      keys: True for the keys to attend to; all if left out. Where no key is True, the result is 0.
+      keys: True for the keys to attend to; all if left out. If no key is True, the result is 0.
 
     Raises:
-      ValueError: shapes or dtypes of q, k, v and keys that do not match.
+      ValueError: mismatched shapes or dtypes of q, k, v and keys.
 
     Li et al. 2020, arXiv 2007.14902, Section 3.
     """

@@ -1,4 +1,4 @@
-"""Calls of Triton kernels through jax-triton."""
+"""Calls Triton kernels through jax-triton."""
 
 import importlib
 from importlib.metadata import PackageNotFoundError, version
@@ -10,13 +10,13 @@ from jax import Array
 from bptjax.ops.target import is_absent, stand_in
 
 MANUAL = jax.sharding.AxisType.Manual
-# The first version of jax-triton that passes a kernel one pointer, not two, for an input and the
-# output that takes over its memory.
+# First version of jax-triton that passes a kernel one pointer instead of two for an input and the
+# output that reuses its memory.
 TOO_NEW = (0, 4)
 
 
 def unusable() -> str | None:
-    """Returns why jax-triton cannot be called here, or None."""
+    """Returns why jax-triton cannot be called here, or None if it can."""
     if is_absent():
         return None
     try:
@@ -46,10 +46,10 @@ def triton_call(
     constants: Any,
     aliases: dict[int, int] | None = None,
 ) -> tuple[Array, ...]:
-    """Runs `{name}_kernel` of a module over its grid, or stands in for it on absent devices.
+    """Runs `{name}_kernel` of a module over its grid, or a stand-in for it on absent devices.
 
     Args:
-      aliases: number of the output that takes over an input's memory, by the input's number.
+      aliases: maps an input's index to the index of the output that reuses its memory.
     """
     if is_absent():
         return stand_in(inputs, shapes, aliases=aliases)

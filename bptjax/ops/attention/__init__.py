@@ -20,10 +20,10 @@ from bptjax.ops.mask import Mask
 from bptjax.ops.softmax import empty_state, merge_states
 from bptjax.ops.target import platform
 
-# `auto` takes the first kernel that honors the arguments. On one H200, fa4 was faster than cudnn,
-# and cudnn than triton, except for packed documents at head size 64 (attention_fa4_h200.json in
-# scripts/results) and for narrow windows, with which `auto` tries triton first (windows_h200.json);
-# triton was faster than scan (compare_h200.json).
+# `auto` takes the first kernel that honors the arguments. On one H200, fa4 was faster than cudnn
+# and cudnn faster than triton, except for packed documents at head size 64
+# (attention_fa4_h200.json in scripts/results) and for narrow windows, with which `auto` tries
+# triton first (windows_h200.json); triton was faster than scan (compare_h200.json).
 KERNELS: dict[str, Kernel] = {
     "fa4": fa4,
     "cudnn": cudnn,
@@ -34,25 +34,25 @@ KERNELS: dict[str, Kernel] = {
     "reference": reference,
 }
 
-# Why `auto` never takes these.
+# Why `auto` never takes these kernels.
 NOT_AUTOMATIC = {
     "loop": "one dispatch per tile; for comparison only",
     "reference": "[T, T] memory; for tests only",
 }
 
-# `auto` takes `products` on a GPU for heads larger than WIDE, if there are at least MANY_QUERIES
-# queries and no window below WIDE_WINDOW, which would leave most of a large tile empty. On one H200
-# it was 2.5 times as fast as triton for heads of 512 (attention_wide_h200.json).
+# On a GPU, `auto` takes `products` for heads larger than WIDE, given at least MANY_QUERIES queries
+# and no window below WIDE_WINDOW, which would leave most of a large tile empty. On one H200 it was
+# 2.5 times as fast as triton for heads of 512 (attention_wide_h200.json).
 WIDE, MANY_QUERIES, WIDE_WINDOW = 256, 256, 4096
 
-# Names of the residuals of the backward pass. A remat policy that saves them does not run the
-# kernel again.
+# Names of the residuals of the backward pass. If a remat policy saves them, the kernel does not run
+# again.
 RESIDUAL_NAMES = ("attention_out", "attention_lse")
 
 
 def choose(impl: str, x: QKV, spec: AttentionSpec) -> tuple[str, dict[str, str]]:
-    """Returns the name of the kernel to use for `impl`, and why `auto` rejected each other kernel.
-    An open `record_choices` records both. Reads only the shapes and dtypes of `x`.
+    """Returns the kernel to use for `impl`, and why `auto` rejected each other kernel. An open
+    `record_choices` records both. Reads only the shapes and dtypes of `x`.
 
     Raises:
       ValueError: an unknown kernel.
@@ -120,25 +120,25 @@ def attention(
     Args:
       mask: which query may attend to which key; evaluated a tile at a time, never `[T, S]`.
       alibi: slopes; -alibi · |p - s| is added to the logits. Has no gradient.
-      sinks: finite logits, one per query head, of an extra key whose value is 0 and to which every
-        query of the head attends. Scale, soft cap, ALiBi, mask and dropout do not apply to it.
-        OpenAI 2025, arXiv 2508.10925.
+      sinks: finite logits, one per query head, of an extra key with value 0 that every query of the
+        head attends to. Scale, soft cap, ALiBi, mask and dropout do not apply to it. OpenAI 2025,
+        arXiv 2508.10925.
       scale: factor on q·k; H^-0.5 if left out.
       softcap: logits become softcap · tanh(logits / softcap).
-      dropout: probability of dropping a weight. The key, sequence, head and positions alone decide
+      dropout: probability of dropping a weight. Only the key, sequence, head and positions decide
         which weights are dropped, not the kernel or the chunks.
       dropout_key: a JAX random key, required if dropout > 0.
-      q_chunk, k_chunk: tokens in a chunk; T and S need not be multiples.
+      q_chunk, k_chunk: tokens per chunk; T and S need not be multiples.
       landmark_block: computes `landmark_attention` with blocks of this number of tokens; k_chunk is
         rounded to a multiple of it.
       offload: share of the tokens whose residuals a remat policy can move to host memory.
 
     Raises:
       NotImplementedError: the named kernel cannot honor the arguments.
-      ValueError: shapes or dtypes of q, k, v and sinks that do not match, or an empty array; N is
-        not a multiple of K; dropout outside [0, 1) or without a key; a soft cap that is not
-        positive, or a scale that is not finite; ALiBi with T ≠ S and no positions; a chunk below 1;
-        an unknown `impl`; a mask that `Mask.check` refuses.
+      ValueError: mismatched shapes or dtypes of q, k, v and sinks, or an empty array; N is not a
+        multiple of K; dropout outside [0, 1) or without a key; a soft cap that is not positive, or
+        a scale that is not finite; ALiBi with T ≠ S and no positions; a chunk below 1; an unknown
+        `impl`; a mask that `Mask.check` refuses.
 
     Liu & Abbeel 2023, https://arxiv.org/abs/2305.19370, Algorithm 1; Dao 2023 for the backward
     pass.
@@ -177,7 +177,7 @@ def make_spec(
     """Checks the arguments of `attention` and returns its options as one value.
 
     Raises:
-      ValueError: as `attention`.
+      ValueError: as in `attention`.
     """
     check_chunk(q_chunk=q_chunk, k_chunk=k_chunk)
     check_qkv(*x)
@@ -239,8 +239,9 @@ def differentiable(
 ) -> Float[Array, "B T N H"]:
     """Returns the kernel's output, with the kernel's backward pass as its gradient.
 
-    `sinks` are merged into the state that the kernel returns, so few kernels handle sinks.
-    `offload` is the share of the tokens whose residuals a remat policy can move to host memory.
+    `sinks` are merged into the state that the kernel returns, so most kernels need not handle
+    them. `offload` is the share of the tokens whose residuals a remat policy can move to host
+    memory.
     """
     leaves, structure = jax.tree.flatten(spec)
     static = [y if isinstance(y, np.ndarray) else None for y in leaves]
@@ -248,8 +249,7 @@ def differentiable(
     sinks = None if sinks is None else jnp.asarray(sinks, jnp.float32)
 
     def make(traced):
-        """Rebuilds the spec. Its NumPy arrays stay NumPy: they decide at trace time which tiles
-        are empty."""
+        """Rebuilds the spec. NumPy arrays stay NumPy: they tell empty tiles at trace time."""
         return structure.unflatten(
             [t if s is None else s for t, s in zip(traced, static, strict=True)]
         )
@@ -280,8 +280,8 @@ def _backward(kernel, make, offload, residuals, dout):
 def attend(
     kernel: Kernel, x: QKV, spec: AttentionSpec, sinks: Float[Array, "N"] | None = None
 ) -> AttentionState:
-    """Attends to the keys and to the sinks, one extra key per query head. A query that attends to
-    no key has out = 0; its lse is the sink, or -inf without sinks."""
+    """Attends to the keys and to the sinks, one extra key per query head. If a query attends to no
+    key, its out is 0 and its lse the sink, or -inf without sinks."""
     if sinks is not None and isinstance(kernel, SinkKernel):
         return kernel.forward_with_sinks(x, spec, sinks)
     state = kernel.forward(x, spec)
@@ -291,7 +291,7 @@ def attend(
 def add_sinks(
     q: Float[Array, "B T N H"], state: AttentionState, sinks: Float[Array, "N"]
 ) -> AttentionState:
-    """Returns attention of the queries to the sinks and to the keys of the state."""
+    """Adds attention to the sinks to the state of the queries' attention to keys."""
     sink = empty_state(q)._replace(lse=jnp.broadcast_to(sinks, state.lse.shape))
     merged = merge_states(state, sink)
     return merged._replace(out=merged.out.astype(state.out.dtype))

@@ -1,7 +1,7 @@
-"""The contract that attention, its kernels and the strategies that shard a sequence share.
+"""The contract of attention, its kernels, and the strategies that shard a sequence.
 
-A `Kernel` computes attention of some queries to some keys. Its `backward` takes the output and
-log-sum-exp of *all* keys, so the gradients of several key blocks add up. That alone lets a ring, an
+A `Kernel` computes attention from some queries to some keys. Its `backward` takes the output and
+log-sum-exp over *all* keys, so the gradients of several key blocks add up. This lets a ring, an
 all-to-all, a window of a cache or an attention sink use any kernel unchanged.
 
 Shapes: B batch, T query tokens, S key tokens, N query heads, K key heads, H head size.
@@ -31,7 +31,7 @@ __all__ = [
 
 
 class QKV(NamedTuple):
-    """Queries, keys and values; also their gradients."""
+    """Queries, keys and values, or their gradients."""
 
     q: Float[Array, "B T N H"]
     k: Float[Array, "B S K H"]
@@ -48,14 +48,14 @@ class AttentionSpec:
       scale: factor on q·k.
       softcap: logits become softcap · tanh(logits / softcap).
       dropout: probability of dropping a weight; the others are scaled by 1 / (1 - dropout).
-      q_chunk, k_chunk: tokens in a block, for kernels that do not choose their own.
-      alibi: float32 `[N]` slopes; -alibi · |p - s| is added, p and s being the mask's positions.
-        Has no gradient.
-      landmark_block: tokens in a block whose last token is a landmark; see `landmark_attention`.
+      q_chunk, k_chunk: tokens per block, for kernels that do not choose block sizes.
+      alibi: float32 `[N]` slopes; -alibi · |p - s| is added, where p and s are the mask's
+        positions. Has no gradient.
+      landmark_block: tokens per block whose last token is a landmark; see `landmark_attention`.
         k_chunk is a multiple of it. None for plain attention.
       dropout_key: uint32 `[2]` key data.
-      first_sequence, first_head: int32 scalars, the offsets of these arrays in the batch and in
-        the heads. Dropout is seeded by sequence and head, so a shard needs both.
+      first_sequence, first_head: int32 scalars, offsets of these arrays in the batch and the heads.
+        Dropout is seeded by sequence and head, so a shard needs both.
     """
 
     mask: Mask
@@ -75,15 +75,15 @@ class AttentionSpec:
 class Kernel(Protocol):
     """An attention implementation with its backward pass: a module, or an object with state.
 
-    Arrays of any length, grouped heads, and float32, bfloat16 and float16 are taken, unless
-    `unsupported` says otherwise. Sums over keys, heads of a group and queries are float32. A kernel
-    that calls another on some of the keys takes `Mask.keys`, because `mask.KEY_FIELDS` have an
-    entry for each key.
+    Kernels take arrays of any length, grouped heads, and float32, bfloat16 and float16, unless
+    `unsupported` says otherwise. They sum over keys, heads of a group and queries in float32. A
+    kernel that calls another on some of the keys slices the mask with `Mask.keys`, because
+    `mask.KEY_FIELDS` have one entry per key.
     """
 
     def unsupported(self, x: QKV, spec: AttentionSpec) -> str | None:
-        """Returns why the kernel cannot honor these arguments, or None. Reads only the shapes and
-        dtypes of `x`."""
+        """Returns why the kernel cannot honor these arguments, or None if it can. Reads only the
+        shapes and dtypes of `x`."""
         ...
 
     def forward(self, x: QKV, spec: AttentionSpec) -> AttentionState:
@@ -94,19 +94,19 @@ class Kernel(Protocol):
     def backward(
         self, x: QKV, state: AttentionState, dout: Float[Array, "B T N H"], spec: AttentionSpec
     ) -> QKV:
-        """Returns these keys' share of the gradients, in the dtypes of x. `state` may come from
-        more keys than x.k. A query that attends to no key, in `state` or here, has gradient 0."""
+        """Returns these keys' share of the gradients, in the dtypes of x. `state` may cover more
+        keys than x.k. A query that attends to no key, in `state` or here, has gradient 0."""
         ...
 
 
 @runtime_checkable
 class SinkKernel(Kernel, Protocol):
-    """A kernel that can attend to sinks too."""
+    """A kernel that can also attend to sinks."""
 
     def forward_with_sinks(
         self, x: QKV, spec: AttentionSpec, sinks: Float[Array, "N"]
     ) -> AttentionState:
-        """Attends from x.q to x.k, x.v and the sinks, float32; see `attention`."""
+        """Attends from x.q to x.k, x.v and the float32 sinks; see `attention`."""
         ...
 
 
@@ -117,9 +117,9 @@ class Shards:
     Attributes:
       axis: mesh axis.
       size: number of shards.
-      stride: distance of two neighboring shards along the axis.
-      positions: `[T]` and `[S]`, positions of the queries and keys of the full sequence in the
-        order of the shards. NumPy arrays where static.
+      stride: distance between neighboring shards along the axis.
+      positions: `[T]` and `[S]`, positions of the queries and keys of the full sequence in shard
+        order. NumPy arrays where static.
     """
 
     axis: str
@@ -129,12 +129,12 @@ class Shards:
 
     @property
     def index(self) -> Array:
-        """This device's number among the shards."""
+        """This device's index among the shards."""
         return jax.lax.axis_index(self.axis) // self.stride % self.size
 
     @property
     def groups(self) -> list[list[int]]:
-        """All sets of devices along the axis that share a sequence in this way, each in order."""
+        """All groups of devices along the axis that share a sequence, each in order."""
         span, devices = self.size * self.stride, jax.lax.axis_size(self.axis)
         return [
             [first + offset + i * self.stride for i in range(self.size)]
@@ -144,8 +144,8 @@ class Shards:
 
 
 class SequenceSplit(NamedTuple):
-    """How `sp` devices divide a sequence while a kernel runs: `heads` devices exchange heads, and
-    the tokens stay sharded over `tokens` groups of them. heads · tokens = sp."""
+    """How `sp` devices divide a sequence while a kernel runs: groups of `heads` devices exchange
+    heads, and the tokens stay sharded over `tokens` groups. heads · tokens = sp."""
 
     heads: int
     tokens: int
@@ -153,10 +153,10 @@ class SequenceSplit(NamedTuple):
 
 @runtime_checkable
 class SequenceStrategy(Protocol):
-    """How attention crosses the shards of a sequence, with any kernel on each device."""
+    """How attention communicates across the shards of a sequence, with any kernel per device."""
 
     def unsupported(self, heads: int, shards: int) -> str | None:
-        """Returns why `heads` query heads cannot be divided among `shards` devices, or None."""
+        """Returns why `shards` devices cannot divide `heads` query heads, or None if they can."""
         ...
 
     def split(self, heads: int, shards: int) -> SequenceSplit:

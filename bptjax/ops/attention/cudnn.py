@@ -1,7 +1,7 @@
 """cuDNN's fused attention as a kernel, through the primitives behind `jax.nn`: causal or not, a
 window, packed documents by offsets. O(T) memory; NVIDIA GPUs, float16 and bfloat16.
 
-`jax.nn.dot_product_attention` itself returns no float32 lse and takes no documents.
+`jax.nn.dot_product_attention` itself returns no float32 lse and does not support documents.
 """
 
 import inspect
@@ -28,19 +28,19 @@ from bptjax.ops.mask import Mask
 from bptjax.ops.softmax import merge_states
 from bptjax.ops.target import capability, is_absent, like, platform, stand_in
 
-# Bytes of one head's keys and values that stay in an H200's cache while the queries pass. With more
-# of them the forward pass slows down: at head size 128 from 600 TFLOP/s to 570 on 131,072 tokens
-# and 490 on 524,288; the backward pass does not (scripts/results/attention_h200.json).
+# Bytes of one head's keys and values that stay in an H200's cache while the queries pass. Beyond
+# it the forward pass slows down: at head size 128 from 600 TFLOP/s to 570 on 131,072 tokens and 490
+# on 524,288; the backward pass does not (scripts/results/attention_h200.json).
 CACHE_BYTES = 32 * 2**20
-# Documents of a sequence that cuDNN takes: it stores the statistics of each over the full length.
+# Maximum documents per sequence: cuDNN stores the statistics of each over the full length.
 MAX_DOCUMENTS = 16
-# Takes batches whose documents do not fit cuDNN's packing. That is decided at run time, so it must
-# support the arguments too.
+# Runs batches whose documents do not fit cuDNN's packing. The batch decides at run time, so the
+# fallback must support the arguments too.
 FALLBACK: Kernel = triton_flash
 
 
 def unsupported(x: QKV, spec: AttentionSpec) -> str | None:
-    """Returns why cuDNN cannot honor these arguments, or None."""
+    """Returns why cuDNN cannot honor these arguments, or None if it can."""
     mask, T, S = spec.mask, x.q.shape[1], x.k.shape[1]
     if platform() != "gpu":
         return "needs an NVIDIA GPU"
@@ -58,10 +58,11 @@ def unsupported(x: QKV, spec: AttentionSpec) -> str | None:
 
 
 def forward(x: QKV, spec: AttentionSpec) -> AttentionState:
-    """Uses cuDNN's own block sizes, not the chunks.
+    """Uses cuDNN's block sizes and ignores the chunks.
 
-    With documents, the batch decides at run time: one document a sequence is attention without
-    documents; up to `MAX_DOCUMENTS` contiguous ones are packed by offsets; others go to `FALLBACK`.
+    With documents, the batch decides at run time: one document per sequence runs as attention
+    without documents; up to `MAX_DOCUMENTS` contiguous documents are packed by offsets; other
+    batches go to `FALLBACK`.
     """
     mask = spec.mask
     if mask.segments is None:
@@ -77,8 +78,8 @@ def forward(x: QKV, spec: AttentionSpec) -> AttentionState:
 
     general = partial(FALLBACK.forward, spec=spec)
     if mask.window is not None or x.q.size >= 2**31 or x.q.shape[-1] > 128:
-        # cuDNN has no windows in packed documents, the offsets are int32, and larger heads are not
-        # tested with documents.
+        # cuDNN has no windows in packed documents, offsets are int32, and heads above 128 are
+        # untested with documents.
         packed = general
     if not mask.causal:
         return jax.lax.cond(fits, packed, general, x)
@@ -92,7 +93,7 @@ def backward(
     """Returns these keys' share of the gradients.
 
     Packed documents go to `FALLBACK`: cuDNN would hold float32 gradients of `MAX_DOCUMENTS` times
-    the queries, 16 GiB for 32,768 tokens of 32 heads of 128, and takes longer
+    the queries, 16 GiB for 32,768 tokens of 32 heads of 128, and would take longer
     (scripts/results/attention_h200.json).
     """
     mask = spec.mask
@@ -103,7 +104,7 @@ def backward(
         return general(x, state, dout)
 
     def single(x, state, dout):
-        # cuDNN attends from padding too.
+        # cuDNN computes attention for padding queries too.
         return zero_padding(segments, _backward(x, hide_padding(segments, state), dout, spec))
 
     return jax.lax.cond(single_documents(segments), single, general, x, state, dout)
@@ -112,18 +113,17 @@ def backward(
 def documents(
     segments: Int[Array, "B T"],
 ) -> tuple[Int[Array, "B M"], Int[Array, "B M"], Bool[Array, ""]]:
-    """Returns the starts of each sequence's first `MAX_DOCUMENTS` documents, their lengths in
-    tokens (0: no such document), and whether these are all documents and each is contiguous.
-    """
+    """Finds the documents: the starts of each sequence's first `MAX_DOCUMENTS` documents, their
+    lengths in tokens (0: no such document), and whether every document is contiguous and listed."""
     T = segments.shape[1]
     start = document_starts(segments)
     token = jnp.arange(T, dtype=jnp.int32)[None]
-    # The first starts in order; T stands for none.
+    # The first starts in order; T marks unused entries.
     starts = T - jax.lax.top_k(T - jnp.where(start, token, T), min(MAX_DOCUMENTS, T))[0]
     exists = starts < T
     ids = jnp.take_along_axis(segments, jnp.minimum(starts, T - 1), 1)
     members = (segments[:, None] == ids[:, :, None]) & exists[:, :, None]
-    # A document that is not contiguous has two starts with one id.
+    # A non-contiguous document has two starts with the same id.
     starts_of_id = ((ids[:, None] == ids[:, :, None]) & exists[:, None]).sum(-1)
     fits = (start.sum(-1) == exists.sum(-1)).all()
     fits &= jnp.where(exists, starts_of_id == 1, True).all()
@@ -142,14 +142,14 @@ def _forward(
 
 
 def _count_pieces(k: Array) -> int:
-    """Returns the number of pieces of keys and values that each fit into the cache."""
+    """Returns the number of pieces of keys and values such that each piece fits in the cache."""
     return -(-2 * k.nbytes // (k.shape[0] * k.shape[2] * CACHE_BYTES))
 
 
 def _forward_in_pieces(x: QKV, spec: AttentionSpec, n: int) -> AttentionState:
-    """Attends from each of n pieces of the queries to one piece of the keys after the other."""
+    """Attends from each of n pieces of the queries to one piece of the keys after another."""
     T = x.q.shape[1]
-    # Round up to cuDNN's 128-token block. Padded keys come after every real query (causal), and
+    # Round up to cuDNN's 128-token blocks. Padded keys come after every real query (causal), and
     # padded queries are sliced off below.
     size = -(-T // (n * 128)) * 128
     n = -(-T // size)
@@ -192,7 +192,7 @@ def _call_forward(
         )
     if packing is None:
         return AttentionState(out, stats.transpose(0, 2, 1))
-    # Statistics are [B · M, N, T]; each document's begin at its own row's start.
+    # Statistics are [B · M, N, T]; document m's start at index 0 of its own T entries.
     starts, _ = packing
     token = jnp.arange(T)
     number = jnp.maximum((starts[:, :, None] <= token[None, None]).sum(1) - 1, 0)
@@ -210,17 +210,17 @@ def _backward(x: QKV, state: AttentionState, dout: Array, spec: AttentionSpec) -
 
 
 def _backward_workspace(x: QKV) -> int:
-    """Returns the bytes of cuDNN's workspace in the backward pass, as cuDNN 9.19 reports it: the
-    gradients of the queries in float32 and, with fewer key heads, those of keys and values for each
-    query head; and a float32 for each query and head."""
+    """Returns the bytes of cuDNN's workspace in the backward pass, as cuDNN 9.19 reports it:
+    float32 gradients of the queries and, with fewer key heads, gradients of keys and values per
+    query head; and one float32 per query and head."""
     (B, T, N, H), (_, S, K, _) = x.q.shape, x.k.shape
     of_keys = 2 * B * S * N * H * x.k.dtype.itemsize if K < N else 0
     return 4 * B * T * N * (H + 1) + of_keys + 256
 
 
 def _operands(x: QKV, packing: tuple[Array, Array] | None) -> tuple[Array, ...]:
-    """Returns the operands after (q, k, v): bias, lengths, offsets and page tables, empty where not
-    used."""
+    """Returns the operands after (q, k, v): bias, lengths, offsets, page tables; unused ones are
+    empty."""
     # Slices, not zeros: JAX would create zeros before a differentiated function and save them for
     # the backward pass, and XLA crashes on empty arrays that enter a mesh program that way.
     empty = x.q.reshape(-1)[:0]
@@ -231,7 +231,7 @@ def _operands(x: QKV, packing: tuple[Array, Array] | None) -> tuple[Array, ...]:
     sequence = jnp.arange(B, dtype=jnp.int32)[:, None] * T
 
     def offsets(heads):
-        # In elements; cuDNN reads B · M + 1 of them, the last being the end.
+        # In elements; cuDNN reads B · M + 1 offsets, the last of which is the end.
         flat = jnp.append((sequence + starts).reshape(-1), B * T) * (heads * H)
         return jnp.pad(flat, (0, B - 1)).reshape(B, -1).astype(jnp.int32)
 
@@ -261,15 +261,14 @@ def _options(spec: AttentionSpec, packing: tuple[Array, Array] | None) -> dict[s
 
 
 def _primitives() -> ModuleType:
-    """Returns the module of cuDNN's primitives. It is private to jax and may change with any
-    version."""
+    """Returns the module of cuDNN's primitives, private to jax and subject to change."""
     from jax._src.cudnn import fused_attention_stablehlo
 
     return fused_attention_stablehlo
 
 
 def _missing_primitives() -> str | None:
-    """Returns why cuDNN's primitives are not available, or None."""
+    """Returns why cuDNN's primitives are unavailable, or None if they are available."""
     try:
         _primitives()._dot_product_attention_fwd_p, _primitives()._dot_product_attention_bwd_p
     except (ImportError, AttributeError) as error:

@@ -1,5 +1,5 @@
-"""FlashAttention-4 as a kernel, through the primitives of fa4-jax: causal or not, windows on one or
-both sides, packed documents. O(T) memory; NVIDIA Hopper GPUs, float16 and bfloat16.
+"""FlashAttention-4 as a kernel, through the primitives of fa4-jax: causal or not, one- or two-sided
+windows, packed documents. O(T) memory; NVIDIA Hopper GPUs, float16 and bfloat16.
 
 Zadouri et al. 2026, FlashAttention-4; https://github.com/nshepperd/fa4-jax.
 """
@@ -21,22 +21,22 @@ from bptjax.ops.attention.contract import QKV, AttentionSpec, AttentionState
 from bptjax.ops.attention.library_kernels import document_starts
 from bptjax.ops.target import capability, is_absent, like, platform, stand_in
 
-# Least and greatest number of documents that the kernels are called for, and tokens per document in
-# between. Each document costs empty blocks and up to 128 tokens of memory. With a thousand of them,
-# Triton is faster.
+# Bounds on the number of documents that the kernels are called for, and tokens per document between
+# the bounds. Each document costs empty blocks and up to 128 tokens of memory. With a thousand
+# documents, Triton is faster.
 DOCUMENTS, TOKENS_PER_DOCUMENT = (16, 256), 256
-# XLA fuses slices into these calls, and then their gradients are wrong.
+# XLA fuses slices into these calls, which makes their gradients wrong.
 XLA_FLAG = "--xla_gpu_enable_dynamic_slice_fusion=false"
-# Takes batches whose documents are not contiguous, or too many. That is known at run time only, so
-# it must support the arguments too. For such a batch FlashAttention-4 gets empty documents, and the
-# fallback overwrites its results; a branch would wait for the condition in every layer.
+# Runs batches whose documents are too many or not contiguous. The batch decides at run time, so the
+# fallback must support the arguments too. For such a batch FlashAttention-4 gets empty documents,
+# and the fallback overwrites its results; a branch would wait for the condition in every layer.
 FALLBACK = triton_flash
-# fa4-jax's implementation. Its other one, "reference", runs on any device.
+# fa4-jax's GPU implementation; "reference" runs on any device.
 BACKEND = "cute"
 
 
 def unsupported(x: QKV, spec: AttentionSpec) -> str | None:
-    """Returns why FlashAttention-4 cannot honor these arguments, or None."""
+    """Returns why FlashAttention-4 cannot honor these arguments, or None if it can."""
     mask, H = spec.mask, x.q.shape[-1]
     if platform() != "gpu":
         return "needs an NVIDIA GPU"
@@ -62,7 +62,7 @@ def unsupported(x: QKV, spec: AttentionSpec) -> str | None:
 
 @cache
 def _missing() -> str | None:
-    """Returns why this machine cannot run the kernels, or None."""
+    """Returns why this machine cannot run the kernels, or None if it can."""
     try:
         import cutejax.cache
         from fa4_jax.attention import AttnConfig, fa4_fwd_p, fa4_vjp_p  # noqa: F401
@@ -78,7 +78,7 @@ def _missing() -> str | None:
 
 
 def _slices_stay() -> bool:
-    """Returns whether XLA runs with `XLA_FLAG`. It reads the environment once."""
+    """Returns whether XLA runs with `XLA_FLAG`. XLA reads the environment once."""
     try:
         from jax._src.lib import xla_client
 
@@ -98,7 +98,7 @@ def _is_writable(directory: Path) -> bool:
 
 
 class _NoServer:
-    """A server of compiled kernels that has none."""
+    """A stand-in for a server of compiled kernels: stores and returns nothing."""
 
     def hgetall(self, key: str) -> dict[bytes, bytes]:
         return {}
@@ -108,7 +108,7 @@ class _NoServer:
 
 
 def forward(x: QKV, spec: AttentionSpec) -> AttentionState:
-    """Uses FlashAttention-4's own block sizes, not the chunks."""
+    """Uses FlashAttention-4's block sizes and ignores the chunks."""
     if spec.mask.segments is None:
         return _forward(x, spec)
     packing = documents(jnp.asarray(spec.mask.segments))
@@ -131,9 +131,9 @@ class Documents(NamedTuple):
 
     Attributes:
       fit: whether they are contiguous and fewer than M. If not, all lengths are 0.
-      starts: start of an empty document at 0, starts of the documents, and the end of the tokens.
-        Empty documents at the end make them M.
-      lengths: their numbers of tokens.
+      starts: 0 for an empty document, starts of the documents, and the end of the tokens. Empty
+        documents at the end pad their number to M.
+      lengths: lengths of the documents in tokens.
     """
 
     fit: Bool[Array, ""]
@@ -142,14 +142,14 @@ class Documents(NamedTuple):
 
 
 def documents(segments: Int[Array, "B T"]) -> Documents:
-    """Returns the runs of equal numbers that are not padding."""
+    """Finds the documents: runs of equal segment numbers other than padding."""
     size, (least, most) = segments.size, DOCUMENTS
     count = min(max(size // TOKENS_PER_DOCUMENT, least), most)
     starts = document_starts(segments)
-    # A document is contiguous if its number exceeds all before it, as in packed sequences.
+    # A document is contiguous if its number exceeds all earlier ones, as in packed sequences.
     before = jnp.pad(jax.lax.cummax(segments, 1), ((0, 0), (1, 0)))[:, :-1]
     fit = (~starts | (segments > before)).all() & (starts.sum() <= count)
-    # The next token that begins a document or padding, for each token.
+    # For each token, the next token that begins a document or padding.
     change = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
     place = jnp.where(change.reshape(-1), jnp.arange(size, dtype=jnp.int32), size)
     after = jnp.pad(jax.lax.cummin(place, reverse=True)[1:], (0, 1), constant_values=size)
@@ -157,7 +157,7 @@ def documents(segments: Int[Array, "B T"]) -> Documents:
     first = first.at[-1].set(size)
     end = after.at[first[:-1]].get(mode="fill", fill_value=size)
     lengths = jnp.where(fit, end - first[:-1], 0)
-    # fa4-jax wants the first document to start at 0, where there may be padding.
+    # fa4-jax needs a document that starts at 0, where there may be padding.
     return Documents(fit, jnp.pad(first, (1, 0)), jnp.pad(lengths, (1, 0)))
 
 
@@ -184,7 +184,7 @@ def _backward(
     if x.q.shape[-1] > 128 and cudnn.unsupported(x, spec) is None:
         # cuDNN is faster (scripts/results/attention_fa4_h200.json).
         return cudnn.backward(x, state, dout, spec)
-    # Weights are exp(logits - lse): a query that attends to no key must get 0.
+    # Weights are exp(logits - lse); they must be 0 for a query that attends to no key.
     lse = jnp.where(state.lse == -jnp.inf, jnp.inf, state.lse)
     lse = lse.transpose(0, 2, 1) if packing is None else lse.reshape(-1, lse.shape[-1]).T
     q, k, v, out, dout = _flat((*x, state.out, dout), packing)
@@ -200,9 +200,9 @@ def _backward(
 
 
 def _workspace(x: QKV, packing: Documents | None) -> int:
-    """Returns the bytes of fa4-jax's arrays in the backward pass: the gradients of the queries in
-    float32, with fewer key heads those of keys and values too, and two numbers for each query and
-    head. fa4-jax pads heads to multiples of 32, and documents to blocks of up to 128 tokens."""
+    """Returns the bytes of fa4-jax's arrays in the backward pass: float32 gradients of the queries,
+    of keys and values too with fewer key heads, and two numbers per query and head. fa4-jax pads
+    heads to multiples of 32, and documents to blocks of up to 128 tokens."""
     (B, T, N, H), (_, S, K, _) = x.q.shape, x.k.shape
     H = -(-H // 32) * 32
     more = 0 if packing is None else 128 * packing.lengths.size
@@ -211,12 +211,12 @@ def _workspace(x: QKV, packing: Documents | None) -> int:
 
 
 def _flat(arrays: Any, packing: Documents | None) -> list[Array]:
-    """Returns the arrays `[B, T, ...]`, with documents as `[B · T, ...]`."""
+    """Returns the arrays `[B, T, ...]`; with documents, reshaped to `[B · T, ...]`."""
     return [y if packing is None else y.reshape(-1, *y.shape[2:]) for y in arrays]
 
 
 def _operands(packing: Documents | None) -> tuple[Array, ...]:
-    """Returns starts and lengths of the documents, for queries and for keys."""
+    """Returns starts and lengths of documents, for queries and keys; empty without documents."""
     return () if packing is None else (*[packing.starts] * 2, *[packing.lengths] * 2)
 
 

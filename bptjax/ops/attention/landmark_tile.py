@@ -1,12 +1,12 @@
 """A tile of landmark attention: the weight of a landmark, the last token of a block, is divided
 among the block's other tokens.
 
-A query's own block and the landmarks of the other blocks compete in one softmax; the weight of
-landmark c is divided among the tokens of block c in proportion to a softmax among them. With x the
-logits, l_c the logit of the landmark of block c and L_c the log-sum-exp of x over the block's other
-tokens, token j of block c has the weight of a plain softmax over the logits x_j + l_c - L_c. So
-landmark attention is blockwise attention with one more step per tile, and its tiles merge like any
-others.
+The query's own block and the landmarks of the other blocks compete in one softmax; the weight of
+landmark c is divided among the tokens of block c in proportion to a softmax among them. Let x be
+the logits, l_c the logit of block c's landmark and L_c the log-sum-exp of x over the block's other
+tokens. Token j of block c then has the weight of a plain softmax over the logits x_j + l_c - L_c.
+So landmark attention is blockwise attention with one more step per tile, and its tiles merge like
+any others.
 """
 
 import jax
@@ -18,7 +18,7 @@ from bptjax.ops.attention.tile import Tile
 
 
 class LandmarkTile(Tile):
-    """A tile whose keys are n complete blocks of `spec.landmark_block` tokens."""
+    """A tile whose keys are complete blocks of `spec.landmark_block` tokens."""
 
     def __init__(self, x: QKV, spec: AttentionSpec):
         super().__init__(x, spec)
@@ -26,7 +26,7 @@ class LandmarkTile(Tile):
         self.block_size = spec.landmark_block
 
     def _split(self, x: Array, fill: float) -> Array:
-        """Reshapes `[..., s]` to `[..., n, block_size]`, the last block padded."""
+        """Reshapes `[..., s]` to `[..., n, block_size]`, padding the last block."""
         width = [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % self.block_size)]
         x = jnp.pad(x, width, constant_values=fill)
         return x.reshape(*x.shape[:-1], -1, self.block_size)
@@ -46,8 +46,8 @@ class LandmarkTile(Tile):
         other = p[:, None, None, :, None, None] != s
 
         def pull_gate(dgated):
-            """Returns the cotangent of the logits. A token passes its share of the block's
-            cotangent on to the landmark."""
+            """Returns the logits' cotangent. Each token also passes its share of the block's
+            cotangent to the landmark."""
             d = self._split(dgated, 0.0)
             gate = jnp.where(other, d.sum(-1, keepdims=True), 0.0)
             return pull(

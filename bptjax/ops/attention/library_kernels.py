@@ -1,4 +1,4 @@
-"""Functions that the kernels of cuDNN and FlashAttention-4 share: refusals of arguments, starts of
+"""Functions that the cuDNN and FlashAttention-4 kernels share: refusals of arguments, starts of
 packed documents, and padding."""
 
 from typing import Any
@@ -12,10 +12,10 @@ from bptjax.ops.mask import counts_from_zero
 
 
 def unsupported(x: QKV, spec: AttentionSpec, largest: int) -> str | None:
-    """Returns why neither kernel can honor these arguments, or None.
+    """Returns why neither kernel can honor these arguments, or None if they can.
 
     Args:
-      largest: the largest head size.
+      largest: the largest supported head size.
     """
     mask, (_, T, _, H), S = spec.mask, x.q.shape, x.k.shape[1]
     if jnp.dtype(x.q.dtype) not in (jnp.float16, jnp.bfloat16):
@@ -39,7 +39,7 @@ def unsupported(x: QKV, spec: AttentionSpec, largest: int) -> str | None:
 
 
 def document_starts(segments: Int[Array, "B T"]) -> Bool[Array, "B T"]:
-    """Returns where a document starts."""
+    """Returns a mask of the first token of each document."""
     before = jnp.pad(segments, ((0, 0), (1, 0)))[:, :-1]
     return (segments != 0) & (segments != before)
 
@@ -52,8 +52,8 @@ def single_documents(segments: Int[Array, "B T"]) -> Bool[Array, ""]:
 
 
 def zero_padding(segments: Int[Array, "B T"], result: Any) -> Any:
-    """Zeroes the padding of an AttentionState (-inf in its lse) or of a QKV: a kernel may leave it
-    unwritten."""
+    """Zeroes the padding of an AttentionState (its lse becomes -inf) or of a QKV, because kernels
+    may leave padding unwritten."""
     real = (segments != 0)[..., None]
     if isinstance(result, AttentionState):
         out = jnp.where(real[..., None], result.out, 0)
@@ -62,5 +62,5 @@ def zero_padding(segments: Int[Array, "B T"], result: Any) -> Any:
 
 
 def hide_padding(segments: Int[Array, "B T"], state: AttentionState) -> AttentionState:
-    """Returns the state with an lse of -inf for padding, whose lse is finite beside a sink."""
+    """Sets lse to -inf for padding, whose lse is finite with a sink."""
     return state._replace(lse=jnp.where((segments != 0)[..., None], state.lse, -jnp.inf))

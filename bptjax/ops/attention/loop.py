@@ -1,5 +1,5 @@
-"""Blockwise attention as Python loops. Run eagerly, it is the slow baseline of this project;
-traced, it is `scan` unrolled."""
+"""Blockwise attention as Python loops. Run eagerly, it is this project's slow baseline; traced, it
+is `scan` unrolled."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -48,8 +48,8 @@ def backward(
 
 
 def _pairs(tile: Tile) -> list[tuple[int, int]]:
-    """Returns the block pairs to visit, by query block. A pair that only a traced mask would rule
-    out is visited."""
+    """Returns the block pairs to visit, by query block, including pairs that a traced mask
+    excludes."""
     pairs, count = tile.tiles.nonempty()
     if isinstance(count, int):
         return [(int(i), int(j)) for i, j in np.asarray(pairs)]

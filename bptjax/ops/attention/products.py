@@ -1,9 +1,9 @@
-"""Attention for wide heads as large matrix products: the tiles of `scan`, of thousands of tokens.
+"""Attention for wide heads as large matrix products: `scan` with tiles of thousands of tokens.
 
-A fused kernel keeps the logits of a tile on the chip. With heads of 512 the chip has room for
-small tiles only, and to load keys and values again for each of them takes more time than to store
-the logits of large tiles in the GPU's memory. O(T) memory: besides the results, a few arrays of the
-logits of a tile. Documents far shorter than a tile leave most of the tile masked.
+A fused kernel keeps the logits of a tile on the chip. For heads of 512 the chip only has room for
+small tiles, and reloading keys and values for each tile takes longer than storing the logits of
+large tiles in GPU memory. O(T) memory: the results and a few arrays of one tile's logits. Documents
+far shorter than a tile leave most of it masked.
 """
 
 import math
@@ -15,8 +15,8 @@ from jaxtyping import Float
 import bptjax.ops.attention.scan as scan
 from bptjax.ops.attention.contract import QKV, AttentionSpec, AttentionState
 
-# Most logits in a tile, over all heads and sequences, and bounds of the tokens in it. The tiles of
-# 2,048 tokens that this gives to 16 heads were the fastest of five on an H200
+# Maximum logits per tile, over all heads and sequences, and bounds of the tokens per tile. For 16
+# heads this gives tiles of 2,048 tokens, the fastest of five sizes on an H200
 # (scripts/results/attention_wide_h200.json).
 LOGITS, LARGEST, SMALLEST = 2**26, 4096, 256
 
@@ -27,14 +27,14 @@ def unsupported(x: QKV, spec: AttentionSpec) -> str | None:
 
 
 def forward(x: QKV, spec: AttentionSpec) -> AttentionState:
-    """As `scan`, in chunks of its own."""
+    """As `scan.forward`, with larger chunks."""
     return scan.forward(x, _with_chunks(x, spec))
 
 
 def backward(
     x: QKV, state: AttentionState, dout: Float[Array, "B T N H"], spec: AttentionSpec
 ) -> QKV:
-    """As `scan`, in chunks of its own."""
+    """As `scan.backward`, with larger chunks."""
     return scan.backward(x, state, dout, _with_chunks(x, spec))
 
 

@@ -1,5 +1,5 @@
-"""Dense attention in float32: the oracle. It shares the definition of a score with the tiled
-implementations, and no loop."""
+"""Dense attention in float32: the oracle. Shares the definition of a score with the tiled
+implementations, but no loop."""
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +17,10 @@ def unsupported(x: QKV, spec: AttentionSpec) -> str | None:
 
 
 def forward(x: QKV, spec: AttentionSpec) -> AttentionState:
-    """Computes the definition, with `[B, N, T, S]` arrays. Its plain autodiff is the oracle of
-    every backward pass. The chunk sizes are not read."""
+    """Computes the definition, with `[B, N, T, S]` arrays. Plain autodiff of it is the oracle of
+    every backward pass. Ignores the chunk sizes."""
     logits, factors = _logits(x.q, x.k, spec)
-    # Keep the softmax of a query that attends to no key finite, then zero its weights.
+    # If a query attends to no key, keep its softmax finite, then zero its weights.
     some = (logits > -jnp.inf).any(-1, keepdims=True)
     lse = jax.nn.logsumexp(jnp.where(some, logits, 0.0), axis=-1, keepdims=True)
     weights = jnp.where(some, jnp.exp(logits - lse), 0.0) * factors
@@ -32,7 +32,7 @@ def forward(x: QKV, spec: AttentionSpec) -> AttentionState:
 def backward(
     x: QKV, state: AttentionState, dout: Float[Array, "B T N H"], spec: AttentionSpec
 ) -> QKV:
-    """Returns these keys' share of the gradients, by the derivative with respect to the logits:
+    """Returns these keys' share of the gradients, from the derivative with respect to the logits:
     weights · (dout · v - out · dout)."""
     q, k, v = x
     out, dout = state.out.astype(jnp.float32), dout.astype(jnp.float32)
@@ -51,12 +51,12 @@ def backward(
 
 
 def _repeated(x: Array, q: Array) -> Array:
-    """Returns key or value heads in float32, each repeated for the query heads that read it."""
+    """Returns key or value heads in float32, repeated for each query head that reads them."""
     return jnp.repeat(x.astype(jnp.float32), q.shape[2] // x.shape[2], axis=2)
 
 
 def _logits(q: Array, k: Array, spec: AttentionSpec) -> tuple[Array, Array | float]:
-    """Returns float32 `[B, N, T, S]` logits, -inf where the mask forbids, and dropout factors."""
+    """Returns float32 logits `[B, N, T, S]`, -inf where masked, and dropout factors."""
     (B, T, N, _), S = q.shape, k.shape[1]
     mask = jax.tree.map(jnp.asarray, spec.mask.resolve(T, S))
     p, s = jnp.atleast_2d(mask.positions), jnp.atleast_2d(mask.k_positions)

@@ -1,9 +1,9 @@
-"""Blockwise attention as one device-side loop over the non-empty tiles, one query block after the
-other: the Blockwise Parallel Transformer's attention, on any device.
+"""Blockwise attention as one device-side loop over the non-empty tiles, one query block after
+another: the Blockwise Parallel Transformer's attention, on any device.
 
-O(T) memory. Empty tiles are not visited. With a static mask the loop has one step for each
-non-empty tile (a `fori_loop` with a constant count is a `lax.scan`); with a traced mask (segments,
-positions of a shard) the device counts the steps.
+O(T) memory. Empty tiles are skipped. With a static mask the loop has one step per non-empty tile (a
+`fori_loop` with a constant count is a `lax.scan`); with a traced mask (segments, positions of a
+shard) the device counts the steps.
 """
 
 import jax
@@ -32,8 +32,8 @@ def forward(x: QKV, spec: AttentionSpec) -> AttentionState:
     def visit(n, carry):
         out, lse, softmax = carry
         i, j = pairs[n, 0], pairs[n, 1]
-        # A new query block starts an empty softmax. Each tile writes the block's result; the last
-        # write is the complete one.
+        # Each query block starts an empty softmax. Each tile writes the block's result; only the
+        # last write is complete.
         new_block = (n == 0) | (i != pairs[jnp.maximum(n - 1, 0), 0])
         softmax = jax.tree.map(lambda fresh, y: jnp.where(new_block, fresh, y), start, softmax)
         softmax = tile.forward(softmax, _at(qs, i), _at(ks, j), _at(vs, j), i, j)
@@ -84,11 +84,11 @@ def _make_tile(x: QKV, spec: AttentionSpec) -> Tile:
 
 
 def _nonempty(tile: Tile, q: Array) -> tuple[Array, Array | int]:
-    """Returns block pairs and the number of them to visit. There is at least one pair, because a
-    loop cannot be traced over an empty array.
+    """Returns block pairs and how many of them to visit. There is at least one pair, because a loop
+    cannot be traced over an empty array.
 
-    The barrier ties the pairs to the queries. Without it, JAX would treat all that follows from the
-    pairs alone, the mask of every tile, as known before the backward pass and save it: [T, S]
+    The barrier ties the pairs to the queries. Without it, JAX would compute everything that depends
+    only on the pairs, such as the mask of every tile, before the backward pass and save it: [T, S]
     memory.
     """
     pairs, count = tile.tiles.nonempty()

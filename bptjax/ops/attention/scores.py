@@ -1,4 +1,4 @@
-"""From q·k to a weight: the arithmetic that the tiled implementations and the oracle share."""
+"""Computes weights from q·k: arithmetic that the tiled implementations and the oracle share."""
 
 from typing import Any
 
@@ -15,8 +15,8 @@ from bptjax.ops.dropout import keep
 def alibi_bias(
     slopes: Float[Array | np.ndarray, "N"], p: Array, s: Array
 ) -> Float[Array, "b N t s"]:
-    """Returns -slope · |p - s| from positions `[b, t]` and `[b, s]`, b being 1 or the batch. Press
-    et al. 2021, arXiv 2108.12409."""
+    """Returns -slope · |p - s| from positions `[b, t]` and `[b, s]`, where b is 1 or the batch.
+    Press et al. 2021, arXiv 2108.12409."""
     distance = jnp.abs(p[:, None, :, None] - s[:, None, None, :]).astype(jnp.float32)
     return -jnp.asarray(slopes)[None, :, None, None] * distance
 
@@ -35,8 +35,8 @@ def dropout_keys(spec: AttentionSpec, batch: int, heads: int) -> UInt32[Array, "
 def dropout_factors(
     spec: AttentionSpec, batch: int, heads: int, p: Array, s: Array
 ) -> Float[Array, "B N t s"]:
-    """Returns each weight's factor, 0 or 1 / (1 - dropout). It depends on the pair of positions,
-    not on the tile that the pair is in."""
+    """Returns each weight's factor, 0 or 1 / (1 - dropout). Depends on the pair of positions, not
+    on its tile."""
     keys = dropout_keys(spec, batch, heads)
     p, s = (jnp.broadcast_to(x[:, None, :], (batch, heads, x.shape[-1])) for x in (p, s))
     kept = keep(keys, spec.dropout, p, s).astype(jnp.float32)

@@ -1,8 +1,8 @@
-"""One tile of attention, q_chunk queries against k_chunk keys: the arithmetic that `loop` and
-`scan` share.
+"""One tile of attention, q_chunk queries against k_chunk keys: arithmetic that `loop` and `scan`
+share.
 
 Arrays inside are heads-first and divided along time: queries `[B, K, G, c, H]`, keys and values
-`[B, K, s, H]`, logits `[B, K, G, c, s]`, where the G = N / K query heads that read one key head are
+`[B, K, s, H]`, logits `[B, K, G, c, s]`. The G = N / K query heads that read one key head are
 adjacent.
 """
 
@@ -33,7 +33,7 @@ def from_query_blocks(x: Array, T: int) -> Array:
 
 
 def key_blocks(x: Float[Array, "B S K H"], chunk: int) -> Float[Array, "n B K chunk H"]:
-    """Divides keys or values into blocks, the last one padded with 0."""
+    """Divides keys or values into blocks, padding the last one with 0."""
     x = _pad(x, chunk, 0.0)
     return x.reshape(x.shape[0], -1, chunk, *x.shape[2:]).transpose(1, 0, 3, 2, 4)
 
@@ -51,8 +51,8 @@ def _pad(x: Array, chunk: int, fill: float) -> Array:
 
 
 class Tile:
-    """Forward and backward of single tiles. (i, j) are block numbers, Python ints or traced; all
-    results are float32."""
+    """Forward and backward pass of single tiles. (i, j) are block indices, Python ints or traced;
+    all results are float32."""
 
     def __init__(self, x: QKV, spec: AttentionSpec):
         self.spec = spec
@@ -61,16 +61,16 @@ class Tile:
         self.tiles = Tiles(spec.mask, self.T, self.S, self.q_chunk, self.k_chunk)
 
     def forward_blocks(self, x: QKV) -> tuple[Array, Array, Array]:
-        """Returns queries, keys and values in blocks."""
+        """Divides queries, keys and values into blocks."""
         q = query_blocks(x.q, self.K, self.q_chunk)
         return q, key_blocks(x.k, self.k_chunk), key_blocks(x.v, self.k_chunk)
 
     def backward_blocks(
         self, x: QKV, state: AttentionState, dout: Array
     ) -> tuple[Array, Array, Array, Array, Array, Array]:
-        """Returns the operands of the backward pass in blocks: (q, k, v, lse, dout, delta)."""
+        """Divides the operands of the backward pass into blocks: (q, k, v, lse, dout, delta)."""
         delta = (state.out.astype(jnp.float32) * dout.astype(jnp.float32)).sum(-1)
-        # Padded queries get lse = inf, so their weights are 0.
+        # lse = inf gives padded queries a weight of 0.
         padded = (x.q, 0.0), (state.lse, jnp.inf), (dout, 0.0), (delta, 0.0)
         q, lse, dout, delta = (query_blocks(y, self.K, self.q_chunk, fill) for y, fill in padded)
         return q, key_blocks(x.k, self.k_chunk), key_blocks(x.v, self.k_chunk), lse, dout, delta
@@ -80,7 +80,7 @@ class Tile:
         return x.reshape(x.shape[0], self.K, self.N // self.K, *x.shape[2:])
 
     def _logits(self, q: Array, k: Array, i, j) -> tuple[Array, Callable[[Array], Array]]:
-        """Returns the logits, and the function from their cotangent to that of q·k."""
+        """Returns the logits, and a function from their cotangent to the cotangent of q·k."""
         spec = self.spec
         logits = jnp.einsum("bkgth,bksh->bkgts", q, k, preferred_element_type=jnp.float32)
         logits, derivative = soft_cap(logits * spec.scale, spec.softcap)
@@ -98,7 +98,7 @@ class Tile:
         return self._grouped(dropout_factors(self.spec, self.B, self.N, p, s))
 
     def forward(self, softmax: OnlineSoftmax, q: Array, k: Array, v: Array, i, j) -> OnlineSoftmax:
-        """Adds tile (i, j) to the softmax of the queries of block i."""
+        """Adds tile (i, j) to the softmax of query block i."""
         softmax, weights = softmax.update(self._logits(q, k, i, j)[0])
         factors = self._dropout(i, j)
         weights = (weights if factors is None else weights * factors).astype(v.dtype)
@@ -109,7 +109,7 @@ class Tile:
         self, q: Array, k: Array, v: Array, lse: Array, dout: Array, delta: Array, i, j
     ) -> tuple[Array, Array, Array]:
         """Returns tile (i, j)'s share of (dq, dk, dv). `lse` and delta = Σ_h out · dout, both
-        `[B, K, G, c]`, are those of *all* keys. Dao 2023, arXiv 2307.08691, Algorithm 2."""
+        `[B, K, G, c]`, cover *all* keys. Dao 2023, arXiv 2307.08691, Algorithm 2."""
         logits, pull = self._logits(q, k, i, j)
         weights = jnp.exp(logits - jnp.where(lse == -jnp.inf, jnp.inf, lse)[..., None])
         dweights = jnp.einsum("bkgth,bksh->bkgts", dout, v, preferred_element_type=jnp.float32)

@@ -1,8 +1,8 @@
 """Attention by Triton kernels through jax-triton: every feature, on NVIDIA GPUs.
 
 O(T) memory. A program visits the key blocks that its query block may attend to (`visits`), and
-applies the mask only to partial ones. With block masks and global tokens, the non-empty tiles are
-not a range, so the kernels get lists of them.
+applies the mask only to partial blocks. With block masks and global tokens, the non-empty tiles do
+not form a range, so the kernels read lists of tiles.
 """
 
 import math
@@ -26,8 +26,8 @@ from bptjax.ops.triton_call import compiler_shards_arrays, triton_call, unusable
 
 # (query block, key block, warps, stages) by kernel and padded head size. The values for 64 and 128
 # were the fastest of three to five candidates on one H200: causal, 32 / 8 heads, bfloat16,
-# T = 32,768 (scripts/results/blocks_h200.json). Those for 512 were the fastest of two to five
-# candidates that fit into the memory of an A100 (blocks_512_h200.json).
+# T = 32,768 (scripts/results/blocks_h200.json). The values for 512 were the fastest of two to five
+# candidates that fit in the memory of an A100 (blocks_512_h200.json).
 BLOCKS: dict[str, dict[int, tuple[int, int, int, int]]] = {
     "forward": {
         32: (128, 64, 4, 3),
@@ -53,37 +53,37 @@ BLOCKS: dict[str, dict[int, tuple[int, int, int, int]]] = {
 }
 LARGEST = 512
 
-# The same with dropout, which takes registers, where it differs.
+# Overrides with dropout, which takes registers.
 DROPOUT_BLOCKS: dict[str, dict[int, tuple[int, int, int, int]]] = {
     "forward": {128: (128, 64, 8, 3)},
     "dq": {},
     "dkv": {},
 }
-# The same with windows of up to NARROW_WINDOW tokens, which small tiles fit best, where it differs:
-# the fastest of six to eight candidates with a window of 128 (scripts/results/windows_h200.json).
-# With such windows, forward and backward together are faster than cuDNN's and FlashAttention-4's.
+# Overrides for windows of up to NARROW_WINDOW tokens, which small tiles fit best: the fastest of
+# six to eight candidates with a window of 128 (scripts/results/windows_h200.json). With such
+# windows, forward plus backward is faster than in cuDNN and FlashAttention-4.
 NARROW_WINDOW = 256
 NARROW_BLOCKS: dict[str, dict[int, tuple[int, int, int, int]]] = {
     "forward": {64: (64, 32, 4, 3), 128: (64, 32, 4, 3)},
     "dq": {64: (64, 64, 4, 2), 128: (64, 64, 4, 2)},
     "dkv": {64: (32, 64, 4, 2), 128: (32, 64, 4, 2)},
 }
-# The same on GPUs with less shared memory, where it differs. Compiled for them, never timed.
+# Overrides for GPUs with less shared memory. Compiled for them, never timed.
 SMALL_BLOCKS: dict[str, dict[int, tuple[int, int, int, int]]] = {
     "forward": {128: (128, 64, 8, 2), 512: (32, 32, 8, 1)},
     "dq": {128: (64, 64, 4, 2), 512: (16, 16, 8, 1)},
     "dkv": {128: (64, 64, 4, 2), 256: (32, 32, 4, 1), 512: (16, 16, 8, 1)},
 }
-# The same on Hopper GPUs, where it differs: a tile of 64 queries fills their matrix units, and fits
-# into no smaller memory (blocks_512_h200.json).
+# Overrides for Hopper GPUs: a tile of 64 queries fills their matrix units, and does not fit in
+# smaller memory (blocks_512_h200.json).
 HOPPER = 9, 0
 HOPPER_BLOCKS: dict[str, dict[int, tuple[int, int, int, int]]] = {
     "forward": {},
     "dq": {512: (64, 32, 8, 1)},
     "dkv": {},
 }
-# Most heads of a program that may find results of another kernel, a power of two; and the programs
-# that there must be, about two on each multiprocessor of a large GPU.
+# Maximum heads per program, a power of two, when outputs hold another kernel's results; minimum
+# number of programs, about two per multiprocessor of a large GPU.
 HEADS, PROGRAMS = 8, 256
 # Number of outputs that may hold another kernel's results.
 DONE = {"forward": 2, "dq": 1, "dkv": 2}
@@ -96,15 +96,15 @@ class Constants:
 
     Attributes:
       BH: head size, padded for matrix products.
-      BQ, BK: tokens in a block of queries and of keys.
-      heads: heads of a program, or groups of heads, one after the other.
-      group: query heads whose queries are in the same tiles of the forward pass; each tile of keys
-        is then read once for all of them.
+      BQ, BK: tokens per block of queries and of keys.
+      heads: heads, or groups of heads, that a program handles one after another.
+      group: query heads that share the tiles of the forward pass, which then reads each tile of
+        keys once for all of them.
       over: the first outputs hold another kernel's results, which stay where ranges are -1.
       range_batch, position_batch: 1 if all sequences share their ranges, or positions; else B.
-      list_length: length of the lists of tiles; 0 if the ranges number the blocks themselves.
+      list_length: length of the lists of tiles; 0 if the ranges are block indices.
       unit: factor from a product q·k, or its capped form, to a logit in base 2.
-      fast_tanh: compute the soft cap by the GPU's own tanh, to 11 bits.
+      fast_tanh: compute the soft cap with the GPU's tanh, to 11 bits.
       paired: a tile has both keys of each pair whose random bits come from one block.
       dropout_threshold: a weight is kept if its 32 random bits are at least this number.
     """
@@ -142,7 +142,7 @@ class Constants:
 
 
 def unsupported(x: QKV, spec: AttentionSpec) -> str | None:
-    """Returns why the kernels cannot honor these arguments, or None."""
+    """Returns why the kernels cannot honor these arguments, or None if they can."""
     if platform() != "gpu":
         return "needs an NVIDIA GPU"
     if compiler_shards_arrays():
@@ -156,25 +156,26 @@ def unsupported(x: QKV, spec: AttentionSpec) -> str | None:
 
 
 def is_narrow(x: QKV, spec: AttentionSpec) -> bool:
-    """Returns whether the window is narrow, at a head size with tiles for it."""
+    """Returns whether the window is narrow and the head size has tiles for narrow windows."""
     window = spec.mask.window
     narrow = window is not None and window <= NARROW_WINDOW
     return narrow and _padded(x.q.shape[-1]) in NARROW_BLOCKS["forward"]
 
 
 def _tiles(name: str, x: QKV, spec: AttentionSpec) -> tuple[int, int, int, int, int]:
-    """Returns the query block, key block, warps and stages of a kernel, and the query heads whose
-    queries share the tiles of the forward pass: all heads of a key head, if they fill no tile. Each
-    key is then read once for all of them. With a narrow window, tiles of few tokens read few keys
-    in vain, so there the heads share tiles of any size."""
+    """Returns a kernel's query block, key block, warps, stages, and number of query heads that
+    share tiles in the forward pass: all heads of a key head, if they do not fill a tile. Each key
+      is then
+    read once for all of them. With a narrow window, small tiles read few keys in vain, so heads
+    share tiles of any size."""
     table = BLOCKS[name] | DROPOUT_BLOCKS[name] if spec.dropout else BLOCKS[name]
-    # Not |=, which would change the tables for later calls.
+    # Not |=, which would modify the tables.
     table = table | (NARROW_BLOCKS[name] if is_narrow(x, spec) else {})
     table = table | (SMALL_BLOCKS[name] if capability() in SMALL_MEMORY else {})
     table = table | (HOPPER_BLOCKS[name] if capability() == HOPPER else {})
     bq, bk, warps, stages = table[max(_padded(x.q.shape[-1]), 32)]
     if x.q.dtype.itemsize > 2:
-        # Twice the bytes must still fit in shared memory.
+        # 4-byte elements must still fit in shared memory.
         most = 16 if x.q.shape[-1] > 256 else 32
         bq, bk, warps, stages = min(bq, most), min(bk, most), 4, 1
     mask, shared = spec.mask, x.q.shape[2] // x.k.shape[2]
@@ -189,25 +190,26 @@ def _tiles(name: str, x: QKV, spec: AttentionSpec) -> tuple[int, int, int, int, 
 
 
 def _padded(head_size: int) -> int:
-    """Returns the head size in a kernel, a power of two."""
+    """Returns the kernel's head size, a power of two."""
     return max(16, 1 << (head_size - 1).bit_length())
 
 
 def forward(
     x: QKV, spec: AttentionSpec, done: tuple[Bool[Array, ""], AttentionState] | None = None
 ) -> AttentionState:
-    """Dao 2023, arXiv 2307.08691, Algorithm 1. Uses the kernel's own block sizes, not the chunks.
+    """Dao 2023, arXiv 2307.08691, Algorithm 1. Uses the kernel's block sizes and ignores the
+    chunks.
 
     Args:
       done: a condition and another kernel's results, undefined in padding. If the condition holds,
-        they stay, and padding gets an output of 0 and an lse of -inf; else they are overwritten.
-        Unlike a branch, this does not wait for the condition.
+        the results stay, and padding gets an output of 0 and an lse of -inf; otherwise they are
+        overwritten. Unlike a branch, this does not wait for the condition.
     """
     return AttentionState(*_forward(x, spec, None, *(done or (None, ()))))
 
 
 def forward_with_sinks(x: QKV, spec: AttentionSpec, sinks: Float[Array, "N"]) -> AttentionState:
-    """Attends to the sinks too."""
+    """As `forward`, and attends to the sinks."""
     return AttentionState(*_forward(x, spec, sinks, None, ()))
 
 
@@ -257,13 +259,13 @@ def _launch(
     done: tuple,
     sinks: bool = False,
 ) -> tuple[Array, ...]:
-    """Runs a kernel over its grid; `more` are its operands after q, k and v, with the sinks if
-    `sinks`. If `keep` is given, it writes over the arrays in `done`, or leaves them."""
+    """Runs a kernel over its grid. `more` are the operands after q, k and v, including sinks if
+    `sinks`. If `keep` is given, `done` are the initial outputs, which stay where `keep` holds."""
     (B, T, N, H), (_, S, K, _) = x.q.shape, x.k.shape
     mask = spec.mask.resolve(T, S)
     bq, bk, warps, stages, group = _tiles(name, x, spec)
     if mask.block_size:
-        # Use tiles no larger than the mask's blocks, so that each masked block is skipped.
+        # Tiles no larger than the mask's blocks, so that each masked block is skipped.
         bq, bk = (min(b, max(16, 1 << mask.block_size.bit_length() - 1)) for b in (bq, bk))
     of_keys = name == "dkv"
     none = jnp.zeros((1,), jnp.int32)
@@ -301,12 +303,12 @@ def _launch(
     )
     aliases = {len(inputs) + i: i for i in range(len(done))}
     if keep is None:
-        # dq may take the memory of `out`, the last operand: a program reads only its own part.
+        # dq may reuse the memory of `out`, the last operand: a program reads only its own part.
         aliases = {2 + len(more): 0} if name == "dq" and like(more[-1]) == shapes[0] else {}
         done = DONE[name] * (none,)
     inputs += done
     tokens, all_heads = (-(-S // bk), K) if of_keys else (-(-T // (bq // group)), N // group)
-    # Few programs, if most batches give them nothing to do.
+    # Few programs: most batches give them nothing to do.
     heads = 1 if keep is None else math.gcd(all_heads, HEADS)
     while heads > 1 and tokens * all_heads // heads * B < PROGRAMS:
         heads //= 2
@@ -347,7 +349,7 @@ def _launch(
 
 
 def _paired(k_positions: Any) -> bool:
-    """Returns whether keys are known to be runs of 2 · PAIR positions from multiples of it."""
+    """Returns whether keys are statically runs of 2 · PAIR positions from multiples of 2 · PAIR."""
     if not isinstance(k_positions, np.ndarray):
         return False
     run = 2 * PAIR
@@ -356,5 +358,5 @@ def _paired(k_positions: Any) -> bool:
     return bool((rest == first).all() and (rest % run == 0).all())
 
 
-# Launches a kernel. Tests replace it, to run kernels in Triton's interpreter.
+# Launches a kernel. Tests replace it to run kernels in Triton's interpreter.
 CALL: Callable[..., tuple[Array, ...]] = partial(triton_call, "bptjax.ops.attention.triton_kernels")

@@ -1,20 +1,20 @@
 """Attention as Triton kernels: the work of one program. `triton_flash` launches them.
 
-A program of the forward pass or of dq owns a block of queries of one head and visits the key blocks
-that they may attend to. A program of dk and dv owns a block of keys of one key head and visits, for
-each query head that reads it, the query blocks that may attend to them. `ranges` `[B or 1, blocks,
-4]` holds (first, first full, end of full, end) of each owned block: the tiles from first full to
-end of full are full, the others are partial and need the mask, and empty tiles outside are not
-visited. If C.list_length > 0, the ranges index the list `tiles` `[B or 1, blocks, C.list_length]`;
-else they number the blocks themselves.
+In the forward pass and for dq, a program owns a block of queries of one head and visits the key
+blocks that they may attend to. For dk and dv, a program owns a block of keys of one key head and
+visits, for each query head that reads it, the query blocks that may attend to them. `ranges`
+`[B or 1, blocks, 4]` holds (first, first full, end of full, end) per owned block: tiles from first
+full to end of full are full, other tiles in the range are partial and need the mask, and empty
+tiles outside the range are skipped. If C.list_length > 0, the ranges index the list `tiles`
+`[B or 1, blocks, C.list_length]`; otherwise they are block indices.
 
 C is a `triton_flash.Constants`. Logits are in base 2, for exp2: C.unit converts a product q·k, or
-its capped form. ALiBi counts positions from the first one of the block that the program owns. In
-causal attention it is linear in both positions; the queries' term is the same for all keys, so it
-is left out of the logits and added to lse. Tokens past the end are loaded as 0 and never stored.
+its capped form. ALiBi counts positions from the first token of the owned block. In causal attention
+it is linear in both positions; the queries' term is the same for all keys, so it is left out of the
+logits and added to lse. Tokens past the end are loaded as 0 and never stored.
 
-If C.over, the first outputs already hold another kernel's results. Where ranges are -1, those stay;
-only padding, which that kernel left undefined, is stored.
+If C.over, the first outputs already hold another kernel's results. Where ranges are -1, those
+results stay, and the program only stores padding, which the other kernel left undefined.
 """
 
 from typing import Any, NamedTuple
@@ -40,7 +40,7 @@ class MaskPointers(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """The mask's fields for the block of queries, or of keys, that a program owns, each `[block]`.
+    """The mask's fields for the owned block of queries, or of keys, each `[block]`.
 
     `origin` is the position of the block's first token, `relative` the float32 positions minus
     `origin`, and `in_bounds` is False past the end of the sequence.
@@ -64,7 +64,7 @@ class Head(NamedTuple):
 
 class Visits(NamedTuple):
     """The tiles that a program visits: `full_blocks` full ones in [first_full, end_full), and
-    partial ones in the rest of [first, end). Block numbers, or indices into the list `tiles`.
+    partial ones in the rest of [first, end). Block indices, or indices into the list `tiles`.
     """
 
     first: Any
@@ -77,7 +77,7 @@ class Visits(NamedTuple):
 
 @triton.jit
 def _load(base, rows, columns, stride, limit, C: tl.constexpr, IN_BOUNDS: tl.constexpr):
-    """Loads tile [rows, columns]. IN_BOUNDS: no row is past the end."""
+    """Loads tile [rows, columns]. IN_BOUNDS: every row is in bounds."""
     at = base + rows[:, None] * stride + columns[None, :]
     if IN_BOUNDS and C.H == C.BH:
         return tl.load(at)
@@ -88,7 +88,7 @@ def _load(base, rows, columns, stride, limit, C: tl.constexpr, IN_BOUNDS: tl.con
 
 @triton.jit
 def _load_transposed(base, rows, columns, stride, limit, C: tl.constexpr, IN_BOUNDS: tl.constexpr):
-    """Loads the same tile transposed, [columns, rows]."""
+    """Loads the tile of `_load` transposed, [columns, rows]."""
     at = base + rows[None, :] * stride + columns[:, None]
     if IN_BOUNDS and C.H == C.BH:
         return tl.load(at)
@@ -99,7 +99,7 @@ def _load_transposed(base, rows, columns, stride, limit, C: tl.constexpr, IN_BOU
 
 @triton.jit
 def _philox(key0, key1, rows, columns):
-    """Returns the words of `ops.dropout.philox`, all uint32."""
+    """Computes `ops.dropout.philox`; all words are uint32."""
     x, y = columns ^ key1, rows
     for step in tl.static_range(ROUNDS):
         product = x.to(tl.uint64) * MULTIPLIER
@@ -110,8 +110,8 @@ def _philox(key0, key1, rows, columns):
 
 @triton.jit
 def _cap(raw, C: tl.constexpr):
-    """Returns the products q·k as they are, or with a soft cap tanh(scale · raw / softcap), and the
-    soft cap's derivative."""
+    """Returns the products q·k, or with a soft cap tanh(scale · raw / softcap), and the soft cap's
+    derivative."""
     if C.softcap is None:
         capped, derivative = raw, 1.0
     else:
@@ -133,8 +133,7 @@ def _cap(raw, C: tl.constexpr):
 
 @triton.jit
 def _add_alibi(logits, p, s, slope, C: tl.constexpr):
-    """Adds ALiBi from float positions, which are shaped to broadcast; in causal attention without
-    the queries' term."""
+    """Adds ALiBi from broadcastable positions; causal attention leaves out the queries' term."""
     if C.alibi:
         if C.causal:
             logits += s * slope
@@ -159,7 +158,7 @@ def _load_labels(pointers, at, in_bounds, C: tl.constexpr):
 def _allowed(
     p, s, p_segment, s_segment, in_bounds, p_global, s_global, block_mask, C: tl.constexpr
 ):
-    """Returns which pairs may attend, of those `in_bounds`. All are shaped to broadcast."""
+    """Returns which of the pairs `in_bounds` may attend. All arguments broadcast."""
     allowed = in_bounds
     if C.causal:
         allowed &= s <= p
@@ -181,8 +180,8 @@ def _allowed(
 
 @triton.jit
 def _load_counters(positions, first, C: tl.constexpr):
-    """Loads the positions that number the random blocks of the BK keys from `first`: of all, or if
-    C.paired, of the first of each pair."""
+    """Loads the positions that number the random blocks of the BK keys from `first`: all positions,
+    or if C.paired, the first of each pair."""
     if C.paired:
         i = tl.arange(0, C.BK // 2)
         at = first + i + i // PAIR * PAIR
@@ -193,8 +192,8 @@ def _load_counters(positions, first, C: tl.constexpr):
 
 @triton.jit
 def _dropout_factors(head, p, s, C: tl.constexpr, KEYS_FIRST: tl.constexpr):
-    """Returns each weight's factor, 0 or 1 / (1 - dropout), [queries, keys] or [keys, queries], for
-    positions of queries and `_load_counters` of keys."""
+    """Returns each weight's factor, 0 or 1 / (1 - dropout), [queries, keys] or [keys, queries],
+    from positions of queries and `_load_counters` of keys."""
     if KEYS_FIRST:
         row, column = p[None, :].to(tl.uint32), s[:, None].to(tl.uint32)
     else:
@@ -205,7 +204,7 @@ def _dropout_factors(head, p, s, C: tl.constexpr, KEYS_FIRST: tl.constexpr):
     if C.paired:
         x = tl.where(x >= C.dropout_threshold, 1.0 / (1.0 - C.dropout), 0.0)
         y = tl.where(y >= C.dropout_threshold, 1.0 / (1.0 - C.dropout), 0.0)
-        # A thread has both keys of a pair, so that nothing of this moves data.
+        # Each thread has both keys of a pair, so this moves no data between threads.
         if KEYS_FIRST:
             pairs = tl.reshape(tl.join(x, y), (C.BK // (2 * PAIR), PAIR, C.BQ, 2))
             factors = tl.reshape(tl.permute(pairs, (0, 3, 1, 2)), (C.BK, C.BQ))
@@ -220,7 +219,7 @@ def _dropout_factors(head, p, s, C: tl.constexpr, KEYS_FIRST: tl.constexpr):
 
 @triton.jit
 def _load_visits(ranges, tiles, i, b64, blocks: tl.constexpr, C: tl.constexpr):
-    """Loads the visits of owned block i of `blocks`."""
+    """Loads the visits of owned block i out of `blocks`."""
     row = (b64 * blocks if C.range_batch > 1 else 0) + i
     at = ranges + row * 4
     first, first_full = tl.load(at), tl.load(at + 1)
@@ -231,14 +230,14 @@ def _load_visits(ranges, tiles, i, b64, blocks: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _mask_pointers(positions, segments, global_tokens, b64, length, C: tl.constexpr):
-    """Returns the pointers of sequence b, which has `length` tokens."""
+    """Returns the pointers for sequence b of `length` tokens."""
     positions += b64 * length if C.position_batch > 1 else 0
     return MaskPointers(positions, segments + b64 * length, global_tokens + b64 * length)
 
 
 @triton.jit
 def _load_tokens(pointers, first, at, in_bounds, C: tl.constexpr):
-    """Loads the tokens `at` of a sequence, the first of which is `first`."""
+    """Loads the tokens `at` of a sequence; the block's first token is `first`."""
     positions = tl.load(pointers.positions + at, mask=in_bounds, other=0)
     origin = tl.load(pointers.positions + first) if C.alibi else 0
     relative = (positions - origin).to(tl.float32)
@@ -248,7 +247,7 @@ def _load_tokens(pointers, first, at, in_bounds, C: tl.constexpr):
 
 @triton.jit
 def _load_padding(pointers, at, in_bounds):
-    """Loads whether the tokens `at` are padding."""
+    """Loads which of the tokens `at` are padding."""
     return in_bounds & (tl.load(pointers.segments + at, mask=in_bounds, other=0) == 0)
 
 
@@ -277,13 +276,13 @@ def _forward_range(
     C: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """Adds the FULL key blocks, or else the partial ones, to the online softmax."""
+    """Adds the full key blocks, if FULL, or else the partial ones, to the online softmax."""
     h = tl.arange(0, C.BH)
     if FULL:
         start, end = visits.first_full, visits.end_full
     else:
         start, end = visits.first, visits.end - visits.full_blocks
-    # Not pipelined with a block mask: its tile takes the shared memory of further stages.
+    # No pipelining with a block mask: its tile takes the shared memory of further stages.
     for step in tl.range(start, end, num_stages=None if FULL or C.block_size is None else 1):
         entry = step if FULL else step + tl.where(step >= visits.first_full, visits.full_blocks, 0)
         j = tl.load(visits.tiles + entry) if C.list_length else entry
@@ -321,7 +320,7 @@ def _forward_range(
             weights = tl.exp2(capped * C.unit - shift[:, None])
         else:
             new_max = tl.maximum(row_max, tl.max(logits, 1))
-            # A query that has attended to no key yet needs finite exponents.
+            # If a query has attended to no key yet, exponents must stay finite.
             shift = tl.where(new_max == float("-inf"), 0.0, new_max) if not FULL else new_max
             weights = tl.exp2(logits - shift[:, None])
         alpha = tl.exp2(row_max - shift)
@@ -362,8 +361,8 @@ def forward_kernel(
     """Stores out `[B, T, N, H]` and lse `[B, T, N]` of a block of queries. Grid (query blocks,
     N / (C.group · C.heads), B).
 
-    With C.group > 1, a row is a query of one of C.group heads that read the same keys: rows go
-    through the heads of a token before they go on to the next token.
+    With C.group > 1, a row is a query of one of C.group heads that read the same keys; rows are
+    ordered by token, then head.
     """
     tokens: tl.constexpr = C.BQ // C.group
     blocks: tl.constexpr = (C.T + tokens - 1) // tokens
@@ -373,10 +372,10 @@ def forward_kernel(
     b64 = b.to(tl.int64)
     row, h = tl.arange(0, C.BQ), tl.arange(0, C.BH)
     member, token = row % C.group, i * tokens + row // C.group
-    # The last rows have no query if C.group does not divide their number.
+    # The last rows hold no query if C.group does not divide C.BQ.
     in_bounds = (token < C.T) & (row < tokens * C.group)
     stored = in_bounds[:, None] & (h[None, :] < C.H)
-    # Rows of `[T · N, H]`, from the program's first head.
+    # Offsets of rows of `[T · N, H]` from the program's first head.
     heads = token.to(tl.int64) * C.N + member
     out_at = b64 * (C.T * C.N * C.H) + heads[:, None] * C.H + h[None, :]
     lse_at = b64 * (C.T * C.N) + heads
@@ -404,12 +403,12 @@ def forward_kernel(
         row_max = tl.full([C.BQ], float("-inf"), tl.float32)
         row_sum = tl.full([C.BQ], 0.0, tl.float32)
         if C.sinks:
-            # The first key, with a value of 0.
+            # The sink is the first key, with value 0.
             row_max = tl.load(sinks_ptr + n + member) * LOG2E
             row_sum += 1.0
             if C.alibi and C.causal:
                 row_max += own.relative * head.slope
-        # Full blocks first: then a query that has any starts the masked loop with a finite maximum.
+        # Full blocks first: a query with full blocks then starts the masked loop with a finite max.
         acc, row_max, row_sum = _forward_range(
             acc, row_max, row_sum, q, k_base, v_base, own, keys, block_mask_ptr, head, visits, C,
             True,
@@ -446,8 +445,7 @@ def _dq_range(
     C: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """Adds the share of the FULL key blocks, or else of the partial ones, to dq, without
-    `scale`."""
+    """Adds the share of the full key blocks, if FULL, else of the partial ones, to dq / `scale`."""
     h = tl.arange(0, C.BH)
     if FULL:
         start, end = visits.first_full, visits.end_full
@@ -592,8 +590,8 @@ def _dkv_range(
     C: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """Adds the share of the FULL query blocks, or else of the partial ones, to dk, without `scale`,
-    and to dv. Tiles are [keys, queries]."""
+    """Adds the share of the full query blocks, if FULL, or else of the partial ones, to dk, without
+    `scale`, and to dv. Tiles are [keys, queries]."""
     h = tl.arange(0, C.BH)
     if FULL:
         start, end = visits.first_full, visits.end_full
@@ -680,7 +678,7 @@ def dkv_kernel(
 ):
     """Stores dk and dv `[B, S, K, H]` of a block of keys. Grid (key blocks, K / C.heads, B)."""
     blocks: tl.constexpr = (C.S + C.BK - 1) // C.BK
-    # Early key blocks are read by the most queries, so they start first.
+    # The most queries read early key blocks, so these start first.
     j, b = tl.program_id(0), tl.program_id(2)
     first_head = tl.program_id(1) * C.heads
     b64 = b.to(tl.int64)

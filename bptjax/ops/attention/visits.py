@@ -1,5 +1,5 @@
-"""The tiles of a mask that Triton's kernels visit, found from the ranges of positions and segments:
-at trace time where these are static, by XLA elsewhere."""
+"""The tiles of a mask that Triton's kernels visit, from the ranges of positions and segments: at
+trace time where static, otherwise by XLA."""
 
 from typing import Any
 
@@ -11,16 +11,16 @@ from bptjax.ops.mask import Mask, blocks
 
 
 def block_ranges(mask: Mask, T: int, S: int, q_block: int, k_block: int, *, of_keys: bool) -> Array:
-    """Returns, for each query block, the range of key blocks that it may attend to, and inside it
-    the range of full tiles: int32 `[B or 1, blocks, 4]` of first, first full, end of full, end.
-    With `of_keys`, the query blocks for each key block. `mask` is resolved.
+    """Returns each query block's range of key blocks that it may attend to, and the range of full
+    tiles in it: int32 `[B or 1, blocks, 4]` of first, first full, end of full, end. With `of_keys`,
+    the query blocks for each key block. `mask` is resolved.
     """
     xp, nonempty, full = _classify(mask, T, S, q_block, k_block, of_keys)
     (first, last), (begin, end) = _ends(xp, nonempty), _ends(xp, full)
-    # Full tiles that are not contiguous are treated as partial ones.
+    # Treat full tiles that are not contiguous as partial.
     contiguous = full.sum(-1) == end - begin
     begin, end = xp.where(contiguous, begin, first), xp.where(contiguous, end, first)
-    # If there are no full tiles, their range is empty and at the start.
+    # Without full tiles, their range is empty and at the start.
     empty = end <= begin
     begin, end = xp.where(empty, first, begin), xp.where(empty, first, end)
     return jnp.asarray(xp.stack([first, begin, end, last], -1), jnp.int32)
@@ -29,9 +29,9 @@ def block_ranges(mask: Mask, T: int, S: int, q_block: int, k_block: int, *, of_k
 def block_lists(
     mask: Mask, T: int, S: int, q_block: int, k_block: int, *, of_keys: bool
 ) -> tuple[Array, Array]:
-    """Returns ranges like those of `block_ranges`, but into a list: int32 `[B or 1, blocks, n]` of
-    the non-empty tiles, full ones first. n is the length of the longest list if the mask is static,
-    else the number of tiles.
+    """Returns ranges as in `block_ranges`, but into a second result: lists int32 `[B or 1, blocks,
+    n]` of the non-empty tiles, full ones first. n is the length of the longest list if the mask is
+    static, otherwise the number of tiles.
     """
     xp, nonempty, full = _classify(mask, T, S, q_block, k_block, of_keys)
     lists = xp.argsort(xp.where(full, 0, xp.where(nonempty, 1, 2)), axis=-1, stable=True)
@@ -47,7 +47,7 @@ def _classify(
 ) -> tuple[Any, Any, Any]:
     """Returns `(xp, nonempty, full)`: which tiles may hold an allowed pair, and which hold only
     allowed pairs, bool `[B or 1, query blocks, key blocks]`, transposed with `of_keys`; xp is NumPy
-    where the mask is static."""
+    if the mask is static."""
     arrays = (
         *(mask.positions, mask.k_positions, mask.block_mask),
         *(mask.global_tokens, mask.k_global_tokens),
@@ -93,24 +93,23 @@ def _classify(
 
 
 def _ends(xp: Any, flags: Any) -> tuple[Any, Any]:
-    """Returns the first set flag of the last axis and one past the last; (0, 0) where none is
-    set."""
+    """Returns the first set flag of the last axis and one past the last; (0, 0) if none is set."""
     index = xp.arange(flags.shape[-1]).reshape((1,) * (flags.ndim - 1) + (-1,))
     last = xp.where(flags, index + 1, 0).max(-1)
-    # Plain reductions: XLA fuses them with their operands.
+    # Plain reductions, which XLA fuses with their operands.
     return xp.minimum(xp.where(flags, index, flags.shape[-1]).min(-1), last), last
 
 
 def _bounds(xp: Any, x: Any, block: int) -> tuple[Any, Any]:
-    """Returns the least and the greatest value of each block, `[B or 1, n]`."""
-    # NumPy reduces static positions even if segments are not static: XLA takes seconds to fold each
+    """Returns the minimum and maximum of each block, `[B or 1, n]`."""
+    # NumPy reduces static positions even if segments are traced: XLA takes seconds to fold each
     # reduction of 512K constants.
     x = blocks(x if isinstance(x, np.ndarray) else jnp.asarray(x), block, "edge")
     return xp.asarray(x.min(-1).T), xp.asarray(x.max(-1).T)
 
 
 def _segment_bounds(x: Any, block: int) -> tuple[Array, Array, Array]:
-    """Returns the least and the greatest segment of each block without padding, and whether the
+    """Returns the minimum and maximum segment of each block, ignoring padding, and whether the
     block has no padding."""
     x = blocks(jnp.asarray(x), block, "constant")
     top = np.iinfo(np.int32).max
