@@ -1,4 +1,4 @@
-"""The module of a config."""
+"""Builds the module that a config describes."""
 
 import jax.numpy as jnp
 from jax import Array

@@ -1,4 +1,4 @@
-"""Sparse patterns in place of full attention, by name."""
+"""Sparse attention patterns, by name."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -14,9 +14,9 @@ from bptjax.data.landmarks import Landmarks
 from bptjax.ops.mask import Mask
 
 Type = Literal["window", "strided", "fixed", "bigbird", "landmark"]
-# A block mask has the square of this number of entries.
+# Maximum number of blocks n in a sequence; a block mask is [n, n].
 MOST_BLOCKS = 2**13
-# Keys that a type has beside the number of local tokens or blocks.
+# Keys that each type accepts.
 KEYS = {
     "window": ("window", "global_tokens", "global_markers"),
     "strided": ("block_size", "local", "stride"),
@@ -28,27 +28,26 @@ KEYS = {
 
 @dataclass(frozen=True)
 class AttentionPattern:
-    """Tokens that a token may attend to, where causality and documents allow it too. Tokens and
-    blocks are counted from the start of the document, so a packed document has the pattern that it
-    has alone.
+    """Restricts the tokens that a token attends to, in addition to causality and documents. Tokens
+    and blocks are counted from the start of the document, so packing does not change the pattern.
 
     Attributes:
-      type: window: the nearest tokens and global ones, which attend to every token (Beltagy et al.
-        2020, arXiv 2004.05150, Section 3.1). The others are patterns of blocks, all with the
-        nearest blocks: strided adds every stride-th block counted back from the query's; fixed
-        adds every stride-th block of the document (Child et al. 2019, arXiv 1904.10509, Section
-        4.2); bigbird adds the first blocks, which attend to every block, and random ones (Zaheer et
-        al. 2020, arXiv 2007.14062, Section 2). landmark is no pattern: in place of plain attention
-        it computes `landmark_attention`, and the last token of every block is the landmark.
-      window: tokens, the query's own included.
+      type: window: the nearest tokens and global tokens, which attend to every token (Beltagy et
+        al. 2020, arXiv 2004.05150, Section 3.1). strided, fixed and bigbird work on blocks and
+        always include the nearest ones: strided adds every stride-th block counted back from the
+        query's; fixed adds every stride-th block of the document (Child et al. 2019, arXiv
+        1904.10509, Section 4.2); bigbird adds the first blocks, which attend to every block, and
+        random ones (Zaheer et al. 2020, arXiv 2007.14062, Section 2). landmark replaces attention
+        by `landmark_attention`; the last token of every block is the landmark.
+      window: number of nearest tokens, including the query's.
       global_tokens: number of first tokens of a document that are global.
       global_markers: tokens, as text or as ids, that are global wherever they occur.
-      block_size: tokens in a block; with its landmark, if it has one.
-      local: nearest blocks, the query's own included.
-      stride: distance of two blocks.
+      block_size: tokens per block, including any landmark.
+      local: number of nearest blocks, including the query's.
+      stride: distance between the added blocks.
       global_blocks: number of first blocks.
-      random: random earlier blocks of each block of queries, the same in every layer and run. In
-        encoders, an earlier block also attends to the later blocks that have it as a random one.
+      random: random earlier blocks per block of queries, the same in every layer and run. In
+        encoders, the random earlier blocks also attend to the block that drew them.
       token: the landmark, as text or as an id.
     """
 
@@ -65,10 +64,10 @@ class AttentionPattern:
 
     @classmethod
     def parse(cls, values: Any) -> "AttentionPattern":
-        """Reads the keys of `model.attention_pattern`.
+        """Parses `model.attention_pattern`.
 
         Raises:
-          ValueError: an unknown type, a key that the type does not have, a value that is not a
+          ValueError: an unknown type, a key that the type does not accept, a value that is not a
             positive number, or a marker that is neither text nor an id.
         """
         name = "model.attention_pattern"
@@ -102,10 +101,10 @@ class AttentionPattern:
 
     @property
     def landmarks(self) -> Landmarks | None:
-        """Landmarks of landmark attention; None in other patterns.
+        """The landmark token and its block size; None without landmark attention.
 
         Raises:
-          ValueError: the landmark is text, which `find_tokens` turns into its id.
+          ValueError: the landmark is text; `find_tokens` converts text to ids.
         """
         if self.type != "landmark":
             return None
@@ -114,14 +113,14 @@ class AttentionPattern:
 
     @property
     def landmark_block(self) -> int | None:
-        """Tokens in a block of landmark attention; None in other patterns."""
+        """Tokens per block of landmark attention; None in other patterns."""
         return self.block_size if self.type == "landmark" else None
 
     def marked(self, tokens: Int[Array | np.ndarray, "B T"]) -> Bool[Array, "B T"] | None:
-        """Returns which tokens are markers; None if the pattern has no markers.
+        """Returns a mask of the global markers; None if the pattern has none.
 
         Raises:
-          ValueError: a marker is text, which `find_tokens` turns into its id.
+          ValueError: a marker is text; `find_tokens` converts text to ids.
         """
         if not self.global_markers:
             return None
@@ -137,12 +136,12 @@ class AttentionPattern:
         marked: Bool[Array, "B T"] | None = None,
         k_marked: Bool[Array, "B S"] | None = None,
     ) -> Mask:
-        """Returns the mask with this pattern.
+        """Returns `mask` restricted by this pattern.
 
         Args:
-          positions, k_positions: of the queries and the keys, in their document.
-          length: a number of tokens that no document exceeds.
-          marked, k_marked: results of `marked`; both or neither.
+          positions, k_positions: positions of queries and keys in their documents.
+          length: upper bound on document length in tokens.
+          marked, k_marked: results of `marked` for queries and keys; both or neither.
         """
         if self.type == "window":
             mask = replace(mask, window=self.window)
@@ -170,20 +169,19 @@ class AttentionPattern:
         length: int,
         marked: Bool[Array, "B T"] | None = None,
     ) -> Any:
-        """Returns the number of keys to which the tokens at these positions of a document attend
-        in causal attention.
+        """Counts the keys that the tokens at these positions attend to under causal attention.
 
         Args:
-          length: a number of tokens that no document exceeds.
-          marked: result of `marked` for sequences `[B, T]` in their order; markers do not count if
-            left out.
+          length: upper bound on document length in tokens.
+          marked: result of `marked` for sequences `[B, T]` in order; if left out, markers do not
+            count.
         """
         xp = np if isinstance(positions, np.ndarray) else jnp
         keys = positions + 1
         if marked is not None:
             is_global, end = self._is_global(positions, marked), jnp.arange(keys.shape[1])[None] + 1
             before = jnp.pad(jnp.cumsum(is_global, 1), ((0, 0), (1, 0)))
-            # Between the start of the document and the window.
+            # Count global tokens between the start of the document and the window.
             first, last = (jnp.maximum(end - x, 0) for x in (keys, jnp.minimum(keys, self.window)))
             first, last = (jnp.take_along_axis(before, x, 1) for x in (first, last))
             return jnp.where(is_global, keys, jnp.minimum(keys, self.window) + last - first)
@@ -210,10 +208,10 @@ class AttentionPattern:
         return first if marked is None else marked | jnp.broadcast_to(first, marked.shape)
 
     def _count(self, length: int) -> int:
-        """Returns the number of blocks of `length` tokens.
+        """Returns the number of blocks in `length` tokens.
 
         Raises:
-          ValueError: there are more than `MOST_BLOCKS`.
+          ValueError: more than `MOST_BLOCKS` blocks.
         """
         if (count := -(-length // self.block_size)) > MOST_BLOCKS:
             raise ValueError(
@@ -224,8 +222,8 @@ class AttentionPattern:
 
     @lru_cache(maxsize=4)  # noqa: B019 (large, and few at a time)
     def blocks(self, count: int, causal: bool) -> Bool[np.ndarray, "n n"]:
-        """Returns which of the first `count` blocks attends to which. It does not depend on
-        `count`, so that neither padding nor other documents change a document's pattern."""
+        """Returns the block mask of the first `count` blocks. Entries do not depend on `count`, so
+        padding and other documents do not change a document's pattern."""
         row, column = np.arange(count)[:, None], np.arange(count)[None]
         allowed = np.abs(row - column) < self.local
         if self.type == "strided":
@@ -242,8 +240,7 @@ class AttentionPattern:
 
 
 def find_tokens(values: dict[str, Any] | None, find: Callable[[str], int]) -> dict[str, Any] | None:
-    """Returns the keys of `model.attention_pattern` with the id of each token in place of its
-    text."""
+    """Returns `model.attention_pattern` with token texts replaced by their ids."""
 
     def found(x):
         if isinstance(x, list | tuple):

@@ -1,4 +1,4 @@
-"""Keys and values of earlier tokens, and arrays that other kinds of layers carry, for decoding."""
+"""The decoding cache: keys and values of earlier tokens, states of attention-free layers."""
 
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,17 +18,17 @@ from bptjax.parallel.sequence import sequence_shards
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Cache:
-    """Room for the keys and values of S tokens, of which the first `length` are filled.
+    """Keys and values of up to S tokens, of which the first `length` are filled.
 
     Attributes:
-      k, v: `[L, B, S, K, H]`, of the layers of attention; `parallel.cached` says which token is in
-        which slot. Layers that attend to the keys and values of another layer have none.
+      k, v: `[L, B, S, K, H]` over the attention layers; `parallel.cached` defines the order of the
+        slots. Layers that share the keys and values of another layer have none.
       length: int32 scalar, number of tokens held.
-      start: int32 `[B]`, index of the first token of each sequence; before it is padding.
+      start: int32 `[B]`, index of each sequence's first token; earlier slots are padding.
       marked: bool `[B, S]`, markers of the attention pattern; None if it has none.
-      full: `k` and `v` of the layers with heads of `full_attention`, which `k` and `v` then leave
-        out.
-      mixed: arrays that layers without attention carry, stacked, by kind in `layer_types`.
+      full: `k` and `v` of the layers with heads of `full_attention`; `k` and `v` then cover the
+        other layers only.
+      mixed: stacked states of the attention-free layers, by kind in `layer_types`.
     """
 
     k: Array
@@ -41,10 +41,10 @@ class Cache:
 
     @classmethod
     def empty(cls, config: ModelConfig, batch: int, size: int, dtype: DTypeLike) -> "Cache":
-        """Makes a cache for `batch` sequences of up to `size` tokens, without padding, on the mesh
-        set by `jax.set_mesh`."""
+        """Makes a cache for `batch` unpadded sequences of up to `size` tokens, on the mesh set by
+        `jax.set_mesh`."""
         pattern = config.pattern
-        # Landmark attention reads complete blocks.
+        # Landmark attention reads only complete blocks.
         block = 1 if pattern is None else pattern.landmark_block or 1
         if block > 1 and sequence_shards() > 1:
             raise ValueError(
@@ -70,19 +70,19 @@ class Cache:
         return cls(*room(False), length, start, marked, full, mixed)
 
     def keys_values(self, full: bool) -> tuple[Array, Array]:
-        """Returns `k` and `v` of the layers with heads of `full_attention`, or of the others."""
+        """Returns `k` and `v` of layers with heads of `full_attention`, or of other layers."""
         return self.full if full and self.full is not None else (self.k, self.v)
 
     def with_keys_values(self, full: bool, k: Array, v: Array) -> "Cache":
-        """Replaces the result of `keys_values`."""
+        """Returns the cache with these arrays in place of `keys_values(full)`."""
         return replace(self, full=(k, v)) if full else replace(self, k=k, v=v)
 
     def carried(self, kind: str, index: Array) -> tuple[Array, ...]:
-        """Returns the arrays of the layer with this number among those of the kind."""
+        """Returns the state of the layer at `index` among the layers of this kind."""
         return tuple(x[index] for x in self.mixed[kind])
 
     def carry(self, kind: str, index: Array, carried: tuple[Array, ...]) -> "Cache":
-        """Replaces the result of `carried`."""
+        """Returns the cache with this state in place of `carried(kind, index)`."""
         new = tuple(
             jax.lax.dynamic_update_index_in_dim(old, x.astype(old.dtype), index, 0)
             for old, x in zip(self.mixed[kind], carried, strict=True)
@@ -90,7 +90,7 @@ class Cache:
         return replace(self, mixed=self.mixed | {kind: new})
 
     def constrained(self) -> "Cache":
-        """Constrains the sharding of the arrays to their logical axes."""
+        """Shards the arrays by their logical axes."""
         k, v, full = jax.tree.map(lambda x: constrain(x, *AXES), (self.k, self.v, self.full))
         mixed = {
             kind: tuple(constrain(x, *a) for x, a in zip(each, _stacked_axes(kind), strict=True))
@@ -100,7 +100,7 @@ class Cache:
 
 
 def _stacked_axes(kind: str) -> list[tuple[str | None, ...]]:
-    """Returns the logical axes of the arrays that layers of this kind carry, stacked."""
+    """Returns the logical axes of the stacked states of this kind of layer."""
     return [(None, *axes) for axes in MIXERS[kind].AXES]
 
 

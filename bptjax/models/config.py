@@ -1,6 +1,4 @@
-"""A model as a list of orthogonal choices. Model families are settings of it, and named
-elsewhere.
-"""
+"""Model architecture as orthogonal choices. `weights.hf.families` maps families to them."""
 
 import json
 from collections import defaultdict
@@ -32,7 +30,7 @@ class ModelConfig:
 
     Attributes:
       name_or_path: directory (or hub id) of a checkpoint to start from. The checkpoint decides all
-        other keys here but rope_parameters, max_position_embeddings, attention_pattern, the
+        other keys here except rope_parameters, max_position_embeddings, attention_pattern, the
         dropouts, the losses of experts, init_std and new classes.
       causal: tokens attend to themselves and to earlier tokens only. false makes an encoder.
       vocab_size: vocabulary size V. If not set, the tokenizer's vocabulary size.
@@ -43,21 +41,21 @@ class ModelConfig:
       num_kv_heads: number of key and value heads, a divisor of N. If not set, N.
       head_dim: size of a head. If not set, D / N.
       residual: sequential feeds the sum with attention to the feed-forward network; parallel feeds
-        the input of the layer to both, each through a norm of its own; shared through one norm.
+        the layer's input to both, each through a separate norm; shared through one norm.
       residual_scale: factor on the output of each sublayer.
-      residual_normed: sublayers add to their normalized input instead of to their input.
+      residual_normed: sublayers add to their normalized input instead of their input.
       position_embedding: rotary positions, ALiBi, a learned embedding of
         max_position_embeddings, or none.
-      rope_parameters: rotary positions in the schema of Hugging Face (rope_theta, rope_type and its
-        parameters, partial_rotary_factor), or one such dict for each layer type.
+      rope_parameters: rotary parameters in the schema of Hugging Face (rope_theta, rope_type and
+        its parameters, partial_rotary_factor), or one such dict per layer type.
       rope_layers: for each layer, whether it rotates queries and keys. If not set, all do.
-      max_position_embeddings: number of positions that the model is made for. Learned
-        positions end there.
+      max_position_embeddings: number of positions that the model supports. Learned positions end
+        there.
       position_offset: unused entries of the learned embedding before position 0.
-      sliding_window: number of tokens that a token attends to, itself included. If not set, all.
-      layer_types: full_attention, sliding_attention or another kind for each layer.
-        sliding_window applies to the second. Each other kind has a group of keys of its name.
-      attention_pattern: sparse pattern in layers of full attention: its type and its other keys;
+      sliding_window: number of tokens that a token attends to, including itself. If not set, all.
+      layer_types: type of each layer: full_attention, sliding_attention, which applies
+        sliding_window, or another kind, configured by the group of its name.
+      attention_pattern: sparse pattern of the full-attention layers: its type and the type's keys;
         see AttentionPattern.
       activation: activation of the feed-forward network. gelu_tanh is the tanh approximation.
       feed_forward: name of the feed-forward network; see FEED_FORWARDS.
@@ -70,22 +68,22 @@ class ModelConfig:
       head_bias: the output logits have a learned bias.
       logits_scale: factor on the output logits.
       logits_softcap: replaces output logits x by cap · tanh(x / cap).
-      embedding_dropout: dropout of the embeddings in training. If not set, that of the checkpoint,
-        or 0 without one.
+      embedding_dropout: dropout of the embeddings in training. If not set, the checkpoint's rate,
+        or 0 without a checkpoint.
       attention_dropout: dropout of the attention weights in training, with the same default.
       residual_dropout: dropout of the output of each sublayer in training, with the same default.
       init_std: standard deviation of new weights. Weights that write to the residual stream get
         init_std / √(2·L).
-      add_tokens: tokens that are added to the tokenizer's vocabulary. The embedding of
-        a new token starts at the mean of the existing embeddings. With new tokens, an adapter run
-        trains the embeddings too.
+      add_tokens: tokens to add to the tokenizer's vocabulary. The embedding of a new token starts
+        at the mean of the existing embeddings. With new tokens, an adapter run trains the
+        embeddings too.
       encoder: inputs and heads of encoders.
       norms: norms.
       attention: attention.
-      full_attention: heads of layers of full attention.
-      shared_kv: last layers without keys and values of their own.
+      full_attention: heads of full-attention layers.
+      shared_kv: last layers that reuse the keys and values of earlier layers.
       alibi: slopes of ALiBi.
-      layer_embedding: token embeddings of each layer's own.
+      layer_embedding: per-layer token embeddings.
       linear_attention: linear attention, a kind of layer.
       short_convolution: short convolution, a kind of layer.
       experts: mixture of experts.
@@ -142,12 +140,12 @@ class ModelConfig:
         check_choices(self)
 
     def __hash__(self):
-        # A dict and a list are not hashable; modules hold their config as static data.
+        # Modules hold their config as static data, which must be hashable; dicts and lists are not.
         return hash(json.dumps(asdict(self), sort_keys=True))
 
     @property
     def groups(self) -> dict[str, Group]:
-        """The groups of choices of parts, by name."""
+        """The config groups of the model's parts, by name."""
         each = {f.name: getattr(self, f.name) for f in fields(self)}
         return {name: value for name, value in each.items() if isinstance(value, Group)}
 
@@ -167,18 +165,18 @@ class ModelConfig:
 
     @property
     def expert_F(self) -> int:
-        """Feed-forward width of an expert; without experts, of the network."""
+        """Feed-forward width of one expert, or of the network in a model without experts."""
         return self.experts.size or self.F
 
     @property
     def stored_F(self) -> int:
-        """Feed-forward width of all experts of a layer; without experts, of the network."""
+        """Feed-forward width of all experts of a layer, or of the network without experts."""
         return (self.experts.count or 1) * self.expert_F
 
     @property
     def active_F(self) -> int:
-        """Mean over the layers of the feed-forward width that a token passes through, as if none
-        were in `experts.mlp_only_layers`."""
+        """Feed-forward width that a token passes through, averaged over the layers. Counts layers
+        in `experts.mlp_only_layers` as expert layers."""
         own, later = self.experts, self.shared_kv
         width = self.expert_F * own.per_token + own.shared_size if own.on else self.F
         wider = (later.intermediate_size or self.F) - self.F
@@ -199,55 +197,53 @@ class ModelConfig:
 
     @property
     def expert_layers(self) -> list[int]:
-        """Numbers of the layers that have the network `feed_forward`."""
+        """Indices of the layers with the network `feed_forward`."""
         return [i for i in range(self.num_layers) if i not in self.dense_layers]
 
     @property
     def dense_layers(self) -> list[int]:
-        """Numbers of the layers that have the MLP `dense` in place of that network."""
+        """Indices of the layers whose MLP `dense` replaces the network `feed_forward`."""
         if not self.shared_kv.intermediate_size:
             return sorted(self.experts.mlp_only_layers)
         return list(range(self.num_layers - self.later_layers, self.num_layers))
 
     @property
     def pattern(self) -> AttentionPattern | None:
-        """Sparse pattern in place of full attention."""
+        """Sparse pattern of the full-attention layers; None for plain attention."""
         values = self.attention_pattern
         return None if values is None else AttentionPattern.parse(values)
 
     @property
     def landmarks(self) -> Landmarks | None:
-        """Landmarks of the documents; None without landmark attention."""
+        """The landmark token and its block size; None without landmark attention."""
         return None if self.pattern is None else self.pattern.landmarks
 
     @property
     def mixers(self) -> dict[str, MixerGroup]:
-        """The choices of the kinds of layers without attention that the model has, by kind."""
+        """The groups of the attention-free kinds of layers that the model has, by kind."""
         groups = self.groups.items()
         return {kind: x for kind, x in groups if isinstance(x, MixerGroup) and x.on}
 
     def layers_of(self, kind: str) -> list[int]:
-        """Numbers of the layers of this kind in `layer_types`."""
+        """Returns the indices of the layers of this kind in `layer_types`."""
         types: Sequence[str] = self.layer_types or ()
         return [i for i, own in enumerate(types) if own == kind]
 
     @property
     def attention_layers(self) -> list[int]:
-        """Numbers of the layers with attention."""
+        """Indices of the attention layers."""
         mixing = {i for kind in self.mixers for i in self.layers_of(kind)}
         return [i for i in range(self.num_layers) if i not in mixing]
 
     @property
     def mixing(self) -> list[tuple[list[int], Group]]:
-        """The choices of attention and of the other kinds of layers, with the numbers of their
-        layers."""
+        """Groups of attention and of each attention-free kind, with the indices of its layers."""
         others = [(self.layers_of(kind), group) for kind, group in self.mixers.items()]
         return [(self.attention_layers, self.attention), *others]
 
     @property
     def attended(self) -> dict[tuple[int | None, AttentionPattern | None], float]:
-        """Number of layers of attention of each window and pattern. A layer counts in the ratio of
-        the size of its heads to head_dim."""
+        """Attention layers per window and pattern, each weighted by its head size / head_dim."""
         found: dict = defaultdict(float)
         for kind in self.layer_kinds:
             if kind.mixer is None:
@@ -256,28 +252,27 @@ class ModelConfig:
 
     @property
     def later_layers(self) -> int:
-        """Number of the last layers, which have no keys of their own and run in loops of their
-        own."""
+        """Number of last layers that reuse earlier keys and values; they run in separate loops."""
         return self.shared_kv.layers
 
     @property
     def full_layers(self) -> list[int]:
-        """Numbers of the layers with heads of `full_attention`."""
+        """Indices of the layers with heads of `full_attention`."""
         return self.layers_of("full_attention") if self.full_attention.on else []
 
     def kv_layers(self, full: bool) -> list[int]:
-        """Numbers of the layers with keys and values of their own, of full_layers or the others."""
+        """Returns the indices of the layers that compute keys and values, in full_layers or not."""
         kept = self.num_layers - self.later_layers
         return [i for i in self.attention_layers[:kept] if (i in self.full_layers) == full]
 
     def heads(self, full: bool) -> tuple[int, int]:
-        """Number and size of the key heads in full_layers, or in the others."""
+        """Returns the number and size of the key heads in full_layers, or in the other layers."""
         own = self.full_attention
         return (own.kv_heads or self.K, own.head_dim) if full and own.on else (self.K, self.H)
 
     @property
     def mean_head_dim(self) -> float:
-        """Mean size of a head of the layers of attention."""
+        """Head size averaged over the attention layers."""
         full = len(self.full_layers) / len(self.attention_layers)
         return full * self.heads(True)[1] + (1 - full) * self.H
 
@@ -289,15 +284,14 @@ class ModelConfig:
 
     @property
     def rope_types(self) -> list[str]:
-        """The rotary scaling of each layer type; none without rotary positions."""
+        """Rotary scaling of each layer type; empty without rotary positions."""
         if self.position_embedding != "rope":
             return []
         return [p.get("rope_type", p.get("type", "default")) for p in self.ropes]
 
     def exceeds_positions(self, length: int) -> bool:
-        """Whether text of `length` tokens goes beyond the rotary positions that the model was made
-        for. `dynamic` adapts to any length.
-        """
+        """Returns whether `length` tokens exceed the rotary positions that the model supports.
+        `dynamic` adapts to any length."""
         unlimited = self.position_embedding != "rope" or "dynamic" in self.rope_types
         return not unlimited and length > (self.max_position_embeddings or length)
 

@@ -1,4 +1,4 @@
-"""Checks of the choices of a model: ranges, and choices that exclude each other."""
+"""Checks a model's choices: ranges, and choices that exclude each other."""
 
 from typing import Any
 
@@ -6,9 +6,9 @@ from bptjax.models.attention_pattern import AttentionPattern
 from bptjax.models.groups.group import MixerGroup, check_bounds, check_sandwich
 from bptjax.ops.arguments import check_softcap
 
-# Several times the largest models there are.
+# Several times the largest existing models.
 MOST_PARAMETERS = 10**13
-# Keys that a config may set beside name_or_path.
+# Keys that a config may set together with name_or_path.
 OVERRIDABLE = (
     "name_or_path",
     "rope_parameters",
@@ -113,11 +113,11 @@ def check_choices(config: Any) -> None:
             continue
         switch = f"model.{name}.{group.SWITCH}" if group.SWITCH else f"{name} in model.layer_types"
         for key, value in group.changed.items():
-            # The checkpoint that a config names may have the part; see `hf.config.merge`.
+            # The checkpoint may have the part; see `hf.config.merge`.
             if not (config.name_or_path and f"{name}.{key}" in OVERRIDABLE):
                 raise ValueError(f"model.{name}.{key}={value}: must go with {switch}")
 
-    # A typing error would otherwise show after minutes, when memory runs out.
+    # A typo would otherwise surface minutes later, as out of memory.
     width = 2 * config.stored_F
     width += sum(sum(group.widths(config).values()) for _, group in config.mixing)
     entry = config.E + sum(group.entry(config) for group in config.groups.values())
@@ -130,7 +130,7 @@ def check_choices(config: Any) -> None:
 
 
 def sizes_of(config: Any) -> str:
-    """Formats the sizes that decide the number of parameters of a `ModelConfig`."""
+    """Formats the sizes that decide a `ModelConfig`'s number of parameters."""
     text = (
         f"model.num_layers={config.num_layers}, hidden_size={config.hidden_size}, "
         f"intermediate_size={config.expert_F}, vocab_size={config.vocab_size}"

@@ -28,13 +28,12 @@ class Decoder(Transformer):
         dtype: DTypeLike = jnp.float32,
         execution: Execution = Execution(),  # noqa: B008 (frozen)
     ) -> tuple[Float[Array, "B T E"], Cache]:
-        """Computes the hidden states of T tokens that follow the tokens in the cache. Returns them
-        and the cache with the T tokens in it. Tokens before `cache.start` are padding.
+        """Computes the hidden states of T tokens that follow the cached ones. Returns the states
+        and the extended cache. Tokens before `cache.start` are padding.
 
         Args:
-          length: number of tokens of each complete prompt, for rotary scalings that depend on it,
-            when a prompt is read in chunks. If left out, the last position of these tokens, plus
-            one.
+          length: length of each complete prompt in tokens, for rotary scalings that depend on it,
+            when a prompt is read in chunks. Defaults to the last position of these tokens plus one.
         """
         B, T = tokens.shape
         here = cache.length + jnp.arange(T)[None]

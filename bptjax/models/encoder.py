@@ -1,4 +1,4 @@
-"""An encoder of text or images: a transformer whose tokens attend to all others, and its heads."""
+"""An encoder of text or images: a transformer with bidirectional attention, and its heads."""
 
 import jax
 import jax.numpy as jnp
@@ -54,7 +54,7 @@ class Encoder(Transformer):
         self.masked = MaskedHead(config, keys[4], dtype) if own.masked_head else None
         self.classes = linear(keys[5], own.pooler or D, own.classes) if own.classes else None
         if self.classes is not None:
-            # An output embedding, which muon leaves to AdamW.
+            # muon leaves output embeddings to AdamW.
             self.classes.kernel.set_metadata(matrix=None)
 
     @property
@@ -82,7 +82,7 @@ class Encoder(Transformer):
         return super().for_head(hidden)
 
     def pooled(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B P"]:
-        """Computes one vector a sequence.
+        """Computes one vector per sequence.
 
         Raises:
           ValueError: the model has no pooler.
@@ -96,11 +96,11 @@ class Encoder(Transformer):
         hidden: Float[Array, "B T D"],
         segments: Int[Array | np.ndarray, "B T"] | None = None,
     ) -> Array:
-        """Computes float32 logits: `[B, T, V]` of a masked-language head, `[B, classes]` of a
+        """Computes float32 logits: `[B, T, V]` with a masked-language head, `[B, classes]` with a
         classifier.
 
         Args:
-          segments: document numbers, if there is padding; a classifier may read the mean of the
+          segments: document numbers, if there is padding; a classifier that pools by mean reads the
             first document.
 
         Raises:

@@ -1,5 +1,5 @@
-"""How a model is computed: kernels, chunk sizes, and activations that are saved for the backward
-pass. The config groups `execution` and `memory`."""
+"""How a model is computed: kernels, chunk sizes and saved activations. The config groups
+`execution` and `memory`."""
 
 import math
 import re
@@ -21,16 +21,16 @@ from bptjax.ops import attention
 from bptjax.ops.checkpoint_names import ON_HOST, checkpoint_named
 from bptjax.ops.stacked import save_all_but_slices
 
-# Names of the results of attention, and of other kinds of layers.
+# Names of the results of attention and of attention-free layers.
 RESIDUAL_NAMES = (
     *attention.RESIDUAL_NAMES,
     *(name for mixer in MIXERS.values() for name in mixer.RESIDUAL_NAMES),
 )
-# Names of the activations of a layer that can be saved: outputs of matrix products and attention.
+# Names of the activations that can be saved: outputs of matrix products and attention.
 NAMES = ("query", "key", "value", *RESIDUAL_NAMES, "attended", *FeedForward.RESIDUAL_NAMES)
 # Activations that exist only if the feed-forward network runs in a single chunk.
 UNCHUNKED = {"attended", *FeedForward.RESIDUAL_NAMES}
-# Activations that each policy saves in addition to the input of a layer. None means no remat.
+# Activations that each policy saves besides the input of a layer. None means no remat.
 REMAT: dict[str, tuple[str, ...] | None] = {
     "none": None,
     "dots": NAMES,
@@ -41,7 +41,7 @@ REMAT: dict[str, tuple[str, ...] | None] = {
 
 @dataclass(frozen=True)
 class Execution:
-    """How a model is computed; `ExecutionConfig` describes the keys. Nothing here changes the
+    """How a model is computed; `ExecutionConfig` describes the keys. None of them changes the
     result beyond rounding."""
 
     attention_implementation: str = "auto"
@@ -81,7 +81,7 @@ class Execution:
 
     @property
     def nested(self) -> int | None:
-        """k of nested(k)."""
+        """The k of nested(k); None for other policies and k = 1."""
         found = re.fullmatch(r"nested\((\d+)\)", self.remat)
         return int(found[1]) if found and int(found[1]) > 1 else None
 
@@ -89,7 +89,7 @@ class Execution:
         """Checks the policy against the model's layers.
 
         Raises:
-          ValueError: as `groups`, or a name to save that the layers do not have.
+          ValueError: as in `groups`, or the layers lack an activation to save.
         """
         later, k = model.later_layers, self.nested or 1
         if later and (later % k or model.num_layers % k):
@@ -116,16 +116,16 @@ class Execution:
         return layers // (self.nested or 1)
 
     def prepare(self, layer: Any, dtype: jax.typing.DTypeLike) -> Any:
-        """Returns the layer to run, with its quantized kernels dequantized if that is cheaper."""
-        # Dequantize once for all chunks, and again in the backward pass. Without remat, the results
-        # of all layers would be saved for it, so each product dequantizes by itself.
+        """Returns the layer to run, with quantized kernels dequantized where that is cheaper."""
+        # Dequantizes once for all chunks, and again in the backward pass. Without remat the results
+        # of all layers would be saved, so each product dequantizes on the fly instead.
         return layer if self.remat == "none" else dequantize(layer, dtype)
 
     def scan(self, step: Callable, carry: Any, kinds: Sequence[Any]) -> tuple[Any, Any]:
-        """Runs `scan_layers`, and saves the activations that the policy names.
+        """Runs `scan_layers` and saves the activations that the policy names.
 
         Raises:
-          ValueError: as `groups`.
+          ValueError: as in `groups`.
         """
         if self.remat == "none":
             checkpoint = partial(jax.checkpoint, policy=save_all_but_slices)
@@ -137,7 +137,7 @@ class Execution:
         size = len(kinds) // count
 
         def group(carry, index, kind):
-            # Named on the first line of the scanned body: the name of a carry is not seen.
+            # Name it inside the scanned body: the policy does not see the name of a carry.
             x, *others = carry
             carry = checkpoint_named(x, "group_input", self.offload), *others
             return scan_layers(step, carry, kind, first=index * size, checkpoint=inner)
@@ -150,16 +150,16 @@ class Execution:
     def _checkpoint(
         self, saved: tuple[str, ...], given: str = "layer_input", offload: bool = True
     ) -> Callable[..., Callable]:
-        """`jax.checkpoint` that saves the input of a function, whose name is `given`, and the
+        """Returns `jax.checkpoint` that saves a function's input, named `given`, and the
         activations named `saved`."""
         names = [given, *saved, *self.save]
         if {*FeedForward.RESIDUAL_NAMES} & {*names}:
             names += [name for kind in FEED_FORWARDS.values() for name in kind.SAVED_WITH]
         on_host = [name + ON_HOST for name in names]
-        # Without offload, activations with a name for host memory are saved on the device.
+        # Without offload, activations named for host memory stay on the device.
         policy = policies.save_only_these_names(*names[1:], *on_host[1:])
         if offload and self.offload:
-            # Save the input by its name too, because a carry of the scan would stay on the device.
+            # Save the input by name too: as a carry of the scan it would stay on the device.
             policy = policies.save_and_offload_only_these_names(
                 names_which_can_be_saved=names,
                 names_which_can_be_offloaded=on_host,
@@ -173,8 +173,8 @@ class Execution:
 class ExecutionConfig:
     """Implementations, chunk sizes and activation memory.
 
-    On a GPU, the keys that are not set, or all with `execution: auto`, take the fastest values that
-    fit into its memory. The run prints the values and writes them to its config. On a CPU they are
+    On a GPU, keys that are not set, or all keys with `execution: auto`, take the fastest values
+    that fit in memory. The run prints the values and writes them to its config. On a CPU they are
     save_attention, [], 2048, 2048 and 0.
 
     Attributes:
@@ -215,8 +215,7 @@ class ExecutionConfig:
         return tuple(f.name for f in fields(self) if getattr(self, f.name) is None)
 
     def complete(self, **values: Any) -> Execution:
-        """Returns the execution with these values, or else the defaults, of the keys that are not
-        set.
+        """Returns the execution; keys that are not set take these values, or else the defaults.
 
         Raises:
           ValueError: a value out of range, or values that exclude each other.
@@ -231,8 +230,8 @@ class MemoryConfig:
     """Device memory that a run may use.
 
     Attributes:
-      budget_gib: GiB per device that a training step may take at its peak. The keys of execution
-        that are not set take the fastest values within it. If not set, all of a device's memory.
+      budget_gib: peak memory of a training step in GiB per device. Keys of execution that are not
+        set take the fastest values within it. If not set, all of a device's memory.
     """
 
     budget_gib: float | None = None

@@ -38,7 +38,7 @@ from bptjax.parallel.experts import (
 )
 from bptjax.parallel.sequence import FOLDED_BATCH
 
-# Name of the experts of each token.
+# Name under which a remat policy saves the experts of each token.
 ROUTING = "routing"
 
 
@@ -47,7 +47,7 @@ class RouterCorrection(nnx.Variable):
 
 
 class Router(nnx.Module):
-    """Logits of each token over the experts, in float32, and the choice of its experts."""
+    """Float32 router logits over the experts, and the choice of each token's experts."""
 
     def __init__(self, config: ModelConfig, key: Array, dtype: DTypeLike):
         D, X = config.hidden_size, config.experts.count
@@ -59,7 +59,7 @@ class Router(nnx.Module):
         self.correction = correction if config.experts.correction else None
         scale = nnx.Param(jnp.ones(D, dtype), axes=("embed",))
         factors = nnx.Param(jnp.ones(X, dtype), axes=(None,))
-        # They multiply the router's normalized input, and the weights of the chosen experts.
+        # Factors on the router's normalized input, and on the weights of the chosen experts.
         self.scale = scale if config.experts.norms else None
         self.factors = factors if config.experts.norms else None
         self.config = config
@@ -73,8 +73,8 @@ class Router(nnx.Module):
         return logits if self.bias is None else logits + self.bias[...].astype(jnp.float32)[None]
 
     def choose(self, logits: Float[Array, "T X"]) -> Int[Array, "T k"]:
-        """Returns the experts of each token: those with the highest scores in the groups whose two
-        highest scores have the largest sums.
+        """Chooses the experts of each token: the highest scores within the groups whose two highest
+        scores have the largest sums.
 
         DeepSeek-V3, 2024, arXiv 2412.19437, section 2.1.2.
         """
@@ -99,16 +99,15 @@ def apply_expert_kernel(
     experts: Int[Array, "n"],
     seeds: AdapterDropout | None = None,
 ) -> Float[Array, "M O"]:
-    """Computes `grouped_matmul(x, kernel, experts)`. A kernel that is not a parameter, as one with
-    an adapter, computes this itself.
-    """
+    """Computes `grouped_matmul(x, kernel, experts)`. Kernels that are not plain parameters, such
+    as those with an adapter, compute the product themselves."""
     if isinstance(kernel, nnx.Variable):
         return grouped_matmul(x, kernel[...], experts)
     return kernel.grouped(x, experts, seeds)
 
 
 class ExpertLinear(nnx.Module):
-    """x · kernel + bias, each row with the matrix of its expert."""
+    """x · kernel + bias, where each token uses the matrix of its expert."""
 
     def __init__(
         self,
@@ -130,10 +129,10 @@ class ExpertLinear(nnx.Module):
     ) -> Float[Array, "M O"]:
         y = apply_expert_kernel(self.kernel, x, groups.experts, seeds)
         if self.bias is not None:
-            # Rounded behind the copies, so that gradients of all rows are summed in float32.
+            # Round after the copies, so that gradients are summed over tokens in float32.
             bias = self.bias[...].astype(jnp.float32)
             if self.bias.axes[-1] != "mlp":
-                # One of the devices whose results are summed adds it.
+                # Only one of the devices whose results are summed adds the bias.
                 bias = jnp.where(slice_index() == 0, bias, 0)
             bias = jnp.take(bias, groups.experts, axis=0, mode="clip")
             y = y + jnp.repeat(bias, len(x) // len(bias), axis=0).astype(x.dtype)
@@ -144,12 +143,12 @@ class Experts(FeedForward):
     """Σ weight · down(activation(gate(x)) · up(x)) over the experts of each token, plus the shared
     expert. No token is dropped.
 
-    The auxiliary sums are `chosen` `[X]`, the tokens of each expert; `probability` `[X]`, the
-    scores of all experts divided by their sum; and `z`, the square of the logits' log-sum-exp.
+    Auxiliary sums: `chosen` `[X]`, tokens per expert; `probability` `[X]`, each expert's share of a
+    token's scores; `z`, the squared log-sum-exp of the logits.
     """
 
-    # If rounding sent a token to another expert in the backward pass, the saved rows would belong
-    # to other tokens.
+    # Rounding could send a token to another expert in the backward pass, and the saved gate and up
+    # would then belong to other tokens.
     SAVED_WITH: ClassVar = (ROUTING,)
     LINEAR: ClassVar = False
 
@@ -184,15 +183,15 @@ class Experts(FeedForward):
         offload: float = 0.0,
         residual: Float[Array, "B T D"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Auxiliary]:
-        """As `FeedForward`. With norms of its own, router and experts read `residual`, which the
-        caller normalized to `x`."""
-        # Each device groups its own tokens; a sort of all tokens would gather them. A
-        # generation may have fewer sequences than devices.
+        """As `FeedForward`. With `experts.norms`, router and experts read `residual`, the stream
+        before the norm that gave `x`."""
+        # Each device groups its own tokens; a sort over all tokens would gather them. Generation
+        # may have fewer sequences than devices.
         mesh, axes = jax.sharding.get_abstract_mesh(), free_axes(FOLDED_BATCH)
         sharded = x.shape[0] % math.prod(mesh.shape[name] for name in axes) == 0
         tokens = SHARDED if sharded else REPLICATED
         key, ids = (None, None) if seeds is None else (seeds.key, seeds.ids)
-        # The mesh shards the shared expert as any linear layer.
+        # The mesh shards the shared expert like any linear layer.
         routed = jax.tree.map(lambda leaf: leaf, self)
         routed.shared = routed.shared_gate = routed.routed_norm = routed.shared_norm = None
         run = partial(_run, sharded=sharded, offload=offload)
@@ -232,9 +231,9 @@ class Experts(FeedForward):
     def auxiliary_loss(
         config: ModelConfig, sums: Auxiliary, totals: Auxiliary, tokens: Array
     ) -> Float[Array, ""]:
-        """Computes the load-balancing loss of Switch Transformers, Fedus et al. 2021, arXiv
-        2101.03961, equation 4, with the shares of the tokens and the probabilities averaged over
-        all layers; and the z-loss of ST-MoE, Zoph et al. 2022, arXiv 2202.08906, equation 5."""
+        """Computes the load-balancing loss of Switch Transformers (Fedus et al. 2021, arXiv
+        2101.03961, equation 4), with token shares and probabilities averaged over all layers, plus
+        the z-loss of ST-MoE (Zoph et al. 2022, arXiv 2202.08906, equation 5)."""
         layers, experts = totals["chosen"].shape
         share = totals["chosen"].sum(0) / (layers * tokens)
         probability = sums["probability"].sum(0) / (layers * tokens)
@@ -253,7 +252,7 @@ class Experts(FeedForward):
 
 
 class _Tokens(NamedTuple):
-    """Tokens with their experts and the weights of these; `ids` are AdapterDropout's."""
+    """Tokens with their experts and the weights of these experts; `ids` seed AdapterDropout."""
 
     x: Float[Array, "1 T D"]
     chosen: Int[Array, "1 T k"]
@@ -271,8 +270,8 @@ def _run(
     sharded: bool,
     offload: float,
 ) -> tuple[Float[Array, "B T D"], Auxiliary]:
-    """Runs the router on the tokens of one device, and the experts of all devices. `key` and `ids`
-    are AdapterDropout's; `sharded` is whether the tokens are this device's alone."""
+    """Runs the router on one device's tokens, and the experts of all devices. `key` and `ids` seed
+    AdapterDropout; `sharded` says whether other devices hold other tokens."""
     config, (B, T, D), X = network.config, x.shape, network.config.experts.count
     logits = network.router(x.reshape(B * T, D))
     chosen = checkpoint_name(network.router.choose(logits), ROUTING)
@@ -304,8 +303,8 @@ def _run_slices(
     *,
     axes: tuple[str, ...],
 ) -> Float[Array, "1 T D"]:
-    """Runs `run` on each device of `axes` with its slice of the experts' width."""
-    # Scales that are themselves quantized in blocks cannot be sliced along the width.
+    """Runs `run` on each device of `axes` with a slice of the experts' width."""
+    # Block-quantized scales cannot be sliced along the width.
     experts = dequantize(experts, tokens.x.dtype)
     placement = slice_placement(experts)
     return sum_over_slices(run, experts, tokens, placement=placement, axes=axes)
@@ -315,7 +314,7 @@ def _run_experts(
     experts: tuple[Experts, UInt32[Array, "2"] | None], tokens: _Tokens, *, offload: float
 ) -> Float[Array, "1 T D"]:
     """Sums the weighted results of each token's experts on this device; in float32 if other devices
-    have the other experts."""
+    hold other experts."""
     network, key = experts
     x, chosen, weights, ids = jax.tree.map(lambda leaf: leaf[0], tokens)
     X, k = network.config.experts.count, chosen.shape[1]
@@ -324,7 +323,7 @@ def _run_experts(
     rows = dispatch(x, groups)
     seeds = None
     if key is not None and ids is not None:
-        # A token has other dropout in each of its experts.
+        # A token gets a different dropout in each of its experts.
         each = ids[:, None] * k + jnp.arange(k, dtype=ids.dtype)[None]
         each = jnp.take(each.reshape(-1), groups.choices, mode="fill", fill_value=0)
         seeds = AdapterDropout(key, each[None])
@@ -349,10 +348,10 @@ def _scores(config: ModelConfig, logits: Float[Array, "*b X"]) -> Float[Array, "
 def _weights(
     config: ModelConfig, logits: Float[Array, "T X"], chosen: Int[Array, "T k"]
 ) -> Float[Array, "T k"]:
-    """Returns the scores of the chosen experts, divided by their sum if the config says so, and
-    multiplied by its factor."""
+    """Returns the scores of the chosen experts, optionally normalized to sum to 1, times the
+    config's factor."""
     if config.experts.scores == "softmax" and config.experts.renormalized:
-        # The same as the quotient of the softmax over all experts, but no sum vanishes.
+        # Softmax over the chosen experts equals the quotient, and avoids underflow.
         weights = jax.nn.softmax(jnp.take_along_axis(logits, chosen, 1))
     else:
         weights = jnp.take_along_axis(_scores(config, logits), chosen, 1)
@@ -367,7 +366,7 @@ def _sums(
     chosen: Int[Array, "B T k"],
     counted: Bool[Array, "B T"],
 ) -> Auxiliary:
-    """Sums over the counted tokens of each sequence."""
+    """Sums the auxiliary values over each sequence's counted tokens."""
     B, _, X = logits.shape
     each = counted.astype(jnp.float32)
     sequences = jnp.arange(B)[:, None, None]

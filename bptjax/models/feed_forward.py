@@ -18,7 +18,7 @@ from bptjax.ops.checkpoint_names import checkpoint_named
 
 
 def _gelu_tanh(x: Array) -> Array:
-    """`jax.nn.gelu`, with (1 + tanh(y)) / 2 as sigmoid(2 y), which has half the rounding error."""
+    """Computes `jax.nn.gelu` with (1 + tanh(y)) / 2 as sigmoid(2 y): half the rounding error."""
     return x * jax.nn.sigmoid(8**0.5 * math.pi**-0.5 * (x + 0.044715 * x * x * x))
 
 
@@ -37,8 +37,8 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 def activate(
     name: str, gate: Float[Array, "*b F"], up: Float[Array, "*b F"] | None = None
 ) -> Float[Array, "*b F"]:
-    """Computes activation(gate) · up, or the activation alone, in float32, rounded once. For the
-    backward pass `gate` and `up` are saved, and nothing between them and the result."""
+    """Computes activation(gate) · up, or the activation alone, in float32, rounded once. The
+    backward pass saves only `gate` and `up`."""
     y = ACTIVATIONS[name](gate.astype(jnp.float32))
     return (y if up is None else y * up.astype(jnp.float32)).astype(gate.dtype)
 
@@ -46,27 +46,27 @@ def activate(
 def _activate_backward(name: str, inputs: tuple[Array, Array | None], dy: Array):
     dgate, dup = jax.vjp(partial(activate.fun, name), *inputs)[1](dy)
     if dup is None:
-        # Most networks without `up` have a bias, whose gradient is the sum of these: one kernel for
-        # both is slower than two.
+        # Most networks without `up` have a bias, whose gradient sums `dgate`: fusing both is slower
+        # than two kernels.
         dgate = jax.lax.optimization_barrier(dgate)
     return dgate, dup
 
 
 activate.defvjp(lambda name, *inputs: (activate.fun(name, *inputs), inputs), _activate_backward)
 
-# Float32 sums over tokens, by name, for an auxiliary loss and for metrics: `[B, ...]` of the tokens
-# of each sequence, or `[L, ...]` of all tokens of a batch in each layer.
+# Float32 sums over tokens, by name, for an auxiliary loss and metrics: `[B, ...]` per sequence, or
+# `[L, ...]` per layer over a batch.
 Auxiliary = dict[str, Array]
 
 
 class FeedForward(nnx.Module):
     """A position-wise network of a layer."""
 
-    # Names of its activations that a remat policy can save, which exist only in a single chunk.
+    # Activations that a remat policy can save if the network runs in a single chunk.
     RESIDUAL_NAMES: ClassVar[tuple[str, ...]] = ("gate", "up")
-    # Names of results that a remat policy saves together with them.
+    # Results that a remat policy saves together with them.
     SAVED_WITH: ClassVar[tuple[str, ...]] = ()
-    # Whether its matrices are those of linear layers, which `train.linear` applies to.
+    # Whether `train.linear` applies to its matrices.
     LINEAR: ClassVar[bool] = True
 
     def __init__(self, config: ModelConfig, key: Array, dtype: DTypeLike):
@@ -84,14 +84,14 @@ class FeedForward(nnx.Module):
 
         Args:
           counted: tokens to sum over.
-          seeds: for the dropout of adapters; None for no dropout.
+          seeds: seeds of adapter dropout; None for no dropout.
           offload: share of the tokens whose saved activations go to host memory.
         """
         raise NotImplementedError
 
     @staticmethod
     def auxiliary_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-        """Returns the shapes of the auxiliary sums of a sequence, by name."""
+        """Returns the shapes of a sequence's auxiliary sums, by name."""
         return {}
 
     @staticmethod
@@ -103,8 +103,8 @@ class FeedForward(nnx.Module):
     def auxiliary_loss(
         config: ModelConfig, sums: Auxiliary, totals: Auxiliary, tokens: Array
     ) -> Float[Array, ""]:
-        """Computes the share of a micro-batch in the mean loss per token, in nats, that is added to
-        the cross-entropy. The shares of all micro-batches add up to the loss of the global batch.
+        """Computes a micro-batch's share of the auxiliary loss, in nats per token, which is added
+        to the cross-entropy. The shares of all micro-batches add up to the global batch's loss.
 
         Args:
           sums: sums `[L, ...]` over the tokens of the micro-batch, without padding.
@@ -117,7 +117,7 @@ class FeedForward(nnx.Module):
     def metrics(
         config: ModelConfig, totals: Auxiliary, tokens: Array
     ) -> dict[str, Float[Array, ""]]:
-        """Returns metrics of the global batch, by name; see `auxiliary_loss`."""
+        """Returns metrics of the global batch, by name; arguments as in `auxiliary_loss`."""
         return {}
 
 
@@ -125,7 +125,7 @@ class Mlp(FeedForward):
     """down(activation(gate(x)) · up(x)) or down(activation(up(x)))."""
 
     def __init__(self, config: ModelConfig, key: Array, dtype: DTypeLike, size: int | None = None):
-        """`size` is the inner width; the config's by default."""
+        """`size` is the inner width; defaults to the config's."""
         D, F, std = (config.hidden_size,), (size or config.F,), config.init_std
         gate, up, down = jax.random.split(key, 3)
         bias = config.mlp_bias

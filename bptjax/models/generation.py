@@ -40,21 +40,20 @@ def generate(
 ) -> Iterator[Int[np.ndarray, "B"]]:
     """Yields the next token of each prompt, one step at a time; -1 after a sequence's end.
 
-    The tokens that follow a prompt do not depend on the lengths of the other prompts. If the
-    parameters are on a mesh, the tokens are computed there.
+    Continuations do not depend on the lengths of the other prompts. Parameters on a mesh are used
+    there.
 
     Args:
       prompts: token ids, of any lengths.
-      new_tokens: largest number of new tokens per prompt.
+      new_tokens: maximum number of new tokens per prompt.
       stop: tokens that end a sequence; they are yielded too.
-      prefill_chunk: prompt tokens processed at a time. Memory beside the cache does not grow with
-        the length of the prompts.
+      prefill_chunk: prompt tokens processed at a time. Memory apart from the cache does not grow
+        with the length of the prompts.
       dtype: dtype of the computation and the cache.
 
     Raises:
-      ValueError: no prompt, an empty one, or one with an id that is not in the vocabulary; a
-        negative `new_tokens`; a `prefill_chunk` below 1; more tokens than the model has learned
-        positions.
+      ValueError: no prompt, an empty prompt, or a token id outside the vocabulary; a negative
+        `new_tokens`; a `prefill_chunk` below 1; more tokens than the model has learned positions.
     """
     config, landmarks = model.config, model.config.landmarks
     check_chunk(prefill_chunk=prefill_chunk)
@@ -66,7 +65,7 @@ def generate(
         if (bad := ids[(ids < 0) | (ids >= config.V)]).size:
             raise ValueError(f"prompts: must be token ids in [0, {config.V}), not {bad[0]}")
     if landmarks is not None and len(prompts) > 1:
-        # Blocks of prompts of several lengths end at different steps.
+        # Landmark blocks of prompts with different lengths end at different steps.
         options: Any = dict(new_tokens=new_tokens, sampling=sampling, stop=stop)
         options |= dict(prefill_chunk=prefill_chunk, dtype=dtype, execution=execution)
         each = (generate(model, [x], seed=seed + i, **options) for i, x in enumerate(prompts))
@@ -93,12 +92,12 @@ def generate(
     keys = jax.random.split(jax.random.key(seed), new_tokens)
     ended, read, due = np.zeros(len(sequences), bool), lengths, False
     state: tuple[Any, ...] | None = None
-    # For a step at a time: a generator must not leave the mesh set for its caller.
+    # Entered for one step at a time: a suspended generator must not leave its mesh set.
     on_mesh = _mesh_setter(model)
     for i in range(new_tokens):
         crossed = (read <= rotation_change) & (lengths > rotation_change)
         if state is None or crossed[~ended].any():
-            # Beyond this length, every key of the sequence has a different rotation.
+            # Beyond this length, longrope rotates every key of the sequence differently.
             size = longest + room
             with on_mesh():
                 chunk, cache = _prefill(
@@ -122,7 +121,7 @@ def generate(
         due = landmarks is not None and landmarks.is_due(len(sequences[0]))
         if landmarks is not None and due:
             sequences[0].append(landmarks.token)
-        # Not in place, because a step may still be reading the array.
+        # A new array, because a step may still be reading the old one.
         read, lengths = lengths, lengths + 1 + due
 
 
@@ -135,11 +134,7 @@ def continuations(
     **options: Any,
 ) -> Iterator[list[str]]:
     """Yields, after each token, the texts generated so far. A text ends before a stop string or an
-    end-of-text token.
-
-    Args:
-      options: options of `generate`.
-    """
+    end-of-text token. `options` go to `generate`."""
     stop = tokenizer.stop_ids
     tokens: list[list[int]] = [[] for _ in prompts]
     texts, ended = ["" for _ in prompts], [False] * len(prompts)
@@ -171,7 +166,7 @@ def length_warning(config: ModelConfig, length: int) -> str | None:
 
 
 def _mesh_setter(model: Decoder) -> Callable[[], AbstractContextManager]:
-    """Returns `jax.set_mesh` for the mesh of the model's parameters, if they are on one."""
+    """Returns `jax.set_mesh` for the mesh of the model's parameters; does nothing without one."""
     where = jax.tree.leaves(model)[0].sharding
     if not isinstance(where, NamedSharding):
         return nullcontext
@@ -182,10 +177,10 @@ def _mesh_setter(model: Decoder) -> Callable[[], AbstractContextManager]:
 def _rotation_change(config: Any) -> float:
     """Returns the length beyond which longrope rotates all keys by other frequencies.
 
-    There the cached keys of a sequence are computed again, so that its tokens are the same as
+    Beyond it, the cached keys of a sequence are recomputed, so that its tokens are the same as
     without a cache. transformers does so for Phi-3; for other models it mixes keys of both
-    rotations. With `dynamic`, whose frequencies change with every token, cached keys keep their
-    rotation, as in transformers.
+    rotations. With `dynamic`, whose frequencies change with every token, cached keys stay as they
+    are, as in transformers.
     """
     lengths = [
         p.get("original_max_position_embeddings") or config.max_position_embeddings
@@ -199,8 +194,8 @@ def _prefill(
     model: Decoder, sequences: list[list[int]], size: int, chunk: int, **how: Any
 ) -> tuple[Int[Array, "B T"], Cache]:
     """Aligns the sequences at their ends and processes all chunks but the last. Returns the last
-    chunk and the cache. With landmarks, blocks start at multiples of their size in the cache, so
-    the first chunk is shorter than the others in place of padding."""
+    chunk and the cache. Landmark blocks start at multiples of their size in the cache, so with
+    landmarks the first chunk is short instead of padded."""
     lengths = np.array([len(sequence) for sequence in sequences], np.int32)
     longest = int(lengths.max())
     chunk = min(chunk, longest)
@@ -242,10 +237,10 @@ def _step(
     dtype: DTypeLike,
     execution: Execution,
 ) -> tuple[Int[Array, "B"], Cache, Bool[Array, "B V"]]:
-    """Processes the tokens and samples the next. Returns it, the cache, and the tokens seen so
-    far."""
+    """Processes the tokens and samples the next. Returns the new token, the cache and the mask of
+    tokens seen so far."""
     hidden, cache = model.decode(tokens, cache, length=lengths, dtype=dtype, execution=execution)
-    # Every device draws every token, so that every process has it.
+    # Every device samples every token, so that every process has all of them.
     logits = constrain(model.logits(hidden[:, -1:])[:, 0], None, None)
     if model.config.landmarks is not None:
         logits = logits.at[:, model.config.landmarks.token].set(-jnp.inf)

@@ -1,4 +1,4 @@
-"""An embedding of the tokens that each layer has for itself."""
+"""Per-layer token embeddings."""
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +15,9 @@ from bptjax.parallel.mesh import lookup
 
 
 class LayerEmbedding(nnx.Module):
-    """A layer's own embedding of the tokens: gate(x) · (entry + norm(context(x_0))) / √2, where x_0
-    is the input of the first layer; the result is projected and normalized for the residual stream.
-    As in Gemma 4's small models. `table` is `[V, P]`, `context` `[D, P]`."""
+    """Token embedding of one layer: gate(x) · (entry + norm(context(x_0))) / √2, where x_0 is the
+    input of the first layer; the result is projected and normalized for the residual stream. Used
+    by Gemma 4's small models. `table` is `[V, P]`, `context` `[D, P]`."""
 
     def __init__(self, config: ModelConfig, key: Array, dtype: DTypeLike):
         D, P, std = config.hidden_size, config.layer_embedding.size, config.init_std
@@ -28,7 +28,7 @@ class LayerEmbedding(nnx.Module):
 
         self.activation = config.activation
         self.table = new_param(keys[0], (config.V, P), ("vocab", "embed"), std, dtype)
-        # No linear layer of its own in files, where it is a part of that of all layers.
+        # Not a `Linear`: files store the contexts of all layers as one linear layer.
         shape, axes = (D, P), ("embed", None)
         self.context = new_param(keys[1], shape, axes, std, dtype, matrix=(1, 1))
         self.gate = linear(keys[2], D, P, ("embed", None))
@@ -42,7 +42,7 @@ class LayerEmbedding(nnx.Module):
 
         Args:
           x: input of the first layer.
-          norm: norm of the context, the same in all layers.
+          norm: norm of the context, shared by all layers.
         """
         P, D = self.table.shape[-1], x.shape[-1]
         entry = lookup(self.table[...], tokens, "vocab").astype(x.dtype)
@@ -59,6 +59,6 @@ class LayerEmbedding(nnx.Module):
         embedded: Float[Array, "B T P"],
         seeds: AdapterDropout | None = None,
     ) -> Float[Array, "B T D"]:
-        """Computes the contribution to the residual stream. `embedded` is the result of `read`."""
+        """Computes the addend to the residual stream. `embedded` is the result of `read`."""
         gate = self.gate(x, seeds)
         return self.norm(self.out(activate(self.activation, gate, embedded), seeds))

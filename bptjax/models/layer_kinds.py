@@ -1,30 +1,30 @@
-"""Static choices in which the layers of one model differ."""
+"""Static differences between the layers of a model."""
 
 from typing import Any, NamedTuple
 
 from bptjax.models.attention_pattern import AttentionPattern
 
-# Parts of `Layer` that depend on the number and size of its heads. Layers of full attention may
-# have other ones, whose names begin with FULL.
+# Parts of `Layer` that depend on the number and size of its heads. In full-attention layers these
+# parts may differ; their names then begin with FULL.
 PROJECTIONS = ("query", "key", "value", "query_norm", "key_norm", "out")
 FULL = "full_"
-# Parts that a layer lacks if it attends to the keys and values of another one.
+# Parts that a layer lacks if it attends to the keys and values of another layer.
 KEY_PARTS = ("key", "value", "key_norm")
-# Parts that a layer without attention lacks.
+# Parts that attention-free layers lack.
 ATTENTION_PARTS = (*PROJECTIONS, "gate", "sinks")
 
 
 class LayerKind(NamedTuple):
-    """Static choices in which the layers of a model differ.
+    """Static choices of one layer.
 
     Attributes:
-      window: tokens that a token attends to, itself included; None for all.
+      window: tokens that a token attends to, including itself; None for all.
       rope: rotary parameters; None if the layer rotates nothing.
-      pattern: sparse pattern in place of full attention.
-      absent: names of the parts of `Layer` that this layer lacks, though other layers have them.
-      mixer: type of the layer, if it has no attention; see `MIXERS`.
+      pattern: sparse pattern of a full-attention layer.
+      absent: names of the parts of `Layer` that this layer lacks but other layers have.
+      mixer: kind of an attention-free layer; see `MIXERS`.
       full: the layer has heads of `full_attention`.
-      shares: the layer attends to the keys and values of an earlier one.
+      shares: the layer attends to the keys and values of an earlier layer.
     """
 
     window: int | None

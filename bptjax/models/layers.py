@@ -26,16 +26,16 @@ from bptjax.ops.position import rope, rope_frequencies, rotated_features
 
 
 class TokenContext(NamedTuple):
-    """Inputs of a layer for each token, in addition to the residual stream.
+    """Inputs of a layer per token, in addition to the residual stream.
 
     Attributes:
-      positions: in the document, for rotary embeddings.
-      ids: number of the token in the batch, which seeds its dropout.
+      positions: positions in the document, for rotary embeddings.
+      ids: index of the token in the batch, which seeds its dropout.
       padding: true for padding; None if there is none.
-      lengths: number of tokens of the document; None if no rotary scaling depends on it.
+      lengths: document length in tokens; None if no rotary scaling depends on it.
       marked: true for markers of the attention pattern; None if it has none.
-      tokens: token ids; None if layers have no embedding of their own.
-      embedded: features of the layer's own embedding; None without such an embedding.
+      tokens: token ids; None if the model has no per-layer embeddings.
+      embedded: features of the layer's token embedding; None without one.
     """
 
     positions: Int[Array, "B T"]
@@ -48,8 +48,8 @@ class TokenContext(NamedTuple):
 
 
 class DropoutKeys(NamedTuple):
-    """Key data of a layer: for attention weights, for the outputs of attention and of the
-    feed-forward network, and for the inputs of adapters."""
+    """Key data of a layer: for attention weights, the outputs of attention and of the feed-forward
+    network, and adapter inputs."""
 
     attention: UInt32[Array, "2"]
     attended: UInt32[Array, "2"]
@@ -58,17 +58,17 @@ class DropoutKeys(NamedTuple):
 
 
 def adapter_dropout(keys: DropoutKeys | None, tokens: TokenContext) -> AdapterDropout | None:
-    """Returns the seeds for a layer's adapters; None without dropout."""
+    """Returns the dropout seeds of a layer's adapters; None without dropout."""
     return None if keys is None else AdapterDropout(keys.adapters, tokens.ids)
 
 
 class LayerScale(nnx.Variable):
-    """The constant that multiplies the output of each layer, `[L, 1]`. Saved, but not trained."""
+    """Constant `[L, 1]` that multiplies the output of each layer. Saved, but not trained."""
 
 
 class Layer(nnx.Module):
-    """A transformer layer: three position-wise functions, with attention between the first two
-    (`queries`, `keys_values`) and the last (`finish`).
+    """A transformer layer of three position-wise functions: attention runs between `queries` and
+    `keys_values`, which come before it, and `finish`.
     """
 
     def __init__(self, config: ModelConfig, key: Array, dtype: DTypeLike):
@@ -80,7 +80,7 @@ class Layer(nnx.Module):
         self.attention_norm = norm() if before else None
         own: Any = _projections(config, keys, dtype, full=False)
         self.query, self.key, self.value, self.query_norm, self.key_norm, self.out = own
-        # In place of these six in some layers.
+        # Full-attention layers use these six instead.
         own = (None,) * len(PROJECTIONS)
         if config.full_layers:
             own = _projections(config, jax.random.split(full_key, 4), dtype, full=True)
@@ -94,12 +94,12 @@ class Layer(nnx.Module):
         self.mlp_norm = norm() if before and config.residual != "shared" else None
         self.mlp_post_norm = norm() if after else None
         self.mlp = new_feed_forward(config, keys[4], dtype)
-        # In place of attention in some layers.
+        # Attention-free layers use these instead of attention.
         for kind, mixer in MIXERS.items():
             stream = jax.random.fold_in(key, mixer.STREAM)
             part = mixer(config, stream, dtype) if kind in config.mixers else None
             setattr(self, getattr(config, kind).PART, part)
-        # In place of `mlp` in some layers.
+        # Some layers use this MLP instead of `mlp`.
         wide = config.shared_kv.intermediate_size
         dense_key = wide_key if wide else keys[4]
         self.dense = Mlp(config, dense_key, dtype, wide) if config.dense_layers else None
@@ -109,7 +109,7 @@ class Layer(nnx.Module):
 
     @property
     def mixer(self) -> Mixer | None:
-        """The part in place of attention, of a layer without the parts that it lacks."""
+        """The part that replaces attention, if any, in a layer whose absent parts are None."""
         parts = (getattr(self, group.PART) for group in self.config.mixers.values())
         return next((part for part in parts if part is not None), None)
 
@@ -121,8 +121,7 @@ class Layer(nnx.Module):
         rope_parameters: dict[str, Any] | None,
         keys: DropoutKeys | None = None,
     ) -> Float[Array, "B T N H"]:
-        """Computes the queries of the residual stream, rotated by these rotary parameters if there
-        are any."""
+        """Computes queries of the stream, rotated unless `rope_parameters` is None."""
         q = self.query(self.read(x), adapter_dropout(keys, tokens))
         q = self._rotate(self._clip(q), self.query_norm, tokens, rope_parameters)
         if not self.config.attention.query_growth:
@@ -139,8 +138,7 @@ class Layer(nnx.Module):
         rope_parameters: dict[str, Any] | None,
         keys: DropoutKeys | None = None,
     ) -> tuple[Float[Array, "B T K H"], Float[Array, "B T K H"]]:
-        """Computes the keys of the residual stream, rotated by these rotary parameters, and the
-        values."""
+        """Computes keys, rotated unless `rope_parameters` is None, and values of the stream."""
         x, seeds = self.read(x), adapter_dropout(keys, tokens)
         k = self._clip(self.key(x, seeds))
         v = k if self.value is None else self._clip(self.value(x, seeds))
@@ -161,11 +159,11 @@ class Layer(nnx.Module):
         network.
 
         Args:
-          inside: false for copies of tokens that fill up a chunk.
+          inside: false for copies of tokens that pad a chunk.
           offload: share of the tokens whose saved activations go to host memory.
 
         Returns:
-          the residual stream; the auxiliary sums over all tokens but padding and copies.
+          the residual stream; the auxiliary sums over all tokens except padding and copies.
         """
         config, seeds = self.config, adapter_dropout(keys, tokens)
         rate = config.residual_dropout or 0.0
@@ -245,7 +243,7 @@ def _normalized(x: Array, norm: Norm | None) -> Array:
 def _heads(
     config: ModelConfig, key: Array, dtype: DTypeLike, heads: int, size: int, axis: str = "heads"
 ) -> Linear:
-    """Makes a projection of the residual stream to heads of this size."""
+    """Makes a projection from the residual stream to heads of this size."""
     shape, axes = ((config.hidden_size,), (heads, size)), ("embed", axis, None)
     bias = config.attention.qkv_bias
     return Linear(key, *shape, axes, std=config.init_std, bias=bias, dtype=dtype)
@@ -254,7 +252,7 @@ def _heads(
 def _projections(
     config: ModelConfig, keys: Array, dtype: DTypeLike, *, full: bool
 ) -> tuple[nnx.Module | None, ...]:
-    """Makes the parts `PROJECTIONS` of layers with heads of `full_attention`, or of the others."""
+    """Makes the `PROJECTIONS` of layers with heads of `full_attention`, or of the other layers."""
     N, (K, H) = config.num_heads, config.heads(full)
     query_heads, key_heads = (N, K) if config.attention.qk_norm_joint else (1, 1)
     has_value = not (full and config.full_attention.keys_as_values)
@@ -282,8 +280,8 @@ def rotary(
     length: Int[Array, "B T"] | None,
     size: int | None = None,
 ) -> tuple[Float[Array | np.ndarray, "... R"], float]:
-    """Returns the frequencies of heads of this size, or head_dim, with these rotary parameters, and
-    the factor on cos and sin."""
+    """Returns the rotary frequencies of heads of this size (head_dim by default), and the factor on
+    cos and sin."""
     return rope_frequencies(
         rotated_features(size or config.H, parameters),
         parameters,

@@ -22,22 +22,22 @@ def new_param(
     """Draws a normal parameter with this standard deviation, in float32.
 
     Args:
-      metadata: `matrix`, numbers of input and output axes of the weight of a linear layer, which
-        muon may update; `decayed` of another weight that weight decay applies to.
+      metadata: `matrix`, the numbers of input and output axes of a linear layer's weight, which
+        muon may update; `decayed`, set on other weights that weight decay applies to.
     """
     value = (std * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
     return nnx.Param(value, axes=axes, **metadata)
 
 
 def spread(v: Array, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
-    """Broadcasts a parameter to all tokens, in `dtype`. Its gradient is summed over the tokens in
-    float32: in 16 bits, a sum over thousands of tokens stops growing."""
+    """Broadcasts a parameter to all tokens, in `dtype`. Its gradient is summed over tokens in
+    float32: a 16-bit sum over thousands of tokens stops growing."""
     return jnp.broadcast_to(v.astype(jnp.float32), shape).astype(dtype)
 
 
 class AdapterDropout(NamedTuple):
-    """Seeds of the dropout of an adapter's input: key data, ids of the tokens, and the number of
-    the input's first column."""
+    """Seeds of the dropout of an adapter's input: key data, token ids, and the index of the input's
+    first column."""
 
     key: UInt32[Array, "2"]
     ids: Int[Array, "B T"]
@@ -45,16 +45,15 @@ class AdapterDropout(NamedTuple):
 
 
 def apply_kernel(kernel: Any, x: Array, in_ndim: int, seeds: AdapterDropout | None = None) -> Array:
-    """Computes x · kernel over the last `in_ndim` axes of x, in x's dtype. A kernel that is not a
-    parameter, as one with an adapter, computes this itself.
-    """
+    """Computes x · kernel over the last `in_ndim` axes of x, in x's dtype. Kernels that are not
+    plain parameters, such as those with an adapter, compute the product themselves."""
     if isinstance(kernel, nnx.Variable):
         return jnp.tensordot(x, kernel[...].astype(x.dtype), axes=in_ndim)
     return kernel(x, in_ndim, seeds)
 
 
 def dequantize(tree: Any, dtype: DTypeLike) -> Any:
-    """Returns modules with their quantized kernels dequantized to `dtype`."""
+    """Returns the modules with quantized kernels dequantized to `dtype`."""
 
     def quantized(kernel):
         return hasattr(kernel, "dense") and not isinstance(kernel, nnx.Module)

@@ -1,4 +1,4 @@
-"""Linear attention: the gated delta rule behind a short convolution, in place of attention."""
+"""Linear attention: the gated delta rule after a short convolution, instead of attention."""
 
 from typing import ClassVar
 
@@ -21,9 +21,9 @@ from bptjax.parallel.delta_rule import gated_delta_rule
 
 
 class LinearAttention(Mixer):
-    """Queries, keys and values pass a convolution and SiLU; the rule reads L2-normalized queries
-    and keys; the output of each head is normalized and gated. A layer carries the float32 state of
-    each head, and the last inputs of the convolution: queries, then keys, then values.
+    """Passes queries, keys and values through a convolution and SiLU, applies the rule to
+    L2-normalized queries and keys, then normalizes and gates the output of each head. Its state is
+    the float32 state of each head and the convolution's last inputs: queries, keys, values.
 
     Yang et al. 2024, arXiv 2412.06464, Section 3.4.
     """

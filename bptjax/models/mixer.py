@@ -1,4 +1,4 @@
-"""The base class of modules that mix the tokens of a layer otherwise than attention does."""
+"""The base class of modules that mix the tokens of a layer without attention."""
 
 from typing import ClassVar
 
@@ -14,14 +14,14 @@ from bptjax.models.linear import AdapterDropout
 
 
 class Mixer(nnx.Module):
-    """A part of a layer in place of attention: `heads` mixes tokens, and `finish` is position-wise.
-    Layers carry arrays from earlier tokens to later ones."""
+    """The part of a layer that replaces attention: `heads` mixes tokens, and `finish` is
+    position-wise. A state carries information from earlier tokens to later ones."""
 
-    # Logical axes of the arrays that a layer carries.
+    # Logical axes of the arrays of the state.
     AXES: ClassVar[tuple[tuple[str | None, ...], ...]]
-    # Names of results, beside those of matrix products, that a remat policy can save.
+    # Results, other than matrix products, that a remat policy can save.
     RESIDUAL_NAMES: ClassVar[tuple[str, ...]] = ()
-    # Number that tells the random stream of its parameters from those of other parts of a layer.
+    # Number of the random stream of its parameters, different for each part of a layer.
     STREAM: ClassVar[int]
 
     def __init__(self, config: ModelConfig, key: Array, dtype: DTypeLike):
@@ -29,7 +29,7 @@ class Mixer(nnx.Module):
 
     @staticmethod
     def room(config: ModelConfig, batch: int, dtype: DTypeLike) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Returns the shapes of what a layer carries, in a cache of `dtype`."""
+        """Returns the shapes of the state in a cache of `dtype`."""
         raise NotImplementedError
 
     def heads(
@@ -43,12 +43,12 @@ class Mixer(nnx.Module):
         seeds: AdapterDropout | None = None,
         offload: float = 0.0,
     ) -> tuple[Float[Array, "B T *heads"], tuple[Array, ...]]:
-        """Mixes the tokens of the layer's normalized input. Returns the input of `finish`, and what
-        the layer carries to later tokens.
+        """Mixes the tokens of the layer's normalized input. Returns the input of `finish` and the
+        new state.
 
         Args:
           segments, order, previous: as in `parallel.causal_convolution`; `previous` is the document
-            of `carried`.
+            of `carried`, the state.
           offload: share of the tokens whose saved activations go to host memory.
         """
         raise NotImplementedError

@@ -11,9 +11,8 @@ from bptjax.ops.norm import layer_norm, rms_norm
 
 
 class Norm(nnx.Module):
-    """The config's norm over the last axis, of `size` features; by default the residual stream's.
-    Its parameters have the logical axis `axis`.
-    """
+    """The config's norm over the last axis, of `size` features; defaults to the residual stream's
+    width. `axis` is the logical axis of its parameters."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Parameters by path: where they come from, and how they get into a model on its devices."""
+"""Parameters by path: their source on disk, and their way into a model on its devices."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +15,7 @@ from bptjax.ops.position import extend_positions
 from bptjax.parallel.mesh import RULES
 from bptjax.run.progress import Progress
 
-# Position in the first axes of an array: the layer, and the expert. Empty for all of the array.
+# Index into the first axes of an array: layer, then expert. Empty for the full array.
 Index = tuple[int, ...]
 
 
@@ -32,11 +32,11 @@ class ArraySpec(NamedTuple):
 
 @runtime_checkable
 class ParameterSource(Protocol):
-    """Parameters on disk, by path; arrays have the dtypes that they have there.
+    """Parameters on disk, by path. Arrays have the dtypes of the files.
 
     Attributes:
-      specs: of each parameter, with its stacked axes.
-      files: files that tell these parameters from others, byte for byte.
+      specs: dtype and shape of each parameter, including stacked axes.
+      files: files that identify these parameters byte for byte.
     """
 
     specs: dict[str, ArraySpec]
@@ -54,8 +54,8 @@ class ParameterSource(Protocol):
 def stacked(
     source: ParameterSource, show: Callable[[str], None] | None = None
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields (path, array) of every parameter. One is in memory at a time, or those that the files
-    fuse. Shows the progress, which includes the caller's work; see `Progress` for `show`."""
+    """Yields (path, array) of every parameter. Memory holds one parameter at a time, or a group
+    that the files fuse. Shows progress, including the caller's work; see `Progress` for `show`."""
     stacks: dict[str, np.ndarray] = {}
     size = sum(spec.nbytes for spec in source.specs.values())
     with Progress("loading weights", size, show) as progress:
@@ -73,11 +73,11 @@ def stacked(
 
 
 def put_param(path: str, leaf: Any, array: np.ndarray, dtype: Any = None) -> Any:
-    """Returns the abstract parameter `leaf` with `array` in it, on the devices of its sharding.
+    """Returns the abstract parameter `leaf` filled with `array`, on the devices of its sharding.
 
     Args:
-      path: of the parameter. Not used here; functions that stand in for this one choose by it.
-      dtype: dtype on the devices; that of `leaf` by default.
+      path: not used here; functions that replace this one choose by it.
+      dtype: dtype on the devices; defaults to the dtype of `leaf`.
     """
     wanted = leaf.get_value()
     array = np.ascontiguousarray(array, dtype or wanted.dtype)
@@ -92,11 +92,11 @@ def fill_model(
     config: ModelConfig,
     put: Callable[[str, Any, np.ndarray], Any] = put_param,
 ) -> Any:
-    """Returns the abstract `model` (ShapeDtypeStructs with shardings) with its parameters.
+    """Fills the abstract `model` (ShapeDtypeStructs with shardings) with its parameters.
 
     Args:
-      params: (path, array) of every parameter, resized for the config here.
-      put: puts an array into an abstract parameter, see `put_param`.
+      params: (path, array) of every parameter; arrays are resized to the config.
+      put: puts an array into an abstract parameter; see `put_param`.
     """
     leaves, tree = jax.tree.flatten_with_path(model, is_leaf=lambda x: isinstance(x, nnx.Variable))
     numbers = {param_path(path): i for i, (path, _) in enumerate(leaves)}
@@ -110,10 +110,10 @@ def fill_model(
 
 
 def resize_param(path: str, array: np.ndarray, config: ModelConfig) -> np.ndarray:
-    """Returns a checkpoint's parameter in the shape that the config gives it.
+    """Resizes a checkpoint's parameter to the shape that the config needs.
 
-    Learned positions are repeated up to `max_position_embeddings`. Embeddings get rows for added
-    tokens, the mean of the other rows. Other parameters stay as they are.
+    Learned positions are repeated up to `max_position_embeddings`. Embeddings of added tokens are
+    the mean of the existing embeddings. Other parameters stay as they are.
     """
     if path in ("embedding", "head", "head_bias") and len(array) < config.V:
         mean = array.mean(0, dtype=np.float32, keepdims=True).astype(array.dtype)
@@ -126,9 +126,8 @@ def resize_param(path: str, array: np.ndarray, config: ModelConfig) -> np.ndarra
 
 
 def expert_placement(tree: Any) -> Any:
-    """Returns a prefix of a tree of a layer's parameters, with the placement of each in
-    `per_device`: sharded over the mesh axes of the experts if it has an axis of experts, which is
-    its first, otherwise replicated."""
+    """Returns the `per_device` placement of each parameter of a layer, as a tree prefix: sharded
+    over the mesh axes of the experts if the first axis is the experts, otherwise replicated."""
 
     def place(v):
         of_experts = isinstance(v, nnx.Variable) and v.axes[:1] == ("experts",)
@@ -138,9 +137,9 @@ def expert_placement(tree: Any) -> Any:
 
 
 def slice_placement(tree: Any) -> Any:
-    """Returns a prefix of a tree of a layer's parameters, with the placement of each in
-    `parallel.experts.sum_over_slices`: sharded along the width of the experts if it has that axis,
-    otherwise replicated."""
+    """Returns the placement of each parameter of a layer in `parallel.experts.sum_over_slices`, as
+    a tree prefix: sharded along the experts' width if the parameter has that axis, otherwise
+    replicated."""
 
     def place(v):
         if not isinstance(v, nnx.Variable) or "mlp" not in v.axes:
@@ -151,5 +150,5 @@ def slice_placement(tree: Any) -> Any:
 
 
 def param_path(path: tuple) -> str:
-    """Returns a key path of the model as a dotted string, such as `layers.query.kernel`."""
+    """Formats a key path of the model as a dotted string, such as `layers.query.kernel`."""
     return jax.tree_util.keystr(path, simple=True, separator=".")

@@ -1,4 +1,4 @@
-"""Settings of sampling, and their defaults from a checkpoint's generation_config.json."""
+"""Sampling settings, and their defaults from a checkpoint's generation_config.json."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -17,10 +17,10 @@ RANDOM = {"temperature", "top_k", "top_p", "min_p"}
 # transformers' defaults with do_sample.
 SAMPLED = {"temperature": 1.0, "top_k": 50}
 CHAT_TEMPERATURE = 0.7
-# Factors that keep logits finite in float32.
+# Bounds of factors that keep logits finite in float32.
 BOUNDS = 1e-6, 1e6
-# Other fields that change the text of transformers. bptjax does not read them. Null, false and 0
-# change nothing, nor does 1 in the first line.
+# Other fields that change generation in transformers; bptjax ignores them. Null, false and 0
+# change nothing, nor does 1 in FACTORS.
 FACTORS = "num_beams num_beam_groups typical_p encoder_repetition_penalty guidance_scale"
 OTHERS = (
     "penalty_alpha top_h epsilon_cutoff eta_cutoff exponential_decay_length_penalty min_length "
@@ -32,7 +32,7 @@ OTHERS = (
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling of a token from logits. The steps apply in this order, as in `transformers`.
+    """How a token is sampled from logits. The steps apply in the order of `transformers`.
 
     Attributes:
       repetition_penalty: divides the logits of tokens that have occurred; negative logits are
@@ -71,7 +71,7 @@ class Sampling:
     def draw(
         self, logits: Float[Array, "B V"], seen: Bool[Array, "B V"], key: Array
     ) -> Int[Array, "B"]:
-        """Returns a token for each sequence; `seen` marks the tokens that have occurred in it."""
+        """Samples a token for each sequence; `seen` marks tokens that have occurred in it."""
         if self.repetition_penalty != 1.0:
             factor = jnp.where(logits > 0, 1 / self.repetition_penalty, self.repetition_penalty)
             logits = jnp.where(seen, logits * factor, logits)
@@ -95,23 +95,22 @@ class Sampling:
 def choose_sampling(
     config: Mapping[str, Any], warn: Callable[[str], None], *, chat: bool, **chosen: Any
 ) -> tuple[Sampling, str]:
-    """Chooses the sampling for a checkpoint.
+    """Chooses the sampling settings for a checkpoint.
 
-    Chosen values win. Otherwise, if `config` says how to sample, its values count as in
-    transformers: without `do_sample: true` the most likely token is taken, and with it top_k is 50
-    if it is not set. A config that does not say it leaves the temperature 0.7 for chats, and 1 for
-    other text.
+    Chosen values win. Otherwise the values in `config` count as in transformers: without
+    `do_sample: true` the most likely token is taken, and with it top_k defaults to 50. If `config`
+    says nothing about sampling, the temperature is 0.7 for chats and 1 for other text.
 
     Args:
       config: fields of generation_config.json.
-      warn: called with a line about fields that are left out.
+      warn: called with a line about ignored fields.
       chosen: fields of `Sampling`; None where nothing was chosen.
 
     Returns:
-      The sampling, and a line with the values and where they come from.
+      The settings, and a line with the values and their sources.
 
     Raises:
-      ValueError: a value is of another type, or out of range.
+      ValueError: a value of the wrong type, or out of range.
     """
     chosen = {name: value for name, value in chosen.items() if value is not None}
     given = {f.name: config[f.name] for f in fields(Sampling) if config.get(f.name) is not None}
@@ -150,10 +149,10 @@ def choose_sampling(
 
 
 def _check(name: str, value: Any) -> None:
-    """Checks a number of generation_config.json.
+    """Checks a number from generation_config.json.
 
     Raises:
-      ValueError: it is of another type, or out of range.
+      ValueError: a value of the wrong type, or out of range.
     """
     kind, text = (int, "an integer") if name == "top_k" else (int | float, "a number")
     try:

@@ -1,4 +1,4 @@
-"""A short convolution between two gates, in place of attention."""
+"""A short convolution between two gates, instead of attention."""
 
 from typing import ClassVar
 
@@ -16,8 +16,7 @@ from bptjax.parallel.causal_convolution import causal_convolution
 
 
 class ShortConvolution(Mixer):
-    """out(gate(x) · convolution(key(x) · value(x))). A layer carries the last inputs of the
-    convolution."""
+    """out(gate(x) · convolution(key(x) · value(x))). Its state is the convolution's last inputs."""
 
     AXES: ClassVar = (("batch", None, None),)
     STREAM: ClassVar = 5

@@ -1,4 +1,4 @@
-"""The layers of a model, applied in order."""
+"""Applies the layers of a model in order."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -43,8 +43,8 @@ class StackOutput(NamedTuple):
     Attributes:
       x: the residual stream after the last layer.
       states: the residual stream after each layer; None unless requested.
-      aux: float32 sums of the auxiliary values of each layer that has them over all tokens but
-        padding, by name.
+      aux: float32 auxiliary sums, by name, of each layer that has them, over all tokens except
+        padding.
       cache: the given cache with these tokens appended; None without a cache.
     """
 
@@ -69,8 +69,8 @@ class _Chunk(NamedTuple):
 
 
 def new_layers(config: ModelConfig, key: Array, dtype: DTypeLike) -> Layer:
-    """Makes new layers, their parameters stacked on axis 0: those of each part over the layers that
-    have it."""
+    """Makes new layers with their parameters stacked on axis 0. A part that some layers lack is
+    stacked over the layers that have it."""
     keys = jax.random.split(key, config.num_layers)
     layers = jax.vmap(lambda key: Layer(config, key, dtype))(keys)
     for name, own in _own_layers(config).items():
@@ -100,13 +100,13 @@ def run(
 
     Args:
       tokens: without `lengths`, which this function computes.
-      mask: mask of all layers, without a window. Each layer adds its own.
-      length: number of tokens of each sequence, if each sequence is one document. If left out, the
-        length of a document is its largest position among these tokens, plus one.
+      mask: mask of all layers, without a window. Each layer adds its window.
+      length: number of tokens of each sequence, if each sequence is one document. Otherwise a
+        document's length is its largest position among these tokens, plus one.
       dropout_key: None for no dropout.
-      cache: keys and values of earlier tokens. These tokens attend to them too, always with the
-        schedule `split`.
-      k_positions, k_marked: `positions` in the document and `marked` of the keys in the cache.
+      cache: keys and values of earlier tokens, which these tokens attend to as well, always with
+        the schedule `split`.
+      k_positions, k_marked: `positions` and `marked` of the keys in the cache.
       embedding_norm: `norm` of `LayerEmbedding.read`.
       hidden_states: also return the residual stream after each layer.
     """
@@ -118,7 +118,7 @@ def run(
     values, slots = split_gradient(layers)
     positions: Any = tokens.positions
     if mask.segments is None:
-        # Static, so that the kernels' tiles are too.
+        # Static positions keep the kernels' tiles static.
         positions = (
             np.arange(x.shape[1], dtype=np.int32) if mask.positions is None else mask.positions
         )
@@ -186,14 +186,14 @@ def run(
         q = checkpoint_named(_query(kind, shared, chunk), "query", execution.offload)
         return *_split(execution, shared, chunk, function(q, k, v)), past, kv
 
-    # The loops carry the cache of all layers, so that they write it in place. `made` are the keys
-    # and values of the last layer of each type so far.
+    # The loops carry the cache of all layers, so that they write it in place. `made` holds the
+    # latest keys and values of each layer type.
     carry, kinds = (x, cache, slots, made), config.layer_kinds
     own = config.num_layers - config.later_layers
     carry, (states, aux) = execution.scan(step, carry, kinds[:own])
     if own < config.num_layers:
-        # The other layers read the final ones, which their loops do not save again, and whose
-        # gradients they sum in float32.
+        # The later layers read the final keys and values: their loops do not save them again, and
+        # sum their gradients in float32.
         *rest, made = carry
         made = jax.tree.map(lambda y: y.astype(jnp.float32), made)
 
@@ -212,15 +212,14 @@ def run(
 
 
 def _own_layers(config: ModelConfig) -> dict[str, list[int]]:
-    """Returns the numbers of the layers that have a part, for each part of `Layer` that some layers
-    lack, by its name."""
+    """Returns the indices of the layers that have a part, for each part that some layers lack."""
     kinds = config.layer_kinds
     names = {name for kind in kinds for name in kind.absent}
     return {name: [i for i, kind in enumerate(kinds) if name not in kind.absent] for name in names}
 
 
 def _number(config: ModelConfig, own: list[int], index: Int[Array, ""]) -> Int[Array, ""]:
-    """Returns the number of the layer with this index among the layers `own`."""
+    """Returns the position of layer `index` among the layers `own`."""
     if len(own) == config.num_layers:
         return index
     return jnp.asarray(np.searchsorted(own, np.arange(config.num_layers)), index.dtype)[index]
@@ -229,8 +228,8 @@ def _number(config: ModelConfig, own: list[int], index: Int[Array, ""]) -> Int[A
 def _read_layer(
     config: ModelConfig, kind: LayerKind, values: Any, slots: Any, index: Int[Array, ""]
 ) -> tuple[Layer, Any]:
-    """Returns the layer with this index, whose `mlp` is its feed-forward network, and whose
-    `PROJECTIONS` have the sizes of its heads; see `read_entry` for the slots."""
+    """Returns the layer at `index` and the slots, as in `read_entry`. `mlp` of the layer is its
+    feed-forward network, and its `PROJECTIONS` have the sizes of its heads."""
     places: dict[str, Any] = dict.fromkeys(kind.absent)
     for name, own in _own_layers(config).items():
         if name not in kind.absent:
@@ -251,7 +250,7 @@ def _read_layer(
 
 
 def _room(config: ModelConfig, x: Float[Array, "B T D"]) -> dict[bool, tuple[Array, Array]]:
-    """Returns zeros in place of the keys and values of each type of layers."""
+    """Returns zero keys and values per layer type."""
 
     def zeros(full):
         shape = *x.shape[:2], *config.heads(full)
@@ -272,8 +271,7 @@ def _lengths(
 
 
 def _dropout_keys(key: Array | None, index: Int[Array, ""]) -> DropoutKeys | None:
-    """Returns the keys of the layer with this index. `fold_in` with 0 gives the key of the
-    embeddings."""
+    """Returns the dropout keys of layer `index`. `fold_in` with 0 is the key of the embeddings."""
     if key is None:
         return None
     keys = jax.random.split(jax.random.fold_in(key, index + 1), 4)
@@ -289,7 +287,7 @@ def _specify(
     alibi: Float[Array | np.ndarray, "N"] | None,
     attend: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """Binds the options of this layer to `attend`, which takes the options of `ops.attention`."""
+    """Binds this layer's options to `attend`, which takes the options of `ops.attention`."""
     (layer, keys), rate = shared, config.attention_dropout or 0.0
     block = kind.pattern.landmark_block if kind.pattern else None
     if block is not None:
@@ -334,7 +332,7 @@ def _mix(
     cache: Cache | None,
     index: Int[Array, ""],
 ) -> tuple[Float[Array, "B T *heads"], Cache | None]:
-    """Runs `heads` of a layer of this type on the full sequence."""
+    """Runs `heads` of an attention-free layer on the full sequence."""
     layer, order = shared.layer, mask.positions
     assert layer.mixer is not None
     seeds = adapter_dropout(shared.keys, chunk.tokens)
@@ -345,7 +343,7 @@ def _mix(
             assert order is None or isinstance(order, np.ndarray)  # `run` of a model gives them.
             return layer.mixer.heads(x, order=order, **options)[0], None
         index = _number(config, config.layers_of(kind), index)
-        # The segment of all tokens of a prompt is 1.
+        # All tokens of a prompt have segment 1.
         previous = (cache.length > cache.start).astype(jnp.int32)
         out, carried = layer.mixer.heads(
             x, carried=cache.carried(kind, index), previous=previous, **options
@@ -357,9 +355,8 @@ def _split(
     execution: Execution, shared: _Shared, chunk: _Chunk, out: Float[Array, "B T *heads"]
 ) -> tuple[Float[Array, "B T D"], Auxiliary]:
     """Runs everything after attention on the full sequence, the feed-forward network in chunks of
-    tokens. Returns the residual stream, and auxiliary sums per sequence or shard of a sequence.
-    """
-    # A mesh may not divide the tokens of a decoding step, or its sequences.
+    tokens. Returns the residual stream, and auxiliary sums per sequence or shard of a sequence."""
+    # The mesh may not evenly divide the tokens or sequences of a decoding step.
     sharded = divides(chunk.x)
     inputs, axes = (chunk, out), ()
     if sharded:

@@ -21,7 +21,7 @@ from bptjax.ops.softmax import soft_cap
 from bptjax.parallel.mesh import constrain, lookup
 from bptjax.parallel.sequence import sequence_shards
 
-# Token ids, images, or images as patches.
+# Token ids, images, or images cut into patches.
 Tokens = (
     Int[Array | np.ndarray, "B T"]
     | Float[Array | np.ndarray, "B C height width"]
@@ -34,7 +34,7 @@ class Transformer(nnx.Module):
     `grad` and `scan` take the module itself. The parameters of the layers are stacked on axis 0.
 
     Args:
-      key: for new parameters; `jax.eval_shape` makes none.
+      key: for new parameters; under `jax.eval_shape` none are computed.
       dtype: dtype of the parameters.
     """
 
@@ -70,7 +70,7 @@ class Transformer(nnx.Module):
 
     @property
     def head_matrix(self) -> Float[Array, "V E"]:
-        """The output embedding; the input embedding if they are tied."""
+        """The output embedding, which may be tied to the input embedding."""
         found = self.embedding if self.head is None else self.head
         if found is None:
             raise ValueError("the model has no output embedding")
@@ -78,23 +78,24 @@ class Transformer(nnx.Module):
 
     @property
     def logits_bias(self) -> Float[Array, "V"] | None:
-        """The bias of the logits, if there is one."""
+        """The bias of the logits; None without one."""
         return None if self.head_bias is None else self.head_bias[...]
 
     def pool(
         self, hidden: Float[Array, "B T E"], segments: Int[Array | np.ndarray, "B T"] | None
     ) -> Float[Array, "B T E"]:
-        """Returns vectors of which the head reads the first one of each document, or all."""
+        """Pools each document into its first vector for heads that read one vector per document;
+        otherwise returns `hidden`."""
         return hidden
 
     def for_head(self, hidden: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
-        """Returns vectors whose products with `head_matrix`, plus `logits_bias`, are the logits,
-        before a soft cap."""
+        """Scales vectors for the head: their products with `head_matrix`, plus `logits_bias`, are
+        the logits before a soft cap."""
         scale = self.config.logits_scale
         return hidden if scale == 1 else (scale * hidden.astype(jnp.float32)).astype(hidden.dtype)
 
     def logits(self, hidden: Float[Array, "B T E"]) -> Float[Array, "B T V"]:
-        """Computes float32 logits of a few tokens. Training uses `linear_cross_entropy`."""
+        """Computes float32 logits. For few tokens: training uses `linear_cross_entropy`."""
         return self.product(self.for_head(hidden))
 
     def product(self, vectors: Float[Array, "B T E"]) -> Float[Array, "B T V"]:
@@ -122,20 +123,20 @@ class Transformer(nnx.Module):
         execution: Execution = Execution(),  # noqa: B008 (frozen)
         sequence_strategy: str = "auto",
     ) -> tuple[Float[Array, "B tokens E"], Auxiliary]:
-        """Computes the hidden states after the final norm, in `dtype`, and sums for the
-        auxiliary loss, as `FeedForward` says.
+        """Computes the hidden states after the final norm, in `dtype`, and sums for the auxiliary
+        loss; see `FeedForward`.
 
         Args:
-          tokens: token ids; images, whose tokens are the first token and then the patches, from
-            left to right and top to bottom; or these tokens, cut as by `cut_patches`, with anything
-            in place of the first token, which is the one at position 0.
+          tokens: token ids; or images, whose tokens are the first token and then the patches, from
+            left to right and top to bottom; or these tokens as returned by `cut_patches`, with any
+            values for the first token, which is the one at position 0.
           positions: position of each token in its document, for rotary and learned embeddings. If
             left out, 0..T-1.
           segments: document numbers, 0 for padding. If left out, a sequence is one document.
-          order: position of each token in its sequence, if the tokens are in another order.
-          token_types: type of each token, in a model with an embedding of types; 0 if left out.
+          order: position of each token in its sequence, if the tokens are permuted.
+          token_types: type of each token, in a model with token types; 0 if left out.
           dropout_key: None for no dropout.
-          dtype: dtype of the computation. Parameters are cast when they are used.
+          dtype: dtype of the computation. Parameters are cast on use.
           execution: kernels, chunks and remat.
           sequence_strategy: how attention communicates along the mesh axis sp; see STRATEGIES.
 
@@ -179,8 +180,8 @@ class Transformer(nnx.Module):
         order: Int[np.ndarray, "T"] | None,
         **options,
     ) -> StackOutput:
-        """Applies the layers to the embedded tokens. The results are padded to a multiple of the
-        shards of a sequence."""
+        """Applies the layers to the embedded tokens. Pads the results to a multiple of the number
+        of shards of a sequence."""
         if short := -x.shape[1] % sequence_shards():
             shape = x.shape[:2]
             segments = jnp.ones(shape, jnp.int32) if segments is None else jnp.asarray(segments)
@@ -201,11 +202,11 @@ class Transformer(nnx.Module):
         dtype: DTypeLike,
         positions: Int[Array | np.ndarray, "_ T"] | None = None,
     ) -> Float[Array, "B T D"]:
-        """Returns the embedding of each token. `positions` are 0..T-1 if left out."""
+        """Returns the embedding of each token. `positions` default to 0..T-1."""
         assert self.embedding is not None
         x = lookup(self.embedding[...], jnp.asarray(tokens), "vocab").astype(dtype)
         if self.config.embedding_scale is not None:
-            # Checkpoints with a scale were trained with it rounded to the compute dtype.
+            # Checkpoints were trained with the scale rounded to the compute dtype.
             x = x * jnp.asarray(self.config.embedding_scale, dtype)
         return x if self.project_in is None else self.project_in(x)
 
@@ -240,7 +241,7 @@ class Transformer(nnx.Module):
         x = self._add_types(x, token_types)
         if self.embedding_norm is not None:
             x = self.embedding_norm(x)
-        # Ids do not depend on T: a mesh may need more padding than one device.
+        # Ids do not depend on T, because a mesh may need more padding than one device.
         ids = jnp.arange(B)[:, None] + B * (jnp.arange(T) if order is None else order)[None]
         if dropout_key is not None:
             key = jax.random.key_data(jax.random.fold_in(dropout_key, 0))
@@ -253,7 +254,7 @@ class Transformer(nnx.Module):
     def _add_types(
         self, x: Float[Array, "B T D"], token_types: Int[Array | np.ndarray, "B T"] | None
     ) -> Float[Array, "B T D"]:
-        """Returns the embeddings with the embeddings of the types of the tokens added."""
+        """Adds the embeddings of the token types."""
         if token_types is not None:
             raise ValueError("token_types: must be left out; the model has no types of tokens")
         return x

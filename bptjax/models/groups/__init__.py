@@ -1,1 +1,1 @@
-"""Groups of choices of the model. Each belongs to the module that reads it."""
+"""Config groups of the model, one per part. Each belongs to the module that reads it."""

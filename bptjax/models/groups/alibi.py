@@ -1,4 +1,4 @@
-"""Choices of ALiBi."""
+"""Config group of ALiBi."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from bptjax.models.groups.group import Group, number
 
 @dataclass(frozen=True)
 class AlibiConfig(Group):
-    """Slopes of ALiBi, of position_embedding=alibi.
+    """Slopes of ALiBi, for position_embedding=alibi.
 
     Attributes:
       scale: factor on the slopes.

@@ -1,4 +1,4 @@
-"""Choices of attention."""
+"""Config group of attention."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +16,8 @@ class AttentionConfig(Group):
       scale: factor on the dot product of query and key. If not set, 1 / √head_dim.
       softcap: replaces attention logits x by cap · tanh(x / cap).
       gate: multiplies the output of each head by the sigmoid of a linear map of the layer's input.
-      sinks: one learned logit for each query head, of one more key whose value is 0. A query that
-        finds nothing may attend to it.
+      sinks: a learned logit per query head, for an extra key whose value is 0. A query that finds
+        nothing may attend to it.
       qk_norm: normalizes the queries and keys of each head before rotary positions.
       qk_norm_joint: qk_norm normalizes all heads of a token together.
       value_norm: normalizes the values of each head, without a scale.
@@ -26,7 +26,7 @@ class AttentionConfig(Group):
       out_bias: the output projection has a bias.
       query_growth: multiplies queries at position p by
         1 + query_growth · log(1 + ⌊p / query_growth_length⌋).
-      query_growth_length: tokens after which queries grow.
+      query_growth_length: number of tokens between growth steps of the queries.
     """
 
     scale: float | None = number(None, "positive")
@@ -48,7 +48,7 @@ class AttentionConfig(Group):
             raise ValueError("model.attention.qk_norm_joint=true: must go with qk_norm=true")
 
     def widths(self, model: Any, tp: int = 1) -> dict[str, float]:
-        """The mean over the layers of attention."""
+        """The mean over the attention layers."""
         heads, keys, layers = (
             model.num_heads * model.mean_head_dim / tp,
             0.0,

@@ -1,4 +1,4 @@
-"""Choices of encoders."""
+"""Config group of encoders."""
 
 from dataclasses import dataclass
 from fractions import Fraction
@@ -11,23 +11,22 @@ MOST_CLASSES = 2**20
 
 @dataclass(frozen=True)
 class EncoderConfig(Group):
-    """Encoders, of causal=false: their inputs and heads.
+    """Inputs and heads of encoders, for causal=false.
 
     Attributes:
-      token_types: number of types of tokens, whose learned embedding is added; 0 for none.
-      image_size: height and width in pixels, of an encoder of images. Its tokens are a learned
-        first token and then the patches. bptjax train needs a checkpoint of it.
+      token_types: number of token types, whose learned embedding is added; 0 for none.
+      image_size: height and width in pixels, for an encoder of images. Its tokens are a learned
+        first token and then the patches. bptjax train needs a checkpoint of such an encoder.
       patch_size: height and width of a patch in pixels.
-      channels: channels of an image.
-      pooler: size of the pooled output, an activation of a linear layer of the first token; 0 for
-        none.
+      channels: number of channels of an image.
+      pooler: size of the pooled output, an activated linear map of the first token; 0 for none.
       pooler_activation: activation of the pooler.
       masked_head: a linear layer, activation and norm before the output embedding. An encoder with
         this head is trained to predict masked tokens; see data.mlm_probability.
       masked_head_bias: the linear layer of masked_head has a bias.
-      classes: number of classes of a classifier; 0 for none. A checkpoint of an encoder that has
-        none gets new ones. For images, the directories of data.path determine the number.
-      class_pooling: hidden state that a classifier reads: that of the first token, or the mean over
+      classes: number of classes of a classifier; 0 for none. An encoder checkpoint without classes
+        gets new ones. For images, the directories of data.path determine the number.
+      class_pooling: input of a classifier: the hidden state of the first token, or the mean over
         the tokens of a document.
     """
 
@@ -71,7 +70,7 @@ class EncoderConfig(Group):
                 "least 1"
             )
         for key, value in self.changed.items() if model.causal else ():
-            # A config with a checkpoint may name the classes that an encoder gets.
+            # With a checkpoint, the config may give the number of new classes.
             if key != "classes" or model.name_or_path is None:
                 raise ValueError(
                     f"model.encoder.{key}={value}: must go with model.causal=false, an encoder"
@@ -83,5 +82,5 @@ class EncoderConfig(Group):
             )
 
     def share(self, path: str) -> Fraction:
-        # The head of a classifier takes the place of the output embedding.
+        # The head of a classifier replaces the output embedding.
         return Fraction(path != "types" and not (path == "embedding" and self.classes))

@@ -1,4 +1,4 @@
-"""Choices of a mixture of experts."""
+"""Config group of mixtures of experts."""
 
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -9,34 +9,35 @@ from bptjax.models.groups.group import Group, integer, number
 
 @dataclass(frozen=True)
 class ExpertsConfig(Group):
-    """Mixture of experts, of feed_forward=experts.
+    """Mixture of experts, for feed_forward=experts.
 
     Attributes:
       count: number of experts; 0 for none.
       per_token: number of experts that a token is routed to.
       size: feed-forward width of an expert. If not set, intermediate_size.
-      mlp_only_layers: numbers, from 0, of the layers that have an MLP of intermediate_size in place
-        of experts.
+      mlp_only_layers: indices, from 0, of the layers with an MLP of intermediate_size instead of
+        experts.
       router_bias: the router has a bias.
       scores: softmax over the experts, or the sigmoid of each expert's logit.
-      correction: each expert has a constant that is added to its score when the experts of a token
-        are chosen, but not to its weight. It is not trained.
-      groups: the experts are divided into groups of neighbors. The experts of a token are in the
+      correction: a constant per expert, added to its score when the experts of a token are chosen,
+        but not to its weight. It is not trained.
+      groups: number of groups of neighboring experts. The experts of a token are in the
         groups_per_token groups whose two highest scores have the largest sums.
       groups_per_token: number of groups that the experts of a token are in.
       renormalized: the weights of a token's experts are divided by their sum.
       scale: factor on the weights of a token's experts.
-      shared_size: width of an MLP whose output for every token is added to the experts'; 0 for
+      shared_size: width of an MLP whose output is added to the experts' for every token; 0 for
         none.
-      shared_gate: multiplies the output of the shared expert by the sigmoid of a product of the
-        token with a learned vector.
+      shared_gate: multiplies the output of the shared expert by the sigmoid of the token's dot
+        product with a learned vector.
       norms: router and experts each have a norm of the residual stream, and the outputs of experts
         and shared expert have norms; each expert has a learned factor on its weight.
       aux_loss: factor on the load-balancing loss of Switch Transformers, over all layers and the
         global batch. If not set, the checkpoint's factor if its output_router_logits is set, else
         0.
       z_loss: factor on the mean square of the log-sum-exp of the router's logits.
-      glu_limit: clips the output of gate to at most this value, and that of up to ± this value.
+      glu_limit: clips the output of gate to at most this value, and the output of up to ± this
+        value.
       glu_offset: constant added to up.
     """
 

@@ -1,4 +1,4 @@
-"""Choices of layers of full attention with heads of their own, and of layers that share keys."""
+"""Config groups of full-attention layers with different heads, and of layers that share keys."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -8,11 +8,11 @@ from bptjax.models.groups.group import MOST_HEAD, Group, integer
 
 @dataclass(frozen=True)
 class FullAttentionConfig(Group):
-    """Heads of layers of full attention, if they differ from those of layers with a window.
+    """Heads of full-attention layers, if they differ from the heads of layers with a window.
 
     Attributes:
-      head_dim: size of a head; 0 for that of the other layers.
-      kv_heads: key and value heads; 0 for num_kv_heads.
+      head_dim: size of a head; 0 for the size in the other layers.
+      kv_heads: number of key and value heads; 0 for num_kv_heads.
       keys_as_values: values are the keys before norm and rotary positions.
     """
 
@@ -45,12 +45,12 @@ class FullAttentionConfig(Group):
 
 @dataclass(frozen=True)
 class SharedKvConfig(Group):
-    """Last layers without keys and values of their own. They attend to those of the last earlier
-    layer of the same type.
+    """Last layers that compute no keys and values. They attend to the keys and values of the last
+    earlier layer of the same type.
 
     Attributes:
       layers: number of these layers.
-      intermediate_size: feed-forward width of these layers; 0 for that of the others.
+      intermediate_size: feed-forward width of these layers; 0 for the width of the other layers.
     """
 
     SWITCH: ClassVar[str] = "layers"

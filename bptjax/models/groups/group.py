@@ -1,4 +1,4 @@
-"""The base class of groups of choices of the model, and bounds of values."""
+"""The base class of the model's config groups, and bounds of values."""
 
 import math
 from collections.abc import Mapping
@@ -6,19 +6,19 @@ from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from typing import Any, ClassVar
 
-# Several times the sizes of the largest models there are.
+# Several times the sizes of the largest existing models.
 MOST_SIZE, MOST_HEAD = 2**24, 2**16
-# Of a number of tokens, which may stand for no limit.
+# Limit of token counts, which may stand for "no limit".
 UNLIMITED = 2**31 - 1
 
 
 def integer(default: int | None, least: int = 1, most: int = MOST_SIZE) -> Any:
-    """Declares an integer in these bounds."""
+    """Declares an integer within these bounds."""
     return field(default=default, metadata=dict(bounds=(least, most)))
 
 
 def number(default: float | None, sign: str = "not negative") -> Any:
-    """Declares a finite number that is positive, not negative, or of any sign if empty."""
+    """Declares a finite number that is positive, not negative, or any if `sign` is empty."""
     return field(default=default, metadata=dict(sign=sign))
 
 
@@ -26,7 +26,7 @@ def check_bounds(config: Any, prefix: str) -> None:
     """Checks the fields of a dataclass that are declared with bounds.
 
     Args:
-      prefix: precedes the names of fields in errors.
+      prefix: precedes the field's name in errors.
 
     Raises:
       ValueError: a value is out of bounds.
@@ -48,7 +48,7 @@ def check_bounds(config: Any, prefix: str) -> None:
 
 
 def check_sandwich(model: Any, key: str) -> None:
-    """Checks that a `ModelConfig` whose `key` is set has the layers that can have this part.
+    """Checks that a `ModelConfig` with `key` set has the sandwich layers that `key` needs.
 
     Raises:
       ValueError: it has other layers.
@@ -63,9 +63,9 @@ def check_sandwich(model: Any, key: str) -> None:
 
 @dataclass(frozen=True)
 class Group:
-    """Choices of a part of the model. The defaults are those of a model without the part."""
+    """Config group of one part of the model. The defaults are the values without the part."""
 
-    # The key that turns on a part that not all models have.
+    # Key that turns on an optional part.
     SWITCH: ClassVar[str] = ""
 
     @property
@@ -75,50 +75,51 @@ class Group:
 
     @property
     def changed(self) -> Mapping[str, Any]:
-        """The values that differ from their defaults."""
+        """Values that differ from their defaults."""
         usual = vars(type(self)())
         return {name: value for name, value in vars(self).items() if value != usual[name]}
 
     def check(self, model: Any) -> None:
-        """Checks the choices of a part that a `ModelConfig` has, each of which is in its bounds.
+        """Checks the values of a part that a `ModelConfig` has; `check_bounds` has checked each
+        alone.
 
         Raises:
-          ValueError: choices that exclude each other, or other choices of the model.
+          ValueError: values that exclude each other, or other choices of the model.
         """
 
     def share(self, path: str) -> Fraction:
-        """Returns the share of the parameter at `path` that a token is multiplied by."""
+        """Returns the share of the parameter at `path` that each token is multiplied by."""
         return Fraction(1)
 
     def entry(self, model: Any) -> int:
-        """Returns the numbers of each token of the vocabulary in look-up tables of the part."""
+        """Returns the elements per vocabulary entry in the part's lookup tables."""
         return 0
 
     def widths(self, model: Any, tp: int = 1) -> Mapping[str, float]:
-        """Returns the elements per token of the result of each matrix product of the part, which
-        mixes tokens, on one of `tp` devices, by the name under which the result can be saved.
-        `attended` is the input of the output projection; `gates` are not saved."""
+        """Returns the output elements per token of each matrix product of this token-mixing part on
+        one of `tp` devices, by the name under which the output can be saved. `attended` is the
+        input of the output projection; `gates` are not saved."""
         return {}
 
     def flops(self, model: Any) -> float:
-        """Returns the FLOPs per token of the forward pass of a layer beside products with matrices
+        """Returns the FLOPs per token of a layer's forward pass, other than products with matrices
         and pairs of tokens."""
         return 0.0
 
     def saved(self, model: Any, size: int) -> Mapping[str, float]:
-        """Returns the bytes per token of other results that can be saved, by name.
+        """Returns the bytes per token of other savable results, by name.
 
         Args:
-          size: bytes of an element in the dtype of the computation.
+          size: bytes per element in the compute dtype.
         """
         return {}
 
 
 @dataclass(frozen=True)
 class MixerGroup(Group):
-    """Choices of a kind of layer that mixes tokens otherwise than attention does. The group has the
-    name of the kind in `layer_types`."""
+    """Config group of an attention-free kind of layer. The group is named like the kind in
+    `layer_types`."""
 
-    # Name of the part of `Layer` that such layers have in place of attention; PART_layer is the
-    # field of their numbers in names of tensors.
+    # Name of the part of `Layer` that replaces attention in such layers; PART_layer is the field
+    # for their index in tensor names.
     PART: ClassVar[str]

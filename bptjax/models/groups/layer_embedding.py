@@ -1,4 +1,4 @@
-"""Choices of the layers' own embeddings of the tokens."""
+"""Config group of per-layer token embeddings."""
 
 from dataclasses import dataclass
 from fractions import Fraction
@@ -9,7 +9,7 @@ from bptjax.models.groups.group import Group, check_sandwich, integer
 
 @dataclass(frozen=True)
 class LayerEmbeddingConfig(Group):
-    """Token embeddings of each layer's own.
+    """Per-layer token embeddings.
 
     Attributes:
       size: size of the embedding of a token; 0 for none.

@@ -1,4 +1,4 @@
-"""Choices of linear attention."""
+"""Config group of linear attention."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -9,11 +9,11 @@ from bptjax.ops import delta_rule
 
 @dataclass(frozen=True)
 class LinearAttentionConfig(MixerGroup):
-    """Linear attention: the gated delta rule behind a short convolution.
+    """Linear attention: the gated delta rule after a short convolution.
 
     Attributes:
-      key_heads: query and key heads.
-      value_heads: value heads, a multiple of key_heads.
+      key_heads: number of query and key heads.
+      value_heads: number of value heads, a multiple of key_heads.
       key_size: size of a query or key head.
       value_size: size of a value head.
       conv_size: tokens that the convolution covers.
@@ -33,7 +33,7 @@ class LinearAttentionConfig(MixerGroup):
 
     @property
     def heads(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Number and size of the key heads, and of the value heads."""
+        """Number and size of the key heads, then of the value heads."""
         return (self.key_heads, self.key_size), (self.value_heads, self.value_size)
 
     def check(self, model: Any) -> None:
@@ -50,13 +50,13 @@ class LinearAttentionConfig(MixerGroup):
         return dict(zip(("query", "key", "value", "attended", "gates"), widths, strict=True))
 
     def flops(self, model: Any) -> float:
-        """A token reads the state for its key, adds a product, and reads it for its query."""
+        """A token reads the state with its key, adds a product, and reads it with its query."""
         (_, H), (N, W) = self.heads
         return 6.0 * N * H * W
 
     def saved(self, model: Any, size: int) -> dict[str, float]:
         (_, H), (N, W) = self.heads
-        # A float32 state for each group of chunks.
+        # One float32 state per group of chunks.
         tokens = delta_rule.GROUP * delta_rule.CHUNK
         widths = 1.0 * N * W * size, 4.0 * N * H * W / tokens
         return dict(zip(delta_rule.RESIDUAL_NAMES, widths, strict=True))

@@ -1,4 +1,4 @@
-"""Choices of norms."""
+"""Config group of norms."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -13,8 +13,8 @@ class NormsConfig(Group):
     Attributes:
       type: RMS norm or layer norm.
       eps: constant added to the variance.
-      position: position of the norms. pre normalizes the input of a sublayer; post normalizes
-        the sum of its output and the residual; output normalizes its output before it is added;
+      position: position of the norms. pre normalizes the input of a sublayer; post normalizes the
+        sum of its output and the residual; output normalizes its output before it is added;
         sandwich normalizes its input and its output.
       scale: norms have a learned scale.
       bias: norms have a learned bias.

@@ -1,4 +1,4 @@
-"""Choices of layers with a short convolution."""
+"""Config group of layers with a short convolution."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
