@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-# Python searches the current directory first, which may be one that others have written.
+# `python -m` searches the current directory first, where other users may have put modules.
 if not sys.flags.safe_path and Path(sys.path[0]) != Path(__file__).parents[1]:
     del sys.path[0]
 

@@ -17,7 +17,7 @@ from bptjax.run.checkpoint import CheckpointConfig
 from bptjax.run.trackers import Name
 from bptjax.weights.lora import AdapterConfig
 
-# train.max_steps if neither it nor train.epochs is set.
+# Value of train.max_steps if neither train.max_steps nor train.epochs is set.
 DEFAULT_STEPS = 1000
 
 
@@ -25,13 +25,13 @@ DEFAULT_STEPS = 1000
 class SpikeConfig:
     """Rollbacks after spikes: losses or gradient norms not finite, or far above a running median.
 
-    The run goes back to its last checkpoint, and continues with the batch after that of the spike.
+    The run restores its last checkpoint and skips the batches up to and including the spike.
 
     Attributes:
-      max_rollbacks: largest number of rollbacks of the run; the next spike ends it. 0 is off: a
-        value that is not finite ends the run, and no finite value does.
-      factor: multiple of the running median above which a value is a spike.
-      window: steps of the running median. Until that many steps are known, only values that are
+      max_rollbacks: maximum number of rollbacks in a run; the next spike ends the run. With 0, a
+        value that is not finite ends the run, and finite values never do.
+      factor: a value above this multiple of the running median is a spike.
+      window: number of steps in the running median. Before that many steps, only values that are
         not finite are spikes.
     """
 
@@ -56,11 +56,10 @@ class TrainConfig:
     """Steps, batch size and evaluation.
 
     Attributes:
-      max_steps: number of optimizer steps. If neither this nor epochs is set, 1000. A larger number
+      max_steps: number of optimizer steps; 1000 if neither this nor epochs is set. A larger number
         extends a run.
-      epochs: number of passes over the training data, in place of max_steps; of several sources,
-        over the source that runs out first. Every record is read once before the run, to count the
-        sequences of an epoch.
+      epochs: passes over the training data, instead of max_steps; with several sources, over the
+        source that runs out first. All records are read once before the run to count sequences.
       seq_len: tokens per sequence. For a model of images, it follows from the model.
       per_device_train_batch_size: sequences per data shard in one micro-batch. There are dp × fsdp
         × ep data shards.
@@ -68,20 +67,20 @@ class TrainConfig:
       compute_dtype: dtype of the computation. float16 turns on dynamic loss scaling. If not set,
         float32; bfloat16 if a checkpoint is fine-tuned on a GPU.
       param_dtype: dtype of the parameters.
-      linear: float8 trains with 8-bit operands in the linear layers of attention and of the
-        feed-forward network, but not of experts; needs GPUs of compute capability 8.9 or newer. If
-        not set, operands have compute_dtype.
+      linear: float8 trains the linear layers of attention and feed-forward networks, but not of
+        experts, with 8-bit operands; needs GPUs of compute capability 8.9 or newer. If not set,
+        operands have compute_dtype.
       z_loss: weight of the squared log-normalizer in the loss. train/loss does not include it;
         train/z_loss is the weighted term alone.
-      eval_steps: steps between evaluations during the run. Every run also evaluates before and
-        after training, and with null only then.
-      eval_batches: largest number of batches per evaluation, but at least one for each of
-        data.sources. If there are more held-out data, they are a sample in proportion to sources,
-        loss masks and lengths, the same at every evaluation. null evaluates all held-out data.
-      early_stopping_patience: ends the run after this many evaluations in a row without a lower
-        eval/loss than before. 0 is off.
-      num_eval_generations: number of held-out chats, chosen at random, that the model answers at
-        each evaluation, written to predictions.jsonl.
+      eval_steps: steps between evaluations. Every run also evaluates before and after training;
+        null evaluates only then.
+      eval_batches: maximum number of batches per evaluation, but at least one per source. If there
+        are more held-out data, all evaluations use the same sample, in proportion to sources, loss
+        masks and lengths. null evaluates all held-out data.
+      early_stopping_patience: end the run after this many evaluations in a row without a new lowest
+        eval/loss. 0 is off.
+      num_eval_generations: number of random held-out chats that the model answers at each
+        evaluation. The answers go to predictions.jsonl.
       sample_tokens: tokens of the sample printed at the end, up to seq_len. 0 prints none.
       on_spike: rollbacks after spikes of the loss or of the gradient norm.
     """
@@ -136,9 +135,9 @@ class LoggingConfig:
 
     Attributes:
       steps: optimizer steps between records in metrics.jsonl.
-      report_to: trackers that get the numbers of metrics.jsonl too, a list of tensorboard and
-        wandb. They need pip install -e ".[tensorboard]" or ".[wandb]". A tracker that fails is
-        turned off with a warning.
+      report_to: trackers to send the metrics to, a list of tensorboard and wandb. They need pip
+        install -e ".[tensorboard]" or ".[wandb]". A tracker that fails is turned off with a
+        warning.
     """
 
     steps: int = 1
@@ -154,7 +153,7 @@ class Config:
     """Run directory, seed and device.
 
     Attributes:
-      run_dir: directory of the run. The same command again resumes a run that was stopped.
+      run_dir: directory of the run. The same command resumes a run that was stopped.
       seed: seed of parameters and dropout. data.seed is the seed of the data order.
       device: device to run on. auto refuses the CPU of a machine with an NVIDIA GPU.
     """
@@ -218,13 +217,13 @@ class Config:
 
     @property
     def needs_evaluations(self) -> list[str]:
-        """Formats the keys that need held-out data."""
+        """Formats the keys of this config that need held-out data."""
         patience, best = self.train.early_stopping_patience, self.checkpoint.keep_best
         keys = [f"train.early_stopping_patience={patience}"] * bool(patience)
         return keys + ["checkpoint.keep_best=true"] * best
 
     def on(self, platform: str) -> "Config":
-        """Returns the config with the defaults that depend on the platform: cpu, gpu."""
+        """Returns the config with the defaults for the platform, `cpu` or `gpu`."""
         config = replace(self)
         config._fill(defaults(self, platform))
         return config
@@ -239,11 +238,11 @@ class Config:
 
 
 def defaults(config: Config, platform: str | None = None) -> dict[str, Any]:
-    """Returns the defaults that depend on other keys, `{"group.key": value}`: defaults for
-    fine-tuning if the model comes from a checkpoint, else for pre-training.
+    """Returns the defaults that depend on other keys, `{"group.key": value}`.
 
-    Without a platform, train.compute_dtype is left out if it depends on the platform, and
-    adapter.alpha, which a resumed run keeps.
+    They are for fine-tuning if the model comes from a checkpoint, else for pre-training. Without a
+    platform, leaves out train.compute_dtype if it depends on the platform, and adapter.alpha, which
+    a resumed run keeps.
     """
     optimizer = config.optimizer
     fine_tuning, adapter = config.model.name_or_path is not None, config.adapter.type != "none"
@@ -274,7 +273,7 @@ def defaults(config: Config, platform: str | None = None) -> dict[str, Any]:
 
 
 def _check_literals(config: Any, prefix: str = "") -> None:
-    """Checks the keys that have a few values by name, also of a config that was made in Python.
+    """Checks keys that allow only certain values, because a config made in Python skips the parser.
 
     Raises:
       ValueError: a key has another value.
@@ -292,7 +291,7 @@ def _check_literals(config: Any, prefix: str = "") -> None:
 
 
 def _choices(hint: Any) -> list[Any]:
-    """Returns the values by name that a type allows; none for other types."""
+    """Returns the values that a type with a `Literal` allows; empty for other types."""
     arguments = get_args(hint)
     if get_origin(hint) is Literal:
         return list(arguments)
@@ -301,8 +300,8 @@ def _choices(hint: Any) -> list[Any]:
 
 
 def to_yaml(config: Config) -> str:
-    """Formats the config as YAML. With a checkpoint, a key of the model that has its default is
-    left out, because the checkpoint determines its value."""
+    """Formats the config as YAML. With a checkpoint, leaves out the model's keys that have their
+    defaults, because the checkpoint determines these values."""
     import yaml
 
     tree = dataclasses.asdict(config)

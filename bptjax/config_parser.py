@@ -22,15 +22,13 @@ def parse(
 ) -> Any:
     """Returns a dataclass of type `kind` from `--config FILE` and flags `--group.key=value`.
 
-    Flags override the file, wherever `--config` stands, and override `defaults`, which are flags
-    too.
+    Flags override the file wherever `--config` stands, and override the flags in `defaults`.
 
     Args:
-      switches: name and help of flags that are not keys, which the caller looks up in `argv`.
+      switches: name and help of flags that are not keys; the caller looks them up in `argv`.
 
     Raises:
-      ValueError: unknown key, repeated key, wrong type, missing file or a value out of range, in
-        one line.
+      ValueError: one line about an unknown or repeated key, a bad value or a missing file.
     """
     import yaml
     from jsonargparse import get_loader, set_loader
@@ -39,7 +37,7 @@ def parse(
 
     def load_without_auto(text: str) -> Any:
         found = load(text)
-        # The flag overrides the group in the file.
+        # Drop the file's group if a flag, or the file itself, says `execution: auto`.
         if isinstance(found, dict) and (rest != argv or found.get("execution") == AUTO):
             found.pop("execution", None)
         return found
@@ -52,7 +50,7 @@ def parse(
         parsed = parser.parse_args(_config_first([*defaults, *normalize(rest, parser)]))
     except RecursionError as error:
         raise ValueError("--config: must not be nested so deeply") from error
-    except OverflowError as error:  # Of the conversion of an integer to float.
+    except OverflowError as error:  # An integer is too large for a float.
         raise ValueError("--config: every number must be below 3.4e38") from error
     return instantiate(kind, parser, parsed)
 
@@ -69,12 +67,10 @@ def _without_auto(argv: list[str]) -> list[str]:
 
 
 def _config_first(argv: list[str]) -> list[str]:
-    """Returns `argv` with `--config` first, because in jsonargparse the later of file and flag
-    wins.
+    """Returns `argv` with `--config` first: in jsonargparse, the later of file and flag wins.
 
     Raises:
-      ValueError: the file cannot be read, or has a key twice, of which YAML would silently take
-        the last one.
+      ValueError: the file cannot be read, or repeats a key, which YAML would silently accept.
     """
     files, rest, tokens = [], [], iter(argv)
     for token in tokens:
@@ -91,10 +87,10 @@ def _config_first(argv: list[str]) -> list[str]:
 
 
 def _check_file(file: Path) -> None:
-    """Checks what jsonargparse would report without the name of the file, and keys given twice.
+    """Checks for repeated keys and for errors that jsonargparse reports without the file's name.
 
     Raises:
-      ValueError: what is wrong.
+      ValueError: the file has such an error.
     """
     import yaml
 

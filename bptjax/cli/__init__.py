@@ -1,1 +1,1 @@
-"""Commands, one a file: each parses its flags, calls the library and prints."""
+"""Commands, one per file: each parses its flags, calls the library and prints."""

@@ -1,9 +1,9 @@
-"""`bptjax compare`: times one transformer layer with its loops implemented in several ways.
+"""`bptjax compare`: times one transformer layer with different implementations of its loops.
 
 A step is Algorithm 1 forward and backward: causal attention, then the feed-forward network with
-norms and residuals. `loop` runs it as Python loops over blocks, with one dispatch per operation;
-`unrolled` is the same loops under jit; `fused` is one scan over query blocks; any other name is an
-attention implementation with the feed-forward network in a scan over chunks.
+norms and residuals. `loop` runs Python loops over blocks, with one dispatch per operation;
+`unrolled` runs the same loops under jit; `fused` is one scan over query blocks; any other name is
+an attention implementation, with the feed-forward network in a scan over chunks.
 """
 
 import json
@@ -54,7 +54,7 @@ class CompareConfig:
       intermediate_size: width of the feed-forward network.
       batch: sequences per batch.
       dtype: dtype of the computation. Parameters are float32.
-      repeats: timed steps, of which the median is reported. Slow implementations run fewer.
+      repeats: number of timed steps; the median is reported. Slow implementations run fewer.
       oracle_length: gradients are checked against a dense float32 reference up to this length.
       device: device to run on. auto refuses the CPU of a machine with an NVIDIA GPU.
       out: directory of rows.json and compare.png.
@@ -87,7 +87,7 @@ class CompareConfig:
         for name in ("batch", "repeats"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
-        _ = self.model  # Raises for an impossible shape.
+        _ = self.model  # Raises if the sizes do not fit together.
 
     @property
     def model(self) -> ModelConfig:
@@ -102,7 +102,7 @@ class CompareConfig:
 
 
 def layer_output(way: str, layer: Layer, x: Array, q_chunk: int, k_chunk: int) -> Array:
-    """The layer's output `[B, T, D]`, its loops written in the named way."""
+    """Returns the layer's output `[B, T, D]`, computed by the named implementation."""
     B, T, _ = x.shape
     positions = jnp.broadcast_to(jnp.arange(T), (B, T))
     tokens, rope = TokenContext(positions, positions), layer.config.rope_parameters
@@ -123,7 +123,7 @@ def layer_output(way: str, layer: Layer, x: Array, q_chunk: int, k_chunk: int) -
     out = attention(query(layer, chunk), k, v, impl=impl, **chunks)
     if impl == "loop":
         parts = [slice(i, i + q_chunk) for i in range(0, T, q_chunk)]
-        # The same work as the others: a chunk is computed again in the backward pass.
+        # Recompute each chunk in the backward pass, as the other implementations do.
         again = jax.checkpoint(finish)
         done = [again(layer, *jax.tree.map(lambda y, p=p: y[:, p], (chunk, out))) for p in parts]
         return jnp.concatenate(done, axis=1)
@@ -131,7 +131,7 @@ def layer_output(way: str, layer: Layer, x: Array, q_chunk: int, k_chunk: int) -
 
 
 class Work:
-    """A layer and sequences of T tokens. Computes gradients of a random projection of its
+    """A layer and sequences of T tokens. Computes gradients of a random projection of the
     output."""
 
     def __init__(self, config: CompareConfig, T: int):
@@ -194,7 +194,7 @@ class Work:
 
 
 def _times(run: Callable, repeats: int, budget: float = 10.0) -> Iterator[float]:
-    """Yields the seconds of each run: at least one run, and no more than fit into the budget in
+    """Yields the seconds of each run: at least one, and more while they fit into `budget`
     seconds."""
     spent = 0.0
     for _ in range(repeats):

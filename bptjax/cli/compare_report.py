@@ -7,7 +7,7 @@ from rich.table import Table
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
-    """Returns a table of up to 80 columns, with a line for each row."""
+    """Returns a table of up to 80 columns, with one line per row."""
     shown = Table(
         title="One transformer layer, forward + backward",
         title_justify="left",
@@ -47,9 +47,9 @@ def _step(row: dict[str, Any]) -> str:
 
 
 def conclusions(rows: list[dict[str, Any]]) -> list[str]:
-    """Returns sentences on the fastest implementation and the one that needs the least memory.
+    """Returns sentences on the fastest implementation and on the one that needs the least memory.
 
-    Compares each implementation with its fastest chunks at a length.
+    At each length, each implementation is compared with its fastest chunks.
     """
     lines = []
     for T in dict.fromkeys(r["T"] for r in rows):
@@ -70,7 +70,7 @@ def conclusions(rows: list[dict[str, Any]]) -> list[str]:
             lines.append(
                 f"At {T:,} tokens {_name(least)} takes the least temporary memory: {_list(shares)}."
             )
-    # The reasons are too long for the table.
+    # These reasons are too long for the table.
     refused = {f"{_name(r)}: {r['status']}." for r in rows if r["status"].startswith("refused")}
     return lines + sorted(refused)
 

@@ -1,4 +1,4 @@
-"""`bptjax configs`: lists the configs that come with the package, and copies one to start from."""
+"""`bptjax configs`: lists the configs that come with the package, and copies one of them."""
 
 import re
 from argparse import Namespace
@@ -7,7 +7,7 @@ from pathlib import Path
 from bptjax.cli.main import launch
 from bptjax.parsing.flags import nearest
 
-# Directories of the configs in a wheel and in a clone of the repository.
+# Directory of the configs: in a wheel, and in a clone of the repository.
 PLACES = [Path(__file__).parents[1] / "config_files", Path(__file__).parents[2] / "configs"]
 
 
@@ -20,7 +20,7 @@ def run(args: Namespace) -> int:
     """Prints the names of all configs, or copies the config `args.name`.
 
     Raises:
-      ValueError, OSError: an unknown name, or a file that is there already or cannot be written.
+      ValueError, OSError: the name is unknown, or the file already exists or cannot be written.
     """
     found = {file.stem: file for place in PLACES for file in sorted(place.glob("*.yaml"))}
     if args.name is None:

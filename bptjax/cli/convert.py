@@ -22,7 +22,7 @@ class Way:
     """A conversion.
 
     Attributes:
-      convert: writes the directory; takes the way's own flags by name.
+      convert: writes the directory; takes the conversion's own flags as keywords.
       note: returns a line about the result; may be empty.
       exports: writes files of Hugging Face or PEFT, which cannot name an attention pattern.
       options: names of the flags that `convert` takes.
@@ -40,7 +40,7 @@ def _kept_dtype(model: Pretrained, args: Namespace) -> str:
     return f"weights in {name}, {text}" if name else ""
 
 
-# The ways of `main.convert`, by name.
+# Conversions by name, as in `main.convert`.
 WAYS = {
     "hf-to-bptjax": Way(to_bptjax, exports=False),
     "bptjax-to-hf": Way(to_hf, _kept_dtype, options=("dtype", "max_shard_size")),

@@ -20,9 +20,9 @@ TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 
 
 def check_kernels(device: jax.Device) -> Iterator[tuple[str, str | None, Callable[[], float]]]:
-    """Yields each kernel's name, why `auto` never takes it on the device or None, and a function
-    that returns its largest relative error in causal attention with and without packed documents.
+    """Yields (kernel, why `auto` never takes it on the device or None, function) of each kernel.
 
+    The function returns the largest relative error in causal attention, with and without packing.
     The dtype is bfloat16 on a GPU, float32 elsewhere. The oracle is the reference in float32.
     """
     T = 300
@@ -49,7 +49,7 @@ def check_kernels(device: jax.Device) -> Iterator[tuple[str, str | None, Callabl
 
 
 def measure(device: jax.Device) -> Iterator[tuple[str, str]]:
-    """Yields the name and the speed of some operations on a GPU, beside its data sheet."""
+    """Yields the name of some GPU operations with their speed, next to the data sheet's."""
     kind = KINDS.get(kind_of(device.device_kind) or "")
 
     def rate(work: float, seconds: float, unit: float, name: str, peak: float | None) -> str:
@@ -60,7 +60,7 @@ def measure(device: jax.Device) -> Iterator[tuple[str, str]]:
     with jax.default_device(device):
 
         def random(*shape):
-            # Numbers that are all the same would take less power, so that the clock is higher.
+            # Random numbers, because constants draw less power and so raise the clock.
             return jax.random.normal(jax.random.key(0), shape, jnp.bfloat16)
 
         n = 8192
@@ -82,7 +82,7 @@ def measure(device: jax.Device) -> Iterator[tuple[str, str]]:
         x = x[: 2**27]
         y = jax.device_put(x, host)
         for name, array, to in (("device to host", x, host), ("host to device", y, here)):
-            # The first transfers also allocate pinned memory, which is far slower.
+            # Take the fastest: first transfers also allocate pinned memory, which is far slower.
             move = partial(jax.device_put, device=to)
             seconds = min(_seconds(move, array, repeats=1) for _ in range(3))
             yield name, rate(x.nbytes, seconds, 1e9, "GB/s", None)
@@ -105,7 +105,7 @@ def _error(a: Array, b: Array) -> Array:
 
 
 def _seconds(function: Callable, *operands: Array, repeats: int = 20) -> float:
-    """Returns the seconds of a call, the mean of several after a first one."""
+    """Returns the mean seconds per call, after a warm-up call."""
     result = jax.block_until_ready(function(*operands))
     start = time.perf_counter()
     for _ in range(repeats):

@@ -1,7 +1,7 @@
 """`bptjax doctor`: shows whether training would run on this machine, and facts for a bug report.
 
-The output holds no user name, no host name, and no value of the environment but those of `SHOWN`.
-Every import of jax or of another package is inside a probe, so that a missing package is a line.
+The output holds no user name, no host name, and no environment variables other than `SHOWN`. Probes
+import jax and other packages themselves, so that a missing package is one line of output.
 """
 
 import json
@@ -21,7 +21,7 @@ from typing import Any
 from bptjax.cli.main import launch
 from bptjax.run.versions import PACKAGES, TESTED, installed, is_tested, versions
 
-# Environment variables whose values are shown. None of them holds a secret.
+# Environment variables that are shown. None of them holds a secret.
 SHOWN = (
     "CUDA_VISIBLE_DEVICES",
     "JAX_ENABLE_X64",
@@ -34,7 +34,7 @@ SHOWN = (
 INSTALL = "pip install -e . (with a GPU: -e '.[gpu]')"
 # The oldest driver for CUDA 13.
 DRIVER = 580
-# Seconds for adding up the size of a cache.
+# Seconds to spend on adding up the size of a cache.
 SIZE_SECONDS = 3.0
 
 
@@ -83,9 +83,9 @@ def run(args: Namespace) -> int:
 
 
 def private(text: str) -> str:
-    """Replaces the home directory, and the names of user and host, on one line."""
+    """Replaces the home directory and the names of user and host, and joins the lines."""
     text, home, host = " ".join(text.split()), os.path.expanduser("~"), socket.gethostname()
-    if home not in ("/", "~"):  # It is ~ if there is none.
+    if home not in ("/", "~"):  # `~` if there is no home directory.
         text = text.replace(home, "~")
     for user in filter(None, (os.environ.get("USER", ""), Path(home).name)):
         text = re.sub(rf"(?<=/){re.escape(user)}(?![\w-])", "USER", text)
@@ -138,7 +138,7 @@ def _imports() -> Lines:
 
 
 def _devices() -> Lines:
-    # Take no more of a GPU's memory than needed: other programs may use it.
+    # Preallocate nothing: other programs may need the GPU's memory.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     import jax
 
@@ -176,7 +176,7 @@ def _kernels() -> Lines:
             try:
                 error = check()
                 wrong, text = "WRONG: " * (error > most), f"error {error:.1e}, at most {most:g}"
-            except Exception as failure:  # The other kernels are checked, too.
+            except Exception as failure:  # Go on to the other kernels.
                 wrong, text = "FAILED: ", _describe(failure)
         yield f"attention: {name}", f"{wrong}{text}"
         if wrong:
@@ -222,7 +222,7 @@ def _processes() -> Lines:
     yield "launcher", text
 
 
-# Probes by name, in the order of the output, and whether training needs what a probe checks.
+# Probes by name, in the order of the output, and whether training needs what they check.
 PROBES: dict[str, tuple[Any, bool]] = {
     "platform": (_platform, False),
     "NVIDIA driver": (_driver, False),
@@ -241,7 +241,7 @@ def _size(size: float) -> str:
 
 
 def _total(directory: Path) -> str:
-    """Formats the size of a directory; a part of it if there are many files."""
+    """Formats the size of a directory, or a lower bound if it has many files."""
     size, end = 0, time.monotonic() + SIZE_SECONDS
     for path in directory.rglob("*"):
         size += path.lstat().st_size

@@ -1,4 +1,4 @@
-"""`bptjax evaluate`: measures a model on long text, by `TASKS`, as tables, rows and plots."""
+"""`bptjax evaluate`: measures a model on long text by `TASKS`; writes tables, rows and plots."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from bptjax.parsing.keys import check_seed
 from bptjax.run.yaml_files import RUN_CONFIG, read_yaml
 from bptjax.weights.loading import load_opened, open_decoder
 
-# Largest number of any flag. Its losses take 128 MiB.
+# Largest number that a flag may have. That many losses take 128 MiB.
 MOST = 2**24
 
 

@@ -1,6 +1,5 @@
-"""Generates text with a Hugging Face checkpoint, a converted one, or a run: `bptjax generate` on
-the command line, `bptjax.generate` in Python.
-"""
+"""Generates text with a Hugging Face checkpoint, a converted checkpoint, or a run: `bptjax
+generate` on the command line, `bptjax.generate` in Python."""
 
 import logging
 from argparse import Namespace
@@ -55,8 +54,8 @@ def generate(
       model, tokenizer: results of `bptjax.load`.
       chat: whether the prompts are user messages for the chat template.
       max_new_tokens: largest number of new tokens per text.
-      temperature, top_k, top_p, min_p, repetition_penalty: see `sampling.Sampling`. By default
-        those of the checkpoint's generation_config.json; see `sampling.choose_sampling`.
+      temperature, top_k, top_p, min_p, repetition_penalty: see `sampling.Sampling`. The defaults
+        come from the checkpoint's generation_config.json; see `sampling.choose_sampling`.
       stop: strings that end a text and are not part of it.
       seed: sampling seed.
       prefill_chunk: prompt tokens processed at a time.
@@ -116,7 +115,7 @@ def _encode(
 def _warn_of_length(
     config: ModelConfig, prompts: list[np.ndarray], new_tokens: int, warn: Callable[[str], None]
 ) -> int:
-    """Returns the largest number of tokens of a text. Warns if it is too large for the model."""
+    """Returns the largest number of tokens of a text. Warns if that is too long for the model."""
     longest = max(map(len, prompts), default=0) + new_tokens
     if line := length_warning(config, longest):
         warn(line)
@@ -126,7 +125,7 @@ def _warn_of_length(
 def _check(
     max_new_tokens: int, prefill_chunk: int, stop: Sequence[str], seed: int, prefix: str = ""
 ) -> None:
-    """Checks options. `prefix` precedes their names in errors.
+    """Checks the options. Errors put `prefix` in front of option names.
 
     Raises:
       ValueError: an option is out of range.
@@ -145,8 +144,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(args: Namespace) -> int:
-    """Prints continuations of the prompts: of a single prompt as it is generated, of several at the
-    end.
+    """Prints continuations: of a single prompt as it is generated, of several prompts at the end.
 
     Raises:
       ValueError, OSError: one line about the wrong flag, file or checkpoint.
@@ -192,9 +190,9 @@ def _text(file: Path) -> str:
 
 
 def _show(stream: Iterator[list[str]], prompts: list[str], stops: list[str]) -> None:
-    """Prints a single text as it is generated, several at the end, each below its prompt."""
+    """Prints a single text as it is generated, or several at the end, each below its prompt."""
     shown, texts = 0, [""]
-    # The end of the text so far may be part of a stop string or of a character.
+    # Hold back the end of the text: it may be part of a stop string or of a character.
     wait = max((len(s) - 1 for s in stops), default=0)
     for texts in stream:
         if len(texts) == 1:

@@ -1,6 +1,6 @@
 """`bptjax COMMAND …`: the commands, and the flags of commands that read no config.
 
-A command is imported after its flags are parsed, because importing jax takes most of a second.
+Commands are imported after their flags are parsed, because importing jax takes most of a second.
 """
 
 import sys

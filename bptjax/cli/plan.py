@@ -1,4 +1,4 @@
-"""`bptjax plan --config FILE`: the memory of a run's step on devices that need not be there."""
+"""`bptjax plan --config FILE`: predicts the memory of a run's step, on any devices."""
 
 import dataclasses
 import json
@@ -49,8 +49,8 @@ class PlanConfig(Config):
     Attributes:
       devices: devices to plan for, which need not be on this machine: KIND, KIND:GPUS or
         KIND:HOSTSxGPUS, with a kind such as a100-40gb, a100, h100, h200, b200, l40s or rtx4090; or
-        a slice of TPUs, such as v5p:2x2x2. Several, separated by commas, are planned for one after
-        the other. If not set, this machine's.
+        a slice of TPUs, such as v5p:2x2x2. Separate several by commas to plan for each. If not set,
+        this machine's.
       max_context: search the longest train.seq_len that fits.
       json: print a JSON object for each of the devices.
     """
@@ -66,7 +66,7 @@ class PlanConfig(Config):
 
     @property
     def each(self) -> list[str]:
-        """The devices to plan for one after the other; empty for this machine's."""
+        """The devices to plan for, one after the other; empty for this machine's."""
         return [text.strip() for text in self.devices.split(",")] if self.devices else []
 
 
@@ -80,11 +80,11 @@ def open_model(config: Config) -> tuple[ModelConfig, Pretrained | None]:
         pretrained = open_config(config.model)
         encoder = pretrained.config.encoder
         if encoder.image_size is not None and not encoder.classes:
-            # The data are not read. Their number of classes hardly changes the plan.
+            # The data are not read. The number of classes hardly changes the plan.
             pretrained = open_config(replace_keys(config.model, {"encoder.classes": 2}))
         model = pretrained.config
         if model.add_tokens:
-            # The vocabulary of most checkpoints has room for a few tokens; assume that it has none.
+            # Most vocabularies have room for a few added tokens; assume that there is none.
             model = replace(model, vocab_size=model.V + len(model.add_tokens))
         return model, replace(pretrained, config=model)
     model = config.model
@@ -114,8 +114,7 @@ def run(config: PlanConfig) -> int:
 def _run_on(
     plain: Config, text: str | None, options: PlanConfig, say: Callable[[str], None]
 ) -> bool:
-    """Plans for the devices named by `text`, or for this machine's, and prints the plan. Returns
-    whether it fits."""
+    """Prints the plan for the devices `text`, or for this machine's. Returns whether it fits."""
     if text is None:
         devices, platform = select_devices(plain.device), None
         name = f"{len(devices)} x {devices[0].device_kind}"
@@ -161,8 +160,7 @@ def _run_on(
 
 
 def open_spec(config: Config, devices: list[jax.Device]) -> TrainSpec:
-    """Returns the fixed parts of a run, whose weights need not be there. Checks the config against
-    the model and the devices.
+    """Returns the fixed parts of a run, after checks of the config; loads no weights.
 
     Raises:
       ValueError, NotImplementedError: one line about the wrong key.
@@ -170,7 +168,7 @@ def open_spec(config: Config, devices: list[jax.Device]) -> TrainSpec:
     platform = {"cuda": "gpu"}.get(devices[0].platform, devices[0].platform)
     config = config.on(platform)
     model, pretrained = open_model(config)
-    # The ids of markers do not change the plan, and there may be no tokenizer.
+    # Marker ids do not change the plan, and there may be no tokenizer.
     pattern = find_tokens(model.attention_pattern, lambda text: 0)
     model = replace(model, attention_pattern=pattern)
     check_model(model, None)
@@ -188,7 +186,7 @@ def open_spec(config: Config, devices: list[jax.Device]) -> TrainSpec:
 def _lines(
     plain: Config, spec: TrainSpec, found: Plan, longest: Plan | None, searched: bool
 ) -> Iterator[str]:
-    """Formats a plan. `plain` is the config as it was given."""
+    """Formats a plan. `plain` is the config before defaults are filled in."""
     total, trained = parameter_counts(spec)
     axes = " ".join(f"{name}={size}" for name, size in spec.mesh.shape.items() if size > 1)
     yield f"{found.devices}{', ' * bool(axes)}{axes}: {total:,} parameters, {trained:,} trained"
@@ -246,7 +244,7 @@ def _saved(spec: TrainSpec, found: Plan) -> int:
 
 
 def _duration(spec: TrainSpec) -> str:
-    """Formats the expected duration of a step."""
+    """Formats the predicted duration of a step."""
     estimator = Estimator(spec)
     found = estimator(spec.execution)
     flops = f"{found.flops:.3g} FLOPs per device and step, with recomputation"
@@ -258,7 +256,7 @@ def _duration(spec: TrainSpec) -> str:
 
 
 def _other_remedies(plain: Config) -> Iterator[str]:
-    """Formats changes whose savings are not known without a compilation."""
+    """Formats changes whose savings only a compilation could tell."""
     if plain.train.per_device_train_batch_size > 1:
         yield "train.per_device_train_batch_size=1 divides the activations"
     if keys := [key for key in EXECUTION_KEYS if key not in plain.execution.unset]:
@@ -286,7 +284,7 @@ def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
 
     def command(argv: list[str]) -> int:
-        # Flags without a value, as a shell user writes them.
+        # These flags need no value on the command line.
         switches = "--json", "--max-context", "--max_context"
         argv = [f"{token}=true" if token in switches else token for token in argv]
         return run(parse(argv, DESCRIPTION, PlanConfig, "plan"))

@@ -1,4 +1,4 @@
-"""`bptjax preview --config FILE`: shows what a run would train on, without its model."""
+"""`bptjax preview --config FILE`: shows the data that a run would train on, without its model."""
 
 import json
 from collections.abc import Iterator
@@ -44,7 +44,7 @@ class PreviewConfig(Config):
     Attributes:
       sequences: number of packed sequences to show.
       shown_tokens: tokens to show of each document. The middle of a longer document is left out.
-      seconds: time for counting records. If it ends early, the counts are extrapolated and the
+      seconds: time limit for counting records. Beyond the limit, counts are extrapolated, and the
         output says so.
       out: directory of lengths.png. If not set, no plot is drawn.
     """
@@ -125,7 +125,7 @@ def preview(config: PreviewConfig, console: Console) -> None:
 
 
 def _steps(config: Config, check: DataCheck) -> list[str]:
-    """Formats the number of steps in an epoch, and the passes over the data, on one device."""
+    """Formats the steps per epoch and the passes over the data, for one device."""
     train, sequences = config.train, check.sequences_per_epoch
     batch = train.per_device_train_batch_size * train.gradient_accumulation_steps
     passes = check.describe_passes(
@@ -171,7 +171,7 @@ def _draw_lengths(accounts: list[Account], out: Path) -> None:
 def _print_record(
     document: Document, data: RunData, config: DataConfig, shown: int, console: Console
 ) -> None:
-    """Prints a record as it was read, and each of its examples."""
+    """Prints a record as it is in its file, then each of its examples."""
     console.rule("first record, as read")
     if isinstance(document, Chat):
         record = {"messages": list(document.messages), **document.variables}
@@ -197,7 +197,7 @@ def _print_record(
 def _print_sequence(
     number: int, sequence: Example, data: RunData, shown: int, console: Console
 ) -> None:
-    """Prints a packed sequence, a document at a time."""
+    """Prints a packed sequence, one document at a time."""
     segments = sequence["segments"]
     ids = list(dict.fromkeys(segments[segments != 0].tolist()))
     padding = int((segments == 0).sum())
@@ -221,8 +221,7 @@ def _marked(example: Example, data: RunData, shown: int, console: Console) -> Te
 
 
 def marked_text(pieces: Iterator[tuple[str, bool] | tuple[str, None]], colored: bool) -> Text:
-    """Returns the text of the pieces that `marked` yields, with the tokens in the loss in color or
-    in [[ ]]."""
+    """Returns the text that `marked` yields, with the tokens in the loss in color or in [[ ]]."""
     text = Text()
     for piece, in_loss in pieces:
         piece = f"[[{printable(piece)}]]" if in_loss and not colored else printable(piece)

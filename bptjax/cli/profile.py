@@ -1,4 +1,4 @@
-"""`bptjax profile --config FILE`: the time of a step by part, and its memory over the step."""
+"""`bptjax profile --config FILE`: measures the time of a step by part, and shows its memory."""
 
 import sys
 import time
@@ -31,8 +31,8 @@ class ProfileConfig(Config):
     """A training config, and the devices to profile on.
 
     Attributes:
-      devices: devices that need not be there, as in bptjax plan; shows the memory alone. If not
-        set, this machine's.
+      devices: as in bptjax plan, devices that need not be on this machine; shows the memory alone.
+        If not set, this machine's.
       out: directory of plots, CSV files and the trace. If not set, profile in run_dir.
     """
 
@@ -78,7 +78,7 @@ def run(config: ProfileConfig) -> int:
 
 
 def _trace(spec: TrainSpec, profile: StepProfile) -> float:
-    """Traces a step. Returns the seconds of the step before it."""
+    """Traces a step. Returns the seconds of the step before the traced one."""
     state, batch, seconds = init_state(spec, load=False), random_batch(spec), 0.0
     for _ in range(TRACED - 1):
         start = time.perf_counter()

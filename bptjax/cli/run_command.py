@@ -1,4 +1,4 @@
-"""A command in a process: one-line errors, exit codes, interrupts."""
+"""Runs a command in this process: one-line errors, exit codes, interrupts."""
 
 import os
 import re
@@ -11,7 +11,7 @@ from types import FrameType
 from bptjax.run.heartbeat import record_error
 from bptjax.run.output import describe, full_disk
 
-# CUDA's names of errors after which a process can no longer use its GPU.
+# CUDA's names for errors after which a process can no longer use its GPU.
 LOST_DEVICE = re.compile(
     "CUDA_ERROR_(ECC_UNCORRECTABLE|NVLINK_UNCORRECTABLE|HARDWARE_STACK_ERROR|DEVICE_UNAVAILABLE|"
     "ILLEGAL_ADDRESS|ILLEGAL_INSTRUCTION|MISALIGNED_ADDRESS|LAUNCH_FAILED|LAUNCH_TIMEOUT|UNKNOWN)"
@@ -19,7 +19,7 @@ LOST_DEVICE = re.compile(
 
 
 def run_command(command: Callable[[list[str]], int], argv: list[str] | None) -> int:
-    """Returns the exit code of `command(argv)`, and prints an error as one line on stderr.
+    """Runs `command(argv)` and returns its exit code. Prints an error as one line on stderr.
 
     With `--debug` in `argv`, errors are raised instead. By default, `argv` is the process's.
     """
@@ -32,7 +32,7 @@ def run_command(command: Callable[[list[str]], int], argv: list[str] | None) -> 
         sys.stdout.flush()
         return code
     except BrokenPipeError:
-        # The reader has closed the pipe, like `head`. Python will flush stdout once more at exit.
+        # The reader, such as `head`, has closed the pipe. Python flushes stdout once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 1
     except KeyboardInterrupt:
@@ -48,8 +48,8 @@ def run_command(command: Callable[[list[str]], int], argv: list[str] | None) -> 
 
 
 def end_imports_at_interrupts() -> None:
-    """Lets Ctrl-C end the process at once while a module is imported. There an extension may lose
-    the exception that Python raises otherwise, or replace it."""
+    """Lets Ctrl-C end the process at once during imports, when an extension may lose or replace the
+    exception that Python would raise."""
     if threading.current_thread() is not threading.main_thread():
         return
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
@@ -66,7 +66,7 @@ def end_imports_at_interrupts() -> None:
 
 
 def _explained(error: Exception) -> Exception:
-    """Returns the error with its cause and a remedy if memory of the host or a GPU failed."""
+    """Explains errors of a host out of memory or a failed GPU; returns other errors unchanged."""
     text = " ".join(str(error).split())
     message = ""
     if isinstance(error, MemoryError):

@@ -21,27 +21,27 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """Trains a model as a YAML file and flags say: from scratch, from a checkpoint, or
 adapters beside it. The same command again resumes a run that was stopped."""
-# A flag and no key: it concerns one start of a run, not its config or its checkpoints.
+# A flag, not a key: it applies to one start of a run, not to its config or checkpoints.
 PROFILE = (
     "--profile",
     "profile the third step from the start or the resumption, or the last step of a shorter run, "
     "into profile in run_dir",
 )
-# A flag too: it concerns the process that is started, not the run.
+# A flag, not a key: it applies to the process, not to the run.
 SUPERVISE = (
     "--supervise",
     "restart the run after a crash, a lost peer or a hang, until restarts bring no new checkpoint",
 )
-# Set by launchers; 0 is the process that prints.
+# Rank variables set by launchers. The process of rank 0 prints.
 RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "JAX_PROCESS_ID")
 
 
 def train(config: "Config | Mapping[str, Any] | str | Path", *, profile: bool = False) -> Path:
-    """Trains as the config says, or resumes the run in its `run_dir`, as `bptjax train` does.
+    """Trains a config, or resumes the run in its `run_dir`, like `bptjax train`.
 
     Args:
       config: a `Config`, a dict of its groups and keys, or the path of a YAML file.
-      profile: profile a step, as the flag `--profile` does.
+      profile: profile a step, like the flag `--profile`.
 
     Returns:
       The run directory, which `bptjax.load` takes.
@@ -64,15 +64,15 @@ def train(config: "Config | Mapping[str, Any] | str | Path", *, profile: bool = 
 
 
 def _loop(run: "TrainingRun", profile: bool) -> int:
-    """Trains a checked run to its end, or until a signal; returns the exit code."""
+    """Trains a checked run to its end or until a signal. Returns the exit code."""
     from bptjax.training import loop
 
     try:
         with explain_full_disk(run.directory):
             return loop.train(run, profile=profile)
-    except ChildProcessError:  # Of a chat template, which is input.
+    except ChildProcessError:  # A bad chat template is an input error.
         raise
-    except OSError as error:  # The input was in order: the run failed.
+    except OSError as error:  # Inputs were validated, so the run itself failed.
         raise RuntimeError(describe(error)) from error
 
 
@@ -85,7 +85,7 @@ def _config(config: "Config | Mapping[str, Any] | str | Path") -> "Config":
         return config
     if isinstance(config, str | Path):
         return parse([f"--config={config}"])
-    # Paths become text.
+    # Convert paths to text.
     return parse_tree(json.loads(json.dumps(dict(config), default=str)), Config)
 
 
@@ -101,7 +101,7 @@ def main(argv: list[str] | None = None) -> int:
         return run_command(lambda _: supervise(command), argv)
     dump_stacks_on_signal()
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
-    # Grain and orbax speak through absl before it is set up; jax warns of a CPU beside no GPU.
+    # Silence grain and orbax before absl is set up, and jax about an unused GPU.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     from bptjax.parallel.distributed import exit_without_barriers
 

@@ -1,1 +1,1 @@
-"""Flags and config keys: their names, their values, and errors in one line."""
+"""Flags and config keys: names, values, and one-line errors."""

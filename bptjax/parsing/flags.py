@@ -1,4 +1,4 @@
-"""Flags of every command: spelling, help text, errors in one line."""
+"""Flags of every command: spelling, help text, one-line errors."""
 
 import argparse
 import difflib
@@ -16,15 +16,14 @@ EXIT_CODES = (
 )
 # Dtypes of weights and of computations.
 DTYPES = ["float32", "bfloat16", "float16"]
-# The switch that `run_command` reads.
+# The flag that `run_command` reads.
 DEBUG = "--debug", "show the traceback of an error"
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """Returns "; now called …" for a renamed key, "; use …" for a key of another program,
-    or the reason why there is none, "; nearest: …" for any other unknown name, or an empty text if
-    no name is similar.
-    """
+    """Returns a hint about an unknown name: "; now called …" for a renamed key, "; use …" for a key
+    of another program (or the reason why bptjax has none), else "; nearest: …". Empty if no name is
+    similar."""
     key, known = name.removeprefix("--"), [own.removeprefix("--") for own in names]
     dashes = "--" * name.startswith("--")
     if new_name(key) != key and new_name(key) in known:
@@ -33,16 +32,16 @@ def nearest(name: str, names: Iterable[str]) -> str:
         return f"; use {dashes}{own}"
     if (last := key.rpartition(".")[2]) in NO_COUNTERPART:
         return f"; {NO_COUNTERPART[last]}"
-    if last in OTHER_NAMES:  # The command has no such flag.
+    if last in OTHER_NAMES:  # Known to other commands only.
         return ""
-    # A name without its group is compared with the last parts.
+    # Compare a name without its group with the last parts of the known names.
     guesses = {own.rpartition(".")[2]: own for own in known} | {own: own for own in known}
     found = difflib.get_close_matches(key, guesses, 1, 0.75)
     return f"; nearest: {dashes}{guesses[found[0]]}" if found else ""
 
 
 def normalize(argv: list[str], parser: argparse.ArgumentParser) -> list[str]:
-    """Returns `argv` with underscores in place of hyphens in names of flags, up to a sub-command.
+    """Returns `argv` with underscores for hyphens in flag names, up to a sub-command.
 
     Raises:
       ValueError: a flag is unknown, or given twice with different values.
@@ -90,7 +89,7 @@ def _commands(action: argparse.Action) -> Iterable[str]:
 
 
 class Help(argparse.HelpFormatter):
-    """Formatter of help text with defaults, and with types in place of upper-case flag names."""
+    """Formatter of help text with defaults, and with types instead of upper-case flag names."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text, default = action.help or "", action.default
@@ -108,8 +107,8 @@ class Help(argparse.HelpFormatter):
         return names.get(getattr(action.type, "__name__", ""), "TEXT")
 
     def _choices(self, action: argparse.Action) -> str:
-        """Returns "{a,b,c}" for a flag whose choices do not fit beside its name, else an empty
-        text."""
+        """Returns "{a,b,c}" if the choices do not fit next to the flag's name; else an empty
+        string."""
         values = self._format_args(action, self._get_default_metavar_for_optional(action))
         fits = len(f"  {', '.join(action.option_strings)} {values}") <= self._width
         return "" if fits else values
@@ -125,8 +124,8 @@ class Help(argparse.HelpFormatter):
 
 
 class Switch(argparse._HelpAction):
-    """A flag without a value, which its reader looks up in the arguments. A subclass of `--help`'s
-    action, so that it is not a key of a config."""
+    """A flag without a value; readers look for it in the arguments. Subclasses the action of
+    `--help`, so that it is not a key of a config."""
 
     def __init__(self, name: str, help: str):
         super().__init__([name], help=help)
@@ -136,8 +135,7 @@ class Switch(argparse._HelpAction):
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser of a command's flags. Raises errors as ValueErrors of one line; refuses
-    abbreviations."""
+    """Parser of a command's flags. Raises one-line ValueErrors; refuses abbreviations."""
 
     def __init__(self, **options: Any):
         options.setdefault("epilog", EXIT_CODES)
@@ -146,7 +144,7 @@ class Parser(argparse.ArgumentParser):
         self._add_action(Switch(*DEBUG))
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        # argparse calls this method for a sub-command too.
+        # argparse also calls this method for sub-commands.
         args = normalize(list(sys.argv[1:] if args is None else args), self)
         return super().parse_known_args(args, namespace)
 

@@ -1,4 +1,4 @@
-"""Names of config keys, `group.key`: of nested dataclasses and trees, and new names of old keys."""
+"""Names of config keys, `group.key`, in nested dataclasses and trees; and new names of old keys."""
 
 import dataclasses
 import re
@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
-# Old names of config keys, with their new names: those of version 0.1, whose group `memory` is now
-# `execution`, and those of the model before it had groups.
+# New names of old config keys: those of version 0.1, whose group `memory` is now `execution`, and
+# those from before the model had groups.
 RENAMED = {
     "memory.attention": "execution.attention_implementation",
     "memory.sequence": "parallel.sequence_strategy",
@@ -20,7 +20,7 @@ RENAMED = {
     "model.max_positions": "model.max_position_embeddings",
     "model.position": "model.position_embedding",
 }
-# Keys of the model that are now in a group: `old:new`, or one name if it is still the same.
+# Model keys that are now in a group: `old:new`, or one name if it has not changed.
 _GROUPED = {
     "alibi": "alibi_scale:scale alibi_interleaved:interleaved",
     "attention": (
@@ -69,8 +69,8 @@ def new_name(key: str) -> str:
 
 
 def rename_keys(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the tree of a saved config with the new names of its keys. An old key whose value is
-    null is left out: the default of the new key means the same."""
+    """Returns a saved config's tree with the new names of its keys. Leaves out old keys that are
+    null: the default of the new key means the same."""
     found = {}
     for group, keys in tree.items():
         for key, value in keys.items() if isinstance(keys, dict) else ():

@@ -1,9 +1,9 @@
-"""Names that other programs have for config keys: TRL, PEFT, transformers, Axolotl, Unsloth."""
+"""Other programs' names for config keys: TRL, PEFT, transformers, Axolotl, Unsloth."""
 
 import re
 from collections.abc import Container, Iterable
 
-# Keys, with a value where the other name stands for one. Names are looked up without their group.
+# Keys, with a value where the other name implies one. Names are looked up without their group.
 OTHER_NAMES = {
     "activation_checkpointing": "execution.remat",
     "activation_offloading": "execution.offload",
@@ -125,7 +125,7 @@ OTHER_NAMES = {
     "warmup": "optimizer.warmup_steps",
     "world_size": "parallel.num_processes",
 }
-# Other programs' names that no key stands for, with the reason.
+# Names in other programs without a counterpart here, with the reason.
 _ABSENT, _UPLOADS = "bptjax has nothing of this kind", "bptjax uploads nothing"
 _COMPILES, _READS = "every step is compiled", "records are read and tokenized while the run trains"
 NO_COUNTERPART = {
@@ -153,8 +153,8 @@ NO_COUNTERPART = {
     "use_dora": _ABSENT,
     "use_liger_kernel": _COMPILES,
 }
-# Flags of generate and evaluate by the keys of train, or by the names of other programs where those
-# say more: the directory that a command writes, or the one that it reads.
+# Flags of generate and evaluate, by the key of train, or by another program's name where this says
+# whether the directory is written or read.
 FLAGS = {
     "data.path": "data",
     "data.text_key": "text_key",
@@ -167,7 +167,7 @@ FLAGS = {
     "train.compute_dtype": "dtype",
     "train.seq_len": "length",
 }
-# The key of a group that a single value in place of the group stands for.
+# Key that a single value stands for when it is given instead of a group.
 MAIN_KEYS = {
     "adapter": "adapter.type",
     "data": "data.path",
@@ -178,22 +178,22 @@ MAIN_KEYS = {
 
 
 def own_name(name: str, names: Iterable[str]) -> str | None:
-    """Returns the key among `names` that a key of another program stands for, with its value if it
-    stands for one: from the table, or with the same last part in the only group that has it."""
+    """Returns the key among `names` that another program's key stands for, with any implied value:
+    from the table, or the only key with the same last part."""
     keys = list(names)
     last = name.rpartition(".")[2]
     key, equals, value = OTHER_NAMES.get(last, "").partition("=")
     flag = FLAGS.get(name) or FLAGS.get(last) or FLAGS.get(key)
     if own := next((own for own in (key, flag) if own in keys), None):
         return own + equals + value
-    # A name without a counterpart is a key only together with the key's group.
+    # A name without a counterpart matches a key only together with its group.
     end = f".{name}" if last in NO_COUNTERPART else f".{last}"
     same = [own for own in keys if f".{own}".endswith(end) and name not in NO_COUNTERPART]
     return same[0] if len(same) == 1 else None
 
 
 def with_flags(message: str, flags: Container[str]) -> str:
-    """Returns an error about config keys with the flags of a command in place of the keys."""
+    """Replaces config keys in an error with the flags of a command."""
     if "--text_key" in flags:
         message = re.sub(r", or see data\.format", "", message)
     for key, flag in FLAGS.items():

@@ -12,7 +12,7 @@ from typing import Any, Literal, NoReturn, get_args, get_origin
 from bptjax.parsing.flags import DEBUG, EXIT_CODES, Help, Switch, nearest, one_line
 from bptjax.parsing.other_names import MAIN_KEYS
 
-# In place of a group's keys: `execution: auto` sets none of them.
+# Value of a group that sets none of its keys: `execution: auto`.
 AUTO = "auto"
 
 
@@ -31,7 +31,7 @@ def parse_tree(tree: Mapping[str, Any], kind: type) -> Any:
 
 
 def refuse_imports(kind: type) -> None:
-    """By default jsonargparse imports the module of a `class_path` before it refuses the class."""
+    """Keeps jsonargparse from importing the module of a `class_path` before it refuses it."""
     from jsonargparse import set_parsing_settings
 
     set_parsing_settings(import_path_denylist=["*"], import_path_allowlist=_items(kind))
@@ -46,7 +46,7 @@ def instantiate(kind: type, parser: Any, parsed: Any) -> Any:
     from jsonargparse import Namespace
 
     for name in _groups(kind):
-        # jsonargparse accepts a number in place of a group, and fails on it later.
+        # jsonargparse accepts a number instead of a group, and fails on it later.
         if not isinstance(parsed[name], Namespace):
             raise ValueError(f"{name}={parsed[name]}: must be a group of keys{_main_key(name)}")
     for key, hint in _hints(kind).items():
@@ -59,7 +59,7 @@ def instantiate(kind: type, parser: Any, parsed: Any) -> Any:
 def make_parser(
     kind: type, command: str, description: str, switches: tuple[tuple[str, str], ...]
 ) -> Any:
-    """Builds the parser of a command. Building takes longer than parsing."""
+    """Builds the parser of a command, cached because building takes longer than parsing."""
     from jsonargparse import ArgumentParser, DefaultHelpFormatter
 
     hints = _hints(kind)
@@ -95,19 +95,19 @@ def make_parser(
             action.help = f"show the keys of {name.removesuffix('.help')}, and exit"
     for name in _groups(kind):
         group: Any = flags[f"--{name}"]
-        group.help = SUPPRESS  # --group FILE, beside --config.
-        group.basetype = None  # Text is a file, and no class to import.
+        group.help = SUPPRESS  # --group FILE, in addition to --config.
+        group.basetype = None  # Text is a file, not a class to import.
     for key, hint in hints.items():
         flags[f"--{key}"].metavar = _metavar(hint)
     return parser
 
 
 def _check_value(key: str, value: Any, hint: Any) -> None:
-    """Refuses what jsonargparse lets through.
+    """Refuses values that jsonargparse lets through.
 
     Raises:
-      ValueError: null for a key that has no such value; an integer that needs more than 32 bits;
-        NaN, or a number beyond float32.
+      ValueError: null for a key without that value; an integer that needs more than 32 bits; NaN,
+        or a number beyond float32.
     """
     if value is None and type(None) not in get_args(hint):
         raise ValueError(f"{key}=null: must be {_expected(hint)}")
@@ -120,7 +120,7 @@ def _check_value(key: str, value: Any, hint: Any) -> None:
 
 
 def _groups(kind: type, prefix: str = "") -> list[str]:
-    """Returns the names of the groups of keys, and of the groups in them."""
+    """Returns the names of the groups of keys, including nested groups."""
     found = []
     for f in fields(kind):
         if isinstance(f.type, type) and dataclasses.is_dataclass(f.type):
@@ -178,7 +178,7 @@ def _expected(hint: Any) -> str:
 
 
 def _main_key(group: str) -> str:
-    """Formats the remedy for a value in place of a group."""
+    """Formats the remedy for a value given instead of a group."""
     return f"; use {MAIN_KEYS[group]}" if group in MAIN_KEYS else ""
 
 

@@ -35,8 +35,8 @@ from bptjax.run.output import explain_full_disk, write_atomically
 
 log = logging.getLogger("bptjax")
 
-# Seconds that a save may take. Orbax's 600 s end a run whose disk is slow, or whose clock is set
-# forward; a save that hangs is a matter of the supervisor.
+# Seconds that a save may take. Orbax's default of 600 would end a run whose disk is slow or whose
+# clock is set forward. The supervisor detects saves that hang.
 SAVE_TIMEOUT_S = 365 * 86_400
 
 
@@ -46,14 +46,14 @@ class CheckpointConfig:
 
     Attributes:
       save_steps: optimizer steps between checkpoints.
-      save_total_limit: number of newest checkpoints to keep. With 1 there is no older checkpoint
-        to fall back on if it is damaged.
+      save_total_limit: number of newest checkpoints to keep. With 1, a damaged checkpoint has no
+        older one to fall back on.
       keep_every: also keep the checkpoints of steps that are multiples of this number, itself a
         multiple of save_steps.
       keep_best: also save and keep the checkpoint with the lowest eval/loss, named in best.json.
         Other commands still use the newest checkpoint.
-      local_dir: directory on a fast local disk. Checkpoints are written to it, and copied from
-        there to the run directory while the run goes on. For processes of one host only.
+      local_dir: directory on a fast local disk. Checkpoints are written to it and then copied to
+        the run directory while the run goes on. Only for processes on one host.
     """
 
     save_steps: int = 500
@@ -84,7 +84,7 @@ class Best:
     Attributes:
       step: step of the lowest loss; 0 before the first evaluation.
       loss: lowest loss, in nats per token.
-      since: number of evaluations since then without a lower loss.
+      since: number of later evaluations, all without a lower loss.
     """
 
     step: int = 0
@@ -92,7 +92,7 @@ class Best:
     since: int = 0
 
     def add(self, step: int, loss: float) -> None:
-        """Adds an evaluation. A loss that is not finite does not count as an improvement."""
+        """Adds an evaluation. A loss that is not finite is no improvement."""
         if math.isfinite(loss) and (self.loss is None or loss < self.loss):
             self.step, self.loss, self.since = step, loss, 0
         else:
@@ -101,7 +101,7 @@ class Best:
 
 @dataclass
 class _Step:
-    """Preservation policy of orbax that keeps one step, which may change."""
+    """Orbax preservation policy that keeps the checkpoint of `step`, which may change."""
 
     step: int | None = None
 
@@ -116,17 +116,17 @@ class DamagedCheckpointError(RuntimeError):
 class Checkpoints:
     """The checkpoints of one run, `<run_dir>/checkpoints/<step>/`.
 
-    A checkpoint holds `state` (arrays by the path of the leaf), `meta` (JSON) and a manifest with
-    its step and the CRC-32 of every file, because orbax does not notice a flipped byte. A directory
-    gets its final name when all files are on disk; older checkpoints are deleted afterwards. Each
-    process writes the arrays of its own devices into one shared directory, and process 0 decides
-    which checkpoint all processes restore.
+    A checkpoint holds `state` (arrays by leaf path), `meta` (JSON) and a manifest with its step and
+    the CRC-32 of every file, because orbax does not notice a flipped byte. A directory gets its
+    final name when all files are on disk; older checkpoints are deleted afterwards. Each process
+    writes the arrays of its own devices into one shared directory, and process 0 decides which
+    checkpoint all processes restore.
 
     Nothing is written before the first `save`, which removes half-written directories and renames
     checkpoints newer than the restored step (damaged or superseded) to `<step>.aside<n>`.
 
-    With a local directory, checkpoints are finished there first and then copied; `restore` copies
-    those that a killed process has not copied.
+    With a local directory, checkpoints are finished there first and then copied. `restore` makes
+    the copies that a killed process has not made.
     """
 
     def __init__(
@@ -147,19 +147,19 @@ class Checkpoints:
         self._manager: ocp.CheckpointManager | None = None
         self._step, self._best = -1, _Step()
         self._record: dict[str, Any] | None = None
-        # Orbax logs through absl, which prints to stderr. The first failure of a save is raised as
-        # an exception. Asyncio logs the others, of tasks for which nobody waits any more.
+        # Orbax logs to stderr through absl. The first failure of a save is raised as an exception;
+        # asyncio would log the failures of the remaining tasks, which nobody awaits any more.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
         logging.getLogger("asyncio").addFilter(_not_of_orbax)
         warnings.filterwarnings("ignore", "coroutine 'async_serialize.* was never awaited")
 
     def save(self, step: int, state: Any, extra: dict, best: Best | None = None) -> None:
-        """Copies `state` from the devices and returns, while threads write it.
+        """Copies `state` from the devices and returns while threads write the copy.
 
         The caller may donate `state` (a pytree of jax arrays, none of size 0 and none uint4) after
-        the call. `extra` is JSON. Waits for the previous save and raises its error. Does not write
-        a step again that was just saved or restored. Keeps the checkpoint of `best` in addition to
-        the newest ones, and names it in `best.json` in the run directory.
+        the call. `extra` is JSON. Waits for the previous save and raises its error. Skips a step
+        that was just saved or restored. Keeps the checkpoint of `best` in addition to the newest
+        ones, and names it in `best.json` in the run directory.
 
         Raises:
           OSError: the previous save or this save failed, or the run directory was removed;
@@ -167,7 +167,7 @@ class Checkpoints:
         """
         self._wait_written()
         if self._has_run and not self.directory.parent.is_dir():
-            # Orbax would make it anew, and then it would hold no run.
+            # Orbax would create the directory again, without the run's other files.
             raise FileNotFoundError(f"{self.directory.parent}: was removed")
         if step == self._step:
             return
@@ -201,11 +201,11 @@ class Checkpoints:
                 self._wait_written()
 
     def restore(self, abstract_state: Any, step: int | None = None) -> tuple[int, Any, dict] | None:
-        """Restores the newest intact checkpoint, or the checkpoint of `step`. Returns (step, state,
-        extra), or None if no checkpoint was ever finished.
+        """Restores the newest intact checkpoint, or the checkpoint of `step`.
 
-        `abstract_state` is a tree of `jax.ShapeDtypeStruct` with shardings, or of arrays, on any
-        mesh. Skips half-written and damaged checkpoints with a warning.
+        Returns (step, state, extra), or None if no checkpoint was ever finished. `abstract_state`
+        is a tree of `jax.ShapeDtypeStruct` with shardings, or of arrays, on any mesh. Skips
+        half-written and damaged checkpoints with a warning.
 
         Raises:
           ValueError: the trees, shapes or dtypes differ, there is no checkpoint of `step`, or the
@@ -220,7 +220,7 @@ class Checkpoints:
             return None
         self._step = found
         if self._manager:
-            # The next save opens another one, and sets newer checkpoints aside before.
+            # The next save opens a new manager, after it has set newer checkpoints aside.
             with self._saving():
                 self._manager.close()
             self._manager = None
@@ -228,7 +228,8 @@ class Checkpoints:
 
     def newest(self, step: int | None = None) -> int | None:
         """Returns the step of the newest intact checkpoint, or `step` if its checkpoint is intact.
-        Names skipped checkpoints in a warning. Returns None if none was ever finished.
+
+        Warns about skipped checkpoints. Returns None if no checkpoint was ever finished.
 
         Raises:
           ValueError, DamagedCheckpointError: as `restore`.
@@ -267,14 +268,14 @@ class Checkpoints:
         return {name: _parsed(path, name, kind) for name, kind in _meta(path)["leaves"].items()}
 
     def extra(self, step: int) -> dict:
-        """Returns the values saved beside the state."""
+        """Returns the values saved with the state."""
         return _meta(self.directory / str(step))["extra"]
 
     def read(self, step: int, name: str) -> np.ndarray:
         """Reads one array of the state into host memory, in this process alone.
 
         Raises:
-          ValueError: the array has another dtype or shape than the metadata says, or is missing.
+          ValueError: the array is missing, or its dtype or shape is not that in the metadata.
         """
         here = jax.process_index()
         alone = ocp.options.MultiprocessingOptions(
@@ -289,7 +290,7 @@ class Checkpoints:
         with ocp.Checkpointer(handler, multiprocessing_options=alone) as reader:
             array = reader.restore(self.directory / str(step) / "state", args=args)[name]
         path = self.directory / str(step)
-        # A missing array comes back as `item`.
+        # Orbax returns a missing array as `item`.
         found, wanted = _kind(np.asarray(array)), _meta(path)["leaves"][name]
         if found != wanted:
             raise ValueError(
@@ -309,15 +310,15 @@ class Checkpoints:
 
     @contextmanager
     def _saving(self) -> Iterator[None]:
-        """Raises one kind of error for all failures of a save."""
+        """Converts every failure of a save to an OSError."""
         with explain_full_disk(self._written_to / str(self._step)):
             try:
                 yield
-            except ValueError as error:  # Orbax's kind for errors of files.
+            except ValueError as error:  # Orbax raises it for file errors.
                 raise OSError(str(error)) from error
 
     def _open(self, restored: int) -> ocp.CheckpointManager:
-        """Removes and renames what the first save finds after the checkpoint of `restored`."""
+        """Clears the way for checkpoints after step `restored`, and opens orbax's manager."""
         if not isinstance(sys.unraisablehook, _IgnoreClosedLoops):
             sys.unraisablehook = _IgnoreClosedLoops(sys.unraisablehook)
         if jax.process_index() == 0:
@@ -328,7 +329,7 @@ class Checkpoints:
                     set_aside(self.directory / str(step))
             if self._copies:
                 self._copies.claim()
-            else:  # Checkpoints left in a local directory are superseded.
+            else:  # Checkpoints in a local directory of an earlier start are superseded.
                 (self.directory / OWNER).unlink(missing_ok=True)
         policies = ocp.checkpoint_managers
         limit = self._limit if self._written_to == self.directory else None
@@ -337,18 +338,18 @@ class Checkpoints:
             kept.append(policies.EveryNSteps(self._every))
         options = ocp.CheckpointManagerOptions(
             preservation_policy=policies.AnyPreservationPolicy(kept),
-            # Asynchronous directories keep a process whose save failed alive for five minutes.
+            # Asynchronous creation keeps a process alive for five minutes after a failed save.
             async_options=ocp.AsyncOptions(
                 post_finalization_callback=self._write_manifest,
                 create_directories_asynchronously=False,
                 timeout_secs=SAVE_TIMEOUT_S,
             ),
         )
-        # This is a barrier: no process lists the steps before process 0 has cleaned up.
+        # The constructor is a barrier: no process lists steps before process 0 has cleaned up.
         return ocp.CheckpointManager(self._written_to, options=options)
 
     def _write_manifest(self) -> None:
-        """Writes the manifest. The thread of orbax in process 0 calls it when every file is written
+        """Writes the manifest. Orbax calls this in a thread of process 0 when every file is written
         and the directory is not yet renamed."""
         path = self._written_to / f"{self._step}{HALF_WRITTEN}"
         write_manifest(path)
@@ -362,8 +363,8 @@ def _not_of_orbax(record: logging.LogRecord) -> bool:
 
 
 class _IgnoreClosedLoops:
-    """Hook for errors in C++ that have no caller. Ignores the errors of writes that were pending
-    when another write of the same save failed: orbax has closed the event loop that they notify."""
+    """Hook for C++ errors without a caller. Ignores errors of writes that were pending when another
+    write of the same save failed, because orbax has closed the event loop that they notify."""
 
     def __init__(self, before: Callable[[Any], Any]):
         self._before = before
@@ -400,9 +401,9 @@ def _meta(path: Path) -> dict:
 
 
 def _parsed(path: Path, name: str, kind: Any) -> tuple[str, tuple[int, ...]]:
-    """Returns the dtype and the shape that `_kind` formatted."""
+    """Parses the dtype and the shape that `_kind` formatted."""
     found = re.fullmatch(r"(\w+)\[(\d{1,9}(?:, \d{1,9})*)?\]", str(kind), re.ASCII)
-    with suppress(TypeError):  # Of a dtype that does not exist.
+    with suppress(TypeError):  # There is no such dtype.
         if found is not None:
             shape = found[2].split(", ") if found[2] else ()
             return str(jnp.dtype(found[1])), tuple(map(int, shape))
@@ -413,7 +414,7 @@ def _parsed(path: Path, name: str, kind: Any) -> tuple[str, tuple[int, ...]]:
 
 
 def _leaves(tree: Any) -> dict[str, Any]:
-    """Returns the leaves by path. Orbax sees this flat dict, whatever the classes of the tree."""
+    """Returns the leaves by path. Orbax sees this flat dict, whatever the tree's classes."""
     leaves = jax.tree.leaves_with_path(tree)
     return {jax.tree_util.keystr(at, simple=True, separator="/"): leaf for at, leaf in leaves}
 

@@ -1,4 +1,4 @@
-"""Names, checksums and removal of the directories that hold one checkpoint each."""
+"""Names, checksums and removal of checkpoint directories."""
 
 import json
 import re
@@ -10,10 +10,10 @@ from itertools import count
 from pathlib import Path
 
 MANIFEST = "manifest.json"
-# Key of the manifest for the step. The other keys are names of files, which contain a slash.
+# Key of the step in the manifest. All other keys are file names, which contain a slash.
 STEP = "step"
 BEST = "best.json"
-# Suffix of the names that orbax gives.
+# Suffix that orbax gives.
 HALF_WRITTEN = ".orbax-checkpoint-tmp"
 
 
@@ -21,10 +21,10 @@ def steps_in(directory: Path, suffix: str = "") -> list[int]:
     """Returns the steps of the checkpoints in a directory, in order.
 
     Args:
-      suffix: of the names; `HALF_WRITTEN` for checkpoints that are not finished, or half removed.
+      suffix: end of the names; `HALF_WRITTEN` for checkpoints that are unfinished or half removed.
     """
     names = [path.name.removesuffix(suffix) for path in directory.glob(f"*{suffix}")]
-    # Of at most 9 digits, because steps are int32.
+    # At most 9 digits, because steps are int32.
     return sorted(int(name) for name in names if re.fullmatch("0|[1-9][0-9]{,8}", name))
 
 
@@ -35,7 +35,7 @@ def set_aside(path: Path) -> None:
 
 
 def clear_half_written(path: Path) -> Path:
-    """Returns the name of a checkpoint before it is finished, and removes what has that name."""
+    """Removes what is left of a half-written checkpoint, and returns its path."""
     hidden = path.with_name(path.name + HALF_WRITTEN)
     if hidden.is_dir():
         shutil.rmtree(hidden)
@@ -44,23 +44,22 @@ def clear_half_written(path: Path) -> Path:
 
 
 def discard(path: Path) -> None:
-    """Removes a checkpoint. A killed process leaves it complete or half-written."""
+    """Removes a checkpoint, which is complete or half-written if the process is killed."""
     shutil.rmtree(path.rename(clear_half_written(path)))
 
 
 def write_manifest(path: Path) -> None:
-    """Writes the step of a checkpoint that is not finished, and the CRC-32 of its every file."""
+    """Writes the manifest of an unfinished checkpoint: its step, and the CRC-32 of every file."""
     files = [str(f.relative_to(path)) for f in path.glob("*/**/*") if f.is_file()]
     wanted = {STEP: int(path.name.removesuffix(HALF_WRITTEN))} | _checksums(path, files)
     (path / MANIFEST).write_text(json.dumps(wanted, indent=1))
 
 
 def check_step(directory: Path) -> None:
-    """Checks that an intact checkpoint is of the step of its name. Earlier versions of bptjax wrote
-    no step into the manifest.
+    """Checks that an intact checkpoint has the name of its step. Old manifests have no step.
 
     Raises:
-      ValueError: it was renamed.
+      ValueError: the checkpoint was renamed.
     """
     saved = json.loads((directory / MANIFEST).read_text()).get(STEP, directory.name)
     if str(saved) != directory.name:
@@ -74,7 +73,7 @@ def renamed(directory: Path, saved: object) -> str:
 
 
 def damage(directory: Path) -> str:
-    """Returns the damage of a finished checkpoint, or an empty text."""
+    """Returns the damage of a finished checkpoint; empty if there is none."""
     try:
         wanted = json.loads((directory / MANIFEST).read_text())
         if not isinstance(wanted, dict) or not wanted.keys() - {STEP}:

@@ -3,11 +3,11 @@
 import os
 import sys
 
-# With -P, neither a script's directory nor the current one is searched for modules.
+# With -P, Python does not put a script's directory or the current directory on `sys.path`.
 PYTHON = sys.executable, "-P"
 
 
 def python_environment() -> dict[str, str]:
     """Returns the environment in which `PYTHON` finds the modules that this process finds, except
-    those of the current directory that `sys.path` holds as an empty text."""
+    in the current directory, which `sys.path` may hold as an empty string."""
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

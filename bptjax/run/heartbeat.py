@@ -1,7 +1,8 @@
-"""Signs of life of a supervised process, in a directory that its supervisor shares with it.
+"""Signs of life of a supervised process, in a directory shared with its supervisor.
 
-Without a supervisor, all functions return at once. Unlike metrics.jsonl, a sign of life comes from
-every process, at every step, and from work between steps."""
+Without a supervisor, all functions return at once. Unlike metrics.jsonl, signs of life come from
+every process, at every step, and from work between steps.
+"""
 
 import faulthandler
 import json
@@ -11,10 +12,10 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-# Environment variable that names the directory, and the files in it.
+# Environment variable with the path of the directory, and the files in that directory.
 DIRECTORY = "BPTJAX_SUPERVISOR"
 BEAT, ERROR, RUN_DIR, STACKS = "beat", "error", "run_dir", "stacks"
-# Least size of the files in bytes.
+# Minimum size of a file in bytes.
 SIZE = 1024
 
 
@@ -22,7 +23,7 @@ def beat(work: str, step: int | None = None) -> None:
     """Tells the supervisor that this process is alive.
 
     Args:
-      work: the work that begins, or goes on.
+      work: the work that begins or continues.
       step: number of optimizer steps done; None if the work is not a step.
     """
     record = {"work": work[:100], "step": step, "time": time.monotonic_ns()}
@@ -35,12 +36,12 @@ def record_error(message: str) -> None:
 
 
 def record_run_dir(directory: Path) -> None:
-    """Tells the supervisor where log and checkpoints are."""
+    """Tells the supervisor where the log and the checkpoints are."""
     _write(RUN_DIR, str(directory.absolute()))
 
 
 def dump_stacks_on_signal() -> None:
-    """Lets SIGUSR1 write the stacks of all threads for the supervisor, even if no thread can run
+    """Makes SIGUSR1 write the stacks of all threads for the supervisor, even if no thread can run
     Python code."""
     if directory := os.environ.get(DIRECTORY):
         file = (Path(directory) / STACKS).open("w")
@@ -48,8 +49,8 @@ def dump_stacks_on_signal() -> None:
 
 
 def _write(name: str, text: str) -> None:
-    """Writes a file in place: a rename may wait for the disk. The padding covers a longer text that
-    was there before."""
+    """Writes a file in place, because a rename may wait for the disk. Padding overwrites a longer
+    text."""
     if directory := os.environ.get(DIRECTORY):
         with suppress(OSError):  # The run matters more than its supervision.
             file = os.open(os.path.join(directory, name), os.O_WRONLY | os.O_CREAT, 0o600)

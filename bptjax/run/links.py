@@ -1,4 +1,4 @@
-"""Links, special files and names of files in directories that others have written."""
+"""Checks of links, special files and file names in directories that others have written."""
 
 import json
 import os
@@ -6,29 +6,29 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# Directories of a model or a run whose files are read or written too.
+# Subdirectories of a model or a run whose files are also read or written.
 INNER = "hf", "checkpoints", "additional_chat_templates", "profile", "stacks"
-# Files of a model whose keys transformers takes for names of files, and the keys that it so takes.
+# Model files in which transformers treats some values as file names, and the keys of these values.
 NAMING = "tokenizer_config.json", "special_tokens_map.json", "config.json"
 NAMES = "_file", "_files", "vocab", "merges", "init_inputs"
-# Old tokenizers hold the path that their author had. transformers does not read it.
+# Old tokenizers hold their author's path here. transformers does not read it.
 IGNORED = "special_tokens_map_file"
 
 
 def check_links(directory: Path) -> None:
-    """Checks that no link in a model, tokenizer, adapter or run directory leads out of it, that it
-    holds only files and directories, and that its configs name no file outside of it.
+    """Checks that a model, tokenizer, adapter or run directory refers to nothing outside it.
 
-    A snapshot of the hub's cache, `models--owner--name/snapshots/…`, consists of links to files of
-    `models--owner--name/blobs`, so its links may lead to all of `models--owner--name`. Other
-    subdirectories than `INNER` are not searched.
+    It may hold files and directories, links that stay inside, and configs that name no file
+    outside. A snapshot in the hub's cache, `models--owner--name/snapshots/…`, consists of links to
+    files in `models--owner--name/blobs`, so its links may lead anywhere in `models--owner--name`.
+    Subdirectories other than `INNER` are not searched.
 
     Raises:
-      ValueError: a link or a name leads out of the directory, and the error names both ends; or
-        an entry is a pipe, a socket or a device.
+      ValueError: a link or a name leads out of the directory (the error names both ends), or an
+        entry is a pipe, a socket or a device.
     """
     root = Path(os.path.realpath(directory))
-    for parent in root.parents:  # Also of a subdirectory of a snapshot.
+    for parent in root.parents:  # `directory` may also be inside a snapshot.
         if parent.name == "snapshots" and parent.parent.name.startswith("models--"):
             root = parent.parent
             break
@@ -50,7 +50,7 @@ def check_links(directory: Path) -> None:
                             "file itself there"
                         )
                 is_directory = os.path.isdir(entry.path)
-                # Opening a pipe waits for ever, and a device may have no end.
+                # Opening a pipe blocks forever, and a device may have no end.
                 if not is_directory and os.path.exists(entry.path) and not entry.is_file():
                     raise ValueError(f"{entry.path}: must be a file or a directory; remove it")
                 if here != directory and is_directory:
@@ -62,10 +62,10 @@ def _check_names(directory: Path, root: Path) -> None:
         file = directory / name
         try:
             found = json.loads(file.read_text()) if file.is_file() else {}
-        except (OSError, ValueError, RecursionError):  # Its reader says so.
+        except (OSError, ValueError, RecursionError):  # The file's reader reports it.
             continue
         for key, text in _names(found):
-            # transformers opens some relative to the current directory.
+            # transformers resolves some names from the current directory.
             for path in (directory / text, Path(text)):
                 if os.path.exists(path) and not os.path.isdir(path):
                     target = Path(os.path.realpath(path))
@@ -77,7 +77,7 @@ def _check_names(directory: Path, root: Path) -> None:
 
 
 def _names(tree: Any) -> Iterator[tuple[str, str]]:
-    """Yields the keys and the texts that transformers may take for names of files."""
+    """Yields the keys and values that transformers may treat as file names."""
     left: list[tuple[str, Any]] = [("", tree)]
     while left:
         key, value = left.pop()

@@ -26,7 +26,7 @@ from bptjax.run.checkpoint_files import (
 from bptjax.run.output import explain_full_disk, leftovers, write_atomically
 
 log = logging.getLogger("bptjax")
-# Holds the same text in the local directory and in that of the run while they belong together.
+# Has the same text in the local directory and in the run's, while they belong together.
 OWNER = ".local"
 
 
@@ -38,11 +38,11 @@ def local_directory(local_dir: str, run_dir: Path) -> Path:
 
 
 def make_local_directory(local_dir: str, run_dir: Path) -> None:
-    """Makes the local directory of a run, private to the user.
+    """Makes the private local directory of a run.
 
     Raises:
       ValueError: `local_dir` is inside the run directory or cannot be written, or the directory
-        belongs to somebody else.
+        belongs to another user.
     """
     directory = local_directory(local_dir, run_dir)
     refused = f"checkpoint.local_dir={local_dir}: must be"
@@ -61,8 +61,8 @@ def make_local_directory(local_dir: str, run_dir: Path) -> None:
 
 
 def directory_id(directory: Path) -> list[int] | None:
-    """Returns numbers that another directory of the same path on another host does not have; None
-    if there is no directory."""
+    """Returns numbers that no directory of the same path on another host has; None if the directory
+    does not exist."""
     try:
         found = directory.stat()
     except OSError:
@@ -71,11 +71,11 @@ def directory_id(directory: Path) -> list[int] | None:
 
 
 class Copies:
-    """Copies finished checkpoints of a local directory to the run directory, one at a time.
+    """Copies finished checkpoints from a local directory to the run directory, one at a time.
 
-    A copy gets its final name when all of its files are on disk and have the checksums of the
-    manifest; then the local checkpoint is removed. If a checkpoint is finished while another one
-    still waits for its copy, the older one is removed, unless it must be kept.
+    A copy gets its final name when all of its files are on disk and match the manifest's checksums;
+    then the local checkpoint is removed. If a checkpoint is finished while an older one still waits
+    for its copy, the older one is removed unless it must be kept.
     """
 
     def __init__(self, local: Path, directory: Path, limit: int | None, every: int | None):
@@ -83,7 +83,7 @@ class Copies:
 
         Args:
           limit: number of newest checkpoints to keep in the final directory; None for all.
-          every: also keep the multiples of this step.
+          every: also keep checkpoints of steps that are multiples of this number.
         """
         self._local, self._directory = local, directory
         self._limit, self._every = limit, every
@@ -91,21 +91,21 @@ class Copies:
         self._written: Future[None] | None = None
         self._jobs: deque[Future[None]] = deque()
         self._lock = threading.Lock()
-        # Steps that wait for their copy, and whether they must be kept.
+        # Steps that wait for their copy, and whether their checkpoints must be kept.
         self._waiting: list[tuple[int, bool]] = []
         self._warned = False
 
     def recover(self) -> None:
-        """Copies the checkpoints that a killed process has finished and not copied. Damaged ones
-        too: `Checkpoints` names those."""
+        """Copies the checkpoints that a killed process has finished but not copied, including
+        damaged ones, which `Checkpoints` reports."""
         if self._is_owner():
             for step in steps_in(self._local):
                 self._copy(step)
                 discard(self._local / str(step))
 
     def claim(self) -> None:
-        """Removes everything from the local directory before the first save of a process. What it
-        holds after `recover` is half-written, or of a run that was removed."""
+        """Empties the local directory before the first save of a process. After `recover` it holds
+        only half-written checkpoints, or those of a run that was removed."""
         finished = steps_in(self._local)
         if finished:
             text = "%s: removing steps %s, which are not of the run in %s or superseded"
@@ -123,7 +123,7 @@ class Copies:
                 _flush(directory / OWNER)
 
     def follow(self, wait: Callable[[], None], step: int, best: bool) -> None:
-        """Copies the checkpoint of a step as soon as `wait` returns, in other threads.
+        """Copies the checkpoint of a step in other threads as soon as `wait` returns.
 
         Args:
           best: whether the checkpoint is the best one, which must be kept.
@@ -132,8 +132,8 @@ class Copies:
         self._written = self._writing.submit(self._add, wait, step, keep)
 
     def wait_written(self) -> None:
-        """Waits until the last local checkpoint is finished, and until none that must be kept waits
-        for its copy. Raises the first error of these threads."""
+        """Waits until the last local checkpoint is finished and every checkpoint that must be kept
+        is copied. Raises the first error of the copying threads."""
         written, self._written = self._written, None
         if written is not None:
             written.result()
@@ -147,7 +147,7 @@ class Copies:
             self._jobs.popleft().result()
 
     def close(self) -> None:
-        """Waits as `wait`, and removes the local directory if it is empty."""
+        """Waits like `wait`, then removes the local directory if it is empty."""
         try:
             self.wait()
         finally:
@@ -164,8 +164,8 @@ class Copies:
             clear_half_written(self._local / str(step))
 
     def _is_owner(self) -> bool:
-        """Returns whether the local checkpoints are of the run in the run directory."""
-        with suppress(FileNotFoundError):  # Other errors must not remove what is there.
+        """Returns whether the local checkpoints belong to the run in the run directory."""
+        with suppress(FileNotFoundError):  # Other errors must not remove anything.
             return (self._local / OWNER).read_bytes() == (self._directory / OWNER).read_bytes()
         return False
 
@@ -189,7 +189,7 @@ class Copies:
 
     def _copy_next(self) -> None:
         with self._lock:
-            if not self._waiting:  # A newer step was copied in place of several.
+            if not self._waiting:  # This job's step was left out.
                 return
             step, _ = self._waiting.pop(0)
         self._copy(step)
@@ -224,7 +224,7 @@ def _copy_directory(source: Path, target: Path) -> None:
     """Copies a finished checkpoint, which appears complete or not at all.
 
     Raises:
-      OSError: a file cannot be written, or the copy has other checksums than the source.
+      OSError: a file cannot be written, or the checksums of the copy differ.
     """
     hidden = clear_half_written(target)
     try:
@@ -248,7 +248,7 @@ def _copy_directory(source: Path, target: Path) -> None:
 
 
 def _flush(path: Path) -> None:
-    """Writes a file or directory to its disk."""
+    """Flushes a file or directory to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

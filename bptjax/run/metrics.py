@@ -32,7 +32,7 @@ def read_metrics(path: Path | str) -> Iterator[dict[str, Any]]:
 
 
 def _is_record(record: dict[str, Any]) -> bool:
-    """Returns whether the step and the metrics, whose names hold a slash, have values that a run
+    """Returns whether the step and the metrics (names with a slash) have values that a run
     writes."""
     step = record.get("step")
     return (
@@ -47,10 +47,10 @@ def _is_record(record: dict[str, Any]) -> bool:
 
 
 def lost_records(file: Path, step: int, saved: int | None) -> str | None:
-    """Returns a warning if a file of records lacks records up to a step; None if it does not.
+    """Returns a warning if a file lacks records up to a step; None if it does not.
 
     Args:
-      saved: number of records when the step was saved; None if it is not known, which asks for one.
+      saved: number of records when the step was saved; None if unknown: then one record is enough.
     """
     records = [r for r in read_metrics(file) if r["step"] <= step] if file.exists() else []
     wanted = 1 if saved is None else saved
@@ -70,8 +70,8 @@ def lost_records(file: Path, step: int, saved: int | None) -> str | None:
 class JsonlWriter:
     """Writer of `<run_dir>/<name>`, one JSON object per record, on disk when `write` returns.
 
-    Continues after `resume_step`: drops the records of later steps, which the run will repeat. None
-    starts an empty file.
+    Continues after `resume_step` and drops the records of later steps, which the run will repeat.
+    With None, starts an empty file.
 
     Attributes:
       count: number of records in the file.
@@ -97,9 +97,8 @@ class JsonlWriter:
         self._file = self._open(step)
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Writes a record. Values are numbers, arrays with one element, or strings. Values that are
-        not finite become null, because JSON has no NaN.
-        """
+        """Writes a record of numbers, arrays with one element, and strings. Values that are not
+        finite become null, because JSON has no NaN."""
         record = {name: _plain(value) for name, value in metrics.items()}
         self._file.write(json.dumps({"step": step, **record}, allow_nan=False) + "\n")
         self._file.flush()
@@ -126,20 +125,20 @@ class Throughput:
         self._last: float | None = None
 
     def step(self, tokens: int) -> None:
-        """Notes that a step over `tokens` tokens has just finished."""
+        """Counts a step over `tokens` tokens, which has just finished."""
         now = self._clock()
         if self._last is not None:
             self._steps.append((now - self._last, tokens))
         self._last = now
 
     def resume(self) -> None:
-        """Discards the time since the last step, which was not training (evaluation, a
+        """Discards the time since the last step, which was spent on other work (evaluation, a
         checkpoint)."""
         if self._last is not None:
             self._last = self._clock()
 
     def skip(self) -> None:
-        """Leaves out the step that finishes next."""
+        """Leaves the next step out of the averages."""
         self._last = None
 
     def metrics(self, steps_left: int) -> dict[str, float]:
@@ -156,11 +155,10 @@ class Throughput:
 
 
 class RunProgress:
-    """Progress of a run (step, loss, tokens per second, time left): a live bar on a terminal, else
-    plain lines.
+    """Progress of a run (step, loss, tokens per second, time left): a live bar, or plain lines.
 
-    A plain line is printed for the first and the last update, and up to once every `every` seconds
-    in between. A context manager, which always restores the terminal.
+    The bar needs a terminal. Plain lines are printed for the first and the last update, and at most
+    once every `every` seconds in between. A context manager that always restores the terminal.
     """
 
     def __init__(
@@ -176,7 +174,7 @@ class RunProgress:
         self._total = total
         self._every = every
         self._clock = clock
-        # An explicit False, because FORCE_COLOR would make rich treat a pipe as a terminal.
+        # Pass False explicitly, because FORCE_COLOR would make rich treat a pipe as a terminal.
         self._console = console or Console(force_terminal=None if sys.stdout.isatty() else False)
         self._last_update = -math.inf
         self._pending: str | None = None
@@ -199,7 +197,7 @@ class RunProgress:
             self._print(self._pending)
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Shows `train/loss`, and the results of `Throughput.metrics` if there are any."""
+        """Shows `train/loss` and, if there are any, the results of `Throughput.metrics`."""
         head = f"step {step}/{self._total}"
         parts = [f"loss {float(metrics['train/loss']):.4f}"]
         if "throughput/tokens_per_second" in metrics:
@@ -216,14 +214,14 @@ class RunProgress:
             self._pending, self._last_update = None, self._clock()
 
     def status(self, text: str) -> None:
-        """Shows the work between steps: in the bar, or as a line."""
+        """Shows the work between steps, in the bar or as a line."""
         if self._bar:
             self._bar.update(self._task, tail=text)
         else:
             self._print(text)
 
     def log(self, line: str) -> None:
-        """Prints a line, above the bar if there is one, and appends it to log.txt."""
+        """Prints a line, above any bar, and appends it to log.txt."""
         self._print(line)
         append_log(self._run_dir, line)
 
@@ -265,11 +263,10 @@ class NullLogger:
 
 
 def plot_loss(metrics_jsonl: Path | str, out_png: Path | str, title: str = "") -> Any:
-    """Draws `train/loss` and `eval/loss` against tokens seen, or against steps if the records have
-    no token counts.
+    """Draws `train/loss` and `eval/loss` against tokens seen. Returns the matplotlib figure.
 
-    A record without `train/tokens_seen` is drawn at the count of the previous record. Returns the
-    matplotlib figure.
+    Records without token counts are drawn against steps. A record without `train/tokens_seen` among
+    others is drawn at the previous record's count.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -279,8 +276,8 @@ def plot_loss(metrics_jsonl: Path | str, out_png: Path | str, title: str = "") -
     key, label = ("train/tokens_seen", "tokens seen") if tokens else ("step", "optimizer steps")
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot(xlabel=label, ylabel="loss (nats per token)")
-    # The title, a directory's name, may hold $, which starts a formula in matplotlib, and letters
-    # that no font has.
+    # The title is a directory name: it may hold $, which starts a formula in matplotlib, and
+    # characters that no font has.
     axes.set_title(title, parse_math=False)
     for name, meaning in (("train/loss", "training"), ("eval/loss", "held-out data")):
         x, points = 0, []
@@ -301,5 +298,5 @@ def plot_loss(metrics_jsonl: Path | str, out_png: Path | str, title: str = "") -
 
 
 def printable(text: str) -> str:
-    """Returns the text without control characters, which would control the terminal."""
+    """Returns the text without control characters, which would affect the terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)

@@ -1,5 +1,5 @@
-"""Files and directories that appear complete or not at all, even if the process is killed; texts of
-errors."""
+"""Atomic writes: files and directories appear complete or not at all, even if the process is
+killed. Also formats errors."""
 
 import errno
 import fcntl
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-# A full disk, a spent quota, and the largest size of a file.
+# Full disk, exceeded quota, and exceeded file size.
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -19,27 +19,27 @@ class DiskFull(OSError):
 
 
 def full_disk(error: Exception) -> str:
-    """Returns the reason if an error says that the disk is full, else an empty text. Libraries
-    report a full disk by exceptions of many kinds."""
+    """Returns the reason if an error says that the disk is full; else an empty string. Libraries
+    raise many kinds of exceptions for a full disk."""
     return next((text for n in FULL_DISK if (text := os.strerror(n)) in str(error)), "")
 
 
 def describe(error: Exception) -> str:
-    """Formats an error in one line: one of a file by its name and the reason, without the number of
-    the reason."""
+    """Formats an error in one line; a file error as the file's name and the reason, without the
+    errno."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{os.fsdecode(error.filename)}: {error.strerror}"
     return " ".join(str(error).split())
 
 
 def plural(number: int, noun: str, ending: str = "s") -> str:
-    """Formats a number and its noun, with the ending of the plural unless the number is 1."""
+    """Formats a number and its noun, with `ending` unless the number is 1."""
     return f"{number:,} {noun}{ending * (number != 1)}"
 
 
 @contextmanager
 def explain_full_disk(directory: Path) -> Iterator[None]:
-    """Raises `DiskFull` in place of an error of a full disk while `directory` is written."""
+    """Raises `DiskFull` instead of other errors of a full disk while `directory` is written."""
     try:
         yield
     except Exception as error:
@@ -50,13 +50,13 @@ def explain_full_disk(directory: Path) -> Iterator[None]:
 
 
 def write_atomically(file: Path, text: str) -> None:
-    """Writes a file, and creates its directory if there is none. Characters that UTF-8 does not
-    have become question marks. A killed process may leave a temporary file; see `leftovers`."""
+    """Writes a file, and creates its directory if necessary. Replaces characters that UTF-8 cannot
+    encode with question marks. A killed process may leave a temporary file; see `leftovers`."""
     file.parent.mkdir(parents=True, exist_ok=True)
     # Several processes may write the same file.
     fresh = file.with_name(f".{file.name}.{os.getpid()}.tmp")
     try:
-        # A file of this name that exists may be a link, planted in a directory of several users.
+        # An existing file of this name may be a link that another user planted.
         fresh.unlink(missing_ok=True)
         with fresh.open("x", encoding="utf-8", errors="replace") as stream:
             stream.write(text)
@@ -66,15 +66,15 @@ def write_atomically(file: Path, text: str) -> None:
 
 
 def leftovers(file: Path) -> set[Path]:
-    """Returns the temporary files of processes that were killed while they wrote `file`."""
+    """Returns the temporary files that killed processes left while writing `file`."""
     return set(file.parent.glob(f".{file.name}.*.tmp"))
 
 
 @contextmanager
 def replaced_files(directory: Path) -> Iterator[Path]:
-    """Yields an empty hidden directory inside `directory`. When the block ends, its files replace
-    those of the same paths in `directory`, each complete. One process at a time may do so; what it
-    leaves behind if it is killed, the next call removes."""
+    """Yields an empty hidden directory in `directory`. When the block ends, each file in it
+    atomically replaces the file of the same path in `directory`. Only one process at a time may use
+    it; the next call removes the leftovers of a killed one."""
     hidden = directory / ".replaced.tmp"
     shutil.rmtree(hidden, ignore_errors=True)
     try:
@@ -91,8 +91,9 @@ def replaced_files(directory: Path) -> Iterator[Path]:
 
 @contextmanager
 def atomic_directory(out: Path, *, replace: bool = False) -> Iterator[Path]:
-    """Yields a hidden directory beside `out`, renames it to `out` when the block ends, and removes
-    it when the block raises. A killed process leaves it behind; the next call for `out` removes it.
+    """Yields a hidden directory that becomes `out` when the block ends, or is removed if it fails.
+
+    The next call for `out` removes the directory of a killed process.
 
     Args:
       replace: whether `out` may hold an earlier output, which is removed at the end.
@@ -123,7 +124,7 @@ def atomic_directory(out: Path, *, replace: bool = False) -> Iterator[Path]:
 
 
 def _remove_leftovers(out: Path) -> None:
-    """Removes hidden directories of killed processes, which no process has locked."""
+    """Removes hidden directories that killed processes left, which no process has locked."""
     pattern = re.compile(rf"\.{re.escape(out.name)}\.\d+(\.old)?\.tmp")
     for path in out.parent.glob(".*.tmp"):
         if pattern.fullmatch(path.name) and (lock := _locked(path)) is not None:
@@ -132,8 +133,7 @@ def _remove_leftovers(out: Path) -> None:
 
 
 def _locked(directory: Path) -> int | None:
-    """Locks a directory for this process. Returns None if another process has locked it, or if it
-    cannot be locked.
+    """Locks a directory for this process. Returns None if it is locked or cannot be locked.
 
     A lock ends with its process. Unlike a process id, it is valid on every host that shares the
     file system.

@@ -1,4 +1,4 @@
-"""Progress of long work, with the time left; announcements of compilations, which have none."""
+"""Progress of long work with the time left; announcements of compilations."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -9,13 +9,13 @@ from typing import Any
 
 from bptjax.run.heartbeat import beat
 
-# Seconds before the first line or the bar, so that short work shows none, and between lines.
+# Seconds before the first line or the bar, so that short work shows none; and between lines.
 FIRST, EVERY = 5.0, 10.0
 
 
 class Progress:
-    """Shows how much of `total` is done: on stderr, with a bar on a terminal and lines elsewhere;
-    or in lines by `show`. A context manager."""
+    """Shows how much of `total` is done: on stderr, as a bar on a terminal and as lines elsewhere;
+    or as lines through `show`. A context manager."""
 
     def __init__(self, description: str, total: float, show: Callable[[str], None] | None = None):
         self._description, self._total, self._done = description, total, 0.0
@@ -36,7 +36,7 @@ class Progress:
             self._bar.stop()
 
     def describe(self, description: str) -> None:
-        """Sets the description of the work that follows."""
+        """Describes the work that follows."""
         self._description = description
         self._update()
 
@@ -80,11 +80,10 @@ class Progress:
 
 
 class Compilations:
-    """Announces compilations, whose progress cannot be measured, with the duration of the last
-    compilation.
+    """Announces compilations, whose progress cannot be measured, with the duration of the last one.
 
     Attributes:
-      seconds: duration of the last compilation; None if it is not known.
+      seconds: duration of the last compilation; None if unknown.
     """
 
     def __init__(self, say: Callable[[str], None], seconds: float | None = None):

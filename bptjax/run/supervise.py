@@ -1,5 +1,5 @@
-"""`bptjax train --supervise`: starts the run as a child process, and restarts it after a crash, a
-lost peer or a hang. This process does not import JAX."""
+"""`bptjax train --supervise`: runs training in a child process, and restarts it after a crash, a
+lost peer or a hang. The supervisor itself does not import JAX."""
 
 import json
 import signal
@@ -22,7 +22,7 @@ from bptjax.run.metrics import append_log
 from bptjax.run.output import plural
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# Exit codes that a restart would not change: done, bad input, stopped by a signal.
+# Exit codes after which a restart is pointless: done, bad input, stopped by a signal.
 FINAL = (0, 2, *(128 + number for number in SIGNALS))
 
 
@@ -31,11 +31,11 @@ class Limits:
     """Patience of a supervisor. Durations are in seconds.
 
     Attributes:
-      restarts: number of restarts without a new checkpoint, after which the supervisor gives up.
-      step: duration without a new step after which the process counts as hung, if it is also more
-        than step_factor times the median duration of a step.
-      work: duration without a sign of life that is a hang while the process does other work than
-        steps: loading, compiling, evaluating, saving.
+      restarts: number of restarts without a new checkpoint after which the supervisor gives up.
+      step: duration without a new step after which the process counts as hung, if it also exceeds
+        step_factor times the median duration of a step.
+      work: duration without a sign of life after which the process counts as hung during other
+        work: loading, compiling, evaluating, saving.
       stacks: wait for a hung process to write its stacks.
       end: wait after SIGTERM before SIGKILL.
       pause: pause before a restart, for peers and devices to notice the end.
@@ -58,8 +58,8 @@ LIMITS = Limits()
 class Watch:
     """Watches the signs of life of one process, and recognizes a hang.
 
-    The time of silence is the sum of the polls that found no new sign, so that a suspended machine
-    or a stopped supervisor is no hang of the process.
+    Silence is measured in polls without a new sign, so that a suspended machine or a stopped
+    supervisor is not mistaken for a hang.
 
     Attributes:
       silent: seconds since the last sign.
@@ -77,7 +77,7 @@ class Watch:
         text = _read(self._file)
         try:
             record = json.loads(text) if text != self._last else None
-        except ValueError:  # The process is writing it.
+        except ValueError:  # The process is just writing the file.
             return
         if record is None:
             self.silent += self._limits.poll
@@ -92,14 +92,14 @@ class Watch:
 
     @property
     def limit(self) -> float:
-        """Seconds of silence that are a hang."""
+        """Seconds of silence that count as a hang."""
         if not (self._stepping and self._seconds):
             return self._limits.work
         return max(self._limits.step, self._limits.step_factor * statistics.median(self._seconds))
 
     @property
     def hang(self) -> str:
-        """Describes the hang, or is empty if there is none."""
+        """Description of the hang; empty if there is none."""
         if self.silent < self.limit:
             return ""
         if self._stepping and self._step:
@@ -138,7 +138,7 @@ class Supervisor:
                 return 128 + self._signal
 
     def forward(self, number: int, frame: object) -> None:
-        """Sends a signal on to the child, which is not started again."""
+        """Forwards a signal to the child, and prevents further restarts."""
         self._signal = number
         if self._child is not None:
             self._child.send_signal(number)
@@ -148,14 +148,14 @@ class Supervisor:
         for name in (BEAT, ERROR, STACKS):
             (self._shared / name).unlink(missing_ok=True)
         watch, hang = Watch(self._shared, self._limits), ""
-        # In a process group of its own, so that Ctrl-C reaches it once, from here.
+        # A separate process group, so that Ctrl-C reaches the child only once, through `forward`.
         self._child = subprocess.Popen(
             self._command,
             env=python_environment() | {DIRECTORY: str(self._shared)},
             stdin=subprocess.DEVNULL,
             process_group=0,
         )
-        if self._signal:  # It came before there was a child.
+        if self._signal:  # The signal came before the child.
             self._child.send_signal(self._signal)
         while not self._ended(self._limits.poll):
             watch.poll()
@@ -171,7 +171,7 @@ class Supervisor:
             names = {each.value: each.name for each in signal.Signals}
             name = names.get(-code, f"signal {-code}")
             if code == -signal.SIGKILL:
-                # The kernel's log would say so for certain, but only to root.
+                # Only root can read the kernel's log, which would tell for certain.
                 name += ", probably by the kernel because the host ran out of memory"
             return 128 - code, f"the run was killed by {name}"
         error = _read(self._shared / ERROR)
@@ -203,7 +203,7 @@ class Supervisor:
         return f", stacks in {file}"
 
     def _ended(self, seconds: float) -> bool:
-        """Waits for the end of the child. Returns whether it has ended."""
+        """Waits up to `seconds` for the end of the child. Returns whether it has ended."""
         assert self._child is not None
         try:
             self._child.wait(seconds)
@@ -231,8 +231,8 @@ class Supervisor:
 
 
 def supervise(command: Sequence[str], limits: Limits = LIMITS) -> int:
-    """Runs a command that trains, and restarts it after a crash, a lost peer or a hang. Passes
-    SIGINT, SIGTERM and SIGHUP on to it. Returns its exit code; 128 + n if signal n killed it."""
+    """Runs a training command, and restarts it after a crash, a lost peer or a hang. Forwards
+    SIGINT, SIGTERM and SIGHUP. Returns the command's exit code; 128 + n if signal n killed it."""
     with TemporaryDirectory(prefix="bptjax-supervisor-") as shared:
         supervisor = Supervisor(command, Path(shared), limits)
         with _handled(supervisor):
@@ -242,7 +242,7 @@ def supervise(command: Sequence[str], limits: Limits = LIMITS) -> int:
 @contextmanager
 def _handled(supervisor: Supervisor) -> Iterator[None]:
     before = {kind: signal.getsignal(kind) for kind in SIGNALS}
-    if before[signal.SIGHUP] == signal.SIG_IGN:  # By nohup; the run ignores it too.
+    if before[signal.SIGHUP] == signal.SIG_IGN:  # Ignored by nohup; the run ignores it too.
         del before[signal.SIGHUP]
     for kind in before:
         signal.signal(kind, supervisor.forward)

@@ -1,5 +1,4 @@
-"""Sends the numbers of metrics.jsonl to experiment trackers. A failing tracker never stops a
-run."""
+"""Sends the metrics to experiment trackers. A failing tracker never stops a run."""
 
 import math
 import queue
@@ -13,19 +12,19 @@ from typing import Any, Literal
 from bptjax.run.metrics import JsonlWriter
 
 Name = Literal["tensorboard", "wandb"]
-# Largest number of records that wait for a tracker, and seconds that the end of a run waits for it.
+# Maximum number of records that wait for a tracker, and seconds to wait for it at the end of a run.
 WAITING, CLOSING = 1000, 10.0
 
 
 class Trackers:
-    """A `JsonlWriter` that also sends the numbers to trackers, each on a thread of its own.
+    """A `JsonlWriter` that also sends the metrics to trackers, each on its own thread.
 
-    A tracker may hang as well as raise: on a network, on a disk, or on its own full queue. Its
-    first failure prints one warning, and then the tracker gets no more records.
+    A tracker may hang as well as raise: on a network, on a disk, or on a full queue. After its
+    first failure, which prints one warning, a tracker gets no more records.
 
     Args:
       names: trackers to open.
-      config: keys and values to show beside the metrics.
+      config: keys and values to show with the metrics.
       resume_step: step after which the run continues; None for a new run.
       log: prints a line.
     """
@@ -54,7 +53,7 @@ class Trackers:
             tracker.write(step, numbers)
 
     def rewind(self, step: int) -> None:
-        """Continues after `step` as a resumed run does."""
+        """Continues after `step`, like a resumed run."""
         self._writer.rewind(step)
         for tracker in self._trackers:
             tracker.close()
@@ -125,11 +124,11 @@ def _tensorboard(run_dir: Path, config: Mapping[str, Any], resume_step: int | No
 
     directory = run_dir / "tensorboard"
     directory.mkdir(exist_ok=True)
-    # Not a SummaryWriter: its thread prints errors, and then its queue fills and blocks. The suffix
-    # keeps event files of the same second apart.
+    # Not a SummaryWriter: its thread only prints errors, and then its queue fills and blocks. The
+    # suffix distinguishes event files of the same second.
     events = EventsWriter(str(directory / "events"), f".{uuid.uuid4().hex[:8]}")
     if resume_step is not None:
-        # TensorBoard drops the steps that the run repeats.
+        # Make TensorBoard drop the steps that the run repeats.
         start = SessionLog(status=SessionLog.START)
         events.write_event(Event(step=resume_step + 1, session_log=start))
 
@@ -144,14 +143,14 @@ def _tensorboard(run_dir: Path, config: Mapping[str, Any], resume_step: int | No
 
 
 def _wandb(run_dir: Path, config: Mapping[str, Any], resume_step: int | None):
-    """Opens a run of Weights & Biases with the directory's name. A resumed run continues it."""
+    """Opens a Weights & Biases run named after the run directory. A resumed run continues it."""
     try:
         import wandb
     except ImportError as error:
         raise ImportError(f'{error}; pip install -e ".[wandb]"') from error
 
     online = wandb.setup().settings.mode in (None, "online")
-    # Without this, wandb would ask for a key on the terminal.
+    # Otherwise wandb would ask for a key on the terminal.
     if online and not wandb.login(prompt=False):
         raise RuntimeError("no API key; run `wandb login`, or set WANDB_MODE=offline")
     file = run_dir / "wandb_id"
@@ -165,7 +164,7 @@ def _wandb(run_dir: Path, config: Mapping[str, Any], resume_step: int | None):
         config=dict(config),
         settings=wandb.Settings(silent=True, console="off"),
     )
-    # wandb's own step must rise, but a resumed run repeats some steps.
+    # wandb's own step must increase, but a resumed run repeats some steps.
     run.define_metric("*", step_metric="step")
 
     def write(step: int, numbers: dict[str, float]) -> None:

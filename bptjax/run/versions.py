@@ -1,4 +1,4 @@
-"""Versions of Python and of the packages that a run uses, and sets of versions that are tested."""
+"""Versions of Python and of the packages that a run uses, and the tested combinations."""
 
 import platform
 from dataclasses import dataclass
@@ -19,9 +19,9 @@ PACKAGES = (
     "fa4-jax",
     "nvidia-cutlass-dsl",
 )
-# Raised by each change of bptjax after which a run computes other bits from the same state.
+# Incremented by each change of bptjax that makes a run compute other bits from the same state.
 ARITHMETIC = 1
-# Packages that compute steps, and packages that make tokens of data.
+# Packages that compute steps, and packages that turn data into tokens.
 COMPUTING = (
     *("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cudnn-cu13", "jax-triton"),
     *("triton", "fa4-jax", "nvidia-cutlass-dsl", "transformers", "tokenizers"),
@@ -33,7 +33,7 @@ class Tested:
     """Versions that bptjax is tested with.
 
     Attributes:
-      python, jax: starts of the versions.
+      python, jax: prefixes of the versions.
       devices: kinds of devices: cpu, or keys of `devices.KINDS`; empty for all.
     """
 
@@ -55,7 +55,7 @@ TESTED = (
 
 
 def is_tested(device: str) -> bool:
-    """Returns whether the installed versions are tested on a kind of device, cpu or a key of
+    """Returns whether the installed versions are tested on a device: cpu, or a key of
     `devices.KINDS`."""
     python, jax = platform.python_version(), installed("jax") or ""
     return any(
@@ -72,14 +72,14 @@ def versions() -> dict[str, str | None]:
 
 
 def computing_versions() -> dict[str, str]:
-    """Returns the versions on which the bits of a run depend, for its checkpoints."""
+    """Returns the versions that determine the bits of a run, for its checkpoints."""
     found = {name: installed(name) for name in ("bptjax", *COMPUTING)}
     return {"arithmetic": str(ARITHMETIC)} | {name: v for name, v in found.items() if v}
 
 
 def describe_changes(saved: object) -> str:
-    """Formats how the versions differ from those that a checkpoint saved; empty if they do not.
-    The number of bptjax's version itself changes no bits."""
+    """Formats the differences from the versions in a checkpoint; empty if there are none. Ignores
+    the version of bptjax, which changes no bits by itself."""
     if not isinstance(saved, dict):
         return "an earlier bptjax, which did not record versions"
     own = computing_versions()

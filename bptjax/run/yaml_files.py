@@ -1,14 +1,14 @@
-"""YAML files of configs. Their size, and the number of values that aliases repeat, are bounded."""
+"""YAML files of configs, with limits on their size and on the values that aliases repeat."""
 
 from pathlib import Path
 from typing import Any
 
-# The copy of the config in a run directory.
+# Copy of the config in a run directory.
 RUN_CONFIG = "config.yaml"
-# Limits of a file. `&name` and `*name` can repeat 10 values a billion times in a few lines.
+# Limits of a file. With `&name` and `*name`, a few lines can repeat 10 values a billion times.
 FILE_BYTES = 2**20
 VALUES = 100_000
-# Tags of keys: text, and `<<`.
+# Allowed tags of keys: text, and `<<`.
 KEYS = "tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"
 
 
@@ -16,7 +16,7 @@ def read_yaml(file: Path) -> dict[str, Any]:
     """Reads the keys and values of a YAML file.
 
     Raises:
-      ValueError: as `compose`, or a value has a tag of another language.
+      ValueError: as `compose`; or a value has a tag of another language.
     """
     import yaml
 
@@ -31,7 +31,7 @@ def compose(file: Path) -> Any:
     """Returns the nodes of a YAML file of keys and values.
 
     Raises:
-      ValueError: the file cannot be read, is no YAML, has other keys than texts, or exceeds a
+      ValueError: the file cannot be read, is not YAML, has keys that are not text, or exceeds a
         limit. The error does not name the file.
     """
     import yaml
@@ -60,10 +60,10 @@ def compose(file: Path) -> Any:
 
 
 def _count(node: Any, counted: dict[int, int]) -> int:
-    """Returns the number of values of a node, without a visit to each repetition.
+    """Counts the values of a node, without visiting each repetition.
 
     Args:
-      counted: the numbers of nodes that were visited before.
+      counted: counts of the nodes visited before, by id.
     """
     import yaml
 
@@ -88,12 +88,12 @@ def _count(node: Any, counted: dict[int, int]) -> int:
 
 
 def _check_scalar(node: Any) -> None:
-    """Refuses a value that its tag does not take, or an integer of too many digits."""
+    """Refuses a value that does not match its tag, or an integer with too many digits."""
     import yaml
 
     try:
         yaml.SafeLoader("").construct_object(node)
-    # YAML's constructors let the errors of their conversions through.
+    # YAML's constructors let conversion errors through.
     except (ValueError, KeyError, AttributeError, yaml.YAMLError) as error:
         tag = node.tag.removeprefix("tag:yaml.org,2002:")
         text = f"line {node.start_mark.line + 1}: {node.value[:40]!r}: must be of the type {tag}"
