@@ -16,7 +16,7 @@ from bptjax.run.output import plural
 
 
 class Blanks:
-    """Makes examples of which only the lengths and the masks are right. They share their memory."""
+    """Makes examples with the right lengths and masks but no content; they share their memory."""
 
     def __init__(self):
         self._labels = _labels(1)
@@ -32,7 +32,7 @@ def _labels(length: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Sizes(Sequence[list[Example]]):
-    """The `Blanks` of each record. An example takes four bytes, and a record eight."""
+    """The `Blanks` of each record, at four bytes per example and eight per record."""
 
     def __init__(self):
         self._lengths, self._ends, self._blanks = array("i"), array("q", [0]), Blanks()
@@ -61,23 +61,23 @@ class Account:
       name: name of the source.
       seq_len: tokens in a sequence.
       total: number of records of the source; None for a stream that has not reached its end.
-      masked: probability with which a token is masked; None if none is.
-      images: the records are images, which have one sequence each.
-      random_unit: packing=none splits long examples at random multiples of this number of tokens;
-        0 if it splits them into sequences that are full but for the last.
+      masked: probability with which a token is masked; None without masking.
+      images: the records are images, with one sequence each.
+      random_unit: packing=none splits long examples at random multiples of this number of tokens; 0
+        if it fills all sequences but the last.
       records: number of records read so far.
       bad: number of records that could not be read or tokenized.
       too_long: number of records with a loss mask that exceed `seq_len`.
       too_long_tokens: number of tokens dropped or truncated because a record was too long.
       unlabeled: number of examples left out because they have no token in the loss.
-      examples: number of examples to train on; `tokens` and `loss_tokens` count their tokens, the
-        latter those that can be in the loss.
+      examples: number of examples to train on; `tokens` and `loss_tokens` count all their tokens
+        and those that can be in the loss.
       first: the first example to train on.
       longest: tokens of the longest example, before it is truncated or dropped.
       lengths: number of examples to train on by length, rounded up to a power of two.
-      sizes: the examples' lengths; None if they are not kept.
-      sequences: number of packed sequences in one epoch with each packing, in the order of the
-        records; another order changes it slightly.
+      sizes: the examples' lengths; None if they are not stored.
+      sequences: packed sequences in one epoch with each packing, in the order of the records;
+        another order changes the number slightly.
     """
 
     name: str
@@ -124,8 +124,8 @@ class Account:
         return 1 - self.tokens / max(1, self.sequences[packing] * self.seq_len)
 
     def epoch(self, packing: str) -> int | None:
-        """Returns the number of sequences in an epoch, extrapolated if not every record has been
-        read; None if the number of records is not known."""
+        """Returns the number of sequences in an epoch, extrapolated until every record has been
+        read; None if the number of records is unknown."""
         if self.total is None:
             return None
         return round(self.sequences[packing] * self.total / max(1, self.records))
@@ -138,7 +138,7 @@ class Account:
         self.too_long_tokens += record.removed_tokens
         self.unlabeled += record.unlabeled
         self.longest = max(self.longest, *record.too_long, 0)
-        # Packers hold thousands of examples, which would be gigabytes of images.
+        # Packers hold thousands of examples; as images they would take gigabytes.
         blanks = [self._blanks(len(one["tokens"]), is_masked(one)) for one in record.examples]
         if isinstance(self.sizes, Sizes):
             self.sizes.append(blanks)
@@ -168,7 +168,7 @@ def describe(
 
     Args:
       listed: as in `summary`.
-      epoch: number of sequences per epoch; left out, `Account.epoch` estimates it.
+      epoch: number of sequences per epoch; by default `Account.epoch` estimates it.
     """
     a, lines = account, summary(account, too_long, listed)
     if not a.records or a.images:
@@ -232,7 +232,7 @@ def summary(account: Account, too_long: str, listed: bool = False) -> list[str]:
 
 
 def _detail(text: str) -> list[str]:
-    """Wraps the text to lines of up to 80 columns, indented below the line with the name."""
+    """Wraps text to lines of up to 80 columns, indented below the line with the name."""
     return textwrap.wrap(
         text, 80, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False
     )

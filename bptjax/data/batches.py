@@ -11,23 +11,23 @@ from grain import experimental as gx
 from bptjax.data.epochs import Limit
 from bptjax.data.examples import Example
 
-# Enough for the run to continue while the next shuffle window fills.
+# Enough batches to continue the run while the next shuffle window fills.
 PREFETCH_BATCHES = 8
-# Version of saved states. States of another version would continue with other sequences.
+# Version of saved states. A state of another version would continue with other sequences.
 VERSION = 2
 
 
 class TrainIterator(gx.ThreadPrefetchDatasetIterator):
     """Batches prefetched on a thread, which ends with `close()` or with the interpreter.
 
-    The result of `get_state()` can be stored as JSON. After `set_state()`, in this or another
-    process, the batches continue exactly where they were.
+    `get_state()` returns JSON. After `set_state()`, in this or another process, the batches
+    continue exactly where they were.
     """
 
     def __init__(self, batches: grain.IterDataset):
         super().__init__(iter(batches), PREFETCH_BATCHES)
         self._running = True
-        # If a thread is inside grain's C++ code when the interpreter exits, the process aborts.
+        # The process aborts if a thread is inside grain's C++ code when the interpreter exits.
         atexit.register(self.close)
 
     def close(self) -> None:
@@ -47,7 +47,7 @@ class ShardIterDataset(grain.IterDataset):
       stack: makes a batch of a list of sequences.
       blank: a sequence of padding.
       sequences, steps: number of sequences of the run, after which the shard provides blank
-        sequences, and number of batches of the run; None for all. A run that leaves out batches
+        sequences, and number of batches of the run; None for no limit. A run that skips batches
         after a spike takes more batches, which continue with the parent's sequences.
     """
 
@@ -81,7 +81,7 @@ class _Shard(grain.DatasetIterator):
         super().__init__(parent)
         self._size, self._stack, self._blank = size, stack, blank
         self._sequences, self._steps = sequences, steps
-        # Sequences taken from the parent, and batches.
+        # Sequences taken from the parent, and batches returned.
         self._taken = self._batches = 0
 
     def __next__(self) -> Example:
@@ -102,11 +102,12 @@ class _Shard(grain.DatasetIterator):
 
 
 class Batches:
-    """Endless batches `[B, T]`. Each shard of the documents provides an equal number of consecutive
-    sequences; the sequences of shards that are not read are blank.
+    """Endless batches `[B, T]`, with an equal number of consecutive sequences from each shard.
+
+    Shards that this process does not read provide blank sequences.
 
     Args:
-      shards: the datasets of the shards that are read, without a limit, or with the limits and the
+      shards: the datasets of the shards that are read: without limits, or with the limits and the
         number of steps of `limit`.
       count: number of all shards.
     """
@@ -124,8 +125,8 @@ class Batches:
         self._iterators = {shard: TrainIterator(dataset) for shard, dataset in found.items()}
 
     def limit(self, limits: Sequence[Limit], steps: int) -> None:
-        """Limits the run to the sequences of each shard, in a number of steps: blank sequences
-        complete its batches."""
+        """Limits the run to the given sequences of each shard over a number of steps, padded with
+        blank sequences."""
         self.close()
         self._open(limits, steps)
 
@@ -152,8 +153,8 @@ class Batches:
         return [next(x for x in of_shard if x) for of_shard in zip(*states, strict=True)]
 
     def set_state(self, states: Sequence[Any]) -> None:
-        """Continues from the states of all shards, or of those that this process reads, saved by
-        this or another process.
+        """Continues from states, saved by any process, of at least the shards that this process
+        reads.
 
         Raises:
           ValueError: an earlier version of bptjax saved the states.
@@ -164,8 +165,8 @@ class Batches:
             batches.set_state(states[shard])
 
     def token_shares(self) -> list[float]:
-        """Returns the share of each source of a mixture in the tokens so far, without padding, over
-        the shards that this process reads; empty if there is one source."""
+        """Returns each source's share of the tokens so far, without padding, over the shards that
+        this process reads; empty if there is one source."""
         states = [batches.get_state() for batches in self._iterators.values()]
         parents = [state["parent"] for state in states]
         counts = np.array([parent["tokens"] for parent in parents if "tokens" in parent])

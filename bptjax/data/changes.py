@@ -36,7 +36,7 @@ def check_unchanged(path: Path, before: FileVersion) -> None:
 
 
 def count_and_size(documents: Any) -> list[int]:
-    """Returns the number of files of training documents or images, and the sum of their sizes in
+    """Returns the number of files of training documents or images, and their total size in
     bytes."""
     sizes = [_size(path) for path in dict.fromkeys(_paths(documents))]
     return [len(sizes), sum(sizes)]
@@ -53,6 +53,6 @@ def _paths(documents: Any) -> Iterator[str | Path]:
     """Yields the paths of the files that documents are read from."""
     if (path := getattr(documents, "path", None)) is not None:
         yield path
-    yield from getattr(documents, "paths", ())  # Of images.
+    yield from getattr(documents, "paths", ())  # Files of images.
     for part in getattr(documents, "files", [getattr(documents, "documents", None)]):
         yield from _paths(part) if part is not None else ()

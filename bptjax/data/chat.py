@@ -1,4 +1,4 @@
-"""Instruction data: reads records of several formats as messages."""
+"""Instruction data: converts records of several formats to messages."""
 
 import json
 import re
@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 ANSWER = "assistant"
-# Roles by the names of ShareGPT's turns. Function calls are answers too; see `_function_call`.
+# Roles by ShareGPT's names for them. Function calls are answers too; see `_function_call`.
 SHAREGPT_ROLES = {
     "system": "system",
     "human": "user",
@@ -21,7 +21,7 @@ SHAREGPT_ROLES = {
     "function_response": "tool",
 }
 
-# Fields of records that hold more than text.
+# Fields of records with data other than text.
 MEDIA = "image", "images", "video", "videos", "audio", "audios"
 
 Message = Mapping[str, Any]
@@ -37,7 +37,7 @@ class Chat:
       where: file and record, for errors.
       form: name in `templates.FORMS` of the template that the record's format prescribes; None for
         the tokenizer's chat template.
-      variables: the record's other fields, such as `tools`. The template can read them.
+      variables: the record's other fields, such as `tools`, as variables of the template.
     """
 
     messages: tuple[Message, ...]
@@ -55,7 +55,7 @@ def check_text_alone(row: Mapping[str, Any], where: str) -> None:
     """Checks that a record has no images, videos or sound, which training would ignore.
 
     Raises:
-      ValueError: it has; the error names the field.
+      ValueError: the record has a field of this kind, which the error names.
     """
     if media := [name for name in MEDIA if row.get(name)]:
         raise ValueError(
@@ -108,7 +108,7 @@ def _sharegpt(row: Mapping[str, Any]) -> list[Message]:
 
 
 def _numbered(read: Callable[[Message], Message], number: int, turn: object) -> Message:
-    """Returns the message of a turn. Errors start with the turn's number."""
+    """Converts a turn to a message. Errors start with the turn's number."""
     try:
         if not isinstance(turn, dict):
             raise ValueError(f"must be a record, not {type(turn).__name__}")
@@ -118,7 +118,7 @@ def _numbered(read: Callable[[Message], Message], number: int, turn: object) -> 
 
 
 def _message(turn: Message) -> Message:
-    """Returns the message without keys whose value is null, and with its content as one text."""
+    """Returns the message without null values, and with its content joined to one text."""
     message = {key: value for key, value in turn.items() if value is not None}
     _text(message, "role")
     content = message.get("content")
@@ -150,8 +150,7 @@ def _sharegpt_message(turn: Message) -> Message:
 
 
 def _function_call(turn: Message) -> dict[str, Any]:
-    """Returns the tool calls of a ShareGPT turn, which holds a call, or a list of calls, as
-    JSON."""
+    """Parses the call, or list of calls, of a ShareGPT turn from JSON."""
     try:
         calls = json.loads(_text(turn, "value"))
     except json.JSONDecodeError as error:
@@ -168,7 +167,7 @@ class Format:
 
     Attributes:
       fields: the fields that identify a record of the format.
-      messages: returns the messages of a record; raises ValueError if it holds none.
+      messages: returns the messages of a record; raises ValueError if there are none.
       form: name in `templates.FORMS`, or None; see `Chat`.
       optional: other fields that `messages` reads.
     """
@@ -179,7 +178,7 @@ class Format:
     optional: tuple[str, ...] = ()
 
 
-# With `auto`, a record's format is the first whose fields it has.
+# With `auto`, the format of a record is the first whose fields the record has.
 FORMATS = {
     "messages": Format(("messages",), _messages),
     "sharegpt": Format(("conversations",), _sharegpt, optional=("system",)),
@@ -206,8 +205,8 @@ def find_format(fields: Iterable[str], format: str) -> Format | None:
 def read_chat(row: Mapping[str, Any], format: Format, where: str) -> Chat:
     """Reads a record of the format.
 
-    Its other fields become variables of the chat template. Each item of `chat_template_kwargs`
-    becomes a variable of its own, and a string in `tools` is parsed as JSON, as TRL stores it.
+    Its other fields become variables of the chat template. So does each item of
+    `chat_template_kwargs`. A string in `tools` is parsed as JSON, as TRL stores it.
 
     Raises:
       ValueError: the row is not of the format; the error names the field.
@@ -237,8 +236,8 @@ def read_chat(row: Mapping[str, Any], format: Format, where: str) -> Chat:
 
 
 def from_arrow(value: Any) -> Any:
-    """Returns a cell without the nulls that Arrow writes for missing fields of a struct, and with
-    the arguments of tool calls parsed from JSON, because Arrow can only store them as text."""
+    """Returns a cell without the nulls that Arrow writes for missing fields of a struct. Parses the
+    arguments of tool calls from JSON, because Arrow can only store them as text."""
     if isinstance(value, list):
         return [from_arrow(item) for item in value]
     if not isinstance(value, dict):

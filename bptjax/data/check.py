@@ -1,4 +1,4 @@
-"""Checks every record before a run, or during the run if that takes too long."""
+"""Checks every record before a run, or during the run if the check takes too long."""
 
 import json
 import threading
@@ -16,9 +16,9 @@ from bptjax.data.records import BadRecord
 from bptjax.data.stream import AnyRecords
 from bptjax.run.output import plural
 
-# Seconds that a run waits for the check of its data. A large stream would not finish in either.
+# Seconds that a run waits for the data check. A large stream would finish in neither time.
 FIRST_SECONDS, FIRST_STREAM_SECONDS = 60.0, 10.0
-# More passes over a source are worth a warning.
+# Number of passes over a source above which a run warns.
 MOST_PASSES = 4
 BAD_RECORDS = "bad_records.jsonl"
 
@@ -32,8 +32,8 @@ class DataCheck:
       accounts: counts of each source of training data.
       held_out: counts of the held-out records.
       bad: bad records so far.
-      error: the first error found on the thread, with data.bad_records=error or
-        data.too_long=error; None if there is none.
+      error: first error on the thread, with data.bad_records=error or data.too_long=error; None if
+        there is none.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class DataCheck:
         masked: float | None = None,
         weights: Sequence[float] | None = None,
     ):
-        """Takes the share of the tokens that is masked, or None; see `Account`.
+        """Prepares the check. For `masked` see `Account`.
 
         Args:
           weights: weight of each source.
@@ -73,9 +73,9 @@ class DataCheck:
 
     @property
     def sequences_per_epoch(self) -> int | None:
-        """Number of sequences that hold every training record once; with several sources, those of
-        one pass over the source that runs out first. An estimate until the check is complete; None
-        if the number of records of a stream is not known."""
+        """Number of sequences that hold every training record once; with several sources, in one
+        pass over the source that runs out first. An estimate until the check is complete; None if
+        the number of records of a stream is unknown."""
         epochs = [self._epoch(number) for number in range(len(self.accounts))]
         if None in epochs or len(epochs) == 1 or not all(a.tokens for a in self.accounts):
             return None if None in epochs else sum(n for n in epochs if n is not None)
@@ -86,7 +86,7 @@ class DataCheck:
         """Number of tokens in the sequences of `sequences_per_epoch`."""
         if len(self.accounts) == 1:
             (account,) = self.accounts
-            return account.tokens or (account.total or 0) * account.seq_len  # Of images not read.
+            return account.tokens or (account.total or 0) * account.seq_len  # Images, unread.
         return float(np.dot([a.tokens for a in self.accounts], self.passes(epochs=1)))
 
     def _epoch(self, number: int) -> int | None:
@@ -104,7 +104,7 @@ class DataCheck:
     def limits(self, epochs: float, batch_size: int) -> list[Limit]:
         """Returns the limit of each shard in a run over `epochs`, after a complete check.
 
-        With several sources, the source that runs out first is passed `epochs` times.
+        With several sources, these are passes over the source that runs out first.
         """
         shards = range(self.config.num_shards)
         size = batch_size // len(shards)
@@ -136,8 +136,8 @@ class DataCheck:
         return (sequences / (weights / packed).sum() * weights / tokens).tolist()
 
     def describe_passes(self, *, epochs: float | None = None, sequences: int = 0) -> list[str]:
-        """Formats the passes over each source, with a warning about a source of a mixture that is
-        passed more than `MOST_PASSES` times; nothing if the size of a source is not known."""
+        """Formats the passes over each source, and warns about a source of a mixture with more than
+        `MOST_PASSES` passes; empty if the size of a source is unknown."""
         if not all(account.examples and account.total for account in self.accounts):
             return []
         if len(self.accounts) == 1 and epochs is not None:
@@ -172,9 +172,8 @@ class DataCheck:
                 break
 
     def start(self, directory: Path) -> None:
-        """Checks the remaining records on a thread that uses up to half of a core. Writes bad
-        records to `bad_records.jsonl` in the run directory.
-        """
+        """Checks the remaining records on a thread that uses up to half of a core, and writes bad
+        records to `bad_records.jsonl` in the run directory."""
         self._directory = directory
         (directory / BAD_RECORDS).unlink(missing_ok=True)
         found, self.bad = self.bad, []
@@ -249,7 +248,7 @@ class DataCheck:
 
 
 def _account(name: str, records: AnyRecords, masked: float | None, random: bool = False) -> Account:
-    """Makes an account; `random` is whether packing=none splits texts at random."""
+    """Makes an account. `random` is whether packing=none splits texts at random."""
     reader = records.reader
     unit = reader.unit if random and not reader.images else 0
     return Account(name, reader.seq_len, records.total, masked, reader.images, unit)

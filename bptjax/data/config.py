@@ -31,7 +31,7 @@ class SourceConfig:
 
     @property
     def name(self) -> str:
-        """The paths, for messages."""
+        """The paths of the source, for messages."""
         return self.path if isinstance(self.path, str) else ", ".join(self.path)
 
 
@@ -42,33 +42,32 @@ class DataConfig:
     Attributes:
       path: file, directory, glob, or python-stdlib (the source files of this Python), or
         hf://owner/name (parquet files of the hub); or a list of them: one pool of documents. For a
-        model of images, a directory that holds a directory of images for each class.
-      sources: several sources in place of path, each with a weight. Each next sequence comes from
-        the source that is furthest behind its share of tokens, and holds documents of that
-        source only.
+        model of images, a directory with one directory of images per class.
+      sources: several sources instead of path, each with a weight. Each sequence comes from the
+        source that is furthest behind its share of tokens, and holds documents of that source only.
       eval_path: held-out data. If not set, eval_fraction of path is held out.
       eval_fraction: share of the documents to hold out. If there is only one, its tail is held out.
       sample_by: unit of a plain-text file that becomes one document.
       text_key: field of a record that holds its text.
       format: record format: text; messages, sharegpt, alpaca, self_instruct, prompt_answer or
-        hh_rlhf, which are chats; or for a classifier label, text with a number in the field label,
-        and with a second text in the field text_pair if it is a pair. auto takes the first format
-        whose fields a record has, else text; for a classifier label.
+        hh_rlhf for chats; for a classifier label: text with a class number in the field label and,
+        for pairs, a second text in the field text_pair. auto takes the first format whose fields a
+        record has, else text; for a classifier label.
       train_on_source: include prompts in the loss. By default only answers are.
-      source_max_len: limit in tokens of a record's prompt, which is everything before its first
+      source_max_len: maximum tokens of a record's prompt, which is everything before its first
         answer. Only contents are truncated, never the chat template's own text.
-      target_max_len: limit in tokens from a record's first answer on. The answer at the limit is
-        truncated before its end token, and no message follows it.
+      target_max_len: maximum tokens of a record from its first answer on. The answer at the limit
+        is truncated before its end token, and no message follows it.
       tokenizer: byte, char, or a directory with a Hugging Face tokenizer. If not set, the tokenizer
-        of the checkpoint, or byte without one.
-      packing: how documents fill sequences. concat joins texts and splits them at seq_len;
-        best_fit packs complete documents tightly; none puts one document in each sequence. Packed
-        documents do not attend to each other. No packing splits a record with a loss mask.
+        of the checkpoint, or byte without a checkpoint.
+      packing: how documents fill sequences. concat joins texts and splits them at seq_len; best_fit
+        packs complete documents tightly; none puts one document in each sequence. Packed documents
+        do not attend to each other. No packing splits a record with a loss mask.
       mlm_probability: share of the tokens that a masked language model predicts. Of them, 80 % are
         replaced with the mask token and 10 % with a random token. Special tokens are never chosen.
-      too_long: treatment of records with a loss mask that are longer than train.seq_len;
-        truncate_left keeps their end, truncate_right their start, and of a classifier's texts also
-        all special tokens. Text without a loss mask is split instead.
+      too_long: treatment of records with a loss mask that are longer than train.seq_len.
+        truncate_left keeps the end of a record; truncate_right keeps its start and, for
+        classifiers, all special tokens. Text without a loss mask is split instead.
       bad_records: treatment of records that cannot be read or tokenized. error refuses the run, or
         saves and ends it if a bad record is found later; skip lists them in bad_records.jsonl.
       group_by_length: batch sequences of similar length, padded to the longest of each batch; needs
@@ -76,7 +75,7 @@ class DataConfig:
       num_shards: number of equal shards of the documents, read by different processes. Each shard
         provides the same number of sequences per step; with train.epochs, blank ones after its last
         record.
-      shuffle: shuffle documents and sequences anew in each epoch.
+      shuffle: reshuffle documents and sequences in each epoch.
       seed: shuffle seed.
     """
 

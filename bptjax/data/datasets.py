@@ -17,7 +17,7 @@ HUB = "hf://"
 def arrow_batches(
     paths: Sequence[Path], text_key: str, format: str | RecordFormat
 ) -> list[RowGroup]:
-    """Opens the record batches of Arrow files, IPC streams or files, mapped into memory."""
+    """Opens the record batches of memory-mapped Arrow files, IPC streams or files."""
     read = functools.partial(document, text_key=text_key, format=format)
     found = []
     for path in paths:
@@ -27,7 +27,7 @@ def arrow_batches(
             raise ValueError(f"{path}: not an Arrow file ({error})") from error
         columns = record_columns(table.schema.names, path, text_key, format)
         for number, batch in enumerate(table.select(list(columns)).to_batches()):
-            # The values stay in the mapped file until a record is read.
+            # Values stay in the mapped file until a record is read.
             check = functools.cache(functools.partial(_check, f"{path}, row group {number}", batch))
             decoded = columns, [batch.column(name) for name in columns]
             decode = functools.partial(_unchanged, path, before, check, decoded)
@@ -36,25 +36,25 @@ def arrow_batches(
 
 
 def _unchanged(path: Path, before: FileVersion, check: Callable, decoded: tuple) -> tuple:
-    # A file that is shorter than its mapping would end the process by SIGBUS.
+    # If a file is shorter than its mapping, reading would end the process by SIGBUS.
     check_unchanged(path, before)
     check()
     return decoded
 
 
 def _check(where: str, batch: pa.RecordBatch) -> None:
-    """Checks the offsets and indices of a record batch, which pyarrow follows out of the file.
+    """Checks the offsets and indices of a record batch, which pyarrow would follow out of the file.
 
     Raises:
       OSError: the record batch is damaged.
     """
-    # Text that is not UTF-8 is a bad record, and not a bad record batch.
+    # Text that is not UTF-8 is a bad record, not a bad record batch.
     binary = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary()}
     try:
         for column in batch.columns:
             column.view(binary.get(column.type, column.type)).validate(full=True)
     except pa.ArrowInvalid as error:
-        # No ValueError: `data.bad_records=skip` would check the batch again for each record.
+        # Not a ValueError: `data.bad_records=skip` would check the batch again for each record.
         raise OSError(f"{where}: must be valid Arrow data ({error}); write it again") from error
 
 
@@ -68,8 +68,7 @@ def _table(path: Path) -> pa.Table:
 
 
 def saved_files(directory: Path, files: Sequence[Path]) -> list[Path]:
-    """Returns `files` without the Arrow files that cache transformations of a saved dataset and are
-    not part of it.
+    """Returns `files` without the Arrow files that only cache transformations of a saved dataset.
 
     Raises:
       ValueError: the directory holds several splits.

@@ -27,10 +27,9 @@ def encode(
 
     Text starts with the tokenizer's `prefix` and ends with EOS if the tokenizer has one. Token ids
     are used unchanged. A chat is one example, or several if its template changes earlier turns; see
-    `templates.conversations`. Each conversation is tokenized in one piece, and a token that
-    contains a character of an answer counts in the loss, as in transformers'
-    `return_assistant_tokens_mask`. Labels are shifted before packing, so no label crosses a
-    document boundary.
+    `templates.conversations`. A conversation is tokenized as one text, and a token that contains a
+    character of an answer counts in the loss, as in transformers' `return_assistant_tokens_mask`.
+    Labels are shifted before packing, so no label crosses a document boundary.
 
     Args:
       source_max_len, target_max_len: see `shorten`.
@@ -52,13 +51,13 @@ def _shifted(record: TokenIds) -> Example:
 
 
 def end_of_text(tokenizer: Tokenizer, sep: bool = False) -> list[int]:
-    """Returns the token that ends a text: EOS, or with `sep` otherwise SEP, if there is one."""
+    """Returns the ids that end a text: EOS, or SEP if `sep` and there is no EOS; may be empty."""
     last = tokenizer.sep_id if sep and tokenizer.eos_id is None else tokenizer.eos_id
     return [] if last is None else [last]
 
 
 def token_ids(document: Document, tokenizer: Tokenizer, sep: bool = False) -> TokenIds:
-    """Returns the tokens of a text, from `prefix` to `end_of_text`, or those of a tokenized record.
+    """Returns the tokens of a text, from `prefix` to `end_of_text`, or of a tokenized record.
 
     Raises:
       ValueError: ids outside the tokenizer's vocabulary, or a record of several parts.
@@ -126,11 +125,11 @@ def shorten(
     """Truncates the contents of a chat's messages, but never the text that its template adds.
 
     The source is everything before the first answer. If it exceeds `source_max_len` tokens, its
-    longest content is truncated at the end until it fits. The target is the rest. If it exceeds
-    `target_max_len` tokens, the chat ends with the answer in which the limit falls; the content of
-    that answer is truncated, and the end of the answer, such as EOS, stays. Special tokens count.
-    Tool definitions, tool calls and reasoning are not truncated, so a source that consists of them
-    may remain too long.
+    longest content is truncated at the end until the source fits. The target is the rest. If it
+    exceeds `target_max_len` tokens, the chat ends with the answer in which the limit falls: the
+    answer's content is truncated, and its end, such as EOS, stays. Special tokens count. Tool
+    definitions, tool calls and reasoning are not truncated, so a source that consists of them may
+    remain too long.
 
     Raises:
       ValueError: the template's text around the first answer exceeds `target_max_len`.
@@ -144,8 +143,8 @@ def shorten(
 
 
 def _length(chat: Chat, count: int, tokenizer: Tokenizer, answer: bool = False) -> int:
-    """Returns the number of tokens of the first `count` messages; with `answer`, and of the start
-    of an answer."""
+    """Returns the number of tokens of the first `count` messages; with `answer`, plus the start of
+    an answer."""
     template = template_of(chat, tokenizer)
     try:
         text, _ = render(chat.messages[:count], template, tokenizer, chat.variables, answer=answer)
@@ -193,7 +192,7 @@ def _shorten_target(chat: Chat, first: int, tokenizer: Tokenizer, limit: int) ->
 def _without_last(text: str, count: int, tokenizer: Tokenizer) -> str:
     length = len(tokenizer.encode_parts([text])[0])
     found = tokenizer.shorten(text, length - count)
-    # Remove at least one character, even if it has several tokens.
+    # Remove at least one character, even if the character has several tokens.
     return found if len(found) < len(text) else text[:-1]
 
 

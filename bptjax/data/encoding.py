@@ -1,4 +1,4 @@
-"""How documents become the examples of an objective: what the data have to know of a model."""
+"""How documents become the examples of an objective: all that the data need to know of a model."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,11 +22,11 @@ Processor = Tokenizer | ImageProcessor
 
 
 class Masking(Protocol):
-    """Changes the tokens and labels of a sequence at random."""
+    """Randomly changes the tokens and labels of a sequence."""
 
     @property
     def probability(self) -> float:
-        """Share of the tokens, but for special ones, that keep their labels."""
+        """Share of the tokens, except special tokens, that are predicted."""
         ...
 
     def __call__(self, sequence: Example, rng: np.random.Generator) -> Example: ...
@@ -44,7 +44,7 @@ def _encode(document: Document, tokenizer: Tokenizer, config: DataConfig) -> lis
 
 @dataclass(frozen=True)
 class Encoding:
-    """How documents become examples; by default those of a model that predicts next tokens.
+    """How documents become examples; by default for a model that predicts next tokens.
 
     A packer never splits an example that has a label of -100, and may split any other.
 
@@ -52,10 +52,10 @@ class Encoding:
       encode: returns the examples of a document, given the tokenizer and the config of the data;
         raises ValueError if the document is bad.
       truncates: `encode` takes the keyword `limit`, a number of tokens, and truncates the document
-        to it. Examples are cut at an end otherwise; see data.too_long.
+        to it. Otherwise examples are truncated at one end; see data.too_long.
       fields: names of the arrays of an example of text.
-      text: returns the text of an example as tokens, and whether each is in the loss.
-      masking: makes the masking of sequences; None for none.
+      text: returns the text of an example as tokens, and whether each token is in the loss.
+      masking: makes the masking of sequences; None without masking.
       landmarks: landmarks of the documents, in a model with landmark attention.
     """
 

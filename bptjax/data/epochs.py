@@ -1,4 +1,4 @@
-"""Passes over the records of a shard, one after the other, and their number of sequences."""
+"""Passes over the records of a shard, and the number of sequences in each."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ from bptjax.data.stream import AnyRecords, StreamRecords
 
 # Numbers of records without and with a loss mask, in the order of an epoch.
 Ranks = Sequence[int]
-# Returns one epoch: its number, and the records of each kind between two ranks, or all.
+# Returns an epoch by its number; of each kind of records, those between two ranks, or all.
 Epoch = Callable[[int, Ranks | None, Ranks | None], grain.IterDataset]
 
 
@@ -25,8 +25,8 @@ class Limit:
 
     Attributes:
       sequences: number of sequences.
-      epoch: number of complete epochs, of the source that runs out first.
-      stop: for each source, the records of each kind in the fraction of the epoch that follows.
+      epoch: number of complete epochs of the source that runs out first.
+      stop: for each source, number of records of each kind in the final fraction of an epoch.
     """
 
     sequences: int
@@ -37,13 +37,13 @@ class Limit:
 class EpochsIterDataset(grain.IterDataset):
     """Endless epochs, each of which has every record once.
 
-    An epoch may be divided: its first part is as large a share of the records with a loss mask as
-    of the records without. The records of a part are packed by themselves.
+    An epoch may be divided. Its first part then has the same share of the records with a loss mask
+    as of the records without. The records of each part are packed separately.
 
     Args:
       epoch: returns an epoch.
-      divided: number of an epoch, and the ranks at which it is divided.
-      ends: the epochs end where the divided epoch is.
+      divided: number of the divided epoch, and the ranks at which it is divided.
+      ends: stop at the division.
     """
 
     def __init__(self, epoch: Epoch, divided: tuple[int, Ranks] | None = None, ends: bool = False):
@@ -99,7 +99,7 @@ class _Epochs(grain.DatasetIterator):
 
 
 class _PartIterDataset(grain.IterDataset):
-    """The records of each kind from one rank to another. Records without examples are left out."""
+    """The records of each kind from one rank to another, without records that have no examples."""
 
     def __init__(self, parent: grain.IterDataset, start: Ranks | None, stop: Ranks | None):
         super().__init__(parent)
@@ -150,11 +150,11 @@ def epochs_of(
     """Returns the function that opens epochs of one shard.
 
     Args:
-      config: its seed is that of the shard.
-      batch_size: the shard's sequences of a batch.
+      config: config of the data, with the shard's seed.
+      batch_size: number of the shard's sequences in a batch.
       threads: number of threads that read records ahead.
-      sizes: the examples of every record, of which only the lengths and masks matter; the epochs
-        then have the numbers of tokens of their sequences. Without them, records are read.
+      sizes: examples of every record with the right lengths and masks; the epochs then yield the
+        number of tokens of each sequence. Without `sizes`, records are read.
 
     Raises:
       ValueError: data.group_by_length of a stream.
@@ -176,7 +176,7 @@ def epochs_of(
         if sizes is None:
             return grouped.epoch
         return lambda n, a, b: grouped.epoch(n, a, b).map(lambda one: len(one["tokens"]))
-    # Images are shuffled as records, of which each is one sequence.
+    # Images are shuffled as records: each is one sequence.
     window = max(4, buffer_sequences(seq_len) // n) if shuffle and not reader.images else None
 
     def epoch(number: int, start: Ranks | None, stop: Ranks | None) -> grain.IterDataset:
@@ -205,7 +205,7 @@ class Counted:
     """A source whose records have been read.
 
     Attributes:
-      number: its place among the sources.
+      number: index of the source.
       sizes: the examples of each record; see `account.Sizes`.
     """
 
@@ -218,11 +218,12 @@ class Counted:
 def limit(
     sources: Sequence[Counted], config: DataConfig, shard: int, epochs: float, batch_size: int
 ) -> Limit:
-    """Returns the limit of a shard in a run over `epochs` of the source that runs out first. The
-    fraction of an epoch is a fraction of the records of each kind.
+    """Returns the limit of a shard in a run over `epochs` of the source that runs out first.
+
+    A fraction of an epoch is a fraction of the records of each kind.
 
     Args:
-      batch_size: the shard's sequences of a batch.
+      batch_size: number of the shard's sequences in a batch.
     """
     complete = int(epochs + 1e-9)
     fraction = max(0.0, epochs - complete)
@@ -235,14 +236,14 @@ def limit(
         for record in filter(None, in_order(order)):
             counts[kind_of(record)] += 1
             longest = max(longest, *(len(one["tokens"]) for one in record))
-        # Shards of as many records round differently, so that their sum is right.
+        # Shards with equal numbers of records round differently, so that their sum is right.
         stop = [int(fraction * count + (shard + 0.5) / config.num_shards) for count in counts]
         if not complete and not any(stop):
             stop[int(counts[1] > counts[0])] = 1
         epochs_of_each.append(epoch)
         stops.append(stop)
         fits = longest <= own.records.reader.seq_len
-        # Whether the number of sequences of an epoch is the same in every order.
+        # True if an epoch has the same number of sequences in every order.
         steady &= {"none": fits or not config.shuffle, "concat": not counts[1]}.get(
             config.packing, False
         )
@@ -261,7 +262,7 @@ def limit(
 
 
 def shard_seed(config: DataConfig, shard: int, source: int) -> int:
-    """Returns the seed of a source in a shard. Shards with equal seeds would put neighboring
+    """Returns the seed of a source in a shard. With equal seeds, shards would put neighboring
     documents into one batch."""
     return config.seed + shard + config.num_shards * source
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-# Arrays int32 [n]: `tokens`, `labels`, and others that an objective reads, such as `token_types`. A
+# int32 arrays [n]: `tokens`, `labels`, and others that an objective reads, such as `token_types`. A
 # packed sequence also has `segments` and `positions`. The `tokens` of an image are patches, float32
 # [n, P].
 Example = dict[str, np.ndarray]
@@ -20,7 +20,7 @@ def is_masked(example: Example) -> bool:
 
 
 def sequence(examples: list[Example], seq_len: int) -> Example:
-    """Lays out examples one after the other in one padded sequence, as `packing.pack` describes."""
+    """Lays out examples one after the other in a padded sequence; see `packing.pack`."""
     numbers = dict.fromkeys(("segments", "positions"), np.zeros(0, np.int32))
     found = {
         name: np.full((seq_len, *x.shape[1:]), padding(name), x.dtype)
@@ -36,5 +36,5 @@ def sequence(examples: list[Example], seq_len: int) -> Example:
 
 
 def blank(example: Example) -> Example:
-    """Returns an example of no tokens, with the arrays of `example`."""
+    """Returns an example without tokens that has the arrays of `example`."""
     return {name: value[:0] for name, value in example.items()}

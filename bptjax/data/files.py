@@ -1,4 +1,4 @@
-"""File formats. Each file is a sequence of documents that are read on demand."""
+"""File formats. Each file is a sequence of documents, read on demand."""
 
 import functools
 import io
@@ -48,7 +48,7 @@ class TokenIds:
 
 @dataclass(frozen=True)
 class Compound:
-    """A record of several parts, which only one objective reads; see `RecordFormat`.
+    """A record with several parts, which only one objective reads; see `RecordFormat`.
 
     Attributes:
       where: file and record, for errors.
@@ -58,7 +58,7 @@ class Compound:
 
     @property
     def chats(self) -> Sequence[Chat]:
-        """The chats among the parts, by which the tokenizer's template is inspected."""
+        """The chats among the parts, which are used to inspect the tokenizer's template."""
         return ()
 
     def parts(self) -> Iterator[tuple[str, str]]:
@@ -75,7 +75,7 @@ class RecordFormat:
 
     Attributes:
       name: value of data.format.
-      read: returns the document of a row, from its fields, data.text_key and its place in the data;
+      read: returns the document of a row, from its fields, data.text_key and the row's location;
         raises ValueError if the row is not of the format.
       fields: a record has the field data.text_key or one of these.
       optional: other fields that `read` reads.
@@ -98,12 +98,12 @@ RECORDS = (".jsonl", ".json", *TABLES)
 EXTENSIONS = (".txt", ".md", ".py", *RECORDS)
 CODECS = {".gz": "gzip", ".zst": "zstd"}
 PARQUET_CACHE_BYTES = 2**30
-# A compressed file may expand to EXPANSION times its size, or to these numbers of bytes if they are
-# more: a text file, and a row group of a parquet file.
+# A compressed file may expand to the larger of EXPANSION times its size and this number of bytes:
+# for a text file, and for a row group of a parquet file.
 EXPANSION, TEXT_BYTES, GROUP_BYTES = 100, 2**26, 2**30
-# Bytes of text and rows of parquet files that are read at a time.
+# Bytes of text, and rows of parquet files, that are read at a time.
 BLOCK, BATCH = 2**22, 2**16
-# Bytes of a value. Texts are read as numbers of texts in a dictionary.
+# Bytes per value. Texts are read as indices into a dictionary.
 WIDTHS = {"BOOLEAN": 1, "INT64": 8, "DOUBLE": 8, "INT96": 12, "FIXED_LEN_BYTE_ARRAY": 64}
 
 
@@ -115,8 +115,8 @@ def extension(path: Path) -> str:
 def document(
     row: object, where: str, *, text_key: str, format: str | RecordFormat = "text"
 ) -> Document:
-    """Returns a row's chat if it has such a `format` (`auto`: the fields of one), else its text, or
-    else its token ids as int32, with labels if it has them. A `RecordFormat` reads it by itself.
+    """Returns a row's chat if it is in `format` (`auto`: has the fields of one), else its text,
+    else its int32 token ids, with labels if there are any. A `RecordFormat` reads the row itself.
 
     Raises:
       ValueError: the row holds none of these; the error names the fields of the row.
@@ -164,7 +164,7 @@ def _integers(value: Any) -> np.ndarray | None:
     """Returns the integers as an array; None if the value is not a list of integers."""
     try:
         found = np.asarray(value)
-    except ValueError:  # Lists of several lengths.
+    except ValueError:  # Lists of different lengths.
         return None
     return found if found.ndim == 1 and (found.dtype.kind in "iu" or not found.size) else None
 
@@ -192,7 +192,7 @@ def parse(data: bytes, where: str, *, json_lines: bool, first: bool) -> tuple[st
     """Returns the (text, JSON value) of a record; the value is None without `json_lines`.
 
     Raises:
-      ValueError: the record is not UTF-8, or is not JSON, or is nested too deeply.
+      ValueError: the record is not UTF-8, is not JSON, or is nested too deeply.
     """
     try:
         # A file of records may start with a byte order mark.
@@ -206,7 +206,7 @@ class TextFile(Sequence[Document]):
     """A text file as one document or as records; `spans` [n, 2] are the records' byte offsets.
 
     Args:
-      data: the decompressed content of a compressed file of records. It stays in memory because a
+      data: decompressed content of a compressed file of records, which stays in memory because a
         compressed file has no random access.
     """
 
@@ -283,7 +283,7 @@ def _opened(path: Path) -> BinaryIO:
 
 @contextmanager
 def decompressed(path: Path) -> Iterator[BinaryIO]:
-    """Opens a compressed file, which is decompressed as it is read.
+    """Opens a compressed file, and decompresses it while it is read.
 
     Raises:
       ValueError: the file cannot be decompressed, or expands beyond its limit.
@@ -323,7 +323,7 @@ def allowed_bytes(path: Path, least: int) -> int:
 
 def _spans(file: Iterable[bytes], *, paragraphs: bool) -> np.ndarray:
     """Returns the byte offsets [n, 2] of the lines that are not blank, or of `paragraphs`, which
-    blank lines separate."""
+    are separated by blank lines."""
     spans, stop, within = array("q"), 0, False
     for line in file:
         start, stop = stop, stop + len(line)
@@ -369,7 +369,7 @@ class RowGroup(Sequence[Document]):
 def record_columns(
     names: list[str], path: Path, text_key: str, format: str | RecordFormat
 ) -> tuple[str, ...]:
-    """Returns the names of a table's columns that a record is read from.
+    """Returns the names of the table columns that a record is read from.
 
     Raises:
       ValueError: the table has no such column, or two with the same name.
@@ -409,7 +409,7 @@ def row_groups(paths: Sequence[Path], text_key: str, format: str | RecordFormat)
 
 
 class _Cache:
-    """The decoded row groups that were used last, up to a number of bytes, but at least two."""
+    """The most recently used row groups, decoded: up to a number of bytes, but at least two."""
 
     def __init__(self, limit: int):
         self._limit, self._lock = limit, threading.Lock()
@@ -432,7 +432,7 @@ class _Cache:
 
 
 def _read_row_group(path: Path, group: int, columns: tuple[str, ...]) -> list[pa.ChunkedArray]:
-    """Reads a row group. Its texts stay numbers of texts in a dictionary, as they are in the file.
+    """Reads a row group. Its texts stay indices into a dictionary, as in the file.
 
     Raises:
       OSError: the row group expands beyond its limit.
@@ -452,7 +452,7 @@ def _read_row_group(path: Path, group: int, columns: tuple[str, ...]) -> list[pa
                 if size > limit:
                     break
     if size > limit:
-        # No ValueError: `data.bad_records=skip` would read the row group again for each record.
+        # Not a ValueError: `data.bad_records=skip` would read the row group again for each record.
         raise OSError(
             f"{path}, row group {group}: must expand to at most {EXPANSION} times the size of the "
             f"file or {GROUP_BYTES:,} bytes; write smaller row groups"
@@ -462,7 +462,7 @@ def _read_row_group(path: Path, group: int, columns: tuple[str, ...]) -> list[pa
 
 
 def _text_bytes(array: pa.Array) -> int:
-    """Returns the bytes of the texts in an array, each as often as it occurs."""
+    """Returns the bytes of the texts in an array, counted as often as they occur."""
     kind = array.type
     if pa.types.is_dictionary(kind):
         lengths = pc.call_function("binary_length", [array.dictionary]).take(array.indices)

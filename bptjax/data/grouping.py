@@ -9,19 +9,17 @@ import numpy as np
 from bptjax.data.examples import Example, is_masked, sequence
 from bptjax.data.packing import part
 
-# Number of different batch widths, each of which is compiled once, and number of batches that are
-# sorted together.
+# Number of different batch widths, each compiled once; and number of batches sorted together.
 WIDTHS = 8
 GROUPED_BATCHES = 50
 
 
 class Grouped:
-    """Sequences of one document or piece each, which follow one another so that batches hold
-    similar lengths.
+    """Sequences of one document or piece each, in an order that gives batches of similar lengths.
 
     In every epoch the sequences are shuffled, and each group of `GROUPED_BATCHES` batches is sorted
     by length, longest first, as in Hugging Face's Trainer. The longest sequence of all is in the
-    first batch, so that a run which needs too much memory fails at once. Every example is read once
+    first batch, so that a run that needs too much memory fails at once. Every example is read once
     at the start.
     """
 
@@ -49,7 +47,7 @@ class Grouped:
     def epoch(
         self, epoch: int, start: Sequence[int] | None = None, stop: Sequence[int] | None = None
     ) -> grain.IterDataset:
-        """Returns the pieces of one epoch, or of a part of its records; see `epochs.Part`."""
+        """Returns the pieces of one epoch, or of a part of its records; see `epochs.Epoch`."""
         found = self._order(epoch, start, stop)
         direct = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
         return grain.MapDataset.source(found.tolist()).map(self._piece).to_iter_dataset(direct)
@@ -76,10 +74,10 @@ class Grouped:
             found = found[used[[index for index, *_ in self._pieces]]]
         if self._shuffle:
             rng.shuffle(found)
-        # Make several groups even of few batches: a single group would not be shuffled.
+        # Make several groups even of few batches, because a single group would not be shuffled.
         n, size = len(found), self._batch_size
         group = size * max(1, min(n // (4 * size), GROUPED_BATCHES))
-        # The first sequences complete the last batch of the previous epoch. They form one group.
+        # The first sequences complete the last batch of the previous epoch, and form one group.
         parts = np.split(found, range(-epoch * len(sizes) % size, n, group))
         found = np.concatenate([one[np.argsort(-sizes[one], kind="stable")] for one in parts])
         if epoch == 0 and n:
@@ -89,8 +87,8 @@ class Grouped:
 
 
 def grouped_batch(pieces: Sequence[Example], seq_len: int) -> dict[str, Any]:
-    """Returns a batch `[B, T]` of pieces, each one sequence. T is the least of `WIDTHS` widths up
-    to `seq_len` that fits the longest piece."""
+    """Returns a batch `[B, T]` of pieces, each one sequence. T is the smallest of `WIDTHS` widths
+    up to `seq_len` that fits the longest piece."""
     width = -(-seq_len // WIDTHS)
     longest = max(1, max(len(each["tokens"]) for each in pieces))
     T = min(-(-longest // width) * width, seq_len)

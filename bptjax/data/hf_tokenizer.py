@@ -19,7 +19,7 @@ from bptjax.run.lazy_imports import transformers
 
 log = logging.getLogger("bptjax")
 GENERATION = "generation_config.json"
-# Class of a panic of Rust, which has no module to import it from.
+# Class name of a Rust panic, which cannot be imported from any module.
 PANIC = "PanicException"
 CANNOT_ENCODE = "the tokenizer cannot encode the text"
 
@@ -28,9 +28,9 @@ class HFTokenizer:
     """A Hugging Face tokenizer from a local directory.
 
     Args:
-      limit: number of rows of the model's embedding. Some tokenizers have tokens beyond it, such as
+      limit: number of token embeddings of the model. Some tokenizers have more tokens, such as
         image tokens.
-      prefix: precedes the directory in an error about it.
+      prefix: put in front of the directory in errors.
     """
 
     def __init__(self, directory: str | Path, limit: int | None = None, prefix: str = ""):
@@ -72,7 +72,7 @@ class HFTokenizer:
         self.prefix = np.array(around[: next(starts, 0)], np.int32)
         with _without_report(), _faults(refusal):
             start = "".join(found.convert_ids_to_tokens(self.prefix.tolist()))
-            # Some tokenizers put a space before a text's first word, but not after a special token.
+            # Some tokenizers put a space before a text's first word, but not after special tokens.
             joined = found.encode(f"{start} a", add_special_tokens=False)
             plain = found.encode(f"{start}a", add_special_tokens=False)
         wanted = [*self.prefix.tolist(), *bare]
@@ -110,7 +110,7 @@ class HFTokenizer:
         with _faults(CANNOT_ENCODE, cause=True):
             found = self._tokenizer(_scalar_values(text), _scalar_values(pair), verbose=False)
         ids = self._checked(found["input_ids"])
-        # Tokenizers of models without an embedding of types give none.
+        # Tokenizers of models without type embeddings return no types.
         types = np.array(found.get("token_type_ids", np.zeros(len(ids))), np.int32)
         texts = [-1 if part is None else part for part in found.sequence_ids()]
         return ids, types, np.array(texts)
@@ -123,7 +123,7 @@ class HFTokenizer:
             )
 
     def _checked(self, ids: Sequence[int]) -> np.ndarray:
-        found = np.array(ids, np.int64)  # A damaged file may hold ids of more than 31 bits.
+        found = np.array(ids, np.int64)  # Damaged files may hold ids of more than 31 bits.
         if found.max(initial=0) >= self.vocab_size:
             token = self.decode([found.max()])
             raise ValueError(
@@ -132,7 +132,7 @@ class HFTokenizer:
         return found.astype(np.int32)
 
     def _offsets(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns the ids, and the start and the end of each token in characters."""
+        """Returns the ids, and the start and end of each token in characters."""
         self._check_fast("the characters of each token")
         with _faults(CANNOT_ENCODE, cause=True):
             found = self._tokenizer(
@@ -189,11 +189,12 @@ class HFTokenizer:
 
 @contextlib.contextmanager
 def _faults(message: str, cause: bool = False) -> Iterator[None]:
-    """Raises a ValueError with this message for any error of the tokenizers library: its panics of
-    Rust are no `Exception`, and its other errors are nothing more.
+    """Raises a ValueError with this message for any error of the tokenizers library.
+
+    Rust panics are not an `Exception`, and other errors are a bare `Exception`.
 
     Args:
-      cause: add the message of the library.
+      cause: add the library's message.
     """
     try:
         yield
@@ -208,8 +209,8 @@ def _faults(message: str, cause: bool = False) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_report() -> Iterator[None]:
-    """Leaves out of stderr the report of a panic, which Rust writes to its file descriptor. Not for
-    encoding: meanwhile, a crash of the process could not say why."""
+    """Hides the report of a panic, which Rust writes to stderr's file descriptor. Not for encoding,
+    because meanwhile a crash of the process could not report its cause."""
     try:
         kept = os.dup(2)
     except OSError:  # There is no stderr.
@@ -233,7 +234,7 @@ def _without_report() -> Iterator[None]:
 
 
 def read_generation_config(directory: Path) -> dict[str, Any]:
-    """Reads the fields of generation_config.json other than token ids; empty without the file."""
+    """Reads generation_config.json without token ids; empty if there is no such file."""
     file = directory / GENERATION
     found = read_json(file) if file.exists() else {}
     return {key: value for key, value in found.items() if not key.endswith("_token_id")}
@@ -246,13 +247,13 @@ def write_generation_config(directory: Path, fields: Mapping[str, Any]) -> None:
 
 
 def _token_ids(directory: Path) -> dict[str, Any] | None:
-    """Reads the token ids of generation_config.json, or else of config.json. Returns None if
-    neither has eos_token_id."""
+    """Reads the token ids of generation_config.json, or else of config.json; None if neither has
+    eos_token_id."""
     for name, keys in ((GENERATION, ".*_token_id"), ("config.json", "(bos|eos|pad)_token_id")):
         file = directory / name
         found = read_json(file) if file.exists() else {}
         if found.get("eos_token_id") is None:
-            # A multimodal model keeps the keys of its text model apart.
+            # A multimodal model has a separate config for its text model.
             inner = found.get("text_config")
             found = inner if isinstance(inner, dict) else {}
         if found.get("eos_token_id") is not None:

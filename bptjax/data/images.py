@@ -1,4 +1,4 @@
-"""Images in one directory for each class, and their patches as examples."""
+"""Images in one directory per class, and their patches as examples."""
 
 import io
 import itertools
@@ -20,18 +20,18 @@ from bptjax.ops.patches import cut_patches
 from bptjax.run.json_files import read_json
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".pgm", ".tif", ".tiff", ".gif")
-# Pillow's names of their formats. It guesses the format from the content, and would run another
-# program for some.
+# Pillow's names of image formats. Pillow guesses the format from the content, and would run another
+# program for some formats.
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "PPM", "TIFF", "GIF")
 PROCESSOR = "preprocessor_config.json"
-# Names of one processor in several versions of transformers.
+# Names of the same processor in several versions of transformers.
 PROCESSORS = (
     "ViTImageProcessor",
     "ViTImageProcessorFast",
     "ViTImageProcessorPil",
     "ViTFeatureExtractor",
 )
-# Pillow's modes of more than 8 bits per channel, which it would clip.
+# Pillow's modes with more than 8 bits per channel, which it would clip.
 WIDE_MODES = "I", "F"
 
 
@@ -44,8 +44,7 @@ class Image:
 
 
 class ImageFolder(Sequence[Any]):
-    """The images of a directory that holds a directory for each class, in the order of the names of
-    classes and files.
+    """The images of a directory with one directory per class, sorted by class name and file name.
 
     Attributes:
       names: the names of the classes.
@@ -53,7 +52,7 @@ class ImageFolder(Sequence[Any]):
       paths: the files of the images.
 
     Raises:
-      ValueError: there is no directory of a class, one is empty, or an image is elsewhere.
+      ValueError: there are no directories of classes, one is empty, or an image is elsewhere.
     """
 
     def __init__(self, root: str):
@@ -67,7 +66,7 @@ class ImageFolder(Sequence[Any]):
         self.paths: list[str] = []
         if strange := [name for name in self.names if not name.isprintable()]:
             raise ValueError(f"{strange[0]!r}: must be a printable name of a class; rename it")
-        # A directory for each split would otherwise be taken for a class.
+        # Directories of splits must not be mistaken for classes.
         deeper = (path for folder in folders for inner in _folders(folder) for path in _all(inner))
         if stray := next(itertools.chain(_images(directory), deeper), None):
             raise ValueError(
@@ -105,7 +104,7 @@ def _folders(directory: str) -> list[str]:
 
 def _images(directory: str) -> list[str]:
     found = (x for x in _visible(directory) if x.name.lower().endswith(EXTENSIONS))
-    # Broken links are bad records, not absent ones.
+    # Keep broken links: they are bad records, not absent ones.
     return sorted(entry.path for entry in found if not entry.is_dir())
 
 
@@ -115,7 +114,7 @@ def _all(directory: str) -> Iterator[str]:
 
 
 def open_images(config: DataConfig) -> tuple[ImageFolder, Sequence[Any], Sequence[Any]]:
-    """Opens the images at `data.path`. Returns all of them, those to train on and those held out.
+    """Opens the images at `data.path`. Returns (all, training images, held-out images).
 
     Raises:
       ValueError: there are no directories of at least two classes.
@@ -168,18 +167,18 @@ class ImageProcessor:
         """Checks that the processor makes images of the model's size.
 
         Raises:
-          ValueError: it does not, or it is another processor than ViT's.
+          ValueError: the processor does not, or is not ViT's.
         """
         from PIL import Image as pillow
 
-        # Of no special shape.
+        # An arbitrary size that is not square.
         blank = pillow.new("L" if self.size[0] == 1 else "RGB", (37, 23))
         file = self.directory / PROCESSOR
-        read_json(file)  # Its errors name the file.
+        read_json(file)  # Raises errors that name the file.
         try:
             found = self._pixels(blank)
         except Exception as error:
-            # transformers raises errors of any class for settings that it does not take.
+            # transformers raises errors of any class for settings that it refuses.
             raise ValueError(f"{file}: {' '.join(str(error).split())}") from error
         if found.shape != self.size:
             raise ValueError(
@@ -190,8 +189,7 @@ class ImageProcessor:
             raise ValueError(f"{file}: image_std: must not be 0")
 
     def __call__(self, image: Image) -> list[Example]:
-        """Returns the example of an image: its patches as tokens, after a blank one, whose label is
-        the class.
+        """Returns the example of an image: a blank token with the class as label, then patches.
 
         Raises:
           ValueError: the file is damaged, or has more than 8 bits per channel.
@@ -209,7 +207,7 @@ class ImageProcessor:
                     upright = upright.convert("RGBA")
                 upright = upright.convert("L" if self.size[0] == 1 else "RGB")
         except Exception as error:
-            # Pillow's decoders raise errors of any class for a damaged file.
+            # Pillow's decoders raise errors of any class for damaged files.
             text = " ".join(str(error).split()) or type(error).__name__
             if isinstance(error, UnidentifiedImageError):
                 text = f"must be {', '.join(FORMATS)}"

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# As in `examples`, without the packages that packing needs.
+# Same as `examples.Example`, but imports none of the packages that packing needs.
 Example = dict[str, np.ndarray]
-# Label of a token that predicts a landmark. Unlike -100, it lets packing split a text.
+# Label of a token before a landmark. Unlike -100, it lets packing split a text.
 BEFORE_LANDMARK = -1
 
 
@@ -18,8 +18,8 @@ class Landmarks:
     token: int
 
     def insert(self, example: Example) -> Example:
-        """Returns the example in complete blocks. A landmark predicts the token after it, and the
-        token before it nothing. Landmarks complete the last block."""
+        """Returns the example in complete blocks. A landmark predicts the token after it; the token
+        before a landmark predicts nothing. Landmarks fill up the last block."""
         inside = self.block_size - 1
         short = -len(example["tokens"]) % inside
         tokens, labels = (
@@ -38,7 +38,7 @@ class Landmarks:
         return (length + 1) % self.block_size == 0
 
     def longest(self, count: int) -> int:
-        """Returns the largest length of `count` consecutive tokens with their landmarks."""
+        """Returns the maximum length of `count` consecutive tokens with their landmarks."""
         return count + -(-count // (self.block_size - 1))
 
     def prompt(self, tokens: np.ndarray) -> np.ndarray:

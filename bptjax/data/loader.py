@@ -26,7 +26,7 @@ from bptjax.data.sources import HeldOutSources, Mixture, Training
 from bptjax.data.stream import AnyRecords, Stream, StreamRecords
 from bptjax.run.output import plural
 
-# Threads of a shard, or of an evaluation.
+# Maximum number of threads per shard or evaluation.
 MOST_THREADS = 16
 
 
@@ -43,14 +43,14 @@ def train_loader(
     """Returns endless batches: dicts of int32 [batch_size, T], packed by `packing.pack` or
     `packing.group_by_length`. The tokens of images are patches, float32 [batch_size, T, P].
 
-    The order, and the tokens that are masked, depend on `config.seed` alone and change in each
-    epoch. Shard i of n reads the documents [i::n]. In each epoch a shard has every record once: no
-    sequence holds records of two epochs, and padding completes the last sequences of an epoch.
+    The order and the masked tokens depend on `config.seed` alone and change in each epoch. Shard i
+    of n reads the documents [i::n]. In each epoch a shard has every record once: no sequence holds
+    records of two epochs, and padding completes the last sequences of an epoch.
 
     Args:
       encoding: how documents become examples of the model's objective.
-      local: indices of the sequences of a batch that this process needs; all if left out. Shards
-        with none of these sequences are not read.
+      local: indices of the sequences of a batch that this process needs; all by default. Shards
+        without any of these sequences are not read.
 
     Raises:
       ValueError: no token of a shard's documents counts in the loss, or `config.num_shards` does
@@ -66,7 +66,7 @@ def train_loader(
     masking = encoding.masks(processor, config)
     size, grouped = batch_size // n, config.group_by_length
     indices = range(batch_size) if local is None else local
-    # Epochs of each source, and an example, of each shard that is read.
+    # For each shard that is read: epochs of each source, and an example.
     found: dict[int, tuple[list[Epoch], Example]] = {}
     for i in sorted({index // size for index in indices}):
         sources, first = [], {}
@@ -104,13 +104,13 @@ def train_loader(
 
 
 def _masked(sequences: grain.IterDataset, masking: Masking | None, seed: int) -> grain.IterDataset:
-    """Returns sequences with masked tokens. The random numbers of a sequence depend on
-    the seed and on the number of the sequence in the data stream."""
+    """Returns sequences with masked tokens. The random numbers of a sequence depend on the seed and
+    on the sequence's index in the data stream."""
     return sequences if masking is None else sequences.random_map(masking, seed=seed)
 
 
 def _first_example(records: AnyRecords, shard: int, shards: int, of: str) -> Example:
-    """Returns the first example of a shard. `of` names the source in errors.
+    """Returns the first example of a shard. `of` is the name of the source in errors.
 
     Raises:
       ValueError: no token of the shard counts in the loss.
@@ -149,7 +149,7 @@ def data_check(
     seq_len: int,
     encoding: Encoding = Encoding(),  # noqa: B008 (frozen)
 ) -> DataCheck:
-    """Returns a check of all records, which has read none yet. It counts training records by
+    """Returns a check of all records that has read none yet. Training records are counted by
     source."""
     if not isinstance(documents, Mixture):
         documents = Mixture([documents], ["training data"], [1.0])
@@ -168,7 +168,7 @@ class Evaluation:
 
     Attributes:
       sources: batches `[B, T]` by name of the source.
-      sample: the sample that they hold; None if they hold every label once.
+      sample: the sample in these batches; None if they hold every label once.
     """
 
     sources: dict[str, grain.IterDataset]
@@ -188,10 +188,10 @@ def eval_loader(
     encoding: Encoding = Encoding(),  # noqa: B008 (frozen)
     max_batches: int | None = None,
 ) -> Evaluation:
-    """Returns the batches of an evaluation. A batch holds documents of one source, and sequences of
-    padding complete the last batch of each.
+    """Returns the batches of an evaluation. Each batch holds documents of one source, and padding
+    completes each source's last batch.
 
-    With `max_batches`, they hold a sample; see `sample.sample`.
+    With `max_batches`, the batches hold a sample; see `sample.sample`.
     """
     reader = encoding.reader(processor, config, seq_len)
     names, files = [""], [documents]
@@ -230,13 +230,13 @@ def _records(documents: Sequence[Document] | Stream, reader: RecordReader) -> An
 
 
 def _threads(reader: RecordReader) -> int:
-    """Returns the number of threads that read records ahead: images take milliseconds to decode,
-    without Python's lock; text is tokenized faster."""
+    """Returns the number of threads that read records ahead. Decoding an image takes milliseconds
+    but releases Python's lock; tokenizing a text is faster."""
     return min(MOST_THREADS, os.cpu_count() or 1) if reader.images else 0
 
 
 def _fill(batch: Sequence[Example], batch_size: int) -> Example:
-    """Stacks sequences to a batch, and completes it with sequences of padding."""
+    """Stacks sequences to a batch, and completes it with padding."""
     blank = {key: np.full_like(value, padding(key)) for key, value in batch[0].items()}
     full = [*batch, *itertools.repeat(blank, batch_size - len(batch))]
     return {key: np.stack([one[key] for one in full]) for key in blank}

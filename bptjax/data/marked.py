@@ -11,18 +11,18 @@ from bptjax.data.tokenizer import Tokenizer
 
 
 def next_tokens(example: Example) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the text of an example whose labels are the next tokens, with the last label, which
-    is not an input; and whether each token of it is in the loss."""
+    """Returns the text of an example whose labels are the next tokens (the text ends with the last
+    label, which is not an input), and whether each token is in the loss."""
     ids, labels = example["tokens"], example["labels"]
     predicted = labels != IGNORED
-    # The label of a document's last token is not the landmark that completes its block.
+    # The last label of a document is its next token, not the landmark that completes its block.
     ids = np.append(ids[:1], np.where(predicted, labels, np.append(ids[1:], labels[-1:])))
     predicted = np.r_[False, predicted]
     return (ids, predicted) if predicted[-1] else (ids[:-1], predicted[:-1])
 
 
 def own_tokens(example: Example) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the tokens of an example, and whether each has a label in the loss."""
+    """Returns the tokens of an example, and whether each token has a label in the loss."""
     return example["tokens"], example["labels"] != IGNORED
 
 
@@ -32,12 +32,12 @@ def marked(
     shown: int,
     text: Callable[[Example], tuple[np.ndarray, np.ndarray]] = next_tokens,
 ) -> Iterator[tuple[str, bool] | tuple[str, None]]:
-    """Yields texts of an example, each with whether its tokens are in the loss; None stands for a
+    """Yields texts of an example, each with whether its tokens are in the loss, or with None for a
     note about tokens that are left out.
 
     Args:
       example: `tokens` and `labels`, int32 [T].
-      shown: largest number of tokens to show; the middle of a longer example is left out.
+      shown: maximum number of tokens to show; the middle of a longer example is left out.
       text: returns the tokens of the example, and whether each is in the loss.
     """
     ids, predicted = text(example)
@@ -50,9 +50,9 @@ def marked(
 
 
 def _runs(ids: np.ndarray, flags: np.ndarray, tokenizer: Tokenizer) -> Iterator[tuple[str, bool]]:
-    """Yields runs of tokens with the same flag, as text. The text of a run is the difference
-    between decoding all ids up to its end and up to its start, because a tokenizer may decode a
-    token differently at the start of a text."""
+    """Yields runs of tokens with the same flag, as text. Decodes all ids up to the run's end and up
+    to its start and takes the difference, because a tokenizer may decode a token differently at the
+    start of a text."""
     edges = sorted({0, *(np.flatnonzero(np.diff(flags)) + 1).tolist(), len(ids)})
     before = ""
     for start, stop in pairwise(edges):

@@ -14,15 +14,15 @@ def tokens_of(sequence: Example) -> int:
 
 
 class MixIterDataset(grain.IterDataset):
-    """Sequences of several datasets. Each next sequence comes from the dataset that lags its share
-    of the tokens most.
+    """Sequences of several datasets. Each sequence comes from the dataset that is furthest behind
+    its share of the tokens.
 
     Padding does not count. The choice depends only on the weights and on the tokens so far, not on
-    random numbers. After any number of sequences, each dataset is within about one sequence of its
-    share, so the shares are exact over any long range, not only on average.
+    random numbers. Each dataset is always within about one sequence of its share, so the shares are
+    exact over any long range, not only on average.
 
     Args:
-      parents: datasets of packed sequences. The sequences end with the first dataset that ends.
+      parents: datasets of packed sequences. The mixture ends when the first dataset ends.
       weights: positive weight of each dataset; their sum may be any number.
       tokens: returns the number of tokens of a sequence.
     """

@@ -12,9 +12,9 @@ from bptjax.data.examples import Example, is_masked, sequence
 
 PACKINGS = ("none", "concat", "best_fit")
 BUFFER_TOKENS = 2**22
-# Maximum pieces in a window. Besides its tokens, a piece takes about half a KiB.
+# Maximum pieces in a window. A piece takes about half a KiB in addition to its tokens.
 MOST_PIECES = 2**16
-# Sequences after which a partial sequence no longer waits for more documents, in short windows.
+# In short windows, a partial sequence waits this many sequences at most for more documents.
 LONGEST_WAIT = 64
 
 
@@ -44,8 +44,7 @@ def _edges(
 
 
 def buffer_sequences(seq_len: int) -> int:
-    """Returns the number of sequences of a window: the sequences that are packed and shuffled
-    together."""
+    """Returns the number of sequences of a window, which are packed and shuffled together."""
     return max(4, min(4096, BUFFER_TOKENS // seq_len))
 
 
@@ -53,9 +52,9 @@ class Open:
     """A sequence that is being filled.
 
     Attributes:
-      pieces: (record, example, start, arrays) of each piece: its place in the records of the epoch.
+      pieces: (record, example, start, arrays) of each piece, with its place in the epoch's records.
       room: number of free tokens.
-      splits: whether its examples are split where it is full.
+      splits: whether examples are split where the sequence is full.
       state: state of the iterator of records before the first piece's record.
       waited: number of windows that the sequence has waited for more pieces.
     """
@@ -76,7 +75,7 @@ class Packer:
 
     Args:
       limit: number of sequences in a window.
-      seeds: seeds of random splits; None for none.
+      seeds: seeds of random splits; None for no random splits.
     """
 
     def __init__(
@@ -98,7 +97,7 @@ class Packer:
         self.sequences, self._pieces, self._before = sequences, 0, len(sequences)
         splits = [one for one in sequences if one.splits]
         self._text = splits[0] if splits else None
-        # Room and number of each sequence for pieces that are not split, in order.
+        # Sorted (room, index) of the sequences for pieces that are not split.
         self._rooms = [(one.room, n) for n, one in enumerate(sequences) if not one.splits]
 
     @property
@@ -106,8 +105,7 @@ class Packer:
         return len(self.sequences) > self._limit + self._before or self._pieces >= MOST_PIECES
 
     def add(self, record: int, examples: Sequence[Example], state: Any) -> None:
-        """Adds the examples of the record with this number. `state` is the state of the iterator of
-        records before it.
+        """Adds the examples of record number `record`; `state` is the iterator's state before it.
 
         Raises:
           ValueError: an example with a loss mask is longer than a sequence, with packing=concat.
@@ -133,7 +131,7 @@ class Packer:
         return self.sequences[-1]
 
     def _append(self, record: int, number: int, example: Example, state: Any) -> None:
-        """Splits the example where a sequence is full."""
+        """Appends the example, and splits it where a sequence is full."""
         start, length = 0, len(example["tokens"])
         while start < length:
             own = self._text or self._open(True, state)
@@ -158,9 +156,9 @@ class Packer:
     def close(self, last: bool) -> list[Open]:
         """Ends the window, and returns its sequences in the order in which they were opened.
 
-        Unless the window is the last of the epoch, the open sequence of examples that are split and
-        the emptiest of the others wait for the next window. So that no document waits for long,
-        they wait once, or, in windows of few sequences, for about `LONGEST_WAIT` sequences.
+        Unless the window is the last of the epoch, two sequences wait for the next window: the open
+        sequence of examples that are split, and the emptiest of the others. To limit the wait, a
+        sequence waits once, or in windows of few sequences for about `LONGEST_WAIT` sequences.
         """
         wait = [] if last or self._packing == "none" else [self._text]
         if wait:
@@ -175,8 +173,8 @@ class Packer:
         return found
 
     def waiting(self, record: int) -> dict[str, Any] | None:
-        """Returns the state of the sequences that wait, as JSON, before the record with this
-        number; None if no sequence waits."""
+        """Returns the state of the waiting sequences, as JSON, before the record with this number;
+        None if no sequence waits."""
         if not self.sequences:
             return None
         first = min(self.sequences, key=lambda one: one.pieces[0][0])
@@ -196,8 +194,8 @@ class Packer:
         }
 
     def wait(self, state: dict[str, Any], records: list[tuple[list[Example], Any]]) -> None:
-        """Restores the sequences of `waiting` from the examples of its records, each with the state
-        of the iterator before it."""
+        """Restores the waiting sequences from the examples of their records, each with the state of
+        the iterator before its record."""
         found = []
         for own in state["open"]:
             first = records[own["pieces"][0][0]][1]
@@ -212,8 +210,8 @@ class Packer:
 
 def in_order(examples: grain.MapDataset | grain.IterDataset, threads: int = 0) -> grain.IterDataset:
     """Returns the examples as an iterable, read ahead with `threads`. Without threads nothing is
-    read ahead, as grain does by default, at hundreds of microseconds per record: the loader has one
-    thread for all of its work."""
+    read ahead: grain's default read-ahead costs hundreds of microseconds per record, and the loader
+    works on one thread."""
     if isinstance(examples, grain.IterDataset):
         return examples
     options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=4 * threads)
@@ -240,26 +238,25 @@ def pack(
     document split over several sequences. Every token of `examples` is in exactly one sequence.
 
     - `none`: one document, or one piece of a document, per sequence.
-    - `concat`: documents one after the other, split wherever a sequence is full. Only examples with
-      a loss mask are never split, or their answers would lose their prompts: they are packed into
-      sequences of their own, as by `best_fit`.
+    - `concat`: documents one after the other, split wherever a sequence is full. Examples with a
+      loss mask are never split, because their answers would lose their prompts: they are packed
+      into separate sequences, as by `best_fit`.
     - `best_fit`: complete documents, each in the fullest open sequence that has room; documents
       longer than `seq_len` are split first.
 
-    Sequences are packed in windows: records are read until they make a number of sequences, which
-    `window` gives. Its sequences are then shuffled together, so that neither a batch holds
-    consecutive pieces of one long document nor one kind of records is kept back. With a window,
-    `none` also splits long documents at other tokens in each epoch. Without a window, sequences
-    follow the order of the examples. Examples whose lengths are multiples of `unit`, a divisor of
-    `seq_len`, are split at multiples of it.
+    Sequences are packed in windows: records are read until they fill `window` sequences, which are
+    then shuffled, so that a batch neither holds consecutive pieces of one long document nor lacks
+    one kind of records. With a window, `none` also splits long documents at other tokens in each
+    epoch. Without a window, sequences follow the order of the examples. Examples whose lengths are
+    multiples of `unit`, a divisor of `seq_len`, are split at multiples of `unit`.
 
-    `threads` read the examples of a `MapDataset` ahead. Without threads, the caller's reads them.
-    `layout` makes the sequence of its list of pieces; left out, it is `examples.sequence`.
+    `threads` read the examples of a `MapDataset` ahead; without threads, the caller's thread reads
+    them. `layout` makes a sequence from its list of pieces; the default is `examples.sequence`.
     """
     if packing not in PACKINGS:
         raise ValueError(f"data.packing={packing!r}: must be one of {', '.join(PACKINGS)}")
     seeds = (seed, epoch) if window else None
-    # Sequences that are neither packed nor shuffled do not wait: images take gigabytes.
+    # Without packing and shuffling, one sequence at a time: a window of images takes gigabytes.
     limit = window or (1 if packing == "none" else buffer_sequences(seq_len))
     packer = functools.partial(Packer, packing, seq_len, limit, seeds=seeds, unit=unit)
     return PackIterDataset(
@@ -271,7 +268,7 @@ def pack(
 
 
 class PackIterDataset(grain.IterDataset):
-    """Packed sequences. Its arguments are those of `_Packed`."""
+    """Packed sequences. Takes the arguments of `_Packed`."""
 
     def __init__(self, parent: grain.IterDataset, *arguments: Any):
         super().__init__(parent)
@@ -283,7 +280,7 @@ class PackIterDataset(grain.IterDataset):
 
 class _Packed(grain.DatasetIterator):
     """The iterator. Its state is the parent's state before the first record of the window, or of a
-    sequence that waits at its start, and the number of sequences to skip from there."""
+    sequence that waits at the window's start, and the number of sequences to skip from there."""
 
     def __init__(
         self,
@@ -298,7 +295,7 @@ class _Packed(grain.DatasetIterator):
         self._mark()
 
     def _mark(self) -> None:
-        """Keeps the state before the next window."""
+        """Stores the state before the next window."""
         waiting = self._packer.waiting(self._record) or {
             "parent": self._parent.get_state(),
             "record": self._record,

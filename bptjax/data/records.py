@@ -52,8 +52,8 @@ class RecordReader:
       bad_records: `error` or `skip`.
       truncates: `encode` takes the keyword `limit`, a number of tokens, and truncates the document
         to it.
-      images: the documents are images, each of which has a sequence of its own.
-      unit: examples and their pieces are multiples of this number of tokens.
+      images: the documents are images, with one sequence each.
+      unit: lengths of examples and their pieces are multiples of this number of tokens.
     """
 
     encode: Callable[..., list[Example]]
@@ -128,7 +128,7 @@ class Records(Sequence[list[Example]]):
         return self.inspect(index).examples
 
     def inspect(self, index: int) -> Record:
-        """Reads a record, and counts what was left out of it."""
+        """Reads a record, and counts the tokens and examples left out of it."""
         documents = self.documents
         return self.reader(lambda: documents[index], location(documents, index))
 
@@ -152,7 +152,7 @@ class Records(Sequence[list[Example]]):
         if seed is not None:
             np.random.default_rng((seed % 2**32, number)).shuffle(order)
         if sizes is not None:
-            # The iterators of grain's map datasets take ten times as long for a record.
+            # Iterators of grain's map datasets take ten times as long per record.
             return _IterDataset(_Ordered(sizes, order))
         return grain.MapDataset.source(_Ordered(self, order))
 

@@ -1,8 +1,8 @@
-"""Renders chat templates in a process of its own, whose time and memory are limited.
+"""Renders chat templates in a separate process, whose time and memory are limited.
 
-A template is a program from a checkpoint. transformers runs it in a sandbox, which denies it files,
-modules and private attributes, but does not bound its time and memory. One `*` can take all of
-both, in a call of C that no thread can interrupt. The kernel can end a process.
+A template is a program from a checkpoint. transformers runs it in a sandbox that denies access to
+files, modules and private attributes, but does not limit time and memory. A single `*` can exhaust
+both, in a C call that no thread can interrupt. The kernel can end a process.
 """
 
 import atexit
@@ -20,20 +20,20 @@ from typing import Any
 
 from bptjax.run.child_python import PYTHON, python_environment
 
-# Limits of one rendering: seconds of CPU time, bytes of memory beyond the process without a
-# template, and characters of text: as many as these and TEXT_FACTOR times the text of the request.
+# Limits of one rendering: seconds of CPU time, bytes of memory beyond the idle process's, and
+# characters of text, plus TEXT_FACTOR times the text of the request.
 SECONDS: float = 10
 MEMORY_BYTES = 2**30
 TEXT_CHARACTERS = 2**20
 TEXT_FACTOR = 16
-# Renderings per request, which together must fit into the memory. A request takes 15 to 50
+# Renderings per request; together they must fit into the memory. A request takes 15 to 50
 # microseconds, a rendering 30 or more.
 PARTS = 8
 
 # Exit code of the process when it is out of memory.
 OUT_OF_MEMORY = 77
 
-# Names by which a template reads the date, and by which it draws random values.
+# Names by which a template reads the date or draws random values.
 CLOCK = re.compile(r"\bstrftime_now\b")
 CHANCE = re.compile(r"\|\s*random\b|['\"]random['\"]|\blipsum\b")
 
@@ -44,9 +44,9 @@ Text = tuple[str, list[tuple[int, int]]]
 
 
 class TemplateFault(ChildProcessError):
-    """A chat template cannot be parsed, or has taken more time, memory or text than it may.
+    """A chat template cannot be parsed, or exceeds its limit of time, memory or text.
 
-    No ValueError: a record is not to blame, so `data.bad_records=skip` does not skip it.
+    Not a ValueError: the record is not to blame, so `data.bad_records=skip` must not skip it.
     """
 
 
@@ -55,8 +55,8 @@ class TemplateRefusal(ValueError):
 
 
 class Renderer:
-    """The process that renders, started by the first call of `render`. Threads share it; it ends
-    with this process.
+    """The process that renders, started by the first call of `render`. Shared by threads; ends with
+    this process.
 
     Args:
       seconds: CPU time of one rendering.
@@ -86,12 +86,12 @@ class Renderer:
         Raises:
           TemplateRefusal: the template refuses a part.
           TemplateFault: the template cannot be parsed or exceeds a limit. The error does not name
-            its file.
+            the template's file.
         """
         now = now or datetime.now().isoformat()
         request = [self._seconds, template, list(map(dict, messages)), dict(variables)]
         request += [parts, marks, now]
-        # As transformers does: a template sees only the type of a value that JSON does not have.
+        # As in transformers, a template sees only the type of a value that JSON cannot represent.
         try:
             sent = json.dumps(request, default=lambda value: f"<{type(value).__name__}>").encode()
         except RecursionError as error:
@@ -102,7 +102,7 @@ class Renderer:
                 write(process.stdin.fileno(), sent)
                 kind, answer = json.loads(read(process.stdout.fileno()))
             except BaseException as error:
-                # After Ctrl-C, the next request would read the answer to this one.
+                # After Ctrl-C, the next request would read the answer to the interrupted one.
                 self._process = None
                 ended = isinstance(error, OSError | EOFError)
                 with process:  # Closes the pipes, and waits.
@@ -120,7 +120,7 @@ class Renderer:
     def _started(self) -> Any:
         # A forked process must not share the pipes.
         if self._process is None or self._owner != os.getpid():
-            # The order of sets and the seconds since 1970 (%s) are then equal in every process.
+            # Make the order of sets and the seconds since 1970 (%s) equal in every process.
             fixed = {"PYTHONHASHSEED": "0", "TZ": "UTC"}
             self._process = subprocess.Popen(
                 [*PYTHON, __file__],
@@ -174,16 +174,16 @@ def read(pipe: int) -> bytes:
 
 
 def serve() -> None:
-    """Answers requests on stdin until it is closed: the body of the process."""
+    """Answers requests on stdin until stdin is closed: the main function of the process."""
     import resource
 
-    # A signal to the run's group of processes is for the run, which closes stdin when it ends.
+    # Signals to the process group are for the run, which closes stdin when it ends.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     sys.modules["torch"] = None  # pyrefly: ignore[unsupported-operation]  Not needed, and large.
     from transformers.utils import chat_template_utils
 
-    # Its `strftime_now` asks this name for the date.
+    # transformers' `strftime_now` reads the date through this name.
     clock = _Clock()
     vars(chat_template_utils)["datetime"] = clock
     render = chat_template_utils.render_jinja_template
@@ -203,7 +203,7 @@ def serve() -> None:
 
 
 class _Clock:
-    """A `datetime` whose present is a date that is set."""
+    """A `datetime` whose present is a given date."""
 
     date = datetime.min
 
@@ -222,7 +222,7 @@ def _answer(render: Any, clock: _Clock, data: bytes) -> tuple[str, Any]:
     for count, answer in parts:
         if seed is not None:
             random.seed(seed)
-        # With no handler, the kernel ends this process.
+        # Without a handler, the signal makes the kernel end this process.
         signal.setitimer(signal.ITIMER_PROF, seconds)
         try:
             texts, spans = render(
@@ -236,7 +236,7 @@ def _answer(render: Any, clock: _Clock, data: bytes) -> tuple[str, Any]:
             raise
         except TemplateSyntaxError as error:
             return "fault", f"is invalid: line {error.lineno}: {error.message}"[:1000]
-        except SyntaxError as error:  # Of the Python code that jinja generates.
+        except SyntaxError as error:  # From the Python code that jinja generates.
             return "fault", f"is invalid: {error.msg}"
         # A template is a program and may raise any exception.
         except Exception as error:

@@ -15,22 +15,21 @@ from bptjax.data.packing import split_example
 from bptjax.data.records import Record, Records
 from bptjax.run.heartbeat import beat
 
-# Documents are read in random order until they fill this many times the sequences of the sample,
-# and have this many tokens. The pieces of a long document are thus a part of a sample that one such
-# document would fill.
+# Documents are read in random order until they fill POOL times the sequences of the sample and have
+# POOL_TOKENS tokens. Otherwise a single long document could fill the sample.
 POOL, POOL_TOKENS = 4, 2**22
-# Documents among which chats to answer are looked for.
+# Number of documents that are searched for chats to answer.
 SEARCHED = 10_000
 
 
 class Piece(NamedTuple):
-    """A piece of up to `seq_len` tokens of an example of a record.
+    """A piece of up to `seq_len` tokens of an example.
 
     Attributes:
       source, index: number of the source, and of the record in the source.
       number: number of the piece among the pieces of the record.
       length: tokens of the piece.
-      masked: whether it has a token that does not count in the loss.
+      masked: whether the piece has a token that does not count in the loss.
     """
 
     source: int
@@ -85,13 +84,12 @@ def random_order(count: int, seed: int) -> np.ndarray:
 def sample(
     sources: Sequence[Records], *, packing: str, batches: int, batch_size: int, seed: int
 ) -> Sample:
-    """Samples up to `batches` batches, each of one source, or one batch of each source if there are
-    more sources. Packed, the sample has no more batches.
+    """Samples up to `batches` batches of one source each, or one per source if there are more.
 
-    Source, loss mask and length (in powers of two) of the pieces have the shares of the tokens that
-    they have in the documents read, to within a piece: in all documents if they have up to
-    `POOL_TOKENS` tokens or fill up to `POOL` times the sample, otherwise in a random subset. The
-    sample depends on the documents, the arguments and the seed alone.
+    The limit holds after packing. The shares of source, loss mask and length (in powers of two) in
+    the sample's tokens are those of the documents read, to within a piece: of all documents if they
+    have up to `POOL_TOKENS` tokens or fill up to `POOL` times the sample, otherwise of a random
+    subset. The sample depends only on the documents, the arguments and the seed.
     """
     most, reader = max(batches, len(sources)), sources[0].reader
     sizes = np.array([len(records) for records in sources])
@@ -100,7 +98,7 @@ def sample(
     indices = order - (ends - sizes)[numbers]
     places = ((int(s), int(i)) for s, i in zip(numbers, indices, strict=True))
     if reader.images:
-        # Each is one sequence, and takes long to read.
+        # Each image is one sequence, and takes long to read.
         first = itertools.islice(places, most * batch_size)
         pieces = kept = [Piece(*place, 0, reader.seq_len, False) for place in first]
         every = len(kept) == len(order)
@@ -126,8 +124,8 @@ def _pieces(records: Records, index: int) -> list[Example]:
 def _pool(
     sources: Sequence[Records], places: Iterable[tuple[int, int]], packing: str, most: int
 ) -> tuple[list[Piece], bool]:
-    """Returns the pieces of the first documents, which fill at least `most` sequences and have
-    `POOL_TOKENS` tokens, and whether these are all documents."""
+    """Returns the pieces of the first documents that fill `most` sequences and have `POOL_TOKENS`
+    tokens, and whether these are all documents."""
     accounts = [Account("", records.reader.seq_len) for records in sources]
     found = []
     for s, i in places:
@@ -142,8 +140,8 @@ def _pool(
 
 
 def _in_proportion(pieces: Sequence[Piece], rng: np.random.Generator) -> list[Piece]:
-    """Orders the pieces so that any number of the first has each stratum's share of the tokens:
-    systematic sampling from shuffled strata of source, loss mask and length."""
+    """Orders pieces so that every prefix has each stratum's share of the tokens: systematic
+    sampling from shuffled strata of source, loss mask and length."""
     strata: dict[tuple[int, bool, int], list[Piece]] = defaultdict(list)
     for piece in pieces:
         strata[piece.source, piece.masked, piece.length.bit_length()].append(piece)
@@ -159,7 +157,7 @@ def _in_proportion(pieces: Sequence[Piece], rng: np.random.Generator) -> list[Pi
 def _fitting(
     pieces: Sequence[Piece], packing: str, seq_len: int, most: int, batch_size: int
 ) -> list[Piece]:
-    """Returns the first pieces, as many as fill up to `most` batches."""
+    """Returns the longest prefix of the pieces that fills at most `most` batches."""
     accounts: dict[int, Account] = {}
     used = count = 0
     while used <= most and count < len(pieces):
@@ -167,14 +165,14 @@ def _fitting(
         accounts.setdefault(piece.source, Account("", seq_len)).add(_blank(piece))
         used = sum(-(-each.sequences[packing] // batch_size) for each in accounts.values())
     count -= used > most
-    # Packing takes the pieces in another order, in which they may need more sequences.
+    # Packing takes the pieces in another order, and may then need more sequences.
     while _batches(pieces[:count], packing, seq_len, batch_size) > most:
         count -= max(1, count // 200)
     return list(pieces[:count])
 
 
 def _batches(pieces: Sequence[Piece], packing: str, seq_len: int, batch_size: int) -> int:
-    """Counts the batches of the pieces, each of one source."""
+    """Counts the batches of the pieces, with one source per batch."""
     found: dict[int, Account] = {}
     for piece in _packing_order(pieces, seq_len):
         found.setdefault(piece.source, Account("", seq_len)).add(_blank(piece))
@@ -182,7 +180,7 @@ def _batches(pieces: Sequence[Piece], packing: str, seq_len: int, batch_size: in
 
 
 def _blank(piece: Piece) -> Record:
-    """Returns a record of the piece's length, without memory."""
+    """Returns a record of the piece's length that takes no memory."""
     tokens = np.broadcast_to(np.int32(0), piece.length)
     labels = np.broadcast_to(np.int32(IGNORED if piece.masked else 0), piece.length)
     return Record([{"tokens": tokens, "labels": labels}])
@@ -190,7 +188,7 @@ def _blank(piece: Piece) -> Record:
 
 def _packing_order(pieces: Sequence[Piece], seq_len: int) -> list[Piece]:
     """Sorts pieces that fill a sequence first, so that concat packing does not split them; then by
-    record, the order in which files are read fastest."""
+    record, which is the fastest order to read files in."""
     return sorted(pieces, key=lambda one: (one.masked or one.length < seq_len, one))
 
 

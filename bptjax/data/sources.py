@@ -28,7 +28,7 @@ class Mixture:
     weights: list[float]
 
     def reads(self) -> Iterator[Callable[[], Document]]:
-        """Yields a function for each document that reads the document."""
+        """Yields one function per document that reads the document."""
         return chain.from_iterable(reads(each) for each in self.files)
 
 
@@ -57,13 +57,12 @@ def count(documents: Training) -> str:
 def open_split(
     config: DataConfig, record: RecordFormat | None = None, sizes: StreamSizes = SIZES
 ) -> tuple[Training, Sequence[Document]]:
-    """Opens the training and the held-out documents. The former are a `Mixture` if `data.sources`
-    is set.
+    """Opens the training documents (a `Mixture` if `data.sources` is set) and the held-out ones.
 
-    Without `data.eval_path`, `data.eval_fraction` of each source is held out, and the held-out
-    documents are `HeldOutSources` if there are several sources. For a stream, up to about
-    `sizes.held_out` records near the beginning of its files are held out. There are none if the
-    fraction is 0. Records are read by `record` if it is given, whatever data.format is.
+    Without `data.eval_path`, `data.eval_fraction` of each source is held out: as `HeldOutSources`
+    if there are several sources, none if the fraction is 0. For a stream, up to about
+    `sizes.held_out` records near the beginning of its files are held out. Records are read by
+    `record` if given, whatever data.format is.
 
     Raises:
       ValueError: no path, or documents that cannot be opened.
@@ -92,8 +91,8 @@ def open_split(
 
 
 def short_names(names: Sequence[str]) -> list[str]:
-    """Shortens names of sources, which hold paths, for metrics: to names of files and directories,
-    with a number if they are equal."""
+    """Shortens source names, which hold paths, for metrics: to file and directory names, with a
+    number if these are equal."""
     short = [", ".join(Path(path).name for path in name.split(", ")) for name in names]
     again = Counter(short)
     return [f"{one} ({n})" if again[one] > 1 else one for n, one in enumerate(short, 1)]

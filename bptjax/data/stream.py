@@ -25,7 +25,7 @@ from bptjax.data.files import (
 )
 from bptjax.data.records import Record, RecordReader, Records
 
-# Number of records that estimate the size of a record.
+# Number of records from which the size of a record is estimated.
 WINDOW_SAMPLE = 256
 
 
@@ -34,12 +34,11 @@ class StreamSizes:
     """Sizes that decide which files are a stream, and how much of a stream is in memory.
 
     Attributes:
-      memory: bytes of decompressed files of records that stay in memory; files with more are a
-        stream.
+      memory: bytes of decompressed files of records that stay in memory; larger files are a stream.
       held_out: number of held-out records of a stream, which are read at the start and stay in
         memory.
       window: bytes of the records in a shuffle window.
-      block: bytes that are read at a time to get to a place in a file.
+      block: bytes read at a time to reach a place in a file.
     """
 
     memory: int = 2**28
@@ -53,7 +52,7 @@ SIZES = StreamSizes()
 
 @dataclass(frozen=True)
 class Entry:
-    """A record that is read on demand.
+    """A record, read on demand.
 
     Attributes:
       number: index of the record in its file.
@@ -78,7 +77,7 @@ def decompress(path: Path, limit: int) -> bytes | None:
 
 
 class Lines:
-    """The records of a compressed text file, in order. A place in it is (byte offset, number)."""
+    """The records of a compressed text file, in order. A place is (byte offset, record number)."""
 
     def __init__(
         self,
@@ -128,7 +127,7 @@ class Lines:
 
 @dataclass(frozen=True)
 class Stream:
-    """The records of several files, of which at least one is too large for memory.
+    """The records of several files, at least one of which is too large for memory.
 
     Attributes:
       every, held: the records `every // 2` + i · `every`, i < `held`, of each file are held out;
@@ -141,7 +140,7 @@ class Stream:
     held: int = 0
 
     def entries(self, file: int, place: Sequence[int] = (0, 0)) -> Iterator[Entry]:
-        """Yields the records of a file from `place` on, held-out ones too."""
+        """Yields the records of a file from `place` on, including held-out records."""
         own = self.files[file]
         if isinstance(own, Lines):
             yield from own.entries(place)
@@ -157,21 +156,21 @@ class Stream:
         )
 
     def training(self) -> Iterator[tuple[int, Entry]]:
-        """Yields each training record once with the number of its file, in the order of the
+        """Yields each training record once, with the number of its file, in the order of the
         files."""
         for file in range(len(self.files)):
             yield from ((file, e) for e in self.entries(file) if not self.is_held_out(e.number))
 
     def reads(self) -> Iterator[Callable[[], Document]]:
-        """Yields a function for each training record that reads the record."""
+        """Yields one function per training record that reads the record."""
         return (entry.read for _, entry in self.training())
 
     def __iter__(self) -> Iterator[Document]:
         return (read() for read in self.reads())
 
     def split(self, eval_fraction: float) -> tuple["Stream", "HeldOut"]:
-        """Returns the training and the held-out records. The latter are spread evenly over the
-        beginning of each file, up to about `sizes.held_out` of all files together."""
+        """Returns the training and the held-out records. Held-out records are spread evenly over
+        the beginning of each file, up to about `sizes.held_out` in all files together."""
         if not 0 < eval_fraction < 1:
             return self, HeldOut([])
         own = replace(self, every=max(2, round(1 / eval_fraction)))
@@ -207,7 +206,7 @@ class StreamRecords:
     """The examples of a stream's training records, in order.
 
     Attributes:
-      counts: number of training records of each file that `each` has read of all shards.
+      counts: number of training records of each file that `each` has read, over all shards.
     """
 
     def __init__(self, stream: Stream, reader: RecordReader):
@@ -216,7 +215,7 @@ class StreamRecords:
 
     @property
     def total(self) -> int | None:
-        """Number of records; None, as it is not known."""
+        """Number of records; None, because it is unknown."""
         return None
 
     def each(self, shard: int = 0, shards: int = 1) -> Iterator[tuple[Location, Record]]:

@@ -1,4 +1,4 @@
-"""Inspects a run's chats before it starts: fields that templates ignore, and ends of answers."""
+"""Inspects chats before a run starts: fields that templates ignore, and ends of answers."""
 
 import contextlib
 import itertools
@@ -33,8 +33,8 @@ class Survey:
     Attributes:
       records: number of chats inspected.
       forms: number of chats by name in `templates.FORMS`; None is the tokenizer's chat template.
-      endings: number of sampled answers by the special token that ends them, or None.
-      unread: number of chats by field that their template does not read.
+      endings: number of sampled answers by the special token at their end, or None.
+      unread: number of chats by field that their template ignores.
     """
 
     records: int
@@ -43,8 +43,8 @@ class Survey:
     unread: Counter[str]
 
     def adapt(self, tokenizer: Tokenizer) -> Tokenizer:
-        """Returns the tokenizer with the chats' most frequent template, and with the tokens that
-        end their answers as stop tokens."""
+        """Returns the tokenizer with the most frequent template of the chats, and with the tokens
+        at the end of their answers as stop tokens."""
         form = self.forms.most_common(1)[0][0] if self.forms else None
         template = None if form is None else form_template(form, tokenizer)
         return tokenizer.with_chat(template, [i for i in self.endings if i is not None])
@@ -140,7 +140,7 @@ def _endings(chat: Chat, tokenizer: Tokenizer) -> Iterator[int | None]:
 def _without_each_field(chat: Chat) -> Iterator[tuple[str, Chat]]:
     """Yields the name of each field of the chat, and a chat without the field.
 
-    For a field of a message, that chat ends with the message, because some templates write the
+    For a field of a message, the chat ends with this message, because some templates write the
     reasoning of the last answer only.
     """
     for key, value in chat.variables.items():

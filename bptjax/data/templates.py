@@ -1,4 +1,4 @@
-"""Renders chats as text by chat templates, and finds the answers in the text."""
+"""Renders chats with chat templates, and finds the answers in the text."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,7 +32,7 @@ ALPACA_INPUT = (
     "### Instruction:\n{{ message.content }}\n\n### Input:\n{{ message.input }}\n\n### Response:"
 )
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-# Arguments of transformers' renderer, which the fields of a record must not set.
+# Arguments of transformers' renderer, which fields of a record must not set.
 _RESERVED = {
     "messages",
     "conversations",
@@ -80,7 +80,7 @@ FORMS = {
 
 @dataclass(frozen=True)
 class Rendered:
-    """A conversation, or the first part of a conversation, rendered by a chat template.
+    """A conversation, or its beginning, rendered by a chat template.
 
     Attributes:
       text: the rendered text.
@@ -100,8 +100,8 @@ def form_template(form: str, tokenizer: Tokenizer) -> str:
 
 
 def template_of(chat: Chat, tokenizer: Tokenizer) -> str:
-    """Returns the chat's template: the template that its format prescribes, or else the tokenizer's
-    template, or else `plain`."""
+    """Returns the template that the chat's format prescribes, or else the tokenizer's, or else
+    `plain`."""
     if chat.form is None and (found := tokenizer.template_for("tools" in chat.variables)):
         return found
     return form_template(chat.form or "plain", tokenizer)
@@ -143,7 +143,7 @@ def renderings(
     parts: Sequence[Part],
     renderer: Renderer = _RENDERER,
 ) -> Iterator[Text]:
-    """Yields what `render` returns for several parts of the messages, with fewer requests."""
+    """Yields the results of `render` for several parts of the messages, with fewer requests."""
     given = {k: v for k, v in (variables or {}).items() if k not in _RESERVED}
     given = {**tokenizer.special_tokens, **given}
     for start in range(0, len(parts), PARTS):
@@ -170,7 +170,7 @@ def reads(tokenizer: Tokenizer, pattern: re.Pattern[str]) -> bool:
 
 
 def describe_clock_and_chance(tokenizer: Tokenizer) -> list[str]:
-    """Formats the notes for chat templates that read the date or draw random values."""
+    """Formats notes about chat templates that read the date or draw random values."""
     lines = []
     if reads(tokenizer, CLOCK):
         date = (
@@ -183,14 +183,14 @@ def describe_clock_and_chance(tokenizer: Tokenizer) -> list[str]:
 
 
 def conversations(chat: Chat, tokenizer: Tokenizer, *, split: bool = True) -> list[Rendered]:
-    """Renders the chat once, or several times if an answer needs a context of its own.
+    """Renders the chat once, or several times if an answer needs another context.
 
     A template with `{% generation %}` marks the tokens in the loss itself, so the chat is rendered
     once. With any other template, answer i starts at the end of render(messages[:i]) plus the
     generation prompt, and ends at the end of render(messages[:i+1]). If the rendered chat starts
     with render(messages[:i+1]), answer i counts in the loss of the rendered chat. Otherwise the
     template changes earlier turns, for example by leaving out their reasoning, and
-    render(messages[:i+1]) becomes a separate conversation in which answer i alone counts in the
+    render(messages[:i+1]) becomes a separate conversation in which only answer i counts in the
     loss.
 
     Args:
@@ -235,8 +235,7 @@ def conversations(chat: Chat, tokenizer: Tokenizer, *, split: bool = True) -> li
 
 
 def _check_roles(chat: Chat, template: str) -> None:
-    """Checks the roles of a chat that a built-in template renders, because the template would write
-    a mistyped role as text.
+    """Checks the roles of a chat, because a built-in template would write a mistyped one as text.
 
     Raises:
       ValueError: a role is unknown.

@@ -62,7 +62,7 @@ class Documents(Sequence[Document]):
 
 
 class Subset(Sequence[Document]):
-    """The documents at some indices."""
+    """The documents at given indices."""
 
     def __init__(self, documents: Sequence[Document], indices: Sequence[int] | np.ndarray):
         self.documents, self.indices = documents, indices
@@ -78,7 +78,7 @@ class Subset(Sequence[Document]):
 
 
 class Part(list[Document]):
-    """A part of the only one of some documents, which stays in memory."""
+    """A part of a single document, in memory."""
 
     def __init__(self, documents: Sequence[Document], part: Document):
         super().__init__([part])
@@ -103,11 +103,11 @@ def open_documents(
     each also with `.gz` or `.zst`; `.parquet`, `.arrow`. `sample_by` divides plain text: one
     document per `line`, `paragraph` (separated by blank lines) or `document` (the complete file). A
     record holds text in `text_key`, or else token ids in `input_ids`, or is a chat in a `format` of
-    `chat.FORMATS`; `auto` detects the format from its fields. A `RecordFormat` reads other records.
+    `chat.FORMATS`; `auto` detects the format from the fields. A `RecordFormat` reads other records.
 
     Memory holds two offsets per record, up to `sizes.memory` of decompressed files of records, and
-    about 1 GiB of decoded parquet row groups. If compressed files of records take more than
-    `sizes.memory`, the result is a `Stream`, which is read in order.
+    about 1 GiB of decoded parquet row groups. If compressed files of records exceed `sizes.memory`,
+    the result is a `Stream`, which is read in order.
 
     Raises:
       ValueError: no file at `path`, an unknown extension, no documents, or, with `check_first`, a
@@ -151,10 +151,10 @@ def open_documents(
 def split_documents(
     documents: Sequence[Document] | Stream, eval_fraction: float
 ) -> tuple[Sequence[Document] | Stream, Sequence[Document]]:
-    """Splits documents into training and held-out documents. The held-out documents are spread
-    evenly over the order; for a stream, see `Stream.split`.
+    """Splits documents into training and held-out documents. Held-out documents are spread evenly
+    over the order; for a stream, see `Stream.split`.
 
-    A single document is split: its tail is held out, measured in characters, or in tokens if it
+    If there is only one document, its tail is held out, measured in characters, or in tokens if it
     holds token ids.
     """
     if not 0 <= eval_fraction < 1:
@@ -206,7 +206,7 @@ def _paths(path: str | Path) -> list[Path]:
     if not str(path):  # Path("") would be the current directory.
         raise ValueError("'': must name a file, directory or glob")
     root = Path(os.path.expanduser(path))
-    # A .json file in a directory usually describes the data or a model, so it must be named.
+    # A .json file in a directory usually describes the data or a model: it must be named.
     searched = [name for name in EXTENSIONS if name != ".json"]
     if root.is_dir():
         found = [p for p in root.rglob("*") if p.is_file() and extension(p) in searched]

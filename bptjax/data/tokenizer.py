@@ -19,7 +19,7 @@ from bptjax.run.json_files import read_json
 from bptjax.run.links import check_links
 
 FILE = "bptjax_tokenizer.json"
-# A Unicode noncharacter, reserved for internal use. It stands for the byte tokenizer's separator in
+# A Unicode noncharacter, reserved for internal use. It represents the byte tokenizer's separator in
 # the text of chat templates.
 SEPARATOR = "\ufdd0"
 
@@ -33,14 +33,14 @@ class Tokenizer(Protocol):
 
     Attributes:
       prefix: ids that the tokenizer puts in front of a text, such as BOS; often empty.
-      start_text: text that stands for `prefix` in a chat template.
+      start_text: text that represents `prefix` in a chat template.
       eos_id: id that ends a training document, or None.
       sep_id: id that ends a text of an encoder if there is no EOS, or None.
       stop_ids: ids that end generated text.
       mask_id: id of the mask token, or None.
       special_ids: ids of special tokens, which are never masked.
       chat_template: Jinja source, or None.
-      template_file: file that holds the chat template, or None.
+      template_file: file with the chat template, or None.
       special_tokens: variables of chat templates, such as `eos_token`.
       now: date and time that chat templates read, in ISO 8601; None for the present.
       generation_config: fields of the model's generation_config.json, other than token ids.
@@ -72,12 +72,12 @@ class Tokenizer(Protocol):
     @property
     def special_tokens(self) -> Mapping[str, Any]: ...
     def template_for(self, tools: bool) -> str | None:
-        """Returns the chat template, or the tokenizer's separate template for records with
-        tools."""
+        """Returns the chat template, or with `tools` the tokenizer's separate one if there is
+        one."""
         ...
 
     def with_chat(self, template: str | None, stop_ids: Sequence[int]) -> Self:
-        """Returns a copy with another chat template (unless it is None) and additional stop ids."""
+        """Returns a copy with another chat template, unless it is None, and additional stop ids."""
         ...
 
     def encode(self, text: str) -> np.ndarray:
@@ -92,8 +92,8 @@ class Tokenizer(Protocol):
         """Tokenizes a pair of texts with the special tokens around them.
 
         Returns:
-          The ids; their types, int32, for a model with an embedding of types; and the text of each
-          token: 0, 1, or -1 for a special token.
+          The ids; their types, int32, for a model with type embeddings; and the text of each token:
+          0, 1, or -1 for a special token.
         """
         ...
 
@@ -101,11 +101,11 @@ class Tokenizer(Protocol):
         """Tokenizes the concatenated parts, including special tokens in them.
 
         Returns:
-          The ids, and for each part the token range [start, stop) of the tokens that contain a
-          character of the part, or (0, 0). A token that spans two parts is in both ranges.
+          The ids, and for each part the range [start, stop) of the tokens that contain a character
+          of the part, or (0, 0). A token that spans two parts is in both ranges.
 
         Raises:
-          ValueError: the tokenizer gives no character offsets.
+          ValueError: the tokenizer returns no character offsets.
         """
         ...
 
@@ -168,7 +168,7 @@ class _Plain:
         return np.concatenate([self.prefix, self.encode(text)])
 
     def encode_pair(self, text: str, pair: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """As BERT does: the separator follows each text, and its type is that of the text."""
+        """Follows BERT: each text is followed by a separator, whose type is the text's."""
         end = np.array([] if self.eos_id is None else [self.eos_id], np.int32)
         parts = self.prefix, self.encode(text), end, self.encode(pair), end
         sizes = [len(part) for part in parts]
@@ -207,8 +207,8 @@ class _Plain:
 
 
 class ByteTokenizer(_Plain):
-    """UTF-8 bytes 0..255, and a separator 256 that starts and ends documents. The byte 255, which
-    UTF-8 never has, is the mask token."""
+    """UTF-8 bytes 0..255, and a separator 256 that starts and ends documents. The mask token is
+    byte 255, which UTF-8 never uses."""
 
     type = "byte"
     vocab_size, eos_id, mask_id = 257, 256, 255
@@ -262,8 +262,8 @@ class CharTokenizer(_Plain):
 
 
 def vocabulary_warning(tokenizer: Tokenizer, checkpoint: Path) -> str | None:
-    """Returns a warning if the vocabulary differs from the vocabulary of the checkpoint's
-    tokenizer; None if it does not, or if the checkpoint has no tokenizer."""
+    """Returns a warning if the vocabulary differs from that in the checkpoint's tokenizer; None if
+    it does not, or if the checkpoint has no tokenizer."""
     try:
         wanted = load_tokenizer(checkpoint).vocabulary()
     except ValueError:
@@ -280,7 +280,7 @@ def vocabulary_warning(tokenizer: Tokenizer, checkpoint: Path) -> str | None:
 
 
 def has_tokenizer(directory: Path) -> bool:
-    """Returns whether a tokenizer was saved in the directory."""
+    """Returns whether the directory holds a saved tokenizer."""
     return any((directory / name).exists() for name in (FILE, "tokenizer_config.json"))
 
 
@@ -329,8 +329,8 @@ def token_id(tokenizer: Tokenizer, text: str) -> int:
     """Returns the id of the token with this text.
 
     Raises:
-      ValueError: the text is several tokens, or a token that also stands for other text, such as
-        that of unknown words.
+      ValueError: the text is several tokens, or its token also stands for other text, such as
+        unknown words.
     """
     known = [i for i, token in tokenizer.vocabulary().items() if token == text]
     ids = known or tokenizer.encode_parts([text])[0].tolist()
@@ -349,8 +349,8 @@ def token_id(tokenizer: Tokenizer, text: str) -> int:
 
 def load_tokenizer(directory: str | Path, limit: int | None = None, prefix: str = "") -> Tokenizer:
     """Loads a tokenizer written by `save`, or a Hugging Face tokenizer for a model with `limit`
-    tokens, from a local directory. Never uses the network. `prefix` precedes the directory in
-    errors.
+    tokens, from a local directory. Never uses the network. Errors put `prefix` in front of the
+    directory.
 
     Raises:
       ValueError: the directory holds no tokenizer, or a link leads out of it.
@@ -380,7 +380,7 @@ def load_tokenizer(directory: str | Path, limit: int | None = None, prefix: str 
 
 
 def utf8(text: str) -> bytes:
-    """Encodes text as UTF-8. Lone surrogates, which JSON can hold, are encoded too."""
+    """Encodes text as UTF-8, including lone surrogates, which JSON can hold."""
     return text.encode("utf-8", "surrogatepass")
 
 

@@ -1,4 +1,4 @@
-"""Pass keys by depth and length. Mohtashami & Jaggi 2023, arXiv 2305.16300, section 4.2."""
+"""Passkey retrieval by depth and length. Mohtashami & Jaggi 2023, arXiv 2305.16300, section 4.2."""
 
 import re
 from argparse import Namespace
@@ -72,8 +72,8 @@ def passkey(
     dtype: DTypeLike,
     execution: Execution = Execution(),  # noqa: B008 (frozen)
 ) -> list[dict]:
-    """Returns rows of the fraction of keys that the model retrieves, by length (tokens) and
-    depth."""
+    """Returns one row per length (tokens) and depth, with the fraction of keys that the model
+    finds."""
     rng, room, rows = np.random.default_rng(seed), answer_room(tokenizer), []
     with Progress("pass keys", sum(lengths) * len(depths) * trials) as progress:
         for length, depth in product(lengths, depths):
@@ -127,7 +127,7 @@ def _grid(rows: list[dict[str, Any]]) -> tuple[list[int], list[float], dict]:
 
 
 def plot_passkey(rows: list[dict[str, Any]], file: Path, trained: int | None) -> None:
-    """Plots keys found by length and depth; a line separates lengths beyond the trained length."""
+    """Plots keys found by length and depth. A line separates lengths beyond the trained length."""
     lengths, depths, cells = _grid(rows)
     figure, axes = new_figure(max(6.0, 0.8 * len(lengths) + 2.5))
     grid = np.zeros((len(depths), len(lengths)))

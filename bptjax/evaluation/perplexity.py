@@ -1,4 +1,4 @@
-"""Perplexity by position, on long documents."""
+"""Perplexity by position in long documents."""
 
 from argparse import Namespace
 from functools import partial
@@ -48,8 +48,8 @@ def by_position(
     execution: Execution = Execution(),  # noqa: B008 (frozen)
 ) -> list[dict]:
     """Returns rows of loss (nats per token) and perplexity in each of `buckets` equal ranges of
-    positions, over the first `length` tokens of up to `limit` documents of at least that length, in
-    an order that `seed` decides. Documents that are streamed keep their order.
+    positions, over the first `length` tokens of up to `limit` documents of at least `length`
+    tokens, in an order that depends on `seed`. Streamed documents keep their order.
 
     Raises:
       ValueError: no document has `length` tokens.
@@ -100,7 +100,7 @@ def by_position(
 
 
 def perplexity_table(rows: list[dict[str, Any]]) -> Table:
-    """Returns a table with a row for each range of positions."""
+    """Returns a table with one row per range of positions."""
     shown = Table(title=f"Perplexity by position ({plural(rows[0]['documents'], 'document')})")
     for name in ("positions", "loss (nats per token)", "perplexity"):
         shown.add_column(name, justify="right")
@@ -111,7 +111,7 @@ def perplexity_table(rows: list[dict[str, Any]]) -> Table:
 
 
 def plot_perplexity(rows: list[dict[str, Any]], file: Path, trained: int | None) -> None:
-    """Plots perplexity against position; a line marks the trained length, in tokens."""
+    """Plots perplexity against position. A line marks the trained length, in tokens."""
     figure, axes = new_figure()
     edges = [row["start"] for row in rows] + [rows[-1]["end"]]
     axes.stairs([row["perplexity"] for row in rows], edges, baseline=None, linewidth=2)
@@ -121,7 +121,7 @@ def plot_perplexity(rows: list[dict[str, Any]], file: Path, trained: int | None)
         title=f"Perplexity by position ({plural(rows[0]['documents'], 'document')})",
     )
     axes.grid(alpha=0.3)
-    # A mark far beyond the data would squeeze them.
+    # A mark far beyond the data would squeeze the plot.
     if trained is not None and trained <= 1.25 * edges[-1]:
         mark(axes, trained, trained)
     figure.savefig(file, dpi=120)

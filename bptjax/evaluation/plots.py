@@ -4,7 +4,7 @@ from typing import Any
 
 
 def new_figure(width: float = 6.0) -> tuple[Any, Any]:
-    """Returns a figure that no window shows, and its axes. `width` is in inches."""
+    """Returns a figure without a window, and its axes. `width` is in inches."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -11,7 +11,7 @@ from bptjax.models.decoder import Decoder
 
 
 class Task(Protocol):
-    """A kind of evaluation, with the flags of one call of `bptjax evaluate`. A row of `TASKS`.
+    """A kind of evaluation, with the flags of one call of `bptjax evaluate`; a value of `TASKS`.
 
     Attributes:
       longest: tokens of the longest text that the model reads.
@@ -35,7 +35,7 @@ class Task(Protocol):
         """Checks the flags before the model is loaded.
 
         Raises:
-          ValueError: a flag does not go with the tokenizer.
+          ValueError: a flag does not fit the tokenizer.
         """
 
     def rows(self, model: Decoder, tokenizer: Tokenizer) -> list[dict[str, Any]]:
@@ -51,5 +51,5 @@ class Task(Protocol):
         ...
 
     def plot(self, rows: list[dict[str, Any]], file: Path, trained: int | None) -> None:
-        """Plots the rows. `trained` is the trained length in tokens, if it is known."""
+        """Plots the rows. `trained` is the trained length in tokens, or None if unknown."""
         ...

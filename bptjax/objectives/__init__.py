@@ -1,4 +1,4 @@
-"""What models are trained to do: one objective a file, and the table of them."""
+"""Training objectives, one per file, and their table."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from bptjax.objectives.next_token import NextToken
 from bptjax.objectives.objective import Objective
 
 AUTO = "auto"
-# AUTO takes the first that fits the model.
+# `auto` takes the first objective that fits the model.
 OBJECTIVES: dict[str, Objective] = {
     row.name: row for row in (NextToken(), MaskedTokens(), Classes())
 }
@@ -27,8 +27,8 @@ class ObjectiveConfig:
     """What the model is trained to do.
 
     Attributes:
-      type: next_token trains decoders to predict the next token; masked_tokens encoders with
-        masked_head to predict tokens that are masked; class encoders with classes to predict the
+      type: next_token trains decoders to predict the next token; masked_tokens trains encoders with
+        masked_head to predict masked tokens; class trains encoders with classes to predict the
         class of a text or an image. auto takes the objective that the model has a head for.
     """
 
@@ -40,7 +40,7 @@ class ObjectiveConfig:
 
 
 def choose(config: ObjectiveConfig, model: ModelConfig) -> Objective:
-    """Returns the objective of a run, with its own keys.
+    """Returns the objective of a run, with its config keys.
 
     Raises:
       ValueError: the model has no head for it.
@@ -50,7 +50,7 @@ def choose(config: ObjectiveConfig, model: ModelConfig) -> Objective:
         name = next((name for name, row in OBJECTIVES.items() if row.fits(model)), None)
     if name is None:
         raise ValueError("model.causal=false: must go with masked_head or classes in model.encoder")
-    # An objective with keys of its own is a field of the config.
+    # An objective with config keys is a field of the config.
     chosen = getattr(config, name, OBJECTIVES[name])
     if not chosen.fits(model):
         raise ValueError(f"objective.type={name}: must go with {chosen.needs}")
@@ -79,8 +79,8 @@ def check(
     """Checks the config of a run, `{"group.key": value}`, against its objective.
 
     Raises:
-      ValueError: a key that only another objective reads is set, a record format that the objective
-        does not read, or a value that it does not work with.
+      ValueError: a key of another objective is set, or a record format or value does not work with
+        this objective.
     """
     formats = [("data.format", keys["data.format"])]
     formats += [("data.sources: format", each["format"]) for each in keys["data.sources"]]

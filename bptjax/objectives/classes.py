@@ -1,4 +1,4 @@
-"""Predicts the class of a text, of a pair of texts or of an image."""
+"""Predicts the class of a text, a pair of texts or an image."""
 
 import functools
 from collections.abc import Iterator, Mapping
@@ -21,7 +21,7 @@ from bptjax.models.config import ModelConfig
 from bptjax.objectives.cross_entropy import ForwardPass, Losses, cross_entropy, head_inputs
 from bptjax.objectives.objective import Objective
 
-# Other names of the two fields of a pair: those of GLUE's tasks.
+# GLUE's names for the two fields of a pair.
 PAIRS = (
     ("sentence1", "sentence2"),
     ("premise", "hypothesis"),
@@ -45,10 +45,10 @@ class Labeled(Compound):
 
 
 def read_labeled(fields: Mapping[str, Any], text_key: str, where: str) -> Labeled:
-    """Reads a record: a text and its class, or a pair of texts.
+    """Reads a text or a pair of texts, with its class.
 
     Raises:
-      ValueError: the record is none; the error names the field.
+      ValueError: the record is not of this kind; the error names the field.
     """
     check_text_alone(fields, where)
     first, second = text_key, PAIR
@@ -63,7 +63,7 @@ def read_labeled(fields: Mapping[str, Any], text_key: str, where: str) -> Labele
         )
     if not isinstance(pair, str | None) or (pair is None and first != text_key):
         raise ValueError(f"{where}: {second!r} must be text, the second of a pair")
-    # As in transformers, an empty second text is none.
+    # As in transformers, an empty second text counts as none.
     return Labeled(where, text, label, pair or None)
 
 
@@ -77,7 +77,7 @@ LABELED = RecordFormat(
 
 @dataclass(frozen=True)
 class Classes(Objective):
-    """The objective of classifiers, of texts or images."""
+    """The objective of classifiers of texts or images."""
 
     name = "class"
     needs = "an encoder that has model.encoder.classes"
@@ -121,15 +121,15 @@ def encode_labeled(
     classes: int,
     limit: int | None = None,
 ) -> list[Example]:
-    """Returns the example of a text, or of a pair of texts, with a class: the label of the first
-    token. `token_types` are those of the tokenizer.
+    """Returns the example of a text or a pair of texts. The class is the label of the first token;
+    `token_types` are the tokenizer's.
 
     A text starts with the tokenizer's `prefix` and ends with EOS, or with SEP if there is no EOS. A
-    pair has the special tokens that the tokenizer puts around a pair.
+    pair has the special tokens that the tokenizer puts around pairs.
 
     Args:
       classes: number of classes.
-      limit: largest number of tokens. The longer text of a pair is truncated first, at its end, and
+      limit: maximum number of tokens. The longer text of a pair is truncated first, at its end, and
         special tokens stay, as in transformers.
 
     Raises:
@@ -160,7 +160,7 @@ def encode_labeled(
 
 
 def _kept(texts: np.ndarray, limit: int) -> np.ndarray:
-    """Returns the indices of the tokens that a truncated example keeps.
+    """Returns the indices of the tokens that remain after truncation.
 
     Args:
       texts: 0 or 1, the text of each token; -1 for special tokens.

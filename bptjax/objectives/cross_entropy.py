@@ -1,4 +1,4 @@
-"""The sums of a loss, and the cross-entropy that most objectives sum up."""
+"""The sums of a loss, and the cross-entropy in most objectives."""
 
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -33,11 +33,11 @@ class ForwardPass(NamedTuple):
 
 
 class Losses(NamedTuple):
-    """Sums over a micro-batch, float32, to be divided once by `Objective.count` of all of them.
+    """Float32 sums over a micro-batch, divided once by `Objective.count` of all micro-batches.
 
     Attributes:
-      loss: what is minimized, in nats, with z-loss.
-      z_loss: the part of `loss` that z-loss adds, without a gradient.
+      loss: minimized sum, in nats, including z-loss.
+      z_loss: share of z-loss in `loss`, without a gradient.
       metrics: sums of other metrics, without a gradient, by the names in `Objective.metrics`.
     """
 
@@ -47,8 +47,8 @@ class Losses(NamedTuple):
 
 
 def head_inputs(forward: ForwardPass) -> tuple[Float[Array, "B T E"], Int[Array, "B T"]]:
-    """Returns the vectors that the head multiplies, and their labels. The tokens of each shard of a
-    sequence are sequences of their own; see `fold_sequence_shards`."""
+    """Returns the vectors that the head multiplies, and their labels. Each sequence shard becomes a
+    separate sequence; see `fold_sequence_shards`."""
     model, batch = forward.model, forward.batch
     hidden = model.pool(forward.hidden, batch["segments"])
     hidden, labels = fold_sequence_shards((hidden, batch["labels"]))
@@ -62,11 +62,11 @@ def cross_entropy(
     labels: Int[Array, "B T"],
     weights: Float[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Returns the sum of the cross-entropy and of z-loss over the labels, and z-loss alone.
+    """Returns the sum of cross-entropy and z-loss over the labels, and z-loss alone.
 
     Args:
       vectors, labels: results of `head_inputs`.
-      weights: factor on the loss of each token, folded as the labels are; 1 if left out.
+      weights: factor on the loss of each token, folded like the labels; 1 by default.
     """
     model = forward.model
     with jax.named_scope("loss"):

@@ -1,4 +1,4 @@
-"""Predicts tokens that are replaced at random: masked language models."""
+"""Predicts tokens that were replaced at random: masked language models."""
 
 from dataclasses import dataclass, replace
 
@@ -36,8 +36,8 @@ class MaskedTokens(Objective):
         )
 
     def encode(self, document: Document, tokenizer: Tokenizer, config: DataConfig) -> list[Example]:
-        """Returns the example of a text or of token ids, whose labels are the tokens, before they
-        are masked. A text ends with EOS, or with SEP if there is no EOS.
+        """Returns the example of a text or of token ids; the labels are the tokens before masking.
+        A text ends with EOS, or with SEP if there is no EOS.
 
         Raises:
           ValueError: a chat, or ids outside the tokenizer's vocabulary.
@@ -53,11 +53,11 @@ class MaskedTokens(Objective):
 
 @dataclass(frozen=True)
 class TokenMasking:
-    """Chooses tokens at random, whose originals the model predicts.
+    """Chooses random tokens, whose originals the model predicts.
 
     Each token is chosen with `probability`, except special tokens and tokens without a label. Of
-    the chosen tokens, 80 % become the mask token, 10 % a random token of the vocabulary, and 10 %
-    stay as they are: the distribution of transformers' DataCollatorForLanguageModeling.
+    the chosen tokens, 80 % become the mask token, 10 % become a random token of the vocabulary, and
+    10 % stay unchanged, as in transformers' DataCollatorForLanguageModeling.
 
     Devlin et al. 2018, arXiv 1810.04805, Section 3.1.
 
@@ -76,7 +76,7 @@ class TokenMasking:
             )
 
     def __call__(self, sequence: Example, rng: np.random.Generator) -> Example:
-        """Returns the sequence with masked tokens, and with labels for these alone."""
+        """Returns the sequence with masked tokens, and with labels for these tokens only."""
         tokens, labels, own = sequence["tokens"], sequence["labels"], self.tokenizer
         chosen = rng.random(tokens.shape) < self.probability
         chosen &= (labels != IGNORED) & ~np.isin(tokens, own.special_ids)

@@ -1,4 +1,4 @@
-"""The protocol of an objective, with what most of them share: the cross-entropy of the labels."""
+"""The protocol of an objective. By default the loss is the cross-entropy of the labels."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,17 +14,17 @@ from bptjax.objectives.cross_entropy import ForwardPass, Losses, cross_entropy, 
 
 @dataclass(frozen=True)
 class Objective:
-    """What a model is trained to do: a row of `OBJECTIVES`. The fields of a subclass, which is a
-    frozen dataclass too, are config keys of its own; see `ObjectiveConfig`.
+    """What a model is trained to do; a value of `OBJECTIVES`. Subclasses are frozen dataclasses
+    too, and their fields are config keys; see `ObjectiveConfig`.
 
     Attributes:
       name: value of objective.type.
-      needs: the models that it trains, for errors.
+      needs: kind of model that the objective trains, for errors.
       keys: keys of other groups that only this objective reads.
-      record: the only record format that it reads; None for text, token ids and chats.
-      unit: what the loss is a mean over, for reports.
-      likelihood: whether the loss is that of all tokens of a text, so that bits per byte follow
-        from it.
+      record: the only record format that the objective reads; None for text, token ids and chats.
+      unit: unit over which the loss is averaged, for reports.
+      likelihood: whether the loss covers all tokens of a text, so that bits per byte follow from
+        it.
       metrics: names of the other sums that `loss` returns. Their means are logged as `train/NAME`
         and `eval/NAME`.
     """
@@ -45,7 +45,7 @@ class Objective:
         """Checks the config of a run, `{"group.key": value}`.
 
         Raises:
-          ValueError: a key has a value that the objective does not work with.
+          ValueError: a key has a value that does not work with the objective.
         """
 
     def encoding(self, model: ModelConfig) -> Encoding:
@@ -54,12 +54,12 @@ class Objective:
 
     def inputs(self, batch: Mapping[str, Array]) -> Mapping[str, Array]:
         """Returns the arrays of a batch `[..., B, T]` that the model reads: `tokens`, `positions`,
-        `segments` and, if there are any, `token_types`. They may have other numbers of
-        sequences."""
+        `segments` and, if present, `token_types`. The number of sequences may differ from the
+        batch's."""
         return batch
 
     def count(self, batch: Mapping[str, Array]) -> Array:
-        """Returns the number that the sums of a batch `[..., B, T]` are divided by, int32."""
+        """Returns the divisor of the sums of a batch `[..., B, T]`, int32."""
         return (batch["labels"] != -100).sum()
 
     def loss(self, forward: ForwardPass) -> Losses:
