@@ -1,3 +1,2 @@
-"""What a step costs: devices, FLOPs and memory, predicted and measured, and the settings of
-`execution` that they decide.
-"""
+"""The cost of a step: devices, FLOPs and memory, predicted and measured; and the settings of
+`execution` that follow from the cost."""

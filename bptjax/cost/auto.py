@@ -1,5 +1,5 @@
-"""Completes the keys of `execution` that are not set: on a GPU with the fastest settings that fit,
-which later runs read from a cache."""
+"""Chooses the keys of `execution` that are not set: on a GPU the fastest settings that fit, which
+are cached for later runs."""
 
 import dataclasses
 import hashlib
@@ -31,12 +31,12 @@ from bptjax.run.progress import Compilations
 from bptjax.training.spec import TrainSpec
 from bptjax.training.state import abstract_state
 
-# Share of the device memory that a step may take, because the parameters may leave gaps; and share
-# of the host memory that activations may take.
+# Share of the device memory that a step may take, because parameters may leave gaps; and share of
+# the host memory that activations may take.
 SAFE, HOST_SHARE = 0.985, 0.6
-# Bytes of host memory per device that is not on this machine.
+# Bytes of host memory per device, assumed for devices that are not on this machine.
 HOST_MEMORY = 64 * GIB
-# Keys of a config, other than the model's, that a compiled step depends on.
+# Config keys, other than the model's, that a compiled step depends on.
 COMPILED_KEYS = (
     "train.seq_len",
     "train.per_device_train_batch_size",
@@ -69,7 +69,7 @@ def complete_execution(
 
     Args:
       say: prints a line while settings are compiled.
-      first: settings that a resumed run started with; they are kept if they fit.
+      first: settings that a resumed run started with; used again if they fit.
       absent: kind of the devices if they are not on this machine.
 
     Raises:
@@ -108,7 +108,7 @@ def complete_execution(
         source = "as before"
     note = f"execution: {describe(choice.execution, unset)}, {source}; a step needs "
     note += f"{choice.plan.peak / GIB:.2f} of {space.device / GIB:.2f} GiB"
-    # The seconds differ from process to process.
+    # The seconds in the note differ between processes.
     return chosen, all_gather_json([note])[0]
 
 
@@ -122,7 +122,7 @@ def describe(execution: Execution, keys: tuple[str, ...]) -> str:
 
 
 def room(spec: TrainSpec, device: int, host: int) -> Room:
-    """Returns the room of a step.
+    """Returns the memory that a step may take.
 
     Args:
       device: bytes of device memory that JAX may use.
@@ -137,13 +137,13 @@ def room(spec: TrainSpec, device: int, host: int) -> Room:
 
 
 def absent_room(spec: TrainSpec, kind: DeviceKind) -> Room:
-    """Returns the room on devices that are not on this machine."""
+    """Returns the memory that a step may take on devices that are not on this machine."""
     return room(spec, int(kind.memory * float(MEMORY_FRACTION)), HOST_MEMORY)
 
 
 def present_room(spec: TrainSpec) -> Room | None:
-    """Returns the room on the devices of this run, the least of all processes. None if the size of
-    their memory is not known."""
+    """Returns the memory that a step may take on this run's devices, the minimum over processes;
+    None if the size of device memory is unknown."""
     local = spec.mesh.local_devices
     limits = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in local]
     every = all_gather_json([socket.gethostname(), len(local), host_memory(), min(limits)])
@@ -154,7 +154,7 @@ def present_room(spec: TrainSpec) -> Room | None:
 
 
 def _cache_file(spec: TrainSpec, room: Room) -> Path:
-    """Returns the file of a choice: its name is a hash of all that the choice depends on."""
+    """Returns the cache file of chosen settings, named by a hash of their inputs."""
     flat = flatten(spec.config)
     keys = {key: value for key, value in flat.items() if key.startswith(COMPILED_KEYS)}
     source = hashlib.sha256()
@@ -173,7 +173,7 @@ def _execution(values: dict[str, Any]) -> Execution:
 
 
 def _read(file: Path) -> dict[str, Any] | None:
-    """Returns the values in the file; None if it is missing or damaged."""
+    """Returns the settings in the file; None if it is missing or damaged."""
     try:
         return dataclasses.asdict(_execution(json.loads(file.read_text())))
     except (OSError, ValueError, TypeError, KeyError):
@@ -181,7 +181,7 @@ def _read(file: Path) -> dict[str, Any] | None:
 
 
 def _write(file: Path, execution: Execution) -> None:
-    # If the cache cannot be written, the next run searches again.
+    # If the cache is not writable, the next run searches again.
     with suppress(OSError):
         make_cache_directory()
         write_atomically(file, json.dumps(dataclasses.asdict(execution)))

@@ -1,6 +1,6 @@
-"""Kinds of accelerators, and devices of these kinds that are not on this machine, to compile for.
+"""Kinds of accelerators, and devices of these kinds on other machines, to compile for.
 
-Sizes and rates are those of the vendors' data sheets; memory is what the driver reports.
+Sizes and rates are from the vendors' data sheets, except memory, which the driver reports.
 """
 
 import os
@@ -28,8 +28,8 @@ class Rates:
     Attributes:
       products: FLOP/s of matrix products in bfloat16.
       float8: FLOP/s of matrix products of linear layers in float8.
-      attention_64, attention_128: FLOP/s of causal attention, forward and backward, with heads of
-        up to 64 and of more dimensions; only pairs that the mask allows count.
+      attention_64, attention_128: FLOP/s of causal attention, forward and backward, with head sizes
+        up to 64 and larger; only pairs that the mask allows count.
       bandwidth: bytes/s of device memory, read and written.
       link: bytes/s between device and host memory, each way.
     """
@@ -50,7 +50,7 @@ class DeviceKind:
     """A kind of accelerator.
 
     Attributes:
-      name: jax's `device_kind`, or the start of it.
+      name: jax's `device_kind`, or a prefix of it.
       memory: bytes.
       flops: dense bfloat16 matrix products, FLOP/s: the denominator of MFU.
       bandwidth: bytes/s of device memory.
@@ -61,8 +61,8 @@ class DeviceKind:
       clock: GHz of a GPU.
       peers: bytes/s that a device receives from the other devices of its host.
       host: bytes/s between device and host memory, each way.
-      measured: rates measured by the scripts of this repository, or that agree with measured steps;
-        None if nobody has measured.
+      measured: rates measured by this repository's scripts, or consistent with measured steps; None
+        without measurements.
     """
 
     name: str
@@ -80,8 +80,8 @@ class DeviceKind:
 
     @property
     def rates(self) -> Rates:
-        """The measured rates, or the rates of an H200 in proportion to the data sheets. On other
-        GPUs than Hopper, attention runs cuDNN instead of FlashAttention-4."""
+        """The measured rates, or an H200's rates scaled by the data sheets. On GPUs other than
+        Hopper, attention runs cuDNN instead of FlashAttention-4."""
         if self.measured:
             return self.measured
         h200 = KINDS["h200"]
@@ -95,8 +95,8 @@ class DeviceKind:
             flops * known.attention_64,
             flops * known.attention_128,
             bandwidth * known.bandwidth,
-            # The link depends on the host: this is the measured rate of PCIe 4 with 16 lanes,
-            # and a host with a newer PCIe is faster.
+            # The link depends on the host: this is the measured rate of PCIe 4 with 16 lanes, and a
+            # host with a newer PCIe is faster.
             22e9,
         )
 
@@ -105,7 +105,7 @@ class DeviceKind:
         return "gpu" if self.cores else "tpu"
 
     def seconds(self, flops: float, bytes: float) -> float:
-        """Returns the least time of arithmetic and of memory traffic that overlap completely."""
+        """Returns the least time if arithmetic and memory traffic overlap completely."""
         return max(flops / self.flops, bytes / self.bandwidth)
 
 
@@ -122,15 +122,15 @@ KINDS = {
     "h100": DeviceKind(
         "NVIDIA H100", 81559 * MIB, 989e12, 3.35e12,
         132, (9, 0), 50 * MIB, 228, 1.98, 450e9, PCIE_5,
-        # The H200's in proportion to the data sheets, and a slow link: seven steps of
-        # scripts/results/auto_h100.json run at 0.95 to 1.07 of the speed that follows.
+        # The H200's rates scaled by the data sheets, and a slow link: with these, seven steps of
+        # scripts/results/auto_h100.json run at 0.95 to 1.07 of the predicted speed.
         Rates(660e12, 975e12, 505e12, 600e12, 3.0e12, 22e9),
     ),
     "h200": DeviceKind(
         "NVIDIA H200", 143155 * MIB, 989e12, 4.8e12,
         132, (9, 0), 60 * MIB, 228, 1.98, 450e9, PCIE_5,
         # Steps of scripts/results/step_h200.json, attention of attention_fa4_h200.json, and copies.
-        # float8, with the time to round its operands, follows from the steps of float8_h200.jsonl.
+        # float8, which includes rounding the operands, is from the steps of float8_h200.jsonl.
         Rates(660e12, 975e12, 505e12, 600e12, 4.3e12, 53e9),
     ),
     "b200": DeviceKind(
@@ -153,9 +153,9 @@ KINDS = {
 
 
 def kind_of(device_kind: str) -> str | None:
-    """Returns the key in `KINDS` for jax's `device_kind`, or None if the kind is not known."""
+    """Returns the key in `KINDS` for jax's `device_kind`; None if the kind is unknown."""
     known = [key for key, kind in KINDS.items() if device_kind.startswith(kind.name)]
-    # The name of one kind may start the name of another.
+    # The name of one kind may be a prefix of another's.
     return max(known, key=lambda key: len(KINDS[key].name), default=None)
 
 
@@ -163,7 +163,7 @@ def parse_devices(text: str) -> tuple[DeviceKind, tuple[int, ...]]:
     """Parses KIND, KIND:GPUS, KIND:HOSTSxGPUS, or KIND:XxYxZ for a TPU.
 
     Returns:
-      The kind and the topology: (hosts, GPUs of a host), or the axes of a TPU's torus.
+      The kind and the topology: (hosts, GPUs per host), or the axes of a TPU's torus.
 
     Raises:
       ValueError: an unknown kind, or sizes that are not positive.
@@ -189,19 +189,19 @@ def absent_devices(text: str) -> tuple[DeviceKind, list[jax.Device]]:
     """Returns devices to compile for, which need not be on this machine; see `parse_devices`.
 
     Raises:
-      ValueError: as `parse_devices`; the compiler for these devices is not installed, or refuses
+      ValueError: as `parse_devices`; or the compiler for these devices is not installed, or refuses
         their number.
     """
     from jaxlib.cpu import _lapack
 
     kind, counts = parse_devices(text)
-    # Any handler serves, as it is never called.
+    # Any handler works, because it is never called.
     handler = dict(_lapack.registrations())["lapack_spotrf_ffi"]
     jax.ffi.register_ffi_target(STAND_IN, handler, platform="CUDA", api_version=1)
     jax.config.update("jax_platforms", "cpu")
     try:
         if kind.platform == "tpu":
-            # Two plans may run at once: libtpu's lock protects TPUs, and a plan uses none.
+            # Allow two plans at once: libtpu's lock protects TPUs, and a plan uses none.
             os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
             shape = "x".join(map(str, counts))
             name = text.lower().partition(":")[0]
@@ -216,7 +216,7 @@ def absent_devices(text: str) -> tuple[DeviceKind, list[jax.Device]]:
                 target_config=_target_config(kind),
             )
     except Exception as error:
-        # The plugin may be missing or of another version, which jax reports in many ways.
+        # If the plugin is missing or has another version, jax may raise any exception.
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         package = '-e ".[plan]"' if kind.platform == "gpu" else '"jax[tpu]"'
         raise ValueError(
@@ -227,7 +227,7 @@ def absent_devices(text: str) -> tuple[DeviceKind, list[jax.Device]]:
 
 
 def _find_assembler() -> None:
-    """Adds the directory of ptxas to PATH, where pip has installed it."""
+    """Adds the directory where pip installed ptxas to PATH."""
     for root in site.getsitepackages():
         tools = Path(root) / "nvidia" / "cu13" / "bin"
         if tools.is_dir() and str(tools) not in os.environ.get("PATH", ""):

@@ -1,8 +1,8 @@
 """Time and memory of a training step, estimated from shapes.
 
-The compiler knows the memory of a step exactly, but takes seconds to minutes for each setting.
-These estimates take microseconds. They order the settings that `auto` compiles, and `auto` corrects
-them by the results.
+The compiler knows the memory of a step exactly, but takes seconds to minutes per setting. These
+estimates take microseconds. They order the settings that `auto` compiles, and `auto` corrects them
+by the results.
 """
 
 import math
@@ -25,24 +25,23 @@ from bptjax.training.spec import TrainSpec
 from bptjax.training.state import abstract_state, kernel_sizes, split_trained
 
 # These constants are fitted to the steps in scripts/results/step_h200.json and qlora_h200.json.
-# Elements that norms, rotations and residuals move per token, layer and element of the residual
-# stream; and activation functions per element of the feed-forward network.
+# Memory traffic in elements per token and layer: STREAM_TRAFFIC · D for norms, rotary embeddings
+# and residuals, FEED_FORWARD_TRAFFIC · F for activation functions.
 STREAM_TRAFFIC, FEED_FORWARD_TRAFFIC = 80, 19
-# Elements per token that live while a layer runs: per element of the residual stream, and of the
-# feed-forward network.
+# Workspace of a layer in elements per token: STREAM_WORKSPACE · D + FEED_FORWARD_WORKSPACE · F.
 STREAM_WORKSPACE, FEED_FORWARD_WORKSPACE = 12, 3.5
-# Bytes that rounding to 8 bits moves, per element of the inputs and outputs of linear layers, in a
+# Bytes moved by rounding to 8 bits, per element of the inputs and outputs of linear layers, in a
 # compiled step of an 8B decoder.
 FLOAT8_TRAFFIC = 4.4
-# Share of the memory of the loss that its buffers take from the layers, because they leave gaps.
+# Share of the loss's memory that is lost to the layers, because its buffers leave gaps.
 FRAGMENTED = 0.02
 # Products of a layer whose results no policy saves by name.
 NEVER_SAVED = {"down", "gates"}
-# FLOPs of attention, forward and backward, in those of the forward pass.
+# FLOPs of attention, forward and backward, relative to the forward pass.
 ATTENTION = 3.5
-# FLOPs of a linear layer in those of its forward pass: trained, and frozen beside an adapter.
+# FLOPs of a linear layer relative to its forward pass: trained, and frozen under an adapter.
 TRAINED, FROZEN = 3.0, 2.25
-# Bytes moved per byte of saved activations that are divided between device and host.
+# Bytes moved per byte of saved activations that are split between device and host.
 SPLIT = 8
 # Share of a transfer to host memory that computation does not hide.
 EXPOSED = 0.3
@@ -68,8 +67,7 @@ class Estimate:
 
 
 class Estimator:
-    """Estimates the steps of a run that differ in `execution`. Sequences are assumed to be single
-    documents.
+    """Estimates the steps of a run for any `execution`. Assumes one document per sequence.
 
     Attributes:
       held: bytes of parameters and optimizer state on a device; with float8, also of the linear
@@ -84,7 +82,7 @@ class Estimator:
         train, state = spec.config.train, abstract_state(spec)
         self.trained = tree_bytes(split_trained(spec, state.model)[0])
         self.held = tree_bytes(state.model) + tree_bytes(state.opt_state)
-        # Experts stay as they are, and take most of a step.
+        # Experts are not converted, and take most of a step.
         linear = FEED_FORWARDS[self.model.feed_forward].LINEAR
         self.float8 = train.linear == "float8" and linear
         if train.linear == "float8":
@@ -92,13 +90,13 @@ class Estimator:
             self.held += sum(math.prod(x) for x in sizes.values())
         self.frozen = spec.config.adapter.type != "none"
         self.micro_batches = train.gradient_accumulation_steps
-        # Over several micro-batches, gradients are summed in float32.
+        # With several micro-batches, gradients are summed in float32.
         sums = 4 / jnp.dtype(train.param_dtype).itemsize if self.micro_batches > 1 else 0
         self.gradients = int(self.trained * (1 + sums))
         kind = kind_of(spec.mesh.devices.reshape(-1)[0].device_kind)
         self.measured = kind is not None and KINDS[kind].measured is not None
-        # Only the ratios of the rates matter for the order of settings, so the rates of an H200
-        # serve for an unknown kind.
+        # Only the ratios of the rates affect the order of settings, so an H200's rates serve for an
+        # unknown kind.
         self.rates = KINDS[kind or "h200"].rates
         self.tp, self.ep = (num_shards(spec.mesh, axis) for axis in ("heads", "experts"))
         self.sequence = -(-train.seq_len // num_shards(spec.mesh, "sequence"))
@@ -113,18 +111,18 @@ class Estimator:
             else:
                 pairs += count * float(pattern.keys(np.arange(T), T).sum())
         batch = self.tokens / train.seq_len
-        # FLOPs of the forward pass of attention, over all layers.
+        # FLOPs of attention's forward pass, over all layers.
         self.attention = 4.0 * batch * pairs * self.model.num_heads * self.model.H / self.tp
         self.attention += mixing_flops(self.model) * self.tokens / self.tp
 
     @cached_property
     def products(self) -> dict[str, tuple[float, float]]:
-        """Parameters of each matrix product of a layer on a device, and bytes of its result per
-        token, by the name under which the result can be saved, if it can. `gates` are the gates of
-        attention, and other results of mixers."""
+        """Parameters on a device, and result in bytes per token, of each matrix product of a layer,
+        by the name under which the result can be saved, if it can. `gates` covers the gates of
+        attention and other results of mixers."""
         m, size, D = self.model, self.size, self.model.hidden_size
         F = m.active_F // self.tp
-        # The mean of the layers.
+        # Means over the layers.
         mean: dict[str, float] = defaultdict(float)
         for layers, group in m.mixing:
             for name, width in group.widths(m, self.tp).items():
@@ -162,7 +160,7 @@ class Estimator:
         m, n, rates, L = self.model, self.tokens, self.rates, self.model.num_layers
         names, size, tp, nested = self.saved_names(execution), self.size, self.tp, execution.nested
         layer = n * (m.hidden_size * size + sum(self.widths[name] for name in names))
-        # nested(k) saves the inputs of groups, and saves the layers of one group at a time.
+        # nested(k) saves the inputs of groups, and the layers of one group at a time.
         outer = n * m.hidden_size * size * (L // nested) if nested else 0
         inner = layer * (nested or L)
         moved = int(execution.offload * (outer or inner))
@@ -188,11 +186,11 @@ class Estimator:
         traffic = n * L * size * stream * passes / 2
         chunks = math.ceil(self.sequence / execution.ffn_chunk)
         chunked = self.products.keys() & {*UNCHUNKED, "down"}
-        # Of experts, the matrices of all that a device has, not only of those of a token.
+        # Count all experts on the device, not only routed ones.
         stored = m.stored_F / m.active_F / self.ep
         of_mlp = chunked & {"gate", "up", "down"}
         weights = sum(self.products[k][0] * (stored if k in of_mlp else 1) for k in chunked)
-        # Each chunk adds to float32 gradients, which are read and written.
+        # Each chunk reads and writes float32 gradients.
         if not self.frozen:
             traffic += 8 * vocab * math.ceil(n / execution.ce_chunk)
             traffic += 8 * L * weights * chunks if chunks > 1 else 0
@@ -202,7 +200,7 @@ class Estimator:
         if 0.0 < execution.offload < 1.0:
             traffic += SPLIT * (outer or inner)
         seconds += traffic / rates.bandwidth
-        # A transfer runs beside the forward pass, and another one beside the backward pass.
+        # One transfer runs during the forward pass, another during the backward pass.
         transfer = moved / rates.link
         seconds += 2 * EXPOSED * transfer + 2 * max(0.0, transfer - seconds / 4)
         seconds *= self.micro_batches

@@ -1,4 +1,4 @@
-"""FLOPs of a step, as model FLOPs utilization counts them; memory and utilization of devices."""
+"""FLOPs of a step as counted for model FLOPs utilization; memory and utilization of devices."""
 
 import math
 from fractions import Fraction
@@ -16,8 +16,8 @@ from bptjax.training.state import ParameterCounts, parameter_counts
 
 
 def hardware_metrics(mesh: Mesh, flops: float, seconds: float | None) -> dict[str, float]:
-    """Returns the peak memory of a device in GiB, and the utilization of its peak FLOP/s by a step
-    of `flops` in `seconds`, as far as they are known."""
+    """Returns a device's peak memory in GiB, and its utilization (share of peak FLOP/s) by a step
+    of `flops` in `seconds`; omits what is unknown."""
     found: dict[str, float] = {}
     stats = mesh.local_devices[0].memory_stats()
     if stats and "peak_bytes_in_use" in stats:
@@ -30,8 +30,8 @@ def hardware_metrics(mesh: Mesh, flops: float, seconds: float | None) -> dict[st
 
 def matmul_parameters(spec: TrainSpec) -> ParameterCounts:
     """Counts the parameters that a token is multiplied by. Look-up tables do not count: learned
-    positions, the layers' own embeddings, and the input embedding unless it is also the head.
-    Experts count only as far as a token is routed to them."""
+    positions, per-layer embeddings, and the input embedding unless it is also the head. Experts
+    count in proportion to routed tokens."""
     model = spec.model
     lookups = {"positions"} if model.tied_head else {"positions", "embedding"}
 
@@ -49,13 +49,13 @@ def attended_pairs(
     tokens: Array | None = None,
     order: np.ndarray | None = None,
 ) -> Array:
-    """Returns the number of query-key pairs that the masks of all layers of attention allow,
-    float32: causal in decoders, within documents, and within each layer's window or pattern. The
-    patterns of encoders count as full attention. Pairs of layers whose heads have another size
-    than head_dim count in the ratio of the sizes, as their FLOPs do.
+    """Returns the number of query-key pairs that the masks of all attention layers allow, float32:
+    causal in decoders, within documents, and within each layer's window or pattern. Patterns of
+    encoders count as full attention. If a layer's head size differs from head_dim, its pairs are
+    scaled by the ratio, like their FLOPs.
 
     Args:
-      tokens: token ids, by which the markers of a pattern count.
+      tokens: token ids, which locate the markers of a pattern.
       order: position of each token in its sequence, if the tokens are in another order.
     """
     marked = None
@@ -83,8 +83,8 @@ def attended_pairs(
 def model_flops(
     model: ModelConfig, parameters: ParameterCounts, tokens: int, pairs: float
 ) -> float:
-    """Returns the FLOPs of a step as model FLOPs utilization (MFU) counts them: the forward pass
-    and the gradients of activations and of trained parameters, without recomputation.
+    """Returns the FLOPs of a step as counted for model FLOPs utilization (MFU): the forward pass
+    and the gradients of activations and trained parameters, without recomputation.
 
     Args:
       parameters: result of `matmul_parameters`.
@@ -101,6 +101,6 @@ def model_flops(
 
 
 def mixing_flops(model: ModelConfig) -> float:
-    """Returns the FLOPs per token of the forward pass of all layers without attention, beside their
-    products with matrices."""
+    """Returns the forward FLOPs per token of all layers without attention, in addition to their
+    matrix products."""
     return sum(len(layers) * group.flops(model) for layers, group in model.mixing)

@@ -1,4 +1,4 @@
-"""Instructions of a compiled program, read from its HLO text: their names and their least cost."""
+"""Instructions of a compiled program, parsed from its HLO text, and their least cost."""
 
 import math
 import re
@@ -17,15 +17,15 @@ _CALLED = re.compile(
     rf"\b(?:calls|to_apply|body|branch_computations|true_computation|false_computation)="
     rf"(?:\{{([^}}]*)\}}|%?({_NAME}))"
 )
-# Instructions that move no data themselves. The start of an asynchronous one counts.
+# Instructions that move no data. Of an asynchronous operation, only the start counts.
 _FREE = re.compile(
     "parameter|constant|tuple|get-tuple-element|bitcast|while|conditional|call|after-all|.*-done"
 )
-# cuBLAS's product of float8 operands, in XLA.
+# XLA's name of cuBLAS's product with float8 operands.
 FLOAT8_PRODUCT = "__cublas$lt$matmul$f8"
 _SLICES = {"dynamic-slice", "slice", "gather", "dynamic-update-slice"}
 
-# Bytes that a device of a group receives per byte of its operands, if the data go in a ring.
+# Bytes that a device receives per byte of its operands, by the size of its group, in a ring.
 _RECEIVED: dict[str, Callable[[int], float]] = {
     "all-gather": lambda group: group - 1,
     "all-reduce": lambda group: 2 * (group - 1) / group,
@@ -39,9 +39,9 @@ class Cost(NamedTuple):
     """Arithmetic and memory traffic of one execution.
 
     Attributes:
-      flops: of matrix products and fused attention. Those of products with 8-bit operands count
-        half, because devices multiply them at twice the rate.
-      bytes: read from and written to device memory.
+      flops: FLOPs of matrix products and fused attention. Products with 8-bit operands count half,
+        because devices run them at twice the rate.
+      bytes: bytes read from and written to device memory.
     """
 
     flops: float = 0.0
@@ -66,7 +66,7 @@ class Instruction:
 
     @property
     def op_name(self) -> str:
-        """JAX transformations and named scopes of the operation; empty if XLA made it."""
+        """JAX transformations and named scopes of the operation; empty if XLA added it."""
         found = re.search(r'op_name="([^"]*)"', self.rest)
         return found[1] if found else ""
 
@@ -102,7 +102,7 @@ class Program:
 
     Attributes:
       instructions: by name.
-      computations: names of the instructions of each computation, in order.
+      computations: names of each computation's instructions, in order.
     """
 
     def __init__(self, text: str):
@@ -122,7 +122,7 @@ class Program:
                 names.append(made.name)
 
     def inside(self, name: str) -> list[Instruction]:
-        """Returns the instruction, and those of the computations that it calls."""
+        """Returns the instruction, and the instructions of the computations that it calls."""
         found = [self.instructions[name]]
         for computation in found[0].called:
             for inner in self.computations.get(computation, []):
@@ -139,14 +139,14 @@ class Program:
 
     def op_name(self, name: str) -> str:
         """Returns the JAX transformations and named scopes of an operation, or of the first matrix
-        product or else operation inside; empty if XLA made it."""
+        product, or else first operation, inside; empty if XLA added it."""
         inside = self.inside(name) if name in self.instructions else []
         ordered = [*inside[:1], *(x for x in inside if x.is_matmul), *inside]
         return next((x.op_name for x in ordered if x.op_name), "")
 
     def executions(self) -> dict[str, float]:
-        """Returns how often a run of the program executes each instruction. Branches of a
-        condition count as equally likely, and a loop of unknown length as one iteration."""
+        """Returns the number of executions of each instruction in a run of the program. Branches of
+        a condition count as equally likely, and a loop of unknown length as one iteration."""
         found: dict[str, float] = {}
 
         def visit(computation: str, times: float) -> None:
@@ -182,11 +182,11 @@ class Program:
         """Returns the bytes that an execution copies from one memory to another."""
         if self.opcode(name) == "copy-start":
             return sum(self.instructions[y].bytes for y in self.instructions[name].operands)
-        return self.cost(name).bytes / 2  # They are read, and written.
+        return self.cost(name).bytes / 2  # `bytes` counts reads and writes.
 
     def cost(self, name: str) -> Cost:
         """Returns the least cost of an execution: each operand is read once, and each result is
-        written once. Slices count as what they read or write.
+        written once. Slices count only the elements that they read or write.
 
         Fused attention counts as causal and without a window.
         """
@@ -208,8 +208,8 @@ class Program:
             return each * math.prod(of.arrays[0][1]) * math.prod(contracted)
         if of.opcode != "custom-call" or len(of.operands) < 3:
             return 0.0
-        # q [B, T, N, H], k [B, S, K, H] and v [B, S, K, H], of which half of the pairs count.
-        # Packed documents may have no B; they count as one document.
+        # q [B, T, N, H], k [B, S, K, H] and v [B, S, K, H], with half of the pairs allowed. Packed
+        # documents may have no B; they count as one document.
         q, k, v = (self.instructions[x].arrays[0][1] for x in of.operands[:3])
         y = of.arrays[0][1]
         if (len(q), len(k), len(y)) in ((2, 3, 2), (2, 2, 3)):
@@ -217,7 +217,7 @@ class Program:
             return 2.0 * math.prod(q) * y[-1]
         if len(q) not in (3, 4) or k != v or (*q[:-3], q[-1]) != (*k[:-3], k[-1]):
             return 0.0
-        # Some kernels return the gradients of the backward pass as sums in another shape.
+        # Some backward kernels return gradients as sums in another shape.
         backward = len([x for x in of.arrays if len(x[1]) == len(q)]) >= 3 or "bwd" in of.target
         return (5 if backward else 2) * float(math.prod(q)) * k[-3]
 
@@ -245,8 +245,8 @@ class Program:
 
 
 def check_float8_products(text: str) -> None:
-    """Checks that the products of linear layers in float8 still have 8-bit operands in the compiled
-    program `text`, and that XLA calls cuBLAS's float8 product for at least one of them.
+    """Checks that the matrix products of float8 linear layers still have 8-bit operands in the
+    compiled program `text`, and that XLA calls cuBLAS's float8 product at least once.
 
     Raises:
       RuntimeError: XLA did not recognize a product, so it has other operands, or none calls cuBLAS.
@@ -266,11 +266,11 @@ def check_float8_products(text: str) -> None:
 
 
 def _group_size(of: Instruction) -> int:
-    """Returns the number of devices that take part in a collective operation together."""
+    """Returns the number of devices in a group of a collective operation."""
     if "source_target_pairs" in of.rest:
         return 2
     if mesh := re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", of.rest):
-        # Axes of a mesh, or parts of them: mesh['dp'=2,'fsdp'=8] {'dp','fsdp':(1)4}.
+        # Axes of a mesh, or factors of axes: mesh['dp'=2,'fsdp'=8] {'dp','fsdp':(1)4}.
         sizes = dict(re.findall(r"'(\w+)'=(\d+)", mesh[1]))
         axes = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", mesh[2])
         return math.prod(int(part or sizes[name]) for name, part in axes)
@@ -281,14 +281,14 @@ def _group_size(of: Instruction) -> int:
 
 
 def _touched(of: Instruction, operands: list[Instruction]) -> float:
-    """Returns the bytes that an instruction writes, and reads of the operand that it slices."""
+    """Returns the bytes that an instruction writes, plus those read from its sliced operand."""
     if of.opcode == "dynamic-update-slice":
         return operands[1].bytes
     return of.bytes * (2 if _is_sliced(of, 0) else 1)
 
 
 def _is_sliced(user: Instruction, index: int) -> bool:
-    """Returns whether an instruction accesses only a part of its operand at `index`."""
+    """Returns whether an instruction accesses only a slice of its operand at `index`."""
     return index == 0 and user.opcode in _SLICES
 
 

@@ -1,4 +1,4 @@
-"""The memory of a training step, predicted by compiling it for devices that need not be there."""
+"""The memory of a training step, predicted by compiling it for devices of any machine."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ from bptjax.training.spec import TrainSpec
 from bptjax.training.state import HOST, TrainState, abstract_state, split_trained
 from bptjax.training.step import abstract_batch, compile_step
 
-# Lengths that `longest_context` tells apart, as a share of the length.
+# Smallest relative difference in length that `longest_context` resolves.
 PRECISION = 1 / 64
 
 
@@ -31,10 +31,10 @@ class Plan:
       seq_len: train.seq_len.
       parameters, optimizer, batch: held between steps.
       gradients: gradients of the trained parameters.
-      activations: all else that exists at the peak: saved activations, logits, workspaces.
+      activations: all else at the peak: saved activations, logits, workspaces.
       host: host memory.
       link: bytes that a device receives from other devices in a step.
-      available: memory of a device that a run may use; None if it is not known.
+      available: memory of a device that a run may use; None if unknown.
     """
 
     devices: str
@@ -55,7 +55,7 @@ class Plan:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the step fits; None if the memory of the devices is not known."""
+        """Whether the step fits; None if the memory of the devices is unknown."""
         return None if self.available is None else self.peak <= self.available
 
 
@@ -66,8 +66,8 @@ def tracing_for(spec: TrainSpec, platform: str | None) -> AbstractContextManager
       platform: gpu or tpu if the devices are not on this machine.
 
     Raises:
-      NotImplementedError: the optimizer state is in the host memory of absent devices, which jax
-        does not describe.
+      NotImplementedError: the optimizer state is in host memory, which jax does not describe for
+        devices that are not on this machine.
     """
     optimizer = spec.config.optimizer
     if platform and optimizer.state_memory_kind != "device":
@@ -106,7 +106,7 @@ def predict(
     """Returns the memory of a compiled step; see `Plan`."""
     needs = compiled.memory_analysis()
     assert needs is not None
-    # The new state takes the place of the donated one; the only other results are metrics.
+    # The new state reuses the donated state's memory; the only other results are metrics.
     more = needs.temp_size_in_bytes + needs.output_size_in_bytes - needs.alias_size_in_bytes
     trained, _ = split_trained(spec, state.model)
     gradients = min(tree_bytes(trained), more)
@@ -129,8 +129,8 @@ def longest_context(
     spec: TrainSpec, plan_length: Callable[[TrainSpec], Plan], first: Plan
 ) -> Plan | None:
     """Returns the plan of the longest train.seq_len that fits, to within `PRECISION`, or None if
-    not even 1,024 tokens fit. Memory is close to linear in the length, so few compilations find it.
-    """
+    1,024 tokens do not fit. Needs few compilations, because memory is close to linear in the
+    length."""
     fits, fails = (first, None) if first.fits else (None, first)
     assert first.available is not None
     while fits is None or fails is None or _apart(fits, fails):
@@ -147,7 +147,7 @@ def longest_context(
             length = fails.seq_len / 4 if fails is not None else 0
         step = 1024 if length > 16384 else 128
         length = int(length) // step * step
-        # Rounding must not lead back to a length that is known.
+        # Rounding must not return to a known length.
         if fits is not None:
             length = max(length, fits.seq_len + step)
         if fails is not None:
@@ -169,15 +169,15 @@ def _apart(fits: Plan, fails: Plan) -> bool:
 
 
 def shortage(spec: TrainSpec, found: Plan) -> str:
-    """Formats the error for a step that does not fit: by how much, and the least changes that make
-    it fit."""
+    """Formats the error for a step that does not fit: its excess, and the least changes that
+    help."""
     assert found.available is not None
     over, train = found.peak - found.available, spec.config.train
     limit, budget = f"the {found.available / GIB:.2f} GiB that it may take", spec.config.memory
     if budget.budget_gib and int(budget.budget_gib * GIB) == found.available:
         limit = f"memory.budget_gib={budget.budget_gib}"
     keys = [(key, saved) for key, saved in remedies(spec) if saved]
-    # The smallest change that is enough by itself.
+    # The smallest change that suffices alone.
     enough = sorted((k for k in keys if k[1] >= over), key=lambda k: k[1])[:1]
     texts = [f"{key} saves {saved / GIB:.2f} GiB" for key, saved in enough or keys]
     # Activations are close to linear in the length.
@@ -192,8 +192,7 @@ def shortage(spec: TrainSpec, found: Plan) -> str:
 
 
 def remedies(spec: TrainSpec) -> Iterator[tuple[str, int]]:
-    """Yields keys of the optimizer and of the parameters, and the bytes per device that each
-    saves."""
+    """Yields keys of the optimizer and the parameters, and the bytes per device that each saves."""
     config, state = spec.config, abstract_state(spec)
     optimizer = config.optimizer
     held = tree_bytes(state.opt_state)
@@ -206,13 +205,13 @@ def remedies(spec: TrainSpec) -> Iterator[tuple[str, int]]:
             yield "optimizer.state_dtype=int8", int(held * (1 - share))
         yield "optimizer.state_memory_kind=pinned_host", held
     if config.train.param_dtype == "float32":
-        # Parameters, their gradients, and the moments in the dtype of the parameters.
+        # Parameters, their gradients, and moments in the parameters' dtype.
         yield "train.param_dtype=bfloat16", tree_bytes(state.model) // 2
 
 
 def tree_bytes(tree: Any, host: bool = False) -> int:
-    """Returns the bytes of device memory, or of host memory, that the arrays of a tree take per
-    device."""
+    """Returns the bytes per device that the arrays of a tree take, in device memory or host
+    memory."""
     return sum(
         jnp.dtype(x.dtype).itemsize * math.prod(x.sharding.shard_shape(x.shape))
         for x in jax.tree.leaves(tree)

@@ -31,7 +31,7 @@ def write_csv(rows: list[Row], file: Path) -> None:
 
 
 def memory_table(rows: list[Row]) -> Table:
-    """Returns a table of each kind of memory at the peak of the step, and at its own peak."""
+    """Returns a table of each kind of memory, at the step's peak and at the kind's own peak."""
     peak = max(rows, key=_device_bytes)
     columns = f"at the peak ({peak['phase']})", "most in the step"
     shown = _table("Memory of a step per device, GiB", "", *columns)
@@ -87,7 +87,7 @@ def _device_bytes(row: Row) -> float:
 
 
 def plot_memory(panels: dict[str, list[Row]], file: Path, title: str = "") -> None:
-    """Plots memory over the progress of a step, a panel below the other for each title."""
+    """Plots memory over the progress of a step, with one panel per title."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -137,7 +137,7 @@ def plot_memory(panels: dict[str, list[Row]], file: Path, title: str = "") -> No
 
 
 def plot_time(rows: list[Row], passes: Sequence[str], file: Path, title: str) -> None:
-    """Plots milliseconds by part, stacked by pass, with the floor of each part below."""
+    """Plots milliseconds by part, stacked by pass, above the floor of each part."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

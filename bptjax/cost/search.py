@@ -1,4 +1,4 @@
-"""Searches the fastest values for the keys of `execution` that are not set."""
+"""Searches for the fastest values of the keys of `execution` that are not set."""
 
 import dataclasses
 import itertools
@@ -12,9 +12,9 @@ from bptjax.cost.memory import Plan
 from bptjax.models.execution import UNCHUNKED, Execution, ExecutionConfig
 from bptjax.training.spec import TrainSpec
 
-# Largest number of settings to compile: after one fits, and while none fits.
+# Maximum number of settings to compile: after one fits, and while none fits.
 MOST_COMPILED, MOST_FAILED = 3, 8
-# A setting must promise this share of the best setting's time to be compiled too.
+# Compile another setting only if its estimated time is below this share of the best setting's.
 WORTHWHILE = 0.993
 FFN_CHUNKS = 32768, 16384, 8192, 4096, 2048, 1024
 CE_CHUNKS = 8192, 2048, 512
@@ -57,17 +57,16 @@ def choose(
 ) -> Choice:
     """Chooses values for the keys of `execution` that are not set.
 
-    Compiles settings in the order of their estimated time, until one fits into the memory and none
-    that may fit is faster, or `MOST_COMPILED` settings (`MOST_FAILED` while none fits) have been
+    Compiles settings in the order of their estimated time, until one fits into memory and no faster
+    one may fit, or until `MOST_COMPILED` settings (`MOST_FAILED` while none fits) have been
     compiled.
 
     Args:
       measure: compiles a step; see `plan`.
-      first: settings that are taken if they fit, as those of a run that is resumed.
+      first: settings that are taken if they fit, such as the settings of a resumed run.
 
     Returns:
-      A choice, whose plan does not fit if nothing fits: then it is the plan of the settings that
-      need the least memory.
+      A choice. If nothing fits, the choice has the settings that need the least memory.
     """
     estimator = Estimator(spec)
     tried: dict[Execution, Plan] = {}
@@ -95,8 +94,8 @@ def choose(
 
 
 def smallest(spec: TrainSpec, room: Room) -> Execution:
-    """Returns the settings that are estimated to need the least memory, with all offload that the
-    host memory allows, whether the estimates need it or not."""
+    """Returns the settings with the least estimated memory, with as much offload as host memory
+    allows."""
     estimator, room = Estimator(spec), room._replace(device=0)
     found = [_estimated(estimator, x, {}) for x in _settings(spec, estimator, room, {})]
     return min(found, key=lambda x: (x.peak, x.seconds)).execution
@@ -118,9 +117,9 @@ def _options(
     tried: dict[Execution, Plan],
     best: Execution | None,
 ) -> list[Execution]:
-    """Returns the settings to compile next, the best first."""
+    """Returns the settings to compile next, best first."""
     found = [_estimated(estimator, x, scales) for x in _settings(spec, estimator, room, scales)]
-    # An offload that is set may exceed the host memory with all settings.
+    # With a given offload, all settings may exceed the host memory.
     found = [x for x in found if x.host <= room.host] or found
     found = [x for x in found if x.execution not in tried]
     fitting = sorted((x for x in found if x.peak <= room.device), key=lambda x: x.seconds)
@@ -159,8 +158,8 @@ def _peak(
 def _settings(
     spec: TrainSpec, estimator: Estimator, room: Room, scales: dict[bool, float]
 ) -> Iterator[Execution]:
-    """Yields the settings that agree with the keys that are set. Where saved activations exceed
-    the room, an offload that just fits is among them."""
+    """Yields the settings that agree with the keys that are set; if saved activations exceed the
+    memory, also with the least offload that fits."""
     group, T = spec.config.execution, estimator.sequence
     if group.schedule == "fused":
         # Algorithm 1 has no other settings.
@@ -184,13 +183,13 @@ def _settings(
 def _policies(
     spec: TrainSpec, estimator: Estimator, chunked: bool
 ) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yields values of remat and save. `none` is left out: on an H200 it was slower than `dots`."""
+    """Yields values of remat and save, without `none`, which was slower than `dots` on an H200."""
     group, model = spec.config.execution, spec.model
     if group.remat is not None or group.save is not None:
         plain = group.complete()
         yield plain.remat, plain.save
         return
-    # Keys and values are of one size, and save the same time.
+    # Keys and values have the same size, and saving them saves the same time.
     parts = [("query",), ("key", "value"), ("attended",), ("up",), ("gate",)]
     if chunked:
         parts = [part for part in parts if not UNCHUNKED & set(part)]
@@ -210,8 +209,8 @@ def _policies(
 def _least_offload(
     estimator: Estimator, plain: Execution, room: Room, scales: dict[bool, float]
 ) -> float | None:
-    """Returns the smallest execution.offload, in steps of 0.05, with which the settings fit, or the
-    largest that host memory allows. None if they fit without."""
+    """Returns the smallest execution.offload, in steps of 0.05, with which the settings fit, or
+    else the largest that host memory allows. None if they fit without offload."""
     estimate = estimator(plain)
     over = _peak(estimator, plain, estimate, scales) - room.device
     if over <= 0:

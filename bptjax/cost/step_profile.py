@@ -1,4 +1,4 @@
-"""Profiles a step: its memory and its time by part, as tables, plots and CSV files."""
+"""Profiles a step: memory and time by part, as tables, plots and CSV files."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -24,14 +24,14 @@ from bptjax.training.spec import TrainSpec
 from bptjax.training.state import TrainState, parameter_counts
 from bptjax.training.step import Batch
 
-# The call that is traced. The first calls of a program are slower.
+# Number of the traced call. A program's first calls are slower.
 TRACED = 3
 # Directory of profiles in a run directory.
 DIRECTORY = "profile"
 
 
 class StepProfile:
-    """The profile of a step, which it compiles.
+    """Compiles a step and profiles it.
 
     Attributes:
       step: the compiled step, which runs without CUDA graphs; see `compile_with_timeline`.
@@ -50,15 +50,15 @@ class StepProfile:
         """Compiles the step for a state and a batch, which may be abstract.
 
         Args:
-          directory: where the profile is written.
-          devices, kind: name and kind of the devices; by default those of the mesh.
+          directory: directory of the profile.
+          devices, kind: name and kind of the devices; by default the mesh's.
         """
         device = spec.mesh.devices.reshape(-1)[0].device_kind
         devices = devices or f"{spec.mesh.size} x {device}"
         self._kind = kind or KINDS.get(kind_of(device) or "")
         self._title = f"{_model_name(spec)}, {spec.config.train.seq_len:,} tokens, {devices}"
         self._directory = directory
-        # Shares of time need no rates of a CPU.
+        # A CPU can use any rates, because only shares of time are shown.
         self.step, self._program, self._timeline = compile_with_timeline(
             spec, state, batch, self._kind or KINDS["h200"]
         )
@@ -73,9 +73,9 @@ class StepProfile:
         return [*table_lines(memory_table(rows)), text]
 
     def trace(self) -> AbstractContextManager[None]:
-        """Returns a context that traces a call of the step, which must end in it."""
+        """Returns a context that traces one call of the step, which must finish in the context."""
         options = jax.profiler.ProfileOptions()
-        # Calls of Python functions would delay the launches of kernels.
+        # Tracing Python calls would delay kernel launches.
         options.python_tracer_level = 0
         return jax.profiler.trace(self._directory / "trace", profiler_options=options)
 
@@ -90,9 +90,9 @@ class StepProfile:
 
 
 class ProfiledStep:
-    """The compiled step of a run, one call of which is profiled. All processes run the call; the
-    first traces it and writes the profile. An error of the profile is logged, and the run continues
-    without a profile."""
+    """The compiled step of a run, which profiles one call. All processes run this call; the first
+    traces it and writes the profile. If profiling fails, the error is logged and the run
+    continues."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class ProfiledStep:
         call: int,
         log: Callable[[str], None],
     ):
-        """Compiles the step again, for the calls up to number `call`, which is profiled."""
+        """Compiles the step again for the calls up to number `call`, which is profiled."""
         self._step, self._left, self._log = step, call, log
         self._profile: StepProfile | None = None
         self._directory, error = directory, None
@@ -112,7 +112,7 @@ class ProfiledStep:
             self._profile = StepProfile(spec, state, batch, directory)
         except Exception as found:
             error = _describe(found)
-        # The devices of all processes must run the same program.
+        # All devices must run the same program.
         errors = [text for text in all_gather_json(error) if text]
         if errors:
             self._profile = None
@@ -155,7 +155,7 @@ class ProfiledStep:
 
 
 def _describe(error: Exception) -> str:
-    # An error of the compiler may have hundreds of lines.
+    # Compiler errors may have hundreds of lines.
     text = " ".join(str(error).split())[:300] or type(error).__name__
     return f"warning: no profile: {text}; the run continues"
 

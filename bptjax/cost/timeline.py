@@ -19,7 +19,7 @@ from bptjax.training.spec import TrainSpec
 from bptjax.training.state import TrainState
 from bptjax.training.step import Batch, compile_step
 
-# Kinds of memory on the device, in the order in which a picture stacks them.
+# Kinds of memory on the device, in the order in which plots stack them.
 KINDS = (
     "parameters",
     "optimizer state",
@@ -29,7 +29,7 @@ KINDS = (
     "loss and logits",
     "workspace",
 )
-# An option of XLA, and JAX's name for the directory in its cache.
+# An XLA option, and JAX's name for its directory in the cache.
 AUTOTUNING = "xla_gpu_per_fusion_autotune_cache_dir"
 PHASES = ("forward", "backward", "update")
 _LASTING = (KINDS.index("gradients"), KINDS.index("saved activations"))
@@ -39,14 +39,13 @@ _LASTING = (KINDS.index("gradients"), KINDS.index("saved activations"))
 class Timeline:
     """Memory of a step on each device.
 
-    A step has as many positions as its schedule has instructions: the instructions of the body of a
-    loop occur once, where the loop stands, because all iterations use the same buffers. A loop
-    holds its arrays from its start, so activations that a loop saves layer by layer are there at
-    once.
+    A step has one position per instruction of its schedule. The instructions of a loop body occur
+    once, where the loop stands, because all iterations use the same buffers. A loop holds its
+    arrays from its start, so activations that it saves layer by layer appear all at once.
 
     Attributes:
-      progress: share of the step's least time that precedes each position: the arithmetic and the
-        memory traffic of all iterations at the rates of the data sheet. Not measured.
+      progress: share of the step's least time before each position: arithmetic and memory traffic
+        of all iterations at the data sheet's rates. Not measured.
       phases: the phase of each position, as an index in `PHASES`.
       device: bytes at each position `[kinds, positions]`, in the order of `KINDS`.
       host: bytes of host memory at each position.
@@ -72,7 +71,7 @@ class Timeline:
 
 
 def dump_options(directory: Path) -> dict[str, bool | str]:
-    """Returns options of XLA that write what `read_timeline` reads."""
+    """Returns the XLA options that write the files for `read_timeline`."""
     return {"xla_dump_to": str(directory), "xla_dump_hlo_as_text": True}
 
 
@@ -81,19 +80,19 @@ def compile_with_timeline(
 ) -> tuple[jax.stages.Compiled, Program, Timeline]:
     """Compiles a step, and reads its memory; see `compile_step`.
 
-    A GPU runs the operations one by one, not as CUDA graphs, whose kernels a trace does not name.
+    A GPU runs the operations one by one, because a trace does not name the kernels in CUDA graphs.
 
     Args:
-      kind: the device, whose rates give `Timeline.progress`.
+      kind: the device, whose rates determine `Timeline.progress`.
     """
     with TemporaryDirectory() as directory:
         options = dump_options(Path(directory))
         if platform() == "gpu":
             options["xla_gpu_enable_command_buffer"] = ""
             if (cache := _cache_directory()) and not is_absent():
-                # The kernels that XLA has found fastest for other compilations of the step.
+                # Use the kernels that XLA found fastest in other compilations of the step.
                 options[AUTOTUNING] = str(Path(cache) / AUTOTUNING)
-        # XLA writes nothing about a program that it finds in the cache.
+        # XLA writes nothing about a program that is in the cache.
         with without_cache():
             compiled = compile_step(spec, state, batch, options)
         text = compiled.as_text()
@@ -111,7 +110,7 @@ def without_cache() -> Iterator[None]:
     """Compiles without the cache of compiled programs."""
     before = jax.config.jax_enable_compilation_cache  # pyrefly: ignore[missing-attribute]
     jax.config.update("jax_enable_compilation_cache", False)
-    # JAX looks at this setting once, until a reset.
+    # JAX reads this setting only once, until a reset.
     compilation_cache.reset_cache()
     try:
         yield
@@ -125,7 +124,7 @@ def read_timeline(
 ) -> Timeline:
     """Reads the memory of a step that was compiled with `dump_options(directory)`.
 
-    The life of a buffer decides its kind: gradients live until the update. Of the other buffers,
+    A buffer's lifetime decides its kind. Gradients live until the update. Of the other buffers,
     those of the scope `loss` belong to the loss, saved activations live from the forward to the
     backward pass, and the rest are workspace.
 
@@ -140,7 +139,7 @@ def read_timeline(
 
     seconds = _least_seconds(program, schedule, kind)
     phases = _phases([op_name(name) for name in schedule], seconds)
-    # A value may live one position longer than the schedule.
+    # A value may live one position beyond the schedule.
     device = np.zeros((len(KINDS), len(schedule) + 1))
     host = np.zeros(len(schedule) + 1)
     for header, values in _allocations(_dumped(directory, "buffer-assignment")):
@@ -156,7 +155,7 @@ def read_timeline(
             used[_argument_kind([op_name(v.name) for v in values])] = size
         elif "live-out" in header:
             used[KINDS.index("workspace")] = size
-        # Memory space 5 of XLA is that of the host.
+        # XLA's memory space 5 is host memory.
         if "color 5," in header:
             host += used.sum(0)
         else:
@@ -174,8 +173,8 @@ def read_timeline(
 
 
 class _Value(NamedTuple):
-    """A buffer in an allocation. The name is that of the instruction and, in braces, of the
-    result. `is_carried` for the arrays that a loop carries."""
+    """A buffer in an allocation. `name` is the instruction and, in braces, the index of the result.
+    `is_carried` marks arrays that a loop carries."""
 
     name: str
     bytes: int
@@ -186,7 +185,7 @@ class _Value(NamedTuple):
 class _Buffer(NamedTuple):
     """Bytes of an allocation that are in use from one position of the schedule to another.
 
-    `is_carried` for the arrays that a loop carries, which are those before the loop.
+    `is_carried` marks arrays that a loop carries, which are the arrays before the loop.
     """
 
     offset: int
@@ -198,8 +197,7 @@ class _Buffer(NamedTuple):
 
 
 def _dumped(directory: Path, name: str) -> str:
-    """Returns the text of the largest dumped file of this name: small modules are compiled beside
-    the step."""
+    """Returns the text of the largest dumped file of this name; the others are of small modules."""
     files = list(directory.glob(f"*after_optimizations-{name}.txt"))
     if not files:
         raise RuntimeError(f"XLA has not written *-{name}.txt, which holds the memory of a step")
@@ -207,7 +205,7 @@ def _dumped(directory: Path, name: str) -> str:
 
 
 def _live_ranges(text: str) -> tuple[list[str], dict[str, tuple[int, int]]]:
-    """Parses the schedule, and the first and the last position of each value."""
+    """Parses the schedule, and the first and last position of each value."""
     schedule, _, ranges = text.partition("BufferLiveRange:")
     names = re.findall(r"^ +\d+:(\S+)$", schedule, re.M)
     found = re.findall(r"^ +(\S+?\{[\d,]*\}):(\d+)-(\d+)$", ranges, re.M)
@@ -233,7 +231,7 @@ def _allocations(text: str) -> Iterator[tuple[str, list[_Value]]]:
 
 
 def _argument_kind(op_names: list[str]) -> int:
-    """Returns the kind of an argument of the step; the results share its allocation."""
+    """Returns the kind of an argument of the step, whose allocation the results share."""
     prefixes = {"state.opt_state": "optimizer state", "state": "parameters", "batch": "batch"}
     for prefix, kind in prefixes.items():
         if any(name.startswith(prefix) for name in op_names):
@@ -242,22 +240,22 @@ def _argument_kind(op_names: list[str]) -> int:
 
 
 def _phases(op_names: list[str], seconds: np.ndarray) -> np.ndarray:
-    """Returns the phase of each position: the two boundaries that leave operations of the least
-    time on the wrong side."""
+    """Returns the phase of each position. Chooses the two boundaries with the least time of
+    operations on the wrong side."""
     marks = np.array([_phase(name) for name in op_names])
     result, start = np.zeros(len(marks), int), 0
     for phase in range(1, len(PHASES)):
         early = np.cumsum(seconds * (marks >= phase))
         late = np.cumsum((seconds * ((marks >= 0) & (marks < phase)))[::-1])[::-1]
         wrong = np.append(0, early) + np.append(late, 0)
-        # The last of equal boundaries: the end of a loop takes no time of its own.
+        # Take the last of equal boundaries, because the end of a loop takes no time.
         start = len(marks) - int(np.argmin(wrong[start:][::-1]))
         result[start:] = phase
     return result
 
 
 def _phase(op_name: str) -> int:
-    """Returns the index in `PHASES`, or -1 if the name does not tell."""
+    """Returns the index in `PHASES`; -1 if the name does not tell."""
     if "/optimizer/" in op_name:
         return 2
     return 1 if "transpose(" in op_name else 0 if "jvp(" in op_name else -1
@@ -265,12 +263,12 @@ def _phase(op_name: str) -> int:
 
 def _occupied(buffers: list[_Buffer], phases: np.ndarray) -> np.ndarray:
     """Returns the bytes of an allocation in use `[kinds, positions + 1]`. Buffers that share bytes
-    at a time, such as the input and the output of a loop, count once."""
+    at the same time, such as the input and output of a loop, count once."""
     buffers = sorted(buffers)
     edges = np.unique([edge for b in buffers for edge in (b.offset, b.offset + b.bytes)])
     owner = np.full((len(edges) - 1, len(phases) + 1), -1, np.int8)
     kinds = zip(buffers, _buffer_kinds(buffers, phases), strict=True)
-    # If buffers share bytes, the kind of the buffer that lives longest counts.
+    # If buffers share bytes, the kind of the longest-lived buffer counts.
     for b, kind in sorted(kinds, key=lambda pair: pair[0].end - pair[0].start):
         low, high = np.searchsorted(edges, (b.offset, b.offset + b.bytes))
         owner[low:high, b.start : b.end + 1] = kind
@@ -286,7 +284,7 @@ def _buffer_kinds(buffers: list[_Buffer], phases: np.ndarray) -> list[int]:
     for b in reversed(buffers):
         continues = b[:2] == after[:2] and b.start < after.start <= b.end and kinds[-1] in _LASTING
         if continues and after.is_carried:
-            # The same array before a loop, or in it, as after the loop.
+            # The same array as after the loop, before or inside it.
             kind = kinds[-1]
         elif b.start < update <= b.end:
             kind = KINDS.index("gradients")
@@ -305,6 +303,6 @@ def _buffer_kinds(buffers: list[_Buffer], phases: np.ndarray) -> list[int]:
 
 
 def _least_seconds(program: Program, schedule: list[str], kind: DeviceKind) -> np.ndarray:
-    """Returns the least time of all executions of each position."""
+    """Returns the least time of each position, summed over its executions."""
     executions = program.executions()
     return np.array([executions.get(x, 0) * kind.seconds(*program.cost(x)) for x in schedule])

@@ -1,4 +1,4 @@
-"""Time of a step by part of the work, from a trace of `jax.profiler`."""
+"""Time of a step by part, from a trace of `jax.profiler`."""
 
 import re
 from collections import Counter, defaultdict
@@ -15,7 +15,7 @@ from bptjax.cost.hlo import Program
 Label = tuple[int, int]
 Row = dict[str, Any]
 
-# Parts of the work. If operations of several parts run at once, the time counts for the first part.
+# Parts of a step. Time in which several parts run counts for the first part in this order.
 PARTS = (
     "attention",
     "matrix products",
@@ -27,7 +27,7 @@ PARTS = (
     "idle",
 )
 PASSES = ("forward", "recomputation", "backward", "update", "other")
-# Named scopes of the step that are a part. Matrix products in other scopes are not.
+# Named scopes of the step that are parts. Matrix products count only outside of these.
 SCOPES = {"attention_kernel": "attention", "loss": "loss", "optimizer": "optimizer"}
 _COLLECTIVES = re.compile(r"all-|reduce-scatter|collective|ragged-all")
 
@@ -37,7 +37,7 @@ class Event(NamedTuple):
 
     Attributes:
       kernel: name of the kernel or of the copy.
-      instruction: name of the instruction that it belongs to.
+      instruction: name of the instruction that launched it.
     """
 
     kernel: str
@@ -51,7 +51,7 @@ def read_events(directory: Path) -> list[Event]:
     files = sorted(directory.rglob("*.xplane.pb"), key=lambda file: file.stat().st_mtime)
     planes = list(jax.profiler.ProfileData.from_file(str(files[-1])).planes) if files else []
     devices = sorted(p.name for p in planes if p.name.startswith("/device:"))
-    # On the CPU, operations are in the plane of the host.
+    # On the CPU, operations are in the host's plane.
     wanted = devices[0] if devices else "/host:CPU"
     return sorted(
         (event for plane in planes if plane.name == wanted for event in _events(plane)),
@@ -69,16 +69,16 @@ def _events(plane: Any) -> Iterator[Event]:
 
 
 def time_by_part(program: Program, events: list[Event], kind: DeviceKind | None) -> list[Row]:
-    """Divides the time from the first operation of a step to its last.
+    """Divides the time from the first to the last operation of a step.
 
     Returns:
-      A row for each part and pass: seconds, which add up to all of this time, and the floor, the
-      least seconds at the rates of the data sheet, which is None if it is not known.
+      A row for each part and pass: seconds, which add up to the total time, and the floor (the
+        least seconds at the data sheet's rates; None if unknown).
 
     Args:
-      kind: the device, whose rates give the floors; None if they are not known.
+      kind: the device, whose rates determine the floors; None if unknown.
     """
-    # A CPU also reports loops and calls, whose time is that of the operations inside.
+    # A CPU also reports loops and calls, whose time repeats that of the operations inside.
     events = [e for e in events if e.kernel != e.instruction or not program.is_free(e.instruction)]
     kernels = [(e.kernel, e.instruction) for e in events]
     labels = _labels(program, kernels)
@@ -119,7 +119,7 @@ def _labels(program: Program, kernels: list[tuple[str, str]]) -> dict[tuple[str,
         if kernel not in labels:
             name = program.op_name(kernel[1])
             part = _part(program, *kernel, set(re.split(r"[/()]", name)))
-            # XLA names no operation for its own copies: they belong to the work before them.
+            # XLA's own copies have no operation name: count them with the preceding work.
             now = "update" if part == "optimizer" else _pass(name) or of
             labels[kernel] = PARTS.index(part), PASSES.index(now)
         of = PASSES[labels[kernel][1]]
@@ -146,7 +146,7 @@ def _pass(op_name: str) -> str | None:
         return None if not op_name or "/while/" in op_name else "other"
     if "transpose(" not in marks:
         return "forward"
-    # The backward pass runs parts of the forward pass again.
+    # The backward pass repeats parts of the forward pass.
     return "backward" if marks[-1] == "transpose(" else "recomputation"
 
 

@@ -25,7 +25,7 @@ class LossScale:
 
     @classmethod
     def start(cls) -> "LossScale":
-        # The loss is a sum over tokens, so its gradients are large already.
+        # The loss is a sum over tokens, so its gradients are already large.
         return cls(jnp.asarray(1.0, jnp.float32), jnp.zeros((), jnp.int32))
 
     def update(self, finite: Array) -> "LossScale":

@@ -28,20 +28,20 @@ from bptjax.parallel.sliced_update import SLICE_ELEMENTS, update_in_slices
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """Optimizer and learning-rate schedule, in the terms of Hugging Face.
+    """Optimizer and learning-rate schedule, in Hugging Face's terms.
 
     Attributes:
       type: adamw, lion or muon. adamw keeps two slots of state per parameter, lion one. muon keeps
         one per weight matrix of a linear layer, including low-rank factors of adapters, and updates
         all other parameters like adamw.
-      learning_rate: highest learning rate of the schedule. If not set, 3e-4 for pre-training, 2e-5
-        for fine-tuning, and 2e-4 for adapters; lion takes a quarter of these.
+      learning_rate: peak learning rate. If not set, 3e-4 for pre-training, 2e-5 for fine-tuning,
+        and 2e-4 for adapters; lion takes a quarter of these.
       lr_scheduler_type: schedule after the warm-up. linear and cosine decay to the end of the run;
         wsd (warmup, stable, decay) is constant, then decays linearly over the last decay_ratio.
       warmup_steps: steps of linear rise from 0. If neither this nor warmup_ratio is set, 0 for
         pre-training.
-      warmup_ratio: warm-up as a share of the steps, rounded up, instead of warmup_steps. If
-        neither is set, 0.03 for fine-tuning.
+      warmup_ratio: warm-up as a share of the steps, rounded up, instead of warmup_steps. If neither
+        is set, 0.03 for fine-tuning.
       min_lr_ratio: learning rate at the end of the decay, as a share of learning_rate. constant has
         no decay.
       decay_ratio: share of the run over which wsd decays. If not set, 0.1.
@@ -54,12 +54,12 @@ class OptimizerConfig:
       muon_dtype: dtype in which muon orthogonalizes the momentum of a weight matrix.
       weight_decay: weight decay of linear layers. Norms, biases and embeddings have none. If not
         set, 0.1 (0.4 for lion) for pre-training and 0 for fine-tuning.
-      max_grad_norm: largest global norm of the gradients; larger ones are scaled down. 0 turns this
-        off.
+      max_grad_norm: maximum global norm of the gradients; larger gradients are scaled down. 0 turns
+        this off.
       state_dtype: dtype of the optimizer state. Each slot takes 4 bytes per parameter in float32, 2
         in bfloat16, 1.02 in int8. If not set, the dtype of the parameters.
       state_memory_kind: memory that holds the optimizer state between steps. pinned_host frees
-        device memory, and each step moves the state there and back.
+        device memory, but each step moves the state to the device and back.
     """
 
     type: str = "adamw"
@@ -119,7 +119,7 @@ class OptimizerConfig:
             )
 
     def known(self, name: str) -> float:
-        """Returns the value of a key whose default `Config` sets.
+        """Returns the value of a key whose default is set by `Config`.
 
         Raises:
           ValueError: the key has no value yet.
@@ -135,10 +135,9 @@ def _adamw(config: OptimizerConfig, p: nnx.Variable) -> UpdateRule:
 
 
 def _muon(config: OptimizerConfig, p: nnx.Variable) -> UpdateRule:
-    """Returns Muon for hidden matrices, which include low-rank factors. Embeddings, head, norms and
-    biases use AdamW, as Jordan et al. advise.
-    """
-    # (number of input axes, number of output axes). Only kernels have it.
+    """Returns Muon for hidden matrices, including low-rank factors, and AdamW for embeddings, head,
+    norms and biases, as Jordan et al. advise."""
+    # (number of input axes, number of output axes), for kernels only.
     matrix = p.get_metadata().get("matrix")
     if matrix is None:
         return _adamw(config, p)
@@ -147,8 +146,8 @@ def _muon(config: OptimizerConfig, p: nnx.Variable) -> UpdateRule:
 
 
 def is_decayed(p: nnx.Variable) -> bool:
-    """Returns whether weight decay applies to a parameter: to weights of linear layers, with
-    low-rank factors and routers, which shapes do not distinguish from biases."""
+    """Returns whether weight decay applies: to weights of linear layers, including low-rank factors
+    and routers. Shapes do not distinguish these from biases."""
     metadata = p.get_metadata()
     return "matrix" in metadata or metadata.get("decayed", False)
 
@@ -190,14 +189,14 @@ class OptState:
     Attributes:
       count: int32 scalar, number of updates done.
       slots: trees like the model's, by the names of `UpdateRule.slots`. In int8, a dict of `codes`
-        and the `absmax` of each block takes the place of a parameter; None takes the place of a
-        parameter whose rule has no such slot.
+        and block-wise `absmax` replaces each parameter. None replaces a parameter whose rule has no
+        such slot.
     """
 
     count: Array
     slots: dict[str, Any]
 
-    # The keys leave out "slots", so that names of arrays in checkpoints stay as in version 0.1.
+    # Keys without "slots" keep the names of arrays in checkpoints as in version 0.1.
     def tree_flatten_with_keys(self):
         children = {"count": self.count, **self.slots}
         keyed = [(jax.tree_util.GetAttrKey(name), child) for name, child in children.items()]
@@ -220,7 +219,7 @@ def init_opt_state(config: OptimizerConfig, model: Any) -> OptState:
 
 
 def _by_name(each: list[dict[str, Any]], treedef: Any) -> dict[str, Any]:
-    """Returns the tree of each slot, given the slots of each parameter."""
+    """Returns one tree per slot, given the slots of each parameter."""
     names = sorted({name for slots in each for name in slots})
     return {name: treedef.unflatten([slots.get(name) for slots in each]) for name in names}
 
@@ -252,14 +251,14 @@ def apply_gradients(
 ) -> tuple[Any, OptState, Array]:
     """Clips the gradients and takes one step. Returns (model, state, norm).
 
-    This is not an `optax.GradientTransformation`, which returns the updates of the complete model:
-    here the updates never exist all at once. Under jit with donated model and state, these are
-    overwritten; int8 state, and state in host memory, slice by slice. If the norm is not finite,
+    Not an `optax.GradientTransformation`, which would return the updates of the complete model:
+    here the updates never exist all at once. Under jit with donated model and state, both are
+    overwritten; int8 state and state in host memory slice by slice. If the norm is not finite,
     model and state do not change.
 
-    The arithmetic is float32. Values stored in fewer bits, parameters included, are rounded
+    The arithmetic is float32. Values stored in fewer bits, including parameters, are rounded
     stochastically. Rounding to nearest would drop every update below half an ulp; with beta2 =
-    0.999 that is nearly every update of the second moment. int8 uses the blocks and codebooks of
+    0.999 these are nearly all updates of the second moment. int8 uses the blocks and codebooks of
     Dettmers et al. 2021, arXiv 2110.02861.
 
     Args:
@@ -277,8 +276,8 @@ def apply_gradients(
     finite = jnp.isfinite(norm)
     if config.max_grad_norm:
         scale *= jnp.minimum(1, config.max_grad_norm / jnp.maximum(norm, 1e-30))
-    # int8 blocks, host transfers and matrix products need leaf-sized temporaries, so update them
-    # slice by slice. Everything else XLA fuses into one in-place kernel (except on CPU).
+    # int8 blocks, host transfers and matrix products need leaf-sized temporaries, so update these
+    # slice by slice. XLA fuses the rest into one in-place kernel (except on CPU).
     sliced = (
         config.state_dtype == "int8"
         or config.state_memory_kind == "pinned_host"
@@ -311,8 +310,8 @@ def _step(rule, scale, rate, decay, count, old, g, key):
     loaded = {name: _load(slots[name], squared) for name, squared in rule.slots.items()}
     direction, loaded = rule.update(loaded, g, count=count)
     x = p.get_value().astype(jnp.float32)
-    # XLA would create the zeros of a product with 0 together with those that the loss starts from,
-    # and keep an array as large as the output embedding from there to here.
+    # Skip a product with 0: XLA would share its zeros with those at the start of the loss, and keep
+    # an array as large as the output embedding alive until here.
     x -= rate * (direction + decay * x if decay else direction)
     first, second = random_bits(key, x.shape)
     noises = (first >> 16, first, second >> 16)
@@ -333,15 +332,14 @@ def _load(stored: Any, squared: bool = False) -> Array:
 
 
 def _store(x: Array, like: Any, noise: Array, squared: bool = False) -> Any:
-    """Returns float32 `x`, stored like `like`. int8 stores the root of a mean of squares, which has
-    the range of the first moment and the precision that the update needs.
-    """
+    """Returns float32 `x`, stored like `like`. int8 stores the root of a mean of squares, because
+    the root has the first moment's range and enough precision for the update."""
     if not isinstance(like, dict):
         return like.replace(stochastic_round(x, noise) if like.dtype == jnp.bfloat16 else x)
     book = dynamic_codebook(signed=not squared)
     codes, absmax = quantize(jnp.sqrt(x) if squared else x, book, noise)
     if squared:
-        # Avoid zero: the first moment divided by epsilon alone would be huge.
+        # Avoid zero: dividing the first moment by epsilon alone would give a huge update.
         codes = jnp.maximum(codes, 1)
     return {"codes": like["codes"].replace(codes), "absmax": like["absmax"].replace(absmax)}
 

@@ -11,10 +11,10 @@ DECAY_RATIO = 0.1
 
 
 def phases(config: OptimizerConfig, steps: int) -> tuple[int, int]:
-    """Returns the number of steps of the warm-up and of the decay in a run of `steps` steps.
+    """Returns the number of warm-up steps and of decay steps in a run of `steps` steps.
 
     Raises:
-      ValueError: the run is shorter than the warm-up, or than warm-up and decay.
+      ValueError: the run is shorter than the warm-up, or than warm-up and decay together.
     """
     warmup, name = config.warmup_steps or 0, "warmup_steps"
     if config.warmup_ratio is not None:
@@ -37,7 +37,7 @@ def phases(config: OptimizerConfig, steps: int) -> tuple[int, int]:
 
 
 def _share(ratio: float, steps: int) -> int:
-    """Returns a share of the steps, rounded up. Rounding errors do not count: 0.07 × 100 is 7."""
+    """Returns a share of the steps, rounded up, ignoring floating-point errors: 0.07 × 100 is 7."""
     return math.ceil(round(ratio * steps, 6))
 
 
@@ -45,7 +45,7 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
     """Returns the function from a 0-based step to its learning rate, in a run of `steps` steps.
 
     Raises:
-      ValueError: the run is shorter than the warm-up, or than warm-up and decay.
+      ValueError: as `phases`.
     """
     peak, (warmup, decay) = config.known("learning_rate"), phases(config, steps)
     floor = peak * config.min_lr_ratio
@@ -58,16 +58,16 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
         after = optax.join_schedules([optax.constant_schedule(peak), after], [stable])
     if not warmup:
         return after
-    # The rate of the first step is not 0: it rises to `peak` in `warmup` steps.
+    # The first step's rate is not 0: the rate rises to `peak` over `warmup` steps.
     rise = optax.linear_schedule(peak / warmup, peak, warmup - 1)
     return optax.join_schedules([rise, after], [warmup])
 
 
 def describe_schedule(config: OptimizerConfig, steps: int) -> list[str]:
-    """Formats the schedule of a run, and the effect of a later extension of the run, as lines.
+    """Formats the schedule of a run, and the effect of extending the run later, as lines.
 
     Raises:
-      ValueError: as `learning_rate`.
+      ValueError: as `phases`.
     """
     peak, (warmup, decay) = config.known("learning_rate"), phases(config, steps)
     head = f"schedule: {config.lr_scheduler_type} over {steps:,} steps, learning rate {peak:g}"

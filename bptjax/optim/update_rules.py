@@ -13,27 +13,25 @@ from jaxtyping import Float
 
 from bptjax.parallel.mesh import constrain
 
-# Root mean square of Muon's updates. AdamW's is about the same in practice, so both can use the
+# Root mean square of Muon's updates, which is about AdamW's in practice, so that both can use the
 # same learning rate and weight decay. Liu et al. 2025, arXiv 2502.16982, Section 2.2.
 MUON_RMS = 0.2
 
 
 class UpdateRule(Protocol):
-    """Step direction of one parameter. Weight decay, learning rate, storage and sharding are common
-    to all rules; `optimizer.apply_gradients` applies them.
+    """Step direction of one parameter. `optimizer.apply_gradients` adds weight decay, learning
+    rate, storage and sharding, which all rules share.
 
     Attributes:
-      slots: name of each array that the rule keeps for a parameter, up to three, and whether it is
-        a mean of squares. int8 storage holds the square root of such a mean.
+      slots: name of each array that the rule keeps for a parameter, up to three, and whether the
+        array is a mean of squares, of which int8 storage holds the square root.
     """
 
     slots: ClassVar[Mapping[str, bool]]
 
     @property
     def unsliced_axes(self) -> int:
-        """Number of last axes that `update` needs unsliced; more than one if it multiplies
-        matrices.
-        """
+        """Number of last axes that `update` needs unsliced; more than one for matrix products."""
         return 1
 
     def update(
@@ -117,15 +115,14 @@ class Muon(UpdateRule):
 
 
 def _bias(beta: float, count: Array) -> Array:
-    """Returns 1 - beta^count, the sum of the weights in a moving average that began with 0."""
+    """Returns 1 - beta^count, the sum of the weights in a moving average that started at 0."""
     return 1 - jax.lax.pow(jnp.float32(beta), count)
 
 
 def orthogonalize(x: Float[Array, "L I O"], dtype: DTypeLike) -> Float[Array, "L I O"]:
     """Moves the singular values of each matrix near 1: to between 0.6 and 1.25, unless they are
     tiny. Takes five Newton-Schulz steps with the quintic polynomial of Jordan et al. 2024 in
-    `dtype`. On a mesh, each device computes the complete result.
-    """
+    `dtype`. On a mesh, each device computes the complete result."""
     a, b, c = 3.4445, -4.7750, 2.0315
     x = x / (jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + 1e-8)
     x = constrain(x.astype(dtype), None, None, None)
@@ -134,5 +131,5 @@ def orthogonalize(x: Float[Array, "L I O"], dtype: DTypeLike) -> Float[Array, "L
     for _ in range(5):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
-    # Without this, the compiler would shard the products and communicate in every step.
+    # Otherwise the compiler would shard the products and communicate in every step.
     return constrain(x.mT if tall else x, None, None, None)

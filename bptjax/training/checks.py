@@ -22,7 +22,7 @@ from bptjax.weights.hf.config_export import exported
 from bptjax.weights.lora import AdapterConfig
 from bptjax.weights.pretrained import Pretrained
 
-# Keys of the group data that runs on images read.
+# Keys of the group data that apply to runs on images.
 IMAGE_KEYS = {
     f"data.{key}"
     for key in (
@@ -35,9 +35,9 @@ IMAGE_KEYS = {
         "seed",
     )
 }
-# Keys that do not work for encoders, with the only value.
+# Keys that do not work for encoders, with the only allowed value.
 ENCODER_KEYS = {"train.sample_tokens": 0, "train.num_eval_generations": 0, "adapter.type": "none"}
-# Keys of `train` by which a run generates text.
+# Keys of `train` that make a run generate text.
 GENERATION = "sample_tokens", "num_eval_generations"
 
 
@@ -45,8 +45,8 @@ def check_model(model: ModelConfig, pretrained: Pretrained | None) -> None:
     """Checks the feed-forward network, the rotary scaling and the export.
 
     Raises:
-      ValueError: an unknown feed-forward network; a scaling that is not valid, or that
-        transformers could not read from an export.
+      ValueError: an unknown feed-forward network, or a scaling that is invalid or that transformers
+        could not read from an export.
     """
     if model.feed_forward not in FEED_FORWARDS:
         names = ", ".join(FEED_FORWARDS)
@@ -63,7 +63,7 @@ def check_landmarks(spec: TrainSpec) -> None:
     """Checks landmark attention against the settings of the run.
 
     Raises:
-      ValueError: a setting that it does not work with.
+      ValueError: a setting does not work with landmark attention.
     """
     landmarks, config = spec.model.landmarks, spec.config
     if landmarks is None:
@@ -72,15 +72,15 @@ def check_landmarks(spec: TrainSpec) -> None:
     sp, tokens = num_shards(spec.mesh, "sequence"), spec.layout.split.tokens
     keys = [("execution.schedule", config.execution.schedule, "split")]
     if sp > 1:
-        # The cache of a sharded sequence deals its tokens out one by one.
+        # The cache of a sharded sequence distributes its tokens one by one, not in blocks.
         name += f" and parallel.sp={sp}"
         keys += [(f"train.{key}", getattr(train, key), 0) for key in GENERATION]
-        # Batches of other widths would divide blocks.
+        # Other batch widths would divide blocks.
         keys += [("data.group_by_length", config.data.group_by_length, False)]
     for key, value, only in keys:
         if value != only:
             raise ValueError(f"{key}={value}: must be {only} with {name}")
-    # Shards hold complete blocks. With zigzag order, each has two parts of a sequence.
+    # Shards hold complete blocks. In zigzag order, each shard holds two ranges of a sequence.
     unit = landmarks.block_size * (1 if tokens == 1 else 2 * tokens)
     if train.seq_len % unit:
         raise ValueError(
@@ -94,7 +94,7 @@ def check_adapter(spec: TrainSpec) -> None:
 
     Raises:
       ValueError: an adapter without a checkpoint, or for layers that the model lacks; a checkpoint
-        that is an adapter, with adapter.type=none or with other settings of the adapter.
+        of an adapter with adapter.type=none or other adapter settings.
     """
     config, pretrained = spec.config, spec.pretrained
     adapter, name = config.adapter, config.model.name_or_path
@@ -123,8 +123,8 @@ def check_adapter(spec: TrainSpec) -> None:
 
 
 def check_host_memory(spec: TrainSpec) -> None:
-    """Checks that the state of a run on a CPU fits into its memory. On other devices, the step is
-    compiled first.
+    """Checks that the state of a run on a CPU fits into memory. On other devices, compiling the
+    step checks this first.
 
     Raises:
       ValueError: the state is larger.
@@ -146,7 +146,7 @@ def check_float8(spec: TrainSpec) -> None:
     """Checks train.linear=float8 against the devices and the sizes of the linear layers.
 
     Raises:
-      ValueError: devices that multiply no 8-bit floats, or sizes that cuBLAS does not take.
+      ValueError: the devices cannot multiply 8-bit floats, or cuBLAS does not support the sizes.
     """
     if spec.config.train.linear is None:
         return
@@ -169,8 +169,8 @@ def check_objective(model: ModelConfig, config: Config) -> Objective:
     """Returns the objective of a run.
 
     Raises:
-      ValueError: the model has no head for it, or the config sets a key that only other models or
-        objectives have.
+      ValueError: the model has no head for it, or the config sets a key of other models or
+        objectives.
     """
     name, keys = config.model.name_or_path, flatten(config)
     if name and not any(row.fits(model) for row in OBJECTIVES.values()):
@@ -196,8 +196,7 @@ def _check_images(model: ModelConfig, config: Config) -> None:
     """Checks the config of a model of images.
 
     Raises:
-      ValueError: the model does not come from a checkpoint, or the config sets a key that only
-        models of text have.
+      ValueError: the model is not from a checkpoint, or the config sets a key of models of text.
     """
     name, tokens = config.model.name_or_path, model.encoder.patches + 1
     if name is None:

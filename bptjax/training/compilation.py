@@ -14,15 +14,14 @@ from bptjax.training.step import Batch, compile_step
 
 
 class StepCompiler:
-    """Compiles the step of a run. Logs the kernels that it uses; the first time also memory and
-    number of parameters.
+    """Compiles the step of a run. Logs the kernels, and the first time also memory and model size.
 
     Attributes:
       compilations: announces compilations, with the duration of the last one.
     """
 
     def __init__(self, spec: TrainSpec, log: Callable[[str], None], seconds: float | None):
-        """Takes the duration of the last compilation of an earlier part of the run."""
+        """Makes a compiler. `seconds` is the duration of an earlier compilation of the run."""
         self._spec, self._log = spec, log
         self.compilations = Compilations(log, seconds)
         self._choices: dict[Choice, None] = {}
@@ -30,7 +29,7 @@ class StepCompiler:
 
     @property
     def kernels(self) -> list[str]:
-        """The lines about the kernels that the step uses."""
+        """Lines about the kernels that the step uses."""
         return [line for choice in self._choices for line in choice.lines()]
 
     def compile(self, state: TrainState, batch: Batch) -> jax.stages.Compiled:

@@ -31,7 +31,7 @@ from bptjax.weights.hf.checkpoint import SIDECARS
 from bptjax.weights.hf.families.encoders import class_names
 from bptjax.weights.pretrained import Pretrained, open_pretrained
 
-# Classes of images named in a line.
+# Maximum number of image classes named in a line.
 SHOWN_CLASSES = 10
 
 
@@ -41,13 +41,12 @@ class RunData:
 
     Attributes:
       train, held_out: documents.
-      pretrained: the checkpoint to start from, whose weights are not read yet; None for a new
-        model.
-      processor: the tokenizer with added tokens and with the template and stop tokens of the chats;
-        of images, their processor.
+      pretrained: the checkpoint to start from, without weights so far; None for a new model.
+      processor: for text, the tokenizer with added tokens and with the template and stop tokens of
+        the chats; for images, their processor.
       encoding: how documents become examples of the model's objective.
       added: tokens of model.add_tokens that the tokenizer did not have.
-      notes: lines about the tokenizer and the chats, or the classes, for the log.
+      notes: lines for the log about the tokenizer and the chats, or the classes.
     """
 
     train: Training
@@ -106,9 +105,9 @@ def open_data(config: Config, now: str | None = None) -> RunData:
 
 
 def _open_images(config: Config, pretrained: Pretrained) -> RunData:
-    """Opens the images, whose directories are the classes of a model without classes."""
+    """Opens the images. Without classes in the model, their directories are the classes."""
     model = pretrained.config
-    # The number of new classes changes no check.
+    # The number of new classes does not affect any check.
     some = replace_keys(model, {"encoder.classes": model.encoder.classes or 2})
     objective = check_objective(some, config)
     say("reading data")
@@ -144,11 +143,11 @@ def _open_images(config: Config, pretrained: Pretrained) -> RunData:
 
 
 def _class_names(pretrained: Pretrained, found: list[str], config: Config) -> list[str]:
-    """Returns the names of a classifier's classes by number. Classes without names of their own get
-    the names of the directories.
+    """Returns the names of a classifier's classes by number, from the directories if the model does
+    not name its classes.
 
     Raises:
-      ValueError: a directory is none of the classes.
+      ValueError: a directory is not one of the classes.
     """
     assert pretrained.sidecars is not None
     labels = read_json(pretrained.sidecars / "config.json").get("id2label") or {}

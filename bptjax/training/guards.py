@@ -1,5 +1,4 @@
-"""Guards of a run: the lock on its directory, signals, out of memory, values that are not
-finite."""
+"""Guards of a run: directory lock, signals, out of memory, values that are not finite."""
 
 import fcntl
 import os
@@ -21,19 +20,19 @@ from bptjax.models.execution import ExecutionConfig
 from bptjax.training.spec import TrainSpec
 from bptjax.training.state import HOST, abstract_state
 
-# Seconds in which a second signal is the first one again.
+# Seconds in which a second signal counts as the first.
 REPEATED_S = 1.0
 
 
 class RunFailed(RuntimeError):
-    """The run cannot continue. The message says which step is saved and which keys to change."""
+    """The run cannot continue. The message names the saved step and the keys to change."""
 
 
 def diverged(
     values: str, last_saved: int | None, checkpoints: Path, on_spike: bool = False
 ) -> RunFailed:
-    """Returns the error for values that are not finite, or with `on_spike` too large, with keys to
-    change."""
+    """Returns the error for values that are not finite, or (with `on_spike`) too large. Names keys
+    to change."""
     good = f"step {last_saved}" if last_saved else "none yet"
     text = (
         f"{values}; last good checkpoint: {good} in {checkpoints}; start again in another run_dir "
@@ -53,7 +52,7 @@ def exclusive(directory: Path) -> Iterator[None]:
     """Locks a directory against other processes.
 
     Raises:
-      ValueError: another process has the lock.
+      ValueError: another process holds the lock.
     """
     handle = os.open(directory, os.O_RDONLY)
     try:
@@ -72,8 +71,8 @@ def exclusive(directory: Path) -> Iterator[None]:
 @contextmanager
 def stop_signals() -> Iterator[list[int]]:
     """Yields a list to which the first SIGINT or SIGTERM is added. A second signal has its usual
-    effect, but within a second it counts as the first: a scheduler's signal to all processes comes
-    from it and from the supervisor."""
+    effect. Within a second it counts as the first, because a scheduler's signal to all processes
+    arrives both directly and through the supervisor."""
     got: list[int] = []
     repeated = 0.0
     kinds = (signal.SIGINT, signal.SIGTERM)
@@ -102,7 +101,7 @@ def stop_signals() -> Iterator[list[int]]:
 
 @contextmanager
 def explain_out_of_memory(spec: TrainSpec) -> Iterator[None]:
-    """Rewrites JAX's out-of-memory error in one line, with the use of memory and keys to change.
+    """Rewrites JAX's out-of-memory error as one line, with the memory in use and keys to change.
 
     Raises:
       RunFailed: memory ran out.
@@ -110,7 +109,7 @@ def explain_out_of_memory(spec: TrainSpec) -> Iterator[None]:
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        # A CPU reports it as an internal error.
+        # On a CPU, running out of memory is an internal error.
         if not any(text in str(error) for text in ("RESOURCE_EXHAUSTED", "Out of memory")):
             raise
         train, state = spec.config.train, abstract_state(spec)
@@ -125,14 +124,14 @@ def explain_out_of_memory(spec: TrainSpec) -> Iterator[None]:
 
 
 def advice(spec: TrainSpec, limit: int | None) -> Iterator[str]:
-    """Formats changes of a config whose step ran out of memory.
+    """Formats changes to a config whose step ran out of memory.
 
     Args:
       limit: bytes of device memory that JAX may use; None on a CPU.
     """
     config = spec.config
     if limit:
-        # Memory ran out in spite of the prediction, so leave a tenth.
+        # Memory ran out despite the prediction, so leave a tenth free.
         budget = 0.9 * (config.memory.budget_gib or limit / GIB)
         yield (
             f"memory.budget_gib={budget:.3g} chooses settings that need less, if these keys of "

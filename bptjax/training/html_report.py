@@ -1,7 +1,7 @@
-"""report.html, one file about a run: its data, curves, memory, results, settings and environment.
+"""report.html, a single file about a run: data, curves, memory, results, settings, environment.
 
-`reporting` writes to run.json the facts that the other files of the run directory lack.
-`write_report` reads the files of the run directory only, so the report covers a resumed run too.
+`reporting` writes to run.json the facts that no other file of the run directory holds.
+`write_report` reads only the run directory, so the report also covers a resumed run.
 """
 
 import functools
@@ -34,9 +34,9 @@ from bptjax.training.state import TrainState
 
 FACTS, FILE = "run.json", "report.html"
 TEMPLATE = Path(__file__).with_name("report_template.html")
-# Tokens shown of an example, and lines shown of the log.
+# Maximum tokens shown of an example, and lines shown of the log.
 SHOWN_TOKENS, SHOWN_LINES = 2000, 1000
-# Title, metrics and start of the vertical axis of each chart.
+# Title and metrics of each chart, and whether its vertical axis starts at 0.
 CHARTS = (
     ("loss, nats per token", ("train/loss", "eval/loss"), False),
     ("throughput, tokens/s", ("throughput/tokens_per_second",), True),
@@ -50,11 +50,11 @@ CHARTS = (
 
 @contextmanager
 def reporting(run: TrainingRun) -> Iterator[dict[str, Any]]:
-    """Yields a dict to add facts of the run to, and writes the report at the end, also after an
-    error in a run that has compiled its step. Only the first process writes.
+    """Yields a dict for facts about the run, and writes the report at the end, even after an error
+    if the step was compiled. Only the first process writes.
 
     Facts are `kernels`, `memory` (see `memory_of`), `results`, `sample`, `end` and
-    `compile_seconds`, which has the value of an earlier part of the run until the step is compiled.
+    `compile_seconds`, which is from an earlier part of the run until the step is compiled.
     """
     facts: dict[str, Any] = {"failed": False}
     if isinstance(seconds := _recorded(run).get("compile_seconds"), float):
@@ -80,12 +80,12 @@ def _recorded(run: TrainingRun) -> dict[str, Any]:
 
 def _write(run: TrainingRun, facts: dict[str, Any]) -> None:
     if not run.directory.is_dir():
-        return  # It was removed, which the error of the run says.
+        return  # The directory was removed; the run's own error says so.
     try:
         text = json.dumps(_recorded(run) | describe(run) | facts, indent=1, default=str)
         write_atomically(run.directory / FACTS, text)
         write_report(run.directory)
-    except Exception as error:  # A run that is done must not fail for its report.
+    except Exception as error:  # A finished run must not fail because of its report.
         say(f"warning: {run.directory / FILE} is not written: {error!r}")
     else:
         say(f"report:     {run.directory / FILE}")
@@ -106,7 +106,7 @@ def describe(run: TrainingRun) -> dict[str, Any]:
         rng = np.random.default_rng(config.data.seed)
         firsts = [(name, masking(first, rng)) for name, first in firsts]
     return {
-        # Joined where they were wrapped, for narrow screens.
+        # Join lines that were wrapped, for narrow screens.
         "data": "\n".join(run.check.lines()).replace("\n    ", " "),
         "notes": run.notes,
         "examples": [
@@ -135,8 +135,8 @@ def describe(run: TrainingRun) -> dict[str, Any]:
 def memory_of(
     run: TrainingRun, state: TrainState, compiled: jax.stages.Compiled
 ) -> dict[str, Any] | None:
-    """Returns the predicted memory of a compiled step and the memory that is available, in bytes;
-    None if the compiler does not say."""
+    """Returns the predicted memory of a compiled step and the available memory, in bytes; None if
+    the compiler reports none."""
     if compiled.memory_analysis() is None:
         return None
     device = run.spec.mesh.local_devices[0]
@@ -181,7 +181,7 @@ def write_report(directory: Path) -> None:
 def _template() -> Any:
     from jinja2 import Environment
 
-    # Texts of data and configs are escaped.
+    # Autoescape texts from data and configs.
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     return environment.from_string(TEMPLATE.read_text())
 
@@ -230,7 +230,7 @@ def _figures(
 
 
 def _evaluations(records: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]] | None:
-    """Returns the heads and the rows of the table of evaluations; None if there are none."""
+    """Returns the header and the rows of the table of evaluations; None without evaluations."""
     evaluations = [r for r in records if "eval/loss" in r]
     names = list(dict.fromkeys(n for r in evaluations for n in r if n.startswith("eval/")))
     rows = [[f"{r['step']:,}", *(_cell(r.get(n, "")) for n in names)] for r in evaluations]
@@ -238,7 +238,7 @@ def _evaluations(records: list[dict[str, Any]]) -> tuple[list[str], list[list[st
 
 
 def _cell(value: float | str | None) -> str:
-    """Formats a value of metrics.jsonl, in which null is not finite."""
+    """Formats a value of metrics.jsonl, where null means not finite."""
     return "not finite" if value is None else value if isinstance(value, str) else f"{value:.4f}"
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-# Size of the picture, and of the margins of the plot inside it: left, top, right, bottom.
+# Size of the image, and margins of the plot inside it: left, top, right, bottom.
 SIZE, MARGINS = (420, 230), (58, 10, 16, 26)
-# A longer line is drawn as means of this many groups of points, in a band from least to greatest.
+# A longer line is drawn as means of this many groups of points, in a band from minimum to maximum.
 POINTS = 300
 
 
@@ -81,13 +81,13 @@ def line_chart(
 
 
 def _groups(points: Sequence[tuple[float, float]]) -> np.ndarray:
-    """Returns the means of x and y, and the least and greatest y, of up to `POINTS` groups of
+    """Returns the means of x and y, and the minimum and maximum of y, of up to `POINTS` groups of
     points: float64 `[n, 4]`."""
     groups = np.array_split(np.asarray(points, np.float64), min(len(points), POINTS))
     return np.array([(*g.mean(0), g[:, 1].min(), g[:, 1].max()) for g in groups])
 
 
 def _range(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
-    """Returns the least and the greatest value; a greater one if all values are the same."""
+    """Returns the minimum and the maximum, which is raised if both are equal."""
     low, high = float(min(values)), float(max(values))
     return (low, high) if low < high else (low, low + (abs(low) or 1))

@@ -17,7 +17,7 @@ METRICS, PREDICTIONS, LOG = "metrics.jsonl", "predictions.jsonl", "log.txt"
 
 @dataclass(frozen=True)
 class Logs:
-    """Logs of a run. Only the first process writes them.
+    """Logs of a run, written by the first process only.
 
     Attributes:
       sizes: returns the number of records of each file, and the bytes of log.txt.
@@ -36,8 +36,8 @@ class Logs:
 
 @contextmanager
 def open_logs(run: TrainingRun, start: int, saved: Mapping[str, int]) -> Iterator[Logs]:
-    """Opens the logs of a run that starts or resumes at step `start`, and warns if they lack a
-    part. `saved` are the `Logs.sizes` of this step, empty if they are not known."""
+    """Opens the logs of a run that starts or resumes at step `start`, and warns if records are
+    missing. `saved` are the `Logs.sizes` at this step; empty if unknown."""
     null = NullLogger()
     if jax.process_index() != 0:
         yield Logs(null, null, null)
@@ -69,7 +69,7 @@ def open_logs(run: TrainingRun, start: int, saved: Mapping[str, int]) -> Iterato
 
 
 def _lost(directory: Path, step: int, saved: Mapping[str, int]) -> Iterator[str]:
-    """Yields a warning for each log that lacks a part."""
+    """Yields a warning for each log with missing records."""
     for name, least in ((METRICS, None), (PREDICTIONS, 0)):
         if line := lost_records(directory / name, step, saved.get(name, least)):
             yield line

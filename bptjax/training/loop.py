@@ -44,13 +44,13 @@ from bptjax.training.spikes import Spike, Spikes
 from bptjax.training.state import TrainState, checkpoint_view, split_trained
 from bptjax.training.step import evaluator
 
-# Stands for a failed data check among the signal numbers that processes vote on.
+# Stands for a failed data check among the signal numbers on which processes vote.
 BAD_DATA = 1
 
 
 @translate_peer_errors()
 def train(run: TrainingRun, *, profile: bool = False) -> int:
-    """Trains to the last step, or until a signal. Returns the exit code: 0, 130 (Ctrl-C) or 143
+    """Trains to the last step or until a signal. Returns the exit code: 0, 130 (Ctrl-C) or 143
     (SIGTERM).
 
     Args:
@@ -71,7 +71,7 @@ def train(run: TrainingRun, *, profile: bool = False) -> int:
         stack.enter_context(explain_out_of_memory(run.spec))
         start = find_start(run, checkpoints)
         if first:
-            # Only after every check has passed: a refused start must not touch the run directory.
+            # Write only after every check: a refused start must not touch the run directory.
             write_config(run.directory, run.config)
         logs = stack.enter_context(open_logs(run, start.step, start.extra.get("logged", {})))
         stopped = stack.enter_context(stop_signals())
@@ -81,7 +81,7 @@ def train(run: TrainingRun, *, profile: bool = False) -> int:
             for line in (*run.check.lines(), *run.notes):
                 logs.progress.log(line)
         state = complete_state(run, start, logs.progress)
-        # A step is profiled in all processes or in none.
+        # All processes profile a step, or none.
         profile = any(all_gather_json(profile))
         loop = TrainLoop(run, checkpoints, logs, start, state, facts, profile)
         loop.train(stopped)
@@ -122,18 +122,18 @@ class TrainLoop:
         self._evaluate = evaluator(run.spec)
         self._matmul_parameters = matmul_parameters(run.spec)
         self._compiler = StepCompiler(run.spec, logs.progress.log, facts.get("compile_seconds"))
-        # The compiled step by shape of the batch.
+        # The compiled step for each shape of the batch.
         self._compiled: dict[tuple[int, ...], Callable[..., Any]] = {}
         self._profiled = min(self.done + TRACED, run.spec.steps) if profile else None
 
     def _continue(self, start: Start) -> None:
-        """Continues from the values beside the state of a start: the first, or of a rollback."""
+        """Continues from the values saved with the state of a start or of a rollback."""
         self.done, extra = start.step, start.extra
         self.tokens_seen = extra.get("tokens_seen", 0)
         self.best = Best(**extra.get("best", {}))
         self.spikes = Spikes(self.run.config.train.on_spike, extra.get("spikes", {}))
         self._last_saved = self.done or None
-        # Step, metrics, and the position in the data after the step's batch.
+        # Step, metrics, and position in the data after the step's batch.
         self._pending: tuple[int, dict[str, Any], Any] | None = None
         self._cursor: Any = None
         self._last_loss: tuple[int, float] | None = None
@@ -156,7 +156,7 @@ class TrainLoop:
                 self._roll_back(spike)
 
     def _train(self, stopped: list[int]) -> None:
-        """Trains as `train` without rollbacks. Processes learn of each other's signals one step
+        """Trains like `train`, without rollbacks. Processes learn of each other's signals one step
         late, so that no process waits."""
         config, spec = self.run.config, self.run.spec
         every = config.train.eval_steps
@@ -191,7 +191,7 @@ class TrainLoop:
 
     def _step(self) -> None:
         """Starts an optimizer step, and reads the metrics of the previous step."""
-        if self._pending is None:  # Other work is done.
+        if self._pending is None:  # Just back from evaluating or saving.
             beat("training", self.done)
         batch = self.run.spec.layout.put(
             self._next_batch(), self.run.config.train.gradient_accumulation_steps
@@ -232,13 +232,13 @@ class TrainLoop:
     def _next_batch(self) -> dict[str, np.ndarray]:
         try:
             return next(self.run.batches)
-        except (ValueError, OSError) as error:  # A bad record, chat template or disk.
-            # With several shards of data, other processes do not fail here and would not save.
+        except (ValueError, OSError) as error:  # A bad record, template or disk.
+            # With several data shards, other processes do not fail here and would not save.
             alone = jax.process_count() > 1 and self.run.config.data.num_shards > 1
             raise self._saved(f"step {self.done + 1}: {error}", alone) from error
 
     def _saved(self, text: str, alone: bool) -> RunFailed:
-        """Returns the failure of a run that cannot read its data. First saves the last step, unless
+        """Returns the error of a run that cannot read its data. Saves the last step first, unless
         only this process failed."""
         if self.done > (self._last_saved or 0) and not alone:
             self._save()
@@ -273,8 +273,8 @@ class TrainLoop:
         self._last_loss = done, metrics["train/loss"]
 
     def _diverged(self, step: int, values: str) -> RunFailed:
-        """Returns the error for values of a step that are not finite or a spike: one to roll back
-        after, or one that names keys to change."""
+        """Returns the error for a step's values that are not finite or a spike: a `Spike` if the
+        run may roll back, else an error that names keys to change."""
         values = f"step {step}: {values}"
         if step and self.spikes.may_roll_back:
             return Spike(values, step, self._cursor)
@@ -283,11 +283,11 @@ class TrainLoop:
         return diverged(values, self._last_saved, self.checkpoints.directory, self.spikes.on)
 
     def _roll_back(self, spike: Spike) -> None:
-        """Goes back to the last checkpoint, or to step 0 if there is none, and to the batch after
-        that of the spike. A run that is killed before its next checkpoint meets the spike again."""
+        """Restores the last checkpoint, or step 0 if there is none, and continues after the spike's
+        batch. A run that is killed before its next checkpoint meets the spike again."""
         before = self.spikes
         self.checkpoints.wait()
-        # There may be no memory for two states. The step that runs finishes before.
+        # Free this state, because two may not fit in memory. The running step finishes first.
         for leaf in jax.tree.leaves(self.state):
             leaf.delete()
         start = find_start(self.run, self.checkpoints)
@@ -302,8 +302,7 @@ class TrainLoop:
         """Measures the held-out loss, and lets the model answer held-out chats.
 
         Raises:
-          RunFailed: the loss is not finite, and a parameter is not finite either; held-out data
-            cannot be read.
+          RunFailed: the loss and a parameter are not finite, or held-out data cannot be read.
         """
         if not len(self.run.held_out):
             return
@@ -349,7 +348,7 @@ class TrainLoop:
         self._throughput.resume()
 
     def _save(self) -> None:
-        """Starts to write a checkpoint of the last step.
+        """Starts writing a checkpoint of the last step.
 
         Raises:
           RunFailed: the loss, the gradient or a trained parameter is not finite.
@@ -381,7 +380,7 @@ class TrainLoop:
 
 
 def _finish(loop: TrainLoop) -> None:
-    """Logs why the run ended. Unless it was stopped, exports its adapter and logs a summary."""
+    """Logs why the run ended. Unless it was stopped, exports the adapter and logs a summary."""
     run, log, best = loop.run, loop.logs.progress.log, loop.best
     beat("finishing")
     end = f"finished {loop.done:,} steps"

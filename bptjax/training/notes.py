@@ -1,4 +1,4 @@
-"""Lines about a run's devices, data and model, for its log."""
+"""Lines for the log about a run's devices, data and model."""
 
 import textwrap
 from collections.abc import Collection
@@ -53,7 +53,7 @@ def describe_model(spec: TrainSpec, data: RunData) -> list[str]:
     notes.append(f"model: from {config.model.name_or_path}")
     notes += describe_adapter(config, pretrained)
     own, used = defaults(config, spec.mesh.local_devices[0].platform), flatten(config)
-    # The first does not depend on the checkpoint; `describe_adapter` says the second.
+    # The first default does not depend on the checkpoint; `describe_adapter` reports the second.
     for key in ("train.max_steps", "adapter.alpha"):
         own.pop(key, None)
     used_defaults = ", ".join(
@@ -76,7 +76,7 @@ def describe_model(spec: TrainSpec, data: RunData) -> list[str]:
 
 
 def describe_adapter(config: Config, pretrained: Pretrained | None) -> list[str]:
-    """Formats the line about the strength of the adapters; none without adapters."""
+    """Formats the line about the strength of the adapters; empty without adapters."""
     adapter = config.adapter
     if adapter.type == "none":
         return []
@@ -96,8 +96,8 @@ def describe_adapter(config: Config, pretrained: Pretrained | None) -> list[str]
 
 
 def _describe_routers(config: Config, model: ModelConfig, pretrained: Pretrained) -> list[str]:
-    """Formats the line about a checkpoint whose experts are trained without its load-balancing
-    loss; none for other runs. Adapters leave routers frozen."""
+    """Formats the line about a checkpoint whose experts train without its load-balancing loss;
+    empty for other runs. With adapters, routers are frozen."""
     if (
         model.experts.aux_loss is not None
         or not pretrained.sidecars
@@ -115,10 +115,10 @@ def _describe_routers(config: Config, model: ModelConfig, pretrained: Pretrained
 
 
 def _range(values: Collection[float]) -> str:
-    """Formats the least and the greatest of the values."""
+    """Formats the minimum and the maximum of the values."""
     return " to ".join(dict.fromkeys(_number(x) for x in (min(values), max(values))))
 
 
 def _number(value: float) -> str:
-    """Formats a number with up to 4 digits, a float at least as `1.0`."""
+    """Formats a number with up to 4 digits, and whole floats like `1.0`."""
     return str(value if isinstance(value, int) else float(f"{value:.4g}"))

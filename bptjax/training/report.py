@@ -1,4 +1,4 @@
-"""The results of a run: its summary, answers, a sample, the adapter for PEFT."""
+"""The results of a run: summary, answers, a sample, the adapter for PEFT."""
 
 import json
 import math
@@ -29,7 +29,7 @@ ADAPTER = "adapter"
 
 def export_adapter(run: TrainingRun, state: TrainState, log: Log) -> None:
     """Writes the trained adapters of a Hugging Face model and the tokenizer to `adapter/` in PEFT's
-    format, and logs how PEFT gets the base model. Every process must call it; the first writes."""
+    format, and logs how PEFT gets the base model. All processes must call it; the first writes."""
     pretrained = run.spec.pretrained
     if run.base_fingerprint is None or pretrained is None or pretrained.family is None:
         return
@@ -45,8 +45,8 @@ def export_adapter(run: TrainingRun, state: TrainState, log: Log) -> None:
 
 
 def log_summary(run: TrainingRun, state: TrainState, sample: str, log: Log) -> list[str]:
-    """Draws the loss curve; logs the held-out loss, the sources, the sample and the files. Returns
-    the lines about the held-out loss and the sources."""
+    """Draws the loss curve, and logs the held-out loss, the sources, the sample and the files.
+    Returns the lines about held-out loss and sources."""
     records = [r for r in read_metrics(run.directory / "metrics.jsonl") if "eval/loss" in r]
     held_out, sources = _held_out_loss(run, records) if records else [], []
     if shares := run.batches.token_shares():
@@ -65,12 +65,11 @@ def log_summary(run: TrainingRun, state: TrainState, sample: str, log: Log) -> l
 
 
 def _held_out_loss(run: TrainingRun, records: list[dict[str, Any]]) -> list[str]:
-    """Formats the held-out loss of the first and the last evaluation: for bytes in bits, with
-    baselines; for other tokens in nats, by source if there are several; with a warning if it
-    rose."""
+    """Formats the held-out loss of the first and last evaluation: in bits per byte with baselines
+    for bytes, else in nats, by source if there are several. Warns if the loss rose."""
     losses, config = _values(records, "eval/loss"), run.config
     before, after = losses[0], losses[-1]
-    # The first records of a resumed run may be lost.
+    # A resumed run may have lost its first records.
     then = "before training" if records[0]["step"] == 0 else f"at step {records[0]['step']:,}"
     complete = not run.eval_is_partial and run.check.held_out.complete
     complete &= run.spec.objective.likelihood
@@ -95,7 +94,7 @@ def _held_out_loss(run: TrainingRun, records: list[dict[str, Any]]) -> list[str]
         lines.append(
             f"  {name.removeprefix('eval/loss/')}: {own[0]:.4f} {then}, {own[-1]:.4f} after"
         )
-    if not after <= before:  # True if a loss is NaN, too.
+    if not after <= before:  # Also true if a loss is NaN.
         best = min(filter(math.isfinite, losses), default=math.nan)
         lines.append(
             f"warning: held-out loss rose from {before:.4f} {then} to {after:.4f} after "
@@ -117,7 +116,7 @@ def _log_files(run: TrainingRun, step: int, log: Log) -> None:
         best = json.loads((directory / BEST).read_text())
         where = directory / "checkpoints" / str(best["step"])
         text = f"best:       {where}, eval/loss {best['eval/loss']:.4f}"
-        # The best evaluation may precede the first run with checkpoint.keep_best.
+        # The best evaluation may be from before checkpoint.keep_best was set.
         text += "" if where.exists() else "; not saved"
         log(f"{text}; generate, evaluate and convert use the newest checkpoint")
     if (directory / ADAPTER).exists():
@@ -131,9 +130,9 @@ def predict_answers(
 ) -> list[dict[str, str]]:
     """Returns `prompt`, `prediction` and `reference` of each of the run's eval_prompts.
 
-    A prediction ends at a stop token, or at the length of the longest reference. If its own
-    reference has no stop token, it is truncated to the length of that reference. Lines of progress
-    go to `show`.
+    A prediction ends at a stop token, or at the length of the longest reference. If its reference
+    has no stop token, the prediction is truncated to the length of that reference. `show` prints
+    lines of progress.
     """
     prompts, references = zip(*run.eval_prompts, strict=True)
     stop, longest = run.tokenizer.stop_ids, max(map(len, references))
@@ -169,13 +168,13 @@ def predict_answers(
 
 
 def sample_text(run: TrainingRun, state: TrainState) -> str:
-    """Returns a generated text, no longer than the training sequences. It starts like a document,
-    or after a newline if the tokenizer has no `prefix`."""
+    """Returns a generated text, no longer than the training sequences. The text starts like a
+    document, or after a newline if the tokenizer has no `prefix`."""
     prompt, train = run.tokenizer.prefix, run.config.train
     if not len(prompt):
         try:
             prompt = run.tokenizer.encode("\n")
-        except ValueError:  # A vocabulary from a text of one line has no newline.
+        except ValueError:  # The vocabulary of a one-line text has no newline.
             prompt = [0]
     with jax.set_mesh(run.spec.mesh):
         new = list(

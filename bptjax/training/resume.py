@@ -30,12 +30,12 @@ from bptjax.training.state import (
 
 
 class Start(NamedTuple):
-    """The point that a run starts from.
+    """The point from which a run starts.
 
     Attributes:
       step: 0 for a new run.
       state: `checkpoint_view` of the state; None for a new run.
-      extra: values saved beside the state.
+      extra: values saved with the state.
     """
 
     step: int
@@ -45,8 +45,8 @@ class Start(NamedTuple):
 
 @contextmanager
 def open_checkpoints(run: TrainingRun) -> Iterator[Checkpoints]:
-    """Yields the checkpoints of a run, whose directories no other run may use meanwhile, and
-    finishes the last save at the end.
+    """Yields the checkpoints of a run, locks their directories, and finishes the last save at the
+    end.
 
     Raises:
       ValueError: another process uses the run directory, or checkpoint.local_dir cannot be used.
@@ -79,7 +79,7 @@ def open_checkpoints(run: TrainingRun) -> Iterator[Checkpoints]:
 
 
 def find_start(run: TrainingRun, checkpoints: Checkpoints) -> Start:
-    """Restores the newest checkpoint, if there is one, and the position in the data.
+    """Restores the newest checkpoint, if any, and the position in the data.
 
     Raises:
       ValueError: the checkpoint has another configuration, global batch size, data or base model,
@@ -127,7 +127,7 @@ def find_start(run: TrainingRun, checkpoints: Checkpoints) -> Start:
 
 @contextmanager
 def _of_this_version(run: TrainingRun) -> Iterator[None]:
-    """Refuses saved values of another version, or of a person, which can raise any exception."""
+    """Refuses values saved by another version or edited by hand, which can raise any exception."""
     try:
         yield
     except Exception as error:
@@ -141,7 +141,7 @@ def _of_this_version(run: TrainingRun) -> Iterator[None]:
 def complete_state(
     run: TrainingRun, start: Start, progress: RunProgress | NullLogger
 ) -> TrainState:
-    """Returns the state that the run starts with, and logs its origin."""
+    """Returns the state with which the run starts, and logs its origin."""
     spec, log = run.spec, progress.log
     if start.state is not None:
         log(f"resumed at step {start.step} of {spec.steps} in {run.directory}")
@@ -159,7 +159,7 @@ def complete_state(
 
 
 def describe_extension(spec: TrainSpec, start: int, before: int) -> str:
-    """Formats how a new number of steps changes the learning rate of a resumed run."""
+    """Formats how the new number of steps changes the learning rate of a resumed run."""
     old, new = (
         np.asarray(learning_rate(spec.config.optimizer, steps)(start)).item()
         for steps in (before, spec.steps)

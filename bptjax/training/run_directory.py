@@ -14,11 +14,11 @@ from bptjax.run.json_files import read_json
 from bptjax.run.output import leftovers, write_atomically
 from bptjax.run.yaml_files import RUN_CONFIG, read_yaml
 
-# The date of a run's start, which chat templates may read.
+# The start date of a run, which chat templates may read.
 START = "start.json"
 # Extensions of the files of a run.
 FILES = ".html", ".json", ".jsonl", ".png", ".txt", ".yaml"
-# Keys that may change on resume. `find_start` checks that the global batch size stays the same, and
+# Keys that may change on resume. `find_start` checks that the global batch size is the same and
 # that the run does not end before its checkpoint.
 RESUMABLE_KEYS = (
     "run_dir",
@@ -46,7 +46,7 @@ def check_run_dir(run_dir: Path) -> None:
     """Checks that `run_dir` does not exist, is empty or holds a run. Writes nothing.
 
     Raises:
-      ValueError: it is a file, or holds other files, or directories with the names of files.
+      ValueError: `run_dir` is a file, or holds other files, or directories with the names of files.
     """
     file = run_dir / RUN_CONFIG
     if run_dir.exists() and not run_dir.is_dir():
@@ -61,7 +61,7 @@ def check_run_dir(run_dir: Path) -> None:
 
 
 def acquire_run_dir(run_dir: Path, config: Config) -> None:
-    """Creates `run_dir` for this config, or checks that it already belongs to it.
+    """Creates `run_dir` for this config, or checks that it already belongs to this config.
 
     Raises:
       ValueError: the directory belongs to another config, or holds other files.
@@ -70,7 +70,7 @@ def acquire_run_dir(run_dir: Path, config: Config) -> None:
     check_run_dir(run_dir)
     if (run_dir / RUN_CONFIG).exists():
         ours = flatten(config)
-        # The config of an older version lacks newer keys. Their defaults keep its behavior.
+        # The config of an older version lacks newer keys, whose defaults keep its behavior.
         theirs = flatten(Config()) | saved_keys(run_dir)
         for key in sorted(theirs.keys() | ours.keys()):
             if key.startswith(RESUMABLE_KEYS) or theirs.get(key) == ours.get(key):
@@ -84,7 +84,7 @@ def acquire_run_dir(run_dir: Path, config: Config) -> None:
 
 
 def saved_keys(run_dir: Path) -> dict[str, Any]:
-    """Returns `{"group.key": value}` of a run directory's config, empty if there is none.
+    """Returns `{"group.key": value}` of a run directory's config; empty if there is none.
 
     Raises:
       ValueError: the file is damaged.
@@ -103,8 +103,8 @@ def saved_keys(run_dir: Path) -> dict[str, Any]:
 
 
 def saved_execution(config: Config) -> Execution | None:
-    """Returns the execution of a run that is resumed, with the keys that are set now; None for a
-    new run, or if the keys that are set now exclude the others."""
+    """Returns the execution of a resumed run, completed by the keys that are set now; None for a
+    new run, or if these keys exclude the saved ones."""
     saved = saved_keys(Path(config.run_dir).expanduser())
     values: dict[str, Any] = {k: saved.get(f"execution.{k}") for k in config.execution.unset}
     if not saved or None in values.values():
@@ -120,8 +120,8 @@ def saved_execution(config: Config) -> Execution | None:
 
 
 def saved_start(run_dir: Path) -> str | None:
-    """Returns the date and time at which a run started, in ISO 8601; None if it has not, or was
-    started by version 0.1.
+    """Returns the date and time at which a run started, in ISO 8601; None if the run has not
+    started, or was started by version 0.1.
 
     Raises:
       ValueError: the file is damaged.

@@ -1,4 +1,4 @@
-"""Sets up a run from a config: checks everything before it writes anything."""
+"""Sets up a run from a config: checks everything before anything is written."""
 
 import json
 import math
@@ -78,10 +78,10 @@ class TrainingRun:
     Attributes:
       held_out: documents for evaluation.
       batches: endless training batches `[global batch size, T]`.
-      check: check of the records.
+      check: background scan of the records.
       eval_prompts: token ids (prompt, answer) of the chats that the model answers in evaluations.
       notes: lines for the log.
-      data_size: number of files of training data, and their bytes.
+      data_size: number of files of training data, and their total bytes.
       base_fingerprint: hash of the base model's weights; None without adapters.
     """
 
@@ -108,8 +108,8 @@ class TrainingRun:
 
     @cached_property
     def evaluation(self) -> Evaluation:
-        """The held-out batches `[B, T]`: all, or a sample of train.eval_batches. Reads the
-        documents of the sample."""
+        """The held-out batches `[B, T]`: all, or a sample of train.eval_batches, whose documents
+        are read."""
         return eval_loader(
             self.held_out,
             self.processor,
@@ -122,7 +122,7 @@ class TrainingRun:
 
     @property
     def eval_total(self) -> int:
-        """Number of batches of an evaluation. Without a sample it is known in process 0, and an
+        """Number of batches of an evaluation. Without a sample, only process 0 knows it, as an
         estimate until all records are checked."""
         if self.evaluation.sample is not None:
             return self.evaluation.sample.batches
@@ -137,12 +137,12 @@ class TrainingRun:
 
 @translate_peer_errors()
 def setup(config: Config, now: datetime | None = None) -> TrainingRun:
-    """Checks everything, then creates the run directory or continues in the directory of this
-    config. A refused config writes nothing. Only the first process writes.
+    """Checks everything, then creates the run directory, or continues the run in it. A refused
+    config writes nothing. Only the first process writes.
 
     Args:
-      now: date and time at which a new run starts; the present if left out. Chat templates read it
-        in process 0, in a resumed run that of its first start.
+      now: date and time at which a new run starts; by default the present. Chat templates read the
+        time of process 0; in a resumed run, the time of its first start.
 
     Raises:
       ValueError, NotImplementedError, OSError: one line about the wrong key or file.
@@ -209,8 +209,8 @@ def _write_run_dir(run: TrainingRun, config: Config) -> None:
 
 
 def _with_defaults(config: Config, platform: str) -> Config:
-    """Returns the config with every default. A resumed run keeps the alpha of its adapters, on
-    another platform its dtype, and on a CPU its execution; for other devices see
+    """Returns the config with every default. A resumed run keeps the alpha of its adapters, its
+    dtype on another platform, and its execution on a CPU; for other devices see
     `complete_execution`.
 
     Raises:
@@ -231,8 +231,8 @@ def _with_defaults(config: Config, platform: str) -> Config:
 
 
 def _open_run(config: Config, devices: list[jax.Device], date: str) -> TrainingRun:
-    """Opens data and checkpoint, and checks them against the config; writes nothing. `date` is that
-    of the run's start.
+    """Opens data and checkpoint, and checks them against the config. Writes nothing. `date` is the
+    start date of the run.
 
     Raises:
       ValueError, NotImplementedError, OSError: as `setup`.
@@ -339,7 +339,7 @@ def _count_epoch(run: TrainingRun) -> TrainingRun:
     epochs, check, size = run.config.train.epochs or 0.0, run.check, run.spec.global_batch_size
     pixels = run.spec.model.encoder.image_size
     if images := pixels is not None and run.config.data.bad_records == "error":
-        # Each is a sequence, or ends the run.
+        # Each image is one sequence, or ends the run.
         check.count_images()
     else:
         say("train.epochs: reading all records, to count the sequences of an epoch")
@@ -366,7 +366,7 @@ def _eval_prompts(
     config: Config, model: ModelConfig, data: RunData
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """Returns (prompt, answer) of `train.num_eval_generations` held-out chats, in random order.
-    They are tokenized now, so that a bad chat fails at the start and not at the first evaluation.
+    Tokenizes them now, so that a bad chat fails at the start, not at the first evaluation.
 
     Raises:
       ValueError: the held-out documents are not chats, or exceed the model's positions.
@@ -392,8 +392,8 @@ def _eval_prompts(
 
 
 def _fingerprint(spec: TrainSpec) -> str | None:
-    """Hashes the base model of adapters. This precedes the loading of its weights, because the
-    files may be replaced before the first checkpoint records the hash."""
+    """Hashes the base model of adapters before its weights are loaded, because its files may be
+    replaced before the first checkpoint records the hash."""
     if spec.config.adapter.type == "none" or spec.pretrained is None:
         return None
     say("hashing the base model's weights")

@@ -19,8 +19,8 @@ from bptjax.weights.pretrained import Pretrained
 
 
 def fit_to_images(config: Config, model: ModelConfig) -> Config:
-    """Returns the config of a run on images, each of which is one sequence of its patches. The
-    config of another model stays."""
+    """Returns the config with the sequence length of a model of images: one image per sequence.
+    Other configs are returned unchanged."""
     if model.encoder.image_size is None:
         return config
     train = replace(config.train, seq_len=model.encoder.patches + 1)
@@ -32,7 +32,7 @@ class TrainSpec:
     """A config with the model and the mesh that it trains on.
 
     Attributes:
-      model: the architecture, with the sizes that the tokenizer and the checkpoint decide.
+      model: the architecture, with the sizes from the tokenizer and the checkpoint.
       pretrained: the checkpoint to start from; None for a new model.
       epoch_steps: train.epochs in optimizer steps; None until the data are counted.
     """
@@ -45,7 +45,7 @@ class TrainSpec:
 
     @cached_property
     def execution(self) -> Execution:
-        """How a step is computed; keys that are not set have their defaults."""
+        """Settings of how a step is computed, with defaults for unset keys."""
         return self.config.execution.complete()
 
     @cached_property
@@ -102,8 +102,8 @@ class TrainSpec:
         """Layout of batches on the mesh.
 
         Raises:
-          ValueError: parallel.tp does not divide the model's heads, parallel.ep does not divide
-            its experts, or the schedule needs unsharded sequences.
+          ValueError: parallel.tp does not divide the model's heads, parallel.ep does not divide its
+            experts, or the schedule needs unsharded sequences.
           NotImplementedError: the named strategy cannot divide the heads.
         """
         execution, sp = self.execution, num_shards(self.mesh, "sequence")
@@ -118,7 +118,7 @@ class TrainSpec:
                 f"parallel.ep={ep}: must be 1 for a model without experts; use parallel.fsdp"
             )
         if experts % ep:
-            # Divides the devices too, so that the others can go to fsdp.
+            # Name a divisor of the devices too, so that fsdp can use the rest.
             raise ValueError(
                 f"parallel.ep={ep}: must divide model.experts.count={experts}; use "
                 f"{math.gcd(ep, experts)}, with the other devices on parallel.fsdp"

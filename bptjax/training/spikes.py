@@ -1,4 +1,4 @@
-"""Spikes of the loss and of the gradient norm, and the batches that rollbacks leave out."""
+"""Spikes of the loss and the gradient norm, and the batches that rollbacks skip."""
 
 import math
 import statistics
@@ -14,7 +14,7 @@ class Spike(RunFailed):
 
     Attributes:
       step: step of the spike.
-      cursor: position in the data after the batch of this step.
+      cursor: position in the data after this step's batch.
     """
 
     def __init__(self, message: str, step: int, cursor: Any):
@@ -28,12 +28,12 @@ class Spikes:
 
     Attributes:
       rollbacks: number of rollbacks of the run.
-      skipped: first and last batch of each group that was left out, in the order of the data and
-        counted from 1. Without rollbacks, step n has batch n.
+      skipped: first and last batch of each skipped range, in the order of the data and counted from
+        1. Without rollbacks, step n has batch n.
     """
 
     def __init__(self, config: SpikeConfig, saved: dict[str, Any]):
-        """Continues from `state()` of an earlier part of the run, empty for a new run."""
+        """Continues from the `state()` of an earlier part of the run; empty for a new run."""
         self._config = config
         recent = saved.get("recent", {})
         self._recent = {
@@ -55,11 +55,11 @@ class Spikes:
         return self.rollbacks < self._config.max_rollbacks
 
     def find(self, metrics: dict[str, float]) -> str:
-        """Returns how the metrics of a step are not finite or a spike. Else adds them to the recent
-        ones, and returns an empty text."""
+        """Describes metrics that are not finite or a spike. Adds other metrics to the recent ones,
+        and returns an empty string."""
         loss, norm = metrics["train/loss"], metrics["train/grad_norm"]
         scale = metrics.get("train/loss_scale")
-        # An overflow in float16 only lowers the loss scale, until the scale is too small.
+        # In float16 an overflow only lowers the loss scale, until the scale is too small.
         if (
             not math.isfinite(loss)
             or (scale is None and not math.isfinite(norm))
@@ -93,11 +93,11 @@ class Spikes:
         return step + sum(last - first + 1 for first, last in self.skipped)
 
     def roll_back(self, before: "Spikes", step: int, spike: int) -> str:
-        """Leaves out the batches after those of `step`, to which the run has gone back, until the
-        batch of the spike. Describes them.
+        """Skips the batches after `step`, which was restored, up to the batch of the spike.
+        Describes the skipped batches.
 
         Args:
-          before: the spikes until now; these are of the checkpoint of `step`.
+          before: the spikes before the restore; `self` is from the checkpoint of `step`.
           spike: step of the spike.
         """
         first, last = self.batch(step + 1), before.batch(spike)

@@ -1,5 +1,5 @@
-"""The state of a run: parameters, optimizer state and keys; created, loaded or restored, with the
-sharding and the memory of each array."""
+"""The state of a run (parameters, optimizer state and keys): created, loaded or restored, with the
+sharding and memory of each array."""
 
 import math
 from collections.abc import Callable
@@ -52,7 +52,7 @@ class TrainState:
 
     Attributes:
       step: int32 scalar, optimizer steps done.
-      key: uint32 `[2]`, data of the key that seeds dropout and rounding.
+      key: uint32 `[2]`, data of the key for dropout and rounding.
       loss_scale: loss scale in float16; else None.
     """
 
@@ -64,8 +64,8 @@ class TrainState:
 
 
 def abstract_state(spec: TrainSpec) -> TrainState:
-    """Returns shapes, dtypes and shardings of the state, without allocating it. The spec keeps
-    them, because the start of a run needs them several times and tracing takes long."""
+    """Returns shapes, dtypes and shardings of the state, without allocating the state. Cached in
+    the spec, because a run's start needs them several times and tracing is slow."""
     kept = vars(spec)
     if "abstract_state" not in kept:
         kept["abstract_state"] = _abstract_state(spec)
@@ -85,8 +85,8 @@ def _abstract_state(spec: TrainSpec) -> TrainState:
 def init_state(
     spec: TrainSpec, *, load: bool = True, show: Callable[[str], None] | None = None
 ) -> TrainState:
-    """Returns the state at step 0, each array created with its own sharding: loaded, or new if
-    there is no checkpoint or `load` is false.
+    """Returns the state at step 0, each array created with its sharding: loaded, or new if there is
+    no checkpoint or `load` is false.
 
     Args:
       show: shows the progress; see `Progress`.
@@ -106,8 +106,7 @@ def init_state(
 
 
 def checkpoint_view(spec: TrainSpec, state: TrainState) -> TrainState:
-    """Returns the state that a checkpoint holds: the complete state, but with adapters without the
-    frozen weights."""
+    """Returns the state in a checkpoint: everything except weights that adapters freeze."""
     if spec.config.adapter.type == "none":
         return state
     return replace(state, model=split(state.model, in_checkpoint)[0])
@@ -116,8 +115,8 @@ def checkpoint_view(spec: TrainSpec, state: TrainState) -> TrainState:
 def from_checkpoint(
     spec: TrainSpec, saved: TrainState, show: Callable[[str], None] | None = None
 ) -> TrainState:
-    """Inverts `checkpoint_view`: reloads the frozen weights from the base model's checkpoint, and
-    shows the progress; see `Progress` for `show`."""
+    """Inverts `checkpoint_view`: reloads the frozen weights from the base model's checkpoint.
+    `show` shows the progress; see `Progress`."""
     if spec.config.adapter.type == "none":
         return saved
     frozen = split(init_state(spec, show=show).model, in_checkpoint)[1]
@@ -125,15 +124,15 @@ def from_checkpoint(
 
 
 def split_trained(spec: TrainSpec, model: Transformer) -> tuple[Any, Any]:
-    """Returns the trained parameters and the frozen ones; `lora.join` is the inverse."""
+    """Returns (trained parameters, frozen parameters); `lora.join` is the inverse."""
     if spec.config.adapter.type == "none":
         return split(model, lambda v: isinstance(v, nnx.Param))
     return split(model, is_trained)
 
 
 def gather_adapters(spec: TrainSpec, state: TrainState) -> Adapters:
-    """Returns the adapters, and the embeddings trained in full beside them, as NumPy arrays.
-    Gathers the shards of all processes, so each process must call it."""
+    """Returns the adapters, and any embeddings trained in full, as NumPy arrays. All processes must
+    call it, because it gathers the shards of all processes."""
     values, modules = {}, {}
     found = jax.tree.leaves_with_path(
         state.model, is_leaf=lambda x: isinstance(x, LoraKernel | TrainedEmbedding)
@@ -148,7 +147,7 @@ def gather_adapters(spec: TrainSpec, state: TrainState) -> Adapters:
 
 
 class ParameterCounts(NamedTuple):
-    """Number of all parameters, adapters included, and of trained parameters."""
+    """Number of all parameters, including adapters, and of trained parameters."""
 
     total: int
     trained: int
@@ -157,7 +156,7 @@ class ParameterCounts(NamedTuple):
 def parameter_counts(
     spec: TrainSpec, share: Callable[[str], Fraction | int] = lambda path: 1
 ) -> ParameterCounts:
-    """Counts the parameters, each only to the `share` of its path."""
+    """Counts the parameters, weighting each by the `share` of its path."""
 
     def size(tree):
         leaves = jax.tree.leaves_with_path(tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
@@ -168,7 +167,7 @@ def parameter_counts(
         return ParameterCounts(base, base)
     state = jax.eval_shape(partial(_new_state, spec), None, _loaded_adapters(spec))
     trained, _ = split_trained(spec, state.model)
-    # The count of the base model includes the embeddings that are trained in full.
+    # The base model's count includes the embeddings that are trained in full.
     in_full, low_rank = split(trained, lambda v: isinstance(v, TrainedEmbedding))
     return ParameterCounts(base + size(low_rank), size(in_full) + size(low_rank))
 
@@ -185,8 +184,8 @@ def adapted_kernels(spec: TrainSpec) -> set[str]:
 
 
 def kernel_sizes(spec: TrainSpec, sharded: bool) -> dict[str, tuple[int, int, int]]:
-    """Returns the number of layers, of inputs and of outputs that a device has of each of
-    `float8_kernels`, by path; see `with_shardings` for `sharded`."""
+    """Returns the number of layers, inputs and outputs that a device holds of each of
+    `float8_kernels`, by path. For `sharded` see `with_shardings`."""
     model = with_shardings(spec, _abstract_model(spec), sharded)
     in_ndims, found = float8_kernels(model), {}
     for at, v in jax.tree.leaves_with_path(model, is_leaf=lambda x: isinstance(x, nnx.Variable)):
@@ -199,7 +198,7 @@ def kernel_sizes(spec: TrainSpec, sharded: bool) -> dict[str, tuple[int, int, in
 
 
 def embeddings_in_full(spec: TrainSpec) -> set[str]:
-    """Returns the paths of the embeddings that are trained in full beside adapters.
+    """Returns the paths of the embeddings that are trained in full in addition to adapters.
 
     Raises:
       ValueError: adapter.modules_to_save names other modules than embeddings.
@@ -228,8 +227,8 @@ def _abstract_model(spec: TrainSpec) -> Transformer:
 
 
 def _new_model(spec: TrainSpec, key: Array) -> Transformer:
-    """Returns a new model without adapters. If it will be frozen beside adapters, its weights have
-    the dtype of the computation."""
+    """Returns a new model without adapters. If adapters will freeze it, its weights have the
+    compute dtype."""
     train, frozen = spec.config.train, spec.config.adapter.type != "none"
     dtype = spec.compute_dtype if frozen else jnp.dtype(train.param_dtype)
     model = new_model(spec.model, key, dtype)
@@ -241,7 +240,7 @@ def _new_state(
     model: Transformer | None = None,
     adapters: dict[str, LoraWeights] | None = None,
 ) -> TrainState:
-    """Returns the state at step 0 from `model` and `adapters`, which are new if left out."""
+    """Returns the state at step 0 from `model` and `adapters`, by default new ones."""
     adapter = spec.config.adapter
     model_key, key = jax.random.split(jax.random.key(spec.config.seed))
     if model is None:
@@ -269,7 +268,7 @@ def _new_state(
 
 def with_shardings(spec: TrainSpec, tree: Any, sharded: bool = True) -> Any:
     """Returns the abstract leaves with shardings: parameters by their logical axes, along
-    `STATE_AXIS` only if `sharded`; other leaves replicated."""
+    `STATE_AXIS` only if `sharded`; other leaves are replicated."""
     replicated = () if sharded else (STATE_AXIS,)
 
     def place(leaf):

@@ -32,7 +32,7 @@ from bptjax.weights.float8_kernels import quantize_kernels, with_float8
 from bptjax.weights.lora import join
 
 Batch = dict[str, Any]
-# fold_in constant for the key of stochastic rounding. It exceeds every index of a micro-batch.
+# fold_in constant for the key of stochastic rounding; larger than any micro-batch index.
 ROUNDING = 2**31
 
 
@@ -40,7 +40,7 @@ class AuxiliarySums(NamedTuple):
     """Sums over a batch, without a gradient.
 
     Attributes:
-      sums: sums of the feed-forward networks over tokens without padding.
+      sums: sums of the feed-forward networks over tokens, without padding.
       tokens: number of these tokens.
       labeled: `Objective.count` of the batch.
     """
@@ -54,9 +54,9 @@ class LossSums(NamedTuple):
     """Sums over a batch, in nats.
 
     Attributes:
-      loss, z_loss, metrics: those of `Losses`.
-      auxiliary: loss of the feed-forward networks, which is not in `loss`.
-      counts: sums that this loss and metrics of the networks need.
+      loss, z_loss, metrics: as in `Losses`.
+      auxiliary: auxiliary loss of the feed-forward networks, which `loss` does not include.
+      counts: sums from which the auxiliary loss and the networks' metrics are computed.
     """
 
     loss: Array
@@ -72,7 +72,7 @@ def _run_model(
     """Returns the hidden states of the inputs of a micro-batch `[B, T]`, and the sums of the
     feed-forward networks."""
     inputs = spec.objective.inputs(batch)
-    # With a single type, tokens of both texts of a pair have it.
+    # If there is only one token type, both texts of a pair have it.
     several = spec.model.encoder.token_types > 1
     return model(
         inputs["tokens"],
@@ -106,7 +106,7 @@ def loss_sums(
 
     Args:
       key: dropout key; None turns dropout off.
-      totals: sums of the global batch; None if this micro-batch is all of it.
+      totals: sums of the global batch; None if it has only this micro-batch.
     """
     hidden, aux = _run_model(spec, model, batch, key)
 
@@ -127,21 +127,21 @@ def loss_sums(
 
 
 def gradients(spec: TrainSpec, state: TrainState, batch: Batch) -> tuple[LossSums, Any, Array]:
-    """Computes (Σ losses, gradients of Σ losses, `Objective.count`) over micro-batches
-    `[A, B, T]`: sums, to be divided once.
+    """Computes (Σ losses, gradients of Σ losses, `Objective.count`) over micro-batches `[A, B, T]`:
+    sums, to be divided once.
 
-    The gradients are with respect to the trained parameters; over several micro-batches they are
-    summed in float32. A loss scale multiplies the gradients, not the losses.
+    Gradients are with respect to the trained parameters, and are summed in float32 over several
+    micro-batches. A loss scale multiplies the gradients, not the losses.
 
-    The auxiliary loss is not a sum over tokens. With several micro-batches, one more forward pass
-    of each computes the sums of the global batch that this loss needs.
+    The auxiliary loss is not a sum over tokens. With several micro-batches, an additional forward
+    pass over each computes the global batch's sums that the auxiliary loss needs.
     """
     key = _step_key(state)
     factor = 1.0 if state.loss_scale is None else state.loss_scale.value
     trained, frozen = split_trained(spec, state.model)
     config, weights = spec.config, {}
     if config.train.linear == "float8":
-        # Once for all micro-batches. Each device gathers shards of the results, layer by layer.
+        # Quantize once for all micro-batches. Devices gather shards of the results, layer by layer.
         sharded = config.parallel.zero_stage == 3
         weights = constrain(spec, quantize_kernels(state.model), sharded)
     in_float8 = partial(with_float8, weights=weights, trained=config.adapter.type == "none")
@@ -188,7 +188,7 @@ def gradients(spec: TrainSpec, state: TrainState, batch: Batch) -> tuple[LossSum
 
 
 def _step_key(state: TrainState) -> Array:
-    """Returns the key of this step's dropout and rounding."""
+    """Returns the key for this step's dropout and rounding."""
     return jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
 
 
@@ -197,15 +197,15 @@ def train_step(
 ) -> tuple[TrainState, dict[str, Array]]:
     """Takes one optimizer step over micro-batches `[A, B, T]`.
 
-    Metrics are means per labeled token, or what else the objective counts; `train/loss` has no
-    z-loss. `tokens` counts the tokens that are not padding; for `attended` see `attended_pairs`.
+    Metrics are means per labeled token, or per other unit of the objective; `train/loss` excludes
+    z-loss. `tokens` counts tokens without padding; for `attended` see `attended_pairs`.
     """
     config = spec.config
     losses, found, count = gradients(spec, state, batch)
     count = jnp.maximum(count, 1).astype(jnp.float32)
     loss_scale = state.loss_scale
     trained, frozen = split_trained(spec, state.model)
-    # After an overflow in float16, `count` and thus the schedule stay the same.
+    # After an overflow in float16, `count` and so the schedule stay the same.
     schedule = learning_rate(config.optimizer, spec.steps)
     rate = jnp.asarray(schedule(state.opt_state.count.astype(jnp.float32)))
     with jax.named_scope("optimizer"):
@@ -213,7 +213,7 @@ def train_step(
             config.optimizer,
             found,
             state.opt_state,
-            # Each device updates the same shard of parameters and of optimizer state.
+            # Each device updates the same shard of the parameters and of the optimizer state.
             constrain(spec, trained, sharded=True),
             rate=rate,
             divisor=count if loss_scale is None else count * loss_scale.value,
@@ -258,15 +258,15 @@ def compile_step(
     batch: Batch,
     options: Mapping[str, bool | str] = MappingProxyType({}),
 ) -> jax.stages.Compiled:
-    """Compiles `train_step` for a state and a batch `[A, B, T]`, either of which may be abstract.
-    The compiled step donates the state.
+    """Compiles `train_step` for a state and a batch `[A, B, T]`, which may be abstract. The
+    compiled step donates the state.
 
     Args:
-      options: options of XLA, beside those of the target.
+      options: XLA options, in addition to the target's.
 
     Raises:
-      RuntimeError: optimizer.state_memory_kind=pinned_host, and the optimizer state is not in host
-        memory; train.linear=float8 on a GPU, and a product has other operands.
+      RuntimeError: with optimizer.state_memory_kind=pinned_host, the optimizer state is not in host
+        memory; with train.linear=float8 on a GPU, a product has other operands.
     """
     offloaded = spec.config.optimizer.state_memory_kind == "pinned_host"
     kinds = {x.sharding.memory_kind for x in jax.tree.leaves(state.opt_state.slots)}
@@ -277,7 +277,7 @@ def compile_step(
     options = compiler_options() | dict(options)
     float8 = spec.config.train.linear == "float8" and platform() == "gpu"
     if float8:
-        # XLA's own kernels, which it may choose over cuBLAS, take wider operands.
+        # XLA may choose its own kernels over cuBLAS, but they take wider operands.
         options["xla_gpu_enable_triton_gemm"] = False
     with jax.set_mesh(spec.mesh):
         compiled = step.lower(state, batch).compile(options)
@@ -334,7 +334,7 @@ def _patch_width(spec: TrainSpec) -> int:
 
 
 def random_batch(spec: TrainSpec) -> Batch:
-    """Returns a training batch `[A, B, T]` of random tokens, each sequence one document."""
+    """Returns a training batch `[A, B, T]` of random tokens, with one document per sequence."""
     train, B, rng = spec.config.train, spec.global_batch_size, np.random.default_rng(0)
     shape = B, train.seq_len + 1
     tokens = rng.integers(0, spec.model.encoder.classes or spec.model.V, shape, np.int32)
@@ -351,11 +351,11 @@ def random_batch(spec: TrainSpec) -> Batch:
 def evaluator(
     spec: TrainSpec,
 ) -> Callable[..., dict[str, float]]:
-    """Returns a function from a model and the batches `[B, T]` of each source to metrics: the mean
-    loss over all sources, in nats, and those of the objective; with several sources, also the mean
-    loss of each source that has labels.
+    """Returns a function from a model and each source's batches `[B, T]` to metrics: the mean loss
+    over all sources, in nats, and the objective's metrics; with several sources, also the mean loss
+    of each source with labels.
 
-    Its third argument is called after each finished batch but the last. At most two batches are in
+    The function calls its third argument after each batch but the last. At most two batches are in
     flight, so that batches do not fill the device's memory.
     """
 
