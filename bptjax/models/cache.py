@@ -74,7 +74,7 @@ class Cache:
         return self.full if full and self.full is not None else (self.k, self.v)
 
     def with_keys_values(self, full: bool, k: Array, v: Array) -> "Cache":
-        """Returns the cache with these arrays in place of `keys_values(full)`."""
+        """Returns the cache with these arrays as `keys_values(full)`."""
         return replace(self, full=(k, v)) if full else replace(self, k=k, v=v)
 
     def carried(self, kind: str, index: Array) -> tuple[Array, ...]:
@@ -82,7 +82,7 @@ class Cache:
         return tuple(x[index] for x in self.mixed[kind])
 
     def carry(self, kind: str, index: Array, carried: tuple[Array, ...]) -> "Cache":
-        """Returns the cache with this state in place of `carried(kind, index)`."""
+        """Returns the cache with this state as `carried(kind, index)`."""
         new = tuple(
             jax.lax.dynamic_update_index_in_dim(old, x.astype(old.dtype), index, 0)
             for old, x in zip(self.mixed[kind], carried, strict=True)

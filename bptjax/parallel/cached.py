@@ -1,8 +1,8 @@
 """Attention to a cache of keys and values, on one device or on a mesh.
 
 The mesh axis tp shards the heads of the cache, and sp its tokens: token p is in slot p // sp of
-shard p % sp. So all shards have the same number of keys of every window of tokens, and a new token
-is written by one device. Each device attends from all queries to its own keys, and the states are
+shard p % sp. So every window of tokens has equally many keys on each shard, and a new token is
+written by one device. Each device attends from all queries to its own keys, and the states are
 merged over sp.
 """
 
@@ -36,18 +36,18 @@ from bptjax.parallel.ulysses import TOKEN_FIELDS
 
 # Logical axes of a cache.
 AXES = None, "batch", "sequence", "kv_heads", None
-# Key blocks that a kernel gets at a time on a CPU, where a copy of a layer's complete cache takes
-# longer than attention to its tokens. On a GPU, a kernel gets all blocks: a loop would start many
-# kernels for each token.
+# Key blocks that a kernel gets at a time on a CPU, where copying a layer's complete cache takes
+# longer than attention to its filled slots. On a GPU, a kernel gets all blocks: a loop would launch
+# many kernels per token.
 BLOCKS_AT_A_TIME = 4
-# With up to this number of queries, a GPU's kernel has too few programs to read a long cache fast,
-# and gets this number of parts of the cache at once, as if they were sequences. Dao et al. 2023,
-# "Flash-Decoding for long-context inference".
+# With up to FEW_QUERIES queries, a GPU kernel has too few programs to read a long cache fast, and
+# gets PARTS parts of the cache at once, as if they were sequences. Dao et al. 2023, "Flash-Decoding
+# for long-context inference".
 FEW_QUERIES, PARTS = 16, 64
 
 
 def cache_size(tokens: int, block: int = 1) -> int:
-    """Returns the slots of a cache for this number of tokens, a multiple of sp and of `block`."""
+    """Returns the slots of a cache for `tokens` tokens, a multiple of sp and of `block`."""
     parts = PARTS if platform() == "gpu" and block == 1 else 1
     unit = sequence_shards() * block * parts
     return -(-tokens // unit) * unit
@@ -59,7 +59,7 @@ def cache_positions(size: int) -> Int[np.ndarray, "{size}"]:
 
 
 def cache_slots(positions: Int[Array, "T"], size: int) -> Int[Array, "T"]:
-    """Returns the slots of a cache for the tokens at these positions; see `cache_positions`."""
+    """Returns the cache slots of the tokens at these positions; see `cache_positions`."""
     shards = sequence_shards()
     return positions % shards * (size // shards) + positions // shards
 
@@ -77,8 +77,8 @@ def append(
         return jax.lax.dynamic_update_slice(old, new, (index, zero, held, zero, zero))
 
     def write_own(old, new, index, held):
-        """Writes the new tokens whose slots are on this device. The same number of slots may be
-        written on each device; slots of other tokens keep their values."""
+        """Writes the new tokens whose slots are on this device. All devices write equally many
+        slots; slots of other tokens keep their values."""
         T, size = new.shape[1], old.shape[2]
         count = min((T + shards - 2) // shards + 1, size)
         first = jnp.minimum(held // shards, size - count)
@@ -125,7 +125,7 @@ def attention(
       offload: not used, because nothing is saved.
 
     Raises:
-      NotImplementedError, ValueError: as `ops.attention`; the mesh does not divide the heads.
+      NotImplementedError, ValueError: as in `ops.attention`; the mesh does not divide the heads.
     """
     spec = make_spec(QKV(q, k[0].astype(q.dtype), v[0].astype(q.dtype)), **options)
     check_sinks(sinks, q.shape[2])
@@ -208,7 +208,7 @@ def _attend_locally(
             for name in KEY_FIELDS
             if (field := getattr(mask, name)) is not None
         }
-        # The last chunk may start in the one before it.
+        # The last chunk may overlap the one before it.
         again = start + jnp.arange(chunk) < i * chunk
         fields["k_segments"] = jnp.where(again[None], 0, fields["k_segments"])
         chunk_spec = replace(spec, mask=replace(mask, **fields))
@@ -236,7 +236,7 @@ def _attend_in_parts(
     spec: AttentionSpec,
     heads: Array | None,
 ) -> AttentionState:
-    """Attends from few queries to parts of this device's slots at once, and merges the states."""
+    """Attends from a few queries to parts of this device's slots at once, and merges the states."""
     B, size = q.shape[0], k.shape[2]
     parts = math.gcd(size, PARTS)
 
@@ -263,7 +263,7 @@ def _attend_in_parts(
 
 
 def _merge_shards(state: AttentionState) -> AttentionState:
-    """Merges the states of all shards of the keys."""
+    """Merges the states over all shards of the keys."""
     return _merge(
         state,
         lambda y: jax.lax.pmax(y, SEQUENCE_AXIS),
@@ -274,7 +274,7 @@ def _merge_shards(state: AttentionState) -> AttentionState:
 def _merge(
     state: AttentionState, greatest: Callable[[Array], Array], total: Callable[[Array], Array]
 ) -> AttentionState:
-    """Merges states of disjoint sets of keys, over which `greatest` and `total` reduce; see
+    """Merges states of disjoint sets of keys, which `greatest` and `total` reduce over; see
     `merge_states`."""
     largest = greatest(state.lse)
     shift = jnp.where(largest == -jnp.inf, 0.0, largest)

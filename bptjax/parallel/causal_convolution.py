@@ -1,5 +1,5 @@
-"""The short causal convolution on a mesh: batch, channels and tokens are sharded, and each piece of
-a sequence gets the last tokens before it."""
+"""The short causal convolution on a mesh that shards batch, channels and tokens: each piece of a
+sequence gets the last tokens before it."""
 
 from functools import partial
 
@@ -26,17 +26,17 @@ def causal_convolution(
     previous: Int[Array, "B"] | None = None,
     order: Int[np.ndarray, "T"] | None = None,
 ) -> tuple[Float[Array, "B T C"], Float[Array, "B J-1 C"]]:
-    """Computes `ops.causal_convolution` on the mesh set by `jax.set_mesh`. On one device, or
-    without a mesh, it is that function itself. Batch, tokens and channels that the mesh does not
-    divide, as in decoding, are replicated.
+    """Computes `ops.causal_convolution` on the mesh set by `jax.set_mesh`, or directly on one
+    device or without a mesh. Batch, tokens and channels that the mesh does not divide, as in
+    decoding, are replicated.
 
     Args:
-      order: position of each token in its sequence, if the tokens are in another order.
+      order: position of each token in its sequence, if the tokens are permuted.
       silu, segments, history, previous: as in `ops.causal_convolution`.
 
     Raises:
-      ValueError: as `ops.causal_convolution`; an order that does not leave each device one or two
-        pieces.
+      ValueError: as in `ops.causal_convolution`; an order that does not leave each device one or
+        two pieces.
     """
     on_one_device.check_convolution(x, kernel, history)
     check_previous(segments, previous, history)
@@ -46,7 +46,7 @@ def causal_convolution(
             x, kernel, silu=silu, segments=segments, history=history, previous=previous
         )
     batch, tokens, channels = sharding(mesh, ("batch", "sequence", "heads"), x.shape).spec
-    # In float32, so that the devices sum its gradient in float32.
+    # float32, so that devices sum its gradient in float32.
     arrays: dict[str, Array] = dict(x=x, kernel=kernel.astype(jnp.float32))
     specs = dict(x=PartitionSpec(batch, tokens, channels), kernel=PartitionSpec(None, channels))
     histories = PartitionSpec(batch, None, channels)
@@ -59,7 +59,7 @@ def causal_convolution(
             arrays[name], specs[name] = jnp.asarray(y), spec
     order = np.arange(x.shape[1]) if order is None else order
     pieces = Pieces.of(order, axis_devices(tokens))
-    # A kernel of one token reads no other token.
+    # A kernel of one token reads no other tokens.
     alone = pieces.ranks.size == 1 or kernel.shape[0] == 1
     run = on_one_device.causal_convolution if alone else partial(_run, pieces)
     mapped = jax.shard_map(
@@ -93,12 +93,12 @@ def _run(
     x = jnp.where((segments == 0)[..., None], jnp.zeros((), x.dtype), x)
     x, segments = pieces.fold(x), pieces.fold(segments)
     before, after = pieces.owners(segments, previous)
-    # The last tokens of all pieces, in order: a piece may be shorter than the history.
+    # The last tokens of all pieces, in order. A piece may be shorter than the history.
     count = min(J - 1, x.shape[1])
     start = x.shape[1] - count
 
     def tails(first, x):
-        """`[B, J - 1 + all * count, ...]`"""
+        """Concatenates `first` and all pieces' last tokens: `[B, J - 1 + all * count, ...]`."""
         x = jnp.moveaxis(pieces.gather(x[:, start:]), 0, 1)
         return jnp.concatenate([first, x.reshape(B, -1, *x.shape[3:])], 1)
 
@@ -106,7 +106,7 @@ def _run(
     owners = tails(jnp.repeat(previous[:, None], J - 1, axis=1), segments)
 
     def history_of(owner, start):
-        """The J - 1 tokens from `start` on, without those of other documents."""
+        """Returns the J - 1 tokens from `start`, without tokens of other documents."""
         own, last = (
             jax.lax.dynamic_slice_in_dim(y, start, J - 1, axis=1) for y in (owners, tokens)
         )

@@ -1,10 +1,11 @@
-"""The gated delta rule on a mesh: batch, heads and tokens are sharded.
+"""The gated delta rule on a mesh that shards batch, heads and tokens.
 
 A piece of a sequence changes the state S by an affine map, S ← A S + b, and its output is affine in
-S too. The rule itself computes both: A is the state that it makes of the unit matrix if it writes
-nothing, and b the state that it makes of 0. So each device runs its pieces once, with the columns
-of the unit matrix beside those of the values, the devices gather the maps of all pieces, and each
-applies those of the pieces before its own, in their order. After the start of a document A is 0.
+S too. The rule itself computes both: A is the final state if it starts at the unit matrix and
+nothing is written, and b is the final state if it starts at 0. So each device runs its pieces once,
+with the columns of the unit matrix next to the columns of the values; then the devices gather the
+maps of all pieces, and each applies the maps of the earlier pieces in order. After the start of a
+document A is 0.
 """
 
 from functools import partial
@@ -39,20 +40,20 @@ def gated_delta_rule(
     chunk: int = delta_rule.CHUNK,
     impl: str = "auto",
 ) -> tuple[Float[Array, "B T N W"], Float[Array, "B N H W"]]:
-    """Computes `ops.gated_delta_rule` on the mesh set by `jax.set_mesh`. On one device, or without
-    a mesh, it is that function itself.
+    """Computes `ops.gated_delta_rule` on the mesh set by `jax.set_mesh`, or directly on one device
+    or without a mesh.
 
     Batch, tokens and value heads that the mesh does not divide, as in decoding, are replicated.
-    With sp > 1, a device exchanges `[N, H, H + W]` float32 numbers for each piece of a
-    sequence, and needs about twice the memory and the products with the state.
+    With sp > 1, a device exchanges `[N, H, H + W]` float32 numbers per piece of a sequence, and
+    needs about twice the memory and the products with the state.
 
     Args:
-      order: position of each token in its sequence, if the tokens are in another order.
+      order: position of each token in its sequence, if the tokens are permuted.
       segments, state, previous, scale, chunk, impl: as in `ops.gated_delta_rule`.
 
     Raises:
-      NotImplementedError: as `ops.gated_delta_rule`.
-      ValueError: as `ops.gated_delta_rule`; an order that does not leave each device one or two
+      NotImplementedError: as in `ops.gated_delta_rule`.
+      ValueError: as in `ops.gated_delta_rule`; an order that does not leave each device one or two
         pieces.
     """
     delta_rule.check_delta_rule(q, k, v, g, beta, state)

@@ -1,5 +1,4 @@
-"""Runs of several processes: initialization, detection of lost peers, shutdown, and exchange of
-Python values."""
+"""Multi-process runs: initialization, detection of lost peers, shutdown, exchange of values."""
 
 import errno
 import json
@@ -26,24 +25,24 @@ from bptjax.parallel.mesh import ParallelConfig
 from bptjax.parallel.secret import VARIABLE, WrongSecret, demand_proof, prove, read_secret
 from bptjax.run.heartbeat import record_error
 
-# Seconds in which all processes must have connected.
+# Seconds within which all processes must connect.
 INIT_TIMEOUT_S = 300
-# Seconds without a heartbeat after which JAX ends all processes. This concerns only hosts that
-# vanish: the end of a process is noticed at once.
+# Seconds without a heartbeat until JAX ends all processes. Only matters for hosts that vanish: the
+# end of a process is noticed at once.
 HEARTBEAT_TIMEOUT_S = 60
 # Seconds that a process has to report a lost peer, or a failure of all processes, before it is
 # killed.
 REPORT_TIMEOUT_S = 5
 # Seconds that a failed process may wait for its peers during clean-up.
 CLEANUP_TIMEOUT_S = 30
-# Connections to process 0 at a time that have not proved that they know the secret.
+# Maximum simultaneous connections to process 0 that have not yet proved knowledge of the secret.
 MAX_PENDING = 64
-# Bytes of the longest path of a socket on Linux.
+# Maximum bytes of a socket path on Linux.
 MAX_SOCKET_PATH = 107
 
-# State of this process, as jax.distributed has its own.
+# State of this process, global like the state of jax.distributed.
 _initialized = threading.Event()
-# The directory of its sockets, until all processes are connected.
+# Directory of this process's sockets, until all processes are connected.
 _private: list[str] = []
 _peer_lost = threading.Event()
 
@@ -61,18 +60,19 @@ class PeerLost(RuntimeError):
 def initialize(config: ParallelConfig) -> None:
     """Joins the other processes of the run, if there are any. Call it before a JAX backend starts.
 
-    Afterwards, a peer that ends unexpectedly ends this process too: with `PeerLost` inside
+    Afterwards, a peer that ends unexpectedly also ends this process: with `PeerLost` inside
     `translate_peer_errors`, or, if this process is blocked, with one line on stderr and exit code 1
     after `REPORT_TIMEOUT_S`. If a peer does not connect within `INIT_TIMEOUT_S`, this process also
     ends with one line and exit code 1.
 
     Raises:
-      ValueError: as `find_process`, or the coordinator's port is taken, or not of process 0's host.
+      ValueError: as in `find_process`, or the coordinator's port is taken or on a host other than
+        process 0's.
     """
     process = find_process(config, os.environ)
     if process is None or jax.distributed.is_initialized():
         return
-    # The service would handle SIGTERM in place of Python.
+    # The preemption service would handle SIGTERM instead of Python.
     jax.config.update("jax_enable_preemption_service", False)
     private = tempfile.mkdtemp(prefix="bptjax-")  # With mode 0700.
     _private.append(private)
@@ -115,12 +115,12 @@ def _start_relay(process: ProcessInfo, path: str) -> str:
     relay, this module notices the break first. The relay of process 0 has the public address, so it
     notices the end of any other process, while the service would wait for missing heartbeats.
 
-    The service lets anybody in. Therefore the relays prove to each other that they know the secret
-    before they forward anything, and the service and the relays of other processes listen on
-    sockets in a directory that is private to the user.
+    The service accepts any client. Therefore the relays prove to each other that they know the
+    secret before they forward anything, and the service and the relays of other processes listen on
+    sockets in a directory private to the user.
 
     Args:
-      path: of the private socket: of the service in process 0, of the relay in other processes.
+      path: private socket of the service in process 0, or of the relay in other processes.
     """
     secret = read_secret()
     host, _, port = process.coordinator.rpartition(":")
@@ -138,7 +138,7 @@ def _start_relay(process: ProcessInfo, path: str) -> str:
         listeners[0].listen()
 
     def connect(client: socket.socket) -> socket.socket | None:
-        """Returns the connection to which that of the client is forwarded; None for a stranger."""
+        """Returns the connection that `client` is forwarded to; None for an unknown client."""
         if process.index == 0:
             if not demand_proof(client, secret):
                 return None
@@ -156,7 +156,7 @@ def _start_relay(process: ProcessInfo, path: str) -> str:
             _exit_with(ValueError(text), 2)
         return server
 
-    # Strangers may open many connections, and send nothing.
+    # Unknown clients may open many connections and send nothing.
     pending = threading.BoundedSemaphore(MAX_PENDING)
 
     def accept(listener: socket.socket) -> None:
@@ -181,11 +181,11 @@ def _start_relay(process: ProcessInfo, path: str) -> str:
 def listen(host: str, port: int) -> list[socket.socket]:
     """Returns sockets that listen on the addresses of `host`, which must be this host.
 
-    If its name leads only to a loopback address, as Debian's /etc/hosts has it, other hosts may
+    If the name resolves only to a loopback address, as with Debian's /etc/hosts, other hosts may
     know it by another address, so the sockets listen on all addresses.
 
     Raises:
-      OSError: the name is unknown, or not that of this host, or the port is taken.
+      OSError: the name is unknown or belongs to another host, or the port is taken.
     """
     stream = socket.SOCK_STREAM
     found = {info[4][0]: info[0] for info in socket.getaddrinfo(host, port, type=stream)}
@@ -254,7 +254,7 @@ def _exit_with(error: BaseException, code: int = 1) -> None:
 
 @contextmanager
 def translate_peer_errors() -> Iterator[None]:
-    """Raises `PeerLost` in place of an error caused by a lost peer."""
+    """Replaces an error caused by a lost peer by `PeerLost`."""
     try:
         yield
     except (jax.errors.JaxRuntimeError, OSError) as error:
@@ -264,8 +264,9 @@ def translate_peer_errors() -> Iterator[None]:
 
 
 def exit_after_timeout(kind: type | None, error: BaseException | None, trace: Any) -> None:
-    """Exit callback of an ExitStack. After an error, ends this process if the clean-up takes longer
-    than `CLEANUP_TIMEOUT_S`: the clean-up may wait for peers that are blocked on this process."""
+    """Exit callback of an ExitStack. After an error, ends this process if clean-up takes longer
+    than `CLEANUP_TIMEOUT_S`, because clean-up may wait for peers that are blocked on this
+    process."""
     if error is not None and _initialized.is_set():
         timer = threading.Timer(CLEANUP_TIMEOUT_S, _exit_with, (error,))
         timer.daemon = True
@@ -280,8 +281,7 @@ def shutdown() -> None:
 
 
 def exit_without_barriers(main: Callable[[], int]) -> int:
-    """Returns the exit code of `main`. A process that has not called `shutdown` exits at once,
-    without waiting for its peers."""
+    """Returns the exit code of `main`. Without `shutdown`, exits at once, not waiting for peers."""
     try:
         code = main()
     except BaseException:
@@ -297,8 +297,8 @@ def exit_without_barriers(main: Callable[[], int]) -> int:
 
 
 def all_reduce_max(value: int, mesh: Mesh) -> jax.Array | int:
-    """Returns the largest value of all processes, without waiting for it. All processes must call
-    it in the same order."""
+    """Returns the maximum over all processes, without waiting for the result. All processes must
+    call it in the same order."""
     if jax.process_count() == 1:
         return value
     where = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
@@ -307,11 +307,10 @@ def all_reduce_max(value: int, mesh: Mesh) -> jax.Array | int:
 
 
 def all_gather_json(value: Any) -> list[Any]:
-    """Returns the values of all processes, sent as JSON. All processes must call it in the same
-    order."""
+    """Gathers the values of all processes as JSON. All processes must call it in the same order."""
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
     sizes = np.reshape(multihost_utils.process_allgather(np.int32(text.size)), -1)
-    # JAX compiles a program for each size, so round up to have few sizes.
+    # JAX compiles a program per size, so round up to few sizes.
     padded = np.pad(text, (0, -(-int(sizes.max()) // 4096) * 4096 - text.size))
     found = np.reshape(multihost_utils.process_allgather(padded), (len(sizes), -1))
     return [json.loads(row[:n].tobytes()) for row, n in zip(found, sizes, strict=True)]
@@ -319,7 +318,7 @@ def all_gather_json(value: Any) -> list[Any]:
 
 @contextmanager
 def raise_together() -> Iterator[None]:
-    """Raises an error of one process in all processes, after a `shutdown`."""
+    """Raises an error of one process in all processes, after `shutdown`."""
     error = None
     try:
         yield

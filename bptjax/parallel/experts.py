@@ -1,5 +1,5 @@
-"""Experts on several devices: each device runs its experts, or its slices of them, on the tokens of
-all devices that share them."""
+"""Experts on several devices: each device runs its experts, or its slices of experts, on the tokens
+of all devices that share them."""
 
 import math
 from collections.abc import Callable
@@ -23,11 +23,11 @@ def expert_axes() -> tuple[str, ...]:
 
 
 def own_experts(chosen: Int[Array, "T k"], experts: int) -> tuple[Int[Array, "T k"], int]:
-    """Returns the choices as numbers of this device's experts, with the number of its experts in
-    place of all others; and this number.
+    """Renumbers the choices to this device's experts, and returns the number of its experts, which
+    also stands for experts of other devices.
 
     Args:
-      experts: number of all experts, which the mesh divides.
+      experts: total number of experts, which the mesh divides.
     """
     axes = expert_axes()
     if not axes:
@@ -38,14 +38,14 @@ def own_experts(chosen: Int[Array, "T k"], experts: int) -> tuple[Int[Array, "T 
 
 
 def slice_axes(width: int) -> tuple[str, ...]:
-    """Returns the mesh axes that shard the matrices of experts of this width along it, and that no
-    enclosing `per_device` divides."""
+    """Returns the mesh axes that shard expert matrices along this width, and that no enclosing
+    `per_device` divides."""
     mesh, axes = jax.sharding.get_abstract_mesh(), free_axes(RULES["mlp"])
     return () if width % math.prod(mesh.shape[name] for name in axes) else axes
 
 
 def slice_index() -> Array | int:
-    """Returns the number of this device among those that an enclosing `sum_over_slices` gives
+    """Returns this device's index among the devices that an enclosing `sum_over_slices` gives
     slices of the same matrices."""
     axes = divided_axes(RULES["mlp"])
     return jax.lax.axis_index(axes) if axes else 0
@@ -63,16 +63,16 @@ def sum_over_slices(
     matrices. Sums over devices are float32.
 
     Args:
-      placement: a prefix of the tree `params`. `ShardedOver` leaves are a device's slices,
-        `REPLICATED` leaves are the same on all devices, and so are `tokens`.
+      placement: prefix of the tree `params`. `ShardedOver` leaves are a device's slices;
+        `REPLICATED` leaves, and `tokens`, are the same on all devices.
       axes: from `slice_axes`.
     """
     mesh = jax.sharding.get_abstract_mesh()
     devices = math.prod(mesh.shape[name] for name in axes)
     placement = jax.tree.broadcast((placement, REPLICATED), (params, tokens))
 
-    # Autodiff sums the gradients of copies once, in float32; it would sum those of replicated
-    # inputs in their dtype, and the result's over devices that already have the same.
+    # Autodiff sums the gradients of copies once, in float32. Gradients of replicated inputs it
+    # would sum in their dtype, and the result's over devices that already hold the same values.
     def copies(x, place):
         if place != REPLICATED:
             return x
@@ -96,13 +96,13 @@ def sum_over_devices(
 
     All-gathers the tokens, and runs `f` on the tokens of one device at a time. So its memory does
     not grow with the number of devices, even if all tokens choose experts of one device. The
-    backward pass saves `params` and this device's tokens alone. Sums over devices are float32.
+    backward pass saves only `params` and this device's tokens. Sums over devices are float32.
 
     Args:
-      f: position-wise, as in `blockwise`, with the `params` of this device; returns float32, if
-        several devices share the experts.
+      f: position-wise, as in `blockwise`, takes this device's `params`; returns float32 if several
+        devices share the experts.
       tokens: pytree of `[1, T, ...]`.
-      sharded: whether each device has other tokens; otherwise all have the same.
+      sharded: whether each device has different tokens; otherwise all have the same.
     """
     axes = expert_axes()
     if not axes:
@@ -124,7 +124,7 @@ def _all_gather(x, axes):
 
 
 def _gather(x: Array, axes: tuple[str, ...]) -> Array:
-    """All-gathers along axis 1. Unlike autodiff's, the sums of gradients are float32."""
+    """All-gathers along axis 1. Sums gradients in float32, unlike autodiff."""
     return (_gather_floats if jnp.issubdtype(x.dtype, jnp.inexact) else _all_gather)(x, axes)
 
 
@@ -133,7 +133,7 @@ _gather_floats = jax.custom_vjp(_all_gather, nondiff_argnums=(1,))
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _scatter(y: Float[Array, "1 S D"], dtype: DTypeLike, axes: tuple[str, ...]) -> Array:
-    """Reduce-scatters along axis 1 and rounds to `dtype`, in which the gradients travel."""
+    """Reduce-scatters along axis 1 and rounds to `dtype`, in which gradients travel."""
     return jax.lax.psum_scatter(y, axes, scatter_dimension=1, tiled=True).astype(dtype)
 
 

@@ -1,6 +1,6 @@
 """Schedules of attention between shards in full tiles only, for masks whose full tiles are static
 and equally many on every device. A kernel then needs neither mask nor positions, so `auto` can
-choose the fastest one, and no device waits for another.
+choose the fastest kernel, and no device waits for another.
 """
 
 from collections.abc import Callable
@@ -19,16 +19,16 @@ from bptjax.ops.softmax import merge_states
 
 
 class Sums(NamedTuple):
-    """Results of a pass over key blocks for the queries and for the keys, in float32. In the
-    forward pass, an AttentionState and (); in the backward pass, dq and (dk, dv)."""
+    """Float32 results of a pass over key blocks, for the queries and for the keys: an
+    AttentionState and () in the forward pass, dq and (dk, dv) in the backward pass."""
 
     queries: Any
     keys: Any
 
 
 Keys = Float[Array, "B S K H"]
-# Adds the attention of some queries (a pytree of `[B, T, ...]`) to some keys and values to the
-# sums, or starts new sums if they are None.
+# Adds attention from some queries (a pytree of `[B, T, ...]`) to some keys and values to the sums,
+# or starts new sums if they are None.
 Attend = Callable[[Any, Sums | None, Keys, Keys, AttentionSpec], Sums]
 
 
@@ -47,8 +47,7 @@ def forward_pass(kernel: Kernel, x: QKV) -> tuple[Attend, Float[Array, "B T N H"
 def backward_pass(
     kernel: Kernel, x: QKV, state: AttentionState, dout: Float[Array, "B T N H"]
 ) -> tuple[Attend, tuple[Float[Array, "B T N H"], AttentionState, Float[Array, "B T N H"]]]:
-    """Returns the function that accumulates gradients, and the queries with their state and
-    cotangent."""
+    """Returns the function that accumulates gradients, and queries with state and cotangent."""
 
     def attend(queries, sums, k, v, spec):
         q, state, dout = queries
@@ -92,7 +91,7 @@ class FullTileSchedule:
         other: Int[Array, ""],
     ) -> Sums:
         """Adds attention from `shard`'s queries to `other`'s keys. Loops over the full tiles, so
-        that the results of all tiles do not exist at once."""
+        that only one tile's results exist at a time."""
         pairs = jnp.asarray(self.pairs)[shard, other]
         spec = replace(spec, mask=Mask())
 
@@ -109,7 +108,7 @@ class FullTileSchedule:
         return jax.lax.fori_loop(0, len(pairs), tile, sums)
 
     def _take(self, tree: Any, piece: Int[Array, ""]) -> Any:
-        """Returns a piece of each `[B, T, ...]`."""
+        """Returns one piece of each array `[B, T, ...]`."""
 
         def take(x):
             size = x.shape[1] // self.pieces
@@ -118,7 +117,7 @@ class FullTileSchedule:
         return jax.tree.map(take, tree)
 
     def _put(self, tree: Any, part: Any, piece: Int[Array, ""]) -> Any:
-        """Replaces a piece of each `[B, T, ...]`."""
+        """Replaces one piece of each array `[B, T, ...]`."""
 
         def put(x, y):
             return jax.lax.dynamic_update_slice_in_dim(x, y, piece * y.shape[1], axis=1)
@@ -129,10 +128,10 @@ class FullTileSchedule:
 def make_schedule(
     spec: AttentionSpec, positions: tuple[Any, Any], shards: int
 ) -> FullTileSchedule | None:
-    """Returns the schedule for queries and keys at these positions `[T]` and `[S]`, of which shard
-    i has the i-th of `shards` equal parts. Returns None if shards have unequal numbers of tiles, if
-    a tile is partial, or if a weight depends on its position. Ignores documents; the caller must
-    check them.
+    """Returns the schedule for queries and keys at these positions `[T]` and `[S]`, where shard i
+    has the i-th of `shards` equal parts. Returns None if shards have unequal numbers of tiles, a
+    tile is partial, or a weight depends on its position. Ignores documents, which the caller must
+    check.
     """
     mask = spec.mask
     special = mask.window, mask.global_tokens, mask.block_mask, spec.alibi, spec.landmark_block
@@ -162,8 +161,7 @@ def make_schedule(
 
 
 def several_documents(spec: AttentionSpec) -> Bool[Array, ""] | None:
-    """Returns whether these queries and keys span several documents; None if the mask has no
-    segments."""
+    """Returns whether queries and keys span several documents; None without segments."""
     mask = spec.mask
     if mask.segments is None:
         return None

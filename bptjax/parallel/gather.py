@@ -1,8 +1,8 @@
 """Sequence parallelism by gathering: each shard attends from its own queries to all keys.
 
-Context parallelism as in Llama 3 (arXiv 2407.21783, Section 3.3.2). It is the simplest strategy,
-and the cheapest for short sequences with few key heads. Every device holds the keys and values of
-the complete sequence.
+Context parallelism as in Llama 3 (arXiv 2407.21783, Section 3.3.2): the simplest strategy, and the
+cheapest for short sequences with few key heads. Every device holds the keys and values of the
+complete sequence.
 """
 
 from dataclasses import replace
@@ -48,8 +48,8 @@ def backward(
     spec: AttentionSpec,
     shards: Shards,
 ) -> QKV:
-    """Returns the gradients of this shard's queries, keys and values. The gradients of keys and
-    values are summed over the shards in float32."""
+    """Returns the gradients of this shard's queries, keys and values. Gradients of keys and values
+    are summed over the shards in float32."""
     dq, of_keys = _traverse(*backward_pass(kernel, x, state, dout), x, spec, shards)
     dk, dv = (
         jax.lax.psum_scatter(y, shards.axis, scatter_dimension=1, tiled=True) for y in of_keys
@@ -58,7 +58,7 @@ def backward(
 
 
 def _traverse(attend: Attend, queries: Any, x: QKV, spec: AttentionSpec, shards: Shards) -> Sums:
-    """Attends to the gathered keys and values. The sums of the keys have full length."""
+    """Attends to the gathered keys and values. The keys' sums have full length."""
     n, index = shards.size, shards.index
     gathered = _gather(x.k, shards.axis, 1), _gather(x.v, shards.axis, 1)
     fields: dict[str, Any] = {

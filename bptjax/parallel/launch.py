@@ -1,18 +1,18 @@
-"""Finds out which process of a run this is, from the config or the environment of a launcher."""
+"""Finds out which process of a run this is, from the config or a launcher's environment."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from bptjax.parallel.mesh import ParallelConfig
 
-# Environment variables for keys that the config leaves out; the first one that is set counts. First
-# JAX's names, which JAX itself does not read, then torchrun's, then Open MPI's, which JAX does not
-# detect from version 5 on without mpi4py.
+# Environment variables for keys that the config leaves out; the first one that is set counts: JAX's
+# names, which JAX itself does not read, then torchrun's, then Open MPI's, which JAX without mpi4py
+# does not detect from version 5 on.
 VARIABLES = {
     "num_processes": ("JAX_NUM_PROCESSES", "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"),
     "process_id": ("JAX_PROCESS_ID", "RANK", "OMPI_COMM_WORLD_RANK"),
 }
-# Number of processes on this host, and the index of this one among them.
+# Number of processes on this host, and the index of this process among them.
 ON_HOST = {
     "LOCAL_WORLD_SIZE": "LOCAL_RANK",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "OMPI_COMM_WORLD_LOCAL_RANK",
@@ -21,7 +21,7 @@ ON_HOST = {
 
 @dataclass(frozen=True)
 class ProcessInfo:
-    """Identity of a process in a run of several processes.
+    """Identity of a process in a multi-process run.
 
     Attributes:
       coordinator: host:port of process 0.
@@ -37,7 +37,7 @@ class ProcessInfo:
 
 
 def find_process(config: ParallelConfig, environment: Mapping[str, str]) -> ProcessInfo | None:
-    """Returns the identity of this process, or None if it is the only process.
+    """Returns the identity of this process, or None if it is the only one.
 
     The config has precedence, then JAX_COORDINATOR_ADDRESS and related variables, then MASTER_ADDR
     and related variables (torchrun), then JAX's detection of Slurm and Open MPI.
@@ -94,7 +94,7 @@ def find_process(config: ParallelConfig, environment: Mapping[str, str]) -> Proc
 
 
 def is_loopback(host: str) -> bool:
-    """Returns whether a name or an address is that of the loopback interface."""
+    """Returns whether a host name or address is the loopback interface's."""
     return host in ("localhost", "::1", "[::1]") or host.startswith("127.")
 
 
@@ -116,7 +116,7 @@ def _integer(variable: str, environment: Mapping[str, str], default: int) -> int
 
 
 def _several_hosts(count: int, environment: Mapping[str, str]) -> str:
-    """Returns the part of the environment that implies several hosts, or an empty text."""
+    """Returns the variable that implies several hosts, with its value; empty if there is none."""
     for name in ("SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES"):
         if _integer(name, environment, 1) > 1:
             return f"{name}={environment[name]}"

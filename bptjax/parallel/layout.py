@@ -19,8 +19,8 @@ from bptjax.parallel.sequence import STRATEGIES, choose_strategy
 
 @dataclass(frozen=True)
 class Layout:
-    """Layout of batches on a mesh: sequences are sharded over its data axes, their tokens over its
-    sequence axis.
+    """Layout of batches on a mesh: data axes shard the sequences, and the sequence axis shards
+    their tokens.
 
     Attributes:
       heads: number of query heads of the model.
@@ -45,12 +45,12 @@ class Layout:
 
     @property
     def _local_heads_and_shards(self) -> tuple[int, int]:
-        """Number of query heads on a device, and of devices that share a sequence."""
+        """Number of query heads on a device, and number of devices that share a sequence."""
         return self.heads // num_shards(self.mesh, "heads"), num_shards(self.mesh, "sequence")
 
     @cached_property
     def strategy(self) -> tuple[str, str]:
-        """Name of the sequence strategy, and the reason for it."""
+        """Name of the sequence strategy, and why it was chosen."""
         return choose_strategy(self.sequence, *self._local_heads_and_shards)
 
     @property
@@ -60,7 +60,7 @@ class Layout:
 
     @property
     def multiple(self) -> int:
-        """Sequences are padded to a multiple of this number of tokens."""
+        """Padded sequence lengths are a multiple of this number of tokens."""
         shards = num_shards(self.mesh, "sequence")
         return shards if self.split.tokens == 1 else math.lcm(shards, 2 * self.split.tokens)
 
@@ -70,13 +70,13 @@ class Layout:
         return NamedSharding(self.mesh, partition_spec((None, "batch", "sequence")))
 
     def order(self, T: int) -> Int[np.ndarray, "{T}"] | None:
-        """Returns the positions of a sequence's tokens in the order of the devices, or None if the
-        tokens keep their order. T is a multiple of `multiple`."""
+        """Returns the positions of a sequence's tokens in device order, or None if the tokens keep
+        their order. T is a multiple of `multiple`."""
         shards = self.split.tokens
         return None if shards == 1 else zigzag(T, shards).astype(np.int32)
 
     def addressable_indices(self, batch_size: int) -> set[int]:
-        """Returns the indices of the sequences in a batch that this process's devices hold."""
+        """Returns the indices of the sequences in a batch that are on this process's devices."""
         where = NamedSharding(self.mesh, partition_spec(("batch",)))
         slices = where.addressable_devices_indices_map((batch_size,)).values()
         return {index for x in slices if x for index in range(*x[0].indices(batch_size))}
@@ -85,9 +85,9 @@ class Layout:
         """Moves a batch `[B, T, ...]` to the devices, as
         `[micro_batches, B / micro_batches, T, ...]`.
 
-        T is padded to a `multiple`, and the tokens are put in `order`. Sequence i goes to
+        Pads T to a multiple of `multiple`, and puts the tokens in `order`. Sequence i goes to
         micro-batch i % micro_batches, so a device gets the same sequences for any number of
-        micro-batches. Each process passes a complete batch; sequences that its devices do not hold
+        micro-batches. Each process passes a complete batch; sequences that are not on its devices
         may be blank.
         """
         placed = {}

@@ -22,16 +22,16 @@ from bptjax.run.output import FULL_DISK
 
 # Fraction of a GPU's memory for JAX. Libraries, contexts and other programs need little.
 MEMORY_FRACTION = "0.93"
-# This file exists if the driver sees a GPU.
+# Exists if the driver sees a GPU.
 NVIDIA = "/dev/nvidia0"
-# Memory limit of a container, in cgroups of versions 2 and 1.
+# Memory limit of a container, in cgroups v2 and v1.
 CONTAINER_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
 )
 
-# Each mesh axis, in the order of the mesh, with the logical axes of parameters and activations that
-# it shards. `ParallelConfig` has the sizes under the same names. No other module names mesh axes.
+# Logical axes of parameters and activations that each mesh axis shards, in mesh order.
+# `ParallelConfig` has the sizes under the same names. No other module names mesh axes.
 AXES: dict[str, tuple[str, ...]] = {
     "dp": ("batch",),
     "fsdp": ("batch", "embed"),
@@ -39,12 +39,12 @@ AXES: dict[str, tuple[str, ...]] = {
     "sp": ("sequence", "embed"),
     "ep": ("batch", "experts", "embed"),
 }
-# The mesh axes of each logical axis. A logical axis without an entry is replicated.
+# Mesh axes of each logical axis. Logical axes without an entry are replicated.
 RULES: dict[str, tuple[str, ...]] = {
     logical: tuple(name for name, sharded in AXES.items() if logical in sharded)
     for logical in dict.fromkeys(itertools.chain(*AXES.values()))
 }
-# The logical axis that `zero_stage` shards or replicates.
+# Logical axis that `zero_stage` shards or replicates.
 STATE_AXIS = "embed"
 
 
@@ -55,13 +55,13 @@ class ParallelConfig:
     Attributes:
       dp: devices for data parallelism. The batch is sharded, the parameters are replicated. One of
         the five axes may be -1, which takes all remaining devices.
-      fsdp: devices for fully sharded data parallelism. The batch is sharded, and the state
-        according to zero_stage.
-      tp: devices for tensor parallelism. Heads, feed-forward network and vocabulary are sharded.
-      sp: devices for sequence parallelism. The tokens of a sequence are sharded, and the state
-        according to zero_stage.
-      ep: devices for expert parallelism. The batch and the experts are sharded, and the rest of
-        the state according to zero_stage. It must divide model.experts.count.
+      fsdp: devices for fully sharded data parallelism. Shards the batch, and the state according to
+        zero_stage.
+      tp: devices for tensor parallelism. Shards heads, feed-forward network and vocabulary.
+      sp: devices for sequence parallelism. Shards the tokens of a sequence, and the state according
+        to zero_stage.
+      ep: devices for expert parallelism. Shards the batch and the experts, and the rest of the
+        state according to zero_stage. Must divide model.experts.count.
       zero_stage: state that fsdp, sp and ep shard. 1 is optimizer state; 2 adds gradients; 3 adds
         parameters. Experts are sharded over ep in every stage.
       sequence_strategy: how attention communicates along sp. auto picks the first of ulysses,
@@ -95,7 +95,7 @@ def select_devices(device: str) -> list[jax.Device]:
     runs with `fa4.XLA_FLAG`.
 
     Raises:
-      ValueError: device=gpu, and JAX sees no GPU; device=auto, and JAX would run on the CPU of a
+      ValueError: device=gpu, but JAX sees no GPU; device=auto, but JAX would run on the CPU of a
         machine with an NVIDIA GPU.
     """
     if not {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"} & os.environ.keys():
@@ -104,16 +104,16 @@ def select_devices(device: str) -> list[jax.Device]:
     os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(limit))
     flags = os.environ.get("XLA_FLAGS", "").strip()
     name = fa4.XLA_FLAG.partition("=")[0]
-    # The variable may name a file of flags.
+    # XLA_FLAGS may name a file of flags.
     takes_more = not flags or (flags.startswith("-") and name not in flags)
     if takes_more and device != "cpu" and os.path.exists(NVIDIA) and find_spec("fa4_jax"):
         os.environ["XLA_FLAGS"] = f"{flags} {fa4.XLA_FLAG}".strip()
     for number in FULL_DISK:
-        # JAX goes on without its cache, and what the run writes says that the disk is full.
+        # JAX continues without its cache; the run's own writes report the full disk.
         message = f"Error (reading|writing) persistent compilation cache .*{os.strerror(number)}"
         warnings.filterwarnings("ignore", message)
     if not os.path.exists(NVIDIA):
-        # JAX prints a traceback if the plugin for CUDA, which plans need, finds no GPU.
+        # JAX prints a traceback if the CUDA plugin, which plans need, finds no GPU.
         logging.getLogger("jax._src.xla_bridge").addFilter(_is_about_no_plugin)
     devices = _devices(device)
     if devices[0].platform == "gpu" and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
@@ -128,7 +128,7 @@ def _is_about_no_plugin(record: logging.LogRecord) -> bool:
 
 
 def cache_directory() -> Path:
-    """Returns the directory of this package in the user's cache directory.
+    """Returns this package's directory in the user's cache directory.
 
     Raises:
       OSError: the user has no home directory.
@@ -140,8 +140,8 @@ def cache_directory() -> Path:
 
 
 def make_cache_directory() -> None:
-    """Makes the directory for the user alone. If it is there, takes the rights of others away:
-    JAX runs the programs in it."""
+    """Makes the directory, accessible to the user alone because JAX runs the programs in it.
+    Removes other users' access to an existing directory."""
     directory = cache_directory()
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     if directory.stat().st_mode & 0o077:
@@ -149,7 +149,7 @@ def make_cache_directory() -> None:
 
 
 def host_memory() -> int:
-    """Returns the bytes of this machine's memory that its container may use."""
+    """Returns the bytes of host memory that this container may use."""
     sizes = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for file in CONTAINER_LIMITS:
         try:
@@ -160,8 +160,8 @@ def host_memory() -> int:
 
 
 def available_memory() -> int:
-    """Returns the bytes of memory that programs may still take without swapping, as Linux estimates
-    them, and at most the limit of this container."""
+    """Returns the bytes of memory that programs may still take without swapping, by Linux's
+    estimate, and at most the limit of this container."""
     try:
         found = re.search(r"MemAvailable: +(\d+)", Path("/proc/meminfo").read_text())
     except OSError:  # Another system than Linux.
@@ -189,12 +189,12 @@ def _devices(device: str) -> list[jax.Device]:
 
 
 def axis_sizes(config: ParallelConfig) -> dict[str, int]:
-    """Returns the size of each mesh axis; -1 stands for all remaining devices."""
+    """Returns the size of each mesh axis; -1 means all remaining devices."""
     return {name: getattr(config, name) for name in AXES}
 
 
 def num_shards(mesh: Mesh | AbstractMesh, axis: str) -> int:
-    """Returns the number of shards of a logical axis whose size the mesh axes divide evenly."""
+    """Returns the number of shards of a logical axis that the mesh axes divide evenly."""
     return math.prod(mesh.shape[name] for name in RULES[axis])
 
 
@@ -235,7 +235,7 @@ def make_mesh(config: ParallelConfig, devices: list | None = None) -> Mesh:
 
 
 def _nearest(sizes: dict[str, int], devices: int) -> str:
-    """Formats the two factorizations of the number of devices that are nearest to the sizes."""
+    """Formats the two factorizations of the number of devices that are closest to the sizes."""
 
     def change(made):
         return sum(abs(math.log(b / max(a, 1))) for a, b in zip(sizes.values(), made, strict=True))
@@ -261,10 +261,10 @@ def sharding(
     replicated: tuple[str, ...] = (),
 ) -> NamedSharding:
     """Returns the sharding of an array of this shape. `axes` are the logical names of its last
-    axes; leading axes, of stacked layers, are not sharded.
+    axes; leading axes, such as stacked layers, are not sharded.
 
     An axis is sharded over its mesh axes that divide it and shard no earlier axis, unless it is
-    among the `replicated` logical axes.
+    one of the `replicated` logical axes.
     """
     partition, used = [], set()
     for axis, size in zip((None,) * (len(shape) - len(axes)) + axes, shape, strict=True):
@@ -279,9 +279,8 @@ def sharding(
 
 
 def constrain(x: Array, *axes: str | None) -> Array:
-    """Constrains the sharding of an array to its logical axes, in the mesh set by `jax.set_mesh`.
-    Returns the array itself if there is no mesh.
-    """
+    """Shards an array by its logical axes, in the mesh set by `jax.set_mesh`. Returns the array
+    itself without a mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return x
@@ -291,7 +290,7 @@ def constrain(x: Array, *axes: str | None) -> Array:
 def lookup(table: Array, indices: Array, axis: str | None = None) -> Array:
     """Returns the entries of a table `[R, D]` at the indices. `axis` is the logical name of axis R.
 
-    The table's axis D is all-gathered first. If D were sharded over the mesh axes that shard the
+    All-gathers the table's axis D first: if D were sharded over the mesh axes that shard the
     indices, XLA would replicate the result on every device. The gradient of each entry is summed in
     float32: in 16 bits, the sum over a frequent token stops growing.
     """
@@ -305,8 +304,8 @@ def _take(table, indices):
 
 def _take_backward(residuals, cotangent):
     table, indices = residuals
-    # The zeros come from the cotangent, or XLA would make them before the backward pass of the
-    # layers and keep an array like the table until the end of that pass.
+    # Zeros tied to the cotangent: otherwise XLA would make them before the layers' backward pass
+    # and keep an array of the table's size until its end.
     cotangent, zero = jax.lax.optimization_barrier((cotangent, jnp.zeros((), jnp.float32)))
     sums = jnp.full(table.shape, zero).at[indices].add(cotangent.astype(jnp.float32))
     return sums.astype(table.dtype), None

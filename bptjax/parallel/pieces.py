@@ -1,10 +1,10 @@
-"""The tokens of a device as pieces of a sequence, for operations that carry something from token to
+"""The tokens of a device as pieces of a sequence, for operations that carry a state from token to
 token.
 
 Attention balances its work by zigzag order, which gives each device two pieces of the sequence that
-are far apart. An operation that carries a state runs on each piece by itself, as on a sequence of
-its own, and then learns what the pieces before it hand on. So tokens stay where attention needs
-them: only what is handed on travels.
+are far apart. An operation that carries a state runs on each piece as on a separate sequence, and
+then receives the states of the earlier pieces. So tokens stay where attention needs them, and only
+states travel.
 """
 
 import math
@@ -26,7 +26,7 @@ class Pieces:
     """Equally long runs of consecutive tokens, seen from one device inside `shard_map`.
 
     Attributes:
-      ranks: `[shards, pieces]`, the place of each piece in its sequence.
+      ranks: `[shards, pieces]`, index of each piece in its sequence.
     """
 
     ranks: Int[np.ndarray, "shards pieces"]
@@ -39,7 +39,7 @@ class Pieces:
           order: position of each token in its sequence.
 
         Raises:
-          ValueError: the tokens of a device are not one or two pieces.
+          ValueError: a device's tokens do not form one or two pieces.
         """
         for pieces in (1, 2)[:shards]:
             if len(order) % (shards * pieces) == 0:
@@ -52,7 +52,7 @@ class Pieces:
         )
 
     def fold(self, x: Shaped[Array, "B T *rest"]) -> Shaped[Array, "pieces_B t *rest"]:
-        """Makes each piece a sequence of its own."""
+        """Reshapes the tokens so that each piece is a separate sequence."""
         B, pieces = x.shape[0], self.ranks.shape[1]
         x = x.reshape(B, pieces, -1, *x.shape[2:]).swapaxes(0, 1)
         return x.reshape(pieces * B, *x.shape[2:])
@@ -64,20 +64,20 @@ class Pieces:
         return x.reshape(x.shape[0], -1, *x.shape[3:])
 
     def gather(self, x: Shaped[Array, "pieces_B *rest"]) -> Shaped[Array, "all B *rest"]:
-        """Gathers an array of each piece, in the order of the sequence."""
+        """Gathers an array per piece, in sequence order."""
         x = x.reshape(self.ranks.shape[1], -1, *x.shape[1:])
         x = jax.lax.all_gather(x, SEQUENCE_AXIS)
         return x.reshape(-1, *x.shape[2:])[np.argsort(self.ranks.reshape(-1))]
 
     def own(self, x: Shaped[Array, "all B *rest"]) -> Shaped[Array, "pieces_B *rest"]:
-        """Returns the arrays of this device's pieces, of those that `gather` returns."""
+        """Returns the arrays of this device's pieces from the result of `gather`."""
         x = x[jnp.asarray(self.ranks)[jax.lax.axis_index(SEQUENCE_AXIS)]]
         return x.reshape(-1, *x.shape[2:])
 
     def owners(
         self, segments: Int[Array, "pieces_B t"], previous: Int[Array, "B"]
     ) -> tuple[Int[Array, "all B"], Int[Array, "B"]]:
-        """Returns the segment of the document before each piece, and after the last one."""
+        """Returns the segment of the document before each piece, and after the last piece."""
 
         def step(owner, last):
             return jnp.where(last == 0, owner, last), owner
@@ -89,7 +89,7 @@ class Pieces:
 
 
 def axis_devices(axes: Any) -> int:
-    """Returns the number of devices along the mesh axes in an entry of a partition spec."""
+    """Returns the number of devices along the mesh axes in one entry of a partition spec."""
     mesh = jax.sharding.get_abstract_mesh()
     names = (axes,) if isinstance(axes, str) else axes or ()
     return math.prod(mesh.shape[name] for name in names)

@@ -1,8 +1,8 @@
-"""Ring attention: keys and values travel around the shards; each shard attends to one block of them
+"""Ring attention: keys and values travel around the shards; each shard attends to one block of keys
 at a time and merges the results. Liu, Zaharia & Abbeel 2023, arXiv 2310.01889.
 
-A device holds up to two blocks of keys. A block that the mask rules out is passed on without a
-computation. In `zigzag` order every device has the same amount of work; otherwise causal attention
+A device holds up to two blocks of keys. It passes on blocks that the mask rules out without
+computing. In `zigzag` order every device has the same amount of work; otherwise causal attention
 would leave half of the devices idle.
 """
 
@@ -70,8 +70,8 @@ def backward(
     spec: AttentionSpec,
     shards: Shards,
 ) -> QKV:
-    """Returns the gradients of this shard's queries, keys and values. The gradients of keys and
-    values travel with them, and return to their shard after a full turn."""
+    """Returns the gradients of this shard's queries, keys and values. Gradients of keys and values
+    travel with them, and return to their shard after a full turn."""
     dq, dk, dv = (jnp.zeros_like(y, jnp.float32) for y in x)
     start = Sums(dq, (dk, dv))
     dq, (dk, dv) = _traverse(*backward_pass(kernel, x, state, dout), start, x, spec, shards)
@@ -85,7 +85,7 @@ def _traverse(
     schedule = make_schedule(spec, shards.positions, shards.size)
     block = x.k, x.v, {name: getattr(spec.mask, name) for name in KEY_FIELDS}
     for step in range(shards.size):
-        # Send the block while attention to it is computed.
+        # Send the block while computing attention to it.
         following = _pass_on(block, shards) if step + 1 < shards.size else block
         block_spec = replace(spec, mask=replace(spec.mask, **block[2]))
 
@@ -99,7 +99,7 @@ def _traverse(
             shard, other = shards.index, (shards.index - step) % shards.size
             return schedule.attend_other(attend, queries, sums, k, v, spec, shard, other)
 
-        # Start from zeros, so that the sums in transit are needed only after this computation.
+        # Start from zeros, so that this computation does not wait for the sums in transit.
         current = Sums(sums.queries, jax.tree.map(jnp.zeros_like, sums.keys)), *block[:2]
         if schedule is None:
             new = jax.lax.cond(_nonempty(block_spec, x), masked, lambda sums, k, v: sums, *current)
@@ -113,13 +113,13 @@ def _traverse(
 
 
 def _pass_on(block: Any, shards: Shards) -> Any:
-    """Sends a block to the next shard of the ring. Returns the block of the previous shard."""
+    """Sends a block to the next shard of the ring, and returns the previous shard's block."""
     turns = [list(zip(group, group[1:] + group[:1], strict=True)) for group in shards.groups]
     return jax.lax.ppermute(block, shards.axis, sum(turns, []))
 
 
 def _nonempty(spec: AttentionSpec, x: QKV) -> Bool[Array, ""]:
-    """Returns whether the mask may let some query of this shard attend to some key of the block."""
+    """Returns whether the mask may allow a query of this shard to attend to a key of the block."""
     T, S = x.q.shape[1], x.k.shape[1]
-    # A few tiles: a zigzag block has two ends.
+    # A few tiles, because a zigzag block has two ends.
     return jnp.asarray(Tiles(spec.mask, T, S, -(-T // 4), -(-S // 4)).nonempty()[1] > 0)

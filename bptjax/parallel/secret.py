@@ -15,10 +15,10 @@ from bptjax.parallel.mesh import cache_directory, make_cache_directory
 log = logging.getLogger("bptjax")
 VARIABLE = "BPTJAX_SECRET"
 FILE = "secret"
-# The first bytes of a process of a run, and of the answer.
+# First bytes that a process of a run sends, and first bytes of the answer.
 HELLO = b"bptjax 1"
 BYTES = 32
-# Seconds for the exchange.
+# Seconds for the exchange of proofs.
 TIMEOUT_S = 5
 
 
@@ -28,11 +28,11 @@ class WrongSecret(ValueError):
 
 def read_secret() -> bytes:
     """Returns the value of `VARIABLE`, or else the secret in the user's cache directory, which the
-    first call makes.
+    first call creates.
 
     Raises:
-      ValueError: the file cannot be read or made, is empty, belongs to another user, or other users
-        can read it.
+      ValueError: the file cannot be read or created, is empty, belongs to another user, or is
+        readable by other users.
     """
     if value := os.environ.get(VARIABLE):
         return value.encode()
@@ -54,7 +54,7 @@ def read_secret() -> bytes:
 
 
 def _make(file: Path) -> None:
-    """Makes the file complete or not at all; the first of several processes wins."""
+    """Creates the file atomically; the first of several processes wins."""
     make_cache_directory()
     fresh = file.with_name(f".{FILE}.{socket.gethostname()}.{os.getpid()}.tmp")
     fresh.unlink(missing_ok=True)
@@ -69,11 +69,11 @@ def _make(file: Path) -> None:
 
 
 def demand_proof(connection: socket.socket, secret: bytes, timeout: float = TIMEOUT_S) -> bool:
-    """Returns whether the process that has connected knows the secret, and proves to it that this
-    process does too.
+    """Returns whether the connected process knows the secret, and proves to it that this process
+    does too.
 
-    Each side sends a random number, and the other side returns a digest of both numbers with the
-    secret as its key (RFC 2104), so that neither the secret nor an answer to repeat is sent.
+    Each side sends a random number, and the other side returns a digest of both numbers keyed with
+    the secret (RFC 2104), so neither the secret nor a replayable answer is sent.
 
     Args:
       timeout: seconds for the exchange.
@@ -99,7 +99,7 @@ def demand_proof(connection: socket.socket, secret: bytes, timeout: float = TIME
 
 @cache
 def _tell_of_another_secret() -> None:
-    """Warns once: strangers may greet too."""
+    """Warns once, because unknown processes may also send the greeting."""
     log.warning(
         "a process with another secret was turned away; set %s to the same text in all processes",
         VARIABLE,
@@ -107,7 +107,8 @@ def _tell_of_another_secret() -> None:
 
 
 def prove(connection: socket.socket, secret: bytes) -> None:
-    """Proves to the coordinator, to which `connection` leads, that this process knows the secret.
+    """Proves to the coordinator at the other end of `connection` that this process knows the
+    secret.
 
     Raises:
       WrongSecret: the other side does not know it.
@@ -132,7 +133,7 @@ def _receive(connection: socket.socket, count: int, deadline: float) -> bytes:
     """Receives `count` bytes.
 
     Raises:
-      OSError: the connection has ended, or the time is over.
+      OSError: the connection has ended, or the deadline has passed.
     """
     found = b""
     while len(found) < count:

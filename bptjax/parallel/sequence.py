@@ -1,6 +1,5 @@
-"""Attention on a mesh: batch, heads and tokens are sharded, tokens by one of several strategies,
-with any kernel on each device.
-"""
+"""Attention on a mesh that shards batch, heads and tokens: one of several strategies shards the
+tokens, with any kernel on each device."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -70,7 +69,7 @@ def unfold_sequence_shards(tree: Any) -> Any:
 
 
 def _constrain(x: Array, *axes: tuple[str, ...] | None) -> Array:
-    """Shards the first dimensions over these mesh axes, and leaves the others to the compiler."""
+    """Shards the first dimensions over these mesh axes, and leaves the rest to the compiler."""
     others = (PartitionSpec.UNCONSTRAINED,) * (x.ndim - len(axes))
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*axes, *others))
 
@@ -89,8 +88,8 @@ def divides(x: Array) -> bool:
 
 
 def choose_strategy(name: str, heads: int, shards: int) -> tuple[str, str]:
-    """Returns the name of the strategy to use for `name` with `heads` query heads per device and
-    `shards` devices along sp, and the reason.
+    """Returns the strategy to use for `name` with `heads` query heads per device and `shards`
+    devices along sp, and the reason.
 
     Raises:
       ValueError: an unknown strategy.
@@ -122,18 +121,19 @@ def attention(
     offload: float = 0.0,
     **options: Any,
 ) -> Float[Array, "B T N H"]:
-    """Computes `ops.attention` on the mesh set by `jax.set_mesh`. On one device, or without a mesh,
-    it is `ops.attention` itself.
+    """Computes `ops.attention` on the mesh set by `jax.set_mesh`, or directly on one device or
+    without a mesh.
 
     Args:
-      strategy: how attention crosses the shards of a sequence if sp > 1.
+      strategy: how attention communicates across the shards of a sequence if sp > 1.
       impl, sinks, offload, options: as in `ops.attention`; `auto` chooses for the arrays of one
         device.
 
     Raises:
       NotImplementedError: the strategy cannot divide the heads, or the kernel cannot honor the
         arguments.
-      ValueError: as `ops.attention`; the mesh does not divide the batch, the tokens or the heads.
+      ValueError: as in `ops.attention`; the mesh does not divide the batch, the tokens or the
+        heads.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
@@ -157,13 +157,13 @@ def attention(
 
 @dataclass(frozen=True)
 class ShardedAttention:
-    """A kernel for arrays on a mesh: a sequence strategy, and a kernel on each device."""
+    """A kernel for arrays on a mesh: a sequence strategy, with a kernel on each device."""
 
     strategy: str
     impl: str
 
     def unsupported(self, x: QKV, spec: AttentionSpec) -> str | None:
-        """Returns None: each device's kernel is chosen for its own arrays."""
+        """Returns None: each device chooses a kernel for its own arrays."""
         return None
 
     def forward(self, x: QKV, spec: AttentionSpec) -> AttentionState:
@@ -206,14 +206,14 @@ class _Layout:
 
     Attributes:
       queries, qkv: partition specs of arrays `[B, T, N, ...]`, and of the QKV.
-      arrays, specs: the traced arrays of the spec, by name, and their partition specs.
+      arrays, specs: the spec's traced arrays, by name, and their partition specs.
     """
 
     def __init__(self, attention: ShardedAttention, x: QKV, spec: AttentionSpec):
         mesh = jax.sharding.get_abstract_mesh()
         self.tp, sp = num_shards(mesh, "heads"), num_shards(mesh, "sequence")
         (_, T, self.N, _), (_, S, self.K, _) = x.q.shape, x.k.shape
-        # Key heads that tp does not divide are replicated over it.
+        # tp replicates key heads that it does not divide.
         self.shared_keys = self.K % self.tp != 0
         queries: Any = PartitionSpec(BATCH, SEQUENCE, HEADS)
         keys: Any = PartitionSpec(BATCH, SEQUENCE, None if self.shared_keys else HEADS)
@@ -224,7 +224,7 @@ class _Layout:
         )
         self.strategy, self.impl = STRATEGIES[attention.strategy], attention.impl
         sharded = sp > 1 and self.strategy.split(self.N // self.tp, sp).tokens > 1
-        # Inside the kernel a shard no longer knows its offset: make absolute positions explicit.
+        # Inside the kernel a shard does not know its offset, so make absolute positions explicit.
         self.spec = replace(spec, mask=resolved) if sharded else spec
         self.arrays, self.specs = _traced_arrays(self.spec, keep_static=not sharded)
 
@@ -249,7 +249,7 @@ class _Layout:
         )
 
     def local_qkv(self, x: QKV) -> QKV:
-        """Returns this device's arrays with the key heads that its query heads read."""
+        """Selects the key heads that this device's query heads read."""
         if not self.shared_keys:
             return x
         heads = own_key_heads(self.N, self.K, self.tp)
@@ -270,8 +270,7 @@ class _Layout:
 
 
 def own_key_heads(N: int, K: int, tp: int) -> Int[Array, "R"]:
-    """Returns the key heads that this device's query heads read, of K that are replicated over tp
-    devices."""
+    """Returns which of K key heads, replicated over tp devices, this device's query heads read."""
     heads = N // tp
     count = 1 if tp % K == 0 else heads
     return (jax.lax.axis_index(HEADS) * heads + jnp.arange(count)) // (N // K)
@@ -301,8 +300,8 @@ class AutoKernel:
 def _traced_arrays(
     spec: AttentionSpec, keep_static: bool
 ) -> tuple[dict[str, Any], dict[str, PartitionSpec]]:
-    """Returns the spec's arrays by name, and their partition specs. With `keep_static`, positions
-    that are NumPy arrays stay static, for kernels that get complete sequences."""
+    """Returns the spec's arrays by name, and their partition specs. With `keep_static`, NumPy
+    positions stay static, for kernels that get complete sequences."""
     arrays, specs = {}, {}
     for name in TOKEN_FIELDS:
         x = getattr(spec.mask, name)

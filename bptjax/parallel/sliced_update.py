@@ -28,8 +28,8 @@ def update_in_slices(
 ) -> Any:
     """Returns `f(state, inputs, key)` if `when` is true, else `state`.
 
-    Overwrites a donated `state`. Arrays in host memory pass through the device. Each slice and each
-    device has its own key.
+    Overwrites a donated `state`. Arrays in host memory pass through the device. Each slice on each
+    device gets a different key.
 
     Args:
       f: takes slices along all axes except the last `unsliced_axes`, and returns the new slice of
@@ -38,7 +38,7 @@ def update_in_slices(
       axes: logical names of the last axes, as in `nnx.Variable.axes` of a parameter.
       when: bool scalar.
       unsliced_axes: 1, or the number of axes of a matrix that `f` needs unsharded.
-      slice_elements: number of elements in a slice; more if the unsliced axes are larger.
+      slice_elements: number of elements per slice; more if the unsliced axes are larger.
     """
     shape = jax.tree.leaves(inputs)[0].shape
     sliced_axes = len(shape) - unsliced_axes
@@ -46,7 +46,7 @@ def update_in_slices(
     unsliced = math.prod(shape[sliced_axes:])
     if not mesh.empty:
         placed = sharding(mesh, axes, shape)
-        # Leave the unsliced axes to the compiler, because `f` may need more than one shard of them.
+        # Leave the unsliced axes to the compiler, because `f` may need several shards of them.
         spec = PartitionSpec(*placed.spec[:sliced_axes])
         if unsliced_axes == 1:
             unsliced = placed.shard_shape(shape)[-1]
@@ -59,8 +59,8 @@ def update_in_slices(
 
     if not names:
         return local(state, inputs, key, ())
-    # Each device's own, because XLA cannot always partition `axis_index` if the compiler shards
-    # over other axes of the mesh.
+    # Pass each device its index: XLA cannot always partition `axis_index` if the compiler shards
+    # over other mesh axes.
     indices = tuple(jnp.arange(mesh.shape[name]) for name in sorted(names))
     ids = tuple(PartitionSpec(name) for name in sorted(names))
     specs = dict(in_specs=(spec, spec, PartitionSpec(), ids), out_specs=spec)
@@ -78,8 +78,7 @@ def _loop(
     inputs: Any,
     key: Array,
 ) -> Any:
-    """Runs `update_in_slices` on one device. `unsliced` is the number of elements in the unsliced
-    axes."""
+    """Runs `update_in_slices` on one device. The unsliced axes have `unsliced` elements."""
     shape = jax.tree.leaves(inputs)[0].shape
     sizes, ones = shape[:sliced_axes], (1,) * (len(shape) - sliced_axes)
     below = [math.prod((*sizes[axis + 1 :], unsliced)) for axis in range(len(sizes))]
@@ -104,8 +103,8 @@ def _loop(
             return jax.lax.dynamic_update_slice(x, y, at(x))
 
         old, local_inputs = jax.tree.map(read, (state, inputs))
-        # Use `cond` around `f`, not `where` after it: with `where`, XLA would run `f` again for
-        # each array that it writes, and copy every array that later runs of `f` read.
+        # `cond` around `f`, not `where` after it: with `where`, XLA would rerun `f` for each array
+        # that it writes, and copy every array that later runs of `f` read.
         new = jax.lax.cond(
             when,
             f,

@@ -17,7 +17,7 @@ from bptjax.ops.attention.contract import (
 
 @dataclass(frozen=True)
 class StrategyKernel:
-    """Attention of a device's queries to the keys of all shards."""
+    """Attention from a device's queries to the keys of all shards."""
 
     strategy: SequenceStrategy
     kernel: Kernel

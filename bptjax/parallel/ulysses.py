@@ -35,7 +35,7 @@ TOKEN_FIELDS = (
 
 
 def unsupported(heads: int, shards: int) -> str | None:
-    """Returns why `heads` query heads cannot be divided among the shards, or None."""
+    """Returns why the shards cannot divide `heads` query heads, or None if they can."""
     if heads % shards:
         return f"{heads} query heads do not divide among sp={shards} devices"
     return None
@@ -94,14 +94,14 @@ class _Exchange:
         return jax.lax.all_to_all(x, split_axis=1, concat_axis=2, **self._options)
 
     def repeat(self, x: Float[Array, "B S K H"]) -> Float[Array, "B S R H"]:
-        """Repeats key heads up to the least common multiple of K and the number of shards. It
-        divides the number of query heads, because both of these do."""
+        """Repeats key heads up to the least common multiple of K and the number of shards, both of
+        which divide the number of query heads."""
         K = x.shape[2]
         return jnp.repeat(x, math.lcm(K, self.shards.size) // K, axis=2)
 
     def spec_of_heads(self, spec: AttentionSpec, heads: int) -> AttentionSpec:
-        """Returns the spec of this shard's heads over complete sequences. NumPy arrays in it cover
-        complete sequences already."""
+        """Returns the spec of this shard's heads over complete sequences. NumPy arrays in the spec
+        already cover complete sequences."""
         n = heads // self.shards.size
         first = self.shards.index * n
         fields = {

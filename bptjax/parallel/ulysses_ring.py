@@ -1,8 +1,8 @@
 """Ulysses within groups of neighbors, a ring across the groups: for more devices than heads. Fang &
 Zhao 2024, arXiv 2405.07719.
 
-The size of a group is the greatest common divisor of the numbers of heads and devices. Devices of a
-group exchange heads, so that each has all tokens of the group for some heads. Then it passes keys
+The group size is the greatest common divisor of the numbers of heads and devices. Devices of a
+group exchange heads, so that each has all tokens of the group for some heads. Then each passes keys
 to its counterpart in the next group.
 """
 
@@ -25,7 +25,7 @@ from bptjax.parallel.strategy_kernel import StrategyKernel
 
 
 def unsupported(heads: int, shards: int) -> str | None:
-    """Returns why `heads` query heads cannot be divided among the shards, or None."""
+    """Returns why the shards cannot divide `heads` query heads, or None if they can."""
     if math.gcd(heads, shards) == 1 < shards:
         return f"{heads} query heads and sp={shards} devices have no common divisor"
     return None

@@ -192,7 +192,7 @@ def _call_forward(
         )
     if packing is None:
         return AttentionState(out, stats.transpose(0, 2, 1))
-    # Statistics are [B · M, N, T]; document m's start at index 0 of its own T entries.
+    # Statistics are [B · M, N, T], one document per entry of axis 0, from index 0 of axis 2.
     starts, _ = packing
     token = jnp.arange(T)
     number = jnp.maximum((starts[:, :, None] <= token[None, None]).sum(1) - 1, 0)
