@@ -1,1 +1,1 @@
-"""Models on disk: formats in both directions, adapters, kernels in few bits, loading."""
+"""Models on disk: reading and writing formats, adapters, quantized kernels, loading."""

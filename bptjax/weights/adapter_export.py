@@ -26,7 +26,7 @@ def export_adapter(source: str, out: Path) -> Pretrained:
         write_adapter(model, directory)
         here, added = resolve_checkpoint(source), model.config.add_tokens
         if has_tokenizer(here) or added and model.sidecars:
-            # Its chat template and stop tokens are the ones that the adapter was trained with.
+            # Use the chat template and stop tokens that the adapter was trained with.
             own = here if has_tokenizer(here) else model.sidecars
             tokenizer = load_tokenizer(str(own), model.config.V)
             add_tokens(tokenizer, added)
@@ -35,8 +35,8 @@ def export_adapter(source: str, out: Path) -> Pretrained:
 
 
 def write_adapter(model: Pretrained, directory: Path) -> None:
-    """Writes PEFT's files to `directory`, and the base model's config if training changed it: the
-    changed keys for `open_pretrained`, and a config.json for transformers.
+    """Writes PEFT's files to `directory`. If training changed the base model's config, also writes
+    the changed keys for `open_pretrained`, and a config.json for transformers.
     """
     assert model.adapters and model.family and model.read_as and model.sidecars
     base = str(model.config.name_or_path)
@@ -52,8 +52,8 @@ def write_adapter(model: Pretrained, directory: Path) -> None:
 
 
 def remedy_for_peft(model: Pretrained, out: Path) -> str:
-    """Returns a line about a step that PEFT needs to compute the same with the adapter in `out`;
-    empty if it needs none.
+    """Returns a line about the step that makes PEFT compute the same with the adapter in `out`;
+    empty if none is needed.
     """
     # As of PEFT 0.21, _convert_peft_config_moe in utils/transformers_weight_conversion.py.
     adapted = model.adapters.values if model.adapters else ()
@@ -90,7 +90,7 @@ def remedy_for_peft(model: Pretrained, out: Path) -> str:
 
 def _needs_config(model: Pretrained) -> bool:
     """Returns whether config keys alone change the base model's function. A config cannot extend a
-    table of learned positions: transformers would refuse the base model's table by its shape.
+    table of learned positions: transformers would reject the shape of the base model's table.
     """
     assert model.read_as is not None
     changed = changes(model.read_as, model.config)
@@ -100,7 +100,8 @@ def _needs_config(model: Pretrained) -> bool:
 
 
 def open_adapter(source: str) -> Pretrained:
-    """Opens the adapter of a run or of PEFT with its base model, which is of a Hugging Face family.
+    """Opens the adapter of a run or of PEFT with its base model, which must be of a Hugging Face
+    family.
 
     Raises:
       ValueError: the source is not such an adapter.

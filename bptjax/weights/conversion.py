@@ -32,8 +32,8 @@ from bptjax.weights.quantized_kernels import linear_kernels
 from bptjax.weights.saved_parameters import RunCheckpoint
 
 log = logging.getLogger("bptjax")
-# The files of a tokenizer in a Hugging Face directory. `save` writes the other fields of
-# generation_config.json, too.
+# A tokenizer's files in a Hugging Face directory. `save` writes the other fields of
+# generation_config.json as well.
 TOKENIZER = (
     "tokenizer*",
     "vocab.*",
@@ -44,12 +44,12 @@ TOKENIZER = (
     "chat_template.*",
     "generation_config.json",
 )
-# transformers' keys for the dtype of the weights, now and before version 5.
+# transformers' keys for the dtype of the weights, since version 5 and before.
 DTYPE_KEYS = "dtype", "torch_dtype"
 
 
 def to_bptjax(source: str, out: Path) -> Pretrained:
-    """Writes the checkpoint with our parameter names, with stacked layers and the same dtypes.
+    """Writes the checkpoint with bptjax's parameter names, stacked layers and the same dtypes.
 
     Raises:
       ValueError: one line about the error in the checkpoint; `out` is not created.
@@ -69,8 +69,8 @@ def to_bptjax(source: str, out: Path) -> Pretrained:
 
 def to_hf(source: str, out: Path, *, dtype: str | None, max_shard_size: str) -> Pretrained:
     """Writes a run's newest checkpoint, or a converted directory, in Hugging Face's format, with
-    the other files of the original model and the tokenizer of the run. Only bptjax reads the
-    tokenizers `byte` and `char`.
+    the other files of the original model and the run's tokenizer. Only bptjax reads the tokenizers
+    `byte` and `char`.
 
     Raises:
       ValueError: one line about the error in the checkpoint; `out` is not created.
@@ -92,17 +92,17 @@ def merge_adapter(
     max_shard_size: str,
     warn: Callable[[str], None] = log.warning,
 ) -> Pretrained:
-    """Writes the adapter of a run or of PEFT, merged into its base model, in Hugging Face's format.
-    The sum is computed in float32, after quantized kernels are dequantized. Warns how much the
-    rounding to a dtype of 16 bits takes from the adapter: of the component along the adapter's
-    change. Other errors of rounding largely average out in products with many weights.
+    """Merges the adapter of a run or of PEFT into its base model, and writes the result in Hugging
+    Face's format. Quantized kernels are dequantized, and the sum is computed in float32. Warns how
+    much of the adapter's change is lost by rounding to a 16-bit dtype, measured along the change;
+    other rounding errors largely average out in products with many weights.
 
     Raises:
       ValueError: one line about the error in the adapter; `out` is not created.
     """
     model = open_adapter(source)
     merge, dtypes = merging(model), written_dtypes(model, dtype)
-    # Sums of squares of the rounding and of the adapter's change, and of their product.
+    # Sums of squares of the rounding error and of the adapter's change, and of their product.
     rounding, changed, along = 0.0, 0.0, 0.0
     values = model.adapters.values if model.adapters else {}
 
@@ -151,7 +151,7 @@ def merging(model: Pretrained) -> Callable[[str, Index], np.ndarray]:
 
 def _tokenizer(source: str, model: Pretrained) -> Tokenizer | None:
     """Returns the tokenizer of a run or an adapter; None if the original model has the same
-    tokenizer with the same chat template and stop ids."""
+    tokenizer, chat template and stop ids."""
     here = resolve_checkpoint(source)
     if here == model.sidecars or not has_tokenizer(here):
         return None
@@ -199,7 +199,7 @@ def write(
         raw = exported(raw, model.read_as, model.config, name)
     if model.config.attention_pattern is not None:
         raw = raw | {"attention_pattern": model.config.attention_pattern}
-    # The tensors are written decoded.
+    # Tensors are written dequantized.
     raw.pop("quantization_config", None)
 
     dtypes = written_dtypes(model, dtype)
@@ -236,15 +236,15 @@ def _raise_model_max_length(directory: Path, length: int) -> None:
 
 
 def written_dtypes(model: Pretrained, dtype: str | None) -> dict[str, str]:
-    """Returns the dtype of each parameter in Hugging Face files with weights in `dtype`; None for
-    that of the checkpoint."""
+    """Returns the dtype of each parameter in Hugging Face files with weights in `dtype`; None keeps
+    the checkpoint's dtype."""
     fixed, specs = _fixed_dtypes(model), model.source.specs.items()
     dtype = dtype or trained_dtype(model)
     return {path: fixed.get(path) or dtype or spec.dtype for path, spec in specs}
 
 
 def trained_dtype(model: Pretrained) -> str | None:
-    """Returns the dtype of the checkpoint that a run trained in full, from its config.json; None if
+    """Returns the dtype of the checkpoint that a run trained in full, from its config.json. None if
     the run's parameters are not wider, and for other models, whose files have their own dtypes."""
     if not isinstance(model.source, RunCheckpoint) or model.sidecars is None:
         return None
@@ -256,6 +256,6 @@ def trained_dtype(model: Pretrained) -> str | None:
 
 
 def _fixed_dtypes(model: Pretrained) -> dict[str, str]:
-    """Returns the dtypes of the parameters that have the same one in all files of the family."""
+    """Returns the dtypes of parameters whose dtype is the same in all files of the family."""
     rules = model.family.tensor_rules(model.config) if model.family else ()
     return {path: rule.dtype for rule in rules if rule.dtype for path in rule.ours}

@@ -1,4 +1,4 @@
-"""Kernels of linear layers in 8 bits, for the products of a training step."""
+"""8-bit kernels of linear layers, for the products of a training step."""
 
 import math
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ class Float8Kernel:
     """A kernel whose products have 8-bit operands.
 
     Attributes:
-      kernel: takes the gradient; its values are not read. None if the kernel is frozen.
+      kernel: receives the gradient; its values are not read. None if the kernel is frozen.
       weight: the kernel `[O, I]` with O outputs and I inputs.
       outputs: shape of the output axes.
     """
@@ -39,8 +39,8 @@ class Float8Kernel:
 
 
 def float8_kernels(model: Any) -> dict[str, int]:
-    """Returns the number of input axes of each kernel that can have 8-bit products, by path: of
-    linear layers in the model's layers with more than one output, but not of experts."""
+    """Returns the number of input axes of each kernel that can have 8-bit products, by path: linear
+    layers in the model's layers with several outputs, except experts."""
     found = jax.tree.leaves_with_path(model, is_leaf=lambda x: isinstance(x, Linear))
     return {
         f"{param_path(at)}.kernel": linear.in_ndim
@@ -69,8 +69,8 @@ def quantize_kernels(model: Any) -> dict[str, Float8]:
 
 
 def with_float8(model: Any, weights: Mapping[str, Float8], trained: bool) -> Any:
-    """Returns the model with the products of these weights, from `quantize_kernels`. Their
-    gradients go to the model's own kernels, if those are `trained`."""
+    """Returns the model with these weights, from `quantize_kernels`, in its products. Gradients go
+    to the model's own kernels if they are `trained`."""
     in_ndims = float8_kernels(model)
 
     def one(at, v):
@@ -85,7 +85,7 @@ def with_float8(model: Any, weights: Mapping[str, Float8], trained: bool) -> Any
 
 
 def _path(at: tuple) -> str:
-    """Returns the path of a parameter, or of the kernel whose frozen base it is."""
+    """Returns a parameter's path, or the path of the kernel that it is the frozen base of."""
     return param_path(at).removesuffix(".base")
 
 

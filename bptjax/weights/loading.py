@@ -1,4 +1,4 @@
-"""Loads a checkpoint with its tokenizer onto a device, or sharded over several."""
+"""Loads a checkpoint with its tokenizer onto a device, or sharded over several devices."""
 
 import logging
 import math
@@ -39,7 +39,7 @@ from bptjax.weights.pretrained import Pretrained, open_pretrained, resolve_check
 from bptjax.weights.quantized_kernels import linear_kernels
 
 log = logging.getLogger("bptjax")
-# Patterns of files; every Hugging Face tokenizer has one that matches.
+# File patterns; every Hugging Face tokenizer has a file that matches.
 TOKENIZER_FILES = ("tokenizer*", "vocab.*", "*.model")
 # Share of the available memory for parameters and cache.
 FITS = 0.8
@@ -60,24 +60,24 @@ def load(
     Args:
       name: Hugging Face directory or hub id, directory of `bptjax convert`, run directory, or PEFT
         directory of an adapter. Adapters are loaded with their base model, and not merged.
-      tokenizer: byte, or a directory. By default the tokenizer of the checkpoint.
-      dtype: dtype of the parameters. By default the dtype of the checkpoint's embedding; on a CPU
-        float32, if it fits into the available memory, because a CPU converts parameters of 16 bits
+      tokenizer: byte, or a directory. Defaults to the checkpoint's tokenizer.
+      dtype: dtype of the parameters. Defaults to the dtype of the checkpoint's embedding; on a CPU
+        to float32 if it fits in the available memory, because a CPU converts 16-bit parameters
         again for each token.
       device: a device, or its kind: gpu, cpu, or auto, which refuses the CPU of a machine with an
         NVIDIA GPU.
       tp: devices that shard heads, feed-forward network and vocabulary.
       sp: devices that shard the tokens of the key-value cache in generation. The parameters are
         replicated over them.
-      warn: called with a line about tensors that were not read, about a tokenizer that differs from
-        the checkpoint's, or about a dtype that the memory decides.
+      warn: called with a line about tensors that were not read, a tokenizer that differs from the
+        checkpoint's, or a dtype that the memory decides.
 
     Returns:
       The model (`Decoder` or `Encoder`); the tokenizer, or None if the checkpoint has none; the
       architecture.
 
     Raises:
-      ValueError: one line about the error in the checkpoint, or about devices that are not there.
+      ValueError: one line about the error in the checkpoint, or about missing devices.
     """
     found, text = _open(str(name), tokenizer, warn, "tokenizer=")
     return load_opened(found, dtype, device, warn, tp=tp, sp=sp), text, found.config
@@ -109,7 +109,7 @@ def tokenizer_directory(name: str, found: Pretrained) -> Path:
 def _open(
     name: str, tokenizer: str | Path | None, warn: Callable[[str], None], prefix: str
 ) -> tuple[Pretrained, Tokenizer | None]:
-    """Opens the checkpoint, and loads the tokenizer. `prefix` precedes the name of a chosen
+    """Opens the checkpoint and loads the tokenizer. `prefix` precedes the name of a chosen
     tokenizer in errors."""
     tokenizer = tokenizer or None
     found = open_pretrained(ModelConfig(name_or_path=name))
@@ -134,7 +134,7 @@ def _open(
     pattern = find_tokens(found.config.attention_pattern, partial(token_id, text))
     found = replace(found, config=replace(found.config, attention_pattern=pattern))
     if found.sidecars is not None:
-        # The sampling is the model's, whichever tokenizer was chosen.
+        # The model determines the sampling settings, whichever tokenizer was chosen.
         text.generation_config = read_generation_config(found.sidecars)
     if tokenizer and (line := vocabulary_warning(text, directory)):
         warn(line)
@@ -159,7 +159,7 @@ def load_opened(
     """Loads an opened checkpoint; see `load`.
 
     Args:
-      cached: number of sequences in the key-value cache, and tokens of each.
+      cached: number of sequences in the key-value cache, and tokens per sequence.
     """
     devices = select_devices(device) if isinstance(device, str) else [device]
     where = _placement(found.config, devices, tp, sp)
@@ -175,9 +175,9 @@ def _default_dtype(
     cached: tuple[int, int],
     warn: Callable[[str], None],
 ) -> DTypeLike:
-    """Returns the dtype of `load` for parameters of which there are several copies."""
+    """Returns the default dtype of `load`, for `copies` copies of the parameters."""
     specs, config = found.source.specs, found.config
-    # An image encoder has no embedding.
+    # Image encoders have no embedding.
     own = jnp.dtype((specs.get("embedding") or next(iter(specs.values()))).dtype)
     if platform != "cpu":
         return own
@@ -207,7 +207,7 @@ def _placement(config: ModelConfig, devices: list[jax.Device], tp: int, sp: int)
     """Returns the first device, or a mesh of several.
 
     Raises:
-      ValueError: the devices are not there, or do not divide the heads.
+      ValueError: devices are missing, or do not divide the heads.
     """
     for name, size in (("tp", tp), ("sp", sp)):
         if size < 1:

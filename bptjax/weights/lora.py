@@ -1,4 +1,4 @@
-"""LoRA and QLoRA: frozen linear layers, quantized or not, each with a trained low-rank product."""
+"""LoRA and QLoRA: frozen linear layers, optionally quantized, plus trained low-rank products."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -42,10 +42,10 @@ class AdapterConfig:
       target_modules: all-linear for every linear layer except head and routers, or a list of the
         checkpoint's module names, such as [q_proj, v_proj].
       use_rslora: scale by alpha / √r instead.
-      modules_to_save: names of embeddings to train in full beside the low-rank products
+      modules_to_save: names of embeddings to train in full in addition to the low-rank products
         (embed_tokens; lm_head, if the head is not tied). With model.add_tokens, all embeddings are
         trained.
-      bits: bits of a quantized weight.
+      bits: bits per quantized weight.
       quant_type: quantization. nf4 and fp4 have 4 bits, int8 has 8. If not set, nf4, or int8 with 8
         bits.
       double_quant: quantize the scales of the blocks too. 4.13 bits per parameter instead of 4.5.
@@ -70,7 +70,8 @@ class AdapterConfig:
         read = {"none": set(), "lora": {f.name for f in fields(self)} - of_quantization}
         for f in fields(self):
             value, used = getattr(self, f.name), read.get(self.type)
-            # Saved configs of earlier versions name the alpha of scale 1 where nothing reads it.
+            # Configs saved by earlier versions name the alpha of scale 1 even where nothing reads
+            # it.
             usual = [f.default, self.unit_alpha] if f.name == "alpha" else [f.default]
             if used is not None and f.name not in used | {"type"} and value not in usual:
                 default = "null" if f.default is None else f.default
@@ -102,7 +103,7 @@ class AdapterConfig:
 
     @property
     def unit_alpha(self) -> float:
-        """The alpha that gives scale 1, which is the default."""
+        """The alpha that gives scale 1, the default."""
         return math.sqrt(self.r) if self.use_rslora else float(self.r)
 
     @property
@@ -112,12 +113,12 @@ class AdapterConfig:
 
 
 class LoraScale(nnx.Variable):
-    """The factor on the low-rank product of each layer, `[L]`, or of each of its experts,
-    `[L, X]`. Saved, but not trained."""
+    """Factor on the low-rank product of each layer, `[L]`, or of each of its experts, `[L, X]`.
+    Saved, but not trained."""
 
 
 class TrainedEmbedding(nnx.Param):
-    """An embedding that is trained in full beside adapters, and saved with them."""
+    """An embedding that is trained in full next to adapters, and saved with them."""
 
 
 @jax.tree_util.register_dataclass
@@ -127,8 +128,8 @@ class LoraKernel:
 
     Attributes:
       base: the frozen kernel.
-      a: `[*inputs, r]`; for experts `[X, *inputs, r]`, and so on.
-      b: `[r, *outputs]`.
+      a: `[*inputs, r]`; with experts `[X, *inputs, r]`.
+      b: `[r, *outputs]`; with experts `[X, r, *outputs]`.
       dropout: dropout rate of the input of `a`.
       number: index of the linear layer, which seeds its dropout.
     """
@@ -147,7 +148,7 @@ class LoraKernel:
         return y + jnp.tensordot(low, self.b[...].astype(x.dtype), axes=1)
 
     def grouped(self, x: Array, experts: Array, seeds: AdapterDropout | None = None) -> Array:
-        """Multiplies rows by the kernels of their experts, as `grouped_matmul`."""
+        """Multiplies each token by the kernel of its expert, as in `grouped_matmul`."""
         y, x = apply_expert_kernel(self.base, x, experts), self._drop(x, seeds)
         b = self.b[...].astype(jnp.float32) * self.scale[...][:, None, None]
         return y + grouped_matmul(grouped_matmul(x, self.a[...], experts), b, experts)
@@ -169,10 +170,10 @@ def embeddings_to_train(
     Args:
       names: value of the key.
       modules: paths of the embeddings by name.
-      every: whether to train all embeddings, even if they are not named.
+      every: whether to train all embeddings, named or not.
 
     Raises:
-      ValueError: a name is not that of an embedding.
+      ValueError: a name does not belong to an embedding.
     """
     found = set(modules.values()) if every else set()
     for name in names or ():
@@ -200,10 +201,10 @@ def target_kernels(wanted: str | list[str], modules: Mapping[str, tuple[str, ...
 
     Args:
       wanted: value of the key.
-      modules: paths of the kernels of each linear layer, by its name.
+      modules: paths of each linear layer's kernels, by its name.
 
     Raises:
-      ValueError: a name is not that of a linear layer, or there are no names.
+      ValueError: a name does not belong to a linear layer, or there are no names.
     """
     if isinstance(wanted, str):
         return {path for paths in modules.values() for path in paths}
@@ -219,8 +220,8 @@ def target_kernels(wanted: str | list[str], modules: Mapping[str, tuple[str, ...
     return found
 
 
-# (a `[L, *inputs, r]`, b `[L, r, *outputs]`, scale `[L]`) of a kernel, with stacked layers; of the
-# kernels of experts (a `[L, X, *inputs, r]`, b `[L, X, r, *outputs]`, scale `[L, X]`).
+# (a `[L, *inputs, r]`, b `[L, r, *outputs]`, scale `[L]`) of a kernel stacked over layers; with
+# experts (a `[L, X, *inputs, r]`, b `[L, X, r, *outputs]`, scale `[L, X]`).
 LoraWeights = tuple[Any, Any, Any]
 
 
@@ -231,7 +232,7 @@ class Adapters:
     Attributes:
       config: settings of the adapters.
       values: weights of the adapters, by the paths of their kernels.
-      modules: embeddings that were trained in full, by path. They replace the base model's.
+      modules: fully trained embeddings, by path. They replace the base model's.
     """
 
     config: AdapterConfig
@@ -264,7 +265,7 @@ def new_adapters(
 
 
 def attach(model: Any, adapters: Mapping[str, LoraWeights], dropout: float) -> Any:
-    """Returns the model with adapters on its kernels. `adapters` are given by path."""
+    """Attaches adapters to the model's kernels. `adapters` are given by path."""
     kernels = linear_kernels(model)
     numbers = {path: number for number, path in enumerate(sorted(kernels))}
 
@@ -294,8 +295,8 @@ def attach(model: Any, adapters: Mapping[str, LoraWeights], dropout: float) -> A
 def merged(
     w: Array, adapter: LoraWeights | None, *, kernel_axes: KernelAxes, config: AdapterConfig
 ) -> Array:
-    """Returns a kernel `[*stacked, *inputs, *outputs]` with its adapter merged, float32. With
-    qlora, the kernel is rounded to its quantized values first.
+    """Returns a float32 kernel `[*stacked, *inputs, *outputs]` with its adapter merged. With qlora,
+    the kernel is first rounded to its quantized values.
     """
     if kernel_axes.stacked:
         each = kernel_axes._replace(stacked=kernel_axes.stacked - 1)
@@ -312,7 +313,7 @@ def merged(
 
 
 def product_square(adapter: LoraWeights) -> float:
-    """Returns the sum of the squares of scale · a · b over all axes, without the product."""
+    """Returns the sum of squares of scale · a · b over all axes, without forming the product."""
     a, b, scale = (np.asarray(x, np.float32) for x in adapter)
     r, stack = a.shape[-1], scale.shape
     a, b = a.reshape(*stack, -1, r), b.reshape(*stack, r, -1)
@@ -321,8 +322,8 @@ def product_square(adapter: LoraWeights) -> float:
 
 
 def product_dot(adapter: LoraWeights, w: np.ndarray) -> float:
-    """Returns the sum over all axes of scale · a · b times `w` of the same shape, without the
-    product."""
+    """Returns the sum over all axes of scale · a · b times `w`, which has the same shape, without
+    forming the product."""
     a, b, scale = (np.asarray(x, np.float32) for x in adapter)
     r, stack = a.shape[-1], scale.shape
     a, b = a.reshape(*stack, -1, r), b.reshape(*stack, r, -1)
@@ -336,14 +337,14 @@ def is_trained(v: nnx.Variable) -> bool:
 
 
 def in_checkpoint(v: nnx.Variable) -> bool:
-    """Returns whether checkpoints hold a variable of a model with adapters. The other variables are
-    the base model's."""
+    """Returns whether checkpoints hold a variable of a model with adapters. The other variables
+    belong to the base model."""
     return isinstance(v, nnx.LoRAParam | TrainedEmbedding | LoraScale)
 
 
 def split(model: Any, chosen: Callable[[nnx.Variable], bool]) -> tuple[Any, Any]:
-    """Returns two trees like the model: one with the chosen variables, one with the others. Each
-    has None in place of the other's variables."""
+    """Splits the model into two trees of its structure: one with the chosen variables, one with the
+    rest. Variables of the other tree are None."""
     first, second = (
         jax.tree.map(
             lambda v, which=which: v if chosen(v) == which else None, model, is_leaf=_is_variable

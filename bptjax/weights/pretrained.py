@@ -1,5 +1,4 @@
-"""Opens a model on disk: a Hugging Face directory, a converted directory, a run, or a PEFT
-adapter."""
+"""Opens a model on disk: a Hugging Face or converted directory, a run, or a PEFT adapter."""
 
 import logging
 import os
@@ -57,14 +56,13 @@ class Pretrained:
     Attributes:
       config: architecture to run, with the name_or_path of the parameters.
       source: the parameters; with adapters, the base model's parameters.
-      family: Hugging Face family; None for a model that was trained from scratch.
-      read_as: architecture in config.json; None for a model that was trained from scratch.
-      sidecars: directory of config.json and the tokenizer; None for a model that was trained from
-        scratch.
+      family: Hugging Face family; None for a model trained from scratch.
+      read_as: architecture in config.json; None for a model trained from scratch.
+      sidecars: directory of config.json and the tokenizer; None for a model trained from scratch.
       adapters: adapters of the parameters, if any.
       left_out: one line about tensors in the files that were not read; empty if all were read.
-      others: the tensors beside the model that exports hold; None if there are none.
-      new: shapes of the parameters of a classifier's head that the files do not hold, by path.
+      others: tensors outside the model that exports keep; None if there are none.
+      new: shapes of a classifier head's parameters that the files do not hold, by path.
       seed: seed of the new parameters.
     """
 
@@ -94,7 +92,7 @@ class Pretrained:
 
         Args:
           where: sharding of every parameter; or a mesh, whose axis tp alone shards parameters.
-          params: (path, array) of every parameter, in place of the parameters on disk and the
+          params: (path, array) of every parameter, instead of the parameters on disk and the
             adapters.
         """
 
@@ -130,8 +128,7 @@ class Pretrained:
         show: Callable[[str], None] | None = None,
     ) -> Any:
         """Fills the abstract `model` with the parameters; see `fill_model`, and `Progress` for
-        `show`. Embeddings that were trained beside adapters replace the embeddings of the base
-        model."""
+        `show`. Embeddings that were trained with adapters replace the base model's."""
         own = self.adapters.modules if self.adapters else {}
         params = ((path, own.get(path, array)) for path, array in stacked(self.source, show))
         return fill_model(model, chain(params, self._new_params()), self.config, put)
@@ -139,13 +136,13 @@ class Pretrained:
     def _new_params(self) -> Iterator[tuple[str, np.ndarray]]:
         rng = np.random.default_rng(self.seed)
         for path, shape in self.new.items():
-            # The only scale of a head is that of a norm.
+            # In a head, only norms have a scale.
             mean, random = float(path.endswith("scale")), path.endswith("kernel")
             std = self.config.init_std if random else 0.0
             yield path, rng.normal(mean, std, shape).astype(np.float32)
 
     def check(self, saved: str | int | None, directory: Path) -> None:
-        """Compares the fingerprint with the fingerprint that the run in `directory` saved.
+        """Compares the fingerprint with the one that the run in `directory` saved.
 
         Raises:
           ValueError: the fingerprints differ.
@@ -166,13 +163,13 @@ class Pretrained:
             )
 
     def changed(self, wanted: ModelConfig) -> "Pretrained":
-        """Returns the same checkpoint with the keys that `wanted` sets, except for name_or_path."""
+        """Returns the same checkpoint with the keys that `wanted` sets, except name_or_path."""
         config = merge(self.config, wanted)
         return replace(self, config=replace(config, name_or_path=self.config.name_or_path))
 
     def adapted(self, adapters: Adapters) -> "Pretrained":
-        """Returns the same checkpoint with adapters. Embeddings trained beside them determine the
-        size of the vocabulary."""
+        """Returns the same checkpoint with adapters. Embeddings trained with the adapters determine
+        the vocabulary size."""
         sizes = [len(array) for array in adapters.modules.values()]
         config = replace(self.config, vocab_size=max([self.config.V, *sizes]))
         return replace(self, config=config, adapters=adapters)
@@ -182,8 +179,8 @@ def open_pretrained(wanted: ModelConfig, seed: int = 0) -> Pretrained:
     """Opens the checkpoint `wanted.name_or_path`, with the other keys that `wanted` sets.
 
     Args:
-      seed: seed of parameters that the checkpoint does not hold: those of the classes that `wanted`
-        gives an encoder without classes.
+      seed: seed of parameters that the checkpoint does not hold: the classes that `wanted` adds to
+        an encoder without classes.
 
     Raises:
       ValueError: one line about the error in the checkpoint.
@@ -224,7 +221,7 @@ def open_pretrained(wanted: ModelConfig, seed: int = 0) -> Pretrained:
         )
     others = open_others(sidecars) if sidecars else None
     if "head" in source.specs:
-        # The config of a multimodal model may say that it has none; see `HFCheckpoint`.
+        # A multimodal model's config may say that there is no head; see `HFCheckpoint`.
         config = replace(config, tied_head=False)
     return Pretrained(merge(config, wanted), source, family, read_as, sidecars, others=others)
 
@@ -243,8 +240,8 @@ class NoParameters:
 
 
 def open_config(wanted: ModelConfig) -> Pretrained:
-    """Opens the architecture of `wanted.name_or_path`, with the other keys that `wanted` sets. The
-    weights need not be there: config.json is enough.
+    """Opens the architecture of `wanted.name_or_path`, with the other keys that `wanted` sets.
+    Needs config.json, but no weights.
 
     Raises:
       ValueError: one line about the error in the checkpoint.
@@ -258,8 +255,8 @@ def open_config(wanted: ModelConfig) -> Pretrained:
 
 
 def resolve_checkpoint(name: str, weights: bool = True) -> Path:
-    """Returns the local directory `name`, or the directory to which the hub id `name` is
-    downloaded, without `weights` only its config and tokenizer.
+    """Returns the local directory `name`, or the directory that the hub id `name` is downloaded to;
+    without `weights`, downloads only its config and tokenizer.
 
     Raises:
       ValueError: the name is neither a directory nor a hub id that can be downloaded, or a link
@@ -275,11 +272,11 @@ def resolve_checkpoint(name: str, weights: bool = True) -> Path:
 
     try:
         patterns = ["*.json", "*.txt", "*.model", "*.jinja"] + ["*.safetensors"] * weights
-        # Second copies of the weights, in the formats of other programs.
+        # Second copies of the weights, in other programs' formats.
         others = ["*/*", "consolidated*"]
         directory = Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=others))
     except Exception as error:
-        # The hub's client lets every exception of its transport through.
+        # The hub's client passes on every exception of its transport.
         raise ValueError(
             f"model.name_or_path={name}: not a directory, and cannot be downloaded from the hub: "
             f"{str(error).splitlines()[0]}"
@@ -345,11 +342,11 @@ def _open_adapters(
 def _trained_config(
     run: _RunConfig, read_as: ModelConfig | None, source: ParameterSource
 ) -> ModelConfig:
-    """Returns the architecture of a run's checkpoint, with the size of its vocabulary."""
+    """Returns the architecture of a run's checkpoint, with its vocabulary size."""
     embedding = source.specs.get("embedding")  # Encoders of images have none.
     vocab_size = embedding.shape[0] if embedding else None
     if read_as is None and (base := run.model.name_or_path):
-        # The run started from a run that was trained from scratch.
+        # The run started from another run that was trained from scratch.
         read_as = open_pretrained(ModelConfig(name_or_path=base)).config
     if read_as is not None:
         return replace(merge(read_as, run.model), vocab_size=vocab_size)

@@ -1,4 +1,4 @@
-"""Quantized kernels: weights of a model's linear layers in 4 or 8 bits, as QLoRA stores them."""
+"""Quantized kernels: 4- or 8-bit weights of a model's linear layers, as QLoRA stores them."""
 
 import math
 from collections.abc import Callable
@@ -25,11 +25,11 @@ from bptjax.parallel.mesh import RULES, sharding
 
 
 class KernelAxes(NamedTuple):
-    """Numbers of the axes of a stacked kernel `[*stacked, *inputs, *outputs]`.
+    """Numbers of axes of a stacked kernel `[*stacked, *inputs, *outputs]`.
 
     Attributes:
-      stacked: 1, of the layers; 2, of layers and experts.
-      inputs: axes that a call contracts.
+      stacked: 1 for layers; 2 for layers and experts.
+      inputs: number of axes that a call contracts.
     """
 
     stacked: int
@@ -43,10 +43,10 @@ class QuantizedKernel:
     called.
 
     Attributes:
-      matrix: codes and scales, with `inputs` as one axis.
+      matrix: codes and scales, with the inputs flattened into one axis.
       codebook: name of the codebook.
       inputs: shape of the input axes, which a call contracts.
-      of_experts: a layer has a kernel for each expert, along a first axis.
+      of_experts: whether a layer has one kernel per expert, along a first axis.
     """
 
     matrix: QuantizedMatrix
@@ -56,13 +56,13 @@ class QuantizedKernel:
 
     @property
     def axes(self) -> tuple[str | None, ...]:
-        """Logical axes of `dense`; of the inputs, which are one axis of the codes, the first."""
+        """Logical axes of `dense`. The flattened input axis keeps the first input's name."""
         codes: Any = self.matrix.codes
         end = 1 + int(self.of_experts)
         return codes.axes[:end] + (None,) * (len(self.inputs) - 1) + codes.axes[end:]
 
     def dense(self, dtype: DTypeLike) -> Array:
-        """Returns the dequantized kernel `[*inputs, *outputs]`, or those of the experts."""
+        """Returns the dequantized kernel `[*inputs, *outputs]`, or one per expert."""
         matrix = jax.tree.map(lambda v: v[...], self.matrix, is_leaf=_is_variable)
 
         def one(matrix):
@@ -72,7 +72,7 @@ class QuantizedKernel:
         return jax.vmap(one)(matrix) if self.of_experts else one(matrix)
 
     def __call__(self, x: Array, in_ndim: int, seeds: AdapterDropout | None = None) -> Array:
-        # The backward pass saves the kernel as it is stored.
+        # The backward pass saves the kernel in quantized form.
         @jax.checkpoint
         def dot(kernel, x):
             return jnp.tensordot(x, kernel.dense(x.dtype), axes=in_ndim)
@@ -80,7 +80,7 @@ class QuantizedKernel:
         return dot(self, x)
 
     def grouped(self, x: Array, experts: Array, seeds: AdapterDropout | None = None) -> Array:
-        """Multiplies rows by the kernels of their experts, as `grouped_matmul`."""
+        """Multiplies each token by the kernel of its expert, as in `grouped_matmul`."""
 
         @jax.checkpoint
         def multiply(kernel, x):
@@ -90,7 +90,7 @@ class QuantizedKernel:
 
 
 def linear_kernels(model: Any) -> dict[str, KernelAxes]:
-    """Returns the axes of each kernel of a linear layer in the model's layers, by path."""
+    """Returns the axes of each linear layer's kernel in the model's layers, by path."""
     kinds = Linear, ExpertLinear
     found, _ = jax.tree.flatten_with_path(model, is_leaf=lambda x: isinstance(x, kinds))
     return {
@@ -133,7 +133,7 @@ def quantize_kernels(
 
 
 def quantize_model(model: Any, codebook: str, double: bool) -> Any:
-    """Returns the model with the linear layers in its layers quantized."""
+    """Quantizes the linear layers in the model's layers."""
     kernels = linear_kernels(model)
 
     def one(at, leaf):
@@ -148,9 +148,9 @@ def quantize_model(model: Any, codebook: str, double: bool) -> Any:
 def quantizer(
     model: Any, codebook: str, double: bool, replicated: tuple[str, ...] = ()
 ) -> Callable[[str, Any, np.ndarray], Any]:
-    """Returns a function that replaces `put_param` and quantizes the kernels of linear layers on
-    the devices, from their dtype on disk. The devices hold the unquantized kernel of one layer at a
-    time: those of all experts in all layers may be larger than the memory.
+    """Returns a replacement for `put_param` that quantizes the kernels of linear layers on the
+    devices, from their dtype on disk. The devices hold one layer's unquantized kernel at a time,
+    because the kernels of all experts in all layers may exceed the memory.
 
     Args:
       model: abstract model with shardings.
@@ -190,7 +190,7 @@ def quantizer(
         one = jax.ShapeDtypeStruct((1, *wanted.shape[1:]), wanted.dtype, sharding=wanted.sharding)
         for layer in range(len(array)):
             kernel = put_param(path, leaf.replace(one), array[layer : layer + 1], array.dtype)
-            # Otherwise the next kernels are on the devices before this one is quantized.
+            # Otherwise the next kernels reach the devices before this one is quantized.
             with on_mesh():
                 found = jax.block_until_ready(store(found, kernel, layer))
         return found

@@ -17,7 +17,7 @@ _RENAMED = (("masked.bias", "head_bias"), (_VECTOR, _GATE))
 
 
 def _shaped(path: str, spec: ArraySpec) -> ArraySpec:
-    """Returns the spec with the axis for outputs that an old gate of a shared expert lacks."""
+    """Returns the spec with an output axis, which older gates of shared experts lack."""
     vector = path.endswith(_GATE) and spec.shape[-1] != 1
     return ArraySpec(spec.dtype, (*spec.shape, 1)) if vector else spec
 
@@ -40,10 +40,10 @@ class ConvertedCheckpoint:
 
 class RunCheckpoint:
     """The model's arrays in a run's newest finished checkpoint; a `ParameterSource`. For a run that
-    trains adapters, these are the arrays of the adapters.
+    trains adapters, the adapters' arrays.
 
     Attributes:
-      extra: values that the run saved beside its arrays.
+      extra: values that the run saved with its arrays.
 
     Raises:
       ValueError: the run has no finished checkpoint.
@@ -67,7 +67,7 @@ class RunCheckpoint:
         self.specs = {path: _shaped(path, ArraySpec(*saved[n])) for path, n in names.items()}
         self.files: tuple[Path, ...] = (checkpoints.directory / str(step) / MANIFEST,)
         self.extra = checkpoints.extra(step)
-        # A cache, because the slices of a parameter are read one after the other.
+        # Cached, because the slices of a parameter are read one after another.
         self._array = lru_cache(maxsize=3)(lambda path: checkpoints.read(step, names[path]))
 
     def read(self, path: str, index: Index = ()) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Comparison of a model with transformers' model of the same weights."""
+"""Compares a model with transformers' model of the same weights."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +22,7 @@ def difference(
     of a model without a head.
 
     Args:
-      params: (path, array) of every parameter, in place of the model's parameters.
+      params: (path, array) of every parameter, instead of the model's parameters.
     """
     import torch
     import transformers
@@ -41,7 +41,7 @@ def difference(
         inputs, key = rng.normal(size=shape).astype(np.float32), "pixel_values"
     else:
         inputs = rng.integers(0, config.V, (2, min(37, config.max_position_embeddings or 37)))
-        # Some models of transformers count no position for a token of padding.
+        # Some transformers models count no position for padding tokens.
         padding = read_json(hf / "config.json").get("pad_token_id")
         inputs = np.where(inputs == padding, (inputs + 1) % config.V, inputs)
     theirs = kind.from_pretrained(
@@ -55,7 +55,7 @@ def difference(
     where = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     ours = model.load(where, params=params)
     *layers, stream, last = jax.jit(type(ours).hidden_states)(ours, jnp.asarray(inputs))
-    # transformers' last hidden state of text follows the final norm; that of images precedes it.
+    # transformers' last hidden state follows the final norm for text, but precedes it for images.
     final = stream if config.encoder.image_size else last
     headless = config.encoder.pooler and not config.encoder.classes
     got = jax.jit(type(ours).pooled if headless else type(ours).logits)(ours, last)
@@ -72,8 +72,8 @@ def verify(hf: Path, model: Pretrained, dtype: str | None) -> tuple[bool, str]:
     and a line about it.
 
     Args:
-      dtype: dtype that was written. The parameters are rounded to it first, to check the conversion
-        and not the rounding.
+      dtype: dtype that was written. Parameters are rounded to it first, to check the conversion and
+        not the rounding.
     """
     dtypes = written_dtypes(model, dtype)
     params = None if set(dtypes.values()) == {"float32"} else _rounded(model, dtypes)
@@ -86,8 +86,7 @@ def verify(hf: Path, model: Pretrained, dtype: str | None) -> tuple[bool, str]:
 
 
 def _rounded(model: Pretrained, dtypes: dict[str, str]) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields (path, array) of every parameter in the dtype that was written, with adapters
-    merged."""
+    """Yields (path, array) of every parameter in the written dtype, with adapters merged."""
     specs = model.source.specs
     read = model.source.read if model.adapters is None else merging(model)
     with Progress("verifying", sum(spec.nbytes for spec in specs.values())) as progress:

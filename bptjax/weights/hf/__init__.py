@@ -1,1 +1,1 @@
-"""Hugging Face checkpoints, both ways."""
+"""Reads and writes Hugging Face checkpoints."""

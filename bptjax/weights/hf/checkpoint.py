@@ -1,5 +1,4 @@
-"""Reads and writes Hugging Face directories: parameters, by the rules of a family, and sidecar
-files."""
+"""Reads and writes Hugging Face directories: parameters, by a family's rules, and sidecar files."""
 
 import re
 import shutil
@@ -19,9 +18,9 @@ from bptjax.weights.hf.other_tensors import OtherTensors
 from bptjax.weights.hf.tensor_rules import TensorRule
 from bptjax.weights.hf.tensors import CODES, OTHER_CODES, Tensors, Writer, abridged
 
-# Directory with the sidecar files of the Hugging Face model, in a run or a converted checkpoint.
+# Directory of the Hugging Face model's sidecar files, in a run or a converted checkpoint.
 SIDECARS = "hf"
-# File extensions of weights, in our format and others.
+# File extensions of weights, in safetensors and other formats.
 WEIGHTS = (
     ".safetensors",
     ".bin",
@@ -39,16 +38,16 @@ class HFCheckpoint:
     """The parameters in a Hugging Face directory; a `ParameterSource`.
 
     Attributes:
-      specs: dtype and shape of each parameter by path, with its stacked axes.
+      specs: dtype and shape of each parameter by path, including stacked axes.
       files: the files of weights.
-      config: the architecture; its embeddings are not tied if the file has a head of its own.
-      others: the tensors that are not read, and that exports hold: those beside the text model of a
-        multimodal model, and those of layers for multi-token prediction; None if neither is there.
-      left_out: names of tensors that are not read, because they hold no parameters of this model:
+      config: the architecture; its embeddings are untied if the file has a separate head.
+      others: the tensors that are not read but kept for exports: the rest of a multimodal model,
+        and layers for multi-token prediction; None if there are none.
+      left_out: names of tensors that are not read because they hold no parameters of this model:
         buffers that old versions of transformers saved, and heads that the class named by
         config.json does not have.
       decoded: names of tensors that are decoded from MXFP4.
-      absent: shapes of the parameters of new classes that the files do not hold, by path.
+      absent: shapes of new classes' parameters, which the files do not hold, by path.
 
     Args:
       new_classes: the files need not hold the parameters of `config`'s classifier.
@@ -70,7 +69,7 @@ class HFCheckpoint:
         self._names = family.names(config, layout)
         head = f"{layout.head}lm_head.weight"
         if family.wrapped and config.tied_head and head in specs and not self._is_copy(head):
-            # As in transformers: the outer config may not say that the text model has a head.
+            # As in transformers: the outer config may hide that the text model has a head.
             self.config = replace(config, tied_head=False)
             self._names = family.names(self.config, layout)
         self.absent: dict[str, tuple[int, ...]] = {}
@@ -88,7 +87,7 @@ class HFCheckpoint:
         ignored += family.unused(config) if family.unused else ()
         ignored = re.compile("|".join(ignored))
         others = sorted(specs.keys() - wanted.keys())
-        # Prefixes of the names of the model itself; every name starts with the empty prefix.
+        # Prefixes of the model's own names; every name starts with the empty prefix.
         own = (layout.body, layout.head or layout.body, "lm_head.") if family.wrapped else ""
         patterns = re.compile("|".join(family.kept))
         kept = [n for n in others if not n.startswith(own) or patterns.fullmatch(n)]
@@ -125,7 +124,7 @@ class HFCheckpoint:
         self.decoded = self._tensors.decoded
 
     def _is_copy(self, name: str) -> bool:
-        """Returns whether this is a second copy of a tied parameter, with equal values."""
+        """Returns whether the tensor is a second copy of a tied parameter, with equal values."""
         copied = COPIES.get(name.removeprefix(self._layout.head))
         if not self.config.tied_head or copied is None:
             return False
@@ -149,8 +148,7 @@ class HFCheckpoint:
                 yield path, ArraySpec(dtype, stacked + part.shape)
 
     def slices(self) -> Iterator[tuple[str, Index, np.ndarray]]:
-        """Yields (path, index, array) of every parameter. Reads one tensor of the file at a
-        time."""
+        """Yields (path, index, array) of every parameter, reading one tensor at a time."""
         for rule, names in self._names.items():
             for index, name in names.items():
                 parts = rule.split(self._tensors.read(name))
@@ -182,7 +180,7 @@ def write_hf(
       names: names of the tensors; see `Family.names`.
       read: returns a parameter by path and index into its stacked axes.
       dtype: returns the name of a parameter's dtype by path.
-      others: tensors that are copied.
+      others: tensors to copy.
     """
     specs = {
         name: ArraySpec(dtype(rule.ours[0]), rule.shape)
@@ -200,7 +198,7 @@ def write_hf(
 
 
 def sidecar_files(directory: Path) -> list[Path]:
-    """Returns the files beside the weights: config, tokenizer, chat template, generation config."""
+    """Returns the files other than weights: config, tokenizer, chat template, generation config."""
     return [
         file
         for file in sorted(directory.iterdir())
@@ -209,15 +207,14 @@ def sidecar_files(directory: Path) -> list[Path]:
 
 
 def copy_sidecar_files(source: Path, target: Path) -> None:
-    """Copies the files beside the weights to `target`, and creates it if it does not exist."""
+    """Copies the files other than weights to `target`, and creates it if it does not exist."""
     target.mkdir(parents=True, exist_ok=True)
     for file in sidecar_files(source):
         shutil.copyfile(file, target / file.name)
 
 
 def describe_left_out(found: HFCheckpoint) -> str:
-    """Returns a line about tensors that were not read, or not as they are, counted over layers;
-    empty if there are none."""
+    """Returns a line about tensors left out, kept, decoded or new, counted over layers, or ""."""
     names, others = found.left_out, found.others.names if found.others else ()
     lines = [_counted(names, "left out", "of the files that hold no parameters of this model")]
     lines.append(_counted(others, "kept", "for exports, which are not trained"))

@@ -1,5 +1,4 @@
-"""Reads a Hugging Face config.json as a ModelConfig, with the keys that a training config
-overrides."""
+"""Reads a Hugging Face config.json as a ModelConfig, and applies a training config's overrides."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from bptjax.weights.hf.families import find_family
 from bptjax.weights.hf.families.encoders import with_classes
 from bptjax.weights.hf.families.family import Family
 
-# A key that only an encoder without classes takes from a training config.
+# Key that only an encoder without classes takes from a training config.
 CLASSES = "encoder.classes"
 # Keys that change no result in any family.
 NEUTRAL = {
@@ -49,7 +48,7 @@ def read_config(directory: Path, classes: int = 0) -> tuple[Family, ModelConfig]
       classes: reads an encoder without classes as a classifier with this number of classes.
 
     Raises:
-      ValueError: there is no config.json, or its family or one of its keys is not supported.
+      ValueError: config.json is missing, or its family or one of its keys is not supported.
     """
     raw = read_json(directory / "config.json")
     kind = raw.get("model_type")
@@ -65,7 +64,7 @@ def read_config(directory: Path, classes: int = 0) -> tuple[Family, ModelConfig]
             raw, config = changed, type(config).from_dict(changed)
         return family, read_keys(config, raw, family)
     except Exception as error:
-        # transformers' validators raise classes of their own.
+        # transformers' validators raise their own exception classes.
         text = " ".join(str(error).split())
         raise ValueError(f"{directory / 'config.json'} ({kind}): {text}") from error
 
@@ -88,12 +87,12 @@ def read_keys(config: Any, raw: dict[str, Any], family: Family) -> ModelConfig:
     values = family.read(seen)
     _refuse_others(text, type(text)().to_dict(), seen.keys, family.neutral)
     if family.wrapped and "tie_word_embeddings" in raw:
-        # transformers reads this key of the outer config, and the text model's only without it.
+        # transformers prefers this key of the outer config to the text model's.
         values["tied_head"] = config.tie_word_embeddings
     if family.rope_kept:
         rope = values["rope_parameters"]
         values["rope_parameters"] = {k: v for k, v in rope.items() if k not in family.rope_kept}
-    # A key of our own exports.
+    # Key that bptjax adds to its exports.
     return ModelConfig(**values, attention_pattern=raw.get("attention_pattern"))
 
 
@@ -106,7 +105,7 @@ def merge(pretrained: ModelConfig, wanted: ModelConfig) -> ModelConfig:
     own, default = flatten(pretrained), flatten(ModelConfig())
     changes: dict[str, Any] = {}
     for key, value in flatten(wanted).items():
-        # The classes of a classifier may be named again, as in the run that made them.
+        # A config may repeat the number of classes, as in the run that created them.
         if value == default[key] or key == CLASSES and value == pretrained.encoder.classes:
             continue
         if key == CLASSES and not pretrained.encoder.classes:
@@ -130,7 +129,7 @@ def merge(pretrained: ModelConfig, wanted: ModelConfig) -> ModelConfig:
             )
         changes[key] = value
     changes["name_or_path"] = wanted.name_or_path
-    # The ids of new tokens follow the ids of tokens that were added before.
+    # Ids of new tokens follow the ids of previously added tokens.
     changes["add_tokens"] = [*dict.fromkeys([*pretrained.add_tokens, *wanted.add_tokens])]
     if "rope_parameters" in changes:
         if pretrained.position_embedding != "rope":
@@ -182,7 +181,7 @@ def complete_rope(
     old: dict, wanted: dict, trained: int | None, max_position_embeddings: int | None
 ) -> dict[str, Any]:
     """Returns the wanted rotary parameters, completed from the checkpoint's `old` parameters and
-    the length that it was `trained` on, so that readers of a run or an export need no defaults.
+    the length `trained` on, so that readers of a run or an export need no defaults.
 
     Raises:
       ValueError: a factor is missing and cannot be derived.
@@ -206,21 +205,21 @@ def complete_rope(
 
 
 def changes(read: ModelConfig, now: ModelConfig) -> dict[str, Any]:
-    """Returns the keys and values in which `now` differs from the checkpoint's config `read`."""
+    """Returns the keys whose values in `now` differ from the checkpoint's config `read`."""
     before, after = flatten(read), flatten(now)
     keys = (key for key in OVERRIDABLE if key != "name_or_path")
     return {key: after[key] for key in keys if after[key] != before[key]}
 
 
 def is_bare(raw: dict[str, Any]) -> bool:
-    """Returns whether the class named in config.json has no head. Its files leave out the
-    prefix."""
+    """Returns whether the class named in config.json has no head. Files of such a class leave out
+    the prefix."""
     name = (raw.get("architectures") or [""])[0]
     return name.endswith("Model") and not name.endswith("LMHeadModel")
 
 
 class _Seen:
-    """A config that remembers which of its keys were read."""
+    """Wraps a config and records which of its keys were read."""
 
     def __init__(self, config: Any):
         self._config, self.keys = config, set()
@@ -231,7 +230,7 @@ class _Seen:
 
 
 def _refuse_others(config: Any, default: dict, seen: set[str], neutral: tuple[str, ...]) -> None:
-    """Refuses other keys than those read.
+    """Refuses keys that were not read.
 
     Raises:
       ValueError: a key was not read, is not neutral and does not have its default value.

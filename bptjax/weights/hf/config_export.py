@@ -1,5 +1,5 @@
 """Exports a config.json with the keys that training changed, so that transformers computes the
-same."""
+same function."""
 
 import json
 import math
@@ -16,7 +16,7 @@ from bptjax.weights.hf.config import read_keys
 from bptjax.weights.hf.families import FAMILIES, find_family
 from bptjax.weights.hf.families.family import Family
 
-# Keys of rope_parameters that transformers 4 keeps beside its rope_scaling.
+# Keys of rope_parameters that transformers 4 keeps outside its rope_scaling.
 BESIDE = ("rope_theta", "partial_rotary_factor", "rope_type", "type")
 
 
@@ -26,8 +26,8 @@ def exported(
     """Returns the config.json `raw` of architecture `read`, with the keys that differ in `now`.
     Unknown keys stay.
 
-    Changed rotary positions are written in the keys of transformers 5 (rope_parameters) and in the
-    keys of version 4, which other programs read too (rope_theta, rope_scaling).
+    Changed rotary positions are written under the keys of transformers 5 (rope_parameters) and the
+    keys of version 4, which other programs also read (rope_theta, rope_scaling).
 
     Args:
       dtype: dtype of the tensors, if it has changed.
@@ -41,7 +41,7 @@ def exported(
         keys = new["text_config"] = dict(raw["text_config"])
     rope, length = now.rope_parameters != read.rope_parameters, now.max_position_embeddings
     if length != read.max_position_embeddings:
-        # The key may count entries before position 0 too.
+        # The key may also count entries before position 0.
         before = read.max_position_embeddings or 0
         keys[family.positions] = (length or 0) + keys.get(family.positions, before) - before
     if now.position_embedding == "rope" and (rope or length != read.max_position_embeddings):
@@ -71,7 +71,7 @@ def rope_keys(
     if not family.rope_names:
         return {"rope_parameters": parameters}
     theta, partial = family.rope_names
-    # Version 4 has a single scaling, which Gemma 3 uses in layers with full attention.
+    # Version 4 has a single scaling, which Gemma 3 uses in full-attention layers.
     full = parameters.get("full_attention", parameters)
     keys = {"rope_parameters": parameters, theta: full["rope_theta"], "rope_scaling": None}
     if "sliding_attention" in parameters:
@@ -85,13 +85,13 @@ def rope_keys(
     if kind == "default" and not kept:
         return keys
     if kind == "longrope":
-        # Version 4 reads the original length here, and derives the factor from it alone.
+        # Version 4 reads the original length here, and derives the factor only from it.
         (original,) = LONG
         keys[original] = scaling.setdefault(original, config.max_position_embeddings)
         if "factor" in scaling:
             scaling["attention_factor"] = _frequencies(config, full)[1]
     if family == FAMILIES["phi3"]:
-        # Version 4 knows the older name only here, and refuses any fourth key.
+        # Version 4 only knows the older name here, and refuses a fourth key.
         scaling.pop(LONG[0], None)
         return keys | {"rope_scaling": {"type": kind} | scaling}
     return keys | {"rope_scaling": {"rope_type": kind} | scaling}
@@ -116,7 +116,7 @@ def check_rope(raw: dict[str, Any], config: ModelConfig) -> None:
         found = transformers().CONFIG_MAPPING[kind].from_dict(json.loads(json.dumps(raw)))
         back = read_keys(found, raw, family)
     except Exception as error:
-        # transformers' validators raise classes of their own.
+        # transformers' validators raise their own exception classes.
         text = " ".join(str(error).split())
         raise ValueError(f"{message}: transformers refuses it: {text}") from error
     if not same_rope(config, back):

@@ -14,17 +14,16 @@ from bptjax.run.output import write_atomically
 
 # Threads hash pieces, so that a single large file is hashed on all cores.
 PIECE, BUFFER = 1 << 26, 1 << 22
-# A file that is modified twice within the file system's time step keeps its mtime. So a digest is
-# cached only if the last modification was this many seconds ago, or earlier.
+# A file modified twice within the file system's time step keeps its mtime. So a digest is cached
+# only if the last modification is at least this number of seconds ago.
 SETTLED = 2.0
 
 
 def fingerprint(files: Sequence[Path]) -> str:
-    """Returns the SHA-256 of every byte of the files. It depends on their order, not on their
-    names.
+    """Returns the SHA-256 of every byte of the files, in this order. Names do not count.
 
     Digests are cached in `$XDG_CACHE_HOME/bptjax` (`~/.cache/bptjax`) by path, size, inode and
-    times of modification, one small file for each file of weights.
+    times of modification, one small file per weights file.
 
     Raises:
       OSError: a file cannot be read, or changes while it is hashed.
@@ -34,8 +33,8 @@ def fingerprint(files: Sequence[Path]) -> str:
 
 
 def sampled(directory: Path) -> int:
-    """Returns the fingerprint that older versions saved: the CRC-32 of 16 samples of each file. It
-    misses most changes. Use it only to continue runs of those versions.
+    """Returns the fingerprint that older versions saved, the CRC-32 of 16 samples of each file,
+    which misses most changes. Use it only to continue runs of those versions.
     """
     value, weights = 0, ("*.safetensors", "*.bin", "checkpoints/*/manifest.json")
     for file in sorted(file for pattern in weights for file in directory.glob(pattern)):
@@ -49,8 +48,7 @@ def sampled(directory: Path) -> int:
 
 
 def _hashed(file: Path, piece_size: int = PIECE) -> str:
-    """Returns the digest of a file, which is hashed in pieces of `piece_size` bytes, and caches
-    it."""
+    """Hashes a file in pieces of `piece_size` bytes, and caches the digest."""
     start, before = time.time(), _identity(file)
     size = before[0]
     with ThreadPoolExecutor() as threads:  # hashlib releases the interpreter lock.
@@ -67,7 +65,7 @@ def _hashed(file: Path, piece_size: int = PIECE) -> str:
 
 
 def _piece(file: Path, start: int, size: int) -> bytes:
-    """Returns the digest of `size` bytes from `start` on."""
+    """Hashes `size` bytes from `start`."""
     value, left = hashlib.sha256(), size
     buffer = memoryview(bytearray(min(BUFFER, left)))
     with file.open("rb", buffering=0) as stream:
@@ -81,13 +79,13 @@ def _piece(file: Path, start: int, size: int) -> bytes:
 
 
 def _identity(file: Path) -> list[int]:
-    """Returns size, inode, and times of modification of content and inode, in nanoseconds."""
+    """Returns size, inode, and modification times of content and inode, in nanoseconds."""
     stat = file.stat()
     return [stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns]
 
 
 def _entry(file: Path) -> Path:
-    """Returns the cache's file for a file of weights."""
+    """Returns the cache file for a weights file."""
     name = hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:32]
     return cache_directory() / "fingerprints" / name
 

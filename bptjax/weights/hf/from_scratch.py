@@ -15,7 +15,7 @@ from bptjax.weights.hf.config_export import check_rope, rope_keys
 from bptjax.weights.hf.families import FAMILIES
 from bptjax.weights.hf.families.family import ACTIVATIONS, Family
 
-# Families to which a model trained from scratch can be exported, best-known first, and their
+# Families that a model trained from scratch can be exported to, best-known first, with their
 # classes.
 CLASSES = {
     "llama": "LlamaForCausalLM",
@@ -34,7 +34,7 @@ CLASSES = {
     "falcon": "FalconForCausalLM",
     "bert": "BertForMaskedLM",
 }
-# A name of each activation that every family accepts.
+# For each activation, a name that every family accepts.
 HF_NAMES = ("silu", "gelu", "gelu_pytorch_tanh", "quick_gelu", "relu", "relu2")
 
 
@@ -88,8 +88,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _computed(config: ModelConfig) -> dict[str, Any]:
-    """Returns the values that determine the function of an architecture, with defaults filled
-    in."""
+    """Returns the values that determine an architecture's function, with defaults filled in."""
     values = {k: v for k, v in flatten(config).items() if k not in OVERRIDABLE}
     for key in ("layer_types", "position_offset", "alibi.scale", "alibi.interleaved"):
         del values[key]
@@ -121,7 +120,7 @@ def _namespace(keys: dict[str, Any]) -> SimpleNamespace:
 
 
 def _keys(config: ModelConfig, kind: str) -> dict[str, Any]:
-    """Returns the architecture in the config keys of all families."""
+    """Returns the architecture under the config keys of all families."""
     c, D, L, N, K = config, config.hidden_size, config.num_layers, config.num_heads, config.K
     act = next(name for name in HF_NAMES if ACTIVATIONS[name] == c.activation)
     positions, parallel = c.max_position_embeddings or 2048, c.residual != "sequential"
@@ -154,7 +153,7 @@ def _keys(config: ModelConfig, kind: str) -> dict[str, Any]:
         sliding_window=c.sliding_window,
         use_sliding_window=c.sliding_window is not None,
         layer_types=types,
-        # Within the range of families that have it; they compute something else beyond it.
+        # Clipped to the range of families with the key; beyond it they compute something else.
         query_pre_attn_scalar=round(1 / min(max(_attention_scale(c) ** 2, 2**-31), 1)),
         attn_logit_softcapping=c.attention.softcap,
         final_logit_softcapping=c.logits_softcap,

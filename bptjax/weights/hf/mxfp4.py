@@ -1,4 +1,4 @@
-"""MXFP4 weights, which gpt-oss checkpoints hold: 4-bit floats in blocks of 32 that share a scale.
+"""MXFP4 weights in gpt-oss checkpoints: 4-bit floats in blocks of 32 that share a scale.
 
 Open Compute Project 2023, OCP Microscaling Formats (MX) Specification 1.0, Section 5.
 """
@@ -7,14 +7,14 @@ import ml_dtypes
 import numpy as np
 
 BLOCKS, SCALES = "_blocks", "_scales"
-# E2M1, by code: a sign bit, two bits of exponent, one of mantissa.
+# E2M1 values by code: a sign bit, two exponent bits, one mantissa bit.
 VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
-# Bias of E8M0, the exponent of a block.
+# Bias of E8M0, a block's exponent.
 BIAS = 127
 
 
 def shape(blocks: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the shape `[*b, inputs, outputs]` of weights whose blocks have this shape,
+    """Returns the shape `[*b, inputs, outputs]` of weights with blocks of shape
     `[*b, outputs, n, bytes]`."""
     *batch, outputs, n, size = blocks
     return *batch, 2 * n * size, outputs

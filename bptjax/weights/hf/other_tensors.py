@@ -1,5 +1,5 @@
-"""The tensors of a checkpoint that the model does not read, and that exports keep byte for byte: of
-a vision model, or of layers for multi-token prediction."""
+"""Tensors of a checkpoint that the model does not read and exports keep byte for byte, such as a
+vision model or layers for multi-token prediction."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,17 +12,17 @@ from bptjax.run.output import atomic_directory
 from bptjax.weights.hf.families.family import Layout
 from bptjax.weights.hf.tensors import SINGLE, Tensors, Writer
 
-# Directory of these tensors, in the directory of the sidecar files of a run or a conversion.
+# Directory of these tensors, inside the directory of sidecar files of a run or a conversion.
 OTHERS = "other_tensors"
 
 
 @dataclass(frozen=True)
 class OtherTensors:
-    """Tensors beside the model, on disk.
+    """Tensors on disk that do not belong to the model.
 
     Attributes:
       tensors: the files that hold them.
-      names: their names.
+      names: names of the tensors.
       layout: names of the model in the checkpoint.
     """
 
@@ -38,8 +38,7 @@ class OtherTensors:
         return self.tensors.read(name)
 
     def save(self, sidecars: Path) -> None:
-        """Writes the tensors to the directory of sidecar files, one at a time, unless they are
-        there."""
+        """Writes the tensors, one at a time, to the sidecar files unless they already have them."""
         out = sidecars / OTHERS
         if out.exists():
             return
@@ -48,7 +47,7 @@ class OtherTensors:
                 for name in self.names:
                     writer.write(name, self.read(name))
             if not self.names:
-                # The files must tell the layout.
+                # The file's metadata records the layout.
                 save_file({}, directory / SINGLE, self.layout._asdict())
 
 

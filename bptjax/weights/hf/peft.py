@@ -28,13 +28,13 @@ from bptjax.weights.hf.tensor_rules import TensorRule
 from bptjax.weights.lora import AdapterConfig, Adapters
 
 WEIGHTS, PREFIX = "adapter_model.safetensors", "base_model.model."
-# Names of the output embedding's module, now and in versions of transformers before 5.
+# Names of the output embedding's module, now and before transformers 5.
 HEADS = "lm_head", "embed_out"
 
 
 def modules(config: ModelConfig, family: Family | None) -> dict[str, tuple[str, ...]]:
-    """Returns the paths of the layers' kernels by the family's names of linear layers, with
-    the fields of `TensorRule`. Returns an empty dict without a family.
+    """Returns the paths of the layers' kernels by the family's names of linear layers, which
+    contain the fields of `TensorRule`. Returns an empty dict without a family.
     """
     if family is None:
         return {}
@@ -44,20 +44,20 @@ def modules(config: ModelConfig, family: Family | None) -> dict[str, tuple[str, 
 
 
 def embeddings(config: ModelConfig, family: Family | None) -> dict[str, str]:
-    """Returns the paths of the input embedding, and of the output embedding if it is not tied, by
-    the names of transformers' modules; without a family, by the paths themselves.
+    """Returns the paths of the input embedding, and of the output embedding if it is untied, by the
+    names of transformers' modules; without a family, by the paths themselves.
     """
     paths = {"embedding"} if config.tied_head else {"embedding", "head"}
     if family is None:
         return {path: path for path in sorted(paths)}
     rules = (rule for rule in family.tensor_rules(config) if rule.ours[0] in paths)
     found = {rule.ours[0]: _module(rule.hf) for rule in rules}
-    # In transformers every head has this name, whatever its name in the family's files.
+    # transformers gives every head this name, whatever its name in the family's files.
     return {HEADS[0] if path == "head" else name: path for path, name in found.items()}
 
 
 def _is_linear(rule: TensorRule) -> bool:
-    """Returns whether a rule belongs to the weight of a linear layer in the transformer layers."""
+    """Returns whether a rule is for the weight of a linear layer in the transformer layers."""
     return bool(rule.fields) and rule.inputs > 0
 
 
@@ -103,7 +103,7 @@ def read_peft(directory: Path, family: Family, config: ModelConfig) -> Adapters:
             A[i, :rank], B[i, :, :rank] = pair
         for part in parts:
             a, b = A[:, :, part.inputs], B[:, part.outputs]
-            # A file may give each kernel its own ranks. Drop the ranks of the other kernels.
+            # A file may give each fused kernel separate ranks. Drop the other kernels' ranks.
             used = b.reshape(-1, r).any(0)
             if len(parts) > 1 and used.any():
                 a, b = a[:, used], b[..., used]
@@ -134,7 +134,7 @@ def write_peft(
 
     Kernels that the family's files fuse get one pair of matrices with their ranks concatenated.
     `lora_B` is zero between the outputs of one kernel and the ranks of another. Experts are written
-    as parameters, in which form PEFT reads them with transformers 5.
+    as parameters, the form that PEFT reads with transformers 5.
     """
     tensors: dict[str, np.ndarray] = {}
     kinds: dict[str, tuple[int, float]] = {}
@@ -173,7 +173,7 @@ def write_peft(
         base_model_name_or_path=base,
         r=r,
         lora_alpha=alpha,
-        # PEFT has no dropout for parameters, and refuses any.
+        # PEFT has no dropout for parameters, and refuses it.
         lora_dropout=adapters.config.dropout if len(linears) == len(kinds) else 0.0,
         use_rslora=adapters.config.use_rslora,
         target_modules=_targets(linears, family) or None,
@@ -190,8 +190,8 @@ def write_peft(
 
 
 def _targets(names: Iterable[str], family: Family) -> list[str] | str:
-    """Returns PEFT's target_modules: the ends of the names. Those of a text model may be names of
-    the vision model too, so a pattern has the prefix with them."""
+    """Returns PEFT's target_modules: the ends of the names. A vision model may share a text model's
+    names, so a pattern adds the prefix to them."""
     ends = _without_layer(names)
     if not family.wrapped:
         return ends
@@ -219,8 +219,7 @@ def _read_embeddings(
     config: ModelConfig,
     directory: Path,
 ) -> dict[str, np.ndarray]:
-    """Removes the embeddings `[V, E]` that were trained in full from `tensors`. Returns them by
-    path.
+    """Removes the fully trained embeddings `[V, E]` from `tensors`. Returns them by path.
 
     Raises:
       ValueError: modules_to_save names other modules, the shapes do not fit the base model, or the
@@ -247,7 +246,7 @@ def _read_embeddings(
         if paths[0] not in found and not (tied and raw.get("ensure_weight_tying")):
             raise ValueError(f"{file}: must hold {name}, which is in modules_to_save")
     if config.tied_head and found:
-        # An embedding that is not in modules_to_save comes from the base model, so its head is
+        # An embedding that modules_to_save does not list comes from the base model, so its head is
         # tied.
         follows = raw.get("ensure_weight_tying") or not listed
         head = found.pop("head", found.get("embedding") if follows else None)
@@ -270,7 +269,7 @@ def _read_embeddings(
 def _write_embeddings(
     tensors: dict[str, np.ndarray], adapters: Adapters, family: Family, config: ModelConfig
 ) -> list[str]:
-    """Adds the embeddings that were trained in full to `tensors`. Returns their modules' names.
+    """Adds the fully trained embeddings to `tensors`. Returns their modules' names.
 
     A tied embedding is written twice, because PEFT trains and loads a copy for each module.
     """
@@ -285,7 +284,7 @@ def _write_embeddings(
 
 @dataclass(frozen=True)
 class Part:
-    """One of our kernels in a linear layer of the file.
+    """One of bptjax's kernels in a linear layer of the file.
 
     Attributes:
       inputs, outputs: positions of the kernel's inputs `[*inputs]` and outputs `[*outputs]` in the
@@ -303,7 +302,7 @@ class Linear(NamedTuple):
     """A linear layer of a family's files, repeated in every transformer layer.
 
     Attributes:
-      sizes: sizes of the stacked axes of its kernels.
+      sizes: sizes of its kernels' stacked axes.
       names: names of its modules, by index into these axes.
       parts: its kernels.
     """
@@ -316,8 +315,8 @@ class Linear(NamedTuple):
 def _linears(family: Family, config: ModelConfig) -> Iterator[Linear]:
     """Yields the family's linear layers.
 
-    Applies a rule's `split` to the row indices and to the column indices of the file's weight, to
-    get the positions of each kernel's inputs and outputs.
+    Applies a rule's `split` to the row and column indices of the file's weight to find the
+    positions of each kernel's inputs and outputs.
     """
     values = field_values(config)
     for rule in filter(_is_linear, family.tensor_rules(config)):

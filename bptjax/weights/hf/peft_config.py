@@ -11,7 +11,7 @@ from bptjax.parsing.keys import new_name, replace_keys
 from bptjax.run.json_files import read_json
 
 ADAPTER_CONFIG = "adapter_config.json"
-# Keys of the base model's config that training changed. PEFT has no file for them.
+# Changed keys of the base model's config, which PEFT has no file for.
 BASE_CONFIG = "bptjax_base_config.json"
 # Keys that are read, and keys that change no result of a trained adapter. All others must be unset.
 KNOWN = {
@@ -29,7 +29,7 @@ NEUTRAL = {
     ),
     *("fan_in_fan_out", "megatron_core", "qalora_group_size", "ensure_weight_tying"),
 }
-# Names of modules, which PEFT writes as patterns. Largest number and length of other patterns.
+# Module names, which PEFT writes as patterns. Maximum number and length of other patterns.
 _NAME = re.compile(r"[\w.]+")
 PATTERNS, PATTERN_LENGTH = 100, 1000
 # Initializations of A and B that do not change the base model.
@@ -61,7 +61,7 @@ def adapter_settings(raw: dict[str, Any], file: Path) -> dict[str, Any]:
     """Returns keywords of AdapterConfig.
 
     Raises:
-      ValueError: `raw`, the content of `file`, is not LoRA, or is a variant that is not supported.
+      ValueError: `raw`, the content of `file`, is not LoRA, or is an unsupported variant.
     """
     # Check the type first, because other types have other keys.
     for key in ("peft_type", *raw):
@@ -114,10 +114,10 @@ def _is_pattern(text: str) -> bool:
 
 @lru_cache(2**16)
 def _matches(pattern: str, module: str) -> bool:
-    """Returns whether a pattern matches a module's name, or the end of it from a dot on.
+    """Returns whether a pattern matches a module's name, or the end of the name after a dot.
 
     Raises:
-      ValueError: the pattern is too long, or RE2 does not take it.
+      ValueError: the pattern is too long, or RE2 does not accept it.
     """
     if _NAME.fullmatch(pattern):
         return f".{module}".endswith(f".{pattern}")
@@ -126,8 +126,8 @@ def _matches(pattern: str, module: str) -> bool:
 
     if len(pattern) > PATTERN_LENGTH:
         raise ValueError(f"must have at most {PATTERN_LENGTH} characters")
-    # RE2 takes linear time; Python's `re` may take exponential time. The pattern alone comes first,
-    # because its parentheses must pair without those around it.
+    # RE2 takes linear time; Python's `re` may take exponential time. Check the pattern alone first:
+    # its parentheses must balance without the surrounding ones.
     for text in (pattern, rf"\A(?:.*\.)?(?:{pattern})\z"):
         options = pc.MatchSubstringOptions(text)
         (found,) = pc.call_function("match_substring_regex", [pa.array([module])], options)
@@ -135,8 +135,8 @@ def _matches(pattern: str, module: str) -> bool:
 
 
 def is_target(raw: dict[str, Any], module: str) -> bool:
-    """Returns whether the config certainly names the module. Returns False if it selects layers or
-    patterns."""
+    """Returns whether the config certainly targets the module; False if the config selects layers
+    or patterns."""
     if raw.get("layers_to_transform") not in (None, []) or raw.get("exclude_modules"):
         return False
     names = raw["target_modules"]
@@ -144,8 +144,8 @@ def is_target(raw: dict[str, Any], module: str) -> bool:
 
 
 def rank_and_scale(raw: dict[str, Any], module: str) -> tuple[int, float]:
-    """Returns a module's rank and scale. As in PEFT, the first pattern that matches the end of its
-    name applies."""
+    """Returns a module's rank and scale. As in PEFT, the first pattern that matches the end of the
+    module's name applies."""
 
     def of(patterns, default):
         found = (v for k, v in (patterns or {}).items() if _matches(k, module))

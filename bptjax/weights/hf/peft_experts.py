@@ -1,5 +1,5 @@
-"""Adapters of experts in PEFT's format for parameters (`target_parameters`), which transformers 5
-holds in two 3-D parameters of a layer: gate and up in one, down in the other."""
+"""Adapters of experts in PEFT's format for parameters (`target_parameters`). transformers 5 holds
+experts in two 3-D parameters per layer: gate and up in one, down in the other."""
 
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -20,7 +20,7 @@ class ExpertParameter(NamedTuple):
     """A parameter `[X, inputs, outputs]` of all experts of a layer.
 
     Attributes:
-      paths: our kernels in it.
+      paths: bptjax's kernels in the parameter.
       outputs: positions of each kernel's outputs.
     """
 
@@ -66,11 +66,11 @@ def read_experts(
 
     Args:
       take: returns `lora_A` and `lora_B` of a module, or None if there are none.
-      rank_and_scale: of a parameter, by its name.
+      rank_and_scale: returns a parameter's rank and scale by its name.
       targets: the adapter's `target_parameters`.
 
     Raises:
-      ValueError: a layer without an adapter, or with another shape.
+      ValueError: a layer has no adapter, or one with another shape.
     """
     X = config.experts.count
     chosen = [
@@ -79,7 +79,7 @@ def read_experts(
         if any(f".{_module(family)}.{parameter.name}".endswith(f".{name}") for name in targets)
     ]
     for depth, parameter in enumerate(reversed(chosen)):
-        # PEFT wraps the module once for each parameter, in their order.
+        # PEFT wraps the module once per parameter, in their order.
         layers = []
         for layer in config.expert_layers:
             module = _module(family).format(layer=layer)
@@ -98,7 +98,7 @@ def read_experts(
         a, b, scale = (np.stack(x) for x in zip(*layers, strict=True))
         for path, outputs in zip(parameter.paths, parameter.outputs, strict=True):
             own = b[..., outputs]
-            # Drop the ranks of the other kernels.
+            # Drop the other kernels' ranks.
             used = own.any((0, 1, 3))
             used = used if used.any() else ~used
             yield path, (a[..., used], own[:, :, used], scale)
@@ -108,8 +108,8 @@ def write_experts(
     values: dict[str, LoraWeights], family: Family, config: ModelConfig
 ) -> Iterator[tuple[str, str, np.ndarray, np.ndarray, float]]:
     """Yields (parameter, module, lora_A, lora_B, scale) of each adapted parameter of each layer.
-    Kernels of one parameter get one pair of matrices: with the same ranks if their `a` is the same,
-    as PEFT's own is, and otherwise with their ranks concatenated."""
+    Kernels of one parameter get one pair of matrices: with shared ranks if their `a` is equal, as
+    in PEFT's own adapters, otherwise with their ranks concatenated."""
     adapted = [
         parameter
         for parameter in expert_parameters(family, config)

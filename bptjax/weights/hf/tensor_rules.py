@@ -1,4 +1,4 @@
-"""Rules that convert tensors of Hugging Face files to our parameters, and back."""
+"""Rules that convert tensors of Hugging Face files to bptjax's parameters, and back."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,8 +28,8 @@ class TensorRule:
       ours: paths of the parameters.
       split: converts one tensor to the parameters, without the stacked axes.
       join: converts the parameters to the tensor; the exact inverse of `split`.
-      inputs: number of input axes of the kernels of a linear layer; 0 for other tensors.
-      dtype: dtype in every file; None for that of the other weights.
+      inputs: number of input axes of a linear layer's kernels; 0 for other tensors.
+      dtype: dtype in every file; None for the dtype of the other weights.
     """
 
     hf: str
@@ -50,10 +50,10 @@ class TensorRule:
         return tuple(len(values[field]) for field in self.fields)
 
     def names(self, values: Mapping[str, Sequence[int]]) -> dict[Index, str]:
-        """Returns the names of the tensors by their index into the stacked axes, last axis fastest.
+        """Returns the names of the tensors by index into the stacked axes, last axis fastest.
 
         Args:
-          values: numbers that each field takes in names, in the order of its axis.
+          values: layer or expert indices that each field stands for, in axis order.
         """
         numbers = product(*(values[field] for field in self.fields))
         names = (self.hf.format(**dict(zip(self.fields, n, strict=True))) for n in numbers)
@@ -83,7 +83,7 @@ def linear(
     [inputs, outputs] if `transposed`.
 
     Args:
-      order: places in the file of the last axis of `outputs`, if the file has another order.
+      order: positions in the file of the last axis of `outputs`, if the file has another order.
     """
     I, O = prod(inputs), prod(outputs)  # noqa: E741
     place = np.arange(outputs[-1]) if order is None else np.asarray(order)
@@ -124,8 +124,8 @@ def fused(
     output shapes.
 
     Args:
-      groups: groups of heads. The file has the outputs of one group after the other, and each layer
-        has an equal share of every group.
+      groups: number of groups of heads. The file stores outputs group by group, and each layer has
+        an equal share of every group.
     """
     sizes = [prod(shape) for shape in outputs]
     O = sum(sizes)  # noqa: E741
@@ -214,7 +214,7 @@ def attention(
     """Yields the rules of attention's four linear layers; an empty name leaves one out.
 
     Args:
-      order: places in the file of the features of a query or key head; see `linear`.
+      order: positions in the file of the features of a query or key head; see `linear`.
     """
     D, H = (c.hidden_size,), c.H
     for hf, ours, heads in (
@@ -242,7 +242,7 @@ def mlp(
     """Yields the rules of the linear layers of the MLP `ours`; an empty name leaves one out.
 
     Args:
-      size: inner width; the config's by default.
+      size: inner width; defaults to the config's.
     """
     D, F = (c.hidden_size,), (size or c.F,)
     for hf, name, inputs, outputs in ((gate, "gate", D, F), (up, "up", D, F), (down, "down", F, D)):
@@ -255,8 +255,8 @@ def mlp(
 def embedding_norm_head(
     c: ModelConfig, embedding: str, final_norm: str, head: str = "lm_head"
 ) -> Iterator[TensorRule]:
-    """Yields the rules of the input embedding, and of the final norm, the output embedding and the
-    bias of the logits if the config has them."""
+    """Yields the rules of the input embedding, and of the final norm, output embedding and bias of
+    the logits if the config has them."""
     yield identity(f"{embedding}.weight", "embedding", (c.V, c.E))
     if c.norms.final:
         yield from norm(final_norm, "norm", c)

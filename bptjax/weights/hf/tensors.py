@@ -18,7 +18,7 @@ from bptjax.run.json_files import read_json
 from bptjax.run.progress import Progress
 from bptjax.weights.hf import mxfp4
 
-# Dtypes of parameters, and other dtypes of tensors that are copied.
+# Dtypes of parameters, and further dtypes of tensors that are copied.
 CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 OTHER_CODES = {"float64": "F64", "bool": "BOOL", "uint8": "U8"} | {
     f"int{bits}": f"I{bits}" for bits in (8, 16, 32, 64)
@@ -102,7 +102,7 @@ class Tensors:
             import torch
 
             return tensor.view(torch.int16).numpy().view(dtype)
-        # Open the file in each call, because mapped pages count as memory in use until it is
+        # Reopen the file in each call, because mapped pages count as used memory until it is
         # closed.
         file, written = self._files[name]
         with _opened(file) as tensors:
@@ -135,7 +135,7 @@ def _files(directory: Path, single: str, index: str) -> list[Path]:
             raise ValueError(f"{directory / index} is damaged: its weight_map lists no tensors")
         if strange := [x for x in names.values() if not isinstance(x, str)]:
             raise ValueError(f"{directory / index} is damaged: {strange[0]!r} is not a file name")
-        # Such as an absolute path, or one with `..`.
+        # Such as an absolute path or one with `..`.
         if outside := [name for name in names.values() if Path(name).name != name]:
             raise ValueError(
                 f"{directory / index}: {outside[0]!r} must be a file in this directory"
@@ -148,7 +148,7 @@ def _files(directory: Path, single: str, index: str) -> list[Path]:
 
 
 def _unpickled(file: Path) -> dict[str, Any]:
-    """Returns the tensors of a torch file. They stay on disk until they are read."""
+    """Returns the tensors of a torch file, which stay on disk until they are read."""
     if importlib.util.find_spec("torch") is None:
         raise ValueError(f"{file} needs torch, which is not installed; or convert it to {SINGLE}")
     import torch
@@ -173,7 +173,7 @@ class Writer:
 
     Args:
       specs: dtype and shape of all tensors, by name.
-      max_shard_size: largest size of a file, such as 5GB. Larger weights are split into several
+      max_shard_size: maximum size of a file, such as 5GB. Larger weights are split into several
         files with an index.
       metadata: added to the metadata of each file.
     """
@@ -244,6 +244,6 @@ class Writer:
 
 
 def abridged(names: Sequence[str]) -> str:
-    """Formats up to eight names and the number of the others."""
+    """Formats up to eight names and the number of remaining ones."""
     shown = ", ".join(names[:8])
     return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} more"

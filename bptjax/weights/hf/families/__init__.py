@@ -1,8 +1,8 @@
-"""The model families: the reader of each family's config, and the rules of its tensors.
+"""The model families: a reader of each family's config, and rules for its tensors.
 
-A family is named by the `model_type` of its config.json. Its `read` may look at any key of the
-config. Every other key must be neutral or have its default value; otherwise an error names the key
-and refuses the checkpoint. So no key that changes the result is ignored.
+A family is named by the `model_type` of its config.json. Its `read` may read any key of the config.
+Every other key must be neutral or have its default value; otherwise an error names the key and
+refuses the checkpoint. So no key that changes the result is ignored.
 """
 
 from dataclasses import replace
@@ -91,9 +91,9 @@ WINDOWS = ("use_sliding_window", "max_window_layers")
 IGNORED = r"(.*\.)?rotary_emb(_local)?\.(\w*inv_freq|cos_cached|sin_cached)"
 CAUSAL_MASKS = r".*\.{}\.(bias|masked_bias)"
 MEGATRON_MASK = r".*\.self_attention\.scale_mask_softmax\.causal_mask"
-# The layer for multi-token prediction.
+# Layers for multi-token prediction.
 MTP = r"mtp\..*"
-# Names of second copies of tied parameters in some files, with the path of the parameter.
+# Names of second copies of tied parameters in some files, with the parameter's path.
 COPIES = {
     "lm_head.weight": "embedding",
     "embed_out.weight": "embedding",
@@ -165,7 +165,7 @@ FAMILIES: dict[str, Family] = {
     "glm4_moe": Family(
         read_glm4_moe,
         rules_glm4_moe,
-        # The layer for multi-token prediction, which transformers leaves out by the same numbers.
+        # Layer for multi-token prediction; transformers skips the same layer indices.
         kept=(r"(model\.)?layers\.(46|92)\..*",),
         neutral=("output_router_logits", "num_mtp_layers", "num_nextn_predict_layers"),
         experts="concatenated",
@@ -235,7 +235,7 @@ FAMILIES: dict[str, Family] = {
         prefix="roberta.",
         ignored=(
             r"(roberta\.)?embeddings\.(position|token_type)_ids",
-            # A pooler that the class named by config.json does not have.
+            # Pooler that the class named by config.json does not have.
             r"(roberta\.)?pooler\.dense\..*",
         ),
     ),
@@ -260,12 +260,12 @@ FAMILIES: dict[str, Family] = {
         read_vit,
         rules_vit,
         prefix="vit.",
-        # A pooler that the class named by config.json does not have.
+        # Pooler that the class named by config.json does not have.
         ignored=(r"(vit\.)?pooler\.dense\..*",),
         neutral=("encoder_stride",),
     ),
 }
-# The text models that each multimodal model may have, the default first.
+# Text models that each multimodal model may have, the default first.
 MULTIMODAL: dict[str, dict[str, Family]] = {
     "qwen2_5_vl": {
         "qwen2_5_vl_text": text_model(replace(FAMILIES["qwen2"], rope_kept=MROPE)),
@@ -281,7 +281,7 @@ MULTIMODAL: dict[str, dict[str, Family]] = {
 
 
 def find_family(raw: dict[str, Any]) -> Family:
-    """Returns the family of a config.json; of a multimodal model, the family of its text model.
+    """Returns the family of a config.json; for a multimodal model, its text model's family.
 
     Raises:
       ValueError: the family is not supported.
@@ -289,7 +289,7 @@ def find_family(raw: dict[str, Any]) -> Family:
     kind, text = raw.get("model_type"), raw.get("text_config") or {}
     if not isinstance(text, dict):
         raise ValueError(f"text_config={text!r}: must be a JSON object")
-    # Not `in FAMILIES`: a damaged file may hold a value that is not hashable.
+    # Not `in FAMILIES`: a damaged file may hold an unhashable value.
     if kind in tuple(FAMILIES):
         return FAMILIES[kind]
     if kind not in tuple(MULTIMODAL):

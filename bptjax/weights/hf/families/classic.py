@@ -70,8 +70,7 @@ def rules_gpt2(c: ModelConfig) -> Iterator[TensorRule]:
 
 
 def read_gpt_neox(c: Any) -> dict[str, Any]:
-    """Reads GPTNeoXForCausalLM (Pythia). Residuals are parallel by default; a part of each head is
-    rotated."""
+    """Reads GPTNeoXForCausalLM (Pythia). Parallel residuals by default; partly rotated heads."""
     return layernorm_mlp_decoder(
         c,
         intermediate_size=c.intermediate_size,
@@ -168,8 +167,7 @@ def rules_opt(c: ModelConfig) -> Iterator[TensorRule]:
 
 
 def read_mpt(c: Any) -> dict[str, Any]:
-    """Reads MptForCausalLM. Positions are ALiBi, attention has a config of its own, and nothing has
-    a bias."""
+    """Reads MptForCausalLM. Positions are ALiBi, attention has a separate config, no biases."""
     # transformers reads these keys but does not apply them.
     require(c, expansion_ratio=4, no_bias=True, logit_scale=None, embedding_fraction=1.0)
     require(c, resid_pdrop=0.0, emb_pdrop=0.0)
@@ -206,7 +204,8 @@ def rules_mpt(c: ModelConfig) -> Iterator[TensorRule]:
 def read_falcon(c: Any) -> dict[str, Any]:
     """Reads FalconForCausalLM. One class covers three layouts: sequential, parallel with one shared
     norm, and parallel with two norms."""
-    # By layout, transformers applies attention_dropout to a residual, to attention, or nowhere.
+    # Depending on the layout, transformers applies attention_dropout to a residual, to attention,
+    # or nowhere.
     require(c, attention_dropout=0.0, hidden_dropout=0.0)
     new, norms, kv_heads = c.new_decoder_architecture, c.num_ln_in_parallel_attn, c.num_kv_heads
     if new:
@@ -225,7 +224,7 @@ def read_falcon(c: Any) -> dict[str, Any]:
         activation=activation(c.activation),
         attention=AttentionConfig(qkv_bias=c.bias, out_bias=c.bias),
         mlp_bias=c.bias,
-        # transformers rounds slopes and their products with positions to bfloat16; we do not.
+        # transformers rounds slopes and their products with positions to bfloat16; bptjax does not.
         **(
             dict(position_embedding="alibi", alibi=AlibiConfig(c.head_dim**-0.5))
             if c.alibi
@@ -270,8 +269,7 @@ def read_starcoder2(c: Any) -> dict[str, Any]:
 
 
 def rules_starcoder2(c: ModelConfig) -> Iterator[TensorRule]:
-    """Yields the rules of Starcoder2ForCausalLM, which has Llama's names but for the feed-forward
-    network."""
+    """Yields the rules of Starcoder2ForCausalLM, which has Llama's names except for the MLP."""
     layer = "model.layers.{layer}."
     yield from embedding_norm_head(c, "model.embed_tokens", "model.norm")
     names = (f"{layer}self_attn.{n}_proj" for n in "qkvo")
@@ -282,7 +280,7 @@ def rules_starcoder2(c: ModelConfig) -> Iterator[TensorRule]:
 
 
 def read_phi(c: Any) -> dict[str, Any]:
-    """Reads PhiForCausalLM. A part of each head is rotated; one norm precedes both sublayers; the
+    """Reads PhiForCausalLM. Part of each head is rotated; one norm precedes both sublayers; the
     logits have a bias."""
     return layernorm_mlp_decoder(
         c,

@@ -1,4 +1,4 @@
-"""Decoders in which layers of a short convolution and of attention take turns."""
+"""Decoders that alternate between short-convolution and attention layers."""
 
 from collections.abc import Iterator
 from typing import Any

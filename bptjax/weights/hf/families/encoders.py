@@ -22,17 +22,16 @@ from bptjax.weights.hf.tensor_rules import (
 
 CLASSIFIER = "ForSequenceClassification"
 IMAGE_CLASSIFIER = "ForImageClassification"
-# First part of the names of the classes of encoders, and last part of that of the classifier, by
-# model_type.
+# Prefix of an encoder's class names, and suffix of its classifier's, by model_type.
 NAMES = {
     "bert": ("Bert", CLASSIFIER),
     "roberta": ("Roberta", CLASSIFIER),
     "modernbert": ("ModernBert", CLASSIFIER),
     "vit": ("ViT", IMAGE_CLASSIFIER),
 }
-# How paths of a classifier's own parameters start.
+# Path prefixes of a classifier's own parameters.
 CLASSIFIER_HEAD = "pooler.", "masked.", "classes."
-# Our names for `classifier_pooling` of ModernBERT.
+# bptjax's names for ModernBERT's `classifier_pooling`.
 POOLING: dict[str, Literal["first", "mean"]] = {"cls": "first", "mean": "mean"}
 # Names in files of the head of a masked language model, which new classes replace.
 MASKED_HEAD = r"cls\.predictions\..*|lm_head\..*|decoder\.(weight|bias)"
@@ -62,7 +61,7 @@ def layernorm_mlp_encoder(c: Any, **more: Any) -> dict[str, Any]:
 
 
 def architecture(c: Any, known: tuple[str, ...]) -> str:
-    """Returns the class that saved the checkpoint, which determines its heads; the first of `known`
+    """Returns the class that saved the checkpoint and so determines its heads; the first of `known`
     if the config names none."""
     names = c.architectures or known[:1]
     if names[0] not in known:
@@ -71,11 +70,11 @@ def architecture(c: Any, known: tuple[str, ...]) -> str:
 
 
 def read_bert(c: Any, model: str = "Bert", offset: int = 0) -> dict[str, Any]:
-    """Reads the bare model, with a pooler, …ForMaskedLM, with a head tied to the embedding, and
+    """Reads the bare model, with a pooler; …ForMaskedLM, with a head tied to the embedding; or
     …ForSequenceClassification, whose classes follow a pooler.
 
     Args:
-      model: first part of the names of the classes.
+      model: prefix of the class names.
       offset: entries of the learned positions before position 0.
     """
     kind = architecture(c, (f"{model}Model", f"{model}ForMaskedLM", f"{model}{CLASSIFIER}"))
@@ -102,8 +101,8 @@ def read_bert(c: Any, model: str = "Bert", offset: int = 0) -> dict[str, Any]:
 
 
 def classes(c: Any, kind: str) -> int:
-    """Returns the number of classes that a class of transformers predicts; 0 if it is no
-    classifier."""
+    """Returns the number of classes that a class of transformers predicts; 0 for other classes than
+    classifiers."""
     if not kind.endswith((CLASSIFIER, IMAGE_CLASSIFIER)):
         return 0
     if c.num_labels < 2 or c.problem_type not in (None, "single_label_classification"):
@@ -115,8 +114,8 @@ def classes(c: Any, kind: str) -> int:
 
 
 def with_classes(raw: dict[str, Any], number: int) -> dict[str, Any]:
-    """Returns the config.json `raw` of an encoder as that of a classifier with this number of
-    classes. `raw` itself stays if it has another head, as a classifier has."""
+    """Converts an encoder's config.json `raw` to a classifier's with this number of classes.
+    Returns `raw` itself if it has another head, such as a classifier's."""
     name, classifier = NAMES.get(raw.get("model_type", ""), (None, ""))
     saved = raw.get("architectures")
     bases = [f"{name}{head}" for head in ("Model", "ForMaskedLM", "ForPreTraining")]
@@ -130,7 +129,7 @@ def with_classes(raw: dict[str, Any], number: int) -> dict[str, Any]:
 
 
 def class_names(names: Sequence[str]) -> dict[str, Any]:
-    """Returns the keys of config.json with the names of the classes."""
+    """Returns the keys of config.json that name the classes."""
     return dict(
         id2label={str(i): name for i, name in enumerate(names)},
         label2id={name: i for i, name in enumerate(names)},
@@ -146,8 +145,8 @@ def read_roberta(c: Any) -> dict[str, Any]:
 
 
 def rules_encoder_layers(c: ModelConfig, layer: str) -> Iterator[TensorRule]:
-    """Yields the rules that BERT and ViT share: the linear layers, `attention.self` in BERT and
-    `attention.attention` in ViT."""
+    """Yields the rules that BERT and ViT share: the linear layers, named `attention.self` in BERT
+    and `attention.attention` in ViT."""
     inner = "self" if c.norms.position == "post" else "attention"
     q, k, v = (f"{layer}attention.{inner}.{name}" for name in ("query", "key", "value"))
     yield from attention(c, q, k, v, f"{layer}attention.output.dense")
@@ -169,7 +168,7 @@ def rules_bert(
 
     Args:
       head: names of the masked head: linear layer, norm, bias of the logits.
-      classifier: names of the pooler of a classifier, and of its classes.
+      classifier: names of a classifier's pooler and classes.
     """
     root, layer, D = f"{model}embeddings.", f"{model}encoder.layer.{{layer}}.", c.hidden_size
     positions = (c.max_position_embeddings or 0) + c.position_offset
@@ -199,13 +198,13 @@ def rules_roberta(c: ModelConfig) -> Iterator[TensorRule]:
 
 
 def read_modernbert(c: Any) -> dict[str, Any]:
-    """Reads ModernBertForMaskedLM and ModernBertForSequenceClassification. A token of a layer with
-    a window attends to half of local_attention on either side."""
+    """Reads ModernBertForMaskedLM and ModernBertForSequenceClassification. In layers with a window,
+    a token attends to half of local_attention on either side."""
     kind = architecture(c, ("ModernBertForMaskedLM", f"ModernBert{CLASSIFIER}"))
     number, pooling = classes(c, kind), c.classifier_pooling
     if number and pooling not in POOLING:
         raise ValueError(f"classifier_pooling={pooling!r}: must be one of {', '.join(POOLING)}")
-    # Ours would drop other activations.
+    # bptjax would apply these dropouts to other activations.
     require(c, tie_word_embeddings=True, mlp_dropout=0.0, attention_dropout=0.0)
     require(c, classifier_activation=c.hidden_activation)
     return dict(
@@ -234,8 +233,7 @@ def read_modernbert(c: Any) -> dict[str, Any]:
 
 
 def rules_modernbert(c: ModelConfig) -> Iterator[TensorRule]:
-    """Yields the rules of both classes of ModernBERT. The first layer has no norm before
-    attention."""
+    """Yields the rules of both ModernBERT classes. The first layer has no norm before attention."""
     layer, D, F = "model.layers.{layer}.", c.hidden_size, c.F
     yield identity("model.embeddings.tok_embeddings.weight", "embedding", (c.V, D))
     yield from norm("model.embeddings.norm", "embedding_norm", c)
@@ -283,8 +281,8 @@ def read_vit(c: Any) -> dict[str, Any]:
 
 
 def rules_vit(c: ModelConfig) -> Iterator[TensorRule]:
-    """Yields the rules of ViTModel and ViTForImageClassification. Patches are embedded by a
-    convolution, the first token is a parameter, and both have learned positions."""
+    """Yields the rules of ViTModel and ViTForImageClassification. A convolution embeds the patches,
+    the first token is a parameter, and both have learned positions."""
     root, layer, D = "vit.embeddings.", "vit.encoder.layer.{layer}.", c.hidden_size
     yield identity(f"{root}cls_token", "first", (1, D), (1, 1, D))
     tokens = c.encoder.patches + 1

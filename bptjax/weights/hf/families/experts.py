@@ -43,7 +43,7 @@ def read_mixtral(c: Any) -> dict[str, Any]:
 
 
 def layers_without_experts(c: Any) -> list[int]:
-    """Returns the numbers of the layers that have an MLP instead of experts."""
+    """Returns the indices of the layers that have an MLP instead of experts."""
     every = c.decoder_sparse_step
     skipped = (i for i in range(c.num_hidden_layers) if (i + 1) % every)
     return sorted({*c.mlp_only_layers, *skipped})
@@ -78,8 +78,8 @@ def read_olmoe(c: Any) -> dict[str, Any]:
 
 
 def read_gpt_oss(c: Any) -> dict[str, Any]:
-    """Reads GptOssForCausalLM. Heads have sinks; layers with a window and full layers take turns;
-    experts compute gate · σ(1.702 · gate) · (up + 1), both clipped."""
+    """Reads GptOssForCausalLM. Heads have sinks; windowed and full layers alternate; experts
+    compute gate · σ(1.702 · gate) · (up + 1) with gate and up clipped."""
     require(c, swiglu_alpha=1.702)
     method = (getattr(c, "quantization_config", None) or {}).get("quant_method", "mxfp4")
     if method != "mxfp4":
@@ -151,8 +151,8 @@ def rules_glm4_moe(c: ModelConfig) -> Iterator[TensorRule]:
 
 
 def rules_gpt_oss(c: ModelConfig) -> Iterator[TensorRule]:
-    """Yields the rules of GptOssForCausalLM. A tensor of a layer holds gate and up of all experts,
-    their outputs interleaved."""
+    """Yields the rules of GptOssForCausalLM. One tensor per layer holds gate and up of all experts,
+    with interleaved outputs."""
     layer, (D, F, X) = "model.layers.{layer}.", (c.hidden_size, c.expert_F, c.experts.count)
     yield from rules_rmsnorm_decoder(c)
     yield identity(f"{layer}self_attn.sinks", "layers.sinks", (c.num_heads,))
@@ -177,7 +177,7 @@ def _interleaved(even: np.ndarray, odd: np.ndarray) -> np.ndarray:
 
 
 def experts(c: ModelConfig, hf: str, **names: str) -> Iterator[TensorRule]:
-    """Yields the rules of a router and of experts with one tensor each.
+    """Yields the rules of a router, and of experts with separate tensors.
 
     Args:
       hf: prefix of their names.
@@ -192,6 +192,6 @@ def experts(c: ModelConfig, hf: str, **names: str) -> Iterator[TensorRule]:
 
 def _transposed(hf: str, ours: str, shape: tuple[int, int], inputs: int = 0) -> TensorRule:
     """Returns the rule of a kernel that the file stores as [outputs, inputs]; see TensorRule for
-    `inputs`. A router takes no adapter."""
+    `inputs`, which is 0 for a router because it takes no adapter."""
     kernel = (f"layers.mlp.{ours}.kernel",)
     return TensorRule(hf, shape, kernel, lambda w: (w.T,), np.transpose, inputs)

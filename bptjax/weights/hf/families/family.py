@@ -33,14 +33,14 @@ class Layout(NamedTuple):
 
 
 def field_values(config: ModelConfig) -> dict[str, Sequence[int]]:
-    """Returns the numbers that each field of a rule takes in names, in the order of its axis.
+    """Returns the layer or expert indices that each field of a rule stands for, in axis order.
 
     `{expert_layer}` stands for the layers with experts, `{mlp_layer}` for the layers with an MLP
     instead, `{normed_layer}` for the layers with a norm before attention, `{attention_layer}` for
-    the layers with attention, and `{PART_layer}` for those of a kind without; see `MixerGroup`.
+    the attention layers, and `{PART_layer}` for an attention-free kind of layers; see `MixerGroup`.
     `{full_layer}` stands for the layers with heads of `full_attention`, `{windowed_layer}` for the
-    others, and `{full_kv_layer}` and `{windowed_kv_layer}` for those of them with keys and values
-    of their own.
+    other layers, and `{full_kv_layer}` and `{windowed_kv_layer}` for the subsets that compute keys
+    and values.
     """
     return dict(
         layer=range(config.num_layers),
@@ -62,28 +62,28 @@ class Family:
     """A model family: the reader of its config, and the rules of its tensors.
 
     Attributes:
-      read: converts the HF config to keywords of `ModelConfig`; raises ValueError for a value that
-        is not supported.
+      read: converts the HF config to keywords of `ModelConfig`; raises ValueError for unsupported
+        values.
       tensor_rules: yields the rules of all tensors.
       prefix: prefix of names, which files of the bare model (without a head) leave out.
-      wrapped: layouts of files that hold the model as the text model of a multimodal model, the
-        layout of transformers' modules first; empty if the model is not wrapped.
+      wrapped: layouts of files that hold the model as a multimodal model's text model, the layout
+        of transformers' modules first; empty if the model is not wrapped.
       neutral: config keys that change no result.
-      ignored: patterns of names of tensors that are not read, beside `IGNORED`.
-      kept: patterns of names of tensors that are not read, and that exports hold.
+      ignored: name patterns of tensors that are not read, in addition to `IGNORED`.
+      kept: name patterns of tensors that are not read but kept for exports.
       renamed: (old, new) endings of names in old files.
       positions: config key of the number of positions.
       rope_names: config keys of rope_theta and partial_rotary_factor in transformers 4; empty for
-        families that it does not have.
+        families that transformers 4 lacks.
       local_theta: config key of rope_theta in layers with a window, in transformers 4.
       scaled: transformers 4 scales the rotary positions of the family.
       rope_kept: keys of rope_parameters that rotate no text. Exports keep them.
-      unused: returns patterns of further names of tensors that a model of this config does not
-        read; None for none.
+      unused: returns further name patterns of tensors that a model of this config does not read;
+        None for none.
       experts_module: name of transformers' module of all experts within a layer.
       experts: order of the outputs of gate and up in transformers' parameter of all experts; None
         for families without experts.
-      peft_keeps_mlps: PEFT computes adapters of MLPs beside experts.
+      peft_keeps_mlps: PEFT supports adapters on dense MLPs next to experts.
     """
 
     read: Callable[[Any], dict[str, Any]]
@@ -106,22 +106,22 @@ class Family:
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
-        """Layouts of files; the first has the names of the rules."""
+        """Layouts of files; the first uses the names in the rules."""
         return self.wrapped or (Layout(self.prefix), Layout(""))
 
     @property
     def auto_class(self) -> str:
-        """Name of the class of transformers that loads the decoder."""
+        """Name of the transformers class that loads the decoder."""
         return "AutoModelForImageTextToText" if self.wrapped else CAUSAL
 
     def find_layout(self, names: Iterable[str]) -> Layout:
-        """Returns the layout of a file with tensors of these names."""
+        """Returns the layout of a file with these tensor names."""
         names = list(names)
         found = (x for x in self.layouts if any(name.startswith(x.body) for name in names))
         return next(found, self.layouts[0])
 
     def rename(self, name: str, layout: Layout) -> str:
-        """Returns the name that `name` of the rules has in a file of this layout."""
+        """Converts a name in the rules to the name in a file of this layout."""
         body = name.startswith(self.prefix)
         return layout.body + name.removeprefix(self.prefix) if body else layout.head + name
 
@@ -150,7 +150,7 @@ def require(c: Any, **supported: Any) -> None:
 
 
 def activation(name: str) -> str:
-    """Returns our name for an activation of transformers."""
+    """Returns bptjax's name for a transformers activation."""
     if name not in ACTIVATIONS:
         known = ", ".join(ACTIVATIONS)
         raise ValueError(f"activation {name!r}: must be one of {known}")
@@ -165,7 +165,7 @@ def rotary(c: Any, *, partial: bool = False) -> dict[str, Any]:
         applies it for some scalings only, so it is refused.
     """
     each = [p for p in c.rope_parameters.values() if isinstance(p, dict)] or [c.rope_parameters]
-    # The part is in the frequencies of this type.
+    # The frequencies of `proportional` include the partial factor.
     others = (p for p in each if p.get("rope_type") != "proportional")
     if not partial and any(p.get("partial_rotary_factor", 1.0) != 1.0 for p in others):
         raise ValueError("partial_rotary_factor: must be 1 in this family")

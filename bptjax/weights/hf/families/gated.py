@@ -26,8 +26,8 @@ def rmsnorm_glu_decoder(
     """Returns the keywords that these families share, updated with `more`.
 
     Args:
-      partial: whether the family rotates a part of each head.
-      norms: choices of norms.
+      partial: whether the family rotates part of each head.
+      norms: keywords of NormsConfig.
     """
     own: dict[str, Any] = {"eps": getattr(c, "rms_norm_eps", None), **norms}
     return (
@@ -52,7 +52,7 @@ def rmsnorm_glu_decoder(
 
 
 def window_pattern(c: Any) -> dict[str, Any]:
-    """Returns the keywords of windows by layer; an empty dict if no layer has a window."""
+    """Returns the keywords of windows by layer; empty if no layer has a window."""
     window, types = getattr(c, "sliding_window", None), getattr(c, "layer_types", ())
     windowed = "sliding_attention" in types
     return dict(sliding_window=window, layer_types=list(types)) if windowed else {}
@@ -108,8 +108,8 @@ def gemma_decoder(
     embeddings are scaled by √D.
 
     Args:
-      choices: further choices of attention.
-      position: that of norms.
+      choices: further keywords of AttentionConfig.
+      position: position of norms.
     """
     return rmsnorm_glu_decoder(
         c,
@@ -154,7 +154,7 @@ def read_gemma3(c: Any) -> dict[str, Any]:
 
 
 def rules_rmsnorm_glu(c: ModelConfig, order: Sequence[int] | None = None) -> Iterator[TensorRule]:
-    """Yields the rules of LlamaForCausalLM's names, with the norms that Qwen 3 and Gemma add. See
+    """Yields the rules for LlamaForCausalLM's names, with the norms that Qwen 3 and Gemma add. See
     `attention` for `order`."""
     yield from rules_rmsnorm_decoder(c, order)
     names = (f"model.layers.{{layer}}.mlp.{n}_proj" for n in ("up", "down", "gate"))
@@ -164,8 +164,8 @@ def rules_rmsnorm_glu(c: ModelConfig, order: Sequence[int] | None = None) -> Ite
 def rules_rmsnorm_decoder(
     c: ModelConfig, order: Sequence[int] | None = None
 ) -> Iterator[TensorRule]:
-    """Yields these rules without the feed-forward network's. Where outputs are normalized,
-    post_attention_layernorm is the norm of attention's output."""
+    """Yields the rules of `rules_rmsnorm_glu` without the feed-forward network. If outputs are
+    normalized, post_attention_layernorm is the norm of attention's output."""
     layer = "model.layers.{layer}."
     yield from embedding_norm_head(c, "model.embed_tokens", "model.norm")
     names = (f"{layer}self_attn.{n}_proj" for n in "qkvo")
@@ -217,7 +217,7 @@ def read_olmo3(c: Any) -> dict[str, Any]:
 
 
 def read_exaone4(c: Any) -> dict[str, Any]:
-    """Reads Exaone4ForCausalLM. If there are windows, layers with full attention rotate nothing."""
+    """Reads Exaone4ForCausalLM. If there are windows, full-attention layers rotate nothing."""
     layers = None
     if c.sliding_window is not None:
         layers = [kind == "sliding_attention" for kind in c.layer_types]
@@ -232,7 +232,7 @@ def read_smollm3(c: Any) -> dict[str, Any]:
 
 
 def read_seed_oss(c: Any) -> dict[str, Any]:
-    """Reads SeedOssForCausalLM. The output projection has a key of its own for its bias."""
+    """Reads SeedOssForCausalLM. The bias of the output projection has a separate key."""
     return rmsnorm_glu_decoder(
         c,
         activation=activation(c.hidden_act),
@@ -243,9 +243,9 @@ def read_seed_oss(c: Any) -> dict[str, Any]:
 
 
 def read_stablelm(c: Any) -> dict[str, Any]:
-    """Reads StableLmForCausalLM. Norms are layer norms; a part of each head is rotated."""
-    # transformers applies hidden_dropout to one of two sublayers, and normalizes each head of
-    # queries and keys by weights of its own.
+    """Reads StableLmForCausalLM. Norms are layer norms; part of each head is rotated."""
+    # transformers applies hidden_dropout to one of two sublayers, and has separate norm weights for
+    # each head of queries and keys.
     require(c, hidden_dropout=0.0, qk_layernorm=False)
     return rmsnorm_glu_decoder(
         c,
@@ -258,8 +258,7 @@ def read_stablelm(c: Any) -> dict[str, Any]:
 
 
 def read_phi3(c: Any) -> dict[str, Any]:
-    """Reads Phi3ForCausalLM. Rotary positions may cover part of a head; long models have
-    longrope."""
+    """Reads Phi3ForCausalLM. Part of a head may be rotated; long models have longrope."""
     return rmsnorm_glu_decoder(
         c,
         partial=True,

@@ -1,5 +1,5 @@
-"""Gemma 4: layers of full attention have heads of another size and number; the last layers of small
-models have no keys of their own; every layer may have an embedding of the tokens for itself."""
+"""Gemma 4: full-attention layers have a different size and number of heads; the last layers of
+small models share keys of earlier layers; layers may have their own token embeddings."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -29,7 +29,7 @@ PER_LAYER = {"head_dim", "num_key_value_heads"}
 
 def read_gemma4(c: Any) -> dict[str, Any]:
     """Reads Gemma4ForCausalLM and Gemma4UnifiedForCausalLM."""
-    # A projection for the values of some layers would have a bias that their keys have too.
+    # In layers that use keys as values, the keys' bias would also enter the values.
     require(c, attention_bias=False)
     types = list(c.layer_types)
     heads = _heads(c, types)
@@ -67,10 +67,10 @@ def read_gemma4(c: Any) -> dict[str, Any]:
 
 
 def _heads(c: Any, types: list[str]) -> dict[str, tuple[int, int]]:
-    """Returns the size of a head and the number of key heads of each type of layer.
+    """Returns the head size and the number of key heads of each layer type.
 
     Raises:
-      ValueError: the config of a layer changes other keys, or layers of one type differ.
+      ValueError: a layer's config changes other keys, or layers of one type differ.
     """
     found: dict[str, tuple[int, int]] = {}
     changed = {key for own in (c.to_dict().get("per_layer_config") or {}).values() for key in own}
@@ -87,12 +87,12 @@ def _heads(c: Any, types: list[str]) -> dict[str, tuple[int, int]]:
 
 
 def _layer_embedding_size(c: Any) -> int:
-    """Returns the size of the embedding that each layer has for itself; 0 for none.
+    """Returns the size of the per-layer token embeddings; 0 for none.
 
     Raises:
-      ValueError: its vocabulary is not the model's.
+      ValueError: their vocabulary is not the model's.
     """
-    # Other models do not have the keys.
+    # Other models lack these keys.
     if not (size := getattr(c, "hidden_size_per_layer_input", None)):
         return 0
     require(c, vocab_size_per_layer_input=c.vocab_size)
@@ -100,7 +100,7 @@ def _layer_embedding_size(c: Any) -> int:
 
 
 def _experts(c: Any, double: bool) -> dict[str, Any]:
-    """Returns the keywords of experts beside the MLP of each layer; none without experts."""
+    """Returns the keywords of experts next to the MLP of each layer; empty without experts."""
     if not getattr(c, "enable_moe_block", False):
         return {}
     if double:
@@ -118,7 +118,7 @@ def _experts(c: Any, double: bool) -> dict[str, Any]:
 
 
 def unused_gemma4(c: ModelConfig) -> tuple[str, ...]:
-    """Returns patterns of keys and values in files, of layers that have none of their own."""
+    """Returns name patterns of the keys and values of layers that share other layers' keys."""
     layers = "|".join(map(str, range(c.num_layers - c.shared_kv.layers, c.num_layers)))
     name = rf".*layers\.({layers})\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.weight"
     return (name,) if layers else ()
@@ -152,7 +152,7 @@ def _mlp_names(layer: str) -> list[str]:
 
 
 def _rules_attention(c: ModelConfig) -> Iterator[TensorRule]:
-    """Yields the rules of attention. Layers of each type have parameters of their own shapes."""
+    """Yields the rules of attention, whose parameters have different shapes per layer type."""
     D, N = (c.hidden_size,), c.num_heads
     for full, kind, ours in ((False, "windowed", "layers."), (True, "full", "layers.full_")):
         K, H = c.heads(full)
@@ -169,8 +169,8 @@ def _rules_attention(c: ModelConfig) -> Iterator[TensorRule]:
 
 
 def _rules_experts(c: ModelConfig) -> Iterator[TensorRule]:
-    """Yields the rules of the router, the experts and the MLP beside them. A tensor of a layer
-    holds gate and up of all experts, one after the other."""
+    """Yields the rules of the router, the experts and the MLP next to them. One tensor per layer
+    holds gate and up of all experts, concatenated."""
     D, F, X = c.hidden_size, c.expert_F, c.experts.count
     yield from mlp(c, *_mlp_names(LAYER), ours="layers.mlp.shared", size=c.experts.shared_size)
     for hf, ours in (
@@ -203,7 +203,7 @@ def _rules_experts(c: ModelConfig) -> Iterator[TensorRule]:
 
 
 def _rules_layer_embedding(c: ModelConfig) -> Iterator[TensorRule]:
-    """Yields the rules of the layers' own embeddings. Two tensors hold a part of each layer."""
+    """Yields the rules of the per-layer embeddings. Two tensors hold parts of all layers."""
     D, P, L = c.hidden_size, c.layer_embedding.size, c.num_layers
     ours = "layers.embedding."
     yield TensorRule(

@@ -1,6 +1,6 @@
-"""Decoders that rotate pairs of neighboring features, where all others pair the halves of a head.
+"""Decoders that rotate pairs of neighboring features; all others pair the halves of a head.
 
-The rules put the features of queries and keys in the order of the others. Scores do not change,
+The rules reorder the features of queries and keys to match the others. Scores do not change,
 because queries and keys have the same order.
 """
 
@@ -22,7 +22,7 @@ from bptjax.weights.hf.tensor_rules import (
 
 
 def halves(c: ModelConfig) -> list[int]:
-    """Returns the features of a head, first those that are rotated: even ones, then odd ones."""
+    """Returns a head's features, rotated ones first: even, then odd."""
     rotated = int(c.H * c.rope_parameters.get("partial_rotary_factor", 1.0))
     return [*range(0, rotated, 2), *range(1, rotated, 2), *range(rotated, c.H)]
 
@@ -44,8 +44,7 @@ def read_ernie4_5(c: Any) -> dict[str, Any]:
 
 
 def read_glm4(c: Any) -> dict[str, Any]:
-    """Reads Glm4ForCausalLM. Half of each head is rotated; sublayers have a norm before and
-    after."""
+    """Reads Glm4ForCausalLM. Half of each head rotates; sublayers have norms before and after."""
     return rmsnorm_glu_decoder(
         c,
         partial=True,
@@ -72,7 +71,7 @@ def rules_glm4(c: ModelConfig) -> Iterator[TensorRule]:
 
 
 def read_cohere2(c: Any) -> dict[str, Any]:
-    """Reads Cohere2ForCausalLM. Layers with full attention rotate nothing; attention and the
+    """Reads Cohere2ForCausalLM. Full-attention layers rotate nothing; attention and the
     feed-forward network share a layer norm without a bias."""
     bias = c.attention_bias
     return rmsnorm_glu_decoder(

@@ -1,4 +1,4 @@
-"""Decoders in which layers of linear attention and of attention take turns."""
+"""Decoders that alternate between linear-attention and attention layers."""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -22,14 +22,14 @@ from bptjax.weights.hf.tensor_rules import (
     norm,
 )
 
-# Prefixes of the names of linear attention, in files and here.
+# Name prefixes of linear attention, in files and in bptjax.
 LINEAR, OURS = "model.layers.{linear_layer}.linear_attn.", "layers.linear."
 
 
 def hybrid_decoder(c: Any, **more: Any) -> dict[str, Any]:
-    """Returns the keywords that these families share, updated with `more`. Norms but those of
-    linear attention multiply by 1 + scale; part of each head is rotated; the query projection of
-    attention also gives its gate."""
+    """Returns the keywords that these families share, updated with `more`. All norms except linear
+    attention's multiply by 1 + scale; part of each head is rotated; the query projection of
+    attention also computes its gate."""
     # The convolution of linear attention has the activation of the feed-forward network.
     require(c, hidden_act="silu")
     bias = c.attention_bias
@@ -56,7 +56,7 @@ def read_qwen3_5(c: Any) -> dict[str, Any]:
 
 
 def read_qwen3_5_moe(c: Any, **more: Any) -> dict[str, Any]:
-    """Reads Qwen3_5MoeForCausalLM, and updates the choices of experts with `more`. A shared expert
+    """Reads Qwen3_5MoeForCausalLM, with further keywords `more` of its experts. The shared expert
     has a gate."""
     experts = new_experts(
         c,
@@ -105,7 +105,7 @@ def rules_qwen3_next(c: ModelConfig) -> Iterator[TensorRule]:
 
 
 def _rules_attention(c: ModelConfig) -> Iterator[TensorRule]:
-    """Yields the rules of everything but linear attention and feed-forward networks."""
+    """Yields the rules of everything except linear attention and feed-forward networks."""
     layer, D = "model.layers.{layer}.", c.hidden_size
     yield from embedding_norm_head(c, "model.embed_tokens", "model.norm")
     yield from norm(f"{layer}input_layernorm", "layers.attention_norm", c)
@@ -122,7 +122,7 @@ def _rules_attention(c: ModelConfig) -> Iterator[TensorRule]:
 
 
 def _rules_linear_attention(c: ModelConfig) -> Iterator[TensorRule]:
-    """Yields the rules of linear attention but those of its input projections."""
+    """Yields the rules of linear attention except its input projections."""
     (keys, values), size = c.linear_attention.heads, c.linear_attention.conv_size
     parts = {"query": keys, "key": keys, "value": values}
     names = tuple(f"{OURS}{name}" for name in parts)
@@ -134,7 +134,7 @@ def _rules_linear_attention(c: ModelConfig) -> Iterator[TensorRule]:
 
 
 def _rules_split(c: ModelConfig) -> Iterator[TensorRule]:
-    """Yields the rules of linear attention with an input projection for each of its uses."""
+    """Yields the rules of linear attention with separate input projections."""
     D, (keys, values) = c.hidden_size, c.linear_attention.heads
     yield from _rules_linear_attention(c)
     names = tuple(f"{OURS}{name}" for name in ("query", "key", "value"))
@@ -160,8 +160,8 @@ def _rules_experts(c: ModelConfig) -> Iterator[TensorRule]:
 def _convolution(
     hf: str, names: tuple[str, ...], heads: tuple[tuple[int, int], ...], size: int
 ) -> TensorRule:
-    """Returns the rule of a convolution of the channels of several linear layers, one after the
-    other: [channels, 1, size]."""
+    """Returns the rule of one convolution [channels, 1, size] over the concatenated channels of
+    several linear layers."""
     ends = np.cumsum([0, *(n * width for n, width in heads)])
 
     def split(w):

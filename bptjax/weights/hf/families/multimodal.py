@@ -1,5 +1,4 @@
-"""Multimodal models, of which only the text model is read; it has a config and a prefix of its
-own."""
+"""Multimodal models, whose text model alone is read; it has a separate config and prefix."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,18 +10,19 @@ from bptjax.weights.hf.families.family import Family, Layout, activation
 from bptjax.weights.hf.families.gated import rmsnorm_glu_decoder
 from bptjax.weights.hf.tensor_rules import TensorRule
 
-# Layouts of files, most specific first: transformers' modules; earlier modules, as most files of
-# the hub have them; a model saved without its head; Qwen 2.5, whose vision model is beside `model`.
+# Layouts of files, most specific first: transformers' modules; earlier modules, as in most files on
+# the hub; a model saved without its head; Qwen 2.5, whose vision model is next to `model`.
 LAYOUTS = (
     Layout("model.language_model."),
     Layout("language_model.model.", "language_model."),
     Layout("language_model."),
     Layout("model."),
 )
-# Keys of rope_parameters that split a head between time, height and width. All three are the
-# position of the token in text, so rotary positions are plain.
+# Keys of rope_parameters that split a head between time, height and width. For text all three equal
+# the token's position, so rotary positions are plain.
 MROPE = ("mrope_section", "mrope_interleaved")
-# Keys of rope_parameters beside the rotation: the growth of queries, and one that nothing reads.
+# Keys of rope_parameters unrelated to rotation: the growth of queries, and a key that nothing
+# reads.
 GROWTH = ("llama_4_scaling_beta", "max_position_embeddings")
 
 
