@@ -28,8 +28,8 @@ KEYS = {
 
 @dataclass(frozen=True)
 class AttentionPattern:
-    """Restricts the tokens that a token attends to, in addition to causality and documents. Tokens
-    and blocks are counted from the start of the document, so packing does not change the pattern.
+    """A sparse choice of the tokens to attend to, besides causality and documents. Tokens and
+    blocks are counted from the start of the document, so packing does not change the pattern.
 
     Attributes:
       type: window: the nearest tokens and global tokens, which attend to every token (Beltagy et

@@ -41,8 +41,7 @@ REMAT: dict[str, tuple[str, ...] | None] = {
 
 @dataclass(frozen=True)
 class Execution:
-    """How a model is computed; `ExecutionConfig` describes the keys. None of them changes the
-    result beyond rounding."""
+    """Ways to compute a model, described by `ExecutionConfig`. Results differ only by rounding."""
 
     attention_implementation: str = "auto"
     schedule: Literal["split", "fused"] = "split"

@@ -125,7 +125,7 @@ class Mlp(FeedForward):
     """down(activation(gate(x)) · up(x)) or down(activation(up(x)))."""
 
     def __init__(self, config: ModelConfig, key: Array, dtype: DTypeLike, size: int | None = None):
-        """`size` is the inner width; defaults to the config's."""
+        """Makes the network; `size` is its inner width, by default the config's."""
         D, F, std = (config.hidden_size,), (size or config.F,), config.init_std
         gate, up, down = jax.random.split(key, 3)
         bias = config.mlp_bias

@@ -83,7 +83,7 @@ def scan_layers(
             for offset, kind in enumerate(pattern):
                 if offset:
                     # Round between layers as between rounds of a loop. Only the residual stream
-                    # gets the barrier: it would make gradient slots exist in the forward pass.
+                    # gets a barrier: behind one, gradient slots would exist early.
                     carry = jax.lax.optimization_barrier(carry[0]), *carry[1:]
                 carry, output = steps[pattern.index(kind)](carry, start + offset)
                 outputs.append(output)

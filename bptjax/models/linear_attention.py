@@ -21,9 +21,9 @@ from bptjax.parallel.delta_rule import gated_delta_rule
 
 
 class LinearAttention(Mixer):
-    """Passes queries, keys and values through a convolution and SiLU, applies the rule to
-    L2-normalized queries and keys, then normalizes and gates the output of each head. Its state is
-    the float32 state of each head and the convolution's last inputs: queries, keys, values.
+    """The gated delta rule with L2-normalized queries and keys. A convolution and SiLU precede it;
+    each head's output is normalized and gated. A layer's state is the float32 state of each head
+    and the convolution's last inputs: queries, keys, values.
 
     Yang et al. 2024, arXiv 2412.06464, Section 3.4.
     """

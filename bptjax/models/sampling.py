@@ -32,7 +32,7 @@ OTHERS = (
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is sampled from logits. The steps apply in the order of `transformers`.
+    """Settings for sampling a token from logits. The steps apply in the order of `transformers`.
 
     Attributes:
       repetition_penalty: divides the logits of tokens that have occurred; negative logits are

@@ -383,5 +383,5 @@ def _fused(
     k: Float[Array, "B S K H"],
     v: Float[Array, "B S K H"],
 ) -> tuple[Float[Array, "B T D"], Auxiliary]:
-    """Algorithm 1: runs attention and feed-forward network on one block of queries at a time."""
+    """Runs attention and feed-forward network on one block of queries at a time: Algorithm 1."""
     return transform(partial(_query, kind), _finish, shared, chunk, k, v, has_aux=True)

@@ -84,8 +84,7 @@ class Transformer(nnx.Module):
     def pool(
         self, hidden: Float[Array, "B T E"], segments: Int[Array | np.ndarray, "B T"] | None
     ) -> Float[Array, "B T E"]:
-        """Pools each document into its first vector for heads that read one vector per document;
-        otherwise returns `hidden`."""
+        """Returns vectors for the head, which reads each document's first vector, or all."""
         return hidden
 
     def for_head(self, hidden: Float[Array, "B T E"]) -> Float[Array, "B T E"]:

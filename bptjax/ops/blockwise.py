@@ -186,7 +186,7 @@ def _blockwise(f, chunk, axes, placements, params, x):
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class _Differentiated:
-    """Whether each leaf of `params` is differentiated."""
+    """A flag per leaf of `params`: true if it is differentiated."""
 
     leaves: tuple[bool, ...]
 

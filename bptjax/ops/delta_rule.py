@@ -71,8 +71,8 @@ def gated_delta_rule(
     chunk: int = CHUNK,
     impl: str = "auto",
 ) -> tuple[Float[Array, "B T N W"], Float[Array, "B N H W"]]:
-    """Gated delta rule in O(T) memory. Returns the output, in v's dtype, and the float32 state
-    after the last token.
+    """Applies the gated delta rule in O(T) memory. Returns the output, in v's dtype, and the
+    float32 state after the last token.
 
     `impl="auto"` takes the Triton kernels if they support the arguments and a chunk is full,
     otherwise `scan`, XLA's loop over the chunks; a named `impl` is used or raises.

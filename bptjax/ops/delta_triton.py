@@ -1,10 +1,10 @@
 """The gated delta rule by Triton kernels through jax-triton, on NVIDIA GPUs.
 
 One kernel inverts the systems of all chunks at once. The next kernel's programs visit the chunks in
-order, each with a tile of the value columns of one head's state in registers. The backward pass
-recomputes the states of the chunks from the saved state of each group, for all groups at once,
-visits the chunks in reverse for the gradients of the states, and then computes all other gradients
-of all chunks at once.
+order, each with a tile of the value columns of one head's state in registers. The backward pass has
+three parts: it recomputes the chunks' states from each group's saved state, for all groups at once;
+visits the chunks in reverse for the gradients of the states; and computes all other gradients for
+all chunks at once.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from jaxtyping import Float, Int
 from bptjax.ops.target import capability, like, platform
 from bptjax.ops.triton_call import compiler_shards_arrays, triton_call, unusable
 
-# Arrays whose shapes and dtypes alone are read.
+# Arrays of which only shapes and dtypes are read.
 Shaped = Array | jax.ShapeDtypeStruct
 
 # (value columns, warps, stages) of a program, by kernel: the fastest of one to four candidates on

@@ -126,8 +126,7 @@ def systems_kernel(
 def forward_kernel(
     q, k, v, solutions, scores, starts, ends, initial, out, states, last, C: tl.constexpr
 ):
-    """Stores outputs of a tile of value columns, states before groups of chunks, and the last
-    state."""
+    """Stores a tile of output columns, the states before groups of chunks, and the last state."""
     n, batch = tl.program_id(0) // (C.W // C.BW), tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) % (C.W // C.BW) * C.BW
     at, size, wide = tl.arange(0, C.C), tl.arange(0, C.H), tl.arange(0, C.BW)
@@ -332,8 +331,8 @@ def keys_kernel(
     q, k, beta, starts, ends, states, writes, dright, dstates, dscores, dsystems,
     dk, dstarts, dends, C: tl.constexpr,
 ):  # fmt: skip
-    """Stores the gradients of the keys of a chunk and a key head, and their parts of the gradients
-    of log c, over beta, and of the log decays to the end of the chunk."""
+    """Stores gradients of the keys of a chunk and a key head, and their parts of d log c / beta and
+    of the gradient of the log decays to the end of the chunk."""
     head, chunk, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     at, size, wide = tl.arange(0, C.C), tl.arange(0, C.H), tl.arange(0, C.BW)
     first = batch * C.T + chunk * C.C

@@ -20,7 +20,7 @@ def landmark_attention(
     q_chunk: int = 512,
     k_chunk: int = 512,
 ) -> Float[Array, "B T N H"]:
-    """Attention by grouped softmax, in O(T) memory; a `lax.scan` on any device.
+    """Computes attention by grouped softmax, in O(T) memory; a `lax.scan` on any device.
 
     Block c holds the positions from c · block_size to its last one, the landmark, inclusive. With
     x_j = scale · q·k_j and l_c the logit of block c's landmark, a query at position p gives key j

@@ -264,9 +264,8 @@ def translate_peer_errors() -> Iterator[None]:
 
 
 def exit_after_timeout(kind: type | None, error: BaseException | None, trace: Any) -> None:
-    """Exit callback of an ExitStack. After an error, ends this process if clean-up takes longer
-    than `CLEANUP_TIMEOUT_S`, because clean-up may wait for peers that are blocked on this
-    process."""
+    """Ends this process if clean-up after an error takes longer than `CLEANUP_TIMEOUT_S`, because
+    it may wait for peers that are blocked on this process. Exit callback of an ExitStack."""
     if error is not None and _initialized.is_set():
         timer = threading.Timer(CLEANUP_TIMEOUT_S, _exit_with, (error,))
         timer.daemon = True

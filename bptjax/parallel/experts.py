@@ -71,8 +71,8 @@ def sum_over_slices(
     devices = math.prod(mesh.shape[name] for name in axes)
     placement = jax.tree.broadcast((placement, REPLICATED), (params, tokens))
 
-    # Autodiff sums the gradients of copies once, in float32. Gradients of replicated inputs it
-    # would sum in their dtype, and the result's over devices that already hold the same values.
+    # With copies, autodiff sums gradients once, in float32. With replicated inputs it would sum in
+    # their dtype, and sum the result's gradient over devices that already hold equal values.
     def copies(x, place):
         if place != REPLICATED:
             return x

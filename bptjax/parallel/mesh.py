@@ -140,8 +140,8 @@ def cache_directory() -> Path:
 
 
 def make_cache_directory() -> None:
-    """Makes the directory, accessible to the user alone because JAX runs the programs in it.
-    Removes other users' access to an existing directory."""
+    """Makes the directory, or restricts an existing one: only the user may access it, because JAX
+    runs the programs in it."""
     directory = cache_directory()
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     if directory.stat().st_mode & 0o077:

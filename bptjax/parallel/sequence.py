@@ -202,7 +202,7 @@ class ShardedAttention:
 
 
 class _Layout:
-    """How `ShardedAttention` divides these arrays over the mesh.
+    """Division of the arrays of `ShardedAttention` over the mesh.
 
     Attributes:
       queries, qkv: partition specs of arrays `[B, T, N, ...]`, and of the QKV.

@@ -100,8 +100,7 @@ def _needs_config(model: Pretrained) -> bool:
 
 
 def open_adapter(source: str) -> Pretrained:
-    """Opens the adapter of a run or of PEFT with its base model, which must be of a Hugging Face
-    family.
+    """Opens a run's or PEFT's adapter with its base model, which must be of a Hugging Face family.
 
     Raises:
       ValueError: the source is not such an adapter.

@@ -48,7 +48,7 @@ class AttentionConfig(Group):
             raise ValueError("model.attention.qk_norm_joint=true: must go with qk_norm=true")
 
     def widths(self, model: Any, tp: int = 1) -> dict[str, float]:
-        """The mean over the attention layers."""
+        """Returns the mean over the attention layers."""
         heads, keys, layers = (
             model.num_heads * model.mean_head_dim / tp,
             0.0,

@@ -80,8 +80,7 @@ class Group:
         return {name: value for name, value in vars(self).items() if value != usual[name]}
 
     def check(self, model: Any) -> None:
-        """Checks the values of a part that a `ModelConfig` has; `check_bounds` has checked each
-        alone.
+        """Checks the values of a part that a `ModelConfig` has, after `check_bounds`.
 
         Raises:
           ValueError: values that exclude each other, or other choices of the model.

@@ -50,7 +50,7 @@ class LinearAttentionConfig(MixerGroup):
         return dict(zip(("query", "key", "value", "attended", "gates"), widths, strict=True))
 
     def flops(self, model: Any) -> float:
-        """A token reads the state with its key, adds a product, and reads it with its query."""
+        """Counts reading the state by key, adding a product, and reading the state by query."""
         (_, H), (N, W) = self.heads
         return 6.0 * N * H * W
 

@@ -249,7 +249,7 @@ def differentiable(
     sinks = None if sinks is None else jnp.asarray(sinks, jnp.float32)
 
     def make(traced):
-        """Rebuilds the spec. NumPy arrays stay NumPy: they tell empty tiles at trace time."""
+        """Rebuilds the spec. NumPy arrays stay NumPy, to find empty tiles at trace time."""
         return structure.unflatten(
             [t if s is None else s for t, s in zip(traced, static, strict=True)]
         )
@@ -291,7 +291,7 @@ def attend(
 def add_sinks(
     q: Float[Array, "B T N H"], state: AttentionState, sinks: Float[Array, "N"]
 ) -> AttentionState:
-    """Adds attention to the sinks to the state of the queries' attention to keys."""
+    """Merges attention to the sinks into the state."""
     sink = empty_state(q)._replace(lse=jnp.broadcast_to(sinks, state.lse.shape))
     merged = merge_states(state, sink)
     return merged._replace(out=merged.out.astype(state.out.dtype))

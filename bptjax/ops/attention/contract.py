@@ -41,7 +41,7 @@ class QKV(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class AttentionSpec:
-    """How q·k becomes a weight, in this order: scale, soft cap, ALiBi, mask, softmax, dropout.
+    """The steps from q·k to a weight, in order: scale, soft cap, ALiBi, mask, softmax, dropout.
 
     Attributes:
       mask: which query may attend to which key.
@@ -144,8 +144,8 @@ class Shards:
 
 
 class SequenceSplit(NamedTuple):
-    """How `sp` devices divide a sequence while a kernel runs: groups of `heads` devices exchange
-    heads, and the tokens stay sharded over `tokens` groups. heads · tokens = sp."""
+    """Division of a sequence over `sp` devices while a kernel runs: groups of `heads` devices
+    exchange heads, and the tokens stay sharded over `tokens` groups. heads · tokens = sp."""
 
     heads: int
     tokens: int
@@ -153,7 +153,7 @@ class SequenceSplit(NamedTuple):
 
 @runtime_checkable
 class SequenceStrategy(Protocol):
-    """How attention communicates across the shards of a sequence, with any kernel per device."""
+    """Attention across the shards of a sequence, with any kernel per device."""
 
     def unsupported(self, heads: int, shards: int) -> str | None:
         """Returns why `shards` devices cannot divide `heads` query heads, or None if they can."""

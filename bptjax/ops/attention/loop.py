@@ -17,7 +17,7 @@ def unsupported(x: QKV, spec: AttentionSpec) -> str | None:
 
 
 def forward(x: QKV, spec: AttentionSpec) -> AttentionState:
-    """Liu & Abbeel 2023, Algorithm 1, lines 4 to 9, one dispatch at a time."""
+    """Runs lines 4 to 9 of Algorithm 1 of Liu & Abbeel 2023, one dispatch at a time."""
     tile = Tile(x, spec)
     qs, ks, vs = tile.forward_blocks(x)
     softmax = [OnlineSoftmax.start(block) for block in qs]
@@ -48,8 +48,7 @@ def backward(
 
 
 def _pairs(tile: Tile) -> list[tuple[int, int]]:
-    """Returns the block pairs to visit, by query block, including pairs that a traced mask
-    excludes."""
+    """Returns the block pairs to visit, by query block, including pairs a traced mask excludes."""
     pairs, count = tile.tiles.nonempty()
     if isinstance(count, int):
         return [(int(i), int(j)) for i, j in np.asarray(pairs)]

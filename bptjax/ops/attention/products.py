@@ -27,14 +27,14 @@ def unsupported(x: QKV, spec: AttentionSpec) -> str | None:
 
 
 def forward(x: QKV, spec: AttentionSpec) -> AttentionState:
-    """As `scan.forward`, with larger chunks."""
+    """Runs `scan.forward` with larger chunks."""
     return scan.forward(x, _with_chunks(x, spec))
 
 
 def backward(
     x: QKV, state: AttentionState, dout: Float[Array, "B T N H"], spec: AttentionSpec
 ) -> QKV:
-    """As `scan.backward`, with larger chunks."""
+    """Runs `scan.backward` with larger chunks."""
     return scan.backward(x, state, dout, _with_chunks(x, spec))
 
 

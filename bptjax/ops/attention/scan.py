@@ -24,7 +24,7 @@ def unsupported(x: QKV, spec: AttentionSpec) -> str | None:
 
 
 def forward(x: QKV, spec: AttentionSpec) -> AttentionState:
-    """Liu & Abbeel 2023, arXiv 2305.19370, Algorithm 1, lines 4 to 9."""
+    """Runs lines 4 to 9 of Algorithm 1 of Liu & Abbeel 2023, arXiv 2305.19370."""
     tile = _make_tile(x, spec)
     qs, ks, vs = tile.forward_blocks(x)
     pairs, count = _nonempty(tile, x.q)

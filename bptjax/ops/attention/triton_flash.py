@@ -98,8 +98,7 @@ class Constants:
       BH: head size, padded for matrix products.
       BQ, BK: tokens per block of queries and of keys.
       heads: heads, or groups of heads, that a program handles one after another.
-      group: query heads that share the tiles of the forward pass, which then reads each tile of
-        keys once for all of them.
+      group: query heads that share tiles in the forward pass; each key tile is read once for all.
       over: the first outputs hold another kernel's results, which stay where ranges are -1.
       range_batch, position_batch: 1 if all sequences share their ranges, or positions; else B.
       list_length: length of the lists of tiles; 0 if the ranges are block indices.
@@ -166,8 +165,8 @@ def _tiles(name: str, x: QKV, spec: AttentionSpec) -> tuple[int, int, int, int, 
     """Returns a kernel's query block, key block, warps, stages, and number of query heads that
     share tiles in the forward pass: all heads of a key head, if they do not fill a tile. Each key
       is then
-    read once for all of them. With a narrow window, small tiles read few keys in vain, so heads
-    share tiles of any size."""
+    read once for all of them. With a narrow window, small tiles waste few keys, so heads share
+    tiles of any size."""
     table = BLOCKS[name] | DROPOUT_BLOCKS[name] if spec.dropout else BLOCKS[name]
     # Not |=, which would modify the tables.
     table = table | (NARROW_BLOCKS[name] if is_narrow(x, spec) else {})
@@ -197,7 +196,7 @@ def _padded(head_size: int) -> int:
 def forward(
     x: QKV, spec: AttentionSpec, done: tuple[Bool[Array, ""], AttentionState] | None = None
 ) -> AttentionState:
-    """Dao 2023, arXiv 2307.08691, Algorithm 1. Uses the kernel's block sizes and ignores the
+    """Runs Algorithm 1 of Dao 2023, arXiv 2307.08691, with the kernel's block sizes, not the
     chunks.
 
     Args:
@@ -209,7 +208,7 @@ def forward(
 
 
 def forward_with_sinks(x: QKV, spec: AttentionSpec, sinks: Float[Array, "N"]) -> AttentionState:
-    """As `forward`, and attends to the sinks."""
+    """Attends to the keys as `forward` does, and to the sinks."""
     return AttentionState(*_forward(x, spec, sinks, None, ()))
 
 
@@ -260,7 +259,7 @@ def _launch(
     sinks: bool = False,
 ) -> tuple[Array, ...]:
     """Runs a kernel over its grid. `more` are the operands after q, k and v, including sinks if
-    `sinks`. If `keep` is given, `done` are the initial outputs, which stay where `keep` holds."""
+    `sinks`. If `keep` is given, `done` are the initial outputs, which stay if `keep` holds."""
     (B, T, N, H), (_, S, K, _) = x.q.shape, x.k.shape
     mask = spec.mask.resolve(T, S)
     bq, bk, warps, stages, group = _tiles(name, x, spec)

@@ -219,7 +219,7 @@ def is_bare(raw: dict[str, Any]) -> bool:
 
 
 class _Seen:
-    """Wraps a config and records which of its keys were read."""
+    """A wrapper of a config that records which keys were read."""
 
     def __init__(self, config: Any):
         self._config, self.keys = config, set()

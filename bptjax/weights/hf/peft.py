@@ -33,9 +33,8 @@ HEADS = "lm_head", "embed_out"
 
 
 def modules(config: ModelConfig, family: Family | None) -> dict[str, tuple[str, ...]]:
-    """Returns the paths of the layers' kernels by the family's names of linear layers, which
-    contain the fields of `TensorRule`. Returns an empty dict without a family.
-    """
+    """Returns the paths of the layers' kernels by the family's module names, which contain the
+    fields of `TensorRule`; an empty dict without a family."""
     if family is None:
         return {}
     rules = filter(_is_linear, family.tensor_rules(config))

@@ -1,4 +1,4 @@
-"""Multimodal models, whose text model alone is read; it has a separate config and prefix."""
+"""Multimodal models. Only the text model is read; it has a separate config and prefix."""
 
 from collections.abc import Iterator
 from dataclasses import replace
