@@ -113,7 +113,7 @@ def check_choices(config: Any) -> None:
             continue
         switch = f"model.{name}.{group.SWITCH}" if group.SWITCH else f"{name} in model.layer_types"
         for key, value in group.changed.items():
-            # The checkpoint may have the part; see `hf.config.merge`.
+            # The checkpoint may have the part; see `weights.hf.config.merge`.
             if not (config.name_or_path and f"{name}.{key}" in OVERRIDABLE):
                 raise ValueError(f"model.{name}.{key}={value}: must go with {switch}")
 

@@ -68,7 +68,7 @@ def test_short_work_is_silent(clock, capsys):
 @pytest.mark.parametrize("seconds", [0.0, 6.0])
 def test_a_bar_on_a_terminal_of_80_columns(seconds):
     code = (
-        "import sys; from bptjax import progress\n"
+        "import sys; from bptjax.run import progress\n"
         "now = iter([0.0] + [float(sys.argv[1])] * 99)\n"
         "progress.monotonic = lambda: next(now)\n"
         "with progress.Progress('writing tensors', 4) as p: p.advance(2)"
