@@ -180,6 +180,8 @@ def serve() -> None:
     # Signals to the process group are for the run, which closes stdin when it ends.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    # Ends a rendering that takes too long. libtpu ignores it, and child processes inherit that.
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
     sys.modules["torch"] = None  # pyrefly: ignore[unsupported-operation]  Not needed, and large.
     from transformers.utils import chat_template_utils
 

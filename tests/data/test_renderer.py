@@ -70,6 +70,13 @@ def test_a_template_is_refused_by_the_sandbox(template):
         render(TALK, template, ByteTokenizer())
 
 
+def test_the_limit_of_time_holds_if_the_parent_ignores_its_signal():
+    # As libtpu does. Stays ignored, or libtpu's timer would end the tests.
+    signal.signal(signal.SIGPROF, signal.SIG_IGN)
+    with pytest.raises(TemplateFault, match="more than 0.5 s"):
+        render(TALK, "{{ 9 ** (9 ** 9) }}", ByteTokenizer(), renderer=Renderer(seconds=0.5))
+
+
 def test_threads_share_the_process_and_signals_do_not_end_it():
     tokenizer = ByteTokenizer()
     texts: dict[int, str] = {}
