@@ -19,7 +19,7 @@ from bptjax.cli.compare import CompareConfig
 from bptjax.config import Config
 from bptjax.config_parser import parse
 from bptjax.data.tokenizer import ByteTokenizer
-from bptjax.parsing.keys import RENAMED, flatten
+from bptjax.parsing.keys import flatten
 from bptjax.weights.hf.families import FAMILIES, MULTIMODAL
 
 ROOT = Path(__file__).parents[1]
@@ -115,13 +115,12 @@ def test_paths_exist(document):
 
 @each()
 def test_keys_are_known(document):
-    renamed = RENAMED if document.name == HISTORY else {}
     names = {key.rpartition(".")[2] for key in KEYS}
     for code in inline_code(document):
         key = re.match(r"(--)?(\w+\.\w[\w.]*)\b(?![/(])", code)
         file = code.endswith((".png", ".csv"))
         if key and not file and key[2].split(".")[0] in GROUPS:
-            assert is_key(key[2]) or key[2] in renamed, code
+            assert is_key(key[2]), code
         # A key without its group, as YAML has it.
         if (pair := re.match(r"(\w+): \S", code)) and pair[1] not in ("messages", "conversations"):
             assert pair[1] in names | {"chosen", "execution"}, code
@@ -202,10 +201,3 @@ def test_the_facts_of_the_readme_have_rows():
 def test_the_version_is_the_newest_of_the_changelog():
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert re.findall(r"^## (\S+)", (ROOT / HISTORY).read_text(), re.M)[0] == version
-
-
-def test_the_changelog_names_the_renamed_keys():
-    text = (ROOT / HISTORY).read_text()
-    for old, new in RENAMED.items():
-        assert f"| `{old}` | `{new}` |" in text
-        assert is_key(new)

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
-from bptjax.parsing.keys import new_name
 from bptjax.parsing.other_names import NO_COUNTERPART, OTHER_NAMES, own_name
 
 EXIT_CODES = (
@@ -21,13 +20,10 @@ DEBUG = "--debug", "show the traceback of an error"
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """Returns a hint about an unknown name: "; now called …" for a renamed key, "; use …" for a key
-    of another program (or the reason why bptjax has none), else "; nearest: …". Empty if no name is
-    similar."""
+    """Returns a hint about an unknown name: "; use …" for a key of another program (or the reason
+    why bptjax has none), else "; nearest: …". Empty if no name is similar."""
     key, known = name.removeprefix("--"), [own.removeprefix("--") for own in names]
     dashes = "--" * name.startswith("--")
-    if new_name(key) != key and new_name(key) in known:
-        return f"; now called {new_name(key)}"
     if own := own_name(key, known):
         return f"; use {dashes}{own}"
     if (last := key.rpartition(".")[2]) in NO_COUNTERPART:

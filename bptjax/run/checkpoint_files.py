@@ -56,20 +56,16 @@ def write_manifest(path: Path) -> None:
 
 
 def check_step(directory: Path) -> None:
-    """Checks that an intact checkpoint has the name of its step. Old manifests have no step.
+    """Checks that an intact checkpoint has the name of its step.
 
     Raises:
       ValueError: the checkpoint was renamed.
     """
-    saved = json.loads((directory / MANIFEST).read_text()).get(STEP, directory.name)
-    if str(saved) != directory.name:
-        raise ValueError(renamed(directory, saved))
-
-
-def renamed(directory: Path, saved: object) -> str:
-    """Formats the error of a checkpoint whose name is not its step."""
-    step = directory.name
-    return f"{directory}: must hold the checkpoint of step {step}, not of step {saved}; rename it"
+    step, saved = directory.name, json.loads((directory / MANIFEST).read_text()).get(STEP)
+    if str(saved) != step:
+        raise ValueError(
+            f"{directory}: must hold the checkpoint of step {step}, not of step {saved}; rename it"
+        )
 
 
 def damage(directory: Path) -> str:

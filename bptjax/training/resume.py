@@ -10,7 +10,6 @@ import numpy as np
 from bptjax.optim.schedule import learning_rate
 from bptjax.parallel.distributed import all_gather_json, raise_together
 from bptjax.run.checkpoint import Best, Checkpoints
-from bptjax.run.checkpoint_files import renamed
 from bptjax.run.heartbeat import beat
 from bptjax.run.local_checkpoints import directory_id, local_directory, make_local_directory
 from bptjax.run.metrics import NullLogger, RunProgress
@@ -90,9 +89,7 @@ def find_start(run: TrainingRun, checkpoints: Checkpoints) -> Start:
     restored = checkpoints.restore(checkpoint_view(spec, abstract_state(spec)))
     if restored is None:
         return Start(0, None, {})
-    start, saved = Start(*restored), int(restored[1].step)
-    if saved != start.step:
-        raise ValueError(renamed(checkpoints.directory / str(start.step), saved))
+    start = Start(*restored)
     if (saved := start.extra.get("rows", spec.global_batch_size)) != spec.global_batch_size:
         raise ValueError(
             f"global batch size: the checkpoint in {run.directory} has {saved}, this run "
@@ -111,8 +108,7 @@ def find_start(run: TrainingRun, checkpoints: Checkpoints) -> Start:
     with _of_this_version(run):
         files, size = map(int, then)
         int(start.extra.get("steps", spec.steps))
-    # Earlier versions saved [0, 0] for images.
-    if then not in (run.data_size, [0, 0]):
+    if then != run.data_size:
         raise ValueError(
             f"data: must be the {plural(files, 'file')} of {size:,} bytes of the run in "
             f"{run.directory}, not {run.data_size[0]:,} of {run.data_size[1]:,} bytes; restore the "

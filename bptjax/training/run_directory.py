@@ -9,7 +9,7 @@ from typing import Any
 
 from bptjax.config import Config, to_yaml
 from bptjax.models.execution import Execution, ExecutionConfig
-from bptjax.parsing.keys import flatten, rename_keys
+from bptjax.parsing.keys import flatten
 from bptjax.run.json_files import read_json
 from bptjax.run.output import leftovers, write_atomically
 from bptjax.run.yaml_files import RUN_CONFIG, read_yaml
@@ -93,7 +93,7 @@ def saved_keys(run_dir: Path) -> dict[str, Any]:
     if not file.exists():
         return {}
     try:
-        saved = _flat(rename_keys(read_yaml(file)), flatten(Config()).keys())
+        saved = _flat(read_yaml(file), flatten(Config()).keys())
         alpha = saved.get("adapter.alpha")
         if not isinstance(alpha, int | float | None):
             raise ValueError(f"adapter.alpha={alpha}: must be a number")
@@ -121,7 +121,7 @@ def saved_execution(config: Config) -> Execution | None:
 
 def saved_start(run_dir: Path) -> str | None:
     """Returns the date and time at which a run started, in ISO 8601; None if the run has not
-    started, or was started by version 0.1.
+    started.
 
     Raises:
       ValueError: the file is damaged.

@@ -70,10 +70,7 @@ class AdapterConfig:
         read = {"none": set(), "lora": {f.name for f in fields(self)} - of_quantization}
         for f in fields(self):
             value, used = getattr(self, f.name), read.get(self.type)
-            # Configs saved by earlier versions name the alpha of scale 1 even where nothing reads
-            # it.
-            usual = [f.default, self.unit_alpha] if f.name == "alpha" else [f.default]
-            if used is not None and f.name not in used | {"type"} and value not in usual:
+            if used is not None and f.name not in used | {"type"} and value != f.default:
                 default = "null" if f.default is None else f.default
                 raise ValueError(
                     f"adapter.{f.name}={value}: must be {default} with adapter.type={self.type}, "

@@ -1,6 +1,5 @@
 """Opens a model on disk: a Hugging Face or converted directory, a run, or a PEFT adapter."""
 
-import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -28,7 +27,6 @@ from bptjax.models.params import (
     stacked,
 )
 from bptjax.parallel.mesh import STATE_AXIS, sharding
-from bptjax.parsing.keys import rename_keys
 from bptjax.parsing.tree_parser import parse_tree
 from bptjax.run.json_files import read_json
 from bptjax.run.links import check_links
@@ -37,7 +35,7 @@ from bptjax.weights.hf.checkpoint import SIDECARS, HFCheckpoint, describe_left_o
 from bptjax.weights.hf.config import merge, read_config
 from bptjax.weights.hf.families.encoders import with_classes
 from bptjax.weights.hf.families.family import Family
-from bptjax.weights.hf.fingerprint import fingerprint, sampled
+from bptjax.weights.hf.fingerprint import fingerprint
 from bptjax.weights.hf.other_tensors import OtherTensors, open_others
 from bptjax.weights.hf.peft import read_peft
 from bptjax.weights.hf.peft_config import ADAPTER_CONFIG, read_base
@@ -45,8 +43,6 @@ from bptjax.weights.hf.tensors import SINGLE
 from bptjax.weights.lora import AdapterConfig, Adapters, attach
 from bptjax.weights.quantized_kernels import quantizer
 from bptjax.weights.saved_parameters import ConvertedCheckpoint, RunCheckpoint
-
-log = logging.getLogger("bptjax")
 
 
 @dataclass(frozen=True)
@@ -141,22 +137,13 @@ class Pretrained:
             std = self.config.init_std if random else 0.0
             yield path, rng.normal(mean, std, shape).astype(np.float32)
 
-    def check(self, saved: str | int | None, directory: Path) -> None:
+    def check(self, saved: object, directory: Path) -> None:
         """Compares the fingerprint with the one that the run in `directory` saved.
 
         Raises:
           ValueError: the fingerprints differ.
         """
-        own = self.fingerprint
-        if isinstance(saved, int):
-            own = sampled(resolve_checkpoint(str(self.config.name_or_path)))
-            log.warning(
-                "%s was saved by an older version, which recorded only samples of the base model: "
-                "changes of %s between the samples go unnoticed",
-                directory,
-                self.config.name_or_path,
-            )
-        if saved != own:
+        if saved != self.fingerprint:
             raise ValueError(
                 f"model.name_or_path={self.config.name_or_path}: must have the weights that the "
                 f"adapters in {directory} were trained with; restore them"
@@ -317,7 +304,7 @@ def _run_config(directory: Path) -> _RunConfig:
     """
     file = directory / RUN_CONFIG
     try:
-        tree = rename_keys(read_yaml(file))
+        tree = read_yaml(file)
         groups = {"model": tree["model"], "adapter": dict(tree.get("adapter", {}).items())}
         return parse_tree(groups | {"seq_len": tree["train"]["seq_len"]}, _RunConfig)
     except (TypeError, KeyError, AttributeError, ValueError, OverflowError) as error:

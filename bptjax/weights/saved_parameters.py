@@ -11,27 +11,16 @@ from bptjax.run.checkpoint import Checkpoints
 from bptjax.run.checkpoint_files import MANIFEST
 from bptjax.weights.hf.tensors import Tensors
 
-# (old, new) endings of paths. Older versions wrote the old ones, and the gate as a vector.
-_VECTOR, _GATE = ".shared_gate", ".shared_gate.kernel"
-_RENAMED = (("masked.bias", "head_bias"), (_VECTOR, _GATE))
-
-
-def _shaped(path: str, spec: ArraySpec) -> ArraySpec:
-    """Returns the spec with an output axis, which older gates of shared experts lack."""
-    vector = path.endswith(_GATE) and spec.shape[-1] != 1
-    return ArraySpec(spec.dtype, (*spec.shape, 1)) if vector else spec
-
 
 class ConvertedCheckpoint:
     """The parameters in a directory written by `bptjax convert`; a `ParameterSource`."""
 
     def __init__(self, directory: Path):
-        self._tensors = Tensors(directory, renamed=_RENAMED)
-        self.specs = {path: _shaped(path, spec) for path, spec in self._tensors.specs.items()}
-        self.files = tuple(self._tensors.files)
+        self._tensors = Tensors(directory)
+        self.specs, self.files = self._tensors.specs, tuple(self._tensors.files)
 
     def read(self, path: str, index: Index = ()) -> np.ndarray:
-        return self._tensors.read(path, index).reshape(self.specs[path].shape[len(index) :])
+        return self._tensors.read(path, index)
 
     def slices(self) -> Iterator[tuple[str, Index, np.ndarray]]:
         for path in self.specs:
@@ -60,18 +49,14 @@ class RunCheckpoint:
             for name in saved
             if name.startswith("model/")
         }
-        names = {
-            path.removesuffix(_VECTOR) + _GATE if path.endswith(_VECTOR) else path: name
-            for path, name in names.items()
-        }
-        self.specs = {path: _shaped(path, ArraySpec(*saved[n])) for path, n in names.items()}
+        self.specs = {path: ArraySpec(*saved[name]) for path, name in names.items()}
         self.files: tuple[Path, ...] = (checkpoints.directory / str(step) / MANIFEST,)
         self.extra = checkpoints.extra(step)
         # Cached, because the slices of a parameter are read one after another.
         self._array = lru_cache(maxsize=3)(lambda path: checkpoints.read(step, names[path]))
 
     def read(self, path: str, index: Index = ()) -> np.ndarray:
-        return self._array(path).reshape(self.specs[path].shape)[index]
+        return self._array(path)[index]
 
     def slices(self) -> Iterator[tuple[str, Index, np.ndarray]]:
         for path in self.specs:

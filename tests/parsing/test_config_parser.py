@@ -5,7 +5,6 @@ import sys
 
 import pytest
 import yaml
-from tiers import fast
 
 from bptjax.cli import main as cli
 from bptjax.cli import train
@@ -15,7 +14,6 @@ from bptjax.config_parser import parse
 from bptjax.models.config import ModelConfig
 from bptjax.models.groups.norms import NormsConfig
 from bptjax.parallel.mesh import ParallelConfig
-from bptjax.parsing.keys import RENAMED, flatten, nest, new_name
 from bptjax.parsing.tree_parser import parse_tree
 
 
@@ -73,21 +71,6 @@ def test_a_bad_file_of_keys_is_named(tmp_path, content, message):
 def test_flags_win_over_defaults():
     config = parse(["--train.seq_len=5"], defaults=["--train.seq_len=4", "--train.max_steps=6"])
     assert (config.train.seq_len, config.train.max_steps) == (5, 6)
-
-
-OLD = [*RENAMED, "memory.remat", "memory.ffn_chunk"]
-
-
-@pytest.mark.parametrize("old", fast(OLD, lambda old: not old.startswith("model.")))
-def test_renamed_keys_are_refused_by_their_new_name(old, tmp_path):
-    new = new_name(old)
-    assert new != old and new in flatten(Config())
-    with pytest.raises(ValueError, match=f"unknown flag --{old}; now called {new}$"):
-        parse([f"--{old}=1"])
-    file = tmp_path / "old.yaml"
-    file.write_text(yaml.safe_dump(nest({old: 1})))
-    with pytest.raises(ValueError, match=f"unknown key {old}; now called {new}$"):
-        parse(["--config", str(file)])
 
 
 @pytest.mark.parametrize(

@@ -197,15 +197,6 @@ def test_a_renamed_checkpoint_is_refused(run, step):
         Checkpoints(run).restore(abstract())
 
 
-def test_a_checkpoint_without_its_step_is_restored(run):
-    """Of an earlier version of bptjax."""
-    file = run / "checkpoints" / "20" / "manifest.json"
-    file.write_text(
-        json.dumps({k: v for k, v in json.loads(file.read_text()).items() if k != "step"})
-    )
-    assert Checkpoints(run).restore(abstract())[0] == 20
-
-
 @pytest.mark.parametrize("name", ["30", "30.orbax-checkpoint-tmp", "9" * 20, "020", "٣"])
 def test_other_files_are_no_checkpoints(run, name):
     (run / "checkpoints" / name).touch()

@@ -85,8 +85,6 @@ def test_a_run_learns_resumes_and_is_exported(folder, tmp_path, monkeypatch, cap
     assert "data: 38 images, 4 held out, 3 classes" in capsys.readouterr().out
     with monkeypatch.context() as patch:
         stop_at(9, signal.SIGTERM, patch)
-        # As earlier versions did.
-        patch.setattr("bptjax.training.setup.count_and_size", lambda images: [0, 0])
         assert train(folder, run) == 143
     # A directory with another name is no class of the run.
     shutil.copytree(folder / "data", tmp_path / "data")

@@ -19,12 +19,12 @@ from bptjax.config import Config, to_yaml
 from bptjax.config_parser import parse
 from bptjax.models.config import ModelConfig
 from bptjax.models.execution import ExecutionConfig
-from bptjax.parsing.keys import RENAMED, flatten, nest
+from bptjax.parsing.keys import flatten
 from bptjax.run.checkpoint_files import HALF_WRITTEN, write_manifest
 from bptjax.run.output import leftovers
 from bptjax.training.run_directory import acquire_run_dir, saved_execution, saved_keys
 from bptjax.training.setup import _with_defaults
-from bptjax.weights.pretrained import _run_config, open_pretrained
+from bptjax.weights.pretrained import open_pretrained
 
 
 def test_another_config_does_not_write_over_a_run(arguments, uninterrupted, capsys):
@@ -41,15 +41,9 @@ def test_a_damaged_config_of_a_run_is_said(arguments, tmp_path, capsys):
         assert "config.yaml is damaged" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("old", [False, True])
-def test_a_renamed_checkpoint_is_not_resumed(arguments, uninterrupted, tmp_path, capsys, old):
-    """Nor if it is of an earlier version, which wrote no step into the manifest."""
+def test_a_renamed_checkpoint_is_not_resumed(arguments, uninterrupted, tmp_path, capsys):
     run_dir = shutil.copytree(uninterrupted, tmp_path / "run")
     step = (run_dir / "checkpoints" / "20").rename(run_dir / "checkpoints" / "19")
-    if old:
-        manifest = json.loads((step / "manifest.json").read_text())
-        del manifest["step"]
-        (step / "manifest.json").write_text(json.dumps(manifest))
     assert main([*arguments, f"--run_dir={run_dir}"]) == 2
     error = f"error: {step}: must hold the checkpoint of step 19, not of step 20; rename it\n"
     assert capsys.readouterr().err.endswith(error) and step.exists()
@@ -180,24 +174,6 @@ def test_a_run_of_an_older_version_goes_on_with_the_defaults_of_new_keys(argumen
         acquire_run_dir(tmp_path, parse(tuned))
     acquire_run_dir(tmp_path, parse([*tuned, "--optimizer.weight_decay=0.1"]))
     assert [file.name for file in tmp_path.iterdir()] == ["config.yaml"]
-
-
-def test_a_run_with_the_old_keys_of_the_model_is_resumed_and_read(tmp_path):
-    """Old keys that were not set are null; here each renamed key of the model has its value."""
-    experts = ["count=4", "size=24", "mlp_only_layers=[1]", "scores=sigmoid", "z_loss=0.25"]
-    flags = [f"--model.experts.{flag}" for flag in experts]
-    command = [f"--run_dir={tmp_path}", "--model.feed_forward=experts", *flags]
-    config = parse(command)
-    old = {new: old for old, new in RENAMED.items() if old.startswith("model.")}
-    keys = {old.get(key, key): value for key, value in flatten(config).items()}
-    assert keys["model.num_experts"] == 4 and "model.experts.count" not in keys
-    keys["model.shared_expert_size"] = None
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(nest(keys)))
-    acquire_run_dir(tmp_path, config)
-    other = parse([flag.replace("count=4", "count=5") for flag in command])
-    with pytest.raises(ValueError, match="a run with model.experts.count=4, and this run has 5"):
-        acquire_run_dir(tmp_path, other)
-    assert _run_config(tmp_path).model == config.model
 
 
 def test_a_resumed_run_keeps_the_execution_that_its_keys_allow(tmp_path):

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import time
-import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -30,21 +29,6 @@ def fingerprint(files: Sequence[Path]) -> str:
     """
     digests = [_cached(file) or _hashed(file) for file in files]
     return "sha256:" + hashlib.sha256("".join(digests).encode()).hexdigest()
-
-
-def sampled(directory: Path) -> int:
-    """Returns the fingerprint that older versions saved, the CRC-32 of 16 samples of each file,
-    which misses most changes. Use it only to continue runs of those versions.
-    """
-    value, weights = 0, ("*.safetensors", "*.bin", "checkpoints/*/manifest.json")
-    for file in sorted(file for pattern in weights for file in directory.glob(pattern)):
-        size = file.stat().st_size
-        with file.open("rb") as stream:
-            for part in range(16):
-                stream.seek(part * size // 16)
-                value = zlib.crc32(stream.read(1 << 16), value)
-        value = zlib.crc32(str(size).encode(), value)
-    return value
 
 
 def _hashed(file: Path, piece_size: int = PIECE) -> str:

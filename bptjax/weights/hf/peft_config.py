@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bptjax.models.config import ModelConfig
-from bptjax.parsing.keys import new_name, replace_keys
+from bptjax.parsing.keys import replace_keys
 from bptjax.run.json_files import read_json
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -51,8 +51,7 @@ def read_base(directory: Path) -> ModelConfig:
     try:
         if not isinstance(changed.get("rope_parameters", {}), dict):
             raise TypeError(f"rope_parameters={changed['rope_parameters']!r}")
-        keys = {new_name(f"model.{key}").removeprefix("model."): x for key, x in changed.items()}
-        return replace_keys(ModelConfig(), keys | {"name_or_path": name})
+        return replace_keys(ModelConfig(), changed | {"name_or_path": name})
     except (AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"{file} is damaged: {error}") from error
 

@@ -1,7 +1,6 @@
 """The fingerprint of a base model covers every byte, and its cache never returns a stale digest."""
 
 import json
-import logging
 import os
 import shutil
 import subprocess
@@ -15,7 +14,7 @@ from safetensors.numpy import save_file
 
 from bptjax.models.config import ModelConfig
 from bptjax.weights.hf import fingerprint as module
-from bptjax.weights.hf.fingerprint import PIECE, SETTLED, _entry, _hashed, fingerprint, sampled
+from bptjax.weights.hf.fingerprint import PIECE, SETTLED, _entry, _hashed, fingerprint
 from bptjax.weights.hf.tensors import Tensors
 from bptjax.weights.pretrained import open_pretrained
 
@@ -180,16 +179,9 @@ def test_files_that_are_not_read_do_not_count(tmp_path):
     assert model.source.files == tuple(Tensors(moved).files)
 
 
-def test_a_run_of_an_older_version_goes_by_its_samples(tmp_path, caplog):
-    directory = base(tmp_path)
-    model = open_pretrained(ModelConfig(name_or_path=str(directory)))
-    with caplog.at_level(logging.WARNING, "bptjax"):
-        model.check(sampled(directory), Path("run"))
-    assert "recorded only samples of the base model" in caplog.text
-    with pytest.raises(ValueError, match="must have the weights"):
-        model.check(sampled(directory) ^ 1, Path("run"))
-    with pytest.raises(ValueError, match="must have the weights"):
-        model.check(None, Path("run"))
-    caplog.clear()
+def test_other_weights_of_the_base_model_are_refused(tmp_path):
+    model = open_pretrained(ModelConfig(name_or_path=str(base(tmp_path))))
     model.check(model.fingerprint, Path("run"))
-    assert not caplog.text
+    for other in (model.fingerprint[:-1] + "x", None):
+        with pytest.raises(ValueError, match="must have the weights"):
+            model.check(other, Path("run"))

@@ -8,20 +8,18 @@ import jax.numpy as jnp
 import ml_dtypes  # noqa: F401
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 from tiers import fast
 
 from bptjax.cli import convert
 from bptjax.models.config import ModelConfig
 from bptjax.models.params import stacked
-from bptjax.run.checkpoint import Checkpoints
 from bptjax.weights import conversion
 from bptjax.weights.hf.config import read_config
 from bptjax.weights.hf.tensors import Tensors
 from bptjax.weights.pretrained import open_pretrained
-from bptjax.weights.saved_parameters import RunCheckpoint
-from weights.hf.cases import DIFFERENT, OLD_BUFFERS, config
-from weights.hf.loading import random_base, tensors
+from weights.hf.cases import DIFFERENT, OLD_BUFFERS
+from weights.hf.loading import tensors
 
 
 def test_old_configs_are_read(llama):
@@ -58,40 +56,6 @@ def test_old_names_and_other_heads_of_bert_are_read(theirs, tmp_path):
     one, other = (open_pretrained(ModelConfig(name_or_path=str(d))) for d in (directory, tmp_path))
     for (path, a), (same, b) in zip(stacked(one.source), stacked(other.source), strict=True):
         assert path == same and np.array_equal(a, b)
-
-
-def test_the_old_name_of_the_head_bias_in_a_converted_bert(theirs, tmp_path):
-    name = "bert"
-    assert convert.main(["hf-to-bptjax", str(theirs(name)[1]), str(tmp_path / "ours")]) == 0
-    file = tmp_path / "ours" / "model.safetensors"
-    arrays = load_file(file)
-    arrays["masked.bias"] = arrays.pop("head_bias")
-    save_file(arrays, file)
-    conversion.to_hf(str(tmp_path / "ours"), tmp_path / "back", dtype=None, max_shard_size="5GB")
-    assert tensors(tmp_path / "back") == tensors(theirs(name)[1])
-
-
-def test_the_old_gate_of_a_shared_expert_in_a_converted_checkpoint(tmp_path):
-    """It was a vector, not a linear layer with one output."""
-    base, ours = random_base(tmp_path / "base", config("qwen3_next")), tmp_path / "ours"
-    assert convert.main(["hf-to-bptjax", str(base), str(ours)]) == 0
-    file = ours / "model.safetensors"
-    arrays = load_file(file)
-    gate = arrays.pop("layers.mlp.shared_gate.kernel")
-    save_file(arrays | {"layers.mlp.shared_gate": gate[..., 0]}, file)
-    conversion.to_hf(str(ours), tmp_path / "back", dtype=None, max_shard_size="5GB")
-    assert tensors(tmp_path / "back") == tensors(base)
-
-
-def test_the_old_gate_of_a_shared_expert_in_a_run(tmp_path):
-    gate = np.arange(6, dtype=np.float32).reshape(2, 3)
-    old = {"model": {"layers": {"mlp": {"shared_gate": {"value": jnp.asarray(gate)}}}}}
-    checkpoints = Checkpoints(tmp_path)
-    checkpoints.save(1, old, {})
-    checkpoints.close()
-    source, path = RunCheckpoint(tmp_path), "layers.mlp.shared_gate.kernel"
-    assert source.specs == {path: ("float32", (2, 3, 1))}
-    assert np.array_equal(source.read(path, (1,)), gate[1][:, None])
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
