@@ -50,13 +50,12 @@ def read_events(directory: Path) -> list[Event]:
     """Reads the operations of the first device from the newest trace in a directory, in order."""
     files = sorted(directory.rglob("*.xplane.pb"), key=lambda file: file.stat().st_mtime)
     planes = list(jax.profiler.ProfileData.from_file(str(files[-1])).planes) if files else []
-    devices = sorted(p.name for p in planes if p.name.startswith("/device:"))
-    # On the CPU, operations are in the host's plane.
-    wanted = devices[0] if devices else "/host:CPU"
-    return sorted(
-        (event for plane in planes if plane.name == wanted for event in _events(plane)),
-        key=lambda event: event.start,
-    )
+    devices = sorted((p for p in planes if p.name.startswith("/device:")), key=lambda p: p.name)
+    # A CPU's operations are in the host's plane; libtpu adds an empty device plane even there.
+    for plane in (*devices, *(p for p in planes if p.name == "/host:CPU")):
+        if events := sorted(_events(plane), key=lambda event: event.start):
+            return events
+    return []
 
 
 def _events(plane: Any) -> Iterator[Event]:
@@ -78,7 +77,7 @@ def time_by_part(program: Program, events: list[Event], kind: DeviceKind | None)
     Args:
       kind: the device, whose rates determine the floors; None if unknown.
     """
-    # A CPU also reports loops and calls, whose time repeats that of the operations inside.
+    # A CPU also reports loops and calls, whose time includes the operations inside.
     events = [e for e in events if e.kernel != e.instruction or not program.is_free(e.instruction)]
     kernels = [(e.kernel, e.instruction) for e in events]
     labels = _labels(program, kernels)

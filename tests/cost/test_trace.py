@@ -7,7 +7,7 @@ from jax.sharding import PartitionSpec
 
 from bptjax.cost.devices import DeviceKind
 from bptjax.cost.hlo import Cost, Program
-from bptjax.cost.trace import Event, time_by_part
+from bptjax.cost.trace import Event, read_events, time_by_part
 from bptjax.parallel.mesh import ParallelConfig, make_mesh
 
 # The parts of a compiled step in small: a loop over 4 layers, whose body is a slice of the stacked
@@ -100,6 +100,35 @@ def test_time_is_divided(program):
     assert {key: (pytest.approx(t), floor) for key, (t, floor) in rows.items()} == expected
     assert sum(seconds for seconds, _ in rows.values()) == pytest.approx(now + 20 - 100)
     assert {row["floor"] for row in time_by_part(program, events, None)} == {None}
+
+
+PLANE = """planes {
+  name: "%s"
+  lines { timestamp_ns: 5 events { metadata_id: 1 duration_ps: 3000 stats { metadata_id: 1 str_value: "dot" } } }
+  event_metadata { key: 1 value { id: 1 name: "%s" } }
+  stat_metadata { key: 1 value { id: 1 name: "hlo_op" } }
+}
+"""  # noqa: E501
+
+
+def planes(*names):
+    return "".join(PLANE % (name, name) for name in names)
+
+
+@pytest.mark.parametrize(
+    "profile, device",
+    [
+        (planes("/host:CPU"), "/host:CPU"),
+        # libtpu adds an empty plane on a machine without TPUs.
+        ('planes { name: "/device:CUSTOM:x" }' + planes("/host:CPU"), "/host:CPU"),
+        (planes("/host:CPU", "/device:GPU:1", "/device:GPU:0"), "/device:GPU:0"),
+        ('planes { name: "/device:GPU:0" }', None),
+    ],
+)
+def test_operations_of_the_first_device_that_has_any(profile, device, tmp_path):
+    data = jax.profiler.ProfileData.text_proto_to_serialized_xspace(profile)
+    (tmp_path / "host.xplane.pb").write_bytes(data)
+    assert read_events(tmp_path) == ([] if device is None else [Event(device, "dot", 5, 8)])
 
 
 @pytest.mark.parametrize(
