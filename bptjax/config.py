@@ -120,7 +120,7 @@ class TrainConfig:
             raise ValueError(f"train.epochs={self.epochs}: must be finite and positive")
         if self.epochs is not None and self.max_steps is not None:
             raise ValueError(
-                f"train.epochs={self.epochs}: must not be set beside "
+                f"train.epochs={self.epochs}: must not be set together with "
                 f"train.max_steps={self.max_steps}; set one of them"
             )
         if not 0.0 <= self.z_loss < math.inf:
@@ -195,23 +195,23 @@ class Config:
         save, fused = set(execution.save or ()), execution.schedule == "fused"
         if fused and (hidden := save - {"key", "value"}):
             raise ValueError(
-                f"execution.save={', '.join(sorted(hidden))}: must go with execution.schedule=split"
+                f"execution.save={', '.join(sorted(hidden))}: requires execution.schedule=split"
             )
         hidden = save & UNCHUNKED
         if hidden and (execution.ffn_chunk or train.seq_len) < train.seq_len:
             raise ValueError(
-                f"execution.save={', '.join(sorted(hidden))}: must go with an "
+                f"execution.save={', '.join(sorted(hidden))}: requires an "
                 f"execution.ffn_chunk of at least train.seq_len={train.seq_len}"
             )
         if train.linear == "float8" and self.adapter.type == "qlora":
             raise ValueError(
-                f"train.linear=float8: must not go with adapter.type=qlora, whose weights have "
+                f"train.linear=float8: must not be set with adapter.type=qlora, whose weights have "
                 f"{self.adapter.bits} bits; set adapter.type=lora"
             )
         for key in self.needs_evaluations:
             if not self.train.eval_steps:
                 raise ValueError(
-                    f"{key}: must go with evaluations during the run; set train.eval_steps"
+                    f"{key}: requires evaluations during the run; set train.eval_steps"
                 )
         self._fill(defaults(self))
 

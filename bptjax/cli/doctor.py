@@ -153,7 +153,7 @@ def _devices() -> Lines:
     first, kind = devices[0], kind_of(devices[0].device_kind)
     text = f"{len(devices)} × {first.device_kind}"
     if first.platform != "cpu":
-        text += f", {kind}" if kind else ", no known kind: metrics have no MFU"
+        text += f", {kind}" if kind else ", an unknown kind: metrics have no MFU"
         text += f", {first.client.platform_version}"
     if memory := (first.memory_stats() or {}).get("bytes_limit"):
         text += f", {_size(memory)} each for jax"

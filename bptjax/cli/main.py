@@ -114,7 +114,7 @@ def generate() -> Parser:
     add("--tp", type=int, default=1, help=tp)
     sp = "devices that shard the tokens of the key-value cache"
     add("--sp", type=int, default=1, help=sp)
-    defaults = "By default as generation_config.json says, or else temperature 0.7 with --chat."
+    defaults = "Defaults come from generation_config.json, or else temperature is 0.7 with --chat."
     add = parser.add_argument_group("sampling", defaults).add_argument
     most = "largest number of tokens in a continuation"
     add("--max_new_tokens", type=int, default=128, help=most)
@@ -189,8 +189,8 @@ def convert() -> Parser:
         verify = "compare the result with transformers; needs torch"
         command.add_argument("--verify", action="store_true", help=verify)
         if way != "hf-to-bptjax":
-            dtype = "dtype to write. If not set, that of the checkpoint that was trained, or else "
-            dtype += "of the parameters."
+            dtype = "dtype to write. If not set, the dtype of the base model, or, if trained from "
+            dtype += "scratch, the dtype of the parameters."
             command.add_argument("--dtype", choices=DTYPES, help=dtype)
             size = "largest size of a file"
             command.add_argument("--max_shard_size", default="5GB", help=size)

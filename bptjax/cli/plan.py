@@ -16,7 +16,7 @@ from bptjax.config_parser import parse
 from bptjax.cost.auto import absent_room, describe, present_room
 from bptjax.cost.devices import GIB, absent_devices, parse_devices
 from bptjax.cost.estimate import Estimator
-from bptjax.cost.memory import Plan, longest_context, plan, remedies
+from bptjax.cost.memory import QLORA_REMEDY, Plan, longest_context, plan, remedies
 from bptjax.cost.search import choose, smallest, with_execution
 from bptjax.data.tokenizer import make_tokenizer
 from bptjax.models.attention_pattern import find_tokens
@@ -234,7 +234,7 @@ def _lines(
     ):
         yield (
             f"warning: model.max_position_embeddings={model.max_position_embeddings}: longer "
-            "sequences fit into the memory, but the model was not made for them"
+            "sequences fit in memory, but the model was not trained on them"
         )
 
 
@@ -263,7 +263,7 @@ def _other_remedies(plain: Config) -> Iterator[str]:
         names = ", ".join(f"execution.{key}" for key in keys)
         yield f"without {names}, bptjax chooses values that need less memory if it has to"
     if plain.adapter.type == "none":
-        yield "adapter.type=qlora trains adapters beside a base model in 4 bits"
+        yield QLORA_REMEDY
 
 
 def _json(spec: TrainSpec, found: Plan, longest: Plan | None, searched: bool) -> Iterator[str]:

@@ -75,7 +75,7 @@ def _explained(error: Exception) -> Exception:
     elif found := LOST_DEVICE.search(text):
         message = (
             f"a GPU has failed ({text[found.start() :][:200]}); start the same command again; if "
-            "it fails again, look for lines with Xid in the kernel's log, and leave out the GPU by "
+            "it fails again, look for lines with Xid in the kernel's log, and exclude the GPU with "
             "CUDA_VISIBLE_DEVICES"
         )
     if not message:

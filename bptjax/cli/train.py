@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from bptjax.config import Config
     from bptjax.training.setup import TrainingRun
 
-DESCRIPTION = """Trains a model as a YAML file and flags say: from scratch, from a checkpoint, or
-adapters beside it. The same command again resumes a run that was stopped."""
+DESCRIPTION = """Trains a model as set by a YAML file and flags: from scratch, from a checkpoint, or
+adapters on a checkpoint. The same command resumes a run that was stopped."""
 # A flag, not a key: it applies to one start of a run, not to its config or checkpoints.
 PROFILE = (
     "--profile",

@@ -20,6 +20,7 @@ from bptjax.training.step import abstract_batch, compile_step
 
 # Smallest relative difference in length that `longest_context` resolves.
 PRECISION = 1 / 64
+QLORA_REMEDY = "adapter.type=qlora trains adapters on a base model in 4 bits"
 
 
 @dataclass(frozen=True)
@@ -184,7 +185,7 @@ def shortage(spec: TrainSpec, found: Plan) -> str:
     length = int(train.seq_len * (1 - 1.1 * over / max(found.activations, 1))) // 1024 * 1024
     texts += [f"train.seq_len={length} may fit"] * (length > 0)
     if spec.config.adapter.type == "none":
-        texts.append("adapter.type=qlora trains adapters beside a base model in 4 bits")
+        texts.append(QLORA_REMEDY)
     return (
         f"memory: a step on {found.devices} needs at least {found.peak / GIB:.2f} GiB per device, "
         f"{over / GIB:.2f} GiB more than {limit}" + "; " * bool(texts) + ", ".join(texts)

@@ -125,7 +125,7 @@ def read_timeline(
     """Reads the memory of a step that was compiled with `dump_options(directory)`.
 
     A buffer's lifetime decides its kind. Gradients live until the update. Of the other buffers,
-    those of the scope `loss` belong to the loss, saved activations live from the forward to the
+    buffers of the scope `loss` belong to the loss, saved activations live from the forward to the
     backward pass, and the rest are workspace.
 
     Raises:

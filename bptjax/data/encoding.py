@@ -69,8 +69,8 @@ class Encoding:
     def __post_init__(self):
         if self.landmarks is not None and self.fields != FIELDS:
             raise ValueError(
-                "model.attention_pattern.type=landmark: must go with an objective whose examples "
-                f"have no other fields than {' and '.join(FIELDS)}"
+                "model.attention_pattern.type=landmark: requires an objective whose examples "
+                f"have no fields other than {' and '.join(FIELDS)}"
             )
 
     def examples(

@@ -164,7 +164,7 @@ def epochs_of(
     if config.group_by_length:
         if isinstance(records, StreamRecords):
             raise ValueError(
-                "data.group_by_length=true: must be false, as the data are too large for memory"
+                "data.group_by_length=true: must be false, because the data do not fit in memory"
             )
         grouped = Grouped(
             records if sizes is None else sizes,

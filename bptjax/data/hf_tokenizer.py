@@ -64,7 +64,7 @@ class HFTokenizer:
                 "integer or a list of integers"
             )
         if none := [i for i in self.stop_ids if not 0 <= i < (limit or self.vocab_size)]:
-            text = "%s: eos_token_id=%s of %s or config.json: ends no text, as no token has this id"
+            text = "%s: eos_token_id=%s of %s or config.json: ignored, because no token has this id"
             log.warning(text, directory, ", ".join(map(str, none)), GENERATION)
         starts = (i for i in range(len(around)) if around[i : i + len(bare)] == bare)
         if max(around, default=0) >= 2**31:
@@ -118,8 +118,8 @@ class HFTokenizer:
     def _check_fast(self, given: str) -> None:
         if not self._tokenizer.is_fast:
             raise ValueError(
-                f"{self._tokenizer.name_or_path}: must be a fast tokenizer, as only these give "
-                f"{given}; give a directory with a tokenizer.json"
+                f"{self._tokenizer.name_or_path}: must be a fast tokenizer, because other "
+                f"tokenizers do not give {given}; give a directory with a tokenizer.json"
             )
 
     def _checked(self, ids: Sequence[int]) -> np.ndarray:

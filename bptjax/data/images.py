@@ -182,7 +182,7 @@ class ImageProcessor:
             raise ValueError(f"{file}: {' '.join(str(error).split())}") from error
         if found.shape != self.size:
             raise ValueError(
-                f"{file}: must make images of {_sizes(self.size)}, those of the model, not of "
+                f"{file}: must make images of the model's size {_sizes(self.size)}, not of "
                 f"{_sizes(found.shape)}; correct size and do_resize"
             )
         if not np.isfinite(found).all():

@@ -86,10 +86,10 @@ def sample(
 ) -> Sample:
     """Samples up to `batches` batches of one source each, or one per source if there are more.
 
-    The limit holds after packing. The shares of source, loss mask and length (in powers of two) in
-    the sample's tokens are those of the documents read, to within a piece: of all documents if they
-    have up to `POOL_TOKENS` tokens or fill up to `POOL` times the sample, otherwise of a random
-    subset. The sample depends only on the documents, the arguments and the seed.
+    The limit holds after packing. Sources, loss masks and lengths (in powers of two) have the same
+    shares of tokens in the sample as in the documents read, to within a piece. All documents are
+    read if they have up to `POOL_TOKENS` tokens or fill up to `POOL` times the sample, otherwise a
+    random subset. The sample depends only on the documents, the arguments and the seed.
     """
     most, reader = max(batches, len(sources)), sources[0].reader
     sizes = np.array([len(records) for records in sources])

@@ -76,7 +76,7 @@ def open_split(
         held = _open(config, "eval_path", SourceConfig(config.eval_path), record, sizes)
         if isinstance(held, Stream):
             raise ValueError(
-                "data.eval_path: compressed files must fit into memory; give a part of them"
+                "data.eval_path: compressed files must fit into memory; give fewer files"
             )
         train, held_out = opened, [held]
     else:

@@ -245,7 +245,7 @@ def _check_roles(chat: Chat, template: str) -> None:
         if message["role"] not in roles and template.endswith(tuple(FORMS.values())):
             raise ValueError(
                 f"message {number}: role={message['role']!r}: must be one of {', '.join(roles)}, "
-                "because the tokenizer has no chat template of its own"
+                "because the tokenizer has no chat template"
             )
 
 

@@ -314,7 +314,7 @@ def add_tokens(tokenizer: Tokenizer, tokens: Sequence[str]) -> list[str]:
     if not tokens:
         return []
     if not isinstance(tokenizer, HFTokenizer):
-        raise ValueError(f"model.add_tokens={list(tokens)}: must go with a Hugging Face tokenizer")
+        raise ValueError(f"model.add_tokens={list(tokens)}: requires a Hugging Face tokenizer")
     if "" in tokens:
         raise ValueError("model.add_tokens: must not hold an empty string")
     known = tokenizer._tokenizer.get_vocab()
@@ -341,7 +341,7 @@ def token_id(tokenizer: Tokenizer, text: str) -> int:
         )
     if not known and (read := tokenizer.decode(ids)).strip() != text.strip():
         raise ValueError(
-            f"model.attention_pattern: {text!r}: must be a token of its own, but the tokenizer "
+            f"model.attention_pattern: {text!r}: must be in the vocabulary, but the tokenizer "
             f"reads it as {read!r}; choose another, or add it by model.add_tokens"
         )
     return ids[0]

@@ -44,9 +44,7 @@ def check_choices(config: Any) -> None:
     if config.position_embedding == "rope" and config.H % 2:
         raise ValueError(f"model.head_dim={config.H}: must be even with rotary positions")
     if config.position_embedding == "learned" and config.max_position_embeddings is None:
-        raise ValueError(
-            "model.position_embedding=learned: must go with model.max_position_embeddings"
-        )
+        raise ValueError("model.position_embedding=learned: requires model.max_position_embeddings")
     for name in ("layer_types", "rope_layers"):
         entries = getattr(config, name)
         if entries is not None and len(entries) != config.num_layers:
@@ -62,13 +60,14 @@ def check_choices(config: Any) -> None:
     for kind, group in config.groups.items():
         if isinstance(group, MixerGroup) and group.on != bool(config.layers_of(kind)):
             raise ValueError(
-                f"model.{kind}: must have its sizes with {kind} in model.layer_types, and only then"
+                f"model.{kind}: must have sizes if, and only if, model.layer_types has {kind}"
             )
     if config.mixers:
         kinds = ", ".join(config.mixers)
         if not config.attention_layers or not config.causal:
             raise ValueError(
-                f"model.layer_types: must have a layer of attention beside {kinds}, and causal=true"
+                f"model.layer_types: must also have attention layers, with {kinds}; set them, and "
+                "causal=true"
             )
         shape = config.norms.position, config.residual
         if shape != ("pre", "sequential"):
@@ -87,16 +86,16 @@ def check_choices(config: Any) -> None:
                 f"{config.vocab_size}"
             )
         if pattern.global_markers and config.encoder.image_size is not None:
-            raise ValueError("model.attention_pattern.global_markers: must go with a model of text")
+            raise ValueError("model.attention_pattern.global_markers: requires a model of text")
         if pattern.type == "landmark" and not config.causal:
-            raise ValueError("model.attention_pattern.type=landmark: must go with a decoder")
+            raise ValueError("model.attention_pattern.type=landmark: requires a decoder")
         if all(kind.window is not None for kind in config.layer_kinds):
             raise ValueError(
-                "model.attention_pattern: must go with layers of full attention, not with "
-                f"sliding_window={config.sliding_window} in all layers"
+                "model.attention_pattern: requires layers of full attention, but all layers have "
+                f"sliding_window={config.sliding_window}"
             )
     if config.rope_layers is not None and config.position_embedding != "rope":
-        raise ValueError("model.rope_layers: must go with model.position_embedding=rope")
+        raise ValueError("model.rope_layers: requires model.position_embedding=rope")
     for name in ("embedding_dropout", "attention_dropout", "residual_dropout"):
         if not 0.0 <= (getattr(config, name) or 0.0) < 1.0:
             raise ValueError(f"model.{name}={getattr(config, name)}: must be in [0, 1)")
@@ -115,7 +114,7 @@ def check_choices(config: Any) -> None:
         for key, value in group.changed.items():
             # The checkpoint may have the part; see `weights.hf.config.merge`.
             if not (config.name_or_path and f"{name}.{key}" in OVERRIDABLE):
-                raise ValueError(f"model.{name}.{key}={value}: must go with {switch}")
+                raise ValueError(f"model.{name}.{key}={value}: requires {switch}")
 
     # A typo would otherwise surface minutes later, as out of memory.
     width = 2 * config.stored_F

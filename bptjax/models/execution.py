@@ -94,7 +94,7 @@ class Execution:
         if later and (later % k or model.num_layers % k):
             raise ValueError(
                 f"execution.remat={self.remat}: k must divide both the {model.num_layers} layers "
-                f"and the last {later} of them, which have no keys of their own"
+                f"and the last {later}, which share the keys and values of earlier layers"
             )
         self.groups(model.num_layers)
         has = {"gate": model.gated, "attended": model.residual == "sequential"}

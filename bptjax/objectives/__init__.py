@@ -49,11 +49,11 @@ def choose(config: ObjectiveConfig, model: ModelConfig) -> Objective:
     if name == AUTO:
         name = next((name for name, row in OBJECTIVES.items() if row.fits(model)), None)
     if name is None:
-        raise ValueError("model.causal=false: must go with masked_head or classes in model.encoder")
+        raise ValueError("model.causal=false: requires masked_head or classes in model.encoder")
     # An objective with config keys is a field of the config.
     chosen = getattr(config, name, OBJECTIVES[name])
     if not chosen.fits(model):
-        raise ValueError(f"objective.type={name}: must go with {chosen.needs}")
+        raise ValueError(f"objective.type={name}: requires {chosen.needs}")
     return chosen
 
 
@@ -95,6 +95,6 @@ def check(
         own = [(key, value) for key, value in changed if key.startswith(prefixes)]
         own += [(key, value) for key, value in formats if row.record and value == row.record.name]
         for key, value in own if row.name != objective.name else ():
-            text = f"must go with objective.type={row.name}"
+            text = f"requires objective.type={row.name}"
             raise ValueError(f"{key}={value}: {text}; leave it out")
     objective.check(model, keys)

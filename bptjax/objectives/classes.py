@@ -62,7 +62,7 @@ def read_labeled(fields: Mapping[str, Any], text_key: str, where: str) -> Labele
             "data.text_key"
         )
     if not isinstance(pair, str | None) or (pair is None and first != text_key):
-        raise ValueError(f"{where}: {second!r} must be text, the second of a pair")
+        raise ValueError(f"{where}: {second!r} must be the second text of a pair")
     # As in transformers, an empty second text counts as none.
     return Labeled(where, text, label, pair or None)
 
@@ -91,8 +91,8 @@ class Classes(Objective):
     def check(self, model: ModelConfig, keys: Mapping[str, Any]) -> None:
         if keys["data.too_long"] == "truncate_left":
             raise ValueError(
-                "data.too_long=truncate_left: must keep the first token, which a classifier reads; "
-                "set truncate_right"
+                "data.too_long=truncate_left: must not be set for a classifier, which reads the "
+                "first token; set truncate_right"
             )
 
     def encoding(self, model: ModelConfig) -> Encoding:

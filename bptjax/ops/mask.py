@@ -108,7 +108,7 @@ class Mask:
                     f"T={T} queries and S={S} keys: Mask.{name} and k_{name} must both be set"
                 )
             if own is None and of_keys is not None:
-                raise ValueError(f"Mask.k_{name}: must come with Mask.{name}")
+                raise ValueError(f"Mask.k_{name}: requires Mask.{name}")
             given[f"k_{name}"] = own if of_keys is None else of_keys
         positions = np.arange(T, dtype=np.int32) if self.positions is None else self.positions
         k_positions = self.k_positions

@@ -105,7 +105,7 @@ class OptimizerConfig:
                 )
         if self.warmup_steps is not None and self.warmup_ratio is not None:
             raise ValueError(
-                f"optimizer.warmup_ratio={self.warmup_ratio}: must not be set beside "
+                f"optimizer.warmup_ratio={self.warmup_ratio}: must not be set together with "
                 f"optimizer.warmup_steps={self.warmup_steps}; set one of them"
             )
         for name in ("warmup_ratio", "min_lr_ratio", "decay_ratio"):

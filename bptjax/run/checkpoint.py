@@ -119,7 +119,7 @@ class Checkpoints:
     A checkpoint holds `state` (arrays by leaf path), `meta` (JSON) and a manifest with its step and
     the CRC-32 of every file, because orbax does not notice a flipped byte. A directory gets its
     final name when all files are on disk; older checkpoints are deleted afterwards. Each process
-    writes the arrays of its own devices into one shared directory, and process 0 decides which
+    writes the arrays of its devices into one shared directory, and process 0 decides which
     checkpoint all processes restore.
 
     Nothing is written before the first `save`, which removes half-written directories and renames

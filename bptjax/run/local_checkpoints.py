@@ -47,17 +47,19 @@ def make_local_directory(local_dir: str, run_dir: Path) -> None:
     directory = local_directory(local_dir, run_dir)
     refused = f"checkpoint.local_dir={local_dir}: must be"
     if directory.is_relative_to(run_dir.resolve()):
-        raise ValueError(f"{refused} outside of the run directory {run_dir}; choose another")
+        raise ValueError(f"{refused} outside the run directory {run_dir}; choose another")
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         directory.mkdir(mode=0o700, exist_ok=True)
         found = directory.lstat()
     except OSError as error:
-        text = f"{refused} a directory that can be written ({error.strerror}); choose another"
+        text = f"{refused} a writable directory ({error.strerror}); choose another"
         raise ValueError(text) from error
     private = stat.S_ISDIR(found.st_mode) and not stat.S_IMODE(found.st_mode) & 0o077
     if not private or found.st_uid != os.geteuid() or not os.access(directory, os.W_OK | os.X_OK):
-        raise ValueError(f"{refused} private in {directory}; remove that, or choose another")
+        raise ValueError(
+            f"{refused} private to you in {directory}; remove this directory, or choose another"
+        )
 
 
 def directory_id(directory: Path) -> list[int] | None:
@@ -105,10 +107,10 @@ class Copies:
 
     def claim(self) -> None:
         """Empties the local directory before the first save of a process. After `recover` it holds
-        only half-written checkpoints, or those of a run that was removed."""
+        only half-written checkpoints, or checkpoints of a run that was removed."""
         finished = steps_in(self._local)
         if finished:
-            text = "%s: removing steps %s, which are not of the run in %s or superseded"
+            text = "%s: removing steps %s, which are superseded or belong to another run than %s"
             log.warning(text, self._local, finished, self._directory.parent)
         for step in finished:
             discard(self._local / str(step))
@@ -179,8 +181,8 @@ class Copies:
         if late and not self._warned:
             self._warned = True
             log.warning(
-                "%s: step %d is not copied to it, as step %d was saved before the copy of an "
-                "earlier one was finished; this may happen again",
+                "%s: step %d is not copied to it, because step %d was saved before an earlier copy "
+                "finished; this may happen again",
                 self._directory,
                 late[0],
                 step,

@@ -45,7 +45,7 @@ def explain_full_disk(directory: Path) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, DiskFull) or not (reason := full_disk(error)):
             raise
-        text = f"{directory}: {reason}; make room, then start the same command again"
+        text = f"{directory}: {reason}; free some space, then start the same command again"
         raise DiskFull(text) from error
 
 

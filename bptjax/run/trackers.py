@@ -92,7 +92,7 @@ class _Tracker:
             return self._fail(f"{WAITING} records wait for it")
         self._thread.join(CLOSING)
         if self._thread.is_alive():
-            self._fail(f"it was not done after {CLOSING:g} s")
+            self._fail(f"it did not finish within {CLOSING:g} s")
 
     def _run(self, opened, run_dir, config, resume_step) -> None:
         try:

@@ -107,7 +107,7 @@ def check_adapter(spec: TrainSpec) -> None:
         return
     if pretrained is None:
         raise ValueError(
-            f"adapter.type={adapter.type}: must go with a checkpoint; set model.name_or_path"
+            f"adapter.type={adapter.type}: requires a checkpoint; set model.name_or_path"
         )
     plain = AdapterConfig()
     for key in ("r", "alpha", "use_rslora", "target_modules", "modules_to_save"):
@@ -153,13 +153,13 @@ def check_float8(spec: TrainSpec) -> None:
     device = spec.mesh.devices.flat[0]
     if device.platform != "cpu" and capability(device) < (8, 9):
         raise ValueError(
-            "train.linear=float8: must go with GPUs of compute capability 8.9 or newer, not "
+            "train.linear=float8: requires GPUs of compute capability 8.9 or newer, not "
             f"{device.device_kind}; leave it out"
         )
     for path, (_, *sizes) in kernel_sizes(spec, sharded=False).items():
         if any(size % 16 for size in sizes):
             raise ValueError(
-                "train.linear=float8: must go with linear layers whose sizes are multiples of 16; "
+                "train.linear=float8: requires linear layers whose sizes are multiples of 16; "
                 f"{path} has {sizes[0]} inputs and {sizes[1]} outputs per device; leave it out, or "
                 "change model or parallel.tp"
             )

@@ -15,7 +15,7 @@ from jax import Array
 
 from bptjax.cost.auto import describe
 from bptjax.cost.devices import GIB
-from bptjax.cost.memory import remedies, tree_bytes
+from bptjax.cost.memory import QLORA_REMEDY, remedies, tree_bytes
 from bptjax.models.execution import ExecutionConfig
 from bptjax.training.spec import TrainSpec
 from bptjax.training.state import HOST, abstract_state
@@ -145,7 +145,7 @@ def advice(spec: TrainSpec, limit: int | None) -> Iterator[str]:
         if saved and (limit or HOST not in key):
             yield f"{key} saves {saved / GIB:.2f} GiB"
     if spec.pretrained and config.adapter.type == "none":
-        yield "adapter.type=qlora trains adapters beside a base model in 4 bits"
+        yield QLORA_REMEDY
 
 
 @jax.jit

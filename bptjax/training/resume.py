@@ -142,8 +142,8 @@ def complete_state(
     if start.state is not None:
         log(f"resumed at step {start.step} of {spec.steps} in {run.directory}")
         if changes := describe_changes(start.extra.get("versions")):
-            text = f"step {start.step} was saved by other versions, so that the run is no longer "
-            log(f"{text}exact to the bit: {changes}")
+            text = f"step {start.step} was saved by other versions, so the run is no longer "
+            log(f"{text}bit-exact: {changes}")
         if (before := start.extra.get("steps", spec.steps)) != spec.steps:
             log(describe_extension(spec, start.step, before))
     if start.state is None or run.config.adapter.type != "none":

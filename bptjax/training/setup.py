@@ -250,7 +250,7 @@ def _open_run(config: Config, devices: list[jax.Device], date: str) -> TrainingR
     for key in config.needs_evaluations:
         if not len(data.held_out):
             raise ValueError(
-                f"{key}: must go with held-out data; set data.eval_fraction or data.eval_path"
+                f"{key}: requires held-out data; set data.eval_fraction or data.eval_path"
             )
     check_model(model, pretrained)
     spec = TrainSpec(config, model, mesh, pretrained)
@@ -377,7 +377,7 @@ def _eval_prompts(
     chats = list(islice((one for one in found if isinstance(one, Chat)), number))
     if number and len(data.held_out) and not chats:
         raise ValueError(
-            f"train.num_eval_generations={number}: must go with held-out chats; see data.format "
+            f"train.num_eval_generations={number}: requires held-out chats; see data.format "
             "and data.eval_fraction"
         )
     found = [prompt_and_answer(chat, data.tokenizer, config.data.source_max_len) for chat in chats]

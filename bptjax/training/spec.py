@@ -109,7 +109,7 @@ class TrainSpec:
         execution, sp = self.execution, num_shards(self.mesh, "sequence")
         if sp > 1 and execution.schedule == "fused":
             raise ValueError(
-                f"execution.schedule=fused: must not go with parallel.sp={sp}, which shards "
+                f"execution.schedule=fused: must not be set with parallel.sp={sp}, which shards "
                 "sequences; set schedule=split or sp=1"
             )
         ep, experts = num_shards(self.mesh, "experts"), self.model.experts.count

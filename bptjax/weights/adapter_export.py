@@ -61,30 +61,30 @@ def remedy_for_peft(model: Pretrained, out: Path) -> str:
     assert model.read_as is not None and model.family is not None
     if beside and not model.family.peft_keeps_mlps:
         return (
-            "PEFT leaves out the adapters of MLPs beside experts, whose names it takes for the "
-            "experts'; write one model of base model and adapter by merge-adapter"
+            "PEFT ignores the adapters of MLPs next to experts, because it takes their names for "
+            "names of experts; merge base model and adapter with merge-adapter"
         )
     base, new, old = model.config.name_or_path, model.config, model.read_as
     steps = []
     if _needs_config(model):
         steps.append(
-            f"load it with the config of training, {model.family.auto_class}.from_pretrained("
+            f"load it with the training config, {model.family.auto_class}.from_pretrained("
             f"{str(base)!r}, config=AutoConfig.from_pretrained({str(out)!r}))"
         )
     if new.V > old.V:
-        steps.append(f"give it rows for the added tokens, model.resize_token_embeddings({new.V})")
+        steps.append(f"add the new tokens with model.resize_token_embeddings({new.V})")
     if new.position_embedding == "learned" and (new.max_position_embeddings or 0) > (
         old.max_position_embeddings or 0
     ):
         steps.append(
-            f"use only its {old.max_position_embeddings} positions, of "
-            f"{new.max_position_embeddings} that the adapter was trained on"
+            f"use only the base model's {old.max_position_embeddings} positions, although the "
+            f"adapter was trained on {new.max_position_embeddings}"
         )
     if not steps:
         return ""
     return (
         f"the adapter was trained with a changed base model; in PEFT, {', then '.join(steps)}; or "
-        "write one model of both by merge-adapter"
+        "merge both with merge-adapter"
     )
 
 

@@ -121,7 +121,7 @@ def merge_adapter(
     if changed:
         name = dtype or "the base model's dtype"
         warn(
-            f"rounding to {name} takes {max(-along / changed, 0.0):.1%} of the adapter's change of "
+            f"rounding to {name} loses {max(-along / changed, 0.0):.1%} of the adapter's change of "
             f"the weights, and its errors are {(rounding / changed) ** 0.5:.3g} times as large as "
             "the change (root mean square); --dtype float32 does not round"
         )
@@ -192,7 +192,7 @@ def write(
         layout = model.others.layout
     elif family.wrapped:
         raise ValueError(
-            f"{source}: must hold the tensors beside its text model in {SIDECARS}/{OTHERS}; "
+            f"{source}: must hold the tensors outside its text model in {SIDECARS}/{OTHERS}; "
             "restore the directory"
         )
     if model.read_as is not None:

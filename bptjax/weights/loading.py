@@ -196,9 +196,9 @@ def _default_dtype(
         return jnp.float32
     small = own if own.itemsize < 4 else jnp.dtype(jnp.bfloat16)
     warn(
-        f"warning: parameters and cache in float32 need {size / 2**30:.1f} GiB, and "
-        f"{room / 2**30:.1f} GiB of memory are available: {small} is used, in which a CPU takes "
-        "several times as long for each token"
+        f"warning: parameters and cache in float32 need {size / 2**30:.1f} GiB, but only "
+        f"{room / 2**30:.1f} GiB of memory are available: using {small}, in which a CPU is several "
+        "times slower"
     )
     return small
 

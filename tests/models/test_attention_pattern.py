@@ -228,7 +228,7 @@ def test_refusals(values, text):
 
 def test_what_a_pattern_needs():
     pattern = dict(type="fixed", block_size=2)
-    with pytest.raises(ValueError, match="must go with layers of full attention"):
+    with pytest.raises(ValueError, match="requires layers of full attention"):
         ModelConfig(attention_pattern=pattern, sliding_window=8)
     at = np.arange(4)
     with pytest.raises(ValueError, match="block_size=2: must be at least 128 with 1048576 tokens"):

@@ -198,5 +198,5 @@ def test_generation_refuses_a_sharded_sequence():
     with jax.set_mesh(make_mesh(ParallelConfig(fsdp=1, sp=2), jax.devices()[:2])):
         with pytest.raises(ValueError, match="sp=2: must be 1 with model.attention_pattern"):
             Cache.empty(CONFIG, 1, 8, jnp.float32)
-    with pytest.raises(ValueError, match="type=landmark: must go with a decoder"):
+    with pytest.raises(ValueError, match="type=landmark: requires a decoder"):
         replace(CONFIG, causal=False)

@@ -19,7 +19,7 @@ KEY = jax.random.key(7)
 X = normal(0, 2, 4, 3, 8)
 ONES = np.ones((2, 4), np.int32)
 BAD = {
-    "no key": (dict(dropout=0.1), "dropout=0.1: must come with dropout_key"),
+    "no key": (dict(dropout=0.1), "dropout=0.1: requires dropout_key"),
     "dropout": (dict(dropout=1.0, dropout_key=KEY), r"dropout=1.0: must be in \[0, 1\)"),
     "dropout < 0": (dict(dropout=-0.1, dropout_key=KEY), r"dropout=-0.1: must be in \[0, 1\)"),
     "q_chunk": (dict(q_chunk=0), "q_chunk=0: must be at least 1 token"),

@@ -143,9 +143,9 @@ def test_bad_masks(mask, message):
 
 
 def test_key_fields_without_query_fields_are_refused():
-    with pytest.raises(ValueError, match="k_segments: must come with Mask.segments"):
+    with pytest.raises(ValueError, match="k_segments: requires Mask.segments"):
         Mask(k_segments=np.ones((1, 4))).resolve(4, 4)
-    with pytest.raises(ValueError, match="k_global_tokens: must come with Mask.global_tokens"):
+    with pytest.raises(ValueError, match="k_global_tokens: requires Mask.global_tokens"):
         Mask(k_global_tokens=np.ones(4, bool)).resolve(4, 4)
 
 

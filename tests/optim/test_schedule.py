@@ -44,7 +44,7 @@ def test_learning_rate_rises_and_falls():
             dict(warmup_steps=6, lr_scheduler_type="wsd", decay_ratio=0.5),
             "decay_ratio=0.5: 6 steps of warm-up and 5 of decay must fit into the 10 steps",
         ),
-        (dict(warmup_steps=1, warmup_ratio=0.1), "warmup_ratio=0.1: must not be set beside"),
+        (dict(warmup_steps=1, warmup_ratio=0.1), "warmup_ratio=0.1: must not be set together with"),
         (dict(decay_ratio=0.5), "decay_ratio=0.5: must not be set with lr_scheduler_type=cosine"),
         (dict(warmup_ratio=1.5), r"warmup_ratio=1.5: must be in \[0, 1\]"),
         (dict(learning_rate=None), "optimizer.learning_rate: must be set"),

@@ -346,7 +346,9 @@ def test_failed_save_is_raised(tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
     try:
-        with pytest.raises(DiskFull, match="/2: File too large; make room, then start the same"):
+        with pytest.raises(
+            DiskFull, match="/2: File too large; free some space, then start the same"
+        ):
             checkpoints.save(2, state, {})
             checkpoints.wait()
     finally:
@@ -385,7 +387,7 @@ def test_many_failed_writes_are_one_error(tmp_path, size):
     command = [sys.executable, "-c", FULL, str(tmp_path), str(size)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith(f"{tmp_path}/checkpoints/1: File too large; make room")
+    assert done.stdout.startswith(f"{tmp_path}/checkpoints/1: File too large; free some space")
 
 
 def test_config_refuses_bad_values():

@@ -115,7 +115,7 @@ def test_a_slow_run_directory_holds_up_only_checkpoints_that_must_be_kept(
     checkpoints.close()
     assert names(final(tmp_path)) == ["1", "6", "7"]
     (record,) = caplog.records
-    assert "step 2 is not copied to it, as step 3 was saved before" in record.getMessage()
+    assert "step 2 is not copied to it, because step 3 was saved before" in record.getMessage()
 
 
 def half_copied(tmp_path):
@@ -204,7 +204,7 @@ def test_local_checkpoints_of_another_run_are_not_used(after_kill, caplog, chang
         assert checkpoints.restore(state(0)) is None
     assert names(local(after_kill)) == ["20"] and not caplog.records
     checkpoints.save(17, state(17), {"cursor": 17})
-    assert "removing steps [20], which are not of the run in" in caplog.text
+    assert "removing steps [20], which are superseded or belong to another run than" in caplog.text
     checkpoints.close()
     assert names(final(after_kill)) == (["15", "17"] if found else ["17"])
     assert not list((after_kill / "fast").iterdir())
@@ -224,7 +224,7 @@ def test_errors_of_the_copy_are_raised(tmp_path, monkeypatch):
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
     try:
         go_on.set()
-        with pytest.raises(DiskFull, match="run/checkpoints/1: File too large; make room"):
+        with pytest.raises(DiskFull, match="run/checkpoints/1: File too large; free some space"):
             checkpoints.wait()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -245,13 +245,15 @@ def test_errors_of_the_copy_are_raised(tmp_path, monkeypatch):
 def test_bad_local_directories_are_refused(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
-    with pytest.raises(ValueError, match=r"local_dir=.*run/checkpoints: must be outside of the"):
+    with pytest.raises(ValueError, match=r"local_dir=.*run/checkpoints: must be outside the"):
         make_local_directory(str(run / "checkpoints"), run)
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=r"local_dir=.*file: must be a directory that can be wr"):
+    with pytest.raises(ValueError, match=r"local_dir=.*file: must be a writable directory"):
         make_local_directory(str(tmp_path / "file"), run)
     local(tmp_path).mkdir(parents=True, mode=0o755)
-    with pytest.raises(ValueError, match=r"local_dir=.*fast: must be private in .*fast/run-"):
+    with pytest.raises(
+        ValueError, match=r"local_dir=.*fast: must be private to you in .*fast/run-"
+    ):
         make_local_directory(str(tmp_path / "fast"), run)
     with pytest.raises(ValueError, match="local_dir=~nosuchuser/x: must be a directory"):
         CheckpointConfig(local_dir="~nosuchuser/x")

@@ -182,7 +182,7 @@ def test_a_run_keeps_no_state():
         (["--train.linear=float8", "--model.hidden_size=24"], "layers.key.kernel has 24 inputs"),
         (
             ["--train.linear=float8", "--adapter.type=qlora"],
-            "train.linear=float8: must not go with adapter.type=qlora, whose weights have 4 bits",
+            "train.linear=float8: must not be set with adapter.type=qlora, whose weights have",
         ),
     ],
 )

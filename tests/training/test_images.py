@@ -314,9 +314,9 @@ BAD = {
     "size": (
         {},
         settings(size=dict(height=8, width=8)),
-        "must make images of 3 × 16 × 16, those of the model, not of 3 × 8 × 8",
+        "must make images of the model's size 3 × 16 × 16, not of 3 × 8 × 8",
     ),
-    "crop": ({}, settings(size=dict(shortest_edge=16)), "must make images of 3 × 16 × 16"),
+    "crop": ({}, settings(size=dict(shortest_edge=16)), "model's size 3 × 16 × 16, not of 3 × 16"),
     "mean": ({}, settings(image_mean=[0.5]), "preprocessor_config.json: mean must have 3 elements"),
     "processor": (
         {},

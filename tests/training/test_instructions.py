@@ -149,7 +149,7 @@ def test_peft_gives_the_same_answers(run, base):
 @pytest.mark.parametrize(
     ("row", "count", "message"),
     [
-        ({"text": "abcdef"}, 60, "train.num_eval_generations=60: must go with held-out chats"),
+        ({"text": "abcdef"}, 60, "train.num_eval_generations=60: requires held-out chats"),
         ({"prompt": "ab", "answer": 3}, 0, "a.jsonl, record 11: 'answer' must be text"),
         ({"prompt": "ab" * 40, "answer": "A"}, 2, "of up to 82 tokens must fit into"),
         # A batch of 64 rows of 64 tokens, and no answer in it.

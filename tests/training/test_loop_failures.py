@@ -169,7 +169,7 @@ def test_a_full_disk_ends_the_run_in_one_line(
                 assert main(command) == 1
             finally:
                 resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        text = f"error: {tmp_path / 'run'}{where}: File too large; make room, then start the same "
+        text = f"error: {tmp_path / 'run'}{where}: File too large; free some space, then start the "
         error = capsys.readouterr().err
         assert error.startswith(text) and error.count("\n") == 1
     assert main(command) == 0

@@ -80,19 +80,19 @@ def test_export_and_fine_tuning_of_the_export(encoder, finished, tmp_path):
 BAD = {
     "no head": (
         ["--model.encoder.masked_head=false"],
-        "model.causal=false: must go with masked_head or",
+        "model.causal=false: requires masked_head or",
     ),
     "sample": (["--train.sample_tokens=8"], "train.sample_tokens=8: must be 0 for an encoder"),
     "adapter": (["--adapter.type=lora"], "adapter.type=lora: must be none for an encoder"),
     "characters": (["--data.tokenizer=char"], "data.tokenizer: must have a mask token"),
     "types": (
         ["--model.causal=true"],
-        "model.encoder.token_types=2: must go with model.causal=false",
+        "model.encoder.token_types=2: requires model.causal=false",
     ),
     "probability": (["--data.mlm_probability=0"], "data.mlm_probability=0.0: must be in (0, 1]"),
     "first norm": (
         ["--model.norms.first=false"],
-        "model.norms.first=false: must go with norms.pos",
+        "model.norms.first=false: requires norms.pos",
     ),
 }
 
@@ -114,8 +114,7 @@ def test_records_and_keys_of_decoders(arguments, encoder, tmp_path, capsys):
     assert "must have text or token ids, not a chat, to train an encoder" in capsys.readouterr().err
     assert main([*arguments, f"--run_dir={tmp_path / 'run'}", "--data.mlm_probability=0.3"]) == 2
     assert (
-        "data.mlm_probability=0.3: must go with objective.type=masked_tokens"
-        in capsys.readouterr().err
+        "data.mlm_probability=0.3: requires objective.type=masked_tokens" in capsys.readouterr().err
     )
 
 

@@ -150,24 +150,24 @@ def test_auto_takes_the_objective_of_the_model():
     [
         (
             ["--objective.type=class"],
-            "objective.type=class: must go with an encoder that has model.",
+            "objective.type=class: requires an encoder that has model.",
         ),
         (
             ["--objective.type=masked_tokens"],
-            "objective.type=masked_tokens: must go with an encoder",
+            "objective.type=masked_tokens: requires an encoder",
         ),
         (
             ["--objective.type=dance"],
             "objective.type=dance: must be one of auto, next_token, masked",
         ),
-        (["--model.causal=false"], "model.causal=false: must go with masked_head or classes in"),
+        (["--model.causal=false"], "model.causal=false: requires masked_head or classes in"),
         (
             ["--data.format=label"],
-            "data.format=label: must go with objective.type=class",
+            "data.format=label: requires objective.type=class",
         ),
         (
             ["--data.path=null", "--data.sources=[{path: README.md, format: label}]"],
-            "data.sources: format=label: must go with objective.type=class",
+            "data.sources: format=label: requires objective.type=class",
         ),
     ],
 )
@@ -224,7 +224,7 @@ def test_an_objective_has_keys_of_its_own(monkeypatch):
     defaults = flatten(ScaledConfig())
     check(Scaled(2.0), model, flatten(config), defaults)
     with pytest.raises(
-        ValueError, match="objective.scaled.factor=2.0: must go with objective.type=scaled"
+        ValueError, match="objective.scaled.factor=2.0: requires objective.type=scaled"
     ):
         check(NextToken(), model, flatten(config), defaults)
     with pytest.raises(ValueError, match="unknown flag --objective.scaled.factors"):
@@ -232,5 +232,5 @@ def test_an_objective_has_keys_of_its_own(monkeypatch):
 
 
 def test_landmarks_have_no_other_fields():
-    with pytest.raises(ValueError, match="landmark: must go with an objective whose examples have"):
+    with pytest.raises(ValueError, match="landmark: requires an objective whose examples have"):
         Encoding(fields=("tokens", "labels", "weights"), landmarks=Landmarks(4, 256))

@@ -96,7 +96,7 @@ def test_a_resumed_run_says_which_versions_have_changed(
     run_dir = resaved(uninterrupted, tmp_path / "run", change)
     assert main([*arguments, f"--run_dir={run_dir}", "--train.max_steps=21"]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    text = "step 20 was saved by other versions, so that the run is no longer exact to the bit: "
+    text = "step 20 was saved by other versions, so the run is no longer bit-exact: "
     assert re.search(text + reason, out) if reason else text not in out
 
 

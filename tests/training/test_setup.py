@@ -47,11 +47,11 @@ BAD = {
     ),
     "hidden by the schedule": (
         ["--execution.schedule", "fused", "--execution.save", "[query, key]"],
-        "execution.save=query: must go with execution.schedule=split",
+        "execution.save=query: requires execution.schedule=split",
     ),
     "hidden by chunks": (
         ["--execution.save", "[query, gate]"],
-        "execution.save=gate: must go with an execution.ffn_chunk of at least train.seq_len=32",
+        "execution.save=gate: requires an execution.ffn_chunk of at least train.seq_len=32",
     ),
     "not in the model": (
         ["--execution.save", "[gate]", "--execution.ffn_chunk", "32", "--model.gated", "false"],
@@ -128,7 +128,7 @@ BAD = {
     ),
     "steps and epochs": (
         ["--train.epochs", "2"],
-        "train.epochs=2.0: must not be set beside train.max_steps=20; set one of them",
+        "train.epochs=2.0: must not be set together with train.max_steps=20; set one of them",
     ),
     "no epochs": (["--train.epochs", "0"], "train.epochs=0.0: must be finite and positive"),
     "warm-up beyond the run": (
@@ -137,11 +137,11 @@ BAD = {
     ),
     "patience without evaluations": (
         ["--train.early_stopping_patience=2", "--train.eval_steps=null"],
-        "train.early_stopping_patience=2: must go with evaluations during the run; set train.eva",
+        "train.early_stopping_patience=2: requires evaluations during the run; set train.eva",
     ),
     "the best of nothing": (
         ["--checkpoint.keep_best=true", "--data.eval_fraction=0"],
-        "checkpoint.keep_best=true: must go with held-out data; set data.eval_fraction or data",
+        "checkpoint.keep_best=true: requires held-out data; set data.eval_fraction or data",
     ),
     "no such tracker": (
         ["--logging.report_to=[comet]"],

@@ -45,7 +45,7 @@ class AttentionConfig(Group):
     def check(self, model: Any) -> None:
         check_softcap(self.softcap, "model.attention.softcap")
         if self.qk_norm_joint and not self.qk_norm:
-            raise ValueError("model.attention.qk_norm_joint=true: must go with qk_norm=true")
+            raise ValueError("model.attention.qk_norm_joint=true: requires qk_norm=true")
 
     def widths(self, model: Any, tp: int = 1) -> dict[str, float]:
         """Returns the mean over the attention layers."""

@@ -55,8 +55,8 @@ class EncoderConfig(Group):
             )
         if self.class_pooling != "first" and not self.classes:
             raise ValueError(
-                f"model.encoder.class_pooling={self.class_pooling}: must go with classes, of a "
-                "classifier"
+                f"model.encoder.class_pooling={self.class_pooling}: requires "
+                "model.encoder.classes, a classifier"
             )
         image, patch = self.image_size, self.patch_size
         if (image is None) != (patch is None):
@@ -73,7 +73,7 @@ class EncoderConfig(Group):
             # With a checkpoint, the config may give the number of new classes.
             if key != "classes" or model.name_or_path is None:
                 raise ValueError(
-                    f"model.encoder.{key}={value}: must go with model.causal=false, an encoder"
+                    f"model.encoder.{key}={value}: requires model.causal=false, an encoder"
                 )
         if model.E != model.hidden_size and (self.masked_head or self.pooler or self.classes):
             raise ValueError(

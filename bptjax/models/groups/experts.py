@@ -66,10 +66,10 @@ class ExpertsConfig(Group):
         if not model.gated:
             raise ValueError("model.gated=false: must be true with feed_forward=experts")
         if self.shared_gate and not self.shared_size:
-            raise ValueError("model.experts.shared_gate=true: must go with shared_size")
+            raise ValueError("model.experts.shared_gate=true: requires shared_size")
         if self.norms and (not self.shared_size or model.norms.position != "sandwich"):
             raise ValueError(
-                "model.experts.norms=true: must go with shared_size and norms.position=sandwich"
+                "model.experts.norms=true: requires shared_size and norms.position=sandwich"
             )
         if self.per_token > self.count:
             raise ValueError(

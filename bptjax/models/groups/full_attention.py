@@ -27,7 +27,7 @@ class FullAttentionConfig(Group):
         own = (model.layer_types or [])[: model.num_layers - shared]
         if {*own} != {"full_attention", "sliding_attention"}:
             raise ValueError(
-                f"model.full_attention.head_dim={size}: must go with full_attention and "
+                f"model.full_attention.head_dim={size}: requires full_attention and "
                 "sliding_attention in layer_types, both before the last model.shared_kv.layers="
                 f"{shared} layers"
             )
@@ -39,7 +39,7 @@ class FullAttentionConfig(Group):
             raise ValueError(f"model.full_attention.head_dim={size}: must be even")
         if model.attention.gate:
             raise ValueError(
-                "model.attention.gate=true: must not go with model.full_attention.head_dim"
+                "model.attention.gate=true: must not be set with model.full_attention.head_dim"
             )
 
 
@@ -61,10 +61,10 @@ class SharedKvConfig(Group):
     def check(self, model: Any) -> None:
         if not model.full_attention.on:
             raise ValueError(
-                f"model.shared_kv.layers={self.layers}: must go with model.full_attention.head_dim"
+                f"model.shared_kv.layers={self.layers}: requires model.full_attention.head_dim"
             )
         if self.intermediate_size and model.experts.mlp_only_layers:
             raise ValueError(
-                f"model.shared_kv.intermediate_size={self.intermediate_size}: must not go with "
+                f"model.shared_kv.intermediate_size={self.intermediate_size}: must not be set with "
                 "model.experts.mlp_only_layers"
             )

@@ -56,8 +56,7 @@ def check_sandwich(model: Any, key: str) -> None:
     shape = model.norms.position, model.residual
     if shape != ("sandwich", "sequential") or not model.causal or not model.norms.first:
         raise ValueError(
-            f"model.{key}: must go with norms.position=sandwich, residual=sequential and "
-            "causal=true"
+            f"model.{key}: requires norms.position=sandwich, residual=sequential and causal=true"
         )
 
 

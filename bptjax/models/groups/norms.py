@@ -37,12 +37,12 @@ class NormsConfig(Group):
     def check(self, model: Any) -> None:
         if self.position != "pre" and (model.residual != "sequential" or model.residual_normed):
             raise ValueError(
-                f"model.norms.position={self.position}: must go with residual=sequential, not "
+                f"model.norms.position={self.position}: requires residual=sequential, not "
                 f"{model.residual}, and residual_normed=false"
             )
         shape = self.position, model.residual
         if not self.first and (shape != ("pre", "sequential") or model.num_layers < 2):
             raise ValueError(
-                "model.norms.first=false: must go with norms.position=pre, residual=sequential and "
+                "model.norms.first=false: requires norms.position=pre, residual=sequential and "
                 f"at least 2 layers, not {shape[0]}, {shape[1]} and {model.num_layers}"
             )

@@ -194,7 +194,7 @@ def make_spec(
     }
     mask = replace(mask, **segments)
     if dropout and dropout_key is None:
-        raise ValueError(f"dropout={dropout}: must come with dropout_key")
+        raise ValueError(f"dropout={dropout}: requires dropout_key")
     if scale is not None and not math.isfinite(scale):
         raise ValueError(f"scale={scale}: must be finite; leave it out for head size ** -0.5")
     if landmark_block is not None:

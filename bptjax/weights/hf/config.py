@@ -110,10 +110,10 @@ def merge(pretrained: ModelConfig, wanted: ModelConfig) -> ModelConfig:
             continue
         if key == CLASSES and not pretrained.encoder.classes:
             raise ValueError(
-                f"model.{key}={value}: must not be set, because only a Hugging Face directory of a "
-                "BERT, RoBERTa, ModernBERT or ViT without a head, or with that of a masked "
-                f"language model, gets new classes, and {wanted.name_or_path} is none; start from "
-                f"such a directory, or leave model.{key} out"
+                f"model.{key}={value}: must not be set for {wanted.name_or_path}, because only a "
+                "Hugging Face directory of a BERT, RoBERTa, ModernBERT or ViT without a head, or "
+                "with the head of a masked language model, can get new classes; start from such a "
+                f"directory, or leave model.{key} out"
             )
         if key not in OVERRIDABLE:
             raise ValueError(

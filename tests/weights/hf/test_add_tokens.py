@@ -269,9 +269,9 @@ def landmark(token):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"data.tokenizer": "byte"}, "must go with a Hugging Face tokenizer"),
+        ({"data.tokenizer": "byte"}, "requires a Hugging Face tokenizer"),
         ({"model.add_tokens": "['']"}, "must not hold an empty string"),
-        (landmark("snow"), "'snow': must be a token of its own, but the tokenizer reads it as '?'"),
+        (landmark("snow"), "'snow': must be in the vocabulary, but the tokenizer reads it as '?'"),
         (landmark("<new>"), "'<new>': must be one token, not 3; choose another, or add it"),
         (landmark("</s>"), "token=1: must not be a token that ends a text"),
         (

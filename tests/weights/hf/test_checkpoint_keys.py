@@ -62,7 +62,7 @@ def test_every_key_can_be_set_where_the_checkpoint_has_its_part(key, name, bases
 
 @pytest.mark.parametrize("key", OF_EXPERTS)
 def test_router_losses_of_a_new_model_go_with_experts(key):
-    with pytest.raises(ValueError, match=f"model.{key}=0.125: must go with model.experts.count"):
+    with pytest.raises(ValueError, match=f"model.{key}=0.125: requires model.experts.count"):
         replace_keys(ModelConfig(), {key: 0.125})
 
 

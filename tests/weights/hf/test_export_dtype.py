@@ -90,7 +90,7 @@ def test_merging_says_what_rounding_takes_from_the_adapter(trained, tmp_path, ca
             assert not told
         else:
             assert "--dtype float32 does not round" in told
-            taken = float(re.findall(r"takes ([\d.]+)% of the adapter", told)[0]) / 100
+            taken = float(re.findall(r"loses ([\d.]+)% of the adapter", told)[0]) / 100
             noise = float(re.findall(r"errors are ([\d.]+) times", told)[0])
     for name in ("bfloat16", "merged-bfloat16", "merged-float32"):
         kernels[name] = np.concatenate(

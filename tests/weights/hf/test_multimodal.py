@@ -107,7 +107,7 @@ def test_a_dtype_is_of_the_text_model_alone(tmp_path):
     assert {spec.dtype for spec, _ in found.values()} == {"bfloat16"}
     assert read_json(tmp_path / "back" / "config.json")["dtype"] == "bfloat16"
     shutil.rmtree(tmp_path / "ours" / SIDECARS / OTHERS)
-    with pytest.raises(ValueError, match="must hold the tensors beside its text model in hf/oth"):
+    with pytest.raises(ValueError, match="must hold the tensors outside its text model in hf/oth"):
         conversion.to_hf(str(tmp_path / "ours"), tmp_path / "no", dtype=None, max_shard_size="5GB")
 
 

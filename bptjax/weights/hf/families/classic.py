@@ -213,7 +213,7 @@ def read_falcon(c: Any) -> dict[str, Any]:
         residual = "shared" if norms == 1 else "parallel"
     else:
         if norms == 2 and c.parallel_attn:
-            raise ValueError("num_ln_in_parallel_attn=2: must go with new_decoder_architecture")
+            raise ValueError("num_ln_in_parallel_attn=2: requires new_decoder_architecture")
         residual = "shared" if c.parallel_attn else "sequential"
     return layernorm_mlp_decoder(
         c,
