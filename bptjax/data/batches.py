@@ -38,11 +38,11 @@ class TrainIterator(gx.ThreadPrefetchDatasetIterator):
             super().close()
 
 
-class ShardIterDataset(grain.IterDataset):
+class ShardIterator(grain.DatasetIterator):
     """Endless batches of one shard's sequences.
 
     Args:
-      parent: endless dataset of sequences.
+      parent: endless iterator of sequences.
       size: number of sequences in a batch.
       stack: makes a batch of a list of sequences.
       blank: a sequence of padding.
@@ -53,25 +53,8 @@ class ShardIterDataset(grain.IterDataset):
 
     def __init__(
         self,
-        parent: grain.IterDataset,
-        *,
-        size: int,
-        stack: Callable[[list[Example]], Example],
-        blank: Example,
-        sequences: int | None = None,
-        steps: int = 0,
-    ):
-        super().__init__(parent)
-        self._how = dict(size=size, stack=stack, blank=blank, sequences=sequences, steps=steps)
-
-    def __iter__(self) -> grain.DatasetIterator:
-        return _Shard(iter(self._parent), **self._how)
-
-
-class _Shard(grain.DatasetIterator):
-    def __init__(
-        self,
         parent: grain.DatasetIterator,
+        *,
         size: int,
         stack: Callable[[list[Example]], Example],
         blank: Example,

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import grain
@@ -9,7 +10,8 @@ import grain
 from bptjax.data.config import DataConfig
 from bptjax.data.examples import Example, is_masked
 from bptjax.data.grouping import Grouped
-from bptjax.data.mixture import MixIterDataset
+from bptjax.data.iterated import Iterated
+from bptjax.data.mixture import mixed
 from bptjax.data.packing import buffer_sequences, in_order, pack
 from bptjax.data.stream import AnyRecords, StreamRecords
 
@@ -34,7 +36,7 @@ class Limit:
     stop: Sequence[Ranks]
 
 
-class EpochsIterDataset(grain.IterDataset):
+class Epochs(grain.DatasetIterator):
     """Endless epochs, each of which has every record once.
 
     An epoch may be divided. Its first part then has the same share of the records with a loss mask
@@ -47,15 +49,6 @@ class EpochsIterDataset(grain.IterDataset):
     """
 
     def __init__(self, epoch: Epoch, divided: tuple[int, Ranks] | None = None, ends: bool = False):
-        super().__init__()
-        self._arguments = epoch, divided, ends
-
-    def __iter__(self) -> grain.DatasetIterator:
-        return _Epochs(*self._arguments)
-
-
-class _Epochs(grain.DatasetIterator):
-    def __init__(self, epoch: Epoch, divided: tuple[int, Ranks] | None, ends: bool):
         super().__init__()
         self._of, self._divided, self._ends = epoch, divided, ends
         self._enter(0, None)
@@ -98,21 +91,12 @@ class _Epochs(grain.DatasetIterator):
         self._own.set_state(state["own"])
 
 
-class _PartIterDataset(grain.IterDataset):
+class _Part(grain.DatasetIterator):
     """The records of each kind from one rank to another, without records that have no examples."""
 
-    def __init__(self, parent: grain.IterDataset, start: Ranks | None, stop: Ranks | None):
+    def __init__(self, parent: grain.DatasetIterator, start: Ranks | None, stop: Ranks | None):
         super().__init__(parent)
-        self._start, self._stop = start or (0, 0), stop
-
-    def __iter__(self) -> grain.DatasetIterator:
-        return _Part(iter(self._parent), self._start, self._stop)
-
-
-class _Part(grain.DatasetIterator):
-    def __init__(self, parent: grain.DatasetIterator, start: Ranks, stop: Ranks | None):
-        super().__init__(parent)
-        self._start, self._stop, self._seen = start, stop, [0, 0]
+        self._start, self._stop, self._seen = start or (0, 0), stop, [0, 0]
 
     def __next__(self) -> list[Example]:
         while self._stop is None or any(n < m for n, m in zip(self._seen, self._stop, strict=True)):
@@ -184,7 +168,8 @@ def epochs_of(
             number, shard, n, seed=config.seed if shuffle else None, sizes=sizes
         )
         if start is not None or stop is not None:
-            examples = _PartIterDataset(in_order(examples, threads), start, stop)
+            part = partial(_Part, start=start, stop=stop)
+            examples = Iterated(part, in_order(examples, threads))
         return pack(
             examples,
             packing=config.packing,
@@ -254,11 +239,11 @@ def limit(
             found += sum(1 for _ in epoch(complete, None, stop))
         return Limit(found, complete, stops)
     parts = [
-        EpochsIterDataset(epoch, (complete, stop), ends=True)
+        Iterated(partial(Epochs, epoch, (complete, stop), ends=True))
         for epoch, stop in zip(epochs_of_each, stops, strict=True)
     ]
     weights = [own.weight for own in sources]
-    return Limit(sum(1 for _ in MixIterDataset(parts, weights, int)), complete, stops)
+    return Limit(sum(1 for _ in mixed(parts, weights, int)), complete, stops)
 
 
 def shard_seed(config: DataConfig, shard: int, source: int) -> int:

@@ -9,16 +9,17 @@ from dataclasses import dataclass, replace
 import grain
 import numpy as np
 
-from bptjax.data.batches import Batches, ShardIterDataset
+from bptjax.data.batches import Batches, ShardIterator
 from bptjax.data.check import DataCheck
 from bptjax.data.config import DataConfig
 from bptjax.data.encoding import Encoding, Masking, Processor
-from bptjax.data.epochs import Epoch, EpochsIterDataset, Limit, epochs_of, shard_seed
+from bptjax.data.epochs import Epoch, Epochs, Limit, epochs_of, shard_seed
 from bptjax.data.examples import Example, blank, padding, sequence
 from bptjax.data.files import Document
 from bptjax.data.grouping import grouped_batch, stacked
+from bptjax.data.iterated import Iterated
 from bptjax.data.landmarks import ignored
-from bptjax.data.mixture import MixIterDataset
+from bptjax.data.mixture import mixed
 from bptjax.data.packing import pack
 from bptjax.data.records import RecordReader, Records
 from bptjax.data.sample import Sample, sample
@@ -61,7 +62,7 @@ def train_loader(
         raise ValueError(
             f"data.num_shards={n}: must divide the {batch_size} sequences of a step; use a divisor"
         )
-    mixed = documents if isinstance(documents, Mixture) else Mixture([documents], [""], [1.0])
+    training = documents if isinstance(documents, Mixture) else Mixture([documents], [""], [1.0])
     reader = encoding.reader(processor, config, seq_len)
     masking = encoding.masks(processor, config)
     size, grouped = batch_size // n, config.group_by_length
@@ -70,7 +71,7 @@ def train_loader(
     found: dict[int, tuple[list[Epoch], Example]] = {}
     for i in sorted({index // size for index in indices}):
         sources, first = [], {}
-        for number, (name, own) in enumerate(zip(mixed.names, mixed.files, strict=True)):
+        for number, (name, own) in enumerate(zip(training.names, training.files, strict=True)):
             settings = replace(config, seed=shard_seed(config, i, number))
             records = _records(own, reader)
             first = _first_example(records, i, n, name and f" of {name}")
@@ -82,20 +83,21 @@ def train_loader(
         parts = []
         for number, epoch in enumerate(sources):
             divided = (limit.epoch, limit.stop[number]) if limit else None
-            part = EpochsIterDataset(epoch, divided)
+            part = Iterated(functools.partial(Epochs, epoch, divided))
             part = part if encoding.landmarks is None else part.map(ignored)
             parts.append(_masked(part, masking, shard_seed(config, i, number)))
         several = isinstance(documents, Mixture)
-        sequences = MixIterDataset(parts, mixed.weights) if several else parts[0]
+        sequences = mixed(parts, training.weights) if several else parts[0]
         first = blank(first)
-        return ShardIterDataset(
-            sequences,
+        batches = functools.partial(
+            ShardIterator,
             size=size,
             stack=functools.partial(grouped_batch, seq_len=seq_len) if grouped else stacked,
             blank=first if grouped else sequence([first], seq_len),
             sequences=limit.sequences if limit else None,
             steps=steps,
         )
+        return Iterated(batches, sequences)
 
     def shards(limits: Sequence[Limit] | None, steps: int) -> dict[int, grain.IterDataset]:
         return {i: shard(i, limits[i] if limits else None, steps) for i in found}

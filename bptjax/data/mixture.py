@@ -6,6 +6,7 @@ from typing import Any
 import grain
 
 from bptjax.data.examples import Example
+from bptjax.data.iterated import Iterated
 
 
 def tokens_of(sequence: Example) -> int:
@@ -13,9 +14,13 @@ def tokens_of(sequence: Example) -> int:
     return int((sequence["segments"] > 0).sum())
 
 
-class MixIterDataset(grain.IterDataset):
-    """Sequences of several datasets. Each sequence comes from the dataset that is furthest behind
-    its share of the tokens.
+def mixed(
+    parents: Sequence[grain.IterDataset],
+    weights: Sequence[float],
+    tokens: Callable[[Any], int] = tokens_of,
+) -> grain.IterDataset:
+    """Returns sequences of several datasets. Each sequence comes from the dataset that is furthest
+    behind its share of the tokens.
 
     Padding does not count. The choice depends only on the weights and on the tokens so far, not on
     random numbers. Each dataset is always within about one sequence of its share, so the shares are
@@ -26,22 +31,11 @@ class MixIterDataset(grain.IterDataset):
       weights: positive weight of each dataset; their sum may be any number.
       tokens: returns the number of tokens of a sequence.
     """
-
-    def __init__(
-        self,
-        parents: Sequence[grain.IterDataset],
-        weights: Sequence[float],
-        tokens: Callable[[Any], int] = tokens_of,
-    ):
-        super().__init__(parents)
-        self._sources, self._count = parents, tokens
-        self._weights = [weight / sum(weights) for weight in weights]
-
-    def __iter__(self) -> grain.DatasetIterator:
-        return _Mix([iter(parent) for parent in self._sources], self._weights, self._count)
+    shares = [weight / sum(weights) for weight in weights]
+    return Iterated(lambda *iterators: _Mixed(iterators, shares, tokens), *parents)
 
 
-class _Mix(grain.DatasetIterator):
+class _Mixed(grain.DatasetIterator):
     def __init__(
         self,
         parents: Sequence[grain.DatasetIterator],

@@ -9,6 +9,7 @@ import grain
 import numpy as np
 
 from bptjax.data.examples import Example, is_masked, sequence
+from bptjax.data.iterated import Iterated
 
 PACKINGS = ("none", "concat", "best_fit")
 BUFFER_TOKENS = 2**22
@@ -259,28 +260,15 @@ def pack(
     # Without packing and shuffling, one sequence at a time: a window of images takes gigabytes.
     limit = window or (1 if packing == "none" else buffer_sequences(seq_len))
     packer = functools.partial(Packer, packing, seq_len, limit, seeds=seeds, unit=unit)
-    return PackIterDataset(
-        in_order(examples, threads),
-        packer,
-        layout or functools.partial(sequence, seq_len=seq_len),
-        seeds,
-    )
-
-
-class PackIterDataset(grain.IterDataset):
-    """Packed sequences. Takes the arguments of `_Packed`."""
-
-    def __init__(self, parent: grain.IterDataset, *arguments: Any):
-        super().__init__(parent)
-        self._arguments = arguments
-
-    def __iter__(self) -> grain.DatasetIterator:
-        return _Packed(iter(self._parent), *self._arguments)
+    layout = layout or functools.partial(sequence, seq_len=seq_len)
+    packed = functools.partial(_Packed, packer=packer, layout=layout, seeds=seeds)
+    return Iterated(packed, in_order(examples, threads))
 
 
 class _Packed(grain.DatasetIterator):
-    """The iterator. Its state is the parent's state before the first record of the window, or of a
-    sequence that waits at the window's start, and the number of sequences to skip from there."""
+    """Packed sequences. The state is the parent's state before the first record of the window, or
+    of a sequence that waits at the window's start, and the number of sequences to skip from
+    there."""
 
     def __init__(
         self,

@@ -10,6 +10,7 @@ import numpy as np
 
 from bptjax.data.examples import Example, is_masked
 from bptjax.data.files import Document, Location, location
+from bptjax.data.iterated import Iterated
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,7 @@ class Records(Sequence[list[Example]]):
             np.random.default_rng((seed % 2**32, number)).shuffle(order)
         if sizes is not None:
             # Iterators of grain's map datasets take ten times as long per record.
-            return _IterDataset(_Ordered(sizes, order))
+            return Iterated(functools.partial(_Iterator, _Ordered(sizes, order)))
         return grain.MapDataset.source(_Ordered(self, order))
 
 
@@ -168,15 +169,6 @@ class _Ordered(Sequence[list[Example]]):
 
     def __getitem__(self, index: int) -> list[Example]:
         return self._records[int(self._order[index])]
-
-
-class _IterDataset(grain.IterDataset):
-    def __init__(self, records: Sequence[list[Example]]):
-        super().__init__()
-        self._records = records
-
-    def __iter__(self) -> grain.DatasetIterator:
-        return _Iterator(self._records)
 
 
 class _Iterator(grain.DatasetIterator):

@@ -23,6 +23,7 @@ from bptjax.data.files import (
     location,
     parse,
 )
+from bptjax.data.iterated import Iterated
 from bptjax.data.records import Record, RecordReader, Records
 
 # Number of records from which the size of a record is estimated.
@@ -239,7 +240,8 @@ class StreamRecords:
         """Returns the lists of examples of one shard in an epoch, or their `sizes`. With `seed`,
         the order of the files changes each epoch, and records are shuffled in a window."""
         stream = self.stream if sizes is None else self._counted()
-        found = _StreamDataset(stream, shard, shards, None if seed is None else (seed, number))
+        seeds = None if seed is None else (seed, number)
+        found = Iterated(functools.partial(_StreamIterator, stream, shard, shards, seeds))
         if seed is not None:
             own = int(np.random.default_rng((seed, number)).integers(2**31))
             found = gx.WindowShuffleIterDataset(found, window_size=self.window, seed=own)
@@ -263,15 +265,6 @@ class StreamRecords:
 
 
 AnyRecords = Records | StreamRecords
-
-
-class _StreamDataset(grain.IterDataset):
-    def __init__(self, stream: Stream, shard: int, shards: int, seed: Sequence[int] | None):
-        super().__init__()
-        self._arguments = stream, shard, shards, seed
-
-    def __iter__(self) -> grain.DatasetIterator:
-        return _StreamIterator(*self._arguments)
 
 
 class _StreamIterator(grain.DatasetIterator):

@@ -11,7 +11,7 @@ from bptjax.config import to_yaml
 from bptjax.config_parser import parse
 from bptjax.data.config import DataConfig, SourceConfig
 from bptjax.data.loader import eval_loader, train_loader
-from bptjax.data.mixture import MixIterDataset
+from bptjax.data.mixture import mixed
 from bptjax.data.packing import PACKINGS
 from bptjax.data.sources import open_split
 from bptjax.parsing.keys import flatten
@@ -40,7 +40,7 @@ def test_shares_hold_in_every_window(weights, least):
     # Threads that read ahead would mostly wait for one another.
     direct = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
     parents = [grain.MapDataset.source(each).repeat().to_iter_dataset(direct) for each in sequences]
-    iterator = iter(MixIterDataset(parents, weights))
+    iterator = iter(mixed(parents, weights))
     found = [next(iterator) for _ in range(6000)]
     of = np.array([one["tokens"][0] for one in found])
     size = np.array([one["segments"].sum() for one in found])
