@@ -5,6 +5,7 @@ choose the fastest kernel, and no device waits for another.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -93,36 +94,38 @@ class FullTileSchedule:
         """Adds attention from `shard`'s queries to `other`'s keys. Loops over the full tiles, so
         that only one tile's results exist at a time."""
         pairs = jnp.asarray(self.pairs)[shard, other]
-        spec = replace(spec, mask=Mask())
+        spec, take = replace(spec, mask=Mask()), partial(take_piece, pieces=self.pieces)
 
         def tile(i, sums):
             of_queries, of_keys = pairs[i, 0], pairs[i, 1]
-            part = Sums(self._take(sums.queries, of_queries), self._take(sums.keys, of_keys))
-            k_, v_ = self._take((k, v), of_keys)
-            part = attend(self._take(queries, of_queries), part, k_, v_, spec)
+            part = Sums(take(sums.queries, of_queries), take(sums.keys, of_keys))
+            k_, v_ = take((k, v), of_keys)
+            part = attend(take(queries, of_queries), part, k_, v_, spec)
             return Sums(
-                self._put(sums.queries, part.queries, of_queries),
-                self._put(sums.keys, part.keys, of_keys),
+                put_piece(sums.queries, part.queries, of_queries),
+                put_piece(sums.keys, part.keys, of_keys),
             )
 
         return jax.lax.fori_loop(0, len(pairs), tile, sums)
 
-    def _take(self, tree: Any, piece: Int[Array, ""]) -> Any:
-        """Returns one piece of each array `[B, T, ...]`."""
 
-        def take(x):
-            size = x.shape[1] // self.pieces
-            return jax.lax.dynamic_slice_in_dim(x, piece * size, size, axis=1)
+def take_piece(tree: Any, piece: Int[Array, ""], pieces: int) -> Any:
+    """Returns one of the equal pieces of each array `[B, T, ...]`."""
 
-        return jax.tree.map(take, tree)
+    def take(x):
+        size = x.shape[1] // pieces
+        return jax.lax.dynamic_slice_in_dim(x, piece * size, size, axis=1)
 
-    def _put(self, tree: Any, part: Any, piece: Int[Array, ""]) -> Any:
-        """Replaces one piece of each array `[B, T, ...]`."""
+    return jax.tree.map(take, tree)
 
-        def put(x, y):
-            return jax.lax.dynamic_update_slice_in_dim(x, y, piece * y.shape[1], axis=1)
 
-        return jax.tree.map(put, tree, part)
+def put_piece(tree: Any, part: Any, piece: Int[Array, ""]) -> Any:
+    """Replaces one of the equal pieces of each array `[B, T, ...]`."""
+
+    def put(x, y):
+        return jax.lax.dynamic_update_slice_in_dim(x, y, piece * y.shape[1], axis=1)
+
+    return jax.tree.map(put, tree, part)
 
 
 def make_schedule(

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Float, Shaped
 
 from bptjax.ops.attention.contract import (
     QKV,
@@ -27,7 +27,9 @@ from bptjax.parallel.full_tiles import (
     backward_pass,
     forward_pass,
     make_schedule,
+    put_piece,
     several_documents,
+    take_piece,
 )
 from bptjax.parallel.ring import split, unsupported
 
@@ -78,14 +80,14 @@ def _traverse(attend: Attend, queries: Any, x: QKV, spec: AttentionSpec, shards:
 
         def visit(step, sums):
             other = (index - step) % n
-            part = Sums(sums.queries, _shard_of(sums.keys, other, n))
-            k, v = _shard_of(gathered, other, n)
+            part = Sums(sums.queries, take_piece(sums.keys, other, n))
+            k, v = take_piece(gathered, other, n)
             part = schedule.attend_other(attend, queries, part, k, v, spec, index, other)
-            return Sums(part.queries, _put(sums.keys, part.keys, other))
+            return Sums(part.queries, put_piece(sums.keys, part.keys, other))
 
         local = schedule.attend_local(attend, queries, k, v, spec)
         zeros = jax.tree.map(lambda y: jnp.concatenate([jnp.zeros_like(y)] * n, 1), local.keys)
-        of_keys = _put(zeros, local.keys, index)
+        of_keys = put_piece(zeros, local.keys, index)
         return jax.lax.fori_loop(1, n, visit, Sums(local.queries, of_keys))
 
     operands = queries, x.k, x.v, gathered
@@ -99,22 +101,3 @@ def _traverse(attend: Attend, queries: Any, x: QKV, spec: AttentionSpec, shards:
 
 def _gather(x: Shaped[Array, "..."], axis: str, dimension: int) -> Shaped[Array, "..."]:
     return jax.lax.all_gather(x, axis, axis=dimension, tiled=True)
-
-
-def _shard_of(tree: Any, shard: Int[Array, ""], n: int) -> Any:
-    """Returns one shard of gathered arrays `[B, S, ...]`."""
-
-    def take(x):
-        size = x.shape[1] // n
-        return jax.lax.dynamic_slice_in_dim(x, shard * size, size, axis=1)
-
-    return jax.tree.map(take, tree)
-
-
-def _put(tree: Any, part: Any, shard: Int[Array, ""]) -> Any:
-    """Replaces one shard of gathered arrays."""
-
-    def put(x, y):
-        return jax.lax.dynamic_update_slice_in_dim(x, y, shard * y.shape[1], axis=1)
-
-    return jax.tree.map(put, tree, part)
