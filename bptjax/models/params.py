@@ -72,6 +72,10 @@ def stacked(
             progress.advance(part.nbytes)
 
 
+def is_variable(x: Any) -> bool:
+    return isinstance(x, nnx.Variable)
+
+
 def put_param(path: str, leaf: Any, array: np.ndarray, dtype: Any = None) -> Any:
     """Returns the abstract parameter `leaf` filled with `array`, on the devices of its sharding.
 
@@ -98,7 +102,7 @@ def fill_model(
       params: (path, array) of every parameter; arrays are resized to the config.
       put: puts an array into an abstract parameter; see `put_param`.
     """
-    leaves, tree = jax.tree.flatten_with_path(model, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    leaves, tree = jax.tree.flatten_with_path(model, is_leaf=is_variable)
     numbers = {param_path(path): i for i, (path, _) in enumerate(leaves)}
     found: list[Any] = [None] * len(leaves)
     for path, array in params:
@@ -133,7 +137,7 @@ def expert_placement(tree: Any) -> Any:
         of_experts = isinstance(v, nnx.Variable) and v.axes[:1] == ("experts",)
         return ShardedOver(RULES["experts"]) if of_experts else REPLICATED
 
-    return jax.tree.map(place, tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    return jax.tree.map(place, tree, is_leaf=is_variable)
 
 
 def slice_placement(tree: Any) -> Any:
@@ -146,7 +150,7 @@ def slice_placement(tree: Any) -> Any:
             return REPLICATED
         return ShardedOver(RULES["mlp"], v.axes.index("mlp"))
 
-    return jax.tree.map(place, tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    return jax.tree.map(place, tree, is_leaf=is_variable)
 
 
 def param_path(path: tuple) -> str:

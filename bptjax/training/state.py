@@ -16,7 +16,7 @@ from jax.experimental.multihost_utils import process_allgather
 from jax.sharding import NamedSharding, PartitionSpec
 
 from bptjax.models.architecture import new_model
-from bptjax.models.params import param_path, put_param
+from bptjax.models.params import is_variable, param_path, put_param
 from bptjax.models.transformer import Transformer
 from bptjax.optim.loss_scale import LossScale
 from bptjax.optim.optimizer import OptState, init_opt_state
@@ -159,7 +159,7 @@ def parameter_counts(
     """Counts the parameters, weighting each by the `share` of its path."""
 
     def size(tree):
-        leaves = jax.tree.leaves_with_path(tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
+        leaves = jax.tree.leaves_with_path(tree, is_leaf=is_variable)
         return int(sum(v.get_value().size * share(param_path(path)) for path, v in leaves))
 
     base = size(_abstract_model(spec))
@@ -188,7 +188,7 @@ def kernel_sizes(spec: TrainSpec, sharded: bool) -> dict[str, tuple[int, int, in
     `float8_kernels`, by path. For `sharded` see `with_shardings`."""
     model = with_shardings(spec, _abstract_model(spec), sharded)
     in_ndims, found = float8_kernels(model), {}
-    for at, v in jax.tree.leaves_with_path(model, is_leaf=lambda x: isinstance(x, nnx.Variable)):
+    for at, v in jax.tree.leaves_with_path(model, is_leaf=is_variable):
         if (path := param_path(at)) in in_ndims:
             x = v.get_value()
             layers, *shape = x.sharding.shard_shape(x.shape)
@@ -279,7 +279,7 @@ def with_shardings(spec: TrainSpec, tree: Any, sharded: bool = True) -> Any:
         where = sharding(spec.mesh, leaf.axes, value.shape, replicated)
         return leaf.replace(jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=where))
 
-    return jax.tree.map(place, tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    return jax.tree.map(place, tree, is_leaf=is_variable)
 
 
 def constrain(spec: TrainSpec, tree: Any, sharded: bool) -> Any:

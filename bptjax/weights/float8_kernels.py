@@ -10,7 +10,7 @@ from flax import nnx
 from jax import Array
 
 from bptjax.models.linear import AdapterDropout, Linear
-from bptjax.models.params import param_path
+from bptjax.models.params import is_variable, param_path
 from bptjax.ops.float8 import VALUES, Float8, linear, quantize
 
 
@@ -64,7 +64,7 @@ def quantize_kernels(model: Any) -> dict[str, Float8]:
         axes = *v.axes[in_ndim:], *v.axes[:in_ndim]
         return Float8(nnx.Param(codes, axes=axes), nnx.Param(scale, axes=()))
 
-    found = {_path(at): v for at, v in jax.tree.leaves_with_path(model, is_leaf=_is_variable)}
+    found = {_path(at): v for at, v in jax.tree.leaves_with_path(model, is_leaf=is_variable)}
     return {path: new(found[path], in_ndim) for path, in_ndim in in_ndims.items()}
 
 
@@ -81,13 +81,9 @@ def with_float8(model: Any, weights: Mapping[str, Float8], trained: bool) -> Any
         weight = Float8(codes.reshape(L, math.prod(outputs), -1), scale)
         return Float8Kernel(v if trained else None, weight, tuple(outputs))
 
-    return jax.tree.map_with_path(one, model, is_leaf=_is_variable)
+    return jax.tree.map_with_path(one, model, is_leaf=is_variable)
 
 
 def _path(at: tuple) -> str:
     """Returns a parameter's path, or the path of the kernel that it is the frozen base of."""
     return param_path(at).removesuffix(".base")
-
-
-def _is_variable(x: Any) -> bool:
-    return isinstance(x, nnx.Variable)

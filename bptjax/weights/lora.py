@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 
 from bptjax.models.experts import apply_expert_kernel
 from bptjax.models.linear import AdapterDropout, apply_kernel
-from bptjax.models.params import param_path
+from bptjax.models.params import is_variable, param_path
 from bptjax.ops.dropout import dropout
 from bptjax.ops.grouped_matmul import grouped_matmul
 from bptjax.weights.quantized_kernels import (
@@ -190,7 +190,7 @@ def train_in_full(model: Any, paths: set[str], dtype: DTypeLike) -> Any:
             return leaf
         return TrainedEmbedding(leaf.get_value().astype(dtype), axes=leaf.axes)
 
-    return jax.tree.map_with_path(one, model, is_leaf=_is_variable)
+    return jax.tree.map_with_path(one, model, is_leaf=is_variable)
 
 
 def target_kernels(wanted: str | list[str], modules: Mapping[str, tuple[str, ...]]) -> set[str]:
@@ -309,11 +309,16 @@ def merged(
     return w + scale * jnp.tensordot(a.astype(jnp.float32), b.astype(jnp.float32), axes=1)
 
 
+def _matrices(adapter: LoraWeights) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns `a` `[*stack, I, r]`, `b` `[*stack, r, O]` and the scale in float32."""
+    a, b, scale = (np.asarray(x, np.float32) for x in adapter)
+    stack, r = scale.shape, a.shape[-1]
+    return a.reshape(*stack, -1, r), b.reshape(*stack, r, -1), scale
+
+
 def product_square(adapter: LoraWeights) -> float:
     """Returns the sum of squares of scale · a · b over all axes, without forming the product."""
-    a, b, scale = (np.asarray(x, np.float32) for x in adapter)
-    r, stack = a.shape[-1], scale.shape
-    a, b = a.reshape(*stack, -1, r), b.reshape(*stack, r, -1)
+    a, b, scale = _matrices(adapter)
     grams = a.swapaxes(-1, -2) @ a, b @ b.swapaxes(-1, -2)
     return float((np.square(scale) * (grams[0] * grams[1]).sum((-1, -2))).sum())
 
@@ -321,10 +326,8 @@ def product_square(adapter: LoraWeights) -> float:
 def product_dot(adapter: LoraWeights, w: np.ndarray) -> float:
     """Returns the sum over all axes of scale · a · b times `w`, which has the same shape, without
     forming the product."""
-    a, b, scale = (np.asarray(x, np.float32) for x in adapter)
-    r, stack = a.shape[-1], scale.shape
-    a, b = a.reshape(*stack, -1, r), b.reshape(*stack, r, -1)
-    w = w.reshape(*stack, a.shape[-2], b.shape[-1])
+    a, b, scale = _matrices(adapter)
+    w = w.reshape(*scale.shape, a.shape[-2], b.shape[-1])
     return float((scale * ((a.swapaxes(-1, -2) @ w) * b).sum((-1, -2))).sum())
 
 
@@ -344,7 +347,7 @@ def split(model: Any, chosen: Callable[[nnx.Variable], bool]) -> tuple[Any, Any]
     rest. Variables of the other tree are None."""
     first, second = (
         jax.tree.map(
-            lambda v, which=which: v if chosen(v) == which else None, model, is_leaf=_is_variable
+            lambda v, which=which: v if chosen(v) == which else None, model, is_leaf=is_variable
         )
         for which in (True, False)
     )
@@ -357,11 +360,7 @@ def join(first: Any, second: Any) -> Any:
     def one(a, b):
         return b if a is None else a
 
-    return jax.tree.map(one, first, second, is_leaf=lambda x: x is None or _is_variable(x))
-
-
-def _is_variable(x: Any) -> bool:
-    return isinstance(x, nnx.Variable)
+    return jax.tree.map(one, first, second, is_leaf=lambda x: x is None or is_variable(x))
 
 
 def _is_kernel(x: Any) -> bool:

@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jax.typing import DTypeLike
 
@@ -23,6 +22,7 @@ from bptjax.models.params import (
     Index,
     ParameterSource,
     fill_model,
+    is_variable,
     put_param,
     stacked,
 )
@@ -102,7 +102,7 @@ class Pretrained:
         model = jax.tree.map(
             placed,
             jax.eval_shape(lambda: new_model(self.config, jax.random.key(0), dtype)),
-            is_leaf=lambda x: isinstance(x, nnx.Variable),
+            is_leaf=is_variable,
         )
         if params is not None:
             return fill_model(model, params, self.config)

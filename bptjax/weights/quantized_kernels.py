@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 
 from bptjax.models.experts import ExpertLinear
 from bptjax.models.linear import AdapterDropout, Linear
-from bptjax.models.params import param_path, put_param
+from bptjax.models.params import is_variable, param_path, put_param
 from bptjax.ops.grouped_matmul import grouped_matmul
 from bptjax.ops.per_device import SHARDED, per_device
 from bptjax.ops.quantize import QuantizedMatrix, dequantize_matrix, quantize_matrix
@@ -63,7 +63,7 @@ class QuantizedKernel:
 
     def dense(self, dtype: DTypeLike) -> Array:
         """Returns the dequantized kernel `[*inputs, *outputs]`, or one per expert."""
-        matrix = jax.tree.map(lambda v: v[...], self.matrix, is_leaf=_is_variable)
+        matrix = jax.tree.map(lambda v: v[...], self.matrix, is_leaf=is_variable)
 
         def one(matrix):
             w = dequantize_matrix(matrix, self.codebook, math.prod(self.inputs)).astype(dtype)
@@ -142,7 +142,7 @@ def quantize_model(model: Any, codebook: str, double: bool) -> Any:
             return leaf
         return quantize_kernels(leaf, kernels[path], codebook, double)
 
-    return jax.tree.map_with_path(one, model, is_leaf=_is_variable)
+    return jax.tree.map_with_path(one, model, is_leaf=is_variable)
 
 
 def quantizer(
@@ -174,7 +174,7 @@ def quantizer(
             shardings = jax.tree.map(
                 lambda v: v.replace(sharding(mesh, v.axes, v.get_value().shape, replicated)),
                 like,
-                is_leaf=_is_variable,
+                is_leaf=is_variable,
             )
 
         @partial(jax.jit, out_shardings=shardings)
@@ -196,7 +196,3 @@ def quantizer(
         return found
 
     return put_one
-
-
-def _is_variable(x: Any) -> bool:
-    return isinstance(x, nnx.Variable)
