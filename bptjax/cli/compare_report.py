@@ -5,23 +5,16 @@ from typing import Any
 
 from rich.table import Table
 
+from bptjax.cost.profile_report import plain_table
+
 
 def table(rows: list[dict[str, Any]]) -> Table:
     """Returns a table of up to 80 columns, with one line per row."""
-    shown = Table(
-        title="One transformer layer, forward + backward",
-        title_justify="left",
-        box=None,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-    )
     columns = {
         "": lambda r: r["implementation"],
         "tokens": lambda r: f"{r['T']:,}",
         "chunks": lambda r: f"{r['q_chunk']}/{r['k_chunk']}",
-        "step\nms": lambda r: (
-            f"{r['step_ms']:,.1f}" if "step_ms" in r else r["status"].split(":")[0]
-        ),
+        "step\nms": _step,
         "spread\n%": lambda r: f"{100 * (r['slowest_ms'] / r['fastest_ms'] - 1):.0f}",
         "memory\nMiB": lambda r: f"{r['temp_bytes'] / 2**20:,.{int(r['temp_bytes'] < 1e9)}f}",
         "trace\ns": lambda r: f"{r['trace_s']:.1f}",
@@ -29,8 +22,7 @@ def table(rows: list[dict[str, Any]]) -> Table:
         "HLO": lambda r: f"{r['hlo_instructions']:,}",
         "grad.\nerror": lambda r: f"{r['gradient_error']:.0e}",
     }
-    for name in columns:
-        shown.add_column(name, justify="right" if name else "left", no_wrap=True)
+    shown = plain_table("One transformer layer, forward + backward", *columns)
     for row in rows:
         cells = []
         for cell in columns.values():

@@ -10,17 +10,12 @@ from rich.console import Console
 from rich.table import Table
 
 from bptjax.cost.devices import GIB
+from bptjax.cost.timeline import KINDS
 
 Row = dict[str, Any]
-COLORS = {
-    "parameters": "#4c72b0",
-    "optimizer state": "#8da0cb",
-    "batch": "#b3b3b3",
-    "gradients": "#dd8452",
-    "saved activations": "#55a868",
-    "loss and logits": "#c44e52",
-    "workspace": "#ccb974",
-}
+# Colors of `KINDS`.
+PALETTE = "#4c72b0", "#8da0cb", "#b3b3b3", "#dd8452", "#55a868", "#c44e52", "#ccb974"
+COLORS = dict(zip(KINDS, PALETTE, strict=True))
 
 
 def write_csv(rows: list[Row], file: Path) -> None:
@@ -34,7 +29,7 @@ def memory_table(rows: list[Row]) -> Table:
     """Returns a table of each kind of memory, at the step's peak and at the kind's own peak."""
     peak = max(rows, key=_device_bytes)
     columns = f"at the peak ({peak['phase']})", "most in the step"
-    shown = _table("Memory of a step per device, GiB", "", *columns)
+    shown = plain_table("Memory of a step per device, GiB", "", *columns)
     for kind in (*COLORS, "host"):
         most = max(row[kind] for row in rows)
         if most >= _device_bytes(peak) / 1000:
@@ -46,7 +41,7 @@ def memory_table(rows: list[Row]) -> Table:
 
 def time_table(rows: list[Row], passes: Sequence[str]) -> Table:
     """Returns a table of milliseconds by part and pass, with the floor of each part."""
-    shown = _table("Time of a step, ms", "", *passes, "all", "share", "floor", "floor/time")
+    shown = plain_table("Time of a step, ms", "", *passes, "all", "share", "floor", "floor/time")
     total = sum(row["seconds"] for row in rows)
     for part in (*dict.fromkeys(row["part"] for row in rows), None):
         of = [row for row in rows if part in (None, row["part"])]
@@ -71,7 +66,8 @@ def table_lines(table: Table) -> list[str]:
     return [line.rstrip() for line in shown.getvalue().splitlines()]
 
 
-def _table(title: str, *columns: str) -> Table:
+def plain_table(title: str, *columns: str) -> Table:
+    """Returns a table without lines. The first column has no name."""
     shown = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0), pad_edge=False)
     for name in columns:
         shown.add_column(name, justify="right" if name else "left", no_wrap=True)

@@ -50,7 +50,7 @@ class Trackers:
             name: float(value) for name, value in metrics.items() if not isinstance(value, str)
         }
         for tracker in self._trackers:
-            tracker.write(step, numbers)
+            tracker.put((step, numbers))
 
     def rewind(self, step: int) -> None:
         """Continues after `step`, like a resumed run."""
@@ -75,21 +75,19 @@ class _Tracker:
         self._thread = threading.Thread(target=self._run, args=arguments, daemon=True)
         self._thread.start()
 
-    def write(self, step: int, numbers: dict[str, float]) -> None:
+    def put(self, record: tuple[int, dict[str, float]] | None) -> None:
+        """Hands a record to the thread; None ends the thread."""
         if self._failed.is_set():
             return
         try:
-            self._records.put_nowait((step, numbers))
+            self._records.put_nowait(record)
         except queue.Full:
             self._fail(f"{WAITING} records wait for it")
 
     def close(self) -> None:
+        self.put(None)
         if self._failed.is_set():
             return
-        try:
-            self._records.put_nowait(None)
-        except queue.Full:
-            return self._fail(f"{WAITING} records wait for it")
         self._thread.join(CLOSING)
         if self._thread.is_alive():
             self._fail(f"it did not finish within {CLOSING:g} s")

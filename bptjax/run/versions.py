@@ -4,21 +4,6 @@ import platform
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
-PACKAGES = (
-    "bptjax",
-    "jax",
-    "jaxlib",
-    "flax",
-    "transformers",
-    "jax-cuda12-plugin",
-    "jax-cuda13-plugin",
-    "nvidia-cuda-runtime",
-    "nvidia-cudnn-cu13",
-    "jax-triton",
-    "triton",
-    "fa4-jax",
-    "nvidia-cutlass-dsl",
-)
 # Incremented by each change of bptjax that makes a run compute other bits from the same state.
 ARITHMETIC = 1
 # Packages that compute steps, and packages that turn data into tokens.
@@ -26,6 +11,7 @@ COMPUTING = (
     *("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cudnn-cu13", "jax-triton"),
     *("triton", "fa4-jax", "nvidia-cutlass-dsl", "transformers", "tokenizers"),
 )
+PACKAGES = ("bptjax", "flax", "nvidia-cuda-runtime", *COMPUTING)
 
 
 @dataclass(frozen=True)
