@@ -8,83 +8,19 @@ refuses the checkpoint. So no key that changes the result is ignored.
 from dataclasses import replace
 from typing import Any
 
-from bptjax.weights.hf.families.classic import (
-    read_bloom,
-    read_falcon,
-    read_gpt2,
-    read_gpt_neox,
-    read_mpt,
-    read_opt,
-    read_phi,
-    read_starcoder2,
-    rules_bloom,
-    rules_falcon,
-    rules_gpt2,
-    rules_gpt_neox,
-    rules_mpt,
-    rules_opt,
-    rules_phi,
-    rules_starcoder2,
-)
-from bptjax.weights.hf.families.convolution import read_lfm2, rules_lfm2
-from bptjax.weights.hf.families.encoders import (
-    read_bert,
-    read_modernbert,
-    read_roberta,
-    read_vit,
-    rules_bert,
-    rules_modernbert,
-    rules_roberta,
-    rules_vit,
-)
-from bptjax.weights.hf.families.experts import (
-    read_glm4_moe,
-    read_gpt_oss,
-    read_mixtral,
-    read_olmoe,
-    read_qwen3_moe,
-    rules_glm4_moe,
-    rules_gpt_oss,
-    rules_mixtral,
-    rules_qwen3_moe,
+from bptjax.weights.hf.families import (
+    classic,
+    convolution,
+    encoders,
+    experts,
+    gated,
+    gemma4,
+    interleaved,
+    linear,
+    multimodal,
 )
 from bptjax.weights.hf.families.family import Family
-from bptjax.weights.hf.families.gated import (
-    read_exaone4,
-    read_gemma,
-    read_gemma2,
-    read_gemma3,
-    read_granite,
-    read_llama,
-    read_mistral,
-    read_olmo2,
-    read_olmo3,
-    read_phi3,
-    read_qwen2,
-    read_qwen3,
-    read_seed_oss,
-    read_smollm3,
-    read_stablelm,
-    rules_phi3,
-    rules_rmsnorm_glu,
-)
-from bptjax.weights.hf.families.gemma4 import read_gemma4, rules_gemma4, unused_gemma4
-from bptjax.weights.hf.families.interleaved import (
-    read_cohere2,
-    read_ernie4_5,
-    read_glm4,
-    rules_glm4,
-    rules_interleaved_glu,
-)
-from bptjax.weights.hf.families.linear import (
-    read_qwen3_5,
-    read_qwen3_5_moe,
-    read_qwen3_next,
-    rules_qwen3_5,
-    rules_qwen3_5_moe,
-    rules_qwen3_next,
-)
-from bptjax.weights.hf.families.multimodal import GROWTH, MROPE, read_ministral3, text_model
+from bptjax.weights.hf.families.multimodal import GROWTH, MROPE, text_model
 
 WINDOWS = ("use_sliding_window", "max_window_layers")
 # Buffers that old versions of transformers saved: rotary frequencies and tables, causal masks.
@@ -104,8 +40,8 @@ COPIES = {
     "decoder.weight": "embedding",
 }
 GEMMA4 = Family(
-    read_gemma4,
-    rules_gemma4,
+    gemma4.read_gemma4,
+    gemma4.rules_gemma4,
     neutral=(
         # Read through per_layer_config.
         *("head_dim", "num_key_value_heads"),
@@ -114,73 +50,79 @@ GEMMA4 = Family(
         "use_bidirectional_attention",
     ),
     rope_names=(),
-    unused=unused_gemma4,
+    unused=gemma4.unused_gemma4,
     experts_module="experts",
     experts="concatenated",
     peft_keeps_mlps=True,
 )
 FAMILIES: dict[str, Family] = {
-    "llama": Family(read_llama, rules_rmsnorm_glu, neutral=("pretraining_tp",)),
-    "mistral": Family(read_mistral, rules_rmsnorm_glu),
-    "qwen2": Family(read_qwen2, rules_rmsnorm_glu, neutral=WINDOWS),
-    "qwen3": Family(read_qwen3, rules_rmsnorm_glu, neutral=WINDOWS),
-    "gemma": Family(read_gemma, rules_rmsnorm_glu),
-    "gemma2": Family(read_gemma2, rules_rmsnorm_glu),
-    "gemma3_text": Family(read_gemma3, rules_rmsnorm_glu),
+    "llama": Family(gated.read_llama, gated.rules_rmsnorm_glu, neutral=("pretraining_tp",)),
+    "mistral": Family(gated.read_mistral, gated.rules_rmsnorm_glu),
+    "qwen2": Family(gated.read_qwen2, gated.rules_rmsnorm_glu, neutral=WINDOWS),
+    "qwen3": Family(gated.read_qwen3, gated.rules_rmsnorm_glu, neutral=WINDOWS),
+    "gemma": Family(gated.read_gemma, gated.rules_rmsnorm_glu),
+    "gemma2": Family(gated.read_gemma2, gated.rules_rmsnorm_glu),
+    "gemma3_text": Family(gated.read_gemma3, gated.rules_rmsnorm_glu),
     "gemma4_text": GEMMA4,
     "gemma4_unified_text": GEMMA4,
-    "ministral3": Family(read_ministral3, rules_rmsnorm_glu, rope_kept=GROWTH),
+    "ministral3": Family(multimodal.read_ministral3, gated.rules_rmsnorm_glu, rope_kept=GROWTH),
     "smollm3": Family(
-        read_smollm3, rules_rmsnorm_glu, neutral=(*WINDOWS, "no_rope_layer_interval")
+        gated.read_smollm3, gated.rules_rmsnorm_glu, neutral=(*WINDOWS, "no_rope_layer_interval")
     ),
-    "seed_oss": Family(read_seed_oss, rules_rmsnorm_glu, neutral=("pretraining_tp",)),
-    "stablelm": Family(read_stablelm, rules_rmsnorm_glu),
-    "starcoder2": Family(read_starcoder2, rules_starcoder2),
-    "phi": Family(read_phi, rules_phi),
-    "ernie4_5": Family(read_ernie4_5, rules_interleaved_glu),
-    "cohere2": Family(read_cohere2, rules_interleaved_glu),
-    "granite": Family(read_granite, rules_rmsnorm_glu),
-    "olmo2": Family(read_olmo2, rules_rmsnorm_glu),
-    "olmo3": Family(read_olmo3, rules_rmsnorm_glu),
-    "exaone4": Family(read_exaone4, rules_rmsnorm_glu, neutral=("sliding_window_pattern",)),
-    "glm4": Family(read_glm4, rules_glm4),
-    "mixtral": Family(read_mixtral, rules_mixtral, experts="concatenated"),
+    "seed_oss": Family(gated.read_seed_oss, gated.rules_rmsnorm_glu, neutral=("pretraining_tp",)),
+    "stablelm": Family(gated.read_stablelm, gated.rules_rmsnorm_glu),
+    "starcoder2": Family(classic.read_starcoder2, classic.rules_starcoder2),
+    "phi": Family(classic.read_phi, classic.rules_phi),
+    "ernie4_5": Family(interleaved.read_ernie4_5, interleaved.rules_interleaved_glu),
+    "cohere2": Family(interleaved.read_cohere2, interleaved.rules_interleaved_glu),
+    "granite": Family(gated.read_granite, gated.rules_rmsnorm_glu),
+    "olmo2": Family(gated.read_olmo2, gated.rules_rmsnorm_glu),
+    "olmo3": Family(gated.read_olmo3, gated.rules_rmsnorm_glu),
+    "exaone4": Family(
+        gated.read_exaone4, gated.rules_rmsnorm_glu, neutral=("sliding_window_pattern",)
+    ),
+    "glm4": Family(interleaved.read_glm4, interleaved.rules_glm4),
+    "mixtral": Family(experts.read_mixtral, experts.rules_mixtral, experts="concatenated"),
     "qwen3_moe": Family(
-        read_qwen3_moe,
-        rules_qwen3_moe,
+        experts.read_qwen3_moe,
+        experts.rules_qwen3_moe,
         neutral=WINDOWS,
         experts="concatenated",
     ),
-    "qwen3_5_text": Family(read_qwen3_5, rules_qwen3_5, rope_kept=MROPE, kept=(MTP,)),
+    "qwen3_5_text": Family(linear.read_qwen3_5, linear.rules_qwen3_5, rope_kept=MROPE, kept=(MTP,)),
     "qwen3_5_moe_text": Family(
-        read_qwen3_5_moe,
-        rules_qwen3_5_moe,
+        linear.read_qwen3_5_moe,
+        linear.rules_qwen3_5_moe,
         rope_kept=MROPE,
         kept=(MTP,),
         experts="concatenated",
         peft_keeps_mlps=True,
     ),
-    "qwen3_next": Family(read_qwen3_next, rules_qwen3_next, kept=(MTP,), experts="concatenated"),
-    "lfm2": Family(read_lfm2, rules_lfm2, neutral=("full_attn_idxs",)),
+    "qwen3_next": Family(
+        linear.read_qwen3_next, linear.rules_qwen3_next, kept=(MTP,), experts="concatenated"
+    ),
+    "lfm2": Family(convolution.read_lfm2, convolution.rules_lfm2, neutral=("full_attn_idxs",)),
     "glm4_moe": Family(
-        read_glm4_moe,
-        rules_glm4_moe,
+        experts.read_glm4_moe,
+        experts.rules_glm4_moe,
         # Layer for multi-token prediction; transformers skips the same layer indices.
         kept=(r"(model\.)?layers\.(46|92)\..*",),
         neutral=("output_router_logits", "num_mtp_layers", "num_nextn_predict_layers"),
         experts="concatenated",
     ),
-    "olmoe": Family(read_olmoe, rules_qwen3_moe, experts="concatenated"),
+    "olmoe": Family(experts.read_olmoe, experts.rules_qwen3_moe, experts="concatenated"),
     "gpt_oss": Family(
-        read_gpt_oss,
-        rules_gpt_oss,
+        experts.read_gpt_oss,
+        experts.rules_gpt_oss,
         experts="interleaved",
         neutral=("hidden_act", "quantization_config"),
     ),
-    "phi3": Family(read_phi3, rules_phi3, neutral=("original_max_position_embeddings",)),
+    "phi3": Family(
+        gated.read_phi3, gated.rules_phi3, neutral=("original_max_position_embeddings",)
+    ),
     "gpt2": Family(
-        read_gpt2,
-        rules_gpt2,
+        classic.read_gpt2,
+        classic.rules_gpt2,
         prefix="transformer.",
         ignored=(CAUSAL_MASKS.format("attn"),),
         neutral=(
@@ -194,32 +136,34 @@ FAMILIES: dict[str, Family] = {
         positions="n_positions",
     ),
     "gpt_neox": Family(
-        read_gpt_neox,
-        rules_gpt_neox,
+        classic.read_gpt_neox,
+        classic.rules_gpt_neox,
         prefix="gpt_neox.",
         ignored=(CAUSAL_MASKS.format("attention"),),
         neutral=("is_decoder",),
         rope_names=("rotary_emb_base", "rotary_pct"),
     ),
     "bloom": Family(
-        read_bloom,
-        rules_bloom,
+        classic.read_bloom,
+        classic.rules_bloom,
         prefix="transformer.",
         ignored=(MEGATRON_MASK,),
         neutral=("pretraining_tp", "slow_but_exact"),
     ),
-    "opt": Family(read_opt, rules_opt, ignored=(r"(model\.)?decoder\.version",)),
+    "opt": Family(classic.read_opt, classic.rules_opt, ignored=(r"(model\.)?decoder\.version",)),
     "mpt": Family(
-        read_mpt,
-        rules_mpt,
+        classic.read_mpt,
+        classic.rules_mpt,
         prefix="transformer.",
         neutral=("init_device", "norm_type", "learned_pos_emb"),
         positions="max_seq_len",
     ),
-    "falcon": Family(read_falcon, rules_falcon, prefix="transformer.", ignored=(MEGATRON_MASK,)),
+    "falcon": Family(
+        classic.read_falcon, classic.rules_falcon, prefix="transformer.", ignored=(MEGATRON_MASK,)
+    ),
     "bert": Family(
-        read_bert,
-        rules_bert,
+        encoders.read_bert,
+        encoders.rules_bert,
         prefix="bert.",
         ignored=(
             r"(bert\.)?embeddings\.(position|token_type)_ids",
@@ -230,8 +174,8 @@ FAMILIES: dict[str, Family] = {
         renamed=((".gamma", ".weight"), (".beta", ".bias")),
     ),
     "roberta": Family(
-        read_roberta,
-        rules_roberta,
+        encoders.read_roberta,
+        encoders.rules_roberta,
         prefix="roberta.",
         ignored=(
             r"(roberta\.)?embeddings\.(position|token_type)_ids",
@@ -240,8 +184,8 @@ FAMILIES: dict[str, Family] = {
         ),
     ),
     "modernbert": Family(
-        read_modernbert,
-        rules_modernbert,
+        encoders.read_modernbert,
+        encoders.rules_modernbert,
         neutral=(
             "classifier_pooling",
             "classifier_dropout",
@@ -257,8 +201,8 @@ FAMILIES: dict[str, Family] = {
         scaled=False,
     ),
     "vit": Family(
-        read_vit,
-        rules_vit,
+        encoders.read_vit,
+        encoders.rules_vit,
         prefix="vit.",
         # Pooler that the class named by config.json does not have.
         ignored=(r"(vit\.)?pooler\.dense\..*",),

@@ -9,7 +9,7 @@ import numpy as np
 from bptjax.models.config import ModelConfig
 from bptjax.models.groups.attention import AttentionConfig
 from bptjax.models.groups.experts import ExpertsConfig
-from bptjax.weights.hf.families.family import activation, require
+from bptjax.weights.hf.families.family import require
 from bptjax.weights.hf.families.gated import (
     rmsnorm_glu_decoder,
     rules_rmsnorm_decoder,
@@ -37,9 +37,7 @@ def experts_decoder(c: Any, experts: ExpertsConfig, **more: Any) -> dict[str, An
 
 def read_mixtral(c: Any) -> dict[str, Any]:
     """Reads MixtralForCausalLM. All layers have the same window."""
-    return experts_decoder(
-        c, new_experts(c), activation=activation(c.hidden_act), sliding_window=c.sliding_window
-    )
+    return experts_decoder(c, new_experts(c), sliding_window=c.sliding_window)
 
 
 def layers_without_experts(c: Any) -> list[int]:
@@ -60,7 +58,6 @@ def read_qwen3_moe(c: Any) -> dict[str, Any]:
             size=c.moe_intermediate_size,
             renormalized=c.norm_topk_prob,
         ),
-        activation=activation(c.hidden_act),
         attention=AttentionConfig(qk_norm=True, qkv_bias=bias, out_bias=bias),
         sliding_window=c.sliding_window,
     )
@@ -72,7 +69,6 @@ def read_olmoe(c: Any) -> dict[str, Any]:
     return experts_decoder(
         c,
         new_experts(c, renormalized=c.norm_topk_prob),
-        activation=activation(c.hidden_act),
         attention=AttentionConfig(qk_norm=True, qk_norm_joint=True, qkv_bias=bias, out_bias=bias),
     )
 
@@ -114,7 +110,6 @@ def read_glm4_moe(c: Any) -> dict[str, Any]:
             scale=c.routed_scaling_factor,
         ),
         partial=True,
-        activation=activation(c.hidden_act),
         attention=AttentionConfig(qk_norm=c.use_qk_norm, qkv_bias=c.attention_bias),
     )
 

@@ -23,13 +23,17 @@ from bptjax.weights.hf.tensor_rules import (
 def rmsnorm_glu_decoder(
     c: Any, *, partial: bool = False, norms: Mapping[str, Any] = MappingProxyType({}), **more: Any
 ) -> dict[str, Any]:
-    """Returns the keywords that these families share, updated with `more`.
+    """Returns the keywords that these families share, updated with `more`. The activation is
+    hidden_act unless `more` has another.
 
     Args:
       partial: whether the family rotates part of each head.
       norms: keywords of NormsConfig.
     """
     own: dict[str, Any] = {"eps": getattr(c, "rms_norm_eps", None), **norms}
+    # Do not read hidden_act otherwise: a key that is read counts as supported.
+    if "activation" not in more:
+        more["activation"] = activation(c.hidden_act)
     return (
         dict(
             vocab_size=c.vocab_size,
@@ -61,40 +65,25 @@ def window_pattern(c: Any) -> dict[str, Any]:
 def read_llama(c: Any) -> dict[str, Any]:
     """Reads LlamaForCausalLM. One key turns on the biases of all four attention projections."""
     bias = c.attention_bias
-    return rmsnorm_glu_decoder(
-        c,
-        activation=activation(c.hidden_act),
-        attention=AttentionConfig(qkv_bias=bias, out_bias=bias),
-        mlp_bias=c.mlp_bias,
-    )
+    heads = AttentionConfig(qkv_bias=bias, out_bias=bias)
+    return rmsnorm_glu_decoder(c, attention=heads, mlp_bias=c.mlp_bias)
 
 
 def read_mistral(c: Any) -> dict[str, Any]:
     """Reads MistralForCausalLM. All layers have the same window."""
-    return rmsnorm_glu_decoder(
-        c, activation=activation(c.hidden_act), sliding_window=c.sliding_window
-    )
+    return rmsnorm_glu_decoder(c, sliding_window=c.sliding_window)
 
 
 def read_qwen2(c: Any) -> dict[str, Any]:
     """Reads Qwen2ForCausalLM. Queries, keys and values always have biases."""
-    return rmsnorm_glu_decoder(
-        c,
-        activation=activation(c.hidden_act),
-        attention=AttentionConfig(qkv_bias=True),
-        **window_pattern(c),
-    )
+    return rmsnorm_glu_decoder(c, attention=AttentionConfig(qkv_bias=True), **window_pattern(c))
 
 
 def read_qwen3(c: Any) -> dict[str, Any]:
     """Reads Qwen3ForCausalLM. Each query and key head is normalized before rotary positions."""
     bias = c.attention_bias
-    return rmsnorm_glu_decoder(
-        c,
-        activation=activation(c.hidden_act),
-        attention=AttentionConfig(qk_norm=True, qkv_bias=bias, out_bias=bias),
-        **window_pattern(c),
-    )
+    heads = AttentionConfig(qk_norm=True, qkv_bias=bias, out_bias=bias)
+    return rmsnorm_glu_decoder(c, attention=heads, **window_pattern(c))
 
 
 def gemma_decoder(
@@ -199,9 +188,7 @@ def read_granite(c: Any) -> dict[str, Any]:
 
 def output_norm_decoder(c: Any, **more: Any) -> dict[str, Any]:
     """Returns the keywords of families that normalize the outputs of sublayers."""
-    return rmsnorm_glu_decoder(
-        c, activation=activation(c.hidden_act), norms=dict(position="output"), **more
-    )
+    return rmsnorm_glu_decoder(c, norms=dict(position="output"), **more)
 
 
 def read_olmo2(c: Any) -> dict[str, Any]:
@@ -235,7 +222,6 @@ def read_seed_oss(c: Any) -> dict[str, Any]:
     """Reads SeedOssForCausalLM. The bias of the output projection has a separate key."""
     return rmsnorm_glu_decoder(
         c,
-        activation=activation(c.hidden_act),
         attention=AttentionConfig(qkv_bias=c.attention_bias, out_bias=c.attention_out_bias),
         mlp_bias=c.mlp_bias,
         residual_dropout=c.residual_dropout,
@@ -252,7 +238,6 @@ def read_stablelm(c: Any) -> dict[str, Any]:
         partial=True,
         norms=dict(type="layer", eps=c.layer_norm_eps, bias=True),
         residual="shared" if c.use_parallel_residual else "sequential",
-        activation=activation(c.hidden_act),
         attention=AttentionConfig(qkv_bias=c.use_qkv_bias),
     )
 
@@ -262,7 +247,6 @@ def read_phi3(c: Any) -> dict[str, Any]:
     return rmsnorm_glu_decoder(
         c,
         partial=True,
-        activation=activation(c.hidden_act),
         sliding_window=c.sliding_window,
         embedding_dropout=c.embd_pdrop,
         residual_dropout=c.resid_pdrop,

@@ -9,7 +9,6 @@ from typing import Any
 
 from bptjax.models.config import ModelConfig
 from bptjax.models.groups.attention import AttentionConfig
-from bptjax.weights.hf.families.family import activation
 from bptjax.weights.hf.families.gated import rmsnorm_glu_decoder, rules_rmsnorm_glu
 from bptjax.weights.hf.tensor_rules import (
     TensorRule,
@@ -35,12 +34,8 @@ def rules_interleaved_glu(c: ModelConfig) -> Iterator[TensorRule]:
 def read_ernie4_5(c: Any) -> dict[str, Any]:
     """Reads Ernie4_5ForCausalLM. One key turns on all biases."""
     bias = c.use_bias
-    return rmsnorm_glu_decoder(
-        c,
-        activation=activation(c.hidden_act),
-        attention=AttentionConfig(qkv_bias=bias, out_bias=bias),
-        mlp_bias=bias,
-    )
+    heads = AttentionConfig(qkv_bias=bias, out_bias=bias)
+    return rmsnorm_glu_decoder(c, attention=heads, mlp_bias=bias)
 
 
 def read_glm4(c: Any) -> dict[str, Any]:
@@ -48,7 +43,6 @@ def read_glm4(c: Any) -> dict[str, Any]:
     return rmsnorm_glu_decoder(
         c,
         partial=True,
-        activation=activation(c.hidden_act),
         norms=dict(position="sandwich"),
         attention=AttentionConfig(qkv_bias=c.attention_bias),
     )
@@ -76,7 +70,6 @@ def read_cohere2(c: Any) -> dict[str, Any]:
     bias = c.attention_bias
     return rmsnorm_glu_decoder(
         c,
-        activation=activation(c.hidden_act),
         norms=dict(type="layer", eps=c.layer_norm_eps),
         residual="shared",
         attention=AttentionConfig(qkv_bias=bias, out_bias=bias),

@@ -6,7 +6,7 @@ from typing import Any
 
 from bptjax.models.config import ModelConfig
 from bptjax.models.groups.attention import AttentionConfig
-from bptjax.weights.hf.families.family import Family, Layout, activation
+from bptjax.weights.hf.families.family import Family, Layout
 from bptjax.weights.hf.families.gated import rmsnorm_glu_decoder
 from bptjax.weights.hf.tensor_rules import TensorRule
 
@@ -44,7 +44,6 @@ def read_ministral3(c: Any) -> dict[str, Any]:
     rope = c.rope_parameters
     return rmsnorm_glu_decoder(
         c,
-        activation=activation(c.hidden_act),
         sliding_window=c.sliding_window,
         attention=AttentionConfig(
             query_growth=rope[GROWTH[0]],
