@@ -241,25 +241,10 @@ class NullLogger:
     def __enter__(self) -> "NullLogger":
         return self
 
-    def __exit__(self, *error) -> None:
+    def _ignore(self, *arguments: Any) -> None:
         pass
 
-    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        pass
-
-    update = write
-
-    def rewind(self, step: int) -> None:
-        pass
-
-    def status(self, text: str) -> None:
-        pass
-
-    def log(self, line: str) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
+    __exit__ = write = update = rewind = status = log = close = _ignore
 
 
 def plot_loss(metrics_jsonl: Path | str, out_png: Path | str, title: str = "") -> Any:
