@@ -2,6 +2,7 @@
 
 import re
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
 
 from bptjax.cli.main import launch
@@ -11,9 +12,7 @@ from bptjax.parsing.flags import nearest
 PLACES = [Path(__file__).parents[1] / "config_files", Path(__file__).parents[2] / "configs"]
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code."""
-    return launch("configs", argv)
+main = partial(launch, "configs")
 
 
 def run(args: Namespace) -> int:

@@ -49,9 +49,7 @@ WAYS = {
 }
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code."""
-    return launch("convert", argv)
+main = partial(launch, "convert")
 
 
 def run(args: Namespace) -> int:

@@ -14,6 +14,7 @@ import subprocess
 import time
 from argparse import Namespace
 from collections.abc import Iterator
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -45,9 +46,7 @@ class Problem(Exception):
 Lines = Iterator[tuple[str, str] | Problem]
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code."""
-    return launch("doctor", argv)
+main = partial(launch, "doctor")
 
 
 def run(args: Namespace) -> int:

@@ -3,6 +3,7 @@
 import json
 import os
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,7 @@ from bptjax.weights.loading import load_opened, open_decoder
 MOST = 2**24
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code."""
-    return launch("evaluate", argv)
+main = partial(launch, "evaluate")
 
 
 def run(args: Namespace) -> int:

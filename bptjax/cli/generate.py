@@ -138,9 +138,7 @@ def _check(
     check_seed(f"{prefix}seed", seed)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code."""
-    return launch("generate", argv)
+main = partial(launch, "generate")
 
 
 def run(args: Namespace) -> int:

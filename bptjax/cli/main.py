@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     return run_command(_overview, argv)
 
 
-def launch(name: str, argv: list[str] | None) -> int:
+def launch(name: str, argv: list[str] | None = None) -> int:
     """Parses the flags of a command in `PARSERS` and runs it. Returns its exit code."""
 
     def command(argv: list[str]) -> int:

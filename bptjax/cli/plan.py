@@ -25,13 +25,7 @@ from bptjax.parallel.mesh import make_mesh, select_devices
 from bptjax.parsing.keys import replace_keys
 from bptjax.run.output import plural
 from bptjax.run.progress import Compilations, Progress
-from bptjax.training.checks import (
-    check_adapter,
-    check_float8,
-    check_landmarks,
-    check_model,
-    check_objective,
-)
+from bptjax.training.checks import check_model, check_objective, check_spec
 from bptjax.training.spec import TrainSpec, fit_to_images
 from bptjax.training.state import parameter_counts
 from bptjax.weights.pretrained import Pretrained, open_config
@@ -175,11 +169,7 @@ def open_spec(config: Config, devices: list[jax.Device]) -> TrainSpec:
     check_objective(model, config)
     config = fit_to_images(config, model)
     spec = TrainSpec(config, model, make_mesh(config.parallel, devices), pretrained)
-    spec.execution.check(model)
-    check_landmarks(spec)
-    check_adapter(spec)
-    check_float8(spec)
-    _ = spec.layout
+    check_spec(spec)
     return spec
 
 

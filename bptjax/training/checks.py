@@ -59,6 +59,19 @@ def check_model(model: ModelConfig, pretrained: Pretrained | None) -> None:
         exported(read_json(pretrained.sidecars / "config.json"), pretrained.read_as, model)
 
 
+def check_spec(spec: TrainSpec) -> None:
+    """Checks the settings of a run against its model, checkpoint and devices, except their memory.
+
+    Raises:
+      ValueError, NotImplementedError: one line about the wrong key.
+    """
+    spec.execution.check(spec.model)
+    check_landmarks(spec)
+    check_adapter(spec)
+    check_float8(spec)
+    _ = spec.layout
+
+
 def check_landmarks(spec: TrainSpec) -> None:
     """Checks landmark attention against the settings of the run.
 

@@ -46,13 +46,7 @@ from bptjax.parsing.keys import flatten
 from bptjax.run.json_files import read_json
 from bptjax.run.links import check_links
 from bptjax.run.output import explain_full_disk, plural, replaced_files, write_atomically
-from bptjax.training.checks import (
-    check_adapter,
-    check_float8,
-    check_host_memory,
-    check_landmarks,
-    check_model,
-)
+from bptjax.training.checks import check_host_memory, check_model, check_spec
 from bptjax.training.data import RunData, open_data, say
 from bptjax.training.notes import describe_devices, describe_model
 from bptjax.training.run_directory import (
@@ -254,10 +248,7 @@ def _open_run(config: Config, devices: list[jax.Device], date: str) -> TrainingR
             )
     check_model(model, pretrained)
     spec = TrainSpec(config, model, mesh, pretrained)
-    spec.execution.check(model)
-    check_landmarks(spec)
-    check_adapter(spec)
-    check_float8(spec)
+    check_spec(spec)
     check_host_memory(spec)
     if config.execution.attention_implementation != "auto":
         check_kernel(spec)
