@@ -47,17 +47,19 @@ class HFTokenizer:
         self._tokenizer: Any = found
         self.now: str | None = None
         files = Path(directory) / "chat_template.jinja", Path(directory) / "tokenizer_config.json"
-        self.template_file = files[0] if files[0].exists() else files[1]
+        self.template_file: Path | None = files[0] if files[0].exists() else files[1]
         # `len` counts added tokens; the tokenizer's own `vocab_size` does not.
         self.vocab_size = min(len(found), limit or len(found))
-        self.special_tokens = dict(found.special_tokens_map)
+        self.special_tokens: Mapping[str, Any] = dict(found.special_tokens_map)
         self.generation_config = read_generation_config(Path(directory))
         self._token_ids = _token_ids(Path(directory)) or {
             "bos_token_id": found.bos_token_id,
             "eos_token_id": found.eos_token_id,
         }
         ends = self._token_ids.get("eos_token_id", self.eos_id)
-        self.stop_ids = [] if ends is None else ends if isinstance(ends, list) else [ends]
+        self.stop_ids: Sequence[int] = (
+            [] if ends is None else ends if isinstance(ends, list) else [ends]
+        )
         if any(type(i) is not int for i in self.stop_ids):
             raise ValueError(
                 f"{directory}: eos_token_id={ends!r} of {GENERATION} or config.json: must be an "

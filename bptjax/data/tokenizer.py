@@ -46,31 +46,22 @@ class Tokenizer(Protocol):
       generation_config: fields of the model's generation_config.json, other than token ids.
     """
 
+    vocab_size: int
+    prefix: np.ndarray
+    start_text: str
+    eos_id: int | None
+    sep_id: int | None
+    stop_ids: Sequence[int]
+    mask_id: int | None
+    special_ids: Sequence[int]
+    template_file: Path | None
+    special_tokens: Mapping[str, Any]
     now: str | None
     generation_config: dict[str, Any]
 
     @property
-    def vocab_size(self) -> int: ...
-    @property
-    def prefix(self) -> np.ndarray: ...
-    @property
-    def start_text(self) -> str: ...
-    @property
-    def eos_id(self) -> int | None: ...
-    @property
-    def sep_id(self) -> int | None: ...
-    @property
-    def stop_ids(self) -> list[int]: ...
-    @property
-    def mask_id(self) -> int | None: ...
-    @property
-    def special_ids(self) -> Sequence[int]: ...
-    @property
     def chat_template(self) -> str | None: ...
-    @property
-    def template_file(self) -> Path | None: ...
-    @property
-    def special_tokens(self) -> Mapping[str, Any]: ...
+
     def template_for(self, tools: bool) -> str | None:
         """Returns the chat template, or with `tools` the tokenizer's separate one if there is
         one."""
@@ -137,6 +128,7 @@ class _Plain:
     start_text = ""
     eos_id: int | None = None
     sep_id: int | None = None
+    stop_ids: Sequence[int] = ()
     mask_id: int | None = None
     special_ids: Sequence[int] = ()
     chat_template: str | None = None
@@ -144,10 +136,6 @@ class _Plain:
     special_tokens: Mapping[str, Any] = {}
     now: str | None = None
     generation_config: dict[str, Any] = {}
-
-    @property
-    def stop_ids(self) -> list[int]:
-        return [] if self.eos_id is None else [self.eos_id]
 
     def template_for(self, tools: bool) -> str | None:
         return self.chat_template
@@ -212,7 +200,7 @@ class ByteTokenizer(_Plain):
 
     type = "byte"
     vocab_size, eos_id, mask_id = 257, 256, 255
-    special_ids = (255, 256)
+    stop_ids, special_ids = (256,), (255, 256)
     prefix = np.array([256], np.int32)
     start_text = SEPARATOR
     special_tokens = {"bos_token": SEPARATOR, "eos_token": SEPARATOR}
