@@ -372,7 +372,7 @@ def test_chat_template_and_stop_tokens(tmp_path, caplog):
     # Ids that no token has were ignored in silence.
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [-1, 2, 8]}))
     load_tokenizer(tmp_path)
-    assert "eos_token_id=-1, 8 of generation_config.json or config.json: ends no" in caplog.text
+    assert "eos_token_id=-1, 8 of generation_config.json or config.json: ignored" in caplog.text
 
 
 def test_stop_strings_may_span_tokens(model):
