@@ -36,11 +36,11 @@ def parse(
     rest, load = _without_auto(argv), get_loader("yaml")
 
     def load_without_auto(text: str) -> Any:
-        found = load(text)
+        loaded = load(text)
         # Drop the file's group if a flag, or the file itself, says `execution: auto`.
-        if isinstance(found, dict) and (rest != argv or found.get("execution") == AUTO):
-            found.pop("execution", None)
-        return found
+        if isinstance(loaded, dict) and (rest != argv or loaded.get("execution") == AUTO):
+            loaded.pop("execution", None)
+        return loaded
 
     set_loader("execution", load_without_auto, exceptions=(yaml.YAMLError,))
     refuse_imports(kind)
@@ -57,13 +57,13 @@ def parse(
 
 def _without_auto(argv: list[str]) -> list[str]:
     """Returns `argv` without `--execution=auto` and `--execution auto`."""
-    kept: list[str] = []
+    rest: list[str] = []
     for token in argv:
-        if token == AUTO and kept[-1:] == ["--execution"]:
-            kept.pop()
+        if token == AUTO and rest[-1:] == ["--execution"]:
+            rest.pop()
         elif token != f"--execution={AUTO}":
-            kept.append(token)
-    return kept
+            rest.append(token)
+    return rest
 
 
 def _config_first(argv: list[str]) -> list[str]:

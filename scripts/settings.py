@@ -22,7 +22,7 @@ from step import DECODERS, DEFAULTS
 from tables import GPUS, LONGEST_PLANNED, SIZES
 
 from bptjax.config_parser import parse
-from bptjax.cost.auto import absent_room
+from bptjax.cost.auto import absent_limit
 from bptjax.cost.devices import absent_devices
 from bptjax.cost.estimate import Estimator
 from bptjax.cost.memory import Plan, plan
@@ -55,7 +55,7 @@ class Case:
         self.scales, self.first = {}, scale
         self.known: dict[int, tuple[TrainSpec, float, float]] = {}
         self.kind, self.present = absent_devices(devices)
-        self.room = absent_room(self.at(1024), self.kind)
+        self.limit = absent_limit(self.at(1024), self.kind)
 
     def at(self, length: int) -> TrainSpec:
         config = parse([f"--train.seq_len={length}", *self.options], defaults=DEFAULTS)
@@ -67,7 +67,7 @@ class Case:
         estimated bytes of all but the workspace, and of the workspace."""
         if length not in self.known:
             spec = self.at(length)
-            spec = with_execution(spec, smallest(spec, self.room))
+            spec = with_execution(spec, smallest(spec, self.limit))
             self.known[length] = spec, *_parts(spec)
         return self.known[length]
 
@@ -81,7 +81,7 @@ class Case:
 
     def longest(self) -> int:
         """Returns the number of LENGTHS that are estimated to fit."""
-        return bisect.bisect(LENGTHS, self.room.device, key=self.peak)
+        return bisect.bisect(LENGTHS, self.limit.device, key=self.peak)
 
     def correct(self, length: int, found: Plan) -> None:
         """Corrects the estimates by a compiled step."""
@@ -94,10 +94,10 @@ class Case:
         def estimated(spec: TrainSpec) -> Plan:
             known, workspace = _parts(spec)
             sizes = 0, 0, 0, 0, int(known + workspace), 0, 0
-            return Plan(self.devices, length, *sizes, self.room.device)
+            return Plan(self.devices, length, *sizes, self.limit.device)
 
         spec = self.at(length)
-        choice = choose(spec, self.room, estimated)
+        choice = choose(spec, self.limit, estimated)
         return with_execution(spec, choice.execution) if choice.plan.fits else None
 
 
@@ -149,10 +149,10 @@ def row(
         }
         mesh, case = min(cases.items(), key=lambda x: x[1].peak(131_072))
         number, compiled, fits, fails, seconds = case.longest(), {}, [], [], 0.0
-        found = nothing | dict(state_dtype=dtype, mesh=mesh, room_gib=case.room.device / GIB)
+        found = nothing | dict(state_dtype=dtype, mesh=mesh, room_gib=case.limit.device / GIB)
         while len(compiled) < most and 0 < number and LENGTHS[number - 1] not in compiled:
             T, start = LENGTHS[number - 1], time.perf_counter()
-            compiled[T] = plan(case.least(T)[0], devices, case.room.device, case.kind.platform)
+            compiled[T] = plan(case.least(T)[0], devices, case.limit.device, case.kind.platform)
             seconds += time.perf_counter() - start
             with log.open("a") as file:
                 note = found | dict(T=T, gib=compiled[T].peak / GIB, estimated=case.peak(T) / GIB)

@@ -202,7 +202,7 @@ def test_the_longest_planned_length_fits_and_the_next_does_not(factor, room_for)
     at = settings.LENGTHS.index(found["T"])
     assert found["peak_gib"] <= found["room_gib"]
     again = settings.Case("Llama-3.1 8B", "full", "h100", [], factor)
-    assert again.peak(settings.LENGTHS[at + 2]) > again.room.device
+    assert again.peak(settings.LENGTHS[at + 2]) > again.limit.device
     assert found["tokens_per_second"] > 0 and len(found["compiled"]) <= settings.MOST_COMPILED
 
 

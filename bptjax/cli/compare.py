@@ -35,7 +35,7 @@ from bptjax.run.progress import Progress
 DESCRIPTION = """Times one transformer layer, forward and backward, with each implementation of its
 loops over chunks: a Python loop, the same loop unrolled under jit, a scan, and the fused scan.
 Prints a table, and writes rows.json and a plot."""
-WAYS = ("loop", "unrolled", "fused", *(name for name in KERNELS if name != "loop"))
+IMPLEMENTATIONS = ("loop", "unrolled", "fused", *(name for name in KERNELS if name != "loop"))
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,9 @@ class CompareConfig:
 
     def __post_init__(self):
         for name in self.implementations:
-            if name not in WAYS:
-                raise ValueError(f"implementations={name!r}: must be one of {', '.join(WAYS)}")
+            if name not in IMPLEMENTATIONS:
+                known = ", ".join(IMPLEMENTATIONS)
+                raise ValueError(f"implementations={name!r}: must be one of {known}")
         for name in ("lengths", "chunks"):
             if not getattr(self, name) or min(getattr(self, name)) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be positive token counts")
@@ -101,7 +102,7 @@ class CompareConfig:
         )
 
 
-def layer_output(way: str, layer: Layer, x: Array, q_chunk: int, k_chunk: int) -> Array:
+def layer_output(implementation: str, layer: Layer, x: Array, q_chunk: int, k_chunk: int) -> Array:
     """Returns the layer's output `[B, T, D]`, computed by the named implementation."""
     B, T, _ = x.shape
     positions = jnp.broadcast_to(jnp.arange(T), (B, T))
@@ -117,9 +118,9 @@ def layer_output(way: str, layer: Layer, x: Array, q_chunk: int, k_chunk: int) -
         return x
 
     chunk = x, tokens
-    if way == "fused":
+    if implementation == "fused":
         return blockwise_transformer(query, finish, layer, chunk, k, v, impl="scan", **chunks)
-    impl = "loop" if way == "unrolled" else way
+    impl = "loop" if implementation == "unrolled" else implementation
     out = attention(query(layer, chunk), k, v, impl=impl, **chunks)
     if impl == "loop":
         parts = [slice(i, i + q_chunk) for i in range(0, T, q_chunk)]
@@ -149,21 +150,22 @@ class Work:
             with jax.default_matmul_precision("highest"):
                 self.oracle = dense(layer, *(x.astype(jnp.float32) for x in rest))
 
-    def gradients(self, way: str, q_chunk: int, k_chunk: int) -> Callable:
+    def gradients(self, implementation: str, q_chunk: int, k_chunk: int) -> Callable:
         """Returns a function that computes the gradients of the layer's parameters and its
         input."""
 
         def projected(layer, x, g):
-            y = layer_output(way, layer, x, q_chunk, k_chunk)
+            y = layer_output(implementation, layer, x, q_chunk, k_chunk)
             return (y.astype(jnp.float32) * g.astype(jnp.float32)).sum()
 
         return jax.grad(projected, (0, 1))
 
-    def row(self, way: str, q_chunk: int, k_chunk: int) -> dict[str, Any]:
+    def row(self, implementation: str, q_chunk: int, k_chunk: int) -> dict[str, Any]:
         """Returns a row of measurements. Its `status` is ok, or the reason why there are none."""
-        row = dict(implementation=way, T=self.T, q_chunk=q_chunk, k_chunk=k_chunk, status="ok")
+        row: dict[str, Any] = dict(implementation=implementation, T=self.T)
+        row |= dict(q_chunk=q_chunk, k_chunk=k_chunk, status="ok")
         try:
-            return row | self._figures(way, q_chunk, k_chunk)
+            return row | self._figures(implementation, q_chunk, k_chunk)
         except NotImplementedError as error:
             return row | {"status": f"refused: {error}"}
         except jax.errors.JaxRuntimeError as error:
@@ -171,26 +173,26 @@ class Work:
                 raise
             return row | {"status": "out of memory"}
 
-    def _figures(self, way: str, q_chunk: int, k_chunk: int) -> dict[str, Any]:
-        run, found = self.gradients(way, q_chunk, k_chunk), {}
+    def _figures(self, implementation: str, q_chunk: int, k_chunk: int) -> dict[str, Any]:
+        run, figures = self.gradients(implementation, q_chunk, k_chunk), {}
         start = time.perf_counter()
-        if way != "loop":
+        if implementation != "loop":
             lowered = jax.jit(run).lower(*self.operands)
-            found["trace_s"], start = time.perf_counter() - start, time.perf_counter()
+            figures["trace_s"], start = time.perf_counter() - start, time.perf_counter()
             run = lowered.compile()
-            found["compile_s"] = time.perf_counter() - start
+            figures["compile_s"] = time.perf_counter() - start
             text, needs = run.as_text(), run.memory_analysis()
             if text is not None and needs is not None:
-                found["hlo_instructions"] = text.count(" = ")
-                found["temp_bytes"] = needs.temp_size_in_bytes
+                figures["hlo_instructions"] = text.count(" = ")
+                figures["temp_bytes"] = needs.temp_size_in_bytes
         result = jax.block_until_ready(run(*self.operands))
         times = list(_times(lambda: run(*self.operands), self.config.repeats))
-        found["step_ms"] = 1e3 * statistics.median(times)
-        found["fastest_ms"], found["slowest_ms"] = 1e3 * min(times), 1e3 * max(times)
-        found["repeats"] = len(times)
+        figures["step_ms"] = 1e3 * statistics.median(times)
+        figures["fastest_ms"], figures["slowest_ms"] = 1e3 * min(times), 1e3 * max(times)
+        figures["repeats"] = len(times)
         if self.oracle is not None:
-            found["gradient_error"] = _distance(result, self.oracle)
-        return found
+            figures["gradient_error"] = _distance(result, self.oracle)
+        return figures
 
 
 def _times(run: Callable, repeats: int, budget: float = 10.0) -> Iterator[float]:
@@ -253,9 +255,9 @@ def compare(config: CompareConfig) -> list[dict[str, Any]]:
         for T in config.lengths:
             progress.describe(f"dense reference, {T:,} tokens")
             work = Work(config, T)
-            for way, (q_chunk, k_chunk) in measurements:
-                progress.describe(f"{way}, {T:,} tokens, chunks {q_chunk}/{k_chunk}")
-                rows.append(work.row(way, q_chunk, k_chunk) | about)
+            for implementation, (q_chunk, k_chunk) in measurements:
+                progress.describe(f"{implementation}, {T:,} tokens, chunks {q_chunk}/{k_chunk}")
+                rows.append(work.row(implementation, q_chunk, k_chunk) | about)
                 progress.advance()
                 (out / "rows.json").write_text(json.dumps(rows, indent=1) + "\n")
     plot(rows, out / "compare.png")

@@ -45,9 +45,9 @@ def conclusions(rows: list[dict[str, Any]]) -> list[str]:
     """
     lines = []
     for T in dict.fromkeys(r["T"] for r in rows):
-        ways = _fastest([r for r in rows if r["T"] == T])
-        by_time = sorted(ways, key=lambda r: r["step_ms"])
-        by_memory = sorted((r for r in ways if "temp_bytes" in r), key=lambda r: r["temp_bytes"])
+        fastest = _fastest([r for r in rows if r["T"] == T])
+        by_time = sorted(fastest, key=lambda r: r["step_ms"])
+        by_memory = sorted((r for r in fastest if "temp_bytes" in r), key=lambda r: r["temp_bytes"])
         if len(by_time) == 1:
             lines.append(
                 f"At {T:,} tokens {_name(by_time[0])} takes {by_time[0]['step_ms']:,.1f} ms."
@@ -72,11 +72,11 @@ def best_chunks(rows: list[dict[str, Any]]) -> list[str]:
     lines = []
     for T in dict.fromkeys(r["T"] for r in rows):
         for best in _fastest([r for r in rows if r["T"] == T]):
-            way = best["implementation"]
-            same = [r for r in rows if (r["T"], r["implementation"]) == (T, way)]
+            implementation = best["implementation"]
+            same = [r for r in rows if (r["T"], r["implementation"]) == (T, implementation)]
             worst = max((r for r in same if "step_ms" in r), key=lambda r: r["step_ms"])
             lines.append(
-                f"Best chunks of {way} at {T:,} tokens: q_chunk={best['q_chunk']} "
+                f"Best chunks of {implementation} at {T:,} tokens: q_chunk={best['q_chunk']} "
                 f"k_chunk={best['k_chunk']}, {best['step_ms']:,.1f} ms; "
                 f"{_times_as(worst['step_ms'] / best['step_ms'])} "
                 f"{worst['q_chunk']}/{worst['k_chunk']}, the slowest."
@@ -86,12 +86,12 @@ def best_chunks(rows: list[dict[str, Any]]) -> list[str]:
 
 def _fastest(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns the fastest measured row of each implementation."""
-    found: dict[str, dict[str, Any]] = {}
+    fastest: dict[str, dict[str, Any]] = {}
     for r in rows:
-        best = found.get(r["implementation"], r)
+        best = fastest.get(r["implementation"], r)
         if "step_ms" in r and r["step_ms"] <= best["step_ms"]:
-            found[r["implementation"]] = r
-    return list(found.values())
+            fastest[r["implementation"]] = r
+    return list(fastest.values())
 
 
 def _name(row: dict[str, Any]) -> str:
@@ -134,13 +134,13 @@ def plot(rows: list[dict[str, Any]], file: Path) -> None:
     figure.suptitle(f"One transformer layer, forward + backward ({about})")
     panels = (("step_ms", 1.0, "step (ms)"), ("temp_bytes", 2.0**-20, "temporary memory (MiB)"))
     for axes, (name, unit, title) in zip(figure.subplots(1, 2), panels, strict=True):
-        measured = {n: [r for r in of if name in r] for n, of in lines.items()}
+        measured = {n: [r for r in shown if name in r] for n, shown in lines.items()}
         if len(lengths) == 1:
-            values = [sum(r[name] * unit for r in of) for of in measured.values()]
+            values = [sum(r[name] * unit for r in shown) for shown in measured.values()]
             bars = axes.barh(list(lines), values)
             texts = [
-                f"{v:,.4g}" if of else "not measured"
-                for v, of in zip(values, measured.values(), strict=True)
+                f"{v:,.4g}" if shown else "not measured"
+                for v, shown in zip(values, measured.values(), strict=True)
             ]
             axes.bar_label(bars, texts, padding=3)
             axes.set(xlabel=f"{title}, {lengths[0]:,} tokens")
@@ -149,9 +149,9 @@ def plot(rows: list[dict[str, Any]], file: Path) -> None:
             axes.set_axisbelow(True)
             axes.invert_yaxis()
             continue
-        for number, (label, of) in enumerate(measured.items()):
-            if of:
-                points = [(r["T"], r[name] * unit) for r in of]
+        for number, (label, shown) in enumerate(measured.items()):
+            if shown:
+                points = [(r["T"], r[name] * unit) for r in shown]
                 # Ten colors, then another marker and line.
                 style = ("o-", "s--", "^:", "D-.")[number // 10 % 4]
                 axes.plot(*zip(*points, strict=True), style, color=f"C{number % 10}", label=label)

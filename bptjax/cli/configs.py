@@ -21,19 +21,19 @@ def run(args: Namespace) -> int:
     Raises:
       ValueError, OSError: the name is unknown, or the file already exists or cannot be written.
     """
-    found = {file.stem: file for place in PLACES for file in sorted(place.glob("*.yaml"))}
+    configs = {file.stem: file for place in PLACES for file in sorted(place.glob("*.yaml"))}
     if args.name is None:
-        for name, file in found.items():
+        for name, file in configs.items():
             print(f"{name:<28}{_purpose(file.read_text())}")
         return 0
     name = args.name.removesuffix(".yaml")
-    if name not in found:
-        known = nearest(name, found) or "; bptjax configs lists the names"
+    if name not in configs:
+        known = nearest(name, configs) or "; bptjax configs lists the names"
         raise ValueError(f"unknown config {args.name}{known}")
     target = args.dest / f"{name}.yaml" if args.dest.is_dir() else args.dest
     try:
         with target.open("x") as file:
-            file.write(found[name].read_text())
+            file.write(configs[name].read_text())
     except FileExistsError as error:
         raise ValueError(f"DEST={target}: must not exist yet; choose another file") from error
     print(f"written: {target}")

@@ -18,7 +18,7 @@ Note = Callable[[Pretrained, Namespace], str]
 
 
 @dataclass(frozen=True)
-class Way:
+class Conversion:
     """A conversion.
 
     Attributes:
@@ -41,11 +41,15 @@ def _kept_dtype(model: Pretrained, args: Namespace) -> str:
 
 
 # Conversions by name, as in `main.convert`.
-WAYS = {
-    "hf-to-bptjax": Way(to_bptjax, exports=False),
-    "bptjax-to-hf": Way(to_hf, _kept_dtype, options=("dtype", "max_shard_size")),
-    "merge-adapter": Way(partial(merge_adapter, warn=warn), options=("dtype", "max_shard_size")),
-    "export-adapter": Way(export_adapter, lambda model, args: remedy_for_peft(model, args.out)),
+CONVERSIONS = {
+    "hf-to-bptjax": Conversion(to_bptjax, exports=False),
+    "bptjax-to-hf": Conversion(to_hf, _kept_dtype, options=("dtype", "max_shard_size")),
+    "merge-adapter": Conversion(
+        partial(merge_adapter, warn=warn), options=("dtype", "max_shard_size")
+    ),
+    "export-adapter": Conversion(
+        export_adapter, lambda model, args: remedy_for_peft(model, args.out)
+    ),
 }
 
 
@@ -59,26 +63,26 @@ def run(args: Namespace) -> int:
     Raises:
       ValueError, OSError: one line about the wrong flag or source; nothing is written.
     """
-    way, verified = WAYS[args.way], getattr(args, "verify", False)
+    conversion, verified = CONVERSIONS[args.conversion], getattr(args, "verify", False)
     if verified and importlib.util.find_spec("torch") is None:
         raise ValueError("--verify: must have torch, which is not installed; pip install torch")
     select_devices("cpu")
-    options = {name: getattr(args, name) for name in way.options}
-    model = way.convert(args.source, args.out, **options)
+    options = {name: getattr(args, name) for name in conversion.options}
+    model = conversion.convert(args.source, args.out, **options)
     notes = [model.left_out]
     pattern = model.config.attention_pattern
-    if pattern is not None and (verified or way.exports):
+    if pattern is not None and (verified or conversion.exports):
         notes.append(
             f"transformers computes full attention in place of model.attention_pattern={pattern}; "
             "bptjax reads the pattern" + ("; not verified" if verified else "")
         )
         verified = False
-    notes += [way.note(model, args), f"written: {args.out}"]
+    notes += [conversion.note(model, args), f"written: {args.out}"]
     print("\n".join(note for note in notes if note))
     if not verified:
         return 0
     hf, ours = resolve_checkpoint(args.source), args.out
-    if way.exports:
+    if conversion.exports:
         hf, ours = args.out, args.source
     model = open_pretrained(ModelConfig(name_or_path=str(ours)))
     same, line = verify(hf, model, getattr(args, "dtype", None))

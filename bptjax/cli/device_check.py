@@ -38,8 +38,8 @@ def check_kernels(device: jax.Device) -> Iterator[tuple[str, str | None, Callabl
 
     def error(name: str) -> float:
         with jax.default_device(device), jax.default_matmul_precision("highest"):
-            found = [_results(name)(mask, dout, *x) for mask in masks]
-            pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
+            results = [_results(name)(mask, dout, *x) for mask in masks]
+            pairs = zip(jax.tree.leaves(results), jax.tree.leaves(wanted), strict=True)
             errors = jnp.stack([_error(a, b) for a, b in pairs])
             return float(jnp.where(jnp.isnan(errors), jnp.inf, errors).max())
 

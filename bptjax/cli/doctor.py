@@ -124,10 +124,10 @@ def _driver() -> Lines:
 
 
 def _versions() -> Lines:
-    found = versions()
-    yield "Python", found.pop("Python") or ""
-    yield "packages", ", ".join(f"{name} {text}" for name, text in found.items() if text)
-    yield "not installed", ", ".join(name for name in PACKAGES if not found[name]) or "none"
+    installed = versions()
+    yield "Python", installed.pop("Python") or ""
+    yield "packages", ", ".join(f"{name} {text}" for name, text in installed.items() if text)
+    yield "not installed", ", ".join(name for name in PACKAGES if not installed[name]) or "none"
 
 
 def _imports() -> Lines:

@@ -32,13 +32,13 @@ def run(args: Namespace) -> int:
     """
     _check(args)
     tasks = {name: kind(args) for name, kind in TASKS.items() if kind.asked(args)}
-    found, tokenizer = open_decoder(args.model, args.tokenizer, warn)
+    pretrained, tokenizer = open_decoder(args.model, args.tokenizer, warn)
     longest = max(task.longest for task in tasks.values())
-    if line := length_warning(found.config, longest):
+    if line := length_warning(pretrained.config, longest):
         warn(line)
     for task in tasks.values():
         task.check(tokenizer)
-    model = load_opened(found, args.dtype, args.device, warn, cached=(1, longest))
+    model = load_opened(pretrained, args.dtype, args.device, warn, cached=(1, longest))
     trained = trained_length(args.model, model)
     for name, task in tasks.items():
         _report(task, task.rows(model, tokenizer), args.out / name, trained)

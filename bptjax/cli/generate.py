@@ -81,7 +81,7 @@ def generate(
         [prompts] if isinstance(prompts, str) else prompts, tokenizer, chat, log.warning
     )
     _warn_of_length(model.config, encoded, max_new_tokens, log.warning)
-    *_, found = continuations(
+    *_, texts = continuations(
         model,
         tokenizer,
         encoded,
@@ -92,7 +92,7 @@ def generate(
         prefill_chunk=prefill_chunk,
         dtype=jnp.dtype(dtype or model.head_matrix.dtype),
     )
-    return cast(Prompts, found[0] if isinstance(prompts, str) else found)
+    return cast(Prompts, texts[0] if isinstance(prompts, str) else texts)
 
 
 def _encode(
@@ -151,15 +151,17 @@ def run(args: Namespace) -> int:
     texts = args.prompt + [_text(file) for file in args.prompt_file]
     if not texts:
         raise ValueError("--prompt or --prompt_file must be given")
-    found, tokenizer = open_decoder(args.model, args.tokenizer, warn)
+    pretrained, tokenizer = open_decoder(args.model, args.tokenizer, warn)
     chosen = {f.name: getattr(args, f.name) for f in fields(Sampling)}
     sampling, line = choose_sampling(tokenizer.generation_config, warn, chat=args.chat, **chosen)
     warn(line)
     prompts = _encode(texts, tokenizer, args.chat, warn)
-    longest = _warn_of_length(found.config, prompts, args.max_new_tokens, warn)
+    longest = _warn_of_length(pretrained.config, prompts, args.max_new_tokens, warn)
     warn(f"loading {args.model}")
     cached = len(prompts), longest
-    model = load_opened(found, args.dtype, args.device, warn, tp=args.tp, sp=args.sp, cached=cached)
+    model = load_opened(
+        pretrained, args.dtype, args.device, warn, tp=args.tp, sp=args.sp, cached=cached
+    )
     dtype = jnp.dtype(args.dtype or model.head_matrix.dtype)
     tokens = sum(map(len, prompts))
     warn(f"compiling, then reading {plural(tokens, 'token')} of prompts, in {dtype}")

@@ -163,11 +163,11 @@ def convert() -> Parser:
     """Returns the flags of `bptjax convert`."""
     parser = Parser(
         prog="bptjax convert",
-        usage="%(prog)s WAY SOURCE OUT [--FLAG VALUE ...]",
+        usage="%(prog)s CONVERSION SOURCE OUT [--FLAG VALUE ...]",
         description="Converts checkpoints and adapters from and to Hugging Face and PEFT.",
     )
-    ways = parser.add_subparsers(dest="way", metavar="WAY", required=True)
-    for way, source, text in (
+    conversions = parser.add_subparsers(dest="conversion", metavar="CONVERSION", required=True)
+    for name, source, text in (
         ("hf-to-bptjax", "DIR", "Hugging Face directory to a bptjax one, layers stacked"),
         ("bptjax-to-hf", "RUN", "newest checkpoint of a run, or a converted directory, to a "
          "Hugging Face directory"),
@@ -175,20 +175,20 @@ def convert() -> Parser:
          "Hugging Face directory"),
         ("export-adapter", "RUN", "adapter of a run to a PEFT directory"),
     ):  # fmt: skip
-        command = ways.add_parser(
-            way,
-            prog=f"bptjax convert {way}",
+        command = conversions.add_parser(
+            name,
+            prog=f"bptjax convert {name}",
             usage=f"%(prog)s {source} OUT [--FLAG VALUE ...]",
             help=text,
             description=f"Converts: {text}.",
         )
         command.add_argument("source", metavar=source, help="checkpoint or adapter to convert")
         command.add_argument("out", metavar="OUT", type=Path, help="new directory to write")
-        if way == "export-adapter":
+        if name == "export-adapter":
             continue
         verify = "compare the result with transformers; needs torch"
         command.add_argument("--verify", action="store_true", help=verify)
-        if way != "hf-to-bptjax":
+        if name != "hf-to-bptjax":
             dtype = "dtype to write. If not set, the dtype of the base model, or, if trained from "
             dtype += "scratch, the dtype of the parameters."
             command.add_argument("--dtype", choices=DTYPES, help=dtype)

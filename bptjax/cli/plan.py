@@ -13,7 +13,7 @@ import jax
 from bptjax.cli.run_command import run_command
 from bptjax.config import Config
 from bptjax.config_parser import parse
-from bptjax.cost.auto import absent_room, describe, present_room
+from bptjax.cost.auto import absent_limit, describe, present_limit
 from bptjax.cost.devices import GIB, absent_devices, parse_devices
 from bptjax.cost.estimate import Estimator
 from bptjax.cost.memory import QLORA_REMEDY, Plan, longest_context, plan, remedies
@@ -113,11 +113,11 @@ def _run_on(
         devices, platform = select_devices(plain.device), None
         name = f"{len(devices)} x {devices[0].device_kind}"
         spec = open_spec(plain, devices)
-        space = present_room(spec)
+        memory = present_limit(spec)
     else:
         kind, devices = absent_devices(text)
         name, platform, spec = text, kind.platform, open_spec(plain, devices)
-        space = absent_room(spec, kind)
+        memory = absent_limit(spec, kind)
 
     compilations = Compilations(say)
 
@@ -125,32 +125,32 @@ def _run_on(
         keys = plain.execution.unset
         line = f"compiling for {name}" + (f": {describe(spec.execution, keys)}" if keys else "")
         with compilations.announce(line):
-            found = plan(spec, name, space.device if space else None, platform)
-        say(f"  {found.seq_len:,} tokens: {found.peak / GIB:.2f} GiB")
-        return found
+            memory_plan = plan(spec, name, memory.device if memory else None, platform)
+        say(f"  {memory_plan.seq_len:,} tokens: {memory_plan.peak / GIB:.2f} GiB")
+        return memory_plan
 
     def measure_smallest(spec: TrainSpec) -> Plan:
-        assert space is not None
-        return measure(with_execution(spec, smallest(spec, space)))
+        assert memory is not None
+        return measure(with_execution(spec, smallest(spec, memory)))
 
-    if space is not None and spec.config.execution.unset:
-        choice = choose(spec, space, measure)
-        chosen, found = with_execution(spec, choice.execution), choice.plan
+    if memory is not None and spec.config.execution.unset:
+        choice = choose(spec, memory, measure)
+        chosen, predicted = with_execution(spec, choice.execution), choice.plan
     else:
-        chosen, found = spec, measure(spec)
+        chosen, predicted = spec, measure(spec)
     longest = None
     if options.max_context:
-        if space is None:
+        if memory is None:
             raise ValueError(f"max_context=true: the memory of {name} is not known; set devices")
         say("max_context: searching the longest train.seq_len, in up to about ten compilations")
         if spec.config.execution.unset:
             longest = longest_context(spec, measure_smallest, measure_smallest(spec))
         else:
-            longest = longest_context(spec, measure, found)
+            longest = longest_context(spec, measure, predicted)
     lines = _json if options.json else partial(_lines, plain)
-    for line in lines(chosen, found, longest, options.max_context):
+    for line in lines(chosen, predicted, longest, options.max_context):
         print(line, flush=True)
-    return found.fits is not False
+    return predicted.fits is not False
 
 
 def open_spec(config: Config, devices: list[jax.Device]) -> TrainSpec:
@@ -174,42 +174,43 @@ def open_spec(config: Config, devices: list[jax.Device]) -> TrainSpec:
 
 
 def _lines(
-    plain: Config, spec: TrainSpec, found: Plan, longest: Plan | None, searched: bool
+    plain: Config, spec: TrainSpec, predicted: Plan, longest: Plan | None, searched: bool
 ) -> Iterator[str]:
     """Formats a plan. `plain` is the config before defaults are filled in."""
     total, trained = parameter_counts(spec)
     axes = " ".join(f"{name}={size}" for name, size in spec.mesh.shape.items() if size > 1)
-    yield f"{found.devices}{', ' * bool(axes)}{axes}: {total:,} parameters, {trained:,} trained"
-    yield f"{plural(spec.global_batch_size, 'sequence')} of {found.seq_len:,} tokens per step"
+    yield f"{predicted.devices}{', ' * bool(axes)}{axes}: {total:,} parameters, {trained:,} trained"
+    yield f"{plural(spec.global_batch_size, 'sequence')} of {predicted.seq_len:,} tokens per step"
     yield f"execution: {describe(spec.execution, EXECUTION_KEYS)}"
-    saved = _saved(spec, found)
+    saved = _saved(spec, predicted)
     for name, size in (
-        ("parameters", found.parameters),
-        ("optimizer state", found.optimizer),
-        ("batch", found.batch),
-        ("gradients", found.gradients),
+        ("parameters", predicted.parameters),
+        ("optimizer state", predicted.optimizer),
+        ("batch", predicted.batch),
+        ("gradients", predicted.gradients),
         ("saved activations", saved),
-        ("workspace", found.activations - saved),
-        ("peak", found.peak),
+        ("workspace", predicted.activations - saved),
+        ("peak", predicted.peak),
     ):
         yield f"  {name:<28}{size / GIB:>10.2f} GiB per device"
-    if found.host:
-        yield f"  {'host memory':<28}{found.host / GIB:>10.2f} GiB per device"
-    if found.link:
-        yield f"  {'from other devices':<28}{found.link / GIB:>10.2f} GiB per device and step"
+    if predicted.host:
+        yield f"  {'host memory':<28}{predicted.host / GIB:>10.2f} GiB per device"
+    if predicted.link:
+        yield f"  {'from other devices':<28}{predicted.link / GIB:>10.2f} GiB per device and step"
     yield _duration(spec)
-    if found.available is None:
+    if predicted.available is None:
         yield (
-            f"the memory of {found.devices} is not known: a run would start, and fail if its step "
-            "does not fit"
+            f"the memory of {predicted.devices} is not known: a run would start, and fail if its "
+            "step does not fit"
         )
-    elif found.fits:
-        spare = (found.available - found.peak) / GIB
-        yield f"fits: {found.available / GIB:.2f} GiB are available, {spare:.2f} GiB are left"
+    elif predicted.fits:
+        spare = (predicted.available - predicted.peak) / GIB
+        yield f"fits: {predicted.available / GIB:.2f} GiB are available, {spare:.2f} GiB are left"
     else:
-        over = (found.peak - found.available) / GIB
+        over = (predicted.peak - predicted.available) / GIB
         yield (
-            f"does not fit: {found.available / GIB:.2f} GiB are available, {over:.2f} GiB too few"
+            f"does not fit: {predicted.available / GIB:.2f} GiB are available, {over:.2f} GiB too "
+            "few"
         )
         for key, saved in remedies(spec):
             yield f"  {key} saves {saved / GIB:.2f} GiB"
@@ -228,20 +229,20 @@ def _lines(
         )
 
 
-def _saved(spec: TrainSpec, found: Plan) -> int:
+def _saved(spec: TrainSpec, predicted: Plan) -> int:
     """Returns the bytes of saved activations, counted from shapes."""
-    return min(Estimator(spec)(spec.execution).saved, found.activations)
+    return min(Estimator(spec)(spec.execution).saved, predicted.activations)
 
 
 def _duration(spec: TrainSpec) -> str:
     """Formats the predicted duration of a step."""
     estimator = Estimator(spec)
-    found = estimator(spec.execution)
-    flops = f"{found.flops:.3g} FLOPs per device and step, with recomputation"
+    estimate = estimator(spec.execution)
+    flops = f"{estimate.flops:.3g} FLOPs per device and step, with recomputation"
     if not estimator.measured:
         return f"{flops}; duration: no measurement of these devices"
     tokens = spec.global_batch_size * spec.config.train.seq_len
-    text = f"{flops}: about {found.seconds:.3g} s, {tokens / found.seconds:,.0f} tokens/s"
+    text = f"{flops}: about {estimate.seconds:.3g} s, {tokens / estimate.seconds:,.0f} tokens/s"
     return text + (", if communication costs nothing" if spec.mesh.size > 1 else "")
 
 
@@ -256,16 +257,21 @@ def _other_remedies(plain: Config) -> Iterator[str]:
         yield QLORA_REMEDY
 
 
-def _json(spec: TrainSpec, found: Plan, longest: Plan | None, searched: bool) -> Iterator[str]:
-    row: dict[str, Any] = {f.name: getattr(found, f.name) for f in fields(Plan)}
+def _json(spec: TrainSpec, predicted: Plan, longest: Plan | None, searched: bool) -> Iterator[str]:
+    row: dict[str, Any] = {f.name: getattr(predicted, f.name) for f in fields(Plan)}
     estimator = Estimator(spec)
     estimate = estimator(spec.execution)
-    row |= dict(peak=found.peak, saved=_saved(spec, found), fits=found.fits, flops=estimate.flops)
+    row |= dict(
+        peak=predicted.peak,
+        saved=_saved(spec, predicted),
+        fits=predicted.fits,
+        flops=estimate.flops,
+    )
     row |= dict(execution=dataclasses.asdict(spec.execution))
     row |= dict(seconds=estimate.seconds if estimator.measured else None)
     if searched:
         row["longest_seq_len"] = None if longest is None else longest.seq_len
-    if found.fits is False:
+    if predicted.fits is False:
         row["remedies"] = dict(remedies(spec))
     yield json.dumps(row)
 

@@ -93,8 +93,8 @@ def preview(config: PreviewConfig, console: Console) -> None:
         print(f"bad record: {Location(bad.file, bad.record)}: {bad.reason}")
     if check.bad and plain.data.bad_records == "error":
         print("bptjax train stops at bad records unless data.bad_records=skip")
-    found = check.accounts
-    if any(a.bad for a in found) and not any(a.examples or a.too_long for a in found):
+    accounts = check.accounts
+    if any(a.bad for a in accounts) and not any(a.examples or a.too_long for a in accounts):
         raise ValueError(
             "training data: must have a token that counts in the loss; correct the bad "
             "records above"
@@ -185,9 +185,9 @@ def _print_record(
         ids = document.ids if isinstance(document, TokenIds) else document
         print(" ".join(map(str, ids[:shown])) + ("…" if len(ids) > shown else ""))
     examples = data.encoding.examples(document, tokenizer=data.tokenizer, config=config)
-    examples = [ignored(one) for one in examples]
+    examples = [ignored(each) for each in examples]
     if masking := data.encoding.masks(data.tokenizer, config):
-        examples = [masking(one, np.random.default_rng(config.seed)) for one in examples]
+        examples = [masking(each, np.random.default_rng(config.seed)) for each in examples]
     for number, example in enumerate(examples, 1):
         of = f", example {number} of {len(examples)}" if len(examples) > 1 else ""
         console.rule(f"first record, as trained on{of}: {_count(example)}")

@@ -72,9 +72,9 @@ def _explained(error: Exception) -> Exception:
     if isinstance(error, MemoryError):
         text = text and f" ({text})"
         message = f"the host is out of memory{text}; free some memory, or use another host"
-    elif found := LOST_DEVICE.search(text):
+    elif match := LOST_DEVICE.search(text):
         message = (
-            f"a GPU has failed ({text[found.start() :][:200]}); start the same command again; if "
+            f"a GPU has failed ({text[match.start() :][:200]}); start the same command again; if "
             "it fails again, look for lines with Xid in the kernel's log, and exclude the GPU with "
             "CUDA_VISIBLE_DEVICES"
         )

@@ -16,7 +16,7 @@ import jax
 
 from bptjax.cost.devices import GIB, DeviceKind
 from bptjax.cost.memory import Plan, plan, shortage, tree_bytes
-from bptjax.cost.search import Room, choose, with_execution
+from bptjax.cost.search import MemoryLimit, choose, with_execution
 from bptjax.models.execution import Execution
 from bptjax.parallel.distributed import all_gather_json
 from bptjax.parallel.mesh import (
@@ -79,8 +79,8 @@ def complete_execution(
     if not unset and spec.config.memory.budget_gib is None:
         return spec, []
     unset = unset or tuple(f.name for f in dataclasses.fields(Execution))
-    space = absent_room(spec, absent) if absent else present_room(spec)
-    if space is None:
+    memory = absent_limit(spec, absent) if absent else present_limit(spec)
+    if memory is None:
         return spec, []
     kind = spec.mesh.devices.reshape(-1)[0].device_kind
 
@@ -88,17 +88,17 @@ def complete_execution(
 
     def measure(spec: TrainSpec) -> Plan:
         with compilations.announce(f"execution: compiling {describe(spec.execution, unset)}"):
-            return plan(spec, kind, space.device, absent.platform if absent else None)
+            return plan(spec, kind, memory.device, absent.platform if absent else None)
 
-    file = _cache_file(spec, space)
+    file = _cache_file(spec, memory)
     # Every process must compile the same steps.
     saved, cached = all_gather_json([first and dataclasses.asdict(first), _read(file)])[0]
     first = _execution(saved) if saved else None
     if first is None and cached:
-        found = _execution(cached)
-        note = f"execution: {describe(found, unset)}, found by an earlier run"
-        return with_execution(spec, found), [note]
-    choice = choose(spec, space, measure, first=first)
+        execution = _execution(cached)
+        note = f"execution: {describe(execution, unset)}, found by an earlier run"
+        return with_execution(spec, execution), [note]
+    choice = choose(spec, memory, measure, first=first)
     chosen = with_execution(spec, choice.execution)
     if not choice.plan.fits:
         raise ValueError(shortage(chosen, choice.plan))
@@ -107,7 +107,7 @@ def complete_execution(
     if choice.execution == first:
         source = "as before"
     note = f"execution: {describe(choice.execution, unset)}, {source}; a step needs "
-    note += f"{choice.plan.peak / GIB:.2f} of {space.device / GIB:.2f} GiB"
+    note += f"{choice.plan.peak / GIB:.2f} of {memory.device / GIB:.2f} GiB"
     # The seconds in the note differ between processes.
     return chosen, all_gather_json([note])[0]
 
@@ -121,7 +121,7 @@ def describe(execution: Execution, keys: tuple[str, ...]) -> str:
     return "{" + ", ".join(f"{key}: {text(getattr(execution, key))}" for key in keys) + "}"
 
 
-def room(spec: TrainSpec, device: int, host: int) -> Room:
+def memory_limit(spec: TrainSpec, device: int, host: int) -> MemoryLimit:
     """Returns the memory that a step may take.
 
     Args:
@@ -133,15 +133,15 @@ def room(spec: TrainSpec, device: int, host: int) -> Room:
         most = min(int(budget * GIB), most)
     if config.optimizer.state_memory_kind != "device":
         host -= tree_bytes(abstract_state(spec).opt_state, host=True)
-    return Room(most, max(int(HOST_SHARE * host), 0))
+    return MemoryLimit(most, max(int(HOST_SHARE * host), 0))
 
 
-def absent_room(spec: TrainSpec, kind: DeviceKind) -> Room:
+def absent_limit(spec: TrainSpec, kind: DeviceKind) -> MemoryLimit:
     """Returns the memory that a step may take on devices that are not on this machine."""
-    return room(spec, int(kind.memory * float(MEMORY_FRACTION)), HOST_MEMORY)
+    return memory_limit(spec, int(kind.memory * float(MEMORY_FRACTION)), HOST_MEMORY)
 
 
-def present_room(spec: TrainSpec) -> Room | None:
+def present_limit(spec: TrainSpec) -> MemoryLimit | None:
     """Returns the memory that a step may take on this run's devices, the minimum over processes;
     None if the size of device memory is unknown."""
     local = spec.mesh.local_devices
@@ -150,10 +150,10 @@ def present_room(spec: TrainSpec) -> Room | None:
     # A host may run several processes.
     shares = [size // sum(n for x, n, *_ in every if x == name) for name, _, size, _ in every]
     device = min(limit for *_, limit in every)
-    return room(spec, device, min(shares)) if device else None
+    return memory_limit(spec, device, min(shares)) if device else None
 
 
-def _cache_file(spec: TrainSpec, room: Room) -> Path:
+def _cache_file(spec: TrainSpec, memory: MemoryLimit) -> Path:
     """Returns the cache file of chosen settings, named by a hash of their inputs."""
     flat = flatten(spec.config)
     keys = {key: value for key, value in flat.items() if key.startswith(COMPILED_KEYS)}
@@ -162,7 +162,7 @@ def _cache_file(spec: TrainSpec, room: Room) -> Path:
         source.update(file.read_bytes())
     devices = [x.device_kind for x in spec.mesh.devices.reshape(-1)]
     model, shape = replace(spec.model, name_or_path=None), dict(spec.mesh.shape)
-    text = repr((keys, model, shape, devices, room, jax.__version__, source.hexdigest()))
+    text = repr((keys, model, shape, devices, memory, jax.__version__, source.hexdigest()))
     name = hashlib.sha256(text.encode()).hexdigest()[:24]
     return cache_directory() / "execution" / f"{name}.json"
 

@@ -127,26 +127,26 @@ class Estimator:
         for layers, group in m.mixing:
             for name, width in group.widths(m, self.tp).items():
                 mean[name] += len(layers) / m.num_layers * width
-        found = {
+        sizes = {
             name: (D * width, size * (D if name == "attended" else width))
             for name, width in mean.items()
         }
-        found |= {"up": (D * F, F * size), "down": (F * D, D * size)}
-        return found | ({"gate": found["up"]} if m.gated else {})
+        sizes |= {"up": (D * F, F * size), "down": (F * D, D * size)}
+        return sizes | ({"gate": sizes["up"]} if m.gated else {})
 
     @cached_property
     def widths(self) -> dict[str, float]:
         """Bytes per token and layer of each activation that can be saved."""
         m = self.model
-        found = {name: x for name, (_, x) in self.products.items() if name not in NEVER_SAVED}
+        widths = {name: x for name, (_, x) in self.products.items() if name not in NEVER_SAVED}
         if m.residual != "sequential":
-            del found["attended"]
+            del widths["attended"]
         if self.ep > 1:
-            found = {k: x for k, x in found.items() if k not in FeedForward.RESIDUAL_NAMES}
+            widths = {k: x for k, x in widths.items() if k not in FeedForward.RESIDUAL_NAMES}
         for layers, group in m.mixing:
             for name, width in group.saved(m, self.size).items():
-                found[name] = len(layers) / m.num_layers * width / self.tp
-        return found
+                widths[name] = len(layers) / m.num_layers * width / self.tp
+        return widths
 
     def saved_names(self, execution: Execution) -> set[str]:
         """Returns the names of the activations that are saved in each layer."""

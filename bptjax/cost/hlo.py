@@ -67,20 +67,20 @@ class Instruction:
     @property
     def op_name(self) -> str:
         """JAX transformations and named scopes of the operation; empty if XLA added it."""
-        found = re.search(r'op_name="([^"]*)"', self.rest)
-        return found[1] if found else ""
+        match = re.search(r'op_name="([^"]*)"', self.rest)
+        return match[1] if match else ""
 
     @cached_property
     def called(self) -> list[str]:
         """Names of the computations that it calls."""
-        found = [several or one for several, one in _CALLED.findall(self.rest)]
-        return [name for text in found for name in re.findall(_NAME, text)]
+        texts = [several or single for several, single in _CALLED.findall(self.rest)]
+        return [name for text in texts for name in re.findall(_NAME, text)]
 
     @property
     def target(self) -> str:
         """Name of the function that a custom call calls; empty for other instructions."""
-        found = re.search(r'custom_call_target="([^"]*)"', self.rest)
-        return found[1] if found else ""
+        match = re.search(r'custom_call_target="([^"]*)"', self.rest)
+        return match[1] if match else ""
 
     @property
     def is_matmul(self) -> bool:
@@ -89,8 +89,8 @@ class Instruction:
     @cached_property
     def arrays(self) -> list[tuple[float, tuple[int, ...]]]:
         """Bytes per element and sizes of each result."""
-        found = re.findall(r"\b([a-z]\w*)\[([\d,]*)\]", self.shape)
-        return [(_BYTES.get(d, 1), tuple(int(n) for n in s.split(",") if n)) for d, s in found]
+        arrays = re.findall(r"\b([a-z]\w*)\[([\d,]*)\]", self.shape)
+        return [(_BYTES.get(d, 1), tuple(int(n) for n in s.split(",") if n)) for d, s in arrays]
 
     @property
     def bytes(self) -> float:
@@ -116,18 +116,18 @@ class Program:
                 names = self.computations.setdefault(head[2], [])
                 if head[1]:
                     self.entry = head[2]
-            elif found := re.match(rf"  (?:ROOT )?%?({_NAME}) = ", line):
-                made = _parse(found[1], re.sub(r"/\*index=\d+\*/", "", line[found.end() :]))
-                self.instructions[made.name] = made
-                names.append(made.name)
+            elif match := re.match(rf"  (?:ROOT )?%?({_NAME}) = ", line):
+                instruction = _parse(match[1], re.sub(r"/\*index=\d+\*/", "", line[match.end() :]))
+                self.instructions[instruction.name] = instruction
+                names.append(instruction.name)
 
     def inside(self, name: str) -> list[Instruction]:
         """Returns the instruction, and the instructions of the computations that it calls."""
-        found = [self.instructions[name]]
-        for computation in found[0].called:
+        instructions = [self.instructions[name]]
+        for computation in instructions[0].called:
             for inner in self.computations.get(computation, []):
-                found += self.inside(inner)
-        return found
+                instructions += self.inside(inner)
+        return instructions
 
     def opcode(self, name: str) -> str:
         """Returns the opcode; empty if the program has no such instruction."""
@@ -147,22 +147,22 @@ class Program:
     def executions(self) -> dict[str, float]:
         """Returns the number of executions of each instruction in a run of the program. Branches of
         a condition count as equally likely, and a loop of unknown length as one iteration."""
-        found: dict[str, float] = {}
+        counts: dict[str, float] = {}
 
         def visit(computation: str, times: float) -> None:
             for name in self.computations.get(computation, []):
-                found[name] = found.get(name, 0.0) + times
-                of = self.instructions[name]
-                trips = re.search(r'known_trip_count":\{"n":"(\d+)"', of.rest)
+                counts[name] = counts.get(name, 0.0) + times
+                instruction = self.instructions[name]
+                trips = re.search(r'known_trip_count":\{"n":"(\d+)"', instruction.rest)
                 each = times * (int(trips[1]) if trips else 1)
-                if of.opcode == "conditional":
-                    each /= len(of.called)
-                if of.opcode in ("while", "conditional", "call"):
-                    for inner in of.called:
+                if instruction.opcode == "conditional":
+                    each /= len(instruction.called)
+                if instruction.opcode in ("while", "conditional", "call"):
+                    for inner in instruction.called:
                         visit(inner, each)
 
         visit(self.entry, 1.0)
-        return found
+        return counts
 
     def link_bytes(self) -> float:
         """Returns the bytes that a device receives from other devices in a run of the program."""
@@ -172,10 +172,12 @@ class Program:
         """Returns the bytes that an execution receives from other devices."""
         opcode, total = self.opcode(name), 0.0
         own = [self.instructions[name]] if opcode else []
-        for of in self.inside(name) if opcode == "async-start" else own:
-            share = _RECEIVED.get(of.opcode.removesuffix("-start"))
-            if share and (group := _group_size(of)) > 1:
-                total += sum(self.instructions[y].bytes for y in of.operands) * share(group)
+        for instruction in self.inside(name) if opcode == "async-start" else own:
+            share = _RECEIVED.get(instruction.opcode.removesuffix("-start"))
+            if share and (group := _group_size(instruction)) > 1:
+                total += sum(self.instructions[y].bytes for y in instruction.operands) * share(
+                    group
+                )
         return total
 
     def copied(self, name: str) -> float:
@@ -193,40 +195,51 @@ class Program:
         if name not in self.instructions:
             return Cost()
         if name not in self._costs:
-            of = self.instructions[name]
-            free = _FREE.fullmatch(of.opcode) is not None
+            instruction = self.instructions[name]
+            free = _FREE.fullmatch(instruction.opcode) is not None
             flops = 0.0 if free else sum(self._flops(x) for x in self.inside(name))
-            self._costs[name] = Cost(flops, 0.0 if free else self._traffic(of))
+            self._costs[name] = Cost(flops, 0.0 if free else self._traffic(instruction))
         return self._costs[name]
 
-    def _flops(self, of: Instruction) -> float:
-        if of.is_matmul:
-            dims = re.search(r'lhs_contracting_dim(?:ension)?s"?[=:][{\[]([\d,"]*)', of.rest)
-            size, lhs = self.instructions[of.operands[0]].arrays[0]
+    def _flops(self, instruction: Instruction) -> float:
+        if instruction.is_matmul:
+            dims = re.search(
+                r'lhs_contracting_dim(?:ension)?s"?[=:][{\[]([\d,"]*)', instruction.rest
+            )
+            size, lhs = self.instructions[instruction.operands[0]].arrays[0]
             contracted = [lhs[int(n)] for n in re.findall(r"\d+", dims[1] if dims else "")]
             each = 1.0 if size == 1 else 2.0
-            return each * math.prod(of.arrays[0][1]) * math.prod(contracted)
-        if of.opcode != "custom-call" or len(of.operands) < 3:
+            return each * math.prod(instruction.arrays[0][1]) * math.prod(contracted)
+        if instruction.opcode != "custom-call" or len(instruction.operands) < 3:
             return 0.0
         # q [B, T, N, H], k [B, S, K, H] and v [B, S, K, H], with half of the pairs allowed. Packed
         # documents may have no B; they count as one document.
-        q, k, v = (self.instructions[x].arrays[0][1] for x in of.operands[:3])
-        y = of.arrays[0][1]
+        q, k, v = (self.instructions[x].arrays[0][1] for x in instruction.operands[:3])
+        y = instruction.arrays[0][1]
         if (len(q), len(k), len(y)) in ((2, 3, 2), (2, 2, 3)):
             # `grouped_matmul`: x [M, I] by w [X, I, O], or its gradient from x and dy [M, O].
             return 2.0 * math.prod(q) * y[-1]
         if len(q) not in (3, 4) or k != v or (*q[:-3], q[-1]) != (*k[:-3], k[-1]):
             return 0.0
         # Some backward kernels return gradients as sums in another shape.
-        backward = len([x for x in of.arrays if len(x[1]) == len(q)]) >= 3 or "bwd" in of.target
+        backward = (
+            len([x for x in instruction.arrays if len(x[1]) == len(q)]) >= 3
+            or "bwd" in instruction.target
+        )
         return (5 if backward else 2) * float(math.prod(q)) * k[-3]
 
-    def _traffic(self, of: Instruction) -> float:
-        body = self.computations.get(of.called[0], []) if of.opcode.startswith("fusion") else []
+    def _traffic(self, instruction: Instruction) -> float:
+        body = (
+            self.computations.get(instruction.called[0], [])
+            if instruction.opcode.startswith("fusion")
+            else []
+        )
         if not body:
-            operands = [self.instructions[x] for x in of.operands if x in self.instructions]
-            return _touched(of, operands) + sum(
-                x.bytes if not _is_sliced(of, i) else 0 for i, x in enumerate(operands)
+            operands = [
+                self.instructions[x] for x in instruction.operands if x in self.instructions
+            ]
+            return _touched(instruction, operands) + sum(
+                x.bytes if not _is_sliced(instruction, i) else 0 for i, x in enumerate(operands)
             )
         inner = [self.instructions[x] for x in body]
         total = 0.0
@@ -241,7 +254,7 @@ class Program:
         written = [x for x in inner if x.opcode == "dynamic-update-slice"]
         if written:
             return total + sum(self.instructions[x.operands[1]].bytes for x in written)
-        return total + of.bytes
+        return total + instruction.bytes
 
 
 def check_float8_products(text: str) -> None:
@@ -265,26 +278,26 @@ def check_float8_products(text: str) -> None:
         )
 
 
-def _group_size(of: Instruction) -> int:
+def _group_size(collective: Instruction) -> int:
     """Returns the number of devices in a group of a collective operation."""
-    if "source_target_pairs" in of.rest:
+    if "source_target_pairs" in collective.rest:
         return 2
-    if mesh := re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", of.rest):
+    if mesh := re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", collective.rest):
         # Axes of a mesh, or factors of axes: mesh['dp'=2,'fsdp'=8] {'dp','fsdp':(1)4}.
         sizes = dict(re.findall(r"'(\w+)'=(\d+)", mesh[1]))
         axes = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", mesh[2])
         return math.prod(int(part or sizes[name]) for name, part in axes)
-    if groups := re.search(r"replica_groups=\[\d+,(\d+)\]", of.rest):
+    if groups := re.search(r"replica_groups=\[\d+,(\d+)\]", collective.rest):
         return int(groups[1])
-    groups = re.search(r"replica_groups=\{\{([\d,]+)\}", of.rest)
+    groups = re.search(r"replica_groups=\{\{([\d,]+)\}", collective.rest)
     return len(groups[1].split(",")) if groups else 1
 
 
-def _touched(of: Instruction, operands: list[Instruction]) -> float:
+def _touched(instruction: Instruction, operands: list[Instruction]) -> float:
     """Returns the bytes that an instruction writes, plus those read from its sliced operand."""
-    if of.opcode == "dynamic-update-slice":
+    if instruction.opcode == "dynamic-update-slice":
         return operands[1].bytes
-    return of.bytes * (2 if _is_sliced(of, 0) else 1)
+    return instruction.bytes * (2 if _is_sliced(instruction, 0) else 1)
 
 
 def _is_sliced(user: Instruction, index: int) -> bool:

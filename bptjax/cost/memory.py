@@ -137,8 +137,8 @@ def longest_context(
     while fits is None or fails is None or _apart(fits, fails):
         known = [p for p in (fits, fails) if p is not None]
         if len(known) == 2:
-            (a, b), room = known, first.available
-            share = (room - a.peak) / max(b.peak - a.peak, 1)
+            (a, b), limit = known, first.available
+            share = (limit - a.peak) / max(b.peak - a.peak, 1)
             # Stay off the ends, so that each compilation narrows the interval.
             length = a.seq_len + (b.seq_len - a.seq_len) * min(max(share, 0.1), 0.9)
         elif fits is not None:
@@ -160,8 +160,8 @@ def longest_context(
         if set(execution.save or ()) & UNCHUNKED:
             execution = replace(execution, ffn_chunk=None)  # `Config` sets it to the new length.
         config = replace(spec.config, train=train, execution=execution)
-        found = plan_length(replace(spec, config=config))
-        fits, fails = (found, fails) if found.fits else (fits, found)
+        predicted = plan_length(replace(spec, config=config))
+        fits, fails = (predicted, fails) if predicted.fits else (fits, predicted)
     return fits
 
 
@@ -169,26 +169,26 @@ def _apart(fits: Plan, fails: Plan) -> bool:
     return fails.seq_len - fits.seq_len > max(1024, PRECISION * fits.seq_len)
 
 
-def shortage(spec: TrainSpec, found: Plan) -> str:
+def shortage(spec: TrainSpec, predicted: Plan) -> str:
     """Formats the error for a step that does not fit: its excess, and the least changes that
     help."""
-    assert found.available is not None
-    over, train = found.peak - found.available, spec.config.train
-    limit, budget = f"the {found.available / GIB:.2f} GiB that it may take", spec.config.memory
-    if budget.budget_gib and int(budget.budget_gib * GIB) == found.available:
+    assert predicted.available is not None
+    over, train = predicted.peak - predicted.available, spec.config.train
+    limit, budget = f"the {predicted.available / GIB:.2f} GiB that it may take", spec.config.memory
+    if budget.budget_gib and int(budget.budget_gib * GIB) == predicted.available:
         limit = f"memory.budget_gib={budget.budget_gib}"
     keys = [(key, saved) for key, saved in remedies(spec) if saved]
     # The smallest change that suffices alone.
     enough = sorted((k for k in keys if k[1] >= over), key=lambda k: k[1])[:1]
     texts = [f"{key} saves {saved / GIB:.2f} GiB" for key, saved in enough or keys]
     # Activations are close to linear in the length.
-    length = int(train.seq_len * (1 - 1.1 * over / max(found.activations, 1))) // 1024 * 1024
+    length = int(train.seq_len * (1 - 1.1 * over / max(predicted.activations, 1))) // 1024 * 1024
     texts += [f"train.seq_len={length} may fit"] * (length > 0)
     if spec.config.adapter.type == "none":
         texts.append(QLORA_REMEDY)
     return (
-        f"memory: a step on {found.devices} needs at least {found.peak / GIB:.2f} GiB per device, "
-        f"{over / GIB:.2f} GiB more than {limit}" + "; " * bool(texts) + ", ".join(texts)
+        f"memory: a step on {predicted.devices} needs at least {predicted.peak / GIB:.2f} GiB per "
+        f"device, {over / GIB:.2f} GiB more than {limit}" + "; " * bool(texts) + ", ".join(texts)
     )
 
 

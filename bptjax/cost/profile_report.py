@@ -122,12 +122,12 @@ def plot_memory(panels: dict[str, list[Row]], file: Path, title: str = "") -> No
         axes.set(title=name, ylabel="GiB per device", xlim=(0, 1), ylim=(0, 1.22 * most))
         axes.spines[["top", "right"]].set_visible(False)
     grid[-1].set_xlabel("progress of the step, as a share of its least time at data-sheet rates")
-    found = {}
+    legend = {}
     for axes in grid:
         handles, labels = axes.get_legend_handles_labels()
-        found |= dict(zip(labels, handles, strict=True))
+        legend |= dict(zip(labels, handles, strict=True))
     figure.legend(
-        list(found.values())[::-1], list(found)[::-1], loc="outside right center", frameon=False
+        list(legend.values())[::-1], list(legend)[::-1], loc="outside right center", frameon=False
     )
     FigureCanvasAgg(figure).print_png(file, pil_kwargs={"optimize": True})
 
@@ -142,8 +142,8 @@ def plot_time(rows: list[Row], passes: Sequence[str], file: Path, title: str) ->
     axes = figure.add_subplot(title=title, xlabel="ms")
     left = dict.fromkeys(parts, 0.0)
     for number, name in enumerate(passes):
-        of = {row["part"]: 1e3 * row["seconds"] for row in rows if row["pass"] == name}
-        widths = [of.get(part, 0.0) for part in parts]
+        milliseconds = {row["part"]: 1e3 * row["seconds"] for row in rows if row["pass"] == name}
+        widths = [milliseconds.get(part, 0.0) for part in parts]
         if any(widths):
             axes.barh(
                 [n - 0.15 for n in range(len(parts))], widths, 0.45, list(left.values()),

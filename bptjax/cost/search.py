@@ -21,7 +21,7 @@ CE_CHUNKS = 8192, 2048, 512
 GROUPS = 2, 4, 8
 
 
-class Room(NamedTuple):
+class MemoryLimit(NamedTuple):
     """Bytes per device that a step may take in device memory and in host memory."""
 
     device: int
@@ -50,7 +50,7 @@ def with_execution(spec: TrainSpec, execution: Execution) -> TrainSpec:
 
 def choose(
     spec: TrainSpec,
-    room: Room,
+    memory: MemoryLimit,
     measure: Callable[[TrainSpec], Plan],
     *,
     first: Execution | None = None,
@@ -75,30 +75,30 @@ def choose(
     best: Execution | None = None
     while True:
         if options:
-            tried[options[0]] = found = measure(with_execution(spec, options[0]))
+            tried[options[0]] = measured = measure(with_execution(spec, options[0]))
             estimate = estimator(options[0])
             known = estimator.held + estimator.gradients + estimate.saved
-            scale = (found.peak - known) / estimate.workspace
+            scale = (measured.peak - known) / estimate.workspace
             scales[_in_chunks(estimator, options[0])] = min(max(scale, 0.25), 8.0)
-            if found.peak <= room.device:
+            if measured.peak <= memory.device:
                 best = min((x for x in (best, options[0]) if x), key=lambda x: estimator(x).seconds)
                 if best == first:
                     break
-        options = _options(spec, estimator, room, scales, tried, best)
+        options = _options(spec, estimator, memory, scales, tried, best)
         if best is None and len(tried) >= MOST_FAILED:
-            options = [x for x in [smallest(spec, room)] if x not in tried]
+            options = [x for x in [smallest(spec, memory)] if x not in tried]
         if not options or (best is not None and len(tried) >= MOST_COMPILED):
             break
     chosen = best or min(tried, key=lambda x: tried[x].peak)
     return Choice(chosen, tried[chosen], len(tried))
 
 
-def smallest(spec: TrainSpec, room: Room) -> Execution:
+def smallest(spec: TrainSpec, memory: MemoryLimit) -> Execution:
     """Returns the settings with the least estimated memory, with as much offload as host memory
     allows."""
-    estimator, room = Estimator(spec), room._replace(device=0)
-    found = [_estimated(estimator, x, {}) for x in _settings(spec, estimator, room, {})]
-    return min(found, key=lambda x: (x.peak, x.seconds)).execution
+    estimator, memory = Estimator(spec), memory._replace(device=0)
+    options = [_estimated(estimator, x, {}) for x in _settings(spec, estimator, memory, {})]
+    return min(options, key=lambda x: (x.peak, x.seconds)).execution
 
 
 @dataclass(frozen=True)
@@ -112,32 +112,32 @@ class _Option:
 def _options(
     spec: TrainSpec,
     estimator: Estimator,
-    room: Room,
+    memory: MemoryLimit,
     scales: dict[bool, float],
     tried: dict[Execution, Plan],
     best: Execution | None,
 ) -> list[Execution]:
     """Returns the settings to compile next, best first."""
-    found = [_estimated(estimator, x, scales) for x in _settings(spec, estimator, room, scales)]
+    options = [_estimated(estimator, x, scales) for x in _settings(spec, estimator, memory, scales)]
     # With a given offload, all settings may exceed the host memory.
-    found = [x for x in found if x.host <= room.host] or found
-    found = [x for x in found if x.execution not in tried]
-    fitting = sorted((x for x in found if x.peak <= room.device), key=lambda x: x.seconds)
+    options = [x for x in options if x.host <= memory.host] or options
+    options = [x for x in options if x.execution not in tried]
+    fitting = sorted((x for x in options if x.peak <= memory.device), key=lambda x: x.seconds)
     if best is not None:
         limit = WORTHWHILE * estimator(best).seconds
         fitting = [x for x in fitting if x.seconds < limit]
-    elif not fitting and found:
+    elif not fitting and options:
         # The estimate may be too high: compile the smallest, unless a smaller one did not fit.
-        least = min(found, key=lambda x: (x.peak, x.seconds))
+        least = min(options, key=lambda x: (x.peak, x.seconds))
         known = (_estimated(estimator, x, scales).peak for x in tried)
         fitting = [least] if least.peak < min(known, default=float("inf")) else []
     return [x.execution for x in fitting]
 
 
 def _estimated(estimator: Estimator, execution: Execution, scales: dict[bool, float]) -> _Option:
-    found = estimator(execution)
-    peak = _peak(estimator, execution, found, scales)
-    return _Option(execution, found.seconds, peak, found.host)
+    estimate = estimator(execution)
+    peak = _peak(estimator, execution, estimate, scales)
+    return _Option(execution, estimate.seconds, peak, estimate.host)
 
 
 def _in_chunks(estimator: Estimator, execution: Execution) -> bool:
@@ -156,7 +156,7 @@ def _peak(
 
 
 def _settings(
-    spec: TrainSpec, estimator: Estimator, room: Room, scales: dict[bool, float]
+    spec: TrainSpec, estimator: Estimator, memory: MemoryLimit, scales: dict[bool, float]
 ) -> Iterator[Execution]:
     """Yields the settings that agree with the keys that are set; if saved activations exceed the
     memory, also with the least offload that fits."""
@@ -165,17 +165,17 @@ def _settings(
         # Algorithm 1 has no other settings.
         yield group.complete()
         return
-    whole = spec.config.train.seq_len
-    ffn_chunks = [whole, *(size for size in FFN_CHUNKS if size < T)]
+    seq_len = spec.config.train.seq_len
+    ffn_chunks = [seq_len, *(size for size in FFN_CHUNKS if size < T)]
     ce_chunks = [x for x in CE_CHUNKS if x < 2 * estimator.tokens] or [estimator.tokens]
     for ffn_chunk in [group.ffn_chunk] if group.ffn_chunk else ffn_chunks:
-        for remat, save in _policies(spec, estimator, ffn_chunk < whole):
+        for remat, save in _policies(spec, estimator, ffn_chunk < seq_len):
             for ce_chunk in [group.ce_chunk] if group.ce_chunk else ce_chunks:
                 values = dict(remat=remat, save=save, ffn_chunk=ffn_chunk, ce_chunk=ce_chunk)
                 plain = group.complete(**values)
                 yield plain
                 if group.offload is None and plain.remat != "none":
-                    share = _least_offload(estimator, plain, room, scales)
+                    share = _least_offload(estimator, plain, memory, scales)
                     if share:
                         yield replace(plain, offload=share)
 
@@ -207,14 +207,14 @@ def _policies(
 
 
 def _least_offload(
-    estimator: Estimator, plain: Execution, room: Room, scales: dict[bool, float]
+    estimator: Estimator, plain: Execution, memory: MemoryLimit, scales: dict[bool, float]
 ) -> float | None:
     """Returns the smallest execution.offload, in steps of 0.05, with which the settings fit, or
     else the largest that host memory allows. None if they fit without offload."""
     estimate = estimator(plain)
-    over = _peak(estimator, plain, estimate, scales) - room.device
+    over = _peak(estimator, plain, estimate, scales) - memory.device
     if over <= 0:
         return None
-    whole = estimator(replace(plain, offload=1.0)).host
-    steps = min(-(-20 * over // whole), 20, 20 * room.host // whole)
+    largest = estimator(replace(plain, offload=1.0)).host
+    steps = min(-(-20 * over // largest), 20, 20 * memory.host // largest)
     return steps / 20 if steps >= 1 else None

@@ -134,8 +134,8 @@ def read_timeline(
     schedule, lives = _live_ranges(_dumped(directory, "live-range"))
 
     def op_name(value: str) -> str:
-        of = program.instructions.get(value.partition("{")[0])
-        return of.op_name if of else ""
+        instruction = program.instructions.get(value.partition("{")[0])
+        return instruction.op_name if instruction else ""
 
     seconds = _least_seconds(program, schedule, kind)
     phases = _phases([op_name(name) for name in schedule], seconds)
@@ -208,8 +208,8 @@ def _live_ranges(text: str) -> tuple[list[str], dict[str, tuple[int, int]]]:
     """Parses the schedule, and the first and last position of each value."""
     schedule, _, ranges = text.partition("BufferLiveRange:")
     names = re.findall(r"^ +\d+:(\S+)$", schedule, re.M)
-    found = re.findall(r"^ +(\S+?\{[\d,]*\}):(\d+)-(\d+)$", ranges, re.M)
-    return names, {name: (int(start), int(end)) for name, start, end in found}
+    lives = re.findall(r"^ +(\S+?\{[\d,]*\}):(\d+)-(\d+)$", ranges, re.M)
+    return names, {name: (int(start), int(end)) for name, start, end in lives}
 
 
 def _allocations(text: str) -> Iterator[tuple[str, list[_Value]]]:

@@ -62,9 +62,9 @@ def _events(plane: Any) -> Iterator[Event]:
     for line in plane.lines:
         for event in line.events:
             stats: dict[str, Any] = {k: v for k, v in event.stats if k}
-            of = stats.get("hlo_op")
-            if of is not None and str(stats.get("device_ordinal", 0)) == "0":
-                yield Event(event.name, str(of), event.start_ns, event.end_ns)
+            instruction = stats.get("hlo_op")
+            if instruction is not None and str(stats.get("device_ordinal", 0)) == "0":
+                yield Event(event.name, str(instruction), event.start_ns, event.end_ns)
 
 
 def time_by_part(program: Program, events: list[Event], kind: DeviceKind | None) -> list[Row]:
@@ -93,11 +93,11 @@ def time_by_part(program: Program, events: list[Event], kind: DeviceKind | None)
     return [
         {
             "part": PARTS[part],
-            "pass": PASSES[of],
-            "seconds": seconds[part, of] / 1e9,
-            "floor": None if kind is None or PARTS[part] == "idle" else floors[part, of],
+            "pass": PASSES[direction],
+            "seconds": seconds[part, direction] / 1e9,
+            "floor": None if kind is None or PARTS[part] == "idle" else floors[part, direction],
         }
-        for part, of in sorted(seconds)
+        for part, direction in sorted(seconds)
     ]
 
 
@@ -113,15 +113,15 @@ def _least(program: Program, instruction: str, label: Label, kind: DeviceKind) -
 
 def _labels(program: Program, kernels: list[tuple[str, str]]) -> dict[tuple[str, str], Label]:
     """Returns the part and the pass of each kernel, as indices in `PARTS` and `PASSES`."""
-    labels, of = {}, "other"
+    labels, previous = {}, "other"
     for kernel in kernels:
         if kernel not in labels:
             name = program.op_name(kernel[1])
             part = _part(program, *kernel, set(re.split(r"[/()]", name)))
             # XLA's own copies have no operation name: count them with the preceding work.
-            now = "update" if part == "optimizer" else _pass(name) or of
+            now = "update" if part == "optimizer" else _pass(name) or previous
             labels[kernel] = PARTS.index(part), PASSES.index(now)
-        of = PASSES[labels[kernel][1]]
+        previous = PASSES[labels[kernel][1]]
     return labels
 
 

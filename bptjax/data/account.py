@@ -38,9 +38,9 @@ class Sizes(Sequence[list[Example]]):
         self._lengths, self._ends, self._blanks = array("i"), array("q", [0]), Blanks()
 
     def append(self, examples: Sequence[Example]) -> None:
-        for one in examples:
-            length = len(one["tokens"])
-            self._lengths.append(-length if is_masked(one) else length)
+        for example in examples:
+            length = len(example["tokens"])
+            self._lengths.append(-length if is_masked(example) else length)
         self._ends.append(len(self._lengths))
 
     def __len__(self) -> int:
@@ -139,7 +139,7 @@ class Account:
         self.unlabeled += record.unlabeled
         self.longest = max(self.longest, *record.too_long, 0)
         # Packers hold thousands of examples; as images they would take gigabytes.
-        blanks = [self._blanks(len(one["tokens"]), is_masked(one)) for one in record.examples]
+        blanks = [self._blanks(len(each["tokens"]), is_masked(each)) for each in record.examples]
         if isinstance(self.sizes, Sizes):
             self.sizes.append(blanks)
         for name, packer in self._packers.items():
@@ -203,13 +203,13 @@ def summary(account: Account, too_long: str, listed: bool = False) -> list[str]:
         return [f"{a.name}: no records read"]
     read = f"{a.records:,} {kind}"
     if not a.complete:
-        of = "" if a.total is None else f" of {a.total:,}"
-        read = f"first {a.records:,}{of} {kind}"
+        total = "" if a.total is None else f" of {a.total:,}"
+        read = f"first {a.records:,}{total} {kind}"
     share = a.loss_tokens / max(1, a.tokens)
-    of = "of them"
+    base = "of them"
     if a.masked is not None:
-        share, of = share * a.masked, "of the tokens that are not special"
-    loss = "" if a.images else f", {share:.1%} {of} in the loss"
+        share, base = share * a.masked, "of the tokens that are not special"
+    loss = "" if a.images else f", {share:.1%} {base} in the loss"
     lines = [f"{a.name}: {read}, {a.tokens:,} tokens{loss}"]
     if a.too_long:
         done = {

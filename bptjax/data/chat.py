@@ -101,10 +101,10 @@ def _messages(row: Mapping[str, Any]) -> list[Message]:
 
 def _sharegpt(row: Mapping[str, Any]) -> list[Message]:
     turns = row["conversations"] if isinstance(row.get("conversations"), list) else []
-    found = [_numbered(_sharegpt_message, *each) for each in enumerate(turns, 1)]
+    messages = [_numbered(_sharegpt_message, *each) for each in enumerate(turns, 1)]
     if isinstance(row.get("system"), str) and row["system"]:
-        found.insert(0, {"role": "system", "content": row["system"]})
-    return found
+        messages.insert(0, {"role": "system", "content": row["system"]})
+    return messages
 
 
 def _numbered(read: Callable[[Message], Message], number: int, turn: object) -> Message:

@@ -97,8 +97,8 @@ class DataCheck:
         if number not in self._epochs:
             shards = range(self.config.num_shards)
             counted = self._counted[number]
-            found = [limit([counted], self.config, shard, 1.0, 1) for shard in shards]
-            self._epochs[number] = sum(one.sequences for one in found)
+            limits = [limit([counted], self.config, shard, 1.0, 1) for shard in shards]
+            self._epochs[number] = sum(shard_limit.sequences for shard_limit in limits)
         return self._epochs[number]
 
     def limits(self, epochs: float, batch_size: int) -> list[Limit]:
@@ -121,8 +121,8 @@ class DataCheck:
     def count_images(self) -> None:
         """Counts every image as one sequence, without reading it."""
         (account,) = self.accounts
-        one = {"tokens": np.zeros(account.seq_len), "labels": np.full(account.seq_len, -100)}
-        account.sizes = [[one]] * (account.total or 0)
+        image = {"tokens": np.zeros(account.seq_len), "labels": np.full(account.seq_len, -100)}
+        account.sizes = [[image]] * (account.total or 0)
 
     def passes(self, *, epochs: float | None = None, sequences: int = 0) -> list[float]:
         """Returns the number of passes over each source, in a run over `epochs` or over a number of
@@ -142,11 +142,11 @@ class DataCheck:
             return []
         if len(self.accounts) == 1 and epochs is not None:
             return []
-        found = self.passes(epochs=epochs, sequences=sequences)
-        each = list(zip([account.name for account in self.accounts], found, strict=True))
-        of = f"train.epochs={epochs:g}" if epochs is not None else plural(sequences, "sequence")
+        passes = self.passes(epochs=epochs, sequences=sequences)
+        each = list(zip([account.name for account in self.accounts], passes, strict=True))
+        length = f"train.epochs={epochs:g}" if epochs is not None else plural(sequences, "sequence")
         lines = [
-            f"passes over the data in {of}: " + ", ".join(f"{name} {n:.3g}" for name, n in each)
+            f"passes over the data in {length}: " + ", ".join(f"{name} {n:.3g}" for name, n in each)
         ]
         for name, n in each:
             if n > MOST_PASSES and len(each) > 1:
@@ -176,8 +176,8 @@ class DataCheck:
         records to `bad_records.jsonl` in the run directory."""
         self._directory = directory
         (directory / BAD_RECORDS).unlink(missing_ok=True)
-        found, self.bad = self.bad, []
-        for bad in found:
+        new, self.bad = self.bad, []
+        for bad in new:
             self._note(bad)
         if not self.complete:
             for account in self.accounts:

@@ -19,7 +19,7 @@ def arrow_batches(
 ) -> list[RowGroup]:
     """Opens the record batches of memory-mapped Arrow files, IPC streams or files."""
     read = functools.partial(document, text_key=text_key, format=format)
-    found = []
+    batches = []
     for path in paths:
         try:
             before, table = file_version(path), _table(path)
@@ -31,8 +31,8 @@ def arrow_batches(
             check = functools.cache(functools.partial(_check, f"{path}, row group {number}", batch))
             decoded = columns, [batch.column(name) for name in columns]
             decode = functools.partial(_unchanged, path, before, check, decoded)
-            found.append(RowGroup(path, number, batch.num_rows, decode, read))
-    return found
+            batches.append(RowGroup(path, number, batch.num_rows, decode, read))
+    return batches
 
 
 def _unchanged(path: Path, before: FileVersion, check: Callable, decoded: tuple) -> tuple:
@@ -114,8 +114,8 @@ def download(path: str) -> list[Path]:
         # The hub's client lets every exception of its transport through.
         raise ValueError(f"{path}: cannot download: {str(error).splitlines()[0]}") from error
     # The cache may hold files of an earlier run.
-    found = [p for p in Path(root).rglob("*") if p.is_file()]
-    found = [p for p in found if fnmatch(p.relative_to(root).as_posix(), pattern)]
-    if not found:
+    files = [p for p in Path(root).rglob("*") if p.is_file()]
+    files = [p for p in files if fnmatch(p.relative_to(root).as_posix(), pattern)]
+    if not files:
         raise ValueError(f"{path}: must match a file of the dataset; change the pattern {pattern}")
-    return found
+    return files

@@ -41,7 +41,7 @@ def encode(
     if isinstance(document, Chat):
         chat = shorten(document, tokenizer, source_max_len, target_max_len)
         rendered = conversations(chat, tokenizer, split=not train_on_source)
-        return [_example(one, tokenizer, train_on_source) for one in rendered]
+        return [_example(conversation, tokenizer, train_on_source) for conversation in rendered]
     return [_shifted(token_ids(document, tokenizer))]
 
 
@@ -191,9 +191,9 @@ def _shorten_target(chat: Chat, first: int, tokenizer: Tokenizer, limit: int) ->
 
 def _without_last(text: str, count: int, tokenizer: Tokenizer) -> str:
     length = len(tokenizer.encode_parts([text])[0])
-    found = tokenizer.shorten(text, length - count)
+    shortened = tokenizer.shorten(text, length - count)
     # Remove at least one character, even if the character has several tokens.
-    return found if len(found) < len(text) else text[:-1]
+    return shortened if len(shortened) < len(text) else text[:-1]
 
 
 def _replace_text(chat: Chat, index: int, key: str, text: str) -> Chat:

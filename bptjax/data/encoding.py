@@ -77,8 +77,12 @@ class Encoding:
         self, document: Document, *, tokenizer: Tokenizer, config: DataConfig, **limit: int
     ) -> list[Example]:
         """Returns the examples of a document, with landmarks; see `truncates` for `limit`."""
-        found = self.encode(document, tokenizer, config, **limit)
-        return found if self.landmarks is None else [self.landmarks.insert(one) for one in found]
+        examples = self.encode(document, tokenizer, config, **limit)
+        return (
+            examples
+            if self.landmarks is None
+            else [self.landmarks.insert(example) for example in examples]
+        )
 
     def masks(self, processor: Processor, config: DataConfig) -> Masking | None:
         """Returns the masking of sequences; None if no tokens are masked.

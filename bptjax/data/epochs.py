@@ -159,7 +159,7 @@ def epochs_of(
         )
         if sizes is None:
             return grouped.epoch
-        return lambda n, a, b: grouped.epoch(n, a, b).map(lambda one: len(one["tokens"]))
+        return lambda n, a, b: grouped.epoch(n, a, b).map(lambda example: len(example["tokens"]))
     # Images are shuffled as records: each is one sequence.
     window = max(4, buffer_sequences(seq_len) // n) if shuffle and not reader.images else None
 
@@ -220,7 +220,7 @@ def limit(
         order = own.records.epoch(0, shard, config.num_shards, seed=None, sizes=own.sizes)
         for record in filter(None, in_order(order)):
             counts[kind_of(record)] += 1
-            longest = max(longest, *(len(one["tokens"]) for one in record))
+            longest = max(longest, *(len(example["tokens"]) for example in record))
         # Shards with equal numbers of records round differently, so that their sum is right.
         stop = [int(fraction * count + (shard + 0.5) / config.num_shards) for count in counts]
         if not complete and not any(stop):
@@ -234,10 +234,10 @@ def limit(
         )
     if len(sources) == 1 and (steady or config.group_by_length):
         (epoch,), (stop,) = epochs_of_each, stops
-        found = complete * sum(1 for _ in epoch(0, None, None)) if complete else 0
+        sequences = complete * sum(1 for _ in epoch(0, None, None)) if complete else 0
         if any(stop):
-            found += sum(1 for _ in epoch(complete, None, stop))
-        return Limit(found, complete, stops)
+            sequences += sum(1 for _ in epoch(complete, None, stop))
+        return Limit(sequences, complete, stops)
     parts = [
         Iterated(partial(Epochs, epoch, (complete, stop), ends=True))
         for epoch, stop in zip(epochs_of_each, stops, strict=True)

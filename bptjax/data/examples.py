@@ -22,7 +22,7 @@ def is_masked(example: Example) -> bool:
 def sequence(examples: list[Example], seq_len: int) -> Example:
     """Lays out examples one after the other in a padded sequence; see `packing.pack`."""
     numbers = dict.fromkeys(("segments", "positions"), np.zeros(0, np.int32))
-    found = {
+    arrays = {
         name: np.full((seq_len, *x.shape[1:]), padding(name), x.dtype)
         for name, x in (examples[0] | numbers).items()
     }
@@ -31,8 +31,8 @@ def sequence(examples: list[Example], seq_len: int) -> Example:
         start, end = end, end + len(example["tokens"])
         own = dict(segments=number, positions=np.arange(end - start))
         for name, value in (example | own).items():
-            found[name][start:end] = value
-    return found
+            arrays[name][start:end] = value
+    return arrays
 
 
 def blank(example: Example) -> Example:

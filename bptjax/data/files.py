@@ -163,10 +163,14 @@ def location(documents: Sequence[Document], index: int) -> Location:
 def _integers(value: Any) -> np.ndarray | None:
     """Returns the integers as an array; None if the value is not a list of integers."""
     try:
-        found = np.asarray(value)
+        integers = np.asarray(value)
     except ValueError:  # Lists of different lengths.
         return None
-    return found if found.ndim == 1 and (found.dtype.kind in "iu" or not found.size) else None
+    return (
+        integers
+        if integers.ndim == 1 and (integers.dtype.kind in "iu" or not integers.size)
+        else None
+    )
 
 
 def _token_ids(ids: np.ndarray, labels: Any, where: str) -> np.ndarray | TokenIds:
@@ -177,15 +181,15 @@ def _token_ids(ids: np.ndarray, labels: Any, where: str) -> np.ndarray | TokenId
     ids = ids.astype(np.int32)
     if labels is None:
         return ids
-    found = _integers(labels)
-    if found is None or found.shape != ids.shape:
+    integers = _integers(labels)
+    if integers is None or integers.shape != ids.shape:
         raise ValueError(
             f"{where}: labels must be a list of {len(ids)} integers, one for each of the input_ids"
         )
-    bad = found[(found != -100) & ((found < 0) | (found >= 2**31))]
+    bad = integers[(integers != -100) & ((integers < 0) | (integers >= 2**31))]
     if bad.size:
         raise ValueError(f"{where}: labels={bad[0]}: must be token ids, or -100 for no loss")
-    return TokenIds(ids, found.astype(np.int32))
+    return TokenIds(ids, integers.astype(np.int32))
 
 
 def parse(data: bytes, where: str, *, json_lines: bool, first: bool) -> tuple[str, object]:
@@ -392,7 +396,7 @@ def record_columns(
 
 def row_groups(paths: Sequence[Path], text_key: str, format: str | RecordFormat) -> list[RowGroup]:
     """Opens the row groups of parquet files, with one cache of about 1 GiB of decoded groups."""
-    found: list[RowGroup] = []
+    groups: list[RowGroup] = []
     cache = _Cache(PARQUET_CACHE_BYTES)
     read = functools.partial(document, text_key=text_key, format=format)
     for path in paths:
@@ -404,8 +408,8 @@ def row_groups(paths: Sequence[Path], text_key: str, format: str | RecordFormat)
         columns = record_columns(names, path, text_key, format)
         for group in range(metadata.num_row_groups):
             decode = functools.partial(cache.get, path, before, group, columns)
-            found.append(RowGroup(path, group, metadata.row_group(group).num_rows, decode, read))
-    return found
+            groups.append(RowGroup(path, group, metadata.row_group(group).num_rows, decode, read))
+    return groups
 
 
 class _Cache:

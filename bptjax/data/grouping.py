@@ -38,8 +38,8 @@ class Grouped:
         for index in range(len(examples)):
             record = examples[index] or []
             self._kinds.append(any(map(is_masked, record)) if record else -1)
-            for number, one in enumerate(record):
-                length = len(one["tokens"])
+            for number, example in enumerate(record):
+                length = len(example["tokens"])
                 for start in range(0, length, seq_len):
                     stop = min(start + seq_len, length)
                     self._pieces.append((index, number, start, stop))
@@ -48,9 +48,9 @@ class Grouped:
         self, epoch: int, start: Sequence[int] | None = None, stop: Sequence[int] | None = None
     ) -> grain.IterDataset:
         """Returns the pieces of one epoch, or of a part of its records; see `epochs.Epoch`."""
-        found = self._order(epoch, start, stop)
+        order = self._order(epoch, start, stop)
         direct = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
-        return grain.MapDataset.source(found.tolist()).map(self._piece).to_iter_dataset(direct)
+        return grain.MapDataset.source(order.tolist()).map(self._piece).to_iter_dataset(direct)
 
     def _piece(self, number: int) -> Example:
         index, example, start, stop = self._pieces[number]
@@ -61,7 +61,7 @@ class Grouped:
     ) -> np.ndarray:
         rng = np.random.default_rng((self._seed, epoch))
         sizes = np.array([b - a for _, _, a, b in self._pieces])
-        found = np.arange(len(sizes))
+        order = np.arange(len(sizes))
         if start is not None or stop is not None:
             records = np.arange(len(self._kinds))
             if self._shuffle:
@@ -71,19 +71,19 @@ class Grouped:
             for kind in (0, 1):
                 part_of = slice(start and start[kind], stop and stop[kind])
                 used[records[kinds == kind][part_of]] = True
-            found = found[used[[index for index, *_ in self._pieces]]]
+            order = order[used[[index for index, *_ in self._pieces]]]
         if self._shuffle:
-            rng.shuffle(found)
+            rng.shuffle(order)
         # Make several groups even of few batches, because a single group would not be shuffled.
-        n, size = len(found), self._batch_size
+        n, size = len(order), self._batch_size
         group = size * max(1, min(n // (4 * size), GROUPED_BATCHES))
         # The first sequences complete the last batch of the previous epoch, and form one group.
-        parts = np.split(found, range(-epoch * len(sizes) % size, n, group))
-        found = np.concatenate([one[np.argsort(-sizes[one], kind="stable")] for one in parts])
+        parts = np.split(order, range(-epoch * len(sizes) % size, n, group))
+        order = np.concatenate([part[np.argsort(-sizes[part], kind="stable")] for part in parts])
         if epoch == 0 and n:
-            longest = int(sizes[found].argmax())
-            found[[0, longest]] = found[[longest, 0]]
-        return found
+            longest = int(sizes[order].argmax())
+            order[[0, longest]] = order[[longest, 0]]
+        return order
 
 
 def grouped_batch(pieces: Sequence[Example], seq_len: int) -> dict[str, Any]:
@@ -92,9 +92,9 @@ def grouped_batch(pieces: Sequence[Example], seq_len: int) -> dict[str, Any]:
     width = -(-seq_len // WIDTHS)
     longest = max(1, max(len(each["tokens"]) for each in pieces))
     T = min(-(-longest // width) * width, seq_len)
-    return stacked([sequence([one], T) for one in pieces])
+    return stacked([sequence([piece], T) for piece in pieces])
 
 
 def stacked(sequences: Sequence[Example]) -> Example:
     """Returns the batch of sequences of equal length."""
-    return {key: np.stack([one[key] for one in sequences]) for key in sequences[0]}
+    return {key: np.stack([each[key] for each in sequences]) for key in sequences[0]}

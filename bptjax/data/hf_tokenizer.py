@@ -38,23 +38,23 @@ class HFTokenizer:
         refusal = f"{prefix}{str(directory)!r}: must hold a Hugging Face tokenizer"
         # Invalid files can raise any exception, such as KeyError.
         with _without_report(), _faults(refusal):
-            found: Any = tokenizers.from_pretrained(
+            tokenizer: Any = tokenizers.from_pretrained(
                 str(directory), local_files_only=True, trust_remote_code=False
             )
-            bare, around = found.encode("a", add_special_tokens=False), found.encode("a")
-            self.eos_id, self.sep_id = found.eos_token_id, found.sep_token_id
-            self.mask_id, self.special_ids = found.mask_token_id, found.all_special_ids
-        self._tokenizer: Any = found
+            bare, around = tokenizer.encode("a", add_special_tokens=False), tokenizer.encode("a")
+            self.eos_id, self.sep_id = tokenizer.eos_token_id, tokenizer.sep_token_id
+            self.mask_id, self.special_ids = tokenizer.mask_token_id, tokenizer.all_special_ids
+        self._tokenizer: Any = tokenizer
         self.now: str | None = None
         files = Path(directory) / "chat_template.jinja", Path(directory) / "tokenizer_config.json"
         self.template_file: Path | None = files[0] if files[0].exists() else files[1]
         # `len` counts added tokens; the tokenizer's own `vocab_size` does not.
-        self.vocab_size = min(len(found), limit or len(found))
-        self.special_tokens: Mapping[str, Any] = dict(found.special_tokens_map)
+        self.vocab_size = min(len(tokenizer), limit or len(tokenizer))
+        self.special_tokens: Mapping[str, Any] = dict(tokenizer.special_tokens_map)
         self.generation_config = read_generation_config(Path(directory))
         self._token_ids = _token_ids(Path(directory)) or {
-            "bos_token_id": found.bos_token_id,
-            "eos_token_id": found.eos_token_id,
+            "bos_token_id": tokenizer.bos_token_id,
+            "eos_token_id": tokenizer.eos_token_id,
         }
         ends = self._token_ids.get("eos_token_id", self.eos_id)
         self.stop_ids: Sequence[int] = (
@@ -73,10 +73,10 @@ class HFTokenizer:
             raise ValueError(f"{directory}: token ids must be less than 2^31, not {max(around)}")
         self.prefix = np.array(around[: next(starts, 0)], np.int32)
         with _without_report(), _faults(refusal):
-            start = "".join(found.convert_ids_to_tokens(self.prefix.tolist()))
+            start = "".join(tokenizer.convert_ids_to_tokens(self.prefix.tolist()))
             # Some tokenizers put a space before a text's first word, but not after special tokens.
-            joined = found.encode(f"{start} a", add_special_tokens=False)
-            plain = found.encode(f"{start}a", add_special_tokens=False)
+            joined = tokenizer.encode(f"{start} a", add_special_tokens=False)
+            plain = tokenizer.encode(f"{start}a", add_special_tokens=False)
         wanted = [*self.prefix.tolist(), *bare]
         self.start_text = f"{start} " if start and joined == wanted != plain else start
 
@@ -85,18 +85,18 @@ class HFTokenizer:
         return self.template_for(tools=False)
 
     def template_for(self, tools: bool) -> str | None:
-        found = self._tokenizer
-        if not found.chat_template:
+        tokenizer = self._tokenizer
+        if not tokenizer.chat_template:
             return None
-        return found.get_chat_template(None, tools=[{}] if tools else None)
+        return tokenizer.get_chat_template(None, tools=[{}] if tools else None)
 
     def with_chat(self, template: str | None, stop_ids: Sequence[int]) -> Self:
-        found = copy.copy(self)
+        copied = copy.copy(self)
         if template is not None:
-            found._tokenizer = copy.copy(self._tokenizer)
-            found._tokenizer.chat_template = template
-        found.stop_ids = list(dict.fromkeys([*self.stop_ids, *stop_ids]))
-        return found
+            copied._tokenizer = copy.copy(self._tokenizer)
+            copied._tokenizer.chat_template = template
+        copied.stop_ids = list(dict.fromkeys([*self.stop_ids, *stop_ids]))
+        return copied
 
     def encode(self, text: str) -> np.ndarray:
         text = _scalar_values(text)
@@ -110,11 +110,11 @@ class HFTokenizer:
     def encode_pair(self, text: str, pair: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         self._check_fast("the text of each token of a pair")
         with _faults(CANNOT_ENCODE, cause=True):
-            found = self._tokenizer(_scalar_values(text), _scalar_values(pair), verbose=False)
-        ids = self._checked(found["input_ids"])
+            encoded = self._tokenizer(_scalar_values(text), _scalar_values(pair), verbose=False)
+        ids = self._checked(encoded["input_ids"])
         # Tokenizers of models without type embeddings return no types.
-        types = np.array(found.get("token_type_ids", np.zeros(len(ids))), np.int32)
-        texts = [-1 if part is None else part for part in found.sequence_ids()]
+        types = np.array(encoded.get("token_type_ids", np.zeros(len(ids))), np.int32)
+        texts = [-1 if part is None else part for part in encoded.sequence_ids()]
         return ids, types, np.array(texts)
 
     def _check_fast(self, given: str) -> None:
@@ -125,23 +125,23 @@ class HFTokenizer:
             )
 
     def _checked(self, ids: Sequence[int]) -> np.ndarray:
-        found = np.array(ids, np.int64)  # Damaged files may hold ids of more than 31 bits.
-        if found.max(initial=0) >= self.vocab_size:
-            token = self.decode([found.max()])
+        array = np.array(ids, np.int64)  # Damaged files may hold ids of more than 31 bits.
+        if array.max(initial=0) >= self.vocab_size:
+            token = self.decode([array.max()])
             raise ValueError(
                 f"token {token!r}: must be in the model's vocabulary of {self.vocab_size}"
             )
-        return found.astype(np.int32)
+        return array.astype(np.int32)
 
     def _offsets(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Returns the ids, and the start and end of each token in characters."""
         self._check_fast("the characters of each token")
         with _faults(CANNOT_ENCODE, cause=True):
-            found = self._tokenizer(
+            encoded = self._tokenizer(
                 text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
             )
-        starts, stops = np.array(found["offset_mapping"], np.int64).reshape(-1, 2).T
-        return self._checked(found["input_ids"]), starts, stops
+        starts, stops = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2).T
+        return self._checked(encoded["input_ids"]), starts, stops
 
     def encode_parts(self, parts: Sequence[str]) -> tuple[np.ndarray, list[tuple[int, int]]]:
         parts = [_scalar_values(part) for part in parts]
@@ -214,7 +214,7 @@ def _without_report() -> Iterator[None]:
     """Hides the report of a panic, which Rust writes to stderr's file descriptor. Not for encoding,
     because meanwhile a crash of the process could not report its cause."""
     try:
-        kept = os.dup(2)
+        stderr = os.dup(2)
     except OSError:  # There is no stderr.
         yield
         return
@@ -228,8 +228,8 @@ def _without_report() -> Iterator[None]:
         raise
     finally:
         sys.stderr.flush()
-        os.dup2(kept, 2)
-        with os.fdopen(kept, "wb"), os.fdopen(held, "rb") as file:
+        os.dup2(stderr, 2)
+        with os.fdopen(stderr, "wb"), os.fdopen(held, "rb") as file:
             file.seek(0)
             if not panicked and (text := file.read()):
                 os.write(2, text)
@@ -238,8 +238,8 @@ def _without_report() -> Iterator[None]:
 def read_generation_config(directory: Path) -> dict[str, Any]:
     """Reads generation_config.json without token ids; empty if there is no such file."""
     file = directory / GENERATION
-    found = read_json(file) if file.exists() else {}
-    return {key: value for key, value in found.items() if not key.endswith("_token_id")}
+    config = read_json(file) if file.exists() else {}
+    return {key: value for key, value in config.items() if not key.endswith("_token_id")}
 
 
 def write_generation_config(directory: Path, fields: Mapping[str, Any]) -> None:
@@ -253,13 +253,13 @@ def _token_ids(directory: Path) -> dict[str, Any] | None:
     eos_token_id."""
     for name, keys in ((GENERATION, ".*_token_id"), ("config.json", "(bos|eos|pad)_token_id")):
         file = directory / name
-        found = read_json(file) if file.exists() else {}
-        if found.get("eos_token_id") is None:
+        config = read_json(file) if file.exists() else {}
+        if config.get("eos_token_id") is None:
             # A multimodal model has a separate config for its text model.
-            inner = found.get("text_config")
-            found = inner if isinstance(inner, dict) else {}
-        if found.get("eos_token_id") is not None:
-            return {key: value for key, value in found.items() if re.fullmatch(keys, key)}
+            inner = config.get("text_config")
+            config = inner if isinstance(inner, dict) else {}
+        if config.get("eos_token_id") is not None:
+            return {key: value for key, value in config.items() if re.fullmatch(keys, key)}
     return None
 
 

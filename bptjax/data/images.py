@@ -103,9 +103,9 @@ def _folders(directory: str) -> list[str]:
 
 
 def _images(directory: str) -> list[str]:
-    found = (x for x in _visible(directory) if x.name.lower().endswith(EXTENSIONS))
+    files = (x for x in _visible(directory) if x.name.lower().endswith(EXTENSIONS))
     # Keep broken links: they are bad records, not absent ones.
-    return sorted(entry.path for entry in found if not entry.is_dir())
+    return sorted(entry.path for entry in files if not entry.is_dir())
 
 
 def _all(directory: str) -> Iterator[str]:
@@ -119,23 +119,23 @@ def open_images(config: DataConfig) -> tuple[ImageFolder, Sequence[Any], Sequenc
     Raises:
       ValueError: there are no directories of at least two classes.
     """
-    found = _open("path", config.path)
-    if len(found.names) < 2:
+    classes = _open("path", config.path)
+    if len(classes.names) < 2:
         raise ValueError(
             f"data.path={config.path}: must hold the directories of at least 2 classes, not only "
-            f"{found.names[0]!r}"
+            f"{classes.names[0]!r}"
         )
     if config.eval_path is None:
-        train, held_out = split_documents(found, config.eval_fraction)
+        train, held_out = split_documents(classes, config.eval_fraction)
         assert isinstance(train, Sequence)
-        return found, train, held_out
+        return classes, train, held_out
     held_out = _open("eval_path", config.eval_path)
-    if unknown := [name for name in held_out.names if name not in found.names]:
+    if unknown := [name for name in held_out.names if name not in classes.names]:
         raise ValueError(
             f"data.eval_path={config.eval_path}: class {unknown[0]!r}: must be in "
             f"data.path={config.path} too"
         )
-    return found, found, held_out
+    return classes, classes, held_out
 
 
 def _open(key: str, path: str | list[str] | None) -> ImageFolder:
@@ -176,16 +176,16 @@ class ImageProcessor:
         file = self.directory / PROCESSOR
         read_json(file)  # Raises errors that name the file.
         try:
-            found = self._pixels(blank)
+            pixels = self._pixels(blank)
         except Exception as error:
             # transformers raises errors of any class for settings that it refuses.
             raise ValueError(f"{file}: {' '.join(str(error).split())}") from error
-        if found.shape != self.size:
+        if pixels.shape != self.size:
             raise ValueError(
                 f"{file}: must make images of the model's size {_sizes(self.size)}, not of "
-                f"{_sizes(found.shape)}; correct size and do_resize"
+                f"{_sizes(pixels.shape)}; correct size and do_resize"
             )
-        if not np.isfinite(found).all():
+        if not np.isfinite(pixels).all():
             raise ValueError(f"{file}: image_std: must not be 0")
 
     def __call__(self, image: Image) -> list[Example]:
@@ -199,10 +199,12 @@ class ImageProcessor:
 
         try:
             data = image.path.read_bytes()
-            with pillow.open(io.BytesIO(data), formats=FORMATS) as found:
-                if found.mode.startswith(WIDE_MODES):
-                    raise ValueError(f"mode {found.mode}: must have 8 bits per channel; convert it")
-                upright = ImageOps.exif_transpose(found)
+            with pillow.open(io.BytesIO(data), formats=FORMATS) as opened:
+                if opened.mode.startswith(WIDE_MODES):
+                    raise ValueError(
+                        f"mode {opened.mode}: must have 8 bits per channel; convert it"
+                    )
+                upright = ImageOps.exif_transpose(opened)
                 if "transparency" in upright.info:
                     upright = upright.convert("RGBA")
                 upright = upright.convert("L" if self.size[0] == 1 else "RGB")

@@ -68,7 +68,7 @@ def train_loader(
     size, grouped = batch_size // n, config.group_by_length
     indices = range(batch_size) if local is None else local
     # For each shard that is read: epochs of each source, and an example.
-    found: dict[int, tuple[list[Epoch], Example]] = {}
+    opened: dict[int, tuple[list[Epoch], Example]] = {}
     for i in sorted({index // size for index in indices}):
         sources, first = [], {}
         for number, (name, own) in enumerate(zip(training.names, training.files, strict=True)):
@@ -76,10 +76,10 @@ def train_loader(
             records = _records(own, reader)
             first = _first_example(records, i, n, name and f" of {name}")
             sources.append(epochs_of(records, i, settings, size, threads=_threads(reader)))
-        found[i] = sources, first
+        opened[i] = sources, first
 
     def shard(i: int, limit: Limit | None, steps: int) -> grain.IterDataset:
-        sources, first = found[i]
+        sources, first = opened[i]
         parts = []
         for number, epoch in enumerate(sources):
             divided = (limit.epoch, limit.stop[number]) if limit else None
@@ -100,7 +100,7 @@ def train_loader(
         return Iterated(batches, sequences)
 
     def shards(limits: Sequence[Limit] | None, steps: int) -> dict[int, grain.IterDataset]:
-        return {i: shard(i, limits[i] if limits else None, steps) for i in found}
+        return {i: shard(i, limits[i] if limits else None, steps) for i in opened}
 
     return Batches(shards, n)
 
@@ -111,8 +111,8 @@ def _masked(sequences: grain.IterDataset, masking: Masking | None, seed: int) ->
     return sequences if masking is None else sequences.random_map(masking, seed=seed)
 
 
-def _first_example(records: AnyRecords, shard: int, shards: int, of: str) -> Example:
-    """Returns the first example of a shard. `of` is the name of the source in errors.
+def _first_example(records: AnyRecords, shard: int, shards: int, source: str) -> Example:
+    """Returns the first example of a shard. `source` names the source in errors.
 
     Raises:
       ValueError: no token of the shard counts in the loss.
@@ -124,7 +124,7 @@ def _first_example(records: AnyRecords, shard: int, shards: int, of: str) -> Exa
         read += 1
         too_long += bool(record.too_long)
         bad += record.error is not None
-    documents = f"{plural(read, 'document')}{of} in shard {shard} of {shards}"
+    documents = f"{plural(read, 'document')}{source} in shard {shard} of {shards}"
     if too_long:
         raise ValueError(
             f"the {documents}: all {too_long} records with tokens in the loss are longer than "
@@ -241,4 +241,4 @@ def _fill(batch: Sequence[Example], batch_size: int) -> Example:
     """Stacks sequences to a batch, and completes it with padding."""
     blank = {key: np.full_like(value, padding(key)) for key, value in batch[0].items()}
     full = [*batch, *itertools.repeat(blank, batch_size - len(batch))]
-    return {key: np.stack([one[key] for one in full]) for key in blank}
+    return {key: np.stack([each[key] for each in full]) for key in blank}

@@ -54,21 +54,21 @@ class Open:
 
     Attributes:
       pieces: (record, example, start, arrays) of each piece, with its place in the epoch's records.
-      room: number of free tokens.
+      free: number of free tokens.
       splits: whether examples are split where the sequence is full.
       state: state of the iterator of records before the first piece's record.
       waited: number of windows that the sequence has waited for more pieces.
     """
 
-    __slots__ = ("pieces", "room", "splits", "state", "waited")
+    __slots__ = ("pieces", "free", "splits", "state", "waited")
 
-    def __init__(self, room: int, splits: bool, state: Any, waited: int = 0):
+    def __init__(self, free: int, splits: bool, state: Any, waited: int = 0):
         self.pieces: list[tuple[int, int, int, Example]] = []
-        self.room, self.splits, self.state, self.waited = room, splits, state, waited
+        self.free, self.splits, self.state, self.waited = free, splits, state, waited
 
     def add(self, record: int, example: int, start: int, arrays: Example) -> None:
         self.pieces.append((record, example, start, arrays))
-        self.room -= len(arrays["tokens"])
+        self.free -= len(arrays["tokens"])
 
 
 class Packer:
@@ -96,10 +96,10 @@ class Packer:
     def _start(self, sequences: list[Open]) -> None:
         """Starts a window with the open sequences of the previous one."""
         self.sequences, self._pieces, self._before = sequences, 0, len(sequences)
-        splits = [one for one in sequences if one.splits]
+        splits = [each for each in sequences if each.splits]
         self._text = splits[0] if splits else None
-        # Sorted (room, index) of the sequences for pieces that are not split.
-        self._rooms = [(one.room, n) for n, one in enumerate(sequences) if not one.splits]
+        # Sorted (free, index) of the sequences for pieces that are not split.
+        self._by_free = [(each.free, n) for n, each in enumerate(sequences) if not each.splits]
 
     @property
     def is_full(self) -> bool:
@@ -113,12 +113,12 @@ class Packer:
         """
         for number, example in enumerate(examples):
             length = len(example["tokens"])
-            whole = self._packing == "concat" and is_masked(example)
-            if whole and length > self._seq_len:
+            unsplit = self._packing == "concat" and is_masked(example)
+            if unsplit and length > self._seq_len:
                 raise ValueError(
                     f"record of {length} tokens: must be at most seq_len={self._seq_len}"
                 )
-            if self._packing == "concat" and not whole:
+            if self._packing == "concat" and not unsplit:
                 self._append(record, number, example, state)
                 continue
             rng = None
@@ -136,23 +136,23 @@ class Packer:
         start, length = 0, len(example["tokens"])
         while start < length:
             own = self._text or self._open(True, state)
-            stop = min(length, start + own.room)
+            stop = min(length, start + own.free)
             own.add(record, number, start, part(example, start, stop))
-            self._text, start = own if own.room else None, stop
+            self._text, start = own if own.free else None, stop
             self._pieces += 1
 
     def _place(self, record: int, number: int, start: int, piece: Example, state: Any) -> None:
         """Puts the piece into the fullest sequence that has room, or else into a new one."""
-        rooms, self._pieces = self._rooms, self._pieces + 1
-        found = bisect.bisect_left(rooms, (len(piece["tokens"]), -1))
-        if found < len(rooms) and self._packing != "none":
-            index = rooms.pop(found)[1]
+        by_free, self._pieces = self._by_free, self._pieces + 1
+        place = bisect.bisect_left(by_free, (len(piece["tokens"]), -1))
+        if place < len(by_free) and self._packing != "none":
+            index = by_free.pop(place)[1]
             own = self.sequences[index]
         else:
             index, own = len(self.sequences), self._open(False, state)
         own.add(record, number, start, piece)
-        if own.room:
-            bisect.insort(rooms, (own.room, index))
+        if own.free:
+            bisect.insort(by_free, (own.free, index))
 
     def close(self, last: bool) -> list[Open]:
         """Ends the window, and returns its sequences in the order in which they were opened.
@@ -163,22 +163,22 @@ class Packer:
         """
         wait = [] if last or self._packing == "none" else [self._text]
         if wait:
-            emptiest = self._rooms[-max(1, self._limit // 4) :]
-            numbers = [number for room, number in emptiest if room > self._seq_len // 8]
+            emptiest = self._by_free[-max(1, self._limit // 4) :]
+            numbers = [number for free, number in emptiest if free > self._seq_len // 8]
             wait += [self.sequences[number] for number in numbers]
-        wait = [one for one in wait if one is not None and one.waited < self._patience]
-        for one in wait:
-            one.waited += 1
-        found = [one for one in self.sequences if one not in wait]
+        wait = [each for each in wait if each is not None and each.waited < self._patience]
+        for each in wait:
+            each.waited += 1
+        closed = [each for each in self.sequences if each not in wait]
         self._start(wait)
-        return found
+        return closed
 
     def waiting(self, record: int) -> dict[str, Any] | None:
         """Returns the state of the waiting sequences, as JSON, before the record with this number;
         None if no sequence waits."""
         if not self.sequences:
             return None
-        first = min(self.sequences, key=lambda one: one.pieces[0][0])
+        first = min(self.sequences, key=lambda each: each.pieces[0][0])
         start = first.pieces[0][0]
         return {
             "parent": first.state,
@@ -186,27 +186,27 @@ class Packer:
             "records": record - start,
             "open": [
                 {
-                    "splits": one.splits,
-                    "waited": one.waited,
-                    "pieces": [[record - start, n, at] for record, n, at, _ in one.pieces],
+                    "splits": each.splits,
+                    "waited": each.waited,
+                    "pieces": [[record - start, n, at] for record, n, at, _ in each.pieces],
                 }
-                for one in self.sequences
+                for each in self.sequences
             ],
         }
 
     def wait(self, state: dict[str, Any], records: list[tuple[list[Example], Any]]) -> None:
         """Restores the waiting sequences from the examples of their records, each with the state of
         the iterator before its record."""
-        found = []
+        waiting = []
         for own in state["open"]:
             first = records[own["pieces"][0][0]][1]
-            one = Open(self._seq_len, own["splits"], first, own["waited"])
+            restored = Open(self._seq_len, own["splits"], first, own["waited"])
             for record, number, start in own["pieces"]:
                 example = records[record][0][number]
                 piece = part(example, start, start + self._seq_len)
-                one.add(state["record"] + record, number, start, piece)
-            found.append(one)
-        self._start(found)
+                restored.add(state["record"] + record, number, start, piece)
+            waiting.append(restored)
+        self._start(waiting)
 
 
 def in_order(examples: grain.MapDataset | grain.IterDataset, threads: int = 0) -> grain.IterDataset:
@@ -299,8 +299,8 @@ class _Packed(grain.DatasetIterator):
           StopIteration: no record is left.
         """
         packer, last = self._packer, False
-        found: list[Open] = []
-        while not found and not last:
+        closed: list[Open] = []
+        while not closed and not last:
             while not packer.is_full and not last:
                 state = self._parent.get_state()
                 try:
@@ -308,23 +308,23 @@ class _Packed(grain.DatasetIterator):
                     self._record += 1
                 except StopIteration:
                     last = True
-            found = packer.close(last)
-        if not found:
+            closed = packer.close(last)
+        if not closed:
             raise StopIteration
         if self._seeds is not None:
-            order = np.random.default_rng((*self._seeds, self._window)).permutation(len(found))
-            found = [found[index] for index in order]
-        self._ready = found[::-1]
+            order = np.random.default_rng((*self._seeds, self._window)).permutation(len(closed))
+            closed = [closed[index] for index in order]
+        self._ready = closed[::-1]
 
     def __next__(self) -> Any:
         if not self._ready:
             self._fill()
-        found = self._layout([piece for *_, piece in self._ready.pop().pieces])
+        batch = self._layout([piece for *_, piece in self._ready.pop().pieces])
         self._emitted += 1
         if not self._ready:
             self._window += 1
             self._mark()
-        return found
+        return batch
 
     def get_state(self) -> dict[str, Any]:
         return self._before | {"window": self._window, "emitted": self._emitted}

@@ -220,7 +220,7 @@ def _answer(render: Any, clock: _Clock, data: bytes) -> tuple[str, Any]:
     clock.date = datetime.fromisoformat(now)
     seed = json.dumps([template, messages, variables]) if CHANCE.search(template) else None
     most = TEXT_CHARACTERS + TEXT_FACTOR * len(data)
-    found = []
+    answers = []
     for count, answer in parts:
         if seed is not None:
             random.seed(seed)
@@ -247,8 +247,8 @@ def _answer(render: Any, clock: _Clock, data: bytes) -> tuple[str, Any]:
             signal.setitimer(signal.ITIMER_PROF, 0)
         if len(texts[0]) > most:
             return "fault", f"writes more than {most:,} characters for one chat"
-        found.append((texts[0], spans[0] if spans else []))
-    return "texts", found
+        answers.append((texts[0], spans[0] if spans else []))
+    return "texts", answers
 
 
 if __name__ == "__main__":

@@ -100,25 +100,25 @@ def sample(
     if reader.images:
         # Each image is one sequence, and takes long to read.
         first = itertools.islice(places, most * batch_size)
-        pieces = kept = [Piece(*place, 0, reader.seq_len, False) for place in first]
-        every = len(kept) == len(order)
+        pieces = chosen = [Piece(*place, 0, reader.seq_len, False) for place in first]
+        every = len(chosen) == len(order)
     else:
         pieces, every = _pool(sources, places, packing, POOL * most * batch_size)
         pieces = _in_proportion(pieces, np.random.default_rng((seed, 1)))
-        kept = _fitting(pieces, packing, reader.seq_len, most, batch_size)
-    own = [[piece for piece in kept if piece.source == s] for s in range(len(sources))]
+        chosen = _fitting(pieces, packing, reader.seq_len, most, batch_size)
+    own = [[piece for piece in chosen if piece.source == s] for s in range(len(sources))]
     return Sample(
         [_packable(records, found) for records, found in zip(sources, own, strict=True)],
-        _batches(kept, packing, reader.seq_len, batch_size),
-        len({(piece.source, piece.index) for piece in kept}),
-        every and len(kept) == len(pieces),
+        _batches(chosen, packing, reader.seq_len, batch_size),
+        len({(piece.source, piece.index) for piece in chosen}),
+        every and len(chosen) == len(pieces),
     )
 
 
 def _pieces(records: Records, index: int) -> list[Example]:
     """Reads the pieces of a record."""
     seq_len = records.reader.seq_len
-    return [piece for one in records[index] for piece in split_example(one, seq_len)]
+    return [piece for example in records[index] for piece in split_example(example, seq_len)]
 
 
 def _pool(
@@ -127,16 +127,16 @@ def _pool(
     """Returns the pieces of the first documents that fill `most` sequences and have `POOL_TOKENS`
     tokens, and whether these are all documents."""
     accounts = [Account("", records.reader.seq_len) for records in sources]
-    found = []
+    pool = []
     for s, i in places:
         enough = sum(account.tokens for account in accounts) >= POOL_TOKENS
         if enough and sum(account.sequences[packing] for account in accounts) >= most:
-            return found, False
+            return pool, False
         beat("sampling held-out data")
         for number, piece in enumerate(_pieces(sources[s], i)):
-            found.append(Piece(s, i, number, len(piece["tokens"]), is_masked(piece)))
+            pool.append(Piece(s, i, number, len(piece["tokens"]), is_masked(piece)))
             accounts[s].add(Record([piece]))
-    return found, True
+    return pool, True
 
 
 def _in_proportion(pieces: Sequence[Piece], rng: np.random.Generator) -> list[Piece]:
@@ -173,10 +173,10 @@ def _fitting(
 
 def _batches(pieces: Sequence[Piece], packing: str, seq_len: int, batch_size: int) -> int:
     """Counts the batches of the pieces, with one source per batch."""
-    found: dict[int, Account] = {}
+    accounts: dict[int, Account] = {}
     for piece in _packing_order(pieces, seq_len):
-        found.setdefault(piece.source, Account("", seq_len)).add(_blank(piece))
-    return sum(-(-each.sequences[packing] // batch_size) for each in found.values())
+        accounts.setdefault(piece.source, Account("", seq_len)).add(_blank(piece))
+    return sum(-(-each.sequences[packing] // batch_size) for each in accounts.values())
 
 
 def _blank(piece: Piece) -> Record:
@@ -189,7 +189,7 @@ def _blank(piece: Piece) -> Record:
 def _packing_order(pieces: Sequence[Piece], seq_len: int) -> list[Piece]:
     """Sorts pieces that fill a sequence first, so that concat packing does not split them; then by
     record, which is the fastest order to read files in."""
-    return sorted(pieces, key=lambda one: (one.masked or one.length < seq_len, one))
+    return sorted(pieces, key=lambda piece: (piece.masked or piece.length < seq_len, piece))
 
 
 def _packable(records: Records, pieces: Sequence[Piece]) -> Pieces:

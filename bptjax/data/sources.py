@@ -95,7 +95,10 @@ def short_names(names: Sequence[str]) -> list[str]:
     number if these are equal."""
     short = [", ".join(Path(path).name for path in name.split(", ")) for name in names]
     again = Counter(short)
-    return [f"{one} ({n})" if again[one] > 1 else one for n, one in enumerate(short, 1)]
+    return [
+        f"{short_name} ({n})" if again[short_name] > 1 else short_name
+        for n, short_name in enumerate(short, 1)
+    ]
 
 
 def _open(

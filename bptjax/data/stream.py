@@ -241,13 +241,13 @@ class StreamRecords:
         the order of the files changes each epoch, and records are shuffled in a window."""
         stream = self.stream if sizes is None else self._counted()
         seeds = None if seed is None else (seed, number)
-        found = Iterated(functools.partial(_StreamIterator, stream, shard, shards, seeds))
+        dataset = Iterated(functools.partial(_StreamIterator, stream, shard, shards, seeds))
         if seed is not None:
             own = int(np.random.default_rng((seed, number)).integers(2**31))
-            found = gx.WindowShuffleIterDataset(found, window_size=self.window, seed=own)
+            dataset = gx.WindowShuffleIterDataset(dataset, window_size=self.window, seed=own)
         if sizes is not None:
-            return found.map(lambda entry: sizes[int(entry.read())])
-        return found.map(lambda entry: self.reader(entry.read, entry.where).examples)
+            return dataset.map(lambda entry: sizes[int(entry.read())])
+        return dataset.map(lambda entry: self.reader(entry.read, entry.where).examples)
 
     @functools.cached_property
     def window(self) -> int:

@@ -51,29 +51,29 @@ class Survey:
 
     def notes(self, tokenizer: Tokenizer) -> list[str]:
         """Returns notes for the log of a run, one line each."""
-        found = describe_clock_and_chance(tokenizer) if self.forms[None] else []
+        notes = describe_clock_and_chance(tokenizer) if self.forms[None] else []
         if self.unread:
             fields = ", ".join(f"{name} ({n})" for name, n in sorted(self.unread.items()))
-            found.append(
+            notes.append(
                 f"chats: the chat template does not read {fields}, of {self.records} records"
             )
         ends = [i for i in self.endings if i is not None]
         if ends:
             # Some tokenizers decode EOS to an empty string.
             names = ", ".join(repr(tokenizer.decode([i]) or f"token {i}") for i in ends)
-            found.append(f"chats: answers end with {names}, which stops generation")
+            notes.append(f"chats: answers end with {names}, which stops generation")
         if self.endings[None]:
-            found.append(
+            notes.append(
                 f"chats: no special token ends {self.endings[None]} of "
                 f"{self.endings.total()} answers inspected, so generation does not stop by itself "
                 "after such an answer"
             )
         if len(self.forms) > 1:
             names = ", ".join(f"{form or 'template'} ({n})" for form, n in self.forms.items())
-            found.append(
+            notes.append(
                 f"chats: records have several templates: {names}; the most frequent is exported"
             )
-        return found
+        return notes
 
 
 def survey(sources: Sequence[Sequence[Document] | Readable], tokenizer: Tokenizer) -> Survey:
@@ -124,14 +124,14 @@ def _chats(documents: Sequence[Document] | Readable, limit: int) -> Iterator[Cha
         except ValueError:
             continue
         own = document.chats if isinstance(document, Compound) else [document]
-        found = [one for one in own if isinstance(one, Chat)]
-        chats += len(found)
-        yield from found
+        examined = [each for each in own if isinstance(each, Chat)]
+        chats += len(examined)
+        yield from examined
 
 
 def _endings(chat: Chat, tokenizer: Tokenizer) -> Iterator[int | None]:
-    for one in conversations(chat, tokenizer):
-        ids, answers = tokenize(one, tokenizer)
+    for conversation in conversations(chat, tokenizer):
+        ids, answers = tokenize(conversation, tokenizer)
         for start, stop in answers:
             if start < stop:
                 yield tokenizer.ending(ids, start, stop)

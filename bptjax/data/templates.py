@@ -102,8 +102,8 @@ def form_template(form: str, tokenizer: Tokenizer) -> str:
 def template_of(chat: Chat, tokenizer: Tokenizer) -> str:
     """Returns the template that the chat's format prescribes, or else the tokenizer's, or else
     `plain`."""
-    if chat.form is None and (found := tokenizer.template_for("tools" in chat.variables)):
-        return found
+    if chat.form is None and (template := tokenizer.template_for("tools" in chat.variables)):
+        return template
     return form_template(chat.form or "plain", tokenizer)
 
 
@@ -131,8 +131,8 @@ def render(
         `renderer`.
     """
     parts = [(len(messages), answer)]
-    (found,) = renderings(messages, template, tokenizer, variables, parts, renderer)
-    return found
+    (rendered,) = renderings(messages, template, tokenizer, variables, parts, renderer)
+    return rendered
 
 
 def renderings(
@@ -231,7 +231,7 @@ def conversations(chat: Chat, tokenizer: Tokenizer, *, split: bool = True) -> li
     if inside:
         numbers, spans = zip(*inside, strict=True)
         separate.append(Rendered(full, spans, numbers))
-    return sorted(separate, key=lambda one: one.messages)
+    return sorted(separate, key=lambda conversation: conversation.messages)
 
 
 def _check_roles(chat: Chat, template: str) -> None:

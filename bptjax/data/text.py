@@ -117,7 +117,7 @@ def open_documents(
         raise ValueError(f"sample_by={sample_by!r}: must be line, paragraph or document")
     given = [path] if isinstance(path, str | Path) else path
     # A file that matches several paths is read once.
-    paths = list(dict.fromkeys(p for one in given for p in _paths(one)))
+    paths = list(dict.fromkeys(p for source in given for p in _paths(source)))
     plain = [p for p in paths if extension(p) not in RECORDS]
     if plain and (format in FORMATS or isinstance(format, RecordFormat)):
         raise ValueError(f"{plain[0]}: with data.format={format}, must be {', '.join(RECORDS)}")
@@ -141,8 +141,8 @@ def open_documents(
     streamed = any(isinstance(file, Lines) for file in files)
     documents = Stream(tuple(files), sizes) if streamed else Documents(files)
     if isinstance(documents, Documents) and not len(documents):
-        found = plural(len(paths), "empty file")
-        raise ValueError(f"{str(path)!r}: must hold documents, not only {found}")
+        empty = plural(len(paths), "empty file")
+        raise ValueError(f"{str(path)!r}: must hold documents, not only {empty}")
     if check_first:
         next(iter(documents))  # Fails on a wrong text_key now rather than during the run.
     return documents
@@ -209,39 +209,39 @@ def _paths(path: str | Path) -> list[Path]:
     # A .json file in a directory usually describes the data or a model: it must be named.
     searched = [name for name in EXTENSIONS if name != ".json"]
     if root.is_dir():
-        found = [p for p in root.rglob("*") if p.is_file() and extension(p) in searched]
-        found = saved_files(root, found)
+        paths = [p for p in root.rglob("*") if p.is_file() and extension(p) in searched]
+        paths = saved_files(root, paths)
     elif str(path).startswith(HUB):
-        found = download(str(path))
+        paths = download(str(path))
     else:
-        found = [root] if root.exists() else map(Path, glob.glob(str(root), recursive=True))
-        found = [p for p in found if p.is_file()]
+        paths = [root] if root.exists() else map(Path, glob.glob(str(root), recursive=True))
+        paths = [p for p in paths if p.is_file()]
     known = f"{', '.join(EXTENSIONS)}; text also with {' or '.join(CODECS)}"
-    if not found and root.is_dir():
+    if not paths and root.is_dir():
         raise ValueError(
             f"{str(path)!r}: the directory must hold {', '.join(searched)} files; .json files are "
             f"read only if named: {str(path).rstrip('/')}/*.json"
         )
-    if not found:
+    if not paths:
         raise ValueError(
             f"{str(path)!r}: no such file; give a file, directory or glob ({known}), or {STDLIB}"
         )
-    for p in found:
+    for p in paths:
         if extension(p) not in EXTENSIONS or p.suffix in CODECS and extension(p) in TABLES:
             raise ValueError(f"{p}: extension {''.join(p.suffixes)!r}: must be one of {known}")
-    return sorted(found)
+    return sorted(paths)
 
 
 def _stdlib_paths() -> list[Path]:
     root = Path(sysconfig.get_path("stdlib"))
-    found = []
+    paths = []
     for path in sorted(root.rglob("*.py")):
         if STDLIB_SKIPS.isdisjoint(path.relative_to(root).parts):
             try:
                 path.read_bytes().decode()
             except (OSError, UnicodeDecodeError):
                 continue
-            found.append(path)
-    if not found:
+            paths.append(path)
+    if not paths:
         raise ValueError(f"{STDLIB}: no source files in {root}; give a text file instead")
-    return found
+    return paths

@@ -142,9 +142,9 @@ class _Plain:
 
     def with_chat(self, template: str | None, stop_ids: Sequence[int]) -> Self:
         """Returns a copy with another chat template. `eos_id` stays the only stop id."""
-        found = copy.copy(self)
-        found.chat_template = template or self.chat_template
-        return found
+        copied = copy.copy(self)
+        copied.chat_template = template or self.chat_template
+        return copied
 
     def encode(self, text: str) -> np.ndarray:
         raise NotImplementedError
@@ -171,10 +171,10 @@ class _Plain:
 
     def _encode_special(self, text: str) -> np.ndarray:
         first, *others = text.split(SEPARATOR) if self.eos_id is not None else [text]
-        found = [self.encode(first)]
+        parts = [self.encode(first)]
         for other in others:
-            found += [np.array([self.eos_id], np.int32), self.encode(other)]
-        return np.concatenate(found)
+            parts += [np.array([self.eos_id], np.int32), self.encode(other)]
+        return np.concatenate(parts)
 
     def shorten(self, text: str, count: int) -> str:
         ends = np.cumsum([len(self.encode(character)) for character in text])
@@ -353,18 +353,18 @@ def load_tokenizer(directory: str | Path, limit: int | None = None, prefix: str 
     if not (directory / FILE).exists():
         return HFTokenizer(directory, limit, prefix)
     saved = read_json(directory / FILE)
-    found, characters = ByteTokenizer(), saved.get("characters")
+    tokenizer, characters = ByteTokenizer(), saved.get("characters")
     template = saved.get("chat_template")
     if saved.get("type") == "char" and isinstance(characters, str) and characters:
-        found = CharTokenizer(characters)
+        tokenizer = CharTokenizer(characters)
     elif saved.get("type") != "byte":
         raise ValueError(f"{directory / FILE} is damaged: it holds no tokenizer of bptjax")
     if template is not None and not isinstance(template, str):
         raise ValueError(f"{directory / FILE} is damaged: its chat_template is not a text")
-    found = found.with_chat(template, [])
-    found.template_file = directory / FILE
-    found.generation_config = read_generation_config(directory)
-    return found
+    tokenizer = tokenizer.with_chat(template, [])
+    tokenizer.template_file = directory / FILE
+    tokenizer.generation_config = read_generation_config(directory)
+    return tokenizer
 
 
 def utf8(text: str) -> bytes:

@@ -51,9 +51,9 @@ def passkey_prompt(tokenizer: Tokenizer, length: int, depth: float, key: int) ->
             f"--passkey_lengths={length}: must be at least {shortest + length - limit} tokens, "
             "the length of a prompt with a pass key"
         )
-    while len(found := prompt(fillers)) > limit:
+    while len(ids := prompt(fillers)) > limit:
         fillers -= 1
-    return found
+    return ids
 
 
 def answer_room(tokenizer: Tokenizer) -> int:
@@ -74,26 +74,26 @@ def passkey(
 ) -> list[dict]:
     """Returns one row per length (tokens) and depth, with the fraction of keys that the model
     finds."""
-    rng, room, rows = np.random.default_rng(seed), answer_room(tokenizer), []
+    rng, new_tokens, rows = np.random.default_rng(seed), answer_room(tokenizer), []
     with Progress("pass keys", sum(lengths) * len(depths) * trials) as progress:
         for length, depth in product(lengths, depths):
             progress.describe(f"pass keys, {length:,} tokens, depth {depth:g}")
-            found = 0
+            correct = 0
             for key in rng.integers(10_000, 100_000, trials).tolist():
                 prompt = passkey_prompt(tokenizer, length, depth, key)
                 *_, (text,) = continuations(
                     model,
                     tokenizer,
                     [prompt],
-                    new_tokens=room,
+                    new_tokens=new_tokens,
                     sampling=Sampling(temperature=0.0),
                     dtype=dtype,
                     execution=execution,
                 )
                 numbers = re.findall(r"\d+", text)
-                found += bool(numbers) and numbers[0] == str(key)
+                correct += bool(numbers) and numbers[0] == str(key)
                 progress.advance(length)
-            rows.append(dict(length=length, depth=depth, trials=trials, accuracy=found / trials))
+            rows.append(dict(length=length, depth=depth, trials=trials, accuracy=correct / trials))
     return rows
 
 

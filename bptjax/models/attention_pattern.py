@@ -242,13 +242,13 @@ class AttentionPattern:
 def find_tokens(values: dict[str, Any] | None, find: Callable[[str], int]) -> dict[str, Any] | None:
     """Returns `model.attention_pattern` with token texts replaced by their ids."""
 
-    def found(x):
+    def resolved(x):
         if isinstance(x, list | tuple):
-            return [found(one) for one in x]
+            return [resolved(one) for one in x]
         return find(x) if isinstance(x, str) else x
 
     return values and {
-        key: found(x) if key in ("global_markers", "token") else x for key, x in values.items()
+        key: resolved(x) if key in ("global_markers", "token") else x for key, x in values.items()
     }
 
 

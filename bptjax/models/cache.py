@@ -52,7 +52,7 @@ class Cache:
             )
         slots = cache_size(size, block)
 
-        def room(full):
+        def zeros(full):
             shape = len(config.kv_layers(full)), batch, slots, *config.heads(full)
             return _zeros(shape, AXES, dtype), _zeros(shape, AXES, dtype)
 
@@ -60,14 +60,14 @@ class Cache:
         marked = jnp.zeros((batch, slots), bool) if has_markers else None
 
         def carried(kind):
-            L, shapes = len(config.layers_of(kind)), MIXERS[kind].room(config, batch, dtype)
+            L, shapes = len(config.layers_of(kind)), MIXERS[kind].state_shapes(config, batch, dtype)
             pairs = zip(shapes, _stacked_axes(kind), strict=True)
             return tuple(_zeros((L, *x.shape), axes, x.dtype) for x, axes in pairs)
 
         start, length = jnp.zeros(batch, jnp.int32), jnp.zeros((), jnp.int32)
-        full = room(True) if config.full_layers else None
+        full = zeros(True) if config.full_layers else None
         mixed = {kind: carried(kind) for kind in config.mixers}
-        return cls(*room(False), length, start, marked, full, mixed)
+        return cls(*zeros(False), length, start, marked, full, mixed)
 
     def keys_values(self, full: bool) -> tuple[Array, Array]:
         """Returns `k` and `v` of layers with heads of `full_attention`, or of other layers."""

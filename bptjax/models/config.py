@@ -244,11 +244,11 @@ class ModelConfig:
     @property
     def attended(self) -> dict[tuple[int | None, AttentionPattern | None], float]:
         """Attention layers per window and pattern, each weighted by its head size / head_dim."""
-        found: dict = defaultdict(float)
+        attended: dict = defaultdict(float)
         for kind in self.layer_kinds:
             if kind.mixer is None:
-                found[kind.window, kind.pattern] += self.heads(kind.full)[1] / self.H
-        return found
+                attended[kind.window, kind.pattern] += self.heads(kind.full)[1] / self.H
+        return attended
 
     @property
     def later_layers(self) -> int:
@@ -262,8 +262,8 @@ class ModelConfig:
 
     def kv_layers(self, full: bool) -> list[int]:
         """Returns the indices of the layers that compute keys and values, in full_layers or not."""
-        kept = self.num_layers - self.later_layers
-        return [i for i in self.attention_layers[:kept] if (i in self.full_layers) == full]
+        own = self.num_layers - self.later_layers
+        return [i for i in self.attention_layers[:own] if (i in self.full_layers) == full]
 
     def heads(self, full: bool) -> tuple[int, int]:
         """Returns the number and size of the key heads in full_layers, or in the other layers."""

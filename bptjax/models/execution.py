@@ -81,8 +81,8 @@ class Execution:
     @property
     def nested(self) -> int | None:
         """The k of nested(k); None for other policies and k = 1."""
-        found = re.fullmatch(r"nested\((\d+)\)", self.remat)
-        return int(found[1]) if found and int(found[1]) > 1 else None
+        match = re.fullmatch(r"nested\((\d+)\)", self.remat)
+        return int(match[1]) if match and int(match[1]) > 1 else None
 
     def check(self, model: ModelConfig) -> None:
         """Checks the policy against the model's layers.

@@ -87,8 +87,8 @@ class Router(nnx.Module):
         if groups > 1:
             grouped = scores.reshape(T, groups, X // groups)
             best, _ = jax.lax.top_k(grouped, 2)
-            _, kept = jax.lax.top_k(best.sum(2), config.experts.groups_per_token)
-            allowed = (kept[:, :, None] == jnp.arange(groups)[None, None]).any(1)
+            _, chosen = jax.lax.top_k(best.sum(2), config.experts.groups_per_token)
+            allowed = (chosen[:, :, None] == jnp.arange(groups)[None, None]).any(1)
             scores = jnp.where(allowed[:, :, None], grouped, -jnp.inf).reshape(T, X)
         return jax.lax.top_k(scores, config.experts.per_token)[1]
 

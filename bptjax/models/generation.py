@@ -74,12 +74,15 @@ def generate(
     seen = np.zeros((len(prompts), config.V), bool)
     for prompt, flags in zip(prompts, seen, strict=True):
         flags[np.asarray(prompt)] = True
-    room = new_tokens
+    reserved = new_tokens
     if landmarks is not None:
-        prompts, room = [landmarks.prompt(np.asarray(prompts[0]))], landmarks.longest(new_tokens)
+        prompts, reserved = (
+            [landmarks.prompt(np.asarray(prompts[0]))],
+            landmarks.longest(new_tokens),
+        )
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     longest = int(lengths.max())
-    if config.position_embedding == "learned" and longest + room > (
+    if config.position_embedding == "learned" and longest + reserved > (
         config.max_position_embeddings or 0
     ):
         raise ValueError(
@@ -98,7 +101,7 @@ def generate(
         crossed = (read <= rotation_change) & (lengths > rotation_change)
         if state is None or crossed[~ended].any():
             # Beyond this length, longrope rotates every key of the sequence differently.
-            size = longest + room
+            size = longest + reserved
             with on_mesh():
                 chunk, cache = _prefill(
                     model, sequences, size, prefill_chunk, dtype=dtype, execution=execution
@@ -147,9 +150,9 @@ def continuations(
                 continue
             tokens[i].append(token)
             texts[i] = tokenizer.decode(tokens[i])
-            found = [at for s in stop_strings if (at := texts[i].find(s)) >= 0]
-            if found:
-                texts[i], ended[i] = texts[i][: min(found)], True
+            ends = [at for s in stop_strings if (at := texts[i].find(s)) >= 0]
+            if ends:
+                texts[i], ended[i] = texts[i][: min(ends)], True
         yield list(texts)
         if all(ended):
             return

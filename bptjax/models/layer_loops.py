@@ -28,18 +28,18 @@ def layer_loops(kinds: Sequence[Any]) -> list[LayerLoop]:
     # of the first loop.
     best: dict[int, tuple[int, int, int, int]] = {len(kinds): (0, 0, 0, 0)}
     for start in reversed(range(len(kinds))):
-        size, found = 1, None
+        size, loop = 1, None
         # A pattern longer than the best total so far cannot improve on it.
-        while found is None or size <= found[0] and start + size <= len(kinds):
+        while loop is None or size <= loop[0] and start + size <= len(kinds):
             pattern, end = numbers[start : start + size], start
             while numbers[end : end + size] == pattern:
                 end += size
                 total, count = best[end][0] + size, best[end][1] + 1
                 # Break ties toward the longest first pattern.
-                if found is None or (total, count) <= found[:2]:
-                    found = total, count, size, end
+                if loop is None or (total, count) <= loop[:2]:
+                    loop = total, count, size, end
             size += 1
-        best[start] = found
+        best[start] = loop
     loops, start = [], 0
     while start < len(kinds):
         *_, size, end = best[start]

@@ -69,7 +69,9 @@ class LinearAttention(Mixer):
         )
 
     @staticmethod
-    def room(config: ModelConfig, batch: int, dtype: DTypeLike) -> tuple[jax.ShapeDtypeStruct, ...]:
+    def state_shapes(
+        config: ModelConfig, batch: int, dtype: DTypeLike
+    ) -> tuple[jax.ShapeDtypeStruct, ...]:
         group = config.linear_attention
         (K, H), (N, W) = group.heads
         history = batch, group.conv_size - 1, 2 * K * H + N * W

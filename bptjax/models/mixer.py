@@ -28,7 +28,9 @@ class Mixer(nnx.Module):
         raise NotImplementedError
 
     @staticmethod
-    def room(config: ModelConfig, batch: int, dtype: DTypeLike) -> tuple[jax.ShapeDtypeStruct, ...]:
+    def state_shapes(
+        config: ModelConfig, batch: int, dtype: DTypeLike
+    ) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Returns the shapes of the state in a cache of `dtype`."""
         raise NotImplementedError
 

@@ -104,13 +104,13 @@ def fill_model(
     """
     leaves, tree = jax.tree.flatten_with_path(model, is_leaf=is_variable)
     numbers = {param_path(path): i for i, (path, _) in enumerate(leaves)}
-    found: list[Any] = [None] * len(leaves)
+    filled: list[Any] = [None] * len(leaves)
     for path, array in params:
         i = numbers[path]
-        found[i] = put(path, leaves[i][1], resize_param(path, array, config))
-    missing = [path for path, i in numbers.items() if found[i] is None]
+        filled[i] = put(path, leaves[i][1], resize_param(path, array, config))
+    missing = [path for path, i in numbers.items() if filled[i] is None]
     assert not missing, missing
-    return jax.tree.unflatten(tree, found)
+    return jax.tree.unflatten(tree, filled)
 
 
 def resize_param(path: str, array: np.ndarray, config: ModelConfig) -> np.ndarray:

@@ -33,7 +33,9 @@ class ShortConvolution(Mixer):
         self.out = linear(keys[4], ("heads", "embed"), std / (2 * config.num_layers) ** 0.5)
 
     @staticmethod
-    def room(config: ModelConfig, batch: int, dtype: DTypeLike) -> tuple[jax.ShapeDtypeStruct, ...]:
+    def state_shapes(
+        config: ModelConfig, batch: int, dtype: DTypeLike
+    ) -> tuple[jax.ShapeDtypeStruct, ...]:
         history = batch, config.short_convolution.size - 1, config.hidden_size
         return (jax.ShapeDtypeStruct(history, dtype),)
 

@@ -126,12 +126,12 @@ def run(
     marks = tokens.marked, tokens.marked if k_marked is None else k_marked
     tokens = tokens._replace(marked=None)
 
-    first, made = x, None
+    first, latest_kv = x, None
     if config.later_layers and cache is None:
-        made = _room(config, x)
+        latest_kv = _zero_kv(config, x)
 
     def step(carry, index, kind, shared_kv=None):
-        x, past, slots, made = carry
+        x, past, slots, latest_kv = carry
         layer, slots = _read_layer(config, kind, values, slots, index)
         layer = execution.prepare(layer, x.dtype)
         x = checkpoint_named(x, "layer_input", execution.offload)
@@ -149,14 +149,14 @@ def run(
             if shared_kv is not None:
                 kv = jax.tree.map(lambda y: y.astype(x.dtype), shared_kv[kind.full])
             x, aux, past, kv = attend(shared, chunk, past, index, kind, kv)
-            if made is not None:
-                made = made | {kind.full: kv}
+            if latest_kv is not None:
+                latest_kv = latest_kv | {kind.full: kv}
         x = constrain(x, "batch", "sequence", None)
         aux = jax.tree.map(lambda sums: sums.sum(0), aux)
         if "mlp" in kind.absent:
             shapes = FEED_FORWARDS[config.feed_forward].auxiliary_shapes(config)
             aux = {name: jnp.zeros(shape) for name, shape in shapes.items()}
-        return (x, past, slots, made), (x if hidden_states else None, aux)
+        return (x, past, slots, latest_kv), (x if hidden_states else None, aux)
 
     def attend(shared, chunk, past, index, kind, kv):
         if past is not None:
@@ -186,19 +186,19 @@ def run(
         q = checkpoint_named(_query(kind, shared, chunk), "query", execution.offload)
         return *_split(execution, shared, chunk, function(q, k, v)), past, kv
 
-    # The loops carry the cache of all layers, so that they write it in place. `made` holds the
+    # The loops carry the cache of all layers, so that they write it in place. `latest_kv` holds the
     # latest keys and values of each layer type.
-    carry, kinds = (x, cache, slots, made), config.layer_kinds
+    carry, kinds = (x, cache, slots, latest_kv), config.layer_kinds
     own = config.num_layers - config.later_layers
     carry, (states, aux) = execution.scan(step, carry, kinds[:own])
     if own < config.num_layers:
         # The later layers read the final keys and values: their loops do not save them again, and
         # sum their gradients in float32.
-        *rest, made = carry
-        made = jax.tree.map(lambda y: y.astype(jnp.float32), made)
+        *rest, latest_kv = carry
+        latest_kv = jax.tree.map(lambda y: y.astype(jnp.float32), latest_kv)
 
         def later(carry, index, kind):
-            return step(carry, index + own, kind, made)
+            return step(carry, index + own, kind, latest_kv)
 
         carry, outputs = execution.scan(later, (*rest, None), kinds[own:])
         states, aux = jax.tree.map(lambda *x: jnp.concatenate(x), (states, aux), outputs)
@@ -249,7 +249,7 @@ def _read_layer(
     return layer, slots
 
 
-def _room(config: ModelConfig, x: Float[Array, "B T D"]) -> dict[bool, tuple[Array, Array]]:
+def _zero_kv(config: ModelConfig, x: Float[Array, "B T D"]) -> dict[bool, tuple[Array, Array]]:
     """Returns zero keys and values per layer type."""
 
     def zeros(full):

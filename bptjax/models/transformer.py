@@ -71,10 +71,10 @@ class Transformer(nnx.Module):
     @property
     def head_matrix(self) -> Float[Array, "V E"]:
         """The output embedding, which may be tied to the input embedding."""
-        found = self.embedding if self.head is None else self.head
-        if found is None:
+        matrix = self.embedding if self.head is None else self.head
+        if matrix is None:
             raise ValueError("the model has no output embedding")
-        return found[...]
+        return matrix[...]
 
     @property
     def logits_bias(self) -> Float[Array, "V"] | None:

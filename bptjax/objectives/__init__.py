@@ -63,9 +63,9 @@ def check_formats(data: DataConfig) -> None:
     Raises:
       ValueError: a name is unknown.
     """
-    found = [("data.format", data.format)]
-    found += [("data.sources: format", each.format) for each in data.sources if each.format]
-    for key, value in found:
+    formats = [("data.format", data.format)]
+    formats += [("data.sources: format", each.format) for each in data.sources if each.format]
+    for key, value in formats:
         if value not in FORMATS:
             raise ValueError(f"{key}={value}: must be one of {', '.join(FORMATS)}")
 

@@ -53,8 +53,8 @@ def read_labeled(fields: Mapping[str, Any], text_key: str, where: str) -> Labele
     check_text_alone(fields, where)
     first, second = text_key, PAIR
     if text_key not in fields:
-        found = (names for names in PAIRS if fields.keys() >= set(names))
-        first, second = next(found, (first, second))
+        names_of_pair = (names for names in PAIRS if fields.keys() >= set(names))
+        first, second = next(names_of_pair, (first, second))
     text, pair, label = fields.get(first), fields.get(second), fields.get("label")
     if not isinstance(text, str) or not isinstance(label, int) or isinstance(label, bool):
         raise ValueError(
@@ -153,13 +153,13 @@ def encode_labeled(
     labels = np.full(len(ids), IGNORED, np.int32)
     example = {"tokens": ids, "labels": labels, "token_types": types}
     if limit is not None and len(ids) > limit:
-        kept = _kept(texts, limit)
-        example = {name: value[kept] for name, value in example.items()}
+        remaining = _remaining_tokens(texts, limit)
+        example = {name: value[remaining] for name, value in example.items()}
     example["labels"][:1] = document.label
     return [example]
 
 
-def _kept(texts: np.ndarray, limit: int) -> np.ndarray:
+def _remaining_tokens(texts: np.ndarray, limit: int) -> np.ndarray:
     """Returns the indices of the tokens that remain after truncation.
 
     Args:
@@ -174,9 +174,9 @@ def _kept(texts: np.ndarray, limit: int) -> np.ndarray:
             f"train.seq_len={limit}: must be at least {special}, the number of special tokens of a "
             "document"
         )
-    found = [np.flatnonzero(texts == text) for text in (0, 1)]
-    shorter, longer = sorted(found, key=len)
-    room = limit - special
-    kept = min(len(shorter), room // 2)
-    parts = np.flatnonzero(texts < 0), shorter[:kept], longer[: room - kept]
+    indices = [np.flatnonzero(texts == text) for text in (0, 1)]
+    shorter, longer = sorted(indices, key=len)
+    text_limit = limit - special
+    from_shorter = min(len(shorter), text_limit // 2)
+    parts = np.flatnonzero(texts < 0), shorter[:from_shorter], longer[: text_limit - from_shorter]
     return np.sort(np.concatenate(parts))

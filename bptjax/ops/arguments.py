@@ -101,7 +101,7 @@ def check_tokens(leaves: list[Any]) -> None:
     """
     shapes = {x.shape[:2] for x in leaves}
     if len(shapes) != 1 or any(len(shape) < 2 or 0 in shape for shape in shapes):
-        found = ", ".join(map(str, sorted(shapes))) or "no arrays"
+        shown = ", ".join(map(str, sorted(shapes))) or "no arrays"
         raise ValueError(
-            f"x: must be arrays [batch, tokens, ...] of one batch and length, not {found}"
+            f"x: must be arrays [batch, tokens, ...] of one batch and length, not {shown}"
         )

@@ -302,14 +302,14 @@ def _group(
     right = beta[..., None] * jnp.concatenate([v, from_start * k], -1)
     solved = _solve(precision, system, right)
     writes, reads = solved[..., : v.shape[-1]], solved[..., v.shape[-1] :]
-    to_end, kept = (decay[..., -1, :, None] * k).mT, from_start[..., -1:, :]
+    to_end, state_decay = (decay[..., -1, :, None] * k).mT, from_start[..., -1:, :]
 
     def advance(state, chunk):
-        writes, reads, to_end, kept = chunk
+        writes, reads, to_end, state_decay = chunk
         writes = writes - multiply(reads, state)
-        return kept * state + multiply(to_end, writes), (state, writes)
+        return state_decay * state + multiply(to_end, writes), (state, writes)
 
-    chunks = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (writes, reads, to_end, kept))
+    chunks = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (writes, reads, to_end, state_decay))
     state, stacked = jax.lax.scan(advance, state, chunks)
     states, writes = (jnp.moveaxis(x, 0, 1) for x in stacked)
     out = multiply(from_start * q, states) + multiply(multiply(q, keys) * decay, writes)

@@ -168,7 +168,7 @@ def _decay_gradients(
     documents: Int[Array, "B T"],
     through: Float[Array, "B N T"],
     to_end: Float[Array, "B N T"],
-    kept: Float[Array, "B n N"],
+    full_chunks: Float[Array, "B n N"],
     chunk: int,
 ) -> Float[Array, "B N T"]:
     """Returns the gradients of g. Within a document and chunk, a token's g is an addend of the sums
@@ -177,7 +177,7 @@ def _decay_gradients(
     Args:
       through: gradients of a document's sums up to each token.
       to_end: gradients of the sums from the token after each to the end.
-      kept: gradients of the sums over full chunks.
+      full_chunks: gradients of the sums over full chunks.
     """
     own = documents.reshape(len(documents), 1, -1, chunk)
     own = own[..., :, None] == own[..., None, :]
@@ -187,7 +187,7 @@ def _decay_gradients(
     def add(x, tokens):
         return jnp.matmul(x, (own & tokens).astype(jnp.float32), precision=Precision.HIGHEST)
 
-    dg = add(through, later) + add(to_end, ~later) + kept.swapaxes(1, 2)[..., None, None]
+    dg = add(through, later) + add(to_end, ~later) + full_chunks.swapaxes(1, 2)[..., None, None]
     return dg.reshape(*dg.shape[:2], -1)
 
 

@@ -139,7 +139,7 @@ def forward_kernel(
     tl.store(states + ((batch * groups * C.N + n) * C.W + column) * C.H + of_state, state)
     # The compiler does not prefetch scalars.
     lasts = starts + (batch * C.N + n) * C.T + C.C - 1
-    kept = tl.load(lasts)
+    state_decay = tl.load(lasts)
     for chunk in range(0, chunks):
         first = batch * C.T + chunk * C.C
         row, value = (first * C.K + n // (C.N // C.K)) * C.H, (first * C.N + n) * C.W + column
@@ -149,7 +149,7 @@ def forward_kernel(
         score = tl.load(scores + square + squares)
         vector = (batch * C.N + n) * C.T + chunk * C.C
         start, end = tl.load(starts + vector + at), tl.load(ends + vector + at)
-        next_kept = tl.load(lasts + (chunk + 1) * C.C, mask=chunk + 1 < chunks, other=0.0)
+        next_decay = tl.load(lasts + (chunk + 1) * C.C, mask=chunk + 1 < chunks, other=0.0)
         held = tl.dot(state.to(keys.dtype), tl.trans(keys), input_precision="ieee")
         u = tl.trans(tl.load(v + value + values)).to(keys.dtype)
         u = tl.dot(u, tl.trans(solution), input_precision="ieee")
@@ -160,8 +160,8 @@ def forward_kernel(
         read = tl.dot(u.to(keys.dtype), tl.trans(score), read, input_precision="ieee")
         tl.store(out + value + values, tl.trans(C.scale * read).to(out.dtype.element_ty))
         u = (u * end[None, :]).to(keys.dtype)
-        state = tl.dot(u, keys, kept * state, input_precision="ieee")
-        kept = next_kept
+        state = tl.dot(u, keys, state_decay * state, input_precision="ieee")
+        state_decay = next_decay
         if (chunk + 1) % C.group == 0 and chunk + 1 < chunks:
             group = (batch * groups + (chunk + 1) // C.group) * C.N + n
             tl.store(states + (group * C.W + column) * C.H + of_state, state)
@@ -186,11 +186,11 @@ def again_kernel(
     state = tl.load(states + (of_group * C.W + column) * C.H + of_state)
     for chunk in range(group * C.group, min((group + 1) * C.group, chunks)):
         of_chunk = (batch * chunks + chunk) * C.N + n
-        kept = tl.load(starts + (batch * C.N + n) * C.T + chunk * C.C + C.C - 1)
+        state_decay = tl.load(starts + (batch * C.N + n) * C.T + chunk * C.C + C.C - 1)
         before, square = state.to(chunk_states.dtype.element_ty), (of_chunk * C.W + column) * C.H
         tl.store(chunk_states + square + of_state, before)
         dlog = before.to(tl.float32) * tl.load(dstates + square + of_state).to(tl.float32)
-        tl.store(dkept + (of_chunk * C.W + column) // C.BW, kept * tl.sum(dlog))
+        tl.store(dkept + (of_chunk * C.W + column) // C.BW, state_decay * tl.sum(dlog))
         first = batch * C.T + chunk * C.C
         row, value = (first * C.K + n // (C.N // C.K)) * C.H, (first * C.N + n) * C.W + column
         keys = tl.load(k + row + rows)
@@ -204,7 +204,7 @@ def again_kernel(
         u = tl.dot(right, tl.trans(inverse), input_precision="ieee")
         tl.store(writes + value + values, tl.trans(u).to(writes.dtype.element_ty))
         u = (u * end[None, :]).to(keys.dtype)
-        state = tl.dot(u, keys, kept * state, input_precision="ieee")
+        state = tl.dot(u, keys, state_decay * state, input_precision="ieee")
 
 
 @triton.jit
@@ -223,7 +223,7 @@ def backward_kernel(
     of_state = tile(wide, C.H, size)
     dstate = tl.load(dlast + edge + edges)
     lasts = starts + (batch * C.N + n) * C.T + C.C - 1
-    kept = tl.load(lasts + (chunks - 1) * C.C)
+    state_decay = tl.load(lasts + (chunks - 1) * C.C)
     for step in range(0, chunks):
         chunk = chunks - 1 - step
         of_chunk = (batch * chunks + chunk) * C.N + n
@@ -239,7 +239,7 @@ def backward_kernel(
         vector = (batch * C.N + n) * C.T + chunk * C.C
         start, end = tl.load(starts + vector + at), tl.load(ends + vector + at)
         fade = tl.load(fades + vector + at)
-        next_kept = tl.load(lasts + (chunk - 1) * C.C, mask=chunk > 0, other=0.0)
+        next_decay = tl.load(lasts + (chunk - 1) * C.C, mask=chunk > 0, other=0.0)
         du = tl.dot(dstate.to(keys.dtype), tl.trans(keys), input_precision="ieee") * end[None, :]
         # The factor keeps the compiler from adding the two sums within the product, where it would
         # not prefetch `end`.
@@ -247,10 +247,10 @@ def backward_kernel(
         dr = tl.dot(du.to(keys.dtype), inverse, input_precision="ieee")
         tl.store(dright + value + values, tl.trans(dr).to(dright.dtype.element_ty))
         read = (douts.to(tl.float32) * (C.scale * start[None, :])).to(keys.dtype)
-        dstate = tl.dot(read, queries, kept * dstate, input_precision="ieee")
+        dstate = tl.dot(read, queries, state_decay * dstate, input_precision="ieee")
         dr = (dr * fade[None, :]).to(keys.dtype)
         dstate = tl.dot(dr, keys, dstate, input_precision="ieee")
-        kept = next_kept
+        state_decay = next_decay
     tl.store(dinitial + edge + edges, dstate)
 
 

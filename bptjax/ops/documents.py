@@ -54,5 +54,5 @@ def count_documents(segments: Int[Array, "B T"], previous: Int[Array, "B"]) -> I
 def last_segment(segments: Int[Array, "B T"], previous: Int[Array, "B"]) -> Int[Array, "B"]:
     """Returns the segment of the last token other than padding; `previous` if all are padding."""
     last = segments.shape[1] - 1 - jnp.argmax(segments[:, ::-1] != 0, axis=1, keepdims=True)
-    found = jnp.take_along_axis(segments, last, 1)[:, 0]
-    return jnp.where(found == 0, previous.astype(found.dtype), found)
+    last_segments = jnp.take_along_axis(segments, last, 1)[:, 0]
+    return jnp.where(last_segments == 0, previous.astype(last_segments.dtype), last_segments)

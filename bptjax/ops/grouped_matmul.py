@@ -124,13 +124,13 @@ def _multiply(x: Array, w: Array, experts: Array, transposed: bool) -> Array:
         return grouped_triton.multiply(x, w, experts, transposed)
     contracted = ((1,), (1 if transposed else 0,)), ((), ())
 
-    def one(_, block):
+    def block_product(_, block):
         rows, expert = block
         matrix = jax.lax.dynamic_index_in_dim(w, expert, keepdims=False).astype(rows.dtype)
         y = jax.lax.dot_general(rows, matrix, contracted, preferred_element_type=jnp.float32)
         return None, y.astype(rows.dtype)
 
-    _, y = jax.lax.scan(one, None, (x.reshape(len(experts), -1, x.shape[1]), experts))
+    _, y = jax.lax.scan(block_product, None, (x.reshape(len(experts), -1, x.shape[1]), experts))
     return y.reshape(len(x), -1)
 
 

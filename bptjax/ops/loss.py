@@ -238,10 +238,10 @@ _sum.defvjp(_sum_forward, _sum_backward, symbolic_zeros=True)
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _each(options, hidden, head, labels, weights):
     def local(hidden, head, labels, weights, axes):
-        def one(_, chunk):
+        def chunk_losses(_, chunk):
             return None, _losses(options, chunk[0], head, *chunk[1:])[:2]
 
-        _, (losses, z) = jax.lax.scan(one, None, _chunks(options, hidden, labels, weights))
+        _, (losses, z) = jax.lax.scan(chunk_losses, None, _chunks(options, hidden, labels, weights))
         return join_chunks(losses, hidden.shape[1]), join_chunks(z, hidden.shape[1])
 
     inputs = SHARDED, REPLICATED, SHARDED, SHARDED

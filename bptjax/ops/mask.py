@@ -193,9 +193,11 @@ class Mask:
         static = all(isinstance(x, np.ndarray) for x in (block_mask, *rows, *columns))
         xp = np if static else jnp
         # NumPy sums a static block mask: XLA takes minutes to fold sums of a million constants.
-        of = np if isinstance(block_mask, np.ndarray) else jnp
-        sums = of.cumsum(of.cumsum(block_mask.astype(bool), 0, of.int32), 1, of.int32)
-        sums = xp.asarray(of.pad(sums, ((1, 0), (1, 0))))
+        sums_with = np if isinstance(block_mask, np.ndarray) else jnp
+        sums = sums_with.cumsum(
+            sums_with.cumsum(block_mask.astype(bool), 0, sums_with.int32), 1, sums_with.int32
+        )
+        sums = xp.asarray(sums_with.pad(sums, ((1, 0), (1, 0))))
         (top, bottom), (left, right) = (
             (low // self.block_size, high // self.block_size + 1) for low, high in (rows, columns)
         )

@@ -244,11 +244,11 @@ def document_lengths(
         return jnp.broadcast_to(positions.max(1, keepdims=True) + 1, positions.shape)
     T = positions.shape[1]
 
-    def one(positions, segments):
+    def sequence_lengths(positions, segments):
         _, number = jnp.unique(segments, return_inverse=True, size=T)
         return jax.ops.segment_max(positions, number, num_segments=T)[number] + 1
 
-    return jax.vmap(one)(positions, segments)
+    return jax.vmap(sequence_lengths)(positions, segments)
 
 
 def document_means(

@@ -32,8 +32,8 @@ def capability(device: jax.Device | None = None) -> tuple[int, int]:
     """Returns the compute capability of an NVIDIA GPU, by default of one that functions are traced
     for; (0, 0) for other devices."""
     device = device or _ABSENT.get() or jax.devices()[0]
-    found = re.match(r"(\d+)\.(\d+)", getattr(device, "compute_capability", ""))
-    return (int(found[1]), int(found[2])) if found else (0, 0)
+    match = re.match(r"(\d+)\.(\d+)", getattr(device, "compute_capability", ""))
+    return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
 def is_absent() -> bool:

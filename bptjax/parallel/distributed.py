@@ -188,14 +188,14 @@ def listen(host: str, port: int) -> list[socket.socket]:
       OSError: the name is unknown or belongs to another host, or the port is taken.
     """
     stream = socket.SOCK_STREAM
-    found = {info[4][0]: info[0] for info in socket.getaddrinfo(host, port, type=stream)}
-    if not is_loopback(host) and all(is_loopback(str(address)) for address in found):
-        found = {"": socket.AF_INET}
+    addresses = {info[4][0]: info[0] for info in socket.getaddrinfo(host, port, type=stream)}
+    if not is_loopback(host) and all(is_loopback(str(address)) for address in addresses):
+        addresses = {"": socket.AF_INET}
         if socket.has_dualstack_ipv6():
             both = socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
             return [both]
     listeners, errors = [], []
-    for address, family in found.items():
+    for address, family in addresses.items():
         try:
             listeners.append(socket.create_server((address, port), family=family))
         except OSError as error:
@@ -311,8 +311,8 @@ def all_gather_json(value: Any) -> list[Any]:
     sizes = np.reshape(multihost_utils.process_allgather(np.int32(text.size)), -1)
     # JAX compiles a program per size, so round up to few sizes.
     padded = np.pad(text, (0, -(-int(sizes.max()) // 4096) * 4096 - text.size))
-    found = np.reshape(multihost_utils.process_allgather(padded), (len(sizes), -1))
-    return [json.loads(row[:n].tobytes()) for row, n in zip(found, sizes, strict=True)]
+    gathered = np.reshape(multihost_utils.process_allgather(padded), (len(sizes), -1))
+    return [json.loads(row[:n].tobytes()) for row, n in zip(gathered, sizes, strict=True)]
 
 
 @contextmanager

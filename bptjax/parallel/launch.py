@@ -101,8 +101,8 @@ def is_loopback(host: str) -> bool:
 def _number(config: ParallelConfig, name: str, environment: Mapping[str, str]) -> int | None:
     if (value := getattr(config, name)) is not None:
         return value
-    found = (variable for variable in VARIABLES[name] if variable in environment)
-    return next((_integer(variable, environment, 0) for variable in found), None)
+    set_variables = (variable for variable in VARIABLES[name] if variable in environment)
+    return next((_integer(variable, environment, 0) for variable in set_variables), None)
 
 
 def _integer(variable: str, environment: Mapping[str, str], default: int) -> int:

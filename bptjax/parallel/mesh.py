@@ -163,10 +163,10 @@ def available_memory() -> int:
     """Returns the bytes of memory that programs may still take without swapping, by Linux's
     estimate, and at most the limit of this container."""
     try:
-        found = re.search(r"MemAvailable: +(\d+)", Path("/proc/meminfo").read_text())
+        match = re.search(r"MemAvailable: +(\d+)", Path("/proc/meminfo").read_text())
     except OSError:  # Another system than Linux.
-        found = None
-    return min(host_memory(), int(found[1]) * 1024) if found else host_memory()
+        match = None
+    return min(host_memory(), int(match[1]) * 1024) if match else host_memory()
 
 
 def _devices(device: str) -> list[jax.Device]:
@@ -237,14 +237,18 @@ def make_mesh(config: ParallelConfig, devices: list | None = None) -> Mesh:
 def _nearest(sizes: dict[str, int], devices: int) -> str:
     """Formats the two factorizations of the number of devices that are closest to the sizes."""
 
-    def change(made):
-        return sum(abs(math.log(b / max(a, 1))) for a, b in zip(sizes.values(), made, strict=True))
+    def change(factorization):
+        return sum(
+            abs(math.log(b / max(a, 1))) for a, b in zip(sizes.values(), factorization, strict=True)
+        )
 
     divisors = [n for n in range(1, devices + 1) if devices % n == 0]
-    made = [m for m in itertools.product(divisors, repeat=len(sizes)) if math.prod(m) == devices]
+    factorizations = [
+        m for m in itertools.product(divisors, repeat=len(sizes)) if math.prod(m) == devices
+    ]
     texts = (
         " ".join(f"{name}={size}" for name, size in zip(sizes, m, strict=True))
-        for m in sorted(made, key=change)[:2]
+        for m in sorted(factorizations, key=change)[:2]
     )
     return " or ".join(texts)
 

@@ -135,11 +135,11 @@ def _receive(connection: socket.socket, count: int, deadline: float) -> bytes:
     Raises:
       OSError: the connection has ended, or the deadline has passed.
     """
-    found = b""
-    while len(found) < count:
+    received = b""
+    while len(received) < count:
         connection.settimeout(max(deadline - time.monotonic(), 1e-3))
-        part = connection.recv(count - len(found))
+        part = connection.recv(count - len(received))
         if not part or time.monotonic() > deadline:
             raise ConnectionError
-        found += part
-    return found
+        received += part
+    return received

@@ -32,8 +32,8 @@ def nearest(name: str, names: Iterable[str]) -> str:
         return ""
     # Compare a name without its group with the last parts of the known names.
     guesses = {own.rpartition(".")[2]: own for own in known} | {own: own for own in known}
-    found = difflib.get_close_matches(key, guesses, 1, 0.75)
-    return f"; nearest: {dashes}{guesses[found[0]]}" if found else ""
+    matches = difflib.get_close_matches(key, guesses, 1, 0.75)
+    return f"; nearest: {dashes}{guesses[matches[0]]}" if matches else ""
 
 
 def normalize(argv: list[str], parser: argparse.ArgumentParser) -> list[str]:
@@ -161,20 +161,20 @@ def _shown(value: Any) -> str:
 
 def one_line(message: str) -> str:
     """Rewrites an error of argparse in the form `flag=value: must be …`."""
-    if found := re.match(r"argument (\S+): invalid (\w+) value: '(.*)'", message):
-        kind = {"int": "an integer", "float": "a number"}.get(found[2], found[2])
-        return f"{found[1]}={found[3]}: must be {kind}"
-    if found := re.match(
+    if match := re.match(r"argument (\S+): invalid (\w+) value: '(.*)'", message):
+        kind = {"int": "an integer", "float": "a number"}.get(match[2], match[2])
+        return f"{match[1]}={match[3]}: must be {kind}"
+    if match := re.match(
         r"argument (\S+): invalid choice: '?(.*?)'? \(choose from (.*)\)", message
     ):
-        choices = found[3].replace("'", "").split(", ")
-        if found[1].startswith("-"):
-            return f"{found[1]}={found[2]}: must be one of {', '.join(choices)}"
-        return f"unknown command {found[2]}{nearest(found[2], choices)}"
-    if found := re.match(r"the following arguments are required: (.*)", message):
-        return f"{found[1]} must be given; see --help"
-    if found := re.match(r"argument (\S+): (expected .*)", message):
-        return f"{found[1]}: {found[2]}"
-    if found := re.match(r"unrecognized arguments: (.*)", message):
-        return f"unexpected argument {found[1]}; see --help"
+        choices = match[3].replace("'", "").split(", ")
+        if match[1].startswith("-"):
+            return f"{match[1]}={match[2]}: must be one of {', '.join(choices)}"
+        return f"unknown command {match[2]}{nearest(match[2], choices)}"
+    if match := re.match(r"the following arguments are required: (.*)", message):
+        return f"{match[1]} must be given; see --help"
+    if match := re.match(r"argument (\S+): (expected .*)", message):
+        return f"{match[1]}: {match[2]}"
+    if match := re.match(r"unrecognized arguments: (.*)", message):
+        return f"unexpected argument {match[1]}; see --help"
     return message

@@ -121,29 +121,29 @@ def _check_value(key: str, value: Any, hint: Any) -> None:
 
 def _groups(kind: type, prefix: str = "") -> list[str]:
     """Returns the names of the groups of keys, including nested groups."""
-    found = []
+    groups = []
     for f in fields(kind):
         if isinstance(f.type, type) and dataclasses.is_dataclass(f.type):
-            found += [prefix + f.name, *_groups(f.type, f"{prefix}{f.name}.")]
-    return found
+            groups += [prefix + f.name, *_groups(f.type, f"{prefix}{f.name}.")]
+    return groups
 
 
 def _hints(kind: type, prefix: str = "") -> dict[str, Any]:
     """Returns the type of each key, `{"group.key": type}`."""
-    found = {}
+    hints = {}
     for f in fields(kind):
         if isinstance(f.type, type) and dataclasses.is_dataclass(f.type):
-            found |= _hints(f.type, f"{prefix}{f.name}.")
+            hints |= _hints(f.type, f"{prefix}{f.name}.")
         else:
-            found[prefix + f.name] = f.type
-    return found
+            hints[prefix + f.name] = f.type
+    return hints
 
 
 def _items(kind: type) -> list[str]:
     """Returns the import paths of the dataclasses that are items of lists."""
-    found = [item for hint in _hints(kind).values() for item in get_args(hint)]
-    found = [item for item in found if dataclasses.is_dataclass(item)]
-    return [f"{item.__module__}.{item.__qualname__}" for item in found]
+    items = [item for hint in _hints(kind).values() for item in get_args(hint)]
+    items = [item for item in items if dataclasses.is_dataclass(item)]
+    return [f"{item.__module__}.{item.__qualname__}" for item in items]
 
 
 def _metavar(hint: Any) -> str:
@@ -190,18 +190,18 @@ def _one_line(message: str, hints: dict[str, Any]) -> str:
         r"Option '(?P<key>[\w.]+)' is not accepted",
         r"^unknown key (?P<key>[\w.]+)",  # A key of a list item.
     ):
-        if found := re.search(pattern, text):
-            parts = found.groupdict()
+        if match := re.search(pattern, text):
+            parts = match.groupdict()
             key = ".".join(part for part in (parts.get("group"), parts["key"]) if part)
             groups = ", ".join(dict.fromkeys(name.split(".")[0] for name in hints))
             return f"unknown key {key}{nearest(key, hints) or f'; known: {groups}'}"
-    if found := re.match(r"Parser key \"([\w.]+)\": Unable to load config '(.*?)'", text):
-        auto = "auto or " if found[1] == "execution" else ""
-        return f"{found[1]}={found[2]}: must be {auto}a group of keys{_main_key(found[1])}"
-    found = re.match(r"Parser key \"([\w.]+)\": (.*)", text)
-    if not found or found[1] not in hints:
+    if match := re.match(r"Parser key \"([\w.]+)\": Unable to load config '(.*?)'", text):
+        auto = "auto or " if match[1] == "execution" else ""
+        return f"{match[1]}={match[2]}: must be {auto}a group of keys{_main_key(match[1])}"
+    match = re.match(r"Parser key \"([\w.]+)\": (.*)", text)
+    if not match or match[1] not in hints:
         return text
-    key, error = found.groups()
+    key, error = match.groups()
     items = [kind for kind in get_args(hints[key]) if dataclasses.is_dataclass(kind)]
     if items and re.match(r"Parser key|unknown key|\w+ must be given", error):
         return f"{key}: {_one_line(error, _hints(items[0]))}"

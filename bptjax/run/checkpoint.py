@@ -214,17 +214,19 @@ class Checkpoints:
         """
         if self._copies:
             self._copies.recover()
-        found = self.newest(step) if jax.process_index() == 0 else None
-        found = int(multihost_utils.broadcast_one_to_all(np.int32(-1 if found is None else found)))
-        if found < 0:
+        newest = self.newest(step) if jax.process_index() == 0 else None
+        newest = int(
+            multihost_utils.broadcast_one_to_all(np.int32(-1 if newest is None else newest))
+        )
+        if newest < 0:
             return None
-        self._step = found
+        self._step = newest
         if self._manager:
             # The next save opens a new manager, after it has set newer checkpoints aside.
             with self._saving():
                 self._manager.close()
             self._manager = None
-        return found, *_load(self.directory / str(found), abstract_state)
+        return newest, *_load(self.directory / str(newest), abstract_state)
 
     def newest(self, step: int | None = None) -> int | None:
         """Returns the step of the newest intact checkpoint, or `step` if its checkpoint is intact.
@@ -243,13 +245,15 @@ class Checkpoints:
             skipped = [f"step {s} is half-written" for s in sorted(half) if s > newest]
         elif step not in finished:
             raise ValueError(f"step {step}: must be one of {finished} in {self.directory}")
-        for found in finished[::-1] if step is None else [step]:
-            if not (fault := damage(self.directory / str(found))):
-                check_step(self.directory / str(found))
+        for candidate in finished[::-1] if step is None else [step]:
+            if not (fault := damage(self.directory / str(candidate))):
+                check_step(self.directory / str(candidate))
                 if skipped:
-                    log.warning("%s: %s; using step %d", self.directory, "; ".join(skipped), found)
-                return found
-            skipped.append(f"step {found} is damaged ({fault})")
+                    log.warning(
+                        "%s: %s; using step %d", self.directory, "; ".join(skipped), candidate
+                    )
+                return candidate
+            skipped.append(f"step {candidate} is damaged ({fault})")
         unusable = f"{self.directory}: {'; '.join(skipped)}; "
         if finished:
             remedy = "restore one from a copy, or move the directory away to start from step 0"
@@ -333,11 +337,11 @@ class Checkpoints:
                 (self.directory / OWNER).unlink(missing_ok=True)
         policies = ocp.checkpoint_managers
         limit = self._limit if self._written_to == self.directory else None
-        kept: list[Any] = [policies.LatestN(limit), self._best]
+        policy_list: list[Any] = [policies.LatestN(limit), self._best]
         if self._every is not None:
-            kept.append(policies.EveryNSteps(self._every))
+            policy_list.append(policies.EveryNSteps(self._every))
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=policies.AnyPreservationPolicy(kept),
+            preservation_policy=policies.AnyPreservationPolicy(policy_list),
             # Asynchronous creation keeps a process alive for five minutes after a failed save.
             async_options=ocp.AsyncOptions(
                 post_finalization_callback=self._write_manifest,
@@ -394,19 +398,19 @@ def _load(path: Path, abstract_state: Any) -> tuple[Any, dict]:
 
 def _meta(path: Path) -> dict:
     file = path / "meta" / "metadata"
-    found = read_json(file)
-    if not all(isinstance(found.get(name), dict) for name in ("extra", "leaves")):
+    meta = read_json(file)
+    if not all(isinstance(meta.get(name), dict) for name in ("extra", "leaves")):
         raise ValueError(f"{file}: must hold the objects extra and leaves; use another checkpoint")
-    return found
+    return meta
 
 
 def _parsed(path: Path, name: str, kind: Any) -> tuple[str, tuple[int, ...]]:
     """Parses the dtype and the shape that `_kind` formatted."""
-    found = re.fullmatch(r"(\w+)\[(\d{1,9}(?:, \d{1,9})*)?\]", str(kind), re.ASCII)
+    match = re.fullmatch(r"(\w+)\[(\d{1,9}(?:, \d{1,9})*)?\]", str(kind), re.ASCII)
     with suppress(TypeError):  # There is no such dtype.
-        if found is not None:
-            shape = found[2].split(", ") if found[2] else ()
-            return str(jnp.dtype(found[1])), tuple(map(int, shape))
+        if match is not None:
+            shape = match[2].split(", ") if match[2] else ()
+            return str(jnp.dtype(match[1])), tuple(map(int, shape))
     raise ValueError(
         f"{path}: {name}={kind!r:.99} in the metadata: must be a dtype and a shape; use another "
         "checkpoint"

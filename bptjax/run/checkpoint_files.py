@@ -79,10 +79,10 @@ def damage(directory: Path) -> str:
             return f"{MANIFEST} lists files elsewhere"
         if strange := [name for name in wanted if not (directory / name).is_file()]:
             return f"no file: {strange[0]}"
-        found = _checksums(directory, list(wanted))
+        actual = _checksums(directory, list(wanted))
     except (OSError, ValueError, RecursionError) as error:
         return f"{MANIFEST}: {error}"
-    changed = [file for file in wanted if found[file] != wanted[file]]
+    changed = [file for file in wanted if actual[file] != wanted[file]]
     return f"wrong checksum: {changed[0]}" if changed else ""
 
 

@@ -61,10 +61,10 @@ def _check_names(directory: Path, root: Path) -> None:
     for name in NAMING:
         file = directory / name
         try:
-            found = json.loads(file.read_text()) if file.is_file() else {}
+            keys = json.loads(file.read_text()) if file.is_file() else {}
         except (OSError, ValueError, RecursionError):  # The file's reader reports it.
             continue
-        for key, text in _names(found):
+        for key, text in _names(keys):
             # transformers resolves some names from the current directory.
             for path in (directory / text, Path(text)):
                 if os.path.exists(path) and not os.path.isdir(path):

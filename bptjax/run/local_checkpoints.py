@@ -51,12 +51,12 @@ def make_local_directory(local_dir: str, run_dir: Path) -> None:
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         directory.mkdir(mode=0o700, exist_ok=True)
-        found = directory.lstat()
+        status = directory.lstat()
     except OSError as error:
         text = f"{refused} a writable directory ({error.strerror}); choose another"
         raise ValueError(text) from error
-    private = stat.S_ISDIR(found.st_mode) and not stat.S_IMODE(found.st_mode) & 0o077
-    if not private or found.st_uid != os.geteuid() or not os.access(directory, os.W_OK | os.X_OK):
+    private = stat.S_ISDIR(status.st_mode) and not stat.S_IMODE(status.st_mode) & 0o077
+    if not private or status.st_uid != os.geteuid() or not os.access(directory, os.W_OK | os.X_OK):
         raise ValueError(
             f"{refused} private to you in {directory}; remove this directory, or choose another"
         )
@@ -66,10 +66,10 @@ def directory_id(directory: Path) -> list[int] | None:
     """Returns numbers that no directory of the same path on another host has; None if the directory
     does not exist."""
     try:
-        found = directory.stat()
+        status = directory.stat()
     except OSError:
         return None
-    return [found.st_ino, found.st_ctime_ns]
+    return [status.st_ino, status.st_ctime_ns]
 
 
 class Copies:
@@ -174,7 +174,7 @@ class Copies:
     def _add(self, wait: Callable[[], None], step: int, keep: bool) -> None:
         wait()
         with self._lock:
-            late = [waiting for waiting, kept in self._waiting if not kept]
+            late = [waiting for waiting, keeps in self._waiting if not keeps]
             self._waiting = [each for each in self._waiting if each[1]] + [(step, keep)]
         for old in late:
             discard(self._local / str(old))
@@ -196,13 +196,13 @@ class Copies:
             step, _ = self._waiting.pop(0)
         self._copy(step)
         best = self._local / str(step) / BEST
-        kept = {json.loads(best.read_text())["step"]} if best.exists() else set()
+        preserved = {json.loads(best.read_text())["step"]} if best.exists() else set()
         discard(self._local / str(step))
         if self._limit is not None:
             steps = steps_in(self._directory)
-            kept |= {*steps[-self._limit :]}
-            kept |= {old for old in steps if self._every and old % self._every == 0}
-            for old in set(steps) - kept:
+            preserved |= {*steps[-self._limit :]}
+            preserved |= {old for old in steps if self._every and old % self._every == 0}
+            for old in set(steps) - preserved:
                 discard(self._directory / str(old))
 
     def _copy(self, step: int) -> None:
@@ -240,8 +240,8 @@ def _copy_directory(source: Path, target: Path) -> None:
                 shutil.copyfile(path, copy)
         for path in (*paths, source):
             _flush(hidden / path.relative_to(source))
-        if (found := damage(hidden)) and not damage(source):
-            raise OSError(f"{target}: the copy of {source} is damaged ({found})")
+        if (fault := damage(hidden)) and not damage(source):
+            raise OSError(f"{target}: the copy of {source} is damaged ({fault})")
         hidden.rename(target)
     except OSError:
         shutil.rmtree(hidden, ignore_errors=True)

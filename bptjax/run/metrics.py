@@ -63,8 +63,8 @@ def lost_records(file: Path, step: int, saved: int | None) -> str | None:
     ranges = [f"{a:,}" if a == b else f"{a:,} to {b:,}" for a, b in gaps]
     shown = ", ".join(ranges[:3]) + f" and {len(ranges) - 3} more" * (len(ranges) > 3)
     count = f"{wanted - len(records):,} of {wanted:,} records" if saved else "the records"
-    of = f" of steps {shown}" if ranges else ""
-    return f"warning: {file.name} lacks {count} up to step {step:,}{of}; the run continues"
+    which = f" of steps {shown}" if ranges else ""
+    return f"warning: {file.name} lacks {count} up to step {step:,}{which}; the run continues"
 
 
 class JsonlWriter:
@@ -84,11 +84,11 @@ class JsonlWriter:
         self._file = self._open(resume_step)
 
     def _open(self, resume_step: int | None) -> TextIO:
-        kept = []
+        records = []
         if resume_step is not None and self._path.exists():
-            kept = [r for r in read_metrics(self._path) if r["step"] <= resume_step]
-        self.count = len(kept)
-        write_atomically(self._path, "".join(json.dumps(record) + "\n" for record in kept))
+            records = [r for r in read_metrics(self._path) if r["step"] <= resume_step]
+        self.count = len(records)
+        write_atomically(self._path, "".join(json.dumps(record) + "\n" for record in records))
         return self._path.open("a", encoding="utf-8")
 
     def rewind(self, step: int) -> None:

@@ -59,8 +59,8 @@ def versions() -> dict[str, str | None]:
 
 def computing_versions() -> dict[str, str]:
     """Returns the versions that determine the bits of a run, for its checkpoints."""
-    found = {name: installed(name) for name in ("bptjax", *COMPUTING)}
-    return {"arithmetic": str(ARITHMETIC)} | {name: v for name, v in found.items() if v}
+    versions = {name: installed(name) for name in ("bptjax", *COMPUTING)}
+    return {"arithmetic": str(ARITHMETIC)} | {name: v for name, v in versions.items() if v}
 
 
 def describe_changes(saved: object) -> str:

@@ -111,9 +111,9 @@ def _open_images(config: Config, pretrained: Pretrained) -> RunData:
     some = replace_keys(model, {"encoder.classes": model.encoder.classes or 2})
     objective = check_objective(some, config)
     say("reading data")
-    found, train, held_out = open_images(config.data)
+    classes, train, held_out = open_images(config.data)
     if pretrained.new or not pretrained.config.encoder.classes:
-        names = found.names
+        names = classes.names
         if config.model.encoder.classes not in (0, len(names)):
             raise ValueError(
                 f"model.encoder.classes={config.model.encoder.classes}: must be {len(names)}, the "
@@ -122,7 +122,7 @@ def _open_images(config: Config, pretrained: Pretrained) -> RunData:
         wanted = replace_keys(config.model, {"encoder.classes": len(names)})
         pretrained = open_pretrained(wanted, config.seed)
     else:
-        names = _class_names(pretrained, found.names, config)
+        names = _class_names(pretrained, classes.names, config)
     saved = Path(config.run_dir).expanduser() / SIDECARS / "config.json"
     if saved.exists() and read_json(saved).get("id2label") != class_names(names)["id2label"]:
         raise ValueError(
@@ -135,14 +135,14 @@ def _open_images(config: Config, pretrained: Pretrained) -> RunData:
     size = own.channels, *own.image_size
     processor = ImageProcessor(sidecars, size, own.patch_size, names)
     processor.check()
-    counts = [f"{name} ({n:,})" for name, n in zip(found.names, found.counts, strict=True)]
+    counts = [f"{name} ({n:,})" for name, n in zip(classes.names, classes.counts, strict=True)]
     shown = ", ".join(counts[:SHOWN_CLASSES]) + ", …" * (len(counts) > SHOWN_CLASSES)
     notes = [f"classes: {shown}"]
     encoding = objective.encoding(model)
     return RunData(train, held_out, pretrained, processor, encoding, (), notes)
 
 
-def _class_names(pretrained: Pretrained, found: list[str], config: Config) -> list[str]:
+def _class_names(pretrained: Pretrained, names_of_data: list[str], config: Config) -> list[str]:
     """Returns the names of a classifier's classes by number, from the directories if the model does
     not name its classes.
 
@@ -153,9 +153,9 @@ def _class_names(pretrained: Pretrained, found: list[str], config: Config) -> li
     labels = read_json(pretrained.sidecars / "config.json").get("id2label") or {}
     plain = [f"LABEL_{i}" for i in range(pretrained.config.encoder.classes)]
     names = [str(labels.get(str(i), name)) for i, name in enumerate(plain)]
-    if names == plain and len(found) == len(plain):
-        return found
-    if unknown := [name for name in found if name not in names]:
+    if names == plain and len(names_of_data) == len(plain):
+        return names_of_data
+    if unknown := [name for name in names_of_data if name not in names]:
         known = ", ".join(names[:SHOWN_CLASSES]) + ", …" * (len(names) > SHOWN_CLASSES)
         raise ValueError(
             f"data.path={config.data.path}: class {unknown[0]!r}: must be one of the {len(names)} "

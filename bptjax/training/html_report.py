@@ -127,7 +127,7 @@ def describe(run: TrainingRun) -> dict[str, Any]:
             "devices": f"{mesh.size} × {device.device_kind}",
             "processes": jax.process_count(),
             "mesh": " ".join(f"{name}={size}" for name, size in mesh.shape.items()),
-            **{name: found for name, found in versions().items() if found is not None},
+            **{name: version for name, version in versions().items() if version is not None},
         },
     }
 
@@ -141,8 +141,8 @@ def memory_of(
         return None
     device = run.spec.mesh.local_devices[0]
     available = (device.memory_stats() or {}).get("bytes_limit")
-    found = predict(run.spec, state, compiled, device.device_kind, available)
-    return vars(found) | {"peak": found.peak}
+    predicted = predict(run.spec, state, compiled, device.device_kind, available)
+    return vars(predicted) | {"peak": predicted.peak}
 
 
 def write_report(directory: Path) -> None:

@@ -180,8 +180,8 @@ class TrainLoop:
         self.checkpoints.wait()
         self.stopped = self.stopped or int(all_reduce_max(max(stopped, default=0), spec.mesh))
         if self.stopped == BAD_DATA:
-            found = self.run.check.error or "process 0 found a bad record"
-            raise RunFailed(f"step {self.done}, saved: {found}")
+            cause = self.run.check.error or "process 0 found a bad record"
+            raise RunFailed(f"step {self.done}, saved: {cause}")
 
     @property
     def patience_is_spent(self) -> bool:
@@ -315,16 +315,18 @@ class TrainLoop:
         progress.log(text)
         try:
             with Progress("evaluating", total, progress.status) as shown:
-                found = self._evaluate(self.state.model, self.run.evaluation.sources, shown.advance)
+                losses = self._evaluate(
+                    self.state.model, self.run.evaluation.sources, shown.advance
+                )
         except (ValueError, OSError) as error:
             text = f"step {self.done}: evaluating: {error}"
             raise self._saved(text, jax.process_count() > 1) from error
-        loss = found["eval/loss"]
+        loss = losses["eval/loss"]
         if self.done:
             self.best.add(self.done, loss)
-        metrics = found | {"train/tokens_seen": self.tokens_seen}
+        metrics = losses | {"train/tokens_seen": self.tokens_seen}
         text = f"step {self.done}: "
-        text += ", ".join(f"{name} {value:.4f}" for name, value in found.items())
+        text += ", ".join(f"{name} {value:.4f}" for name, value in losses.items())
         if not math.isfinite(loss):
             self.logs.metrics.write(self.done, metrics)
             if not finite(self.state.model):

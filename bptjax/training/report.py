@@ -52,8 +52,10 @@ def log_summary(run: TrainingRun, state: TrainState, sample: str, log: Log) -> l
     if shares := run.batches.token_shares():
         weights = [source.weight for source in run.config.data.sources]
         each = zip(run.config.data.sources, shares, weights, strict=True)
-        found = [f"{source.name} {x:.2%} (weight {w / sum(weights):.2%})" for source, x, w in each]
-        sources = ["tokens by source:", *(f"  {text}" for text in found)]
+        percentages = [
+            f"{source.name} {x:.2%} (weight {w / sum(weights):.2%})" for source, x, w in each
+        ]
+        sources = ["tokens by source:", *(f"  {text}" for text in percentages)]
     for line in (*held_out, *run.check.summary(), *sources):
         log(line)
     if sample:

@@ -129,12 +129,12 @@ def saved_start(run_dir: Path) -> str | None:
     file = run_dir / START
     if not file.exists():
         return None
-    found = read_json(file).get("date")
+    date = read_json(file).get("date")
     try:
-        return datetime.fromisoformat(str(found)).isoformat()
+        return datetime.fromisoformat(str(date)).isoformat()
     except ValueError as error:
         raise ValueError(
-            f"{file}: date={found!r}: must be a date and time in ISO 8601; correct it, or choose "
+            f"{file}: date={date!r}: must be a date and time in ISO 8601; correct it, or choose "
             "another run_dir"
         ) from error
 

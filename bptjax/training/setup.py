@@ -364,22 +364,24 @@ def _eval_prompts(
     """
     number = config.train.num_eval_generations
     order = random_order(len(data.held_out), config.data.seed)[: SEARCHED if number else 0]
-    found = readable(Subset(data.held_out, order), config.data.bad_records)
-    chats = list(islice((one for one in found if isinstance(one, Chat)), number))
+    documents = readable(Subset(data.held_out, order), config.data.bad_records)
+    chats = list(islice((document for document in documents if isinstance(document, Chat)), number))
     if number and len(data.held_out) and not chats:
         raise ValueError(
             f"train.num_eval_generations={number}: requires held-out chats; see data.format "
             "and data.eval_fraction"
         )
-    found = [prompt_and_answer(chat, data.tokenizer, config.data.source_max_len) for chat in chats]
-    longest = sum(max(map(len, each)) for each in zip(*found, strict=True))
+    documents = [
+        prompt_and_answer(chat, data.tokenizer, config.data.source_max_len) for chat in chats
+    ]
+    longest = sum(max(map(len, each)) for each in zip(*documents, strict=True))
     if model.position_embedding == "learned" and longest > (model.max_position_embeddings or 0):
         raise ValueError(
             f"train.num_eval_generations={number}: prompts and answers of up to {longest} tokens "
             f"must fit into model.max_position_embeddings={model.max_position_embeddings}; set "
             "data.source_max_len, or model.max_position_embeddings to extend them"
         )
-    return found
+    return documents
 
 
 def _fingerprint(spec: TrainSpec) -> str | None:

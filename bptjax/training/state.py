@@ -66,10 +66,10 @@ class TrainState:
 def abstract_state(spec: TrainSpec) -> TrainState:
     """Returns shapes, dtypes and shardings of the state, without allocating the state. Cached in
     the spec, because a run's start needs them several times and tracing is slow."""
-    kept = vars(spec)
-    if "abstract_state" not in kept:
-        kept["abstract_state"] = _abstract_state(spec)
-    return kept["abstract_state"]
+    cache = vars(spec)
+    if "abstract_state" not in cache:
+        cache["abstract_state"] = _abstract_state(spec)
+    return cache["abstract_state"]
 
 
 def _abstract_state(spec: TrainSpec) -> TrainState:
@@ -134,10 +134,10 @@ def gather_adapters(spec: TrainSpec, state: TrainState) -> Adapters:
     """Returns the adapters, and any embeddings trained in full, as NumPy arrays. All processes must
     call it, because it gathers the shards of all processes."""
     values, modules = {}, {}
-    found = jax.tree.leaves_with_path(
+    leaves = jax.tree.leaves_with_path(
         state.model, is_leaf=lambda x: isinstance(x, LoraKernel | TrainedEmbedding)
     )
-    for path, leaf in found:
+    for path, leaf in leaves:
         if isinstance(leaf, LoraKernel):
             arrays = (v.get_value() for v in (leaf.a, leaf.b, leaf.scale))
             values[param_path(path)] = tuple(process_allgather(x, tiled=True) for x in arrays)
@@ -187,14 +187,14 @@ def kernel_sizes(spec: TrainSpec, sharded: bool) -> dict[str, tuple[int, int, in
     """Returns the number of layers, inputs and outputs that a device holds of each of
     `float8_kernels`, by path. For `sharded` see `with_shardings`."""
     model = with_shardings(spec, _abstract_model(spec), sharded)
-    in_ndims, found = float8_kernels(model), {}
+    in_ndims, sizes = float8_kernels(model), {}
     for at, v in jax.tree.leaves_with_path(model, is_leaf=is_variable):
         if (path := param_path(at)) in in_ndims:
             x = v.get_value()
             layers, *shape = x.sharding.shard_shape(x.shape)
             n = in_ndims[path]
-            found[path] = layers, math.prod(shape[:n]), math.prod(shape[n:])
-    return found
+            sizes[path] = layers, math.prod(shape[:n]), math.prod(shape[n:])
+    return sizes
 
 
 def embeddings_in_full(spec: TrainSpec) -> set[str]:
@@ -207,18 +207,18 @@ def embeddings_in_full(spec: TrainSpec) -> set[str]:
         return set()
     pretrained = spec.pretrained
     loaded = pretrained.adapters if pretrained else None
-    found = embeddings_to_train(
+    modules = embeddings_to_train(
         spec.config.adapter.modules_to_save,
         embeddings(spec.model, pretrained.family if pretrained else None),
         bool(spec.model.add_tokens),
     )
-    return found | (set(loaded.modules) if loaded else set())
+    return modules | (set(loaded.modules) if loaded else set())
 
 
 def _loaded_adapters(spec: TrainSpec) -> dict[str, LoraWeights] | None:
     """Returns the adapters that training continues from."""
-    found = spec.pretrained.adapters if spec.pretrained else None
-    return found.values if found else None
+    adapters = spec.pretrained.adapters if spec.pretrained else None
+    return adapters.values if adapters else None
 
 
 def _abstract_model(spec: TrainSpec) -> Transformer:

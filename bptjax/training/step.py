@@ -155,8 +155,8 @@ def gradients(spec: TrainSpec, state: TrainState, batch: Batch) -> tuple[LossSum
     constrained = partial(constrain, spec, sharded=config.parallel.zero_stage > 1)
 
     def losses_and_gradients(micro_batch, number, totals=None):
-        found, losses = jax.grad(scaled_loss, has_aux=True)(trained, micro_batch, number, totals)
-        return losses, constrained(found)
+        grads, losses = jax.grad(scaled_loss, has_aux=True)(trained, micro_batch, number, totals)
+        return losses, constrained(grads)
 
     def summed(f, zeros):
         def add(sums, micro_batch_and_number):
@@ -172,7 +172,7 @@ def gradients(spec: TrainSpec, state: TrainState, batch: Batch) -> tuple[LossSum
 
     A = batch["labels"].shape[0]
     if A == 1:
-        losses, found = losses_and_gradients(jax.tree.map(lambda x: x[0], batch), 0)
+        losses, grads = losses_and_gradients(jax.tree.map(lambda x: x[0], batch), 0)
     else:
         first = jax.tree.map(lambda x: x[0], batch)
         start = jax.tree.map(jnp.zeros_like, jax.eval_shape(counts, first, 0))
@@ -183,8 +183,8 @@ def gradients(spec: TrainSpec, state: TrainState, batch: Batch) -> tuple[LossSum
         nothing = jnp.zeros(())
         metrics = dict.fromkeys(spec.objective.metrics, nothing)
         start = LossSums(nothing, nothing, metrics, nothing, start), constrained(zeros)
-        losses, found = summed(partial(losses_and_gradients, totals=totals), start)
-    return losses, found, spec.objective.count(batch)
+        losses, grads = summed(partial(losses_and_gradients, totals=totals), start)
+    return losses, grads, spec.objective.count(batch)
 
 
 def _step_key(state: TrainState) -> Array:
@@ -201,7 +201,7 @@ def train_step(
     z-loss. `tokens` counts tokens without padding; for `attended` see `attended_pairs`.
     """
     config = spec.config
-    losses, found, count = gradients(spec, state, batch)
+    losses, grads, count = gradients(spec, state, batch)
     count = jnp.maximum(count, 1).astype(jnp.float32)
     loss_scale = state.loss_scale
     trained, frozen = split_trained(spec, state.model)
@@ -211,7 +211,7 @@ def train_step(
     with jax.named_scope("optimizer"):
         trained, opt_state, norm = apply_gradients(
             config.optimizer,
-            found,
+            grads,
             state.opt_state,
             # Each device updates the same shard of the parameters and of the optimizer state.
             constrain(spec, trained, sharded=True),
@@ -319,11 +319,11 @@ def abstract_batch(spec: TrainSpec) -> Batch:
     T = train.seq_len + -train.seq_len % layout.multiple
     shape = train.gradient_accumulation_steps, spec.micro_batch_size, T
     x = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=layout.sharding)
-    found = dict.fromkeys((*spec.encoding.fields, "segments", "positions"), x)
+    batch = dict.fromkeys((*spec.encoding.fields, "segments", "positions"), x)
     if width := _patch_width(spec):
         shape = *shape, width
-        found["tokens"] = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=layout.sharding)
-    return found
+        batch["tokens"] = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=layout.sharding)
+    return batch
 
 
 def _patch_width(spec: TrainSpec) -> int:
@@ -360,7 +360,7 @@ def evaluator(
     """
 
     @jax.jit
-    def one(model, batch):
+    def batch_sums(model, batch):
         batch = jax.tree.map(lambda x: x[0], batch)
         losses = loss_sums(spec, model, batch, None, 0.0)
         return losses.loss, losses.metrics, spec.objective.count(batch)
@@ -370,7 +370,7 @@ def evaluator(
         with jax.set_mesh(spec.mesh):
             for name, batches in sources.items():
                 for batch in batches:
-                    sums.append(one(model, spec.layout.put(batch)))
+                    sums.append(batch_sums(model, spec.layout.put(batch)))
                     names.append(name)
                     if len(sums) > 1:
                         jax.block_until_ready(sums[-2])
@@ -379,12 +379,12 @@ def evaluator(
         each = {"eval/loss": losses}
         each |= {f"eval/{name}": [x[name] for x in others] for name in spec.objective.metrics}
         count = max(np.sum(counts, dtype=np.float64), 1.0)
-        found = {name: float(np.sum(x, dtype=np.float64) / count) for name, x in each.items()}
+        means = {name: float(np.sum(x, dtype=np.float64) / count) for name, x in each.items()}
         for source in sources if len(sources) > 1 else ():
             own = np.array(names) == source
             loss, count = (np.sum(np.array(x)[own], dtype=np.float64) for x in (losses, counts))
             if count:
-                found[f"eval/loss/{source}"] = float(loss / count)
-        return found
+                means[f"eval/loss/{source}"] = float(loss / count)
+        return means
 
     return evaluate

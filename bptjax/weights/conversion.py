@@ -249,8 +249,8 @@ def trained_dtype(model: Pretrained) -> str | None:
     if not isinstance(model.source, RunCheckpoint) or model.sidecars is None:
         return None
     raw = read_json(model.sidecars / "config.json")
-    found = (x.get(key) for x in (raw, raw.get("text_config", {})) for key in DTYPE_KEYS)
-    name = next((name for name in found if name in DTYPES), None)
+    dtypes = (x.get(key) for x in (raw, raw.get("text_config", {})) for key in DTYPE_KEYS)
+    name = next((name for name in dtypes if name in DTYPES), None)
     widest = max(jnp.dtype(spec.dtype).itemsize for spec in model.source.specs.values())
     return name if name and jnp.dtype(name).itemsize < widest else None
 

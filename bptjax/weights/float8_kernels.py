@@ -41,10 +41,10 @@ class Float8Kernel:
 def float8_kernels(model: Any) -> dict[str, int]:
     """Returns the number of input axes of each kernel that can have 8-bit products, by path: linear
     layers in the model's layers with several outputs, except experts."""
-    found = jax.tree.leaves_with_path(model, is_leaf=lambda x: isinstance(x, Linear))
+    leaves = jax.tree.leaves_with_path(model, is_leaf=lambda x: isinstance(x, Linear))
     return {
         f"{param_path(at)}.kernel": linear.in_ndim
-        for at, linear in found
+        for at, linear in leaves
         if isinstance(linear, Linear)
         and linear.outputs > 1
         and param_path(at).startswith("layers.")
@@ -57,15 +57,15 @@ def quantize_kernels(model: Any) -> dict[str, Float8]:
     in_ndims = float8_kernels(model)
 
     def new(v, in_ndim):
-        def one(w):
+        def quantize_layer(w):
             return quantize(w.transpose(*range(in_ndim, w.ndim), *range(in_ndim)), VALUES)
 
-        codes, scale = jax.vmap(one)(v[...])
+        codes, scale = jax.vmap(quantize_layer)(v[...])
         axes = *v.axes[in_ndim:], *v.axes[:in_ndim]
         return Float8(nnx.Param(codes, axes=axes), nnx.Param(scale, axes=()))
 
-    found = {_path(at): v for at, v in jax.tree.leaves_with_path(model, is_leaf=is_variable)}
-    return {path: new(found[path], in_ndim) for path, in_ndim in in_ndims.items()}
+    variables = {_path(at): v for at, v in jax.tree.leaves_with_path(model, is_leaf=is_variable)}
+    return {path: new(variables[path], in_ndim) for path, in_ndim in in_ndims.items()}
 
 
 def with_float8(model: Any, weights: Mapping[str, Float8], trained: bool) -> Any:
@@ -73,7 +73,7 @@ def with_float8(model: Any, weights: Mapping[str, Float8], trained: bool) -> Any
     to the model's own kernels if they are `trained`."""
     in_ndims = float8_kernels(model)
 
-    def one(at, v):
+    def replaced(at, v):
         if (path := _path(at)) not in weights:
             return v
         codes, scale = (x[...] for x in weights[path])
@@ -81,7 +81,7 @@ def with_float8(model: Any, weights: Mapping[str, Float8], trained: bool) -> Any
         weight = Float8(codes.reshape(L, math.prod(outputs), -1), scale)
         return Float8Kernel(v if trained else None, weight, tuple(outputs))
 
-    return jax.tree.map_with_path(one, model, is_leaf=is_variable)
+    return jax.tree.map_with_path(replaced, model, is_leaf=is_variable)
 
 
 def _path(at: tuple) -> str:

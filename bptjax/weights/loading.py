@@ -79,8 +79,8 @@ def load(
     Raises:
       ValueError: one line about the error in the checkpoint, or about missing devices.
     """
-    found, text = _open(str(name), tokenizer, warn, "tokenizer=")
-    return load_opened(found, dtype, device, warn, tp=tp, sp=sp), text, found.config
+    pretrained, text = _open(str(name), tokenizer, warn, "tokenizer=")
+    return load_opened(pretrained, dtype, device, warn, tp=tp, sp=sp), text, pretrained.config
 
 
 def open_decoder(
@@ -91,19 +91,19 @@ def open_decoder(
     Raises:
       ValueError: also for an encoder, or a checkpoint without a tokenizer.
     """
-    found, text = _open(name, tokenizer, warn, "--tokenizer=")
-    if not found.config.causal:
+    pretrained, text = _open(name, tokenizer, warn, "--tokenizer=")
+    if not pretrained.config.causal:
         raise ValueError(f"{name}: must be a decoder; an encoder generates no text")
     if text is None:
         raise ValueError(f"{name}: must have a tokenizer; choose one with --tokenizer")
-    return found, text
+    return pretrained, text
 
 
-def tokenizer_directory(name: str, found: Pretrained) -> Path:
+def tokenizer_directory(name: str, pretrained: Pretrained) -> Path:
     """Returns the directory of a checkpoint's tokenizer: the checkpoint itself if it has one,
     otherwise the directory of the base model's sidecar files."""
     here = resolve_checkpoint(name)
-    return here if has_tokenizer(here) else found.sidecars or here
+    return here if has_tokenizer(here) else pretrained.sidecars or here
 
 
 def _open(
@@ -112,33 +112,33 @@ def _open(
     """Opens the checkpoint and loads the tokenizer. `prefix` precedes the name of a chosen
     tokenizer in errors."""
     tokenizer = tokenizer or None
-    found = open_pretrained(ModelConfig(name_or_path=name))
-    if found.left_out:
-        warn(found.left_out)
-    directory = tokenizer_directory(name, found)
+    pretrained = open_pretrained(ModelConfig(name_or_path=name))
+    if pretrained.left_out:
+        warn(pretrained.left_out)
+    directory = tokenizer_directory(name, pretrained)
     if tokenizer is None and not _has_tokenizer(directory):
-        return found, None
-    size = found.config.vocab_size
+        return pretrained, None
+    size = pretrained.config.vocab_size
     if tokenizer is None:
         text = load_tokenizer(directory, size)
     elif str(tokenizer) == "byte":
         text = ByteTokenizer()
     else:
         text = load_tokenizer(tokenizer, prefix=prefix)
-    add_tokens(text, found.config.add_tokens)
+    add_tokens(text, pretrained.config.add_tokens)
     if size is not None and size < text.vocab_size:
         raise ValueError(
             f"the tokenizer's vocabulary of {text.vocab_size}: must be at most {size}, the "
             f"vocabulary of {name}"
         )
-    pattern = find_tokens(found.config.attention_pattern, partial(token_id, text))
-    found = replace(found, config=replace(found.config, attention_pattern=pattern))
-    if found.sidecars is not None:
+    pattern = find_tokens(pretrained.config.attention_pattern, partial(token_id, text))
+    pretrained = replace(pretrained, config=replace(pretrained.config, attention_pattern=pattern))
+    if pretrained.sidecars is not None:
         # The model determines the sampling settings, whichever tokenizer was chosen.
-        text.generation_config = read_generation_config(found.sidecars)
+        text.generation_config = read_generation_config(pretrained.sidecars)
     if tokenizer and (line := vocabulary_warning(text, directory)):
         warn(line)
-    return found, text
+    return pretrained, text
 
 
 def _has_tokenizer(directory: Path) -> bool:
@@ -147,7 +147,7 @@ def _has_tokenizer(directory: Path) -> bool:
 
 
 def load_opened(
-    found: Pretrained,
+    pretrained: Pretrained,
     dtype: DTypeLike | None,
     device: str | jax.Device,
     warn: Callable[[str], None],
@@ -162,27 +162,27 @@ def load_opened(
       cached: number of sequences in the key-value cache, and tokens per sequence.
     """
     devices = select_devices(device) if isinstance(device, str) else [device]
-    where = _placement(found.config, devices, tp, sp)
+    where = _placement(pretrained.config, devices, tp, sp)
     if dtype is None:
-        dtype = _default_dtype(found, devices[0].platform, sp, cached, warn)
-    return found.load(where, jnp.dtype(dtype))
+        dtype = _default_dtype(pretrained, devices[0].platform, sp, cached, warn)
+    return pretrained.load(where, jnp.dtype(dtype))
 
 
 def _default_dtype(
-    found: Pretrained,
+    pretrained: Pretrained,
     platform: str,
     copies: int,
     cached: tuple[int, int],
     warn: Callable[[str], None],
 ) -> DTypeLike:
     """Returns the default dtype of `load`, for `copies` copies of the parameters."""
-    specs, config = found.source.specs, found.config
+    specs, config = pretrained.source.specs, pretrained.config
     # Image encoders have no embedding.
     own = jnp.dtype((specs.get("embedding") or next(iter(specs.values()))).dtype)
     if platform != "cpu":
         return own
     quantized: Any = ()
-    if found.adapters is not None and found.adapters.config.type == "qlora":
+    if pretrained.adapters is not None and pretrained.adapters.config.type == "qlora":
         quantized = linear_kernels(jax.eval_shape(lambda: new_model(config, jax.random.key(0))))
     sizes = {
         path: math.prod(spec.shape) * (4, 1)[path in quantized] for path, spec in specs.items()
@@ -191,14 +191,14 @@ def _default_dtype(
     if all(cached):
         cache = jax.eval_shape(lambda: Cache.empty(config, *cached, jnp.float32))
         size += sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
-    room = available_memory()
-    if size <= FITS * room:
+    available = available_memory()
+    if size <= FITS * available:
         return jnp.float32
     small = own if own.itemsize < 4 else jnp.dtype(jnp.bfloat16)
     warn(
         f"warning: parameters and cache in float32 need {size / 2**30:.1f} GiB, but only "
-        f"{room / 2**30:.1f} GiB of memory are available: using {small}, in which a CPU is several "
-        "times slower"
+        f"{available / 2**30:.1f} GiB of memory are available: using {small}, in which a CPU is "
+        "several times slower"
     )
     return small
 

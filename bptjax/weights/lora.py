@@ -172,25 +172,25 @@ def embeddings_to_train(
     Raises:
       ValueError: a name does not belong to an embedding.
     """
-    found = set(modules.values()) if every else set()
+    chosen = set(modules.values()) if every else set()
     for name in names or ():
         paths = {path for n, path in modules.items() if f".{n}".endswith(f".{name}")}
         if not paths:
             known = ", ".join(n.split(".")[-1] for n in modules)
             raise ValueError(f"adapter.modules_to_save={name}: must be one of {known}")
-        found |= paths
-    return found
+        chosen |= paths
+    return chosen
 
 
 def train_in_full(model: Any, paths: set[str], dtype: DTypeLike) -> Any:
     """Returns the model with the parameters at these paths in `dtype`, to be trained in full."""
 
-    def one(at, leaf):
+    def trained(at, leaf):
         if param_path(at) not in paths:
             return leaf
         return TrainedEmbedding(leaf.get_value().astype(dtype), axes=leaf.axes)
 
-    return jax.tree.map_with_path(one, model, is_leaf=is_variable)
+    return jax.tree.map_with_path(trained, model, is_leaf=is_variable)
 
 
 def target_kernels(wanted: str | list[str], modules: Mapping[str, tuple[str, ...]]) -> set[str]:
@@ -205,16 +205,16 @@ def target_kernels(wanted: str | list[str], modules: Mapping[str, tuple[str, ...
     """
     if isinstance(wanted, str):
         return {path for paths in modules.values() for path in paths}
-    found: set[str] = set()
+    chosen: set[str] = set()
     for name in wanted:
         paths = [p for n, ps in modules.items() if f".{n}".endswith(f".{name}") for p in ps]
         if not paths:
             known = ", ".join(sorted({n.rpartition("}.")[-1] for n in modules}))
             raise ValueError(f"adapter.target_modules={name}: must be one of {known}")
-        found.update(paths)
-    if not found:
+        chosen.update(paths)
+    if not chosen:
         raise ValueError("adapter.target_modules: must not be empty; nothing would be trained")
-    return found
+    return chosen
 
 
 # (a `[L, *inputs, r]`, b `[L, r, *outputs]`, scale `[L]`) of a kernel stacked over layers; with
@@ -242,7 +242,7 @@ def new_adapters(
 ) -> dict[str, LoraWeights]:
     """Returns new adapters for the kernels at these paths: `a` uniform within ± 1/√inputs, as in
     PEFT, and `b` zero."""
-    found, _ = jax.tree.flatten_with_path(model, is_leaf=_is_kernel)
+    leaves, _ = jax.tree.flatten_with_path(model, is_leaf=_is_kernel)
     kernels = linear_kernels(model)
     numbers = {path: number for number, path in enumerate(sorted(kernels))}
 
@@ -258,7 +258,7 @@ def new_adapters(
         b = jnp.zeros((*stack, config.r, *outputs), dtype)
         return a.astype(dtype), b, jnp.full(stack, config.scale, jnp.float32)
 
-    return {param_path(at): new(param_path(at), k) for at, k in found if param_path(at) in paths}
+    return {param_path(at): new(param_path(at), k) for at, k in leaves if param_path(at) in paths}
 
 
 def attach(model: Any, adapters: Mapping[str, LoraWeights], dropout: float) -> Any:
@@ -266,7 +266,7 @@ def attach(model: Any, adapters: Mapping[str, LoraWeights], dropout: float) -> A
     kernels = linear_kernels(model)
     numbers = {path: number for number, path in enumerate(sorted(kernels))}
 
-    def one(at, kernel):
+    def attached(at, kernel):
         path = param_path(at)
         if path not in adapters:
             return kernel
@@ -286,7 +286,7 @@ def attach(model: Any, adapters: Mapping[str, LoraWeights], dropout: float) -> A
             numbers[path],
         )
 
-    return jax.tree.map_with_path(one, model, is_leaf=_is_kernel)
+    return jax.tree.map_with_path(attached, model, is_leaf=_is_kernel)
 
 
 def merged(
@@ -357,10 +357,10 @@ def split(model: Any, chosen: Callable[[nnx.Variable], bool]) -> tuple[Any, Any]
 def join(first: Any, second: Any) -> Any:
     """Inverts `split`."""
 
-    def one(a, b):
+    def present(a, b):
         return b if a is None else a
 
-    return jax.tree.map(one, first, second, is_leaf=lambda x: x is None or is_variable(x))
+    return jax.tree.map(present, first, second, is_leaf=lambda x: x is None or is_variable(x))
 
 
 def _is_kernel(x: Any) -> bool:

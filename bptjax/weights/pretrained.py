@@ -179,16 +179,16 @@ def open_pretrained(wanted: ModelConfig, seed: int = 0) -> Pretrained:
         family, config = read_config(directory, wanted.encoder.classes)
         raw = read_json(directory / "config.json")
         new_classes = with_classes(raw, wanted.encoder.classes) is not raw
-        found = HFCheckpoint(directory, family, config, new_classes)
+        checkpoint = HFCheckpoint(directory, family, config, new_classes)
         return Pretrained(
-            merge(found.config, wanted),
-            found,
+            merge(checkpoint.config, wanted),
+            checkpoint,
             family,
-            read_as=found.config,
+            read_as=checkpoint.config,
             sidecars=directory,
-            left_out=describe_left_out(found),
-            others=found.others,
-            new=found.absent,
+            left_out=describe_left_out(checkpoint),
+            others=checkpoint.others,
+            new=checkpoint.absent,
             seed=seed,
         )
     sidecars = directory / SIDECARS if (directory / SIDECARS).is_dir() else None
@@ -322,8 +322,8 @@ def _open_adapters(
         kernel, _, part = path.rpartition(".")
         values.setdefault(kernel, {})[part] = source.read(path)
     modules = values.pop("", {})
-    found = {path: (each["a"], each["b"], each["scale"]) for path, each in values.items()}
-    return base.changed(wanted).adapted(Adapters(config, found, modules))
+    adapters = {path: (each["a"], each["b"], each["scale"]) for path, each in values.items()}
+    return base.changed(wanted).adapted(Adapters(config, adapters, modules))
 
 
 def _trained_config(

@@ -65,11 +65,11 @@ class QuantizedKernel:
         """Returns the dequantized kernel `[*inputs, *outputs]`, or one per expert."""
         matrix = jax.tree.map(lambda v: v[...], self.matrix, is_leaf=is_variable)
 
-        def one(matrix):
+        def dense_matrix(matrix):
             w = dequantize_matrix(matrix, self.codebook, math.prod(self.inputs)).astype(dtype)
             return w.reshape(*self.inputs, *w.shape[1:])
 
-        return jax.vmap(one)(matrix) if self.of_experts else one(matrix)
+        return jax.vmap(dense_matrix)(matrix) if self.of_experts else dense_matrix(matrix)
 
     def __call__(self, x: Array, in_ndim: int, seeds: AdapterDropout | None = None) -> Array:
         # The backward pass saves the kernel in quantized form.
@@ -92,12 +92,12 @@ class QuantizedKernel:
 def linear_kernels(model: Any) -> dict[str, KernelAxes]:
     """Returns the axes of each linear layer's kernel in the model's layers, by path."""
     kinds = Linear, ExpertLinear
-    found, _ = jax.tree.flatten_with_path(model, is_leaf=lambda x: isinstance(x, kinds))
+    leaves, _ = jax.tree.flatten_with_path(model, is_leaf=lambda x: isinstance(x, kinds))
     return {
         f"{param_path(at)}.kernel": KernelAxes(1, linear.in_ndim)
         if isinstance(linear, Linear)
         else KernelAxes(2, 1)
-        for at, linear in found
+        for at, linear in leaves
         if isinstance(linear, kinds) and param_path(at).startswith("layers.")
     }
 
@@ -115,19 +115,19 @@ def quantize_kernels(
     # Names of the axes of one layer.
     experts, axes = kernels.axes[: stacked - 1], kernels.axes[stacked - 1 :]
 
-    def one(w):
+    def quantize_one(w):
         w = w.reshape(math.prod(inputs), *w.shape[n:])
         return quantize_matrix(w, codebook, double)
 
     def each(w, axes=()):
-        return jax.lax.map(one, w)
+        return jax.lax.map(quantize_one, w)
 
     if stacked > 1:
         # A loop over all experts would gather them.
         each = partial(jax.lax.map, per_device(each, RULES["experts"], SHARDED, SHARDED))
-    found = each(value)
+    quantized = each(value)
     outer = (*experts, axes[0], *axes[n:])
-    parts = zip(found, (outer, outer, (*experts, None), experts), strict=True)
+    parts = zip(quantized, (outer, outer, (*experts, None), experts), strict=True)
     variables: list[Any] = [None if x is None else nnx.Param(x, axes=a) for x, a in parts]
     return QuantizedKernel(QuantizedMatrix(*variables), codebook, inputs, stacked > 1)
 
@@ -136,13 +136,13 @@ def quantize_model(model: Any, codebook: str, double: bool) -> Any:
     """Quantizes the linear layers in the model's layers."""
     kernels = linear_kernels(model)
 
-    def one(at, leaf):
+    def quantized(at, leaf):
         path = param_path(at)
         if path not in kernels:
             return leaf
         return quantize_kernels(leaf, kernels[path], codebook, double)
 
-    return jax.tree.map_with_path(one, model, is_leaf=is_variable)
+    return jax.tree.map_with_path(quantized, model, is_leaf=is_variable)
 
 
 def quantizer(
@@ -182,17 +182,19 @@ def quantizer(
             return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
 
         @partial(jax.jit, out_shardings=shardings, donate_argnums=0)
-        def store(found, kernel, layer):
+        def store(stack, kernel, layer):
             start = partial(jax.lax.dynamic_update_slice_in_dim, start_index=layer, axis=0)
-            return jax.tree.map(start, found, pack(kernel))
+            return jax.tree.map(start, stack, pack(kernel))
 
-        found = empty()
-        one = jax.ShapeDtypeStruct((1, *wanted.shape[1:]), wanted.dtype, sharding=wanted.sharding)
+        stack = empty()
+        single = jax.ShapeDtypeStruct(
+            (1, *wanted.shape[1:]), wanted.dtype, sharding=wanted.sharding
+        )
         for layer in range(len(array)):
-            kernel = put_param(path, leaf.replace(one), array[layer : layer + 1], array.dtype)
+            kernel = put_param(path, leaf.replace(single), array[layer : layer + 1], array.dtype)
             # Otherwise the next kernels reach the devices before this one is quantized.
             with on_mesh():
-                found = jax.block_until_ready(store(found, kernel, layer))
-        return found
+                stack = jax.block_until_ready(store(stack, kernel, layer))
+        return stack
 
     return put_one

@@ -13,7 +13,7 @@ from bptjax.cli.main import main
 from bptjax.config import Config, TrainConfig
 from bptjax.cost.devices import KINDS, absent_devices, parse_devices
 from bptjax.cost.memory import Plan, longest_context, plan, remedies, tree_bytes
-from bptjax.cost.search import Room
+from bptjax.cost.search import MemoryLimit
 from bptjax.models.config import ModelConfig
 from bptjax.models.execution import ExecutionConfig
 from bptjax.ops.choices import record_choices
@@ -257,8 +257,8 @@ def test_the_search_ends_where_lengths_are_rounded():
 @pytest.mark.parametrize("position", ["rope", "learned", "alibi"])
 def test_a_context_beyond_the_positions_of_the_model_has_a_warning(position, monkeypatch, capsys):
     """The memory of any device says nothing of positions."""
-    space = Room(GIB // 4, 0)
-    monkeypatch.setattr("bptjax.cli.plan.present_room", lambda spec: space)
+    space = MemoryLimit(GIB // 4, 0)
+    monkeypatch.setattr("bptjax.cli.plan.present_limit", lambda spec: space)
     monkeypatch.setattr("bptjax.cli.plan.plan", lambda spec, *_: _linear(spec, space.device))
     flags = [*FLAGS, "--device=cpu", "--max-context", f"--model.position_embedding={position}"]
     for positions, warned in ((1024, position != "alibi"), (2**20, False)):

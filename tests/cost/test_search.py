@@ -11,7 +11,7 @@ from bptjax.config import Config, TrainConfig
 from bptjax.cost import auto
 from bptjax.cost.estimate import Estimator
 from bptjax.cost.memory import Plan, longest_context, plan
-from bptjax.cost.search import Room, _settings, choose, smallest, with_execution
+from bptjax.cost.search import MemoryLimit, _settings, choose, smallest, with_execution
 from bptjax.models.config import ModelConfig
 from bptjax.models.execution import UNCHUNKED, ExecutionConfig, MemoryConfig
 from bptjax.models.groups.full_attention import FullAttentionConfig, SharedKvConfig
@@ -45,8 +45,8 @@ def make_spec(seq_len=16_384, model=MODEL, parallel=None, **groups):
 class Memory:
     """Stands for the compiler: a peak that differs from the estimate, and a list of calls."""
 
-    def __init__(self, spec, room, scale):
-        self.estimator, self.room, self.scale = Estimator(spec), room, scale
+    def __init__(self, spec, limit, scale):
+        self.estimator, self.limit, self.scale = Estimator(spec), limit, scale
         self.compiled = []
 
     def peak(self, execution):
@@ -56,7 +56,7 @@ class Memory:
     def __call__(self, spec):
         execution = spec.execution
         self.compiled.append(execution)
-        return Plan("x", 1, 0, 0, 0, 0, self.peak(execution), 0, 0, self.room.device)
+        return Plan("x", 1, 0, 0, 0, 0, self.peak(execution), 0, 0, self.limit.device)
 
 
 @pytest.mark.parametrize("scale", fast([0.6, 1.9], [1.9]))
@@ -73,23 +73,23 @@ class Memory:
 def test_the_choice_is_close_to_an_exhaustive_search(options, scale):
     spec = make_spec(**options)
     estimator = Estimator(spec)
-    least = Memory(spec, Room(0, 0), scale).peak(smallest(spec, Room(0, 64 * GIB)))
+    least = Memory(spec, MemoryLimit(0, 0), scale).peak(smallest(spec, MemoryLimit(0, 64 * GIB)))
     for factor in (1.02, 1.3, 4.0):
-        room = Room(int(least * factor), 32 * GIB)
-        memory = Memory(spec, room, scale)
-        choice = choose(spec, room, memory)
+        limit = MemoryLimit(int(least * factor), 32 * GIB)
+        memory = Memory(spec, limit, scale)
+        choice = choose(spec, limit, memory)
         assert choice.plan.fits and choice.plan.peak == memory.peak(choice.execution)
-        assert estimator(choice.execution).host <= room.host
+        assert estimator(choice.execution).host <= limit.host
         assert choice.compiled == len(memory.compiled) == len(set(memory.compiled)) <= 8
-        every = _settings(spec, estimator, room, {True: scale, False: scale})
-        every = [x for x in every if memory.peak(x) <= room.device]
-        best = min(x.seconds for x in map(estimator, every) if x.host <= room.host)
+        every = _settings(spec, estimator, limit, {True: scale, False: scale})
+        every = [x for x in every if memory.peak(x) <= limit.device]
+        best = min(x.seconds for x in map(estimator, every) if x.host <= limit.host)
         assert estimator(choice.execution).seconds < 1.04 * best
 
 
 def test_every_key_is_searched():
     spec = make_spec()
-    found = [*_settings(spec, Estimator(spec), Room(64 * GIB, 64 * GIB), {})]
+    found = [*_settings(spec, Estimator(spec), MemoryLimit(64 * GIB, 64 * GIB), {})]
     for key in ("remat", "save", "ffn_chunk", "ce_chunk"):
         assert len({getattr(execution, key) for execution in found}) > 1, key
 
@@ -98,8 +98,8 @@ def test_more_memory_is_never_slower():
     spec = make_spec()
     estimator, times = Estimator(spec), []
     for gib in (16, 22, 36, 60):
-        room = Room(gib * GIB, 32 * GIB)
-        times.append(estimator(choose(spec, room, Memory(spec, room, 1.2)).execution).seconds)
+        limit = MemoryLimit(gib * GIB, 32 * GIB)
+        times.append(estimator(choose(spec, limit, Memory(spec, limit, 1.2)).execution).seconds)
     assert times == sorted(times, reverse=True) and times[-1] < times[0]
 
 
@@ -121,8 +121,8 @@ def test_more_memory_is_never_slower():
 )
 @pytest.mark.parametrize("gib", [20, 200])
 def test_keys_that_are_set_are_kept(set_keys, gib):
-    spec, room = make_spec(execution=ExecutionConfig(**set_keys)), Room(gib * GIB, GIB)
-    chosen = choose(spec, room, Memory(spec, room, 1.0)).execution
+    spec, limit = make_spec(execution=ExecutionConfig(**set_keys)), MemoryLimit(gib * GIB, GIB)
+    chosen = choose(spec, limit, Memory(spec, limit, 1.0)).execution
     for key, value in set_keys.items():
         assert getattr(chosen, key) == value
     # A config with all keys set must be valid.
@@ -133,11 +133,11 @@ def test_keys_that_are_set_are_kept(set_keys, gib):
 
 def test_what_does_not_fit_is_the_least():
     """Without room for the gradients nothing fits; the plan is that of the smallest settings."""
-    spec, room = make_spec(), Room(GIB, 0)
-    memory = Memory(spec, room, 1.0)
-    choice = choose(spec, room, memory)
-    assert not choice.plan.fits and choice.execution == smallest(spec, room)
-    every = _settings(spec, memory.estimator, room, {})
+    spec, limit = make_spec(), MemoryLimit(GIB, 0)
+    memory = Memory(spec, limit, 1.0)
+    choice = choose(spec, limit, memory)
+    assert not choice.plan.fits and choice.execution == smallest(spec, limit)
+    every = _settings(spec, memory.estimator, limit, {})
     assert choice.plan.peak <= 1.01 * min(memory.peak(x) for x in every)
 
 
@@ -146,11 +146,11 @@ def test_layers_without_keys_have_groups_of_their_own():
     model = replace(MODEL, layer_types=types, sliding_window=512)
     parts = dict(full_attention=FullAttentionConfig(256), shared_kv=SharedKvConfig(6))
     spec = make_spec(model=replace(model, **parts))
-    found = [*_settings(spec, Estimator(spec), Room(64 * GIB, 0), {})]
+    found = [*_settings(spec, Estimator(spec), MemoryLimit(64 * GIB, 0), {})]
     for execution in found:
         execution.check(spec.model)
     assert "nested(2)" in {x.remat for x in found}
-    with pytest.raises(ValueError, match="both the 16 layers and the last 6 of them"):
+    with pytest.raises(ValueError, match="both the 16 layers and the last 6, which share"):
         replace(found[0], remat="nested(4)", save=()).check(spec.model)
 
 
@@ -159,20 +159,20 @@ def test_the_smallest_settings_do_not_depend_on_the_device_memory():
     spec = make_spec(262_144)
     estimator = Estimator(spec)
     for gib in (16, 24, 400):
-        found = smallest(spec, Room(gib * GIB, 64 * GIB))
+        found = smallest(spec, MemoryLimit(gib * GIB, 64 * GIB))
         assert found.offload == 1.0 and estimator(found).host <= 64 * GIB
-    assert smallest(spec, Room(16 * GIB, 0)).offload == 0.0
+    assert smallest(spec, MemoryLimit(16 * GIB, 0)).offload == 0.0
 
 
 def test_settings_of_a_resumed_run_are_kept_if_they_fit():
-    spec, room = make_spec(), Room(40 * GIB, 0)
+    spec, limit = make_spec(), MemoryLimit(40 * GIB, 0)
     first = ExecutionConfig(remat="full", ffn_chunk=1024).complete()
-    memory = Memory(spec, room, 1.0)
-    assert choose(spec, room, memory, first=first).execution == first
+    memory = Memory(spec, limit, 1.0)
+    assert choose(spec, limit, memory, first=first).execution == first
     assert memory.compiled == [first]
     big = ExecutionConfig(remat="none").complete()
-    room = Room(memory.peak(big) - 1, 0)
-    assert choose(spec, room, Memory(spec, room, 1.0), first=big).execution != big
+    limit = MemoryLimit(memory.peak(big) - 1, 0)
+    assert choose(spec, limit, Memory(spec, limit, 1.0), first=big).execution != big
 
 
 def test_adapters_have_no_gradients_of_frozen_weights():
@@ -219,12 +219,12 @@ def test_complete_execution(tmp_path, monkeypatch):
     """One compilation, then none: the choice is cached for the same model, length and memory."""
 
     def plan(spec, kind, available, platform):
-        memory = Memory(spec, Room(available, 0), 1.0)
+        memory = Memory(spec, MemoryLimit(available, 0), 1.0)
         compiled.append(1)
         return memory(spec)
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(auto, "present_room", lambda spec: Room(int(size), 0))
+    monkeypatch.setattr(auto, "present_limit", lambda spec: MemoryLimit(int(size), 0))
     monkeypatch.setattr(auto, "plan", plan)
     size, compiled = 100 * GIB, []
     spec = make_spec(execution=ExecutionConfig(ce_chunk=64))
@@ -268,23 +268,25 @@ def test_processes_log_the_same(monkeypatch, tmp_path):
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(auto, "all_gather_json", gather)
-    monkeypatch.setattr(auto, "present_room", lambda spec: Room(100 * GIB, 0))
-    monkeypatch.setattr(auto, "plan", lambda spec, *_: Memory(spec, Room(100 * GIB, 0), 1.0)(spec))
+    monkeypatch.setattr(auto, "present_limit", lambda spec: MemoryLimit(100 * GIB, 0))
+    monkeypatch.setattr(
+        auto, "plan", lambda spec, *_: Memory(spec, MemoryLimit(100 * GIB, 0), 1.0)(spec)
+    )
     assert auto.complete_execution(make_spec(), print)[1] == lines
 
 
 def test_processes_of_a_host_share_its_memory(monkeypatch):
     each = [["a", 1, 400, 90], ["a", 3, 400, 80], ["b", 4, 800, 90]]
     monkeypatch.setattr(auto, "all_gather_json", lambda _: each)
-    found = auto.present_room(make_spec())
-    assert found == auto.room(make_spec(), 80, 100)
+    found = auto.present_limit(make_spec())
+    assert found == auto.memory_limit(make_spec(), 80, 100)
 
 
 def test_the_budget_is_checked_if_all_keys_are_set(monkeypatch, tmp_path):
-    spec, found = make_spec(memory=MemoryConfig(10.0)), Room(10 * GIB, 0)
+    spec, found = make_spec(memory=MemoryConfig(10.0)), MemoryLimit(10 * GIB, 0)
     spec = with_execution(spec, ExecutionConfig(remat="full").complete())
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(auto, "present_room", lambda _: found)
+    monkeypatch.setattr(auto, "present_limit", lambda _: found)
     monkeypatch.setattr(auto, "plan", lambda spec, *_: Memory(spec, found, 1.0)(spec))
     with pytest.raises(ValueError, match=r"GiB more than memory\.budget_gib=10\.0; "):
         auto.complete_execution(spec, print)
@@ -292,8 +294,8 @@ def test_the_budget_is_checked_if_all_keys_are_set(monkeypatch, tmp_path):
 
 def test_an_offload_that_is_set_may_exceed_the_host():
     spec = make_spec(execution=ExecutionConfig(offload=1.0))
-    room = Room(200 * GIB, 0)
-    assert choose(spec, room, Memory(spec, room, 1.0)).execution.offload == 1.0
+    limit = MemoryLimit(200 * GIB, 0)
+    assert choose(spec, limit, Memory(spec, limit, 1.0)).execution.offload == 1.0
 
 
 def test_a_chunk_longer_than_a_shard_of_the_sequence():
@@ -301,15 +303,15 @@ def test_a_chunk_longer_than_a_shard_of_the_sequence():
     options = dict(
         parallel=ParallelConfig(fsdp=1, sp=4), execution=ExecutionConfig(ffn_chunk=32768)
     )
-    spec, room = make_spec(65_536, **options), Room(200 * GIB, 0)
-    assert choose(spec, room, Memory(spec, room, 1.0)).execution.ffn_chunk == 32768
+    spec, limit = make_spec(65_536, **options), MemoryLimit(200 * GIB, 0)
+    assert choose(spec, limit, Memory(spec, limit, 1.0)).execution.ffn_chunk == 32768
 
 
 def test_the_longest_context_with_activations_that_need_one_chunk():
-    spec, room = make_spec(4096, execution=ExecutionConfig(save=("up",))), Room(30 * GIB, 0)
+    spec, limit = make_spec(4096, execution=ExecutionConfig(save=("up",))), MemoryLimit(30 * GIB, 0)
 
     def measure(spec):
-        return replace(Memory(spec, room, 1.0)(spec), seq_len=spec.config.train.seq_len)
+        return replace(Memory(spec, limit, 1.0)(spec), seq_len=spec.config.train.seq_len)
 
     found = longest_context(spec, measure, measure(spec))
     assert found.fits and found.seq_len > 4096
@@ -319,17 +321,17 @@ def test_a_search_ends_though_estimates_are_wrong():
     """The compiler needs memory that does not depend on the settings."""
     spec = make_spec(64)
     estimator = Estimator(spec)
-    room = Room(estimator.held + estimator.gradients + 4 * GIB, 0)
-    memory = Memory(spec, room, 1.0)
-    memory.peak = lambda execution: room.device + 1
-    choice = choose(spec, room, memory)
+    limit = MemoryLimit(estimator.held + estimator.gradients + 4 * GIB, 0)
+    memory = Memory(spec, limit, 1.0)
+    memory.peak = lambda execution: limit.device + 1
+    choice = choose(spec, limit, memory)
     assert not choice.plan.fits and choice.compiled <= 9
 
 
-def test_the_budget_limits_the_room():
+def test_the_budget_limits_the_memory():
     spec = make_spec(memory=MemoryConfig(budget_gib=10.0))
-    assert auto.room(spec, 80 * GIB, GIB).device == 10 * GIB
-    assert auto.room(spec, 8 * GIB, GIB).device == int(auto.SAFE * 8 * GIB)
+    assert auto.memory_limit(spec, 80 * GIB, GIB).device == 10 * GIB
+    assert auto.memory_limit(spec, 8 * GIB, GIB).device == int(auto.SAFE * 8 * GIB)
     with pytest.raises(ValueError, match=r"memory\.budget_gib=-1: must be finite and positive"):
         MemoryConfig(budget_gib=-1)
 

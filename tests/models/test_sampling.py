@@ -199,7 +199,7 @@ def test_cpus_take_float32_if_it_fits(base, monkeypatch):
         small = loading.load_opened(found, None, "cpu", lines.append, **more)
         assert small.head_matrix.dtype == jnp.bfloat16
         line = lines.pop()
-        assert "parameters and cache in float32 need 0.0 GiB" in line and "bfloat16 is used" in line
+        assert "parameters and cache in float32 need 0.0 GiB" in line and "using bfloat16" in line
     monkeypatch.setattr(loading, "available_memory", lambda: size)
     bptjax.load(base, device="cpu", warn=lines.append)
     assert len(lines) == 1

@@ -25,7 +25,9 @@ def test_flags_may_repeat_with_one_value_or_as_lists():
     args = cli.generate().parse_args(["--model", "m", *prompts])
     assert args.prompt == ["a", "--- b -- c"] and args.stop == ["--x"]
     both = cli.convert().parse_args(["--debug", "bptjax_to_hf", "a-b", "c", "--max-shard-size=1GB"])
-    assert both.way == "bptjax-to-hf" and both.source == "a-b" and both.max_shard_size == "1GB"
+    assert (
+        both.conversion == "bptjax-to-hf" and both.source == "a-b" and both.max_shard_size == "1GB"
+    )
 
 
 def test_a_key_of_a_mapping_may_be_set_alone():

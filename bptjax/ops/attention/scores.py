@@ -39,8 +39,8 @@ def dropout_factors(
     on its tile."""
     keys = dropout_keys(spec, batch, heads)
     p, s = (jnp.broadcast_to(x[:, None, :], (batch, heads, x.shape[-1])) for x in (p, s))
-    kept = keep(keys, spec.dropout, p, s).astype(jnp.float32)
-    return kept / jnp.float32(1.0 - spec.dropout)
+    keeps = keep(keys, spec.dropout, p, s).astype(jnp.float32)
+    return keeps / jnp.float32(1.0 - spec.dropout)
 
 
 def _fold(key: UInt32[Array, "2"], sequence: Array, head: Array) -> UInt32[Array, "2"]:

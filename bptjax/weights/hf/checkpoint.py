@@ -90,25 +90,25 @@ class HFCheckpoint:
         # Prefixes of the model's own names; every name starts with the empty prefix.
         own = (layout.body, layout.head or layout.body, "lm_head.") if family.wrapped else ""
         patterns = re.compile("|".join(family.kept))
-        kept = [n for n in others if not n.startswith(own) or patterns.fullmatch(n)]
+        exported = [n for n in others if not n.startswith(own) or patterns.fullmatch(n)]
         self.others = None
-        if family.wrapped or kept:
-            self.others = OtherTensors(self._tensors, tuple(kept), layout)
-            others = [n for n in others if n not in kept]
+        if family.wrapped or exported:
+            self.others = OtherTensors(self._tensors, tuple(exported), layout)
+            others = [n for n in others if n not in exported]
         self.left_out = [n for n in others if ignored.fullmatch(n)]
         others = [n for n in others if not ignored.fullmatch(n) and not self._is_copy(n)]
-        found = {n: (*specs[n], shape) for n, shape in wanted.items() if n in specs}
+        present = {n: (*specs[n], shape) for n, shape in wanted.items() if n in specs}
         problems = {
             "missing": missing,
             "unexpected": others,
             "wrong shape": [
                 f"{n} is {list(got)}, not {list(shape)}"
-                for n, (_, got, shape) in found.items()
+                for n, (_, got, shape) in present.items()
                 if got != shape
             ],
             "wrong dtype": [
                 f"{n} is {dtype}, not {', '.join(CODES)}"
-                for n, (dtype, _, _) in found.items()
+                for n, (dtype, _, _) in present.items()
                 if dtype not in CODES
             ]
             + [
@@ -213,15 +213,15 @@ def copy_sidecar_files(source: Path, target: Path) -> None:
         shutil.copyfile(file, target / file.name)
 
 
-def describe_left_out(found: HFCheckpoint) -> str:
+def describe_left_out(checkpoint: HFCheckpoint) -> str:
     """Returns a line about tensors left out, kept, decoded or new, counted over layers, or ""."""
-    names, others = found.left_out, found.others.names if found.others else ()
+    names, others = checkpoint.left_out, checkpoint.others.names if checkpoint.others else ()
     lines = [_counted(names, "left out", "of the files that hold no parameters of this model")]
     lines.append(_counted(others, "kept", "for exports, which are not trained"))
     decoded = "from MXFP4 to bfloat16, in which exports hold them"
-    lines.append(_counted(found.decoded, "decoded", decoded))
-    if found.absent:
-        lines.append(f"new parameters, which the files do not hold: {', '.join(found.absent)}")
+    lines.append(_counted(checkpoint.decoded, "decoded", decoded))
+    if checkpoint.absent:
+        lines.append(f"new parameters, which the files do not hold: {', '.join(checkpoint.absent)}")
     return "; ".join(filter(None, lines))
 
 

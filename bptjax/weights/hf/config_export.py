@@ -46,8 +46,8 @@ def exported(
         keys[family.positions] = (length or 0) + keys.get(family.positions, before) - before
     if now.position_embedding == "rope" and (rope or length != read.max_position_embeddings):
         # Write all keys: the default of a missing key may depend on the number of positions.
-        kept = keys.get("rope_parameters") or keys.get("rope_scaling") or {}
-        keys |= rope_keys(now, family, {k: v for k, v in kept.items() if k in family.rope_kept})
+        old_rope = keys.get("rope_parameters") or keys.get("rope_scaling") or {}
+        keys |= rope_keys(now, family, {k: v for k, v in old_rope.items() if k in family.rope_kept})
         new["transformers_version"] = transformers().__version__
         check_rope(new, now)
     if now.vocab_size != read.vocab_size:
@@ -60,14 +60,14 @@ def exported(
 
 
 def rope_keys(
-    config: ModelConfig, family: Family, kept: Mapping[str, Any] = MappingProxyType({})
+    config: ModelConfig, family: Family, others: Mapping[str, Any] = MappingProxyType({})
 ) -> dict[str, Any]:
     """Returns a family's config keys for rotary positions, for transformers 5 and 4.
 
     Args:
-      kept: other keys of rope_parameters; see `Family.rope_kept`.
+      others: other keys of rope_parameters; see `Family.rope_kept`.
     """
-    parameters = {**config.rope_parameters, **kept}
+    parameters = {**config.rope_parameters, **others}
     if not family.rope_names:
         return {"rope_parameters": parameters}
     theta, partial = family.rope_names
@@ -82,7 +82,7 @@ def rope_keys(
         return {key: value for key, value in keys.items() if key != "rope_scaling"}
     kind = full.get("rope_type", "default")
     scaling = {k: v for k, v in full.items() if k not in BESIDE}
-    if kind == "default" and not kept:
+    if kind == "default" and not others:
         return keys
     if kind == "longrope":
         # Version 4 reads the original length here, and derives the factor only from it.
@@ -113,8 +113,8 @@ def check_rope(raw: dict[str, Any], config: ModelConfig) -> None:
     kind, family = raw["model_type"], find_family(raw)
     message = f"model.rope_parameters={config.rope_parameters}: a {kind} cannot be exported with it"
     try:
-        found = transformers().CONFIG_MAPPING[kind].from_dict(json.loads(json.dumps(raw)))
-        back = read_keys(found, raw, family)
+        read = transformers().CONFIG_MAPPING[kind].from_dict(json.loads(json.dumps(raw)))
+        back = read_keys(read, raw, family)
     except Exception as error:
         # transformers' validators raise their own exception classes.
         text = " ".join(str(error).split())
@@ -123,19 +123,28 @@ def check_rope(raw: dict[str, Any], config: ModelConfig) -> None:
         raise ValueError(f"{message}: transformers would read {back.rope_parameters}")
 
 
-def same_rope(one: ModelConfig, other: ModelConfig) -> bool:
+def same_rope(config: ModelConfig, other: ModelConfig) -> bool:
     """Returns whether both have the same number of positions, and the same rotation below and above
     every length at which the frequencies change."""
-    lengths = ((c.max_position_embeddings, c.attention.query_growth_length) for c in (one, other))
+    lengths = (
+        (c.max_position_embeddings, c.attention.query_growth_length) for c in (config, other)
+    )
     if len({*lengths}) > 1:
         return False
-    if len(one.ropes) != len(other.ropes):
+    if len(config.ropes) != len(other.ropes):
         return False
-    edges = {p.get(LONG[0]) or one.max_position_embeddings or 1 for p in (*one.ropes, *other.ropes)}
-    tested = [None, *edges, *(edge + 1 for edge in edges), 8 * (one.max_position_embeddings or 1)]
-    for a, b in zip(one.ropes, other.ropes, strict=True):
+    edges = {
+        p.get(LONG[0]) or config.max_position_embeddings or 1 for p in (*config.ropes, *other.ropes)
+    }
+    tested = [
+        None,
+        *edges,
+        *(edge + 1 for edge in edges),
+        8 * (config.max_position_embeddings or 1),
+    ]
+    for a, b in zip(config.ropes, other.ropes, strict=True):
         for length in tested:
-            (f, s), (g, t) = _frequencies(one, a, length), _frequencies(other, b, length)
+            (f, s), (g, t) = _frequencies(config, a, length), _frequencies(other, b, length)
             if f.shape != g.shape or not np.allclose(f, g, rtol=1e-6, atol=0):
                 return False
             if not math.isclose(s, t, rel_tol=1e-6):

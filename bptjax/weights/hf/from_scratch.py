@@ -45,8 +45,8 @@ def from_scratch(config: ModelConfig) -> tuple[dict[str, Any], Family]:
       ValueError: no family computes the same function as the model.
     """
     kind, config = family_of(config), _complete(config)
-    keys, made = _keys(config, kind), transformers().CONFIG_MAPPING[kind]
-    known = made().to_dict().keys() | made.attribute_map.values()
+    keys, config_class = _keys(config, kind), transformers().CONFIG_MAPPING[kind]
+    known = config_class().to_dict().keys() | config_class.attribute_map.values()
     if config.position_embedding == "rope":
         known |= rope_keys(config, FAMILIES[kind]).keys()
     raw = {k: v for k, v in keys.items() if k in known}

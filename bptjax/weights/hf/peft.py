@@ -38,8 +38,8 @@ def modules(config: ModelConfig, family: Family | None) -> dict[str, tuple[str, 
     if family is None:
         return {}
     rules = filter(_is_linear, family.tensor_rules(config))
-    found = {_module(rule.hf): rule.ours for rule in rules}
-    return found | peft_experts.modules(family, config)
+    modules = {_module(rule.hf): rule.ours for rule in rules}
+    return modules | peft_experts.modules(family, config)
 
 
 def embeddings(config: ModelConfig, family: Family | None) -> dict[str, str]:
@@ -50,9 +50,9 @@ def embeddings(config: ModelConfig, family: Family | None) -> dict[str, str]:
     if family is None:
         return {path: path for path in sorted(paths)}
     rules = (rule for rule in family.tensor_rules(config) if rule.ours[0] in paths)
-    found = {rule.ours[0]: _module(rule.hf) for rule in rules}
+    embeddings = {rule.ours[0]: _module(rule.hf) for rule in rules}
     # transformers gives every head this name, whatever its name in the family's files.
-    return {HEADS[0] if path == "head" else name: path for path, name in found.items()}
+    return {HEADS[0] if path == "head" else name: path for path, name in embeddings.items()}
 
 
 def _is_linear(rule: TensorRule) -> bool:
@@ -106,8 +106,8 @@ def read_peft(directory: Path, family: Family, config: ModelConfig) -> Adapters:
             used = b.reshape(-1, r).any(0)
             if len(parts) > 1 and used.any():
                 a, b = a[:, used], b[..., used]
-            found = np.moveaxis(a, 1, -1), np.moveaxis(b, -1, 1), scale
-            values[part.path] = tuple(x.reshape(*sizes, *x.shape[1:]) for x in found)
+            adapter = np.moveaxis(a, 1, -1), np.moveaxis(b, -1, 1), scale
+            values[part.path] = tuple(x.reshape(*sizes, *x.shape[1:]) for x in adapter)
     try:
         values |= peft_experts.read_experts(
             partial(_pair, tensors, family=family),
@@ -226,14 +226,14 @@ def _read_embeddings(
     """
     file, known = directory / WEIGHTS, _both_ends(family, config)
     listed = raw.get("modules_to_save") or []
-    found: dict[str, np.ndarray] = {}
+    arrays: dict[str, np.ndarray] = {}
     for module, path in known.items():
         modules = HEADS if path == "head" else (module,)
         for name in (family.rename(m, layout) for m in modules for layout in family.layouts):
             # If the vocabulary has grown, PEFT writes the tensor under several names.
             for part in (".original_module", ".modules_to_save", ""):
                 if (tensor := tensors.pop(f"{PREFIX}{name}{part}.weight", None)) is not None:
-                    found[path] = tensor
+                    arrays[path] = tensor
     for name in listed:
         ends = ((HEADS if path == "head" else (module,), path) for module, path in known.items())
         paths = [path for names, path in ends if any(f".{n}".endswith(f".{name}") for n in names)]
@@ -241,28 +241,28 @@ def _read_embeddings(
             names = ", ".join(module.split(".")[-1] for module in known)
             config_file = directory / ADAPTER_CONFIG
             raise ValueError(f"{config_file}: modules_to_save={name}: must be one of {names}")
-        tied = config.tied_head and "embedding" in found
-        if paths[0] not in found and not (tied and raw.get("ensure_weight_tying")):
+        tied = config.tied_head and "embedding" in arrays
+        if paths[0] not in arrays and not (tied and raw.get("ensure_weight_tying")):
             raise ValueError(f"{file}: must hold {name}, which is in modules_to_save")
-    if config.tied_head and found:
+    if config.tied_head and arrays:
         # An embedding that modules_to_save does not list comes from the base model, so its head is
         # tied.
         follows = raw.get("ensure_weight_tying") or not listed
-        head = found.pop("head", found.get("embedding") if follows else None)
-        if head is None or not np.array_equal(head, found.get("embedding", head[:0])):
+        head = arrays.pop("head", arrays.get("embedding") if follows else None)
+        if head is None or not np.array_equal(head, arrays.get("embedding", head[:0])):
             raise ValueError(
                 f"{file}: the base model ties its output embedding to the input embedding, but the "
                 "adapter's differ: must be equal; set ensure_weight_tying in PEFT"
             )
-    complete = found.keys() == set(embeddings(config, family).values())
-    for path, x in found.items():
-        shapes = {array.shape for array in found.values()}
+    complete = arrays.keys() == set(embeddings(config, family).values())
+    for path, x in arrays.items():
+        shapes = {array.shape for array in arrays.values()}
         rows = len(x) == config.V or (len(x) > config.V and complete)
         if len(shapes) > 1 or x.ndim != 2 or x.shape[1] != config.E or not rows:
             raise ValueError(
                 f"{file}: {path} is {x.shape}: must be {config.V, config.E}, as in the base model"
             )
-    return found
+    return arrays
 
 
 def _write_embeddings(
@@ -323,14 +323,14 @@ def _linears(family: Family, config: ModelConfig) -> Iterator[Linear]:
         numbers = rows[:, None], columns[None]
         first, second = (rule.split(np.broadcast_to(n, rule.shape)) for n in numbers)
         parts = []
-        for path, one, other in zip(rule.ours, first, second, strict=True):
+        for path, rows_of_part, other in zip(rule.ours, first, second, strict=True):
             n = rule.inputs
-            inputs, outputs = (..., *(0,) * (one.ndim - n)), (0,) * n
-            ends = one[inputs].ravel()[[0, -1]]
+            inputs, outputs = (..., *(0,) * (rows_of_part.ndim - n)), (0,) * n
+            ends = rows_of_part[inputs].ravel()[[0, -1]]
             transposed = bool(ends[0] != ends[1])
             if transposed:
-                one, other = other, one
-            parts.append(Part(path, other[inputs], one[outputs], transposed))
+                rows_of_part, other = other, rows_of_part
+            parts.append(Part(path, other[inputs], rows_of_part[outputs], transposed))
         names = {index: _module(name) for index, name in rule.names(values).items()}
         yield Linear(rule.stacked(values), names, parts)
 

@@ -129,8 +129,8 @@ def _matches(pattern: str, module: str) -> bool:
     # its parentheses must balance without the surrounding ones.
     for text in (pattern, rf"\A(?:.*\.)?(?:{pattern})\z"):
         options = pc.MatchSubstringOptions(text)
-        (found,) = pc.call_function("match_substring_regex", [pa.array([module])], options)
-    return found.as_py()
+        (matched,) = pc.call_function("match_substring_regex", [pa.array([module])], options)
+    return matched.as_py()
 
 
 def is_target(raw: dict[str, Any], module: str) -> bool:
@@ -146,10 +146,10 @@ def rank_and_scale(raw: dict[str, Any], module: str) -> tuple[int, float]:
     """Returns a module's rank and scale. As in PEFT, the first pattern that matches the end of the
     module's name applies."""
 
-    def of(patterns, default):
-        found = (v for k, v in (patterns or {}).items() if _matches(k, module))
-        return next(found, default)
+    def first_match(patterns, default):
+        values = (v for k, v in (patterns or {}).items() if _matches(k, module))
+        return next(values, default)
 
-    r = of(raw.get("rank_pattern"), raw["r"])
-    alpha = of(raw.get("alpha_pattern"), raw["lora_alpha"])
+    r = first_match(raw.get("rank_pattern"), raw["r"])
+    alpha = first_match(raw.get("alpha_pattern"), raw["lora_alpha"])
     return r, alpha / (math.sqrt(r) if raw.get("use_rslora") else r)

@@ -87,10 +87,10 @@ def read_experts(
             wanted = (r * X, parameter.inputs), (parameter.size, r * X)
             pair = take(module + ".base_layer" * depth)
             if pair is None or (pair[0].shape, pair[1].shape) != wanted:
-                found = None if pair is None else (pair[0].shape, pair[1].shape)
+                shapes = None if pair is None else (pair[0].shape, pair[1].shape)
                 raise ValueError(
                     f"{module}.{parameter.name}: must have lora_A and lora_B of shapes {wanted}, "
-                    f"not {found}; a rank for each layer is not supported"
+                    f"not {shapes}; a rank for each layer is not supported"
                 )
             a, b = pair
             a = a.reshape(X, r, -1).swapaxes(1, 2)

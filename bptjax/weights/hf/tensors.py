@@ -82,8 +82,8 @@ class Tensors:
         )
         for name in self.decoded:
             blocks, scales = (self.specs.pop(name + part) for part in (mxfp4.BLOCKS, mxfp4.SCALES))
-            whole = {blocks.dtype, scales.dtype} == {"uint8"} and len(blocks.shape) >= 3
-            if not whole or scales.shape != blocks.shape[:-1]:
+            valid = {blocks.dtype, scales.dtype} == {"uint8"} and len(blocks.shape) >= 3
+            if not valid or scales.shape != blocks.shape[:-1]:
                 raise ValueError(
                     f"{directory}: {name}{mxfp4.SCALES} must have one scale for each block of "
                     f"{name}{mxfp4.BLOCKS}, all uint8; {blocks}, {scales}"
@@ -154,17 +154,17 @@ def _unpickled(file: Path) -> dict[str, Any]:
     import torch
 
     try:
-        found = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
         # A damaged pickle can raise anything.
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(f"{file} is damaged or not a torch file: {text}") from error
-    tensors = isinstance(found, dict) and all(
-        isinstance(name, str) and isinstance(x, torch.Tensor) for name, x in found.items()
+    tensors = isinstance(loaded, dict) and all(
+        isinstance(name, str) and isinstance(x, torch.Tensor) for name, x in loaded.items()
     )
     if not tensors:
         raise ValueError(f"{file}: must hold a dict of tensors")
-    return found
+    return loaded
 
 
 class Writer:

@@ -156,9 +156,9 @@ def test_names_of_the_fields(names, file, tmp_path):
 @pytest.mark.parametrize(
     ("row", "record", "message"),
     [
-        (dict(text="a", text_pair=3, label=0), LABELED, "'text_pair' must be text, the second"),
+        (dict(text="a", text_pair=3, label=0), LABELED, "'text_pair' must be the second text"),
         (dict(premise="a", label=0), LABELED, "must have text in 'text' and the number of a class"),
-        (dict(premise="a", hypothesis=None, label=0), LABELED, "'hypothesis' must be text"),
+        (dict(premise="a", hypothesis=None, label=0), LABELED, "'hypothesis' must be the second"),
         (dict(text="a", text_pair="b"), None, "'text_pair' must be left out; only classifiers"),
     ],
 )

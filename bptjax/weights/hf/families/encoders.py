@@ -124,8 +124,8 @@ def with_classes(raw: dict[str, Any], number: int) -> dict[str, Any]:
     named = class_names([f"LABEL_{i}" for i in range(number)])
     if len(raw.get("id2label") or ()) == number:
         named = {}
-    kept = {k: v for k, v in raw.items() if k not in ("num_labels", "problem_type")}
-    return kept | dict(architectures=[name + classifier]) | named
+    others = {k: v for k, v in raw.items() if k not in ("num_labels", "problem_type")}
+    return others | dict(architectures=[name + classifier]) | named
 
 
 def class_names(names: Sequence[str]) -> dict[str, Any]:

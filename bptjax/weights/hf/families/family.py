@@ -117,8 +117,8 @@ class Family:
     def find_layout(self, names: Iterable[str]) -> Layout:
         """Returns the layout of a file with these tensor names."""
         names = list(names)
-        found = (x for x in self.layouts if any(name.startswith(x.body) for name in names))
-        return next(found, self.layouts[0])
+        layouts = (x for x in self.layouts if any(name.startswith(x.body) for name in names))
+        return next(layouts, self.layouts[0])
 
     def rename(self, name: str, layout: Layout) -> str:
         """Converts a name in the rules to the name in a file of this layout."""

@@ -72,18 +72,18 @@ def _heads(c: Any, types: list[str]) -> dict[str, tuple[int, int]]:
     Raises:
       ValueError: a layer's config changes other keys, or layers of one type differ.
     """
-    found: dict[str, tuple[int, int]] = {}
+    sizes: dict[str, tuple[int, int]] = {}
     changed = {key for own in (c.to_dict().get("per_layer_config") or {}).values() for key in own}
     if changed - PER_LAYER:
         raise ValueError(f"per_layer_config: {sorted(changed - PER_LAYER)}: must not be set")
     for i, kind in enumerate(types):
         own = c.per_layer_config[i]
         heads = own.head_dim, own.num_key_value_heads
-        if found.setdefault(kind, heads) != heads:
+        if sizes.setdefault(kind, heads) != heads:
             raise ValueError(f"per_layer_config: must be the same in all layers of {kind}")
-    if found.keys() != {"sliding_attention", "full_attention"}:
+    if sizes.keys() != {"sliding_attention", "full_attention"}:
         raise ValueError(f"layer_types={types}: must have both sliding and full attention")
-    return found
+    return sizes
 
 
 def _layer_embedding_size(c: Any) -> int:
