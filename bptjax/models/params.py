@@ -76,11 +76,10 @@ def is_variable(x: Any) -> bool:
     return isinstance(x, nnx.Variable)
 
 
-def put_param(path: str, leaf: Any, array: np.ndarray, dtype: Any = None) -> Any:
+def put_param(leaf: Any, array: np.ndarray, dtype: Any = None) -> Any:
     """Returns the abstract parameter `leaf` filled with `array`, on the devices of its sharding.
 
     Args:
-      path: not used here; functions that replace this one choose by it.
       dtype: dtype on the devices; defaults to the dtype of `leaf`.
     """
     wanted = leaf.get_value()
@@ -94,20 +93,21 @@ def fill_model(
     model: Any,
     params: Iterator[tuple[str, np.ndarray]],
     config: ModelConfig,
-    put: Callable[[str, Any, np.ndarray], Any] = put_param,
+    put: Callable[[str, Any, np.ndarray], Any] | None = None,
 ) -> Any:
     """Fills the abstract `model` (ShapeDtypeStructs with shardings) with its parameters.
 
     Args:
       params: (path, array) of every parameter; arrays are resized to the config.
-      put: puts an array into an abstract parameter; see `put_param`.
+      put: as `put_param`, for the parameter at a path; by default, `put_param` for all.
     """
     leaves, tree = jax.tree.flatten_with_path(model, is_leaf=is_variable)
     numbers = {param_path(path): i for i, (path, _) in enumerate(leaves)}
     filled: list[Any] = [None] * len(leaves)
     for path, array in params:
         i = numbers[path]
-        filled[i] = put(path, leaves[i][1], resize_param(path, array, config))
+        leaf, array = leaves[i][1], resize_param(path, array, config)
+        filled[i] = put_param(leaf, array) if put is None else put(path, leaf, array)
     missing = [path for path, i in numbers.items() if filled[i] is None]
     assert not missing, missing
     return jax.tree.unflatten(tree, filled)

@@ -179,10 +179,11 @@ def run(
         if past is not None:
             function = partial(specify(cached.attention), index=index, held=past.length)
         elif execution.schedule == "fused":
-            transform = specify(blockwise_transformer)
+            transform = partial(specify(blockwise_transformer), offload=execution.offload)
             return *_fused(transform, kind, shared, chunk, k, v), past, kv
         else:
             function = partial(specify(attention), strategy=sequence_strategy)
+            function = partial(function, offload=execution.offload)
         q = checkpoint_named(_query(kind, shared, chunk), "query", execution.offload)
         return *_split(execution, shared, chunk, function(q, k, v)), past, kv
 
@@ -302,7 +303,6 @@ def _specify(
         dropout=rate if keys else 0.0,
         dropout_key=keys.attention if keys and rate else None,
         impl=execution.attention_implementation,
-        offload=execution.offload,
         q_chunk=execution.q_chunk,
         k_chunk=execution.k_chunk,
     )

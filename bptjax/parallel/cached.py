@@ -112,7 +112,6 @@ def attention(
     held: Int[Array, ""],
     impl: str = "auto",
     sinks: Float[Array | np.ndarray, "N"] | None = None,
-    offload: float = 0.0,
     **options: Any,
 ) -> Float[Array, "B T N H"]:
     """Computes `ops.attention` to the cache of layer `index`, on the mesh set by `jax.set_mesh`.
@@ -122,7 +121,6 @@ def attention(
       held: tokens in the cache before the first query.
       impl, sinks, options: as in `ops.attention`; the mask has segments, and positions in the cache
         unless it has blocks. `auto` chooses for the arrays of one device.
-      offload: not used, because nothing is saved.
 
     Raises:
       NotImplementedError, ValueError: as in `ops.attention`; the mesh does not divide the heads.

@@ -16,7 +16,7 @@ from jax.experimental.multihost_utils import process_allgather
 from jax.sharding import NamedSharding, PartitionSpec
 
 from bptjax.models.architecture import new_model
-from bptjax.models.params import is_variable, param_path, put_param
+from bptjax.models.params import is_variable, param_path
 from bptjax.models.transformer import Transformer
 from bptjax.optim.loss_scale import LossScale
 from bptjax.optim.optimizer import OptState, init_opt_state
@@ -94,7 +94,7 @@ def init_state(
     model, pretrained, adapter = None, spec.pretrained, spec.config.adapter
     if pretrained is not None and load:
         plain = with_shardings(spec, _abstract_model(spec))
-        put = put_param
+        put = None
         if adapter.type == "qlora":
             put = quantizer(plain, adapter.codebook, adapter.double_quant)
         model = pretrained.fill(plain, put, show)

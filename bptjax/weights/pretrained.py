@@ -23,7 +23,6 @@ from bptjax.models.params import (
     ParameterSource,
     fill_model,
     is_variable,
-    put_param,
     stacked,
 )
 from bptjax.parallel.mesh import STATE_AXIS, sharding
@@ -109,7 +108,7 @@ class Pretrained:
         if self.adapters is None:
             return self.fill(model)
         config = self.adapters.config
-        put = put_param
+        put = None
         if config.type == "qlora":
             put = quantizer(model, config.codebook, config.double_quant, (STATE_AXIS,))
         model = self.fill(model, put)
@@ -120,7 +119,7 @@ class Pretrained:
     def fill(
         self,
         model: Any,
-        put: Callable[[str, Any, np.ndarray], Any] = put_param,
+        put: Callable[[str, Any, np.ndarray], Any] | None = None,
         show: Callable[[str], None] | None = None,
     ) -> Any:
         """Fills the abstract `model` with the parameters; see `fill_model`, and `Progress` for

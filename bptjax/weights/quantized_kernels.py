@@ -160,7 +160,7 @@ def quantizer(
 
     def put_one(path, leaf, array):
         if path not in kernels:
-            return put_param(path, leaf, array)
+            return put_param(leaf, array)
         wanted = leaf.get_value()
         pack = partial(
             quantize_kernels, kernel_axes=kernels[path], codebook=codebook, double=double
@@ -191,7 +191,7 @@ def quantizer(
             (1, *wanted.shape[1:]), wanted.dtype, sharding=wanted.sharding
         )
         for layer in range(len(array)):
-            kernel = put_param(path, leaf.replace(single), array[layer : layer + 1], array.dtype)
+            kernel = put_param(leaf.replace(single), array[layer : layer + 1], array.dtype)
             # Otherwise the next kernels reach the devices before this one is quantized.
             with on_mesh():
                 stack = jax.block_until_ready(store(stack, kernel, layer))

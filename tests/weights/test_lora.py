@@ -315,9 +315,9 @@ def test_checkpoints_are_quantized_a_layer_at_a_time(monkeypatch):
     model = Decoder(config, jax.random.key(0), jnp.bfloat16)
     put = []
 
-    def counted(path, leaf, array, dtype):
+    def counted(leaf, array, dtype):
         put.append(array.shape)
-        return put_param(path, leaf, array, dtype)
+        return put_param(leaf, array, dtype)
 
     monkeypatch.setattr("bptjax.weights.quantized_kernels.put_param", counted)
     quantize = quantizer(with_shardings(spec, model), "nf4", True)
