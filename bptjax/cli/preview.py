@@ -17,7 +17,6 @@ from bptjax.data.account import Account
 from bptjax.data.chat import Chat
 from bptjax.data.check import DataCheck
 from bptjax.data.config import DataConfig
-from bptjax.data.encode import IGNORED
 from bptjax.data.examples import Example
 from bptjax.data.files import Compound, Document, Location, TokenIds
 from bptjax.data.images import ImageProcessor
@@ -25,6 +24,7 @@ from bptjax.data.landmarks import ignored
 from bptjax.data.loader import data_check, train_loader
 from bptjax.data.marked import marked
 from bptjax.data.records import readable
+from bptjax.ops.labels import IGNORED
 from bptjax.parallel.mesh import select_devices
 from bptjax.run.metrics import printable
 from bptjax.training.data import RunData, open_data, say

@@ -12,6 +12,7 @@ from bptjax.data.examples import Example, is_masked
 from bptjax.data.landmarks import ignored
 from bptjax.data.packing import PACKINGS, Packer, buffer_sequences
 from bptjax.data.records import Record
+from bptjax.ops.labels import IGNORED
 from bptjax.run.output import plural
 
 
@@ -28,7 +29,7 @@ class Blanks:
 
 
 def _labels(length: int) -> tuple[np.ndarray, np.ndarray]:
-    return np.zeros(length, np.int8), np.full(length, -100, np.int8)
+    return np.zeros(length, np.int8), np.full(length, IGNORED, np.int8)
 
 
 class Sizes(Sequence[list[Example]]):

@@ -14,6 +14,7 @@ from bptjax.data.config import DataConfig
 from bptjax.data.epochs import Counted, Limit, limit
 from bptjax.data.records import BadRecord
 from bptjax.data.stream import AnyRecords
+from bptjax.ops.labels import IGNORED
 from bptjax.run.output import plural
 
 # Seconds that a run waits for the data check. A large stream would finish in neither time.
@@ -121,7 +122,7 @@ class DataCheck:
     def count_images(self) -> None:
         """Counts every image as one sequence, without reading it."""
         (account,) = self.accounts
-        image = {"tokens": np.zeros(account.seq_len), "labels": np.full(account.seq_len, -100)}
+        image = {"tokens": np.zeros(account.seq_len), "labels": np.full(account.seq_len, IGNORED)}
         account.sizes = [[image]] * (account.total or 0)
 
     def passes(self, *, epochs: float | None = None, sequences: int = 0) -> list[float]:

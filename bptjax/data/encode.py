@@ -10,8 +10,7 @@ from bptjax.data.examples import Example
 from bptjax.data.files import Compound, Document, TokenIds
 from bptjax.data.templates import Rendered, conversations, render, template_of
 from bptjax.data.tokenizer import Tokenizer
-
-IGNORED = -100
+from bptjax.ops.labels import IGNORED
 
 
 def encode(

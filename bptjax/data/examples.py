@@ -2,6 +2,8 @@
 
 import numpy as np
 
+from bptjax.ops.labels import IGNORED
+
 # int32 arrays [n]: `tokens`, `labels`, and others that an objective reads, such as `token_types`. A
 # packed sequence also has `segments` and `positions`. The `tokens` of an image are patches, float32
 # [n, P].
@@ -11,12 +13,12 @@ FIELDS = "tokens", "labels"
 
 def padding(name: str) -> int:
     """Returns the value of padding in an array of this name."""
-    return -100 if name.endswith("labels") else 0
+    return IGNORED if name.endswith("labels") else 0
 
 
 def is_masked(example: Example) -> bool:
     """Returns whether the example has a token that does not count in the loss."""
-    return bool((example["labels"] == -100).any())
+    return bool((example["labels"] == IGNORED).any())
 
 
 def sequence(examples: list[Example], seq_len: int) -> Example:

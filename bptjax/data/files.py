@@ -25,6 +25,7 @@ from bptjax.data.chat import (
     from_arrow,
     read_chat,
 )
+from bptjax.ops.labels import IGNORED
 
 
 @dataclass(frozen=True)
@@ -186,9 +187,9 @@ def _token_ids(ids: np.ndarray, labels: Any, where: str) -> np.ndarray | TokenId
         raise ValueError(
             f"{where}: labels must be a list of {len(ids)} integers, one for each of the input_ids"
         )
-    bad = integers[(integers != -100) & ((integers < 0) | (integers >= 2**31))]
+    bad = integers[(integers != IGNORED) & ((integers < 0) | (integers >= 2**31))]
     if bad.size:
-        raise ValueError(f"{where}: labels={bad[0]}: must be token ids, or -100 for no loss")
+        raise ValueError(f"{where}: labels={bad[0]}: must be token ids, or {IGNORED} for no loss")
     return TokenIds(ids, integers.astype(np.int32))
 
 

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from bptjax.data.config import DataConfig
-from bptjax.data.encode import IGNORED
 from bptjax.data.examples import Example
 from bptjax.data.files import Location
 from bptjax.data.text import split_documents
+from bptjax.ops.labels import IGNORED
 from bptjax.ops.patches import cut_patches
 from bptjax.run.json_files import read_json
 

@@ -4,9 +4,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# Same as `examples.Example`, but imports none of the packages that packing needs.
-Example = dict[str, np.ndarray]
-# Label of a token before a landmark. Unlike -100, it lets packing split a text.
+from bptjax.data.examples import Example
+from bptjax.ops.labels import IGNORED
+
+# Label of a token before a landmark. Unlike `IGNORED`, it lets packing split a text.
 BEFORE_LANDMARK = -1
 
 
@@ -50,4 +51,4 @@ class Landmarks:
 def ignored(batch: Example) -> Example:
     """Returns a sequence or a batch without `BEFORE_LANDMARK` among its labels."""
     labels = batch["labels"]
-    return batch | {"labels": np.where(labels == BEFORE_LANDMARK, -100, labels)}
+    return batch | {"labels": np.where(labels == BEFORE_LANDMARK, IGNORED, labels)}

@@ -25,6 +25,7 @@ from bptjax.data.records import RecordReader, Records
 from bptjax.data.sample import Sample, sample
 from bptjax.data.sources import HeldOutSources, Mixture, Training
 from bptjax.data.stream import AnyRecords, Stream, StreamRecords
+from bptjax.ops.labels import IGNORED
 from bptjax.run.output import plural
 
 # Maximum number of threads per shard or evaluation.
@@ -138,7 +139,7 @@ def _first_example(records: AnyRecords, shard: int, shards: int, source: str) ->
         )
     raise ValueError(
         f"the {documents}: must have a token that counts in the loss; all texts and "
-        "answers are empty, or all labels are -100"
+        f"answers are empty, or all labels are {IGNORED}"
     )
 
 

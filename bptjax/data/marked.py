@@ -5,9 +5,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from bptjax.data.encode import IGNORED
 from bptjax.data.examples import Example
 from bptjax.data.tokenizer import Tokenizer
+from bptjax.ops.labels import IGNORED
 
 
 def next_tokens(example: Example) -> tuple[np.ndarray, np.ndarray]:

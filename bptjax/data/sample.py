@@ -9,10 +9,10 @@ from typing import NamedTuple
 import numpy as np
 
 from bptjax.data.account import Account
-from bptjax.data.encode import IGNORED
 from bptjax.data.examples import Example, is_masked
 from bptjax.data.packing import split_example
 from bptjax.data.records import Record, Records
+from bptjax.ops.labels import IGNORED
 from bptjax.run.heartbeat import beat
 
 # Documents are read in random order until they fill POOL times the sequences of the sample and have

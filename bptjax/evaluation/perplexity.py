@@ -21,6 +21,7 @@ from bptjax.data.tokenizer import Tokenizer
 from bptjax.evaluation.plots import mark, new_figure
 from bptjax.models.decoder import Decoder
 from bptjax.models.execution import Execution
+from bptjax.ops.labels import IGNORED
 from bptjax.ops.loss import linear_cross_entropy
 from bptjax.run.output import plural
 from bptjax.run.progress import Progress
@@ -74,7 +75,7 @@ def by_position(
                 batch = ignored(landmarks.insert(batch))
             arrays = (jnp.asarray(batch[name][None]) for name in ("tokens", "labels"))
             losses = _losses(model, *arrays, dtype=dtype, execution=execution)[0]
-            sums += np.asarray(losses)[batch["labels"] != -100]
+            sums += np.asarray(losses)[batch["labels"] != IGNORED]
             seen += 1
             progress.advance()
             if seen == limit:

@@ -11,7 +11,7 @@ import numpy as np
 
 from bptjax.data.chat import check_text_alone
 from bptjax.data.config import DataConfig
-from bptjax.data.encode import IGNORED, end_of_text
+from bptjax.data.encode import end_of_text
 from bptjax.data.encoding import Encoding
 from bptjax.data.examples import FIELDS, Example
 from bptjax.data.files import PAIR, Compound, Document, RecordFormat
@@ -20,6 +20,7 @@ from bptjax.data.tokenizer import Tokenizer
 from bptjax.models.config import ModelConfig
 from bptjax.objectives.cross_entropy import ForwardPass, Losses, cross_entropy, head_inputs
 from bptjax.objectives.objective import Objective
+from bptjax.ops.labels import IGNORED
 
 # GLUE's names for the two fields of a pair.
 PAIRS = (

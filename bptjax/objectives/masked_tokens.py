@@ -6,7 +6,7 @@ import numpy as np
 
 from bptjax.data.chat import Chat
 from bptjax.data.config import DataConfig
-from bptjax.data.encode import IGNORED, token_ids
+from bptjax.data.encode import token_ids
 from bptjax.data.encoding import Encoding
 from bptjax.data.examples import Example
 from bptjax.data.files import Document
@@ -14,6 +14,7 @@ from bptjax.data.marked import own_tokens
 from bptjax.data.tokenizer import Tokenizer
 from bptjax.models.config import ModelConfig
 from bptjax.objectives.objective import Objective
+from bptjax.ops.labels import IGNORED
 
 
 @dataclass(frozen=True)

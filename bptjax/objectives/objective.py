@@ -10,6 +10,7 @@ from bptjax.data.encoding import Encoding
 from bptjax.data.files import RecordFormat
 from bptjax.models.config import ModelConfig
 from bptjax.objectives.cross_entropy import ForwardPass, Losses, cross_entropy, head_inputs
+from bptjax.ops.labels import IGNORED
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Objective:
 
     def count(self, batch: Mapping[str, Array]) -> Array:
         """Returns the divisor of the sums of a batch `[..., B, T]`, int32."""
-        return (batch["labels"] != -100).sum()
+        return (batch["labels"] != IGNORED).sum()
 
     def loss(self, forward: ForwardPass) -> Losses:
         """Returns the sums over a micro-batch."""

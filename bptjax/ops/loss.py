@@ -12,6 +12,7 @@ from jaxtyping import Float, Int
 
 from bptjax.ops.arguments import check_chunk, check_labels, check_softcap
 from bptjax.ops.chunks import join_chunks, split_chunks
+from bptjax.ops.labels import IGNORED
 from bptjax.ops.per_device import REPLICATED, SHARDED, per_device
 from bptjax.ops.softmax import logsumexp, soft_cap
 
@@ -38,7 +39,7 @@ def linear_cross_entropy(
     weights: Float[Array, "B T"] | None = None,
     *,
     bias: Float[Array, "V"] | None = None,
-    ignore: int = -100,
+    ignore: int = IGNORED,
     z_loss: float = 0.0,
     softcap: float | None = None,
     chunk: int = 2048,
@@ -104,7 +105,7 @@ def _checked(
     weights: Array | None,
     *,
     bias: Array | None = None,
-    ignore: int = -100,
+    ignore: int = IGNORED,
     z_loss: float = 0.0,
     softcap: float | None = None,
     chunk: int = 2048,

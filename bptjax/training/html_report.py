@@ -18,9 +18,9 @@ import numpy as np
 from bptjax.config import Config, defaults
 from bptjax.cost.devices import GIB
 from bptjax.cost.memory import predict
-from bptjax.data.encode import IGNORED
 from bptjax.data.images import ImageProcessor
 from bptjax.data.marked import marked
+from bptjax.ops.labels import IGNORED
 from bptjax.parsing.keys import flatten
 from bptjax.run.json_files import read_json
 from bptjax.run.metrics import printable, read_metrics
