@@ -19,24 +19,18 @@ MOST_PIECES = 2**16
 LONGEST_WAIT = 64
 
 
-def split_example(
-    example: Example, seq_len: int, rng: np.random.Generator | None = None, unit: int = 1
-) -> list[Example]:
-    """Splits an example into consecutive pieces of up to `seq_len` tokens.
-
-    With `rng`, the first piece has a random length, a multiple of `unit`. An example that fits is
-    one piece; an empty example has none.
-    """
-    return [part(example, a, b) for a, b in _edges(len(example["tokens"]), seq_len, rng, unit)]
-
-
 def part(example: Example, start: int, stop: int) -> Example:
     return {name: value[start:stop] for name, value in example.items()}
 
 
-def _edges(
-    length: int, seq_len: int, rng: np.random.Generator | None, unit: int
+def piece_edges(
+    length: int, seq_len: int, rng: np.random.Generator | None = None, unit: int = 1
 ) -> list[tuple[int, int]]:
+    """Returns the start and stop of consecutive pieces of up to `seq_len` tokens of an example.
+
+    With `rng`, the first piece has a random length, a multiple of `unit`. An example that fits is
+    one piece; an empty example has none.
+    """
     first = seq_len
     if rng and length > seq_len:
         first = unit * int(rng.integers(1, seq_len // unit + 1))
@@ -124,7 +118,7 @@ class Packer:
             rng = None
             if self._seeds is not None and self._packing == "none" and length > self._seq_len:
                 rng = np.random.default_rng((*self._seeds, record))
-            for start, stop in _edges(length, self._seq_len, rng, self._unit):
+            for start, stop in piece_edges(length, self._seq_len, rng, self._unit):
                 self._place(record, number, start, part(example, start, stop), state)
 
     def _open(self, splits: bool, state: Any) -> Open:

@@ -10,7 +10,7 @@ import numpy as np
 
 from bptjax.data.account import Account
 from bptjax.data.examples import Example, is_masked
-from bptjax.data.packing import split_example
+from bptjax.data.packing import part, piece_edges
 from bptjax.data.records import Record, Records
 from bptjax.ops.labels import IGNORED
 from bptjax.run.heartbeat import beat
@@ -118,7 +118,11 @@ def sample(
 def _pieces(records: Records, index: int) -> list[Example]:
     """Reads the pieces of a record."""
     seq_len = records.reader.seq_len
-    return [piece for example in records[index] for piece in split_example(example, seq_len)]
+    return [
+        part(one, start, stop)
+        for one in records[index]
+        for start, stop in piece_edges(len(one["tokens"]), seq_len)
+    ]
 
 
 def _pool(

@@ -13,7 +13,6 @@ from rich.table import Table
 from bptjax.data.tokenizer import Tokenizer
 from bptjax.evaluation.plots import mark, new_figure
 from bptjax.models.decoder import Decoder
-from bptjax.models.execution import Execution
 from bptjax.models.generation import continuations
 from bptjax.models.sampling import Sampling
 from bptjax.run.progress import Progress
@@ -70,7 +69,6 @@ def passkey(
     trials: int,
     seed: int,
     dtype: DTypeLike,
-    execution: Execution = Execution(),  # noqa: B008 (frozen)
 ) -> list[dict]:
     """Returns one row per length (tokens) and depth, with the fraction of keys that the model
     finds."""
@@ -88,7 +86,6 @@ def passkey(
                     new_tokens=new_tokens,
                     sampling=Sampling(temperature=0.0),
                     dtype=dtype,
-                    execution=execution,
                 )
                 numbers = re.findall(r"\d+", text)
                 correct += bool(numbers) and numbers[0] == str(key)

@@ -17,6 +17,7 @@ from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as ProgressBar
 
 from bptjax.run.output import write_atomically
+from bptjax.run.progress import EVERY
 
 
 def read_metrics(path: Path | str) -> Iterator[dict[str, Any]]:
@@ -158,7 +159,7 @@ class RunProgress:
     """Progress of a run (step, loss, tokens per second, time left): a live bar, or plain lines.
 
     The bar needs a terminal. Plain lines are printed for the first and the last update, and at most
-    once every `every` seconds in between. A context manager that always restores the terminal.
+    once every `EVERY` seconds in between. A context manager that always restores the terminal.
     """
 
     def __init__(
@@ -167,12 +168,10 @@ class RunProgress:
         total: int,
         *,
         console: Console | None = None,
-        every: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._run_dir = Path(run_dir)
         self._total = total
-        self._every = every
         self._clock = clock
         # Pass False explicitly, because FORCE_COLOR would make rich treat a pipe as a terminal.
         self._console = console or Console(force_terminal=None if sys.stdout.isatty() else False)
@@ -209,7 +208,7 @@ class RunProgress:
             self._bar.update(self._task, completed=step, description=head, tail=tail)
             return
         self._pending = "  ".join([head, *parts])
-        if step >= self._total or self._clock() - self._last_update >= self._every:
+        if step >= self._total or self._clock() - self._last_update >= EVERY:
             self._print(self._pending)
             self._pending, self._last_update = None, self._clock()
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from bptjax.data.encode import encode
-from bptjax.data.packing import PACKINGS, pack, split_example
+from bptjax.data.packing import PACKINGS, pack, piece_edges
 from bptjax.data.tokenizer import ByteTokenizer, CharTokenizer
 
 # Documents of token ids that occur once, so that each label tells its document and place.
@@ -132,13 +132,10 @@ def test_none_splits_at_other_tokens_in_each_epoch():
 
 
 def test_sizes_of_pieces():
-    (whole,) = encode(np.arange(21), TOKENIZER)
-    assert [len(piece["tokens"]) for piece in split_example(whole, T)] == [8, 8, 4]
-    firsts = {
-        len(split_example(whole, T, np.random.default_rng(i))[0]["tokens"]) for i in range(100)
-    }
-    assert firsts == set(range(1, T + 1))
-    assert len(split_example(whole, 20, np.random.default_rng(0))) == 1, "what fits stays whole"
+    assert piece_edges(20, T) == [(0, 8), (8, 16), (16, 20)]
+    firsts = {piece_edges(20, T, np.random.default_rng(i))[0] for i in range(100)}
+    assert firsts == {(0, stop) for stop in range(1, T + 1)}
+    assert piece_edges(20, 20, np.random.default_rng(0)) == [(0, 20)], "what fits stays whole"
 
 
 def test_example_adds_separators_and_shifts():
