@@ -20,7 +20,8 @@ TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 
 
 def check_kernels(device: jax.Device) -> Iterator[tuple[str, str | None, Callable[[], float]]]:
-    """Yields (kernel, why `auto` never takes it on the device or None, function) of each kernel.
+    """Yields (name, reason, function) for each kernel. If `auto` never takes the kernel on the
+    device, the reason says why; else it is None.
 
     The function returns the largest relative error in causal attention, with and without packing.
     The dtype is bfloat16 on a GPU, float32 elsewhere. The oracle is the reference in float32.

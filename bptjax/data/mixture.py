@@ -43,22 +43,22 @@ class _Mixed(grain.DatasetIterator):
         tokens: Callable[[Any], int],
     ):
         super().__init__(parents)
-        self._weights, self._count = weights, tokens
-        self._tokens = [0] * len(weights)
+        self._weights, self._tokens = weights, tokens
+        self._totals = [0] * len(weights)
 
     def __next__(self) -> Any:
-        total = sum(self._tokens)
-        lag = [w * total - n for w, n in zip(self._weights, self._tokens, strict=True)]
+        total = sum(self._totals)
+        lag = [w * total - n for w, n in zip(self._weights, self._totals, strict=True)]
         number = lag.index(max(lag))
         sequence = next(self._parents[number])
-        self._tokens[number] += self._count(sequence)
+        self._totals[number] += self._tokens(sequence)
         return sequence
 
     def get_state(self) -> dict[str, Any]:
         parents = [parent.get_state() for parent in self._parents]
-        return {"sources": parents, "tokens": list(self._tokens)}
+        return {"sources": parents, "tokens": list(self._totals)}
 
     def set_state(self, state: dict[str, Any]) -> None:
         for parent, own in zip(self._parents, state["sources"], strict=True):
             parent.set_state(own)
-        self._tokens = list(state["tokens"])
+        self._totals = list(state["tokens"])

@@ -275,8 +275,8 @@ def has_tokenizer(directory: Path) -> bool:
 def make_tokenizer(
     name: str, documents: Iterable[object] = (), limit: int | None = None
 ) -> Tokenizer:
-    """Returns the tokenizer `byte`, or `char` with the characters of `documents` as vocabulary, or
-    the tokenizer in a directory, by `load_tokenizer`."""
+    """Returns the tokenizer `byte`, the tokenizer `char` with the characters of `documents` as its
+    vocabulary, or loads the tokenizer in the directory `name`."""
     if name == "byte":
         return ByteTokenizer()
     if name != "char":
@@ -288,7 +288,7 @@ def make_tokenizer(
         characters.update(text)
     if not characters:
         raise ValueError(
-            "data.tokenizer=char: must have text that is not empty, which gives the vocabulary"
+            "data.tokenizer=char: must have text that is not empty, to determine the vocabulary"
         )
     return CharTokenizer(characters)
 

@@ -16,7 +16,7 @@ def check_previous(segments: object, previous: object, carried: object) -> None:
     if segments is None and previous is not None:
         raise ValueError("previous: must be left out without segments")
     if segments is not None and carried is not None and previous is None:
-        raise ValueError("previous: must be set with segments, to the document carried on")
+        raise ValueError("previous: must be set with segments; give the document of `carried`")
 
 
 def number_documents(

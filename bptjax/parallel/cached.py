@@ -207,8 +207,8 @@ def _attend_locally(
             if (field := getattr(mask, name)) is not None
         }
         # The last chunk may overlap the one before it.
-        again = start + jnp.arange(chunk) < i * chunk
-        fields["k_segments"] = jnp.where(again[None], 0, fields["k_segments"])
+        overlap = start + jnp.arange(chunk) < i * chunk
+        fields["k_segments"] = jnp.where(overlap[None], 0, fields["k_segments"])
         chunk_spec = replace(spec, mask=replace(mask, **fields))
         return kernel.forward(QKV(q, read(k), read(v)), chunk_spec)
 

@@ -131,10 +131,9 @@ def put_piece(tree: Any, part: Any, piece: Int[Array, ""]) -> Any:
 def make_schedule(
     spec: AttentionSpec, positions: tuple[Any, Any], shards: int
 ) -> FullTileSchedule | None:
-    """Returns the schedule for queries and keys at these positions `[T]` and `[S]`, where shard i
-    has the i-th of `shards` equal parts. Returns None if shards have unequal numbers of tiles, a
-    tile is partial, or a weight depends on its position. Ignores documents, which the caller must
-    check.
+    """Returns the schedule for queries and keys at these positions `[T]` and `[S]`, divided into
+    `shards` equal parts. Returns None if shards have unequal numbers of tiles, a tile is partial,
+    or attention weights depend on positions. Ignores documents, which the caller must check.
     """
     mask = spec.mask
     special = mask.window, mask.global_tokens, mask.block_mask, spec.alibi, spec.landmark_block
@@ -154,10 +153,10 @@ def make_schedule(
     nonempty = keys.min(-1) <= queries.max(-1)
     full = keys.max(-1) <= queries.min(-1)
     others = ~np.eye(shards, dtype=bool)
-    amount = nonempty.sum((2, 3))[others]
-    if (nonempty != full)[others].any() or (amount != amount[:1]).any():
+    tiles = nonempty.sum((2, 3))[others]
+    if (nonempty != full)[others].any() or (tiles != tiles[:1]).any():
         return None
-    pairs = np.zeros((shards, shards, amount.max(initial=0), 2), np.int32)
+    pairs = np.zeros((shards, shards, tiles.max(initial=0), 2), np.int32)
     for i, j in np.argwhere(others):
         pairs[i, j] = np.argwhere(full[i, j])
     return FullTileSchedule(2, True, pairs)

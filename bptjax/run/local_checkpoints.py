@@ -191,7 +191,7 @@ class Copies:
 
     def _copy_next(self) -> None:
         with self._lock:
-            if not self._waiting:  # This job's step was left out.
+            if not self._waiting:  # A newer step has replaced this job's step.
                 return
             step, _ = self._waiting.pop(0)
         self._copy(step)

@@ -249,8 +249,8 @@ class NullLogger:
 def plot_loss(metrics_jsonl: Path | str, out_png: Path | str, title: str = "") -> Any:
     """Draws `train/loss` and `eval/loss` against tokens seen. Returns the matplotlib figure.
 
-    Records without token counts are drawn against steps. A record without `train/tokens_seen` among
-    others is drawn at the previous record's count.
+    If no record has `train/tokens_seen`, the losses are drawn against steps. Otherwise, a record
+    without it is drawn at the count of the previous record.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

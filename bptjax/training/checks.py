@@ -17,7 +17,12 @@ from bptjax.parallel.mesh import host_memory, num_shards
 from bptjax.parsing.keys import flatten
 from bptjax.run.json_files import read_json
 from bptjax.training.spec import TrainSpec
-from bptjax.training.state import abstract_state, adapted_kernels, embeddings_in_full, kernel_sizes
+from bptjax.training.state import (
+    abstract_state,
+    adapted_kernels,
+    fully_trained_embeddings,
+    kernel_sizes,
+)
 from bptjax.weights.hf.config_export import exported
 from bptjax.weights.lora import AdapterConfig
 from bptjax.weights.pretrained import Pretrained
@@ -132,7 +137,7 @@ def check_adapter(spec: TrainSpec) -> None:
                 f"adapter, which decides {key}"
             )
     adapted_kernels(spec)
-    embeddings_in_full(spec)
+    fully_trained_embeddings(spec)
 
 
 def check_host_memory(spec: TrainSpec) -> None:

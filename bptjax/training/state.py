@@ -197,11 +197,11 @@ def kernel_sizes(spec: TrainSpec, sharded: bool) -> dict[str, tuple[int, int, in
     return sizes
 
 
-def embeddings_in_full(spec: TrainSpec) -> set[str]:
+def fully_trained_embeddings(spec: TrainSpec) -> set[str]:
     """Returns the paths of the embeddings that are trained in full in addition to adapters.
 
     Raises:
-      ValueError: adapter.modules_to_save names other modules than embeddings.
+      ValueError: adapter.modules_to_save names modules other than embeddings.
     """
     if spec.config.adapter.type == "none":
         return set()
@@ -232,7 +232,7 @@ def _new_model(spec: TrainSpec, key: Array) -> Transformer:
     train, frozen = spec.config.train, spec.config.adapter.type != "none"
     dtype = spec.compute_dtype if frozen else jnp.dtype(train.param_dtype)
     model = new_model(spec.model, key, dtype)
-    return train_in_full(model, embeddings_in_full(spec), jnp.dtype(train.param_dtype))
+    return train_in_full(model, fully_trained_embeddings(spec), jnp.dtype(train.param_dtype))
 
 
 def _new_state(

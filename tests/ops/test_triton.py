@@ -112,9 +112,9 @@ def test_kernels_compile():
         assert max(sizes[of]) <= limit * 1024, sizes
 
 
-@pytest.mark.parametrize("of_keys", [False, True])
+@pytest.mark.parametrize("by_key_block", [False, True])
 @pytest.mark.parametrize("name", fast(CASES, lambda name: "," in name or "both ways" in name))
-def test_visits_hold_every_allowed_pair_and_full_tiles_no_other(name, of_keys):
+def test_visits_hold_every_allowed_pair_and_full_tiles_no_other(name, by_key_block):
     """Against the mask itself, pair by pair."""
     case = CASES[name]
     T, S = case.T, case.S or case.T
@@ -125,12 +125,14 @@ def test_visits_hold_every_allowed_pair_and_full_tiles_no_other(name, of_keys):
     seen = mask.allowed(jnp.asarray(p), jnp.asarray(s), *fields)
     seen = np.ones((1, T, S), bool) if seen is None else np.asarray(seen)
     bq, bk = 2, 4
-    own, other = (bk, bq) if of_keys else (bq, bk)
-    n = -(-(T if of_keys else S) // other)
+    own, other = (bk, bq) if by_key_block else (bq, bk)
+    n = -(-(T if by_key_block else S) // other)
     if mask.block_mask is not None or mask.global_tokens is not None:
-        ranges, lists = map(np.asarray, visits.block_lists(mask, T, S, bq, bk, of_keys=of_keys))
+        ranges, lists = map(
+            np.asarray, visits.block_lists(mask, T, S, bq, bk, by_key_block=by_key_block)
+        )
     else:
-        ranges = np.asarray(visits.block_ranges(mask, T, S, bq, bk, of_keys=of_keys))
+        ranges = np.asarray(visits.block_ranges(mask, T, S, bq, bk, by_key_block=by_key_block))
         lists = np.broadcast_to(np.arange(n), (*ranges.shape[:2], n))
     for b in range(max(len(seen), len(ranges))):
         pairs = seen[min(b, len(seen) - 1)]
@@ -139,7 +141,7 @@ def test_visits_hold_every_allowed_pair_and_full_tiles_no_other(name, of_keys):
             assert 0 <= first <= begin <= end <= last <= len(lists[row, i])
             visited, full = lists[row, i, first:last], lists[row, i, begin:end]
             assert len(set(visited)) == last - first
-            rows = (pairs.T if of_keys else pairs)[i * own :][:own]
+            rows = (pairs.T if by_key_block else pairs)[i * own :][:own]
             for j in range(n):
                 tile = rows[:, j * other :][:, :other]
                 assert j in visited or not tile.any()
@@ -168,7 +170,7 @@ def test_the_program_reduces_no_constant_positions():
 
     def ranges(segments):
         mask = Mask(causal=True, segments=segments).resolve(T, T)
-        return visits.block_ranges(mask, T, T, 128, 64, of_keys=False)
+        return visits.block_ranges(mask, T, T, 128, 64, by_key_block=False)
 
     constants = jax.make_jaxpr(ranges)(jnp.ones((1, T), jnp.int32)).consts
     assert max((np.size(x) for x in constants), default=0) <= T // 64
@@ -194,7 +196,7 @@ def test_pairs_of_keys(positions, paired):
 EIGHTH = np.random.default_rng(0).random((32, 32)) < 1 / 8
 
 
-@pytest.mark.parametrize("of_keys", [False, True])
+@pytest.mark.parametrize("by_key_block", [False, True])
 @pytest.mark.parametrize(
     "mask",
     fast(
@@ -207,7 +209,7 @@ EIGHTH = np.random.default_rng(0).random((32, 32)) < 1 / 8
         lambda mask: mask.causal,
     ),
 )
-def test_lists_hold_no_empty_tile(mask, of_keys):
+def test_lists_hold_no_empty_tile(mask, by_key_block):
     """With 256 tokens in tiles of 4 × 8, exactly the non-empty tiles are visited, and exactly the
     full tiles are marked full."""
     T, bq, bk = 256, 4, 8
@@ -217,7 +219,7 @@ def test_lists_hold_no_empty_tile(mask, of_keys):
     seen = seen[0].reshape(T // bq, bq, T // bk, bk)
 
     def lists(mask):
-        return visits.block_lists(mask.resolve(T, T), T, T, bq, bk, of_keys=of_keys)
+        return visits.block_lists(mask.resolve(T, T), T, T, bq, bk, by_key_block=by_key_block)
 
     ranges, tiles = lists(mask)
     assert ranges[..., 3].sum() == seen.any((1, 3)).sum() < seen.shape[0] * seen.shape[2] / 3

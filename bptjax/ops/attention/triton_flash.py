@@ -266,13 +266,13 @@ def _launch(
     if mask.block_size:
         # Tiles no larger than the mask's blocks, so that each masked block is skipped.
         bq, bk = (min(b, max(16, 1 << mask.block_size.bit_length() - 1)) for b in (bq, bk))
-    of_keys = name == "dkv"
+    by_key_block = name == "dkv"
     none = jnp.zeros((1,), jnp.int32)
     listed = mask.global_tokens is not None or mask.block_mask is not None
     if listed:
-        ranges, tiles = block_lists(mask, T, S, bq, bk, of_keys=of_keys)
+        ranges, tiles = block_lists(mask, T, S, bq, bk, by_key_block=by_key_block)
     else:
-        ranges, tiles = block_ranges(mask, T, S, bq // group, bk, of_keys=of_keys), none
+        ranges, tiles = block_ranges(mask, T, S, bq // group, bk, by_key_block=by_key_block), none
     if keep is not None:
         ranges = jnp.where(keep, -1, ranges)
     positions, k_positions = (
@@ -306,7 +306,7 @@ def _launch(
         aliases = {2 + len(more): 0} if name == "dq" and like(more[-1]) == shapes[0] else {}
         done = DONE[name] * (none,)
     inputs += done
-    tokens, all_heads = (-(-S // bk), K) if of_keys else (-(-T // (bq // group)), N // group)
+    tokens, all_heads = (-(-S // bk), K) if by_key_block else (-(-T // (bq // group)), N // group)
     # Few programs: most batches give them nothing to do.
     heads = 1 if keep is None else math.gcd(all_heads, HEADS)
     while heads > 1 and tokens * all_heads // heads * B < PROGRAMS:

@@ -10,12 +10,14 @@ from jax import Array
 from bptjax.ops.mask import Mask, blocks
 
 
-def block_ranges(mask: Mask, T: int, S: int, q_block: int, k_block: int, *, of_keys: bool) -> Array:
+def block_ranges(
+    mask: Mask, T: int, S: int, q_block: int, k_block: int, *, by_key_block: bool
+) -> Array:
     """Returns each query block's range of key blocks that it may attend to, and the range of full
-    tiles in it: int32 `[B or 1, blocks, 4]` of first, first full, end of full, end. With `of_keys`,
-    the query blocks for each key block. `mask` is resolved.
+    tiles in it: int32 `[B or 1, blocks, 4]` of first, first full, end of full, end. `by_key_block`
+    returns the ranges of query blocks for each key block instead. `mask` is resolved.
     """
-    xp, nonempty, full = _classify(mask, T, S, q_block, k_block, of_keys)
+    xp, nonempty, full = _classify(mask, T, S, q_block, k_block, by_key_block)
     (first, last), (begin, end) = _ends(xp, nonempty), _ends(xp, full)
     # Treat full tiles that are not contiguous as partial.
     contiguous = full.sum(-1) == end - begin
@@ -27,13 +29,13 @@ def block_ranges(mask: Mask, T: int, S: int, q_block: int, k_block: int, *, of_k
 
 
 def block_lists(
-    mask: Mask, T: int, S: int, q_block: int, k_block: int, *, of_keys: bool
+    mask: Mask, T: int, S: int, q_block: int, k_block: int, *, by_key_block: bool
 ) -> tuple[Array, Array]:
     """Returns ranges as in `block_ranges`, but into a second result: lists int32 `[B or 1, blocks,
     n]` of the non-empty tiles, full ones first. n is the length of the longest list if the mask is
     static, otherwise the number of tiles.
     """
-    xp, nonempty, full = _classify(mask, T, S, q_block, k_block, of_keys)
+    xp, nonempty, full = _classify(mask, T, S, q_block, k_block, by_key_block)
     lists = xp.argsort(xp.where(full, 0, xp.where(nonempty, 1, 2)), axis=-1, stable=True)
     end_full, end = full.sum(-1), nonempty.sum(-1)
     if xp is np:
@@ -43,11 +45,16 @@ def block_lists(
 
 
 def _classify(
-    mask: Mask, T: int, S: int, q_block: int, k_block: int, of_keys: bool
+    mask: Mask, T: int, S: int, q_block: int, k_block: int, by_key_block: bool
 ) -> tuple[Any, Any, Any]:
-    """Returns `(xp, nonempty, full)`: which tiles may hold an allowed pair, and which hold only
-    allowed pairs, bool `[B or 1, query blocks, key blocks]`, transposed with `of_keys`; xp is NumPy
-    if the mask is static."""
+    """Classifies the tiles of a mask.
+
+    Returns:
+      xp: NumPy if the mask is static, else jax.numpy.
+      nonempty: whether a tile may hold an allowed pair, bool `[B or 1, query blocks, key blocks]`;
+        `by_key_block` swaps the last two axes.
+      full: whether a tile holds only allowed pairs, like `nonempty`.
+    """
     arrays = (
         *(mask.positions, mask.k_positions, mask.block_mask),
         *(mask.global_tokens, mask.k_global_tokens),
@@ -87,7 +94,7 @@ def _classify(
         same = (p_low == p_high) & (s_low == s_high) & (p_low == s_low)
         full = full & same & p_real & s_real
     full = full & nonempty
-    if of_keys:
+    if by_key_block:
         nonempty, full = nonempty.swapaxes(1, 2), full.swapaxes(1, 2)
     return xp, nonempty, full
 
