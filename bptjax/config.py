@@ -306,6 +306,6 @@ def to_yaml(config: Config) -> str:
 
     tree = dataclasses.asdict(config)
     if config.model.name_or_path is not None:
-        usual = flatten(ModelConfig())
-        tree["model"] = nest({k: x for k, x in flatten(config.model).items() if x != usual[k]})
+        defaults = flatten(ModelConfig())
+        tree["model"] = nest({k: x for k, x in flatten(config.model).items() if x != defaults[k]})
     return yaml.safe_dump(tree, sort_keys=False)

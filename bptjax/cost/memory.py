@@ -170,8 +170,8 @@ def _apart(fits: Plan, fails: Plan) -> bool:
 
 
 def shortage(spec: TrainSpec, predicted: Plan) -> str:
-    """Formats the error for a step that does not fit: its excess, and the least changes that
-    help."""
+    """Formats the error for a step that does not fit: the missing memory, and the smallest change
+    that suffices, or else all changes that help."""
     assert predicted.available is not None
     over, train = predicted.peak - predicted.available, spec.config.train
     limit, budget = f"the {predicted.available / GIB:.2f} GiB that it may take", spec.config.memory

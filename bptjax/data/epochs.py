@@ -50,7 +50,7 @@ class Epochs(grain.DatasetIterator):
 
     def __init__(self, epoch: Epoch, divided: tuple[int, Ranks] | None = None, ends: bool = False):
         super().__init__()
-        self._of, self._divided, self._ends = epoch, divided, ends
+        self._new_epoch, self._divided, self._ends_at_division = epoch, divided, ends
         self._enter(0, None)
 
     def _enter(self, epoch: int, start: Ranks | None) -> None:
@@ -64,11 +64,16 @@ class Epochs(grain.DatasetIterator):
 
     def _open(self, epoch: int, start: Ranks | None, stop: Ranks | None) -> None:
         self._epoch, self._start, self._stop = epoch, start, stop
-        self._own = iter(self._of(epoch, start, stop))
+        self._own = iter(self._new_epoch(epoch, start, stop))
 
     def __next__(self) -> Any:
         for _ in range(4):
-            if self._ends and self._divided and self._start is None and self._stop is None:
+            if (
+                self._ends_at_division
+                and self._divided
+                and self._start is None
+                and self._stop is None
+            ):
                 if self._epoch == self._divided[0]:
                     raise StopIteration
             try:
@@ -76,7 +81,7 @@ class Epochs(grain.DatasetIterator):
             except StopIteration:
                 if self._stop is None:
                     self._enter(self._epoch + 1, None)
-                elif self._ends:
+                elif self._ends_at_division:
                     raise
                 else:
                     self._enter(self._epoch, self._stop)

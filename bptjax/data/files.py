@@ -437,7 +437,7 @@ class _Cache:
 
 
 def _read_row_group(path: Path, group: int, columns: tuple[str, ...]) -> list[pa.ChunkedArray]:
-    """Reads a row group. Its texts stay indices into a dictionary, as in the file.
+    """Reads a row group. Texts stay dictionary-encoded, as in the file.
 
     Raises:
       OSError: the row group expands beyond its limit.

@@ -254,13 +254,13 @@ class StreamRecords:
         return self.stream.window
 
     def _counted(self) -> Stream:
-        """Returns a stream with the indices of the training records as documents."""
+        """Returns a stream that yields the index of each training record instead of the record."""
         starts = np.cumsum([0, *self.counts])
         files: list[Any] = []
         for start, count in zip(starts, self.counts, strict=False):
-            own, held = np.arange(start, start + count), self.stream
-            places = [held.every // 2 + i * (held.every - 1) for i in range(held.held)]
-            files.append(np.insert(own, [p for p in places if p <= count], -1))
+            indices, stream = np.arange(start, start + count), self.stream
+            places = [stream.every // 2 + i * (stream.every - 1) for i in range(stream.held)]
+            files.append(np.insert(indices, [p for p in places if p <= count], -1))
         return replace(self.stream, files=tuple(files))
 
 

@@ -143,14 +143,15 @@ def renderings(
     parts: Sequence[Part],
     renderer: Renderer = _RENDERER,
 ) -> Iterator[Text]:
-    """Yields the results of `render` for several parts of the messages, with fewer requests."""
+    """Yields the results of `render` for several parts of the messages, in fewer requests to the
+    renderer's process."""
     given = {k: v for k, v in (variables or {}).items() if k not in _RESERVED}
     given = {**tokenizer.special_tokens, **given}
     for start in range(0, len(parts), PARTS):
-        some = parts[start : start + PARTS]
+        batch = parts[start : start + PARTS]
         try:
             marks, now = has_marks(template), tokenizer.now
-            yield from renderer.render(template, messages, given, some, marks, now)
+            yield from renderer.render(template, messages, given, batch, marks, now)
         except TemplateRefusal as error:
             raise ValueError(f"the chat template refuses the messages: {error}") from error
         except TemplateFault as error:

@@ -78,12 +78,14 @@ class TokenMasking:
 
     def __call__(self, sequence: Example, rng: np.random.Generator) -> Example:
         """Returns the sequence with masked tokens, and with labels for these tokens only."""
-        tokens, labels, own = sequence["tokens"], sequence["labels"], self.tokenizer
+        tokens, labels, tokenizer = sequence["tokens"], sequence["labels"], self.tokenizer
         chosen = rng.random(tokens.shape) < self.probability
-        chosen &= (labels != IGNORED) & ~np.isin(tokens, own.special_ids)
+        chosen &= (labels != IGNORED) & ~np.isin(tokens, tokenizer.special_ids)
         kind = rng.random(tokens.shape)
-        random = rng.integers(0, own.vocab_size, tokens.shape, np.int32)
-        new = np.where(kind < 0.8, np.int32(own.mask_id or 0), np.where(kind < 0.9, random, tokens))
+        random = rng.integers(0, tokenizer.vocab_size, tokens.shape, np.int32)
+        new = np.where(
+            kind < 0.8, np.int32(tokenizer.mask_id or 0), np.where(kind < 0.9, random, tokens)
+        )
         return sequence | {
             "tokens": np.where(chosen, new, tokens),
             "labels": np.where(chosen, labels, np.int32(IGNORED)),

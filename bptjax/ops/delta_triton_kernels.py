@@ -301,7 +301,8 @@ def scores_kernel(
 
 @triton.jit
 def queries_kernel(q, k, starts, states, dout, dscores, dq, dstarts, C: tl.constexpr):
-    """Stores gradients of the queries of a chunk and a key head, and their part of d log c."""
+    """Stores the gradients of the queries of a chunk and a key head, and the part of the gradients
+    of log c that comes through these queries."""
     head, chunk, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     at, size, wide = tl.arange(0, C.C), tl.arange(0, C.H), tl.arange(0, C.BW)
     first = batch * C.T + chunk * C.C

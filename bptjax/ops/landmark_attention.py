@@ -38,7 +38,7 @@ def landmark_attention(
 
     Args:
       block_size: tokens per block, including the landmark.
-      mask: which query may attend to which key. Keys come in blocks: the `k_positions` at indices
+      mask: which query may attend to which key. Keys form blocks: the `k_positions` at indices
         that are multiples of block_size are multiples of block_size too, and positions are
         consecutive up to the block's end.
       scale: factor on q·k; H^-0.5 if left out.

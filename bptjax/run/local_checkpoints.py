@@ -45,20 +45,20 @@ def make_local_directory(local_dir: str, run_dir: Path) -> None:
         belongs to another user.
     """
     directory = local_directory(local_dir, run_dir)
-    refused = f"checkpoint.local_dir={local_dir}: must be"
+    rule = f"checkpoint.local_dir={local_dir}: must be"
     if directory.is_relative_to(run_dir.resolve()):
-        raise ValueError(f"{refused} outside the run directory {run_dir}; choose another")
+        raise ValueError(f"{rule} outside the run directory {run_dir}; choose another")
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         directory.mkdir(mode=0o700, exist_ok=True)
         status = directory.lstat()
     except OSError as error:
-        text = f"{refused} a writable directory ({error.strerror}); choose another"
+        text = f"{rule} a writable directory ({error.strerror}); choose another"
         raise ValueError(text) from error
     private = stat.S_ISDIR(status.st_mode) and not stat.S_IMODE(status.st_mode) & 0o077
     if not private or status.st_uid != os.geteuid() or not os.access(directory, os.W_OK | os.X_OK):
         raise ValueError(
-            f"{refused} private to you in {directory}; remove this directory, or choose another"
+            f"{rule} private to you in {directory}; remove this directory, or choose another"
         )
 
 

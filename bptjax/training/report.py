@@ -67,12 +67,13 @@ def log_summary(run: TrainingRun, state: TrainState, sample: str, log: Log) -> l
 
 
 def _held_out_loss(run: TrainingRun, records: list[dict[str, Any]]) -> list[str]:
-    """Formats the held-out loss of the first and last evaluation: in bits per byte with baselines
-    for bytes, else in nats, by source if there are several. Warns if the loss rose."""
+    """Formats the held-out loss of the first and last evaluation, also by source if there are
+    several. Warns if the loss rose. With the tokenizer `byte`, the loss of text is in bits per
+    byte, next to simple baselines; otherwise it is in nats."""
     losses, config = _values(records, "eval/loss"), run.config
     before, after = losses[0], losses[-1]
     # A resumed run may have lost its first records.
-    then = "before training" if records[0]["step"] == 0 else f"at step {records[0]['step']:,}"
+    when = "before training" if records[0]["step"] == 0 else f"at step {records[0]['step']:,}"
     complete = not run.eval_is_partial and run.check.held_out.complete
     complete &= run.spec.objective.likelihood
     texts = list(readable(run.held_out, config.data.bad_records)) if complete else []
@@ -83,23 +84,23 @@ def _held_out_loss(run: TrainingRun, records: list[dict[str, Any]]) -> list[str]
         baselines = byte_baselines(texts)
         lines = [
             f"held-out text: {size:,} bytes",
-            f"bits per byte: {first:.3f} {then}, {last:.3f} after",
+            f"bits per byte: {first:.3f} {when}, {last:.3f} after",
             "baselines on the same bytes: "
             + ", ".join(f"{name} {x:.3f}" for name, x in baselines.items()),
         ]
     else:
         limit = f" (sample of {plural(run.eval_total, 'batch', 'es')})" * run.eval_is_partial
         unit = run.spec.objective.unit if run.spec.model.encoder.image_size is None else "image"
-        lines = [f"held-out nats per {unit}{limit}: {before:.4f} {then}, {after:.4f} after"]
+        lines = [f"held-out nats per {unit}{limit}: {before:.4f} {when}, {after:.4f} after"]
     for name in (name for name in records[-1] if name.startswith("eval/loss/")):
         own = _values(records, name)
         lines.append(
-            f"  {name.removeprefix('eval/loss/')}: {own[0]:.4f} {then}, {own[-1]:.4f} after"
+            f"  {name.removeprefix('eval/loss/')}: {own[0]:.4f} {when}, {own[-1]:.4f} after"
         )
     if not after <= before:  # Also true if a loss is NaN.
         best = min(filter(math.isfinite, losses), default=math.nan)
         lines.append(
-            f"warning: held-out loss rose from {before:.4f} {then} to {after:.4f} after "
+            f"warning: held-out loss rose from {before:.4f} {when} to {after:.4f} after "
             f"it (best {best:.4f}): lower optimizer.learning_rate="
             f"{config.optimizer.learning_rate:g}, or train for fewer steps if it overfits"
         )

@@ -104,11 +104,11 @@ def find_start(run: TrainingRun, checkpoints: Checkpoints) -> Start:
         )
     if run.base_fingerprint is not None and spec.pretrained is not None:
         spec.pretrained.check(start.extra.get("base"), run.directory)
-    then = start.extra.get("data_size", run.data_size)
+    saved_size = start.extra.get("data_size", run.data_size)
     with _of_this_version(run):
-        files, size = map(int, then)
+        files, size = map(int, saved_size)
         int(start.extra.get("steps", spec.steps))
-    if then != run.data_size:
+    if saved_size != run.data_size:
         raise ValueError(
             f"data: must be the {plural(files, 'file')} of {size:,} bytes of the run in "
             f"{run.directory}, not {run.data_size[0]:,} of {run.data_size[1]:,} bytes; restore the "

@@ -55,8 +55,8 @@ class Spikes:
         return self.rollbacks < self._config.max_rollbacks
 
     def find(self, metrics: dict[str, float]) -> str:
-        """Describes metrics that are not finite or a spike. Adds other metrics to the recent ones,
-        and returns an empty string."""
+        """Returns a description of metrics that are not finite or form a spike. If the metrics are
+        normal, adds them to the recent metrics and returns an empty string."""
         loss, norm = metrics["train/loss"], metrics["train/grad_norm"]
         scale = metrics.get("train/loss_scale")
         # In float16 an overflow only lowers the loss scale, until the scale is too small.

@@ -143,8 +143,8 @@ def merging(model: Pretrained) -> Callable[[str, Index], np.ndarray]:
         if path not in kernels or (path not in values and config.type != "qlora"):
             return w
         adapter = tuple(x[index] for x in values[path]) if path in values else None
-        left = kernels[path]._replace(stacked=kernels[path].stacked - len(index))
-        return np.asarray(merge(jnp.asarray(w), adapter, kernel_axes=left))
+        axes = kernels[path]._replace(stacked=kernels[path].stacked - len(index))
+        return np.asarray(merge(jnp.asarray(w), adapter, kernel_axes=axes))
 
     return read
 

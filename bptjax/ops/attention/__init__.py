@@ -186,10 +186,10 @@ def make_spec(
     (B, T, N, H), S = x.q.shape, x.k.shape[1]
     mask.check(B, T, S)
     # Segments `[1, T]` apply to every sequence; kernels read `[B, T]`.
-    of_one = [("segments", mask.segments), ("k_segments", mask.k_segments)]
+    given = [("segments", mask.segments), ("k_segments", mask.k_segments)]
     segments: dict[str, Any] = {
         name: jnp.broadcast_to(y, (B, y.shape[1]))
-        for name, y in of_one
+        for name, y in given
         if y is not None and y.shape[0] != B
     }
     mask = replace(mask, **segments)

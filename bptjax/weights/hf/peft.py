@@ -323,14 +323,14 @@ def _linears(family: Family, config: ModelConfig) -> Iterator[Linear]:
         numbers = rows[:, None], columns[None]
         first, second = (rule.split(np.broadcast_to(n, rule.shape)) for n in numbers)
         parts = []
-        for path, rows_of_part, other in zip(rule.ours, first, second, strict=True):
+        for path, row_numbers, column_numbers in zip(rule.ours, first, second, strict=True):
             n = rule.inputs
-            inputs, outputs = (..., *(0,) * (rows_of_part.ndim - n)), (0,) * n
-            ends = rows_of_part[inputs].ravel()[[0, -1]]
+            inputs, outputs = (..., *(0,) * (row_numbers.ndim - n)), (0,) * n
+            ends = row_numbers[inputs].ravel()[[0, -1]]
             transposed = bool(ends[0] != ends[1])
             if transposed:
-                rows_of_part, other = other, rows_of_part
-            parts.append(Part(path, other[inputs], rows_of_part[outputs], transposed))
+                row_numbers, column_numbers = column_numbers, row_numbers
+            parts.append(Part(path, column_numbers[inputs], row_numbers[outputs], transposed))
         names = {index: _module(name) for index, name in rule.names(values).items()}
         yield Linear(rule.stacked(values), names, parts)
 
