@@ -189,7 +189,7 @@ def test_a_preview_shows_both_texts(command, capsys):
 BAD = {
     "truncated at the start": (
         ["--data.too_long=truncate_left"],
-        "too_long=truncate_left: must keep",
+        "too_long=truncate_left: must not be set",
     ),
     "format": (
         ["--data.format=messages"],
@@ -201,7 +201,7 @@ BAD = {
     ),
     "class": (dict(text="a", label=3), "label=3: must be in [0, 3), the model's classes"),
     "no label": (dict(text="a"), "must have text in 'text' and the number of a class in 'label'"),
-    "pair": (dict(text="a", text_pair=["b"], label=0), "'text_pair' must be text, the second"),
+    "pair": (dict(text="a", text_pair=["b"], label=0), "'text_pair' must be the second text"),
 }
 
 
