@@ -15,8 +15,8 @@ from jax.typing import ArrayLike
 
 from bptjax.ops.quantize import (
     BLOCK,
+    DynamicCodebook,
     dequantize,
-    dynamic_codebook,
     quantize,
     random_bits,
     stochastic_round,
@@ -327,7 +327,7 @@ def _load(stored: Any, squared: bool = False) -> Array:
     if not isinstance(stored, dict):
         return stored.get_value().astype(jnp.float32)
     codes, absmax = stored["codes"].get_value(), stored["absmax"].get_value()
-    x = dequantize(codes, absmax, dynamic_codebook(signed=not squared))
+    x = dequantize(codes, absmax, DynamicCodebook(signed=not squared))
     return jnp.square(x) if squared else x
 
 
@@ -336,7 +336,7 @@ def _store(x: Array, like: Any, noise: Array, squared: bool = False) -> Any:
     the root has the first moment's range and enough precision for the update."""
     if not isinstance(like, dict):
         return like.replace(stochastic_round(x, noise) if like.dtype == jnp.bfloat16 else x)
-    book = dynamic_codebook(signed=not squared)
+    book = DynamicCodebook(signed=not squared)
     codes, absmax = quantize(jnp.sqrt(x) if squared else x, book, noise)
     if squared:
         # Avoid zero: dividing the first moment by epsilon alone would give a huge update.

@@ -6,29 +6,108 @@ from tiers import fast
 
 from bptjax.ops.quantize import (
     CODEBOOKS,
+    DynamicCodebook,
+    TableCodebook,
     dequantize,
     dequantize_matrix,
-    dynamic_codebook,
     quantize,
     quantize_matrix,
     random_bits,
     stochastic_round,
 )
 
-BOOKS = {"signed": dynamic_codebook(True), "unsigned": dynamic_codebook(False)}
+
+def published(signed):
+    """The table of Dettmers et al. 2021: means of the edges of intervals, in each decade."""
+    table = [0.0, 1.0]
+    for decade in range(7):
+        edges = np.linspace(0.1, 1, 2 ** (decade + (not signed)) + 1)
+        means = 10.0 ** (decade - 6) * (edges[1:] + edges[:-1]) / 2
+        table += [*means, *(-means if signed else ())]
+    return np.sort(np.asarray(table, np.float32))
 
 
-def test_codebook_is_the_published_one():
-    """That of bitsandbytes: its ends, the values next to zero, and how many a decade has."""
-    for book in BOOKS.values():
-        assert book.shape == (256,) and (np.diff(book) > 0).all() and book[-1] == 1.0
-    signed, unsigned = BOOKS.values()
+BOOKS = {"signed": True, "unsigned": False}
+TABLES = {name: published(signed) for name, signed in BOOKS.items()}
+
+
+def test_published_table():
+    """The values of bitsandbytes: the ends, next to zero, and their number in each decade."""
+    for table in TABLES.values():
+        assert table.shape == (256,) and (np.diff(table) > 0).all() and table[-1] == 1.0
+    signed, unsigned = TABLES.values()
     ends = [signed[0], signed[128], signed[-2], unsigned[0], unsigned[1], unsigned[-2]]
     wanted = [-0.99296875, 5.5e-7, 0.99296875, 0.0, 3.25e-7, 0.996484375]
     np.testing.assert_allclose(ends, wanted, rtol=1e-6)
     np.testing.assert_array_equal(signed[:127], -signed[254:127:-1])
     counts, _ = np.histogram(unsigned[1:-1], 10.0 ** np.arange(-7, 1))
     np.testing.assert_array_equal(counts, 2 ** np.arange(1, 8))
+
+
+@pytest.mark.parametrize("book", BOOKS)
+def test_dynamic_codes_are_those_of_the_table(book):
+    """Values differ by up to an ulp, so codes may differ only next to the border between two
+    codes: of 16 million numbers up to 25 did."""
+    codebook, table = DynamicCodebook(BOOKS[book]), TABLES[book]
+    decoded = np.asarray(codebook.decode(jnp.arange(256, dtype=jnp.uint8)))
+    assert (abs(decoded - table) <= np.spacing(abs(table))).all()
+    assert set(decoded) >= {0.0, 1.0}
+    rng = np.random.default_rng(0)
+    near = table[rng.integers(0, 256, (256, 256))]
+    near = near + rng.integers(-4, 5, near.shape) * np.spacing(near)
+    spread = 10 ** rng.uniform(-10, 0, (256, 256)) * rng.choice([-1, 1], (256, 256))
+    x = np.concatenate([near, spread, rng.uniform(-1, 1, (256, 256))]).astype(np.float32)
+    x = x.clip(-1, 1) if BOOKS[book] else abs(x).clip(0, 1)
+    x[:, 0] = 1.0
+    for bits in (None, noise(*x.shape)):
+        codes, wanted = (
+            np.asarray(quantize(jnp.asarray(x), each, bits)[0])
+            for each in (codebook, TableCodebook(table))
+        )
+        differ = codes != wanted
+        low = np.minimum(codes, wanted)[differ].astype(int)
+        low, high = table[low].astype(np.float64), table[low + 1]
+        share = 0.5 if bits is None else (np.asarray(bits)[differ] + 0.5) / 2**16
+        ulp = np.spacing(np.maximum(abs(low), high).astype(np.float32))
+        assert (abs(x[differ] - (low + share * (high - low))) <= 2 * ulp).all()
+        assert differ.mean() < 1e-4
+
+
+@pytest.mark.parametrize("bits", [None, 0, 2**16 - 1])
+@pytest.mark.parametrize("book", BOOKS)
+def test_dynamic_codes_of_values_and_extremes(book, bits):
+    """A value of the table keeps its code, however it is rounded; so do zeros of both signs.
+    Numbers that are not finite have the codes of the table."""
+    codebook, table = DynamicCodebook(BOOKS[book]), TABLES[book]
+
+    def codes(x, codebook=codebook):
+        up = None if bits is None else jnp.full(x.shape, bits, jnp.uint16)
+        return np.asarray(quantize(jnp.asarray(x), codebook, up)[0])
+
+    np.testing.assert_array_equal(codes(table), np.arange(256))
+    own = codebook.decode(jnp.arange(256, dtype=jnp.uint8))
+    np.testing.assert_array_equal(codes(own), np.arange(256))
+    zero = int(np.flatnonzero(table == 0)[0])
+    for zeros in ([0.0, -0.0], [0.0, -0.0, 1.0]):
+        assert (codes(np.asarray(zeros, np.float32))[:2] == zero).all()
+    rows = (
+        [1e-40, -1e-40, 1e-45, 0.0],
+        [1e-40, -1e-40, 1e-45, 1.0],
+        [-1.0, -0.995, -0.5, 0.999],
+        [np.nan, 7.0, -7.0, 0.5],
+        [np.inf, 1.0, -1.0, 0.0],
+        [-np.inf, np.inf, np.nan, 1.0],
+    )
+    for row in rows:
+        row = np.asarray(row, np.float32)
+        np.testing.assert_array_equal(codes(row), codes(row, TableCodebook(table)), str(row))
+
+
+def test_dynamic_codes_need_no_gathers():
+    """A table takes ten gathers per number."""
+    book = DynamicCodebook(signed=True)
+    back = jax.jit(lambda x: dequantize(*quantize(x, book), book))
+    assert "gather" not in back.lower(jnp.ones((2, 512))).as_text()
 
 
 def values(*shape):
@@ -43,18 +122,18 @@ def values(*shape):
 @pytest.mark.parametrize("book", BOOKS)
 def test_nearest(book, size):
     """The last block is shorter; a row is zero; the greatest of each block comes back as it was."""
-    book, x = BOOKS[book], values(3, size)
-    x = x if book[0] < 0 else abs(x)
-    codes, absmax = quantize(jnp.asarray(x), book)
+    codebook, table, x = DynamicCodebook(BOOKS[book]), TABLES[book], values(3, size)
+    x = x if BOOKS[book] else abs(x)
+    codes, absmax = quantize(jnp.asarray(x), codebook)
     assert codes.shape == x.shape and absmax.shape == (3, -(-size // 256))
     blocks = [x[:, i : i + 256] for i in range(0, size, 256)]
     np.testing.assert_array_equal(absmax, np.stack([abs(b).max(-1) for b in blocks], -1))
     each = np.repeat(absmax, 256, -1)[:, :size]
     scaled = x / np.where(each > 0, each, 1)
-    best = abs(scaled[..., None] - book).min(-1)
-    back = np.asarray(dequantize(codes, absmax, book))
-    np.testing.assert_allclose(abs(book[codes] - scaled), best, atol=1e-9)
-    np.testing.assert_allclose(back, book[codes] * each, rtol=1e-6)
+    best = abs(scaled[..., None] - table).min(-1)
+    back = np.asarray(dequantize(codes, absmax, codebook))
+    np.testing.assert_allclose(abs(table[codes] - scaled), best, atol=1e-9)
+    np.testing.assert_allclose(back, table[codes] * each, rtol=1e-6)
     assert (back[0] == 0).all()
 
 
@@ -64,18 +143,18 @@ def noise(*shape):
 
 @pytest.mark.parametrize("book", fast(BOOKS, [*BOOKS][:1]))
 def test_stochastic_codes_are_right_in_the_mean(book):
-    book, N = BOOKS[book], 1000
+    codebook, table, N = DynamicCodebook(BOOKS[book]), TABLES[book], 1000
     x = abs(values(2, 300))
     many = jnp.broadcast_to(x, (N, *x.shape))
-    codes, absmax = quantize(many, book, noise(*many.shape))
+    codes, absmax = quantize(many, codebook, noise(*many.shape))
     scale = np.repeat(absmax[0], 256, -1)[:, :300] + 1e-30
-    above = np.minimum(np.searchsorted(book, x / scale, "right"), 255)
-    gap, back = book[above] - book[above - 1], dequantize(codes, absmax, book)
+    above = np.minimum(np.searchsorted(table, x / scale, "right"), 255)
+    gap, back = table[above] - table[above - 1], dequantize(codes, absmax, codebook)
     error = abs(np.asarray(back, np.float64).mean(0) - x) / scale
-    assert (error <= 2.5 * gap / N**0.5 + 1e-6 * book[above]).all()
+    assert (error <= 2.5 * gap / N**0.5 + 1e-6 * table[above]).all()
     # A quarter of a gap above a code, a quarter of the time up.
-    quarter = jnp.full((1, N), 0.75 * book[200] + 0.25 * book[201]).at[0, ::256].set(1.0)
-    codes, _ = quantize(quarter, book, noise(1, N))
+    quarter = jnp.full((1, N), 0.75 * table[200] + 0.25 * table[201]).at[0, ::256].set(1.0)
+    codes, _ = quantize(quarter, codebook, noise(1, N))
     assert abs((codes == 201).mean() - 0.25) < 0.06
     assert set(np.unique(codes)) == {200, 201, 255}
 
@@ -164,7 +243,7 @@ def test_weights(shape, kind, double):
         return
     # The constants, less their mean, in 8 bits: off by no more than half of the widest gap.
     off = absmax - absmax.mean()
-    error = 0.5 * np.diff(dynamic_codebook(True)).max() * abs(off).max()
+    error = 0.5 * np.diff(TABLES["signed"]).max() * abs(off).max()
     assert (abs(got - nearest) <= abs(nearest / each) * error + 1e-6).all()
     assert matrix.absmax.dtype == jnp.uint8 and matrix.second.shape == (-(-absmax.size // 256),)
 
