@@ -54,7 +54,21 @@ class StackOutput(NamedTuple):
     cache: Cache | None
 
 
-class _Shared(NamedTuple):
+class Shared(NamedTuple):
+    """Inputs that several layers share and that have a gradient.
+
+    Attributes:
+      embedding_norm: `norm` of `LayerEmbedding.read`.
+      first: the residual stream before the first layer; None if no layer reads it.
+      kv: final keys and values of each layer type, for layers without their own.
+    """
+
+    embedding_norm: Norm | None
+    first: Float[Array, "B T D"] | None
+    kv: dict[bool, tuple[Array, Array]] | None = None
+
+
+class _Inputs(NamedTuple):
     """Arrays that all chunks of tokens share."""
 
     layer: Layer
@@ -111,44 +125,99 @@ def run(
       hidden_states: also return the residual stream after each layer.
     """
     tokens = tokens._replace(lengths=_lengths(config, tokens.positions, mask, length))
+    apply = _layer_function(
+        config,
+        tokens,
+        mask,
+        dropout_key=dropout_key,
+        execution=execution,
+        sequence_strategy=sequence_strategy,
+        k_positions=k_positions,
+        k_marked=k_marked,
+        hidden_states=hidden_states,
+    )
+    values, slots = split_gradient(layers)
+    shared, latest_kv = Shared(embedding_norm, x if config.layer_embedding.size else None), None
+    if config.later_layers and cache is None:
+        latest_kv = _zero_kv(config, x)
+
+    def step(carry, index, kind, shared=shared):
+        x, past, slots, latest_kv = carry
+        layer, slots = read_entry(values, slots, _entry_index(config, kind, index))
+        carry, output = apply(layer, (x, past, latest_kv), index, kind, shared)
+        return (*carry[:2], slots, carry[2]), output
+
+    # The loops carry the cache of all layers, so that they write it in place.
+    carry, kinds = (x, cache, slots, latest_kv), config.layer_kinds
+    own = config.num_layers - config.later_layers
+    carry, (states, aux) = execution.scan(step, carry, kinds[:own])
+    if own < config.num_layers:
+        # The later layers read the final keys and values: their loops do not save them again, and
+        # sum their gradients in float32.
+        *rest, latest_kv = carry
+        shared = shared._replace(kv=jax.tree.map(lambda y: y.astype(jnp.float32), latest_kv))
+
+        def later(carry, index, kind):
+            return step(carry, index + own, kind, shared)
+
+        carry, outputs = execution.scan(later, (*rest, None), kinds[own:])
+        states, aux = jax.tree.map(lambda *x: jnp.concatenate(x), (states, aux), outputs)
+    x, cache, slots, _ = carry
+    x = close_slots(x, slots)
+    if cache is not None:
+        cache = replace(cache.constrained(), length=cache.length + x.shape[1])
+    return StackOutput(x, states, _of_feed_forwards(config, aux), cache)
+
+
+def _layer_function(
+    config: ModelConfig,
+    tokens: TokenContext,
+    mask: Mask,
+    *,
+    dropout_key: Array | None,
+    execution: Execution,
+    sequence_strategy: str,
+    k_positions: Int[Array, "B S"] | None = None,
+    k_marked: Bool[Array, "B S"] | None = None,
+    hidden_states: bool = False,
+) -> Callable[..., Any]:
+    """Returns a function from (entry of the stacked layers, carry, index of the layer, its kind,
+    shared arrays) to (carry, (hidden state, auxiliary sums)). The carry is the residual stream, the
+    cache, and the latest keys and values of each layer type. For the other arguments see `run`.
+    """
     alibi = None
     if config.position_embedding == "alibi":
         slopes = alibi_slopes(config.num_heads, interleaved=config.alibi.interleaved)
         alibi = jnp.asarray(config.alibi.scale * slopes)
-    values, slots = split_gradient(layers)
     positions: Any = tokens.positions
     if mask.segments is None:
         # Static positions keep the kernels' tiles static.
         positions = (
-            np.arange(x.shape[1], dtype=np.int32) if mask.positions is None else mask.positions
+            np.arange(tokens.positions.shape[1], dtype=np.int32) if mask.positions is None else mask.positions
         )
     k_positions = positions if k_positions is None else k_positions
     marks = tokens.marked, tokens.marked if k_marked is None else k_marked
     tokens = tokens._replace(marked=None)
 
-    first, latest_kv = x, None
-    if config.later_layers and cache is None:
-        latest_kv = _zero_kv(config, x)
 
-    def step(carry, index, kind, shared_kv=None):
-        x, past, slots, latest_kv = carry
-        layer, slots = _read_layer(config, kind, values, slots, index)
-        layer = execution.prepare(layer, x.dtype)
+    def apply(layer, carry, index, kind, shared):
+        x, past, latest_kv = carry
+        layer = execution.prepare(_arranged(layer, kind), x.dtype)
         x = checkpoint_named(x, "layer_input", execution.offload)
         context = tokens
         if layer.embedding is not None:
-            assert tokens.tokens is not None and embedding_norm is not None
-            embedded = layer.embedding.read(tokens.tokens, first, embedding_norm)
+            assert tokens.tokens is not None and shared.embedding_norm is not None
+            embedded = layer.embedding.read(tokens.tokens, shared.first, shared.embedding_norm)
             context = tokens._replace(embedded=embedded, tokens=None)
-        shared, chunk = _Shared(layer, _dropout_keys(dropout_key, index)), _Chunk(x, context)
+        inputs, chunk = _Inputs(layer, _dropout_keys(dropout_key, index)), _Chunk(x, context)
         if kind.mixer is not None:
-            out, past = _mix(config, execution, kind.mixer, shared, chunk, mask, past, index)
-            x, aux = _split(execution, shared, chunk, out)
+            out, past = _mix(config, execution, kind.mixer, inputs, chunk, mask, past, index)
+            x, aux = _split(execution, inputs, chunk, out)
         else:
             kv = None
-            if shared_kv is not None:
-                kv = jax.tree.map(lambda y: y.astype(x.dtype), shared_kv[kind.full])
-            x, aux, past, kv = attend(shared, chunk, past, index, kind, kv)
+            if kind.shares and past is None:
+                kv = jax.tree.map(lambda y: y.astype(x.dtype), shared.kv[kind.full])
+            x, aux, past, kv = attend(inputs, chunk, past, index, kind, kv)
             if latest_kv is not None:
                 latest_kv = latest_kv | {kind.full: kv}
         x = constrain(x, "batch", "sequence", None)
@@ -156,14 +225,14 @@ def run(
         if "mlp" in kind.absent:
             shapes = FEED_FORWARDS[config.feed_forward].auxiliary_shapes(config)
             aux = {name: jnp.zeros(shape) for name, shape in shapes.items()}
-        return (x, past, slots, latest_kv), (x if hidden_states else None, aux)
+        return (x, past, latest_kv), (x if hidden_states else None, aux)
 
-    def attend(shared, chunk, past, index, kind, kv):
+    def attend(inputs, chunk, past, index, kind, kv):
         if past is not None:
             own = config.kv_layers(kind.full)
             index = jnp.asarray(len(own) - 1) if kind.shares else _number(config, own, index)
         if not kind.shares:
-            k, v = shared.layer.keys_values(chunk.x, tokens, kind.rope, shared.keys)
+            k, v = inputs.layer.keys_values(chunk.x, tokens, kind.rope, inputs.keys)
             k = checkpoint_named(k, "key", execution.offload)
             v = checkpoint_named(v, "value", execution.offload)
             if past is not None:
@@ -175,41 +244,19 @@ def run(
         of_layer = replace(mask, window=kind.window)
         if kind.pattern is not None:
             of_layer = kind.pattern.apply(of_layer, positions, k_positions, k.shape[-3], *marks)
-        specify = partial(_specify, config, execution, kind, shared, of_layer, alibi)
+        specify = partial(_specify, config, execution, kind, inputs, of_layer, alibi)
         if past is not None:
             function = partial(specify(cached.attention), index=index, held=past.length)
         elif execution.schedule == "fused":
             transform = partial(specify(blockwise_transformer), offload=execution.offload)
-            return *_fused(transform, kind, shared, chunk, k, v), past, kv
+            return *_fused(transform, kind, inputs, chunk, k, v), past, kv
         else:
             function = partial(specify(attention), strategy=sequence_strategy)
             function = partial(function, offload=execution.offload)
-        q = checkpoint_named(_query(kind, shared, chunk), "query", execution.offload)
-        return *_split(execution, shared, chunk, function(q, k, v)), past, kv
+        q = checkpoint_named(_query(kind, inputs, chunk), "query", execution.offload)
+        return *_split(execution, inputs, chunk, function(q, k, v)), past, kv
 
-    # The loops carry the cache of all layers, so that they write it in place. `latest_kv` holds the
-    # latest keys and values of each layer type.
-    carry, kinds = (x, cache, slots, latest_kv), config.layer_kinds
-    own = config.num_layers - config.later_layers
-    carry, (states, aux) = execution.scan(step, carry, kinds[:own])
-    if own < config.num_layers:
-        # The later layers read the final keys and values: their loops do not save them again, and
-        # sum their gradients in float32.
-        *rest, latest_kv = carry
-        latest_kv = jax.tree.map(lambda y: y.astype(jnp.float32), latest_kv)
-
-        def later(carry, index, kind):
-            return step(carry, index + own, kind, latest_kv)
-
-        carry, outputs = execution.scan(later, (*rest, None), kinds[own:])
-        states, aux = jax.tree.map(lambda *x: jnp.concatenate(x), (states, aux), outputs)
-    x, cache, slots, _ = carry
-    x = close_slots(x, slots)
-    if config.dense_layers:
-        aux = jax.tree.map(lambda sums: sums[np.array(config.expert_layers)], aux)
-    if cache is not None:
-        cache = replace(cache.constrained(), length=cache.length + x.shape[1])
-    return StackOutput(x, states, aux, cache)
+    return apply
 
 
 def _own_layers(config: ModelConfig) -> dict[str, list[int]]:
@@ -226,20 +273,21 @@ def _number(config: ModelConfig, own: list[int], index: Int[Array, ""]) -> Int[A
     return jnp.asarray(np.searchsorted(own, np.arange(config.num_layers)), index.dtype)[index]
 
 
-def _read_layer(
-    config: ModelConfig, kind: LayerKind, values: Any, slots: Any, index: Int[Array, ""]
-) -> tuple[Layer, Any]:
-    """Returns the layer at `index` and the slots, as in `read_entry`. `mlp` of the layer is its
-    feed-forward network, and its `PROJECTIONS` have the sizes of its heads."""
+def _entry_index(
+    config: ModelConfig, kind: LayerKind, index: Int[Array, ""]
+) -> Callable[[tuple], Int[Array, ""] | None]:
+    """Returns a function from the key path of a stacked parameter to the index of layer `index` in
+    that stack; None if the layer lacks the parameter."""
     places: dict[str, Any] = dict.fromkeys(kind.absent)
     for name, own in _own_layers(config).items():
         if name not in kind.absent:
             places[name] = _number(config, own, index)
+    return lambda path: places.get(param_path(path).partition(".")[0], index)
 
-    def entry(path):
-        return places.get(param_path(path).partition(".")[0], index)
 
-    layer, slots = read_entry(values, slots, entry)
+def _arranged(layer: Layer, kind: LayerKind) -> Layer:
+    """Returns an entry of the stacked layers whose `mlp` is its feed-forward network and whose
+    `PROJECTIONS` have the sizes of its heads."""
     for name in kind.absent:
         setattr(layer, name, None)
     if layer.mlp is None:
@@ -247,7 +295,14 @@ def _read_layer(
     for name in PROJECTIONS if kind.full else ():
         setattr(layer, name, getattr(layer, FULL + name))
         setattr(layer, FULL + name, None)
-    return layer, slots
+    return layer
+
+
+def _of_feed_forwards(config: ModelConfig, aux: Auxiliary) -> Auxiliary:
+    """Returns the auxiliary sums of the layers that have them."""
+    if not config.dense_layers:
+        return aux
+    return jax.tree.map(lambda sums: sums[np.array(config.expert_layers)], aux)
 
 
 def _zero_kv(config: ModelConfig, x: Float[Array, "B T D"]) -> dict[bool, tuple[Array, Array]]:
@@ -283,13 +338,13 @@ def _specify(
     config: ModelConfig,
     execution: Execution,
     kind: LayerKind,
-    shared: _Shared,
+    inputs: _Inputs,
     mask: Mask,
     alibi: Float[Array | np.ndarray, "N"] | None,
     attend: Callable[..., Any],
 ) -> Callable[..., Any]:
     """Binds this layer's options to `attend`, which takes the options of `ops.attention`."""
-    (layer, keys), rate = shared, config.attention_dropout or 0.0
+    (layer, keys), rate = inputs, config.attention_dropout or 0.0
     block = kind.pattern.landmark_block if kind.pattern else None
     if block is not None:
         attend = partial(attend, landmark_block=block)
@@ -308,34 +363,34 @@ def _specify(
     )
 
 
-def _query(kind: LayerKind, shared: _Shared, chunk: _Chunk) -> Float[Array, "B T N H"]:
-    return shared.layer.queries(chunk.x, chunk.tokens, kind.rope, shared.keys)
+def _query(kind: LayerKind, inputs: _Inputs, chunk: _Chunk) -> Float[Array, "B T N H"]:
+    return inputs.layer.queries(chunk.x, chunk.tokens, kind.rope, inputs.keys)
 
 
 def _finish(
-    shared: _Shared,
+    inputs: _Inputs,
     chunk: _Chunk,
     out: Float[Array, "B T *heads"],
     inside: Bool[Array, "T"],
     offload: float = 0.0,
 ) -> tuple[Float[Array, "B T D"], Auxiliary]:
-    return shared.layer.finish(chunk.x, out, chunk.tokens, inside, shared.keys, offload)
+    return inputs.layer.finish(chunk.x, out, chunk.tokens, inside, inputs.keys, offload)
 
 
 def _mix(
     config: ModelConfig,
     execution: Execution,
     kind: str,
-    shared: _Shared,
+    inputs: _Inputs,
     chunk: _Chunk,
     mask: Mask,
     cache: Cache | None,
     index: Int[Array, ""],
 ) -> tuple[Float[Array, "B T *heads"], Cache | None]:
     """Runs `heads` of an attention-free layer on the full sequence."""
-    layer, order = shared.layer, mask.positions
+    layer, order = inputs.layer, mask.positions
     assert layer.mixer is not None
-    seeds = adapter_dropout(shared.keys, chunk.tokens)
+    seeds = adapter_dropout(inputs.keys, chunk.tokens)
     options = dict(segments=mask.segments, seeds=seeds, offload=execution.offload)
     with jax.named_scope("attention"):
         x = layer.read(chunk.x)
@@ -352,24 +407,22 @@ def _mix(
 
 
 def _split(
-    execution: Execution, shared: _Shared, chunk: _Chunk, out: Float[Array, "B T *heads"]
+    execution: Execution, inputs: _Inputs, chunk: _Chunk, out: Float[Array, "B T *heads"]
 ) -> tuple[Float[Array, "B T D"], Auxiliary]:
     """Runs everything after attention on the full sequence, the feed-forward network in chunks of
     tokens. Returns the residual stream, and auxiliary sums per sequence or shard of a sequence."""
     # The mesh may not evenly divide the tokens or sequences of a decoding step.
     sharded = divides(chunk.x)
-    inputs, axes = (chunk, out), ()
+    per_token, axes = (chunk, out), ()
     if sharded:
-        inputs, axes = fold_sequence_shards(inputs), FOLDED_BATCH
+        per_token, axes = fold_sequence_shards(per_token), FOLDED_BATCH
     x, aux = blockwise(
-        lambda shared, inputs, inside: _finish(
-            shared, inputs[0], inputs[1], inside, execution.offload
-        ),
-        shared,
+        lambda inputs, per_token, inside: _finish(inputs, *per_token, inside, execution.offload),
         inputs,
+        per_token,
         chunk=execution.ffn_chunk,
         axes=axes,
-        placement=expert_placement(shared),
+        placement=expert_placement(inputs),
         has_aux=True,
     )
     return (unfold_sequence_shards(x) if sharded else x), aux
@@ -378,10 +431,10 @@ def _split(
 def _fused(
     transform: Callable[..., Any],
     kind: LayerKind,
-    shared: _Shared,
+    inputs: _Inputs,
     chunk: _Chunk,
     k: Float[Array, "B S K H"],
     v: Float[Array, "B S K H"],
 ) -> tuple[Float[Array, "B T D"], Auxiliary]:
     """Runs attention and feed-forward network on one block of queries at a time: Algorithm 1."""
-    return transform(partial(_query, kind), _finish, shared, chunk, k, v, has_aux=True)
+    return transform(partial(_query, kind), _finish, inputs, chunk, k, v, has_aux=True)
