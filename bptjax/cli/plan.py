@@ -26,6 +26,7 @@ from bptjax.parsing.keys import replace_keys
 from bptjax.run.output import plural
 from bptjax.run.progress import Compilations, Progress
 from bptjax.training.checks import check_model, check_objective, check_spec
+from bptjax.training.notes import describe_update
 from bptjax.training.spec import TrainSpec, fit_to_images
 from bptjax.training.state import parameter_counts
 from bptjax.weights.pretrained import Pretrained, open_config
@@ -182,6 +183,7 @@ def _lines(
     yield f"{predicted.devices}{', ' * bool(axes)}{axes}: {total:,} parameters, {trained:,} trained"
     yield f"{plural(spec.global_batch_size, 'sequence')} of {predicted.seq_len:,} tokens per step"
     yield f"execution: {describe(spec.execution, EXECUTION_KEYS)}"
+    yield describe_update(spec)
     saved = _saved(spec, predicted)
     for name, size in (
         ("parameters", predicted.parameters),

@@ -10,12 +10,11 @@ from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
 
-import jax.numpy as jnp
 import numpy as np
 
 from bptjax.cost.devices import KINDS, kind_of
 from bptjax.cost.flops import mixing_flops
-from bptjax.cost.memory import tree_bytes
+from bptjax.cost.memory import gradient_bytes, tree_bytes
 from bptjax.models.execution import REMAT, RESIDUAL_NAMES, UNCHUNKED, Execution
 from bptjax.models.feed_forward import FeedForward
 from bptjax.models.feed_forwards import FEED_FORWARDS
@@ -89,10 +88,9 @@ class Estimator:
             sizes = kernel_sizes(spec, sharded=spec.config.parallel.zero_stage == 3)
             self.held += sum(math.prod(x) for x in sizes.values())
         self.frozen = spec.config.adapter.type != "none"
+        self.in_backward = spec.in_backward
         self.micro_batches = train.gradient_accumulation_steps
-        # With several micro-batches, gradients are summed in float32.
-        sums = 4 / jnp.dtype(train.param_dtype).itemsize if self.micro_batches > 1 else 0
-        self.gradients = int(self.trained * (1 + sums))
+        self.gradients = gradient_bytes(spec)
         kind = kind_of(spec.mesh.devices.reshape(-1)[0].device_kind)
         self.measured = kind is not None and KINDS[kind].measured is not None
         # Only the ratios of the rates affect the order of settings, so an H200's rates serve for an
@@ -163,6 +161,9 @@ class Estimator:
         # nested(k) saves the inputs of groups, and the layers of one group at a time.
         outer = n * m.hidden_size * size * (L // nested) if nested else 0
         inner = layer * (nested or L)
+        if self.in_backward:
+            # Each layer processes all micro-batches before the next layer.
+            outer, inner = outer * self.micro_batches, inner * self.micro_batches
         moved = int(execution.offload * (outer or inner))
 
         def products(names):

@@ -109,8 +109,7 @@ def predict(
     assert needs is not None
     # The new state reuses the donated state's memory; the only other results are metrics.
     more = needs.temp_size_in_bytes + needs.output_size_in_bytes - needs.alias_size_in_bytes
-    trained, _ = split_trained(spec, state.model)
-    gradients = min(tree_bytes(trained), more)
+    gradients = min(gradient_bytes(spec), more)
     parameters, optimizer = tree_bytes(state.model), tree_bytes(state.opt_state)
     return Plan(
         devices=name,
@@ -124,6 +123,23 @@ def predict(
         link=int(Program(compiled.as_text() or "").link_bytes()) if spec.mesh.size > 1 else 0,
         available=available,
     )
+
+
+def gradient_bytes(spec: TrainSpec, in_backward: bool | None = None) -> int:
+    """Returns the bytes per device of the gradients that exist at once.
+
+    Args:
+      in_backward: whether layers are updated inside the backward pass; defaults to the spec's.
+    """
+    trained, _ = split_trained(spec, abstract_state(spec).model)
+    total, layers = tree_bytes(trained), tree_bytes(trained.layers)
+    if spec.in_backward if in_backward is None else in_backward:
+        total -= layers - layers // spec.model.num_layers
+    if spec.config.train.gradient_accumulation_steps == 1:
+        return total
+    # Gradients of several micro-batches are summed in float32.
+    size = jnp.dtype(spec.config.train.param_dtype).itemsize
+    return int(total * (1 + 4 / size))
 
 
 def longest_context(
@@ -205,6 +221,9 @@ def remedies(spec: TrainSpec) -> Iterator[tuple[str, int]]:
             share = _total(slots) / max(_total(state.opt_state), 1)
             yield "optimizer.state_dtype=int8", int(held * (1 - share))
         yield "optimizer.state_memory_kind=pinned_host", held
+    if spec.in_backward_obstacle == spec.exact_clipping:
+        saved = gradient_bytes(spec, in_backward=False) - gradient_bytes(spec, in_backward=True)
+        yield "optimizer.clip=delayed", saved
     if config.train.param_dtype == "float32":
         # Parameters, their gradients, and moments in the parameters' dtype.
         yield "train.param_dtype=bfloat16", tree_bytes(state.model) // 2

@@ -34,6 +34,8 @@ class MaskedHead(nnx.Module):
 class Encoder(Transformer):
     """An encoder, with the heads that its config names."""
 
+    AFTER_LAYERS = (*Transformer.AFTER_LAYERS, "pooler", "masked", "classes")
+
     def __init__(self, config: ModelConfig, key: Array, dtype: DTypeLike = jnp.float32):
         super().__init__(config, key, dtype)
         D, std, own = config.hidden_size, config.init_std, config.encoder

@@ -9,11 +9,13 @@ from functools import partial
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 from jax import checkpoint_policies as policies
 
 from bptjax.models.config import ModelConfig
 from bptjax.models.feed_forward import FeedForward
 from bptjax.models.feed_forwards import FEED_FORWARDS
+from bptjax.models.layer_backward import Backward, LayerRunner
 from bptjax.models.layer_loops import scan_layers
 from bptjax.models.linear import dequantize
 from bptjax.models.mixers import MIXERS
@@ -145,6 +147,38 @@ class Execution:
         outer = self._checkpoint((), "group_input")
         carry, outputs = scan_layers(group, carry, groups, checkpoint=outer)
         return carry, jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:]), outputs)
+
+    def run(
+        self, runner: LayerRunner, carry: Any, kinds: Sequence[Any], first: int = 0
+    ) -> tuple[Any, Any, Backward]:
+        """Runs layers as `LayerRunner.run`, and saves the activations that the policy names.
+
+        Raises:
+          ValueError: as in `groups`.
+          NotImplementedError: remat=none, whose saved activations include casts of parameters.
+        """
+        if self.remat == "none":
+            raise NotImplementedError("execution.remat=none: saves no activations by name")
+        if self.nested is None:
+            checkpoint = self._checkpoint(REMAT[self.remat] or ())
+            return runner.run(carry, kinds, first=first, checkpoint=checkpoint)
+        size = len(kinds) // self.groups(len(kinds))
+        inner = self._checkpoint(RESIDUAL_NAMES, offload=False)
+
+        def save(carry):
+            x, *others = carry
+            split = round(self.offload * x.shape[2])
+            host = jax.device_put(x[:, :, :split], jax.memory.Space.Host) if split else None
+            return [host, x[:, :, split:], *others]
+
+        def load(saved):
+            host, rest, *others = saved
+            if host is not None:
+                rest = jnp.concatenate([jax.device_put(host, jax.memory.Space.Device), rest], 2)
+            return rest, *others
+
+        options = dict(size=size, save=save, load=load, checkpoint=inner)
+        return runner.run_groups(carry, kinds, first=first, **options)
 
     def _checkpoint(
         self, saved: tuple[str, ...], given: str = "layer_input", offload: bool = True

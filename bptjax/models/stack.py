@@ -10,13 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, UInt32
 
 from bptjax.models.cache import Cache
 from bptjax.models.config import ModelConfig
 from bptjax.models.execution import Execution
 from bptjax.models.feed_forward import Auxiliary
 from bptjax.models.feed_forwards import FEED_FORWARDS
+from bptjax.models.layer_backward import Inputs, LayerRunner, Stack, Use
 from bptjax.models.layer_kinds import FULL, PROJECTIONS, LayerKind
 from bptjax.models.layers import DropoutKeys, Layer, TokenContext, adapter_dropout
 from bptjax.models.norm import Norm
@@ -169,6 +170,97 @@ def run(
     return StackOutput(x, states, _of_feed_forwards(config, aux), cache)
 
 
+# Maps (cotangent of the residual stream after the last layer, cotangents of the auxiliary sums,
+# state, use of the gradients of layers) to (cotangent of the residual stream before the first
+# layer, cotangent of `embedding_norm`, new state).
+StackBackward = Callable[[Array, Auxiliary, Any, Use], tuple[Array, Any, Any]]
+
+
+def run_with_backward(
+    layers: Layer,
+    is_trained: Callable[[Array], bool],
+    config: ModelConfig,
+    x: Float[Array, "A B T D"],
+    tokens: TokenContext,
+    *,
+    segments: Int[Array, "A B T"] | None,
+    order: np.ndarray | None,
+    dropout_keys: UInt32[Array, "A 2"] | None,
+    execution: Execution,
+    sequence_strategy: str = "auto",
+    embedding_norm: Norm | None = None,
+) -> tuple[Float[Array, "A B T D"], Auxiliary, StackBackward]:
+    """Applies the layers to the residual streams of micro-batches as `run`, for training.
+
+    Args:
+      is_trained: whether a leaf of `layers` is trained.
+      tokens: as for `run`, with an axis of micro-batches.
+      segments, order: `segments` and `positions` of the mask.
+      dropout_keys: key data of each micro-batch.
+
+    Returns:
+      The residual streams after the last layer; auxiliary sums `[L, A, ...]` as in `StackOutput`;
+      and the backward pass.
+
+    Raises:
+      NotImplementedError: as `Execution.run`.
+    """
+
+    def mask_of(segments):
+        return Mask(causal=config.causal, segments=segments, positions=order)
+
+    def lengths(positions, segments):
+        return _lengths(config, positions, mask_of(segments), None)
+
+    def step(layer, carry, shared, weights, data, index, kind):
+        tokens, segments, key = data
+        key = None if key is None else jax.random.wrap_key_data(key)
+        options = dict(execution=execution, sequence_strategy=sequence_strategy)
+        apply = _layer_function(config, tokens, mask_of(segments), dropout_key=key, **options)
+        x, latest_kv = carry
+        shared = Shared(weights, *shared)
+        (x, _, latest_kv), (_, aux) = apply(layer, (x, None, latest_kv), index, kind, shared)
+        return (x, latest_kv), aux
+
+    tokens = tokens._replace(
+        lengths=jax.lax.map(lambda y: lengths(*y), (tokens.positions, segments))
+    )
+    first = x if config.layer_embedding.size else None
+    stack = Stack(layers, is_trained, partial(_entry_index, config))
+    data = tokens, segments, dropout_keys
+    runner = LayerRunner(step, stack, Inputs((first, None), embedding_norm), data, len(x))
+    kinds, own = config.layer_kinds, config.num_layers - config.later_layers
+    latest_kv = later = None
+    if config.later_layers:
+        kv = _zero_kv(config, x[0])
+        latest_kv = jax.tree.map(lambda y: jnp.broadcast_to(y[None], (len(x), *y.shape)), kv)
+    (out, latest_kv), aux, early = execution.run(runner, (x, latest_kv), kinds[:own])
+    if config.later_layers:
+        # As in `run`.
+        final = jax.tree.map(lambda y: y.astype(jnp.float32), latest_kv)
+        runner = replace(runner, inputs=Inputs((first, final), embedding_norm))
+        (out, _), more, later = execution.run(runner, (out, None), kinds[own:], own)
+        aux = jax.tree.map(lambda *x: jnp.concatenate(x), aux, more)
+    aux, select = jax.vjp(partial(_of_feed_forwards, config), aux)
+
+    def backward(d_x, d_aux, state, use):
+        (d_aux,) = select(d_aux)
+        d_kv, sums = None, Inputs((jax.tree.map(jnp.zeros_like, first), None), None)
+        if later is not None:
+            late = jax.tree.map(lambda y: y[own:], d_aux)
+            (d_x, _), sums, state = later((d_x, None), late, state, use)
+            d_kv = jax.tree.map(lambda d, y: d.astype(y.dtype), sums.shared[1], latest_kv)
+        d_aux = jax.tree.map(lambda y: y[:own], d_aux)
+        (d_x, _), more, state = early((d_x, d_kv), d_aux, state, use)
+        for inputs in (sums, more):
+            if first is not None:
+                d_x = d_x + inputs.shared[0]
+        norms = [inputs.weights for inputs in (sums, more) if inputs.weights is not None]
+        return d_x, jax.tree.map(lambda *d: sum(d), *norms) if norms else None, state
+
+    return out, aux, backward
+
+
 def _layer_function(
     config: ModelConfig,
     tokens: TokenContext,
@@ -193,12 +285,13 @@ def _layer_function(
     if mask.segments is None:
         # Static positions keep the kernels' tiles static.
         positions = (
-            np.arange(tokens.positions.shape[1], dtype=np.int32) if mask.positions is None else mask.positions
+            np.arange(tokens.positions.shape[1], dtype=np.int32)
+            if mask.positions is None
+            else mask.positions
         )
     k_positions = positions if k_positions is None else k_positions
     marks = tokens.marked, tokens.marked if k_marked is None else k_marked
     tokens = tokens._replace(marked=None)
-
 
     def apply(layer, carry, index, kind, shared):
         x, past, latest_kv = carry
@@ -417,7 +510,9 @@ def _split(
     if sharded:
         per_token, axes = fold_sequence_shards(per_token), FOLDED_BATCH
     x, aux = blockwise(
-        lambda inputs, per_token, inside: _finish(inputs, *per_token, inside, execution.offload),
+        lambda inputs, per_token, inside: _finish(
+            inputs, per_token[0], per_token[1], inside, execution.offload
+        ),
         inputs,
         per_token,
         chunk=execution.ffn_chunk,

@@ -1,5 +1,7 @@
 """Base class of decoders and encoders: layers between an input and an output embedding."""
 
+from typing import ClassVar, NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +16,7 @@ from bptjax.models.feed_forward import Auxiliary
 from bptjax.models.layers import TokenContext
 from bptjax.models.linear import Linear, new_param
 from bptjax.models.norm import Norm
-from bptjax.models.stack import StackOutput, new_layers, run
+from bptjax.models.stack import new_layers, run
 from bptjax.ops.dropout import dropout
 from bptjax.ops.mask import Mask
 from bptjax.ops.softmax import soft_cap
@@ -29,6 +31,20 @@ Tokens = (
 )
 
 
+class LayerInputs(NamedTuple):
+    """Inputs of the layers.
+
+    Attributes:
+      x: the residual stream, padded to a multiple of the number of shards of a sequence.
+      length: number of tokens without this padding.
+    """
+
+    x: Float[Array, "B T D"]
+    context: TokenContext
+    mask: Mask
+    length: int
+
+
 class Transformer(nnx.Module):
     """Input embedding, layers, final norm and output embedding. Calls are pure, so `jax.jit`,
     `grad` and `scan` take the module itself. The parameters of the layers are stacked on axis 0.
@@ -36,7 +52,12 @@ class Transformer(nnx.Module):
     Args:
       key: for new parameters; under `jax.eval_shape` none are computed.
       dtype: dtype of the parameters.
+
+    Attributes:
+      AFTER_LAYERS: names of the parts that `begin` does not read.
     """
+
+    AFTER_LAYERS: ClassVar[tuple[str, ...]] = ("norm", "project_out", "head", "head_bias")
 
     def __init__(self, config: ModelConfig, key: Array, dtype: DTypeLike = jnp.float32):
         keys, std = jax.random.split(key, 6), config.init_std
@@ -142,20 +163,50 @@ class Transformer(nnx.Module):
         Raises:
           ValueError: more tokens than learned positions, and no `positions`.
         """
-        if positions is not None and segments is not None:
-            # Positions of padding may lie beyond the learned ones.
-            positions = jnp.where(segments == 0, 0, positions)
-        x, context = self._embed(tokens, positions, dropout_key, dtype, order, token_types)
-        output = self._run(
-            x,
-            context,
-            segments,
-            order,
+        inputs = self.begin(
+            tokens,
+            positions=positions,
+            segments=segments,
+            order=order,
+            token_types=token_types,
+            dropout_key=dropout_key,
+            dtype=dtype,
+        )
+        output = run(
+            self.layers,
+            self.config,
+            inputs.x,
+            inputs.context,
+            mask=inputs.mask,
+            embedding_norm=self.layer_embedding_norm,
             dropout_key=dropout_key,
             execution=execution,
             sequence_strategy=sequence_strategy,
         )
-        return self._final(output.x[:, : x.shape[1]]), output.aux
+        return self.end(output.x, inputs.length), output.aux
+
+    def begin(
+        self,
+        tokens: Tokens,
+        *,
+        positions: Int[Array | np.ndarray, "B T"] | None = None,
+        segments: Int[Array | np.ndarray, "B T"] | None = None,
+        order: Int[np.ndarray, "T"] | None = None,
+        token_types: Int[Array | np.ndarray, "B T"] | None = None,
+        dropout_key: Array | None = None,
+        dtype: DTypeLike = jnp.float32,
+    ) -> "LayerInputs":
+        """Computes the inputs of the layers from the arguments of a call."""
+        if positions is not None and segments is not None:
+            # Positions of padding may lie beyond the learned ones.
+            positions = jnp.where(segments == 0, 0, positions)
+        x, context = self._embed(tokens, positions, dropout_key, dtype, order, token_types)
+        return self._padded(x, context, segments, order)
+
+    def end(self, x: Float[Array, "B T D"], length: int) -> Float[Array, "B length E"]:
+        """Computes the hidden states of the first `length` tokens, given the residual stream after
+        the last layer."""
+        return self._final(x[:, :length])
 
     def hidden_states(
         self,
@@ -166,21 +217,31 @@ class Transformer(nnx.Module):
         """Computes the embeddings, the residual stream after each layer, and the hidden states
         after the final norm, in float32."""
         x, context = self._embed(tokens, None, None, jnp.float32)
-        output = self._run(x, context, None, None, execution=execution, hidden_states=True)
+        inputs = self._padded(x, context, None, None)
+        output = run(
+            self.layers,
+            self.config,
+            inputs.x,
+            inputs.context,
+            mask=inputs.mask,
+            embedding_norm=self.layer_embedding_norm,
+            execution=execution,
+            hidden_states=True,
+        )
         assert output.states is not None
         states = [state[:, : x.shape[1]] for state in output.states]
         return [x, *states, self._final(states[-1])]
 
-    def _run(
+    def _padded(
         self,
         x: Float[Array, "B T D"],
         context: TokenContext,
         segments: Int[Array | np.ndarray, "B T"] | None,
         order: Int[np.ndarray, "T"] | None,
-        **options,
-    ) -> StackOutput:
-        """Applies the layers to the embedded tokens. Pads the results to a multiple of the number
-        of shards of a sequence."""
+    ) -> "LayerInputs":
+        """Pads the inputs of the layers to a multiple of the number of shards of a sequence, and
+        adds the mask."""
+        length = x.shape[1]
         if short := -x.shape[1] % sequence_shards():
             shape = x.shape[:2]
             segments = jnp.ones(shape, jnp.int32) if segments is None else jnp.asarray(segments)
@@ -191,9 +252,7 @@ class Transformer(nnx.Module):
         if segments is not None:
             context = context._replace(padding=segments == 0)
         mask = Mask(causal=self.config.causal, segments=segments, positions=order)
-        x = constrain(x, "batch", "sequence", None)
-        options |= dict(mask=mask, embedding_norm=self.layer_embedding_norm)
-        return run(self.layers, self.config, x, context, **options)
+        return LayerInputs(constrain(x, "batch", "sequence", None), context, mask, length)
 
     def _look_up(
         self,

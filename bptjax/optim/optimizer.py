@@ -54,8 +54,14 @@ class OptimizerConfig:
       muon_dtype: dtype in which muon orthogonalizes the momentum of a weight matrix.
       weight_decay: weight decay of linear layers. Norms, biases and embeddings have none. If not
         set, 0.1 (0.4 for lion) for pre-training and 0 for fine-tuning.
-      max_grad_norm: maximum global norm of the gradients; larger gradients are scaled down. 0 turns
-        this off.
+      max_grad_norm: maximum norm of the gradients; larger gradients are scaled down. 0 turns this
+        off.
+      clip: norm that max_grad_norm limits. exact is the global norm of the step; delayed that of
+        the previous step, and none in the first step; per_layer that of each layer, and that of
+        all other parameters.
+      in_backward: update each layer inside the backward pass, as soon as its gradient is known, so
+        that the gradients of all layers never exist at once. If not set, true where the norm of all
+        gradients need not be known first: with clip=delayed, clip=per_layer or max_grad_norm=0.
       state_dtype: dtype of the optimizer state. Each slot takes 4 bytes per parameter in float32, 2
         in bfloat16, 1.02 in int8. If not set, the dtype of the parameters.
       state_memory_kind: memory that holds the optimizer state between steps. pinned_host frees
@@ -78,6 +84,8 @@ class OptimizerConfig:
     muon_dtype: Literal["float32", "bfloat16"] = "bfloat16"
     weight_decay: float | None = None
     max_grad_norm: float = 1.0
+    clip: Literal["exact", "delayed", "per_layer"] = "exact"
+    in_backward: bool | None = None
     state_dtype: Literal["float32", "bfloat16", "int8"] | None = None
     state_memory_kind: Literal["device", "pinned_host"] = "device"
 
@@ -247,6 +255,7 @@ def apply_gradients(
     rate: ArrayLike,
     divisor: ArrayLike,
     key: Array,
+    last_norm: ArrayLike | None = None,
     slice_elements: int = SLICE_ELEMENTS,
 ) -> tuple[Any, OptState, Array]:
     """Clips the gradients and takes one step. Returns (model, state, norm).
@@ -267,40 +276,102 @@ def apply_gradients(
       divisor: divisor of the gradients. The returned global norm is computed after the division and
         before clipping.
       key: key of the rounding. On another mesh, the same key rounds differently.
+      last_norm: norm of the previous step's gradients, with config.clip=delayed.
       slice_elements: see `update_in_slices`.
     """
     parameters, treedef = jax.tree.flatten(model, is_leaf=_is_variable)
     scale = 1 / jnp.asarray(divisor, jnp.float32)
-    squares = [jnp.square(g.astype(jnp.float32) * scale).sum() for g in jax.tree.leaves(gradients)]
-    norm = jnp.sqrt(sum(squares))
+    norm = jnp.sqrt(sum_of_squares(gradients, scale))
+    factor = clip_factor(config, norm if last_norm is None else last_norm)
+    update = Update(config, rate, scale * factor, state.count + 1, key)
     finite = jnp.isfinite(norm)
-    if config.max_grad_norm:
-        scale *= jnp.minimum(1, config.max_grad_norm / jnp.maximum(norm, 1e-30))
-    # int8 blocks, host transfers and matrix products need leaf-sized temporaries, so update these
-    # slice by slice. XLA fuses the rest into one in-place kernel (except on CPU).
-    sliced = (
-        config.state_dtype == "int8"
-        or config.state_memory_kind == "pinned_host"
-        or platform() == "cpu"
-    )
-    new, trees = [], map(treedef.flatten_up_to, (gradients, *state.slots.values()))
+    trees = map(treedef.flatten_up_to, (gradients, *state.slots.values()))
+    new = []
     for number, (p, g, *values) in enumerate(zip(parameters, *trees, strict=True)):
-        decay = config.known("weight_decay") * is_decayed(p)
-        rule = OPTIMIZERS[config.type].rule(config, p)
-        step = partial(_step, rule, scale, rate, decay, state.count + 1)
-        leaf_key = jax.random.fold_in(key, number)
         slots = dict(zip(state.slots, values, strict=True))
-        old = p, {name: slots[name] for name in rule.slots}
-        if sliced or rule.unsliced_axes > 1:
-            options = dict(axes=p.axes, when=finite, unsliced_axes=rule.unsliced_axes)
-            options["slice_elements"] = slice_elements
-            new.append(update_in_slices(step, old, g, leaf_key, **options))
-        else:
-            chosen = partial(jnp.where, finite)
-            new.append(jax.tree.map(chosen, step(old, g, leaf_key), old))
+        new.append(update(number, p, g, slots, when=finite, slice_elements=slice_elements))
     model = treedef.unflatten([p for p, _ in new])
     slots = _by_name([slots for _, slots in new], treedef)
     return model, OptState(state.count + finite.astype(jnp.int32), slots), norm
+
+
+def sum_of_squares(gradients: Any, scale: ArrayLike) -> Array:
+    """Returns the float32 sum of the squares of scaled gradients."""
+    leaves = jax.tree.leaves(gradients)
+    return sum((jnp.square(g.astype(jnp.float32) * scale).sum() for g in leaves), jnp.zeros(()))
+
+
+def clip_factor(config: OptimizerConfig, norm: ArrayLike) -> Array:
+    """Returns the factor on gradients of this global norm."""
+    if not config.max_grad_norm:
+        return jnp.ones(())
+    return jnp.minimum(1, config.max_grad_norm / jnp.maximum(norm, 1e-30))
+
+
+@dataclass(frozen=True)
+class Update:
+    """An optimizer step, applied to one parameter at a time; see `apply_gradients`.
+
+    Attributes:
+      scale: factor on the gradients.
+      count: number of the step, from 1.
+      key: key of the rounding.
+    """
+
+    config: OptimizerConfig
+    rate: ArrayLike
+    scale: ArrayLike
+    count: Array
+    key: Array
+
+    def __call__(
+        self,
+        number: int,
+        p: nnx.Variable,
+        g: nnx.Variable,
+        slots: dict[str, Any],
+        *,
+        when: Array,
+        index: Array | None = None,
+        slice_elements: int = SLICE_ELEMENTS,
+    ) -> tuple[nnx.Variable, dict[str, Any]]:
+        """Returns the parameter and its slots after the step.
+
+        Args:
+          number: index of the parameter in the model, for the rounding.
+          g: its gradient.
+          when: bool scalar; nothing changes if it is false.
+          index: entry of the parameter to update; `g` is the gradient of this entry. None updates
+            all of it.
+        """
+        config, key = self.config, jax.random.fold_in(self.key, number)
+        if index is not None:
+            key = jax.random.fold_in(key, index)
+        rule = OPTIMIZERS[config.type].rule(config, p)
+        decay = config.known("weight_decay") * is_decayed(p)
+        step = partial(_step, rule, self.scale, self.rate, decay, self.count)
+        old = p, {name: slots[name] for name in rule.slots}
+        # int8 blocks, host transfers and matrix products need leaf-sized temporaries, so update
+        # these slice by slice. XLA fuses the rest into one in-place kernel (except on CPU).
+        sliced = (
+            config.state_dtype == "int8"
+            or config.state_memory_kind == "pinned_host"
+            or platform() == "cpu"
+        )
+        if sliced or rule.unsliced_axes > 1:
+            options = dict(axes=p.axes, when=when, unsliced_axes=rule.unsliced_axes)
+            return update_in_slices(
+                step, old, g, key, index=index, slice_elements=slice_elements, **options
+            )
+        entry = old
+        if index is not None:
+            at = partial(jax.lax.dynamic_index_in_dim, index=index, keepdims=False)
+            entry = jax.tree.map(at, old)
+        new = jax.tree.map(partial(jnp.where, when), step(entry, g, key), entry)
+        if index is None:
+            return new
+        put = partial(jax.lax.dynamic_update_index_in_dim, index=index, axis=0)
+        return jax.tree.map(put, old, new)
 
 
 def _step(rule, scale, rate, decay, count, old, g, key):

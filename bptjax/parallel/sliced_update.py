@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ def update_in_slices(
     *,
     axes: tuple[str | None, ...],
     when: Array,
+    index: Array | None = None,
     unsliced_axes: int = 1,
     slice_elements: int = SLICE_ELEMENTS,
 ) -> Any:
@@ -37,6 +39,7 @@ def update_in_slices(
       state, inputs: pytrees of arrays whose axes agree in size, except for the last axis.
       axes: logical names of the last axes, as in `nnx.Variable.axes` of a parameter.
       when: bool scalar.
+      index: the arrays of `state` have an additional first axis, of which only this entry changes.
       unsliced_axes: 1, or the number of axes of a matrix that `f` needs unsharded.
       slice_elements: number of elements per slice; more if the unsliced axes are larger.
     """
@@ -52,25 +55,28 @@ def update_in_slices(
             unsliced = placed.shard_shape(shape)[-1]
         names = {n for axis in spec for n in ((axis,) if isinstance(axis, str) else axis or ())}
 
-    def local(state, inputs, key, indices):
-        for index in indices:
-            key = jax.random.fold_in(key, index[0])
-        return _loop(f, when, sliced_axes, unsliced, slice_elements, state, inputs, key)
+    def local(state, inputs, key, index, devices):
+        for device in devices:
+            key = jax.random.fold_in(key, device[0])
+        return _loop(f, when, index, sliced_axes, unsliced, slice_elements, state, inputs, key)
 
     if not names:
-        return local(state, inputs, key, ())
+        return local(state, inputs, key, index, ())
     # Pass each device its index: XLA cannot always partition `axis_index` if the compiler shards
     # over other mesh axes.
-    indices = tuple(jnp.arange(mesh.shape[name]) for name in sorted(names))
+    devices = tuple(jnp.arange(mesh.shape[name]) for name in sorted(names))
     ids = tuple(PartitionSpec(name) for name in sorted(names))
-    specs = dict(in_specs=(spec, spec, PartitionSpec(), ids), out_specs=spec)
+    whole = spec if index is None else PartitionSpec(None, *spec)
+    replicated = PartitionSpec()
+    specs = dict(in_specs=(whole, spec, replicated, replicated, ids), out_specs=whole)
     mapped = jax.shard_map(local, **specs, axis_names=names, check_vma=False)
-    return mapped(state, inputs, key, indices)
+    return mapped(state, inputs, key, index, devices)
 
 
 def _loop(
     f: Callable,
     when: Array,
+    index: Array | None,
     sliced_axes: int,
     unsliced: int,
     slice_elements: int,
@@ -79,7 +85,7 @@ def _loop(
     key: Array,
 ) -> Any:
     """Runs `update_in_slices` on one device. The unsliced axes have `unsliced` elements."""
-    shape = jax.tree.leaves(inputs)[0].shape
+    shape, entry = jax.tree.leaves(inputs)[0].shape, () if index is None else (index,)
     sizes, ones = shape[:sliced_axes], (1,) * (len(shape) - sliced_axes)
     below = [math.prod((*sizes[axis + 1 :], unsliced)) for axis in range(len(sizes))]
     counts = [_ceil_div(n, max(1, slice_elements // m)) for n, m in zip(sizes, below, strict=True)]
@@ -91,18 +97,23 @@ def _loop(
         # The last slice ends with the axis, so it may overlap the previous slice.
         start = [jnp.minimum(f, n - r) for f, n, r in zip(first, sizes, lengths, strict=True)]
 
-        def at(x):
-            return (*start, *(0 for _ in x.shape[sliced_axes:]))
+        def at(x, entry):
+            """Returns the start and the shape of the slice of `x`."""
+            rest = x.shape[len(entry) + sliced_axes :]
+            ones, zeros = (1 for _ in entry), (0 for _ in rest)
+            return (*entry, *start, *zeros), (*ones, *lengths, *rest)
 
-        def read(x):
-            x = jax.lax.dynamic_slice(x, at(x), (*lengths, *x.shape[sliced_axes:]))
-            return _to(jax.memory.Space.Device, x)
+        def read(x, entry=()):
+            x = _to(jax.memory.Space.Device, jax.lax.dynamic_slice(x, *at(x, entry)))
+            return x.reshape(x.shape[len(entry) :])
 
         def write(x, y):
-            y = _to(jax.typeof(x).memory_space, y)
-            return jax.lax.dynamic_update_slice(x, y, at(x))
+            where, sizes = at(x, entry)
+            y = _to(jax.typeof(x).memory_space, y.reshape(sizes))
+            return jax.lax.dynamic_update_slice(x, y, where)
 
-        old, local_inputs = jax.tree.map(read, (state, inputs))
+        old = jax.tree.map(partial(read, entry=entry), state)
+        local_inputs = jax.tree.map(read, inputs)
         # `cond` around `f`, not `where` after it: with `where`, XLA would rerun `f` for each array
         # that it writes, and copy every array that later runs of `f` read.
         new = jax.lax.cond(
@@ -114,8 +125,8 @@ def _loop(
             jax.random.fold_in(key, i),
         )
         for axis in ragged:
-            index = jax.lax.broadcasted_iota(jnp.int32, (*lengths, *ones), axis)
-            due = start[axis] + index >= first[axis]
+            step = jax.lax.broadcasted_iota(jnp.int32, (*lengths, *ones), axis)
+            due = start[axis] + step >= first[axis]
             new = jax.tree.map(lambda x, y, due=due: jnp.where(due, y, x), old, new)
         return jax.tree.map(write, state, new)
 

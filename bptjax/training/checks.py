@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import jax.numpy as jnp
+
 from bptjax.config import Config, TrainConfig
 from bptjax.cost.devices import GIB
 from bptjax.cost.memory import tree_bytes
@@ -74,7 +76,24 @@ def check_spec(spec: TrainSpec) -> None:
     check_landmarks(spec)
     check_adapter(spec)
     check_float8(spec)
+    check_in_backward(spec)
     _ = spec.layout
+
+
+def check_in_backward(spec: TrainSpec) -> None:
+    """Checks optimizer.in_backward and optimizer.clip against other keys.
+
+    Raises:
+      ValueError: another key excludes it.
+    """
+    optimizer, obstacle = spec.config.optimizer, spec.in_backward_obstacle
+    if optimizer.in_backward and obstacle:
+        raise ValueError(f"optimizer.in_backward=true: must be false with {obstacle}")
+    obstacle = obstacle or "optimizer.in_backward=false"
+    if optimizer.clip == "per_layer" and not spec.in_backward:
+        raise ValueError(f"optimizer.clip=per_layer: must be exact with {obstacle}")
+    if optimizer.clip == "delayed" and spec.compute_dtype == jnp.float16:
+        raise ValueError(f"optimizer.clip=delayed: must be exact with {obstacle}")
 
 
 def check_landmarks(spec: TrainSpec) -> None:

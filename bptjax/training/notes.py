@@ -75,6 +75,22 @@ def describe_model(spec: TrainSpec, data: RunData) -> list[str]:
     return notes
 
 
+def describe_update(spec: TrainSpec) -> str:
+    """Formats the line about when parameters are updated."""
+    obstacle = spec.in_backward_obstacle
+    if spec.in_backward:
+        text = "each layer is updated inside the backward pass, when its gradient is known"
+    elif obstacle is None:
+        text = "updates follow the backward pass, because optimizer.in_backward=false"
+    elif obstacle == spec.exact_clipping:
+        text = (
+            f"updates follow the backward pass, because {obstacle} need the norm of all gradients"
+        )
+    else:
+        text = f"updates follow the backward pass, because of {obstacle}"
+    return f"optimizer: {text}"
+
+
 def describe_adapter(config: Config, pretrained: Pretrained | None) -> list[str]:
     """Formats the line about the strength of the adapters; empty without adapters."""
     adapter = config.adapter

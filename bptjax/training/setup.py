@@ -48,7 +48,7 @@ from bptjax.run.links import check_links
 from bptjax.run.output import explain_full_disk, plural, replaced_files, write_atomically
 from bptjax.training.checks import check_host_memory, check_model, check_spec
 from bptjax.training.data import RunData, open_data, say
-from bptjax.training.notes import describe_devices, describe_model
+from bptjax.training.notes import describe_devices, describe_model, describe_update
 from bptjax.training.run_directory import (
     START,
     acquire_run_dir,
@@ -277,7 +277,12 @@ def _open_run(config: Config, devices: list[jax.Device], date: str) -> TrainingR
             encoding=spec.encoding,
         ),
         eval_prompts=_eval_prompts(config, model, data),
-        notes=[*describe_devices(spec, data), *describe_model(spec, data), *data.notes],
+        notes=[
+            *describe_devices(spec, data),
+            *describe_model(spec, data),
+            describe_update(spec),
+            *data.notes,
+        ],
         data_size=count_and_size(data.train),
     )
 

@@ -48,6 +48,31 @@ class TrainSpec:
         """Settings of how a step is computed, with defaults for unset keys."""
         return self.config.execution.complete()
 
+    @property
+    def in_backward(self) -> bool:
+        """Whether layers are updated inside the backward pass; see `OptimizerConfig`."""
+        chosen = self.config.optimizer.in_backward
+        return self.in_backward_obstacle is None if chosen is None else chosen
+
+    @property
+    def in_backward_obstacle(self) -> str | None:
+        """The key and its value that layers cannot be updated inside the backward pass with, or
+        None."""
+        if self.compute_dtype == jnp.float16:
+            # An overflow in the last layers must skip the updates of all.
+            return "train.compute_dtype=float16"
+        if self.execution.remat == "none":
+            return "execution.remat=none"
+        return self.exact_clipping
+
+    @property
+    def exact_clipping(self) -> str | None:
+        """The keys that require the norm of all gradients before the first update, or None."""
+        optimizer = self.config.optimizer
+        if optimizer.clip == "exact" and optimizer.max_grad_norm:
+            return f"optimizer.clip=exact and optimizer.max_grad_norm={optimizer.max_grad_norm}"
+        return None
+
     @cached_property
     def objective(self) -> Objective:
         """What the model is trained to do.

@@ -54,6 +54,7 @@ class TrainState:
       step: int32 scalar, optimizer steps done.
       key: uint32 `[2]`, data of the key for dropout and rounding.
       loss_scale: loss scale in float16; else None.
+      last_norm: norm of the last finite gradients, with optimizer.clip=delayed; else None.
     """
 
     model: Transformer
@@ -61,6 +62,7 @@ class TrainState:
     step: Array
     key: Array
     loss_scale: LossScale | None
+    last_norm: Array | None = None
 
 
 def abstract_state(spec: TrainSpec) -> TrainState:
@@ -263,6 +265,7 @@ def _new_state(
         step=jnp.zeros((), jnp.int32),
         key=jax.random.key_data(key),
         loss_scale=LossScale.start() if spec.compute_dtype == jnp.float16 else None,
+        last_norm=jnp.zeros(()) if spec.config.optimizer.clip == "delayed" else None,
     )
 
 

@@ -20,6 +20,7 @@ from bptjax.objectives.cross_entropy import ForwardPass
 from bptjax.ops.target import compiler_options, is_absent, platform
 from bptjax.optim.optimizer import apply_gradients
 from bptjax.optim.schedule import learning_rate
+from bptjax.training.in_backward import Losses, step_in_backward
 from bptjax.training.spec import TrainSpec
 from bptjax.training.state import (
     HOST,
@@ -71,19 +72,26 @@ def _run_model(
 ) -> tuple[Array, Auxiliary]:
     """Returns the hidden states of the inputs of a micro-batch `[B, T]`, and the sums of the
     feed-forward networks."""
+    return model(
+        **_model_inputs(spec, batch),
+        dropout_key=key,
+        execution=spec.execution,
+        sequence_strategy=spec.config.parallel.sequence_strategy,
+    )
+
+
+def _model_inputs(spec: TrainSpec, batch: Batch) -> dict[str, Any]:
+    """Returns the arguments of the model, and of its `begin`, for a micro-batch `[B, T]`."""
     inputs = spec.objective.inputs(batch)
     # If there is only one token type, both texts of a pair have it.
     several = spec.model.encoder.token_types > 1
-    return model(
-        inputs["tokens"],
+    return dict(
+        tokens=inputs["tokens"],
         positions=inputs["positions"],
         segments=inputs["segments"],
         token_types=inputs.get("token_types") if several else None,
         order=spec.layout.order(inputs["tokens"].shape[1]),
-        dropout_key=key,
         dtype=spec.compute_dtype,
-        execution=spec.execution,
-        sequence_strategy=spec.config.parallel.sequence_strategy,
     )
 
 
@@ -101,14 +109,16 @@ def loss_sums(
     key: Array | None,
     z_loss: float,
     totals: AuxiliarySums | None = None,
+    outputs: tuple[Array, Auxiliary] | None = None,
 ) -> LossSums:
     """Sums the losses over a micro-batch `[B, T]`.
 
     Args:
       key: dropout key; None turns dropout off.
       totals: sums of the global batch; None if it has only this micro-batch.
+      outputs: results of the model, if it has already run.
     """
-    hidden, aux = _run_model(spec, model, batch, key)
+    hidden, aux = _run_model(spec, model, batch, key) if outputs is None else outputs
 
     def again(other):
         return _run_model(spec, other, batch, None)[0]
@@ -126,6 +136,16 @@ def loss_sums(
     return LossSums(*losses, auxiliary, counts)
 
 
+def _in_float8(spec: TrainSpec, model: Transformer) -> Callable[[Transformer], Transformer]:
+    """Returns a function that gives models of these values the products of train.linear."""
+    config, weights = spec.config, {}
+    if config.train.linear == "float8":
+        # Quantize once for all micro-batches. Devices gather shards of the results, layer by layer.
+        sharded = config.parallel.zero_stage == 3
+        weights = constrain(spec, quantize_kernels(model), sharded)
+    return partial(with_float8, weights=weights, trained=config.adapter.type == "none")
+
+
 def gradients(spec: TrainSpec, state: TrainState, batch: Batch) -> tuple[LossSums, Any, Array]:
     """Computes (Σ losses, gradients of Σ losses, `Objective.count`) over micro-batches `[A, B, T]`:
     sums, to be divided once.
@@ -139,12 +159,7 @@ def gradients(spec: TrainSpec, state: TrainState, batch: Batch) -> tuple[LossSum
     key = _step_key(state)
     factor = 1.0 if state.loss_scale is None else state.loss_scale.value
     trained, frozen = split_trained(spec, state.model)
-    config, weights = spec.config, {}
-    if config.train.linear == "float8":
-        # Quantize once for all micro-batches. Devices gather shards of the results, layer by layer.
-        sharded = config.parallel.zero_stage == 3
-        weights = constrain(spec, quantize_kernels(state.model), sharded)
-    in_float8 = partial(with_float8, weights=weights, trained=config.adapter.type == "none")
+    config, in_float8 = spec.config, _in_float8(spec, state.model)
 
     def scaled_loss(trained, micro_batch, number, totals):
         micro_key = jax.random.fold_in(key, number)
@@ -200,25 +215,43 @@ def train_step(
     Metrics are means per labeled token, or per other unit of the objective; `train/loss` excludes
     z-loss. `tokens` counts tokens without padding; for `attended` see `attended_pairs`.
     """
-    config = spec.config
-    losses, grads, count = gradients(spec, state, batch)
-    count = jnp.maximum(count, 1).astype(jnp.float32)
-    loss_scale = state.loss_scale
+    config, loss_scale = spec.config, state.loss_scale
     trained, frozen = split_trained(spec, state.model)
     # After an overflow in float16, `count` and so the schedule stay the same.
     schedule = learning_rate(config.optimizer, spec.steps)
     rate = jnp.asarray(schedule(state.opt_state.count.astype(jnp.float32)))
-    with jax.named_scope("optimizer"):
-        trained, opt_state, norm = apply_gradients(
-            config.optimizer,
-            grads,
+    rounding = jax.random.fold_in(_step_key(state), ROUNDING)
+    if spec.in_backward:
+        count = jnp.maximum(spec.objective.count(batch), 1).astype(jnp.float32)
+        in_float8 = _in_float8(spec, state.model)
+        trained, opt_state, losses, norm = step_in_backward(
+            spec,
+            _losses(spec),
+            lambda trained: in_float8(join(trained, frozen)),
+            trained,
             state.opt_state,
-            # Each device updates the same shard of the parameters and of the optimizer state.
-            constrain(spec, trained, sharded=True),
+            batch,
+            _step_key(state),
             rate=rate,
-            divisor=count if loss_scale is None else count * loss_scale.value,
-            key=jax.random.fold_in(_step_key(state), ROUNDING),
+            divisor=count,
+            last_norm=state.last_norm,
+            rounding=rounding,
         )
+    else:
+        losses, grads, count = gradients(spec, state, batch)
+        count = jnp.maximum(count, 1).astype(jnp.float32)
+        with jax.named_scope("optimizer"):
+            trained, opt_state, norm = apply_gradients(
+                config.optimizer,
+                grads,
+                state.opt_state,
+                # Each device updates the same shard of the parameters and of the optimizer state.
+                constrain(spec, trained, sharded=True),
+                rate=rate,
+                divisor=count if loss_scale is None else count * loss_scale.value,
+                key=rounding,
+                last_norm=state.last_norm,
+            )
     if loss_scale is not None:
         loss_scale = loss_scale.update(jnp.isfinite(norm))
     inputs = spec.objective.inputs(batch)
@@ -248,8 +281,27 @@ def train_step(
         opt_state=opt_state,
         step=state.step + 1,
         loss_scale=loss_scale,
+        last_norm=None
+        if state.last_norm is None
+        else jnp.where(norm < jnp.inf, norm, state.last_norm),
     )
     return state, metrics
+
+
+def _losses(spec: TrainSpec) -> Losses:
+    """Returns the functions of a micro-batch for `step_in_backward`."""
+    feed_forward, z_loss = FEED_FORWARDS[spec.model.feed_forward], spec.config.train.z_loss
+
+    def begin(model, batch, key):
+        return model.begin(**_model_inputs(spec, batch), dropout_key=key)
+
+    def end(model, batch, key, x, aux, totals):
+        hidden = model.end(x, spec.objective.inputs(batch)["tokens"].shape[1])
+        losses = loss_sums(spec, model, batch, key, z_loss, totals, (hidden, aux))
+        return losses.loss + losses.auxiliary, losses
+
+    has_auxiliary = feed_forward.has_auxiliary_loss(spec.model)
+    return Losses(begin, end, partial(_counts, spec) if has_auxiliary else None)
 
 
 def compile_step(

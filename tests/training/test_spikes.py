@@ -3,12 +3,15 @@
 import math
 import random
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from bptjax.cli.train import main
 from bptjax.config import SpikeConfig
 from bptjax.data.batches import Batches
+from bptjax.models.transformer import Transformer
 from bptjax.run.checkpoint import Checkpoints
 from bptjax.run.metrics import JsonlWriter, read_metrics
 from bptjax.training.spikes import Spikes
@@ -39,8 +42,6 @@ def undisturbed(command, tmp_path_factory):
 
 
 def one_device(patch):
-    import jax
-
     patch.setattr("bptjax.training.setup.select_devices", lambda device: jax.devices()[:1])
 
 
@@ -89,6 +90,46 @@ def test_a_run_without_the_batches_that_are_left_out(command, undisturbed, tmp_p
     assert main([*command, f"--run_dir={tmp_path / 'run'}"]) == 0
     assert len(drawn) == 25
     assert_equal_runs(undisturbed, tmp_path / "run")
+
+
+@pytest.mark.thorough
+def test_a_gradient_that_is_not_finite_after_the_layers_are_updated(command, tmp_path, monkeypatch):
+    """The loss is finite, and so are the gradients of all layers. The run is as without these
+    batches; with no rollbacks left it ends, and saves nothing."""
+    look_up = Transformer._look_up
+
+    @jax.custom_vjp
+    def spoil(x, odd):
+        return x
+
+    spoil.defvjp(lambda x, odd: (x, odd), lambda odd, g: (jnp.where(odd, jnp.nan, g), None))
+
+    def spoiled(self, tokens, dtype, positions=None):
+        x = look_up(self, tokens, dtype, positions)
+        tokens = jnp.asarray(tokens)
+        # Bytes of the odd letters.
+        return spoil(x, ((tokens >= 0x80) & (tokens < 0x100)).any())
+
+    monkeypatch.setattr(Transformer, "_look_up", spoiled)
+    delayed = [*command, "--optimizer.clip=delayed"]
+    flags = ["--train.on_spike.max_rollbacks=9", "--train.on_spike.factor=1e9"]
+    assert main([*delayed, *flags, f"--run_dir={tmp_path / 'spoiled'}"]) == 0
+    log = (tmp_path / "spoiled" / "log.txt").read_text()
+    assert log.count("gradient norm nan") == 4 and "loss nan" not in log
+    assert main([*delayed, f"--run_dir={tmp_path / 'ended'}"]) == 1
+    assert Checkpoints(tmp_path / "ended").newest() == 12
+
+    draw, drawn = Batches.__next__, []
+
+    def leave_out(self):
+        drawn.append(draw(self))
+        while 13 <= len(drawn) <= 17:
+            drawn.append(draw(self))
+        return drawn[-1]
+
+    monkeypatch.setattr(Batches, "__next__", leave_out)
+    assert main([*delayed, f"--run_dir={tmp_path / 'run'}"]) == 0
+    assert_equal_runs(tmp_path / "spoiled", tmp_path / "run")
 
 
 @pytest.mark.thorough

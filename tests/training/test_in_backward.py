@@ -1,0 +1,249 @@
+"""Optimizer steps inside the backward pass give the states of the steps after it."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiers import fast
+
+from bptjax.models.groups.encoder import EncoderConfig
+from bptjax.models.groups.experts import ExpertsConfig
+from bptjax.models.groups.full_attention import FullAttentionConfig, SharedKvConfig
+from bptjax.models.groups.layer_embedding import LayerEmbeddingConfig
+from bptjax.models.groups.linear_attention import LinearAttentionConfig
+from bptjax.models.groups.norms import NormsConfig
+from bptjax.models.groups.short_convolution import ShortConvolutionConfig
+from bptjax.parallel.mesh import ParallelConfig
+from bptjax.training.checks import check_in_backward
+from bptjax.training.spec import TrainSpec
+from bptjax.training.state import TrainState, abstract_state, init_state
+from bptjax.training.step import abstract_batch, compile_step
+from bptjax.weights.lora import AdapterConfig
+from training.specs import with_optimizer
+from training.test_step import MODEL, make_spec
+
+LAYERS = replace(MODEL, num_layers=4)
+ROUTED = dict(feed_forward="experts", experts=ExpertsConfig(count=4, aux_loss=0.5, z_loss=0.1))
+# Windows, heads of two sizes, layers that read the keys of earlier ones, embeddings of layers.
+GEMMA4 = dict(
+    num_layers=6,
+    layer_types=["sliding_attention", "full_attention"] * 3,
+    sliding_window=5,
+    full_attention=FullAttentionConfig(head_dim=16, kv_heads=1),
+    norms=NormsConfig(position="sandwich"),
+    shared_kv=SharedKvConfig(layers=2),
+    layer_embedding=LayerEmbeddingConfig(size=8),
+    tied_head=True,
+)
+WINDOWS = ["sliding_attention", "sliding_attention", "full_attention"]
+CLASSES = dict(causal=False, encoder=EncoderConfig(classes=3), position_embedding="rope")
+MUON = dict(type="muon", muon_dtype="float32")
+# Model, execution, parallel, optimizer, train, adapter.
+CASES = {
+    "decoder": {},
+    "tied head": dict(model=dict(tied_head=True)),
+    "remat full": dict(execution=dict(remat="full")),
+    "remat nested": dict(execution=dict(remat="nested(2)")),
+    "offload": dict(execution=dict(remat="nested(2)", offload=0.5)),
+    "fused": dict(execution=dict(schedule="fused")),
+    "windows": dict(model=dict(num_layers=5, sliding_window=5, layer_types=WINDOWS + WINDOWS[:2])),
+    "linear attention": dict(
+        model=dict(
+            layer_types=["linear_attention", "full_attention"] * 2,
+            linear_attention=LinearAttentionConfig(2, 4, 8, 4),
+        )
+    ),
+    "convolution": dict(
+        model=dict(
+            layer_types=["short_convolution", "full_attention"] * 2,
+            short_convolution=ShortConvolutionConfig(4),
+        )
+    ),
+    "gemma4": dict(model=GEMMA4),
+    "gemma4 in groups": dict(model=GEMMA4, execution=dict(remat="nested(2)"), accumulate=2),
+    "experts": dict(model=ROUTED),
+    "accumulated": dict(accumulate=4),
+    "accumulated in groups": dict(accumulate=2, execution=dict(remat="nested(2)")),
+    "accumulated experts": dict(model=ROUTED, accumulate=2),
+    "dropout": dict(model=dict(residual_dropout=0.3, embedding_dropout=0.2), accumulate=2),
+    "z-loss": dict(train=dict(z_loss=0.1)),
+    "encoder": dict(model=CLASSES),
+    "lion": dict(optimizer=dict(type="lion")),
+    "muon": dict(optimizer=MUON),
+    "muon of experts": dict(optimizer=MUON, model=ROUTED),
+    "float8": dict(train=dict(linear="float8")),
+    "lora": dict(adapter=dict(type="lora", r=4)),
+    "qlora": dict(adapter=dict(type="qlora", r=4), accumulate=2),
+    "mesh": dict(parallel=dict(dp=1, fsdp=2, tp=2, sp=2)),
+    "ring": dict(parallel=dict(dp=2, fsdp=1, sp=4, sequence_strategy="ring")),
+    "experts on a mesh": dict(parallel=dict(dp=1, fsdp=2, ep=4), model=ROUTED),
+    "zero stage 1": dict(parallel=dict(dp=1, fsdp=4, sp=2, zero_stage=1)),
+    "zero stage 2": dict(parallel=dict(dp=2, fsdp=2, tp=2, zero_stage=2)),
+}
+FAST = {"decoder", "remat nested", "gemma4", "accumulated experts", "lora", "mesh", "muon"}
+
+
+def spec_of(
+    model=None,
+    execution=None,
+    parallel=None,
+    optimizer=None,
+    train=None,
+    adapter=None,
+    accumulate=1,
+) -> TrainSpec:
+    accumulation = dict(gradient_accumulation_steps=accumulate)
+    spec = make_spec(parallel and ParallelConfig(**parallel), **(train or {}), **accumulation)
+    config = spec.config
+    config = replace(
+        config,
+        execution=replace(config.execution, **(execution or {})),
+        adapter=AdapterConfig(**(adapter or {})),
+    )
+    spec = replace(spec, config=config, model=replace(LAYERS, **(model or {})))
+    return with_optimizer(spec, **dict(max_grad_norm=0.0) | (optimizer or {}))
+
+
+def steps(spec: TrainSpec, batch, n: int = 2) -> tuple[TrainState, list[dict]]:
+    state = init_state(spec)
+    placed = spec.layout.put(batch, spec.config.train.gradient_accumulation_steps)
+    step, rows = compile_step(spec, state, placed), []
+    for _ in range(n):
+        state, metrics = step(state, placed)
+        rows.append({name: float(x) for name, x in metrics.items()})
+    return state, rows
+
+
+@pytest.mark.parametrize("name", fast(CASES, FAST))
+def test_equals_the_step_after_the_backward_pass(batch, name):
+    spec = spec_of(**CASES[name])
+    if not spec.model.causal:
+        first = np.arange(batch["tokens"].shape[1]) == 0
+        labels = np.where(first, np.arange(8)[:, None] % 3, -100).astype(np.int32)
+        batch = batch | dict(labels=labels, segments=np.minimum(batch["segments"], 1))
+    after, wanted = steps(with_optimizer(spec, in_backward=False), batch)
+    inside, rows = steps(with_optimizer(spec, in_backward=True), batch)
+    for row, other in zip(rows, wanted, strict=True):
+        assert row.keys() == other.keys()
+        for key in row:
+            np.testing.assert_allclose(row[key], other[key], rtol=2e-5, err_msg=key)
+    for a, b in zip(jax.tree.leaves(inside), jax.tree.leaves(after), strict=True):
+        # By norm: where a gradient is zero but for rounding, Adam's step is arbitrary.
+        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+        assert np.linalg.norm(a - b) <= 1e-4 * max(np.linalg.norm(b), 1e-3)
+
+
+@pytest.mark.parametrize("dtype", fast(["bfloat16", "int8"], ["int8"]))
+def test_states_in_few_bits(batch, dtype):
+    """Rounding is random, so the results differ by little."""
+    spec = spec_of(train=dict(param_dtype="bfloat16"), optimizer=dict(state_dtype=dtype))
+    after, wanted = steps(with_optimizer(spec, in_backward=False), batch, 8)
+    inside, rows = steps(with_optimizer(spec, in_backward=True), batch, 8)
+    losses = [[row["train/loss"] for row in each] for each in (rows, wanted)]
+    assert losses[0][0] == losses[1][0] and losses[0][-1] < 0.9 * losses[0][0]
+    np.testing.assert_allclose(losses[0], losses[1], rtol=0.02)
+    for a, b in zip(jax.tree.leaves(inside.model), jax.tree.leaves(after.model), strict=True):
+        a, b = (np.asarray(x, np.float32) for x in (a, b))
+        assert np.abs(a - b).mean() < 0.05 * max(np.abs(b).mean(), 0.1)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("zero_stage", [2, 3])
+def test_int8_states_on_a_mesh(batch, zero_stage):
+    mesh = dict(dp=2, fsdp=2, tp=2, zero_stage=zero_stage)
+    one, on_mesh = (
+        spec_of(parallel=parallel, optimizer=dict(state_dtype="int8")) for parallel in (None, mesh)
+    )
+    _, wanted = steps(one, batch, 6)
+    _, rows = steps(on_mesh, batch, 6)
+    losses = [[row["train/loss"] for row in each] for each in (rows, wanted)]
+    np.testing.assert_allclose(losses[0], losses[1], rtol=0.02)
+
+
+def test_delayed_clipping_takes_the_norm_of_the_previous_step(batch):
+    """As the exact norm while the norm stays below the maximum; a step late above it."""
+    exact = with_optimizer(spec_of(), max_grad_norm=1e6)
+    delayed = with_optimizer(exact, clip="delayed")
+    (a, _), (b, _) = steps(exact, batch, 3), steps(delayed, batch, 3)
+    for x, y in zip(jax.tree.leaves(a.model), jax.tree.leaves(b.model), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-7)
+    # Lion's sign would hide a factor, Adam's ratio nearly; the first moment shows it.
+    low = with_optimizer(delayed, max_grad_norm=0.1, type="lion", lion_beta2=0.0)
+    state, rows = steps(low, batch, 1)
+    norm = rows[0]["train/grad_norm"]
+    first = np.sqrt(sum(np.square(x).sum() for x in jax.tree.leaves(state.opt_state.slots["mu"])))
+    np.testing.assert_allclose(first, norm, rtol=1e-5)
+    np.testing.assert_allclose(state.last_norm, norm, rtol=1e-6)
+    after = with_optimizer(low, in_backward=False)
+    for spec in (low, after):
+        state, rows = steps(spec, batch, 2)
+        mu = jax.tree.leaves(state.opt_state.slots["mu"])
+        second = np.sqrt(sum(np.square(x).sum() for x in mu))
+        np.testing.assert_allclose(second, rows[1]["train/grad_norm"] * 0.1 / norm, rtol=1e-5)
+
+
+def test_clipping_per_layer(batch):
+    spec = with_optimizer(
+        spec_of(), clip="per_layer", max_grad_norm=0.1, type="lion", lion_beta2=0.0
+    )
+    state, _ = steps(spec, batch, 1)
+    slots = state.opt_state.slots["mu"]
+    squares = sum(np.square(x).sum(tuple(range(1, x.ndim))) for x in jax.tree.leaves(slots.layers))
+    np.testing.assert_allclose(np.sqrt(squares), 0.1, rtol=1e-5)
+
+
+def test_a_loss_that_is_not_finite_changes_nothing(batch):
+    spec = spec_of(optimizer=dict(clip="delayed"))
+    state = init_state(spec)
+    state.model.head.set_value(state.model.head.get_value().at[3, 5].set(jnp.nan))
+    before = jax.tree.map(np.asarray, state)
+    placed = spec.layout.put(batch)
+    after, metrics = compile_step(spec, state, placed)(state, placed)
+    assert not np.isfinite(metrics["train/loss"]) and not np.isfinite(metrics["train/grad_norm"])
+    for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(before), strict=True):
+        if np.shape(b) != () or np.asarray(b).dtype != np.int32:  # The step counts on.
+            np.testing.assert_array_equal(a, b)
+
+
+def test_gradients_of_all_layers_never_exist_at_once():
+    """More layers add their parameters, states and inputs to the memory of a step, but not their
+    gradients."""
+    model = replace(LAYERS, hidden_size=64, num_heads=2, intermediate_size=2048, vocab_size=256)
+    temporary = []
+    for layers in (4, 16):
+        spec = spec_of(execution=dict(remat="full"), train=dict(seq_len=64))
+        spec = replace(spec, model=replace(model, num_layers=layers))
+        state = abstract_state(spec)
+        needs = compile_step(spec, state, abstract_batch(spec)).memory_analysis()
+        temporary.append(needs.temp_size_in_bytes)
+        size = sum(4 * x.size for x in jax.tree.leaves(state.model.layers))
+    inputs = 12 * 64 * 64 * 4
+    assert temporary[1] - temporary[0] < inputs + 0.05 * size
+
+
+@pytest.mark.parametrize(
+    "keys, message",
+    [
+        (
+            dict(train=dict(compute_dtype="float16")),
+            "must be false with train.compute_dtype=float16",
+        ),
+        (dict(execution=dict(remat="none")), "must be false with execution.remat=none"),
+        (dict(optimizer=dict(max_grad_norm=1.0)), "must be false with optimizer.clip=exact and"),
+    ],
+)
+def test_refused(keys, message):
+    spec = spec_of(**keys)
+    assert not spec.in_backward
+    with pytest.raises(ValueError, match="optimizer.in_backward=true: " + message):
+        check_in_backward(with_optimizer(spec, in_backward=True))
+    with pytest.raises(ValueError, match="optimizer.clip=per_layer: must be exact with"):
+        check_in_backward(with_optimizer(spec, clip="per_layer", in_backward=False))
+    delayed = with_optimizer(spec, clip="delayed", in_backward=False)
+    if spec.compute_dtype == jnp.float16:
+        with pytest.raises(ValueError, match="optimizer.clip=delayed: must be exact with"):
+            check_in_backward(delayed)
+    else:
+        check_in_backward(delayed)
