@@ -77,7 +77,7 @@ def _overview(argv: list[str]) -> int:
     )
     parser.add_argument("--version", action="store_true", help="show the version and exit")
     if not parser.parse_args(argv).version:
-        raise ValueError(f"a command must be given: {', '.join(COMMANDS)}; see bptjax --help")
+        raise ValueError(f"no command given: use one of {', '.join(COMMANDS)}; see bptjax --help")
     from importlib.metadata import version
 
     print(f"bptjax {version('bptjax')}")

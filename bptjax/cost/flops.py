@@ -16,8 +16,8 @@ from bptjax.training.state import ParameterCounts, parameter_counts
 
 
 def hardware_metrics(mesh: Mesh, flops: float, seconds: float | None) -> dict[str, float]:
-    """Returns a device's peak memory in GiB, and its utilization (share of peak FLOP/s) by a step
-    of `flops` in `seconds`; omits what is unknown."""
+    """Returns the peak memory of one device in GiB, and the share of the mesh's peak FLOP/s that a
+    step of `flops` in `seconds` reaches. Leaves out each metric whose inputs are unknown."""
     found: dict[str, float] = {}
     stats = mesh.local_devices[0].memory_stats()
     if stats and "peak_bytes_in_use" in stats:

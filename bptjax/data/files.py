@@ -314,8 +314,8 @@ class _Bounded(io.RawIOBase):
         self._left -= len(data)
         if self._left < 0:
             raise ValueError(
-                f"{self._path}: must expand to at most {EXPANSION} times its size or "
-                f"{TEXT_BYTES:,} bytes; decompress it"
+                f"{self._path}: must expand to at most the larger of {EXPANSION} times its size "
+                f"and {TEXT_BYTES:,} bytes; decompress it"
             )
         buffer[: len(data)] = data
         return len(data)
@@ -459,8 +459,8 @@ def _read_row_group(path: Path, group: int, columns: tuple[str, ...]) -> list[pa
     if size > limit:
         # Not a ValueError: `data.bad_records=skip` would read the row group again for each record.
         raise OSError(
-            f"{path}, row group {group}: must expand to at most {EXPANSION} times the size of the "
-            f"file or {GROUP_BYTES:,} bytes; write smaller row groups"
+            f"{path}, row group {group}: must expand to at most the larger of {EXPANSION} times "
+            f"the size of the file and {GROUP_BYTES:,} bytes; write smaller row groups"
         )
     table = pa.Table.from_batches(batches)
     return [table.column(name) for name in columns]

@@ -48,9 +48,13 @@ def by_position(
     seed: int = 0,
     execution: Execution = Execution(),  # noqa: B008 (frozen)
 ) -> list[dict]:
-    """Returns rows of loss (nats per token) and perplexity in each of `buckets` equal ranges of
-    positions, over the first `length` tokens of up to `limit` documents of at least `length`
-    tokens, in an order that depends on `seed`. Streamed documents keep their order.
+    """Measures the loss (nats per token) and the perplexity in `buckets` equal ranges of positions.
+
+    Reads the first `length` tokens of up to `limit` documents, and skips shorter documents. `seed`
+    chooses the documents; of streamed documents, the first ones are read.
+
+    Returns:
+      One row per range of positions.
 
     Raises:
       ValueError: no document has `length` tokens.
@@ -83,7 +87,7 @@ def by_position(
     if not seen:
         raise ValueError(
             f"--length={length}: must be at most {longest}, the length of the longest document; "
-            "lower it, or give longer text"
+            "lower it, or give longer documents"
         )
     rows = []
     for bucket in np.array_split(np.arange(length - 1), buckets):

@@ -39,9 +39,9 @@ KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 
 def rotated_features(size: int, parameters: Mapping[str, Any]) -> int:
-    """Returns the number of features to request from `rope_frequencies` for a head of this size.
-    With `proportional`, all features are paired, and pairs beyond partial_rotary_factor do not
-    rotate; otherwise only that part of a head is paired."""
+    """Returns the `dim` to pass to `rope_frequencies` for a head of this size. `proportional` pairs
+    all features of a head, and pairs beyond partial_rotary_factor do not rotate. Other types pair
+    only the first partial_rotary_factor of the features."""
     if parameters.get("rope_type") == "proportional":
         return size
     return int(size * parameters.get("partial_rotary_factor", 1.0))
@@ -59,21 +59,21 @@ def rope_frequencies(
     Args:
       dim: rotated features of a head, 2R, from `rotated_features`. Only `proportional` reads
         partial_rotary_factor.
-      parameters: rope_theta, rope_type and the keys of that type, in Hugging Face's schema. None
-        means a key is left out.
+      parameters: rope_theta, rope_type and the keys that this rope_type reads, in Hugging Face's
+        schema. A key whose value is None counts as missing.
       max_position_embeddings: the model's context length in tokens. Replaces a missing
         original_max_position_embeddings; for yarn and longrope, its ratio to that length replaces a
         missing factor.
-      length: document length in tokens, an int or an array with one per token, for `dynamic` and
-        `longrope`; if left out, within the original length. May be traced. The result is a NumPy
-        array unless `length` is given and the type is one of these two.
+      length: document length in tokens, an int or an array with one length per token. Only
+        `dynamic` and `longrope` read it; None means at most the original length. May be traced. The
+        result is a NumPy array unless one of these two types gets a length.
 
     Raises:
-      ValueError: an unknown rope_type or key, or a key that is missing or not positive; an odd
-        `dim`; a longrope list without R entries.
+      ValueError: rope_type or a key is unknown, a key is missing or not positive, `dim` is odd or
+        less than 2, or a longrope list does not have R entries.
 
     theta^(-2i / dim): Su et al. 2021, arXiv 2104.09864, Section 3.2.2. yarn: Peng et al. 2023,
-    arXiv 2309.00071. longrope: Ding et al. 2024, arXiv 2402.13753. All as defined, and rounded, in
+    arXiv 2309.00071. longrope: Ding et al. 2024, arXiv 2402.13753. Formulas and rounding follow
     `modeling_rope_utils` of `transformers`.
     """
     kind = parameters.get("rope_type", parameters.get("type", "default"))
@@ -83,8 +83,8 @@ def rope_frequencies(
     _check_keys(kind, p)
     if dim < 2 or dim % 2:
         raise ValueError(
-            f"dim={dim}: must be even, as features are rotated in pairs; change head_dim or "
-            "partial_rotary_factor"
+            f"dim={dim}: must be even and at least 2, as features are rotated in pairs; change "
+            "head_dim or partial_rotary_factor"
         )
     powers = np.float32(p["rope_theta"]) ** (np.arange(0, dim, 2, dtype=np.float32) / dim)
     plain = 1 / powers

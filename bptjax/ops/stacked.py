@@ -29,8 +29,8 @@ def read_entry(
     The gradient of the entry replaces the contents of its slots: read each entry once.
 
     Args:
-      index: returns the entry of the array with this key path; None for arrays that are not read,
-        which become None.
+      index: maps an array's key path to the index to read, or None to skip the array. A skipped
+        array becomes None.
     """
     leaves, structure = jax.tree.flatten_with_path(values)
     pairs = [

@@ -46,9 +46,9 @@ def split(heads: int, shards: int) -> SequenceSplit:
 
 
 def zigzag(T: int, shards: int) -> Int[np.ndarray, "{T}"]:
-    """Returns the order of T tokens over the shards, by position. Shard i of n has pieces i and
-    2n - 1 - i of 2n, so that all shards attend to the same number of keys. T is a multiple of
-    2 · shards.
+    """Returns the positions in shard order. Shard i of n gets chunks i and 2n - 1 - i of 2n chunks,
+    so each shard computes the same number of query-key pairs under a causal mask. T must be a
+    multiple of 2 · shards.
     """
     pieces = np.arange(T).reshape(2 * shards, -1)
     pairs = [(i, 2 * shards - 1 - i) for i in range(shards)]

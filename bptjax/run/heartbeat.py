@@ -1,7 +1,7 @@
-"""Signs of life of a supervised process, in a directory shared with its supervisor.
+"""Heartbeats of a supervised process, in a directory shared with its supervisor.
 
-Without a supervisor, all functions return at once. Unlike metrics.jsonl, signs of life come from
-every process, at every step, and from work between steps.
+Without a supervisor, the functions do nothing. Every process writes heartbeats, at every step and
+during work between steps, whereas only the first process writes metrics.jsonl.
 """
 
 import faulthandler
@@ -23,15 +23,15 @@ def beat(work: str, step: int | None = None) -> None:
     """Tells the supervisor that this process is alive.
 
     Args:
-      work: the work that begins or continues.
-      step: number of optimizer steps done; None if the work is not a step.
+      work: description of the work that the process begins or continues.
+      step: number of completed optimizer steps; None if the work is not a step.
     """
     record = {"work": work[:100], "step": step, "time": time.monotonic_ns()}
     _write(BEAT, json.dumps(record, ensure_ascii=False))  # Shorter than SIZE.
 
 
 def record_error(message: str) -> None:
-    """Tells the supervisor why this process ends."""
+    """Tells the supervisor which error ends this process."""
     _write(ERROR, message)
 
 
@@ -41,16 +41,16 @@ def record_run_dir(directory: Path) -> None:
 
 
 def dump_stacks_on_signal() -> None:
-    """Makes SIGUSR1 write the stacks of all threads for the supervisor, even if no thread can run
-    Python code."""
+    """Makes SIGUSR1 write the stacks of all threads to a file for the supervisor, even if no thread
+    can run Python code."""
     if directory := os.environ.get(DIRECTORY):
         file = (Path(directory) / STACKS).open("w")
         faulthandler.register(signal.SIGUSR1, file, all_threads=True)
 
 
 def _write(name: str, text: str) -> None:
-    """Writes a file in place, because a rename may wait for the disk. Padding overwrites a longer
-    text."""
+    """Writes a file in place, because a rename may wait for the disk. Pads the text with spaces to
+    overwrite a longer previous text."""
     if directory := os.environ.get(DIRECTORY):
         with suppress(OSError):  # The run matters more than its supervision.
             file = os.open(os.path.join(directory, name), os.O_WRONLY | os.O_CREAT, 0o600)

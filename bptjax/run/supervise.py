@@ -34,7 +34,7 @@ class Limits:
       restarts: number of restarts without a new checkpoint after which the supervisor gives up.
       step: duration without a new step after which the process counts as hung, if it also exceeds
         step_factor times the median duration of a step.
-      work: duration without a sign of life after which the process counts as hung during other
+      work: duration without a heartbeat after which the process counts as hung during other
         work: loading, compiling, evaluating, saving.
       stacks: wait for a hung process to write its stacks.
       end: wait after SIGTERM before SIGKILL.
@@ -56,7 +56,7 @@ LIMITS = Limits()
 
 
 class Watch:
-    """Watches the signs of life of one process, and recognizes a hang.
+    """Watches the heartbeats of one process, and recognizes a hang.
 
     Silence is measured in polls without a new sign, so that a suspended machine or a stopped
     supervisor is not mistaken for a hang.
@@ -104,7 +104,7 @@ class Watch:
             return ""
         if self._stepping and self._step:
             return f"no new step for {self.silent:,.0f} s after step {self._step[0]}"
-        return f"no sign of life for {self.silent:,.0f} s while {self._work}"
+        return f"no heartbeat for {self.silent:,.0f} s while {self._work}"
 
 
 class Supervisor:

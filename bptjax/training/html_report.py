@@ -28,7 +28,7 @@ from bptjax.run.output import write_atomically
 from bptjax.run.versions import versions
 from bptjax.training.data import say
 from bptjax.training.line_chart import POINTS, Chart, line_chart
-from bptjax.training.run_directory import saved_keys
+from bptjax.training.run_directory import saved_values
 from bptjax.training.setup import TrainingRun
 from bptjax.training.state import TrainState
 
@@ -151,7 +151,7 @@ def write_report(directory: Path) -> None:
     records = list(read_metrics(directory / "metrics.jsonl"))
     keys = {
         key: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-        for key, value in saved_keys(directory).items()
+        for key, value in saved_values(directory).items()
     }
     log = (directory / "log.txt").read_text(errors="replace").splitlines()
     changed = set(facts["changed"])

@@ -71,7 +71,7 @@ def acquire_run_dir(run_dir: Path, config: Config) -> None:
     if (run_dir / RUN_CONFIG).exists():
         ours = flatten(config)
         # The config of an older version lacks newer keys, whose defaults keep its behavior.
-        theirs = flatten(Config()) | saved_keys(run_dir)
+        theirs = flatten(Config()) | saved_values(run_dir)
         for key in sorted(theirs.keys() | ours.keys()):
             if key.startswith(RESUMABLE_KEYS) or theirs.get(key) == ours.get(key):
                 continue
@@ -83,11 +83,12 @@ def acquire_run_dir(run_dir: Path, config: Config) -> None:
     write_config(run_dir, config)
 
 
-def saved_keys(run_dir: Path) -> dict[str, Any]:
-    """Returns `{"group.key": value}` of a run directory's config; empty if there is none.
+def saved_values(run_dir: Path) -> dict[str, Any]:
+    """Returns the config in a run directory as `{"group.key": value}`; an empty dict if the
+    directory has no config.
 
     Raises:
-      ValueError: the file is damaged.
+      ValueError: the config file is damaged.
     """
     file = run_dir / RUN_CONFIG
     if not file.exists():
@@ -103,9 +104,9 @@ def saved_keys(run_dir: Path) -> dict[str, Any]:
 
 
 def saved_execution(config: Config) -> Execution | None:
-    """Returns the execution of a resumed run, completed by the keys that are set now; None for a
-    new run, or if these keys exclude the saved ones."""
-    saved = saved_keys(Path(config.run_dir).expanduser())
+    """Returns the saved execution of a resumed run, with the keys that this config sets replaced;
+    None for a new run, or if the set keys are incompatible with the saved ones."""
+    saved = saved_values(Path(config.run_dir).expanduser())
     values: dict[str, Any] = {k: saved.get(f"execution.{k}") for k in config.execution.unset}
     if not saved or None in values.values():
         return None

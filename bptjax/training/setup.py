@@ -54,8 +54,8 @@ from bptjax.training.run_directory import (
     acquire_run_dir,
     check_run_dir,
     saved_execution,
-    saved_keys,
     saved_start,
+    saved_values,
     write_start,
 )
 from bptjax.training.spec import TrainSpec, fit_to_images
@@ -203,14 +203,14 @@ def _write_run_dir(run: TrainingRun, config: Config) -> None:
 
 
 def _with_defaults(config: Config, platform: str) -> Config:
-    """Returns the config with every default. A resumed run keeps the alpha of its adapters, its
-    dtype on another platform, and its execution on a CPU; for other devices see
-    `complete_execution`.
+    """Returns the config with all defaults filled in. A resumed run keeps the saved adapter alpha
+    and compute dtype. On a CPU it also keeps the saved execution; `complete_execution` does so on
+    other devices.
 
     Raises:
       ValueError: the config in the run directory is damaged.
     """
-    saved = saved_keys(Path(config.run_dir).expanduser())
+    saved = saved_values(Path(config.run_dir).expanduser())
     if config.train.compute_dtype is None:
         dtype = saved.get("train.compute_dtype")
         config = replace(config, train=replace(config.train, compute_dtype=dtype))

@@ -87,11 +87,11 @@ def _abstract_state(spec: TrainSpec) -> TrainState:
 def init_state(
     spec: TrainSpec, *, load: bool = True, show: Callable[[str], None] | None = None
 ) -> TrainState:
-    """Returns the state at step 0, each array created with its sharding: loaded, or new if there is
-    no checkpoint or `load` is false.
+    """Returns the state at step 0. Loads the checkpoint if `load`; otherwise initializes. Every
+    array is created sharded.
 
     Args:
-      show: shows the progress; see `Progress`.
+      show: shows the progress of loading; see `Progress`.
     """
     model, pretrained, adapter = None, spec.pretrained, spec.config.adapter
     if pretrained is not None and load:

@@ -65,7 +65,7 @@ def test_every_command_is_listed_and_dispatched(capsys):
         assert cli.main([name, "--help"]) == 0
         assert capsys.readouterr().out.startswith(f"usage: bptjax {name} ")
     assert "unknown command trian; nearest: train" == error_of(cli.main, ["trian"], capsys)
-    assert "a command must be given" in error_of(cli.main, [], capsys)
+    assert "no command given: use one of train, " in error_of(cli.main, [], capsys)
     nearest = error_of(cli.main, ["convert", "merge-adaptor", "a", "b"], capsys)
     assert nearest == "unknown command merge-adaptor; nearest: merge-adapter"
 

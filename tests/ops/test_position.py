@@ -263,7 +263,7 @@ def test_impossible_scalings_are_refused(parameters, message):
 
 
 def test_odd_features_are_refused():
-    with pytest.raises(ValueError, match="dim=7: must be even, as features are rotated in pairs"):
+    with pytest.raises(ValueError, match="dim=7: must be even and at least 2, as features"):
         rope_frequencies(7, PLAIN)
 
 

@@ -138,7 +138,7 @@ def test_a_hang_leaves_its_stacks(run, tmp_path):
 def test_a_hang_at_other_work_ends_the_run_after_the_last_restart(run):
     code, number, told = run("beat('loading weights'); time.sleep(1000)", restarts=0, work=0.5)
     assert (code, number) == (1, 1)
-    assert "no sign of life for " in told[0] and " s while loading weights, stacks in" in told[0]
+    assert "no heartbeat for " in told[0] and " s while loading weights, stacks in" in told[0]
 
 
 def test_slow_work_between_steps_is_no_hang(run):

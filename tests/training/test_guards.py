@@ -1,4 +1,4 @@
-"""Guards of a run: signals, and signs of life for its supervisor."""
+"""Guards of a run: signals, and heartbeats for its supervisor."""
 
 import signal
 

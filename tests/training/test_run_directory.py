@@ -22,7 +22,7 @@ from bptjax.models.execution import ExecutionConfig
 from bptjax.parsing.keys import flatten
 from bptjax.run.checkpoint_files import HALF_WRITTEN, write_manifest
 from bptjax.run.output import leftovers
-from bptjax.training.run_directory import acquire_run_dir, saved_execution, saved_keys
+from bptjax.training.run_directory import acquire_run_dir, saved_execution, saved_values
 from bptjax.training.setup import _with_defaults
 from bptjax.weights.pretrained import open_pretrained
 
@@ -218,4 +218,4 @@ write_atomically(pathlib.Path(sys.argv[1]), "seed: 1")
     assert ended.returncode == -signal.SIGKILL
     assert {*tmp_path.iterdir()} == leftovers(file) != set()
     acquire_run_dir(tmp_path, Config())
-    assert saved_keys(tmp_path) == flatten(Config())
+    assert saved_values(tmp_path) == flatten(Config())

@@ -48,10 +48,11 @@ def check_bounds(config: Any, prefix: str) -> None:
 
 
 def check_sandwich(model: Any, key: str) -> None:
-    """Checks that a `ModelConfig` with `key` set has the sandwich layers that `key` needs.
+    """Checks that a `ModelConfig` with `key` set has the layers that `key` requires: causal and
+    sequential, with sandwich norms.
 
     Raises:
-      ValueError: it has other layers.
+      ValueError: the model has other layers.
     """
     shape = model.norms.position, model.residual
     if shape != ("sandwich", "sequential") or not model.causal or not model.norms.first:

@@ -33,8 +33,8 @@ HEADS = "lm_head", "embed_out"
 
 
 def modules(config: ModelConfig, family: Family | None) -> dict[str, tuple[str, ...]]:
-    """Returns the paths of the layers' kernels by the family's module names, which contain the
-    fields of `TensorRule`; an empty dict without a family."""
+    """Returns `{module name: paths of kernels}` for the linear layers of a family. Names contain
+    the fields of `TensorRule`. Returns an empty dict without a family."""
     if family is None:
         return {}
     rules = filter(_is_linear, family.tensor_rules(config))
@@ -43,8 +43,8 @@ def modules(config: ModelConfig, family: Family | None) -> dict[str, tuple[str, 
 
 
 def embeddings(config: ModelConfig, family: Family | None) -> dict[str, str]:
-    """Returns the paths of the input embedding, and of the output embedding if it is untied, by the
-    names of transformers' modules; without a family, by the paths themselves.
+    """Returns `{module name: path}` for the input embedding, and for the output embedding if it is
+    untied. Module names are those of transformers; without a family, they are the paths.
     """
     paths = {"embedding"} if config.tied_head else {"embedding", "head"}
     if family is None:
@@ -63,11 +63,12 @@ def _is_linear(rule: TensorRule) -> bool:
 def read_peft(directory: Path, family: Family, config: ModelConfig) -> Adapters:
     """Reads the adapter in `directory`.
 
-    Kernels that the family's files fuse share one adapter in PEFT. Here each kernel gets all of
-    `a`, and its own outputs of `b`.
+    If a family stores several kernels in one tensor, PEFT has one adapter for this tensor. Here
+    each kernel gets a copy of `a`, and the part of `b` for its outputs.
 
     Raises:
-      ValueError: a key or tensor is unsupported, missing, damaged or unexpected; names it.
+      ValueError: a key or tensor is unsupported, missing, damaged or unexpected. The error names
+        the key or tensor.
     """
     raw = read_json(directory / ADAPTER_CONFIG)
     settings = adapter_settings(raw, directory / ADAPTER_CONFIG)
@@ -102,7 +103,7 @@ def read_peft(directory: Path, family: Family, config: ModelConfig) -> Adapters:
             A[i, :rank], B[i, :, :rank] = pair
         for part in parts:
             a, b = A[:, :, part.inputs], B[:, part.outputs]
-            # A file may give each fused kernel separate ranks. Drop the other kernels' ranks.
+            # Each fused kernel may use only some of the ranks. Drop the unused ranks.
             used = b.reshape(-1, r).any(0)
             if len(parts) > 1 and used.any():
                 a, b = a[:, used], b[..., used]
@@ -131,9 +132,10 @@ def write_peft(
 ) -> None:
     """Writes the adapters in PEFT's format.
 
-    Kernels that the family's files fuse get one pair of matrices with their ranks concatenated.
-    `lora_B` is zero between the outputs of one kernel and the ranks of another. Experts are written
-    as parameters, the form that PEFT reads with transformers 5.
+    If a family stores several kernels in one tensor, their adapters become one pair of matrices
+    with concatenated ranks. `lora_B` is zero where the outputs of one kernel meet the ranks of
+    another. Adapters of experts are written as PEFT's `target_parameters`, which need transformers
+    5.
     """
     tensors: dict[str, np.ndarray] = {}
     kinds: dict[str, tuple[int, float]] = {}
@@ -189,8 +191,8 @@ def write_peft(
 
 
 def _targets(names: Iterable[str], family: Family) -> list[str] | str:
-    """Returns PEFT's target_modules: the ends of the names. A vision model may share a text model's
-    names, so a pattern adds the prefix to them."""
+    """Returns PEFT's target_modules: the module names within a layer. A vision model may have
+    modules of the same names, so the pattern of a multimodal family has the text model's prefix."""
     ends = _without_layer(names)
     if not family.wrapped:
         return ends
@@ -207,7 +209,7 @@ def _without_layer(names: Iterable[str]) -> list[str]:
 
 
 def _both_ends(family: Family, config: ModelConfig) -> dict[str, str]:
-    """Returns the paths of input and output embedding by their modules, even if they are tied."""
+    """Returns `{module name: path}` for both embeddings, even if they are tied."""
     return embeddings(replace(config, tied_head=False), family)
 
 
@@ -218,11 +220,11 @@ def _read_embeddings(
     config: ModelConfig,
     directory: Path,
 ) -> dict[str, np.ndarray]:
-    """Removes the fully trained embeddings `[V, E]` from `tensors`. Returns them by path.
+    """Removes the fully trained embeddings `[V, E]` from `tensors`, and returns `{path: array}`.
 
     Raises:
-      ValueError: modules_to_save names other modules, the shapes do not fit the base model, or the
-        base model ties its embeddings and these differ.
+      ValueError: modules_to_save names a module that is not an embedding, a shape does not fit the
+        base model, or the base model ties its embeddings but the adapter's embeddings differ.
     """
     file, known = directory / WEIGHTS, _both_ends(family, config)
     listed = raw.get("modules_to_save") or []
@@ -268,7 +270,7 @@ def _read_embeddings(
 def _write_embeddings(
     tensors: dict[str, np.ndarray], adapters: Adapters, family: Family, config: ModelConfig
 ) -> list[str]:
-    """Adds the fully trained embeddings to `tensors`. Returns their modules' names.
+    """Adds the fully trained embeddings to `tensors`, and returns their module names.
 
     A tied embedding is written twice, because PEFT trains and loads a copy for each module.
     """
@@ -283,11 +285,12 @@ def _write_embeddings(
 
 @dataclass(frozen=True)
 class Part:
-    """One of bptjax's kernels in a linear layer of the file.
+    """One of bptjax's kernels within a linear layer of the family's files.
 
     Attributes:
-      inputs, outputs: positions of the kernel's inputs `[*inputs]` and outputs `[*outputs]` in the
-        linear layer.
+      path: path of the kernel.
+      inputs, outputs: indices of the kernel's inputs `[*inputs]` and outputs `[*outputs]` among
+        those of the linear layer.
       transposed: whether the file's weight is [inputs, outputs].
     """
 
@@ -301,9 +304,9 @@ class Linear(NamedTuple):
     """A linear layer of a family's files, repeated in every transformer layer.
 
     Attributes:
-      sizes: sizes of its kernels' stacked axes.
-      names: names of its modules, by index into these axes.
-      parts: its kernels.
+      sizes: sizes of the stacked axes of the kernels.
+      names: module names by index into the stacked axes.
+      parts: kernels that the linear layer holds.
     """
 
     sizes: tuple[int, ...]
@@ -336,15 +339,15 @@ def _linears(family: Family, config: ModelConfig) -> Iterator[Linear]:
 
 
 def _module(name: str) -> str:
-    """Returns the name of a weight's module."""
+    """Returns the name of the module that has this weight."""
     return name.removesuffix(".weight")
 
 
 def _pair(
     tensors: dict[str, np.ndarray], module: str, family: Family
 ) -> tuple[np.ndarray, np.ndarray] | None:
-    """Removes `lora_A` `[r, I]` and `lora_B` `[O, r]` of a module from `tensors`. Returns both, or
-    None if there are none."""
+    """Removes `lora_A` `[r, I]` and `lora_B` `[O, r]` of a module from `tensors`, and returns them;
+    None if the module has no adapter."""
     for name in (family.rename(module, layout) for layout in family.layouts):
         names = [f"{PREFIX}{name}.lora_{part}.weight" for part in "AB"]
         if all(n in tensors for n in names):

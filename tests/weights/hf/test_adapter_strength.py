@@ -13,7 +13,7 @@ from bptjax.cli.train import main
 from bptjax.config_parser import parse
 from bptjax.data.tokenizer import ByteTokenizer
 from bptjax.models.config import ModelConfig
-from bptjax.training.run_directory import saved_keys
+from bptjax.training.run_directory import saved_values
 from bptjax.weights.hf.peft_config import ADAPTER_CONFIG, rank_and_scale
 from bptjax.weights.lora import AdapterConfig
 from bptjax.weights.pretrained import open_pretrained
@@ -78,7 +78,7 @@ def test_a_run_says_its_scale_and_exports_its_alpha(use_rslora, arguments, tmp_p
     assert main(command) == 0
     assert f"\n{said}\n" in capsys.readouterr().out
     assert said in (run / "report.html").read_text()
-    assert saved_keys(run)["adapter.alpha"] == alpha
+    assert saved_values(run)["adapter.alpha"] == alpha
     assert scales(run) == {1.0}
     raw = json.loads((run / "adapter" / ADAPTER_CONFIG).read_text())
     assert rank_and_scale(raw, "model.layers.0.self_attn.q_proj") == (16, 1.0)
@@ -101,7 +101,7 @@ def test_a_resumed_run_keeps_its_alpha(arguments, tmp_path, capsys):
     again = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for a, b in zip(map(json.loads, metrics.splitlines()), again, strict=True):
         assert all(a[k] == b[k] for k in a if k.endswith("/loss"))
-    assert saved_keys(run)["adapter.alpha"] == 8.0 and scales(run) == {0.125}
+    assert saved_values(run)["adapter.alpha"] == 8.0 and scales(run) == {0.125}
     raw = json.loads((run / "adapter" / ADAPTER_CONFIG).read_text())
     assert (raw["r"], raw["lora_alpha"]) == (64, 8.0)
     # Another alpha is another run.

@@ -1,5 +1,6 @@
-"""Gemma 4: full-attention layers have a different size and number of heads; the last layers of
-small models share keys of earlier layers; layers may have their own token embeddings."""
+"""Gemma 4. Full-attention layers differ from windowed layers in head size and number of key heads.
+In small models, the last layers use the keys and values of earlier layers, and each layer has its
+own token embedding."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -70,7 +71,8 @@ def _heads(c: Any, types: list[str]) -> dict[str, tuple[int, int]]:
     """Returns the head size and the number of key heads of each layer type.
 
     Raises:
-      ValueError: a layer's config changes other keys, or layers of one type differ.
+      ValueError: `per_layer_config` sets a key other than these two, or layers of the same type
+        have different heads.
     """
     sizes: dict[str, tuple[int, int]] = {}
     changed = {key for own in (c.to_dict().get("per_layer_config") or {}).values() for key in own}
@@ -90,7 +92,7 @@ def _layer_embedding_size(c: Any) -> int:
     """Returns the size of the per-layer token embeddings; 0 for none.
 
     Raises:
-      ValueError: their vocabulary is not the model's.
+      ValueError: the per-layer embeddings and the model have different vocabulary sizes.
     """
     # Other models lack these keys.
     if not (size := getattr(c, "hidden_size_per_layer_input", None)):
@@ -100,7 +102,7 @@ def _layer_embedding_size(c: Any) -> int:
 
 
 def _experts(c: Any, double: bool) -> dict[str, Any]:
-    """Returns the keywords of experts next to the MLP of each layer; empty without experts."""
+    """Returns the `ModelConfig` keywords for experts; an empty dict for a model without experts."""
     if not getattr(c, "enable_moe_block", False):
         return {}
     if double:
@@ -118,7 +120,8 @@ def _experts(c: Any, double: bool) -> dict[str, Any]:
 
 
 def unused_gemma4(c: ModelConfig) -> tuple[str, ...]:
-    """Returns name patterns of the keys and values of layers that share other layers' keys."""
+    """Returns patterns that match the unused key and value tensors of layers that use the keys and
+    values of earlier layers."""
     layers = "|".join(map(str, range(c.num_layers - c.shared_kv.layers, c.num_layers)))
     name = rf".*layers\.({layers})\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.weight"
     return (name,) if layers else ()
@@ -152,7 +155,8 @@ def _mlp_names(layer: str) -> list[str]:
 
 
 def _rules_attention(c: ModelConfig) -> Iterator[TensorRule]:
-    """Yields the rules of attention, whose parameters have different shapes per layer type."""
+    """Yields the rules of attention. Full and windowed layers have parameters of different shapes,
+    so each type has separate rules."""
     D, N = (c.hidden_size,), c.num_heads
     for full, kind, ours in ((False, "windowed", "layers."), (True, "full", "layers.full_")):
         K, H = c.heads(full)
@@ -169,8 +173,8 @@ def _rules_attention(c: ModelConfig) -> Iterator[TensorRule]:
 
 
 def _rules_experts(c: ModelConfig) -> Iterator[TensorRule]:
-    """Yields the rules of the router, the experts and the MLP next to them. One tensor per layer
-    holds gate and up of all experts, concatenated."""
+    """Yields the rules of the router, the routed experts and the MLP that every token passes. One
+    tensor per layer holds the concatenated gate and up matrices of all experts."""
     D, F, X = c.hidden_size, c.expert_F, c.experts.count
     yield from mlp(c, *_mlp_names(LAYER), ours="layers.mlp.shared", size=c.experts.shared_size)
     for hf, ours in (
@@ -203,7 +207,8 @@ def _rules_experts(c: ModelConfig) -> Iterator[TensorRule]:
 
 
 def _rules_layer_embedding(c: ModelConfig) -> Iterator[TensorRule]:
-    """Yields the rules of the per-layer embeddings. Two tensors hold parts of all layers."""
+    """Yields the rules of the per-layer embeddings. The embedding table and its projection are
+    single tensors that hold the values of all layers."""
     D, P, L = c.hidden_size, c.layer_embedding.size, c.num_layers
     ours = "layers.embedding."
     yield TensorRule(
