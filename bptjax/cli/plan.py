@@ -34,7 +34,7 @@ from bptjax.weights.pretrained import Pretrained, open_config
 DESCRIPTION = """Compiles the step of a run and prints its memory per device, whether it fits, and
 which keys to change if it does not. The devices need not be on this machine, and the weights need
 not be there either: config.json is enough. Takes the keys of bptjax train."""
-EXECUTION_KEYS = "remat", "save", "ffn_chunk", "ce_chunk", "offload"
+EXECUTION_KEYS = "remat", "save", "ffn_chunk", "ce_chunk", "offload", "head_groups"
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,10 @@ STREAM_WORKSPACE, FEED_FORWARD_WORKSPACE = 12, 3.5
 # Bytes moved by rounding to 8 bits, per element of the inputs and outputs of linear layers, in a
 # compiled step of an 8B decoder.
 FLOAT8_TRAFFIC = 4.4
+# Heads' share of STREAM_WORKSPACE, which groups of heads divide, from compiled steps of an 8B decoder
+# on 131,072 tokens. Traffic of each further group in elements per token and layer, / D: reads of the
+# stream, and reads and writes of two sums. Counted, not measured.
+HEADS_WORKSPACE, GROUP_TRAFFIC = 5, 30
 # Share of the loss's memory that is lost to the layers, because its buffers leave gaps.
 FRAGMENTED = 0.02
 # Products of a layer whose results no policy saves by name.
@@ -178,6 +182,11 @@ class Estimator:
         head = passes * 2.0 * n * vocab
         attending = ATTENTION * kernel + (0.0 if names >= {*attention.RESIDUAL_NAMES} else kernel)
         attending += kernel if nested else 0.0
+        groups = execution.head_groups
+        if groups > 1:
+            # The backward pass of each group computes unsaved activations of its heads again.
+            layers += products({"query", "key", "value"} & self.products.keys() - names)
+            attending += 0.0 if names >= {*attention.RESIDUAL_NAMES} else kernel
         seconds = head / rates.products + attending / rates.attention(m.mean_head_dim)
         seconds += layers / (rates.float8 if self.float8 else rates.products)
 
@@ -185,6 +194,7 @@ class Estimator:
         gates = (2 + m.gated) * m.active_F / tp
         stream = STREAM_TRAFFIC * m.hidden_size + FEED_FORWARD_TRAFFIC * gates
         traffic = n * L * size * stream * passes / 2
+        traffic += n * L * size * GROUP_TRAFFIC * m.hidden_size * (groups - 1)
         chunks = math.ceil(self.sequence / execution.ffn_chunk)
         chunked = self.products.keys() & {*UNCHUNKED, "down"}
         # Count all experts on the device, not only routed ones.
@@ -208,7 +218,7 @@ class Estimator:
         seconds += 2 * (self.trained + self.held) / rates.bandwidth
 
         chunk = n * min(execution.ffn_chunk / self.sequence, 1.0)
-        stream = STREAM_WORKSPACE * n * m.hidden_size
+        stream = (STREAM_WORKSPACE - HEADS_WORKSPACE * (1 - 1 / groups)) * n * m.hidden_size
         stream += FEED_FORWARD_WORKSPACE * chunk * m.active_F / tp
         # Tokens of all devices that share the experts, their gradients, and a float32 sum.
         stream += (2 + 4 / size) * chunk * m.hidden_size * self.ep if self.ep > 1 else 0

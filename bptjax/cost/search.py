@@ -4,12 +4,15 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from bptjax.cost.estimate import Estimate, Estimator
 from bptjax.cost.memory import Plan
 from bptjax.models.execution import UNCHUNKED, Execution, ExecutionConfig
+from bptjax.models.head_groups import check_head_groups, max_head_groups
+from bptjax.parallel.mesh import num_shards
 from bptjax.training.spec import TrainSpec
 
 # Maximum number of settings to compile: after one fits, and while none fits.
@@ -167,17 +170,34 @@ def _settings(
         return
     seq_len = spec.config.train.seq_len
     ffn_chunks = [seq_len, *(size for size in FFN_CHUNKS if size < T)]
+    head_groups = [group.head_groups] if group.head_groups else _head_groups(spec)
     ce_chunks = [x for x in CE_CHUNKS if x < 2 * estimator.tokens] or [estimator.tokens]
     for ffn_chunk in [group.ffn_chunk] if group.ffn_chunk else ffn_chunks:
         for remat, save in _policies(spec, estimator, ffn_chunk < seq_len):
-            for ce_chunk in [group.ce_chunk] if group.ce_chunk else ce_chunks:
+            groups = [1] if remat == "none" else head_groups
+            sizes = itertools.product([group.ce_chunk] if group.ce_chunk else ce_chunks, groups)
+            for ce_chunk, count in sizes:
                 values = dict(remat=remat, save=save, ffn_chunk=ffn_chunk, ce_chunk=ce_chunk)
-                plain = group.complete(**values)
+                plain = group.complete(**values, head_groups=count)
                 yield plain
                 if group.offload is None and plain.remat != "none":
                     share = _least_offload(estimator, plain, memory, scales)
                     if share:
                         yield replace(plain, offload=share)
+
+
+def _head_groups(spec: TrainSpec) -> list[int]:
+    """Returns the numbers of groups of heads to consider: 1, 2 and the largest, if the model allows
+    them and the tokens stay in the same order on the devices."""
+    model, found = spec.model, [1]
+    for count in sorted({2, max_head_groups(model, num_shards(spec.mesh, "heads"))} - {1}):
+        with suppress(ValueError, NotImplementedError):
+            groups = replace(spec.config.execution, head_groups=count)
+            grouped = replace(spec, config=replace(spec.config, execution=groups))
+            check_head_groups(count, model, num_shards(spec.mesh, "heads"))
+            if grouped.layout.strategy[0] == spec.layout.strategy[0]:
+                found.append(count)
+    return found
 
 
 def _policies(

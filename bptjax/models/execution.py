@@ -54,11 +54,12 @@ class Execution:
     remat: str = "none"
     save: tuple[str, ...] = ()
     ce_chunk: int = 2048
+    head_groups: int = 1
 
     def __post_init__(self):
         if not 0.0 <= self.offload <= 1.0:
             raise ValueError(f"execution.offload={self.offload}: must be in [0, 1]")
-        for name in ("q_chunk", "k_chunk", "ffn_chunk", "ce_chunk"):
+        for name in ("q_chunk", "k_chunk", "ffn_chunk", "ce_chunk", "head_groups"):
             if getattr(self, name) < 1:
                 raise ValueError(f"execution.{name}={getattr(self, name)}: must be at least 1")
         if self.remat not in REMAT and not self.nested:
@@ -69,6 +70,16 @@ class Execution:
         for name in self.save:
             if name not in NAMES:
                 raise ValueError(f"execution.save={name}: must be among {', '.join(NAMES)}")
+        if self.head_groups > 1 and self.schedule == "fused":
+            raise ValueError(
+                f"execution.head_groups={self.head_groups}: must be 1 with schedule=fused, which "
+                "computes all heads of one chunk of queries at a time"
+            )
+        if self.head_groups > 1 and self.remat == "none":
+            raise ValueError(
+                f"execution.head_groups={self.head_groups}: must be 1 with remat=none, which saves "
+                "the queries, keys and values of all heads"
+            )
         if self.offload and self.remat == "none":
             raise ValueError(
                 f"execution.offload={self.offload}: must be 0 with remat=none, which names no "
@@ -85,6 +96,13 @@ class Execution:
         """The k of nested(k); None for other policies and k = 1."""
         match = re.fullmatch(r"nested\((\d+)\)", self.remat)
         return int(match[1]) if match and int(match[1]) > 1 else None
+
+    @property
+    def saved(self) -> tuple[str, ...]:
+        """Names of the activations of each layer that are saved; with nested(k), while the backward
+        pass of a group of layers runs."""
+        policy = RESIDUAL_NAMES if self.nested else REMAT[self.remat]
+        return NAMES if policy is None else (*policy, *self.save)
 
     def check(self, model: ModelConfig) -> None:
         """Checks the policy against the model's layers.
@@ -208,7 +226,7 @@ class ExecutionConfig:
 
     On a GPU, keys that are not set, or all keys with `execution: auto`, take the fastest values
     that fit in memory. The run prints the values and writes them to its config. On a CPU they are
-    save_attention, [], 2048, 2048 and 0.
+    save_attention, [], 2048, 2048, 0 and 1.
 
     Attributes:
       attention_implementation: fa4, cudnn, triton, scan, products, loop or reference. auto picks by
@@ -227,6 +245,9 @@ class ExecutionConfig:
       ffn_chunk: tokens processed at a time by the feed-forward network.
       ce_chunk: tokens per device whose logits exist at the same time.
       offload: share of the tokens whose saved activations move to host memory, 0 to 1.
+      head_groups: groups of heads that attention computes one after the other, from the projections
+        to the output projection. Must divide the key heads of a device. More groups take less
+        memory per token; with remat=full, the forward kernel then runs once more.
     """
 
     attention_implementation: str = "auto"
@@ -238,6 +259,7 @@ class ExecutionConfig:
     ffn_chunk: int | None = None
     ce_chunk: int | None = None
     offload: float | None = None
+    head_groups: int | None = None
 
     def __post_init__(self):
         self.complete()

@@ -159,6 +159,7 @@ class Layer(nnx.Module):
         network.
 
         Args:
+          out: output of attention, or of the output projection if this layer lacks one.
           inside: false for copies of tokens that pad a chunk.
           offload: share of the tokens whose saved activations go to host memory.
 
@@ -178,7 +179,8 @@ class Layer(nnx.Module):
             return dropout(y, keys.feed_forward if keys else None, rate, tokens.ids), aux
 
         with jax.named_scope("attention"):
-            attended = self._attended(x, out, seeds)
+            projects = self.out is not None or self.mixer is not None
+            attended = self.project(x, out, seeds) if projects else out
             if self.attention_post_norm is not None:
                 attended = self.attention_post_norm(attended)
             attended = self._scale(attended)
@@ -203,12 +205,24 @@ class Layer(nnx.Module):
             x = x * jax.lax.stop_gradient(self.scale[0]).astype(x.dtype)
         return x, aux
 
-    def _attended(self, x: Array, out: Array, seeds: AdapterDropout | None) -> Array:
+    def project(
+        self,
+        x: Float[Array, "B T D"],
+        out: Float[Array, "B T *heads"],
+        seeds: AdapterDropout | None,
+        head_numbers: Int[Array, "N"] | None = None,
+    ) -> Float[Array, "B T D"]:
+        """Computes the gate and the output projection of the heads. `head_numbers` are their
+        indices among the heads of the layer, if they are only some of them."""
         if (mixer := self.mixer) is not None:
             return mixer.finish(self.read(x), out, seeds)
         if self.gate is not None:
             gate = jax.nn.sigmoid(self.gate(self.read(x), seeds).astype(jnp.float32))
             out = (gate * out.astype(jnp.float32)).astype(out.dtype)
+        if seeds is not None and head_numbers is not None:
+            size = out.shape[-1]
+            columns = (head_numbers[:, None] * size + jnp.arange(size)[None]).reshape(-1)
+            seeds = seeds._replace(first=columns - jnp.arange(len(columns)))
         return self.out(out, seeds)
 
     def read(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:

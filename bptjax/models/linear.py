@@ -36,12 +36,12 @@ def spread(v: Array, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
 
 
 class AdapterDropout(NamedTuple):
-    """Seeds of the dropout of an adapter's input: key data, token ids, and the index of the input's
-    first column."""
+    """Seeds of the dropout of an adapter's input: key data, token ids, and the number to add to the
+    index of each of the input's columns."""
 
     key: UInt32[Array, "2"]
     ids: Int[Array, "B T"]
-    first: Int[Array, ""] | int = 0
+    first: Int[Array, "*#F"] | int = 0
 
 
 def apply_kernel(kernel: Any, x: Array, in_ndim: int, seeds: AdapterDropout | None = None) -> Array:

@@ -1,6 +1,7 @@
 """Applies the layers of a model in order."""
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from bptjax.models.config import ModelConfig
 from bptjax.models.execution import Execution
 from bptjax.models.feed_forward import Auxiliary
 from bptjax.models.feed_forwards import FEED_FORWARDS
+from bptjax.models.head_groups import GroupContext, HeadGroups, check_head_groups
 from bptjax.models.layer_backward import Inputs, LayerRunner, Stack, Use
 from bptjax.models.layer_kinds import FULL, PROJECTIONS, LayerKind
 from bptjax.models.layers import DropoutKeys, Layer, TokenContext, adapter_dropout
@@ -34,6 +36,7 @@ from bptjax.parallel.sequence import (
     attention,
     divides,
     fold_sequence_shards,
+    tensor_shards,
     unfold_sequence_shards,
 )
 
@@ -277,6 +280,7 @@ def _layer_function(
     shared arrays) to (carry, (hidden state, auxiliary sums)). The carry is the residual stream, the
     cache, and the latest keys and values of each layer type. For the other arguments see `run`.
     """
+    check_head_groups(execution.head_groups, config, tensor_shards())
     alibi = None
     if config.position_embedding == "alibi":
         slopes = alibi_slopes(config.num_heads, interleaved=config.alibi.interleaved)
@@ -324,7 +328,9 @@ def _layer_function(
         if past is not None:
             own = config.kv_layers(kind.full)
             index = jnp.asarray(len(own) - 1) if kind.shares else _number(config, own, index)
-        if not kind.shares:
+        in_groups = past is None and execution.head_groups > 1
+        # Groups compute their own keys and values, unless later layers need those of all heads.
+        if not kind.shares and not (in_groups and not config.later_layers):
             k, v = inputs.layer.keys_values(chunk.x, tokens, kind.rope, inputs.keys)
             k = checkpoint_named(k, "key", execution.offload)
             v = checkpoint_named(v, "value", execution.offload)
@@ -333,10 +339,23 @@ def _layer_function(
                 past = past.with_keys_values(kind.full, *kv)
             else:
                 kv = k.astype(chunk.x.dtype), v.astype(chunk.x.dtype)
-        k, v = kv if past is None else past.keys_values(kind.full)
+        k: Any = None
+        v: Any = None
+        if past is not None or kv is not None:
+            k, v = kv if past is None else past.keys_values(kind.full)
         of_layer = replace(mask, window=kind.window)
         if kind.pattern is not None:
-            of_layer = kind.pattern.apply(of_layer, positions, k_positions, k.shape[-3], *marks)
+            S = chunk.x.shape[1] if past is None else k.shape[-3]
+            of_layer = kind.pattern.apply(of_layer, positions, k_positions, S, *marks)
+        if in_groups:
+            bind = partial(_specify_group, config, execution, kind, sequence_strategy)
+            groups = HeadGroups(execution, kind, config.num_heads, bind)
+            context = GroupContext(tokens, of_layer, inputs.keys, alibi)
+            x, out = groups(inputs.layer, chunk.x, kv, context)
+            layer = copy(inputs.layer)
+            layer.out = layer.gate = None
+            inputs, chunk = inputs._replace(layer=layer), chunk._replace(x=x)
+            return *_split(execution, inputs, chunk, out), past, kv
         specify = partial(_specify, config, execution, kind, inputs, of_layer, alibi)
         if past is not None:
             function = partial(specify(cached.attention), index=index, held=past.length)
@@ -454,6 +473,24 @@ def _specify(
         q_chunk=execution.q_chunk,
         k_chunk=execution.k_chunk,
     )
+
+
+def _specify_group(
+    config: ModelConfig,
+    execution: Execution,
+    kind: LayerKind,
+    strategy: str,
+    layer: Layer,
+    context: GroupContext,
+    attend: Callable[..., Any],
+    head_numbers: Int[Array, "N"],
+) -> Callable[..., Any]:
+    """Binds the options of one group of heads to `attend`."""
+    inputs = _Inputs(layer, context.keys)
+    attend = _specify(config, execution, kind, inputs, context.mask, context.alibi, attend)
+    if config.attention_dropout and context.keys:
+        attend = partial(attend, head_numbers=head_numbers)
+    return partial(attend, strategy=strategy)
 
 
 def _query(kind: LayerKind, inputs: _Inputs, chunk: _Chunk) -> Float[Array, "B T N H"]:

@@ -64,14 +64,15 @@ def dropout(
     key: Array | None,
     rate: float,
     rows: Int[Array, "B T"],
-    first: Int[Array, ""] | int = 0,
+    first: Int[Array, "*#D"] | int = 0,
 ) -> Float[Array, "B T D"]:
     """Drops elements of `x` and scales the rest by 1 / (1 - rate).
 
     Args:
       key: uint32 `[2]` key data; None drops nothing.
       rows: a number per token, unique in the batch. Equal numbers drop equal elements.
-      first: index of the first column, if a device has only some of the columns.
+      first: number to add to the index of all columns, or of each column, if these are only some of
+        the columns.
     """
     check_rate(rate=rate)
     if key is None or rate == 0.0:

@@ -12,8 +12,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Float, Int
 
 from bptjax.ops.arguments import check_sinks
-from bptjax.ops.attention import KERNELS, choose, differentiable, make_spec
-from bptjax.ops.attention import attention as attention_on_one_device
+from bptjax.ops.attention import KERNELS, attend, choose, differentiable, make_spec
 from bptjax.ops.attention.contract import (
     QKV,
     AttentionSpec,
@@ -80,6 +79,12 @@ def sequence_shards() -> int:
     return 1 if mesh.empty else num_shards(mesh, "sequence")
 
 
+def tensor_shards() -> int:
+    """Returns the number of devices that share the heads, in the mesh set by `jax.set_mesh`."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return 1 if mesh.empty else num_shards(mesh, "heads")
+
+
 def divides(x: Array) -> bool:
     """Returns whether the mesh set by `jax.set_mesh` divides the sequences and tokens of an array
     `[B, T, ...]`."""
@@ -119,6 +124,7 @@ def attention(
     impl: str = "auto",
     sinks: Float[Array | np.ndarray, "N"] | None = None,
     offload: float = 0.0,
+    state: AttentionState | None = None,
     **options: Any,
 ) -> Float[Array, "B T N H"]:
     """Computes `ops.attention` on the mesh set by `jax.set_mesh`, or directly on one device or
@@ -126,6 +132,8 @@ def attention(
 
     Args:
       strategy: how attention communicates across the shards of a sequence if sp > 1.
+      state: the result of `attention_state` on the same arguments, with which the kernel does not
+        run forward.
       impl, sinks, offload, options: as in `ops.attention`; `auto` chooses for the arrays of one
         device.
 
@@ -135,12 +143,52 @@ def attention(
       ValueError: as in `ops.attention`; the mesh does not divide the batch, the tokens or the
         heads.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1:
-        return attention_on_one_device(q, k, v, impl=impl, sinks=sinks, offload=offload, **options)
     x = QKV(q, k, v)
+    kernel, spec = _kernel_and_spec(x, strategy, impl, sinks, **options)
+    return differentiable(kernel, x, spec, sinks=sinks, offload=offload, state=state)
+
+
+def attention_state(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    *,
+    strategy: str = "auto",
+    impl: str = "auto",
+    sinks: Float[Array | np.ndarray, "N"] | None = None,
+    **options: Any,
+) -> AttentionState:
+    """Computes the state of `attention`, without a gradient."""
+    x = QKV(q, k, v)
+    kernel, spec = _kernel_and_spec(x, strategy, impl, sinks, **options)
+    return attend(kernel, x, spec, None if sinks is None else jnp.asarray(sinks, jnp.float32))
+
+
+def _kernel_and_spec(
+    x: QKV,
+    strategy: str,
+    impl: str,
+    sinks: Array | np.ndarray | None,
+    *,
+    head_numbers: Int[Array, "N"] | None = None,
+    **options: Any,
+) -> tuple[Kernel, AttentionSpec]:
+    """Returns the kernel for the mesh set by `jax.set_mesh`, and the checked options.
+
+    Args:
+      head_numbers: index of each query head among the heads of the layer, if these are only some
+        of them; consecutive on each device.
+    """
+    q, k, _ = x
     spec = make_spec(x, **options)
     check_sinks(sinks, q.shape[2])
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        if head_numbers is not None:
+            spec = replace(spec, first_head=head_numbers[0])
+        return KERNELS[choose(impl, x, spec)[0]], spec
+    if head_numbers is not None:
+        spec = replace(spec, first_head=head_numbers)
     dp, tp, sp = (num_shards(mesh, axis) for axis in ("batch", "heads", "sequence"))
     for name, size, devices in (
         ("sequences", q.shape[0], dp),
@@ -151,8 +199,7 @@ def attention(
         if size % devices:
             raise ValueError(f"{size} {name}: must be a multiple of {devices} devices")
     chosen, _ = choose_strategy(strategy, q.shape[2] // tp, sp)
-    kernel = ShardedAttention(chosen, impl)
-    return differentiable(kernel, x, spec, sinks=sinks, offload=offload)
+    return ShardedAttention(chosen, impl), spec
 
 
 @dataclass(frozen=True)
@@ -240,11 +287,13 @@ class _Layout:
         batch, _, heads, _ = x.q.shape
         of_mask = {name: y for name, y in arrays.items() if name in TOKEN_FIELDS}
         others = {name: y for name, y in arrays.items() if name not in TOKEN_FIELDS}
+        numbers = others.pop("first_head", None)
+        first = jax.lax.axis_index(HEADS) * heads if numbers is None else numbers[0]
         return replace(
             self.spec,
             mask=replace(self.spec.mask, **of_mask),
             first_sequence=jax.lax.axis_index(BATCH) * batch,
-            first_head=jax.lax.axis_index(HEADS) * heads,
+            first_head=first,
             **others,
         )
 
@@ -312,6 +361,8 @@ def _traced_arrays(
     for name, x, partition in (
         ("alibi", spec.alibi, PartitionSpec(HEADS)),
         ("dropout_key", spec.dropout_key, PartitionSpec()),
+        # Here one number per query head; each device keeps the first of its own.
+        ("first_head", spec.first_head, PartitionSpec(HEADS)),
     ):
         if x is not None:
             arrays[name], specs[name] = x, partition

@@ -11,6 +11,7 @@ from bptjax.data.config import DataConfig
 from bptjax.models.config import ModelConfig
 from bptjax.models.config_checks import sizes_of
 from bptjax.models.feed_forwards import FEED_FORWARDS
+from bptjax.models.head_groups import check_head_groups
 from bptjax.models.layers import rotary
 from bptjax.objectives import OBJECTIVES, check, choose
 from bptjax.objectives.objective import Objective
@@ -73,6 +74,8 @@ def check_spec(spec: TrainSpec) -> None:
       ValueError, NotImplementedError: one line about the wrong key.
     """
     spec.execution.check(spec.model)
+    groups, tp = spec.execution.head_groups, num_shards(spec.mesh, "heads")
+    check_head_groups(groups, spec.model, tp)
     check_landmarks(spec)
     check_adapter(spec)
     check_float8(spec)

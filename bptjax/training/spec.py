@@ -148,4 +148,6 @@ class TrainSpec:
                 f"parallel.ep={ep}: must divide model.experts.count={experts}; use "
                 f"{math.gcd(ep, experts)}, with the other devices on parallel.fsdp"
             )
-        return Layout(self.mesh, self.model.num_heads, self.config.parallel.sequence_strategy)
+        # A sequence strategy divides the heads of one group.
+        heads = self.model.num_heads // execution.head_groups
+        return Layout(self.mesh, heads, self.config.parallel.sequence_strategy)

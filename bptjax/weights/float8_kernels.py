@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -21,21 +21,21 @@ class Float8Kernel:
 
     Attributes:
       kernel: receives the gradient; its values are not read. None if the kernel is frozen.
-      weight: the kernel `[O, I]` with O outputs and I inputs.
-      outputs: shape of the output axes.
+      weight: the kernel `[*outputs, *inputs]`.
     """
 
     kernel: nnx.Variable | None
     weight: Float8
-    outputs: tuple[int, ...] = field(metadata={"static": True})
 
     def __call__(self, x: Array, in_ndim: int, seeds: AdapterDropout | None = None) -> Array:
-        codes, scale = self.weight
+        codes, scale = (y[...] for y in self.weight)
+        outputs = codes.shape[:-in_ndim]
+        codes = codes.reshape(math.prod(outputs), -1)
         x, kernel = x.reshape(*x.shape[:-in_ndim], -1), None
         if self.kernel is not None:
             kernel = self.kernel[...].astype(x.dtype).reshape(codes.shape[::-1])
         y = linear(x, codes, scale, kernel)
-        return y.reshape(*y.shape[:-1], *self.outputs)
+        return y.reshape(*y.shape[:-1], *outputs)
 
 
 def float8_kernels(model: Any) -> dict[str, int]:
@@ -71,15 +71,11 @@ def quantize_kernels(model: Any) -> dict[str, Float8]:
 def with_float8(model: Any, weights: Mapping[str, Float8], trained: bool) -> Any:
     """Returns the model with these weights, from `quantize_kernels`, in its products. Gradients go
     to the model's own kernels if they are `trained`."""
-    in_ndims = float8_kernels(model)
 
     def replaced(at, v):
         if (path := _path(at)) not in weights:
             return v
-        codes, scale = (x[...] for x in weights[path])
-        L, *outputs = codes.shape[: codes.ndim - in_ndims[path]]
-        weight = Float8(codes.reshape(L, math.prod(outputs), -1), scale)
-        return Float8Kernel(v if trained else None, weight, tuple(outputs))
+        return Float8Kernel(v if trained else None, weights[path])
 
     return jax.tree.map_with_path(replaced, model, is_leaf=is_variable)
 

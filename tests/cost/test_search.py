@@ -345,6 +345,7 @@ def test_on_a_cpu_the_keys_have_fixed_values():
         "ffn_chunk",
         "ce_chunk",
         "offload",
+        "head_groups",
     )
 
 

@@ -18,6 +18,7 @@ from bptjax.ops.checkpoint_names import checkpoint_named
 from bptjax.ops.choices import record
 from bptjax.ops.mask import Mask
 from bptjax.ops.softmax import empty_state, merge_states
+from bptjax.ops.static_arrays import split_static
 from bptjax.ops.target import platform
 
 # `auto` takes the first kernel that honors the arguments. On one H200, fa4 was faster than cudnn
@@ -236,35 +237,28 @@ def differentiable(
     *,
     sinks: Float[Array | np.ndarray, "N"] | None = None,
     offload: float = 0.0,
+    state: AttentionState | None = None,
 ) -> Float[Array, "B T N H"]:
     """Returns the kernel's output, with the kernel's backward pass as its gradient.
 
     `sinks` are merged into the state that the kernel returns, so most kernels need not handle
     them. `offload` is the share of the tokens whose residuals a remat policy can move to host
-    memory.
+    memory. With `state`, the result of `attend` on the same arguments, the kernel does not run
+    forward.
     """
-    leaves, structure = jax.tree.flatten(spec)
-    static = [y if isinstance(y, np.ndarray) else None for y in leaves]
-    traced = [y if s is None else None for y, s in zip(leaves, static, strict=True)]
+    traced, make = split_static(spec)
     sinks = None if sinks is None else jnp.asarray(sinks, jnp.float32)
-
-    def make(traced):
-        """Rebuilds the spec. NumPy arrays stay NumPy, to find empty tiles at trace time."""
-        return structure.unflatten(
-            [t if s is None else s for t, s in zip(traced, static, strict=True)]
-        )
-
     with jax.named_scope("attention_kernel"):
-        return _attention(kernel, make, offload, x, sinks, traced)
+        return _attention(kernel, make, offload, x, sinks, traced, state)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _attention(kernel, make, offload, x, sinks, traced):
-    return attend(kernel, x, make(traced), sinks).out
+def _attention(kernel, make, offload, x, sinks, traced, state):
+    return (state or attend(kernel, x, make(traced), sinks)).out
 
 
-def _forward(kernel, make, offload, x, sinks, traced):
-    state = attend(kernel, x, make(traced), sinks)
+def _forward(kernel, make, offload, x, sinks, traced, state):
+    state = state or attend(kernel, x, make(traced), sinks)
     state = AttentionState(
         *(checkpoint_named(y, n, offload) for y, n in zip(state, RESIDUAL_NAMES, strict=True))
     )
@@ -274,7 +268,7 @@ def _forward(kernel, make, offload, x, sinks, traced):
 def _backward(kernel, make, offload, residuals, dout):
     x, sinks, state, traced = residuals
     gradients = kernel.backward(x, state, dout, make(traced))
-    return QKV(*gradients), _sink_gradients(sinks, state, dout), None
+    return QKV(*gradients), _sink_gradients(sinks, state, dout), None, None
 
 
 def attend(
