@@ -32,9 +32,9 @@ STREAM_WORKSPACE, FEED_FORWARD_WORKSPACE = 12, 3.5
 # Bytes moved by rounding to 8 bits, per element of the inputs and outputs of linear layers, in a
 # compiled step of an 8B decoder.
 FLOAT8_TRAFFIC = 4.4
-# Heads' share of STREAM_WORKSPACE, which groups of heads divide, from compiled steps of an 8B decoder
-# on 131,072 tokens. Traffic of each further group in elements per token and layer, / D: reads of the
-# stream, and reads and writes of two sums. Counted, not measured.
+# Heads' share of STREAM_WORKSPACE, which groups of heads divide, from compiled steps of an 8B
+# decoder on 131,072 tokens. Traffic of each further group in elements per token and layer, / D:
+# reads of the stream, and reads and writes of two sums; counted, not measured.
 HEADS_WORKSPACE, GROUP_TRAFFIC = 5, 30
 # Share of the loss's memory that is lost to the layers, because its buffers leave gaps.
 FRAGMENTED = 0.02
