@@ -77,6 +77,7 @@ def one(batch):
             dict(remat="none"),
             dict(remat="full"),
             dict(remat="nested(2)"),
+            dict(remat="full", head_groups=2),
             dict(remat="dots", ffn_chunk=16),
             dict(schedule="fused"),
         ],

@@ -46,6 +46,11 @@ CASES = {
     "tied head": dict(model=dict(tied_head=True)),
     "remat full": dict(execution=dict(remat="full")),
     "remat nested": dict(execution=dict(remat="nested(2)")),
+    "head groups": dict(execution=dict(remat="full", head_groups=2), accumulate=2),
+    "head groups on a mesh": dict(
+        execution=dict(head_groups=2, remat="save_attention"),
+        parallel=dict(dp=2, fsdp=2, sp=2),
+    ),
     "offload": dict(execution=dict(remat="nested(2)", offload=0.5)),
     "fused": dict(execution=dict(schedule="fused")),
     "windows": dict(model=dict(num_layers=5, sliding_window=5, layer_types=WINDOWS + WINDOWS[:2])),

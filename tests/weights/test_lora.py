@@ -158,6 +158,7 @@ def got_of(gradients, name):
 @pytest.mark.parametrize(
     "execution",
     [
+        dict(remat="save_attention", head_groups=2),
         dict(remat="none"),
         dict(remat="dots"),
         dict(remat="full"),
