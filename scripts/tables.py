@@ -411,6 +411,22 @@ def speeds_planned() -> str:
     return by_gpu(cell)
 
 
+def in_backward() -> str:
+    """Steps of an 8B whose layers are updated after or inside the backward pass."""
+    body = []
+    for row in read("in_backward_h100.jsonl"):
+        if "system" in row:
+            name = ", ".join([peer_name(row), *row.get("flags", ())])
+            body.append([tokens(row | {"settings": {}}), name, "", ""])
+        else:
+            inside = "optimizer.clip" in row["settings"]
+            host = row["settings"].get("optimizer.state_memory_kind")
+            text = settings(row) + ", `state_memory_kind: pinned_host`" * bool(host)
+            body.append([tokens(row), "inside" if inside else "after", row["attention"], text])
+        body[-1] += [f"{speed(row):,.0f}", gib(row)]
+    return table(["tokens", "updates", "attention", "settings", "tokens/s", "memory"], body)
+
+
 def faults() -> str:
     """Which tier of tests found the seeded faults of each room."""
     body: dict[str, list[int]] = {}
@@ -437,6 +453,7 @@ def missed_faults() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "headline": headline,
+    "in_backward": in_backward,
     "qlora": lambda: steps("qlora_h200.json"),
     "compare": compare,
     "loss": loss,
