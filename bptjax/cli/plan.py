@@ -183,7 +183,7 @@ def _lines(
     yield f"{predicted.devices}{', ' * bool(axes)}{axes}: {total:,} parameters, {trained:,} trained"
     yield f"{plural(spec.global_batch_size, 'sequence')} of {predicted.seq_len:,} tokens per step"
     yield f"execution: {describe(spec.execution, EXECUTION_KEYS)}"
-    yield describe_update(spec)
+    yield from describe_update(spec)
     saved = _saved(spec, predicted)
     for name, size in (
         ("parameters", predicted.parameters),

@@ -75,8 +75,8 @@ def describe_model(spec: TrainSpec, data: RunData) -> list[str]:
     return notes
 
 
-def describe_update(spec: TrainSpec) -> str:
-    """Formats the line about when parameters are updated."""
+def describe_update(spec: TrainSpec) -> list[str]:
+    """Formats the lines about when parameters are updated."""
     obstacle = spec.in_backward_obstacle
     if spec.in_backward:
         text = "each layer is updated inside the backward pass, when its gradient is known"
@@ -88,7 +88,7 @@ def describe_update(spec: TrainSpec) -> str:
         )
     else:
         text = f"updates follow the backward pass, because of {obstacle}"
-    return f"optimizer: {text}"
+    return textwrap.wrap(f"optimizer: {text}", 80, subsequent_indent="  ")
 
 
 def describe_adapter(config: Config, pretrained: Pretrained | None) -> list[str]:

@@ -280,7 +280,7 @@ def _open_run(config: Config, devices: list[jax.Device], date: str) -> TrainingR
         notes=[
             *describe_devices(spec, data),
             *describe_model(spec, data),
-            describe_update(spec),
+            *describe_update(spec),
             *data.notes,
         ],
         data_size=count_and_size(data.train),

@@ -110,21 +110,6 @@ def test_a_resumed_run_keeps_its_alpha(arguments, tmp_path, capsys):
 
 
 @pytest.mark.thorough
-def test_a_run_without_adapters_ignores_a_saved_alpha(arguments, tmp_path, capsys):
-    run = tmp_path / "run"
-    command = [*arguments, f"--run_dir={run}"]
-    assert main(command) == 0
-    text = (run / "config.yaml").read_text()
-    assert "  alpha: null\n" in text
-    (run / "config.yaml").write_text(text.replace("  alpha: null\n", "  alpha: 8.0\n"))
-    assert main(extended(command)) == 0
-    assert "resumed at step 2" in capsys.readouterr().out
-    assert open_pretrained(ModelConfig(name_or_path=str(run))).adapters is None
-    assert main([*command, "--adapter.alpha=4"]) == 2
-    assert "adapter.alpha=4.0: must be null with adapter.type=none" in capsys.readouterr().err
-
-
-@pytest.mark.thorough
 def test_adapters_trained_further_keep_their_scale(arguments, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("bptjax.training.setup.select_devices", lambda device: jax.devices()[:1])
     arguments = [x.replace("dp=8", "dp=1") for x in arguments]
