@@ -107,8 +107,13 @@ def saved_execution(config: Config) -> Execution | None:
     """Returns the saved execution of a resumed run, with the keys that this config sets replaced;
     None for a new run, or if the set keys are incompatible with the saved ones."""
     saved = saved_values(Path(config.run_dir).expanduser())
+    if not saved:
+        return None
     values: dict[str, Any] = {k: saved.get(f"execution.{k}") for k in config.execution.unset}
-    if not saved or None in values.values():
+    if "head_groups" in values:
+        # Runs that were saved before this key existed computed all heads at once.
+        values["head_groups"] = values["head_groups"] or 1
+    if None in values.values():
         return None
     # YAML has no tuples.
     values |= {key: tuple(x) for key, x in values.items() if isinstance(x, list)}
