@@ -3,7 +3,7 @@ generate` on the command line, `bptjax.generate` in Python."""
 
 import logging
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from bptjax.cli.main import launch, warn
-from bptjax.data.templates import chat_prompt, describe_clock_and_chance
+from bptjax.data.templates import chat_prompt, describe_clock_and_chance, opening
 from bptjax.data.tokenizer import Tokenizer
 from bptjax.models.config import ModelConfig
 from bptjax.models.decoder import Decoder
@@ -35,6 +35,7 @@ def generate(
     prompts: Prompts,
     *,
     chat: bool = False,
+    system: str | None = None,
     max_new_tokens: int = 128,
     temperature: float | None = None,
     top_k: int | None = None,
@@ -53,6 +54,7 @@ def generate(
     Args:
       model, tokenizer: results of `bptjax.load`.
       chat: whether the prompts are user messages for the chat template.
+      system: system message before each prompt; needs `chat`.
       max_new_tokens: largest number of new tokens per text.
       temperature, top_k, top_p, min_p, repetition_penalty: see `sampling.Sampling`. The defaults
         come from the checkpoint's generation_config.json; see `sampling.choose_sampling`.
@@ -65,7 +67,7 @@ def generate(
       ValueError: an option is out of range, or a prompt is empty or too long.
     """
     stop = [stop] if isinstance(stop, str) else stop
-    _check(max_new_tokens, prefill_chunk, stop, seed)
+    check_options(max_new_tokens, prefill_chunk, stop, seed)
     sampling, line = choose_sampling(
         tokenizer.generation_config,
         log.warning,
@@ -78,7 +80,7 @@ def generate(
     )
     log.info(line)
     encoded = _encode(
-        [prompts] if isinstance(prompts, str) else prompts, tokenizer, chat, log.warning
+        [prompts] if isinstance(prompts, str) else prompts, tokenizer, chat, system, log.warning
     )
     _warn_of_length(model.config, encoded, max_new_tokens, log.warning)
     *_, texts = continuations(
@@ -96,15 +98,23 @@ def generate(
 
 
 def _encode(
-    texts: list[str], tokenizer: Tokenizer, chat: bool, warn: Callable[[str], None]
+    texts: list[str],
+    tokenizer: Tokenizer,
+    chat: bool,
+    system: str | None,
+    warn: Callable[[str], None],
 ) -> list[np.ndarray]:
     """Returns the token ids of the prompts. Warns if a chat template reads the clock.
 
     Raises:
-      ValueError: a prompt has no tokens.
+      ValueError: a prompt has no tokens, or `system` is set without `chat`.
     """
-    encode = partial(chat_prompt, tokenizer=tokenizer) if chat else tokenizer.encode_prompt
-    prompts = [encode(text) for text in texts]
+    if system is not None and not chat:
+        raise ValueError("system: must have chat=true; only chats have a system message")
+    prompts = [
+        chat_prompt(opening(text, system), tokenizer) if chat else tokenizer.encode_prompt(text)
+        for text in texts
+    ]
     if not all(map(len, prompts)):
         raise ValueError(f"prompt {list(map(len, prompts)).index(0) + 1}: must not be empty")
     for line in describe_clock_and_chance(tokenizer) if chat else ():
@@ -122,7 +132,7 @@ def _warn_of_length(
     return longest
 
 
-def _check(
+def check_options(
     max_new_tokens: int, prefill_chunk: int, stop: Sequence[str], seed: int, prefix: str = ""
 ) -> None:
     """Checks the options. Errors put `prefix` in front of option names.
@@ -147,7 +157,7 @@ def run(args: Namespace) -> int:
     Raises:
       ValueError, OSError: one line about the wrong flag, file or checkpoint.
     """
-    _check(args.max_new_tokens, args.prefill_chunk, args.stop, args.seed, prefix="--")
+    check_options(args.max_new_tokens, args.prefill_chunk, args.stop, args.seed, prefix="--")
     texts = args.prompt + [_text(file) for file in args.prompt_file]
     if not texts:
         raise ValueError("--prompt or --prompt_file must be given")
@@ -155,7 +165,7 @@ def run(args: Namespace) -> int:
     chosen = {f.name: getattr(args, f.name) for f in fields(Sampling)}
     sampling, line = choose_sampling(tokenizer.generation_config, warn, chat=args.chat, **chosen)
     warn(line)
-    prompts = _encode(texts, tokenizer, args.chat, warn)
+    prompts = _encode(texts, tokenizer, args.chat, args.system, warn)
     longest = _warn_of_length(pretrained.config, prompts, args.max_new_tokens, warn)
     warn(f"loading {args.model}")
     cached = len(prompts), longest
@@ -191,16 +201,23 @@ def _text(file: Path) -> str:
 
 def _show(stream: Iterator[list[str]], prompts: list[str], stops: list[str]) -> None:
     """Prints a single text as it is generated, or several at the end, each below its prompt."""
-    shown, texts = 0, [""]
-    # Hold back the end of the text: it may be part of a stop string or of a character.
-    wait = max((len(s) - 1 for s in stops), default=0)
-    for texts in stream:
-        if len(texts) == 1:
-            end = max(len(texts[0].rstrip("\ufffd")) - wait, shown)
-            print(printable(texts[0][shown:end]), end="", flush=True)
-            shown = end
-    if len(texts) == 1:
-        print(printable(texts[0][shown:]))
+    if len(prompts) == 1:
+        for _ in show_growing((texts[0] for texts in stream), stops):
+            pass
         return
+    *_, texts = stream
     for prompt, text in zip(prompts, texts, strict=True):
         print(f"== {printable(prompt[:60])}\n{printable(text)}")
+
+
+def show_growing(stream: Iterable[str], stops: Sequence[str]) -> Iterator[str]:
+    """Prints a text as it grows, and yields it at each step."""
+    shown, text = 0, ""
+    # Hold back the end of the text: it may be part of a stop string or of a character.
+    wait = max((len(s) - 1 for s in stops), default=0)
+    for text in stream:
+        end = max(len(text.rstrip("\ufffd")) - wait, shown)
+        print(printable(text[shown:end]), end="", flush=True)
+        shown = end
+        yield text
+    print(printable(text[shown:]))

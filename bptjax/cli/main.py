@@ -5,9 +5,11 @@ Commands are imported after their flags are parsed, because importing jax takes 
 
 import sys
 from argparse import RawDescriptionHelpFormatter
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from textwrap import fill
+from typing import Any
 
 from bptjax.cli.run_command import end_imports_at_interrupts, run_command
 from bptjax.parsing.flags import DTYPES, EXIT_CODES, Parser, nearest
@@ -19,6 +21,7 @@ COMMANDS = {
     "plan": "predict the memory of a run's step on any GPU, without one",
     "profile": "show the time of a step by part, and its memory over the step",
     "generate": "continue prompts with a model",
+    "chat": "talk with a model in the terminal",
     "evaluate": "measure perplexity by position and pass-key retrieval",
     "convert": "convert checkpoints and adapters from and to Hugging Face",
     "compare": "time implementations of a transformer layer",
@@ -45,7 +48,7 @@ def launch(name: str, argv: list[str] | None = None) -> int:
     def command(argv: list[str]) -> int:
         parser = PARSERS[name]()
         arguments = parser.parse_args(argv)
-        if name == "generate":
+        if name in ("generate", "chat"):
             warn("starting: loading libraries")
         try:
             return import_module(f"bptjax.cli.{name}").run(arguments)
@@ -95,6 +98,21 @@ def _model_flags(parser: Parser) -> None:
     add("--device", choices=["auto", "cpu", "gpu"], default="auto", help=device)
 
 
+def _sampling_flags(add: Callable[..., Any]) -> None:
+    """Adds the flags of `Sampling`, --stop and --seed."""
+    add("--temperature", type=float, help="0 takes the most likely token")
+    add("--top_k", type=int, help="sample from the k most likely tokens; 0 for all")
+    top_p = "sample from the most likely tokens that together have this probability"
+    add("--top_p", type=float, help=top_p)
+    min_p = "sample from tokens with at least this share of the largest probability"
+    add("--min_p", type=float, help=min_p)
+    penalty = "divides the logits of tokens that have occurred; 1 turns it off"
+    add("--repetition_penalty", type=float, help=penalty)
+    stop = "string that ends a continuation. May be repeated."
+    add("--stop", action="append", default=[], help=stop)
+    add("--seed", type=int, default=0, help="sampling seed")
+
+
 def generate() -> Parser:
     """Returns the flags of `bptjax generate`."""
     parser = Parser(
@@ -108,6 +126,7 @@ def generate() -> Parser:
     file = "text file that holds one prompt. May be repeated."
     add("--prompt_file", action="append", default=[], type=Path, help=file)
     add("--chat", action="store_true", help="prompts are user messages, in the chat template")
+    add("--system", help="system message before each prompt; needs --chat")
     add("--prefill_chunk", type=int, default=2048, help="prompt tokens processed at a time")
     add = parser.add_argument_group("devices").add_argument
     tp = "devices that shard heads, feed-forward network and vocabulary"
@@ -118,17 +137,26 @@ def generate() -> Parser:
     add = parser.add_argument_group("sampling", defaults).add_argument
     most = "largest number of tokens in a continuation"
     add("--max_new_tokens", type=int, default=128, help=most)
-    add("--temperature", type=float, help="0 takes the most likely token")
-    add("--top_k", type=int, help="sample from the k most likely tokens; 0 for all")
-    top_p = "sample from the most likely tokens that together have this probability"
-    add("--top_p", type=float, help=top_p)
-    min_p = "sample from tokens with at least this share of the largest probability"
-    add("--min_p", type=float, help=min_p)
-    penalty = "divides the logits of tokens that have occurred; 1 turns it off"
-    add("--repetition_penalty", type=float, help=penalty)
-    stop = "string that ends a continuation. May be repeated."
-    add("--stop", action="append", default=[], help=stop)
-    add("--seed", type=int, default=0, help="sampling seed")
+    _sampling_flags(add)
+    return parser
+
+
+def chat() -> Parser:
+    """Returns the flags of `bptjax chat`."""
+    parser = Parser(
+        prog="bptjax chat",
+        usage="%(prog)s --model MODEL [--FLAG VALUE ...]",
+        description="Talks with a model that has a chat template, one message a line. /reset "
+        "starts a new chat, /save FILE writes this one as a record of training data, /exit or "
+        "Ctrl-D ends. Ctrl-C stops an answer.",
+    )
+    _model_flags(parser)
+    parser.add_argument("--system", help="system message, the start of each chat")
+    defaults = "Defaults come from generation_config.json, or else temperature is 0.7."
+    add = parser.add_argument_group("answers", defaults).add_argument
+    most = "largest number of tokens in an answer"
+    add("--max_new_tokens", type=int, default=1024, help=most)
+    _sampling_flags(add)
     return parser
 
 
@@ -225,6 +253,7 @@ def doctor() -> Parser:
 
 PARSERS = {
     "generate": generate,
+    "chat": chat,
     "evaluate": evaluate,
     "convert": convert,
     "configs": configs,

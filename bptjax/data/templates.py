@@ -250,14 +250,19 @@ def _check_roles(chat: Chat, template: str) -> None:
             )
 
 
-def chat_prompt(text: str, tokenizer: Tokenizer) -> np.ndarray:
-    """Returns the int32 token ids of a user's turn and the generation prompt.
+def chat_prompt(messages: Sequence[Message], tokenizer: Tokenizer) -> np.ndarray:
+    """Returns the int32 token ids of the messages and the generation prompt.
 
     Raises:
-      ValueError: the tokenizer has no chat template.
+      ValueError: the tokenizer has no chat template, or the template refuses the messages.
     """
     template = tokenizer.chat_template
     if template is None:
         raise ValueError("tokenizer: must have a chat template")
-    message = {"role": "user", "content": text}
-    return tokenizer.encode_parts([render([message], template, tokenizer, answer=True)[0]])[0]
+    return tokenizer.encode_parts([render(messages, template, tokenizer, answer=True)[0]])[0]
+
+
+def opening(text: str, system: str | None = None) -> list[Message]:
+    """Returns the messages of a chat with one user message, after a system message if given."""
+    start = [] if system is None else [{"role": "system", "content": system}]
+    return [*start, {"role": "user", "content": text}]

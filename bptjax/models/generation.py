@@ -3,9 +3,8 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import partial
-from itertools import pairwise, zip_longest
+from itertools import zip_longest
 from typing import Any
 
 import jax
@@ -21,6 +20,7 @@ from bptjax.models.cache import Cache
 from bptjax.models.config import ModelConfig
 from bptjax.models.decoder import Decoder
 from bptjax.models.execution import Execution
+from bptjax.models.prefill import HeldCache, prefill
 from bptjax.models.sampling import Sampling
 from bptjax.ops.arguments import check_chunk
 from bptjax.parallel.mesh import constrain
@@ -37,6 +37,7 @@ def generate(
     prefill_chunk: int = 2048,
     dtype: DTypeLike = jnp.float32,
     execution: Execution = Execution(),  # noqa: B008 (frozen)
+    held: HeldCache | None = None,
 ) -> Iterator[Int[np.ndarray, "B"]]:
     """Yields the next token of each prompt, one step at a time; -1 after a sequence's end.
 
@@ -50,6 +51,8 @@ def generate(
       prefill_chunk: prompt tokens processed at a time. Memory apart from the cache does not grow
         with the length of the prompts.
       dtype: dtype of the computation and the cache.
+      held: cache of an earlier call whose prompt and text may start this prompt, with the same
+        model and dtype; it then holds this call's. Only with one prompt.
 
     Raises:
       ValueError: no prompt, an empty prompt, or a token id outside the vocabulary; a negative
@@ -103,9 +106,9 @@ def generate(
             # Beyond this length, longrope rotates every key of the sequence differently.
             size = longest + reserved
             with on_mesh():
-                chunk, cache = _prefill(
-                    model, sequences, size, prefill_chunk, dtype=dtype, execution=execution
-                )
+                how: Any = dict(dtype=dtype, execution=execution)
+                reading = held.prefill if held else prefill
+                chunk, cache = reading(model, sequences, size, prefill_chunk, **how)
                 flags = jnp.asarray(seen) if state is None else state[2]
                 state = run(model, chunk, cache, flags, keys[i], lengths)
         else:
@@ -115,6 +118,8 @@ def generate(
                     new = jnp.pad(new, ((0, 0), (0, 1)), constant_values=landmarks.token)
                 state = run(model, new, state[1], state[2], keys[i], lengths)
         token = np.where(ended, -1, np.asarray(state[0]))
+        if held is not None:
+            held.keep(sequences[0], state[1])
         for sequence, new in zip(sequences, token, strict=True):
             sequence.append(max(int(new), 0))
         yield token
@@ -191,40 +196,6 @@ def _rotation_change(config: Any) -> float:
         if kind == "longrope"
     ]
     return float(min(lengths, default=math.inf))
-
-
-def _prefill(
-    model: Decoder, sequences: list[list[int]], size: int, chunk: int, **how: Any
-) -> tuple[Int[Array, "B T"], Cache]:
-    """Aligns the sequences at their ends and processes all chunks but the last. Returns the last
-    chunk and the cache. Landmark blocks start at multiples of their size in the cache, so with
-    landmarks the first chunk is short instead of padded."""
-    lengths = np.array([len(sequence) for sequence in sequences], np.int32)
-    longest = int(lengths.max())
-    chunk = min(chunk, longest)
-    padded = longest if model.config.landmarks else -(-longest // chunk) * chunk
-    tokens = np.zeros((len(sequences), padded), np.int32)
-    for row, sequence in zip(tokens, sequences, strict=True):
-        row[padded - len(sequence) :] = sequence
-    cache = Cache.empty(model.config, len(sequences), size + padded - longest, how["dtype"])
-    cache = replace(cache, start=jnp.asarray(padded - lengths))
-    edges = [0, *range(padded % chunk or chunk, padded + 1, chunk)]
-    for start, stop in pairwise(edges[:-1]):
-        cache = _read(model, jnp.asarray(tokens[:, start:stop]), cache, lengths, **how)
-    return jnp.asarray(tokens[:, edges[-2] :]), cache
-
-
-@partial(jax.jit, static_argnames=("dtype", "execution"), donate_argnums=2)
-def _read(
-    model: Decoder,
-    tokens: Int[Array, "B T"],
-    cache: Cache,
-    lengths: Int[Array, "B"],
-    *,
-    dtype: DTypeLike,
-    execution: Execution,
-) -> Cache:
-    return model.decode(tokens, cache, length=lengths, dtype=dtype, execution=execution)[1]
 
 
 @partial(jax.jit, static_argnames=("sampling", "dtype", "execution"), donate_argnums=(2, 3))

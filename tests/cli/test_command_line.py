@@ -11,6 +11,7 @@ import pytest
 from tiers import fast
 
 from bptjax.cli import (
+    chat,
     compare,
     configs,
     convert,
@@ -35,6 +36,7 @@ COMMANDS = {
     "plan": plan.main,
     "profile": profile.main,
     "generate": generate.main,
+    "chat": chat.main,
     "evaluate": evaluate.main,
     "convert": convert.main,
     "compare": compare.main,
@@ -44,6 +46,7 @@ COMMANDS = {
 # Flags that each command needs before it looks at the others.
 NEEDED = {
     "generate": ["--model", "/nowhere", "--prompt", "x"],
+    "chat": ["--model", "/nowhere"],
     "evaluate": ["--model", "/nowhere", "--data", "x"],
     "convert": ["merge-adapter", "/nowhere", "/nowhere/out"],
 }

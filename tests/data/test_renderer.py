@@ -13,7 +13,7 @@ from tiers import fast
 from bptjax.cli import preview, train
 from bptjax.data import renderer, templates
 from bptjax.data.renderer import Renderer, TemplateFault
-from bptjax.data.templates import chat_prompt, render
+from bptjax.data.templates import chat_prompt, opening, render
 from bptjax.data.tokenizer import ByteTokenizer
 
 LARGE = "{{ 'a' * 99999999999 }}"
@@ -133,7 +133,7 @@ def test_an_invalid_template_is_no_fault_of_the_messages(tmp_path, template, mes
     tokenizer.template_file = tmp_path / "chat_template.jinja"
     start = f"{tokenizer.template_file}: the chat template is invalid: "
     with pytest.raises(TemplateFault, match=re.escape(start + message)):
-        chat_prompt("Hi", tokenizer)
+        chat_prompt(opening("Hi"), tokenizer)
 
 
 def test_a_forked_process_has_a_renderer_of_its_own():

@@ -19,7 +19,7 @@ from chats import (
 
 from bptjax.data.encode import encode, prompt_and_answer
 from bptjax.data.survey import survey
-from bptjax.data.templates import chat_prompt, conversations, form_template
+from bptjax.data.templates import chat_prompt, conversations, form_template, opening
 from bptjax.data.tokenizer import ByteTokenizer
 
 KINDS = ["bytes", "metaspace", "prepend"]
@@ -127,7 +127,7 @@ def test_chat_feeds_the_training_prompt(tmp_path, tokenizers, kind, form):
     again = load_tokenizer(tmp_path / "run")
     prompt, _ = prompt_and_answer(chats[0], ours, None)
     asked = chats[0].messages[0]["content"]
-    got = chat_prompt(asked, again).tolist()
+    got = chat_prompt(opening(asked), again).tolist()
     assert got == prompt.tolist()
     if raw is not None:
         from transformers import AutoTokenizer

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import json
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from weights.hf.conftest import theirs  # noqa: F401 (a fixture)
 from weights.hf.loading import load
 
 from bptjax.cli import generate as command
+from bptjax.models import prefill
 from bptjax.models.config import ModelConfig
 from bptjax.models.decoder import Decoder
 from bptjax.models.execution import Execution
@@ -22,6 +24,7 @@ from bptjax.models.sampling import Sampling
 
 SMALL = Execution(q_chunk=8, k_chunk=8, ffn_chunk=10)
 GREEDY = Sampling(temperature=0.0)
+KEY = jax.random.key(0)
 # Families' first case, and all whose options decoding has to know of.
 DECODED = [
     name
@@ -211,7 +214,7 @@ def test_impossible_prompts_and_options_are_refused(model, prompts, options, mes
 def test_prefill_memory_does_not_grow_with_the_prompt():
     """Beside the cache and the model."""
     from bptjax.models.cache import Cache
-    from bptjax.models.generation import _read
+    from bptjax.models.prefill import _read
 
     config = ModelConfig(vocab_size=61, hidden_size=64, num_layers=2, num_heads=4)
     model = jax.eval_shape(lambda: Decoder(config, jax.random.key(0)))
@@ -362,11 +365,11 @@ def test_chat_template_and_stop_tokens(tmp_path, caplog):
     )
     fast.save_pretrained(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 2]}))
-    from bptjax.data.templates import chat_prompt
+    from bptjax.data.templates import chat_prompt, opening
     from bptjax.data.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(tmp_path)
-    ids = chat_prompt("hello", tokenizer).tolist()
+    ids = chat_prompt(opening("hello"), tokenizer).tolist()
     assert ids == [words.index(w) for w in ("user", ":", "hello", "assistant", ":")]
     assert tokenizer.stop_ids == [1, 2] and not caplog.messages
     # Ids that no token has were ignored in silence.
@@ -386,3 +389,35 @@ def test_stop_strings_may_span_tokens(model):
     texts = list(continuations(model, letters, prompts, stop_strings=[stop], **options))
     assert texts[-1] == [whole[: whole.index(stop)]]
     assert all(len(b[0]) <= len(a[0]) + 1 for b, a in itertools.pairwise(texts[::-1]))
+
+
+@pytest.mark.parametrize("kind", fast(["full", "windows"], ["full"]))
+def test_a_held_cache_changes_no_token(model, kind, monkeypatch):
+    """Turns of a chat that go on, that change an earlier token, that outgrow the cache, and that
+    start anew. Only tokens after the common start are read, in chunks."""
+    if kind == "windows":
+        layers = "sliding_attention", "full_attention"
+        model = Decoder(replace(model.config, sliding_window=16, layer_types=layers), KEY)
+    read = []
+    step = prefill._read
+
+    def counted(model, tokens, *args, **how):
+        read.append(tokens.shape[1])
+        return step(model, tokens, *args, **how)
+
+    monkeypatch.setattr(prefill, "_read", counted)
+    held, rng = prefill.HeldCache(), np.random.default_rng(2)
+    assert prefill.HeldCache.saves_work(model.config)
+    first = rng.integers(0, 61, 200).tolist()
+    changed = [*first[:100], (first[100] + 1) % 61, *first[101:]]
+    for prompt, chunks in (
+        (first, [128, 64]),
+        ([*first, 5, 6, 7], []),
+        (changed, [64]),
+        ([*changed, *first], [128, 128, 128]),
+        ([1, 2, 3], []),
+    ):
+        read.clear()
+        got = run(model, [prompt], held=held, prefill_chunk=128)
+        assert read == chunks
+        assert np.array_equal(got, run(model, [prompt]))

@@ -219,4 +219,4 @@ def test_a_prompt_without_tokens_is_met_before_the_weights():
     tokenizer = ByteTokenizer()
     tokenizer.encode_prompt = lambda text: np.frombuffer(text.encode(), np.uint8)
     with pytest.raises(ValueError, match="^prompt 2: must not be empty"):
-        command._encode(["x", ""], tokenizer, False, pytest.fail)
+        command._encode(["x", ""], tokenizer, False, None, pytest.fail)

@@ -10,7 +10,7 @@ from weights.hf.loading import random_base
 
 from bptjax.cli import convert
 from bptjax.cli.train import main
-from bptjax.data.templates import chat_prompt
+from bptjax.data.templates import chat_prompt, opening
 from bptjax.data.tokenizer import load_tokenizer
 
 
@@ -79,7 +79,7 @@ def test_exports_stop_and_ask_as_trained(base, tmp_path, monkeypatch, capsys, fo
         places += [run / "adapter", tmp_path / "adapter", tmp_path / "merged"]
     for place in places:
         tokenizer = load_tokenizer(place)
-        prompt = chat_prompt("Hi", tokenizer).tolist()
+        prompt = chat_prompt(opening("Hi"), tokenizer).tolist()
         assert tokenizer.decode(prompt) == asked, place
         assert tokenizer.stop_ids == ([2, 4] if form == "template" else [2]), place
         theirs = AutoTokenizer.from_pretrained(place)
