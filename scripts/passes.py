@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from bptjax.data.config import DataConfig
-from bptjax.data.files import TokenIds
 from bptjax.data.loader import data_check, train_loader
 from bptjax.data.packing import PACKINGS
+from bptjax.data.rows import TokenIds
 
 RECORDS, EPOCHS = 300, 2
 SHARES, LENGTHS, SHARDS = (0.02, 0.15, 0.5), (1024, 4096), (1, 3)

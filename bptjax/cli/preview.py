@@ -18,12 +18,13 @@ from bptjax.data.chat import Chat
 from bptjax.data.check import DataCheck
 from bptjax.data.config import DataConfig
 from bptjax.data.examples import Example
-from bptjax.data.files import Compound, Document, Location, TokenIds
+from bptjax.data.files import Location
 from bptjax.data.images import ImageProcessor
 from bptjax.data.landmarks import ignored
 from bptjax.data.loader import data_check, train_loader
 from bptjax.data.marked import marked
 from bptjax.data.records import readable
+from bptjax.data.rows import Compound, Document, TokenIds
 from bptjax.ops.labels import IGNORED
 from bptjax.parallel.mesh import select_devices
 from bptjax.run.metrics import printable

@@ -38,7 +38,7 @@ def check_unchanged(path: Path, before: FileVersion) -> None:
 def count_and_size(documents: Any) -> list[int]:
     """Returns the number of files of training documents or images, and their total size in
     bytes."""
-    sizes = [_size(path) for path in dict.fromkeys(_paths(documents))]
+    sizes = [_size(path) for path in dict.fromkeys(paths(documents))]
     return [len(sizes), sum(sizes)]
 
 
@@ -49,10 +49,10 @@ def _size(path: str | Path) -> int:
         return 0
 
 
-def _paths(documents: Any) -> Iterator[str | Path]:
+def paths(documents: Any) -> Iterator[str | Path]:
     """Yields the paths of the files that documents are read from."""
     if (path := getattr(documents, "path", None)) is not None:
         yield path
     yield from getattr(documents, "paths", ())  # Files of images.
     for part in getattr(documents, "files", [getattr(documents, "documents", None)]):
-        yield from _paths(part) if part is not None else ()
+        yield from paths(part) if part is not None else ()

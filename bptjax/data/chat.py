@@ -1,8 +1,9 @@
 """Instruction data: converts records of several formats to messages."""
 
+import itertools
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -33,22 +34,30 @@ class Chat:
 
     Attributes:
       messages: each has `role` and the record's other keys of the message: `content`, `tool_calls`,
-        `reasoning_content` and so on. The assistant's messages are answers.
+        `reasoning_content` and so on. The assistant's messages are answers, except in the prompt.
       where: file and record, for errors.
       form: name in `templates.FORMS` of the template that the record's format prescribes; None for
         the tokenizer's chat template.
       variables: the record's other fields, such as `tools`, as variables of the template.
+      prompt: number of messages in the prompt, none of which counts in the loss.
+      format: name of the record's format and the fields that it was read from, for messages.
     """
 
     messages: tuple[Message, ...]
     where: str
     form: str | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)
+    prompt: int = 0
+    format: str = ""
 
     @property
     def answers(self) -> list[int]:
         """Indices of the messages that are answers."""
-        return [i for i, message in enumerate(self.messages) if message["role"] == ANSWER]
+        return [
+            i
+            for i, message in enumerate(self.messages)
+            if i >= self.prompt and message["role"] == ANSWER
+        ]
 
 
 def check_text_alone(row: Mapping[str, Any], where: str) -> None:
@@ -76,10 +85,25 @@ def _pair(row: Mapping[str, Any], source: str, target: str) -> list[Message]:
     ]
 
 
-def _alpaca(row: Mapping[str, Any]) -> list[Message]:
-    user, answer = _pair(row, "instruction", "output")
-    more = {"input": _text(row, "input")} if row.get("input") else {}
-    return [{**user, **more}, answer]
+def _instruction(row: Mapping[str, Any], target: str, more: str) -> list[Message]:
+    """Returns the messages of an instruction. `more` is the field with its input, if any."""
+    user, answer = _pair(row, "instruction", target)
+    text = {"input": _text(row, more)} if row.get(more) else {}
+    return [{**user, **text}, answer]
+
+
+def _question(row: Mapping[str, Any]) -> list[Message]:
+    user, answer = _pair(row, "question", "answer")
+    if row.get("context"):
+        user = {**user, "content": f"{_text(row, 'context')}\n\n{user['content']}"}
+    return [*_system(row), user, answer]
+
+
+def _system(row: Mapping[str, Any]) -> list[Message]:
+    """Returns the message of a record's field `system`, if any."""
+    if isinstance(row.get("system"), str) and row["system"]:
+        return [{"role": "system", "content": row["system"]}]
+    return []
 
 
 def _hh_rlhf(row: Mapping[str, Any]) -> list[Message]:
@@ -94,17 +118,17 @@ def _hh_rlhf(row: Mapping[str, Any]) -> list[Message]:
     ]
 
 
-def _messages(row: Mapping[str, Any]) -> list[Message]:
-    messages = row["messages"] if isinstance(row.get("messages"), list) else []
+def _messages(row: Mapping[str, Any], *keys: str) -> list[Message]:
+    for key in keys:
+        if not isinstance(row.get(key), list):
+            raise ValueError(f"{key!r} must be a list of messages")
+    messages = itertools.chain.from_iterable(row[key] for key in keys)
     return [_numbered(_message, *each) for each in enumerate(messages, 1)]
 
 
 def _sharegpt(row: Mapping[str, Any]) -> list[Message]:
     turns = row["conversations"] if isinstance(row.get("conversations"), list) else []
-    messages = [_numbered(_sharegpt_message, *each) for each in enumerate(turns, 1)]
-    if isinstance(row.get("system"), str) and row["system"]:
-        messages.insert(0, {"role": "system", "content": row["system"]})
-    return messages
+    return [*_system(row), *(_numbered(_sharegpt_message, *each) for each in enumerate(turns, 1))]
 
 
 def _numbered(read: Callable[[Message], Message], number: int, turn: object) -> Message:
@@ -166,47 +190,93 @@ class Format:
     """A record format of instruction data.
 
     Attributes:
+      name: value of data.format.
       fields: the fields that identify a record of the format.
       messages: returns the messages of a record; raises ValueError if there are none.
       form: name in `templates.FORMS`, or None; see `Chat`.
       optional: other fields that `messages` reads.
+      prompt: the field whose messages are `Chat.prompt`; a record of the format has a list in it.
+      after_text: `auto` takes records that also hold text or token ids as these.
     """
 
+    name: str
     fields: tuple[str, ...]
     messages: Callable[[Mapping[str, Any]], list[Message]]
     form: str | None = None
     optional: tuple[str, ...] = ()
+    prompt: str | None = None
+    after_text: bool = False
+
+    def fits(self, row: Mapping[str, Any]) -> bool:
+        """Returns whether `auto` can take a row with these fields as a record of the format."""
+        listed = self.prompt is None or isinstance(row.get(self.prompt), list)
+        return set(self.fields) <= row.keys() and listed
 
 
-# With `auto`, the format of a record is the first whose fields the record has.
+# With `auto`, the format of a record is the first that fits.
 FORMATS = {
-    "messages": Format(("messages",), _messages),
-    "sharegpt": Format(("conversations",), _sharegpt, optional=("system",)),
-    "alpaca": Format(("instruction", "output"), _alpaca, "alpaca", ("input",)),
-    "self_instruct": Format(
-        ("prompt", "completion"), partial(_pair, source="prompt", target="completion"), "bare"
-    ),
-    "prompt_answer": Format(
-        ("prompt", "answer"), partial(_pair, source="prompt", target="answer"), "bare"
-    ),
-    "hh_rlhf": Format(("chosen",), _hh_rlhf, "hh_rlhf"),
+    row.name: row
+    for row in (
+        Format("messages", ("messages",), lambda row: _messages(row, "messages")),
+        Format("sharegpt", ("conversations",), _sharegpt, optional=("system",)),
+        Format(
+            "alpaca",
+            ("instruction", "output"),
+            partial(_instruction, target="output", more="input"),
+            "alpaca",
+            ("input",),
+        ),
+        Format(
+            "prompt_completion",
+            ("prompt", "completion"),
+            lambda row: _messages(row, "prompt", "completion"),
+            prompt="prompt",
+        ),
+        Format(
+            "self_instruct",
+            ("prompt", "completion"),
+            partial(_pair, source="prompt", target="completion"),
+            "bare",
+        ),
+        Format(
+            "prompt_answer",
+            ("prompt", "answer"),
+            partial(_pair, source="prompt", target="answer"),
+            "bare",
+        ),
+        Format("hh_rlhf", ("chosen",), _hh_rlhf, "hh_rlhf"),
+        Format(
+            "dolly",
+            ("instruction", "response"),
+            partial(_instruction, target="response", more="context"),
+            "alpaca",
+            ("context",),
+            after_text=True,
+        ),
+        Format(
+            "question_answer",
+            ("question", "answer"),
+            _question,
+            optional=("context", "system"),
+            after_text=True,
+        ),
+    )
 }
 
 
-def find_format(fields: Iterable[str], format: str) -> Format | None:
-    """Returns the named format, or with `auto` the first format whose fields are all among
-    `fields`; None for text.
-    """
-    if format != "auto":
-        return FORMATS.get(format)
-    return next((f for f in FORMATS.values() if set(f.fields) <= set(fields)), None)
-
-
-def read_chat(row: Mapping[str, Any], format: Format, where: str) -> Chat:
+def read_chat(
+    row: Mapping[str, Any],
+    format: Format,
+    where: str,
+    sources: Mapping[str, str],
+) -> Chat:
     """Reads a record of the format.
 
     Its other fields become variables of the chat template. So does each item of
     `chat_template_kwargs`. A string in `tools` is parsed as JSON, as TRL stores it.
+
+    Args:
+      sources: data.fields, which the row was mapped by.
 
     Raises:
       ValueError: the row is not of the format; the error names the field.
@@ -214,21 +284,26 @@ def read_chat(row: Mapping[str, Any], format: Format, where: str) -> Chat:
     missing = [name for name in format.fields if name not in row]
     if missing:
         raise ValueError(
-            f"{where}: must have {missing[0]!r}, not only {sorted(row)}; see data.format"
+            f"{where}: must have {missing[0]!r}, not only {sorted(row)}; see data.format and "
+            "data.fields"
         )
     used = {*format.fields, *format.optional, "chat_template_kwargs"}
     variables = {k: v for k, v in row.items() if k not in used and v is not None}
     check_text_alone(row, where)
     try:
         messages = tuple(format.messages(row))
-        if ANSWER not in (message["role"] for message in messages):
-            raise ValueError(f"{format.fields[0]!r} must have a message with the role {ANSWER!r}")
+        prompt = len(row[format.prompt]) if format.prompt else 0
+        if ANSWER not in (message["role"] for message in messages[prompt:]):
+            raise ValueError(f"{format.fields[-1]!r} must have a message with the role {ANSWER!r}")
         if isinstance(variables.get("tools"), str):
             variables["tools"] = json.loads(variables["tools"] or "null")
         more = row.get("chat_template_kwargs") or {}
         if not isinstance(more, dict):
             raise ValueError("'chat_template_kwargs' must be a record of template variables")
-        return Chat(messages, where, format.form, variables | more)
+        own = [name for name in (*format.fields, *format.optional) if row.get(name) is not None]
+        read = [f"{name} from {sources[name]}" if name in sources else name for name in own]
+        name = f"{format.name} ({', '.join(read)})"
+        return Chat(messages, where, format.form, variables | more, prompt, name)
     except json.JSONDecodeError as error:
         raise ValueError(f"{where}: 'tools' must be JSON: {error}") from error
     except ValueError as error:

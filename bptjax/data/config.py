@@ -15,6 +15,7 @@ class SourceConfig:
       weight: share of the tokens of training, relative to the other sources' weights.
       format: data.format of this source, if it differs.
       text_key: data.text_key of this source, if it differs.
+      fields: data.fields of this source, if they differ.
       sample_by: data.sample_by of this source, if it differs.
     """
 
@@ -22,6 +23,7 @@ class SourceConfig:
     weight: float = 1.0
     format: str | None = None
     text_key: str | None = None
+    fields: dict[str, str] | None = None
     sample_by: SampleBy | None = None
 
     def __post_init__(self):
@@ -49,10 +51,12 @@ class DataConfig:
       eval_fraction: share of the documents to hold out. If there is only one, its tail is held out.
       sample_by: unit of a plain-text file that becomes one document.
       text_key: field of a record that holds its text.
-      format: record format: text; messages, sharegpt, alpaca, self_instruct, prompt_answer or
-        hh_rlhf for chats; for a classifier label: text with a class number in the field label and,
-        for pairs, a second text in the field text_pair. auto takes the first format whose fields a
-        record has, else text; for a classifier label.
+      format: record format: text; messages, sharegpt, alpaca, prompt_completion, self_instruct,
+        prompt_answer, hh_rlhf, dolly or question_answer for chats; for a classifier label: text
+        with a class number in the field label and, for pairs, a second text in the field text_pair.
+        auto takes the first format whose fields a record has, else text; for a classifier label.
+      fields: fields of the records, with dots for nested fields, by the format's names for them,
+        such as {prompt: question, answer: meta.response}. Other fields have the format's names.
       train_on_source: include prompts in the loss. By default only answers are.
       source_max_len: maximum tokens of a record's prompt, which is everything before its first
         answer. Only contents are truncated, never the chat template's own text.
@@ -86,6 +90,7 @@ class DataConfig:
     sample_by: SampleBy = "document"
     text_key: str = "text"
     format: str = "auto"
+    fields: dict[str, str] = field(default_factory=dict)
     train_on_source: bool = False
     source_max_len: int | None = None
     target_max_len: int | None = None

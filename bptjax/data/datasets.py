@@ -8,24 +8,22 @@ from pathlib import Path
 import pyarrow as pa
 
 from bptjax.data.changes import FileVersion, check_unchanged, file_version
-from bptjax.data.files import RecordFormat, RowGroup, document, record_columns
+from bptjax.data.files import RowGroup
+from bptjax.data.rows import RowReader
 from bptjax.run.json_files import read_json
 
 HUB = "hf://"
 
 
-def arrow_batches(
-    paths: Sequence[Path], text_key: str, format: str | RecordFormat
-) -> list[RowGroup]:
+def arrow_batches(paths: Sequence[Path], read: RowReader) -> list[RowGroup]:
     """Opens the record batches of memory-mapped Arrow files, IPC streams or files."""
-    read = functools.partial(document, text_key=text_key, format=format)
     batches = []
     for path in paths:
         try:
             before, table = file_version(path), _table(path)
         except (OSError, pa.ArrowInvalid) as error:
             raise ValueError(f"{path}: not an Arrow file ({error})") from error
-        columns = record_columns(table.schema.names, path, text_key, format)
+        columns = read.columns(table.schema.names, path)
         for number, batch in enumerate(table.select(list(columns)).to_batches()):
             # Values stay in the mapped file until a record is read.
             check = functools.cache(functools.partial(_check, f"{path}, row group {number}", batch))

@@ -7,7 +7,7 @@ import numpy as np
 
 from bptjax.data.chat import Chat
 from bptjax.data.examples import Example
-from bptjax.data.files import Compound, Document, TokenIds
+from bptjax.data.rows import Compound, Document, TokenIds
 from bptjax.data.templates import Rendered, conversations, render, template_of
 from bptjax.data.tokenizer import Tokenizer
 from bptjax.ops.labels import IGNORED

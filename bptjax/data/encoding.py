@@ -10,11 +10,11 @@ import numpy as np
 from bptjax.data.config import DataConfig
 from bptjax.data.encode import encode
 from bptjax.data.examples import FIELDS, Example
-from bptjax.data.files import Document
 from bptjax.data.images import ImageProcessor
 from bptjax.data.landmarks import Landmarks
 from bptjax.data.marked import next_tokens
 from bptjax.data.records import RecordReader
+from bptjax.data.rows import Document
 from bptjax.data.tokenizer import Tokenizer
 
 # Converts documents to examples.

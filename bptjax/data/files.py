@@ -7,7 +7,6 @@ import threading
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -17,82 +16,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from bptjax.data.changes import FileVersion, check_unchanged, file_version
-from bptjax.data.chat import (
-    MEDIA,
-    Chat,
-    check_text_alone,
-    find_format,
-    from_arrow,
-    read_chat,
-)
-from bptjax.ops.labels import IGNORED
-
-
-@dataclass(frozen=True)
-class TokenIds:
-    """A pre-tokenized record with labels.
-
-    Attributes:
-      ids: int32 [n].
-      labels: int32 [n], not shifted, as in transformers; -100 does not count in the loss.
-    """
-
-    ids: np.ndarray
-    labels: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def __getitem__(self, part: slice) -> "TokenIds":
-        return TokenIds(self.ids[part], self.labels[part])
-
-
-@dataclass(frozen=True)
-class Compound:
-    """A record with several parts, which only one objective reads; see `RecordFormat`.
-
-    Attributes:
-      where: file and record, for errors.
-    """
-
-    where: str
-
-    @property
-    def chats(self) -> Sequence[Chat]:
-        """The chats among the parts, which are used to inspect the tokenizer's template."""
-        return ()
-
-    def parts(self) -> Iterator[tuple[str, str]]:
-        """Yields the name and the text of each part, for previews."""
-        raise NotImplementedError
-
-
-Document = str | np.ndarray | TokenIds | Chat | Compound
-
-
-@dataclass(frozen=True)
-class RecordFormat:
-    """A record format that only one objective reads.
-
-    Attributes:
-      name: value of data.format.
-      read: returns the document of a row, from its fields, data.text_key and the row's location;
-        raises ValueError if the row is not of the format.
-      fields: a record has the field data.text_key or one of these.
-      optional: other fields that `read` reads.
-    """
-
-    name: str
-    read: Callable[[dict[str, Any], str, str], Compound]
-    fields: tuple[str, ...] = ()
-    optional: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        return self.name
-
-
-# The field of a second text, which only classifiers read.
-PAIR = "text_pair"
+from bptjax.data.chat import from_arrow
+from bptjax.data.rows import Document, RowReader
 
 TABLES = (".parquet", ".arrow")
 RECORDS = (".jsonl", ".json", *TABLES)
@@ -113,38 +38,6 @@ def extension(path: Path) -> str:
     return Path(path.stem).suffix if path.suffix in CODECS else path.suffix
 
 
-def document(
-    row: object, where: str, *, text_key: str, format: str | RecordFormat = "text"
-) -> Document:
-    """Returns a row's chat if it is in `format` (`auto`: has the fields of one), else its text,
-    else its int32 token ids, with labels if there are any. A `RecordFormat` reads the row itself.
-
-    Raises:
-      ValueError: the row holds none of these; the error names the fields of the row.
-    """
-    fields = row if isinstance(row, dict) else {}
-    if isinstance(format, RecordFormat):
-        return format.read(fields, text_key, where)
-    if chat := find_format(fields, format):
-        return read_chat(fields, chat, where)
-    if isinstance(fields.get(text_key), str):
-        check_text_alone(fields, where)
-        if fields.get(PAIR) is not None:
-            raise ValueError(f"{where}: {PAIR!r} must be left out; only classifiers read pairs")
-        return fields[text_key]
-    if "input_ids" in fields and (ids := _integers(fields["input_ids"])) is not None:
-        return _token_ids(ids, fields.get("labels"), where)
-    for name, kind in ((text_key, "text"), ("input_ids", "a list of integers")):
-        if name in fields:
-            raise ValueError(
-                f"{where}: {name!r} must be {kind}, or set data.text_key to the field with the text"
-            )
-    raise ValueError(
-        f"{where}: must have text in {text_key!r} or token ids in 'input_ids', not only "
-        f"{sorted(fields)}; set data.text_key to the field with the text, or see data.format"
-    )
-
-
 class Location(NamedTuple):
     """File and number of a record, for messages; no number if the file is a single document."""
 
@@ -159,38 +52,6 @@ def location(documents: Sequence[Document], index: int) -> Location:
     """Returns the location of a record."""
     where = getattr(documents, "location", None)
     return where(index) if where else Location(f"document {index + 1}")
-
-
-def _integers(value: Any) -> np.ndarray | None:
-    """Returns the integers as an array; None if the value is not a list of integers."""
-    try:
-        integers = np.asarray(value)
-    except ValueError:  # Lists of different lengths.
-        return None
-    return (
-        integers
-        if integers.ndim == 1 and (integers.dtype.kind in "iu" or not integers.size)
-        else None
-    )
-
-
-def _token_ids(ids: np.ndarray, labels: Any, where: str) -> np.ndarray | TokenIds:
-    if ids.size and not 0 <= ids.min() <= ids.max() < 2**31:
-        raise ValueError(
-            f"{where}: input_ids from {ids.min()} to {ids.max()}: must be in [0, 2^31)"
-        )
-    ids = ids.astype(np.int32)
-    if labels is None:
-        return ids
-    integers = _integers(labels)
-    if integers is None or integers.shape != ids.shape:
-        raise ValueError(
-            f"{where}: labels must be a list of {len(ids)} integers, one for each of the input_ids"
-        )
-    bad = integers[(integers != IGNORED) & ((integers < 0) | (integers >= 2**31))]
-    if bad.size:
-        raise ValueError(f"{where}: labels={bad[0]}: must be token ids, or {IGNORED} for no loss")
-    return TokenIds(ids, integers.astype(np.int32))
 
 
 def parse(data: bytes, where: str, *, json_lines: bool, first: bool) -> tuple[str, object]:
@@ -371,42 +232,17 @@ class RowGroup(Sequence[Document]):
         return self.read(row, str(self.location(index)))
 
 
-def record_columns(
-    names: list[str], path: Path, text_key: str, format: str | RecordFormat
-) -> tuple[str, ...]:
-    """Returns the names of the table columns that a record is read from.
-
-    Raises:
-      ValueError: the table has no such column, or two with the same name.
-    """
-    own = format if isinstance(format, RecordFormat) else None
-    chat = find_format(names, str(format))
-    # Read all columns of a chat, because its template may use any field.
-    text = (text_key, PAIR, *MEDIA) if text_key in names else ("input_ids", "labels")
-    needed = chat.fields if chat else text[:1]
-    if own is not None:
-        needed = text_key, *own.fields
-        text = *needed, *own.optional, *MEDIA
-    columns = tuple(name for name in (names if chat else text) if name in names)
-    if repeated := [name for name in columns if names.count(name) > 1]:
-        raise ValueError(f"{path}: {repeated[0]!r}: must be the name of one column; rename others")
-    if set(needed).isdisjoint(names):
-        document(dict.fromkeys(names), str(path), text_key=text_key, format=format)
-    return columns
-
-
-def row_groups(paths: Sequence[Path], text_key: str, format: str | RecordFormat) -> list[RowGroup]:
+def row_groups(paths: Sequence[Path], read: RowReader) -> list[RowGroup]:
     """Opens the row groups of parquet files, with one cache of about 1 GiB of decoded groups."""
     groups: list[RowGroup] = []
     cache = _Cache(PARQUET_CACHE_BYTES)
-    read = functools.partial(document, text_key=text_key, format=format)
     for path in paths:
         try:
             before, metadata = file_version(path), pq.read_metadata(path)
         except (OSError, pa.ArrowInvalid) as error:
             raise ValueError(f"{path}: not a parquet file ({error})") from error
         names = metadata.schema.to_arrow_schema().names
-        columns = record_columns(names, path, text_key, format)
+        columns = read.columns(names, path)
         for group in range(metadata.num_row_groups):
             decode = functools.partial(cache.get, path, before, group, columns)
             groups.append(RowGroup(path, group, metadata.row_group(group).num_rows, decode, read))

@@ -15,13 +15,13 @@ from bptjax.data.config import DataConfig
 from bptjax.data.encoding import Encoding, Masking, Processor
 from bptjax.data.epochs import Epoch, Epochs, Limit, epochs_of, shard_seed
 from bptjax.data.examples import Example, blank, padding, sequence
-from bptjax.data.files import Document
 from bptjax.data.grouping import grouped_batch, stacked
 from bptjax.data.iterated import Iterated
 from bptjax.data.landmarks import ignored
 from bptjax.data.mixture import mixed
 from bptjax.data.packing import pack
 from bptjax.data.records import RecordReader, Records
+from bptjax.data.rows import Document
 from bptjax.data.sample import Sample, sample
 from bptjax.data.sources import HeldOutSources, Mixture, Training
 from bptjax.data.stream import AnyRecords, Stream, StreamRecords

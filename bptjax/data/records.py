@@ -9,8 +9,9 @@ import grain
 import numpy as np
 
 from bptjax.data.examples import Example, is_masked
-from bptjax.data.files import Document, Location, location
+from bptjax.data.files import Location, location
 from bptjax.data.iterated import Iterated
+from bptjax.data.rows import Document
 
 
 @dataclass(frozen=True)

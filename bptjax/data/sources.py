@@ -7,8 +7,8 @@ from itertools import chain
 from pathlib import Path
 
 from bptjax.data.config import DataConfig, SourceConfig
-from bptjax.data.files import Document, RecordFormat
 from bptjax.data.records import reads
+from bptjax.data.rows import Document, RecordFormat
 from bptjax.data.stream import SIZES, Stream, StreamSizes
 from bptjax.data.text import Documents, open_documents, split_documents
 
@@ -114,6 +114,7 @@ def _open(
             sample_by=source.sample_by or config.sample_by,
             text_key=source.text_key or config.text_key,
             format=record or source.format or config.format,
+            fields=config.fields if source.fields is None else source.fields,
             check_first=config.bad_records == "error",
             sizes=sizes,
         )

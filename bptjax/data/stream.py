@@ -16,7 +16,6 @@ from bptjax.data.changes import check_unchanged, file_version
 from bptjax.data.examples import Example
 from bptjax.data.files import (
     BLOCK,
-    Document,
     Location,
     decompressed,
     extension,
@@ -25,6 +24,7 @@ from bptjax.data.files import (
 )
 from bptjax.data.iterated import Iterated
 from bptjax.data.records import Record, RecordReader, Records
+from bptjax.data.rows import Document
 
 # Number of records from which the size of a record is estimated.
 WINDOW_SAMPLE = 256

@@ -9,8 +9,8 @@ from typing import Any
 
 from bptjax.data.chat import Chat
 from bptjax.data.encode import tokenize
-from bptjax.data.files import Compound, Document
 from bptjax.data.records import Readable, reads
+from bptjax.data.rows import Compound, Document
 from bptjax.data.templates import (
     conversations,
     describe_clock_and_chance,
@@ -24,6 +24,8 @@ from bptjax.data.tokenizer import Tokenizer
 RECORDS = 10_000
 SAMPLES = 32
 TRIALS = 4
+# Format of texts in `Survey.formats`.
+TEXT = "text"
 
 
 @dataclass(frozen=True)
@@ -31,12 +33,14 @@ class Survey:
     """Common properties of the chats of a run.
 
     Attributes:
+      formats: number of records inspected by their format and its fields, of each source.
       records: number of chats inspected.
       forms: number of chats by name in `templates.FORMS`; None is the tokenizer's chat template.
       endings: number of sampled answers by the special token at their end, or None.
       unread: number of chats by field that their template ignores.
     """
 
+    formats: list[Counter[str]]
     records: int
     forms: Counter[str | None]
     endings: Counter[int | None]
@@ -89,7 +93,9 @@ def survey(sources: Sequence[Sequence[Document] | Readable], tokenizer: Tokenize
     trials: Counter[str] = Counter()
     read: set[str] = set()
     limit = RECORDS // max(1, len(sources))
-    for document in itertools.chain(*(_chats(source, limit) for source in sources)):
+    formats: list[Counter[str]] = [Counter() for _ in sources]
+    each = (_chats(*own, limit) for own in zip(sources, formats, strict=True))
+    for document in itertools.chain(*each):
         form = document.form
         if form is None and tokenizer.template_for("tools" in document.variables) is None:
             form = "plain"
@@ -107,11 +113,13 @@ def survey(sources: Sequence[Sequence[Document] | Readable], tokenizer: Tokenize
                 if _text(document, tokenizer, len(without.messages)) != _text(without, tokenizer):
                     read.add(name)
     unread = Counter({name: count for name, count in counts.items() if name not in read})
-    return Survey(forms.total(), forms, endings, unread)
+    return Survey(formats, forms.total(), forms, endings, unread)
 
 
-def _chats(documents: Sequence[Document] | Readable, limit: int) -> Iterator[Chat]:
-    """Yields the chats among the first `limit` documents.
+def _chats(
+    documents: Sequence[Document] | Readable, formats: Counter[str], limit: int
+) -> Iterator[Chat]:
+    """Yields the chats among the first `limit` documents, and counts the documents by format.
 
     Stops after `SAMPLES` documents without a chat, because documents may be long.
     """
@@ -123,10 +131,20 @@ def _chats(documents: Sequence[Document] | Readable, limit: int) -> Iterator[Cha
             document = read()
         except ValueError:
             continue
+        formats[_format(document)] += 1
         own = document.chats if isinstance(document, Compound) else [document]
         examined = [each for each in own if isinstance(each, Chat)]
         chats += len(examined)
         yield from examined
+
+
+def _format(document: Document) -> str:
+    """Returns the format of a document for messages; empty if only one objective reads it."""
+    if isinstance(document, Chat):
+        return document.format
+    if isinstance(document, Compound):
+        return ""
+    return TEXT if isinstance(document, str) else "token ids (input_ids)"
 
 
 def _endings(chat: Chat, tokenizer: Tokenizer) -> Iterator[int | None]:

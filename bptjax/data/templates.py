@@ -187,12 +187,12 @@ def conversations(chat: Chat, tokenizer: Tokenizer, *, split: bool = True) -> li
     """Renders the chat once, or several times if an answer needs another context.
 
     A template with `{% generation %}` marks the tokens in the loss itself, so the chat is rendered
-    once. With any other template, answer i starts at the end of render(messages[:i]) plus the
-    generation prompt, and ends at the end of render(messages[:i+1]). If the rendered chat starts
-    with render(messages[:i+1]), answer i counts in the loss of the rendered chat. Otherwise the
-    template changes earlier turns, for example by leaving out their reasoning, and
-    render(messages[:i+1]) becomes a separate conversation in which only answer i counts in the
-    loss.
+    once; marks in the chat's prompt are left out. With any other template, answer i starts at the
+    end of render(messages[:i]) plus the generation prompt, and ends at the end of
+    render(messages[:i+1]). If the rendered chat starts with render(messages[:i+1]), answer i counts
+    in the loss of the rendered chat. Otherwise the template changes earlier turns, for example by
+    leaving out their reasoning, and render(messages[:i+1]) becomes a separate conversation in which
+    only answer i counts in the loss.
 
     Args:
       split: find the answers. If False, the chat is rendered once, without them.
@@ -205,14 +205,18 @@ def conversations(chat: Chat, tokenizer: Tokenizer, *, split: bool = True) -> li
 
     # The complete chat; then each answer's prompt, and the chat up to the end of the answer.
     parts: list[Part] = [(len(chat.messages), False)]
-    if split and not has_marks(template):
+    marked = has_marks(template)
+    if split and not marked:
         parts += [part for i in chat.answers for part in ((i, True), (i + 1, False))]
+    elif split and chat.prompt:
+        parts.append((chat.prompt, False))
     try:
         _check_roles(chat, template)
         texts = renderings(chat.messages, template, tokenizer, chat.variables, parts)
         full, marks = next(texts)
-        if len(parts) == 1:
-            return [Rendered(full, tuple(marks))]
+        if marked or not split:
+            in_prompt = len(next(texts)[1]) if len(parts) > 1 else 0
+            return [Rendered(full, tuple(marks[in_prompt:]))]
         inside, separate = [], []
         for i in chat.answers:
             (before, _), (upto, _) = next(texts), next(texts)

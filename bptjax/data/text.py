@@ -1,11 +1,10 @@
 """Sources of text: files as documents with random access, held-out split, baselines."""
 
 import bisect
-import functools
 import glob
 import os
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,17 +16,14 @@ from bptjax.data.files import (
     EXTENSIONS,
     RECORDS,
     TABLES,
-    Compound,
-    Document,
     JsonList,
     Location,
-    RecordFormat,
     TextFile,
-    document,
     extension,
     location,
     row_groups,
 )
+from bptjax.data.rows import Compound, Document, RecordFormat, RowReader
 from bptjax.data.stream import SIZES, Lines, Stream, StreamSizes, decompress
 from bptjax.data.tokenizer import utf8
 from bptjax.run.output import plural
@@ -91,6 +87,7 @@ def open_documents(
     sample_by: str = "document",
     text_key: str = "text",
     format: str | RecordFormat = "text",
+    fields: Mapping[str, str] | None = None,
     check_first: bool = True,
     sizes: StreamSizes = SIZES,
 ) -> Documents | Stream:
@@ -104,6 +101,7 @@ def open_documents(
     document per `line`, `paragraph` (separated by blank lines) or `document` (the complete file). A
     record holds text in `text_key`, or else token ids in `input_ids`, or is a chat in a `format` of
     `chat.FORMATS`; `auto` detects the format from the fields. A `RecordFormat` reads other records.
+    `fields` are `RowReader.fields`.
 
     Memory holds two offsets per record, up to `sizes.memory` of decompressed files of records, and
     about 1 GiB of decoded parquet row groups. If compressed files of records exceed `sizes.memory`,
@@ -119,9 +117,10 @@ def open_documents(
     # A file that matches several paths is read once.
     paths = list(dict.fromkeys(p for source in given for p in _paths(source)))
     plain = [p for p in paths if extension(p) not in RECORDS]
-    if plain and (format in FORMATS or isinstance(format, RecordFormat)):
-        raise ValueError(f"{plain[0]}: with data.format={format}, must be {', '.join(RECORDS)}")
-    read = functools.partial(document, text_key=text_key, format=format)
+    if plain and (format in FORMATS or isinstance(format, RecordFormat) or fields):
+        key = "data.fields" if fields else f"data.format={format}"
+        raise ValueError(f"{plain[0]}: with {key}, must be {', '.join(RECORDS)}")
+    read = RowReader(text_key, format, fields or {})
     files, budget = [], sizes.memory
     for p in paths:
         if p.suffix in TABLES:
@@ -136,8 +135,8 @@ def open_documents(
             files.append(TextFile(p, sample_by, read, data))
         else:
             files.append(Lines(p, sample_by, read, sizes))
-    files += row_groups([p for p in paths if p.suffix == ".parquet"], text_key, format)
-    files += arrow_batches([p for p in paths if p.suffix == ".arrow"], text_key, format)
+    files += row_groups([p for p in paths if p.suffix == ".parquet"], read)
+    files += arrow_batches([p for p in paths if p.suffix == ".arrow"], read)
     streamed = any(isinstance(file, Lines) for file in files)
     documents = Stream(tuple(files), sizes) if streamed else Documents(files)
     if isinstance(documents, Documents) and not len(documents):

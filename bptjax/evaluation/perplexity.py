@@ -12,8 +12,8 @@ from jax.typing import DTypeLike
 from rich.table import Table
 
 from bptjax.data.encode import check_ids
-from bptjax.data.files import TokenIds
 from bptjax.data.landmarks import ignored
+from bptjax.data.rows import TokenIds
 from bptjax.data.sample import random_order
 from bptjax.data.stream import Stream
 from bptjax.data.text import Subset, open_documents

@@ -6,11 +6,13 @@ from typing import Any
 
 from bptjax.data.chat import FORMATS as CHATS
 from bptjax.data.config import DataConfig
+from bptjax.data.rows import OTHERS
 from bptjax.models.config import ModelConfig
 from bptjax.objectives.classes import Classes
 from bptjax.objectives.masked_tokens import MaskedTokens
 from bptjax.objectives.next_token import NextToken
 from bptjax.objectives.objective import Objective
+from bptjax.parsing.flags import nearest
 
 AUTO = "auto"
 # `auto` takes the first objective that fits the model.
@@ -18,8 +20,9 @@ OBJECTIVES: dict[str, Objective] = {
     row.name: row for row in (NextToken(), MaskedTokens(), Classes())
 }
 
+RECORDS = {row.record.name: row.record for row in OBJECTIVES.values() if row.record}
 # Values of data.format.
-FORMATS = AUTO, "text", *CHATS, *(row.record.name for row in OBJECTIVES.values() if row.record)
+FORMATS = AUTO, "text", *CHATS, *RECORDS
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ def choose(config: ObjectiveConfig, model: ModelConfig) -> Objective:
 
 
 def check_formats(data: DataConfig) -> None:
-    """Checks the names of record formats.
+    """Checks the names of record formats, and the names in data.fields.
 
     Raises:
       ValueError: a name is unknown.
@@ -68,6 +71,26 @@ def check_formats(data: DataConfig) -> None:
     for key, value in formats:
         if value not in FORMATS:
             raise ValueError(f"{key}={value}: must be one of {', '.join(FORMATS)}")
+    fields = [("data.fields", data, data.fields)]
+    fields += [("data.sources: fields", each, each.fields or {}) for each in data.sources]
+    for key, own, names in fields:
+        format = own.format or data.format
+        known = _fields(format, own.text_key or data.text_key)
+        for name in names:
+            if name not in known:
+                hint = nearest(name, known) or f": {', '.join(known)}"
+                raise ValueError(
+                    f"{key}: {name}: must be a field's name in data.format={format}{hint}"
+                )
+
+
+def _fields(format: str, text_key: str) -> list[str]:
+    """Returns the names of the fields that are read from records of a format."""
+    chosen = [row for name, row in {**CHATS, **RECORDS}.items() if format in (AUTO, name)]
+    names = [name for row in chosen for name in (*row.fields, *row.optional)]
+    names += OTHERS if chosen else ()
+    names += [text_key, "input_ids", "labels"] * (format not in CHATS)
+    return list(dict.fromkeys(names))
 
 
 def check(

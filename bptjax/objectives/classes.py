@@ -14,8 +14,8 @@ from bptjax.data.config import DataConfig
 from bptjax.data.encode import end_of_text
 from bptjax.data.encoding import Encoding
 from bptjax.data.examples import FIELDS, Example
-from bptjax.data.files import PAIR, Compound, Document, RecordFormat
 from bptjax.data.marked import own_tokens
+from bptjax.data.rows import PAIR, Compound, Document, RecordFormat
 from bptjax.data.tokenizer import Tokenizer
 from bptjax.models.config import ModelConfig
 from bptjax.objectives.cross_entropy import ForwardPass, Losses, cross_entropy, head_inputs

@@ -9,8 +9,8 @@ from bptjax.data.config import DataConfig
 from bptjax.data.encode import token_ids
 from bptjax.data.encoding import Encoding
 from bptjax.data.examples import Example
-from bptjax.data.files import Document
 from bptjax.data.marked import own_tokens
+from bptjax.data.rows import Document
 from bptjax.data.tokenizer import Tokenizer
 from bptjax.models.config import ModelConfig
 from bptjax.objectives.objective import Objective

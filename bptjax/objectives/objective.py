@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from jax import Array
 
 from bptjax.data.encoding import Encoding
-from bptjax.data.files import RecordFormat
+from bptjax.data.rows import RecordFormat
 from bptjax.models.config import ModelConfig
 from bptjax.objectives.cross_entropy import ForwardPass, Losses, cross_entropy, head_inputs
 from bptjax.ops.labels import IGNORED

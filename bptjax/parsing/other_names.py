@@ -25,6 +25,7 @@ _NAMES = {
     "checkpoint.save_steps": "save_strategy saves_per_epoch",
     "data.eval_fraction": "val_set_size",
     "data.eval_path": "eval_dataset eval_file validation_file",
+    "data.fields": "columns field_instruction field_messages field_output",
     "data.packing": "neat_packing packing_strategy padding_free sample_packing",
     "data.path": "dataset dataset_dir dataset_name train_file",
     "data.seed": "data_seed dataloader_seed",

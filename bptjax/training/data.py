@@ -1,6 +1,6 @@
 """Opens the data and the tokenizer of a run, without devices or weights."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -9,12 +9,15 @@ from pathlib import Path
 import jax
 
 from bptjax.config import Config
+from bptjax.data.changes import paths
+from bptjax.data.config import DataConfig, SourceConfig
 from bptjax.data.encoding import Encoding, Processor
-from bptjax.data.files import Document
+from bptjax.data.files import RECORDS, extension
 from bptjax.data.images import ImageProcessor, open_images
 from bptjax.data.records import readable
+from bptjax.data.rows import Document
 from bptjax.data.sources import Mixture, Training, open_split
-from bptjax.data.survey import survey
+from bptjax.data.survey import TEXT, Survey, survey
 from bptjax.data.tokenizer import (
     Tokenizer,
     add_tokens,
@@ -100,8 +103,25 @@ def open_data(config: Config, now: str | None = None) -> RunData:
     chats = survey(train.files if isinstance(train, Mixture) else [train], tokenizer)
     tokenizer = chats.adapt(tokenizer)
     warning = vocabulary_warning(tokenizer, sidecars) if sidecars and not own else None
-    notes = [*([warning] if warning else []), *chats.notes(tokenizer)]
+    notes = [*([warning] if warning else []), *_describe_formats(config.data, train, chats)]
+    notes += chats.notes(tokenizer)
     return RunData(train, held_out, pretrained, tokenizer, encoding, added, notes)
+
+
+def _describe_formats(config: DataConfig, train: Training, chats: Survey) -> Iterator[str]:
+    """Yields the format of the records of each source, and the fields that it was read from."""
+    sources = config.sources or [SourceConfig(config.path or "")]
+    opened = train.files if isinstance(train, Mixture) else [train]
+    for source, documents, formats in zip(sources, opened, chats.formats, strict=True):
+        if any(extension(Path(path)) in RECORDS for path in paths(documents)):
+            key = source.text_key or config.text_key
+            fields = config.fields if source.fields is None else source.fields
+            text = f"text ({key} from {fields[key]})" if key in fields else f"text ({key})"
+            counts = [(text if x == TEXT else x, n) for x, n in formats.most_common() if x]
+            share = len(counts) > 1
+            names = [f"{n:,} of {formats.total():,} records {x}" if share else x for x, n in counts]
+            if names:
+                yield f"format of {source.name}: {', '.join(names)}"
 
 
 def _open_images(config: Config, pretrained: Pretrained) -> RunData:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bptjax.config import Config, to_yaml
+from bptjax.data.config import SourceConfig
 from bptjax.models.execution import Execution, ExecutionConfig
 from bptjax.parsing.keys import flatten
 from bptjax.run.json_files import read_json
@@ -98,6 +99,10 @@ def saved_values(run_dir: Path) -> dict[str, Any]:
         alpha = saved.get("adapter.alpha")
         if not isinstance(alpha, int | float | None):
             raise ValueError(f"adapter.alpha={alpha}: must be a number")
+        if isinstance(sources := saved.get("data.sources"), list):
+            # The sources of an older version lack newer keys too.
+            plain = asdict(SourceConfig(""))
+            saved["data.sources"] = [plain | x if isinstance(x, dict) else x for x in sources]
         return saved
     except ValueError as error:
         raise ValueError(f"{file} is damaged: {error}; choose another run_dir") from error

@@ -35,6 +35,8 @@ FORMATS = {
         "\n\nHuman: Hi\n\nAssistant:[[ Yes]]\n\nHuman: Bye\n\nAssistant:[[ No]]",
     ),
     "text": ({"text": "plain text"}, "[[plain text]]"),
+    "dolly": ({"instruction": "Add", "context": "1 2", "response": "3"}, "### Response:[[3]]"),
+    "question_answer": ({"question": "A?", "answer": "B"}, "### Human: A?\n### Assistant:[[ B]]"),
 }
 
 
@@ -61,6 +63,12 @@ def test_tokens_in_the_loss_are_marked(name, tmp_path, capsys):
     for sequence in sequences:
         assert sequence.count(wanted) == sequence.count("\ndocument ") >= 1
     assert "60 records" in out and "positions 0 to " in out
+    assert (
+        f"format of {tmp_path / 'rows.jsonl'}: {name} ({', '.join(row)})".replace(
+            "instruction, input, output", "instruction, output, input"
+        ).replace("instruction, context, response", "instruction, response, context")
+        in out
+    )
 
 
 def test_tools_and_reasoning(tmp_path, capsys):
@@ -99,6 +107,29 @@ def test_counts_and_plot(tmp_path, capsys):
     assert "up to         8 ████" in out
     assert "steps: about " in out
     assert (tmp_path / "plots" / "lengths.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_format_of_each_source_is_named(tmp_path, capsys):
+    rows = {
+        "a": [{"q": {"text": "Q"}, "a": "A"}] * 20,
+        "b": [{"body": "some text"}] * 20,
+        "c": [{"prompt": "Q", "answer": "A"}] * 15 + [{"instruction": "I", "response": "R"}] * 5,
+    }
+    for name, own in rows.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in own))
+    (tmp_path / "d.txt").write_text("text")
+    fields = {"a": {"question": "q.text", "answer": "a"}, "b": {"text": "body"}}
+    sources = [{"path": f"{tmp_path}/{x}.jsonl", "fields": fields.get(x)} for x in rows]
+    sources.append({"path": f"{tmp_path}/d.txt"})
+    flags = [f"--data.sources={json.dumps(sources)}", "--data.packing=best_fit", "--sequences=1"]
+    assert main(["preview", *flags, "--data.eval_fraction=0", "--train.seq_len=64"]) == 0
+    lines = [x for x in capsys.readouterr().out.splitlines() if x.startswith("format of ")]
+    assert [line.removeprefix(f"format of {tmp_path}/") for line in lines] == [
+        "a.jsonl: question_answer (question from q.text, answer from a)",
+        "b.jsonl: text (text from body)",
+        "c.jsonl: 15 of 20 records prompt_answer (prompt, answer), "
+        "5 of 20 records dolly (instruction, response)",
+    ]
 
 
 @pytest.mark.parametrize("names", [["good.jsonl", "bad.jsonl"], ["bad.jsonl"]])

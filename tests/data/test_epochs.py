@@ -16,10 +16,10 @@ from tiers import fast
 
 from bptjax.data.account import Account
 from bptjax.data.config import DataConfig
-from bptjax.data.files import TokenIds
 from bptjax.data.loader import data_check, train_loader
 from bptjax.data.packing import pack
 from bptjax.data.records import Record
+from bptjax.data.rows import TokenIds
 from bptjax.data.sources import Mixture
 
 TOKENIZER = SimpleNamespace(vocab_size=10**6, eos_id=None)

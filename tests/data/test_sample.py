@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from bptjax.data.config import DataConfig, SourceConfig
-from bptjax.data.files import TokenIds
 from bptjax.data.loader import eval_loader
 from bptjax.data.packing import PACKINGS
+from bptjax.data.rows import TokenIds
 from bptjax.data.sources import HeldOutSources, open_split
 from bptjax.data.tokenizer import ByteTokenizer
 

@@ -176,6 +176,16 @@ def test_a_run_of_an_older_version_goes_on_with_the_defaults_of_new_keys(argumen
     assert [file.name for file in tmp_path.iterdir()] == ["config.yaml"]
 
 
+def test_sources_of_an_older_version_lack_newer_keys(tmp_path):
+    command = [f"--run_dir={tmp_path}", "--data.sources=[{path: a}, {path: b, weight: 2}]"]
+    old = to_yaml(parse(command)).replace("    fields: null\n", "")
+    assert "fields: null" not in old and "weight: 2" in old
+    (tmp_path / "config.yaml").write_text(old)
+    acquire_run_dir(tmp_path, parse(command))
+    with pytest.raises(ValueError, match="run with data.sources="):
+        acquire_run_dir(tmp_path, parse([command[0], "--data.sources=[{path: a}]"]))
+
+
 def test_a_resumed_run_keeps_the_execution_that_its_keys_allow(tmp_path):
     chosen = ExecutionConfig("auto", "split", 512, 512, "full", ("up",), 2048, 8, 0.5)
     config = Config(run_dir=str(tmp_path))
