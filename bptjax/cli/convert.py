@@ -1,4 +1,4 @@
-"""`bptjax convert`: converts checkpoints and adapters from and to Hugging Face and PEFT."""
+"""`bptjax convert`: converts checkpoints and adapters from and to Hugging Face, PEFT and GGUF."""
 
 import importlib.util
 from argparse import Namespace
@@ -11,6 +11,8 @@ from bptjax.models.config import ModelConfig
 from bptjax.parallel.mesh import select_devices
 from bptjax.weights.adapter_export import export_adapter, remedy_for_peft
 from bptjax.weights.conversion import merge_adapter, to_bptjax, to_hf, trained_dtype
+from bptjax.weights.gguf.export import to_gguf
+from bptjax.weights.gguf.reading import from_gguf
 from bptjax.weights.pretrained import Pretrained, open_pretrained, resolve_checkpoint
 from bptjax.weights.verification import verify
 
@@ -22,7 +24,7 @@ class Conversion:
     """A conversion.
 
     Attributes:
-      convert: writes the directory; takes the conversion's own flags as keywords.
+      convert: writes the directory or file; takes the conversion's own flags as keywords.
       note: returns a line about the result; may be empty.
       exports: writes files of Hugging Face or PEFT, which cannot name an attention pattern.
       options: names of the flags that `convert` takes.
@@ -50,6 +52,8 @@ CONVERSIONS = {
     "export-adapter": Conversion(
         export_adapter, lambda model, args: remedy_for_peft(model, args.out)
     ),
+    "to-gguf": Conversion(partial(to_gguf, warn=warn), options=("type", "pre")),
+    "from-gguf": Conversion(from_gguf, exports=False, options=("dtype", "max_shard_size")),
 }
 
 
@@ -57,7 +61,7 @@ main = partial(launch, "convert")
 
 
 def run(args: Namespace) -> int:
-    """Converts `args.source` to the new directory `args.out`. Returns 1 if `--verify` finds a
+    """Converts `args.source` to the new directory or file `args.out`. Returns 1 if `--verify` finds a
     difference between the models.
 
     Raises:

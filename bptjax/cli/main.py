@@ -23,7 +23,7 @@ COMMANDS = {
     "generate": "continue prompts with a model",
     "chat": "talk with a model in the terminal",
     "evaluate": "measure perplexity by position and pass-key retrieval",
-    "convert": "convert checkpoints and adapters from and to Hugging Face",
+    "convert": "convert checkpoints and adapters from and to Hugging Face and GGUF",
     "compare": "time implementations of a transformer layer",
     "configs": "list the configs that come with bptjax, or copy one",
     "doctor": "check this machine: versions, devices, kernels, speed",
@@ -192,33 +192,45 @@ def convert() -> Parser:
     parser = Parser(
         prog="bptjax convert",
         usage="%(prog)s CONVERSION SOURCE OUT [--FLAG VALUE ...]",
-        description="Converts checkpoints and adapters from and to Hugging Face and PEFT.",
+        description="Converts checkpoints and adapters from and to Hugging Face, PEFT and GGUF.",
     )
     conversions = parser.add_subparsers(dest="conversion", metavar="CONVERSION", required=True)
-    for name, source, text in (
-        ("hf-to-bptjax", "DIR", "Hugging Face directory to a bptjax one, layers stacked"),
-        ("bptjax-to-hf", "RUN", "newest checkpoint of a run, or a converted directory, to a "
+    for name, source, out, text in (
+        ("hf-to-bptjax", "DIR", "OUT", "Hugging Face directory to a bptjax one, layers stacked"),
+        ("bptjax-to-hf", "RUN", "OUT", "newest checkpoint of a run, or a converted directory, to a "
          "Hugging Face directory"),
-        ("merge-adapter", "RUN", "adapter of a run or of PEFT, and its base model, to one "
+        ("merge-adapter", "RUN", "OUT", "adapter of a run or of PEFT, and its base model, to one "
          "Hugging Face directory"),
-        ("export-adapter", "RUN", "adapter of a run to a PEFT directory"),
+        ("export-adapter", "RUN", "OUT", "adapter of a run to a PEFT directory"),
+        ("to-gguf", "MODEL", "FILE", "run, adapter (merged), converted or Hugging Face directory "
+         "to a GGUF file, for llama.cpp and Ollama"),
+        ("from-gguf", "FILE", "OUT", "GGUF file to a Hugging Face directory"),
     ):  # fmt: skip
         command = conversions.add_parser(
             name,
             prog=f"bptjax convert {name}",
-            usage=f"%(prog)s {source} OUT [--FLAG VALUE ...]",
+            usage=f"%(prog)s {source} {out} [--FLAG VALUE ...]",
             help=text,
             description=f"Converts: {text}.",
         )
         command.add_argument("source", metavar=source, help="checkpoint or adapter to convert")
-        command.add_argument("out", metavar="OUT", type=Path, help="new directory to write")
-        if name == "export-adapter":
+        new = "new file to write" if out == "FILE" else "new directory to write"
+        command.add_argument("out", metavar=out, type=Path, help=new)
+        if name == "to-gguf":
+            kind = "type of the matrices: f32, f16, bf16, q8_0, q5_1, q5_0, q4_1 or q4_0"
+            command.add_argument("--type", default="f16", help=kind)
+            pre = "name of the tokenizer's pre-tokenizer in llama.cpp. If not set, recognized."
+            command.add_argument("--pre", help=pre)
+        if name in ("export-adapter", "to-gguf"):
             continue
-        verify = "compare the result with transformers; needs torch"
-        command.add_argument("--verify", action="store_true", help=verify)
+        if name != "from-gguf":
+            verify = "compare the result with transformers; needs torch"
+            command.add_argument("--verify", action="store_true", help=verify)
         if name != "hf-to-bptjax":
             dtype = "dtype to write. If not set, the dtype of the base model, or, if trained from "
             dtype += "scratch, the dtype of the parameters."
+            if name == "from-gguf":
+                dtype = "dtype to write. If not set, the file's, or float16 if it is quantized."
             command.add_argument("--dtype", choices=DTYPES, help=dtype)
             size = "largest size of a file"
             command.add_argument("--max_shard_size", default="5GB", help=size)

@@ -81,6 +81,11 @@ class HFTokenizer:
         self.start_text = f"{start} " if start and joined == wanted != plain else start
 
     @property
+    def transformers(self) -> Any:
+        """transformers' tokenizer."""
+        return self._tokenizer
+
+    @property
     def chat_template(self) -> str | None:
         return self.template_for(tools=False)
 

@@ -103,6 +103,41 @@ def atomic_directory(out: Path, *, replace: bool = False) -> Iterator[Path]:
     """
     if out.exists() and not replace and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out}: must be new or empty; choose another directory")
+    with _hidden_directory(out) as hidden:
+        yield hidden
+        if out.exists():
+            out.rename(hidden.with_suffix(".old.tmp"))
+        hidden.rename(out)
+
+
+@contextmanager
+def atomic_file(out: Path) -> Iterator[Path]:
+    """Yields the path of a file to write in a hidden directory. When the block ends, it moves next
+    to `out`, as do other files in that directory; they are removed if the block fails.
+
+    The next call for `out` removes the files of a killed process.
+
+    Raises:
+      ValueError: `out` or another of the files exists, or cannot be written.
+    """
+
+    def check(file: Path) -> None:
+        if file.exists() or file.is_symlink():
+            raise ValueError(f"{file}: must be new; choose another file")
+
+    check(out)
+    with _hidden_directory(out) as hidden:
+        yield hidden / out.name
+        targets = {file: out.with_name(file.name) for file in sorted(hidden.iterdir())}
+        for target in targets.values():
+            check(target)
+        for file, target in targets.items():
+            file.rename(target)
+
+
+@contextmanager
+def _hidden_directory(out: Path) -> Iterator[Path]:
+    """Yields a hidden directory next to `out`, which is removed when the block ends."""
     _remove_leftovers(out)
     hidden = out.parent / f".{out.name}.{os.getpid()}.tmp"
     try:
@@ -113,9 +148,6 @@ def atomic_directory(out: Path, *, replace: bool = False) -> Iterator[Path]:
     try:
         with explain_full_disk(out):
             yield hidden
-        if out.exists():
-            out.rename(hidden.with_suffix(".old.tmp"))
-        hidden.rename(out)
     finally:
         shutil.rmtree(hidden, ignore_errors=True)
         shutil.rmtree(hidden.with_suffix(".old.tmp"), ignore_errors=True)

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ from bptjax.weights.adapter_export import open_adapter
 from bptjax.weights.hf.checkpoint import SIDECARS, copy_sidecar_files, write_hf
 from bptjax.weights.hf.config import is_bare
 from bptjax.weights.hf.config_export import exported
-from bptjax.weights.hf.families.family import Layout
+from bptjax.weights.hf.families.family import Family, Layout
 from bptjax.weights.hf.from_scratch import from_scratch
 from bptjax.weights.hf.other_tensors import OTHERS
 from bptjax.weights.hf.tensors import Writer
@@ -179,29 +180,7 @@ def write(
     """Writes the model to `out` in Hugging Face's format, with the tokenizer of `source`. `read`
     returns a parameter by path and index into its stacked axes.
     """
-    dtype, fixed = dtype or trained_dtype(model), _fixed_dtypes(model)
-    own = {spec.dtype for path, spec in model.source.specs.items() if path not in fixed}
-    name = dtype or max(own, key=lambda name: jnp.dtype(name).itemsize)
-    if model.sidecars is None:
-        raw, family = from_scratch(model.config)
-    else:
-        raw, family = read_json(model.sidecars / "config.json"), model.family
-    assert family is not None
-    layout = Layout("") if is_bare(raw) else family.layouts[0]
-    if model.others is not None:
-        layout = model.others.layout
-    elif family.wrapped:
-        raise ValueError(
-            f"{source}: must hold the tensors outside its text model in {SIDECARS}/{OTHERS}; "
-            "restore the directory"
-        )
-    if model.read_as is not None:
-        raw = exported(raw, model.read_as, model.config, name)
-    if model.config.attention_pattern is not None:
-        raw = raw | {"attention_pattern": model.config.attention_pattern}
-    # Tensors are written dequantized.
-    raw.pop("quantization_config", None)
-
+    raw, family, layout = described(model, source, dtype)
     dtypes = written_dtypes(model, dtype)
     with atomic_directory(out) as directory:
         if model.sidecars is not None:
@@ -224,6 +203,39 @@ def write(
             max_shard_size,
             model.others,
         )
+
+
+def described(
+    model: Pretrained, source: str, dtype: str | None = None
+) -> tuple[dict[str, Any], Family, Layout]:
+    """Returns the config.json, the family and the names of the model in Hugging Face's format.
+
+    Args:
+      dtype: dtype of the weights; None keeps the checkpoint's.
+    """
+    dtype, fixed = dtype or trained_dtype(model), _fixed_dtypes(model)
+    own = {spec.dtype for path, spec in model.source.specs.items() if path not in fixed}
+    name = dtype or max(own, key=lambda name: jnp.dtype(name).itemsize)
+    if model.sidecars is None:
+        raw, family = from_scratch(model.config)
+    else:
+        raw, family = read_json(model.sidecars / "config.json"), model.family
+    assert family is not None
+    layout = Layout("") if is_bare(raw) else family.layouts[0]
+    if model.others is not None:
+        layout = model.others.layout
+    elif family.wrapped:
+        raise ValueError(
+            f"{source}: must hold the tensors outside its text model in {SIDECARS}/{OTHERS}; "
+            "restore the directory"
+        )
+    if model.read_as is not None:
+        raw = exported(raw, model.read_as, model.config, name)
+    if model.config.attention_pattern is not None:
+        raw = raw | {"attention_pattern": model.config.attention_pattern}
+    # Tensors are written dequantized.
+    raw.pop("quantization_config", None)
+    return raw, family, layout
 
 
 def _raise_model_max_length(directory: Path, length: int) -> None:

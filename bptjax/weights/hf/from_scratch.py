@@ -64,14 +64,14 @@ def family_of(config: ModelConfig) -> str:
       ValueError: there is no such family; the message names the keys that differ.
     """
     config = _complete(config)
-    wanted, nearest = _computed(config), None
+    wanted, nearest = computed(config), None
     for kind in CLASSES:
         try:
             read = FAMILIES[kind].read(_namespace(_keys(config, kind)))
-            got = _computed(ModelConfig(**read))
+            got = computed(ModelConfig(**read))
         except ValueError:
             continue
-        others = [key for key, value in wanted.items() if not _same(value, got.get(key))]
+        others = [key for key, value in wanted.items() if not same_value(value, got.get(key))]
         if not others:
             return kind
         if nearest is None or len(others) < len(nearest[1]):
@@ -82,12 +82,13 @@ def family_of(config: ModelConfig) -> str:
     raise ValueError(f"no Hugging Face family has {differing} with the other keys of the model")
 
 
-def _same(a: Any, b: Any) -> bool:
+def same_value(a: Any, b: Any) -> bool:
+    """Returns whether two values of a config are the same but for rounding."""
     numbers = isinstance(a, float) and isinstance(b, float)
     return math.isclose(a, b, rel_tol=1e-6) if numbers else a == b
 
 
-def _computed(config: ModelConfig) -> dict[str, Any]:
+def computed(config: ModelConfig) -> dict[str, Any]:
     """Returns the values that determine an architecture's function, with defaults filled in."""
     values = {k: v for k, v in flatten(config).items() if k not in OVERRIDABLE}
     for key in ("layer_types", "position_offset", "alibi.scale", "alibi.interleaved"):

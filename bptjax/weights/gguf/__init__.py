@@ -1,0 +1,1 @@
+"""GGUF files, which llama.cpp and Ollama read."""

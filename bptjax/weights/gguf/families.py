@@ -1,0 +1,157 @@
+"""Families in GGUF files: the architecture's name, the metadata and the tensors.
+
+`Row` says how a family differs from what all share. Metadata is read and written by the same
+tables, so an architecture that a GGUF file cannot hold is found by reading its metadata back.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from bptjax.models.config import ModelConfig
+from bptjax.models.params import Index
+from bptjax.weights.gguf.keys import Keys
+from bptjax.weights.gguf.transforms import IDENTITY, KEYS, PLUS_ONE, QUERIES, Transform
+from bptjax.weights.hf.families.family import Family, Layout, field_values
+from bptjax.weights.hf.tensor_rules import TensorRule
+
+# Keys of metadata after the architecture's name, with the attribute of transformers' config.
+SHARED = {
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.value_length": "head_dim",
+    "vocab_size": "vocab_size",
+}
+RMS = {"attention.layer_norm_rms_epsilon": "rms_norm_eps"}
+NORM = {"attention.layer_norm_epsilon": "layer_norm_eps"}
+WINDOW = {"attention.sliding_window": "sliding_window"}
+EXPERTS = {"expert_used_count": "num_experts_per_tok"}
+# Rotated pairs are neighbors in a head.
+PAIRS = ((r".*\.q_proj\.(weight|bias)", QUERIES), (r".*\.k_proj\.(weight|bias)", KEYS))
+NORMS = ((r".*norm\.weight", PLUS_ONE),)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A family in GGUF files.
+
+    Attributes:
+      arch: name of the architecture.
+      keys: keys of metadata in addition to SHARED, with the attribute of transformers' config;
+        None leaves a shared key out.
+      transforms: (pattern of a tensor's name in Hugging Face files, transform); the first match
+        counts.
+      rules: yields rules in place of the family's, for tensors that a GGUF file splits or joins
+        otherwise; None for the family's.
+      fixed: attributes of transformers' config that the architecture implies.
+      read: returns further attributes from the metadata, a `Keys`; None for none.
+      write: returns further metadata from transformers' config; None for none.
+      chosen: says whether the row is for a file of this metadata and these tensors, if several rows
+        have its architecture.
+    """
+
+    arch: str
+    keys: Mapping[str, str | None] = field(default_factory=dict)
+    transforms: tuple[tuple[str, Transform], ...] = ()
+    rules: Callable[[Family, ModelConfig], Iterator[TensorRule]] | None = None
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    read: Callable[[Keys], dict[str, Any]] | None = None
+    write: Callable[[Any, ModelConfig], dict[str, Any]] | None = None
+    chosen: Callable[[Keys], bool] = lambda keys: True
+
+
+ROWS: dict[str, Row] = {
+    "mixtral": Row(
+        "llama",
+        RMS | EXPERTS | {"expert_count": "num_local_experts"},
+        PAIRS,
+        fixed={"sliding_window": None},
+        chosen=lambda keys: bool(keys.get("expert_count")),
+    ),
+    "llama": Row("llama", RMS, PAIRS),
+    "mistral": Row("llama", RMS, PAIRS, fixed={"sliding_window": None}),
+    "qwen2": Row("qwen2", RMS),
+    "qwen3": Row("qwen3", RMS),
+}
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor of a GGUF file.
+
+    Attributes:
+      name: name in the file.
+      rule: the rule of the tensor of Hugging Face files.
+      indices: index into the rule's stacked axes, of one tensor, or of each expert's.
+      stacked: the file has an axis of experts.
+      transform: change of each tensor of a Hugging Face file.
+    """
+
+    name: str
+    rule: TensorRule
+    indices: tuple[Index, ...]
+    stacked: bool
+    transform: Transform
+    config: ModelConfig
+
+    def join(self, read: Callable[[str, Index], np.ndarray]) -> np.ndarray:
+        """Returns the tensor, from a function that reads parameters by path and index."""
+        parts = [
+            self.transform.there(
+                self.rule.join(*(read(path, index) for path in self.rule.ours)), self.config
+            )
+            for index in self.indices
+        ]
+        return np.stack(parts) if self.stacked else parts[0]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape in the file."""
+        one = self.transform.there(np.broadcast_to(np.float32(0), self.rule.shape), self.config)
+        return (len(self.indices),) * self.stacked + one.shape
+
+    def split(self, array: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Returns the parameters that one expert's slice of the tensor, or the tensor, holds."""
+        return self.rule.split(self.transform.back(array, self.config))
+
+
+def tensors(kind: str, family: Family, config: ModelConfig) -> list[Tensor]:
+    """Returns the tensors of the model in a GGUF file.
+
+    Args:
+      kind: model_type of the text model.
+
+    Raises:
+      ValueError: the architecture has no name for a tensor.
+    """
+    import gguf
+
+    row, values = ROWS[kind], field_values(config)
+    (arch,) = (key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == row.arch)
+    names = gguf.get_tensor_name_map(arch, config.num_layers)
+    layout = Layout("model.") if family.wrapped else family.layouts[0]
+    found = []
+    for rule in row.rules(family, config) if row.rules else family.tensor_rules(config):
+        rule = replace(rule, hf=family.rename(rule.hf, layout))
+        transform = next((t for p, t in row.transforms if re.fullmatch(p, rule.hf)), IDENTITY)
+        groups: dict[str, list[Index]] = {}
+        for index, name in rule.names(values).items():
+            name = re.sub(r"\.experts\.\d+\.", ".experts.", name)
+            own = names.get_name(name, try_suffixes=(".weight", ".bias"))
+            if own is None:
+                raise ValueError(f"{name}: llama.cpp's {row.arch} has no such tensor")
+            groups.setdefault(own, []).append(index)
+        stacked = "{expert}" in rule.hf
+        found += [
+            Tensor(name, rule, tuple(indices), stacked, transform, config)
+            for name, indices in groups.items()
+        ]
+    return found
