@@ -61,8 +61,8 @@ main = partial(launch, "convert")
 
 
 def run(args: Namespace) -> int:
-    """Converts `args.source` to the new directory or file `args.out`. Returns 1 if `--verify` finds a
-    difference between the models.
+    """Converts `args.source` to the new file or directory `args.out`. Returns 1 if `--verify` finds
+    a difference between the models.
 
     Raises:
       ValueError, OSError: one line about the wrong flag or source; nothing is written.

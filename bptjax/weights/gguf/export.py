@@ -1,6 +1,7 @@
 """Writes GGUF files, one tensor at a time."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,8 +14,8 @@ from bptjax.models.params import Index
 from bptjax.run.output import atomic_file
 from bptjax.run.progress import Progress
 from bptjax.weights.conversion import described, merging
-from bptjax.weights.gguf.file import nbytes
 from bptjax.weights.gguf.families import ROWS, Tensor, tensors
+from bptjax.weights.gguf.file import nbytes
 from bptjax.weights.gguf.keys import Keys
 from bptjax.weights.gguf.metadata import (
     differences,
@@ -35,7 +36,13 @@ SPLIT_BYTES = 40 * 10**9
 # Bytes of float32 values that are quantized at a time.
 CHUNK_BYTES = 2**26
 # Parts of names of matrices that llama.cpp reads as float32.
-FLOAT32 = ("ffn_gate_inp.", "ffn_gate_inp_shexp.", "position_embd.", "ssm_conv1d.", "shortconv.conv.")
+FLOAT32 = (
+    "ffn_gate_inp.",
+    "ffn_gate_inp_shexp.",
+    "position_embd.",
+    "ssm_conv1d.",
+    "shortconv.conv.",
+)
 
 
 class Exported(NamedTuple):
@@ -71,8 +78,9 @@ def to_gguf(
 
     check_type(type, out)
     model = open_pretrained(ModelConfig(name_or_path=source))
-    exported = describe(model, source)
+    exported = describe(model, source, warn)
     keys = exported.metadata | tokenizer_metadata(source, model, pre)
+    keys["general.type"] = "model"
     keys["general.name"] = Path(source).resolve().name
     keys["general.file_type"] = TYPES[type]
     keys["general.quantization_version"] = GGML_QUANT_VERSION
@@ -113,16 +121,14 @@ def check_type(type: str, out: Path) -> None:
     raise ValueError(text)
 
 
-def describe(model: Pretrained, source: str) -> Exported:
+def describe(model: Pretrained, source: str, warn: Callable[[str], None]) -> Exported:
     """Returns the metadata and tensors of a model's GGUF file.
 
     Raises:
       ValueError: llama.cpp does not have the architecture, or not with the model's values.
     """
     raw, family, _ = described(model, source)
-    config = model.config
-    c = text_config(raw)
-    kind = c.model_type
+    config, kind = model.config, text_config(raw).model_type
     if kind not in ROWS:
         raise ValueError(
             f"{source}: model_type={kind!r}: must be one of {', '.join(ROWS)} to be written to a "
@@ -132,6 +138,14 @@ def describe(model: Pretrained, source: str) -> Exported:
         raise ValueError(
             f"model.attention_pattern={config.attention_pattern}: must not be set, because "
             "llama.cpp computes full attention"
+        )
+    window = config.sliding_window
+    if window and config.layer_types is None and "sliding_window" in ROWS[kind].fixed:
+        # All layers have the window, so shorter texts are computed alike without one.
+        length = min(window, config.max_position_embeddings or window)
+        config = replace(config, sliding_window=None, max_position_embeddings=length)
+        warn(
+            f"context length {length}, the model's window, because llama.cpp attends to all tokens"
         )
     found = tensors(kind, family, config)
     exported = Exported(kind, write_metadata(raw, config), found, rope_tensors(config))

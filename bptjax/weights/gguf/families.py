@@ -45,8 +45,7 @@ class Row:
 
     Attributes:
       arch: name of the architecture.
-      keys: keys of metadata in addition to SHARED, with the attribute of transformers' config;
-        None leaves a shared key out.
+      keys: keys of metadata in addition to SHARED, with the attribute of transformers' config.
       transforms: (pattern of a tensor's name in Hugging Face files, transform); the first match
         counts.
       rules: yields rules in place of the family's, for tensors that a GGUF file splits or joins
@@ -59,7 +58,7 @@ class Row:
     """
 
     arch: str
-    keys: Mapping[str, str | None] = field(default_factory=dict)
+    keys: dict[str, str] = field(default_factory=dict)
     transforms: tuple[tuple[str, Transform], ...] = ()
     rules: Callable[[Family, ModelConfig], Iterator[TensorRule]] | None = None
     fixed: Mapping[str, Any] = field(default_factory=dict)

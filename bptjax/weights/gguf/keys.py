@@ -39,7 +39,8 @@ class Keys:
         """
         value = self.get(key)
         value = default if value is None else value
-        if type(value) not in (int, float) or not 0 <= value <= MOST:
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not 0 <= value <= MOST:
             raise ValueError(f"{self.arch}.{key}={value!r}: must be a number from 0 to {MOST}")
         return value
 
@@ -55,7 +56,9 @@ class Keys:
         if not isinstance(value, list):
             return [self.integer(key)] * layers
         if len(value) != layers or any(type(x) is not int or not 0 <= x <= MOST for x in value):
-            raise ValueError(f"{self.arch}.{key}: must have one integer for each of {layers} layers")
+            raise ValueError(
+                f"{self.arch}.{key}: must have one integer for each of {layers} layers"
+            )
         return value
 
     def has(self, tensor: str) -> bool:

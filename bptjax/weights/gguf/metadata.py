@@ -40,8 +40,8 @@ def write_metadata(raw: dict[str, Any], config: ModelConfig) -> dict[str, Any]:
     """
     c = text_config(raw)
     row = ROWS[c.model_type]
-    keys = {g: getattr(c, hf, None) for g, hf in (SHARED | row.keys).items() if hf}
-    keys["attention.head_count_kv"] = config.K
+    keys = {g: getattr(c, hf, None) for g, hf in (SHARED | row.keys).items()}
+    keys |= {"context_length": config.max_position_embeddings, "attention.head_count_kv": config.K}
     keys |= {"attention.key_length": config.H, "attention.value_length": config.H}
     keys |= {"vocab_size": config.V} | write_rope(config)
     keys |= row.write(c, config) if row.write else {}
@@ -78,7 +78,7 @@ def read_metadata(keys: Keys, kind: str) -> dict[str, Any]:
     heads = keys.integer("attention.head_count")
     size = keys.integer("embedding_length") // max(heads, 1)
     size = keys.integer("attention.key_length", size)
-    values = {hf: keys.get(g) for g, hf in (SHARED | row.keys).items() if hf}
+    values = {hf: keys.get(g) for g, hf in (SHARED | row.keys).items()}
     values |= {
         "num_key_value_heads": keys.integer("attention.head_count_kv", heads),
         "head_dim": size,
@@ -122,8 +122,9 @@ def differences(config: ModelConfig, read: ModelConfig) -> dict[str, Any]:
     wanted, got = computed(config), computed(read)
     values: Mapping[str, Any] = flatten(config) | wanted
     names = [k for k, v in wanted.items() if not same_value(v, got.get(k))]
+    # The windows of the layers follow from the model's.
+    others = ["rope_parameters"] + ["window"] * ("sliding_window" in names)
+    names = [name for name in names if name not in others]
     if config.position_embedding == "rope" == read.position_embedding:
-        names = [name for name in names if name != "rope_parameters"]
-        if not same_rope(config, read):
-            names.append("rope_parameters")
+        names += ["rope_parameters"] * (not same_rope(config, read))
     return {name: values[name] for name in names}

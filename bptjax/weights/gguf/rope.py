@@ -92,10 +92,8 @@ def rope_tensors(config: ModelConfig) -> dict[str, np.ndarray]:
     if kind != "llama3":
         return {}
     plain, _ = rope_frequencies(size, {"rope_theta": p["rope_theta"]})
-    slowed, _ = rope_frequencies(
-        size, p, max_position_embeddings=config.max_position_embeddings
-    )
-    return {FREQUENCIES: (plain / slowed).astype(np.float32)}
+    slowed, _ = rope_frequencies(size, p, max_position_embeddings=config.max_position_embeddings)
+    return {FREQUENCIES: np.asarray(plain / slowed, np.float32)}
 
 
 def read_rope(keys: Keys, size: int) -> dict[str, Any]:
@@ -156,14 +154,22 @@ def _read_llama3(keys: Keys, theta: float, rotated: int) -> dict[str, Any]:
     if factor == 1:
         return {"rope_type": "default"}
     candidates = [USUAL]
-    # 1 / factor is linear in the frequency between both ends: x / factor' + (1 - x) / factor with
-    # x = (original · frequency / 2π - low) / (high - low).
-    between = (factors > 1 + 1e-6) & (factors < factor * (1 - 1e-6))
-    if between.sum() > 1:
-        share = (1 / factors[between] - 1 / factor) / (1 - 1 / factor)
-        slope, start = np.polyfit(plain[between] / (2 * math.pi), share, 1)
-        high = 1 - 1 / start
-        candidates.append((1.0, high, slope * (high - 1)))
+    # Where factors change, 1 / factor = share + (1 - share) / max(factor), and the share is linear
+    # in the frequency: (original · frequency / 2π - low) / (high - low).
+    turns, between = plain / (2 * math.pi), (factors > 1 + 1e-6) & (factors < factor * (1 - 1e-6))
+    x, share = turns[between], (1 / factors[between] - 1 / factor) / (1 - 1 / factor)
+    slope, start = 0.0, 0.0
+    if len(x) > 1:
+        slope, start = np.polyfit(x, share, 1)
+    elif len(x) == 1:
+        # The share is 1 at all greater frequencies and 0 at all smaller ones.
+        slope = max(*((1 - share) / (turns[turns > x] - x)), *(share / (x - turns[turns < x])), 0.0)
+        start = share[0] - slope * x[0]
+    if start < 0:
+        # The three lengths are known up to a factor.
+        original = USUAL[2]
+        scale = original / slope
+        candidates.append((float(-start * scale), float((1 - start) * scale), original))
     for low, high, original in candidates:
         p = dict(zip(LLAMA3, (factor, low, high, original), strict=True))
         got, _ = rope_frequencies(rotated, p | {"rope_theta": theta, "rope_type": "llama3"})

@@ -77,9 +77,12 @@ def write_tokenizer(
         tokens.append(text)
         types.append(int(kind))
     keys: dict[str, Any] = {"model": "llama" if spaced else "gpt2"}
-    merges = [x if isinstance(x, str) else " ".join(x) for x in model["merges"]]
+    known = set(tokens)
+    merges = [x.split(" ") if isinstance(x, str) else x for x in model["merges"]]
+    # The model may have fewer tokens than the tokenizer.
+    merges = [x for x in merges if {*x, "".join(x)} <= known]
     if spaced:
-        keys |= {"pre": "default", "tokens": tokens, "scores": _scores(model, tokens)}
+        keys |= {"pre": "default", "tokens": tokens, "scores": _scores(merges, tokens)}
         keys["add_space_prefix"] = _adds_space(file)
     else:
         name = pre or recognize(own, file)
@@ -89,7 +92,7 @@ def write_tokenizer(
                 "unknown one llama.cpp would split text otherwise; if you know its name there, "
                 "give it with --pre NAME"
             )
-        keys |= {"pre": name, "tokens": tokens, "merges": merges}
+        keys |= {"pre": name, "tokens": tokens, "merges": [" ".join(x) for x in merges]}
     keys["token_type"] = types
     ids = {ours: getattr(own, f"{hf}_token_id", None) for ours, hf in SPECIAL.items()}
     # The stop ids are those the model was trained with; tokenizers often name another.
@@ -108,7 +111,7 @@ def write_tokenizer(
     return values
 
 
-def _scores(model: dict[str, Any], tokens: list[str]) -> list[float]:
+def _scores(merges: list[list[str]], tokens: list[str]) -> list[float]:
     """Returns the scores by which llama.cpp merges tokens in the order of the merges.
 
     Raises:
@@ -116,8 +119,8 @@ def _scores(model: dict[str, Any], tokens: list[str]) -> list[float]:
     """
     scores: dict[str, int] = {}
     last = ""
-    for rank, merge in enumerate(model["merges"]):
-        token = "".join(merge.split(" ") if isinstance(merge, str) else merge)
+    for rank, merge in enumerate(merges):
+        token = "".join(merge)
         if token in scores and token != last:
             raise ValueError(
                 f"the tokenizer's merges to {token!r} must be neighbors, as in SentencePiece, to "
@@ -156,9 +159,7 @@ def read_tokenizer(metadata: dict[str, Any], directory: Path, length: int) -> di
       ValueError: the tokenizer is missing, damaged or of an unknown kind.
     """
     get = {
-        key.removeprefix(PREFIX): value
-        for key, value in metadata.items()
-        if key.startswith(PREFIX)
+        key.removeprefix(PREFIX): value for key, value in metadata.items() if key.startswith(PREFIX)
     }
     kind, tokens = get.get("model"), get.get("tokens")
     if kind not in ("gpt2", "llama"):
@@ -215,9 +216,7 @@ def read_tokenizer(metadata: dict[str, Any], directory: Path, length: int) -> di
         (directory / name).write_text(text + "\n", encoding="utf-8")
     ends = [ids[key] for key in ("eos", *ENDS) if key in ids]
     fields = {f"{hf}_token_id": ids[o] for o, hf in SPECIAL.items() if o in ids and hf in HEADED}
-    write_generation_config(
-        directory, fields | ({"eos_token_id": ends} if len(ends) > 1 else {})
-    )
+    write_generation_config(directory, fields | ({"eos_token_id": ends} if len(ends) > 1 else {}))
     return fields
 
 
@@ -227,7 +226,7 @@ HEADED = "bos", "eos", "pad"
 
 def _byte_level(get: dict[str, Any], vocab: dict[str, int]) -> dict[str, Any]:
     """Returns the parts of tokenizer.json of a byte-level tokenizer."""
-    merges, name = get.get("merges"), get.get("pre", "gpt-2")
+    merges, name = get.get("merges", []), get.get("pre", "gpt-2")
     if not isinstance(merges, list):
         raise ValueError(f"{PREFIX}merges: must be an array of strings")
     level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=True)

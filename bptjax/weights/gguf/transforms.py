@@ -1,6 +1,6 @@
 """Differences between a tensor of a GGUF file and the tensor of a Hugging Face file."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
