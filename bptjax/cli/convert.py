@@ -13,6 +13,7 @@ from bptjax.weights.adapter_export import export_adapter, remedy_for_peft
 from bptjax.weights.conversion import merge_adapter, to_bptjax, to_hf, trained_dtype
 from bptjax.weights.gguf.export import to_gguf
 from bptjax.weights.gguf.reading import from_gguf
+from bptjax.weights.hub import check_hub_name, push
 from bptjax.weights.pretrained import Pretrained, open_pretrained, resolve_checkpoint
 from bptjax.weights.verification import verify
 
@@ -66,10 +67,14 @@ def run(args: Namespace) -> int:
 
     Raises:
       ValueError, OSError: one line about the wrong flag or source; nothing is written.
+      NotUploaded: the result is written, but the hub did not take it.
     """
     conversion, verified = CONVERSIONS[args.conversion], getattr(args, "verify", False)
     if verified and importlib.util.find_spec("torch") is None:
         raise ValueError("--verify: must have torch, which is not installed; pip install torch")
+    hub = getattr(args, "push_to_hub", None)
+    if hub is not None:
+        check_hub_name(hub)
     select_devices("cpu")
     options = {name: getattr(args, name) for name in conversion.options}
     model = conversion.convert(args.source, args.out, **options)
@@ -83,12 +88,19 @@ def run(args: Namespace) -> int:
         verified = False
     notes += [conversion.note(model, args), f"written: {args.out}"]
     print("\n".join(note for note in notes if note))
-    if not verified:
-        return 0
+    if verified and not _verified(args, conversion):
+        return 1
+    if hub is not None:
+        print(f"uploaded: {push(args.out, hub)}")
+    return 0
+
+
+def _verified(args: Namespace, conversion: Conversion) -> bool:
+    """Compares the result with transformers, and prints the differences."""
     hf, ours = resolve_checkpoint(args.source), args.out
     if conversion.exports:
         hf, ours = args.out, args.source
     model = open_pretrained(ModelConfig(name_or_path=str(ours)))
     same, line = verify(hf, model, getattr(args, "dtype", None))
     print(line)
-    return 0 if same else 1
+    return same

@@ -98,7 +98,8 @@ _REASONS = {
     "bptjax has nothing of this kind": (
         "freeze_layers label_smoothing_factor neftune_noise_alpha unfrozen_parameters use_dora"
     ),
-    "bptjax uploads nothing": "hub_model_id hub_token push_to_hub",
+    "bptjax convert has --push_to_hub": "hub_model_id push_to_hub",
+    "hf auth login saves the token": "hub_token",
     "the same command resumes a run": "overwrite_output_dir",
     "padding needs no token": "pad_token",
     "fields that no format names are not read": "remove_unused_columns",

@@ -4,6 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+# File of a run with the facts of its report that no other file holds.
+REPORT_FACTS = "run.json"
+
 
 def read_json(file: Path) -> dict[str, Any]:
     """Reads a JSON object.

@@ -22,17 +22,19 @@ from bptjax.data.images import ImageProcessor
 from bptjax.data.marked import marked
 from bptjax.ops.labels import IGNORED
 from bptjax.parsing.keys import flatten
-from bptjax.run.json_files import read_json
+from bptjax.run.json_files import REPORT_FACTS, read_json
 from bptjax.run.metrics import printable, read_metrics
 from bptjax.run.output import write_atomically
 from bptjax.run.versions import versions
 from bptjax.training.data import say
 from bptjax.training.line_chart import POINTS, Chart, line_chart
+from bptjax.training.report import ADAPTER
 from bptjax.training.run_directory import saved_values
 from bptjax.training.setup import TrainingRun
 from bptjax.training.state import TrainState
+from bptjax.weights.model_card import write_card
 
-FACTS, FILE = "run.json", "report.html"
+FILE = "report.html"
 TEMPLATE = Path(__file__).with_name("report_template.html")
 # Maximum tokens shown of an example, and lines shown of the log.
 SHOWN_TOKENS, SHOWN_LINES = 2000, 1000
@@ -73,7 +75,7 @@ def reporting(run: TrainingRun) -> Iterator[dict[str, Any]]:
 def _recorded(run: TrainingRun) -> dict[str, Any]:
     """Returns the facts of earlier parts of the run; empty if there are none."""
     try:
-        return read_json(run.directory / FACTS)
+        return read_json(run.directory / REPORT_FACTS)
     except ValueError:
         return {}
 
@@ -83,8 +85,10 @@ def _write(run: TrainingRun, facts: dict[str, Any]) -> None:
         return  # The directory was removed; the run's own error says so.
     try:
         text = json.dumps(_recorded(run) | describe(run) | facts, indent=1, default=str)
-        write_atomically(run.directory / FACTS, text)
+        write_atomically(run.directory / REPORT_FACTS, text)
         write_report(run.directory)
+        if (run.directory / ADAPTER).is_dir():
+            write_card(run.directory / ADAPTER, run.directory, run.directory.name, adapter=True)
     except Exception as error:  # A finished run must not fail because of its report.
         say(f"warning: {run.directory / FILE} is not written: {error!r}")
     else:
@@ -147,7 +151,7 @@ def memory_of(
 
 def write_report(directory: Path) -> None:
     """Writes report.html of a run directory, complete or not at all."""
-    facts = json.loads((directory / FACTS).read_text())
+    facts = json.loads((directory / REPORT_FACTS).read_text())
     records = list(read_metrics(directory / "metrics.jsonl"))
     keys = {
         key: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -12,6 +12,7 @@ from bptjax.weights.hf.config import changes
 from bptjax.weights.hf.config_export import exported
 from bptjax.weights.hf.peft import write_peft
 from bptjax.weights.hf.peft_config import BASE_CONFIG
+from bptjax.weights.model_card import write_card
 from bptjax.weights.pretrained import Pretrained, open_pretrained, resolve_checkpoint
 
 
@@ -31,6 +32,8 @@ def export_adapter(source: str, out: Path) -> Pretrained:
             tokenizer = load_tokenizer(str(own), model.config.V)
             add_tokens(tokenizer, added)
             tokenizer.save(directory)
+        base = str(model.config.name_or_path)
+        write_card(directory, here, out.name, adapter=True, base=base)
     return model
 
 

@@ -28,6 +28,7 @@ from bptjax.weights.hf.from_scratch import from_scratch
 from bptjax.weights.hf.other_tensors import OTHERS
 from bptjax.weights.hf.tensors import Writer
 from bptjax.weights.lora import merged, product_dot, product_square
+from bptjax.weights.model_card import write_card
 from bptjax.weights.pretrained import Pretrained, open_pretrained, resolve_checkpoint
 from bptjax.weights.quantized_kernels import linear_kernels
 from bptjax.weights.saved_parameters import RunCheckpoint
@@ -203,6 +204,8 @@ def write(
             max_shard_size,
             model.others,
         )
+        base = str(model.config.name_or_path) if model.adapters else ""
+        write_card(directory, resolve_checkpoint(source), out.name, adapter=False, base=base)
 
 
 def described(

@@ -10,8 +10,9 @@ from types import SimpleNamespace
 import jax
 import pytest
 
+from bptjax.run.json_files import REPORT_FACTS as FACTS
 from bptjax.training import html_report
-from bptjax.training.html_report import FACTS, FILE, reporting, write_report
+from bptjax.training.html_report import FILE, reporting, write_report
 from bptjax.training.line_chart import POINTS, line_chart
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
