@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from bptjax.cli.run_command import run_command
-from bptjax.config import Config
+from bptjax.config import DEFAULT_STEPS, Config
 from bptjax.config_parser import parse
 from bptjax.cost.auto import absent_limit, describe, present_limit
 from bptjax.cost.devices import GIB, absent_devices, parse_devices
@@ -169,7 +169,9 @@ def open_spec(config: Config, devices: list[jax.Device]) -> TrainSpec:
     check_model(model, None)
     check_objective(model, config)
     config = fit_to_images(config, model)
-    spec = TrainSpec(config, model, make_mesh(config.parallel, devices), pretrained)
+    # The data are not read, and the memory does not depend on their number of steps.
+    steps = None if config.train.epochs is None else DEFAULT_STEPS
+    spec = TrainSpec(config, model, make_mesh(config.parallel, devices), pretrained, steps)
     check_spec(spec)
     return spec
 

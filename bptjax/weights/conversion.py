@@ -205,7 +205,8 @@ def write(
             model.others,
         )
         base = str(model.config.name_or_path) if model.adapters else ""
-        write_card(directory, resolve_checkpoint(source), out.name, adapter=False, base=base)
+        if base or isinstance(model.source, RunCheckpoint):  # The model was trained.
+            write_card(directory, resolve_checkpoint(source), out.name, adapter=False, base=base)
 
 
 def described(
