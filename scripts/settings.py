@@ -33,7 +33,8 @@ from bptjax.training.spec import TrainSpec
 GIB = 2**30
 LENGTHS = [m << k for k in range(6, 18) for m in range(16, 32)] + [LONGEST_PLANNED]
 METHODS = {
-    "full": [],
+    # Clipping that lets each layer be updated inside the backward pass.
+    "full": ["--optimizer.clip=delayed"],
     "LoRA": ["--adapter.type=lora", "--adapter.r=16"],
     "QLoRA": ["--adapter.type=qlora", "--adapter.r=16"],
 }
