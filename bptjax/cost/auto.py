@@ -131,8 +131,7 @@ def memory_limit(spec: TrainSpec, device: int, host: int) -> MemoryLimit:
     config, most = spec.config, int(SAFE * device)
     if budget := config.memory.budget_gib:
         most = min(int(budget * GIB), most)
-    if config.optimizer.state_memory_kind != "device":
-        host -= tree_bytes(abstract_state(spec).opt_state, host=True)
+    host -= tree_bytes(abstract_state(spec), host=True)
     return MemoryLimit(most, max(int(HOST_SHARE * host), 0))
 
 

@@ -67,14 +67,17 @@ def tracing_for(spec: TrainSpec, platform: str | None) -> AbstractContextManager
       platform: gpu or tpu if the devices are not on this machine.
 
     Raises:
-      NotImplementedError: the optimizer state is in host memory, which jax does not describe for
-        devices that are not on this machine.
+      NotImplementedError: the optimizer state or gradients are in host memory, which jax does not
+        describe for devices that are not on this machine.
     """
-    optimizer = spec.config.optimizer
-    if platform and optimizer.state_memory_kind != "device":
+    kind, key = spec.config.optimizer.state_memory_kind, None
+    if kind != "device":
+        key = f"optimizer.state_memory_kind={kind}"
+    elif spec.gradients_on_host:
+        key = "optimizer.in_backward=true with optimizer.clip=exact"
+    if platform and key:
         raise NotImplementedError(
-            f"optimizer.state_memory_kind={optimizer.state_memory_kind}: can only be planned on "
-            "the devices of this machine; leave out devices"
+            f"{key}: can only be planned on the devices of this machine; leave out devices"
         )
     return absent(spec.mesh.devices.flat[0]) if platform else nullcontext()
 
@@ -221,9 +224,11 @@ def remedies(spec: TrainSpec) -> Iterator[tuple[str, int]]:
             share = _total(slots) / max(_total(state.opt_state), 1)
             yield "optimizer.state_dtype=int8", int(held * (1 - share))
         yield "optimizer.state_memory_kind=pinned_host", held
-    if spec.in_backward_obstacle == spec.exact_clipping:
+    if spec.in_backward_obstacle is None and not spec.in_backward:
         saved = gradient_bytes(spec, in_backward=False) - gradient_bytes(spec, in_backward=True)
-        yield "optimizer.clip=delayed", saved
+        if spec.exact_clipping:
+            yield "optimizer.clip=delayed", saved
+        yield "optimizer.in_backward=true", saved
     if config.train.param_dtype == "float32":
         # Parameters, their gradients, and moments in the parameters' dtype.
         yield "train.param_dtype=bfloat16", tree_bytes(state.model) // 2

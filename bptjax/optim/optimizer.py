@@ -60,8 +60,10 @@ class OptimizerConfig:
         the previous step, and none in the first step; per_layer that of each layer, and that of
         all other parameters.
       in_backward: update each layer inside the backward pass, as soon as its gradient is known, so
-        that the gradients of all layers never exist at once. If not set, true where the norm of all
-        gradients need not be known first: with clip=delayed, clip=per_layer or max_grad_norm=0.
+        that the gradients of all layers never exist at once on the device. Where the norm of all
+        gradients must be known first, with clip=exact and max_grad_norm above 0, the gradients move
+        to host memory instead, and the updates follow the backward pass. If not set, true with
+        clip=delayed, clip=per_layer or max_grad_norm=0.
       state_dtype: dtype of the optimizer state. Each slot takes 4 bytes per parameter in float32, 2
         in bfloat16, 1.02 in int8. If not set, the dtype of the parameters.
       state_memory_kind: memory that holds the optimizer state between steps. pinned_host frees
@@ -256,6 +258,7 @@ def apply_gradients(
     divisor: ArrayLike,
     key: Array,
     last_norm: ArrayLike | None = None,
+    norm: Array | None = None,
     slice_elements: int = SLICE_ELEMENTS,
 ) -> tuple[Any, OptState, Array]:
     """Clips the gradients and takes one step. Returns (model, state, norm).
@@ -277,11 +280,13 @@ def apply_gradients(
         before clipping.
       key: key of the rounding. On another mesh, the same key rounds differently.
       last_norm: norm of the previous step's gradients, with config.clip=delayed.
+      norm: norm of the gradients after the division, if known.
       slice_elements: see `update_in_slices`.
     """
     parameters, treedef = jax.tree.flatten(model, is_leaf=_is_variable)
     scale = 1 / jnp.asarray(divisor, jnp.float32)
-    norm = jnp.sqrt(sum_of_squares(gradients, scale))
+    if norm is None:
+        norm = jnp.sqrt(sum_of_squares(gradients, scale))
     factor = clip_factor(config, norm if last_norm is None else last_norm)
     update = Update(config, rate, scale * factor, state.count + 1, key)
     finite = jnp.isfinite(norm)
@@ -356,6 +361,7 @@ class Update:
         sliced = (
             config.state_dtype == "int8"
             or config.state_memory_kind == "pinned_host"
+            or jax.typeof(g.get_value()).memory_space == jax.memory.Space.Host
             or platform() == "cpu"
         )
         if sliced or rule.unsliced_axes > 1:

@@ -77,17 +77,18 @@ def describe_model(spec: TrainSpec, data: RunData) -> list[str]:
 
 def describe_update(spec: TrainSpec) -> list[str]:
     """Formats the lines about when parameters are updated."""
-    obstacle = spec.in_backward_obstacle
-    if spec.in_backward:
+    obstacle, clipping = spec.in_backward_obstacle, spec.exact_clipping
+    text = "updates follow the backward pass, "
+    if spec.gradients_on_host:
+        text += f"which moves gradients to host memory, because {clipping} need their norm"
+    elif spec.in_backward:
         text = "each layer is updated inside the backward pass, when its gradient is known"
+    elif spec.config.optimizer.in_backward is False:
+        text += "because optimizer.in_backward=false"
     elif obstacle is None:
-        text = "updates follow the backward pass, because optimizer.in_backward=false"
-    elif obstacle == spec.exact_clipping:
-        text = (
-            f"updates follow the backward pass, because {obstacle} need the norm of all gradients"
-        )
+        text += f"because {clipping} need the norm of all gradients"
     else:
-        text = f"updates follow the backward pass, because of {obstacle}"
+        text += f"because of {obstacle}"
     return textwrap.wrap(f"optimizer: {text}", 80, subsequent_indent="  ")
 
 

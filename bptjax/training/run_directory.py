@@ -40,6 +40,7 @@ RESUMABLE_KEYS = (
     "train.on_spike.",
     "train.sample_tokens",
     "optimizer.state_memory_kind",
+    "optimizer.in_backward",
 )
 
 

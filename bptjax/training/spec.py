@@ -50,20 +50,26 @@ class TrainSpec:
 
     @property
     def in_backward(self) -> bool:
-        """Whether layers are updated inside the backward pass; see `OptimizerConfig`."""
+        """Whether the gradients of all layers never exist at once on a device; see
+        `OptimizerConfig`."""
         chosen = self.config.optimizer.in_backward
-        return self.in_backward_obstacle is None if chosen is None else chosen
+        possible = (self.in_backward_obstacle or self.exact_clipping) is None
+        return possible if chosen is None else chosen
+
+    @property
+    def gradients_on_host(self) -> bool:
+        """Whether the gradients of the layers move to host memory in the backward pass."""
+        return self.in_backward and self.exact_clipping is not None
 
     @property
     def in_backward_obstacle(self) -> str | None:
-        """The key and its value that layers cannot be updated inside the backward pass with, or
-        None."""
+        """The key and its value that optimizer.in_backward cannot be combined with, or None."""
         if self.compute_dtype == jnp.float16:
             # An overflow in the last layers must skip the updates of all.
             return "train.compute_dtype=float16"
         if self.execution.remat == "none":
             return "execution.remat=none"
-        return self.exact_clipping
+        return None
 
     @property
     def exact_clipping(self) -> str | None:

@@ -55,6 +55,8 @@ class TrainState:
       key: uint32 `[2]`, data of the key for dropout and rounding.
       loss_scale: loss scale in float16; else None.
       last_norm: norm of the last finite gradients, with optimizer.clip=delayed; else None.
+      gradients: arrays in host memory that the gradients of the layers overwrite in each step, with
+        `TrainSpec.gradients_on_host`; else None. Not in checkpoints.
     """
 
     model: Transformer
@@ -63,6 +65,7 @@ class TrainState:
     key: Array
     loss_scale: LossScale | None
     last_norm: Array | None = None
+    gradients: Any = None
 
 
 def abstract_state(spec: TrainSpec) -> TrainState:
@@ -78,6 +81,7 @@ def _abstract_state(spec: TrainSpec) -> TrainState:
     state = jax.eval_shape(partial(_new_state, spec), None, _loaded_adapters(spec))
     model = with_shardings(spec, state.model, sharded=spec.config.parallel.zero_stage == 3)
     state = replace(with_shardings(spec, state), model=model)
+    state = replace(state, gradients=jax.tree.map(_in_host_memory, state.gradients))
     if spec.config.optimizer.state_memory_kind == "device":
         return state
     slots = jax.tree.map(_in_host_memory, state.opt_state.slots)
@@ -108,7 +112,9 @@ def init_state(
 
 
 def checkpoint_view(spec: TrainSpec, state: TrainState) -> TrainState:
-    """Returns the state in a checkpoint: everything except weights that adapters freeze."""
+    """Returns the state in a checkpoint: everything except gradients, and weights that adapters
+    freeze."""
+    state = replace(state, gradients=None)
     if spec.config.adapter.type == "none":
         return state
     return replace(state, model=split(state.model, in_checkpoint)[0])
@@ -117,8 +123,14 @@ def checkpoint_view(spec: TrainSpec, state: TrainState) -> TrainState:
 def from_checkpoint(
     spec: TrainSpec, saved: TrainState, show: Callable[[str], None] | None = None
 ) -> TrainState:
-    """Inverts `checkpoint_view`: reloads the frozen weights from the base model's checkpoint.
-    `show` shows the progress; see `Progress`."""
+    """Inverts `checkpoint_view`: reloads the frozen weights from the base model's checkpoint, and
+    allocates memory for gradients. `show` shows the progress; see `Progress`."""
+    if spec.gradients_on_host:
+        state = abstract_state(spec)
+        shardings = jax.tree.map(lambda x: x.sharding, state.gradients)
+        new = jax.jit(lambda: _zero_gradients(spec, state.model), out_shardings=shardings)
+        with jax.set_mesh(spec.mesh):
+            saved = replace(saved, gradients=new())
     if spec.config.adapter.type == "none":
         return saved
     frozen = split(init_state(spec, show=show).model, in_checkpoint)[1]
@@ -261,12 +273,23 @@ def _new_state(
         model = attach(model, adapters, adapter.dropout)
     return TrainState(
         model=model,
+        gradients=_zero_gradients(spec, model),
         opt_state=init_opt_state(spec.config.optimizer, split_trained(spec, model)[0]),
         step=jnp.zeros((), jnp.int32),
         key=jax.random.key_data(key),
         loss_scale=LossScale.start() if spec.compute_dtype == jnp.float16 else None,
         last_norm=jnp.zeros(()) if spec.config.optimizer.clip == "delayed" else None,
     )
+
+
+def _zero_gradients(spec: TrainSpec, model: Transformer) -> Any:
+    """Returns `TrainState.gradients` of zeros. Gradients of several micro-batches are sums in
+    float32."""
+    if not spec.gradients_on_host:
+        return None
+    dtype = None if spec.config.train.gradient_accumulation_steps == 1 else jnp.float32
+    layers = split_trained(spec, model)[0].layers
+    return jax.tree.map(lambda p: jnp.zeros_like(p, dtype), layers)
 
 
 def with_shardings(spec: TrainSpec, tree: Any, sharded: bool = True) -> Any:

@@ -20,7 +20,12 @@ from bptjax.objectives.cross_entropy import ForwardPass
 from bptjax.ops.target import compiler_options, is_absent, platform
 from bptjax.optim.optimizer import apply_gradients
 from bptjax.optim.schedule import learning_rate
-from bptjax.training.in_backward import Losses, step_in_backward
+from bptjax.training.in_backward import (
+    Losses,
+    StepInputs,
+    gradients_in_host_memory,
+    step_in_backward,
+)
 from bptjax.training.spec import TrainSpec
 from bptjax.training.state import (
     HOST,
@@ -221,25 +226,24 @@ def train_step(
     schedule = learning_rate(config.optimizer, spec.steps)
     rate = jnp.asarray(schedule(state.opt_state.count.astype(jnp.float32)))
     rounding = jax.random.fold_in(_step_key(state), ROUNDING)
-    if spec.in_backward:
-        count = jnp.maximum(spec.objective.count(batch), 1).astype(jnp.float32)
-        in_float8 = _in_float8(spec, state.model)
+    count = jnp.maximum(spec.objective.count(batch), 1).astype(jnp.float32)
+    buffers = norm_of_gradients = None
+    if spec.in_backward and not spec.gradients_on_host:
         trained, opt_state, losses, norm = step_in_backward(
-            spec,
-            _losses(spec),
-            lambda trained: in_float8(join(trained, frozen)),
-            trained,
+            _inputs(spec, state, batch, count),
             state.opt_state,
-            batch,
-            _step_key(state),
             rate=rate,
-            divisor=count,
             last_norm=state.last_norm,
             rounding=rounding,
         )
     else:
-        losses, grads, count = gradients(spec, state, batch)
-        count = jnp.maximum(count, 1).astype(jnp.float32)
+        if spec.gradients_on_host:
+            losses, grads, norm_of_gradients = gradients_in_host_memory(
+                _inputs(spec, state, batch, count), state.gradients
+            )
+            buffers = grads.layers
+        else:
+            losses, grads, _ = gradients(spec, state, batch)
         with jax.named_scope("optimizer"):
             trained, opt_state, norm = apply_gradients(
                 config.optimizer,
@@ -251,6 +255,7 @@ def train_step(
                 divisor=count if loss_scale is None else count * loss_scale.value,
                 key=rounding,
                 last_norm=state.last_norm,
+                norm=norm_of_gradients,
             )
     if loss_scale is not None:
         loss_scale = loss_scale.update(jnp.isfinite(norm))
@@ -284,8 +289,24 @@ def train_step(
         last_norm=None
         if state.last_norm is None
         else jnp.where(norm < jnp.inf, norm, state.last_norm),
+        gradients=buffers,
     )
     return state, metrics
+
+
+def _inputs(spec: TrainSpec, state: TrainState, batch: Batch, count: Array) -> StepInputs:
+    """Returns the inputs of a step whose layers are updated inside the backward pass."""
+    trained, frozen = split_trained(spec, state.model)
+    in_float8 = _in_float8(spec, state.model)
+    return StepInputs(
+        spec,
+        _losses(spec),
+        lambda trained: in_float8(join(trained, frozen)),
+        trained,
+        batch,
+        _step_key(state),
+        count,
+    )
 
 
 def _losses(spec: TrainSpec) -> Losses:
@@ -320,10 +341,11 @@ def compile_step(
       RuntimeError: with optimizer.state_memory_kind=pinned_host, the optimizer state is not in host
         memory; with train.linear=float8 on a GPU, a product has other operands.
     """
+    key = "optimizer.state_memory_kind=pinned_host"
     offloaded = spec.config.optimizer.state_memory_kind == "pinned_host"
     kinds = {x.sharding.memory_kind for x in jax.tree.leaves(state.opt_state.slots)}
     if offloaded and kinds != {HOST}:
-        raise RuntimeError(f"optimizer.state_memory_kind=pinned_host, but the state is in {kinds}")
+        raise RuntimeError(f"{key}, but the state is in {kinds}")
     shardings = jax.tree.map(lambda x: x.sharding, abstract_state(spec))
     step = jax.jit(partial(train_step, spec), donate_argnums=0, out_shardings=(shardings, None))
     options = compiler_options() | dict(options)
@@ -336,12 +358,11 @@ def compile_step(
     if float8 and not is_absent():
         check_float8_products(compiled.as_text() or "")
     # On the CPU backend, host memory is device memory.
-    if offloaded and platform() != "cpu":
+    if (offloaded or spec.gradients_on_host) and platform() != "cpu":
         needs = compiled.memory_analysis()
         if needs is None or not needs.host_argument_size_in_bytes:
-            raise RuntimeError(
-                "optimizer.state_memory_kind=pinned_host, but the step reads no host memory"
-            )
+            key = key if offloaded else "optimizer.in_backward=true"
+            raise RuntimeError(f"{key}, but the step reads no host memory")
     return compiled
 
 

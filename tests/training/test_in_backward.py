@@ -18,7 +18,7 @@ from bptjax.models.groups.short_convolution import ShortConvolutionConfig
 from bptjax.parallel.mesh import ParallelConfig
 from bptjax.training.checks import check_in_backward
 from bptjax.training.spec import TrainSpec
-from bptjax.training.state import TrainState, abstract_state, init_state
+from bptjax.training.state import TrainState, abstract_state, checkpoint_view, init_state
 from bptjax.training.step import abstract_batch, compile_step
 from bptjax.weights.lora import AdapterConfig
 from training.specs import with_optimizer
@@ -140,6 +140,51 @@ def test_equals_the_step_after_the_backward_pass(batch, name):
         assert np.linalg.norm(a - b) <= 1e-4 * max(np.linalg.norm(b), 1e-3)
 
 
+# Gradients of the layers in host memory, and their update after the backward pass.
+ON_HOST = {
+    "decoder": dict(optimizer=dict(state_dtype="bfloat16")),
+    "int8 states on the host": dict(
+        optimizer=dict(state_dtype="int8", state_memory_kind="pinned_host"),
+        train=dict(param_dtype="bfloat16"),
+    ),
+    **{
+        name: CASES[name]
+        for name in (
+            *("remat nested", "gemma4 in groups", "linear attention", "accumulated experts"),
+            *("encoder", "muon", "float8", "qlora", "mesh", "zero stage 1", "zero stage 2"),
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("name", fast(ON_HOST, {"decoder", "gemma4 in groups"}))
+def test_exact_clipping_with_gradients_on_the_host(batch, name):
+    """The same step as with all gradients on the device, to rounding errors of the gradients: the
+    updates are the same program."""
+    spec = spec_of(**ON_HOST[name])
+    if not spec.model.causal:
+        first = np.arange(batch["tokens"].shape[1]) == 0
+        labels = np.where(first, np.arange(8)[:, None] % 3, -100).astype(np.int32)
+        batch = batch | dict(labels=labels, segments=np.minimum(batch["segments"], 1))
+    after = with_optimizer(spec, max_grad_norm=0.1)
+    inside = with_optimizer(after, in_backward=True)
+    check_in_backward(inside)
+    assert inside.gradients_on_host and not after.in_backward
+    kinds = {x.sharding.memory_kind for x in jax.tree.leaves(abstract_state(inside).gradients)}
+    assert kinds == {"pinned_host"}
+    (a, rows), (b, wanted) = steps(inside, batch), steps(after, batch)
+    for row, other in zip(rows, wanted, strict=True):
+        assert row.keys() == other.keys() and row["train/grad_norm"] > 0.1
+        for key in row:
+            np.testing.assert_allclose(row[key], other[key], rtol=2e-5, err_msg=key)
+    a, b = checkpoint_view(inside, a), checkpoint_view(after, b)
+    coarse = spec.config.train.param_dtype == "bfloat16"
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        x, y = np.asarray(x, np.float32), np.asarray(y, np.float32)
+        limit = (2e-2 if coarse else 1e-4) * max(np.linalg.norm(y), 1e-3)
+        assert np.linalg.norm(x - y) <= limit
+
+
 @pytest.mark.parametrize("dtype", fast(["bfloat16", "int8"], ["int8"]))
 def test_states_in_few_bits(batch, dtype):
     """Rounding is random, so the results differ by little."""
@@ -236,7 +281,6 @@ def test_gradients_of_all_layers_never_exist_at_once():
             "must be false with train.compute_dtype=float16",
         ),
         (dict(execution=dict(remat="none")), "must be false with execution.remat=none"),
-        (dict(optimizer=dict(max_grad_norm=1.0)), "must be false with optimizer.clip=exact and"),
     ],
 )
 def test_refused(keys, message):
