@@ -214,6 +214,12 @@ def test_remedies_say_what_they_save():
     assert found["optimizer.state_dtype=int8"] == pytest.approx(saved, rel=1e-3)
     assert found["optimizer.state_memory_kind=pinned_host"] == size(state)
     assert "train.param_dtype=bfloat16" not in found
+    layers = size(abstract_state(spec).model.layers)
+    saved = layers - layers // spec.model.num_layers
+    assert found["optimizer.clip=delayed"] == found["optimizer.in_backward=true"] == saved
+    moved = make_spec(jax.devices()[:1], optimizer=OptimizerConfig(in_backward=True))
+    assert "optimizer.in_backward=true" not in dict(remedies(moved))
+    assert tree_bytes(abstract_state(moved), host=True) == layers
 
 
 @pytest.mark.parametrize("first", [1024, 40_000, 3_000_000])

@@ -8,6 +8,7 @@ import signal
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from tiers import fast
 
@@ -93,6 +94,23 @@ def test_a_complete_run_is_left_alone(arguments, uninterrupted, capsys):
     assert main([*arguments, "--run_dir", str(uninterrupted)]) == 0
     assert (uninterrupted / "metrics.jsonl").read_text() == before
     assert "bits per byte" in capsys.readouterr().out
+
+
+@pytest.mark.thorough
+def test_gradients_move_to_host_memory_in_a_resumed_run(arguments, uninterrupted, tmp_path):
+    """The place of the gradients changes no result, and no checkpoint holds them."""
+    runs = []
+    for name, flags in (("device", []), ("host", ["--optimizer.in_backward=true"])):
+        run_dir = shutil.copytree(uninterrupted, tmp_path / name)
+        assert main([*arguments, f"--run_dir={run_dir}", "--train.max_steps=22", *flags]) == 0
+        runs.append(run_dir)
+    losses = [[*rows(run_dir).values()] for run_dir in runs]
+    assert len(losses[0]) == 22
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
+    log = " ".join(line[20:].strip() for line in (runs[1] / "log.txt").read_text().splitlines())
+    assert "moves gradients to host memory, because optimizer.clip=exact and" in log
+    saved = [json.loads((run_dir / "checkpoints/22/meta/metadata").read_text()) for run_dir in runs]
+    assert saved[0]["leaves"] == saved[1]["leaves"]
 
 
 def test_a_finished_run_is_extended(arguments, uninterrupted, tmp_path, capsys):
