@@ -14,7 +14,7 @@ from bptjax.models.params import Index
 from bptjax.run.output import atomic_file
 from bptjax.run.progress import Progress
 from bptjax.weights.conversion import described, merging
-from bptjax.weights.gguf.families import ROWS, Tensor, tensors
+from bptjax.weights.gguf.families import ROWS, row_name
 from bptjax.weights.gguf.file import nbytes
 from bptjax.weights.gguf.keys import Keys
 from bptjax.weights.gguf.metadata import (
@@ -26,6 +26,7 @@ from bptjax.weights.gguf.metadata import (
     write_metadata,
 )
 from bptjax.weights.gguf.rope import rope_tensors
+from bptjax.weights.gguf.row import Tensor, tensors
 from bptjax.weights.gguf.tokenizer import write_tokenizer
 from bptjax.weights.pretrained import Pretrained, open_pretrained, resolve_checkpoint
 
@@ -128,7 +129,7 @@ def describe(model: Pretrained, source: str, warn: Callable[[str], None]) -> Exp
       ValueError: llama.cpp does not have the architecture, or not with the model's values.
     """
     raw, family, _ = described(model, source)
-    config, kind = model.config, text_config(raw).model_type
+    config, kind = model.config, row_name(text_config(raw).model_type)
     if kind not in ROWS:
         raise ValueError(
             f"{source}: model_type={kind!r}: must be one of {', '.join(ROWS)} to be written to a "
@@ -147,7 +148,7 @@ def describe(model: Pretrained, source: str, warn: Callable[[str], None]) -> Exp
         warn(
             f"context length {length}, the model's window, because llama.cpp attends to all tokens"
         )
-    found = tensors(kind, family, config)
+    found = tensors(ROWS[kind], family, config)
     exported = Exported(kind, write_metadata(raw, config), found, rope_tensors(config))
     shapes = {t.name: t.shape for t in found}
     shapes |= {name: array.shape for name, array in exported.others.items()}

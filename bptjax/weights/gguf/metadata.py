@@ -6,9 +6,10 @@ from typing import Any
 from bptjax.models.config import ModelConfig
 from bptjax.parsing.keys import flatten
 from bptjax.run.lazy_imports import transformers
-from bptjax.weights.gguf.families import ROWS, SHARED, Row
+from bptjax.weights.gguf.families import ROWS, SHARED, row_name
 from bptjax.weights.gguf.keys import Keys
 from bptjax.weights.gguf.rope import read_rope, write_rope
+from bptjax.weights.gguf.row import Row
 from bptjax.weights.hf.config import read_keys
 from bptjax.weights.hf.config_export import same_rope
 from bptjax.weights.hf.families import FAMILIES
@@ -39,7 +40,7 @@ def write_metadata(raw: dict[str, Any], config: ModelConfig) -> dict[str, Any]:
       ValueError: llama.cpp does not compute the model's rotary positions.
     """
     c = text_config(raw)
-    row = ROWS[c.model_type]
+    row = ROWS[row_name(c.model_type)]
     keys = {g: getattr(c, hf, None) for g, hf in (SHARED | row.keys).items()}
     keys |= {"context_length": config.max_position_embeddings, "attention.head_count_kv": config.K}
     keys |= {"attention.key_length": config.H, "attention.value_length": config.H}

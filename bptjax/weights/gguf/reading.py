@@ -12,11 +12,11 @@ from bptjax.models.params import Index
 from bptjax.parsing.flags import DTYPES
 from bptjax.run.lazy_imports import transformers
 from bptjax.run.output import atomic_directory
-from bptjax.weights.gguf.families import Tensor, tensors
 from bptjax.weights.gguf.file import GGUF
 from bptjax.weights.gguf.keys import Keys
 from bptjax.weights.gguf.metadata import find_row, read_architecture, read_metadata
 from bptjax.weights.gguf.rope import FREQUENCIES, LONG_FACTORS, SHORT_FACTORS
+from bptjax.weights.gguf.row import Tensor, tensors
 from bptjax.weights.gguf.tokenizer import read_tokenizer
 from bptjax.weights.hf.checkpoint import write_hf
 from bptjax.weights.hf.config_export import rope_keys
@@ -49,11 +49,11 @@ class GGUFModel:
         shapes = {name: info.shape for name, info in file.tensors.items()}
         self.keys = keys = Keys(arch, file.metadata, shapes, file.read)
         try:
-            self.kind, _ = find_row(keys)
+            self.kind, row = find_row(keys)
             self.raw = read_metadata(keys, self.kind)
             self.config = read_architecture(self.raw)
             self.family = FAMILIES[self.kind]
-            found = tensors(self.kind, self.family, self.config)
+            found = tensors(row, self.family, self.config)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
         self._check(found)
