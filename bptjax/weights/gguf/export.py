@@ -1,5 +1,6 @@
 """Writes GGUF files, one tensor at a time."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +32,10 @@ from bptjax.weights.gguf.tokenizer import write_tokenizer
 from bptjax.weights.pretrained import Pretrained, open_pretrained, resolve_checkpoint
 
 # Types of a file, with the code of llama.cpp's LLAMA_FTYPE.
-TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q8_0": 7, "q5_0": 8, "q5_1": 9, "bf16": 32}
+TYPES = {"f32": 0, "f16": 1, "bf16": 32, "q8_0": 7, "q5_1": 9, "q5_0": 8, "q4_1": 3, "q4_0": 2}
+# Experts in MXFP4, as gpt-oss has them, and other matrices in bfloat16.
+TYPES["mxfp4"] = 38
+EXPERTS = "_exps.weight"
 # Bytes of a file, above which the model is split into several.
 SPLIT_BYTES = 40 * 10**9
 # Bytes of float32 values that are quantized at a time.
@@ -86,7 +90,12 @@ def to_gguf(
     keys["general.file_type"] = TYPES[type]
     keys["general.quantization_version"] = GGML_QUANT_VERSION
     read = merging(model) if model.adapters is not None else model.source.read
-    types = {t.name: tensor_type(t.name, t.shape, type) for t in exported.tensors}
+    # Experts that the checkpoint has in MXFP4 stay as they are.
+    kept = model.adapters is None and bool(getattr(model.source, "decoded", ()))
+    types = {
+        t.name: tensor_type(t.name, t.shape, "mxfp4" if kept and EXPERTS in t.name else type)
+        for t in exported.tensors
+    }
     wider = [n for n, kind in types.items() if kind.name == "F16"] if type not in ("f16",) else []
     if wider:
         warn(
@@ -102,7 +111,17 @@ def to_gguf(
             _write_tensors(writer, exported, types, read)
         finally:
             writer.close()
-    return model
+    return replace(model, left_out=_left_out(model))
+
+
+def _left_out(model: Pretrained) -> str:
+    """Returns a line about tensors outside the text model, which the file lacks; "" for none."""
+    names = model.others.names if model.others else ()
+    if not names:
+        return model.left_out
+    groups = Counter(name.rpartition("layers.")[0] or name.partition(".")[0] for name in names)
+    shown = ", ".join(f"{group.rstrip('.')} ({count})" for group, count in groups.items())
+    return f"left out {len(names)} tensors outside the text model: {shown}"
 
 
 def check_type(type: str, out: Path) -> None:
@@ -202,6 +221,8 @@ def tensor_type(name: str, shape: tuple[int, ...], type: str) -> Any:
     matrix = len(shape) > 1 and name.endswith(".weight") and not name.endswith("_norm.weight")
     if not matrix or any(part in name for part in FLOAT32):
         return GGMLQuantizationType.F32
+    if type == "mxfp4" and not name.endswith(EXPERTS):
+        type = "bf16"
     wanted = GGMLQuantizationType[type.upper()]
     block, _ = GGML_QUANT_SIZES[wanted]
     return wanted if shape[-1] % block == 0 else GGMLQuantizationType.F16

@@ -57,9 +57,9 @@ NO_BIAS = {"attention_bias": False, "mlp_bias": False}
 NO_WINDOW = {"sliding_window": None}
 
 
-def windows(period: int, **default: int) -> dict[str, Callable]:
-    """Returns the functions of a row that write and read which layers have a window; by default, all
-    but every `period`-th."""
+def windows(period: int, **default: int) -> dict[str, Any]:
+    """Returns the functions of a row that write and read which layers have a window; by default,
+    all but every `period`-th."""
 
     def usual(layers: int) -> list[bool]:
         return [i % period < period - 1 for i in range(layers)]
@@ -84,7 +84,7 @@ def windows(period: int, **default: int) -> dict[str, Callable]:
     return dict(write=write, read=read)
 
 
-def _gemma(period: int, large: int, cap: float | None, final: float | None) -> dict[str, Callable]:
+def _gemma(period: int, large: int, cap: float | None, final: float | None) -> dict[str, Any]:
     """Returns the functions of the rows of Gemma 2 and 3.
 
     Args:
@@ -134,7 +134,7 @@ def _write_linear(c: Any, config: ModelConfig) -> dict[str, Any]:
 
 def _read_linear(keys: Keys) -> dict[str, Any]:
     heads, layers = keys.integer("ssm.time_step_rank"), keys.integer("block_count")
-    interval, linear = keys.integer("full_attention_interval", 4), None
+    interval = keys.integer("full_attention_interval", 4)
     linear = keys.get("attention.recurrent_layers")
     if not isinstance(linear, list):
         linear = [(i + 1) % max(interval, 1) != 0 for i in range(layers)]
@@ -154,6 +154,12 @@ SECTIONS = "rope.dimension_sections"
 def _write_sections(c: Any, config: ModelConfig) -> dict[str, Any]:
     sections = list(c.rope_parameters.get("mrope_section") or (11, 11, 10))
     return _write_linear(c, config) | {SECTIONS: (sections + [0] * 4)[:4]}
+
+
+def _rope_sections(keys: Keys) -> dict[str, Any]:
+    sections = keys.get(SECTIONS)
+    known = isinstance(sections, list) and len(sections) == 4
+    return {"mrope_section": sections[:3], "mrope_interleaved": True} if known else {}
 
 
 def _rules_qwen3_next(family: Family, c: ModelConfig) -> Iterator[TensorRule]:
@@ -254,8 +260,17 @@ def _read_smollm3(keys: Keys) -> dict[str, Any]:
     return dict(no_rope_layers=[int(i % 4 != 0) for i in layers], use_sliding_window=False)
 
 
+TEMPERATURE = "attention.temperature_scale"
+
+
 def _write_mistral3(c: Any, config: ModelConfig) -> dict[str, Any]:
-    return {"attention.temperature_scale": c.rope_parameters["llama_4_scaling_beta"]}
+    return {TEMPERATURE: c.rope_parameters["llama_4_scaling_beta"]}
+
+
+def _rope_mistral3(keys: Keys) -> dict[str, Any]:
+    original = keys.integer("rope.scaling.original_context_length", keys.integer("context_length"))
+    beta = keys.number(TEMPERATURE, 0.0)
+    return {"llama_4_scaling_beta": beta, "original_max_position_embeddings": original}
 
 
 GEMMA: dict[str, Any] = dict(keys=RMS, transforms=NORMS)
@@ -302,10 +317,11 @@ ROWS: dict[str, Row] = {
     "mistral": Row("llama", RMS, fixed=NO_WINDOW, **LLAMA),
     "ministral3": Row(
         "mistral3",
-        RMS | {"attention.temperature_scale": "llama_4_scaling_beta"},
+        RMS,
         PAIRS,
         fixed=NO_WINDOW,
         write=_write_mistral3,
+        rope=_rope_mistral3,
     ),
     "qwen2": Row("qwen2", RMS, fixed={"use_sliding_window": False}),
     "qwen3": Row("qwen3", RMS, fixed=NO_BIAS | {"use_sliding_window": False}),
@@ -328,6 +344,7 @@ ROWS: dict[str, Row] = {
         LINEAR_3_5,
         fixed=NO_BIAS,
         write=_write_sections,
+        rope=_rope_sections,
         read=_read_linear,
         **LINEAR,
     ),
@@ -337,19 +354,33 @@ ROWS: dict[str, Row] = {
         LINEAR_3_5,
         fixed=NO_BIAS,
         write=_write_sections,
+        rope=_rope_sections,
         read=_read_linear,
         **LINEAR,
     ),
     "gemma": Row("gemma", fixed=GEMMA_FIXED, **GEMMA),
     "gemma2": Row("gemma2", fixed=GEMMA_FIXED, **_gemma(2, 46, 50.0, 30.0), **GEMMA),
     "gemma3_text": Row("gemma3", fixed=GEMMA_FIXED, **_gemma(6, 62, None, None), **GEMMA),
-    "phi3": Row("phi3", RMS, ropes=("longrope",), fixed=NO_WINDOW),
+    "phi3": Row(
+        "phi3",
+        RMS,
+        ropes=("longrope",),
+        fixed=NO_WINDOW,
+        read=lambda keys: dict(
+            original_max_position_embeddings=keys.integer(
+                "rope.scaling.original_context_length", keys.integer("context_length")
+            )
+        ),
+    ),
     "smollm3": Row("smollm3", RMS, PAIRS, fixed=NO_BIAS, read=_read_smollm3),
     "gpt_oss": Row(
         "gpt-oss",
         RMS | LOCAL_EXPERTS,
         rules=_rules_gpt_oss,
         renamed=((r"sinks$", "sinks.weight"),),
+        fixed={"attention_bias": True},
+        # llama.cpp truncates all the same.
+        rope=lambda keys: {"truncate": False} if keys.get("rope.scaling.type") == "yarn" else {},
         write=_write_gpt_oss,
         read=_read_gpt_oss,
     ),

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from bptjax.models.config import ModelConfig
-from bptjax.parsing.keys import flatten
 from bptjax.run.lazy_imports import transformers
 from bptjax.weights.gguf.families import ROWS, SHARED, row_name
 from bptjax.weights.gguf.keys import Keys
@@ -81,16 +80,20 @@ def read_metadata(keys: Keys, kind: str) -> dict[str, Any]:
     size = keys.integer("attention.key_length", size)
     values = {hf: keys.get(g) for g, hf in (SHARED | row.keys).items()}
     values |= {
-        "num_key_value_heads": keys.integer("attention.head_count_kv", heads),
         "head_dim": size,
         "vocab_size": embedding[0],
-        "rope_parameters": read_rope(keys, size),
+        "rope_parameters": _read_rope(keys, row, default, size),
         "tie_word_embeddings": "output.weight" not in keys.shapes,
     }
     values |= {attribute: keys.has(name) for attribute, name in BIASES.items()}
+    if not isinstance(keys.get("attention.head_count_kv"), list):
+        values["num_key_value_heads"] = keys.integer("attention.head_count_kv", heads)
     values |= row.fixed
     values |= row.read(keys) if row.read else {}
     known = {k: v for k, v in values.items() if hasattr(default, k)}
+    if size * heads != keys.integer("embedding_length"):
+        # Some classes have the attribute only if it is set.
+        known["head_dim"] = size
     missing = [g for g, hf in (SHARED | row.keys).items() if hf in known and known[hf] is None]
     missing = [key for key in missing if (SHARED | row.keys)[key] not in row.fixed]
     if missing:
@@ -102,6 +105,21 @@ def read_metadata(keys: Keys, kind: str) -> dict[str, Any]:
         text = " ".join(str(error).split())
         raise ValueError(f"metadata of {keys.arch}: {text}") from error
     return raw
+
+
+def _read_rope(keys: Keys, row: Row, default: Any, size: int) -> dict[str, Any]:
+    """Returns rotary parameters, in the form of transformers' config `default`."""
+    usual = getattr(default, "rope_parameters", None) or {}
+    found = read_rope(keys, size, "partial_rotary_factor" in usual)
+    found |= row.rope(keys) if row.rope else {}
+    kind = found["rope_type"]
+    if kind not in ("default", "linear", "yarn", *row.ropes):
+        raise ValueError(f"rope_type={kind}: must not be in a file of {keys.arch}")
+    if "full_attention" not in usual:
+        return found
+    theta = keys.number("rope.freq_base_swa", usual["sliding_attention"]["rope_theta"])
+    local = {"rope_type": "default", "rope_theta": theta}
+    return {"full_attention": found, "sliding_attention": local}
 
 
 def read_architecture(raw: dict[str, Any]) -> ModelConfig:
@@ -121,11 +139,13 @@ def read_architecture(raw: dict[str, Any]) -> ModelConfig:
 def differences(config: ModelConfig, read: ModelConfig) -> dict[str, Any]:
     """Returns the keys of `config`, with their values, that a file's architecture `read` lacks."""
     wanted, got = computed(config), computed(read)
-    values: Mapping[str, Any] = flatten(config) | wanted
+    values: Mapping[str, Any] = wanted | {"rope_parameters": config.rope_parameters}
     names = [k for k, v in wanted.items() if not same_value(v, got.get(k))]
-    # The windows of the layers follow from the model's.
-    others = ["rope_parameters"] + ["window"] * ("sliding_window" in names)
-    names = [name for name in names if name not in others]
-    if config.position_embedding == "rope" == read.position_embedding:
-        names += ["rope_parameters"] * (not same_rope(config, read))
+    # The window of each layer follows from sliding_window, which may be unused.
+    names = [k for k in names if k not in ("rope_parameters", "sliding_window")]
+    if config.experts.count and not config.dense_layers and config.expert_F == read.expert_F:
+        names = [name for name in names if name != "intermediate_size"]
+    rotary = config.position_embedding == "rope" == read.position_embedding
+    if rotary and "window" not in names and not same_rope(config, read):
+        names.append("rope_parameters")
     return {name: values[name] for name in names}

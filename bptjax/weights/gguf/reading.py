@@ -111,7 +111,9 @@ def from_gguf(source: str, out: Path, *, dtype: str | None, max_shard_size: str)
     with atomic_directory(out) as directory:
         ids = read_tokenizer(model.file.metadata, directory, config.max_position_embeddings or 0)
         raw = model.raw | dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")) | ids
-        raw |= rope_keys(config, model.family) if config.position_embedding == "rope" else {}
+        if config.position_embedding == "rope":
+            kept = {k: v for k, v in raw["rope_parameters"].items() if k in model.family.rope_kept}
+            raw |= rope_keys(config, model.family, kept)
         raw |= dict(architectures=[_class_name(model.kind)], dtype=name, torch_dtype=name)
         (directory / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
         write_hf(

@@ -96,15 +96,16 @@ def rope_tensors(config: ModelConfig) -> dict[str, np.ndarray]:
     return {FREQUENCIES: np.asarray(plain / slowed, np.float32)}
 
 
-def read_rope(keys: Keys, size: int) -> dict[str, Any]:
+def read_rope(keys: Keys, size: int, partial: bool = False) -> dict[str, Any]:
     """Returns rotary parameters from the keys and tensors.
 
     Args:
       size: features of a head.
+      partial: return the partial factor even if it is 1.
     """
     p: dict[str, Any] = {"rope_theta": keys.number("rope.freq_base", 10000.0)}
     rotated = keys.integer("rope.dimension_count", size)
-    if rotated != size:
+    if rotated != size or partial:
         p["partial_rotary_factor"] = rotated / size
     if FREQUENCIES in keys.shapes:
         return p | _read_llama3(keys, p["rope_theta"], rotated)
@@ -122,10 +123,13 @@ def read_rope(keys: Keys, size: int) -> dict[str, Any]:
         context = keys.integer("context_length")
         original = keys.integer("rope.scaling.original_context_length", context)
         p |= {"rope_type": kind, "factor": factor, LONG[0]: original}
-        for name, usual in BETAS.items():
+        for name, usual in BETAS.items() if keys.arch == "mistral3" else ():
             value = keys.number(f"rope.scaling.yarn_{name}", usual)
             p |= {name: value} if value != usual else {}
-        if own := keys.number("rope.scaling.attn_factor", 0.0):
+        own = keys.number("rope.scaling.attn_factor", 1.0)
+        if weight := keys.number("rope.scaling.yarn_log_multiplier", 0.0):
+            own /= 1 + 0.1 * weight * math.log(max(factor, 1))
+        if own != 1:
             p["attention_factor"] = own * _stretch(factor)
         return p
     if kind in (None, "linear") and factor not in (0.0, 1.0):

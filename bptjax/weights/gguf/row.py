@@ -31,6 +31,7 @@ class Row:
       rules: yields rules in place of the family's, for tensors that a GGUF file splits or joins
         otherwise; None for the family's.
       renamed: (pattern of a tensor's name in Hugging Face files, name that the package gguf knows).
+      rope: returns further rotary parameters from the metadata; None for none.
       ropes: types of rotary scaling besides linear and yarn.
       fixed: attributes of transformers' config that the architecture implies.
       read: returns further attributes from the metadata, a `Keys`; None for none.
@@ -44,6 +45,7 @@ class Row:
     transforms: tuple[tuple[str, Transform], ...] = ()
     rules: Callable[[Family, ModelConfig], Iterator[TensorRule]] | None = None
     renamed: tuple[tuple[str, str], ...] = ()
+    rope: Callable[[Keys], dict[str, Any]] | None = None
     ropes: tuple[str, ...] = ()
     fixed: Mapping[str, Any] = field(default_factory=dict)
     read: Callable[[Keys], dict[str, Any]] | None = None
