@@ -167,8 +167,12 @@ def describe(model: Pretrained, source: str, warn: Callable[[str], None]) -> Exp
         warn(
             f"context length {length}, the model's window, because llama.cpp attends to all tokens"
         )
-    found = tensors(ROWS[kind], family, config)
-    exported = Exported(kind, write_metadata(raw, config), found, rope_tensors(config))
+    try:
+        found = tensors(ROWS[kind], family, config)
+        metadata, others = write_metadata(raw, config), rope_tensors(config)
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from error
+    exported = Exported(kind, metadata, found, others)
     shapes = {t.name: t.shape for t in found}
     shapes |= {name: array.shape for name, array in exported.others.items()}
     keys = Keys(ROWS[kind].arch, exported.metadata, shapes, exported.others.__getitem__)

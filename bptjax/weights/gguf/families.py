@@ -1,6 +1,6 @@
 """The table of families in GGUF files, by model_type."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 

@@ -3,6 +3,7 @@
 import json
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -112,7 +113,8 @@ def from_gguf(source: str, out: Path, *, dtype: str | None, max_shard_size: str)
         ids = read_tokenizer(model.file.metadata, directory, config.max_position_embeddings or 0)
         raw = model.raw | dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")) | ids
         if config.position_embedding == "rope":
-            kept = {k: v for k, v in raw["rope_parameters"].items() if k in model.family.rope_kept}
+            own: dict[str, Any] = raw["rope_parameters"] or {}
+            kept = {key: own[key] for key in model.family.rope_kept if key in own}
             raw |= rope_keys(config, model.family, kept)
         raw |= dict(architectures=[_class_name(model.kind)], dtype=name, torch_dtype=name)
         (directory / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
