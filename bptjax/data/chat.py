@@ -59,6 +59,13 @@ class Chat:
             if i >= self.prompt and message["role"] == ANSWER
         ]
 
+    @property
+    def question(self) -> str:
+        """The last user message before the first answer; empty if there is none."""
+        before = self.messages[: self.answers[0]] if self.answers else self.messages
+        texts = [message.get("content") for message in before if message["role"] == "user"]
+        return str(texts[-1] or "") if texts else ""
+
 
 def check_text_alone(row: Mapping[str, Any], where: str) -> None:
     """Checks that a record has no images, videos or sound, which training would ignore.

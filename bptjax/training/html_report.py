@@ -28,6 +28,7 @@ from bptjax.run.output import write_atomically
 from bptjax.run.versions import versions
 from bptjax.training.data import say
 from bptjax.training.line_chart import POINTS, Chart, line_chart
+from bptjax.training.notes import describe_adapter
 from bptjax.training.report import ADAPTER
 from bptjax.training.run_directory import saved_values
 from bptjax.training.setup import TrainingRun
@@ -113,6 +114,7 @@ def describe(run: TrainingRun) -> dict[str, Any]:
         # Join lines that were wrapped, for narrow screens.
         "data": "\n".join(run.check.lines()).replace("\n    ", " "),
         "notes": run.notes,
+        "adapter": describe_adapter(config, run.spec.pretrained),
         "examples": [
             {
                 "source": name,
@@ -165,11 +167,11 @@ def write_report(directory: Path) -> None:
     text = _template().render(
         facts,
         name=directory.name,
-        figures=_figures(records, facts.get("memory")),
+        figures=[*_figures(records, facts.get("memory")), *_adapter(facts.get("adapter", []))],
         charts=list(_charts(records, facts.get("memory"))),
         points=POINTS,
         evaluations=_evaluations(records),
-        answers=[answer for answer in answers if answer["step"] == answers[-1]["step"]],
+        answers=list(_answers(answers)),
         memory=list(_memory(records, facts.get("memory"))),
         changed=[(key, keys[key]) for key in keys if key in changed],
         others=[(key, value) for key, value in keys.items() if key not in changed],
@@ -188,6 +190,15 @@ def _template() -> Any:
     # Autoescape texts from data and configs.
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     return environment.from_string(TEMPLATE.read_text())
+
+
+def _answers(records: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yields the last answers of a run, with the one before training as `before` if there is
+    one."""
+    before = {r["prompt"]: r["prediction"] for r in records if r["step"] == 0}
+    last = records[-1]["step"] if records else 0
+    for record in (r for r in records if r["step"] == last):
+        yield record | {"before": before.get(record["prompt"]) if last else None}
 
 
 def _values(records: list[dict[str, Any]], name: str) -> list[tuple[int, float]]:
@@ -231,6 +242,13 @@ def _figures(
         yield "memory of a device, peak", _size(value * GIB)
     if memory:
         yield "memory of a device, predicted", _size(memory["peak"])
+
+
+def _adapter(lines: list[str]) -> Iterator[tuple[str, str]]:
+    """Yields the scale of the adapters, from the line of `describe_adapter`."""
+    for line in lines:
+        kind, name, scale = line.partition(": adapter scale ")
+        yield f"{name.strip(': ')}; {kind.removeprefix('adapter: ')}", scale.partition(";")[0]
 
 
 def _evaluations(records: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]] | None:

@@ -131,13 +131,13 @@ def _log_files(run: TrainingRun, step: int, log: Log) -> None:
 def predict_answers(
     run: TrainingRun, state: TrainState, show: Callable[[str], None] | None = None
 ) -> list[dict[str, str]]:
-    """Returns `prompt`, `prediction` and `reference` of each of the run's eval_prompts.
+    """Returns `question`, `prompt`, `prediction` and `reference` of each of the run's eval_prompts.
 
     A prediction ends at a stop token, or at the length of the longest reference. If its reference
     has no stop token, the prediction is truncated to the length of that reference. `show` prints
     lines of progress.
     """
-    prompts, references = zip(*run.eval_prompts, strict=True)
+    prompts, references, questions = zip(*run.eval_prompts, strict=True)
     stop, longest = run.tokenizer.stop_ids, max(map(len, references))
     steps = []
     with jax.set_mesh(run.spec.mesh), Progress("answering", longest, show) as progress:
@@ -162,11 +162,14 @@ def predict_answers(
 
     return [
         {
+            "question": question,
             "prompt": run.tokenizer.decode(prompt),
             "prediction": text(comparable(ids, reference)),
             "reference": text(reference),
         }
-        for prompt, ids, reference in zip(prompts, predictions, references, strict=True)
+        for question, prompt, ids, reference in zip(
+            questions, prompts, predictions, references, strict=True
+        )
     ]
 
 

@@ -73,7 +73,8 @@ class TrainingRun:
       held_out: documents for evaluation.
       batches: endless training batches `[global batch size, T]`.
       check: background scan of the records.
-      eval_prompts: token ids (prompt, answer) of the chats that the model answers in evaluations.
+      eval_prompts: token ids (prompt, answer) of the chats that the model answers in evaluations,
+        and the question.
       notes: lines for the log.
       data_size: number of files of training data, and their total bytes.
       base_fingerprint: hash of the base model's weights; None without adapters.
@@ -85,7 +86,7 @@ class TrainingRun:
     held_out: Any
     batches: Batches
     check: DataCheck
-    eval_prompts: Sequence[tuple[np.ndarray, np.ndarray]]
+    eval_prompts: Sequence[tuple[np.ndarray, np.ndarray, str]]
     notes: list[str]
     data_size: list[int]
     base_fingerprint: str | None = None
@@ -360,9 +361,9 @@ def _count_epoch(run: TrainingRun) -> TrainingRun:
 
 def _eval_prompts(
     config: Config, model: ModelConfig, data: RunData
-) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Returns (prompt, answer) of `train.num_eval_generations` held-out chats, in random order.
-    Tokenizes them now, so that a bad chat fails at the start, not at the first evaluation.
+) -> list[tuple[np.ndarray, np.ndarray, str]]:
+    """Returns (prompt, answer, question) of `train.num_eval_generations` held-out chats, in random
+    order. Tokenizes them now, so that a bad chat fails at the start, not at the first evaluation.
 
     Raises:
       ValueError: the held-out documents are not chats, or exceed the model's positions.
@@ -386,7 +387,7 @@ def _eval_prompts(
             f"must fit into model.max_position_embeddings={model.max_position_embeddings}; set "
             "data.source_max_len, or model.max_position_embeddings to extend them"
         )
-    return documents
+    return [(*ids, chat.question) for ids, chat in zip(documents, chats, strict=True)]
 
 
 def _fingerprint(spec: TrainSpec) -> str | None:

@@ -94,6 +94,6 @@ def test_answered_chats_are_a_sample_of_all_sources(sources, tmp_path):
     other.write_text('{"prompt": "x", "answer": "y"}\n' * 60)
     run = setup(small([*sources, {"path": other}], tmp_path, num_eval_generations=12))
     run.batches.close()
-    answers = [run.tokenizer.decode(answer) for _, answer in run.eval_prompts]
+    answers = [run.tokenizer.decode(answer) for _, answer, _ in run.eval_prompts]
     same = np.mean([answer.strip().startswith("y") for answer in answers])
     assert len(answers) == 12 and 0 < same < 1

@@ -45,8 +45,9 @@ def hostile(uninterrupted, tmp_path):
     facts |= {"notes": [HOSTILE], "results": [HOSTILE + "long" * 99], "kernels": [HOSTILE]}
     facts["examples"][0] |= {"source": HOSTILE, "spans": [[HOSTILE, True], [HOSTILE, False]]}
     (run / FACTS).write_text(json.dumps(facts))
-    answer = {"step": 20} | dict.fromkeys(("prompt", "prediction", "reference"), HOSTILE)
-    (run / "predictions.jsonl").write_text(json.dumps(answer) + "\n")
+    answer = dict.fromkeys(("question", "prompt", "prediction", "reference"), HOSTILE)
+    lines = (json.dumps({"step": step} | answer) + "\n" for step in (0, 20))
+    (run / "predictions.jsonl").write_text("".join(lines))
     config = (run / "config.yaml").read_text()
     (run / "config.yaml").write_text(
         re.sub(r"path: .*", f"path: {json.dumps('x' * 400 + HOSTILE)}", config, count=1)
@@ -86,7 +87,9 @@ def test_a_report_needs_no_network_and_escapes_texts(name, uninterrupted, reques
     assert not page.tags & {"script", "img", "link", "iframe", "object", "embed", "form", "i"}
     assert not [n for n, _ in page.attributes if n.startswith("on") or n in ("src", "href")]
     assert not re.search(r"url\(|@import", re.sub(r"&[^;]*;", "", (run / FILE).read_text()))
-    assert page.text.count(HOSTILE) == (0 if name == "plain" else 16)
+    assert page.text.count(HOSTILE) == (0 if name == "plain" else 17)
+    if name == "hostile":
+        assert "Answer before training" in page.text
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium")
@@ -132,3 +135,15 @@ def test_a_long_line_shows_its_spikes():
     # A constant has an axis, too.
     chart = line_chart("rate", {"a": [(3, 0.0)]}, levels={}, from_zero=False)
     assert [label for _, label in chart.y_ticks][0] == "0" and chart.lines[0]["dots"]
+
+
+def test_answers_stand_beside_those_before_training():
+    one, two = ({"step": step, "prompt": "a", "prediction": str(step)} for step in (0, 7))
+    assert list(html_report._answers([one, two])) == [two | {"before": "0"}]
+    assert list(html_report._answers([one])) == [one | {"before": None}]
+    assert list(html_report._answers([])) == []
+
+
+def test_the_adapter_scale_is_a_figure():
+    line = "adapter: lora, rank 8, alpha 4: adapter scale 0.5; adapter.alpha=8, the default, gives"
+    assert list(html_report._adapter([line])) == [("adapter scale; lora, rank 8, alpha 4", "0.5")]

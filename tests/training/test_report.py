@@ -50,7 +50,8 @@ def test_complete_answers_are_compared(monkeypatch, end):
     """By the reference's length only where no stop token can end an answer."""
     tokenizer = ByteTokenizer()
     prompts = [
-        (tokenizer.encode("?"), np.r_[tokenizer.encode(text), end]) for text in ("no.", "never.")
+        (tokenizer.encode("?"), np.r_[tokenizer.encode(text), end], "?")
+        for text in ("no.", "never.")
     ]
     spec = SimpleNamespace(mesh=jax.make_mesh((1,), ("dp",)), compute_dtype="float32")
     run = SimpleNamespace(eval_prompts=prompts, tokenizer=tokenizer, spec=spec)
@@ -60,5 +61,7 @@ def test_complete_answers_are_compared(monkeypatch, end):
     monkeypatch.setattr("bptjax.run.progress.monotonic", lambda: next(clock))
     state, shown = cast(TrainState, SimpleNamespace(model=None)), []
     found = predict_answers(cast(TrainingRun, run), state, shown.append)
-    assert shown[0].startswith(f"answering: {1 / len(max((x for _, x in prompts), key=len)):.0%}, ")
+    assert shown[0].startswith(
+        f"answering: {1 / len(max((x for _, x, _ in prompts), key=len)):.0%}, "
+    )
     assert [one["prediction"] for one in found] == ["no. On" if end else "no.", "never."]
