@@ -12,11 +12,11 @@ with those of llama.cpp. Each replaces its own rows in `--out`.
 
 import argparse
 import json
-import math
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -26,9 +26,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from bptjax import load
+from bptjax.models.architecture import new_model
+from bptjax.models.config import ModelConfig
 from bptjax.models.generation import generate
 from bptjax.models.sampling import Sampling
 from bptjax.weights.gguf.export import TYPES, to_gguf
+from bptjax.weights.gguf.lora import lora_to_gguf
+from bptjax.weights.hf.peft import modules, write_peft
+from bptjax.weights.lora import AdapterConfig, Adapters, new_adapters, target_kernels
+from bptjax.weights.pretrained import open_pretrained
 
 ROOT = Path(__file__).parents[1]
 READER = Path(__file__).with_name("llamacpp_reader.py")
@@ -91,9 +97,7 @@ def compared(
     ours, wanted = greedy(model, prompts, NEW), log_likelihoods(model, text)
     got = np.array(theirs["log_likelihoods"][0])
     return dict(
-        tokens_equal=sum(
-            a == b for x, y in zip(ours, theirs["greedy"], strict=True) for a, b in zip(x, y)
-        ),
+        tokens_equal=int((np.array(ours) == np.array(theirs["greedy"])).sum()),
         tokens=NEW * len(prompts),
         log_likelihood=round(float(wanted.sum()), 4),
         log_likelihood_llamacpp=round(float(got.sum()), 4),
@@ -116,31 +120,82 @@ def random_model(directory: Path, case: str) -> None:
     tokenizer.save_pretrained(str(directory))
 
 
-def families(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yields the rows of all cases that begin with one of the names."""
+def cases(only: list[str] | None) -> Iterator[tuple[str, Path]]:
+    """Yields the cases of decoders that begin with one of the names, and their random models."""
     sys.path.insert(0, str(ROOT / "tests"))
     from weights.hf.cases import CASES
 
-    rng = np.random.default_rng(0)
     for case, (_, keywords) in CASES.items():
-        if "text_config" in keywords or args.only and not case.startswith(tuple(args.only)):
+        if "text_config" in keywords or only and not case.startswith(tuple(only)):
             continue
         with tempfile.TemporaryDirectory() as work:
-            directory = Path(work) / "model"
-            random_model(directory, case)
-            model, _, config = load(directory, dtype="float32", device="cpu", warn=print)
-            longest = min(TOKENS, config.max_position_embeddings or TOKENS)
-            text = rng.integers(0, config.V, longest).tolist()
-            for kind in args.types:
-                row = dict(kind="family", family=case.split(":")[0], case=case, type=kind)
-                file = Path(work) / f"{kind}.gguf"
-                try:
-                    to_gguf(str(directory), file, type=kind, pre="gpt-2", warn=print)
-                    yield row | compared(args.python, model, file, text)
-                except ValueError as error:
-                    yield row | dict(refused=str(error).replace(work, "DIR"))
-                except RuntimeError as error:
-                    yield row | dict(failed=str(error).replace(work, "DIR"))
+            random_model(Path(work) / "model", case)
+            yield case, Path(work) / "model"
+
+
+def random_text(config: ModelConfig) -> list[int]:
+    longest = min(TOKENS, config.max_position_embeddings or TOKENS)
+    return np.random.default_rng(0).integers(0, config.V, longest).tolist()
+
+
+def measured(measure: Callable[[], dict[str, Any]], work: Path) -> dict[str, Any]:
+    """Returns the measurement, or the reason why there is none."""
+    try:
+        return measure()
+    except (ValueError, RuntimeError) as error:
+        name = "refused" if isinstance(error, ValueError) else "failed"
+        return {name: str(error).replace(str(work), "DIR")}
+
+
+def families(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yields a row for every case and type."""
+    for case, directory in cases(args.only):
+        model, _, config = load(directory, dtype="float32", device="cpu", warn=print)
+
+        def measure(kind: str, directory=directory, model=model, config=config) -> dict[str, Any]:
+            file = directory.with_name(f"{kind}.gguf")
+            to_gguf(str(directory), file, type=kind, pre="gpt-2", warn=print)
+            return compared(args.python, model, file, random_text(config))
+
+        for kind in args.types:
+            row = measured(partial(measure, kind), directory.parent)
+            yield dict(kind="family", family=case.split(":")[0], case=case, type=kind) | row
+            if "refused" in row:
+                break
+
+
+def random_adapter(directory: Path) -> Path:
+    """Writes an adapter of all linear layers of a model, in PEFT's format."""
+    base = open_pretrained(ModelConfig(name_or_path=str(directory)))
+    assert base.family is not None
+    config = AdapterConfig(type="lora", r=3, alpha=6.0)
+    model = jax.eval_shape(lambda: new_model(base.config, jax.random.key(0)))
+    paths = target_kernels(config.target_modules, modules(base.config, base.family))
+    rng, values = np.random.default_rng(1), {}
+    for path, (a, b, scale) in new_adapters(
+        model, paths, config, jnp.float32, jax.random.key(0)
+    ).items():
+        values[path] = np.asarray(a), 0.1 * rng.normal(size=b.shape).astype(np.float32), scale
+    out = directory.with_name("adapter")
+    out.mkdir()
+    write_peft(out, Adapters(config, values), base.family, base.config, str(directory))
+    return out
+
+
+def adapters(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yields a row for the adapter of every case, with the base model in f16."""
+    for case, directory in cases(args.only):
+        file, lora = directory.with_name("f16.gguf"), directory.with_name("lora.gguf")
+
+        def measure(directory=directory, file=file, lora=lora) -> dict[str, Any]:
+            to_gguf(str(directory), file, type="f16", pre="gpt-2", warn=print)
+            adapter = random_adapter(directory)
+            lora_to_gguf(str(adapter), lora, type="f16")
+            model, _, config = load(adapter, dtype="float32", device="cpu", warn=print)
+            return compared(args.python, model, file, random_text(config), lora)
+
+        row = dict(kind="adapter", family=case.split(":")[0], case=case, type="f16")
+        yield row | measured(measure, directory.parent)
 
 
 def page(tokenizer: Any, length: int) -> list[int]:
@@ -149,7 +204,7 @@ def page(tokenizer: Any, length: int) -> list[int]:
     return [i for x in PAGES for i in tokenizer.encode(x.read_text())[:each].tolist()]
 
 
-MODES = {"families": families}
+MODES = {"families": families, "adapters": adapters}
 
 
 def main() -> None:

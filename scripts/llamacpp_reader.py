@@ -1,6 +1,6 @@
 """Computes with a GGUF file by llama.cpp, in the Python of another environment.
 
-    echo '{"model": "FILE.gguf", "prompts": [[1, 2]], "text": [1, 2, 3]}' | V/bin/python scripts/llamacpp_reader.py
+    V/bin/python scripts/llamacpp_reader.py <<< '{"model": "FILE", "prompts": [[1, 2]], "new": 4}'
 
 V is an environment with numpy and xllamacpp, a wheel that ships llama.cpp. Prints a JSON object:
 the greedy tokens after each prompt, and the log-likelihood of each token of the text but the first.

@@ -5,6 +5,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from bptjax.cli.main import launch, warn
 from bptjax.models.config import ModelConfig
@@ -12,6 +13,8 @@ from bptjax.parallel.mesh import select_devices
 from bptjax.weights.adapter_export import export_adapter, remedy_for_peft
 from bptjax.weights.conversion import merge_adapter, to_bptjax, to_hf, trained_dtype
 from bptjax.weights.gguf.export import to_gguf
+from bptjax.weights.gguf.lora import lora_to_gguf
+from bptjax.weights.gguf.modelfile import serving_lines
 from bptjax.weights.gguf.reading import from_gguf
 from bptjax.weights.hub import check_hub_name, push
 from bptjax.weights.pretrained import Pretrained, open_pretrained, resolve_checkpoint
@@ -43,6 +46,16 @@ def _kept_dtype(model: Pretrained, args: Namespace) -> str:
     return f"weights in {name}, {text}" if name else ""
 
 
+def _to_gguf(source: str, out: Path, *, lora: bool, type: str, pre: str | None) -> Pretrained:
+    if lora:
+        return lora_to_gguf(source, out, type=type, warn=warn)
+    return to_gguf(source, out, type=type, pre=pre, warn=warn)
+
+
+def _serving(model: Pretrained, args: Namespace) -> str:
+    return "\n".join(serving_lines(args.out, model.adapters if args.lora else None))
+
+
 # Conversions by name, as in `main.convert`.
 CONVERSIONS = {
     "hf-to-bptjax": Conversion(to_bptjax, exports=False),
@@ -53,7 +66,7 @@ CONVERSIONS = {
     "export-adapter": Conversion(
         export_adapter, lambda model, args: remedy_for_peft(model, args.out)
     ),
-    "to-gguf": Conversion(partial(to_gguf, warn=warn), options=("type", "pre")),
+    "to-gguf": Conversion(_to_gguf, _serving, options=("lora", "type", "pre")),
     "from-gguf": Conversion(from_gguf, exports=False, options=("dtype", "max_shard_size")),
 }
 

@@ -221,6 +221,8 @@ def convert() -> Parser:
             command.add_argument("--type", default="f16", help=kind)
             pre = "name of the tokenizer's pre-tokenizer in llama.cpp. If not set, recognized."
             command.add_argument("--pre", help=pre)
+            lora = "write the adapter alone, for the base model's own GGUF file"
+            command.add_argument("--lora", action="store_true", help=lora)
         if name in ("bptjax-to-hf", "merge-adapter", "export-adapter"):
             hub = "repository on the Hugging Face hub to upload the result to; a new one is private"
             command.add_argument("--push_to_hub", metavar="OWNER/NAME", help=hub)

@@ -310,6 +310,11 @@ def _run_config(directory: Path) -> _RunConfig:
         raise ValueError(f"{file}: must be the config of a run: {error}") from error
 
 
+def trained_length(directory: Path) -> int:
+    """Returns the sequence length of the run in `directory`; 0 for another checkpoint."""
+    return _run_config(directory).seq_len if (directory / "checkpoints").is_dir() else 0
+
+
 def _open_adapters(
     directory: Path, base_model: ModelConfig, config: AdapterConfig, wanted: ModelConfig
 ) -> Pretrained:

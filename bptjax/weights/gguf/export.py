@@ -26,10 +26,16 @@ from bptjax.weights.gguf.metadata import (
     text_config,
     write_metadata,
 )
+from bptjax.weights.gguf.modelfile import modelfile, modelfile_path
 from bptjax.weights.gguf.rope import rope_tensors
 from bptjax.weights.gguf.row import Tensor, tensors
 from bptjax.weights.gguf.tokenizer import write_tokenizer
-from bptjax.weights.pretrained import Pretrained, open_pretrained, resolve_checkpoint
+from bptjax.weights.pretrained import (
+    Pretrained,
+    open_pretrained,
+    resolve_checkpoint,
+    trained_length,
+)
 
 # Types of a file, with the code of llama.cpp's LLAMA_FTYPE.
 TYPES = {"f32": 0, "f16": 1, "bf16": 32, "q8_0": 7, "q5_1": 9, "q5_0": 8, "q4_1": 3, "q4_0": 2}
@@ -38,6 +44,9 @@ TYPES["mxfp4"] = 38
 EXPERTS = "_exps.weight"
 # Bytes of a file, above which the model is split into several.
 SPLIT_BYTES = 40 * 10**9
+# Tokens for which Ollama reserves memory, unless the run's sequences are longer or the model's
+# context is shorter.
+USUAL_CONTEXT = 8192
 # Bytes of float32 values that are quantized at a time.
 CHUNK_BYTES = 2**26
 # Parts of names of matrices that llama.cpp reads as float32.
@@ -69,8 +78,8 @@ class Exported(NamedTuple):
 def to_gguf(
     source: str, out: Path, *, type: str, pre: str | None = None, warn: Callable[[str], None]
 ) -> Pretrained:
-    """Writes a model, with the adapter of `source` merged, to the new file `out`; a model above
-    40 GB to several files beside it.
+    """Writes a model, with the adapter of `source` merged, to the new file `out`, and its Modelfile
+    beside it; a model above 40 GB to several files.
 
     Args:
       type: type of the matrices, a key of TYPES.
@@ -83,8 +92,8 @@ def to_gguf(
 
     check_type(type, out)
     model = open_pretrained(ModelConfig(name_or_path=source))
-    exported = describe(model, source, warn)
-    keys = exported.metadata | tokenizer_metadata(source, model, pre)
+    exported, tokenizer = describe(model, source, warn), find_tokenizer(source, model)
+    keys = exported.metadata | write_tokenizer(tokenizer, model.config, pre)
     keys["general.type"] = "model"
     keys["general.name"] = Path(source).resolve().name
     keys["general.file_type"] = TYPES[type]
@@ -111,6 +120,10 @@ def to_gguf(
             _write_tensors(writer, exported, types, read)
         finally:
             writer.close()
+        text, notes = modelfile(out.name, tokenizer, usual_context(source, exported))
+        modelfile_path(file).write_text(text, encoding="utf-8")
+    for line in notes:
+        warn(line)
     return replace(model, left_out=_left_out(model))
 
 
@@ -183,8 +196,8 @@ def describe(model: Pretrained, source: str, warn: Callable[[str], None]) -> Exp
     return exported
 
 
-def tokenizer_metadata(source: str, model: Pretrained, pre: str | None) -> dict[str, Any]:
-    """Returns the metadata of the tokenizer of `source`, or else of its original model.
+def find_tokenizer(source: str, model: Pretrained) -> HFTokenizer:
+    """Returns the tokenizer of `source`, or else of its original model.
 
     Raises:
       ValueError: there is none, or llama.cpp does not have it.
@@ -199,7 +212,13 @@ def tokenizer_metadata(source: str, model: Pretrained, pre: str | None) -> dict[
             f"{source}: must have a tokenizer of Hugging Face's format, because llama.cpp does not "
             "have bptjax's tokenizers byte and char"
         )
-    return write_tokenizer(tokenizer, model.config, pre)
+    return tokenizer
+
+
+def usual_context(source: str, exported: Exported) -> int:
+    """Returns the number of tokens for which Ollama reserves memory."""
+    longest = exported.metadata.get(f"{ROWS[exported.kind].arch}.context_length") or USUAL_CONTEXT
+    return max(min(longest, USUAL_CONTEXT), trained_length(resolve_checkpoint(source)))
 
 
 def add_metadata(writer: Any, keys: dict[str, Any]) -> None:

@@ -4,10 +4,12 @@ import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from bptjax.data.renderer import CHANCE, CLOCK
 from bptjax.data.templates import reads, render
 from bptjax.data.tokenizer import Tokenizer
+from bptjax.weights.lora import Adapters
 
 # Contents of messages that no template contains.
 SYSTEM, USERS, ANSWERS = "Sy5tem", ("Us3r1", "Us3r2", "Us3r3"), ("An5wer1", "An5wer2")
@@ -162,11 +164,31 @@ def _quoted(text: str) -> str:
     return f"{QUOTES}{text}{QUOTES}" if '"' in text else f'"{text}"'
 
 
-def serving_lines(file: str, name: str) -> list[str]:
-    """Returns the command lines that serve a GGUF file.
+def modelfile_path(file: Path) -> Path:
+    """Returns the path of a GGUF file's Modelfile."""
+    return file.with_suffix(".Modelfile")
+
+
+def serving_lines(file: Path, adapters: Adapters | None) -> list[str]:
+    """Returns the command lines that run a model of a GGUF file.
 
     Args:
-      file: path of the GGUF file.
-      name: path of its Modelfile.
+      adapters: the adapters, if the file holds them alone.
     """
-    return []
+    if adapters is None:
+        name = file.stem
+        return [
+            f"Ollama: ollama create {name} -f {modelfile_path(file)} && ollama run {name}",
+            f"llama.cpp: llama-cli -m {file} -cnv",
+        ]
+    lines = [
+        f"llama.cpp: llama-cli -m BASE.gguf --lora {file} -cnv",
+        f"Ollama: add the line ADAPTER ./{file.name} to the Modelfile of BASE.gguf",
+    ]
+    if adapters.config.type == "qlora":
+        lines.append(
+            f"the adapter was trained on a base model in {adapters.config.codebook}; BASE.gguf in "
+            "f16 or another type differs from it slightly; without --lora the file holds what was "
+            "trained"
+        )
+    return lines

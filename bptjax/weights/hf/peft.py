@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from bptjax.weights.hf.peft_config import (
     rank_and_scale,
 )
 from bptjax.weights.hf.tensor_rules import TensorRule
-from bptjax.weights.lora import AdapterConfig, Adapters
+from bptjax.weights.lora import AdapterConfig, Adapters, LoraWeights
 
 WEIGHTS, PREFIX = "adapter_model.safetensors", "base_model.model."
 # Names of the output embedding's module, now and before transformers 5.
@@ -37,7 +37,7 @@ def modules(config: ModelConfig, family: Family | None) -> dict[str, tuple[str, 
     the fields of `TensorRule`. Returns an empty dict without a family."""
     if family is None:
         return {}
-    rules = filter(_is_linear, family.tensor_rules(config))
+    rules = filter(is_linear, family.tensor_rules(config))
     modules = {_module(rule.hf): rule.ours for rule in rules}
     return modules | peft_experts.modules(family, config)
 
@@ -55,7 +55,7 @@ def embeddings(config: ModelConfig, family: Family | None) -> dict[str, str]:
     return {HEADS[0] if path == "head" else name: path for path, name in embeddings.items()}
 
 
-def _is_linear(rule: TensorRule) -> bool:
+def is_linear(rule: TensorRule) -> bool:
     """Returns whether a rule is for the weight of a linear layer in the transformer layers."""
     return bool(rule.fields) and rule.inputs > 0
 
@@ -143,25 +143,13 @@ def write_peft(
     of_experts = {path for p in peft_experts.expert_parameters(family, config) for path in p.paths}
     values = {path: x for path, x in adapters.values.items() if path not in of_experts}
     for _, names, parts in _linears(family, config):
-        # Includes kernels without an adapter, whose outputs are zero.
-        I, O = parts[0].inputs.size, sum(part.outputs.size for part in parts)  # noqa: E741
-        parts = [part for part in parts if part.path in values]
-        if not parts:
+        if not any(part.path in values for part in parts):
             continue
         transposed |= parts[0].transposed
-        r = sum(values[part.path][0].shape[-1] for part in parts)
         for index, name in names.items():
-            A, B, start = np.zeros((r, I), np.float32), np.zeros((O, r), np.float32), 0
-            scales = [float(values[part.path][2][index]) for part in parts]
-            for part, scale in zip(parts, scales, strict=True):
-                a, b, _ = (np.asarray(x[index], np.float32) for x in values[part.path])
-                ranks = slice(start, start := start + a.shape[-1])
-                A[ranks, part.inputs] = np.moveaxis(a, -1, 0)
-                # PEFT has one scale for all kernels, so multiply `b` by the ratio of the scales.
-                share = 1.0 if scale == scales[0] else scale / scales[0]
-                B[part.outputs, ranks] = share * np.moveaxis(b, 0, -1)
+            A, B, scale = joined(parts, values, index)
             tensors |= {f"{PREFIX}{name}.lora_A.weight": A, f"{PREFIX}{name}.lora_B.weight": B}
-            kinds[name] = r, _alpha(scales[0], r, adapters.config)
+            kinds[name] = len(A), _alpha(scale, len(A), adapters.config)
     linears, X = list(kinds), config.experts.count or 1
     written = peft_experts.write_experts(adapters.values, family, config)
     for name, module, A, B, scale in written:
@@ -315,27 +303,52 @@ class Linear(NamedTuple):
 
 
 def _linears(family: Family, config: ModelConfig) -> Iterator[Linear]:
-    """Yields the family's linear layers.
-
-    Applies a rule's `split` to the row and column indices of the file's weight to find the
-    positions of each kernel's inputs and outputs.
-    """
+    """Yields the family's linear layers."""
     values = field_values(config)
-    for rule in filter(_is_linear, family.tensor_rules(config)):
-        rows, columns = (np.arange(n, dtype=np.int32) for n in rule.shape)
-        numbers = rows[:, None], columns[None]
-        first, second = (rule.split(np.broadcast_to(n, rule.shape)) for n in numbers)
-        parts = []
-        for path, row_numbers, column_numbers in zip(rule.ours, first, second, strict=True):
-            n = rule.inputs
-            inputs, outputs = (..., *(0,) * (row_numbers.ndim - n)), (0,) * n
-            ends = row_numbers[inputs].ravel()[[0, -1]]
-            transposed = bool(ends[0] != ends[1])
-            if transposed:
-                row_numbers, column_numbers = column_numbers, row_numbers
-            parts.append(Part(path, column_numbers[inputs], row_numbers[outputs], transposed))
+    for rule in filter(is_linear, family.tensor_rules(config)):
         names = {index: _module(name) for index, name in rule.names(values).items()}
-        yield Linear(rule.stacked(values), names, parts)
+        yield Linear(rule.stacked(values), names, kernels_in(rule))
+
+
+def kernels_in(rule: TensorRule) -> list[Part]:
+    """Returns the kernels in a linear layer's weight.
+
+    Applies the rule's `split` to the row and column indices of the weight to find the positions of
+    each kernel's inputs and outputs.
+    """
+    rows, columns = (np.arange(n, dtype=np.int32) for n in rule.shape)
+    numbers = rows[:, None], columns[None]
+    first, second = (rule.split(np.broadcast_to(n, rule.shape)) for n in numbers)
+    parts = []
+    for path, row_numbers, column_numbers in zip(rule.ours, first, second, strict=True):
+        n = rule.inputs
+        inputs, outputs = (..., *(0,) * (row_numbers.ndim - n)), (0,) * n
+        ends = row_numbers[inputs].ravel()[[0, -1]]
+        transposed = bool(ends[0] != ends[1])
+        if transposed:
+            row_numbers, column_numbers = column_numbers, row_numbers
+        parts.append(Part(path, column_numbers[inputs], row_numbers[outputs], transposed))
+    return parts
+
+
+def joined(
+    parts: list[Part], values: Mapping[str, LoraWeights], index: Index
+) -> tuple[np.ndarray, np.ndarray, float]:
+    """Returns `lora_A` `[r, I]`, `lora_B` `[O, r]` and the scale of one linear layer at `index`
+    into the stacked axes. Outputs of kernels without an adapter are zero."""
+    adapted = [part for part in parts if part.path in values]
+    I, O = parts[0].inputs.size, sum(part.outputs.size for part in parts)  # noqa: E741
+    r = sum(values[part.path][0].shape[-1] for part in adapted)
+    A, B, start = np.zeros((r, I), np.float32), np.zeros((O, r), np.float32), 0
+    scales = [float(values[part.path][2][index]) for part in adapted]
+    for part, scale in zip(adapted, scales, strict=True):
+        a, b, _ = (np.asarray(x[index], np.float32) for x in values[part.path])
+        ranks = slice(start, start := start + a.shape[-1])
+        A[ranks, part.inputs] = np.moveaxis(a, -1, 0)
+        # The file has one scale for all kernels, so multiply `b` by the ratio of the scales.
+        share = 1.0 if scale == scales[0] else scale / scales[0]
+        B[part.outputs, ranks] = share * np.moveaxis(b, 0, -1)
+    return A, B, scales[0]
 
 
 def _module(name: str) -> str:
