@@ -4,10 +4,11 @@
     python scripts/llamacpp.py families --python V/bin/python --out scripts/results/gguf.jsonl
 
 `families` writes a row for every configuration of tests/weights/hf/cases.py and every type: greedy
-tokens and log-likelihoods of random models. `tokenizers` compares token ids of texts. `types
---model MODEL.gguf` measures the perplexity of a real model in every type; `loop --model MODEL.gguf`
-imports a real model, trains it and its adapter, exports both, and compares the tokens of the run
-with those of llama.cpp. Each replaces its own rows in `--out`.
+tokens and log-likelihoods of random models; `adapters` does so for their adapters. `tokenizers`
+compares token ids of texts. `types --model MODEL.gguf` measures the perplexity of a real model in
+every type. `loop --model MODEL.gguf` imports a real model, trains it and adapters of it, exports
+them, and compares the tokens of the runs with those of llama.cpp. Each replaces its own rows in
+`--out`. Needs torch for `loop` alone.
 """
 
 import argparse
@@ -26,12 +27,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from bptjax import load
+from bptjax.data.templates import chat_prompt
 from bptjax.models.architecture import new_model
 from bptjax.models.config import ModelConfig
 from bptjax.models.generation import generate
 from bptjax.models.sampling import Sampling
 from bptjax.weights.gguf.export import TYPES, to_gguf
 from bptjax.weights.gguf.lora import lora_to_gguf
+from bptjax.weights.gguf.reading import from_gguf
 from bptjax.weights.hf.peft import modules, write_peft
 from bptjax.weights.lora import AdapterConfig, Adapters, new_adapters, target_kernels
 from bptjax.weights.pretrained import open_pretrained
@@ -41,6 +44,9 @@ READER = Path(__file__).with_name("llamacpp_reader.py")
 # Texts that are on every Debian system, and in Python.
 PAGES = Path("/usr/share/common-licenses/GPL-3"), Path(argparse.__file__)
 TOKENS, NEW, PROMPT = 48, 16, 12
+# Bits of a weight in each type, scales included.
+BITS = dict(f32=32, f16=16.1, bf16=16, q8_0=8.5, q5_1=6, q5_0=5.5, q4_1=5, q4_0=4.5)
+RATES = {"none": 2e-4, "lora": 2e-3}
 # Texts that tokenizers split differently.
 TEXTS = (
     "Hello there, be brief.",
@@ -204,7 +210,154 @@ def page(tokenizer: Any, length: int) -> list[int]:
     return [i for x in PAGES for i in tokenizer.encode(x.read_text())[:each].tolist()]
 
 
-MODES = {"families": families, "adapters": adapters}
+def types(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yields the perplexity of a real model on `PAGES`, computed here and by llama.cpp from a file
+    of each type."""
+    with tempfile.TemporaryDirectory() as work:
+        directory, before = Path(work) / "model", 0.0
+        from_gguf(str(args.model), directory, dtype="float32", max_shard_size="5GB")
+        model, tokenizer, _ = load(directory, dtype="float32", device="cpu", warn=print)
+        texts = page(tokenizer)
+        ours = [log_likelihoods(model, text) for text in texts]
+        for kind in sorted(TYPES, key=lambda kind: -BITS[kind]):
+            file = Path(work) / f"{kind}.gguf"
+            to_gguf(str(directory), file, type=kind, warn=print)
+            theirs = llamacpp(args.python, file, texts=texts)
+            found = perplexity(theirs["log_likelihoods"])
+            before = before or found
+            yield dict(
+                kind="perplexity",
+                model=args.model.stem,
+                type=kind,
+                tokens=sum(map(len, texts)),
+                bytes=file.stat().st_size,
+                perplexity=round(perplexity(ours), 4),
+                perplexity_llamacpp=round(found, 4),
+                loss=round(found / before - 1, 6),
+                xllamacpp=theirs["xllamacpp"],
+            )
+            file.unlink()
+
+
+def perplexity(each: list[Any]) -> float:
+    return float(np.exp(-np.concatenate(each).mean()))
+
+
+def page(tokenizer: Any) -> list[list[int]]:
+    """Returns the first token ids of each page."""
+    return [tokenizer.encode(file.read_text())[:512].tolist() for file in PAGES]
+
+
+def tokenizers(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yields whether llama.cpp has the token ids of `TEXTS`, for the tokenizer of a real model and
+    for small ones, one of each kind."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    from chats import raw_tokenizer
+    from weights.hf.cases import config
+    from weights.hf.loading import random_base
+
+    with tempfile.TemporaryDirectory() as work:
+        made = {"byte-level": raw_tokenizer("bytes"), "SentencePiece": sentencepiece()}
+        for name, own in made.items():
+            raw = config("llama")
+            raw.vocab_size = len(own)
+            own.save_pretrained(str(random_base(Path(work) / name, raw)))
+        if args.model:
+            name = args.model.stem
+            from_gguf(str(args.model), Path(work) / name, dtype="float16", max_shard_size="5GB")
+        for directory in sorted(Path(work).iterdir()):
+            file = directory.with_suffix(".gguf")
+            to_gguf(str(directory), file, type="f16", warn=print)
+            _, tokenizer, _ = load(directory, device="cpu", warn=print)
+            theirs = llamacpp(args.python, file, tokenize=TEXTS)
+            assert tokenizer is not None
+            start = [] if not len(tokenizer.prefix) else tokenizer.prefix.tolist()
+            ours = [start + tokenizer.encode_parts([text])[0].tolist() for text in TEXTS]
+            pairs = zip(TEXTS, ours, theirs["tokens"], strict=True)
+            different = [text for text, a, b in pairs if a != b]
+            row = dict(kind="tokenizer", tokenizer=directory.name, texts=len(TEXTS))
+            yield row | dict(different=different, xllamacpp=theirs["xllamacpp"])
+
+
+def sentencepiece() -> Any:
+    """Returns a small tokenizer of Llama 2's kind, with tokens of bytes."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    bare = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    bare.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    bare.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)])
+    special = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+    tokens = special + [f"<0x{i:02X}>" for i in range(256)]
+    lines = PAGES[0].read_text().splitlines()
+    trainer = trainers.BpeTrainer(vocab_size=800, special_tokens=tokens, show_progress=False)
+    bare.train_from_iterator(lines, trainer)
+    bare.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bare, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+
+
+def loop(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yields the rows of a real model: imported, trained in full, and with adapters."""
+    with tempfile.TemporaryDirectory() as work:
+        directory, base = Path(work) / "model", Path(work) / "base.gguf"
+        from_gguf(str(args.model), directory, dtype="float32", max_shard_size="5GB")
+        model, tokenizer, _ = load(directory, dtype="float32", device="cpu", warn=print)
+        text = page(tokenizer)[0][:128]
+        row = dict(kind="loop", model=args.model.stem)
+        yield row | dict(step="import", logits_off=off_transformers(args.model, model, text))
+        to_gguf(str(directory), base, type="f16", warn=print)
+        yield row | dict(step="export") | compared(args.python, model, base, text)
+        with (Path(work) / "chats.jsonl").open("w") as file:
+            for i in range(60):
+                user = {"role": "user", "content": f"What is {i} plus {i % 7}?"}
+                answer = {"role": "assistant", "content": f"It is {i + i % 7}, said the owl."}
+                file.write(json.dumps({"messages": [user, answer]}) + "\n")
+        prompt = chat_prompt("What is 5 plus 6?", tokenizer).tolist()
+        for kind in ("none", "lora"):
+            run = Path(work) / f"run-{kind}"
+            flags = [f"--model.name_or_path={directory}", f"--data.path={work}/chats.jsonl"]
+            flags += [f"--run_dir={run}", f"--adapter.type={kind}", "--train.max_steps=20"]
+            flags += ["--train.seq_len=96", "--train.per_device_train_batch_size=1"]
+            flags += ["--device=cpu", f"--optimizer.learning_rate={RATES[kind]}"]
+            subprocess.run([sys.executable, "-m", "bptjax", "train", *flags], check=True)
+            trained, _, _ = load(run, dtype="float32", device="cpu", warn=print)
+            for lora in (False, True)[: 1 + (kind == "lora")]:
+                out = Path(work) / f"{kind}-{lora}.gguf"
+                convert = [sys.executable, "-m", "bptjax", "convert", "to-gguf", str(run), str(out)]
+                subprocess.run([*convert, *["--lora"] * lora], check=True)
+                files = (base, out) if lora else (out, None)
+                told = dict(step="train", adapter=kind, file="lora" if lora else "model")
+                yield (
+                    row
+                    | told
+                    | compared(args.python, trained, files[0], [*prompt, *text], files[1])
+                )
+
+
+def off_transformers(file: Path, model: Any, text: list[int]) -> float:
+    """Returns the largest difference of logits from transformers' own import of the file, relative
+    to the largest logit."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    theirs = AutoModelForCausalLM.from_pretrained(
+        str(file.parent), gguf_file=file.name, dtype=torch.float32
+    )
+    with torch.no_grad():
+        wanted = theirs(torch.tensor([text])).logits.numpy()
+    *_, last = type(model).hidden_states(model, jnp.asarray([text]))
+    got = np.asarray(model.logits(last))
+    return float(f"{np.abs(got - wanted).max() / np.abs(wanted).max():.2e}")
+
+
+MODES = dict(families=families, adapters=adapters, tokenizers=tokenizers, types=types, loop=loop)
 
 
 def main() -> None:
