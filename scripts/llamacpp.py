@@ -196,18 +196,12 @@ def adapters(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         def measure(directory=directory, file=file, lora=lora) -> dict[str, Any]:
             to_gguf(str(directory), file, type="f16", pre="gpt-2", warn=print)
             adapter = random_adapter(directory)
-            lora_to_gguf(str(adapter), lora, type="f16")
+            lora_to_gguf(str(adapter), lora, type="f16", warn=print)
             model, _, config = load(adapter, dtype="float32", device="cpu", warn=print)
             return compared(args.python, model, file, random_text(config), lora)
 
-        row = dict(kind="adapter", family=case.split(":")[0], case=case, type="f16")
+        row = dict(kind="adapter", family=case.split(":")[0], case=case, type="f16", warn=print)
         yield row | measured(measure, directory.parent)
-
-
-def page(tokenizer: Any, length: int) -> list[int]:
-    """Returns the first token ids of each page, `length` together."""
-    each = length // len(PAGES)
-    return [i for x in PAGES for i in tokenizer.encode(x.read_text())[:each].tolist()]
 
 
 def types(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -309,6 +303,7 @@ def loop(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         directory, base = Path(work) / "model", Path(work) / "base.gguf"
         from_gguf(str(args.model), directory, dtype="float32", max_shard_size="5GB")
         model, tokenizer, _ = load(directory, dtype="float32", device="cpu", warn=print)
+        assert tokenizer is not None
         text = page(tokenizer)[0][:128]
         row = dict(kind="loop", model=args.model.stem)
         yield row | dict(step="import", logits_off=off_transformers(args.model, model, text))
@@ -319,7 +314,8 @@ def loop(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 user = {"role": "user", "content": f"What is {i} plus {i % 7}?"}
                 answer = {"role": "assistant", "content": f"It is {i + i % 7}, said the owl."}
                 file.write(json.dumps({"messages": [user, answer]}) + "\n")
-        prompt = chat_prompt("What is 5 plus 6?", tokenizer).tolist()
+        question = [{"role": "user", "content": "What is 5 plus 6?"}]
+        prompt = chat_prompt(question, tokenizer).tolist()
         for kind in ("none", "lora"):
             run = Path(work) / f"run-{kind}"
             flags = [f"--model.name_or_path={directory}", f"--data.path={work}/chats.jsonl"]

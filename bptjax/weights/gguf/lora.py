@@ -18,9 +18,7 @@ from bptjax.weights.pretrained import Pretrained
 LORA_TYPES = "f32", "f16", "bf16"
 
 
-def lora_to_gguf(
-    source: str, out: Path, *, type: str, warn: Callable[[str], None]
-) -> Pretrained:
+def lora_to_gguf(source: str, out: Path, *, type: str, warn: Callable[[str], None]) -> Pretrained:
     """Writes the adapter of a run or of PEFT to the new file `out`, without its base model.
 
     Raises:

@@ -11,6 +11,7 @@ from tiers import fast
 from bptjax.cli.convert import main
 from bptjax.models.config import ModelConfig
 from bptjax.weights.gguf.export import to_gguf
+from bptjax.weights.gguf.families import tensors
 from bptjax.weights.gguf.lora import lora_to_gguf, matrices
 from bptjax.weights.hf.peft import write_peft
 from bptjax.weights.pretrained import open_pretrained
@@ -44,7 +45,7 @@ def test_the_product_is_the_difference_of_the_merged_model(model, case, tmp_path
     base, merged, lora = (tmp_path / name for name in ("base.gguf", "merged.gguf", "lora.gguf"))
     for source, file in ((directory, base), (adapter, merged)):
         to_gguf(str(source), file, type="f32", pre="gpt-2", warn=print)
-    lora_to_gguf(str(adapter), lora, type="f32")
+    lora_to_gguf(str(adapter), lora, type="f32", warn=print)
     fields, pairs = arrays(lora)
     assert fields["general.type"] == "adapter" and fields["adapter.type"] == "lora"
     assert fields["general.architecture"] == arrays(base)[0]["general.architecture"]
@@ -62,8 +63,7 @@ def test_scales_that_differ_are_in_the_matrices(model):
     """llama.cpp multiplies every product by alpha / rank with one alpha."""
     directory, adapter = model("llama")
     opened = open_pretrained(ModelConfig(name_or_path=str(adapter)))
-    from bptjax.weights.gguf.families import tensors
-
+    assert opened.family is not None and opened.adapters is not None
     found = tensors("llama", opened.family, opened.config)
     values = dict(opened.adapters.values)
     path = "layers.value.kernel"
@@ -91,6 +91,7 @@ def test_what_a_gguf_adapter_cannot_hold_is_refused(model, tmp_path, capsys):
     )
     assert "must be an adapter" in refused(directory)
     opened = open_pretrained(ModelConfig(name_or_path=str(adapter)))
+    assert opened.family is not None and opened.adapters is not None
     embedding = {"embedding": opened.source.read("embedding")}
     trained = replace(opened.adapters, modules=embedding)
     (tmp_path / "trained").mkdir()
