@@ -94,20 +94,32 @@ def greedy(model: Any, prompts: list[list[int]], count: int) -> list[list[int]]:
 
 
 def compared(
-    python: str, model: Any, file: Path, text: list[int], lora: Path | None = None
+    python: str,
+    model: Any,
+    file: Path,
+    text: list[int],
+    lora: Path | None = None,
+    prompts: list[list[int]] | None = None,
 ) -> dict[str, Any]:
-    """Returns the part of a row that compares a model with its file."""
-    prompts = [text[:PROMPT], text[PROMPT : PROMPT + 5]]
+    """Returns the part of a row that compares a model with its file. At the first token that
+    differs, `tie` is how much likelier ours is for our model."""
+    prompts = prompts or [text[:PROMPT], text[PROMPT : PROMPT + 5]]
     more = {} if lora is None else {"lora": str(lora)}
     theirs = llamacpp(python, file, prompts=prompts, new=NEW, texts=[text], **more)
     ours, wanted = greedy(model, prompts, NEW), log_likelihoods(model, text)
-    got = np.array(theirs["log_likelihoods"][0])
+    got, ties = np.array(theirs["log_likelihoods"][0]), []
+    for prompt, a, b in zip(prompts, ours, theirs["greedy"], strict=True):
+        if a != b:
+            i = next(i for i in range(NEW) if a[i] != b[i])
+            each = [log_likelihoods(model, [*prompt, *x[: i + 1]])[-1] for x in (a, b)]
+            ties.append(float(f"{each[0] - each[1]:.2e}"))
     return dict(
         tokens_equal=int((np.array(ours) == np.array(theirs["greedy"])).sum()),
         tokens=NEW * len(prompts),
         log_likelihood=round(float(wanted.sum()), 4),
         log_likelihood_llamacpp=round(float(got.sum()), 4),
         largest_difference=float(f"{np.abs(got - wanted).max():.2e}"),
+        **({"tie": max(ties)} if ties else {}),
         xllamacpp=theirs["xllamacpp"],
     )
 
@@ -314,8 +326,9 @@ def loop(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 user = {"role": "user", "content": f"What is {i} plus {i % 7}?"}
                 answer = {"role": "assistant", "content": f"It is {i + i % 7}, said the owl."}
                 file.write(json.dumps({"messages": [user, answer]}) + "\n")
-        question = [{"role": "user", "content": "What is 5 plus 6?"}]
-        prompt = chat_prompt(question, tokenizer).tolist()
+        questions = ("What is 5 plus 6?", "Name a bird.")
+        chats = [[{"role": "user", "content": question}] for question in questions]
+        prompts = [chat_prompt(chat, tokenizer).tolist() for chat in chats]
         for kind in ("none", "lora"):
             run = Path(work) / f"run-{kind}"
             flags = [f"--model.name_or_path={directory}", f"--data.path={work}/chats.jsonl"]
@@ -330,11 +343,8 @@ def loop(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 subprocess.run([*convert, *["--lora"] * lora], check=True)
                 files = (base, out) if lora else (out, None)
                 told = dict(step="train", adapter=kind, file="lora" if lora else "model")
-                yield (
-                    row
-                    | told
-                    | compared(args.python, trained, files[0], [*prompt, *text], files[1])
-                )
+                measurement = compared(args.python, trained, files[0], text, files[1], prompts)
+                yield row | told | measurement
 
 
 def off_transformers(file: Path, model: Any, text: list[int]) -> float:
