@@ -8,7 +8,8 @@ import numpy as np
 from bptjax.run.output import atomic_file
 from bptjax.weights.adapter_export import open_adapter
 from bptjax.weights.gguf.export import TYPES, add_metadata, check_type, describe, quantized
-from bptjax.weights.gguf.families import ROWS, Tensor
+from bptjax.weights.gguf.families import ROWS
+from bptjax.weights.gguf.row import Tensor
 from bptjax.weights.hf.config import changes
 from bptjax.weights.hf.peft import is_linear, joined, kernels_in
 from bptjax.weights.lora import Adapters

@@ -11,8 +11,9 @@ from tiers import fast
 from bptjax.cli.convert import main
 from bptjax.models.config import ModelConfig
 from bptjax.weights.gguf.export import to_gguf
-from bptjax.weights.gguf.families import tensors
+from bptjax.weights.gguf.families import ROWS
 from bptjax.weights.gguf.lora import lora_to_gguf, matrices
+from bptjax.weights.gguf.row import tensors
 from bptjax.weights.hf.peft import write_peft
 from bptjax.weights.pretrained import open_pretrained
 
@@ -64,7 +65,7 @@ def test_scales_that_differ_are_in_the_matrices(model):
     directory, adapter = model("llama")
     opened = open_pretrained(ModelConfig(name_or_path=str(adapter)))
     assert opened.family is not None and opened.adapters is not None
-    found = tensors("llama", opened.family, opened.config)
+    found = tensors(ROWS["llama"], opened.family, opened.config)
     values = dict(opened.adapters.values)
     path = "layers.value.kernel"
     a, b, scale = values[path]
