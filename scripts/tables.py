@@ -291,6 +291,21 @@ def strength() -> str:
     return table(["data", "scale", *(f"{rate:.0e}".replace("e-0", "e-") for rate in rates)], lines)
 
 
+def recipes() -> str:
+    """The recipe for one 24 GB GPU, by model and method."""
+    body = [
+        [
+            row["model"],
+            ADAPTERS[row["method"]],
+            f"{row['T']:,}",
+            f"`{row['execution']['remat']}`",
+            f"{row['peak_gib']:.1f} GiB",
+        ]
+        for row in read("recipes_planned.jsonl")
+    ]
+    return table(["model", "method", "tokens", "`execution.remat`", "predicted memory"], body)
+
+
 def plans() -> str:
     """Predicted beside measured memory."""
     body = []
@@ -469,6 +484,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "sequence": sequence,
     "several": several,
     "plans": plans,
+    "recipes": recipes,
     "strength": strength,
     "auto": lambda: auto("auto_h200.json"),
     "auto_h100": lambda: auto("auto_h100.json"),

@@ -2,6 +2,7 @@
 
 import io
 import json
+from pathlib import Path
 
 import pytest
 from weights.hf.cases import config as hf_config
@@ -131,3 +132,22 @@ def test_a_model_without_a_template_is_refused(base, tmp_path, monkeypatch, caps
     flags = ["--tokenizer", str(tmp_path / "bytes")]
     code, _, err = talk(base, "", monkeypatch, capsys, *flags)
     assert code == 2 and err[-1].startswith(f"error: --model={base}: must have a chat template; ")
+
+
+@pytest.mark.thorough
+def test_the_recipe_trains_a_model_that_chats(base, tmp_path, monkeypatch, capsys):
+    """configs/chat_24gb.yaml on a tiny model: QLoRA, answers in evaluations, an export."""
+    chat_of = {"messages": [{"role": "user", "content": "Hi"}]}
+    chat_of["messages"].append({"role": "assistant", "content": "Ahoy!"})
+    (tmp_path / "chats.jsonl").write_text((json.dumps(chat_of) + "\n") * 12)
+    run, config = tmp_path / "run", Path(__file__).parents[2] / "configs" / "chat_24gb.yaml"
+    flags = [f"--config={config}", f"--model.name_or_path={base}", f"--run_dir={run}"]
+    flags += [f"--data.path={tmp_path / 'chats.jsonl'}", "--device=cpu", "--train.seq_len=64"]
+    flags += ["--train.gradient_accumulation_steps=1", "--train.compute_dtype=float32"]
+    assert main(["train", *flags]) == 0
+    assert "by QLoRA" in config.read_text() and (run / "adapter" / "README.md").exists()
+    answers = [json.loads(line) for line in (run / "predictions.jsonl").read_text().splitlines()]
+    assert answers and {answer["question"] for answer in answers} == {"Hi"}
+    capsys.readouterr()
+    code, out, _ = talk(run, "Hi\n", monkeypatch, capsys)
+    assert code == 0 and out.strip()

@@ -5,17 +5,24 @@ import json
 from dataclasses import replace
 
 import jax
+import measurements
 import pytest
+import recipes
+from tiers import fast
 from training.specs import needs_compiler
 from weights.hf.cases import config as hf_config
 
 from bptjax.cli.main import main
+from bptjax.cli.plan import open_model
 from bptjax.config import Config, TrainConfig
+from bptjax.config_parser import parse
+from bptjax.cost.auto import absent_limit
 from bptjax.cost.devices import KINDS, absent_devices, parse_devices
 from bptjax.cost.memory import Plan, longest_context, plan, remedies, tree_bytes
-from bptjax.cost.search import MemoryLimit
+from bptjax.cost.search import MemoryLimit, with_execution
+from bptjax.models.architecture import new_model
 from bptjax.models.config import ModelConfig
-from bptjax.models.execution import ExecutionConfig
+from bptjax.models.execution import Execution, ExecutionConfig
 from bptjax.ops.choices import record_choices
 from bptjax.optim.optimizer import OptimizerConfig
 from bptjax.parallel.mesh import ParallelConfig, make_mesh
@@ -31,6 +38,7 @@ MODEL = ModelConfig(
     vocab_size=512, hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=2, tied_head=False
 )
 GIB = 2**30
+RECIPES = measurements.read("recipes_planned.jsonl")
 FLAGS = [
     *("--model.vocab_size=512", "--model.hidden_size=128", "--model.num_layers=1"),
     *("--model.num_heads=2", "--train.seq_len=256"),
@@ -198,6 +206,28 @@ def test_host_memory_of_absent_devices_is_refused():
     spec = make_spec(devices, optimizer=OptimizerConfig(state_memory_kind="pinned_host"))
     with pytest.raises(NotImplementedError, match="state_memory_kind=pinned_host: can only be"):
         plan(spec, "h100", None, "gpu")
+
+
+@pytest.mark.parametrize("model", fast(recipes.MODELS, ["Llama-3.2-1B"]))
+def test_the_shapes_of_the_recipe_are_those_of_the_models(model, tmp_path):
+    raw, parameters, methods = recipes.MODELS[model]
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    config, _ = open_model(parse([f"--model.name_or_path={tmp_path}"]))
+    shapes = jax.eval_shape(lambda: new_model(config, jax.random.key(0)))
+    assert sum(x.size for x in jax.tree.leaves(shapes)) == parameters
+    assert methods == tuple(row["method"] for row in RECIPES if row["model"] == model)
+
+
+@pytest.mark.thorough
+@needs_compiler
+@pytest.mark.parametrize("row", RECIPES, ids=lambda row: f"{row['model']}, {row['method']}")
+def test_the_recipe_fits_into_24_gb(row):
+    """With the settings of the published row."""
+    spec = recipes.spec_of(row["model"], row["method"])
+    spec = with_execution(spec, Execution(**row["execution"]))
+    kind, _ = absent_devices(recipes.GPU)
+    found = plan(spec, recipes.GPU, absent_limit(spec, kind).device, kind.platform)
+    assert found.fits and found.peak / GIB == pytest.approx(row["peak_gib"], rel=0.05)
 
 
 def test_remedies_say_what_they_save():
