@@ -1,4 +1,4 @@
-"""`bptjax evaluate`: measures a model on long text by `TASKS`; writes tables, rows and plots."""
+"""`bptjax evaluate`: measures a model by `TASKS`; writes tables, rows and plots."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def run(args: Namespace) -> int:
     _check(args)
     tasks = {name: kind(args) for name, kind in TASKS.items() if kind.asked(args)}
     pretrained, tokenizer = open_decoder(args.model, args.tokenizer, warn)
-    longest = max(task.longest for task in tasks.values())
+    longest = max(task.longest or 1 for task in tasks.values())
     if line := length_warning(pretrained.config, longest):
         warn(line)
     for task in tasks.values():
@@ -49,13 +49,18 @@ def run(args: Namespace) -> int:
 
 def _check(args: Namespace) -> None:
     if not any(kind.asked(args) for kind in TASKS.values()):
-        raise ValueError("--data (perplexity) or --passkey_lengths (retrieval) must be given")
-    numbers = [(name, getattr(args, name)) for name in ("length", "buckets", "documents", "trials")]
+        raise ValueError("--data (held-out loss) or --passkey_lengths (retrieval) must be given")
+    names = "length", "seq_len", "batches", "buckets", "documents", "trials"
+    numbers = [(name, getattr(args, name)) for name in names if getattr(args, name) is not None]
     for name, number in [*numbers, *(("passkey_lengths", n) for n in args.passkey_lengths)]:
         least = 2 if name == "length" else 1
         if not least <= number <= MOST:
             raise ValueError(f"--{name}={number}: must be in [{least}, {MOST}]")
-    if args.buckets >= args.length:
+    if args.length is not None:
+        for name in ("format", "fields", "seq_len", "batches"):
+            if getattr(args, name) is not None:
+                raise ValueError(f"--{name}: must not be given with --length, which reads text")
+    if args.length is not None and args.buckets >= args.length:
         raise ValueError(f"--buckets={args.buckets}: must be less than --length={args.length}")
     there = next(path for path in (args.out, *args.out.parents) if path.exists())
     if not there.is_dir():
@@ -78,5 +83,7 @@ def _report(task: Task, rows: list[dict[str, Any]], file: Path, trained: int | N
     Console().print(task.table(rows))
     file.parent.mkdir(parents=True, exist_ok=True)
     file.with_suffix(".json").write_text(json.dumps(rows, indent=1) + "\n")
-    task.plot(rows, file.with_suffix(".png"), trained)
-    print(f"rows: {file}.json\nplot: {file}.png")
+    print(f"rows: {file}.json")
+    if task.plot is not None:
+        task.plot(rows, file.with_suffix(".png"), trained)
+        print(f"plot: {file}.png")

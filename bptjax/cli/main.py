@@ -4,9 +4,10 @@ Commands are imported after their flags are parsed, because importing jax takes 
 """
 
 import sys
-from argparse import RawDescriptionHelpFormatter
+from argparse import ArgumentTypeError, RawDescriptionHelpFormatter
 from collections.abc import Callable
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -22,7 +23,7 @@ COMMANDS = {
     "profile": "show the time of a step by part, and its memory over the step",
     "generate": "continue prompts with a model",
     "chat": "talk with a model in the terminal",
-    "evaluate": "measure perplexity by position and pass-key retrieval",
+    "evaluate": "measure held-out loss, perplexity by position and pass-key retrieval",
     "convert": "convert checkpoints and adapters from and to Hugging Face and GGUF",
     "compare": "time implementations of a transformer layer",
     "configs": "list the configs that come with bptjax, or copy one",
@@ -160,20 +161,44 @@ def chat() -> Parser:
     return parser
 
 
+def _fields(text: str) -> dict[str, str]:
+    """Parses `--fields` from YAML."""
+    import yaml
+
+    try:
+        fields = yaml.safe_load(text)
+    except yaml.YAMLError:
+        fields = None
+    if not isinstance(fields, dict) or not all(isinstance(x, str) for x in chain(*fields.items())):
+        raise ArgumentTypeError(f"{text}: must be names and fields, {{name: field}}")
+    return fields
+
+
 def evaluate() -> Parser:
     """Returns the flags of `bptjax evaluate`."""
     parser = Parser(
         prog="bptjax evaluate",
         usage="%(prog)s --model MODEL [--data PATH] [--passkey_lengths INT ...]",
-        description="Measures a model on long text: perplexity by position in --data, and how "
-        "often it finds a pass key hidden in --passkey_lengths tokens. Prints tables and writes "
-        "JSON and plots.",
+        description="Measures the loss of a model on --data, as the evaluations of a run do, or "
+        "with --length its perplexity by position in long text; and how often it finds a pass key "
+        "hidden in --passkey_lengths tokens. Prints tables and writes JSON and plots.",
     )
     _model_flags(parser)
+    add = parser.add_argument_group("data").add_argument
+    add("--data", help="file, directory or glob of text, records or chats")
+    key = "field of a record that holds its text. If not set, that of the run, or text."
+    add("--text_key", help=key)
+    settings = "Other settings of data and train are those of the run in --model, or the defaults."
+    add = parser.add_argument_group("held-out loss", settings).add_argument
+    add("--format", help="data.format. If not set, that of the run, or auto.")
+    fields = "data.fields, such as '{prompt: question, answer: meta.response}'"
+    add("--fields", type=_fields, metavar="FIELDS", help=fields)
+    length = "tokens per sequence. If not set, train.seq_len of the run, or up to 4096."
+    add("--seq_len", type=int, help=length)
+    batches = "largest number of batches, a sample of the data. If not set, all data."
+    add("--batches", type=int, help=batches)
     add = parser.add_argument_group("perplexity by position").add_argument
-    add("--data", help="file, directory or glob of long documents")
-    add("--text_key", default="text", help="field of a record that holds its text")
-    add("--length", type=int, default=4096, help="tokens read of each document")
+    add("--length", type=int, help="tokens read of each document")
     add("--buckets", type=int, default=8, help="number of ranges of positions")
     add("--documents", type=int, default=16, help="largest number of documents, chosen at random")
     add = parser.add_argument_group("pass-key retrieval").add_argument

@@ -73,12 +73,7 @@ def open_split(
     sources = sources or {"path": SourceConfig(config.path or "")}
     opened = [_open(config, key, source, record, sizes) for key, source in sources.items()]
     if config.eval_path is not None:
-        held = _open(config, "eval_path", SourceConfig(config.eval_path), record, sizes)
-        if isinstance(held, Stream):
-            raise ValueError(
-                "data.eval_path: compressed files must fit into memory; give fewer files"
-            )
-        train, held_out = opened, [held]
+        train, held_out = opened, [open_held_out(config, record, sizes)]
     else:
         split = [split_documents(documents, config.eval_fraction) for documents in opened]
         train, held_out = [t for t, _ in split], [h for _, h in split]
@@ -88,6 +83,20 @@ def open_split(
     names = [source.name for source in config.sources]
     own = HeldOutSources(held_out, short_names(names)) if len(held_out) > 1 else held_out[0]
     return Mixture(train, names, weights), own
+
+
+def open_held_out(
+    config: DataConfig, record: RecordFormat | None = None, sizes: StreamSizes = SIZES
+) -> Documents:
+    """Opens the documents of `data.eval_path`; see `open_split`.
+
+    Raises:
+      ValueError: documents that cannot be opened, or are too large for memory.
+    """
+    held = _open(config, "eval_path", SourceConfig(config.eval_path or ""), record, sizes)
+    if isinstance(held, Stream):
+        raise ValueError("data.eval_path: compressed files must fit into memory; give fewer files")
+    return held
 
 
 def short_names(names: Sequence[str]) -> list[str]:

@@ -139,11 +139,11 @@ class Perplexity:
 
     def __init__(self, args: Namespace):
         self.args, self.longest = args, args.length
-        self.documents = open_documents(args.data, text_key=args.text_key)
+        self.documents = open_documents(args.data, text_key=args.text_key or "text")
 
     @staticmethod
     def asked(args: Namespace) -> bool:
-        return bool(args.data)
+        return bool(args.data) and args.length is not None
 
     def check(self, tokenizer: Tokenizer) -> None:
         pass

@@ -1,6 +1,7 @@
 """The protocol of a kind of evaluation."""
 
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,10 +15,15 @@ class Task(Protocol):
     """A kind of evaluation, with the flags of one call of `bptjax evaluate`; a value of `TASKS`.
 
     Attributes:
-      longest: tokens of the longest text that the model reads.
+      longest: tokens of the longest text that the model reads; None if the model decides.
     """
 
-    longest: int
+    longest: int | None
+
+    @property
+    def plot(self) -> Callable[[list[dict[str, Any]], Path, int | None], None] | None:
+        """Function that plots the rows to a file, given the trained length in tokens, or None if it
+        is unknown. None for an evaluation without a plot."""
 
     def __init__(self, args: Namespace):
         """Opens the data.
@@ -48,8 +54,4 @@ class Task(Protocol):
 
     def table(self, rows: list[dict[str, Any]]) -> Table:
         """Returns the rows as a table."""
-        ...
-
-    def plot(self, rows: list[dict[str, Any]], file: Path, trained: int | None) -> None:
-        """Plots the rows. `trained` is the trained length in tokens, or None if unknown."""
         ...

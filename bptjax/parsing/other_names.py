@@ -111,6 +111,9 @@ NO_COUNTERPART = {name: why for why, names in _REASONS.items() for name in names
 # Flags of generate and evaluate, by the key of train, or by another program's name where this says
 # whether the directory is written or read.
 FLAGS = {
+    "data.eval_path": "data",
+    "data.fields": "fields",
+    "data.format": "format",
     "data.path": "data",
     "data.text_key": "text_key",
     "data.tokenizer": "tokenizer",
@@ -120,7 +123,8 @@ FLAGS = {
     "output_dir": "out",
     "run_dir": "model",
     "train.compute_dtype": "dtype",
-    "train.seq_len": "length",
+    "train.eval_batches": "batches",
+    "train.seq_len": "seq_len",
 }
 # Key that a single value stands for when it is given instead of a group.
 MAIN_KEYS = {
@@ -149,8 +153,6 @@ def own_name(name: str, names: Iterable[str]) -> str | None:
 
 def with_flags(message: str, flags: Container[str]) -> str:
     """Replaces config keys in an error with the flags of a command."""
-    if "--text_key" in flags:
-        message = re.sub(r", or see data\.format", "", message)
     for key, flag in FLAGS.items():
         if f"--{flag}" in flags and "." in key:
             message = re.sub(rf"(?<![\w./-]){re.escape(key)}(?!\w)", f"--{flag}", message)

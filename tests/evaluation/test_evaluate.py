@@ -128,7 +128,7 @@ def test_command_line(tmp_path, capsys, model, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], "--data .perplexity. or --passkey_lengths"),
+        ([], "--data .held-out loss. or --passkey_lengths"),
         (["--passkey-lengths", "500", "--depths", "2"], "--depths=2.0: must be between 0 and 1"),
         (["--data", "/nowhere"], "/nowhere"),
         (

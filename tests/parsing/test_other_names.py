@@ -89,8 +89,8 @@ def test_a_value_in_place_of_a_group_names_its_key(group, key, tmp_path):
 @pytest.mark.parametrize(
     ("command", "name", "own"),
     [
-        ("evaluate", "train.seq_len", "length"),
-        ("evaluate", "max_seq_length", "length"),
+        ("evaluate", "train.seq_len", "seq_len"),
+        ("evaluate", "max_seq_length", "seq_len"),
         ("evaluate", "model.name_or_path", "model"),
         ("evaluate", "model_name_or_path", "model"),
         ("evaluate", "data.path", "data"),

@@ -1,0 +1,172 @@
+"""The held-out loss: the loss of a run's evaluations, on other data or of another model."""
+
+import math
+from argparse import Namespace
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from bptjax.config import Config
+from bptjax.data.examples import Example
+from bptjax.data.loader import data_check, eval_loader
+from bptjax.data.records import readable
+from bptjax.data.sources import Mixture, open_held_out
+from bptjax.data.tokenizer import Tokenizer, utf8
+from bptjax.models.decoder import Decoder
+from bptjax.ops.labels import IGNORED
+from bptjax.parallel.mesh import ParallelConfig, make_mesh
+from bptjax.parsing.keys import replace_keys
+from bptjax.parsing.tree_parser import parse_tree
+from bptjax.run.progress import Progress
+from bptjax.run.yaml_files import RUN_CONFIG, read_yaml
+from bptjax.training.checks import check_objective
+from bptjax.training.run_directory import saved_start
+from bptjax.training.spec import TrainSpec
+from bptjax.training.step import evaluator
+
+# Largest default of the tokens in a sequence, for a model that is not a run.
+MOST_TOKENS = 4096
+# Groups of a run's config that decide its held-out loss.
+GROUPS = "objective", "data", "train"
+
+
+def saved_config(model: str) -> Config:
+    """Returns the settings that the held-out loss of a run depends on; for another model, the
+    defaults.
+
+    Raises:
+      ValueError: the file is not the config of a run.
+    """
+    file = Path(model).expanduser() / RUN_CONFIG
+    if not file.exists():
+        return Config()
+    try:
+        tree = read_yaml(file)
+        return parse_tree({name: tree[name] for name in GROUPS if name in tree}, Config)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{file}: must be the config of a run: {error}") from error
+
+
+class HeldOut:
+    """The mean loss over the tokens of `--data` that count in the loss."""
+
+    plot = None
+
+    def __init__(self, args: Namespace):
+        self.args, saved = args, saved_config(args.model)
+        # The fields of a run are for its own format.
+        fields = {"data.fields": {}} if args.format is not None else {}
+        given = {
+            "data.format": args.format,
+            "data.fields": args.fields,
+            "data.text_key": args.text_key,
+            "train.seq_len": args.seq_len,
+        }
+        changes = {"data.path": None, "data.sources": [], "data.eval_path": args.data}
+        changes |= {"train.eval_batches": args.batches, **fields}
+        changes |= {key: value for key, value in given.items() if value is not None}
+        self.config = replace_keys(saved, changes)
+        self.is_run = (Path(args.model).expanduser() / RUN_CONFIG).exists()
+        self.documents = open_held_out(self.config.data)
+        self.longest = self.config.train.seq_len if args.seq_len or self.is_run else None
+
+    @staticmethod
+    def asked(args: Namespace) -> bool:
+        return bool(args.data) and args.length is None
+
+    def check(self, tokenizer: Tokenizer) -> None:
+        if self.is_run:
+            tokenizer.now = saved_start(Path(self.args.model).expanduser())
+
+    def rows(self, model: Decoder, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+        spec = self._spec(model)
+        data, seq_len = spec.config.data, spec.config.train.seq_len
+        objective = check_objective(model.config, spec.config)
+        how: dict[str, Any] = dict(seq_len=seq_len, encoding=objective.encoding(model.config))
+        named = Mixture([self.documents], [str(self.args.data)], [1.0])
+        check = data_check(named, [], tokenizer, data, **how)
+        check.run()
+        print("\n".join(check.summary()))
+        (account,) = check.accounts
+        if account.complete and not account.loss_tokens:
+            raise ValueError(
+                f"--data={self.args.data}: must have a token that counts in the loss; see "
+                "--seq_len, --format and --fields"
+            )
+        size, limit = spec.micro_batch_size, spec.config.train.eval_batches
+        how |= dict(batch_size=size, max_batches=limit)
+        evaluation = eval_loader(self.documents, tokenizer, data, **how)
+        sample, tokens = evaluation.sample, [0]
+
+        def counted(batches: Iterable[Example]) -> Iterator[Example]:
+            for batch in batches:
+                tokens[0] += int((batch["labels"] != IGNORED).sum())
+                yield batch
+
+        sources = {name: counted(batches) for name, batches in evaluation.sources.items()}
+        total = sample.batches if sample else -(-(account.epoch(data.packing) or 0) // size)
+        with Progress("held-out loss", total) as progress:
+            means = evaluator(spec)(model, sources, progress.advance)
+        loss = means.pop("eval/loss")
+        row = dict(
+            data=self.args.data,
+            loss=loss,
+            perplexity=float(np.exp(loss)),
+            tokens=tokens[0],
+            records=sample.documents if sample else len(self.documents),
+            of_records=len(self.documents),
+            seq_len=seq_len,
+            **means,
+        )
+        if objective.likelihood and (sample is None or sample.complete):
+            texts = list(readable(self.documents, data.bad_records))
+            if all(isinstance(text, str) for text in texts):
+                bytes_of_text = sum(len(utf8(str(text))) for text in texts)
+                row["bits_per_byte"] = loss * tokens[0] / bytes_of_text / math.log(2)
+        return [row]
+
+    def _spec(self, model: Decoder) -> TrainSpec:
+        """Returns the settings of a run that evaluates the model on its device.
+
+        Raises:
+          ValueError: the sequences are longer than the learned positions.
+        """
+        config, most = self.config, model.config.max_position_embeddings
+        dtype = self.args.dtype or (config.train.compute_dtype if self.is_run else None)
+        changes = {"train.compute_dtype": dtype or str(model.head_matrix.dtype)}
+        if self.longest is None:
+            changes["train.seq_len"] = min(MOST_TOKENS, most or MOST_TOKENS)
+        elif model.config.position_embedding == "learned" and self.longest > (most or 0):
+            raise ValueError(
+                f"--seq_len={self.longest}: must be at most {most}, the model's positions"
+            )
+        (device,) = model.head_matrix.devices()
+        mesh = make_mesh(ParallelConfig(fsdp=1), [device])
+        return TrainSpec(replace_keys(config, changes), model.config, mesh)
+
+    @staticmethod
+    def table(rows: list[dict[str, Any]]) -> Table:
+        """Returns a table with one line per value."""
+        (row,) = rows
+        shown, of = Table(title=f"Held-out loss of {row['data']}"), row["of_records"]
+        sample = f", a sample of {of:,}" if row["records"] < of else ""
+        lines = {
+            "loss (nats per token)": f"{row['loss']:.4f}",
+            "perplexity": f"{row['perplexity']:.4g}",
+        }
+        if "bits_per_byte" in row:
+            lines["bits per byte"] = f"{row['bits_per_byte']:.4f}"
+        lines |= {name: f"{row[name]:.4f}" for name in row if name.startswith("eval/")}
+        lines |= {
+            "tokens in the loss": f"{row['tokens']:,}",
+            "records": f"{row['records']:,}{sample}",
+            "tokens per sequence": f"{row['seq_len']:,}",
+        }
+        shown.add_column("")
+        shown.add_column("", justify="right")
+        for line in lines.items():
+            shown.add_row(*line)
+        return shown

@@ -1,0 +1,162 @@
+"""The held-out loss of `bptjax evaluate` is that of a run's own evaluations."""
+
+import json
+import math
+import random
+import re
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bptjax.cli import evaluate, train
+from bptjax.cli.main import PARSERS
+from bptjax.config import Config
+from bptjax.data.config import DataConfig
+from bptjax.data.tokenizer import ByteTokenizer
+from bptjax.evaluation.held_out import HeldOut
+from bptjax.models.config import ModelConfig
+from bptjax.models.decoder import Decoder
+from bptjax.run.metrics import read_metrics
+from bptjax.training.setup import setup
+from bptjax.training.state import init_state
+from bptjax.training.step import evaluator
+
+BYTES = ByteTokenizer()
+TINY = dict(hidden_size=16, num_layers=1, num_heads=2)
+
+
+def write(file, rows):
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file)
+
+
+def problems(count, seed):
+    rng = random.Random(seed)
+    for _ in range(count):
+        a, b = rng.randrange(99), rng.randrange(99)
+        yield {
+            "task": {"text": f"{a} + {b}?"},
+            "result": f"It is {a + b}." + "!" * rng.randrange(9),
+        }
+
+
+def arguments(*flags):
+    return PARSERS["evaluate"]().parse_args([*flags])
+
+
+@pytest.mark.parametrize("limit", [None, 3])
+def test_the_loss_of_a_run_on_the_same_file(tmp_path, limit, monkeypatch):
+    """With the run's fields, packing and sequence length, and the same sample."""
+    fields = {"question": "task.text", "answer": "result"}
+    data = DataConfig(
+        write(tmp_path / "a.jsonl", problems(20, 0)),
+        eval_path=write(tmp_path / "b.jsonl", problems(30, 1)),
+        fields=fields,
+        packing="best_fit",
+    )
+    config = Config(run_dir=str(tmp_path / "run"), device="cpu", data=data)
+    own = dict(seq_len=128, max_steps=1, per_device_train_batch_size=2, eval_batches=limit)
+    config = replace(config, train=replace(config.train, **own))
+    config = replace(config, model=replace(config.model, **TINY))
+    # Samples depend on the number of sequences in a batch.
+    monkeypatch.setattr("bptjax.training.setup.select_devices", lambda _: jax.devices()[:1])
+    run = setup(config)
+    run.batches.close()
+    model = init_state(run.spec).model
+    wanted = evaluator(run.spec)(model, run.evaluation.sources)["eval/loss"]
+    args = arguments("--model", str(tmp_path / "run"), "--data", data.eval_path)
+    args.batches = limit
+    task = HeldOut(args)
+    task.check(run.tokenizer)
+    (row,) = task.rows(model, run.tokenizer)
+    assert row["loss"] == pytest.approx(wanted, rel=1e-6) and row["seq_len"] == 128
+    assert row["perplexity"] == pytest.approx(math.exp(wanted), rel=1e-6)
+    assert row["records"] == 30 if limit is None else row["records"] < 30
+    labels = sum((batch["labels"] >= 0).sum() for batch in run.evaluation)
+    assert row["tokens"] == labels and "bits_per_byte" not in row
+
+
+@pytest.fixture(scope="module")
+def model():
+    return Decoder(ModelConfig(vocab_size=257, **TINY), jax.random.key(0))
+
+
+def measured(model, *flags):
+    (row,) = HeldOut(arguments("--model=it", "--seq_len=64", *flags)).rows(model, BYTES)
+    return row
+
+
+def test_answers_alone_count_and_text_has_bits_per_byte(tmp_path, model):
+    chats = [{"q": "Why?", "a": "So"}, {"q": "How?", "a": "Thus"}]
+    flags = "--data", write(tmp_path / "a.jsonl", chats), "--fields={prompt: q, answer: a}"
+    assert measured(model, *flags)["tokens"] == len("SoThus") + 2
+    texts = "ab cd", "äöü"
+    rows = [{"body": text} for text in texts]
+    row = measured(model, "--data", write(tmp_path / "b.jsonl", rows), "--text_key=body")
+    total = 0.0
+    for text in texts:
+        ids = np.append(BYTES.encode_prompt(text), BYTES.eos_id)[None]
+        hidden, _ = model(jnp.asarray(ids[:, :-1]), dtype=jnp.float32)
+        logits = jax.nn.log_softmax(hidden @ model.head_matrix.T.astype(jnp.float32))
+        total -= np.take_along_axis(np.asarray(logits), ids[:, 1:, None], -1).sum()
+    size = sum(len(text.encode()) for text in texts)
+    # The end of each text is predicted too.
+    assert row["tokens"] == size + 2 and row["loss"] == pytest.approx(total / 13, rel=1e-4)
+    assert row["bits_per_byte"] == pytest.approx(total / size / math.log(2), rel=1e-4)
+
+
+def test_a_table_without_a_plot(tmp_path, capsys, model, monkeypatch):
+    monkeypatch.setattr(evaluate, "open_decoder", lambda *a, **k: (model, BYTES))
+    monkeypatch.setattr(evaluate, "load_opened", lambda found, *a, **k: found)
+    data = write(tmp_path / "a.jsonl", [{"question": "A?", "answer": "B"}] * 9)
+    command = ["--model=it", f"--data={data}", "--seq-len=64", f"--out={tmp_path / 'out'}"]
+    assert evaluate.main(command) == 0
+    out = capsys.readouterr().out
+    assert "9 records" in out and re.search(r"tokens in the loss .* 27 ", out)
+    assert [file.name for file in (tmp_path / "out").iterdir()] == ["held_out.json"]
+    (row,) = json.loads((tmp_path / "out" / "held_out.json").read_text())
+    assert row["tokens"] == 27 and f"{row['loss']:.4f}" in out
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--fields=q"], "--fields: q: must be names and fields, {name: field}"),
+        (["--fields={promt: q}"], "--fields: promt: must be a field's name in --format=auto; near"),
+        (["--fields={prompt: x, answer: a}"], "record 1: --fields.prompt=x: must be a field of th"),
+        (["--format=dolly"], "must have 'instruction'.*see --format and --fields"),
+        (["--format=x"], "--format=x: must be one of auto, text, "),
+        (["--seq_len=0"], "--seq_len=0: must be in"),
+        (["--batches=0"], "--batches=0: must be in"),
+        (["--length=64", "--format=dolly"], "--format: must not be given with --length"),
+        ([], "record 1: must have text in 'text'.*set --text_key to the field with the text"),
+        (["--fields={prompt: q, answer: n}"], "'answer' .--fields: n. must be text"),
+    ],
+)
+def test_bad_input_is_one_line(tmp_path, capsys, flags, message, model, monkeypatch):
+    monkeypatch.setattr(evaluate, "open_decoder", lambda *a, **k: (model, BYTES))
+    monkeypatch.setattr(evaluate, "load_opened", lambda found, *a, **k: found)
+    data, out = write(tmp_path / "a.jsonl", [{"q": "Q", "a": "A", "n": 1}]), tmp_path / "out"
+    assert evaluate.main(["--model=it", f"--data={data}", *flags, f"--out={out}"]) == 2
+    error = capsys.readouterr().err
+    assert re.search(message, error) and error.count("\n") == 1 and not out.exists()
+
+
+@pytest.mark.thorough
+def test_the_score_of_a_finished_run(tmp_path, capsys):
+    """Through its checkpoint and its saved tokenizer."""
+    for name, count in (("a", 60), ("b", 20)):
+        write(tmp_path / f"{name}.jsonl", problems(count, count))
+    run, data = tmp_path / "run", tmp_path / "b.jsonl"
+    keys = ["model.hidden_size=16", "model.num_layers=1", "model.num_heads=2", "device=cpu"]
+    keys += ["data.fields={question: task.text, answer: result}", f"data.eval_path={data}"]
+    keys += ["train.max_steps=4", "train.seq_len=128", f"data.path={tmp_path / 'a.jsonl'}"]
+    assert train.main([f"--{key}" for key in (*keys, f"run_dir={run}")]) == 0
+    wanted = [r["eval/loss"] for r in read_metrics(run / "metrics.jsonl") if "eval/loss" in r]
+    command = [f"--model={run}", f"--data={data}", f"--out={tmp_path / 'out'}"]
+    assert evaluate.main(command) == 0
+    (row,) = json.loads((tmp_path / "out" / "held_out.json").read_text())
+    assert row["loss"] == pytest.approx(wanted[-1], rel=1e-6) != wanted[0]
