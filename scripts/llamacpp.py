@@ -35,7 +35,8 @@ from bptjax.models.sampling import Sampling
 from bptjax.weights.gguf.export import TYPES, to_gguf
 from bptjax.weights.gguf.lora import lora_to_gguf
 from bptjax.weights.gguf.reading import from_gguf
-from bptjax.weights.hf.peft import modules, write_peft
+from bptjax.weights.hf.peft import write_peft
+from bptjax.weights.hf.peft_modules import modules
 from bptjax.weights.lora import AdapterConfig, Adapters, new_adapters, target_kernels
 from bptjax.weights.pretrained import open_pretrained
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from bptjax.cli.main import launch, warn
 from bptjax.models.config import ModelConfig
 from bptjax.parallel.mesh import select_devices
-from bptjax.weights.adapter_export import export_adapter, remedy_for_peft
+from bptjax.weights.adapter_export import export_adapter, export_note
 from bptjax.weights.conversion import merge_adapter, to_bptjax, to_hf, trained_dtype
 from bptjax.weights.gguf.export import to_gguf
 from bptjax.weights.gguf.lora import lora_to_gguf
@@ -64,7 +64,9 @@ CONVERSIONS = {
         partial(merge_adapter, warn=warn), options=("dtype", "max_shard_size")
     ),
     "export-adapter": Conversion(
-        export_adapter, lambda model, args: remedy_for_peft(model, args.out)
+        export_adapter,
+        lambda model, args: export_note(model, args.out, args.format),
+        options=("format",),
     ),
     "to-gguf": Conversion(_to_gguf, _serving, options=("lora", "type", "pre")),
     "from-gguf": Conversion(from_gguf, exports=False, options=("dtype", "max_shard_size")),

@@ -226,7 +226,8 @@ def convert() -> Parser:
          "Hugging Face directory"),
         ("merge-adapter", "RUN", "OUT", "adapter of a run or of PEFT, and its base model, to one "
          "Hugging Face directory"),
-        ("export-adapter", "RUN", "OUT", "adapter of a run to a PEFT directory"),
+        ("export-adapter", "RUN", "OUT", "adapter of a run or of PEFT to a directory for PEFT or "
+         "vLLM"),
         ("to-gguf", "MODEL", "FILE", "run, adapter (merged), converted or Hugging Face directory "
          "to a GGUF file, for llama.cpp and Ollama"),
         ("from-gguf", "FILE", "OUT", "GGUF file to a Hugging Face directory"),
@@ -251,6 +252,9 @@ def convert() -> Parser:
         if name in ("bptjax-to-hf", "merge-adapter", "export-adapter"):
             hub = "repository on the Hugging Face hub to upload the result to; a new one is private"
             command.add_argument("--push_to_hub", metavar="OWNER/NAME", help=hub)
+        if name == "export-adapter":
+            text = "names and shapes of PEFT's modules or of vLLM's"
+            command.add_argument("--format", choices=["peft", "vllm"], default="peft", help=text)
         if name in ("export-adapter", "to-gguf"):
             continue
         if name != "from-gguf":

@@ -27,6 +27,7 @@ from bptjax.training.state import (
     kernel_sizes,
 )
 from bptjax.weights.hf.config_export import exported
+from bptjax.weights.hf.vllm import MERGE, refusal
 from bptjax.weights.lora import AdapterConfig
 from bptjax.weights.pretrained import Pretrained
 
@@ -134,7 +135,8 @@ def check_adapter(spec: TrainSpec) -> None:
 
     Raises:
       ValueError: an adapter without a checkpoint, or for layers that the model lacks; a checkpoint
-        of an adapter with adapter.type=none or other adapter settings.
+        of an adapter with adapter.type=none or other adapter settings; an adapter that
+        adapter.serve refuses.
     """
     config, pretrained = spec.config, spec.pretrained
     adapter, name = config.adapter, config.model.name_or_path
@@ -158,8 +160,21 @@ def check_adapter(spec: TrainSpec) -> None:
                 f"adapter.{key}={value}: must not be set, because model.name_or_path={name} is an "
                 f"adapter, which decides {key}"
             )
-    adapted_kernels(spec)
-    fully_trained_embeddings(spec)
+    kernels, in_full = adapted_kernels(spec), fully_trained_embeddings(spec)
+    if adapter.serve is None:
+        return
+    if pretrained.family is None:
+        raise ValueError(
+            f"adapter.serve={adapter.serve}: must be null without a Hugging Face model"
+        )
+    ranks = dict.fromkeys(kernels, adapter.r)
+    if pretrained.adapters:
+        values = pretrained.adapters.values.items()
+        ranks = {path: a.shape[-1] for path, (a, _, _) in values}
+    if reason := refusal(pretrained.family, spec.model, ranks, in_full):
+        raise ValueError(
+            f"adapter.serve={adapter.serve}: must be null, because vLLM {reason}; {MERGE}"
+        )
 
 
 def check_host_memory(spec: TrainSpec) -> None:

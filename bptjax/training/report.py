@@ -20,16 +20,17 @@ from bptjax.run.output import atomic_directory, plural
 from bptjax.run.progress import Progress
 from bptjax.training.setup import TrainingRun
 from bptjax.training.state import TrainState, gather_adapters
-from bptjax.weights.adapter_export import remedy_for_peft, write_adapter
+from bptjax.weights.adapter_export import export_note, write_adapter
 
 Log = Callable[[str], None]
-# Directory of the adapter for PEFT.
+# Directory of the exported adapter.
 ADAPTER = "adapter"
 
 
 def export_adapter(run: TrainingRun, state: TrainState, log: Log) -> None:
-    """Writes the trained adapters of a Hugging Face model and the tokenizer to `adapter/` in PEFT's
-    format, and logs how PEFT gets the base model. All processes must call it; the first writes."""
+    """Writes the trained adapters of a Hugging Face model and the tokenizer to `adapter/` for PEFT
+    or for `adapter.serve`, and logs how to use them. All processes must call it; the first writes.
+    """
     pretrained = run.spec.pretrained
     if run.base_fingerprint is None or pretrained is None or pretrained.family is None:
         return
@@ -37,10 +38,11 @@ def export_adapter(run: TrainingRun, state: TrainState, log: Log) -> None:
     if jax.process_index() != 0:
         return
     model, out = pretrained.adapted(adapters), run.directory / ADAPTER
+    form = run.config.adapter.serve or "peft"
     with atomic_directory(out, replace=True) as directory:
-        write_adapter(model, directory)
+        write_adapter(model, directory, form)
         run.tokenizer.save(directory)
-    if text := remedy_for_peft(model, out):
+    if text := export_note(model, out, form):
         log(text)
 
 

@@ -23,7 +23,7 @@ from bptjax.optim.optimizer import OptState, init_opt_state
 from bptjax.parallel.mesh import STATE_AXIS, sharding
 from bptjax.training.spec import TrainSpec
 from bptjax.weights.float8_kernels import float8_kernels
-from bptjax.weights.hf.peft import embeddings, modules
+from bptjax.weights.hf.peft_modules import embeddings, modules
 from bptjax.weights.lora import (
     Adapters,
     LoraKernel,

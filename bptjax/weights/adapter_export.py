@@ -1,6 +1,7 @@
-"""Writes adapters for PEFT, with the base model's config if training changed it."""
+"""Writes adapters for PEFT or vLLM, with the base model's config if training changed it."""
 
 import json
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,20 +12,24 @@ from bptjax.run.output import atomic_directory
 from bptjax.weights.hf.config import changes
 from bptjax.weights.hf.config_export import exported
 from bptjax.weights.hf.peft import write_peft
-from bptjax.weights.hf.peft_config import BASE_CONFIG
+from bptjax.weights.hf.peft_config import ADAPTER_CONFIG, BASE_CONFIG
+from bptjax.weights.hf.vllm import DEFAULT_RANK, MERGE, max_lora_rank, write_vllm
 from bptjax.weights.model_card import write_card
 from bptjax.weights.pretrained import Pretrained, open_pretrained, resolve_checkpoint
 
+FORMATS = {"peft": write_peft, "vllm": write_vllm}
 
-def export_adapter(source: str, out: Path) -> Pretrained:
-    """Writes the adapters of a run's newest checkpoint in PEFT's format.
+
+def export_adapter(source: str, out: Path, *, format: str = "peft") -> Pretrained:
+    """Writes the adapters of a run's newest checkpoint, or of a PEFT directory, in a format of
+    `FORMATS`.
 
     Raises:
       ValueError: one line about the error in the run; `out` is not created.
     """
     model = open_adapter(source)
     with atomic_directory(out) as directory:
-        write_adapter(model, directory)
+        write_adapter(model, directory, format)
         here, added = resolve_checkpoint(source), model.config.add_tokens
         if has_tokenizer(here) or added and model.sidecars:
             # Use the chat template and stop tokens that the adapter was trained with.
@@ -37,13 +42,14 @@ def export_adapter(source: str, out: Path) -> Pretrained:
     return model
 
 
-def write_adapter(model: Pretrained, directory: Path) -> None:
-    """Writes PEFT's files to `directory`. If training changed the base model's config, also writes
-    the changed keys for `open_pretrained`, and a config.json for transformers.
+def write_adapter(model: Pretrained, directory: Path, format: str = "peft") -> None:
+    """Writes the adapter's files to `directory`, in a format of `FORMATS`. If training changed the
+    base model's config, also writes the changed keys for `open_pretrained`, and a config.json for
+    transformers and vLLM.
     """
     assert model.adapters and model.family and model.read_as and model.sidecars
     base = str(model.config.name_or_path)
-    write_peft(directory, model.adapters, model.family, model.config, base)
+    FORMATS[format](directory, model.adapters, model.family, model.config, base)
     if changed := changes(model.read_as, model.config):
         (directory / BASE_CONFIG).write_text(json.dumps(changed, indent=2) + "\n")
     if _needs_config(model):
@@ -52,6 +58,32 @@ def write_adapter(model: Pretrained, directory: Path) -> None:
         config = replace(model.config, vocab_size=model.read_as.vocab_size)
         raw = exported(raw, model.read_as, config)
         (directory / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
+
+
+def export_note(model: Pretrained, out: Path, format: str = "peft") -> str:
+    """Returns lines about the use of the adapter in `out`; may be empty."""
+    return remedy_for_peft(model, out) if format == "peft" else _serving(model, out)
+
+
+def _serving(model: Pretrained, out: Path) -> str:
+    """Returns the largest rank of the adapter in `out`, and the command line that serves it."""
+    assert model.adapters is not None and model.read_as is not None
+    r = read_json(out / ADAPTER_CONFIG)["r"]
+    beside = "above" if r > DEFAULT_RANK else "within"
+    lines = [f"largest rank {r}, {beside} vLLM's default maximum of {DEFAULT_RANK}"]
+    if model.adapters.config.type == "qlora":
+        lines.append(f"trained on a quantized base model; for the run's results, {MERGE}")
+    new, old = model.config, model.read_as
+    if new.position_embedding == "learned" and new.max_position_embeddings != (
+        old.max_position_embeddings
+    ):
+        lines.append(f"trained with positions that the base model lacks; {MERGE}")
+    command = ["vllm", "serve", str(model.config.name_or_path), "--enable-lora"]
+    command += ["--lora-modules", f"{out.resolve().name}={out}"]
+    command += ["--max-lora-rank", str(max_lora_rank(r))]
+    if (out / "config.json").exists():
+        command += ["--hf-config-path", str(out)]
+    return "\n".join([*lines, shlex.join(command)])
 
 
 def remedy_for_peft(model: Pretrained, out: Path) -> str:

@@ -49,6 +49,8 @@ class AdapterConfig:
       quant_type: quantization. nf4 and fp4 have 4 bits, int8 has 8. If not set, nf4, or int8 with 8
         bits.
       double_quant: quantize the scales of the blocks too. 4.13 bits per parameter instead of 4.5.
+      serve: vllm refuses before training what vLLM's adapters do not support, and exports the
+        adapter in vLLM's form at the end of the run.
 
     Hu et al. 2021, arXiv 2106.09685; Dettmers et al. 2023, arXiv 2305.14314; Kalajdzievski 2023,
     arXiv 2312.03732.
@@ -64,6 +66,7 @@ class AdapterConfig:
     bits: Literal[4, 8] = 4
     quant_type: Literal["nf4", "fp4", "int8"] | None = None
     double_quant: bool = True
+    serve: Literal["vllm"] | None = None
 
     def __post_init__(self):
         of_quantization = {"bits", "quant_type", "double_quant"}

@@ -11,7 +11,7 @@ from bptjax.weights.gguf.export import TYPES, add_metadata, check_type, describe
 from bptjax.weights.gguf.families import ROWS
 from bptjax.weights.gguf.row import Tensor
 from bptjax.weights.hf.config import changes
-from bptjax.weights.hf.peft import is_linear, joined, kernels_in
+from bptjax.weights.hf.peft_modules import is_linear, joined, kernels_in
 from bptjax.weights.lora import Adapters
 from bptjax.weights.pretrained import Pretrained
 

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,50 +14,19 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from bptjax.models.config import ModelConfig
-from bptjax.models.params import Index
 from bptjax.run.json_files import read_json
 from bptjax.weights.hf import peft_experts
-from bptjax.weights.hf.families.family import Family, field_values
+from bptjax.weights.hf.families.family import Family
 from bptjax.weights.hf.peft_config import (
     ADAPTER_CONFIG,
     adapter_settings,
     is_target,
     rank_and_scale,
 )
-from bptjax.weights.hf.tensor_rules import TensorRule
+from bptjax.weights.hf.peft_modules import HEADS, embeddings, joined, linears
 from bptjax.weights.lora import AdapterConfig, Adapters, LoraWeights
 
 WEIGHTS, PREFIX = "adapter_model.safetensors", "base_model.model."
-# Names of the output embedding's module, now and before transformers 5.
-HEADS = "lm_head", "embed_out"
-
-
-def modules(config: ModelConfig, family: Family | None) -> dict[str, tuple[str, ...]]:
-    """Returns `{module name: paths of kernels}` for the linear layers of a family. Names contain
-    the fields of `TensorRule`. Returns an empty dict without a family."""
-    if family is None:
-        return {}
-    rules = filter(is_linear, family.tensor_rules(config))
-    modules = {_module(rule.hf): rule.ours for rule in rules}
-    return modules | peft_experts.modules(family, config)
-
-
-def embeddings(config: ModelConfig, family: Family | None) -> dict[str, str]:
-    """Returns `{module name: path}` for the input embedding, and for the output embedding if it is
-    untied. Module names are those of transformers; without a family, they are the paths.
-    """
-    paths = {"embedding"} if config.tied_head else {"embedding", "head"}
-    if family is None:
-        return {path: path for path in sorted(paths)}
-    rules = (rule for rule in family.tensor_rules(config) if rule.ours[0] in paths)
-    embeddings = {rule.ours[0]: _module(rule.hf) for rule in rules}
-    # transformers gives every head this name, whatever its name in the family's files.
-    return {HEADS[0] if path == "head" else name: path for path, name in embeddings.items()}
-
-
-def is_linear(rule: TensorRule) -> bool:
-    """Returns whether a rule is for the weight of a linear layer in the transformer layers."""
-    return bool(rule.fields) and rule.inputs > 0
 
 
 def read_peft(directory: Path, family: Family, config: ModelConfig) -> Adapters:
@@ -75,7 +44,7 @@ def read_peft(directory: Path, family: Family, config: ModelConfig) -> Adapters:
     tensors = _tensors(directory / WEIGHTS)
     in_full, values = _read_embeddings(raw, tensors, family, config, directory), {}
     base = f"base_model_name_or_path={raw.get('base_model_name_or_path')!r}"
-    for sizes, names, parts in _linears(family, config):
+    for sizes, names, parts in linears(family, config):
         pairs = [_pair(tensors, name, family) for name in names.values()]
         missing = [
             n for n, p in zip(names.values(), pairs, strict=True) if p is None and is_target(raw, n)
@@ -101,6 +70,9 @@ def read_peft(directory: Path, family: Family, config: ModelConfig) -> Adapters:
                     f"{pair[0].shape} and {pair[1].shape}; check r={rank} and {base}"
                 )
             A[i, :rank], B[i, :, :rank] = pair
+        if not A.any() and not B.any():
+            # Written for vLLM, which wants an adapter on all modules of a group.
+            continue
         for part in parts:
             a, b = A[:, :, part.inputs], B[:, part.outputs]
             # Each fused kernel may use only some of the ranks. Drop the unused ranks.
@@ -127,71 +99,95 @@ def read_peft(directory: Path, family: Family, config: ModelConfig) -> Adapters:
     return Adapters(AdapterConfig(type="lora", **settings), values, in_full)
 
 
+class Matrices(NamedTuple):
+    """A module's adapter.
+
+    Attributes:
+      module: name of the module.
+      A, B: `[r, I]` and `[O, r]`.
+    """
+
+    module: str
+    A: np.ndarray
+    B: np.ndarray
+    scale: float
+    transposed: bool = False
+
+
+def linear_matrices(
+    values: Mapping[str, LoraWeights], family: Family, config: ModelConfig
+) -> Iterator[Matrices]:
+    """Yields the adapters of linear layers; see `joined`."""
+    for _, names, parts in linears(family, config):
+        if any(part.path in values for part in parts):
+            for index, name in names.items():
+                yield Matrices(name, *joined(parts, values, index), parts[0].transposed)
+
+
 def write_peft(
     directory: Path, adapters: Adapters, family: Family, config: ModelConfig, base: str
 ) -> None:
-    """Writes the adapters in PEFT's format.
-
-    If a family stores several kernels in one tensor, their adapters become one pair of matrices
-    with concatenated ranks. `lora_B` is zero where the outputs of one kernel meet the ranks of
-    another. Adapters of experts are written as PEFT's `target_parameters`, which need transformers
-    5.
-    """
+    """Writes the adapters in PEFT's format. Adapters of experts are written as PEFT's
+    `target_parameters`, which need transformers 5."""
     tensors: dict[str, np.ndarray] = {}
     kinds: dict[str, tuple[int, float]] = {}
     transposed = False
     of_experts = {path for p in peft_experts.expert_parameters(family, config) for path in p.paths}
     values = {path: x for path, x in adapters.values.items() if path not in of_experts}
-    for _, names, parts in _linears(family, config):
-        if not any(part.path in values for part in parts):
-            continue
-        transposed |= parts[0].transposed
-        for index, name in names.items():
-            A, B, scale = joined(parts, values, index)
-            tensors |= {f"{PREFIX}{name}.lora_A.weight": A, f"{PREFIX}{name}.lora_B.weight": B}
-            kinds[name] = len(A), _alpha(scale, len(A), adapters.config)
-    linears, X = list(kinds), config.experts.count or 1
+    for name, A, B, scale, own in linear_matrices(values, family, config):
+        tensors |= named(name, A, B)
+        kinds[name] = len(A), alpha(scale, len(A), adapters.config)
+        transposed |= own
+    modules, X = list(kinds), config.experts.count or 1
     written = peft_experts.write_experts(adapters.values, family, config)
     for name, module, A, B, scale in written:
-        tensors |= {f"{PREFIX}{module}.lora_A.weight": A, f"{PREFIX}{module}.lora_B.weight": B}
-        kinds[name] = len(A) // X, _alpha(scale, len(A) // X, adapters.config)
-    r, alpha = next(iter(kinds.values()))
+        tensors |= named(module, A, B)
+        kinds[name] = len(A) // X, alpha(scale, len(A) // X, adapters.config)
+    r, own_alpha = next(iter(kinds.values()))
     raw = dict(
-        peft_type="LORA",
-        task_type="CAUSAL_LM",
         base_model_name_or_path=base,
         r=r,
-        lora_alpha=alpha,
+        lora_alpha=own_alpha,
         # PEFT has no dropout for parameters, and refuses it.
-        lora_dropout=adapters.config.dropout if len(linears) == len(kinds) else 0.0,
+        lora_dropout=adapters.config.dropout if len(modules) == len(kinds) else 0.0,
         use_rslora=adapters.config.use_rslora,
-        target_modules=_targets(linears, family) or None,
-        target_parameters=_without_layer(kinds.keys() - {*linears}) or None,
+        target_modules=targets(modules, family) or None,
+        target_parameters=without_layer(kinds.keys() - {*modules}) or None,
         rank_pattern={name: rank for name, (rank, _) in kinds.items() if rank != r},
-        alpha_pattern={name: own for name, (_, own) in kinds.items() if own != alpha},
+        alpha_pattern={name: own for name, (_, own) in kinds.items() if own != own_alpha},
         fan_in_fan_out=transposed,
         modules_to_save=_write_embeddings(tensors, adapters, family, config) or None,
-        bias="none",
-        inference_mode=True,
     )
+    save(directory, tensors, raw)
+
+
+def named(module: str, A: np.ndarray, B: np.ndarray) -> dict[str, np.ndarray]:
+    """Returns a module's matrices by the names of their tensors."""
+    return {f"{PREFIX}{module}.lora_A.weight": A, f"{PREFIX}{module}.lora_B.weight": B}
+
+
+def save(directory: Path, tensors: dict[str, np.ndarray], raw: dict[str, Any]) -> None:
+    """Writes the tensors, and the keys `raw` of an adapter's config."""
     save_file(tensors, directory / WEIGHTS, {"format": "pt"})
+    raw = dict(peft_type="LORA", task_type="CAUSAL_LM", bias="none", inference_mode=True) | raw
     (directory / ADAPTER_CONFIG).write_text(json.dumps(raw, indent=2) + "\n")
 
 
-def _targets(names: Iterable[str], family: Family) -> list[str] | str:
+def targets(names: Iterable[str], family: Family) -> list[str] | str:
     """Returns PEFT's target_modules: the module names within a layer. A vision model may have
     modules of the same names, so the pattern of a multimodal family has the text model's prefix."""
-    ends = _without_layer(names)
+    ends = without_layer(names)
     if not family.wrapped:
         return ends
     return rf"{re.escape(family.prefix)}layers\.\d+\.({'|'.join(map(re.escape, ends))})"
 
 
-def _alpha(scale: float, r: int, config: AdapterConfig) -> float:
+def alpha(scale: float, r: int, config: AdapterConfig) -> float:
+    """Returns the lora_alpha that gives this scale at rank r."""
     return float(f"{scale * (r**0.5 if config.use_rslora else r):.7g}")
 
 
-def _without_layer(names: Iterable[str]) -> list[str]:
+def without_layer(names: Iterable[str]) -> list[str]:
     """Returns the names within a layer, sorted."""
     return sorted({re.split(r"\.\d+\.", name, maxsplit=1)[1] for name in names})
 
@@ -269,91 +265,6 @@ def _write_embeddings(
             tensors[f"{PREFIX}{module}.weight"] = np.ascontiguousarray(array)
             names.append(module.split(".")[-1])
     return names
-
-
-@dataclass(frozen=True)
-class Part:
-    """One of bptjax's kernels within a linear layer of the family's files.
-
-    Attributes:
-      path: path of the kernel.
-      inputs, outputs: indices of the kernel's inputs `[*inputs]` and outputs `[*outputs]` among
-        those of the linear layer.
-      transposed: whether the file's weight is [inputs, outputs].
-    """
-
-    path: str
-    inputs: np.ndarray
-    outputs: np.ndarray
-    transposed: bool
-
-
-class Linear(NamedTuple):
-    """A linear layer of a family's files, repeated in every transformer layer.
-
-    Attributes:
-      sizes: sizes of the stacked axes of the kernels.
-      names: module names by index into the stacked axes.
-      parts: kernels that the linear layer holds.
-    """
-
-    sizes: tuple[int, ...]
-    names: dict[Index, str]
-    parts: list[Part]
-
-
-def _linears(family: Family, config: ModelConfig) -> Iterator[Linear]:
-    """Yields the family's linear layers."""
-    values = field_values(config)
-    for rule in filter(is_linear, family.tensor_rules(config)):
-        names = {index: _module(name) for index, name in rule.names(values).items()}
-        yield Linear(rule.stacked(values), names, kernels_in(rule))
-
-
-def kernels_in(rule: TensorRule) -> list[Part]:
-    """Returns the kernels in a linear layer's weight.
-
-    Applies the rule's `split` to the row and column indices of the weight to find the positions of
-    each kernel's inputs and outputs.
-    """
-    rows, columns = (np.arange(n, dtype=np.int32) for n in rule.shape)
-    numbers = rows[:, None], columns[None]
-    first, second = (rule.split(np.broadcast_to(n, rule.shape)) for n in numbers)
-    parts = []
-    for path, row_numbers, column_numbers in zip(rule.ours, first, second, strict=True):
-        n = rule.inputs
-        inputs, outputs = (..., *(0,) * (row_numbers.ndim - n)), (0,) * n
-        ends = row_numbers[inputs].ravel()[[0, -1]]
-        transposed = bool(ends[0] != ends[1])
-        if transposed:
-            row_numbers, column_numbers = column_numbers, row_numbers
-        parts.append(Part(path, column_numbers[inputs], row_numbers[outputs], transposed))
-    return parts
-
-
-def joined(
-    parts: list[Part], values: Mapping[str, LoraWeights], index: Index
-) -> tuple[np.ndarray, np.ndarray, float]:
-    """Returns `lora_A` `[r, I]`, `lora_B` `[O, r]` and the scale of one linear layer at `index`
-    into the stacked axes. Outputs of kernels without an adapter are zero."""
-    adapted = [part for part in parts if part.path in values]
-    I, O = parts[0].inputs.size, sum(part.outputs.size for part in parts)  # noqa: E741
-    r = sum(values[part.path][0].shape[-1] for part in adapted)
-    A, B, start = np.zeros((r, I), np.float32), np.zeros((O, r), np.float32), 0
-    scales = [float(values[part.path][2][index]) for part in adapted]
-    for part, scale in zip(adapted, scales, strict=True):
-        a, b, _ = (np.asarray(x[index], np.float32) for x in values[part.path])
-        ranks = slice(start, start := start + a.shape[-1])
-        A[ranks, part.inputs] = np.moveaxis(a, -1, 0)
-        # The file has one scale for all kernels, so multiply `b` by the ratio of the scales.
-        share = 1.0 if scale == scales[0] else scale / scales[0]
-        B[part.outputs, ranks] = share * np.moveaxis(b, 0, -1)
-    return A, B, scales[0]
-
-
-def _module(name: str) -> str:
-    """Returns the name of the module that has this weight."""
-    return name.removesuffix(".weight")
 
 
 def _pair(

@@ -20,8 +20,9 @@ from bptjax.models.params import param_path
 from bptjax.optim.optimizer import is_decayed
 from bptjax.weights.float8_kernels import float8_kernels
 from bptjax.weights.hf.families.family import field_values
-from bptjax.weights.hf.peft import WEIGHTS, _linears, modules
+from bptjax.weights.hf.peft import WEIGHTS
 from bptjax.weights.hf.peft_experts import expert_parameters
+from bptjax.weights.hf.peft_modules import linears, modules
 from bptjax.weights.pretrained import open_pretrained
 from bptjax.weights.quantized_kernels import linear_kernels
 from weights.hf.cases import DIFFERENT, FAMILIES, config
@@ -58,8 +59,8 @@ def test_all_linear_is_that_of_peft(theirs, name):
     family, model_config = pretrained.family, pretrained.config
     # Transformers holds experts in parameters, which all-linear leaves out there.
     experts = {path for each in expert_parameters(family, model_config) for path in each.paths}
-    linears = (x for x in _linears(family, model_config) if x.parts[0].path not in experts)
-    found = {module for linear in linears for module in linear.names.values()}
+    layers = (x for x in linears(family, model_config) if x.parts[0].path not in experts)
+    found = {module for linear in layers for module in linear.names.values()}
     if experts and not family.peft_keeps_mlps:  # See `remedy_for_peft`.
         found = {module for module in found if not re.search(BESIDE_EXPERTS, module)}
     assert found == theirs

@@ -70,7 +70,7 @@ FAMILIES: dict[str, Family] = {
         gated.read_smollm3, gated.rules_rmsnorm_glu, neutral=(*WINDOWS, "no_rope_layer_interval")
     ),
     "seed_oss": Family(gated.read_seed_oss, gated.rules_rmsnorm_glu, neutral=("pretraining_tp",)),
-    "stablelm": Family(gated.read_stablelm, gated.rules_rmsnorm_glu),
+    "stablelm": Family(gated.read_stablelm, gated.rules_rmsnorm_glu, vllm_lora=False),
     "starcoder2": Family(classic.read_starcoder2, classic.rules_starcoder2),
     "phi": Family(classic.read_phi, classic.rules_phi),
     "ernie4_5": Family(interleaved.read_ernie4_5, interleaved.rules_interleaved_glu),
@@ -116,6 +116,7 @@ FAMILIES: dict[str, Family] = {
         experts.rules_gpt_oss,
         experts="interleaved",
         neutral=("hidden_act", "quantization_config"),
+        vllm_stacked=True,
     ),
     "phi3": Family(
         gated.read_phi3, gated.rules_phi3, neutral=("original_max_position_embeddings",)
@@ -134,6 +135,7 @@ FAMILIES: dict[str, Family] = {
             "summary_use_proj",
         ),
         positions="n_positions",
+        vllm_lora=False,
     ),
     "gpt_neox": Family(
         classic.read_gpt_neox,
@@ -149,6 +151,7 @@ FAMILIES: dict[str, Family] = {
         prefix="transformer.",
         ignored=(MEGATRON_MASK,),
         neutral=("pretraining_tp", "slow_but_exact"),
+        vllm_lora=False,
     ),
     "opt": Family(classic.read_opt, classic.rules_opt, ignored=(r"(model\.)?decoder\.version",)),
     "mpt": Family(
@@ -157,9 +160,14 @@ FAMILIES: dict[str, Family] = {
         prefix="transformer.",
         neutral=("init_device", "norm_type", "learned_pos_emb"),
         positions="max_seq_len",
+        vllm_lora=False,
     ),
     "falcon": Family(
-        classic.read_falcon, classic.rules_falcon, prefix="transformer.", ignored=(MEGATRON_MASK,)
+        classic.read_falcon,
+        classic.rules_falcon,
+        prefix="transformer.",
+        ignored=(MEGATRON_MASK,),
+        vllm_lora=False,
     ),
     "bert": Family(
         encoders.read_bert,
@@ -216,7 +224,9 @@ MULTIMODAL: dict[str, dict[str, Family]] = {
     },
     "qwen3_vl": {"qwen3_vl_text": text_model(replace(FAMILIES["qwen3"], rope_kept=MROPE))},
     "qwen3_5": {"qwen3_5_text": text_model(FAMILIES["qwen3_5_text"])},
-    "qwen3_5_moe": {"qwen3_5_moe_text": text_model(FAMILIES["qwen3_5_moe_text"])},
+    "qwen3_5_moe": {
+        "qwen3_5_moe_text": text_model(replace(FAMILIES["qwen3_5_moe_text"], vllm_stacked=True))
+    },
     "gemma3": {"gemma3_text": text_model(FAMILIES["gemma3_text"])},
     "gemma4": {"gemma4_text": text_model(GEMMA4)},
     "gemma4_unified": {"gemma4_unified_text": text_model(GEMMA4)},

@@ -84,6 +84,9 @@ class Family:
       experts: order of the outputs of gate and up in transformers' parameter of all experts; None
         for families without experts.
       peft_keeps_mlps: PEFT supports adapters on dense MLPs next to experts.
+      vllm_lora: vLLM serves adapters of the family.
+      vllm_stacked: vLLM holds the experts of a layer in one parameter, and reads its adapter as
+        PEFT writes it.
     """
 
     read: Callable[[Any], dict[str, Any]]
@@ -103,6 +106,8 @@ class Family:
     experts_module: str = "mlp.experts"
     experts: Literal["concatenated", "interleaved"] | None = None
     peft_keeps_mlps: bool = False
+    vllm_lora: bool = True
+    vllm_stacked: bool = False
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
