@@ -20,12 +20,14 @@ from bptjax.parsing.flags import DTYPES
 from bptjax.run.json_files import read_json
 from bptjax.run.output import atomic_directory
 from bptjax.weights.adapter_export import open_adapter
+from bptjax.weights.hf import mxfp4
 from bptjax.weights.hf.checkpoint import SIDECARS, copy_sidecar_files, write_hf
 from bptjax.weights.hf.config import is_bare
 from bptjax.weights.hf.config_export import exported
 from bptjax.weights.hf.families.family import Family, Layout
 from bptjax.weights.hf.from_scratch import from_scratch
 from bptjax.weights.hf.other_tensors import OTHERS
+from bptjax.weights.hf.peft_experts import expert_parameters
 from bptjax.weights.hf.tensors import Writer
 from bptjax.weights.lora import merged, product_dot, product_square
 from bptjax.weights.model_card import write_card
@@ -46,6 +48,16 @@ TOKENIZER = (
     "chat_template.*",
     "generation_config.json",
 )
+# Quantization of gpt-oss in config.json, as OpenAI publishes it.
+QUANTIZATION = {
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": [
+        "model.layers.*.self_attn",
+        "model.layers.*.mlp.router",
+        "model.embed_tokens",
+        "lm_head",
+    ],
+}
 # transformers' keys for the dtype of the weights, since version 5 and before.
 DTYPE_KEYS = "dtype", "torch_dtype"
 
@@ -69,10 +81,18 @@ def to_bptjax(source: str, out: Path) -> Pretrained:
     return model
 
 
-def to_hf(source: str, out: Path, *, dtype: str | None, max_shard_size: str) -> Pretrained:
+def to_hf(
+    source: str,
+    out: Path,
+    *,
+    dtype: str | None,
+    max_shard_size: str,
+    experts: str | None = None,
+    warn: Callable[[str], None] = log.warning,
+) -> Pretrained:
     """Writes a run's newest checkpoint, or a converted directory, in Hugging Face's format, with
     the other files of the original model and the run's tokenizer. Only bptjax reads the tokenizers
-    `byte` and `char`.
+    `byte` and `char`. With `experts="mxfp4"`, experts are quantized, and their error is a warning.
 
     Raises:
       ValueError: one line about the error in the checkpoint; `out` is not created.
@@ -82,7 +102,8 @@ def to_hf(source: str, out: Path, *, dtype: str | None, max_shard_size: str) -> 
         raise ValueError(f"{source}: must not be an adapter; use merge-adapter or export-adapter")
     if model.sidecars == resolve_checkpoint(source):
         raise ValueError(f"{source}: must not be a Hugging Face checkpoint already")
-    write(model, source, out, model.source.read, dtype, max_shard_size)
+    encoded = _encoded(model, experts)
+    write(model, source, out, model.source.read, dtype, max_shard_size, encoded, warn)
     return model
 
 
@@ -92,6 +113,7 @@ def merge_adapter(
     *,
     dtype: str | None,
     max_shard_size: str,
+    experts: str | None = None,
     warn: Callable[[str], None] = log.warning,
 ) -> Pretrained:
     """Merges the adapter of a run or of PEFT into its base model, and writes the result in Hugging
@@ -104,6 +126,7 @@ def merge_adapter(
     """
     model = open_adapter(source)
     merge, dtypes = merging(model), written_dtypes(model, dtype)
+    encoded = _encoded(model, experts)
     # Sums of squares of the rounding error and of the adapter's change, and of their product.
     rounding, changed, along = 0.0, 0.0, 0.0
     values = model.adapters.values if model.adapters else {}
@@ -111,21 +134,23 @@ def merge_adapter(
     def read(path, index):
         nonlocal rounding, changed, along
         w = merge(path, index)
-        if path in values and dtypes[path] != "float32":
-            error = w.astype(dtypes[path]).astype(np.float32) - w
+        if path in values and (path in encoded or dtypes[path] != "float32"):
+            new = mxfp4.rounded(w) if path in encoded else w.astype(dtypes[path])
+            error = new.astype(np.float32) - w
             a, b, scale = (np.asarray(x[index]) for x in values[path])
             rounding += float(np.square(error).sum())
             changed += product_square((a, b, scale))
             along += product_dot((a, b, scale), error)
         return w
 
-    write(model, source, out, read, dtype, max_shard_size)
+    write(model, source, out, read, dtype, max_shard_size, encoded, warn)
     if changed:
-        name = dtype or "the base model's dtype"
+        name = (dtype or "the base model's dtype") + " and MXFP4" * bool(encoded)
         warn(
             f"rounding to {name} loses {max(-along / changed, 0.0):.1%} of the adapter's change of "
             f"the weights, and its errors are {(rounding / changed) ** 0.5:.3g} times as large as "
-            "the change (root mean square); --dtype float32 does not round"
+            "the change (root mean square); "
+            f"{'without --experts mxfp4, ' * bool(encoded)}--dtype float32 does not round"
         )
     return model
 
@@ -170,6 +195,24 @@ def _tokenizer(source: str, model: Pretrained) -> Tokenizer | None:
     return None if same and chat else own
 
 
+def _encoded(model: Pretrained, experts: str | None) -> tuple[str, ...]:
+    """Returns the paths of the experts' kernels if they are to be written in MXFP4.
+
+    Raises:
+      ValueError: the family's files have no MXFP4, or blocks do not divide the inputs.
+    """
+    if experts is None:
+        return ()
+    if model.family is None or not model.family.mxfp4:
+        raise ValueError(
+            f"experts={experts}: must not be set, because only gpt_oss has it in files"
+        )
+    parameters = expert_parameters(model.family, model.config)
+    for parameter in parameters:
+        mxfp4.blocks_shape((parameter.inputs, parameter.size))
+    return tuple(path for parameter in parameters for path in parameter.paths)
+
+
 def write(
     model: Pretrained,
     source: str,
@@ -177,12 +220,18 @@ def write(
     read: Callable[[str, Index], np.ndarray],
     dtype: str | None,
     max_shard_size: str,
+    encoded: tuple[str, ...] = (),
+    warn: Callable[[str], None] = log.warning,
 ) -> None:
     """Writes the model to `out` in Hugging Face's format, with the tokenizer of `source`. `read`
-    returns a parameter by path and index into its stacked axes.
+    returns a parameter by path and index into its stacked axes. The parameters `encoded` are
+    written in MXFP4.
     """
     raw, family, layout = described(model, source, dtype)
-    dtypes = written_dtypes(model, dtype)
+    dtypes = written_dtypes(model, dtype) | dict.fromkeys(encoded, "float32")
+    if encoded:
+        original = read_json(model.sidecars / "config.json") if model.sidecars else {}
+        raw["quantization_config"] = original.get("quantization_config") or QUANTIZATION
     with atomic_directory(out) as directory:
         if model.sidecars is not None:
             copy_sidecar_files(model.sidecars, directory)
@@ -196,17 +245,23 @@ def write(
         ):
             _raise_model_max_length(directory, model.config.max_position_embeddings or 0)
         (directory / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
-        write_hf(
+        error = write_hf(
             directory,
             family.names(model.config, layout),
             lambda path, index: read(path, index).astype(dtypes[path], copy=False),
             dtypes.__getitem__,
             max_shard_size,
             model.others,
+            encoded,
         )
         base = str(model.config.name_or_path) if model.adapters else ""
         if base or isinstance(model.source, RunCheckpoint):  # The model was trained.
             write_card(directory, resolve_checkpoint(source), out.name, adapter=False, base=base)
+    if encoded:
+        warn(
+            f"MXFP4 changes the experts' weights by {error:.2%} of their size (root mean square); "
+            "bptjax evaluate --model measures the perplexity of the result"
+        )
 
 
 def described(

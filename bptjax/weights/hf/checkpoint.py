@@ -3,7 +3,7 @@
 import re
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +11,7 @@ import numpy as np
 
 from bptjax.models.config import ModelConfig
 from bptjax.models.params import ArraySpec, Index
+from bptjax.weights.hf import mxfp4
 from bptjax.weights.hf.families import COPIES, IGNORED
 from bptjax.weights.hf.families.encoders import CLASSIFIER_HEAD, MASKED_HEAD
 from bptjax.weights.hf.families.family import Family, field_values
@@ -173,28 +174,47 @@ def write_hf(
     dtype: Callable[[str], str],
     max_shard_size: str,
     others: OtherTensors | None = None,
-) -> None:
-    """Writes a family's files. Holds one tensor in memory at a time.
+    encoded: Collection[str] = (),
+) -> float:
+    """Writes a family's files. Holds one tensor in memory at a time. Returns the relative error of
+    the encoded tensors (root mean square).
 
     Args:
       names: names of the tensors; see `Family.names`.
       read: returns a parameter by path and index into its stacked axes.
       dtype: returns the name of a parameter's dtype by path.
       others: tensors to copy.
+      encoded: paths of parameters to write in MXFP4.
     """
-    specs = {
-        name: ArraySpec(dtype(rule.ours[0]), rule.shape)
-        for rule, each in names.items()
-        for name in each.values()
-    }
+    specs: dict[str, ArraySpec] = {}
+    for rule, each in names.items():
+        for name in each.values():
+            if rule.ours[0] in encoded:
+                shape = mxfp4.blocks_shape(rule.shape)
+                specs[name + mxfp4.BLOCKS] = ArraySpec("uint8", shape)
+                specs[name + mxfp4.SCALES] = ArraySpec("uint8", shape[:-1])
+            else:
+                specs[name] = ArraySpec(dtype(rule.ours[0]), rule.shape)
     specs |= others.specs if others else {}
+    errors, squares = 0.0, 0.0
     with Writer(directory, specs, max_shard_size) as writer:
         if others is not None:
             for name in others.names:
                 writer.write(name, others.read(name))
         for rule, each in names.items():
             for index, name in each.items():
-                writer.write(name, rule.join(*(read(path, index) for path in rule.ours)))
+                array = rule.join(*(read(path, index) for path in rule.ours))
+                if rule.ours[0] not in encoded:
+                    writer.write(name, array)
+                    continue
+                parts = mxfp4.encode(array)
+                for ending, part in zip((mxfp4.BLOCKS, mxfp4.SCALES), parts, strict=True):
+                    writer.write(name + ending, part)
+                for new, w in zip(mxfp4.decode(*parts), array, strict=True):
+                    w = w.astype(np.float32)
+                    errors += float(np.square(new.astype(np.float32) - w).sum())
+                    squares += float(np.square(w).sum())
+    return (errors / squares) ** 0.5 if squares else 0.0
 
 
 def sidecar_files(directory: Path) -> list[Path]:
@@ -218,7 +238,7 @@ def describe_left_out(checkpoint: HFCheckpoint) -> str:
     names, others = checkpoint.left_out, checkpoint.others.names if checkpoint.others else ()
     lines = [_counted(names, "left out", "of the files that hold no parameters of this model")]
     lines.append(_counted(others, "kept", "for exports, which are not trained"))
-    decoded = "from MXFP4 to bfloat16, in which exports hold them"
+    decoded = "from MXFP4 to bfloat16, in which exports hold them without --experts mxfp4"
     lines.append(_counted(checkpoint.decoded, "decoded", decoded))
     if checkpoint.absent:
         lines.append(f"new parameters, which the files do not hold: {', '.join(checkpoint.absent)}")

@@ -91,7 +91,7 @@ def test_both_forms_change_the_weights_equally(adapted, tmp_path, case):
     raw = json.loads((tmp_path / "vllm" / ADAPTER_CONFIG).read_text())
     root = raw["r"] ** 0.5 if raw["use_rslora"] else raw["r"]
     assert raw["lora_alpha"] / root == pytest.approx(model.adapters.config.scale)
-    assert raw["modules_to_save"] is None and raw["r"] == max(
+    assert "modules_to_save" not in raw and raw["r"] == max(
         [raw["r"], *raw["rank_pattern"].values()]
     )
 
@@ -100,7 +100,8 @@ def test_vllm_has_each_expert_by_its_name(adapted, tmp_path):
     model = adapted("qwen3_moe", "down_proj")
     exported(model, tmp_path / "vllm", "vllm")
     tensors = load_file(tmp_path / "vllm" / WEIGHTS)
-    layer, X = "base_model.model.model.layers.1.mlp.experts", model.config.experts.count
+    layer = f"base_model.model.model.layers.{model.config.expert_layers[0]}.mlp.experts"
+    X = model.config.experts.count
     # vLLM wants the adapters of gate and up too.
     for i in range(X):
         for n in ("gate", "up", "down"):

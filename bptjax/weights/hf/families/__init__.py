@@ -116,6 +116,7 @@ FAMILIES: dict[str, Family] = {
         experts.rules_gpt_oss,
         experts="interleaved",
         neutral=("hidden_act", "quantization_config"),
+        mxfp4=True,
         vllm_stacked=True,
     ),
     "phi3": Family(

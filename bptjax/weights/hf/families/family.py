@@ -84,6 +84,7 @@ class Family:
       experts: order of the outputs of gate and up in transformers' parameter of all experts; None
         for families without experts.
       peft_keeps_mlps: PEFT supports adapters on dense MLPs next to experts.
+      mxfp4: files may hold the experts in MXFP4.
       vllm_lora: vLLM serves adapters of the family.
       vllm_stacked: vLLM holds the experts of a layer in one parameter, and reads its adapter as
         PEFT writes it.
@@ -106,6 +107,7 @@ class Family:
     experts_module: str = "mlp.experts"
     experts: Literal["concatenated", "interleaved"] | None = None
     peft_keeps_mlps: bool = False
+    mxfp4: bool = False
     vllm_lora: bool = True
     vllm_stacked: bool = False
 
