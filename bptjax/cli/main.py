@@ -268,6 +268,7 @@ def convert() -> Parser:
             command.add_argument("--dtype", choices=DTYPES, help=dtype)
             size = "largest size of a file"
             command.add_argument("--max_shard_size", default="5GB", help=size)
+        if name in ("bptjax-to-hf", "merge-adapter"):
             text = "mxfp4 quantizes the experts of gpt-oss, as OpenAI publishes them"
             command.add_argument("--experts", choices=["mxfp4"], help=text)
     return parser

@@ -204,9 +204,7 @@ def _encoded(model: Pretrained, experts: str | None) -> tuple[str, ...]:
     if experts is None:
         return ()
     if model.family is None or not model.family.mxfp4:
-        raise ValueError(
-            f"experts={experts}: must not be set, because only gpt_oss has it in files"
-        )
+        raise ValueError(f"--experts={experts}: must not be set; only files of gpt_oss have it")
     parameters = expert_parameters(model.family, model.config)
     for parameter in parameters:
         mxfp4.blocks_shape((parameter.inputs, parameter.size))

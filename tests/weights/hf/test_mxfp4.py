@@ -122,7 +122,8 @@ def test_encoding_is_nearest():
 
 def test_unchanged_experts_are_exported_exactly(checkpoint, packed, tmp_path, capsys):
     torch = pytest.importorskip("torch")
-    from transformers import AutoModelForCausalLM, Mxfp4Config
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.quantization_config import Mxfp4Config
 
     ours, back = tmp_path / "ours", tmp_path / "back"
     assert convert.main(["hf-to-bptjax", str(checkpoint), str(ours)]) == 0
