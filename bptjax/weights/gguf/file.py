@@ -191,11 +191,11 @@ class _Reader:
             # The shortest decimal number that rounds to the same float32.
             return float(str(np.float32(value))) if SCALARS[kind] == "f" else value
         if kind != ARRAY:
-            raise ValueError(f"is damaged: has a value of the unknown type {kind}")
+            raise struct.error(f"has a value of the unknown type {kind}")
         (kind,), (count,) = self.values("I", 1), self.values("Q", 1)
         if kind == STRING:
             return [self.string() for _ in range(count)]
         if kind not in SCALARS:
-            raise ValueError(f"is damaged: has an array of the unknown type {kind}")
+            raise struct.error(f"has an array of the unknown type {kind}")
         code = np.dtype(SCALARS[kind]).newbyteorder("<")
         return np.frombuffer(self.bytes(count * code.itemsize), code)

@@ -77,12 +77,12 @@ def write_tokenizer(
         tokens.append(text)
         types.append(int(kind))
     keys: dict[str, Any] = {"model": "llama" if spaced else "gpt2"}
-    known = set(tokens)
+    known, outside = set(tokens), {token.content for token in added.values()}
     merges = [x.split(" ") if isinstance(x, str) else x for x in model["merges"]]
     # The model may have fewer tokens than the tokenizer.
     merges = [x for x in merges if {*x, "".join(x)} <= known]
     if spaced:
-        keys |= {"pre": "default", "tokens": tokens, "scores": _scores(merges, tokens)}
+        keys |= {"pre": "default", "tokens": tokens, "scores": _scores(merges, tokens, outside)}
         keys["add_space_prefix"] = _adds_space(file)
     else:
         name = pre or recognize(own, file)
@@ -111,23 +111,37 @@ def write_tokenizer(
     return values
 
 
-def _scores(merges: list[list[str]], tokens: list[str]) -> list[float]:
-    """Returns the scores by which llama.cpp merges tokens in the order of the merges.
+def _scores(merges: list[list[str]], tokens: list[str], added: set[str]) -> list[float]:
+    """Returns the scores by which llama.cpp merges tokens in the order of the merges. It merges any
+    two neighbors that are a token together.
+
+    Args:
+      added: tokens outside the merges.
 
     Raises:
-      ValueError: the merges of one token are not neighbors, so no score gives their order.
+      ValueError: scores cannot express the merges.
     """
     scores: dict[str, int] = {}
-    last = ""
+    pairs: dict[str, set[tuple[str, ...]]] = {}
+    last, mergeable = "", set(tokens) - added
     for rank, merge in enumerate(merges):
         token = "".join(merge)
-        if token in scores and token != last:
-            raise ValueError(
-                f"the tokenizer's merges to {token!r} must be neighbors, as in SentencePiece, to "
-                "be written to a GGUF file"
-            )
+        neighbors = token not in scores or token == last
         scores.setdefault(token, -rank)
-        last = token
+        pairs.setdefault(token, set()).add(tuple(merge))
+        last = token if neighbors else ""
+        if not neighbors:
+            break
+    for token, own in pairs.items() if last else ():
+        parts = ((token[:k], token[k:]) for k in range(1, len(token)))
+        if any({*part} <= mergeable and part not in own for part in parts):
+            last = ""
+            break
+    if merges and not last:
+        raise ValueError(
+            f"the tokenizer's merges to {token!r} must be all pairs of tokens, next to each other, "
+            "as in SentencePiece, to be written to a GGUF file"
+        )
     return [float(scores.get(token, UNMERGED)) for token in tokens]
 
 
