@@ -79,7 +79,7 @@ WINDOWS = ["sliding_attention"] * 5 + ["full_attention"]
 LLAMA_1B, LLAMA_3B = (128256, 2048, 16, 32, 8, 8192), (128256, 3072, 28, 24, 8, 8192)
 LLAMA_8B, MISTRAL = (128256, 4096, 32, 32, 8, 14336), (32768, 4096, 32, 32, 8, 14336)
 QWEN3_4B, QWEN3_8B = (151936, 2560, 36, 32, 8, 9728), (151936, 4096, 36, 32, 8, 12288)
-GEMMA_4B = (262208, 2560, 34, 8, 4, 10240)
+GEMMA_4B, GEMMA_12B = (262208, 2560, 34, 8, 4, 10240), (262208, 3840, 48, 16, 8, 15360)
 SMOLLM3, QWEN2 = (128256, 2048, 36, 16, 4, 11008), (152064, 3584, 28, 28, 4, 18944)
 WIDE = dict(head_dim=128)
 # config.json of each model, the number of its parameters (of a multimodal model, of its text
@@ -120,6 +120,11 @@ MODELS: dict[str, tuple[dict[str, Any], int, tuple[str, ...]]] = {
     "Qwen3-8B": (
         _shape("qwen3", QWEN3_8B, 40960, _rope(1e6) | UNTIED | WIDE),
         8_190_735_360,
+        ("qlora",),
+    ),
+    "gemma-3-12b": (
+        _shape("gemma3_text", GEMMA_12B, 131072, GEMMA, layer_types=WINDOWS * 8),
+        11_766_034_176,
         ("qlora",),
     ),
 }
