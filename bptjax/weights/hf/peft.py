@@ -44,12 +44,14 @@ def read_peft(directory: Path, family: Family, config: ModelConfig) -> Adapters:
     tensors = _tensors(directory / WEIGHTS)
     in_full, values = _read_embeddings(raw, tensors, family, config, directory), {}
     base = f"base_model_name_or_path={raw.get('base_model_name_or_path')!r}"
+    of_experts = {path for p in peft_experts.expert_parameters(family, config) for path in p.paths}
     for sizes, names, parts in linears(family, config):
         pairs = [_pair(tensors, name, family) for name in names.values()]
         missing = [
             n for n, p in zip(names.values(), pairs, strict=True) if p is None and is_target(raw, n)
         ]
-        if missing:
+        # Adapters of experts may be in `target_parameters`.
+        if missing and (any(pairs) or parts[0].path not in of_experts):
             raise ValueError(
                 f"{directory / WEIGHTS}: must hold adapters of {', '.join(missing[:8])}; "
                 f"check {base}"

@@ -11,7 +11,7 @@ from bptjax.weights.hf.families.family import Family
 from bptjax.weights.lora import LoraWeights
 
 
-def _module(family: Family) -> str:
+def module_name(family: Family) -> str:
     """Returns the name of the module of a layer's experts."""
     return f"{family.prefix}layers.{{layer}}.{family.experts_module}"
 
@@ -52,7 +52,7 @@ def expert_parameters(family: Family, config: ModelConfig) -> list[ExpertParamet
 
 def modules(family: Family, config: ModelConfig) -> dict[str, tuple[str, ...]]:
     """Returns the paths of the experts' kernels by transformers' names of their parameters."""
-    return {f"{_module(family)}.{p.name}": p.paths for p in expert_parameters(family, config)}
+    return {f"{module_name(family)}.{p.name}": p.paths for p in expert_parameters(family, config)}
 
 
 def read_experts(
@@ -76,13 +76,13 @@ def read_experts(
     chosen = [
         parameter
         for parameter in expert_parameters(family, config)
-        if any(f".{_module(family)}.{parameter.name}".endswith(f".{name}") for name in targets)
+        if any(f".{module_name(family)}.{parameter.name}".endswith(f".{name}") for name in targets)
     ]
     for depth, parameter in enumerate(reversed(chosen)):
         # PEFT wraps the module once per parameter, in their order.
         layers = []
         for layer in config.expert_layers:
-            module = _module(family).format(layer=layer)
+            module = module_name(family).format(layer=layer)
             r, scale = rank_and_scale(f"{module}.{parameter.name}")
             wanted = (r * X, parameter.inputs), (parameter.size, r * X)
             pair = take(module + ".base_layer" * depth)
@@ -138,7 +138,7 @@ def write_experts(
                 A[:, ranks] = a.swapaxes(1, 2)
                 # PEFT has one scale for all experts, so multiply `b` by the ratio of the scales.
                 B[outputs, ranks] = (b * (scale / every[0])[:, None, None]).T
-            module = _module(family).format(layer=layer)
+            module = module_name(family).format(layer=layer)
             wrapped = module + ".base_layer" * depth
             A, B = A.reshape(X * r, -1), B.reshape(parameter.size, r * X)
             yield f"{module}.{parameter.name}", wrapped, A, B, float(every[0])

@@ -77,11 +77,24 @@ class Linear(NamedTuple):
 
 
 def linears(family: Family, config: ModelConfig) -> Iterator[Linear]:
-    """Yields the family's linear layers."""
-    values = field_values(config)
+    """Yields the family's linear layers, each expert's included."""
+    values, covered = field_values(config), set()
     for rule in filter(is_linear, family.tensor_rules(config)):
+        covered |= {*rule.ours}
         names = {index: _module(name) for index, name in rule.names(values).items()}
         yield Linear(rule.stacked(values), names, kernels_in(rule))
+    # Experts that the files hold in one tensor, with the names that other files have.
+    layers, X = config.expert_layers, config.experts.count
+    for parameter in peft_experts.expert_parameters(family, config):
+        for path, outputs in zip(parameter.paths, parameter.outputs, strict=True):
+            if path in covered:
+                continue
+            end = f"{path.split('.')[-2]}_proj"
+            modules = [peft_experts.module_name(family).format(layer=layer) for layer in layers]
+            indices: Iterator[Index] = np.ndindex(len(layers), X)
+            names = {index: f"{modules[index[0]]}.{index[1]}.{end}" for index in indices}
+            part = Part(path, np.arange(parameter.inputs), np.arange(len(outputs)), False)
+            yield Linear((len(layers), X), names, [part])
 
 
 def kernels_in(rule: TensorRule) -> list[Part]:

@@ -53,7 +53,7 @@ def write_vllm(
     for number, (name, _, A, _, _) in enumerate(written):
         r = len(A) if number < modules else len(A) // X
         ranks[_key(name)] = max(r, ranks.get(_key(name), 0))
-    r, scale = max(ranks.values()), written[0][-1]
+    r, scale = max(ranks.values()), max((own for *_, own in written), key=abs)
     tensors: dict[str, np.ndarray] = {}
     for number, (name, module, A, B, own) in enumerate(written):
         more = ranks[_key(name)] - len(A) if number < modules else 0
@@ -88,10 +88,15 @@ def refusal(
     if in_full:
         return f"refuses fully trained embeddings ({', '.join(sorted(in_full))})"
     largest: dict[str, int] = {}
-    for _, names, parts in linears(family, config):
-        adapted = [ranks[part.path] for part in parts if part.path in ranks]
-        if adapted:
-            largest[_key(next(iter(names.values()))).split(".")[-1]] = sum(adapted)
+    together = [
+        (_key(next(iter(x.names.values()))), [p.path for p in x.parts])
+        for x in linears(family, config)
+    ]
+    if family.vllm_stacked:
+        together += [(p.name, p.paths) for p in peft_experts.expert_parameters(family, config)]
+    for name, paths in together:
+        if adapted := [ranks[path] for path in paths if path in ranks]:
+            largest[name.split(".")[-1]] = sum(adapted)
     if not family.vllm_lora:
         return f"refuses all adapters of this family ({', '.join(largest)})"
     over = {name: r for name, r in largest.items() if r > RANKS[-1]}

@@ -39,7 +39,14 @@ CASES = {name: (name, ALL, {}) for name in SERVED} | {
     "qwen3_5: odd rank": ("qwen3_5_text", ALL, dict(r=7, alpha=3.0)),
     "qwen3_moe: rsLoRA": ("qwen3_moe", ALL, dict(r=3, alpha=7.0, use_rslora=True)),
 }
-FAST = ["llama", "qwen3_next", "mixtral: only down", "gpt_oss", "qwen3_5: only z"]
+FAST = [
+    "llama",
+    "qwen3_next",
+    "mixtral: only down",
+    "gpt_oss",
+    "gemma4_text with experts",
+    "qwen3_5: only z",
+]
 
 
 @pytest.fixture
