@@ -33,6 +33,7 @@ from bptjax.models.config import ModelConfig
 from bptjax.models.generation import generate
 from bptjax.models.sampling import Sampling
 from bptjax.weights.gguf.export import TYPES, to_gguf
+from bptjax.weights.gguf.file import GGUF
 from bptjax.weights.gguf.lora import lora_to_gguf
 from bptjax.weights.gguf.reading import from_gguf
 from bptjax.weights.hf.peft import write_peft
@@ -157,6 +158,18 @@ def random_text(config: ModelConfig) -> list[int]:
     return np.random.default_rng(0).integers(0, config.V, longest).tolist()
 
 
+def check_context(file: Path, tokens: int) -> None:
+    """Checks that a file is meant for texts of this length.
+
+    Raises:
+      ValueError: its context is shorter, because all layers have a window.
+    """
+    metadata = GGUF(file).metadata
+    length = metadata.get(f"{metadata['general.architecture']}.context_length", tokens)
+    if length < tokens:
+        raise ValueError(f"context length {length}: not compared on {tokens} tokens")
+
+
 def measured(measure: Callable[[], dict[str, Any]], work: Path) -> dict[str, Any]:
     """Returns the measurement, or the reason why there is none."""
     try:
@@ -174,6 +187,7 @@ def families(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         def measure(kind: str, directory=directory, model=model, config=config) -> dict[str, Any]:
             file = directory.with_name(f"{kind}.gguf")
             to_gguf(str(directory), file, type=kind, pre="gpt-2", warn=print)
+            check_context(file, len(random_text(config)))
             return compared(args.python, model, file, random_text(config))
 
         for kind in args.types:
@@ -211,6 +225,7 @@ def adapters(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             adapter = random_adapter(directory)
             lora_to_gguf(str(adapter), lora, type="f16", warn=print)
             model, _, config = load(adapter, dtype="float32", device="cpu", warn=print)
+            check_context(file, len(random_text(config)))
             return compared(args.python, model, file, random_text(config), lora)
 
         row = dict(kind="adapter", family=case.split(":")[0], case=case, type="f16", warn=print)

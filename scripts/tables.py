@@ -33,7 +33,7 @@ DOCUMENTS = (
     ROOT / "README.md",
     *(
         ROOT / f"docs/{name}.md"
-        for name in ("benchmarks", "data", "hugging_face", "long_context", "lora")
+        for name in ("benchmarks", "data", "hugging_face", "long_context", "lora", "serving")
     ),
     ROOT / "CONTRIBUTING.md",
 )
@@ -466,6 +466,34 @@ def missed_faults() -> str:
     return table(["fault", "the line", "found by"], body)
 
 
+def gguf_types() -> str:
+    """The perplexity of a model by type."""
+    rows = [row for row in read("gguf.jsonl") if row["kind"] == "perplexity"]
+    body = [["bptjax, float32", "", f"{rows[0]['perplexity']:.3f}"]]
+    for row in rows:
+        size, found = f"{row['bytes'] / 1e6:.0f} MB", f"{row['perplexity_llamacpp']:.3f}"
+        body.append([f"`{row['type']}`", size, found])
+    return table(["type", "file", "perplexity"], body)
+
+
+def gguf_loop() -> str:
+    """A real model imported, trained, exported and run by llama.cpp."""
+    names = {"none": "all weights trained", "lora": "adapter trained"}
+    files = {"model": "merged, f16", "lora": "base model in f16 and adapter"}
+    body = []
+    for row in read("gguf.jsonl"):
+        if row["kind"] == "loop" and row["step"] == "import":
+            off = f"logits {row['logits_off']:.0e} off, relative to the largest"
+            body.append(["imported", "", off])
+        elif row["kind"] == "loop":
+            name = names.get(row.get("adapter", ""), "imported")
+            file = files["lora"] if row.get("file") == "lora" else "f16"
+            file = files["model"] if (row.get("adapter"), file) == ("lora", "f16") else file
+            equal = f"{row['tokens_equal']} of {row['tokens']} tokens equal"
+            body.append([name, file, equal])
+    return table(["model", "file", "result"], body)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "headline": headline,
     "in_backward": in_backward,
@@ -491,6 +519,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "longest_planned": longest_planned,
     "speeds_planned": speeds_planned,
     "passes": passes,
+    "gguf_types": gguf_types,
+    "gguf_loop": gguf_loop,
     "faults": faults,
     "missed_faults": missed_faults,
 }
