@@ -139,7 +139,7 @@ def test_refusals_are_one_line(base, file, tmp_path, capsys):
     for path in (tmp_path / "base").glob("*token*"):
         path.unlink()
     assert "must have a tokenizer" in refused(["to-gguf", source, out], capsys)
-    assert {p.name for p in tmp_path.iterdir()} == {"base", "model.gguf"}
+    assert {p.name for p in tmp_path.iterdir()} == {"base", "model.gguf", "model.Modelfile"}
 
 
 def test_a_file_cut_anywhere_is_refused_in_one_line(file, tmp_path, capsys):
